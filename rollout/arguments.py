@@ -16,11 +16,7 @@ def on_cpu() -> bool:
 
 
 def check_arguments(engine: str, config: RunConfig) -> None:
-    """Reject what the engine called ``engine`` cannot be given: it may start without the command's check.
-
-    Raises:
-        EngineError: the first problem of ``engine_problems``.
-    """
+    """Raise ``EngineError`` with the first problem of ``engine_problems``: an engine may start without its check."""
     for problem in engine_problems(engine, config.rollout):
         raise EngineError(problem, code="engine-arguments")
 
@@ -28,8 +24,7 @@ def check_arguments(engine: str, config: RunConfig) -> None:
 def check_known(config: RunConfig, known: Collection[str], engine: str, command: str) -> None:
     """Raise ``EngineError`` where ``rollout.engine_args`` names none of the engine's ``known`` arguments.
 
-    Args:
-        engine, command: its name, and the command that lists its arguments, for the message.
+    ``command`` lists them.
     """
     for name in config.rollout.engine_args:
         if name not in known:
@@ -49,14 +44,10 @@ def sleep_mode(config: RunConfig, argument: str) -> bool:
     return bool(config.rollout.engine_args.get(argument, config.cluster.placement == "colocated"))
 
 
-def gives_memory_back(config: RunConfig, argument: str, engine: str) -> bool:
-    """False on a CPU. On CUDA, True or an error that names the setting."""
-    if on_cpu():
-        return False
+def require_sleep_mode(config: RunConfig, argument: str, engine: str) -> None:
     if not sleep_mode(config, argument):
         raise EngineError(
             f"{engine} cannot give memory back",
             code="engine-keeps-memory",
             remedy=f"set cluster.placement=colocated, or rollout.engine_args.{argument}=true",
         )
-    return True

@@ -3,9 +3,9 @@
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Sequence
 from contextlib import asynccontextmanager
-from typing import TypeVar
+from typing import Any, Generic, Literal, TypeVar
 
-from rollout.hooks import MEMORY_PARTS, EngineHooks, MemoryPart, Running
+from rollout.arguments import on_cpu
 from rollout.requests import check_request
 from rollout.weight_update import WeightUpdateState
 from slime_like.config import RunConfig
@@ -16,24 +16,76 @@ from slime_like.interfaces import BucketMetadata, EngineHealth, GenerationReques
 from slime_like.models.dimensions import ModelDimensions
 from slime_like.weights.expected_tensors import expected_tensors
 
+MemoryPart = Literal["weights", "kv_cache"]
+_MEMORY_PARTS: tuple[MemoryPart, ...] = ("weights", "kv_cache")
 _HEALTH_TIMEOUT_S = 10.0
 
+Running = TypeVar("Running")
 T = TypeVar("T")
 
 
-async def answers(call: Awaitable[object]) -> bool:
-    """True if the call has a result within a bound; dead and hung processes have none."""
-    try:
-        await asyncio.wait_for(call, _HEALTH_TIMEOUT_S)
-    except Exception:  # of whatever kind: the answer to "alive?" is no
-        return False
-    return True
+class EngineHooks(Generic[Running]):
+    """Called by ``EngineBase``, once the call itself has been found to be right; ``Running`` is a started engine.
+
+    Those below ``_own_process_ids`` are bounded by ``rollout.request_timeout_s`` or ``sync.timeout_s``.
+    """
+
+    async def _start(self) -> None:
+        """Start within a bound set by the caller, which calls ``stop`` if it raises or is cancelled."""
+        raise NotImplementedError
+
+    async def stop(self) -> None:
+        """End the engine and every process it started, by process id, within seconds. May be called twice."""
+        raise NotImplementedError
+
+    def _alive(self) -> Running:
+        """Raises ``EngineError`` where the engine has not been started, or has died."""
+        raise NotImplementedError
+
+    async def _ping(self) -> None:
+        """Raises unless whatever does the work answers."""
+        raise NotImplementedError
+
+    def _own_process_ids(self) -> tuple[int, ...]:
+        return ()
+
+    async def _freeze(self, mode: PauseMode) -> None:
+        raise NotImplementedError
+
+    async def _thaw(self) -> None:
+        raise NotImplementedError
+
+    async def _connect(self, transport: str, rendezvous: dict[str, Any]) -> None:
+        raise NotImplementedError
+
+    async def _begin_update(self) -> None:
+        """Begin afresh, also where the last update failed and the engine still holds it open."""
+        raise NotImplementedError
+
+    async def _update(self, bucket: BucketMetadata) -> None:
+        """Fetch, hash and load a bucket that has been checked; if it fails the update has failed."""
+        raise NotImplementedError
+
+    async def _received(self) -> tuple[dict[str, int], float]:
+        """Hashes of all that the open update has brought, and the seconds they took."""
+        raise NotImplementedError
+
+    async def _finish_update(self, version: int) -> None:
+        """The update is whole: serve it, and flush every cache."""
+        raise NotImplementedError
+
+    async def _give_memory_back(self, parts: Sequence[MemoryPart]) -> None:
+        """Not called on a CPU, where engines keep it; nor is ``_take_memory``."""
+        raise NotImplementedError
+
+    async def _take_memory(self, parts: Sequence[MemoryPart]) -> None:
+        raise NotImplementedError
 
 
 class EngineBase(EngineHooks[Running]):
     """The half of ``RolloutEngine`` that is the same for all.
 
-    An engine adds ``generate``, ``abort``, ``connect``, and the hooks that raise ``NotImplementedError``.
+    An engine adds ``generate``, ``abort``, and the hooks that raise ``NotImplementedError``.
     """
 
     def __init__(self, config: RunConfig, engine_index: int, kind: str) -> None:
@@ -49,9 +101,7 @@ class EngineBase(EngineHooks[Running]):
     async def start(self) -> None:
         """Load the model as weight version 0, awake and not paused.
 
-        Raises:
-            EngineError: an engine argument is rejected, the start fails, or it takes longer than
-                ``rollout.start_timeout_s``.
+        Raises ``EngineError`` where the start fails, or takes longer than ``rollout.start_timeout_s``.
         """
         self._reset()
         timeout = self._config.rollout.start_timeout_s
@@ -101,43 +151,39 @@ class EngineBase(EngineHooks[Running]):
 
     async def pause(self, mode: PauseMode = "keep") -> None:
         """Stop sampling; requests that come while paused wait for ``resume``."""
-        await self._freeze(mode)
+        await self._bounded(f"pause({mode})", self._freeze(mode))
         self._paused, self._resume_after_update = True, False
 
     async def resume(self) -> None:
         self._serving()
-        await self._thaw()
+        await self._bounded("resume", self._thaw())
         self._paused = False
 
     # -------------------------------------------------------------------------------------------------------- weights
+    async def connect(self, transport: str, rendezvous: dict[str, Any]) -> None:
+        """Join the weight transport on every rank, again if this engine was connected."""
+        self._alive()
+        await self._sync_call("connect", self._connect(transport, rendezvous))
+
     async def begin_update(self, version: int) -> None:
         """Open an update. Requests that run are frozen until it is finished, unless the caller has paused before."""
         self._alive()
-        await self._close_failed("the next update began before it was finished")
         if not self._paused:
             await self.pause("keep")
             self._resume_after_update = True
         self._state.begin(version)
-        await self._begin_update()
+        await self._sync_call("begin_update", self._begin_update())
 
     async def update(self, bucket: BucketMetadata) -> None:
         self._alive()
-        try:
-            self._state.check_bucket(bucket.entries)
-        except WeightSyncError as error:
-            await self._close_failed(str(error))
-            raise
-        await self._update(bucket)
+        self._state.check_bucket(bucket.entries)
+        await self._sync_call("update", self._update(bucket))
 
     async def finish_update(self, version: int) -> UpdateReceipt:
         self._alive()
-        try:
-            received, hash_s = await self._received()
-            self._state.check_complete(version, received)
-        except WeightSyncError as error:
-            await self._close_failed(str(error))
-            raise
-        await self._finish_update(version)
+        received, hash_s = await self._sync_call("finish_update", self._received())
+        self._state.check_complete(version, received)
+        await self._sync_call("finish_update", self._finish_update(version))
         receipt = self._state.commit(received, hash_s)
         if self._resume_after_update:
             self._resume_after_update = False
@@ -147,15 +193,15 @@ class EngineBase(EngineHooks[Running]):
     async def checksums(self) -> dict[str, int]:
         return dict(self._state.checksums)
 
-    async def _close_failed(self, reason: str) -> None:
-        if self._state.is_open:
-            self._state.fail(reason)
-            await self._close_update()
-
     # ------------------------------------------------------------------------------------------------ health and turns
     async def health(self) -> EngineHealth:
+        try:
+            await asyncio.wait_for(self._ping(), _HEALTH_TIMEOUT_S)
+            alive = True
+        except Exception:  # of whatever kind: dead and hung processes have no answer
+            alive = False
         return EngineHealth(
-            alive=await self._is_alive(),
+            alive=alive,
             weight_version=self._state.version,
             running_requests=len(self._promised),
             outstanding_tokens=sum(self._promised.values()),
@@ -165,10 +211,11 @@ class EngineBase(EngineHooks[Running]):
     async def sleep(self) -> None:
         """End what runs and give the device's memory back; on a CPU, where engines keep it, only the state changes."""
         self._alive()
-        awake = [part for part in MEMORY_PARTS if part not in self._asleep]
+        awake = [part for part in _MEMORY_PARTS if part not in self._asleep]
         if awake:  # after a failed sync that is the weights alone
             await self.pause("abort")
-            await self._give_memory_back(awake)
+            if not on_cpu():
+                await self._bounded("sleep", self._give_memory_back(awake))
         self._asleep.update(awake)
 
     async def wake(self, parts: Sequence[MemoryPart]) -> None:
@@ -176,7 +223,8 @@ class EngineBase(EngineHooks[Running]):
         asleep = [part for part in parts if part in self._asleep]
         if not asleep:
             return
-        await self._take_memory(asleep)
+        if not on_cpu():
+            await self._bounded("wake", self._take_memory(asleep))
         self._asleep.difference_update(asleep)
         if not self._asleep:
             await self.resume()

@@ -16,11 +16,7 @@ _MASK = (1 << 64) - 1
 
 
 def check_request(request: GenerationRequest, dimensions: ModelDimensions, max_model_len: int) -> None:
-    """Reject what cannot be served as asked.
-
-    Raises:
-        EngineError: names the request, the field and the remedy.
-    """
+    """Raise ``EngineError`` where it cannot be served as asked, with the field and the remedy."""
 
     def refusal(problem: str, remedy: str = "") -> EngineError:
         return EngineError(problem, code="bad-request", who=f"request {request.request_id}", remedy=remedy)

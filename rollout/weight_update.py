@@ -11,7 +11,7 @@ class WeightUpdateState:
     """Bookkeeping of begin, update, finish; owns no weights.
 
     After a failed update the weights are a mixture of two versions: nothing may be sampled until the next update is
-    finished.
+    finished. A check that raises fails the open update.
     """
 
     def __init__(self, engine: str, expected: Mapping[str, tuple[int, ...]]) -> None:
@@ -22,10 +22,6 @@ class WeightUpdateState:
         self._open_version: int | None = None
         self._failure: str | None = None
         self._names: set[str] = set()
-
-    @property
-    def is_open(self) -> bool:
-        return self._open_version is not None
 
     def require_serving(self) -> None:
         """Raises ``EngineError`` while the weights are a mixture that a failed update left."""
@@ -50,18 +46,21 @@ class WeightUpdateState:
             if shape is None:
                 raise self._refusal(f"the model has no tensor {entry.name}", "unknown-tensor")
             if shape != entry.shape:
-                problem = f"{entry.name} has shape {entry.shape}, the model wants {shape}"
-                raise self._refusal(problem, "tensor-shape")
+                raise self._refusal(f"{entry.name} has shape {entry.shape}, the model wants {shape}", "tensor-shape")
             if entry.name in self._names:
-                problem = f"{entry.name} came twice in the update to {self._open_version}"
-                raise self._refusal(problem, "duplicate-tensor")
+                twice = f"{entry.name} came twice in the update to {self._open_version}"
+                raise self._refusal(twice, "duplicate-tensor")
             self._names.add(entry.name)
 
     def check_complete(self, version: int, received: Mapping[str, int]) -> None:
         self._require_open("finish_update")
         if version != self._open_version:
             raise self._refusal(f"version {self._open_version} is open, not {version}", "other-version-open")
-        require_complete(received, self._expected, self._engine)
+        try:
+            require_complete(received, self._expected, self._engine)
+        except WeightSyncError as error:
+            self.fail(str(error))
+            raise
 
     def commit(self, received: Mapping[str, int], hash_s: float = 0.0) -> UpdateReceipt:
         assert self._open_version is not None
@@ -73,9 +72,8 @@ class WeightUpdateState:
 
     def fail(self, reason: str) -> None:
         """Close the open update, if there is one; the engine refuses to sample from then on."""
-        if self._open_version is None:
-            return
-        self._failure = f"the update to version {self._open_version} failed ({reason})"
+        if self._open_version is not None:
+            self._failure = f"the update to version {self._open_version} failed ({reason})"
         self._open_version = None
 
     def _require_open(self, call: str) -> None:
@@ -83,4 +81,6 @@ class WeightUpdateState:
             raise self._refusal(f"{call} without an open update", "no-open-update", "call begin_update first")
 
     def _refusal(self, problem: str, code: str, remedy: str = "") -> WeightSyncError:
-        return WeightSyncError(problem, code=code, who=self._engine, remedy=remedy)
+        error = WeightSyncError(problem, code=code, who=self._engine, remedy=remedy)
+        self.fail(str(error))
+        return error

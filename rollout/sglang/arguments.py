@@ -25,9 +25,6 @@ def environment(config: RunConfig, scratch: Path) -> dict[str, str]:
 
     An engine's ranks share a host and meet in a file: torch's TCP store would listen on every interface. On a CPU eager
     execution needs no compiler, gloo stays on loopback, and a rank has one thread, as Ray sets it.
-
-    Args:
-        scratch: directory for their rendezvous.
     """
     defaults = {"HF_HUB_OFFLINE": "1", "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1"}
     defaults |= {"SGLANG_DISTRIBUTED_INIT_METHOD_OVERRIDE": f"file://{scratch}/rendezvous"}
@@ -40,14 +37,7 @@ def environment(config: RunConfig, scratch: Path) -> dict[str, str]:
 
 
 def engine_arguments(config: RunConfig, engine_index: int, known: Collection[str]) -> dict[str, Any]:
-    """Build SGLang's arguments.
-
-    Args:
-        known: names of SGLang's arguments.
-
-    Raises:
-        EngineError: ``rollout.engine_args`` names an argument that SGLang does not have.
-    """
+    """SGLang's arguments. Raises ``EngineError`` where ``rollout.engine_args`` names one that is not ``known``."""
     check_known(config, known, "SGLang", "python -m sglang.launch_server")
     return {**_defaults(config), **config.rollout.engine_args, **_owned(config, engine_index)}
 

@@ -5,9 +5,8 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from rollout.arguments import check_arguments, gives_memory_back, on_cpu
-from rollout.base import EngineBase, answers
-from rollout.hooks import MemoryPart
+from rollout.arguments import check_arguments, on_cpu, require_sleep_mode
+from rollout.base import EngineBase, MemoryPart
 from rollout.sglang.arguments import SLEEP_ARGUMENT, environment
 from slime_like.config import RunConfig
 from slime_like.errors import EngineError
@@ -62,11 +61,7 @@ class SglangEngine(EngineBase[ChildProcess]):
                 raise EngineError(problem, code="request-failed") from error
 
     async def abort(self, request_id: str | None = None) -> None:
-        await self._ask("abort", "abort", request_id)
-
-    async def connect(self, transport: str, rendezvous: dict[str, Any]) -> None:
-        """Join the weight transport on every rank, again if this engine was connected."""
-        await self._call_in_sync("connect", "connect", transport, rendezvous)
+        await self._bounded("abort", self._call("abort", request_id, during="abort"))
 
     async def stop(self) -> None:
         process, self._process = self._process, None
@@ -81,66 +76,50 @@ class SglangEngine(EngineBase[ChildProcess]):
             raise self._faults.died()
         return self._process
 
-    async def _is_alive(self) -> bool:
+    async def _ping(self) -> None:
         """Asks the schedulers, not only SGLang's own process."""
-        return self._process is not None and await answers(self._process.call("ping"))
+        await self._alive().call("ping")
 
     def _own_process_ids(self) -> tuple[int, ...]:
         return self._process.process_ids if self._process is not None else ()
 
     async def _freeze(self, mode: PauseMode) -> None:
-        await self._ask(f"pause({mode})", "pause", mode)
+        await self._call("pause", mode, during=f"pause({mode})")
 
     async def _thaw(self) -> None:
-        await self._ask("resume", "resume")
+        await self._call("resume", during="resume")
+
+    async def _connect(self, transport: str, rendezvous: dict[str, Any]) -> None:
+        await self._call("connect", transport, rendezvous)
 
     async def _begin_update(self) -> None:
-        await self._call_in_sync("begin_update", "begin_update")
+        await self._call("begin_update")
 
     async def _update(self, bucket: BucketMetadata) -> None:
-        await self._call_in_sync("update", "update", metadata_to_wire(bucket))
+        await self._call("update", metadata_to_wire(bucket))
 
     async def _received(self) -> tuple[dict[str, int], float]:
-        checksums, hash_s = await self._call_in_sync("finish_update", "received")
+        checksums, hash_s = await self._call("received")
         return checksums, hash_s
 
     async def _finish_update(self, version: int) -> None:
-        await self._call_in_sync("finish_update", "finish_update", version)
-
-    async def _close_update(self) -> None:
-        await self._call_in_sync("closing a failed update", "close_update")
+        await self._call("finish_update", version)
 
     async def _give_memory_back(self, parts: Sequence[MemoryPart]) -> None:
-        if gives_memory_back(self._config, SLEEP_ARGUMENT, self._name):
-            await self._ask("sleep", "release_memory", tuple(reversed(parts)))
+        require_sleep_mode(self._config, SLEEP_ARGUMENT, self._name)
+        await self._call("release_memory", tuple(reversed(parts)), during="sleep")
 
     async def _take_memory(self, parts: Sequence[MemoryPart]) -> None:
-        if gives_memory_back(self._config, SLEEP_ARGUMENT, self._name):
-            await self._ask("wake", "resume_memory", tuple(parts))
+        await self._call("resume_memory", tuple(parts), during="wake")
 
-    # -------------------------------------------------------------------------------------------------------- helpers
-    async def _ask(self, phase: str, method: str, *arguments: Any) -> Any:
-        """Call a method of the process; errors name the engine and the phase."""
+    async def _call(self, method: str, *arguments: Any, during: str = "") -> Any:
+        """Call a method of the process; errors name ``during``, unless a weight update's own error will."""
         process = self._alive()
-
-        async def call() -> Any:
-            try:
-                return await process.call(method, *arguments)
-            except ProcessEnded as error:
-                raise self._faults.died(f"during {phase}") from error
-            except EngineError as error:
-                raise EngineError(f"{phase} failed: {error}", code="engine-call-failed", who=self._name) from error
-
-        return await self._bounded(phase, call())
-
-    async def _call_in_sync(self, phase: str, method: str, *arguments: Any) -> Any:
-        """Call a method of the process, as ``_sync_call`` does."""
-        process = self._alive()
-
-        async def call() -> Any:
-            try:
-                return await process.call(method, *arguments)
-            except ProcessEnded as error:
-                raise self._faults.died() from error
-
-        return await self._sync_call(phase, call())
+        try:
+            return await process.call(method, *arguments)
+        except ProcessEnded as error:
+            raise self._faults.died(during and f"during {during}") from error
+        except EngineError as error:
+            if not during:
+                raise
+            raise EngineError(f"{during} failed: {error}", code="engine-call-failed", who=self._name) from error

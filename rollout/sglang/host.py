@@ -28,8 +28,8 @@ from sglang.srt.managers.io_struct import (
     sock_send,
 )
 
+from rollout.ranks import AnswerQueue, common_checksums, results
 from rollout.requests import sample_seed
-from rollout.sglang.reports import RankReport, Reports, common_checksums, require_success
 from rollout.sglang.sampling import generation, nothing, sampling_params
 from slime_like.errors import EngineError, WeightSyncError
 from slime_like.interfaces import Generation, GenerationRequest, PauseMode
@@ -44,9 +44,9 @@ if TYPE_CHECKING:
 class Host:
     """Answers the owner's calls with one SGLang engine. All methods run in one event loop."""
 
-    def __init__(self, engine: Engine, reports: Reports, config: RunConfig, engine_index: int) -> None:
+    def __init__(self, engine: Engine, answers: AnswerQueue, config: RunConfig, engine_index: int) -> None:
         self._manager = engine.tokenizer_manager
-        self._ranks = _Ranks(engine, reports, config.rollout.tensor)
+        self._ranks = _Ranks(engine, answers, config.rollout.tensor)
         self._dimensions = ModelDimensions.from_checkpoint(config.model.path)
         self._unseeded = random.Random(config.seed * 1_000_003 + engine_index)
         self._version = 0
@@ -97,7 +97,7 @@ class Host:
         await self._ranks.call("connect_transport", transport=transport, rendezvous=json.dumps(rendezvous))
 
     async def begin_update(self) -> None:
-        await self.close_update()
+        await self._close_update()
         await self._ranks.call("begin_update")
         _require(await self._manager.begin_weight_update(BeginWeightUpdateReqInput()))
         self._updating = True
@@ -109,14 +109,14 @@ class Host:
         """Hashes of the open update's tensors, and the seconds they took."""
         return common_checksums(await self._ranks.call("received"))
 
-    async def close_update(self) -> None:
+    async def _close_update(self) -> None:
         """Close SGLang's side of an update, if one is open."""
         if self._updating:
             self._updating = False
             _require(await self._manager.end_weight_update(EndWeightUpdateReqInput()))
 
     async def finish_update(self, version: int) -> None:
-        await self.close_update()
+        await self._close_update()
         await self._manager.update_weight_version(
             UpdateWeightVersionReqInput(new_version=str(version), abort_all_requests=False)
         )
@@ -129,11 +129,6 @@ class Host:
 
     async def resume_memory(self, parts: Sequence[str]) -> None:
         await self._manager.resume_memory_occupation(ResumeMemoryOccupationReqInput(tags=list(parts)))
-
-    async def reach_schedulers(self) -> None:
-        """Use every socket to the schedulers once."""
-        await self.ping()
-        await self._ranks.call("begin_update")
 
     async def ping(self) -> None:
         """Answered by the schedulers, not only by this process."""
@@ -186,14 +181,14 @@ class Host:
 class _Ranks:
     """The schedulers of all ranks, called by SGLang's collective RPC one call at a time."""
 
-    def __init__(self, engine: Engine, reports: Reports, count: int) -> None:
+    def __init__(self, engine: Engine, answers: AnswerQueue, count: int) -> None:
         self._engine = engine
-        self._reports = reports
+        self._answers = answers
         self._count = count
         self._turn = asyncio.Lock()
 
-    async def call(self, method: str, **parameters: str) -> list[RankReport]:
-        """One collective call, and what every rank reports of it."""
+    async def call(self, method: str, **parameters: str) -> list[Any]:
+        """One collective call, and every rank's result."""
         async with self._turn:
             socket = self._engine.send_to_rpc
             sock_send(socket, RpcReqInput(method=method, parameters=parameters or None))
@@ -201,9 +196,7 @@ class _Ranks:
             answer = sock_recv(socket)
             if not answer.success:
                 raise WeightSyncError(answer.message, code="rank-failed")
-            reports = [self._reports.get() for _ in range(self._count)]
-        require_success(reports)
-        return reports
+            return results([self._answers.get() for _ in range(self._count)])
 
 
 class _Running:

@@ -1,33 +1,120 @@
 """Entry point of SGLang's process: ``python -m rollout.sglang.main DESCRIPTOR SCRATCH``."""
 
+from __future__ import annotations
+
+import functools
 import gc
+import multiprocessing
 import shutil
 import sys
 import tempfile
 from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
 from pathlib import Path
+from types import FrameType, SimpleNamespace
+from typing import TYPE_CHECKING, Any
 
 from rollout.arguments import on_cpu
+from rollout.ranks import AnswerQueue
+from rollout.sglang import stand_ins
+from rollout.sglang.arguments import engine_arguments
+from slime_like.config import RunConfig
+from slime_like.errors import EngineError
 from slime_like.hosting.parent import Owner
+
+if TYPE_CHECKING:
+    from sglang.srt.entrypoints.engine import Engine
 
 
 def main(descriptor: int, scratch: Path) -> None:
     """Serve the owner at the other end of the inherited socket ``descriptor``; temporary files go to ``scratch``."""
     owner = Owner(Connection(descriptor), scratch)
     with owner.starting() as (config, engine_index):
-        from rollout.sglang.launch import launch
-
         tempfile.tempdir = str(scratch)
-        engine, reports = launch(config, engine_index, descriptor, owner)
+        engine, answers = _launch(config, engine_index, descriptor, owner)
         tempfile.tempdir = None
         from rollout.sglang.host import Host
 
         gc.freeze()
-        host = Host(engine, reports, config, engine_index)
-        engine.loop.run_until_complete(host.reach_schedulers())
+        host = Host(engine, answers, config, engine_index)
+        engine.loop.run_until_complete(host.ping())
+        engine.loop.run_until_complete(host.received())
         if on_cpu():  # every socket is connected and every group has met; NCCL's may still have to
             shutil.rmtree(scratch)
     engine.loop.run_until_complete(owner.serve(host))
+
+
+class _SchedulerFailed(Exception):
+    """Raised by the signal with which a scheduler tells of its failure."""
+
+
+def _launch(config: RunConfig, engine_index: int, descriptor: int, owner: Owner) -> tuple[Engine, AnswerQueue]:
+    """Start one engine, with which this process ends, and the queue of its ranks' answers. Main thread only.
+
+    On a CPU schedulers are forked: importing SGLang a second time would take most of the start. CUDA forbids that.
+
+    ``descriptor`` is the link's, which they must not keep open. Raises ``EngineError`` where an engine argument is
+    rejected or a scheduler failed, with the scheduler's own message.
+    """
+    stand_ins.install()
+    from sglang.srt.arg_groups.arg_utils import record_fields
+    from sglang.srt.server_args import ServerArgs
+
+    arguments = engine_arguments(config, engine_index, {field.name for field in record_fields(ServerArgs)})
+    answers: AnswerQueue = multiprocessing.get_context(_start_method()).SimpleQueue()
+    owned_engine, schedulers = _engine_class(answers, descriptor, owner)
+    try:
+        engine = owned_engine(**arguments, custom_sigquit_handler=_raise_failure)
+    except _SchedulerFailed as failure:
+        _, problem, _ = (None, None, "") if answers.empty() else answers.get()
+        raise EngineError(problem or "a scheduler failed; see its log", code="scheduler-failed") from failure
+
+    def end(*_: Any) -> None:
+        owner.end()
+
+    handlers = SimpleNamespace(sigterm_handler=end, running_phase_sigquit_handler=end)
+    engine.tokenizer_manager.signal_handler_class = lambda manager: handlers
+    owner.end_with(schedulers)
+    return engine, answers
+
+
+def _engine_class(answers: AnswerQueue, descriptor: int, owner: Owner) -> tuple[type[Engine], list[BaseProcess]]:
+    """SGLang's engine without a detokenizer, and the list that will hold its schedulers."""
+    from sglang.srt.entrypoints.engine import Engine
+    from sglang.srt.managers.load_snapshot import shm_path_for
+    from sglang.srt.server_args import PortArgs, ServerArgs
+
+    from rollout.sglang.scheduler import run_scheduler
+
+    schedulers: list[BaseProcess] = []
+    inherited = descriptor if _start_method() == "fork" else None
+
+    class OwnedEngine(Engine):
+        run_scheduler_process_func = staticmethod(functools.partial(run_scheduler, answers, inherited))
+
+        @classmethod
+        def _launch_scheduler_processes(
+            cls, server_args: ServerArgs, port_args: PortArgs, *arguments: Any, **options: Any
+        ) -> Any:
+            owner.will_remove(Path(shm_path_for(port_args.instance_id)))
+            multiprocessing.set_start_method(_start_method(), force=True)
+            result, processes = super()._launch_scheduler_processes(server_args, port_args, *arguments, **options)
+            schedulers.extend(processes)
+            return result, processes
+
+        @classmethod
+        def _launch_detokenizer_subprocesses(cls, **_: Any) -> Any:
+            return [], []
+
+    return OwnedEngine, schedulers
+
+
+def _start_method() -> str:
+    return "fork" if on_cpu() else "spawn"
+
+
+def _raise_failure(number: int, frame: FrameType | None) -> None:
+    raise _SchedulerFailed
 
 
 if __name__ == "__main__":

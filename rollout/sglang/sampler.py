@@ -10,10 +10,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import torch
-from sglang.srt.layers.sampler import Sampler, register_sampler_backend
+from sglang.srt.layers.sampler import Sampler
 from torch import Tensor
-
-from rollout.sglang.arguments import SAMPLING_BACKEND
 
 if TYPE_CHECKING:
     from sglang.srt.layers.logits_processor import LogitsProcessorOutput
@@ -53,11 +51,7 @@ class SeededSampler(Sampler):
 
 
 def draw(logprobs: Tensor, uniform: Tensor, sampling_info: SamplingBatchInfo) -> Tensor:
-    """(B,) int64 ids, row by row, from ``logprobs`` (B, V) cut by each row's top-k, then top-p.
-
-    Args:
-        uniform: (B,) float64 in [0, 1).
-    """
+    """(B,) int64 ids from ``logprobs`` (B, V) cut by each row's top-k, then top-p, at ``uniform`` (B,) in [0, 1)."""
     probabilities = logprobs.double().exp()
     if sampling_info.need_top_k_sampling or sampling_info.need_top_p_sampling:
         _truncate(probabilities, sampling_info.top_ks, sampling_info.top_ps)
@@ -91,11 +85,6 @@ def _shift_right(value: Tensor, bits: int) -> Tensor:
 
 def _signed(value: int) -> int:
     return value - (1 << 64) if value >= 1 << 63 else value
-
-
-def register() -> None:
-    """Let SGLang create this sampler; in every process that samples, before its model is loaded."""
-    register_sampler_backend(SAMPLING_BACKEND, SeededSampler)
 
 
 def _truncate(probabilities: Tensor, top_ks: Tensor, top_ps: Tensor) -> None:

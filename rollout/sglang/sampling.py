@@ -24,20 +24,14 @@ def sampling_params(request: GenerationRequest, dimensions: ModelDimensions, see
 
 
 def generation(request: GenerationRequest, output: dict[str, Any], version: int) -> Generation:
-    """One sample's result.
-
-    Args:
-        output: what SGLang's tokenizer manager yields for a finished request.
-        version: the weights served now, for responses that ended before their first token.
-    """
+    """One sample's result; ``version`` is served now, for responses that ended before their first token."""
     meta = output["meta_info"]
     token_ids = np.asarray(output["output_ids"], dtype=np.int64)
+    spans = ((span["start"], span["end"], span["version"]) for span in meta.get("weight_versions") or ())
     return Generation(
         token_ids=token_ids,
         logprobs=_sampled_logprobs(meta, token_ids),
-        weight_versions=weight_versions(
-            len(token_ids), version, ((s["start"], s["end"], s["version"]) for s in meta.get("weight_versions") or ())
-        ),
+        weight_versions=weight_versions(len(token_ids), version, spans),
         finish_reason=finish_reason(request, "SGLang", meta["finish_reason"]["type"], meta["finish_reason"]),
         prompt_logprobs=_prompt_logprobs(meta) if request.prompt_logprobs else None,
     )

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from sglang.srt.layers.sampler import register_sampler_backend
 from sglang.srt.managers import scheduler as sglang_scheduler
 from sglang.srt.managers.io_struct import AbortReq
 from sglang.srt.managers.schedule_batch import FINISH_ABORT, Req
@@ -20,9 +21,11 @@ from sglang.srt.managers.scheduler import Scheduler
 from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
 
 from rollout.arguments import on_cpu
+from rollout.ranks import AnswerQueue, attempt
 from rollout.receiving import WeightReceiver
-from rollout.sglang import sampler
-from rollout.sglang.reports import RankReport, Reports
+from rollout.sglang.arguments import SAMPLING_BACKEND
+from rollout.sglang.sampler import SeededSampler
+from slime_like.hosting.calls import one_line
 from slime_like.system.memory import keep_freed_memory
 from slime_like.weights.wire import metadata_from_wire
 
@@ -30,21 +33,15 @@ _BURST_GAP_S, _BURST_GAPS = 0.002, 10
 """What an idle scheduler waits for another request, and how often at most: less than a step."""
 
 
-def run_scheduler(reports: Reports, inherited: int | None, *arguments: Any, **options: Any) -> None:
-    """SGLang's ``run_scheduler_process`` with our scheduler.
-
-    Args:
-        reports: answers of this rank beside SGLang's.
-        inherited: a descriptor that a fork has copied and that must not be kept open here.
-        arguments, options: SGLang's own.
-    """
-    if inherited is not None:
+def run_scheduler(answers: AnswerQueue, inherited: int | None, *arguments: Any, **options: Any) -> None:
+    """SGLang's ``run_scheduler_process`` with our scheduler, whose answers go to ``answers``, too."""
+    if inherited is not None:  # a descriptor that a fork has copied, and that must not be kept open here
         os.close(inherited)
     tempfile.tempdir = None  # where this process's parent put the sockets' names, which will be removed
     if on_cpu():
         keep_freed_memory()
-    sampler.register()
-    EngineScheduler.reports = reports  # SGLang constructs it
+    register_sampler_backend(SAMPLING_BACKEND, SeededSampler)
+    EngineScheduler.answers = answers  # SGLang constructs it
     sglang_scheduler.Scheduler = EngineScheduler
     sglang_scheduler.run_scheduler_process(*arguments, **options)
 
@@ -52,14 +49,14 @@ def run_scheduler(reports: Reports, inherited: int | None, *arguments: Any, **op
 class EngineScheduler(Scheduler):
     """SGLang's scheduler with the habits described at its methods, and weights by our transports."""
 
-    reports: Reports
+    answers: AnswerQueue
     waiting_queue: list[Req]
 
     def __init__(self, *arguments: Any) -> None:
         try:
             super().__init__(*arguments)
         except Exception as error:
-            self.reports.put(RankReport.of_error(error))
+            self.answers.put((None, one_line(error), ""))
             raise
         self.model_config.hf_eos_token_id = set()  # a request's own stop ids replace the model's
         _read_seeds()
@@ -69,7 +66,8 @@ class EngineScheduler(Scheduler):
 
     def abort_request(self, recv_req: AbortReq) -> None:
         """A frozen request ends with what it has sampled; SGLang would drop what its last few steps added."""
-        frozen = [req for req in self.waiting_queue if req.output_ids and _is_meant(recv_req, req)]
+        waiting = [req for req in self.waiting_queue if recv_req.abort_all or req.rid.startswith(recv_req.rid)]
+        frozen = [req for req in waiting if req.output_ids]
         self.waiting_queue = [req for req in self.waiting_queue if req not in frozen]
         for req in frozen:
             self._release_aborted_request(req)
@@ -102,32 +100,21 @@ class EngineScheduler(Scheduler):
         self._answer(lambda: self._receiver.connect(transport, json.loads(rendezvous)))
 
     def begin_update(self) -> None:
-        self._receiver.begin_update()
-        self.reports.put(RankReport())
+        self._answer(self._receiver.begin_update)
 
     def update(self, metadata: str) -> None:
         self._answer(lambda: self._load(json.loads(metadata)))
 
     def received(self) -> None:
-        self.reports.put(RankReport(None, *self._receiver.received()))
+        self._answer(self._receiver.received)
 
-    def _answer(self, action: Callable[[], None]) -> None:
-        """Run the call and report; SGLang itself would pass on the first rank's failure only."""
-        try:
-            action()
-        except Exception as error:
-            self.reports.put(RankReport.of_error(error))
-        else:
-            self.reports.put(RankReport())
+    def _answer(self, call: Callable[[], object]) -> None:
+        self.answers.put(attempt(call))
 
     def _load(self, metadata: dict[str, Any]) -> None:
         runner = self.tp_worker.model_runner
         with torch.inference_mode():
             runner.model.load_weights(self._receiver.copies(metadata_from_wire(metadata), runner.device))
-
-
-def _is_meant(recv_req: AbortReq, req: Req) -> bool:
-    return bool(recv_req.abort_all or req.rid.startswith(recv_req.rid))
 
 
 def _read_seeds() -> None:

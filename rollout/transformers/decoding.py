@@ -40,11 +40,6 @@ class DecodeBatch:
         self.samples: list[Sample] = []  # the rows of the cache, then those that wait for their prefill
         self._cache: KeyValueCache | None = None
 
-    @property
-    def is_fused(self) -> bool:
-        """True if this project's kernels decode instead of transformers' forward."""
-        return self._decoder is not None
-
     def add(self, samples: Sequence[Sample]) -> None:
         self.samples += samples
 
@@ -98,8 +93,7 @@ class DecodeBatch:
     def _prefill(self, samples: Sequence[Sample], score: bool) -> Tensor:
         """(n, V) logits after the contexts of samples that join; equal ones (of one prompt) are computed once.
 
-        Args:
-            score: note the prompts' own logprobs, too.
+        With ``score`` the prompts' own logprobs are noted, too.
         """
         contexts = [tuple(sample.context) for sample in samples]
         unique = list(dict.fromkeys(contexts))

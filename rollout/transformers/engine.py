@@ -14,8 +14,7 @@ import torch
 from torch import Tensor
 
 from rollout.arguments import check_arguments, on_cpu
-from rollout.base import EngineBase
-from rollout.hooks import MemoryPart
+from rollout.base import EngineBase, MemoryPart
 from rollout.receiving import WeightReceiver
 from rollout.requests import sample_seed, stop_ids
 from rollout.transformers import weights
@@ -54,25 +53,17 @@ class TransformersEngine(EngineBase["DecodeScheduler"]):
             raise self._faults.start_failed(f"{type(error).__name__}: {error}") from error
 
     async def generate(self, request: GenerationRequest) -> list[Generation]:
-        from rollout.transformers.scheduler import PendingRequest
-
         async with self._promising(request) as scheduler:
             samples = [self._sample(request, index) for index in range(request.num_samples)]
-            pending = PendingRequest(request.request_id, samples)
+            result = scheduler.submit(request.request_id, samples)
             try:
-                scheduler.submit(pending)
-                return await asyncio.wrap_future(pending.result)
+                return await asyncio.wrap_future(result)
             finally:
-                if pending.result.cancelled():  # the caller was cancelled, or gave up
+                if result.cancelled():  # the caller was cancelled, or gave up
                     scheduler.abort(request.request_id)
 
     async def abort(self, request_id: str | None = None) -> None:
         self._alive().abort(request_id)
-
-    async def connect(self, transport: str, rendezvous: dict[str, Any]) -> None:
-        self._alive()
-        # In a thread: it waits for the trainers, and this engine must be able to end if they never come.
-        await self._sync_call("connect", asyncio.to_thread(self._receiver.connect, transport, rendezvous))
 
     async def stop(self) -> None:
         scheduler, self._scheduler = self._scheduler, None
@@ -90,20 +81,25 @@ class TransformersEngine(EngineBase["DecodeScheduler"]):
             raise self._faults.not_running()
         return self._scheduler
 
-    async def _is_alive(self) -> bool:
-        return self._scheduler is not None and self._scheduler.is_alive
+    async def _ping(self) -> None:
+        if not self._alive().is_alive:
+            raise self._faults.died()
 
     async def _freeze(self, mode: PauseMode) -> None:
-        await self._bounded(f"pause({mode})", asyncio.wrap_future(self._alive().pause(mode)))
+        await asyncio.wrap_future(self._alive().pause(mode))
 
     async def _thaw(self) -> None:
         self._alive().resume()
+
+    async def _connect(self, transport: str, rendezvous: dict[str, Any]) -> None:
+        # In a thread: it waits for the trainers, and this engine must be able to end if they never come.
+        await asyncio.to_thread(self._receiver.connect, transport, rendezvous)
 
     async def _begin_update(self) -> None:
         self._receiver.begin_update()
 
     async def _update(self, bucket: BucketMetadata) -> None:
-        await self._sync_call("update", asyncio.to_thread(self._load_bucket, bucket))
+        await asyncio.to_thread(self._load_bucket, bucket)
 
     async def _received(self) -> tuple[dict[str, int], float]:
         return self._receiver.received()

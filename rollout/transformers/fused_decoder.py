@@ -44,7 +44,7 @@ class FusedDecoder:
 
     def __init__(self, model: Any) -> None:
         self._embedding, self._norm, self._head = model.model.embed_tokens, model.model.norm, model.lm_head
-        self._layers = [_Layer.of(number, layer) for number, layer in enumerate(model.model.layers)]
+        self._layers = [_Layer(number, layer) for number, layer in enumerate(model.model.layers)]
         self._rotary = _RotaryTable(model.model.rotary_emb)
 
     def logits(self, token_ids: Tensor, cache: KeyValueCache) -> Tensor:
@@ -82,19 +82,12 @@ class FusedDecoder:
         return hidden
 
 
-@dataclass(frozen=True, slots=True)
 class _Layer:
     """A decoder layer's modules, called without their forward."""
 
-    attention_norm: Any
-    attention: _Attention
-    mlp_norm: Any
-    mlp: Any
-
-    @classmethod
-    def of(cls, number: int, layer: Any) -> _Layer:
-        attention = _Attention(number, layer.self_attn)
-        return cls(layer.input_layernorm, attention, layer.post_attention_layernorm, layer.mlp)
+    def __init__(self, number: int, layer: Any) -> None:
+        self.attention = _Attention(number, layer.self_attn)
+        self.attention_norm, self.mlp_norm, self.mlp = layer.input_layernorm, layer.post_attention_layernorm, layer.mlp
 
     def feed_forward(self, hidden: Tensor) -> Tensor:
         """(rows, H) of the MLP of (rows, H)."""
@@ -128,12 +121,7 @@ class _Attention:
     def prefill(
         self, token: _Token, rows: int, seen: Callable[[int], Tensor | None], cache: DynamicCache, hidden: Tensor
     ) -> Tensor:
-        """(n * w, H) of the causal attention of (n * w, H), whose keys and values become the cache's.
-
-        Args:
-            rows: n.
-            seen: ``_seen`` of a window.
-        """
+        """(rows * w, H) of the causal attention of (rows * w, H), whose keys and values become the cache's."""
         tokens, dim, mask = len(hidden), self._dim, seen(self._window)
         keys, values = (torch.empty(tokens, len(m.weight) // dim, 1, dim) for m in (self._key, self._value))
         query = self._heads(hidden, token, keys, values)
@@ -155,17 +143,14 @@ class _Attention:
     def _heads(self, hidden: Tensor, token: _Token, keys: Tensor, values: Tensor) -> Tensor:
         """(rows, heads * head_dim) queries; their tokens' keys and values are written into the column."""
         query, key, value = (_product(hidden, module) for module in (self._query, self._key, self._value))
+        norms: tuple[np.ndarray, np.ndarray, bool, float] = self._no_norm, self._no_norm, False, 0.0
+        if self._query_norm is not None:
+            norms = _weight(self._query_norm), _weight(self._key_norm), True, self._query_norm.variance_epsilon
         decode_heads.forward(
-            *(query.numpy(), key.numpy(), value.numpy(), *self._head_norms()),
+            *(query.numpy(), key.numpy(), value.numpy(), *norms),
             *(token.cos, token.sin, token.positions, token.column, keys.numpy(), values.numpy()),
         )
         return query
-
-    def _head_norms(self) -> tuple[np.ndarray, np.ndarray, bool, float]:
-        """Weights of queries and keys, if there are any, and epsilon."""
-        if self._query_norm is None:
-            return self._no_norm, self._no_norm, False, 0.0
-        return _weight(self._query_norm), _weight(self._key_norm), True, self._query_norm.variance_epsilon
 
 
 class _RotaryTable:

@@ -119,11 +119,7 @@ class KeyValueCache:
         self.lengths = torch.cat((self.lengths, lengths))
 
     def begin_token(self) -> tuple[Tensor, Tensor]:
-        """Make room for one token of every row.
-
-        Returns:
-            Mask (rows, width + 1) and positions (rows, 1), int64, of the forward pass that follows.
-        """
+        """Make room for one token of every row; gives mask (rows, width + 1) and positions (rows, 1), int64."""
         width = self.make_room()
         positions = self.lengths[:, None]
         columns = torch.arange(width + 1, device=positions.device)

@@ -26,10 +26,6 @@ class Sample:
     versions: list[int] = field(default_factory=list)
     prompt_logprobs: np.ndarray | None = None
     finish_reason: FinishReason | None = None
-    is_truncated: bool = field(init=False)  # looked at for every token
-
-    def __post_init__(self) -> None:
-        self.is_truncated = truncates(self.sampling)
 
     @property
     def context(self) -> list[int]:
@@ -72,7 +68,7 @@ def draw_tokens(logits: Tensor, samples: Sequence[Sample]) -> tuple[list[int], l
     logprobs = (logits.float() / temperatures[:, None]).log_softmax(dim=-1)
     probabilities = logprobs.double().exp_()
     for row, sample in enumerate(samples):
-        if sample.is_truncated:
+        if truncates(sample.sampling):
             _truncate(probabilities[row], sample.sampling)
     cumulative = probabilities.cumsum_(dim=-1)
     uniform = torch.tensor([s.stream.random() for s in samples], dtype=torch.float64, device=logits.device)

@@ -23,7 +23,7 @@ _BURST_GAP_S, _BURST_S = 0.002, 0.02
 
 
 @dataclass(slots=True, eq=False)
-class PendingRequest:
+class _PendingRequest:
     """One request inside the thread; ``result`` is set when all of its samples have ended."""
 
     request_id: str
@@ -56,11 +56,7 @@ class _Inbox(queue.SimpleQueue[Callable[[], None]]):
 
 
 class DecodeScheduler:
-    """Owns the thread. Public methods may be called from any thread and never wait for a step.
-
-    Args:
-        kernels: see ``DecodeBatch``.
-    """
+    """Owns the thread. Public methods may be called from any thread and never wait for a step."""
 
     def __init__(self, model: Any, max_batch_size: int, kernels: bool) -> None:
         self._max_batch_size = max_batch_size
@@ -68,8 +64,8 @@ class DecodeScheduler:
         self._error: EngineError | None = None
         # Below: touched by the decode thread alone.
         self._version = 0
-        self._waiting: list[PendingRequest] = []
-        self._running: list[PendingRequest] = []
+        self._waiting: list[_PendingRequest] = []
+        self._running: list[_PendingRequest] = []
         self._batch = DecodeBatch(model, kernels)
         self._pause_mode: PauseMode | None = None
         self._pause_waiters: list[Future[None]] = []
@@ -81,8 +77,10 @@ class DecodeScheduler:
     def is_alive(self) -> bool:
         return self._thread.is_alive() and self._error is None
 
-    def submit(self, request: PendingRequest) -> None:
+    def submit(self, request_id: str, samples: list[Sample]) -> Future[list[Generation]]:
+        request = _PendingRequest(request_id, samples)
         self._put(lambda: self._waiting.append(request), request.result)
+        return request.result
 
     def abort(self, request_id: str | None) -> None:
         """End one request, or all; what it has sampled is its result."""
@@ -192,7 +190,7 @@ class DecodeScheduler:
             _settle_future(future, error=error)
 
 
-def _without_done(requests: Sequence[PendingRequest]) -> list[PendingRequest]:
+def _without_done(requests: Sequence[_PendingRequest]) -> list[_PendingRequest]:
     for request in requests:
         if request.is_done:
             _settle_future(request.result, [s.to_generation() for s in request.samples])

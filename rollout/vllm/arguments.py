@@ -16,10 +16,6 @@ BACKEND = "slime_like"
 """Name of the weight-transfer backend in vLLM's registry."""
 SLEEP_ARGUMENT = "enable_sleep_mode"
 
-_WORKER_EXTENSION = "rollout.vllm.worker.WorkerExtension"
-"""Import path of the class vLLM mixes into its worker."""
-_BURST_SCHEDULER = "rollout.vllm.scheduler.BurstScheduler"
-"""Import path of the class with which vLLM schedules on a CPU."""
 _CPU_KV_CACHE_BYTES = 1 << 30
 _CPU_BATCHED_TOKENS = 8192
 
@@ -45,10 +41,9 @@ def prepare_environment(config: RunConfig) -> None:
 
 
 def engine_arguments(config: RunConfig, engine_index: int) -> AsyncEngineArgs:
-    """Build vLLM's arguments. Call after ``prepare_environment``.
+    """Build vLLM's arguments, after ``prepare_environment``.
 
-    Raises:
-        EngineError: ``rollout.engine_args`` names an argument that vLLM does not have or this adapter owns.
+    Raises ``EngineError`` where ``rollout.engine_args`` names one that vLLM does not have, or that this adapter owns.
     """
     from vllm.engine.arg_utils import AsyncEngineArgs
 
@@ -69,7 +64,7 @@ def _owned(config: RunConfig, engine_index: int) -> dict[str, Any]:
         "seed": config.seed + engine_index,
         # After the temperature: with top-p and top-k off this is the sampled distribution over the whole vocabulary.
         "logprobs_mode": "processed_logprobs",
-        "worker_extension_cls": _WORKER_EXTENSION,
+        "worker_extension_cls": "rollout.vllm.worker.WorkerExtension",
         "weight_transfer_config": {"backend": BACKEND},
         "skip_tokenizer_init": True,  # token ids in, token ids out
         "enable_log_requests": False,
@@ -86,7 +81,7 @@ def _defaults(config: RunConfig) -> dict[str, Any]:
     if on_cpu():
         defaults |= {
             "enforce_eager": True,
-            "scheduler_cls": _BURST_SCHEDULER,
+            "scheduler_cls": "rollout.vllm.scheduler.BurstScheduler",
             "block_size": 32,
             "kv_cache_memory_bytes": _CPU_KV_CACHE_BYTES,
             "max_num_batched_tokens": max(_CPU_BATCHED_TOKENS, config.max_model_len),

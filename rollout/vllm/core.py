@@ -10,9 +10,9 @@ from collections.abc import Awaitable, Collection
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from rollout.base import answers
+from rollout.ranks import results
 from slime_like.config import RunConfig
-from slime_like.errors import SlimeLikeError, WeightSyncError
+from slime_like.errors import SlimeLikeError
 from slime_like.hosting.calls import one_line
 from slime_like.hosting.faults import EngineFaults
 from slime_like.system.processes import end_processes, is_alive, mapped_files, new_children, process_ids, start_tracker
@@ -34,11 +34,7 @@ T = TypeVar("T")
 
 
 class EngineCore:
-    """One AsyncLLM, from its start to its end; it may be started again afterwards.
-
-    Attributes:
-        process_ids: processes that it has started.
-    """
+    """One AsyncLLM and its processes, from its start to its end; it may be started again afterwards."""
 
     def __init__(self, config: RunConfig, engine_index: int, faults: EngineFaults) -> None:
         self.process_ids: tuple[int, ...] = ()
@@ -77,10 +73,6 @@ class EngineCore:
             raise self._faults.died()
         return self._llm
 
-    async def is_alive(self) -> bool:
-        """Asks the engine core's process, not only this one."""
-        return self._llm is not None and not self._llm.errored and await answers(self._llm.get_weight_version())
-
     async def while_alive(self, call: Awaitable[T]) -> T:
         """The call's result. vLLM never answers calls that are under way when its process dies."""
         task = asyncio.ensure_future(call)
@@ -96,17 +88,8 @@ class EngineCore:
             task.cancel()
 
     async def workers(self, method: str, **arguments: Any) -> list[Any]:
-        """Return the results of every worker's method.
-
-        Raises:
-            WeightSyncError: it failed on one of them; the first one's reason.
-        """
-        call = self.alive().collective_rpc("attempt", args=(method, arguments))
-        answers = await self.while_alive(call)
-        for _, failure, code in answers:
-            if failure is not None:
-                raise WeightSyncError(failure, code=code)
-        return [result for result, _, _ in answers]
+        """Results of the method of every worker. Raises ``WeightSyncError`` where it failed on one of them."""
+        return results(await self.while_alive(self.alive().collective_rpc("attempt", args=(method, arguments))))
 
     async def stop(self) -> None:
         """End the engine core and its workers, by process id. May be called twice."""

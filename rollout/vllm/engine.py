@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from rollout.arguments import gives_memory_back, on_cpu
-from rollout.base import EngineBase
-from rollout.hooks import MemoryPart
+from rollout.arguments import on_cpu, require_sleep_mode
+from rollout.base import EngineBase, MemoryPart
+from rollout.ranks import common_checksums
 from rollout.vllm.arguments import SLEEP_ARGUMENT
 from rollout.vllm.core import EngineCore
 from slime_like.config import RunConfig
-from slime_like.errors import EngineError, WeightSyncError
+from slime_like.errors import EngineError
 from slime_like.hosting.calls import one_line
 from slime_like.interfaces import BucketMetadata, Generation, GenerationRequest, PauseMode
 from slime_like.models.dimensions import ModelDimensions
@@ -55,16 +55,13 @@ class VllmEngine(EngineBase["AsyncLLM"]):
         await llm.abort(list(self._promised) if request_id is None else [request_id])
 
     async def connect(self, transport: str, rendezvous: dict[str, Any]) -> None:
-        """Join the weight transport, again if this engine was connected.
+        """Not with a mixture-of-experts model on a CPU: vLLM 0.32 reloads its experts wrongly, in silence.
 
-        Raises:
-            EngineError: a mixture-of-experts model on a CPU, whose experts vLLM 0.32 reloads wrongly (so
-                does its ``reload_weights``), so that updates would be silently wrong.
+        So does its ``reload_weights``.
         """
         if refusal := self.refusal(self._dimensions, on_cuda=not on_cpu()):
             raise EngineError(refusal, code="model-not-served", who=self._name)
-        arguments = {"init_info": {"transport": transport, "rendezvous": rendezvous}}
-        await self._sync_call("connect", self._core.workers("init_weight_transfer_engine", **arguments))
+        await super().connect(transport, rendezvous)
 
     # ------------------------------------------------------------------------------------------------- see EngineHooks
     async def _start(self) -> None:
@@ -76,8 +73,9 @@ class VllmEngine(EngineBase["AsyncLLM"]):
     def _alive(self) -> AsyncLLM:
         return self._core.alive()
 
-    async def _is_alive(self) -> bool:
-        return await self._core.is_alive()
+    async def _ping(self) -> None:
+        """Asks the engine core's process, not only this one."""
+        await self._alive().get_weight_version()
 
     def _own_process_ids(self) -> tuple[int, ...]:
         return self._core.process_ids
@@ -85,47 +83,37 @@ class VllmEngine(EngineBase["AsyncLLM"]):
     async def _freeze(self, mode: PauseMode) -> None:
         # The engine core's own call: AsyncLLM.pause_generation adds a fixed sleep that orders nothing we rely on.
         core = self._alive().engine_core
-        call = core.pause_scheduler_async(mode=mode, clear_cache=True)
-        await self._bounded(f"pause({mode})", self._core.while_alive(call))
+        await self._core.while_alive(core.pause_scheduler_async(mode=mode, clear_cache=True))
 
     async def _thaw(self) -> None:
-        await self._bounded("resume", self._core.while_alive(self._alive().resume_generation()))
+        await self._core.while_alive(self._alive().resume_generation())
+
+    async def _connect(self, transport: str, rendezvous: dict[str, Any]) -> None:
+        info = {"transport": transport, "rendezvous": rendezvous}
+        await self._core.workers("init_weight_transfer_engine", init_info=info)
 
     async def _begin_update(self) -> None:
-        await self._sync_call("begin_update", self._core.workers("begin_update"))
+        await self._core.workers("begin_update")
 
     async def _update(self, bucket: BucketMetadata) -> None:
-        await self._sync_call(
-            "update", self._core.workers("update_weights", update_info={"metadata": metadata_to_wire(bucket)})
-        )
+        await self._core.workers("update_weights", update_info={"metadata": metadata_to_wire(bucket)})
 
     async def _received(self) -> tuple[dict[str, int], float]:
-        answers = await self._sync_call("finish_update", self._core.workers("received"))
-        received = [checksums for checksums, _ in answers]
-        if any(other != received[0] for other in received):
-            problem = "its tensor-parallel ranks received different bytes"
-            raise WeightSyncError(problem, code="ranks-differ", who=self._name)
-        return received[0], max(hash_s for _, hash_s in answers)
+        return common_checksums(await self._core.workers("received"))
 
     async def _finish_update(self, version: int) -> None:
         llm = self._alive()
-        await self._sync_call("finish_update", self._core.workers("finish_weight_update"))
-        await self._sync_call("finish_update", self._core.while_alive(llm.update_weight_version(str(version))))
-        await self._sync_call(
-            "cache flush", self._core.while_alive(llm.reset_prefix_cache(reset_running_requests=True))
-        )
-
-    async def _close_update(self) -> None:
-        await self._sync_call("closing a failed update", self._core.workers("finish_weight_update"))
+        await self._core.workers("finish_weight_update")
+        await self._core.while_alive(llm.update_weight_version(str(version)))
+        await self._core.while_alive(llm.reset_prefix_cache(reset_running_requests=True))
 
     async def _give_memory_back(self, parts: Sequence[MemoryPart]) -> None:
         """Weights go to host memory. vLLM itself skips a part that is asleep."""
-        if gives_memory_back(self._config, SLEEP_ARGUMENT, self._name):
-            await self._bounded("sleep", self._core.while_alive(self._alive().sleep(level=1, mode="abort")))
+        require_sleep_mode(self._config, SLEEP_ARGUMENT, self._name)
+        await self._core.while_alive(self._alive().sleep(level=1, mode="abort"))
 
     async def _take_memory(self, parts: Sequence[MemoryPart]) -> None:
-        if gives_memory_back(self._config, SLEEP_ARGUMENT, self._name):
-            await self._bounded("wake", self._core.while_alive(self._alive().wake_up(tags=list(parts))))
+        await self._core.while_alive(self._alive().wake_up(tags=list(parts)))
 
     async def _run(self, llm: AsyncLLM, request: GenerationRequest) -> RequestOutput:
         """The final output. vLLM's own exceptions become one sentence."""

@@ -43,35 +43,25 @@ def sampling_params(request: GenerationRequest, dimensions: ModelDimensions) -> 
 
 
 def generations(request: GenerationRequest, output: RequestOutput, version: int) -> list[Generation]:
-    """One ``Generation`` per sample, in sample order.
-
-    Args:
-        version: the weights served now, for responses that ended before their first token.
-    """
+    """One per sample, in order; ``version`` is served now, for responses that ended before their first token."""
     prompt_logprobs = _prompt_logprobs(output) if request.prompt_logprobs else None
-    unknown = truncates(request.sampling)
     samples = output.outputs if request.sampling.temperature > 0 else output.outputs * request.num_samples
-    return [_generation(request, sample, prompt_logprobs, version, unknown) for sample in samples]
+    return [_generation(request, sample, prompt_logprobs, version) for sample in samples]
 
 
 def _generation(
-    request: GenerationRequest,
-    sample: CompletionOutput,
-    prompt_logprobs: np.ndarray | None,
-    version: int,
-    unknown_logprobs: bool,
+    request: GenerationRequest, sample: CompletionOutput, prompt_logprobs: np.ndarray | None, version: int
 ) -> Generation:
     token_ids = np.asarray(sample.token_ids, dtype=np.int64)
     logprobs = _sampled_logprobs(sample.logprobs, len(token_ids))
-    if unknown_logprobs:
+    if truncates(request.sampling):
         # vLLM's are those of the truncated distribution; the contract's, over the whole vocabulary, are not known.
-        logprobs = np.full(len(token_ids), np.nan, dtype=np.float32)
+        logprobs.fill(np.nan)
+    spans = ((span.start, span.end, span.version) for span in sample.weight_versions or ())
     return Generation(
         token_ids=token_ids,
         logprobs=logprobs,
-        weight_versions=weight_versions(
-            len(token_ids), version, ((span.start, span.end, span.version) for span in sample.weight_versions or ())
-        ),
+        weight_versions=weight_versions(len(token_ids), version, spans),
         finish_reason=finish_reason(request, "vLLM", sample.finish_reason, repr(sample.finish_reason)),
         prompt_logprobs=prompt_logprobs,
     )
@@ -79,7 +69,7 @@ def _generation(
 
 def _sampled_logprobs(flat: Any, count: int) -> np.ndarray:
     """With ``logprobs=0`` vLLM's flat list has exactly the sampled token at every position."""
-    logprobs = np.asarray(flat.logprobs if count else (), dtype=np.float32)
+    logprobs = np.array(flat.logprobs if count else (), dtype=np.float32)
     if len(logprobs) != count:
         problem = f"vLLM returned {len(logprobs)} logprobs for {count} tokens"
         raise EngineError(problem, code="engine-version", remedy="its version is not supported")

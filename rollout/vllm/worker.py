@@ -22,9 +22,9 @@ from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
+from rollout.ranks import RankAnswer, attempt
 from rollout.receiving import WeightReceiver
 from rollout.vllm.arguments import BACKEND
-from slime_like.hosting.calls import code_of, one_line
 from slime_like.system.memory import keep_freed_memory
 from slime_like.weights.wire import metadata_from_wire
 
@@ -102,16 +102,13 @@ class WorkerExtension(_Worker):
 
     weight_transfer_engine: BucketTransferEngine
 
-    def attempt(self, method: str, arguments: dict[str, Any]) -> tuple[Any, str | None, str]:
-        """Call one of this worker's methods; gives its result, or the sentence and the code of its error.
+    def attempt(self, method: str, arguments: dict[str, Any]) -> RankAnswer:
+        """Call one of this worker's methods.
 
         vLLM 0.32 stops reading its workers' replies at the first one that is an exception. Those of the later workers
         stay in their queues and answer the next call, and so on for ever. A reply that describes the error is read.
         """
-        try:
-            return getattr(self, method)(**arguments), None, ""
-        except Exception as error:  # returned to the engine, which fails the update
-            return None, one_line(error), code_of(error, "rank-failed")
+        return attempt(lambda: getattr(self, method)(**arguments))
 
     def begin_update(self) -> None:
         """Start a weight update, also where the last one is open still because it failed on another worker only."""

@@ -1,8 +1,10 @@
 """Exact arithmetic on untrusted text: a parser with bounds on everything that can grow."""
 
 import re
+from collections.abc import Callable, Sequence
 from decimal import Decimal, localcontext
 from fractions import Fraction
+from operator import add, floordiv, mod, mul, sub, truediv
 
 MAX_CHARS = 256
 MAX_DEPTH = 32
@@ -12,6 +14,7 @@ _DIGITS = 12
 """Significant digits of what is no whole number."""
 
 _TOKEN = re.compile(r"\s*(?:(\d+(?:\.\d*)?|\.\d+)|(\*\*|//|[-+*/%^()\u00d7\u00f7\u2212]))")
+_OPERATORS = {"+": add, "-": sub, "*": mul, "/": truediv, "//": floordiv, "%": mod}
 _SPELLINGS = {"\u00d7": "*", "\u00f7": "/", "\u2212": "-", "^": "**"}
 
 
@@ -23,16 +26,14 @@ def evaluate(text: str) -> Fraction:
     """The exact value of an expression of decimal numbers, ``+ - * / // % **`` (or ``^``) and parentheses.
 
     Operators bind as in Python. Time and memory are bounded by ``MAX_CHARS``, ``MAX_DEPTH`` and ``MAX_BITS``.
-
-    Raises:
-        ArithmeticFault: no such expression, a division by zero, or a bound is exceeded.
+    Raises ``ArithmeticFault`` where there is no value, or a bound is exceeded.
     """
     if len(text) > MAX_CHARS:
         raise ArithmeticFault("too long")
-    parser = _Parser(_tokens(text))
-    value = parser.sum(0)
-    parser.require_end()
-    return value
+    try:
+        return _Parser(_tokens(text)).whole()
+    except ZeroDivisionError:
+        raise ArithmeticFault("division by zero") from None
 
 
 def to_text(value: Fraction) -> str:
@@ -61,31 +62,32 @@ class _Parser:
         self._tokens = tokens
         self._at = 0
 
-    def require_end(self) -> None:
+    def whole(self) -> Fraction:
+        value = self._sum(0)
         if self._at < len(self._tokens):
             raise ArithmeticFault(f"unexpected {self._tokens[self._at]!r}")
-
-    def sum(self, depth: int) -> Fraction:
-        value = self._product(depth)
-        while (operator := self._take("+", "-")) is not None:
-            other = self._product(depth)
-            value = _bounded(value + other if operator == "+" else value - other)
         return value
 
+    def _sum(self, depth: int) -> Fraction:
+        return self._chain(("+", "-"), self._product, depth)
+
     def _product(self, depth: int) -> Fraction:
-        value = self._signed(depth)
-        while (operator := self._take("*", "/", "//", "%")) is not None:
-            value = _bounded(_multiply(operator, value, self._signed(depth)))
+        return self._chain(("*", "/", "//", "%"), self._signed, depth)
+
+    def _chain(self, operators: Sequence[str], operand: Callable[[int], Fraction], depth: int) -> Fraction:
+        value = operand(depth)
+        while (sign := self._take(*operators)) is not None:
+            value = _bounded(Fraction(_OPERATORS[sign](value, operand(depth))))
         return value
 
     def _signed(self, depth: int) -> Fraction:
         if depth > MAX_DEPTH:
             raise ArithmeticFault("nested too deeply")
-        operator = self._take("+", "-")
-        if operator is None:
+        sign = self._take("+", "-")
+        if sign is None:
             return self._power(depth)
         value = self._signed(depth + 1)
-        return -value if operator == "-" else value
+        return -value if sign == "-" else value
 
     def _power(self, depth: int) -> Fraction:
         base = self._atom(depth)
@@ -97,7 +99,7 @@ class _Parser:
         token = self._tokens[self._at]
         self._at += 1
         if token == "(":
-            value = self.sum(depth + 1)
+            value = self._sum(depth + 1)
             if self._take(")") is None:
                 raise ArithmeticFault("a parenthesis is not closed")
             return value
@@ -112,21 +114,11 @@ class _Parser:
         return None
 
 
-def _multiply(operator: str, left: Fraction, right: Fraction) -> Fraction:
-    if operator == "*":
-        return left * right
-    if right == 0:
-        raise ArithmeticFault("division by zero")
-    if operator == "/":
-        return left / right
-    return Fraction(left // right) if operator == "//" else left % right
-
-
 def _power(base: Fraction, exponent: Fraction) -> Fraction:
     if exponent.denominator != 1:
         raise ArithmeticFault("the exponent must be an integer")
     if base == 0 and exponent < 0:
-        raise ArithmeticFault("division by zero")
+        raise ZeroDivisionError
     if abs(base) in (0, 1):
         return Fraction(1) if exponent == 0 else base if exponent % 2 else abs(base)
     bits = max(base.numerator.bit_length(), base.denominator.bit_length())

@@ -12,11 +12,7 @@ class Calculator:
     Of several expressions in one turn the last counts. One that has no value gets the reason, so that the model may try
     again. The environment's reward is 1 where the answer is a number equal to the row's, else 0.
 
-    Args:
-        opening, closing: what marks an expression.
-
-    Raises:
-        ValueError: a mark is empty.
+    Raises ``ValueError`` where a mark is empty.
     """
 
     def __init__(self, opening: str = "<calculate>", closing: str = "</calculate>") -> None:

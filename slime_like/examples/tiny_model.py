@@ -87,7 +87,6 @@ _FAMILIES: dict[str, dict[str, Any]] = {
 }
 """By the model type of transformers: what differs from ``_SIZES``."""
 
-_ROUTER_BIAS = "e_score_correction_bias"
 _DEMONSTRATIONS = 4
 
 
@@ -106,13 +105,14 @@ def make_tiny_model(directory: Path, family: str = "qwen3", seed: int = 0, **ove
     Raises:
         ConfigError: unknown family or field.
     """
-    config = _model_config(family, overrides)
+    config = tiny_config(family, **overrides)
     dtype = config.dtype
     directory = Path(directory)
     directory.mkdir(parents=True, exist_ok=True)
     model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     _initialise(model, torch.Generator().manual_seed(seed))
-    _cast(model, dtype)
+    for parameter in model.parameters():  # routers' biases are buffers: in float32, as in published checkpoints
+        parameter.data = parameter.data.to(dtype)
     model.generation_config = transformers.GenerationConfig(**_special_ids())
     with _without_progress_bar():
         model.save_pretrained(directory)
@@ -121,7 +121,8 @@ def make_tiny_model(directory: Path, family: str = "qwen3", seed: int = 0, **ove
     byte_tokenizer().save_pretrained(directory)
 
 
-def _model_config(family: str, overrides: dict[str, Any]) -> Any:
+def tiny_config(family: str, **overrides: Any) -> Any:
+    """The transformers configuration of ``make_tiny_model``; raises as it does."""
     if family not in _FAMILIES:
         raise ConfigError([f"family={family} is not a tiny model; use one of: {', '.join(_FAMILIES)}"])
     plain = transformers.AutoConfig.for_model(family)
@@ -150,14 +151,6 @@ def _special_ids() -> dict[str, int]:
     return {f"{kind}_token_id": SPECIAL_TOKENS.index(f"<{kind}>") for kind in ("pad", "bos", "eos")}
 
 
-def _cast(model: torch.nn.Module, dtype: torch.dtype) -> None:
-    """Routers' biases stay in float32, as in published checkpoints."""
-    biases = {name: buffer.clone() for name, buffer in model.named_buffers() if name.endswith(_ROUTER_BIAS)}
-    model.to(dtype)
-    for name, bias in biases.items():
-        model.get_buffer(name).data = bias
-
-
 @torch.no_grad()
 def _initialise(model: torch.nn.Module, generator: torch.Generator) -> None:
     for name, parameter in model.named_parameters():
@@ -168,7 +161,7 @@ def _initialise(model: torch.nn.Module, generator: torch.Generator) -> None:
         else:
             parameter.normal_(0.0, parameter.shape[-1] ** -0.5, generator=generator)
     for name, buffer in model.named_buffers():
-        if name.endswith(_ROUTER_BIAS):
+        if name.endswith("e_score_correction_bias"):
             buffer.normal_(0.0, 0.1, generator=generator)
 
 

@@ -26,11 +26,7 @@ def _installed(group: str, path: tuple[str, ...]) -> tuple[str, ...]:
 def load_installed(group: str, name: str, field: str) -> Any:
     """The object registered as ``name`` in ``group``, imported.
 
-    Args:
-        field: the setting that names it, for the message.
-
-    Raises:
-        ConfigError: no such entry point; the message lists the known ones.
+    Raises ``ConfigError`` with the setting ``field`` and the known names where there is none.
     """
     known = {point.name: point for point in entry_points(group=group)}
     if name not in known:

@@ -6,15 +6,11 @@ from typing import Any
 
 
 def resolve(kind: str, name: str, known: Mapping[str, Any]) -> Any:
-    """The object registered under ``name``, or the one at ``package.module:name``.
+    """The object registered under ``name``, or whatever is at ``package.module:name``.
 
     Args:
         kind: what is looked for, for the message ("loss", "advantage estimator").
-        name: registered name or import path.
         known: the registry: objects, or their import paths.
-
-    Returns:
-        Whatever is there; that it is of the right kind is for the caller to see.
 
     Raises:
         ValueError: unknown name (the known ones are listed), or an import path that leads nowhere.
@@ -36,11 +32,7 @@ def resolve(kind: str, name: str, known: Mapping[str, Any]) -> Any:
 
 
 def resolve_callable(kind: str, name: str, known: Mapping[str, Any]) -> Callable[..., Any]:
-    """Resolve a name and require a callable.
-
-    Raises:
-        ValueError: it cannot; or as in ``resolve``.
-    """
+    """``resolve``, and ``ValueError`` where what is there cannot be called."""
     found: Callable[..., Any] = resolve(kind, name, known)
     if not callable(found):
         raise ValueError(f"{kind} {name!r} is a {type(found).__name__}, which cannot be called; correct the name")

@@ -63,10 +63,7 @@ def place(error: BaseException, code: CodeType) -> str:
 def named_place(error: BaseException, path: str, member: str) -> str:
     """Find the ``place`` of ``package.module:name``, which may have failed to import.
 
-    Args:
-        error: what came of it.
-        path: as the configuration has it.
-        member: attribute of the object that was called, whose definition is meant; without it, the object itself.
+    The definition meant is that of the object's attribute ``member``, where it has one: that was called.
     """
     module, _, name = path.partition(":")
     found = getattr(sys.modules.get(module), name, None)

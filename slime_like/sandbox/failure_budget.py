@@ -2,11 +2,9 @@
 
 
 class FailureBudget:
-    """Count of failures in succession, with a bound.
+    """Count of failures in succession, ``limit`` of which exhaust the budget.
 
-    Args:
-        limit: so many failures exhaust the budget.
-        first_only: a success closes the budget for good; otherwise the count starts afresh.
+    With ``first_only`` a success closes the budget for good; otherwise the count starts afresh.
     """
 
     def __init__(self, limit: int, first_only: bool = False) -> None:

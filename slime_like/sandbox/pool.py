@@ -22,10 +22,8 @@ class WorkerKind:
     Attributes:
         module: run as ``python -m``; it calls ``serving.serve``.
         setup: first message, besides the limits.
-        who: one of the workers, with its article.
         section: of the configuration, with the limits.
         subject: the setting that names the code they run.
-        error: raised where the workers cannot go on.
     """
 
     module: str
@@ -64,11 +62,7 @@ class WorkerPool:
             self._launch_worker()
 
     async def ready(self) -> None:
-        """Wait until every worker is ready.
-
-        Raises:
-            SlimeLikeError: of the pool's kind: the code cannot be used, or a worker did not start in time.
-        """
+        """Wait for every worker. Raises the kind's error where its code cannot be used, or a start takes too long."""
         while self._starting and self._failure is None:
             await asyncio.wait(self._starting, return_when=asyncio.FIRST_COMPLETED)
         if self._failure is not None:
@@ -78,10 +72,7 @@ class WorkerPool:
         """Wait for a free worker and pass each item's answer to ``settle``, in order.
 
         The item at which a worker hangs or ends has ``{"reason": ...}`` as its answer; another worker takes those
-        behind it.
-
-        Raises:
-            SlimeLikeError: of the pool's kind: workers do not start any more, or the pool is closed.
+        behind it. Raises the kind's error where workers do not start any more, or the pool is closed.
         """
         waiting = deque(items)
         while waiting:

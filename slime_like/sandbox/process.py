@@ -16,11 +16,7 @@ _DEATH_TIMEOUT_S = 1.0
 
 
 class WorkerEnded(Exception):
-    """A worker has ended, or gave no message in time.
-
-    Attributes:
-        reason: "timeout", "cpu" (it used up its CPU time) or "crash".
-    """
+    """A worker has ended ("crash"; "cpu": it used up its CPU time), or gave no message in time ("timeout")."""
 
     def __init__(self, reason: Literal["timeout", "cpu", "crash"]) -> None:
         self.reason = reason
@@ -70,11 +66,7 @@ class WorkerProcess:
         self._writer.write(encode(message))
 
     async def receive(self, timeout_s: float) -> dict[str, Any]:
-        """The next message.
-
-        Raises:
-            WorkerEnded: there is none, or none within ``timeout_s``.
-        """
+        """The next message. Raises ``WorkerEnded`` where there is none, or none within ``timeout_s``."""
         try:
             async with asyncio.timeout(timeout_s):
                 message = decode(await self._replies.readline())
@@ -106,8 +98,7 @@ class WorkerProcess:
     def end(self, grace_s: float = 0.0) -> None:
         """Wait ``grace_s`` for its exit after ``disconnect``, then kill it by its process id.
 
-        Raises:
-            SlimeLikeError: it is still there; the kernel cannot end it.
+        Raises ``SlimeLikeError`` where the kernel cannot end it.
         """
         assert self._process.stdin is not None and self._process.stdout is not None
         self._process.stdin.close()

@@ -7,9 +7,7 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
-import numpy as np
 import psutil
 import pytest
 
@@ -19,7 +17,8 @@ from slime_like.errors import EngineError, WeightSyncError
 from slime_like.hosting.hosted_engine import HostedEngine
 from slime_like.interfaces import BucketMetadata, Generation
 from slime_like.system.processes import new_children, process_ids
-from tests.engines.harness import TOLERANCE, EngineUnderTest, Reference, run_config
+from tests.engines.harness import EngineUnderTest, Reference, run_config
+from tests.engines.test_conformance import check_logprobs
 from tests.support.interpreter import make_interpreter
 
 
@@ -30,15 +29,11 @@ def other(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def generate(under_test: EngineUnderTest, reference: Reference, prompt: list[int]) -> Generation:
     (generation,) = under_test.generate(prompt, max_new_tokens=12, seed=3)
-    expected = reference.logprobs(prompt, generation.token_ids, 1.0)
-    assert np.abs(generation.logprobs - expected).max() < TOLERANCE
+    check_logprobs(reference, prompt, generation)
     return generation
 
 
-@pytest.mark.parametrize(
-    "kind",
-    ["transformers", pytest.param("vllm", marks=pytest.mark.acceptance), "sglang"],
-)
+@pytest.mark.parametrize("kind", ["transformers", pytest.param("vllm", marks=pytest.mark.acceptance), "sglang"])
 def test_an_engine_in_another_interpreter_is_the_same_engine(
     kind: str, other: Path, models: list[Path], references: list[Reference], tmp_path: Path
 ) -> None:
@@ -102,8 +97,7 @@ def test_the_death_of_the_other_interpreter_is_reported(other: Path, models: lis
     async def scenario() -> None:
         await engine.start()
         (pid,) = (await engine.health()).process_ids
-        call = asyncio.create_task(engine.pause("wait"))
-        await call
+        await engine.pause("wait")
         os.kill(pid, signal.SIGKILL)
         with pytest.raises(EngineError, match=rf"engine 3 \(transformers in {other}\) died"):
             await engine.resume()
@@ -118,8 +112,8 @@ def test_the_death_of_the_other_interpreter_is_reported(other: Path, models: lis
 
 def test_an_engine_that_cannot_start_there_says_why(other: Path, models: list[Path], tmp_path: Path) -> None:
     before = process_ids()
-    arguments: dict[str, Any] = {"engine_args": {"wings": 2}}
-    engine = HostedEngine(run_config(models[0], tmp_path, engine="transformers", python=other, **arguments), 0)
+    config = run_config(models[0], tmp_path, engine="transformers", python=other, engine_args={"wings": 2})
+    engine = HostedEngine(config, 0)
     with pytest.raises(EngineError, match=r"rollout.engine_args.wings: the transformers engine has no such argument"):
         asyncio.run(engine.start())
     assert new_children(before) == []

@@ -1,5 +1,6 @@
 """What is SGLang's alone: names that stand in for its CUDA packages, and the arguments it is started with."""
 
+import asyncio
 import subprocess
 import sys
 from importlib.util import find_spec
@@ -9,7 +10,10 @@ from typing import Any
 import pytest
 
 from rollout.sglang.arguments import engine_arguments
+from rollout.sglang.engine import SglangEngine
 from rollout.sglang.stand_ins import PACKAGES
+from slime_like.errors import EngineError
+from slime_like.examples.tiny_model import make_tiny_model
 from tests.engines.harness import run_config
 
 _SCRIPT = """
@@ -63,26 +67,25 @@ print(ingested([], False, False, [[str(i)] for i in range(100)])[1])  # never fo
 """
 
 
-def test_requests_that_begin_together_are_prefilled_together() -> None:
+def output_of(script: str) -> str:
     root = Path(__file__).parents[2]
-    finished = subprocess.run([sys.executable, "-c", _BURSTS], capture_output=True, text=True, cwd=root, timeout=120)
+    finished = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, cwd=root, timeout=120)
     assert finished.returncode == 0, finished.stderr
-    assert finished.stdout.splitlines() == [
+    return finished.stdout
+
+
+def test_requests_that_begin_together_are_prefilled_together() -> None:
+    assert output_of(_BURSTS).splitlines() == [
         "(['a', 'b', 'c'], 3)",
         "([], 1)",
-        "(['a'], 1)",
-        "(['a'], 1)",
-        "(['a'], 1)",
-        "(['a'], 1)",
+        *["(['a'], 1)"] * 4,
         "11",
     ]
 
 
 def test_stand_ins_can_be_imported_and_not_called() -> None:
-    root = Path(__file__).parents[2]
-    finished = subprocess.run([sys.executable, "-c", _SCRIPT], capture_output=True, text=True, cwd=root, timeout=120)
-    assert finished.returncode == 0, finished.stderr
-    assert "sgl_kernel.flash_attn.flash_attn_varlen_func was called, but sgl_kernel is not installed" in finished.stdout
+    missing = "sgl_kernel.flash_attn.flash_attn_varlen_func was called, but sgl_kernel is not installed"
+    assert missing in output_of(_SCRIPT)
     assert [package for package in PACKAGES if find_spec(package)] == []  # this process has none of them
 
 
@@ -99,3 +102,11 @@ def test_stand_ins_can_be_imported_and_not_called() -> None:
 def test_arguments(models: list[Path], tmp_path: Path, rollout: dict[str, Any], expected: dict[str, Any]) -> None:
     arguments = engine_arguments(run_config(models[0], tmp_path, **rollout), 0, {"attention_backend"})
     assert {name: arguments[name] for name in expected} == expected
+
+
+def test_latent_attention_is_refused_on_a_cpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rollout.sglang.engine.on_cpu", lambda: True)
+    make_tiny_model(tmp_path / "model", "deepseek_v3")
+    engine = SglangEngine(run_config(tmp_path / "model", tmp_path / "run"), 0)
+    with pytest.raises(EngineError, match=r"latent attention .*; use rollout.engine=transformers there"):
+        asyncio.run(engine.start())

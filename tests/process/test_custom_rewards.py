@@ -24,15 +24,14 @@ def flags(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 # a user's module with a function `f`, and its options
 HEAD = (
-    "import slime_like.interfaces.reward as rewards; from functools import partial; from slime_like.interfaces.reward "
-    "import RewardResult, group_reward; here = True; g = lambda *given: None; filled = lambda f: g"
+    "from functools import partial; from slime_like.interfaces.reward import RewardResult, group_reward; "
+    "g = lambda *given: None; filled = lambda f: g"
 )
 UNUSABLE: list[tuple[str, dict[str, Any]]] = [
     ("def f(response: str, answer='a'): ...", {}),
     ("def f(prompt, response, answer, extra, /): ...", {"extra": 1}),
     ("def f(*, prompt, response, answer): ...", {}),
     ("@group_reward\ndef f(prompt, responses): ...", {}),
-    ("@rewards.group_reward\ndef f(): ...", {}),
     ("async def f(prompt, response, answer): ...", {}),
     ("def f(prompt, response, answer, *, scale: float = 2.0): ...", {"scales": 1}),
     ("def f(prompt, response, answer, *, scale): ...", {}),
@@ -61,9 +60,6 @@ USABLE: list[tuple[str, dict[str, Any]]] = [
     ("def f(prompt, response, answer, **options) -> 'RewardResult': ...", {"scale": 2}),
     ("def f(*arguments): ...", {}),
     ("@group_reward\ndef f(prompt, responses, answer) -> list[RewardResult]: ...", {}),
-    ("@filled\ndef f(response): ...", {}),
-    ("def f(response): ...\nf = filled(f)", {}),
-    ("if here:\n    def f(prompt, response, answer): ...\nelse:\n    def f(response): ...", {}),
 ]
 
 

@@ -8,14 +8,15 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-import psutil
 import pytest
 
 from slime_like.config import RewardConfig
 from slime_like.config.rollout import RewardFunction
 from slime_like.errors import RewardError
 from slime_like.sandbox.rewards.pool import RewardItem, RewardOutcome, RewardPool
+from slime_like.system.processes import is_alive
 from tests.support.rejections import Rejects
+from tests.support.reward_service import url as url
 
 USER_MODULE = """
 import json, os, signal, sys, time
@@ -100,13 +101,6 @@ def items(*responses: str, answer: str = "46", prompt: str = "good") -> list[Rew
     return [RewardItem(prompt, response, answer) for response in responses]
 
 
-def alive(pid: int) -> bool:
-    try:
-        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return False
-
-
 def wait_until(condition: Callable[[], bool], timeout_s: float = 30.0) -> bool:
     deadline = time.monotonic() + timeout_s
     while not condition():
@@ -153,18 +147,8 @@ MISDEEDS = [
     ("number", "error", "TypeError: it returned a float; return a RewardResult", "def act("),
     ("nan", "error", "ValueError: its reward is nan; return a finite number", "def act("),
     ("text", "error", "TypeError: RewardResult.reward is a str ('1.0'); give a number", 'RewardResult("1.0", True)'),
-    (
-        "no success",
-        "error",
-        "TypeError: RewardResult.success is a NoneType ('None'); give true or false",
-        "(1.0, None)",
-    ),
-    (
-        "no dict",
-        "error",
-        "TypeError: RewardResult.metadata is a list (\"['x']\"); give a dict",
-        '(1.0, True, ["x"])',
-    ),
+    ("no success", "error", "TypeError: RewardResult.success is a NoneType ('None'); give true or false", "1.0, None"),
+    ("no dict", "error", "TypeError: RewardResult.metadata is a list (\"['x']\"); give a dict", '(1.0, True, ["x"])'),
     (
         "odd metadata",
         "error",
@@ -188,7 +172,7 @@ def test_a_misdeed_costs_its_own_sample_alone_and_names_function_error_and_line(
     replaced = reason in ("timeout", "crash")
     assert (set(pool.process_ids) != first) == replaced
     if replaced:
-        assert not any(alive(pid) for pid in first)
+        assert not any(is_alive(pid) for pid in first)
     assert pool.score(items("ee"))[0].rewards == (2.0,)
     if what:
         [number] = [n for n, text in enumerate(USER_MODULE.splitlines(), start=1) if line in text]
@@ -196,8 +180,13 @@ def test_a_misdeed_costs_its_own_sample_alone_and_names_function_error_and_line(
         assert outcomes[2].metadata == {"reason": "error", "function": "user_rewards:act", "detail": detail}
 
 
-def test_a_function_that_prints_or_reads_does_not_disturb_the_pipe(pool: RewardPool) -> None:
-    assert [outcome.rewards[0] for outcome in pool.score(items("print", "read", "abc"))] == [5.0, 4.0, 3.0]
+def test_prints_reads_and_an_interrupt_of_the_terminal_disturb_no_sample(pool: RewardPool) -> None:
+    pool.start()
+    (worker,) = pool.process_ids
+    os.kill(worker, signal.SIGINT)
+    metadata = {"user_rewards:act": {"pid": worker}}
+    expected = [RewardOutcome((reward,), (1.0,), metadata) for reward in (5.0, 4.0, 3.0)]
+    assert pool.score(items("print", "read", "abc")) == expected
 
 
 def test_a_function_that_always_fails_is_no_reward_of_zero(pool: RewardPool, rejects: Rejects) -> None:
@@ -287,16 +276,13 @@ def test_answers_that_no_function_of_ours_can_judge_never_end_a_run() -> None:
         assert wait_until(lambda: pool.score(items("aab"))[0].rewards == (1.0,))
 
 
-def test_workers_import_neither_torch_nor_the_configuration(math_pool: RewardPool) -> None:
+def test_workers_import_neither_torch_nor_the_configuration_and_their_memory_is_limited(math_pool: RewardPool) -> None:
     math_pool.start()
     maps = Path(f"/proc/{math_pool.process_ids[0]}/maps").read_text()
     assert "pydantic" not in maps and "libc" in maps  # libraries show
     # torch itself, not the OpenMP library in its folder, which an engine in this test process may have had preloaded
     assert "libtorch" not in maps
 
-
-def test_the_memory_limit_holds_beyond_the_start_size(math_pool: RewardPool) -> None:
-    math_pool.start()
     limits = Path(f"/proc/{math_pool.process_ids[0]}/limits").read_text()
     line = next(line for line in limits.splitlines() if line.startswith("Max address space"))
     assert 2048 * 2**20 < int(line.split()[3]) < 4096 * 2**20
@@ -307,7 +293,7 @@ def test_a_worker_that_died_idle_is_replaced_and_no_sample_pays(user_config: Con
         pool.start()
         victim = pool.process_ids[0]
         os.kill(victim, signal.SIGKILL)
-        assert wait_until(lambda: not alive(victim))
+        assert wait_until(lambda: not is_alive(victim))
         outcomes = pool.score(items("a", "b", "c"))
         assert [outcome.rewards[0] for outcome in outcomes] == [1.0, 1.0, 1.0]
         assert victim not in pool.process_ids
@@ -359,7 +345,7 @@ def test_close_leaves_no_process_even_where_one_hangs(user_config: Config, rejec
     pids = pool.process_ids
     os.kill(pids[0], signal.SIGSTOP)
     pool.close()
-    assert not any(alive(pid) for pid in pids)
+    assert not any(is_alive(pid) for pid in pids)
     pool.close()
     with rejects(RewardError, "pool-closed"):
         pool.score(items("a"))
@@ -383,15 +369,30 @@ def test_workers_die_with_their_parent_even_in_the_middle_of_a_sample(user_modul
     try:
         assert parent.stdout is not None
         pids = [int(pid) for pid in parent.stdout.readline().split()]
-        assert len(pids) == 2 and all(alive(pid) for pid in pids)
+        assert len(pids) == 2 and all(is_alive(pid) for pid in pids)
     finally:
         parent.kill()
         parent.wait(30)
-    assert wait_until(lambda: not any(alive(pid) for pid in pids))
+    assert wait_until(lambda: not any(is_alive(pid) for pid in pids))
 
 
-def test_an_interrupt_of_the_terminal_does_not_reach_a_sample(pool: RewardPool) -> None:
-    pool.start()
-    os.kill(pool.process_ids[0], signal.SIGINT)
-    [outcome] = pool.score(items("abc"))
-    assert outcome == RewardOutcome((3.0,), (1.0,), {"user_rewards:act": {"pid": pool.process_ids[0]}})
+# ------------------------------------------------------------------------------------------------------------- services
+def service_pool(**options: object) -> RewardPool:
+    return RewardPool(RewardConfig(functions=(RewardFunction(name="http", options=options),)))
+
+
+def test_a_service_that_hangs_ends_the_run_before_it_was_asked_for_every_response(url: str) -> None:
+    slow = [RewardItem(str(prompt), "slow", "a") for prompt in range(20)]
+    with service_pool(url=url, timeout_s=0.05) as pool, pytest.raises(RewardError) as caught:
+        pool.score(slow)
+    found = caught.value.code, caught.value.remedy
+    assert found == ("reward-function-fails", "see to the service, or to reward.functions")
+
+
+def test_a_service_is_asked_for_every_prompt_and_its_failure_costs_one_sample(url: str) -> None:
+    with service_pool(url=url) as pool:
+        outcomes = pool.score(items("plain", "busy", "failed"))
+        others = pool.score([RewardItem(prompt, "r", "a") for prompt in ("one", "two")])
+    assert [outcome.rewards for outcome in outcomes] == [(0.5,), (0.0,), (2.0,)]
+    assert outcomes[1].metadata["reason"] == "error" and "503" in outcomes[1].metadata["detail"]
+    assert [outcome.metadata["http"]["seen"]["prompt"] for outcome in others] == ["one", "two"]

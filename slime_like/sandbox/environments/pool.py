@@ -51,20 +51,15 @@ class EnvironmentPool:
         return tuple(sorted(self._workers.process_ids))
 
     async def start(self) -> None:
-        """Wait until every worker is ready.
-
-        Raises:
-            EnvironmentFailure: the environment cannot be used, or a worker did not start in time.
-        """
+        """Wait for every worker. Raises ``EnvironmentFailure`` where it cannot be used, or a start takes too long."""
         await self._workers.launch()
         await self._workers.ready()
 
     async def step(self, task: Task, state: Any, response: str, first: bool) -> Step:
         """Run one step, the first of a conversation with its reset; waits for a free worker.
 
-        Raises:
-            StepFailed: of this step alone.
-            EnvironmentFailure: none of the first steps of all had an outcome, or workers do not start any more.
+        Raises ``StepFailed`` for this step alone, and ``EnvironmentFailure`` where none of the first steps of all had
+        an outcome, or workers do not start any more.
         """
         answers: list[dict[str, Any]] = []
         item = {"task": asdict(task), "state": state, "response": response, "first": first}

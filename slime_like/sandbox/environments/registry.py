@@ -1,7 +1,7 @@
 """Finding an environment by its name or by import path."""
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from slime_like.interfaces.environment import Environment
@@ -12,22 +12,12 @@ REGISTERED: Mapping[str, str] = {"calculator": "slime_like.examples.calculator:C
 """Environments of this distribution, as import paths: workers import them, this package never does."""
 
 
-def resolve_environment(name: str) -> Callable[..., Environment]:
-    """The class registered as ``name``, or the one at ``package.module:name``.
-
-    Raises:
-        ValueError: unknown name, an import path that leads nowhere, or something that cannot be called.
-    """
-    return resolve_callable("environment", name, REGISTERED)
-
-
 def build_environment(name: str, options: Mapping[str, Any]) -> Environment:
-    """The environment itself.
+    """Make an environment of the class registered as ``name``, or of the one at ``package.module:name``.
 
-    Raises:
-        ValueError: as ``resolve_environment``, or it does not take the options.
+    Raises ``ValueError`` where there is none that can be called, or it does not take the options.
     """
-    found = resolve_environment(name)
+    found = resolve_callable("environment", name, REGISTERED)
     require_options(f"environment {name!r}", inspect.signature(found), (), options)
     try:
         return found(**options)

@@ -22,22 +22,18 @@ def _prepare(setup: dict[str, Any]) -> tuple[Handler, dict[str, Any]]:
     def handle(item: dict[str, Any]) -> dict[str, Any]:
         with untrusted(name, code):
             state = environment.reset(Task(**item["task"])) if item["first"] else item["state"]
-            return _as_message(_checked(environment.step(state, item["response"])))
+            return _message(environment.step(state, item["response"]))
 
     return handle, {}
 
 
-def _checked(step: Any) -> Step:
+def _message(step: Any) -> dict[str, Any]:
     if not isinstance(step, Step):
         raise TypeError(f"step returned a {type(step).__name__}; return a Step")
     if not isinstance(step.observation, str):
         raise TypeError(f"its observation is a {type(step.observation).__name__}; give text")
     if not math.isfinite(step.reward):
         raise ValueError(f"its reward is {step.reward}; give a finite number")
-    return step
-
-
-def _as_message(step: Step) -> dict[str, Any]:
     return {
         "state": step.state,
         "observation": step.observation,

@@ -42,9 +42,7 @@ class RewardFailures:
     ) -> None:
         """Record one call's answers about ``count`` prompts or groups; ``last`` is its last prompt and ground truth.
 
-        Raises:
-            RewardError: too many in succession had no response with a reward. A function that fails on everything is
-                a bug, not a reward of 0.
+        Raises ``RewardError`` where too many in succession had no response with a reward: a bug, not a reward of 0.
         """
         budget = self._budgets[what]
         failed = bool(answers) and all(answer.get("reason") in self._broken for answer in answers)

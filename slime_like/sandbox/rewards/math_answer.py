@@ -8,6 +8,7 @@ import logging
 import re
 from decimal import Decimal
 from functools import lru_cache
+from itertools import accumulate
 from typing import Any
 
 from slime_like.interfaces.reward import RewardResult
@@ -16,6 +17,7 @@ from slime_like.interfaces.reward import RewardResult
 logging.getLogger("math_verify").setLevel(logging.ERROR)
 
 _MAX_DEPTH = 24
+_NESTING = dict.fromkeys("([{", 1) | dict.fromkeys(")]}", -1)
 _MAX_ANSWER_CHARS = 1024
 _SCIENTIFIC = re.compile(r"(?<![\w.])[-+]?\d+(?:\.\d+)?[eE][-+]?\d{1,3}(?!\w)")
 _WORDS = re.compile(r"[^\W\d_]+(?: [^\W\d_]+)*")
@@ -106,14 +108,7 @@ def _tail(text: str, max_chars: int) -> str:
 
 
 def _depth(text: str) -> int:
-    depth = deepest = 0
-    for character in text:
-        if character in "([{":
-            depth += 1
-            deepest = max(deepest, depth)
-        elif character in ")]}":
-            depth -= 1
-    return deepest
+    return max(accumulate((_NESTING.get(character, 0) for character in text), initial=0))
 
 
 def _plain_decimals(text: str) -> str:

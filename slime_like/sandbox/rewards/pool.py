@@ -2,20 +2,22 @@
 
 import asyncio
 import math
-from collections.abc import Hashable, Iterable, Sequence
+import threading
+from collections.abc import Coroutine, Hashable, Iterable, Sequence
 from contextlib import closing
 from dataclasses import asdict, dataclass, field
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
 from slime_like.config import RewardConfig
 from slime_like.config.rollout import ENVIRONMENT
 from slime_like.errors import RewardError
-from slime_like.sandbox.loop_thread import LoopThread
 from slime_like.sandbox.pool import WorkerKind, WorkerPool
 from slime_like.sandbox.rewards.failures import BatchTimeouts, RewardFailures
 
 _MODULE = "slime_like.sandbox.rewards.worker"
 _CHUNK_ITEMS = 64
+
+Result = TypeVar("Result")
 
 Answer = dict[str, Any]
 """A worker's message about one item: the results of its samples, or the reason why there are none."""
@@ -49,6 +51,34 @@ class RewardOutcome:
     metadata: dict[str, Any] = field(default_factory=dict)
 
 
+class LoopThread:
+    """Runs coroutines for any thread. Processes started by them live as long as this one does."""
+
+    def __init__(self) -> None:
+        self._runner = asyncio.Runner(loop_factory=asyncio.new_event_loop)
+        self._loop = self._runner.get_loop()
+        self._stopping = asyncio.Event()
+        self._thread = threading.Thread(target=self._serve, daemon=True)
+        self._thread.start()
+
+    def run(self, coroutine: Coroutine[Any, Any, Result]) -> Result:
+        """Wait for the coroutine's result; an interrupted wait cancels it."""
+        future = asyncio.run_coroutine_threadsafe(coroutine, self._loop)
+        try:
+            return future.result()
+        finally:
+            future.cancel()
+
+    def close(self) -> None:
+        """Cancel what still runs and end the thread."""
+        self._loop.call_soon_threadsafe(self._stopping.set)
+        self._thread.join()
+
+    def _serve(self) -> None:
+        with self._runner:
+            self._runner.run(self._stopping.wait())
+
+
 class RewardPool:
     """``config.workers`` processes; a hung or dead one is replaced. Workers start at once, in the background."""
 
@@ -68,11 +98,7 @@ class RewardPool:
         return self._workers.process_ids
 
     def start(self) -> None:
-        """Wait until every worker is ready.
-
-        Raises:
-            RewardError: a reward function cannot be used, or a worker did not start in time.
-        """
+        """Wait for every worker. Raises ``RewardError`` where a function cannot be used, or a start takes too long."""
         self._thread.run(self._workers.ready())
 
     def score(self, items: Sequence[RewardItem], groups: Sequence[Hashable] | None = None) -> list[RewardOutcome]:
@@ -117,7 +143,8 @@ class RewardPool:
         keys = [self._key(item) for item in items]
         equal = _members(keys, len(items)) if len(of_groups) < len(self._functions) else []
         whole = members if of_groups else []
-        messages = [asdict(items[same[0]]) for same in equal] + [_group_message(items, group) for group in whole]
+        messages = [asdict(items[same[0]]) for same in equal]
+        messages += [asdict(items[group[0]]) | {"responses": [items[i].response for i in group]} for group in whole]
         answers = self._thread.run(self._answers(messages))
         of_samples, of_wholes = answers[: len(equal)], answers[len(equal) :]
         alone, shared = _of_items(of_samples, equal, len(items)), _of_items(of_wholes, whole, len(items))
@@ -131,7 +158,7 @@ class RewardPool:
         return [_outcome(kinds, pair) for pair in zip(alone, shared, strict=True)]
 
     def _key(self, item: RewardItem) -> tuple[str, ...]:
-        """Functions that are not ours may look at the prompt, and are called for each."""
+        """Functions that are not ours may look at the prompt."""
         return (item.response, item.answer, *([item.prompt] if self._failures.has_foreign else []))
 
     async def _answers(self, items: Sequence[dict[str, Any]]) -> list[Answer]:
@@ -176,11 +203,7 @@ def start_problems(config: RewardConfig, index: int) -> list[str]:
 
 def _workers_of(config: RewardConfig, functions: Iterable[int], subject: str) -> WorkerKind:
     setup = [
-        {
-            "field": f"reward.functions.{index}",
-            "name": config.functions[index].name,
-            "options": config.functions[index].options,
-        }
+        {"field": f"reward.functions.{index}", **config.functions[index].model_dump(include={"name", "options"})}
         for index in functions
     ]
     return WorkerKind(_MODULE, {"functions": setup}, "a reward worker", "reward", subject, RewardError)
@@ -194,11 +217,6 @@ def _members(groups: Iterable[Hashable], count: int) -> list[list[int]]:
     return list(found.values())
 
 
-def _group_message(items: Sequence[RewardItem], group: Sequence[int]) -> dict[str, Any]:
-    first = items[group[0]]
-    return {"prompt": first.prompt, "responses": [items[i].response for i in group], "answer": first.answer}
-
-
 def _of_items(answers: Sequence[Answer], members: Sequence[Sequence[int]], count: int) -> list[Answer]:
     """Results of every item, or the reason why it has none; an answer has one for each of its members, or for all."""
     found = [_NOTHING] * count
@@ -210,12 +228,7 @@ def _of_items(answers: Sequence[Answer], members: Sequence[Sequence[int]], count
 
 
 def _outcome(kinds: Sequence[bool], answers: tuple[Answer, Answer]) -> RewardOutcome:
-    """Results of both kinds of functions side by side, in the order of the configuration.
-
-    Args:
-        kinds: per function, whether it is given whole groups.
-        answers: of the functions of single responses, and of those of whole groups.
-    """
+    """Results of the functions of single responses and of whole groups side by side; ``kinds``: per function, which."""
     zeros = (0.0,) * len(kinds)
     failed = next((answer for answer in answers if "reason" in answer), None)
     if failed is not None:

@@ -1,11 +1,12 @@
 """The reward functions that come with this package, and finding one by name or by import path."""
 
+import inspect
 import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
 from slime_like.plugins.resolve import resolve_callable
-from slime_like.sandbox.rewards.signature import check_options
+from slime_like.sandbox.rewards.signature import GIVEN, require_options
 
 RewardCallable = Callable[..., Any]
 """``reward(prompt: str, response: str, answer: str, **options) -> RewardResult``, or one of a whole group, which
@@ -13,41 +14,32 @@ RewardCallable = Callable[..., Any]
 
 REGISTERED: Mapping[str, str] = {
     "math_verify": "slime_like.sandbox.rewards.math_answer:math_verify",
-    "format": "slime_like.sandbox.rewards.response_format:response_format",
-    "length": "slime_like.sandbox.rewards.response_length:response_length",
+    "format": "slime_like.sandbox.rewards.response_shape:response_format",
+    "length": "slime_like.sandbox.rewards.response_shape:response_length",
     "http": "slime_like.sandbox.rewards.remote:remote",
     "majority": "slime_like.sandbox.rewards.majority:majority",
 }
-"""Functions that come with this package."""
 
 SERVICE = "http"
-"""Asks a service."""
 
 LOCAL = frozenset(REGISTERED) - {SERVICE}
-"""Those of them that compute their reward here, from response and answer alone."""
+"""Those that compute their reward here, from response and answer alone."""
 
 _PURE = frozenset({"format", "length"})
 """Those that only look at their arguments, at once and with nothing to import."""
 
 
 def resolve_reward(name: str) -> RewardCallable:
-    """The function registered as ``name``, or the one at ``package.module:name``.
-
-    Raises:
-        ValueError: unknown name, an import path that leads nowhere, or something that is no function.
-    """
+    """The function registered as ``name``, or the one at ``package.module:name``. Raises ``ValueError``."""
     return resolve_callable("reward function", name, REGISTERED)
 
 
 def try_options(name: str, function: RewardCallable, options: Mapping[str, Any]) -> None:
-    """Check the options; functions without side effects are called with them once.
+    """Raise ``ValueError`` where the options do not fit a registered function, or it cannot work with their values.
 
-    A service's request is checked; nothing is sent.
-
-    Raises:
-        ValueError: the options do not fit, or the function cannot work with their values.
+    Functions without side effects are called with them once. A service's request is checked; nothing is sent.
     """
-    check_options(name, function, options)
+    require_options(f"reward function {name!r}", inspect.signature(function), GIVEN, options)
     if name == SERVICE:
         # With it come http and ssl, which other functions never need.
         from slime_like.sandbox.rewards.remote import check_service

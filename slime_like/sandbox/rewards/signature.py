@@ -8,7 +8,7 @@ from typing import Any, get_args, get_origin
 from slime_like.interfaces.reward import GROUP_MARK
 from slime_like.plugins.traceback import code_of
 
-_GIVEN = ["prompt", "response", "answer"]
+GIVEN = ["prompt", "response", "answer"]
 _POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
 _NO_RESULTS = (NoneType, bool, int, float, complex, str, bytes, dict, set)
 _NO_RESULT_NAMES = frozenset(kind.__name__ for kind in _NO_RESULTS) | {"None"}
@@ -22,11 +22,7 @@ def is_group_reward(function: Callable[..., Any]) -> bool:
 def signature_problems(
     field: str, name: str, function: Callable[..., Any], options: Mapping[str, Any]
 ) -> Iterator[str]:
-    """Why workers cannot use ``function``, with file and line where it is Python's.
-
-    Args:
-        field: of the configuration, for the messages: ``reward.functions.INDEX``.
-    """
+    """Why workers cannot use ``function``, with file and line where it is Python's; ``field`` names the setting."""
     code = code_of(function)
     place = "" if code is None else f" ({code.co_filename}:{code.co_firstlineno})"
     setting = f"{field}.name={name}{place}"
@@ -41,20 +37,13 @@ def signature_problems(
         yield f"{setting} does not fit: {error}"
         return
     try:
-        require_options(f"reward function {name!r}", signature, _GIVEN, options)
+        require_options(f"reward function {name!r}", signature, GIVEN, options)
     except ValueError as error:
         yield f"{field}.options={dict(options)} do not fit: {error}{place}"
     if not _may_be_result(signature.return_annotation, of_groups):
         wanted = "a list of RewardResults, one for each response" if of_groups else "a RewardResult"
         returns = inspect.formatannotation(signature.return_annotation)
         yield f"{setting} is annotated to return {returns}; return {wanted}"
-
-
-def check_options(name: str, function: Callable[..., Any], options: Mapping[str, Any]) -> None:
-    """Raise ``ValueError`` unless the function takes exactly these options besides prompt, response and answer."""
-    signature = _signature(function)
-    _check_parameters(name, signature, is_group_reward(function))
-    require_options(f"reward function {name!r}", signature, _GIVEN, options)
 
 
 def require_options(
@@ -82,7 +71,7 @@ def _check_parameters(name: str, signature: inspect.Signature, of_groups: bool) 
     given = "prompt, responses and answer" if of_groups else "prompt, response and answer"
     names = [p.name for p in signature.parameters.values() if p.kind in _POSITIONAL][:3]
     meant = ["response" if name == "responses" else name for name in names]
-    if sorted(meant) == sorted(_GIVEN) and meant != _GIVEN:
+    if sorted(meant) == sorted(GIVEN) and meant != GIVEN:
         raise ValueError(
             f"reward function {name!r} takes ({', '.join(names)}), but is given {given} by position; put its "
             "parameters in this order"

@@ -1,6 +1,14 @@
-"""Penalty for a long response."""
+"""Rewards for the form of a response, and for its length."""
+
+import re
 
 from slime_like.interfaces.reward import RewardResult
+
+
+def response_format(prompt: str, response: str, answer: str, *, pattern: str) -> RewardResult:
+    """1 where the whole response matches the regular expression ``pattern`` (``.`` matches line breaks too), else 0."""
+    matched = re.fullmatch(pattern, response, flags=re.DOTALL) is not None
+    return RewardResult(reward=float(matched), success=matched)
 
 
 def response_length(prompt: str, response: str, answer: str, *, limit: int, buffer: int = 0) -> RewardResult:
