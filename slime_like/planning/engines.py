@@ -4,7 +4,8 @@ from dataclasses import dataclass
 
 from slime_like.config import RunConfig
 from slime_like.models.dimensions import ModelDimensions
-from slime_like.planning.hardware import ENGINE_RESERVE_BYTES, Hardware
+from slime_like.planning.hardware import ENGINE_RESERVE_BYTES
+from slime_like.planning.planned_run import PlannedRun
 
 # Share of a GPU's memory that an engine takes in all, where engine_args do not say: vLLM 0.32's default. SGLang works
 # its own out of the GPU's size; nine tenths are near it.
@@ -41,17 +42,13 @@ class EnginePlan:
         return self.weight_bytes + max(0, self.kv_bytes) + self.reserve_bytes
 
 
-def plan_engine(config: RunConfig, dimensions: ModelDimensions, hardware: Hardware, mean_length: float) -> EnginePlan:
-    """Plan one engine of the run.
-
-    Args:
-        mean_length: tokens of a sequence, prompt and response, on average.
-    """
-    rollout, item = config.rollout, 4 if config.model.dtype == "float32" else 2
-    weights = dimensions.num_parameters * item // rollout.tensor
-    per_token = dimensions.num_layers * _cached_elements(dimensions, rollout.tensor) * item
+def plan_engine(run: PlannedRun) -> EnginePlan:
+    """Plan one engine of the run."""
+    rollout = run.config.rollout
+    weights = run.weight_bytes // rollout.tensor
+    per_token = run.dimensions.num_layers * _cached_elements(run.dimensions, rollout.tensor) * run.element_bytes
     given = rollout.engine_args.get("kv_cache_memory_bytes")
-    taken = int(engine_share(config) * hardware.memory_bytes)
+    taken = int(engine_share(run.config) * run.hardware.memory_bytes)
     cache = int(given) if given is not None else taken - weights - ENGINE_RESERVE_BYTES
     tokens = max(0, cache) // per_token
     limit = min(rollout.max_concurrent_requests * rollout.samples_per_prompt, _MOST_AT_ONCE)
@@ -62,8 +59,8 @@ def plan_engine(config: RunConfig, dimensions: ModelDimensions, hardware: Hardwa
         reserve_bytes=ENGINE_RESERVE_BYTES,
         kv_bytes_per_token=per_token,
         kv_tokens=tokens,
-        longest_sequences=tokens // config.max_model_len,
-        at_once=min(limit, int(tokens / mean_length)),
+        longest_sequences=tokens // run.config.max_model_len,
+        at_once=min(limit, int(tokens / run.workload.mean_length)),
     )
 
 

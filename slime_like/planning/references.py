@@ -11,7 +11,8 @@ from slime_like.orchestration.reference.config import worker_config
 from slime_like.orchestration.trainer.scoring import packs_per_request
 from slime_like.planning.hardware import FRAGMENTATION, TRAINER_RESERVE_BYTES, Hardware
 from slime_like.planning.memory import Item, PhaseMemory
-from slime_like.planning.step_time import Workload, pass_seconds
+from slime_like.planning.planned_run import PlannedRun
+from slime_like.planning.step_time import pass_seconds
 
 PHASE = "reference scoring"
 
@@ -41,16 +42,13 @@ def reference_phase(hardware: Hardware, kind: RankKind, estimate: RankEstimate) 
     return PhaseMemory(kind.name, PHASE, items, hardware.memory_bytes)
 
 
-def reference_seconds(
-    config: RunConfig, hardware: Hardware, workload: Workload, estimates: Sequence[RankEstimate]
-) -> float:
+def reference_seconds(run: PlannedRun, estimates: Sequence[RankEstimate]) -> float:
     """A step's share of each worker, in requests that fill and empty a pipeline each; 0 without workers."""
     if not estimates:
         return 0.0
-    worker = worker_config(config)
-    layout = worker.trainer.parallel
-    replicas = config.reference_workers * layout.data
-    micro_batches = math.ceil(workload.samples / replicas / workload.per_micro_batch)
-    packs = packs_per_request(worker.trainer)
+    trainer = worker_config(run.config).trainer
+    layout, packs = trainer.parallel, packs_per_request(trainer)
+    replicas = run.config.reference_workers * layout.data
+    micro_batches = math.ceil(run.workload.samples / replicas / run.workload.per_micro_batch)
     slots = micro_batches * (packs + layout.pipeline - 1) / packs
-    return slots * max(pass_seconds(hardware, workload, one, one.forward) for one in estimates)
+    return slots * max(pass_seconds(run, one, one.forward) for one in estimates)

@@ -1,4 +1,4 @@
-"""The result of planning, and its options."""
+"""The result of planning."""
 
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -7,21 +7,8 @@ from slime_like.interfaces.estimate import RankEstimate, RankKind
 from slime_like.planning.engines import EnginePlan
 from slime_like.planning.hardware import Hardware
 from slime_like.planning.memory import HostMemory, PhaseMemory
-from slime_like.planning.step_time import LinkTraffic, StepTime, Workload
-
-
-@dataclass(frozen=True, slots=True)
-class PlanOptions:
-    """Options of the command besides the configuration.
-
-    Attributes:
-        mean_prompt, mean_response: tokens on average; ``None`` is the longest allowed.
-        preflight: this machine is one of the cluster's: files, disk and ports must be right here.
-    """
-
-    mean_prompt: float | None = None
-    mean_response: float | None = None
-    preflight: bool = False
+from slime_like.planning.planned_run import Workload
+from slime_like.planning.step_time import LinkTraffic, StepTime
 
 
 @dataclass(frozen=True, slots=True)
