@@ -60,11 +60,7 @@ def per_sample_table(
         pi_logprobs: (response_len,) of each sample, under the trainer's policy.
         stats: the optimizer step's figures.
         decode: token ids to text, special tokens included.
-
-    Raises:
-        ValueError: a per-token field has another length than the response, or reward functions differ over samples.
     """
-    names = list(trajectories[0].reward_metadata["func_names"]) if trajectories else []
     figures = {name: float(getattr(stats, name)) for name in _STATS}
     talks = _have_turns(trajectories)
     rows: list[dict[str, Any]] = [
@@ -75,7 +71,7 @@ def per_sample_table(
             "Advantages": float(sample.advantages),
             "Response Length": sample.response_len,
             "Step": step,
-            **_rewards(sample, names),
+            **_rewards(sample),
             **figures,
             "Mean Abs Diff Pi-Ref": _masked_mean(tokens.reference_gap, sample.loss_mask),
             "Mean Abs Diff Pi-Generated": _masked_mean(tokens.generated_gap, sample.loss_mask),
@@ -85,7 +81,7 @@ def per_sample_table(
             "Finish Reason": sample.finish_reason,
             **(_conversation(sample, decode) if talks else {}),
         }
-        for sample, tokens in _samples(trajectories, pi_logprobs)
+        for sample, tokens in _with_logprobs(trajectories, pi_logprobs)
     ]
     return Table(SAMPLE_TABLE, list(rows[0]) if rows else [], [list(row.values()) for row in rows])
 
@@ -93,7 +89,7 @@ def per_sample_table(
 def per_token_table(
     step: int, trajectories: Sequence[ScoredTrajectory], pi_logprobs: Sequence[np.ndarray], decode: Decode
 ) -> Table:
-    """One row for each response token; arguments and errors as ``per_sample_table``.
+    """One row for each response token; arguments as ``per_sample_table``.
 
     Token positions count from 0 at the first response token. Logprobs and gaps are in nats; they are ``None`` where the
     sample has none (no reference in use, a demonstration or an observation that no engine sampled). Where an
@@ -101,7 +97,7 @@ def per_token_table(
     """
     table = Table(TOKEN_TABLE, [], [])
     talks = _have_turns(trajectories)
-    for sample, tokens in _samples(trajectories, pi_logprobs):
+    for sample, tokens in _with_logprobs(trajectories, pi_logprobs):
         length, token_ids = sample.response_len, sample.response_tokens.tolist()
         columns: dict[str, Sequence[Any]] = {
             "Sequence ID": [sample.sequence_id] * length,
@@ -149,39 +145,18 @@ def _turn_numbers(sample: ScoredTrajectory) -> list[int]:
     return [bisect_right(starts, token) for token in range(sample.response_len)]
 
 
-def _samples(
+def _with_logprobs(
     trajectories: Sequence[ScoredTrajectory], pi_logprobs: Sequence[np.ndarray]
 ) -> Iterator[tuple[ScoredTrajectory, _Logprobs]]:
-    if len(trajectories) != len(pi_logprobs):
-        raise ValueError(
-            f"{len(pi_logprobs)} arrays of policy logprobs for {len(trajectories)} trajectories; give one for each"
-        )
     for sample, pi in zip(trajectories, pi_logprobs, strict=True):
-        yield sample, _tokens(sample, pi)
+        policy = np.asarray(pi, np.float64)
+        others = [None if each is None else each.double().numpy() for each in (sample.logprobs, sample.ref_logprobs)]
+        gaps = [None if each is None else np.abs(policy - each) for each in others]
+        yield sample, _Logprobs(policy, *others, *gaps)
 
 
-def _tokens(sample: ScoredTrajectory, pi: np.ndarray) -> _Logprobs:
-    per_token: dict[str, np.ndarray | Tensor | None] = {"pi_logprobs": pi, **sample.response_tensors()}
-    for name, values in per_token.items():
-        if values is not None and tuple(values.shape) != (sample.response_len,):
-            raise ValueError(
-                f"sample {sample.sequence_id}: {name} has shape {tuple(values.shape)}; "
-                f"({sample.response_len},) is needed, one entry per response token"
-            )
-    policy = np.asarray(pi, np.float64)
-    others = [None if each is None else each.double().numpy() for each in (sample.logprobs, sample.ref_logprobs)]
-    return _Logprobs(policy, *others, *(None if each is None else np.abs(policy - each) for each in others))
-
-
-def _rewards(sample: ScoredTrajectory, names: Sequence[str]) -> dict[str, float]:
-    logged = list(sample.reward_metadata["func_names"])
-    shapes = (tuple(sample.rewards.shape), tuple(sample.successes.shape))
-    if logged != list(names) or shapes != ((len(names),), (len(names),)):
-        raise ValueError(
-            f"sample {sample.sequence_id}: reward functions {logged}, rewards of shape {shapes[0]}, successes of shape "
-            f"{shapes[1]}; all samples of a step need one of each for {list(names)}"
-        )
-    cells: dict[str, float] = {}
+def _rewards(sample: ScoredTrajectory) -> dict[str, float]:
+    names, cells = sample.reward_metadata["func_names"], dict[str, float]()
     for name, reward, success in zip(names, sample.rewards.tolist(), sample.successes.tolist(), strict=True):
         cells |= {f"Reward_{name}": reward, f"Success_{name}": success}
     return cells

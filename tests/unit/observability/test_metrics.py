@@ -141,30 +141,6 @@ def test_tables_append_rows(tmp_path: Path, logger: MetricLogger) -> None:
     ]
 
 
-@pytest.mark.parametrize(
-    ("name", "columns", "row"),
-    [
-        ("../out", ["a"], [1]),
-        ("a/b", ["a"], [1]),
-        ("t", ["step"], [1]),
-        ("t", ["a", "a"], [1, 2]),
-        ("t", ["a", "b"], [1]),
-    ],
-)
-def test_tables_that_cannot_be_written_are_refused(
-    tmp_path: Path, logger: MetricLogger, rejects: Rejects, name: str, columns: list[str], row: list[int]
-) -> None:
-    with rejects(ValueError):
-        logger.log_table(1, name, columns, [row])
-    assert not (tmp_path / "tables").exists()
-
-
-def test_a_value_may_not_take_the_lines_own_fields(tmp_path: Path, logger: MetricLogger, rejects: Rejects) -> None:
-    with rejects(ValueError):
-        logger.log(1, {"time": 3.0})
-    assert (tmp_path / "metrics.jsonl").read_text() == ""
-
-
 def test_wandb_takes_figures_and_tables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """With the real package, offline; only where it is installed, for it is an option of the user's."""
     pytest.importorskip("wandb")
