@@ -21,7 +21,7 @@ def check_arguments(engine: str, config: RunConfig) -> None:
     Raises:
         EngineError: the first problem of ``engine_problems``.
     """
-    for problem in engine_problems(engine, config.rollout):
+    for problem in engine_problems(config, engine):
         raise EngineError(problem, code="engine-arguments")
 
 

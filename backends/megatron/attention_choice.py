@@ -4,7 +4,7 @@ from importlib.util import find_spec
 from typing import Literal
 
 from slime_like.algorithms.context import Layout
-from slime_like.checks.attention import attention_problems
+from slime_like.checks.packages import attention_problems
 from slime_like.config import RunConfig, TrainerConfig
 from slime_like.models.dimensions import ModelDimensions
 

@@ -66,6 +66,4 @@ def _check_rows(config: RunConfig, needs: Needs) -> list[Problem]:
 
 
 def _run(checks: Iterable[Check], config: RunConfig, dimensions: ModelDimensions | None) -> list[Problem]:
-    """What is about the model is left out where its sizes are not known."""
-    known = (one for one in checks if dimensions is not None or "model" not in one.needs)
-    return [problem for one in known for problem in one.find(config, dimensions)]
+    return [problem for one in checks for problem in one.find(config, dimensions)]

@@ -6,7 +6,7 @@ Whether vLLM or SGLang has an argument at all is only known to them: that is ref
 from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
-from slime_like.config.rollout import RolloutConfig
+from slime_like.config.run import RunConfig
 
 _LEFT_TO_THE_ADAPTER = "leave it out, the adapter depends on its value"
 
@@ -78,12 +78,13 @@ SHARES: Mapping[str, str] = {"vllm": "gpu_memory_utilization", "sglang": "mem_fr
 _CACHE_BYTES = "kv_cache_memory_bytes"
 
 
-def engine_problems(engine: str, rollout: RolloutConfig) -> Iterator[str]:
+def engine_problems(config: RunConfig, engine: str | None = None) -> Iterator[str]:
     """Each problem one sentence; none for a custom engine.
 
     Args:
-        engine: the engine's name.
+        engine: the engine's name, where it is not ``rollout.engine``.
     """
+    rollout, engine = config.rollout, engine or config.rollout.engine
     refused, known = REFUSED.get(engine, {}), KNOWN.get(engine)
     for name in rollout.engine_args:
         if name in refused:

@@ -1,6 +1,6 @@
 """Which parallel layouts a model admits. Sizes only: no torch, no process group."""
 
-from slime_like.config.rollout import RolloutConfig
+from slime_like.config.run import RunConfig
 from slime_like.config.trainer import ParallelConfig
 from slime_like.models.dimensions import ModelDimensions
 
@@ -26,8 +26,9 @@ def layers_per_stage(num_layers: int, num_stages: int) -> list[int]:
     return layers
 
 
-def engine_rank_problems(rollout: RolloutConfig, dimensions: ModelDimensions) -> list[str]:
+def engine_rank_problems(config: RunConfig, dimensions: ModelDimensions) -> list[str]:
     """vLLM and SGLang give every rank of an engine as many heads; further requirements are checked when they start."""
+    rollout = config.rollout
     if rollout.engine not in ("vllm", "sglang") or dimensions.num_heads % rollout.tensor == 0:
         return []
     return [

@@ -81,10 +81,10 @@ def _reference_workers(config: RunConfig, dimensions: ModelDimensions) -> Iterat
         )
 
 
-def reference_weight_problems(config: RunConfig) -> list[str]:
+def reference_weight_problems(config: RunConfig, _: ModelDimensions) -> list[str]:
     """What is wrong with the reference's weight files, where they are not the policy's."""
     path = config.reference.path
     if path is None or not config.algorithm.needs_reference:
         return []
-    reference, _ = find_dimensions(path, "reference.path")
+    reference = find_dimensions(path, "reference.path")[0]
     return [] if reference is None else weight_problems(path, "reference.path", reference)

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from slime_like.checks.checkpoint_backend import BACKEND
+from slime_like.checks.earlier_run import BACKEND
 from slime_like.interfaces import TrainerBackend
 from slime_like.observability.metrics import METRICS_FILE
 from slime_like.orchestration.run.directory import EXPORT
