@@ -45,7 +45,7 @@ def _run(options: argparse.Namespace, flags: list[str]) -> int:
     logging.getLogger("megatron").setLevel(logging.ERROR)
     warnings.filterwarnings("ignore", module=r"megatron\.")
     warnings.filterwarnings("ignore", module=r"torch\.distributed", category=FutureWarning)
-    from slime_like.planning.plan import make_plan, require_plannable
+    from slime_like.planning.plan import make_plan
     from slime_like.planning.planned_run import PlannedRun
     from slime_like.planning.search import search
     from slime_like.planning.table import print_candidates, print_plan
@@ -58,7 +58,8 @@ def _run(options: argparse.Namespace, flags: list[str]) -> int:
         return 0 if found else _DOES_NOT_FIT
     plan = make_plan(planned, options.preflight, _note)
     _write(options.output, plan.to_json())
-    require_plannable(plan)
+    if not plan.kinds:  # there is nothing to show but what is wrong
+        raise ConfigError(plan.problems, code="plan-rejected")
     print_plan(config, plan)
     return 0 if plan.fits and not plan.problems else _DOES_NOT_FIT
 

@@ -46,14 +46,14 @@ class MetricLogger:
         for tracker in self._trackers:
             tracker.log(step, numbers)
 
-    def log_table(self, step: int, name: str, columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
-        """Append ``rows`` to ``run_dir/tables/NAME.jsonl``, one object a row with ``step`` and the columns as keys."""
+    def log_table(self, step: int, name: str, rows: Sequence[Mapping[str, Any]]) -> None:
+        """Append ``rows`` to ``run_dir/tables/NAME.jsonl``, one object a row: ``step``, and the cells by column."""
         path = self._run_dir / "tables" / f"{name}.jsonl"
         path.parent.mkdir(exist_ok=True)
         with _open_for_append(path) as file:
-            _write_lines(file, ({"step": step, **dict(zip(columns, row, strict=True))} for row in rows))
+            _write_lines(file, ({"step": step, **row} for row in rows))
         for tracker in self._trackers:
-            tracker.log_table(step, name, columns, rows)
+            tracker.log_table(step, name, rows)
 
     def close(self) -> None:
         """Write out everything; may be called twice."""
@@ -173,7 +173,7 @@ class TensorBoardTracker:
         for name, value in values.items():
             self._writer.add_scalar(name, value, step)
 
-    def log_table(self, step: int, name: str, columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
+    def log_table(self, step: int, name: str, rows: Sequence[Mapping[str, Any]]) -> None:
         pass
 
     def close(self) -> None:
@@ -192,8 +192,8 @@ class WandbTracker:
     def log(self, step: int, values: Mapping[str, float]) -> None:
         self._run.log(dict(values), step=step)
 
-    def log_table(self, step: int, name: str, columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
-        table = self._wandb.Table(columns=list(columns), data=[list(row) for row in rows])
+    def log_table(self, step: int, name: str, rows: Sequence[Mapping[str, Any]]) -> None:
+        table = self._wandb.Table(columns=list(rows[0]), data=[list(row.values()) for row in rows])
         self._run.log({name: table}, step=step)
 
     def close(self) -> None:

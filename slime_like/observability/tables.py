@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -21,15 +20,8 @@ TOKEN_TABLE = "per_token_debug_table"
 _STATS = ("loss", "policy_loss", "kl_loss", "ratios", "clipfrac", "approx_policy_kls")
 
 Decode = Callable[[Sequence[int]], str]
-
-
-@dataclass(frozen=True, slots=True)
-class Table:
-    """Rows under named columns; ``MetricLogger.log_table(step, table.name, table.columns, table.rows)`` stores it."""
-
-    name: str
-    columns: list[str]
-    rows: list[list[Any]]
+Row = dict[str, Any]
+"""Cells by column; ``MetricLogger.log_table`` stores them."""
 
 
 class _Logprobs(NamedTuple):
@@ -42,14 +34,14 @@ class _Logprobs(NamedTuple):
     reference_gap: np.ndarray | None
 
 
-def per_sample_table(
+def per_sample_rows(
     step: int,
     trajectories: Sequence[ScoredTrajectory],
     pi_logprobs: Sequence[np.ndarray],
     stats: GRPOStats,
     decode: Decode,
-) -> Table:
-    """One row for each sample; without samples there are no columns either.
+) -> list[Row]:
+    """One row for each sample.
 
     Reward and success stand per reward function, unweighted. Columns from "loss" on to "approx_policy_kls" are figures
     of the whole optimizer step. The two mean gaps are |difference of logprobs| over loss-carrying tokens, in nats;
@@ -63,7 +55,7 @@ def per_sample_table(
     """
     figures = {name: float(getattr(stats, name)) for name in _STATS}
     talks = _have_turns(trajectories)
-    rows: list[dict[str, Any]] = [
+    return [
         {
             "Sequence ID": sample.sequence_id,
             "Prompt": decode(sample.prompt_tokens.tolist()),
@@ -83,19 +75,18 @@ def per_sample_table(
         }
         for sample, tokens in _with_logprobs(trajectories, pi_logprobs)
     ]
-    return Table(SAMPLE_TABLE, list(rows[0]) if rows else [], [list(row.values()) for row in rows])
 
 
-def per_token_table(
+def per_token_rows(
     step: int, trajectories: Sequence[ScoredTrajectory], pi_logprobs: Sequence[np.ndarray], decode: Decode
-) -> Table:
-    """One row for each response token; arguments as ``per_sample_table``.
+) -> list[Row]:
+    """One row for each response token; arguments as ``per_sample_rows``.
 
     Token positions count from 0 at the first response token. Logprobs and gaps are in nats; they are ``None`` where the
     sample has none (no reference in use, a demonstration or an observation that no engine sampled). Where an
     environment took part, one more column has the number of the turn, from 1; what answers a turn has its number.
     """
-    table = Table(TOKEN_TABLE, [], [])
+    rows: list[Row] = []
     talks = _have_turns(trajectories)
     for sample, tokens in _with_logprobs(trajectories, pi_logprobs):
         length, token_ids = sample.response_len, sample.response_tokens.tolist()
@@ -114,9 +105,8 @@ def per_token_table(
             "Weight Version": _cells(sample.weight_versions, length),
             **({"Turn": _turn_numbers(sample)} if talks else {}),
         }
-        table.columns[:] = columns
-        table.rows.extend(list(row) for row in zip(*columns.values(), strict=True))
-    return table
+        rows += (dict(zip(columns, cells, strict=True)) for cells in zip(*columns.values(), strict=True))
+    return rows
 
 
 def _turns(sample: ScoredTrajectory) -> list[tuple[int, int]]:

@@ -6,10 +6,13 @@ from dataclasses import dataclass
 from slime_like.config import RunConfig
 from slime_like.interfaces.estimate import RankEstimate, RankKind, TrainerMemory
 from slime_like.planning.engines import EnginePlan
-from slime_like.planning.hardware import FRAGMENTATION, SLEEPING_ENGINE_BYTES, TRAINER_RESERVE_BYTES
+from slime_like.planning.hardware import FRAGMENTATION, SLEEPING_ENGINE_BYTES, TRAINER_RESERVE_BYTES, Hardware
 from slime_like.planning.planned_run import PlannedRun
 from slime_like.weights.transports.reach import use_delta
 from slime_like.weights.transports.shared_memory import NAME as SHARED_MEMORY
+
+REFERENCE_SCORING = "reference scoring"
+"""The phase of reference workers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +56,7 @@ def trainer_phases(
     memory = estimate.memory
     found = [("training", [*_state(memory), *_training(memory), *sleeping, reserve])]
     if config.reference_in_trainer or config.algorithm.scores_policy:
-        found.append(("scoring", [*_state(memory), *_scoring(config, memory), *sleeping, reserve]))
+        found.append(("scoring", [*_state(memory), *_scoring(memory, config.reference_in_trainer), *sleeping, reserve]))
     weights = Item("parameters", memory.parameter_bytes)
     sync = Item("sync buffers", 2 * bucket_bytes(run))  # the shards as gathered, and the bucket made of them
     if shared is not None:
@@ -74,6 +77,13 @@ def engine_phase(run: PlannedRun, engine: EnginePlan) -> PhaseMemory:
         Item("CUDA, graphs, prefill (assumed)", engine.reserve_bytes),
     )
     return PhaseMemory("engines", "generation", items, run.hardware.memory_bytes)
+
+
+def reference_phase(hardware: Hardware, kind: RankKind, estimate: RankEstimate) -> PhaseMemory:
+    """The GPU of a reference worker's rank: weights and a pass without gradients; it has no optimizer."""
+    weights = Item("parameters", estimate.memory.parameter_bytes)
+    items = (weights, *_scoring(estimate.memory), Item("CUDA, NCCL (assumed)", TRAINER_RESERVE_BYTES))
+    return PhaseMemory(kind.name, REFERENCE_SCORING, items, hardware.memory_bytes)
 
 
 def bucket_bytes(run: PlannedRun) -> int:
@@ -100,9 +110,9 @@ def _training(memory: TrainerMemory) -> Iterator[Item]:
     yield Item("fragmentation (assumed)", int(FRAGMENTATION * (busy + excess)))
 
 
-def _scoring(config: RunConfig, memory: TrainerMemory) -> Iterator[Item]:
+def _scoring(memory: TrainerMemory, swaps_reference: bool = False) -> Iterator[Item]:
     yield Item("activations", memory.forward_bytes)
-    if config.reference_in_trainer:
+    if swaps_reference:
         yield Item("policy, while the reference scores", memory.parameter_bytes)
     yield Item("communication buffers", memory.communication_bytes)
     yield Item("fragmentation (assumed)", int(FRAGMENTATION * memory.forward_bytes))

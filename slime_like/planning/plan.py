@@ -17,13 +17,13 @@ from slime_like.interfaces.estimate import RankEstimate, RankKind
 from slime_like.models.dimensions import HEADS, ModelDimensions
 from slime_like.models.weight_files import WeightFilesError
 from slime_like.orchestration.reference.config import worker_config
-from slime_like.planning import checks, references
+from slime_like.planning import checks
 from slime_like.planning.engines import plan_engine, share_setting
 from slime_like.planning.hardware import GIB
-from slime_like.planning.memory import engine_phase, host_memory, trainer_phases
+from slime_like.planning.memory import REFERENCE_SCORING, engine_phase, host_memory, reference_phase, trainer_phases
 from slime_like.planning.planned_run import PlannedRun
 from slime_like.planning.result import KindPlan, Plan
-from slime_like.planning.step_time import predict, traffic_per_step
+from slime_like.planning.step_time import predict, reference_seconds, traffic_per_step
 from slime_like.weights.transports.reach import Situation, choose_transport
 
 Note = Callable[[str], None]
@@ -47,7 +47,8 @@ def make_plan(run: PlannedRun, preflight: bool = False, note: Note = lambda _: N
     found = [*map(str, check_settings(config, dimensions, training_needs(config))), *backend.check(config)]
     found += reference_problems(config, dimensions)
     if _plans_references(config):
-        found += references.backend_problems(config, backend)
+        of_workers = backend.check(worker_config(config))
+        found += [problem.replace("trainer.parallel", "reference.parallel") for problem in of_workers]
     found += [*checks.placement_problems(config), *checks.version_problems()]
     plan.problems += dict.fromkeys(found)  # the configuration and the backend may find the same
     _judge_machine(plan, config, dimensions, preflight)
@@ -161,7 +162,7 @@ def _work_out(plan: Plan, run: PlannedRun, backend: type[TrainerBackend], note: 
     if plan.engine is not None and not run.colocated:
         plan.engine_phase = engine_phase(run, plan.engine)
     plan.host = host_memory(run, estimates, plan.engine, plan.transport)
-    scoring = references.reference_seconds(run, [kind.estimate for kind in plan.references])
+    scoring = reference_seconds(run, [kind.estimate for kind in plan.references])
     plan.step = predict(run, estimates, plan.engine, plan.transport, scoring)
 
 
@@ -170,8 +171,9 @@ def _work_out_references(plan: Plan, config: RunConfig, backend: type[TrainerBac
     worker = worker_config(config)
     if layout_problems(worker.trainer.parallel, ModelDimensions.from_checkpoint(worker.model.path)):
         return
-    for kind, estimate in estimated_kinds(worker, backend, references.reference_kinds(config, backend), note):
-        phase = references.reference_phase(plan.hardware, kind, estimate)
+    kinds = [replace(kind, name=f"reference, {kind.name}") for kind in backend.planner().rank_kinds(worker)]
+    for kind, estimate in estimated_kinds(worker, backend, kinds, note):
+        phase = reference_phase(plan.hardware, kind, estimate)
         plan.references.append(KindPlan(kind, estimate, (phase,), ()))
 
 
@@ -196,7 +198,7 @@ def _misfits(plan: Plan, config: RunConfig) -> list[str]:
         if not phase.fits:
             largest = max(phase.items, key=lambda item: item.nbytes)
             cure = remedy(largest.name, config)
-            if phase.phase == references.PHASE:
+            if phase.phase == REFERENCE_SCORING:
                 cure = cure.replace("trainer.parallel", "reference.parallel")
             problems.append(
                 f"{phase.gpus}, {phase.phase}: {phase.total / GIB:.1f} GiB, {-phase.margin / GIB:.1f} more than the "
@@ -255,9 +257,3 @@ def host_remedy(item: str) -> str:
     """Settings that make an item of a node's host memory smaller."""
     found = (remedy for begin, remedy in _HOST_REMEDIES.items() if item.startswith(begin))
     return next(found, "offload less, or raise trainer.parallel.pipeline")
-
-
-def require_plannable(plan: Plan) -> None:
-    """Raises ``ConfigError`` with all problems where there is nothing to show but these."""
-    if not plan.kinds:
-        raise ConfigError(plan.problems, code="plan-rejected")

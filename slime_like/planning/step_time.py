@@ -5,6 +5,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from slime_like.interfaces.estimate import RankEstimate, Work
+from slime_like.orchestration.reference.config import worker_config
+from slime_like.orchestration.trainer.scoring import packs_per_request
 from slime_like.planning.engines import EnginePlan
 from slime_like.planning.hardware import Hardware
 from slime_like.planning.planned_run import PlannedRun
@@ -96,6 +98,18 @@ def predict(
         model_flops=flops * (1 + scores / 3),
         utilisation=flops / (training * peak),
     )
+
+
+def reference_seconds(run: PlannedRun, estimates: Sequence[RankEstimate]) -> float:
+    """A step's share of each worker, in requests that fill and empty a pipeline each; 0 without workers."""
+    if not estimates:
+        return 0.0
+    trainer = worker_config(run.config).trainer
+    layout, packs = trainer.parallel, packs_per_request(trainer)
+    replicas = run.config.reference_workers * layout.data
+    micro_batches = math.ceil(run.workload.samples / replicas / run.workload.per_micro_batch)
+    slots = micro_batches * (packs + layout.pipeline - 1) / packs
+    return slots * max(pass_seconds(run, one, one.forward) for one in estimates)
 
 
 def traffic_per_step(run: PlannedRun, estimate: RankEstimate) -> list[LinkTraffic]:

@@ -132,8 +132,10 @@ def test_a_tracker_without_its_package_is_a_configuration_error(
 
 
 def test_tables_append_rows(tmp_path: Path, logger: MetricLogger) -> None:
-    logger.log_table(1, "samples", ["Prompt", "Logprobs"], [["1+1=\n", [-0.5, math.nan]], ["ü", [math.inf]]])
-    logger.log_table(2, "samples", ["Prompt", "Logprobs"], [["x", []]])
+    logger.log_table(
+        1, "samples", [{"Prompt": "1+1=\n", "Logprobs": [-0.5, math.nan]}, {"Prompt": "ü", "Logprobs": [math.inf]}]
+    )
+    logger.log_table(2, "samples", [{"Prompt": "x", "Logprobs": []}])
     assert strict_lines(tmp_path / "tables" / "samples.jsonl") == [
         {"step": 1, "Prompt": "1+1=\n", "Logprobs": [-0.5, None]},
         {"step": 1, "Prompt": "ü", "Logprobs": [None]},
@@ -148,7 +150,7 @@ def test_wandb_takes_figures_and_tables(tmp_path: Path, monkeypatch: pytest.Monk
     monkeypatch.setenv("WANDB_SILENT", "true")
     logger = MetricLogger(LoggingConfig(tensorboard=False, wandb=True), tmp_path)
     logger.log(1, {"train_actor_training/loss": 0.5, "nan": math.nan})
-    logger.log_table(1, "samples", ["Prompt", "Reward"], [["1+1=", 1.0]])
+    logger.log_table(1, "samples", [{"Prompt": "1+1=", "Reward": 1.0}])
     logger.close()
     (record,) = tmp_path.glob("wandb/offline-run-*/run-*.wandb")
     assert b"train_actor_training/loss" in record.read_bytes()

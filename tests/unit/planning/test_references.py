@@ -10,12 +10,12 @@ from slime_like.config.reading.load import load_config
 from slime_like.interfaces.estimate import RankKind
 from slime_like.planning import checks
 from slime_like.planning.hardware import GIB, Hardware
+from slime_like.planning.memory import reference_phase
 from slime_like.planning.plan import make_plan, remedy
 from slime_like.planning.planned_run import PlannedRun
-from slime_like.planning.references import reference_phase, reference_seconds
 from slime_like.planning.result import Plan
 from slime_like.planning.search import trainer_gpus
-from slime_like.planning.step_time import predict
+from slime_like.planning.step_time import predict, reference_seconds
 from tests.unit.planning.test_arithmetic import EIGHT_LONG_SAMPLES, ONE_PASS_S, config, estimate, planned_run
 
 ROOT = Path(__file__).parents[3]
