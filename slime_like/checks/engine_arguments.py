@@ -12,7 +12,6 @@ _LEFT_TO_THE_ADAPTER = "leave it out, the adapter depends on its value"
 
 
 def _owned(**fields: str) -> dict[str, str]:
-    """Arguments that follow from a field of the configuration."""
     return {argument: f"set {field} instead" for argument, field in fields.items()}
 
 
@@ -100,7 +99,6 @@ def engine_problems(config: RunConfig, engine: str | None = None) -> Iterator[st
 
 
 def _share_problems(engine: str, arguments: Mapping[str, Any]) -> Iterator[str]:
-    """Of what an engine's memory is planned from."""
     share = SHARES.get(engine, "")
     if share in arguments and not (_is_number(arguments[share]) and 0 < arguments[share] <= 1):
         yield f"rollout.engine_args.{share}={arguments[share]} must be a share of a GPU, above 0 and at most 1"

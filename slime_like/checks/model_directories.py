@@ -28,7 +28,6 @@ def _missing(path: Path, field: str) -> list[str]:
 
 
 def model_problems(config: RunConfig) -> list[str]:
-    """Why the sizes of ``model.path`` cannot be read."""
     return find_dimensions(config.model.path, "model.path")[1]
 
 

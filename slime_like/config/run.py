@@ -7,17 +7,85 @@ from pydantic import Field, field_validator
 
 from slime_like.config.algorithm import AlgorithmConfig
 from slime_like.config.base import Section
-from slime_like.config.data import DataConfig, EvaluationConfig
 from slime_like.config.gpus import GpuName
-from slime_like.config.model import ModelConfig, ReferenceConfig
 from slime_like.config.rollout import RewardConfig, RolloutConfig, SyncConfig
-from slime_like.config.trainer import TrainerConfig
+from slime_like.config.trainer import ParallelConfig, TrainerConfig
 
 MAX_STEPS = 999_999
 """Checkpoints and kept rollouts are named by step, in six digits that sort."""
 
 MAX_SEED = 2**32 - 1
 """What every random generator in use takes, also after seeds are derived from it."""
+
+
+class ModelConfig(Section):
+    """The policy's starting point. Every dimension is read from the checkpoint's own ``config.json``."""
+
+    path: Path = Field(description="Hugging Face checkpoint directory of the initial policy.")
+    weights: Path | None = Field(
+        None,
+        description="Checkpoint with the policy's initial weights: output of `slime-like convert to-megatron`, or a "
+        "run's checkpoints/step-N. `path` still provides dimensions, tokenizer and the engines' first "
+        "weights.",
+    )
+    dtype: Literal["float32", "bfloat16"] = Field(
+        "bfloat16", description="Precision of weights and activations in trainer and engine."
+    )
+    trust_remote_code: bool = Field(False, description="Run Python code from the checkpoint.")
+
+
+class ReferenceConfig(Section):
+    """The reference policy of the KL term. Used only when a KL coefficient is above 0."""
+
+    path: Path | None = Field(None, description="Hugging Face checkpoint of the reference; none: the initial policy.")
+    placement: Literal["trainer", "workers"] = Field(
+        "trainer",
+        description="trainer: the trainer ranks swap in its weights, which must have the policy's sizes. workers: "
+        "separate devices, which score groups while others are being sampled.",
+    )
+    update_interval: int = Field(
+        0,
+        ge=0,
+        description="Steps after which the policy becomes the reference; 0 keeps the initial one. Workers may score "
+        "groups sampled ahead (`rollout.max_staleness`) with an earlier one.",
+    )
+    workers: int = Field(1, ge=1, description="Number of reference workers; a group goes to the least busy one.")
+    parallel: ParallelConfig = Field(ParallelConfig(), description="Layout of each reference worker.")
+    max_worker_restarts: int = Field(
+        2,
+        ge=0,
+        description="Restarts of failed reference workers in a run; their groups go to others, or wait. The run "
+        "fails if none is left.",
+    )
+
+
+class DataConfig(Section):
+    """Prompt files (JSONL or Parquet) and the keys inside their rows; a dotted key leads into nested objects."""
+
+    train: tuple[Path, ...] = Field((), description="Training files (.jsonl or .parquet), read in this order.")
+    prompt_key: str = Field("prompt", description="Row key of the prompt: text or a list of chat messages.")
+    answer_key: str = Field("answer", description="Row key of the ground-truth answer.")
+    response_key: str = Field("response", description="Row key of the demonstration (supervised only).")
+    token_ids_key: str = Field(
+        "input_token_ids", description="Row key of a tokenized prompt; takes precedence over the text."
+    )
+    environment_key: str | None = Field(
+        None, description="Row key of a mapping for rollout.environment; optional in a row."
+    )
+    apply_chat_template: bool = Field(True, description="Apply the tokenizer's chat template to prompts.")
+    max_prompt_tokens: int = Field(1024, ge=1, description="Longer prompts are dropped and counted, never truncated.")
+    shuffle: bool = Field(True, description="Shuffle every epoch, by `seed` and epoch.")
+
+
+class EvaluationConfig(Section):
+    """Held-out evaluation during training."""
+
+    files: tuple[Path, ...] = Field((), description="Held-out files, also reported one by one; none: no evaluation.")
+    every: int = Field(0, ge=0, description="Evaluation interval in steps; 0: before and after training only.")
+    max_prompts: int | None = Field(None, ge=1, description="Use only the first prompts, up to this number.")
+    temperature: float = Field(0.0, ge=0.0, description="0 is greedy.")
+    samples_per_prompt: int = Field(1, ge=1, description="Responses per prompt; above 1 also gives pass@k.")
+    max_new_tokens: int | None = Field(None, ge=1, description="Length limit; none: `rollout.max_new_tokens`.")
 
 
 class CheckpointConfig(Section):

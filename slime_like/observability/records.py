@@ -54,14 +54,7 @@ class RolloutRecord:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReferenceRecord:
-    """One step of the reference workers.
-
-    Attributes:
-        total_s: their whole step.
-        model_running_s: of it, scoring.
-        waiting_s: of it, waiting for rollouts.
-        response_tokens, total_tokens: scored; the latter with prompts.
-    """
+    """One step of the reference workers: of ``total_s``, scoring and waiting for rollouts; tokens scored."""
 
     total_s: float
     model_running_s: float

@@ -120,7 +120,6 @@ def _have_turns(samples: Sequence[ScoredTrajectory]) -> bool:
 
 
 def _conversation(sample: ScoredTrajectory, decode: Decode) -> dict[str, int | str]:
-    """Number of turns, and a line for every text of either side."""
     tokens, turns = sample.response_tokens.tolist(), _turns(sample)
     lines = []
     for number, (start, end) in enumerate(turns, start=1):

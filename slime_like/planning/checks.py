@@ -39,7 +39,6 @@ class GpusNeeded:
 
 
 def gpus_needed(config: RunConfig) -> GpusNeeded:
-    """Number of GPUs that the run reserves."""
     trainers, references = config.trainer.parallel.world_size, num_reference_ranks(config)
     return GpusNeeded(trainers, sum(bundle_sizes(config)) - trainers - references, references)
 

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+from slime_like.checks.engine_arguments import SHARES
 from slime_like.config import RunConfig
 from slime_like.models.dimensions import ModelDimensions
 from slime_like.planning.hardware import ENGINE_RESERVE_BYTES
@@ -9,7 +10,7 @@ from slime_like.planning.planned_run import PlannedRun
 
 # Share of a GPU's memory that an engine takes in all, where engine_args do not say: vLLM 0.32's default. SGLang works
 # its own out of the GPU's size; nine tenths are near it.
-_SHARES = {"vllm": ("gpu_memory_utilization", 0.92), "sglang": ("mem_fraction_static", 0.88)}
+_DEFAULT_SHARES = {"vllm": 0.92, "sglang": 0.88}
 _DEFAULT_SHARE = 0.9
 _MOST_AT_ONCE = 512
 """Sequences that the adapters let an engine decode at once."""
@@ -43,7 +44,6 @@ class EnginePlan:
 
 
 def plan_engine(run: PlannedRun) -> EnginePlan:
-    """Plan one engine of the run."""
     rollout = run.config.rollout
     weights = run.weight_bytes // rollout.tensor
     per_token = run.dimensions.num_layers * _cached_elements(run.dimensions, rollout.tensor) * run.element_bytes
@@ -74,11 +74,11 @@ def _cached_elements(dimensions: ModelDimensions, gpus: int) -> int:
 
 def engine_share(config: RunConfig) -> float:
     """Share of a GPU's memory that the engine takes in all."""
-    name, default = _SHARES.get(config.rollout.engine, ("", _DEFAULT_SHARE))
-    return float(config.rollout.engine_args.get(name, default))
+    engine = config.rollout.engine
+    default = _DEFAULT_SHARES.get(engine, _DEFAULT_SHARE)
+    return float(config.rollout.engine_args.get(SHARES.get(engine, ""), default))
 
 
 def share_setting(config: RunConfig) -> str:
     """The setting that ``engine_share`` reads, as a flag's name."""
-    name, _ = _SHARES.get(config.rollout.engine, ("gpu_memory_utilization", 0.0))
-    return f"rollout.engine_args.{name}"
+    return f"rollout.engine_args.{SHARES.get(config.rollout.engine, 'gpu_memory_utilization')}"

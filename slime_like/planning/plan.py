@@ -144,7 +144,6 @@ def estimated_kinds(
 
 
 def _work_out(plan: Plan, run: PlannedRun, backend: type[TrainerBackend], note: Note) -> None:
-    """Memory and time, from the estimates of all kinds."""
     config, plan.workload = run.config, run.workload
     if not config.supervised and not config.debug.load_rollouts:
         plan.engine = plan_engine(run)

@@ -129,7 +129,6 @@ def _with(run: PlannedRun, parallel: ParallelConfig, recompute: str) -> PlannedR
 
 
 def _problems(run: PlannedRun, backend: type[TrainerBackend]) -> list[str]:
-    """List the problems of a layout apart from memory."""
     config = run.config
     settings = check_settings(config, run.dimensions, training_needs(config) - {"code"})  # the same for all
     return [*map(str, settings), *backend.check(config), *checks.placement_problems(config)]

@@ -13,7 +13,7 @@ from slime_like.errors import Problem
 
 _PLAIN = (
     ("tag:yaml.org,2002:merge", r"<<", "<"),
-    ("tag:yaml.org,2002:null", r"~|null|Null|NULL|", "~nN\0"),
+    ("tag:yaml.org,2002:null", r"~|null|Null|NULL|", [*"~nN", ""]),
     ("tag:yaml.org,2002:bool", r"true|True|TRUE|false|False|FALSE", "tTfF"),
     ("tag:yaml.org,2002:int", r"[-+]?(?:0|[1-9][0-9]*)", "-+0123456789"),
     (
@@ -24,18 +24,7 @@ _PLAIN = (
 )
 
 
-def _resolvers() -> dict[str, list[tuple[str, re.Pattern[str]]]]:
-    table: dict[str, list[tuple[str, re.Pattern[str]]]] = {}
-    for tag, pattern, first_characters in _PLAIN:
-        compiled = re.compile(rf"^(?:{pattern})$")
-        for character in first_characters:
-            table.setdefault("" if character == "\0" else character, []).append((tag, compiled))
-    return table
-
-
 class _Loader(yaml.SafeLoader):
-    yaml_implicit_resolvers = _resolvers()
-
     def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
         """An alias inside of what it stands for has no end, and no place in a configuration."""
         node = super().compose_node(parent, index)
@@ -45,10 +34,14 @@ class _Loader(yaml.SafeLoader):
 
 
 class _Dumper(yaml.SafeDumper):
-    yaml_implicit_resolvers = _resolvers()
-
     def ignore_aliases(self, data: Any) -> bool:
         return True
+
+
+for _kind in (_Loader, _Dumper):
+    _kind.yaml_implicit_resolvers = {}  # none of YAML 1.1's
+    for _tag, _pattern, _first_characters in _PLAIN:
+        _kind.add_implicit_resolver(_tag, re.compile(rf"^(?:{_pattern})$"), _first_characters)
 
 
 @dataclass(slots=True)

@@ -68,7 +68,6 @@ def print_report(run_dir: Path, console: "Console | None" = None) -> None:
 
 # --------------------------------------------------------------------------------------------------------------- page
 def _render_page(run: RunData) -> str:
-    """The whole page."""
     from jinja2 import Environment
 
     # No template inheritance and no loader: the one template is a file of this package.
@@ -116,7 +115,6 @@ def _key(row: Row) -> SampleKey:
 
 
 def _token_samples(table: StoredTable | None) -> dict[SampleKey, list[Row]]:
-    """Tokens by sample, the newest step first."""
     samples: dict[SampleKey, list[Row]] = {}
     for row in table.rows if table else []:
         samples.setdefault(_key(row), []).append(row)
