@@ -27,10 +27,6 @@ def _missing(path: Path, field: str) -> list[str]:
     return [] if path.is_dir() else [f"{field}={path} is not a directory; give a Hugging Face checkpoint directory"]
 
 
-def model_problems(config: RunConfig) -> list[str]:
-    return find_dimensions(config.model.path, "model.path")[1]
-
-
 def model_weight_problems(config: RunConfig, dimensions: ModelDimensions) -> list[str]:
     return weight_problems(config.model.path, "model.path", dimensions)
 

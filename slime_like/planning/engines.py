@@ -38,10 +38,6 @@ class EnginePlan:
     longest_sequences: int
     at_once: int
 
-    @property
-    def total_bytes(self) -> int:
-        return self.weight_bytes + max(0, self.kv_bytes) + self.reserve_bytes
-
 
 def plan_engine(run: PlannedRun) -> EnginePlan:
     rollout = run.config.rollout

@@ -3,7 +3,6 @@
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from slime_like.config import RunConfig
 from slime_like.interfaces.estimate import RankEstimate, RankKind, TrainerMemory
 from slime_like.planning.engines import EnginePlan
 from slime_like.planning.hardware import FRAGMENTATION, SLEEPING_ENGINE_BYTES, TRAINER_RESERVE_BYTES, Hardware
@@ -118,17 +117,6 @@ def _scoring(memory: TrainerMemory, swaps_reference: bool = False) -> Iterator[I
     yield Item("fragmentation (assumed)", int(FRAGMENTATION * memory.forward_bytes))
 
 
-def _saved_on_host(memory: TrainerMemory) -> int:
-    """Main weights and both moments; gradients, the fourth part, are not saved."""
-    return 3 * memory.host_optimizer_bytes // 4
-
-
-def _senders(config: RunConfig, gpus: int) -> int:
-    """Ranks of one node that send weights: one of each pipeline stage that lies there."""
-    layout = config.trainer.parallel
-    return -(-gpus * layout.pipeline // layout.world_size)
-
-
 @dataclass(frozen=True, slots=True)
 class HostMemory:
     """Host memory of one node beside the processes themselves, in bytes; its capacity if that is given."""
@@ -162,14 +150,17 @@ def host_memory(
         Item("activations", gpus * max(m.host_activation_bytes for m in memories)),
     ]
     if config.checkpoint.async_save:
-        saved = max(m.parameter_bytes + m.optimizer_bytes + _saved_on_host(m) for m in memories)
+        # On the host, main weights and both moments; gradients, the fourth part, are not saved.
+        saved = max(m.parameter_bytes + m.optimizer_bytes + 3 * m.host_optimizer_bytes // 4 for m in memories)
         items.append(Item("checkpoint.async_save: copies", gpus * saved))
     if run.colocated and engine is not None:
         moved = max(m.parameter_bytes + m.optimizer_bytes for m in memories)
         items.append(Item("trainers, while engines sample", gpus * moved))
         items.append(Item("engine weights, while they sleep", gpus * engine.weight_bytes))
     if transport == SHARED_MEMORY:
-        items.append(Item("weight buckets in /dev/shm", _senders(config, gpus) * 2 * bucket_bytes(run)))
+        # One rank of each pipeline stage that lies on the node sends weights.
+        senders = -(-gpus * config.trainer.parallel.pipeline // config.trainer.parallel.world_size)
+        items.append(Item("weight buckets in /dev/shm", senders * 2 * bucket_bytes(run)))
     if transport is not None and engine is not None and use_delta(config.sync.delta, transport, config.model.dtype):
         # The sending rank of a stage holds its stage, every worker of an engine the whole model.
         items.append(Item("sync.delta: senders' copies", run.weight_bytes))

@@ -66,7 +66,9 @@ class Plan:
     def to_json(self) -> dict[str, Any]:
         """Convert to JSON values, with sums and verdicts."""
         written = asdict(self)
-        for entry, phase in zip(_phase_dicts(written), self.phases, strict=True):
+        entries = [entry for kind in (*written["kinds"], *written["references"]) for entry in kind["phases"]]
+        entries += [written["engine_phase"]] if self.engine_phase is not None else []
+        for entry, phase in zip(entries, self.phases, strict=True):
             entry |= {"total": phase.total, "margin": phase.margin, "fits": phase.fits}
         if self.host is not None:
             checked = {"fits": self.host.fits} if self.host.capacity is not None else {}
@@ -74,8 +76,3 @@ class Plan:
         if self.step is not None:
             written["step"]["total"] = self.step.total
         return {"verdict": "fits" if self.fits and not self.problems else "does not fit", **written}
-
-
-def _phase_dicts(written: dict[str, Any]) -> list[dict[str, Any]]:
-    phases = [phase for kind in (*written["kinds"], *written["references"]) for phase in kind["phases"]]
-    return phases + ([written["engine_phase"]] if written["engine_phase"] is not None else [])

@@ -45,10 +45,6 @@ class Field:
         return self.default is PydanticUndefined
 
     @property
-    def is_path(self) -> bool:
-        return self.item is Path
-
-    @property
     def default_text(self) -> str:
         return "required" if self.required else value_text(self.default)
 

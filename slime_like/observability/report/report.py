@@ -129,16 +129,13 @@ def _token_data(samples: dict[SampleKey, list[Row]]) -> dict[str, Any]:
         "samples": [
             {
                 "label": f"step {step}, {sequence_id}, {len(rows)} tokens",
-                "note": _cut_note(rows[0].get("Token Position", 0)),
+                "note": f"The first {first} tokens are in the run directory only." if first else "",
                 "rows": [[_short(row.get(column)) for column in columns] for row in rows],
             }
             for (step, sequence_id), rows in samples.items()
+            for first in [rows[0].get("Token Position", 0)]
         ],
     }
-
-
-def _cut_note(first: int) -> str:
-    return f"The first {first} tokens are in the run directory only." if first else ""
 
 
 def _short(value: Any) -> Any:

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from slime_like import checks
-from slime_like.checks.check import check, selected
+from slime_like.checks.check import CHECKS, check, selected
 from slime_like.checks.definition import (
     CONVERSION,
     RANKS,
@@ -16,7 +16,6 @@ from slime_like.checks.definition import (
     loading_needs,
     training_needs,
 )
-from slime_like.checks.registry import CHECKS
 from slime_like.config import RunConfig
 from slime_like.config.reading.load import load_config
 from slime_like.errors import Problem

@@ -80,7 +80,7 @@ def test_engine_of_a_32b_model() -> None:
     engine = plan_engine(planned_run(rollout={"tensor": 4, "max_new_tokens": 1024}, cluster={"gpu": "h100-80gb"}))
     assert engine.kv_bytes_per_token == 64 * 1024
     assert engine.weight_bytes == PUBLISHED["Qwen3-32B"] * 2 // 4
-    assert engine.total_bytes == pytest.approx(0.92 * 79.1 * GIB)
+    assert engine.weight_bytes + engine.kv_bytes + engine.reserve_bytes == pytest.approx(0.92 * 79.1 * GIB)
     assert engine.kv_tokens == engine.kv_bytes // (64 * 1024)
     assert engine.longest_sequences == engine.kv_tokens // 2048
 
