@@ -1,8 +1,6 @@
 """The RL objective."""
 
-from __future__ import annotations
-
-from typing import Literal
+from typing import Literal, Self
 
 from pydantic import Field, model_validator
 
@@ -77,7 +75,7 @@ class AlgorithmConfig(Section):
         return self.old_logprobs == "score" or self.epochs * self.minibatches > 1 or self.kl_reward_coef > 0
 
     @model_validator(mode="after")
-    def _fits_together(self) -> AlgorithmConfig:
+    def _fits_together(self) -> Self:
         if self.kl_coef > 0 and self.kl_estimator == "k1" and not self.kl_importance_weighted:
             raise ValueError(
                 f"kl_estimator=k1 has zero expected gradient in a loss with kl_coef={self.kl_coef:g}; use k2, k3, or "

@@ -2,7 +2,7 @@
 
 import json
 import shlex
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -190,34 +190,22 @@ def test_a_fault_is_named_with_field_value_and_remedy(
     assert problem.field and problem.text.startswith(problem.field)
 
 
-def keep_rollouts(directory: Path, steps: Iterable[int]) -> list[str]:
-    directory.mkdir(exist_ok=True)
-    for step in steps:
-        dump_path(directory, step).touch()
-    return ["--debug.load_rollouts", str(directory), "--steps", "3"]
-
-
-def test_kept_advantages_are_not_shuffled(tmp_path: Path, flags: list[str], rejected: Rejected) -> None:
-    """A control that silently is none would prove the opposite of what it says."""
-    flags += [*keep_rollouts(tmp_path / "kept", (1, 2, 3)), "--debug.shuffle_advantages", "true"]
-    rejected(flags, "debug.load-rollouts")
-
-
 def test_kept_rollouts_must_cover_what_is_left_to_train(tmp_path: Path, flags: list[str], rejected: Rejected) -> None:
-    flags += keep_rollouts(tmp_path / "kept", (1, 3))
+    """They can be neither evaluated nor shuffled: a control that silently is none would prove the opposite."""
+    kept, checkpoints = tmp_path / "kept", tmp_path / "run" / "checkpoints"
+    kept.mkdir()
+    for step in (1, 2, 3):
+        dump_path(kept, step).touch()
+    flags += ["--debug.load_rollouts", str(kept), "--steps", "3"]
+    assert check(load_config(None, flags)) == []
+    rejected([*flags, "--debug.shuffle_advantages", "true"], "debug.load-rollouts")
+    rejected([*flags, "--evaluation.files", str(tmp_path / "train.jsonl")], "debug.load-rollouts")
+    dump_path(kept, 2).unlink()
     rejected(flags, "debug.load-rollouts")
-    checkpoints = tmp_path / "run" / "checkpoints"
     (checkpoints / "step-000002").mkdir(parents=True)
     (checkpoints / "latest").symlink_to("step-000002")
     assert check(load_config(None, flags)) == []
     rejected([*flags, "--resume", "never"], "debug.load-rollouts")
-
-
-def test_kept_rollouts_cannot_be_evaluated(tmp_path: Path, flags: list[str], rejected: Rejected) -> None:
-    flags += keep_rollouts(tmp_path / "kept", (1, 2, 3))
-    assert check(load_config(None, flags)) == []
-    flags += ["--evaluation.files", str(tmp_path / "train.jsonl"), "--evaluation.every", "1"]
-    rejected(flags, "debug.load-rollouts")
 
 
 @pytest.mark.parametrize("field", ["algorithm.loss", "algorithm.advantage", "rollout.environment.name"])

@@ -163,6 +163,10 @@ def test_more_memory_bandwidth_means_faster_decoding() -> None:
         ({"cluster": {"nodes": 1}, "trainer": {"parallel": {"data": 8}}}, "use 2 nodes"),
         ({"trainer": {"parallel": {"tensor": 8}}, "cluster": {"gpus_per_node": 4}}, "trainer.parallel.tensor=8 does"),
         ({"rollout": {"tensor": 3}}, "rollout.tensor=3 does not divide cluster.gpus_per_node=8"),
+        (
+            {"reference": {"placement": "workers", "parallel": {"tensor": 3}}, "algorithm": {"kl_coef": 0.01}},
+            "reference.parallel.tensor=3 does not divide cluster.gpus_per_node=8",
+        ),
     ],
 )
 def test_placement_is_checked(sections: dict[str, Any], expected: str) -> None:

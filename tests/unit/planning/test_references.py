@@ -38,12 +38,6 @@ def test_their_gpus_are_counted() -> None:
     assert checks.gpus_needed(unused).references == 0
 
 
-def test_their_tensor_groups_stay_inside_a_node() -> None:
-    run = with_workers(cluster={"gpus_per_node": 6}, trainer={"parallel": {"data": 6}})
-    (problem,) = checks.placement_problems(run)
-    assert "reference.parallel.tensor=4 does not divide cluster.gpus_per_node=6" in problem
-
-
 def test_they_hold_weights_and_a_pass_without_gradients() -> None:
     figures = estimate(forward_bytes=10 * GIB, communication_bytes=GIB)
     phase = reference_phase(Hardware.of(config()), RankKind("reference", (0,)), figures)
