@@ -17,7 +17,7 @@ def on_cpu() -> bool:
 
 def check_arguments(engine: str, config: RunConfig) -> None:
     """Raise ``EngineError`` with the first problem of ``engine_problems``: an engine may start without its check."""
-    for problem in engine_problems(engine, config.rollout):
+    for problem in engine_problems(config, engine):
         raise EngineError(problem, code="engine-arguments")
 
 

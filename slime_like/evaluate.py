@@ -9,9 +9,8 @@ from contextlib import ExitStack
 
 from slime_like.config import RunConfig
 from slime_like.config.algorithm import AlgorithmConfig
-from slime_like.config.model import ReferenceConfig
 from slime_like.config.rollout import RolloutConfig, SyncConfig
-from slime_like.config.run import DebugConfig
+from slime_like.config.run import DebugConfig, ReferenceConfig
 from slime_like.config.trainer import TrainerConfig
 from slime_like.data.tokenizer import load_tokenizer
 from slime_like.orchestration.cluster.bundles import bundle_sizes

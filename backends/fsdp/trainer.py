@@ -16,10 +16,9 @@ from backends.fsdp.model import LogprobModel, build
 from backends.fsdp.optimizer import Optimizer
 from backends.fsdp.parallel import Groups
 from backends.fsdp.state import FsdpState
-from slime_like.checks.attention import attention_problems
-from slime_like.checks.families import family_problems
+from slime_like.checks.families import family_problems, latent_problems
 from slime_like.checks.fsdp import fsdp_problems
-from slime_like.checks.latent import latent_problems
+from slime_like.checks.packages import attention_problems
 from slime_like.checks.schedule import schedule_problems
 from slime_like.config import RunConfig
 from slime_like.errors import ConfigError, TrainerError
@@ -48,7 +47,7 @@ class FsdpTrainer(TrainerBase):
             dimensions = ModelDimensions.from_checkpoint(config.model.path)
         except ConfigError as error:
             return [*problems, *map(str, error.problems)]
-        return [*problems, *family_problems(config, dimensions), *latent_problems(config.trainer, dimensions)]
+        return [*problems, *family_problems(config, dimensions), *latent_problems(config, dimensions)]
 
     @staticmethod
     def planner() -> Planner:

@@ -13,7 +13,7 @@ from backends.common.step.balance import RoutedTokens
 from backends.common.step.packs import ResponseRows
 from backends.megatron.rotary import apply_rotary
 from slime_like.algorithms.context import Layout
-from slime_like.checks.attention import attention_problems
+from slime_like.checks.packages import attention_problems
 from slime_like.config import RunConfig, TrainerConfig
 from slime_like.models.dimensions import ModelDimensions
 

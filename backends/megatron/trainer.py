@@ -21,8 +21,7 @@ from backends.megatron.overlap import Communication
 from backends.megatron.rotary import Rotary
 from backends.megatron.schedule import Schedule
 from backends.megatron.state import MegatronState
-from slime_like.checks.families import family_problems
-from slime_like.checks.latent import latent_problems
+from slime_like.checks.families import family_problems, latent_problems
 from slime_like.checks.layout import layout_problems
 from slime_like.checks.offload import offload_problems
 from slime_like.checks.schedule import schedule_problems
@@ -65,7 +64,7 @@ class MegatronTrainer(TrainerBase):
             Rotary.of(dimensions)
         except ConfigError as error:
             return [*problems, *map(str, error.problems)]
-        problems += latent_problems(config.trainer, dimensions)
+        problems += latent_problems(config, dimensions)
         return problems + layout_problems(config.trainer.parallel, dimensions)
 
     @staticmethod

@@ -1,16 +1,95 @@
-"""Runs the checks that a command needs.
+"""All checks, in the order in which their problems are shown, and the runner of those that a command needs.
 
 Needs neither torch nor Ray, so that every problem is found before anything starts.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
+from slime_like.checks import (
+    directories,
+    earlier_run,
+    engine_arguments,
+    evaluation,
+    families,
+    fsdp,
+    layout,
+    lengths,
+    model_directories,
+    names,
+    offload,
+    packages,
+    rows,
+    sampling,
+    schedule,
+    weight_sync,
+)
 from slime_like.checks.definition import Check, Needs, NeedsOf, training_needs
 from slime_like.checks.model_directories import find_dimensions
-from slime_like.checks.registry import CHECKS
 from slime_like.config.run import RunConfig
 from slime_like.errors import ConfigError, Problem
 from slime_like.models.dimensions import ModelDimensions
+
+CHECKS: Sequence[Check] = (
+    Check("evaluation.no-files", {"evaluation"}, evaluation.held_out_problems),
+    Check("evaluation.weights", {"evaluation"}, evaluation.evaluated_model_problems),
+    # of this machine
+    Check("model.path", {"files"}, lambda config: find_dimensions(config.model.path, "model.path")[1]),
+    Check("reference.model", {"files", "model", "training"}, model_directories.reference_problems),
+    Check("run_dir", {"files", "run"}, directories.run_directory_problems),
+    Check("debug.save-rollouts", {"files", "training"}, directories.dump_directory_problems),
+    Check("data.train", {"files", "training"}, rows.training_file_problems),
+    Check("evaluation.files", {"files", "data"}, rows.held_out_file_problems),
+    Check("logging.packages", {"files", "training"}, packages.logging_problems),
+    Check("resume", {"files", "training"}, earlier_run.resume_problems),
+    Check("debug.load-rollouts", {"files", "training"}, earlier_run.kept_rollout_problems),
+    Check("model.weights", {"files"}, earlier_run.start_weight_problems),
+    Check("model.weights-backend", {"files", "trainer"}, earlier_run.weight_backend_problems),
+    Check("model.converted", {"files"}, earlier_run.converted_problems),
+    Check("trainer.attention", {"files", "trainer"}, packages.attention_problems),
+    Check("trainer.cpu-kernels", {"files", "run"}, packages.compiler_problems),
+    Check("sync.directory", {"files", "training", "engine"}, directories.sync_directory_problems),
+    Check("model.weight-files", {"files", "model", "weights"}, model_directories.model_weight_problems),
+    Check("reference.weight-files", {"files", "model", "training"}, model_directories.reference_weight_problems),
+    # of settings alone
+    Check("rollout.python", {"engine"}, names.interpreter_name_problems),
+    Check("trainer.backend", {"trainer"}, names.backend_name_problems),
+    Check("algorithm.loss", {"training"}, names.loss_name_problems),
+    Check("algorithm.advantage", {"training", "engine"}, names.advantage_name_problems),
+    Check("rollout.engine", {"engine"}, names.engine_name_problems),
+    Check("trainer.fsdp", {"trainer"}, fsdp.fsdp_problems),
+    Check("algorithm.minibatches", {"training"}, schedule.minibatch_problems),
+    Check("trainer.schedule", {"training"}, schedule.schedule_problems),
+    Check("rollout.stream", {"training"}, sampling.streaming_problems),
+    Check("trainer.offload", {"training"}, offload.megatron_offload_problems),
+    Check("rollout.engine-args", {"engine"}, engine_arguments.engine_problems),
+    Check("cluster.placement", {"training", "engine"}, weight_sync.colocation_problems),
+    Check("sync.transport", {"training", "engine"}, weight_sync.transport_problems),
+    Check("rollout.sampling", {"training", "engine"}, sampling.sampling_problems),
+    Check("evaluation.every", {"training", "engine"}, evaluation.interval_problems),
+    Check("evaluation.sampling", {"engine"}, evaluation.held_out_sampling_problems),
+    Check("reward.functions", {"engine"}, names.reward_problems),
+    Check("rollout.environment", {"engine"}, names.environment_problems),
+    # of the model's sizes
+    Check("model.family", {"model", "trainer"}, families.family_problems),
+    Check(
+        "trainer.layout",
+        {"model", "trainer"},
+        lambda config, model: layout.layout_problems(config.trainer.parallel, model),
+    ),
+    Check("trainer.latent-attention", {"model", "trainer"}, families.latent_problems),
+    Check("algorithm.balancing", {"model", "trainer"}, families.balancing_problems),
+    Check("rollout.tensor", {"model", "engine"}, layout.engine_rank_problems),
+    Check("rollout.stop-tokens", {"model", "data"}, lengths.stop_token_problems),
+    Check("rollout.length", {"model", "engine"}, lengths.rollout_length_problems),
+    Check("trainer.token-budget", {"model", "training", "engine"}, lengths.budget_problems),
+    Check("evaluation.length", {"model", "engine"}, lengths.held_out_length_problems),
+    Check("rollout.max-model-len", {"model", "engine"}, lengths.served_length_problems),
+    # of what takes longest
+    Check("reward.custom", {"engine", "code"}, names.custom_reward_problems),
+    Check("model.tokenizer", {"rows", "data"}, rows.tokenizer_problems),
+    Check("data.rows", {"rows", "training"}, rows.training_row_problems),
+    Check("evaluation.rows", {"rows", "engine"}, rows.held_out_row_problems),
+)
 
 _FILES_OF_MODEL = {"model.path", "model.family", "model.weight-files"}
 
@@ -66,6 +145,4 @@ def _check_rows(config: RunConfig, needs: Needs) -> list[Problem]:
 
 
 def _run(checks: Iterable[Check], config: RunConfig, dimensions: ModelDimensions | None) -> list[Problem]:
-    """What is about the model is left out where its sizes are not known."""
-    known = (one for one in checks if dimensions is not None or "model" not in one.needs)
-    return [problem for one in known for problem in one.find(config, dimensions)]
+    return [problem for one in checks for problem in one.find(config, dimensions)]

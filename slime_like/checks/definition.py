@@ -59,7 +59,7 @@ class Check:
     Attributes:
         code: stable and unique; what stands before the dot is the section of the configuration.
         needs: it applies to commands that need all of this.
-        run: takes the configuration and finds problems, each one sentence.
+        run: takes the configuration, and the model's sizes where it needs these, and finds problems, each one sentence.
     """
 
     code: str
@@ -67,19 +67,11 @@ class Check:
     run: Callable[..., Iterable[str]]
 
     def find(self, config: RunConfig, dimensions: ModelDimensions | None) -> Iterator[Problem]:
-        """``dimensions`` are the model's sizes, where they are known."""
-        for text in self._sentences(config, dimensions):
+        """``dimensions`` are the model's sizes, where they are known; without them nothing is found about the model."""
+        if "model" not in self.needs:
+            sentences = self.run(config)
+        else:
+            sentences = () if dimensions is None else self.run(config, dimensions)
+        for text in sentences:
             field = _FIELD.match(text)
             yield Problem(self.code, text, field.group() if field else "")
-
-    def _sentences(self, config: RunConfig, _: ModelDimensions | None) -> Iterable[str]:
-        return self.run(config)
-
-
-class ModelCheck(Check):
-    """A check of the configuration against the model's sizes, which ``run`` takes, too."""
-
-    __slots__ = ()
-
-    def _sentences(self, config: RunConfig, dimensions: ModelDimensions | None) -> Iterable[str]:
-        return () if dimensions is None else self.run(config, dimensions)

@@ -4,15 +4,13 @@ Whether vLLM or SGLang has an argument at all is only known to them: that is ref
 """
 
 from collections.abc import Collection, Iterator, Mapping
-from typing import Any
 
-from slime_like.config.rollout import RolloutConfig
+from slime_like.config.run import RunConfig
 
 _LEFT_TO_THE_ADAPTER = "leave it out, the adapter depends on its value"
 
 
 def _owned(**fields: str) -> dict[str, str]:
-    """Arguments that follow from a field of the configuration."""
     return {argument: f"set {field} instead" for argument, field in fields.items()}
 
 
@@ -78,34 +76,31 @@ SHARES: Mapping[str, str] = {"vllm": "gpu_memory_utilization", "sglang": "mem_fr
 _CACHE_BYTES = "kv_cache_memory_bytes"
 
 
-def engine_problems(engine: str, rollout: RolloutConfig) -> Iterator[str]:
+def engine_problems(config: RunConfig, engine: str | None = None) -> Iterator[str]:
     """Each problem one sentence; none for a custom engine.
 
     Args:
-        engine: the engine's name.
+        engine: the engine's name, where it is not ``rollout.engine``.
     """
+    rollout, arguments = config.rollout, config.rollout.engine_args
+    engine = engine or rollout.engine
     refused, known = REFUSED.get(engine, {}), KNOWN.get(engine)
-    for name in rollout.engine_args:
+    for name in arguments:
         if name in refused:
             yield f"rollout.engine_args.{name} is refused: {refused[name]}"
         elif known is not None and name not in known:
             yield f"rollout.engine_args.{name}: the {engine} engine has no such argument; it knows {', '.join(known)}"
-    yield from _share_problems(engine, rollout.engine_args)
-    if engine == "transformers" and rollout.tensor != 1:
-        yield (
-            f"rollout.tensor={rollout.tensor}: the transformers engine runs on one device; use 1, or "
-            "rollout.engine=vllm"
-        )
-
-
-def _share_problems(engine: str, arguments: Mapping[str, Any]) -> Iterator[str]:
-    """Of what an engine's memory is planned from."""
     share = SHARES.get(engine, "")
     if share in arguments and not (_is_number(arguments[share]) and 0 < arguments[share] <= 1):
         yield f"rollout.engine_args.{share}={arguments[share]} must be a share of a GPU, above 0 and at most 1"
     given = arguments.get(_CACHE_BYTES)
     if engine == "vllm" and given is not None and not (_is_number(given) and given > 0):
         yield f"rollout.engine_args.{_CACHE_BYTES}={given} must be a number of bytes above 0"
+    if engine == "transformers" and rollout.tensor != 1:
+        yield (
+            f"rollout.tensor={rollout.tensor}: the transformers engine runs on one device; use 1, or "
+            "rollout.engine=vllm"
+        )
 
 
 def _is_number(value: object) -> bool:

@@ -1,5 +1,6 @@
 """Is the engine installed where it is to run, in a version that has been tested? Imports neither engine nor torch."""
 
+import contextlib
 import json
 import os
 import subprocess
@@ -95,12 +96,13 @@ def version_warning(path: Path | None, engine: str) -> str | None:
     """
     if engine not in TESTED:
         return None
-    packages: Mapping[str, str]
+    packages: dict[str, str] = {}
     if path is None:
-        packages = {name: found for name in TESTED[engine].distributions if (found := _version(name)) is not None}
-    else:
-        probed = _probe(path, TESTED[engine].distributions)
-        packages = {} if isinstance(probed, str) else probed.packages
+        for name in TESTED[engine].distributions:
+            with contextlib.suppress(PackageNotFoundError):
+                packages[name] = version(name)
+    elif not isinstance(probed := _probe(path, TESTED[engine].distributions), str):
+        packages |= probed.packages
     installed = _installed(engine, packages)
     if installed is None or TESTED[engine].covers(installed[1]):
         return None
@@ -113,13 +115,6 @@ def version_warning(path: Path | None, engine: str) -> str | None:
 def _installed(engine: str, packages: Mapping[str, str]) -> tuple[str, str] | None:
     """Name and version of the first distribution that provides the engine."""
     return next(((name, packages[name]) for name in TESTED[engine].distributions if name in packages), None)
-
-
-def _version(distribution: str) -> str | None:
-    try:
-        return version(distribution)
-    except PackageNotFoundError:
-        return None
 
 
 @lru_cache(maxsize=8)

@@ -1,4 +1,4 @@
-"""Trainers that support a model without formulas in this project. Sizes only: no torch."""
+"""What trainers do not support of a model's architecture. Sizes only: no torch."""
 
 from collections.abc import Iterator
 
@@ -37,4 +37,13 @@ def family_problems(config: RunConfig, dimensions: ModelDimensions) -> Iterator[
         yield (
             f"algorithm.moe_aux_loss_coef={config.algorithm.moe_aux_loss_coef:g}: how routers of {config.model.path} "
             "choose is not known, so that they cannot be balanced; set it to 0"
+        )
+
+
+def latent_problems(config: RunConfig, dimensions: ModelDimensions) -> Iterator[str]:
+    """Why latent attention (DeepSeek-V3's) cannot be trained as configured, with the remedy."""
+    if dimensions.latent is not None and config.trainer.attention == "transformer_engine":
+        yield (
+            "trainer.attention=transformer_engine is not supported for latent attention (DeepSeek-V3's); use auto, "
+            "ring or allgather"
         )

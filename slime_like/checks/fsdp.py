@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 
 from slime_like.config.run import RunConfig
-from slime_like.config.trainer import FsdpConfig, ParallelConfig
+from slime_like.config.trainer import FsdpConfig, ParallelConfig, TrainerConfig
 
 BACKEND = "fsdp"
 _NO_RING = ("ring", "transformer_engine")
@@ -14,7 +14,7 @@ def fsdp_problems(config: RunConfig) -> Iterator[str]:
     trainer = config.trainer
     if trainer.backend == BACKEND:
         yield from axis_problems(config.trainer.parallel, "trainer.parallel")
-        yield from _settings(config)
+        yield from _unsupported_settings(trainer)
     elif trainer.backend == "megatron" and trainer.fsdp != FsdpConfig():
         yield "trainer.fsdp is set, but trainer.backend=megatron does not read it; use trainer.backend=fsdp"
 
@@ -35,8 +35,7 @@ def axis_problems(parallel: ParallelConfig, field: str) -> Iterator[str]:
         )
 
 
-def _settings(config: RunConfig) -> Iterator[str]:
-    trainer = config.trainer
+def _unsupported_settings(trainer: TrainerConfig) -> Iterator[str]:
     if trainer.attention in _NO_RING:
         yield (
             f"trainer.attention={trainer.attention} is not supported by trainer.backend=fsdp; use auto (allgather), or "

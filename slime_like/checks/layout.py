@@ -1,6 +1,8 @@
 """Which parallel layouts a model admits. Sizes only: no torch, no process group."""
 
-from slime_like.config.rollout import RolloutConfig
+from collections.abc import Iterator
+
+from slime_like.config.run import RunConfig
 from slime_like.config.trainer import ParallelConfig
 from slime_like.models.dimensions import ModelDimensions
 
@@ -26,8 +28,9 @@ def layers_per_stage(num_layers: int, num_stages: int) -> list[int]:
     return layers
 
 
-def engine_rank_problems(rollout: RolloutConfig, dimensions: ModelDimensions) -> list[str]:
+def engine_rank_problems(config: RunConfig, dimensions: ModelDimensions) -> list[str]:
     """vLLM and SGLang give every rank of an engine as many heads; further requirements are checked when they start."""
+    rollout = config.rollout
     if rollout.engine not in ("vllm", "sglang") or dimensions.num_heads % rollout.tensor == 0:
         return []
     return [
@@ -36,7 +39,7 @@ def engine_rank_problems(rollout: RolloutConfig, dimensions: ModelDimensions) ->
     ]
 
 
-def _tensor_problems(parallel: ParallelConfig, dimensions: ModelDimensions) -> list[str]:
+def _tensor_problems(parallel: ParallelConfig, dimensions: ModelDimensions) -> Iterator[str]:
     what = {"attention heads": dimensions.num_heads, **_split_sizes(parallel, dimensions)}
     groups = dimensions.num_kv_heads
     # Where there are more ranks than KV heads, as many ranks share each; Megatron gathers and cuts them.
@@ -45,21 +48,19 @@ def _tensor_problems(parallel: ParallelConfig, dimensions: ModelDimensions) -> l
         for size in divisors(dimensions.num_heads)
         if (groups % size == 0 or size % groups == 0) and all(n % size == 0 for n in what.values())
     ]
-    problems = [
+    wrong = [
         f"trainer.parallel.tensor={parallel.tensor} does not divide the model's {count} {name}; use {either(fitting)}"
         for name, count in what.items()
         if count % parallel.tensor
     ][:1]  # one is enough: the remedy is the same for all
-    if not problems and parallel.tensor not in fitting:
-        problems.append(
+    yield from wrong
+    if not wrong and parallel.tensor not in fitting:
+        yield (
             f"trainer.parallel.tensor={parallel.tensor} is neither a divisor nor a multiple of the model's {groups} "
             f"KV heads; use {either(fitting)}"
         )
     if parallel.sequence and parallel.tensor == 1:
-        problems.append(
-            "trainer.parallel.sequence=true needs trainer.parallel.tensor above 1; set it to false, or raise tensor"
-        )
-    return problems
+        yield "trainer.parallel.sequence=true needs trainer.parallel.tensor above 1; set it to false, or raise tensor"
 
 
 def _split_sizes(parallel: ParallelConfig, dimensions: ModelDimensions) -> dict[str, int]:
@@ -78,46 +79,40 @@ def _split_sizes(parallel: ParallelConfig, dimensions: ModelDimensions) -> dict[
     return what
 
 
-def _pipeline_problems(parallel: ParallelConfig, dimensions: ModelDimensions) -> list[str]:
+def _pipeline_problems(parallel: ParallelConfig, dimensions: ModelDimensions) -> Iterator[str]:
     layers, chunks = dimensions.num_layers, parallel.virtual_pipeline
-    problems = []
     if layers < parallel.pipeline * chunks:
         times = f" times virtual_pipeline={chunks}" if chunks > 1 else ""
-        problems.append(
+        yield (
             f"trainer.parallel.pipeline={parallel.pipeline}{times} is more than the model's {layers} layers; "
             f"every stage needs one, so use at most {layers}" + (" in all" if chunks > 1 else "")
         )
     if chunks > 1 and parallel.pipeline == 1:
-        problems.append(
-            f"trainer.parallel.virtual_pipeline={chunks} needs trainer.parallel.pipeline above 1; set it to 1"
-        )
-    return problems
+        yield f"trainer.parallel.virtual_pipeline={chunks} needs trainer.parallel.pipeline above 1; set it to 1"
 
 
-def _expert_problems(parallel: ParallelConfig, dimensions: ModelDimensions) -> list[str]:
+def _expert_problems(parallel: ParallelConfig, dimensions: ModelDimensions) -> Iterator[str]:
     experts = dimensions.num_experts
     if experts == 0:
-        if parallel.expert == 1:
-            return []
-        return [f"trainer.parallel.expert={parallel.expert}, but the model has no experts; set it to 1"]
-    problems = []
+        if parallel.expert > 1:
+            yield f"trainer.parallel.expert={parallel.expert}, but the model has no experts; set it to 1"
+        return
     if experts % parallel.expert:
-        problems.append(
+        yield (
             f"trainer.parallel.expert={parallel.expert} does not divide the model's {experts} experts; "
             f"use {either(divisors(experts))}"
         )
     ranks = parallel.tensor * parallel.context * parallel.data
     if parallel.expert > 1 and ranks % parallel.expert:
-        problems.append(
+        yield (
             f"trainer.parallel.expert={parallel.expert} does not divide tensor * context * data = {ranks}; "
             f"use {either(divisors(ranks))}"
         )
     if parallel.tensor > 1 and not parallel.sequence:
-        problems.append(
+        yield (
             f"trainer.parallel.tensor={parallel.tensor} on a mixture of experts needs sequence parallelism; "
             "set trainer.parallel.sequence=true"
         )
-    return problems
 
 
 def divisors(number: int) -> list[int]:

@@ -21,7 +21,7 @@ def rollout_length_problems(config: RunConfig, dimensions: ModelDimensions) -> I
     return _served(config, "rollout", config.rollout.max_new_tokens, dimensions)
 
 
-def budget_problems(config: RunConfig) -> Iterator[str]:
+def budget_problems(config: RunConfig, _: ModelDimensions) -> Iterator[str]:
     budget = config.trainer.target_tokens_per_batch
     return _too_long(
         config, "rollout", config.rollout.max_new_tokens, "trainer.target_tokens_per_batch", budget, _RAISE

@@ -27,11 +27,6 @@ def _missing(path: Path, field: str) -> list[str]:
     return [] if path.is_dir() else [f"{field}={path} is not a directory; give a Hugging Face checkpoint directory"]
 
 
-def model_problems(config: RunConfig) -> list[str]:
-    """Why the sizes of ``model.path`` cannot be read."""
-    return find_dimensions(config.model.path, "model.path")[1]
-
-
 def model_weight_problems(config: RunConfig, dimensions: ModelDimensions) -> list[str]:
     return weight_problems(config.model.path, "model.path", dimensions)
 
@@ -81,10 +76,10 @@ def _reference_workers(config: RunConfig, dimensions: ModelDimensions) -> Iterat
         )
 
 
-def reference_weight_problems(config: RunConfig) -> list[str]:
+def reference_weight_problems(config: RunConfig, _: ModelDimensions) -> list[str]:
     """What is wrong with the reference's weight files, where they are not the policy's."""
     path = config.reference.path
     if path is None or not config.algorithm.needs_reference:
         return []
-    reference, _ = find_dimensions(path, "reference.path")
+    reference = find_dimensions(path, "reference.path")[0]
     return [] if reference is None else weight_problems(path, "reference.path", reference)

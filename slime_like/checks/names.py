@@ -1,12 +1,18 @@
-"""Names of things that are looked up when the run starts."""
+"""Names of what is looked up when the run starts: built-in parts, and the user's code with its options."""
 
 from collections.abc import Iterator, Sequence
 
 from slime_like.checks.engine_install import interpreter_problems
 from slime_like.config.algorithm import ADVANTAGES, LOSSES
+from slime_like.config.rollout import ENVIRONMENT
 from slime_like.config.run import RunConfig
 from slime_like.plugins.entry_points import BACKEND_GROUP, ENGINE_GROUP, installed_names
 from slime_like.plugins.import_path import import_path_problem
+from slime_like.sandbox.environments.observations import PLACE
+from slime_like.sandbox.environments.registry import REGISTERED as ENVIRONMENTS
+from slime_like.sandbox.environments.registry import build_environment
+from slime_like.sandbox.rewards.pool import start_problems
+from slime_like.sandbox.rewards.registry import REGISTERED, resolve_reward, try_options
 
 
 def backend_name_problems(config: RunConfig) -> Iterator[str]:
@@ -30,6 +36,61 @@ def loss_name_problems(config: RunConfig) -> Iterator[str]:
 
 def advantage_name_problems(config: RunConfig) -> Iterator[str]:
     return _unknown_or_not_importable("algorithm.advantage", config.algorithm.advantage, ADVANTAGES)
+
+
+def reward_problems(config: RunConfig) -> Iterator[str]:
+    """Registered functions are found and their options tried; the module of a custom one is looked up."""
+    names = [function.name for function in config.reward.functions]
+    for index, function in enumerate(config.reward.functions):
+        field = f"reward.functions.{index}.name={function.name}"
+        if names.index(function.name) != index:
+            yield f"{field} is used twice; keep one"
+        elif function.name == ENVIRONMENT:
+            if config.rollout.environment.name is None:
+                yield f"{field} needs an environment that gives rewards; set rollout.environment.name"
+            if function.options:
+                yield f"reward.functions.{index}.options={dict(function.options)}: {ENVIRONMENT} takes none"
+        elif function.name not in REGISTERED:
+            if not all(function.name.partition(":")):
+                yield f"{field} is unknown; use {', '.join((*REGISTERED, ENVIRONMENT))} or `package.module:name`"
+            elif problem := import_path_problem(function.name):
+                yield f"{field} {problem}"
+        else:
+            try:
+                try_options(function.name, resolve_reward(function.name), function.options)
+            except ValueError as error:
+                yield f"reward.functions.{index}.options={dict(function.options)} do not fit: {error}"
+
+
+def custom_reward_problems(config: RunConfig) -> Iterator[str]:
+    """Custom functions whose module is found are imported, each by a reward worker with its limits."""
+    for index, function in enumerate(config.reward.functions):
+        if ":" in function.name and not import_path_problem(function.name):
+            yield from start_problems(config.reward, index)
+
+
+def environment_problems(config: RunConfig) -> Iterator[str]:
+    """As with rewards: built-in environments are tried, the module of a custom one is looked up."""
+    environment, prefix = config.rollout.environment, "rollout.environment"
+    if environment.name is None:
+        unused = sorted(environment.model_fields_set - {"name"})
+        if any(getattr(environment, key) != type(environment).model_fields[key].get_default() for key in unused):
+            yield f"{prefix}.{unused[0]} is set, but {prefix}.name is none; name an environment, or leave it out"
+        return
+    if environment.name in ENVIRONMENTS:
+        try:
+            build_environment(environment.name, environment.options)
+        except ValueError as error:
+            yield f"{prefix}.options={dict(environment.options)} do not fit: {error}"
+    elif ":" not in environment.name:
+        yield f"{prefix}.name={environment.name} is unknown; use {', '.join(ENVIRONMENTS)} or `package.module:name`"
+    elif problem := import_path_problem(environment.name):
+        yield f"{prefix}.name={environment.name} {problem}"
+    if environment.template is not None and environment.template.count(PLACE) != 1:
+        yield f"{prefix}.template={environment.template!r} must hold {PLACE} once; put it where the observation belongs"
+    limit, most = environment.max_turn_tokens, config.rollout.max_new_tokens
+    if limit is not None and limit > most:
+        yield f"{prefix}.max_turn_tokens={limit} is more than rollout.max_new_tokens={most}, a whole response; lower it"
 
 
 def _unknown_or_not_importable(field: str, name: str, known: Sequence[str]) -> Iterator[str]:

@@ -32,7 +32,7 @@ def held_out_row_problems(config: RunConfig) -> Iterator[str]:
 
 
 def _bad_rows(config: RunConfig, files: Sequence[Path], need_response: bool) -> Iterator[str]:
-    if not files or not all(map(_is_readable, files)):
+    if not files or not all(file.suffix in SUFFIXES and file.is_file() for file in files):
         return
     encoder, found = RowEncoder(_AnyTokenizer(), config.data, need_response), False
     for file in files:
@@ -45,10 +45,6 @@ def _bad_rows(config: RunConfig, files: Sequence[Path], need_response: bool) -> 
             yield str(error)
     if not found:
         yield f"{', '.join(map(str, files))}: no rows; give a file with rows"
-
-
-def _is_readable(file: Path) -> bool:
-    return file.suffix in SUFFIXES and file.is_file()
 
 
 class _AnyTokenizer:

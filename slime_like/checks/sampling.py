@@ -6,16 +6,11 @@ from slime_like.config.algorithm import BATCH_ADVANTAGES, GROUP_ADVANTAGES
 from slime_like.config.run import RunConfig
 
 
-def sampling_problems(config: RunConfig) -> list[str]:
-    """Problems of the way in which a step's samples are drawn, gathered and handed on."""
-    return [*_distribution(config), *_pipeline(config)]
-
-
-def _distribution(config: RunConfig) -> Iterator[str]:
-    """Training rollouts must be samples of the whole distribution, in groups that can be compared."""
-    rollout, algorithm = config.rollout, config.algorithm
+def sampling_problems(config: RunConfig) -> Iterator[str]:
+    """Training needs samples of the whole distribution, in groups that can be compared; ahead of it only with care."""
+    rollout, algorithm, ahead = config.rollout, config.algorithm, config.rollout.max_staleness
     if rollout.top_p != 1.0:
-        yield (f"rollout.top_p={rollout.top_p:g} cuts the distribution that the loss assumes whole; use 1 for training")
+        yield f"rollout.top_p={rollout.top_p:g} cuts the distribution that the loss assumes whole; use 1 for training"
     if rollout.top_k != -1:
         yield f"rollout.top_k={rollout.top_k} cuts the distribution that the loss assumes whole; use -1 for training"
     if rollout.samples_per_prompt == 1 and algorithm.advantage in GROUP_ADVANTAGES:
@@ -29,11 +24,6 @@ def _distribution(config: RunConfig) -> Iterator[str]:
             f"algorithm.overlong_buffer={buffer} is more than rollout.max_new_tokens={rollout.max_new_tokens}, below "
             "which the penalty grows; use at most that"
         )
-
-
-def _pipeline(config: RunConfig) -> Iterator[str]:
-    """May sampling run ahead of training, and may groups be left out?"""
-    rollout, algorithm, ahead = config.rollout, config.algorithm, config.rollout.max_staleness
     if ahead > 0 and config.cluster.placement == "colocated":
         yield (
             f"rollout.max_staleness={ahead} lets engines and trainers work at once, but cluster.placement=colocated "

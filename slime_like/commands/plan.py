@@ -44,20 +44,21 @@ def _run(options: argparse.Namespace, flags: list[str]) -> int:
     logging.getLogger("megatron").setLevel(logging.ERROR)
     warnings.filterwarnings("ignore", module=r"megatron\.")
     warnings.filterwarnings("ignore", module=r"torch\.distributed", category=FutureWarning)
-    from slime_like.planning.plan import make_plan, require_plannable
-    from slime_like.planning.result import PlanOptions
+    from slime_like.planning.plan import make_plan
+    from slime_like.planning.planned_run import PlannedRun
     from slime_like.planning.search import search
     from slime_like.planning.table import print_candidates, print_plan
 
-    wishes = PlanOptions(options.mean_prompt, options.mean_response, options.preflight)
+    planned = PlannedRun.of(config, options.mean_prompt, options.mean_response)
     if options.search:
-        found = search(config, wishes, options.top, _note)
+        found = search(planned, options.top, _note)
         _write(options.output, {"layouts": [candidate.to_json() for candidate in found]})
         print_candidates(found, config.cluster.host_memory_gib is not None)
         return 0 if found else _DOES_NOT_FIT
-    plan = make_plan(config, wishes, _note)
+    plan = make_plan(planned, options.preflight, _note)
     _write(options.output, plan.to_json())
-    require_plannable(plan)
+    if not plan.kinds:  # there is nothing to show but what is wrong
+        raise ConfigError(plan.problems, code="plan-rejected")
     print_plan(config, plan)
     return 0 if plan.fits and not plan.problems else _DOES_NOT_FIT
 

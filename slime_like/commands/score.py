@@ -4,9 +4,9 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
-from slime_like.checks.checkpoint_backend import backend_problem
 from slime_like.checks.definition import RANKS, loading_needs
 from slime_like.checks.directories import directory_problem
+from slime_like.checks.earlier_run import backend_problem
 from slime_like.commands.command import Command, has_flag, temporary_run_dir
 from slime_like.commands.weights_source import WeightsSource, find_weights
 from slime_like.config import RunConfig

@@ -1,8 +1,6 @@
 """The RL objective."""
 
-from __future__ import annotations
-
-from typing import Literal
+from typing import Literal, Self
 
 from pydantic import Field, model_validator
 
@@ -24,71 +22,46 @@ class AlgorithmConfig(Section):
     advantage: str = Field(
         "grpo", description=f"Advantage estimator: {', '.join(ADVANTAGES)}, or import path `package.module:name`."
     )
-    reduction: Literal["tokens", "samples", "groups", "constant"] = Field(
-        "tokens",
-        description="Mean of the loss over the optimizer step: over all tokens, per-sample means, per-group token "
-        "means, or per-sample sums over constant_length (Dr. GRPO).",
-    )
-    constant_length: int | None = Field(
-        None, ge=1, description="Divisor of reduction `constant`, in tokens; usually rollout.max_new_tokens."
-    )
+    reduction: Literal["tokens", "samples", "groups", "constant"] = "tokens"
+    """Mean of the loss over the optimizer step: over all tokens, per-sample means, per-group token means, or per-sample
+    sums over constant_length (Dr. GRPO)."""
+    constant_length: int | None = Field(None, ge=1)
+    """Divisor of reduction `constant`, in tokens; usually rollout.max_new_tokens."""
     clip_low: float = Field(0.2, ge=0, le=1, description="Ratios below 1 - clip_low are clipped; 1: no lower bound.")
     clip_high: float = Field(0.2, ge=0, description="Ratios above 1 + clip_high are clipped.")
     dual_clip: float | None = Field(None, gt=1, description="Dual-clip bound for negative advantages; none: off.")
     kl_coef: float = Field(0.0, ge=0, description="Coefficient of the KL to the reference in the loss; 0: off.")
-    kl_estimator: Literal["k1", "k2", "k3"] = Field(
-        "k3",
-        description="Estimator of KL(policy || reference) in the loss. k2 has the exact reverse-KL gradient; k3 is "
-        "biased; k1 has no gradient unless kl_importance_weighted.",
-    )
-    kl_importance_weighted: bool = Field(
-        False, description="Multiply the KL by pi / pi_old: unbiased gradient for k1 and k3, also off-policy."
-    )
+    kl_estimator: Literal["k1", "k2", "k3"] = "k3"
+    """Estimator of KL(policy || reference) in the loss. k2 has the exact reverse-KL gradient; k3 is biased; k1 has no
+    gradient unless kl_importance_weighted."""
+    kl_importance_weighted: bool = False
+    """Multiply the KL by pi / pi_old: unbiased gradient for k1 and k3, also off-policy."""
     entropy_coef: float = Field(0.0, ge=0, description="Coefficient of the entropy bonus.")
-    moe_aux_loss_coef: float = Field(
-        0.0,
-        ge=0,
-        description="Coefficient of the load-balancing loss of each mixture-of-experts layer: a mean over the step's "
-        "real tokens; 1 per layer is an even load in every sequence.",
-    )
-    importance_correction: Literal["none", "truncate", "mask"] = Field(
-        "none",
-        description="Correct for differences between engine and trainer: truncated (TIS) or masked (MIS) importance "
-        "weights.",
-    )
-    importance_level: Literal["token", "sequence", "geometric"] = Field(
-        "token", description="Ratio per token, product over the sequence, or its geometric mean."
-    )
+    moe_aux_loss_coef: float = Field(0.0, ge=0)
+    """Coefficient of the load-balancing loss of each mixture-of-experts layer: a mean over the step's real tokens; 1
+    per layer is an even load in every sequence."""
+    importance_correction: Literal["none", "truncate", "mask"] = "none"
+    """Correct for differences between engine and trainer: truncated (TIS) or masked (MIS) importance weights."""
+    importance_level: Literal["token", "sequence", "geometric"] = "token"
+    """Ratio per token, product over the sequence, or its geometric mean."""
     importance_low: float = Field(0.5, ge=0, description="Lower bound on ratios (`mask` only).")
     importance_high: float = Field(2.0, gt=0, description="Upper bound on ratios, truncated or masked.")
-    off_policy_mask: float | None = Field(
-        None,
-        ge=0,
-        description="Mask sequences with negative advantage whose sampling policy is further than this from the "
-        "current one, in nats per token; none: off.",
-    )
-    kl_reward_coef: float = Field(
-        0.0,
-        ge=0,
-        description="Coefficient of the KL to the reference, summed over a response and subtracted from its reward "
-        "before advantages; 0: off. Can be combined with kl_coef.",
-    )
-    kl_reward_estimator: Literal["k1", "k2", "k3"] = Field(
-        "k1", description="Estimator of the KL in the reward. Without gradient, k1 and k3 are unbiased."
-    )
-    overlong_buffer: int | None = Field(
-        None,
-        ge=1,
-        description="DAPO's overlong penalty grows over this many tokens below rollout.max_new_tokens; none: off.",
-    )
+    off_policy_mask: float | None = Field(None, ge=0)
+    """Mask sequences with negative advantage whose sampling policy is further than this from the current one, in nats
+    per token; none: off."""
+    kl_reward_coef: float = Field(0.0, ge=0)
+    """Coefficient of the KL to the reference, summed over a response and subtracted from its reward before advantages;
+    0: off. Can be combined with kl_coef."""
+    kl_reward_estimator: Literal["k1", "k2", "k3"] = "k1"
+    """Estimator of the KL in the reward. Without gradient, k1 and k3 are unbiased."""
+    overlong_buffer: int | None = Field(None, ge=1)
+    """DAPO's overlong penalty grows over this many tokens below rollout.max_new_tokens; none: off."""
     overlong_factor: float = Field(1.0, gt=0, description="Penalty of a response of rollout.max_new_tokens tokens.")
     epochs: int = Field(1, ge=1, description="Passes over one batch (ppo_epochs).")
     minibatches: int = Field(1, ge=1, description="Optimizer steps per pass.")
-    old_logprobs: Literal["auto", "score"] = Field(
-        "auto",
-        description="Source of old logprobs. score: a forward pass before the first update. auto: the same, but a "
-        "batch for one update uses that update's forward pass.",
-    )
+    old_logprobs: Literal["auto", "score"] = "auto"
+    """Source of old logprobs. score: a forward pass before the first update. auto: the same, but a batch for one update
+    uses that update's forward pass."""
     advantage_eps: float = Field(1e-6, ge=0, description="Groups with at most this reward spread have advantage 0.")
 
     @property
@@ -102,7 +75,7 @@ class AlgorithmConfig(Section):
         return self.old_logprobs == "score" or self.epochs * self.minibatches > 1 or self.kl_reward_coef > 0
 
     @model_validator(mode="after")
-    def _fits_together(self) -> AlgorithmConfig:
+    def _fits_together(self) -> Self:
         if self.kl_coef > 0 and self.kl_estimator == "k1" and not self.kl_importance_weighted:
             raise ValueError(
                 f"kl_estimator=k1 has zero expected gradient in a loss with kl_coef={self.kl_coef:g}; use k2, k3, or "

@@ -32,6 +32,8 @@ def require_path(path: Any) -> None:
 class Section(BaseModel):
     """Immutable section that rejects unknown keys and silent conversions.
 
+    A field's description stands in its line, or below it as a docstring.
+
     Two conversions are the same in YAML and in a flag: ``none`` for an optional field, and ``true`` or ``false`` for a
     switch. A switch is not accepted as a number, nor a number as a switch.
     """

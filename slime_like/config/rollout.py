@@ -20,41 +20,32 @@ class EnvironmentConfig(Section):
     A response is then everything after the prompt, bounded by `rollout.max_new_tokens`.
     """
 
-    name: str | None = Field(
-        None, description="calculator, or import path `package.module:name`; none: single-turn responses."
-    )
+    name: str | None = None
+    """calculator, or import path `package.module:name`; none: single-turn responses."""
     options: dict[str, Any] = Field(default_factory=dict, description="Keyword arguments of the environment.")
     max_turns: int = Field(4, ge=1, description="Turns of the model per conversation.")
-    max_turn_tokens: int | None = Field(
-        None, ge=1, description="Token limit of one turn; none: the rest of the response."
-    )
-    max_observation_tokens: int = Field(
-        256, ge=1, description="Tokens kept of one observation, without the template's."
-    )
-    template: str | None = Field(
-        None,
-        description="Text around an observation, with {observation} in it, from the end of one turn to the start of "
-        "the next; none: the chat template, role tool.",
-    )
+    max_turn_tokens: int | None = Field(None, ge=1)
+    """Token limit of one turn; none: the rest of the response."""
+    max_observation_tokens: int = Field(256, ge=1)
+    """Tokens kept of one observation, without the template's."""
+    template: str | None = None
+    """Text around an observation, with {observation} in it, from the end of one turn to the start of the next; none:
+    the chat template, role tool."""
     workers: int = Field(1, ge=1, description="Worker processes per engine.")
     start_timeout_s: float = Field(120.0, gt=0, description="Timeout of a worker's start.")
-    timeout_s: float = Field(
-        10.0, gt=0, description="Timeout of one step, also of its CPU time; the sample then gets reward 0."
-    )
+    timeout_s: float = Field(10.0, gt=0)
+    """Timeout of one step, also of its CPU time; the sample then gets reward 0."""
     memory_mb: int = Field(1024, ge=128, description="Address-space limit of one worker, beyond its start-up size.")
 
 
 class RolloutConfig(Section):
     """Inference engines and sampling."""
 
-    engine: str = Field(
-        "vllm", description="vllm, sglang, transformers, or a custom one (entry-point group slime_like.engines)."
-    )
-    python: Path | None = Field(
-        None,
-        description="Python of another environment for the engines, if their packages conflict with the trainer's. "
-        "It needs the engine and the same version of this distribution; none: the run's environment.",
-    )
+    engine: str = "vllm"
+    """vllm, sglang, transformers, or a custom one (entry-point group slime_like.engines)."""
+    python: Path | None = None
+    """Python of another environment for the engines, if their packages conflict with the trainer's. It needs the engine
+    and the same version of this distribution; none: the run's environment."""
     num_engines: int = Field(1, ge=1, description="Number of engines; requests go to the least loaded one.")
     tensor: int = Field(1, ge=1, description="Tensor parallelism of one engine.")
     prompts_per_step: int = Field(64, ge=1, description="Prompt groups per training step.")
@@ -64,52 +55,29 @@ class RolloutConfig(Section):
     top_p: float = Field(1.0, gt=0.0, le=1.0, description="Nucleus sampling; training requires 1.")
     top_k: int = Field(-1, ge=-1, description="Top-k sampling; training requires -1 (off).")
     stop_token_ids: tuple[int, ...] = Field((), description="Token ids that end a response; none: the model's EOS ids.")
-    max_model_len: int | None = Field(
-        None, ge=2, description="Longest sequence of an engine; none: prompt limit plus response limit."
-    )
+    max_model_len: int | None = Field(None, ge=2)
+    """Longest sequence of an engine; none: prompt limit plus response limit."""
     max_concurrent_requests: int = Field(1024, ge=1, description="Concurrent requests per engine.")
-    max_staleness: int = Field(
-        0,
-        ge=0,
-        description="Most weight versions between a response's first token and the weights it trains. 0: sampling "
-        "and training alternate, on-policy. Above 0 they run concurrently: new weights reach responses "
-        "in progress, and a step takes the groups that are ready first.",
-    )
-    stream: bool = Field(
-        False,
-        description="Train on a step's samples while others are still being generated: full micro-batches go to the "
-        "trainers at once. The update equals that of the whole batch. Requires one update per step and "
-        "group-scoped advantages.",
-    )
-    oversample: float = Field(
-        1.0,
-        ge=1,
-        description="Prompt groups sampled per group trained; the rest is aborted when enough are ready. Requires "
-        "max_staleness 0.",
-    )
-    drop_zero_spread: bool = Field(
-        False,
-        description="Replace groups whose samples all have the same reward, without the overlong penalty (DAPO's "
-        "dynamic sampling).",
-    )
-    max_drops_per_step: int = Field(
-        1000,
-        ge=1,
-        description="Groups that drop_zero_spread may drop per step before the run fails: a task that is always or "
-        "never solved teaches nothing.",
-    )
-    max_engine_restarts: int = Field(
-        2,
-        ge=0,
-        description="Restarts of dead engines in a run; their requests restart on other engines. 0: the first death "
-        "fails the run.",
-    )
-    environment: EnvironmentConfig = Field(
-        EnvironmentConfig(), description="The environment of conversations, which answers the model's turns."
-    )
-    engine_args: dict[str, Any] = Field(
-        default_factory=dict, description="Further engine arguments, passed unchanged; unknown ones are rejected."
-    )
+    max_staleness: int = Field(0, ge=0)
+    """Most weight versions between a response's first token and the weights it trains. 0: sampling and training
+    alternate, on-policy. Above 0 they run concurrently: new weights reach responses in progress, and a step takes
+    the groups that are ready first."""
+    stream: bool = False
+    """Train on a step's samples while others are still being generated: full micro-batches go to the trainers at once.
+    The update equals that of the whole batch. Requires one update per step and group-scoped advantages."""
+    oversample: float = Field(1.0, ge=1)
+    """Prompt groups sampled per group trained; the rest is aborted when enough are ready. Requires max_staleness 0."""
+    drop_zero_spread: bool = False
+    """Replace groups whose samples all have the same reward, without the overlong penalty (DAPO's dynamic sampling)."""
+    max_drops_per_step: int = Field(1000, ge=1)
+    """Groups that drop_zero_spread may drop per step before the run fails: a task that is always or never solved
+    teaches nothing."""
+    max_engine_restarts: int = Field(2, ge=0)
+    """Restarts of dead engines in a run; their requests restart on other engines. 0: the first death fails the run."""
+    environment: EnvironmentConfig = EnvironmentConfig()
+    """The environment of conversations, which answers the model's turns."""
+    engine_args: dict[str, Any] = Field(default_factory=dict)
+    """Further engine arguments, passed unchanged; unknown ones are rejected."""
     start_timeout_s: float = Field(300.0, gt=0, description="Timeout of an engine's start.")
     request_timeout_s: float = Field(600.0, gt=0, description="Timeout of one request.")
 
@@ -117,10 +85,9 @@ class RolloutConfig(Section):
 class RewardFunction(Section):
     """One reward function and its weight in the sum."""
 
-    name: str = Field(
-        description="math_verify, format, length, http, majority, an import path `package.module:name`, or "
-        "environment: the sum of the environment's rewards."
-    )
+    name: str
+    """math_verify, format, length, http, majority, an import path `package.module:name`, or environment: the sum of the
+    environment's rewards."""
     weight: float = Field(1.0, description="Weight in the total reward.")
     options: dict[str, Any] = Field(default_factory=dict, description="Keyword arguments of the function.")
 
@@ -128,22 +95,14 @@ class RewardFunction(Section):
 class RewardConfig(Section):
     """Reward functions and the processes they run in."""
 
-    functions: tuple[RewardFunction, ...] = Field(
-        (RewardFunction(name="math_verify"),),
-        min_length=1,
-        description="Reward functions; the total is their weighted sum.",
-    )
+    functions: tuple[RewardFunction, ...] = Field((RewardFunction(name="math_verify"),), min_length=1)
+    """Reward functions; the total is their weighted sum."""
     workers: int = Field(1, ge=1, description="Reward worker processes.")
     start_timeout_s: float = Field(120.0, gt=0, description="Timeout of a reward worker's start.")
-    timeout_s: float = Field(
-        5.0,
-        gt=0,
-        description="Timeout of scoring one response, or one group for group rewards; the sample or group then gets "
-        "reward 0.",
-    )
-    memory_mb: int = Field(
-        2048, ge=128, description="Address-space limit of one reward worker, beyond its start-up size."
-    )
+    timeout_s: float = Field(5.0, gt=0)
+    """Timeout of scoring one response, or one group for group rewards; the sample or group then gets reward 0."""
+    memory_mb: int = Field(2048, ge=128)
+    """Address-space limit of one reward worker, beyond its start-up size."""
 
     @property
     def computed(self) -> tuple[RewardFunction, ...]:
@@ -154,26 +113,18 @@ class RewardConfig(Section):
 class SyncConfig(Section):
     """Weight transfer from trainer to engines."""
 
-    transport: Literal["auto", "shared_memory", "gloo", "nccl", "cuda_ipc", "directory"] = Field(
-        "auto",
-        description="Transport of weights. auto: shared_memory inside a host and gloo between hosts on CPUs, nccl "
-        "between GPUs, cuda_ipc if one engine shares the trainers' GPUs.",
-    )
-    directory: Path | None = Field(
-        None, description="For transport directory: a directory that trainers and engines both see."
-    )
+    transport: Literal["auto", "shared_memory", "gloo", "nccl", "cuda_ipc", "directory"] = "auto"
+    """Transport of weights. auto: shared_memory inside a host and gloo between hosts on CPUs, nccl between GPUs,
+    cuda_ipc if one engine shares the trainers' GPUs."""
+    directory: Path | None = None
+    """For transport directory: a directory that trainers and engines both see."""
     bucket_mb: float = Field(256.0, gt=0, description="Largest bucket in MiB; a larger tensor travels alone.")
-    delta: Literal["auto", "always", "never"] = Field(
-        "auto",
-        description="Send only changed elements, with bit-identical results; needs a copy of the weights in host "
-        "memory on both sides. auto: for 16-bit models over gloo or a directory.",
-    )
+    delta: Literal["auto", "always", "never"] = "auto"
+    """Send only changed elements, with bit-identical results; needs a copy of the weights in host memory on both sides.
+    auto: for 16-bit models over gloo or a directory."""
     verify: bool = Field(True, description="Compare hashes of all tensors, and probe logprobs, after every sync.")
-    probe_tolerance: float | None = Field(
-        None,
-        gt=0,
-        description="Bound on the probe's gap between engine and trainer. float32: largest difference of a logprob "
-        "(default 1e-4). bfloat16: root mean square of the differences over the standard deviation of "
-        "the trainer's logprobs (default 0.15).",
-    )
+    probe_tolerance: float | None = Field(None, gt=0)
+    """Bound on the probe's gap between engine and trainer. float32: largest difference of a logprob (default 1e-4).
+    bfloat16: root mean square of the differences over the standard deviation of the trainer's logprobs (default
+    0.15)."""
     timeout_s: float = Field(300.0, gt=0, description="Timeout of one sync.")

@@ -7,11 +7,9 @@ from pydantic import Field, field_validator
 
 from slime_like.config.algorithm import AlgorithmConfig
 from slime_like.config.base import Section
-from slime_like.config.data import DataConfig, EvaluationConfig
 from slime_like.config.gpus import GpuName
-from slime_like.config.model import ModelConfig, ReferenceConfig
 from slime_like.config.rollout import RewardConfig, RolloutConfig, SyncConfig
-from slime_like.config.trainer import TrainerConfig
+from slime_like.config.trainer import ParallelConfig, TrainerConfig
 
 MAX_STEPS = 999_999
 """Checkpoints and kept rollouts are named by step, in six digits that sort."""
@@ -20,16 +18,70 @@ MAX_SEED = 2**32 - 1
 """What every random generator in use takes, also after seeds are derived from it."""
 
 
+class ModelConfig(Section):
+    """The policy's starting point. Every dimension is read from the checkpoint's own ``config.json``."""
+
+    path: Path = Field(description="Hugging Face checkpoint directory of the initial policy.")
+    weights: Path | None = None
+    """Checkpoint with the policy's initial weights: output of `slime-like convert to-megatron`, or a run's
+    checkpoints/step-N. `path` still provides dimensions, tokenizer and the engines' first weights."""
+    dtype: Literal["float32", "bfloat16"] = "bfloat16"
+    """Precision of weights and activations in trainer and engine."""
+    trust_remote_code: bool = Field(False, description="Run Python code from the checkpoint.")
+
+
+class ReferenceConfig(Section):
+    """The reference policy of the KL term. Used only when a KL coefficient is above 0."""
+
+    path: Path | None = Field(None, description="Hugging Face checkpoint of the reference; none: the initial policy.")
+    placement: Literal["trainer", "workers"] = "trainer"
+    """trainer: the trainer ranks swap in its weights, which must have the policy's sizes. workers: separate devices,
+    which score groups while others are being sampled."""
+    update_interval: int = Field(0, ge=0)
+    """Steps after which the policy becomes the reference; 0 keeps the initial one. Workers may score groups sampled
+    ahead (`rollout.max_staleness`) with an earlier one."""
+    workers: int = Field(1, ge=1, description="Number of reference workers; a group goes to the least busy one.")
+    parallel: ParallelConfig = Field(ParallelConfig(), description="Layout of each reference worker.")
+    max_worker_restarts: int = Field(2, ge=0)
+    """Restarts of failed reference workers in a run; their groups go to others, or wait. The run fails if none is
+    left."""
+
+
+class DataConfig(Section):
+    """Prompt files (JSONL or Parquet) and the keys inside their rows; a dotted key leads into nested objects."""
+
+    train: tuple[Path, ...] = Field((), description="Training files (.jsonl or .parquet), read in this order.")
+    prompt_key: str = Field("prompt", description="Row key of the prompt: text or a list of chat messages.")
+    answer_key: str = Field("answer", description="Row key of the ground-truth answer.")
+    response_key: str = Field("response", description="Row key of the demonstration (supervised only).")
+    token_ids_key: str = "input_token_ids"
+    """Row key of a tokenized prompt; takes precedence over the text."""
+    environment_key: str | None = None
+    """Row key of a mapping for rollout.environment; optional in a row."""
+    apply_chat_template: bool = Field(True, description="Apply the tokenizer's chat template to prompts.")
+    max_prompt_tokens: int = Field(1024, ge=1, description="Longer prompts are dropped and counted, never truncated.")
+    shuffle: bool = Field(True, description="Shuffle every epoch, by `seed` and epoch.")
+
+
+class EvaluationConfig(Section):
+    """Held-out evaluation during training."""
+
+    files: tuple[Path, ...] = Field((), description="Held-out files, also reported one by one; none: no evaluation.")
+    every: int = Field(0, ge=0, description="Evaluation interval in steps; 0: before and after training only.")
+    max_prompts: int | None = Field(None, ge=1, description="Use only the first prompts, up to this number.")
+    temperature: float = Field(0.0, ge=0.0, description="0 is greedy.")
+    samples_per_prompt: int = Field(1, ge=1, description="Responses per prompt; above 1 also gives pass@k.")
+    max_new_tokens: int | None = Field(None, ge=1, description="Length limit; none: `rollout.max_new_tokens`.")
+
+
 class CheckpointConfig(Section):
     """Checkpoints and the exported model."""
 
     every: int = Field(0, ge=0, description="Checkpoint interval in steps; 0: at the end only.")
     keep: int = Field(2, ge=1, description="Checkpoints kept; older ones are removed after a save.")
-    async_save: bool = Field(
-        False,
-        description="Copy the state to host memory and write it during training; the save takes effect at the end of "
-        "the step in which it is complete.",
-    )
+    async_save: bool = False
+    """Copy the state to host memory and write it during training; the save takes effect at the end of the step in which
+    it is complete."""
     export_hf: bool = Field(True, description="Write a Hugging Face model at the end.")
 
 
@@ -39,25 +91,21 @@ class LoggingConfig(Section):
     tensorboard: bool = Field(True, description="Write a TensorBoard log.")
     wandb: bool = Field(False, description="Log to Weights & Biases (needs the package).")
     wandb_project: str = Field("slime-like", description="Weights & Biases project.")
-    progress: Literal["auto", "live", "plain", "off"] = Field(
-        "auto", description="Progress display; auto: live on a terminal, plain lines elsewhere."
-    )
+    progress: Literal["auto", "live", "plain", "off"] = "auto"
+    """Progress display; auto: live on a terminal, plain lines elsewhere."""
 
 
 class DebugConfig(Section):
     """Switches for experiments on the method, and what is kept to inspect a run."""
 
-    shuffle_advantages: bool = Field(
-        False, description="Permute advantages over a batch's samples: a control that must not learn."
-    )
+    shuffle_advantages: bool = False
+    """Permute advantages over a batch's samples: a control that must not learn."""
     samples_per_step: int = Field(4, ge=0, description="Samples per logged step in the debug tables; 0: none.")
     tables_every: int = Field(10, ge=1, description="Interval of debug tables in steps.")
     save_rollouts: Path | None = Field(None, description="Directory for every step's scored rollouts.")
-    load_rollouts: Path | None = Field(
-        None,
-        description="Directory of saved rollouts to train on; no engine is started. Rewards and advantages are the "
-        "saved ones, regardless of `reward` and `algorithm.advantage`.",
-    )
+    load_rollouts: Path | None = None
+    """Directory of saved rollouts to train on; no engine is started. Rewards and advantages are the saved ones,
+    regardless of `reward` and `algorithm.advantage`."""
 
 
 class ClusterConfig(Section):
@@ -65,22 +113,17 @@ class ClusterConfig(Section):
 
     address: str | None = Field(None, description="Address of a running Ray cluster; none: start one on this machine.")
     object_store_mb: int = Field(512, ge=80, description="Object store of a Ray cluster started here, in MiB.")
-    placement: Literal["separate", "colocated"] = Field(
-        "separate",
-        description="separate: engines have separate devices. colocated: engines and trainer ranks use the same "
-        "devices in turn.",
-    )
+    placement: Literal["separate", "colocated"] = "separate"
+    """separate: engines have separate devices. colocated: engines and trainer ranks use the same devices in turn."""
     nodes: int | None = Field(None, ge=1, description="Planned nodes; none: as many as the layout needs.")
     gpus_per_node: int = Field(8, ge=1, description="Planned GPUs per node.")
     gpu: GpuName = Field("h100-80gb", description="Planned kind of GPU: docs/planning.md.")
     gpu_memory_gib: float | None = Field(None, gt=0, description="Planned GPU memory in GiB; none: that of `gpu`.")
     host_memory_gib: float | None = Field(None, gt=0, description="Planned node memory in GiB; none: not checked.")
-    nvlink_gb_per_s: float | None = Field(
-        None, gt=0, description="Planned GB/s from a GPU inside its node; none: that of `gpu`."
-    )
-    network_gb_per_s: float = Field(
-        50.0, gt=0, description="Planned GB/s from a GPU to other nodes; 50 is 400 Gb/s per GPU."
-    )
+    nvlink_gb_per_s: float | None = Field(None, gt=0)
+    """Planned GB/s from a GPU inside its node; none: that of `gpu`."""
+    network_gb_per_s: float = Field(50.0, gt=0)
+    """Planned GB/s from a GPU to other nodes; 50 is 400 Gb/s per GPU."""
 
     @field_validator("address")
     @classmethod
@@ -97,18 +140,15 @@ class ClusterConfig(Section):
 class RunConfig(Section):
     """Root of the configuration; YAML keys and command-line flags mirror these names."""
 
-    run_dir: Path = Field(
-        description="Directory of the run: configuration, metrics, logs, checkpoints. An earlier run there that is "
-        "not resumed is moved aside."
-    )
+    run_dir: Path
+    """Directory of the run: configuration, metrics, logs, checkpoints. An earlier run there that is not resumed is
+    moved aside."""
     steps: int = Field(100, ge=1, le=MAX_STEPS, description="Training steps.")
     seed: int = Field(0, ge=0, le=MAX_SEED, description="Seed of data order, sampling and initialization.")
-    resume: str = Field(
-        "auto",
-        description="auto: resume from the latest checkpoint of the run directory, else start over. never: start "
-        "over. Or the path of a checkpoint. Starting over moves an earlier run to RUN_DIR.1, RUN_DIR.2 "
-        "and so on, also one without a checkpoint.",
-    )
+    resume: str = "auto"
+    """auto: resume from the latest checkpoint of the run directory, else start over. never: start over. Or the path of
+    a checkpoint. Starting over moves an earlier run to RUN_DIR.1, RUN_DIR.2 and so on, also one without a
+    checkpoint."""
     model: ModelConfig = Field(description="The policy.")
     reference: ReferenceConfig = Field(ReferenceConfig(), description="The reference policy.")
     data: DataConfig = Field(DataConfig(), description="Training prompts.")
@@ -120,9 +160,8 @@ class RunConfig(Section):
     trainer: TrainerConfig = Field(TrainerConfig(), description="The trainer.")
     checkpoint: CheckpointConfig = Field(CheckpointConfig(), description="Checkpoints.")
     logging: LoggingConfig = Field(LoggingConfig(), description="Logging.")
-    debug: DebugConfig = Field(
-        DebugConfig(), description="Experiments on the method, and what is kept to inspect a run."
-    )
+    debug: DebugConfig = DebugConfig()
+    """Experiments on the method, and what is kept to inspect a run."""
     cluster: ClusterConfig = Field(ClusterConfig(), description="The Ray cluster.")
 
     @property

@@ -31,93 +31,61 @@ class OptimizerConfig(Section):
     warmup_steps: int = Field(0, ge=0, description="Optimizer steps of linear warm-up.")
     decay: Literal["constant", "linear", "cosine"] = Field("constant", description="Decay after the warm-up.")
     weight_decay: float = Field(0.0, ge=0, description="Decoupled weight decay; never applied to norms and biases.")
-    final_weight_decay: float | None = Field(
-        None, ge=0, description="Weight decay of the last optimizer step, reached linearly; none: constant."
-    )
+    final_weight_decay: float | None = Field(None, ge=0)
+    """Weight decay of the last optimizer step, reached linearly; none: constant."""
     beta1: float = Field(0.9, ge=0, lt=1, description="AdamW beta1.")
     beta2: float = Field(0.95, ge=0, lt=1, description="AdamW beta2.")
     eps: float = Field(1e-8, gt=0, description="AdamW epsilon.")
     clip_grad: float = Field(1.0, gt=0, description="Global gradient-norm bound.")
     distributed: bool = Field(True, description="Shard optimizer state over data-parallel ranks.")
-    offload: bool = Field(
-        False,
-        description="Keep main weights and moments in host memory and update them on the processor; megatron "
-        "requires `distributed` and `model.dtype: bfloat16`.",
-    )
-    overlap: bool = Field(
-        False,
-        description="Sum gradients during the last backward pass, and gather sharded weights during the next forward "
-        "pass.",
-    )
-    overlap_bucket_params: int | None = Field(
-        None, ge=1, description="Parameters per message of `overlap`; none: the larger of 40 M and 1 M per replica."
-    )
+    offload: bool = False
+    """Keep main weights and moments in host memory and update them on the processor; megatron requires `distributed`
+    and `model.dtype: bfloat16`."""
+    overlap: bool = False
+    """Sum gradients during the last backward pass, and gather sharded weights during the next forward pass."""
+    overlap_bucket_params: int | None = Field(None, ge=1)
+    """Parameters per message of `overlap`; none: the larger of 40 M and 1 M per replica."""
 
 
 class FsdpConfig(Section):
     """Settings of the backend `fsdp`."""
 
-    reshard_after_forward: bool = Field(
-        True,
-        description="Free gathered weights after a layer's forward pass; false: less communication, but each rank "
-        "holds the whole model in `model.dtype`.",
-    )
-    accumulate: Literal["whole", "sharded"] = Field(
-        "whole",
-        description="Gradients between micro-batches of a window. whole: each rank accumulates whole float32 "
-        "gradients, summed once per window. sharded: ranks sum after every micro-batch and hold only "
-        "their shard.",
-    )
+    reshard_after_forward: bool = True
+    """Free gathered weights after a layer's forward pass; false: less communication, but each rank holds the whole
+    model in `model.dtype`."""
+    accumulate: Literal["whole", "sharded"] = "whole"
+    """Gradients between micro-batches of a window. whole: each rank accumulates whole float32 gradients, summed once
+    per window. sharded: ranks sum after every micro-batch and hold only their shard."""
 
 
 class TrainerConfig(Section):
     """Trainer ranks."""
 
-    backend: str = Field(
-        "megatron",
-        description="megatron; fsdp (Hugging Face's models under FSDP2); or a custom one (entry-point group "
-        "slime_like.backends).",
-    )
+    backend: str = "megatron"
+    """megatron; fsdp (Hugging Face's models under FSDP2); or a custom one (entry-point group slime_like.backends)."""
     parallel: ParallelConfig = Field(ParallelConfig(), description="Parallel layout.")
     optimizer: OptimizerConfig = Field(OptimizerConfig(), description="Optimizer.")
     fsdp: FsdpConfig = Field(FsdpConfig(), description="Settings of the backend fsdp.")
-    target_tokens_per_batch: int = Field(
-        8192, ge=16, description="Token budget of one packed micro-batch; every prompt plus response must fit."
-    )
-    balance: Literal["tokens", "flops"] = Field(
-        "tokens",
-        description="Cost that is balanced over data-parallel replicas: tokens, or FLOPs, with attention quadratic "
-        "in length.",
-    )
-    attention: Literal["auto", "transformer_engine", "ring_flash_attn", "ring", "allgather"] = Field(
-        "auto",
-        description="Attention and its context parallelism: Transformer Engine (CUDA, with its layers), the llama3 "
-        "path of ring-flash-attn, our zigzag ring, or our all-gather of keys and values. auto: "
-        "Transformer Engine if installed and a CUDA device exists, else ring. fsdp supports allgather "
-        "(auto) and ring_flash_attn.",
-    )
-    recompute: Literal["none", "selective", "full"] = Field(
-        "none",
-        description="Recompute activations of whole layers (full), or of core attention (megatron) or MLP (fsdp) "
-        "only (selective).",
-    )
-    activation_offload: bool = Field(
-        False, description="Keep saved activations in host memory; works with any `recompute`."
-    )
-    head_chunk_tokens: int | None = Field(
-        None,
-        ge=1,
-        description="Tokens per chunk of the logprob head; none: a twentieth of a micro-batch, 64 to 1024, or as "
-        "many as 1 MiB of logits holds.",
-    )
-    rendezvous_port: int | None = Field(
-        None, ge=1024, le=65535, description="Port on rank 0's host where ranks meet; none: a free one."
-    )
+    target_tokens_per_batch: int = Field(8192, ge=16)
+    """Token budget of one packed micro-batch; every prompt plus response must fit."""
+    balance: Literal["tokens", "flops"] = "tokens"
+    """Cost that is balanced over data-parallel replicas: tokens, or FLOPs, with attention quadratic in length."""
+    attention: Literal["auto", "transformer_engine", "ring_flash_attn", "ring", "allgather"] = "auto"
+    """Attention and its context parallelism: Transformer Engine (CUDA, with its layers), the llama3 path of
+    ring-flash-attn, our zigzag ring, or our all-gather of keys and values. auto: Transformer Engine if installed and
+    a CUDA device exists, else ring. fsdp supports allgather (auto) and ring_flash_attn."""
+    recompute: Literal["none", "selective", "full"] = "none"
+    """Recompute activations of whole layers (full), or of core attention (megatron) or MLP (fsdp) only (selective)."""
+    activation_offload: bool = False
+    """Keep saved activations in host memory; works with any `recompute`."""
+    head_chunk_tokens: int | None = Field(None, ge=1)
+    """Tokens per chunk of the logprob head; none: a twentieth of a micro-batch, 64 to 1024, or as many as 1 MiB of
+    logits holds."""
+    rendezvous_port: int | None = Field(None, ge=1024, le=65535)
+    """Port on rank 0's host where ranks meet; none: a free one."""
     start_timeout_s: float = Field(600.0, gt=0, description="Timeout of the start of all ranks.")
     step_timeout_s: float = Field(3600.0, gt=0, description="Timeout of one call of a rank, collectives included.")
     cpu_threads: int | None = Field(None, ge=1, description="Threads per rank on CPU; none shares the cores evenly.")
-    cpu_kernels: Literal["auto", "off"] = Field(
-        "auto",
-        description="Operators on a CPU. auto: numba kernels, if installed, for megatron's float32 layers on at most "
-        "two threads and decoding by the engine transformers. off: torch's operators, as on a GPU.",
-    )
+    cpu_kernels: Literal["auto", "off"] = "auto"
+    """Operators on a CPU. auto: numba kernels, if installed, for megatron's float32 layers on at most two threads and
+    decoding by the engine transformers. off: torch's operators, as on a GPU."""

@@ -1,24 +1,19 @@
 """Metrics on disk: one JSON line a record, TensorBoard and Weights & Biases beside it where they are on."""
 
-from __future__ import annotations
-
 import json
 import math
 import os
-import re
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from io import FileIO
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from slime_like.config import LoggingConfig
 from slime_like.errors import ConfigError, DataError, SlimeLikeError
 
-if TYPE_CHECKING:
-    from slime_like.config import LoggingConfig
-
 METRICS_FILE = "metrics.jsonl"
-_TABLE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")
 
 
 class MetricLogger:
@@ -37,43 +32,28 @@ class MetricLogger:
         run_dir.mkdir(parents=True, exist_ok=True)
         self._trackers: list[WandbTracker | TensorBoardTracker] = []
         if config.wandb:  # first: it is the one whose start may fail
-            self._trackers.append(WandbTracker(config.wandb_project, run_dir))
+            with _installed("wandb"):
+                self._trackers.append(WandbTracker(config.wandb_project, run_dir))
         if config.tensorboard:
-            self._trackers.append(TensorBoardTracker(run_dir / "tensorboard"))
+            with _installed("tensorboard"):
+                self._trackers.append(TensorBoardTracker(run_dir / "tensorboard"))
         self._file = _open_for_append(run_dir / METRICS_FILE)
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
-        """Record ``values`` at ``step``; several calls may share a step.
-
-        Raises:
-            ValueError: a value is named "step" or "time", which are fields of the line.
-        """
-        _refuse_reserved(values, ("step", "time"))
+        """Record ``values`` at ``step``; several calls may share a step."""
         numbers = {name: float(value) for name, value in values.items()}
         _write_lines(self._file, [{"step": step, "time": time.time(), **numbers}])
         for tracker in self._trackers:
             tracker.log(step, numbers)
 
-    def log_table(self, step: int, name: str, columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
-        """Append ``rows`` to ``run_dir/tables/NAME.jsonl``, one object a row with ``step`` and the columns as keys.
-
-        Raises:
-            ValueError: ``name`` is no plain file name, columns repeat or are named "step", or a row's length differs.
-        """
-        if not _TABLE_NAME.fullmatch(name):
-            raise ValueError(f"table name {name!r}: use letters, digits, '_', '-' and '.' only")
-        _refuse_reserved(columns, ("step",))
-        if len(set(columns)) != len(columns):
-            raise ValueError(f"table {name}: a column is named twice in {list(columns)}")
-        for index, row in enumerate(rows):
-            if len(row) != len(columns):
-                raise ValueError(f"table {name}, row {index}: {len(row)} cells for {len(columns)} columns")
+    def log_table(self, step: int, name: str, rows: Sequence[Mapping[str, Any]]) -> None:
+        """Append ``rows`` to ``run_dir/tables/NAME.jsonl``, one object a row: ``step``, and the cells by column."""
         path = self._run_dir / "tables" / f"{name}.jsonl"
         path.parent.mkdir(exist_ok=True)
         with _open_for_append(path) as file:
-            _write_lines(file, ({"step": step, **dict(zip(columns, row, strict=True))} for row in rows))
+            _write_lines(file, ({"step": step, **row} for row in rows))
         for tracker in self._trackers:
-            tracker.log_table(step, name, columns, rows)
+            tracker.log_table(step, name, rows)
 
     def close(self) -> None:
         """Write out everything; may be called twice."""
@@ -171,33 +151,29 @@ def _parse_object(line: str) -> dict[str, Any] | None:
     return record if isinstance(record, dict) else None
 
 
-def _refuse_reserved(names: Iterable[str], reserved: tuple[str, ...]) -> None:
-    taken = sorted(set(reserved).intersection(names))
-    if taken:
-        raise ValueError(f"{', '.join(taken)}: this field name is reserved; rename the value")
-
-
 # ----------------------------------------------------------------------------------------------------------- trackers
-def _not_installed(tracker: str, error: ImportError) -> ConfigError:
-    remedy = f"run `pip install {tracker}`, or set logging.{tracker}=false"
-    return ConfigError([f"logging.{tracker}=true: {error}; {remedy}"])
+@contextmanager
+def _installed(tracker: str) -> Iterator[None]:
+    try:
+        yield
+    except ImportError as error:
+        remedy = f"run `pip install {tracker}`, or set logging.{tracker}=false"
+        raise ConfigError([f"logging.{tracker}=true: {error}; {remedy}"]) from error
 
 
 class TensorBoardTracker:
     """Scalars as TensorBoard event files in ``directory``. Tables have no place there and stay in their JSON lines."""
 
     def __init__(self, directory: Path) -> None:
-        try:
-            from torch.utils.tensorboard import SummaryWriter
-        except ImportError as error:
-            raise _not_installed("tensorboard", error) from error
+        from torch.utils.tensorboard import SummaryWriter
+
         self._writer: Any = SummaryWriter(log_dir=str(directory))
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
         for name, value in values.items():
             self._writer.add_scalar(name, value, step)
 
-    def log_table(self, step: int, name: str, columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
+    def log_table(self, step: int, name: str, rows: Sequence[Mapping[str, Any]]) -> None:
         pass
 
     def close(self) -> None:
@@ -208,18 +184,16 @@ class WandbTracker:
     """One Weights & Biases run, named like the run directory."""
 
     def __init__(self, project: str, run_dir: Path) -> None:
-        try:
-            import wandb
-        except ImportError as error:
-            raise _not_installed("wandb", error) from error
+        import wandb
+
         self._wandb: Any = wandb
         self._run: Any = wandb.init(project=project, name=run_dir.name, dir=str(run_dir))
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
         self._run.log(dict(values), step=step)
 
-    def log_table(self, step: int, name: str, columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
-        table = self._wandb.Table(columns=list(columns), data=[list(row) for row in rows])
+    def log_table(self, step: int, name: str, rows: Sequence[Mapping[str, Any]]) -> None:
+        table = self._wandb.Table(columns=list(rows[0]), data=[list(row.values()) for row in rows])
         self._run.log({name: table}, step=step)
 
     def close(self) -> None:

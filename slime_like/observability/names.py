@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from slime_like.observability.phases import PHASES, PhaseTimes
+from slime_like.observability.phases import PHASES
 from slime_like.observability.records import (
     EvaluationRecord,
     ReferenceRecord,
@@ -47,7 +47,10 @@ def step_metrics(record: StepRecord) -> dict[str, float]:
     """Name the figures of one training step. Seconds are wall time, shares are percent, memory as it came in."""
     metrics = update_metrics(record.updates)
     metrics["train_actor_training/response_lengths"] = float(np.mean(record.response_lengths))
-    metrics |= _performance(record) | _phases(record.times)
+    metrics |= _performance(record)
+    metrics |= {phase_seconds(phase): value for phase, value in record.times.seconds.items()}
+    metrics[phase_seconds("orchestration")] = record.times.orchestration_s
+    metrics["phases/orchestration (%)"] = 100 * _ratio(record.times.orchestration_s, record.times.step_s)
     metrics["queues/train_replay_buffer_size"] = float(record.replay_buffer_size)
     if record.rewards is not None:
         metrics |= reward_metrics(record.rewards)
@@ -160,12 +163,6 @@ def _idle_s(record: StepRecord) -> float:
     if record.trainers_busy_s is None:
         return waiting
     return max(0.0, waiting + seconds["train"] - record.trainers_busy_s)
-
-
-def _phases(times: PhaseTimes) -> dict[str, float]:
-    seconds = {phase_seconds(phase): value for phase, value in times.seconds.items()}
-    share = 100 * _ratio(times.orchestration_s, times.step_s)
-    return {**seconds, phase_seconds("orchestration"): times.orchestration_s, "phases/orchestration (%)": share}
 
 
 def _rollout(record: RolloutRecord, lengths: Sequence[int], generate_s: float) -> dict[str, float]:

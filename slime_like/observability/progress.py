@@ -5,24 +5,17 @@ import sys
 import time
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
-from typing import Any, Literal, Protocol, TextIO
+from typing import TYPE_CHECKING, Any, Literal, TextIO
 
 from slime_like.observability.names import phase_shares, shown_figures
+
+if TYPE_CHECKING:
+    from slime_like.observability.live import LiveDisplay
 
 Mode = Literal["auto", "live", "plain", "off"]
 
 PLAIN_INTERVAL_S = 1.0
 _CONTROL = re.compile(r"(?:\x1b\[[0-?]*[ -/]*[@-~])|[\x00-\x1f\x7f-\x9f]+")
-
-
-class Display(Protocol):
-    """One way of showing progress."""
-
-    def show(self, step: int, values: Mapping[str, float]) -> None: ...
-
-    def note(self, text: str) -> None: ...
-
-    def close(self) -> None: ...
 
 
 class Progress(AbstractContextManager["Progress"]):
@@ -45,12 +38,12 @@ class Progress(AbstractContextManager["Progress"]):
         unit: str = "step",
     ) -> None:
         self._values: dict[str, float] = {}
-        self._display: Display | None = None
+        self._display: PlainDisplay | LiveDisplay | None = None
         stream = stream or sys.stderr
         if mode == "live" or (mode == "auto" and stream.isatty()):
-            from slime_like.observability.live import LiveDisplay
+            from slime_like.observability import live
 
-            self._display = LiveDisplay(total_steps, stream, unit)
+            self._display = live.LiveDisplay(total_steps, stream, unit)
         elif mode != "off":
             self._display = PlainDisplay(total_steps, stream, now, unit)
 
@@ -97,7 +90,8 @@ class PlainDisplay:
         self._written_at = self._now()
 
     def note(self, text: str) -> None:
-        self._write(text)
+        self._stream.write(_CONTROL.sub(" ", text).strip() + "\n")
+        self._stream.flush()
 
     def close(self) -> None:
         if self._held_back is not None:
@@ -113,8 +107,4 @@ class PlainDisplay:
         if before is None and (shares := phase_shares(values)):
             parts.append(" ".join(f"{phase} {share:.0f}%" for phase, share in shares))
         if fresh or before is None:
-            self._write(" | ".join(parts))
-
-    def _write(self, text: str) -> None:
-        self._stream.write(_CONTROL.sub(" ", text).strip() + "\n")
-        self._stream.flush()
+            self.note(" | ".join(parts))

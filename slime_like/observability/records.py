@@ -6,7 +6,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-import numpy as np
 from numpy.typing import ArrayLike
 
 from slime_like.observability.phases import PhaseTimes
@@ -33,18 +32,6 @@ class RewardRecord:
     group_ids: Sequence[int]
     failures: Sequence[str] = ()
 
-    def __post_init__(self) -> None:
-        expected = (len(self.group_ids), len(self.func_names))
-        shapes = {"rewards": np.shape(self.rewards), "successes": np.shape(self.successes)}
-        for name, shape in shapes.items():
-            if shape != expected:
-                raise ValueError(f"{name} has shape {shape}; {expected} is needed: (responses, reward functions)")
-        if len(self.weights) != len(self.func_names) or not all(expected):
-            raise ValueError(
-                f"{len(self.weights)} weights for {len(self.func_names)} reward functions over {len(self.group_ids)} "
-                "responses; give one weight per function, at least one function and one response"
-            )
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RolloutRecord:
@@ -67,14 +54,7 @@ class RolloutRecord:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReferenceRecord:
-    """One step of the reference workers.
-
-    Attributes:
-        total_s: their whole step.
-        model_running_s: of it, scoring.
-        waiting_s: of it, waiting for rollouts.
-        response_tokens, total_tokens: scored; the latter with prompts.
-    """
+    """One step of the reference workers: of ``total_s``, scoring and waiting for rollouts; tokens scored."""
 
     total_s: float
     model_running_s: float
@@ -135,12 +115,6 @@ class StepRecord:
     sync: SyncRecord | None = None
     memory: Mapping[str, float] = field(default_factory=dict)
     trainers_busy_s: float | None = None
-
-    def __post_init__(self) -> None:
-        if not self.updates or not self.response_lengths:
-            raise ValueError("a training step has at least one optimizer step and one response; this record has none")
-        if not 0 <= self.actual_tokens <= self.packed_tokens:
-            raise ValueError(f"{self.actual_tokens} actual tokens cannot come out of {self.packed_tokens} packed ones")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

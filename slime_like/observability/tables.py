@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -21,15 +20,8 @@ TOKEN_TABLE = "per_token_debug_table"
 _STATS = ("loss", "policy_loss", "kl_loss", "ratios", "clipfrac", "approx_policy_kls")
 
 Decode = Callable[[Sequence[int]], str]
-
-
-@dataclass(frozen=True, slots=True)
-class Table:
-    """Rows under named columns; ``MetricLogger.log_table(step, table.name, table.columns, table.rows)`` stores it."""
-
-    name: str
-    columns: list[str]
-    rows: list[list[Any]]
+Row = dict[str, Any]
+"""Cells by column; ``MetricLogger.log_table`` stores them."""
 
 
 class _Logprobs(NamedTuple):
@@ -42,14 +34,14 @@ class _Logprobs(NamedTuple):
     reference_gap: np.ndarray | None
 
 
-def per_sample_table(
+def per_sample_rows(
     step: int,
     trajectories: Sequence[ScoredTrajectory],
     pi_logprobs: Sequence[np.ndarray],
     stats: GRPOStats,
     decode: Decode,
-) -> Table:
-    """One row for each sample; without samples there are no columns either.
+) -> list[Row]:
+    """One row for each sample.
 
     Reward and success stand per reward function, unweighted. Columns from "loss" on to "approx_policy_kls" are figures
     of the whole optimizer step. The two mean gaps are |difference of logprobs| over loss-carrying tokens, in nats;
@@ -60,14 +52,10 @@ def per_sample_table(
         pi_logprobs: (response_len,) of each sample, under the trainer's policy.
         stats: the optimizer step's figures.
         decode: token ids to text, special tokens included.
-
-    Raises:
-        ValueError: a per-token field has another length than the response, or reward functions differ over samples.
     """
-    names = list(trajectories[0].reward_metadata["func_names"]) if trajectories else []
     figures = {name: float(getattr(stats, name)) for name in _STATS}
     talks = _have_turns(trajectories)
-    rows: list[dict[str, Any]] = [
+    return [
         {
             "Sequence ID": sample.sequence_id,
             "Prompt": decode(sample.prompt_tokens.tolist()),
@@ -75,7 +63,7 @@ def per_sample_table(
             "Advantages": float(sample.advantages),
             "Response Length": sample.response_len,
             "Step": step,
-            **_rewards(sample, names),
+            **_rewards(sample),
             **figures,
             "Mean Abs Diff Pi-Ref": _masked_mean(tokens.reference_gap, sample.loss_mask),
             "Mean Abs Diff Pi-Generated": _masked_mean(tokens.generated_gap, sample.loss_mask),
@@ -85,23 +73,22 @@ def per_sample_table(
             "Finish Reason": sample.finish_reason,
             **(_conversation(sample, decode) if talks else {}),
         }
-        for sample, tokens in _samples(trajectories, pi_logprobs)
+        for sample, tokens in _with_logprobs(trajectories, pi_logprobs)
     ]
-    return Table(SAMPLE_TABLE, list(rows[0]) if rows else [], [list(row.values()) for row in rows])
 
 
-def per_token_table(
+def per_token_rows(
     step: int, trajectories: Sequence[ScoredTrajectory], pi_logprobs: Sequence[np.ndarray], decode: Decode
-) -> Table:
-    """One row for each response token; arguments and errors as ``per_sample_table``.
+) -> list[Row]:
+    """One row for each response token; arguments as ``per_sample_rows``.
 
     Token positions count from 0 at the first response token. Logprobs and gaps are in nats; they are ``None`` where the
     sample has none (no reference in use, a demonstration or an observation that no engine sampled). Where an
     environment took part, one more column has the number of the turn, from 1; what answers a turn has its number.
     """
-    table = Table(TOKEN_TABLE, [], [])
+    rows: list[Row] = []
     talks = _have_turns(trajectories)
-    for sample, tokens in _samples(trajectories, pi_logprobs):
+    for sample, tokens in _with_logprobs(trajectories, pi_logprobs):
         length, token_ids = sample.response_len, sample.response_tokens.tolist()
         columns: dict[str, Sequence[Any]] = {
             "Sequence ID": [sample.sequence_id] * length,
@@ -118,9 +105,8 @@ def per_token_table(
             "Weight Version": _cells(sample.weight_versions, length),
             **({"Turn": _turn_numbers(sample)} if talks else {}),
         }
-        table.columns[:] = columns
-        table.rows.extend(list(row) for row in zip(*columns.values(), strict=True))
-    return table
+        rows += (dict(zip(columns, cells, strict=True)) for cells in zip(*columns.values(), strict=True))
+    return rows
 
 
 def _turns(sample: ScoredTrajectory) -> list[tuple[int, int]]:
@@ -134,7 +120,6 @@ def _have_turns(samples: Sequence[ScoredTrajectory]) -> bool:
 
 
 def _conversation(sample: ScoredTrajectory, decode: Decode) -> dict[str, int | str]:
-    """Number of turns, and a line for every text of either side."""
     tokens, turns = sample.response_tokens.tolist(), _turns(sample)
     lines = []
     for number, (start, end) in enumerate(turns, start=1):
@@ -149,39 +134,18 @@ def _turn_numbers(sample: ScoredTrajectory) -> list[int]:
     return [bisect_right(starts, token) for token in range(sample.response_len)]
 
 
-def _samples(
+def _with_logprobs(
     trajectories: Sequence[ScoredTrajectory], pi_logprobs: Sequence[np.ndarray]
 ) -> Iterator[tuple[ScoredTrajectory, _Logprobs]]:
-    if len(trajectories) != len(pi_logprobs):
-        raise ValueError(
-            f"{len(pi_logprobs)} arrays of policy logprobs for {len(trajectories)} trajectories; give one for each"
-        )
     for sample, pi in zip(trajectories, pi_logprobs, strict=True):
-        yield sample, _tokens(sample, pi)
+        policy = np.asarray(pi, np.float64)
+        others = [None if each is None else each.double().numpy() for each in (sample.logprobs, sample.ref_logprobs)]
+        gaps = [None if each is None else np.abs(policy - each) for each in others]
+        yield sample, _Logprobs(policy, *others, *gaps)
 
 
-def _tokens(sample: ScoredTrajectory, pi: np.ndarray) -> _Logprobs:
-    per_token: dict[str, np.ndarray | Tensor | None] = {"pi_logprobs": pi, **sample.response_tensors()}
-    for name, values in per_token.items():
-        if values is not None and tuple(values.shape) != (sample.response_len,):
-            raise ValueError(
-                f"sample {sample.sequence_id}: {name} has shape {tuple(values.shape)}; "
-                f"({sample.response_len},) is needed, one entry per response token"
-            )
-    policy = np.asarray(pi, np.float64)
-    others = [None if each is None else each.double().numpy() for each in (sample.logprobs, sample.ref_logprobs)]
-    return _Logprobs(policy, *others, *(None if each is None else np.abs(policy - each) for each in others))
-
-
-def _rewards(sample: ScoredTrajectory, names: Sequence[str]) -> dict[str, float]:
-    logged = list(sample.reward_metadata["func_names"])
-    shapes = (tuple(sample.rewards.shape), tuple(sample.successes.shape))
-    if logged != list(names) or shapes != ((len(names),), (len(names),)):
-        raise ValueError(
-            f"sample {sample.sequence_id}: reward functions {logged}, rewards of shape {shapes[0]}, successes of shape "
-            f"{shapes[1]}; all samples of a step need one of each for {list(names)}"
-        )
-    cells: dict[str, float] = {}
+def _rewards(sample: ScoredTrajectory) -> dict[str, float]:
+    names, cells = sample.reward_metadata["func_names"], dict[str, float]()
     for name, reward, success in zip(names, sample.rewards.tolist(), sample.successes.tolist(), strict=True):
         cells |= {f"Reward_{name}": reward, f"Success_{name}": success}
     return cells

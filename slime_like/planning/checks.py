@@ -14,7 +14,6 @@ from slime_like.config import RunConfig
 from slime_like.models.dimensions import ModelDimensions
 from slime_like.models.weight_files import header_shapes
 from slime_like.orchestration.cluster.bundles import bundle_sizes, num_reference_ranks
-from slime_like.planning.hardware import Hardware
 
 _BYTES_PER_PARAMETER = 2 + 12
 """Of a training checkpoint in bfloat16: weights, and main weights with two moments in float32."""
@@ -40,24 +39,27 @@ class GpusNeeded:
 
 
 def gpus_needed(config: RunConfig) -> GpusNeeded:
-    """Number of GPUs that the run reserves."""
     trainers, references = config.trainer.parallel.world_size, num_reference_ranks(config)
     return GpusNeeded(trainers, sum(bundle_sizes(config)) - trainers - references, references)
 
 
-def nodes_needed(config: RunConfig, hardware: Hardware) -> int:
+def nodes_needed(config: RunConfig) -> int:
     """Fewest nodes that hold every trainer rank, engine and reference rank."""
-    return -(-gpus_needed(config).total // hardware.gpus_per_node)
+    return -(-gpus_needed(config).total // config.cluster.gpus_per_node)
 
 
-def placement_problems(config: RunConfig, hardware: Hardware) -> Iterator[str]:
+def planned_nodes(config: RunConfig) -> int:
+    return config.cluster.nodes or nodes_needed(config)
+
+
+def placement_problems(config: RunConfig) -> Iterator[str]:
     """Check that all GPUs exist and that tensor-parallel groups stay inside a node."""
     needed = gpus_needed(config)
-    per_node, nodes = hardware.gpus_per_node, hardware.nodes
+    per_node, nodes = config.cluster.gpus_per_node, config.cluster.nodes
     if nodes is not None and needed.total > nodes * per_node:
         yield (
             f"cluster.nodes={nodes} times cluster.gpus_per_node={per_node} are {nodes * per_node} GPUs, but "
-            f"trainer.parallel needs {needed}; use {nodes_needed(config, hardware)} nodes, or a smaller layout"
+            f"trainer.parallel needs {needed}; use {nodes_needed(config)} nodes, or a smaller layout"
         )
     sizes = [("trainer.parallel.tensor", config.trainer.parallel.tensor)]
     if not config.supervised and not config.debug.load_rollouts:
@@ -98,9 +100,9 @@ def tensor_problems(path: Path, expected: dict[str, tuple[int, ...]]) -> Iterato
         )
 
 
-def version_problems(distribution: str = "slime-like") -> Iterator[str]:
+def version_problems() -> Iterator[str]:
     """Installed packages whose version this distribution does not take. What is not installed is not judged here."""
-    for text in requires(distribution) or []:
+    for text in requires("slime-like") or []:
         requirement = Requirement(text)
         try:
             installed = version(requirement.name)
@@ -108,7 +110,7 @@ def version_problems(distribution: str = "slime-like") -> Iterator[str]:
             continue
         if not requirement.specifier.contains(installed, prereleases=True):
             yield (
-                f"{requirement.name} {installed} is installed, but {distribution} needs {requirement.specifier}; "
+                f"{requirement.name} {installed} is installed, but slime-like needs {requirement.specifier}; "
                 f"pip install '{requirement.name}{requirement.specifier}'"
             )
 

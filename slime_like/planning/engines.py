@@ -2,13 +2,15 @@
 
 from dataclasses import dataclass
 
+from slime_like.checks.engine_arguments import SHARES
 from slime_like.config import RunConfig
 from slime_like.models.dimensions import ModelDimensions
-from slime_like.planning.hardware import ENGINE_RESERVE_BYTES, Hardware
+from slime_like.planning.hardware import ENGINE_RESERVE_BYTES
+from slime_like.planning.planned_run import PlannedRun
 
 # Share of a GPU's memory that an engine takes in all, where engine_args do not say: vLLM 0.32's default. SGLang works
 # its own out of the GPU's size; nine tenths are near it.
-_SHARES = {"vllm": ("gpu_memory_utilization", 0.92), "sglang": ("mem_fraction_static", 0.88)}
+_DEFAULT_SHARES = {"vllm": 0.92, "sglang": 0.88}
 _DEFAULT_SHARE = 0.9
 _MOST_AT_ONCE = 512
 """Sequences that the adapters let an engine decode at once."""
@@ -36,22 +38,13 @@ class EnginePlan:
     longest_sequences: int
     at_once: int
 
-    @property
-    def total_bytes(self) -> int:
-        return self.weight_bytes + max(0, self.kv_bytes) + self.reserve_bytes
 
-
-def plan_engine(config: RunConfig, dimensions: ModelDimensions, hardware: Hardware, mean_length: float) -> EnginePlan:
-    """Plan one engine of the run.
-
-    Args:
-        mean_length: tokens of a sequence, prompt and response, on average.
-    """
-    rollout, item = config.rollout, 4 if config.model.dtype == "float32" else 2
-    weights = dimensions.num_parameters * item // rollout.tensor
-    per_token = dimensions.num_layers * _cached_elements(dimensions, rollout.tensor) * item
+def plan_engine(run: PlannedRun) -> EnginePlan:
+    rollout = run.config.rollout
+    weights = run.weight_bytes // rollout.tensor
+    per_token = run.dimensions.num_layers * _cached_elements(run.dimensions, rollout.tensor) * run.element_bytes
     given = rollout.engine_args.get("kv_cache_memory_bytes")
-    taken = int(engine_share(config) * hardware.memory_bytes)
+    taken = int(engine_share(run.config) * run.hardware.memory_bytes)
     cache = int(given) if given is not None else taken - weights - ENGINE_RESERVE_BYTES
     tokens = max(0, cache) // per_token
     limit = min(rollout.max_concurrent_requests * rollout.samples_per_prompt, _MOST_AT_ONCE)
@@ -62,8 +55,8 @@ def plan_engine(config: RunConfig, dimensions: ModelDimensions, hardware: Hardwa
         reserve_bytes=ENGINE_RESERVE_BYTES,
         kv_bytes_per_token=per_token,
         kv_tokens=tokens,
-        longest_sequences=tokens // config.max_model_len,
-        at_once=min(limit, int(tokens / mean_length)),
+        longest_sequences=tokens // run.config.max_model_len,
+        at_once=min(limit, int(tokens / run.workload.mean_length)),
     )
 
 
@@ -77,11 +70,11 @@ def _cached_elements(dimensions: ModelDimensions, gpus: int) -> int:
 
 def engine_share(config: RunConfig) -> float:
     """Share of a GPU's memory that the engine takes in all."""
-    name, default = _SHARES.get(config.rollout.engine, ("", _DEFAULT_SHARE))
-    return float(config.rollout.engine_args.get(name, default))
+    engine = config.rollout.engine
+    default = _DEFAULT_SHARES.get(engine, _DEFAULT_SHARE)
+    return float(config.rollout.engine_args.get(SHARES.get(engine, ""), default))
 
 
 def share_setting(config: RunConfig) -> str:
     """The setting that ``engine_share`` reads, as a flag's name."""
-    name, _ = _SHARES.get(config.rollout.engine, ("gpu_memory_utilization", 0.0))
-    return f"rollout.engine_args.{name}"
+    return f"rollout.engine_args.{SHARES.get(config.rollout.engine, 'gpu_memory_utilization')}"

@@ -1,9 +1,8 @@
 """The cluster that a plan is made for, and what is assumed of it."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Self
 
 from slime_like.config import RunConfig
 from slime_like.config.gpus import GPUS, Gpu
@@ -50,7 +49,7 @@ class Hardware:
     efficiency: Efficiency = Efficiency()
 
     @classmethod
-    def of(cls, config: RunConfig) -> Hardware:
+    def of(cls, config: RunConfig) -> Self:
         """The configuration's ``cluster`` section."""
         cluster, sheet = config.cluster, GPUS[config.cluster.gpu]
         gpu = Gpu(

@@ -3,13 +3,15 @@
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from slime_like.config import RunConfig
 from slime_like.interfaces.estimate import RankEstimate, RankKind, TrainerMemory
-from slime_like.models.dimensions import ModelDimensions
 from slime_like.planning.engines import EnginePlan
 from slime_like.planning.hardware import FRAGMENTATION, SLEEPING_ENGINE_BYTES, TRAINER_RESERVE_BYTES, Hardware
+from slime_like.planning.planned_run import PlannedRun
 from slime_like.weights.transports.registry import use_delta
 from slime_like.weights.transports.shared_memory import NAME as SHARED_MEMORY
+
+REFERENCE_SCORING = "reference scoring"
+"""The phase of reference workers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,52 +46,49 @@ class PhaseMemory:
 
 
 def trainer_phases(
-    config: RunConfig,
-    dimensions: ModelDimensions,
-    hardware: Hardware,
-    engine: EnginePlan | None,
-    kind: RankKind,
-    estimate: RankEstimate,
+    run: PlannedRun, engine: EnginePlan | None, kind: RankKind, estimate: RankEstimate
 ) -> list[PhaseMemory]:
     """The GPU of one kind of trainer ranks, with the engine's share where they are colocated."""
-    shared = engine if config.cluster.placement == "colocated" else None
+    config, shared = run.config, engine if run.colocated else None
     sleeping = [Item("sleeping engine (assumed)", SLEEPING_ENGINE_BYTES)] if shared is not None else []
     reserve = Item("CUDA, NCCL (assumed)", TRAINER_RESERVE_BYTES)
     memory = estimate.memory
     found = [("training", [*_state(memory), *_training(memory), *sleeping, reserve])]
     if config.reference_in_trainer or config.algorithm.scores_policy:
-        found.append(("scoring", [*_state(memory), *_scoring(config, memory), *sleeping, reserve]))
+        found.append(("scoring", [*_state(memory), *_scoring(memory, config.reference_in_trainer), *sleeping, reserve]))
     weights = Item("parameters", memory.parameter_bytes)
-    sync = Item("sync buffers", sync_bytes(config, dimensions))
+    sync = Item("sync buffers", 2 * bucket_bytes(run))  # the shards as gathered, and the bucket made of them
     if shared is not None:
         engine_weights = [Item("engine weights", shared.weight_bytes), Item("engine (assumed)", shared.reserve_bytes)]
         found.append(("weight sync", [weights, sync, *engine_weights, reserve]))
         found.append(("generation", [*engine_weights, Item("KV cache", max(0, shared.kv_bytes)), reserve]))
     elif engine is not None:
         found.append(("weight sync", [*_state(memory), sync, reserve]))
-    return [PhaseMemory(kind.name, phase, tuple(items), hardware.memory_bytes) for phase, items in found]
+    return [PhaseMemory(kind.name, phase, tuple(items), run.hardware.memory_bytes) for phase, items in found]
 
 
-def engine_phase(config: RunConfig, dimensions: ModelDimensions, hardware: Hardware, engine: EnginePlan) -> PhaseMemory:
+def engine_phase(run: PlannedRun, engine: EnginePlan) -> PhaseMemory:
     """The GPU of an engine that has it for itself. A sync's bucket lies there beside the cache."""
     items = (
         Item("engine weights", engine.weight_bytes),
         Item("KV cache", max(0, engine.kv_bytes)),
-        Item("sync buffers", bucket_bytes(config, dimensions)),
+        Item("sync buffers", bucket_bytes(run)),
         Item("CUDA, graphs, prefill (assumed)", engine.reserve_bytes),
     )
-    return PhaseMemory("engines", "generation", items, hardware.memory_bytes)
+    return PhaseMemory("engines", "generation", items, run.hardware.memory_bytes)
 
 
-def bucket_bytes(config: RunConfig, dimensions: ModelDimensions) -> int:
+def reference_phase(hardware: Hardware, kind: RankKind, estimate: RankEstimate) -> PhaseMemory:
+    """The GPU of a reference worker's rank: weights and a pass without gradients; it has no optimizer."""
+    weights = Item("parameters", estimate.memory.parameter_bytes)
+    items = (weights, *_scoring(estimate.memory), Item("CUDA, NCCL (assumed)", TRAINER_RESERVE_BYTES))
+    return PhaseMemory(kind.name, REFERENCE_SCORING, items, hardware.memory_bytes)
+
+
+def bucket_bytes(run: PlannedRun) -> int:
     """A bucket, or the largest tensor where that alone is larger: the embedding."""
-    item = 4 if config.model.dtype == "float32" else 2
-    return max(int(config.sync.bucket_mb * 2**20), dimensions.vocab_size * dimensions.hidden_size * item)
-
-
-def sync_bytes(config: RunConfig, dimensions: ModelDimensions) -> int:
-    """Memory of a sync on a sender: the shards as gathered, and the bucket made of them."""
-    return 2 * bucket_bytes(config, dimensions)
+    embedding = run.dimensions.vocab_size * run.dimensions.hidden_size * run.element_bytes
+    return max(int(run.config.sync.bucket_mb * 2**20), embedding)
 
 
 def _state(memory: TrainerMemory) -> Iterator[Item]:
@@ -110,23 +109,12 @@ def _training(memory: TrainerMemory) -> Iterator[Item]:
     yield Item("fragmentation (assumed)", int(FRAGMENTATION * (busy + excess)))
 
 
-def _scoring(config: RunConfig, memory: TrainerMemory) -> Iterator[Item]:
+def _scoring(memory: TrainerMemory, swaps_reference: bool = False) -> Iterator[Item]:
     yield Item("activations", memory.forward_bytes)
-    if config.reference_in_trainer:
+    if swaps_reference:
         yield Item("policy, while the reference scores", memory.parameter_bytes)
     yield Item("communication buffers", memory.communication_bytes)
     yield Item("fragmentation (assumed)", int(FRAGMENTATION * memory.forward_bytes))
-
-
-def _saved_on_host(memory: TrainerMemory) -> int:
-    """Main weights and both moments; gradients, the fourth part, are not saved."""
-    return 3 * memory.host_optimizer_bytes // 4
-
-
-def _senders(config: RunConfig, gpus: int) -> int:
-    """Ranks of one node that send weights: one of each pipeline stage that lies there."""
-    layout = config.trainer.parallel
-    return -(-gpus * layout.pipeline // layout.world_size)
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,41 +134,38 @@ class HostMemory:
 
 
 def host_memory(
-    config: RunConfig,
-    dimensions: ModelDimensions,
-    estimates: Sequence[RankEstimate],
-    engine: EnginePlan | None,
-    transport: str | None,
+    run: PlannedRun, estimates: Sequence[RankEstimate], engine: EnginePlan | None, transport: str | None
 ) -> HostMemory:
     """A node full of trainer ranks (and, colocated, of engines), by the kind that needs most.
 
     Args:
         transport: that weights travel by, if they do.
     """
+    config = run.config
     gpus = min(config.cluster.gpus_per_node, config.trainer.parallel.world_size)
     memories = [estimate.memory for estimate in estimates]
-    colocated = engine is not None and config.cluster.placement == "colocated"
     items = [
         Item("optimizer state", gpus * max(m.host_optimizer_bytes for m in memories)),
         Item("reference", gpus * max(m.host_reference_bytes for m in memories)),
         Item("activations", gpus * max(m.host_activation_bytes for m in memories)),
     ]
     if config.checkpoint.async_save:
-        saved = max(m.parameter_bytes + m.optimizer_bytes + _saved_on_host(m) for m in memories)
+        # On the host, main weights and both moments; gradients, the fourth part, are not saved.
+        saved = max(m.parameter_bytes + m.optimizer_bytes + 3 * m.host_optimizer_bytes // 4 for m in memories)
         items.append(Item("checkpoint.async_save: copies", gpus * saved))
-    if colocated and engine is not None:
+    if run.colocated and engine is not None:
         moved = max(m.parameter_bytes + m.optimizer_bytes for m in memories)
         items.append(Item("trainers, while engines sample", gpus * moved))
         items.append(Item("engine weights, while they sleep", gpus * engine.weight_bytes))
     if transport == SHARED_MEMORY:
-        items.append(Item("weight buckets in /dev/shm", _senders(config, gpus) * 2 * bucket_bytes(config, dimensions)))
+        # One rank of each pipeline stage that lies on the node sends weights.
+        senders = -(-gpus * config.trainer.parallel.pipeline // config.trainer.parallel.world_size)
+        items.append(Item("weight buckets in /dev/shm", senders * 2 * bucket_bytes(run)))
     if transport is not None and engine is not None and use_delta(config.sync.delta, transport, config.model.dtype):
-        item = 4 if config.model.dtype == "float32" else 2
-        model = dimensions.num_parameters * item
         # The sending rank of a stage holds its stage, every worker of an engine the whole model.
-        items.append(Item("sync.delta: senders' copies", model))
+        items.append(Item("sync.delta: senders' copies", run.weight_bytes))
         workers = min(gpus, engine.gpus * config.rollout.num_engines)
-        items.append(Item("sync.delta: engine workers' copies", model * workers))
+        items.append(Item("sync.delta: engine workers' copies", run.weight_bytes * workers))
     if config.cluster.address is None:  # of a cluster that is joined only its owner knows
         items.append(Item("Ray's object store", config.cluster.object_store_mb * 2**20))
     capacity = config.cluster.host_memory_gib

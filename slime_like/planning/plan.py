@@ -1,7 +1,7 @@
 """A whole cluster's run, worked out in this process: every kind of rank, engines, hosts, time, and what is wrong."""
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from math import prod
 
@@ -17,40 +17,45 @@ from slime_like.interfaces.estimate import RankEstimate, RankKind
 from slime_like.models.dimensions import HEADS, ModelDimensions
 from slime_like.models.weight_files import WeightFilesError
 from slime_like.orchestration.reference.config import worker_config
-from slime_like.planning import checks, references
+from slime_like.planning import checks
 from slime_like.planning.engines import plan_engine, share_setting
-from slime_like.planning.hardware import GIB, Hardware
-from slime_like.planning.memory import engine_phase, host_memory, trainer_phases
-from slime_like.planning.result import KindPlan, Plan, PlanOptions
-from slime_like.planning.step_time import Workload, predict, traffic_per_step
+from slime_like.planning.hardware import GIB
+from slime_like.planning.memory import REFERENCE_SCORING, engine_phase, host_memory, reference_phase, trainer_phases
+from slime_like.planning.planned_run import PlannedRun
+from slime_like.planning.result import KindPlan, Plan
+from slime_like.planning.step_time import predict, reference_seconds, traffic_per_step
 from slime_like.weights.transports.registry import transport_of
 
 Note = Callable[[str], None]
 
 
-def make_plan(config: RunConfig, options: PlanOptions, note: Note = lambda _: None) -> Plan:
-    """Plan ``config``. Problems are collected; nothing is raised for them.
+def make_plan(run: PlannedRun, preflight: bool = False, note: Note = lambda _: None) -> Plan:
+    """Plan ``run``. Problems are collected; nothing is raised for them.
 
     Args:
+        preflight: this machine is one of the cluster's: files, disk and ports must be right here.
         note: receives progress messages.
 
     Raises:
-        ConfigError: the model's ``config.json`` cannot be read, or the backend is unknown or cannot be planned.
+        ConfigError: the backend is unknown or cannot be planned.
     """
-    started = time.monotonic()
-    dimensions, hardware = ModelDimensions.from_checkpoint(config.model.path), Hardware.of(config)
+    started, config = time.monotonic(), run.config
     backend = plannable_backend(config)
-    dimensions = counted_dimensions(config, dimensions, backend)
-    plan = Plan(hardware, hardware.nodes or checks.nodes_needed(config, hardware), checks.gpus_needed(config).total)
+    dimensions = counted_dimensions(config, run.dimensions, backend)
+    run = replace(run, dimensions=dimensions)
+    plan = Plan(run.hardware, checks.planned_nodes(config), checks.gpus_needed(config).total)
     found = [*map(str, check_settings(config, dimensions, training_needs(config))), *backend.check(config)]
-    found += [*reference_problems(config, dimensions), *_of_reference_workers(config, backend)]
-    found += [*checks.placement_problems(config, hardware), *checks.version_problems()]
+    found += reference_problems(config, dimensions)
+    if _plans_references(config):
+        of_workers = backend.check(worker_config(config))
+        found += [problem.replace("trainer.parallel", "reference.parallel") for problem in of_workers]
+    found += [*checks.placement_problems(config), *checks.version_problems()]
     plan.problems += dict.fromkeys(found)  # the configuration and the backend may find the same
-    _judge_machine(plan, config, dimensions, options)
+    _judge_machine(plan, config, dimensions, preflight)
     if not layout_problems(config.trainer.parallel, dimensions):
         note("proving that every tensor has its place")
         _prove(plan, config, backend)
-        _work_out(plan, config, dimensions, backend, options, note)
+        _work_out(plan, run, backend, note)
         plan.problems += _misfits(plan, config)
     plan.seconds = time.monotonic() - started
     return plan
@@ -76,11 +81,6 @@ def counted_dimensions(
     return replace(dimensions, counted=(sum(sizes.values()), active))
 
 
-def _of_reference_workers(config: RunConfig, backend: type[TrainerBackend]) -> Iterator[str]:
-    if _plans_references(config):
-        yield from references.backend_problems(config, backend)
-
-
 def _plans_references(config: RunConfig) -> bool:
     path = config.reference.path
     return config.reference_workers > 0 and (path is None or (path / "config.json").is_file())
@@ -99,11 +99,11 @@ def plannable_backend(config: RunConfig) -> type[TrainerBackend]:
     return backend
 
 
-def _judge_machine(plan: Plan, config: RunConfig, dimensions: ModelDimensions, options: PlanOptions) -> None:
+def _judge_machine(plan: Plan, config: RunConfig, dimensions: ModelDimensions, preflight: bool) -> None:
     """Files, disk and ports: of this machine only where it is one of the cluster's."""
     found = map(str, check_machine(config, dimensions, training_needs(config)))
     lacking = [text for text in found if text not in plan.problems]
-    if options.preflight:
+    if preflight:
         plan.problems += [*lacking, *checks.preflight_problems(config, dimensions)]
         return
     plan.notes += [f"not on this machine: {text}" for text in lacking]
@@ -143,19 +143,10 @@ def estimated_kinds(
     return found
 
 
-def _work_out(
-    plan: Plan,
-    config: RunConfig,
-    dimensions: ModelDimensions,
-    backend: type[TrainerBackend],
-    options: PlanOptions,
-    note: Note,
-) -> None:
-    """Memory and time, from the estimates of all kinds."""
-    hardware = plan.hardware
-    plan.workload = workload = Workload.of(config, options.mean_prompt, options.mean_response)
+def _work_out(plan: Plan, run: PlannedRun, backend: type[TrainerBackend], note: Note) -> None:
+    config, plan.workload = run.config, run.workload
     if not config.supervised and not config.debug.load_rollouts:
-        plan.engine = plan_engine(config, dimensions, hardware, workload.mean_length)
+        plan.engine = plan_engine(run)
         try:
             plan.transport = transport_of(config, on_cuda=True, num_hosts=plan.nodes)
         except WeightSyncError as error:
@@ -165,14 +156,13 @@ def _work_out(
     found = estimated_kinds(config, backend, backend.planner().rank_kinds(config), note)
     estimates = [estimate for _, estimate in found]
     for kind, estimate in found:
-        phases = trainer_phases(config, dimensions, hardware, plan.engine, kind, estimate)
-        traffic = traffic_per_step(config, hardware, workload, estimate)
-        plan.kinds.append(KindPlan(kind, estimate, tuple(phases), tuple(traffic)))
-    if plan.engine is not None and config.cluster.placement == "separate":
-        plan.engine_phase = engine_phase(config, dimensions, hardware, plan.engine)
-    plan.host = host_memory(config, dimensions, estimates, plan.engine, plan.transport)
-    scoring = references.reference_seconds(config, hardware, workload, [kind.estimate for kind in plan.references])
-    plan.step = predict(config, dimensions, hardware, workload, estimates, plan.engine, plan.transport, scoring)
+        phases = trainer_phases(run, plan.engine, kind, estimate)
+        plan.kinds.append(KindPlan(kind, estimate, tuple(phases), tuple(traffic_per_step(run, estimate))))
+    if plan.engine is not None and not run.colocated:
+        plan.engine_phase = engine_phase(run, plan.engine)
+    plan.host = host_memory(run, estimates, plan.engine, plan.transport)
+    scoring = reference_seconds(run, [kind.estimate for kind in plan.references])
+    plan.step = predict(run, estimates, plan.engine, plan.transport, scoring)
 
 
 def _work_out_references(plan: Plan, config: RunConfig, backend: type[TrainerBackend], note: Note) -> None:
@@ -180,8 +170,9 @@ def _work_out_references(plan: Plan, config: RunConfig, backend: type[TrainerBac
     worker = worker_config(config)
     if layout_problems(worker.trainer.parallel, ModelDimensions.from_checkpoint(worker.model.path)):
         return
-    for kind, estimate in estimated_kinds(worker, backend, references.reference_kinds(config, backend), note):
-        phase = references.reference_phase(plan.hardware, kind, estimate)
+    kinds = [replace(kind, name=f"reference, {kind.name}") for kind in backend.planner().rank_kinds(worker)]
+    for kind, estimate in estimated_kinds(worker, backend, kinds, note):
+        phase = reference_phase(plan.hardware, kind, estimate)
         plan.references.append(KindPlan(kind, estimate, (phase,), ()))
 
 
@@ -192,7 +183,7 @@ def _misfits(plan: Plan, config: RunConfig) -> list[str]:
         if not phase.fits:
             largest = max(phase.items, key=lambda item: item.nbytes)
             cure = remedy(largest.name, config)
-            if phase.phase == references.PHASE:
+            if phase.phase == REFERENCE_SCORING:
                 cure = cure.replace("trainer.parallel", "reference.parallel")
             problems.append(
                 f"{phase.gpus}, {phase.phase}: {phase.total / GIB:.1f} GiB, {-phase.margin / GIB:.1f} more than the "
@@ -251,9 +242,3 @@ def host_remedy(item: str) -> str:
     """Settings that make an item of a node's host memory smaller."""
     found = (remedy for begin, remedy in _HOST_REMEDIES.items() if item.startswith(begin))
     return next(found, "offload less, or raise trainer.parallel.pipeline")
-
-
-def require_plannable(plan: Plan) -> None:
-    """Raises ``ConfigError`` with all problems where there is nothing to show but these."""
-    if not plan.kinds:
-        raise ConfigError(plan.problems, code="plan-rejected")

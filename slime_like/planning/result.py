@@ -1,4 +1,4 @@
-"""The result of planning, and its options."""
+"""The result of planning."""
 
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -7,21 +7,8 @@ from slime_like.interfaces.estimate import RankEstimate, RankKind
 from slime_like.planning.engines import EnginePlan
 from slime_like.planning.hardware import Hardware
 from slime_like.planning.memory import HostMemory, PhaseMemory
-from slime_like.planning.step_time import LinkTraffic, StepTime, Workload
-
-
-@dataclass(frozen=True, slots=True)
-class PlanOptions:
-    """Options of the command besides the configuration.
-
-    Attributes:
-        mean_prompt, mean_response: tokens on average; ``None`` is the longest allowed.
-        preflight: this machine is one of the cluster's: files, disk and ports must be right here.
-    """
-
-    mean_prompt: float | None = None
-    mean_response: float | None = None
-    preflight: bool = False
+from slime_like.planning.planned_run import Workload
+from slime_like.planning.step_time import LinkTraffic, StepTime
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +66,9 @@ class Plan:
     def to_json(self) -> dict[str, Any]:
         """Convert to JSON values, with sums and verdicts."""
         written = asdict(self)
-        for entry, phase in zip(_phase_dicts(written), self.phases, strict=True):
+        entries = [entry for kind in (*written["kinds"], *written["references"]) for entry in kind["phases"]]
+        entries += [written["engine_phase"]] if self.engine_phase is not None else []
+        for entry, phase in zip(entries, self.phases, strict=True):
             entry |= {"total": phase.total, "margin": phase.margin, "fits": phase.fits}
         if self.host is not None:
             checked = {"fits": self.host.fits} if self.host.capacity is not None else {}
@@ -87,8 +76,3 @@ class Plan:
         if self.step is not None:
             written["step"]["total"] = self.step.total
         return {"verdict": "fits" if self.fits and not self.problems else "does not fit", **written}
-
-
-def _phase_dicts(written: dict[str, Any]) -> list[dict[str, Any]]:
-    phases = [phase for kind in (*written["kinds"], *written["references"]) for phase in kind["phases"]]
-    return phases + ([written["engine_phase"]] if written["engine_phase"] is not None else [])

@@ -1,7 +1,8 @@
 """Layouts of the same GPUs that fit, fastest first."""
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+import contextlib
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from slime_like.checks.check import check_settings
@@ -11,17 +12,14 @@ from slime_like.checks.layout import divisors, layout_problems
 from slime_like.config import ParallelConfig, RunConfig
 from slime_like.errors import ConfigError, WeightSyncError
 from slime_like.interfaces import TrainerBackend
-from slime_like.models.dimensions import ModelDimensions
 from slime_like.planning import checks
-from slime_like.planning.engines import EnginePlan, plan_engine
-from slime_like.planning.hardware import TRAINER_RESERVE_BYTES, Hardware
+from slime_like.planning.engines import plan_engine
+from slime_like.planning.hardware import TRAINER_RESERVE_BYTES
 from slime_like.planning.memory import PhaseMemory, host_memory, trainer_phases
-from slime_like.planning.plan import estimated_kinds, plannable_backend
-from slime_like.planning.result import PlanOptions
-from slime_like.planning.step_time import StepTime, Workload, predict
+from slime_like.planning.plan import Note, estimated_kinds, plannable_backend
+from slime_like.planning.planned_run import PlannedRun, Workload
+from slime_like.planning.step_time import StepTime, predict
 from slime_like.weights.transports.registry import transport_of
-
-Note = Callable[[str], None]
 
 _RECOMPUTE_COST = 4 / 3
 """One more forward pass beside forward and backward."""
@@ -61,7 +59,7 @@ class Candidate:
         }
 
 
-def search(config: RunConfig, options: PlanOptions, wanted: int, note: Note = lambda _: None) -> list[Candidate]:
+def search(run: PlannedRun, wanted: int, note: Note = lambda _: None) -> list[Candidate]:
     """The ``wanted`` fastest layouts that fit, of all that the trainer's GPUs admit.
 
     Layouts that could fit are tried in the order of a rough guess of their time, each followed in full, until twice as
@@ -70,26 +68,23 @@ def search(config: RunConfig, options: PlanOptions, wanted: int, note: Note = la
     Raises:
         ConfigError: what keeps the run from starting under every one of them.
     """
-    dimensions, hardware = ModelDimensions.from_checkpoint(config.model.path), Hardware.of(config)
-    if config.trainer.backend == FSDP:
+    if run.config.trainer.backend == FSDP:
         raise ConfigError(
             "--search goes over tensor, pipeline and expert ranks, which trainer.backend=fsdp does not have; plan "
             "single values of trainer.parallel.context and data instead",
             code="backend-not-searched",
         )
-    backend = plannable_backend(config)
-    admitted = [_with(config, *layout) for layout in _admitted(config, dimensions, hardware)]
-    room = hardware.memory_bytes - TRAINER_RESERVE_BYTES
-    possible = [tried for tried in admitted if _least_bytes(tried, dimensions) < room]
+    backend = plannable_backend(run.config)
+    room = run.hardware.memory_bytes - TRAINER_RESERVE_BYTES
+    possible = [tried for tried in _admitted(run) if _least_bytes(tried) < room]
     found: list[Candidate] = []
     refusals: list[list[str]] = []
-    for index, tried in enumerate(sorted(possible, key=lambda layout: _rough_time(layout, dimensions)), start=1):
+    for index, tried in enumerate(sorted(possible, key=_rough_time), start=1):
         note(f"layout {index} of {len(possible)}, {len(found)} fit")
-        if problems := _problems(tried, dimensions, hardware, backend):
+        if problems := _problems(tried, backend):
             refusals.append(problems)
             continue
-        candidate = _candidate(tried, dimensions, hardware, backend, options)
-        if candidate is not None:
+        if candidate := _candidate(tried, backend):
             found.append(candidate)
         if len(found) == 2 * wanted:
             break
@@ -98,41 +93,46 @@ def search(config: RunConfig, options: PlanOptions, wanted: int, note: Note = la
     return sorted(found, key=lambda candidate: candidate.seconds)[:wanted]
 
 
-def trainer_gpus(config: RunConfig, hardware: Hardware) -> int:
+def trainer_gpus(config: RunConfig) -> int:
     """GPUs that the search lays out: the cluster's, without those of engines and reference workers; the layout's own
     where no size is given."""
-    needed = checks.gpus_needed(config)
-    if hardware.nodes is None:
+    needed, cluster = checks.gpus_needed(config), config.cluster
+    if cluster.nodes is None:
         return needed.trainers
-    return hardware.nodes * hardware.gpus_per_node - needed.engines - needed.references
+    return cluster.nodes * cluster.gpus_per_node - needed.engines - needed.references
 
 
-def _admitted(
-    config: RunConfig, dimensions: ModelDimensions, hardware: Hardware
-) -> Iterator[tuple[ParallelConfig, str]]:
-    gpus, samples = trainer_gpus(config, hardware), config.rollout.prompts_per_step // config.algorithm.minibatches
+def _admitted(run: PlannedRun) -> Iterator[PlannedRun]:
+    config, per_node = run.config, run.config.cluster.gpus_per_node
+    gpus, samples = trainer_gpus(config), config.rollout.prompts_per_step // config.algorithm.minibatches
     samples *= 1 if config.supervised else config.rollout.samples_per_prompt
-    experts = divisors(dimensions.num_experts) if dimensions.num_experts else [1]
-    for tensor in divisors(hardware.gpus_per_node):
+    experts = divisors(run.dimensions.num_experts) if run.dimensions.num_experts else [1]
+    for tensor in divisors(per_node):
         for pipeline in divisors(gpus // tensor):
             for context in divisors(gpus // (tensor * pipeline)):
                 data, rest = divmod(gpus, tensor * pipeline * context)
-                if rest or data > samples or context > 2 * hardware.gpus_per_node:
+                if rest or data > samples or context > 2 * per_node:
                     continue
                 for expert in (size for size in experts if size <= tensor * context * data):
                     parallel = ParallelConfig(
                         tensor=tensor, pipeline=pipeline, context=context, data=data, expert=expert, sequence=tensor > 1
                     )
-                    if not layout_problems(parallel, dimensions):
-                        yield from ((parallel, recompute) for recompute in ("none", "full"))
+                    if not layout_problems(parallel, run.dimensions):
+                        yield from (_with(run, parallel, recompute) for recompute in ("none", "full"))
 
 
-def _problems(
-    config: RunConfig, dimensions: ModelDimensions, hardware: Hardware, backend: type[TrainerBackend]
-) -> list[str]:
-    """List the problems of a layout apart from memory."""
-    settings = check_settings(config, dimensions, training_needs(config) - {"code"})  # the same for all
-    return [*map(str, settings), *backend.check(config), *checks.placement_problems(config, hardware)]
+def _with(run: PlannedRun, parallel: ParallelConfig, recompute: str) -> PlannedRun:
+    trainer = run.config.trainer.model_copy(update={"parallel": parallel, "recompute": recompute})
+    config = run.config.model_copy(update={"trainer": trainer})
+    return replace(
+        run, config=config, workload=Workload.of(config, run.workload.mean_prompt, run.workload.mean_response)
+    )
+
+
+def _problems(run: PlannedRun, backend: type[TrainerBackend]) -> list[str]:
+    config = run.config
+    settings = check_settings(config, run.dimensions, training_needs(config) - {"code"})  # the same for all
+    return [*map(str, settings), *backend.check(config), *checks.placement_problems(config)]
 
 
 def _shared(refusals: Sequence[list[str]]) -> list[str]:
@@ -141,29 +141,25 @@ def _shared(refusals: Sequence[list[str]]) -> list[str]:
     return [text for text in dict.fromkeys(first) if all(text in other for other in others)] or first
 
 
-def _with(config: RunConfig, parallel: ParallelConfig, recompute: str) -> RunConfig:
-    trainer = config.trainer.model_copy(update={"parallel": parallel, "recompute": recompute})
-    return config.model_copy(update={"trainer": trainer})
-
-
-def _least_bytes(config: RunConfig, dimensions: ModelDimensions) -> float:
+def _least_bytes(run: PlannedRun) -> float:
     """Weights, gradients and optimizer state of an even share, and what its products keep: no layout needs less."""
-    layout = config.trainer.parallel
+    dimensions, layout = run.dimensions, run.config.trainer.parallel
     experts = 3 * len(dimensions.expert_layers) * dimensions.num_experts * dimensions.hidden_size
     experts *= dimensions.moe_ffn_hidden_size
     shards = layout.tensor * layout.pipeline
     parameters = (dimensions.num_parameters - experts) / shards
     parameters += experts / (layout.pipeline * (layout.expert if layout.expert > 1 else layout.tensor))
-    sharded = 0 if config.trainer.optimizer.offload else 12 / (layout.context * layout.data)
-    return parameters * (2 + 4 + sharded) + least_kept_bytes(config, dimensions)
+    sharded = 0 if run.config.trainer.optimizer.offload else 12 / (layout.context * layout.data)
+    return parameters * (2 + 4 + sharded) + least_kept_bytes(run)
 
 
-def least_kept_bytes(config: RunConfig, dimensions: ModelDimensions) -> float:
+def least_kept_bytes(run: PlannedRun) -> float:
     """Less than what the first stage keeps for backward, of all micro-batches under way, in 16 bits: with full
     recomputation the inputs of layers, without it those of matrix products, of attention and of SwiGLU.
 
     It takes no time to work out; to follow layers without recomputation until they turn out too large takes most.
     """
+    config, dimensions = run.config, run.dimensions
     hidden, layout = dimensions.hidden_size, config.trainer.parallel
     heads = dimensions.num_heads * dimensions.value_dim
     of_attention = hidden + 2 * heads + 2 * dimensions.num_kv_heads * dimensions.value_dim
@@ -173,53 +169,39 @@ def least_kept_bytes(config: RunConfig, dimensions: ModelDimensions) -> float:
     products += [dense] * (len(dimensions.expert_layers) < dimensions.num_layers)
     kept = hidden if config.trainer.recompute == "full" else of_attention + min(products)
     layers = dimensions.num_layers // layout.pipeline
-    under_way = min(Workload.of(config, None, None).micro_batches, layout.pipeline)
+    under_way = min(Workload.of(config).micro_batches, layout.pipeline)
     tokens = _FILLED * config.trainer.target_tokens_per_batch / (layout.context * layout.tensor)
     return 2 * tokens * kept * layers * under_way
 
 
-def _rough_time(config: RunConfig, dimensions: ModelDimensions) -> float:
+def _rough_time(run: PlannedRun) -> float:
     """Estimate a sort key of layouts: idle stages, recomputation, and messages of tensor and context parallelism."""
-    layout = config.trainer.parallel
-    micro_batches = Workload.of(config, None, None).micro_batches
+    config, layout = run.config, run.config.trainer.parallel
+    micro_batches = Workload.of(config).micro_batches
     idle = (micro_batches + layout.pipeline - 1) / micro_batches
     talk = 1 + 0.06 * (layout.tensor - 1) + 0.04 * (layout.context - 1)
     work = micro_batches / (layout.tensor * layout.pipeline * layout.context)
     return work * idle * talk * (_RECOMPUTE_COST if config.trainer.recompute == "full" else 1.0)
 
 
-def _candidate(
-    config: RunConfig,
-    dimensions: ModelDimensions,
-    hardware: Hardware,
-    backend: type[TrainerBackend],
-    options: PlanOptions,
-) -> Candidate | None:
+def _candidate(run: PlannedRun, backend: type[TrainerBackend]) -> Candidate | None:
     """The first and the last kind are followed: one has most micro-batches under way, the other the head."""
-    workload = Workload.of(config, options.mean_prompt, options.mean_response)
-    samples = not config.supervised and not config.debug.load_rollouts
-    engine = plan_engine(config, dimensions, hardware, workload.mean_length) if samples else None
+    config = run.config
+    engine = None if config.supervised or config.debug.load_rollouts else plan_engine(run)
     kinds = backend.planner().rank_kinds(config)
     phases, estimates = [], []
     for kind in kinds if len(kinds) == 1 else (kinds[0], kinds[-1]):
         ((_, estimate),) = estimated_kinds(config, backend, [kind])
-        added = trainer_phases(config, dimensions, hardware, engine, kind, estimate)
+        added = trainer_phases(run, engine, kind, estimate)
         if not all(phase.fits for phase in added):
             return None
         phases += added
         estimates.append(estimate)
-    if not host_memory(config, dimensions, estimates, engine, _transport(config, hardware, engine)).fits:
+    transport, nodes = None, checks.planned_nodes(config)
+    with contextlib.suppress(WeightSyncError):  # none reaches, whatever the layout
+        transport = None if engine is None else transport_of(config, on_cuda=True, num_hosts=nodes)
+    if not host_memory(run, estimates, engine, transport).fits:
         return None
-    step = predict(config, dimensions, hardware, workload, estimates, engine, None)
     tightest = min(phases, key=lambda phase: phase.margin)
+    step = predict(run, estimates, engine, transport=None)
     return Candidate(config.trainer.parallel, config.trainer.recompute, tightest, step)
-
-
-def _transport(config: RunConfig, hardware: Hardware, engine: EnginePlan | None) -> str | None:
-    """Choose the weight transport; ``None`` also where none reaches, whatever the layout."""
-    if engine is None:
-        return None
-    try:
-        return transport_of(config, on_cuda=True, num_hosts=hardware.nodes or checks.nodes_needed(config, hardware))
-    except WeightSyncError:
-        return None

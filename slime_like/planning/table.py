@@ -1,8 +1,7 @@
 """A plan on the terminal."""
 
 import sys
-from collections.abc import Sequence
-from dataclasses import asdict
+from collections.abc import Iterator, Sequence
 from typing import TextIO
 
 from rich.console import Console
@@ -10,12 +9,12 @@ from rich.table import Table
 
 from slime_like.config import RunConfig
 from slime_like.config.gpus import GPUS
-from slime_like.interfaces.estimate import Work
 from slime_like.planning.hardware import GIB
 from slime_like.planning.memory import PhaseMemory
-from slime_like.planning.result import KindPlan, Plan
+from slime_like.planning.planned_run import Workload
+from slime_like.planning.result import Plan
 from slime_like.planning.search import Candidate
-from slime_like.planning.step_time import SYNC_GB_PER_S
+from slime_like.planning.step_time import SYNC_GB_PER_S, StepTime
 
 _WIDTH = 120
 
@@ -23,13 +22,15 @@ _WIDTH = 120
 def print_plan(config: RunConfig, plan: Plan, stream: TextIO | None = None) -> None:
     """Print the plan, the verdict last."""
     console = _console(stream or sys.stdout)
-    console.print(_cluster_line(config, plan))
+    gpu = plan.hardware.gpu
+    console.print(
+        f"{config.model.path.name} on {plan.nodes} nodes of {plan.hardware.gpus_per_node} {config.cluster.gpu} "
+        f"({gpu.memory_gib:g} GiB), {plan.gpus_in_use} GPUs in use, engines {config.cluster.placement}"
+    )
     for table in (_ranks(config, plan), _memory(plan), _traffic(plan), _time(plan)):
         if table is not None:
             console.print(table)
-    lines = [*_engine_lines(config, plan), *_reference_lines(config, plan), *_host_lines(plan)]
-    lines += [*_assumptions(config, plan), *(f"note: {note}" for note in plan.notes)]
-    for line in (*lines, *(f"problem: {problem}" for problem in plan.problems), _verdict(plan)):
+    for line in (*_lines(config, plan), _verdict(plan)):
         console.print(line, markup=False)
 
 
@@ -67,36 +68,25 @@ def _table(title: str, columns: Sequence[str], left: Sequence[str]) -> Table:
     return table
 
 
-def _cluster_line(config: RunConfig, plan: Plan) -> str:
-    gpu = plan.hardware.gpu
-    return (
-        f"{config.model.path.name} on {plan.nodes} nodes of {plan.hardware.gpus_per_node} {config.cluster.gpu} "
-        f"({gpu.memory_gib:g} GiB), {plan.gpus_in_use} GPUs in use, engines {config.cluster.placement}"
-    )
-
-
 def _ranks(config: RunConfig, plan: Plan) -> Table:
     columns = ("ranks", "parameters", "TFLOP", "worst micro-batch", "kept per micro-batch", "in flight")
     title = f"Ranks, per GPU; recompute: {config.trainer.recompute}"
     table = _table(title, ("kind", *columns, "true of"), left=("kind", "true of"))
-    for kind in plan.kinds:
-        memory = kind.estimate.memory
-        kept = f"{memory.saved_bytes / GIB:.2f} GiB"
-        table.add_row(*_first_columns(kind, kind.estimate.training), kept, str(memory.in_flight), kind.estimate.layers)
-    for kind in plan.references:  # nothing is kept for a backward pass
-        table.add_row(*_first_columns(kind, kind.estimate.forward), "", "", kind.estimate.layers)
+    for kind in (*plan.kinds, *plan.references):
+        estimate, memory = kind.estimate, kind.estimate.memory
+        trained = kind in plan.kinds  # nothing is kept for a reference's backward pass
+        work = estimate.training if trained else estimate.forward
+        table.add_row(
+            kind.kind.name,
+            str(len(kind.kind.ranks)),
+            f"{memory.parameters:,}",
+            f"{work.flops / 1e12:.1f}",
+            f"{estimate.micro_batch_tokens:,} tokens",
+            f"{memory.saved_bytes / GIB:.2f} GiB" if trained else "",
+            str(memory.in_flight) if trained else "",
+            estimate.layers,
+        )
     return table
-
-
-def _first_columns(kind: KindPlan, work: Work) -> tuple[str, ...]:
-    estimate = kind.estimate
-    return (
-        kind.kind.name,
-        str(len(kind.kind.ranks)),
-        f"{estimate.memory.parameters:,}",
-        f"{work.flops / 1e12:.1f}",
-        f"{estimate.micro_batch_tokens:,} tokens",
-    )
 
 
 def _memory(plan: Plan) -> Table:
@@ -153,50 +143,42 @@ def _time(plan: Plan) -> Table | None:
     return table
 
 
-def _engine_lines(config: RunConfig, plan: Plan) -> list[str]:
-    engine = plan.engine
-    if engine is None:
-        return []
-    return [
-        f"engines: {config.rollout.num_engines} of {engine.gpus} GPUs; KV cache of one: {engine.kv_tokens:,} tokens "
-        f"({engine.kv_bytes_per_token / 1024:.0f} KiB each per GPU), {engine.longest_sequences:,} sequences of "
-        f"{config.max_model_len:,}; decoding {engine.at_once:,} at once"
-    ]
+def _lines(config: RunConfig, plan: Plan) -> Iterator[str]:
+    engine, references, host = plan.engine, plan.references, plan.host
+    if engine is not None:
+        yield (
+            f"engines: {config.rollout.num_engines} of {engine.gpus} GPUs; KV cache of one: {engine.kv_tokens:,} "
+            f"tokens ({engine.kv_bytes_per_token / 1024:.0f} KiB each per GPU), {engine.longest_sequences:,} sequences "
+            f"of {config.max_model_len:,}; decoding {engine.at_once:,} at once"
+        )
+    if references:
+        size = config.reference.parallel.world_size
+        yield f"reference workers: {config.reference_workers} of {size} GPUs, which score while others are sampled"
+    if host is not None and host.items:
+        parts = ", ".join(f"{item.name} {item.nbytes / GIB:.1f}" for item in host.items)
+        room = "" if host.capacity is None else f" of cluster.host_memory_gib={host.capacity / GIB:g}"
+        total = f"{host.total / GIB:.1f}{room} in all, beside the processes themselves"
+        yield f"host memory of a node, GiB: {parts}; {total}"
+    if plan.workload is not None and plan.step is not None:
+        yield from _assumptions(config, plan, plan.workload, plan.step)
+    yield from (f"note: {note}" for note in plan.notes)
+    yield from (f"problem: {problem}" for problem in plan.problems)
 
 
-def _reference_lines(config: RunConfig, plan: Plan) -> list[str]:
-    if not plan.references:
-        return []
-    count, size = config.reference_workers, config.reference.parallel.world_size
-    return [f"reference workers: {count} of {size} GPUs, which score while others are sampled"]
-
-
-def _host_lines(plan: Plan) -> list[str]:
-    if plan.host is None or not plan.host.items:
-        return []
-    parts = ", ".join(f"{item.name} {item.nbytes / GIB:.1f}" for item in plan.host.items)
-    capacity = plan.host.capacity
-    room = "" if capacity is None else f" of cluster.host_memory_gib={capacity / GIB:g}"
-    total = f"{plan.host.total / GIB:.1f}{room} in all, beside the processes themselves"
-    return [f"host memory of a node, GiB: {parts}; {total}"]
-
-
-def _assumptions(config: RunConfig, plan: Plan) -> list[str]:
-    workload, step = plan.workload, plan.step
-    if workload is None or step is None:
-        return []
-    share, sheet = asdict(plan.hardware.efficiency), GPUS[config.cluster.gpu]
-    lines = [
+def _assumptions(config: RunConfig, plan: Plan, workload: Workload, step: StepTime) -> Iterator[str]:
+    share, sheet = plan.hardware.efficiency, GPUS[config.cluster.gpu]
+    yield (
         f"a step: {workload.samples:,} sequences of {workload.mean_prompt:g} + {workload.mean_response:g} tokens, "
         f"{workload.micro_batches} micro-batches per replica and update; {step.model_flops:.3g} FLOP, "
-        f"{step.utilisation:.0%} of the trainers' {sheet.tflops:g} TFLOP/s while they train",
-        f"assumed, not measured: {share['matmul']:.0%} of that rate in matrix products, {share['attention']:.0%} in "
-        f"attention, {share['memory']:.0%} of memory bandwidth, {share['link']:.0%} of links "
-        f"(NVLink {plan.hardware.gpu.nvlink_gb_per_s:g}, network {plan.hardware.network_gb_per_s:g} GB/s per GPU)",
-    ]
+        f"{step.utilisation:.0%} of the trainers' {sheet.tflops:g} TFLOP/s while they train"
+    )
+    yield (
+        f"assumed, not measured: {share.matmul:.0%} of that rate in matrix products, {share.attention:.0%} in "
+        f"attention, {share.memory:.0%} of memory bandwidth, {share.link:.0%} of links "
+        f"(NVLink {plan.hardware.gpu.nvlink_gb_per_s:g}, network {plan.hardware.network_gb_per_s:g} GB/s per GPU)"
+    )
     if plan.transport is not None:
-        lines.append(f"weights travel by {plan.transport}, at {SYNC_GB_PER_S[plan.transport]:g} GB/s (assumed)")
-    return lines
+        yield f"weights travel by {plan.transport}, at {SYNC_GB_PER_S[plan.transport]:g} GB/s (assumed)"
 
 
 def _verdict(plan: Plan) -> str:

@@ -14,10 +14,10 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from slime_like.checks.attention import attention_problems
 from slime_like.checks.fsdp import fsdp_problems
 from slime_like.checks.layout import layout_problems
 from slime_like.checks.offload import megatron_offload_problems
+from slime_like.checks.packages import attention_problems
 from slime_like.config import RunConfig
 from slime_like.errors import ConfigError, TrainerError
 from slime_like.interfaces import ScoredLogprobs

@@ -10,9 +10,9 @@ from slime_like.commands.root import run
 from slime_like.config import RunConfig
 from slime_like.config.reading.load import load_config
 from slime_like.errors import ConfigError
-from slime_like.models.dimensions import ModelDimensions
 from slime_like.planning.plan import host_remedy, make_plan, plannable_backend, remedy
-from slime_like.planning.result import Plan, PlanOptions
+from slime_like.planning.planned_run import PlannedRun
+from slime_like.planning.result import Plan
 from slime_like.planning.search import least_kept_bytes, search
 from tests.unit.checks.checkpoint import EXPERTS, write_checkpoint
 
@@ -44,19 +44,19 @@ _IN_THE_SUITE = ("qwen2.5_0.5b", "qwen3_32b")
 )
 def test_recipe_fits_the_gpus_it_names(name: str) -> None:
     config = load_config(ROOT / "configs" / f"{name}.yaml", [])
-    plan = make_plan(config, PlanOptions())
+    planned = PlannedRun.of(config)
+    plan = make_plan(planned)
     assert plan.problems == []
     assert plan.fits
     assert plan.gpus_in_use == plan.nodes * plan.hardware.gpus_per_node == RECIPES[name]
     assert plan.step is not None and plan.step.total > 0
     first = plan.kinds[0].estimate.memory  # what the search need not follow to know that it is too large
-    dimensions = ModelDimensions.from_checkpoint(config.model.path)
-    assert 0.4 < least_kept_bytes(config, dimensions) / (first.saved_bytes * first.in_flight) < 1
+    assert 0.4 < least_kept_bytes(planned) / (first.saved_bytes * first.in_flight) < 1
     dense = config.trainer.parallel.expert == 1
     if dense:  # a tied embedding lies on the first and on the last stage
         layout = config.trainer.parallel
         held = sum(kind.estimate.memory.parameters * layout.tensor for kind in plan.kinds)
-        assert held == pytest.approx(dimensions.num_parameters, rel=0.01)
+        assert held == pytest.approx(planned.dimensions.num_parameters, rel=0.01)
     if name == "qwen3_32b":
         _is_worked_out_by_hand(plan)
 
@@ -154,7 +154,7 @@ def test_layout_that_the_model_refuses_is_no_table(capsys: pytest.CaptureFixture
 
 def test_search_lists_what_fits_fastest_first() -> None:
     flags = ["--cluster.gpus_per_node", "4", "--cluster.nodes", "2", "--rollout.num_engines", "4"]
-    found = search(_small(flags), PlanOptions(), wanted=2)
+    found = search(PlannedRun.of(_small(flags)), wanted=2)
     assert len(found) == 2
     assert [candidate.seconds for candidate in found] == sorted(candidate.seconds for candidate in found)
     for candidate in found:
@@ -188,7 +188,7 @@ def test_search_leaves_out_what_a_node_s_memory_does_not_hold(capsys: pytest.Cap
 def test_search_says_what_no_layout_would_mend() -> None:
     """And does not list layouts that a plan of them would refuse."""
     with pytest.raises(ConfigError) as refused:
-        search(_small(["--rollout.tensor", "3", "--cluster.nodes", "8"]), PlanOptions(), wanted=1)
+        search(PlannedRun.of(_small(["--rollout.tensor", "3", "--cluster.nodes", "8"])), wanted=1)
     assert [str(problem).partition(" does not divide ")[0] for problem in refused.value.problems] == [
         "rollout.tensor=3"
     ] * 2

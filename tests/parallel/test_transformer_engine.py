@@ -185,7 +185,7 @@ def test_auto_is_the_best_that_is_there(monkeypatch: pytest.MonkeyPatch) -> None
 
 def test_a_machine_without_it_is_rejected(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     def problems(attention: Any, on_cuda: bool, *found: str) -> str:
-        for module in ("backends.megatron.attention", "slime_like.checks.attention"):
+        for module in ("backends.megatron.attention", "slime_like.checks.packages"):
             monkeypatch.setattr(f"{module}.find_spec", lambda name: name in found or None)
         config = RunConfig(run_dir=tmp_path, model={"path": tmp_path}, trainer={"attention": attention})
         return " ".join(machine_problems(config, on_cuda))

@@ -11,7 +11,6 @@ import sys
 import textwrap
 import tomllib
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -26,46 +25,38 @@ _LINK = re.compile(r"\]\(([^)#]+)(?:#[^)]*)?\)")
 _REPO_PATH = re.compile(r"`((?:slime_like|backends|rollout|tests|scripts|configs|benchmarks|docs)/[\w./-]*\w/?)`")
 
 
-@dataclass(frozen=True)
-class Block:
-    language: str
-    text: str
-
-    @property
-    def file(self) -> str:
-        """Name in the first line: ``# name.py``."""
-        match = re.match(r"# (\w+\.py)\n", self.text)
-        assert match, f"a Python block must begin with its file's name: {self.text[:60]!r}"
-        return match[1]
-
-
-def blocks(language: str) -> list[Block]:
+def blocks(language: str) -> list[str]:
     text = (DOCS / "extending.md").read_text(encoding="utf-8")
-    found = [Block(match[2], textwrap.dedent(match[3])) for match in _FENCE.finditer(text)]
-    return [block for block in found if block.language == language]
+    return [textwrap.dedent(found[3]) for found in _FENCE.finditer(text) if found[2] == language]
 
 
-EXAMPLES = sorted(block.file for block in blocks("python") if block.file.startswith("try_"))
+def named_files() -> dict[str, str]:
+    """Python blocks by the name in their first line: ``# name.py``."""
+    files = {block.partition("\n")[0].removeprefix("# "): block for block in blocks("python")}
+    assert all(re.fullmatch(r"\w+\.py", name) for name in files), f"a block must begin with its file's name: {files}"
+    return files
+
+
+EXAMPLES = sorted(name for name in named_files() if name.startswith("try_"))
 
 
 @pytest.fixture
 def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """All files of the page in one importable directory, its entry points installed; forgotten afterwards."""
-    for block in blocks("python"):
-        (tmp_path / block.file).write_text(block.text, encoding="utf-8")
+    for name, text in named_files().items():
+        (tmp_path / name).write_text(text, encoding="utf-8")
     installed = tmp_path / "example-1.0.dist-info"
     installed.mkdir()
     (installed / "METADATA").write_text("Metadata-Version: 2.1\nName: example\nVersion: 1.0\n")
     (installed / "entry_points.txt").write_text(
-        "\n".join(block.text.replace('"', "").replace("project.entry-points.", "") for block in blocks("toml"))
+        "\n".join(block.replace('"', "").replace("project.entry-points.", "") for block in blocks("toml"))
     )
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))  # for the reward workers
-    modules = [Path(block.file).stem for block in blocks("python")]
     importlib.invalidate_caches()
     yield tmp_path
-    for name in modules:
-        sys.modules.pop(name, None)
+    for name in named_files():
+        sys.modules.pop(Path(name).stem, None)
 
 
 @pytest.mark.parametrize("example", EXAMPLES)
@@ -75,19 +66,18 @@ def test_example_runs(example: str, project: Path) -> None:
 
 def test_every_example_is_tried() -> None:
     """A file that no ``try_*.py`` stands beside would rot unseen."""
-    files = {block.file for block in blocks("python")}
-    assert {f"try_{name}" for name in files if not name.startswith("try_")} == set(EXAMPLES)
+    assert {f"try_{name}" for name in named_files() if not name.startswith("try_")} == set(EXAMPLES)
     assert len(EXAMPLES) == 8
 
 
-@pytest.mark.parametrize("block", blocks("yaml"), ids=lambda block: block.text.split(":")[0])
-def test_configuration_fragments_are_valid(block: Block, tmp_path: Path) -> None:
-    fragment = yaml.safe_load(block.text)
+@pytest.mark.parametrize("block", blocks("yaml"), ids=lambda block: block.split(":")[0])
+def test_configuration_fragments_are_valid(block: str, tmp_path: Path) -> None:
+    fragment = yaml.safe_load(block)
     RunConfig(**{"run_dir": tmp_path, "model": {"path": tmp_path}, **fragment})
 
 
 def test_entry_point_groups_are_those_that_are_looked_up() -> None:
-    groups = [group for block in blocks("toml") for group in tomllib.loads(block.text)["project"]["entry-points"]]
+    groups = [group for block in blocks("toml") for group in tomllib.loads(block)["project"]["entry-points"]]
     assert sorted(groups) == sorted([ENGINE_GROUP, BACKEND_GROUP])
 
 

@@ -1,8 +1,12 @@
 """The configuration as a flat list of dotted fields: what flags, help and the written reference are made from."""
 
+import ast
+import inspect
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
 
@@ -39,10 +43,6 @@ class Field:
     @property
     def required(self) -> bool:
         return self.default is PydanticUndefined
-
-    @property
-    def is_path(self) -> bool:
-        return self.item is Path
 
     @property
     def default_text(self) -> str:
@@ -84,13 +84,14 @@ def sections(model: type[BaseModel] = RunConfig, prefix: str = "", description: 
     inner: list[tuple[type[BaseModel], str, str]] = []
     for key, info in model.model_fields.items():
         name = f"{prefix}{key}"
+        text = info.description or _docstrings(model.__module__).get(f"{model.__name__}.{key}", "")
         if is_section(info.annotation):
-            inner.append((info.annotation, f"{name}.", info.description or ""))  # type: ignore[arg-type]
+            inner.append((info.annotation, f"{name}.", text))  # type: ignore[arg-type]
         else:
-            leaves.append(_leaf(name, info))
+            leaves.append(_leaf(name, info, text))
     yield SectionDoc(prefix.rstrip("."), description, tuple(leaves))
-    for section, section_prefix, text in inner:
-        yield from sections(section, section_prefix, text)
+    for section in inner:
+        yield from sections(*section)
 
 
 def all_fields() -> dict[str, Field]:
@@ -107,12 +108,26 @@ def _of_a_run() -> tuple[SectionDoc, ...]:
     return tuple(sections())
 
 
-def _leaf(name: str, info: FieldInfo) -> Field:
+@cache
+def _docstrings(module: str) -> dict[str, str]:
+    """Docstrings below fields, by ``Section.field``. Pydantic's reader would slow down every import of the sections."""
+    classes = [
+        node for node in ast.parse(inspect.getsource(sys.modules[module])).body if isinstance(node, ast.ClassDef)
+    ]
+    return {
+        f"{section.name}.{ast.unparse(field.target)}": " ".join(str(below.value.value).split())
+        for section in classes
+        for field, below in pairwise(section.body)
+        if isinstance(field, ast.AnnAssign) and isinstance(below, ast.Expr) and isinstance(below.value, ast.Constant)
+    }
+
+
+def _leaf(name: str, info: FieldInfo, description: str) -> Field:
     annotation, optional = split_optional(info.annotation)
     kind, item = _kind(annotation)
     default = info.get_default(call_default_factory=True, validated_data={})
     type_text = _type_text(annotation) + (" or none" if optional else "")
-    return Field(name, kind, type_text, item, optional, default, info.description or "")
+    return Field(name, kind, type_text, item, optional, default, description)
 
 
 def _kind(annotation: Any) -> tuple[Kind, Any]:

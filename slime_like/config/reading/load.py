@@ -109,7 +109,7 @@ def _without_empty_sections(data: dict[Any, Any], prefix: str, known: set[str]) 
 
 def _make_paths_absolute(data: dict[str, Any], fields: dict[str, Field]) -> None:
     for field in fields.values():
-        if not field.is_path:
+        if field.item is not Path:
             continue
         *parents, leaf = field.name.split(".")
         section: Any = data

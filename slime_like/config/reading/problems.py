@@ -93,7 +93,6 @@ def _origin(name: str, origins: dict[str, str]) -> str:
 
 
 def _fault(name: str, detail: ErrorDetails) -> tuple[str, str]:
-    """Code and sentence."""
     kind, value, context = detail["type"], detail["input"], detail.get("ctx", {})
     if kind == "missing":
         hint = f"; set it in the file or with --{name}" if name in all_fields() else "; add it"

@@ -68,7 +68,7 @@ def _escaped(text: str) -> str:
 
 
 def main() -> int:
-    path = Path(sys.argv[1]) if len(sys.argv) > 1 else Path("docs/configuration.md")
+    path = Path("docs/configuration.md")
     path.write_text(reference_text(), encoding="utf-8")
     print(path)
     return 0

@@ -13,7 +13,7 @@ from slime_like.errors import Problem
 
 _PLAIN = (
     ("tag:yaml.org,2002:merge", r"<<", "<"),
-    ("tag:yaml.org,2002:null", r"~|null|Null|NULL|", "~nN\0"),
+    ("tag:yaml.org,2002:null", r"~|null|Null|NULL|", [*"~nN", ""]),
     ("tag:yaml.org,2002:bool", r"true|True|TRUE|false|False|FALSE", "tTfF"),
     ("tag:yaml.org,2002:int", r"[-+]?(?:0|[1-9][0-9]*)", "-+0123456789"),
     (
@@ -24,24 +24,24 @@ _PLAIN = (
 )
 
 
-def _resolvers() -> dict[str, list[tuple[str, re.Pattern[str]]]]:
-    table: dict[str, list[tuple[str, re.Pattern[str]]]] = {}
-    for tag, pattern, first_characters in _PLAIN:
-        compiled = re.compile(rf"^(?:{pattern})$")
-        for character in first_characters:
-            table.setdefault("" if character == "\0" else character, []).append((tag, compiled))
-    return table
-
-
 class _Loader(yaml.SafeLoader):
-    yaml_implicit_resolvers = _resolvers()
+    def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
+        """An alias inside of what it stands for has no end, and no place in a configuration."""
+        node = super().compose_node(parent, index)
+        if isinstance(node, yaml.CollectionNode) and node.end_mark is None:  # it is still being read
+            raise yaml.MarkedYAMLError(problem="an alias stands inside its anchor", problem_mark=node.start_mark)
+        return node
 
 
 class _Dumper(yaml.SafeDumper):
-    yaml_implicit_resolvers = _resolvers()
-
     def ignore_aliases(self, data: Any) -> bool:
         return True
+
+
+for _kind in (_Loader, _Dumper):
+    _kind.yaml_implicit_resolvers = {}  # none of YAML 1.1's
+    for _tag, _pattern, _first_characters in _PLAIN:
+        _kind.add_implicit_resolver(_tag, re.compile(rf"^(?:{_pattern})$"), _first_characters)
 
 
 @dataclass(slots=True)
@@ -64,7 +64,7 @@ def read_document(text: str, name: str) -> Document:
     document = Document()
     try:
         loader = _Loader(text)
-        node = _composed(loader)
+        node = loader.get_single_node()
         if node is not None:
             _note_keys(node, "", name, document, set())
             document.data = loader.construct_document(node)
@@ -76,9 +76,7 @@ def read_document(text: str, name: str) -> Document:
 def read_value(text: str) -> Any:
     """Parse one YAML value. Raises ``yaml.YAMLError``."""
     try:
-        loader = _Loader(text)
-        node = _composed(loader)
-        return None if node is None else loader.construct_document(node)
+        return yaml.load(text, Loader=_Loader)
     except (ValueError, RecursionError) as error:
         raise yaml.MarkedYAMLError(problem=_reason(error)) from error
 
@@ -86,27 +84,6 @@ def read_value(text: str) -> Any:
 def write_text(data: Any) -> str:
     """YAML text which ``read_document`` reads back as ``data``; ASCII, since PyYAML loses some characters else."""
     return yaml.dump(data, Dumper=_Dumper, sort_keys=False, width=120)
-
-
-def _composed(loader: _Loader) -> yaml.Node | None:
-    """The document's nodes; ``None`` of an empty text."""
-    node: yaml.Node | None = loader.get_single_node()
-    _refuse_cycles(node, set(), set())
-    return node
-
-
-def _refuse_cycles(node: yaml.Node | None, above: set[int], finished: set[int]) -> None:
-    """An alias inside of what it stands for has no end, and no place in a configuration."""
-    if not isinstance(node, yaml.CollectionNode) or id(node) in finished:
-        return
-    if id(node) in above:
-        raise yaml.MarkedYAMLError(problem="an alias stands inside its anchor", problem_mark=node.start_mark)
-    above.add(id(node))
-    children = node.value if isinstance(node, yaml.SequenceNode) else [part for pair in node.value for part in pair]
-    for child in children:
-        _refuse_cycles(child, above, finished)
-    above.discard(id(node))
-    finished.add(id(node))
 
 
 def _note_keys(node: yaml.Node, prefix: str, name: str, document: Document, seen: set[int]) -> None:

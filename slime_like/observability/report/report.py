@@ -1,19 +1,31 @@
-"""Look into a run: one self-contained HTML page, or its essentials on a terminal."""
+"""A run's report: one self-contained HTML page, or its essentials on a terminal.
 
-from __future__ import annotations
+A model's output is hostile text. It reaches the page escaped, or as JSON that the script shows as text; the page's
+content security policy admits the page's style and script by hash, and neither the network nor any other script.
+"""
 
+import base64
+import hashlib
+import json
 import os
+from importlib.resources import files
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from slime_like.errors import SlimeLikeError
-from slime_like.observability.report.data import read_run
-from slime_like.observability.report.page import render_page
+from slime_like.observability.report.data import Row, RunData, StoredTable, read_run, spelled_out, summary
+from slime_like.observability.report.panels import panels, phase_picture
+from slime_like.observability.tables import SAMPLE_TABLE, TOKEN_TABLE
 
 if TYPE_CHECKING:
     from rich.console import Console
 
 REPORT_FILE = "report.html"
+# Characters of one cell that the page shows; a table of 32k-token responses would not open otherwise.
+MAX_CELL_TEXT = 4_000
+_LONG_TEXT = 24
+
+SampleKey = tuple[int, Any]
 
 
 def write_report(run_dir: Path, output: Path | None = None) -> Path:
@@ -24,7 +36,7 @@ def write_report(run_dir: Path, output: Path | None = None) -> Path:
     Raises:
         SlimeLikeError: the directory holds no metrics, a file in it is damaged, or ``output`` cannot be written.
     """
-    page = render_page(read_run(run_dir))
+    page = _render_page(read_run(run_dir))
     path = run_dir / REPORT_FILE if output is None else output
     if path.is_dir():
         remedy = f"give the file to write, e.g. {path / REPORT_FILE}"
@@ -41,7 +53,7 @@ def write_report(run_dir: Path, output: Path | None = None) -> Path:
     return path
 
 
-def print_report(run_dir: Path, console: Console | None = None) -> None:
+def print_report(run_dir: Path, console: "Console | None" = None) -> None:
     """Print a run's summary, key figures, phases and newest samples, on standard output by default.
 
     Raises:
@@ -52,3 +64,83 @@ def print_report(run_dir: Path, console: Console | None = None) -> None:
     from slime_like.observability.report.console import show
 
     show(read_run(run_dir), console or Console())
+
+
+# --------------------------------------------------------------------------------------------------------------- page
+def _render_page(run: RunData) -> str:
+    from jinja2 import Environment
+
+    # No template inheritance and no loader: the one template is a file of this package.
+    environment = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
+    environment.policies["json.dumps_kwargs"] = {"allow_nan": False, "separators": (",", ":")}
+    environment.filters |= {"hash": _hash, "plain": _plain, "sample": _key, "shown": _shown}
+    drawn, missing = panels(run)
+    tokens = run.tables.get(TOKEN_TABLE)
+    samples = _token_samples(tokens)
+    return environment.from_string(_asset("page.html")).render(
+        run=run,
+        summary=summary(run),
+        drawn=drawn,
+        missing=missing,
+        phases=phase_picture(run),
+        tables=[table for name, table in run.tables.items() if name != TOKEN_TABLE],
+        tokens=tokens,
+        samples={key: index for index, key in enumerate(samples)},
+        sample_table=SAMPLE_TABLE,
+        long_text=_LONG_TEXT,
+        chart_data=[panel.data() for panel in drawn],
+        token_data=_token_data(samples),
+        style=f"\n{_asset('page.css')}",
+        script=f"\n{_asset('page.js')}",
+    )
+
+
+def _asset(name: str) -> str:
+    """A file of this package. Nothing that a run holds is ever put into style or script."""
+    return files(__package__).joinpath(name).read_text(encoding="utf-8")
+
+
+def _plain(value: Any) -> str:
+    return value if isinstance(value, str) else json.dumps(value)
+
+
+def _shown(text: str) -> str:
+    if len(text) > MAX_CELL_TEXT:
+        text = f"{text[:MAX_CELL_TEXT]} … ({len(text) - MAX_CELL_TEXT} more characters)"
+    return spelled_out(text)
+
+
+def _key(row: Row) -> SampleKey:
+    return row["step"], row.get("Sequence ID")
+
+
+def _token_samples(table: StoredTable | None) -> dict[SampleKey, list[Row]]:
+    samples: dict[SampleKey, list[Row]] = {}
+    for row in table.rows if table else []:
+        samples.setdefault(_key(row), []).append(row)
+    return dict(sorted(samples.items(), key=lambda item: -item[0][0]))
+
+
+def _token_data(samples: dict[SampleKey, list[Row]]) -> dict[str, Any]:
+    named = dict.fromkeys(column for rows in samples.values() for column in rows[0])
+    columns = [column for column in named if column not in ("step", "Step", "Sequence ID")]
+    return {
+        "columns": columns,
+        "samples": [
+            {
+                "label": f"step {step}, {sequence_id}, {len(rows)} tokens",
+                "note": f"The first {first} tokens are in the run directory only." if first else "",
+                "rows": [[_short(row.get(column)) for column in columns] for row in rows],
+            }
+            for (step, sequence_id), rows in samples.items()
+            for first in [rows[0].get("Token Position", 0)]
+        ],
+    }
+
+
+def _short(value: Any) -> Any:
+    return float(f"{value:.6g}") if isinstance(value, float) else value
+
+
+def _hash(source: str) -> str:
+    return "sha256-" + base64.b64encode(hashlib.sha256(source.encode()).digest()).decode()

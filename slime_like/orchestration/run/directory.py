@@ -4,7 +4,7 @@ import os
 from operator import attrgetter
 from pathlib import Path
 
-from slime_like.checks.checkpoint_backend import backend_problem
+from slime_like.checks.earlier_run import backend_problem
 from slime_like.config import RunConfig
 from slime_like.config.reading.fields import all_fields, value_text
 from slime_like.config.reading.load import load_config, save_config

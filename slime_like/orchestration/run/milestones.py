@@ -4,7 +4,7 @@ import json
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from slime_like.checks.checkpoint_backend import BACKEND
+from slime_like.checks.earlier_run import BACKEND
 from slime_like.interfaces import TrainerBackend
 from slime_like.observability.metrics import METRICS_FILE, read_metrics, series
 from slime_like.observability.names import ACCURACY

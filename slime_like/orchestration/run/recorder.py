@@ -12,7 +12,7 @@ from slime_like.observability.flat_reward import FlatSteps
 from slime_like.observability.names import step_metrics
 from slime_like.observability.phases import PhaseTimes
 from slime_like.observability.records import RewardRecord, RolloutRecord, StepRecord
-from slime_like.observability.tables import SAMPLE_TABLE, Decode, Table, per_sample_table, per_token_table
+from slime_like.observability.tables import SAMPLE_TABLE, TOKEN_TABLE, Decode, Row, per_sample_rows, per_token_rows
 from slime_like.orchestration.run.rollout_side import RolloutFigures
 from slime_like.orchestration.run.run import Run
 from slime_like.orchestration.run.step import TrainedStep
@@ -131,8 +131,9 @@ class ResponseRecorder(StepRecorder):
         run, trajectories, debug = self._run, trained.trajectories, self._run.config.debug
         if debug.samples_per_step > 0 and (step == 1 or step % debug.tables_every == 0):
             training, limit = run.trainers.training, debug.samples_per_step
-            for table in debug_tables(step, trajectories, training, trained.updates[-1], run.decode, limit):
-                run.metrics.log_table(step, table.name, table.columns, table.rows)
+            tables = debug_tables(step, trajectories, training, trained.updates[-1], run.decode, limit)
+            for name, rows in tables.items():
+                run.metrics.log_table(step, name, rows)
         nothing_to_learn = not any(bool(trajectory.advantages.any()) for trajectory in trajectories)
         self.note(self._flat_steps.add(step, flat=nothing_to_learn))
 
@@ -157,7 +158,7 @@ def debug_tables(
     stats: GRPOStats,
     decode: Decode,
     limit: int,
-) -> list[Table]:
+) -> dict[str, list[Row]]:
     """Tables of the first ``limit`` samples; policy and reference logprobs are those frozen at the step's start."""
     logprobs = trainers.response_logprobs([trajectory.sequence_id for trajectory in trajectories[:limit]])
     samples = [
@@ -165,8 +166,11 @@ def debug_tables(
         for trajectory in trajectories[:limit]
     ]
     pi = [logprobs[sample.sequence_id].policy.numpy() for sample in samples]
-    tables = [per_sample_table(step, samples, pi, stats, decode), per_token_table(step, samples, pi, decode)]
-    return [table for table in tables if table.rows]
+    tables = {
+        SAMPLE_TABLE: per_sample_rows(step, samples, pi, stats, decode),
+        TOKEN_TABLE: per_token_rows(step, samples, pi, decode),
+    }
+    return {name: rows for name, rows in tables.items() if rows}
 
 
 def _failure_note(step: int, trajectories: Sequence[ScoredTrajectory], failures: Sequence[str]) -> str:

@@ -2,7 +2,7 @@
 
 import json
 import shlex
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +25,6 @@ from tests.support.rejections import Rejects
 from tests.unit.checks.checkpoint import (
     DEEPSEEK_V3,
     EXPERTS,
-    QWEN3_8_KV_HEADS,
     sound_flags,
     write_checkpoint,
     write_weights,
@@ -51,238 +50,162 @@ def test_the_asynchronous_fsdp_recipe_lacks_its_model_and_data_only(flags: list[
 
 
 @pytest.mark.parametrize("attention", ["transformer_engine", "ring_flash_attn"])
-def test_attention_that_is_not_installed_is_refused(
+def test_attention_must_be_installed_and_compute_in_the_models_precision(
     attention: str, flags: list[str], rejected: Rejected, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    flags = [*flags, "--trainer.attention", attention, "--model.dtype", "bfloat16"]
-    monkeypatch.setattr("slime_like.checks.attention.find_spec", lambda name: None)
-    assert rejected(flags, "trainer.attention").field == "trainer.attention"
-    monkeypatch.setattr("slime_like.checks.attention.find_spec", lambda name: object())
-    assert check(load_config(None, flags)) == []
-
-
-def test_transformer_engine_in_float32_is_refused(
-    flags: list[str], rejected: Rejected, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("slime_like.checks.attention.find_spec", lambda name: object())
-    flags += ["--trainer.attention", "transformer_engine", "--model.dtype", "float32"]
-    assert rejected(flags, "trainer.attention").field == "trainer.attention"
+    flags += ["--logging.tensorboard", "false", "--trainer.attention", attention, "--model.dtype"]
+    monkeypatch.setattr("slime_like.checks.packages.find_spec", lambda name: None)
+    rejected([*flags, "bfloat16"], "trainer.attention")
+    monkeypatch.setattr("slime_like.checks.packages.find_spec", lambda name: object())
+    assert check(load_config(None, [*flags, "bfloat16"])) == []
+    if attention == "transformer_engine":
+        rejected([*flags, "float32"], "trainer.attention")
 
 
 STREAM = ["--rollout.stream", "true"]
 FSDP = ["--trainer.backend", "fsdp"]
 AHEAD = "--rollout.max_staleness 1 --algorithm.importance_correction truncate"
 
-# By the check that finds the fault: the field at fault, and flags. TMP stands for the test's directory.
-FAULTS: dict[str, list[tuple[str, str]]] = {
+# Flags by the check that finds their fault. TMP stands for the test's directory.
+FAULTS: dict[str, list[str]] = {
     "trainer.fsdp": [
-        ("trainer.parallel.tensor", "--trainer.backend fsdp --trainer.parallel.tensor 2"),
-        ("trainer.parallel.pipeline", "--trainer.backend fsdp --trainer.parallel.pipeline 2"),
-        ("trainer.attention", "--trainer.backend fsdp --trainer.attention ring"),
-        ("trainer.optimizer.distributed", "--trainer.backend fsdp --trainer.optimizer.distributed false"),
-        ("trainer.activation_offload", "--trainer.backend fsdp --trainer.activation_offload true"),
-        ("trainer.fsdp", "--trainer.fsdp.accumulate sharded"),
+        "--trainer.backend fsdp --trainer.parallel.tensor 2",
+        "--trainer.backend fsdp --trainer.parallel.pipeline 2",
+        "--trainer.backend fsdp --trainer.attention ring",
+        "--trainer.backend fsdp --trainer.optimizer.distributed false",
+        "--trainer.backend fsdp --trainer.activation_offload true",
+        "--trainer.fsdp.accumulate sharded",
     ],
     "rollout.engine-args": [
-        (
-            "rollout.engine_args.tensor_parallel_size",
-            "--rollout.engine vllm --rollout.engine_args.tensor_parallel_size 2",
-        ),
-        ("rollout.engine_args.enable_lora", "--rollout.engine sglang --rollout.engine_args.enable_lora true"),
-        (
-            "rollout.engine_args.gpu_memory_utilization",
-            "--rollout.engine vllm --rollout.engine_args.gpu_memory_utilization much",
-        ),
-        (
-            "rollout.engine_args.mem_fraction_static",
-            "--rollout.engine sglang --rollout.engine_args.mem_fraction_static 1.5",
-        ),
-        (
-            "rollout.engine_args.kv_cache_memory_bytes",
-            "--rollout.engine vllm --rollout.engine_args.kv_cache_memory_bytes 8G",
-        ),
-        ("rollout.engine_args.block_size", "--rollout.engine transformers --rollout.engine_args.block_size 32"),
-        ("rollout.tensor", "--rollout.engine transformers --rollout.tensor 2"),
+        "--rollout.engine vllm --rollout.engine_args.tensor_parallel_size 2",
+        "--rollout.engine sglang --rollout.engine_args.enable_lora true",
+        "--rollout.engine vllm --rollout.engine_args.gpu_memory_utilization much",
+        "--rollout.engine sglang --rollout.engine_args.mem_fraction_static 1.5",
+        "--rollout.engine vllm --rollout.engine_args.kv_cache_memory_bytes 8G",
+        "--rollout.engine transformers --rollout.engine_args.block_size 32",
+        "--rollout.engine transformers --rollout.tensor 2",
     ],
-    "rollout.tensor": [("rollout.tensor", "--rollout.engine sglang --rollout.tensor 3")],
+    "rollout.tensor": ["--rollout.engine sglang --rollout.tensor 3"],
     "reward.functions": [
-        ("reward.functions.0.options", "--reward.functions '[{name: format, options: {pattern: \"(\"}}]'"),
-        ("reward.functions.0.options", "--reward.functions '[{name: length, options: {limit: many}}]'"),
-        (
-            "reward.functions.0.name",
-            "--reward.functions '[{name: \"slime_like.sandbox.rewards.math_answer:mathverify\"}]'",
-        ),
-        ("reward.functions.0.name", "--reward.functions '[{name: environment}]'"),
-        ("reward.functions.0.name", "--reward.functions '[{name: maths}]'"),
-        ("reward.functions.0.name", "--reward.functions '[{name: \"mine:\"}]'"),
-        (
-            "reward.functions.1.name",
-            "--reward.functions '[{name: length, options: {limit: 1}}, {name: length, options: {limit: 1}}]'",
-        ),
-        ("reward.functions.0.options", "--reward.functions '[{name: format}]'"),
-        ("reward.functions.0.options", "--reward.functions '[{name: length, options: {limit: 4, max: 5}}]'"),
+        "--reward.functions '[{name: format, options: {pattern: \"(\"}}]'",
+        "--reward.functions '[{name: length, options: {limit: many}}]'",
+        "--reward.functions '[{name: \"slime_like.sandbox.rewards.math_answer:mathverify\"}]'",
+        "--reward.functions '[{name: environment}]'",
+        "--reward.functions '[{name: maths}]'",
+        "--reward.functions '[{name: \"mine:\"}]'",
+        "--reward.functions '[{name: length, options: {limit: 1}}, {name: length, options: {limit: 1}}]'",
+        "--reward.functions '[{name: format}]'",
+        "--reward.functions '[{name: length, options: {limit: 4, max: 5}}]'",
     ],
-    "model.path": [
-        ("model.path", "--model.path TMP/none"),
-        ("model.path", "--model.path TMP"),
-    ],
+    "model.path": ["--model.path TMP/none", "--model.path TMP"],
     "run_dir": [
-        ("run_dir", "--run_dir TMP/train.jsonl"),
-        ("run_dir", "--run_dir TMP/train.jsonl/run"),
-        ("run_dir", "--run_dir /"),
-        ("run_dir", "--run_dir /usr/.."),
-        ("run_dir", "--run_dir /proc/run"),
-        ("run_dir", "--run_dir TMP/" + "x" * 256),
+        "--run_dir TMP/train.jsonl",
+        "--run_dir TMP/train.jsonl/run",
+        "--run_dir /",
+        "--run_dir /usr/..",
+        "--run_dir /proc/run",
+        "--run_dir TMP/" + "x" * 256,
     ],
     "sync.transport": [
-        ("sync.transport", "--sync.transport directory"),
-        ("sync.directory", "--sync.directory TMP/buckets"),
-        ("sync.transport", "--sync.transport nccl --cluster.placement colocated --trainer.parallel.data 2"),
-        ("sync.transport", "--sync.transport cuda_ipc"),
+        "--sync.transport directory",
+        "--sync.directory TMP/buckets",
+        "--sync.transport nccl --cluster.placement colocated --trainer.parallel.data 2",
+        "--sync.transport cuda_ipc",
     ],
-    "sync.directory": [("sync.directory", "--sync.transport directory --sync.directory TMP/train.jsonl")],
-    "debug.save-rollouts": [("debug.save_rollouts", "--debug.save_rollouts TMP/train.jsonl")],
-    "debug.load-rollouts": [
-        ("debug.load_rollouts", "--debug.load_rollouts TMP/none"),
-        ("debug.load_rollouts", "--debug.load_rollouts TMP/model --steps 3"),
-    ],
-    "resume": [("resume", "--resume Auto")],
-    "data.train": [
-        ("data.train", "--data.train none"),
-        ("data.train", "--data.train TMP/no.jsonl"),
-        ("data.train", "--data.train TMP"),
-    ],
-    "evaluation.sampling": [
-        ("evaluation.temperature", "--evaluation.temperature 0.001"),
-        ("evaluation.samples_per_prompt", "--evaluation.samples_per_prompt 4"),
-    ],
-    "evaluation.files": [("evaluation.files", "--evaluation.files TMP/a.csv")],
-    "evaluation.every": [("evaluation.every", "--evaluation.every 5")],
-    "rollout.engine": [("rollout.engine", "--rollout.engine vlm")],
-    "trainer.backend": [("trainer.backend", "--trainer.backend fdsp")],
-    "algorithm.loss": [
-        ("algorithm.loss", "--algorithm.loss ppo"),
-        ("algorithm.loss", "--algorithm.loss no_such.place:thing"),
-        ("algorithm.loss", "--algorithm.loss a-b:c"),
-    ],
-    "algorithm.advantage": [
-        ("algorithm.advantage", "--algorithm.advantage gae"),
-        ("algorithm.advantage", "--algorithm.advantage slime_like.algorithms.advantage:x"),
-    ],
+    "sync.directory": ["--sync.transport directory --sync.directory TMP/train.jsonl"],
+    "debug.save-rollouts": ["--debug.save_rollouts TMP/train.jsonl"],
+    "debug.load-rollouts": ["--debug.load_rollouts TMP/none", "--debug.load_rollouts TMP/model --steps 3"],
+    "resume": ["--resume Auto"],
+    "data.train": ["--data.train none", "--data.train TMP/no.jsonl", "--data.train TMP"],
+    "evaluation.sampling": ["--evaluation.temperature 0.001", "--evaluation.samples_per_prompt 4"],
+    "evaluation.files": ["--evaluation.files TMP/a.csv"],
+    "evaluation.every": ["--evaluation.every 5"],
+    "rollout.engine": ["--rollout.engine vlm"],
+    "trainer.backend": ["--trainer.backend fdsp"],
+    "algorithm.loss": ["--algorithm.loss ppo", "--algorithm.loss no_such.place:thing", "--algorithm.loss a-b:c"],
+    "algorithm.advantage": ["--algorithm.advantage gae", "--algorithm.advantage slime_like.algorithms.advantage:x"],
     "rollout.sampling": [
-        ("rollout.top_p", "--rollout.top_p 0.9"),
-        ("rollout.max_staleness", f"{AHEAD} --cluster.placement colocated"),
-        ("rollout.max_staleness", "--rollout.max_staleness 2"),
-        ("rollout.oversample", f"{AHEAD} --rollout.oversample 1.5"),
-        (
-            "rollout.drop_zero_spread",
-            "--rollout.drop_zero_spread true --rollout.samples_per_prompt 1 --algorithm.advantage reinforce_pp",
-        ),
-        ("rollout.top_k", "--rollout.top_k 50"),
-        ("rollout.samples_per_prompt", "--rollout.samples_per_prompt 1"),
-        ("algorithm.overlong_buffer", "--algorithm.overlong_buffer 257"),
+        "--rollout.top_p 0.9",
+        f"{AHEAD} --cluster.placement colocated",
+        "--rollout.max_staleness 2",
+        f"{AHEAD} --rollout.oversample 1.5",
+        "--rollout.drop_zero_spread true --rollout.samples_per_prompt 1 --algorithm.advantage reinforce_pp",
+        "--rollout.top_k 50",
+        "--rollout.samples_per_prompt 1",
+        "--algorithm.overlong_buffer 257",
     ],
     "rollout.stream": [
-        ("rollout.stream", "--rollout.stream true --cluster.placement colocated"),
-        ("rollout.stream", "--rollout.stream true --algorithm.minibatches 2"),
-        ("rollout.stream", "--rollout.stream true --algorithm.advantage reinforce_pp_baseline"),
-        ("rollout.stream", "--rollout.stream true --algorithm.kl_reward_coef 0.1"),
-        ("debug.shuffle_advantages", "--rollout.stream true --debug.shuffle_advantages true"),
+        "--rollout.stream true --cluster.placement colocated",
+        "--rollout.stream true --algorithm.minibatches 2",
+        "--rollout.stream true --algorithm.advantage reinforce_pp_baseline",
+        "--rollout.stream true --algorithm.kl_reward_coef 0.1",
+        "--rollout.stream true --debug.shuffle_advantages true",
     ],
     "rollout.environment": [
-        ("rollout.environment.name", "--rollout.environment.name calculators"),
-        ("rollout.environment.name", "--rollout.environment.name slime_like.examples.calculator:Calculators"),
-        ("rollout.environment.options", "--rollout.environment.name calculator --rollout.environment.options.open x"),
-        (
-            "rollout.environment.template",
-            "--rollout.environment.name calculator --rollout.environment.template '<tool>'",
-        ),
-        (
-            "rollout.environment.max_turn_tokens",
-            "--rollout.environment.name calculator --rollout.environment.max_turn_tokens 300",
-        ),
-        ("rollout.environment.max_turns", "--rollout.environment.max_turns 3"),
+        "--rollout.environment.name calculators",
+        "--rollout.environment.name slime_like.examples.calculator:Calculators",
+        "--rollout.environment.name calculator --rollout.environment.options.open x",
+        "--rollout.environment.name calculator --rollout.environment.template '<tool>'",
+        "--rollout.environment.name calculator --rollout.environment.max_turn_tokens 300",
+        "--rollout.environment.max_turns 3",
     ],
-    "rollout.python": [("rollout.python", "--rollout.python TMP/python")],
+    "rollout.python": ["--rollout.python TMP/python"],
     "reference.model": [
-        ("reference.path", "--algorithm.kl_reward_coef 0.1 --reference.path TMP/none"),
-        ("reference.path", "--algorithm.kl_coef 0.1 --reference.path TMP/none"),
-        ("reference.path", "--algorithm.kl_coef 0 --reference.path TMP/none"),
-        ("reference.path", "--algorithm.kl_coef 0.1 --reference.path TMP"),
-        (
-            "reference.parallel.tensor",
-            "--algorithm.kl_coef 0.1 --reference.placement workers --reference.parallel.tensor 3",
-        ),
+        "--algorithm.kl_reward_coef 0.1 --reference.path TMP/none",
+        "--algorithm.kl_coef 0.1 --reference.path TMP/none",
+        "--algorithm.kl_coef 0 --reference.path TMP/none",
+        "--algorithm.kl_coef 0.1 --reference.path TMP",
+        "--algorithm.kl_coef 0.1 --reference.placement workers --reference.parallel.tensor 3",
     ],
     "algorithm.minibatches": [
-        ("algorithm.minibatches", "--algorithm.minibatches 65"),
-        ("trainer.parallel.data", "--trainer.parallel.data 9 --rollout.prompts_per_step 2 --algorithm.minibatches 2"),
-        ("trainer.parallel.data", "--trainer.parallel.data 3 --rollout.prompts_per_step 2 --algorithm.loss sft"),
+        "--algorithm.minibatches 65",
+        "--trainer.parallel.data 9 --rollout.prompts_per_step 2 --algorithm.minibatches 2",
+        "--trainer.parallel.data 3 --rollout.prompts_per_step 2 --algorithm.loss sft",
     ],
-    "algorithm.balancing": [("algorithm.moe_aux_loss_coef", "--algorithm.moe_aux_loss_coef 0.01")],
+    "algorithm.balancing": ["--algorithm.moe_aux_loss_coef 0.01"],
     "trainer.offload": [
-        ("trainer.optimizer.offload", "--trainer.optimizer.offload true --model.dtype float32"),
-        ("trainer.optimizer.offload", "--trainer.optimizer.offload true --trainer.optimizer.distributed false"),
+        "--trainer.optimizer.offload true --model.dtype float32",
+        "--trainer.optimizer.offload true --trainer.optimizer.distributed false",
     ],
     "trainer.schedule": [
-        (
-            "trainer.optimizer.final_weight_decay",
-            "--trainer.optimizer.weight_decay 0.1 --trainer.optimizer.final_weight_decay 0",
-        ),
-        ("trainer.optimizer.min_lr", "--trainer.optimizer.min_lr 1"),
-        ("trainer.optimizer.warmup_steps", "--trainer.optimizer.warmup_steps 100 --trainer.optimizer.decay cosine"),
+        "--trainer.optimizer.weight_decay 0.1 --trainer.optimizer.final_weight_decay 0",
+        "--trainer.optimizer.min_lr 1",
+        "--trainer.optimizer.warmup_steps 100 --trainer.optimizer.decay cosine",
     ],
-    "rollout.length": [
-        ("data.max_prompt_tokens", "--data.max_prompt_tokens 1800"),
-        ("data.max_prompt_tokens", "--rollout.max_model_len 700"),
-    ],
-    "trainer.token-budget": [("data.max_prompt_tokens", "--trainer.target_tokens_per_batch 700")],
-    "rollout.max-model-len": [("rollout.max_model_len", "--rollout.max_model_len 4096")],
-    "evaluation.length": [
-        ("data.max_prompt_tokens", "--evaluation.files TMP/train.jsonl --evaluation.max_new_tokens 300")
-    ],
-    "rollout.stop-tokens": [("rollout.stop_token_ids", "--rollout.stop_token_ids 2 300")],
-    "trainer.layout": [("trainer.parallel.tensor", "--trainer.parallel.tensor 3")],
+    "rollout.length": ["--data.max_prompt_tokens 1800", "--rollout.max_model_len 700"],
+    "trainer.token-budget": ["--trainer.target_tokens_per_batch 700"],
+    "rollout.max-model-len": ["--rollout.max_model_len 4096"],
+    "evaluation.length": ["--evaluation.files TMP/train.jsonl --evaluation.max_new_tokens 300"],
+    "rollout.stop-tokens": ["--rollout.stop_token_ids 2 300"],
+    "trainer.layout": ["--trainer.parallel.tensor 3"],
 }
 
 
-@pytest.mark.parametrize(
-    ("code", "field", "more"), [(code, *case) for code, cases in FAULTS.items() for case in cases], ids=str
-)
+@pytest.mark.parametrize(("code", "more"), [(code, more) for code, cases in FAULTS.items() for more in cases])
 def test_a_fault_is_named_with_field_value_and_remedy(
-    tmp_path: Path, flags: list[str], rejected: Rejected, code: str, field: str, more: str
+    tmp_path: Path, flags: list[str], rejected: Rejected, code: str, more: str
 ) -> None:
-    assert rejected([*flags, *shlex.split(more.replace("TMP", str(tmp_path)))], code).field == field
-
-
-def keep_rollouts(directory: Path, steps: Iterable[int]) -> list[str]:
-    directory.mkdir(exist_ok=True)
-    for step in steps:
-        dump_path(directory, step).touch()
-    return ["--debug.load_rollouts", str(directory), "--steps", "3"]
-
-
-def test_kept_advantages_are_not_shuffled(tmp_path: Path, flags: list[str], rejected: Rejected) -> None:
-    """A control that silently is none would prove the opposite of what it says."""
-    flags += [*keep_rollouts(tmp_path / "kept", (1, 2, 3)), "--debug.shuffle_advantages", "true"]
-    assert rejected(flags, "debug.load-rollouts").field == "debug.shuffle_advantages"
+    """The golden sentence begins with the field."""
+    problem = rejected([*flags, *shlex.split(more.replace("TMP", str(tmp_path)))], code)
+    assert problem.field and problem.text.startswith(problem.field)
 
 
 def test_kept_rollouts_must_cover_what_is_left_to_train(tmp_path: Path, flags: list[str], rejected: Rejected) -> None:
-    flags += keep_rollouts(tmp_path / "kept", (1, 3))
+    """They can be neither evaluated nor shuffled: a control that silently is none would prove the opposite."""
+    kept, checkpoints = tmp_path / "kept", tmp_path / "run" / "checkpoints"
+    kept.mkdir()
+    for step in (1, 2, 3):
+        dump_path(kept, step).touch()
+    flags += ["--debug.load_rollouts", str(kept), "--steps", "3"]
+    assert check(load_config(None, flags)) == []
+    rejected([*flags, "--debug.shuffle_advantages", "true"], "debug.load-rollouts")
+    rejected([*flags, "--evaluation.files", str(tmp_path / "train.jsonl")], "debug.load-rollouts")
+    dump_path(kept, 2).unlink()
     rejected(flags, "debug.load-rollouts")
-    checkpoints = tmp_path / "run" / "checkpoints"
     (checkpoints / "step-000002").mkdir(parents=True)
     (checkpoints / "latest").symlink_to("step-000002")
     assert check(load_config(None, flags)) == []
     rejected([*flags, "--resume", "never"], "debug.load-rollouts")
-
-
-def test_kept_rollouts_cannot_be_evaluated(tmp_path: Path, flags: list[str], rejected: Rejected) -> None:
-    flags += keep_rollouts(tmp_path / "kept", (1, 2, 3))
-    assert check(load_config(None, flags)) == []
-    flags += ["--evaluation.files", str(tmp_path / "train.jsonl"), "--evaluation.every", "1"]
-    rejected(flags, "debug.load-rollouts")
 
 
 @pytest.mark.parametrize("field", ["algorithm.loss", "algorithm.advantage", "rollout.environment.name"])
@@ -292,7 +215,7 @@ def test_faults_of_custom_code_that_its_source_shows_are_found_before_it_is_impo
 ) -> None:
     (tmp_path / "custom_things.py").write_text(f"raise RuntimeError('imported')\n{source}\n")
     monkeypatch.syspath_prepend(str(tmp_path))
-    assert rejected([*flags, f"--{field}", "custom_things:thing"], field.removesuffix(".name")).field == field
+    rejected([*flags, f"--{field}", "custom_things:thing"], field.removesuffix(".name"))
 
 
 @pytest.mark.parametrize("spelled", ["home", "home/", "link", "home/run/.."])
@@ -341,19 +264,13 @@ def test_weights_that_are_missing_or_damaged_are_found_before_anything_starts(
     model = write_checkpoint(tmp_path / "damaged")
     MODEL_FILES[damage](model)
     flags += [f"--{field}", str(model), "--algorithm.kl_coef", "0.1"]
-    assert rejected(flags, f"{field.removesuffix('.path')}.weight-files").field == field
-
-
-def test_all_faults_are_reported_at_once(flags: list[str]) -> None:
-    flags += ["--data.train", "x.jsonl", "--rollout.top_p", "0.5", "--trainer.parallel.pipeline", "13"]
-    codes = [problem.code for problem in check(load_config(None, [*flags, "--rollout.engine", "x"]))]
-    assert codes == ["data.train", "rollout.engine", "rollout.sampling", "trainer.layout"]
+    rejected(flags, f"{field.removesuffix('.path')}.weight-files")
 
 
 def test_a_reference_with_another_vocabulary_is_refused(tmp_path: Path, flags: list[str], rejected: Rejected) -> None:
     write_checkpoint(tmp_path / "other", vocab_size=301)
     flags += ["--algorithm.kl_coef", "0.1", "--reference.path", str(tmp_path / "other")]
-    assert rejected(flags, "reference.model").field == "reference.path"
+    rejected(flags, "reference.model")
     assert check(load_config(None, [*flags, "--algorithm.kl_coef", "0"])) == []
 
 
@@ -510,14 +427,6 @@ def test_where_nothing_is_trained_no_trainer_need_compute_the_model(flags: list[
     assert check(config, evaluation_needs(config))[0].field == "data.max_prompt_tokens"
 
 
-def test_a_family_without_what_every_decoder_has_is_refused_by_name(
-    flags: list[str], rejected: Rejected, tmp_path: Path
-) -> None:
-    sizes = {"max_position_embeddings": None}
-    write_checkpoint(tmp_path / "model", architectures=["BloomForCausalLM"], model_type="bloom", **sizes)
-    rejected([*flags, *FSDP], "model.path")
-
-
 WRONG_TYPES: list[dict[str, Any]] = [
     {"num_attention_heads": 0, "head_dim": None},
     {"rope_theta": "x"},
@@ -538,6 +447,7 @@ WRONG_TYPES: list[dict[str, Any]] = [
         "rope_parameters": {"rope_type": "default", "rope_theta": 1e6},
         "rope_scaling": {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e6},
     },
+    {"architectures": ["BloomForCausalLM"], "model_type": "bloom", "max_position_embeddings": None},
     {"tie_word_embeddings": "false"},
     {"eos_token_id": "2"},
     {"eos_token_id": [2, None]},
@@ -558,32 +468,19 @@ def test_a_value_of_the_wrong_type_is_named_with_its_key(
         ModelDimensions.from_checkpoint(write_checkpoint(tmp_path, **changes))
 
 
-def test_a_damaged_generation_config_is_named(tmp_path: Path, rejects: Rejects) -> None:
-    write_checkpoint(tmp_path)
-    (tmp_path / "generation_config.json").write_text("{")
-    with rejects(ConfigError):
-        ModelDimensions.from_checkpoint(tmp_path)
-
-
 def test_ends_of_a_generation_config_are_tokens_of_the_model(tmp_path: Path, rejects: Rejects) -> None:
-    """Also where ``config.json`` names others: engines read both."""
+    """Also where ``config.json`` names others: engines read both. A damaged file is named."""
     write_checkpoint(tmp_path)
     generation = tmp_path / "generation_config.json"
     generation.write_text('{"eos_token_id": [299, 0]}')
     assert ModelDimensions.from_checkpoint(tmp_path).eos_token_ids == (299, 0)
-    generation.write_text('{"eos_token_id": [2, 300]}')
-    with rejects(ConfigError):
-        ModelDimensions.from_checkpoint(tmp_path)
+    for text in ('{"eos_token_id": [2, 300]}', "{"):
+        generation.write_text(text)
+        with rejects(ConfigError):
+            ModelDimensions.from_checkpoint(tmp_path)
     generation.write_text('{"eos_token_id": 2}')
     with rejects(ConfigError):
         ModelDimensions.from_checkpoint(write_checkpoint(tmp_path, eos_token_id=300))
-
-
-def test_dimensions_are_those_of_the_file(tmp_path: Path) -> None:
-    found = ModelDimensions.from_checkpoint(write_checkpoint(tmp_path))
-    assert (found.num_heads, found.num_kv_heads, found.head_dim) == (16, 8, 16)
-    assert found.vocab_size == QWEN3_8_KV_HEADS["vocab_size"]
-    assert found.eos_token_ids == (2,)
 
 
 def test_known_names_are_those_of_the_registries() -> None:
@@ -596,7 +493,7 @@ def test_a_balancing_loss_does_not_stream(tmp_path: Path, flags: list[str], reje
     write_checkpoint(tmp_path / "model", **EXPERTS)
     flags += ["--algorithm.moe_aux_loss_coef", "0.01"]
     assert check(load_config(None, flags)) == []
-    assert rejected([*flags, *STREAM], "rollout.stream").field == "algorithm.moe_aux_loss_coef"
+    rejected([*flags, *STREAM], "rollout.stream")
 
 
 @pytest.mark.parametrize("name", ADVANTAGES)

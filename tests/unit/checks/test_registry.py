@@ -6,18 +6,16 @@ from pathlib import Path
 import pytest
 
 from slime_like import checks
-from slime_like.checks.check import check, selected
+from slime_like.checks.check import CHECKS, check, selected
 from slime_like.checks.definition import (
     CONVERSION,
     RANKS,
-    ModelCheck,
     Needs,
     NeedsOf,
     evaluation_needs,
     loading_needs,
     training_needs,
 )
-from slime_like.checks.registry import CHECKS
 from slime_like.config import RunConfig
 from slime_like.config.reading.load import load_config
 from slime_like.errors import Problem
@@ -84,10 +82,6 @@ def test_codes_are_unique_and_every_check_is_run_by_a_command() -> None:
     assert set(codes) == {code for own in COMMANDS for code in own[3].split()}
 
 
-def test_checks_of_the_model_need_its_sizes() -> None:
-    assert [own.code for own in CHECKS if isinstance(own, ModelCheck) and "model" not in own.needs] == []
-
-
 def test_no_check_is_left_out_of_the_registry() -> None:
     """Every public ``*_problems`` of the package is registered, or is part of one that is."""
     (folder,) = map(Path, checks.__path__)
@@ -101,13 +95,10 @@ def test_no_check_is_left_out_of_the_registry() -> None:
     assert set(defined) <= used
 
 
-def test_a_problem_has_the_code_of_its_check(tmp_path: Path) -> None:
-    flags = [*sound_flags(tmp_path), "--rollout.top_p", "0.5", "--trainer.parallel.pipeline", "13", "--resume", "x"]
-    config = load_config(None, flags)
-    problems = check(config)
-    assert [problem.code for problem in problems] == ["resume", "rollout.sampling", "trainer.layout"]
-    assert problems[1] == Problem(
-        "rollout.sampling",
-        "rollout.top_p=0.5 cuts the distribution that the loss assumes whole; use 1 for training",
-        "rollout.top_p",
-    )
+def test_all_problems_are_found_at_once_each_with_the_code_of_its_check(tmp_path: Path) -> None:
+    wrong = "--data.train x.jsonl --rollout.engine x --rollout.top_p 0.5 --trainer.parallel.pipeline 13 --resume x"
+    problems = check(load_config(None, [*sound_flags(tmp_path), *wrong.split()]))
+    codes = ["data.train", "resume", "rollout.engine", "rollout.sampling", "trainer.layout"]
+    assert [problem.code for problem in problems] == codes
+    sentence = "rollout.top_p=0.5 cuts the distribution that the loss assumes whole; use 1 for training"
+    assert problems[3] == Problem("rollout.sampling", sentence, "rollout.top_p")

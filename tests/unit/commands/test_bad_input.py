@@ -41,7 +41,7 @@ class Case:
 
 
 CASES = [
-    *(Case(shlex.split(flags), code) for code, faults in FAULTS.items() for _, flags in faults),
+    *(Case(shlex.split(flags), code) for code, faults in FAULTS.items() for flags in faults),
     *(Case(shlex.split(flags), code, yaml=HEAD + text) for text, flags, code, _ in REFUSED),
     *(
         Case([f"--data.{name}={value_text(value)}" for name, value in changes.items()], begins="FILE:", rows=content)

@@ -118,14 +118,6 @@ def test_flags_set_their_field(tmp_path: Path, flags: list[str], name: str, valu
     assert type(found) is type(value)
 
 
-def test_a_flag_changes_its_field_alone(tmp_path: Path) -> None:
-    path = write(tmp_path, yaml.safe_dump(UNUSUAL))
-    before, after = load_config(path, []), load_config(path, ["--trainer.parallel.pipeline", "2"])
-    expected = before.model_dump()
-    expected["trainer"]["parallel"]["pipeline"] = 2
-    assert after.model_dump() == expected
-
-
 def test_relative_paths_are_relative_to_the_current_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "deep").mkdir()
     path = write(tmp_path / "deep", "run_dir: runs/a\nmodel: {path: model}\ndata: {train: [a.jsonl]}")

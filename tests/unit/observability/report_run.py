@@ -12,7 +12,7 @@ from slime_like.config.reading.load import save_config
 from slime_like.observability.metrics import MetricLogger
 from slime_like.observability.names import evaluation_metrics, step_metrics
 from slime_like.observability.records import EvaluationRecord, StepRecord
-from slime_like.observability.tables import per_sample_table, per_token_table
+from slime_like.observability.tables import SAMPLE_TABLE, TOKEN_TABLE, per_sample_rows, per_token_rows
 from slime_like.trajectory import ScoredTrajectory
 from tests.unit.observability.records import grpo_stats, rl_record
 
@@ -59,11 +59,8 @@ def record(step: int) -> StepRecord:
 def log_tables(logger: MetricLogger, step: int) -> None:
     trajectories = [sample(step, index) for index in range(SAMPLES)]
     pi = [np.linspace(-0.1, -3.0, TOKENS) for _ in trajectories]
-    for table in (
-        per_sample_table(step, trajectories, pi, grpo_stats(loss=1 / step), decode),
-        per_token_table(step, trajectories, pi, decode),
-    ):
-        logger.log_table(step, table.name, table.columns, table.rows)
+    logger.log_table(step, SAMPLE_TABLE, per_sample_rows(step, trajectories, pi, grpo_stats(loss=1 / step), decode))
+    logger.log_table(step, TOKEN_TABLE, per_token_rows(step, trajectories, pi, decode))
 
 
 def sample(step: int, index: int) -> ScoredTrajectory:

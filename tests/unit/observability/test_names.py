@@ -4,34 +4,27 @@ import dataclasses
 import math
 import re
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from slime_like.observability.names import IDLE_TIME, evaluation_metrics, step_metrics, sync_metrics
 from slime_like.observability.phases import PhaseTimes
 from slime_like.observability.records import EvaluationRecord, SyncRecord
-from tests.support.rejections import Rejects
-from tests.unit.observability.records import reward_record, rl_record, sft_record
+from tests.unit.observability.records import rl_record, sft_record
 
+ZEROS = """
+    policy_loss kl_loss clipfrac approx_policy_kls entropy grad_norm engine_gap_mean importance_weight
+    importance_clipfrac moe_aux_loss
+"""
 RL_FIGURES = {
+    **{f"train_actor_training/{name}": 0.0 for name in ZEROS.split()},
     # means over two optimizer steps, but for old_gap_max (first), engine_gap_max (largest), learning_rate (last)
     "train_actor_training/loss": 2.0,
-    "train_actor_training/policy_loss": 0.0,
-    "train_actor_training/kl_loss": 0.0,
     "train_actor_training/ratios": 1.25,
-    "train_actor_training/clipfrac": 0.0,
-    "train_actor_training/approx_policy_kls": 0.0,
     "train_actor_training/response_lengths": 16.0,
-    "train_actor_training/entropy": 0.0,
-    "train_actor_training/grad_norm": 0.0,
     "train_actor_training/learning_rate": 2e-3,
     "train_actor_training/old_gap_max": 1e-7,
-    "train_actor_training/engine_gap_mean": 0.0,
     "train_actor_training/engine_gap_max": 0.5,
-    "train_actor_training/importance_weight": 0.0,
-    "train_actor_training/importance_clipfrac": 0.0,
-    "train_actor_training/moe_aux_loss": 0.0,
     "train_actor_training/num_tokens": 40.0,
     "train_actor_performance/total_step_time (s)": 8.0,
     "train_actor_performance/time_grpo_steps (s)": 2.0,
@@ -101,9 +94,8 @@ def test_the_page_of_figures_names_what_is_logged_and_nothing_else() -> None:
         cells = re.findall(r"^\| (`.*?) \|", section, re.MULTILINE) or [section]
         names = [name for cell in cells for name in re.findall(r"`([^`]+)`", cell)]
         described += [prefix + re.sub("NAME|K$", ".+", re.escape(name)) for name in names]
-    evaluation = EvaluationRecord(
-        accuracy=0.5, num_responses=4, response_length_mean=3.0, truncated_fraction=0.0, pass_at={2: 0.75}
-    )
+    means = {"accuracy": 0.5, "response_length_mean": 3.0, "truncated_fraction": 0.0}
+    evaluation = EvaluationRecord(**means, num_responses=4, pass_at={2: 0.75})
     sync = SyncRecord(total_s=1.0, verification_s=0.1, nbytes=8, wire_nbytes=4, changed_fraction=0.5)
     logged = {*RL_FIGURES, *evaluation_metrics(evaluation), *sync_metrics(sync)}
     assert sorted(name for name in logged if not any(re.fullmatch(each, name) for each in described)) == []
@@ -138,26 +130,6 @@ def test_generation_time_can_be_given_where_it_overlaps_training() -> None:
     assert rollout is not None
     record = dataclasses.replace(rl_record(), rollout=dataclasses.replace(rollout, seconds=0.8))
     assert step_metrics(record)["rollout/tokens_per_second"] == pytest.approx(100.0)
-
-
-@pytest.mark.parametrize(
-    "change",
-    [
-        {"rewards": [[1.0, 0.0]]},
-        {"successes": [[1], [0], [1], [0], [1]]},
-        {"weights": [1.0]},
-        {"rewards": [], "successes": [], "func_names": [], "weights": [], "group_ids": []},
-    ],
-)
-def test_reward_records_that_do_not_fit_are_refused(rejects: Rejects, change: dict[str, Any]) -> None:
-    with rejects(ValueError):
-        dataclasses.replace(reward_record(), **change)
-
-
-@pytest.mark.parametrize("change", [{"updates": []}, {"actual_tokens": 21}])
-def test_step_records_that_cannot_be_are_refused(rejects: Rejects, change: dict[str, Any]) -> None:
-    with rejects(ValueError):
-        dataclasses.replace(sft_record(), **change)
 
 
 def test_evaluation_names() -> None:

@@ -6,6 +6,7 @@ import os
 import pty
 import threading
 import unicodedata
+from types import SimpleNamespace
 
 import pytest
 
@@ -14,14 +15,6 @@ from slime_like.observability.progress import Progress
 from tests.unit.observability.records import rl_record, sft_record
 
 HIDE_CURSOR, SHOW_CURSOR = "\x1b[?25l", "\x1b[?25h"
-
-
-class Time:
-    def __init__(self) -> None:
-        self.seconds = 0.0
-
-    def __call__(self) -> float:
-        return self.seconds
 
 
 def control_characters(text: str) -> set[str]:
@@ -72,9 +65,9 @@ PLAIN: dict[str, tuple[int, list[tuple[float, int, dict[str, float]]], list[str]
 def test_plain_lines(
     total: int, updates: list[tuple[float, int, dict[str, float]]], lines: list[str], at_end: list[str]
 ) -> None:
-    stream, time = io.StringIO(), Time()
-    progress = Progress("plain", total, stream, time)
-    for time.seconds, step, values in updates:
+    stream, now = io.StringIO(), SimpleNamespace(seconds=0.0)
+    progress = Progress("plain", total, stream, lambda: now.seconds)
+    for now.seconds, step, values in updates:
         progress.update(step, values)
     assert stream.getvalue().splitlines() == lines
     for _ in range(2):  # may be closed twice
@@ -84,7 +77,7 @@ def test_plain_lines(
 
 def test_an_exception_leaves_the_last_line() -> None:
     stream = io.StringIO()
-    with pytest.raises(KeyError), Progress("plain", 9, stream, Time()) as progress:
+    with pytest.raises(KeyError), Progress("plain", 9, stream, lambda: 0.0) as progress:
         progress.update(1, {})
         progress.update(2, {})
         raise KeyError

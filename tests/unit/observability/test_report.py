@@ -161,7 +161,7 @@ def test_a_resumed_run_shows_the_second_run_of_a_step(tmp_path: Path, logger: Me
     logger.log(1, {"train_actor_training/loss": 1.0})
     rows = [(1, "a"), (2, "b"), (3, "c"), (2, "d"), (2, "e"), (2, "d")]
     for count, (step, name) in enumerate(rows):
-        logger.log_table(step, SAMPLE_TABLE, ["Sequence ID", "count"], [[name, count]])
+        logger.log_table(step, SAMPLE_TABLE, [{"Sequence ID": name, "count": count}])
     stored = read_run(tmp_path).tables[SAMPLE_TABLE].rows
     assert [(row["Sequence ID"], row["count"]) for row in stored] == [("a", 0), ("d", 5), ("e", 4)]
 
@@ -200,7 +200,7 @@ def test_a_loss_that_is_nan_is_seen(tmp_path: Path, logger: MetricLogger) -> Non
 
 def test_custom_tables_are_shown(tmp_path: Path, logger: MetricLogger) -> None:
     logger.log(1, {"train_actor_training/loss": 1.0})
-    logger.log_table(1, "mine", ["text", "flag", "list", "nothing"], [["x" * 5000, True, [1, None], None]])
+    logger.log_table(1, "mine", [{"text": "x" * 5000, "flag": True, "list": [1, None], "nothing": None}])
     page = Page(write_report(tmp_path).read_text())
     assert {"mine", "yes", "[1, null]", "-", f"{'x' * 4000} … (1000 more characters)"} <= set(page.texts)
 

@@ -1,9 +1,7 @@
 """Debug tables against rows computed by hand."""
 
-import json
 from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,11 +9,9 @@ import numpy as np
 import pytest
 import torch
 
-from slime_like.observability.metrics import MetricLogger
-from slime_like.observability.tables import per_sample_table, per_token_table
+from slime_like.observability.tables import Row, per_sample_rows, per_token_rows
 from slime_like.orchestration.run.recorder import debug_tables
 from slime_like.trajectory import ScoredTrajectory
-from tests.support.rejections import Rejects
 from tests.unit.observability.records import grpo_stats
 
 WORDS = {1: "2", 2: "+", 3: "=", 4: "5", 5: "<eos>"}
@@ -25,6 +21,10 @@ PI = [np.array([-0.5, -1.0, -4.0]), np.array([-2.0])]
 
 def decode(tokens: Sequence[int]) -> str:
     return "".join(WORDS[token] for token in tokens)
+
+
+def cells(rows: Sequence[Row]) -> list[list[Any]]:
+    return [list(row.values()) for row in rows]
 
 
 def samples() -> list[ScoredTrajectory]:
@@ -46,29 +46,27 @@ def samples() -> list[ScoredTrajectory]:
 
 
 def test_per_sample_rows() -> None:
-    table = per_sample_table(12, samples(), PI, STATS, decode)
-    assert table.name == "per_sample_debug_table"
-    assert table.columns == [
+    rows = per_sample_rows(12, samples(), PI, STATS, decode)
+    assert list(rows[0]) == [
         "Sequence ID", "Prompt", "Response", "Advantages", "Response Length", "Step",
         "Reward_math", "Success_math", "Reward_format", "Success_format",
         "loss", "policy_loss", "kl_loss", "ratios", "clipfrac", "approx_policy_kls",
         "Mean Abs Diff Pi-Ref", "Mean Abs Diff Pi-Generated", "Answer", "Group ID", "Weight Version", "Finish Reason",
     ]  # fmt: skip
     step_figures = [0.5, 0.25, 0.125, 1.5, 0.75, 2.0]
-    assert table.rows == [
+    assert cells(rows) == [
         ["7-0", "2+2=", "5<eos>5", 0.75, 3, 12, 1.0, 1.0, 0.5, 0.0, *step_figures, 0.375, 0.125, "4", 7, 3, "length"],
         ["8-0", "+", "<eos>", -0.75, 1, 12, 0.0, 0.0, 0.25, 1.0, *step_figures, None, None, "", 8, None, "stop"],
     ]
 
 
 def test_per_token_rows() -> None:
-    table = per_token_table(12, samples(), PI, decode)
-    assert table.name == "per_token_debug_table"
-    assert table.columns == [
+    rows = per_token_rows(12, samples(), PI, decode)
+    assert list(rows[0]) == [
         "Sequence ID", "Token Position", "Token ID", "Decoded Token", "Generated Logprob", "Ref Logprob", "Pi Logprob",
         "Abs Diff Pi-Ref", "Abs Diff Pi-Generated", "Step", "Loss Mask", "Weight Version",
     ]  # fmt: skip
-    assert table.rows == [
+    assert cells(rows) == [
         ["7-0", 0, 4, "5", -0.25, -0.75, -0.5, 0.25, 0.25, 12, True, 3],
         ["7-0", 1, 5, "<eos>", -1.0, -1.5, -1.0, 0.5, 0.0, 12, True, 3],
         ["7-0", 2, 4, "5", -1.0, -4.0, -4.0, 0.0, 3.0, 12, False, 4],
@@ -86,17 +84,19 @@ def test_turns_are_readable() -> None:
         reward_metadata={**first.reward_metadata, "conversation": {"turns": [[0, 2], [3, 4]], "steps": [{}]}},
     )  # fmt: skip
     pi = [np.array([-0.5, -1.0, -9.0, -2.5]), PI[1]]
-    table = per_sample_table(12, [talk, second], pi, STATS, decode)
-    assert table.columns[-2:] == ["Turns", "Conversation"]
-    assert [row[-2:] for row in table.rows] == [
+    rows = per_sample_rows(12, [talk, second], pi, STATS, decode)
+    assert list(rows[0])[-2:] == ["Turns", "Conversation"]
+    assert [row[-2:] for row in cells(rows)] == [
         [2, "1 model: 5<eos>\n1 environment: +\n2 model: 5"],
         [1, "1 model: <eos>"],
     ]  # fmt: skip
-    assert table.rows[0][-7] == pytest.approx(0.25)  # mean gap to what was generated: the observation is no part of it
-    tokens = per_token_table(12, [talk, second], pi, decode)
-    assert tokens.columns[-1] == "Turn"
-    assert [row[-1] for row in tokens.rows] == [1, 1, 1, 2, 1]
-    assert [(row[4], row[8], row[10]) for row in tokens.rows[:4]] == [
+    assert rows[0]["Mean Abs Diff Pi-Generated"] == pytest.approx(
+        0.25
+    )  # mean gap to what was generated: the observation is no part of it
+    tokens = per_token_rows(12, [talk, second], pi, decode)
+    assert [row["Turn"] for row in tokens] == [1, 1, 1, 2, 1]
+    shown = ("Generated Logprob", "Abs Diff Pi-Generated", "Loss Mask")
+    assert [tuple(row[name] for name in shown) for row in tokens[:4]] == [
         (-0.25, 0.25, True), (-1.0, 0.0, True), (None, None, False), (-2.0, 0.5, True),
     ]  # fmt: skip
 
@@ -108,72 +108,18 @@ def test_the_limit_counts_samples(limit: int, rows: list[int]) -> None:
         for sample, pi in zip(samples(), PI, strict=True)
     }
     trainers: Any = SimpleNamespace(response_logprobs=lambda names: {name: frozen[name] for name in names})
-    assert [len(table.rows) for table in debug_tables(1, samples(), trainers, STATS, decode, limit)] == rows
+    tables = debug_tables(1, samples(), trainers, STATS, decode, limit)
+    assert [len(table) for table in tables.values()] == rows
 
 
 def test_a_sample_without_loss_has_no_mean_gap() -> None:
     masked = replace(samples()[0], loss_mask=torch.zeros(3, dtype=torch.bool))
-    row = per_sample_table(1, [masked], PI[:1], STATS, decode).rows[0]
-    assert row[-6:-4] == [None, None]
+    (row,) = per_sample_rows(1, [masked], PI[:1], STATS, decode)
+    assert row["Mean Abs Diff Pi-Ref"] is None and row["Mean Abs Diff Pi-Generated"] is None
 
 
 def test_a_demonstration_has_no_rewards() -> None:
-    changes: dict[str, Any] = {
-        "rewards": torch.zeros(0),
-        "successes": torch.zeros(0),
-        "reward_metadata": {"func_names": []},
-    }
-    table = per_sample_table(1, [replace(samples()[1], **changes)], PI[1:], STATS, decode)
-    assert table.columns[5:7] == ["Step", "loss"] and len(table.rows[0]) == len(table.columns)
-
-
-def test_no_samples_make_an_empty_table() -> None:
-    assert per_sample_table(1, [], [], STATS, decode).rows == []
-    assert per_token_table(1, [], [], decode).rows == []
-
-
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {"logprobs": torch.zeros(2)},
-        {"ref_logprobs": torch.zeros(3, 1)},
-        {"loss_mask": torch.ones(4, dtype=torch.bool)},
-        {"weight_versions": torch.ones(1)},
-        {"response_len": 4},
-    ],
-    ids=lambda changes: next(iter(changes)),
-)
-def test_a_field_of_another_length_is_rejected(rejects: Rejects, changes: dict[str, Any]) -> None:
-    with rejects(ValueError):
-        per_token_table(1, [replace(samples()[0], **changes)], PI[:1], decode)
-
-
-@pytest.mark.parametrize("pi", [PI[:1], PI[::-1]], ids=["too few", "exchanged"])
-def test_logprobs_of_other_samples_are_rejected(rejects: Rejects, pi: list[np.ndarray]) -> None:
-    with rejects(ValueError):
-        per_sample_table(1, samples(), pi, STATS, decode)
-
-
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {"reward_metadata": {"func_names": ["format", "math"]}},
-        {"rewards": torch.zeros(1)},
-        {"successes": torch.zeros(3)},
-    ],
-    ids=lambda changes: next(iter(changes)),
-)
-def test_reward_functions_must_be_the_same_for_all(rejects: Rejects, changes: dict[str, Any]) -> None:
-    first, second = samples()
-    with rejects(ValueError):
-        per_sample_table(1, [first, replace(second, **changes)], PI, STATS, decode)
-
-
-def test_the_logger_stores_them(tmp_path: Path, logger: MetricLogger) -> None:
-    tables = (per_sample_table(12, samples(), PI, STATS, decode), per_token_table(12, samples(), PI, decode))
-    for table in tables:
-        logger.log_table(12, table.name, table.columns, table.rows)
-    for table in tables:
-        lines = (tmp_path / "tables" / f"{table.name}.jsonl").read_text().splitlines()
-        expected = [{"step": 12, **dict(zip(table.columns, row, strict=True))} for row in table.rows]
-        assert [json.loads(line) for line in lines] == expected
+    none = torch.zeros(0)
+    demonstration = replace(samples()[1], rewards=none, successes=none, reward_metadata={"func_names": []})
+    (row,) = per_sample_rows(1, [demonstration], PI[1:], STATS, decode)
+    assert list(row)[5:7] == ["Step", "loss"]

@@ -17,7 +17,8 @@ from slime_like.planning import checks
 from slime_like.planning.engines import plan_engine
 from slime_like.planning.hardware import GIB, Hardware
 from slime_like.planning.memory import host_memory, trainer_phases
-from slime_like.planning.step_time import Workload, predict, traffic_per_step
+from slime_like.planning.planned_run import PlannedRun
+from slime_like.planning.step_time import predict, traffic_per_step
 from tests.parallel.tiny import save_checkpoint
 
 MODELS = Path(__file__).parents[3] / "configs" / "models"
@@ -35,9 +36,22 @@ PUBLISHED = {
 }
 
 
+# 8,192 tokens, a micro-batch of the default size, hold two of eight sequences of 4,096.
+EIGHT_LONG_SAMPLES: dict[str, Any] = {
+    "data": {"max_prompt_tokens": 2048},
+    "rollout": {"prompts_per_step": 1, "samples_per_prompt": 8, "max_new_tokens": 2048},
+}
+# Of ``estimate`` on H100s: products, then attention or the context's messages, then the tensor's messages.
+ONE_PASS_S = 4e12 / (989e12 * 0.5) + max(1e12 / (989e12 * 0.4), 1e9 / (50e9 * 0.7)) + 1e9 / (450e9 * 0.7)
+
+
 def config(**sections: Any) -> RunConfig:
     base: dict[str, Any] = {"run_dir": "/tmp/none", "model": {"path": MODELS / "Qwen3-32B"}}
     return RunConfig.model_validate(base | sections)
+
+
+def planned_run(**sections: Any) -> PlannedRun:
+    return PlannedRun.of(config(**sections))
 
 
 def estimate(**memory: int) -> RankEstimate:
@@ -63,40 +77,31 @@ def test_parameters_are_those_of_the_stored_tensors(family: str, tmp_path: Path)
 
 def test_engine_of_a_32b_model() -> None:
     """64 layers x 2 x 8 heads x 128 x 2 bytes are 256 KiB a token, over 4 GPUs 64 KiB each."""
-    run = config(rollout={"tensor": 4, "max_new_tokens": 1024}, cluster={"gpu": "h100-80gb"})
-    engine = plan_engine(run, ModelDimensions.from_checkpoint(run.model.path), Hardware.of(run), mean_length=1024)
+    engine = plan_engine(planned_run(rollout={"tensor": 4, "max_new_tokens": 1024}, cluster={"gpu": "h100-80gb"}))
     assert engine.kv_bytes_per_token == 64 * 1024
     assert engine.weight_bytes == PUBLISHED["Qwen3-32B"] * 2 // 4
-    assert engine.total_bytes == pytest.approx(0.92 * 79.1 * GIB)
+    assert engine.weight_bytes + engine.kv_bytes + engine.reserve_bytes == pytest.approx(0.92 * 79.1 * GIB)
     assert engine.kv_tokens == engine.kv_bytes // (64 * 1024)
     assert engine.longest_sequences == engine.kv_tokens // 2048
 
 
 def test_kv_heads_are_repeated_where_there_are_fewer_than_gpus() -> None:
-    run = config(model={"path": MODELS / "Qwen3-30B-A3B"}, rollout={"tensor": 8})  # four KV heads
-    engine = plan_engine(run, ModelDimensions.from_checkpoint(run.model.path), Hardware.of(run), 1024)
+    run = planned_run(model={"path": MODELS / "Qwen3-30B-A3B"}, rollout={"tensor": 8})  # four KV heads
+    engine = plan_engine(run)
     assert engine.kv_bytes_per_token == 2 * 48 * 1 * 128 * 2
 
 
 def test_activations_and_the_optimizers_temporaries_are_not_there_at_once() -> None:
-    run = config(rollout={"tensor": 4})
-    dimensions, hardware = ModelDimensions.from_checkpoint(run.model.path), Hardware.of(run)
-    sums = []
+    run = planned_run(rollout={"tensor": 4})
     for memory in ({"activation_bytes": 5 * GIB, "update_bytes": 2 * GIB}, {"update_bytes": 5 * GIB}):
-        kind, figures = RankKind("all", (0,)), estimate(**memory)
-        training = trainer_phases(run, dimensions, hardware, None, kind, figures)[0]
-        sums.append(training.total / GIB)
-    assert sums == [pytest.approx(4 + 8 + 6 + 5 * 1.05 + 2)] * 2
+        training = trainer_phases(run, None, RankKind("all", (0,)), estimate(**memory))[0]
+        assert training.total / GIB == pytest.approx(4 + 8 + 6 + 5 * 1.05 + 2)
 
 
 def test_colocated_devices_never_hold_optimizer_and_cache_at_once() -> None:
-    run = config(rollout={"tensor": 4}, cluster={"placement": "colocated"}, algorithm={"kl_coef": 0.1})
-    dimensions, hardware = ModelDimensions.from_checkpoint(run.model.path), Hardware.of(run)
-    engine = plan_engine(run, dimensions, hardware, 1024)
-    phases = {
-        p.phase: {item.name for item in p.items}
-        for p in trainer_phases(run, dimensions, hardware, engine, RankKind("all", (0,)), estimate())
-    }
+    run = planned_run(rollout={"tensor": 4}, cluster={"placement": "colocated"}, algorithm={"kl_coef": 0.1})
+    found = trainer_phases(run, plan_engine(run), RankKind("all", (0,)), estimate())
+    phases = {phase.phase: {item.name for item in phase.items} for phase in found}
     assert set(phases) == {"training", "scoring", "weight sync", "generation"}
     assert not any({"optimizer state", "KV cache"} <= names for names in phases.values())
     assert {"parameters", "engine weights", "sync buffers"} <= phases["weight sync"]
@@ -104,24 +109,19 @@ def test_colocated_devices_never_hold_optimizer_and_cache_at_once() -> None:
 
 
 def test_host_memory_of_changes_only_syncs() -> None:
-    run = config(rollout={"tensor": 4, "num_engines": 2}, trainer={"parallel": {"data": 8}})
-    dimensions, hardware = ModelDimensions.from_checkpoint(run.model.path), Hardware.of(run)
-    engine = plan_engine(run, dimensions, hardware, 1024)
-    model = dimensions.num_parameters * 2
-    store = run.cluster.object_store_mb * 2**20
-    assert host_memory(run, dimensions, [estimate()], engine, "gloo").total == model * (1 + 8) + store
-    assert host_memory(run, dimensions, [estimate()], engine, "nccl").total == store
+    run = planned_run(rollout={"tensor": 4, "num_engines": 2}, trainer={"parallel": {"data": 8}})
+    engine = plan_engine(run)
+    model, store = run.dimensions.num_parameters * 2, run.config.cluster.object_store_mb * 2**20
+    assert host_memory(run, [estimate()], engine, "gloo").total == model * (1 + 8) + store
+    assert host_memory(run, [estimate()], engine, "nccl").total == store
 
 
 def test_host_memory_of_copies_that_a_run_makes() -> None:
     """What an asynchronous save copies, the two segments of every sender, and what the rank keeps there anyway."""
     layout = {"tensor": 2, "pipeline": 4}
     sections: dict[str, Any] = {"checkpoint": {"async_save": True}, "sync": {"bucket_mb": 4096}}
-    run = config(trainer={"parallel": layout}, cluster={"address": "auto", "host_memory_gib": 200}, **sections)
-    dimensions, hardware = ModelDimensions.from_checkpoint(run.model.path), Hardware.of(run)
-    engine = plan_engine(run, dimensions, hardware, 1024)
-    figures = estimate(host_optimizer_bytes=8 * GIB)
-    found = host_memory(run, dimensions, [figures], engine, "shared_memory")
+    run = planned_run(trainer={"parallel": layout}, cluster={"address": "auto", "host_memory_gib": 200}, **sections)
+    found = host_memory(run, [estimate(host_optimizer_bytes=8 * GIB)], plan_engine(run), "shared_memory")
     assert {item.name: item.nbytes / GIB for item in found.items} == {
         "optimizer state": 8 * 8,
         "checkpoint.async_save: copies": 8 * (4 + 6 + 6),
@@ -138,33 +138,22 @@ def test_links_are_those_between_the_ranks() -> None:
 
 def test_step_of_known_size() -> None:
     """4 micro-batches and 1 idle slot of 4 TFLOP and 1 TFLOP of attention; links as in the test above."""
-    run = config(
-        data={"max_prompt_tokens": 2048},
-        rollout={"prompts_per_step": 1, "samples_per_prompt": 8, "max_new_tokens": 2048},
-        trainer={"parallel": {"pipeline": 2}, "target_tokens_per_batch": 8192},
-    )
-    dimensions, hardware = ModelDimensions.from_checkpoint(run.model.path), Hardware.of(run)
-    workload = Workload.of(run, None, None)
-    assert (workload.samples, workload.micro_batches, workload.filled) == (8, 4, 1.0)
-    figures = estimate()
-    step = predict(run, dimensions, hardware, workload, [figures], None, None)
-    products, attention = 4e12 / (989e12 * 0.5), 1e12 / (989e12 * 0.4)
-    tensor, context = 1e9 / (450e9 * 0.7), 1e9 / (50e9 * 0.7)
-    update = context + (12 + 8) * GIB / (3350e9 * 0.6)
-    assert step.training == pytest.approx(5 * (products + max(attention, context) + tensor) + update)
+    run = planned_run(**EIGHT_LONG_SAMPLES, trainer={"parallel": {"pipeline": 2}})
+    assert (run.workload.samples, run.workload.micro_batches, run.workload.filled) == (8, 4, 1.0)
+    step = predict(run, [estimate()], None, None)
+    update = 1e9 / (50e9 * 0.7) + (12 + 8) * GIB / (3350e9 * 0.6)
+    assert step.training == pytest.approx(5 * ONE_PASS_S + update)
     assert (step.generation, step.scoring, step.sync) == (0, 0, 0)
-    sent = {(item.axis, item.link): item.nbytes for item in traffic_per_step(run, hardware, workload, figures)}
+    sent = {(item.axis, item.link): item.nbytes for item in traffic_per_step(run, estimate())}
     assert sent == {("tensor", "NVLink"): 4e9, ("context", "network"): 4e9, ("data", "network"): 1e9}
 
 
 def test_more_memory_bandwidth_means_faster_decoding() -> None:
     seconds = []
     for gpu in ("h100-80gb", "h200-141gb"):
-        run = config(rollout={"tensor": 4}, cluster={"gpu": gpu})
-        dimensions, hardware = ModelDimensions.from_checkpoint(run.model.path), Hardware.of(run)
-        workload = Workload.of(run, None, None)
-        engine = replace(plan_engine(run, dimensions, hardware, workload.mean_length), at_once=8)
-        seconds.append(predict(run, dimensions, hardware, workload, [estimate()], engine, "nccl").generation)
+        run = planned_run(rollout={"tensor": 4}, cluster={"gpu": gpu})
+        engine = replace(plan_engine(run), at_once=8)
+        seconds.append(predict(run, [estimate()], engine, "nccl").generation)
     assert seconds[0] / seconds[1] == pytest.approx(4800 / 3350, rel=0.01)
 
 
@@ -174,17 +163,20 @@ def test_more_memory_bandwidth_means_faster_decoding() -> None:
         ({"cluster": {"nodes": 1}, "trainer": {"parallel": {"data": 8}}}, "use 2 nodes"),
         ({"trainer": {"parallel": {"tensor": 8}}, "cluster": {"gpus_per_node": 4}}, "trainer.parallel.tensor=8 does"),
         ({"rollout": {"tensor": 3}}, "rollout.tensor=3 does not divide cluster.gpus_per_node=8"),
+        (
+            {"reference": {"placement": "workers", "parallel": {"tensor": 3}}, "algorithm": {"kl_coef": 0.01}},
+            "reference.parallel.tensor=3 does not divide cluster.gpus_per_node=8",
+        ),
     ],
 )
 def test_placement_is_checked(sections: dict[str, Any], expected: str) -> None:
-    run = config(**sections)
-    (problem,) = checks.placement_problems(run, Hardware.of(run))
+    (problem,) = checks.placement_problems(config(**sections))
     assert expected in problem
 
 
 def test_colocated_engines_need_no_gpus_of_their_own() -> None:
     run = config(cluster={"nodes": 1, "placement": "colocated"}, trainer={"parallel": {"data": 8}})
-    assert not list(checks.placement_problems(run, Hardware.of(run)))
+    assert not list(checks.placement_problems(run))
 
 
 def test_headers_are_compared_by_name_and_shape(tmp_path: Path) -> None:

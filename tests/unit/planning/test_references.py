@@ -8,15 +8,15 @@ import pytest
 
 from slime_like.config.reading.load import load_config
 from slime_like.interfaces.estimate import RankKind
-from slime_like.models.dimensions import ModelDimensions
 from slime_like.planning import checks
 from slime_like.planning.hardware import GIB, Hardware
+from slime_like.planning.memory import reference_phase
 from slime_like.planning.plan import make_plan, remedy
-from slime_like.planning.references import reference_phase, reference_seconds
-from slime_like.planning.result import Plan, PlanOptions
+from slime_like.planning.planned_run import PlannedRun
+from slime_like.planning.result import Plan
 from slime_like.planning.search import trainer_gpus
-from slime_like.planning.step_time import Workload, predict
-from tests.unit.planning.test_arithmetic import config, estimate
+from slime_like.planning.step_time import predict, reference_seconds
+from tests.unit.planning.test_arithmetic import EIGHT_LONG_SAMPLES, ONE_PASS_S, config, estimate, planned_run
 
 ROOT = Path(__file__).parents[3]
 REFUSED = ("--trainer.parallel.tensor", "3")  # nothing is worked out then, which takes seconds
@@ -31,17 +31,11 @@ def test_their_gpus_are_counted() -> None:
     run = with_workers(trainer={"parallel": {"data": 8}}, rollout={"num_engines": 4}, cluster={"nodes": 2})
     needed = checks.gpus_needed(run)
     assert (needed.trainers, needed.engines, needed.references, needed.total) == (8, 4, 8, 20)
-    (problem,) = checks.placement_problems(run, Hardware.of(run))
+    (problem,) = checks.placement_problems(run)
     assert "trainer.parallel needs 8, engines 4, reference workers 8; use 3 nodes" in problem
-    assert trainer_gpus(run, Hardware.of(run)) == 16 - 4 - 8
+    assert trainer_gpus(run) == 16 - 4 - 8
     unused = run.model_copy(update={"algorithm": config().algorithm})  # without a KL term no scoring
     assert checks.gpus_needed(unused).references == 0
-
-
-def test_their_tensor_groups_stay_inside_a_node() -> None:
-    run = with_workers(cluster={"gpus_per_node": 6}, trainer={"parallel": {"data": 6}})
-    (problem,) = checks.placement_problems(run, Hardware.of(run))
-    assert "reference.parallel.tensor=4 does not divide cluster.gpus_per_node=6" in problem
 
 
 def test_they_hold_weights_and_a_pass_without_gradients() -> None:
@@ -52,62 +46,35 @@ def test_they_hold_weights_and_a_pass_without_gradients() -> None:
 
 
 def test_a_step_waits_for_whichever_is_slower() -> None:
-    """8,192 tokens hold two sequences of 4,096: four workers' replicas have one micro-batch of a step's eight each."""
-    sections = {
-        "data": {"max_prompt_tokens": 2048},
-        "rollout": {"prompts_per_step": 1, "samples_per_prompt": 8, "max_new_tokens": 2048},
-        "trainer": {"target_tokens_per_batch": 8192},
-    }
-    run = config(
-        reference={"placement": "workers", "workers": 2, "parallel": {"data": 2}},
-        algorithm={"kl_coef": 0.01},
-        **sections,
-    )
-    hardware, workload = Hardware.of(run), Workload.of(run, None, None)
-    figures = estimate()
-    one_pass = 4e12 / (989e12 * 0.5) + max(1e12 / (989e12 * 0.4), 1e9 / (50e9 * 0.7)) + 1e9 / (450e9 * 0.7)
-    assert reference_seconds(run, hardware, workload, [figures]) == pytest.approx(one_pass)
-    staged = run.reference.model_copy(update={"parallel": run.reference.parallel.model_copy(update={"pipeline": 2})})
-    slower = run.model_copy(update={"reference": staged})  # requests of 8 packs and one idle slot
-    assert reference_seconds(slower, hardware, workload, [figures]) == pytest.approx(one_pass * 9 / 8)
-    dimensions = ModelDimensions.from_checkpoint(run.model.path)
-    step = predict(run, dimensions, hardware, workload, [figures], None, None, references=30.0)
+    """Four workers' replicas have one of a step's four micro-batches each."""
+    parallel = {"data": 2}
+    for pipeline, slots in ((1, 1), (2, 9 / 8)):  # requests of 8 packs, and an idle slot for the second stage
+        reference = {"placement": "workers", "workers": 2, "parallel": parallel | {"pipeline": pipeline}}
+        run = planned_run(reference=reference, algorithm={"kl_coef": 0.01}, **EIGHT_LONG_SAMPLES)
+        assert reference_seconds(run, [estimate()]) == pytest.approx(ONE_PASS_S * slots)
+    step = predict(run, [estimate()], None, None, references=30.0)
     assert step.scoring == 0.0
     assert step.total == pytest.approx(30.0 + step.training)
     assert replace(step, generation=40.0).total == pytest.approx(40.0 + step.training)
 
 
 def test_streaming_leaves_one_micro_batch_and_the_update_for_the_end() -> None:
-    sections: dict[str, Any] = {
-        "data": {"max_prompt_tokens": 2048},
-        "trainer": {"target_tokens_per_batch": 8192, "parallel": {"pipeline": 2}},
-    }
-    rollout = {"prompts_per_step": 1, "samples_per_prompt": 8, "max_new_tokens": 2048}
-    run = config(rollout={**rollout, "stream": True}, **sections)
-    hardware, workload = Hardware.of(run), Workload.of(run, None, None)
-    dimensions = ModelDimensions.from_checkpoint(run.model.path)
-    step = predict(run, dimensions, hardware, workload, [estimate()], None, None)
-    one_pass = 4e12 / (989e12 * 0.5) + max(1e12 / (989e12 * 0.4), 1e9 / (50e9 * 0.7)) + 1e9 / (450e9 * 0.7)
-    update = step.training - 5 * one_pass  # four micro-batches and one idle slot
-    assert step.after_last == pytest.approx(2 * one_pass + update)
-    assert replace(step, generation=100.0).total == pytest.approx(100.0 + 2 * one_pass + update)
+    sections = EIGHT_LONG_SAMPLES | {"trainer": {"parallel": {"pipeline": 2}}}
+    streamed = sections | {"rollout": EIGHT_LONG_SAMPLES["rollout"] | {"stream": True}}
+    step = predict(planned_run(**streamed), [estimate()], None, None)
+    update = step.training - 5 * ONE_PASS_S  # four micro-batches and one idle slot
+    assert step.after_last == pytest.approx(2 * ONE_PASS_S + update)
+    assert replace(step, generation=100.0).total == pytest.approx(100.0 + 2 * ONE_PASS_S + update)
     assert replace(step, generation=0.0).total == pytest.approx(step.training)
-    whole = predict(config(rollout=rollout, **sections), dimensions, hardware, workload, [estimate()], None, None)
+    whole = predict(planned_run(**sections), [estimate()], None, None)
     assert replace(whole, generation=100.0).total == pytest.approx(100.0 + whole.training)
 
 
 def planned(monkeypatch: pytest.MonkeyPatch, *flags: str) -> Plan:
     monkeypatch.chdir(ROOT)
-    small = [
-        "--trainer.target_tokens_per_batch",
-        "2048",
-        "--rollout.max_new_tokens",
-        "512",
-        "--algorithm.kl_coef",
-        "0.1",
-    ]
-    workers = ["--reference.placement", "workers"]
-    return make_plan(load_config(ROOT / "configs" / "qwen2.5_0.5b.yaml", [*small, *workers, *flags]), PlanOptions())
+    small = "--trainer.target_tokens_per_batch 2048 --rollout.max_new_tokens 512 --algorithm.kl_coef 0.1"
+    workers = [*small.split(), "--reference.placement", "workers", *flags]
+    return make_plan(PlannedRun.of(load_config(ROOT / "configs" / "qwen2.5_0.5b.yaml", workers)))
 
 
 @pytest.mark.parametrize(

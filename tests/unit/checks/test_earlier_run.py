@@ -3,8 +3,8 @@
 from pathlib import Path
 
 from slime_like.checks.check import check, require_valid
-from slime_like.checks.checkpoint_backend import backend_problem
 from slime_like.checks.definition import CONVERSION
+from slime_like.checks.earlier_run import backend_problem
 from slime_like.config import RunConfig
 from slime_like.errors import ConfigError
 from tests.support.rejections import Rejects
