@@ -14,7 +14,6 @@ from backends.megatron.attention_choice import attention_of
 from backends.megatron.head import LogprobModel
 from backends.megatron.parallel import expert_tensor_size
 from backends.megatron.specs import block_spec, is_fused
-from slime_like.algorithms.head import LogitRows
 from slime_like.checks.layout import layers_per_stage
 from slime_like.config import RunConfig
 from slime_like.models.dimensions import ModelDimensions
@@ -234,16 +233,14 @@ def _build_chunk(
     model.true_vocab_size = dimensions.vocab_size
     model.chunk_tokens = config.trainer.head_chunk_tokens
     model.entropy_gradient = config.algorithm.entropy_coef > 0
-    model.rows = _logit_rows() if fused else None
+    model.rows = None
+    if fused:
+        from slime_like.cpu.kernels.operators import FusedLogitRows  # needs Numba
+
+        model.rows = FusedLogitRows()
     model.model_type = ModelType.encoder_or_decoder
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if "word_embeddings" in name or "output_layer" in name:
                 parameter.zero_()
     return model
-
-
-def _logit_rows() -> LogitRows:
-    from slime_like.cpu.kernels.operators import FusedLogitRows
-
-    return FusedLogitRows()
