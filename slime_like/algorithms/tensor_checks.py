@@ -21,6 +21,23 @@ def require_tensors(**given: object) -> None:
             raise ValueError(f"{name} is a {type(value).__name__}; give {remedy}")
 
 
+def require_alike(**given: Tensor | None) -> None:
+    """Reject tensors of another shape than the first, with which they would be broadcast.
+
+    Args:
+        given: as in ``require_tensors``.
+
+    Raises:
+        ValueError: the first that is no tensor, or of another shape.
+    """
+    require_tensors(**given)
+    (measure, first), *others = ((name, tensor) for name, tensor in given.items() if tensor is not None)
+    for name, tensor in others:
+        if tensor.shape != first.shape:
+            shapes = f"{name} {tuple(tensor.shape)} and {measure} {tuple(first.shape)}"
+            raise ValueError(f"{shapes} differ; give one entry of each per token")
+
+
 def require_logits(logits: Tensor) -> None:
     """Raises ``ValueError`` for logits of no token, of no vocabulary, or that are no floats."""
     if logits.ndim < 1 or logits.shape[-1] < 1:

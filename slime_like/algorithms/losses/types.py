@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from slime_like.algorithms.tensor_checks import require_bool_mask, require_tensors
+from slime_like.algorithms.tensor_checks import require_alike, require_bool_mask
 
 if TYPE_CHECKING:
     from slime_like.algorithms.losses.sums import LossSums
@@ -45,15 +45,7 @@ class LossInputs:
 
     def check_shapes(self) -> None:
         """Raises ``ValueError`` where something is no tensor or would be broadcast, or a mask is no mask."""
-        names = (*_PER_TOKEN, "loss_mask", "token_weights")
-        require_tensors(**{name: getattr(self, name) for name in names})
-        for name in names:
-            value = getattr(self, name)
-            if value is not None and value.shape != self.logprobs.shape:
-                raise ValueError(
-                    f"{name} has shape {tuple(value.shape)}, logprobs {tuple(self.logprobs.shape)}; give one value per "
-                    "response token of the micro-batch"
-                )
+        require_alike(**{name: getattr(self, name) for name in (*_PER_TOKEN, "loss_mask", "token_weights")})
         require_bool_mask(self.loss_mask)
 
     def cut_masked(self) -> LossInputs:
@@ -62,13 +54,12 @@ class LossInputs:
         Everything is at least as precise as ``logprobs``: the difference of two float32 policies, or a bound times a
         float32 advantage, would be rounded before it meets a float64 logprob.
         """
-        values = {name: getattr(self, name) for name in _PER_TOKEN}
-        cut = {name: self._cut(value) for name, value in values.items() if value is not None}
-        return replace(self, **cut, token_weights=torch.where(self.loss_mask, self.token_weights, 0.0))
-
-    def _cut(self, values: Tensor) -> Tensor:
-        precise = values.to(torch.promote_types(values.dtype, self.logprobs.dtype))
-        return torch.where(self.loss_mask, precise, 0.0)
+        cut = {"token_weights": torch.where(self.loss_mask, self.token_weights, 0.0)}
+        for name in _PER_TOKEN:
+            if (values := getattr(self, name)) is not None:
+                precise = values.to(torch.promote_types(values.dtype, self.logprobs.dtype))
+                cut[name] = torch.where(self.loss_mask, precise, 0.0)
+        return replace(self, **cut)
 
 
 @dataclass(slots=True)

@@ -268,6 +268,7 @@ CALLS: dict[str, list[Callable[[], object]]] = {
     ],
     "lists that are not arguments by themselves": [
         lambda: compute_response_logprobs([[0.0]], PACK),  # type: ignore[arg-type]
+        lambda: unpack_response_logprobs(PACK, torch.zeros(16)),
         lambda: unpack_response_logprobs(PACK, [0.0] * 15),  # type: ignore[arg-type]
         lambda: merge_from_context_parallel([split_for_context_parallel(PACK, 1, 0)], [[0.0] * 15]),  # type: ignore[list-item]
         lambda: sum_of_sample_mean(TWO, [2], [LIST]),  # type: ignore[list-item]
@@ -292,7 +293,12 @@ CALLS: dict[str, list[Callable[[], object]]] = {
         lambda: partition_by_tokens([1, 2], 5, 1.5),  # type: ignore[arg-type]
         *(
             lambda x=x: pack_sequences(batch(SHAPES), **x)
-            for x in ({"target_tokens_per_batch": 99.5}, {"ignore_index": -1.5}, {"pad_token_id": 0.5})
+            for x in (
+                {"target_tokens_per_batch": 99.5},
+                {"ignore_index": -1.5},
+                {"ignore_index": 0},
+                {"pad_token_id": 0.5},
+            )
         ),
         *(lambda x=x: kl_penalty(TWO, TWO, MASK_2, LENGTH_2, x) for x in (NAN, INF)),
         *(lambda x=x: off_policy_sequence_mask(TWO, TWO, TWO, MASK_2, LENGTH_2, x) for x in (NAN, INF)),
