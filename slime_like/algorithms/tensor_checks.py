@@ -5,14 +5,7 @@ from torch import Tensor
 
 
 def require_tensors(**given: object) -> None:
-    """Reject values that are neither tensors nor ``None``.
-
-    Args:
-        given: values by the name that the caller knows them by; ``None`` passes.
-
-    Raises:
-        ValueError: the first that is something else.
-    """
+    """Raises ``ValueError`` for the first value, by the caller's name for it, that is neither tensor nor ``None``."""
     for name, value in given.items():
         if value is not None and not isinstance(value, Tensor):
             remedy = "a tensor, e.g. torch.tensor(...)" if isinstance(value, int | float) else "a tensor"
@@ -22,14 +15,7 @@ def require_tensors(**given: object) -> None:
 
 
 def require_alike(**given: Tensor | None) -> None:
-    """Reject tensors of another shape than the first, with which they would be broadcast.
-
-    Args:
-        given: as in ``require_tensors``.
-
-    Raises:
-        ValueError: the first that is no tensor, or of another shape.
-    """
+    """As ``require_tensors``, and for tensors of another shape than the first, with which they would be broadcast."""
     require_tensors(**given)
     (measure, first), *others = ((name, tensor) for name, tensor in given.items() if tensor is not None)
     for name, tensor in others:

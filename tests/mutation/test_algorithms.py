@@ -57,7 +57,7 @@ MUTATIONS = [
     Mutation(
         "positions run on over the pack",
         "packing/layout.py",
-        "    positions -= np.repeat(firsts, np.append(lengths.total, lengths.padding))\n",
+        "    positions -= np.repeat(firsts, segments)\n",
         "",
         "test_packing.py::test_layout_written_out_by_loops",
     ),

@@ -10,7 +10,8 @@ from torch import Tensor
 
 from slime_like.algorithms.logprobs import logprobs_and_entropy
 from slime_like.algorithms.losses.loss import build_loss
-from slime_like.algorithms.losses.types import LossInputs, LossOutput
+from slime_like.algorithms.losses.sums import LossOutput
+from slime_like.algorithms.losses.types import LossInputs
 from slime_like.algorithms.reduction import step_denominator, token_weights
 from slime_like.algorithms.segments import require_lengths
 from slime_like.algorithms.tensor_checks import require_alike, require_bool_mask, require_tensors

@@ -99,5 +99,13 @@ class LossSums:
         )
 
 
+@dataclass(slots=True)
+class LossOutput:
+    """``loss``: scalar with graph, ``sum(token_weights * per_token_loss)``, undivided. ``sums``: detached figures."""
+
+    loss: Tensor
+    sums: LossSums
+
+
 def _sum_names() -> list[str]:
     return [field.name for field in fields(LossSums) if field.name not in _MAXIMA]

@@ -1,18 +1,12 @@
-"""Inputs and outputs of a loss."""
-
-from __future__ import annotations
+"""Inputs of a loss, and the output of its policy term."""
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import Self
 
 import torch
 from torch import Tensor
 
 from slime_like.algorithms.tensor_checks import require_alike, require_bool_mask
-
-if TYPE_CHECKING:
-    from slime_like.algorithms.losses.sums import LossSums
-
 
 _PER_TOKEN = ("logprobs", "entropy", "old_logprobs", "behaviour_logprobs", "ref_logprobs", "advantages")
 
@@ -48,7 +42,7 @@ class LossInputs:
         require_alike(**{name: getattr(self, name) for name in (*_PER_TOKEN, "loss_mask", "token_weights")})
         require_bool_mask(self.loss_mask)
 
-    def cut_masked(self) -> LossInputs:
+    def cut_masked(self) -> Self:
         """The same with 0 on tokens that carry no loss: whatever stood there, inf and nan too, has no effect at all.
 
         Everything is at least as precise as ``logprobs``: the difference of two float32 policies, or a bound times a
@@ -75,11 +69,3 @@ class PolicyTerms:
     per_token: Tensor
     ratio: Tensor | None = None
     clipped: Tensor | None = None
-
-
-@dataclass(slots=True)
-class LossOutput:
-    """``loss``: scalar with graph, ``sum(token_weights * per_token_loss)``, undivided. ``sums``: detached figures."""
-
-    loss: Tensor
-    sums: LossSums

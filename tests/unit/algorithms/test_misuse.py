@@ -124,6 +124,7 @@ def with_entry(name: str, value: float) -> Any:
     return replace(sequence, **{name: changed})
 
 
+IGNORED = {"prompt_tokens": [1, 2, -100], "response_tokens": [1, 2, 3, -100]}
 SEQUENCES: list[Callable[[], Any]] = [
     *(
         lambda name=name, x=x: with_entry(name, x)
@@ -136,6 +137,8 @@ SEQUENCES: list[Callable[[], Any]] = [
     lambda: replace(scored(1), prompt_tokens=torch.ones(3) > 0),
     lambda: replace(scored(1), response_tokens=torch.ones(4) > 0),
     lambda: replace(scored(1), weight_versions=torch.ones(4) > 0),
+    # An ignore index among the tokens would be scored as 0.
+    *(lambda n=n, x=x: replace(scored(1), **{n: torch.tensor(x)}) for n, x in IGNORED.items()),
     lambda: replace(scored(1), sequence_id="s0"),
     lambda: replace(scored(1), sequence_id=["s1"]),
 ]

@@ -259,17 +259,6 @@ def test_anything_that_can_be_walked_over_is_packed() -> None:
     assert_same(pack_sequences(narrow), pack_sequences(sequences))
 
 
-@pytest.mark.parametrize("name", ["prompt_tokens", "response_tokens"])
-def test_an_ignore_index_among_the_tokens_is_named(rejects: Rejects, name: str) -> None:
-    """It would be packed, and scored as 0 without a word."""
-    sequences = batch(SHAPES)
-    tokens = getattr(sequences[1], name).clone()
-    tokens[-1] = -100
-    sequences[1] = replace(sequences[1], **{name: tokens})
-    with rejects(ValueError):
-        pack_sequences(sequences)
-
-
 def test_padding_is_a_token_of_the_vocabulary(rejects: Rejects) -> None:
     with rejects(ValueError):
         pack_sequences(batch(SHAPES), pad_token_id=-1, target_tokens_per_batch=10_000)
