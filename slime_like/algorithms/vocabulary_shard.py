@@ -1,9 +1,8 @@
 """A rank's columns of the vocabulary, and log-sum-exps over the columns of all ranks."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Self
 
 import torch
 from torch import Tensor
@@ -43,7 +42,7 @@ class VocabularyShard:
         vocab_size: int,
         chunk_tokens: int,
         reductions: tuple[Reduce, Reduce],
-    ) -> VocabularyShard:
+    ) -> Self:
         """The shard of a rank that holds ``held_columns`` from ``start`` on, padding included.
 
         Raises:
