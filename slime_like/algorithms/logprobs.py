@@ -13,7 +13,7 @@ from torch import Tensor
 
 from slime_like.algorithms.packing.pack import response_logit_index, response_tokens
 from slime_like.algorithms.softmax import compute_dtype, logit_gradient, row_sums
-from slime_like.algorithms.tensor_checks import require_logits, require_targets, require_temperatures, require_tensors
+from slime_like.algorithms.tensor_checks import require_targets, require_temperatures, require_tensors
 from slime_like.algorithms.vocabulary_shard import Reduce, Sums, VocabularyShard, no_reduction
 from slime_like.trajectory import PackedTrajectory
 
@@ -164,7 +164,10 @@ def _scale(packed: PackedTrajectory, temperature: float | None) -> Tensor | None
 
 def _check_scoring(logits: Tensor, targets: Tensor) -> None:
     """Reject inputs that a kernel would index out of range, or not check at all."""
-    require_logits(logits)
+    if logits.shape[-1] < 1:
+        raise ValueError(f"logits have shape {tuple(logits.shape)}; give (..., V) with a vocabulary V of 1 or more")
+    if not logits.is_floating_point():
+        raise ValueError(f"logits are {logits.dtype}; give floats")
     require_targets(targets)
     if targets.numel() and int(targets.max()) >= logits.shape[-1]:
         raise ValueError(

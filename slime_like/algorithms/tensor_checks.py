@@ -24,14 +24,6 @@ def require_alike(**given: Tensor | None) -> None:
             raise ValueError(f"{shapes} differ; give one entry of each per token")
 
 
-def require_logits(logits: Tensor) -> None:
-    """Raises ``ValueError`` for logits of no token, of no vocabulary, or that are no floats."""
-    if logits.ndim < 1 or logits.shape[-1] < 1:
-        raise ValueError(f"logits have shape {tuple(logits.shape)}; give (..., V) with a vocabulary V of 1 or more")
-    if not logits.is_floating_point():
-        raise ValueError(f"logits are {logits.dtype}; give floats")
-
-
 def require_targets(targets: Tensor) -> None:
     """Raises ``ValueError`` for ids of a type that is no index: a uint8 holds neither a vocabulary nor a -100."""
     if targets.dtype not in (torch.int64, torch.int32):
