@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -11,7 +11,10 @@ from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 from torch import Tensor
 
 from backends.megatron.attention import PackedLayout
-from slime_like.algorithms.head import LogitRows, fused_logprobs
+from slime_like.algorithms.head import fused_logprobs
+
+if TYPE_CHECKING:
+    from slime_like.cpu.kernels.operators import FusedLogitRows  # needs Numba
 
 
 class LogprobModel(GPTModel):
@@ -31,7 +34,7 @@ class LogprobModel(GPTModel):
     true_vocab_size: int
     chunk_tokens: int | None
     entropy_gradient: bool
-    rows: LogitRows | None
+    rows: "FusedLogitRows | None"
     gather_weight: Callable[[], None] | None = None
 
     def _postprocess(

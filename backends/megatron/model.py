@@ -14,7 +14,6 @@ from backends.megatron.attention import attention_of
 from backends.megatron.head import LogprobModel
 from backends.megatron.parallel import expert_tensor_size
 from backends.megatron.specs import block_spec, is_fused
-from slime_like.algorithms.head import LogitRows
 from slime_like.checks.layout import layers_per_stage
 from slime_like.config import RunConfig
 from slime_like.models.dimensions import ModelDimensions
@@ -206,9 +205,9 @@ def _build(
 ) -> list[LogprobModel]:
     virtual = config.trainer.parallel.virtual_pipeline
     attention = attention_of(config.trainer, dimensions, torch.cuda.is_available())
-    rows: LogitRows | None = None
+    rows = None
     if fused:
-        from slime_like.cpu.kernels.operators import FusedLogitRows
+        from slime_like.cpu.kernels.operators import FusedLogitRows  # needs Numba
 
         rows = FusedLogitRows()
     chunks = []

@@ -20,7 +20,7 @@ from torch.nn.functional import embedding, linear, scaled_dot_product_attention
 from transformers import DynamicCache
 
 from rollout.transformers.kv_cache import BufferLayer, KeyValueCache
-from slime_like.cpu.kernels import decode_attention, decode_heads, decode_norm, decode_swiglu
+from slime_like.cpu.kernels import decode_attention, decode_heads, rms_norm, swiglu
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +92,7 @@ class _Layer:
     def feed_forward(self, hidden: Tensor) -> Tensor:
         """(rows, H) of the MLP of (rows, H)."""
         gate, up = _product(hidden, self.mlp.gate_proj), _product(hidden, self.mlp.up_proj)
-        decode_swiglu.forward(gate.numpy(), up.numpy())
+        swiglu.forward_in_place(gate.numpy(), up.numpy())
         return _product(gate, self.mlp.down_proj)
 
 
@@ -181,7 +181,7 @@ def _seen(mask: Tensor, window: int) -> Tensor | None:
 
 
 def _add_and_norm(stream: Tensor, change: Tensor, norm: Any, out: Tensor) -> None:
-    decode_norm.forward(stream.numpy(), change.numpy(), _weight(norm), norm.variance_epsilon, out.numpy())
+    rms_norm.stream_forward(stream.numpy(), change.numpy(), _weight(norm), norm.variance_epsilon, out.numpy())
 
 
 def _product(x: Tensor, module: Any) -> Tensor:

@@ -191,30 +191,18 @@ def _check_computed(estimator: str, advantages: object, rewards: Tensor) -> None
 
 
 def _check_options(name: str, estimator: AdvantageEstimator, options: Mapping[str, Any]) -> None:
-    known = _option_names(estimator.compute)
-    if known is not None and (unknown := [option for option in options if option not in known]):
+    parameters = list(inspect.signature(estimator.compute).parameters.values())
+    known = [parameter.name for parameter in parameters[2:]]
+    takes_any = any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters)
+    if not takes_any and (unknown := [option for option in options if option not in known]):
         offer = f"it has {', '.join(known)}" if known else "it has none"
         raise ValueError(f"advantage estimator {name!r} has no option {unknown[0]!r}; {offer}")
     if not options.get("eps", 0.0) >= 0:
         raise ValueError(f"eps={options['eps']} is no spread of rewards; give 0 or more")
 
 
-def _option_names(compute: Callable[..., Any]) -> list[str] | None:
-    """Parameters besides rewards and groups; ``None`` where it takes anything."""
-    parameters = list(inspect.signature(compute).parameters.values())
-    if any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters):
-        return None
-    return [parameter.name for parameter in parameters[2:]]
-
-
 def find_estimator(name: str) -> AdvantageEstimator:
-    """The estimator with this registered name or import path.
-
-    Args:
-        name: a key of ``ESTIMATORS``, or `package.module:name`.
-
-    Returns:
-        What computes the advantages; its ``scope`` says on how many samples at once.
+    """The estimator with this name, a key of ``ESTIMATORS`` or `package.module:name`.
 
     Raises:
         ValueError: unknown name, or an object that is no ``AdvantageEstimator`` and so declares no scope.

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from slime_like.algorithms.segments import require_lengths
-from slime_like.algorithms.tensor_checks import require_bool_mask, require_tensors
+from slime_like.algorithms.tensor_checks import require_alike, require_bool_mask, require_tensors
 
 
 @dataclass(slots=True)
@@ -91,8 +91,7 @@ def _check_inputs(
     require_lengths(response_lens, values.numel())
     if not values.is_floating_point():
         raise ValueError(f"values are {values.dtype}, which would round the advantages; give floats")
-    if token_rewards is not None and token_rewards.shape != values.shape:
-        raise ValueError(f"token_rewards {tuple(token_rewards.shape)} need one entry per value, {tuple(values.shape)}")
+    require_alike(values=values, token_rewards=token_rewards)
     if rewards.shape != response_lens.shape:
         raise ValueError(f"rewards {tuple(rewards.shape)} need one entry per sequence, {tuple(response_lens.shape)}")
 

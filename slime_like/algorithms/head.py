@@ -1,39 +1,19 @@
 """The vocabulary-parallel head: from hidden states to logprobs and entropies without [N, V]."""
 
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from slime_like.algorithms.softmax import compute_dtype, logit_gradient
+from slime_like.algorithms.softmax import RowGradients, RowValues, compute_dtype, logit_gradient, row_sums
 from slime_like.algorithms.tensor_checks import require_temperatures, require_tensors
-from slime_like.algorithms.vocabulary_shard import Reduce, Sums, VocabularyShard, chunk_sums, no_reduction
+from slime_like.algorithms.vocabulary_shard import Reduce, Sums, VocabularyShard, no_reduction
+
+if TYPE_CHECKING:
+    from slime_like.cpu.kernels.operators import FusedLogitRows  # needs Numba, which this layer does not
 
 _WEIGHT_BLOCK = 8192
 _CACHED_ELEMENTS = 2**18
-
-
-class LogitRows(Protocol):
-    """Arithmetic of logits of float32 hidden states on a CPU, in place of torch's operators."""
-
-    def sums(self, products: Tensor, temperatures: Tensor, columns: Tensor) -> tuple[Tensor, Tensor]:
-        """(n,) maxima of ``products / temperatures``, (n, V), and (3, n) sums as those of ``local_sums``."""
-
-    def to_gradient(
-        self,
-        products: Tensor,
-        temperatures: Tensor,
-        columns: Tensor,
-        softmax: tuple[Tensor, Tensor, Tensor],
-        grads: tuple[Tensor, Tensor, Tensor | None],
-    ) -> None:
-        """Make of ``products`` their gradient.
-
-        Args:
-            softmax: (n,) maximum, log-sum-exp above it, and entropy, of the whole vocabulary.
-            grads: (n,) of logprobs, of those whose target is one of these columns (else 0), and of entropies, if they
-                have one.
-        """
 
 
 def fused_logprobs(
@@ -48,7 +28,7 @@ def fused_logprobs(
     all_reduce_sum: Reduce = no_reduction,
     chunk_tokens: int | None = None,
     softcap: float | None = None,
-    rows: LogitRows | None = None,
+    rows: "FusedLogitRows | None" = None,
 ) -> tuple[Tensor, Tensor]:
     """Logprob of ``targets`` and entropy (nats) under ``softmax(hidden @ weight.T / temperature)``.
 
@@ -113,7 +93,7 @@ def _check_inputs(hidden: Tensor, weight: Tensor, targets: Tensor, temperatures:
     require_temperatures(temperatures)
 
 
-def _check_options(hidden: Tensor, softcap: float | None, rows: LogitRows | None) -> None:
+def _check_options(hidden: Tensor, softcap: float | None, rows: "FusedLogitRows | None") -> None:
     if softcap is not None and not softcap > 0:
         raise ValueError(f"softcap={softcap} is no bound of logits; give a number above 0, or none")
     if rows is not None and (softcap is not None or hidden.dtype != torch.float32 or hidden.device.type != "cpu"):
@@ -152,7 +132,7 @@ class _FusedLogprobs(torch.autograd.Function):
         temperatures: Tensor,
         shard: VocabularyShard,
         softcap: float | None,
-        rows: LogitRows | None,
+        rows: "FusedLogitRows | None",
     ) -> tuple[Tensor, Tensor]:
         dtype = compute_dtype(hidden.dtype)
         columns = weight[: shard.columns]
@@ -160,7 +140,8 @@ class _FusedLogprobs(torch.autograd.Function):
         def sums_of(part: slice, column: Tensor) -> tuple[Tensor, Sums]:
             if rows is not None:
                 return rows.sums(hidden[part] @ columns.t(), temperatures[part], column)
-            return chunk_sums(_scaled_logits(hidden[part], columns, temperatures[part], dtype, softcap), column)
+            x = _scaled_logits(hidden[part], columns, temperatures[part], dtype, softcap)
+            return row_sums(x, column, overwrite=True)
 
         maximum, log_total, entropy, logprobs = shard.scores(targets, dtype, sums_of)
         ctx.save_for_backward(hidden, weight, targets, temperatures, maximum, log_total, entropy)
@@ -170,11 +151,19 @@ class _FusedLogprobs(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        hidden, weight, _, _, _, log_total, _ = ctx.saved_tensors
-        need_hidden, need_weight = ctx.needs_input_grad[:2]
-        d_hidden = torch.zeros_like(hidden, dtype=log_total.dtype) if need_hidden else None
-        d_weight = torch.zeros_like(weight, dtype=log_total.dtype) if need_weight else None
-        _accumulate_gradients(ctx.shard, ctx.saved_tensors, grads, d_hidden, d_weight, ctx.softcap, ctx.rows)
+        hidden, weight, targets, temperatures, *softmax = ctx.saved_tensors
+        d_hidden, d_weight = (
+            torch.zeros_like(each, dtype=softmax[1].dtype) if needed else None
+            for each, needed in zip((hidden, weight), ctx.needs_input_grad, strict=False)
+        )
+        columns = weight[: ctx.shard.columns]
+        for part, given in ctx.shard.gradients(targets, softmax, grads):
+            dx = _logit_gradient(hidden[part], columns, temperatures[part], given, ctx.softcap, ctx.rows)
+            if d_hidden is not None:
+                d_hidden[part] = (dx @ columns).to(d_hidden.dtype)
+            if d_weight is not None:
+                _add_weight_gradient(d_weight[: ctx.shard.columns], dx, hidden[part])
+            del dx  # before the next chunk is made
         if d_hidden is not None and hidden.shape[0]:
             ctx.shard.all_reduce_sum(d_hidden)
         return (
@@ -184,42 +173,23 @@ class _FusedLogprobs(torch.autograd.Function):
         )
 
 
-def _accumulate_gradients(
-    shard: VocabularyShard,
-    saved: tuple[Tensor, ...],
-    grads: tuple[Tensor | None, ...],
-    d_hidden: Tensor | None,
-    d_weight: Tensor | None,
+def _logit_gradient(
+    hidden: Tensor,
+    columns: Tensor,
+    temperatures: Tensor,
+    given: tuple[Tensor, RowValues, RowGradients],
     softcap: float | None,
-    rows: LogitRows | None,
-) -> None:
-    hidden, weight, targets, temperatures, maximum, log_total, entropy = saved
-    grad_logprobs, grad_entropy = grads
-    if shard.columns == 0 or (grad_logprobs is None and grad_entropy is None):
-        return
-    grad = torch.zeros_like(log_total) if grad_logprobs is None else grad_logprobs
-    columns = weight[: shard.columns]
-    target_columns, held = shard.local(targets)
-    grad_targets = grad.masked_fill(~held, 0.0)
-    for part in shard.parts(hidden.shape[0]):
-        column = target_columns[part]
-        softmax = (maximum[part], log_total[part], entropy[part])
-        entropy_part = None if grad_entropy is None else grad_entropy[part]
-        sliced = (grad[part], grad_targets[part], entropy_part)
-        if rows is None:
-            x = _scaled_logits(hidden[part], columns, temperatures[part], log_total.dtype, softcap)
-            slope = None if softcap is None else _softcap_slope(x, temperatures[part], softcap)
-            dx = logit_gradient(x, temperatures[part], column, softmax, sliced, overwrite=True)
-            dx = (dx if slope is None else dx.mul_(slope)).to(hidden.dtype)
-            del x  # its memory is the gradient's now
-        else:
-            dx = hidden[part] @ columns.t()
-            rows.to_gradient(dx, temperatures[part], column, softmax, sliced)
-        if d_hidden is not None:
-            d_hidden[part] = (dx @ columns).to(d_hidden.dtype)
-        if d_weight is not None:
-            _add_weight_gradient(d_weight[: shard.columns], dx, hidden[part])
-        del dx  # before the next chunk is made
+    rows: "FusedLogitRows | None",
+) -> Tensor:
+    """Of one chunk of tokens, (n, V): the gradient of ``hidden @ columns.T``, in the type of ``hidden``."""
+    if rows is not None:
+        dx = hidden @ columns.t()
+        rows.to_gradient(dx, temperatures, *given)
+        return dx
+    x = _scaled_logits(hidden, columns, temperatures, given[1][1].dtype, softcap)
+    slope = None if softcap is None else _softcap_slope(x, temperatures, softcap)
+    dx = logit_gradient(x, temperatures, *given, overwrite=True)
+    return (dx if slope is None else dx.mul_(slope)).to(hidden.dtype)
 
 
 def _add_weight_gradient(d_weight: Tensor, dx: Tensor, hidden: Tensor) -> None:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from slime_like.algorithms.segments import masked_segment_mean, masked_segment_sum, spread_over_tokens
-from slime_like.algorithms.tensor_checks import require_bool_mask, require_tensors
+from slime_like.algorithms.tensor_checks import require_alike, require_bool_mask
 from slime_like.plugins.resolve import resolve
 
 
@@ -113,13 +113,10 @@ def off_policy_sequence_mask(
 
 
 def _check_shapes(loss_mask: Tensor, **tensors: Tensor) -> None:
-    require_tensors(**tensors)
     require_bool_mask(loss_mask)
-    for name, tensor in tensors.items():
-        if tensor.shape != loss_mask.shape or tensor.ndim != 1:
-            raise ValueError(
-                f"{name} {tuple(tensor.shape)} and loss_mask {tuple(loss_mask.shape)} do not fit; give (R,) of both"
-            )
+    require_alike(loss_mask=loss_mask, **tensors)
+    if loss_mask.ndim != 1:
+        raise ValueError(f"loss_mask has shape {tuple(loss_mask.shape)}; give one entry per response token, (R,)")
 
 
 # ---------------------------------------------------------------------------------------------------------- corrections

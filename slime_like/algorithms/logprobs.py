@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from slime_like.algorithms.packing.pack import response_logit_index, response_tokens
-from slime_like.algorithms.softmax import compute_dtype, logit_gradient, row_maximum_and_sum
-from slime_like.algorithms.tensor_checks import require_logits, require_targets, require_temperatures, require_tensors
-from slime_like.algorithms.vocabulary_shard import Reduce, Sums, VocabularyShard, chunk_sums, no_reduction
+from slime_like.algorithms.softmax import compute_dtype, logit_gradient, row_sums
+from slime_like.algorithms.tensor_checks import require_targets, require_temperatures, require_tensors
+from slime_like.algorithms.vocabulary_shard import Reduce, Sums, VocabularyShard, no_reduction
 from slime_like.trajectory import PackedTrajectory
 
 # Elements of one chunk of logits. On a CPU a chunk and its scratch should stay in the cache; an accelerator wants work.
@@ -164,7 +164,10 @@ def _scale(packed: PackedTrajectory, temperature: float | None) -> Tensor | None
 
 def _check_scoring(logits: Tensor, targets: Tensor) -> None:
     """Reject inputs that a kernel would index out of range, or not check at all."""
-    require_logits(logits)
+    if logits.shape[-1] < 1:
+        raise ValueError(f"logits have shape {tuple(logits.shape)}; give (..., V) with a vocabulary V of 1 or more")
+    if not logits.is_floating_point():
+        raise ValueError(f"logits are {logits.dtype}; give floats")
     require_targets(targets)
     if targets.numel() and int(targets.max()) >= logits.shape[-1]:
         raise ValueError(
@@ -219,10 +222,10 @@ class _Scored(torch.autograd.Function):
         def sums_of(part: slice, column: Tensor) -> tuple[Tensor, Sums]:
             x = _scaled_rows(logits, rows, part, temperatures, shard.columns, dtype)
             if with_entropy:
-                return chunk_sums(x, column, overwrite=temperatures is not None)
-            target = x.gather(1, column[:, None]).squeeze(1)
-            maximum, total = row_maximum_and_sum(x)
-            return maximum, (total, 0.0, target)
+                return row_sums(x, column, overwrite=temperatures is not None)
+            maximum = x.amax(1)
+            total = torch.sub(x, maximum[:, None]).exp_().sum(1)
+            return maximum, (total, 0.0, x.gather(1, column[:, None]).squeeze(1))
 
         maximum, log_total, entropy, logprobs = shard.scores(targets, dtype, sums_of)
         ctx.save_for_backward(logits, targets, temperatures, rows, maximum, log_total, entropy)
@@ -236,25 +239,16 @@ class _Scored(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         logits, targets, temperatures, rows, *softmax = ctx.saved_tensors
-        shard, (grad_logprobs, grad_entropy) = ctx.shard, grads
-        all_written = rows is None and shard.columns == logits.shape[1]
+        shard: VocabularyShard = ctx.shard
+        grad_logprobs = grads[0]
+        all_written = rows is None and shard.columns == logits.shape[1] and any(grad is not None for grad in grads)
         grad_logits = torch.empty_like(logits) if all_written else torch.zeros_like(logits)
-        if grad_logprobs is None and grad_entropy is None:
-            return grad_logits.zero_(), *(None,) * 5
-        log_total = softmax[1]
-        grad = torch.zeros_like(log_total) if grad_logprobs is None else grad_logprobs.masked_fill(targets < 0, 0.0)
-        column, held = shard.local(targets)
-        grad_targets = grad.masked_fill(~held, 0.0)
-        for part in shard.parts(targets.numel()):
-            x = _scaled_rows(logits, rows, part, temperatures, shard.columns, log_total.dtype)
-            dx = logit_gradient(
-                x,
-                None if temperatures is None else temperatures[part],
-                column[part],
-                tuple(each[part] for each in softmax),
-                (grad[part], grad_targets[part], None if grad_entropy is None else grad_entropy[part]),
-                overwrite=temperatures is not None,
-            )
+        if grad_logprobs is not None:
+            grad_logprobs = grad_logprobs.masked_fill(targets < 0, 0.0)
+        for part, given in shard.gradients(targets, softmax, (grad_logprobs, grads[1])):
+            scale = None if temperatures is None else temperatures[part]
+            x = _scaled_rows(logits, rows, part, temperatures, shard.columns, softmax[1].dtype)
+            dx = logit_gradient(x, scale, *given, overwrite=temperatures is not None)
             grad_logits[part if rows is None else rows[part], : shard.columns] = dx.to(grad_logits.dtype)
         return grad_logits, *(None,) * 5
 

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from slime_like.algorithms.losses.kl import kl_estimate
 from slime_like.algorithms.segments import require_lengths, segment_sum
-from slime_like.algorithms.tensor_checks import require_bool_mask, require_tensors
+from slime_like.algorithms.tensor_checks import require_alike, require_bool_mask, require_tensors
 
 
 def overlong_penalty(response_lens: Tensor, max_len: int, buffer: int, factor: float = 1.0) -> Tensor:
@@ -67,15 +67,10 @@ def kl_penalty(
         ValueError: an unknown estimator, what is no tensor, shapes that do not fit together, a mask that is not bool,
             or a coefficient that is not finite.
     """
-    require_tensors(logprobs=logprobs, ref_logprobs=ref_logprobs)
     require_bool_mask(loss_mask)
+    require_alike(logprobs=logprobs, ref_logprobs=ref_logprobs, loss_mask=loss_mask)
     if not math.isfinite(coefficient):
         raise ValueError(f"KL coefficient={coefficient} scales no penalty; give a finite one, 0 for none")
-    if loss_mask.shape != logprobs.shape:
-        raise ValueError(
-            f"loss_mask {tuple(loss_mask.shape)} and logprobs {tuple(logprobs.shape)} differ; give one of each per "
-            "token"
-        )
     require_lengths(response_lens, logprobs.numel())
     estimate = kl_estimate(logprobs.detach(), ref_logprobs, estimator)
     per_token = torch.where(loss_mask, -coefficient * estimate, 0.0)

@@ -3,6 +3,8 @@
 import torch
 from torch import Tensor
 
+RowValues = tuple[Tensor, Tensor, Tensor]
+RowGradients = tuple[Tensor, Tensor, Tensor | None]
 # exp of it, and of anything below, is 0 in float64 too.
 _LEAST_SHIFT = -1000.0
 
@@ -12,31 +14,26 @@ def compute_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
-def row_sums(x: Tensor, overwrite: bool = False) -> tuple[Tensor, Tensor, Tensor]:
-    """Return of every row of (n, V) its maximum m, sum of exp(x - m), and sum of exp(x - m) (x - m).
+def row_sums(x: Tensor, column: Tensor, overwrite: bool) -> tuple[Tensor, tuple[Tensor, Tensor, Tensor]]:
+    """Return of every row of (n, V) its maximum m, and sum of exp(x - m), of exp(x - m) (x - m), and x at ``column``.
 
     With ``overwrite`` the memory of ``x`` is used for scratch.
     """
+    target = x.gather(1, column[:, None]).squeeze(1)
     maximum = x.amax(1)
     shifted = torch.sub(x, maximum[:, None], out=x if overwrite else None)
     weights = shifted.exp()
     total = weights.sum(1)
     # A forbidden token (-inf) has weight 0; the product must be 0 too, not nan.
-    return maximum, total, shifted.clamp_min_(torch.finfo(x.dtype).min).mul_(weights).sum(1)
-
-
-def row_maximum_and_sum(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Return of every row of (n, V) its maximum m, and sum of exp(x - m)."""
-    maximum = x.amax(1)
-    return maximum, torch.sub(x, maximum[:, None]).exp_().sum(1)
+    return maximum, (total, shifted.clamp_min_(torch.finfo(x.dtype).min).mul_(weights).sum(1), target)
 
 
 def logit_gradient(
     x: Tensor,
     temperatures: Tensor | None,
     column: Tensor,
-    softmax: tuple[Tensor, Tensor, Tensor],
-    grads: tuple[Tensor, Tensor, Tensor | None],
+    softmax: RowValues,
+    grads: RowGradients,
     overwrite: bool,
 ) -> Tensor:
     """Gradient of the logits that (n, V) temperature-scaled ``x`` were made of.

@@ -5,14 +5,7 @@ from torch import Tensor
 
 
 def require_tensors(**given: object) -> None:
-    """Reject values that are neither tensors nor ``None``.
-
-    Args:
-        given: values by the name that the caller knows them by; ``None`` passes.
-
-    Raises:
-        ValueError: the first that is something else.
-    """
+    """Raises ``ValueError`` for the first value, by the caller's name for it, that is neither tensor nor ``None``."""
     for name, value in given.items():
         if value is not None and not isinstance(value, Tensor):
             remedy = "a tensor, e.g. torch.tensor(...)" if isinstance(value, int | float) else "a tensor"
@@ -21,12 +14,14 @@ def require_tensors(**given: object) -> None:
             raise ValueError(f"{name} is a {type(value).__name__}; give {remedy}")
 
 
-def require_logits(logits: Tensor) -> None:
-    """Raises ``ValueError`` for logits of no token, of no vocabulary, or that are no floats."""
-    if logits.ndim < 1 or logits.shape[-1] < 1:
-        raise ValueError(f"logits have shape {tuple(logits.shape)}; give (..., V) with a vocabulary V of 1 or more")
-    if not logits.is_floating_point():
-        raise ValueError(f"logits are {logits.dtype}; give floats")
+def require_alike(**given: Tensor | None) -> None:
+    """As ``require_tensors``, and for tensors of another shape than the first, with which they would be broadcast."""
+    require_tensors(**given)
+    (measure, first), *others = ((name, tensor) for name, tensor in given.items() if tensor is not None)
+    for name, tensor in others:
+        if tensor.shape != first.shape:
+            shapes = f"{name} {tuple(tensor.shape)} and {measure} {tuple(first.shape)}"
+            raise ValueError(f"{shapes} differ; give one entry of each per token")
 
 
 def require_targets(targets: Tensor) -> None:

@@ -1,14 +1,13 @@
 """A rank's columns of the vocabulary, and log-sum-exps over the columns of all ranks."""
 
-from __future__ import annotations
-
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Self
 
 import torch
 from torch import Tensor
 
-from slime_like.algorithms.softmax import row_sums
+from slime_like.algorithms.softmax import RowGradients, RowValues
 from slime_like.algorithms.tensor_checks import require_targets
 
 Reduce = Callable[[Tensor], object]
@@ -43,7 +42,7 @@ class VocabularyShard:
         vocab_size: int,
         chunk_tokens: int,
         reductions: tuple[Reduce, Reduce],
-    ) -> VocabularyShard:
+    ) -> Self:
         """The shard of a rank that holds ``held_columns`` from ``start`` on, padding included.
 
         Raises:
@@ -82,12 +81,32 @@ class VocabularyShard:
         held = (column >= 0) & (column < self.columns)
         return column.clamp(0, max(0, self.columns - 1)), held
 
+    def gradients(
+        self, targets: Tensor, softmax: Sequence[Tensor], grads: tuple[Tensor | None, ...]
+    ) -> Iterator[tuple[slice, tuple[Tensor, RowValues, RowGradients]]]:
+        """For every chunk of tokens the last arguments of ``logit_gradient``; nothing where no gradient came.
+
+        Args:
+            softmax: (N,) maximum, log-sum-exp above it, and entropy.
+            grads: (N,) of logprobs and of entropies, if they have one.
+        """
+        grad_logprobs, grad_entropy = grads
+        if grad_logprobs is None and grad_entropy is None:
+            return
+        grad = torch.zeros_like(softmax[1]) if grad_logprobs is None else grad_logprobs
+        column, held = self.local(targets)
+        grad_targets = grad.masked_fill(~held, 0.0)
+        for part in self.parts(targets.numel()):
+            maximum, log_total, entropy = (each[part] for each in softmax)
+            of_entropy = None if grad_entropy is None else grad_entropy[part]
+            yield part, (column[part], (maximum, log_total, entropy), (grad[part], grad_targets[part], of_entropy))
+
     def scores(
         self, targets: Tensor, dtype: torch.dtype, sums_of: Callable[[slice, Tensor], tuple[Tensor, Sums]]
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """(N,) maximum, what the log-sum-exp is above it, entropy and target logprob over the whole vocabulary.
 
-        ``sums_of`` gives what ``chunk_sums`` does, for a slice of tokens and the columns of their targets. Each
+        ``sums_of`` gives what ``row_sums`` does, for a slice of tokens and the columns of their targets. Each
         reduction is called once, or not at all where there is no target.
         """
         count = targets.numel()
@@ -109,10 +128,3 @@ class VocabularyShard:
         self.all_reduce_sum(sums)
         log_total = sums[0].log()
         return maximum, log_total, log_total - sums[1] / sums[0], sums[2] - maximum - log_total
-
-
-def chunk_sums(x: Tensor, column: Tensor, overwrite: bool = True) -> tuple[Tensor, Sums]:
-    """Of temperature-scaled logits x (n, V), which may be overwritten, and a column (n,): maxima (n,) and sums."""
-    target = x.gather(1, column[:, None]).squeeze(1)
-    maximum, total, product = row_sums(x, overwrite)
-    return maximum, (total, product, target)

@@ -18,11 +18,10 @@ if TYPE_CHECKING:
     from slime_like.interfaces.engine import PauseMode as PauseMode
     from slime_like.interfaces.engine import RolloutEngine as RolloutEngine
     from slime_like.interfaces.engine import SamplingParams as SamplingParams
+    from slime_like.interfaces.engine import load_engine as load_engine
     from slime_like.interfaces.environment import Environment as Environment
     from slime_like.interfaces.environment import Step as Step
     from slime_like.interfaces.environment import Task as Task
-    from slime_like.interfaces.installed import load_backend as load_backend
-    from slime_like.interfaces.installed import load_engine as load_engine
     from slime_like.interfaces.reward import RewardResult as RewardResult
     from slime_like.interfaces.reward import group_reward as group_reward
     from slime_like.interfaces.trainer import PendingSave as PendingSave
@@ -31,6 +30,7 @@ if TYPE_CHECKING:
     from slime_like.interfaces.trainer import RankPlacement as RankPlacement
     from slime_like.interfaces.trainer import ScoredLogprobs as ScoredLogprobs
     from slime_like.interfaces.trainer import TrainerBackend as TrainerBackend
+    from slime_like.interfaces.trainer import load_backend as load_backend
     from slime_like.interfaces.weights import BucketMetadata as BucketMetadata
     from slime_like.interfaces.weights import TensorEntry as TensorEntry
     from slime_like.interfaces.weights import UpdateReceipt as UpdateReceipt
@@ -48,9 +48,9 @@ _NAMES = {
         "PauseMode",
         "RolloutEngine",
         "SamplingParams",
+        "load_engine",
     ),
     "slime_like.interfaces.environment": ("Environment", "Step", "Task"),
-    "slime_like.interfaces.installed": ("load_backend", "load_engine"),
     "slime_like.interfaces.reward": ("RewardResult", "group_reward"),
     "slime_like.interfaces.trainer": (
         "PendingSave",
@@ -59,13 +59,9 @@ _NAMES = {
         "RankPlacement",
         "ScoredLogprobs",
         "TrainerBackend",
+        "load_backend",
     ),
-    "slime_like.interfaces.weights": (
-        "BucketMetadata",
-        "TensorEntry",
-        "UpdateReceipt",
-        "WeightBucket",
-    ),
+    "slime_like.interfaces.weights": ("BucketMetadata", "TensorEntry", "UpdateReceipt", "WeightBucket"),
     "slime_like.plugins.entry_points": ("BACKEND_GROUP", "ENGINE_GROUP"),
     "slime_like.trajectory": ("Conversation",),
 }

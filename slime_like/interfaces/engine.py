@@ -8,6 +8,7 @@ import numpy as np
 
 from slime_like.config import RunConfig
 from slime_like.interfaces.weights import BucketMetadata, UpdateReceipt
+from slime_like.plugins.entry_points import ENGINE_GROUP, load_installed
 from slime_like.trajectory import Conversation
 
 
@@ -157,3 +158,8 @@ class RolloutEngine(Protocol):
 
     async def stop(self) -> None:
         """End the engine and every process it started."""
+
+
+def load_engine(name: str) -> type[RolloutEngine]:
+    """The engine class registered as ``name``; raises as ``load_backend``."""
+    return load_installed(ENGINE_GROUP, name, "rollout.engine")

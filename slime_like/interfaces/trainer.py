@@ -10,6 +10,7 @@ from torch import Tensor
 from slime_like.config import RunConfig
 from slime_like.interfaces.estimate import RankEstimate, RankKind
 from slime_like.interfaces.weights import WeightBucket
+from slime_like.plugins.entry_points import BACKEND_GROUP, load_installed
 from slime_like.trajectory import GRPOStats, PackedTrajectory
 
 
@@ -179,3 +180,12 @@ class TrainerBackend(Protocol):
 
     def shutdown(self) -> None:
         """Leave the process groups."""
+
+
+def load_backend(name: str) -> type[TrainerBackend]:
+    """The trainer class registered as ``name``.
+
+    Raises:
+        ConfigError: no such entry point; the message lists the known ones.
+    """
+    return load_installed(BACKEND_GROUP, name, "trainer.backend")

@@ -57,7 +57,7 @@ MUTATIONS = [
     Mutation(
         "positions run on over the pack",
         "packing/layout.py",
-        "    positions -= np.repeat(firsts, np.append(lengths.total, lengths.padding))\n",
+        "    positions -= np.repeat(firsts, segments)\n",
         "",
         "test_packing.py::test_layout_written_out_by_loops",
     ),
@@ -165,18 +165,8 @@ def _run(folder: Path, targets: tuple[str, ...]) -> None:
     devnull = os.open(os.devnull, os.O_WRONLY)
     os.dup2(devnull, 1)
     os.dup2(devnull, 2)
-    arguments = [
-        "-x",
-        "-q",
-        "-p",
-        "no:cacheprovider",
-        "--rootdir",
-        str(ROOT),
-        "--hypothesis-profile",
-        "mutation",
-        *(str(ROOT / target) for target in targets),
-    ]
-    code = pytest.main(arguments)
+    arguments = ["-x", "-q", "-p", "no:cacheprovider", "--rootdir", str(ROOT), "--hypothesis-profile", "mutation"]
+    code = pytest.main([*arguments, *(str(ROOT / target) for target in targets)])
     module = sys.modules.get("slime_like.algorithms")
     came_from_copy = module is not None and str(module.__file__).startswith(str(folder))
     os._exit(int(code) if came_from_copy else 100)

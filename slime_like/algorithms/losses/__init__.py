@@ -4,8 +4,8 @@ from slime_like.algorithms.losses.grpo import GRPOLoss
 from slime_like.algorithms.losses.kl import kl_estimate
 from slime_like.algorithms.losses.loss import Loss, build_loss
 from slime_like.algorithms.losses.policy import POLICY_LOSSES
-from slime_like.algorithms.losses.sums import LossSums
-from slime_like.algorithms.losses.types import LossInputs, LossOutput, PolicyTerms
+from slime_like.algorithms.losses.sums import LossOutput, LossSums
+from slime_like.algorithms.losses.types import LossInputs, PolicyTerms
 from slime_like.algorithms.losses.value import ValueOutput, value_loss
 
 __all__ = [

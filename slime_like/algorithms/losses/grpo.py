@@ -10,10 +10,11 @@ from torch import Tensor
 
 from slime_like.algorithms.logprobs import logprobs_and_entropy
 from slime_like.algorithms.losses.loss import build_loss
-from slime_like.algorithms.losses.types import LossInputs, LossOutput
+from slime_like.algorithms.losses.sums import LossOutput
+from slime_like.algorithms.losses.types import LossInputs
 from slime_like.algorithms.reduction import step_denominator, token_weights
 from slime_like.algorithms.segments import require_lengths
-from slime_like.algorithms.tensor_checks import require_bool_mask, require_tensors
+from slime_like.algorithms.tensor_checks import require_alike, require_bool_mask, require_tensors
 
 if TYPE_CHECKING:
     from slime_like.config.algorithm import AlgorithmConfig  # needs pydantic, which this layer does not
@@ -121,8 +122,13 @@ class GRPOLoss:
         if not temperature > 0:
             raise ValueError(f"temperature={temperature} is not positive; give the one that the samples were drawn at")
         require_tensors(targets=targets, advantages=advantages)
+        if targets.ndim not in (1, 2):
+            raise ValueError(
+                f"targets have shape {tuple(targets.shape)}; give (R,) for a pack, (B, T) for padded input"
+            )
         given = {"old_logprobs": old_logprobs, "ref_logprobs": ref_logprobs, "behaviour_logprobs": behaviour_logprobs}
-        _require_shape_of(targets, padding_masks=padding_masks, **given)
+        # Before flattening, after which (T, B) looks like (B, T).
+        require_alike(targets=targets, padding_masks=padding_masks, **given)
         logprobs, entropy = _score(pi_logits, targets, temperature)
         mask = _loss_mask(targets, padding_masks)
         lengths = _sequence_lengths(targets, response_lens)
@@ -157,18 +163,6 @@ class GRPOLoss:
             torch.tensor(sizes, device=mask.device)
         )
         return per_token, step_denominator(reduction, counts, groups)
-
-
-def _require_shape_of(targets: Tensor, **per_target: Tensor | None) -> None:
-    """Check shapes before flattening, after which (T, B) looks like (B, T)."""
-    require_tensors(**per_target)
-    if targets.ndim not in (1, 2):
-        raise ValueError(f"targets have shape {tuple(targets.shape)}; give (R,) for a pack, (B, T) for padded input")
-    for name, given in per_target.items():
-        if given is not None and given.shape != targets.shape:
-            raise ValueError(
-                f"{name} {tuple(given.shape)} and targets {tuple(targets.shape)} differ; give one entry per target"
-            )
 
 
 def _score(pi_logits: Tensor | Sequence[Tensor], targets: Tensor, temperature: float) -> tuple[Tensor, Tensor]:

@@ -12,7 +12,7 @@ from types import MappingProxyType
 import torch
 from torch import Tensor
 
-from slime_like.algorithms.tensor_checks import require_tensors
+from slime_like.algorithms.tensor_checks import require_alike
 from slime_like.plugins.resolve import resolve_callable
 
 
@@ -53,10 +53,5 @@ def kl_estimate(logprobs: Tensor, ref_logprobs: Tensor, estimator: str = "k3") -
         >>> kl_estimate(torch.tensor([-1.0]), torch.tensor([-1.5]), "k2")
         tensor([0.1250])
     """
-    require_tensors(logprobs=logprobs, ref_logprobs=ref_logprobs)
-    if logprobs.shape != ref_logprobs.shape:
-        raise ValueError(
-            f"logprobs {tuple(logprobs.shape)} and ref_logprobs {tuple(ref_logprobs.shape)} differ; give one of each "
-            "per token"
-        )
+    require_alike(logprobs=logprobs, ref_logprobs=ref_logprobs)
     return resolve_callable("KL estimator", estimator, KL_ESTIMATORS)(logprobs - ref_logprobs)

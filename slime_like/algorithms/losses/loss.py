@@ -12,8 +12,8 @@ from torch import Tensor
 from slime_like.algorithms.importance import ImportanceWeights, importance_weights, off_policy_sequence_mask
 from slime_like.algorithms.losses.kl import kl_estimate
 from slime_like.algorithms.losses.policy import POLICY_LOSSES, PolicyLoss, required, token_ratio
-from slime_like.algorithms.losses.sums import LossSums
-from slime_like.algorithms.losses.types import LossInputs, LossOutput, PolicyTerms
+from slime_like.algorithms.losses.sums import LossOutput, LossSums
+from slime_like.algorithms.losses.types import LossInputs, PolicyTerms
 from slime_like.plugins.resolve import resolve_callable
 
 if TYPE_CHECKING:

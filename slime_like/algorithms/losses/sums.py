@@ -1,9 +1,8 @@
 """The figures of a step while they are still sums, so that micro-batches and ranks can be added up."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass, fields
+from typing import Self
 
 import torch
 from torch import Tensor
@@ -40,15 +39,15 @@ class LossSums:
     engine_gap_max: Tensor
 
     @classmethod
-    def zeros(cls, device: torch.device | str = "cpu") -> LossSums:
+    def zeros(cls, device: torch.device | str = "cpu") -> Self:
         """Sums of nothing."""
         return cls(*(torch.zeros((), dtype=torch.float64, device=device) for _ in fields(cls)))
 
-    def add(self, other: LossSums) -> LossSums:
+    def add(self, other: Self) -> Self:
         """The figures of both together; maxima stay maxima."""
         sums, maxima = self.to_vectors()
         other_sums, other_maxima = other.to_vectors()
-        return LossSums.from_vectors(sums + other_sums, torch.maximum(maxima, other_maxima))
+        return self.from_vectors(sums + other_sums, torch.maximum(maxima, other_maxima))
 
     def to_vectors(self) -> tuple[Tensor, Tensor]:
         """Two float64 vectors, one to all-reduce with a sum and one with a maximum."""
@@ -58,7 +57,7 @@ class LossSums:
         )
 
     @classmethod
-    def from_vectors(cls, sums: Tensor, maxima: Tensor) -> LossSums:
+    def from_vectors(cls, sums: Tensor, maxima: Tensor) -> Self:
         """The inverse of ``to_vectors``."""
         values = dict(zip(_sum_names(), sums.unbind(), strict=True))
         return cls(**values, **dict(zip(_MAXIMA, maxima.unbind(), strict=True)))
@@ -97,6 +96,14 @@ class LossSums:
             importance_weight=self.importance_weight / tokens,
             importance_clipfrac=self.importance_clipped / tokens,
         )
+
+
+@dataclass(slots=True)
+class LossOutput:
+    """``loss``: scalar with graph, ``sum(token_weights * per_token_loss)``, undivided. ``sums``: detached figures."""
+
+    loss: Tensor
+    sums: LossSums
 
 
 def _sum_names() -> list[str]:

@@ -1,18 +1,12 @@
-"""Inputs and outputs of a loss."""
-
-from __future__ import annotations
+"""Inputs of a loss, and the output of its policy term."""
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import Self
 
 import torch
 from torch import Tensor
 
-from slime_like.algorithms.tensor_checks import require_bool_mask, require_tensors
-
-if TYPE_CHECKING:
-    from slime_like.algorithms.losses.sums import LossSums
-
+from slime_like.algorithms.tensor_checks import require_alike, require_bool_mask
 
 _PER_TOKEN = ("logprobs", "entropy", "old_logprobs", "behaviour_logprobs", "ref_logprobs", "advantages")
 
@@ -45,30 +39,21 @@ class LossInputs:
 
     def check_shapes(self) -> None:
         """Raises ``ValueError`` where something is no tensor or would be broadcast, or a mask is no mask."""
-        names = (*_PER_TOKEN, "loss_mask", "token_weights")
-        require_tensors(**{name: getattr(self, name) for name in names})
-        for name in names:
-            value = getattr(self, name)
-            if value is not None and value.shape != self.logprobs.shape:
-                raise ValueError(
-                    f"{name} has shape {tuple(value.shape)}, logprobs {tuple(self.logprobs.shape)}; give one value per "
-                    "response token of the micro-batch"
-                )
+        require_alike(**{name: getattr(self, name) for name in (*_PER_TOKEN, "loss_mask", "token_weights")})
         require_bool_mask(self.loss_mask)
 
-    def cut_masked(self) -> LossInputs:
+    def cut_masked(self) -> Self:
         """The same with 0 on tokens that carry no loss: whatever stood there, inf and nan too, has no effect at all.
 
         Everything is at least as precise as ``logprobs``: the difference of two float32 policies, or a bound times a
         float32 advantage, would be rounded before it meets a float64 logprob.
         """
-        values = {name: getattr(self, name) for name in _PER_TOKEN}
-        cut = {name: self._cut(value) for name, value in values.items() if value is not None}
-        return replace(self, **cut, token_weights=torch.where(self.loss_mask, self.token_weights, 0.0))
-
-    def _cut(self, values: Tensor) -> Tensor:
-        precise = values.to(torch.promote_types(values.dtype, self.logprobs.dtype))
-        return torch.where(self.loss_mask, precise, 0.0)
+        cut = {"token_weights": torch.where(self.loss_mask, self.token_weights, 0.0)}
+        for name in _PER_TOKEN:
+            if (values := getattr(self, name)) is not None:
+                precise = values.to(torch.promote_types(values.dtype, self.logprobs.dtype))
+                cut[name] = torch.where(self.loss_mask, precise, 0.0)
+        return replace(self, **cut)
 
 
 @dataclass(slots=True)
@@ -84,11 +69,3 @@ class PolicyTerms:
     per_token: Tensor
     ratio: Tensor | None = None
     clipped: Tensor | None = None
-
-
-@dataclass(slots=True)
-class LossOutput:
-    """``loss``: scalar with graph, ``sum(token_weights * per_token_loss)``, undivided. ``sums``: detached figures."""
-
-    loss: Tensor
-    sums: LossSums

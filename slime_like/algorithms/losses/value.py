@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from slime_like.algorithms.tensor_checks import require_bool_mask, require_tensors
+from slime_like.algorithms.tensor_checks import require_alike, require_bool_mask
 
 
 @dataclass(slots=True)
@@ -42,16 +42,12 @@ def value_loss(
     Raises:
         ValueError: what is no tensor, shapes that differ, a mask that is not bool, or a negative ``clip``.
     """
-    require_tensors(values=values, old_values=old_values, returns=returns, token_weights=token_weights)
     require_bool_mask(loss_mask)
+    require_alike(
+        values=values, old_values=old_values, returns=returns, token_weights=token_weights, loss_mask=loss_mask
+    )
     if clip is not None and not clip >= 0:
         raise ValueError(f"clip={clip} bounds no change of a value; give 0 or more, or None for no clipping")
-    for name, given in (("old_values", old_values), ("returns", returns), ("token_weights", token_weights)):
-        if not values.shape == given.shape == loss_mask.shape:
-            raise ValueError(
-                f"values {tuple(values.shape)}, {name} {tuple(given.shape)} and loss_mask {tuple(loss_mask.shape)} do "
-                "not fit; give one of each per response token"
-            )
     values, old_values, returns, token_weights = (
         torch.where(loss_mask, tensor, 0.0) for tensor in (values, old_values, returns, token_weights)
     )

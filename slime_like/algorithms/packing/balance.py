@@ -14,13 +14,6 @@ def balance(costs: Sequence[float], num_parts: int) -> list[list[int]]:
     """Split indices into ``num_parts`` parts of nearly equal cost, none empty, with the largest differencing method.
 
     Source: Karmarkar and Karp 1982, in Korf's generalisation to k parts.
-
-    Args:
-        costs: at least ``num_parts`` of them.
-        num_parts: 1 or more.
-
-    Returns:
-        The indices of every part.
     """
     if num_parts == 1:
         return [list(range(len(costs)))]

@@ -11,14 +11,8 @@ def first_fit_decreasing(lengths: Sequence[int], capacity: int) -> list[list[int
     """Lay items, longest first, into the first bin with room. At most 11/9 of the optimum plus one bin (Dósa 2007).
 
     Bins are the leaves of a tree whose nodes know the largest room below them, so that an item finds its bin in
-    logarithmic time; a bin not opened yet has all of its room.
-
-    Args:
-        lengths: 1 to ``capacity`` each.
-        capacity: of every bin.
-
-    Returns:
-        Indices into ``lengths`` of every bin, in the order the bins were opened.
+    logarithmic time; a bin not opened yet has all of its room. ``lengths`` are 1 to ``capacity``, of which the result
+    has the indices of every bin, in the order the bins were opened.
     """
     leaves = 1 << max(len(lengths) - 1, 0).bit_length()
     room = [capacity] * (2 * leaves)
@@ -37,18 +31,10 @@ def first_fit_decreasing(lengths: Sequence[int], capacity: int) -> list[list[int
 
 
 def pack_into(lengths: Sequence[int], capacity: int, count: int) -> list[list[int]] | None:
-    """Lay items into at most ``count`` bins by exhaustive search, longest first, or find that there is no way.
+    """As ``first_fit_decreasing`` into at most ``count`` bins, none empty; ``None`` if there is no way.
 
-    Worth it where first-fit-decreasing misses by a few bins. Bins with equal room are tried once. Packing is NP-hard:
-    after a bounded number of steps the search ends as if there were no way.
-
-    Args:
-        lengths: 1 to ``capacity`` each.
-        capacity: of every bin.
-        count: of bins that may be used.
-
-    Returns:
-        Indices into ``lengths`` of every bin, none empty; ``None`` if no way was found.
+    An exhaustive search, longest first, worth it where first-fit-decreasing misses by a few bins. Bins with equal room
+    are tried once. Packing is NP-hard: after a bounded number of steps the search ends as if there were no way.
     """
     order = sorted(range(len(lengths)), key=lambda i: -lengths[i])
     room, bins = [capacity] * count, [list[int]() for _ in range(count)]

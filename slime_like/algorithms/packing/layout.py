@@ -37,36 +37,24 @@ class PackLengths:
 
 
 def layout(lengths: PackLengths) -> dict[str, Tensor]:
-    """Compute the tensors that depend on lengths alone."""
+    """Compute the tensors that depend on lengths alone. Padding is a segment too, and belongs to no sequence."""
+    segments = np.append(lengths.total, lengths.padding)
+    firsts = np.append(lengths.starts, lengths.actual).astype(np.int32)
+    positions = np.arange(lengths.packed, dtype=np.int32)
+    positions -= np.repeat(firsts, segments)
+    owners = np.append(np.arange(lengths.total.size), -1).astype(np.int32)
+    # By turns a prompt and its response; last the padding.
+    runs = np.append(np.stack([lengths.prompt, lengths.response], axis=1), lengths.padding)
     layout = {
-        "position_ids": _positions(lengths),
-        "sequence_mask": _sequence_mask(lengths),
-        "response_mask": _response_mask(lengths),
+        "position_ids": positions,
+        "sequence_mask": np.repeat(owners, segments),
+        "response_mask": np.repeat(np.arange(runs.size) % 2 == 1, runs),
         "cu_seqlens": np.concatenate([[0], lengths.ends]).astype(np.int32),
         "sequence_map": np.stack([lengths.starts, lengths.ends], axis=1),
         "prompt_lens": lengths.prompt,
         "response_lens": lengths.response,
     }
     return {name: torch.from_numpy(values) for name, values in layout.items()}
-
-
-def _positions(lengths: PackLengths) -> Array:
-    """Return every token's index less that of its segment's first token; padding is a segment too."""
-    positions = np.arange(lengths.packed, dtype=np.int32)
-    firsts = np.append(lengths.starts, lengths.actual).astype(np.int32)
-    positions -= np.repeat(firsts, np.append(lengths.total, lengths.padding))
-    return positions
-
-
-def _sequence_mask(lengths: PackLengths) -> Array:
-    owners = np.append(np.arange(lengths.total.size), -1).astype(np.int32)
-    return np.repeat(owners, np.append(lengths.total, lengths.padding))
-
-
-def _response_mask(lengths: PackLengths) -> Array:
-    """False on a prompt, True on its response, False on the padding."""
-    runs = np.append(np.stack([lengths.prompt, lengths.response], axis=1), lengths.padding)
-    return np.repeat(np.arange(runs.size) % 2 == 1, runs)
 
 
 def masked_targets(tokens: Array, response_mask: Array, loss_mask: Array, ignore_index: int) -> Array:

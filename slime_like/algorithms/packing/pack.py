@@ -180,8 +180,7 @@ def zero_weight_pack(like: PackedTrajectory) -> PackedTrajectory:
 
     Evens out micro-batch counts between ranks: it runs through the model and every collective, and adds exactly 0.
     """
-    first = _first_sequence(like)
-    pack = pack_sequences([first], device=like.tokens.device, ignore_index=like.ignore_index)
+    pack = pack_sequences(unpack_sequences(like)[:1], device=like.tokens.device, ignore_index=like.ignore_index)
     return replace(
         pack,
         loss_mask=torch.zeros_like(pack.loss_mask),
@@ -246,16 +245,3 @@ def _score_columns(packed: PackedTrajectory) -> dict[str, Sequence]:
         "reward_metadata": list(packed.reward_metadata or []),
         "token_weight": packed.sequence_weights,
     }
-
-
-def _first_sequence(packed: PackedTrajectory) -> Trajectory:
-    """Sequence 0 of a pack, without cutting up the others."""
-    tokens, responses = int(packed.cu_seqlens[1]), int(packed.response_lens[0])
-    kept = dict.fromkeys((*RESPONSE_FIELDS, "advantages"), responses)
-    kept |= dict.fromkeys((*_PLAIN.values(), "sequence_weights", "reward_metadata", "conversations"), 1)
-    kept |= dict.fromkeys(("prompt_lens", "response_lens", "rewards", "successes"), 1)
-    changes: dict[str, Any] = {"tokens": packed.tokens[:tokens], "actual_total_tokens": tokens}
-    for name, count in kept.items():
-        value = getattr(packed, name)
-        changes[name] = None if value is None else value[:count]
-    return unpack_sequences(replace(packed, packed_seq_len=tokens, **changes))[0]

@@ -4,8 +4,6 @@ Numba would keep it, too, but looks at the one file that a kernel stands in: aft
 kernel calls, it would go on with what it has. And it refuses a kernel where it can write nothing.
 """
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 import os
@@ -22,7 +20,7 @@ import llvmlite.binding
 import numba
 import numpy as np
 from numba import njit, void
-from numba.core.caching import CompileResultCacheImpl, FunctionCache
+from numba.core.compiler import CompileResult
 from numba.core.serialize import dumps
 
 from slime_like.errors import SlimeLikeError
@@ -56,8 +54,8 @@ def kernel(*arguments: Any, fastmath: frozenset[str] = SUMS) -> Callable[[Callab
 
     def decorate(function: Callable[..., None]) -> Any:
         dispatcher: Any = njit(fastmath=set(fastmath), error_model="numpy", nogil=True)(function)
-        if _directory() is not None:
-            dispatcher._cache = _KernelCache(function)  # as enable_caching does
+        if directory := _directory():
+            dispatcher._cache = _KernelCache(function, directory)  # as enable_caching does
         dispatcher.compile(void(*arguments))
         dispatcher.disable_compile()
         return dispatcher
@@ -104,67 +102,35 @@ def _directory() -> Path | None:
 
 
 def _remove_unused(base: Path) -> None:
-    """Kernels of earlier sources. Who uses them after all, or removes them too, is not hindered: they are compiled anew
-    where they are missing.
-    """
+    """Kernels of earlier sources; a process that needs them after all compiles them again."""
     for directory in base.glob("kernels-*"):
         with contextlib.suppress(OSError):
             if time.time() - directory.stat().st_mtime > _UNUSED_S:
                 shutil.rmtree(directory)
 
 
-class _Locator:
-    """Numba's cache locator; only its directory is used, see ``_KernelFile``."""
+class _KernelCache:
+    """One kernel's compiled code, as Numba's dispatcher asks for it; what is damaged is compiled again, not run."""
 
-    @classmethod
-    def from_function(cls, function: Any, source: str) -> _Locator:
-        return cls()
+    def __init__(self, function: Callable[..., None], directory: Path) -> None:
+        self.cache_path = str(directory)  # for the dispatcher's statistics
+        self._path = directory / f"{function.__module__.rpartition('.')[2]}.{function.__name__}.kernel"
 
-    def ensure_cache_path(self) -> None:
-        """``_directory`` has."""
-
-    def get_cache_path(self) -> str:
-        return str(_directory())
-
-    def get_source_stamp(self) -> str:
-        return _stamp()
-
-    def get_disambiguator(self) -> str:
-        return ""
-
-
-class _KernelFile:
-    """One kernel's compiled code, behind a digest: one that is damaged is compiled again, not run."""
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-
-    def load(self, key: object) -> Any:
+    def load_overload(self, signature: object, context: Any) -> Any:
         """``None`` if there is none, or not as it was written."""
+        context.refresh()
         try:
             content = self._path.read_bytes()
         except FileNotFoundError:
             return None
         digest, code = content[:_DIGEST_BYTES], content[_DIGEST_BYTES:]
-        return pickle.loads(code) if hashlib.sha256(code).digest() == digest else None
+        return CompileResult._rebuild(context, *pickle.loads(code)) if hashlib.sha256(code).digest() == digest else None
 
-    def save(self, key: object, data: object) -> None:
+    def save_overload(self, signature: object, result: Any) -> None:
         """Write the file atomically. If that fails, the next process compiles, too."""
-        code = dumps(data)
+        assert not result.library.has_dynamic_globals, "addresses of this process cannot be kept"
+        code = dumps(result._reduce())
         with contextlib.suppress(OSError), tempfile.TemporaryDirectory(dir=self._path.parent) as directory:
             written = Path(directory) / self._path.name
             written.write_bytes(hashlib.sha256(code).digest() + code)
             written.replace(self._path)
-
-
-class _KernelCacheImpl(CompileResultCacheImpl):
-    _locator_classes = [_Locator]  # noqa: RUF012 - Numba's own attribute
-
-
-class _KernelCache(FunctionCache):
-    _impl_class = _KernelCacheImpl
-
-    def __init__(self, function: Callable[..., None]) -> None:
-        super().__init__(function)
-        name = f"{function.__module__.rpartition('.')[2]}.{function.__name__}.kernel"
-        self._cache_file = _KernelFile(Path(self.cache_path) / name)

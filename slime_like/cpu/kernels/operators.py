@@ -157,17 +157,16 @@ class FusedAttention(torch.autograd.Function):
         lse = mixed.new_empty(out.shape[1] * out.shape[2] // dim, tokens)
         ctx.setting = (eps, boundaries, scale)
         ctx.save_for_backward(mixed, query_weight, key_weight, cos, sin, out, lse)
-        packed_attention.forward(
-            *_given(mixed, query_weight, key_weight, eps, cos, sin, boundaries, scale), out.numpy(), lse.numpy()
-        )
+        given = _given(mixed, (query_weight, key_weight), (cos, sin), ctx.setting)
+        packed_attention.forward(*given, out.numpy(), lse.numpy())
         return out.view(tokens, -1)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         mixed, query_weight, key_weight, cos, sin, out, lse = ctx.saved_tensors
-        eps, boundaries, scale = ctx.setting
+        _, boundaries, _ = ctx.setting
         grad, mixed_grad = grads[0].contiguous().view(out.shape), _reused(mixed)
-        given = _given(mixed_grad, query_weight, key_weight, eps, cos, sin, boundaries, scale)
+        given = _given(mixed_grad, (query_weight, key_weight), (cos, sin), ctx.setting)
         query_grad, key_grad = np.empty_like(given[2]), np.empty_like(given[3])
         packed_attention.backward(grad.numpy(), *given, out.numpy(), lse.numpy(), query_grad, key_grad)
         mixed_grad[: boundaries[0]] = mixed_grad[boundaries[-1] :] = 0.0
@@ -176,9 +175,10 @@ class FusedAttention(torch.autograd.Function):
 
 
 class FusedLogitRows:
-    """``slime_like.algorithms.head.LogitRows`` by ``logit_rows``."""
+    """Logits of the head as ``logit_rows`` computes them, in place of torch's operators."""
 
     def sums(self, products: Tensor, temperatures: Tensor, columns: Tensor) -> tuple[Tensor, Tensor]:
+        """(n,) maxima of ``products / temperatures``, (n, V), and (3, n) sums as those of ``row_sums``."""
         maximum, sums = products.new_empty(len(products)), products.new_empty(3, len(products))
         logit_rows.forward(
             *(products.numpy(), temperatures.float().numpy(), columns.numpy(), maximum.numpy(), sums.numpy())
@@ -193,6 +193,7 @@ class FusedLogitRows:
         softmax: tuple[Tensor, Tensor, Tensor],
         grads: tuple[Tensor, Tensor, Tensor | None],
     ) -> None:
+        """Make of ``products`` their gradient; the rest is as ``logit_gradient`` takes it."""
         of_entropy = torch.zeros_like(grads[0]) if grads[2] is None else grads[2]
         rows = (*softmax, *grads[:2], of_entropy)
         logit_rows.backward(
@@ -202,18 +203,12 @@ class FusedLogitRows:
 
 
 def _given(
-    mixed: Tensor,
-    query_weight: Tensor | None,
-    key_weight: Tensor | None,
-    eps: float,
-    cos: Tensor,
-    sin: Tensor,
-    boundaries: np.ndarray,
-    scale: float,
+    mixed: Tensor, weights: tuple[Tensor | None, ...], turns: tuple[Tensor, ...], setting: tuple[Any, ...]
 ) -> tuple[Any, ...]:
     """The kernels' first arguments."""
-    weights = (np.empty(0, np.float32) if w is None else _array(w) for w in (query_weight, key_weight))
-    return _array(mixed), boundaries, *weights, eps, _array(cos), _array(sin), scale
+    eps, boundaries, scale = setting
+    norms = (np.empty(0, np.float32) if weight is None else _array(weight) for weight in weights)
+    return _array(mixed), boundaries, *norms, eps, *map(_array, turns), scale
 
 
 def _reused(saved: Tensor) -> Tensor:

@@ -19,6 +19,8 @@ from slime_like.cpu.kernels.vectors import LINE, prefetch
 
 _ZERO, _ONE = np.float32(0.0), np.float32(1.0)
 _MATRIX, _VECTOR, _HEADS = float32[:, ::1], float32[::1], float32[:, :, ::1]
+Norm = tuple[Array, bool, np.float32]
+Turns = tuple[Array, Array]
 _QKV = (_HEADS, int64[::1], _VECTOR, _VECTOR, float32, _MATRIX, _MATRIX, float32)
 
 
@@ -38,42 +40,24 @@ def _at(heads: Array, t: int, g: int, place: int) -> int:
 
 
 @part()
-def _ones_if_none(weight: Array, width: int) -> Array:
-    """A norm's weight; without a norm (no weight) what changes nothing."""
-    return weight if weight.shape[0] else np.ones(width, np.float32)
+def _norm(weight: Array, width: int, eps: np.float32) -> Norm:
+    """A norm's weight, whether there is one, and its epsilon; without a norm (no weight) a weight of ones."""
+    normed = weight.shape[0] > 0
+    return weight if normed else np.ones(width, np.float32), normed, eps
 
 
 @part()
-def _rstd(mixed: Array, at: int, width: int, normed: bool, eps: np.float32) -> np.float32:
+def _rstd(mixed: Array, at: int, width: int, norm: Norm) -> np.float32:
     """Scale of a head before its norm's weight; 1 without a norm."""
+    _, normed, eps = norm
     return _ONE / np.sqrt(product(mixed, at, mixed, at, width) / np.float32(width) + eps) if normed else _ONE
 
 
 @part()
-def _turned(
-    mixed: Array,
-    at: int,
-    weight: Array,
-    normed: bool,
-    eps: np.float32,
-    cos: Array,
-    sin: Array,
-    t: int,
-    scale: np.float32,
-    out: Array,
-    row: int,
-) -> None:
-    """``out[row] = scale * rotated(norm(head))``.
-
-    Args:
-        at: where the head lies in ``mixed``.
-        weight: (D,), ones if it is not ``normed``.
-        t: its token, whose cosines and sines turn it.
-        out: (n, D).
-    """
-    width = out.shape[1]
-    factor = _rstd(mixed, at, width, normed, eps) * scale
-    turn(mixed, at, weight, factor, cos, sin, t * cos.shape[1], out, row * width, width)
+def _turned(mixed: Array, at: int, norm: Norm, turns: Turns, t: int, scale: np.float32, out: Array, row: int) -> None:
+    """``out[row] = scale * rotated(norm(head))``, of the head of token ``t`` that lies at ``at``; out is (n, D)."""
+    width, (cos, sin) = out.shape[1], turns
+    turn(mixed, at, norm[0], _rstd(mixed, at, width, norm) * scale, cos, sin, t * cos.shape[1], out, row * width, width)
 
 
 @part()
@@ -82,24 +66,20 @@ def _turned_back(
     row: int,
     mixed: Array,
     at: int,
-    weight: Array,
-    normed: bool,
-    eps: np.float32,
-    cos: Array,
-    sin: Array,
+    norm: Norm,
+    turns: Turns,
     t: int,
     scale: np.float32,
     weight_grad: Array,
 ) -> None:
     """A head's gradient, in its place, from that of what ``_turned`` makes of it, ``grad[row]``; the norm's weight's is
     added."""
-    width = grad.shape[1]
+    width, (cos, sin), (weight, normed, _) = grad.shape[1], turns, norm
     if not normed:
         turn_back(grad, row * width, scale, cos, sin, t * cos.shape[1], mixed, at, width)
         return
     turn_back(grad, row * width, scale, cos, sin, t * cos.shape[1], grad, row * width, width)
-    rstd = _rstd(mixed, at, width, normed, eps)
-    norm_back(grad, row * width, mixed, at, weight, rstd, weight_grad, width)
+    norm_back(grad, row * width, mixed, at, weight, _rstd(mixed, at, width, norm), weight_grad, width)
 
 
 @part()
@@ -112,17 +92,7 @@ def _bring(heads: Array, t: int, g: int, place: int, count: int) -> None:
 
 @part()
 def _gather(
-    mixed: Array,
-    first: int,
-    length: int,
-    g: int,
-    weight: Array,
-    normed: bool,
-    eps: np.float32,
-    cos: Array,
-    sin: Array,
-    keys: Array,
-    values: Array,
+    mixed: Array, first: int, length: int, g: int, norm: Norm, turns: Turns, keys: Array, values: Array
 ) -> None:
     """A sequence's keys, turned, and values (L, D) of one KV head, the last two of its group's.
 
@@ -133,7 +103,7 @@ def _gather(
     place = mixed.shape[2] - 2 * width
     for t in range(length):
         at = _at(mixed, first + t, g, place)
-        _turned(mixed, at, weight, normed, eps, cos, sin, first + t, _ONE, keys, t)
+        _turned(mixed, at, norm, turns, first + t, _ONE, keys, t)
         _bring(mixed, first + length + t, g, place, 2 * width)
         copy(mixed, at + width, values, t * width, width)
 
@@ -168,12 +138,11 @@ def forward(
     keys, values = np.empty((pitch, width), np.float32), np.empty((pitch, width), np.float32)
     columns, scores = np.empty((width, pitch), np.float32), np.empty((LANES, pitch), np.float32)
     rows, context = np.zeros((LANES, width), np.float32), np.empty((LANES, width), np.float32)
-    normed = query_weight.shape[0] > 0
-    query_scale, key_scale = _ones_if_none(query_weight, width), _ones_if_none(key_weight, width)
+    query_norm, key_norm, turns = _norm(query_weight, width, eps), _norm(key_weight, width, eps), (cos, sin)
     for s in range(boundaries.shape[0] - 1):
         first, length = boundaries[s], boundaries[s + 1] - boundaries[s]
         for g in range(groups):
-            _gather(mixed, first, length, g, key_scale, normed, eps, cos, sin, keys, values)
+            _gather(mixed, first, length, g, key_norm, turns, keys, values)
             transpose(keys, length, columns)
             for h in range(heads):
                 for start in range(0, length, LANES):
@@ -183,7 +152,7 @@ def forward(
                         _bring(mixed, first + length + start + r, g, h * width, width)
                         t = first + start + r
                         at = _at(mixed, t, g, h * width)
-                        _turned(mixed, at, query_scale, normed, eps, cos, sin, t, scale, rows, r)
+                        _turned(mixed, at, query_norm, turns, t, scale, rows, r)
                     multiply(rows, count, columns, width, padded, scores)
                     for r in range(count):
                         lse[g * heads + h, first + start + r] = softmax(scores, r, start + r + 1, padded)
@@ -203,11 +172,8 @@ def _head_back(
     length: int,
     g: int,
     h: int,
-    weight: Array,
-    normed: bool,
-    eps: np.float32,
-    cos: Array,
-    sin: Array,
+    norm: Norm,
+    turns: Turns,
     scale: np.float32,
     weight_grad: Array,
     sequence: tuple[Array, ...],
@@ -229,7 +195,7 @@ def _head_back(
         for r in range(count):
             t = first + start + r
             at = _at(mixed, t, g, h * width)
-            _turned(mixed, at, weight, normed, eps, cos, sin, t, scale, rows, r)
+            _turned(mixed, at, norm, turns, t, scale, rows, r)
             _bring(mixed, t + length, g, h * width, width)
             _bring(grad, t + length, g, h * width, width)
             copy(grad, _at(grad, t, g, h * width), grads, r * width, width)
@@ -246,7 +212,7 @@ def _head_back(
         for r in range(count):
             t = first + start + r
             at = _at(mixed, t, g, h * width)
-            _turned_back(row_grads, r, mixed, at, weight, normed, eps, cos, sin, t, scale, weight_grad)
+            _turned_back(row_grads, r, mixed, at, norm, turns, t, scale, weight_grad)
 
 
 @kernel(_HEADS, *_QKV, _HEADS, _MATRIX, _VECTOR, _VECTOR)
@@ -281,8 +247,7 @@ def backward(
     weights, slopes = np.empty((LANES, pitch), np.float32), np.empty((LANES, pitch), np.float32)
     rows, grads = np.zeros((LANES, width), np.float32), np.zeros((LANES, width), np.float32)
     row_grads = np.empty((LANES, width), np.float32)
-    normed = query_weight.shape[0] > 0
-    query_scale, key_scale = _ones_if_none(query_weight, width), _ones_if_none(key_weight, width)
+    query_norm, key_norm, turns = _norm(query_weight, width, eps), _norm(key_weight, width, eps), (cos, sin)
     query_sum, key_sum = np.empty_like(query_weight), np.empty_like(key_weight)
     query_weight_grad[:] = _ZERO
     key_weight_grad[:] = _ZERO
@@ -291,19 +256,19 @@ def backward(
         query_sum[:] = _ZERO
         key_sum[:] = _ZERO
         for g in range(groups):
-            _gather(mixed, first, length, g, key_scale, normed, eps, cos, sin, keys, values)
+            _gather(mixed, first, length, g, key_norm, turns, keys, values)
             transpose(keys, length, columns)
             transpose(values, length, value_columns)
             key_grads[: padded_length(length)] = _ZERO
             value_grads[: padded_length(length)] = _ZERO
             for h in range(heads):
                 _head_back(
-                    grad, mixed, out, lse, first, length, g, h, query_scale, normed, eps, cos, sin, scale, query_sum,
+                    grad, mixed, out, lse, first, length, g, h, query_norm, turns, scale, query_sum,
                     (keys, columns, value_columns, key_grads, value_grads), (weights, slopes, rows, grads, row_grads),
                 )  # fmt: skip
             for t in range(length):
                 at = _at(mixed, first + t, g, heads * width)
-                _turned_back(key_grads, t, mixed, at, key_scale, normed, eps, cos, sin, first + t, _ONE, key_sum)
+                _turned_back(key_grads, t, mixed, at, key_norm, turns, first + t, _ONE, key_sum)
                 copy(value_grads, t * width, mixed, at + width, width)
         for d in range(query_weight.shape[0]):
             query_weight_grad[d] += query_sum[d]

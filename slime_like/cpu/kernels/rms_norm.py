@@ -1,6 +1,6 @@
 """Root mean square normalisation of float32 rows, forward and backward in one pass each.
 
-Alone, and together with the sum of a residual: forward in one pass with the sum, backward with the residual's gradient.
+Alone, and in one pass with the sum of a residual.
 """
 
 import numpy as np
@@ -32,6 +32,28 @@ def forward(x: Array, weight: Array, eps: np.float32, out: Array, rstd: Array) -
         rstd[t] = r
         for h in range(hidden):
             out[t, h] = x[t, h] * r * weight[h]
+
+
+@kernel(_MATRIX, _MATRIX, _VECTOR, float32, _MATRIX)
+def stream_forward(stream: Array, x: Array, weight: Array, eps: np.float32, out: Array) -> None:
+    """``stream += x``, in place, and ``out = forward`` of it; nothing is kept for a backward pass.
+
+    Args:
+        stream, out: (rows, H).
+        x: (rows, H), or (0, H): nothing is added.
+        weight: (H,).
+    """
+    rows, hidden = stream.shape
+    for row in range(rows):
+        if x.shape[0] > 0:
+            for h in range(hidden):
+                stream[row, h] += x[row, h]
+        total = _ZERO
+        for h in range(hidden):
+            total += stream[row, h] * stream[row, h]
+        factor = _ONE / np.sqrt(total / np.float32(hidden) + eps)
+        for h in range(hidden):
+            out[row, h] = stream[row, h] * factor * weight[h]
 
 
 @kernel(_MATRIX, _MATRIX, _VECTOR, _VECTOR, _MATRIX, _VECTOR)

@@ -25,6 +25,16 @@ def forward(gate_up: Array, out: Array) -> None:
 
 
 @kernel(float32[:, ::1], float32[:, ::1], fastmath=IN_ORDER)
+def forward_in_place(gate: Array, up: Array) -> None:
+    """``gate = gate * sigmoid(gate) * up``; both (rows, F)."""
+    rows, width = gate.shape
+    for row in range(rows):
+        for f in range(width):
+            x = gate[row, f]
+            gate[row, f] = x / (_ONE + exp(-x)) * up[row, f]
+
+
+@kernel(float32[:, ::1], float32[:, ::1], fastmath=IN_ORDER)
 def backward(grad: Array, gate_up: Array) -> None:
     """Gradient of ``gate_up`` from that of ``out``, in its place.
 

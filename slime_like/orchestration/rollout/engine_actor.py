@@ -19,7 +19,7 @@ from slime_like.interfaces import (
     RolloutEngine,
     UpdateReceipt,
 )
-from slime_like.interfaces.installed import load_engine
+from slime_like.interfaces.engine import load_engine
 from slime_like.orchestration.cluster.node import use_cluster_interface, use_session_directory
 from slime_like.orchestration.rollout.conversations import Conversations
 

@@ -6,7 +6,7 @@ from contextlib import ExitStack
 from slime_like.checks.engine_install import version_warning
 from slime_like.config import RunConfig
 from slime_like.errors import EngineError
-from slime_like.interfaces.installed import load_engine
+from slime_like.interfaces.engine import load_engine
 from slime_like.models.dimensions import ModelDimensions
 from slime_like.observability.progress import Progress
 from slime_like.orchestration.cluster.placement import Placement

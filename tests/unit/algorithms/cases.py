@@ -1,4 +1,4 @@
-"""Random trajectories for the algorithm tests. Nothing in here computes what the tests check."""
+"""Random trajectories for the algorithm tests, and the definition of what is scored. Nothing is the code's own."""
 
 import torch
 from hypothesis import strategies as st
@@ -54,6 +54,12 @@ def unscored(index: int = 0, prompt_len: int = 3, response_len: int = 4, seed: i
 def batch(shapes: list[tuple[int, int]], seed: int = 0) -> list[ScoredTrajectory]:
     """One scored sequence per (prompt_len, response_len)."""
     return [scored(i, p, r, seed) for i, (p, r) in enumerate(shapes)]
+
+
+def dense_scores(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+    """Logprobs of (...) ``targets`` and entropies by their definition, from all of the (..., V) logits."""
+    log_softmax = logits.log_softmax(-1)
+    return log_softmax.gather(-1, targets[..., None])[..., 0], -(log_softmax.exp() * log_softmax).sum(-1)
 
 
 # ---------------------------------------------------------------------------------------------- hypothesis strategies

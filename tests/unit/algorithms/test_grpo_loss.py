@@ -6,6 +6,7 @@ from torch import Tensor
 
 from slime_like.algorithms import GRPOLoss
 from slime_like.config.algorithm import LOSSES, AlgorithmConfig
+from tests.unit.algorithms.cases import dense_scores
 
 
 def logits_case() -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
@@ -24,7 +25,7 @@ def test_chunked_padded_logits(sizes: list[int]) -> None:
     loss, policy, kl, ratio, clipfrac, logprobs = GRPOLoss(AlgorithmConfig(kl_coef=0.2)).forward(
         list(logits.split(sizes, dim=1)), targets, reference, advantages, mask
     )
-    expected = logits.log_softmax(-1).gather(-1, targets[..., None])[..., 0]
+    expected, _ = dense_scores(logits, targets)
     difference = reference - expected
     dense_kl = (difference.exp() - difference - 1)[mask].mean()
     dense_policy = -(advantages[:, None].expand(4, 6)[mask]).mean()
@@ -41,7 +42,7 @@ def test_chunked_padded_logits(sizes: list[int]) -> None:
 @pytest.mark.parametrize("name", LOSSES)
 def test_packed_and_padded_agree(reduction: str, name: str) -> None:
     logits, targets, reference, advantages, _ = logits_case()
-    old = (logits.log_softmax(-1).gather(-1, targets[..., None])[..., 0] + 0.1).detach()
+    old = (dense_scores(logits, targets)[0] + 0.1).detach()
     lengths = torch.tensor([6, 2, 5, 1])
     mask = torch.arange(6)[None] < lengths[:, None]
     config = AlgorithmConfig(

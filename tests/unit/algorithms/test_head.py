@@ -11,15 +11,13 @@ from torch import Tensor
 
 from slime_like.algorithms import fused_logprobs, logprobs_and_entropy, vocab_parallel_logprobs
 from tests.support.properties import examples
-from tests.unit.algorithms.cases import SHARDED
+from tests.unit.algorithms.cases import SHARDED, dense_scores
 
 HIDDEN = 7
 
 
 def dense(hidden: Tensor, weight: Tensor, targets: Tensor, temperatures: Tensor) -> tuple[Tensor, Tensor]:
-    log_softmax = (hidden @ weight.T / temperatures[:, None]).log_softmax(-1)
-    entropy = -(log_softmax.exp() * log_softmax).sum(-1)
-    return log_softmax.gather(1, targets[:, None])[:, 0], entropy
+    return dense_scores(hidden @ weight.T / temperatures[:, None], targets)
 
 
 def close(left: Tensor, right: Tensor, tolerance: float) -> bool:
@@ -63,33 +61,37 @@ class ThreadGroup:
             raise failures[0]
 
 
+Scores = Callable[..., tuple[Tensor, Tensor]]
+
+
+def weighted(case: dict[str, Tensor], scores: tuple[Tensor, Tensor]) -> Tensor:
+    return (case["w"] * scores[0]).sum() + (case["h"] * scores[1]).sum()
+
+
 def run_sharded(
-    case: dict[str, Tensor], ranks: int, vocab_size: int, padded: int, chunk: int
-) -> list[dict[str, Tensor]]:
-    group, results = ThreadGroup(ranks), [{} for _ in range(ranks)]
-    columns = padded // ranks
+    case: dict[str, Tensor], form: Scores, shard: Callable[[slice], list[Tensor]], columns: int, **options: int
+) -> list[tuple[Tensor, ...]]:
+    """Logprobs, entropies and the gradients of what ``shard`` gives a rank for its columns, by rank.
+
+    Args:
+        columns: of every rank, padding included.
+    """
+    ranks = case["weight"].shape[0] // columns
+    group, results = ThreadGroup(ranks), [()] * ranks
 
     def body(rank: int) -> None:
-        hidden = case["hidden"].clone().requires_grad_()
-        weight = case["weight"][rank * columns : (rank + 1) * columns].clone().requires_grad_()
-        logprobs, entropy = fused_logprobs(
-            hidden,
-            weight,
+        leaves = [each.clone().requires_grad_() for each in shard(slice(rank * columns, (rank + 1) * columns))]
+        scores = form(
+            *leaves,
             case["targets"],
             case["temperatures"],
             vocab_start=rank * columns,
-            vocab_size=vocab_size,
             all_reduce_max=group.reduction(rank, lambda parts: parts.amax(0)),
             all_reduce_sum=group.reduction(rank, lambda parts: parts.sum(0)),
-            chunk_tokens=chunk,
+            **options,
         )
-        ((case["w"] * logprobs).sum() + (case["h"] * entropy).sum()).backward()
-        results[rank] = {
-            "logprobs": logprobs.detach(),
-            "entropy": entropy.detach(),
-            "d_hidden": hidden.grad,
-            "d_weight": weight.grad,
-        }
+        weighted(case, scores).backward()
+        results[rank] = (*(x.detach() for x in scores), *(leaf.grad for leaf in leaves))
 
     group.run(body)
     return results
@@ -119,14 +121,20 @@ def test_any_sharding_equals_the_whole(count, vocab_size, extra, ranks, chunk, d
     tolerance = 3e-6 if dtype == torch.float32 else 1e-12
     hidden = case["hidden"].double().clone().requires_grad_()
     weight = case["weight"][:vocab_size].double().clone().requires_grad_()
-    logprobs, entropy = dense(hidden, weight, case["targets"], case["temperatures"].double())
-    ((case["w"] * logprobs).sum() + (case["h"] * entropy).sum()).backward()
-    results = run_sharded(case, ranks, vocab_size, padded, chunk)
-    for result in results:
-        assert close(result["logprobs"], logprobs.detach(), tolerance)
-        assert close(result["entropy"], entropy.detach(), tolerance)
-        assert close(result["d_hidden"], hidden.grad, tolerance)
-    d_weight = torch.cat([result["d_weight"] for result in results])
+    expected = dense(hidden, weight, case["targets"], case["temperatures"].double())
+    weighted(case, expected).backward()
+    results = run_sharded(
+        case,
+        fused_logprobs,
+        lambda part: [case["hidden"], case["weight"][part]],
+        padded // ranks,
+        vocab_size=vocab_size,
+        chunk_tokens=chunk,
+    )
+    for *found, _ in results:
+        for ours, theirs in zip(found, (*(x.detach() for x in expected), hidden.grad), strict=True):
+            assert close(ours, theirs, tolerance)
+    d_weight = torch.cat([found[3] for found in results])
     assert close(d_weight[:vocab_size], weight.grad, tolerance)
     assert not d_weight[vocab_size:].any()
 
@@ -136,37 +144,25 @@ def test_any_sharding_equals_the_whole(count, vocab_size, extra, ranks, chunk, d
 def test_sharded_logits_equal_the_whole(count, vocab_size, extra, ranks, chunk, dtype) -> None:  # type: ignore[no-untyped-def]
     """The same from logits: no reduction in backward, and none of the padding's columns has a gradient."""
     padded = -(-(vocab_size + extra) // ranks) * ranks
-    case, columns = make_case(count, vocab_size, padded, dtype), padded // ranks
+    case = make_case(count, vocab_size, padded, dtype)
     logits = 3 * case["hidden"] @ case["weight"].T
     whole = logits[:, :vocab_size].double().requires_grad_()
-    log_softmax = (whole / case["temperatures"].double()[:, None]).log_softmax(-1)
-    logprobs = log_softmax.gather(1, case["targets"][:, None])[:, 0]
-    entropy = -(log_softmax.exp() * log_softmax).sum(-1)
-    ((case["w"] * logprobs).sum() + (case["h"] * entropy).sum()).backward()
-    group, results = ThreadGroup(ranks), [{} for _ in range(ranks)]
-
-    def body(rank: int) -> None:
-        shard = logits[:, rank * columns : (rank + 1) * columns].clone().requires_grad_()
-        found = vocab_parallel_logprobs(
-            shard,
-            case["targets"],
-            case["temperatures"],
-            vocab_start=rank * columns,
-            vocab_size=vocab_size,
-            all_reduce_max=group.reduction(rank, lambda parts: parts.amax(0)),
-            all_reduce_sum=group.reduction(rank, lambda parts: parts.sum(0)),
-            chunk_tokens=chunk,
-        )
-        ((case["w"] * found[0]).sum() + (case["h"] * found[1]).sum()).backward()
-        results[rank] = {"logprobs": found[0].detach(), "entropy": found[1].detach(), "gradient": shard.grad}
-
-    group.run(body)
+    expected = dense_scores(whole / case["temperatures"].double()[:, None], case["targets"])
+    weighted(case, expected).backward()
+    results = run_sharded(
+        case,
+        vocab_parallel_logprobs,
+        lambda part: [logits[:, part]],
+        padded // ranks,
+        vocab_size=vocab_size,
+        chunk_tokens=chunk,
+    )
     # Logits of a few dozen nats: float32 holds them, and so their difference from the log-sum-exp, to about 1e-5.
     tolerance = 1e-5 if dtype == torch.float32 else 1e-12
-    for result in results:
-        assert close(result["logprobs"], logprobs.detach(), tolerance)
-        assert close(result["entropy"], entropy.detach(), tolerance)
-    gradient = torch.cat([result["gradient"] for result in results], dim=1)
+    for *found, _ in results:
+        for ours, theirs in zip(found, expected, strict=True):
+            assert close(ours, theirs.detach(), tolerance)
+    gradient = torch.cat([found[2] for found in results], dim=1)
     assert close(gradient[:, :vocab_size], whole.grad, tolerance)
     assert not gradient[:, vocab_size:].any()
 
@@ -207,9 +203,7 @@ def test_capped_logits_are_those_of_the_formula(chunk: int) -> None:
             )
         else:
             logits = 0.8 * torch.tanh(hidden @ weight.T / 0.8) / case["temperatures"][:, None]
-            distribution = logits.log_softmax(-1)
-            logprobs = distribution.gather(1, case["targets"][:, None])[:, 0]
-            entropy = -(distribution.exp() * distribution).sum(-1)
+            logprobs, entropy = dense_scores(logits, case["targets"])
         (logprobs.square().sum() + entropy.sum()).backward()
         results.append((logprobs, entropy, hidden.grad, weight.grad))
     for ours, expected in zip(*results, strict=True):
@@ -223,37 +217,7 @@ def test_frozen_weight_gets_no_gradient() -> None:
     assert hidden.grad is not None and case["weight"].grad is None
 
 
-def test_memory_stays_far_below_the_logits() -> None:
-    """No tensor of the whole run, forward or backward, reaches a quarter of [N, V]."""
-    from torch.utils._python_dispatch import TorchDispatchMode
-
-    largest = 0
-
-    class Watch(TorchDispatchMode):
-        def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
-            nonlocal largest
-            result = func(*args, **(kwargs or {}))
-            for value in result if isinstance(result, tuple | list) else [result]:
-                if isinstance(value, Tensor):
-                    largest = max(largest, value.untyped_storage().nbytes())
-            return result
-
-    count, vocabulary = 1024, 500
-    case = make_case(count, vocabulary, vocabulary, torch.float32)
-    hidden, weight = case["hidden"].requires_grad_(), case["weight"].requires_grad_()
-    with Watch():
-        logprobs, _ = fused_logprobs(
-            hidden, weight, case["targets"], case["temperatures"], vocab_size=vocabulary, chunk_tokens=128
-        )
-        logprobs.sum().backward()
-    assert largest <= count * vocabulary * 4 / 4
-
-
 # -------------------------------------------------------------------------------------------------------- large logits
-def by_rows(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-    return logprobs_and_entropy(logits, targets)
-
-
 def by_columns(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
     return vocab_parallel_logprobs(logits, targets, torch.ones(len(targets)), vocab_size=logits.shape[1])
 
@@ -264,11 +228,9 @@ def by_head(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
     return fused_logprobs(logits, weight, targets, torch.ones(len(targets)), vocab_size=logits.shape[1])
 
 
-@pytest.mark.parametrize("form", [by_rows, by_columns, by_head])
+@pytest.mark.parametrize("form", [logprobs_and_entropy, by_columns, by_head])
 @pytest.mark.parametrize("use", [(1.0, 0.0), (1.0, 0.3), (0.0, 1.0)], ids=["logprobs", "both", "entropy"])
-def test_large_logits_keep_their_gradient(
-    form: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]], use: tuple[float, float]
-) -> None:
+def test_large_logits_keep_their_gradient(form: Scores, use: tuple[float, float]) -> None:
     """Logits of 150 to 160 nats: a float32 log-sum-exp of that size is rounded by up to 8e-6, the gradient by 1e-6.
 
     A softmax does not depend on what is added to all of its logits, so neither may its gradient's precision.
@@ -277,9 +239,7 @@ def test_large_logits_keep_their_gradient(
     logits = 150 + 10 * torch.rand(64, 40, generator=g)  # exact in float32: the reference sees the same numbers
     targets = torch.randint(0, 40, (64,), generator=g)
     exact = logits.double().requires_grad_()
-    log_softmax = exact.log_softmax(-1)
-    entropy = -(log_softmax.exp() * log_softmax).sum(-1)
-    logprobs = log_softmax.gather(1, targets[:, None])[:, 0]
+    logprobs, entropy = dense_scores(exact, targets)
     (expected,) = torch.autograd.grad(use[0] * logprobs.sum() + use[1] * entropy.sum(), exact)
     leaf = logits.clone().requires_grad_()
     found = form(leaf, targets)
@@ -289,15 +249,15 @@ def test_large_logits_keep_their_gradient(
     assert (gradient - expected).abs().max() < 6e-7
 
 
-@pytest.mark.parametrize("form", [by_rows, by_columns])
+@pytest.mark.parametrize("form", [logprobs_and_entropy, by_columns])
 def test_a_forbidden_token_has_no_gradient_however_large_that_of_the_entropy(
-    form: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]],
+    form: Scores,
 ) -> None:
     """A logit of -inf times a factor above 1 would leave the range of float32, and inf times 0 is nan."""
     logits = torch.tensor([[float("-inf"), 1.0, 2.0]])
     allowed = logits[:, 1:].double().requires_grad_()
-    log_softmax = allowed.log_softmax(-1)
-    (expected,) = torch.autograd.grad(-100 * (log_softmax.exp() * log_softmax).sum() + log_softmax[0, 0], allowed)
+    logprobs, entropy = dense_scores(allowed, torch.tensor([0]))
+    (expected,) = torch.autograd.grad((logprobs + 100 * entropy).sum(), allowed)
     leaf = logits.requires_grad_()
     logprobs, entropy = form(leaf, torch.tensor([1]))
     (gradient,) = torch.autograd.grad((logprobs + 100 * entropy).sum(), leaf)

@@ -32,7 +32,7 @@ from slime_like.algorithms import (
 from slime_like.config.algorithm import AlgorithmConfig
 from slime_like.trajectory import PackedTrajectory, ScoredTrajectory
 from tests.support.properties import examples
-from tests.unit.algorithms.cases import CP_SIZES, LAYOUTS, PADDINGS, SEEDS, VOCABULARY, batch, shapes
+from tests.unit.algorithms.cases import CP_SIZES, LAYOUTS, PADDINGS, SEEDS, VOCABULARY, batch, dense_scores, shapes
 
 HIDDEN = 6
 CONSTANT_LENGTH = 70
@@ -145,9 +145,7 @@ def score_alone(model: TinyModel, s: ScoredTrajectory) -> tuple[Tensor, Tensor]:
     """(response_len,) logprobs and entropies of one unpacked sequence, from all of its logits."""
     ids = torch.cat([s.prompt_tokens, s.response_tokens])
     logits = model.hidden(ids, torch.arange(s.total_len)) @ model.head.T / s.temperature
-    log_softmax = logits.log_softmax(-1)[s.prompt_len - 1 : -1]
-    logprobs = log_softmax.gather(1, s.response_tokens[:, None])[:, 0]
-    return logprobs, -(log_softmax.exp() * log_softmax).sum(-1)
+    return dense_scores(logits[s.prompt_len - 1 : -1], s.response_tokens)
 
 
 def mean_by_definition(losses: list[Tensor], groups: list[int], reduction: str) -> Tensor:
@@ -221,6 +219,17 @@ def random_split(sequences: list[ScoredTrajectory], seed: int) -> list[list[Scor
     return [shuffled[a:b] for a, b in zip([0, *cuts], [*cuts, len(shuffled)], strict=True)]
 
 
+def weigh(sequences: list[ScoredTrajectory], reduction: str) -> float | None:
+    """Set every sequence's weight; return the step's denominator, or none where no token carries loss."""
+    counts, groups = [int(s.loss_mask.sum()) for s in sequences], [s.group_id for s in sequences]
+    if not any(counts):
+        return None
+    constant = CONSTANT_LENGTH if reduction == "constant" else None
+    for s, weight in zip(sequences, token_weights(reduction, counts, groups, constant), strict=True):
+        s.token_weight = weight
+    return step_denominator(reduction, counts, groups)
+
+
 # Searching for the smallest failing example would take minutes.
 PHASES = (Phase.explicit, Phase.reuse, Phase.generate)
 TOLERANCE = {torch.float32: 1e-6, torch.float64: 1e-12}
@@ -245,12 +254,9 @@ def assert_equal_in_norm(actual: Tensor, expected: Tensor, dtype: torch.dtype) -
 @examples(3, phases=PHASES)
 def test_loss_and_gradient(name, reduction, dtype, shapes, padding, cp, layout, chunk, seed) -> None:  # type: ignore[no-untyped-def]
     sequences = make_sequences(shapes, seed)
-    counts, groups = [int(s.loss_mask.sum()) for s in sequences], [s.group_id for s in sequences]
-    if not any(counts):
+    if not (denominator := weigh(sequences, reduction)):
         return
     constant = CONSTANT_LENGTH if reduction == "constant" else None
-    for s, weight in zip(sequences, token_weights(reduction, counts, groups, constant), strict=True):
-        s.token_weight = weight
     expected, size, expected_gradients = reference(sequences, name, reduction)
     config = AlgorithmConfig(
         loss=name, reduction=reduction, constant_length=constant, entropy_coef=ENTROPY_COEF, **CASES[name][1]
@@ -263,10 +269,9 @@ def test_loss_and_gradient(name, reduction, dtype, shapes, padding, cp, layout, 
             loss, figures = micro_batch_loss(model, pack, config, cp, layout, chunk)
             loss.backward()
             total, sums = total + loss.detach().double(), sums.add(figures)
-    denominator = step_denominator(reduction, counts, groups)
     assert abs(total / denominator - expected) <= TOLERANCE[dtype] * size
     assert abs(sums.to_stats(denominator, 0.0, 0.0).loss - expected) <= TOLERANCE[dtype] * size
-    assert sums.num_tokens.item() == sum(counts)
+    assert sums.num_tokens.item() == sum(int(s.loss_mask.sum()) for s in sequences)
     for parameter, gradient in zip(model.parameters, expected_gradients, strict=True):
         assert parameter.grad is not None
         assert_equal_in_norm(parameter.grad / denominator, gradient, dtype)
@@ -280,20 +285,16 @@ def test_loss_and_gradient(name, reduction, dtype, shapes, padding, cp, layout, 
 def test_value_loss_and_gradient(reduction, dtype, shapes, padding, seed) -> None:  # type: ignore[no-untyped-def]
     """GAE's returns and the clipped value loss, per sequence and dense, against packs of any split."""
     sequences, clip = batch(shapes, seed), 0.3
-    counts, groups = [int(s.loss_mask.sum()) for s in sequences], [s.group_id for s in sequences]
-    if not any(counts):
+    if not (denominator := weigh(sequences, reduction)):
         return
-    constant = CONSTANT_LENGTH if reduction == "constant" else None
-    for s, weight in zip(sequences, token_weights(reduction, counts, groups, constant), strict=True):
-        s.token_weight = weight
     g = torch.Generator().manual_seed(seed)
     old = {s.sequence_id: torch.randn(s.response_len, generator=g, dtype=torch.float64).to(dtype) for s in sequences}
     moved = {name: (v + 0.7 * torch.randn(v.shape, generator=g)).to(dtype).requires_grad_() for name, v in old.items()}
     exact = {name: v.detach().double().requires_grad_() for name, v in moved.items()}
     losses = [dense_value_loss(s, exact[s.sequence_id], old[s.sequence_id].double(), clip) for s in sequences]
-    expected = mean_by_definition(losses, groups, reduction)
+    expected = mean_by_definition(losses, [s.group_id for s in sequences], reduction)
     expected.backward()
-    total, denominator = torch.zeros((), dtype=torch.float64), step_denominator(reduction, counts, groups)
+    total = torch.zeros((), dtype=torch.float64)
     for members in random_split(sequences, seed):
         budget = sum(s.total_len for s in members) + padding
         pack = pack_sequences(members, target_tokens_per_batch=budget)

@@ -17,16 +17,13 @@ from slime_like.algorithms import (
 from slime_like.algorithms import logprobs as logprobs_module
 from tests.support.properties import examples
 from tests.support.rejections import Rejects
-from tests.unit.algorithms.cases import SHAPES, VOCABULARY, batch, shapes
+from tests.unit.algorithms.cases import SHAPES, VOCABULARY, batch, dense_scores, shapes
 
 TOLERANCE = {torch.float32: 2e-6, torch.float64: 1e-13}
 
 
 def dense(logits: Tensor, targets: Tensor, temperatures: Tensor) -> tuple[Tensor, Tensor]:
-    """The definition, with everything kept."""
-    log_softmax = (logits.double() / temperatures[..., None]).log_softmax(-1)
-    entropy = -(log_softmax.exp() * log_softmax).sum(-1)
-    return log_softmax.gather(-1, targets[..., None])[..., 0], entropy
+    return dense_scores(logits.double() / temperatures[..., None], targets)
 
 
 def close(left: Tensor, right: Tensor, tolerance: float) -> bool:

@@ -335,8 +335,6 @@ def test_needs(rejects: Rejects) -> None:
     for missing in ("ref_logprobs", "old_logprobs", "behaviour_logprobs", "entropy", "advantages"):
         with rejects(ValueError):
             loss(replace(make_inputs(), **{missing: None}))
-    with rejects(ValueError):
-        build_loss(AlgorithmConfig(loss="gspo"))(replace(make_inputs(), response_lens=None))
 
 
 class Halved:

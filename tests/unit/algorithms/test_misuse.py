@@ -2,19 +2,18 @@
 
 from collections.abc import Callable
 from dataclasses import fields, replace
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from slime_like.algorithms import (
-    AdvantageEstimator,
+    ESTIMATORS,
     GRPOLoss,
     LossInputs,
-    LossSums,
     build_loss,
-    compute_response_logprobs,
+    compute_advantages,
     fused_logprobs,
     gae,
     importance_weights,
@@ -24,29 +23,26 @@ from slime_like.algorithms import (
     off_policy_sequence_mask,
     overlong_penalty,
     pack_sequences,
-    partition_by_tokens,
-    partition_full_batches,
+    padded_length,
     selective_log_softmax,
     split_for_context_parallel,
     sum_of_sample_mean,
-    training_flops,
-    unpack_response_logprobs,
     value_loss,
     vocab_parallel_logprobs,
 )
-from slime_like.algorithms.losses import kl_estimate
+from slime_like.algorithms.advantages import Groups
+from slime_like.algorithms.losses import PolicyTerms, kl_estimate
+from slime_like.algorithms.losses.policy import SFT
 from slime_like.config.algorithm import AlgorithmConfig
 from tests.support.rejections import Rejects
 from tests.unit.algorithms.cases import SHAPES, batch, scored
+from tests.unit.algorithms.test_losses import make_inputs
 
 NAN, INF = float("nan"), float("inf")
 LIST = [0.0, 0.0]
 TWO, MASK, LENGTHS = torch.zeros(2), torch.ones(2, dtype=torch.bool), torch.tensor([2])
 IDS, LOGITS = torch.zeros(2, dtype=torch.int64), torch.zeros(2, 5)
 CONFIG = AlgorithmConfig()
-BARE = SimpleNamespace(
-    loss="sft", importance_correction="none", kl_coef=0.0, entropy_coef=0.0, off_policy_mask=None, reduction="tokens"
-)
 
 
 def refused(call: Callable[[], object], message: str) -> None:
@@ -108,92 +104,6 @@ def test_a_list_is_no_input_of_the_direct_loss(name: str) -> None:
     refused(lambda: GRPOLoss(CONFIG).forward(**given | {name: LIST}), f"^{name} is a list; give torch.tensor")
 
 
-def packed() -> Any:
-    return pack_sequences([replace(s, temperature=1.0) for s in batch(SHAPES)])
-
-
-def half() -> list[Any]:
-    return [split_for_context_parallel(packed(), 1, 0)]
-
-
-def estimated(scope: object = "group", compute: object = len) -> AdvantageEstimator:
-    return AdvantageEstimator(compute, scope)  # type: ignore[arg-type]
-
-
-def forward(config: Any = CONFIG, **changes: Any) -> object:
-    given = {"pi_logits": LOGITS, "targets": IDS, "ref_logprobs": TWO, "advantages": TWO}
-    return GRPOLoss(config).forward(**given | changes)
-
-
-def built(**changes: Any) -> object:
-    return build_loss(SimpleNamespace(**vars(BARE) | changes))  # type: ignore[arg-type]
-
-
-CALLS: list[Callable[[], object]] = [
-    # lists that are not arguments by themselves
-    lambda: compute_response_logprobs([[0.0]], packed()),  # type: ignore[arg-type]
-    lambda: unpack_response_logprobs(packed(), [0.0] * 15),  # type: ignore[arg-type]
-    lambda: merge_from_context_parallel(half(), [[0.0] * 15]),  # type: ignore[list-item]
-    lambda: sum_of_sample_mean(TWO, [2], [LIST]),  # type: ignore[list-item]
-    lambda: GRPOLoss(CONFIG).compute_loss_from_logprobs(LIST),  # type: ignore[arg-type]
-    # lengths below 0
-    lambda: gae(TWO, TWO, MASK, torch.tensor([3, -1])),
-    lambda: kl_penalty(TWO, TWO, MASK, torch.tensor([-1, 3]), 0.1),
-    lambda: importance_weights(TWO, TWO, MASK, torch.tensor([3, -1]), "mask", "sequence"),
-    lambda: forward(response_lens=torch.tensor([3, -1])),
-    lambda: overlong_penalty(torch.tensor([4, -2]), 5, 2),
-    lambda: sum_of_sample_mean(TWO, [3, -1], [MASK, MASK]),
-    lambda: training_flops([5, -2], 2, 3, 4),
-    lambda: training_flops([NAN], 2, 3, 4),
-    # numbers that have to be whole, or finite
-    *(
-        lambda partition=partition, budget=budget: partition([1, 2], budget, 1)
-        for partition in (partition_by_tokens, partition_full_batches)
-        for budget in (NAN, INF, 2.5)
-    ),
-    lambda: partition_by_tokens([1, 2], 5, 1.5),  # type: ignore[arg-type]
-    *(
-        lambda x=x: pack_sequences(batch(SHAPES), **x)
-        for x in ({"target_tokens_per_batch": 99.5}, {"ignore_index": -1.5}, {"pad_token_id": 0.5})
-    ),
-    *(lambda x=x: kl_penalty(TWO, TWO, MASK, LENGTHS, x) for x in (NAN, INF)),
-    *(lambda x=x: off_policy_sequence_mask(TWO, TWO, TWO, MASK, LENGTHS, x) for x in (NAN, INF)),
-    *(
-        lambda name=name, x=x: built(**{name: x})
-        for name in ("kl_coef", "entropy_coef", "off_policy_mask")
-        for x in (NAN, INF, -0.1)
-    ),
-    *(lambda x=x: LossSums.zeros().to_stats(x, 0.0, 0.0) for x in (0, 0.0, -1.0, NAN, INF)),
-    # vocabularies, ids and types
-    lambda: logprobs_and_entropy(torch.zeros(2, 0), IDS - 1),
-    lambda: logprobs_and_entropy(torch.tensor(0.0), torch.tensor(0)),
-    lambda: logprobs_and_entropy(LOGITS, IDS.to(torch.uint8)),
-    lambda: vocab_parallel_logprobs(LOGITS, IDS.to(torch.uint8), TWO + 1, vocab_size=5),
-    lambda: vocab_parallel_logprobs(LOGITS[:, :0], IDS, TWO + 1, vocab_size=0),
-    lambda: vocab_parallel_logprobs(LOGITS.long(), IDS, TWO + 1, vocab_size=5),
-    lambda: fused_logprobs(LOGITS, LOGITS[:0], IDS, TWO + 1, vocab_size=0),
-    lambda: fused_logprobs(LOGITS.bfloat16(), LOGITS, IDS, TWO + 1, vocab_size=2),
-    lambda: fused_logprobs(LOGITS.long(), LOGITS.long(), IDS, TWO + 1, vocab_size=2),
-    lambda: forward(pi_logits=LOGITS[0]),
-    lambda: forward(pi_logits=[LOGITS[0], LOGITS[1]]),
-    lambda: forward(targets=IDS.to(torch.uint8)),
-    # what a loss needs, and masks
-    lambda: forward(advantages=None),
-    lambda: forward(padding_masks=torch.ones(2)),
-    lambda: GRPOLoss(AlgorithmConfig(loss="sft")).compute_loss_from_logprobs(TWO, loss_mask=torch.ones(2).long()),
-    # estimators and devices
-    lambda: estimated("galaxy"),
-    lambda: estimated(compute=3),
-    lambda: pack_sequences(batch(SHAPES), device="gpu"),
-]
-
-
-@pytest.mark.parametrize("number", range(len(CALLS)))
-def test_a_call_by_mistake(number: int, rejects: Rejects) -> None:
-    with rejects(ValueError):
-        CALLS[number]()
-
-
 def test_a_gpu_that_is_not_there(monkeypatch: pytest.MonkeyPatch, rejects: Rejects) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with rejects(ValueError):
@@ -214,6 +124,7 @@ def with_entry(name: str, value: float) -> Any:
     return replace(sequence, **{name: changed})
 
 
+IGNORED = {"prompt_tokens": [1, 2, -100], "response_tokens": [1, 2, 3, -100]}
 SEQUENCES: list[Callable[[], Any]] = [
     *(
         lambda name=name, x=x: with_entry(name, x)
@@ -226,6 +137,8 @@ SEQUENCES: list[Callable[[], Any]] = [
     lambda: replace(scored(1), prompt_tokens=torch.ones(3) > 0),
     lambda: replace(scored(1), response_tokens=torch.ones(4) > 0),
     lambda: replace(scored(1), weight_versions=torch.ones(4) > 0),
+    # An ignore index among the tokens would be scored as 0.
+    *(lambda n=n, x=x: replace(scored(1), **{n: torch.tensor(x)}) for n, x in IGNORED.items()),
     lambda: replace(scored(1), sequence_id="s0"),
     lambda: replace(scored(1), sequence_id=["s1"]),
 ]
@@ -259,3 +172,122 @@ def test_a_graph_stays_behind() -> None:
     sequence = scored(0)
     found = pack_sequences([replace(sequence, logprobs=sequence.logprobs.clone().requires_grad_())])
     assert not found.logprobs.requires_grad and found.logprobs.equal(sequence.logprobs)
+
+
+# ------------------------------------------------------------------------------------------------ values without effect
+@pytest.mark.parametrize(
+    "name",
+    ["entropy", "old_logprobs", "behaviour_logprobs", "ref_logprobs", "advantages", "loss_mask", "token_weights"],
+)
+@pytest.mark.parametrize("shape", ["column", "one", "short"])
+def test_a_loss_broadcasts_nothing(rejects: Rejects, name: str, shape: str) -> None:
+    given = make_inputs()
+    value = getattr(given, name)
+    changed = {"column": value[:, None], "one": value[:1], "short": value[:3]}[shape]
+    with rejects(ValueError):
+        build_loss(AlgorithmConfig())(replace(given, **{name: changed}))
+
+
+def test_a_masked_weight_has_no_effect() -> None:
+    given, loss = make_inputs(), build_loss(AlgorithmConfig())
+    poisoned = replace(given, token_weights=given.token_weights.masked_fill(~given.loss_mask, NAN))
+    expected, found = loss(given).loss, loss(poisoned).loss
+    assert torch.equal(expected, found)
+    (gradient,) = torch.autograd.grad(found, given.logprobs)
+    assert bool(torch.isfinite(gradient).all()) and not gradient[~given.loss_mask].any()
+
+
+@pytest.mark.parametrize("where", range(4))
+def test_a_masked_value_has_no_effect(where: int) -> None:
+    """Neither on the critic's loss nor on its gradient, whichever of the four tensors holds it."""
+    mask = torch.tensor([True, False, True])
+    tensors = [
+        torch.tensor([0.5, 0.7, -0.3]),
+        torch.tensor([0.1, 0.2, 0.3]),
+        torch.tensor([1.0, 2.0, 3.0]),
+        torch.ones(3),
+    ]
+    expected = value_loss(tensors[0], tensors[1], tensors[2], mask, tensors[3], clip=0.2)
+    tensors[where][1] = NAN
+    tensors[0].requires_grad_()
+    found = value_loss(tensors[0], tensors[1], tensors[2], mask, tensors[3], clip=0.2)
+    assert torch.equal(found.loss, expected.loss) and torch.equal(found.clipped, expected.clipped)
+    (gradient,) = torch.autograd.grad(found.loss, tensors[0])
+    assert bool(torch.isfinite(gradient).all()) and gradient[1] == 0
+
+
+@pytest.mark.parametrize(
+    "made",
+    [
+        lambda logprobs: PolicyTerms(logprobs.mean()),
+        lambda logprobs: PolicyTerms(logprobs, ratio=logprobs[:1]),
+        lambda logprobs: logprobs,
+    ],
+)
+def test_a_custom_loss_gives_a_value_per_token(
+    made: Callable[[Tensor], object], monkeypatch: pytest.MonkeyPatch, rejects: Rejects
+) -> None:
+    monkeypatch.setattr(SFT, "__call__", lambda self, inputs: made(inputs.logprobs))
+    with rejects(ValueError):
+        build_loss(AlgorithmConfig(loss="sft"))(make_inputs())
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision_adds_up(dtype: torch.dtype) -> None:
+    """4,096 equal values: sums in the values' own type would stand still."""
+    values = torch.full((4096,), 0.1, dtype=dtype)
+    mean = sum_of_sample_mean(values, [4096], [torch.ones(4096)])
+    assert float(mean) == pytest.approx(float(values[0]), rel=1e-6)
+    mask = torch.ones(4096, dtype=torch.bool)
+    per_token, total = kl_penalty(values, torch.zeros_like(values), mask, torch.tensor([4096]), coefficient=1.0)
+    assert float(total) == pytest.approx(float(per_token.double().sum()), rel=1e-6)
+
+
+def test_a_masked_token_has_no_part_in_the_mean() -> None:
+    x = torch.tensor([1.0, NAN, 3.0], requires_grad=True)
+    mean = sum_of_sample_mean(x, [3], [torch.tensor([True, False, True])])
+    assert float(mean.detach()) == 2.0
+    (gradient,) = torch.autograd.grad(mean, x)
+    assert gradient.tolist() == [0.5, 0.0, 0.5]
+
+
+def test_no_rewards_have_float_advantages() -> None:
+    assert compute_advantages(torch.zeros(0, dtype=torch.int64), []).dtype == torch.float32
+    assert compute_advantages(torch.zeros(0, dtype=torch.float64), []).dtype == torch.float64
+
+
+def test_groups_live_where_the_values_do() -> None:
+    """The meta device stands in for a GPU. It cannot count distinct ids; that it was asked to is what is seen here."""
+    rewards = torch.zeros(2, device="meta", dtype=torch.float64)
+    with pytest.raises(NotImplementedError, match="_unique2"):
+        compute_advantages(rewards, [0, 0])
+    with pytest.raises(NotImplementedError, match="_unique2"):  # the whole batch as a group
+        ESTIMATORS["reinforce_pp"](rewards, Groups([0, 0]))
+
+
+def test_a_padded_length() -> None:
+    assert [padded_length(5, 2), padded_length(8, 2)] == [8, 8]
+    assert [padded_length(5, 2, "contiguous"), padded_length(5, 1)] == [5, 5]
+
+
+def test_lengths_of_samples_may_be_a_tensor() -> None:
+    assert float(sum_of_sample_mean(torch.ones(3), torch.tensor([1, 2]), [torch.ones(1), torch.ones(2)])) == 2.0
+
+
+def test_shards_of_one_pack_alone_are_merged(rejects: Rejects) -> None:
+    one, other = (pack_sequences(batch(shapes)) for shapes in (SHAPES, SHAPES[:2]))
+    alike = pack_sequences(batch([(3, 4), (1, 1), (2, 5), (2, 4), (4, 1)]))  # as many responses, elsewhere
+    first = split_for_context_parallel(one, 2, 0)
+    for second in (
+        split_for_context_parallel(other, 2, 1),
+        split_for_context_parallel(one, 2, 1, "contiguous"),
+        split_for_context_parallel(one, 3, 1),
+        split_for_context_parallel(alike, 2, 1),
+    ):
+        values = [torch.zeros(shard.response_slot.numel()) for shard in (first, second)]
+        with rejects(ValueError):
+            merge_from_context_parallel([first, second], values)
+    with rejects(ValueError):
+        merge_from_context_parallel([first, split_for_context_parallel(one, 2, 1)], [torch.zeros(3)])
+    with rejects(ValueError):
+        first.scatter(torch.tensor(1.0))

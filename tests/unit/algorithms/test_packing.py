@@ -56,11 +56,6 @@ def test_round_trip_of_absent_fields(name: str) -> None:
         assert_same(before, after)
 
 
-def test_round_trip_of_a_fully_masked_sequence() -> None:
-    sequence = replace(scored(), loss_mask=torch.zeros(4, dtype=torch.bool))
-    assert_same(sequence, unpack_sequences(pack_sequences([sequence]))[0])
-
-
 @given(shapes=shapes(12, 40), padding=st.integers(0, 9))
 @examples(30)
 def test_layout_written_out_by_loops(shapes: list[tuple[int, int]], padding: int) -> None:
@@ -264,22 +259,6 @@ def test_anything_that_can_be_walked_over_is_packed() -> None:
     assert_same(pack_sequences(narrow), pack_sequences(sequences))
 
 
-def test_an_ignore_index_is_no_token(rejects: Rejects) -> None:
-    with rejects(ValueError):
-        pack_sequences(batch(SHAPES), ignore_index=0)
-
-
-@pytest.mark.parametrize("name", ["prompt_tokens", "response_tokens"])
-def test_an_ignore_index_among_the_tokens_is_named(rejects: Rejects, name: str) -> None:
-    """It would be packed, and scored as 0 without a word."""
-    sequences = batch(SHAPES)
-    tokens = getattr(sequences[1], name).clone()
-    tokens[-1] = -100
-    sequences[1] = replace(sequences[1], **{name: tokens})
-    with rejects(ValueError):
-        pack_sequences(sequences)
-
-
 def test_padding_is_a_token_of_the_vocabulary(rejects: Rejects) -> None:
     with rejects(ValueError):
         pack_sequences(batch(SHAPES), pad_token_id=-1, target_tokens_per_batch=10_000)
@@ -291,8 +270,3 @@ def test_errors_name_the_sequence(number: int, rejects: Rejects) -> None:
     make, budget = ERRORS[number]
     with rejects(ValueError):
         pack_sequences(make(), target_tokens_per_batch=budget)
-
-
-def test_unpack_response_logprobs_refuses_another_count(rejects: Rejects) -> None:
-    with rejects(ValueError):
-        unpack_response_logprobs(pack_sequences(batch(SHAPES)), torch.zeros(16))

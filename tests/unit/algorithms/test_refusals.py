@@ -1,14 +1,15 @@
-"""What would be broadcast, read as an index, or rounded away is rejected or done in higher precision."""
+"""Calls that are wrong are refused in a sentence: what would be broadcast, misread, rounded away or is missing."""
 
 from collections.abc import Callable
 from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
 from slime_like.algorithms import (
-    ESTIMATORS,
     compute_advantages,
     compute_response_logprobs,
     find_estimator,
@@ -28,91 +29,21 @@ from slime_like.algorithms import (
     sum_of_sample_mean,
     token_weights,
     training_flops,
+    unpack_response_logprobs,
     vocab_parallel_logprobs,
 )
 from slime_like.algorithms.advantages import AdvantageEstimator, Groups
 from slime_like.algorithms.gae import gae
-from slime_like.algorithms.losses import GRPOLoss, LossInputs, PolicyTerms, build_loss, kl_estimate
-from slime_like.algorithms.losses.policy import SFT
+from slime_like.algorithms.losses import GRPOLoss, LossSums, build_loss, kl_estimate
 from slime_like.algorithms.losses.value import value_loss
 from slime_like.algorithms.pass_at_k import mean_pass_at_k, pass_at_k
 from slime_like.algorithms.shaping import kl_penalty
 from slime_like.config.algorithm import AlgorithmConfig
 from tests.support.rejections import Rejects
 from tests.unit.algorithms.cases import SHAPES, batch
+from tests.unit.algorithms.test_losses import LENGTHS, make_inputs
 
-NAN = float("nan")
-
-
-def inputs() -> LossInputs:
-    generator = torch.Generator().manual_seed(0)
-
-    def values() -> Tensor:
-        return -torch.rand(4, generator=generator)
-
-    return LossInputs(
-        logprobs=values().requires_grad_(), entropy=values(), old_logprobs=values(), behaviour_logprobs=values(),
-        ref_logprobs=values(), advantages=values(), loss_mask=torch.tensor([True, True, False, True]),
-        token_weights=torch.ones(4), response_lens=torch.tensor([3, 1]),
-    )  # fmt: skip
-
-
-@pytest.mark.parametrize(
-    "name",
-    ["entropy", "old_logprobs", "behaviour_logprobs", "ref_logprobs", "advantages", "loss_mask", "token_weights"],
-)
-@pytest.mark.parametrize("shape", ["column", "one", "short"])
-def test_a_loss_broadcasts_nothing(rejects: Rejects, name: str, shape: str) -> None:
-    given = inputs()
-    value = getattr(given, name)
-    changed = {"column": value[:, None], "one": value[:1], "short": value[:3]}[shape]
-    with rejects(ValueError):
-        build_loss(AlgorithmConfig())(replace(given, **{name: changed}))
-
-
-def test_a_masked_weight_has_no_effect() -> None:
-    given = inputs()
-    loss = build_loss(AlgorithmConfig())
-    poisoned = replace(given, token_weights=torch.tensor([1.0, 1.0, NAN, 1.0]))
-    expected, found = loss(given).loss, loss(poisoned).loss
-    assert torch.equal(expected, found)
-    (gradient,) = torch.autograd.grad(found, given.logprobs)
-    assert bool(torch.isfinite(gradient).all()) and gradient[2] == 0
-
-
-@pytest.mark.parametrize("where", range(4))
-def test_a_masked_value_has_no_effect(where: int) -> None:
-    """Neither on the critic's loss nor on its gradient, whichever of the four tensors holds it."""
-    mask = torch.tensor([True, False, True])
-    tensors = [
-        torch.tensor([0.5, 0.7, -0.3]),
-        torch.tensor([0.1, 0.2, 0.3]),
-        torch.tensor([1.0, 2.0, 3.0]),
-        torch.ones(3),
-    ]
-    expected = value_loss(tensors[0], tensors[1], tensors[2], mask, tensors[3], clip=0.2)
-    tensors[where][1] = NAN
-    tensors[0].requires_grad_()
-    found = value_loss(tensors[0], tensors[1], tensors[2], mask, tensors[3], clip=0.2)
-    assert torch.equal(found.loss, expected.loss) and torch.equal(found.clipped, expected.clipped)
-    (gradient,) = torch.autograd.grad(found.loss, tensors[0])
-    assert bool(torch.isfinite(gradient).all()) and gradient[1] == 0
-
-
-@pytest.mark.parametrize(
-    "made",
-    [
-        lambda logprobs: PolicyTerms(logprobs.mean()),
-        lambda logprobs: PolicyTerms(logprobs, ratio=logprobs[:1]),
-        lambda logprobs: logprobs,
-    ],
-)
-def test_a_custom_loss_gives_a_value_per_token(
-    made: Callable[[Tensor], object], monkeypatch: pytest.MonkeyPatch, rejects: Rejects
-) -> None:
-    monkeypatch.setattr(SFT, "__call__", lambda self, inputs: made(inputs.logprobs))
-    with rejects(ValueError):
-        build_loss(AlgorithmConfig(loss="sft"))(inputs())
+NAN, INF = float("nan"), float("inf")
 
 
 def _one_too_few(rewards: Tensor, groups: Groups) -> Tensor:
@@ -126,69 +57,23 @@ def _without_threshold(rewards: Tensor, groups: Groups) -> Tensor:
 one_too_few, without_threshold = (AdvantageEstimator(f, "group") for f in (_one_too_few, _without_threshold))
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_half_precision_adds_up(dtype: torch.dtype) -> None:
-    """4,096 equal values: sums in the values' own type would stand still."""
-    values = torch.full((4096,), 0.1, dtype=dtype)
-    mean = sum_of_sample_mean(values, [4096], [torch.ones(4096)])
-    assert float(mean) == pytest.approx(float(values[0]), rel=1e-6)
-    mask = torch.ones(4096, dtype=torch.bool)
-    per_token, total = kl_penalty(values, torch.zeros_like(values), mask, torch.tensor([4096]), coefficient=1.0)
-    assert float(total) == pytest.approx(float(per_token.double().sum()), rel=1e-6)
+CONFIG = AlgorithmConfig()
+LIST, LOGITS = [0.0, 0.0], torch.zeros(2, 5)
+BARE = SimpleNamespace(
+    loss="sft", importance_correction="none", kl_coef=0.0, entropy_coef=0.0, off_policy_mask=None, reduction="tokens"
+)
 
 
-def test_a_masked_token_has_no_part_in_the_mean() -> None:
-    x = torch.tensor([1.0, NAN, 3.0], requires_grad=True)
-    mean = sum_of_sample_mean(x, [3], [torch.tensor([True, False, True])])
-    assert float(mean.detach()) == 2.0
-    (gradient,) = torch.autograd.grad(mean, x)
-    assert gradient.tolist() == [0.5, 0.0, 0.5]
+def forward(**changes: Any) -> object:
+    given = {"pi_logits": LOGITS, "targets": IDS_2, "ref_logprobs": TWO, "advantages": TWO}
+    return GRPOLoss(CONFIG).forward(**given | changes)
 
 
-def test_no_rewards_have_float_advantages() -> None:
-    assert compute_advantages(torch.zeros(0, dtype=torch.int64), []).dtype == torch.float32
-    assert compute_advantages(torch.zeros(0, dtype=torch.float64), []).dtype == torch.float64
+def built(**changes: Any) -> object:
+    return build_loss(SimpleNamespace(**vars(BARE) | changes))  # type: ignore[arg-type]
 
 
-def test_groups_live_where_the_values_do() -> None:
-    """The meta device stands in for a GPU. It cannot count distinct ids; that it was asked to is what is seen here."""
-    rewards = torch.zeros(2, device="meta", dtype=torch.float64)
-    with pytest.raises(NotImplementedError, match="_unique2"):
-        compute_advantages(rewards, [0, 0])
-    with pytest.raises(NotImplementedError, match="_unique2"):  # the whole batch as a group
-        ESTIMATORS["reinforce_pp"](rewards, Groups([0, 0]))
-
-
-def test_a_padded_length() -> None:
-    assert [padded_length(5, 2), padded_length(8, 2)] == [8, 8]
-    assert [padded_length(5, 2, "contiguous"), padded_length(5, 1)] == [5, 5]
-
-
-def test_lengths_of_samples_may_be_a_tensor() -> None:
-    assert float(sum_of_sample_mean(torch.ones(3), torch.tensor([1, 2]), [torch.ones(1), torch.ones(2)])) == 2.0
-
-
-def test_shards_of_one_pack_alone_are_merged(rejects: Rejects) -> None:
-    one, other = (pack_sequences(batch(shapes)) for shapes in (SHAPES, SHAPES[:2]))
-    alike = pack_sequences(batch([(3, 4), (1, 1), (2, 5), (2, 4), (4, 1)]))  # as many responses, elsewhere
-    first = split_for_context_parallel(one, 2, 0)
-    for second in (
-        split_for_context_parallel(other, 2, 1),
-        split_for_context_parallel(one, 2, 1, "contiguous"),
-        split_for_context_parallel(one, 3, 1),
-        split_for_context_parallel(alike, 2, 1),
-    ):
-        values = [torch.zeros(shard.response_slot.numel()) for shard in (first, second)]
-        with rejects(ValueError):
-            merge_from_context_parallel([first, second], values)
-    with rejects(ValueError):
-        merge_from_context_parallel([first, split_for_context_parallel(one, 2, 1)], [torch.zeros(3)])
-    with rejects(ValueError):
-        first.scatter(torch.tensor(1.0))
-
-
-# ------------------------------------------------------------------------------------------------- a call that is wrong
-def padded(config: AlgorithmConfig = AlgorithmConfig(), **changes: object) -> object:  # noqa: B008
+def padded(config: AlgorithmConfig = CONFIG, **changes: object) -> object:
     """The direct loss of padded logits (2, 3, 5)."""
     given = {"pi_logits": PADDED, "targets": TARGETS, "ref_logprobs": None, "advantages": torch.ones(2)}
     return GRPOLoss(config).forward(**given | changes)  # type: ignore[arg-type]
@@ -205,7 +90,7 @@ def headed(weight: Tensor = torch.ones(6, 3), targets: Tensor | None = None, **o
 
 
 def gspo(response_lens: Tensor | None) -> object:
-    return build_loss(AlgorithmConfig(loss="gspo"))(replace(inputs(), response_lens=response_lens))
+    return build_loss(AlgorithmConfig(loss="gspo"))(replace(make_inputs(), response_lens=response_lens))
 
 
 PACK, IDS = pack_sequences(batch(SHAPES)), torch.zeros(4, dtype=torch.int64)
@@ -213,6 +98,7 @@ SHARD = split_for_context_parallel(PACK, 2, 0)
 PADDED, TARGETS = torch.zeros(2, 3, 5), torch.ones(2, 3, dtype=torch.int64)
 ONES, MASK, LENGTH = torch.ones(3), torch.ones(3, dtype=torch.bool), torch.tensor([3])
 TWO, MASK_2, LENGTH_2 = torch.zeros(2), torch.ones(2, dtype=torch.bool), torch.tensor([2])
+IDS_2 = torch.zeros(2, dtype=torch.int64)
 REWARDS, HEADS = torch.tensor([0.0, 1.0]), (fused_logprobs, vocab_parallel_logprobs)
 REDUCTIONS: list[dict[str, object]] = [{}, *({name: print} for name in ("all_reduce_max", "all_reduce_sum"))]
 
@@ -291,7 +177,7 @@ CALLS: dict[str, list[Callable[[], object]]] = {
     ],
     "a ratio per sequence": [
         lambda lens=lens: gspo(lens)
-        for lens in (None, torch.tensor([3, 2]), torch.tensor([[3, 1]]), torch.tensor([3.0, 1.0]))
+        for lens in (None, torch.tensor([5, 2, 8]), torch.tensor([LENGTHS]), torch.tensor(LENGTHS).float())
     ],
     "KL that would be broadcast": [
         lambda: kl_estimate(TWO, TWO[:1]),
@@ -376,9 +262,76 @@ CALLS: dict[str, list[Callable[[], object]]] = {
         lambda: GRPOLoss(AlgorithmConfig()).compute_loss_from_logprobs(ONES, advantages=ONES),
     ],
     "masks of numbers": [
-        lambda: build_loss(AlgorithmConfig())(replace(inputs(), loss_mask=torch.tensor([1, 1, 0, 1]))),
+        lambda: build_loss(AlgorithmConfig())(replace(make_inputs(), loss_mask=make_inputs().loss_mask.long())),
         lambda: gae(ONES[:1], ONES, torch.tensor([1, 0, 1]), LENGTH),
         lambda: value_loss(ONES, ONES, ONES, ONES, ONES),
+    ],
+    "lists that are not arguments by themselves": [
+        lambda: compute_response_logprobs([[0.0]], PACK),  # type: ignore[arg-type]
+        lambda: unpack_response_logprobs(PACK, torch.zeros(16)),
+        lambda: unpack_response_logprobs(PACK, [0.0] * 15),  # type: ignore[arg-type]
+        lambda: merge_from_context_parallel([split_for_context_parallel(PACK, 1, 0)], [[0.0] * 15]),  # type: ignore[list-item]
+        lambda: sum_of_sample_mean(TWO, [2], [LIST]),  # type: ignore[list-item]
+        lambda: GRPOLoss(CONFIG).compute_loss_from_logprobs(LIST),  # type: ignore[arg-type]
+    ],
+    "lengths below 0": [
+        lambda: gae(TWO, TWO, MASK_2, torch.tensor([3, -1])),
+        lambda: kl_penalty(TWO, TWO, MASK_2, torch.tensor([-1, 3]), 0.1),
+        lambda: importance_weights(TWO, TWO, MASK_2, torch.tensor([3, -1]), "mask", "sequence"),
+        lambda: forward(response_lens=torch.tensor([3, -1])),
+        lambda: overlong_penalty(torch.tensor([4, -2]), 5, 2),
+        lambda: sum_of_sample_mean(TWO, [3, -1], [MASK_2, MASK_2]),
+        lambda: training_flops([5, -2], 2, 3, 4),
+        lambda: training_flops([NAN], 2, 3, 4),
+    ],
+    "numbers that have to be whole, or finite": [
+        *(
+            lambda partition=partition, budget=budget: partition([1, 2], budget, 1)
+            for partition in (partition_by_tokens, partition_full_batches)
+            for budget in (NAN, INF, 2.5)
+        ),
+        lambda: partition_by_tokens([1, 2], 5, 1.5),  # type: ignore[arg-type]
+        *(
+            lambda x=x: pack_sequences(batch(SHAPES), **x)
+            for x in (
+                {"target_tokens_per_batch": 99.5},
+                {"ignore_index": -1.5},
+                {"ignore_index": 0},
+                {"pad_token_id": 0.5},
+            )
+        ),
+        *(lambda x=x: kl_penalty(TWO, TWO, MASK_2, LENGTH_2, x) for x in (NAN, INF)),
+        *(lambda x=x: off_policy_sequence_mask(TWO, TWO, TWO, MASK_2, LENGTH_2, x) for x in (NAN, INF)),
+        *(
+            lambda name=name, x=x: built(**{name: x})
+            for name in ("kl_coef", "entropy_coef", "off_policy_mask")
+            for x in (NAN, INF, -0.1)
+        ),
+        *(lambda x=x: LossSums.zeros().to_stats(x, 0.0, 0.0) for x in (0, 0.0, -1.0, NAN, INF)),
+    ],
+    "vocabularies, ids and types": [
+        lambda: logprobs_and_entropy(torch.zeros(2, 0), IDS_2 - 1),
+        lambda: logprobs_and_entropy(torch.tensor(0.0), torch.tensor(0)),
+        lambda: logprobs_and_entropy(LOGITS, IDS_2.to(torch.uint8)),
+        lambda: vocab_parallel_logprobs(LOGITS, IDS_2.to(torch.uint8), TWO + 1, vocab_size=5),
+        lambda: vocab_parallel_logprobs(LOGITS[:, :0], IDS_2, TWO + 1, vocab_size=0),
+        lambda: vocab_parallel_logprobs(LOGITS.long(), IDS_2, TWO + 1, vocab_size=5),
+        lambda: fused_logprobs(LOGITS, LOGITS[:0], IDS_2, TWO + 1, vocab_size=0),
+        lambda: fused_logprobs(LOGITS.bfloat16(), LOGITS, IDS_2, TWO + 1, vocab_size=2),
+        lambda: fused_logprobs(LOGITS.long(), LOGITS.long(), IDS_2, TWO + 1, vocab_size=2),
+        lambda: forward(pi_logits=LOGITS[0]),
+        lambda: forward(pi_logits=[LOGITS[0], LOGITS[1]]),
+        lambda: forward(targets=IDS_2.to(torch.uint8)),
+    ],
+    "what a loss needs, and masks": [
+        lambda: forward(advantages=None),
+        lambda: forward(padding_masks=torch.ones(2)),
+        lambda: GRPOLoss(AlgorithmConfig(loss="sft")).compute_loss_from_logprobs(TWO, loss_mask=torch.ones(2).long()),
+    ],
+    "estimators and devices": [
+        lambda: AdvantageEstimator(len, "galaxy"),  # type: ignore[arg-type]
+        lambda: AdvantageEstimator(3, "group"),  # type: ignore[arg-type]
+        lambda: pack_sequences(batch(SHAPES), device="gpu"),
     ],
 }
 

@@ -60,25 +60,6 @@ def test_other_products_stay_as_they_were(dtype: torch.dtype) -> None:
     assert all(torch.equal(*pair) for pair in zip(found, expected, strict=True))
 
 
-WHICH = """
-import gc, torch
-from slime_like.cpu.onednn import replaced_products
-
-def by_onednn():
-    a = torch.ones(300, 300)
-    with torch.profiler.profile() as profile:
-        torch.mm(a, a)
-    return "mkldnn::_linear_pointwise" in [event.key for event in profile.key_averages()]
-
-print(by_onednn())
-kept = replaced_products()
-print(by_onednn())
-del kept
-gc.collect()
-print(by_onednn())
-"""
-
-
 def test_wrong_shapes_are_torchs_error() -> None:
     kept = replaced_products()
     with pytest.raises(RuntimeError, match="cannot be multiplied"):

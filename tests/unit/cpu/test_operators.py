@@ -23,6 +23,7 @@ from slime_like.cpu.kernels.operators import (
     is_served_width,
 )
 from tests.support.rejections import Rejects
+from tests.unit.algorithms.cases import dense_scores
 
 EPS = 1e-6
 
@@ -255,9 +256,7 @@ def test_logprobs_and_entropies(tokens: int, vocabulary: int, padding: int, entr
     ours = fused_logprobs(
         hidden, weight, targets, temperatures, vocab_size=vocabulary, chunk_tokens=64, rows=FusedLogitRows()
     )
-    logits = wanted[0] @ wanted[1][:vocabulary].T / temperatures[:, None]
-    logprobs = logits.log_softmax(-1)
-    theirs = (logprobs.gather(1, targets[:, None])[:, 0], -(logprobs.exp() * logprobs).sum(-1))
+    theirs = dense_scores(wanted[0] @ wanted[1][:vocabulary].T / temperatures[:, None], targets)
     _require_close(ours, theirs, bound=2e-6)
     (grad * ours[0] + (entropy_weight * ours[1] if entropy_weight else 0)).sum().backward()
     (grad * theirs[0] + entropy_weight * theirs[1]).sum().backward()
