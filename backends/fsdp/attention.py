@@ -5,7 +5,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import AttentionInterface
 
 from backends.common.attention.choice import AnyAttention
 from slime_like.errors import TrainerError
@@ -125,8 +124,3 @@ def _require_plain(
             code="sequence-beyond-window",
             remedy="lower data.max_prompt_tokens and rollout.max_new_tokens to that many together",
         )
-
-
-def register() -> None:
-    """Make it known to transformers under ``NAME``."""
-    AttentionInterface.register(NAME, forward)

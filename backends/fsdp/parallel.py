@@ -9,6 +9,7 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from backends.common.process.rendezvous import join_world
@@ -52,6 +53,13 @@ def build_groups(config: RunConfig) -> Groups:
     device = "cuda" if torch.cuda.is_available() else "cpu"
     mesh = init_device_mesh(device, (parallel.world_size,), mesh_dim_names=("shard",))
     return Groups(mesh, context_group, replica_group)
+
+
+def rows_of_rank(parameter: Tensor) -> range:
+    """This rank's rows of a parameter: FSDP cuts the first axis as ``torch.chunk`` does."""
+    count = parameter.shape[0]
+    each = -(-count // dist.get_world_size())
+    return range(min(dist.get_rank() * each, count), min((dist.get_rank() + 1) * each, count))
 
 
 def device() -> torch.device:

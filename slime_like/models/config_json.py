@@ -28,9 +28,9 @@ def read_object(path: Path) -> dict[str, Any]:
     try:
         raw = json.loads(path.read_text(encoding="utf-8"))
     except (ValueError, RecursionError) as error:
-        raise ConfigError([f"{path}: not valid JSON ({error}); re-download or re-export the checkpoint"]) from error
+        raise ConfigError(f"{path}: not valid JSON ({error}); re-download or re-export the checkpoint") from error
     if not isinstance(raw, dict):
-        raise ConfigError([f"{path}: holds no JSON object; re-download or re-export the checkpoint"])
+        raise ConfigError(f"{path}: holds no JSON object; re-download or re-export the checkpoint")
     return raw
 
 

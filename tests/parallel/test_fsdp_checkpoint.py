@@ -20,7 +20,7 @@ from torch import Tensor
 from torch import distributed as dist
 from transformers import AutoModelForCausalLM
 
-from backends.fsdp.checkpoint_writer import CheckpointWriter
+from backends.fsdp.checkpoint import CheckpointWriter
 from backends.fsdp.converter import FsdpConverter
 from backends.fsdp.trainer import FsdpTrainer
 from slime_like.algorithms.packing.pack import pack_sequences, zero_weight_pack

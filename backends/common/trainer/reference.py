@@ -52,10 +52,8 @@ def configured_reference(config: RunConfig, state: TrainerState) -> ReferenceWei
         return ReferenceWeights(state)
     if not state.is_same_model(path):
         raise ConfigError(
-            [
-                f"reference.path={path}: its model has other dimensions, or other settings, than model.path; "
-                "use one of the same, or reference.placement=workers"
-            ]
+            f"reference.path={path}: its model has other dimensions, or other settings, than model.path; "
+            "use one of the same, or reference.placement=workers"
         )
     with preserved_weights(state):
         state.load_hugging_face(path)

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from backends.common.checkpoint.integrity import Checksums, Piece
-from backends.fsdp.checkpoint_writer import PLAIN_FILES as FSDP_FILES
+from backends.fsdp.checkpoint import PLAIN_FILES as FSDP_FILES
 from backends.megatron.checkpoint_writer import PLAIN_FILES as MEGATRON_FILES
 from slime_like.errors import CheckpointError
 from tests.support.rejections import Rejects
