@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 from megatron.core import tensor_parallel
 
-from backends.common.process.alone import fake_world
+from backends.common.process.rendezvous import fake_world
 from backends.megatron import parallel
 from backends.megatron.cpu_runtime import megatron_runtime
 from slime_like.config import RunConfig

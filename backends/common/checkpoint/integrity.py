@@ -10,9 +10,8 @@ import json
 import os
 import zlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any, BinaryIO, Self
+from typing import IO, Any, BinaryIO, NamedTuple, Self
 
 from torch.distributed.checkpoint import FileSystemReader
 
@@ -29,8 +28,7 @@ _SHOWN = 2
 """Tensors that a sentence names; the directory and the file stand in it, too."""
 
 
-@dataclass(frozen=True, slots=True)
-class Piece:
+class Piece(NamedTuple):
     """One stored tensor, part of a tensor, or object: ``length`` bytes from ``offset`` of a data file on."""
 
     name: str
@@ -118,10 +116,10 @@ class Checksums:
 
     def write(self) -> None:
         """Make the checkpoint whole. Raises OSError where the disk refuses."""
-        pieces: dict[str, list[list[Any]]] = {}
+        pieces: dict[str, list[Piece]] = {}
         for (file, _), piece in self._pieces.items():
-            pieces.setdefault(file, []).append([piece.name, piece.offset, piece.length, piece.crc32])
-        content = {"pieces": pieces, "files": {name: list(entry) for name, entry in self._files.items()}}
+            pieces.setdefault(file, []).append(piece)
+        content = {"pieces": pieces, "files": self._files}
         whole = {"crc32": zlib.crc32(_text(content)), "content": content}
         (self._directory / CHECKSUMS_FILE).write_bytes(_text(whole))
 

@@ -8,7 +8,7 @@ import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO, Any, Self
+from typing import IO, Any, NamedTuple, Self
 
 from backends.common.checkpoint.integrity import Piece
 from slime_like.errors import CheckpointError
@@ -17,8 +17,7 @@ from slime_like.system.disk import replace_directory, sync
 _JOURNAL = "journal.jsonl"
 
 
-@dataclass(frozen=True, slots=True)
-class FinishedFile:
+class FinishedFile(NamedTuple):
     """A data file that is whole and durable.
 
     Attributes:
@@ -34,8 +33,7 @@ class FinishedFile:
     too_large: tuple[str, ...] = ()
 
     def to_json(self) -> str:
-        pieces = [[piece.name, piece.offset, piece.length, piece.crc32] for piece in self.pieces]
-        return json.dumps({"name": self.name, "pieces": pieces, "nan": self.nan, "too_large": self.too_large})
+        return json.dumps(self._asdict())
 
     @classmethod
     def from_json(cls, line: str) -> Self:

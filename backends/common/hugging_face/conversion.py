@@ -4,6 +4,7 @@ import contextlib
 import os
 import shutil
 from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -181,7 +182,7 @@ def _require_whole_values(files: Sequence[FinishedFile], source: Path, options: 
 
 def common_dtype(dtypes: Sequence[tuple[torch.dtype, int]]) -> torch.dtype:
     """The type that most bytes have."""
-    totals: dict[torch.dtype, int] = {}
+    totals: Counter[torch.dtype] = Counter()
     for dtype, nbytes in dtypes:
-        totals[dtype] = totals.get(dtype, 0) + nbytes
-    return max(totals, key=lambda dtype: totals[dtype])
+        totals[dtype] += nbytes
+    return totals.most_common(1)[0][0]

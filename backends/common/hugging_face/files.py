@@ -68,11 +68,18 @@ class HfCheckpoint(contextlib.AbstractContextManager["HfCheckpoint"]):
             ignored: names that may be present without a use.
         """
         present = {name for name in self._slices if not name.endswith("rotary_emb.inv_freq")} - ignored
+        stored = {name: self._slices[name] for name in expected if name in self._slices}
         problems = {
             "missing": sorted(expected.keys() - present),
             "unexpected": sorted(present - expected.keys()),
-            "wrong shape": self._wrong_shapes(expected),
-            "not of a floating-point type (quantised?)": self._not_floats(expected),
+            "wrong shape": [
+                f"{name} is {part.get_shape()}, not {list(expected[name])}"
+                for name, part in stored.items()
+                if tuple(part.get_shape()) != expected[name]
+            ],
+            "not of a floating-point type (quantised?)": [
+                f"{name} ({part.get_dtype()})" for name, part in stored.items() if part.get_dtype() not in _FLOATS
+            ],
         }
         if any(problems.values()):
             raise CheckpointError(
@@ -109,21 +116,6 @@ class HfCheckpoint(contextlib.AbstractContextManager["HfCheckpoint"]):
             if not torch.equal(ours, theirs):
                 return False
         return True
-
-    def _wrong_shapes(self, expected: Mapping[str, Shape]) -> list[str]:
-        found = {name: tuple(self._slices[name].get_shape()) for name in expected if name in self._slices}
-        return [
-            f"{name} is {list(shape)}, not {list(expected[name])}"
-            for name, shape in found.items()
-            if shape != expected[name]
-        ]
-
-    def _not_floats(self, expected: Mapping[str, Shape]) -> list[str]:
-        return [
-            f"{name} ({self._slices[name].get_dtype()})"
-            for name in expected
-            if name in self._slices and self._slices[name].get_dtype() not in _FLOATS
-        ]
 
     def shapes(self) -> dict[str, Shape]:
         """Name and shape of everything that is stored."""

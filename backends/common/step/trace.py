@@ -10,6 +10,7 @@ import math
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import pairwise
 from typing import Any, Self
 
@@ -157,17 +158,14 @@ class Trace(TorchDispatchMode):
             key, nbytes = storage._cdata, storage.nbytes()
             if key in old or key in self._storages or not nbytes:
                 continue
-            self._storages[key] = weakref.ref(storage, self._forget(key, nbytes, self._label))
+            self._storages[key] = weakref.ref(storage, partial(self._forget, key, nbytes, self._label))
             self._change(nbytes, self._label)
         if self.live > self.peak:
             self.restart_peak()
 
-    def _forget(self, key: int, nbytes: int, label: str) -> Callable[[Any], None]:
-        def forget(_: Any) -> None:
-            del self._storages[key]
-            self._change(-nbytes, label)
-
-        return forget
+    def _forget(self, key: int, nbytes: int, label: str, _: Any) -> None:
+        del self._storages[key]
+        self._change(-nbytes, label)
 
     def _change(self, nbytes: int, label: str) -> None:
         self.live += nbytes

@@ -8,13 +8,14 @@ from typing import Literal, Protocol
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from backends.common.process.agreement import rank_error
 from backends.common.process.rendezvous import prepare_processor
 from backends.common.step.balance import BalanceLoss
 from backends.common.step.objective import Objective
 from backends.common.step.sums import StepSums, reduced_over_data, require_finite_losses, require_finite_norm
-from backends.common.trainer.reference import ReferenceWeights, configured_reference, preserved_weights
+from backends.common.trainer.reference import configured_reference, host_copies, in_place, preserved_weights
 from backends.common.trainer.storage import StoringTrainer
 from slime_like.config import RunConfig
 from slime_like.errors import ConfigError
@@ -56,7 +57,7 @@ class TrainerBase(StoringTrainer):
     def __init__(self, config: RunConfig, placement: RankPlacement) -> None:
         super().__init__(config, placement)
         self._objective = Objective(config)
-        self._reference: ReferenceWeights | None = None
+        self._reference: list[Tensor] | None = None
         self._step = StepSums()
 
     # ----------------------------------------------------------------------------------------- what a backend computes
@@ -141,7 +142,7 @@ class TrainerBase(StoringTrainer):
             return
         with self._settled("load"), preserved_weights(self.state):
             self.state.load_weights(directory)
-            self._reference = ReferenceWeights(self.state)
+            self._reference = host_copies(self.state)
 
     # --------------------------------------------------------------------------------------------------------- training
     def begin_step(self, denominator: float | None = None, tokens: int | None = None) -> None:
@@ -194,5 +195,5 @@ class TrainerBase(StoringTrainer):
                 remedy="set one above 0, or placement: trainer",
             )
         self.settle_weights()
-        with self._reference.in_place():
+        with in_place(self.state, self._reference):
             return self._score(micro_batches)

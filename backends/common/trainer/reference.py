@@ -11,36 +11,32 @@ from slime_like.config import RunConfig
 from slime_like.errors import ConfigError
 
 
-class ReferenceWeights:
-    """A host copy of this rank's shard. Scoring swaps it into the model's own storage and puts the policy back."""
+@contextlib.contextmanager
+def in_place(state: TrainerState, frozen: Sequence[Tensor]) -> Iterator[None]:
+    """Inside, the model computes with ``frozen``, host copies; afterwards the policy's weights are back, bit for bit.
 
-    def __init__(self, state: TrainerState) -> None:
-        self._state = state
-        self._frozen = _host_copies(state)
-
-    @contextlib.contextmanager
-    def in_place(self) -> Iterator[None]:
-        """Inside, the model computes with the reference's weights; afterwards the policy's are back, bit for bit."""
-        policy = [weight.detach().clone() for weight in self._state.weights()]
-        _copy_into(self._state, self._frozen)
-        try:
-            yield
-        finally:
-            _copy_into(self._state, policy)
+    They are swapped into the model's own storage.
+    """
+    policy = [weight.detach().clone() for weight in state.weights()]
+    _copy_into(state, frozen)
+    try:
+        yield
+    finally:
+        _copy_into(state, policy)
 
 
 @contextlib.contextmanager
 def preserved_weights(state: TrainerState) -> Iterator[None]:
     """Inside, the model's weights may be overwritten; afterwards the present ones are back, bit for bit."""
-    saved = _host_copies(state)
+    saved = host_copies(state)
     try:
         yield
     finally:
         _copy_into(state, saved)
 
 
-def configured_reference(config: RunConfig, state: TrainerState) -> ReferenceWeights | None:
-    """The reference of the run; None where the trainer holds none. Collective.
+def configured_reference(config: RunConfig, state: TrainerState) -> list[Tensor] | None:
+    """Host copies of the run's reference; None where the trainer holds none. Collective.
 
     Raises:
         ConfigError: it is another model.
@@ -49,7 +45,7 @@ def configured_reference(config: RunConfig, state: TrainerState) -> ReferenceWei
         return None
     path = config.reference.path
     if path is None or (path == config.model.path and config.model.weights is None):
-        return ReferenceWeights(state)
+        return host_copies(state)
     if not state.is_same_model(path):
         raise ConfigError(
             f"reference.path={path}: its model has other dimensions, or other settings, than model.path; "
@@ -57,10 +53,11 @@ def configured_reference(config: RunConfig, state: TrainerState) -> ReferenceWei
         )
     with preserved_weights(state):
         state.load_hugging_face(path)
-        return ReferenceWeights(state)
+        return host_copies(state)
 
 
-def _host_copies(state: TrainerState) -> list[Tensor]:
+def host_copies(state: TrainerState) -> list[Tensor]:
+    """This rank's shard of the present weights."""
     return [weight.detach().to("cpu", copy=True) for weight in state.weights()]
 
 

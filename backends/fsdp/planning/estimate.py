@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from backends.common.process.alone import fake_world
+from backends.common.process.rendezvous import fake_world
 from backends.common.step.trace import HEAD, Counted, Trace
 from backends.common.step.worst_batch import worst_packs
 from backends.fsdp import parallel
