@@ -3,7 +3,7 @@
 import json
 import os
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -38,36 +38,25 @@ PLAIN_FILES = (".metadata", _COMMON)
 
 
 class StoredCheckpoint:
-    """A checkpoint opened for reading."""
+    """A checkpoint opened for reading: its small files, after comparing them with their checksums.
 
-    def __init__(self, directory: Path, checksums: Checksums, common: dict[str, Any], metadata: Metadata) -> None:
+    Raises:
+        CheckpointError: no whole checkpoint, or damaged.
+    """
+
+    def __init__(self, directory: Path) -> None:
         self._directory = directory
-        self._checksums = checksums
-        self.common = common
-        tensors = {
-            name: entry
-            for name, entry in metadata.state_dict_metadata.items()
-            if isinstance(entry, TensorStorageMetadata)
-        }
-        self.shapes: dict[str, Shape] = {name: tuple(entry.size) for name, entry in tensors.items()}
-        self.dtypes = {name: entry.properties.dtype for name, entry in tensors.items()}
-
-    @classmethod
-    def open(cls, directory: Path) -> Self:
-        """Read the small files, after comparing them with their checksums.
-
-        Raises:
-            CheckpointError: no whole checkpoint, or damaged.
-        """
-        checksums = Checksums.read(directory)
-        checksums.verify_plain_files(PLAIN_FILES)
+        self._checksums = Checksums.read(directory)
+        self._checksums.verify_plain_files(PLAIN_FILES)
         try:
-            common = json.loads((directory / _COMMON).read_text(encoding="utf-8"))
-            metadata = VerifyingReader(directory, checksums).read_metadata()
+            self.common = json.loads((directory / _COMMON).read_text(encoding="utf-8"))
+            metadata = VerifyingReader(directory, self._checksums).read_metadata().state_dict_metadata
         except UNREADABLE as error:
             raise damaged(directory, f"{type(error).__name__}: {error}") from error
-        require_format(directory, common)
-        return cls(directory, checksums, common, metadata)
+        require_format(directory, self.common)
+        tensors = {name: entry for name, entry in metadata.items() if isinstance(entry, TensorStorageMetadata)}
+        self.shapes: dict[str, Shape] = {name: tuple(entry.size) for name, entry in tensors.items()}
+        self.dtypes = {name: entry.properties.dtype for name, entry in tensors.items()}
 
     def require_whole(self) -> None:
         """Refuse data files that are missing or of another length, whatever is read of them."""

@@ -41,7 +41,7 @@ class FsdpSource:
     """
 
     def __init__(self, checkpoint: Path) -> None:
-        self._checkpoint = StoredCheckpoint.open(checkpoint)
+        self._checkpoint = StoredCheckpoint(checkpoint)
         self._checkpoint.require_whole()
         self._parameters: dict[str, str] = {}
         self.tensors: dict[str, TensorInfo] = {}

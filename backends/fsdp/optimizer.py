@@ -17,9 +17,6 @@ class Optimizer:
     """AdamW with decoupled weight decay (none on norms and biases), global clipping and the run's schedule.
 
     Everything is elementwise, and so works on this rank's rows alone; only the norm needs the other ranks.
-
-    Attributes:
-        moments: by parameter name, this rank's first and second moments.
     """
 
     def __init__(self, config: RunConfig, model: LogprobModel, device: torch.device) -> None:
@@ -41,7 +38,13 @@ class Optimizer:
             fused=True,
         )
         self.updates = 0
-        self._fill_state()
+        # AdamW's state before its first step, to save it or to load into it.
+        for shard in self._shards.values():
+            self.adamw.state[shard] = {
+                "step": torch.tensor(0.0, device=shard.device),
+                "exp_avg": torch.zeros_like(shard),
+                "exp_avg_sq": torch.zeros_like(shard),
+            }
 
     @property
     def learning_rate(self) -> float:
@@ -56,15 +59,6 @@ class Optimizer:
             name: {kind: state[shard][kind] for kind in ("exp_avg", "exp_avg_sq")}
             for name, shard in self._shards.items()
         }
-
-    def _fill_state(self) -> None:
-        """Create AdamW's state before its first step, to save it or to load into it."""
-        for shard in self._shards.values():
-            self.adamw.state[shard] = {
-                "step": torch.tensor(0.0, device=shard.device),
-                "exp_avg": torch.zeros_like(shard),
-                "exp_avg_sq": torch.zeros_like(shard),
-            }
 
     def set_updates(self, updates: int) -> None:
         """Go to where a checkpoint was written."""

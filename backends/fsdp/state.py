@@ -29,6 +29,8 @@ class FsdpState(TrainerState):
         self._config = config
         self._groups = groups
         self._device = device
+        self._dtype: torch.dtype = getattr(torch, config.model.dtype)
+        self._lives_on_host = config.trainer.optimizer.offload
         self.model = model
 
     def weights(self) -> list[Tensor]:
@@ -73,7 +75,7 @@ class FsdpState(TrainerState):
         checkpoint.set_random_state(state)
 
     def _open(self, directory: Path) -> checkpoint.StoredCheckpoint:
-        return together(lambda: checkpoint.StoredCheckpoint.open(directory), f"reading {directory}", self._device)
+        return together(lambda: checkpoint.StoredCheckpoint(directory), f"reading {directory}", self._device)
 
     def plan_save(self, directory: Path, snapshot: bool) -> checkpoint.CheckpointWriter:
         self.model.shard_weights()
@@ -107,12 +109,3 @@ class FsdpState(TrainerState):
         if torch.cuda.is_available() and not self._lives_on_host:
             self.model.to(self._device)
             self.optimizer.move(self._device)
-
-    @property
-    def _lives_on_host(self) -> bool:
-        return self._config.trainer.optimizer.offload
-
-    @property
-    def _dtype(self) -> torch.dtype:
-        dtype: torch.dtype = getattr(torch, self._config.model.dtype)
-        return dtype

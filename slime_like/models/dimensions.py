@@ -8,7 +8,6 @@ from typing import Any, Self
 from slime_like.errors import ConfigError
 from slime_like.models import config_json
 from slime_like.models.converted import training_checkpoint
-from slime_like.models.latent_attention import LatentAttention
 
 FAMILIES = {
     "LlamaForCausalLM": "llama",
@@ -80,7 +79,7 @@ class ModelDimensions:
     moe_top_k: int = 0
     moe_ffn_hidden_size: int = 0
     moe_norm_topk_prob: bool = True
-    latent: LatentAttention | None = None
+    latent: config_json.LatentAttention | None = None
     dense_layers: int = 0
     moe_shared_ffn_hidden_size: int = 0
     moe_sigmoid: bool = False

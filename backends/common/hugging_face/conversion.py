@@ -49,18 +49,6 @@ def in_files(items: Sequence[Item], nbytes: Callable[[Item], int], max_bytes: in
     return files
 
 
-def _require_space(partial: PartialOutput, nbytes: int) -> None:
-    """Refuse before anything is written what the disk has no room for."""
-    free = shutil.disk_usage(partial.path).free
-    if free < nbytes:
-        raise CheckpointError(
-            f"{nbytes / 1e9:.2f} GB are to be written, and its disk has {free / 1e9:.2f} GB left",
-            code="no-disk-space",
-            who=str(partial.final),
-            remedy="free space, or choose another directory",
-        )
-
-
 @contextlib.contextmanager
 def refused_by_disk(path: Path, tensors: Sequence[str] = ()) -> Iterator[None]:
     """One sentence about a disk that refuses. torch reports a failed write as a RuntimeError."""
@@ -84,12 +72,10 @@ class FileJob(Protocol):
     def name(self) -> str: ...
 
     @property
-    def nbytes(self) -> int:
-        """Bytes of its tensors."""
+    def nbytes(self) -> int: ...
 
     @property
-    def tensors(self) -> list[str]:
-        """Names for messages."""
+    def tensors(self) -> list[str]: ...
 
 
 Job = TypeVar("Job", bound=FileJob)
@@ -132,7 +118,14 @@ class Conversion(ABC, Generic[Job]):
         reused = len(files)
         left = [job for job in jobs if job.name not in files]
         total, missing = sum(job.nbytes for job in jobs), sum(job.nbytes for job in left)
-        _require_space(self.partial, missing)
+        free = shutil.disk_usage(self.partial.path).free
+        if free < missing:
+            raise CheckpointError(
+                f"{missing / 1e9:.2f} GB are to be written, and its disk has {free / 1e9:.2f} GB left",
+                code="no-disk-space",
+                who=str(self.partial.final),
+                remedy="free space, or choose another directory",
+            )
 
         def finished(file: FinishedFile) -> None:
             self.partial.add(file)

@@ -73,10 +73,10 @@ class HuggingFaceSource:
 
     def __init__(self, directory: Path) -> None:
         self._checkpoint = HfCheckpoint(directory)
-        self.tensors = {
-            name: TensorInfo(_torch_name(self._checkpoint.dtype(name)), shape)
-            for name, shape in self._checkpoint.shapes().items()
-        }
+        self.tensors = {}
+        for name, shape in self._checkpoint.shapes().items():
+            dtype = self._checkpoint.dtype(name)
+            self.tensors[name] = TensorInfo(str(DTYPES.get(dtype, dtype)).removeprefix("torch."), shape)
 
     @property
     def groups(self) -> list[list[str]]:
@@ -84,10 +84,6 @@ class HuggingFaceSource:
 
     def read(self, names: list[str]) -> dict[str, Tensor]:
         return {name: self._checkpoint.read_whole(name) for name in names}
-
-
-def _torch_name(name: str) -> str:
-    return str(DTYPES[name]).removeprefix("torch.") if name in DTYPES else name
 
 
 # ------------------------------------------------------------------------------------------------------------- writing

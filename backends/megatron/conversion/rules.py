@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from backends.megatron.conversion.transforms import Shape, Transform, Vocabulary
+from slime_like.models.config_json import LatentAttention
 from slime_like.models.dimensions import ModelDimensions
-from slime_like.models.latent_attention import LatentAttention
 
 OUTPUT_LAYER = "output_layer.weight"
 

@@ -2,8 +2,8 @@
 
 from typing import Any
 
+from slime_like.models.config_json import LatentAttention
 from slime_like.models.dimensions import ModelDimensions
-from slime_like.models.latent_attention import LatentAttention
 
 _SMALL: dict[str, Any] = {
     "family": "qwen3",
