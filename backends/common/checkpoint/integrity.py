@@ -17,7 +17,7 @@ from torch.distributed.checkpoint import FileSystemReader
 
 from backends.common.process.agreement import listed
 from slime_like.errors import CheckpointError
-from slime_like.models.converted import damage_remedy
+from slime_like.models.converted import damage_remedy, whole_file
 from slime_like.system.disk import length_fault
 
 CHECKSUMS_FILE = "checksums.json"
@@ -76,9 +76,7 @@ class Checksums:
         files: length and CRC-32 of the other files.
     """
 
-    def __init__(
-        self, directory: Path, pieces: Mapping[str, Sequence[Piece]], files: Mapping[str, tuple[int, int]]
-    ) -> None:
+    def __init__(self, directory: Path, pieces: Mapping[str, Sequence[Piece]], files: Mapping[str, list[int]]) -> None:
         self._directory = directory
         self._files = dict(files)
         self._pieces = {(file, piece.offset): piece for file, entries in pieces.items() for piece in entries}
@@ -89,7 +87,7 @@ class Checksums:
     @classmethod
     def of_directory(cls, directory: Path, pieces: Mapping[str, Sequence[Piece]], plain_files: Sequence[str]) -> Self:
         """Create it with the checksums of the plain files beside the data files, which it reads."""
-        return cls(directory, pieces, {name: _whole_file(directory / name) for name in plain_files})
+        return cls(directory, pieces, {name: whole_file(directory / name) for name in plain_files})
 
     @classmethod
     def read(cls, directory: Path) -> Self:
@@ -108,7 +106,7 @@ class Checksums:
             if outer["crc32"] != zlib.crc32(_text(content)):
                 raise ValueError("the checksum of the list differs")
             pieces = {file: [Piece(*entry) for entry in entries] for file, entries in content["pieces"].items()}
-            return cls(directory, pieces, {name: (size, crc) for name, (size, crc) in content["files"].items()})
+            return cls(directory, pieces, content["files"])
         except FileNotFoundError as error:
             raise not_whole(directory, f"{CHECKSUMS_FILE} is missing") from error
         except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
@@ -127,7 +125,7 @@ class Checksums:
         """Refuse files that are missing or differ, of those that are read as a whole."""
         for name in names:
             try:
-                found = _whole_file(self._directory / name)
+                found = whole_file(self._directory / name)
             except FileNotFoundError as error:
                 if name not in self._files:
                     raise CheckpointError(
@@ -215,11 +213,6 @@ class VerifyingReader(FileSystemReader):
             self._checksums.verify_piece(file, sinfo.relative_path, sinfo.offset, sinfo.length)
             self._verified.add(place)
         return super()._slice_file(file, sinfo)
-
-
-def _whole_file(path: Path) -> tuple[int, int]:
-    content = path.read_bytes()
-    return len(content), zlib.crc32(content)
 
 
 def _text(content: Any) -> bytes:

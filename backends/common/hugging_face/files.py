@@ -20,7 +20,7 @@ _COMPARED = 1 << 22
 """Elements of a tensor that are compared at a time."""
 
 
-class HfCheckpoint(contextlib.AbstractContextManager["HfCheckpoint"]):
+class HfCheckpoint(contextlib.ExitStack):
     """The tensors of one checkpoint, opened for reading; nothing is read before it is asked for.
 
     A context manager that closes the files. Opening reads headers only.
@@ -30,23 +30,19 @@ class HfCheckpoint(contextlib.AbstractContextManager["HfCheckpoint"]):
     """
 
     def __init__(self, directory: Path) -> None:
+        super().__init__()
         self.directory = Path(directory)
-        self._stack = contextlib.ExitStack()
         self._slices: dict[str, Any] = {}
         try:
             for file in _weight_files(self.directory):
                 self._open(file)
         except CheckpointError:
-            self._stack.close()
+            self.close()
             raise
-
-    def __exit__(self, *_: object) -> None:
-        self._slices.clear()
-        self._stack.close()
 
     def _open(self, file: Path) -> None:
         try:
-            reader = self._stack.enter_context(safe_open(file, framework="pt"))
+            reader = self.enter_context(safe_open(file, framework="pt"))
             names = list(reader.keys())
         except (SafetensorError, OSError) as error:
             otherwise = f"{file} is damaged ({error}); copy or download it again"

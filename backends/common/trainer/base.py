@@ -15,7 +15,6 @@ from backends.common.process.rendezvous import prepare_processor
 from backends.common.step.balance import BalanceLoss
 from backends.common.step.objective import Objective
 from backends.common.step.sums import StepSums, reduced_over_data, require_finite_losses, require_finite_norm
-from backends.common.trainer.reference import configured_reference, host_copies, in_place, preserved_weights
 from backends.common.trainer.storage import StoringTrainer
 from slime_like.config import RunConfig
 from slime_like.errors import ConfigError
@@ -104,7 +103,7 @@ class TrainerBase(StoringTrainer):
         with self._phase("setup"):
             self._open()
             self._load_start()
-            self._reference = configured_reference(self.config, self.state)
+            self._reference = self._configured_reference()
             self.optimizer = self._prepare_training()
         return self.coordinates
 
@@ -135,14 +134,34 @@ class TrainerBase(StoringTrainer):
         else:
             self.state.load_weights(weights / "trainer")
 
+    def _configured_reference(self) -> list[Tensor] | None:
+        """Host copies of the run's frozen reference, weights for the same modules; None where the trainer holds none.
+
+        Raises:
+            ConfigError: it is another model.
+        """
+        if not self.config.reference_in_trainer:
+            return None
+        path, model = self.config.reference.path, self.config.model
+        if path is None or (path == model.path and model.weights is None):
+            return self.state.host_copies()
+        if not self.state.is_same_model(path):
+            raise ConfigError(
+                f"reference.path={path}: its model has other dimensions, or other settings, than model.path; "
+                "use one of the same, or reference.placement=workers"
+            )
+        with self.state.preserved():
+            self.state.load_hugging_face(path)
+            return self.state.host_copies()
+
     def load_weights(self, directory: Path, weights: Literal["policy", "reference"]) -> None:
         if weights == "policy":
             with self._phase("load"):
                 self.state.load_weights(directory)
             return
-        with self._settled("load"), preserved_weights(self.state):
+        with self._settled("load"), self.state.preserved():
             self.state.load_weights(directory)
-            self._reference = host_copies(self.state)
+            self._reference = self.state.host_copies()
 
     # --------------------------------------------------------------------------------------------------------- training
     def begin_step(self, denominator: float | None = None, tokens: int | None = None) -> None:
@@ -195,5 +214,5 @@ class TrainerBase(StoringTrainer):
                 remedy="set one above 0, or placement: trainer",
             )
         self.settle_weights()
-        with in_place(self.state, self._reference):
+        with self.state.replaced(self._reference):
             return self._score(micro_batches)

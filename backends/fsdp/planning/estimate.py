@@ -4,8 +4,6 @@ The model is followed whole, as it is while its layers are gathered one after th
 sends meanwhile follows from the parameters' sizes alone.
 """
 
-from dataclasses import dataclass
-
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -38,18 +36,6 @@ def estimate(config: RunConfig, rank: int) -> RankEstimate:
         return _Rank(config, parallel.build_groups(config)).estimate(rank)
 
 
-@dataclass(frozen=True, slots=True)
-class _Passes:
-    """Bytes and work of one micro-batch, what FSDP holds and sends apart."""
-
-    peak: int
-    head: int
-    saved: int
-    forward_peak: int
-    scoring: Counted
-    training: Counted
-
-
 class _Rank:
     """This process as one rank, on shapes. What is gathered at once: a layer's parameters, and the root's, all else."""
 
@@ -66,17 +52,15 @@ class _Rank:
             parameter.register_post_accumulate_grad_hook(_forget_gradient)
 
     def estimate(self, rank: int) -> RankEstimate:
-        packs = worst_packs(self._config, "contiguous")
-        found = [self._passes(pack) for pack in packs]
-        largest, pack = max(zip(found, packs, strict=True), key=lambda pair: pair[0].peak)
+        found = [(*self._passes(pack), pack) for pack in worst_packs(self._config, "contiguous")]
+        memory, scoring, training, pack = max(found, key=lambda each: each[0].activation_bytes + each[0].head_bytes)
+        sums = self._sums()
         return RankEstimate(
             rank=rank,
-            memory=self._memory(largest),
-            forward=largest.scoring.work({}, "context", self._gathers(1)),
-            training=largest.training.work(
-                {}, "context", self._gathers(2) + (self._sums() if self._sums_always else ())
-            ),
-            update=Work(0.0, 0.0, () if self._sums_always else self._sums()),
+            memory=memory,
+            forward=scoring.work({}, "context", self._gathers(1)),
+            training=training.work({}, "context", self._gathers(2) + (sums if self._sums_always else ())),
+            update=Work(0.0, 0.0, () if self._sums_always else sums),
             micro_batch_tokens=pack.packed_seq_len,
             longest=pack.max_seqlen,
             layers=f"Hugging Face's layers, {'ring_flash_attn' if self._by_package else 'allgather'} attention",
@@ -91,38 +75,8 @@ class _Rank:
         return self._config.trainer.fsdp.accumulate == "sharded"
 
     # ------------------------------------------------------------------------------------------------------- memory
-    def _memory(self, passes: _Passes) -> TrainerMemory:
-        shards = sum(len(rows_of_rank(p)) * p[0].numel() for p in self._model.parameters())
-        state, on_host = shards * _MASTER.itemsize, self._config.trainer.optimizer.offload
-        between = 0 if self._sums_always else self._whole * _MASTER.itemsize
-        return TrainerMemory(
-            parameters=shards,
-            parameter_bytes=0 if on_host else state,
-            gradient_bytes=between + (0 if on_host else state),
-            optimizer_bytes=0 if on_host else 2 * state,
-            activation_bytes=passes.peak - passes.head + self._reduced_bytes(),
-            head_bytes=passes.head,
-            saved_bytes=passes.saved,
-            in_flight=1,
-            forward_bytes=passes.forward_peak,
-            update_bytes=0,
-            communication_bytes=self._gathered_bytes(),
-            host_optimizer_bytes=4 * state if on_host else 0,
-            host_reference_bytes=state if self._config.reference_in_trainer else 0,
-        )
-
-    def _gathered_bytes(self) -> int:
-        """Whole weights: the root's all along, and a layer's with the next one, which comes meanwhile."""
-        layers = sorted(self._layers)
-        held = sum(layers[-2:] if self._config.trainer.fsdp.reshard_after_forward else layers)
-        return (self._root + held) * self._dtype.itemsize
-
-    def _reduced_bytes(self) -> int:
-        """The largest message of gradients, in float32, beside the gradients themselves."""
-        return max(self._root, *self._layers) * _MASTER.itemsize
-
-    # ------------------------------------------------------------------------------------------------------- passes
-    def _passes(self, pack: PackedTrajectory) -> _Passes:
+    def _passes(self, pack: PackedTrajectory) -> tuple[TrainerMemory, Counted, Counted]:
+        """Memory with this micro-batch, and the work of scoring and of training it."""
         trace = self._trace
         with trace, trace.head_labelled():
             with torch.no_grad():
@@ -134,7 +88,35 @@ class _Rank:
             saved = trace.live - base
             loss.backward()
             peak, head_bytes = trace.peak - base, trace.peak_labelled.get(HEAD, 0)
-        return _Passes(peak, head_bytes, saved, forward_peak, scoring, trace.counted)
+        shards = sum(len(rows_of_rank(p)) * p[0].numel() for p in self._model.parameters())
+        state, on_host = shards * _MASTER.itemsize, self._config.trainer.optimizer.offload
+        between = 0 if self._sums_always else self._whole * _MASTER.itemsize
+        memory = TrainerMemory(
+            parameters=shards,
+            parameter_bytes=0 if on_host else state,
+            gradient_bytes=between + (0 if on_host else state),
+            optimizer_bytes=0 if on_host else 2 * state,
+            activation_bytes=peak - head_bytes + self._reduced_bytes(),
+            head_bytes=head_bytes,
+            saved_bytes=saved,
+            in_flight=1,
+            forward_bytes=forward_peak,
+            update_bytes=0,
+            communication_bytes=self._gathered_bytes(),
+            host_optimizer_bytes=4 * state if on_host else 0,
+            host_reference_bytes=state if self._config.reference_in_trainer else 0,
+        )
+        return memory, scoring, trace.counted
+
+    def _gathered_bytes(self) -> int:
+        """Whole weights: the root's all along, and a layer's with the next one, which comes meanwhile."""
+        layers = sorted(self._layers)
+        held = sum(layers[-2:] if self._config.trainer.fsdp.reshard_after_forward else layers)
+        return (self._root + held) * self._dtype.itemsize
+
+    def _reduced_bytes(self) -> int:
+        """The largest message of gradients, in float32, beside the gradients themselves."""
+        return max(self._root, *self._layers) * _MASTER.itemsize
 
     def _loss(self, pack: PackedTrajectory) -> Tensor:
         batch = model_input(pack, torch.device("cpu"), self._groups.context)
