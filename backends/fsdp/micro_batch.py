@@ -15,11 +15,7 @@ from slime_like.trajectory import PackedTrajectory
 
 @dataclass(slots=True)
 class ModelInput(MicroBatch):
-    """One pack on this rank's device.
-
-    Attributes:
-        routed: whose tokens the routers see, where the objective balances them.
-    """
+    """One pack on this rank's device; ``routed`` where the objective balances routers."""
 
     boundaries: Boundaries
     responses: ResponseRows

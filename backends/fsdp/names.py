@@ -25,11 +25,7 @@ _MATRICES = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj"
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """Rows of one stored tensor, and where they lie in the model's memory.
-
-    Attributes:
-        start: its first row that is meant.
-    """
+    """Rows of one stored tensor from ``start`` on, and where they lie in the model's memory."""
 
     name: str
     start: int

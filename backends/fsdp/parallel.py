@@ -21,9 +21,7 @@ from slime_like.interfaces import RankCoordinates, RankPlacement
 class Groups:
     """The process groups of one rank.
 
-    Attributes:
-        mesh: all ranks in one dimension: what everything is sharded over.
-        replicas: one rank of every replica, with this rank's place in its context group.
+    ``mesh`` has all ranks, over which everything is sharded; ``replicas`` one rank of every replica.
     """
 
     mesh: DeviceMesh

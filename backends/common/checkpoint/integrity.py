@@ -69,12 +69,7 @@ class ChecksumStream:
 
 
 class Checksums:
-    """The checksums of one checkpoint directory.
-
-    Args:
-        pieces: by data file.
-        files: length and CRC-32 of the other files.
-    """
+    """The checksums of one checkpoint directory: pieces by data file, length and CRC-32 of the other files."""
 
     def __init__(self, directory: Path, pieces: Mapping[str, Sequence[Piece]], files: Mapping[str, list[int]]) -> None:
         self._directory = directory

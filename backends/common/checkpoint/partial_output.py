@@ -18,11 +18,9 @@ _JOURNAL = "journal.jsonl"
 
 
 class FinishedFile(NamedTuple):
-    """A data file that is whole and durable.
+    """A data file that is whole and durable: its name relative to the output, and its pieces in their order.
 
     Attributes:
-        name: relative to the output.
-        pieces: its entries, in the order in which they lie in it.
         nan: Hugging Face tensors with NaN or infinity in them.
         too_large: those with values that became infinite.
     """

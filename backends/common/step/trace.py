@@ -34,12 +34,7 @@ Groups = dict[tuple[int, ...], tuple[int, int]]
 
 @dataclass(slots=True)
 class Counted:
-    """Counters of computation and messages.
-
-    Attributes:
-        matmul_flops, attention_flops: as ``slime_like.interfaces.estimate.Work`` has them.
-        sent: bytes that left this rank, by group.
-    """
+    """Floating-point operations as ``slime_like.interfaces.estimate.Work`` has them, and messages of this rank."""
 
     matmul_flops: float = 0.0
     attention_flops: float = 0.0
@@ -56,7 +51,6 @@ class Counted:
         return Work(self.matmul_flops, self.attention_flops, (*sent, *further))
 
     def add(self, other: Self) -> None:
-        """Add another counter to this one."""
         self.matmul_flops += other.matmul_flops
         self.attention_flops += other.attention_flops
         for ranks, (nbytes, calls) in other.sent.items():

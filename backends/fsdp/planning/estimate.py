@@ -142,5 +142,4 @@ def _over_all_ranks(nbytes: int, calls: int) -> tuple[Traffic, ...]:
 
 
 def _forget_gradient(parameter: Tensor) -> None:
-    """Free a gradient as soon as it is complete and summed."""
-    parameter.grad = None
+    parameter.grad = None  # free as soon as it is complete and summed
