@@ -7,10 +7,9 @@ import torch
 from torch import Tensor
 
 from backends.common.process.agreement import rank_error
-from backends.common.step.balance import BalanceLoss
+from backends.common.step.balance import BalanceLoss, balance_loss
 from backends.common.trainer.base import TrainerBase
 from backends.fsdp import parallel
-from backends.fsdp.balance import balance_loss
 from backends.fsdp.micro_batch import ModelInput, model_input
 from backends.fsdp.model import LogprobModel, build
 from backends.fsdp.optimizer import Optimizer

@@ -1,7 +1,6 @@
 """The part of ``slime-like convert`` that is the same for every backend: Hugging Face's side."""
 
 import json
-from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,17 +23,21 @@ from backends.common.hugging_face.conversion import (
 from backends.common.hugging_face.directory import copy_companions, file_name, write_index
 from backends.common.hugging_face.files import HfCheckpoint, Shape
 from slime_like.config import RunConfig
-from slime_like.interfaces.conversion import ConversionOptions, ConversionSummary, Report, TensorInfo, TensorSource
+from slime_like.interfaces.conversion import (
+    ConversionOptions,
+    ConversionSummary,
+    Converter,
+    Report,
+    TensorInfo,
+    TensorSource,
+)
 from slime_like.models.dimensions import keeps_type
 from slime_like.system.threads import Tracker
 from slime_like.weights.checksums import as_bytes
 
 
-class HuggingFaceConverter(ABC):
-    """See ``slime_like.interfaces.conversion.Converter``."""
-
-    @abstractmethod
-    def open_checkpoint(self, config: RunConfig, checkpoint: Path) -> TensorSource: ...
+class HuggingFaceConverter(Converter):
+    """The part of ``Converter`` that is the same for every backend."""
 
     def open_hugging_face(self, directory: Path) -> TensorSource:
         return HuggingFaceSource(directory)

@@ -40,8 +40,6 @@ class StepOptimizer(Protocol):
 class TrainerBase(StoringTrainer):
     """The part of ``TrainerBackend`` that is the same for every backend. A backend builds, computes and sums.
 
-    See ``TrainerBackend`` for the meaning of its methods.
-
     Attributes:
         optimizer: AdamW and its schedule (in a trainer that trains).
         replicas: the data-parallel group, without context ranks.
@@ -60,11 +58,6 @@ class TrainerBase(StoringTrainer):
         self._step = StepSums()
 
     # ----------------------------------------------------------------------------------------- what a backend computes
-    @staticmethod
-    @abstractmethod
-    def check(config: RunConfig) -> list[str]:
-        """Problems with this configuration that need neither device nor process group, each with a remedy."""
-
     @abstractmethod
     def _machine_problems(self) -> list[str]:
         """List what this rank's machine lacks, each with a remedy."""
@@ -84,10 +77,6 @@ class TrainerBase(StoringTrainer):
     @abstractmethod
     def _zero_gradients(self) -> None:
         """Forget whatever an earlier step has left."""
-
-    @abstractmethod
-    def accumulate(self, micro_batches: Sequence[PackedTrajectory], last: bool = False) -> None:
-        """Forward and backward of one window."""
 
     @abstractmethod
     def finalize_gradients(self, denominator: float) -> None:
