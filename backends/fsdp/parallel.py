@@ -12,9 +12,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from backends.common.process.rendezvous import join_world
 from slime_like.config import RunConfig
-from slime_like.interfaces import RankCoordinates, RankPlacement
+from slime_like.interfaces import RankCoordinates
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,15 +34,8 @@ class Groups:
         return RankCoordinates(0, 0, context, data, 0, self.replicas.size())
 
 
-def initialize(config: RunConfig, placement: RankPlacement) -> Groups:
-    """Join the other ranks and build every process group, each with the step's time limit."""
-    # gloo beside NCCL: gradients that live in host memory are measured there.
-    join_world(config, placement, cuda_backend="cpu:gloo,cuda:nccl")
-    return build_groups(config)
-
-
 def build_groups(config: RunConfig) -> Groups:
-    """The groups of the configured layout, inside a world that exists. Collective."""
+    """The groups of the configured layout, each with the step's time limit, inside a world that exists. Collective."""
     parallel, timeout = config.trainer.parallel, timedelta(seconds=config.trainer.step_timeout_s)
     context = [[data * parallel.context + index for index in range(parallel.context)] for data in range(parallel.data)]
     context_group, _ = dist.new_subgroups_by_enumeration(context, timeout=timeout)
@@ -58,11 +50,6 @@ def rows_of_rank(parameter: Tensor) -> range:
     count = parameter.shape[0]
     each = -(-count // dist.get_world_size())
     return range(min(dist.get_rank() * each, count), min((dist.get_rank() + 1) * each, count))
-
-
-def device() -> torch.device:
-    """Device of this rank."""
-    return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
 
 
 def leave() -> None:

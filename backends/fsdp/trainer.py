@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from backends.common.process.agreement import rank_error
+from backends.common.process.rendezvous import join_world
 from backends.common.step.balance import BalanceLoss, balance_loss
 from backends.common.trainer.base import TrainerBase
 from backends.fsdp import parallel
@@ -73,9 +74,12 @@ class FsdpTrainer(TrainerBase):
         return problems
 
     def _build(self) -> None:
-        self.groups = parallel.initialize(self.config, self.placement)
+        # gloo beside NCCL: gradients that live in host memory are measured there.
+        join_world(self.config, self.placement, cuda_backend="cpu:gloo,cuda:nccl")
+        self.groups = parallel.build_groups(self.config)
         self.coordinates, self.replicas = self.groups.coordinates, self.groups.replicas
-        self.device = parallel.device()
+        on_cuda = torch.cuda.is_available()
+        self.device = torch.device("cuda", torch.cuda.current_device()) if on_cuda else torch.device("cpu")
         self.model = build(self.config, self.groups, self.device)
         self.state = FsdpState(self.config, self.model, self.groups, self.device)
 

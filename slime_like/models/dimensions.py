@@ -188,7 +188,6 @@ class ModelDimensions:
 
 
 def _of_another(raw: dict[str, Any], path: Path) -> dict[str, Any]:
-    """Read a family that only transformers supports."""
     try:
         return config_json.any_model(raw)
     except KeyError as error:

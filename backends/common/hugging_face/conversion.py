@@ -24,11 +24,6 @@ from slime_like.system.threads import Tracker, run_jobs
 
 Item = TypeVar("Item")
 
-DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-"""Floating-point types by safetensors' names."""
-
-TYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
-
 
 def fingerprint(directory: Path) -> list[list[Any]]:
     """Name, size and time of every file: has a directory changed since?"""

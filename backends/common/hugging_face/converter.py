@@ -11,8 +11,6 @@ from torch import Tensor
 from backends.common.checkpoint.integrity import ChecksumStream, Piece
 from backends.common.checkpoint.partial_output import partial_output
 from backends.common.hugging_face.conversion import (
-    DTYPES,
-    TYPE_NAMES,
     Conversion,
     FileFaults,
     common_dtype,
@@ -21,7 +19,7 @@ from backends.common.hugging_face.conversion import (
     refused_by_disk,
 )
 from backends.common.hugging_face.directory import copy_companions, file_name, write_index
-from backends.common.hugging_face.files import HfCheckpoint, Shape
+from backends.common.hugging_face.files import DTYPES, HfCheckpoint, Shape
 from slime_like.config import RunConfig
 from slime_like.interfaces.conversion import (
     ConversionOptions,
@@ -147,11 +145,12 @@ class _ToHuggingFace(Conversion[_Job]):
 def _header(job: _Job) -> bytes:
     """The safetensors format: length, names with types, shapes and places, filled up to a multiple of 8 bytes."""
     described: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    type_names = {dtype: name for name, dtype in DTYPES.items()}
     offset = 0
     for group in job.groups:
         for name, shape in group.shapes.items():
             end = offset + torch.Size(shape).numel() * group.dtype.itemsize
-            described[name] = {"dtype": TYPE_NAMES[group.dtype], "shape": shape, "data_offsets": [offset, end]}
+            described[name] = {"dtype": type_names[group.dtype], "shape": shape, "data_offsets": [offset, end]}
             offset = end
     text = json.dumps(described, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)

@@ -15,7 +15,9 @@ from slime_like.models.weight_files import WeightFilesError, file_problem, weigh
 
 Shape = tuple[int, ...]
 
-_FLOATS = ("F64", "F32", "F16", "BF16")
+DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+"""Floating-point types by safetensors' names."""
+
 _COMPARED = 1 << 22
 """Elements of a tensor that are compared at a time."""
 
@@ -74,7 +76,7 @@ class HfCheckpoint(contextlib.ExitStack):
                 if tuple(part.get_shape()) != expected[name]
             ],
             "not of a floating-point type (quantised?)": [
-                f"{name} ({part.get_dtype()})" for name, part in stored.items() if part.get_dtype() not in _FLOATS
+                f"{name} ({part.get_dtype()})" for name, part in stored.items() if part.get_dtype() not in DTYPES
             ],
         }
         if any(problems.values()):
