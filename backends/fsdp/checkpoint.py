@@ -46,21 +46,17 @@ class StoredCheckpoint:
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
-        self._checksums = Checksums.read(directory)
-        self._checksums.verify_plain_files(PLAIN_FILES)
+        self.checksums = Checksums.read(directory)
+        self.checksums.verify_plain_files(PLAIN_FILES)
         try:
             self.common = json.loads((directory / _COMMON).read_text(encoding="utf-8"))
-            metadata = VerifyingReader(directory, self._checksums).read_metadata().state_dict_metadata
+            metadata = VerifyingReader(directory, self.checksums).read_metadata().state_dict_metadata
         except UNREADABLE as error:
             raise damaged(directory, f"{type(error).__name__}: {error}") from error
         require_format(directory, self.common)
         tensors = {name: entry for name, entry in metadata.items() if isinstance(entry, TensorStorageMetadata)}
         self.shapes: dict[str, Shape] = {name: tuple(entry.size) for name, entry in tensors.items()}
         self.dtypes = {name: entry.properties.dtype for name, entry in tensors.items()}
-
-    def require_whole(self) -> None:
-        """Refuse data files that are missing or of another length, whatever is read of them."""
-        self._checksums.verify_lengths()
 
     def require(self, state: dict[str, Tensor], kinds: set[str] | None = None) -> None:
         """Refuse a checkpoint that has not exactly the tensors of ``state``, of the given ``kinds`` (none: model and
@@ -84,7 +80,7 @@ class StoredCheckpoint:
         Raises:
             CheckpointError: a piece is not as it was written; on every rank.
         """
-        reader = VerifyingReader(self._directory, self._checksums)
+        reader = VerifyingReader(self._directory, self.checksums)
         try:
             load_state(state, storage_reader=reader, no_dist=alone)
         except (CheckpointException, *UNREADABLE) as error:

@@ -36,11 +36,6 @@ class Segments:
         """Boundaries of the axis that keeps 1/parts of every segment; lengths must be divisible."""
         return type(self)(tuple(value // parts for value in self.host), self.device // parts, self.longest // parts)
 
-    @property
-    def lengths(self) -> list[int]:
-        """Tokens of every segment."""
-        return [end - start for start, end in pairwise(self.host)]
-
 
 @dataclass(frozen=True, slots=True)
 class Pairing:

@@ -91,32 +91,26 @@ class _Rank:
         shards = sum(len(rows_of_rank(p)) * p[0].numel() for p in self._model.parameters())
         state, on_host = shards * _MASTER.itemsize, self._config.trainer.optimizer.offload
         between = 0 if self._sums_always else self._whole * _MASTER.itemsize
+        # Beside the gradients themselves, their largest message, in float32.
+        reduced = max(self._root, *self._layers) * _MASTER.itemsize
+        # Whole weights: the root's all along, and a layer's with the next one, which comes meanwhile.
+        layers = sorted(self._layers)[-2 if self._config.trainer.fsdp.reshard_after_forward else 0 :]
         memory = TrainerMemory(
             parameters=shards,
             parameter_bytes=0 if on_host else state,
             gradient_bytes=between + (0 if on_host else state),
             optimizer_bytes=0 if on_host else 2 * state,
-            activation_bytes=peak - head_bytes + self._reduced_bytes(),
+            activation_bytes=peak - head_bytes + reduced,
             head_bytes=head_bytes,
             saved_bytes=saved,
             in_flight=1,
             forward_bytes=forward_peak,
             update_bytes=0,
-            communication_bytes=self._gathered_bytes(),
+            communication_bytes=(self._root + sum(layers)) * self._dtype.itemsize,
             host_optimizer_bytes=4 * state if on_host else 0,
             host_reference_bytes=state if self._config.reference_in_trainer else 0,
         )
         return memory, scoring, trace.counted
-
-    def _gathered_bytes(self) -> int:
-        """Whole weights: the root's all along, and a layer's with the next one, which comes meanwhile."""
-        layers = sorted(self._layers)
-        held = sum(layers[-2:] if self._config.trainer.fsdp.reshard_after_forward else layers)
-        return (self._root + held) * self._dtype.itemsize
-
-    def _reduced_bytes(self) -> int:
-        """The largest message of gradients, in float32, beside the gradients themselves."""
-        return max(self._root, *self._layers) * _MASTER.itemsize
 
     def _loss(self, pack: PackedTrajectory) -> Tensor:
         batch = model_input(pack, torch.device("cpu"), self._groups.context)
