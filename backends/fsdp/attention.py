@@ -5,7 +5,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import AttentionInterface
 
 from backends.common.attention.choice import AnyAttention
 from slime_like.errors import TrainerError
@@ -56,10 +55,7 @@ def forward(
     value: Tensor,
     attention_mask: Tensor | None,
     scaling: float | None = None,
-    dropout: float = 0.0,
     packed: Boundaries | None = None,
-    sliding_window: int | None = None,
-    is_causal: bool | None = None,
     **options: Any,
 ) -> tuple[Tensor, None]:
     """Attention function of the model's layers: (1, H, T, D) rotated queries, (1, G, T, D) keys and values.
@@ -79,7 +75,7 @@ def forward(
             remedy="this model does not hand on what it is called with, so use another, or trainer.backend=megatron "
             "where it knows the family",
         )
-    _require_plain(module, dropout, packed.longest, sliding_window, is_causal, options)
+    _require_plain(module, packed.longest, **options)
     # Kernels take tokens first; reading them across heads would cost several times the arithmetic.
     q, k, v = (x[0].transpose(0, 1).contiguous() for x in (query, key, value))
     scale = q.shape[-1] ** -0.5 if scaling is None else scaling
@@ -99,11 +95,11 @@ def hand_on(layer: torch.nn.Module) -> None:
 
 def _require_plain(
     module: torch.nn.Module,
-    dropout: float,
     longest: int,
-    sliding_window: int | None,
-    is_causal: bool | None,
-    options: dict[str, Any],
+    dropout: float = 0.0,
+    sliding_window: int | None = None,
+    is_causal: bool | None = None,
+    **options: Any,
 ) -> None:
     """Refuse what these kernels would leave out. A window that is as wide as every sequence leaves nothing out."""
     others = [name for name, value in options.items() if value is not None and name not in _HARMLESS]
@@ -125,8 +121,3 @@ def _require_plain(
             code="sequence-beyond-window",
             remedy="lower data.max_prompt_tokens and rollout.max_new_tokens to that many together",
         )
-
-
-def register() -> None:
-    """Make it known to transformers under ``NAME``."""
-    AttentionInterface.register(NAME, forward)

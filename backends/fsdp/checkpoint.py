@@ -1,22 +1,27 @@
 """Training state on disk through torch's distributed checkpointing: readable on as many ranks and on others."""
 
 import json
+import os
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.checkpoint import DefaultSavePlanner, FileSystemWriter
 from torch.distributed.checkpoint import load as load_state
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.planner import SavePlan
+from torch.distributed.checkpoint.storage import WriteResult
 from torch.distributed.tensor import DTensor
 
+from backends.common.checkpoint.data_file import refused_by_disk, write_data_file
 from backends.common.checkpoint.integrity import Checksums, VerifyingReader, damaged
+from backends.common.checkpoint.rank_writing import RankWriting
 from backends.common.checkpoint.reading import FORMAT, UNREADABLE, brief, cause_of, require_format
 from backends.common.hugging_face.files import Shape
-from backends.common.process.agreement import listed
-from backends.fsdp.checkpoint_writer import COMMON, PLAIN_FILES
+from backends.common.process.agreement import gathered, listed, together
 from backends.fsdp.model import LogprobModel
 from backends.fsdp.optimizer import Optimizer
 from backends.fsdp.parallel import Groups
@@ -27,42 +32,31 @@ from slime_like.errors import CheckpointError
 MODEL, MOMENTS, RANDOM = "model.", "optimizer.", "random."
 """What the names of the stored tensors begin with."""
 
+_COMMON = "common.json"
+PLAIN_FILES = (".metadata", _COMMON)
+"""What is written beside the data files; every rank reads them as a whole."""
+
 
 class StoredCheckpoint:
-    """A checkpoint opened for reading."""
+    """A checkpoint opened for reading: its small files, after comparing them with their checksums.
 
-    def __init__(self, directory: Path, checksums: Checksums, common: dict[str, Any], metadata: Metadata) -> None:
+    Raises:
+        CheckpointError: no whole checkpoint, or damaged.
+    """
+
+    def __init__(self, directory: Path) -> None:
         self._directory = directory
-        self._checksums = checksums
-        self.common = common
-        tensors = {
-            name: entry
-            for name, entry in metadata.state_dict_metadata.items()
-            if isinstance(entry, TensorStorageMetadata)
-        }
-        self.shapes: dict[str, Shape] = {name: tuple(entry.size) for name, entry in tensors.items()}
-        self.dtypes = {name: entry.properties.dtype for name, entry in tensors.items()}
-
-    @classmethod
-    def open(cls, directory: Path) -> Self:
-        """Read the small files, after comparing them with their checksums.
-
-        Raises:
-            CheckpointError: no whole checkpoint, or damaged.
-        """
-        checksums = Checksums.read(directory)
-        checksums.verify_plain_files(PLAIN_FILES)
+        self.checksums = Checksums.read(directory)
+        self.checksums.verify_plain_files(PLAIN_FILES)
         try:
-            common = json.loads((directory / COMMON).read_text(encoding="utf-8"))
-            metadata = VerifyingReader(directory, checksums).read_metadata()
+            self.common = json.loads((directory / _COMMON).read_text(encoding="utf-8"))
+            metadata = VerifyingReader(directory, self.checksums).read_metadata().state_dict_metadata
         except UNREADABLE as error:
             raise damaged(directory, f"{type(error).__name__}: {error}") from error
-        require_format(directory, common)
-        return cls(directory, checksums, common, metadata)
-
-    def require_whole(self) -> None:
-        """Refuse data files that are missing or of another length, whatever is read of them."""
-        self._checksums.verify_lengths()
+        require_format(directory, self.common)
+        tensors = {name: entry for name, entry in metadata.items() if isinstance(entry, TensorStorageMetadata)}
+        self.shapes: dict[str, Shape] = {name: tuple(entry.size) for name, entry in tensors.items()}
+        self.dtypes = {name: entry.properties.dtype for name, entry in tensors.items()}
 
     def require(self, state: dict[str, Tensor], kinds: set[str] | None = None) -> None:
         """Refuse a checkpoint that has not exactly the tensors of ``state``, of the given ``kinds`` (none: model and
@@ -86,11 +80,78 @@ class StoredCheckpoint:
         Raises:
             CheckpointError: a piece is not as it was written; on every rank.
         """
-        reader = VerifyingReader(self._directory, self._checksums)
+        reader = VerifyingReader(self._directory, self.checksums)
         try:
             load_state(state, storage_reader=reader, no_dist=alone)
         except (CheckpointException, *UNREADABLE) as error:
             raise damaged(self._directory, brief(cause_of(error))) from error
+
+
+class CheckpointWriter(RankWriting):
+    """One checkpoint on its way to disk: planned when made, then written, then finished.
+
+    Args:
+        state: tensors by name; sharded ones are written once, each rank its part.
+        common: plain values, the same on every rank.
+        snapshot: copy every tensor to host memory now, so that the state may change before it is written.
+    """
+
+    plain_files = PLAIN_FILES
+
+    def __init__(
+        self,
+        directory: Path,
+        state: dict[str, Tensor],
+        common: dict[str, Any],
+        device: torch.device,
+        snapshot: bool = False,
+    ) -> None:
+        super().__init__(directory, device)
+        self._common = common
+        self._results: list[WriteResult] = []
+        self._metadata: Metadata | None = None
+        planner, plan = self._plan(state)
+        self._entries = [(item, planner.resolve_data(item)) for item in plan.items]
+        if snapshot:
+            self._entries = [(item, _host_copy(data)) for item, data in self._entries]
+
+    def _plan(self, state: dict[str, Tensor]) -> tuple[DefaultSavePlanner, SavePlan]:
+        """Plan this rank's files. Rank 0 merges all plans, and keeps the index."""
+        planner, first = DefaultSavePlanner(), dist.get_rank() == 0
+        planner.set_up_planner(state, is_coordinator=first)
+        local_plan = planner.create_local_plan()
+        settled: list[Any] = [None]
+        everyones: list[Any] | None = None
+        if (plans := gathered(local_plan)) is not None:
+            everyones, self._metadata = planner.create_global_plan(plans)
+        dist.scatter_object_list(settled, everyones)
+        return planner, planner.finish_plan(settled[0])
+
+    def _write(self) -> None:
+        if not self._entries:
+            return
+        name = f"__{dist.get_rank()}_0.distcp"
+        with refused_by_disk(self._directory / name):
+            self._pieces[name], self._results = write_data_file(self._directory / name, name, self._entries)
+        self._entries = []
+
+    def _write_index(self) -> None:
+        results = gathered(self._results)
+        together(lambda: self._write_plain_files(results), f"writing {self._directory}", self._device)
+
+    def _write_plain_files(self, results: list[list[WriteResult]] | None) -> None:
+        if results is None or self._metadata is None:
+            return
+        with refused_by_disk(self._directory):
+            FileSystemWriter(self._directory).finish(self._metadata, results)
+            with (self._directory / _COMMON).open("w", encoding="utf-8") as file:
+                json.dump(self._common, file, sort_keys=True)
+                file.flush()
+                os.fsync(file.fileno())
+
+
+def _host_copy(data: Any) -> Any:
+    return data.detach().to("cpu", copy=True) if isinstance(data, Tensor) else data
 
 
 # ----------------------------------------------------------------------------------------------------------- the state

@@ -27,7 +27,7 @@ class FsdpConverter(HuggingFaceConverter):
     ) -> ConversionSummary:
         """Raises ConfigError: there is nothing to convert to."""
         raise ConfigError(
-            ["trainer.backend=fsdp starts from Hugging Face checkpoints as they are; give the directory as model.path"]
+            "trainer.backend=fsdp starts from Hugging Face checkpoints as they are; give the directory as model.path"
         )
 
     def open_checkpoint(self, config: RunConfig, checkpoint: Path) -> TensorSource:
@@ -41,8 +41,8 @@ class FsdpSource:
     """
 
     def __init__(self, checkpoint: Path) -> None:
-        self._checkpoint = StoredCheckpoint.open(checkpoint)
-        self._checkpoint.require_whole()
+        self._checkpoint = StoredCheckpoint(checkpoint)
+        self._checkpoint.checksums.verify_lengths()
         self._parameters: dict[str, str] = {}
         self.tensors: dict[str, TensorInfo] = {}
         self.groups: list[list[str]] = []

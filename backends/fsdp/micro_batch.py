@@ -15,34 +15,27 @@ from slime_like.trajectory import PackedTrajectory
 
 @dataclass(slots=True)
 class ModelInput(MicroBatch):
-    """One pack on this rank's device.
-
-    Attributes:
-        routed: whose tokens the routers see, where the objective balances them.
-    """
+    """One pack on this rank's device; ``routed`` where the objective balances routers."""
 
     boundaries: Boundaries
     responses: ResponseRows
     routed: RoutedTokens | None
 
 
-@dataclass(frozen=True, slots=True)
-class BatchBuilder:
-    """Makes micro-batches for one rank.
+def model_input(
+    pack: PackedTrajectory,
+    device: torch.device,
+    context: dist.ProcessGroup,
+    by_package: bool = False,
+    balance: BalanceLoss | None = None,
+) -> ModelInput:
+    """Cut this rank's part out of ``pack``, which is the same on every rank that shares it.
 
-    Attributes:
-        by_package: several context ranks attend by ring-flash-attn instead of our own all-gather.
+    ``by_package``: several context ranks attend by ring-flash-attn instead of our own all-gather.
     """
-
-    device: torch.device
-    context: dist.ProcessGroup
-    by_package: bool
-
-    def build(self, pack: PackedTrajectory, balance: BalanceLoss | None = None) -> ModelInput:
-        """Cut this rank's part out of ``pack``, which is the same on every rank that shares it."""
-        moved = on_device(pack, self.device)
-        shard = split_for_context_parallel(moved, self.context.size(), self.context.rank(), layout="contiguous")
-        attention = choose_attention("ring_flash_attn" if self.by_package else "allgather", shard, self.context)
-        routed = None if balance is None else RoutedTokens.of(moved, shard, slice(None), balance)
-        boundaries, responses = Boundaries(attention, pack.max_seqlen), ResponseRows.of(moved, shard)
-        return ModelInput(pack, moved, shard, self.context, boundaries, responses, routed)
+    moved = on_device(pack, device)
+    shard = split_for_context_parallel(moved, context.size(), context.rank(), layout="contiguous")
+    attention = choose_attention("ring_flash_attn" if by_package else "allgather", shard, context)
+    routed = None if balance is None else RoutedTokens.of(moved, shard, slice(None), balance)
+    boundaries, responses = Boundaries(attention, pack.max_seqlen), ResponseRows.of(moved, shard)
+    return ModelInput(pack, moved, shard, context, boundaries, responses, routed)

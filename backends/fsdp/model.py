@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed._composable import checkpoint as recompute
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM
 
 from backends.common.step.packs import ResponseRows
 from backends.fsdp import attention
@@ -169,7 +169,7 @@ def meta_model(config: RunConfig, dtype: torch.dtype) -> LogprobModel:
 
 def _model(config: RunConfig, dtype: torch.dtype) -> LogprobModel:
     """Made by transformers from ``config.json``, wherever the context puts its tensors."""
-    attention.register()
+    AttentionInterface.register(attention.NAME, attention.forward)
     path, remote = config.model.path, config.model.trust_remote_code
     try:
         hugging_face = AutoModelForCausalLM.from_config(
@@ -183,17 +183,15 @@ def _model(config: RunConfig, dtype: torch.dtype) -> LogprobModel:
         unknown_attention = isinstance(error, KeyError) and error.args == (attention.NAME,)
         reason = "its attention has another class" if unknown_attention else f"{type(error).__name__}: {error}"
         raise ConfigError(
-            [
-                f"model.path={path}: transformers has no causal language model for it whose attention can be replaced "
-                f"({reason}); use another, with model.trust_remote_code if it brings own code"
-            ]
+            f"model.path={path}: transformers has no causal language model for it whose attention can be replaced "
+            f"({reason}); use another, with model.trust_remote_code if it brings own code"
         ) from error
     # transformers leaves a padding token's embedding without gradient; here a token's id says nothing about it.
     hugging_face.get_input_embeddings().padding_idx = None
     hugging_face.eval()  # no dropout: old and current logprobs mean the same
     if hugging_face.base_model is hugging_face:
         raise ConfigError(
-            [f"model.path={path}: {type(hugging_face).__name__} has no part without its head; use another model"]
+            f"model.path={path}: {type(hugging_face).__name__} has no part without its head; use another model"
         )
     names = checkpoint_names(hugging_face, routing_biases(hugging_face), path)
     return LogprobModel(hugging_face, names, config.trainer.head_chunk_tokens, config.algorithm.entropy_coef > 0)
@@ -218,10 +216,8 @@ def recompute_layers(model: LogprobModel, what: str) -> None:
             mlp = getattr(layer, "mlp", None)
             if not isinstance(mlp, nn.Module):
                 raise ConfigError(
-                    [
-                        f"trainer.recompute=selective recomputes MLPs, and {type(layer).__name__} has no module of "
-                        "that name; use full or none"
-                    ]
+                    f"trainer.recompute=selective recomputes MLPs, and {type(layer).__name__} has no module of "
+                    "that name; use full or none"
                 )
             recompute(mlp)
 
@@ -274,10 +270,8 @@ def _require_nothing_else(hugging_face: nn.Module) -> None:
     others = [name for name in hugging_face.state_dict() if name not in known | set(routing_biases(hugging_face))]
     if others:
         raise ConfigError(
-            [
-                f"model.path: {len(others)} tensors of its checkpoint are neither parameters nor routers' biases "
-                f"({others[0]}, ...), which trainer.backend=fsdp does not keep; use another model"
-            ]
+            f"model.path: {len(others)} tensors of its checkpoint are neither parameters nor routers' biases "
+            f"({others[0]}, ...), which trainer.backend=fsdp does not keep; use another model"
         )
 
 
@@ -288,5 +282,5 @@ def _layers_name(hugging_face: Any) -> str:
         if isinstance(module, nn.ModuleList) and len(module) == count:
             return str(name)
     raise ConfigError(
-        [f"model.path: {type(hugging_face).__name__} has no list of its {count} layers to shard; use another model"]
+        f"model.path: {type(hugging_face).__name__} has no list of its {count} layers to shard; use another model"
     )

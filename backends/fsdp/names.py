@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 from transformers.core_model_loading import revert_weight_conversion
 
@@ -24,11 +25,7 @@ _MATRICES = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj"
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """Rows of one stored tensor, and where they lie in the model's memory.
-
-    Attributes:
-        start: its first row that is meant.
-    """
+    """Rows of one stored tensor from ``start`` on, and where they lie in the model's memory."""
 
     name: str
     start: int
@@ -37,16 +34,7 @@ class Piece:
 
 def stored_shapes(name: str, shape: Shape) -> dict[str, Shape]:
     """Names and shapes of the stored tensors that make up the parameter ``name``."""
-    stack = _STACK.fullmatch(name)
-    if stack is None:
-        return {name: shape}
-    matrices = _MATRICES[stack["kind"]]
-    experts, rows, columns = shape
-    return {
-        f"{stack['experts']}.{expert}.{matrix}.weight": (rows // len(matrices), columns)
-        for expert in range(experts)
-        for matrix in matrices
-    }
+    return {piece.name: tuple(piece.view.shape) for piece in pieces(name, torch.empty(shape, device="meta"))}
 
 
 def pieces(name: str, values: Tensor, start: int = 0) -> list[Piece]:
@@ -82,10 +70,8 @@ def checkpoint_names(hugging_face: Any, kept: Mapping[str, Tensor], path: Path) 
     different = sorted(name for name in ours.keys() | theirs.keys() if ours.get(name) != theirs.get(name))
     if different:
         raise ConfigError(
-            [
-                f"model.path={path}: checkpoints of {type(hugging_face).__name__} are arranged otherwise than its "
-                f"modules ({listed(different)}), which trainer.backend=fsdp does not do; use another model"
-            ]
+            f"model.path={path}: checkpoints of {type(hugging_face).__name__} are arranged otherwise than its "
+            f"modules ({listed(different)}), which trainer.backend=fsdp does not do; use another model"
         )
     return names
 

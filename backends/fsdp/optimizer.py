@@ -1,14 +1,15 @@
 """AdamW on the ranks' shards, the run's schedule, and clipping by the norm of the whole gradient."""
 
+import math
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from backends.common.step.learning_rate import learning_rate, weight_decay
 from backends.fsdp.model import LogprobModel
 from backends.fsdp.weights import shard_of
+from slime_like.checks.schedule import total_updates
 from slime_like.config import RunConfig
 
 
@@ -16,9 +17,6 @@ class Optimizer:
     """AdamW with decoupled weight decay (none on norms and biases), global clipping and the run's schedule.
 
     Everything is elementwise, and so works on this rank's rows alone; only the norm needs the other ranks.
-
-    Attributes:
-        moments: by parameter name, this rank's first and second moments.
     """
 
     def __init__(self, config: RunConfig, model: LogprobModel, device: torch.device) -> None:
@@ -40,7 +38,13 @@ class Optimizer:
             fused=True,
         )
         self.updates = 0
-        self._fill_state()
+        # AdamW's state before its first step, to save it or to load into it.
+        for shard in self._shards.values():
+            self.adamw.state[shard] = {
+                "step": torch.tensor(0.0, device=shard.device),
+                "exp_avg": torch.zeros_like(shard),
+                "exp_avg_sq": torch.zeros_like(shard),
+            }
 
     @property
     def learning_rate(self) -> float:
@@ -55,15 +59,6 @@ class Optimizer:
             name: {kind: state[shard][kind] for kind in ("exp_avg", "exp_avg_sq")}
             for name, shard in self._shards.items()
         }
-
-    def _fill_state(self) -> None:
-        """Create AdamW's state before its first step, to save it or to load into it."""
-        for shard in self._shards.values():
-            self.adamw.state[shard] = {
-                "step": torch.tensor(0.0, device=shard.device),
-                "exp_avg": torch.zeros_like(shard),
-                "exp_avg_sq": torch.zeros_like(shard),
-            }
 
     def set_updates(self, updates: int) -> None:
         """Go to where a checkpoint was written."""
@@ -126,3 +121,31 @@ class Optimizer:
 
 def _decays(name: str, parameter: Tensor) -> bool:
     return parameter.ndim > 1 and not name.endswith(".bias")
+
+
+def learning_rate(config: RunConfig, update: int) -> float:
+    """Rate of optimizer step ``update`` (from 1): linear warm-up from 0, then the decay to ``min_lr`` at the run's end.
+
+    Step n of the warm-up runs at n / warmup_steps of the peak rate; the cosine is half a period.
+    """
+    settings = config.trainer.optimizer
+    warmup = settings.warmup_steps
+    if warmup and update <= warmup:
+        return settings.lr * update / warmup
+    if settings.decay == "constant":
+        return settings.lr
+    end = max(total_updates(config), warmup + 1)
+    if update > end:
+        return settings.min_lr
+    passed = (update - warmup) / (end - warmup)
+    remaining = 1.0 - passed if settings.decay == "linear" else 0.5 * (math.cos(math.pi * passed) + 1.0)
+    return settings.min_lr + remaining * (settings.lr - settings.min_lr)
+
+
+def weight_decay(config: RunConfig, update: int) -> float:
+    """Weight decay of optimizer step ``update`` (from 1): constant, or linear towards ``final_weight_decay``."""
+    settings = config.trainer.optimizer
+    if settings.final_weight_decay is None:
+        return settings.weight_decay
+    passed = min(1.0, update / total_updates(config))
+    return settings.weight_decay + passed * (settings.final_weight_decay - settings.weight_decay)

@@ -9,20 +9,18 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from backends.common.process.rendezvous import join_world
 from slime_like.config import RunConfig
-from slime_like.interfaces import RankCoordinates, RankPlacement
+from slime_like.interfaces import RankCoordinates
 
 
 @dataclass(frozen=True, slots=True)
 class Groups:
     """The process groups of one rank.
 
-    Attributes:
-        mesh: all ranks in one dimension: what everything is sharded over.
-        replicas: one rank of every replica, with this rank's place in its context group.
+    ``mesh`` has all ranks, over which everything is sharded; ``replicas`` one rank of every replica.
     """
 
     mesh: DeviceMesh
@@ -36,15 +34,8 @@ class Groups:
         return RankCoordinates(0, 0, context, data, 0, self.replicas.size())
 
 
-def initialize(config: RunConfig, placement: RankPlacement) -> Groups:
-    """Join the other ranks and build every process group, each with the step's time limit."""
-    # gloo beside NCCL: gradients that live in host memory are measured there.
-    join_world(config, placement, cuda_backend="cpu:gloo,cuda:nccl")
-    return build_groups(config)
-
-
 def build_groups(config: RunConfig) -> Groups:
-    """The groups of the configured layout, inside a world that exists. Collective."""
+    """The groups of the configured layout, each with the step's time limit, inside a world that exists. Collective."""
     parallel, timeout = config.trainer.parallel, timedelta(seconds=config.trainer.step_timeout_s)
     context = [[data * parallel.context + index for index in range(parallel.context)] for data in range(parallel.data)]
     context_group, _ = dist.new_subgroups_by_enumeration(context, timeout=timeout)
@@ -54,9 +45,11 @@ def build_groups(config: RunConfig) -> Groups:
     return Groups(mesh, context_group, replica_group)
 
 
-def device() -> torch.device:
-    """Device of this rank."""
-    return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+def rows_of_rank(parameter: Tensor) -> range:
+    """This rank's rows of a parameter: FSDP cuts the first axis as ``torch.chunk`` does."""
+    count = parameter.shape[0]
+    each = -(-count // dist.get_world_size())
+    return range(min(dist.get_rank() * each, count), min((dist.get_rank() + 1) * each, count))
 
 
 def leave() -> None:

@@ -11,7 +11,6 @@ from backends.common.hugging_face.directory import SHARD_BYTES, write_hf_directo
 from backends.common.process.agreement import together
 from backends.common.trainer.state import TrainerState
 from backends.fsdp import checkpoint
-from backends.fsdp.checkpoint_writer import CheckpointWriter
 from backends.fsdp.model import LogprobModel, computes_alike
 from backends.fsdp.optimizer import Optimizer
 from backends.fsdp.parallel import Groups
@@ -30,6 +29,8 @@ class FsdpState(TrainerState):
         self._config = config
         self._groups = groups
         self._device = device
+        self._dtype: torch.dtype = getattr(torch, config.model.dtype)
+        self._lives_on_host = config.trainer.optimizer.offload
         self.model = model
 
     def weights(self) -> list[Tensor]:
@@ -53,7 +54,7 @@ class FsdpState(TrainerState):
     def save_weights(self, directory: Path) -> None:
         self.model.shard_weights()
         common = checkpoint.plain_values(self._groups)
-        CheckpointWriter(directory, checkpoint.model_state(self.model), common, self._device).write_all()
+        checkpoint.CheckpointWriter(directory, checkpoint.model_state(self.model), common, self._device).write_all()
 
     def load(self, directory: Path) -> None:
         """On the ranks that wrote it everything comes back bit for bit, random state included.
@@ -74,14 +75,14 @@ class FsdpState(TrainerState):
         checkpoint.set_random_state(state)
 
     def _open(self, directory: Path) -> checkpoint.StoredCheckpoint:
-        return together(lambda: checkpoint.StoredCheckpoint.open(directory), f"reading {directory}", self._device)
+        return together(lambda: checkpoint.StoredCheckpoint(directory), f"reading {directory}", self._device)
 
-    def plan_save(self, directory: Path, snapshot: bool) -> CheckpointWriter:
+    def plan_save(self, directory: Path, snapshot: bool) -> checkpoint.CheckpointWriter:
         self.model.shard_weights()
         state = checkpoint.training_state(self.model, self.optimizer)
         common = checkpoint.plain_values(self._groups)
         common |= {"schedule": checkpoint.schedule(self._config), "updates": self.optimizer.updates}
-        return CheckpointWriter(directory, state, common, self._device, snapshot)
+        return checkpoint.CheckpointWriter(directory, state, common, self._device, snapshot)
 
     def export_weights(self, bucket_bytes: int) -> Iterator[WeightBucket]:
         return export_buckets(self.model, self._dtype, bucket_bytes, self._device)
@@ -108,12 +109,3 @@ class FsdpState(TrainerState):
         if torch.cuda.is_available() and not self._lives_on_host:
             self.model.to(self._device)
             self.optimizer.move(self._device)
-
-    @property
-    def _lives_on_host(self) -> bool:
-        return self._config.trainer.optimizer.offload
-
-    @property
-    def _dtype(self) -> torch.dtype:
-        dtype: torch.dtype = getattr(torch, self._config.model.dtype)
-        return dtype

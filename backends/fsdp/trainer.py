@@ -7,13 +7,14 @@ import torch
 from torch import Tensor
 
 from backends.common.process.agreement import rank_error
-from backends.common.step.balance import BalanceLoss
+from backends.common.process.rendezvous import join_world
+from backends.common.step.balance import BalanceLoss, balance_loss
 from backends.common.trainer.base import TrainerBase
-from backends.fsdp import own_forward, parallel
-from backends.fsdp.balance import Routers
-from backends.fsdp.micro_batch import BatchBuilder, ModelInput
+from backends.fsdp import parallel
+from backends.fsdp.micro_batch import ModelInput, model_input
 from backends.fsdp.model import LogprobModel, build
 from backends.fsdp.optimizer import Optimizer
+from backends.fsdp.own_forward import require_own_forward
 from backends.fsdp.parallel import Groups
 from backends.fsdp.state import FsdpState
 from slime_like.checks.families import family_problems, latent_problems
@@ -72,12 +73,14 @@ class FsdpTrainer(TrainerBase):
         return problems
 
     def _build(self) -> None:
-        self.groups = parallel.initialize(self.config, self.placement)
+        # gloo beside NCCL: gradients that live in host memory are measured there.
+        join_world(self.config, self.placement, cuda_backend="cpu:gloo,cuda:nccl")
+        self.groups = parallel.build_groups(self.config)
         self.coordinates, self.replicas = self.groups.coordinates, self.groups.replicas
-        self.device = parallel.device()
+        on_cuda = torch.cuda.is_available()
+        self.device = torch.device("cuda", torch.cuda.current_device()) if on_cuda else torch.device("cpu")
         self.model = build(self.config, self.groups, self.device)
         self.state = FsdpState(self.config, self.model, self.groups, self.device)
-        self._builder = BatchBuilder(self.device, self.groups.context, self._by_package)
 
     def _prepare_training(self) -> Optimizer:
         self._require_own_forward()
@@ -88,22 +91,8 @@ class FsdpTrainer(TrainerBase):
         self._require_own_forward()
         self.model.requires_grad_(False)
 
-    @torch.no_grad()
     def _require_own_forward(self) -> None:
-        """Packed attention and chunked head against the model's own forward pass; every rank, together."""
-        dtype: torch.dtype = getattr(torch, self.config.model.dtype)
-        path, sizes = self.config.model.path, (self.dimensions.vocab_size, self.dimensions.attention_reach)
-        pack = own_forward.probe(*sizes)
-        ours, others = self._score([pack, own_forward.probe(*sizes, seed=1)])
-        first = int(pack.response_lens[0])
-        own_forward.require_separate(ours.logprobs, others.logprobs, first, dtype, path)
-        expected = []
-        for index, (prompt, response) in enumerate(zip(pack.prompt_lens, pack.response_lens, strict=True)):
-            start = int(pack.cu_seqlens[index])
-            tokens = pack.tokens[start : start + int(prompt + response)].to(self.device)
-            expected.append(own_forward.response_logprobs(self.model.own_logits(tokens), tokens, int(prompt)))
-        self.model.shard_weights()
-        own_forward.require_same(ours.logprobs, torch.cat(expected), dtype, path)
+        require_own_forward(self.config, self.dimensions, self.model, self._score, self.device)
 
     # --------------------------------------------------------------------------------------------------------- training
     def _zero_gradients(self) -> None:
@@ -128,7 +117,7 @@ class FsdpTrainer(TrainerBase):
                 code="sequence-beyond-window",
                 remedy="train on shorter ones",
             )
-        return self._builder.build(pack, balance)
+        return model_input(pack, self.device, self.groups.context, self._by_package, balance)
 
     def _loss(self, batch: ModelInput) -> Tensor:
         """The pack's weighted sum and, behind it, its share of the routers' loss."""
@@ -137,8 +126,8 @@ class FsdpTrainer(TrainerBase):
         loss = self._objective.add(self._step, batch.given, batch.pack, logprobs, entropy)
         if batch.routed is None:
             return loss
-        chosen = Routers.of(self.dimensions, list(self.model.kept_by_name().values()))
-        return loss + chosen.balance_loss(routers, batch.routed, self.groups.context)
+        biases = list(self.model.kept_by_name().values())
+        return loss + balance_loss(self.dimensions, biases, routers, batch.routed, self.groups.context)
 
     def _forward(self, batch: ModelInput, routers: bool) -> tuple[Tensor, ...]:
         shard = batch.shard

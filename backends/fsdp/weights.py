@@ -5,29 +5,23 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from backends.common.hugging_face.files import HfCheckpoint, Shape
 from backends.common.process.agreement import together
 from backends.fsdp.model import LogprobModel
 from backends.fsdp.names import pieces, stored_shapes
+from backends.fsdp.parallel import rows_of_rank
 from slime_like.interfaces import WeightBucket
 from slime_like.models.dimensions import EMBEDDING, HEADS, ModelDimensions
 
 
-def shard_of(parameter: nn.Parameter | Tensor) -> Tensor:
+def shard_of(parameter: Tensor) -> Tensor:
     """This rank's rows; a view."""
     if not isinstance(parameter, DTensor):
         raise TypeError(f"a {type(parameter).__name__} is not a sharded tensor")
     return parameter.to_local()
-
-
-def first_row(parameter: nn.Parameter | Tensor) -> int:
-    """First row of this rank: FSDP cuts the first axis as ``torch.chunk`` does."""
-    size, rank = dist.get_world_size(), dist.get_rank()
-    rows = parameter.shape[0]
-    return min(rank * -(-rows // size), rows)
 
 
 def checkpoint_shapes(model: LogprobModel) -> dict[str, Shape]:
@@ -65,7 +59,7 @@ def _open_checked(model: LogprobModel, directory: Path) -> HfCheckpoint:
 @torch.no_grad()
 def _fill_all(model: LogprobModel, checkpoint: HfCheckpoint) -> None:
     for name, parameter in model.parameters_by_name().items():
-        for piece in pieces(name, shard_of(parameter), first_row(parameter)):
+        for piece in pieces(name, shard_of(parameter), rows_of_rank(parameter).start):
             if piece.view.numel():
                 values = checkpoint.read(piece.name, 0, piece.start, len(piece.view))
                 piece.view.copy_(values)

@@ -7,8 +7,7 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state, tensor_parallel
 
-from backends.common.process.alone import fake_world
-from backends.common.process.rendezvous import join_world
+from backends.common.process.rendezvous import fake_world, join_world
 from backends.megatron.cpu_runtime import megatron_runtime
 from slime_like.config import ParallelConfig, RunConfig
 from slime_like.interfaces import RankCoordinates, RankPlacement

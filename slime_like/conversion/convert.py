@@ -27,7 +27,7 @@ def converter_of(config: RunConfig) -> Converter:
     with _without_remarks():
         backend = load_backend(config.trainer.backend)
         if not hasattr(backend, "converter"):
-            raise ConfigError([f"trainer.backend={config.trainer.backend} converts no checkpoints; use megatron"])
+            raise ConfigError(f"trainer.backend={config.trainer.backend} converts no checkpoints; use megatron")
         converter: Converter = backend.converter()
         return converter
 

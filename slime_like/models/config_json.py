@@ -6,11 +6,11 @@ Every reader raises ``KeyError`` for a key that is missing, ``ValueError`` for a
 
 import json
 import math
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from slime_like.errors import ConfigError
-from slime_like.models.latent_attention import LatentAttention
 
 MISTRAL_WINDOW = 4096  # of a config.json without one, as in transformers; null means none
 
@@ -28,9 +28,9 @@ def read_object(path: Path) -> dict[str, Any]:
     try:
         raw = json.loads(path.read_text(encoding="utf-8"))
     except (ValueError, RecursionError) as error:
-        raise ConfigError([f"{path}: not valid JSON ({error}); re-download or re-export the checkpoint"]) from error
+        raise ConfigError(f"{path}: not valid JSON ({error}); re-download or re-export the checkpoint") from error
     if not isinstance(raw, dict):
-        raise ConfigError([f"{path}: holds no JSON object; re-download or re-export the checkpoint"])
+        raise ConfigError(f"{path}: holds no JSON object; re-download or re-export the checkpoint")
     return raw
 
 
@@ -125,6 +125,27 @@ def features(raw: dict[str, Any], family: str) -> dict[str, Any]:
         if chosen > experts:
             raise ValueError(f"num_experts_per_tok={chosen} is more than its {experts} experts")
     return found
+
+
+@dataclass(frozen=True, slots=True)
+class LatentAttention:
+    """Sizes of multi-head latent attention (DeepSeek-V2, arXiv:2405.04434, section 2.1).
+
+    Attributes:
+        query_rank: of the compressed query; ``None`` where queries are projected at once.
+        kv_rank: of what the keys and values of all heads are made from.
+        nope_dim, rope_dim: a query or key head's parts without and with rotary embedding; all heads share the latter
+            part of the key.
+        value_dim: of a value head.
+        interleaved: rotary embedding turns neighbouring elements, not those half a head apart.
+    """
+
+    query_rank: int | None
+    kv_rank: int
+    nope_dim: int
+    rope_dim: int
+    value_dim: int
+    interleaved: bool = True
 
 
 def latent_features(raw: dict[str, Any]) -> dict[str, Any]:

@@ -27,7 +27,7 @@ def write_description(checkpoint: Path, facts: Mapping[str, Any]) -> None:
     Raises:
         OSError: the disk refused.
     """
-    files = {f"{MODEL}/{file.name}": _whole_file(file) for file in sorted((checkpoint / MODEL).iterdir())}
+    files = {f"{MODEL}/{file.name}": whole_file(file) for file in sorted((checkpoint / MODEL).iterdir())}
     content = {"format": _FORMAT, **facts, _FILES: files}
     (checkpoint / DESCRIPTION).write_bytes(_text(content | {_OWN: zlib.crc32(_text(content))}))
 
@@ -78,7 +78,7 @@ def _faults(checkpoint: Path) -> Iterator[str]:
         return
     for name, written in files:
         try:
-            found = _whole_file(checkpoint / name)
+            found = whole_file(checkpoint / name)
             if found != written:
                 yield f"{name} {length_fault(found[0], written[0]) or 'is not as it was written'}"
         except FileNotFoundError:
@@ -87,7 +87,8 @@ def _faults(checkpoint: Path) -> Iterator[str]:
             yield f"{name} cannot be read: {error.strerror or error}"
 
 
-def _whole_file(path: Path) -> list[int]:
+def whole_file(path: Path) -> list[int]:
+    """Length and CRC-32 (ISO 3309) of a small file."""
     content = path.read_bytes()
     return [len(content), zlib.crc32(content)]
 

@@ -8,7 +8,6 @@ from typing import Any, Self
 from slime_like.errors import ConfigError
 from slime_like.models import config_json
 from slime_like.models.converted import training_checkpoint
-from slime_like.models.latent_attention import LatentAttention
 
 FAMILIES = {
     "LlamaForCausalLM": "llama",
@@ -80,7 +79,7 @@ class ModelDimensions:
     moe_top_k: int = 0
     moe_ffn_hidden_size: int = 0
     moe_norm_topk_prob: bool = True
-    latent: LatentAttention | None = None
+    latent: config_json.LatentAttention | None = None
     dense_layers: int = 0
     moe_shared_ffn_hidden_size: int = 0
     moe_sigmoid: bool = False
@@ -167,7 +166,7 @@ class ModelDimensions:
         """
         path = Path(directory) / "config.json"
         if not path.is_file():
-            raise ConfigError([f"model.path={directory}{_what_instead(Path(directory))}"])
+            raise ConfigError(f"model.path={directory}{_what_instead(Path(directory))}")
         return cls._from_raw(config_json.read_object(path), path)
 
     @classmethod
@@ -176,7 +175,7 @@ class ModelDimensions:
         architecture = architectures[0] if isinstance(architectures, list) else architectures
         if not isinstance(architecture, str) or not architecture.endswith(_CAUSAL):
             remedy = f"use {', '.join(FAMILIES)}, or with trainer.backend=fsdp another ...ForCausalLM"
-            raise ConfigError([f"{path}: architecture {architecture} is no causal language model; {remedy}"])
+            raise ConfigError(f"{path}: architecture {architecture} is no causal language model; {remedy}")
         try:
             try:
                 fields = _of_known(raw, architecture)
@@ -185,20 +184,17 @@ class ModelDimensions:
             return cls(eos_token_ids=config_json.eos_ids(raw, path.parent, fields["vocab_size"]), **fields)
         except (KeyError, ValueError) as error:
             problem = f"key {error} is missing" if isinstance(error, KeyError) else str(error)
-            raise ConfigError([f"{path}: {problem}; re-export the checkpoint with transformers"]) from error
+            raise ConfigError(f"{path}: {problem}; re-export the checkpoint with transformers") from error
 
 
 def _of_another(raw: dict[str, Any], path: Path) -> dict[str, Any]:
-    """Read a family that only transformers supports."""
     try:
         return config_json.any_model(raw)
     except KeyError as error:
         raise ConfigError(
-            [
-                f"{path}: model_type {raw.get('model_type', '(none)')} gives no {error}, by this name or another that "
-                "is known; trainer.backend=fsdp trains decoders with attention and a largest number of positions (if "
-                "the key was lost, re-export the checkpoint with transformers)"
-            ]
+            f"{path}: model_type {raw.get('model_type', '(none)')} gives no {error}, by this name or another that "
+            "is known; trainer.backend=fsdp trains decoders with attention and a largest number of positions (if "
+            "the key was lost, re-export the checkpoint with transformers)"
         ) from error
 
 

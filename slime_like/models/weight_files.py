@@ -58,7 +58,7 @@ def header_shapes(directory: Path) -> dict[str, tuple[int, ...]]:
         WeightFilesError: a file is missing or damaged.
     """
     headers = map(_header, weight_files(directory))
-    return {name: tuple(entry["shape"]) for header in headers for name, entry in _tensors(header).items()}
+    return {name: tuple(entry["shape"]) for header in headers for name, entry in header.items()}
 
 
 def weight_files(directory: Path) -> list[Path]:
@@ -107,16 +107,16 @@ def file_problem(file: Path) -> str | None:
 
 
 def _header(file: Path) -> dict[str, Any]:
-    """The header: names, types, shapes, places. The file must be exactly as long as it says."""
+    """The tensors' types, shapes and places by name. The file must be exactly as long as its header says."""
     try:
         size = file.stat().st_size
         length, header = _read_header(file, size)
     except OSError as error:
         raise _damaged(error) from error
     there = size - _LENGTH_BYTES - length
-    expected = max(map(_end, _tensors(header).values()), default=0)
+    expected = max(map(_end, header.values()), default=0)
     if there != expected:
-        lost = _cut_off(header, there)
+        lost = sorted((name for name in header if _end(header[name]) > there), key=lambda name: _end(header[name]))
         lacks = f", and lacks {', '.join(lost[:_SHOWN])}{', ...' if len(lost) > _SHOWN else ''}" if lost else ""
         raise _damaged(
             f"{file} has {size} bytes, but its header describes {size - there + expected}: it is "
@@ -132,23 +132,13 @@ def _read_header(file: Path, size: int) -> tuple[int, dict[str, Any]]:
             raise _damaged(f"{file} is cut off or no safetensors file: its header does not fit its {size} bytes")
         text = stream.read(length)
     try:
-        header: dict[str, Any] = json.loads(text)
-        for entry in _tensors(header).values():
+        header = {name: entry for name, entry in json.loads(text).items() if name != "__metadata__"}
+        for entry in header.values():
             _end(entry)
     except (ValueError, KeyError, IndexError, AttributeError, TypeError, RecursionError) as error:
         raise _damaged(f"{file} is no safetensors file: its header cannot be read ({error})") from error
     return length, header
 
 
-def _tensors(header: dict[str, Any]) -> dict[str, Any]:
-    return {name: entry for name, entry in header.items() if name != "__metadata__"}
-
-
 def _end(entry: dict[str, Any]) -> int:
     return int(entry["data_offsets"][1])
-
-
-def _cut_off(header: dict[str, Any], there: int) -> list[str]:
-    """Tensors that need more than the ``there`` bytes behind the header, in the order of the file."""
-    lost = {name: _end(entry) for name, entry in _tensors(header).items() if _end(entry) > there}
-    return sorted(lost, key=lambda name: lost[name])

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
-from backends.common.attention.allgather import AllGatherAttention, GatherSegments
+from backends.common.attention.allgather import AllGatherAttention
 from backends.common.step import packs
 from backends.fsdp import micro_batch, optimizer, trainer
 from backends.fsdp import model as fsdp_model
@@ -32,7 +32,7 @@ from tests.parallel.steps import RankResult
 # ------------------------------------------------------------------------------------------------------------ the bugs
 def sequences_begin_where_the_rank_begins() -> None:
     def attention(name: str, shard: ContextShard, group: Any) -> AllGatherAttention:
-        return AllGatherAttention(GatherSegments.of(shard.cu_seqlens_local, shard.cu_seqlens_local, 0), group)
+        return AllGatherAttention.of(shard.cu_seqlens_local, shard.cu_seqlens_local, 0, group)
 
     micro_batch.choose_attention = attention
 

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from backends.common.attention.allgather import AllGatherAttention, GatherSegments
+from backends.common.attention.allgather import AllGatherAttention
 from backends.common.attention.ring_flash_attn import Llama3Segments, RingFlashAttention
 from backends.common.step import packs
 from backends.common.step.balance import BalanceLoss, RoutedTokens
@@ -63,7 +63,7 @@ def ring_gets_contiguous_chunks() -> None:
 
 def sequences_begin_where_the_rank_begins() -> None:
     def attention(name: str, shard: context.ContextShard, group: dist.ProcessGroup) -> AllGatherAttention:
-        return AllGatherAttention(GatherSegments.of(shard.cu_seqlens_local, shard.cu_seqlens_local, 0), group)
+        return AllGatherAttention.of(shard.cu_seqlens_local, shard.cu_seqlens_local, 0, group)
 
     micro_batch.choose_attention = attention
 

@@ -1,5 +1,6 @@
 """What one rank of the FSDP trainer does in the parity tests: the same as ``steps.train_rank``, with whole tensors."""
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,7 @@ from backends.fsdp.trainer import FsdpTrainer
 from slime_like.algorithms.packing.pack import real_tokens, zero_weight_pack
 from slime_like.config import RunConfig
 from slime_like.interfaces import RankPlacement
-from slime_like.trajectory import GRPOStats, PackedTrajectory
+from slime_like.trajectory import PackedTrajectory
 from tests.parallel.parity import ALGORITHM, OPTIMIZER, STEPS, Case
 from tests.parallel.steps import RankResult
 
@@ -53,22 +54,21 @@ def train_fsdp_rank(
     filled = mine + [zero_weight_pack(packs[0])] * (window - len(mine))
     scored = trainer.score(filled)
     assert scored is not None
-    two_windows(trainer, filled, denominator)
+    _two_windows(trainer, filled, denominator)
     buckets = trainer.export_gradients(denominator)
     exported = {name: tensor.clone() for bucket in buckets for name, tensor in bucket.tensors}
-    gradients = whole_gradients(trainer)
-    stats = [_step(trainer, filled, denominator) for _ in range(steps)]
-    result = RankResult(coordinates, indices, scored[: len(mine)], gradients, stats, whole_weights(trainer), exported)
+    gradients = _whole(trainer, lambda parameter: parameter.grad)
+    stats = []
+    for _ in range(steps):
+        _two_windows(trainer, filled, denominator)
+        stats.append(trainer.finish_step(denominator))
+    weights = _whole(trainer, lambda parameter: parameter)
+    result = RankResult(coordinates, indices, scored[: len(mine)], gradients, stats, weights, exported)
     trainer.shutdown()
     return result
 
 
-def _step(trainer: FsdpTrainer, packs: list[PackedTrajectory], denominator: float) -> GRPOStats | None:
-    two_windows(trainer, packs, denominator)
-    return trainer.finish_step(denominator)
-
-
-def two_windows(trainer: FsdpTrainer, packs: list[PackedTrajectory], denominator: float) -> None:
+def _two_windows(trainer: FsdpTrainer, packs: list[PackedTrajectory], denominator: float) -> None:
     """As micro-batches stream in a step consists of several windows, each scored first; neither must show."""
     trainer.begin_step(denominator, real_tokens(packs))
     trainer.accumulate(packs[:1], last=len(packs) == 1)
@@ -77,16 +77,8 @@ def two_windows(trainer: FsdpTrainer, packs: list[PackedTrajectory], denominator
         trainer.accumulate(packs[1:], last=True)
 
 
-def whole_gradients(trainer: FsdpTrainer) -> dict[str, Tensor]:
+def _whole(trainer: FsdpTrainer, part: Callable[[nn.Parameter], Any]) -> dict[str, Tensor]:
     """By Hugging Face's module name, on every rank."""
-    return {name: p.grad.full_tensor().float().clone() for name, p in _parameters(trainer).items()}
-
-
-def whole_weights(trainer: FsdpTrainer) -> dict[str, Tensor]:
-    """By Hugging Face's module name, on every rank."""
-    return {name: p.full_tensor().detach().float().clone() for name, p in _parameters(trainer).items()}
-
-
-def _parameters(trainer: FsdpTrainer) -> dict[str, nn.Parameter]:
     trainer.model.shard_weights()
-    return dict(trainer.model.hugging_face.named_parameters())
+    parameters = trainer.model.hugging_face.named_parameters()
+    return {name: part(parameter).full_tensor().detach().float().clone() for name, parameter in parameters}

@@ -9,6 +9,7 @@ layout is one fork that reads.
 import json
 import shutil
 import threading
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
@@ -20,7 +21,7 @@ from torch import Tensor
 from torch import distributed as dist
 from transformers import AutoModelForCausalLM
 
-from backends.fsdp.checkpoint_writer import CheckpointWriter
+from backends.fsdp.checkpoint import CheckpointWriter
 from backends.fsdp.converter import FsdpConverter
 from backends.fsdp.trainer import FsdpTrainer
 from slime_like.algorithms.packing.pack import pack_sequences, zero_weight_pack
@@ -130,35 +131,27 @@ def _refusal(trainer: FsdpTrainer, directory: Path) -> str:
     return str(caught.value)
 
 
+def _flipped(content: bytes, position: int) -> bytes:
+    return content[:position] + bytes([content[position] ^ 1]) + content[position + 1 :]
+
+
 def _damaged_copies(root: Path) -> list[tuple[Path, str]]:
     """Directories, and what the message must name: a flipped byte of a weight, one cut off, the small files."""
     stored = json.loads((root / "whole" / "checksums.json").read_text())["content"]["pieces"]
-    ((file, offset),) = [
-        (file, entry[1]) for file, entries in stored.items() for entry in entries if "exp_avg_sq.model.norm" in entry[0]
-    ][:1]
-    copies = []
-    for number, (name, place, named) in enumerate(
-        [
-            (file, offset + 700, "optimizer.exp_avg_sq.model.norm.weight"),
-            (file, slice(-1, None), f"{file} is cut off: it has"),
-            (".metadata", 20, ".metadata"),
-            ("common.json", 5, "common.json"),
-            ("checksums.json", None, "checksums.json is missing"),
-        ]
-    ):
-        directory = root / f"damaged-{number}"
+    moment = "optimizer.exp_avg_sq.model.norm.weight"
+    data, at = next((data, entry[1]) for data, entries in stored.items() for entry in entries if moment in entry[0])
+    damages: list[tuple[str, Callable[[bytes], bytes], str]] = [
+        (data, lambda content: _flipped(content, at + 700), moment),
+        (data, lambda content: content[:-1], f"{data} is cut off: it has"),
+        (".metadata", lambda content: _flipped(content, 20), ".metadata"),
+        ("common.json", lambda content: _flipped(content, 5), "common.json"),
+    ]
+    copies = [(root / f"damaged-{number}", named) for number, (_, _, named) in enumerate(damages)]
+    for (directory, _), (name, damage, _) in zip(copies, damages, strict=True):
         shutil.copytree(root / "whole", directory)
-        if place is None:
-            (directory / name).unlink()
-        else:
-            content = bytearray((directory / name).read_bytes())
-            if isinstance(place, slice):
-                del content[place]
-            else:
-                content[place] ^= 1
-            (directory / name).write_bytes(content)
-        copies.append((directory, named))
-    return copies
+        (directory / name).write_bytes(damage((directory / name).read_bytes()))
+    missing = shutil.copytree(root / "whole", root / "missing", ignore=lambda *_: ["checksums.json"])
+    return [*copies, (missing, "checksums.json is missing")]
 
 
 def _same(found: dict[str, Tensor], expected: dict[str, Tensor], bound: float) -> None:
@@ -168,29 +161,37 @@ def _same(found: dict[str, Tensor], expected: dict[str, Tensor], bound: float) -
     assert gaps[worst] <= bound, f"{worst}: {gaps[worst]:.2e}"
 
 
+@dataclass
+class Written:
+    """A directory with a model and its checkpoints, the model's precision, and every rank's record of the writing."""
+
+    root: Path
+    dtype: str
+    saved: list[Record]
+
+    def config(self, layout: dict[str, int], steps: int = 20) -> RunConfig:
+        return _config(self.root / "model", self.root, layout, self.dtype, steps)
+
+
 KINDS = [("qwen2", "float32"), ("qwen3_moe", "bfloat16"), ("deepseek_v3", "bfloat16")]
 
 
 @pytest.fixture(scope="module", params=KINDS, ids=lambda p: p[0])
-def written(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str, list[Record]]:
-    """A directory with the model and its checkpoints, the model's precision, and what was true when they were made.
-
-    One model is tied, the others are mixtures of experts, the last one with biases in its routers."""
+def written(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Written:
+    """One model is tied, the others are mixtures of experts, the last one with biases in its routers."""
     family, dtype = request.param
-    root = tmp_path_factory.mktemp(family)
-    make_tiny_model(root / "model", family, tie_word_embeddings=family == "qwen2")
-    config = _config(root / "model", root, WROTE, dtype)
-    return root, dtype, run_ranks(_save_and_go_on, 4, root / "first", config, root)
+    found = Written(tmp_path_factory.mktemp(family), dtype, [])
+    make_tiny_model(found.root / "model", family, tie_word_embeddings=family == "qwen2")
+    found.saved = run_ranks(_save_and_go_on, 4, found.root / "first", found.config(WROTE), found.root)
+    return found
 
 
-def test_as_many_ranks_continue_bit_for_bit_and_refuse_damage(
-    written: tuple[Path, str, list[Record]], tmp_path: Path
-) -> None:
-    root, dtype, saved = written
+def test_as_many_ranks_continue_bit_for_bit_and_refuse_damage(written: Written, tmp_path: Path) -> None:
+    root, saved = written.root, written.saved
     damaged = _damaged_copies(root)
-    config = _config(root / "model", root, WROTE, dtype)
     checkpoints = [root / "whole", root / "behind"]
-    loaded = run_ranks(_load_and_go_on, 4, tmp_path, config, checkpoints, [directory for directory, _ in damaged])
+    directories = [directory for directory, _ in damaged]
+    loaded = run_ranks(_load_and_go_on, 4, tmp_path, written.config(WROTE), checkpoints, directories)
     for rank, records in enumerate(loaded):
         for record in records:
             assert torch.equal(record.drawn, saved[rank].drawn)
@@ -202,47 +203,43 @@ def test_as_many_ranks_continue_bit_for_bit_and_refuse_damage(
                 assert named in message or "the message of that rank says why" in message
     assert any("exp_avg_sq.model.norm" in record.errors[0] for records in loaded for record in records)
     name = "model.norm.weight"
-    assert not torch.equal(saved[0].later[name].float(), saved[0].at_checkpoint[name].float()) or dtype == "bfloat16"
+    changed = not torch.equal(saved[0].later[name].float(), saved[0].at_checkpoint[name].float())
+    assert changed or written.dtype == "bfloat16"
 
 
 @pytest.mark.parametrize("layout", [{}, {"context": 3}], ids=["one rank", "context 3"])
-def test_other_ranks_continue_to_rounding(
-    layout: dict[str, int], written: tuple[Path, str, list[Record]], tmp_path: Path
-) -> None:
-    root, dtype, saved = written
-    config = _config(root / "model", root, layout, dtype)
-    world = config.trainer.parallel.world_size
-    loaded = run_ranks(_load_and_go_on, world, tmp_path, config, [root / "whole"], [])
-    _same(loaded[0][0].at_checkpoint, saved[0].at_checkpoint, 0.0)
+def test_other_ranks_continue_to_rounding(layout: dict[str, int], written: Written, tmp_path: Path) -> None:
+    config = written.config(layout)
+    loaded = run_ranks(
+        _load_and_go_on, config.trainer.parallel.world_size, tmp_path, config, [written.root / "whole"], []
+    )
+    _same(loaded[0][0].at_checkpoint, written.saved[0].at_checkpoint, 0.0)
     # Sums over ranks are added in another order, and AdamW divides by small second moments.
-    _same(loaded[0][0].later, saved[0].later, 2e-5 if dtype == "float32" else 2e-2)
+    _same(loaded[0][0].later, written.saved[0].later, 2e-5 if written.dtype == "float32" else 2e-2)
 
 
-def test_it_becomes_a_hugging_face_model_from_disk(written: tuple[Path, str, list[Record]], tmp_path: Path) -> None:
-    """Bit for bit what the ranks sent and exported; transformers reads it and finds nothing missing."""
-    root, dtype, saved = written
-    config = _config(root / "model", root, {}, dtype)
+def test_it_becomes_a_hugging_face_model_from_disk(written: Written, tmp_path: Path) -> None:
+    """Bit for bit what the ranks sent and exported; transformers reads it and finds nothing missing.
+
+    Of one whose data file was cut off nothing but names would have been read by then: it is refused.
+    """
+    root, dtype, config = written.root, written.dtype, written.config({})
     options = ConversionOptions(dtype, 1 << 30, 2, False)  # type: ignore[arg-type]  # one of the literal's
     converter = FsdpConverter()
     converter.to_hugging_face(config, root / "whole", tmp_path / "hf", options, lambda done, total: None)
     for directory in (tmp_path / "hf", root / "exported"):
         found = load_file(directory / "model.safetensors")
-        _same(found, saved[0].at_checkpoint, 0.0)
+        _same(found, written.saved[0].at_checkpoint, 0.0)
         kinds = {name.endswith("e_score_correction_bias"): str(tensor.dtype) for name, tensor in found.items()}
         assert kinds == {False: f"torch.{dtype}"} | ({True: "torch.float32"} if "deepseek_v3" in root.name else {})
         _, report = AutoModelForCausalLM.from_pretrained(directory, output_loading_info=True)
         assert not report["missing_keys"] and not report["unexpected_keys"]
     assert (tmp_path / "hf" / "tokenizer.json").is_file()
-
-
-def test_what_was_cut_off_is_not_converted(written: tuple[Path, str, list[Record]], tmp_path: Path) -> None:
-    """Nothing of it but names has been read by then."""
-    root, dtype, _ = written
-    shutil.copytree(root / "whole", tmp_path / "cut")
-    file = max((tmp_path / "cut").glob("*.distcp"))
+    cut = Path(shutil.copytree(root / "whole", tmp_path / "cut"))
+    file = max(cut.glob("*.distcp"))
     file.write_bytes(file.read_bytes()[:-1])
     with pytest.raises(CheckpointError, match=rf"is damaged \({file.name} is cut off: .*, and lacks "):
-        FsdpConverter().open_checkpoint(_config(root / "model", root, {}, dtype), tmp_path / "cut")
+        converter.open_checkpoint(config, cut)
 
 
 def _other_runs(placement: RankPlacement, configs: list[RunConfig], checkpoint: Path) -> tuple[list[str], Record]:
@@ -263,15 +260,13 @@ def _other_runs(placement: RankPlacement, configs: list[RunConfig], checkpoint: 
     return messages, record
 
 
-def test_other_runs_are_refused_and_scoring_takes_its_weights(
-    written: tuple[Path, str, list[Record]], tmp_path: Path
-) -> None:
+def test_other_runs_are_refused_and_scoring_takes_its_weights(written: Written, tmp_path: Path) -> None:
     """Logprobs are compared with those of transformers on the exported model."""
-    root, dtype, saved = written
+    root, dtype = written.root, written.dtype
     make_tiny_model(tmp_path / "other", "llama", num_hidden_layers=2)
-    configs = [_config(tmp_path / "other", root, {}, dtype), _config(root / "model", root, {}, dtype, steps=30)]
+    configs = [_config(tmp_path / "other", root, {}, dtype), written.config({}, steps=30)]
     (((other, longer), scorer),) = run_ranks(_other_runs, 1, tmp_path / "ranks", configs, root / "whole")
-    _same(scorer.at_checkpoint, saved[0].at_checkpoint, 0.0)
+    _same(scorer.at_checkpoint, written.saved[0].at_checkpoint, 0.0)
     reference = Reference(root / "exported", configs[0].algorithm)
     sequences = scored_sequences([(5, 9), (3, 4)])
     expected = torch.cat([reference.score(sequence)[0].detach() for sequence in sequences])

@@ -1,6 +1,7 @@
 """Small files of a converted checkpoint that are not as they were written: found by every command."""
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -25,12 +26,7 @@ def original(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def converted(original: Path, tmp_path: Path) -> Path:
-    copy = tmp_path / "meg"
-    for file in original.rglob("*"):
-        if file.is_file():
-            (copy / file.relative_to(original)).parent.mkdir(parents=True, exist_ok=True)
-            (copy / file.relative_to(original)).write_bytes(file.read_bytes())
-    return copy
+    return Path(shutil.copytree(original, tmp_path / "meg"))
 
 
 def _flip(path: Path, position: int) -> None:
@@ -75,11 +71,10 @@ def test_every_command_rejects_the_damaged_checkpoint(
 ) -> None:
     sound, other = sound_flags(tmp_path), tmp_path / "tokens.jsonl"
     other.write_text("{}\n")
-    score = ["score", str(converted), "--input", str(other), "--output", str(tmp_path / "scores.jsonl")]
     commands = [
         ["convert", "check", str(converted), str(converted)],
         ["convert", "to-hf", str(converted), "out"],
-        score,
+        ["score", str(converted), "--input", str(other), "--output", str(tmp_path / "scores.jsonl")],
     ]
     damage(converted)
     for command in commands:
@@ -94,17 +89,12 @@ def test_a_run_from_the_model_beside_the_weights_is_rejected(converted: Path, tm
     flags = [*sound_flags(tmp_path), *given]
     assert check(load_config(None, flags)) == []
     _flip(converted / "model" / "tokenizer.json", 1000)
+    fault = "damaged (model/tokenizer.json is not as it was written); "
     [problem] = check(load_config(None, flags))
-    assert problem.text.startswith(
-        f"model.weights={converted} is damaged (model/tokenizer.json is not as it was written); "
-    )
+    assert problem.text.startswith(f"model.weights={converted} is {fault}")
     alone = [*sound_flags(tmp_path), "--model.path", str(converted / "model")]
-    assert any(
-        problem.text.startswith(
-            f"model.path={converted / 'model'} belongs to a checkpoint that is damaged (model/tokenizer"
-        )
-        for problem in check(load_config(None, alone))
-    )
+    start = f"model.path={converted / 'model'} belongs to a checkpoint that is {fault}"
+    assert any(problem.text.startswith(start) for problem in check(load_config(None, alone)))
 
 
 def test_a_checkpoint_of_before_there_were_checksums_is_taken_as_it_is(converted: Path) -> None:

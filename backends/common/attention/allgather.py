@@ -18,36 +18,6 @@ from backends.common.attention.kernels import Pairing, Saved, Segments, kernel_f
 from backends.common.attention.packed_attention import PackedAttention
 
 
-@dataclass(frozen=True, slots=True)
-class GatherSegments:
-    """Boundaries on one rank's contiguous part of a pack.
-
-    Attributes:
-        local: boundaries of the sequences, or pieces of them, inside the part.
-        prefix: earlier tokens, on the whole axis, of the sequence that reaches in; its end is where the part begins.
-        reaching_in: boundaries of that sequence's first piece alone, and of its earlier tokens; None if there is none.
-    """
-
-    local: Segments
-    prefix: slice
-    reaching_in: tuple[Segments, Segments] | None
-
-    @classmethod
-    def of(cls, cu_seqlens_padded: Tensor, cu_seqlens_local: Tensor, begin: int) -> Self:
-        """From the boundaries of the whole pack, those clipped to the part, and the part's first position."""
-        local = Segments.of(cu_seqlens_local)
-        start = max(boundary for boundary in cu_seqlens_padded.tolist() if boundary <= begin)
-        if start == begin:
-            return cls(local, slice(begin, begin), None)
-        first = cu_seqlens_local.new_tensor([0, local.host[1]])
-        earlier = cu_seqlens_local.new_tensor([0, begin - start])
-        return cls(local, slice(start, begin), (Segments.of(first), Segments.of(earlier)))
-
-    def reaching(self, scale: float) -> Pairing | None:
-        """The first piece's queries with the earlier keys, if it continues a sequence."""
-        return None if self.reaching_in is None else Pairing(*self.reaching_in, False, scale)
-
-
 class _OnItsWay(NamedTuple):
     """Result of a collective that runs; its input must live until then."""
 
@@ -74,18 +44,39 @@ def _sum_parts(x: Tensor, group: dist.ProcessGroup) -> _OnItsWay:
 
 @dataclass(frozen=True, slots=True)
 class AllGatherAttention(PackedAttention):
-    """Attention of a contiguous part of the pack; ``group`` holds the other parts."""
+    """Attention of a contiguous part of the pack.
 
-    segments: GatherSegments
+    Attributes:
+        local: boundaries of the sequences, or pieces of them, inside the part.
+        prefix: earlier tokens, on the whole axis, of the sequence that reaches in; its end is where the part begins.
+        reaching_in: boundaries of that sequence's first piece alone, and of its earlier tokens; None if there is none.
+        group: ranks that hold the other parts.
+    """
+
+    local: Segments
+    prefix: slice
+    reaching_in: tuple[Segments, Segments] | None
     group: dist.ProcessGroup
 
+    @classmethod
+    def of(cls, cu_seqlens_padded: Tensor, cu_seqlens_local: Tensor, begin: int, group: dist.ProcessGroup) -> Self:
+        """From the boundaries of the whole pack, those clipped to the part, and the part's first position."""
+        local = Segments.of(cu_seqlens_local)
+        start = max(boundary for boundary in cu_seqlens_padded.tolist() if boundary <= begin)
+        reaching_in = None
+        if start < begin:
+            first, earlier = (cu_seqlens_local.new_tensor([0, end]) for end in (local.host[1], begin - start))
+            reaching_in = Segments.of(first), Segments.of(earlier)
+        return cls(local, slice(start, begin), reaching_in, group)
+
     def forward(self, q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, ...]:
-        segments, kernel = self.segments, kernel_for(q.device.type)
+        kernel = kernel_for(q.device.type)
         # Every rank joins the gathers, also the first, whose queries need nothing of them.
         gathering = [_gather(x, self.group) for x in (k, v)]
-        out, lse = kernel.forward(q, k, v, Pairing(segments.local, segments.local, True, scale))
-        keys, values = (whole.wait()[segments.prefix] for whole in gathering)
-        if (reaching := segments.reaching(scale)) is not None:
+        out, lse = kernel.forward(q, k, v, Pairing(self.local, self.local, True, scale))
+        keys, values = (whole.wait()[self.prefix] for whole in gathering)
+        if self.reaching_in is not None:
+            reaching = Pairing(*self.reaching_in, False, scale)
             rows = torch.arange(reaching.q.host[-1], device=q.device)
             part = kernel.forward(q[: len(rows)], keys, values, reaching)
             out, lse = merged_attention((out.to(lse.dtype), lse), part, rows)
@@ -94,18 +85,19 @@ class AllGatherAttention(PackedAttention):
     def backward(
         self, grad: Tensor, saved: Saved, scale: float, more: Sequence[Tensor]
     ) -> tuple[Tensor, Tensor, Tensor]:
-        segments, kernel, (q, k, v, out, lse) = self.segments, kernel_for(grad.device.type), saved
+        kernel, (q, k, v, out, lse) = kernel_for(grad.device.type), saved
         far = [x.new_zeros(x.shape[0] * self.group.size(), *x.shape[1:], dtype=lse.dtype) for x in (k, v)]
-        n, reaching = 0, segments.reaching(scale)
-        if reaching is not None:
+        n = 0
+        if self.reaching_in is not None:
+            reaching = Pairing(*self.reaching_in, False, scale)
             n = reaching.q.host[-1]
             far_q, *parts = kernel.backward(
                 grad[:n], Saved(q[:n], more[0], more[1], out[:n], lse[:, :n].contiguous()), reaching
             )
             for target, value in zip(far, parts, strict=True):
-                target[segments.prefix] = value
+                target[self.prefix] = value
         homecoming = [_sum_parts(x, self.group) for x in far]
-        dq, dk, dv = kernel.backward(grad, saved, Pairing(segments.local, segments.local, True, scale))
+        dq, dk, dv = kernel.backward(grad, saved, Pairing(self.local, self.local, True, scale))
         if n:
             dq = torch.cat([(dq[:n].to(lse.dtype) + far_q).to(dq.dtype), dq[n:]])
         dk, dv = (local + gradient.wait() for local, gradient in zip((dk, dv), homecoming, strict=True))

@@ -4,7 +4,7 @@ from typing import Literal
 
 import torch.distributed as dist
 
-from backends.common.attention.allgather import AllGatherAttention, GatherSegments
+from backends.common.attention.allgather import AllGatherAttention
 from backends.common.attention.kernels import Segments
 from backends.common.attention.packed_attention import LocalAttention, PackedAttention
 from backends.common.attention.ring import RingAttention, RingSegments
@@ -27,4 +27,4 @@ def choose_attention(
         return RingFlashAttention(Llama3Segments.of(boundaries, group.rank(), size), group)
     # Boundaries of the whole pack: what reaches in from other ranks begins there.
     begin = group.rank() * shard.tokens.numel()
-    return AllGatherAttention(GatherSegments.of(boundaries, shard.cu_seqlens_local, begin), group)
+    return AllGatherAttention.of(boundaries, shard.cu_seqlens_local, begin, group)

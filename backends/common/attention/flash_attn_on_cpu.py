@@ -9,10 +9,9 @@ one of each, merged by the log-sum-exp.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from types import ModuleType
-from typing import Any, NamedTuple, Self
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -28,44 +27,10 @@ def flash_attn_modules() -> dict[str, ModuleType]:
     return {module.__name__: module for module in (package, interface)}
 
 
-@dataclass(frozen=True, slots=True)
-class _Call:
-    """Arguments of flash-attn's functions beside their tensors. ``deterministic`` asks for nothing: this always is."""
-
-    cu_seqlens_q: Tensor
-    cu_seqlens_k: Tensor
-    max_seqlen_q: int
-    max_seqlen_k: int
-    dropout_p: float
-    softmax_scale: float
-    causal: bool
-    window_size_left: int = -1
-    window_size_right: int = -1
-    softcap: float = 0.0
-    alibi_slopes: Tensor | None = None
-    return_softmax: bool = False
-    deterministic: bool = False
-    rng_state: Tensor | None = None
-
-    def __post_init__(self) -> None:
-        asked = {
-            "dropout_p": self.dropout_p != 0,
-            "causal=False": not self.causal,
-            "window_size": (self.window_size_left, self.window_size_right) != (-1, -1),
-            "softcap": self.softcap != 0,
-            "alibi_slopes": self.alibi_slopes is not None,
-            "return_softmax": self.return_softmax,
-        }
-        if wanted := [name for name, is_asked in asked.items() if is_asked]:
-            raise NotImplementedError(
-                f"flash-attn's {', '.join(wanted)} has no stand-in on the CPU; only plain causal attention has"
-            )
-
-
 def _flash_attn_varlen_forward(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> tuple[Tensor, ...]:
     """(Tq, H, D) output, (H, Tq) log-sum-exp, and two empty tensors where flash-attn has dropout's mask and state."""
-    kernel, (near, *far) = CpuFlash(), _parts(_Call(**options))
-    out, lse = kernel.forward(q, k[near.keys], v[near.keys], near.pairing)
+    kernel, ((_, keys, pairing), *far) = CpuFlash(), _parts(**options)
+    out, lse = kernel.forward(q, k[keys], v[keys], pairing)
     for rows, keys, pairing in far:
         part = kernel.forward(q[rows], k[keys], v[keys], pairing)
         out, lse = merged_attention((out.to(lse.dtype), lse), part, rows)
@@ -86,45 +51,65 @@ def _flash_attn_varlen_backward(
 ) -> None:
     """Writes ``dq``, ``dk`` and ``dv``."""
     dq.zero_()
-    for rows, keys, pairing in _parts(_Call(**options)):
+    for rows, keys, pairing in _parts(**options):
         saved = Saved(q[rows], k[keys], v[keys], out[rows], softmax_lse[:, rows].contiguous())
         part, dk[keys], dv[keys] = CpuFlash().backward(dout[rows], saved, pairing)
         dq[rows] += part
 
 
-class _Part(NamedTuple):
-    """Rows of queries and of the keys that they see, every key in one part."""
+def _parts(
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    dropout_p: float,
+    softmax_scale: float,
+    causal: bool,
+    window_size_left: int = -1,
+    window_size_right: int = -1,
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    return_softmax: bool = False,
+    deterministic: bool = False,
+    rng_state: Tensor | None = None,
+) -> list[tuple[Tensor, Tensor, Pairing]]:
+    """Rows of queries and of the keys that they see, every key in one part: squares under a mask, and rectangles of
+    queries with the keys before the first of them.
 
-    rows: Tensor
-    keys: Tensor
-    pairing: Pairing
-
-    @classmethod
-    def of(cls, queries: Sequence[range], keys: Sequence[range], causal: bool, scale: float) -> Self:
-        return cls(_rows(queries), _rows(keys), Pairing(_boundaries(queries), _boundaries(keys), causal, scale))
-
-
-def _parts(call: _Call) -> list[_Part]:
-    """Squares under a mask, and rectangles of queries with the keys before the first of them.
+    The arguments are those of flash-attn's functions beside their tensors; this is always ``deterministic``.
 
     Raises:
+        NotImplementedError: another kind of attention.
         ValueError: flash-attn would read wrong rows, or skip some, silently.
     """
-    queries, keys = (
-        [range(*ends) for ends in pairwise(boundaries.tolist())]
-        for boundaries in (call.cu_seqlens_q, call.cu_seqlens_k)
-    )
-    _require_sound("q", queries, call.max_seqlen_q)
-    _require_sound("k", keys, call.max_seqlen_k)
-    spans = [(q, k, len(k) - len(q)) for q, k in zip(queries, keys, strict=True)]
-    for q, k, missing in spans:
+    asked = {
+        "dropout_p": dropout_p != 0,
+        "causal=False": not causal,
+        "window_size": (window_size_left, window_size_right) != (-1, -1),
+        "softcap": softcap != 0,
+        "alibi_slopes": alibi_slopes is not None,
+        "return_softmax": return_softmax,
+    }
+    if wanted := [name for name, is_asked in asked.items() if is_asked]:
+        raise NotImplementedError(
+            f"flash-attn's {', '.join(wanted)} has no stand-in on the CPU; only plain causal attention has"
+        )
+    queries, keys = _spans("q", cu_seqlens_q, max_seqlen_q), _spans("k", cu_seqlens_k, max_seqlen_k)
+    pairs = [(q, k, len(k) - len(q)) for q, k in zip(queries, keys, strict=True)]
+    for q, k, missing in pairs:
         if missing < 0:
             raise ValueError(f"a segment has {len(q)} queries and {len(k)} keys; keys must suffice")
-    parts = [_Part.of(queries, [k[before:] for _, k, before in spans], True, call.softmax_scale)]
-    far = [(q, k[:before]) for q, k, before in spans if before]
+    parts = [_part(queries, [k[before:] for _, k, before in pairs], True, softmax_scale)]
+    far = [(q, k[:before]) for q, k, before in pairs if before]
     if far:
-        parts.append(_Part.of([q for q, _ in far], [k for _, k in far], False, call.softmax_scale))
+        parts.append(_part([q for q, _ in far], [k for _, k in far], False, softmax_scale))
     return parts
+
+
+def _part(
+    queries: Sequence[range], keys: Sequence[range], causal: bool, scale: float
+) -> tuple[Tensor, Tensor, Pairing]:
+    return _rows(queries), _rows(keys), Pairing(_boundaries(queries), _boundaries(keys), causal, scale)
 
 
 def _rows(spans: Sequence[range]) -> Tensor:
@@ -135,9 +120,11 @@ def _boundaries(spans: Sequence[range]) -> Segments:
     return Segments.of(torch.tensor([0, *accumulate(map(len, spans))], dtype=torch.int32))
 
 
-def _require_sound(what: str, spans: Sequence[range], longest: int) -> None:
+def _spans(what: str, cu_seqlens: Tensor, longest: int) -> list[range]:
+    spans = [range(*ends) for ends in pairwise(cu_seqlens.tolist())]
     lengths = [len(span) for span in spans]
     if min(lengths) < 1:
         raise ValueError(f"cu_seqlens_{what} has an empty segment; leave empty segments out")
     if max(lengths) > longest:
         raise ValueError(f"max_seqlen_{what}={longest} is less than the longest segment, {max(lengths)}; give that")
+    return spans

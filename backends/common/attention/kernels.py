@@ -36,11 +36,6 @@ class Segments:
         """Boundaries of the axis that keeps 1/parts of every segment; lengths must be divisible."""
         return type(self)(tuple(value // parts for value in self.host), self.device // parts, self.longest // parts)
 
-    @property
-    def lengths(self) -> list[int]:
-        """Tokens of every segment."""
-        return [end - start for start, end in pairwise(self.host)]
-
 
 @dataclass(frozen=True, slots=True)
 class Pairing:
@@ -84,10 +79,10 @@ class CpuFlash:
         k, v = _repeat_heads(k, q.shape[1]), _repeat_heads(v, q.shape[1])
         precision = torch.float64 if q.dtype == torch.float64 else torch.float32
         out, lse = torch.empty_like(q), q.new_empty(q.shape[:2], dtype=precision)
-        for same in _alike(pairing.q.host, pairing.k.host):
-            part, statistics = op(same.q.of(q), same.k.of(k), same.k.of(v), 0.0, pairing.causal, scale=pairing.scale)
-            same.q.put(out, part)
-            same.q.put(lse, statistics)
+        for rows, columns in _alike(pairing.q.host, pairing.k.host):
+            part, statistics = op(rows.of(q), columns.of(k), columns.of(v), 0.0, pairing.causal, scale=pairing.scale)
+            rows.put(out, part)
+            rows.put(lse, statistics)
         return out, lse.t().contiguous()
 
     def backward(self, grad: Tensor, saved: Saved, pairing: Pairing) -> tuple[Tensor, Tensor, Tensor]:
@@ -96,8 +91,7 @@ class CpuFlash:
         groups, statistics = k.shape[1], lse.t()
         k, v = _repeat_heads(k, q.shape[1]), _repeat_heads(v, q.shape[1])
         dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
-        for same in _alike(pairing.q.host, pairing.k.host):
-            rows, columns = same.q, same.k
+        for rows, columns in _alike(pairing.q.host, pairing.k.host):
             tensors = rows.of(grad), rows.of(q), columns.of(k), columns.of(v), rows.of(out)
             parts = op(*tensors, rows.of(statistics).contiguous(), 0.0, pairing.causal, scale=pairing.scale)
             for whole, place, part in zip((dq, dk, dv), (rows, columns, columns), parts, strict=True):
@@ -219,15 +213,9 @@ class _Rows:
         whole[self.where] = part.transpose(1, 2).flatten(0, 1)
 
 
-class _Alike(NamedTuple):
-    """Segments whose query lengths agree, and whose key lengths agree."""
-
-    q: _Rows
-    k: _Rows
-
-
 @lru_cache(maxsize=64)  # all layers of a micro-batch ask for the same ones, forwards and backwards
-def _alike(q_boundaries: tuple[int, ...], k_boundaries: tuple[int, ...]) -> list[_Alike]:
+def _alike(q_boundaries: tuple[int, ...], k_boundaries: tuple[int, ...]) -> list[tuple[_Rows, _Rows]]:
+    """Queries and keys of segments whose query lengths agree, and whose key lengths agree."""
     starts: dict[tuple[int, int], tuple[list[int], list[int]]] = {}
     pairs = zip(pairwise(q_boundaries), pairwise(k_boundaries), strict=True)
     for (q_start, q_end), (k_start, k_end) in pairs:
@@ -235,7 +223,7 @@ def _alike(q_boundaries: tuple[int, ...], k_boundaries: tuple[int, ...]) -> list
         pair[0].append(q_start)
         pair[1].append(k_start)
     return [
-        _Alike(_Rows.of_segments(q_starts, q_length), _Rows.of_segments(k_starts, k_length))
+        (_Rows.of_segments(q_starts, q_length), _Rows.of_segments(k_starts, k_length))
         for (q_length, k_length), (q_starts, k_starts) in starts.items()
     ]
 

@@ -30,13 +30,10 @@ PACKAGE = "ring_flash_attn"
 
 @dataclass(frozen=True, slots=True)
 class Llama3Segments:
-    """Boundaries on one rank's contiguous part of a pack, as the package wants them.
+    """Boundaries on one rank's contiguous part of a pack, as the package wants them: int32, and the longest of each.
 
-    Attributes:
-        cu_seqlens_q: int32, of the sequences, or pieces of them, inside the part.
-        cu_seqlens_k: int32, of the keys that they see, counted from the first one's start.
-        max_seqlen_q, max_seqlen_k: the longest of each.
-        keys: those keys on the whole axis.
+    Queries are the part's sequences, or pieces of them; ``cu_seqlens_k`` counts the keys that they see from the first
+    one's start, and ``keys`` is where these lie on the whole axis.
     """
 
     cu_seqlens_q: Tensor

@@ -10,15 +10,14 @@ import json
 import os
 import zlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any, BinaryIO, Self
+from typing import IO, Any, BinaryIO, NamedTuple, Self
 
 from torch.distributed.checkpoint import FileSystemReader
 
 from backends.common.process.agreement import listed
 from slime_like.errors import CheckpointError
-from slime_like.models.converted import damage_remedy
+from slime_like.models.converted import damage_remedy, whole_file
 from slime_like.system.disk import length_fault
 
 CHECKSUMS_FILE = "checksums.json"
@@ -29,8 +28,7 @@ _SHOWN = 2
 """Tensors that a sentence names; the directory and the file stand in it, too."""
 
 
-@dataclass(frozen=True, slots=True)
-class Piece:
+class Piece(NamedTuple):
     """One stored tensor, part of a tensor, or object: ``length`` bytes from ``offset`` of a data file on."""
 
     name: str
@@ -71,16 +69,9 @@ class ChecksumStream:
 
 
 class Checksums:
-    """The checksums of one checkpoint directory.
+    """The checksums of one checkpoint directory: pieces by data file, length and CRC-32 of the other files."""
 
-    Args:
-        pieces: by data file.
-        files: length and CRC-32 of the other files.
-    """
-
-    def __init__(
-        self, directory: Path, pieces: Mapping[str, Sequence[Piece]], files: Mapping[str, tuple[int, int]]
-    ) -> None:
+    def __init__(self, directory: Path, pieces: Mapping[str, Sequence[Piece]], files: Mapping[str, list[int]]) -> None:
         self._directory = directory
         self._files = dict(files)
         self._pieces = {(file, piece.offset): piece for file, entries in pieces.items() for piece in entries}
@@ -91,7 +82,7 @@ class Checksums:
     @classmethod
     def of_directory(cls, directory: Path, pieces: Mapping[str, Sequence[Piece]], plain_files: Sequence[str]) -> Self:
         """Create it with the checksums of the plain files beside the data files, which it reads."""
-        return cls(directory, pieces, {name: _whole_file(directory / name) for name in plain_files})
+        return cls(directory, pieces, {name: whole_file(directory / name) for name in plain_files})
 
     @classmethod
     def read(cls, directory: Path) -> Self:
@@ -110,7 +101,7 @@ class Checksums:
             if outer["crc32"] != zlib.crc32(_text(content)):
                 raise ValueError("the checksum of the list differs")
             pieces = {file: [Piece(*entry) for entry in entries] for file, entries in content["pieces"].items()}
-            return cls(directory, pieces, {name: (size, crc) for name, (size, crc) in content["files"].items()})
+            return cls(directory, pieces, content["files"])
         except FileNotFoundError as error:
             raise not_whole(directory, f"{CHECKSUMS_FILE} is missing") from error
         except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
@@ -118,10 +109,10 @@ class Checksums:
 
     def write(self) -> None:
         """Make the checkpoint whole. Raises OSError where the disk refuses."""
-        pieces: dict[str, list[list[Any]]] = {}
+        pieces: dict[str, list[Piece]] = {}
         for (file, _), piece in self._pieces.items():
-            pieces.setdefault(file, []).append([piece.name, piece.offset, piece.length, piece.crc32])
-        content = {"pieces": pieces, "files": {name: list(entry) for name, entry in self._files.items()}}
+            pieces.setdefault(file, []).append(piece)
+        content = {"pieces": pieces, "files": self._files}
         whole = {"crc32": zlib.crc32(_text(content)), "content": content}
         (self._directory / CHECKSUMS_FILE).write_bytes(_text(whole))
 
@@ -129,7 +120,7 @@ class Checksums:
         """Refuse files that are missing or differ, of those that are read as a whole."""
         for name in names:
             try:
-                found = _whole_file(self._directory / name)
+                found = whole_file(self._directory / name)
             except FileNotFoundError as error:
                 if name not in self._files:
                     raise CheckpointError(
@@ -217,11 +208,6 @@ class VerifyingReader(FileSystemReader):
             self._checksums.verify_piece(file, sinfo.relative_path, sinfo.offset, sinfo.length)
             self._verified.add(place)
         return super()._slice_file(file, sinfo)
-
-
-def _whole_file(path: Path) -> tuple[int, int]:
-    content = path.read_bytes()
-    return len(content), zlib.crc32(content)
 
 
 def _text(content: Any) -> bytes:

@@ -8,7 +8,7 @@ import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO, Any, Self
+from typing import IO, Any, NamedTuple, Self
 
 from backends.common.checkpoint.integrity import Piece
 from slime_like.errors import CheckpointError
@@ -17,13 +17,10 @@ from slime_like.system.disk import replace_directory, sync
 _JOURNAL = "journal.jsonl"
 
 
-@dataclass(frozen=True, slots=True)
-class FinishedFile:
-    """A data file that is whole and durable.
+class FinishedFile(NamedTuple):
+    """A data file that is whole and durable: its name relative to the output, and its pieces in their order.
 
     Attributes:
-        name: relative to the output.
-        pieces: its entries, in the order in which they lie in it.
         nan: Hugging Face tensors with NaN or infinity in them.
         too_large: those with values that became infinite.
     """
@@ -34,8 +31,7 @@ class FinishedFile:
     too_large: tuple[str, ...] = ()
 
     def to_json(self) -> str:
-        pieces = [[piece.name, piece.offset, piece.length, piece.crc32] for piece in self.pieces]
-        return json.dumps({"name": self.name, "pieces": pieces, "nan": self.nan, "too_large": self.too_large})
+        return json.dumps(self._asdict())
 
     @classmethod
     def from_json(cls, line: str) -> Self:

@@ -15,7 +15,7 @@ from slime_like.errors import CheckpointError
 
 
 class RankWriting(ABC):
-    """One rank's files below ``directory``. What goes wrong is kept for ``is_written`` and ``_join``.
+    """One rank's files below ``directory``. What goes wrong is kept for ``is_written`` and ``finish``.
 
     Args:
         directory: made here; shared by all ranks.
@@ -93,24 +93,21 @@ class RankWriting(ABC):
         self._thread = threading.Thread(target=self.write, name=f"writing {self._directory}", daemon=True)
         self._thread.start()
 
-    def is_written(self) -> bool:
-        """Return whether this rank has written all its files. Not collective."""
-        if self._thread is not None and self._thread.is_alive():
-            return False
+    def is_written(self, timeout_s: float = 0.0) -> bool:
+        """Return whether this rank has written all its files; raises what kept them from it. Not collective."""
+        if self._thread is not None:
+            self._thread.join(timeout_s)
+            if self._thread.is_alive():
+                return False
         if self._failure is not None:
             raise self._failure
         return True
 
     def _join(self, timeout_s: float) -> None:
-        """Wait for this rank's own files; raises what kept them from being written."""
-        if self._thread is not None:
-            self._thread.join(timeout_s)
-            if self._thread.is_alive():
-                raise CheckpointError(
-                    f"rank {dist.get_rank()} has not written its files within {timeout_s:.0f} s",
-                    code="save-timeout",
-                    who=str(self._directory),
-                    remedy="look whether the file system hangs, or raise trainer.step_timeout_s",
-                )
-        if self._failure is not None:
-            raise self._failure
+        if not self.is_written(timeout_s):
+            raise CheckpointError(
+                f"rank {dist.get_rank()} has not written its files within {timeout_s:.0f} s",
+                code="save-timeout",
+                who=str(self._directory),
+                remedy="look whether the file system hangs, or raise trainer.step_timeout_s",
+            )

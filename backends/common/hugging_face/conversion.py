@@ -4,6 +4,7 @@ import contextlib
 import os
 import shutil
 from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -23,11 +24,6 @@ from slime_like.system.threads import Tracker, run_jobs
 
 Item = TypeVar("Item")
 
-DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-"""Floating-point types by safetensors' names."""
-
-TYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
-
 
 def fingerprint(directory: Path) -> list[list[Any]]:
     """Name, size and time of every file: has a directory changed since?"""
@@ -46,18 +42,6 @@ def in_files(items: Sequence[Item], nbytes: Callable[[Item], int], max_bytes: in
         files[-1].append(item)
         room -= nbytes(item)
     return files
-
-
-def _require_space(partial: PartialOutput, nbytes: int) -> None:
-    """Refuse before anything is written what the disk has no room for."""
-    free = shutil.disk_usage(partial.path).free
-    if free < nbytes:
-        raise CheckpointError(
-            f"{nbytes / 1e9:.2f} GB are to be written, and its disk has {free / 1e9:.2f} GB left",
-            code="no-disk-space",
-            who=str(partial.final),
-            remedy="free space, or choose another directory",
-        )
 
 
 @contextlib.contextmanager
@@ -83,12 +67,10 @@ class FileJob(Protocol):
     def name(self) -> str: ...
 
     @property
-    def nbytes(self) -> int:
-        """Bytes of its tensors."""
+    def nbytes(self) -> int: ...
 
     @property
-    def tensors(self) -> list[str]:
-        """Names for messages."""
+    def tensors(self) -> list[str]: ...
 
 
 Job = TypeVar("Job", bound=FileJob)
@@ -131,7 +113,14 @@ class Conversion(ABC, Generic[Job]):
         reused = len(files)
         left = [job for job in jobs if job.name not in files]
         total, missing = sum(job.nbytes for job in jobs), sum(job.nbytes for job in left)
-        _require_space(self.partial, missing)
+        free = shutil.disk_usage(self.partial.path).free
+        if free < missing:
+            raise CheckpointError(
+                f"{missing / 1e9:.2f} GB are to be written, and its disk has {free / 1e9:.2f} GB left",
+                code="no-disk-space",
+                who=str(self.partial.final),
+                remedy="free space, or choose another directory",
+            )
 
         def finished(file: FinishedFile) -> None:
             self.partial.add(file)
@@ -181,7 +170,7 @@ def _require_whole_values(files: Sequence[FinishedFile], source: Path, options: 
 
 def common_dtype(dtypes: Sequence[tuple[torch.dtype, int]]) -> torch.dtype:
     """The type that most bytes have."""
-    totals: dict[torch.dtype, int] = {}
+    totals: Counter[torch.dtype] = Counter()
     for dtype, nbytes in dtypes:
-        totals[dtype] = totals.get(dtype, 0) + nbytes
-    return max(totals, key=lambda dtype: totals[dtype])
+        totals[dtype] += nbytes
+    return totals.most_common(1)[0][0]

@@ -1,22 +1,41 @@
-"""The part of ``slime-like convert`` that is the same for every backend."""
+"""The part of ``slime-like convert`` that is the same for every backend: Hugging Face's side."""
 
-from abc import ABC, abstractmethod
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
+import torch
 from torch import Tensor
 
-from backends.common.hugging_face.conversion import DTYPES
-from backends.common.hugging_face.files import HfCheckpoint
-from backends.common.hugging_face.writing import to_hugging_face
+from backends.common.checkpoint.integrity import ChecksumStream, Piece
+from backends.common.checkpoint.partial_output import partial_output
+from backends.common.hugging_face.conversion import (
+    Conversion,
+    FileFaults,
+    common_dtype,
+    fingerprint,
+    in_files,
+    refused_by_disk,
+)
+from backends.common.hugging_face.directory import copy_companions, file_name, write_index
+from backends.common.hugging_face.files import DTYPES, HfCheckpoint, Shape
 from slime_like.config import RunConfig
-from slime_like.interfaces.conversion import ConversionOptions, ConversionSummary, Report, TensorInfo, TensorSource
+from slime_like.interfaces.conversion import (
+    ConversionOptions,
+    ConversionSummary,
+    Converter,
+    Report,
+    TensorInfo,
+    TensorSource,
+)
+from slime_like.models.dimensions import keeps_type
+from slime_like.system.threads import Tracker
+from slime_like.weights.checksums import as_bytes
 
 
-class HuggingFaceConverter(ABC):
-    """See ``slime_like.interfaces.conversion.Converter``."""
-
-    @abstractmethod
-    def open_checkpoint(self, config: RunConfig, checkpoint: Path) -> TensorSource: ...
+class HuggingFaceConverter(Converter):
+    """The part of ``Converter`` that is the same for every backend."""
 
     def open_hugging_face(self, directory: Path) -> TensorSource:
         return HuggingFaceSource(directory)
@@ -25,7 +44,29 @@ class HuggingFaceConverter(ABC):
         self, config: RunConfig, checkpoint: Path, output: Path, options: ConversionOptions, report: Report
     ) -> ConversionSummary:
         source = self.open_checkpoint(config, checkpoint)
-        return to_hugging_face(config, source, checkpoint, output, options, report)
+        wanted = None if options.dtype == "auto" else getattr(torch, options.dtype)
+        groups = [
+            _Group({name: source.tensors[name].shape for name in names}, _type_of(source, names[0], wanted))
+            for names in source.groups
+        ]
+        jobs = _jobs(groups, options.max_file_bytes)
+        request = {
+            "what": "to-hf",
+            "source": str(checkpoint.resolve()),
+            "files": fingerprint(checkpoint),
+            "dtype": options.dtype,
+            "max_file_bytes": options.max_file_bytes,
+        }
+        with partial_output(output, request) as partial:
+            _, reused = _ToHuggingFace(checkpoint, partial, options, source).write_files(jobs, report)
+            total = sum(job.nbytes for job in jobs)
+            weight_map = {name: job.name for job in jobs for name in job.tensors}
+            with refused_by_disk(partial.path):
+                write_index(partial.path, weight_map, total)
+                dtype = common_dtype([(group.dtype, group.nbytes) for job in jobs for group in job.groups])
+                copy_companions(config.model.path, partial.path, dtype)
+                partial.commit()
+        return ConversionSummary(len(weight_map), total, len(jobs), reused)
 
 
 class HuggingFaceSource:
@@ -33,10 +74,10 @@ class HuggingFaceSource:
 
     def __init__(self, directory: Path) -> None:
         self._checkpoint = HfCheckpoint(directory)
-        self.tensors = {
-            name: TensorInfo(_torch_name(self._checkpoint.dtype(name)), shape)
-            for name, shape in self._checkpoint.shapes().items()
-        }
+        self.tensors = {}
+        for name, shape in self._checkpoint.shapes().items():
+            dtype = self._checkpoint.dtype(name)
+            self.tensors[name] = TensorInfo(str(DTYPES.get(dtype, dtype)).removeprefix("torch."), shape)
 
     @property
     def groups(self) -> list[list[str]]:
@@ -46,5 +87,71 @@ class HuggingFaceSource:
         return {name: self._checkpoint.read_whole(name) for name in names}
 
 
-def _torch_name(name: str) -> str:
-    return str(DTYPES[name]).removeprefix("torch.") if name in DTYPES else name
+# ------------------------------------------------------------------------------------------------------------- writing
+@dataclass(frozen=True, slots=True)
+class _Group:
+    """Tensors that are read together, and the type that they are written in."""
+
+    shapes: dict[str, Shape]
+    dtype: torch.dtype
+
+    @property
+    def nbytes(self) -> int:
+        return sum(torch.Size(shape).numel() for shape in self.shapes.values()) * self.dtype.itemsize
+
+
+@dataclass(frozen=True, slots=True)
+class _Job:
+    name: str
+    groups: Sequence[_Group]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(group.nbytes for group in self.groups)
+
+    @property
+    def tensors(self) -> list[str]:
+        return [name for group in self.groups for name in group.shapes]
+
+
+def _type_of(source: TensorSource, name: str, wanted: torch.dtype | None) -> torch.dtype:
+    stored: torch.dtype = getattr(torch, source.tensors[name].dtype)
+    return stored if wanted is None or keeps_type(name) else wanted
+
+
+def _jobs(groups: Sequence[_Group], max_bytes: int) -> list[_Job]:
+    files = in_files(groups, lambda group: group.nbytes, max_bytes)
+    # Wide types first: every tensor then begins at a multiple of its element size.
+    ordered = [sorted(file, key=lambda group: -group.dtype.itemsize) for file in files]
+    return [_Job(file_name(number, len(files)), file) for number, file in enumerate(ordered, start=1)]
+
+
+@dataclass(frozen=True, slots=True)
+class _ToHuggingFace(Conversion[_Job]):
+    tensors: TensorSource
+
+    def _pieces(self, job: _Job, stream: ChecksumStream, faults: FileFaults, tracker: Tracker) -> Iterator[Piece]:
+        stream.write(_header(job))
+        yield stream.piece("header")
+        for group in job.groups:
+            for name, tensor in self.tensors.read(list(group.shapes)).items():
+                cast = tensor.to(group.dtype)
+                faults.note(name, tensor, cast)
+                stream.write(as_bytes(cast).numpy().data)
+                yield stream.piece(name)
+            tracker.advance(group.nbytes)
+
+
+def _header(job: _Job) -> bytes:
+    """The safetensors format: length, names with types, shapes and places, filled up to a multiple of 8 bytes."""
+    described: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    type_names = {dtype: name for name, dtype in DTYPES.items()}
+    offset = 0
+    for group in job.groups:
+        for name, shape in group.shapes.items():
+            end = offset + torch.Size(shape).numel() * group.dtype.itemsize
+            described[name] = {"dtype": type_names[group.dtype], "shape": shape, "data_offsets": [offset, end]}
+            offset = end
+    text = json.dumps(described, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text

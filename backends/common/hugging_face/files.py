@@ -15,12 +15,14 @@ from slime_like.models.weight_files import WeightFilesError, file_problem, weigh
 
 Shape = tuple[int, ...]
 
-_FLOATS = ("F64", "F32", "F16", "BF16")
+DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+"""Floating-point types by safetensors' names."""
+
 _COMPARED = 1 << 22
 """Elements of a tensor that are compared at a time."""
 
 
-class HfCheckpoint(contextlib.AbstractContextManager["HfCheckpoint"]):
+class HfCheckpoint(contextlib.ExitStack):
     """The tensors of one checkpoint, opened for reading; nothing is read before it is asked for.
 
     A context manager that closes the files. Opening reads headers only.
@@ -30,23 +32,19 @@ class HfCheckpoint(contextlib.AbstractContextManager["HfCheckpoint"]):
     """
 
     def __init__(self, directory: Path) -> None:
+        super().__init__()
         self.directory = Path(directory)
-        self._stack = contextlib.ExitStack()
         self._slices: dict[str, Any] = {}
         try:
             for file in _weight_files(self.directory):
                 self._open(file)
         except CheckpointError:
-            self._stack.close()
+            self.close()
             raise
-
-    def __exit__(self, *_: object) -> None:
-        self._slices.clear()
-        self._stack.close()
 
     def _open(self, file: Path) -> None:
         try:
-            reader = self._stack.enter_context(safe_open(file, framework="pt"))
+            reader = self.enter_context(safe_open(file, framework="pt"))
             names = list(reader.keys())
         except (SafetensorError, OSError) as error:
             otherwise = f"{file} is damaged ({error}); copy or download it again"
@@ -68,11 +66,18 @@ class HfCheckpoint(contextlib.AbstractContextManager["HfCheckpoint"]):
             ignored: names that may be present without a use.
         """
         present = {name for name in self._slices if not name.endswith("rotary_emb.inv_freq")} - ignored
+        stored = {name: self._slices[name] for name in expected if name in self._slices}
         problems = {
             "missing": sorted(expected.keys() - present),
             "unexpected": sorted(present - expected.keys()),
-            "wrong shape": self._wrong_shapes(expected),
-            "not of a floating-point type (quantised?)": self._not_floats(expected),
+            "wrong shape": [
+                f"{name} is {part.get_shape()}, not {list(expected[name])}"
+                for name, part in stored.items()
+                if tuple(part.get_shape()) != expected[name]
+            ],
+            "not of a floating-point type (quantised?)": [
+                f"{name} ({part.get_dtype()})" for name, part in stored.items() if part.get_dtype() not in DTYPES
+            ],
         }
         if any(problems.values()):
             raise CheckpointError(
@@ -109,21 +114,6 @@ class HfCheckpoint(contextlib.AbstractContextManager["HfCheckpoint"]):
             if not torch.equal(ours, theirs):
                 return False
         return True
-
-    def _wrong_shapes(self, expected: Mapping[str, Shape]) -> list[str]:
-        found = {name: tuple(self._slices[name].get_shape()) for name in expected if name in self._slices}
-        return [
-            f"{name} is {list(shape)}, not {list(expected[name])}"
-            for name, shape in found.items()
-            if shape != expected[name]
-        ]
-
-    def _not_floats(self, expected: Mapping[str, Shape]) -> list[str]:
-        return [
-            f"{name} ({self._slices[name].get_dtype()})"
-            for name in expected
-            if name in self._slices and self._slices[name].get_dtype() not in _FLOATS
-        ]
 
     def shapes(self) -> dict[str, Shape]:
         """Name and shape of everything that is stored."""

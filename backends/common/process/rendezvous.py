@@ -1,10 +1,13 @@
 """Rendezvous of trainer ranks."""
 
+import contextlib
 import os
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from slime_like.config import RunConfig
 from slime_like.cpu.onednn import use_onednn
@@ -77,3 +80,17 @@ def join_world(config: RunConfig, placement: RankPlacement, cuda_backend: str = 
         world_size=placement.world_size,
         timeout=timedelta(seconds=config.trainer.step_timeout_s),
     )
+
+
+@contextlib.contextmanager
+def fake_world(rank: int, world_size: int, leave: Callable[[], None]) -> Iterator[None]:
+    """Be ``rank`` of ``world_size``: collectives return at once and do nothing; ``leave`` dissolves the groups."""
+    dist.init_process_group("cpu:fake,cuda:fake,meta:fake", rank=rank, world_size=world_size, store=FakeStore())
+    # Named for several kinds of devices, a group has no single kind, and torch warns when it is dissolved.
+    world = dist.group.WORLD
+    assert world is not None
+    world._set_default_backend(dist.ProcessGroup.BackendType.CUSTOM)
+    try:
+        yield
+    finally:
+        leave()

@@ -14,12 +14,8 @@ from slime_like.trajectory import PackedTrajectory
 
 @dataclass
 class ResponseRows:
-    """Local hidden states that predict response tokens, and their targets.
-
-    Attributes:
-        index: (r,) int64 rows of the local token axis whose hidden state predicts a response token.
-        targets: (r,) int64 token ids.
-        temperatures: (r,) float64.
+    """(r,) int64 rows of the local token axis whose hidden state predicts a response token, their int64 target ids
+    and float64 temperatures.
     """
 
     index: Tensor
@@ -35,13 +31,9 @@ class ResponseRows:
 
 @dataclass(slots=True)
 class MicroBatch:
-    """One pack on this rank's device.
+    """The pack as ``given`` to the trainer, the same on this rank's device, whole, and this rank's part of it.
 
-    Attributes:
-        given: the pack as the trainer was given it.
-        pack: the same on this rank's device, whole on every context rank.
-        shard: this rank's part of it.
-        context: ranks that share the pack.
+    ``context``: ranks that share the pack.
     """
 
     given: PackedTrajectory

@@ -10,6 +10,7 @@ import math
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import pairwise
 from typing import Any, Self
 
@@ -33,12 +34,7 @@ Groups = dict[tuple[int, ...], tuple[int, int]]
 
 @dataclass(slots=True)
 class Counted:
-    """Counters of computation and messages.
-
-    Attributes:
-        matmul_flops, attention_flops: as ``slime_like.interfaces.estimate.Work`` has them.
-        sent: bytes that left this rank, by group.
-    """
+    """Floating-point operations as ``slime_like.interfaces.estimate.Work`` has them, and messages of this rank."""
 
     matmul_flops: float = 0.0
     attention_flops: float = 0.0
@@ -55,7 +51,6 @@ class Counted:
         return Work(self.matmul_flops, self.attention_flops, (*sent, *further))
 
     def add(self, other: Self) -> None:
-        """Add another counter to this one."""
         self.matmul_flops += other.matmul_flops
         self.attention_flops += other.attention_flops
         for ranks, (nbytes, calls) in other.sent.items():
@@ -142,9 +137,7 @@ class Trace(TorchDispatchMode):
                 return out
             args, given = tree_map_only(Tensor, _shape_of, (args, given))
         out = func(*args, **given)
-        counter = _FLOPS.get(func._overloadpacket)
-        if counter is not None:
-            counter(args, inputs, out, self.counted)
+        _count_flops(func._overloadpacket, args, inputs, out, self.counted)
         self._follow(inputs, out)
         return out
 
@@ -157,17 +150,14 @@ class Trace(TorchDispatchMode):
             key, nbytes = storage._cdata, storage.nbytes()
             if key in old or key in self._storages or not nbytes:
                 continue
-            self._storages[key] = weakref.ref(storage, self._forget(key, nbytes, self._label))
+            self._storages[key] = weakref.ref(storage, partial(self._forget, key, nbytes, self._label))
             self._change(nbytes, self._label)
         if self.live > self.peak:
             self.restart_peak()
 
-    def _forget(self, key: int, nbytes: int, label: str) -> Callable[[Any], None]:
-        def forget(_: Any) -> None:
-            del self._storages[key]
-            self._change(-nbytes, label)
-
-        return forget
+    def _forget(self, key: int, nbytes: int, label: str, _: Any) -> None:
+        del self._storages[key]
+        self._change(-nbytes, label)
 
     def _change(self, nbytes: int, label: str) -> None:
         self.live += nbytes
@@ -197,59 +187,37 @@ def _nothing(tensor: Tensor) -> Tensor:
 
 
 # -------------------------------------------------------------------------------------------------------------- FLOPs
-def _matmul(args: Any, inputs: list[Tensor], out: Any, counted: Counted) -> None:
-    """2 m n k for each of the batch's products; the two factors are the last two inputs."""
-    first = inputs[-2]
-    counted.matmul_flops += 2.0 * math.prod(out.shape) * first.shape[-1]
+_MATMULS = frozenset({_aten.mm, _aten.bmm, _aten.addmm, _aten.addmm_, _aten.baddbmm})
 
-
-def _grouped_matmul(args: Any, inputs: list[Tensor], out: Any, counted: Counted) -> None:
-    """Of experts: (T, K) rows with (E, K, N) weights, or (K, T) with (T, N) for the weights' gradient."""
-    counted.matmul_flops += 2.0 * inputs[0].numel() * inputs[1].shape[-1]
-
-
-def _flash_forward(args: Any, inputs: list[Tensor], out: Any, counted: Counted) -> None:
-    counted.attention_flops += 2 * _flash_pairs(inputs[0], inputs[3], inputs[4], causal=args[8])
-
-
-def _flash_backward(args: Any, inputs: list[Tensor], out: Any, counted: Counted) -> None:
-    """Five products instead of two: the scores again, and the gradients of scores, values, queries and keys."""
-    counted.attention_flops += 5 * _flash_pairs(inputs[1], inputs[6], inputs[7], causal=args[11])
-
-
-def _cpu_flash_forward(args: Any, inputs: list[Tensor], out: Any, counted: Counted) -> None:
-    """Arguments that have their default values, such as no causal mask, are not there."""
-    counted.attention_flops += 2 * _batched_pairs(inputs[0], inputs[1], causal=len(args) > 4 and args[4])
-
-
-def _cpu_flash_backward(args: Any, inputs: list[Tensor], out: Any, counted: Counted) -> None:
-    counted.attention_flops += 5 * _batched_pairs(inputs[1], inputs[2], causal=args[7])
-
-
-def _batched_pairs(query: Tensor, key: Tensor, causal: bool) -> float:
-    """Count pairs as ``_flash_pairs`` does, of (batch, heads, length, D)."""
-    return 2.0 * query.numel() * key.shape[2] * (0.5 if causal else 1.0)
-
-
-def _flash_pairs(query: Tensor, q_boundaries: Tensor, k_boundaries: Tensor, causal: bool) -> float:
-    """FLOPs of one product of queries (T, heads, D) with keys; causal attention needs half of them."""
-    pairs = zip(pairwise(q_boundaries.tolist()), pairwise(k_boundaries.tolist()), strict=True)
-    positions = sum((q_end - q) * (k_end - k) for (q, q_end), (k, k_end) in pairs)
-    return 2.0 * positions * query.shape[1] * query.shape[2] * (0.5 if causal else 1.0)
-
-
-_FLOPS: dict[Any, Callable[[Any, list[Tensor], Any, Counted], None]] = {
-    _aten.mm: _matmul,
-    _aten.bmm: _matmul,
-    _aten.addmm: _matmul,
-    _aten.addmm_: _matmul,
-    _aten.baddbmm: _matmul,
-    _aten._grouped_mm: _grouped_matmul,
-    _aten._flash_attention_forward: _flash_forward,
-    _aten._flash_attention_backward: _flash_backward,
-    _aten._scaled_dot_product_flash_attention_for_cpu: _cpu_flash_forward,
-    _aten._scaled_dot_product_flash_attention_for_cpu_backward: _cpu_flash_backward,
+_ATTENTION: dict[Any, tuple[int, int, int | None, int]] = {
+    _aten._flash_attention_forward: (2, 0, 3, 8),
+    _aten._flash_attention_backward: (5, 1, 6, 11),
+    _aten._scaled_dot_product_flash_attention_for_cpu: (2, 0, None, 4),
+    _aten._scaled_dot_product_flash_attention_for_cpu_backward: (5, 1, None, 7),
 }
+"""Products of queries with keys, or as large as these, and the places of the queries and of both boundaries (None: of
+a batch) among the inputs, and of the mask among the arguments, which end before it where there is none.
+
+Backward needs five products: the scores again, and the gradients of scores, values, queries and keys.
+"""
+
+
+def _count_flops(operator: Any, args: tuple[Any, ...], inputs: list[Tensor], out: Any, counted: Counted) -> None:
+    if operator in _MATMULS:  # 2 m n k for each of the batch's products; the two factors are the last two inputs
+        counted.matmul_flops += 2.0 * math.prod(out.shape) * inputs[-2].shape[-1]
+    elif operator is _aten._grouped_mm:  # (T, K) rows, (E, K, N) experts; or (K, T), (T, N) for the weights' gradient
+        counted.matmul_flops += 2.0 * inputs[0].numel() * inputs[1].shape[-1]
+    elif operator in _ATTENTION:
+        products, place, boundaries, mask = _ATTENTION[operator]
+        query, key = inputs[place : place + 2]
+        if boundaries is None:  # (batch, heads, length, D)
+            pairs = query.numel() * key.shape[2]
+        else:  # (T, heads, D)
+            spans = (pairwise(ends.tolist()) for ends in inputs[boundaries : boundaries + 2])
+            lengths = ((q_end - q) * (k_end - k) for (q, q_end), (k, k_end) in zip(*spans, strict=True))
+            pairs = sum(lengths) * query.shape[1] * query.shape[2]
+        causal = len(args) > mask and args[mask]
+        counted.attention_flops += products * 2.0 * pairs * (0.5 if causal else 1.0)
 
 
 # ----------------------------------------------------------------------------------------------------------- messages

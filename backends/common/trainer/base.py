@@ -8,13 +8,13 @@ from typing import Literal, Protocol
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from backends.common.process.agreement import rank_error
 from backends.common.process.rendezvous import prepare_processor
 from backends.common.step.balance import BalanceLoss
 from backends.common.step.objective import Objective
 from backends.common.step.sums import StepSums, reduced_over_data, require_finite_losses, require_finite_norm
-from backends.common.trainer.reference import ReferenceWeights, configured_reference, preserved_weights
 from backends.common.trainer.storage import StoringTrainer
 from slime_like.config import RunConfig
 from slime_like.errors import ConfigError
@@ -40,8 +40,6 @@ class StepOptimizer(Protocol):
 class TrainerBase(StoringTrainer):
     """The part of ``TrainerBackend`` that is the same for every backend. A backend builds, computes and sums.
 
-    See ``TrainerBackend`` for the meaning of its methods.
-
     Attributes:
         optimizer: AdamW and its schedule (in a trainer that trains).
         replicas: the data-parallel group, without context ranks.
@@ -56,15 +54,10 @@ class TrainerBase(StoringTrainer):
     def __init__(self, config: RunConfig, placement: RankPlacement) -> None:
         super().__init__(config, placement)
         self._objective = Objective(config)
-        self._reference: ReferenceWeights | None = None
+        self._reference: list[Tensor] | None = None
         self._step = StepSums()
 
     # ----------------------------------------------------------------------------------------- what a backend computes
-    @staticmethod
-    @abstractmethod
-    def check(config: RunConfig) -> list[str]:
-        """Problems with this configuration that need neither device nor process group, each with a remedy."""
-
     @abstractmethod
     def _machine_problems(self) -> list[str]:
         """List what this rank's machine lacks, each with a remedy."""
@@ -86,10 +79,6 @@ class TrainerBase(StoringTrainer):
         """Forget whatever an earlier step has left."""
 
     @abstractmethod
-    def accumulate(self, micro_batches: Sequence[PackedTrajectory], last: bool = False) -> None:
-        """Forward and backward of one window."""
-
-    @abstractmethod
     def finalize_gradients(self, denominator: float) -> None:
         """Make this rank's gradients those of the step: summed over ranks, divided by ``denominator``."""
 
@@ -103,7 +92,7 @@ class TrainerBase(StoringTrainer):
         with self._phase("setup"):
             self._open()
             self._load_start()
-            self._reference = configured_reference(self.config, self.state)
+            self._reference = self._configured_reference()
             self.optimizer = self._prepare_training()
         return self.coordinates
 
@@ -134,14 +123,34 @@ class TrainerBase(StoringTrainer):
         else:
             self.state.load_weights(weights / "trainer")
 
+    def _configured_reference(self) -> list[Tensor] | None:
+        """Host copies of the run's frozen reference, weights for the same modules; None where the trainer holds none.
+
+        Raises:
+            ConfigError: it is another model.
+        """
+        if not self.config.reference_in_trainer:
+            return None
+        path, model = self.config.reference.path, self.config.model
+        if path is None or (path == model.path and model.weights is None):
+            return self.state.host_copies()
+        if not self.state.is_same_model(path):
+            raise ConfigError(
+                f"reference.path={path}: its model has other dimensions, or other settings, than model.path; "
+                "use one of the same, or reference.placement=workers"
+            )
+        with self.state.preserved():
+            self.state.load_hugging_face(path)
+            return self.state.host_copies()
+
     def load_weights(self, directory: Path, weights: Literal["policy", "reference"]) -> None:
         if weights == "policy":
             with self._phase("load"):
                 self.state.load_weights(directory)
             return
-        with self._settled("load"), preserved_weights(self.state):
+        with self._settled("load"), self.state.preserved():
             self.state.load_weights(directory)
-            self._reference = ReferenceWeights(self.state)
+            self._reference = self.state.host_copies()
 
     # --------------------------------------------------------------------------------------------------------- training
     def begin_step(self, denominator: float | None = None, tokens: int | None = None) -> None:
@@ -194,5 +203,5 @@ class TrainerBase(StoringTrainer):
                 remedy="set one above 0, or placement: trainer",
             )
         self.settle_weights()
-        with self._reference.in_place():
+        with self.state.replaced(self._reference):
             return self._score(micro_batches)

@@ -1,9 +1,11 @@
 """Interface of a rank's weights and optimizer state to a trainer: where they come from and where they go."""
 
+import contextlib
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+import torch
 from torch import Tensor
 
 from backends.common.checkpoint.rank_writing import RankWriting
@@ -20,6 +22,37 @@ class TrainerState(ABC):
     @abstractmethod
     def weights(self) -> list[Tensor]:
         """This rank's part of every weight that a checkpoint holds, as the model's own memory."""
+
+    def host_copies(self) -> list[Tensor]:
+        """This rank's shard of the present weights."""
+        return [weight.detach().to("cpu", copy=True) for weight in self.weights()]
+
+    @torch.no_grad()
+    def _fill(self, values: Sequence[Tensor]) -> None:
+        for weight, value in zip(self.weights(), values, strict=True):
+            weight.copy_(value)
+
+    @contextlib.contextmanager
+    def preserved(self) -> Iterator[None]:
+        """Inside, the model's weights may be overwritten; afterwards the present ones are back, bit for bit."""
+        saved = self.host_copies()
+        try:
+            yield
+        finally:
+            self._fill(saved)
+
+    @contextlib.contextmanager
+    def replaced(self, frozen: Sequence[Tensor]) -> Iterator[None]:
+        """Inside, the model computes with ``frozen`` in its own storage; afterwards its weights are back bit for bit.
+
+        They stay on the device meanwhile.
+        """
+        policy = [weight.detach().clone() for weight in self.weights()]
+        self._fill(frozen)
+        try:
+            yield
+        finally:
+            self._fill(policy)
 
     @abstractmethod
     def is_same_model(self, path: Path) -> bool:

@@ -1,7 +1,6 @@
 """A trainer rank's weights and optimizer state to disk, to engines and to host memory."""
 
 import contextlib
-from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,10 +9,10 @@ from backends.common.checkpoint.rank_writing import RankWriting
 from backends.common.trainer.state import TrainerState
 from slime_like.config import RunConfig
 from slime_like.errors import TrainerError
-from slime_like.interfaces import PendingSave, RankPlacement, WeightBucket
+from slime_like.interfaces import PendingSave, RankPlacement, TrainerBackend, WeightBucket
 
 
-class StoringTrainer(ABC):
+class StoringTrainer(TrainerBackend):
     """The part of ``TrainerBackend`` that moves the state and computes nothing; see there for its methods."""
 
     state: TrainerState
@@ -45,7 +44,7 @@ class StoringTrainer(ABC):
                 else "if a collective failed, another rank died or hung: the message of that rank says why",
             ) from error
 
-    def settle_weights(self) -> None:  # noqa: B027 - where updates are whole when they return
+    def settle_weights(self) -> None:
         """Make every weight of this rank whole, where an update may still be on its way. Collective.
 
         Every method here that reads weights does so itself.
@@ -93,10 +92,6 @@ class StoringTrainer(ABC):
 
     def onload(self) -> None:
         self.state.onload()
-
-    @abstractmethod
-    def shutdown(self) -> None:
-        """Leave the process groups."""
 
 
 @dataclass(frozen=True, slots=True)

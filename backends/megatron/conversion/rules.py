@@ -7,8 +7,8 @@ from functools import cached_property
 from typing import NamedTuple
 
 from backends.megatron.conversion.transforms import Shape, Transform, Vocabulary
+from slime_like.models.config_json import LatentAttention
 from slime_like.models.dimensions import ModelDimensions
-from slime_like.models.latent_attention import LatentAttention
 
 OUTPUT_LAYER = "output_layer.weight"
 

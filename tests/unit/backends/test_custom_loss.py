@@ -60,12 +60,12 @@ class Ours(Fine):
 
 
 @pytest.fixture
-def file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    file = tmp_path / "own_losses.py"
-    file.write_text(SOURCE)
+def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A directory with modules of custom losses."""
+    (tmp_path / "own_losses.py").write_text(SOURCE)
     (tmp_path / "own_broken.py").write_text("\n\n1 / 0\n")
     monkeypatch.syspath_prepend(str(tmp_path))
-    yield file
+    yield tmp_path
     sys.modules.pop("own_losses", None)
 
 
@@ -75,7 +75,7 @@ def inputs() -> LossInputs:
     return LossInputs(logprobs, None, None, None, None, None, mask, weights)
 
 
-def test_one_that_works_is_computed(file: Path) -> None:
+def test_one_that_works_is_computed(own: Path) -> None:
     output = configured_loss(AlgorithmConfig(loss="own_losses:Fine"))(inputs())
     assert float(output.loss.detach() / torch.log(torch.tensor(2.0))) == pytest.approx(7)
 
@@ -83,7 +83,7 @@ def test_one_that_works_is_computed(file: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "cause"), [("Boom", ValueError), ("Inherits", ValueError), ("Shapes", RuntimeError), ("Mean", ValueError)]
 )
-def test_a_failing_call_names_its_line(file: Path, name: str, cause: type[Exception], rejects: Rejects) -> None:
+def test_a_failing_call_names_its_line(own: Path, name: str, cause: type[Exception], rejects: Rejects) -> None:
     loss = configured_loss(AlgorithmConfig(loss=f"own_losses:{name}"))
     with rejects(TrainerError, "custom-loss-failed") as caught:
         loss(inputs())
@@ -93,19 +93,14 @@ def test_a_failing_call_names_its_line(file: Path, name: str, cause: type[Except
 @pytest.mark.parametrize(
     "name", [*(f"own_losses:{name}" for name in ("Unbuilt", "NoArguments", "NoLoss", "Nothing")), "own_broken:Boom"]
 )
-def test_a_failing_construction_names_its_line(file: Path, name: str, rejects: Rejects) -> None:
+def test_a_failing_construction_names_its_line(own: Path, name: str, rejects: Rejects) -> None:
+    """As a trainer's start builds it."""
+    config = RunConfig(run_dir=own / "run", model=ModelConfig(path=own), algorithm=AlgorithmConfig(loss=name))
     with rejects(TrainerError, "custom-loss-failed"):
-        configured_loss(AlgorithmConfig(loss=name))
+        Objective(config)
 
 
-def test_a_trainer_s_objective_is_reported_as_custom(file: Path, rejects: Rejects) -> None:
-    algorithm = AlgorithmConfig(loss="own_losses:Unbuilt")
-    model = ModelConfig(path=file.parent)
-    with rejects(TrainerError, "custom-loss-failed"):
-        Objective(RunConfig(run_dir=file.parent / "run", model=model, algorithm=algorithm))
-
-
-def test_its_traceback_reaches_who_waits_for_the_rank(file: Path) -> None:
+def test_its_traceback_reaches_who_waits_for_the_rank(own: Path) -> None:
     """Over what carries exceptions between processes, and with the rank's name."""
     with pytest.raises(TrainerError) as caught:
         configured_loss(AlgorithmConfig(loss="own_losses:Boom"))(inputs())
@@ -114,11 +109,10 @@ def test_its_traceback_reaches_who_waits_for_the_rank(file: Path) -> None:
     assert 'raise ValueError("loss boom' in (received.users_traceback or "")
 
 
-def test_our_own_errors_pass_unchanged(file: Path, rejects: Rejects) -> None:
-    with rejects(DataError):
-        configured_loss(AlgorithmConfig(loss="own_losses:Ours"))(inputs())
-
-
-def test_built_in_ones_are_not_reported_as_custom(rejects: Rejects) -> None:
-    with rejects(ValueError):
-        configured_loss(AlgorithmConfig(loss="policy_gradient"))(inputs())
+@pytest.mark.parametrize(("loss", "error"), [("own_losses:Ours", DataError), ("policy_gradient", ValueError)])
+def test_our_own_errors_and_built_in_losses_fail_unchanged(
+    own: Path, loss: str, error: type[Exception], rejects: Rejects
+) -> None:
+    with rejects(error) as caught:
+        configured_loss(AlgorithmConfig(loss=loss))(inputs())
+    assert type(caught.value) is error

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
-from backends.common.step.learning_rate import learning_rate, weight_decay
+from backends.fsdp.optimizer import learning_rate, weight_decay
 from slime_like.checks.schedule import total_updates
 from slime_like.config import RunConfig
 

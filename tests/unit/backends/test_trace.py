@@ -3,8 +3,8 @@
 import pytest
 import torch
 import torch.distributed as dist
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from backends.common.process.rendezvous import fake_world
 from backends.common.step.trace import META, Trace
 
 
@@ -82,9 +82,7 @@ def test_attention_of_segments(causal: bool) -> None:
 
 def test_messages_by_group() -> None:
     """Ring algorithms: all-reducing n bytes over k ranks sends 2 n (k - 1) / k, gathering the own part k - 1 times."""
-    dist.init_process_group("cpu:fake,meta:fake", rank=1, world_size=8, store=FakeStore())
-    dist.group.WORLD._set_default_backend(dist.ProcessGroup.BackendType.CUSTOM)
-    try:
+    with fake_world(1, 8, dist.destroy_process_group):
         group = dist.new_group([0, 1, 2, 3])
         x, whole = torch.empty(32, device=META), torch.empty(128, device=META)
         with Trace() as trace:
@@ -97,6 +95,4 @@ def test_messages_by_group() -> None:
             operations = [dist.P2POp(dist.isend, x, 2, group), dist.P2POp(dist.irecv, x, 0, group)]
             for work in dist.batch_isend_irecv(operations):
                 work.wait()
-    finally:
-        dist.destroy_process_group()
     assert trace.counted.sent == {(0, 1, 2, 3): (128 * 2 * 3 // 4 + 4 * 3 * 128 + 128, 6)}

@@ -19,8 +19,8 @@ from slime_like.config.algorithm import ADVANTAGES, BATCH_ADVANTAGES, GROUP_ADVA
 from slime_like.config.reading.load import load_config
 from slime_like.data.dump import dump_path
 from slime_like.errors import ConfigError
+from slime_like.models.config_json import LatentAttention
 from slime_like.models.dimensions import ModelDimensions
-from slime_like.models.latent_attention import LatentAttention
 from tests.support.rejections import Rejects
 from tests.unit.checks.checkpoint import (
     DEEPSEEK_V3,

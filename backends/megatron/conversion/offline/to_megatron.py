@@ -11,7 +11,6 @@ from torch import Tensor
 from backends.common.checkpoint.integrity import ChecksumStream, Piece
 from backends.common.checkpoint.partial_output import partial_output
 from backends.common.hugging_face.conversion import (
-    DTYPES,
     Conversion,
     FileFaults,
     common_dtype,
@@ -20,7 +19,7 @@ from backends.common.hugging_face.conversion import (
     refused_by_disk,
 )
 from backends.common.hugging_face.directory import copy_companions
-from backends.common.hugging_face.files import HfCheckpoint
+from backends.common.hugging_face.files import DTYPES, HfCheckpoint
 from backends.common.process.agreement import listed
 from backends.megatron.conversion.load import open_checked
 from backends.megatron.conversion.offline.megatron_files import write_entry, write_index, write_object
