@@ -109,9 +109,13 @@ class ForkedCommand:
     """``slime-like ARGUMENTS`` without the seconds of its imports, in a session of its own, as ``subprocess.Popen``."""
 
     def __init__(self, workers: WorkerServer, arguments: Sequence[str], out: Path, err: Path) -> None:
+        forks = clean_forks()
+        begun = forks.Event()
         inherited = (list(arguments), str(out), str(err), dict(os.environ), str(Path.cwd()), str(workers.shim))
-        self._process = clean_forks().Process(target=_command, args=inherited)
+        self._process = forks.Process(target=_command, args=(begun, *inherited))
         self._process.start()
+        if not begun.wait(_SERVER_START_S):
+            raise TimeoutError(f"no command was forked within {_SERVER_START_S} s")
         self.pid: int = self._process.pid
 
     def poll(self) -> int | None:
@@ -130,7 +134,9 @@ class ForkedCommand:
         self._process.terminate()
 
 
-def _command(arguments: list[str], out: str, err: str, environment: dict[str, str], directory: str, shim: str) -> None:
+def _command(
+    begun: Any, arguments: list[str], out: str, err: str, environment: dict[str, str], directory: str, shim: str
+) -> None:
     """The process ends like an interpreter: handlers run, output written."""
     os.setsid()
     _inherit(environment, directory)
@@ -141,6 +147,7 @@ def _command(arguments: list[str], out: str, err: str, environment: dict[str, st
     ):
         os.dup2(os.open(file, flags, 0o644), descriptor)
     signal.signal(signal.SIGINT, signal.default_int_handler)
+    begun.set()
     sys.argv = ["slime-like", *arguments]
     _start_workers_by(shim)
     code = main(arguments)
