@@ -52,7 +52,9 @@ class Tiny:
             # An untrained model never adds right; letters it does write, by chance: something to learn.
             "--reward.functions", "[{name: math_verify}, {name: format, options: {pattern: '.*[a-m].*'}}]",
             "--trainer.cpu_threads", "1",
+            "--trainer.cpu_kernels", "off",
             "--logging.progress", "plain",
+            "--logging.tensorboard", "false",
             *more,
         ]  # fmt: skip
 
@@ -66,6 +68,7 @@ class Tiny:
             "--trainer.optimizer.warmup_steps", "0",
             "--trainer.optimizer.decay", "constant",
             "--trainer.cpu_threads", "1",
+            "--trainer.cpu_kernels", "off",
             "--logging.progress", "plain",
             *more,
         ]  # fmt: skip

@@ -1,6 +1,6 @@
 """``scripts/run_qwen_32b.sh`` on two hosts: the script itself, real addresses, a Ray node on each.
 
-One pair of hosts and two starts serve all tests: the first trains to its end over tensor x pipeline x context ranks,
+One pair of hosts and two starts serve all tests: the first trains to its end over pipeline x context ranks,
 while strangers knock; the second, with another engine and layout, goes on from it and loses a node. Nearly all of their
 time is that of processes that start, nine seconds of a core for every rank: the second has no more ranks than hosts.
 """
@@ -22,7 +22,7 @@ from tests.end_to_end.test_train import steps_of
 from tests.hosts.hosts import REPO, Host, Network, Running, two_hosts
 
 PORT = 6380
-EIGHT_RANKS = ("--trainer.parallel.tensor", "2", "--trainer.parallel.pipeline", "2", "--trainer.parallel.context", "2")
+TWO_RANKS_EACH = ("--trainer.parallel.pipeline", "2", "--trainer.parallel.context", "2")
 ONE_RANK_EACH = ("--trainer.parallel.pipeline", "2")
 NOT_LOOKED_AT = ("--checkpoint.export_hf", "false", "--logging.tensorboard", "false")
 RAYS_OWN = ("gcs_server", "raylet", "ray::", "python")  # the driver is a worker of Ray's, too
@@ -85,7 +85,7 @@ def trained(network: Network, tiny: Tiny) -> Trained:
     """The first start, to its end."""
     shutil.copytree(tiny.model, network.shared / "model")
     shutil.copytree(tiny.data, network.shared / "data")
-    flags = (*EIGHT_RANKS, "--trainer.parallel.sequence", "true", "--checkpoint.every", "2")
+    flags = (*TWO_RANKS_EACH, "--checkpoint.every", "2")
     runs = [
         start(host, rank, network, tiny, "first", flags, ENGINE="transformers", PLAN="1")
         for rank, host in enumerate(network.nodes)
@@ -145,7 +145,7 @@ def test_the_script_trains_over_both_hosts(trained: Trained, network: Network) -
         assert math.isfinite(row["train_actor_training/loss"]) and row["train_actor_training/grad_norm"] > 0
         assert row["weights/probe_gap"] < 1e-4 and row["train_actor_training/engine_gap_max"] < 1e-4
     written = network.shared / "run" / "checkpoints" / "latest" / "trainer"
-    assert {path.name.split("_")[2] for path in written.glob("__*.distcp")} == set("01234567")  # ranks of both hosts
+    assert {path.name.split("_")[2] for path in written.glob("__*.distcp")} == set("0123")  # ranks of both hosts
     assert trained.left == [[], []]
 
 

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 import slime_like
-from tests.parallel.ranks import clean_forks
+from tests.support.forks import clean_forks
 
 ROOT = Path(__file__).parents[2]
 SOURCES = Path(slime_like.__file__).parent

@@ -1,14 +1,10 @@
-"""Running one function on many ranks: a server beside the test process imports everything once and forks the ranks.
-
-The server runs no test. What tests leave in their own process (threads, locks held by them, environment variables,
-patches) would be inherited by its forks, and a fork of a process with threads may hang.
+"""Running one function on many ranks, forked from a server that has imported everything.
 
 A rank that fails shows its traceback in the test's failure; ranks that are still running then, or after the time
 limit, are ended by process id, and show where each of their threads stood.
 """
 
 import faulthandler
-import multiprocessing
 import os
 import signal
 import socket
@@ -24,23 +20,9 @@ import pytest
 import torch
 
 from slime_like.interfaces import RankPlacement
+from tests.support.forks import PRELOADED, clean_forks
 
 RankFunction = Callable[..., Any]
-
-# What is forked from the server has these already; a module that does not import there would be imported by every fork.
-PRELOADED = [
-    "pytest",
-    "hypothesis",
-    "ray",
-    "torch._dynamo",  # which optimizers import
-    "backends.fsdp.trainer",
-    "backends.megatron.trainer",
-    "transformers.models.llama.modeling_llama",
-    "transformers.models.qwen2.modeling_qwen2",
-    "transformers.models.qwen3.modeling_qwen3",
-    "transformers.models.qwen3_moe.modeling_qwen3_moe",
-    "tests.parallel.frozen",  # the last one
-]
 
 
 def run_ranks(
@@ -67,14 +49,6 @@ def run_ranks(
             _end(processes)
     _report_failures(directory, world_size, timeout_s)
     return [torch.load(_result_file(directory, rank), weights_only=False) for rank in range(world_size)]
-
-
-def clean_forks() -> Any:
-    """Processes forked from the server. A test process has one, with the modules that its first user asks for: all
-    forks go through here, or later ranks import everything themselves."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(PRELOADED)
-    return context
 
 
 def _wait(processes: list[Any], deadline: float) -> None:
@@ -131,7 +105,7 @@ def _require_preloaded() -> None:
     if missing := [name for name in PRELOADED if name not in sys.modules]:
         raise RuntimeError(
             f"this rank would import {', '.join(missing)} itself, for seconds: they do not import, or another server "
-            "forks; start every fork with clean_forks of tests/parallel/ranks.py"
+            "forks; start every fork with clean_forks of tests/support/forks.py"
         )
 
 

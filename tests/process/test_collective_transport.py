@@ -23,7 +23,7 @@ from slime_like.interfaces import BucketMetadata, WeightBucket
 from slime_like.weights.checksums import tensor_checksum
 from slime_like.weights.transport import Sender, TransportSettings
 from slime_like.weights.transports.registry import join_rendezvous, open_receiver, open_sender
-from tests.parallel.ranks import clean_forks
+from tests.support.forks import clean_forks
 from tests.support.weight_buckets import bucket, refused
 
 SESSION = "collective-test"

@@ -16,6 +16,8 @@ from pathlib import Path
 import psutil
 from ray._common.utils import get_default_ray_temp_dir
 
+from tests.support.forked_command import ForkedCommand, worker_server
+
 _PR_SET_CHILD_SUBREAPER = 36
 
 
@@ -33,19 +35,28 @@ class Finished:
 class Command:
     """``slime-like ARGUMENTS`` in a new process group.
 
+    It and its Ray workers are forked from a process that has imported them, in a third of the time; with ``forked``
+    false they are new interpreters, as a user starts them.
+
     A context manager: a test that fails half-way leaves nothing that would disturb the next one.
 
     The test process becomes the subreaper of whatever the command orphans, so that every descendant can be found
     through the process tree, whatever it calls itself.
     """
 
-    def __init__(self, arguments: Sequence[str], log_dir: Path) -> None:
+    process: ForkedCommand | subprocess.Popen[bytes]
+
+    def __init__(self, arguments: Sequence[str], log_dir: Path, forked: bool = True) -> None:
         _adopt_orphans(True)
+        workers = worker_server() if forked else None  # there before the command, and stays
         log_dir.mkdir(parents=True, exist_ok=True)
         self._out, self._err = log_dir / "stdout.txt", log_dir / "stderr.txt"
         self._before = {child.pid for child in psutil.Process().children(recursive=True)}
         self._memory_before = _shared_memory()
         self._sessions_before = _ray_sessions()
+        if workers is not None:
+            self.process = ForkedCommand(workers, arguments, self._out, self._err)
+            return
         with self._out.open("w") as out, self._err.open("w") as err:
             self.process = subprocess.Popen(
                 [sys.executable, "-m", "slime_like.commands.main", *arguments],
@@ -183,6 +194,6 @@ def _title(process: psutil.Process) -> str:
         return "(ended)"
 
 
-def run(arguments: Sequence[str], log_dir: Path, timeout_s: float = 180.0) -> Finished:
-    with Command(arguments, log_dir) as command:
+def run(arguments: Sequence[str], log_dir: Path, timeout_s: float = 180.0, forked: bool = True) -> Finished:
+    with Command(arguments, log_dir, forked) as command:
         return command.finish(timeout_s)

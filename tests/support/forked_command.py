@@ -1,0 +1,172 @@
+"""``slime-like`` and the Ray workers that it starts, forked from a server that has imported them.
+
+Ray starts a worker by the command in ``setup_worker_path``. Here that is ``worker_shim.py``, which hands its arguments,
+environment and standard streams to the server and waits; the fork goes on as Ray's script would.
+"""
+
+import argparse
+import atexit
+import json
+import os
+import runpy
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any, NoReturn
+
+import ray._private.node
+from ray._private.runtime_env.context import RuntimeEnvContext
+from ray._raylet import Config
+
+from slime_like.commands.main import main
+from tests.support.forks import FIRST_JOB, clean_forks
+
+_SERVER_START_S = 120
+
+
+class WorkerServer:
+    """Forks Ray's workers for the commands of this test process; ends with it."""
+
+    def __init__(self) -> None:
+        forks = clean_forks()
+        self._directory = tempfile.TemporaryDirectory()
+        self._socket = Path(self._directory.name, "workers")
+        self.shim = Path(self._directory.name, "start_worker.py")
+        root = Path(__file__).parents[2]
+        self.shim.write_text(
+            f"import sys\nsys.path[0] = {str(root)!r}\n"
+            f"from tests.support.worker_shim import ask\nask({str(self._socket)!r})\n"
+        )
+        ready = forks.Event()
+        forks.Process(target=_serve_workers, args=(str(self._socket), ready), daemon=True).start()
+        if not ready.wait(_SERVER_START_S):
+            raise TimeoutError(f"the server of Ray workers did not start within {_SERVER_START_S} s")
+
+
+def _serve_workers(path: str, ready: Any) -> None:
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel collects them
+    with socket.socket(socket.AF_UNIX) as server:
+        server.bind(path)
+        server.listen(64)
+        ready.set()
+        while True:
+            connection, _ = server.accept()
+            length, descriptors, _, _ = socket.recv_fds(connection, 16, 3)
+            if os.fork() == 0:
+                server.close()
+                _become_worker(connection, int(length), descriptors)
+            connection.close()
+            for descriptor in descriptors:
+                os.close(descriptor)
+
+
+def _become_worker(connection: socket.socket, length: int, descriptors: list[int]) -> NoReturn:
+    """``connection`` stays open as long as the worker lives."""
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    with connection.makefile("rb") as stream:
+        request = json.loads(stream.read(length))
+    for number, descriptor in enumerate(descriptors):
+        os.dup2(descriptor, number)
+        os.close(descriptor)
+    os.setpgid(0, 0)
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--serialized-runtime-env-context", default="{}")
+    parser.add_argument("--language")
+    known, arguments = parser.parse_known_args(request["arguments"])
+    _inherit(
+        request["environment"] | RuntimeEnvContext.deserialize(known.serialized_runtime_env_context).env_vars,
+        request["directory"],
+    )
+    if os.environ["RAY_JOB_ID"] != FIRST_JOB:
+        raise RuntimeError("only workers of a cluster's first job are forked")
+    if "RAY_AUTH_MODE" in os.environ:  # read when Ray's core was imported
+        Config.initialize(json.dumps({"AUTH_MODE": os.environ["RAY_AUTH_MODE"]}).encode())
+    threading.Thread(target=_end_with, args=(connection,), daemon=True).start()
+    sys.argv = arguments
+    sys.path[0] = str(Path(arguments[0]).parent)
+    runpy.run_path(arguments[0], run_name="__main__")
+    atexit._run_exitfuncs()
+    os._exit(0)
+
+
+def _end_with(connection: socket.socket) -> None:
+    connection.recv(1)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+@cache
+def worker_server() -> WorkerServer:
+    return WorkerServer()
+
+
+class ForkedCommand:
+    """``slime-like ARGUMENTS`` without the seconds of its imports, in a session of its own, as ``subprocess.Popen``."""
+
+    def __init__(self, workers: WorkerServer, arguments: Sequence[str], out: Path, err: Path) -> None:
+        forks = clean_forks()
+        begun = forks.Event()
+        inherited = (list(arguments), str(out), str(err), dict(os.environ), str(Path.cwd()), str(workers.shim))
+        self._process = forks.Process(target=_command, args=(begun, *inherited))
+        self._process.start()
+        if not begun.wait(_SERVER_START_S):
+            raise TimeoutError(f"no command was forked within {_SERVER_START_S} s")
+        self.pid: int = self._process.pid
+
+    def poll(self) -> int | None:
+        return self._process.exitcode
+
+    def wait(self, timeout: float | None = None) -> int:
+        self._process.join(timeout)
+        if (code := self.poll()) is None:
+            raise subprocess.TimeoutExpired("slime-like", timeout or 0.0)
+        return code
+
+    def kill(self) -> None:
+        self._process.kill()
+
+    def terminate(self) -> None:
+        self._process.terminate()
+
+
+def _command(
+    begun: Any, arguments: list[str], out: str, err: str, environment: dict[str, str], directory: str, shim: str
+) -> None:
+    """The process ends like an interpreter: handlers run, output written."""
+    os.setsid()
+    _inherit(environment, directory)
+    for descriptor, file, flags in (
+        (0, os.devnull, os.O_RDONLY),
+        (1, out, os.O_WRONLY | os.O_CREAT | os.O_TRUNC),
+        (2, err, os.O_WRONLY | os.O_CREAT | os.O_TRUNC),
+    ):
+        os.dup2(os.open(file, flags, 0o644), descriptor)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    begun.set()
+    sys.argv = ["slime-like", *arguments]
+    _start_workers_by(shim)
+    code = main(arguments)
+    atexit._run_exitfuncs()
+    sys.exit(code)
+
+
+def _start_workers_by(shim: str) -> None:
+    """Of every Ray node that this process starts."""
+    usual = ray._private.node.Node.__init__
+
+    def start(node: Any, ray_params: Any, *arguments: Any, **options: Any) -> None:
+        ray_params.update(setup_worker_path=shim)
+        usual(node, ray_params, *arguments, **options)
+
+    ray._private.node.Node.__init__ = start
+
+
+def _inherit(environment: dict[str, str], directory: str) -> None:
+    os.chdir(directory)
+    os.environ.clear()
+    os.environ.update(environment)
