@@ -6,6 +6,7 @@ environment and standard streams to the server and waits; the fork goes on as Ra
 
 import argparse
 import atexit
+import ctypes
 import json
 import os
 import runpy
@@ -26,6 +27,7 @@ from ray._raylet import Config
 
 from slime_like.commands.main import main
 from tests.support.forks import FIRST_JOB, clean_forks
+from tests.support.worker_shim import PR_SET_PDEATHSIG
 
 _SERVER_START_S = 120
 
@@ -44,12 +46,15 @@ class WorkerServer:
             f"from tests.support.worker_shim import ask\nask({str(self._socket)!r})\n"
         )
         ready = forks.Event()
-        forks.Process(target=_serve_workers, args=(str(self._socket), ready), daemon=True).start()
+        server = forks.Process(target=_serve_workers, args=(str(self._socket), ready))  # a daemon may have no children
+        server.start()
+        atexit.register(server.kill)
         if not ready.wait(_SERVER_START_S):
             raise TimeoutError(f"the server of Ray workers did not start within {_SERVER_START_S} s")
 
 
 def _serve_workers(path: str, ready: Any) -> None:
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel collects them
     with socket.socket(socket.AF_UNIX) as server:
         server.bind(path)

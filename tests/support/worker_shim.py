@@ -11,11 +11,11 @@ import socket
 import sys
 from pathlib import Path
 
-_PR_SET_PDEATHSIG = 1
+PR_SET_PDEATHSIG = 1
 
 
 def ask(server: str) -> None:
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     request = json.dumps({"arguments": sys.argv[1:], "environment": dict(os.environ), "directory": str(Path.cwd())})
     with socket.socket(socket.AF_UNIX) as connection:
         connection.connect(server)

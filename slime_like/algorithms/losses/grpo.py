@@ -119,13 +119,8 @@ class GRPOLoss:
             ValueError: no tensor, shapes that do not fit, a mask that is not bool, a temperature that is not positive,
                 or something missing that the configuration needs.
         """
-        if not temperature > 0:
-            raise ValueError(f"temperature={temperature} is not positive; give the one that the samples were drawn at")
         require_tensors(targets=targets, advantages=advantages)
-        if targets.ndim not in (1, 2):
-            raise ValueError(
-                f"targets have shape {tuple(targets.shape)}; give (R,) for a pack, (B, T) for padded input"
-            )
+        _check_input(targets, temperature)
         given = {"old_logprobs": old_logprobs, "ref_logprobs": ref_logprobs, "behaviour_logprobs": behaviour_logprobs}
         # Before flattening, after which (T, B) looks like (B, T).
         require_alike(targets=targets, padding_masks=padding_masks, **given)
@@ -163,6 +158,13 @@ class GRPOLoss:
             torch.tensor(sizes, device=mask.device)
         )
         return per_token, step_denominator(reduction, counts, groups)
+
+
+def _check_input(targets: Tensor, temperature: float) -> None:
+    if not temperature > 0:
+        raise ValueError(f"temperature={temperature} is not positive; give the one that the samples were drawn at")
+    if targets.ndim not in (1, 2):
+        raise ValueError(f"targets have shape {tuple(targets.shape)}; give (R,) for a pack, (B, T) for padded input")
 
 
 def _score(pi_logits: Tensor | Sequence[Tensor], targets: Tensor, temperature: float) -> tuple[Tensor, Tensor]:

@@ -79,13 +79,13 @@ class ReferenceWeights:
                     self._readers[weights] -= 1
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class ReferenceWork:
-    """Work that was done in a period."""
+    """Work that was done in a request or in a period."""
 
-    busy_s: float = 0.0
-    response_tokens: int = 0
-    total_tokens: int = 0
+    busy_s: float
+    response_tokens: int
+    total_tokens: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,8 +127,7 @@ class ReferencePool:
         self._members: dict[int, _Member] = {}
         self._waiting: deque[RewardedGroup] = deque()
         self._running: dict[Future[list[Tensor]], _Request] = {}
-        self._work = ReferenceWork()
-        self._work_lock = threading.Lock()
+        self._done: deque[ReferenceWork] = deque()  # the workers' threads append
         self.weights = ReferenceWeights()
         self.news: list[str] = []
 
@@ -171,9 +170,12 @@ class ReferencePool:
 
     def take_work(self) -> ReferenceWork:
         """Return the work since the last call, with mean seconds of the workers that are left; reset the counters."""
-        with self._work_lock:
-            work, self._work = self._work, ReferenceWork()
-        return replace(work, busy_s=work.busy_s / max(1, len(self._registry.workers)))
+        done = [self._done.popleft() for _ in range(len(self._done))]
+        return ReferenceWork(
+            sum(work.busy_s for work in done) / max(1, len(self._registry.workers)),
+            sum(work.response_tokens for work in done),
+            sum(work.total_tokens for work in done),
+        )
 
     def close(self) -> None:
         """Start no more requests. The workers must be closed by their owner."""
@@ -209,10 +211,9 @@ class ReferencePool:
                 worker.use(weights)
         started = time.perf_counter()
         logprobs = worker.score(trajectories)
-        with self._work_lock:
-            self._work.busy_s += time.perf_counter() - started
-            self._work.response_tokens += sum(trajectory.response_len for trajectory in trajectories)
-            self._work.total_tokens += sum(trajectory.total_len for trajectory in trajectories)
+        busy_s = time.perf_counter() - started
+        response_tokens = sum(trajectory.response_len for trajectory in trajectories)
+        self._done.append(ReferenceWork(busy_s, response_tokens, sum(t.total_len for t in trajectories)))
         return logprobs
 
     def _settle(self, future: Future[Any]) -> list[RewardedGroup]:
