@@ -1,1 +1,4 @@
-"""Trainer backends, each behind ``slime_like.interfaces.TrainerBackend``."""
+"""Trainer backends, each behind ``slime_like.interfaces.TrainerBackend``.
+
+``slime_like.orchestration.trainer`` drives them.
+"""

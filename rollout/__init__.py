@@ -1,1 +1,4 @@
-"""Rollout engines, each behind ``slime_like.interfaces.RolloutEngine``."""
+"""Rollout engines, each behind ``slime_like.interfaces.RolloutEngine``.
+
+``slime_like.orchestration.rollout`` drives them: requests, staleness, deaths.
+"""

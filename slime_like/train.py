@@ -26,6 +26,8 @@ from slime_like.orchestration.trainer.batcher import WindowStream
 def train(config: RunConfig) -> TrainSummary:
     """Run ``config.steps`` training steps; RL, or supervised with ``algorithm.loss: sft``.
 
+    Call ``slime_like.checks.check.require_valid`` first, as the command does: it finds all problems before Ray starts.
+
     Raises:
         SlimeLikeError: anything a user can act on, in one sentence; every process of the run has ended by then.
     """

@@ -107,7 +107,8 @@ def check(config: RunConfig, needs: Needs | None = None) -> list[Problem]:
 
 
 def require_valid(config: RunConfig, needs: Needs | None = None) -> None:
-    """
+    """Reject a wrong configuration before anything starts.
+
     Raises:
         ConfigError: with every problem that ``check`` finds, and with what is wrong with the data where it finds any.
     """

@@ -7,6 +7,8 @@ from pydantic import Field, model_validator
 from slime_like.config.base import Section
 
 LOSSES = ("ppo_clip", "policy_gradient", "gspo", "cispo", "sft")
+"""Names of ``slime_like.algorithms.losses.policy.POLICY_LOSSES``."""
+
 ADVANTAGES = ("grpo", "grpo_mean_only", "dr_grpo", "rloo", "reinforce_pp", "reinforce_pp_baseline", "pass_through")
 GROUP_ADVANTAGES = ("grpo", "grpo_mean_only", "dr_grpo", "rloo", "reinforce_pp_baseline")
 """Estimators that compare a sample with others of its group: with groups of one they give 0 for every sample."""
@@ -32,8 +34,8 @@ class AlgorithmConfig(Section):
     dual_clip: float | None = Field(None, gt=1, description="Dual-clip bound for negative advantages; none: off.")
     kl_coef: float = Field(0.0, ge=0, description="Coefficient of the KL to the reference in the loss; 0: off.")
     kl_estimator: Literal["k1", "k2", "k3"] = "k3"
-    """Estimator of KL(policy || reference) in the loss. k2 has the exact reverse-KL gradient; k3 is biased; k1 has no
-    gradient unless kl_importance_weighted."""
+    """Estimator of KL(policy || reference) in the loss. k2 has the exact reverse-KL gradient; k3 is biased; k1 has
+    zero expected gradient unless kl_importance_weighted."""
     kl_importance_weighted: bool = False
     """Multiply the KL by pi / pi_old: unbiased gradient for k1 and k3, also off-policy."""
     entropy_coef: float = Field(0.0, ge=0, description="Coefficient of the entropy bonus.")

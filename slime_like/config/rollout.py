@@ -61,7 +61,7 @@ class RolloutConfig(Section):
     max_staleness: int = Field(0, ge=0)
     """Most weight versions between a response's first token and the weights it trains. 0: sampling and training
     alternate, on-policy. Above 0 they run concurrently: new weights reach responses in progress, and a step takes
-    the groups that are ready first."""
+    the oldest groups that are ready."""
     stream: bool = False
     """Train on a step's samples while others are still being generated: full micro-batches go to the trainers at once.
     The update equals that of the whole batch. Requires one update per step and group-scoped advantages."""

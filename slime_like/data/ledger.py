@@ -127,8 +127,13 @@ class Ledger:
         with self._lock, _refused_by_disk(path), closing(sqlite3.connect(path)) as copy:
             self._database.backup(copy)
 
-    def restore(self, path: Path) -> None:
-        """Become what ``snapshot`` copied; later events are forgotten.
+    def count(self) -> int:
+        """Number of events; also that of the latest."""
+        with self._lock:
+            return int(self._database.execute("SELECT count(*) FROM events").fetchone()[0])
+
+    def restore(self, path: Path, count: int | None = None) -> None:
+        """Become what ``snapshot`` copied, without its events after the first ``count``; later events are forgotten.
 
         Raises:
             DataError: there is no snapshot at ``path``, or it is damaged.
@@ -140,6 +145,9 @@ class Ledger:
             with self._lock, closing(sqlite3.connect(_read_only(path), uri=True)) as copy:
                 copy.execute("SELECT count(*) FROM events").fetchone()
                 copy.backup(self._database)
+            if count is not None:
+                with self._lock, self._database:
+                    self._database.execute("DELETE FROM events WHERE number > ?", (count,))
         except sqlite3.Error as error:
             raise _unusable(path, error, "the ledger is damaged: resume from another checkpoint") from error
 

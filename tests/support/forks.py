@@ -28,7 +28,7 @@ PRELOADED = [
     "slime_like.orchestration.rollout.engine_actor",
     "slime_like.orchestration.trainer.rank",
     "slime_like.train",
-    "ray.dashboard.optional_deps",
+    "aiohttp",
     "matplotlib.backends.backend_agg",  # draws the curve of a run
     "matplotlib.figure",
     "pyarrow",  # which Ray imports in every worker

@@ -1,4 +1,4 @@
-"""Losses: one policy term by name, and what every loss shares (importance correction, KL, entropy, figures)."""
+"""Losses: one policy term by name (a new one goes into ``policy.py``), and what all losses share (``loss.py``)."""
 
 from slime_like.algorithms.losses.grpo import GRPOLoss
 from slime_like.algorithms.losses.kl import kl_estimate

@@ -1,4 +1,7 @@
-"""The loss for people who have logits or logprobs at hand and want one number back."""
+"""The configured loss of whole batches of logits or logprobs, for direct use.
+
+Trainers do not use it: they compose ``Loss`` (``loss.py``) of a policy term (``policy.py``, where a new one goes).
+"""
 
 from __future__ import annotations
 

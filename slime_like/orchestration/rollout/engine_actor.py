@@ -88,9 +88,12 @@ class EngineActor:
                 remedy="raise rollout.start_timeout_s or read its log in the run directory",
             ) from error
         if self._config.rollout.environment.name is not None:
-            tokenizer = await asyncio.to_thread(load_tokenizer, self._config.model.path)
-            self._conversations = Conversations(self._config, tokenizer, self._sample, self._engine.abort)
-            await self._conversations.start()
+            await self._start_conversations()
+
+    async def _start_conversations(self) -> None:
+        tokenizer = await asyncio.to_thread(load_tokenizer, self._config.model.path)
+        self._conversations = Conversations(self._config, tokenizer, self._sample, self._engine.abort)
+        await self._conversations.start()
 
     async def submit(self, asker: str, requests: Sequence[GenerationRequest]) -> None:
         """Start ``requests``; ``answers`` returns their results."""

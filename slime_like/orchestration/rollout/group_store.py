@@ -148,6 +148,7 @@ class GroupStore:
             step = self._gate.formed + 1
             oldest_first = sorted(self._ready, key=lambda group_id: self._ready[group_id][0].version)
             oldest_allowed = step - 1 - self._max_staleness
+            # The gate prevents this.
             if stale := [group_id for group_id in oldest_first if self._ready[group_id][0].version < oldest_allowed]:
                 raise TrainerError(
                     f"groups {stale} are older than rollout.max_staleness allows",
@@ -162,7 +163,10 @@ class GroupStore:
 
     # ---------------------------------------------------------------------------------------------------------- state
     def state_dict(self) -> dict[str, Any]:
-        """Position of the prompts, and those that were issued and not trained; expressible in JSON."""
+        """Position of the prompts and of the ledger, and prompts that were issued and not trained; for JSON.
+
+        A thread may issue more before the ledger is copied: what comes after ``ledger_events`` is not of this state.
+        """
         with self.changed:
             unfinished = [issued.prompt for issued in self._under_way.values()]
             unfinished += [issued.prompt for issued, _ in self._ready.values()]
@@ -170,6 +174,7 @@ class GroupStore:
             return {
                 "data": self._prompts.state_dict(),
                 "in_flight": [asdict(prompt) for prompt in sorted(unfinished, key=lambda prompt: prompt.group_id)],
+                "ledger_events": self._ledger.count(),
             }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

@@ -1,4 +1,7 @@
-"""Generation: requests go to the engine with the least outstanding tokens, answers come back as they are ready."""
+"""Generation: requests go to the engine with the least outstanding tokens, answers come back as they are ready.
+
+Requests of an engine that dies are queued again, at the head (``supervisor.py``).
+"""
 
 import threading
 import time

@@ -1,4 +1,4 @@
-"""StalenessGate: how many groups may be issued, and how many of those that are ready a batch may take."""
+"""The bound on staleness of samples: how many groups may be issued, and how many of the ready ones a batch may take."""
 
 import math
 from bisect import bisect_left

@@ -1,4 +1,9 @@
-"""Engine supervision: deaths, the restart budget, and what a replacement needs before it serves."""
+"""Engine supervision: deaths, the restart budget, and what a replacement needs before it serves.
+
+A failed call shows a death (``EngineClient``, ``WeightSync``, turns on shared devices); there is no heartbeat. The
+engine's requests are queued again. It is replaced at the next weight sync, or at once where none serves (``revive``).
+Without a restart left, the error ends the run.
+"""
 
 import itertools
 import threading

@@ -111,7 +111,7 @@ class EngineSide(RolloutSide):
 
     def restore(self, checkpoint: Checkpoint) -> None:
         self.source.store.load_state_dict({**checkpoint.state, "data": checkpoint.data_position()})
-        self._ledger.restore(checkpoint.file(LEDGER))
+        self._ledger.restore(checkpoint.file(LEDGER), checkpoint.state.get("ledger_events"))
 
     def evaluate(self, step: int) -> Metrics:
         if self._evaluator is None:

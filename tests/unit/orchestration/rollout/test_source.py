@@ -303,17 +303,20 @@ def test_young_samples_do_not_take_the_place_of_old_ones(run_dir: Path) -> None:
 
 
 def test_what_was_in_flight_is_issued_again(run_dir: Path) -> None:
-    """Interrupted with groups under way and groups ready: state and ledger go on in another source."""
+    """Interrupted with groups under way and groups ready: state and ledger go on in another source. Groups that the
+    thread issues between the state and the ledger's copy are issued again, too."""
     client = ShuffledClient(1)
     made, _ = source(run_dir, client, max_staleness=2)
     before = [group for batch in batches(made, client, last=5, max_staleness=2) for group in batch]
     made.close()
     state = json.loads(json.dumps(made.store.state_dict()))
+    made.store.serve(made.store.version + 1)
+    assert made.store.issue()
     made._ledger.snapshot(run_dir / "copy")
     client = ShuffledClient(2)
     again, _ = source(run_dir, client, max_staleness=2)
     again.store.load_state_dict(state)
-    again._ledger.restore(run_dir / "copy")
+    again._ledger.restore(run_dir / "copy", state["ledger_events"])
     after = [group for batch in batches(again, client, first=6, max_staleness=2) for group in batch]
     again.close()
     assert sorted(before + after) == list(range(STEPS * PROMPTS))
@@ -326,7 +329,7 @@ def test_the_state_in_a_checkpoint_keeps_its_format(run_dir: Path) -> None:
     state = {"data": {"issued": 6}, "in_flight": [prompt | {"group_id": 3}, prompt | {"group_id": 5}]}
     store = GroupStore(settings(run_dir), Prompts(), Ledger.begin(run_dir))  # type: ignore[arg-type]
     store.load_state_dict(state)
-    assert json.loads(json.dumps(store.state_dict())) == state
+    assert json.loads(json.dumps(store.state_dict())) == state | {"ledger_events": 0}
     issued = store.issue()
     assert [prompt.group_id for prompt in issued] == [3, 5, 6, 7]
     assert issued[0] == Prompt((1, 2), "4", 3, 0, 7, environment={"a": 1})
