@@ -17,17 +17,13 @@ from slime_like.algorithms import (
 from slime_like.algorithms import logprobs as logprobs_module
 from tests.support.properties import examples
 from tests.support.rejections import Rejects
-from tests.unit.algorithms.cases import SHAPES, VOCABULARY, batch, dense_scores, shapes
+from tests.unit.algorithms.cases import SHAPES, VOCABULARY, batch, close, dense_scores, shapes
 
 TOLERANCE = {torch.float32: 2e-6, torch.float64: 1e-13}
 
 
 def dense(logits: Tensor, targets: Tensor, temperatures: Tensor) -> tuple[Tensor, Tensor]:
     return dense_scores(logits.double() / temperatures[..., None], targets)
-
-
-def close(left: Tensor, right: Tensor, tolerance: float) -> bool:
-    return bool((left.double() - right.double()).abs().max() <= tolerance * (1 + right.abs().max()))
 
 
 @pytest.fixture(params=[1, 300, 1 << 18], ids=["row", "few rows", "whole"])
