@@ -7,17 +7,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from slime_like.algorithms import (
-    build_loss,
-    importance_weights,
-    kl_penalty,
-    off_policy_sequence_mask,
-    overlong_penalty,
-)
+from slime_like.algorithms import build_loss, importance_weights, kl_penalty, off_policy_sequence_mask, overlong_penalty
 from slime_like.config.algorithm import AlgorithmConfig
 from tests.unit.algorithms.test_losses import LENGTHS, make_inputs
-
-STARTS = [0, 5, 6]
 
 
 def log_ratios(level: str) -> list[float]:
@@ -25,8 +17,8 @@ def log_ratios(level: str) -> list[float]:
     inputs = make_inputs()
     difference = inputs.old_logprobs - inputs.behaviour_logprobs
     result = []
-    for start, n in zip(STARTS, LENGTHS, strict=True):
-        kept = difference[start : start + n][inputs.loss_mask[start : start + n]].tolist()
+    for part, mask in zip(difference.split(LENGTHS), inputs.loss_mask.split(LENGTHS), strict=True):
+        kept = part[mask].tolist()
         if level == "token":
             result += kept
         elif kept:
@@ -39,16 +31,8 @@ def log_ratios(level: str) -> list[float]:
 @pytest.mark.parametrize("correction", ["truncate", "mask"])
 def test_importance_weights(correction: str, level: str) -> None:
     inputs = make_inputs()
-    result = importance_weights(
-        inputs.old_logprobs,
-        inputs.behaviour_logprobs,
-        inputs.loss_mask,
-        inputs.response_lens,
-        correction,
-        level,
-        low=0.8,
-        high=1.1,
-    )
+    given = (inputs.old_logprobs, inputs.behaviour_logprobs, inputs.loss_mask, inputs.response_lens)
+    result = importance_weights(*given, correction, level, low=0.8, high=1.1)
     ratios = [math.exp(x) for x in log_ratios(level)]
     if correction == "truncate":
         expected, changed = [min(r, 1.1) for r in ratios], [r > 1.1 for r in ratios]
@@ -72,9 +56,9 @@ def test_a_ratio_on_a_bound_stays(correction: str) -> None:
 
 def test_the_off_policy_threshold_belongs_to_the_kept() -> None:
     two, mask, lens = torch.zeros(2), torch.ones(2, dtype=torch.bool), torch.tensor([1, 1])
-    exactly = off_policy_sequence_mask(two, two + 0.5, torch.tensor([-1.0, 0.0]), mask, lens, threshold=0.5)
-    beyond = off_policy_sequence_mask(two, two + 0.5, torch.tensor([-1.0, 0.0]), mask, lens, threshold=0.25)
-    assert exactly.tolist() == [True, True] and beyond.tolist() == [False, True]
+    for threshold, expected in ((0.5, [True, True]), (0.25, [False, True])):
+        kept = off_policy_sequence_mask(two, two + 0.5, torch.tensor([-1.0, 0.0]), mask, lens, threshold)
+        assert kept.tolist() == expected
 
 
 def test_figures_of_a_correction() -> None:
@@ -115,9 +99,8 @@ def test_overlong_penalty() -> None:
 
 def test_kl_penalty_in_the_reward() -> None:
     inputs = make_inputs()
-    per_token, per_sequence = kl_penalty(
-        inputs.logprobs, inputs.ref_logprobs, inputs.loss_mask, inputs.response_lens, 0.1
-    )
+    given = (inputs.logprobs, inputs.ref_logprobs, inputs.loss_mask, inputs.response_lens)
+    per_token, per_sequence = kl_penalty(*given, 0.1)
     expected = -0.1 * (inputs.logprobs - inputs.ref_logprobs).detach() * inputs.loss_mask
     assert not per_token.requires_grad and torch.allclose(per_token, expected)
     assert per_sequence.tolist() == pytest.approx([part.sum().item() for part in expected.split(LENGTHS)])

@@ -183,16 +183,8 @@ def micro_batch_loss(
     local = []
     for shard in shards:
         hidden = model.hidden(shard.tokens, shard.position_ids)[shard.response_index]
-        local.append(
-            fused_logprobs(
-                hidden,
-                model.head,
-                response_tokens(packed)[shard.response_slot],
-                temperatures[shard.response_slot],
-                vocab_size=VOCABULARY,
-                chunk_tokens=chunk,
-            )
-        )
+        scored = (hidden, model.head, *(x[shard.response_slot] for x in (response_tokens(packed), temperatures)))
+        local.append(fused_logprobs(*scored, vocab_size=VOCABULARY, chunk_tokens=chunk))
     logprobs, entropy = (merge_from_context_parallel(shards, [pair[i] for pair in local]) for i in range(2))
     output = build_loss(config)(
         LossInputs(

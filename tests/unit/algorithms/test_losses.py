@@ -67,14 +67,8 @@ TOKEN_FORMULAS = [
 def test_token_losses(settings, formula) -> None:  # type: ignore[no-untyped-def]
     inputs = make_inputs()
     output = build_loss(AlgorithmConfig(**settings))(inputs)
-    rows = zip(
-        inputs.logprobs.tolist(),
-        inputs.old_logprobs.tolist(),
-        inputs.advantages.tolist(),
-        inputs.loss_mask.tolist(),
-        inputs.token_weights.tolist(),
-        strict=True,
-    )
+    columns = (inputs.logprobs, inputs.old_logprobs, inputs.advantages, inputs.loss_mask, inputs.token_weights)
+    rows = zip(*(column.tolist() for column in columns), strict=True)
     expected = sum(w * formula(lp, old, a) for lp, old, a, kept, w in rows if kept)
     assert output.loss.item() == pytest.approx(expected, rel=1e-12)
     assert output.sums.policy_loss.item() == pytest.approx(expected, rel=1e-12)
@@ -115,11 +109,8 @@ def test_ratio_and_clip_fraction_come_from_the_old_policy() -> None:
     assert stats.entropy.item() == pytest.approx(inputs.entropy[kept].mean().item())
     difference = (inputs.ref_logprobs - inputs.logprobs)[kept]
     assert stats.approx_policy_kls.item() == pytest.approx((difference.exp() - 1 - difference).mean().item())
-    assert (stats.num_tokens.item(), stats.grad_norm.item(), stats.learning_rate.item()) == (
-        kept.sum().item(),
-        1.5,
-        1e-3,
-    )
+    told = (stats.num_tokens.item(), stats.grad_norm.item(), stats.learning_rate.item())
+    assert told == (kept.sum().item(), 1.5, 1e-3)
 
 
 # settings, and what counts as clipped of ratios and advantages
