@@ -266,10 +266,10 @@ def test_logprobs_and_entropies(tokens: int, vocabulary: int, padding: int, entr
 
 def test_a_logit_that_is_no_number_is_not_hidden() -> None:
     hidden, weight = torch.randn(4, 8), torch.randn(20, 8)
-    hidden[2, 3] = torch.nan
+    hidden[1, 3], hidden[2, 3] = torch.inf, torch.nan
     given = (hidden, weight, torch.arange(4), torch.ones(4))
     logprobs, entropy = fused_logprobs(*given, vocab_size=20, rows=FusedLogitRows())
-    assert logprobs.isnan().tolist() == entropy.isnan().tolist() == [False, False, True, False]
+    assert logprobs.isnan().tolist() == entropy.isnan().tolist() == [False, True, True, False]
 
 
 def test_rows_of_other_kinds_are_refused(rejects: Rejects) -> None:
