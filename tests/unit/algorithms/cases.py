@@ -8,6 +8,8 @@ from slime_like.interfaces import Conversation
 from slime_like.trajectory import ScoredTrajectory, UnscoredTrajectory
 
 VOCABULARY = 29
+CONSTANT_LENGTH = 70
+REDUCTIONS = ("tokens", "samples", "groups", "constant")
 
 
 def scored(
@@ -60,6 +62,37 @@ def dense_scores(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
     """Logprobs of (...) ``targets`` and entropies by their definition, from all of the (..., V) logits."""
     log_softmax = logits.log_softmax(-1)
     return log_softmax.gather(-1, targets[..., None])[..., 0], -(log_softmax.exp() * log_softmax).sum(-1)
+
+
+def close(left: Tensor, right: Tensor, tolerance: float) -> bool:
+    if right.numel() == 0:
+        return left.shape == right.shape
+    return bool((left.double() - right.double()).abs().max() <= tolerance * (1 + right.abs().max()))
+
+
+def mean_by_definition(losses: list[Tensor], groups: list[int], reduction: str) -> Tensor:
+    """Each loss holds one sample's loss-carrying tokens; empty samples and groups do not take part."""
+    if reduction == "tokens":
+        return torch.cat(losses).mean()
+    if reduction == "samples":
+        return torch.stack([x.mean() for x in losses if x.numel()]).mean()
+    if reduction == "constant":
+        return torch.stack([x.sum() / CONSTANT_LENGTH for x in losses if x.numel()]).mean()
+    pooled = [torch.cat([x for x, i in zip(losses, groups, strict=True) if i == g]) for g in dict.fromkeys(groups)]
+    return torch.stack([x.mean() for x in pooled if x.numel()]).mean()
+
+
+def gae_by_definition(rewards, values, mask, gamma, lam):  # type: ignore[no-untyped-def]
+    """A_t = sum over l of (gamma lam)^l delta_{t+l}, over the kept tokens alone."""
+    kept = [i for i, m in enumerate(mask) if m]
+    deltas = []
+    for k, i in enumerate(kept):
+        following = values[kept[k + 1]] if k + 1 < len(kept) else 0.0
+        deltas.append((rewards if k + 1 == len(kept) else 0.0) + gamma * following - values[i])
+    advantages = [0.0] * len(values)
+    for k, i in enumerate(kept):
+        advantages[i] = sum((gamma * lam) ** j * d for j, d in enumerate(deltas[k:]))
+    return advantages
 
 
 # ---------------------------------------------------------------------------------------------- hypothesis strategies

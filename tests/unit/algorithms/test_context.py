@@ -72,11 +72,15 @@ def test_zigzag_written_out_by_loops(shapes: list[tuple[int, int]], padding: int
         assert shard.max_seqlen_padded == max(b - a for a, b in pairwise(boundaries))
 
 
-@pytest.mark.parametrize("multiple", [1, 3])
-def test_contiguous_pads_only_the_total(multiple: int) -> None:
+def test_a_padded_length() -> None:
+    assert [padded_length(5, 2), padded_length(8, 2), padded_length(5, 1)] == [8, 8, 5]
+    assert padded_length(5, 2, "contiguous") == 5
+
+
+@pytest.mark.parametrize(("multiple", "total"), [(1, 32), (3, 36)])
+def test_contiguous_pads_only_the_total(multiple: int, total: int) -> None:
     packed = pack(SHAPES)  # 30 tokens
     shards = [split_for_context_parallel(packed, 4, rank, "contiguous", multiple) for rank in range(4)]
-    total = {1: 32, 3: 36}[multiple]
     source = torch.cat([shard.source for shard in shards]).tolist()
     assert source == [*range(30), *[-1] * (total - 30)]
     assert shards[0].cu_seqlens_padded.tolist() == [*packed.cu_seqlens.tolist(), total]
@@ -84,27 +88,9 @@ def test_contiguous_pads_only_the_total(multiple: int) -> None:
     assert torch.cat([shard.position_ids for shard in shards])[30:].tolist() == list(range(total - 30))
 
 
-def test_one_rank_changes_nothing() -> None:
+@pytest.mark.parametrize("layout", ["zigzag", "contiguous"])
+def test_one_rank_changes_nothing(layout: str) -> None:
     packed = pack(SHAPES, 5)
-    for layout in ("zigzag", "contiguous"):
-        shard = split_for_context_parallel(packed, 1, 0, layout)  # type: ignore[arg-type]
-        assert torch.equal(shard.tokens, packed.tokens) and torch.equal(shard.position_ids, packed.position_ids)
-        assert shard.cu_seqlens_padded.tolist() == [0, 7, 9, 16, 25, 30, 35]
-
-
-def test_merge_is_differentiable() -> None:
-    packed = pack(SHAPES)
-    shards = [split_for_context_parallel(packed, 2, rank) for rank in range(2)]
-    values = [torch.rand(shard.response_slot.numel(), requires_grad=True) for shard in shards]
-    weights = torch.rand(packed.targets.numel())
-    (merge_from_context_parallel(shards, values) * weights).sum().backward()
-    for shard, value in zip(shards, values, strict=True):
-        assert torch.equal(value.grad, weights[shard.response_slot])
-
-
-def test_a_shard_without_response_merges() -> None:
-    packed = pack([(40, 1)])
-    shards = [split_for_context_parallel(packed, 4, rank) for rank in range(4)]
-    counts = [shard.response_index.numel() for shard in shards]
-    assert sorted(counts) == [0, 0, 0, 1]
-    assert merge_from_context_parallel(shards, [torch.ones(n) for n in counts]).tolist() == [1.0]
+    shard = split_for_context_parallel(packed, 1, 0, layout)  # type: ignore[arg-type]
+    assert torch.equal(shard.tokens, packed.tokens) and torch.equal(shard.position_ids, packed.position_ids)
+    assert shard.cu_seqlens_padded.tolist() == [0, 7, 9, 16, 25, 30, 35]

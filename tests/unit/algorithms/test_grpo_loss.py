@@ -1,5 +1,7 @@
 """The loss from logits, in one tensor or in chunks, packed or padded, against a dense computation."""
 
+import math
+
 import pytest
 import torch
 from torch import Tensor
@@ -63,3 +65,8 @@ def test_packed_and_padded_agree(reduction: str, name: str) -> None:
         assert a.item() == pytest.approx(b.item(), rel=1e-12)
     gradients = [torch.autograd.grad(x[0], logits, retain_graph=True)[0] for x in (padded, packed)]
     assert torch.allclose(*gradients, atol=1e-15)
+
+
+def test_supervised_loss_needs_no_advantages() -> None:
+    loss, *_ = GRPOLoss(AlgorithmConfig(loss="sft")).forward(torch.zeros(2, 5), torch.tensor([0, 0]), None, None)
+    assert loss.item() == pytest.approx(math.log(5))

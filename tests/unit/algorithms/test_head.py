@@ -2,6 +2,7 @@
 
 import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -11,19 +12,13 @@ from torch import Tensor
 
 from slime_like.algorithms import fused_logprobs, logprobs_and_entropy, vocab_parallel_logprobs
 from tests.support.properties import examples
-from tests.unit.algorithms.cases import SHARDED, dense_scores
+from tests.unit.algorithms.cases import SHARDED, close, dense_scores
 
 HIDDEN = 7
 
 
 def dense(hidden: Tensor, weight: Tensor, targets: Tensor, temperatures: Tensor) -> tuple[Tensor, Tensor]:
     return dense_scores(hidden @ weight.T / temperatures[:, None], targets)
-
-
-def close(left: Tensor, right: Tensor, tolerance: float) -> bool:
-    if right.numel() == 0:
-        return left.shape == right.shape
-    return bool((left.double() - right).abs().max() <= tolerance * (1 + right.abs().max()))
 
 
 class ThreadGroup:
@@ -42,23 +37,16 @@ class ThreadGroup:
 
         return reduce
 
-    def run(self, body: Callable[[int], None]) -> None:
-        failures: list[BaseException] = []
-
-        def guarded(rank: int) -> None:
+    def run(self, body: Callable[[int], tuple[Tensor, ...]]) -> list[tuple[Tensor, ...]]:
+        def guarded(rank: int) -> tuple[Tensor, ...]:
             try:
-                body(rank)
-            except BaseException as error:
-                failures.append(error)
+                return body(rank)
+            except BaseException:
                 self.barrier.abort()
+                raise
 
-        threads = [threading.Thread(target=guarded, args=(rank,)) for rank in range(self.size)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join(60)
-        if failures:
-            raise failures[0]
+        with ThreadPoolExecutor(self.size) as pool:
+            return list(pool.map(guarded, range(self.size)))
 
 
 Scores = Callable[..., tuple[Tensor, Tensor]]
@@ -69,18 +57,13 @@ def weighted(case: dict[str, Tensor], scores: tuple[Tensor, Tensor]) -> Tensor:
 
 
 def run_sharded(
-    case: dict[str, Tensor], form: Scores, shard: Callable[[slice], list[Tensor]], columns: int, **options: int
+    case: dict[str, Tensor], form: Scores, shard: Callable[[Tensor], list[Tensor]], ranks: int, **options: int
 ) -> list[tuple[Tensor, ...]]:
-    """Logprobs, entropies and the gradients of what ``shard`` gives a rank for its columns, by rank.
+    """Logprobs, entropies and the gradients of what ``shard`` gives a rank for its columns, by rank."""
+    group, columns = ThreadGroup(ranks), len(case["weight"]) // ranks
 
-    Args:
-        columns: of every rank, padding included.
-    """
-    ranks = case["weight"].shape[0] // columns
-    group, results = ThreadGroup(ranks), [()] * ranks
-
-    def body(rank: int) -> None:
-        leaves = [each.clone().requires_grad_() for each in shard(slice(rank * columns, (rank + 1) * columns))]
+    def body(rank: int) -> tuple[Tensor, ...]:
+        leaves = [each.clone().requires_grad_() for each in shard(torch.arange(columns) + rank * columns)]
         scores = form(
             *leaves,
             case["targets"],
@@ -91,15 +74,14 @@ def run_sharded(
             **options,
         )
         weighted(case, scores).backward()
-        results[rank] = (*(x.detach() for x in scores), *(leaf.grad for leaf in leaves))
+        return (*(x.detach() for x in scores), *(leaf.grad for leaf in leaves))
 
-    group.run(body)
-    return results
+    return group.run(body)
 
 
-def make_case(count: int, vocab_size: int, padded: int, dtype: torch.dtype, seed: int = 0) -> dict[str, Tensor]:
+def make_case(count: int, vocab_size: int, padded: int, dtype: torch.dtype) -> dict[str, Tensor]:
     """Padding rows of the weight hold huge values, so that counting them would show."""
-    g = torch.Generator().manual_seed(seed)
+    g = torch.Generator().manual_seed(0)
     weight = 1.5 * torch.randn(padded, HIDDEN, generator=g, dtype=dtype)
     weight[vocab_size:] = 50.0
     return {
@@ -112,69 +94,39 @@ def make_case(count: int, vocab_size: int, padded: int, dtype: torch.dtype, seed
     }
 
 
-@given(count=st.integers(1, 30), **SHARDED)
-@examples(40)
-def test_any_sharding_equals_the_whole(count, vocab_size, extra, ranks, chunk, dtype) -> None:  # type: ignore[no-untyped-def]
-    """Also where the last shards hold nothing but padding."""
-    padded = -(-(vocab_size + extra) // ranks) * ranks
-    case = make_case(count, vocab_size, padded, dtype)
-    tolerance = 3e-6 if dtype == torch.float32 else 1e-12
-    hidden = case["hidden"].double().clone().requires_grad_()
-    weight = case["weight"][:vocab_size].double().clone().requires_grad_()
-    expected = dense(hidden, weight, case["targets"], case["temperatures"].double())
-    weighted(case, expected).backward()
-    results = run_sharded(
-        case,
-        fused_logprobs,
-        lambda part: [case["hidden"], case["weight"][part]],
-        padded // ranks,
-        vocab_size=vocab_size,
-        chunk_tokens=chunk,
-    )
-    for *found, _ in results:
-        for ours, theirs in zip(found, (*(x.detach() for x in expected), hidden.grad), strict=True):
-            assert close(ours, theirs, tolerance)
-    d_weight = torch.cat([found[3] for found in results])
-    assert close(d_weight[:vocab_size], weight.grad, tolerance)
-    assert not d_weight[vocab_size:].any()
-
-
 @given(count=st.integers(0, 30), **SHARDED)
 @examples(40)
-def test_sharded_logits_equal_the_whole(count, vocab_size, extra, ranks, chunk, dtype) -> None:  # type: ignore[no-untyped-def]
-    """The same from logits: no reduction in backward, and none of the padding's columns has a gradient."""
-    padded = -(-(vocab_size + extra) // ranks) * ranks
-    case = make_case(count, vocab_size, padded, dtype)
+def test_any_sharding_equals_the_whole(count, vocab_size, extra, ranks, chunk, dtype) -> None:  # type: ignore[no-untyped-def]
+    """Of the head and of its logits: no reduction in backward of these, and padding has no gradient.
+
+    Also where there is no token, and where the last shards hold nothing but padding.
+    """
+    case = make_case(count, vocab_size, -(-(vocab_size + extra) // ranks) * ranks, dtype)
+    hidden, weight, temperatures = (case[name].double() for name in ("hidden", "weight", "temperatures"))
     logits = 3 * case["hidden"] @ case["weight"].T
-    whole = logits[:, :vocab_size].double().requires_grad_()
-    expected = dense_scores(whole / case["temperatures"].double()[:, None], case["targets"])
+    leaves = [x.clone().requires_grad_() for x in (hidden, weight[:vocab_size], logits[:, :vocab_size].double())]
+    options = {"vocab_size": vocab_size, "chunk_tokens": chunk}
+
+    expected = dense(*leaves[:2], case["targets"], temperatures)
     weighted(case, expected).backward()
-    results = run_sharded(
-        case,
-        vocab_parallel_logprobs,
-        lambda part: [logits[:, part]],
-        padded // ranks,
-        vocab_size=vocab_size,
-        chunk_tokens=chunk,
-    )
+    tolerance = 3e-6 if dtype == torch.float32 else 1e-12
+    by_rank = run_sharded(case, fused_logprobs, lambda part: [case["hidden"], case["weight"][part]], ranks, **options)
+    for *found, _ in by_rank:
+        for ours, theirs in zip(found, (*expected, leaves[0].grad), strict=True):
+            assert close(ours, theirs.detach(), tolerance)
+    gradient = torch.cat([found[3] for found in by_rank])
+    assert close(gradient[:vocab_size], leaves[1].grad, tolerance) and not gradient[vocab_size:].any()
+
+    expected = dense_scores(leaves[2] / temperatures[:, None], case["targets"])
+    weighted(case, expected).backward()
     # Logits of a few dozen nats: float32 holds them, and so their difference from the log-sum-exp, to about 1e-5.
     tolerance = 1e-5 if dtype == torch.float32 else 1e-12
-    for *found, _ in results:
+    by_rank = run_sharded(case, vocab_parallel_logprobs, lambda part: [logits[:, part]], ranks, **options)
+    for *found, _ in by_rank:
         for ours, theirs in zip(found, expected, strict=True):
             assert close(ours, theirs.detach(), tolerance)
-    gradient = torch.cat([found[2] for found in results], dim=1)
-    assert close(gradient[:, :vocab_size], whole.grad, tolerance)
-    assert not gradient[:, vocab_size:].any()
-
-
-def test_no_tokens_keep_the_graph_alive() -> None:
-    hidden = torch.zeros(0, HIDDEN, requires_grad=True)
-    weight = torch.randn(5, HIDDEN, requires_grad=True)
-    empty = torch.zeros(0)
-    logprobs, entropy = fused_logprobs(hidden, weight, empty.long(), empty, vocab_size=5)
-    (logprobs.sum() + entropy.sum()).backward()
-    assert hidden.grad is not None and hidden.grad.shape == (0, HIDDEN)
-    assert weight.grad is not None and not weight.grad.any()
+    gradient = torch.cat([found[2] for found in by_rank], dim=1)
+    assert close(gradient[:, :vocab_size], leaves[2].grad, tolerance) and not gradient[:, vocab_size:].any()
 
 
 def test_bfloat16() -> None:
@@ -193,19 +145,18 @@ def test_bfloat16() -> None:
 @pytest.mark.parametrize("chunk", [3, 64])
 def test_capped_logits_are_those_of_the_formula(chunk: int) -> None:
     """Also where the cap bites: logits of several times its size. Entropies have gradients, too."""
-    case = make_case(10, 9, 9, torch.float64)
-    results = []
-    for capped in (True, False):
-        hidden, weight = (case[name].clone().requires_grad_() for name in ("hidden", "weight"))
-        if capped:
-            logprobs, entropy = fused_logprobs(
-                hidden, weight, case["targets"], case["temperatures"], vocab_size=9, chunk_tokens=chunk, softcap=0.8
-            )
-        else:
-            logits = 0.8 * torch.tanh(hidden @ weight.T / 0.8) / case["temperatures"][:, None]
-            logprobs, entropy = dense_scores(logits, case["targets"])
+    case, results = make_case(10, 9, 9, torch.float64), []
+    options = {"vocab_size": 9, "chunk_tokens": chunk, "softcap": 0.8}
+    for form in (
+        lambda *given: fused_logprobs(*given, case["targets"], case["temperatures"], **options),
+        lambda hidden, weight: dense_scores(
+            0.8 * torch.tanh(hidden @ weight.T / 0.8) / case["temperatures"][:, None], case["targets"]
+        ),
+    ):
+        leaves = [case[name].clone().requires_grad_() for name in ("hidden", "weight")]
+        logprobs, entropy = form(*leaves)
         (logprobs.square().sum() + entropy.sum()).backward()
-        results.append((logprobs, entropy, hidden.grad, weight.grad))
+        results.append((logprobs, entropy, *(leaf.grad for leaf in leaves)))
     for ours, expected in zip(*results, strict=True):
         torch.testing.assert_close(ours, expected, rtol=1e-10, atol=1e-12)
 
@@ -250,9 +201,7 @@ def test_large_logits_keep_their_gradient(form: Scores, use: tuple[float, float]
 
 
 @pytest.mark.parametrize("form", [logprobs_and_entropy, by_columns])
-def test_a_forbidden_token_has_no_gradient_however_large_that_of_the_entropy(
-    form: Scores,
-) -> None:
+def test_a_forbidden_token_has_no_gradient_however_large_that_of_the_entropy(form: Scores) -> None:
     """A logit of -inf times a factor above 1 would leave the range of float32, and inf times 0 is nan."""
     logits = torch.tensor([[float("-inf"), 1.0, 2.0]])
     allowed = logits[:, 1:].double().requires_grad_()

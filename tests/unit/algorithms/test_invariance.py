@@ -32,11 +32,22 @@ from slime_like.algorithms import (
 from slime_like.config.algorithm import AlgorithmConfig
 from slime_like.trajectory import PackedTrajectory, ScoredTrajectory
 from tests.support.properties import examples
-from tests.unit.algorithms.cases import CP_SIZES, LAYOUTS, PADDINGS, SEEDS, VOCABULARY, batch, dense_scores, shapes
+from tests.unit.algorithms.cases import (
+    CONSTANT_LENGTH,
+    CP_SIZES,
+    LAYOUTS,
+    PADDINGS,
+    REDUCTIONS,
+    SEEDS,
+    VOCABULARY,
+    batch,
+    dense_scores,
+    gae_by_definition,
+    mean_by_definition,
+    shapes,
+)
 
 HIDDEN = 6
-CONSTANT_LENGTH = 70
-REDUCTIONS = ("tokens", "samples", "groups", "constant")
 
 # Distances between current, old and engine policy, in nats: none lies near a bound of a clip, where the last bit of a
 # float32 would decide whether a token has a gradient.
@@ -148,18 +159,6 @@ def score_alone(model: TinyModel, s: ScoredTrajectory) -> tuple[Tensor, Tensor]:
     return dense_scores(logits[s.prompt_len - 1 : -1], s.response_tokens)
 
 
-def mean_by_definition(losses: list[Tensor], groups: list[int], reduction: str) -> Tensor:
-    """Each loss holds one sample's loss-carrying tokens; empty samples and groups do not take part."""
-    if reduction == "tokens":
-        return torch.cat(losses).mean()
-    if reduction == "samples":
-        return torch.stack([x.mean() for x in losses if x.numel()]).mean()
-    if reduction == "constant":
-        return torch.stack([x.sum() / CONSTANT_LENGTH for x in losses if x.numel()]).mean()
-    pooled = [torch.cat([x for x, i in zip(losses, groups, strict=True) if i == g]) for g in dict.fromkeys(groups)]
-    return torch.stack([x.mean() for x in pooled if x.numel()]).mean()
-
-
 def reference(sequences: list[ScoredTrajectory], name: str, reduction: str) -> tuple[Tensor, Tensor, list[Tensor]]:
     """Loss, the mean size of its terms (they have both signs, and may cancel), and gradients."""
     model, losses = TinyModel(torch.float64), []
@@ -184,16 +183,8 @@ def micro_batch_loss(
     local = []
     for shard in shards:
         hidden = model.hidden(shard.tokens, shard.position_ids)[shard.response_index]
-        local.append(
-            fused_logprobs(
-                hidden,
-                model.head,
-                response_tokens(packed)[shard.response_slot],
-                temperatures[shard.response_slot],
-                vocab_size=VOCABULARY,
-                chunk_tokens=chunk,
-            )
-        )
+        scored = (hidden, model.head, *(x[shard.response_slot] for x in (response_tokens(packed), temperatures)))
+        local.append(fused_logprobs(*scored, vocab_size=VOCABULARY, chunk_tokens=chunk))
     logprobs, entropy = (merge_from_context_parallel(shards, [pair[i] for pair in local]) for i in range(2))
     output = build_loss(config)(
         LossInputs(
@@ -313,15 +304,8 @@ def test_value_loss_and_gradient(reduction, dtype, shapes, padding, seed) -> Non
 
 
 def dense_value_loss(s: ScoredTrajectory, values: Tensor, old: Tensor, clip: float) -> Tensor:
-    """One sequence's loss-carrying tokens: the recursion of GAE backwards, the reward on the last of them."""
-    kept = s.loss_mask.nonzero().squeeze(1).tolist()
-    advantage, following, returns = 0.0, 0.0, {}
-    for place, i in reversed(list(enumerate(kept))):
-        reward = float(s.rewards[0]) if place + 1 == len(kept) else 0.0
-        advantage = reward + 0.99 * following - old[i].item() + 0.99 * 0.9 * advantage
-        following = old[i].item()
-        returns[i] = advantage + following
-    target = torch.tensor([returns[i] for i in kept], dtype=torch.float64)
-    v, v_old = values[kept], old[kept]
+    """One sequence's loss-carrying tokens."""
+    advantages = gae_by_definition(float(s.rewards[0]), old.tolist(), s.loss_mask.tolist(), 0.99, 0.9)
+    v, v_old, target = (x[s.loss_mask] for x in (values, old, torch.tensor(advantages, dtype=torch.float64) + old))
     bounded = v_old + (v - v_old).clamp(-clip, clip)
     return 0.5 * torch.maximum((v - target).square(), (bounded - target).square()) + 0.0 * values.sum()

@@ -17,17 +17,13 @@ from slime_like.algorithms import (
 from slime_like.algorithms import logprobs as logprobs_module
 from tests.support.properties import examples
 from tests.support.rejections import Rejects
-from tests.unit.algorithms.cases import SHAPES, VOCABULARY, batch, dense_scores, shapes
+from tests.unit.algorithms.cases import SHAPES, VOCABULARY, batch, close, dense_scores, shapes
 
 TOLERANCE = {torch.float32: 2e-6, torch.float64: 1e-13}
 
 
 def dense(logits: Tensor, targets: Tensor, temperatures: Tensor) -> tuple[Tensor, Tensor]:
     return dense_scores(logits.double() / temperatures[..., None], targets)
-
-
-def close(left: Tensor, right: Tensor, tolerance: float) -> bool:
-    return bool((left.double() - right.double()).abs().max() <= tolerance * (1 + right.abs().max()))
 
 
 @pytest.fixture(params=[1, 300, 1 << 18], ids=["row", "few rows", "whole"])
@@ -52,16 +48,6 @@ def test_values_and_gradients(chunk_elements: int, dtype: torch.dtype, shape: tu
     sum((w * e).sum() for w, e in zip(weights, expected, strict=True)).backward()
     sum((w * a).sum() for w, a in zip(weights, actual, strict=True)).backward()
     assert close(logits.grad, reference_logits.grad, TOLERANCE[dtype])
-
-
-@pytest.mark.parametrize("use", ["logprobs", "entropy"])
-def test_gradient_of_one_output_alone(use: str) -> None:
-    logits = torch.randn(7, 19, dtype=torch.float64, requires_grad=True)
-    targets = torch.randint(0, 19, (7,))
-    index = ["logprobs", "entropy"].index(use)
-    expected = torch.autograd.grad(dense(logits, targets, torch.ones(7))[index].square().sum(), logits)[0]
-    actual = torch.autograd.grad(logprobs_and_entropy(logits, targets)[index].square().sum(), logits)[0]
-    assert close(actual, expected, 1e-13)
 
 
 def test_selective_log_softmax_keeps_the_input() -> None:
@@ -120,49 +106,6 @@ def test_response_logprobs_of_each_sequence_alone(
     weights = torch.randn(len(expected), dtype=torch.float64)
     reference = torch.autograd.grad((torch.stack(expected) * weights).sum(), logits)[0]
     assert close(torch.autograd.grad((actual * weights).sum(), logits)[0], reference, 1e-13)
-
-
-def test_matches_hugging_face() -> None:
-    """A real causal model scoring each sequence alone, against the packed logits of all of them."""
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    torch.manual_seed(0)
-    model = LlamaForCausalLM(
-        LlamaConfig(
-            vocab_size=VOCABULARY,
-            hidden_size=16,
-            intermediate_size=16,
-            num_hidden_layers=1,
-            num_attention_heads=2,
-            num_key_value_heads=1,
-        )
-    ).eval()
-    sequences = [replace(s, temperature=1.0) for s in batch(SHAPES)]
-    packed = pack_sequences(sequences, target_tokens_per_batch=40)
-    with torch.no_grad():
-        rows = [model(input_ids=torch.cat([s.prompt_tokens, s.response_tokens])[None]).logits[0] for s in sequences]
-        logits = torch.cat([*rows, torch.zeros(10, VOCABULARY)])
-        expected = []
-        for s in sequences:
-            ids = torch.cat([s.prompt_tokens, s.response_tokens])[None]
-            labels = ids.clone()
-            labels[0, : s.prompt_len] = -100
-            expected.append(-model(input_ids=ids, labels=labels).loss * s.response_len)
-    actual = compute_response_logprobs(logits, packed)
-    sums = torch.stack([part.sum() for part in actual.split(packed.response_lens.tolist())])
-    assert close(sums, torch.stack(expected), 1e-6)
-
-
-@pytest.mark.parametrize("value", [0.0, -1.0, float("nan"), float("inf")])
-def test_a_temperature_that_scales_nothing_is_refused(rejects: Rejects, value: float) -> None:
-    logits, targets = torch.zeros(3, 5), torch.zeros(3, dtype=torch.int64)
-    with rejects(ValueError):
-        logprobs_and_entropy(logits, targets, torch.tensor([1.0, value, 1.0]))
-    packed = pack_sequences([replace(s, temperature=1.0) for s in batch(SHAPES)])
-    with rejects(ValueError):
-        compute_response_logprobs(torch.zeros(30, VOCABULARY), packed, value)
-    with rejects(ValueError):
-        logprobs_and_entropy(logits, targets, torch.ones(2))
 
 
 def test_another_temperature_than_the_one_that_sampled_is_refused(rejects: Rejects) -> None:

@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import fields, replace
+from typing import Any
 
 import pytest
 import torch
@@ -9,7 +10,7 @@ from pydantic import ValidationError
 from torch import Tensor
 
 from slime_like.algorithms import LossInputs, LossSums, build_loss, value_loss
-from slime_like.algorithms.losses import PolicyTerms, kl_estimate
+from slime_like.algorithms.losses import kl_estimate
 from slime_like.config.algorithm import AlgorithmConfig
 from tests.support.rejections import Rejects
 
@@ -66,49 +67,24 @@ TOKEN_FORMULAS = [
 def test_token_losses(settings, formula) -> None:  # type: ignore[no-untyped-def]
     inputs = make_inputs()
     output = build_loss(AlgorithmConfig(**settings))(inputs)
-    rows = zip(
-        inputs.logprobs.tolist(),
-        inputs.old_logprobs.tolist(),
-        inputs.advantages.tolist(),
-        inputs.loss_mask.tolist(),
-        inputs.token_weights.tolist(),
-        strict=True,
-    )
+    columns = (inputs.logprobs, inputs.old_logprobs, inputs.advantages, inputs.loss_mask, inputs.token_weights)
+    rows = zip(*(column.tolist() for column in columns), strict=True)
     expected = sum(w * formula(lp, old, a) for lp, old, a, kept, w in rows if kept)
     assert output.loss.item() == pytest.approx(expected, rel=1e-12)
     assert output.sums.policy_loss.item() == pytest.approx(expected, rel=1e-12)
 
 
-@pytest.mark.parametrize(("settings", "formula"), TOKEN_FORMULAS, ids=[str(s) for s, _ in TOKEN_FORMULAS])
-def test_token_gradients(settings, formula) -> None:  # type: ignore[no-untyped-def]
-    """Central differences of the formula; CISPO's weight is a constant there, as its stop-gradient says."""
-    inputs, h = make_inputs(), 1e-6
-    actual = torch.autograd.grad(build_loss(AlgorithmConfig(**settings))(inputs).loss, inputs.logprobs)[0]
-    for i in range(TOTAL):
-        lp, old, a = (x[i].item() for x in (inputs.logprobs, inputs.old_logprobs, inputs.advantages))
-        if settings["loss"] == "cispo":
-            slope = formula(lp, old, a) / lp
-        else:
-            slope = (formula(lp + h, old, a) - formula(lp - h, old, a)) / (2 * h)
-        expected = slope * inputs.token_weights[i].item() * bool(inputs.loss_mask[i])
-        assert actual[i].item() == pytest.approx(expected, abs=1e-7)
-
-
 def test_gspo() -> None:
     """One ratio per sequence, over its loss-carrying tokens, clipped as a whole."""
     inputs = make_inputs(distance=0.3)
-    config = AlgorithmConfig(loss="gspo", clip_low=0.05, clip_high=0.1)
-    output = build_loss(config)(inputs)
-    expected, ratios, start = torch.zeros((), dtype=torch.float64), [], 0
-    for n in LENGTHS:
-        part = slice(start, start + n)
-        kept = inputs.loss_mask[part]
-        ratio = (inputs.logprobs - inputs.old_logprobs)[part][kept].mean().exp() if kept.any() else torch.ones(())
-        a = inputs.advantages[start]
+    output = build_loss(AlgorithmConfig(loss="gspo", clip_low=0.05, clip_high=0.1))(inputs)
+    expected, ratios = torch.zeros((), dtype=torch.float64), []
+    columns = (inputs.loss_mask, inputs.logprobs - inputs.old_logprobs, inputs.advantages, inputs.token_weights)
+    for kept, difference, a, weights in zip(*(column.split(LENGTHS) for column in columns), strict=True):
+        ratio = difference[kept].mean().exp() if kept.any() else torch.ones(())
         loss = -torch.minimum(ratio * a, ratio.clamp(0.95, 1.1) * a)
-        expected = expected + (loss * inputs.token_weights[part] * kept).sum()
+        expected = expected + (loss * weights * kept).sum()
         ratios += [ratio.item()] * int(kept.sum())
-        start += n
     assert output.loss.item() == pytest.approx(expected.item(), rel=1e-12)
     gradients = [torch.autograd.grad(x, inputs.logprobs, retain_graph=True)[0] for x in (output.loss, expected)]
     assert torch.allclose(*gradients, rtol=1e-11, atol=1e-13)
@@ -133,48 +109,29 @@ def test_ratio_and_clip_fraction_come_from_the_old_policy() -> None:
     assert stats.entropy.item() == pytest.approx(inputs.entropy[kept].mean().item())
     difference = (inputs.ref_logprobs - inputs.logprobs)[kept]
     assert stats.approx_policy_kls.item() == pytest.approx((difference.exp() - 1 - difference).mean().item())
-    assert (stats.num_tokens.item(), stats.grad_norm.item(), stats.learning_rate.item()) == (
-        kept.sum().item(),
-        1.5,
-        1e-3,
-    )
+    told = (stats.num_tokens.item(), stats.grad_norm.item(), stats.learning_rate.item())
+    assert told == (kept.sum().item(), 1.5, 1e-3)
 
 
-def test_the_dual_clip_counts_as_clipped() -> None:
+# settings, and what counts as clipped of ratios and advantages
+CLIPPED = [
+    ({"loss": "ppo_clip", "dual_clip": 1.5}, lambda r, a: ((r > 1.2) & (a > 0)) | ((r < 0.8) & (a < 0)) | (r > 1.5)),
+    ({"loss": "cispo"}, lambda r, a: (r < 0.8) | (r > 1.2)),
+    ({"loss": "policy_gradient"}, lambda r, a: torch.zeros(len(r))),
+]
+
+
+@pytest.mark.parametrize(("settings", "clipped"), CLIPPED, ids=[str(s) for s, _ in CLIPPED])
+def test_figures_of_each_loss(settings, clipped) -> None:  # type: ignore[no-untyped-def]
+    """The dual clip counts as one; the ratio is that before a clip, also of a loss without one."""
     inputs = make_inputs()
-    inputs = replace(inputs, advantages=-inputs.advantages.abs())
-    sums = build_loss(AlgorithmConfig(dual_clip=1.5))(inputs).sums
-    ratios, a = (inputs.logprobs - inputs.old_logprobs).exp()[inputs.loss_mask], inputs.advantages[inputs.loss_mask]
-    by_dual = (a < 0) & (ratios > 1.5)
-    clipped = ((ratios > 1.2) & (a > 0)) | ((ratios < 0.8) & (a < 0)) | by_dual
-    assert by_dual.any() and sums.clipped.item() == clipped.sum().item()
-
-
-def test_figures_of_a_loss_without_a_ratio_and_of_no_tokens() -> None:
-    inputs = make_inputs()
-    loss = build_loss(AlgorithmConfig(loss="policy_gradient"))
-    ratios = (inputs.logprobs - inputs.old_logprobs).exp()[inputs.loss_mask]
-    assert loss(inputs).sums.ratio.item() == pytest.approx(ratios.sum().item())
+    inputs, kept = replace(inputs, advantages=-inputs.advantages.abs()), inputs.loss_mask
+    loss = build_loss(AlgorithmConfig(**settings))
+    ratios, sums = (inputs.logprobs - inputs.old_logprobs).exp()[kept], loss(inputs).sums
+    assert sums.ratio.item() == pytest.approx(ratios.sum().item()) and (ratios > 1.5).any()
+    assert sums.clipped.item() == clipped(ratios, inputs.advantages[kept]).sum().item()
     stats = loss(replace(inputs, loss_mask=torch.zeros(TOTAL, dtype=torch.bool))).sums.to_stats(1.0, 0.0, 0.0)
     assert [stats.ratios, stats.entropy, stats.clipfrac, stats.engine_gap_mean] == [0.0] * 4
-    assert build_loss(AlgorithmConfig(loss="sft", kl_coef=0.1, kl_importance_weighted=True)).needs_old
-
-
-def test_cispo_reports_the_ratio_before_its_clip() -> None:
-    inputs = make_inputs()
-    sums = build_loss(AlgorithmConfig(loss="cispo"))(inputs).sums
-    ratios = (inputs.logprobs - inputs.old_logprobs).exp()[inputs.loss_mask]
-    assert sums.ratio.item() == pytest.approx(ratios.sum().item())
-    assert sums.clipped.item() == ((ratios < 0.8) | (ratios > 1.2)).sum().item() > 0
-
-
-def test_on_policy_ratio_is_one_and_the_gradient_that_of_reinforce() -> None:
-    inputs = make_inputs()
-    inputs = replace(inputs, old_logprobs=inputs.logprobs.detach().clone())
-    outputs = [build_loss(AlgorithmConfig(loss=name))(inputs) for name in ("ppo_clip", "policy_gradient", "cispo")]
-    gradients = [torch.autograd.grad(o.loss, inputs.logprobs, retain_graph=True)[0] for o in outputs]
-    assert torch.allclose(gradients[0], gradients[1]) and torch.allclose(gradients[2], gradients[1])
-    assert outputs[0].sums.ratio == outputs[0].sums.num_tokens and outputs[0].sums.clipped == 0
 
 
 def test_a_ratio_is_never_made_up(rejects: Rejects) -> None:
@@ -186,39 +143,10 @@ def test_a_ratio_is_never_made_up(rejects: Rejects) -> None:
             loss(inputs)
     for name in ("policy_gradient", "sft"):
         assert not build_loss(AlgorithmConfig(loss=name)).needs_old
+    assert build_loss(AlgorithmConfig(loss="sft", kl_coef=0.1, kl_importance_weighted=True)).needs_old
 
 
 # ------------------------------------------------------------------------------------------------------------ KL
-def policies(seed: int = 0) -> tuple[Tensor, Tensor, Tensor]:
-    """Logits of a policy, a reference and a sampling policy over 6 tokens: small enough for exact expectations."""
-    g = torch.Generator().manual_seed(seed)
-    policy, reference, sampler = (torch.randn(6, generator=g, dtype=torch.float64) for _ in range(3))
-    return policy.requires_grad_(), reference, sampler
-
-
-def expected_kl_gradient(settings: dict[str, object], on_policy: bool) -> tuple[Tensor, Tensor]:
-    """Exact expectation over every token of the loss's KL gradient, and the gradient of KL(policy || reference)."""
-    logits, reference, sampler = policies()
-    log_policy, log_reference = logits.log_softmax(0), reference.log_softmax(0)
-    log_sampler = log_policy.detach() if on_policy else sampler.log_softmax(0)
-    zeros = torch.zeros(6, dtype=torch.float64)
-    loss = build_loss(AlgorithmConfig(loss="policy_gradient", kl_coef=1.0, **settings))
-    output = loss(
-        LossInputs(
-            logprobs=log_policy,
-            entropy=None,
-            old_logprobs=log_sampler,
-            behaviour_logprobs=None,
-            ref_logprobs=log_reference,
-            advantages=zeros,
-            loss_mask=torch.ones(6, dtype=torch.bool),
-            token_weights=log_sampler.exp(),
-        )
-    )
-    exact = (log_policy.exp() * (log_policy - log_reference)).sum()
-    return tuple(torch.autograd.grad(x, logits, retain_graph=True)[0] for x in (output.loss, exact))  # type: ignore[return-value]
-
-
 EXACT = [
     ({"kl_estimator": "k2"}, True, True),
     ({"kl_estimator": "k3"}, True, False),
@@ -231,28 +159,22 @@ EXACT = [
 
 
 @pytest.mark.parametrize(("settings", "on_policy", "exact"), EXACT, ids=str)
-def test_expected_kl_gradient(settings: dict[str, object], on_policy: bool, exact: bool) -> None:
-    actual, reverse_kl = expected_kl_gradient(settings, on_policy)
-    assert torch.allclose(actual, reverse_kl, atol=1e-12) == exact
+def test_expected_kl_gradient(settings: dict[str, Any], on_policy: bool, exact: bool) -> None:
+    """Over every one of 6 tokens, against the gradient of KL(policy || reference)."""
+    g = torch.Generator().manual_seed(0)
+    logits, reference, sampler = (torch.randn(6, generator=g, dtype=torch.float64).requires_grad_() for _ in range(3))
+    log_policy, log_reference = logits.log_softmax(0), reference.log_softmax(0).detach()
+    log_sampler = (logits if on_policy else sampler).log_softmax(0).detach()
+    columns = (log_policy, None, log_sampler, None, log_reference, torch.zeros(6), torch.ones(6) > 0, log_sampler.exp())
+    loss = build_loss(AlgorithmConfig(loss="policy_gradient", kl_coef=1.0, **settings))(LossInputs(*columns)).loss
+    reverse_kl = (log_policy.exp() * (log_policy - log_reference)).sum()
+    gradients = [torch.autograd.grad(x, logits, retain_graph=True)[0] for x in (loss, reverse_kl)]
+    assert torch.allclose(*gradients, atol=1e-12) == exact
 
 
-def test_k1_has_no_expected_gradient_and_is_refused() -> None:
-    logits, reference, _ = policies()
-    log_policy = logits.log_softmax(0)
-    value = (log_policy.detach().exp() * kl_estimate(log_policy, reference.log_softmax(0), "k1")).sum()
-    assert torch.autograd.grad(value, logits)[0].abs().max() < 1e-15
+def test_k1_alone_is_refused() -> None:
     with pytest.raises(ValidationError, match="zero expected gradient"):
         AlgorithmConfig(kl_coef=0.1, kl_estimator="k1")
-
-
-def test_unbiased_estimates_of_the_value(rejects: Rejects) -> None:
-    logits, reference, _ = policies()
-    p, log_p, log_q = logits.softmax(0), logits.log_softmax(0), reference.log_softmax(0)
-    exact = torch.nn.functional.kl_div(log_q, log_p, log_target=True, reduction="sum")
-    for estimator in ("k1", "k3"):
-        assert (p * kl_estimate(log_p, log_q, estimator)).sum().item() == pytest.approx(exact.item(), rel=1e-12)
-    with rejects(ValueError):
-        kl_estimate(log_p, log_q, "k4")
 
 
 def test_k3_keeps_precision_where_policies_agree() -> None:
@@ -260,43 +182,25 @@ def test_k3_keeps_precision_where_policies_agree() -> None:
     assert kl_estimate(a, a + 1e-4, "k3").item() == pytest.approx(0.5e-8, rel=2e-2)
 
 
-def test_parts_add_up() -> None:
-    """loss = policy + kl_coef * KL - entropy_coef * entropy, and ``kl_loss`` is reported before its coefficient."""
+def test_parts_are_reported_before_their_coefficients() -> None:
     inputs = make_inputs()
-    base = build_loss(AlgorithmConfig())(inputs)
-    full = build_loss(AlgorithmConfig(kl_coef=0.3, kl_estimator="k2", entropy_coef=0.2))(inputs)
-    weights = inputs.token_weights * inputs.loss_mask
-    kl = (weights * 0.5 * (inputs.logprobs - inputs.ref_logprobs) ** 2).sum()
-    entropy = (weights * inputs.entropy).sum()
-    assert full.loss.item() == pytest.approx((base.loss + 0.3 * kl - 0.2 * entropy).item())
-    assert full.sums.kl_loss.item() == pytest.approx(kl.item())
-    assert full.sums.policy_loss.item() == pytest.approx(base.loss.item())
-    assert torch.allclose(torch.autograd.grad(full.loss, inputs.entropy)[0], -0.2 * weights)
+    sums = build_loss(AlgorithmConfig(kl_coef=0.3, kl_estimator="k2", entropy_coef=0.2))(inputs).sums
+    kl = inputs.token_weights * inputs.loss_mask * 0.5 * (inputs.logprobs - inputs.ref_logprobs) ** 2
+    assert sums.kl_loss.item() == pytest.approx(kl.sum().item())
+    assert sums.policy_loss.item() == pytest.approx(build_loss(AlgorithmConfig())(inputs).loss.item())
 
 
 # ------------------------------------------------------------------------------------------- masks, sums, names, errors
 @pytest.mark.parametrize("name", ["ppo_clip", "policy_gradient", "gspo", "cispo", "sft"])
 def test_masked_tokens_have_no_effect(name: str) -> None:
     """Not even nan or inf, in the value, the gradient or a figure."""
-    config = AlgorithmConfig(
-        loss=name,
-        kl_coef=0.1,
-        kl_estimator="k2",
-        entropy_coef=0.1,
-        importance_correction="truncate",
-        importance_level="sequence",
-        off_policy_mask=0.1,
-    )
-    clean = make_inputs()
-    dirty = {}
-    for field, junk in zip(
-        ("logprobs", "entropy", "old_logprobs", "behaviour_logprobs", "ref_logprobs", "advantages"),
-        (float("nan"), float("inf"), float("-inf"), float("nan"), float("-inf"), 1e30),
-        strict=True,
-    ):
-        value = getattr(clean, field).detach().masked_fill(~clean.loss_mask, junk)
-        dirty[field] = value.requires_grad_() if field in ("logprobs", "entropy") else value
-    results = []
+    correction = {"importance_correction": "truncate", "importance_level": "sequence", "off_policy_mask": 0.1}
+    config = AlgorithmConfig(loss=name, kl_coef=0.1, kl_estimator="k2", entropy_coef=0.1, **correction)
+    clean, results = make_inputs(), []
+    junk = {"logprobs": math.nan, "entropy": math.inf, "old_logprobs": -math.inf, "behaviour_logprobs": math.nan}
+    junk |= {"ref_logprobs": -math.inf, "advantages": 1e30, "token_weights": math.nan}
+    dirty = {field: getattr(clean, field).detach().masked_fill(~clean.loss_mask, x) for field, x in junk.items()}
+    dirty["logprobs"].requires_grad_(), dirty["entropy"].requires_grad_()
     for inputs in (clean, replace(clean, **dirty)):
         output = build_loss(config)(inputs)
         results.append((output, torch.autograd.grad(output.loss, [inputs.logprobs, inputs.entropy])))
@@ -335,26 +239,6 @@ def test_needs(rejects: Rejects) -> None:
     for missing in ("ref_logprobs", "old_logprobs", "behaviour_logprobs", "entropy", "advantages"):
         with rejects(ValueError):
             loss(replace(make_inputs(), **{missing: None}))
-
-
-class Halved:
-    """A user's own loss."""
-
-    name, needs_old, needs_advantages = "halved", False, False
-
-    def __init__(self, config: AlgorithmConfig) -> None:
-        pass
-
-    def __call__(self, inputs: LossInputs) -> PolicyTerms:
-        return PolicyTerms(-0.5 * inputs.logprobs)
-
-
-def test_loss_by_import_path_and_unknown_name(rejects: Rejects) -> None:
-    inputs = make_inputs()
-    custom, sft = (build_loss(AlgorithmConfig(loss=name))(inputs) for name in (f"{__name__}:Halved", "sft"))
-    assert custom.loss.item() == pytest.approx(0.5 * sft.loss.item())
-    with rejects(ValueError):
-        build_loss(AlgorithmConfig(loss="ppo"))
 
 
 def test_value_loss() -> None:

@@ -1,7 +1,5 @@
 """Token weights and denominators against means written out, and the vectorised sum of sample means."""
 
-import math
-
 import pytest
 import torch
 from hypothesis import given
@@ -9,27 +7,12 @@ from hypothesis import strategies as st
 
 from slime_like.algorithms import step_denominator, sum_of_sample_mean, token_weights
 from tests.support.properties import examples
+from tests.unit.algorithms.cases import CONSTANT_LENGTH, REDUCTIONS, mean_by_definition
 
 SAMPLES = st.lists(st.tuples(st.integers(0, 20), st.integers(0, 4)), min_size=1, max_size=30)
 
 
-def mean(values: list[float]) -> float:
-    return sum(values) / len(values)
-
-
-def by_definition(reduction: str, losses: list[list[float]], groups: list[int]) -> float:
-    """The mean that the reduction's name says; empty samples and groups do not take part."""
-    if reduction == "tokens":
-        return mean([x for sample in losses for x in sample])
-    if reduction == "samples":
-        return mean([mean(sample) for sample in losses if sample])
-    if reduction == "groups":
-        pooled = {g: [x for s, h in zip(losses, groups, strict=True) if h == g for x in s] for g in groups}
-        return mean([mean(values) for values in pooled.values() if values])
-    return mean([sum(sample) / 50 for sample in losses if sample])
-
-
-@pytest.mark.parametrize("reduction", ["tokens", "samples", "groups", "constant"])
+@pytest.mark.parametrize("reduction", REDUCTIONS)
 @given(samples=SAMPLES, seed=st.integers(0, 99))
 @examples(40)
 def test_weighted_sum_is_the_mean(reduction: str, samples: list[tuple[int, int]], seed: int) -> None:
@@ -39,15 +22,15 @@ def test_weighted_sum_is_the_mean(reduction: str, samples: list[tuple[int, int]]
             step_denominator(reduction, counts, groups)
         return
     g = torch.Generator().manual_seed(seed)
-    losses = [torch.randn(count, generator=g, dtype=torch.float64).tolist() for count in counts]
-    weights = token_weights(reduction, counts, groups, 50 if reduction == "constant" else None)
-    total = sum(w * x for w, sample in zip(weights, losses, strict=True) for x in sample)
+    losses = [torch.randn(count, generator=g, dtype=torch.float64) for count in counts]
+    weights = token_weights(reduction, counts, groups, CONSTANT_LENGTH if reduction == "constant" else None)
+    total = sum(w * x for w, sample in zip(weights, losses, strict=True) for x in sample.tolist())
     actual = total / step_denominator(reduction, counts, groups)
-    assert math.isclose(actual, by_definition(reduction, losses, groups), rel_tol=1e-11, abs_tol=1e-12)
+    assert actual == pytest.approx(mean_by_definition(losses, groups, reduction).item(), rel=1e-11, abs=1e-12)
 
 
 def test_a_fully_masked_sample_adds_nothing() -> None:
-    for reduction in ("tokens", "samples", "groups", "constant"):
+    for reduction in REDUCTIONS:
         assert token_weights(reduction, [4, 0], [1, 2], 10)[1] == 0.0
         assert step_denominator(reduction, [4, 0], [1, 2]) == step_denominator(reduction, [4], [1])
 
@@ -71,7 +54,11 @@ def test_sum_of_sample_mean(lengths: list[int], seed: int, kind: str) -> None:
     expected = sum(
         (part[mask].mean() for part, mask in zip(x.split(lengths), masks, strict=True) if mask.any()), 0.0 * x.sum()
     )
-    actual = sum_of_sample_mean(x, lengths, masks if kind == "bool" else [mask.double() for mask in masks])
+    if kind == "bool":  # what is masked has no part in it
+        masked = ~torch.cat([torch.zeros(0) > 0, *masks])
+        actual = sum_of_sample_mean(x.masked_fill(masked, float("nan")), lengths, masks)
+    else:
+        actual = sum_of_sample_mean(x, torch.tensor(lengths).long(), [mask.double() for mask in masks])
     assert torch.allclose(actual, expected, rtol=1e-12, atol=1e-12)
     gradients = [torch.autograd.grad(y, x)[0] for y in (actual, expected)]
     assert torch.allclose(*gradients, rtol=1e-12, atol=1e-14)

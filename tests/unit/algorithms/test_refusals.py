@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from slime_like.algorithms import (
+    ContextShard,
     compute_advantages,
     compute_response_logprobs,
     find_estimator,
@@ -93,7 +94,12 @@ def gspo(response_lens: Tensor | None) -> object:
     return build_loss(AlgorithmConfig(loss="gspo"))(replace(make_inputs(), response_lens=response_lens))
 
 
+def merge_all(shards: list[ContextShard]) -> Tensor:
+    return merge_from_context_parallel(shards, [torch.zeros(shard.response_slot.numel()) for shard in shards])
+
+
 PACK, IDS = pack_sequences(batch(SHAPES)), torch.zeros(4, dtype=torch.int64)
+PLAIN = pack_sequences([replace(s, temperature=1.0) for s in batch(SHAPES)])
 SHARD = split_for_context_parallel(PACK, 2, 0)
 PADDED, TARGETS = torch.zeros(2, 3, 5), torch.ones(2, 3, dtype=torch.int64)
 ONES, MASK, LENGTH = torch.ones(3), torch.ones(3, dtype=torch.bool), torch.tensor([3])
@@ -168,11 +174,12 @@ CALLS: dict[str, list[Callable[[], object]]] = {
         ),
         *(lambda form=form: scored(form, vocab_start=-1) for form in HEADS),
     ],
-    "import paths to something else": [
+    "names and import paths of something else": [
         *(
             lambda name=name: build_loss(AlgorithmConfig(loss=name))
-            for name in ("math:sin", "math:pi", "collections:OrderedDict")
+            for name in ("math:sin", "math:pi", "collections:OrderedDict", "ppo")
         ),
+        lambda: kl_estimate(TWO, TWO, "k4"),
         lambda: kl_estimate(TWO, TWO, "math:pi"),
     ],
     "a ratio per sequence": [
@@ -197,13 +204,19 @@ CALLS: dict[str, list[Callable[[], object]]] = {
         lambda: importance_weights(TWO, TWO, MASK_2.long(), None, "truncate"),
         lambda: off_policy_sequence_mask(TWO, TWO, TWO[:1], MASK_2, LENGTH_2, 0.1),
         lambda: importance_weights(TWO, TWO, MASK_2, LENGTH, "truncate", "sequence"),
+        lambda: build_loss(AlgorithmConfig(loss="policy_gradient", off_policy_mask=0.1))(
+            replace(make_inputs(), old_logprobs=None, behaviour_logprobs=None)
+        ),
     ],
     "lengths and counts": [
         *(lambda cp_size=cp_size: padded_length(5, cp_size) for cp_size in (0, -1)),
         lambda: padded_length(5, 1, "ring"),  # type: ignore[arg-type]
         lambda: padded_length(-1, 2),
         lambda: step_denominator("tokens", [1, -2], [0, 0]),
-        lambda: overlong_penalty(torch.tensor([3]), 20, 4, factor=-1.0),
+        lambda: overlong_penalty(LENGTH, 20, 4, factor=-1.0),
+        lambda: overlong_penalty(LENGTH, 20, 0),
+        lambda: gae(ONES[:1], ONES, MASK, LENGTH + 1),
+        lambda: gae(TWO, ONES, MASK, LENGTH),
         lambda: sum_of_sample_mean(torch.zeros(1, 2), [2], [torch.ones(2)]),
         lambda: mean_pass_at_k([], 1),
     ],
@@ -221,8 +234,21 @@ CALLS: dict[str, list[Callable[[], object]]] = {
     "shards of a pack": [
         lambda: split_for_context_parallel(PACK, 2, 0, "ring"),  # type: ignore[arg-type]
         lambda: split_for_context_parallel(PACK, 2, 2),
-        lambda: merge_from_context_parallel([SHARD], [torch.zeros(SHARD.response_slot.numel())]),
-        lambda: SHARD.scatter(torch.zeros(1)),
+        lambda: merge_all([SHARD]),
+        lambda: merge_from_context_parallel([SHARD, split_for_context_parallel(PACK, 2, 1)], [torch.zeros(3)]),
+        *(lambda x=x: SHARD.scatter(x) for x in (torch.zeros(1), torch.tensor(1.0))),
+        # of another pack, another layout, another number of ranks, and of as many responses elsewhere
+        *(
+            lambda shapes=shapes, number=number: merge_all(
+                [SHARD, split_for_context_parallel(pack_sequences(batch(shapes)), *number)]  # type: ignore[arg-type]
+            )
+            for shapes, number in (
+                (SHAPES[:2], (2, 1)),
+                (SHAPES, (2, 1, "contiguous")),
+                (SHAPES, (3, 1)),
+                ([(3, 4), (1, 1), (2, 5), (2, 4), (4, 1)], (2, 1)),
+            )
+        ),
     ],
     "heads and targets": [
         lambda: headed(targets=torch.tensor([0, 6, 1, 2])),
@@ -241,6 +267,12 @@ CALLS: dict[str, list[Callable[[], object]]] = {
         lambda: selective_log_softmax(torch.zeros(3, 5), torch.zeros(3)),
         lambda: selective_log_softmax(torch.zeros(3, 5, dtype=torch.int64), IDS[:3]),
         lambda: logprobs_and_entropy(torch.zeros(3, 5), torch.tensor([0, 5, 1])),
+        lambda: logprobs_and_entropy(torch.zeros(3, 5), IDS[:3], torch.ones(2)),
+        *(
+            lambda x=x: logprobs_and_entropy(torch.zeros(3, 5), IDS[:3], torch.tensor([1.0, x, 1.0]))
+            for x in (0.0, -1.0, NAN, INF)
+        ),
+        *(lambda x=x: compute_response_logprobs(torch.zeros(30, 29), PLAIN, x) for x in (0.0, -1.0, NAN, INF)),
     ],
     "partitions": [
         lambda: partition_by_tokens([3, 4, 11], 10, 1),

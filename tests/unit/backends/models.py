@@ -30,35 +30,22 @@ def dimensions(**changes: Any) -> ModelDimensions:
     return ModelDimensions(**{**_SMALL, **changes})
 
 
-def _sizes(layers: int, hidden: int, heads: int, kv_heads: int, head_dim: int, ffn: int, vocab: int) -> dict[str, int]:
-    return {
-        "num_layers": layers,
-        "hidden_size": hidden,
-        "num_heads": heads,
-        "num_kv_heads": kv_heads,
-        "head_dim": head_dim,
-        "ffn_hidden_size": ffn,
-        "vocab_size": vocab,
-    }
+_SIZES = ("num_layers", "hidden_size", "num_heads", "num_kv_heads", "head_dim", "ffn_hidden_size", "vocab_size")
 
 
+def _sized(*sizes: int, **changes: Any) -> ModelDimensions:
+    return dimensions(**dict(zip(_SIZES, sizes, strict=True)), **changes)
+
+
+_QWEN2: dict[str, Any] = {"family": "qwen2", "qkv_bias": True, "qk_norm": False}
+_EXPERTS: dict[str, Any] = {"num_experts": 128, "moe_top_k": 8, "moe_ffn_hidden_size": 768}
 PUBLISHED = {
-    "Qwen3-32B": dimensions(**_sizes(64, 5120, 64, 8, 128, 25600, 151936)),
-    "Qwen2.5-32B": dimensions(
-        family="qwen2", qkv_bias=True, qk_norm=False, **_sizes(64, 5120, 40, 8, 128, 27648, 152064)
-    ),
-    "Qwen2.5-0.5B": dimensions(
-        family="qwen2", qkv_bias=True, qk_norm=False, tied_embeddings=True, **_sizes(24, 896, 14, 2, 64, 4864, 151936)
-    ),
-    "Llama-3-70B": dimensions(family="llama", qk_norm=False, **_sizes(80, 8192, 64, 8, 128, 28672, 128256)),
-    "Mistral-7B": dimensions(family="mistral", qk_norm=False, **_sizes(32, 4096, 32, 8, 128, 14336, 32768)),
-    "Qwen3-30B-A3B": dimensions(
-        family="qwen3_moe",
-        num_experts=128,
-        moe_top_k=8,
-        moe_ffn_hidden_size=768,
-        **_sizes(48, 2048, 32, 4, 128, 6144, 151936),
-    ),
+    "Qwen3-32B": _sized(64, 5120, 64, 8, 128, 25600, 151936),
+    "Qwen2.5-32B": _sized(64, 5120, 40, 8, 128, 27648, 152064, **_QWEN2),
+    "Qwen2.5-0.5B": _sized(24, 896, 14, 2, 64, 4864, 151936, tied_embeddings=True, **_QWEN2),
+    "Llama-3-70B": _sized(80, 8192, 64, 8, 128, 28672, 128256, family="llama", qk_norm=False),
+    "Mistral-7B": _sized(32, 4096, 32, 8, 128, 14336, 32768, family="mistral", qk_norm=False),
+    "Qwen3-30B-A3B": _sized(48, 2048, 32, 4, 128, 6144, 151936, family="qwen3_moe", **_EXPERTS),
 }
 MOONLIGHT: dict[str, Any] = DEEPSEEK_V3 | {
     "first_k_dense_replace": 1,

@@ -1,6 +1,7 @@
 """The kernels against torch's own operators in float64, forward and backward."""
 
 import math
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 
 import numpy as np
@@ -52,8 +53,18 @@ def test_exponentials_at_the_ends() -> None:
     assert (ends[:2] < 2e-38).all() and ends[2] == 1.0 and ends[3] > 1e38 and np.isnan(ends[4])
 
 
+Computed = Callable[..., tuple[Tensor, ...]]
+
+
 def _double(tensor: Tensor) -> Tensor:
     return tensor.detach().double().requires_grad_()
+
+
+def _leaves(*shapes: tuple[int, ...]) -> list[Tensor]:
+    """Standard normal ones, and as the last a norm's weight."""
+    generator = torch.Generator().manual_seed(0)
+    *inputs, weight = (torch.randn(shape, generator=generator) for shape in shapes)
+    return [each.requires_grad_() for each in (*inputs, weight.sigmoid() + 0.5)]
 
 
 def _normed(x: Tensor, weight: Tensor) -> Tensor:
@@ -69,43 +80,37 @@ def _require_close(ours: tuple[Tensor, ...], wanted: tuple[Tensor, ...], bound: 
         assert gap <= bound * size + 1e-6
 
 
+def _require_same(ours: Computed, wanted: Computed, given: Sequence[Tensor], bound: float = 3e-6) -> None:
+    """Results of ``ours`` and their gradients are those of ``wanted`` in float64, from the same leaves."""
+    found, wide = ours(*given), tuple(map(_double, given))
+    exact = wanted(*wide)
+    _require_close(found, exact)
+    generator = torch.Generator().manual_seed(1)
+    grads = [torch.randn(out.shape, generator=generator) for out in found]
+    wide_grads = [grad.double() for grad in grads]
+    _require_close(torch.autograd.grad(found, given, grads), torch.autograd.grad(exact, wide, wide_grads), bound)
+
+
 @pytest.mark.parametrize("shape", [(1, 8), (3, 1, 16), (200, 1, 128), (5, 2, 2, 33)])
 def test_rms_norm(shape: tuple[int, ...]) -> None:
-    torch.manual_seed(0)
-    x, weight, grad = torch.randn(shape), torch.rand(shape[-1]) + 0.5, torch.randn(shape)
-    x.requires_grad_(), weight.requires_grad_()
-    out = FusedRMSNorm.apply(x, weight, EPS)
-    wide = (_double(x), _double(weight))
-    wanted = _normed(*wide)
-    _require_close((out,), (wanted,))
-    _require_close(torch.autograd.grad(out, (x, weight), grad), torch.autograd.grad(wanted, wide, grad.double()))
+    given = _leaves(shape, shape[-1:])
+    _require_same(lambda x, weight: (FusedRMSNorm.apply(x, weight, EPS),), lambda *wide: (_normed(*wide),), given)
 
 
 @pytest.mark.parametrize("shape", [(0, 16), (1, 8), (200, 128), (70, 33)])
 def test_what_goes_past_a_norm(shape: tuple[int, int]) -> None:
-    torch.manual_seed(0)
-    x, weight = torch.randn(shape).requires_grad_(), (torch.rand(shape[-1]) + 0.5).requires_grad_()
-    grads = torch.randn(shape), torch.randn(shape)
-    ours, wide = FusedBranch.apply(x, weight, EPS), (_double(x), _double(weight))
-    wanted = wide[0] * 1, _normed(*wide)
-    _require_close(ours, wanted)
-    wide_grads = tuple(map(_double, grads))
-    _require_close(torch.autograd.grad(ours, (x, weight), grads), torch.autograd.grad(wanted, wide, wide_grads))
+    given = _leaves(shape, shape[-1:])
+    _require_same(lambda *ours: FusedBranch.apply(*ours, EPS), lambda x, weight: (x * 1, _normed(x, weight)), given)
 
 
 @pytest.mark.parametrize("rows", [[], [3], [0, 2, 5, 99, 150], list(range(200))], ids=["none", "one", "some", "all"])
 def test_a_sum_and_its_norm(rows: list[int]) -> None:
-    torch.manual_seed(0)
-    given = [torch.randn(200, 40).requires_grad_(), torch.randn(200, 40).requires_grad_(), torch.rand(40) + 0.5]
-    given[2].requires_grad_()
-    wide = [_double(each) for each in given]
-    grads = torch.randn(len(rows), 40), torch.randn(len(rows), 40)
-    ours = FusedSum.apply(*given[:2], torch.tensor(rows, dtype=torch.int64), given[2], EPS)
-    total = (wide[0] + wide[1])[rows]
-    wanted = total, _normed(total, wide[2])
-    _require_close(ours, wanted)
-    wide_grads = tuple(map(_double, grads))
-    _require_close(torch.autograd.grad(ours, given, grads), torch.autograd.grad(wanted, wide, wide_grads))
+    index = torch.tensor(rows, dtype=torch.int64)
+    _require_same(
+        lambda one, other, weight: FusedSum.apply(one, other, index, weight, EPS),
+        lambda one, other, weight: ((one + other)[rows], _normed((one + other)[rows], weight)),
+        _leaves((200, 40), (200, 40), (40,)),
+    )
 
 
 def test_a_second_backward_over_what_the_first_has_overwritten_is_refused() -> None:
@@ -118,15 +123,12 @@ def test_a_second_backward_over_what_the_first_has_overwritten_is_refused() -> N
 
 @pytest.mark.parametrize("shape", [(1, 2), (3, 1, 32), (100, 1, 514), (0, 1, 8)])
 def test_swiglu(shape: tuple[int, ...]) -> None:
-    torch.manual_seed(0)
-    gate_up, grad = 4 * torch.randn(shape), torch.randn(*shape[:-1], shape[-1] // 2)
-    gate_up.requires_grad_()
-    out = FusedSwiGLU.apply(gate_up)
-    wide = _double(gate_up)
-    gate, up = wide.chunk(2, dim=-1)
-    wanted = silu(gate) * up
-    _require_close((out,), (wanted,))
-    _require_close(torch.autograd.grad(out, gate_up, grad), torch.autograd.grad(wanted, wide, grad.double()))
+    def wanted(gate_up: Tensor) -> tuple[Tensor]:
+        gate, up = gate_up.chunk(2, dim=-1)
+        return (silu(gate) * up,)
+
+    gate_up = (4 * torch.randn(shape, generator=torch.Generator().manual_seed(0))).requires_grad_()
+    _require_same(lambda x: (FusedSwiGLU.apply(x),), wanted, [gate_up])
 
 
 def _attention(
@@ -171,6 +173,9 @@ class Case:
         self.cos, self.sin = angles.cos(), angles.sin()
         self.scale = 1.3 * dim**-0.5
 
+    def wanted(self, mixed: Tensor, *weights: Tensor) -> Tensor:
+        return _attention(mixed, weights, self.cos.double(), self.sin.double(), self.boundaries, self.scale)
+
     def fused(self, mixed: Tensor | None = None, boundaries: list[int] | None = None) -> Tensor:
         mixed = self.mixed if mixed is None else mixed
         edges = np.asarray(self.boundaries if boundaries is None else boundaries, dtype=np.int64)
@@ -191,13 +196,8 @@ class Case:
 )
 def test_attention(lengths: list[int], groups: int, heads: int, dim: int, normed: bool) -> None:
     case = Case(lengths, groups, heads, dim, normed)
-    out = case.fused()
-    wide = tuple(map(_double, (case.mixed, *case.weights)))
-    wanted = _attention(wide[0], wide[1:], case.cos.double(), case.sin.double(), case.boundaries, case.scale)
-    _require_close((out,), (wanted,))
-    grad = torch.randn(out.shape, generator=torch.Generator().manual_seed(1))
-    ours = torch.autograd.grad(out, (case.mixed, *case.weights), grad)
-    _require_close(ours, torch.autograd.grad(wanted, wide, grad.double()), 1e-5)
+    given = (case.mixed, *case.weights)
+    _require_same(lambda *ours: (case.fused(),), lambda *wide: (case.wanted(*wide),), given, 1e-5)
 
 
 def test_large_scores_do_not_overflow() -> None:
@@ -205,7 +205,7 @@ def test_large_scores_do_not_overflow() -> None:
     large = (30 * case.mixed).detach().requires_grad_()
     out = case.fused(large)
     wide = _double(large)
-    wanted = _attention(wide, (), case.cos.double(), case.sin.double(), case.boundaries, case.scale)
+    wanted = case.wanted(wide)
     _require_close((out,), (wanted,), 1e-3)  # of scores of thousands, in float32
     grads = torch.autograd.grad(out.square().sum(), large), torch.autograd.grad(wanted.square().sum(), wide)
     _require_close(*grads, 2e-2)
@@ -266,21 +266,15 @@ def test_logprobs_and_entropies(tokens: int, vocabulary: int, padding: int, entr
 
 def test_a_logit_that_is_no_number_is_not_hidden() -> None:
     hidden, weight = torch.randn(4, 8), torch.randn(20, 8)
-    hidden[2, 3] = torch.nan
-    logprobs, entropy = fused_logprobs(
-        hidden, weight, torch.arange(4), torch.ones(4), vocab_size=20, rows=FusedLogitRows()
-    )
-    assert logprobs.isnan().tolist() == entropy.isnan().tolist() == [False, False, True, False]
+    hidden[1, 3], hidden[2, 3] = torch.inf, torch.nan
+    given = (hidden, weight, torch.arange(4), torch.ones(4))
+    logprobs, entropy = fused_logprobs(*given, vocab_size=20, rows=FusedLogitRows())
+    assert logprobs.isnan().tolist() == entropy.isnan().tolist() == [False, True, True, False]
 
 
 def test_rows_of_other_kinds_are_refused(rejects: Rejects) -> None:
-    hidden, weight, targets, ones = (
-        torch.randn(4, 8).double(),
-        torch.randn(20, 8).double(),
-        torch.arange(4),
-        torch.ones(4),
-    )
-    with rejects(ValueError):
-        fused_logprobs(hidden, weight, targets, ones, vocab_size=20, rows=FusedLogitRows())
-    with rejects(ValueError):
-        fused_logprobs(hidden.float(), weight.float(), targets, ones, vocab_size=20, softcap=2.0, rows=FusedLogitRows())
+    hidden, weight, targets, ones = torch.randn(4, 8), torch.randn(20, 8), torch.arange(4), torch.ones(4)
+    for dtype, softcap in ((torch.float64, None), (torch.float32, 2.0)):
+        with rejects(ValueError):
+            given = (hidden.to(dtype), weight.to(dtype), targets, ones)
+            fused_logprobs(*given, vocab_size=20, softcap=softcap, rows=FusedLogitRows())

@@ -61,18 +61,16 @@ def test_a_dump_of_the_first_layout_of_the_code_is_read(tmp_path: Path) -> None:
     """The file was written before per-token fields were described in one place; what is saved has the same entries."""
     path = Path(__file__).parent / "dumps" / "version-1.pt"
     full, bare = load_trajectories(path)
-    assert full.prompt_tokens.tolist() == [5, 0, 7] and full.response_tokens.tolist() == [3, 9]
-    assert (full.prompt_len, full.response_len, full.answer, full.sequence_id) == (3, 2, "12", "3-0")
-    assert full.logprobs is not None and full.logprobs.tolist() == [-0.25, -1.5]
-    assert full.ref_logprobs is not None and full.ref_logprobs.tolist() == [-0.5, -1.25]
-    assert full.old_logprobs is not None and full.old_logprobs.tolist() == [-0.125, -2.0]
-    assert full.weight_versions is not None and full.weight_versions.tolist() == [4, 5]
-    assert full.loss_mask.tolist() == [True, False] and full.advantages.tolist() == 0.75
-    assert full.rewards.tolist() == [1.0, 0.5] and full.successes.tolist() == [1.0, 0.0]
-    assert (full.group_id, full.policy_version, full.token_weight) == (10**12, 4, 1 / 3)
-    assert (full.temperature, full.finish_reason) == (0.7, "length")
+    values = {field.name: getattr(full, field.name) for field in fields(full)}
+    found = {name: value.tolist() if isinstance(value, torch.Tensor) else value for name, value in values.items()}
     conversation = {"turns": [[0, 1], [1, 2]], "steps": [{"k": 1}]}
-    assert full.reward_metadata == {"func_names": ["a", "b"], "conversation": conversation}
+    tokens = {"prompt_tokens": [5, 0, 7], "response_tokens": [3, 9], "prompt_len": 3, "response_len": 2}
+    logprobs = {"logprobs": [-0.25, -1.5], "ref_logprobs": [-0.5, -1.25], "old_logprobs": [-0.125, -2.0]}
+    rewards = {"rewards": [1.0, 0.5], "successes": [1.0, 0.0], "advantages": 0.75, "loss_mask": [True, False]}
+    names = {"answer": "12", "sequence_id": "3-0", "group_id": 10**12, "policy_version": 4, "weight_versions": [4, 5]}
+    rest = {"token_weight": 1 / 3, "temperature": 0.7, "finish_reason": "length", "conversation": None}
+    metadata = {"func_names": ["a", "b"], "conversation": conversation}
+    assert found == tokens | logprobs | rewards | names | rest | {"reward_metadata": metadata}
     absent = (bare.logprobs, bare.ref_logprobs, bare.old_logprobs, bare.weight_versions)
     assert absent == (None, None, None, None) and (bare.group_id, bare.answer) == (8, "é")
 

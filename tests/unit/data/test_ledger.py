@@ -1,6 +1,6 @@
 """The ledger: events in, an audit out; snapshots bring an earlier truth back."""
 
-import threading
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from pathlib import Path
 
@@ -17,11 +17,15 @@ def ledger(tmp_path: Path) -> Ledger:
     return Ledger.begin(tmp_path)
 
 
-def whole_way(ledger: Ledger, *groups: int, step: int = 1) -> None:
-    ledger.issued(groups, version=0)
-    ledger.generated(groups, version=0)
+def finish(ledger: Ledger, *groups: int, step: int) -> None:
+    ledger.generated(groups, version=step - 1)
     ledger.scored(groups)
     ledger.trained(groups, step)
+
+
+def whole_way(ledger: Ledger, *groups: int) -> None:
+    ledger.issued(groups, version=0)
+    finish(ledger, *groups, step=1)
 
 
 def test_everything_is_accounted_for(ledger: Ledger, tmp_path: Path) -> None:
@@ -67,16 +71,12 @@ def test_a_snapshot_brings_the_past_back(ledger: Ledger, tmp_path: Path) -> None
     whole_way(ledger, 0)
     ledger.issued([1], version=1)
     ledger.snapshot(tmp_path / "copy")
-    ledger.generated([1], version=1)
-    ledger.scored([1])
-    ledger.trained([1], 2)
+    finish(ledger, 1, step=2)
     ledger.restore(tmp_path / "copy")
     audit = audit_run(tmp_path)
     assert (audit.trained, audit.in_flight, audit.holds) == (1, (1,), True)
     ledger.reissued([1], 1, "resumed")  # and it can be written to
-    ledger.generated([1], version=1)
-    ledger.scored([1])
-    ledger.trained([1], 2)
+    finish(ledger, 1, step=2)
     assert audit_run(tmp_path).trained == 2 and audit_run(tmp_path).holds
     ledger.close()
     Ledger.begin(tmp_path).close()  # a new start
@@ -94,11 +94,8 @@ def test_a_path_with_an_address_own_characters(tmp_path: Path) -> None:
 
 
 def test_threads_may_write_at_once(ledger: Ledger, tmp_path: Path) -> None:
-    threads = [threading.Thread(target=lambda n=n: ledger.issued(range(n * 50, n * 50 + 50), 0)) for n in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(10)
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(lambda n: ledger.issued(range(n * 50, n * 50 + 50), 0), range(4)))
     assert audit_run(tmp_path).in_flight == tuple(range(200))
 
 

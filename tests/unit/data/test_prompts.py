@@ -83,9 +83,7 @@ def test_rows_become_prompts(
     tmp_path: Path, suffix: str, row: dict[str, Any], changes: dict[str, Any], prompt: str, answer: str
 ) -> None:
     [found] = source_of(tmp_path / f"rows{suffix}", [row], **changes).next(1)
-    assert text(found.tokens) == prompt
-    assert found.answer == answer
-    assert found.response_tokens is None
+    assert (text(found.tokens), found.answer, found.response_tokens) == (prompt, answer, None)
 
 
 def test_a_rendered_prompt_is_what_the_tokenizer_makes_of_it(file: Path) -> None:
@@ -149,8 +147,7 @@ def test_a_position_in_other_data_is_refused(tmp_path: Path, file: Path, rejects
 def test_a_prompt_over_the_limit_is_dropped_whole_and_counted(tmp_path: Path) -> None:
     rows = [{"prompt": "x" * length, "answer": "1"} for length in (5, 14, 15, 200)]
     source = source_of(tmp_path / "rows.jsonl", rows, shuffle=False)
-    assert source.dropped_prompts == 2
-    assert source.num_rows == 2
+    assert (source.dropped_prompts, source.num_rows) == (2, 2)
     assert [len(prompt.tokens) for prompt in source.next(2)] == [7, 16]
 
 
@@ -211,6 +208,10 @@ def test_a_bad_row_is_named_by_file_and_line(
         PromptSource([path], TOKENIZER, CONFIG.model_copy(update=changes), seed=0)
 
 
+UNUSABLE = [("csv", b"x", "file-type"), ("parquet", b"x", "damaged-parquet"), ("jsonl", None, "file-not-readable")]
+UNUSABLE += [("jsonl", b'{"prompt": "\xff", "answer": "1"}\n', "not-json")]
+
+
 @pytest.mark.parametrize("response", [None, "", 5])
 def test_supervised_mode_needs_every_demonstration(tmp_path: Path, rejects: Rejects, response: Any) -> None:
     path = write_rows(tmp_path / "rows.jsonl", [SUMS[0], {"prompt": "a", "answer": "b", "response": response}])
@@ -228,28 +229,18 @@ def test_supervised_mode_needs_no_answer(tmp_path: Path) -> None:
     assert text(prompt.response_tokens or ()) == "b<eos>"
 
 
-@pytest.mark.parametrize(
-    ("name", "content", "code"),
-    [
-        ("a.csv", b"x", "file-type"),
-        ("a.parquet", b"x", "damaged-parquet"),
-        ("a.jsonl", None, "file-not-readable"),
-        ("a.jsonl", b'{"prompt": "\xff", "answer": "1"}\n', "not-json"),
-    ],
-)
-def test_an_unusable_file_is_named(
-    tmp_path: Path, rejects: Rejects, name: str, content: bytes | None, code: str
-) -> None:
-    if content is not None:
-        (tmp_path / name).write_bytes(content)
-    with rejects(DataError, code):
-        PromptSource([tmp_path / name], TOKENIZER, CONFIG, seed=0)
+def test_an_unusable_file_is_named(tmp_path: Path, rejects: Rejects) -> None:
+    for number, (ending, content, code) in enumerate(UNUSABLE):
+        path = tmp_path / f"{number}.{ending}"
+        if content is not None:
+            path.write_bytes(content)
+        with rejects(DataError, code):
+            PromptSource([path], TOKENIZER, CONFIG, seed=0)
 
 
 def test_a_damaged_parquet_body_is_no_wrong_path(tmp_path: Path) -> None:
     path = tmp_path / "rows.parquet"
-    rows = [{"prompt": f"{i}+{i}=" * 50, "answer": str(2 * i)} for i in range(2000)]
-    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), path, compression="snappy")
+    write_rows(path, [{"prompt": f"{i}+{i}=" * 50, "answer": str(2 * i)} for i in range(2000)])
     content = bytearray(path.read_bytes())
     content[200:1200] = bytes(byte ^ 0xFF for byte in content[200:1200])
     path.write_bytes(content)
@@ -276,10 +267,8 @@ def test_a_tokenizer_that_does_not_fit_the_rows_gets_a_remedy(
         PromptSource([file], tokenizer, CONFIG, seed=0, need_responses=True)
 
 
-def test_the_checkpoints_tokenizer_is_loaded(tmp_path: Path, rejects: Rejects) -> None:
+def test_a_tokenizer_that_is_missing_or_damaged(tmp_path: Path, rejects: Rejects) -> None:
     TOKENIZER.save_pretrained(tmp_path / "model")
-    loaded = load_tokenizer(tmp_path / "model")
-    assert loaded.encode("12+34=") == TOKENIZER.encode("12+34=")
     with rejects(DataError, "no-tokenizer"):
         load_tokenizer(tmp_path)
     (tmp_path / "model" / "config.json").write_text('{"model_type": "qwen3"}')
