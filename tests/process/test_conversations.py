@@ -1,7 +1,7 @@
 """Conversations over a scripted engine: ids stay as sampled, observations carry no loss, budgets and bounds hold."""
 
 import asyncio
-from collections.abc import Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -74,6 +74,9 @@ def made(tokens: list[int], reason: Any = "stop", version: int = 0) -> Generatio
     return Generation(np.array(tokens, np.int64), logprobs, np.full(count, version, np.int64), reason)
 
 
+Scenario = Callable[[Conversations], Awaitable[list[Generation]]]
+
+
 class Engine:
     """Gives sample i its script, turn by turn, and keeps what it was asked."""
 
@@ -116,13 +119,13 @@ def request(samples: int = 1, limit: int = 200, **fields: Any) -> GenerationRequ
 
 
 def talk(
-    loop: asyncio.AbstractEventLoop, engine: Engine, asked: GenerationRequest, **environment: Any
+    loop: asyncio.AbstractEventLoop, engine: Engine, asked: GenerationRequest | Scenario, **environment: Any
 ) -> list[Generation]:
     async def run() -> list[Generation]:
         conversations = Conversations(config(**environment), TOKENIZER, engine.generate, engine.abort)
         await conversations.start()
         try:
-            return await conversations.run(asked)
+            return await (conversations.run(asked) if isinstance(asked, GenerationRequest) else asked(conversations))
         finally:
             pids = conversations._pool.process_ids
             await conversations.close()
@@ -259,9 +262,7 @@ def test_abort_ends_all_conversations_of_a_request(loop: asyncio.AbstractEventLo
     """One is in its second turn, which has sampled a token; one had not sampled anything in its second."""
     engine = Engine([turn("a"), made(ids("x"), "abort")], [turn("ab"), made([], "abort")])
 
-    async def run() -> list[Generation]:
-        conversations = Conversations(config(), TOKENIZER, engine.generate, engine.abort)
-        await conversations.start()
+    async def scenario(conversations: Conversations) -> list[Generation]:
         running = asyncio.ensure_future(conversations.run(request(2)))
         while len(engine.waiting) < 2:
             await asyncio.sleep(0.01)
@@ -269,12 +270,9 @@ def test_abort_ends_all_conversations_of_a_request(loop: asyncio.AbstractEventLo
             await conversations.run(request(2))
         await conversations.abort("another")
         await conversations.abort("r")
-        try:
-            return await running
-        finally:
-            await conversations.close()
+        return await running
 
-    first, second = loop.run_until_complete(asyncio.wait_for(run(), 30))
+    first, second = talk(loop, engine, scenario)
     assert sorted(engine.aborted) == ["r/0/1", "r/1/1"]
     assert first.finish_reason == second.finish_reason == "abort"
     assert first.conversation is not None and first.conversation.turns == ((0, 2), (6, 7))
@@ -332,19 +330,14 @@ def test_templates_come_from_the_chat_template_or_are_given(rejects: Rejects) ->
 def test_a_user_of_the_pool_that_gives_up_frees_its_worker(loop: asyncio.AbstractEventLoop) -> None:
     engine = Engine([turn("hang")], [turn("bye")])
 
-    async def run() -> list[Generation]:
-        conversations = Conversations(config(timeout_s=50.0), TOKENIZER, engine.generate, engine.abort)
-        await conversations.start()
+    async def scenario(conversations: Conversations) -> list[Generation]:
         hanging = asyncio.ensure_future(conversations.run(request(1)))
         await asyncio.sleep(0.3)
         hanging.cancel()
         with pytest.raises(asyncio.CancelledError):
             await hanging
         engine.scripts.pop(0)
-        try:
-            return await conversations.run(request(1))
-        finally:
-            await conversations.close()
+        return await conversations.run(request(1))
 
-    (generation,) = loop.run_until_complete(asyncio.wait_for(run(), 30))
+    (generation,) = talk(loop, engine, scenario, timeout_s=50.0)
     assert generation.finish_reason == "stop"

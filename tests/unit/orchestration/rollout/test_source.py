@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -17,7 +18,7 @@ import torch
 from slime_like.config import RunConfig
 from slime_like.data.ledger import Ledger, audit_run
 from slime_like.data.prompts import Prompt
-from slime_like.errors import EngineError, RewardError, TrainerError
+from slime_like.errors import EngineError, RewardError
 from slime_like.interfaces import Generation, GenerationRequest
 from slime_like.observability.phases import PhaseClock
 from slime_like.orchestration.rollout.colocation import Turns
@@ -29,6 +30,7 @@ from slime_like.orchestration.rollout.source import RolloutSource, source_class
 from slime_like.trajectory import GroupedUnscoredTrajectories, ScoredTrajectory, UnscoredTrajectory
 from tests.support.rejections import Rejects
 from tests.unit.checks.checkpoint import write_checkpoint
+from tests.unit.orchestration.rollout.test_reference_pool import Worker
 
 PROMPTS, SAMPLES, STEPS = 4, 2, 12
 
@@ -195,26 +197,16 @@ def test_every_group_is_trained_once_and_none_is_too_old(
     assert len(revived) >= 1 and not (client.held and ahead == 0)
 
 
-class Opinions:
-    """A reference worker that takes its time, and may fail at its n-th request."""
+class Opinions(Worker):
+    """Takes its time, and may fail at its n-th request."""
 
-    def __init__(self, name: str, fails_at: int = 0) -> None:
-        self.name = name
-        self._requests = 0
-        self._fails_at = fails_at
+    fails_at = 0
 
     def score(self, trajectories: list[UnscoredTrajectory]) -> list[torch.Tensor]:
-        self._requests += 1
+        self.fails = len(self.requests) + 1 == self.fails_at
         time.sleep(0.001)
-        if self._requests == self._fails_at:
-            raise TrainerError(f"{self.name} died")
+        super().score(trajectories)
         return [torch.full((t.response_len,), -float(t.group_id)) for t in trajectories]
-
-    def use(self, weights: Path) -> None: ...
-
-    def restart(self, weights: Path | None) -> None: ...
-
-    def close(self) -> None: ...
 
 
 @pytest.mark.parametrize("rollout", [{}, {"oversample": 2.0}, {"max_staleness": 2}])
@@ -223,7 +215,9 @@ def test_groups_are_ready_when_the_reference_has_scored_them(
     run_dir: Path, rollout: dict[str, Any], stream: bool
 ) -> None:
     client, pool = ShuffledClient(0, dies_at=(5,)), ReferencePool(request_tokens=10)
-    pool.join(Opinions("first", fails_at=7))
+    first = Opinions("first")
+    first.fails_at = 7
+    pool.join(first)
     pool.join(Opinions("second"))
     opinions: list[tuple[int, float]] = []
 
@@ -242,7 +236,7 @@ def test_groups_are_ready_when_the_reference_has_scored_them(
     assert sorted(opinions) == sorted((group, -float(group)) for group in trained for _ in range(SAMPLES))
     audit = audit_run(run_dir)
     assert audit.holds, audit.problems
-    assert pool.news == ["first left the logprob pool (first died)"]
+    assert pool.news == ["first left the logprob pool (first rank 0 died while scoring)"]
 
 
 def test_what_was_in_flight_is_issued_again(run_dir: Path) -> None:
@@ -277,12 +271,9 @@ def test_the_state_in_a_checkpoint_keeps_its_format(run_dir: Path) -> None:
 
 
 def test_an_error_of_the_thread_reaches_the_loop(run_dir: Path, rejects: Rejects) -> None:
-    class Broken(ShuffledClient):
-        def poll(self, timeout_s: float) -> list[tuple[GenerationRequest, list[Generation]]]:
-            raise EngineError("engine 0 refused")
-
-    client = Broken(0)
+    client = ShuffledClient(0)
     made, _ = source(run_dir, client, max_staleness=1)
+    client.poll = Mock(side_effect=EngineError("engine 0 refused"))  # type: ignore[method-assign]
     with rejects(EngineError):
         next(batches(made, client))
     made.close()

@@ -7,6 +7,7 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -86,10 +87,7 @@ def test_the_settings_of_steps_that_count_are_never_lost(tmp_path: Path, run_dir
 
 
 def test_a_file_system_without_locks_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(file: Any, operation: int) -> None:
-        raise OSError(errno.ENOLCK, "No locks available")
-
-    monkeypatch.setattr(fcntl, "flock", refuse)
+    monkeypatch.setattr(fcntl, "flock", Mock(side_effect=OSError(errno.ENOLCK, "No locks available")))
     with RunLock(tmp_path / "run") as lock:
         assert lock.warning is not None and "has no file locks (No locks available)" in lock.warning
 
@@ -98,11 +96,7 @@ def test_a_directory_that_cannot_be_moved_is_one_sentence(
     tmp_path: Path, run_dir: Path, monkeypatch: pytest.MonkeyPatch, rejects: Rejects
 ) -> None:
     """A mount point, for example."""
-
-    def refuse(path: Path, target: Path) -> None:
-        raise OSError(errno.EBUSY, "Device or resource busy")
-
-    monkeypatch.setattr(Path, "rename", refuse)
+    monkeypatch.setattr(Path, "rename", Mock(side_effect=OSError(errno.EBUSY, "Device or resource busy")))
     with rejects(SlimeLikeError, "run-dir-not-moved"):
         prepare_run_dir(config(tmp_path, resume="never"))
 

@@ -1,13 +1,15 @@
-"""What a step's record says aloud, with stand-ins for everything that a run holds open."""
+"""What a step's record says aloud, with stand-ins for everything that a run holds open; which steps are milestones."""
 
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
+import pytest
 import torch
 
 from slime_like.config import RunConfig
 from slime_like.config.reading.load import load_config
+from slime_like.orchestration.run.milestones import is_due
 from slime_like.orchestration.run.recorder import StepRecorder, step_recorder
 from slime_like.orchestration.run.rollout_side import RolloutSide
 from slime_like.orchestration.run.step import TrainedStep
@@ -44,3 +46,8 @@ def test_steps_with_equal_rewards_are_reported_once(tmp_path: Path) -> None:
         recording.record(step, TrainedStep(group(step, advantage), [grpo_stats()], None, 16), phase_times())
     assert len(notes) == 1
     assert notes[0].startswith("steps 7 to 11: the responses to each prompt all got the same reward")
+
+
+@pytest.mark.parametrize(("every", "steps"), [(3, [3, 6, 9, 10]), (0, [10]), (5, [5, 10])])
+def test_milestones(every: int, steps: list[int]) -> None:
+    assert [step for step in range(1, 11) if is_due(step, every, last=10)] == steps

@@ -2,6 +2,7 @@
 
 from pathlib import Path
 from typing import Any, cast
+from unittest.mock import Mock
 
 from slime_like.config import RunConfig
 from slime_like.interfaces import RankCoordinates, TrainerBackend
@@ -11,33 +12,19 @@ from slime_like.orchestration.trainer.rank_training import RankTraining
 from tests.support.rejections import Rejects
 
 
-class Backend:
-    """Notes its calls."""
-
-    def __init__(self) -> None:
-        self.saved: list[Path] = []
-        self.ended = False
-
-    def save(self, directory: Path) -> None:
-        self.saved.append(directory)
-
-    def shutdown(self) -> None:
-        self.ended = True
-
-
 def test_a_call_reaches_the_part_that_has_the_method(tmp_path: Path, rejects: Rejects) -> None:
     rank = TrainerRank(RunConfig(run_dir=tmp_path, model=cast(Any, {"path": tmp_path})), 3)
     for method in (TrainerBackend.save, RankTraining.load_batch, RankExport.next_bucket):
         with rejects(RuntimeError):
             rank.call(method.__qualname__, tmp_path)
     assert rank.call(TrainerRank.peak_memory_bytes.__qualname__) > 0
-    backend = Backend()
+    backend = Mock(TrainerBackend)
     rank._parts[TrainerBackend.__name__] = backend
-    rank._open_parts(cast(TrainerBackend, backend), RankCoordinates(0, 0, 0, 0, 0, 1))
+    rank._open_parts(backend, RankCoordinates(0, 0, 0, 0, 0, 1))
     rank.call(TrainerBackend.save.__qualname__, tmp_path)
-    assert backend.saved == [tmp_path]
+    backend.save.assert_called_once_with(tmp_path)
     rank.call(RankTraining.load_batch.__qualname__, [])
     with rejects(RuntimeError):
         rank.call(RankExport.next_bucket.__qualname__)
     rank.call(TrainerRank.shutdown.__qualname__)
-    assert backend.ended
+    backend.shutdown.assert_called_once_with()
