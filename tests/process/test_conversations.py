@@ -173,15 +173,15 @@ def test_every_turn_of_every_sample_has_a_seed_of_its_own(loop: asyncio.Abstract
 
 
 @pytest.mark.parametrize(
-    ("limit", "environment", "script", "limits", "turns"),
+    ("limit", "environment", "script", "limits"),
     [
         # 3 sampled, 5 observed ("<tool>A <assistant>" is 4 tokens); of 200 tokens 195 are left
-        (200, {"max_turns": 2}, [turn("a"), turn("b")], [200, 194], 2),
-        (200, {"max_turns": 1}, [turn("a")], [200], 1),
-        (200, {"max_turn_tokens": 7}, [turn("a"), turn("bye")], [7, 7], 2),
-        (12, {"max_turn_tokens": 7}, [turn("a"), turn("b", "length")], [7, 6], 2),
-        (6, {}, [turn("a")], [6], 1),  # no room for what the environment says and a token after it
-        (7, {}, [turn("a"), made(ids("b"), "length")], [7, 1], 2),
+        (200, {"max_turns": 2}, [turn("a"), turn("b")], [200, 194]),
+        (200, {"max_turns": 1}, [turn("a")], [200]),
+        (200, {"max_turn_tokens": 7}, [turn("a"), turn("bye")], [7, 7]),
+        (12, {"max_turn_tokens": 7}, [turn("a"), turn("b", "length")], [7, 6]),
+        (6, {}, [turn("a")], [6]),  # no room for what the environment says and a token after it
+        (7, {}, [turn("a"), made(ids("b"), "length")], [7, 1]),
     ],
 )
 def test_budgets(
@@ -190,12 +190,11 @@ def test_budgets(
     environment: dict[str, Any],
     script: list[Generation],
     limits: list[int],
-    turns: int,
 ) -> None:
     engine = Engine(script)
     (generation,) = talk(loop, engine, request(limit=limit), **environment)
     assert [r.sampling.max_new_tokens for r in engine.requests] == limits
-    assert generation.conversation is not None and len(generation.conversation.turns) == turns
+    assert generation.conversation is not None and len(generation.conversation.turns) == len(limits)
     assert len(generation.token_ids) <= limit
     assert generation.conversation.turns[-1][1] == len(generation.token_ids)  # an answer ends it, not a question
     ended = generation.conversation.metadata[-1]["said"][-1] == "bye"
@@ -245,11 +244,7 @@ def test_an_environment_that_never_answers_ends_the_run(loop: asyncio.AbstractEv
 
 @pytest.mark.parametrize(
     "environment",
-    [
-        {"name": "parrots:Absent"},
-        {"options": {"wings": 2}},
-        {"name": "calculator", "options": {"opening": ""}},
-    ],
+    [{"name": "parrots:Absent"}, {"options": {"wings": 2}}, {"name": "calculator", "options": {"opening": ""}}],
 )
 def test_an_unusable_environment_is_rejected_at_the_start(
     loop: asyncio.AbstractEventLoop, rejects: Rejects, environment: dict[str, Any]

@@ -27,7 +27,6 @@ MODULE = f"""
 import asyncio, os, sys
 from multiprocessing.connection import Connection
 from pathlib import Path
-from slime_like import errors
 from slime_like.errors import ConfigError, EngineError, WeightSyncError
 from slime_like.hosting.parent import Owner
 

@@ -28,6 +28,7 @@ from slime_like.launch.launcher import launch
 from slime_like.orchestration.cluster import gcs
 from slime_like.orchestration.cluster.ray_node import Ready
 from tests.conftest import Tiny
+from tests.process.conftest import wait_until
 from tests.unit.launch.gcs_server import HOST, TOKEN, GcsServer, gcs_server
 
 NODE_0 = "node 0 (gpu-0, 10.0.0.0)"
@@ -123,17 +124,10 @@ def publish(server: GcsServer, config: RunConfig, **fields: object) -> None:
     server.values[b"agreement"] = json.dumps(stored).encode()
 
 
-def settled(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 20
-    while not condition() and time.monotonic() < deadline:
-        time.sleep(0.01)
-    assert condition()
-
-
 def head(server: GcsServer, config: RunConfig, **fields: object) -> Node:
     """Node 0, which waits for the others."""
     node = begin(server, config, 0, **fields)
-    settled(lambda: b"agreement" in server.values)
+    wait_until(lambda: b"agreement" in server.values)
     return node
 
 
@@ -151,7 +145,7 @@ def port() -> Iterator[int]:
 
 def problem(server: GcsServer) -> Verdict:
     """What a node that cannot go on reports to node 0, which answers with its verdict."""
-    settled(lambda: b"problem" in server.values)
+    wait_until(lambda: b"problem" in server.values)
     server.values[b"verdict"] = b'{"code": 1, "sentence": "over"}'
     return Verdict(**json.loads(server.values[b"problem"]))
 
@@ -187,7 +181,7 @@ def test_a_configuration_that_is_refused_on_one_node_ends_the_run(server: GcsSer
 def test_ray_that_ends_on_a_node_ends_the_run(server: GcsServer, config: RunConfig) -> None:
     publish(server, config)
     node = begin(server, config)
-    settled(lambda: 1 in server.nodes)
+    wait_until(lambda: 1 in server.nodes)
     server.ray.death = "Ray ended by itself"  # type: ignore[attr-defined]
     assert problem(server) == Verdict(1, f"{node.place}: Ray ended by itself")
 
@@ -196,7 +190,7 @@ def test_a_rank_is_given_once(server: GcsServer, config: RunConfig) -> None:
     """The run goes on without the second node, which leaves no note either; the first ends with node 0's verdict."""
     publish(server, config, nodes=2)
     first = begin(server, config)
-    settled(lambda: 1 in server.nodes)
+    wait_until(lambda: 1 in server.nodes)
     for rank, why in ((1, f"{first.place} has it already"), (2, "of NODES=2 it is 1 to 1")):
         refused = begin(server, config, rank).ended().error
         assert isinstance(refused, RefusedError)

@@ -4,7 +4,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -15,6 +14,7 @@ from slime_like.config.rollout import RewardFunction
 from slime_like.errors import RewardError
 from slime_like.sandbox.rewards.pool import RewardItem, RewardOutcome, RewardPool
 from slime_like.system.processes import is_alive
+from tests.process.conftest import wait_until
 from tests.support.rejections import Rejects
 from tests.support.reward_service import url as url
 
@@ -99,15 +99,6 @@ def math_pool() -> Iterator[RewardPool]:
 
 def items(*responses: str, answer: str = "46", prompt: str = "good") -> list[RewardItem]:
     return [RewardItem(prompt, response, answer) for response in responses]
-
-
-def wait_until(condition: Callable[[], bool], timeout_s: float = 30.0) -> bool:
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        if time.monotonic() > deadline:
-            return False
-        time.sleep(0.02)
-    return True
 
 
 @pytest.mark.parametrize("workers", [1, 3])
@@ -273,7 +264,7 @@ def test_answers_that_no_function_of_ours_can_judge_never_end_a_run() -> None:
         outcomes = pool.score(items(*("a" * (40 + i) for i in range(9))))
         assert [outcome.metadata["reason"] for outcome in outcomes] == ["timeout"] * 9
         # The bound is short for nine of them; on a busy machine an answer that takes no time may miss it, too.
-        assert wait_until(lambda: pool.score(items("aab"))[0].rewards == (1.0,))
+        wait_until(lambda: pool.score(items("aab"))[0].rewards == (1.0,))
 
 
 def test_workers_import_neither_torch_nor_the_configuration_and_their_memory_is_limited(math_pool: RewardPool) -> None:
@@ -293,7 +284,7 @@ def test_a_worker_that_died_idle_is_replaced_and_no_sample_pays(user_config: Con
         pool.start()
         victim = pool.process_ids[0]
         os.kill(victim, signal.SIGKILL)
-        assert wait_until(lambda: not is_alive(victim))
+        wait_until(lambda: not is_alive(victim))
         outcomes = pool.score(items("a", "b", "c"))
         assert [outcome.rewards[0] for outcome in outcomes] == [1.0, 1.0, 1.0]
         assert victim not in pool.process_ids
@@ -373,7 +364,7 @@ def test_workers_die_with_their_parent_even_in_the_middle_of_a_sample(user_modul
     finally:
         parent.kill()
         parent.wait(30)
-    assert wait_until(lambda: not any(is_alive(pid) for pid in pids))
+    wait_until(lambda: not any(is_alive(pid) for pid in pids))
 
 
 # ------------------------------------------------------------------------------------------------------------- services
