@@ -64,8 +64,6 @@ def act(prompt, response, answer, *, log=None):
     if response == "no dict":
         return RewardResult(1.0, True, ["x"])
     return RewardResult(reward=float(len(response)), success=prompt == "good", metadata={"pid": os.getpid()})
-
-broken_at_import = None
 """
 
 
@@ -308,26 +306,6 @@ def test_a_worker_that_is_killed_while_starting_is_started_again_within_a_bound(
     with RewardPool(config) as pool, rejects(RewardError, "worker-not-started"):
         pool.score(items("a"))
     assert (tmp_path / "starts").stat().st_size == 3 + 3
-
-
-@pytest.mark.parametrize(
-    ("name", "code", "reason"),
-    [
-        ("user_rewards:absent", "code-unusable", "cannot be imported"),
-        ("user_rewards:broken_at_import", "code-unusable", "is a NoneType, which cannot be called"),
-        ("length", "code-unusable", "options of reward function 'length'"),
-        ("ends:f", "worker-not-started", "ended while starting: I will not"),
-    ],
-)
-def test_an_unusable_function_is_rejected_at_the_start(user_module: Write, name: str, code: str, reason: str) -> None:
-    user_module("user_rewards", USER_MODULE)
-    user_module("ends", "import sys\nsys.exit('I will not')\n")
-    with (
-        RewardPool(RewardConfig(functions=(RewardFunction(name=name),))) as pool,
-        pytest.raises(RewardError, match=reason) as caught,
-    ):
-        pool.start()
-    assert caught.value.code == code
 
 
 def test_close_leaves_no_process_even_where_one_hangs(user_config: Config, rejects: Rejects) -> None:
