@@ -1,9 +1,26 @@
-"""A user's modules, found by this process and by the worker processes that it starts."""
+"""Programs in processes of their own; a user's modules, found by this process and by the workers that it starts."""
 
+import subprocess
+import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
+
+
+def python(program: str, *arguments: str, **options: Any) -> str:
+    """What the program writes, in a new interpreter; it must not fail."""
+    command = [sys.executable, "-c", program, *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=120, check=True, **options).stdout
+
+
+def wait_until(condition: Callable[[], bool], timeout_s: float = 30.0) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""Broadcasts between processes: joining, losing members, and the errors reported.
+"""Broadcasts between processes: joining, losing members, and the errors reported; and a bucket in shared memory.
 
 Without GPUs only gloo runs; NCCL shares all but the forming of the group and the waiting for the device. Device memory
 mapped by another process is tested here as well, since its test needs the same engine.
@@ -23,8 +23,9 @@ from slime_like.interfaces import BucketMetadata, WeightBucket
 from slime_like.weights.checksums import tensor_checksum
 from slime_like.weights.transport import Sender, TransportSettings
 from slime_like.weights.transports.registry import join_rendezvous, open_receiver, open_sender
+from tests.process.conftest import python
 from tests.support.forks import clean_forks
-from tests.support.weight_buckets import bucket, refused
+from tests.support.weight_buckets import bucket, left, refused
 
 SESSION = "collective-test"
 TIMEOUT_S = 20.0
@@ -267,3 +268,19 @@ def test_a_stranger_s_bucket_is_refused() -> None:
     senders[1].release(metadata)
     for each in (receiver, other, receiver, *senders, *senders):
         each.close()
+
+
+def test_another_process_sees_the_same_bytes(session: str) -> None:
+    sender = open_sender("shared_memory", session)
+    metadata = sender.send(bucket(3))
+    program = (
+        "import sys\n"
+        "from slime_like.interfaces import BucketMetadata, TensorEntry\n"
+        "from slime_like.weights.checksums import tensor_checksum\n"
+        "from slime_like.weights.transports.registry import open_receiver\n"
+        f"receiver = open_receiver('shared_memory', {sender.rendezvous()!r})\n"
+        f"print(*(tensor_checksum(t) for _, t in receiver.receive({metadata!r})))\n"
+    )
+    assert python(program).split() == [str(tensor_checksum(tensor)) for _, tensor in bucket(3).tensors]
+    assert len(left(session)) == 1  # the reader's end removed nothing
+    sender.close()

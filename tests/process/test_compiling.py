@@ -1,15 +1,15 @@
-"""Compiled kernels are kept, never when they are not what their sources say, and are not needed."""
+"""Compiled kernels are kept, never when they are not what their sources say, and are not needed; products by oneDNN."""
 
 import os
 import shutil
 import subprocess
-import sys
 import time
 from pathlib import Path
 
 import pytest
 
 import slime_like.cpu.kernels
+from tests.process.conftest import python
 
 KERNEL = """
 import numpy as np
@@ -60,16 +60,8 @@ def package(tmp_path: Path) -> Path:
 
 def call(package: Path) -> tuple[int, int, str]:
     """What the kernel adds to 0, how often it was read instead of compiled, and where from, in a fresh process."""
-    done = subprocess.run(
-        [sys.executable, "-c", CALL],
-        cwd=package,
-        env={"HOME": str(package / "home"), "PYTHONDONTWRITEBYTECODE": "1"},
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=True,
-    )
-    first, second = done.stdout.splitlines()
+    environment = {"HOME": str(package / "home"), "PYTHONDONTWRITEBYTECODE": "1"}
+    first, second = python(CALL, cwd=package, env=environment).splitlines()
     assert second == "refused"  # float64
     added, hits, directory = first.split(maxsplit=2)
     return int(added), int(hits), directory
@@ -93,18 +85,15 @@ def test_a_damaged_one_is_compiled_anew(package: Path, damage: str) -> None:
     assert call(package)[:2] == (1, 1)
 
 
-def test_where_nothing_can_be_written_it_is_compiled_by_every_process(package: Path) -> None:
+def test_in_the_users_home_where_the_package_cannot_be_written_and_else_by_every_process(package: Path) -> None:
     # Files where directories would have to be: permissions do not hold root back.
-    (package / "slime_like" / "cpu" / "kernels" / "__pycache__").touch()
-    (package / "home").touch()
-    assert call(package) == (1, 0, "None")
-
-
-def test_in_the_users_home_where_the_package_cannot_be_written(package: Path) -> None:
     (package / "slime_like" / "cpu" / "kernels" / "__pycache__").touch()
     assert call(package)[:2] == (1, 0)
     _, hits, directory = call(package)
     assert hits == 1 and Path(directory).is_relative_to(package / "home")
+    shutil.rmtree(package / "home")
+    (package / "home").touch()
+    assert call(package) == (1, 0, "None")
 
 
 def test_a_start_without_compiling_fails_with_one_sentence(package: Path) -> None:
@@ -132,3 +121,27 @@ def test_what_no_process_has_started_with_for_a_month_is_removed(package: Path) 
     left = {path.name for path in base.iterdir()}
     assert left >= {Path(kept).name, "kernels-new", "others", "kernels-link"} and "kernels-old" not in left
     assert (elsewhere / "one.kernel").exists()
+
+
+WHICH = """
+import gc, torch
+from slime_like.cpu.onednn import replaced_products
+
+def by_onednn():
+    a = torch.ones(300, 300)
+    with torch.profiler.profile() as profile:
+        torch.mm(a, a)
+    return "mkldnn::_linear_pointwise" in [event.key for event in profile.key_averages()]
+
+print(by_onednn())
+kept = replaced_products()
+print(by_onednn())
+del kept
+gc.collect()
+print(by_onednn())
+"""
+
+
+def test_large_products_go_to_onednn_while_it_lasts() -> None:
+    """In a separate process: in this one an engine may have asked for it, for good."""
+    assert python(WHICH).split() == ["False", "True", "False"]

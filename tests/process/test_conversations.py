@@ -1,7 +1,7 @@
 """Conversations over a scripted engine: ids stay as sampled, observations carry no loss, budgets and bounds hold."""
 
 import asyncio
-from collections.abc import Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -74,6 +74,9 @@ def made(tokens: list[int], reason: Any = "stop", version: int = 0) -> Generatio
     return Generation(np.array(tokens, np.int64), logprobs, np.full(count, version, np.int64), reason)
 
 
+Scenario = Callable[[Conversations], Awaitable[list[Generation]]]
+
+
 class Engine:
     """Gives sample i its script, turn by turn, and keeps what it was asked."""
 
@@ -116,13 +119,13 @@ def request(samples: int = 1, limit: int = 200, **fields: Any) -> GenerationRequ
 
 
 def talk(
-    loop: asyncio.AbstractEventLoop, engine: Engine, asked: GenerationRequest, **environment: Any
+    loop: asyncio.AbstractEventLoop, engine: Engine, asked: GenerationRequest | Scenario, **environment: Any
 ) -> list[Generation]:
     async def run() -> list[Generation]:
         conversations = Conversations(config(**environment), TOKENIZER, engine.generate, engine.abort)
         await conversations.start()
         try:
-            return await conversations.run(asked)
+            return await (conversations.run(asked) if isinstance(asked, GenerationRequest) else asked(conversations))
         finally:
             pids = conversations._pool.process_ids
             await conversations.close()
@@ -170,15 +173,15 @@ def test_every_turn_of_every_sample_has_a_seed_of_its_own(loop: asyncio.Abstract
 
 
 @pytest.mark.parametrize(
-    ("limit", "environment", "script", "limits", "turns"),
+    ("limit", "environment", "script", "limits"),
     [
         # 3 sampled, 5 observed ("<tool>A <assistant>" is 4 tokens); of 200 tokens 195 are left
-        (200, {"max_turns": 2}, [turn("a"), turn("b")], [200, 194], 2),
-        (200, {"max_turns": 1}, [turn("a")], [200], 1),
-        (200, {"max_turn_tokens": 7}, [turn("a"), turn("bye")], [7, 7], 2),
-        (12, {"max_turn_tokens": 7}, [turn("a"), turn("b", "length")], [7, 6], 2),
-        (6, {}, [turn("a")], [6], 1),  # no room for what the environment says and a token after it
-        (7, {}, [turn("a"), made(ids("b"), "length")], [7, 1], 2),
+        (200, {"max_turns": 2}, [turn("a"), turn("b")], [200, 194]),
+        (200, {"max_turns": 1}, [turn("a")], [200]),
+        (200, {"max_turn_tokens": 7}, [turn("a"), turn("bye")], [7, 7]),
+        (12, {"max_turn_tokens": 7}, [turn("a"), turn("b", "length")], [7, 6]),
+        (6, {}, [turn("a")], [6]),  # no room for what the environment says and a token after it
+        (7, {}, [turn("a"), made(ids("b"), "length")], [7, 1]),
     ],
 )
 def test_budgets(
@@ -187,12 +190,11 @@ def test_budgets(
     environment: dict[str, Any],
     script: list[Generation],
     limits: list[int],
-    turns: int,
 ) -> None:
     engine = Engine(script)
     (generation,) = talk(loop, engine, request(limit=limit), **environment)
     assert [r.sampling.max_new_tokens for r in engine.requests] == limits
-    assert generation.conversation is not None and len(generation.conversation.turns) == turns
+    assert generation.conversation is not None and len(generation.conversation.turns) == len(limits)
     assert len(generation.token_ids) <= limit
     assert generation.conversation.turns[-1][1] == len(generation.token_ids)  # an answer ends it, not a question
     ended = generation.conversation.metadata[-1]["said"][-1] == "bye"
@@ -242,11 +244,7 @@ def test_an_environment_that_never_answers_ends_the_run(loop: asyncio.AbstractEv
 
 @pytest.mark.parametrize(
     "environment",
-    [
-        {"name": "parrots:Absent"},
-        {"options": {"wings": 2}},
-        {"name": "calculator", "options": {"opening": ""}},
-    ],
+    [{"name": "parrots:Absent"}, {"options": {"wings": 2}}, {"name": "calculator", "options": {"opening": ""}}],
 )
 def test_an_unusable_environment_is_rejected_at_the_start(
     loop: asyncio.AbstractEventLoop, rejects: Rejects, environment: dict[str, Any]
@@ -259,9 +257,7 @@ def test_abort_ends_all_conversations_of_a_request(loop: asyncio.AbstractEventLo
     """One is in its second turn, which has sampled a token; one had not sampled anything in its second."""
     engine = Engine([turn("a"), made(ids("x"), "abort")], [turn("ab"), made([], "abort")])
 
-    async def run() -> list[Generation]:
-        conversations = Conversations(config(), TOKENIZER, engine.generate, engine.abort)
-        await conversations.start()
+    async def scenario(conversations: Conversations) -> list[Generation]:
         running = asyncio.ensure_future(conversations.run(request(2)))
         while len(engine.waiting) < 2:
             await asyncio.sleep(0.01)
@@ -269,12 +265,9 @@ def test_abort_ends_all_conversations_of_a_request(loop: asyncio.AbstractEventLo
             await conversations.run(request(2))
         await conversations.abort("another")
         await conversations.abort("r")
-        try:
-            return await running
-        finally:
-            await conversations.close()
+        return await running
 
-    first, second = loop.run_until_complete(asyncio.wait_for(run(), 30))
+    first, second = talk(loop, engine, scenario)
     assert sorted(engine.aborted) == ["r/0/1", "r/1/1"]
     assert first.finish_reason == second.finish_reason == "abort"
     assert first.conversation is not None and first.conversation.turns == ((0, 2), (6, 7))
@@ -332,19 +325,14 @@ def test_templates_come_from_the_chat_template_or_are_given(rejects: Rejects) ->
 def test_a_user_of_the_pool_that_gives_up_frees_its_worker(loop: asyncio.AbstractEventLoop) -> None:
     engine = Engine([turn("hang")], [turn("bye")])
 
-    async def run() -> list[Generation]:
-        conversations = Conversations(config(timeout_s=50.0), TOKENIZER, engine.generate, engine.abort)
-        await conversations.start()
+    async def scenario(conversations: Conversations) -> list[Generation]:
         hanging = asyncio.ensure_future(conversations.run(request(1)))
         await asyncio.sleep(0.3)
         hanging.cancel()
         with pytest.raises(asyncio.CancelledError):
             await hanging
         engine.scripts.pop(0)
-        try:
-            return await conversations.run(request(1))
-        finally:
-            await conversations.close()
+        return await conversations.run(request(1))
 
-    (generation,) = loop.run_until_complete(asyncio.wait_for(run(), 30))
+    (generation,) = talk(loop, engine, scenario, timeout_s=50.0)
     assert generation.finish_reason == "stop"

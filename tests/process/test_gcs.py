@@ -13,30 +13,24 @@ from slime_like.orchestration.cluster.ray_node import ray_environment
 from tests.unit.launch.gcs_server import HOST, TOKEN, gcs_server
 
 
-def test_a_value_is_stored_once() -> None:
-    with gcs_server() as (_, port):
-        values = Gcs(f"{HOST}:{port}", TOKEN, silence_s=5)
-        assert values.get("problem") is None
-        assert values.put_new("problem", {"code": 1}) and not values.put_new("problem", {"code": 2})
-        assert values.get("problem") == {"code": 1}
-
-
-def test_members_are_listed_by_rank_with_their_end() -> None:
+def test_values_are_stored_once_and_members_listed_for_who_has_the_token() -> None:
+    """Members by rank, with their end."""
     with gcs_server() as (server, port):
+        with pytest.raises(WrongTokenError):
+            Gcs(f"{HOST}:{port}", "w" * 32, silence_s=5).put_new("verdict", {})
+        assert server.values == {}
+        found = Gcs(f"{HOST}:{port}", TOKEN, silence_s=5)
+        assert found.get("problem") is None
+        assert found.put_new("problem", {"code": 1}) and not found.put_new("problem", {"code": 2})
+        assert found.get("problem") == {"code": 1}
         for rank in (0, 2):
             server.join(rank)
         server.leave(2, "health check failed")
         server.nodes[3] = GcsNodeInfo(node_manager_hostname="started by hand")
-        assert Gcs(f"{HOST}:{port}", TOKEN, silence_s=5).members() == {
+        assert found.members() == {
             0: Member("node 0 (gpu-0, 10.0.0.0)", True, "it left"),
             2: Member("node 2 (gpu-2, 10.0.0.2)", False, "health check failed"),
         }
-
-
-def test_another_token_is_refused() -> None:
-    with gcs_server() as (server, port), pytest.raises(WrongTokenError):
-        Gcs(f"{HOST}:{port}", "w" * 32, silence_s=5).put_new("verdict", {})
-    assert server.values == {}
 
 
 @pytest.mark.parametrize(("listens", "refused", "bound_s"), [(False, True, 0.5), (True, False, 1.5)])

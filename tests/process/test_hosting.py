@@ -27,7 +27,6 @@ MODULE = f"""
 import asyncio, os, sys
 from multiprocessing.connection import Connection
 from pathlib import Path
-from slime_like import errors
 from slime_like.errors import ConfigError, EngineError, WeightSyncError
 from slime_like.hosting.parent import Owner
 
@@ -59,9 +58,8 @@ class Host:
 
 async def main():
     owner = Owner(Connection(int(sys.argv[1])), Path(sys.argv[2]))
-    with owner.starting() as (text,):
-        if text:
-            raise EngineError(text, **{FIELDS!r})
+    with owner.starting():
+        pass
     await owner.serve(Host())
 
 asyncio.run(main())
@@ -93,7 +91,7 @@ def fields(error: SlimeLikeError) -> dict[str, str | None]:
 
 def test_errors_keep_class_and_fields(play: Callable[[Scenario], None]) -> None:
     async def scenario(process: ChildProcess) -> None:
-        await process.start("")
+        await process.start()
         with pytest.raises(WeightSyncError) as sync:
             await process.call("fail", "sync")
         assert fields(sync.value) == FIELDS
@@ -112,18 +110,9 @@ def test_errors_keep_class_and_fields(play: Callable[[Scenario], None]) -> None:
     play(scenario)
 
 
-def test_a_start_that_fails_answers_with_its_error_and_ends_the_process(play: Callable[[Scenario], None]) -> None:
-    async def scenario(process: ChildProcess) -> None:
-        with pytest.raises(EngineError) as caught:
-            await process.start("no memory")
-        assert fields(caught.value) == FIELDS
-
-    play(scenario)
-
-
 def test_a_request_that_is_given_up_is_aborted_and_a_death_ends_every_call(play: Callable[[Scenario], None]) -> None:
     async def scenario(process: ChildProcess) -> None:
-        await process.start("")
+        await process.start()
         request = GenerationRequest("r7", [1], SamplingParams())
         with pytest.raises(TimeoutError):
             await asyncio.wait_for(process.generate(request), 0.1)

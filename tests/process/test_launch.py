@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -27,6 +28,7 @@ from slime_like.launch.launcher import launch
 from slime_like.orchestration.cluster import gcs
 from slime_like.orchestration.cluster.ray_node import Ready
 from tests.conftest import Tiny
+from tests.process.conftest import wait_until
 from tests.unit.launch.gcs_server import HOST, TOKEN, GcsServer, gcs_server
 
 NODE_0 = "node 0 (gpu-0, 10.0.0.0)"
@@ -122,34 +124,15 @@ def publish(server: GcsServer, config: RunConfig, **fields: object) -> None:
     server.values[b"agreement"] = json.dumps(stored).encode()
 
 
-def settled(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 20
-    while not condition() and time.monotonic() < deadline:
-        time.sleep(0.01)
-    assert condition()
-
-
-def joined(server: GcsServer, config: RunConfig) -> Node:
-    """Node 1 in the run of a node 0 that the test plays."""
-    publish(server, config)
-    node = begin(server, config)
-    settled(lambda: 1 in server.nodes)
-    return node
-
-
 def head(server: GcsServer, config: RunConfig, **fields: object) -> Node:
     """Node 0, which waits for the others."""
     node = begin(server, config, 0, **fields)
-    settled(lambda: b"agreement" in server.values)
+    wait_until(lambda: b"agreement" in server.values)
     return node
 
 
 def without_data(config: RunConfig) -> RunConfig:
     return config.model_copy(update={"data": config.data.model_copy(update={"train": [Path("none.jsonl")]})})
-
-
-def interrupted(*_: object) -> None:
-    raise KeyboardInterrupt
 
 
 @pytest.fixture
@@ -162,15 +145,9 @@ def port() -> Iterator[int]:
 
 def problem(server: GcsServer) -> Verdict:
     """What a node that cannot go on reports to node 0, which answers with its verdict."""
-    settled(lambda: b"problem" in server.values)
+    wait_until(lambda: b"problem" in server.values)
     server.values[b"verdict"] = b'{"code": 1, "sentence": "over"}'
     return Verdict(**json.loads(server.values[b"problem"]))
-
-
-def test_a_node_joins_and_ends_with_the_verdict_of_node_0(server: GcsServer, config: RunConfig) -> None:
-    node = joined(server, config)
-    server.values[b"verdict"] = b'{"code": 0, "sentence": ""}'
-    assert node.ended().verdict == Verdict(0)
 
 
 @pytest.mark.parametrize(
@@ -202,16 +179,18 @@ def test_a_configuration_that_is_refused_on_one_node_ends_the_run(server: GcsSer
 
 
 def test_ray_that_ends_on_a_node_ends_the_run(server: GcsServer, config: RunConfig) -> None:
-    node = joined(server, config)
+    publish(server, config)
+    node = begin(server, config)
+    wait_until(lambda: 1 in server.nodes)
     server.ray.death = "Ray ended by itself"  # type: ignore[attr-defined]
     assert problem(server) == Verdict(1, f"{node.place}: Ray ended by itself")
 
 
 def test_a_rank_is_given_once(server: GcsServer, config: RunConfig) -> None:
-    """The run goes on without the second node, which leaves no note either."""
+    """The run goes on without the second node, which leaves no note either; the first ends with node 0's verdict."""
     publish(server, config, nodes=2)
     first = begin(server, config)
-    settled(lambda: 1 in server.nodes)
+    wait_until(lambda: 1 in server.nodes)
     for rank, why in ((1, f"{first.place} has it already"), (2, "of NODES=2 it is 1 to 1")):
         refused = begin(server, config, rank).ended().error
         assert isinstance(refused, RefusedError)
@@ -219,7 +198,7 @@ def test_a_rank_is_given_once(server: GcsServer, config: RunConfig) -> None:
     assert b"problem" not in server.values and list(launch_directory(config.run_dir).glob("ended-*")) == []
     assert first.is_alive()
     server.values[b"verdict"] = b'{"code": 0, "sentence": ""}'
-    first.ended()
+    assert first.ended().verdict == Verdict(0)
 
 
 def test_a_node_that_leaves_ends_the_run(server: GcsServer, config: RunConfig) -> None:
@@ -254,7 +233,7 @@ def test_node_0_is_refused_while_one_waits_and_another_comes_later(config: RunCo
 def test_an_interrupt_before_ray_connects_a_node_leaves_a_note(
     config: RunConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(participant, "find_place", interrupted)
+    monkeypatch.setattr(participant, "find_place", Mock(side_effect=KeyboardInterrupt))
     node = Node(config, 1, 6380).ended()
     sentence = f"interrupted on node 1 ({socket.gethostname()})"
     assert node.verdict == Verdict(130, sentence)

@@ -43,10 +43,7 @@ def test_given_variables_take_precedence() -> None:
     assert done.returncode == 0, done.stderr
     assert "this one: node 2" in done.stdout and "listens on 10.0.0.1:7000" in done.stdout
     assert "key:      /k " in done.stdout and "slime-like plan" not in done.stdout
-
-
-def test_slurm_fills_in_what_is_not_given() -> None:
-    slurm = {"SLURM_JOB_NODELIST": "gpu[1-4]", "SLURM_NODEID": "1"}
+    slurm["SLURM_JOB_NODELIST"] = "gpu[1-4]"  # fills in what is not given
     done = dry_run(**slurm, NODES="4")
     assert done.returncode == 0 and "listens on gpu1:6380" in done.stdout, done.stderr
 

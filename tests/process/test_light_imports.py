@@ -1,4 +1,7 @@
-"""What is imported, and what is not: commands and processes start quickly, algorithms need torch and NumPy alone."""
+"""What is imported, and what is not: commands and processes start quickly, algorithms need torch and NumPy alone.
+
+And an interrupt while a command is imported.
+"""
 
 import subprocess
 import sys
@@ -7,6 +10,7 @@ from pathlib import Path
 import pytest
 
 import slime_like
+from tests.process.conftest import python
 
 CONFIGURATION = ("config", "config.reading.load", "checks.check", "commands.main")
 BESIDE_RAY = ("orchestration.cluster.orphan_reaper", "orchestration.cluster.ray_process")
@@ -30,8 +34,7 @@ LOGS = {"torch", "ray", "matplotlib", "tensorboard", "wandb"}
 def test_what_is_not_imported(modules: str, absent: set[str]) -> None:
     imports = ", ".join(f"slime_like.{module}" for module in modules.split())
     code = f"import sys, {imports}; print(sorted({absent!r} & sys.modules.keys()))"
-    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
-    assert ran.stdout.strip() == "[]"
+    assert python(code) == "[]\n"
 
 
 BLOCKED = ("pydantic", "pydantic_core", "yaml", "ray", "transformers", "megatron", "backends", "rollout")
@@ -62,8 +65,29 @@ assert not {{name.partition(".")[0] for name in sys.modules}} & set({BLOCKED!r})
 
 
 def test_algorithms_are_imported_and_used_with_everything_else_blocked() -> None:
-    command = [sys.executable, "-c", PROGRAM]
-    run = subprocess.run(
-        command, capture_output=True, text=True, timeout=120, check=False, cwd=Path(slime_like.__file__).parents[1]
-    )
-    assert run.returncode == 0, run.stderr
+    python(PROGRAM, cwd=Path(slime_like.__file__).parents[1])
+
+
+@pytest.mark.parametrize("disguise", [False, True])
+def test_ctrl_c_is_understood_while_modules_are_imported(disguise: bool) -> None:
+    """The signal arrives within an import that every command makes, whose module may make another error of it."""
+    code = f"""
+import os, signal, sys
+from slime_like.commands.main import main
+
+class Interrupted:
+    def find_spec(self, name, *rest):
+        if name != "pydantic":
+            return
+        try:
+            os.kill(os.getpid(), signal.SIGINT)
+        except KeyboardInterrupt:
+            if not {disguise}:
+                raise
+        raise ValueError("KeyboardInterrupt, says a library")
+
+sys.meta_path.insert(0, Interrupted())
+sys.exit(main(["--version"]))
+"""
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert (ran.returncode, ran.stdout, ran.stderr) == (130, "", "slime-like: interrupted\n")

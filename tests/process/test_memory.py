@@ -1,10 +1,10 @@
 """Memory that is freed and wanted again."""
 
 import platform
-import subprocess
-import sys
 
 import pytest
+
+from tests.process.conftest import python
 
 _CYCLE = """
 from slime_like.system.memory import permanent_allocations
@@ -32,15 +32,11 @@ print(min(faults[1:]))
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="other C libraries are left alone")
 def test_freed_blocks_are_not_faulted_in_again() -> None:
-    again, kept = (
-        int(subprocess.run([sys.executable, "-c", _FAULTS, mode], check=True, capture_output=True, timeout=60).stdout)
-        for mode in ("returned", "kept")
-    )
+    again, kept = (int(python(_FAULTS, mode)) for mode in ("returned", "kept"))
     assert again > 100  # pages may be huge
     assert kept < again / 10
 
 
 def test_what_is_made_to_stay_is_freed_when_the_process_ends() -> None:
     """Else packages that count what they made (nanobind in Triton) print a page about it behind a command's end."""
-    done = subprocess.run([sys.executable, "-c", _CYCLE], check=True, capture_output=True, text=True, timeout=60)
-    assert done.stdout == "freed\n"
+    assert python(_CYCLE) == "freed\n"

@@ -43,16 +43,6 @@ def processes(tmp_path: Path) -> Iterator[dict[str, subprocess.Popen[str]]]:
         process.communicate()
 
 
-def test_only_those_who_write_the_sessions_logs_are_ended(
-    tmp_path: Path, processes: dict[str, subprocess.Popen[str]]
-) -> None:
-    sessions = Sessions(tmp_path, DRIVER, SINCE)
-    assert [p.pid for p in orphan_reaper.writers_below(sessions.directories(), but=DRIVER)] == [processes["agent"].pid]
-    orphan_reaper.end_orphans(sessions)
-    assert processes["agent"].wait(30) == -9
-    assert all(process.poll() is None for name, process in processes.items() if name != "agent")
-
-
 def test_a_dismissed_guard_touches_nothing(tmp_path: Path, processes: dict[str, subprocess.Popen[str]]) -> None:
     watching = orphan_reaper.start(Sessions(tmp_path, DRIVER, SINCE), tmp_path / "logs", "slime-test-guard")
     orphan_reaper.dismiss(watching)
@@ -64,6 +54,7 @@ def test_a_dismissed_guard_touches_nothing(tmp_path: Path, processes: dict[str, 
 def test_after_a_driver_that_failed_or_was_killed_it_cleans_up_and_reports_only_the_kill(
     tmp_path: Path, processes: dict[str, subprocess.Popen[str]], capfd: pytest.CaptureFixture[str], driver_reports: bool
 ) -> None:
+    """Of processes, those alone that write the session's logs."""
     name = f"slime-test-{os.getpid()}"
     left = Path("/dev/shm") / f"{name}.1.0"
     left.write_bytes(b"x")
@@ -77,6 +68,7 @@ def test_after_a_driver_that_failed_or_was_killed_it_cleans_up_and_reports_only_
         watching.stdin.close()  # as the kernel does for a process that is killed
     assert watching.wait(60) == 0
     assert processes["agent"].wait(30) == -9
+    assert [name for name, process in processes.items() if process.poll() is not None] == ["agent"]
     assert not left.exists()
     assert not session.exists() and len(list(tmp_path.glob("session_*"))) == 2
     assert (tmp_path / "worker_logs" / "agent.log").is_file() and not (tmp_path / "worker_logs").is_symlink()

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from slime_like.observability.report.report import write_report
-from tests.support.browser import NAMES, Rendered, dump_dom, find_browser, screenshot
+from tests.support.browser import NAMES, dump_dom, find_browser, screenshot
 from tests.unit.observability.report_run import HOSTILE, SAMPLES, STEPS, TABLES_EVERY, TOKENS, write_run
 
 BROWSER = find_browser()
@@ -26,11 +26,6 @@ def report(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def rendered(report: Path) -> Rendered:
-    return dump_dom(str(BROWSER), report, report.parent / "profile")
-
-
-@pytest.fixture(scope="module")
 def seen(report: Path) -> dict[str, Any]:
     frame = f'<iframe width="1200" height="900" srcdoc="{escape(report.read_text(encoding="utf-8"))}"></iframe>'
     user = report.parent / "user.html"
@@ -43,8 +38,9 @@ def seen(report: Path) -> dict[str, Any]:
     return result
 
 
-def test_the_script_ran_without_complaint(rendered: Rendered) -> None:
+def test_the_script_ran_without_complaint(report: Path) -> None:
     """A fault of the script, or anything the content security policy had to stop, would be on the console."""
+    rendered = dump_dom(str(BROWSER), report, report.parent / "profile")
     assert rendered.console == []
     assert 'data-ready="yes"' in rendered.dom
     assert f"{LOGGED} of {LOGGED} rows" in rendered.dom

@@ -4,7 +4,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -15,6 +14,7 @@ from slime_like.config.rollout import RewardFunction
 from slime_like.errors import RewardError
 from slime_like.sandbox.rewards.pool import RewardItem, RewardOutcome, RewardPool
 from slime_like.system.processes import is_alive
+from tests.process.conftest import wait_until
 from tests.support.rejections import Rejects
 from tests.support.reward_service import url as url
 
@@ -64,8 +64,6 @@ def act(prompt, response, answer, *, log=None):
     if response == "no dict":
         return RewardResult(1.0, True, ["x"])
     return RewardResult(reward=float(len(response)), success=prompt == "good", metadata={"pid": os.getpid()})
-
-broken_at_import = None
 """
 
 
@@ -99,15 +97,6 @@ def math_pool() -> Iterator[RewardPool]:
 
 def items(*responses: str, answer: str = "46", prompt: str = "good") -> list[RewardItem]:
     return [RewardItem(prompt, response, answer) for response in responses]
-
-
-def wait_until(condition: Callable[[], bool], timeout_s: float = 30.0) -> bool:
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        if time.monotonic() > deadline:
-            return False
-        time.sleep(0.02)
-    return True
 
 
 @pytest.mark.parametrize("workers", [1, 3])
@@ -273,7 +262,7 @@ def test_answers_that_no_function_of_ours_can_judge_never_end_a_run() -> None:
         outcomes = pool.score(items(*("a" * (40 + i) for i in range(9))))
         assert [outcome.metadata["reason"] for outcome in outcomes] == ["timeout"] * 9
         # The bound is short for nine of them; on a busy machine an answer that takes no time may miss it, too.
-        assert wait_until(lambda: pool.score(items("aab"))[0].rewards == (1.0,))
+        wait_until(lambda: pool.score(items("aab"))[0].rewards == (1.0,))
 
 
 def test_workers_import_neither_torch_nor_the_configuration_and_their_memory_is_limited(math_pool: RewardPool) -> None:
@@ -293,7 +282,7 @@ def test_a_worker_that_died_idle_is_replaced_and_no_sample_pays(user_config: Con
         pool.start()
         victim = pool.process_ids[0]
         os.kill(victim, signal.SIGKILL)
-        assert wait_until(lambda: not is_alive(victim))
+        wait_until(lambda: not is_alive(victim))
         outcomes = pool.score(items("a", "b", "c"))
         assert [outcome.rewards[0] for outcome in outcomes] == [1.0, 1.0, 1.0]
         assert victim not in pool.process_ids
@@ -317,26 +306,6 @@ def test_a_worker_that_is_killed_while_starting_is_started_again_within_a_bound(
     with RewardPool(config) as pool, rejects(RewardError, "worker-not-started"):
         pool.score(items("a"))
     assert (tmp_path / "starts").stat().st_size == 3 + 3
-
-
-@pytest.mark.parametrize(
-    ("name", "code", "reason"),
-    [
-        ("user_rewards:absent", "code-unusable", "cannot be imported"),
-        ("user_rewards:broken_at_import", "code-unusable", "is a NoneType, which cannot be called"),
-        ("length", "code-unusable", "options of reward function 'length'"),
-        ("ends:f", "worker-not-started", "ended while starting: I will not"),
-    ],
-)
-def test_an_unusable_function_is_rejected_at_the_start(user_module: Write, name: str, code: str, reason: str) -> None:
-    user_module("user_rewards", USER_MODULE)
-    user_module("ends", "import sys\nsys.exit('I will not')\n")
-    with (
-        RewardPool(RewardConfig(functions=(RewardFunction(name=name),))) as pool,
-        pytest.raises(RewardError, match=reason) as caught,
-    ):
-        pool.start()
-    assert caught.value.code == code
 
 
 def test_close_leaves_no_process_even_where_one_hangs(user_config: Config, rejects: Rejects) -> None:
@@ -373,7 +342,7 @@ def test_workers_die_with_their_parent_even_in_the_middle_of_a_sample(user_modul
     finally:
         parent.kill()
         parent.wait(30)
-    assert wait_until(lambda: not any(is_alive(pid) for pid in pids))
+    wait_until(lambda: not any(is_alive(pid) for pid in pids))
 
 
 # ------------------------------------------------------------------------------------------------------------- services

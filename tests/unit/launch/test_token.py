@@ -9,7 +9,6 @@ import pytest
 from slime_like.config.launch import launch_directory
 from slime_like.errors import LaunchError
 from slime_like.orchestration.cluster.token import await_token, create_token
-from tests.support.rejections import Rejects
 
 
 def test_made_once_and_found_by_who_waits(tmp_path: Path) -> None:
@@ -34,8 +33,3 @@ def test_an_unsafe_key_is_refused(tmp_path: Path, mode: int, text: str) -> None:
         with pytest.raises(LaunchError) as caught:
             read(path)
         assert caught.value.code == ("key-short" if text == "short" else "key-unsafe")
-
-
-def test_a_key_that_never_comes(tmp_path: Path, rejects: Rejects) -> None:
-    with rejects(LaunchError, "key-missing"):
-        await_token(tmp_path / "key", 0.2)

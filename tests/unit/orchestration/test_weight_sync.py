@@ -17,10 +17,6 @@ from tests.support.rejections import Rejects
 SENT = {"a.weight": 1, "b.weight": 2}
 
 
-def test_equal_hashes_pass() -> None:
-    compare_checksums(SENT, UpdateReceipt(3, dict(SENT)), engine=0)
-
-
 @pytest.mark.parametrize(
     "received",
     [{"a.weight": 1}, {**SENT, "c.weight": 5}, {"a.weight": 1, "b.weight": 7}],

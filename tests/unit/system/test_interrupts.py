@@ -28,13 +28,10 @@ def test_an_interrupt_is_raised_once(number: signal.Signals) -> None:
     with pytest.raises(KeyboardInterrupt):  # a library may have caught the first
         raise_if_interrupted()
     raise_if_interrupted()
-
-
-def test_who_deals_with_an_interrupt_waits_in_peace() -> None:
     with pytest.raises(KeyboardInterrupt):
-        os.kill(os.getpid(), signal.SIGTERM)
+        os.kill(os.getpid(), number)
     take_interrupt()
-    raise_if_interrupted()
+    raise_if_interrupted()  # it is dealt with
 
 
 def test_a_handler_below_pythons_own_is_put_aside(tmp_path: Path) -> None:

@@ -1,6 +1,7 @@
 """Jobs in threads: results arrive, progress grows, and one failure stops the rest."""
 
 import threading
+from unittest.mock import Mock
 
 import pytest
 
@@ -43,11 +44,8 @@ def test_an_interruption_in_the_reporting_thread_stops_all() -> None:
         while True:
             tracker.advance(1)
 
-    def interrupt(done: int) -> None:
-        raise KeyboardInterrupt
-
     with pytest.raises(KeyboardInterrupt):
-        run_jobs([1, 2], work, 2, lambda result: None, interrupt)
+        run_jobs([1, 2], work, 2, lambda result: None, Mock(side_effect=KeyboardInterrupt))
 
 
 def test_what_was_done_before_an_interruption_is_not_lost() -> None:
@@ -58,9 +56,6 @@ def test_what_was_done_before_an_interruption_is_not_lost() -> None:
         both.wait(10)
         return job
 
-    def interrupt(done: int) -> None:
-        raise KeyboardInterrupt
-
     with pytest.raises(KeyboardInterrupt):
-        run_jobs([1, 2], work, 2, results.append, interrupt)
+        run_jobs([1, 2], work, 2, results.append, Mock(side_effect=KeyboardInterrupt))
     assert sorted(results) == [1, 2]

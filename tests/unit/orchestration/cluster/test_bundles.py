@@ -41,11 +41,6 @@ def test_bundles(tmp_path: Path, sections: dict[str, Any], expected: list[int]) 
     assert bundle_sizes(config(tmp_path, **sections)) == expected
 
 
-def test_evaluation_reserves_engines_alone(tmp_path: Path) -> None:
-    colocated = config(tmp_path, rollout={"num_engines": 3}, cluster={"placement": "colocated"})
-    assert bundle_sizes(colocated, with_trainers=False) == [1, 1, 1]
-
-
 @pytest.mark.parametrize(
     ("parallel", "rollout", "placement", "expected"),
     [
@@ -64,24 +59,20 @@ def test_ranks_that_must_share_a_node(
 
 
 @pytest.mark.parametrize(
-    ("blocks", "engines", "free", "expected"),
+    ("pieces", "free", "expected"),
     [
-        ([8] * 4, [], [8] * 4, [0] * 8 + [1] * 8 + [2] * 8 + [3] * 8),
-        ([2] * 4, [1], [5, 4], [0] * 4 + [1] * 4 + [0]),  # the engine takes what no group of two could
-        ([4, 4], [2, 2], [8, 3, 2], [0] * 8 + [1, 2]),
-        ([4, 4], [], [3, 4, 7], [1] * 4 + [2] * 4),  # a node that is partly taken
-        ([1, 1, 1], [4], [2, 8], [0, 0, 1, 1]),
+        (Pieces([8] * 4, []), [8] * 4, [0] * 8 + [1] * 8 + [2] * 8 + [3] * 8),
+        (Pieces([2] * 4, [1]), [5, 4], [0] * 4 + [1] * 4 + [0]),  # the engine takes what no group of two could
+        (Pieces([4, 4], [2, 2]), [8, 3, 2], [0] * 8 + [1, 2]),
+        (Pieces([4, 4], []), [3, 4, 7], [1] * 4 + [2] * 4),  # a node that is partly taken
+        (Pieces([1, 1, 1], [4]), [2, 8], [0, 0, 1, 1]),
+        # a worker's tensor group is not divided: none of four is begun in what is left of the first node
+        (Pieces([4], [2], references=[4, 4, 2]), [8, 8, 4], [0] * 4 + [0] + [1] * 8 + [0] * 2),
     ],
 )
-def test_nodes_are_filled_in_order(blocks: list[int], engines: list[int], free: list[int], expected: list[int]) -> None:
+def test_nodes_are_filled_in_order(pieces: Pieces, free: list[int], expected: list[int]) -> None:
     nodes = [NodeRoom(f"10.0.0.{index}", room) for index, room in enumerate(free)]
-    assert assign_nodes(Pieces(blocks, engines), nodes) == expected
-
-
-def test_a_reference_workers_tensor_group_is_not_divided() -> None:
-    """Two devices are left on the first node, and a group of four is not begun there; the second's room is taken."""
-    nodes = [NodeRoom("a", 8), NodeRoom("b", 8), NodeRoom("c", 4)]
-    assert assign_nodes(Pieces([4], [2], references=[4, 4, 2]), nodes) == [0] * 4 + [0] + [1] * 8 + [0] * 2
+    assert assign_nodes(pieces, nodes) == expected
 
 
 def test_whether_a_run_fits_on_nodes(tmp_path: Path) -> None:

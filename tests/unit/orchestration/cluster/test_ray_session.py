@@ -2,6 +2,7 @@
 
 import shutil
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
@@ -40,18 +41,17 @@ def test_what_a_daemon_writes_while_a_session_is_removed_goes_too(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     home, remove = session(tmp_path / "own", "own"), shutil.rmtree
-    calls = 0
+    calls: list[Path] = []
 
     def late(path: Path, ignore_errors: bool) -> None:
-        nonlocal calls
-        calls += 1
+        calls.append(path)
         remove(path, ignore_errors=ignore_errors)
-        if calls == 1:  # the directory was not empty when it was to be removed
+        if len(calls) == 1:  # the directory was not empty when it was to be removed
             (path / "sockets").mkdir(parents=True)
 
-    monkeypatch.setattr("slime_like.orchestration.cluster.ray_session.shutil.rmtree", late)
+    monkeypatch.setattr(shutil, "rmtree", late)
     put_away(home, tmp_path / "worker_logs")
-    assert calls == 2 and not home.exists()
+    assert len(calls) == 2 and not home.exists()
 
 
 def test_shared_memory_named_after_a_file_of_the_session_goes_with_it(
@@ -71,11 +71,7 @@ def test_shared_memory_named_after_a_file_of_the_session_goes_with_it(
 def test_without_room_the_logs_stay_where_they_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     home, logs = session(tmp_path / "own", "own"), tmp_path / "worker_logs"
     link_logs(home, logs)
-
-    def full(*arguments: object) -> None:
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr("slime_like.orchestration.cluster.ray_session.shutil.move", full)
+    monkeypatch.setattr(shutil, "move", Mock(side_effect=OSError(28, "No space left on device")))
     put_away(home, logs)
     assert (logs / "worker.out").read_text() == "own"
 

@@ -54,20 +54,6 @@ class Run:
         return Checkpoint.read(self.store.save(step, self.reference.state_dict()))
 
 
-def test_every_so_many_steps_the_policy_becomes_the_reference(tmp_path: Path) -> None:
-    run, seen = Run(tmp_path), []
-    for step in range(1, 7):
-        checkpoint = run.step(step)
-        seen.append(run.trainers.reference)
-        files = checkpoint.path / REFERENCE / "weights"
-        assert (files.read_text() if step >= 2 else None) == (str(step - step % 2) if files.exists() else None)
-    assert seen == [0, 2, 2, 4, 4, 6]
-    assert [path.name for path in (tmp_path / REFERENCE).iterdir()] == ["step-000006"]
-    never = Run(tmp_path / "never", interval=0)
-    never.step(4)
-    assert never.trainers.reference == 0 and not (tmp_path / "never" / REFERENCE).exists()
-
-
 def test_a_resumed_run_has_the_reference_of_its_checkpoint(tmp_path: Path) -> None:
     """Of step 2, although the run that was killed went on to step 4; and in another directory."""
     first = Run(tmp_path / "run")

@@ -112,7 +112,7 @@ def one_rank(settings: RunConfig, trajectories: list[ScoredTrajectory]) -> tuple
     return rank, packs
 
 
-def test_kl_in_the_reward() -> None:
+def test_kl_in_the_reward(rejects: Rejects) -> None:
     """The advantage of ``reward - coef * sum of (log pi - log ref)`` reaches every response token of the packs."""
     settings = config(kl_reward_coef=0.1, overlong_buffer=4)
     trajectories = batch(SHAPES)
@@ -131,12 +131,6 @@ def test_kl_in_the_reward() -> None:
     assert [float(t.advantages) for t in trajectories] == pytest.approx(expected, rel=1e-5)
     spread = [a for a, (_, n) in zip(expected, SHAPES, strict=True) for _ in range(n)]
     assert torch.cat([pack.advantages for pack in packs]).tolist() == pytest.approx(spread, rel=1e-5)
-
-
-def test_without_the_reference_the_penalty_is_refused(rejects: Rejects) -> None:
-    settings = config(kl_reward_coef=0.1)
-    trajectories = batch(SHAPES)
-    trainers, packs = one_rank(settings, trajectories)
     for pack in packs:
         pack.ref_logprobs = None
     with rejects(TrainerError, "no-reference-logprobs"):

@@ -1,4 +1,7 @@
-"""Evaluation over several files: names, figures of each and of all, unique groups."""
+"""Evaluation over several files: names, figures of each and of all, unique groups.
+
+And engines that no trainer works beside: there whatever a run's file says of training.
+"""
 
 import json
 from pathlib import Path
@@ -8,12 +11,15 @@ import numpy as np
 import pytest
 
 from slime_like.config import RunConfig
+from slime_like.config.reading.load import load_config
+from slime_like.evaluate import engines_alone
 from slime_like.examples.tiny_model import byte_tokenizer
 from slime_like.interfaces import Generation, GenerationRequest
+from slime_like.orchestration.cluster.bundles import bundle_sizes
 from slime_like.orchestration.rollout.evaluation import Evaluator, dataset_names, held_out
 from slime_like.sandbox.rewards.pool import RewardOutcome
 from slime_like.trajectory import UnscoredTrajectory
-from tests.unit.checks.checkpoint import write_checkpoint
+from tests.unit.checks.checkpoint import sound_flags, write_checkpoint
 
 SAMPLES = 4
 
@@ -64,13 +70,42 @@ def test_each_file_and_all_of_them(tmp_path: Path) -> None:
     assert b.pass_at == {2: 0.5, 4: 1.0} and a.pass_at == {2: 0.0, 4: 0.0}
     assert overall.pass_at[4] == pytest.approx(6 / 8)
     assert overall.response_length_mean == 2.5 and overall.truncated_fraction == 0.25
-
-
-def test_one_file_needs_no_name(tmp_path: Path) -> None:
-    assert evaluator([write(tmp_path / "a.jsonl", 2)]).run(step=0).datasets == {}
+    assert evaluator([tmp_path / "a.jsonl"]).run(step=0).datasets == {}  # one file needs no name
 
 
 def test_names_differ() -> None:
     assert dataset_names([Path("x/math.jsonl"), Path("aime.parquet")]) == ["math", "aime"]
     assert dataset_names([Path("x/test.jsonl"), Path("y/test.jsonl")]) == ["x/test", "y/test"]
     assert dataset_names([Path("x/t.jsonl"), Path("x/t.jsonl")]) == ["t-0", "t-1"]
+
+
+# ------------------------------------------------------------------------------------------------- engines alone
+OF_TRAINING = [
+    ["--algorithm.loss", "sft"],
+    ["--debug.load_rollouts", "kept"],
+    ["--cluster.placement", "colocated"],
+    ["--reference.placement", "workers", "--algorithm.kl_coef", "0.1"],
+    ["--trainer.parallel.tensor", "4"],
+    ["--rollout.samples_per_prompt", "64"],
+    ["--sync.timeout_s", "1"],
+]
+
+
+def _config(tmp_path: Path, *flags: str) -> RunConfig:
+    return load_config(None, [*sound_flags(tmp_path), "--rollout.num_engines", "2", "--rollout.tensor", "2", *flags])
+
+
+@pytest.mark.parametrize("flags", OF_TRAINING, ids=" ".join)
+def test_settings_of_training_do_not_reach_them(tmp_path: Path, flags: list[str]) -> None:
+    alone = engines_alone(_config(tmp_path, *flags))
+    assert alone == engines_alone(_config(tmp_path))
+    assert bundle_sizes(alone, with_trainers=False) == [2, 2]
+
+
+def test_settings_of_their_own_do(tmp_path: Path) -> None:
+    config = _config(
+        tmp_path, "--trainer.cpu_kernels", "off", "--trainer.start_timeout_s", "7", "--rollout.stream", "true"
+    )
+    alone = engines_alone(config)
+    assert (alone.trainer.cpu_kernels, alone.trainer.start_timeout_s) == ("off", 7)
+    assert alone.rollout == config.rollout and alone.reward == config.reward and alone.evaluation == config.evaluation

@@ -14,6 +14,7 @@ from slime_like.interfaces import Generation, GenerationRequest, SamplingParams
 from slime_like.orchestration.rollout import manager as manager_module
 from slime_like.orchestration.rollout.engine_actor import Answer, Mailbox
 from slime_like.orchestration.rollout.manager import EngineClient, NoEngineLeft, RolloutManager
+from slime_like.orchestration.rollout.registry import WorkerRegistry
 from tests.support.rejections import Rejects
 
 
@@ -126,6 +127,19 @@ def answered(client: EngineClient) -> list[str]:
     return [request.request_id for request, generations in client.poll(0.0) if generations]
 
 
+def test_least_outstanding_tokens_wins() -> None:
+    """A released worker is attractive again; the late release of one that left is harmless."""
+    pool = WorkerRegistry(capacity=3)
+    for worker in range(3):
+        pool.join(worker)
+    assert [pool.acquire(tokens) for tokens in (100, 10, 50, 5)] == [0, 1, 2, 1]
+    pool.release(0, 100)
+    assert pool.acquire(1) == 0
+    pool.leave(0)
+    pool.release(0, 1)
+    assert [pool.acquire(1) for _ in range(4)] == [1, 2, 2, None]
+
+
 def test_an_engine_is_called_once_for_all_that_it_is_sent() -> None:
     client, engines = started("abcdefg", engines=2, capacity=3)
     assert [engine.has for engine in engines] == [["a", "c", "e"], ["b", "d", "f"]]
@@ -144,24 +158,18 @@ def test_an_engine_is_called_once_for_all_that_it_is_sent() -> None:
 
 
 def test_what_a_dead_engine_had_goes_to_another_one() -> None:
-    client, (dead, other) = started("abcd", engines=2)
-    dead.alive = False
-    assert answered(client) == []
-    assert client.resent == ["a", "c"]
-    other.ends("b", "d")
-    assert answered(client) == ["b", "d"]
-    client.poll(0.0)
-    other.ends("a", "c")
-    assert answered(client) == ["a", "c"] and len(client) == 0
-
-
-def test_a_request_that_failed_with_its_engine_moves_and_its_answered_neighbour_counts() -> None:
-    client, (dead, _) = started("abcdef", engines=2, capacity=3)
+    """So does a request that failed with it; what it had answered counts."""
+    client, (dead, other) = started("abcdef", engines=2, capacity=3)
     dead.ends("a")
     dead.ends("c", error=EngineError("its process died"))
     dead.alive = False
     assert answered(client) == ["a"]
     assert client.resent == ["c", "e"] and len(client) == 5
+    other.ends("b", "d", "f")
+    assert answered(client) == ["b", "d", "f"]
+    client.poll(0.0)
+    other.ends("c", "e")
+    assert answered(client) == ["c", "e"] and len(client) == 0
 
 
 @pytest.mark.parametrize(

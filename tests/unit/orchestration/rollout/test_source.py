@@ -5,10 +5,11 @@ import random
 import threading
 import time
 from collections.abc import Collection, Iterator
-from dataclasses import replace
+from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -17,19 +18,19 @@ import torch
 from slime_like.config import RunConfig
 from slime_like.data.ledger import Ledger, audit_run
 from slime_like.data.prompts import Prompt
-from slime_like.errors import EngineError, RewardError, TrainerError
+from slime_like.errors import EngineError, RewardError
 from slime_like.interfaces import Generation, GenerationRequest
 from slime_like.observability.phases import PhaseClock
 from slime_like.orchestration.rollout.colocation import Turns
 from slime_like.orchestration.rollout.group_store import GroupStore
 from slime_like.orchestration.rollout.manager import NoEngineLeft
-from slime_like.orchestration.rollout.pipeline import GroupPipeline
 from slime_like.orchestration.rollout.reference_pool import ReferencePool
 from slime_like.orchestration.rollout.scoring import RewardedGroup
 from slime_like.orchestration.rollout.source import RolloutSource, source_class
 from slime_like.trajectory import GroupedUnscoredTrajectories, ScoredTrajectory, UnscoredTrajectory
 from tests.support.rejections import Rejects
 from tests.unit.checks.checkpoint import write_checkpoint
+from tests.unit.orchestration.rollout.test_reference_pool import Worker
 
 PROMPTS, SAMPLES, STEPS = 4, 2, 12
 
@@ -57,6 +58,7 @@ class ShuffledClient:
     def __init__(self, seed: int, dies_at: Collection[int] = ()) -> None:
         self.held: list[GenerationRequest] = []
         self.resent: list[str] = []
+        self.under_way: dict[int, int] = {}  # in every step, as its first samples come out
         self.polls = 0
         self.version = 0
         self.dead = False
@@ -89,14 +91,18 @@ class ShuffledClient:
         return Generation(np.array([3]), np.zeros(1, np.float32), np.array([self.version]), "stop")
 
 
+@dataclass
 class CoinScorer:
-    """Rewards that are all alike in every third group."""
+    """Rewards that are all alike in every third group, or in others."""
+
+    flat_every: int = 3
 
     def rewards(self, groups: list[GroupedUnscoredTrajectories]) -> list[RewardedGroup]:
         return [self._rewarded(group) for group in groups]
 
     def _rewarded(self, group: GroupedUnscoredTrajectories) -> RewardedGroup:
-        totals = torch.zeros(SAMPLES) if group.group_id % 3 == 2 else torch.arange(float(SAMPLES))
+        is_flat = (group.group_id + 1) % self.flat_every == 0
+        totals = torch.zeros(SAMPLES) if is_flat else torch.arange(float(SAMPLES))
         return RewardedGroup(group, totals[:, None], totals[:, None], totals, [{}] * SAMPLES)
 
     def scored(self, groups: list[RewardedGroup], step: int) -> list[ScoredTrajectory]:
@@ -150,10 +156,10 @@ def batches(
     client.version = first - 1
     made.synced(first - 1)
     for step in range(first, last + 1):
-        if stream:
-            trajectories = [trajectory for part in made.stream(step, clock) for trajectory in part]
-        else:
-            trajectories = made.next_batch(step, clock)
+        trajectories: list[ScoredTrajectory] = []
+        for part in made.stream(step, clock) if stream else [made.next_batch(step, clock)]:
+            trajectories += part
+            client.under_way.setdefault(step, len(client.held))
         groups = list(dict.fromkeys(t.group_id for t in trajectories))
         oldest = min(t.policy_version for t in trajectories)
         assert len(trajectories) == PROMPTS * SAMPLES
@@ -187,29 +193,20 @@ def test_every_group_is_trained_once_and_none_is_too_old(
         sizes = range(0, len(trained), PROMPTS)
         assert [group for i in sizes for group in sorted(trained[i : i + PROMPTS])] == sorted(trained)
         assert stream or trained == sorted(trained)
+    assert not stream or ahead or all(client.under_way.values())  # no poll answers a whole step
     assert len(revived) >= 1 and not (client.held and ahead == 0)
 
 
-class Opinions:
-    """A reference worker that takes its time, and may fail at its n-th request."""
+class Opinions(Worker):
+    """Takes its time, and may fail at its n-th request."""
 
-    def __init__(self, name: str, fails_at: int = 0) -> None:
-        self.name = name
-        self._requests = 0
-        self._fails_at = fails_at
+    fails_at = 0
 
     def score(self, trajectories: list[UnscoredTrajectory]) -> list[torch.Tensor]:
-        self._requests += 1
+        self.fails = len(self.requests) + 1 == self.fails_at
         time.sleep(0.001)
-        if self._requests == self._fails_at:
-            raise TrainerError(f"{self.name} died")
+        super().score(trajectories)
         return [torch.full((t.response_len,), -float(t.group_id)) for t in trajectories]
-
-    def use(self, weights: Path) -> None: ...
-
-    def restart(self, weights: Path | None) -> None: ...
-
-    def close(self) -> None: ...
 
 
 @pytest.mark.parametrize("rollout", [{}, {"oversample": 2.0}, {"max_staleness": 2}])
@@ -218,7 +215,9 @@ def test_groups_are_ready_when_the_reference_has_scored_them(
     run_dir: Path, rollout: dict[str, Any], stream: bool
 ) -> None:
     client, pool = ShuffledClient(0, dies_at=(5,)), ReferencePool(request_tokens=10)
-    pool.join(Opinions("first", fails_at=7))
+    first = Opinions("first")
+    first.fails_at = 7
+    pool.join(first)
     pool.join(Opinions("second"))
     opinions: list[tuple[int, float]] = []
 
@@ -237,69 +236,7 @@ def test_groups_are_ready_when_the_reference_has_scored_them(
     assert sorted(opinions) == sorted((group, -float(group)) for group in trained for _ in range(SAMPLES))
     audit = audit_run(run_dir)
     assert audit.holds, audit.problems
-    assert pool.news == ["first left the logprob pool (first died)"]
-
-
-class ListedClient(ShuffledClient):
-    """Answers those groups that a test lets it answer."""
-
-    def __init__(self) -> None:
-        super().__init__(0)
-        self.done: list[int] = []
-
-    def poll(self, timeout_s: float) -> list[tuple[GenerationRequest, list[Generation]]]:
-        names = [f"train-{group}" for group in self.done]
-        self.done.clear()
-        answered = [request for request in self.held if request.request_id in names]
-        self.held = [request for request in self.held if request not in answered]
-        return [(request, [self._generation() for _ in range(request.num_samples)]) for request in answered]
-
-
-def test_samples_stream_as_soon_as_they_are_ready(run_dir: Path) -> None:
-    """In turn: of the four groups of a step, the first come out while the last is still being sampled."""
-    client = ListedClient()
-    made, _ = source(run_dir, client)
-    made.synced(0)
-    parts = made.stream(1, PhaseClock())
-    for ready, left in (([2], 3), ([0, 3], 1), ([1], 0)):
-        client.done = list(ready)
-        assert {t.group_id for t in next(parts)} == set(ready)
-        assert len(client.held) == left
-    assert list(parts) == [] and made.store.sizes() == (0, 0)
-
-
-def test_young_samples_do_not_take_the_place_of_old_ones(run_dir: Path) -> None:
-    """Ahead by one: what version 0 began must be trained in steps 1 and 2. In step 2 eight groups are on their way,
-    four of version 0 and four of version 1: the latter stream only as far as places are left for the former."""
-    client, config = ListedClient(), settings(run_dir, max_staleness=1)
-    store = GroupStore(config, Prompts(), Ledger.begin(run_dir))  # type: ignore[arg-type]
-    pipeline = GroupPipeline(config, store, client, CoinScorer(), None)  # type: ignore[arg-type]
-
-    def answer(*groups: int) -> None:
-        client.version, client.done = store.version, list(groups)
-        pipeline.accept(pipeline.reward(pipeline.collect(0.0)), 0.0)
-
-    def take() -> list[int]:
-        return [rewarded.group.group_id for rewarded in store.take()]
-
-    pipeline.issue()
-    assert len(client.held) == 2 * PROMPTS
-    answer(0, 1, 2, 5)
-    assert store.may_take() == 4
-    assert take() == [0, 1, 2, 5]
-    store.serve(1)
-    pipeline.issue()
-    assert len(client.held) == 2 * PROMPTS
-    answer(8, 9)
-    assert store.may_take() == 0  # 3, 4, 6 and 7 need all four places of step 2
-    answer(6)
-    assert store.may_take() == 1
-    assert take() == [6]
-    answer(3, 4, 7, 10)
-    assert store.may_take() == 3
-    assert take() == [3, 4, 7]
-    store.serve(2)
-    assert store.may_take() == 3
+    assert pool.news == ["first left the logprob pool (first rank 0 died while scoring)"]
 
 
 def test_what_was_in_flight_is_issued_again(run_dir: Path) -> None:
@@ -337,26 +274,16 @@ def test_the_state_in_a_checkpoint_keeps_its_format(run_dir: Path) -> None:
 
 
 def test_an_error_of_the_thread_reaches_the_loop(run_dir: Path, rejects: Rejects) -> None:
-    class Broken(ShuffledClient):
-        def poll(self, timeout_s: float) -> list[tuple[GenerationRequest, list[Generation]]]:
-            raise EngineError("engine 0 refused")
-
-    client = Broken(0)
+    client = ShuffledClient(0)
     made, _ = source(run_dir, client, max_staleness=1)
+    client.poll = Mock(side_effect=EngineError("engine 0 refused"))  # type: ignore[method-assign]
     with rejects(EngineError):
         next(batches(made, client))
     made.close()
 
 
-class FlatScorer(CoinScorer):
-    """Rewards that are all alike."""
-
-    def _rewarded(self, group: GroupedUnscoredTrajectories) -> RewardedGroup:
-        return replace(super()._rewarded(group), totals=torch.zeros(SAMPLES))
-
-
 def test_a_task_without_spread_ends(run_dir: Path, rejects: Rejects) -> None:
     client = ShuffledClient(0)
-    made, _ = source(run_dir, client, scorer=FlatScorer(), drop_zero_spread=True, max_drops_per_step=20)
+    made, _ = source(run_dir, client, scorer=CoinScorer(flat_every=1), drop_zero_spread=True, max_drops_per_step=20)
     with rejects(RewardError, "too-many-drops"):
         next(batches(made, client))

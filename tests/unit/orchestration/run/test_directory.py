@@ -7,6 +7,7 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -58,12 +59,17 @@ def test_a_new_run_saves_its_configuration(tmp_path: Path) -> None:
 
 
 def test_changed_settings_are_reported_and_the_old_ones_kept(tmp_path: Path, run_dir: Path) -> None:
+    """Resumed from step 3 twice: the steps of the first time are gone, those up to 3 are the original's."""
     checkpoint, changed = prepare_run_dir(config(tmp_path, algorithm={"kl_coef": 0.5}, steps=9))
     assert checkpoint is not None and checkpoint.step == 3
     assert changed == ["steps: 5 -> 9", "algorithm.kl_coef: 0.0 -> 0.5"]
     assert load_config(run_dir / "config.yaml", []).algorithm.kl_coef == 0.5
     assert load_config(run_dir / "config.until-step-000003.yaml", []) == config(tmp_path)
     assert prepare_run_dir(config(tmp_path, algorithm={"kl_coef": 0.5}, steps=9))[1] == []
+    _, changed = prepare_run_dir(config(tmp_path, algorithm={"kl_coef": 0.7}, steps=9))
+    assert changed == ["algorithm.kl_coef: 0.5 -> 0.7"]
+    assert load_config(run_dir / "config.until-step-000003.yaml", []) == config(tmp_path)
+    assert load_config(run_dir / "config.yaml", []).algorithm.kl_coef == 0.7
 
 
 def test_what_is_refused_changes_nothing(tmp_path: Path, run_dir: Path) -> None:
@@ -76,20 +82,8 @@ def test_what_is_refused_changes_nothing(tmp_path: Path, run_dir: Path) -> None:
     assert prepare_run_dir(config(tmp_path))[1] == []
 
 
-def test_the_settings_of_steps_that_count_are_never_lost(tmp_path: Path, run_dir: Path) -> None:
-    """Gone on from step 3 twice: the steps of the first time are gone, those up to 3 are the original's."""
-    prepare_run_dir(config(tmp_path, algorithm={"kl_coef": 0.5}))
-    _, changed = prepare_run_dir(config(tmp_path, algorithm={"kl_coef": 0.7}))
-    assert changed == ["algorithm.kl_coef: 0.5 -> 0.7"]
-    assert load_config(run_dir / "config.until-step-000003.yaml", []) == config(tmp_path)
-    assert load_config(run_dir / "config.yaml", []).algorithm.kl_coef == 0.7
-
-
 def test_a_file_system_without_locks_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(file: Any, operation: int) -> None:
-        raise OSError(errno.ENOLCK, "No locks available")
-
-    monkeypatch.setattr(fcntl, "flock", refuse)
+    monkeypatch.setattr(fcntl, "flock", Mock(side_effect=OSError(errno.ENOLCK, "No locks available")))
     with RunLock(tmp_path / "run") as lock:
         assert lock.warning is not None and "has no file locks (No locks available)" in lock.warning
 
@@ -98,11 +92,7 @@ def test_a_directory_that_cannot_be_moved_is_one_sentence(
     tmp_path: Path, run_dir: Path, monkeypatch: pytest.MonkeyPatch, rejects: Rejects
 ) -> None:
     """A mount point, for example."""
-
-    def refuse(path: Path, target: Path) -> None:
-        raise OSError(errno.EBUSY, "Device or resource busy")
-
-    monkeypatch.setattr(Path, "rename", refuse)
+    monkeypatch.setattr(Path, "rename", Mock(side_effect=OSError(errno.EBUSY, "Device or resource busy")))
     with rejects(SlimeLikeError, "run-dir-not-moved"):
         prepare_run_dir(config(tmp_path, resume="never"))
 
@@ -114,10 +104,8 @@ def test_what_a_run_reads_is_not_moved_aside(tmp_path: Path, run_dir: Path) -> N
     given = {"model": {"path": link / "hf"}, "data": {"train": [tmp_path / "a.jsonl", run_dir / "b.jsonl"]}}
     with pytest.raises(ConfigError) as refused:
         prepare_run_dir(config(tmp_path, resume="never", **given))
-    found = [
-        str(problem).partition(f": lies in run_dir={run_dir}, whose earlier") for problem in refused.value.problems
-    ]
-    assert [named for named, _, _ in found] == [f"model.path={link / 'hf'}", f"data.train={run_dir / 'b.jsonl'}"]
+    named = [str(found).partition(f": lies in run_dir={run_dir}, whose earlier")[0] for found in refused.value.problems]
+    assert named == [f"model.path={link / 'hf'}", f"data.train={run_dir / 'b.jsonl'}"]
     assert (run_dir / "metrics.jsonl").exists() and not (tmp_path / "run.1").exists()
     assert prepare_run_dir(config(tmp_path, **given))[0] is not None  # resumed: nothing is moved
 
@@ -159,7 +147,11 @@ def test_a_copy_without_links_goes_on_from_the_highest_step(tmp_path: Path, run_
     assert not (tmp_path / "run.1").exists()
 
 
-def test_what_latest_leads_to_is_gone(tmp_path: Path, run_dir: Path, rejects: Rejects) -> None:
+def test_where_no_checkpoint_is_none_is_resumed(tmp_path: Path, run_dir: Path, rejects: Rejects) -> None:
+    """A file, any directory, and what ``latest`` leads to when it has lost its state or is gone."""
+    for path in ("/etc/passwd", "/etc"):
+        with rejects(CheckpointError, "no-checkpoint"):
+            prepare_run_dir(config(tmp_path, resume=path))
     directory = write_checkpoint(run_dir, 4)
     (directory / "state.json").unlink()
     with rejects(CheckpointError, "no-checkpoint"):
@@ -217,9 +209,3 @@ def test_what_cannot_be_resumed_is_refused_at_once(tmp_path: Path, change: Calla
     with pytest.raises(CheckpointError) as caught:
         prepare_run_dir(config(tmp_path, resume=str(tmp_path)))
     assert caught.value.code == code
-
-
-@pytest.mark.parametrize("path", ["/etc/passwd", "/etc"])
-def test_neither_a_file_nor_any_directory_can_be_resumed(tmp_path: Path, path: str, rejects: Rejects) -> None:
-    with rejects(CheckpointError, "no-checkpoint"):
-        prepare_run_dir(config(tmp_path, resume=path))

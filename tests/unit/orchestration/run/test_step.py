@@ -1,33 +1,20 @@
-"""What a step's record says aloud, with stand-ins for everything that a run holds open."""
+"""What a step's record says aloud, with stand-ins for everything that a run holds open; which steps are milestones."""
 
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
+import pytest
 import torch
 
-from slime_like.config import RunConfig
 from slime_like.config.reading.load import load_config
-from slime_like.orchestration.run.recorder import StepRecorder, step_recorder
+from slime_like.orchestration.run.milestones import is_due
+from slime_like.orchestration.run.recorder import step_recorder
 from slime_like.orchestration.run.rollout_side import RolloutSide
 from slime_like.orchestration.run.step import TrainedStep
 from slime_like.trajectory import ScoredTrajectory
 from tests.unit.observability.records import grpo_stats, phase_times
 from tests.unit.observability.report_run import sample
-
-
-def recorder(config: RunConfig) -> tuple[StepRecorder, list[str]]:
-    """A recorder, and the list that its notes go to."""
-    notes: list[str] = []
-    run: Any = SimpleNamespace(
-        config=config,
-        finished_steps=0,
-        rollout=RolloutSide(cast(Any, None), dict),
-        trainers=SimpleNamespace(peak_memory_bytes=lambda: 0),
-        metrics=SimpleNamespace(log=lambda step, metrics: None),
-        progress=SimpleNamespace(note=notes.append, update=lambda step, metrics: None),
-    )
-    return step_recorder(run), notes
 
 
 def group(step: int, advantage: float) -> list[ScoredTrajectory]:
@@ -39,8 +26,22 @@ def group(step: int, advantage: float) -> list[ScoredTrajectory]:
 
 def test_steps_with_equal_rewards_are_reported_once(tmp_path: Path) -> None:
     flags = ["--run_dir", str(tmp_path), "--model.path", str(tmp_path), "--debug.samples_per_step", "0"]
-    recording, notes = recorder(load_config(None, flags))
+    notes: list[str] = []
+    run: Any = SimpleNamespace(
+        config=load_config(None, flags),
+        finished_steps=0,
+        rollout=RolloutSide(cast(Any, None), dict),
+        trainers=SimpleNamespace(peak_memory_bytes=lambda: 0),
+        metrics=SimpleNamespace(log=lambda step, metrics: None),
+        progress=SimpleNamespace(note=notes.append, update=lambda step, metrics: None),
+    )
+    recording = step_recorder(run)
     for step, advantage in enumerate([0.5, 0, 0, 0, 0, 0.5, 0, 0, 0, 0, 0, 0, 0], start=1):
         recording.record(step, TrainedStep(group(step, advantage), [grpo_stats()], None, 16), phase_times())
     assert len(notes) == 1
     assert notes[0].startswith("steps 7 to 11: the responses to each prompt all got the same reward")
+
+
+@pytest.mark.parametrize(("every", "steps"), [(3, [3, 6, 9, 10]), (0, [10]), (5, [5, 10])])
+def test_milestones(every: int, steps: list[int]) -> None:
+    assert [step for step in range(1, 11) if is_due(step, every, last=10)] == steps

@@ -3,7 +3,6 @@
 The trainers here write one file each way that real ones do; what they write is tested in ``tests/parallel``.
 """
 
-import json
 from pathlib import Path
 from typing import Any, cast
 
@@ -147,14 +146,6 @@ def test_a_run_that_fails_keeps_what_was_written_and_nothing_else(
     last = "step-000002" if written and failure is None else "step-000001"
     names, latest = _found(tmp_path)
     assert latest == last and names[-1] == last and not [name for name in names if name.startswith(".")]
-
-
-def test_a_killed_save_is_removed_at_the_next_start(tmp_path: Path, store: CheckpointStore) -> None:
-    assert json.loads((tmp_path / "checkpoints" / ".partial-step-000002" / "state.json").read_text())["step"] == 2
-    again = _store(tmp_path, Trainers())
-    assert _found(tmp_path) == (["step-000001"], "step-000001")
-    again.save(2, {})
-    assert _found(tmp_path) == (["step-000001", "step-000002"], "step-000002")
 
 
 def test_a_file_beside_the_state_is_compared_before_it_is_used(tmp_path: Path, rejects: Rejects) -> None:

@@ -1,6 +1,10 @@
-"""Scores come back in the order of the sequences, whatever packs and replicas they went through."""
+"""Scores come back in the order of the sequences, whatever packs and replicas they went through.
+
+A command that scores has a temporary directory: removed after success and rejection, kept for the logs of a failure.
+"""
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -8,8 +12,9 @@ import torch
 
 from slime_like.algorithms.packing.pack import response_tokens
 from slime_like.config import TrainerConfig
-from slime_like.errors import DataError, TrainerError
+from slime_like.errors import ConfigError, DataError, TrainerError
 from slime_like.interfaces import ScoredLogprobs
+from slime_like.orchestration.trainer.alone import run_directory
 from slime_like.orchestration.trainer.scoring import score_sequences, window_tokens
 from slime_like.trajectory import PackedTrajectory, UnscoredTrajectory
 from tests.support.rejections import Rejects
@@ -78,3 +83,22 @@ def test_a_value_that_is_not_finite_is_refused(value: float, rejects: Rejects) -
 def test_a_window_fills_every_pipeline() -> None:
     assert window_tokens(trainer(100, data=3)) == 100 * 3 * 8
     assert window_tokens(trainer(100, data=3, pipeline=4)) == 100 * 3 * 16
+
+
+def test_a_temporary_directory_stays_only_for_a_failure(tmp_path: Path) -> None:
+    path = tmp_path / "scratch"
+    with run_directory(path, temporary=True):
+        assert path.stat().st_mode & 0o777 == 0o700
+    assert not path.exists()
+    with pytest.raises(ConfigError), run_directory(path, temporary=True):
+        raise ConfigError(["too few devices"])
+    assert not path.exists()
+    with pytest.raises(TrainerError), run_directory(path, temporary=True):
+        raise TrainerError("rank 1 died")
+    assert path.is_dir()
+    with pytest.raises(FileExistsError), run_directory(path, temporary=True):  # never another one's
+        pass
+    assert path.is_dir()
+    with run_directory(path, temporary=False):  # the user's stays
+        pass
+    assert path.is_dir()
