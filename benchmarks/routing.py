@@ -20,7 +20,7 @@ import ray
 
 from slime_like.config import ClusterConfig
 from slime_like.orchestration.cluster.cluster import Cluster
-from slime_like.orchestration.rollout.registry import WorkerRegistry
+from slime_like.orchestration.rollout.routing import LeastLoaded
 
 WORKERS, REQUESTS, IN_FLIGHT, ASKED = 64, 50_000, 64 * 64, 2_000
 GOAL_PER_S, GOAL_IMBALANCE = 5_000, 0.10
@@ -37,7 +37,7 @@ class Figures:
 
 def route(sizes: Sequence[int]) -> Figures:
     """Send requests of these charges."""
-    registry = WorkerRegistry(capacity=256)
+    registry = LeastLoaded(capacity=256)
     for worker in range(WORKERS):
         registry.join(worker)
     running: deque[tuple[int, int]] = deque()
@@ -61,7 +61,7 @@ def route(sizes: Sequence[int]) -> Figures:
 def ask_an_actor(sizes: Sequence[int]) -> float:
     """Decisions a second, one after another, of a registry behind Ray."""
     with TemporaryDirectory() as directory, Cluster(ClusterConfig(), Path(directory) / "worker_logs", slots=1):
-        registry = ray.remote(WorkerRegistry).options(num_cpus=0).remote(capacity=len(sizes))
+        registry = ray.remote(LeastLoaded).options(num_cpus=0).remote(capacity=len(sizes))
         ray.get([registry.join.remote(worker) for worker in range(WORKERS)], timeout=60)
         started = time.perf_counter()
         for size in sizes:

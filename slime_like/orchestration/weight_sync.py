@@ -142,7 +142,7 @@ class WeightSync:
         self._transport = transport_of(config, placement.device == "GPU", placement.num_nodes)
         self._delta = use_delta(config.sync.delta, self._transport, config.model.dtype)
         self._version = 0
-        supervisor.resend = lambda: self.run(self._version)
+        supervisor.replace_and_sync = lambda: self.run(self._version)
         self._connected: int | None = None  # the generation of engines that have joined the transport
 
     def connect(self) -> None:

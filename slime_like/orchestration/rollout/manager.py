@@ -16,7 +16,7 @@ from slime_like.errors import EngineError
 from slime_like.interfaces import Generation, GenerationRequest
 from slime_like.orchestration.cluster.ray_calls import located, one
 from slime_like.orchestration.rollout.engine_actor import Answer
-from slime_like.orchestration.rollout.registry import WorkerRegistry
+from slime_like.orchestration.rollout.routing import LeastLoaded
 from slime_like.orchestration.rollout.supervisor import EngineSupervisor
 from slime_like.system.interrupts import raise_if_interrupted
 
@@ -38,7 +38,7 @@ class RolloutManager:
         # The engines bound each request themselves; this bound is for an engine that no longer answers at all.
         self.silence_s = config.rollout.request_timeout_s + 60
         self._lock = threading.Lock()
-        self._registry = WorkerRegistry(config.rollout.max_concurrent_requests)
+        self._registry = LeastLoaded(config.rollout.max_concurrent_requests)
 
     def acquire(self, tokens: int) -> int | None:
         """An engine with room, charged with ``tokens``. Raises ``NoEngineLeft`` where no engine serves at all."""

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from slime_like.errors import SlimeLikeError, TrainerError
-from slime_like.orchestration.rollout.registry import WorkerRegistry
+from slime_like.orchestration.rollout.routing import LeastLoaded
 from slime_like.orchestration.rollout.scoring import RewardedGroup
 from slime_like.trajectory import UnscoredTrajectory
 
@@ -122,7 +122,7 @@ class ReferencePool:
         self._request_tokens = request_tokens
         self._restarts_left = max_restarts
         self._restarting: dict[Future[None], _Member] = {}
-        self._registry = WorkerRegistry(_REQUESTS_PER_WORKER)
+        self._registry = LeastLoaded(_REQUESTS_PER_WORKER)
         self._numbers = itertools.count()
         self._members: dict[int, _Member] = {}
         self._waiting: deque[RewardedGroup] = deque()

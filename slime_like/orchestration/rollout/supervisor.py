@@ -32,8 +32,8 @@ class EngineSupervisor:
     """Records which engines live, and replaces those that die. Thread-safe; only one thread replaces.
 
     A dead engine serves nothing from the moment that it is found dead. ``replace_dead`` starts it again, within the
-    run's budget of restarts, and ``admit`` lets it serve once it has the current weights. Without ``resend`` an
-    engine serves the weights that it loads when it starts.
+    run's budget of restarts, and ``admit`` lets it serve once it has the current weights. Without
+    ``replace_and_sync`` an engine serves the weights that it loads when it starts.
 
     Args:
         max_restarts: budget of the run (``rollout.max_engine_restarts``).
@@ -41,13 +41,13 @@ class EngineSupervisor:
 
     Attributes:
         generation: number of replacements so far. A transport that was connected at an earlier one lacks the latest.
-        resend: replaces dead engines and has all of them serve the current weights: that of the run's weight sync.
+        replace_and_sync: replaces dead engines and has all of them serve the current weights; ``WeightSync`` sets it.
     """
 
     def __init__(self, engines: EngineGroup, max_restarts: int, note: Callable[[str], None]) -> None:
         self.engines = engines
         self.generation = 0
-        self.resend: Callable[[], object] | None = None
+        self.replace_and_sync: Callable[[], object] | None = None
         self._max_restarts = max_restarts
         self._note = note
         self._lock = threading.Lock()
@@ -161,8 +161,8 @@ class EngineSupervisor:
             return
         if not self.has_dead:
             raise EngineError("no engine has been started", code="no-engine")
-        if self.resend is not None:
-            self.resend()
+        if self.replace_and_sync is not None:
+            self.replace_and_sync()
         else:
             self.replace_dead()
             self.admit()

@@ -14,7 +14,7 @@ from slime_like.interfaces import Generation, GenerationRequest, SamplingParams
 from slime_like.orchestration.rollout import manager as manager_module
 from slime_like.orchestration.rollout.engine_actor import Answer, Mailbox
 from slime_like.orchestration.rollout.manager import EngineClient, NoEngineLeft, RolloutManager
-from slime_like.orchestration.rollout.registry import WorkerRegistry
+from slime_like.orchestration.rollout.routing import LeastLoaded
 from tests.support.rejections import Rejects
 
 
@@ -129,7 +129,7 @@ def answered(client: EngineClient) -> list[str]:
 
 def test_least_outstanding_tokens_wins() -> None:
     """A released worker is attractive again; the late release of one that left is harmless."""
-    pool = WorkerRegistry(capacity=3)
+    pool = LeastLoaded(capacity=3)
     for worker in range(3):
         pool.join(worker)
     assert [pool.acquire(tokens) for tokens in (100, 10, 50, 5)] == [0, 1, 2, 1]

@@ -288,7 +288,7 @@ def test_a_replacement_serves_nothing_before_it_has_the_weights(make: Callable[.
 
 def test_without_a_weight_source_a_replacement_serves_what_it_loads(make: Callable[..., Run]) -> None:
     run = make("separate")
-    run.supervisor.resend = None
+    run.supervisor.replace_and_sync = None
     run.engines.all[0].alive = False
     assert run.supervisor.lose(run.supervisor.serving[0], EngineError("killed"))
     run.supervisor.revive()

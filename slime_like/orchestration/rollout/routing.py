@@ -9,7 +9,7 @@ class _Worker:
     outstanding_requests: int = 0
 
 
-class WorkerRegistry:
+class LeastLoaded:
     """The routing core of one pool of workers.
 
     Args:
