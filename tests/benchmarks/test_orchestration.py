@@ -29,11 +29,7 @@ def test_the_command_prints_the_table(tmp_path: Path) -> None:
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True, cwd=REPO)
     assert [
         line.split() for line in done.stdout.splitlines() if line.startswith(("train", "orchestration  ", "step"))
-    ] == [
-        ["train", "1.0000", "50.00%"],
-        ["orchestration", "1.0000", "50.00%"],
-        ["step", "2.0000", "100.00%"],
-    ]
+    ] == [["train", "1.0000", "50.00%"], ["orchestration", "1.0000", "50.00%"], ["step", "2.0000", "100.00%"]]
 
 
 def test_too_short_a_run_is_refused(tmp_path: Path, rejects: Rejects) -> None:

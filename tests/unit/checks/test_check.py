@@ -22,13 +22,7 @@ from slime_like.errors import ConfigError
 from slime_like.models.config_json import LatentAttention
 from slime_like.models.dimensions import ModelDimensions
 from tests.support.rejections import Rejects
-from tests.unit.checks.checkpoint import (
-    DEEPSEEK_V3,
-    EXPERTS,
-    sound_flags,
-    write_checkpoint,
-    write_weights,
-)
+from tests.unit.checks.checkpoint import DEEPSEEK_V3, EXPERTS, sound_flags, write_checkpoint, write_weights
 from tests.unit.checks.conftest import Rejected
 
 
