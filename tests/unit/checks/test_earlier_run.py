@@ -2,38 +2,21 @@
 
 from pathlib import Path
 
-from slime_like.checks.check import check, require_valid
+from slime_like.checks.check import require_valid
 from slime_like.checks.definition import CONVERSION
 from slime_like.checks.earlier_run import backend_problem
 from slime_like.config import RunConfig
 from slime_like.errors import ConfigError
 from tests.support.rejections import Rejects
-from tests.unit.checks.checkpoint import write_checkpoint
-
-
-def test_weights_of_another_backend_are_refused_by_name(tmp_path: Path, rejects: Rejects) -> None:
-    weights = tmp_path / "converted"
-    (weights / "trainer").mkdir(parents=True)
-    (weights / "conversion.json").write_text('{"format": 1}')
-    write_checkpoint(weights / "model")
-    model = {"path": write_checkpoint(tmp_path / "model"), "weights": weights}
-    megatron = RunConfig(run_dir=tmp_path, model=model)
-    assert check(megatron, CONVERSION) == []
-    with rejects(ConfigError, "model.weights-backend") as caught:
-        require_valid(RunConfig(run_dir=tmp_path, model=model, trainer={"backend": "fsdp"}), CONVERSION)
-    assert [problem.field for problem in caught.value.problems] == ["model.weights"]
 
 
 def test_a_training_checkpoint_as_a_model_is_named(tmp_path: Path, rejects: Rejects) -> None:
     weights = tmp_path / "step-1"
     (weights / "trainer").mkdir(parents=True)
-    (weights / "state.json").write_text("{}")
-    for path in (weights, weights / "trainer"):
+    for path, name in ((weights, "state.json"), (weights / "trainer", "state.json"), (weights, "config.json")):
+        (weights / name).write_text("{}")
         with rejects(ConfigError, "model.path"):
             require_valid(RunConfig(run_dir=tmp_path, model={"path": path}), CONVERSION)
-    (weights / "config.json").write_text("{}")
-    with rejects(ConfigError, "model.path"):
-        require_valid(RunConfig(run_dir=tmp_path, model={"path": weights}), CONVERSION)
 
 
 def test_a_checkpoint_that_does_not_say_who_wrote_it_is_believed(tmp_path: Path) -> None:

@@ -12,7 +12,6 @@ from slime_like.verification.layouts import parse_layout
 from slime_like.verification.verify import device_misfit, setting_misfit
 from tests.support.rejections import Rejects
 from tests.unit.checks.checkpoint import EXPERTS, write_checkpoint
-from tests.unit.commands.test_main import leaves
 
 REFUSED: list[tuple[str, str | None]] = [
     ("--layouts tp2 xp2", None),
@@ -47,11 +46,6 @@ def test_a_layout_needs_as_many_devices_as_ranks() -> None:
     assert device_misfit(eight, {"CPU": 64.0, "GPU": 8.0}) is None
     assert device_misfit(eight, {"CPU": 64.0, "GPU": 4.0}) == "needs 8 ranks, and there are 4 GPUs"
     assert device_misfit(parse_layout("dp16"), {"CPU": 64.0}) == "needs 16 ranks, and there are 8 CPU slots"
-
-
-def test_something_to_verify_must_be_named() -> None:
-    for argv in (["verify"], ["verify", "everything"]):
-        leaves(2, argv)
 
 
 def test_the_users_flags_win(tmp_path: Path) -> None:
