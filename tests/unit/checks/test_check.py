@@ -31,8 +31,11 @@ def flags(tmp_path: Path) -> list[str]:
     return sound_flags(tmp_path)
 
 
-def test_a_sound_configuration_has_no_problem(flags: list[str]) -> None:
+def test_a_sound_configuration_has_no_problem_and_a_check_leaves_nothing_behind(
+    flags: list[str], tmp_path: Path
+) -> None:
     assert check(load_config(None, flags)) == []
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["model", "train.jsonl"]
     assert check(load_config(None, [*flags, "--algorithm.loss", "sft", "--data.max_prompt_tokens", "9999"])) == []
 
 
@@ -223,30 +226,21 @@ def test_a_run_does_not_take_the_home_directory(
     assert check(load_config(None, [*flags, "--run_dir", f"{tmp_path}/home/run"])) == []
 
 
-def test_a_check_leaves_nothing_behind(tmp_path: Path, flags: list[str]) -> None:
-    check(load_config(None, flags))
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["model", "train.jsonl"]
-
-
-def _weights(model: Path) -> Path:
-    return model / "model.safetensors"
-
-
-def _write_index(model: Path, text: str) -> None:
-    (model / "model.safetensors.index.json").write_text(text)
+def _write_index(weights: Path, text: str) -> None:
+    Path(f"{weights}.index.json").write_text(text)
 
 
 TWO_FILES = json.dumps({"weight_map": {"a": "model.safetensors", "b": "more.safetensors"}})
 MODEL_FILES: dict[str, Callable[[Path], object]] = {
-    "none": lambda model: _weights(model).unlink(),
-    "empty": lambda model: _weights(model).write_bytes(b""),
-    "noise": lambda model: _weights(model).write_bytes(b"\xff" * 64),
-    "cut off": lambda model: _weights(model).write_bytes(_weights(model).read_bytes()[:100]),
-    "header of another kind": lambda model: _weights(model).write_bytes(b"\x02" + bytes(7) + b"[]"),
-    "a byte less": lambda model: _weights(model).write_bytes(_weights(model).read_bytes()[:-1]),
-    "a file less": lambda model: _write_index(model, TWO_FILES),
-    "index of another kind": lambda model: _write_index(model, "[]"),
-    "a layer less": lambda model: write_weights(_weights(model), range(11)),
+    "none": lambda weights: weights.unlink(),
+    "empty": lambda weights: weights.write_bytes(b""),
+    "noise": lambda weights: weights.write_bytes(b"\xff" * 64),
+    "cut off": lambda weights: weights.write_bytes(weights.read_bytes()[:100]),
+    "header of another kind": lambda weights: weights.write_bytes(b"\x02" + bytes(7) + b"[]"),
+    "a byte less": lambda weights: weights.write_bytes(weights.read_bytes()[:-1]),
+    "a file less": lambda weights: _write_index(weights, TWO_FILES),
+    "index of another kind": lambda weights: _write_index(weights, "[]"),
+    "a layer less": lambda weights: write_weights(weights, range(11)),
 }
 
 
@@ -256,7 +250,7 @@ def test_weights_that_are_missing_or_damaged_are_found_before_anything_starts(
     tmp_path: Path, flags: list[str], rejected: Rejected, field: str, damage: str
 ) -> None:
     model = write_checkpoint(tmp_path / "damaged")
-    MODEL_FILES[damage](model)
+    MODEL_FILES[damage](model / "model.safetensors")
     flags += [f"--{field}", str(model), "--algorithm.kl_coef", "0.1"]
     rejected(flags, f"{field.removesuffix('.path')}.weight-files")
 

@@ -120,16 +120,13 @@ def test_a_step_of_no_time_divides_by_nothing() -> None:
     assert "rollout/tokens_per_second" not in metrics  # kept rollouts have no speed
 
 
-def test_trainers_are_idle_but_for_what_is_streamed_to_them() -> None:
-    metrics = step_metrics(dataclasses.replace(rl_record(), trainers_busy_s=6.0))
-    assert metrics[IDLE_TIME] == pytest.approx(1.0)  # 5 s of waiting and 2 s of training, 6 s of work in them
-
-
-def test_generation_time_can_be_given_where_it_overlaps_training() -> None:
+def test_trainers_work_while_engines_generate() -> None:
     rollout = rl_record().rollout
     assert rollout is not None
-    record = dataclasses.replace(rl_record(), rollout=dataclasses.replace(rollout, seconds=0.8))
-    assert step_metrics(record)["rollout/tokens_per_second"] == pytest.approx(100.0)
+    overlapping = dataclasses.replace(rollout, seconds=0.8)
+    metrics = step_metrics(dataclasses.replace(rl_record(), trainers_busy_s=6.0, rollout=overlapping))
+    assert metrics[IDLE_TIME] == pytest.approx(1.0)  # 5 s of waiting and 2 s of training, 6 s of work in them
+    assert metrics["rollout/tokens_per_second"] == pytest.approx(100.0)
 
 
 def test_evaluation_names() -> None:
