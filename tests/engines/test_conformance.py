@@ -17,7 +17,14 @@ import pytest
 import torch
 
 from slime_like.errors import EngineError, WeightSyncError
-from slime_like.interfaces import BucketMetadata, ConversationTask, Generation, GenerationRequest
+from slime_like.interfaces import (
+    BucketMetadata,
+    ConversationTask,
+    EngineHealth,
+    Generation,
+    GenerationRequest,
+    PauseMode,
+)
 from slime_like.orchestration.rollout import engine_actor
 from slime_like.weights.transport import TransportSettings
 from tests.engines.conftest import EOS_IDS, RARE_ID
@@ -90,14 +97,6 @@ def test_stop_ids_of_the_request_replace_eos(engine: EngineUnderTest, prompts: l
     assert any(set(g.token_ids.tolist()) & set(EOS_IDS) for g in generations)
 
 
-@pytest.mark.parametrize("limit", [1, 2, 33])
-def test_length_limit(engine: EngineUnderTest, prompts: list[list[int]], limit: int) -> None:
-    generations = engine.generate(
-        prompts[3], max_new_tokens=limit, num_samples=3, stop_token_ids=NO_STOP, temperature=COLD
-    )
-    assert all(g.finish_reason == "length" and len(g.token_ids) == limit for g in generations)
-
-
 def test_the_longest_sequence(engine: EngineUnderTest) -> None:
     """A prompt and a response that fill the engine to its last position, 100 and 700 tokens."""
     prompt = [7 + i % 90 for i in range(100)]
@@ -146,7 +145,7 @@ def test_prompt_logprobs_are_teacher_forced(engine: EngineUnderTest, prompts: li
 
 def test_many_requests_at_once(engine: EngineUnderTest, prompts: list[list[int]]) -> None:
     chosen = [prompts[i % len(prompts)] for i in range(200)]
-    limits = [1 + i % 23 for i in range(200)]
+    limits = [1 + i % 33 for i in range(200)]
     requests = [
         engine.request(prompt, max_new_tokens=limit, num_samples=1 + i % 3, stop_token_ids=NO_STOP, temperature=COLD)
         for i, (prompt, limit) in enumerate(zip(chosen, limits, strict=True))
@@ -154,7 +153,7 @@ def test_many_requests_at_once(engine: EngineUnderTest, prompts: list[list[int]]
     results = engine.generate_all(requests)
     for index, generations in enumerate(results):
         assert len(generations) == 1 + index % 3
-        assert all(len(g.token_ids) == limits[index] for g in generations)
+        assert all(g.finish_reason == "length" and len(g.token_ids) == limits[index] for g in generations)
     for index in range(0, 200, 9):
         check_logprobs(engine.reference, chosen[index], results[index][-1], COLD)
 
@@ -211,58 +210,21 @@ def test_abort_one(engine: EngineUnderTest, prompts: list[list[int]]) -> None:
     assert all(g.finish_reason == "length" for g in spared)
 
 
-def test_abort_all(engine: EngineUnderTest, prompts: list[list[int]]) -> None:
-    async def scenario() -> list[list[Generation]]:
-        tasks = [asyncio.create_task(engine.engine.generate(long_request(engine, p))) for p in prompts]
-        await asyncio.sleep(HALFWAY_S[0])
-        await engine.engine.abort()
-        return list(await asyncio.gather(*tasks))
+@pytest.mark.parametrize(("mode", "finish"), [("abort", "abort"), ("wait", "length"), ("keep", "length")])
+def test_pause(engine: EngineUnderTest, prompts: list[list[int]], mode: PauseMode, finish: str) -> None:
+    """A request ends at once, or is waited for, or is frozen and goes on."""
 
-    assert all(g.finish_reason == "abort" for generations in engine.run(scenario()) for g in generations)
-    assert engine.run(engine.engine.health()).running_requests == 0
-
-
-def test_pause_abort(engine: EngineUnderTest, prompts: list[list[int]]) -> None:
-    async def scenario() -> Generation:
-        task = asyncio.create_task(engine.engine.generate(long_request(engine, prompts[6])))
-        await asyncio.sleep(HALFWAY_S[0])
-        await engine.engine.pause("abort")
-        generation = (await asyncio.wait_for(task, ENDS_S))[0]
-        await engine.engine.resume()
-        return generation
-
-    generation = engine.run(scenario())
-    assert generation.finish_reason == "abort"
-    check_logprobs(engine.reference, prompts[6], generation, COLD)
-
-
-def test_pause_wait_lets_requests_finish(engine: EngineUnderTest, prompts: list[list[int]]) -> None:
     async def scenario() -> tuple[bool, Generation]:
         task = asyncio.create_task(engine.engine.generate(long_request(engine, prompts[6])))
         await asyncio.sleep(HALFWAY_S[0])
-        await engine.engine.pause("wait")
-        done, _ = await asyncio.wait([task], timeout=ENDS_S)  # the result may be on its way through the loop
+        await engine.engine.pause(mode)
+        # the result may be on its way through the loop
+        done, _ = await asyncio.wait([task], timeout=0.8 if mode == "keep" else ENDS_S)
         await engine.engine.resume()
         return bool(done), (await task)[0]
 
     done, generation = engine.run(scenario())
-    assert done
-    assert generation.finish_reason == "length"
-
-
-def test_pause_keep_freezes_and_goes_on(engine: EngineUnderTest, prompts: list[list[int]]) -> None:
-    async def scenario() -> tuple[bool, Generation]:
-        task = asyncio.create_task(engine.engine.generate(long_request(engine, prompts[6])))
-        await asyncio.sleep(HALFWAY_S[0])
-        await engine.engine.pause("keep")
-        await asyncio.sleep(0.8)
-        done = task.done()
-        await engine.engine.resume()
-        return done, (await task)[0]
-
-    done, generation = engine.run(scenario())
-    assert not done
-    assert generation.finish_reason == "length"
+    assert (done, generation.finish_reason) == (mode != "keep", finish)
     check_logprobs(engine.reference, prompts[6], generation, COLD)
 
 
@@ -277,21 +239,7 @@ def test_requests_wait_while_paused(engine: EngineUnderTest, prompts: list[list[
 
     for mode in ("abort", "wait", "keep"):
         waited, tokens = engine.run(scenario(mode))
-        assert waited
-        assert 1 <= tokens <= 3
-
-
-def test_abort_reaches_frozen_requests(engine: EngineUnderTest, prompts: list[list[int]]) -> None:
-    async def scenario() -> Generation:
-        task = asyncio.create_task(engine.engine.generate(long_request(engine, prompts[6])))
-        await asyncio.sleep(HALFWAY_S[0])
-        await engine.engine.pause("keep")
-        await engine.engine.abort()
-        generation = (await asyncio.wait_for(task, ENDS_S))[0]
-        await engine.engine.resume()
-        return generation
-
-    assert engine.run(scenario()).finish_reason == "abort"
+        assert waited and 1 <= tokens <= 3
 
 
 def test_what_a_frozen_request_has_sampled_is_not_lost(engine: EngineUnderTest, prompts: list[list[int]]) -> None:
@@ -511,18 +459,18 @@ def test_an_update_must_be_open(engine: EngineUnderTest) -> None:
 
 
 # -------------------------------------------------------------------------------------------------------------- health
-def test_health_counts_what_is_promised(engine: EngineUnderTest, prompts: list[list[int]]) -> None:
-    async def scenario() -> tuple[Any, Any]:
+def test_health_counts_what_is_promised_until_all_is_aborted(engine: EngineUnderTest, prompts: list[list[int]]) -> None:
+    async def scenario() -> tuple[EngineHealth, EngineHealth, list[list[Generation]]]:
         tasks = [asyncio.create_task(engine.engine.generate(long_request(engine, p, num_samples=2))) for p in prompts]
         await asyncio.sleep(HALFWAY_S[0])
         busy = await engine.engine.health()
         await engine.engine.abort()
-        await asyncio.gather(*tasks)
-        return busy, await engine.engine.health()
+        ended = await asyncio.gather(*tasks)
+        return busy, await engine.engine.health(), ended
 
-    busy, idle = engine.run(scenario())
-    assert busy.alive
-    assert idle.alive
+    busy, idle, ended = engine.run(scenario())
+    assert all(generation.finish_reason == "abort" for generations in ended for generation in generations)
+    assert busy.alive and idle.alive
     assert busy.running_requests == len(prompts)
     assert 0 < busy.outstanding_tokens <= 2 * 700 * len(prompts)
     assert (idle.running_requests, idle.outstanding_tokens) == (0, 0)
@@ -553,6 +501,9 @@ class _Counting:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._engine, name)
 
+    async def start(self) -> None:
+        """It has been."""
+
     async def generate(self, request: GenerationRequest) -> list[Generation]:
         self.second_turns += request.request_id.endswith("/1")
         return await self._engine.generate(request)
@@ -580,7 +531,7 @@ def test_conversations_go_on_through_a_weight_update(
         return replace(request, task=ConversationTask("", {}))
 
     async def scenario() -> tuple[list[list[Generation]], list[Generation]]:
-        await actor._start_conversations()
+        await actor.start()
         try:
             talks = [asyncio.create_task(actor.generate(request(prompt))) for prompt in prompts]
             while counting.second_turns < 4:
