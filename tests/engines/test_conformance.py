@@ -7,6 +7,7 @@ here: starts and orderly ends (``test_lifecycle.py``), speed, tensor parallelism
 import asyncio
 import os
 import signal
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -45,9 +46,7 @@ def check_logprobs(reference: Reference, prompt: list[int], generation: Generati
 
 # ------------------------------------------------------------------------------------------------------------ sampling
 @pytest.mark.parametrize("temperature", [1.0, 0.7, 0.0])
-def test_logprobs_are_those_of_the_scaled_logits(
-    engine: EngineUnderTest, prompts: list[list[int]], temperature: float
-) -> None:
+def test_logprobs_are_of_scaled_logits(engine: EngineUnderTest, prompts: list[list[int]], temperature: float) -> None:
     requests = [engine.request(p, temperature=temperature, max_new_tokens=24, num_samples=2) for p in prompts]
     for prompt, generations in zip(prompts, engine.generate_all(requests), strict=True):
         for generation in generations:
@@ -329,9 +328,7 @@ def test_prompt_logprobs_follow_an_update(engine: EngineUnderTest, prompts: list
 
 
 @pytest.mark.parametrize("caller_pauses", [True, False])
-def test_update_in_the_middle_of_requests(
-    engine: EngineUnderTest, prompts: list[list[int]], caller_pauses: bool
-) -> None:
+def test_update_amid_requests(engine: EngineUnderTest, prompts: list[list[int]], caller_pauses: bool) -> None:
     """Tokens before the update follow the old weights, tokens after it the new ones, and the versions say where."""
 
     async def scenario(delay_s: float) -> list[list[Generation]]:
@@ -391,38 +388,40 @@ def flip_a_bit(engine: EngineUnderTest, metadata: BucketMetadata) -> None:
         segment.write(bytes([byte ^ 4]))
 
 
-def test_damaged_bytes_are_found(engine: EngineUnderTest, prompts: list[list[int]]) -> None:
-    async def scenario() -> None:
-        await engine.engine.begin_update(engine.version + 1)
-        await engine.send(list(engine.reference.weights.items()), tamper=lambda m: flip_a_bit(engine, m))
-
-    expect_failed_update(engine, scenario, "arrived damaged", prompts[0])
-
-
-def test_a_missing_tensor_is_found(engine: EngineUnderTest, prompts: list[list[int]]) -> None:
-    async def scenario() -> None:
-        await engine.engine.begin_update(engine.version + 1)
-        await engine.send([(n, t) for n, t in engine.reference.weights.items() if "layers.1.mlp.up_proj" not in n])
-        await engine.engine.finish_update(engine.version + 1)
-
-    expect_failed_update(engine, scenario, r"1 missing \(model.layers.1.mlp.up_proj.weight\)", prompts[0])
+Sent = Callable[[dict[str, torch.Tensor]], dict[str, torch.Tensor]]
+LEFT_OUT = "model.layers.1.mlp.up_proj.weight"
 
 
 @pytest.mark.parametrize(
-    ("tensors", "message"),
+    ("sent", "tampered", "message"),
     [
-        ([("model.norm.bias", torch.zeros(4))], "no tensor model.norm.bias"),
-        ([("model.norm.weight", torch.zeros(3))], "has shape"),
+        (lambda whole: whole, True, "arrived damaged"),
+        (lambda whole: {n: t for n, t in whole.items() if n != LEFT_OUT}, False, rf"1 missing \({LEFT_OUT}\)"),
+        (lambda whole: {"model.norm.bias": torch.zeros(4)}, False, "no tensor model.norm.bias"),
+        (lambda whole: {"model.norm.weight": torch.zeros(3)}, False, "has shape"),
     ],
+    ids=["damaged", "incomplete", "unknown tensor", "wrong shape"],
 )
-def test_a_wrong_tensor_is_refused(
-    engine: EngineUnderTest, prompts: list[list[int]], tensors: list[tuple[str, torch.Tensor]], message: str
+def test_an_update_that_fails(
+    engine: EngineUnderTest, prompts: list[list[int]], sent: Sent, tampered: bool, message: str
 ) -> None:
+    """It raises, sampling is rejected until a whole update comes, and then all is well."""
+
     async def scenario() -> None:
         await engine.engine.begin_update(engine.version + 1)
-        await engine.send(tensors)
+        tamper = (lambda metadata: flip_a_bit(engine, metadata)) if tampered else None
+        await engine.send(list(sent(engine.reference.weights).items()), tamper=tamper)
+        await engine.engine.finish_update(engine.version + 1)
 
-    expect_failed_update(engine, scenario, message, prompts[0])
+    with pytest.raises(WeightSyncError, match=message):
+        engine.run(scenario())
+    with pytest.raises(EngineError, match="mixed weights"):
+        engine.generate(prompts[0], max_new_tokens=1)
+    with pytest.raises(EngineError, match="mixed weights"):
+        engine.run(engine.engine.resume())
+    engine.run(engine.load(engine.current))
+    (generation,) = engine.generate(prompts[0], max_new_tokens=8)
+    check_logprobs(engine.reference, prompts[0], generation)
 
 
 def test_an_update_that_is_begun_anew(engine: EngineUnderTest, prompts: list[list[int]]) -> None:
@@ -436,19 +435,6 @@ def test_an_update_that_is_begun_anew(engine: EngineUnderTest, prompts: list[lis
     engine.run(scenario())
     (generation,) = engine.generate(prompts[0], max_new_tokens=8)
     check_logprobs(engine.reference, prompts[0], generation)
-
-
-def expect_failed_update(engine: EngineUnderTest, scenario: Any, message: str, prompt: list[int]) -> None:
-    """The update raises, sampling is rejected until a whole update comes, and then all is well."""
-    with pytest.raises(WeightSyncError, match=message):
-        engine.run(scenario())
-    with pytest.raises(EngineError, match="mixed weights"):
-        engine.generate(prompt, max_new_tokens=1)
-    with pytest.raises(EngineError, match="mixed weights"):
-        engine.run(engine.engine.resume())
-    engine.run(engine.load(engine.current))
-    (generation,) = engine.generate(prompt, max_new_tokens=8)
-    check_logprobs(engine.reference, prompt, generation)
 
 
 def test_an_update_must_be_open(engine: EngineUnderTest) -> None:

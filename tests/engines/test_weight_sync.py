@@ -78,7 +78,7 @@ EVERY_WAY = [
 ]
 
 
-def test_trainers_score_the_probe_while_the_last_bucket_is_loaded(
+def test_trainers_score_the_probe_while_the_last_bucket_loads(
     setting: Setting, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Not before, when engines would wait for it; engines are asked before its answer is waited for."""

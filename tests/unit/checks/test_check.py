@@ -18,17 +18,31 @@ from slime_like.config import RunConfig
 from slime_like.config.algorithm import ADVANTAGES, BATCH_ADVANTAGES, GROUP_ADVANTAGES, LOSSES
 from slime_like.config.reading.load import load_config
 from slime_like.data.dump import dump_path
-from slime_like.errors import ConfigError
+from slime_like.errors import ConfigError, Problem
 from slime_like.models.config_json import LatentAttention
 from slime_like.models.dimensions import ModelDimensions
 from tests.support.rejections import Rejects
 from tests.unit.checks.checkpoint import DEEPSEEK_V3, EXPERTS, sound_flags, write_checkpoint, write_weights
-from tests.unit.checks.conftest import Rejected
+
+Rejected = Callable[[list[str], str], Problem]
 
 
 @pytest.fixture
 def flags(tmp_path: Path) -> list[str]:
     return sound_flags(tmp_path)
+
+
+@pytest.fixture
+def rejected(rejects: Rejects) -> Rejected:
+    """Require of flags exactly one problem, with this code and the golden file's sentence."""
+
+    def only_problem(flags: list[str], code: str) -> Problem:
+        with rejects(ConfigError, code) as caught:
+            require_valid(load_config(None, flags))
+        (problem,) = caught.value.problems
+        return problem
+
+    return only_problem
 
 
 def test_a_sound_configuration_has_no_problem_and_a_check_leaves_nothing_behind(
@@ -179,7 +193,7 @@ FAULTS: dict[str, list[str]] = {
 
 
 @pytest.mark.parametrize(("code", "more"), [(code, more) for code, cases in FAULTS.items() for more in cases])
-def test_a_fault_is_named_with_field_value_and_remedy(
+def test_a_fault_is_named_with_its_field(
     tmp_path: Path, flags: list[str], rejected: Rejected, code: str, more: str
 ) -> None:
     """The golden sentence begins with the field."""
@@ -307,9 +321,7 @@ LAYOUTS: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     ],
     ids=str,
 )
-def test_what_is_not_computed_of_deepseek_v3_is_refused(
-    tmp_path: Path, rejects: Rejects, change: dict[str, Any]
-) -> None:
+def test_deepseek_v3_is_computed_as_published_only(tmp_path: Path, rejects: Rejects, change: dict[str, Any]) -> None:
     (tmp_path / "config.json").write_text(json.dumps(DEEPSEEK_V3 | change))
     with rejects(ConfigError) as caught:
         require_valid(RunConfig(run_dir=tmp_path / "run", model={"path": tmp_path}), CONVERSION)
@@ -352,9 +364,7 @@ FOREIGN: list[dict[str, Any]] = [
 
 
 @pytest.mark.parametrize("changes", FOREIGN, ids=str)
-def test_what_megatron_does_not_compute_is_for_fsdp(
-    changes: dict[str, Any], flags: list[str], rejected: Rejected, tmp_path: Path
-) -> None:
+def test_fsdp_has_more_families(changes: dict[str, Any], flags: list[str], rejected: Rejected, tmp_path: Path) -> None:
     write_checkpoint(tmp_path / "model", **changes)
     rejected(flags, "model.family")
     assert check(load_config(None, [*flags, *FSDP])) == []
@@ -371,9 +381,7 @@ def test_of_another_family_what_is_not_known_is_refused(flags: list[str], reject
     ]
 
 
-def test_numba_must_be_allowed_to_compile(
-    flags: list[str], rejected: Rejected, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_numba_must_be_able_to_compile(flags: list[str], rejected: Rejected, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NUMBA_DISABLE_JIT", "1")
     rejected(flags, "trainer.cpu-kernels")
     assert check(load_config(None, [*flags, "--trainer.cpu_kernels", "off"])) == []
@@ -438,9 +446,7 @@ UNREADABLE: list[bytes | dict[str, Any]] = [
 
 
 @pytest.mark.parametrize("case", UNREADABLE, ids=lambda case: str(case)[:60])
-def test_what_cannot_be_read_of_config_json_is_named_with_its_key(
-    tmp_path: Path, rejects: Rejects, case: bytes | dict[str, Any]
-) -> None:
+def test_an_unreadable_config_json_is_named(tmp_path: Path, rejects: Rejects, case: bytes | dict[str, Any]) -> None:
     write_checkpoint(tmp_path, **(case if isinstance(case, dict) else {}))
     if isinstance(case, bytes):
         (tmp_path / "config.json").write_bytes(case)

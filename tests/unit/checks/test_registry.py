@@ -68,9 +68,7 @@ COMMANDS: list[tuple[str, NeedsOf, list[str], str]] = [
 @pytest.mark.parametrize(
     ("needs_of", "flags", "codes"), [own[1:] for own in COMMANDS], ids=[own[0] for own in COMMANDS]
 )
-def test_a_command_runs_the_checks_of_what_it_needs(
-    tmp_path: Path, needs_of: NeedsOf, flags: list[str], codes: str
-) -> None:
+def test_a_command_runs_the_checks_it_needs(tmp_path: Path, needs_of: NeedsOf, flags: list[str], codes: str) -> None:
     config = load_config(None, [*sound_flags(tmp_path), *flags])
     assert sorted(own.code for own in selected(needs_of(config))) == sorted(codes.split())
 

@@ -108,9 +108,7 @@ def test_further_problems_are_reported_without_a_tokenizer(
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case.code} {' '.join(case.flags)}"[:60])
-def test_bad_input_is_refused_in_one_line(
-    case: Case, tiny: Tiny, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_bad_input_gets_one_line(case: Case, tiny: Tiny, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Before Ray, a trainer or an engine starts: nothing in here takes long enough to start one.
 
     The sentences are those of the tests that the cases come from.

@@ -83,9 +83,7 @@ ENDS: list[tuple[BaseException, int, str]] = [
 
 
 @pytest.mark.parametrize("flags", [[], ["--evaluation.every", "20"]])
-def test_eval_names_what_it_cannot_do_without(
-    sound: list[str], flags: list[str], tmp_path: Path, rejects: Rejects
-) -> None:
+def test_eval_needs_files_to_evaluate_on(sound: list[str], flags: list[str], tmp_path: Path, rejects: Rejects) -> None:
     with rejects(ConfigError, "evaluation.no-files"):
         run(["eval", *sound[1:], *flags])
     assert not (tmp_path / "run").exists()
@@ -136,9 +134,7 @@ def test_eval_does_not_look_at_what_only_training_uses(
 
 
 @pytest.mark.parametrize(("error", "code", "text"), ENDS, ids=[type(case[0]).__name__ + str(case[1]) for case in ENDS])
-def test_an_error_is_a_sentence_and_an_exit_code(
-    tmp_path: Path, train: Train, error: BaseException, code: int, text: str
-) -> None:
+def test_a_sentence_and_an_exit_code(tmp_path: Path, train: Train, error: BaseException, code: int, text: str) -> None:
     ended, printed, [config] = train(error)
     assert (ended, printed) == (code, text)
     assert (config.run_dir, config.data.max_prompt_tokens) == (tmp_path / "run", 512)
@@ -212,9 +208,7 @@ def test_what_is_no_command_is_refused(arguments: str) -> None:
     leaves(2, arguments.split())
 
 
-def test_make_tiny_model_writes_model_and_data_once(
-    tmp_path: Path, rejects: Rejects, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_make_tiny_model_writes_it_once(tmp_path: Path, rejects: Rejects, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "tiny"
     command = ["make-tiny-model", str(out), "--family", "qwen2", "--seed", "3"]
     assert main(command) == 0
@@ -243,9 +237,7 @@ NO_PLACE = [
 
 
 @pytest.mark.parametrize(("arguments", "code"), NO_PLACE, ids=[" ".join(case[0]) for case in NO_PLACE])
-def test_make_tiny_model_refuses_where_nothing_can_be_written(
-    tmp_path: Path, rejects: Rejects, arguments: list[str], code: str
-) -> None:
+def test_make_tiny_model_needs_a_place(tmp_path: Path, rejects: Rejects, arguments: list[str], code: str) -> None:
     (tmp_path / "file").write_text("")
     with rejects(ConfigError, code):
         run(["make-tiny-model", *(argument.replace("TMP", str(tmp_path)) for argument in arguments)])

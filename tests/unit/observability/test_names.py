@@ -10,7 +10,7 @@ import pytest
 from slime_like.observability.names import IDLE_TIME, evaluation_metrics, step_metrics, sync_metrics
 from slime_like.observability.phases import PhaseTimes
 from slime_like.observability.records import EvaluationRecord, SyncRecord
-from tests.unit.observability.records import rl_record, sft_record
+from tests.unit.observability.records import phase_times, rl_record, sft_record
 
 ZEROS = """
     policy_loss kl_loss clipfrac approx_policy_kls entropy grad_norm engine_gap_mean importance_weight
@@ -61,12 +61,7 @@ RL_FIGURES = {
     "rollout/staleness_mean": 0.75,
     "rollout/staleness_max": 2.0,
     "queues/train_replay_buffer_size": 64.0,
-    "phases/wait (s)": 0.5,
-    "phases/generate (s)": 4.0,
-    "phases/reward (s)": 0.5,
-    "phases/score (s)": 0.5,
-    "phases/train (s)": 2.0,
-    "phases/sync (s)": 0.4,
+    **{f"phases/{name} (s)": seconds for name, seconds in phase_times().seconds.items()},
     "phases/orchestration (s)": 0.1,
     "phases/orchestration (%)": 1.25,
     "rollout/tokens_per_second": 20.0,  # 80 tokens in the 4 s of generation

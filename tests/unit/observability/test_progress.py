@@ -5,7 +5,6 @@ import io
 import os
 import pty
 import threading
-import unicodedata
 from types import SimpleNamespace
 
 import pytest
@@ -15,10 +14,6 @@ from slime_like.observability.progress import Progress
 from tests.unit.observability.records import rl_record, sft_record
 
 HIDE_CURSOR, SHOW_CURSOR = "\x1b[?25l", "\x1b[?25h"
-
-
-def control_characters(text: str) -> set[str]:
-    return {character for character in text if unicodedata.category(character) == "Cc" and character != "\n"}
 
 
 RL, SFT = step_metrics(rl_record()), step_metrics(sft_record())
@@ -89,7 +84,7 @@ def test_plain_output_has_no_control_characters() -> None:
     with Progress("plain", 9, stream) as progress:
         progress.note("\x1b[31mred\x1b[0m\r\nbell\x07 [bold]kept[/bold] ümlaut")
         progress.update(1, RL)
-    assert control_characters(stream.getvalue()) == set()
+    assert stream.getvalue().replace("\n", "").isprintable()
     assert stream.getvalue().splitlines()[0] == "red  bell  [bold]kept[/bold] ümlaut"
 
 
