@@ -9,10 +9,9 @@ import pytest
 import torch
 
 from rollout.transformers.engine import TransformersEngine
-from slime_like.errors import EngineError, WeightSyncError
+from slime_like.errors import EngineError
 from slime_like.interfaces import BucketMetadata, GenerationRequest, SamplingParams
 from slime_like.orchestration.weight_sync import WeightSync
-from slime_like.weights.transports import directory
 from slime_like.weights.transports.leftovers import cleanup
 from tests.engines.harness import run_config
 from tests.engines.local_sync import SESSION, Answers, LocalEngines, LocalTrainers, new_sync
@@ -175,25 +174,3 @@ def test_a_sender_that_is_lost_half_way(setting: Setting) -> None:
     report = setting.sync.run(3)
     setting.serves(3)
     assert report.wire_nbytes == report.nbytes  # what the engine holds is unknown
-
-
-@pytest.mark.parametrize("setting", [("directory", "never")], indirect=True, ids="-".join)
-def test_a_disk_that_is_full_half_way(setting: Setting, monkeypatch: pytest.MonkeyPatch) -> None:
-    setting.sync.run(1)
-    setting.train(2)
-    real, written = directory.os.write, 0
-
-    def full(descriptor: int, data: memoryview) -> int:
-        nonlocal written
-        written += 1
-        if written > 12:
-            raise OSError(28, "No space left on device")
-        return real(descriptor, data)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(directory.os, "write", full)
-        with pytest.raises(WeightSyncError, match=r"No space left on device; free some space or lower sync.bucket_mb"):
-            setting.sync.run(2)
-    setting.refuses()
-    setting.sync.run(2)
-    setting.serves(2)

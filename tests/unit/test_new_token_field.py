@@ -68,15 +68,12 @@ class Copy:
     transfer: ModuleType
 
     def sequences(self, with_field: bool = True) -> list[Any]:
-        made = [
-            self.trajectory.ScoredTrajectory.unrewarded(f"s{i}", torch.tensor([1, 2]), torch.arange(n))
-            for i, n in enumerate(LENGTHS)
-        ]
-        if not with_field:
-            return made
-        return [
-            replace(sequence, **{self.field.name: self.field.of_length(sequence.response_len)}) for sequence in made
-        ]
+        made = []
+        for i, n in enumerate(LENGTHS):
+            given = {self.field.name: self.field.of_length(n)} if with_field else {}
+            new = self.trajectory.ScoredTrajectory.unrewarded
+            made.append(replace(new(f"s{i}", torch.tensor([1, 2]), torch.arange(n)), **given))
+        return made
 
     def of(self, carrier: object) -> Any:
         return getattr(carrier, self.field.name)

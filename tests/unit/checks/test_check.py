@@ -357,6 +357,7 @@ FOREIGN: list[dict[str, Any]] = [
     {"use_sliding_window": True, "sliding_window": 1280},
     {"architectures": ["MistralForCausalLM"]},
     {**EXPERTS, "mlp_only_layers": [0]},
+    {**EXPERTS, "decoder_sparse_step": 2},
     {"attention_bias": True},
     {"architectures": ["LlamaForCausalLM"], "mlp_bias": True},
     {"rope_scaling": {"rope_type": "longrope"}},
@@ -374,11 +375,8 @@ def test_of_another_family_what_is_not_known_is_refused(flags: list[str], reject
     write_checkpoint(tmp_path / "model", use_sliding_window=True, sliding_window=200)
     with rejects(ConfigError) as caught:
         require_valid(load_config(None, [*flags, *FSDP, "--algorithm.moe_aux_loss_coef", "0.1"]))
-    assert [problem.code for problem in caught.value.problems] == [
-        "model.family",
-        "model.family",
-        "algorithm.balancing",
-    ]
+    codes = ["model.family", "model.family", "algorithm.balancing"]
+    assert [problem.code for problem in caught.value.problems] == codes
 
 
 def test_numba_must_be_able_to_compile(flags: list[str], rejected: Rejected, monkeypatch: pytest.MonkeyPatch) -> None:

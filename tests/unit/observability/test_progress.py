@@ -99,31 +99,19 @@ def test_without_a_terminal_auto_is_plain_and_off_is_silent(mode: str, written: 
 def on_a_terminal(error: Exception | None) -> str:
     """Run an "auto" progress on a pseudo-terminal, raise ``error`` in it, return all that the terminal received."""
     leader, follower = pty.openpty()
+    with (
+        contextlib.suppress(KeyError),
+        os.fdopen(follower, "w", encoding="utf-8") as stream,
+        Progress("auto", 9, stream) as progress,
+    ):
+        progress.update(4, RL | {"evaluation/accuracy": 0.81})
+        progress.note("saved [x]")
+        if error is not None:
+            raise error
     received = bytearray()
-
-    def drain() -> None:
-        while True:
-            try:
-                data = os.read(leader, 65536)
-            except OSError:  # Linux's way of saying that the other end was closed
-                return
+    with os.fdopen(leader, "rb", buffering=0) as terminal, contextlib.suppress(OSError):  # there is no more
+        while data := terminal.read(65536):
             received.extend(data)
-
-    reader = threading.Thread(target=drain)
-    reader.start()
-    try:
-        with (
-            contextlib.suppress(KeyError),
-            os.fdopen(follower, "w", encoding="utf-8") as stream,
-            Progress("auto", 9, stream) as progress,
-        ):
-            progress.update(4, RL | {"evaluation/accuracy": 0.81})
-            progress.note("saved [x]")
-            if error is not None:
-                raise error
-    finally:
-        reader.join(timeout=10)
-        os.close(leader)
     return received.decode("utf-8")
 
 
