@@ -10,6 +10,7 @@ from safetensors.torch import save_file
 
 from slime_like.checks.check import check, require_valid
 from slime_like.checks.definition import CONVERSION
+from slime_like.checks.earlier_run import backend_problem
 from slime_like.commands.convert import size_in_bytes, size_text
 from slime_like.commands.main import main
 from slime_like.commands.root import run
@@ -117,6 +118,20 @@ def test_weights_to_start_from_must_be_a_checkpoint(root: Path, rejects: Rejects
         with rejects(ConfigError, code) as caught:
             require_valid(of(weights, backend), CONVERSION)
         assert [problem.field for problem in caught.value.problems] == ["model.weights"]
+
+
+def test_a_training_checkpoint_as_a_model_is_named(root: Path, rejects: Rejects) -> None:
+    for path, name in (("step-1", "state.json"), ("step-1/trainer", "state.json"), ("step-1", "config.json")):
+        (root / "step-1" / name).write_text("{}")
+        with rejects(ConfigError, "model.path"):
+            require_valid(RunConfig(run_dir=root, model={"path": root / path}), CONVERSION)
+
+
+def test_a_checkpoint_that_does_not_say_who_wrote_it_is_believed(tmp_path: Path) -> None:
+    for state in (None, "{", "[]", '{"step": 1}', '{"backend": 3}'):
+        if state is not None:
+            (tmp_path / "state.json").write_text(state)
+        assert backend_problem(tmp_path, "fsdp", "resume") is None
 
 
 def test_engines_are_not_evaluated_with_weights_that_they_do_not_load(root: Path, rejects: Rejects) -> None:

@@ -105,10 +105,8 @@ def test_a_supervised_step_claims_nothing_about_rollouts() -> None:
 
 
 def test_a_step_of_no_time_divides_by_nothing() -> None:
-    record = dataclasses.replace(
-        rl_record(), times=PhaseTimes(0.0, dict.fromkeys(rl_record().times.seconds, 0.0), 0.0), packed_tokens=150
-    )
-    metrics = step_metrics(record)
+    times = PhaseTimes(0.0, dict.fromkeys(phase_times().seconds, 0.0), 0.0)
+    metrics = step_metrics(dataclasses.replace(rl_record(), times=times, packed_tokens=150))
     assert all(math.isfinite(value) for value in metrics.values())
     assert metrics["train_actor_performance/pct_time_grpo_steps (%)"] == 0.0
     assert metrics["rollout/response_length_mean"] == 16.0

@@ -68,12 +68,6 @@ def page(run_dir: Path) -> Page:
     return Page(path.read_text(encoding="utf-8"))
 
 
-def empty_run(path: Path, text: str) -> Path:
-    path.mkdir()
-    (path / "metrics.jsonl").write_text(text)
-    return path
-
-
 # ----------------------------------------------------------------------------------------------------------------- page
 def test_nothing_is_fetched_and_no_text_becomes_markup(page: Page) -> None:
     assert {name for name, _ in page.tags}.isdisjoint({"img", "link", "iframe", "object", "embed", "br", "b", "i"})
