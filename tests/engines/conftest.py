@@ -50,12 +50,9 @@ def references(models: list[Path]) -> list[Reference]:
 
 @pytest.fixture(scope="module", params=list(ENGINES))
 def engine(
-    request: pytest.FixtureRequest,
-    models: list[Path],
-    references: list[Reference],
-    tmp_path_factory: pytest.TempPathFactory,
+    request: pytest.FixtureRequest, references: list[Reference], tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[EngineUnderTest]:
-    config = run_config(models[0], tmp_path_factory.mktemp("run"))
+    config = run_config(references[0].directory, tmp_path_factory.mktemp("run"))
     with started(ENGINES[request.param](config, 0), references) as under_test:
         yield under_test
 

@@ -349,19 +349,13 @@ def test_update_amid_requests(engine: EngineUnderTest, prompts: list[list[int]],
             break
     for prompt, generations in zip(prompts[:3], results, strict=True):
         for generation in generations:
-            check_switch(prompt, generation, (old, old_version), (engine.reference, engine.version))
-
-
-def check_switch(
-    prompt: list[int], generation: Generation, old: tuple[Reference, int], new: tuple[Reference, int]
-) -> None:
-    versions = generation.weight_versions.tolist()
-    switch = versions.count(old[1])
-    assert 0 < switch < len(versions)
-    assert versions == [old[1]] * switch + [new[1]] * (len(versions) - switch)
-    before = old[0].logprobs(prompt, generation.token_ids, COLD)[:switch]
-    after = new[0].logprobs(prompt, generation.token_ids, COLD)[switch:]
-    assert np.abs(generation.logprobs - np.concatenate((before, after))).max() < 10 * TOLERANCE
+            versions = generation.weight_versions.tolist()
+            switch = versions.count(old_version)
+            assert 0 < switch < len(versions)
+            assert versions == [old_version] * switch + [engine.version] * (len(versions) - switch)
+            before = old.logprobs(prompt, generation.token_ids, COLD)[:switch]
+            after = engine.reference.logprobs(prompt, generation.token_ids, COLD)[switch:]
+            assert np.abs(generation.logprobs - np.concatenate((before, after))).max() < 10 * TOLERANCE
 
 
 @pytest.mark.parametrize("transport", ["gloo", "directory"])

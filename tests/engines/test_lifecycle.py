@@ -30,8 +30,7 @@ async def started(engine: RolloutEngine) -> list[int]:
     before = process_ids()
     await engine.start()
     own = (await engine.health()).process_ids
-    assert own
-    assert set(own) <= set(new_children(before))
+    assert own and set(own) <= set(new_children(before))
     assert files_of_sglang(own) == set()
     assert (await engine.generate(GenerationRequest("first", [3, 4], SamplingParams(max_new_tokens=2))))[0]
     return [*own]

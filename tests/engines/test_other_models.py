@@ -21,13 +21,9 @@ def gaps(engine: EngineUnderTest, judge: Reference, prompts: list[list[int]], te
         engine.request(p, temperature=temperature, max_new_tokens=24, num_samples=2, seed=i, stop_token_ids=NO_STOP)
         for i, p in enumerate(prompts)
     ]
-    return np.concatenate(
-        [
-            np.abs(generation.logprobs - judge.logprobs(prompt, generation.token_ids, temperature))
-            for prompt, generations in zip(prompts, engine.generate_all(requests), strict=True)
-            for generation in generations
-        ]
-    )
+    answered = zip(prompts, engine.generate_all(requests), strict=True)
+    sampled = [(prompt, generation) for prompt, generations in answered for generation in generations]
+    return np.concatenate([np.abs(g.logprobs - judge.logprobs(p, g.token_ids, temperature)) for p, g in sampled])
 
 
 def test_bfloat16(models: list[Path], prompts: list[list[int]], tmp_path: Path) -> None:

@@ -72,9 +72,7 @@ def setting(request: pytest.FixtureRequest, models: list[Path], tmp_path: Path) 
     opened.close()
 
 
-EVERY_WAY = [
-    (transport, delta) for transport in ("shared_memory", "gloo", "directory") for delta in ("never", "always")
-]
+EVERY_WAY = [(name, delta) for name in ("shared_memory", "gloo", "directory") for delta in ("never", "always")]
 
 
 def test_trainers_score_the_probe_while_the_last_bucket_loads(
@@ -96,15 +94,11 @@ def test_trainers_score_the_probe_while_the_last_bucket_loads(
         return Later(lambda: (events.append("answer"), answer.result())[1])
 
     monkeypatch.setattr(trainers, "start_probe", start_probe)
-    for owner, name in (
-        (trainers, "next_buckets"),
-        (engines, "update"),
-        (Answers, "result"),
-        (engines, "finish_update"),
-        (setting.sync._turns, "end_sync"),
-        (engines, "probe"),
-    ):
-        noted(owner, name)
+    noted(trainers, "next_buckets")
+    for name in ("update", "finish_update", "probe"):
+        noted(engines, name)
+    noted(Answers, "result")
+    noted(setting.sync._turns, "end_sync")
     setting.sync.run(1)
     end = ["update", "next_buckets", "start_probe", "result", "finish_update", "end_sync", "probe", "probe", "answer"]
     assert events[-11:] == [*end, "result", "result"] and events.count("start_probe") == 1
