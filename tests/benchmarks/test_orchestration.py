@@ -1,7 +1,5 @@
 """The report on a run whose phases are known."""
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -10,8 +8,6 @@ from benchmarks.orchestration import format_report, main, phase_report
 from slime_like.errors import DataError
 from tests.benchmarks.runs import write_run
 from tests.support.rejections import Rejects
-
-REPO = Path(__file__).parents[2]
 
 
 def test_the_first_steps_are_skipped(tmp_path: Path) -> None:
@@ -23,29 +19,19 @@ def test_the_first_steps_are_skipped(tmp_path: Path) -> None:
     assert "orchestration takes 33.33% of step time, over 2 steady steps" in format_report(report)
 
 
-def test_the_command_prints_the_table(tmp_path: Path) -> None:
-    run_dir = write_run(tmp_path, [(1.0, 0.0), (1.0, 1.0)])
-    command = [sys.executable, "-m", "benchmarks.orchestration", str(run_dir), "--skip", "1"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True, cwd=REPO)
-    assert [
-        line.split() for line in done.stdout.splitlines() if line.startswith(("train", "orchestration  ", "step"))
-    ] == [
-        ["train", "1.0000", "50.00%"],
-        ["orchestration", "1.0000", "50.00%"],
-        ["step", "2.0000", "100.00%"],
-    ]
+def test_the_command_prints_the_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    main([str(write_run(tmp_path, [(1.0, 0.0), (1.0, 1.0)])), "--skip", "1"])
+    rows = [line.split() for line in capsys.readouterr().out.splitlines()]
+    for row in (["train", "1.0000", "50.00%"], ["orchestration", "1.0000", "50.00%"], ["step", "2.0000", "100.00%"]):
+        assert rows.count(row) == 1
 
 
-def test_too_short_a_run_is_refused(tmp_path: Path, rejects: Rejects) -> None:
+def test_too_short_a_run_and_a_step_without_phases_are_refused(tmp_path: Path, rejects: Rejects) -> None:
     run_dir = write_run(tmp_path, [(1.0, 0.1)] * 5)
     with rejects(DataError, "too-few-steps"):
         phase_report(run_dir / "metrics.jsonl")
     with rejects(SystemExit):
         main([str(run_dir)])
-
-
-def test_a_step_without_phases_is_refused(tmp_path: Path, rejects: Rejects) -> None:
-    path = tmp_path / "metrics.jsonl"
-    path.write_text('{"step": 1, "train_actor_performance/total_step_time (s)": 1.0}\n')
+    (run_dir / "metrics.jsonl").write_text('{"step": 1, "train_actor_performance/total_step_time (s)": 1.0}\n')
     with rejects(DataError, "figure-missing"):
-        phase_report(path, skip=0)
+        phase_report(run_dir / "metrics.jsonl", skip=0)

@@ -46,15 +46,12 @@ def test_theirs_is_the_median_of_the_steps_after_the_warm_up(tmp_path: Path) -> 
     assert measured == Measurement(num_steps=3, step_s=2.0, response_length=40.0)
 
 
-def test_too_short_a_run_is_refused(tmp_path: Path, rejects: Rejects) -> None:
+def test_too_short_a_run_and_a_step_without_its_length_are_refused(tmp_path: Path, rejects: Rejects) -> None:
     with rejects(DataError, "too-few-steps"):
         from_run(write_run(tmp_path, [(1.0, 0.5)] * 2), warmup_steps=2)
     records = write_records(tmp_path / "trl.jsonl", [{"step_s": 1.0, "response_length": 2.0}])
     with rejects(DataError, "too-few-steps"):
         from_records(records, warmup_steps=1)
-
-
-def test_a_step_without_its_length_is_refused(tmp_path: Path, rejects: Rejects) -> None:
     records = write_records(tmp_path / "trl.jsonl", [{"step_s": 1.0}])
     with rejects(DataError, "figure-missing"):
         from_records(records, warmup_steps=0)

@@ -1,6 +1,5 @@
 """Two checkpoints of one model, Hugging Face's view of both, and one started engine of each kind per module."""
 
-import asyncio
 import getpass
 import json
 import tempfile
@@ -15,7 +14,7 @@ from rollout.sglang.engine import SglangEngine
 from rollout.transformers.engine import TransformersEngine
 from rollout.vllm.engine import VllmEngine
 from slime_like.examples.tiny_model import make_tiny_model
-from tests.engines.harness import EngineUnderTest, Reference, run_config
+from tests.engines.harness import EngineUnderTest, Reference, run_config, started
 
 ENGINES = {"vllm": VllmEngine, "sglang": SglangEngine, "transformers": TransformersEngine}
 EOS_IDS = list(range(200, 230))
@@ -49,37 +48,13 @@ def references(models: list[Path]) -> list[Reference]:
     return [Reference(model) for model in models]
 
 
-@pytest.fixture(scope="session")
-def tied(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
-    """Models whose head is the embedding, and whose projections have biases."""
-    directories = [tmp_path_factory.mktemp(f"tied{seed}") for seed in (0, 1)]
-    for seed, directory in enumerate(directories):
-        make_tiny_model(directory, family="qwen2", seed=seed)
-    return directories
-
-
-@pytest.fixture(scope="session")
-def tied_references(tied: list[Path]) -> list[Reference]:
-    made = [Reference(model) for model in tied]
-    assert "lm_head.weight" not in made[0].weights
-    assert "model.layers.0.self_attn.q_proj.bias" in made[0].weights
-    return made
-
-
 @pytest.fixture(scope="module", params=list(ENGINES))
 def engine(
-    request: pytest.FixtureRequest,
-    models: list[Path],
-    references: list[Reference],
-    tmp_path_factory: pytest.TempPathFactory,
+    request: pytest.FixtureRequest, references: list[Reference], tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[EngineUnderTest]:
-    loop = asyncio.new_event_loop()
-    under_test = ENGINES[request.param](run_config(models[0], tmp_path_factory.mktemp("run")), 0)
-    loop.run_until_complete(under_test.start())
-    wrapped = EngineUnderTest(under_test, references, loop)
-    yield wrapped
-    wrapped.close()
-    loop.close()
+    config = run_config(references[0].directory, tmp_path_factory.mktemp("run"))
+    with started(ENGINES[request.param](config, 0), references) as under_test:
+        yield under_test
 
 
 @pytest.fixture(scope="session")

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from slime_like.config import DataConfig, ModelConfig, RolloutConfig, RunConfig
 from slime_like.errors import EngineError
+from slime_like.examples.tiny_model import make_tiny_model
 from slime_like.interfaces import (
     BucketMetadata,
     Generation,
@@ -40,19 +41,12 @@ T = TypeVar("T")
 def run_config(
     model: Path, run_dir: Path, *, dtype: Literal["float32", "bfloat16"] = "float32", **rollout: Any
 ) -> RunConfig:
+    defaults: dict[str, Any] = {"start_timeout_s": 300, "request_timeout_s": 60, "samples_per_prompt": 4}
     return RunConfig(
         run_dir=run_dir,
         model=ModelConfig(path=model, dtype=dtype),
         data=DataConfig(max_prompt_tokens=100),
-        rollout=RolloutConfig(
-            **{
-                "max_new_tokens": MAX_NEW_TOKENS,
-                "start_timeout_s": 300,
-                "request_timeout_s": 60,
-                "samples_per_prompt": 4,
-                **rollout,
-            }
-        ),
+        rollout=RolloutConfig(**({"max_new_tokens": MAX_NEW_TOKENS} | defaults | rollout)),
     )
 
 
@@ -69,6 +63,7 @@ class Reference:
         self._model = transformers.AutoModelForCausalLM.from_pretrained(
             directory, dtype=rounded_to, attn_implementation="eager"
         ).float()
+        self.directory = directory
 
     @torch.no_grad()
     def logits(self, prompt: Sequence[int], response: Sequence[int] = ()) -> Tensor:
@@ -78,6 +73,14 @@ class Reference:
     def logprobs(self, prompt: Sequence[int], response: np.ndarray, temperature: float) -> np.ndarray:
         logits = self.logits(prompt, response.tolist())[:-1] / (temperature or 1.0)
         return logits.log_softmax(-1).gather(1, torch.from_numpy(response)[:, None])[:, 0].numpy()
+
+
+def tiny_pair(family: str, root: Path) -> list[Reference]:
+    """Two models that differ in their seed."""
+    directories = [root / f"model{seed}" for seed in (0, 1)]
+    for seed, directory in enumerate(directories):
+        make_tiny_model(directory, family, seed=seed)
+    return [Reference(directory) for directory in directories]
 
 
 class EngineUnderTest:
@@ -162,6 +165,18 @@ class EngineUnderTest:
         assert not self.run(self.engine.health()).alive
         with pytest.raises(EngineError):
             self.generate([3, 4], max_new_tokens=1)
+
+
+@contextmanager
+def started(engine: RolloutEngine, references: Sequence[Reference]) -> Iterator[EngineUnderTest]:
+    loop = asyncio.new_event_loop()
+    loop.run_until_complete(engine.start())
+    under_test = EngineUnderTest(engine, references, loop)
+    try:
+        yield under_test
+    finally:
+        under_test.close()
+        loop.close()
 
 
 def _parts(tensors: list[tuple[str, Tensor]], count: int) -> Iterator[list[tuple[str, Tensor]]]:

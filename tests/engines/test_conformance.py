@@ -7,6 +7,7 @@ here: starts and orderly ends (``test_lifecycle.py``), speed, tensor parallelism
 import asyncio
 import os
 import signal
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,14 @@ import pytest
 import torch
 
 from slime_like.errors import EngineError, WeightSyncError
-from slime_like.interfaces import BucketMetadata, ConversationTask, Generation, GenerationRequest
+from slime_like.interfaces import (
+    BucketMetadata,
+    ConversationTask,
+    EngineHealth,
+    Generation,
+    GenerationRequest,
+    PauseMode,
+)
 from slime_like.orchestration.rollout import engine_actor
 from slime_like.weights.transport import TransportSettings
 from tests.engines.conftest import EOS_IDS, RARE_ID
@@ -38,9 +46,7 @@ def check_logprobs(reference: Reference, prompt: list[int], generation: Generati
 
 # ------------------------------------------------------------------------------------------------------------ sampling
 @pytest.mark.parametrize("temperature", [1.0, 0.7, 0.0])
-def test_logprobs_are_those_of_the_scaled_logits(
-    engine: EngineUnderTest, prompts: list[list[int]], temperature: float
-) -> None:
+def test_logprobs_are_of_scaled_logits(engine: EngineUnderTest, prompts: list[list[int]], temperature: float) -> None:
     requests = [engine.request(p, temperature=temperature, max_new_tokens=24, num_samples=2) for p in prompts]
     for prompt, generations in zip(prompts, engine.generate_all(requests), strict=True):
         for generation in generations:
@@ -88,14 +94,6 @@ def test_stop_ids_of_the_request_replace_eos(engine: EngineUnderTest, prompts: l
     generations = engine.generate(prompts[2], max_new_tokens=300, num_samples=16, stop_token_ids=stop)
     assert all(g.finish_reason == "stop" and g.token_ids[-1] in stop for g in generations)
     assert any(set(g.token_ids.tolist()) & set(EOS_IDS) for g in generations)
-
-
-@pytest.mark.parametrize("limit", [1, 2, 33])
-def test_length_limit(engine: EngineUnderTest, prompts: list[list[int]], limit: int) -> None:
-    generations = engine.generate(
-        prompts[3], max_new_tokens=limit, num_samples=3, stop_token_ids=NO_STOP, temperature=COLD
-    )
-    assert all(g.finish_reason == "length" and len(g.token_ids) == limit for g in generations)
 
 
 def test_the_longest_sequence(engine: EngineUnderTest) -> None:
@@ -146,7 +144,7 @@ def test_prompt_logprobs_are_teacher_forced(engine: EngineUnderTest, prompts: li
 
 def test_many_requests_at_once(engine: EngineUnderTest, prompts: list[list[int]]) -> None:
     chosen = [prompts[i % len(prompts)] for i in range(200)]
-    limits = [1 + i % 23 for i in range(200)]
+    limits = [1 + i % 33 for i in range(200)]
     requests = [
         engine.request(prompt, max_new_tokens=limit, num_samples=1 + i % 3, stop_token_ids=NO_STOP, temperature=COLD)
         for i, (prompt, limit) in enumerate(zip(chosen, limits, strict=True))
@@ -154,7 +152,7 @@ def test_many_requests_at_once(engine: EngineUnderTest, prompts: list[list[int]]
     results = engine.generate_all(requests)
     for index, generations in enumerate(results):
         assert len(generations) == 1 + index % 3
-        assert all(len(g.token_ids) == limits[index] for g in generations)
+        assert all(g.finish_reason == "length" and len(g.token_ids) == limits[index] for g in generations)
     for index in range(0, 200, 9):
         check_logprobs(engine.reference, chosen[index], results[index][-1], COLD)
 
@@ -211,58 +209,21 @@ def test_abort_one(engine: EngineUnderTest, prompts: list[list[int]]) -> None:
     assert all(g.finish_reason == "length" for g in spared)
 
 
-def test_abort_all(engine: EngineUnderTest, prompts: list[list[int]]) -> None:
-    async def scenario() -> list[list[Generation]]:
-        tasks = [asyncio.create_task(engine.engine.generate(long_request(engine, p))) for p in prompts]
-        await asyncio.sleep(HALFWAY_S[0])
-        await engine.engine.abort()
-        return list(await asyncio.gather(*tasks))
+@pytest.mark.parametrize(("mode", "finish"), [("abort", "abort"), ("wait", "length"), ("keep", "length")])
+def test_pause(engine: EngineUnderTest, prompts: list[list[int]], mode: PauseMode, finish: str) -> None:
+    """A request ends at once, or is waited for, or is frozen and goes on."""
 
-    assert all(g.finish_reason == "abort" for generations in engine.run(scenario()) for g in generations)
-    assert engine.run(engine.engine.health()).running_requests == 0
-
-
-def test_pause_abort(engine: EngineUnderTest, prompts: list[list[int]]) -> None:
-    async def scenario() -> Generation:
-        task = asyncio.create_task(engine.engine.generate(long_request(engine, prompts[6])))
-        await asyncio.sleep(HALFWAY_S[0])
-        await engine.engine.pause("abort")
-        generation = (await asyncio.wait_for(task, ENDS_S))[0]
-        await engine.engine.resume()
-        return generation
-
-    generation = engine.run(scenario())
-    assert generation.finish_reason == "abort"
-    check_logprobs(engine.reference, prompts[6], generation, COLD)
-
-
-def test_pause_wait_lets_requests_finish(engine: EngineUnderTest, prompts: list[list[int]]) -> None:
     async def scenario() -> tuple[bool, Generation]:
         task = asyncio.create_task(engine.engine.generate(long_request(engine, prompts[6])))
         await asyncio.sleep(HALFWAY_S[0])
-        await engine.engine.pause("wait")
-        done, _ = await asyncio.wait([task], timeout=ENDS_S)  # the result may be on its way through the loop
+        await engine.engine.pause(mode)
+        # the result may be on its way through the loop
+        done, _ = await asyncio.wait([task], timeout=0.8 if mode == "keep" else ENDS_S)
         await engine.engine.resume()
         return bool(done), (await task)[0]
 
     done, generation = engine.run(scenario())
-    assert done
-    assert generation.finish_reason == "length"
-
-
-def test_pause_keep_freezes_and_goes_on(engine: EngineUnderTest, prompts: list[list[int]]) -> None:
-    async def scenario() -> tuple[bool, Generation]:
-        task = asyncio.create_task(engine.engine.generate(long_request(engine, prompts[6])))
-        await asyncio.sleep(HALFWAY_S[0])
-        await engine.engine.pause("keep")
-        await asyncio.sleep(0.8)
-        done = task.done()
-        await engine.engine.resume()
-        return done, (await task)[0]
-
-    done, generation = engine.run(scenario())
-    assert not done
-    assert generation.finish_reason == "length"
+    assert (done, generation.finish_reason) == (mode != "keep", finish)
     check_logprobs(engine.reference, prompts[6], generation, COLD)
 
 
@@ -277,21 +238,7 @@ def test_requests_wait_while_paused(engine: EngineUnderTest, prompts: list[list[
 
     for mode in ("abort", "wait", "keep"):
         waited, tokens = engine.run(scenario(mode))
-        assert waited
-        assert 1 <= tokens <= 3
-
-
-def test_abort_reaches_frozen_requests(engine: EngineUnderTest, prompts: list[list[int]]) -> None:
-    async def scenario() -> Generation:
-        task = asyncio.create_task(engine.engine.generate(long_request(engine, prompts[6])))
-        await asyncio.sleep(HALFWAY_S[0])
-        await engine.engine.pause("keep")
-        await engine.engine.abort()
-        generation = (await asyncio.wait_for(task, ENDS_S))[0]
-        await engine.engine.resume()
-        return generation
-
-    assert engine.run(scenario()).finish_reason == "abort"
+        assert waited and 1 <= tokens <= 3
 
 
 def test_what_a_frozen_request_has_sampled_is_not_lost(engine: EngineUnderTest, prompts: list[list[int]]) -> None:
@@ -381,9 +328,7 @@ def test_prompt_logprobs_follow_an_update(engine: EngineUnderTest, prompts: list
 
 
 @pytest.mark.parametrize("caller_pauses", [True, False])
-def test_update_in_the_middle_of_requests(
-    engine: EngineUnderTest, prompts: list[list[int]], caller_pauses: bool
-) -> None:
+def test_update_amid_requests(engine: EngineUnderTest, prompts: list[list[int]], caller_pauses: bool) -> None:
     """Tokens before the update follow the old weights, tokens after it the new ones, and the versions say where."""
 
     async def scenario(delay_s: float) -> list[list[Generation]]:
@@ -404,19 +349,13 @@ def test_update_in_the_middle_of_requests(
             break
     for prompt, generations in zip(prompts[:3], results, strict=True):
         for generation in generations:
-            check_switch(prompt, generation, (old, old_version), (engine.reference, engine.version))
-
-
-def check_switch(
-    prompt: list[int], generation: Generation, old: tuple[Reference, int], new: tuple[Reference, int]
-) -> None:
-    versions = generation.weight_versions.tolist()
-    switch = versions.count(old[1])
-    assert 0 < switch < len(versions)
-    assert versions == [old[1]] * switch + [new[1]] * (len(versions) - switch)
-    before = old[0].logprobs(prompt, generation.token_ids, COLD)[:switch]
-    after = new[0].logprobs(prompt, generation.token_ids, COLD)[switch:]
-    assert np.abs(generation.logprobs - np.concatenate((before, after))).max() < 10 * TOLERANCE
+            versions = generation.weight_versions.tolist()
+            switch = versions.count(old_version)
+            assert 0 < switch < len(versions)
+            assert versions == [old_version] * switch + [engine.version] * (len(versions) - switch)
+            before = old.logprobs(prompt, generation.token_ids, COLD)[:switch]
+            after = engine.reference.logprobs(prompt, generation.token_ids, COLD)[switch:]
+            assert np.abs(generation.logprobs - np.concatenate((before, after))).max() < 10 * TOLERANCE
 
 
 @pytest.mark.parametrize("transport", ["gloo", "directory"])
@@ -443,38 +382,40 @@ def flip_a_bit(engine: EngineUnderTest, metadata: BucketMetadata) -> None:
         segment.write(bytes([byte ^ 4]))
 
 
-def test_damaged_bytes_are_found(engine: EngineUnderTest, prompts: list[list[int]]) -> None:
-    async def scenario() -> None:
-        await engine.engine.begin_update(engine.version + 1)
-        await engine.send(list(engine.reference.weights.items()), tamper=lambda m: flip_a_bit(engine, m))
-
-    expect_failed_update(engine, scenario, "arrived damaged", prompts[0])
-
-
-def test_a_missing_tensor_is_found(engine: EngineUnderTest, prompts: list[list[int]]) -> None:
-    async def scenario() -> None:
-        await engine.engine.begin_update(engine.version + 1)
-        await engine.send([(n, t) for n, t in engine.reference.weights.items() if "layers.1.mlp.up_proj" not in n])
-        await engine.engine.finish_update(engine.version + 1)
-
-    expect_failed_update(engine, scenario, r"1 missing \(model.layers.1.mlp.up_proj.weight\)", prompts[0])
+Sent = Callable[[dict[str, torch.Tensor]], dict[str, torch.Tensor]]
+LEFT_OUT = "model.layers.1.mlp.up_proj.weight"
 
 
 @pytest.mark.parametrize(
-    ("tensors", "message"),
+    ("sent", "tampered", "message"),
     [
-        ([("model.norm.bias", torch.zeros(4))], "no tensor model.norm.bias"),
-        ([("model.norm.weight", torch.zeros(3))], "has shape"),
+        (lambda whole: whole, True, "arrived damaged"),
+        (lambda whole: {n: t for n, t in whole.items() if n != LEFT_OUT}, False, rf"1 missing \({LEFT_OUT}\)"),
+        (lambda whole: {"model.norm.bias": torch.zeros(4)}, False, "no tensor model.norm.bias"),
+        (lambda whole: {"model.norm.weight": torch.zeros(3)}, False, "has shape"),
     ],
+    ids=["damaged", "incomplete", "unknown tensor", "wrong shape"],
 )
-def test_a_wrong_tensor_is_refused(
-    engine: EngineUnderTest, prompts: list[list[int]], tensors: list[tuple[str, torch.Tensor]], message: str
+def test_an_update_that_fails(
+    engine: EngineUnderTest, prompts: list[list[int]], sent: Sent, tampered: bool, message: str
 ) -> None:
+    """It raises, sampling is rejected until a whole update comes, and then all is well."""
+
     async def scenario() -> None:
         await engine.engine.begin_update(engine.version + 1)
-        await engine.send(tensors)
+        tamper = (lambda metadata: flip_a_bit(engine, metadata)) if tampered else None
+        await engine.send(list(sent(engine.reference.weights).items()), tamper=tamper)
+        await engine.engine.finish_update(engine.version + 1)
 
-    expect_failed_update(engine, scenario, message, prompts[0])
+    with pytest.raises(WeightSyncError, match=message):
+        engine.run(scenario())
+    with pytest.raises(EngineError, match="mixed weights"):
+        engine.generate(prompts[0], max_new_tokens=1)
+    with pytest.raises(EngineError, match="mixed weights"):
+        engine.run(engine.engine.resume())
+    engine.run(engine.load(engine.current))
+    (generation,) = engine.generate(prompts[0], max_new_tokens=8)
+    check_logprobs(engine.reference, prompts[0], generation)
 
 
 def test_an_update_that_is_begun_anew(engine: EngineUnderTest, prompts: list[list[int]]) -> None:
@@ -490,19 +431,6 @@ def test_an_update_that_is_begun_anew(engine: EngineUnderTest, prompts: list[lis
     check_logprobs(engine.reference, prompts[0], generation)
 
 
-def expect_failed_update(engine: EngineUnderTest, scenario: Any, message: str, prompt: list[int]) -> None:
-    """The update raises, sampling is rejected until a whole update comes, and then all is well."""
-    with pytest.raises(WeightSyncError, match=message):
-        engine.run(scenario())
-    with pytest.raises(EngineError, match="mixed weights"):
-        engine.generate(prompt, max_new_tokens=1)
-    with pytest.raises(EngineError, match="mixed weights"):
-        engine.run(engine.engine.resume())
-    engine.run(engine.load(engine.current))
-    (generation,) = engine.generate(prompt, max_new_tokens=8)
-    check_logprobs(engine.reference, prompt, generation)
-
-
 def test_an_update_must_be_open(engine: EngineUnderTest) -> None:
     with pytest.raises(WeightSyncError, match="begin_update"):
         engine.run(engine.engine.finish_update(99))
@@ -511,18 +439,18 @@ def test_an_update_must_be_open(engine: EngineUnderTest) -> None:
 
 
 # -------------------------------------------------------------------------------------------------------------- health
-def test_health_counts_what_is_promised(engine: EngineUnderTest, prompts: list[list[int]]) -> None:
-    async def scenario() -> tuple[Any, Any]:
+def test_health_counts_what_is_promised_until_all_is_aborted(engine: EngineUnderTest, prompts: list[list[int]]) -> None:
+    async def scenario() -> tuple[EngineHealth, EngineHealth, list[list[Generation]]]:
         tasks = [asyncio.create_task(engine.engine.generate(long_request(engine, p, num_samples=2))) for p in prompts]
         await asyncio.sleep(HALFWAY_S[0])
         busy = await engine.engine.health()
         await engine.engine.abort()
-        await asyncio.gather(*tasks)
-        return busy, await engine.engine.health()
+        ended = await asyncio.gather(*tasks)
+        return busy, await engine.engine.health(), ended
 
-    busy, idle = engine.run(scenario())
-    assert busy.alive
-    assert idle.alive
+    busy, idle, ended = engine.run(scenario())
+    assert all(generation.finish_reason == "abort" for generations in ended for generation in generations)
+    assert busy.alive and idle.alive
     assert busy.running_requests == len(prompts)
     assert 0 < busy.outstanding_tokens <= 2 * 700 * len(prompts)
     assert (idle.running_requests, idle.outstanding_tokens) == (0, 0)
@@ -553,6 +481,9 @@ class _Counting:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._engine, name)
 
+    async def start(self) -> None:
+        """It has been."""
+
     async def generate(self, request: GenerationRequest) -> list[Generation]:
         self.second_turns += request.request_id.endswith("/1")
         return await self._engine.generate(request)
@@ -580,7 +511,7 @@ def test_conversations_go_on_through_a_weight_update(
         return replace(request, task=ConversationTask("", {}))
 
     async def scenario() -> tuple[list[list[Generation]], list[Generation]]:
-        await actor._start_conversations()
+        await actor.start()
         try:
             talks = [asyncio.create_task(actor.generate(request(prompt))) for prompt in prompts]
             while counting.second_turns < 4:

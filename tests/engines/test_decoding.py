@@ -26,14 +26,7 @@ _KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "mistral": ("mistral", {}),
     "mistral with a window": ("mistral", {"sliding_window": 6}),
     "qwen2": ("qwen2", {}),
-    "qwen2 with windows": (
-        "qwen2",
-        {
-            "use_sliding_window": True,
-            "sliding_window": 6,
-            "layer_types": ["full_attention", "sliding_attention", "sliding_attention"],
-        },
-    ),
+    "qwen2 with windows": ("qwen2", {"use_sliding_window": True, "sliding_window": 6, "max_window_layers": 1}),
     "qwen3": ("qwen3", {}),
     "qwen3 of odd sizes": ("qwen3", {"head_dim": 22, "hidden_size": 50, "intermediate_size": 37}),
     "one head each": ("qwen3", {"num_key_value_heads": 4}),

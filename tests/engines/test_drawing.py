@@ -57,11 +57,3 @@ def test_a_nan_stays_one() -> None:
     assert np.isnan(_draw([1.0, np.nan, 2.0], 0.5)[1])
     assert np.isnan(_draw([np.nan] * 100, 0.5)[1])
     assert np.isnan(_draw([1.0, np.inf, 2.0], 0.5)[1])
-
-
-def test_other_types_are_refused() -> None:
-    arguments = np.ones(1, dtype=np.float32), np.zeros(1), np.zeros(1, dtype=np.int64), np.zeros(1, dtype=np.float32)
-    with pytest.raises(TypeError, match="No matching definition"):
-        draw.forward(np.zeros((1, 4)), *arguments)
-    with pytest.raises(TypeError, match="No matching definition"):
-        draw.forward(np.zeros((4, 2), dtype=np.float32).T, *arguments)

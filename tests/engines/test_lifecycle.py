@@ -30,8 +30,7 @@ async def started(engine: RolloutEngine) -> list[int]:
     before = process_ids()
     await engine.start()
     own = (await engine.health()).process_ids
-    assert own
-    assert set(own) <= set(new_children(before))
+    assert own and set(own) <= set(new_children(before))
     assert files_of_sglang(own) == set()
     assert (await engine.generate(GenerationRequest("first", [3, 4], SamplingParams(max_new_tokens=2))))[0]
     return [*own]
@@ -106,10 +105,12 @@ def test_it_ends_with_the_process_that_owns_it(models: list[Path], tmp_path: Pat
         (VllmEngine, {"engine_args": {"no_such_argument": 1}}, "no_such_argument: vLLM has no such argument"),
         (VllmEngine, {"engine_args": {"dtype": "float16"}}, "set model.dtype instead"),
         (VllmEngine, {"engine_args": {"logprobs_mode": "raw_logprobs"}}, "logprobs_mode is refused"),
+        (VllmEngine, {"start_timeout_s": 0.5}, r"rollout.start_timeout_s=0.5 s"),
         (VllmEngine, {"max_model_len": 4000}, r"did not start: ValidationError: (?!.*pydantic\.dev).*max_model_len"),
         (SglangEngine, {"engine_args": {"no_such_argument": 1}}, "no_such_argument: SGLang has no such argument"),
         (SglangEngine, {"engine_args": {"context_length": 64}}, "set rollout.max_model_len instead"),
         (SglangEngine, {"engine_args": {"enable_lora": True}}, "enable_lora is refused"),
+        (SglangEngine, {"start_timeout_s": 0.5}, r"rollout.start_timeout_s=0.5 s"),
         (SglangEngine, {"max_model_len": 4000}, "max_position_embeddings=1024"),
         (SglangEngine, {"engine_args": {"max_total_tokens": 1}}, "did not start: AssertionError: .*is zero"),
         (TransformersEngine, {"engine_args": {"block_size": 32}}, "it knows attn_implementation, max_batch_size"),
@@ -122,19 +123,6 @@ def test_a_start_that_cannot_succeed(
     before = process_ids()
     with pytest.raises(EngineError, match=message):
         asyncio.run(kind(run_config(models[0], tmp_path, **rollout), 0).start())
-    assert new_children(before) == []
-
-
-@pytest.mark.parametrize("kind", [VllmEngine, SglangEngine])
-def test_a_start_takes_no_longer_than_allowed(models: list[Path], tmp_path: Path, kind: type[RolloutEngine]) -> None:
-    before = process_ids()
-    engine = kind(run_config(models[0], tmp_path, start_timeout_s=0.5), 0)
-
-    async def scenario() -> None:
-        with pytest.raises(EngineError, match=r"rollout.start_timeout_s=0.5 s"):
-            await engine.start()
-
-    asyncio.run(scenario())
     assert new_children(before) == []
 
 

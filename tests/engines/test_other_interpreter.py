@@ -17,7 +17,7 @@ from slime_like.errors import EngineError, WeightSyncError
 from slime_like.hosting.hosted_engine import HostedEngine
 from slime_like.interfaces import BucketMetadata, Generation
 from slime_like.system.processes import new_children, process_ids
-from tests.engines.harness import EngineUnderTest, Reference, run_config
+from tests.engines.harness import EngineUnderTest, Reference, run_config, started
 from tests.engines.test_conformance import check_logprobs
 from tests.support.interpreter import make_interpreter
 
@@ -41,11 +41,8 @@ def test_an_engine_in_another_interpreter_is_the_same_engine(
     before = process_ids()
     assert interpreter_problems(other, kind) == []
     engine = HostedEngine(run_config(models[0], tmp_path, engine=kind, python=other), 0)
-    loop = asyncio.new_event_loop()
-    loop.run_until_complete(engine.start())
-    pids = new_children(before)
-    try:
-        under_test = EngineUnderTest(engine, references, loop)
+    with started(engine, references) as under_test:
+        pids = new_children(before)
         host = next(
             psutil.Process(pid) for pid in pids if "slime_like.hosting.main" in " ".join(psutil.Process(pid).cmdline())
         )
@@ -64,10 +61,6 @@ def test_an_engine_in_another_interpreter_is_the_same_engine(
             generate(under_test, references[1], [3])
         under_test.run(under_test.load(0))
         assert under_test.run(_aborted(under_test)).finish_reason == "abort"
-        under_test.close()
-    finally:
-        loop.run_until_complete(engine.stop())
-        loop.close()
     assert pids and not any(psutil.pid_exists(pid) for pid in pids)
     assert new_children(before) == []
 

@@ -1,8 +1,5 @@
 """The transformers engine with models that the conformance tests have not, sampled from before and after an update."""
 
-import asyncio
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -10,27 +7,12 @@ import pytest
 import torch
 
 from rollout.transformers.engine import TransformersEngine
-from slime_like.config import RunConfig
-from slime_like.examples.tiny_model import make_tiny_model
-from tests.engines.harness import TOLERANCE, EngineUnderTest, Reference, run_config
+from tests.engines.harness import TOLERANCE, EngineUnderTest, Reference, run_config, started, tiny_pair
 from tests.engines.test_conformance import NO_STOP, check_logprobs
 
 LARGEST, MEAN = 0.25, 0.03
 """Nats per token in bfloat16: twice what was seen at temperature 0.7. Another model's logprobs are 1.3 away in the
 mean."""
-
-
-@contextmanager
-def started(config: RunConfig, references: Sequence[Reference]) -> Iterator[EngineUnderTest]:
-    loop = asyncio.new_event_loop()
-    engine = TransformersEngine(config, 0)
-    loop.run_until_complete(engine.start())
-    under_test = EngineUnderTest(engine, references, loop)
-    try:
-        yield under_test
-    finally:
-        under_test.close()
-        loop.close()
 
 
 def gaps(engine: EngineUnderTest, judge: Reference, prompts: list[list[int]], temperature: float) -> np.ndarray:
@@ -39,13 +21,9 @@ def gaps(engine: EngineUnderTest, judge: Reference, prompts: list[list[int]], te
         engine.request(p, temperature=temperature, max_new_tokens=24, num_samples=2, seed=i, stop_token_ids=NO_STOP)
         for i, p in enumerate(prompts)
     ]
-    return np.concatenate(
-        [
-            np.abs(generation.logprobs - judge.logprobs(prompt, generation.token_ids, temperature))
-            for prompt, generations in zip(prompts, engine.generate_all(requests), strict=True)
-            for generation in generations
-        ]
-    )
+    answered = zip(prompts, engine.generate_all(requests), strict=True)
+    sampled = [(prompt, generation) for prompt, generations in answered for generation in generations]
+    return np.concatenate([np.abs(g.logprobs - judge.logprobs(p, g.token_ids, temperature)) for p, g in sampled])
 
 
 def test_bfloat16(models: list[Path], prompts: list[list[int]], tmp_path: Path) -> None:
@@ -54,7 +32,8 @@ def test_bfloat16(models: list[Path], prompts: list[list[int]], tmp_path: Path) 
     The judge rounds weights alone; the engine also rounds every activation to 8 bits, which is all that may differ.
     """
     judges = [Reference(model, rounded_to=torch.bfloat16) for model in models]
-    with started(run_config(models[0], tmp_path, dtype="bfloat16"), judges) as engine:
+    config = run_config(models[0], tmp_path, dtype="bfloat16")
+    with started(TransformersEngine(config, 0), judges) as engine:
         for which in (0, 1):
             if which:
                 receipt, sent = engine.run(engine.load(which))
@@ -73,13 +52,11 @@ def test_bfloat16(models: list[Path], prompts: list[list[int]], tmp_path: Path) 
 def test_an_update_reaches_every_kind_of_tensor(family: str, tmp_path: Path) -> None:
     """Qwen2's head is the embedding, sent under that name alone, and its projections have biases; vLLM and SGLang have
     it on two ranks, in ``test_tensor_parallel.py``. DeepSeek-V3 has fused experts, and a routers' bias, a buffer."""
-    models = [tmp_path / f"model{seed}" for seed in (0, 1)]
-    for seed, model in enumerate(models):
-        make_tiny_model(model, family, seed=seed)
-    references = [Reference(model) for model in models]
+    references = tiny_pair(family, tmp_path)
     assert ("lm_head.weight" in references[0].weights) == (family != "qwen2")
     prompt = [7 + 3 * i % 240 for i in range(40)]
-    with started(run_config(models[0], tmp_path / "run"), references) as engine:
+    config = run_config(references[0].directory, tmp_path / "run")
+    with started(TransformersEngine(config, 0), references) as engine:
         for which in (0, 1, 0):
             if which != engine.current:
                 receipt, sent = engine.run(engine.load(which))

@@ -75,12 +75,7 @@ def output_of(script: str) -> str:
 
 
 def test_requests_that_begin_together_are_prefilled_together() -> None:
-    assert output_of(_BURSTS).splitlines() == [
-        "(['a', 'b', 'c'], 3)",
-        "([], 1)",
-        *["(['a'], 1)"] * 4,
-        "11",
-    ]
+    assert output_of(_BURSTS).splitlines() == ["(['a', 'b', 'c'], 3)", "([], 1)", *["(['a'], 1)"] * 4, "11"]
 
 
 def test_stand_ins_can_be_imported_and_not_called() -> None:

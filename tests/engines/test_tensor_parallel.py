@@ -3,9 +3,7 @@
 Its model has a head that is the embedding, and biases: the conformance tests' model has neither.
 """
 
-import asyncio
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 
 import psutil
 import pytest
@@ -13,24 +11,19 @@ import pytest
 from rollout.sglang.engine import SglangEngine
 from rollout.vllm.engine import VllmEngine
 from slime_like.errors import WeightSyncError
-from tests.engines.harness import EngineUnderTest, Reference, run_config
+from tests.engines.harness import EngineUnderTest, run_config, started, tiny_pair
 from tests.engines.test_conformance import NO_STOP, check_logprobs, flip_a_bit
 
 
 @pytest.fixture(scope="module", params=[SglangEngine, VllmEngine])
-def two_ranks(
-    request: pytest.FixtureRequest,
-    tied: list[Path],
-    tied_references: list[Reference],
-    tmp_path_factory: pytest.TempPathFactory,
-) -> Iterator[EngineUnderTest]:
-    loop = asyncio.new_event_loop()
-    engine = request.param(run_config(tied[0], tmp_path_factory.mktemp("run"), tensor=2), 0)
-    loop.run_until_complete(engine.start())
-    wrapped = EngineUnderTest(engine, tied_references, loop)
-    yield wrapped
-    wrapped.close()
-    loop.close()
+def two_ranks(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[EngineUnderTest]:
+    root = tmp_path_factory.mktemp("tied")
+    references = tiny_pair("qwen2", root)
+    assert "lm_head.weight" not in references[0].weights
+    assert "model.layers.0.self_attn.q_proj.bias" in references[0].weights
+    config = run_config(references[0].directory, root / "run", tensor=2)
+    with started(request.param(config, 0), references) as engine:
+        yield engine
 
 
 def test_two_ranks_sample_update_and_find_damage(two_ranks: EngineUnderTest, prompts: list[list[int]]) -> None:

@@ -68,15 +68,12 @@ class Copy:
     transfer: ModuleType
 
     def sequences(self, with_field: bool = True) -> list[Any]:
-        made = [
-            self.trajectory.ScoredTrajectory.unrewarded(f"s{i}", torch.tensor([1, 2]), torch.arange(n))
-            for i, n in enumerate(LENGTHS)
-        ]
-        if not with_field:
-            return made
-        return [
-            replace(sequence, **{self.field.name: self.field.of_length(sequence.response_len)}) for sequence in made
-        ]
+        made = []
+        for i, n in enumerate(LENGTHS):
+            given = {self.field.name: self.field.of_length(n)} if with_field else {}
+            new = self.trajectory.ScoredTrajectory.unrewarded
+            made.append(replace(new(f"s{i}", torch.tensor([1, 2]), torch.arange(n)), **given))
+        return made
 
     def of(self, carrier: object) -> Any:
         return getattr(carrier, self.field.name)
@@ -130,15 +127,13 @@ def test_the_field_goes_all_the_way(copy: Copy, tmp_path: Path) -> None:
 
 
 def test_an_absent_field_stays_absent(copy: Copy, tmp_path: Path) -> None:
+    """It is absent from a dump of before the field, too."""
     pack = copy.algorithms.pack_sequences(copy.sequences(with_field=False))
     assert copy.of(pack) is None and copy.of(copy.algorithms.zero_weight_pack(pack)) is None
     path = tmp_path / "rollouts.pt"
     copy.dump.save_trajectories(path, copy.algorithms.unpack_sequences(pack))
-    assert [copy.of(loaded) for loaded in copy.dump.load_trajectories(path)] == [None] * len(LENGTHS)
-
-
-def test_a_dump_from_before_the_field_is_read(copy: Copy) -> None:
-    assert [copy.of(loaded) for loaded in copy.dump.load_trajectories(WRITTEN_BEFORE)] == [None, None]
+    for file, count in ((path, len(LENGTHS)), (WRITTEN_BEFORE, 2)):
+        assert [copy.of(loaded) for loaded in copy.dump.load_trajectories(file)] == [None] * count
 
 
 @pytest.mark.parametrize("copy", [FIELDS["sampling_mask"]], indirect=True)

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from slime_like import checks
-from slime_like.checks.check import CHECKS, check, selected
+from slime_like.checks.check import CHECKS, selected
 from slime_like.checks.definition import (
     CONVERSION,
     RANKS,
@@ -18,7 +18,6 @@ from slime_like.checks.definition import (
 )
 from slime_like.config import RunConfig
 from slime_like.config.reading.load import load_config
-from slime_like.errors import Problem
 from tests.unit.checks.checkpoint import sound_flags
 
 _CONVERSION = """
@@ -69,9 +68,7 @@ COMMANDS: list[tuple[str, NeedsOf, list[str], str]] = [
 @pytest.mark.parametrize(
     ("needs_of", "flags", "codes"), [own[1:] for own in COMMANDS], ids=[own[0] for own in COMMANDS]
 )
-def test_a_command_runs_the_checks_of_what_it_needs(
-    tmp_path: Path, needs_of: NeedsOf, flags: list[str], codes: str
-) -> None:
+def test_a_command_runs_the_checks_it_needs(tmp_path: Path, needs_of: NeedsOf, flags: list[str], codes: str) -> None:
     config = load_config(None, [*sound_flags(tmp_path), *flags])
     assert sorted(own.code for own in selected(needs_of(config))) == sorted(codes.split())
 
@@ -93,12 +90,3 @@ def test_no_check_is_left_out_of_the_registry() -> None:
     used |= {node.attr for node in nodes if isinstance(node, ast.Attribute)}
     assert len(defined) == len(set(defined)) > 40
     assert set(defined) <= used
-
-
-def test_all_problems_are_found_at_once_each_with_the_code_of_its_check(tmp_path: Path) -> None:
-    wrong = "--data.train x.jsonl --rollout.engine x --rollout.top_p 0.5 --trainer.parallel.pipeline 13 --resume x"
-    problems = check(load_config(None, [*sound_flags(tmp_path), *wrong.split()]))
-    codes = ["data.train", "resume", "rollout.engine", "rollout.sampling", "trainer.layout"]
-    assert [problem.code for problem in problems] == codes
-    sentence = "rollout.top_p=0.5 cuts the distribution that the loss assumes whole; use 1 for training"
-    assert problems[3] == Problem("rollout.sampling", sentence, "rollout.top_p")

@@ -62,13 +62,13 @@ def test_a_bad_row_to_evaluate_on_is_refused_as_early_as_one_to_train_on(
     file = tmp_path / "eval.jsonl"
     file.write_text('{"prompt": "1+1=", "answer": "2", "answer": "3"}\n')
     assert main([command, *tiny.rl_flags(tmp_path / "run", "--evaluation.files", str(file))[1:]]) == _FAILED
-    printed = capsys.readouterr()
-    assert (
-        printed.err == f"slime-like: {file}:1: the key 'answer' stands twice in one object; keep one [repeated-key]\n"
-    )
+    sentence = f"{file}:1: the key 'answer' stands twice in one object; keep one [repeated-key]"
+    assert capsys.readouterr().err == f"slime-like: {sentence}\n"
 
 
 BAD_ROW, NO_TOKENIZER = "evaluation.rows", "model.tokenizer"
+WRONG = "--data.train x.jsonl --rollout.engine x --rollout.top_p 0.5 --trainer.parallel.pipeline 13 --resume x"
+OF_WRONG = ["data.train", "resume", "rollout.engine", "rollout.sampling", "trainer.layout"]
 # what stands in the held-out file, whether the model is foreign, flags, and the codes of all problems in one list
 TOGETHER: list[tuple[str, bool, list[str], list[str]]] = [
     ('{"prompt": "a"}', False, ["--rollout.top_p", "0.5"], ["rollout.sampling", BAD_ROW]),
@@ -76,6 +76,7 @@ TOGETHER: list[tuple[str, bool, list[str], list[str]]] = [
     ('{"prompt": "a"}', False, ["--rollout.topp", "5"], ["field-unknown", BAD_ROW]),
     ('{"prompt": "a"}', True, ["--rollout.top_p", "5"], ["field-range", "model.family", NO_TOKENIZER, BAD_ROW]),
     ("", True, ["--rollout.engine", "x"], ["rollout.engine", "model.family", NO_TOKENIZER, BAD_ROW]),
+    ('{"prompt": "a", "answer": "b"}', False, WRONG.split(), OF_WRONG),
     ('{"prompt": "a", "answer": "b"}', True, ["--steps", "0"], ["field-range", "model.family", NO_TOKENIZER]),
 ]
 
@@ -94,28 +95,17 @@ def test_bad_files_are_reported_together_with_wrong_settings(
     assert [problem.code for problem in caught.value.problems] == codes
 
 
-@pytest.mark.parametrize("flags", [["--rollout.top_p", "2"], ["--rollout.engine", "x"]], ids=" ".join)
-def test_further_problems_are_reported_without_a_tokenizer(
-    flags: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Which would be imported for seconds."""
-    monkeypatch.setitem(sys.modules, "transformers", None)
-    assert main(["train", *sound_flags(tmp_path), *flags]) == _REFUSED
-    assert capsys.readouterr().err.count("\n") == 1
-
-
-def test_there_are_many_of_them() -> None:
-    assert len(CASES) >= 80
-
-
 @pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case.code} {' '.join(case.flags)}"[:60])
-def test_bad_input_is_refused_in_one_line(
-    case: Case, tiny: Tiny, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+def test_bad_input_gets_one_line(
+    case: Case, tiny: Tiny, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Before Ray, a trainer or an engine starts: nothing in here takes long enough to start one.
 
-    The sentences are those of the tests that the cases come from.
+    Settings are refused without a tokenizer, which would be imported for seconds. The sentences are those of the tests
+    that the cases come from.
     """
+    if case.rows is None:
+        monkeypatch.setitem(sys.modules, "transformers", None)
     arguments: list[str] = []
     flags = [flag.replace("TMP", str(tmp_path)) for flag in case.flags]
     file = tmp_path / ("run.yaml" if case.yaml is not None else "rows.jsonl")

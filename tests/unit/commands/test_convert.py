@@ -10,6 +10,7 @@ from safetensors.torch import save_file
 
 from slime_like.checks.check import check, require_valid
 from slime_like.checks.definition import CONVERSION
+from slime_like.checks.earlier_run import backend_problem
 from slime_like.commands.convert import size_in_bytes, size_text
 from slime_like.commands.main import main
 from slime_like.commands.root import run
@@ -19,7 +20,6 @@ from slime_like.config.reading.load import load_config
 from slime_like.errors import ConfigError
 from tests.support.rejections import Rejects
 from tests.unit.checks.checkpoint import write_checkpoint
-from tests.unit.commands.test_main import leaves
 
 
 @pytest.fixture
@@ -76,13 +76,6 @@ def test_refusals(root: Path, rejects: Rejects, arguments: str, code: str) -> No
 
 
 @pytest.mark.parametrize(
-    "options", [["--max_shard_size", "big"], ["--max-shard-size", "1"], ["--workers", "0"], ["--dtype", "int8"]]
-)
-def test_options_that_make_no_sense_are_refused(root: Path, options: list[str]) -> None:
-    leaves(2, ["convert", "to-megatron", "model", "out", *options])
-
-
-@pytest.mark.parametrize(
     ("text", "size"), [("500MB", 500_000_000), ("1.5GiB", 1_610_612_736), ("2 gb", 2_000_000_000), ("123456", 123_456)]
 )
 def test_sizes(rejects: Rejects, text: str, size: int) -> None:
@@ -97,11 +90,6 @@ def test_sizes(rejects: Rejects, text: str, size: int) -> None:
 )
 def test_sizes_are_given_in_a_fitting_unit(nbytes: int, text: str) -> None:
     assert size_text(nbytes) == text
-
-
-def test_help_of_the_group(capsys: pytest.CaptureFixture[str]) -> None:
-    leaves(0, ["convert", "--help"])
-    assert "checkpoints from disk to disk" in capsys.readouterr().out
 
 
 def test_check_reports_by_its_exit_code(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -119,12 +107,31 @@ def test_check_reports_by_its_exit_code(tmp_path: Path, capsys: pytest.CaptureFi
 
 
 def test_weights_to_start_from_must_be_a_checkpoint(root: Path, rejects: Rejects) -> None:
-    def of(weights: str) -> RunConfig:
-        return load_config(None, ["--run_dir", "r", "--model.path", "model", "--model.weights", weights])
+    """Of this backend."""
 
-    assert check(of("meg"), CONVERSION) == []
-    with rejects(ConfigError, "model.weights"):
-        require_valid(of("notes"), CONVERSION)
+    def of(weights: str, backend: str) -> RunConfig:
+        flags = f"--run_dir r --model.path model --model.weights {weights} --trainer.backend {backend}"
+        return load_config(None, flags.split())
+
+    assert check(of("meg", "megatron"), CONVERSION) == []
+    for weights, backend, code in (("notes", "megatron", "model.weights"), ("meg", "fsdp", "model.weights-backend")):
+        with rejects(ConfigError, code) as caught:
+            require_valid(of(weights, backend), CONVERSION)
+        assert [problem.field for problem in caught.value.problems] == ["model.weights"]
+
+
+def test_a_training_checkpoint_as_a_model_is_named(root: Path, rejects: Rejects) -> None:
+    for path, name in (("step-1", "state.json"), ("step-1/trainer", "state.json"), ("step-1", "config.json")):
+        (root / "step-1" / name).write_text("{}")
+        with rejects(ConfigError, "model.path"):
+            require_valid(RunConfig(run_dir=root, model={"path": root / path}), CONVERSION)
+
+
+def test_a_checkpoint_that_does_not_say_who_wrote_it_is_believed(tmp_path: Path) -> None:
+    for state in (None, "{", "[]", '{"step": 1}', '{"backend": 3}'):
+        if state is not None:
+            (tmp_path / "state.json").write_text(state)
+        assert backend_problem(tmp_path, "fsdp", "resume") is None
 
 
 def test_engines_are_not_evaluated_with_weights_that_they_do_not_load(root: Path, rejects: Rejects) -> None:

@@ -6,6 +6,7 @@ import shlex
 import stat
 import sys
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -27,7 +28,7 @@ from slime_like.observability.records import EvaluationRecord
 from slime_like.orchestration.cluster.bundles import bundle_sizes
 from slime_like.orchestration.rollout.evaluation import EvaluationResult
 from tests.support.rejections import Rejects
-from tests.unit.checks.checkpoint import write_checkpoint
+from tests.unit.checks.checkpoint import sound_flags
 
 
 def leaves(code: int, argv: list[str]) -> None:
@@ -41,24 +42,31 @@ def leaves(code: int, argv: list[str]) -> None:
 def sound(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """A command that passes every check in the current directory."""
     monkeypatch.chdir(tmp_path)
-    write_checkpoint(tmp_path / "model")
-    (tmp_path / "train.jsonl").write_text('{"prompt": "1+1=", "answer": "2"}\n')
-    (tmp_path / "run.yaml").write_text("data: {max_prompt_tokens: 512}")
-    flags = ["--run_dir", "run", "--model.path", "model", "--data.train", "train.jsonl"]
-    return ["train", str(tmp_path / "run.yaml"), *flags]
+    return ["train", *sound_flags(tmp_path)]
 
 
-class Loop:
-    """Stands where ``slime_like.train`` would be imported: its ``train`` keeps the configuration, then raises."""
+Train = Callable[..., tuple[int, str, list[RunConfig]]]
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, error: BaseException) -> None:
-        self.seen: list[RunConfig] = []
-        self._error = error
-        monkeypatch.setitem(sys.modules, "slime_like.train", SimpleNamespace(train=self._train))
 
-    def _train(self, config: RunConfig) -> None:
-        self.seen.append(config)
-        raise self._error
+@pytest.fixture
+def train(sound: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Train:
+    """Run a sound command with more flags, its training raising an error: the exit code, what is printed, and the
+    configurations that training began with."""
+
+    def run_it(error: BaseException, *flags: str) -> tuple[int, str, list[RunConfig]]:
+        seen: list[RunConfig] = []
+
+        def loop(config: RunConfig) -> None:
+            seen.append(config)
+            raise error
+
+        monkeypatch.setitem(sys.modules, "slime_like.train", SimpleNamespace(train=loop))
+        code = main([*sound, *flags])
+        printed = capsys.readouterr()
+        assert printed.out == ""
+        return code, printed.err, seen
+
+    return run_it
 
 
 DISGUISED = ImportError("cannot import half a module")  # a library makes another error of an interrupt
@@ -75,9 +83,7 @@ ENDS: list[tuple[BaseException, int, str]] = [
 
 
 @pytest.mark.parametrize("flags", [[], ["--evaluation.every", "20"]])
-def test_eval_names_what_it_cannot_do_without(
-    sound: list[str], flags: list[str], tmp_path: Path, rejects: Rejects
-) -> None:
+def test_eval_needs_files_to_evaluate_on(sound: list[str], flags: list[str], tmp_path: Path, rejects: Rejects) -> None:
     with rejects(ConfigError, "evaluation.no-files"):
         run(["eval", *sound[1:], *flags])
     assert not (tmp_path / "run").exists()
@@ -104,25 +110,20 @@ NOT_EVALUATED = [
 
 @pytest.mark.parametrize("flags", NOT_EVALUATED, ids=" ".join)
 def test_eval_does_not_look_at_what_only_training_uses(
-    tmp_path: Path,
-    sound: list[str],
-    flags: list[str],
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path, sound: list[str], flags: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Neither does it need a run directory: it leaves nothing behind."""
     (tmp_path / "eval.jsonl").write_text("{}\n")
     seen: list[tuple[RunConfig, bool]] = []
+    figures = EvaluationRecord(accuracy=0.5, num_responses=2, response_length_mean=3.0, truncated_fraction=0.0)
 
     def evaluate(config: RunConfig, temporary: bool) -> EvaluationResult:
         seen.append((config, temporary))
-        return EvaluationResult(
-            EvaluationRecord(accuracy=0.5, num_responses=2, response_length_mean=3.0, truncated_fraction=0.0), {}
-        )
+        return EvaluationResult(figures, {})
 
     monkeypatch.setitem(sys.modules, "slime_like.evaluate", SimpleNamespace(evaluate=evaluate))
     needed = ["--model.path", "model", "--evaluation.files", "eval.jsonl", "--data.max_prompt_tokens", "512"]
-    assert main(["eval", *needed, *flags]) == 0, capsys.readouterr().err
+    assert main(["eval", *needed, *flags]) == 0
     [(config, temporary)] = seen
     assert temporary and not config.run_dir.exists()
     assert bundle_sizes(engines_alone(config), with_trainers=False) == [1] * config.rollout.num_engines
@@ -133,20 +134,10 @@ def test_eval_does_not_look_at_what_only_training_uses(
 
 
 @pytest.mark.parametrize(("error", "code", "text"), ENDS, ids=[type(case[0]).__name__ + str(case[1]) for case in ENDS])
-def test_an_error_is_a_sentence_and_an_exit_code(
-    tmp_path: Path,
-    sound: list[str],
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    error: BaseException,
-    code: int,
-    text: str,
-) -> None:
-    loop = Loop(monkeypatch, error)
-    assert main(sound) == code
-    assert capsys.readouterr() == ("", text)
-    assert loop.seen[0].run_dir == tmp_path / "run"
-    assert loop.seen[0].data.max_prompt_tokens == 512
+def test_a_sentence_and_an_exit_code(tmp_path: Path, train: Train, error: BaseException, code: int, text: str) -> None:
+    ended, printed, [config] = train(error)
+    assert (ended, printed) == (code, text)
+    assert (config.run_dir, config.data.max_prompt_tokens) == (tmp_path / "run", 512)
 
 
 UNFORESEEN: list[tuple[Exception, str]] = [
@@ -160,46 +151,32 @@ UNFORESEEN: list[tuple[Exception, str]] = [
 @pytest.mark.parametrize("has_run_dir", [True, False])
 @pytest.mark.parametrize(("error", "text"), UNFORESEEN, ids=[type(case[0]).__name__ for case in UNFORESEEN])
 def test_a_bug_is_one_sentence_that_names_the_file_with_its_traceback(
-    tmp_path: Path,
-    sound: list[str],
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    error: Exception,
-    text: str,
-    has_run_dir: bool,
+    tmp_path: Path, train: Train, monkeypatch: pytest.MonkeyPatch, error: Exception, text: str, has_run_dir: bool
 ) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    Loop(monkeypatch, error)
     if has_run_dir:
         (tmp_path / "run").mkdir()
-    assert main(sound) == 1
-    printed = capsys.readouterr().err
-    assert printed.startswith(f"slime-like: {text}") and printed.count("\n") == 1
+    code, printed, _ = train(error)
+    assert code == 1 and printed.startswith(f"slime-like: {text}") and printed.count("\n") == 1
     kept = Path(printed.strip().removesuffix(" [unexpected]").rpartition(" traceback: ")[2])
     assert kept.parent == (tmp_path / "run" if has_run_dir else tmp_path)
-    assert "in _train\n    raise self._error\n" in kept.read_text()
+    assert "in loop\n    raise error\n" in kept.read_text()
 
 
-def test_the_traceback_of_a_users_own_code_is_kept_too(
-    tmp_path: Path, sound: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_traceback_of_a_users_own_code_is_kept_too(tmp_path: Path, train: Train) -> None:
     (tmp_path / "run").mkdir()
-    problem = "reward function mine:f failed"
-    Loop(monkeypatch, RewardError(problem, remedy="correct it", users_traceback="Traceback: line 3"))
-    assert main(sound) == 1
-    kept = tmp_path / "run" / "traceback.txt"
-    assert capsys.readouterr().err == f"slime-like: {problem}; correct it; traceback: {kept} [reward]\n"
+    problem, kept = "reward function mine:f failed", tmp_path / "run" / "traceback.txt"
+    code, printed, _ = train(RewardError(problem, remedy="correct it", users_traceback="Traceback: line 3"))
+    assert (code, printed) == (1, f"slime-like: {problem}; correct it; traceback: {kept} [reward]\n")
     assert kept.read_text() == "Traceback: line 3"
 
 
-def test_nothing_starts_on_a_refused_configuration(
-    tmp_path: Path, sound: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    loop = Loop(monkeypatch, AssertionError("started"))
-    assert main([*sound, "--model.path", "nowhere", "--rollout.top_p", "0.5"]) == 2
-    assert capsys.readouterr().err.startswith("slime-like: 2 problems\n  - model.path=")
+def test_nothing_starts_on_a_refused_configuration(tmp_path: Path, train: Train) -> None:
+    wrong = ["--model.path", "nowhere", "--rollout.top_p", "0.5"]
+    code, printed, seen = train(AssertionError("started"), *wrong)
+    assert code == 2 and printed.startswith("slime-like: 2 problems\n  - model.path=")
     assert [main(["train", *rest]) for rest in ([], ["--steps", "1"], ["absent.yaml"])] == [2, 2, 2]
-    assert loop.seen == []
+    assert seen == []
     assert not (tmp_path / "run").exists()
 
 
@@ -212,16 +189,29 @@ def test_help_of_train_explains_every_field(argv: list[str], capsys: pytest.Capt
         assert " ".join(field.description.split()) in text
 
 
-def test_version_and_commands(capsys: pytest.CaptureFixture[str]) -> None:
+def test_version_and_help_of_a_group(capsys: pytest.CaptureFixture[str]) -> None:
     leaves(0, ["--version"])
     assert capsys.readouterr().out == f"slime-like {__version__}\n"
-    for argv in ([], ["polish"], ["make-tiny-model"], ["make-tiny-model", "x", "--famly", "qwen3"]):
-        leaves(2, argv)
+    leaves(0, ["convert", "--help"])
+    assert "checkpoints from disk to disk" in capsys.readouterr().out
 
 
-def test_make_tiny_model_writes_model_and_data_once(
-    tmp_path: Path, rejects: Rejects, capsys: pytest.CaptureFixture[str]
-) -> None:
+NO_COMMAND = [
+    "", "polish", "verify", "verify everything", "make-tiny-model", "make-tiny-model x --famly qwen3",
+    "make-tiny-model ''", "report ''",
+    *(f"convert to-megatron model out {more}"
+      for more in ("--max_shard_size big", "--max-shard-size 1", "--workers 0", "--dtype int8")),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("arguments", NO_COMMAND)
+def test_what_is_no_command_is_refused(arguments: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """An empty path does not mean the current directory."""
+    leaves(2, shlex.split(arguments))
+    assert ("is empty; give a path" in capsys.readouterr().err) == arguments.endswith("''")
+
+
+def test_make_tiny_model_writes_it_once(tmp_path: Path, rejects: Rejects, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "tiny"
     command = ["make-tiny-model", str(out), "--family", "qwen2", "--seed", "3"]
     assert main(command) == 0
@@ -250,22 +240,11 @@ NO_PLACE = [
 
 
 @pytest.mark.parametrize(("arguments", "code"), NO_PLACE, ids=[" ".join(case[0]) for case in NO_PLACE])
-def test_make_tiny_model_refuses_where_nothing_can_be_written(
-    tmp_path: Path, rejects: Rejects, arguments: list[str], code: str
-) -> None:
+def test_make_tiny_model_needs_a_place(tmp_path: Path, rejects: Rejects, arguments: list[str], code: str) -> None:
     (tmp_path / "file").write_text("")
     with rejects(ConfigError, code):
         run(["make-tiny-model", *(argument.replace("TMP", str(tmp_path)) for argument in arguments)])
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
-
-
-@pytest.mark.parametrize("command", ["make-tiny-model", "report"])
-def test_an_empty_path_does_not_mean_the_current_directory(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], command: str
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    leaves(2, [command, ""])
-    assert "is empty; give a path" in capsys.readouterr().err
 
 
 def test_families_are_those_of_the_tiny_model() -> None:

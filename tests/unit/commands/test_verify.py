@@ -12,7 +12,6 @@ from slime_like.verification.layouts import parse_layout
 from slime_like.verification.verify import device_misfit, setting_misfit
 from tests.support.rejections import Rejects
 from tests.unit.checks.checkpoint import EXPERTS, write_checkpoint
-from tests.unit.commands.test_main import leaves
 
 REFUSED: list[tuple[str, str | None]] = [
     ("--layouts tp2 xp2", None),
@@ -49,11 +48,6 @@ def test_a_layout_needs_as_many_devices_as_ranks() -> None:
     assert device_misfit(parse_layout("dp16"), {"CPU": 64.0}) == "needs 16 ranks, and there are 8 CPU slots"
 
 
-def test_something_to_verify_must_be_named() -> None:
-    for argv in (["verify"], ["verify", "everything"]):
-        leaves(2, argv)
-
-
 def test_the_users_flags_win(tmp_path: Path) -> None:
     model = write_checkpoint(tmp_path / "model")
     config = _config(model, ["--steps", "5", "--algorithm.loss", "gspo", "--model.dtype", "bfloat16"], synthetic=True)
@@ -63,16 +57,11 @@ def test_the_users_flags_win(tmp_path: Path) -> None:
     assert (float32.steps, float32.trainer.optimizer.lr) == (2, 0.5)
     assert float32.trainer.target_tokens_per_batch == 8192
     assert float32.algorithm.kl_coef > 0 and float32.algorithm.entropy_coef > 0
+    experts = write_checkpoint(tmp_path / "experts", **EXPERTS)
+    assert _config(experts, [], synthetic=True).algorithm.moe_aux_loss_coef > 0
 
 
-def test_experts_are_balanced_too(tmp_path: Path) -> None:
-    model = write_checkpoint(tmp_path / "model", **EXPERTS)
-    assert _config(model, [], synthetic=True).algorithm.moe_aux_loss_coef > 0
-
-
-def test_attention_must_be_installed_for_a_layout_that_names_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_attention_that_a_layout_names_must_be_installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config = RunConfig(run_dir=tmp_path, model={"path": tmp_path})
     monkeypatch.setattr("slime_like.checks.packages.find_spec", lambda name: None)
     reason = setting_misfit(parse_layout("cp2-ring_flash_attn").applied_to(config))

@@ -31,13 +31,6 @@ def test_every_family_loads_and_computes(family: str, tmp_path: Path) -> None:
         assert tensor.unique().numel() > tensor.numel() // 2, name  # a norm that a conversion loses would show
 
 
-def test_models_with_experts_in_some_layers_only_are_foreign(tmp_path: Path) -> None:
-    for index, changes in enumerate(({"decoder_sparse_step": 2}, {"mlp_only_layers": [0]})):
-        make_tiny_model(tmp_path / str(index), "qwen3_moe", **changes)
-        foreign = ModelDimensions.from_checkpoint(tmp_path / str(index)).foreign
-        assert foreign is not None and "layers without experts" in foreign
-
-
 def test_the_seed_decides_and_overrides_are_fields_of_the_configuration(tmp_path: Path, rejects: Rejects) -> None:
     for name, seed in (("a", 1), ("b", 1), ("c", 2)):
         make_tiny_model(tmp_path / name, "qwen3", seed, num_hidden_layers=1, tie_word_embeddings=True, dtype="bfloat16")

@@ -52,11 +52,7 @@ def rl_record() -> StepRecord:
             staleness=[0, 2, 1, 0],
         ),
         reference=ReferenceRecord(
-            total_s=2.0,
-            model_running_s=0.5,
-            waiting_s=0.25,
-            response_tokens=80,
-            total_tokens=150,
+            total_s=2.0, model_running_s=0.5, waiting_s=0.25, response_tokens=80, total_tokens=150
         ),
         replay_buffer_size=64,
         weight_gather_s=0.2,
@@ -67,9 +63,5 @@ def rl_record() -> StepRecord:
 
 def sft_record() -> StepRecord:
     return StepRecord(
-        updates=[grpo_stats(loss=2.0)],
-        times=phase_times(),
-        response_lengths=[3, 5],
-        packed_tokens=20,
-        actual_tokens=20,
+        updates=[grpo_stats(loss=2.0)], times=phase_times(), response_lengths=[3, 5], packed_tokens=20, actual_tokens=20
     )

@@ -30,18 +30,18 @@ STEPS, TABLES_EVERY, SAMPLES, TOKENS = 30, 10, 4, 6
 ACCURACIES = {0: 0.25, 15: 0.5, 30: 0.875}
 
 
-def write_run(run_dir: Path, steps: int = STEPS, with_tables: bool = True) -> Path:
-    """Loss falls from 1/1 to 1/steps; rewards, times and lengths are those of ``rl_record``."""
+def write_run(run_dir: Path) -> Path:
+    """Loss falls from 1/1 to 1/30; rewards, times and lengths are those of ``rl_record``."""
     run_dir.mkdir(parents=True)
-    config = RunConfig.model_validate({"run_dir": run_dir, "steps": steps, "model": {"path": run_dir / "model"}})
+    config = RunConfig.model_validate({"run_dir": run_dir, "steps": STEPS, "model": {"path": run_dir / "model"}})
     save_config(config, run_dir / "config.yaml")
     logger = MetricLogger(LoggingConfig(tensorboard=False), run_dir)
-    for step in range(steps + 1):
+    for step in range(STEPS + 1):
         if step:
             logger.log(step, step_metrics(record(step)))
         if step in ACCURACIES:
             logger.log(step, evaluation_metrics(evaluation(ACCURACIES[step])))
-        if step and with_tables and step % TABLES_EVERY == 0:
+        if step and step % TABLES_EVERY == 0:
             log_tables(logger, step)
     logger.close()
     return run_dir

@@ -10,7 +10,7 @@ import pytest
 from slime_like.observability.names import IDLE_TIME, evaluation_metrics, step_metrics, sync_metrics
 from slime_like.observability.phases import PhaseTimes
 from slime_like.observability.records import EvaluationRecord, SyncRecord
-from tests.unit.observability.records import rl_record, sft_record
+from tests.unit.observability.records import phase_times, rl_record, sft_record
 
 ZEROS = """
     policy_loss kl_loss clipfrac approx_policy_kls entropy grad_norm engine_gap_mean importance_weight
@@ -61,12 +61,7 @@ RL_FIGURES = {
     "rollout/staleness_mean": 0.75,
     "rollout/staleness_max": 2.0,
     "queues/train_replay_buffer_size": 64.0,
-    "phases/wait (s)": 0.5,
-    "phases/generate (s)": 4.0,
-    "phases/reward (s)": 0.5,
-    "phases/score (s)": 0.5,
-    "phases/train (s)": 2.0,
-    "phases/sync (s)": 0.4,
+    **{f"phases/{name} (s)": seconds for name, seconds in phase_times().seconds.items()},
     "phases/orchestration (s)": 0.1,
     "phases/orchestration (%)": 1.25,
     "rollout/tokens_per_second": 20.0,  # 80 tokens in the 4 s of generation
@@ -110,26 +105,21 @@ def test_a_supervised_step_claims_nothing_about_rollouts() -> None:
 
 
 def test_a_step_of_no_time_divides_by_nothing() -> None:
-    record = dataclasses.replace(
-        rl_record(), times=PhaseTimes(0.0, dict.fromkeys(rl_record().times.seconds, 0.0), 0.0), packed_tokens=150
-    )
-    metrics = step_metrics(record)
+    times = PhaseTimes(0.0, dict.fromkeys(phase_times().seconds, 0.0), 0.0)
+    metrics = step_metrics(dataclasses.replace(rl_record(), times=times, packed_tokens=150))
     assert all(math.isfinite(value) for value in metrics.values())
     assert metrics["train_actor_performance/pct_time_grpo_steps (%)"] == 0.0
     assert metrics["rollout/response_length_mean"] == 16.0
     assert "rollout/tokens_per_second" not in metrics  # kept rollouts have no speed
 
 
-def test_trainers_are_idle_but_for_what_is_streamed_to_them() -> None:
-    metrics = step_metrics(dataclasses.replace(rl_record(), trainers_busy_s=6.0))
-    assert metrics[IDLE_TIME] == pytest.approx(1.0)  # 5 s of waiting and 2 s of training, 6 s of work in them
-
-
-def test_generation_time_can_be_given_where_it_overlaps_training() -> None:
+def test_trainers_work_while_engines_generate() -> None:
     rollout = rl_record().rollout
     assert rollout is not None
-    record = dataclasses.replace(rl_record(), rollout=dataclasses.replace(rollout, seconds=0.8))
-    assert step_metrics(record)["rollout/tokens_per_second"] == pytest.approx(100.0)
+    overlapping = dataclasses.replace(rollout, seconds=0.8)
+    metrics = step_metrics(dataclasses.replace(rl_record(), trainers_busy_s=6.0, rollout=overlapping))
+    assert metrics[IDLE_TIME] == pytest.approx(1.0)  # 5 s of waiting and 2 s of training, 6 s of work in them
+    assert metrics["rollout/tokens_per_second"] == pytest.approx(100.0)
 
 
 def test_evaluation_names() -> None:

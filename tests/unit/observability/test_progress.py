@@ -5,7 +5,6 @@ import io
 import os
 import pty
 import threading
-import unicodedata
 from types import SimpleNamespace
 
 import pytest
@@ -15,10 +14,6 @@ from slime_like.observability.progress import Progress
 from tests.unit.observability.records import rl_record, sft_record
 
 HIDE_CURSOR, SHOW_CURSOR = "\x1b[?25l", "\x1b[?25h"
-
-
-def control_characters(text: str) -> set[str]:
-    return {character for character in text if unicodedata.category(character) == "Cc" and character != "\n"}
 
 
 RL, SFT = step_metrics(rl_record()), step_metrics(sft_record())
@@ -89,7 +84,7 @@ def test_plain_output_has_no_control_characters() -> None:
     with Progress("plain", 9, stream) as progress:
         progress.note("\x1b[31mred\x1b[0m\r\nbell\x07 [bold]kept[/bold] ümlaut")
         progress.update(1, RL)
-    assert control_characters(stream.getvalue()) == set()
+    assert stream.getvalue().replace("\n", "").isprintable()
     assert stream.getvalue().splitlines()[0] == "red  bell  [bold]kept[/bold] ümlaut"
 
 
@@ -104,31 +99,19 @@ def test_without_a_terminal_auto_is_plain_and_off_is_silent(mode: str, written: 
 def on_a_terminal(error: Exception | None) -> str:
     """Run an "auto" progress on a pseudo-terminal, raise ``error`` in it, return all that the terminal received."""
     leader, follower = pty.openpty()
+    with (
+        contextlib.suppress(KeyError),
+        os.fdopen(follower, "w", encoding="utf-8") as stream,
+        Progress("auto", 9, stream) as progress,
+    ):
+        progress.update(4, RL | {"evaluation/accuracy": 0.81})
+        progress.note("saved [x]")
+        if error is not None:
+            raise error
     received = bytearray()
-
-    def drain() -> None:
-        while True:
-            try:
-                data = os.read(leader, 65536)
-            except OSError:  # Linux's way of saying that the other end was closed
-                return
+    with os.fdopen(leader, "rb", buffering=0) as terminal, contextlib.suppress(OSError):  # there is no more
+        while data := terminal.read(65536):
             received.extend(data)
-
-    reader = threading.Thread(target=drain)
-    reader.start()
-    try:
-        with (
-            contextlib.suppress(KeyError),
-            os.fdopen(follower, "w", encoding="utf-8") as stream,
-            Progress("auto", 9, stream) as progress,
-        ):
-            progress.update(4, RL | {"evaluation/accuracy": 0.81})
-            progress.note("saved [x]")
-            if error is not None:
-                raise error
-    finally:
-        reader.join(timeout=10)
-        os.close(leader)
     return received.decode("utf-8")
 
 

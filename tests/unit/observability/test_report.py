@@ -68,12 +68,6 @@ def page(run_dir: Path) -> Page:
     return Page(path.read_text(encoding="utf-8"))
 
 
-def empty_run(path: Path, text: str) -> Path:
-    path.mkdir()
-    (path / "metrics.jsonl").write_text(text)
-    return path
-
-
 # ----------------------------------------------------------------------------------------------------------------- page
 def test_nothing_is_fetched_and_no_text_becomes_markup(page: Page) -> None:
     assert {name for name, _ in page.tags}.isdisjoint({"img", "link", "iframe", "object", "embed", "br", "b", "i"})
@@ -213,7 +207,10 @@ def test_custom_tables_are_shown(tmp_path: Path, logger: MetricLogger) -> None:
         ({"metrics.jsonl": ""}, "no-step-logged"),
         ({"metrics.jsonl": '{"st'}, "no-step-logged"),
         ({"metrics.jsonl": '{"a": 1}\n'}, "damaged-line"),
-        ({"metrics.jsonl": '{"step": 1}\n[]\n'}, "damaged-line"),
+        # Only what follows the last newline may be half a record; a broken line that was ended is damage.
+        ({"metrics.jsonl": '{"step": 1, "a"\n{"step": 2}\n'}, "damaged-line"),
+        ({"metrics.jsonl": '{"step": 1}\n[2]\n'}, "damaged-line"),
+        ({"metrics.jsonl": '{"step": 1}\n{"st\n'}, "damaged-line"),
         ({"metrics.jsonl": '{"step": 1}\n', "config.yaml": "a: [\n"}, "yaml-syntax"),
         ({"metrics.jsonl": '{"step": 1}\n', "config.yaml": "- a\n"}, "config"),
         ({"metrics.jsonl": '{"step": 1}\n', "tables/t.jsonl": '{"step": 1}\n{}\n'}, "damaged-line"),
@@ -229,47 +226,31 @@ def test_what_cannot_be_reported(tmp_path: Path, rejects: Rejects, files: dict[s
     assert not (tmp_path / "report.html").exists()
 
 
-def test_the_output_file(tmp_path: Path, run_dir: Path, rejects: Rejects) -> None:
-    assert write_report(run_dir, tmp_path / "new" / "page.html") == tmp_path / "new" / "page.html"
+def test_the_output_file(tmp_path: Path, run_dir: Path, rejects: Rejects, capsys: pytest.CaptureFixture[str]) -> None:
+    output = tmp_path / "new" / "page.html"
+    assert run(["report", str(run_dir), "--output", str(output)]) == 0
+    assert f"report: {output}" in capsys.readouterr().out
     assert [path.name for path in (tmp_path / "new").iterdir()] == ["page.html"]
     with rejects(SlimeLikeError, "output-is-directory"):
         write_report(run_dir, tmp_path)
     with rejects(SlimeLikeError, "output-not-writable"):
-        write_report(run_dir, tmp_path / "new" / "page.html" / "below.html")
+        write_report(run_dir, output / "below.html")
 
 
 # ------------------------------------------------------------------------------------------------------------ terminal
-def test_the_terminal_gets_the_essentials_and_no_control_character(run_dir: Path) -> None:
-    stream = io.StringIO()
-    print_report(run_dir, Console(file=stream, width=200, force_terminal=False))
-    printed = stream.getvalue()
-    for text in (
-        "0.250 (step 0) → 0.875 (step 30)",
-        "train_actor_training/loss",
-        "generate",
-        "50.0%",
-        "[bold]{0}[/nope]",
-    ):
-        assert text in printed
-    assert all(character == "\n" or character.isprintable() for character in printed)
-
-
 @pytest.mark.parametrize("width", [72, 80, 200])
-def test_a_metrics_name_is_never_broken_inside_of_a_word(run_dir: Path, width: int) -> None:
+def test_the_terminal_gets_the_essentials_no_control_character_and_no_broken_word(run_dir: Path, width: int) -> None:
     stream = io.StringIO()
     print_report(run_dir, Console(file=stream, width=width, force_terminal=False))
-    lines = stream.getvalue().splitlines()
+    printed, lines = stream.getvalue(), stream.getvalue().splitlines()
+    assert all(character == "\n" or character.isprintable() for character in printed)
     assert all(len(line) <= width for line in lines)
+    essentials = ("0.250 (step 0) → 0.875 (step 30)", "train_actor_training/loss", "generate", "50.0%")
+    for text in (*essentials, "[bold]{0}[/nope]") if width == 200 else ():
+        assert text in printed
     first_cells = [line.split("│")[1].strip() for line in lines if "│" in line]
     for name in ("train_actor_training/learning_rate", "train_actor_performance/total_step_time (s)"):
         section, _, metric = name.partition("/")
         whole = name in first_cells
         assert whole or (f"{section}/", metric) in pairwise(first_cells), name
         assert whole or width < 200
-
-
-def test_the_command(tmp_path: Path, run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    output = tmp_path / "page.html"
-    assert run(["report", str(run_dir), "--output", str(output)]) == 0
-    assert output.is_file()
-    assert f"report: {output}" in capsys.readouterr().out

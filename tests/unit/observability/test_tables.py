@@ -90,9 +90,7 @@ def test_turns_are_readable() -> None:
         [2, "1 model: 5<eos>\n1 environment: +\n2 model: 5"],
         [1, "1 model: <eos>"],
     ]  # fmt: skip
-    assert rows[0]["Mean Abs Diff Pi-Generated"] == pytest.approx(
-        0.25
-    )  # mean gap to what was generated: the observation is no part of it
+    assert rows[0]["Mean Abs Diff Pi-Generated"] == pytest.approx(0.25)  # the observation is no part of it
     tokens = per_token_rows(12, [talk, second], pi, decode)
     assert [row["Turn"] for row in tokens] == [1, 1, 1, 2, 1]
     shown = ("Generated Logprob", "Abs Diff Pi-Generated", "Loss Mask")

@@ -23,12 +23,9 @@ REFUSED = ("--trainer.parallel.tensor", "3")  # nothing is worked out then, whic
 WORKERS = {"placement": "workers", "workers": 2, "parallel": {"tensor": 4}}
 
 
-def with_workers(**sections: Any) -> Any:
-    return config(reference=WORKERS, algorithm={"kl_coef": 0.01}, **sections)
-
-
 def test_their_gpus_are_counted() -> None:
-    run = with_workers(trainer={"parallel": {"data": 8}}, rollout={"num_engines": 4}, cluster={"nodes": 2})
+    sections: dict[str, Any] = {"rollout": {"num_engines": 4}, "cluster": {"nodes": 2}, "reference": WORKERS}
+    run = config(trainer={"parallel": {"data": 8}}, algorithm={"kl_coef": 0.01}, **sections)
     needed = checks.gpus_needed(run)
     assert (needed.trainers, needed.engines, needed.references, needed.total) == (8, 4, 8, 20)
     (problem,) = checks.placement_problems(run)
