@@ -49,7 +49,7 @@ def dense_results(
     causal: bool = True,
 ) -> list[Tensor]:
     """In float64: output, log-sum-exp, and the gradients of q, k and v under ``grad``."""
-    leaves = [x.double().requires_grad_() for x in (q, k, v)]
+    leaves = [x.double().clone().requires_grad_() for x in (q, k, v)]  # also where they are float64 already
     out, lse = dense_attention(*leaves, lengths, k_lengths or lengths, causal, scale)
     return [x.detach() for x in (out, lse, *torch.autograd.grad(out, leaves, grad.double()))]
 
