@@ -49,7 +49,6 @@ def test_a_fault_of_one_layout_is_found_and_named(tiny: Tiny, tmp_path: Path, mo
          "--trainer.cpu_kernels", "off"],
         tmp_path / "log",
         TIMEOUT_S,
-        forked=False,  # PYTHONPATH is read by a new interpreter
     )  # fmt: skip
     assert finished.code == 1, finished.stdout + finished.stderr
     assert finished.left_behind == []

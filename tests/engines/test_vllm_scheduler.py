@@ -3,13 +3,13 @@
 from typing import Any
 
 import pytest
-from vllm.v1.core.sched.scheduler import Scheduler
-
-from rollout.vllm import scheduler
-from rollout.vllm.scheduler import BurstScheduler
 
 
 def test_only_the_first_request_of_a_burst_waits_for_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    from vllm.v1.core.sched.scheduler import Scheduler  # seconds, which every process that collects tests would take
+
+    from rollout.vllm import scheduler
+
     events: list[Any] = []
     held: list[Any] = []
 
@@ -20,7 +20,7 @@ def test_only_the_first_request_of_a_burst_waits_for_others(monkeypatch: pytest.
     monkeypatch.setattr(Scheduler, "add_request", add)
     monkeypatch.setattr(Scheduler, "has_unfinished_requests", lambda self: bool(held))
     monkeypatch.setattr(scheduler.time, "sleep", lambda seconds: events.extend(["gap", seconds]))
-    burst = object.__new__(BurstScheduler)
+    burst = object.__new__(scheduler.BurstScheduler)
     burst.add_request("a")
     burst.add_request("b")
     held.clear()

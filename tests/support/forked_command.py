@@ -175,3 +175,4 @@ def _inherit(environment: dict[str, str], directory: str) -> None:
     os.chdir(directory)
     os.environ.clear()
     os.environ.update(environment)
+    sys.path[1:1] = filter(None, environment.get("PYTHONPATH", "").split(os.pathsep))
