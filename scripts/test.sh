@@ -10,6 +10,7 @@ set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
 ensure_environment dev
 cd "$REPO"
+unset PYTHONDONTWRITEBYTECODE # every process would compile the project and rewrite the tests again
 PYTEST=("$VENV/bin/python" -m pytest)
 if [ "${1:-}" = explore ]; then
     exec "${PYTEST[@]}" -n 3 tests/unit tests/process -m hypothesis --hypothesis-profile explore --timeout 1800 "${@:2}"
