@@ -44,7 +44,7 @@ def test_torch_script_compiles_inside_as_it_does_outside() -> None:
     """ring-flash-attn, which is imported by the first micro-batch, is written in it."""
 
     def zeros_like_its_shape(x: torch.Tensor) -> torch.Tensor:
-        return torch.zeros(x.shape, dtype=x.dtype, device=x.device) + torch.empty_like(x).to(torch.float32) * 0
+        return torch.zeros(x.shape, dtype=x.dtype, device=x.device) + torch.empty_like(x).to(torch.float32).fill_(0)
 
     with megatron_runtime():
         inside = torch.jit.script(zeros_like_its_shape)
