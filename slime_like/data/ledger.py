@@ -128,9 +128,9 @@ class Ledger:
             self._database.backup(copy)
 
     def count(self) -> int:
-        """Number of events; also that of the latest."""
+        """Number of the latest event, counted from 1 without gaps; 0 without events."""
         with self._lock:
-            return int(self._database.execute("SELECT count(*) FROM events").fetchone()[0])
+            return int(self._database.execute("SELECT coalesce(max(number), 0) FROM events").fetchone()[0])
 
     def restore(self, path: Path, count: int | None = None) -> None:
         """Become what ``snapshot`` copied, without its events after the first ``count``; later events are forgotten.

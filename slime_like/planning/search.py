@@ -197,9 +197,10 @@ def _candidate(run: PlannedRun, backend: type[TrainerBackend]) -> Candidate | No
             return None
         phases += added
         estimates.append(estimate)
-    transport, nodes = None, checks.planned_nodes(config)
-    with contextlib.suppress(WeightSyncError):  # none reaches, whatever the layout
-        transport = None if engine is None else transport_of(config, on_cuda=True, num_hosts=nodes)
+    transport = None
+    if engine is not None:
+        with contextlib.suppress(WeightSyncError):  # none reaches, whatever the layout
+            transport = transport_of(config, on_cuda=True, num_hosts=checks.planned_nodes(config))
     if not host_memory(run, estimates, engine, transport).fits:
         return None
     tightest = min(phases, key=lambda phase: phase.margin)

@@ -32,6 +32,7 @@ from slime_like.interfaces import RankPlacement
 from slime_like.interfaces.conversion import ConversionOptions
 from tests.parallel.ranks import held_ports, run_ranks
 from tests.parallel.reference import Reference
+from tests.parallel.steps import assert_close
 from tests.parallel.tiny import scored_sequences
 
 DENOMINATOR = 4.0
@@ -154,13 +155,6 @@ def _damaged_copies(root: Path) -> list[tuple[Path, str]]:
     return [*copies, (missing, "checksums.json is missing")]
 
 
-def _same(found: dict[str, Tensor], expected: dict[str, Tensor], bound: float) -> None:
-    assert found.keys() == expected.keys()
-    gaps = {name: float((found[name].double() - tensor.double()).abs().max()) for name, tensor in expected.items()}
-    worst = max(gaps, key=gaps.__getitem__)
-    assert gaps[worst] <= bound, f"{worst}: {gaps[worst]:.2e}"
-
-
 @dataclass
 class Written:
     """A directory with a model and its checkpoints, the model's precision, and every rank's record of the writing."""
@@ -196,8 +190,8 @@ def test_as_many_ranks_continue_bit_for_bit_and_refuse_damage(written: Written, 
         for record in records:
             assert torch.equal(record.drawn, saved[rank].drawn)
             if rank == 0:
-                _same(record.at_checkpoint, saved[0].at_checkpoint, 0.0)
-                _same(record.later, saved[0].later, 0.0)
+                assert_close(record.at_checkpoint, saved[0].at_checkpoint, 0.0)
+                assert_close(record.later, saved[0].later, 0.0)
             for message, (directory, named) in zip(record.errors, damaged, strict=True):
                 assert str(directory) in message
                 assert named in message or "the message of that rank says why" in message
@@ -213,9 +207,9 @@ def test_other_ranks_continue_to_rounding(layout: dict[str, int], written: Writt
     loaded = run_ranks(
         _load_and_go_on, config.trainer.parallel.world_size, tmp_path, config, [written.root / "whole"], []
     )
-    _same(loaded[0][0].at_checkpoint, written.saved[0].at_checkpoint, 0.0)
+    assert_close(loaded[0][0].at_checkpoint, written.saved[0].at_checkpoint, 0.0)
     # Sums over ranks are added in another order, and AdamW divides by small second moments.
-    _same(loaded[0][0].later, written.saved[0].later, 2e-5 if written.dtype == "float32" else 2e-2)
+    assert_close(loaded[0][0].later, written.saved[0].later, 2e-5 if written.dtype == "float32" else 2e-2)
 
 
 def test_it_becomes_a_hugging_face_model_from_disk(written: Written, tmp_path: Path) -> None:
@@ -229,7 +223,7 @@ def test_it_becomes_a_hugging_face_model_from_disk(written: Written, tmp_path: P
     converter.to_hugging_face(config, root / "whole", tmp_path / "hf", options, lambda done, total: None)
     for directory in (tmp_path / "hf", root / "exported"):
         found = load_file(directory / "model.safetensors")
-        _same(found, written.saved[0].at_checkpoint, 0.0)
+        assert_close(found, written.saved[0].at_checkpoint, 0.0)
         kinds = {name.endswith("e_score_correction_bias"): str(tensor.dtype) for name, tensor in found.items()}
         assert kinds == {False: f"torch.{dtype}"} | ({True: "torch.float32"} if "deepseek_v3" in root.name else {})
         _, report = AutoModelForCausalLM.from_pretrained(directory, output_loading_info=True)
@@ -266,7 +260,7 @@ def test_other_runs_are_refused_and_scoring_takes_its_weights(written: Written, 
     make_tiny_model(tmp_path / "other", "llama", num_hidden_layers=2)
     configs = [_config(tmp_path / "other", root, {}, dtype), written.config({}, steps=30)]
     (((other, longer), scorer),) = run_ranks(_other_runs, 1, tmp_path / "ranks", configs, root / "whole")
-    _same(scorer.at_checkpoint, written.saved[0].at_checkpoint, 0.0)
+    assert_close(scorer.at_checkpoint, written.saved[0].at_checkpoint, 0.0)
     reference = Reference(root / "exported", configs[0].algorithm)
     sequences = scored_sequences([(5, 9), (3, 4)])
     expected = torch.cat([reference.score(sequence)[0].detach() for sequence in sequences])

@@ -1,4 +1,4 @@
-"""Programs in processes of their own; a user's modules, found by this process and by the workers that it starts."""
+"""Programs in separate processes; a user's modules, importable here and in workers."""
 
 import subprocess
 import sys

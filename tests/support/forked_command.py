@@ -111,7 +111,7 @@ def worker_server() -> WorkerServer:
 
 
 class ForkedCommand:
-    """``slime-like ARGUMENTS`` without the seconds of its imports, in a session of its own, as ``subprocess.Popen``."""
+    """``slime-like ARGUMENTS`` in a new session, with its imports done; methods as those of ``subprocess.Popen``."""
 
     def __init__(self, workers: WorkerServer, arguments: Sequence[str], out: Path, err: Path) -> None:
         forks = clean_forks()

@@ -165,7 +165,7 @@ def test_more_memory_bandwidth_means_faster_decoding() -> None:
     ],
 )
 def test_placement_is_checked(sections: dict[str, Any], expected: str) -> None:
-    """Colocated engines need no GPUs of their own."""
+    """Colocated engines share the trainers' GPUs."""
     problems = list(checks.placement_problems(config(**sections)))
     assert len(problems) == bool(expected) and all(expected in problem for problem in problems)
 

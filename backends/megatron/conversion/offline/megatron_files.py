@@ -125,7 +125,7 @@ class MegatronCheckpoint:
         expected = {entry.key: entry for plan in plans for entry in plan.entries()}
         self._require(expected)
         self._storage: Mapping[MetadataIndex, _StorageInfo] = metadata.storage_data or {}
-        # By tensor and by layer and expert, which have axes of their own.
+        # By tensor, and by layer and expert: each of these is an axis.
         self._chunks: dict[tuple[str, Shape], list[ChunkStorageMetadata]] = {}
         for key, entry in expected.items():
             for chunk in self._tensors[key].chunks:

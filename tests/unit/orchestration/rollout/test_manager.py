@@ -27,7 +27,7 @@ def _remote(method: Callable[..., Any]) -> Any:
 
 
 class Engine:
-    """As the actor of an engine, and the reference of whoever has asked it.
+    """Stands for the actor of an engine; its methods' ``remote`` is called as Ray's.
 
     Attributes:
         has: what it was sent and has not answered.
