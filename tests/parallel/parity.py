@@ -27,7 +27,7 @@ LOGPROB_BOUND = 1e-5
 LOSS_BOUND = 1e-5
 GRADIENT_BOUND = 1e-5
 UPDATE_BOUND = 1e-4
-STEPS = 3
+STEPS = 2
 
 # (prompt, response) lengths. Ordinary with a single-token response; one long prompt whose only responses stand in one
 # context rank's slice; one sequence as long as its pack; a fully masked sample beside another.

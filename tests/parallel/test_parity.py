@@ -1,7 +1,7 @@
 """Every parallel layout computes what Hugging Face's float64 model computes on unpacked sequences.
 
 Compared: per-token logprobs and entropies, gradients of the whole RL loss (clipped surrogate, KL, entropy; with experts
-also the routers' balancing loss) tensor by tensor, the loss itself, and the change of the weights after three AdamW
+also the routers' balancing loss) tensor by tensor, the loss itself, and the change of the weights after two AdamW
 steps with clipping and weight decay. The step is fed as several packs in two windows. What every rank holds is compared
 with what the planner says of it. Not covered here: CUDA kernels.
 """
