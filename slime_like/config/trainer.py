@@ -1,6 +1,6 @@
 """The trainer: layout, optimizer, memory."""
 
-from typing import Literal
+from typing import Any, Literal
 
 from pydantic import Field
 
@@ -66,6 +66,7 @@ class TrainerConfig(Section):
     parallel: ParallelConfig = Field(ParallelConfig(), description="Parallel layout.")
     optimizer: OptimizerConfig = Field(OptimizerConfig(), description="Optimizer.")
     fsdp: FsdpConfig = Field(FsdpConfig(), description="Settings of the backend fsdp.")
+    backend_args: dict[str, Any] = Field(default_factory=dict, description="Settings of a custom backend.")
     target_tokens_per_batch: int = Field(8192, ge=16)
     """Token budget of one packed micro-batch; every prompt plus response must fit."""
     balance: Literal["tokens", "flops"] = "tokens"

@@ -86,6 +86,7 @@ FAULTS: dict[str, list[str]] = {
         "--trainer.backend fsdp --trainer.optimizer.distributed false",
         "--trainer.backend fsdp --trainer.activation_offload true",
         "--trainer.fsdp.accumulate sharded",
+        "--trainer.backend_args.rank 8",
     ],
     "rollout.engine-args": [
         "--rollout.engine vllm --rollout.engine_args.tensor_parallel_size 2",
