@@ -4,6 +4,7 @@ On a CPU, device and host memory are the same: what is tested is the arithmetic 
 host optimizer, not its copies between devices.
 """
 
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,12 +17,11 @@ from backends.megatron.trainer import MegatronTrainer
 from slime_like.config import RunConfig
 from slime_like.examples.tiny_model import make_tiny_model
 from slime_like.interfaces import RankPlacement
-from tests.parallel.ranks import run_ranks
+from tests.parallel.ranks import held_ports, run_ranks
 from tests.parallel.steps import assert_close, exported_from, running
 from tests.parallel.test_checkpoint import step_of_four
 from tests.parallel.tiny import tiny_config
 
-STEPS = 3
 LAYOUTS: dict[str, dict[str, Any]] = {
     "single": {},
     "tp2-sp-dp2": {"tensor": 2, "sequence": True, "data": 2},
@@ -38,22 +38,35 @@ def _config(root: Path, layout: str, dtype: str, offload: bool, distributed: boo
     return tiny_config(model, root, LAYOUTS[layout], dtype, trainer={"optimizer": optimizer}, steps=20)
 
 
-def _train(
-    placement: RankPlacement, config: RunConfig, load: Path | None, save: Path | None, fresh: bool
-) -> list[dict[str, Tensor]]:
-    """Weights and optimizer state after every step. Unless ``fresh``, a step is taken and lost before ``load``."""
-    with running(placement, config) as trainer:
+@dataclass(frozen=True)
+class Run:
+    """Of ``config``, at its port: two steps, saved; or one step more. Unless ``fresh``, one is lost before ``load``."""
+
+    config: RunConfig
+    port: int
+    save: Path | None = None
+    load: Path | None = None
+    fresh: bool = False
+
+
+def _train(placement: RankPlacement, runs: list[Run]) -> list[list[dict[str, Tensor]]]:
+    """Weights and optimizer state after every step of every run."""
+    return [_one_run(replace(placement, master_port=run.port), run) for run in runs]
+
+
+def _one_run(placement: RankPlacement, run: Run) -> list[dict[str, Tensor]]:
+    with running(placement, run.config) as trainer:
         _require_kind(trainer)
-        if load is not None:
-            if not fresh:
+        if run.load is not None:
+            if not run.fresh:
                 step_of_four(trainer)
-            trainer.load(load)
+            trainer.load(run.load)
         weights = []
-        for _ in range(STEPS):
+        for _ in range(1 if run.load is not None else 2):
             step_of_four(trainer)
             weights.append(_main_weights(trainer))
-        if save is not None:
-            trainer.save(save)
+        if run.save is not None:
+            trainer.save(run.save)
         return weights
 
 
@@ -74,32 +87,34 @@ def _main_weights(trainer: MegatronTrainer) -> dict[str, Tensor]:
     return found
 
 
-def _run(
-    config: RunConfig, root: Path, name: str, load: Path | None = None, save: Path | None = None, fresh: bool = False
-) -> Any:
-    return run_ranks(_train, config.trainer.parallel.world_size, root / name, config, load, save, fresh)
-
-
 def _assert_close(found: Any, expected: Any, bound: float) -> None:
-    for ours, theirs in zip(found, expected, strict=True):
-        for our_step, their_step in zip(ours, theirs, strict=True):
-            assert_close(our_step, their_step, bound)
+    for our_step, their_step in zip(found, expected, strict=True):
+        assert_close(our_step, their_step, bound)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_the_update_and_its_checkpoints_are_those_of_the_device(layout: str, tmp_path: Path) -> None:
-    """Three AdamW steps; saved, and continued for three more by both kinds from each kind's checkpoint."""
+    """Two AdamW steps; saved, and continued for one more by both kinds from each kind's checkpoint."""
     bound = 1e-7
     device, host = (_config(tmp_path, layout, "bfloat16", offload) for offload in (False, True))
-    on_device = _run(device, tmp_path, "device", save=tmp_path / "by-device")
-    on_host = _run(host, tmp_path, "host", save=tmp_path / "by-host")
-    _assert_close(on_host, on_device, bound)
-    mains = [name for name in on_host[0][0] if name.startswith("param.")]
-    assert min(float((on_host[0][-1][name] - on_host[0][0][name]).abs().max()) for name in mains) > 100 * bound
-    further = _run(device, tmp_path, "device-device", load=tmp_path / "by-device")
-    _assert_close(_run(host, tmp_path, "device-host", load=tmp_path / "by-device", fresh=True), further, bound)
-    _assert_close(_run(host, tmp_path, "host-host", load=tmp_path / "by-host"), further, bound)
-    _assert_close(_run(device, tmp_path, "host-device", load=tmp_path / "by-host"), further, bound)
+    by_device, by_host = tmp_path / "by-device", tmp_path / "by-host"
+    with held_ports(6) as ports:
+        runs = [
+            Run(device, ports[0], save=by_device),
+            Run(host, ports[1], save=by_host),
+            Run(device, ports[2], load=by_device),
+            Run(host, ports[3], load=by_device, fresh=True),
+            Run(host, ports[4], load=by_host),
+            Run(device, ports[5], load=by_host),
+        ]
+        ranks = run_ranks(_train, device.trainer.parallel.world_size, tmp_path / "ranks", runs)
+    for on_device, on_host, further, *others in ranks:
+        _assert_close(on_host, on_device, bound)
+        for other in others:
+            _assert_close(other, further, bound)
+    first, last = ranks[0][1]
+    mains = [name for name in first if name.startswith("param.")]
+    assert min(float((last[name] - first[name]).abs().max()) for name in mains) > 100 * bound
 
 
 def test_what_megatrons_host_optimizer_cannot_do_is_refused(tmp_path: Path) -> None:
