@@ -4,6 +4,7 @@ Covered: what layers and attention are given, Hugging Face names, checkpoints of
 covered, and never run: Transformer Engine itself, its kernels and its context parallelism.
 """
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -26,7 +27,7 @@ from tests.parallel.parity import (
     parity_config,
     run_case,
 )
-from tests.parallel.ranks import run_ranks
+from tests.parallel.ranks import held_ports, run_ranks
 from tests.parallel.steps import RankResult, assert_close, exported_from, running, take_step, train_rank
 from tests.parallel.tiny import save_checkpoint as save_tiny
 from tests.parallel.tiny import scored_sequences
@@ -44,7 +45,7 @@ def _install() -> None:
 
 # ---------------------------------------------------------------------------------------------------------- the layers
 def _trained(placement: RankPlacement, config: RunConfig, packs: Any, denominator: float, steps: int) -> Any:
-    """Scores, and what three optimizer steps made of the weights, under Hugging Face names."""
+    """Scores, and what optimizer steps made of the weights, under Hugging Face names."""
     _install()
     exported: dict[str, Tensor] = {}
 
@@ -70,8 +71,9 @@ def _trained(placement: RankPlacement, config: RunConfig, packs: Any, denominato
     ],
 )
 def test_its_layers_compute_the_reference(family: str, layout: Settings, tmp_path: Path) -> None:
-    case = make_case(family, tmp_path / "model")
-    results: list[RankResult] = run_case(case, layout | {"attention": "transformer_engine"}, tmp_path, _trained)
+    case = make_case(family, tmp_path / "model", steps=1)
+    layout = layout | {"attention": "transformer_engine"}
+    results: list[RankResult] = run_case(case, layout, tmp_path, _trained, steps=1)
     check_scores(case, results)
     weights = stacked_experts(results[0].weights)
     changes = {name: weights[name].double() - case.initial[name] for name in case.initial}
@@ -120,41 +122,42 @@ def test_both_specs_write_the_canonical_names(family: str, spec: Spec, tmp_path:
 
 
 # ---------------------------------------------------------------------------------------------------------- checkpoints
-def _write(placement: RankPlacement, config: RunConfig, directory: Path) -> dict[str, Tensor]:
-    """Two steps, a checkpoint, a third step; the weights after it."""
+def _exchange(
+    placement: RankPlacement, configs: list[RunConfig], ports: list[int], root: Path
+) -> list[dict[str, Tensor]]:
+    """Of each writer the weights after the step behind its checkpoint; then of each reader, a fresh trainer."""
     _install()
-    with running(placement, config) as model:
-        _steps(model, 2)
-        model.save(directory)
-        _steps(model, 1)
-        return exported_from(model)
+    found = []
+    places = [replace(placement, master_port=port) for port in ports]
+    for place, config in zip(places, configs, strict=False):
+        with running(place, config) as model:
+            _step(model)
+            model.save(root / config.trainer.attention)
+            _step(model)
+            found.append(exported_from(model))
+    for place, config, other in zip(places[2:], configs[::-1], configs, strict=True):
+        with running(place, config) as model:
+            model.load(root / other.trainer.attention)
+            _step(model)
+            found.append(exported_from(model))
+    return found
 
 
-def _read(placement: RankPlacement, config: RunConfig, directory: Path) -> dict[str, Tensor]:
-    """A fresh trainer goes on from the checkpoint: the weights after one step."""
-    _install()
-    with running(placement, config) as model:
-        model.load(directory)
-        _steps(model, 1)
-        return exported_from(model)
-
-
-def _steps(model: MegatronTrainer, count: int) -> None:
+def _step(model: MegatronTrainer) -> None:
     packs = [pack_sequences(scored_sequences([(5, 9), (3, 6), (11, 2)], seed=seed)) for seed in (0, 1)]
-    for _ in range(count):
-        take_step(model, packs, 6.0, last=True)
+    take_step(model, packs, 6.0, last=True)
 
 
 @pytest.mark.parametrize("family", ["qwen3", "qwen3_moe"])
-@pytest.mark.parametrize(("writer", "reader"), [("ring", "transformer_engine"), ("transformer_engine", "ring")])
-def test_either_spec_continues_the_others_checkpoint(family: str, writer: Spec, reader: Spec, tmp_path: Path) -> None:
+def test_either_spec_continues_the_others_checkpoint(family: str, tmp_path: Path) -> None:
     """Moments included: the step after the checkpoint is the same to rounding of the other spec's kernels."""
     model, layout = save_tiny(family, tmp_path / "model"), {"tensor": 2, "sequence": True}
-    first = parity_config(model, tmp_path / "first", layout | {"attention": writer})
-    second = parity_config(model, tmp_path / "second", layout | {"attention": reader})
-    expected, _ = run_ranks(_write, 2, tmp_path / "write", first, tmp_path / "checkpoint")
-    found, _ = run_ranks(_read, 2, tmp_path / "read", second, tmp_path / "checkpoint")
-    assert_close(found, expected, 1e-6)
+    specs = ("ring", "transformer_engine")
+    configs = [parity_config(model, tmp_path / spec, layout | {"attention": spec}) for spec in specs]
+    with held_ports(4) as ports:
+        *expected, by_other, by_ring = run_ranks(_exchange, 2, tmp_path / "ranks", configs, ports, tmp_path)[0]
+    assert_close(by_other, expected[0], 1e-6)
+    assert_close(by_ring, expected[1], 1e-6)
 
 
 # ----------------------------------------------------------------------------------------------------------- the choice
