@@ -154,7 +154,7 @@ def _damaged_copies(root: Path) -> list[tuple[Path, str]]:
 
 @dataclass
 class Written:
-    """A directory with a model and its checkpoints, the model's precision, and the ranks that wrote, with their records."""
+    """A directory with a model and its checkpoints, the model's precision, the layout that wrote, its ranks' records."""
 
     root: Path
     dtype: str
@@ -179,7 +179,9 @@ def written(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     found = Written(tmp_path_factory.mktemp(family), dtype, layout, [])
     make_tiny_model(found.root / "model", family, num_hidden_layers=2, tie_word_embeddings=family == "qwen2")
     config = found.config(layout)
-    found.saved = run_ranks(_save_and_go_on, config.trainer.parallel.world_size, found.root / "first", config, found.root)
+    found.saved = run_ranks(
+        _save_and_go_on, config.trainer.parallel.world_size, found.root / "first", config, found.root
+    )
     return found
 
 
