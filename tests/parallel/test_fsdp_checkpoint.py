@@ -10,9 +10,9 @@ import json
 import shutil
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -30,7 +30,7 @@ from slime_like.errors import CheckpointError
 from slime_like.examples.tiny_model import make_tiny_model
 from slime_like.interfaces import RankPlacement
 from slime_like.interfaces.conversion import ConversionOptions
-from tests.parallel.ranks import held_ports, run_ranks
+from tests.parallel.ranks import run_each, run_ranks
 from tests.parallel.reference import Reference
 from tests.parallel.steps import assert_close
 from tests.parallel.tiny import scored_sequences
@@ -154,7 +154,7 @@ def _damaged_copies(root: Path) -> list[tuple[Path, str]]:
 
 @dataclass
 class Written:
-    """A directory with a model and its checkpoints, the model's precision, the layout that wrote, its ranks' records."""
+    """A directory with a model and its checkpoints, its precision, the layout that wrote, and the ranks' records."""
 
     root: Path
     dtype: str
@@ -243,32 +243,30 @@ def test_it_becomes_a_hugging_face_model_from_disk(written: Written, tmp_path: P
         converter.open_checkpoint(config, cut)
 
 
-def _other_runs(placement: RankPlacement, configs: list[RunConfig], checkpoint: Path) -> tuple[list[str], Record]:
-    """What trainers of other runs say of it; then one that only scores takes its weights."""
-    messages = []
-    with held_ports(len(configs) + 1) as (last, *ports):
-        for config, port in zip(configs, ports, strict=True):
-            trainer = FsdpTrainer(config, replace(placement, master_port=port))
-            trainer.setup()
-            messages.append(_refusal(trainer, checkpoint))
-            trainer.shutdown()
-        scorer = FsdpTrainer(configs[-1], replace(placement, master_port=last))
-        scorer.setup_for_scoring(checkpoint)
-    scored = scorer.score([pack_sequences(scored_sequences([(5, 9), (3, 4)]))])
-    assert scored is not None
-    record = Record(_exported(scorer), {}, scored[0].logprobs, [])
-    scorer.shutdown()
-    return messages, record
+def _other_run(placement: RankPlacement, config: RunConfig, checkpoint: Path, scores: bool) -> Any:
+    """What a trainer of another run says of it; or what one has that only scores, and takes its weights."""
+    trainer = FsdpTrainer(config, placement)
+    if scores:
+        trainer.setup_for_scoring(checkpoint)
+        scored = trainer.score([pack_sequences(scored_sequences([(5, 9), (3, 4)]))])
+        assert scored is not None
+        found: Any = Record(_exported(trainer), {}, scored[0].logprobs, [])
+    else:
+        trainer.setup()
+        found = _refusal(trainer, checkpoint)
+    trainer.shutdown()
+    return found
 
 
 def test_other_runs_are_refused_and_scoring_takes_its_weights(written: Written, tmp_path: Path) -> None:
     """Logprobs are compared with those of transformers on the exported model."""
     root, dtype = written.root, written.dtype
     make_tiny_model(tmp_path / "other", "llama", num_hidden_layers=2)
-    configs = [_config(tmp_path / "other", root, {}, dtype), written.config({}, steps=30)]
-    (((other, longer), scorer),) = run_ranks(_other_runs, 1, tmp_path / "ranks", configs, root / "whole")
+    another, late = _config(tmp_path / "other", root, {}, dtype), written.config({}, steps=30)
+    tasks = [(config, root / "whole", scores) for config, scores in ((another, False), (late, False), (late, True))]
+    (other,), (longer,), (scorer,) = run_each(_other_run, 1, tmp_path / "ranks", tasks)
     assert_close(scorer.at_checkpoint, written.saved[0].at_checkpoint, 0.0)
-    reference = Reference(root / "exported", configs[0].algorithm)
+    reference = Reference(root / "exported", late.algorithm)
     sequences = scored_sequences([(5, 9), (3, 4)])
     expected = torch.cat([reference.score(sequence)[0].detach() for sequence in sequences])
     gaps = (scorer.drawn.double() - expected).abs()

@@ -3,7 +3,6 @@
 Not compared: activations and messages, which need GPUs to be measured.
 """
 
-from dataclasses import replace
 from pathlib import Path
 
 from backends.fsdp.planning.estimate import estimate, rank_kinds
@@ -11,20 +10,17 @@ from backends.fsdp.trainer import FsdpTrainer
 from backends.fsdp.weights import shard_of
 from slime_like.config import RunConfig
 from slime_like.interfaces import RankPlacement
-from tests.parallel.ranks import held_ports, run_ranks
+from tests.parallel.ranks import run_each
 from tests.parallel.tiny import save_checkpoint
 
 
-def _held(placement: RankPlacement, runs: list[tuple[int, RunConfig]]) -> list[tuple[int, int]]:
-    """Of one model after the other, each with its port."""
-    held = []
-    for port, config in runs:
-        trainer = FsdpTrainer(config, replace(placement, master_port=port))
-        trainer.setup()
-        shards = [shard_of(parameter) for parameter in trainer.model.parameters()]
-        moments = [value for state in trainer.optimizer.moments.values() for value in state.values()]
-        held.append((sum(shard.nbytes for shard in shards), sum(value.nbytes for value in moments)))
-        trainer.shutdown()
+def _held(placement: RankPlacement, config: RunConfig) -> tuple[int, int]:
+    trainer = FsdpTrainer(config, placement)
+    trainer.setup()
+    shards = [shard_of(parameter) for parameter in trainer.model.parameters()]
+    moments = [value for state in trainer.optimizer.moments.values() for value in state.values()]
+    held = sum(shard.nbytes for shard in shards), sum(value.nbytes for value in moments)
+    trainer.shutdown()
     return held
 
 
@@ -40,14 +36,13 @@ def test_weights_and_moments_are_a_ranks_own(tmp_path: Path) -> None:
         )
         for family in ("qwen2", "qwen3_moe", "deepseek_v3")
     ]
-    with held_ports(len(configs)) as ports:
-        ranks = run_ranks(_held, 3, tmp_path / "ranks", list(zip(ports, configs, strict=True)))
-    for config, *found in zip(configs, *ranks, strict=True):
+    held = run_each(_held, 3, tmp_path / "ranks", [(config,) for config in configs])
+    for config, found in zip(configs, held, strict=True):
         (kind,) = rank_kinds(config)
         assert sorted(kind.ranks) == [0, 1, 2] and kind.ranks[0] == 2
         planned = [estimate(config, rank) for rank in range(3)]
-        for memory, held in zip((each.memory for each in planned), found, strict=True):
-            assert (memory.parameter_bytes, memory.optimizer_bytes) == held, config.model.path
+        for memory, real in zip((each.memory for each in planned), found, strict=True):
+            assert (memory.parameter_bytes, memory.optimizer_bytes) == real, config.model.path
             assert memory.activation_bytes > memory.saved_bytes > 0
         training = planned[0].training
         assert {traffic.axis for traffic in training.traffic} == {"context", "data"} and training.flops > 0

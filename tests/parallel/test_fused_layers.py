@@ -1,7 +1,6 @@
 """Layers of float32 on a CPU by kernels, and the same layers by torch's operators: one step, one result."""
 
 import sys
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,7 +13,7 @@ from slime_like.config import RunConfig
 from slime_like.interfaces import RankPlacement
 from slime_like.trajectory import PackedTrajectory
 from tests.parallel.parity import Settings, parity_config
-from tests.parallel.ranks import held_ports, run_ranks
+from tests.parallel.ranks import run_each, run_ranks
 from tests.parallel.steps import gradients_of, running
 from tests.parallel.tiny import save_checkpoint, scored_sequences
 
@@ -22,16 +21,10 @@ LENGTHS = [(5, 9), (3, 1), (17, 20), (2, 31)]
 FAMILIES = ("qwen3", "qwen2", "llama", "qwen3_moe")
 
 
-def _steps(
-    placement: RankPlacement, runs: list[tuple[int, RunConfig, int]], pack: PackedTrajectory
-) -> list[tuple[list[Tensor], int]]:
-    """Gradients of a step at each run's port, and how often attention was fused in it; its longest sequence so."""
-    return [_step(replace(placement, master_port=port), config, pack, longest) for port, config, longest in runs]
-
-
 def _step(
     placement: RankPlacement, config: RunConfig, pack: PackedTrajectory, longest: int
 ) -> tuple[list[Tensor], int]:
+    """Gradients of a step, and how often attention was fused in it."""
     fused = 0
     forward = fused_layers.FusedAttention.forward
 
@@ -49,23 +42,18 @@ def _step(
 
 @pytest.mark.parametrize("layout", [{}, {"tensor": 2, "sequence": True}], ids=["single", "tp2-sp"])
 def test_gradients_are_those_of_torch(layout: Settings, tmp_path: Path) -> None:
-    cases = [("auto", 48), ("auto", 30), ("off", 48)]
-    configs = [
-        (parity_config(checkpoint, tmp_path, layout | {"cpu_kernels": kernels}), longest)
-        for checkpoint in (save_checkpoint(family, tmp_path / family) for family in FAMILIES)
-        for kernels, longest in cases
-    ]
-    world, pack = configs[0][0].trainer.parallel.world_size, pack_sequences(scored_sequences(LENGTHS))
-    with held_ports(len(configs)) as ports:
-        runs = [(port, *config) for port, config in zip(ports, configs, strict=True)]
-        ranks = run_ranks(_steps, world, tmp_path / "ranks", runs, pack)
-    for family, *found in ((family, *found[3 * i : 3 * i + 3]) for found in ranks for i, family in enumerate(FAMILIES)):
-        (ours, times), (long, none), (wanted, never) = found
-        assert times > 0 and none == never == 0, family  # one sequence of the pack is longer than 30 tokens
-        for one, other, reference in zip(ours, long, wanted, strict=True):
-            bound = 2e-5 * float(reference.abs().max()) + 1e-7
-            torch.testing.assert_close(one, reference, rtol=0, atol=bound, msg=family)
-            torch.testing.assert_close(other, reference, rtol=0, atol=bound, msg=family)
+    pack, tasks = pack_sequences(scored_sequences(LENGTHS)), []
+    for checkpoint in (save_checkpoint(family, tmp_path / family) for family in FAMILIES):
+        for kernels, longest in (("auto", 48), ("auto", 30), ("off", 48)):
+            tasks.append((parity_config(checkpoint, tmp_path, layout | {"cpu_kernels": kernels}), pack, longest))
+    results = iter(run_each(_step, tasks[0][0].trainer.parallel.world_size, tmp_path / "ranks", tasks))
+    for family, cases in zip(FAMILIES, zip(results, results, results, strict=True), strict=True):
+        for (ours, times), (long, none), (wanted, never) in zip(*cases, strict=True):
+            assert times > 0 and none == never == 0, family  # one sequence of the pack is longer than 30 tokens
+            for one, other, reference in zip(ours, long, wanted, strict=True):
+                bound = 2e-5 * float(reference.abs().max()) + 1e-7
+                torch.testing.assert_close(one, reference, rtol=0, atol=bound, msg=family)
+                torch.testing.assert_close(other, reference, rtol=0, atol=bound, msg=family)
 
 
 def _parts_by_kernels(placement: RankPlacement, config: RunConfig, numba: bool) -> set[str]:

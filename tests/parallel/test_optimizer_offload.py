@@ -4,7 +4,6 @@ On a CPU, device and host memory are the same: what is tested is the arithmetic 
 host optimizer, not its copies between devices.
 """
 
-from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,7 @@ from backends.megatron.trainer import MegatronTrainer
 from slime_like.config import RunConfig
 from slime_like.examples.tiny_model import make_tiny_model
 from slime_like.interfaces import RankPlacement
-from tests.parallel.ranks import held_ports, run_ranks
+from tests.parallel.ranks import run_each
 from tests.parallel.steps import assert_close, exported_from, running
 from tests.parallel.test_checkpoint import step_of_four
 from tests.parallel.tiny import tiny_config
@@ -38,33 +37,23 @@ def _config(root: Path, layout: str, dtype: str, offload: bool, distributed: boo
     return tiny_config(model, root, LAYOUTS[layout], dtype, trainer={"optimizer": optimizer}, steps=20)
 
 
-@dataclass(frozen=True)
-class Run:
-    """Of ``config``, at its port: three steps, saved after two; or the third. Unless ``fresh``, one is lost before."""
+def _train(
+    placement: RankPlacement, config: RunConfig, save: Path | None, load: Path | None, fresh: bool = False
+) -> list[dict[str, Tensor]]:
+    """Weights and optimizer state after each of three steps, saved after two; or, loaded, after the third.
 
-    config: RunConfig
-    port: int
-    save: Path | None = None
-    load: Path | None = None
-    fresh: bool = False
-
-
-def _train(placement: RankPlacement, runs: list[Run]) -> list[list[dict[str, Tensor]]]:
-    """Weights and optimizer state after every step of every run."""
-    return [_one_run(replace(placement, master_port=run.port), run) for run in runs]
-
-
-def _one_run(placement: RankPlacement, run: Run) -> list[dict[str, Tensor]]:
-    with running(placement, run.config) as trainer:
+    Unless ``fresh``, a step is taken and lost before ``load``.
+    """
+    with running(placement, config) as trainer:
         _require_kind(trainer)
-        if run.load is not None:
-            if not run.fresh:
+        if load is not None:
+            if not fresh:
                 step_of_four(trainer)
-            trainer.load(run.load)
+            trainer.load(load)
         weights = []
-        for step in range(3) if run.save is not None else [2]:
-            if run.save is not None and step == 2:
-                trainer.save(run.save)
+        for step in range(3) if save is not None else [2]:
+            if save is not None and step == 2:
+                trainer.save(save)
             step_of_four(trainer)
             weights.append(_main_weights(trainer))
         return weights
@@ -88,8 +77,9 @@ def _main_weights(trainer: MegatronTrainer) -> dict[str, Tensor]:
 
 
 def _assert_close(found: Any, expected: Any, bound: float) -> None:
-    for our_step, their_step in zip(found, expected, strict=True):
-        assert_close(our_step, their_step, bound)
+    for ours, theirs in zip(found, expected, strict=True):
+        for our_step, their_step in zip(ours, theirs, strict=True):
+            assert_close(our_step, their_step, bound)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -98,20 +88,18 @@ def test_the_update_and_its_checkpoints_are_those_of_the_device(layout: str, tmp
     bound = 1e-7
     device, host = (_config(tmp_path, layout, "bfloat16", offload) for offload in (False, True))
     by_device, by_host = tmp_path / "by-device", tmp_path / "by-host"
-    with held_ports(5) as ports:
-        runs = [
-            Run(device, ports[0], save=by_device),
-            Run(host, ports[1], save=by_host),
-            Run(host, ports[2], load=by_device, fresh=True),
-            Run(host, ports[3], load=by_host),
-            Run(device, ports[4], load=by_host),
-        ]
-        ranks = run_ranks(_train, device.trainer.parallel.world_size, tmp_path / "ranks", runs)
-    for on_device, on_host, *others in ranks:
-        _assert_close(on_host, on_device, bound)
-        for other in others:
-            _assert_close(other, on_device[-1:], bound)
-    first, *_, last = ranks[0][1]
+    tasks = [
+        (device, by_device, None),
+        (host, by_host, None),
+        (host, None, by_device, True),
+        (host, None, by_host),
+        (device, None, by_host),
+    ]
+    on_device, on_host, *others = run_each(_train, device.trainer.parallel.world_size, tmp_path / "ranks", tasks)
+    _assert_close(on_host, on_device, bound)
+    for other in others:
+        _assert_close(other, [steps[-1:] for steps in on_device], bound)
+    first, *_, last = on_host[0]
     mains = [name for name in first if name.startswith("param.")]
     assert min(float((last[name] - first[name]).abs().max()) for name in mains) > 100 * bound
 

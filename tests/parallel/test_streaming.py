@@ -4,7 +4,7 @@ The batcher forms both, from the same rollouts; what is compared are the weights
 layouts. That a layout's update is right is the parity matrix's business (``test_parity.py``).
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ from slime_like.orchestration.trainer.batcher import ExperienceBatcher, WindowSt
 from slime_like.orchestration.trainer.rank_training import RankTraining
 from slime_like.trajectory import GRPOStats, ScoredTrajectory
 from tests.parallel.parity import parity_config
-from tests.parallel.ranks import held_ports, run_ranks
+from tests.parallel.ranks import run_each
 from tests.parallel.steps import running, weights_of
 from tests.parallel.tiny import scored_sequences
 
@@ -42,14 +42,6 @@ def _rollouts() -> list[ScoredTrajectory]:
     for trajectory in rollouts:
         trajectory.old_logprobs = trajectory.ref_logprobs = None  # the trainer's own business
     return rollouts
-
-
-def _updates(
-    placement: RankPlacement, config: RunConfig, rollouts: list[ScoredTrajectory], ports: list[int]
-) -> list[Trained]:
-    """At once, and streamed."""
-    places = [replace(placement, master_port=port) for port in ports]
-    return [_update(place, config, rollouts, streams) for place, streams in zip(places, (False, True), strict=True)]
 
 
 def _update(placement: RankPlacement, config: RunConfig, rollouts: list[ScoredTrajectory], streams: bool) -> Trained:
@@ -102,9 +94,8 @@ def test_streamed_updates_are_those_of_the_whole_batch(
         update={"trainer": config.trainer.model_copy(update={"target_tokens_per_batch": BUDGET})}
     )
     world = config.trainer.parallel.world_size
-    with held_ports(2) as ports:
-        ranks = run_ranks(_updates, world, tmp_path / "ranks", config, _rollouts(), ports)
-    for expected, found in ranks:
+    tasks = [(config, _rollouts(), streams) for streams in (False, True)]
+    for expected, found in zip(*run_each(_update, world, tmp_path / "ranks", tasks), strict=True):
         assert found.windows >= fewest and expected.windows == 1
         for before, ours, theirs in zip(found.before, found.weights, expected.weights, strict=True):
             apart, change = float((ours - theirs).norm()), float((theirs - before).norm())

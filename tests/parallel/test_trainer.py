@@ -2,7 +2,6 @@
 
 import time
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,7 @@ from slime_like.config import RunConfig
 from slime_like.errors import TrainerError
 from slime_like.interfaces import RankPlacement
 from slime_like.trajectory import PackedTrajectory
-from tests.parallel.ranks import held_ports, run_ranks
+from tests.parallel.ranks import run_each, run_ranks
 from tests.parallel.reference import Reference
 from tests.parallel.steps import gradients_in, running, take_step, weights_of
 from tests.parallel.tiny import save_checkpoint, scored_sequences, tiny_config
@@ -40,12 +39,6 @@ def _refused(action: Callable[..., object], *arguments: object) -> str:
 
 
 # ------------------------------------------------------------------------------------------------------- same code path
-def _trained_by_each(
-    placement: RankPlacement, runs: list[tuple[int, RunConfig]], pack: PackedTrajectory
-) -> list[tuple[list[Tensor], Tensor | None]]:
-    return [_trained_once(replace(placement, master_port=port), config, pack) for port, config in runs]
-
-
 def _trained_once(
     placement: RankPlacement, config: RunConfig, pack: PackedTrajectory
 ) -> tuple[list[Tensor], Tensor | None]:
@@ -68,16 +61,15 @@ def test_the_only_update_of_a_batch_computes_its_old_logprobs_itself(
     configs = [
         _config(qwen3, tmp_path, layout, algorithm=algorithm | {"old_logprobs": source}) for source in ("score", "auto")
     ]
-    with held_ports(2) as ports:
-        runs = list(zip(ports, configs, strict=True))
-        found = run_ranks(_trained_by_each, configs[0].trainer.parallel.world_size, tmp_path / "ranks", runs, pack)
-    for (own_weights, state), (weights, old) in found:
+    tasks = [(config, pack) for config in configs]
+    found = run_each(_trained_once, configs[0].trainer.parallel.world_size, tmp_path / "ranks", tasks)
+    for (own_weights, state), (weights, old) in zip(*found, strict=True):
         assert (state is None) == (old is None)
         if state is not None and old is not None:
             torch.testing.assert_close(old, state, atol=1e-6, rtol=0)
         for ours, theirs in zip(own_weights, weights, strict=True):
             torch.testing.assert_close(ours, theirs, atol=1e-7, rtol=1e-6)
-    assert any(old is not None for _, (_, old) in found)
+    assert any(old is not None for _, old in found[1])
 
 
 # -------------------------------------------------------------------------------------------------------- nothing added

@@ -4,7 +4,6 @@ Covered: what layers and attention are given, Hugging Face names, checkpoints of
 covered, and never run: Transformer Engine itself, its kernels and its context parallelism.
 """
 
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -27,7 +26,7 @@ from tests.parallel.parity import (
     parity_config,
     run_case,
 )
-from tests.parallel.ranks import held_ports, run_ranks
+from tests.parallel.ranks import run_each, run_ranks
 from tests.parallel.steps import RankResult, assert_close, exported_from, running, take_step, train_rank
 from tests.parallel.tiny import save_checkpoint as save_tiny
 from tests.parallel.tiny import scored_sequences
@@ -122,42 +121,31 @@ def test_both_specs_write_the_canonical_names(family: str, spec: Spec, tmp_path:
 
 
 # ---------------------------------------------------------------------------------------------------------- checkpoints
-def _exchange(
-    placement: RankPlacement, configs: list[RunConfig], ports: list[int], root: Path
-) -> list[dict[str, Tensor]]:
-    """Of each writer the weights after the step behind its checkpoint; then of each reader, a fresh trainer."""
+def _train(placement: RankPlacement, config: RunConfig, save: Path | None, load: Path | None) -> dict[str, Tensor]:
+    """The weights after two steps, saved between them; or of a fresh trainer after the second one."""
     _install()
-    found = []
-    places = [replace(placement, master_port=port) for port in ports]
-    for place, config in zip(places, configs, strict=False):
-        with running(place, config) as model:
-            _step(model)
-            model.save(root / config.trainer.attention)
-            _step(model)
-            found.append(exported_from(model))
-    for place, config, other in zip(places[2:], configs[::-1], configs, strict=True):
-        with running(place, config) as model:
-            model.load(root / other.trainer.attention)
-            _step(model)
-            found.append(exported_from(model))
-    return found
-
-
-def _step(model: MegatronTrainer) -> None:
     packs = [pack_sequences(scored_sequences([(5, 9), (3, 6), (11, 2)], seed=seed)) for seed in (0, 1)]
-    take_step(model, packs, 6.0, last=True)
+    with running(placement, config) as model:
+        if load is not None:
+            model.load(load)
+        if save is not None:
+            take_step(model, packs, 6.0, last=True)
+            model.save(save)
+        take_step(model, packs, 6.0, last=True)
+        return exported_from(model)
 
 
 @pytest.mark.parametrize("family", ["qwen3", "qwen3_moe"])
 def test_either_spec_continues_the_others_checkpoint(family: str, tmp_path: Path) -> None:
     """Moments included: the step after the checkpoint is the same to rounding of the other spec's kernels."""
-    model, layout = save_tiny(family, tmp_path / "model"), {"tensor": 2, "sequence": True}
-    specs = ("ring", "transformer_engine")
-    configs = [parity_config(model, tmp_path / spec, layout | {"attention": spec}) for spec in specs]
-    with held_ports(4) as ports:
-        *expected, by_other, by_ring = run_ranks(_exchange, 2, tmp_path / "ranks", configs, ports, tmp_path)[0]
-    assert_close(by_other, expected[0], 1e-6)
-    assert_close(by_ring, expected[1], 1e-6)
+    model, layout = save_tiny(family, tmp_path / "model"), {"tensor": 2, "sequence": True, "attention": "ring"}
+    ring = parity_config(model, tmp_path, layout)
+    other = parity_config(model, tmp_path, layout | {"attention": "transformer_engine"})
+    by_ring, by_other = tmp_path / "by-ring", tmp_path / "by-other"
+    tasks = [(ring, by_ring, None), (other, by_other, None), (other, None, by_ring), (ring, None, by_other)]
+    (first, _), (second, _), (further, _), (back, _) = run_each(_train, 2, tmp_path / "ranks", tasks)
+    assert_close(further, first, 1e-6)
+    assert_close(back, second, 1e-6)
 
 
 # ----------------------------------------------------------------------------------------------------------- the choice

@@ -153,9 +153,7 @@ def save_checkpoint(family: str, directory: Path, seed: int = 0) -> Path:
 
 def _model(family: str) -> torch.nn.Module:
     class_name, features = (_KNOWN | OTHERS)[family]
-    sizes = (
-        {"vocab_size": VOCAB} if family == "gpt2" else SIZES | ({"num_hidden_layers": 2} if family in OTHERS else {})
-    )
+    sizes = {"vocab_size": VOCAB} if family == "gpt2" else SIZES | {"num_hidden_layers": 2 if family in OTHERS else 4}
     # transformers would leave a padding token's embedding without gradient.
     ids = {} if family in _KNOWN else {"pad_token_id": None, "bos_token_id": 1, "eos_token_id": 2}
     config = getattr(transformers, class_name)(**{**sizes, **features, **ids})
