@@ -199,9 +199,8 @@ def test_written_behind_training_it_holds_the_values_of_its_step(layout: str, dt
     """Loaded, it gives the weights, moments and random numbers that were there when the save was started."""
     config = _config(_model(tmp_path / "model", layout), tmp_path, LAYOUTS[layout], dtype)
     checkpoint = tmp_path / "checkpoint"
-    _continues(
-        Saved(config, checkpoint, _run(_save_behind_and_go_on, config, tmp_path / "first", checkpoint)), tmp_path
-    )
+    records = _run(_save_behind_and_go_on, config, tmp_path / "first", checkpoint)
+    _continues(Saved(config, checkpoint, records), tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -422,7 +421,6 @@ def test_weights_alone_become_the_reference_of_their_ranks_and_of_others(tmp_pat
     layout = {"tensor": 2, "sequence": True, "distributed": True}
     config = _config(model, tmp_path, layout, "bfloat16", **reference)
     wrote = run_ranks(_save_weights_and_refer, 2, tmp_path / "first", config, tmp_path / "weights")
-    (read,) = run_ranks(
-        _score_with, 1, tmp_path / "second", _config(model, tmp_path, {}, "bfloat16"), tmp_path / "weights"
-    )
+    alone = _config(model, tmp_path, {}, "bfloat16")
+    (read,) = run_ranks(_score_with, 1, tmp_path / "second", alone, tmp_path / "weights")
     same_bits(read, {name: tensor for tensors in wrote for name, tensor in tensors.items()})

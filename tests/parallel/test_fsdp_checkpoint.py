@@ -210,10 +210,8 @@ def test_as_many_ranks_continue_bit_for_bit_and_refuse_damage(written: Written, 
 
 @pytest.mark.parametrize("layout", [{}, {"context": 3}], ids=["one rank", "context 3"])
 def test_other_ranks_continue_to_rounding(layout: dict[str, int], written: Written, tmp_path: Path) -> None:
-    config = written.config(layout)
-    loaded = run_ranks(
-        _load_and_go_on, config.trainer.parallel.world_size, tmp_path, config, [written.root / "whole"], []
-    )
+    config, checkpoints = written.config(layout), [written.root / "whole"]
+    loaded = run_ranks(_load_and_go_on, config.trainer.parallel.world_size, tmp_path, config, checkpoints, [])
     assert_close(loaded[0][0].at_checkpoint, written.saved[0].at_checkpoint, 0.0)
     # Sums over ranks are added in another order, and AdamW divides by small second moments.
     assert_close(loaded[0][0].later, written.saved[0].later, 2e-5 if written.dtype == "float32" else 2e-2)

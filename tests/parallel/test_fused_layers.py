@@ -120,8 +120,6 @@ def test_attention_is_not_fused_where_the_kernel_knows_no_way(
     layout: Settings, dtype: str, qwen3: Path, tmp_path: Path
 ) -> None:
     config = parity_config(qwen3, tmp_path, layout | {"cpu_kernels": "auto"}, dtype)
-    ranks = run_ranks(
-        _step, config.trainer.parallel.world_size, tmp_path / "ranks", config,
-        pack_sequences(scored_sequences(LENGTHS)), 48,
-    )  # fmt: skip
+    world, pack = config.trainer.parallel.world_size, pack_sequences(scored_sequences(LENGTHS))
+    ranks = run_ranks(_step, world, tmp_path / "ranks", config, pack, 48)
     assert [fused for _, fused in ranks] == [0] * len(ranks)

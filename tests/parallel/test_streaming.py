@@ -90,9 +90,8 @@ def test_streamed_updates_are_those_of_the_whole_batch(
 ) -> None:
     algorithm: dict[str, Any] = {"importance_correction": "truncate", "importance_high": 1.02, "reduction": "groups"}
     config = parity_config(qwen3, tmp_path, layout, **algorithm)
-    config = config.model_copy(
-        update={"trainer": config.trainer.model_copy(update={"target_tokens_per_batch": BUDGET})}
-    )
+    trainer = config.trainer.model_copy(update={"target_tokens_per_batch": BUDGET})
+    config = config.model_copy(update={"trainer": trainer})
     world = config.trainer.parallel.world_size
     tasks = [(config, _rollouts(), streams) for streams in (False, True)]
     for expected, found in zip(*run_each(_update, world, tmp_path / "ranks", tasks), strict=True):
