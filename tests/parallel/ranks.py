@@ -13,6 +13,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -49,6 +50,22 @@ def run_ranks(
             _end(processes)
     _report_failures(directory, world_size, timeout_s)
     return [torch.load(_result_file(directory, rank), weights_only=False) for rank in range(world_size)]
+
+
+def run_each(
+    function: RankFunction, world_size: int, directory: Path, tasks: list[tuple[Any, ...]]
+) -> list[tuple[Any, ...]]:
+    """``function(placement, *task)`` for one task after the other in the same processes, each with its own rendezvous.
+
+    Returns every task's results in rank order.
+    """
+    with held_ports(len(tasks)) as ports:
+        return list(zip(*run_ranks(_each, world_size, directory, function, ports, tasks), strict=True))
+
+
+def _each(placement: RankPlacement, function: RankFunction, ports: list[int], tasks: list[tuple[Any, ...]]) -> Any:
+    places = [replace(placement, master_port=port) for port in ports]
+    return [function(place, *task) for place, task in zip(places, tasks, strict=True)]
 
 
 def _wait(processes: list[Any], deadline: float) -> None:

@@ -5,7 +5,6 @@ model's own float64 forward pass on unpacked sequences, its gradients and its up
 """
 
 import json
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +21,7 @@ from slime_like.interfaces import RankPlacement
 from slime_like.models.dimensions import ModelDimensions
 from slime_like.planning.plan import counted_dimensions
 from tests.parallel.parity import PACKS, make_case
-from tests.parallel.ranks import held_ports, run_ranks
+from tests.parallel.ranks import run_each
 from tests.parallel.test_fsdp_parity import check_case, run_cases
 from tests.parallel.tiny import OTHERS, SIZES, save_checkpoint
 
@@ -53,9 +52,8 @@ def test_what_packs_do_not_admit_is_refused_by_name(tmp_path: Path) -> None:
     models = [_checkpoint(name, tmp_path / str(index)) for index, name in enumerate(REFUSED)]
     wide = make_case("llama", tmp_path / "case", steps=0).packs()[1]
     configs = [_config(model, name) for name, model in zip(REFUSED, models, strict=True)]
-    with held_ports(len(configs)) as ports:
-        (messages,) = run_ranks(_refusals, 1, tmp_path / "ranks", list(zip(ports, configs, strict=True)), wide)
-    for (name, sentence), message in zip(REFUSED.items(), messages, strict=True):
+    messages = run_each(_refusal, 1, tmp_path / "ranks", [(config, wide) for config in configs])
+    for (name, sentence), (message,) in zip(REFUSED.items(), messages, strict=True):
         assert sentence in message, f"{name}: {message}"
 
 
@@ -82,19 +80,17 @@ def test_a_plan_counts_the_model_itself(tmp_path: Path) -> None:
     assert counted.active_parameters == sum(sizes.values()) - idle - sizes["model.embed_tokens.weight"]
 
 
-def _refusals(placement: RankPlacement, runs: list[tuple[int, RunConfig]], pack: Any) -> list[str]:
-    """What each run's start, or its first pack, is rejected with."""
-    messages = []
-    for port, config in runs:
-        trainer = FsdpTrainer(config, replace(placement, master_port=port))
-        try:
-            trainer.setup()
-            trainer.score([pack])
-            messages.append("nothing")
-        except (ConfigError, TrainerError) as error:
-            messages.append(str(error))
+def _refusal(placement: RankPlacement, config: RunConfig, pack: Any) -> str:
+    """What the run's start, or its first pack, is rejected with."""
+    trainer = FsdpTrainer(config, placement)
+    try:
+        trainer.setup()
+        trainer.score([pack])
+    except (ConfigError, TrainerError) as error:
+        return str(error)
+    finally:
         trainer.shutdown()
-    return messages
+    return "nothing"
 
 
 def _config(model: Path, name: str) -> RunConfig:

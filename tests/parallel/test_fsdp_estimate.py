@@ -5,14 +5,12 @@ Not compared: activations and messages, which need GPUs to be measured.
 
 from pathlib import Path
 
-import pytest
-
 from backends.fsdp.planning.estimate import estimate, rank_kinds
 from backends.fsdp.trainer import FsdpTrainer
 from backends.fsdp.weights import shard_of
 from slime_like.config import RunConfig
 from slime_like.interfaces import RankPlacement
-from tests.parallel.ranks import run_ranks
+from tests.parallel.ranks import run_each
 from tests.parallel.tiny import save_checkpoint
 
 
@@ -26,23 +24,25 @@ def _held(placement: RankPlacement, config: RunConfig) -> tuple[int, int]:
     return held
 
 
-@pytest.mark.parametrize("family", ["qwen2", "qwen3_moe", "deepseek_v3"])
-def test_weights_and_moments_are_a_ranks_own(family: str, tmp_path: Path) -> None:
+def test_weights_and_moments_are_a_ranks_own(tmp_path: Path) -> None:
     """Three ranks share nothing evenly: each has other rows of a vocabulary of 151, of experts and of norms of 64."""
-    checkpoint = save_checkpoint(family, tmp_path / "model")
-    config = RunConfig(
-        run_dir=tmp_path,
-        model={"path": checkpoint, "dtype": "bfloat16"},
-        data={"max_prompt_tokens": 32},
-        rollout={"max_new_tokens": 32},
-        trainer={"backend": "fsdp", "parallel": {"context": 3}, "target_tokens_per_batch": 96, "cpu_threads": 1},
-    )
-    found = run_ranks(_held, 3, tmp_path / "ranks", config)
-    (kind,) = rank_kinds(config)
-    assert sorted(kind.ranks) == [0, 1, 2] and kind.ranks[0] == 2
-    for rank, (parameter_bytes, optimizer_bytes) in enumerate(found):
-        memory = estimate(config, rank).memory
-        assert (memory.parameter_bytes, memory.optimizer_bytes) == (parameter_bytes, optimizer_bytes)
-        assert memory.activation_bytes > memory.saved_bytes > 0
-    training = estimate(config, 0).training
-    assert {traffic.axis for traffic in training.traffic} == {"context", "data"} and training.flops > 0
+    configs = [
+        RunConfig(
+            run_dir=tmp_path,
+            model={"path": save_checkpoint(family, tmp_path / family), "dtype": "bfloat16"},
+            data={"max_prompt_tokens": 32},
+            rollout={"max_new_tokens": 32},
+            trainer={"backend": "fsdp", "parallel": {"context": 3}, "target_tokens_per_batch": 96, "cpu_threads": 1},
+        )
+        for family in ("qwen2", "qwen3_moe", "deepseek_v3")
+    ]
+    held = run_each(_held, 3, tmp_path / "ranks", [(config,) for config in configs])
+    for config, found in zip(configs, held, strict=True):
+        (kind,) = rank_kinds(config)
+        assert sorted(kind.ranks) == [0, 1, 2] and kind.ranks[0] == 2
+        planned = [estimate(config, rank) for rank in range(3)]
+        for memory, real in zip((each.memory for each in planned), found, strict=True):
+            assert (memory.parameter_bytes, memory.optimizer_bytes) == real, config.model.path
+            assert memory.activation_bytes > memory.saved_bytes > 0
+        training = planned[0].training
+        assert {traffic.axis for traffic in training.traffic} == {"context", "data"} and training.flops > 0

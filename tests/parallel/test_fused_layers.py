@@ -13,11 +13,12 @@ from slime_like.config import RunConfig
 from slime_like.interfaces import RankPlacement
 from slime_like.trajectory import PackedTrajectory
 from tests.parallel.parity import Settings, parity_config
-from tests.parallel.ranks import run_ranks
+from tests.parallel.ranks import run_each, run_ranks
 from tests.parallel.steps import gradients_of, running
 from tests.parallel.tiny import save_checkpoint, scored_sequences
 
 LENGTHS = [(5, 9), (3, 1), (17, 20), (2, 31)]
+FAMILIES = ("qwen3", "qwen2", "llama", "qwen3_moe")
 
 
 def _step(
@@ -39,23 +40,20 @@ def _step(
     return found, fused
 
 
-@pytest.mark.parametrize("family", ["qwen3", "qwen2", "llama", "qwen3_moe"])
 @pytest.mark.parametrize("layout", [{}, {"tensor": 2, "sequence": True}], ids=["single", "tp2-sp"])
-def test_gradients_are_those_of_torch(family: str, layout: Settings, tmp_path: Path) -> None:
-    checkpoint = save_checkpoint(family, tmp_path / "model")
-    pack = pack_sequences(scored_sequences(LENGTHS))
-    cases = {"fused": ("auto", 48), "long": ("auto", 30), "torch": ("off", 48)}
-    found = {}
-    for name, (kernels, longest) in cases.items():
-        config = parity_config(checkpoint, tmp_path, layout | {"cpu_kernels": kernels})
-        world = config.trainer.parallel.world_size
-        found[name] = run_ranks(_step, world, tmp_path / name, config, pack, longest)
-    for (ours, times), (long, none), (wanted, never) in zip(*found.values(), strict=True):
-        assert times > 0 and none == never == 0  # one sequence of the pack is longer than 30 tokens
-        for one, other, reference in zip(ours, long, wanted, strict=True):
-            bound = 2e-5 * float(reference.abs().max()) + 1e-7
-            torch.testing.assert_close(one, reference, rtol=0, atol=bound)
-            torch.testing.assert_close(other, reference, rtol=0, atol=bound)
+def test_gradients_are_those_of_torch(layout: Settings, tmp_path: Path) -> None:
+    pack, tasks = pack_sequences(scored_sequences(LENGTHS)), []
+    for checkpoint in (save_checkpoint(family, tmp_path / family) for family in FAMILIES):
+        for kernels, longest in (("auto", 48), ("auto", 30), ("off", 48)):
+            tasks.append((parity_config(checkpoint, tmp_path, layout | {"cpu_kernels": kernels}), pack, longest))
+    results = iter(run_each(_step, tasks[0][0].trainer.parallel.world_size, tmp_path / "ranks", tasks))
+    for family, cases in zip(FAMILIES, zip(results, results, results, strict=True), strict=True):
+        for (ours, times), (long, none), (wanted, never) in zip(*cases, strict=True):
+            assert times > 0 and none == never == 0, family  # one sequence of the pack is longer than 30 tokens
+            for one, other, reference in zip(ours, long, wanted, strict=True):
+                bound = 2e-5 * float(reference.abs().max()) + 1e-7
+                torch.testing.assert_close(one, reference, rtol=0, atol=bound, msg=family)
+                torch.testing.assert_close(other, reference, rtol=0, atol=bound, msg=family)
 
 
 def _parts_by_kernels(placement: RankPlacement, config: RunConfig, numba: bool) -> set[str]:
@@ -122,8 +120,6 @@ def test_attention_is_not_fused_where_the_kernel_knows_no_way(
     layout: Settings, dtype: str, qwen3: Path, tmp_path: Path
 ) -> None:
     config = parity_config(qwen3, tmp_path, layout | {"cpu_kernels": "auto"}, dtype)
-    ranks = run_ranks(
-        _step, config.trainer.parallel.world_size, tmp_path / "ranks", config,
-        pack_sequences(scored_sequences(LENGTHS)), 48,
-    )  # fmt: skip
+    world, pack = config.trainer.parallel.world_size, pack_sequences(scored_sequences(LENGTHS))
+    ranks = run_ranks(_step, world, tmp_path / "ranks", config, pack, 48)
     assert [fused for _, fused in ranks] == [0] * len(ranks)

@@ -16,12 +16,11 @@ from backends.megatron.trainer import MegatronTrainer
 from slime_like.config import RunConfig
 from slime_like.examples.tiny_model import make_tiny_model
 from slime_like.interfaces import RankPlacement
-from tests.parallel.ranks import run_ranks
+from tests.parallel.ranks import run_each
 from tests.parallel.steps import assert_close, exported_from, running
 from tests.parallel.test_checkpoint import step_of_four
 from tests.parallel.tiny import tiny_config
 
-STEPS = 3
 LAYOUTS: dict[str, dict[str, Any]] = {
     "single": {},
     "tp2-sp-dp2": {"tensor": 2, "sequence": True, "data": 2},
@@ -39,9 +38,12 @@ def _config(root: Path, layout: str, dtype: str, offload: bool, distributed: boo
 
 
 def _train(
-    placement: RankPlacement, config: RunConfig, load: Path | None, save: Path | None, fresh: bool
+    placement: RankPlacement, config: RunConfig, save: Path | None, load: Path | None, fresh: bool = False
 ) -> list[dict[str, Tensor]]:
-    """Weights and optimizer state after every step. Unless ``fresh``, a step is taken and lost before ``load``."""
+    """Weights and optimizer state after each of three steps, saved after two; or, loaded, after the third.
+
+    Unless ``fresh``, a step is taken and lost before ``load``.
+    """
     with running(placement, config) as trainer:
         _require_kind(trainer)
         if load is not None:
@@ -49,11 +51,11 @@ def _train(
                 step_of_four(trainer)
             trainer.load(load)
         weights = []
-        for _ in range(STEPS):
+        for step in range(3) if save is not None else [2]:
+            if save is not None and step == 2:
+                trainer.save(save)
             step_of_four(trainer)
             weights.append(_main_weights(trainer))
-        if save is not None:
-            trainer.save(save)
         return weights
 
 
@@ -74,12 +76,6 @@ def _main_weights(trainer: MegatronTrainer) -> dict[str, Tensor]:
     return found
 
 
-def _run(
-    config: RunConfig, root: Path, name: str, load: Path | None = None, save: Path | None = None, fresh: bool = False
-) -> Any:
-    return run_ranks(_train, config.trainer.parallel.world_size, root / name, config, load, save, fresh)
-
-
 def _assert_close(found: Any, expected: Any, bound: float) -> None:
     for ours, theirs in zip(found, expected, strict=True):
         for our_step, their_step in zip(ours, theirs, strict=True):
@@ -88,18 +84,24 @@ def _assert_close(found: Any, expected: Any, bound: float) -> None:
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_the_update_and_its_checkpoints_are_those_of_the_device(layout: str, tmp_path: Path) -> None:
-    """Three AdamW steps; saved, and continued for three more by both kinds from each kind's checkpoint."""
+    """Three AdamW steps; the last one also by both kinds from each kind's checkpoint."""
     bound = 1e-7
     device, host = (_config(tmp_path, layout, "bfloat16", offload) for offload in (False, True))
-    on_device = _run(device, tmp_path, "device", save=tmp_path / "by-device")
-    on_host = _run(host, tmp_path, "host", save=tmp_path / "by-host")
+    by_device, by_host = tmp_path / "by-device", tmp_path / "by-host"
+    tasks = [
+        (device, by_device, None),
+        (host, by_host, None),
+        (host, None, by_device, True),
+        (host, None, by_host),
+        (device, None, by_host),
+    ]
+    on_device, on_host, *others = run_each(_train, device.trainer.parallel.world_size, tmp_path / "ranks", tasks)
     _assert_close(on_host, on_device, bound)
-    mains = [name for name in on_host[0][0] if name.startswith("param.")]
-    assert min(float((on_host[0][-1][name] - on_host[0][0][name]).abs().max()) for name in mains) > 100 * bound
-    further = _run(device, tmp_path, "device-device", load=tmp_path / "by-device")
-    _assert_close(_run(host, tmp_path, "device-host", load=tmp_path / "by-device", fresh=True), further, bound)
-    _assert_close(_run(host, tmp_path, "host-host", load=tmp_path / "by-host"), further, bound)
-    _assert_close(_run(device, tmp_path, "host-device", load=tmp_path / "by-host"), further, bound)
+    for other in others:
+        _assert_close(other, [steps[-1:] for steps in on_device], bound)
+    first, *_, last = on_host[0]
+    mains = [name for name in first if name.startswith("param.")]
+    assert min(float((last[name] - first[name]).abs().max()) for name in mains) > 100 * bound
 
 
 def test_what_megatrons_host_optimizer_cannot_do_is_refused(tmp_path: Path) -> None:

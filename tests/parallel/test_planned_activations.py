@@ -4,7 +4,6 @@ Both run the same code, one on shapes and one for real; what is compared is how 
 highest moment of a pipeline's window is where the planner says. Not covered: CUDA's kernels and allocator.
 """
 
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,7 @@ from backends.megatron.planning.estimate import estimate, planned_attention
 from backends.megatron.planning.in_flight import WINDOWS_OF_STAGES
 from slime_like.config import RunConfig
 from slime_like.interfaces import RankPlacement
-from tests.parallel.ranks import held_ports, run_ranks
+from tests.parallel.ranks import run_each
 from tests.parallel.steps import running
 from tests.parallel.tiny import tiny_config
 
@@ -62,12 +61,8 @@ def allocated(run: Any) -> int:
     return peak
 
 
-def measure_rank(placement: RankPlacement, configs: list[RunConfig], ports: list[int]) -> list[int]:
-    """The peak of a window of worst micro-batches, after a first one has made what stays; each trainer at its port."""
-    return [_peak(config, replace(placement, master_port=port)) for config, port in zip(configs, ports, strict=True)]
-
-
-def _peak(config: RunConfig, placement: RankPlacement) -> int:
+def measure_rank(placement: RankPlacement, config: RunConfig) -> int:
+    """The peak of a window of worst micro-batches, after a first one has made what stays."""
     pack = worst_packs(config, context_layout_of(planned_attention(config)))[-1]
     window = [pack] * (WINDOWS_OF_STAGES if config.trainer.parallel.pipeline > 1 else 1)
     with running(placement, config) as trainer:
@@ -84,12 +79,11 @@ def test_activations_are_those_of_a_real_window(
         monkeypatch.setattr(module, "kernel_for", lambda device: CpuFlash())
     configs = {name: planned_config(qwen3, tmp_path, **layout) for name, layout in LAYOUTS.items()}
     selected = {name: config for name, config in configs.items() if config.trainer.parallel.world_size == world_size}
-    with held_ports(len(selected)) as ports:
-        peaks = run_ranks(measure_rank, world_size, tmp_path / "ranks", list(selected.values()), ports)
-    for index, (name, config) in enumerate(selected.items()):
-        for rank in range(world_size):
+    peaks = run_each(measure_rank, world_size, tmp_path / "ranks", [(config,) for config in selected.values()])
+    for (name, config), found in zip(selected.items(), peaks, strict=True):
+        for rank, real in enumerate(found):
             memory = estimate(config, rank).memory
-            planned, real = memory.activation_bytes + memory.head_bytes, peaks[rank][index]
+            planned = memory.activation_bytes + memory.head_bytes
             assert planned == pytest.approx(real, rel=NEAR), f"{name}, rank {rank}: {planned} planned, {real} real"
 
 

@@ -17,7 +17,7 @@ from slime_like.orchestration.trainer.batcher import ExperienceBatcher, WindowSt
 from slime_like.orchestration.trainer.rank_training import RankTraining
 from slime_like.trajectory import GRPOStats, ScoredTrajectory
 from tests.parallel.parity import parity_config
-from tests.parallel.ranks import run_ranks
+from tests.parallel.ranks import run_each
 from tests.parallel.steps import running, weights_of
 from tests.parallel.tiny import scored_sequences
 
@@ -90,14 +90,11 @@ def test_streamed_updates_are_those_of_the_whole_batch(
 ) -> None:
     algorithm: dict[str, Any] = {"importance_correction": "truncate", "importance_high": 1.02, "reduction": "groups"}
     config = parity_config(qwen3, tmp_path, layout, **algorithm)
-    config = config.model_copy(
-        update={"trainer": config.trainer.model_copy(update={"target_tokens_per_batch": BUDGET})}
-    )
+    trainer = config.trainer.model_copy(update={"target_tokens_per_batch": BUDGET})
+    config = config.model_copy(update={"trainer": trainer})
     world = config.trainer.parallel.world_size
-    whole, parts = (
-        run_ranks(_update, world, tmp_path / f"{streams}", config, _rollouts(), streams) for streams in (False, True)
-    )
-    for expected, found in zip(whole, parts, strict=True):
+    tasks = [(config, _rollouts(), streams) for streams in (False, True)]
+    for expected, found in zip(*run_each(_update, world, tmp_path / "ranks", tasks), strict=True):
         assert found.windows >= fewest and expected.windows == 1
         for before, ours, theirs in zip(found.before, found.weights, expected.weights, strict=True):
             apart, change = float((ours - theirs).norm()), float((theirs - before).norm())

@@ -15,7 +15,7 @@ from slime_like.config import RunConfig
 from slime_like.errors import TrainerError
 from slime_like.interfaces import RankPlacement
 from slime_like.trajectory import PackedTrajectory
-from tests.parallel.ranks import run_ranks
+from tests.parallel.ranks import run_each, run_ranks
 from tests.parallel.reference import Reference
 from tests.parallel.steps import gradients_in, running, take_step, weights_of
 from tests.parallel.tiny import save_checkpoint, scored_sequences, tiny_config
@@ -58,11 +58,11 @@ def test_the_only_update_of_a_batch_computes_its_old_logprobs_itself(
     """With and without a scoring pass: the same old logprobs and, importance correction included, the same update."""
     pack = pack_sequences(scored_sequences(LENGTHS))
     algorithm = {"importance_correction": "truncate"}
-    found = []
-    for source in ("score", "auto"):
-        config = _config(qwen3, tmp_path, layout, algorithm=algorithm | {"old_logprobs": source})
-        ranks = tmp_path / source
-        found.append(run_ranks(_trained_once, config.trainer.parallel.world_size, ranks, config, pack))
+    configs = [
+        _config(qwen3, tmp_path, layout, algorithm=algorithm | {"old_logprobs": source}) for source in ("score", "auto")
+    ]
+    tasks = [(config, pack) for config in configs]
+    found = run_each(_trained_once, configs[0].trainer.parallel.world_size, tmp_path / "ranks", tasks)
     for (own_weights, state), (weights, old) in zip(*found, strict=True):
         assert (state is None) == (old is None)
         if state is not None and old is not None:

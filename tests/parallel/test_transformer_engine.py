@@ -26,7 +26,7 @@ from tests.parallel.parity import (
     parity_config,
     run_case,
 )
-from tests.parallel.ranks import run_ranks
+from tests.parallel.ranks import run_each, run_ranks
 from tests.parallel.steps import RankResult, assert_close, exported_from, running, take_step, train_rank
 from tests.parallel.tiny import save_checkpoint as save_tiny
 from tests.parallel.tiny import scored_sequences
@@ -44,7 +44,7 @@ def _install() -> None:
 
 # ---------------------------------------------------------------------------------------------------------- the layers
 def _trained(placement: RankPlacement, config: RunConfig, packs: Any, denominator: float, steps: int) -> Any:
-    """Scores, and what three optimizer steps made of the weights, under Hugging Face names."""
+    """Scores, and what optimizer steps made of the weights, under Hugging Face names."""
     _install()
     exported: dict[str, Tensor] = {}
 
@@ -70,8 +70,9 @@ def _trained(placement: RankPlacement, config: RunConfig, packs: Any, denominato
     ],
 )
 def test_its_layers_compute_the_reference(family: str, layout: Settings, tmp_path: Path) -> None:
-    case = make_case(family, tmp_path / "model")
-    results: list[RankResult] = run_case(case, layout | {"attention": "transformer_engine"}, tmp_path, _trained)
+    case = make_case(family, tmp_path / "model", steps=1)
+    layout = layout | {"attention": "transformer_engine"}
+    results: list[RankResult] = run_case(case, layout, tmp_path, _trained, steps=1)
     check_scores(case, results)
     weights = stacked_experts(results[0].weights)
     changes = {name: weights[name].double() - case.initial[name] for name in case.initial}
@@ -120,41 +121,31 @@ def test_both_specs_write_the_canonical_names(family: str, spec: Spec, tmp_path:
 
 
 # ---------------------------------------------------------------------------------------------------------- checkpoints
-def _write(placement: RankPlacement, config: RunConfig, directory: Path) -> dict[str, Tensor]:
-    """Two steps, a checkpoint, a third step; the weights after it."""
+def _train(placement: RankPlacement, config: RunConfig, save: Path | None, load: Path | None) -> dict[str, Tensor]:
+    """The weights after two steps, saved between them; or of a fresh trainer after the second one."""
     _install()
-    with running(placement, config) as model:
-        _steps(model, 2)
-        model.save(directory)
-        _steps(model, 1)
-        return exported_from(model)
-
-
-def _read(placement: RankPlacement, config: RunConfig, directory: Path) -> dict[str, Tensor]:
-    """A fresh trainer goes on from the checkpoint: the weights after one step."""
-    _install()
-    with running(placement, config) as model:
-        model.load(directory)
-        _steps(model, 1)
-        return exported_from(model)
-
-
-def _steps(model: MegatronTrainer, count: int) -> None:
     packs = [pack_sequences(scored_sequences([(5, 9), (3, 6), (11, 2)], seed=seed)) for seed in (0, 1)]
-    for _ in range(count):
+    with running(placement, config) as model:
+        if load is not None:
+            model.load(load)
+        if save is not None:
+            take_step(model, packs, 6.0, last=True)
+            model.save(save)
         take_step(model, packs, 6.0, last=True)
+        return exported_from(model)
 
 
 @pytest.mark.parametrize("family", ["qwen3", "qwen3_moe"])
-@pytest.mark.parametrize(("writer", "reader"), [("ring", "transformer_engine"), ("transformer_engine", "ring")])
-def test_either_spec_continues_the_others_checkpoint(family: str, writer: Spec, reader: Spec, tmp_path: Path) -> None:
+def test_either_spec_continues_the_others_checkpoint(family: str, tmp_path: Path) -> None:
     """Moments included: the step after the checkpoint is the same to rounding of the other spec's kernels."""
-    model, layout = save_tiny(family, tmp_path / "model"), {"tensor": 2, "sequence": True}
-    first = parity_config(model, tmp_path / "first", layout | {"attention": writer})
-    second = parity_config(model, tmp_path / "second", layout | {"attention": reader})
-    expected, _ = run_ranks(_write, 2, tmp_path / "write", first, tmp_path / "checkpoint")
-    found, _ = run_ranks(_read, 2, tmp_path / "read", second, tmp_path / "checkpoint")
-    assert_close(found, expected, 1e-6)
+    model, layout = save_tiny(family, tmp_path / "model"), {"tensor": 2, "sequence": True, "attention": "ring"}
+    ring = parity_config(model, tmp_path, layout)
+    other = parity_config(model, tmp_path, layout | {"attention": "transformer_engine"})
+    by_ring, by_other = tmp_path / "by-ring", tmp_path / "by-other"
+    tasks = [(ring, by_ring, None), (other, by_other, None), (other, None, by_ring), (ring, None, by_other)]
+    (first, _), (second, _), (further, _), (back, _) = run_each(_train, 2, tmp_path / "ranks", tasks)
+    assert_close(further, first, 1e-6)
+    assert_close(back, second, 1e-6)
 
 
 # ----------------------------------------------------------------------------------------------------------- the choice

@@ -84,14 +84,14 @@ _KNOWN: dict[str, tuple[str, dict[str, Any]]] = {
     # Queries that are not compressed, as in Moonlight-16B-A3B.
     "deepseek_v3_direct": ("DeepseekV3Config", {**_DEEPSEEK, "n_group": 1, "topk_group": 1, "q_lora_rank": None}),
 }
-# Families that only transformers has formulas for, with what makes each another model than a Llama.
+# Families that only transformers has formulas for, with what makes each another model than a Llama; in two layers.
 OTHERS: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma3_text": (  # scaled embeddings, norms around 1 + w, capped logits, windows as wide as the longest sequence
         "Gemma3TextConfig",
         {
             "head_dim": 32,
             "sliding_window": 62,
-            "layer_types": ["sliding_attention", "full_attention"] * 2,
+            "layer_types": ["sliding_attention", "full_attention"],
             "final_logit_softcapping": 3.0,
             "query_pre_attn_scalar": 24,
         },
@@ -101,13 +101,13 @@ OTHERS: dict[str, tuple[str, dict[str, Any]]] = {
         "GraniteConfig",
         {"logits_scaling": 3.0, "embedding_multiplier": 2.0, "residual_multiplier": 0.5, "attention_multiplier": 0.2},
     ),
-    "smollm3": ("SmolLM3Config", {"no_rope_layers": [1, 1, 1, 0]}),
+    "smollm3": ("SmolLM3Config", {"no_rope_layers": [1, 0]}),
     "gpt_neox": ("GPTNeoXConfig", {"rotary_pct": 0.5}),  # parallel residuals, a rotary part of heads, other names
     "cohere": ("CohereConfig", {"logit_scale": 0.25}),  # LayerNorm, one norm per layer, tied
     "phi": ("PhiConfig", {"partial_rotary_factor": 0.5}),  # a bias in the head
     "gpt2": (
         "GPT2Config",
-        {"n_layer": 4, "n_embd": 64, "n_head": 4, "n_positions": 256, "initializer_range": 0.08},
+        {"n_layer": 2, "n_embd": 64, "n_head": 4, "n_positions": 256, "initializer_range": 0.08},
     ),  # learned positions
     "stablelm": ("StableLmConfig", {"use_qkv_bias": True}),  # layers that hand on what they know alone
     "qwen2_moe": (
@@ -153,7 +153,7 @@ def save_checkpoint(family: str, directory: Path, seed: int = 0) -> Path:
 
 def _model(family: str) -> torch.nn.Module:
     class_name, features = (_KNOWN | OTHERS)[family]
-    sizes = {"vocab_size": VOCAB} if family == "gpt2" else SIZES
+    sizes = {"vocab_size": VOCAB} if family == "gpt2" else SIZES | {"num_hidden_layers": 2 if family in OTHERS else 4}
     # transformers would leave a padding token's embedding without gradient.
     ids = {} if family in _KNOWN else {"pad_token_id": None, "bos_token_id": 1, "eos_token_id": 2}
     config = getattr(transformers, class_name)(**{**sizes, **features, **ids})
