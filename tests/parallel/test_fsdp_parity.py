@@ -5,7 +5,6 @@ by tensor, the routers' balancing loss, and the change of the weights after two 
 decay. All families of one layout run in one fork. Not covered here: CUDA.
 """
 
-from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,6 @@ from typing import Any
 import pytest
 import torch
 
-from slime_like.interfaces import RankPlacement
 from slime_like.models.dimensions import ModelDimensions
 from tests.parallel.assembly import to_hugging_face
 from tests.parallel.fsdp_steps import Settings, fsdp_config, train_fsdp_rank
@@ -30,7 +28,7 @@ from tests.parallel.parity import (
     make_case,
     run_case,
 )
-from tests.parallel.ranks import held_ports, run_ranks
+from tests.parallel.ranks import run_each
 from tests.parallel.steps import RankResult, by_stage, scored_packs
 
 FAMILIES = ("qwen3", "qwen2", "llama", "qwen3_moe", "deepseek_v3")
@@ -58,19 +56,12 @@ def cases(tmp_path_factory: pytest.TempPathFactory) -> Any:
     return make
 
 
-def _train_all(placement: RankPlacement, runs: list[tuple[int, tuple[Any, ...]]]) -> list[RankResult]:
-    """One run after the other in the same process, each with separate process groups and rendezvous."""
-    return [train_fsdp_rank(replace(placement, master_port=port), *run) for port, run in runs]
-
-
 def run_cases(cases: list[Case], layout: Settings, directory: Path, steps: int = STEPS) -> list[list[RankResult]]:
     """Results of every rank, by case."""
     configs = [fsdp_config(case, directory, layout) for case in cases]
     world = configs[0].trainer.parallel.world_size
     tasks = [(config, case.packs(), case.denominator, steps) for config, case in zip(configs, cases, strict=True)]
-    with held_ports(len(tasks)) as ports:
-        by_rank = run_ranks(_train_all, world, directory / "ranks", list(zip(ports, tasks, strict=True)))
-    return [list(results) for results in zip(*by_rank, strict=True)]
+    return [list(results) for results in run_each(train_fsdp_rank, world, directory / "ranks", tasks)]
 
 
 def check_case(case: Case, results: list[RankResult]) -> None:
