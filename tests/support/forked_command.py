@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import ray._private.node
+from ray._private import services
 from ray._private.runtime_env.context import RuntimeEnvContext
 from ray._raylet import Config
 
@@ -88,11 +89,12 @@ def _become_worker(connection: socket.socket, length: int, descriptors: list[int
         request["environment"] | RuntimeEnvContext.deserialize(known.serialized_runtime_env_context).env_vars,
         request["directory"],
     )
-    if os.environ["RAY_JOB_ID"] != FIRST_JOB:
+    if os.environ.get("RAY_JOB_ID", FIRST_JOB) != FIRST_JOB:
         raise RuntimeError("only workers of a cluster's first job are forked")
     if "RAY_AUTH_MODE" in os.environ:  # read when Ray's core was imported
         Config.initialize(json.dumps({"AUTH_MODE": os.environ["RAY_AUTH_MODE"]}).encode())
     threading.Thread(target=_end_with, args=(connection,), daemon=True).start()
+    sys.stdin = open(0)  # noqa: SIM115  # where an agent sees the raylet's end
     sys.argv = arguments
     sys.path[0] = str(Path(arguments[0]).parent)
     runpy.run_path(arguments[0], run_name="__main__")
@@ -161,8 +163,9 @@ def _command(
 
 
 def _start_workers_by(shim: str) -> None:
-    """Of every Ray node that this process starts."""
+    """Of every Ray node that this process starts; its agents, too."""
     usual = ray._private.node.Node.__init__
+    services._build_python_executable_command_memory_profileable = lambda *_: [sys.executable, shim]
 
     def start(node: Any, ray_params: Any, *arguments: Any, **options: Any) -> None:
         ray_params.update(setup_worker_path=shim)

@@ -16,6 +16,8 @@ PRELOADED = [
     "pytest",
     "hypothesis",
     "ray",
+    "ray._private.runtime_env.agent.runtime_env_agent",
+    "ray.dashboard.utils",
     "torch._dynamo",  # which optimizers import
     "backends.fsdp.trainer",
     "backends.megatron.trainer",
