@@ -16,7 +16,7 @@ from slime_like.examples.tiny_model import make_tiny_model
 from tests.support.interpreter import make_interpreter
 from tests.support.processes import Command
 
-WARM_START_STEPS, BATCH = 120, 64
+WARM_START_STEPS, BATCH = 160, 20
 
 
 def demonstrations(path: Path, tokenizer: Any) -> list[tuple[list[int], list[int]]]:
@@ -71,7 +71,7 @@ def test_the_reward_of_conversations_rises(imitator: Path, tmp_path: Path) -> No
     run_dir = tmp_path / "run"
     flags = [
         "train", "configs/calculator.yaml", "--run_dir", str(run_dir), "--model.path", str(imitator),
-        "--data.train", str(imitator / "data" / "train.jsonl"), "--steps", "12",
+        "--data.train", str(imitator / "data" / "train.jsonl"), "--steps", "9",
         "--evaluation.files", str(imitator / "data" / "eval.jsonl"), "--evaluation.max_prompts", "48",
         "--evaluation.temperature", "1",
         "--rollout.python", str(make_interpreter(tmp_path / "other")),
@@ -88,7 +88,7 @@ def test_the_reward_of_conversations_rises(imitator: Path, tmp_path: Path) -> No
     assert finished.left_behind == []
     assert "engine 0 (transformers) was restarted" in finished.stderr
     audit = audit_run(run_dir)
-    assert audit.holds and audit.trained == 12 * 16, audit.problems
+    assert audit.holds and audit.trained == 9 * 16, audit.problems
     rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
     steps = [row for row in rows if "train_actor_training/loss" in row]
     rewards = [row["ref_actor_rewards/rewards_func_math_verify_mean"] for row in steps]
