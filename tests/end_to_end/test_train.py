@@ -28,7 +28,7 @@ def steps_of(run_dir: Path) -> list[dict[str, Any]]:
 def test_rl_runs_and_every_claim_of_a_step_holds(tiny: Tiny, tmp_path: Path, engine: str) -> None:
     """Also with the KL term on, so that the reference model is loaded and scored. One update a step: its ratio is 1.
 
-    With CPU kernels, and with vLLM in new interpreters. Most other tests in this folder run with the transformers engine.
+    With CPU kernels, vLLM in new interpreters. Most other tests in this folder run with the transformers engine.
     """
     run_dir = tmp_path / "run"
     flags = ["--rollout.engine", engine, "--algorithm.kl_coef", "0.01", "--algorithm.minibatches", "1"]

@@ -31,6 +31,7 @@ PRELOADED = [
     "slime_like.orchestration.trainer.rank",
     "slime_like.train",
     "aiohttp",
+    "math_verify",
     "matplotlib.backends.backend_agg",  # draws the curve of a run
     "matplotlib.figure",
     "pyarrow",  # which Ray imports in every worker
