@@ -1,7 +1,6 @@
 """A model learns to use its calculator: conversations through the whole loop, sampled ahead of training."""
 
 import json
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -59,13 +58,6 @@ def imitator(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
-def wait_for_steps(command: Command, metrics: Path, count: int, timeout_s: float) -> None:
-    deadline = time.monotonic() + timeout_s
-    while not metrics.is_file() or metrics.read_text().count('train_actor_training/loss"') < count:
-        assert command.process.poll() is None and time.monotonic() < deadline, command.output
-        time.sleep(0.1)
-
-
 def test_the_reward_of_conversations_rises(imitator: Path, tmp_path: Path) -> None:
     """The engine lives in another interpreter, and dies: the groups that it had are begun again, and none is lost."""
     run_dir = tmp_path / "run"
@@ -81,7 +73,7 @@ def test_the_reward_of_conversations_rises(imitator: Path, tmp_path: Path) -> No
         "--trainer.cpu_threads", "1", "--logging.progress", "plain",
     ]  # fmt: skip
     with Command(flags, tmp_path / "log") as command:
-        wait_for_steps(command, run_dir / "metrics.jsonl", 4, timeout_s=200)
+        command.wait_for_rows(run_dir, 4)
         command.named("slime_like.hosting.main").kill()
         finished = command.finish(timeout_s=200)
     assert finished.code == 0, finished.stderr

@@ -1,17 +1,16 @@
 """Engines on the trainers' devices, killed in every turn: each is replaced, and what it had is sampled again."""
 
-import json
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import psutil
 import pytest
 
 from slime_like.data.ledger import audit_run
 from tests.conftest import Tiny
+from tests.end_to_end.test_train import steps_of
 from tests.faults.quick import quick
 from tests.faults.test_failures import one_sentence
 from tests.faults.test_killed_processes import VLLM_CORE
@@ -52,10 +51,7 @@ def test_an_engine_killed_in_its_turn_or_the_trainers_is_replaced(
                 command.named(*victim).kill()
             _await_restart(command, count)
         if not to_its_end:
-            trained = len(_rows(run_dir))
-            while len(_rows(run_dir)) < trained + 3:
-                assert command.process.poll() is None, command.output
-                time.sleep(0.05)
+            command.wait_for_rows(run_dir, len(steps_of(run_dir)) + 3)
             command.interrupt()
         finished = command.finish(timeout_s=240)
     assert finished.code == (0 if to_its_end else 130), finished.stderr
@@ -64,7 +60,7 @@ def test_an_engine_killed_in_its_turn_or_the_trainers_is_replaced(
     assert finished.stderr.count(f"engine 0 ({engine}) was restarted (") == len(turns)
     audit = audit_run(run_dir)
     assert audit.holds, audit.problems
-    rows = _rows(run_dir)
+    rows = steps_of(run_dir)
     if to_its_end:
         assert len(rows) == STEPS
         assert (audit.issued, audit.trained, audit.in_flight) == (STEPS * PROMPTS, STEPS * PROMPTS, ())
@@ -73,10 +69,6 @@ def test_an_engine_killed_in_its_turn_or_the_trainers_is_replaced(
         assert row["weights/probe_gap"] < 1e-4
         assert row["train_actor_training/engine_gap_max"] < 1e-4  # sampled by the weights of the step before
         assert row["rollout/staleness_max"] == 0
-
-
-def _rows(run_dir: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
 
 
 @contextmanager
