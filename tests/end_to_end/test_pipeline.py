@@ -1,10 +1,8 @@
 """Sampling beside training, groups that are left out: staleness is bounded, and the ledger accounts for every group."""
 
-import json
 import shutil
 import time
 from pathlib import Path
-from typing import Any
 
 import torch
 from transformers import GraniteConfig, GraniteForCausalLM
@@ -12,12 +10,8 @@ from transformers import GraniteConfig, GraniteForCausalLM
 from slime_like.data.ledger import audit_run
 from slime_like.examples.tiny_model import VOCAB_SIZE
 from tests.conftest import Tiny
+from tests.end_to_end.test_train import steps_of
 from tests.support.processes import Command, run
-
-
-def steps_of(run_dir: Path) -> list[dict[str, Any]]:
-    rows = map(json.loads, (run_dir / "metrics.jsonl").read_text().splitlines())
-    return [row for row in rows if "train_actor_training/loss" in row]
 
 
 def test_sampling_runs_ahead_within_its_bound_also_over_a_kill(tiny: Tiny, tmp_path: Path) -> None:

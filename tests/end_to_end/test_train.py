@@ -28,13 +28,13 @@ def steps_of(run_dir: Path) -> list[dict[str, Any]]:
 def test_rl_runs_and_every_claim_of_a_step_holds(tiny: Tiny, tmp_path: Path, engine: str) -> None:
     """Also with the KL term on, so that the reference model is loaded and scored. One update a step: its ratio is 1.
 
-    In new interpreters, with CPU kernels. Most other tests in this folder run with the transformers engine.
+    With CPU kernels, vLLM in new interpreters. Most other tests in this folder run with the transformers engine.
     """
     run_dir = tmp_path / "run"
     flags = ["--rollout.engine", engine, "--algorithm.kl_coef", "0.01", "--algorithm.minibatches", "1"]
     flags += ["--trainer.target_tokens_per_batch", "256", "--algorithm.old_logprobs", "score"]
     flags += ["--trainer.cpu_kernels", "auto", "--logging.tensorboard", "true"]
-    finished = run(tiny.rl_flags(run_dir, *flags), tmp_path / "log", forked=False)
+    finished = run(tiny.rl_flags(run_dir, *flags), tmp_path / "log", forked=engine != "vllm")
     assert finished.code == 0, finished.stderr
     assert finished.left_behind == []
     steps = steps_of(run_dir)

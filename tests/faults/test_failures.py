@@ -3,6 +3,7 @@
 import json
 import shutil
 import signal
+import socket
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ from safetensors.torch import load_file, save_file
 
 from slime_like.examples.tiny_model import make_tiny_model
 from tests.conftest import Tiny
+from tests.faults.quick import quick
 from tests.support.processes import Command, Finished, run
 
 
@@ -29,12 +31,20 @@ def test_a_missing_model_is_refused_before_anything_starts(tiny: Tiny, tmp_path:
     one_sentence(finished)
 
 
-def test_an_engine_that_does_not_start(tiny: Tiny, tmp_path: Path) -> None:
-    """vLLM is asked for a context longer than its KV cache can ever hold."""
-    flags = ["--rollout.engine_args.kv_cache_memory_bytes", "1000"]
+@pytest.mark.parametrize(
+    ("engine", "argument", "value"),
+    [
+        ("transformers", "attn_implementation", "none_such"),
+        # A context longer than its KV cache can ever hold, which its other process finds.
+        pytest.param("vllm", "kv_cache_memory_bytes", "1000", marks=pytest.mark.acceptance),
+    ],
+)
+def test_an_engine_that_does_not_start(tiny: Tiny, tmp_path: Path, engine: str, argument: str, value: str) -> None:
+    """What each engine says of it is in tests/engines; what a run makes of that does not depend on which."""
+    flags = ["--rollout.engine", engine, f"--rollout.engine_args.{argument}", value]
     finished = run(tiny.rl_flags(tmp_path / "run", *flags), tmp_path / "log")
     assert finished.code == 1
-    assert "engine 0 (vllm)" in one_sentence(finished)
+    assert f"engine 0 ({engine}), starting: {engine} engine 0 did not start: " in one_sentence(finished)
 
 
 def test_a_transport_that_does_not_reach_is_refused_before_engines_start(tiny: Tiny, tmp_path: Path) -> None:
@@ -70,8 +80,7 @@ def test_a_loss_that_is_not_a_number_stops_the_run(tiny: Tiny, tmp_path: Path) -
 @pytest.mark.parametrize(
     ("moment", "how", "engine"),
     [
-        ("starting Ray", "ctrl-c", "sglang"),
-        ("step 0/", "ctrl-c", "vllm"),
+        ("starting Ray", "ctrl-c", "sglang"),  # with vLLM: test_killed_colocated_engines.py
         ("step 0/", "SIGTERM to its group", "transformers"),
         ("starting Ray", "SIGTERM", "transformers"),
     ],
@@ -105,3 +114,25 @@ def test_a_bad_data_row_names_file_and_line(tiny: Tiny, tmp_path: Path) -> None:
     finished = run(tiny.rl_flags(tmp_path / "run", "--data.train", str(data)), tmp_path / "log", 120)
     assert finished.code != 0
     assert f"{data}:2:" in one_sentence(finished)
+
+
+def test_a_taken_port_is_named(tiny: Tiny, tmp_path: Path) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        finished = run(tiny.sft_flags(tmp_path / "run", "--trainer.rendezvous_port", str(port)), tmp_path / "log")
+    assert finished.code == 1
+    assert f"trainer rank 0, starting: trainer.rendezvous_port={port} is taken on 127.0.0.1" in one_sentence(finished)
+
+
+def test_a_reward_worker_that_hangs_once(tiny: Tiny, tmp_path: Path) -> None:
+    """One response costs its sample, and is reported."""
+    functions = f"[{{name: 'tests.faults.rewards:hangs_once', options: {{marker: {tmp_path}/hung}}}}]"
+    flags = ["--reward.functions", functions, "--reward.timeout_s", "1", "--steps", "1"]
+    finished = run(quick(tiny, tmp_path / "run", *flags), tmp_path / "log")
+    assert finished.code == 0, finished.stderr
+    assert finished.left_behind == []
+    assert "step 1, reward: scoring failed for 1 of 32 responses (1 by timeout); they got reward 0" in finished.stderr
+    (row,) = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert row["ref_actor_rewards/scoring_failures"] == 1

@@ -1,8 +1,8 @@
 """Processes that are killed: the run ends with one sentence, or goes on and loses nothing."""
 
-import json
 import threading
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
@@ -10,6 +10,7 @@ import pytest
 
 from slime_like.data.ledger import audit_run
 from tests.conftest import Tiny
+from tests.end_to_end.test_train import steps_of
 from tests.faults.quick import quick
 from tests.faults.test_failures import one_sentence
 from tests.support.processes import Command
@@ -43,10 +44,7 @@ def test_a_killed_process_ends_the_run_with_one_sentence(
     flags = ["--rollout.engine", engine, "--steps", "1000", "--rollout.max_engine_restarts", "0"]
     flags += ["--rollout.prompts_per_step", "32"] if busy_with == "generation" else ["--sync.bucket_mb", "0.001"]
     with Command(quick(tiny, tmp_path / "run", *flags), tmp_path / "log") as command:
-        command.wait_for("starting", timeout_s=120)
-        while not (tmp_path / "run" / "metrics.jsonl").exists() or not (tmp_path / "run" / "metrics.jsonl").read_text():
-            assert command.process.poll() is None, command.output
-            time.sleep(0.1)
+        command.wait_for_rows(tmp_path / "run")
         assert command.listening_addresses() <= {"127.0.0.1", "::1", "::ffff:127.0.0.1"}  # loopback only
         command.named(*victim).kill()
         killed = time.monotonic()
@@ -75,10 +73,7 @@ def test_a_killed_engine_is_replaced_and_no_group_is_lost(
     flags += ["--rollout.max_staleness", str(ahead), "--algorithm.importance_correction", "truncate"]
     run_dir = tmp_path / "run"
     with Command(quick(tiny, run_dir, *flags), tmp_path / "log") as command:
-        command.wait_for("starting", timeout_s=120)
-        while not (run_dir / "metrics.jsonl").exists() or not (run_dir / "metrics.jsonl").read_text():
-            assert command.process.poll() is None, command.output
-            time.sleep(0.02)
+        command.wait_for_rows(run_dir)
         command.named(*victim).kill()
         finished = command.finish(timeout_s=240)
     assert finished.code == 0, finished.stderr
@@ -87,9 +82,8 @@ def test_a_killed_engine_is_replaced_and_no_group_is_lost(
     audit = audit_run(run_dir)
     assert audit.holds, audit.problems
     assert (audit.issued, audit.trained, audit.in_flight) == (12 * 16, 12 * 16, ())
-    for row in map(json.loads, (run_dir / "metrics.jsonl").read_text().splitlines()):
-        assert row.get("weights/probe_gap", 0.0) < 1e-4
-        assert row.get("rollout/staleness_max", 0) <= ahead
+    for row in steps_of(run_dir):
+        assert row["weights/probe_gap"] < 1e-4 and row["rollout/staleness_max"] <= ahead
 
 
 def test_a_rank_killed_while_waiting_for_an_engine_is_reported_first(tiny: Tiny, tmp_path: Path) -> None:
@@ -120,8 +114,7 @@ def test_a_reference_worker_killed_as_it_scores_is_replaced(tiny: Tiny, tmp_path
     audit = audit_run(run_dir)
     assert audit.holds, audit.problems
     assert (audit.issued, audit.trained, audit.in_flight) == (6 * 16, 6 * 16, ())
-    rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
-    assert rows[-1]["train_actor_training/kl_loss"] > 0
+    assert steps_of(run_dir)[-1]["train_actor_training/kl_loss"] > 0
 
 
 def _running(command: Command, call: str) -> psutil.Process:
@@ -129,13 +122,7 @@ def _running(command: Command, call: str) -> psutil.Process:
     while True:
         assert command.process.poll() is None, command.output
         for process in command.descendants():
-            if _runs(process, call):
-                return process
+            with suppress(psutil.NoSuchProcess):
+                if process.cmdline()[:1] == [call]:
+                    return process
         time.sleep(0.01)
-
-
-def _runs(process: psutil.Process, call: str) -> bool:
-    try:
-        return process.cmdline()[:1] == [call]
-    except psutil.NoSuchProcess:
-        return False

@@ -1,4 +1,4 @@
-"""``slime-like`` and the Ray workers that it starts, forked from a server that has imported them.
+"""``slime-like`` and Ray's workers and agents and reward workers, forked from a server that has imported them.
 
 Ray starts a worker by the command in ``setup_worker_path``. Here that is ``worker_shim.py``, which hands its arguments,
 environment and standard streams to the server and waits; the fork goes on as Ray's script would.
@@ -19,13 +19,16 @@ import threading
 from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NoReturn
 
 import ray._private.node
+from ray._private import services
 from ray._private.runtime_env.context import RuntimeEnvContext
 from ray._raylet import Config
 
 from slime_like.commands.main import main
+from slime_like.sandbox import process
 from tests.support.forks import FIRST_JOB, clean_forks
 from tests.support.worker_shim import PR_SET_PDEATHSIG
 
@@ -88,14 +91,19 @@ def _become_worker(connection: socket.socket, length: int, descriptors: list[int
         request["environment"] | RuntimeEnvContext.deserialize(known.serialized_runtime_env_context).env_vars,
         request["directory"],
     )
-    if os.environ["RAY_JOB_ID"] != FIRST_JOB:
+    if os.environ.get("RAY_JOB_ID", FIRST_JOB) != FIRST_JOB:
         raise RuntimeError("only workers of a cluster's first job are forked")
     if "RAY_AUTH_MODE" in os.environ:  # read when Ray's core was imported
         Config.initialize(json.dumps({"AUTH_MODE": os.environ["RAY_AUTH_MODE"]}).encode())
     threading.Thread(target=_end_with, args=(connection,), daemon=True).start()
-    sys.argv = arguments
-    sys.path[0] = str(Path(arguments[0]).parent)
-    runpy.run_path(arguments[0], run_name="__main__")
+    sys.stdin = open(0)  # noqa: SIM115  # where an agent sees the raylet's end
+    if arguments[0] == "-m":
+        sys.argv = [arguments[1], str(os.getppid())]
+        runpy.run_module(arguments[1], run_name="__main__")
+    else:
+        sys.argv = arguments
+        sys.path[0] = str(Path(arguments[0]).parent)
+        runpy.run_path(arguments[0], run_name="__main__")
     atexit._run_exitfuncs()
     os._exit(0)
 
@@ -155,20 +163,29 @@ def _command(
     begun.set()
     sys.argv = ["slime-like", *arguments]
     _start_workers_by(shim)
+    _start_reward_workers_by(shim)
     code = main(arguments)
     atexit._run_exitfuncs()
     sys.exit(code)
 
 
 def _start_workers_by(shim: str) -> None:
-    """Of every Ray node that this process starts."""
+    """Of every Ray node that this process starts; its agents, too."""
     usual = ray._private.node.Node.__init__
+    services._build_python_executable_command_memory_profileable = lambda *_: [sys.executable, shim]
 
     def start(node: Any, ray_params: Any, *arguments: Any, **options: Any) -> None:
         ray_params.update(setup_worker_path=shim)
         usual(node, ray_params, *arguments, **options)
 
     ray._private.node.Node.__init__ = start
+
+
+def _start_reward_workers_by(shim: str) -> None:
+    def start(command: Sequence[str], **options: Any) -> subprocess.Popen[bytes]:
+        return subprocess.Popen([command[0], shim, *command[1:]], **options)
+
+    process.subprocess = SimpleNamespace(**vars(subprocess) | {"Popen": start})  # type: ignore[assignment]
 
 
 def _inherit(environment: dict[str, str], directory: str) -> None:

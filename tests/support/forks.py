@@ -16,6 +16,8 @@ PRELOADED = [
     "pytest",
     "hypothesis",
     "ray",
+    "ray._private.runtime_env.agent.runtime_env_agent",
+    "ray.dashboard.utils",
     "torch._dynamo",  # which optimizers import
     "backends.fsdp.trainer",
     "backends.megatron.trainer",
@@ -31,6 +33,7 @@ PRELOADED = [
     "slime_like.orchestration.trainer.rank",
     "slime_like.train",
     "aiohttp",
+    "math_verify",
     "matplotlib.backends.backend_agg",  # draws the curve of a run
     "matplotlib.figure",
     "pyarrow",  # which Ray imports in every worker

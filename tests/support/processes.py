@@ -93,6 +93,13 @@ class Command:
                 raise AssertionError(f"never printed {text!r}:\n{self.output}")
             time.sleep(0.05)
 
+    def wait_for_rows(self, run_dir: Path, count: int = 1, timeout_s: float = 240.0) -> None:
+        """Until ``count`` steps stand in the run's metrics."""
+        metrics, deadline = run_dir / "metrics.jsonl", time.monotonic() + timeout_s
+        while not metrics.is_file() or metrics.read_text().count('train_actor_training/loss"') < count:
+            assert self.process.poll() is None and time.monotonic() < deadline, self.output
+            time.sleep(0.02)
+
     def descendants(self) -> list[psutil.Process]:
         """Living processes that the command started, directly or not."""
         found = []

@@ -16,6 +16,7 @@ PR_SET_PDEATHSIG = 1
 
 def ask(server: str) -> None:
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # as reward workers do
     request = json.dumps({"arguments": sys.argv[1:], "environment": dict(os.environ), "directory": str(Path.cwd())})
     with socket.socket(socket.AF_UNIX) as connection:
         connection.connect(server)

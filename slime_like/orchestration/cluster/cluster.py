@@ -14,7 +14,7 @@ import ray
 from slime_like.config import ClusterConfig
 from slime_like.errors import SlimeLikeError
 from slime_like.orchestration.cluster import orphan_reaper
-from slime_like.orchestration.cluster.lean_node import lean_start, own_signals
+from slime_like.orchestration.cluster.lean_node import lean_start, own_messages, own_signals
 from slime_like.orchestration.cluster.node import session_directory
 from slime_like.orchestration.cluster.object_store import object_store_problem
 from slime_like.orchestration.cluster.ray_session import Sessions, link_logs, make_room, put_away
@@ -62,7 +62,7 @@ class Cluster:
         sessions = Sessions(ray_directory, os.getpid())
         self._guard = orphan_reaper.start(sessions, self._logs, self.run_name, self._bucket_directories)
         try:
-            with own_signals(), lean_start() if self._config.address is None else nullcontext():
+            with own_signals(), own_messages(), lean_start() if self._config.address is None else nullcontext():
                 ray.init(**self._arguments())
             take_signals_back()
             raise_if_interrupted()

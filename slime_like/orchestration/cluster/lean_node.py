@@ -7,6 +7,7 @@ from typing import Any, Self
 # Neither `ray.init` nor `ray start` can leave processes out, and start three times as long and listen with them.
 import ray._private.node
 import ray._private.utils
+import ray._private.worker
 from ray._private import services
 from ray._private.parameter import RayParams
 
@@ -55,6 +56,13 @@ def own_signals() -> Iterator[None]:
     """Inside, Ray installs no handler of SIGTERM: that raises ``SystemExit``, and the signal is lost where that
     reaches a destructor or a fork's callback, which ignore exceptions."""
     with _replaced(ray._private.utils, "set_sigterm_handler", lambda _: None):
+        yield
+
+
+@contextmanager
+def own_messages() -> Iterator[None]:
+    """Inside, Ray starts no thread that prints a paragraph on every worker's death: the run says it in a sentence."""
+    with _replaced(ray._private.worker, "listen_error_messages", lambda *_: None):
         yield
 
 
