@@ -14,7 +14,7 @@ from slime_like.examples.tiny_model import make_arithmetic_data, make_tiny_model
 from slime_like.observability.metrics import read_metrics
 from tests.conftest import Tiny
 from tests.hosts.hosts import Network, two_hosts
-from tests.hosts.test_two_hosts import EIGHT_RANKS, left_on, start
+from tests.hosts.test_two_hosts import TWO_RANKS_EACH, left_on, start
 
 ENGINES = ("transformers", "vllm", "sglang")
 MOST_GAP = 1e-4
@@ -48,7 +48,8 @@ def train(engine: str, network: Network, tiny: Tiny) -> Row:
     run_dir = network.shared / engine
     seconds, codes = [], []
     for steps in ("2", "4"):
-        flags = (*EIGHT_RANKS, "--trainer.parallel.sequence", "true", "--checkpoint.every", "1", "--steps", steps)
+        flags = (*TWO_RANKS_EACH, "--trainer.parallel.tensor", "2", "--trainer.parallel.sequence", "true")
+        flags += ("--checkpoint.every", "1", "--steps", steps)
         began = time.monotonic()
         runs = [
             start(host, rank, network, tiny, f"{engine}-{steps}", ("--run_dir", str(run_dir), *flags), ENGINE=engine)
