@@ -19,7 +19,6 @@ import torch
 
 from slime_like.errors import EngineError, WeightSyncError
 from slime_like.interfaces import (
-    BucketMetadata,
     ConversationTask,
     EngineHealth,
     Generation,
@@ -28,20 +27,18 @@ from slime_like.interfaces import (
 )
 from slime_like.orchestration.rollout import engine_actor
 from slime_like.weights.transport import TransportSettings
-from tests.engines.conftest import EOS_IDS, RARE_ID
-from tests.engines.harness import TOLERANCE, EngineUnderTest, Reference, run_config
+from tests.engines.conftest import EOS_IDS
+from tests.engines.harness import (
+    NO_STOP,
+    TOLERANCE,
+    EngineUnderTest,
+    check_logprobs,
+    flip_a_bit,
+    run_config,
+)
 
-NO_STOP = (RARE_ID,)
 COLD = 0.05
 """With ``NO_STOP`` and this temperature responses end at their length."""
-
-
-def check_logprobs(reference: Reference, prompt: list[int], generation: Generation, temperature: float = 1.0) -> None:
-    assert len(generation.token_ids) == len(generation.logprobs) == len(generation.weight_versions)
-    if len(generation.token_ids):
-        expected = reference.logprobs(prompt, generation.token_ids, temperature)
-        # A division by the temperature scales the float noise of the logits, too.
-        assert np.abs(generation.logprobs - expected).max() < TOLERANCE * max(1.0, 0.5 / (temperature or 1.0))
 
 
 # ------------------------------------------------------------------------------------------------------------ sampling
@@ -371,15 +368,6 @@ def test_update_over_a_network_or_a_directory_with_changes_alone(
             (after,) = engine.generate(prompts[0], max_new_tokens=8)
             check_logprobs(engine.reference, prompts[0], after)
             assert set(after.weight_versions.tolist()) == {engine.version}
-
-
-def flip_a_bit(engine: EngineUnderTest, metadata: BucketMetadata) -> None:
-    directory = Path(engine.sender.rendezvous()["directory"])
-    with (directory / metadata.location["segment"]).open("r+b") as segment:
-        segment.seek(metadata.entries[-1].offset + 5)
-        byte = segment.read(1)[0]
-        segment.seek(-1, 1)
-        segment.write(bytes([byte ^ 4]))
 
 
 Sent = Callable[[dict[str, torch.Tensor]], dict[str, torch.Tensor]]

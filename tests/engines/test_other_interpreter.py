@@ -17,8 +17,7 @@ from slime_like.errors import EngineError, WeightSyncError
 from slime_like.hosting.hosted_engine import HostedEngine
 from slime_like.interfaces import BucketMetadata, Generation
 from slime_like.system.processes import new_children, process_ids
-from tests.engines.harness import EngineUnderTest, Reference, run_config, started
-from tests.engines.test_conformance import check_logprobs
+from tests.engines.harness import EngineUnderTest, Reference, check_logprobs, run_config, started
 from tests.support.interpreter import make_interpreter
 
 
