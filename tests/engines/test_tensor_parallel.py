@@ -4,6 +4,7 @@ trace when it is told to, and with the process that owns it.
 Its model has a head that is the embedding, and biases: the conformance tests' model has neither.
 """
 
+import multiprocessing
 import os
 import signal
 import subprocess
@@ -15,11 +16,22 @@ from pathlib import Path
 import psutil
 import pytest
 
+from rollout.vllm.arguments import prepare_environment
+from slime_like.config import RunConfig
 from slime_like.errors import WeightSyncError
-from slime_like.interfaces import load_engine
+from slime_like.interfaces import RolloutEngine, load_engine
 from slime_like.system.processes import mapped_files, new_children, process_ids
 from slime_like.weights.transports.leftovers import SHARED_MEMORY
-from tests.engines.harness import NO_STOP, EngineUnderTest, check_logprobs, flip_a_bit, run_config, started, tiny_pair
+from tests.engines.harness import (
+    NO_STOP,
+    EngineUnderTest,
+    Reference,
+    check_logprobs,
+    flip_a_bit,
+    run_config,
+    started,
+    tiny_pair,
+)
 
 PROMPTS = [[*range(3, 13)], [*range(200, 245)], [7]]
 
@@ -29,21 +41,30 @@ def own(kind: str, root: Path) -> None:
     references = tiny_pair("qwen2", root)
     assert "lm_head.weight" not in references[0].weights
     assert "model.layers.0.self_attn.q_proj.bias" in references[0].weights
-    engine = load_engine(kind)(run_config(references[0].directory, root / "run", tensor=2), 0)
+    config = run_config(references[0].directory, root / "run", tensor=2)
+    engine = load_engine(kind)(config, 0)
     before = process_ids()
-    for is_last in (False, True) if kind == "vllm" else (True,):  # SGLang is told to end in test_other_interpreter.py
+    if kind == "vllm":  # SGLang is told to end in test_other_interpreter.py
+        end_when_told(engine, config, references)
+    with started(engine, references) as two_ranks:
+        pids = two_ranks.run(engine.health()).process_ids
+        assert len(pids) == 3  # the engine's own, and one per rank
+        assert set(pids) <= set(new_children(before))
+        assert files_of_sglang(pids) == set()
+        sample_update_and_find_damage(two_ranks)
+        assert listening_addresses(pids) == {"127.0.0.1"}
+        two_ranks.sender.close()  # a trainer's, not the engine's
+        print("pids", *pids, flush=True)
+        time.sleep(300)
+
+
+def end_when_told(engine: RolloutEngine, config: RunConfig, references: Sequence[Reference]) -> None:
+    """vLLM, whose core is forked here, too, which is sooner done."""
+    prepare_environment(config)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("vllm.v1.engine.utils.get_mp_context", lambda: multiprocessing.get_context("fork"))
         with started(engine, references) as two_ranks:
-            pids = two_ranks.run(engine.health()).process_ids
-            assert len(pids) == 3  # the engine's own, and one per rank
-            assert set(pids) <= set(new_children(before))
-            assert files_of_sglang(pids) == set()
-            if not is_last:
-                continue
-            sample_update_and_find_damage(two_ranks)
-            assert listening_addresses(pids) == {"127.0.0.1"}
-            two_ranks.sender.close()  # a trainer's, not the engine's
-            print("pids", *pids, flush=True)
-            time.sleep(300)
+            assert len(two_ranks.run(engine.health()).process_ids) == 3
 
 
 def sample_update_and_find_damage(two_ranks: EngineUnderTest) -> None:
