@@ -22,8 +22,9 @@ EOS_IDS = list(range(200, 230))
 
 
 @pytest.fixture(scope="module", autouse=True)
-def _temporary_files() -> Iterator[None]:
+def _temporary_files(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """Sockets and files that engines leave behind go with the module; in a run they go with Ray's session."""
+    tmp_path_factory.getbasetemp()  # pytest's own stay
     usual = tempfile.gettempdir()
     with (
         tempfile.TemporaryDirectory(prefix="engines-", ignore_cleanup_errors=True) as directory,

@@ -19,24 +19,11 @@ import torch
 
 from rollout.transformers.engine import TransformersEngine
 from slime_like.errors import EngineError, WeightSyncError
-from slime_like.interfaces import (
-    ConversationTask,
-    EngineHealth,
-    Generation,
-    GenerationRequest,
-    PauseMode,
-)
+from slime_like.interfaces import ConversationTask, EngineHealth, Generation, GenerationRequest, PauseMode
 from slime_like.orchestration.rollout import engine_actor
 from slime_like.weights.transport import TransportSettings
 from tests.engines.conftest import EOS_IDS
-from tests.engines.harness import (
-    NO_STOP,
-    TOLERANCE,
-    EngineUnderTest,
-    check_logprobs,
-    flip_a_bit,
-    run_config,
-)
+from tests.engines.harness import NO_STOP, TOLERANCE, EngineUnderTest, check_logprobs, flip_a_bit, run_config
 
 COLD = 0.05
 """With ``NO_STOP`` and this temperature responses end at their length."""

@@ -17,15 +17,13 @@ import psutil
 import pytest
 
 from rollout.vllm.arguments import prepare_environment
-from slime_like.config import RunConfig
 from slime_like.errors import WeightSyncError
-from slime_like.interfaces import RolloutEngine, load_engine
+from slime_like.interfaces import load_engine
 from slime_like.system.processes import mapped_files, new_children, process_ids
 from slime_like.weights.transports.leftovers import SHARED_MEMORY
 from tests.engines.harness import (
     NO_STOP,
     EngineUnderTest,
-    Reference,
     check_logprobs,
     flip_a_bit,
     run_config,
@@ -45,7 +43,11 @@ def own(kind: str, root: Path) -> None:
     engine = load_engine(kind)(config, 0)
     before = process_ids()
     if kind == "vllm":  # SGLang is told to end in test_other_interpreter.py
-        end_when_told(engine, config, references)
+        prepare_environment(config)
+        with pytest.MonkeyPatch.context() as patch:  # its core forked, too, which is sooner done
+            patch.setattr("vllm.v1.engine.utils.get_mp_context", lambda: multiprocessing.get_context("fork"))
+            with started(engine, references) as two_ranks:
+                assert len(two_ranks.run(engine.health()).process_ids) == 3
     with started(engine, references) as two_ranks:
         pids = two_ranks.run(engine.health()).process_ids
         assert len(pids) == 3  # the engine's own, and one per rank
@@ -56,15 +58,6 @@ def own(kind: str, root: Path) -> None:
         two_ranks.sender.close()  # a trainer's, not the engine's
         print("pids", *pids, flush=True)
         time.sleep(300)
-
-
-def end_when_told(engine: RolloutEngine, config: RunConfig, references: Sequence[Reference]) -> None:
-    """vLLM, whose core is forked here, too, which is sooner done."""
-    prepare_environment(config)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("vllm.v1.engine.utils.get_mp_context", lambda: multiprocessing.get_context("fork"))
-        with started(engine, references) as two_ranks:
-            assert len(two_ranks.run(engine.health()).process_ids) == 3
 
 
 def sample_update_and_find_damage(two_ranks: EngineUnderTest) -> None:
