@@ -1,7 +1,7 @@
 """What every engine promises, asked of every engine; Hugging Face's forward is the judge.
 
 One engine is started per module and kind, so tests leave it idle and unpaused; only the last one kills it. Not covered
-here: starts and orderly ends (``test_lifecycle.py``), speed, tensor parallelism.
+here: refused starts (``test_lifecycle.py``), speed, tensor parallelism.
 """
 
 import asyncio

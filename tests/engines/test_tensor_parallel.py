@@ -10,7 +10,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from pathlib import Path
 
 import psutil
@@ -54,7 +54,8 @@ def own(kind: str, root: Path) -> None:
         assert set(pids) <= set(new_children(before))
         assert files_of_sglang(pids) == set()
         sample_update_and_find_damage(two_ranks)
-        assert listening_addresses(pids) == {"127.0.0.1"}
+        sockets = [socket for pid in pids for socket in psutil.Process(pid).net_connections(kind="tcp")]
+        assert {socket.laddr.ip for socket in sockets if socket.status == psutil.CONN_LISTEN} == {"127.0.0.1"}
         two_ranks.sender.close()  # a trainer's, not the engine's
         print("pids", *pids, flush=True)
         time.sleep(300)
@@ -90,26 +91,15 @@ def files_of_sglang(process_ids: Iterable[int]) -> set[Path]:
     return {path for path in shared | scratch if path.exists()}
 
 
-def listening_addresses(process_ids: Sequence[int]) -> set[str]:
-    connections = [c for pid in process_ids for c in psutil.Process(pid).net_connections(kind="tcp")]
-    return {connection.laddr.ip for connection in connections if connection.status == psutil.CONN_LISTEN}
-
-
 @pytest.mark.parametrize("kind", ["sglang", "vllm"])
 def test_two_ranks_serve_and_end_with_the_process_that_owns_them(kind: str, tmp_path: Path) -> None:
     """Even if that is killed outright and can clean up nothing, with its children and all of its process group, as Ray
     does it."""
     log = tmp_path / "owner.log"
     script = f"from tests.engines.test_tensor_parallel import Path, own; own({kind!r}, Path({str(tmp_path)!r}))"
+    command, env = [sys.executable, "-c", script], {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
     with log.open("w") as errors:
-        owner = subprocess.Popen(
-            [sys.executable, "-c", script],
-            stdout=subprocess.PIPE,
-            stderr=errors,
-            text=True,
-            env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])},
-            process_group=0,
-        )
+        owner = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, text=True, env=env, process_group=0)
     try:
         assert owner.stdout is not None
         line = next((line for line in owner.stdout if line.startswith("pids")), "")
