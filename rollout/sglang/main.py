@@ -57,6 +57,8 @@ def _launch(config: RunConfig, engine_index: int, descriptor: int, owner: Owner)
     rejected or a scheduler failed, with the scheduler's own message.
     """
     stand_ins.install()
+    if on_cpu():  # SGLang would import it, for kernels of quantised models, and take a sixth longer to start
+        sys.modules.setdefault("vllm", None)  # type: ignore[arg-type]
     from sglang.srt.arg_groups.arg_utils import record_fields
     from sglang.srt.server_args import ServerArgs
 

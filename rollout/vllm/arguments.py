@@ -16,6 +16,7 @@ BACKEND = "slime_like"
 """Name of the weight-transfer backend in vLLM's registry."""
 SLEEP_ARGUMENT = "enable_sleep_mode"
 
+_FORKED = "rollout.vllm.executor.ForkedRanks"
 _CPU_KV_CACHE_BYTES = 1 << 30
 _CPU_BATCHED_TOKENS = 8192
 
@@ -60,7 +61,7 @@ def _owned(config: RunConfig, engine_index: int) -> dict[str, Any]:
         "max_model_len": config.max_model_len,
         "tensor_parallel_size": config.rollout.tensor,
         # In a Ray actor vLLM would have Ray start its ranks, as if the actor had no devices.
-        "distributed_executor_backend": "mp" if config.rollout.tensor > 1 else None,
+        "distributed_executor_backend": (_FORKED if on_cpu() else "mp") if config.rollout.tensor > 1 else None,
         "seed": config.seed + engine_index,
         # After the temperature: with top-p and top-k off this is the sampled distribution over the whole vocabulary.
         "logprobs_mode": "processed_logprobs",

@@ -14,18 +14,17 @@ from rollout.sglang.engine import SglangEngine
 from rollout.transformers.engine import TransformersEngine
 from rollout.vllm.engine import VllmEngine
 from slime_like.examples.tiny_model import make_tiny_model
-from tests.engines.harness import EngineUnderTest, Reference, run_config, started
+from tests.engines.harness import RARE_ID, EngineUnderTest, Reference, run_config, started
 
 ENGINES = {"vllm": VllmEngine, "sglang": SglangEngine, "transformers": TransformersEngine}
 EOS_IDS = list(range(200, 230))
 """Many, so that a random model meets one soon."""
-RARE_ID = 263
-"""Its logit is always 0, far below the largest: at a low temperature it is never sampled."""
 
 
 @pytest.fixture(scope="module", autouse=True)
-def _temporary_files() -> Iterator[None]:
+def _temporary_files(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """Sockets and files that engines leave behind go with the module; in a run they go with Ray's session."""
+    tmp_path_factory.getbasetemp()  # pytest's own stay
     usual = tempfile.gettempdir()
     with (
         tempfile.TemporaryDirectory(prefix="engines-", ignore_cleanup_errors=True) as directory,

@@ -34,6 +34,9 @@ from slime_like.weights.transports.registry import open_sender
 
 MAX_NEW_TOKENS = 700
 TOLERANCE = 1e-4
+RARE_ID = 263
+"""Its logit is always 0, far below the largest: at a low temperature it is never sampled."""
+NO_STOP = (RARE_ID,)
 
 T = TypeVar("T")
 
@@ -183,3 +186,20 @@ def _parts(tensors: list[tuple[str, Tensor]], count: int) -> Iterator[list[tuple
     size = -(-len(tensors) // count)
     for start in range(0, len(tensors), size):
         yield tensors[start : start + size]
+
+
+def check_logprobs(reference: Reference, prompt: list[int], generation: Generation, temperature: float = 1.0) -> None:
+    assert len(generation.token_ids) == len(generation.logprobs) == len(generation.weight_versions)
+    if len(generation.token_ids):
+        expected = reference.logprobs(prompt, generation.token_ids, temperature)
+        # A division by the temperature scales the float noise of the logits, too.
+        assert np.abs(generation.logprobs - expected).max() < TOLERANCE * max(1.0, 0.5 / (temperature or 1.0))
+
+
+def flip_a_bit(engine: EngineUnderTest, metadata: BucketMetadata) -> None:
+    directory = Path(engine.sender.rendezvous()["directory"])
+    with (directory / metadata.location["segment"]).open("r+b") as segment:
+        segment.seek(metadata.entries[-1].offset + 5)
+        byte = segment.read(1)[0]
+        segment.seek(-1, 1)
+        segment.write(bytes([byte ^ 4]))

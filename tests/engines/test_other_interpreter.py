@@ -17,8 +17,7 @@ from slime_like.errors import EngineError, WeightSyncError
 from slime_like.hosting.hosted_engine import HostedEngine
 from slime_like.interfaces import BucketMetadata, Generation
 from slime_like.system.processes import new_children, process_ids
-from tests.engines.harness import EngineUnderTest, Reference, run_config, started
-from tests.engines.test_conformance import check_logprobs
+from tests.engines.harness import EngineUnderTest, Reference, check_logprobs, run_config, started
 from tests.support.interpreter import make_interpreter
 
 
@@ -37,10 +36,10 @@ def generate(under_test: EngineUnderTest, reference: Reference, prompt: list[int
 def test_an_engine_in_another_interpreter_is_the_same_engine(
     kind: str, other: Path, models: list[Path], references: list[Reference], tmp_path: Path
 ) -> None:
-    """Sampling, updates, refusals, an update that fails, abort, and an end that leaves nothing."""
+    """Sampling, updates, refusals, an update that fails, abort, and an end that leaves nothing; a death is reported."""
     before = process_ids()
     assert interpreter_problems(other, kind) == []
-    engine = HostedEngine(run_config(models[0], tmp_path, engine=kind, python=other), 0)
+    engine = HostedEngine(run_config(models[0], tmp_path, engine=kind, python=other), 3)
     with started(engine, references) as under_test:
         pids = new_children(before)
         host = next(
@@ -61,6 +60,8 @@ def test_an_engine_in_another_interpreter_is_the_same_engine(
             generate(under_test, references[1], [3])
         under_test.run(under_test.load(0))
         assert under_test.run(_aborted(under_test)).finish_reason == "abort"
+        if kind == "transformers":
+            under_test.run(_killed(under_test, host.pid, rf"engine 3 \(transformers in {other}\) died"))
     assert pids and not any(psutil.pid_exists(pid) for pid in pids)
     assert new_children(before) == []
 
@@ -83,24 +84,15 @@ async def _aborted(under_test: EngineUnderTest) -> Generation:
     return (await task)[0]
 
 
-def test_the_death_of_the_other_interpreter_is_reported(other: Path, models: list[Path], tmp_path: Path) -> None:
-    before = process_ids()
-    engine = HostedEngine(run_config(models[0], tmp_path, engine="transformers", python=other), 3)
-
-    async def scenario() -> None:
-        await engine.start()
-        (pid,) = (await engine.health()).process_ids
-        await engine.pause("wait")
-        os.kill(pid, signal.SIGKILL)
-        with pytest.raises(EngineError, match=rf"engine 3 \(transformers in {other}\) died"):
-            await engine.resume()
-        assert not (await engine.health()).alive
-        await engine.stop()
-        with pytest.raises(EngineError, match="not running"):
-            await engine.resume()
-
-    asyncio.run(asyncio.wait_for(scenario(), 120))
-    assert new_children(before) == []
+async def _killed(under_test: EngineUnderTest, host: int, message: str) -> None:
+    await under_test.engine.pause("wait")
+    os.kill(host, signal.SIGKILL)
+    with pytest.raises(EngineError, match=message):
+        await under_test.engine.resume()
+    assert not (await under_test.engine.health()).alive
+    await under_test.engine.stop()
+    with pytest.raises(EngineError, match="not running"):
+        await under_test.engine.resume()
 
 
 def test_an_engine_that_cannot_start_there_says_why(other: Path, models: list[Path], tmp_path: Path) -> None:

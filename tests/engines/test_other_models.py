@@ -7,8 +7,16 @@ import pytest
 import torch
 
 from rollout.transformers.engine import TransformersEngine
-from tests.engines.harness import TOLERANCE, EngineUnderTest, Reference, run_config, started, tiny_pair
-from tests.engines.test_conformance import NO_STOP, check_logprobs
+from tests.engines.harness import (
+    NO_STOP,
+    TOLERANCE,
+    EngineUnderTest,
+    Reference,
+    check_logprobs,
+    run_config,
+    started,
+    tiny_pair,
+)
 
 LARGEST, MEAN = 0.25, 0.03
 """Nats per token in bfloat16: twice what was seen at temperature 0.7. Another model's logprobs are 1.3 away in the

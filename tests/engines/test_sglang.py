@@ -1,8 +1,7 @@
 """What is SGLang's alone: names that stand in for its CUDA packages, and the arguments it is started with."""
 
 import asyncio
-import subprocess
-import sys
+import re
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -14,11 +13,20 @@ from rollout.sglang.engine import SglangEngine
 from rollout.sglang.stand_ins import PACKAGES
 from slime_like.errors import EngineError
 from slime_like.examples.tiny_model import make_tiny_model
+from slime_like.system.processes import new_children, process_ids
 from tests.engines.harness import run_config
 
-_SCRIPT = """
+_PROCESS = """
 import importlib.util, sys
-from rollout.sglang import stand_ins
+from pathlib import Path
+from types import SimpleNamespace
+from unittest.mock import patch
+from rollout.sglang import main, stand_ins
+
+def show(*values):
+    with Path(__file__).with_name("shown").open("a") as file:
+        print(*values, file=file)
+
 stand_ins.install()
 stand_ins.install()
 from sgl_kernel.flash_attn import flash_attn_varlen_func
@@ -29,15 +37,11 @@ assert not hasattr(torchvision, "__version__") and not transformers.utils.is_tor
 try:
     flash_attn_varlen_func(1, causal=True)
 except NotImplementedError as error:
-    print(error)
+    show(error)
 import safetensors  # what is installed is found as ever
 assert len(stand_ins.PACKAGES) == 3 and importlib.util.find_spec("no_such_package") is None
-"""
 
-_BURSTS = """
-from rollout.sglang import stand_ins
-stand_ins.install()
-from types import SimpleNamespace
+sys.modules["vllm"] = None  # as main does
 from sglang.srt.managers.scheduler import Scheduler
 from rollout.sglang import scheduler
 
@@ -54,33 +58,55 @@ def ingested(queue, running, paused, arrivals, last=None):
     own.running_batch = SimpleNamespace(is_empty=lambda: not running)
     return own.ingest_requests(), len(arrivals) - len(polls)
 
+def launch(config, *arguments):
+    unknown = config.rollout.model_copy(update={"engine_args": {"no_such_argument": 1}})
+    try:
+        usual(config.model_copy(update={"rollout": unknown}), *arguments)
+    except main.EngineError as error:
+        show(error)
+    return usual(config, *arguments)
+
 polls = []
-Scheduler.ingest_requests = ingest
-scheduler._BURST_GAP_S = 0.0
-print(ingested([], False, False, [["a"], ["b", "c"], [], ["d"]]))  # together; what comes after a gap waits
-print(ingested([], False, False, [[], ["a"]]))                     # nothing to wait for
-print(ingested([], True, False, [["a"], ["b"]]))                   # running requests are not delayed
-print(ingested([], False, False, [["a"], ["b"]], last=object()))
-print(ingested(["z"], False, False, [["a"], ["b"]]))
-print(ingested([], False, True, [["a"], ["b"]]))
-print(ingested([], False, False, [[str(i)] for i in range(100)])[1])  # never for ever
+with patch.object(Scheduler, "ingest_requests", ingest), patch.object(scheduler, "_BURST_GAP_S", 0.0):
+    show(ingested([], False, False, [["a"], ["b", "c"], [], ["d"]]))  # together; what comes after a gap waits
+    show(ingested([], False, False, [[], ["a"]]))                     # nothing to wait for
+    show(ingested([], True, False, [["a"], ["b"]]))                   # running requests are not delayed
+    show(ingested([], False, False, [["a"], ["b"]], last=object()))
+    show(ingested(["z"], False, False, [["a"], ["b"]]))
+    show(ingested([], False, True, [["a"], ["b"]]))
+    show(ingested([], False, False, [[str(i)] for i in range(100)])[1])  # never for ever
+usual, main._launch = main._launch, launch
+main.main(int(sys.argv[1]), Path(sys.argv[2]))
 """
 
 
-def output_of(script: str) -> str:
-    root = Path(__file__).parents[2]
-    finished = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, cwd=root, timeout=120)
-    assert finished.returncode == 0, finished.stderr
-    return finished.stdout
+@pytest.fixture(scope="module")
+def shown(models: list[Path], tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """Lines of a process of SGLang's that fails to start, and the error: importing SGLang takes most of a start."""
+    root, before = tmp_path_factory.mktemp("process"), process_ids()
+    (root / "own_process.py").write_text(_PROCESS)
+    engine = SglangEngine(run_config(models[0], root / "run", engine_args={"max_total_tokens": 1}), 0)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", f"{root}:{Path(__file__).parents[2]}")
+        patch.setattr("rollout.sglang.engine._MODULE", "own_process")
+        with pytest.raises(EngineError) as raised:
+            asyncio.run(engine.start())
+    assert new_children(before) == []
+    return [*(root / "shown").read_text().splitlines(), str(raised.value)]
 
 
-def test_requests_that_begin_together_are_prefilled_together() -> None:
-    assert output_of(_BURSTS).splitlines() == ["(['a', 'b', 'c'], 3)", "([], 1)", *["(['a'], 1)"] * 4, "11"]
+def test_requests_that_begin_together_are_prefilled_together(shown: list[str]) -> None:
+    assert shown[1:8] == ["(['a', 'b', 'c'], 3)", "([], 1)", *["(['a'], 1)"] * 4, "11"]
 
 
-def test_stand_ins_can_be_imported_and_not_called() -> None:
+def test_starts_that_cannot_succeed(shown: list[str]) -> None:
+    assert "no_such_argument: SGLang has no such argument" in shown[8]
+    assert re.search("did not start: AssertionError: .*is zero", shown[9]) and len(shown) == 10
+
+
+def test_stand_ins_can_be_imported_and_not_called(shown: list[str]) -> None:
     missing = "sgl_kernel.flash_attn.flash_attn_varlen_func was called, but sgl_kernel is not installed"
-    assert missing in output_of(_SCRIPT)
+    assert missing in shown[0]
     assert [package for package in PACKAGES if find_spec(package)] == []  # this process has none of them
 
 

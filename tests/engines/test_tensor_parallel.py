@@ -1,34 +1,69 @@
-"""One engine of two ranks on a CPU: the same answers as one, and every rank receives an update whole.
+"""One engine of two ranks on a CPU: the same answers as one, and every rank receives an update whole; it ends without a
+trace when it is told to, and with the process that owns it.
 
 Its model has a head that is the embedding, and biases: the conformance tests' model has neither.
 """
 
-from collections.abc import Iterator, Sequence
+import multiprocessing
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterable
+from pathlib import Path
 
 import psutil
 import pytest
 
-from rollout.sglang.engine import SglangEngine
-from rollout.vllm.engine import VllmEngine
+from rollout.vllm.arguments import prepare_environment
 from slime_like.errors import WeightSyncError
-from tests.engines.harness import EngineUnderTest, run_config, started, tiny_pair
-from tests.engines.test_conformance import NO_STOP, check_logprobs, flip_a_bit
+from slime_like.interfaces import load_engine
+from slime_like.system.processes import mapped_files, new_children, process_ids
+from slime_like.weights.transports.leftovers import SHARED_MEMORY
+from tests.engines.harness import (
+    NO_STOP,
+    EngineUnderTest,
+    check_logprobs,
+    flip_a_bit,
+    run_config,
+    started,
+    tiny_pair,
+)
+
+PROMPTS = [[*range(3, 13)], [*range(200, 245)], [7]]
 
 
-@pytest.fixture(scope="module", params=[SglangEngine, VllmEngine])
-def two_ranks(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[EngineUnderTest]:
-    root = tmp_path_factory.mktemp("tied")
+def own(kind: str, root: Path) -> None:
+    """Start it, say which processes it has, and wait to be killed."""
     references = tiny_pair("qwen2", root)
     assert "lm_head.weight" not in references[0].weights
     assert "model.layers.0.self_attn.q_proj.bias" in references[0].weights
     config = run_config(references[0].directory, root / "run", tensor=2)
-    with started(request.param(config, 0), references) as engine:
-        yield engine
+    engine = load_engine(kind)(config, 0)
+    before = process_ids()
+    if kind == "vllm":  # SGLang is told to end in test_other_interpreter.py
+        prepare_environment(config)
+        with pytest.MonkeyPatch.context() as patch:  # its core forked, too, which is sooner done
+            patch.setattr("vllm.v1.engine.utils.get_mp_context", lambda: multiprocessing.get_context("fork"))
+            with started(engine, references) as two_ranks:
+                assert len(two_ranks.run(engine.health()).process_ids) == 3
+    with started(engine, references) as two_ranks:
+        pids = two_ranks.run(engine.health()).process_ids
+        assert len(pids) == 3  # the engine's own, and one per rank
+        assert set(pids) <= set(new_children(before))
+        assert files_of_sglang(pids) == set()
+        sample_update_and_find_damage(two_ranks)
+        sockets = [socket for pid in pids for socket in psutil.Process(pid).net_connections(kind="tcp")]
+        assert {socket.laddr.ip for socket in sockets if socket.status == psutil.CONN_LISTEN} == {"127.0.0.1"}
+        two_ranks.sender.close()  # a trainer's, not the engine's
+        print("pids", *pids, flush=True)
+        time.sleep(300)
 
 
-def test_two_ranks_sample_update_and_find_damage(two_ranks: EngineUnderTest, prompts: list[list[int]]) -> None:
+def sample_update_and_find_damage(two_ranks: EngineUnderTest) -> None:
     def sample() -> None:
-        for prompt in prompts[:3]:
+        for prompt in PROMPTS:
             for generation in two_ranks.generate(prompt, max_new_tokens=16, num_samples=2, stop_token_ids=NO_STOP):
                 check_logprobs(two_ranks.reference, prompt, generation)
 
@@ -42,15 +77,45 @@ def test_two_ranks_sample_update_and_find_damage(two_ranks: EngineUnderTest, pro
     sample()
     with pytest.raises(WeightSyncError, match="arrived damaged"):
         two_ranks.run(damaged())
-    if isinstance(two_ranks.engine, VllmEngine):  # so it is where the damage came to one worker only
-        two_ranks.run(two_ranks.engine._core.workers("start_weight_update"))
+    if core := getattr(two_ranks.engine, "_core", None):  # vLLM's: so it is where the damage came to one worker only
+        two_ranks.run(core.workers("start_weight_update"))
     two_ranks.run(two_ranks.load(0))
     sample()
-    process_ids = two_ranks.run(two_ranks.engine.health()).process_ids
-    assert len(process_ids) == 3  # the engine's own, and one per rank
-    assert listening_addresses(process_ids) == {"127.0.0.1"}
 
 
-def listening_addresses(process_ids: Sequence[int]) -> set[str]:
-    connections = [c for pid in process_ids for c in psutil.Process(pid).net_connections(kind="tcp")]
-    return {connection.laddr.ip for connection in connections if connection.status == psutil.CONN_LISTEN}
+def files_of_sglang(process_ids: Iterable[int]) -> set[Path]:
+    """What has a name outside the run directory: a process that is killed could not remove it."""
+    shared = set(mapped_files(process_ids, "/dev/shm/sglang_"))
+    commands = [psutil.Process(pid).cmdline() for pid in process_ids]
+    scratch = {Path(command[-1]) for command in commands if "rollout.sglang.main" in command}
+    return {path for path in shared | scratch if path.exists()}
+
+
+@pytest.mark.parametrize("kind", ["sglang", "vllm"])
+def test_two_ranks_serve_and_end_with_the_process_that_owns_them(kind: str, tmp_path: Path) -> None:
+    """Even if that is killed outright and can clean up nothing, with its children and all of its process group, as Ray
+    does it."""
+    log = tmp_path / "owner.log"
+    script = f"from tests.engines.test_tensor_parallel import Path, own; own({kind!r}, Path({str(tmp_path)!r}))"
+    command, env = [sys.executable, "-c", script], {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
+    with log.open("w") as errors:
+        owner = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, text=True, env=env, process_group=0)
+    try:
+        assert owner.stdout is not None
+        line = next((line for line in owner.stdout if line.startswith("pids")), "")
+        pids = [int(word) for word in line.split()[1:]]
+        assert pids, log.read_text()
+        assert files_of_sglang(pids) == set()
+        shared = set(mapped_files([owner.pid, *pids], f"{SHARED_MEMORY}/")) & set(SHARED_MEMORY.iterdir())
+        assert shared or kind == "sglang"  # which leaves none in any case
+    finally:
+        children = psutil.Process(owner.pid).children()
+        os.killpg(owner.pid, signal.SIGKILL)
+        for child in children:
+            child.kill()
+        owner.wait()
+    deadline = time.monotonic() + 60
+    while (any(map(psutil.pid_exists, pids)) or any(file.exists() for file in shared)) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert not any(map(psutil.pid_exists, pids))
+    assert [file for file in shared if file.exists()] == []
