@@ -89,7 +89,8 @@ LANES = {
     "gpu": "needs a CUDA device",
     "unit": "one process, at most a second a test",
 }
-"""Marker of every test, named like its folder. The longest files begin first: none runs alone at the end."""
+"""Marker of every test, named like its folder. The short ones come last: no file runs alone at the end."""
+WAITING, COMPUTING = ("hosts", "faults", "end_to_end"), ("engines", "mutation", "parallel")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -104,11 +105,14 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    order = list(LANES)
-    lanes = {item: item.path.relative_to(ROOT).parts[0] for item in items}
-    for item, lane in lanes.items():
-        item.add_marker(lane)
-    items.sort(key=lambda item: order.index(lanes[item]))
+    files = {item.path: item.path.relative_to(ROOT).parts[0] for item in items}
+    places = {path: 1.0 + list(LANES).index(lane) for path, lane in files.items()}
+    for lanes in (WAITING, COMPUTING):  # one beside the other: alone, either leaves cores idle or too busy
+        some = sorted((path for path, lane in files.items() if lane in lanes), key=places.__getitem__)
+        places |= {path: position / len(some) for position, path in enumerate(some)}
+    for item in items:
+        item.add_marker(files[item.path])
+    items.sort(key=lambda item: places[item.path])
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
