@@ -66,7 +66,7 @@ def test_samples_follow_the_distribution(engine: EngineUnderTest, prompts: list[
 
 
 def test_eos_ends_a_response_and_stays_in_it(engine: EngineUnderTest, prompts: list[list[int]]) -> None:
-    generations = engine.generate(prompts[2], max_new_tokens=300, num_samples=16)
+    generations = engine.generate(prompts[2], max_new_tokens=300, num_samples=16, seed=1)
     for generation in generations:
         assert generation.finish_reason == "stop"
         assert generation.token_ids[-1] in EOS_IDS
@@ -76,7 +76,7 @@ def test_eos_ends_a_response_and_stays_in_it(engine: EngineUnderTest, prompts: l
 
 def test_stop_ids_of_the_request_replace_eos(engine: EngineUnderTest, prompts: list[list[int]]) -> None:
     stop = tuple(range(100, 130))
-    generations = engine.generate(prompts[2], max_new_tokens=300, num_samples=16, stop_token_ids=stop)
+    generations = engine.generate(prompts[2], max_new_tokens=300, num_samples=16, seed=1, stop_token_ids=stop)
     assert all(g.finish_reason == "stop" and g.token_ids[-1] in stop for g in generations)
     assert any(set(g.token_ids.tolist()) & set(EOS_IDS) for g in generations)
 
@@ -111,7 +111,7 @@ def test_without_a_seed_samples_differ(engine: EngineUnderTest, prompts: list[li
 
 
 def test_evaluation_may_truncate_the_distribution(engine: EngineUnderTest, prompts: list[list[int]]) -> None:
-    options: dict[str, Any] = {"max_new_tokens": 1, "num_samples": 64, "training": False}
+    options: dict[str, Any] = {"max_new_tokens": 1, "num_samples": 64, "seed": 1, "training": False}
     top = set(engine.reference.logits(prompts[5])[0].topk(3).indices.tolist())
     assert {int(g.token_ids[0]) for g in engine.generate(prompts[5], top_k=3, **options)} == top
     likeliest = int(engine.reference.logits(prompts[5])[0].argmax())

@@ -12,7 +12,7 @@ from slime_like.config import RunConfig
 from slime_like.interfaces import RankPlacement
 from slime_like.trajectory import PackedTrajectory
 from tests.parallel.parity import ALGORITHM, OPTIMIZER, STEPS, Case
-from tests.parallel.steps import RankResult
+from tests.parallel.steps import RankResult, exported_gradients, optimizer_steps
 
 Settings = dict[str, Any]
 """Sizes of ``trainer.parallel``; "recompute", "attention", "fsdp" of the trainer; "offload", ... of the optimizer."""
@@ -55,13 +55,9 @@ def train_fsdp_rank(
     scored = trainer.score(filled)
     assert scored is not None
     _two_windows(trainer, filled, denominator)
-    buckets = trainer.export_gradients(denominator)
-    exported = {name: tensor.clone() for bucket in buckets for name, tensor in bucket.tensors}
+    exported = exported_gradients(trainer, denominator)
     gradients = _whole(trainer, lambda parameter: parameter.grad)
-    stats = []
-    for _ in range(steps):
-        _two_windows(trainer, filled, denominator)
-        stats.append(trainer.finish_step(denominator))
+    stats = optimizer_steps(trainer, steps, denominator, lambda: _two_windows(trainer, filled, denominator))
     weights = _whole(trainer, lambda parameter: parameter)
     result = RankResult(coordinates, indices, scored[: len(mine)], gradients, stats, weights, exported)
     trainer.shutdown()

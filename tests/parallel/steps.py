@@ -2,11 +2,12 @@
 
 import resource
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -119,8 +120,9 @@ def train_rank(
         window = -(-len(packs) // coordinates.data_size)
         filled = mine + [zero_weight_pack(packs[0])] * (window - len(mine))
         scored = trainer.score(filled)
-        exported, gradients = _gradients(trainer, filled, denominator)
-        stats = [_step(trainer, filled, denominator) for _ in range(steps)]
+        _two_windows(trainer, filled, denominator)
+        exported, gradients = exported_gradients(trainer, denominator), local_shard(trainer, gradients=True)
+        stats = optimizer_steps(trainer, steps, denominator, lambda: _two_windows(trainer, filled, denominator))
         trainer.settle_weights()
         return RankResult(
             coordinates,
@@ -134,28 +136,32 @@ def train_rank(
         )
 
 
-def _gradients(
-    trainer: MegatronTrainer, packs: list[PackedTrajectory], denominator: float
-) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """What the trainer exports, and what lies behind each parameter."""
-    trainer.begin_step(denominator, real_tokens(packs))
-    _two_windows(trainer, packs)
-    buckets = trainer.export_gradients(denominator)
-    exported = {name: tensor.clone() for bucket in buckets for name, tensor in bucket.tensors}
-    return exported, local_shard(trainer, gradients=True)
-
-
-def _step(trainer: MegatronTrainer, packs: list[PackedTrajectory], denominator: float) -> GRPOStats | None:
-    trainer.begin_step(denominator, real_tokens(packs))
-    _two_windows(trainer, packs)
-    return trainer.finish_step(denominator)
-
-
-def _two_windows(trainer: MegatronTrainer, packs: list[PackedTrajectory]) -> None:
+def _two_windows(trainer: MegatronTrainer, packs: list[PackedTrajectory], denominator: float) -> None:
     """As micro-batches stream in a step consists of several windows; their split must not show."""
+    trainer.begin_step(denominator, real_tokens(packs))
     trainer.accumulate(packs[:1], last=len(packs) == 1)
     if packs[1:]:
         trainer.accumulate(packs[1:], last=True)
+
+
+def exported_gradients(trainer: Any, denominator: float) -> dict[str, Tensor]:
+    """A copy of the step's, finished, as the trainer gives them away."""
+    return {name: tensor.clone() for bucket in trainer.export_gradients(denominator) for name, tensor in bucket.tensors}
+
+
+def optimizer_steps(
+    trainer: Any, steps: int, denominator: float, accumulate: Callable[[], None]
+) -> list[GRPOStats | None]:
+    """The first takes the gradients that are there, and finished."""
+    stats = []
+    for step in range(steps):
+        with pytest.MonkeyPatch.context() as patch:
+            if step == 0:
+                patch.setattr(trainer, "finalize_gradients", lambda denominator: None)
+            else:
+                accumulate()
+            stats.append(trainer.finish_step(denominator))
+    return stats
 
 
 def gradients_of(placement: RankPlacement, config: RunConfig, pack: PackedTrajectory) -> list[Tensor]:
