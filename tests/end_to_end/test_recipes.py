@@ -17,6 +17,7 @@ from slime_like.planning.search import least_kept_bytes, search
 from tests.unit.checks.checkpoint import EXPERTS, write_checkpoint
 
 ROOT = Path(__file__).parents[2]
+Capture = pytest.CaptureFixture[str]
 # GPUs that each recipe names; Qwen3-32B over four nodes with tensor, pipeline and context parallelism.
 RECIPES = {
     "qwen2.5_0.5b": 8,
@@ -33,6 +34,16 @@ RECIPES = {
 @pytest.fixture(autouse=True)
 def at_the_root(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
+
+
+@pytest.fixture(scope="session")
+def small(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """Flags for a quarter of the layers, all alike: every one is traced, for a tenth of a second."""
+    directory = tmp_path_factory.mktemp("model")
+    published = json.loads((ROOT / "configs" / "models" / "Qwen2.5-0.5B" / "config.json").read_text())
+    (directory / "config.json").write_text(json.dumps({**published, "num_hidden_layers": 6}))
+    sizes = ["--trainer.target_tokens_per_batch", "2048", "--rollout.max_new_tokens", "512"]
+    return ["--model.path", str(directory), *sizes]
 
 
 # Dense and of several nodes, small and of one; the others, as their models are, in acceptance.
@@ -77,7 +88,7 @@ def _is_worked_out_by_hand(plan: Plan) -> None:
     assert plan.engine is not None and plan.engine.kv_bytes_per_token * 4 == 64 * 2 * 8 * 128 * 2  # 256 KiB a token
 
 
-def test_command_writes_what_it_prints(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_command_writes_what_it_prints(tmp_path: Path, capsys: Capture) -> None:
     output = tmp_path / "plan.json"
     assert run(["plan", "configs/qwen2.5_0.5b.yaml", "--output", str(output), "--mean-response", "500"]) == 0
     printed, written = capsys.readouterr().out, json.loads(output.read_text())
@@ -92,9 +103,9 @@ def test_command_writes_what_it_prints(tmp_path: Path, capsys: pytest.CaptureFix
     assert written["workload"]["mean_response"] == 500
 
 
-def test_fits_says_that_host_memory_was_looked_at(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_fits_says_that_host_memory_was_looked_at(small: list[str], tmp_path: Path, capsys: Capture) -> None:
     output = tmp_path / "plan.json"
-    flags = ["--cluster.host_memory_gib", "100", "--output", str(output)]
+    flags = [*small, "--cluster.host_memory_gib", "100", "--output", str(output)]
     assert run(["plan", "configs/qwen2.5_0.5b.yaml", *flags]) == 0
     words = " ".join(capsys.readouterr().out.split())
     assert "not checked" not in words and "of cluster.host_memory_gib=100 in all" in words
@@ -108,15 +119,11 @@ def test_fits_says_that_host_memory_was_looked_at(tmp_path: Path, capsys: pytest
         (["--cluster.gpu_memory_gib", "5"], ["training", "more than the GPU's 5.0"]),
         (["--cluster.nodes", "1", "--trainer.parallel.data", "8"], ["use 2 nodes"]),
         (["--rollout.max_new_tokens", "32000"], ["max_position_embeddings", "target_tokens_per_batch"]),
-        (
-            ["--cluster.host_memory_gib", "0.25"],
-            ["cluster.host_memory_gib=0.25; most of it is", "async_save"],
-        ),
+        (["--cluster.host_memory_gib", "0.25"], ["cluster.host_memory_gib=0.25; most of it is", "async_save"]),
         (["--preflight"], ["data.train=", "no *.safetensors file"]),
     ],
 )
-def test_everything_wrong_is_listed(flags: list[str], words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    small = ["--trainer.target_tokens_per_batch", "4096", "--rollout.max_new_tokens", "1024"]
+def test_everything_wrong_is_listed(small: list[str], flags: list[str], words: list[str], capsys: Capture) -> None:
     assert run(["plan", "configs/qwen2.5_0.5b.yaml", *small, *flags]) == 1
     printed = " ".join(capsys.readouterr().out.split())
     assert "verdict: does not fit" in printed
@@ -137,14 +144,14 @@ def test_options_that_contradict_are_refused(flags: list[str], words: str) -> No
         run(["plan", "configs/qwen2.5_0.5b.yaml", *flags])
 
 
-def test_what_a_gpu_is_too_small_for_has_a_remedy_of_its_own() -> None:
+def test_what_a_gpu_is_too_small_for_has_a_remedy_of_its_own(small: list[str]) -> None:
     """A larger layout would not make an assumed reserve smaller, nor an embedding."""
-    config = _small([])
+    config = _config(small)
     assert "cluster.gpu" in remedy("CUDA, NCCL (assumed)", config) and "tensor" not in remedy("sync buffers", config)
     assert host_remedy("sync.delta: senders' copies") == "use sync.delta: never"
 
 
-def test_layout_that_the_model_refuses_is_no_table(capsys: pytest.CaptureFixture[str]) -> None:
+def test_layout_that_the_model_refuses_is_no_table(capsys: Capture) -> None:
     with pytest.raises(ConfigError) as refused:
         run(["plan", "configs/qwen2.5_7b.yaml", "--trainer.parallel.tensor", "3", "--cluster.nodes", "1"])
     found = refused.value.problems
@@ -152,9 +159,9 @@ def test_layout_that_the_model_refuses_is_no_table(capsys: pytest.CaptureFixture
     assert any("does not divide cluster.gpus_per_node" in str(problem) for problem in found)
 
 
-def test_search_lists_what_fits_fastest_first() -> None:
+def test_search_lists_what_fits_fastest_first(small: list[str]) -> None:
     flags = ["--cluster.gpus_per_node", "4", "--cluster.nodes", "2", "--rollout.num_engines", "4"]
-    found = search(PlannedRun.of(_small(flags)), wanted=2)
+    found = search(PlannedRun.of(_config([*small, *flags])), wanted=2)
     assert len(found) == 2
     assert [candidate.seconds for candidate in found] == sorted(candidate.seconds for candidate in found)
     for candidate in found:
@@ -164,19 +171,18 @@ def test_search_lists_what_fits_fastest_first() -> None:
         assert written["parallel"]["data"] == candidate.parallel.data and written["seconds"] == candidate.seconds
 
 
-def test_search_finds_nothing_where_nothing_fits(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_search_finds_nothing_where_nothing_fits(small: list[str], tmp_path: Path, capsys: Capture) -> None:
     output = tmp_path / "layouts.json"
-    flags = ["--cluster.gpu_memory_gib", "4", "--search", "--output", str(output)]
-    assert run(["plan", "configs/qwen2.5_0.5b.yaml", *_SMALL, *flags]) == 1
-    assert "no layout of these GPUs fits" in capsys.readouterr().out and json.loads(output.read_text()) == {
-        "layouts": []
-    }
+    flags = ["--cluster.gpu_memory_gib", "3", "--search", "--output", str(output)]
+    assert run(["plan", "configs/qwen2.5_0.5b.yaml", *small, *flags]) == 1
+    assert "no layout of these GPUs fits" in capsys.readouterr().out
+    assert json.loads(output.read_text()) == {"layouts": []}
 
 
-def test_search_leaves_out_what_a_node_s_memory_does_not_hold(capsys: pytest.CaptureFixture[str]) -> None:
+def test_search_leaves_out_what_a_node_s_memory_does_not_hold(small: list[str], capsys: Capture) -> None:
     flags = ["--search", "--cluster.gpus_per_node", "2", "--cluster.nodes", "1", "--rollout.num_engines", "1"]
     flags += ["--trainer.parallel.data", "1", "--checkpoint.async_save", "true", "--cluster.gpu_memory_gib", "141"]
-    arguments = ["plan", "configs/qwen2.5_0.5b.yaml", *_SMALL, *flags]
+    arguments = ["plan", "configs/qwen2.5_0.5b.yaml", *small, *flags]
     assert run(arguments) == 0
     assert "host memory is not checked (give --cluster.host_memory_gib)" in " ".join(capsys.readouterr().out.split())
     assert run([*arguments, "--cluster.host_memory_gib", "64"]) == 0
@@ -185,20 +191,16 @@ def test_search_leaves_out_what_a_node_s_memory_does_not_hold(capsys: pytest.Cap
     assert "no layout of these GPUs fits" in capsys.readouterr().out
 
 
-def test_search_says_what_no_layout_would_mend() -> None:
+def test_search_says_what_no_layout_would_mend(small: list[str]) -> None:
     """And does not list layouts that a plan of them would refuse."""
     with pytest.raises(ConfigError) as refused:
-        search(PlannedRun.of(_small(["--rollout.tensor", "3", "--cluster.nodes", "8"])), wanted=1)
-    assert [str(problem).partition(" does not divide ")[0] for problem in refused.value.problems] == [
-        "rollout.tensor=3"
-    ] * 2
+        search(PlannedRun.of(_config([*small, "--rollout.tensor", "3", "--cluster.nodes", "8"])), wanted=1)
+    fields = [str(problem).partition(" does not divide ")[0] for problem in refused.value.problems]
+    assert fields == ["rollout.tensor=3"] * 2
 
 
-_SMALL = ("--trainer.target_tokens_per_batch", "2048", "--rollout.max_new_tokens", "512")
-
-
-def _small(flags: list[str]) -> Any:
-    return load_config(ROOT / "configs" / "qwen2.5_0.5b.yaml", [*_SMALL, *flags])
+def _config(flags: list[str]) -> Any:
+    return load_config(ROOT / "configs" / "qwen2.5_0.5b.yaml", flags)
 
 
 @pytest.mark.parametrize(

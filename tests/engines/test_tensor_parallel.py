@@ -21,15 +21,7 @@ from slime_like.errors import WeightSyncError
 from slime_like.interfaces import load_engine
 from slime_like.system.processes import mapped_files, new_children, process_ids
 from slime_like.weights.transports.leftovers import SHARED_MEMORY
-from tests.engines.harness import (
-    NO_STOP,
-    EngineUnderTest,
-    check_logprobs,
-    flip_a_bit,
-    run_config,
-    started,
-    tiny_pair,
-)
+from tests.engines.harness import NO_STOP, EngineUnderTest, check_logprobs, flip_a_bit, run_config, started, tiny_pair
 
 PROMPTS = [[*range(3, 13)], [*range(200, 245)], [7]]
 

@@ -149,9 +149,7 @@ def exported_gradients(trainer: Any, denominator: float) -> dict[str, Tensor]:
     return {name: tensor.clone() for bucket in trainer.export_gradients(denominator) for name, tensor in bucket.tensors}
 
 
-def optimizer_steps(
-    trainer: Any, steps: int, denominator: float, accumulate: Callable[[], None]
-) -> list[GRPOStats | None]:
+def optimizer_steps(trainer: Any, steps: int, denominator: float, accumulate: Callable[[], None]) -> list[Any]:
     """The first takes the gradients that are there, and finished."""
     stats = []
     for step in range(steps):

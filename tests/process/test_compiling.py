@@ -74,14 +74,15 @@ def test_it_is_kept_until_anything_that_it_is_made_of_changes(package: Path) -> 
     assert call(package)[:2] == (2, 0)
 
 
-@pytest.mark.parametrize("damage", ["cut off", "a bit", "empty"])
-def test_a_damaged_one_is_compiled_anew(package: Path, damage: str) -> None:
+def test_a_damaged_one_is_compiled_anew(package: Path) -> None:
     _, _, directory = call(package)
     (kept,) = Path(directory).glob("*.kernel")
-    content = bytearray(kept.read_bytes())
-    content[len(content) // 2] ^= 1
-    kept.write_bytes({"cut off": content[:-9], "a bit": content, "empty": b""}[damage])
-    assert call(package)[:2] == (1, 0)
+    whole = kept.read_bytes()
+    flipped = bytearray(whole)
+    flipped[len(whole) // 2] ^= 1
+    for damaged in (whole[:-9], flipped, b""):
+        kept.write_bytes(damaged)
+        assert call(package)[:2] == (1, 0)
     assert call(package)[:2] == (1, 1)
 
 
