@@ -98,7 +98,7 @@ def flags(root: Path, model: Path, engine: str, manner: Manner, steps: int) -> l
 def measure(root: Path, model: Path, engine: str, manner: Manner, steps: int) -> Figures:
     """Run once, pinned, and read its steady steps."""
     log = root / f"log-{manner.directory}"
-    with Command(flags(root, model, engine, manner, steps), log) as command:
+    with Command(flags(root, model, engine, manner, steps), log, forked=False) as command:
         ended = threading.Event()
         pinning = threading.Thread(target=_keep_pinned, args=(command.descendants, ended), daemon=True)
         pinning.start()

@@ -71,7 +71,7 @@ def flags(root: Path, model: Path, steps: int, engine: str) -> list[str]:
 def undisturbed(arguments: list[str], root: Path) -> tuple[float, float]:
     """Seconds until the first step has ended, and from there to the end."""
     started = time.monotonic()
-    with Command(arguments, root / "log") as command:
+    with Command(arguments, root / "log", forked=False) as command:
         command.wait_for(_FIRST_STEP, RUN_TIMEOUT_S)
         first_step = time.monotonic()
         finished = command.finish(RUN_TIMEOUT_S)
@@ -87,7 +87,7 @@ def disturbed(
     finished_steps = []
     for attempt in range(kills):
         in_start = generator.random() < _SHARE_IN_START
-        with Command(arguments, root / f"log-{attempt}") as command:
+        with Command(arguments, root / f"log-{attempt}", forked=False) as command:
             if not in_start:
                 command.wait_for(_FIRST_STEP, RUN_TIMEOUT_S)
             time.sleep(generator.uniform(0.5, start_s) if in_start else generator.uniform(0, training_s / kills))

@@ -28,13 +28,13 @@ def steps_of(run_dir: Path) -> list[dict[str, Any]]:
 def test_rl_runs_and_every_claim_of_a_step_holds(tiny: Tiny, tmp_path: Path, engine: str) -> None:
     """Also with the KL term on, so that the reference model is loaded and scored. One update a step: its ratio is 1.
 
-    With CPU kernels, vLLM in new interpreters. Most other tests in this folder run with the transformers engine.
+    With CPU kernels. Most other tests in this folder run with the transformers engine.
     """
     run_dir = tmp_path / "run"
     flags = ["--rollout.engine", engine, "--algorithm.kl_coef", "0.01", "--algorithm.minibatches", "1"]
     flags += ["--trainer.target_tokens_per_batch", "256", "--algorithm.old_logprobs", "score"]
     flags += ["--trainer.cpu_kernels", "auto", "--logging.tensorboard", "true"]
-    finished = run(tiny.rl_flags(run_dir, *flags), tmp_path / "log", forked=engine != "vllm")
+    finished = run(tiny.rl_flags(run_dir, *flags), tmp_path / "log")
     assert finished.code == 0, finished.stderr
     assert finished.left_behind == []
     steps = steps_of(run_dir)
@@ -53,9 +53,9 @@ def test_rl_runs_and_every_claim_of_a_step_holds(tiny: Tiny, tmp_path: Path, eng
 
 
 def test_what_a_run_leaves_is_whole(tiny: Tiny, tmp_path: Path) -> None:
-    """Supervised mode learns; its Hugging Face export loads, differs from the start, and begins an RL run."""
+    """Supervised mode learns; its Hugging Face export loads, and differs from the start. In new interpreters."""
     run_dir = tmp_path / "run"
-    finished = run(tiny.sft_flags(run_dir, "--trainer.cpu_kernels", "auto"), tmp_path / "log")
+    finished = run(tiny.sft_flags(run_dir, "--trainer.cpu_kernels", "auto"), tmp_path / "log", forked=False)
     assert finished.code == 0, finished.stderr
     assert "CPU operators: Numba kernels" in finished.stderr
     assert finished.left_behind == []
