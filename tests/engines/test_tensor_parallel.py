@@ -1,5 +1,5 @@
-"""One engine of two ranks on a CPU: the same answers as one, and every rank receives an update whole; it ends without a
-trace when it is told to, and with the process that owns it.
+"""One engine of two ranks on a CPU: the same answers as one, every rank receives a whole update, `stop` leaves nothing
+behind, and the engine ends with the process that owns it.
 
 Its model has a head that is the embedding, and biases: the conformance tests' model has neither.
 """
@@ -34,7 +34,7 @@ def own(kind: str, root: Path) -> None:
     config = run_config(references[0].directory, root / "run", tensor=2)
     engine = load_engine(kind)(config, 0)
     before = process_ids()
-    if kind == "vllm":  # SGLang is told to end in test_other_interpreter.py
+    if kind == "vllm":  # test_other_interpreter.py stops SGLang
         prepare_environment(config)
         with pytest.MonkeyPatch.context() as patch:  # its core forked, too, which is sooner done
             patch.setattr("vllm.v1.engine.utils.get_mp_context", lambda: multiprocessing.get_context("fork"))
