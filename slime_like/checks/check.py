@@ -53,6 +53,7 @@ CHECKS: Sequence[Check] = (
     # of settings alone
     Check("rollout.python", {"engine"}, names.interpreter_name_problems),
     Check("trainer.backend", {"trainer"}, names.backend_name_problems),
+    Check("trainer.backend-args", {"trainer"}, names.backend_argument_problems),
     Check("algorithm.loss", {"training"}, names.loss_name_problems),
     Check("algorithm.advantage", {"training", "engine"}, names.advantage_name_problems),
     Check("rollout.engine", {"engine"}, names.engine_name_problems),

@@ -10,18 +10,13 @@ _NO_RING = ("ring", "transformer_engine")
 
 
 def fsdp_problems(config: RunConfig) -> Iterator[str]:
-    """Settings that cannot be met, each with the remedy; of another backend, that it was given settings of fsdp.
-
-    Of either, that it was given settings of a custom one.
-    """
+    """Settings that cannot be met, each with the remedy; of another backend, that it was given settings of fsdp."""
     trainer = config.trainer
     if trainer.backend == BACKEND:
         yield from axis_problems(config.trainer.parallel, "trainer.parallel")
         yield from _unsupported_settings(trainer)
     elif trainer.backend == "megatron" and trainer.fsdp != FsdpConfig():
         yield "trainer.fsdp is set, but trainer.backend=megatron does not read it; use trainer.backend=fsdp"
-    if trainer.backend in (BACKEND, "megatron") and trainer.backend_args:
-        yield f"trainer.backend_args are a custom backend's, trainer.backend={trainer.backend} reads none; remove them"
 
 
 def axis_problems(parallel: ParallelConfig, field: str) -> Iterator[str]:

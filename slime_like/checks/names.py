@@ -19,6 +19,13 @@ def backend_name_problems(config: RunConfig) -> Iterator[str]:
     return _unknown("trainer.backend", config.trainer.backend, installed_names(BACKEND_GROUP))
 
 
+def backend_argument_problems(config: RunConfig) -> Iterator[str]:
+    """Settings of a custom backend, given to a built-in one."""
+    backend = config.trainer.backend
+    if backend in ("megatron", "fsdp") and config.trainer.backend_args:
+        yield f"trainer.backend_args are a custom backend's, trainer.backend={backend} reads none; remove them"
+
+
 def engine_name_problems(config: RunConfig) -> Iterator[str]:
     """Engines of this environment; those of another are ``interpreter_name_problems``'s."""
     if config.rollout.python is None:

@@ -86,8 +86,8 @@ FAULTS: dict[str, list[str]] = {
         "--trainer.backend fsdp --trainer.optimizer.distributed false",
         "--trainer.backend fsdp --trainer.activation_offload true",
         "--trainer.fsdp.accumulate sharded",
-        "--trainer.backend_args.rank 8",
     ],
+    "trainer.backend-args": ["--trainer.backend_args.rank 8"],
     "rollout.engine-args": [
         "--rollout.engine vllm --rollout.engine_args.tensor_parallel_size 2",
         "--rollout.engine sglang --rollout.engine_args.enable_lora true",

@@ -21,8 +21,8 @@ from slime_like.config.reading.load import load_config
 from tests.unit.checks.checkpoint import sound_flags
 
 _CONVERSION = """
-    model.path model.weights model.weights-backend model.converted trainer.attention trainer.backend trainer.fsdp
-    model.family trainer.layout trainer.latent-attention algorithm.balancing
+    model.path model.weights model.weights-backend model.converted trainer.attention trainer.backend
+    trainer.backend-args trainer.fsdp model.family trainer.layout trainer.latent-attention algorithm.balancing
 """
 _RANKS = f"{_CONVERSION} run_dir trainer.cpu-kernels"
 _SUPERVISED = f"""
