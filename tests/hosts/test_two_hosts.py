@@ -192,9 +192,9 @@ class LostNode:
 
 @pytest.fixture(scope="module")
 def lost(trained: Trained, network: Network, tiny: Tiny) -> LostNode:
-    """The second start, with vLLM on two ranks of which it shares one's place; node 1 loses its power in the middle."""
+    """The second start, with SGLang in the place of one of two ranks; node 1 loses its power in the middle."""
     flags = (*ONE_RANK_EACH, "--steps", "1000", "--checkpoint.every", "0", "--cluster.placement", "colocated")
-    variables = {"ENGINE": "vllm", "SILENCE_S": "12"}
+    variables = {"ENGINE": "sglang", "SILENCE_S": "12"}
     runs = [start(host, rank, network, tiny, "second", flags, **variables) for rank, host in enumerate(network.nodes)]
     runs[0].wait_for("step 3/", 240)
     network.nodes[1].power_off()
@@ -205,7 +205,7 @@ def lost(trained: Trained, network: Network, tiny: Tiny) -> LostNode:
 
 def test_a_second_start_goes_on_with_another_engine_and_layout(lost: LostNode, network: Network) -> None:
     assert "step-000002 after step 2" in lost.run.output
-    assert "rollout.engine: transformers -> vllm" in lost.run.output
+    assert "rollout.engine: transformers -> sglang" in lost.run.output
     assert "cluster.placement: separate -> colocated" in lost.run.output
     assert [row["step"] for row in steps_of(network.shared / "run")][:3] == [1, 2, 3]
 

@@ -1,8 +1,9 @@
 """The layers of the system: an import goes down only, and no folder's parts import each other in a circle."""
 
 import ast
+from functools import cache
 from graphlib import CycleError, TopologicalSorter
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 
 import pytest
 
@@ -33,7 +34,8 @@ FACES = {face: -len(LAYERS) for face in ("slime_like", "slime_like.orchestration
 """Packages around the rooms: below all of them, so that their ``__init__`` imports nothing."""
 
 
-def _imports() -> dict[str, set[str]]:
+@cache
+def imports() -> dict[str, set[str]]:
     """Module -> modules it imports, anywhere in the file."""
     files = {path: path.relative_to(ROOT) for package in PACKAGES for path in (ROOT / package).rglob("*.py")}
     modules = {".".join(name.with_suffix("").parts).removesuffix(".__init__"): path for path, name in files.items()}
@@ -50,9 +52,6 @@ def _imports() -> dict[str, set[str]]:
     return graph
 
 
-GRAPH = _imports()
-
-
 def _room(module: str) -> str:
     """The longest prefix of ``module`` that the table names."""
     parts = module.split(".")
@@ -65,14 +64,15 @@ def test_every_import_goes_down() -> None:
     levels = LEVELS | FACES
     upward = {
         f"{module} -> {imported}"
-        for module, names in GRAPH.items()
+        for module, names in imports().items()
         for imported in names
         if (here := _room(module)) != (there := _room(imported)) and levels[there] >= levels[here]
     }
     assert upward == set()
 
 
-FOLDERS = sorted({str(folder) for module in GRAPH for folder in PurePosixPath(module.replace(".", "/")).parents})
+FILES = [path.relative_to(ROOT) for package in PACKAGES for path in (ROOT / package).rglob("*.py")]
+FOLDERS = sorted({str(folder) for path in FILES for folder in path.parents})
 
 
 @pytest.mark.parametrize("folder", FOLDERS)
@@ -80,7 +80,7 @@ def test_parts_of_a_folder_import_each_other_without_a_circle(folder: str) -> No
     """Parts are the files and folders directly inside."""
     prefix = [] if folder == "." else folder.split("/")
     parts: dict[str, set[str]] = {}
-    for module, names in GRAPH.items():
+    for module, names in imports().items():
         here = module.split(".")
         if here[: len(prefix)] != prefix or len(here) == len(prefix):
             continue
