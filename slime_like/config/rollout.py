@@ -124,7 +124,7 @@ class SyncConfig(Section):
     auto: for 16-bit models over gloo or a directory."""
     verify: bool = Field(True, description="Compare hashes of all tensors, and probe logprobs, after every sync.")
     probe_tolerance: float | None = Field(None, gt=0)
-    """Bound on the probe's gap between engine and trainer. float32: largest difference of a logprob (default 1e-4).
-    bfloat16: root mean square of the differences over the standard deviation of the trainer's logprobs (default
-    0.15)."""
+    """Bound on the probe's gap between engine and trainer. float32: largest difference of a logprob; by default 3e-5
+    per layer times the standard deviation of the trainer's logprobs, at least 1e-4. bfloat16: root mean square of the
+    differences over that standard deviation (default 0.15)."""
     timeout_s: float = Field(300.0, gt=0, description="Timeout of one sync.")

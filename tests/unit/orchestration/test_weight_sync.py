@@ -28,6 +28,7 @@ def test_a_difference_names_the_tensor(received: dict[str, int], rejects: Reject
 
 
 # --------------------------------------------------------------------------------------------------------- the probe
+LAYERS = 3  # of the tiny model
 SHARP = 12.0
 """Times as large logits as an untrained model's: as large as, and larger than, those of trained ones."""
 
@@ -57,11 +58,11 @@ def logprobs(model_dir: Path, dtype: torch.dtype, sharpness: float = 1.0, wrong:
 def test_a_sound_engine_in_bfloat16(model_dir: Path, sharpness: float) -> None:
     """Rounding grows with the logits: what is sound may be off by more than half a nat."""
     got, expected = (logprobs(model_dir, dtype, sharpness) for dtype in (torch.bfloat16, torch.float32))
-    gap = ProbeGap.between(got, expected, "bfloat16", None)
+    gap = ProbeGap.between(got, expected, "bfloat16", LAYERS, None)
     assert gap.is_sound and gap.share < 0.05
     assert (gap.largest > 0.5) is (sharpness == SHARP)
-    assert not ProbeGap.between(got, expected, "bfloat16", 1e-3).is_sound
-    assert not ProbeGap.between(got, expected, "float32", None).is_sound
+    assert not ProbeGap.between(got, expected, "bfloat16", LAYERS, 1e-3).is_sound
+    assert not ProbeGap.between(got, expected, "float32", LAYERS, None).is_sound
 
 
 @pytest.mark.parametrize("sharpness", [1.0, SHARP])
@@ -77,9 +78,31 @@ def test_a_sound_engine_in_bfloat16(model_dir: Path, sharpness: float) -> None:
 )
 def test_one_wrong_matrix_is_found(model_dir: Path, wrong: str, dtype: str, sharpness: float) -> None:
     got = logprobs(model_dir, getattr(torch, dtype), sharpness, wrong)
-    gap = ProbeGap.between(got, logprobs(model_dir, torch.float32, sharpness), dtype, None)
+    gap = ProbeGap.between(got, logprobs(model_dir, torch.float32, sharpness), dtype, LAYERS, None)
     assert not gap.is_sound
     assert gap.share > 0.3
+
+
+@pytest.mark.parametrize(("layers", "sharpness"), [(LAYERS, 1.0), (LAYERS, SHARP), (24, 1.0), (24, SHARP)])
+def test_the_bound_in_float32_lies_between_rounding_and_a_wrong_matrix(
+    tmp_path: Path, layers: int, sharpness: float
+) -> None:
+    """At least five times rounding, at most a hundredth of a wrong matrix; 1e-4 for an untrained model of few layers.
+
+    A trained model rounds more than these: the measured values stand in ``ProbeGap``.
+    """
+    make_tiny_model(tmp_path, num_hidden_layers=layers)
+    exact = logprobs(tmp_path, torch.float64, sharpness)
+    wrong = logprobs(tmp_path, torch.float32, sharpness, "model.layers.1.self_attn.v_proj.weight")
+    rounded = ProbeGap.between(logprobs(tmp_path, torch.float32, sharpness), exact, "float32", layers, None)
+    assert 5 * rounded.largest < rounded.bound < ProbeGap.between(wrong, exact, "float32", layers, 1.0).largest / 100
+    assert (rounded.bound == pytest.approx(1e-4)) is (layers == LAYERS and sharpness == 1.0)
+
+
+def test_a_trained_models_measured_rounding_is_sound() -> None:
+    """SmolLM2-135M's worst of nine, with the spread of its logprobs, and a wrong tensor's least effect."""
+    expected = np.array([-15.2 - 2.7, -15.2 + 2.7])
+    assert 5 * 3.18e-4 < ProbeGap.between(expected, expected, "float32", 30, None).bound < 0.58 / 100
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -87,20 +110,20 @@ def test_what_is_no_number_is_not_sound(dtype: str) -> None:
     expected = np.linspace(-9, -1, 62, dtype=np.float32)
     got = expected.copy()
     got[5] = np.nan
-    assert not ProbeGap.between(got, expected, dtype, None).is_sound
-    assert ProbeGap.between(expected, expected, dtype, None).is_sound
+    assert not ProbeGap.between(got, expected, dtype, LAYERS, None).is_sound
+    assert ProbeGap.between(expected, expected, dtype, LAYERS, None).is_sound
 
 
 def test_logprobs_that_are_all_alike_are_compared_without_their_spread() -> None:
     """As a model whose head is zero has them."""
     expected = np.full(62, -5.5, dtype=np.float32)
-    assert ProbeGap.between(expected + np.float32(0.005), expected, "bfloat16", None).is_sound
-    assert not ProbeGap.between(expected + np.float32(0.05), expected, "bfloat16", None).is_sound
+    assert ProbeGap.between(expected + np.float32(0.005), expected, "bfloat16", LAYERS, None).is_sound
+    assert not ProbeGap.between(expected + np.float32(0.05), expected, "bfloat16", LAYERS, None).is_sound
 
 
 def test_each_precision_has_its_sentence() -> None:
     expected = np.array([-1.0, -3.0])
-    gaps = [str(ProbeGap.between(expected + 0.5, expected, dtype, None)) for dtype in ("float32", "bfloat16")]
+    gaps = [str(ProbeGap.between(expected + 0.5, expected, dtype, LAYERS, None)) for dtype in ("float32", "bfloat16")]
     assert gaps == [
         "by up to 5.00e-01 (bound 1e-04)",
         "by up to 5.00e-01, with a root mean square of 0.50 of how much the trainer's vary (bound 0.15)",
