@@ -5,7 +5,7 @@ from pathlib import Path
 
 from slime_like.errors import DataError
 from slime_like.observability.metrics import read_metrics, series
-from slime_like.observability.names import ACCURACY, MEAN_REWARD
+from slime_like.observability.names import ACCURACY, REWARD
 
 _REWARD_COLOUR = "#0072B2"  # blue and vermilion: distinct for colour-blind readers too
 _ACCURACY_COLOUR = "#D55E00"
@@ -18,10 +18,10 @@ def plot_reward_curve(metrics_path: Path, png_path: Path) -> None:
         DataError: the file is missing, damaged, or holds no rewards.
     """
     records = read_metrics(metrics_path)
-    rewards, accuracy = series(records, MEAN_REWARD), series(records, ACCURACY)
+    rewards, accuracy = series(records, REWARD), series(records, ACCURACY)
     if not rewards[0]:
         remedy = "only an RL run of at least one step has a curve"
-        raise DataError(f"no record has {MEAN_REWARD}", code="no-rewards", who=str(metrics_path), remedy=remedy)
+        raise DataError(f"no record has {REWARD}", code="no-rewards", who=str(metrics_path), remedy=remedy)
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
     from matplotlib.ticker import MaxNLocator

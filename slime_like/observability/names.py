@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -21,13 +21,15 @@ if TYPE_CHECKING:
     from slime_like.trajectory import GRPOStats
 
 STEP_TIME = "train_actor_performance/total_step_time (s)"
-MEAN_REWARD = "ref_actor_rewards/rewards_mean"
+REWARD = "ref_actor_rewards/total_reward_mean"
 LOSS = "train_actor_training/loss"
 ACCURACY = "evaluation/accuracy"
 IDLE_TIME = "train_actor_performance/time_idle (s)"
 ROLLOUT_SPEED = "rollout/tokens_per_second"
 SCORING_SPEED = "score/tokens_per_second"
 CONVERSION_SPEED = "convert/gigabytes_per_second"
+
+_REWARD_OF = "ref_actor_rewards/rewards_func_"
 
 # Groups whose rewards differ by less than this learn nothing: float noise, not spread.
 ZERO_SPREAD = 1e-6
@@ -87,13 +89,13 @@ def reward_metrics(record: RewardRecord) -> dict[str, float]:
     """
     rewards, successes = np.asarray(record.rewards, np.float64), np.asarray(record.successes, np.float64)
     metrics = {
-        MEAN_REWARD: float(rewards.mean()),
+        "ref_actor_rewards/rewards_mean": float(rewards.mean()),
         "ref_actor_rewards/successes_mean": float(successes.mean()),
-        "ref_actor_rewards/total_reward_mean": float(_totals(record).mean()),
+        REWARD: float(_totals(record).mean()),
         "ref_actor_rewards/scoring_failures": float(len(record.failures)),
     }
     for name, reward, success in zip(record.func_names, rewards.mean(axis=0), successes.mean(axis=0), strict=True):
-        metrics[f"ref_actor_rewards/rewards_func_{name}_mean"] = float(reward)
+        metrics[f"{_REWARD_OF}{name}_mean"] = float(reward)
         metrics[f"ref_actor_rewards/successes_func_{name}_mean"] = float(success)
     return metrics
 
@@ -207,7 +209,7 @@ def _ratio(numerator: float, denominator: float) -> float:
 FIGURES = (
     (STEP_TIME, "step time", "{:.2f} s"),
     (LOSS, "loss", "{:.4g}"),
-    (MEAN_REWARD, "reward", "{:.3f}"),
+    (REWARD, "reward", "{:.3f}"),
     (ACCURACY, "accuracy", "{:.3f}"),
     (ROLLOUT_SPEED, "rollout tokens/s", "{:,.0f}"),
     (SCORING_SPEED, "tokens/s", "{:,.0f}"),
@@ -216,8 +218,25 @@ FIGURES = (
 
 
 def shown_figures(values: Mapping[str, float]) -> list[tuple[str, str]]:
-    """(label, formatted value) of every figure that ``values`` has, in the order of ``FIGURES``."""
-    return [(label, form.format(values[name])) for name, label, form in FIGURES if name in values]
+    """(label, formatted value) of every figure that ``values`` has, in the order of ``FIGURES``.
+
+    Behind the reward, which is the weighted sum, stands the mean of each function, where there are several.
+    """
+    shown = []
+    for name, label, form in FIGURES:
+        if name in values:
+            shown.append((label, form.format(values[name])))
+        if name == REWARD:
+            shown += [(function, form.format(values[mean])) for mean, function in function_means(values)]
+    return shown
+
+
+def function_means(names: Iterable[str]) -> list[tuple[str, str]]:
+    """(metric, reward function) of each function's mean reward in ``names``; empty where one function is all."""
+    found = [
+        (name, name.removeprefix(_REWARD_OF).removesuffix("_mean")) for name in names if name.startswith(_REWARD_OF)
+    ]
+    return found if len(found) > 1 else []
 
 
 def phase_shares(values: Mapping[str, float]) -> list[tuple[str, float]]:

@@ -13,7 +13,7 @@ from slime_like.config.reading.yaml_text import read_document
 from slime_like.errors import ConfigError, SlimeLikeError
 from slime_like.observability.curve import running_mean, smoothing_window
 from slime_like.observability.metrics import METRICS_FILE, current_records, read_lines, read_metrics, series
-from slime_like.observability.names import ACCURACY, LOSS, MEAN_REWARD, ROLLOUT_SPEED, STEP_TIME
+from slime_like.observability.names import ACCURACY, LOSS, REWARD, ROLLOUT_SPEED, STEP_TIME
 from slime_like.observability.tables import TOKEN_TABLE
 
 CONFIG_FILE = "config.yaml"
@@ -133,7 +133,7 @@ def _steps(run: RunData) -> str:
 
 def _results(run: RunData) -> list[tuple[str, str]]:
     steps, accuracy = run.series(ACCURACY)
-    _, rewards = run.series(MEAN_REWARD)
+    _, rewards = run.series(REWARD)
     entries = []
     if accuracy:
         text = f"{accuracy[0]:.3f} (step {steps[0]}) → {accuracy[-1]:.3f} (step {steps[-1]})"

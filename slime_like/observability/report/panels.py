@@ -5,7 +5,15 @@ from dataclasses import dataclass
 from typing import Any
 
 from slime_like.observability.curve import running_mean, smoothing_window
-from slime_like.observability.names import ACCURACY, LOSS, MEAN_REWARD, ROLLOUT_SPEED, STEP_TIME, phase_seconds
+from slime_like.observability.names import (
+    ACCURACY,
+    LOSS,
+    REWARD,
+    ROLLOUT_SPEED,
+    STEP_TIME,
+    function_means,
+    phase_seconds,
+)
 from slime_like.observability.phases import PHASES
 from slime_like.observability.report.charts import Line, chart_data, line_chart, stacked_bars
 from slime_like.observability.report.data import RunData
@@ -56,10 +64,13 @@ class PhasePicture:
         return stacked_bars(self.steps, self.parts, "s", "Seconds of each phase by training step")
 
 
-SPECS = (
-    PanelSpec(
-        "Reward", "Mean over a step's responses, and its running mean.", ((MEAN_REWARD, "mean reward"),), smooth=True
-    ),
+_REWARD = PanelSpec(
+    "Reward",
+    "Weighted sum of the reward functions, mean over a step's responses, and its running mean.",
+    ((REWARD, "mean reward"),),
+    smooth=True,
+)
+_SPECS = (
     PanelSpec("Held-out accuracy", "Fraction of held-out prompts solved.", ((ACCURACY, "accuracy"),), dots=True),
     PanelSpec(
         "Loss", "Total, and its policy-gradient part.", ((LOSS, "loss"), (f"{_TRAINING}policy_loss", "policy loss"))
@@ -95,7 +106,7 @@ SPECS = (
 def panels(run: RunData) -> tuple[list[Panel], list[str]]:
     """The pictures this run has data for, and the titles of those it has none for."""
     drawn, missing = [], []
-    for spec in SPECS:
+    for spec in _specs(run):
         lines = list(_lines(run, spec))
         bad = sorted({step for name, _ in spec.metrics for step in run.non_finite_steps(name)})
         if lines or bad:
@@ -119,8 +130,15 @@ def phase_picture(run: RunData) -> PhasePicture | None:
 
 def key_metrics(run: RunData) -> list[tuple[str, list[float]]]:
     """(name, values) of every metric a picture is drawn from, and of the step time."""
-    names = [STEP_TIME, *(name for spec in SPECS for name, _ in spec.metrics)]
+    names = [STEP_TIME, *(name for spec in _specs(run) for name, _ in spec.metrics)]
     return [(name, values) for name in names if (values := run.series(name)[1])]
+
+
+def _specs(run: RunData) -> list[PanelSpec]:
+    names = dict.fromkeys(name for record in run.records for name in record)
+    means = tuple(function_means(names))
+    functions = [PanelSpec("Reward functions", "Mean of each function, unweighted.", means)] if means else []
+    return [_REWARD, *functions, *_SPECS]
 
 
 def _lines(run: RunData, spec: PanelSpec) -> Iterator[Line]:

@@ -18,7 +18,7 @@ ACCURACY_VERMILION = (0xD5, 0x5E, 0x00)
 
 
 def write_run(path: Path, steps: int, accuracy: bool) -> Path:
-    rows = [{"step": step, "ref_actor_rewards/rewards_mean": step / steps} for step in range(1, steps + 1)]
+    rows = [{"step": step, "ref_actor_rewards/total_reward_mean": step / steps} for step in range(1, steps + 1)]
     if accuracy:
         first, last = ({"step": step, "evaluation/accuracy": 0.5} for step in (0, steps))
         rows = [first, *rows, last]

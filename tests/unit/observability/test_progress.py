@@ -19,7 +19,10 @@ HIDE_CURSOR, SHOW_CURSOR = "\x1b[?25l", "\x1b[?25h"
 RL, SFT = step_metrics(rl_record()), step_metrics(sft_record())
 ACCURACY = {"evaluation/accuracy": 0.25}
 SHARES = " | wait 6% generate 50% reward 6% score 6% train 25% sync 5% orchestration 1%"
-RL_LINE = "step time 8.00 s | loss 2 | reward 0.900 | accuracy {} | rollout tokens/s 20" + SHARES
+RL_LINE = (
+    "step time 8.00 s | loss 2 | reward 1.200 | math_verify 0.600 | length 1.200 | accuracy {} | rollout tokens/s 20"
+    + SHARES
+)
 # steps of the run; second, step and figures of every update; lines by then, and after the end
 PLAIN: dict[str, tuple[int, list[tuple[float, int, dict[str, float]]], list[str], list[str]]] = {
     "a line has the figures and the phases": (
@@ -119,7 +122,7 @@ def on_a_terminal(error: Exception | None) -> str:
 def test_on_a_terminal_auto_is_live_and_gives_the_terminal_back(error: Exception | None) -> None:
     before = set(threading.enumerate())
     screen = on_a_terminal(error)
-    for shown in ("4/9", "8.00 s", "0.900", "0.810", "generate 50%", "orchestration 1%", "saved [x]"):
+    for shown in ("4/9", "8.00 s", "1.200", "0.810", "generate 50%", "orchestration 1%", "saved [x]"):
         assert shown in screen
     assert screen.index(HIDE_CURSOR) < screen.rindex(SHOW_CURSOR)
     assert HIDE_CURSOR not in screen[screen.rindex(SHOW_CURSOR) :]

@@ -107,14 +107,16 @@ def test_curves_carry_the_logged_values(page: Page, run_dir: Path) -> None:
     titles = [panel.spec.title for panel in panels(read_run(run_dir))[0]]
     charts = dict(zip(titles, json.loads(page.blocks["chart-data"]), strict=True))
     assert set(titles) >= {
-        "Reward", "Held-out accuracy", "Loss", "Importance ratio", "Clip fraction", "KL to the reference", "Entropy",
-        "Gradient norm", "Engine-to-trainer gap", "Response length",
+        "Reward", "Reward functions", "Held-out accuracy", "Loss", "Importance ratio", "Clip fraction",
+        "KL to the reference", "Entropy", "Gradient norm", "Engine-to-trainer gap", "Response length",
     }  # fmt: skip
     loss, policy = charts["Loss"]["lines"]
     assert loss["steps"] == list(range(1, STEPS + 1))
     assert loss["values"] == pytest.approx([1 / step for step in range(1, STEPS + 1)], rel=1e-5)
     assert policy["values"] == pytest.approx([0.5 / step for step in range(1, STEPS + 1)], rel=1e-5)
     assert charts["Held-out accuracy"]["lines"][0]["values"] == [0.25, 0.5, 0.875]
+    assert charts["Reward"]["lines"][0]["values"] == pytest.approx([1.2] * STEPS)  # as advantages have it: weighted
+    assert [line["label"] for line in charts["Reward functions"]["lines"]] == ["math_verify", "length"]
     assert page.count("svg") == len(titles) + 1
 
 
@@ -134,7 +136,7 @@ def test_summary(run_dir: Path) -> None:
     assert entries["engine"].startswith("vllm, 1 engine of TP1")
     assert entries["steps"] == "30 of 30"
     assert entries["held-out accuracy"] == "0.250 (step 0) → 0.875 (step 30)"
-    assert entries["mean reward"] == "0.900 → 0.900 (first and last 3 steps)"
+    assert entries["mean reward"] == "1.200 → 1.200 (first and last 3 steps)"
     assert entries["trained tokens/s"].startswith("10 response tokens/s over 240.0 s")  # 80 tokens in 8 s, 30 times
 
 
