@@ -108,7 +108,7 @@ MUTATIONS = [
         "head.py",
         "return logits.div_(temperatures.to(dtype)[:, None])",
         "return logits",
-        "test_head.py::test_any_sharding_equals_the_whole",
+        "test_head.py::test_any_sharding_of_the_head_equals_the_whole",
     ),
     Mutation(
         "response logprobs ignore the temperature",

@@ -52,6 +52,12 @@ def imports() -> dict[str, set[str]]:
     return graph
 
 
+@pytest.fixture(scope="module", autouse=True)
+def _read() -> None:
+    """Outside any test's second."""
+    imports()
+
+
 def _room(module: str) -> str:
     """The longest prefix of ``module`` that the table names."""
     parts = module.split(".")

@@ -96,18 +96,13 @@ def make_case(count: int, vocab_size: int, padded: int, dtype: torch.dtype) -> d
 
 @given(count=st.integers(0, 30), **SHARDED)
 @examples(40)
-def test_any_sharding_equals_the_whole(count, vocab_size, extra, ranks, chunk, dtype) -> None:  # type: ignore[no-untyped-def]
-    """Of the head and of its logits: no reduction in backward of these, and padding has no gradient.
-
-    Also where there is no token, and where the last shards hold nothing but padding.
-    """
+def test_any_sharding_of_the_head_equals_the_whole(count, vocab_size, extra, ranks, chunk, dtype) -> None:  # type: ignore[no-untyped-def]
+    """Also where there is no token, and where the last shards hold nothing but padding, which has no gradient."""
     case = make_case(count, vocab_size, -(-(vocab_size + extra) // ranks) * ranks, dtype)
     hidden, weight, temperatures = (case[name].double() for name in ("hidden", "weight", "temperatures"))
-    logits = 3 * case["hidden"] @ case["weight"].T
-    leaves = [x.clone().requires_grad_() for x in (hidden, weight[:vocab_size], logits[:, :vocab_size].double())]
+    leaves = [x.clone().requires_grad_() for x in (hidden, weight[:vocab_size])]
     options = {"vocab_size": vocab_size, "chunk_tokens": chunk}
-
-    expected = dense(*leaves[:2], case["targets"], temperatures)
+    expected = dense(*leaves, case["targets"], temperatures)
     weighted(case, expected).backward()
     tolerance = 3e-6 if dtype == torch.float32 else 1e-12
     by_rank = run_sharded(case, fused_logprobs, lambda part: [case["hidden"], case["weight"][part]], ranks, **options)
@@ -117,7 +112,16 @@ def test_any_sharding_equals_the_whole(count, vocab_size, extra, ranks, chunk, d
     gradient = torch.cat([found[3] for found in by_rank])
     assert close(gradient[:vocab_size], leaves[1].grad, tolerance) and not gradient[vocab_size:].any()
 
-    expected = dense_scores(leaves[2] / temperatures[:, None], case["targets"])
+
+@given(count=st.integers(0, 30), **SHARDED)
+@examples(40)
+def test_any_sharding_of_logits_equals_the_whole(count, vocab_size, extra, ranks, chunk, dtype) -> None:  # type: ignore[no-untyped-def]
+    """Without a reduction in their backward."""
+    case = make_case(count, vocab_size, -(-(vocab_size + extra) // ranks) * ranks, dtype)
+    logits = 3 * case["hidden"] @ case["weight"].T
+    leaf = logits[:, :vocab_size].double().requires_grad_()
+    options = {"vocab_size": vocab_size, "chunk_tokens": chunk}
+    expected = dense_scores(leaf / case["temperatures"].double()[:, None], case["targets"])
     weighted(case, expected).backward()
     # Logits of a few dozen nats: float32 holds them, and so their difference from the log-sum-exp, to about 1e-5.
     tolerance = 1e-5 if dtype == torch.float32 else 1e-12
@@ -126,7 +130,7 @@ def test_any_sharding_equals_the_whole(count, vocab_size, extra, ranks, chunk, d
         for ours, theirs in zip(found, expected, strict=True):
             assert close(ours, theirs.detach(), tolerance)
     gradient = torch.cat([found[2] for found in by_rank], dim=1)
-    assert close(gradient[:, :vocab_size], leaves[2].grad, tolerance) and not gradient[:, vocab_size:].any()
+    assert close(gradient[:, :vocab_size], leaf.grad, tolerance) and not gradient[:, vocab_size:].any()
 
 
 def test_bfloat16() -> None:

@@ -31,6 +31,13 @@ def count_pixels(png: Path, colour: tuple[int, int, int]) -> int:
     return int((np.abs(pixels - colour).max(axis=-1) < 3).sum())
 
 
+@pytest.fixture(scope="module", autouse=True)
+def _imported() -> None:
+    """Outside any test's second."""
+    import matplotlib.backends.backend_agg
+    import matplotlib.figure  # noqa: F401
+
+
 @pytest.mark.parametrize("window", [1, 3, 10, 50])
 def test_running_mean(window: int) -> None:
     values = np.random.default_rng(0).random(30)

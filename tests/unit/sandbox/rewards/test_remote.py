@@ -48,9 +48,9 @@ def test_a_service_that_is_restarted_costs_no_reward() -> None:
         url = f"http://127.0.0.1:{port}"
         asking = threading.Thread(target=lambda: results.append(remote("p", "plain", "a", url=url, timeout_s=30)))
         asking.start()
-        time.sleep(0.3)
+        time.sleep(0.2)
         with ThreadingHTTPServer(("127.0.0.1", port), Service) as server:
-            serving = threading.Thread(target=server.serve_forever, daemon=True)
+            serving = threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True)
             serving.start()
             asking.join(30)
             server.shutdown()
