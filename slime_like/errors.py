@@ -4,7 +4,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-FAILED, REFUSED, INTERRUPTED = 1, 2, 130
+FAILED, REFUSED, INTERRUPTED, OUTPUT_CLOSED = 1, 2, 130, 141
 """Exit codes of a command, or a node of a launch, that did not succeed."""
 
 LIKELY_KILLER = "most often the kernel's out-of-memory killer ended it (see dmesg)"
@@ -135,5 +135,5 @@ class LaunchError(SlimeLikeError):
 
 
 def exit_code(error: SlimeLikeError) -> int:
-    """Return the command's exit code for an error."""
-    return REFUSED if isinstance(error, ConfigError) else FAILED
+    """Return the command's exit code for an error: what was given is rejected, or the run failed."""
+    return REFUSED if isinstance(error, ConfigError | DataError) else FAILED

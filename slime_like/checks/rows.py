@@ -1,15 +1,17 @@
 """Data files and their rows. Only rows that are rejected anyway are read: a run reads its rows with the tokenizer."""
 
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
 from slime_like.config.run import RunConfig
 from slime_like.data.encoding import RowEncoder
-from slime_like.data.rows import SUFFIXES, read_rows
+from slime_like.data.rows import SUFFIXES, BadRows, read_rows
 from slime_like.data.tokenizer import missing_tokenizer
 from slime_like.errors import DataError
+from slime_like.sandbox.rewards.pool import RewardItem
 
 _MAX_ROWS = 20_000
 """Of each file: a second."""
@@ -34,17 +36,29 @@ def held_out_row_problems(config: RunConfig) -> Iterator[str]:
 def _bad_rows(config: RunConfig, files: Sequence[Path], need_response: bool) -> Iterator[str]:
     if not files or not all(file.suffix in SUFFIXES and file.is_file() for file in files):
         return
-    encoder, found = RowEncoder(_AnyTokenizer(), config.data, need_response), False
+    encoder, bad, found = RowEncoder(_AnyTokenizer(), config.data, need_response), BadRows(), False
     for file in files:
-        try:
-            for row in islice(read_rows(file), _MAX_ROWS):
+        with bad.collect():
+            for row in islice(read_rows(file, bad), _MAX_ROWS):
                 found = True
-                encoder.encode(row)
-        except DataError as error:
-            found = True
-            yield str(error)
-    if not found:
+                with bad.collect():
+                    encoder.encode(row)
+    yield from map(str, bad.problems())
+    if not found and not bad:
         yield f"{', '.join(map(str, files))}: no rows; give a file with rows"
+
+
+def first_sample(config: RunConfig) -> RewardItem | None:
+    """Text of the first row (of chat messages, their contents), with its answer as the response; ``None`` where the
+    first row of no file can be read."""
+    encoder = RowEncoder(_AnyTokenizer(), config.data, need_response=False)
+    for file in (*config.data.train, *config.evaluation.files):
+        with suppress(DataError):
+            for row in read_rows(file):
+                answer, prompt = encoder.encode(row).answer, row.get(config.data.prompt_key) or ""
+                text = prompt if isinstance(prompt, str) else "\n".join(message["content"] for message in prompt)
+                return RewardItem(text, answer, answer)
+    return None
 
 
 class _AnyTokenizer:
@@ -78,6 +92,9 @@ def _file_problems(field: str, files: Sequence[Path]) -> Iterator[str]:
         if file.is_dir():
             yield f"{field}={file} is a directory; give {' or '.join(SUFFIXES)} files"
         elif file.suffix not in SUFFIXES:
-            yield f"{field}={file} is of an unknown type; give {' or '.join(SUFFIXES)} files"
+            yield (
+                f"{field}={file} is of an unknown type; give {' or '.join(SUFFIXES)} files (of a dataset, "
+                "`datasets.load_dataset(...)[split].to_json('train.jsonl')` writes one)"
+            )
         elif not file.is_file():
             yield f"{field}={file} does not exist; give an existing file"

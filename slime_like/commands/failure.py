@@ -2,13 +2,20 @@
 
 import contextlib
 import os
+import select
+import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TextIO
 
 from slime_like.errors import SlimeLikeError
 from slime_like.plugins.traceback import causes, full_traceback
 
+_OF_TRAINING = frozenset(
+    ["torch", "ray", "grpc", "megatron", "transformers", "math_verify", "numba", "pyarrow", "matplotlib", "tensorboard"]
+)
+_INSTALL = "install the extra train: pip install 'slime-like[train]', or '.[train]' in a clone"
 TRACEBACK_FILE = "traceback.txt"
 _LONGEST = 300
 
@@ -30,6 +37,7 @@ def traceback_kept(run_dir: Path | None) -> Iterator[None]:
     Raises:
         UnforeseenError: names the exception, its message and the file.
         KeyboardInterrupt: also where a library's import turned one into another exception.
+        BrokenPipeError: who read standard output has closed it.
     """
     try:
         yield
@@ -39,11 +47,25 @@ def traceback_kept(run_dir: Path | None) -> Iterator[None]:
             error.remedy = "; ".join(filter(None, (error.remedy, f"traceback: {_write(text, run_dir)}")))
         raise
     except Exception as error:
+        if isinstance(error, BrokenPipeError) and _is_closed(sys.stdout):
+            raise
         if any(isinstance(link, KeyboardInterrupt) for link in causes(error, contexts=True)):
             raise KeyboardInterrupt from error
+        package = (error.name or "").partition(".")[0] if isinstance(error, ModuleNotFoundError) else ""
+        if package in _OF_TRAINING:
+            raise SlimeLikeError(
+                f"the package {package} is not installed", code="package-missing", remedy=_INSTALL
+            ) from error
         what = "check that path" if isinstance(error, OSError) else "unexpected error"
         kept = _write(full_traceback(error), run_dir)
         raise UnforeseenError(_summary(error), remedy=f"{what}; traceback: {kept}") from error
+
+
+def _is_closed(stream: TextIO) -> bool:
+    """Whether nobody reads the pipe behind a stream any more."""
+    poller = select.poll()
+    poller.register(stream, 0)
+    return any(event & select.POLLERR for _, event in poller.poll(0))
 
 
 def _summary(error: Exception) -> str:

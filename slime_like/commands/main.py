@@ -1,14 +1,16 @@
 """The command ``slime-like``: errors meant for people as sentences, and exit codes.
 
-Exit codes: 0 done; 1 the run failed; 2 the command or the configuration is rejected; 130 interrupted (Ctrl-C).
+Exit codes: 0 done; 1 the run failed; 2 the command, the configuration or the data is rejected; 130 interrupted
+(Ctrl-C); 141 nobody reads the output any more.
 """
 
+import os
 import signal
 import sys
 from collections.abc import Callable, Sequence
 
 from slime_like.commands.failure import traceback_kept
-from slime_like.errors import INTERRUPTED, ConfigError, SlimeLikeError, exit_code
+from slime_like.errors import INTERRUPTED, OUTPUT_CLOSED, ConfigError, SlimeLikeError, exit_code
 from slime_like.system.interrupts import InterruptHandler
 
 
@@ -20,11 +22,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     try:
         with traceback_kept(None):
-            return _imported()(sys.argv[1:] if argv is None else argv)
+            code = _imported()(sys.argv[1:] if argv is None else argv)
+            sys.stdout.flush()
+            return code
     except SlimeLikeError as error:
         problems = error.problems if isinstance(error, ConfigError) else [error]
         _complain([f"{problem} [{problem.code}]" for problem in problems])
         return exit_code(error)
+    except BrokenPipeError:  # as in `slime-like report RUN_DIR | head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what Python flushes at its end
+        return OUTPUT_CLOSED
     except KeyboardInterrupt:
         _complain(["interrupted"])
         return INTERRUPTED

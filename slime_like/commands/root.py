@@ -2,6 +2,7 @@
 
 import argparse
 import re
+import sys
 from collections.abc import Sequence
 
 from slime_like import __version__
@@ -36,6 +37,8 @@ def run(argv: Sequence[str]) -> int:
         _parser(named).parse_args(argv)  # which shows help or what is wrong, and exits
         return REFUSED
     InterruptHandler().install()
+    if "" not in sys.path:
+        sys.path.append("")  # custom code in the current directory is found, behind everything that is installed
     return named[0].run(*named[0].parse(argv[len(named[0].words) :]))
 
 

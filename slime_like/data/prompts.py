@@ -10,7 +10,7 @@ import numpy as np
 
 from slime_like.config import DataConfig
 from slime_like.data.encoding import EncodedRow, RowEncoder
-from slime_like.data.rows import read_rows
+from slime_like.data.rows import BadRows, read_rows
 from slime_like.errors import DataError
 
 
@@ -49,6 +49,7 @@ class PromptSource:
 
     Raises:
         DataError: no usable row, or a bad one (``file:line: reason``).
+        ConfigError: several bad rows, a problem for each.
     """
 
     def __init__(
@@ -124,14 +125,17 @@ class PromptSource:
         return prompt
 
     def _read(self, encoder: RowEncoder) -> list[EncodedRow]:
-        rows = []
+        rows, bad = [], BadRows()
         for file in self._files:
-            for row in read_rows(file):
-                encoded = encoder.encode(row)
-                if len(encoded.tokens) > self._max_tokens:
+            for row in read_rows(file, bad):
+                encoded = None
+                with bad.collect():
+                    encoded = encoder.encode(row)
+                if encoded is not None and len(encoded.tokens) > self._max_tokens:
                     self.dropped_prompts += 1
-                else:
+                elif encoded is not None:
                     rows.append(encoded)
+        bad.raise_any()
         if not rows:
             names = ", ".join(str(file) for file in self._files) or "(no file)"
             if not self.dropped_prompts:

@@ -1,14 +1,17 @@
 """Rows of prompt files, one at a time, each with the place it came from."""
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from slime_like.errors import DataError
+from slime_like.errors import ConfigError, DataError, Problem
 
 SUFFIXES = (".jsonl", ".parquet")
+_MOST_SHOWN, _MOST_LINES = 20, 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,13 +45,57 @@ class Row:
         return given
 
 
-def read_rows(path: Path) -> Iterator[Row]:
+class BadRows:
+    """Faults of single rows, collected so that all are reported at once; rows with the same fault share a sentence."""
+
+    def __init__(self) -> None:
+        self._alike: dict[tuple[str, str], list[DataError]] = {}
+
+    def __bool__(self) -> bool:
+        return bool(self._alike)
+
+    @contextmanager
+    def collect(self) -> Iterator[None]:
+        """Keep the fault of the row that is read inside."""
+        try:
+            yield
+        except DataError as fault:
+            self._alike.setdefault((fault.code, fault.problem), []).append(fault)
+
+    def problems(self) -> list[Problem]:
+        """One per kind of fault, up to twenty, and how many more there are."""
+        shown = [Problem(faults[0].code, _sentence(faults)) for faults in list(self._alike.values())[:_MOST_SHOWN]]
+        more = len(self._alike) - len(shown)
+        return [*shown, *([Problem("bad-rows", f"and {more} more kinds of bad rows")] if more > 0 else [])]
+
+    def raise_any(self) -> None:
+        """Raise the only fault, or ``ConfigError`` with all of them."""
+        faults = [fault for alike in self._alike.values() for fault in alike]
+        if len(faults) == 1:
+            raise faults[0]
+        if faults:
+            raise ConfigError(self.problems())
+
+
+def _sentence(faults: Sequence[DataError]) -> str:
+    others = [fault.who.rpartition(":")[2] for fault in faults[1:]]
+    named = ", ".join(others[:_MOST_LINES]) + (f" and {len(others) - _MOST_LINES} more" if others[_MOST_LINES:] else "")
+    return f"{faults[0]} (also in rows {named})" if others else str(faults[0])
+
+
+def read_rows(path: Path, bad: BadRows | None = None) -> Iterator[Row]:
     """All rows of a ``.jsonl`` or ``.parquet`` file, in order; empty lines are skipped.
+
+    Args:
+        bad: collects lines that are no JSON object, and reading goes on.
 
     Raises:
         DataError: the file cannot be read, or a line is no JSON object.
     """
-    readers = {".jsonl": _read_jsonl, ".parquet": _read_parquet}
+    readers: dict[str, Callable[[Path], Iterator[Row]]] = {
+        ".jsonl": partial(_read_jsonl, bad=bad),
+        ".parquet": _read_parquet,
+    }
     if path.suffix not in readers:
         problem, remedy = f"the file type {path.suffix!r} is unknown", f"use {' or '.join(SUFFIXES)}"
         raise DataError(problem, code="file-type", who=str(path), remedy=remedy)
@@ -59,24 +106,32 @@ def read_rows(path: Path) -> Iterator[Row]:
         raise DataError(problem, code="file-not-readable", who=str(path), remedy="check the path") from error
 
 
-def _read_jsonl(path: Path) -> Iterator[Row]:
+def _read_jsonl(path: Path, bad: BadRows | None) -> Iterator[Row]:
     with path.open("rb") as lines:
         for number, line in enumerate(lines, start=1):
             if not line.strip():
                 continue
-            row = Row(path, number, {})
-            try:
-                values = _parse(line.decode("utf-8"))
-                if b"\\ud" in line.lower():
-                    _refuse_lone_surrogates(values)
-            except _RepeatedKeyError as error:
-                raise row.fault("repeated-key", f"the key {error} stands twice in one object", "keep one") from error
-            except (ValueError, RecursionError) as error:
-                remedy = f"{_CUT_OFF}; {_ONE_OBJECT}" if _is_cut_off(line, error) else _ONE_OBJECT
-                raise row.fault("not-json", f"no valid JSON ({error})", remedy) from error
-            if not isinstance(values, dict):
-                raise row.fault("no-object", f"holds a {type(values).__name__}", _ONE_OBJECT)
-            yield replace(row, values=values)
+            row = None
+            with nullcontext() if bad is None else bad.collect():
+                row = _jsonl_row(Row(path, number, {}), line)
+            if row is not None:
+                yield row
+
+
+def _jsonl_row(row: Row, line: bytes) -> Row:
+    try:
+        values = _parse(line.decode("utf-8"))
+        if b"\\ud" in line.lower():
+            _refuse_lone_surrogates(values)
+    except _RepeatedKeyError as error:
+        raise row.fault("repeated-key", f"the key {error} stands twice in one object", "keep one") from error
+    except (ValueError, RecursionError) as error:
+        remedy = f"{_CUT_OFF}; {_ONE_OBJECT}" if _is_cut_off(line, error) else _ONE_OBJECT
+        why = f"{error.msg}: column {error.colno}" if isinstance(error, json.JSONDecodeError) else str(error)
+        raise row.fault("not-json", f"no valid JSON ({why})", remedy) from error
+    if not isinstance(values, dict):
+        raise row.fault("no-object", f"holds a {type(values).__name__}", _ONE_OBJECT)
+    return replace(row, values=values)
 
 
 _ONE_OBJECT = "one object per line belongs here"

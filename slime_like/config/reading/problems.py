@@ -9,6 +9,7 @@ from pydantic import BaseModel
 from pydantic_core import ErrorDetails
 
 from slime_like.config.reading.fields import all_fields, is_section, section_names, value_text
+from slime_like.config.reading.synonyms import SYNONYMS
 from slime_like.errors import Problem
 
 FLAG = "--"
@@ -60,10 +61,11 @@ def did_you_mean(name: str, known: Sequence[str], flag: bool = False) -> str:
     """``did you mean X?``, or where to find the names when nothing is near."""
     near = get_close_matches(name, known, n=1, cutoff=0.75)
     leaf = name.rpartition(".")[2]
+    elsewhere = [field for field in [SYNONYMS.get(leaf.replace("-", "_"))] if field in known]
     same_leaf = [candidate for candidate in known if candidate.rpartition(".")[2] == leaf]
     leaves = {candidate.rpartition(".")[2]: candidate for candidate in known}
     near_leaf = [leaves[match] for match in get_close_matches(leaf, list(leaves), n=1, cutoff=0.75)]
-    for candidates in (same_leaf if len(same_leaf) == 1 else [], near, near_leaf):
+    for candidates in (same_leaf if len(same_leaf) == 1 else [], elsewhere, near, near_leaf):
         if candidates:
             return f"did you mean {'--' if flag else ''}{candidates[0]}?"
     return "remove it (slime-like train --help lists every field)"
@@ -107,7 +109,7 @@ def _fault(name: str, detail: ErrorDetails) -> tuple[str, str]:
     else:
         field = all_fields().get(name)
         expected = field.type_text if field is not None else detail["msg"].removeprefix("Input should be ")
-        code, wrong = "field-type", f"has the wrong type; give {expected}"
+        code, wrong = "field-type", f"must be of type {expected}"
     return code, f"{name}={_shown(value)} {wrong}"
 
 

@@ -37,7 +37,7 @@ class Case:
 
     @property
     def exit_code(self) -> int:
-        return _REFUSED if self.rows is None else _FAILED
+        return _FAILED if self.begins.startswith("resume") else _REFUSED
 
 
 CASES = [
@@ -61,7 +61,7 @@ def test_a_bad_row_to_evaluate_on_is_refused_as_early_as_one_to_train_on(
     monkeypatch.setattr("ray.init", start)
     file = tmp_path / "eval.jsonl"
     file.write_text('{"prompt": "1+1=", "answer": "2", "answer": "3"}\n')
-    assert main([command, *tiny.rl_flags(tmp_path / "run", "--evaluation.files", str(file))[1:]]) == _FAILED
+    assert main([command, *tiny.rl_flags(tmp_path / "run", "--evaluation.files", str(file))[1:]]) == _REFUSED
     sentence = f"{file}:1: the key 'answer' stands twice in one object; keep one [repeated-key]"
     assert capsys.readouterr().err == f"slime-like: {sentence}\n"
 

@@ -1,6 +1,7 @@
 """The command line: exit codes, and what goes where."""
 
 import json
+import os
 import re
 import shlex
 import stat
@@ -74,12 +75,36 @@ DISGUISED.__context__ = KeyboardInterrupt()
 ENDS: list[tuple[BaseException, int, str]] = [
     (SlimeLikeError("it broke; mend it"), 1, "slime-like: it broke; mend it [failed]\n"),
     (TrainerError("rank 3, step: NaN loss"), 1, "slime-like: rank 3, step: NaN loss [trainer]\n"),
-    (DataError("a.jsonl:3: no prompt"), 1, "slime-like: a.jsonl:3: no prompt [data]\n"),
+    (DataError("a.jsonl:3: no prompt"), 2, "slime-like: a.jsonl:3: no prompt [data]\n"),
     (ConfigError(["a=1 is wrong"]), 2, "slime-like: a=1 is wrong [config]\n"),
     (ConfigError(["a=1", Problem("b", "b=2")]), 2, "slime-like: 2 problems\n  - a=1 [config]\n  - b=2 [b]\n"),
     (KeyboardInterrupt(), 130, "slime-like: interrupted\n"),
     (DISGUISED, 130, "slime-like: interrupted\n"),
 ]
+
+
+def test_output_that_is_read_no_more_is_no_error(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As of ``slime-like report RUN_DIR | head``."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    with os.fdopen(writer, "w") as closed:
+        monkeypatch.setattr("sys.stdout", closed)
+        monkeypatch.setattr("slime_like.commands.main._imported", lambda: lambda argv: print("figures") or 0)
+        assert main([]) == 141
+    assert capsys.readouterr().err == ""
+
+
+def test_a_package_of_an_extra_is_named_with_it(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def run(argv: object) -> int:
+        raise ModuleNotFoundError("No module named 'megatron.core'", name="megatron.core")
+
+    monkeypatch.setattr("slime_like.commands.main._imported", lambda: run)
+    assert main([]) == 1
+    assert capsys.readouterr().err.endswith("'slime-like[train]', or '.[train]' in a clone [package-missing]\n")
 
 
 @pytest.mark.parametrize("flags", [[], ["--evaluation.every", "20"]])

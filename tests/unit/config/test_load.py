@@ -12,6 +12,7 @@ from slime_like.config import RunConfig
 from slime_like.config.reading.fields import all_fields, value_text
 from slime_like.config.reading.load import load_config, save_config
 from slime_like.config.reading.reference import reference_text
+from slime_like.config.reading.synonyms import SYNONYMS
 from slime_like.errors import ConfigError
 from tests.support.rejections import Rejects
 
@@ -157,6 +158,9 @@ REFUSED: list[tuple[str, str, str, str]] = [
     ("reward: {functions: []}", "", "field-range", "reward.functions"),
     ("", "--rollout.engin x", "field-unknown", "rollout.engin"),
     ("", "--tensor 2", "field-unknown", "tensor"),
+    ("", "--learning_rate 1e-5", "field-unknown", "learning_rate"),
+    ("", "--beta 0.1", "field-unknown", "beta"),
+    ("actor_rollout_ref: {rollout: {n: 8}}", "", "field-unknown", "actor_rollout_ref"),
     ("", "--rollout x", "flag-section", "rollout"),
     ("", "--steps", "flag-value", "steps"),
     ("", "--steps 1 2", "flag-value", "steps"),
@@ -195,6 +199,10 @@ def test_what_is_wrong_is_refused_with_place_value_and_remedy(
     with rejects(ConfigError, code) as caught:
         load_config(path, shlex.split(flags))
     assert [problem.field for problem in caught.value.problems] == [field]
+
+
+def test_synonyms_lead_to_fields() -> None:
+    assert set(SYNONYMS.values()) <= all_fields().keys() and not SYNONYMS.keys() & all_fields().keys()
 
 
 def test_all_problems_are_reported_at_once(tmp_path: Path, rejects: Rejects) -> None:

@@ -122,7 +122,7 @@ def test_the_command(ledger: Ledger, tmp_path: Path, capsys: pytest.CaptureFixtu
     assert main(["report", "--audit", str(tmp_path)]) == 1
     assert "audit: group 0 was trained 2 times: in steps 1, 2" in capsys.readouterr().out
     (tmp_path / FILE_NAME).unlink()
-    assert main(["report", "--audit", str(tmp_path)]) == 1
+    assert main(["report", "--audit", str(tmp_path)]) == 2
     assert "ledger.sqlite is missing: no run of rollouts has written to" in capsys.readouterr().err
 
 

@@ -15,7 +15,7 @@ from transformers import AutoTokenizer
 from slime_like.config import DataConfig
 from slime_like.data.prompts import Prompt, PromptSource
 from slime_like.data.tokenizer import load_tokenizer
-from slime_like.errors import DataError
+from slime_like.errors import ConfigError, DataError
 from slime_like.examples.tiny_model import byte_tokenizer, make_tiny_model
 from tests.support.properties import examples
 from tests.support.rejections import Rejects
@@ -208,6 +208,28 @@ def test_a_bad_row_is_named_by_file_and_line(
         PromptSource([path], TOKENIZER, CONFIG.model_copy(update=changes), seed=0)
 
 
+def test_all_bad_rows_are_listed_and_alike_ones_together(tmp_path: Path) -> None:
+    rows = [
+        '{"prompt": "a", "answer": "b"}',
+        '{"prompt": "a"}',
+        "[1]",
+        '{"prompt": "", "answer": "b"}',
+        '{"prompt": "c"}',
+        "{",
+    ]
+    path = tmp_path / "rows.jsonl"
+    path.write_text("\n".join(rows))
+    with pytest.raises(ConfigError) as caught:
+        PromptSource([path, path], TOKENIZER, CONFIG, seed=0)
+    assert [(problem.code, problem.text.split(": ")[0]) for problem in caught.value.problems] == [
+        ("bad-answer", f"{path}:2"),
+        ("no-object", f"{path}:3"),
+        ("empty-prompt", f"{path}:4"),
+        ("not-json", f"{path}:6"),
+    ]
+    assert caught.value.problems[0].text.endswith("(also in rows 5, 2, 5)")
+
+
 UNUSABLE = [("csv", b"x", "file-type"), ("parquet", b"x", "damaged-parquet"), ("jsonl", None, "file-not-readable")]
 UNUSABLE += [("jsonl", b'{"prompt": "\xff", "answer": "1"}\n', "not-json")]
 
@@ -263,7 +285,7 @@ def test_a_tokenizer_that_does_not_fit_the_rows_gets_a_remedy(
 ) -> None:
     tokenizer = byte_tokenizer()
     setattr(tokenizer, attribute, value)
-    with rejects(DataError, code):
+    with rejects(ConfigError, code):
         PromptSource([file], tokenizer, CONFIG, seed=0, need_responses=True)
 
 
