@@ -3,11 +3,12 @@
 from collections.abc import Iterator, Sequence
 
 from slime_like.checks.engine_install import interpreter_problems
+from slime_like.checks.rows import first_sample
 from slime_like.config.algorithm import ADVANTAGES, LOSSES
 from slime_like.config.rollout import ENVIRONMENT
 from slime_like.config.run import RunConfig
 from slime_like.plugins.entry_points import BACKEND_GROUP, ENGINE_GROUP, installed_names
-from slime_like.plugins.import_path import import_path_problem
+from slime_like.plugins.import_path import CUSTOM, import_path_problem
 from slime_like.sandbox.environments.observations import PLACE
 from slime_like.sandbox.environments.registry import REGISTERED as ENVIRONMENTS
 from slime_like.sandbox.environments.registry import build_environment
@@ -48,10 +49,13 @@ def advantage_name_problems(config: RunConfig) -> Iterator[str]:
 def reward_problems(config: RunConfig) -> Iterator[str]:
     """Registered functions are found and their options tried; the module of a custom one is looked up."""
     names = [function.name for function in config.reward.functions]
+    labels = [function.label for function in config.reward.functions]
     for index, function in enumerate(config.reward.functions):
         field = f"reward.functions.{index}.name={function.name}"
         if names.index(function.name) != index:
             yield f"{field} is used twice; keep one"
+        elif labels.index(function.label) != index:
+            yield f"{field} is {function.label} in metrics, as another function is; rename one of them"
         elif function.name == ENVIRONMENT:
             if config.rollout.environment.name is None:
                 yield f"{field} needs an environment that gives rewards; set rollout.environment.name"
@@ -59,7 +63,7 @@ def reward_problems(config: RunConfig) -> Iterator[str]:
                 yield f"reward.functions.{index}.options={dict(function.options)}: {ENVIRONMENT} takes none"
         elif function.name not in REGISTERED:
             if not all(function.name.partition(":")):
-                yield f"{field} is unknown; use {', '.join((*REGISTERED, ENVIRONMENT))} or `package.module:name`"
+                yield f"{field} is unknown; use {', '.join((*REGISTERED, ENVIRONMENT))} or {CUSTOM}"
             elif problem := import_path_problem(function.name):
                 yield f"{field} {problem}"
         else:
@@ -70,10 +74,10 @@ def reward_problems(config: RunConfig) -> Iterator[str]:
 
 
 def custom_reward_problems(config: RunConfig) -> Iterator[str]:
-    """Custom functions whose module is found are imported, each by a reward worker with its limits."""
+    """Custom functions whose module is found are imported and called once, each by a reward worker with its limits."""
     for index, function in enumerate(config.reward.functions):
         if ":" in function.name and not import_path_problem(function.name):
-            yield from start_problems(config.reward, index)
+            yield from start_problems(config.reward, index, first_sample(config))
 
 
 def environment_problems(config: RunConfig) -> Iterator[str]:
@@ -90,7 +94,7 @@ def environment_problems(config: RunConfig) -> Iterator[str]:
         except ValueError as error:
             yield f"{prefix}.options={dict(environment.options)} do not fit: {error}"
     elif ":" not in environment.name:
-        yield f"{prefix}.name={environment.name} is unknown; use {', '.join(ENVIRONMENTS)} or `package.module:name`"
+        yield f"{prefix}.name={environment.name} is unknown; use {', '.join(ENVIRONMENTS)} or {CUSTOM}"
     elif problem := import_path_problem(environment.name):
         yield f"{prefix}.name={environment.name} {problem}"
     if environment.template is not None and environment.template.count(PLACE) != 1:
@@ -102,7 +106,7 @@ def environment_problems(config: RunConfig) -> Iterator[str]:
 
 def _unknown_or_not_importable(field: str, name: str, known: Sequence[str]) -> Iterator[str]:
     if ":" not in name:
-        yield from _unknown(field, name, known, ", or `package.module:name`")
+        yield from _unknown(field, name, known, f", or {CUSTOM}")
     elif problem := import_path_problem(name):
         yield f"{field}={name} {problem}"
 

@@ -2,9 +2,9 @@
 
 from typing import Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
-from slime_like.config.base import Section
+from slime_like.config.base import Section, absolute_code
 
 LOSSES = ("ppo_clip", "policy_gradient", "gspo", "cispo", "sft")
 """Names of ``slime_like.algorithms.losses.policy.POLICY_LOSSES``."""
@@ -20,9 +20,12 @@ BATCH_ADVANTAGES = ("reinforce_pp", "reinforce_pp_baseline")
 class AlgorithmConfig(Section):
     """Loss, advantages, reduction."""
 
-    loss: str = Field("ppo_clip", description=f"Loss: {', '.join(LOSSES)}, or import path `package.module:name`.")
+    loss: str = Field(
+        "ppo_clip", description=f"Loss: {', '.join(LOSSES)}, `package.module:name` or `path/to/file.py:name`."
+    )
     advantage: str = Field(
-        "grpo", description=f"Advantage estimator: {', '.join(ADVANTAGES)}, or import path `package.module:name`."
+        "grpo",
+        description=f"Advantage estimator: {', '.join(ADVANTAGES)}, `package.module:name` or `path/to/file.py:name`.",
     )
     reduction: Literal["tokens", "samples", "groups", "constant"] = "tokens"
     """Mean of the loss over the optimizer step: over all tokens, per-sample means, per-group token means, or per-sample
@@ -75,6 +78,8 @@ class AlgorithmConfig(Section):
     def scores_policy(self) -> bool:
         """A pass before the first update computes old logprobs: later updates, or the KL in the reward, need them."""
         return self.old_logprobs == "score" or self.epochs * self.minibatches > 1 or self.kl_reward_coef > 0
+
+    _absolute = field_validator("loss", "advantage")(absolute_code)
 
     @model_validator(mode="after")
     def _fits_together(self) -> Self:

@@ -29,6 +29,12 @@ def require_path(path: Any) -> None:
         raise ValueError("holds a NUL character, which no path can have; remove it")
 
 
+def absolute_code(name: str | None) -> str | None:
+    """``path/to/file.py:name`` with an absolute path: processes of other directories find it."""
+    file, colon, attribute = (name or "").rpartition(":")
+    return f"{Path(file).absolute()}:{attribute}" if colon and file.endswith(".py") else name
+
+
 class Section(BaseModel):
     """Immutable section that rejects unknown keys and silent conversions.
 

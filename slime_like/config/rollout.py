@@ -3,9 +3,9 @@
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import Field
+from pydantic import Field, field_validator
 
-from slime_like.config.base import Section
+from slime_like.config.base import Section, absolute_code
 
 MIN_TEMPERATURE = 0.01
 """Lowest temperature above greedy that engines apply exactly."""
@@ -21,7 +21,7 @@ class EnvironmentConfig(Section):
     """
 
     name: str | None = None
-    """calculator, or import path `package.module:name`; none: single-turn responses."""
+    """calculator, `package.module:name` or `path/to/file.py:name`; none: single-turn responses."""
     options: dict[str, Any] = Field(default_factory=dict, description="Keyword arguments of the environment.")
     max_turns: int = Field(4, ge=1, description="Turns of the model per conversation.")
     max_turn_tokens: int | None = Field(None, ge=1)
@@ -36,6 +36,8 @@ class EnvironmentConfig(Section):
     timeout_s: float = Field(10.0, gt=0)
     """Timeout of one step, also of its CPU time; the sample then gets reward 0."""
     memory_mb: int = Field(1024, ge=128, description="Address-space limit of one worker, beyond its start-up size.")
+
+    _absolute = field_validator("name")(absolute_code)
 
 
 class RolloutConfig(Section):
@@ -86,10 +88,17 @@ class RewardFunction(Section):
     """One reward function and its weight in the sum."""
 
     name: str
-    """math_verify, format, length, http, majority, an import path `package.module:name`, or environment: the sum of the
-    environment's rewards."""
+    """math_verify, format, length, http, majority, `package.module:name`, `path/to/file.py:name`, or environment: the
+    sum of the environment's rewards."""
     weight: float = Field(1.0, description="Weight in the total reward.")
     options: dict[str, Any] = Field(default_factory=dict, description="Keyword arguments of the function.")
+
+    _absolute = field_validator("name")(absolute_code)
+
+    @property
+    def label(self) -> str:
+        """Its name in metrics and tables: without a file's directory."""
+        return self.name.rpartition("/")[2] if ".py:" in self.name else self.name
 
 
 class RewardConfig(Section):

@@ -1,13 +1,13 @@
 """Results of reward functions, and the declaration of group functions."""
 
 import math
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 GROUP_MARK = "__group_reward__"
 
-GroupFunction = TypeVar("GroupFunction", bound="Callable[..., list[RewardResult]]")
+GroupFunction = TypeVar("GroupFunction", bound=Callable[..., Any])
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +37,39 @@ class RewardResult:
             raise TypeError(_of_another_kind("metadata", self.metadata, "a dict"))
 
 
+def as_result(value: Any) -> RewardResult:
+    """The result that a reward function's return value stands for.
+
+    Args:
+        value: a ``RewardResult``; a number (success: above 0) or a bool; ``(reward, success)``; a mapping with
+            ``reward`` or ``score``, and ``success`` if it is not "above 0", whose other entries are metadata.
+
+    Raises:
+        TypeError: anything else.
+    """
+    if isinstance(value, RewardResult):
+        return value
+    if isinstance(value, Mapping) and (given := [key for key in ("reward", "score") if key in value]):
+        rest = {str(key): item for key, item in value.items() if key not in (given[0], "success")}
+        reward = value[given[0]]
+        return replace(as_result((reward, value.get("success", _is_positive(reward)))), metadata=rest)
+    if isinstance(value, tuple | list) and len(value) == 2:
+        return RewardResult(*value)
+    if isinstance(value, str | bytes | list | tuple | Mapping) or value is None:
+        raise TypeError(
+            f"it returned {str(value)[:40]!r}, a {type(value).__name__}; return a number, (reward, success), a mapping "
+            "with reward or score, or a RewardResult"
+        )
+    return RewardResult(value, _is_positive(value))
+
+
+def _is_positive(value: Any) -> bool:
+    try:
+        return bool(value > 0)
+    except (TypeError, ValueError, RuntimeError):
+        return False  # no number: RewardResult says so
+
+
 def _of_another_kind(name: str, value: Any, wanted: str) -> str:
     return f"RewardResult.{name} is a {type(value).__name__} ({str(value)[:40]!r}); give {wanted}"
 
@@ -44,8 +77,9 @@ def _of_another_kind(name: str, value: Any, wanted: str) -> str:
 def group_reward(function: GroupFunction) -> GroupFunction:
     """Declares a reward function that is given all responses to one prompt at once.
 
-    ``reward(prompt: str, responses: Sequence[str], answer: str, **options) -> list[RewardResult]``, one result for each
-    response, in their order. If it raises, or takes longer than ``reward.timeout_s``, the whole group gets reward 0.
+    ``reward(prompt: str, responses: Sequence[str], answer: str, **options) -> list``, one result for each response, in
+    their order, of any kind that ``as_result`` takes. If it raises, or takes longer than ``reward.timeout_s``, the
+    whole group gets reward 0.
     """
     setattr(function, GROUP_MARK, True)
     return function

@@ -1,7 +1,29 @@
-"""Steps in which no reward differed from those of its group: training continues, and learns nothing."""
+"""Steps that teach little or nothing, while training continues: no reward differs, or most responses are cut."""
 
 _REPORTED_AFTER = 5
 """Consecutive flat steps before the warning."""
+
+
+_MOSTLY_CUT = 0.5
+"""Share of responses that met their token limit from which a step is reported."""
+
+
+class Truncation:
+    """Warns once, after the first step most of whose responses met ``limit`` tokens."""
+
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
+        self._reported = False
+
+    def add(self, step: int, share: float) -> str | None:
+        """Record a step in which this share of the responses was cut off. Returns a warning where one is due."""
+        if self._reported or share < _MOSTLY_CUT:
+            return None
+        self._reported = True
+        return (
+            f"step {step}: {share:.0%} of the responses were cut off, by rollout.max_new_tokens={self._limit} or the "
+            "model's length, mostly before any answer; raise the limit, or ask for shorter responses"
+        )
 
 
 class FlatSteps:

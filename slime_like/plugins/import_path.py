@@ -1,4 +1,4 @@
-"""Check of ``package.module:name`` without importing it, which may take seconds and torch."""
+"""Check of an import path without importing it, which may take seconds and torch."""
 
 import ast
 import symtable
@@ -6,12 +6,15 @@ import warnings
 from importlib.util import decode_source
 from pathlib import Path
 
-from slime_like.plugins.traceback import find_module
+from slime_like.plugins.traceback import find_module, is_file
 
 _LITERALS = (ast.Constant, ast.JoinedStr, ast.List, ast.Tuple, ast.Dict, ast.Set)
 """What no call can be made of."""
 
 _SHOWN_CHARS = 40
+
+CUSTOM = "`package.module:name` or `path/to/file.py:name`"
+"""How custom code is named, for messages."""
 
 
 def import_path_problem(path: str) -> str | None:
@@ -20,12 +23,18 @@ def import_path_problem(path: str) -> str | None:
     Modules are looked up as an import would, along ``sys.path``, but parents are not executed. Names are looked up in
     the module's source, where it has one; what ``import *`` or ``__getattr__`` bring is accepted.
     """
-    module, _, name = path.partition(":")
-    if not name.isidentifier() or not all(part.isidentifier() for part in module.split(".")):
-        return "is not an import path; give `package.module:name`"
+    module, _, name = path.rpartition(":")
+    of_file = is_file(module)
+    if not name.isidentifier() or not (of_file or all(part.isidentifier() for part in module.split("."))):
+        return f"is not an import path; give {CUSTOM}"
     spec, missing = find_module(module)
+    if spec is None and of_file:
+        return f"cannot be found: there is no file {module}; correct the path"
     if spec is None:
-        return f"cannot be found: there is no module {missing}; install it, or start with its directory in PYTHONPATH"
+        return (
+            f"cannot be found: there is no module {missing}; install it, start in its directory, or give "
+            "`path/to/file.py:name`"
+        )
     if spec.origin is None or not spec.origin.endswith(".py"):
         return None
     content = Path(spec.origin).read_bytes()

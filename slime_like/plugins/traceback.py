@@ -1,4 +1,4 @@
-"""Location of custom code, given as ``package.module:name``, and the line of it that an error comes from.
+"""Location of custom code (``package.module:name``, ``path/to/file.py:name``), and its line that an error comes from.
 
 Imports neither torch nor the configuration: workers that must start quickly use it.
 """
@@ -7,7 +7,9 @@ import sys
 import traceback
 from collections.abc import Collection, Iterator
 from importlib.machinery import ModuleSpec, PathFinder
+from importlib.util import spec_from_file_location
 from inspect import unwrap
+from pathlib import Path
 from types import CodeType
 from typing import Any
 
@@ -15,8 +17,18 @@ _OURS = frozenset({"slime_like", "backends", "rollout", "builtins"})
 _LONGEST = 300
 
 
+def is_file(module: str) -> bool:
+    """Whether ``module:name`` gives a file in place of a module."""
+    return module.endswith(".py")
+
+
 def find_module(module: str) -> tuple[ModuleSpec | None, str]:
-    """The module's spec, or none and the name of the first part that is missing; nothing is imported."""
+    """The spec of a module, or of a file ``x.py``; or none and the name of the first part that is missing.
+
+    Nothing is imported.
+    """
+    if is_file(module):
+        return spec_from_file_location(module, module) if Path(module).is_file() else None, module
     places: list[str] | None = None
     spec: ModuleSpec | None = None
     parts = module.split(".")
@@ -65,7 +77,7 @@ def named_place(error: BaseException, path: str, member: str) -> str:
 
     The definition meant is that of the object's attribute ``member``, where it has one: that was called.
     """
-    module, _, name = path.partition(":")
+    module, _, name = path.rpartition(":")
     found = getattr(sys.modules.get(module), name, None)
     code = None if found is None else code_of(getattr(found, member, found))
     spec, _ = find_module(module)

@@ -25,7 +25,7 @@ def flags(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
 # a user's module with a function `f`, and its options
 HEAD = (
     "from functools import partial; from slime_like.interfaces.reward import RewardResult, group_reward; "
-    "g = lambda *given: None; filled = lambda f: g"
+    "g = lambda *given: 1.0; filled = lambda f: g"
 )
 UNUSABLE: list[tuple[str, dict[str, Any]]] = [
     ("def f(response: str, answer='a'): ...", {}),
@@ -35,13 +35,16 @@ UNUSABLE: list[tuple[str, dict[str, Any]]] = [
     ("async def f(prompt, response, answer): ...", {}),
     ("def f(prompt, response, answer, *, scale: float = 2.0): ...", {"scales": 1}),
     ("def f(prompt, response, answer, *, scale): ...", {}),
-    ("def f(prompt, response, answer) -> float: ...", {}),
-    ("def f(prompt, response, answer) -> 'int': ...", {}),
+    ("def f(prompt, response, answer) -> str: ...", {}),
+    ("def f(prompt, response, answer) -> 'bytes': ...", {}),
     ("def f(prompt, response, answer) -> None: ...", {}),
-    ("def f(prompt, response, answer) -> tuple[float, bool]: ...", {}),
-    ("@group_reward\ndef f(prompt, responses, answer) -> list[float]: ...", {}),
+    ("def f(prompt, response, answer) -> list[float]: ...", {}),
+    ("@group_reward\ndef f(prompt, responses, answer) -> float: ...", {}),
+    ("@group_reward\ndef f(prompt, responses, answer) -> list[str]: ...", {}),
     ("def f(response, prompt, answer): ...", {}),
     ("@group_reward\ndef f(answer, responses, prompt, *, scale=1): ...", {}),
+    ("def f(data_source, solution_str, ground_truth, extra_info=None): return 1.0", {}),
+    ("def f(completions, **kwargs): return [1.0]", {}),
     ("f = 3", {}),
     ("f: object = ['a']", {}),
     ("def f(prompt, response, answer)\n    pass", {}),
@@ -51,15 +54,32 @@ UNUSABLE: list[tuple[str, dict[str, Any]]] = [
     ("def f(prompt, response, answer): ...\nraise LookupError('no such table')", {}),
     ("from not_there import f", {}),
     ("def f(prompt, response, answer): ...\nraise SystemExit('I will not')", {}),
+    # the call with a row of the data
+    ("def f(prompt, response, answer): ...", {}),
+    ("def f(prompt, response, answer): return 'right'", {}),
+    ("def f(prompt, response, answer): return 1, 2, 3", {}),
+    ("def f(prompt, response, answer): return {'points': 1.0}", {}),
+    ("def f(prompt, response, answer): return float('nan')", {}),
+    ("def f(prompt, response, answer): return prompt.no_such_method()", {}),
+    ("def f(prompt, response, answer): import os; os._exit(3)", {}),
+    ("@group_reward\ndef f(prompt, responses, answer): return 1.0", {}),
+    ("@group_reward\ndef f(prompt, responses, answer): return [None for _ in responses]", {}),
 ]
 USABLE: list[tuple[str, dict[str, Any]]] = [
     ("f = 3\nf = filled(f)", {}),
     ("f = partial(g, 3)", {}),
-    ("def f(answer, completion, gold): ...", {}),
-    ("def f(prompt, response, answer, *, scale=1) -> RewardResult: ...", {"scale": 2}),
-    ("def f(prompt, response, answer, **options) -> 'RewardResult': ...", {"scale": 2}),
-    ("def f(*arguments): ...", {}),
-    ("@group_reward\ndef f(prompt, responses, answer) -> list[RewardResult]: ...", {}),
+    ("def f(answer, completion, gold): return True", {}),
+    ("def f(prompt, response, answer) -> float: return float(response == answer)", {}),
+    ("def f(prompt, response, answer) -> tuple[float, bool]: return 0.5, True", {}),
+    ("def f(prompt, response, answer) -> dict: return {'score': 0.5, 'why': 'half'}", {}),
+    ("def f(prompt, response, answer, *, scale=1) -> RewardResult: return RewardResult(1.0, True)", {"scale": 2}),
+    ("def f(prompt, response, answer, **options) -> 'RewardResult': return RewardResult(1.0, True)", {"scale": 2}),
+    ("def f(*arguments): return 1", {}),
+    ("@group_reward\ndef f(prompt, responses, answer) -> list[float]: return [1.0 for _ in responses]", {}),
+    (
+        "@group_reward\ndef f(prompt, responses, answer) -> list[RewardResult]: return [(1, True) for _ in responses]",
+        {},
+    ),
 ]
 
 

@@ -53,8 +53,8 @@ def act(prompt, response, answer, *, log=None):
         sys.stdin.read()
     if response == "nan":
         return RewardResult(float("nan"), True)
-    if response == "number":
-        return 1.0
+    if response == "nothing":
+        return None
     if response == "odd metadata":
         return RewardResult(1.0, True, {"x": object()})
     if response == "text":
@@ -133,7 +133,13 @@ MISDEEDS = [
     ("quit", "error", "SystemExit: no more", 'sys.exit("no more")'),
     ("nested", "error", "KeyError: 'key'", 'return json.loads(text)["key"]'),
     ("deep", "error", "JSONDecodeError: Expecting value: line 1 column 1 (char 0)", 'return json.loads(text)["key"]'),
-    ("number", "error", "TypeError: it returned a float; return a RewardResult", "def act("),
+    (
+        "nothing",
+        "error",
+        "TypeError: it returned 'None', a NoneType; return a number, (reward, success), a mapping with reward or "
+        "score, or a RewardResult",
+        "def act(",
+    ),
     ("nan", "error", "ValueError: its reward is nan; return a finite number", "def act("),
     ("text", "error", "TypeError: RewardResult.reward is a str ('1.0'); give a number", 'RewardResult("1.0", True)'),
     ("no success", "error", "TypeError: RewardResult.success is a NoneType ('None'); give true or false", "1.0, None"),

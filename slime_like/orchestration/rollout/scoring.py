@@ -41,7 +41,7 @@ class Scorer:
         self._config = config
         self._pool = pool
         self._tokenizer = tokenizer
-        self._names = [function.name for function in config.reward.functions]
+        self._names = [function.label for function in config.reward.functions]
         self._lock = threading.Lock()
 
     def outcomes(self, trajectories: Sequence[UnscoredTrajectory]) -> list[RewardOutcome]:

@@ -8,7 +8,7 @@ import torch
 
 from slime_like.data.dump import dump_path, save_trajectories
 from slime_like.observability.curve import plot_reward_curve
-from slime_like.observability.flat_reward import FlatSteps
+from slime_like.observability.flat_reward import FlatSteps, Truncation
 from slime_like.observability.names import step_metrics
 from slime_like.observability.phases import PhaseTimes
 from slime_like.observability.records import RewardRecord, RolloutRecord, StepRecord
@@ -103,6 +103,7 @@ class ResponseRecorder(StepRecorder):
         super().__init__(run)
         tables = run.config.run_dir / "tables" / f"{SAMPLE_TABLE}.jsonl"
         self._flat_steps = FlatSteps(str(tables) if run.config.debug.samples_per_step else None)
+        self._truncation = Truncation(run.config.rollout.max_new_tokens)
 
     def sampled(
         self, step: int, trajectories: Sequence[ScoredTrajectory], times: PhaseTimes, figures: RolloutFigures
@@ -111,7 +112,7 @@ class ResponseRecorder(StepRecorder):
         failures = [t.reward_metadata["reason"] for t in trajectories if "reason" in t.reward_metadata]
         self.note(_failure_note(step, trajectories, failures) if failures else None)
         rewards = RewardRecord(
-            func_names=[function.name for function in functions],
+            func_names=[function.label for function in functions],
             weights=[function.weight for function in functions],
             rewards=torch.stack([trajectory.rewards for trajectory in trajectories]),
             successes=torch.stack([trajectory.successes for trajectory in trajectories]),
@@ -129,11 +130,14 @@ class ResponseRecorder(StepRecorder):
 
     def finish_step(self, step: int, trained: TrainedStep) -> None:
         run, trajectories, debug = self._run, trained.trajectories, self._run.config.debug
-        if debug.samples_per_step > 0 and (step == 1 or step % debug.tables_every == 0):
+        is_due = step % debug.tables_every == 0 or step in (1, run.config.steps)
+        if debug.samples_per_step > 0 and is_due:
             training, limit = run.trainers.training, debug.samples_per_step
             tables = debug_tables(step, trajectories, training, trained.updates[-1], run.decode, limit)
             for name, rows in tables.items():
                 run.metrics.log_table(step, name, rows)
+        cut = sum(trajectory.finish_reason == "length" for trajectory in trajectories)
+        self.note(self._truncation.add(step, cut / len(trajectories)))
         nothing_to_learn = not any(bool(trajectory.advantages.any()) for trajectory in trajectories)
         self.note(self._flat_steps.add(step, flat=nothing_to_learn))
 

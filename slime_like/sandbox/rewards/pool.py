@@ -186,19 +186,37 @@ class RewardPool:
         return answers
 
 
-def start_problems(config: RewardConfig, index: int) -> list[str]:
-    """Problems of ``config.functions[index]`` that a worker finds when it starts with this function alone."""
+def start_problems(config: RewardConfig, index: int, sample: RewardItem | None) -> list[str]:
+    """Problems of ``config.functions[index]`` that a worker finds when it starts with this function alone.
+
+    Args:
+        sample: the function is called once with it.
+    """
     subject = f"reward.functions.{index}.name={config.functions[index].name}"
     workers = WorkerPool(_workers_of(config, [index], subject), config.model_copy(update={"workers": 1}))
     with closing(LoopThread()) as thread:
         thread.run(workers.launch())
         try:
             thread.run(workers.ready())
+            return [] if sample is None else _call_problems(thread, workers, sample, subject)
         except RewardError as error:
             return str(error).splitlines()
         finally:
             thread.run(workers.close())
-    return []
+
+
+def _call_problems(thread: LoopThread, workers: WorkerPool, sample: RewardItem, subject: str) -> list[str]:
+    message = _message(sample) | ({"responses": [sample.response]} if workers.about["of_groups"] else {})
+    answers: list[Answer] = []
+    thread.run(workers.ask([message], answers.append))
+    reason = answers[0].get("reason")
+    if reason is None:
+        return []
+    why = answers[0].get("detail") or f"no result ({reason})"
+    return [
+        f"{subject} fails on the first row of the data, with its answer {sample.answer[:40]!r} as the response: {why}; "
+        "correct the function, or the row"
+    ]
 
 
 def _workers_of(config: RewardConfig, functions: Iterable[int], subject: str) -> WorkerKind:

@@ -9,8 +9,9 @@ from slime_like.interfaces.reward import GROUP_MARK
 from slime_like.plugins.traceback import code_of
 
 GIVEN = ["prompt", "response", "answer"]
+_OF_VERL = ["data_source", "solution_str", "ground_truth"]
 _POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-_NO_RESULTS = (NoneType, bool, int, float, complex, str, bytes, dict, set)
+_NO_RESULTS = (NoneType, complex, str, bytes, set)
 _NO_RESULT_NAMES = frozenset(kind.__name__ for kind in _NO_RESULTS) | {"None"}
 
 
@@ -41,7 +42,7 @@ def signature_problems(
     except ValueError as error:
         yield f"{field}.options={dict(options)} do not fit: {error}{place}"
     if not _may_be_result(signature.return_annotation, of_groups):
-        wanted = "a list of RewardResults, one for each response" if of_groups else "a RewardResult"
+        wanted = "a list with one result for each response" if of_groups else "a number, a pair or a RewardResult"
         returns = inspect.formatannotation(signature.return_annotation)
         yield f"{setting} is annotated to return {returns}; return {wanted}"
 
@@ -76,6 +77,11 @@ def _check_parameters(name: str, signature: inspect.Signature, of_groups: bool) 
             f"reward function {name!r} takes ({', '.join(names)}), but is given {given} by position; put its "
             "parameters in this order"
         )
+    if names == _OF_VERL:
+        raise ValueError(
+            f"reward function {name!r} takes ({', '.join(names)}), as verl calls it, but is given {given}; wrap it in "
+            "a function with these parameters"
+        )
     try:
         signature.bind_partial("", "", "")
     except TypeError as error:
@@ -87,11 +93,13 @@ def _check_parameters(name: str, signature: inspect.Signature, of_groups: bool) 
 
 
 def _may_be_result(annotation: Any, of_groups: bool) -> bool:
-    """False where an annotation is certainly no ``RewardResult``, or no list of them."""
+    """False where an annotation is certainly no result (``as_result``), or no list of them."""
     if isinstance(annotation, str):  # it could not be evaluated
         return annotation not in _NO_RESULT_NAMES
     kind = NoneType if annotation is None else get_origin(annotation) or annotation
     if not isinstance(kind, type) or kind is inspect.Signature.empty:
+        return True
+    if kind is tuple and not of_groups:
         return True
     if issubclass(kind, Sequence) and kind not in _NO_RESULTS:
         return of_groups and all(_may_be_result(item, of_groups=False) for item in get_args(annotation))

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from slime_like.errors import ConfigError
-from slime_like.interfaces.reward import RewardResult
+from slime_like.interfaces.reward import RewardResult, as_result
 from slime_like.plugins.traceback import code_of, named_place
 from slime_like.sandbox.protocol import encode
 from slime_like.sandbox.rewards.registry import LOCAL, REGISTERED, resolve_reward
@@ -40,7 +40,7 @@ class _Function:
             if not self.of_groups:
                 return [_checked(found)]
             if not isinstance(found, Sequence) or len(found) != len(responses):
-                raise TypeError(f"it returned {str(found)[:50]!r}; return one RewardResult for each response")
+                raise TypeError(f"it returned {str(found)[:50]!r}; return a list with one result for each response")
             return [_checked(result) for result in found]
 
     def warm_up(self) -> None:
@@ -72,9 +72,8 @@ def _as_message(functions: Sequence[_Function], results: Sequence[RewardResult])
     }
 
 
-def _checked(result: Any) -> RewardResult:
-    if not isinstance(result, RewardResult):
-        raise TypeError(f"it returned a {type(result).__name__}; return a RewardResult")
+def _checked(found: Any) -> RewardResult:
+    result = as_result(found)
     if not math.isfinite(result.reward):
         raise ValueError(f"its reward is {result.reward}; return a finite number")
     try:

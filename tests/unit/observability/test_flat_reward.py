@@ -1,8 +1,8 @@
-"""Warnings about rewards that teach nothing."""
+"""Warnings about steps that teach nothing."""
 
 import pytest
 
-from slime_like.observability.flat_reward import FlatSteps
+from slime_like.observability.flat_reward import FlatSteps, Truncation
 
 # which of the steps from 1 on were flat (x), the steps with a warning, and whether one comes at the end
 RUNS = [
@@ -31,3 +31,12 @@ def test_a_resumed_run_counts_only_its_steps() -> None:
     sentence = str(steps.at_end())
     assert sentence.startswith("the only step of this run: ")
     assert sentence.endswith("; run/tables/samples.jsonl shows what the model writes and what reward it gets")
+
+
+def test_cut_responses_are_reported_once() -> None:
+    steps = Truncation(24)
+    assert steps.add(1, 0.49) is None
+    assert str(steps.add(2, 0.95)).startswith(
+        "step 2: 95% of the responses were cut off, by rollout.max_new_tokens=24 "
+    )
+    assert steps.add(3, 1.0) is None

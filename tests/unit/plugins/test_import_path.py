@@ -6,7 +6,10 @@ from pathlib import Path
 
 import pytest
 
+from slime_like.config.algorithm import AlgorithmConfig
+from slime_like.config.rollout import EnvironmentConfig, RewardFunction
 from slime_like.plugins.import_path import import_path_problem
+from slime_like.plugins.resolve import resolve
 
 SOURCE = """
 import os.path as paths
@@ -20,7 +23,7 @@ if True:
 class Class: member = 1
 constant: object = print
 """
-NO_PATH = "is not an import path; give `package.module:name`"
+NO_PATH = "is not an import path; give `package.module:name` or `path/to/file.py:name`"
 UNBOUND = r"cannot be found: .*plain\.py defines no {}; correct the name"
 
 
@@ -34,6 +37,10 @@ UNBOUND = r"cannot be found: .*plain\.py defines no {}; correct the name"
         *((path, NO_PATH) for path in ("a:", ":b", "a.b", "a b:c", "a:b.c", "a..b:c")),
         ("judged.broken:anything", r"cannot be imported: .*/judged/broken\.py:1: SyntaxError: .*; correct it"),
         ("judged.nothing.more:x", r"cannot be found: there is no module judged\.nothing; .*"),
+        ("HERE/plain.py:function", None),
+        ("HERE/plain.py:inner", UNBOUND.format("inner")),
+        ("HERE/broken.py:anything", r"cannot be imported: .*/judged/broken\.py:1: SyntaxError: .*; correct it"),
+        ("HERE/nothing.py:x", r"cannot be found: there is no file .*/nothing\.py; correct the path"),
     ],
 )
 def test_a_path_is_judged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, path: str, problem: str | None) -> None:
@@ -42,6 +49,29 @@ def test_a_path_is_judged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, path:
     for file, text in (("__init__", SOURCE), ("plain", PLAIN), ("broken", "def (")):
         (folder / f"{file}.py").write_text(text)
     monkeypatch.syspath_prepend(str(tmp_path))
-    found = import_path_problem(path)
+    found = import_path_problem(path.replace("HERE", str(folder)))
     assert found is None if problem is None else re.fullmatch(problem, found or "")
     assert not any(module.startswith("judged") for module in sys.modules)
+
+
+def test_a_file_is_imported_once_with_the_files_beside_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.setattr(sys, "modules", {**sys.modules})
+    (tmp_path / "beside_it.py").write_text("scale = 2\n")
+    file = tmp_path / "custom.py"
+    file.write_text("from beside_it import scale\nmade = []\ndef double(x): return scale * x\n")
+    assert resolve("thing", f"{file}:double", {})(3) == 6
+    assert resolve("thing", f"{file}:made", {}) is resolve("thing", f"{file}:made", {})
+    assert sys.path[-1] == str(tmp_path)  # behind all others
+    for path in (f"{tmp_path}/nothing.py:double", f"{file}:nothing", f"{file}double"):
+        with pytest.raises(ValueError):
+            resolve("thing", path, {})
+
+
+def test_a_relative_path_of_a_setting_is_made_absolute(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    function = RewardFunction(name="mine/rewards.py:good")
+    assert function.name == f"{tmp_path}/mine/rewards.py:good"
+    assert (function.label, RewardFunction(name="mine.rewards:good").label) == ("rewards.py:good", "mine.rewards:good")
+    assert AlgorithmConfig(loss="l.py:f", advantage="grpo").loss == f"{tmp_path}/l.py:f"
+    assert EnvironmentConfig(name="e.py:E").name == f"{tmp_path}/e.py:E" and EnvironmentConfig().name is None
