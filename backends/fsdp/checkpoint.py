@@ -25,8 +25,6 @@ from backends.common.process.agreement import gathered, listed, together
 from backends.fsdp.model import LogprobModel
 from backends.fsdp.optimizer import Optimizer
 from backends.fsdp.parallel import Groups
-from slime_like.checks.schedule import total_updates
-from slime_like.config import RunConfig
 from slime_like.errors import CheckpointError
 
 MODEL, MOMENTS, RANDOM = "model.", "optimizer.", "random."
@@ -199,15 +197,3 @@ def plain_values(groups: Groups) -> dict[str, Any]:
 
 def layout(groups: Groups) -> dict[str, int]:
     return {"context": groups.context.size(), "data": groups.replicas.size()}
-
-
-def schedule(config: RunConfig) -> dict[str, Any]:
-    """Settings that the learning rate and the weight decay of every update follow from."""
-    settings = config.trainer.optimizer
-    found = {name: getattr(settings, name) for name in ("lr", "min_lr", "warmup_steps", "decay", "weight_decay")}
-    grows = settings.final_weight_decay is not None
-    if grows:
-        found["final_weight_decay"] = settings.final_weight_decay
-    if settings.decay != "constant" or grows:  # what is constant does not depend on where the run ends: it may go on
-        found["updates"] = total_updates(config)
-    return found

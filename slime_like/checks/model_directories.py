@@ -1,5 +1,6 @@
 """What can be wrong with the directories of the models that a configuration names."""
 
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -10,6 +11,8 @@ from slime_like.config.run import RunConfig
 from slime_like.errors import ConfigError
 from slime_like.models.dimensions import ModelDimensions
 from slime_like.models.weight_files import weight_file_problems
+
+_HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 
 
 def find_dimensions(path: Path, field: str) -> tuple[ModelDimensions | None, list[str]]:
@@ -24,7 +27,11 @@ def find_dimensions(path: Path, field: str) -> tuple[ModelDimensions | None, lis
 
 
 def _missing(path: Path, field: str) -> list[str]:
-    return [] if path.is_dir() else [f"{field}={path} is not a directory; give a Hugging Face checkpoint directory"]
+    if path.is_dir():
+        return []
+    named = _HUB_NAME.fullmatch(str(path))
+    download = f", such as what `hf download {path} --local-dir {path.name}` writes" if named else ""
+    return [f"{field}={path} is not a directory; give a Hugging Face checkpoint directory{download}"]
 
 
 def model_weight_problems(config: RunConfig, dimensions: ModelDimensions) -> list[str]:

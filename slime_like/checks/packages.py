@@ -40,6 +40,8 @@ def compiler_problems(config: RunConfig) -> Iterator[str]:
 
 
 def logging_problems(config: RunConfig) -> Iterator[str]:
+    if find_spec("torch") is None:  # nor are most others: the command says how to install all of them
+        return
     wanted = (("wandb", config.logging.wandb), ("tensorboard", config.logging.tensorboard))
     for package, asked in wanted:
         if asked and find_spec(package) is None:

@@ -1,6 +1,7 @@
 """How many optimizer steps a run has, and whether its schedule fits them. Needs neither torch nor Megatron."""
 
 from collections.abc import Iterator
+from typing import Any
 
 from slime_like.config.run import RunConfig
 
@@ -8,6 +9,22 @@ from slime_like.config.run import RunConfig
 def total_updates(config: RunConfig) -> int:
     """Optimizer steps of the whole run."""
     return config.steps * config.algorithm.epochs * config.algorithm.minibatches
+
+
+def depends_on_length(config: RunConfig) -> bool:
+    """Whether the schedule depends on where the run ends: such a run cannot be made longer."""
+    return config.trainer.optimizer.decay != "constant" or config.trainer.optimizer.final_weight_decay is not None
+
+
+def schedule(config: RunConfig) -> dict[str, Any]:
+    """Settings that the learning rate and the weight decay of every update follow from: a resumed run keeps them."""
+    settings = config.trainer.optimizer
+    found = {name: getattr(settings, name) for name in ("lr", "min_lr", "warmup_steps", "decay", "weight_decay")}
+    if settings.final_weight_decay is not None:
+        found["final_weight_decay"] = settings.final_weight_decay
+    if depends_on_length(config):
+        found["updates"] = total_updates(config)
+    return found
 
 
 def minibatch_problems(config: RunConfig) -> Iterator[str]:
@@ -45,5 +62,5 @@ def schedule_problems(config: RunConfig) -> Iterator[str]:
     if optimizer.decay != "constant" and optimizer.warmup_steps >= updates:
         yield (
             f"trainer.optimizer.warmup_steps={optimizer.warmup_steps} leaves nothing of the run's {updates} optimizer "
-            f"steps to decay={optimizer.decay}; use fewer, or decay: constant"
+            f"steps to decay={optimizer.decay}; use at most {updates - 1}, or trainer.optimizer.decay: constant"
         )

@@ -89,14 +89,17 @@ class Cluster:
 
     def _end(self, in_order: bool) -> None:
         """Shut Ray down; after an interrupted start the orphan reaper looks once more."""
-        ray.shutdown()
-        cleanup(self.run_name, self._bucket_directories)
-        if in_order:
-            if self._session is not None and self._config.address is None:
+        try:
+            ray.shutdown()
+            cleanup(self.run_name, self._bucket_directories)
+            if in_order and self._session is not None and self._config.address is None:
                 put_away(self._session, self._logs)
-            orphan_reaper.dismiss(self._guard)
-        else:
-            orphan_reaper.hand_over(self._guard)
+        except BaseException:  # a second Ctrl-C
+            in_order = False
+            raise
+        finally:
+            end_guard = orphan_reaper.dismiss if in_order else orphan_reaper.hand_over
+            end_guard(self._guard)
 
     def _arguments(self) -> dict[str, Any]:
         shared: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR, "configure_logging": True}

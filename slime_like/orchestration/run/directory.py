@@ -5,6 +5,7 @@ from operator import attrgetter
 from pathlib import Path
 
 from slime_like.checks.earlier_run import backend_problem
+from slime_like.checks.schedule import depends_on_length, schedule
 from slime_like.config import RunConfig
 from slime_like.config.reading.fields import all_fields, value_text
 from slime_like.config.reading.load import load_config, save_config
@@ -41,10 +42,13 @@ def find_checkpoint(config: RunConfig) -> Checkpoint | None:
     return checkpoint
 
 
-def make_run_dir(config: RunConfig, checkpoint: Checkpoint | None, lock: RunLock) -> None:
+def make_run_dir(config: RunConfig, checkpoint: Checkpoint | None, lock: RunLock) -> Path | None:
     """Make the directory for a start from ``checkpoint``; the configuration of a new run is saved there.
 
     An earlier run of the directory that is not the one resumed is moved aside.
+
+    Returns:
+        Where the earlier run now is, if there was one.
 
     Raises:
         ConfigError: what this run reads would be moved with it, or something else is where its model belongs.
@@ -55,13 +59,15 @@ def make_run_dir(config: RunConfig, checkpoint: Checkpoint | None, lock: RunLock
     if config.checkpoint.export_hf and not moved:
         _require_room_for_export(config, resumes_here)
     if resumes_here:
-        return
+        return None
+    aside = None
     if moved:
         _require_nothing_read_there(config)
         aside = _move_aside(config.run_dir)
         lock.take()
         (aside / LOCK_FILE).unlink(missing_ok=True)
     save_config(config, config.run_dir / CONFIG_FILE)
+    return aside
 
 
 def record_settings(config: RunConfig, checkpoint: Checkpoint) -> list[str]:
@@ -88,10 +94,26 @@ def _require_resumable(checkpoint: Checkpoint, config: RunConfig) -> None:
         raise ConfigError(problem)
     has_finished = checkpoint.step >= config.steps and (config.run_dir / SUMMARY_FILE).exists()
     if has_finished and _lies_in_run_dir(config, checkpoint):
+        longer = "" if depends_on_length(config) else "raise steps, "
         raise ConfigError(
-            f"steps={config.steps}: the run in {config.run_dir} has finished {checkpoint.step} steps; raise steps, "
+            f"steps={config.steps}: the run in {config.run_dir} has finished {checkpoint.step} steps; {longer}"
             "choose another run_dir, or set resume: never to start over"
         )
+    if changed := _changed_schedule(checkpoint, config):
+        raise ConfigError(
+            f"resume: {checkpoint.path} was trained with another learning-rate schedule ({'; '.join(changed)}); "
+            "use the same, or start a new run from its exported model (model.path)"
+        )
+
+
+def _changed_schedule(checkpoint: Checkpoint, config: RunConfig) -> list[str]:
+    """What trainers would reject after their start; empty where the earlier configuration cannot be read."""
+    try:
+        before = load_config(checkpoint.path.parents[1] / CONFIG_FILE, [])
+    except (ConfigError, OSError):
+        return []
+    old, new = schedule(before), schedule(config)
+    return [f"{name} {old.get(name)}, now {new.get(name)}" for name in {**old, **new} if old.get(name) != new.get(name)]
 
 
 def _require_nothing_read_there(config: RunConfig) -> None:

@@ -18,7 +18,7 @@ from slime_like.interfaces import TrainerBackend
 from slime_like.models.dimensions import ModelDimensions
 from slime_like.observability.metrics import MetricLogger
 from slime_like.observability.progress import Progress
-from slime_like.orchestration.cluster.bundles import bundle_sizes
+from slime_like.orchestration.cluster.bundles import bundle_sizes, local_gpus
 from slime_like.orchestration.cluster.cluster import Cluster
 from slime_like.orchestration.cluster.placement import Placement
 from slime_like.orchestration.reference.refresh import REFERENCE, Reference
@@ -33,6 +33,7 @@ from slime_like.orchestration.run.lock import RunLock
 from slime_like.orchestration.run.rollout_side import EngineSide, RolloutSide
 from slime_like.orchestration.run.run import Run
 from slime_like.orchestration.run.sources import DemonstrationSource, DumpedSource
+from slime_like.orchestration.run.start_notes import algorithm_notes, core_notes, data_notes
 from slime_like.orchestration.trainer.batcher import ExperienceBatcher
 from slime_like.orchestration.trainer.checkpoints import Checkpoint, CheckpointStore, latest_checkpoint
 from slime_like.orchestration.trainer.group import TrainerGroup
@@ -79,11 +80,12 @@ def _open_supervised(base: _Base) -> Run:
     """Open a run on demonstrations: prompts, but no engines."""
     prompts = base.prompts(need_responses=True)
     source = DemonstrationSource(base.config, prompts)
-    return _without_engines(base, RolloutSide(source, lambda: {"data": prompts.state_dict()}))
+    notes = data_notes(base.config, prompts)
+    return _without_engines(base, RolloutSide(source, lambda: {"data": prompts.state_dict()}), *notes)
 
 
-def _without_engines(base: _Base, side: RolloutSide) -> Run:
-    placed = base.place("starting Ray and trainers")
+def _without_engines(base: _Base, side: RolloutSide, *notes: str) -> Run:
+    placed = base.place("starting Ray and trainers", *notes)
     placed.launch_trainers()
     placed.trainers.setup()
     return placed.run(side, Turns(), Reference(base.config, placed.trainers))
@@ -94,12 +96,11 @@ def _open_rl(base: _Base) -> Run:
     config, stack = base.config, base.stack
     prompts = base.prompts(LEDGER, need_responses=False)
     datasets = held_out(config, base.tokenizer)
-    placed = base.place("starting Ray, trainers and engines")
+    if config.cluster.address is None:  # one host, whose devices are known before Ray starts
+        _require_usable(config, on_cuda=local_gpus() > 0, hosts=1)
+    placed = base.place("starting Ray, trainers and engines", *data_notes(config, prompts))
     placement, trainers, progress = placed.placement, placed.trainers, placed.progress
-    on_cuda = placement.device == "GPU"
-    # Rejected before minutes of starting: a transport that does not reach, an engine that could not be trained with.
-    transport_of(config, on_cuda, placement.num_nodes)
-    require_servable(config, on_cuda)
+    _require_usable(config, on_cuda=placement.device == "GPU", hosts=placement.num_nodes)
     placed.launch_trainers()
     engines, rewards, pool, devices = start_engines(config, stack, placement, trainers, progress)
     sync = WeightSync(config, trainers.export, engines.supervisor, placement, devices, placed.run_name)
@@ -113,6 +114,12 @@ def _open_rl(base: _Base) -> Run:
     evaluator = Evaluator(config, engines, scorer, datasets) if datasets else None
     side = EngineSide(source, prompts, sync, ledger, evaluator, devices, pool)
     return placed.run(side, devices, Reference(config, trainers, pool))
+
+
+def _require_usable(config: RunConfig, on_cuda: bool, hosts: int) -> None:
+    """Reject, before minutes of starting, a transport that does not reach and an engine that cannot be updated."""
+    transport_of(config, on_cuda, hosts)
+    require_servable(config, on_cuda)
 
 
 # ---------------------------------------------------------------------------------------------------- what they share
@@ -136,22 +143,23 @@ class _Base:
                 self.checkpoint.file(name)
         return prompts
 
-    def place(self, note: str) -> _Placed:
+    def place(self, start: str, *notes: str) -> _Placed:
         """Make the run directory, start Ray, and reserve the devices."""
         config, stack = self.config, self.stack
-        make_run_dir(config, self.checkpoint, self.lock)
+        aside = make_run_dir(config, self.checkpoint, self.lock)
         metrics = MetricLogger(config.logging, config.run_dir)
         stack.callback(metrics.close)
         progress = stack.enter_context(Progress(config.logging.progress, config.steps))
-        if self.lock.warning:
-            progress.note(self.lock.warning)
-        progress.note(note)
+        moved = f"the earlier run of {config.run_dir} is now {aside}" if aside is not None else ""
+        for note in filter(None, (self.lock.warning, moved, *notes, *algorithm_notes(config), start)):
+            progress.note(note)
         bucket_directories = [config.sync.directory] if config.sync.directory else []
         logs, slots = config.run_dir / "worker_logs", sum(bundle_sizes(config))
         cluster = stack.enter_context(Cluster(config.cluster, logs, slots, bucket_directories))
         placement = stack.enter_context(Placement(config))
         if placement.device == "CPU":
-            progress.note(operators_note(config.trainer.cpu_kernels))
+            for note in (operators_note(config.trainer.cpu_kernels), *core_notes(config)):
+                progress.note(note)
         trainers = TrainerGroup(config, placement)
         checkpoints = CheckpointStore(config.run_dir, config.checkpoint.keep, trainers)
         return _Placed(self, metrics, progress, placement, cluster.run_name, trainers, checkpoints)

@@ -172,6 +172,31 @@ def test_a_finished_run_is_refused_and_an_unfinished_end_is_not(tmp_path: Path, 
     assert prepare_run_dir(config(tmp_path, steps=6))[0] is not None
 
 
+@pytest.mark.parametrize(
+    ("before", "now"),
+    [
+        ({"decay": "linear"}, {"decay": "linear", "steps": 6}),
+        ({}, {"lr": 2e-5}),
+        ({}, {"final_weight_decay": 0.5}),
+        ({"warmup_steps": 1}, {}),
+    ],
+)
+def test_another_schedule_is_refused_before_trainers_start(
+    tmp_path: Path, rejects: Rejects, before: dict[str, Any], now: dict[str, Any]
+) -> None:
+    def scheduled(steps: int = 5, **optimizer: Any) -> RunConfig:
+        return config(tmp_path, steps=steps, trainer={"optimizer": optimizer})
+
+    prepare_run_dir(scheduled(**before))
+    write_checkpoint(tmp_path / "run", 5)
+    with rejects(ConfigError):
+        find_checkpoint(scheduled(**now))
+    assert find_checkpoint(scheduled(**before)) is not None
+    (tmp_path / "run" / SUMMARY_FILE).touch()
+    with rejects(ConfigError):  # offers more steps only where the rate does not depend on them
+        find_checkpoint(scheduled(**before))
+
+
 @pytest.mark.parametrize("resume", ["auto", "path"])
 def test_a_checkpoint_of_another_backend_is_refused_by_name(tmp_path: Path, resume: str) -> None:
     path = write_checkpoint(tmp_path / "run", 3, backend="fsdp")

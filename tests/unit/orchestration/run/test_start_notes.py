@@ -1,0 +1,53 @@
+"""What is said before the first step."""
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from slime_like.config import RunConfig
+from slime_like.orchestration.run.start_notes import algorithm_notes, core_notes, data_notes
+
+
+def config(**changes: Any) -> RunConfig:
+    return RunConfig.model_validate({"run_dir": Path("run"), "model": {"path": Path("model")}, "steps": 5, **changes})
+
+
+@pytest.mark.parametrize(
+    ("rows", "dropped", "begin"),
+    [
+        (8, 0, []),
+        (7, 0, ["7 rows for rollout.prompts_per_step=8: "]),
+        (90, 10, ["10 of 100 prompts (10%) are longer than data.max_prompt_tokens=1024 "]),
+        (1, 5, ["5 of 6 prompts (83%) are longer than ", "1 rows for "]),
+    ],
+)
+def test_prompts_that_are_left_out_or_repeated(rows: int, dropped: int, begin: list[str]) -> None:
+    prompts: Any = SimpleNamespace(num_rows=rows, dropped_prompts=dropped)
+    notes = list(data_notes(config(rollout={"prompts_per_step": 8}), prompts))
+    assert len(notes) == len(begin) and all(map(str.startswith, notes, begin))
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "count"),
+    [
+        ({}, 0),
+        ({"minibatches": 3}, 1),
+        ({"minibatches": 4}, 0),
+        ({"loss": "gspo"}, 1),
+        ({"loss": "gspo", "clip_low": 3e-4, "clip_high": 4e-4}, 0),
+    ],
+)
+def test_settings_that_do_little_or_cut_unevenly(algorithm: dict[str, Any], count: int) -> None:
+    assert len(list(algorithm_notes(config(algorithm=algorithm, rollout={"prompts_per_step": 4})))) == count
+
+
+def test_more_ranks_than_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("os.sched_getaffinity", lambda pid: {0, 1})
+    layout = {"trainer": {"parallel": {"data": 3, "pipeline": 7}}, "rollout": {"num_engines": 3}}
+    assert [note.split(":")[0] for note in core_notes(config(**layout))] == [
+        "21 trainer ranks share 2 cores",
+        "3 engine ranks share 2 cores",
+    ]
+    assert list(core_notes(config(trainer={"parallel": {"data": 2}}))) == []
