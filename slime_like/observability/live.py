@@ -1,17 +1,17 @@
 """The live terminal display: progress bar, figures, and where the step's time goes."""
 
-from collections.abc import Mapping
+from collections.abc import Sequence
 from typing import TextIO
 
+from rich.columns import Columns
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.progress import Progress as Bar
-from rich.table import Table
 from rich.text import Text
 
-from slime_like.observability.names import phase_shares, shown_figures
+from slime_like.observability.names import folded
 
 _COLOURS = {
     "wait": "bright_black",
@@ -21,6 +21,7 @@ _COLOURS = {
     "train": "green",
     "sync": "magenta",
     "orchestration": "red",
+    "other": "white",
 }
 _SHARE_WIDTH = 60
 
@@ -34,6 +35,7 @@ class LiveDisplay:
             TextColumn(f"[bold]{escape(unit)}"),
             MofNCompleteColumn(),
             BarColumn(),
+            TextColumn("elapsed"),
             TimeElapsedColumn(),
             TextColumn("left"),
             TimeRemainingColumn(),
@@ -41,12 +43,13 @@ class LiveDisplay:
             auto_refresh=False,
         )
         self._task = self._bar.add_task("steps", total=total_steps)
-        self._values: dict[str, float] = {}
+        self._figures: list[tuple[str, str]] = []
+        self._phases: list[tuple[str, float]] = []
         self._live = Live(get_renderable=self._render, console=console, refresh_per_second=2)
         self._live.start()
 
-    def show(self, step: int, values: Mapping[str, float]) -> None:
-        self._values = dict(values)
+    def show(self, step: int, figures: list[tuple[str, str]], shares: list[tuple[str, float]]) -> None:
+        self._figures, self._phases = figures, shares
         self._bar.update(self._task, completed=step)
 
     def note(self, text: str) -> None:
@@ -57,22 +60,21 @@ class LiveDisplay:
 
     def _render(self) -> RenderableType:
         bar = self._bar.get_renderable()
-        return Group(bar, _figures(self._values), _shares(self._values)) if self._values else bar
+        return Group(bar, _table(self._figures), _shares(self._phases)) if self._figures else bar
 
 
-def _figures(values: Mapping[str, float]) -> Table:
-    table = Table.grid(padding=(0, 3))
-    figures = shown_figures(values)
-    table.add_row(*(Text(label, style="dim") for label, _ in figures))
-    table.add_row(*(Text(value, style="bold") for _, value in figures))
-    return table
+def _table(figures: Sequence[tuple[str, str]]) -> Columns:
+    """As many beside each other as the terminal is wide."""
+    return Columns(
+        (Text.assemble((label, "dim"), "\n", (value, "bold")) for label, value in figures), padding=(0, 3, 0, 0)
+    )
 
 
-def _shares(values: Mapping[str, float]) -> Group:
+def _shares(shares: Sequence[tuple[str, float]]) -> Group:
     """One bar cut in proportion to the phases, with its legend."""
     bar, legend = Text(), Text()
     drawn, total = 0, 0.0
-    for phase, share in phase_shares(values):
+    for phase, share in folded(shares):
         total += share
         width = round(_SHARE_WIDTH * total / 100) - drawn
         drawn += width

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 STEP_TIME = "train_actor_performance/total_step_time (s)"
 REWARD = "ref_actor_rewards/total_reward_mean"
 LOSS = "train_actor_training/loss"
+KL = "train_actor_training/kl_loss"
 ACCURACY = "evaluation/accuracy"
 IDLE_TIME = "train_actor_performance/time_idle (s)"
 ROLLOUT_SPEED = "rollout/tokens_per_second"
@@ -33,6 +34,8 @@ _REWARD_OF = "ref_actor_rewards/rewards_func_"
 
 # Groups whose rewards differ by less than this learn nothing: float noise, not spread.
 ZERO_SPREAD = 1e-6
+
+_SHOWN_SHARE = 10.0
 
 _MEANS = (
     "loss", "policy_loss", "kl_loss", "ratios", "clipfrac", "approx_policy_kls", "entropy", "grad_norm",
@@ -211,21 +214,32 @@ FIGURES = (
     (LOSS, "loss", "{:.4g}"),
     (REWARD, "reward", "{:.3f}"),
     (ACCURACY, "accuracy", "{:.3f}"),
+    ("rollout/response_length_mean", "response tokens", "{:.0f}"),
+    ("rollout/truncated_fraction", "cut off", "{:.0%}"),
+    ("rollout/zero_spread_groups", "flat groups", "{:.0f}"),
+    (KL, "KL", "{:.3g}"),
+    ("train_actor_training/entropy", "entropy", "{:.2f}"),
+    ("train_actor_training/grad_norm", "grad norm", "{:.3g}"),
     (ROLLOUT_SPEED, "rollout tokens/s", "{:,.0f}"),
     (SCORING_SPEED, "tokens/s", "{:,.0f}"),
     (CONVERSION_SPEED, "GB/s", "{:.2f}"),
 )
 
 
-def shown_figures(values: Mapping[str, float]) -> list[tuple[str, str]]:
-    """(label, formatted value) of every figure that ``values`` has, in the order of ``FIGURES``.
+def shown_figures(values: Mapping[str, float], evaluated: str = "") -> list[tuple[str, str]]:
+    """(label, formatted value) of the figures that ``values`` has, in the order of ``FIGURES``.
 
-    Behind the reward, which is the weighted sum, stands the mean of each function, where there are several.
+    Behind the reward, which is the weighted sum, stands the mean of each function, where there are several. Where there
+    is a reward the loss is left out: on-policy it is next to 0. A KL of 0 is that of a run without a reference.
+
+    Args:
+        evaluated: stands behind the accuracy, such as the step it is of.
     """
     shown = []
     for name, label, form in FIGURES:
-        if name in values:
-            shown.append((label, form.format(values[name])))
+        hidden = (name == LOSS and REWARD in values) or (name == KL and not values.get(KL))
+        if name in values and not hidden:
+            shown.append((label, form.format(values[name]) + (evaluated if name == ACCURACY else "")))
         if name == REWARD:
             shown += [(function, form.format(values[mean])) for mean, function in function_means(values)]
     return shown
@@ -244,3 +258,10 @@ def phase_shares(values: Mapping[str, float]) -> list[tuple[str, float]]:
     seconds = {phase: values.get(phase_seconds(phase), 0.0) for phase in (*PHASES, "orchestration")}
     total = sum(seconds.values())
     return [(phase, 100 * value / total) for phase, value in seconds.items() if value > 0]
+
+
+def folded(shares: Sequence[tuple[str, float]]) -> list[tuple[str, float]]:
+    """Those of ``phase_shares`` that are a tenth of the time and more; the others together, as "other"."""
+    long = [(phase, share) for phase, share in shares if share >= _SHOWN_SHARE]
+    rest = sum(share for _, share in shares) - sum(share for _, share in long)
+    return [*long, *([("other", rest)] if rest > 0.5 else [])]

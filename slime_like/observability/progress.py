@@ -7,12 +7,16 @@ from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, Literal, TextIO
 
-from slime_like.observability.names import phase_shares, shown_figures
+from slime_like.observability.names import ACCURACY, folded, phase_shares, shown_figures
 
 if TYPE_CHECKING:
     from slime_like.observability.live import LiveDisplay
 
 Mode = Literal["auto", "live", "plain", "off"]
+Figures = list[tuple[str, str]]
+"""(label, formatted value)."""
+Shares = list[tuple[str, float]]
+"""(phase, percent of a step)."""
 
 PLAIN_INTERVAL_S = 1.0
 _CONTROL = re.compile(r"(?:\x1b\[[0-?]*[ -/]*[@-~])|[\x00-\x1f\x7f-\x9f]+")
@@ -38,6 +42,7 @@ class Progress(AbstractContextManager["Progress"]):
         unit: str = "step",
     ) -> None:
         self._values: dict[str, float] = {}
+        self._evaluated: int | None = None
         self._display: PlainDisplay | LiveDisplay | None = None
         stream = stream or sys.stderr
         if mode == "live" or (mode == "auto" and stream.isatty()):
@@ -48,10 +53,16 @@ class Progress(AbstractContextManager["Progress"]):
             self._display = PlainDisplay(total_steps, stream, now, unit)
 
     def update(self, step: int, values: Mapping[str, float]) -> None:
-        """Show ``values``, metrics by name, as of ``step`` steps done. What they leave out keeps its last value."""
+        """Show ``values``, metrics by name, as of ``step`` steps done. What they leave out keeps its last value.
+
+        An accuracy that is not of this step is shown with its step.
+        """
         self._values.update(values)
+        if ACCURACY in values:
+            self._evaluated = step
+        evaluated = "" if self._evaluated in (None, step) else f" (step {self._evaluated})"
         if self._display is not None:
-            self._display.show(step, self._values)
+            self._display.show(step, shown_figures(self._values, evaluated), phase_shares(self._values))
 
     def note(self, text: str) -> None:
         """Write a line at once, apart from the figures."""
@@ -78,15 +89,15 @@ class PlainDisplay:
         self._stream = stream
         self._now = now
         self._written_at: float | None = None
-        self._held_back: tuple[int, dict[str, float]] | None = None
-        self._written: tuple[int, list[tuple[str, str]]] | None = None
+        self._held_back: tuple[int, Figures, Shares] | None = None
+        self._written: tuple[int, Figures] | None = None
 
-    def show(self, step: int, values: Mapping[str, float]) -> None:
+    def show(self, step: int, figures: Figures, shares: Shares) -> None:
         recent = self._written_at is not None and self._now() - self._written_at < PLAIN_INTERVAL_S
         if recent and step < self._total_steps:
-            self._held_back = (step, dict(values))
+            self._held_back = (step, figures, shares)
             return
-        self._write_line(step, values)
+        self._write_line(step, figures, shares)
         self._written_at = self._now()
 
     def note(self, text: str) -> None:
@@ -97,14 +108,13 @@ class PlainDisplay:
         if self._held_back is not None:
             self._write_line(*self._held_back)
 
-    def _write_line(self, step: int, values: Mapping[str, float]) -> None:
+    def _write_line(self, step: int, figures: Figures, shares: Shares) -> None:
         self._held_back = None
-        figures = shown_figures(values)
         before = self._written[1] if self._written is not None and self._written[0] == step else None
         self._written = (step, figures)
         fresh = figures if before is None else [figure for figure in figures if figure not in before]
         parts = [f"{self._unit} {step}/{self._total_steps}", *(f"{label} {value}" for label, value in fresh)]
-        if before is None and (shares := phase_shares(values)):
-            parts.append(" ".join(f"{phase} {share:.0f}%" for phase, share in shares))
+        if before is None and shares:
+            parts.append(" ".join(f"{phase} {share:.0f}%" for phase, share in folded(shares)))
         if fresh or before is None:
             self.note(" | ".join(parts))

@@ -34,8 +34,8 @@ class GpusNeeded:
         return self.trainers + self.engines + self.references
 
     def __str__(self) -> str:
-        beside = ((self.engines, "engines"), (self.references, "reference workers"))
-        return ", ".join([str(self.trainers), *(f"{whose} {count}" for count, whose in beside if count)])
+        parts = ((self.trainers, "trainer ranks"), (self.engines, "engines"), (self.references, "reference workers"))
+        return f"{self.total} GPUs ({' + '.join(f'{count} for {whose}' for count, whose in parts if count)})"
 
 
 def gpus_needed(config: RunConfig) -> GpusNeeded:
@@ -58,8 +58,8 @@ def placement_problems(config: RunConfig) -> Iterator[str]:
     per_node, nodes = config.cluster.gpus_per_node, config.cluster.nodes
     if nodes is not None and needed.total > nodes * per_node:
         yield (
-            f"cluster.nodes={nodes} times cluster.gpus_per_node={per_node} are {nodes * per_node} GPUs, but "
-            f"trainer.parallel needs {needed}; use {nodes_needed(config)} nodes, or a smaller layout"
+            f"cluster.nodes={nodes} times cluster.gpus_per_node={per_node} are {nodes * per_node} GPUs, but the run "
+            f"needs {needed}; {_fewer_gpus(config, nodes * per_node)}use {nodes_needed(config)} nodes"
         )
     sizes = [("trainer.parallel.tensor", config.trainer.parallel.tensor)]
     if not config.supervised and not config.debug.load_rollouts:
@@ -72,6 +72,22 @@ def placement_problems(config: RunConfig) -> Iterator[str]:
                 f"{field}={size} does not divide cluster.gpus_per_node={per_node}, so that a tensor-parallel group "
                 f"would lie on two nodes; use {', '.join(map(str, divisors(per_node)))}"
             )
+
+
+def _fewer_gpus(config: RunConfig, gpus: int) -> str:
+    """How the run fits on so many GPUs, with a trailing "or"; empty where one replica is too large for them."""
+    parallel, rollout = config.trainer.parallel, config.rollout
+    replica = parallel.world_size // parallel.data
+    replicas = min(gpus // replica, parallel.data)
+    ranks = replicas * replica
+    if ranks < rollout.tensor or not ranks or num_reference_ranks(config) or config.supervised:
+        return ""
+    changes = ["cluster.placement=colocated"]
+    if parallel.data > replicas:
+        changes.append(f"trainer.parallel.data={replicas}")
+    if rollout.num_engines * rollout.tensor > ranks:
+        changes.append(f"rollout.num_engines={ranks // rollout.tensor}")
+    return f"share them ({', '.join(changes)}), or "
 
 
 def tensor_problems(path: Path, expected: dict[str, tuple[int, ...]]) -> Iterator[str]:

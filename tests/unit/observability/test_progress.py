@@ -18,17 +18,19 @@ HIDE_CURSOR, SHOW_CURSOR = "\x1b[?25l", "\x1b[?25h"
 
 RL, SFT = step_metrics(rl_record()), step_metrics(sft_record())
 ACCURACY = {"evaluation/accuracy": 0.25}
-SHARES = " | wait 6% generate 50% reward 6% score 6% train 25% sync 5% orchestration 1%"
+SHARES = " | generate 50% train 25% other 25%"
 RL_LINE = (
-    "step time 8.00 s | loss 2 | reward 1.200 | math_verify 0.600 | length 1.200 | accuracy {} | rollout tokens/s 20"
-    + SHARES
+    "step time 8.00 s | reward 1.200 | math_verify 0.600 | length 1.200 | accuracy {} | response tokens 16"
+    " | cut off 40% | flat groups 2 | entropy 0.00 | grad norm 0 | rollout tokens/s 20" + SHARES
 )
 # steps of the run; second, step and figures of every update; lines by then, and after the end
 PLAIN: dict[str, tuple[int, list[tuple[float, int, dict[str, float]]], list[str], list[str]]] = {
     "a line has the figures and the phases": (
         100, [(0, 3, RL | {"evaluation/accuracy": 0.81})], [f"step 3/100 | {RL_LINE.format('0.810')}"], [],
     ),
-    "a supervised run has no reward": (5, [(0, 1, SFT)], ["step 1/5 | step time 8.00 s | loss 2" + SHARES], []),
+    "a supervised run has no reward": (
+        5, [(0, 1, SFT)], ["step 1/5 | step time 8.00 s | loss 2 | entropy 0.00 | grad norm 0" + SHARES], [],
+    ),
     "once a second, and the last always": (
         1000,
         [(max(0, step - 1) / 10, step, {}) for step in range(1, 26)],
@@ -41,7 +43,7 @@ PLAIN: dict[str, tuple[int, list[tuple[float, int, dict[str, float]]], list[str]
     "an evaluation after the last step adds its figure alone": (
         2,
         [(0, 0, ACCURACY), (0, 2, RL), (0, 2, {"evaluation/accuracy": 0.75})],
-        ["step 0/2 | accuracy 0.250", f"step 2/2 | {RL_LINE.format('0.250')}", "step 2/2 | accuracy 0.750"],
+        ["step 0/2 | accuracy 0.250", f"step 2/2 | {RL_LINE.format('0.250 (step 0)')}", "step 2/2 | accuracy 0.750"],
         [],
     ),
     "an evaluation that comes at once is part of its step's line": (
@@ -53,7 +55,7 @@ PLAIN: dict[str, tuple[int, list[tuple[float, int, dict[str, float]]], list[str]
     "a figure keeps its last value": (
         9,
         [(0, 0, ACCURACY), (5, 1, {"train_actor_training/loss": 0.5})],
-        ["step 0/9 | accuracy 0.250", "step 1/9 | loss 0.5 | accuracy 0.250"],
+        ["step 0/9 | accuracy 0.250", "step 1/9 | loss 0.5 | accuracy 0.250 (step 0)"],
         [],
     ),
 }  # fmt: skip
@@ -122,7 +124,7 @@ def on_a_terminal(error: Exception | None) -> str:
 def test_on_a_terminal_auto_is_live_and_gives_the_terminal_back(error: Exception | None) -> None:
     before = set(threading.enumerate())
     screen = on_a_terminal(error)
-    for shown in ("4/9", "8.00 s", "1.200", "0.810", "generate 50%", "orchestration 1%", "saved [x]"):
+    for shown in ("4/9", "8.00 s", "1.200", "0.810", "generate 50%", "other 25%", "saved [x]"):
         assert shown in screen
     assert screen.index(HIDE_CURSOR) < screen.rindex(SHOW_CURSOR)
     assert HIDE_CURSOR not in screen[screen.rindex(SHOW_CURSOR) :]

@@ -29,7 +29,7 @@ def test_their_gpus_are_counted() -> None:
     needed = checks.gpus_needed(run)
     assert (needed.trainers, needed.engines, needed.references, needed.total) == (8, 4, 8, 20)
     (problem,) = checks.placement_problems(run)
-    assert "trainer.parallel needs 8, engines 4, reference workers 8; use 3 nodes" in problem
+    assert "20 GPUs (8 for trainer ranks + 4 for engines + 8 for reference workers); use 3 nodes" in problem
     assert trainer_gpus(run) == 16 - 4 - 8
     unused = run.model_copy(update={"algorithm": config().algorithm})  # without a KL term no scoring
     assert checks.gpus_needed(unused).references == 0
