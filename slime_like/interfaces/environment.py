@@ -56,4 +56,9 @@ class Environment(Protocol):
         """The state in which a conversation begins."""
 
     def step(self, state: Any, response: str) -> Step:
-        """Answer the text of one whole turn of the model, special tokens left out."""
+        """Answer the text of one whole turn of the model, special tokens left out.
+
+        With a parameter ``truncated`` the environment is also given a turn that a token limit cut off, with
+        ``truncated=True``; it is ``False`` for whole turns. The conversation then ends, and the reward counts. Without
+        that parameter a conversation whose turn is cut off ends with the rewards of the turns before.
+        """

@@ -22,12 +22,15 @@ class MetricLogger:
     The file is only ever appended to, one flushed line a call; a resumed run continues the same file. Non-finite
     values stand as ``null`` there.
 
+    Args:
+        finished_steps: of the checkpoint that the run resumes from; TensorBoard shows later steps only as logged now.
+
     Raises:
         ConfigError: a tracker is on whose package is not installed.
         SlimeLikeError: from every method that writes, where the disk refuses.
     """
 
-    def __init__(self, config: LoggingConfig, run_dir: Path) -> None:
+    def __init__(self, config: LoggingConfig, run_dir: Path, finished_steps: int = 0) -> None:
         self._run_dir = run_dir
         run_dir.mkdir(parents=True, exist_ok=True)
         self._trackers: list[WandbTracker | TensorBoardTracker] = []
@@ -36,7 +39,7 @@ class MetricLogger:
                 self._trackers.append(WandbTracker(config.wandb_project, run_dir))
         if config.tensorboard:
             with _installed("tensorboard"):
-                self._trackers.append(TensorBoardTracker(run_dir / "tensorboard"))
+                self._trackers.append(TensorBoardTracker(run_dir / "tensorboard", finished_steps))
         self._file = _open_for_append(run_dir / METRICS_FILE)
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
@@ -164,10 +167,11 @@ def _installed(tracker: str) -> Iterator[None]:
 class TensorBoardTracker:
     """Scalars as TensorBoard event files in ``directory``. Tables have no place there and stay in their JSON lines."""
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, finished_steps: int) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
-        self._writer: Any = SummaryWriter(log_dir=str(directory))
+        purged = {"purge_step": finished_steps + 1} if finished_steps else {}
+        self._writer: Any = SummaryWriter(log_dir=str(directory), **purged)
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
         for name, value in values.items():

@@ -43,6 +43,7 @@ class RolloutRecord:
         queue_size: groups that wait in the rollout queue.
         staleness: (N,) weight versions between a response's first token and the weights it trains.
         seconds: generation time that ``tokens_per_second`` is counted over; ``None`` takes the phase "generate".
+        turns: (N,) of the model in each conversation; empty without an environment.
     """
 
     finish_reasons: Sequence[str]
@@ -50,6 +51,7 @@ class RolloutRecord:
     queue_size: int = 0
     staleness: Sequence[int] = ()
     seconds: float | None = None
+    turns: Sequence[int] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

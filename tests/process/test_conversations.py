@@ -52,6 +52,14 @@ class Parrot:
         return Step({**state, "said": said}, observation=f"{response.upper()} {state.get('extra', '')}", done=done,
                     reward=self.reward, success=done, metadata={"said": said, "state": state,
                     "cpu_left": resource.getrlimit(resource.RLIMIT_CPU)[0] - time.process_time()})
+
+class Judge(Parrot):
+    """Takes half a point for a turn that is cut off, and would go on."""
+
+    def step(self, state, response, truncated=False):
+        if truncated:
+            return Step(state, "go on", reward=-0.5, metadata={"said": ["cut " + response]})
+        return super().step(state, response)
 '''
 
 TOKENIZER = byte_tokenizer()
@@ -199,6 +207,18 @@ def test_budgets(
     assert generation.conversation.turns[-1][1] == len(generation.token_ids)  # an answer ends it, not a question
     ended = generation.conversation.metadata[-1]["said"][-1] == "bye"
     assert generation.finish_reason == ("stop" if ended else "length")
+
+
+def test_a_turn_that_is_cut_off_is_judged_where_the_environment_wants_it(loop: asyncio.AbstractEventLoop) -> None:
+    """Either way it ends the conversation, and its tokens are trained on."""
+    script = [turn("a"), turn("bc", "length")]
+    for name, reward, said in (("Parrot", 1.0, ["a"]), ("Judge", 0.5, ["cut bc"])):
+        options = {"name": f"parrots:{name}", "options": {"reward": 1.0}}
+        (generation,) = talk(loop, Engine(script), request(), **options)
+        assert generation.conversation is not None and generation.finish_reason == "length"
+        assert generation.conversation.reward == reward and not generation.conversation.success
+        assert generation.conversation.metadata[-1]["said"] == said
+        assert generation.token_ids.tolist()[-2:] == ids("bc")
 
 
 def test_an_observation_is_cut_to_its_bound(loop: asyncio.AbstractEventLoop) -> None:

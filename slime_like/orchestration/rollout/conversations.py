@@ -151,17 +151,21 @@ class Conversations:
             room = request.sampling.max_new_tokens - response.length
             generation = await self._turn(request, index, turn, response, room, running)
             response.sampled(generation)
-            if generation.finish_reason != "stop" or running.aborted:
-                return response.finished("abort" if running.aborted else generation.finish_reason)
+            if running.aborted or generation.finish_reason == "abort":
+                return response.finished("abort")
+            cut_off = generation.finish_reason == "length"
+            if cut_off and not self._pool.judges_cut_turns:
+                return response.finished("length")
             text = self._tokenizer.decode(generation.token_ids, skip_special_tokens=True)
             try:
-                step = await self._pool.step(task, step.state, text, first=turn == 0)
+                step = await self._pool.step(task, step.state, text, first=turn == 0, truncated=cut_off)
             except StepFailed as error:
                 return response.failed(error, str(self._limits.name))
-            observation, cut = self._encoder.encode("" if step.done else step.observation)
+            ends = step.done or cut_off
+            observation, cut = self._encoder.encode("" if ends else step.observation)
             response.stepped(step, cut)
-            if step.done:
-                return response.finished("stop")
+            if ends:
+                return response.finished("length" if cut_off else "stop")
             room -= len(generation.token_ids) + len(observation)
             if room < 1 or turn + 1 == self._limits.max_turns:
                 break

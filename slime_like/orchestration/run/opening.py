@@ -147,7 +147,8 @@ class _Base:
         """Make the run directory, start Ray, and reserve the devices."""
         config, stack = self.config, self.stack
         aside = make_run_dir(config, self.checkpoint, self.lock)
-        metrics = MetricLogger(config.logging, config.run_dir)
+        finished = 0 if self.checkpoint is None else self.checkpoint.step
+        metrics = MetricLogger(config.logging, config.run_dir, finished)
         stack.callback(metrics.close)
         progress = stack.enter_context(Progress(config.logging.progress, config.steps))
         moved = f"the earlier run of {config.run_dir} is now {aside}" if aside is not None else ""

@@ -125,6 +125,11 @@ class ResponseRecorder(StepRecorder):
             queue_size=figures.queued_groups,
             seconds=times.step_s if self._run.config.rollout.max_staleness > 0 else None,  # sampled all the time
             staleness=[_staleness(trajectory, step) for trajectory in trajectories],
+            turns=[
+                len(t.reward_metadata["conversation"]["turns"])
+                for t in trajectories
+                if "conversation" in t.reward_metadata
+            ],
         )
         return rewards, rollout
 

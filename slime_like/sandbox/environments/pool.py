@@ -50,19 +50,24 @@ class EnvironmentPool:
     def process_ids(self) -> tuple[int, ...]:
         return tuple(sorted(self._workers.process_ids))
 
+    @property
+    def judges_cut_turns(self) -> bool:
+        """Whether the environment is asked about a turn that its limit cut off; known after ``start``."""
+        return bool(self._workers.about["judges_cut_turns"])
+
     async def start(self) -> None:
         """Wait for every worker. Raises ``EnvironmentFailure`` where it cannot be used, or a start takes too long."""
         await self._workers.launch()
         await self._workers.ready()
 
-    async def step(self, task: Task, state: Any, response: str, first: bool) -> Step:
+    async def step(self, task: Task, state: Any, response: str, first: bool, truncated: bool = False) -> Step:
         """Run one step, the first of a conversation with its reset; waits for a free worker.
 
         Raises ``StepFailed`` for this step alone, and ``EnvironmentFailure`` where none of the first steps of all had
         an outcome, or workers do not start any more.
         """
         answers: list[dict[str, Any]] = []
-        item = {"task": asdict(task), "state": state, "response": response, "first": first}
+        item = {"task": asdict(task), "state": state, "response": response, "first": first, "truncated": truncated}
         await self._workers.ask([item], answers.append)
         (answer,) = answers
         self._budget.record("reason" not in answer)

@@ -1,5 +1,6 @@
 """One environment worker, started by the pool as ``python -m slime_like.sandbox.environments.worker PARENT_PID``."""
 
+import inspect
 import math
 import sys
 from typing import Any
@@ -18,13 +19,15 @@ def _prepare(setup: dict[str, Any]) -> tuple[Handler, dict[str, Any]]:
     except ValueError as error:
         raise ConfigError([f"rollout.environment: {error}"]) from error
     code = None if name in REGISTERED else code_of(environment.step)
+    judges_cut_turns = "truncated" in inspect.signature(environment.step).parameters
 
     def handle(item: dict[str, Any]) -> dict[str, Any]:
         with untrusted(name, code):
             state = environment.reset(Task(**item["task"])) if item["first"] else item["state"]
-            return _message(environment.step(state, item["response"]))
+            cut = {"truncated": item["truncated"]} if judges_cut_turns else {}
+            return _message(environment.step(state, item["response"], **cut))
 
-    return handle, {}
+    return handle, {"judges_cut_turns": judges_cut_turns}
 
 
 def _message(step: Any) -> dict[str, Any]:

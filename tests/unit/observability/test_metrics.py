@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -105,6 +106,21 @@ def test_tensorboard_reads_what_was_logged(tmp_path: Path) -> None:
     assert [step for step, _ in losses[loss_tag]] == [1, 2, 3]
     assert [value for _, value in losses[loss_tag]] == pytest.approx([1, 1 / 2, 1 / 3])
     assert len(losses) == 2
+
+
+def test_tensorboard_forgets_steps_that_a_resumed_run_repeats(tmp_path: Path) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    for finished, steps, value in ((0, (1, 2, 3), 0.25), (1, (2, 3, 4), 0.5)):
+        logger = MetricLogger(LoggingConfig(tensorboard=True), tmp_path, finished)
+        for step in steps:
+            logger.log(step, {"loss": value})
+        logger.close()
+        for file in (tmp_path / "tensorboard").glob("events.out.tfevents.*"):  # read in the order of their seconds
+            file.rename(file.with_name(re.sub(r"tfevents\.\d+", f"tfevents.{finished:010}", file.name)))
+    events = EventAccumulator(str(tmp_path / "tensorboard"))
+    events.Reload()
+    assert [(event.step, event.value) for event in events.Scalars("loss")] == [(1, 0.25), (2, 0.5), (3, 0.5), (4, 0.5)]
 
 
 @pytest.mark.parametrize("tracker", ["wandb", "tensorboard"])
