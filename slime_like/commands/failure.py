@@ -62,7 +62,7 @@ def traceback_kept(run_dir: Path | None) -> Iterator[None]:
 
 
 def _is_closed(stream: TextIO) -> bool:
-    """Whether nobody reads the pipe behind a stream any more."""
+    """Whether the other end of the pipe behind a stream is closed."""
     poller = select.poll()
     poller.register(stream, 0)
     return any(event & select.POLLERR for _, event in poller.poll(0))

@@ -1,7 +1,7 @@
 """The command ``slime-like``: errors meant for people as sentences, and exit codes.
 
 Exit codes: 0 done; 1 the run failed; 2 the command, the configuration or the data is rejected; 130 interrupted
-(Ctrl-C); 141 nobody reads the output any more.
+(Ctrl-C); 141 the reader of the output closed it.
 """
 
 import os
