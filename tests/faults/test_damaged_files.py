@@ -66,7 +66,7 @@ def test_other_data_is_refused_at_resume_before_anything_starts(tiny: Tiny, trai
     data.write_text((tiny.data / "sft.jsonl").read_text() + json.dumps({"prompt": "1+1=", "response": "2"}) + "\n")
     flags = tiny.sft_flags(tmp_path / "run", "--steps", "3", "--data.train", str(data))
     finished = run(flags, tmp_path / "log")
-    assert finished.code == 1
+    assert finished.code == 2
     assert str(data) in one_sentence(finished) and "not that of the checkpoint" in finished.stderr
     assert "starting" not in finished.stderr
 

@@ -198,21 +198,24 @@ def start_problems(config: RewardConfig, index: int, sample: RewardItem | None) 
         thread.run(workers.launch())
         try:
             thread.run(workers.ready())
-            return [] if sample is None else _call_problems(thread, workers, sample, subject)
+            return [] if sample is None else _call_problems(thread, workers, sample, subject, config.timeout_s)
         except RewardError as error:
             return str(error).splitlines()
         finally:
             thread.run(workers.close())
 
 
-def _call_problems(thread: LoopThread, workers: WorkerPool, sample: RewardItem, subject: str) -> list[str]:
+def _call_problems(
+    thread: LoopThread, workers: WorkerPool, sample: RewardItem, subject: str, timeout_s: float
+) -> list[str]:
     message = _message(sample) | ({"responses": [sample.response]} if workers.about["of_groups"] else {})
     answers: list[Answer] = []
     thread.run(workers.ask([message], answers.append))
     reason = answers[0].get("reason")
     if reason is None:
         return []
-    why = answers[0].get("detail") or f"no result ({reason})"
+    bound = f" within reward.timeout_s={timeout_s:g} s" if reason == "timeout" else f" ({reason})"
+    why = answers[0].get("detail") or f"no result{bound}"
     return [
         f"{subject} fails on the first row of the data, with its answer {sample.answer[:40]!r} as the response: {why}; "
         "correct the function, or the row"
