@@ -159,7 +159,8 @@ class _Base:
         cluster = stack.enter_context(Cluster(config.cluster, logs, slots, bucket_directories))
         placement = stack.enter_context(Placement(config))
         if placement.device == "CPU":
-            for note in (operators_note(config.trainer.cpu_kernels), *core_notes(config)):
+            crowded = core_notes(config) if placement.num_nodes == 1 else ()
+            for note in (operators_note(config.trainer.cpu_kernels), *crowded):
                 progress.note(note)
         trainers = TrainerGroup(config, placement)
         checkpoints = CheckpointStore(config.run_dir, config.checkpoint.keep, trainers)
