@@ -75,9 +75,11 @@ def reward_problems(config: RunConfig) -> Iterator[str]:
 
 def custom_reward_problems(config: RunConfig) -> Iterator[str]:
     """Custom functions whose module is found are imported and called once, each by a reward worker with its limits."""
-    for index, function in enumerate(config.reward.functions):
-        if ":" in function.name and not import_path_problem(function.name):
-            yield from start_problems(config.reward, index, first_sample(config))
+    names = enumerate(function.name for function in config.reward.functions)
+    found = [index for index, name in names if ":" in name and not import_path_problem(name)]
+    sample = first_sample(config) if found else None
+    for index in found:
+        yield from start_problems(config.reward, index, sample)
 
 
 def environment_problems(config: RunConfig) -> Iterator[str]:

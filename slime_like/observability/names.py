@@ -174,21 +174,18 @@ def _rollout(record: RolloutRecord, lengths: Sequence[int], generate_s: float) -
     seconds = generate_s if record.seconds is None else record.seconds
     truncated = sum(reason == "length" for reason in record.finish_reasons)
     # Rollouts that were kept on disk took no time here: they have no speed, which is not a speed of 0.
-    speed = {ROLLOUT_SPEED: sum(lengths) / seconds} if seconds > 0 else {}
-    turns = {"rollout/turns_mean": float(np.mean(record.turns))} if record.turns else {}
-    return (
-        speed
-        | turns
-        | {
-            "rollout/response_length_mean": float(np.mean(lengths)),
-            "rollout/response_length_max": float(max(lengths)),
-            "rollout/truncated_fraction": _ratio(truncated, len(record.finish_reasons)),
-            "rollout/dropped_prompts": float(record.dropped_prompts),
-            "queues/rollout_queue_size": float(record.queue_size),
-            "rollout/staleness_mean": float(np.mean(record.staleness)) if record.staleness else 0.0,
-            "rollout/staleness_max": float(max(record.staleness, default=0)),
-        }
-    )
+    optional = {ROLLOUT_SPEED: sum(lengths) / seconds} if seconds > 0 else {}
+    if record.turns:
+        optional["rollout/turns_mean"] = float(np.mean(record.turns))
+    return optional | {
+        "rollout/response_length_mean": float(np.mean(lengths)),
+        "rollout/response_length_max": float(max(lengths)),
+        "rollout/truncated_fraction": _ratio(truncated, len(record.finish_reasons)),
+        "rollout/dropped_prompts": float(record.dropped_prompts),
+        "queues/rollout_queue_size": float(record.queue_size),
+        "rollout/staleness_mean": float(np.mean(record.staleness)) if record.staleness else 0.0,
+        "rollout/staleness_max": float(max(record.staleness, default=0)),
+    }
 
 
 def _totals(record: RewardRecord) -> np.ndarray:
