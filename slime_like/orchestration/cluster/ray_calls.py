@@ -11,6 +11,7 @@ import ray
 from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskError
 
 from slime_like.errors import LIKELY_KILLER, ConfigError, SlimeLikeError
+from slime_like.observability.waiting import ignore_answers
 from slime_like.system.interrupts import raise_if_interrupted
 
 _READY_TIMEOUT_S = 60.0
@@ -36,6 +37,7 @@ def gather(
     timeout_s: float,
     error: type[SlimeLikeError],
     watch: Callable[[], None] = watch_none,
+    left: Callable[[Sequence[str]], None] = ignore_answers,
 ) -> list[Any]:
     """Wait for every reference; the first failure ends the wait.
 
@@ -44,20 +46,23 @@ def gather(
         phase: what they were doing, for messages ("scoring").
         timeout_s: bound on the whole wait, in seconds.
         watch: called every few seconds of waiting; raises where an answer needs a dead worker.
+        left: called with the names that have not answered yet, at first and after every answer.
     """
     waiting = dict(zip(references, names, strict=True))
     values: dict[Any, Any] = {}
     deadline = time.monotonic() + timeout_s
+    left(list(waiting.values()))
     while waiting:
         # One at a time: a dead rank leaves its peers hanging in a collective, so its failure must be seen first.
-        left = max(0.0, deadline - time.monotonic())
-        ready, _ = ray.wait(list(waiting), num_returns=1, timeout=min(left, _LOOK_EVERY_S))
+        remaining = max(0.0, deadline - time.monotonic())
+        ready, _ = ray.wait(list(waiting), num_returns=1, timeout=min(remaining, _LOOK_EVERY_S))
         raise_if_interrupted()
         if ready:
             values[ready[0]] = one(ready[0], waiting.pop(ready[0]), phase=phase, timeout_s=timeout_s, error=error)
+            left(list(waiting.values()))
             continue
         watch()
-        if left <= _LOOK_EVERY_S:
+        if remaining <= _LOOK_EVERY_S:
             late = ", ".join(waiting.values())
             raise error(
                 f"{late} gave no answer within {timeout_s:.0f} s while {phase}",
