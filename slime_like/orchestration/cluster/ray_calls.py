@@ -22,6 +22,9 @@ _LOOK_EVERY_S = 5.0
 
 _ASK_EVERY_S = 2.0
 
+_ROLE = re.compile(r"(trainer|reference|engine) (?:worker |rank )?(\d+).*")
+"""Of an actor's name in messages; after a restart its log has a number behind that ("engine-0.2.log")."""
+
 _Error = TypeVar("_Error", bound=SlimeLikeError)
 
 
@@ -87,7 +90,7 @@ def one(
         what = f"{type(original).__name__}: {_first_line(original)}"
         raise error(f"{name} failed while {phase}: {what}", code="worker-failed") from cause
     except RayActorError as cause:
-        raise error(f"{name} died while {phase}: {_death(cause)}", code="worker-died") from cause
+        raise error(f"{name} died while {phase}: {_death(cause, name)}", code="worker-died") from cause
     except RayError as cause:
         raise error(f"{name} failed while {phase}: {_first_line(cause)}", code="worker-failed") from cause
 
@@ -103,15 +106,13 @@ def located(original: _Error, name: str, phase: str) -> _Error:
     return same
 
 
-def _death(cause: RayActorError) -> str:
-    """Describe an actor's death, of which Ray reports only the process id."""
+def _death(cause: RayActorError, name: str) -> str:
+    """Describe an actor's death, of which Ray reports only the process id. Its log is named by ``node.use_log``."""
     process = re.search(r"^\s*pid: (\d+)$", str(cause), re.MULTILINE)
     if process is None or "worker process has died" not in str(cause):
         return _first_line(cause)
-    return (
-        f"its process {process[1]} ended without an exception; {LIKELY_KILLER}, and its log is "
-        f"worker-*-{process[1]}.err in worker_logs"
-    )
+    log = _ROLE.sub(r"\1-\2*.log", name)
+    return f"its process {process[1]} ended without an exception; {LIKELY_KILLER}, and its log is {log} in worker_logs"
 
 
 def _first_line(error: BaseException | None) -> str:

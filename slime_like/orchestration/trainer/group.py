@@ -36,6 +36,7 @@ class TrainerGroup:
     def __init__(self, config: RunConfig, placement: Placement, reference: int | None = None) -> None:
         self._config = config
         self._placement = placement
+        self._reference = reference
         self._actors: list[Any] = []
         owner, self._options = "trainer", placement.trainer_options
         if reference is not None:
@@ -56,6 +57,14 @@ class TrainerGroup:
             for rank in range(trainer.parallel.world_size)
         ]
         self.ranks.connect(self._actors)
+        roles = [(self._role(rank),) for rank in range(len(self))]
+        self.ranks.defer(self.ranks.start_each("opening its log", TrainerRank.use_log, roles))
+
+    def _role(self, rank: int) -> str:
+        """What the rank's log is named after."""
+        if self._reference is None:
+            return f"trainer-{rank}"
+        return f"reference-{self._reference}" + (f"-{rank}" if len(self) > 1 else "")
 
     def __len__(self) -> int:
         return self._config.trainer.parallel.world_size
