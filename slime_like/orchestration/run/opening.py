@@ -43,7 +43,8 @@ from slime_like.weights.transports.registry import transport_of
 
 @contextmanager
 def open_run(config: RunConfig) -> Iterator[Run]:
-    """A run, open inside. What a failure inside has left written is kept, and the resume point is reported.
+    """A run, open inside. What a failure inside has left written is kept, and its exception gets the resume point as a
+    note.
 
     Raises:
         SlimeLikeError: in one sentence; every process has ended by then.
@@ -52,10 +53,10 @@ def open_run(config: RunConfig) -> Iterator[Run]:
         run = _open(config, stack)
         try:
             yield run
-        except BaseException:
+        except BaseException as error:
             run.checkpoints.rescue()
             if (latest := latest_checkpoint(config.run_dir)) is not None:
-                run.progress.note(f"restart with --resume auto to resume from {latest.resolve()}")
+                error.add_note(f"restart with --resume auto to resume from {latest.resolve()}")
             raise
 
 
