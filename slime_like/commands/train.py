@@ -12,6 +12,7 @@ from slime_like.config.reading.load import load_config
 from slime_like.config.reading.reference import fields_help
 from slime_like.errors import ConfigError
 from slime_like.system.memory import permanent_allocations
+from slime_like.system.words import counted
 
 _USAGE = "[--section.field VALUE ...]"
 _FLAGS = (
@@ -49,7 +50,7 @@ def _evaluate(arguments: argparse.Namespace, flags: list[str]) -> int:
         result = evaluate(config, temporary=config.run_dir == temporary)
     for name, part in {"held-out": result.overall, **result.datasets}.items():
         passes = "".join(f", pass@{k} {value:.3f}" for k, value in part.pass_at.items())
-        print(f"{name} accuracy: {part.accuracy:.3f}{passes} over {part.num_responses} responses")
+        print(f"{name} accuracy: {part.accuracy:.3f}{passes} over {counted(part.num_responses, 'response')}")
         print(
             f"{name} response length: {part.response_length_mean:.1f} tokens, {part.truncated_fraction:.1%} truncated"
         )

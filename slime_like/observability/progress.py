@@ -74,7 +74,7 @@ class Progress(AbstractContextManager["Progress"]):
 
     @contextmanager
     def waiting(
-        self, title: str, total: int = 0, noun: str = "ready", count: Callable[[], int] | None = None
+        self, title: str, total: int = 0, noun: str = "", count: Callable[[], int] | None = None
     ) -> Iterator[Waiting]:
         """Show what is waited for inside: live as a line that changes, plain as one line once it is over.
 

@@ -43,7 +43,7 @@ class Evaluator:
         samples = self._config.evaluation.samples_per_prompt
         requests = build_requests(prompts, self._sampling, samples, self._config.seed, f"evaluation-{step}")
         temperature = self._sampling.temperature or 1.0
-        with progress.waiting("evaluating", len(prompts), "prompts") as waiting:
+        with progress.waiting("evaluating", len(prompts), "prompt") as waiting:
             answers = self._engines.generate(requests, waiting.reach)
             groups = [
                 to_group(prompt, answer, temperature).trajectories

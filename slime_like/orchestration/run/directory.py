@@ -13,6 +13,7 @@ from slime_like.errors import ConfigError, SlimeLikeError
 from slime_like.observability.metrics import METRICS_FILE
 from slime_like.orchestration.run.lock import LOCK_FILE, RunLock
 from slime_like.orchestration.trainer.checkpoints import Checkpoint, latest_checkpoint
+from slime_like.system.words import counted
 
 CONFIG_FILE = "config.yaml"
 SUMMARY_FILE = "summary.json"
@@ -96,8 +97,8 @@ def _require_resumable(checkpoint: Checkpoint, config: RunConfig) -> None:
     if has_finished and _lies_in_run_dir(config, checkpoint):
         longer = "" if depends_on_length(config) else "raise steps, "
         raise ConfigError(
-            f"steps={config.steps}: the run in {config.run_dir} has finished {checkpoint.step} steps; {longer}"
-            "choose another run_dir, or set resume: never to start over"
+            f"steps={config.steps}: the run in {config.run_dir} has finished {counted(checkpoint.step, 'step')}; "
+            f"{longer}choose another run_dir, or set resume: never to start over"
         )
     if changed := _changed_schedule(checkpoint, config):
         raise ConfigError(

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 
 from slime_like.config import RunConfig
 from slime_like.data.prompts import PromptSource
+from slime_like.system.words import counted
 
 _GSPO_LARGE = 0.01
 """The paper's bounds are 3e-4 and 4e-4 (arXiv:2507.18071, section 5.1), PPO's 0.2."""
@@ -20,7 +21,7 @@ def data_notes(config: RunConfig, prompts: PromptSource) -> Iterator[str]:
         )
     wanted = config.rollout.prompts_per_step
     if rows < wanted:
-        yield f"{rows} rows for rollout.prompts_per_step={wanted}: a step takes rows more than once"
+        yield f"{counted(rows, 'row')} for rollout.prompts_per_step={wanted}: a step takes rows more than once"
 
 
 def algorithm_notes(config: RunConfig) -> Iterator[str]:
@@ -44,4 +45,4 @@ def core_notes(config: RunConfig) -> Iterator[str]:
     engine_ranks = 0 if config.supervised else config.rollout.num_engines * config.rollout.tensor
     for number, what in ((config.trainer.parallel.world_size, "trainer ranks"), (engine_ranks, "engine ranks")):
         if number > cores:
-            yield f"{number} {what} share {cores} cores: each waits for the others"
+            yield f"{number} {what} share {counted(cores, 'core')}: each waits for the others"

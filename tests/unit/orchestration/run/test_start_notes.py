@@ -20,7 +20,7 @@ def config(**changes: Any) -> RunConfig:
         (8, 0, []),
         (7, 0, ["7 rows for rollout.prompts_per_step=8: "]),
         (90, 10, ["10 of 100 prompts (10%) are longer than data.max_prompt_tokens=1024 "]),
-        (1, 5, ["5 of 6 prompts (83%) are longer than ", "1 rows for "]),
+        (1, 5, ["5 of 6 prompts (83%) are longer than ", "1 row for "]),
     ],
 )
 def test_prompts_that_are_left_out_or_repeated(rows: int, dropped: int, begin: list[str]) -> None:
