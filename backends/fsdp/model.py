@@ -271,8 +271,8 @@ def _require_nothing_else(hugging_face: nn.Module) -> None:
     others = [name for name in hugging_face.state_dict() if name not in known | set(routing_biases(hugging_face))]
     if others:
         raise ConfigError(
-            f"model.path: {counted(len(others), 'tensor')} of its checkpoint are neither parameters nor routers' "
-            f"biases ({others[0]}, ...), which trainer.backend=fsdp does not keep; use another model"
+            f"model.path: its checkpoint has {counted(len(others), 'tensor')} ({others[0]}, ...) beside parameters and "
+            "routers' biases, which trainer.backend=fsdp does not keep; use another model"
         )
 
 
