@@ -31,6 +31,12 @@ def _train(arguments: argparse.Namespace, flags: list[str]) -> int:
         summary = train(config)
     if summary.accuracy_before is not None and summary.accuracy_after is not None:
         print(f"held-out accuracy: {summary.accuracy_before:.3f} before, {summary.accuracy_after:.3f} after")
+    elif summary.accuracy_after is not None:
+        until = summary.measured_otherwise_until
+        print(
+            f"held-out accuracy: {summary.accuracy_after:.3f} after; until step {until} it was measured with other "
+            f"settings (config.until-step-{until:06d}.yaml), so that earlier values do not compare"
+        )
     print(f"throughput: {summary.tokens_per_second:.0f} tokens/s")
     print(f"wall time: {summary.wall_s:.1f} s")
     for name, path in summary.files.items():

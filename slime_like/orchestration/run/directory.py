@@ -84,6 +84,31 @@ def record_settings(config: RunConfig, checkpoint: Checkpoint) -> list[str]:
     return changed
 
 
+def measured_otherwise_until(config: RunConfig) -> int:
+    """Last step whose held-out accuracy is not comparable with this start's; 0 where all of the run's are.
+
+    An earlier start of the run had another first reward function, or others of the settings that it depends on.
+    """
+    until = 0
+    for path in config.run_dir.glob("config.until-step-*.yaml"):
+        try:
+            is_same = _measured_by(load_config(path, [])) == _measured_by(config)
+        except ConfigError:  # written by another version: unknown
+            is_same = False
+        until = until if is_same else max(until, int(path.stem.rpartition("-")[2]))
+    return until
+
+
+def _measured_by(config: RunConfig) -> tuple[object, ...]:
+    return (
+        [function.model_dump(include={"name", "options"}) for function in config.reward.functions[:1]],
+        config.evaluation.model_dump(exclude={"every"}),
+        config.data.model_dump(exclude={"train", "shuffle"}),
+        config.rollout.environment,
+        config.rollout.max_new_tokens,
+    )
+
+
 def _lies_in_run_dir(config: RunConfig, checkpoint: Checkpoint | None) -> bool:
     return checkpoint is not None and checkpoint.path.is_relative_to(config.run_dir.resolve())
 
