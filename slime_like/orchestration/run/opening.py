@@ -33,7 +33,7 @@ from slime_like.orchestration.run.lock import RunLock
 from slime_like.orchestration.run.rollout_side import EngineSide, RolloutSide
 from slime_like.orchestration.run.run import Run
 from slime_like.orchestration.run.sources import DemonstrationSource, DumpedSource
-from slime_like.orchestration.run.start_notes import algorithm_notes, core_notes, data_notes
+from slime_like.orchestration.run.start_notes import algorithm_notes, core_notes, data_notes, precision_notes
 from slime_like.orchestration.trainer.batcher import ExperienceBatcher
 from slime_like.orchestration.trainer.checkpoints import Checkpoint, CheckpointStore, latest_checkpoint
 from slime_like.orchestration.trainer.group import TrainerGroup
@@ -155,7 +155,8 @@ class _Base:
         stack.callback(metrics.close)
         progress = stack.enter_context(Progress(config.logging.progress, config.steps))
         moved = f"the earlier run of {config.run_dir} is now {aside}" if aside is not None else ""
-        for note in filter(None, (self.lock.warning, moved, *notes, *algorithm_notes(config), start)):
+        precision = precision_notes(config) if config.model.weights is None else ()
+        for note in filter(None, (self.lock.warning, moved, *notes, *algorithm_notes(config), *precision, start)):
             progress.note(note)
         bucket_directories = [config.sync.directory] if config.sync.directory else []
         logs, slots = config.run_dir / "worker_logs", sum(bundle_sizes(config))

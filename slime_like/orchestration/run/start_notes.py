@@ -2,9 +2,11 @@
 
 import os
 from collections.abc import Iterator
+from contextlib import suppress
 
 from slime_like.config import RunConfig
 from slime_like.data.prompts import PromptSource
+from slime_like.models.weight_files import WeightFilesError, stored_dtype
 from slime_like.system.words import counted
 
 _GSPO_LARGE = 0.01
@@ -37,6 +39,17 @@ def algorithm_notes(config: RunConfig) -> Iterator[str]:
     if prompts % minibatches:
         sizes = f"{prompts // minibatches} or {prompts // minibatches + 1}"
         yield f"algorithm.minibatches={minibatches} cuts {prompts} prompts unevenly: {sizes} in each optimizer step"
+
+
+def precision_notes(config: RunConfig) -> Iterator[str]:
+    """Weights of ``model.path`` that are computed in fewer bits than they are stored in."""
+    with suppress(WeightFilesError):  # where they are needed, this is an error of its own
+        stored, computed = stored_dtype(config.model.path), config.model.dtype
+        if computed == "bfloat16" and stored in ("float16", "float32", "float64"):
+            yield (
+                f"model.dtype={computed}: the weights of {config.model.path} are stored in {stored} and computed in "
+                f"{computed}; set model.dtype: float32 to compute in that"
+            )
 
 
 def core_notes(config: RunConfig) -> Iterator[str]:
