@@ -27,7 +27,7 @@ from slime_like.orchestration.rollout.colocation import Turns
 from slime_like.orchestration.rollout.evaluation import Evaluator, held_out
 from slime_like.orchestration.rollout.scoring import Scorer
 from slime_like.orchestration.rollout.source import source_class
-from slime_like.orchestration.run.directory import find_checkpoint, make_run_dir, record_settings
+from slime_like.orchestration.run.directory import DRIVER_LOG, find_checkpoint, make_run_dir, record_settings
 from slime_like.orchestration.run.engines import require_servable, start_engines
 from slime_like.orchestration.run.lock import RunLock
 from slime_like.orchestration.run.rollout_side import EngineSide, RolloutSide
@@ -153,7 +153,8 @@ class _Base:
         finished = 0 if self.checkpoint is None else self.checkpoint.step
         metrics = MetricLogger(config.logging, config.run_dir, finished)
         stack.callback(metrics.close)
-        progress = stack.enter_context(Progress(config.logging.progress, config.steps))
+        log = stack.enter_context((config.run_dir / DRIVER_LOG).open("a", encoding="utf-8"))
+        progress = stack.enter_context(Progress(config.logging.progress, config.steps, log=log))
         moved = f"the earlier run of {config.run_dir} is now {aside}" if aside is not None else ""
         precision = precision_notes(config) if config.model.weights is None else ()
         for note in filter(None, (self.lock.warning, moved, *notes, *algorithm_notes(config), *precision, start)):

@@ -123,6 +123,18 @@ def test_an_exception_leaves_the_last_line() -> None:
     assert stream.getvalue() == "step 1/9\nstep 2/9\n"
 
 
+def test_a_log_has_the_plain_lines_and_the_error() -> None:
+    """Also of a display that is off."""
+    log, error = io.StringIO(), KeyError("engine 3 died")
+    error.add_note("go on")
+    with pytest.raises(KeyError), Progress("off", 9, io.StringIO(), lambda: 0.0, log=log) as progress:
+        progress.note("starting")
+        progress.update(1, {})
+        progress.update(2, {})
+        raise error
+    assert log.getvalue() == "starting\nstep 1/9\nstep 2/9\n'engine 3 died'\ngo on\n"
+
+
 def test_plain_output_has_no_control_characters() -> None:
     stream = io.StringIO()
     with Progress("plain", 9, stream) as progress:
