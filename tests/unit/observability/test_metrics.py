@@ -14,6 +14,7 @@ import torch
 from slime_like.config import LoggingConfig
 from slime_like.errors import ConfigError, SlimeLikeError
 from slime_like.observability.metrics import MetricLogger, read_metrics, series
+from slime_like.observability.tables import SAMPLE_TABLE, TOKEN_TABLE
 from tests.support.rejections import Rejects
 
 FILE_ONLY = LoggingConfig(tensorboard=False)
@@ -121,6 +122,26 @@ def test_tensorboard_forgets_steps_that_a_resumed_run_repeats(tmp_path: Path) ->
     events = EventAccumulator(str(tmp_path / "tensorboard"))
     events.Reload()
     assert [(event.step, event.value) for event in events.Scalars("loss")] == [(1, 0.25), (2, 0.5), (3, 0.5), (4, 0.5)]
+
+
+def test_tensorboard_shows_samples_as_they_are(tmp_path: Path) -> None:
+    from markdown import markdown
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    prompt = "**bold** | <b>\n\n# a\ud800"
+    logger = MetricLogger(LoggingConfig(tensorboard=True), tmp_path)
+    logger.log_table(3, SAMPLE_TABLE, [{"Prompt": prompt, "loss": 0.5, "Answer": "4"}, {"Prompt": "x", "Answer": "5"}])
+    logger.log_table(3, TOKEN_TABLE, [{"Decoded Token": "4"}])
+    logger.close()
+    events = EventAccumulator(str(tmp_path / "tensorboard"))
+    events.Reload()
+    (tag,) = events.Tags()["tensors"]
+    (event,) = events.Tensors(tag)
+    page = markdown(event.tensor_proto.string_val[0].decode())
+    code = ["Prompt: **bold** | &lt;b&gt;\n\n# a\\ud800\nAnswer: 4\n", "Prompt: x\nAnswer: 5\n"]
+    assert event.step == 3 and page == "\n".join(
+        [f"<pre><code>{code[0]}</code></pre>", "<hr />", f"<pre><code>{code[1]}</code></pre>"]
+    )
 
 
 @pytest.mark.parametrize("tracker", ["wandb", "tensorboard"])
