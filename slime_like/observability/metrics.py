@@ -8,12 +8,12 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from io import FileIO
 from pathlib import Path
-from textwrap import indent
+from textwrap import fill
 from typing import Any
 
 from slime_like.config import LoggingConfig
 from slime_like.errors import ConfigError, DataError, SlimeLikeError
-from slime_like.observability.tables import SAMPLE_TABLE, STEP_COLUMNS
+from slime_like.observability.tables import SAMPLE_TABLE, reading_order
 
 METRICS_FILE = "metrics.jsonl"
 
@@ -182,15 +182,19 @@ class TensorBoardTracker:
     def log_table(self, step: int, name: str, rows: Sequence[Mapping[str, Any]]) -> None:
         """Write samples as text: one paragraph each, indented, so that no character of it is taken for Markdown."""
         if name == SAMPLE_TABLE:
-            samples = (
-                "\n".join(f"{column}: {value}" for column, value in row.items() if column not in STEP_COLUMNS)
-                for row in rows
-            )
-            text = "\n\n---\n\n".join(indent(sample, " " * 4, lambda _: True) for sample in samples)
+            cells = [{column: row[column] for column in reading_order(list(row))} for row in rows]
+            text = "\n\n---\n\n".join("\n".join(map(_markdown_code, row.items())) for row in cells)
             self._writer.add_text(name, text.encode(errors="backslashreplace").decode(), step)
 
     def close(self) -> None:
         self._writer.close()
+
+
+def _markdown_code(cell: tuple[str, Any]) -> str:
+    """A cell as indented lines of bounded width: TensorBoard does not wrap code."""
+    name, value = cell
+    lines = f"{name}: {f'{value:.4g}' if isinstance(value, float) else value}".split("\n")
+    return "\n".join(fill(line, 120, initial_indent=" " * 4, subsequent_indent=" " * 4) or " " * 4 for line in lines)
 
 
 class WandbTracker:

@@ -79,6 +79,19 @@ def per_sample_rows(
     ]
 
 
+def said(columns: Sequence[str]) -> str:
+    """Column of the responses; of conversations the one that separates the turns."""
+    return "Conversation" if "Conversation" in columns else "Response"
+
+
+def reading_order(columns: Sequence[str]) -> list[str]:
+    """Columns of the samples: first what one reads, and nothing that all samples of a step share."""
+    rewards = [column for column in columns if column.startswith("Reward_")]
+    read = ("Step", "Prompt", said(columns), "Answer", "Advantages", "Finish Reason", *rewards, "Response Length")
+    first = [column for column in read if column in columns]
+    return first + [column for column in columns if column not in {*first, *STEP_COLUMNS}]
+
+
 def per_token_rows(
     step: int, trajectories: Sequence[ScoredTrajectory], pi_logprobs: Sequence[np.ndarray], decode: Decode
 ) -> list[Row]:

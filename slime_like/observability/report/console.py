@@ -11,7 +11,7 @@ from rich.text import Text
 from slime_like.observability.report.data import RunData, StoredTable, summary
 from slime_like.observability.report.panels import PhasePicture, key_metrics, panels, phase_picture
 from slime_like.observability.report.text import last_user_message, shortened, spelled_out
-from slime_like.observability.tables import SAMPLE_TABLE
+from slime_like.observability.tables import SAMPLE_TABLE, said
 
 _NEWEST_SAMPLES = 4
 _MAX_TEXT = 240
@@ -73,7 +73,7 @@ def _sample(table: StoredTable, row: dict[str, Any]) -> list[tuple[str, Any]]:
     shown = [f"{name} {_printable(value)}" for name, value in outcome.items() if value is not None]
     return [
         ("prompt", last_user_message(str(row.get("Prompt", "")))),
-        ("response", row.get(table.said)),
+        ("response", row.get(said(table.columns))),
         ("answer", row.get("Answer")),
         ("outcome", ", ".join(shown)),
     ]

@@ -35,11 +35,6 @@ class StoredTable:
     rows: list[Row]
     left_out: int
 
-    @property
-    def said(self) -> str:
-        """Column of the responses; of conversations the one that separates the turns."""
-        return "Conversation" if "Conversation" in self.columns else "Response"
-
 
 @dataclass(frozen=True, slots=True)
 class RunData:

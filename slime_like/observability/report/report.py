@@ -16,7 +16,7 @@ from slime_like.errors import SlimeLikeError
 from slime_like.observability.report.data import Row, RunData, StoredTable, read_run, summary
 from slime_like.observability.report.panels import panels, phase_picture
 from slime_like.observability.report.text import last_user_message, shortened, spelled_out
-from slime_like.observability.tables import SAMPLE_TABLE, STEP_COLUMNS, TOKEN_TABLE
+from slime_like.observability.tables import SAMPLE_TABLE, TOKEN_TABLE, reading_order, said
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -75,7 +75,7 @@ def _render_page(run: RunData) -> str:
     environment = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
     environment.policies["json.dumps_kwargs"] = {"allow_nan": False, "separators": (",", ":")}
     environment.filters |= {"hash": _hash, "plain": _plain, "sample": _key, "shown": _shown}
-    environment.filters |= {"columns": _columns, "user": last_user_message}
+    environment.filters |= {"user": last_user_message, "reading_order": reading_order, "said": said}
     drawn, constant, missing = panels(run)
     tokens = run.tables.get(TOKEN_TABLE)
     samples = _token_samples(tokens)
@@ -109,16 +109,6 @@ def _plain(value: Any) -> str:
 
 def _shown(text: str) -> str:
     return spelled_out(shortened(text, MAX_CELL_TEXT))
-
-
-def _columns(table: StoredTable) -> list[str]:
-    """The table's columns; of samples first what one reads, and nothing that is the same for all of a step."""
-    if table.name != SAMPLE_TABLE:
-        return table.columns
-    rewards = [column for column in table.columns if column.startswith("Reward_")]
-    read = ("Step", "Prompt", table.said, "Answer", "Advantages", "Finish Reason", *rewards, "Response Length")
-    first = [column for column in read if column in table.columns]
-    return first + [column for column in table.columns if column not in {*first, *STEP_COLUMNS}]
 
 
 def _key(row: Row) -> SampleKey:

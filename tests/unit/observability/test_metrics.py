@@ -125,12 +125,13 @@ def test_tensorboard_forgets_steps_that_a_resumed_run_repeats(tmp_path: Path) ->
 
 
 def test_tensorboard_shows_samples_as_they_are(tmp_path: Path) -> None:
+    """As code, so that nothing of it is markup; in the order of the report, in lines that fit a screen."""
     from markdown import markdown
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    prompt = "**bold** | <b>\n\n# a\ud800"
+    first = {"loss": 0.5, "Answer": "4", "Reward_m": 1 / 3, "Prompt": "**bold** | <b>\n\n# a\ud800\r- b"}
     logger = MetricLogger(LoggingConfig(tensorboard=True), tmp_path)
-    logger.log_table(3, SAMPLE_TABLE, [{"Prompt": prompt, "loss": 0.5, "Answer": "4"}, {"Prompt": "x", "Answer": "5"}])
+    logger.log_table(3, SAMPLE_TABLE, [first, {"Prompt": "word " * 99, "Answer": "5"}])
     logger.log_table(3, TOKEN_TABLE, [{"Decoded Token": "4"}])
     logger.close()
     events = EventAccumulator(str(tmp_path / "tensorboard"))
@@ -138,10 +139,10 @@ def test_tensorboard_shows_samples_as_they_are(tmp_path: Path) -> None:
     (tag,) = events.Tags()["tensors"]
     (event,) = events.Tensors(tag)
     page = markdown(event.tensor_proto.string_val[0].decode())
-    code = ["Prompt: **bold** | &lt;b&gt;\n\n# a\\ud800\nAnswer: 4\n", "Prompt: x\nAnswer: 5\n"]
-    assert event.step == 3 and page == "\n".join(
-        [f"<pre><code>{code[0]}</code></pre>", "<hr />", f"<pre><code>{code[1]}</code></pre>"]
-    )
+    shown = "Prompt: **bold** | &lt;b&gt;\n\n# a\\ud800 - b\nAnswer: 4\nReward_m: 0.3333\n"
+    assert event.step == 3 and page.startswith(f"<pre><code>{shown}</code></pre>\n<hr />\n<pre><code>Prompt: word word")
+    assert max(map(len, page.splitlines())) < 140 and page.count("word") == 99
+    assert page.endswith("\nAnswer: 5\n</code></pre>")
 
 
 @pytest.mark.parametrize("tracker", ["wandb", "tensorboard"])
