@@ -71,9 +71,13 @@ def _sample(table: StoredTable, row: dict[str, Any]) -> list[tuple[str, Any]]:
         "finish reason": row.get("Finish Reason"),
     }
     shown = [f"{name} {_printable(value)}" for name, value in outcome.items() if value is not None]
+    column = said(table.columns)
+    response = shortened(str(row.get(column)), _MAX_TEXT)
+    lines = response.split("\n") if column == "Conversation" else [response]
     return [
         ("prompt", last_user_message(str(row.get("Prompt", "")))),
-        ("response", row.get(said(table.columns))),
+        ("response", lines[0]),
+        *(("", line) for line in lines[1:]),
         ("answer", row.get("Answer")),
         ("outcome", ", ".join(shown)),
     ]

@@ -3,6 +3,7 @@
 import io
 import json
 import math
+import re
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -314,6 +315,9 @@ def test_the_terminal_shows_what_was_asked_answered_and_right(
     for text in ("What is 40+2?", "Well, so", "it is 42. 42 step 1, math 1"):
         assert text in cells
     assert "Be brief" not in cells
+    logger.log_table(2, SAMPLE_TABLE, [{"Conversation": "1 model: [6*7]\n1 environment: 42"}])
+    print_report(tmp_path, Console(width=80, force_terminal=False))
+    assert {"1 model: [6*7]", "1 environment: 42"} <= set(re.split(r" *│ *|\n", capsys.readouterr().out))
 
 
 @pytest.mark.parametrize(
