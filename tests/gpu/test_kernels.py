@@ -1,6 +1,5 @@
 """Attention kernels of CUDA, alone and in a ring's steps, against softmax written out in float32 on the same device."""
 
-
 import pytest
 import torch
 from torch import Tensor
