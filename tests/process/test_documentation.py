@@ -137,15 +137,15 @@ def test_getting_started_prepares_what_it_trains(tmp_path: Path, monkeypatch: py
     monkeypatch.chdir(tmp_path)
     runpy.run_path("prepare.py", run_name="__main__")
     written = [json.loads(line) for line in Path("gsm8k_train.jsonl").read_text().splitlines()]
-    assert [row["answer"] for row in written] == ["1,104", "5"]
+    assert [row["answer"] for row in written] == ["1104", "5"]
     assert [message["role"] for message in written[0]["prompt"]] == ["system", "user"]
     config = load_config(Path("gsm8k.yaml"))
     assert check(config) == []
     prompts = PromptSource(config.data.train, load_tokenizer(config.model.path), config.data, config.seed)
     assert prompts.num_rows == 2 and prompts.dropped_prompts == 0
     correct = runpy.run_path("my_rewards.py")["correct"]
-    answers = ("so it is\n#### 1,104", "#### 1,104.", "1,104", "#### 1,105")
-    assert [correct("", answer, "1,104") for answer in answers] == [1.0, 1.0, 1.0, 0.0]
+    answers = ("so it is\n#### 1,104", "#### 1104.", "1104", "#### 1105")
+    assert [correct("", answer, "1104") for answer in answers] == [1.0, 1.0, 1.0, 0.0]
 
 
 @pytest.mark.parametrize("response", ["1104", "**1,104**", "$1,104.00", "#### 1104"])
