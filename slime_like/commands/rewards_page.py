@@ -24,8 +24,8 @@ reward:
 
 The reward of a response is the weighted sum of its rewards. The overlong penalty and the KL in the
 reward, if set, are subtracted; then advantages are computed. A function of weight 0 is only logged.
-The mean of the weighted sum is `ref_actor_rewards/total_reward_mean`; those of the functions stand
-beside it.
+The weighted sum's mean is `ref_actor_rewards/total_reward_mean`; each function's mean stands beside
+it.
 
 ## A custom function
 

@@ -81,7 +81,7 @@ def test_every_example_is_tried() -> None:
     assert len(EXAMPLES) == 8
 
 
-@pytest.mark.parametrize("block", blocks("yaml"), ids=lambda block: block.split(":")[0])
+@pytest.mark.parametrize("block", [*blocks("yaml"), *blocks("yaml", "rewards")], ids=lambda block: block.split(":")[0])
 def test_configuration_fragments_are_valid(block: str, tmp_path: Path) -> None:
     fragment = yaml.safe_load(block)
     RunConfig(**{"run_dir": tmp_path, "model": {"path": tmp_path}, **fragment})
