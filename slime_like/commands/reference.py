@@ -25,7 +25,7 @@ One YAML file describes a run. Every key is also a flag of `slime-like train`: `
 - Lists of sections are YAML text: `--reward.functions '[{name: math_verify}, {name: length, options: {limit: 400}}]'`.
 
 Relative paths are relative to the current directory. The run directory holds the resolved configuration, with absolute
-paths and every default, as `config.yaml`; it can be used again.
+paths and every default, as `config.yaml`; it can be used again. Below, each key is followed by its type and default.
 """
 
 _NAMES = """\
@@ -74,28 +74,27 @@ def reference_text() -> str:
     """The whole page, Markdown."""
     parts = [_INTRODUCTION]
     parts += [_section(section) for section in sections() if section.fields]
-    rows = [
-        f"| `{setting}` | `{part.name}` | {_escaped(part.summary + _options(part))} |"
+    names = [
+        f"`{setting}`\n\n" + "\n".join(_item(part.name, part.summary + _options(part)) for part in named) + "\n"
         for setting, named in named_parts().items()
-        for part in named
     ]
-    return "\n".join([*parts, _NAMES, "| setting | name | meaning |", "|---|---|---|", *rows, ""])
+    return "\n".join([*parts, _NAMES, *names])
 
 
 def _section(section: SectionDoc) -> str:
     heading = f"## `{section.name}`" if section.name else "## The run"
     introduction = f"\n{section.description}\n" if section.description else ""
-    rows = "\n".join(_row(field) for field in section.fields)
-    return f"{heading}\n{introduction}\n| key | type | default | meaning |\n|---|---|---|---|\n{rows}\n"
+    return f"{heading}\n{introduction}\n" + "\n".join(_field(field) for field in section.fields) + "\n"
 
 
-def _row(field: Field) -> str:
-    default = "required" if field.required else f"`{_escaped(field.default_text)}`"
-    return f"| `{field.name}` | {_escaped(field.type_text)} | {default} | {_escaped(field.description)} |"
+def _field(field: Field) -> str:
+    default = "required" if field.required else f"`{field.default_text}`"
+    return _item(field.name, field.description, f" ({field.type_text.replace(' | ', ', ')}; {default})")
 
 
-def _escaped(text: str) -> str:
-    return text.replace("|", "\\|")
+def _item(name: str, meaning: str, note: str = "") -> str:
+    text = f"- `{name}`{note}: {meaning}"
+    return textwrap.fill(text, 100, subsequent_indent="  ", break_on_hyphens=False, break_long_words=False)
 
 
 def main() -> int:
