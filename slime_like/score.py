@@ -58,9 +58,11 @@ def score(config: RunConfig, source: Path, output: Path, weights: Path | None, t
         progress = stack.enter_context(Progress(config.logging.progress, num_rows, unit="sequence"))
         ranks = config.trainer.parallel.world_size
         progress.note(f"starting Ray and {ranks} trainer ranks; their logs: {run_dir / 'worker_logs'}")
-        stack.enter_context(Cluster(config.cluster, run_dir / "worker_logs", ranks))
-        trainers = stack.enter_context(trainers_alone(config))
-        trainers.setup_for_scoring(weights)
+        with progress.waiting("starting Ray"):
+            stack.enter_context(Cluster(config.cluster, run_dir / "worker_logs", ranks))
+            trainers = stack.enter_context(trainers_alone(config))
+        with progress.waiting("trainer ranks", ranks) as waiting:
+            trainers.setup_for_scoring(weights, waiting.left)
         out = stack.enter_context(_whole_or_nothing(output))
         return _run(config, trainers, rows, num_rows, out, progress)
 

@@ -12,6 +12,7 @@ from typing import Any
 
 from slime_like.config import LoggingConfig
 from slime_like.errors import ConfigError, DataError, SlimeLikeError
+from slime_like.observability.aliases import with_aliases
 
 METRICS_FILE = "metrics.jsonl"
 
@@ -43,8 +44,8 @@ class MetricLogger:
         self._file = _open_for_append(run_dir / METRICS_FILE)
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
-        """Record ``values`` at ``step``; several calls may share a step."""
-        numbers = {name: float(value) for name, value in values.items()}
+        """Record ``values`` at ``step``, also under their aliases; several calls may share a step."""
+        numbers = with_aliases({name: float(value) for name, value in values.items()})
         _write_lines(self._file, [{"step": step, "time": time.time(), **numbers}])
         for tracker in self._trackers:
             tracker.log(step, numbers)

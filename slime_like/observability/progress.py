@@ -3,11 +3,12 @@
 import re
 import sys
 import time
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING, Any, Literal, TextIO
 
 from slime_like.observability.names import ACCURACY, folded, phase_shares, shown_figures
+from slime_like.observability.waiting import Waiting
 
 if TYPE_CHECKING:
     from slime_like.observability.live import LiveDisplay
@@ -19,6 +20,8 @@ Shares = list[tuple[str, float]]
 """(phase, percent of a step)."""
 
 PLAIN_INTERVAL_S = 1.0
+_SHORT_WAIT_S = 1.0
+"""Plain mode writes no line about a wait that was shorter."""
 _CONTROL = re.compile(r"(?:\x1b\[[0-?]*[ -/]*[@-~])|[\x00-\x1f\x7f-\x9f]+")
 
 
@@ -48,7 +51,7 @@ class Progress(AbstractContextManager["Progress"]):
         if mode == "live" or (mode == "auto" and stream.isatty()):
             from slime_like.observability import live
 
-            self._display = live.LiveDisplay(total_steps, stream, unit)
+            self._display = live.LiveDisplay(total_steps, stream, now, unit)
         elif mode != "off":
             self._display = PlainDisplay(total_steps, stream, now, unit)
 
@@ -69,6 +72,30 @@ class Progress(AbstractContextManager["Progress"]):
         if self._display is not None:
             self._display.note(text)
 
+    @contextmanager
+    def waiting(
+        self, title: str, total: int = 0, noun: str = "ready", count: Callable[[], int] | None = None
+    ) -> Iterator[Waiting]:
+        """Show what is waited for inside: live as a line that changes, plain as one line once it is over.
+
+        Plain mode writes each title once, where it took a second or more: later waits are part of their steps' lines.
+
+        Args:
+            title, total, noun, count: see ``Waiting``.
+        """
+        waiting = Waiting(title, total, noun, count)
+        display = self._display
+        if display is None:
+            yield waiting
+            return
+        display.begin(waiting)
+        try:
+            yield waiting
+        except BaseException:
+            display.end(completed=False)
+            raise
+        display.end(completed=True)
+
     def close(self) -> None:
         """Show what was held back and end the display; may be called twice."""
         display, self._display = self._display, None
@@ -81,7 +108,7 @@ class Progress(AbstractContextManager["Progress"]):
 
 class PlainDisplay:
     """One line an update, for files and pipes. What comes after a step's line, such as an evaluation, adds the figures
-    that it changes and repeats none."""
+    that it changes and repeats none. A wait gets one line when it is over."""
 
     def __init__(self, total_steps: int, stream: TextIO, now: Callable[[], float], unit: str) -> None:
         self._total_steps = total_steps
@@ -91,6 +118,8 @@ class PlainDisplay:
         self._written_at: float | None = None
         self._held_back: tuple[int, Figures, Shares] | None = None
         self._written: tuple[int, Figures] | None = None
+        self._waiting: tuple[Waiting, float] | None = None
+        self._waited: set[str] = set()
 
     def show(self, step: int, figures: Figures, shares: Shares) -> None:
         recent = self._written_at is not None and self._now() - self._written_at < PLAIN_INTERVAL_S
@@ -103,6 +132,17 @@ class PlainDisplay:
     def note(self, text: str) -> None:
         self._stream.write(_CONTROL.sub(" ", text).strip() + "\n")
         self._stream.flush()
+
+    def begin(self, waiting: Waiting) -> None:
+        self._waiting = (waiting, self._now())
+
+    def end(self, completed: bool) -> None:
+        assert self._waiting is not None
+        (waiting, began), self._waiting = self._waiting, None
+        seconds = self._now() - began
+        if completed and seconds >= _SHORT_WAIT_S and waiting.title not in self._waited:
+            self._waited.add(waiting.title)
+            self.note(waiting.finished(seconds))
 
     def close(self) -> None:
         if self._held_back is not None:

@@ -8,6 +8,7 @@ from typing import Any
 from slime_like.algorithms.pass_at_k import mean_pass_at_k, powers_up_to
 from slime_like.config import RunConfig
 from slime_like.data.prompts import Prompt, PromptSource
+from slime_like.observability.progress import Progress
 from slime_like.observability.records import EvaluationRecord
 from slime_like.orchestration.rollout.manager import RolloutManager
 from slime_like.orchestration.rollout.requests import build_requests, evaluation_sampling, to_group
@@ -36,17 +37,19 @@ class Evaluator:
         self._sampling = evaluation_sampling(config)
         self._datasets = datasets
 
-    def run(self, step: int) -> EvaluationResult:
+    def run(self, step: int, progress: Progress) -> EvaluationResult:
         """Sample and score every prompt under the weights that the engines serve."""
         prompts = [prompt for dataset in self._datasets.values() for prompt in dataset]
         samples = self._config.evaluation.samples_per_prompt
         requests = build_requests(prompts, self._sampling, samples, self._config.seed, f"evaluation-{step}")
         temperature = self._sampling.temperature or 1.0
-        groups = [
-            to_group(prompt, answer, temperature).trajectories
-            for prompt, answer in zip(prompts, self._engines.generate(requests), strict=True)
-        ]
-        outcomes = iter(self._scorer.outcomes([trajectory for group in groups for trajectory in group]))
+        with progress.waiting("evaluating", len(prompts), "prompts") as waiting:
+            answers = self._engines.generate(requests, waiting.reach)
+            groups = [
+                to_group(prompt, answer, temperature).trajectories
+                for prompt, answer in zip(prompts, answers, strict=True)
+            ]
+            outcomes = iter(self._scorer.outcomes([trajectory for group in groups for trajectory in group]))
         samples_of = [[(trajectory, next(outcomes)) for trajectory in group] for group in groups]
         remaining = iter(samples_of)
         results = {name: _figures([next(remaining) for _ in dataset]) for name, dataset in self._datasets.items()}

@@ -12,6 +12,8 @@ from slime_like.orchestration.run.directory import EXPORT, SUMMARY_FILE
 from slime_like.orchestration.run.recorder import StepRecorder
 from slime_like.orchestration.run.run import Run
 
+_WRITING = "writing the checkpoint"
+
 
 @dataclass(frozen=True, slots=True)
 class TrainSummary:
@@ -64,7 +66,7 @@ class Milestones:
     def finish(self, wall_s: float) -> TrainSummary:
         """Export the model, draw the curves, and write and return the summary, after the last step."""
         run, config = self._run, self._run.config
-        self._report_saved(run.checkpoints.finish())
+        self._finish_save()
         self._recorder.finish()
         files = {"metrics": config.run_dir / METRICS_FILE, "checkpoint": config.run_dir / "checkpoints" / "latest"}
         if config.logging.tensorboard:
@@ -73,7 +75,8 @@ class Milestones:
             files["hugging face model"] = config.run_dir / EXPORT
             run.devices.training()
             phase = "writing the Hugging Face model"
-            run.trainers.ranks.call(phase, TrainerBackend.export_hf, files["hugging face model"])
+            with run.progress.waiting(phase):
+                run.trainers.ranks.call(phase, TrainerBackend.export_hf, files["hugging face model"])
         files |= self._recorder.draw(files["metrics"], config.run_dir)
         accuracies = series(read_metrics(files["metrics"]), ACCURACY)[1]  # also those of before a resume
         before, after = (accuracies[0], accuracies[-1]) if accuracies else (None, None)
@@ -83,7 +86,7 @@ class Milestones:
         return summary
 
     def _evaluate(self, step: int) -> None:
-        if metrics := self._run.rollout.evaluate(step):
+        if metrics := self._run.rollout.evaluate(step, self._run.progress):
             self._run.metrics.log(step, metrics)
             self._run.progress.update(step, metrics)
 
@@ -92,10 +95,17 @@ class Milestones:
         run.devices.training()
         state = run.rollout.state_dict() | run.reference.state_dict() | {BACKEND: config.trainer.backend}
         if not config.checkpoint.async_save:
-            self._report_saved(run.checkpoints.save(step, state))
+            with run.progress.waiting(_WRITING):
+                saved = run.checkpoints.save(step, state)
+            self._report_saved(saved)
             return
-        self._report_saved(run.checkpoints.finish())
+        self._finish_save()
         run.checkpoints.start(step, state)
+
+    def _finish_save(self) -> None:
+        with self._run.progress.waiting(_WRITING):
+            committed = self._run.checkpoints.finish()
+        self._report_saved(committed)
 
     def _report_saved(self, checkpoint: Path | None) -> None:
         if checkpoint is not None:

@@ -1,0 +1,49 @@
+"""What a run waits for between its steps: engines that load, prompts that are evaluated, groups that are sampled."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+
+def ignore_answers(left: Sequence[str] | int) -> None:
+    """Show nothing of who has answered."""
+
+
+@dataclass(slots=True)
+class Waiting:
+    """One wait, in words. One thread changes it, another may read it.
+
+    Attributes:
+        title: what is being done ("loading engines").
+        total: how many are awaited; 0 counts nothing.
+        noun: behind the number: "1 of 2 ready", "3 of 16 groups".
+        count: returns how many are there; without it, ``left`` or ``reach`` records that.
+    """
+
+    title: str
+    total: int = 0
+    noun: str = "ready"
+    count: Callable[[], int] | None = None
+    done: int = 0
+    names: Sequence[str] = ()
+
+    def left(self, names: Sequence[str]) -> None:
+        """Record who has not answered yet."""
+        self.names = tuple(names)
+        self.done = self.total - len(self.names)
+
+    def reach(self, done: int) -> None:
+        """Record how many are there."""
+        self.done = done
+
+    def under_way(self, seconds: float) -> str:
+        """One line while it lasts."""
+        done = self.done if self.count is None else self.count()
+        counted = f"{done} of {self.total} {self.noun}, " if self.total else ""
+        others = f" and {len(self.names) - 1} more" if len(self.names) > 1 else ""
+        names = f", waiting for {self.names[0]}{others}" if self.names else ""
+        return f"{self.title}: {counted}{seconds:.0f} s{names}"
+
+    def finished(self, seconds: float) -> str:
+        """One line when it is over."""
+        counted = f"{self.total} {self.noun} in " if self.total else ""
+        return f"{self.title}: {counted}{seconds:.1f} s"
