@@ -15,7 +15,7 @@ from slime_like.system.memory import permanent_allocations
 
 _USAGE = "[--section.field VALUE ...]"
 _FLAGS = (
-    "\nEvery field of the YAML file is also a flag, and the flag wins. Relative paths are\n"
+    "\nEvery field of the YAML file is also a flag; flags override the file. Relative paths are\n"
     "relative to the current directory."
 )
 _FILE = {"[CONFIG.yaml]": "configuration file"}
@@ -70,18 +70,18 @@ def _loaded(path: Path | None, flags: list[str], needs_of: NeedsOf, run_dir: Pat
 
 TRAIN = Command(
     "train",
-    "train a model as a YAML file and flags describe it",
+    "train a model",
     _train,
-    f"Train.{_FLAGS}",
+    f"Train the model that a YAML file and flags describe.{_FLAGS}",
     usage=_USAGE,
     paths=_FILE,
     epilog=fields_help,
 )
 EVALUATE = Command(
     "eval",
-    "held-out accuracy of model.path",
+    "measure the held-out accuracy of model.path",
     _evaluate,
-    f"Measure the held-out accuracy of model.path. What only training uses is not looked at.{_FLAGS}",
+    f"Measure the held-out accuracy of model.path. Fields used by training only are ignored.{_FLAGS}",
     usage=_USAGE,
     paths=_FILE,
     epilog=fields_help,
