@@ -181,7 +181,7 @@ def _require_output(source: Path, output: Path, force: bool) -> None:
 
     code, problem = "output-unusable", directory_problem(output)
     if problem is None and (source.resolve() == output.resolve() or output.resolve() in source.resolve().parents):
-        problem = "holds what is to be converted; give another directory"
+        problem = "contains the source; give another directory"
     elif problem is None and output.is_dir() and any(output.iterdir()):
         if not force:
             code = "output-not-empty"

@@ -58,7 +58,7 @@ def _run(given: argparse.Namespace, flags: list[str]) -> int:
     """The exit code is the same on every node."""
     for name in _OWN_FIELDS:
         if has_flag(flags, name):
-            problem = f"{name} is not for you to give: launch starts the cluster; use slime-like train to join one"
+            problem = f"{name} cannot be set: launch starts the cluster; use slime-like train to join one"
             raise ConfigError(problem, code="flag-excluded")
     names = _slurm_names(given.slurm_nodes)
     options = _options(given, names, tuple(flags))

@@ -124,7 +124,7 @@ def _jsonl_row(row: Row, line: bytes) -> Row:
         if b"\\ud" in line.lower():
             _refuse_lone_surrogates(values)
     except _RepeatedKeyError as error:
-        raise row.fault("repeated-key", f"the key {error} stands twice in one object", "keep one") from error
+        raise row.fault("repeated-key", f"the key {error} occurs twice in one object", "keep one") from error
     except (ValueError, RecursionError) as error:
         remedy = f"{_CUT_OFF}; {_ONE_OBJECT}" if _is_cut_off(line, error) else _ONE_OBJECT
         why = f"{error.msg}: column {error.colno}" if isinstance(error, json.JSONDecodeError) else str(error)
@@ -172,7 +172,7 @@ _DECODER = json.JSONDecoder(object_pairs_hook=_object, parse_constant=_refuse_co
 
 def _parse(text: str) -> Any:
     if text.startswith("\ufeff"):
-        raise ValueError("it begins with a byte order mark, U+FEFF, which is no JSON")
+        raise ValueError("it begins with a byte order mark, U+FEFF, which JSON does not allow")
     return _DECODER.decode(text)
 
 

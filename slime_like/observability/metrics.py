@@ -91,7 +91,7 @@ def read_lines(path: Path) -> Iterator[dict[str, Any]]:
             if record is not None and isinstance(record.get("step"), int):
                 yield record
             elif line.endswith("\n"):  # what follows the last newline was not finished
-                problem, remedy = "this line is no JSON object with a step", "restore or remove the file"
+                problem, remedy = "this line is not a JSON object with a step", "restore or remove the file"
                 raise DataError(problem, code="damaged-line", who=f"{path}:{number}", remedy=remedy)
 
 

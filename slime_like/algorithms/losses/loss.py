@@ -169,7 +169,7 @@ def _check_coefficients(config: AlgorithmConfig) -> None:
     for name in ("kl_coef", "entropy_coef", "off_policy_mask"):
         value = getattr(config, name)
         if not (value is None and name == "off_policy_mask") and not 0 <= value < math.inf:
-            raise ValueError(f"{name}={value} is no coefficient or threshold; give a finite one, 0 or more")
+            raise ValueError(f"{name}={value} must be a finite number, 0 or more")
 
 
 def check_terms(name: str, terms: PolicyTerms, inputs: LossInputs) -> None:

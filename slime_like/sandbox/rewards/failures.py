@@ -50,7 +50,7 @@ class RewardFailures:
         if budget.exhausted:
             prompt, truth = map(_shown, last)
             where = f"last (prompt {prompt} and answer {truth})"
-            self._refuse(answers[-1], f"failed on all responses to {budget.failures} {what} in succession, {where}")
+            self._refuse(answers[-1], f"failed on all responses to {budget.failures} {what} in a row, {where}")
 
     def refuse_hanging(self, answer: Mapping[str, Any], prompts: int) -> None:
         """Raise ``RewardError`` unless one prompt may be to blame, of functions that have answered before."""
