@@ -16,16 +16,16 @@ _INTRODUCTION = """\
 
 Generated from the models in `slime_like/config` by `python -m slime_like.commands.reference`; change it there.
 
-One YAML file describes a run. Every key is also a flag of `slime-like train`: `--trainer.parallel.tensor 2` or
+One YAML file describes a run. Every key is also a flag of `slime-like train`, as `--trainer.parallel.tensor 2` or
 `--trainer.parallel.tensor=2`. Flags override the file, later flags override earlier ones.
 
 - Lists take several values: `--data.train a.jsonl b.jsonl`.
-- Switches take `true` or `false`; `none` clears an optional field.
+- Switches take `true` or `false`.
 - Mappings take one entry per flag: `--rollout.engine_args.block_size 32`.
 - Lists of sections are YAML text: `--reward.functions '[{name: math_verify}, {name: length, options: {limit: 400}}]'`.
 
-Relative paths are relative to the current directory. The run directory holds the resolved configuration, with absolute
-paths and every default, as `config.yaml`; it can be used again. Below, each key is followed by its type and default.
+Relative paths are relative to the current directory. The run directory has the resolved configuration as `config.yaml`.
+Below, each key is followed by its type and default. A field whose default is `none` can be set to `none`.
 """
 
 _NAMES = """\
@@ -89,7 +89,8 @@ def _section(section: SectionDoc) -> str:
 
 def _field(field: Field) -> str:
     default = "required" if field.required else f"`{field.default_text}`"
-    return _item(field.name, field.description, f" ({field.type_text.replace(' | ', ', ')}; {default})")
+    kind = field.type_text.removesuffix(" or none").replace("true | false", "switch").replace(" | ", ", ")
+    return _item(field.name, field.description, f" ({kind}; {default})")
 
 
 def _item(name: str, meaning: str, note: str = "") -> str:

@@ -55,7 +55,7 @@ class RolloutConfig(Section):
     temperature: float = Field(1.0, ge=MIN_TEMPERATURE, description="Sampling temperature of training rollouts.")
     top_p: float = Field(1.0, gt=0.0, le=1.0, description="Nucleus sampling; training requires 1.")
     top_k: int = Field(-1, ge=-1, description="Top-k sampling; training requires -1 (off).")
-    stop_token_ids: tuple[int, ...] = Field((), description="Token ids that end a response; none: the model's EOS ids.")
+    stop_token_ids: tuple[int, ...] = Field((), description="Token ids that end a response; []: the model's EOS ids.")
     max_model_len: int | None = Field(None, ge=2)
     """Longest sequence of an engine; none: prompt limit plus response limit."""
     max_concurrent_requests: int = Field(1024, ge=1, description="Concurrent requests per engine.")
