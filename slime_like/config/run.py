@@ -86,7 +86,7 @@ class CheckpointConfig(Section):
 
 
 class LoggingConfig(Section):
-    """Destinations of figures; `metrics.jsonl` is always written."""
+    """Destinations of metrics; `metrics.jsonl` is always written."""
 
     tensorboard: bool = Field(True, description="Write a TensorBoard log.")
     wandb: bool = Field(False, description="Log to Weights & Biases (needs the package).")

@@ -37,7 +37,7 @@ class Row:
     def token_ids(self, key: str, given: Any, vocab_size: int, owner: str) -> list[int]:
         """Return ``given``, what stands under ``key``, if it is a list of ids that the ``owner`` has."""
         if not isinstance(given, list) or any(isinstance(t, bool) or not isinstance(t, int) for t in given):
-            raise self.fault("bad-token-ids", f"{key!r} must be a list of whole numbers", "give token ids")
+            raise self.fault("bad-token-ids", f"{key!r} must be a list of integers", "give token ids")
         outside = [token for token in given if not 0 <= token < vocab_size]
         if outside:
             problem = f"{key!r} has the id {outside[0]}, but the {owner} has ids 0 to {vocab_size - 1}"

@@ -264,7 +264,7 @@ def _count(raw: dict[str, Any], key: str, default: int | None = None, least: int
     if value is None:
         raise KeyError(key)
     if isinstance(value, bool) or not isinstance(value, int) or value < least:
-        raise ValueError(f"{key}={value!r} must be a whole number of at least {least}")
+        raise ValueError(f"{key}={value!r} must be an integer of at least {least}")
     return value
 
 
