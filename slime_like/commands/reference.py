@@ -31,9 +31,9 @@ Below, each key is followed by its type and default. A field whose default is `n
 _NAMES = """\
 ## Names
 
-Built-in names, with options and their defaults. Rewards, losses, advantage estimators and environments may also be
-custom code, `package.module:name` or `path/to/file.py:name`; engines and backends are entry points:
-[extending](extending.md). Rewards in full: [rewards](rewards.md).
+Built-in names, with options and their defaults; [rewards](rewards.md) have a page. Losses, advantage estimators and
+environments may also be custom code, `package.module:name` or `path/to/file.py:name`; engines and backends are entry
+points: [extending](extending.md).
 """
 
 
@@ -77,6 +77,7 @@ def reference_text() -> str:
     names = [
         f"`{setting}`\n\n" + "\n".join(_item(part.name, part.summary + _options(part)) for part in named) + "\n"
         for setting, named in named_parts().items()
+        if setting != "reward.functions"  # docs/rewards.md has them in full
     ]
     return "\n".join([*parts, _NAMES, *names])
 
