@@ -19,6 +19,7 @@ from slime_like.orchestration.cluster.placement import Placement
 from slime_like.orchestration.rollout.evaluation import EvaluationResult, Evaluator, held_out
 from slime_like.orchestration.rollout.scoring import Scorer
 from slime_like.orchestration.run.engines import launch_engines
+from slime_like.orchestration.run.start_notes import precision_notes
 from slime_like.orchestration.trainer.alone import run_directory
 
 
@@ -37,6 +38,8 @@ def evaluate(config: RunConfig, temporary: bool = False) -> EvaluationResult:
     with ExitStack() as stack:
         run_dir = stack.enter_context(run_directory(config.run_dir, temporary))
         progress = stack.enter_context(Progress(config.logging.progress, total_steps=0))
+        for note in precision_notes(config):
+            progress.note(note)
         slots = sum(bundle_sizes(config, with_trainers=False))
         with progress.waiting("starting Ray"):
             stack.enter_context(Cluster(config.cluster, run_dir / "evaluation_worker_logs", slots))

@@ -18,6 +18,7 @@ from slime_like.config.reading.load import load_config
 from slime_like.errors import ConfigError
 from slime_like.models.converted import DESCRIPTION as CONVERTED
 from slime_like.models.converted import is_converted, training_checkpoint
+from slime_like.system.words import counted
 
 if TYPE_CHECKING:
     from slime_like.interfaces.conversion import ConversionOptions, ConversionSummary, TensorSource
@@ -144,9 +145,9 @@ def _check(options: argparse.Namespace, flags: Sequence[str]) -> int:
     if len(shown) < len(differences):
         print(f"... and {len(differences) - len(shown)} more; --all lists them")
     if differences:
-        print(f"different: {len(differences)} of {len(a.tensors.keys() | b.tensors.keys())} tensors")
+        print(f"different: {len(differences)} of {counted(len(a.tensors.keys() | b.tensors.keys()), 'tensor')}")
         return _DIFFERS
-    print(f"the same: {len(a.tensors)} tensors, bit for bit")
+    print(f"the same: {counted(len(a.tensors), 'tensor')}, bit for bit")
     return 0
 
 
@@ -194,7 +195,8 @@ def _require_output(source: Path, output: Path, force: bool) -> None:
 
 def _print(output: Path, summary: ConversionSummary) -> None:
     kept = f", {summary.reused} of them from an earlier start" if summary.reused else ""
-    print(f"converted: {summary.tensors} tensors, {size_text(summary.nbytes)}, {summary.files} files{kept}")
+    tensors, files = counted(summary.tensors, "tensor"), counted(summary.files, "file")
+    print(f"converted: {tensors}, {size_text(summary.nbytes)}, {files}{kept}")
     print(f"output: {output}")
 
 

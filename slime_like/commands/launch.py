@@ -12,6 +12,7 @@ from slime_like.config.launch import DEFAULT_PORT, LaunchOptions
 from slime_like.config.reading.load import load_config
 from slime_like.errors import ConfigError
 from slime_like.system.node_list import expand_node_list
+from slime_like.system.words import counted
 
 SHORTEST_SILENCE_S = 6.0
 """Ray checks the health of a node several times before the node is lost."""
@@ -117,9 +118,9 @@ def _dry_run(options: LaunchOptions, config: RunConfig, names: Sequence[str]) ->
     needed = sum(pieces.bundles)
     few = " (TOO FEW)" if needed > options.nodes * devices else ""
     yield (
-        f"devices:  {needed} needed, {options.nodes} x {devices} there{few}; {parallel.world_size} "
-        f"trainer ranks in {len(pieces.ranks)} groups that stay on one node each, placement "
-        f"{config.cluster.placement}"
+        f"devices:  {needed} needed, {options.nodes} x {devices} there{few}; "
+        f"{counted(parallel.world_size, 'trainer rank')} in {counted(len(pieces.ranks), 'group')} (each stays on one "
+        f"node), placement {config.cluster.placement}"
     )
     if options.nodes > 1:
         head = f"{options.head}:{options.port}"

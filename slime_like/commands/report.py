@@ -4,6 +4,7 @@ import argparse
 from pathlib import Path
 
 from slime_like.commands.command import Command, given_path
+from slime_like.system.words import counted
 
 
 def _add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -35,12 +36,12 @@ def _audit(run_dir: Path) -> int:
     dropped = sum(audit.dropped.values())
     reasons = ", ".join(f"{count} {reason}" for reason, count in sorted(audit.dropped.items()))
     print(
-        f"audit: {audit.issued} groups issued = {audit.trained} trained + {dropped} dropped"
+        f"audit: {counted(audit.issued, 'group')} issued = {audit.trained} trained + {dropped} dropped"
         f"{f' ({reasons})' if reasons else ''} + {len(audit.in_flight)} in flight"
     )
     for problem in audit.problems:
         print(f"audit: {problem}")
-    print("audit: holds" if audit.holds else f"audit: {len(audit.problems)} problems")
+    print("audit: holds" if audit.holds else f"audit: {counted(len(audit.problems), 'problem')}")
     return 0 if audit.holds else 1
 
 

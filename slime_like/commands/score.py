@@ -14,6 +14,7 @@ from slime_like.config import RunConfig
 from slime_like.config.reading.load import load_config
 from slime_like.data.rows import SUFFIXES
 from slime_like.errors import ConfigError, Problem
+from slime_like.system.words import counted
 
 
 def _add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -31,7 +32,7 @@ def _run(files: argparse.Namespace, flags: list[str]) -> int:
     temporary = not has_flag(flags, "run_dir")
     summary = score(config, files.input, files.output, source.weights, temporary)
     speed = summary.tokens / summary.wall_s
-    print(f"scored: {summary.rows} sequences, {summary.tokens} tokens, {speed:.0f} tokens/s")
+    print(f"scored: {counted(summary.rows, 'sequence')}, {counted(summary.tokens, 'token')}, {speed:.0f} tokens/s")
     print(f"mean logprob: {summary.mean_logprob:.4f}")
     print(f"output: {files.output}")
     return 0

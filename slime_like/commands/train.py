@@ -12,6 +12,7 @@ from slime_like.config import RunConfig
 from slime_like.config.reading.load import load_config
 from slime_like.errors import ConfigError
 from slime_like.system.memory import permanent_allocations
+from slime_like.system.words import counted
 
 _USAGE = "[--section.field VALUE ...]"
 _FLAGS = (
@@ -30,6 +31,12 @@ def _train(arguments: argparse.Namespace, flags: list[str]) -> int:
         summary = train(config)
     if summary.accuracy_before is not None and summary.accuracy_after is not None:
         print(f"held-out accuracy: {summary.accuracy_before:.3f} before, {summary.accuracy_after:.3f} after")
+    elif summary.accuracy_after is not None:
+        until = summary.measured_otherwise_until
+        print(
+            f"held-out accuracy: {summary.accuracy_after:.3f} after; until step {until} it was measured with other "
+            f"settings (config.until-step-{until:06d}.yaml), so that earlier values do not compare"
+        )
     print(f"throughput: {summary.tokens_per_second:.0f} tokens/s")
     print(f"wall time: {summary.wall_s:.1f} s")
     for name, path in summary.files.items():
@@ -49,7 +56,7 @@ def _evaluate(arguments: argparse.Namespace, flags: list[str]) -> int:
         result = evaluate(config, temporary=config.run_dir == temporary)
     for name, part in {"held-out": result.overall, **result.datasets}.items():
         passes = "".join(f", pass@{k} {value:.3f}" for k, value in part.pass_at.items())
-        print(f"{name} accuracy: {part.accuracy:.3f}{passes} over {part.num_responses} responses")
+        print(f"{name} accuracy: {part.accuracy:.3f}{passes} over {counted(part.num_responses, 'response')}")
         print(
             f"{name} response length: {part.response_length_mean:.1f} tokens, {part.truncated_fraction:.1%} truncated"
         )

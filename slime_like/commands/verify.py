@@ -13,6 +13,7 @@ from slime_like.config import RunConfig
 from slime_like.config.reading.load import load_config
 from slime_like.errors import ConfigError
 from slime_like.models.dimensions import ModelDimensions
+from slime_like.system.words import counted
 from slime_like.verification.layouts import DEFAULT_LAYOUTS, ONE_RANK, parse_layout
 from slime_like.verification.tolerances import ROUTED_BFLOAT16, ROUTED_NOTE, step_flags, tolerances_of
 
@@ -57,8 +58,8 @@ def _run(options: argparse.Namespace, flags: list[str]) -> int:
         batch = _batch(options.batch, model)
         required = options.layouts is not None
         rows = verify_layouts(config, baseline, layouts, batch, required=required, temporary=temporary)
-        steps = f"{config.steps} optimizer step{'s' if config.steps > 1 else ''}"
-        print_table(f"Differences from {baseline.name} ({config.model.dtype}, {len(batch)} sequences, {steps})", rows)
+        steps = f"{counted(len(batch), 'sequence')}, {counted(config.steps, 'optimizer step')}"
+        print_table(f"Differences from {baseline.name} ({config.model.dtype}, {steps})", rows)
         if tolerances_of(config.model.dtype, ModelDimensions.from_checkpoint(model)) is ROUTED_BFLOAT16:
             print(ROUTED_NOTE)
         return 0 if all(row.verdict in ("same", "skipped") for row in rows) else _DIFFERS

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from slime_like.errors import ConfigError, DataError, Problem
+from slime_like.system.words import counted
 
 SUFFIXES = (".jsonl", ".parquet")
 _MOST_SHOWN, _MOST_LINES = 20, 8
@@ -66,7 +67,7 @@ class BadRows:
         """One per kind of fault, up to twenty, and how many more there are."""
         shown = [Problem(faults[0].code, _sentence(faults)) for faults in list(self._alike.values())[:_MOST_SHOWN]]
         more = len(self._alike) - len(shown)
-        return [*shown, *([Problem("bad-rows", f"and {more} more kinds of bad rows")] if more > 0 else [])]
+        return [*shown, *([Problem("bad-rows", f"and {counted(more, 'more kind')} of bad rows")] if more > 0 else [])]
 
     def raise_any(self) -> None:
         """Raise the only fault, or ``ConfigError`` with all of them."""

@@ -5,7 +5,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
-from typing import TYPE_CHECKING, Any, Literal, TextIO
+from typing import TYPE_CHECKING, Literal, TextIO
 
 from slime_like.observability.names import ACCURACY, folded, phase_shares, shown_figures
 from slime_like.observability.waiting import Waiting
@@ -34,6 +34,7 @@ class Progress(AbstractContextManager["Progress"]):
         stream: where to write; standard error by default.
         now: monotonic time source in seconds.
         unit: what ``total_steps`` counts.
+        log: gets the plain lines in every mode, and the error that leaves the context.
     """
 
     def __init__(
@@ -43,17 +44,19 @@ class Progress(AbstractContextManager["Progress"]):
         stream: TextIO | None = None,
         now: Callable[[], float] = time.monotonic,
         unit: str = "step",
+        log: TextIO | None = None,
     ) -> None:
         self._values: dict[str, float] = {}
         self._evaluated: int | None = None
-        self._display: PlainDisplay | LiveDisplay | None = None
+        self._log = PlainDisplay(total_steps, log, now, unit) if log is not None else None
+        self._displays: list[PlainDisplay | LiveDisplay] = [self._log] if self._log is not None else []
         stream = stream or sys.stderr
         if mode == "live" or (mode == "auto" and stream.isatty()):
             from slime_like.observability import live
 
-            self._display = live.LiveDisplay(total_steps, stream, now, unit)
+            self._displays.append(live.LiveDisplay(total_steps, stream, now, unit))
         elif mode != "off":
-            self._display = PlainDisplay(total_steps, stream, now, unit)
+            self._displays.append(PlainDisplay(total_steps, stream, now, unit))
 
     def update(self, step: int, values: Mapping[str, float]) -> None:
         """Show ``values``, metrics by name, as of ``step`` steps done. What they leave out keeps its last value.
@@ -64,17 +67,17 @@ class Progress(AbstractContextManager["Progress"]):
         if ACCURACY in values:
             self._evaluated = step
         evaluated = "" if self._evaluated in (None, step) else f" (step {self._evaluated})"
-        if self._display is not None:
-            self._display.show(step, shown_figures(self._values, evaluated), phase_shares(self._values))
+        for display in self._displays:
+            display.show(step, shown_figures(self._values, evaluated), phase_shares(self._values))
 
     def note(self, text: str) -> None:
         """Write a line at once, apart from the figures."""
-        if self._display is not None:
-            self._display.note(text)
+        for display in self._displays:
+            display.note(text)
 
     @contextmanager
     def waiting(
-        self, title: str, total: int = 0, noun: str = "ready", count: Callable[[], int] | None = None
+        self, title: str, total: int = 0, noun: str = "", count: Callable[[], int] | None = None
     ) -> Iterator[Waiting]:
         """Show what is waited for inside: live as a line that changes, plain as one line once it is over.
 
@@ -83,27 +86,28 @@ class Progress(AbstractContextManager["Progress"]):
         Args:
             title, total, noun, count: see ``Waiting``.
         """
-        waiting = Waiting(title, total, noun, count)
-        display = self._display
-        if display is None:
-            yield waiting
-            return
-        display.begin(waiting)
+        waiting, displays = Waiting(title, total, noun, count), list(self._displays)
+        for display in displays:
+            display.begin(waiting)
+        completed = False
         try:
             yield waiting
-        except BaseException:
-            display.end(completed=False)
-            raise
-        display.end(completed=True)
+            completed = True
+        finally:
+            for display in displays:
+                display.end(completed)
 
     def close(self) -> None:
         """Show what was held back and end the display; may be called twice."""
-        display, self._display = self._display, None
-        if display is not None:
+        displays, self._displays = self._displays, []
+        for display in displays:
             display.close()
 
-    def __exit__(self, *error: Any) -> None:
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, *_: object) -> None:
         self.close()
+        if self._log is not None and error is not None:
+            for text in (str(error) or type(error).__name__, *getattr(error, "__notes__", ())):
+                self._log.note(text)
 
 
 class PlainDisplay:

@@ -3,6 +3,8 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from slime_like.system.words import counted
+
 
 def ignore_answers(left: Sequence[str] | int) -> None:
     """Show nothing of who has answered."""
@@ -15,13 +17,13 @@ class Waiting:
     Attributes:
         title: what is being done ("loading engines").
         total: how many are awaited; 0 counts nothing.
-        noun: behind the number: "1 of 2 ready", "3 of 16 groups".
+        noun: what is counted, in the singular: "3 of 16 groups"; without it, "1 of 2 ready".
         count: returns how many are there; without it, ``left`` or ``reach`` records that.
     """
 
     title: str
     total: int = 0
-    noun: str = "ready"
+    noun: str = ""
     count: Callable[[], int] | None = None
     done: int = 0
     names: Sequence[str] = ()
@@ -38,12 +40,15 @@ class Waiting:
     def under_way(self, seconds: float) -> str:
         """One line while it lasts."""
         done = self.done if self.count is None else self.count()
-        counted = f"{done} of {self.total} {self.noun}, " if self.total else ""
+        number = f"{done} of {self._all()}, " if self.total else ""
         others = f" and {len(self.names) - 1} more" if len(self.names) > 1 else ""
         names = f", waiting for {self.names[0]}{others}" if self.names else ""
-        return f"{self.title}: {counted}{seconds:.0f} s{names}"
+        return f"{self.title}: {number}{seconds:.0f} s{names}"
 
     def finished(self, seconds: float) -> str:
         """One line when it is over."""
-        counted = f"{self.total} {self.noun} in " if self.total else ""
-        return f"{self.title}: {counted}{seconds:.1f} s"
+        number = f"{self._all()} in " if self.total else ""
+        return f"{self.title}: {number}{seconds:.1f} s"
+
+    def _all(self) -> str:
+        return counted(self.total, self.noun) if self.noun else f"{self.total} ready"

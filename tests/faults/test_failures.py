@@ -138,6 +138,7 @@ def test_a_reward_worker_that_hangs_once(tiny: Tiny, tmp_path: Path) -> None:
     finished = run(quick(tiny, tmp_path / "run", *flags), tmp_path / "log")
     assert finished.code == 0, finished.stderr
     assert finished.left_behind == []
-    assert "step 1, reward: scoring failed for 1 of 32 responses (1 by timeout); they got reward 0" in finished.stderr
+    for when in ("step 1, reward", "all steps"):
+        assert f"{when}: scoring failed for 1 of 32 responses (1 by timeout); they got reward 0" in finished.stderr
     (row,) = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     assert row["ref_actor_rewards/scoring_failures"] == 1

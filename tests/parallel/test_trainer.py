@@ -167,7 +167,7 @@ def _setup_error(placement: RankPlacement, config: RunConfig) -> str:
 def test_a_world_of_another_size_is_refused(qwen3: Path, tmp_path: Path) -> None:
     config = _config(qwen3, tmp_path, {"tensor": 2})
     (message,) = run_ranks(_setup_error, 1, tmp_path / "ranks", config)
-    assert "the world has 1 ranks" in message
+    assert "the world has 1 rank," in message
 
 
 @pytest.mark.parametrize("world_size", [1, 2])

@@ -8,7 +8,7 @@ from slime_like.checks.earlier_run import BACKEND
 from slime_like.interfaces import TrainerBackend
 from slime_like.observability.metrics import METRICS_FILE, read_metrics, series
 from slime_like.observability.names import ACCURACY
-from slime_like.orchestration.run.directory import EXPORT, SUMMARY_FILE
+from slime_like.orchestration.run.directory import EXPORT, SUMMARY_FILE, measured_otherwise_until
 from slime_like.orchestration.run.recorder import StepRecorder
 from slime_like.orchestration.run.run import Run
 
@@ -21,13 +21,15 @@ class TrainSummary:
 
     Attributes:
         accuracy_before, accuracy_after: held-out accuracy before the first and after the last step; ``None`` without
-            evaluation.
+            evaluation, the former also where ``measured_otherwise_until`` is not 0.
+        measured_otherwise_until: last step of starts whose accuracy depends on other settings (reward, held-out files).
         tokens_per_second: response tokens trained on per second of training steps.
         wall_s: the whole run, start-up included.
     """
 
     accuracy_before: float | None
     accuracy_after: float | None
+    measured_otherwise_until: int
     tokens_per_second: float
     wall_s: float
     files: dict[str, Path]
@@ -80,7 +82,9 @@ class Milestones:
         files |= self._recorder.draw(files["metrics"], config.run_dir)
         accuracies = series(read_metrics(files["metrics"]), ACCURACY)[1]  # also those of before a resume
         before, after = (accuracies[0], accuracies[-1]) if accuracies else (None, None)
-        summary = TrainSummary(before, after, self._recorder.tokens_per_second, wall_s, files)
+        until = measured_otherwise_until(config)
+        before = before if until == 0 else None
+        summary = TrainSummary(before, after, until, self._recorder.tokens_per_second, wall_s, files)
         text = json.dumps({"steps": config.steps, **asdict(summary)}, indent=1, default=str) + "\n"
         (config.run_dir / SUMMARY_FILE).write_text(text, encoding="utf-8")
         return summary

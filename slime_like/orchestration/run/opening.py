@@ -27,13 +27,13 @@ from slime_like.orchestration.rollout.colocation import Turns
 from slime_like.orchestration.rollout.evaluation import Evaluator, held_out
 from slime_like.orchestration.rollout.scoring import Scorer
 from slime_like.orchestration.rollout.source import source_class
-from slime_like.orchestration.run.directory import find_checkpoint, make_run_dir, record_settings
+from slime_like.orchestration.run.directory import DRIVER_LOG, find_checkpoint, make_run_dir, record_settings
 from slime_like.orchestration.run.engines import require_servable, start_engines
 from slime_like.orchestration.run.lock import RunLock
 from slime_like.orchestration.run.rollout_side import EngineSide, RolloutSide
 from slime_like.orchestration.run.run import Run
 from slime_like.orchestration.run.sources import DemonstrationSource, DumpedSource
-from slime_like.orchestration.run.start_notes import algorithm_notes, core_notes, data_notes
+from slime_like.orchestration.run.start_notes import algorithm_notes, core_notes, data_notes, precision_notes
 from slime_like.orchestration.trainer.batcher import ExperienceBatcher
 from slime_like.orchestration.trainer.checkpoints import Checkpoint, CheckpointStore, latest_checkpoint
 from slime_like.orchestration.trainer.group import TrainerGroup
@@ -153,9 +153,11 @@ class _Base:
         finished = 0 if self.checkpoint is None else self.checkpoint.step
         metrics = MetricLogger(config.logging, config.run_dir, finished)
         stack.callback(metrics.close)
-        progress = stack.enter_context(Progress(config.logging.progress, config.steps))
+        log = stack.enter_context((config.run_dir / DRIVER_LOG).open("a", encoding="utf-8"))
+        progress = stack.enter_context(Progress(config.logging.progress, config.steps, log=log))
         moved = f"the earlier run of {config.run_dir} is now {aside}" if aside is not None else ""
-        for note in filter(None, (self.lock.warning, moved, *notes, *algorithm_notes(config), start)):
+        precision = precision_notes(config) if config.model.weights is None else ()
+        for note in filter(None, (self.lock.warning, moved, *notes, *algorithm_notes(config), *precision, start)):
             progress.note(note)
         bucket_directories = [config.sync.directory] if config.sync.directory else []
         logs, slots = config.run_dir / "worker_logs", sum(bundle_sizes(config))

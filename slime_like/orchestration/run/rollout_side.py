@@ -111,7 +111,7 @@ class EngineSide(RolloutSide):
         self.source.synced(version)
 
     def sampling(self, progress: Progress) -> AbstractContextManager[object]:
-        return progress.waiting("sampling", self._prompts_per_step, "groups", self.source.store.sampled)
+        return progress.waiting("sampling", self._prompts_per_step, "group", self.source.store.sampled)
 
     def sync(self, version: int) -> None:
         self._report = self._sync.run(version)

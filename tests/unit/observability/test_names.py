@@ -149,6 +149,7 @@ def test_trainers_work_while_engines_generate() -> None:
 
 def test_evaluation_names() -> None:
     figures = {"accuracy": 0.75, "num_responses": 200.0, "response_length_mean": 6.5, "truncated_fraction": 0.01}
+    figures["scoring_failures"] = 3.0
     record = EvaluationRecord(**figures, pass_at={2: 0.8})
     figures["pass@2"] = 0.8
     assert evaluation_metrics(record) == {f"evaluation/{name}": value for name, value in figures.items()}

@@ -89,11 +89,11 @@ def test_a_wait_has_one_line_when_it_is_over() -> None:
 
     lines: list[str] = []
     for title, total, noun, seconds, line in (
-        ("engines", 2, "ready", 13.44, "engines: 2 ready in 13.4 s"),
-        ("connecting", 0, "ready", 0.9, None),
-        ("first weight sync", 0, "ready", 1.0, "first weight sync: 1.0 s"),
-        ("evaluating", 64, "prompts", 90.0, "evaluating: 64 prompts in 90.0 s"),
-        ("evaluating", 64, "prompts", 90.0, None),
+        ("engines", 2, "", 13.44, "engines: 2 ready in 13.4 s"),
+        ("connecting", 0, "", 0.9, None),
+        ("first weight sync", 0, "", 1.0, "first weight sync: 1.0 s"),
+        ("evaluating", 64, "prompt", 90.0, "evaluating: 64 prompts in 90.0 s"),
+        ("evaluating", 64, "prompt", 90.0, None),
     ):
         wait(title, total, noun, seconds)
         lines += [line] if line is not None else []
@@ -110,7 +110,7 @@ def test_what_is_waited_for_in_words() -> None:
     assert engines.under_way(35.4) == "engines: 1 of 3 ready, 35 s, waiting for engine 1 (vllm) and 1 more"
     engines.left(["engine 2 (vllm)"])
     assert engines.under_way(36) == "engines: 2 of 3 ready, 36 s, waiting for engine 2 (vllm)"
-    assert Waiting("sampling", 16, "groups", lambda: 3).under_way(8) == "sampling: 3 of 16 groups, 8 s"
+    assert Waiting("sampling", 16, "group", lambda: 3).under_way(8) == "sampling: 3 of 16 groups, 8 s"
     assert Waiting("training").under_way(2.6) == "training: 3 s"
 
 
@@ -121,6 +121,18 @@ def test_an_exception_leaves_the_last_line() -> None:
         progress.update(2, {})
         raise KeyError
     assert stream.getvalue() == "step 1/9\nstep 2/9\n"
+
+
+def test_a_log_has_the_plain_lines_and_the_error() -> None:
+    """Also of a display that is off."""
+    log, error = io.StringIO(), KeyError("engine 3 died")
+    error.add_note("go on")
+    with pytest.raises(KeyError), Progress("off", 9, io.StringIO(), lambda: 0.0, log=log) as progress:
+        progress.note("starting")
+        progress.update(1, {})
+        progress.update(2, {})
+        raise error
+    assert log.getvalue() == "starting\nstep 1/9\nstep 2/9\n'engine 3 died'\ngo on\n"
 
 
 def test_plain_output_has_no_control_characters() -> None:

@@ -3,6 +3,7 @@
 And engines that no trainer works beside: there whatever a run's file says of training.
 """
 
+import io
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -43,10 +44,17 @@ def _generation(length: int, reason: Any) -> Generation:
 
 
 class Scorer:
-    """In file "b" one sample of four is right, in file "a" none."""
+    """In file "b" one sample of four is right, in file "a" none, and another has no result."""
 
     def outcomes(self, trajectories: list[UnscoredTrajectory]) -> list[RewardOutcome]:
-        return [RewardOutcome((1.0,), (float(t.answer == "b" and t.sequence_id.endswith("-2")),)) for t in trajectories]
+        return [
+            RewardOutcome(
+                (1.0,),
+                (float(t.answer == "b" and t.sequence_id.endswith("-2")),),
+                {"reason": "timeout"} if t.answer == "a" and t.sequence_id.endswith("-1") else {},
+            )
+            for t in trajectories
+        ]
 
 
 def write(path: Path, rows: int) -> Path:
@@ -65,10 +73,14 @@ def evaluator(files: list[Path]) -> Evaluator:
 
 
 def test_each_file_and_all_of_them(tmp_path: Path) -> None:
-    result = evaluator([write(tmp_path / "a.jsonl", 2), write(tmp_path / "b.jsonl", 9)]).run(3, SILENT)
+    stream = io.StringIO()
+    files = [write(tmp_path / "a.jsonl", 2), write(tmp_path / "b.jsonl", 9)]
+    result = evaluator(files).run(3, Progress("plain", 9, stream))
     a, b, overall = result.datasets["a"], result.datasets["b"], result.overall
     assert (a.num_responses, b.num_responses, overall.num_responses) == (2 * 4, 6 * 4, 8 * 4)
     assert (a.accuracy, b.accuracy) == (0.0, 0.25)
+    assert (a.scoring_failures, b.scoring_failures, overall.scoring_failures) == (2, 0, 2)
+    assert "scoring failed for 2 of 32 responses (2 by timeout)" in stream.getvalue()
     assert overall.accuracy == pytest.approx(6 / 32)
     assert b.pass_at == {2: 0.5, 4: 1.0} and a.pass_at == {2: 0.0, 4: 0.0}
     assert overall.pass_at[4] == pytest.approx(6 / 8)

@@ -14,7 +14,13 @@ import pytest
 from slime_like.config import RunConfig
 from slime_like.config.reading.load import load_config
 from slime_like.errors import CheckpointError, ConfigError, SlimeLikeError
-from slime_like.orchestration.run.directory import SUMMARY_FILE, find_checkpoint, make_run_dir, record_settings
+from slime_like.orchestration.run.directory import (
+    SUMMARY_FILE,
+    find_checkpoint,
+    make_run_dir,
+    measured_otherwise_until,
+    record_settings,
+)
 from slime_like.orchestration.run.lock import RunLock
 from slime_like.orchestration.trainer.checkpoints import Checkpoint, write_state
 from tests.support.rejections import Rejects
@@ -70,6 +76,21 @@ def test_changed_settings_are_reported_and_the_old_ones_kept(tmp_path: Path, run
     assert changed == ["algorithm.kl_coef: 0.5 -> 0.7"]
     assert load_config(run_dir / "config.until-step-000003.yaml", []) == config(tmp_path)
     assert load_config(run_dir / "config.yaml", []).algorithm.kl_coef == 0.7
+
+
+def test_accuracies_compare_where_the_same_was_measured(tmp_path: Path, run_dir: Path) -> None:
+    """Not with those of another first reward function; weights of rewards and the learning rate do not matter."""
+    second = {"name": "length", "options": {"target": 9}, "weight": 0.5}
+    same = {"functions": [{"name": "math_verify", "weight": 2.0}, second]}
+    settings = config(tmp_path, reward=same, algorithm={"kl_coef": 0.5})
+    prepare_run_dir(settings)
+    assert measured_otherwise_until(settings) == 0
+    write_checkpoint(run_dir, 4)
+    settings = config(tmp_path, reward={"functions": [second]})
+    prepare_run_dir(settings)
+    assert measured_otherwise_until(settings) == 4
+    assert measured_otherwise_until(config(tmp_path, evaluation={"every": 7})) == 0
+    assert measured_otherwise_until(config(tmp_path, evaluation={"temperature": 1.0})) == 4
 
 
 def test_what_is_refused_changes_nothing(tmp_path: Path, run_dir: Path) -> None:
