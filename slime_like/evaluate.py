@@ -4,7 +4,6 @@ What runs beside what: engines and reward workers start at the same time; all en
 are rewarded, by all reward workers at the same time, when the last one is sampled.
 """
 
-import sys
 from contextlib import ExitStack
 
 from slime_like.config import RunConfig
@@ -13,12 +12,14 @@ from slime_like.config.rollout import RolloutConfig, SyncConfig
 from slime_like.config.run import DebugConfig, ReferenceConfig
 from slime_like.config.trainer import TrainerConfig
 from slime_like.data.tokenizer import load_tokenizer
+from slime_like.observability.progress import Progress
 from slime_like.orchestration.cluster.bundles import bundle_sizes
 from slime_like.orchestration.cluster.cluster import Cluster
 from slime_like.orchestration.cluster.placement import Placement
 from slime_like.orchestration.rollout.evaluation import EvaluationResult, Evaluator, held_out
 from slime_like.orchestration.rollout.scoring import Scorer
 from slime_like.orchestration.run.engines import launch_engines
+from slime_like.orchestration.run.start_notes import precision_notes
 from slime_like.orchestration.trainer.alone import run_directory
 
 
@@ -36,13 +37,19 @@ def evaluate(config: RunConfig, temporary: bool = False) -> EvaluationResult:
     datasets = held_out(config, tokenizer)
     with ExitStack() as stack:
         run_dir = stack.enter_context(run_directory(config.run_dir, temporary))
+        progress = stack.enter_context(Progress(config.logging.progress, total_steps=0))
+        for note in precision_notes(config):
+            progress.note(note)
         slots = sum(bundle_sizes(config, with_trainers=False))
-        stack.enter_context(Cluster(config.cluster, run_dir / "evaluation_worker_logs", slots))
-        placement = stack.enter_context(Placement(config, with_trainers=False))
-        engines, pool = launch_engines(config, stack, placement, _note)
-        pool.start()  # engines load the model meanwhile
-        engines.supervisor.start()
-        return Evaluator(config, engines, Scorer(config, pool, tokenizer), datasets).run(step=0)
+        with progress.waiting("starting Ray"):
+            stack.enter_context(Cluster(config.cluster, run_dir / "evaluation_worker_logs", slots))
+            placement = stack.enter_context(Placement(config, with_trainers=False))
+        engines, pool = launch_engines(config, stack, placement, progress.note)
+        with progress.waiting("starting reward workers"):
+            pool.start()  # engines load the model meanwhile
+        with progress.waiting("engines", len(engines.supervisor.engines)) as waiting:
+            engines.supervisor.start(waiting.left)
+        return Evaluator(config, engines, Scorer(config, pool, tokenizer), datasets).run(0, progress)
 
 
 def engines_alone(config: RunConfig) -> RunConfig:
@@ -61,7 +68,3 @@ def engines_alone(config: RunConfig) -> RunConfig:
             "debug": DebugConfig(),
         }
     )
-
-
-def _note(sentence: str) -> None:
-    print(f"slime-like: {sentence}", file=sys.stderr, flush=True)

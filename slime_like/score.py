@@ -22,9 +22,11 @@ from slime_like.models.dimensions import ModelDimensions
 from slime_like.observability.names import SCORING_SPEED
 from slime_like.observability.progress import Progress
 from slime_like.orchestration.cluster.cluster import Cluster
+from slime_like.orchestration.run.start_notes import precision_notes
 from slime_like.orchestration.trainer.alone import run_directory, trainers_alone
 from slime_like.orchestration.trainer.group import TrainerGroup
 from slime_like.orchestration.trainer.scoring import score_sequences, window_tokens
+from slime_like.system.words import counted
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,10 +59,14 @@ def score(config: RunConfig, source: Path, output: Path, weights: Path | None, t
         run_dir = stack.enter_context(run_directory(config.run_dir, temporary))
         progress = stack.enter_context(Progress(config.logging.progress, num_rows, unit="sequence"))
         ranks = config.trainer.parallel.world_size
-        progress.note(f"starting Ray and {ranks} trainer ranks; their logs: {run_dir / 'worker_logs'}")
-        stack.enter_context(Cluster(config.cluster, run_dir / "worker_logs", ranks))
-        trainers = stack.enter_context(trainers_alone(config))
-        trainers.setup_for_scoring(weights)
+        for note in precision_notes(config) if weights is None else ():
+            progress.note(note)
+        progress.note(f"starting Ray and {counted(ranks, 'trainer rank')}; their logs: {run_dir / 'worker_logs'}")
+        with progress.waiting("starting Ray"):
+            stack.enter_context(Cluster(config.cluster, run_dir / "worker_logs", ranks))
+            trainers = stack.enter_context(trainers_alone(config))
+        with progress.waiting("trainer ranks", ranks) as waiting:
+            trainers.setup_for_scoring(weights, waiting.left)
         out = stack.enter_context(_whole_or_nothing(output))
         return _run(config, trainers, rows, num_rows, out, progress)
 
@@ -82,7 +88,7 @@ def _run(
         progress.update(done, {SCORING_SPEED: tokens / (time.monotonic() - started)})
     if done != num_rows:
         raise DataError(
-            f"the input had {num_rows} rows when it was checked and {done} now",
+            f"the input had {counted(num_rows, 'row')} when it was checked and {done} now",
             code="input-changed",
             remedy="leave it alone meanwhile",
         )

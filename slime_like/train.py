@@ -36,12 +36,13 @@ def train(config: RunConfig) -> TrainSummary:
     with open_run(config) as run:
         recorder = step_recorder(run)
         milestones = Milestones(run, recorder)
-        run.rollout.start(version=run.finished_steps)
+        with run.progress.waiting("first weight sync"):
+            run.rollout.start(version=run.finished_steps)
         milestones.before_first()
         clock = PhaseClock()
         for step in range(run.finished_steps + 1, config.steps + 1):
             trained = train_step(run, step, clock)
-            with clock.phase("sync"):
+            with clock.phase("sync"), run.progress.waiting("syncing weights"):
                 run.reference.refresh(step)
                 run.rollout.sync(version=step)
             run.rollout.advance(step, trained.trajectories)
@@ -53,14 +54,16 @@ def train(config: RunConfig) -> TrainSummary:
 
 def _train_on_batch(run: Run, step: int, clock: PhaseClock) -> TrainedStep:
     """The whole batch first, then as many optimizer steps as it serves."""
-    trajectories = run.rollout.source.next_batch(step, clock)
+    with run.rollout.sampling(run.progress):
+        trajectories = run.rollout.source.next_batch(step, clock)
     batch = run.batcher.batch(trajectories)
     with clock.phase("sync"):
         run.devices.training()
     run.trainers.training.load_batch(batch.replicas)  # travels while the next call is on its way
-    reference = score(run, trajectories, step, clock)
-    with clock.phase("train"):
-        updates = update(run, batch)
+    with run.progress.waiting("training"):
+        reference = score(run, trajectories, step, clock)
+        with clock.phase("train"):
+            updates = update(run, batch)
     return TrainedStep(trajectories, updates, reference, batch.packed_tokens)
 
 
@@ -68,10 +71,11 @@ def _train_on_stream(run: Run, step: int, clock: PhaseClock) -> TrainedStep:
     """Run one optimizer step: trainers work on its full windows while its other groups are being sampled."""
     windows, training = WindowStream(run.batcher), run.trainers.training
     training.begin_stream()
-    for groups in run.rollout.source.stream(step, clock):
-        if window := windows.add(groups):
-            training.send_window(window)
-    with clock.phase("train"):
+    with run.rollout.sampling(run.progress):
+        for groups in run.rollout.source.stream(step, clock):
+            if window := windows.add(groups):
+                training.send_window(window)
+    with clock.phase("train"), run.progress.waiting("training"):
         window, denominator = windows.finish()
         training.send_window(window, last=True)
         streamed = training.finish_stream(denominator)

@@ -20,6 +20,7 @@ from slime_like.algorithms.head import fused_logprobs
 from slime_like.config import RunConfig
 from slime_like.errors import ConfigError
 from slime_like.models.dimensions import HEADS, keeps_type
+from slime_like.system.words import counted
 
 _PREFIX = "hugging_face."
 _SAYS_NOTHING = frozenset({"_name_or_path", "dtype", "torch_dtype", "transformers_version", "use_cache"})
@@ -270,8 +271,8 @@ def _require_nothing_else(hugging_face: nn.Module) -> None:
     others = [name for name in hugging_face.state_dict() if name not in known | set(routing_biases(hugging_face))]
     if others:
         raise ConfigError(
-            f"model.path: {len(others)} tensors of its checkpoint are neither parameters nor routers' biases "
-            f"({others[0]}, ...), which trainer.backend=fsdp does not keep; use another model"
+            f"model.path: its checkpoint has {counted(len(others), 'tensor')} ({others[0]}, ...) beside parameters and "
+            "routers' biases, which trainer.backend=fsdp does not keep; use another model"
         )
 
 

@@ -87,6 +87,7 @@ CHECKS: Sequence[Check] = (
     Check("rollout.max-model-len", {"model", "engine"}, lengths.served_length_problems),
     # of what takes longest
     Check("reward.custom", {"engine", "code"}, names.custom_reward_problems),
+    Check("rollout.environment-custom", {"engine", "code"}, names.custom_environment_problems),
     Check("model.tokenizer", {"rows", "data"}, rows.tokenizer_problems),
     Check("data.rows", {"rows", "training"}, rows.training_row_problems),
     Check("evaluation.rows", {"rows", "engine"}, rows.held_out_row_problems),

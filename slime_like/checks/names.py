@@ -10,6 +10,7 @@ from slime_like.config.run import RunConfig
 from slime_like.plugins.entry_points import BACKEND_GROUP, ENGINE_GROUP, installed_names
 from slime_like.plugins.import_path import CUSTOM, import_path_problem
 from slime_like.sandbox.environments.observations import PLACE
+from slime_like.sandbox.environments.pool import start_problems as start_problems_of_environment
 from slime_like.sandbox.environments.registry import REGISTERED as ENVIRONMENTS
 from slime_like.sandbox.environments.registry import build_environment
 from slime_like.sandbox.rewards.pool import start_problems
@@ -83,7 +84,7 @@ def custom_reward_problems(config: RunConfig) -> Iterator[str]:
 
 
 def environment_problems(config: RunConfig) -> Iterator[str]:
-    """As with rewards: built-in environments are tried, the module of a custom one is looked up."""
+    """Built-in environments are made, the module of a custom one is looked up."""
     environment, prefix = config.rollout.environment, "rollout.environment"
     if environment.name is None:
         defaults = EnvironmentConfig()  # which a run's config.yaml writes out
@@ -105,6 +106,14 @@ def environment_problems(config: RunConfig) -> Iterator[str]:
     limit, most = environment.max_turn_tokens, config.rollout.max_new_tokens
     if limit is not None and limit > most:
         yield f"{prefix}.max_turn_tokens={limit} is more than rollout.max_new_tokens={most}, a whole response; lower it"
+
+
+def custom_environment_problems(config: RunConfig) -> list[str]:
+    """A custom environment whose module is found is made once, with its options, by a worker with its limits."""
+    environment = config.rollout.environment
+    if environment.name is None or ":" not in environment.name or import_path_problem(environment.name):
+        return []
+    return start_problems_of_environment(environment)
 
 
 def _unknown_or_not_importable(field: str, name: str, known: Sequence[str]) -> Iterator[str]:

@@ -9,7 +9,7 @@ import signal
 import sys
 from collections.abc import Callable, Sequence
 
-from slime_like.commands.failure import traceback_kept
+from slime_like.commands.failure import notes_of, traceback_kept
 from slime_like.errors import INTERRUPTED, OUTPUT_CLOSED, ConfigError, SlimeLikeError, exit_code
 from slime_like.system.interrupts import InterruptHandler
 
@@ -27,13 +27,13 @@ def main(argv: Sequence[str] | None = None) -> int:
             return code
     except SlimeLikeError as error:
         problems = error.problems if isinstance(error, ConfigError) else [error]
-        _complain([f"{problem} [{problem.code}]" for problem in problems])
+        _complain([f"{problem} [{problem.code}]" for problem in problems], notes_of(error))
         return exit_code(error)
     except BrokenPipeError:  # as in `slime-like report RUN_DIR | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what Python flushes at its end
         return OUTPUT_CLOSED
-    except KeyboardInterrupt:
-        _complain(["interrupted"])
+    except KeyboardInterrupt as error:
+        _complain(["interrupted"], notes_of(error))
         return INTERRUPTED
 
 
@@ -53,13 +53,16 @@ def _imported() -> Callable[[Sequence[str]], int]:
     return run
 
 
-def _complain(problems: Sequence[str]) -> None:
+def _complain(problems: Sequence[str], notes: Sequence[str]) -> None:
+    """Print the problems, and ``notes`` as the last lines."""
     if len(problems) == 1:
         print(f"slime-like: {problems[0]}", file=sys.stderr)
-        return
-    print(f"slime-like: {len(problems)} problems", file=sys.stderr)
-    for problem in problems:
-        print(f"  - {problem}", file=sys.stderr)
+    else:
+        print(f"slime-like: {len(problems)} problems", file=sys.stderr)
+        for problem in problems:
+            print(f"  - {problem}", file=sys.stderr)
+    for note in notes:
+        print(f"slime-like: {note}", file=sys.stderr)
 
 
 if __name__ == "__main__":

@@ -16,24 +16,24 @@ _INTRODUCTION = """\
 
 Generated from the models in `slime_like/config` by `python -m slime_like.commands.reference`; change it there.
 
-One YAML file describes a run. Every key is also a flag of `slime-like train`: `--trainer.parallel.tensor 2` or
+One YAML file describes a run. Every key is also a flag of `slime-like train`, as `--trainer.parallel.tensor 2` or
 `--trainer.parallel.tensor=2`. Flags override the file, later flags override earlier ones.
 
 - Lists take several values: `--data.train a.jsonl b.jsonl`.
-- Switches take `true` or `false`; `none` clears an optional field.
+- Switches take `true` or `false`.
 - Mappings take one entry per flag: `--rollout.engine_args.block_size 32`.
 - Lists of sections are YAML text: `--reward.functions '[{name: math_verify}, {name: length, options: {limit: 400}}]'`.
 
-Relative paths are relative to the current directory. The run directory holds the resolved configuration, with absolute
-paths and every default, as `config.yaml`; it can be used again.
+Relative paths are relative to the current directory. The run directory has the resolved configuration as `config.yaml`.
+Below, each key is followed by its type and default. A field whose default is `none` can be set to `none`.
 """
 
 _NAMES = """\
 ## Names
 
-Built-in names, with options and their defaults. Rewards, losses, advantage estimators and environments may also be
-custom code, `package.module:name` or `path/to/file.py:name`; engines and backends are entry points:
-[extending](extending.md). Rewards in full: [rewards](rewards.md).
+Built-in names, with options and their defaults; [rewards](rewards.md) have a page. Losses, advantage estimators and
+environments may also be custom code, `package.module:name` or `path/to/file.py:name`; engines and backends are entry
+points: [extending](extending.md).
 """
 
 
@@ -74,28 +74,29 @@ def reference_text() -> str:
     """The whole page, Markdown."""
     parts = [_INTRODUCTION]
     parts += [_section(section) for section in sections() if section.fields]
-    rows = [
-        f"| `{setting}` | `{part.name}` | {_escaped(part.summary + _options(part))} |"
+    names = [
+        f"`{setting}`\n\n" + "\n".join(_item(part.name, part.summary + _options(part)) for part in named) + "\n"
         for setting, named in named_parts().items()
-        for part in named
+        if setting != "reward.functions"  # docs/rewards.md has them in full
     ]
-    return "\n".join([*parts, _NAMES, "| setting | name | meaning |", "|---|---|---|", *rows, ""])
+    return "\n".join([*parts, _NAMES, *names])
 
 
 def _section(section: SectionDoc) -> str:
     heading = f"## `{section.name}`" if section.name else "## The run"
     introduction = f"\n{section.description}\n" if section.description else ""
-    rows = "\n".join(_row(field) for field in section.fields)
-    return f"{heading}\n{introduction}\n| key | type | default | meaning |\n|---|---|---|---|\n{rows}\n"
+    return f"{heading}\n{introduction}\n" + "\n".join(_field(field) for field in section.fields) + "\n"
 
 
-def _row(field: Field) -> str:
-    default = "required" if field.required else f"`{_escaped(field.default_text)}`"
-    return f"| `{field.name}` | {_escaped(field.type_text)} | {default} | {_escaped(field.description)} |"
+def _field(field: Field) -> str:
+    default = "required" if field.required else f"`{field.default_text}`"
+    kind = field.type_text.removesuffix(" or none").replace("true | false", "switch").replace(" | ", ", ")
+    return _item(field.name, field.description, f" ({kind}; {default})")
 
 
-def _escaped(text: str) -> str:
-    return text.replace("|", "\\|")
+def _item(name: str, meaning: str, note: str = "") -> str:
+    text = f"- `{name}`{note}: {meaning}"
+    return textwrap.fill(text, 100, subsequent_indent="  ", break_on_hyphens=False, break_long_words=False)
 
 
 def main() -> int:

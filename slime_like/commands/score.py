@@ -14,6 +14,7 @@ from slime_like.config import RunConfig
 from slime_like.config.reading.load import load_config
 from slime_like.data.rows import SUFFIXES
 from slime_like.errors import ConfigError, Problem
+from slime_like.system.words import counted
 
 
 def _add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -31,7 +32,7 @@ def _run(files: argparse.Namespace, flags: list[str]) -> int:
     temporary = not has_flag(flags, "run_dir")
     summary = score(config, files.input, files.output, source.weights, temporary)
     speed = summary.tokens / summary.wall_s
-    print(f"scored: {summary.rows} sequences, {summary.tokens} tokens, {speed:.0f} tokens/s")
+    print(f"scored: {counted(summary.rows, 'sequence')}, {counted(summary.tokens, 'token')}, {speed:.0f} tokens/s")
     print(f"mean logprob: {summary.mean_logprob:.4f}")
     print(f"output: {files.output}")
     return 0
@@ -72,20 +73,17 @@ def _checked(source: WeightsSource, flags: Sequence[str]) -> RunConfig:
 
 COMMAND = Command(
     "score",
-    "per-token logprobs of given token sequences, under any parallel layout",
+    "compute per-token logprobs of given sequences, under any parallel layout",
     _run,
     "Score every response token of the rows {id, prompt_tokens, response_tokens} (optionally with a\n"
-    "temperature) and write {id, logprobs, entropy} in the same order. Trainer ranks do it, laid out as\n"
-    "trainer.parallel says; no engine is started.",
+    "temperature) and write {id, logprobs, entropy} in the same order. This starts trainer ranks in the\n"
+    "layout trainer.parallel, and no engine.",
     _add_arguments,
     "--input TOKENS.jsonl --output LOGPROBS.jsonl [--section.field VALUE ...]",
     {
-        "CHECKPOINT": "a Hugging Face directory, what `slime-like convert to-megatron` wrote, or a run's "
-        "checkpoints/step-N; dimensions and model.dtype of the last are those of the run's config.yaml, unless "
-        "--model.path and --model.dtype say otherwise"
+        "CHECKPOINT": "a Hugging Face directory, output of `slime-like convert to-megatron`, or a run's "
+        "checkpoints/step-N. The run's config.yaml gives dimensions and dtype; --model.path and --model.dtype "
+        "override it"
     },
-    epilog=lambda: (
-        "Of the configuration only model.*, trainer.*, cluster.*, logging.progress and run_dir matter here.\n\n"
-        + fields_help()
-    ),
+    epilog=lambda: "Only model.*, trainer.*, cluster.*, logging.progress and run_dir are used.\n\n" + fields_help(),
 )

@@ -12,10 +12,11 @@ from slime_like.config import RunConfig
 from slime_like.config.reading.load import load_config
 from slime_like.errors import ConfigError
 from slime_like.system.memory import permanent_allocations
+from slime_like.system.words import counted
 
 _USAGE = "[--section.field VALUE ...]"
 _FLAGS = (
-    "\nEvery field of the YAML file is also a flag, and the flag wins. Relative paths are\n"
+    "\nEvery field of the YAML file is also a flag; flags override the file. Relative paths are\n"
     "relative to the current directory."
 )
 _FILE = {"[CONFIG.yaml]": "configuration file"}
@@ -30,6 +31,12 @@ def _train(arguments: argparse.Namespace, flags: list[str]) -> int:
         summary = train(config)
     if summary.accuracy_before is not None and summary.accuracy_after is not None:
         print(f"held-out accuracy: {summary.accuracy_before:.3f} before, {summary.accuracy_after:.3f} after")
+    elif summary.accuracy_after is not None:
+        until = summary.measured_otherwise_until
+        print(
+            f"held-out accuracy: {summary.accuracy_after:.3f} after; until step {until} it was measured with other "
+            f"settings (config.until-step-{until:06d}.yaml), so that earlier values do not compare"
+        )
     print(f"throughput: {summary.tokens_per_second:.0f} tokens/s")
     print(f"wall time: {summary.wall_s:.1f} s")
     for name, path in summary.files.items():
@@ -49,7 +56,7 @@ def _evaluate(arguments: argparse.Namespace, flags: list[str]) -> int:
         result = evaluate(config, temporary=config.run_dir == temporary)
     for name, part in {"held-out": result.overall, **result.datasets}.items():
         passes = "".join(f", pass@{k} {value:.3f}" for k, value in part.pass_at.items())
-        print(f"{name} accuracy: {part.accuracy:.3f}{passes} over {part.num_responses} responses")
+        print(f"{name} accuracy: {part.accuracy:.3f}{passes} over {counted(part.num_responses, 'response')}")
         print(
             f"{name} response length: {part.response_length_mean:.1f} tokens, {part.truncated_fraction:.1%} truncated"
         )
@@ -70,18 +77,18 @@ def _loaded(path: Path | None, flags: list[str], needs_of: NeedsOf, run_dir: Pat
 
 TRAIN = Command(
     "train",
-    "train a model as a YAML file and flags describe it",
+    "train a model",
     _train,
-    f"Train.{_FLAGS}",
+    f"Train the model that a YAML file and flags describe.{_FLAGS}",
     usage=_USAGE,
     paths=_FILE,
     epilog=fields_help,
 )
 EVALUATE = Command(
     "eval",
-    "held-out accuracy of model.path",
+    "measure the held-out accuracy of model.path",
     _evaluate,
-    f"Measure the held-out accuracy of model.path. What only training uses is not looked at.{_FLAGS}",
+    f"Measure the held-out accuracy of model.path. Fields used by training only are ignored.{_FLAGS}",
     usage=_USAGE,
     paths=_FILE,
     epilog=fields_help,

@@ -13,6 +13,7 @@ from slime_like.config import RunConfig
 from slime_like.config.reading.load import load_config
 from slime_like.errors import ConfigError
 from slime_like.models.dimensions import ModelDimensions
+from slime_like.system.words import counted
 from slime_like.verification.layouts import DEFAULT_LAYOUTS, ONE_RANK, parse_layout
 from slime_like.verification.tolerances import ROUTED_BFLOAT16, ROUTED_NOTE, step_flags, tolerances_of
 
@@ -42,7 +43,7 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
         "--batch",
         type=Path,
         metavar="FILE",
-        help="rollouts of one step, as debug.save_rollouts keeps them (default: a synthetic batch)",
+        help="rollouts of one step, written by debug.save_rollouts (default: a synthetic batch)",
     )
 
 
@@ -57,8 +58,8 @@ def _run(options: argparse.Namespace, flags: list[str]) -> int:
         batch = _batch(options.batch, model)
         required = options.layouts is not None
         rows = verify_layouts(config, baseline, layouts, batch, required=required, temporary=temporary)
-        steps = f"{config.steps} optimizer step{'s' if config.steps > 1 else ''}"
-        print_table(f"Differences from {baseline.name} ({config.model.dtype}, {len(batch)} sequences, {steps})", rows)
+        steps = f"{counted(len(batch), 'sequence')}, {counted(config.steps, 'optimizer step')}"
+        print_table(f"Differences from {baseline.name} ({config.model.dtype}, {steps})", rows)
         if tolerances_of(config.model.dtype, ModelDimensions.from_checkpoint(model)) is ROUTED_BFLOAT16:
             print(ROUTED_NOTE)
         return 0 if all(row.verdict in ("same", "skipped") for row in rows) else _DIFFERS
@@ -117,14 +118,13 @@ def _model(given: Path | None) -> Iterator[Path]:
 
 COMMAND = Command(
     "verify layouts",
-    "per-token logprobs, loss, gradients and weights of every layout, compared with one rank's",
+    "compare logprobs, loss, gradients and weights of every layout with one rank",
     _run,
-    "Run one batch under every layout that fits this machine or cluster, and compare per-token\n"
-    "logprobs, loss, every tensor's gradient, and the weights after training with one rank's. Exit code 1 where\n"
-    "one differs; the first differing token, gradient and tensor are named.",
+    "Run one batch under every layout that fits this machine or cluster. Compare per-token logprobs,\n"
+    "loss, every tensor's gradient, and the weights after training with one rank. Exit code 1: a layout\n"
+    "differs; the first differing token, gradient and tensor are named.",
     _add_arguments,
     "[--model DIR] [--layouts NAME ...] [--batch FILE] [--section.field VALUE ...]",
-    epilog="Every field of the configuration is a flag, as for `slime-like train --help`: --cluster.address joins\n"
-    "a running cluster, --model.dtype, --trainer.* and --algorithm.* say what is run, --steps how many optimizer\n"
-    "steps.",
+    epilog="Every field of the configuration is a flag: see `slime-like train --help`. --cluster.address joins a\n"
+    "running cluster; --steps is the number of optimizer steps.",
 )

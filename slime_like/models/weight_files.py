@@ -2,6 +2,8 @@
 
 import json
 import re
+from collections import Counter
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +17,7 @@ _MAX_HEADER = 100_000_000
 """The format's bound on the header, in bytes."""
 
 _SHOWN = 5
+_TORCH_NAMES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 
 _LAYER = re.compile(r"\D*?\.(\d+)\.")
 """The first number in a name is the layer's: model.layers.3., transformer.h.3., gpt_neox.layers.3."""
@@ -45,7 +48,7 @@ def weight_file_problems(directory: Path, dimensions: ModelDimensions) -> list[s
     layers = {int(found[1]) for found in map(_LAYER.match, names) if found}
     if len(layers) != dimensions.num_layers:
         return [
-            f"{directory}/config.json says num_hidden_layers={dimensions.num_layers}, but the weights beside it are of "
+            f"{directory}/config.json has num_hidden_layers={dimensions.num_layers}, but its weights have "
             f"{len(layers)} layers; use the config.json and the weights of the same model"
         ]
     return []
@@ -59,6 +62,20 @@ def header_shapes(directory: Path) -> dict[str, tuple[int, ...]]:
     """
     headers = map(_header, weight_files(directory))
     return {name: tuple(entry["shape"]) for header in headers for name, entry in header.items()}
+
+
+def stored_dtype(directory: Path) -> str:
+    """Type of most of the stored numbers, as torch names it where both know it ("float32").
+
+    Raises:
+        WeightFilesError: a file is missing or damaged.
+    """
+    sizes: Counter[str] = Counter()
+    for file in weight_files(directory):
+        for entry in _header(file).values():
+            sizes[entry["dtype"]] += prod(entry["shape"])
+    most = max(sizes, key=lambda dtype: sizes[dtype], default="")
+    return _TORCH_NAMES.get(most, most)
 
 
 def weight_files(directory: Path) -> list[Path]:
@@ -89,11 +106,11 @@ def _listed_files(index: Path) -> list[str]:
     try:
         names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
         if not all(isinstance(name, str) for name in names):
-            raise ValueError("a name in it is no text")
+            raise ValueError("a name in it is not text")
     except OSError as error:
         raise _damaged(error) from error
     except (ValueError, KeyError, AttributeError, TypeError, RecursionError) as error:
-        raise _damaged(f"{index} is no index of safetensors files ({error})") from error
+        raise _damaged(f"{index} is not an index of safetensors files ({error})") from error
     return names
 
 
@@ -136,7 +153,7 @@ def _read_header(file: Path, size: int) -> tuple[int, dict[str, Any]]:
         for entry in header.values():
             _end(entry)
     except (ValueError, KeyError, IndexError, AttributeError, TypeError, RecursionError) as error:
-        raise _damaged(f"{file} is no safetensors file: its header cannot be read ({error})") from error
+        raise _damaged(f"{file} is not a safetensors file: its header cannot be read ({error})") from error
     return length, header
 
 

@@ -1,6 +1,7 @@
-"""The live terminal display: progress bar, figures, and where the step's time goes."""
+"""The live terminal display: progress bar, what is waited for, figures, and where the step's time goes."""
 
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence
 from typing import TextIO
 
 from rich.columns import Columns
@@ -12,6 +13,7 @@ from rich.progress import Progress as Bar
 from rich.text import Text
 
 from slime_like.observability.names import folded
+from slime_like.observability.waiting import Waiting
 
 _COLOURS = {
     "wait": "bright_black",
@@ -29,7 +31,7 @@ _SHARE_WIDTH = 60
 class LiveDisplay:
     """Drawn in place on ``stream``; what is printed meanwhile goes above it. A thread redraws it twice a second."""
 
-    def __init__(self, total_steps: int, stream: TextIO, unit: str) -> None:
+    def __init__(self, total_steps: int, stream: TextIO, now: Callable[[], float], unit: str) -> None:
         console = Console(file=stream, force_terminal=True)
         self._bar = Bar(
             TextColumn(f"[bold]{escape(unit)}"),
@@ -41,8 +43,12 @@ class LiveDisplay:
             TimeRemainingColumn(),
             console=console,
             auto_refresh=False,
+            get_time=now,
+            speed_estimate_period=math.inf,  # a step may take longer than any period
         )
-        self._task = self._bar.add_task("steps", total=total_steps)
+        self._task = self._bar.add_task("steps", total=total_steps, visible=total_steps > 0)
+        self._now = now
+        self._waiting: tuple[Waiting, float] | None = None
         self._figures: list[tuple[str, str]] = []
         self._phases: list[tuple[str, float]] = []
         self._live = Live(get_renderable=self._render, console=console, refresh_per_second=2)
@@ -55,12 +61,21 @@ class LiveDisplay:
     def note(self, text: str) -> None:
         self._live.console.print(escape(text), highlight=False)
 
+    def begin(self, waiting: Waiting) -> None:
+        self._waiting = (waiting, self._now())
+
+    def end(self, completed: bool) -> None:
+        self._waiting = None
+
     def close(self) -> None:
         self._live.stop()
 
     def _render(self) -> RenderableType:
-        bar = self._bar.get_renderable()
-        return Group(bar, _table(self._figures), _shares(self._phases)) if self._figures else bar
+        """The line about a wait is there without one, too: what is below stays in its place."""
+        waiting = self._waiting
+        text = waiting[0].under_way(self._now() - waiting[1]) if waiting is not None else ""
+        head = (self._bar.get_renderable(), Text(text, style="dim", no_wrap=True, overflow="ellipsis"))
+        return Group(*head, _table(self._figures), _shares(self._phases)) if self._figures else Group(*head)
 
 
 def _table(figures: Sequence[tuple[str, str]]) -> Columns:

@@ -13,6 +13,7 @@ from typing import Any
 
 from slime_like.config import LoggingConfig
 from slime_like.errors import ConfigError, DataError, SlimeLikeError
+from slime_like.observability.aliases import with_aliases
 from slime_like.observability.tables import SAMPLE_TABLE, reading_order
 
 METRICS_FILE = "metrics.jsonl"
@@ -45,8 +46,8 @@ class MetricLogger:
         self._file = _open_for_append(run_dir / METRICS_FILE)
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
-        """Record ``values`` at ``step``; several calls may share a step."""
-        numbers = {name: float(value) for name, value in values.items()}
+        """Record ``values`` at ``step``, also under their aliases; several calls may share a step."""
+        numbers = with_aliases({name: float(value) for name, value in values.items()})
         _write_lines(self._file, [{"step": step, "time": time.time(), **numbers}])
         for tracker in self._trackers:
             tracker.log(step, numbers)
@@ -92,7 +93,7 @@ def read_lines(path: Path) -> Iterator[dict[str, Any]]:
             if record is not None and isinstance(record.get("step"), int):
                 yield record
             elif line.endswith("\n"):  # what follows the last newline was not finished
-                problem, remedy = "this line is no JSON object with a step", "restore or remove the file"
+                problem, remedy = "this line is not a JSON object with a step", "restore or remove the file"
                 raise DataError(problem, code="damaged-line", who=f"{path}:{number}", remedy=remedy)
 
 

@@ -140,6 +140,7 @@ def evaluation_metrics(record: EvaluationRecord, dataset: str | None = None) -> 
         f"{prefix}/num_responses": float(record.num_responses),
         f"{prefix}/response_length_mean": record.response_length_mean,
         f"{prefix}/truncated_fraction": record.truncated_fraction,
+        f"{prefix}/scoring_failures": float(record.scoring_failures),
     }
 
 

@@ -3,11 +3,12 @@
 import re
 import sys
 import time
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any, Literal, TextIO
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
+from typing import TYPE_CHECKING, Literal, TextIO
 
 from slime_like.observability.names import ACCURACY, folded, phase_shares, shown_figures
+from slime_like.observability.waiting import Waiting
 
 if TYPE_CHECKING:
     from slime_like.observability.live import LiveDisplay
@@ -19,6 +20,8 @@ Shares = list[tuple[str, float]]
 """(phase, percent of a step)."""
 
 PLAIN_INTERVAL_S = 1.0
+_SHORT_WAIT_S = 1.0
+"""Plain mode writes no line about a wait that was shorter."""
 _CONTROL = re.compile(r"(?:\x1b\[[0-?]*[ -/]*[@-~])|[\x00-\x1f\x7f-\x9f]+")
 
 
@@ -31,6 +34,7 @@ class Progress(AbstractContextManager["Progress"]):
         stream: where to write; standard error by default.
         now: monotonic time source in seconds.
         unit: what ``total_steps`` counts.
+        log: gets the plain lines in every mode, and the error that leaves the context.
     """
 
     def __init__(
@@ -40,17 +44,19 @@ class Progress(AbstractContextManager["Progress"]):
         stream: TextIO | None = None,
         now: Callable[[], float] = time.monotonic,
         unit: str = "step",
+        log: TextIO | None = None,
     ) -> None:
         self._values: dict[str, float] = {}
         self._evaluated: int | None = None
-        self._display: PlainDisplay | LiveDisplay | None = None
+        self._log = PlainDisplay(total_steps, log, now, unit) if log is not None else None
+        self._displays: list[PlainDisplay | LiveDisplay] = [self._log] if self._log is not None else []
         stream = stream or sys.stderr
         if mode == "live" or (mode == "auto" and stream.isatty()):
             from slime_like.observability import live
 
-            self._display = live.LiveDisplay(total_steps, stream, unit)
+            self._displays.append(live.LiveDisplay(total_steps, stream, now, unit))
         elif mode != "off":
-            self._display = PlainDisplay(total_steps, stream, now, unit)
+            self._displays.append(PlainDisplay(total_steps, stream, now, unit))
 
     def update(self, step: int, values: Mapping[str, float]) -> None:
         """Show ``values``, metrics by name, as of ``step`` steps done. What they leave out keeps its last value.
@@ -61,27 +67,52 @@ class Progress(AbstractContextManager["Progress"]):
         if ACCURACY in values:
             self._evaluated = step
         evaluated = "" if self._evaluated in (None, step) else f" (step {self._evaluated})"
-        if self._display is not None:
-            self._display.show(step, shown_figures(self._values, evaluated), phase_shares(self._values))
+        for display in self._displays:
+            display.show(step, shown_figures(self._values, evaluated), phase_shares(self._values))
 
     def note(self, text: str) -> None:
         """Write a line at once, apart from the figures."""
-        if self._display is not None:
-            self._display.note(text)
+        for display in self._displays:
+            display.note(text)
+
+    @contextmanager
+    def waiting(
+        self, title: str, total: int = 0, noun: str = "", count: Callable[[], int] | None = None
+    ) -> Iterator[Waiting]:
+        """Show what is waited for inside: live as a line that changes, plain as one line once it is over.
+
+        Plain mode writes each title once, where it took a second or more: later waits are part of their steps' lines.
+
+        Args:
+            title, total, noun, count: see ``Waiting``.
+        """
+        waiting, displays = Waiting(title, total, noun, count), list(self._displays)
+        for display in displays:
+            display.begin(waiting)
+        completed = False
+        try:
+            yield waiting
+            completed = True
+        finally:
+            for display in displays:
+                display.end(completed)
 
     def close(self) -> None:
         """Show what was held back and end the display; may be called twice."""
-        display, self._display = self._display, None
-        if display is not None:
+        displays, self._displays = self._displays, []
+        for display in displays:
             display.close()
 
-    def __exit__(self, *error: Any) -> None:
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, *_: object) -> None:
         self.close()
+        if self._log is not None and error is not None:
+            for text in (str(error) or type(error).__name__, *getattr(error, "__notes__", ())):
+                self._log.note(text)
 
 
 class PlainDisplay:
     """One line an update, for files and pipes. What comes after a step's line, such as an evaluation, adds the figures
-    that it changes and repeats none."""
+    that it changes and repeats none. A wait gets one line when it is over."""
 
     def __init__(self, total_steps: int, stream: TextIO, now: Callable[[], float], unit: str) -> None:
         self._total_steps = total_steps
@@ -91,6 +122,8 @@ class PlainDisplay:
         self._written_at: float | None = None
         self._held_back: tuple[int, Figures, Shares] | None = None
         self._written: tuple[int, Figures] | None = None
+        self._waiting: tuple[Waiting, float] | None = None
+        self._waited: set[str] = set()
 
     def show(self, step: int, figures: Figures, shares: Shares) -> None:
         recent = self._written_at is not None and self._now() - self._written_at < PLAIN_INTERVAL_S
@@ -103,6 +136,17 @@ class PlainDisplay:
     def note(self, text: str) -> None:
         self._stream.write(_CONTROL.sub(" ", text).strip() + "\n")
         self._stream.flush()
+
+    def begin(self, waiting: Waiting) -> None:
+        self._waiting = (waiting, self._now())
+
+    def end(self, completed: bool) -> None:
+        assert self._waiting is not None
+        (waiting, began), self._waiting = self._waiting, None
+        seconds = self._now() - began
+        if completed and seconds >= _SHORT_WAIT_S and waiting.title not in self._waited:
+            self._waited.add(waiting.title)
+            self.note(waiting.finished(seconds))
 
     def close(self) -> None:
         if self._held_back is not None:

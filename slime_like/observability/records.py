@@ -127,6 +127,7 @@ class EvaluationRecord:
         accuracy: mean over responses of the first reward function's success; with several samples, mean@n.
         response_length_mean: tokens.
         truncated_fraction: responses that met the length limit, 0 to 1.
+        scoring_failures: responses that count as unsolved because a function or the environment failed.
         pass_at: pass@k by k; none with one sample per prompt.
     """
 
@@ -134,4 +135,5 @@ class EvaluationRecord:
     num_responses: int
     response_length_mean: float
     truncated_fraction: float
+    scoring_failures: int = 0
     pass_at: Mapping[int, float] = field(default_factory=dict)

@@ -18,6 +18,7 @@ from slime_like.orchestration.rollout.engine_group import EngineAnswers
 from slime_like.orchestration.rollout.supervisor import EngineSupervisor
 from slime_like.orchestration.trainer.calls import Pending
 from slime_like.orchestration.trainer.group_export import GroupExport
+from slime_like.system.words import counted
 from slime_like.weights.delta import is_base_lost
 from slime_like.weights.transports.registry import join_rendezvous, transport_of, use_delta
 
@@ -48,7 +49,7 @@ class SyncReport(SyncRecord):
         sent = f"{self.nbytes / 1e6:,.1f} MB over {self.transport}"
         if self.changed_fraction is not None:
             sent += f" ({self.wire_nbytes / 1e6:,.1f} MB sent, {100 * self.changed_fraction:.2f} % of elements changed)"
-        verified = f"at most {share:.0f} % of it verification" if self.probe_gap is not None else "not verified"
+        verified = f"at most {share:.0f} % verification" if self.probe_gap is not None else "not verified"
         return f"weight sync: {sent} in {self.total_s:.2f} s, {verified}"
 
 
@@ -284,7 +285,7 @@ def compare_checksums(sent: dict[str, int], receipt: UpdateReceipt, engine: int)
     for what, names in (("did not arrive", missing), ("was never sent", unexpected), ("arrived changed", changed)):
         if names:
             raise WeightSyncError(
-                f"{names[0]} {what} ({len(names)} tensors in all); the engine is stopped rather than "
+                f"{names[0]} {what} ({counted(len(names), 'tensor')} in all); the engine is stopped rather than "
                 "served with mixed weights",
                 code="tensors-differ",
                 who=f"weight sync to version {receipt.version}, engine {engine}",

@@ -28,6 +28,7 @@ from slime_like.orchestration.trainer.alone import run_directory, trainers_alone
 from slime_like.orchestration.trainer.batcher import ExperienceBatcher
 from slime_like.orchestration.trainer.group import TrainerGroup
 from slime_like.orchestration.trainer.scoring import score_sequences
+from slime_like.system.words import counted
 from slime_like.trajectory import ScoredTrajectory
 from slime_like.verification.batch import with_frozen_logprobs
 from slime_like.verification.comparison import (
@@ -121,7 +122,7 @@ def verify_layouts(
         rows = [Row(baseline.name, baseline.parallel.world_size, measured.parity)]
         progress.update(1, {})
         for done, layout in enumerate(layouts, start=2):
-            progress.note(f"{layout.name}: {layout.parallel.world_size} ranks")
+            progress.note(f"{layout.name}: {counted(layout.parallel.world_size, 'rank')}")
             rows.append(_row(layout, reasons[layout.name], layout.applied_to(config), measured))
             progress.update(done, {})
         return rows
@@ -148,7 +149,7 @@ def device_misfit(layout: Layout, resources: Mapping[str, float]) -> str | None:
     ranks, gpus = layout.parallel.world_size, int(resources.get("GPU", 0))
     there = gpus or min(CPU_RANKS, int(resources.get("CPU", 0)))
     if ranks > there:
-        return f"needs {ranks} ranks, and there are {there} {'GPUs' if gpus else 'CPU slots'}"
+        return f"needs {counted(ranks, 'rank')}; available: {counted(there, 'GPU' if gpus else 'CPU slot')}"
     return None
 
 

@@ -68,6 +68,7 @@ def test_what_a_run_leaves_is_whole(tiny: Tiny, tmp_path: Path) -> None:
     assert before.keys() == after.keys()
     assert not any(torch.equal(before[name], after[name]) for name in before)
     assert (run_dir / "checkpoints" / "latest" / "state.json").is_file()
-    assert list((run_dir / "worker_logs").glob("worker-*.err")) and not (run_dir / "worker_logs").is_symlink()
+    assert "\nstep 20/20 | " in (run_dir / "driver.log").read_text()
+    assert (run_dir / "worker_logs" / "trainer-0.log").is_file() and not (run_dir / "worker_logs").is_symlink()
     resolved = load_config(run_dir / "config.yaml", [])
     assert resolved.steps == 20 and resolved.algorithm.loss == "sft"

@@ -81,14 +81,14 @@ def test_a_loss_that_is_not_a_number_stops_the_run(tiny: Tiny, tmp_path: Path) -
     ("moment", "how", "engine"),
     [
         ("starting Ray", "ctrl-c", "sglang"),  # with vLLM: test_killed_colocated_engines.py
-        ("step 0/", "SIGTERM to its group", "transformers"),
+        ("checkpoint of step 1", "SIGTERM to its group", "transformers"),
         ("starting Ray", "SIGTERM", "transformers"),
     ],
 )
 def test_an_interrupted_run_ends_everything(tiny: Tiny, tmp_path: Path, moment: str, how: str, engine: str) -> None:
-    """By hand, by a scheduler's SIGTERM, or by ``timeout``, which sends it to the whole group. At
-    "step 0/" the first weight sync is done."""
-    flags = tiny.rl_flags(tmp_path / "run", "--steps", "1000", "--rollout.engine", engine)
+    """By hand, by a scheduler's SIGTERM, or by ``timeout``, which sends it to the whole group. With a checkpoint, the
+    last line says how to go on."""
+    flags = tiny.rl_flags(tmp_path / "run", "--steps", "1000", "--rollout.engine", engine, "--checkpoint.every", "1")
     with Command(flags, tmp_path / "log") as command:
         command.wait_for(moment, timeout_s=240)
         if how == "SIGTERM":
@@ -97,7 +97,12 @@ def test_an_interrupted_run_ends_everything(tiny: Tiny, tmp_path: Path, moment: 
             command.interrupt(signal.SIGINT if how == "ctrl-c" else signal.SIGTERM)
         finished = command.finish(timeout_s=60)
     assert finished.code == 130
-    assert "interrupted" in one_sentence(finished).lower()
+    last = one_sentence(finished)
+    if "checkpoint" in moment:
+        latest = (tmp_path / "run" / "checkpoints" / "latest").resolve()
+        assert last == f"slime-like: restart with --resume auto to resume from {latest}"
+        last = finished.stderr.splitlines()[-2]
+    assert "interrupted" in last.lower()
     assert "SIGTERM" not in finished.stderr  # what Ray's own handler prints
 
 
@@ -133,6 +138,7 @@ def test_a_reward_worker_that_hangs_once(tiny: Tiny, tmp_path: Path) -> None:
     finished = run(quick(tiny, tmp_path / "run", *flags), tmp_path / "log")
     assert finished.code == 0, finished.stderr
     assert finished.left_behind == []
-    assert "step 1, reward: scoring failed for 1 of 32 responses (1 by timeout); they got reward 0" in finished.stderr
+    for when in ("step 1, reward", "all steps"):
+        assert f"{when}: scoring failed for 1 of 32 responses (1 by timeout); they got reward 0" in finished.stderr
     (row,) = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     assert row["ref_actor_rewards/scoring_failures"] == 1

@@ -79,6 +79,7 @@ def test_a_killed_engine_is_replaced_and_no_group_is_lost(
     assert finished.code == 0, finished.stderr
     assert finished.left_behind == []
     assert f"engine 0 ({engine}) was restarted (" in finished.stderr
+    assert role_logs(run_dir) == {"engine-0.log", "engine-0.2.log", "trainer-0.log"}
     audit = audit_run(run_dir)
     assert audit.holds, audit.problems
     assert (audit.issued, audit.trained, audit.in_flight) == (12 * 16, 12 * 16, ())
@@ -98,6 +99,7 @@ def test_a_rank_killed_while_waiting_for_an_engine_is_reported_first(tiny: Tiny,
         answering.join()
     assert finished.code == 1
     assert "trainer rank 0 died while waiting for the engines" in one_sentence(finished)
+    assert "its log is trainer-0*.log in worker_logs" in one_sentence(finished)
 
 
 def test_a_reference_worker_killed_as_it_scores_is_replaced(tiny: Tiny, tmp_path: Path) -> None:
@@ -111,10 +113,17 @@ def test_a_reference_worker_killed_as_it_scores_is_replaced(tiny: Tiny, tmp_path
     assert finished.left_behind == []
     assert "reference worker 0 left the logprob pool (" in finished.stderr
     assert "reference worker 0 was restarted" in finished.stderr
+    assert role_logs(run_dir) == {"engine-0.log", "reference-0.log", "reference-0.2.log", "trainer-0.log"}
     audit = audit_run(run_dir)
     assert audit.holds, audit.problems
     assert (audit.issued, audit.trained, audit.in_flight) == (6 * 16, 6 * 16, ())
     assert steps_of(run_dir)[-1]["train_actor_training/kl_loss"] > 0
+
+
+def role_logs(run_dir: Path) -> set[str]:
+    """Logs named after what their process is in the run."""
+    roles = ("trainer-*.log", "engine-*.log", "reference-*.log")
+    return {path.name for role in roles for path in (run_dir / "worker_logs").glob(role)}
 
 
 def _running(command: Command, call: str) -> psutil.Process:

@@ -65,7 +65,7 @@ def test_a_buffer_of_the_checkpoint_is_refused_by_name() -> None:
     model = torch.nn.ModuleDict({"gate": module})
     _require_nothing_else(model)
     module.register_buffer("running_mean", torch.zeros(2))
-    with pytest.raises(ConfigError, match=r"1 tensors of its checkpoint are neither .* \(gate\.running_mean, "):
+    with pytest.raises(ConfigError, match=r"has 1 tensor \(gate\.running_mean, "):
         _require_nothing_else(model)
 
 

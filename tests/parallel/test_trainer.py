@@ -167,7 +167,7 @@ def _setup_error(placement: RankPlacement, config: RunConfig) -> str:
 def test_a_world_of_another_size_is_refused(qwen3: Path, tmp_path: Path) -> None:
     config = _config(qwen3, tmp_path, {"tensor": 2})
     (message,) = run_ranks(_setup_error, 1, tmp_path / "ranks", config)
-    assert "the world has 1 ranks" in message
+    assert "the world has 1 rank," in message
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
@@ -178,7 +178,7 @@ def test_other_ranks_are_suspected_only_where_there_are_any(tmp_path: Path, worl
     with pytest.raises(TrainerError) as caught, trainer._phase("accumulate"):
         raise RuntimeError("my own bug")
     message = "rank 0, accumulate: RuntimeError: my own bug"
-    hint = "; if a collective failed, another rank died or hung: the message of that rank says why"
+    hint = "; if a collective failed, another rank died or hung: see the message of that rank"
     assert str(caught.value) == (message if world_size == 1 else message + hint)
 
 

@@ -209,9 +209,10 @@ def test_messages_that_troubleshooting_explains_exist() -> None:
 
 
 def test_figures_that_pages_name_are_logged() -> None:
-    """Names of metrics, as ``slime_like/observability/names.py`` composes them."""
+    """Names of metrics, as ``slime_like/observability`` composes them."""
     pages = "\n".join(page.read_text(encoding="utf-8") for page in DOCS.glob("*.md"))
     named = set(re.findall(r"`((?:train_actor_\w+|ref_actor_\w+|weights)/[\w ]+)`", pages))
-    source = (DOCS.parent / "slime_like" / "observability" / "names.py").read_text(encoding="utf-8")
+    folder = DOCS.parent / "slime_like" / "observability"
+    source = "".join((folder / module).read_text(encoding="utf-8") for module in ("names.py", "aliases.py"))
     assert len(named) >= 4
     assert [name for name in named if name.split("/")[0] not in source or name.split("/")[1] not in source] == []

@@ -15,6 +15,7 @@ from slime_like.errors import TrainerError
 from slime_like.interfaces import RankPlacement
 from slime_like.system.memory import keep_freed_memory
 from slime_like.system.network import listen
+from slime_like.system.words import counted
 
 
 def prepare_processor(config: RunConfig, placement: RankPlacement) -> None:
@@ -41,7 +42,7 @@ def join_world(config: RunConfig, placement: RankPlacement, cuda_backend: str = 
     parallel = config.trainer.parallel
     if placement.world_size != parallel.world_size:
         raise TrainerError(
-            f"the world has {placement.world_size} ranks, but tensor * pipeline * context * data is "
+            f"the world has {counted(placement.world_size, 'rank')}, but tensor * pipeline * context * data is "
             f"{parallel.world_size}",
             code="world-size",
             who=f"rank {placement.rank}",

@@ -14,6 +14,7 @@ from slime_like.observability.curve import running_mean, smoothing_window
 from slime_like.observability.metrics import METRICS_FILE, current_records, read_lines, read_metrics, series
 from slime_like.observability.names import ACCURACY, LOSS, REWARD, ROLLOUT_SPEED, STEP_TIME
 from slime_like.observability.tables import TOKEN_TABLE
+from slime_like.system.words import counted
 
 CONFIG_FILE = "config.yaml"
 # A page with more rows than this is slow to open; the newest are the ones people look for.
@@ -115,12 +116,12 @@ def _layout(trainer: Mapping[str, Any]) -> str:
     ranks = prod(axes.values())
     layout = " x ".join(f"{short}{size}" for short, size in axes.items())
     expert = f", EP{sizes['expert']}" if sizes.get("expert", 1) > 1 else ""
-    return _joined(trainer.get("backend"), f"{layout}{expert} ({_count(ranks, 'rank')})")
+    return _joined(trainer.get("backend"), f"{layout}{expert} ({counted(ranks, 'rank')})")
 
 
 def _engine(rollout: Mapping[str, Any]) -> str:
     sampling = f"{rollout.get('prompts_per_step')} prompts x {rollout.get('samples_per_prompt')} samples a step"
-    engines = f"{_count(rollout.get('num_engines', 1), 'engine')} of TP{rollout.get('tensor', 1)}"
+    engines = f"{counted(rollout.get('num_engines', 1), 'engine')} of TP{rollout.get('tensor', 1)}"
     return _joined(rollout.get("engine"), engines, sampling)
 
 
@@ -140,12 +141,12 @@ def _results(run: RunData) -> list[tuple[str, str]]:
     if rewards:
         window = min(smoothing_window(len(rewards)), len(rewards))
         means = running_mean(rewards, window)
-        text = f"{means[window - 1]:.3f} → {means[-1]:.3f} (first and last {_count(window, 'step')})"
-        alone = f"{means[-1]:.3f} (of {_count(window, 'step')})"
+        text = f"{means[window - 1]:.3f} → {means[-1]:.3f} (first and last {counted(window, 'step')})"
+        alone = f"{means[-1]:.3f} (of {counted(window, 'step')})"
         entries.append(("mean reward", text if len(rewards) > window else alone))
     bad = run.non_finite_steps(LOSS)
     if bad:
-        entries.append(("loss", f"NaN or infinite at {_count(len(bad), 'step')}, first at step {bad[0]}"))
+        entries.append(("loss", f"NaN or infinite at {counted(len(bad), 'step')}, first at step {bad[0]}"))
     return entries
 
 
@@ -166,10 +167,6 @@ def _speed(run: RunData) -> list[tuple[str, str]]:
 
 def _joined(*parts: Any) -> str:
     return ", ".join(str(part) for part in parts if part is not None)
-
-
-def _count(number: int, noun: str) -> str:
-    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
 # ---------------------------------------------------------------------------------------------------------------- files

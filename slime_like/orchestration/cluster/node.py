@@ -1,9 +1,12 @@
 """The node that a worker runs on, as the cluster knows it."""
 
 import getpass
+import itertools
 import os
 import socket
+import sys
 import tempfile
+from contextlib import suppress
 from pathlib import Path
 
 import ray
@@ -33,6 +36,27 @@ def use_session_directory() -> None:
     os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", f"{tempfile.gettempdir()}/torchinductor_{getpass.getuser()}")
     os.environ["TMPDIR"] = str(session_directory())
     tempfile.tempdir = None  # what was found before
+
+
+def use_log(role: str) -> None:
+    """Have all that this process and its children print go to ROLE.log among the cluster's logs.
+
+    Ray's own files, named after worker ids, keep what was printed before. A process that takes the role of an earlier
+    one writes to ROLE.2.log, the next to ROLE.3.log.
+    """
+    file = open_log(session_directory() / "logs", role)
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()
+        os.dup2(file, stream.fileno())
+    os.close(file)
+
+
+def open_log(directory: Path, role: str) -> int:
+    """Create the first of ROLE.log, ROLE.2.log and so on that does not exist; its file descriptor."""
+    names = itertools.chain([f"{role}.log"], (f"{role}.{number}.log" for number in itertools.count(2)))
+    while True:
+        with suppress(FileExistsError):
+            return os.open(directory / next(names), os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_EXCL, 0o644)
 
 
 def use_cluster_interface(gloo: bool) -> None:

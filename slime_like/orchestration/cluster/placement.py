@@ -23,6 +23,7 @@ from slime_like.orchestration.cluster.bundles import (
     pieces_of,
 )
 from slime_like.system.interrupts import raise_if_interrupted
+from slime_like.system.words import counted
 
 _LOOK_EVERY_S = 0.5
 _PIN = 0.001
@@ -115,7 +116,7 @@ class Placement:
         if there < needed:
             lower = "lower trainer.parallel or rollout.num_engines, or share devices with cluster.placement=colocated"
             raise SlimeLikeError(
-                f"{needed} {self.device}s are needed ({self._num_ranks} trainer ranks, {self._bundles}), the cluster "
+                f"needs {counted(needed, self.device)} ({counted(self._num_ranks, 'trainer rank')}, {self._bundles}), "
                 f"has {there}",
                 code="too-few-devices",
                 who="cluster",

@@ -11,6 +11,7 @@ import ray
 from ray.exceptions import GetTimeoutError, OutOfMemoryError, RayActorError, RayError, RayTaskError
 
 from slime_like.errors import LIKELY_KILLER, ConfigError, SlimeLikeError
+from slime_like.observability.waiting import ignore_answers
 from slime_like.system.interrupts import raise_if_interrupted
 
 _READY_TIMEOUT_S = 60.0
@@ -20,6 +21,9 @@ _LOOK_EVERY_S = 5.0
 """Between looks at whether the user has interrupted."""
 
 _ASK_EVERY_S = 2.0
+
+_ROLE = re.compile(r"(trainer|reference|engine) (?:worker |rank )?(\d+).*")
+"""Of an actor's name in messages; after a restart its log has a number behind that ("engine-0.2.log")."""
 
 _Error = TypeVar("_Error", bound=SlimeLikeError)
 
@@ -36,6 +40,7 @@ def gather(
     timeout_s: float,
     error: type[SlimeLikeError],
     watch: Callable[[], None] = watch_none,
+    left: Callable[[Sequence[str]], None] = ignore_answers,
 ) -> list[Any]:
     """Wait for every reference; the first failure ends the wait.
 
@@ -44,20 +49,23 @@ def gather(
         phase: what they were doing, for messages ("scoring").
         timeout_s: bound on the whole wait, in seconds.
         watch: called every few seconds of waiting; raises where an answer needs a dead worker.
+        left: called with the names that have not answered yet, at first and after every answer.
     """
     waiting = dict(zip(references, names, strict=True))
     values: dict[Any, Any] = {}
     deadline = time.monotonic() + timeout_s
+    left(list(waiting.values()))
     while waiting:
         # One at a time: a dead rank leaves its peers hanging in a collective, so its failure must be seen first.
-        left = max(0.0, deadline - time.monotonic())
-        ready, _ = ray.wait(list(waiting), num_returns=1, timeout=min(left, _LOOK_EVERY_S))
+        remaining = max(0.0, deadline - time.monotonic())
+        ready, _ = ray.wait(list(waiting), num_returns=1, timeout=min(remaining, _LOOK_EVERY_S))
         raise_if_interrupted()
         if ready:
             values[ready[0]] = one(ready[0], waiting.pop(ready[0]), phase=phase, timeout_s=timeout_s, error=error)
+            left(list(waiting.values()))
             continue
         watch()
-        if left <= _LOOK_EVERY_S:
+        if remaining <= _LOOK_EVERY_S:
             late = ", ".join(waiting.values())
             raise error(
                 f"{late} gave no answer within {timeout_s:.0f} s while {phase}",
@@ -82,7 +90,7 @@ def one(
         what = f"{type(original).__name__}: {_first_line(original)}"
         raise error(f"{name} failed while {phase}: {what}", code="worker-failed") from cause
     except RayActorError as cause:
-        raise error(f"{name} died while {phase}: {_death(cause)}", code="worker-died") from cause
+        raise error(f"{name} died while {phase}: {_death(cause, name)}", code="worker-died") from cause
     except OutOfMemoryError as cause:
         raise error(
             f"{name} died while {phase}: {_memory(cause)}",
@@ -105,15 +113,13 @@ def located(original: _Error, name: str, phase: str) -> _Error:
     return same
 
 
-def _death(cause: RayActorError) -> str:
-    """Describe an actor's death, of which Ray reports only the process id."""
+def _death(cause: RayActorError, name: str) -> str:
+    """Describe an actor's death, of which Ray reports only the process id. Its log is named by ``node.use_log``."""
     process = re.search(r"^\s*pid: (\d+)$", str(cause), re.MULTILINE)
     if process is None or "worker process has died" not in str(cause):
         return _first_line(cause)
-    return (
-        f"its process {process[1]} ended without an exception; {LIKELY_KILLER}, and its log is "
-        f"worker-*-{process[1]}.err in worker_logs"
-    )
+    log = _ROLE.sub(r"\1-\2*.log", name)
+    return f"its process {process[1]} ended without an exception; {LIKELY_KILLER}, and its log is {log} in worker_logs"
 
 
 def _memory(cause: OutOfMemoryError) -> str:

@@ -1,7 +1,8 @@
 """Reference workers: trainer ranks that hold the reference's weights and score with the trainer's function."""
 
 import threading
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -10,6 +11,7 @@ from torch import Tensor
 from slime_like.config import RunConfig
 from slime_like.errors import TrainerError
 from slime_like.interfaces import TrainerBackend
+from slime_like.observability.waiting import ignore_answers
 from slime_like.orchestration.cluster.placement import Placement
 from slime_like.orchestration.reference.config import worker_config
 from slime_like.orchestration.rollout.reference_pool import ReferencePool
@@ -77,12 +79,24 @@ def launch_references(config: RunConfig, stack: ExitStack, placement: Placement)
     return workers
 
 
-def reference_pool(config: RunConfig, workers: list[RankedReference]) -> ReferencePool | None:
-    """A pool that each has joined after it loaded its weights; none without workers."""
+def reference_pool(
+    config: RunConfig, workers: list[RankedReference], left: Callable[[Sequence[str]], None] = ignore_answers
+) -> ReferencePool | None:
+    """A pool that each has joined after it loaded its weights; none without workers.
+
+    Args:
+        left: called with the workers that are not ready yet.
+    """
     if not workers:
         return None
+    loading = [worker.name for worker in workers]
+    left(loading)
     with ThreadPoolExecutor(len(workers)) as threads:
-        list(threads.map(RankedReference.setup, workers))
+        setups = {threads.submit(worker.setup): worker.name for worker in workers}
+        for setup in as_completed(setups):
+            setup.result()
+            loading.remove(setups[setup])
+            left(loading)
     pool = ReferencePool(request_tokens(worker_config(config).trainer), config.reference.max_worker_restarts)
     for worker in workers:
         pool.join(worker)

@@ -20,7 +20,7 @@ from slime_like.interfaces import (
     UpdateReceipt,
 )
 from slime_like.interfaces.engine import load_engine
-from slime_like.orchestration.cluster.node import use_cluster_interface, use_session_directory
+from slime_like.orchestration.cluster.node import use_cluster_interface, use_log, use_session_directory
 from slime_like.orchestration.rollout.conversations import Conversations
 
 _TOGETHER_S = 0.001
@@ -63,6 +63,7 @@ class EngineActor:
     """
 
     def __init__(self, config: RunConfig, index: int, shared_devices: str = "") -> None:
+        use_log(f"engine-{index}")
         if shared_devices:  # Ray assigns no device to a colocated engine; CUDA is not initialised yet
             os.environ["CUDA_VISIBLE_DEVICES"] = shared_devices
         use_cluster_interface(gloo=False)  # weights come from other hosts

@@ -10,6 +10,7 @@ from ray.exceptions import RayError
 from slime_like.config import RunConfig
 from slime_like.errors import EngineError
 from slime_like.interfaces import BucketMetadata, EngineHealth, GenerationRequest, UpdateReceipt
+from slime_like.observability.waiting import ignore_answers
 from slime_like.orchestration.cluster.placement import Placement
 from slime_like.orchestration.cluster.ray_calls import gather, watch_none
 from slime_like.orchestration.rollout.engine_actor import EngineActor
@@ -32,11 +33,13 @@ class EngineAnswers:
     timeout_s: float
     watch: Callable[[], None]
 
-    def result(self, timeout_s: float | None = None) -> list[Any]:
+    def result(
+        self, timeout_s: float | None = None, left: Callable[[Sequence[str]], None] = ignore_answers
+    ) -> list[Any]:
         """Wait for all of them, in the order of the engines. Raises ``EngineError``: the first failure."""
         bound = timeout_s or self.timeout_s
         asked, names = list(self.references.values()), list(self.references)
-        return gather(asked, names, phase=self.phase, timeout_s=bound, error=EngineError, watch=self.watch)
+        return gather(asked, names, phase=self.phase, timeout_s=bound, error=EngineError, watch=self.watch, left=left)
 
 
 class EngineGroup:
@@ -80,9 +83,13 @@ class EngineGroup:
         actor = ray.remote(EngineActor).options(**options, max_restarts=0, max_concurrency=10_000)
         return actor.remote(self._config, index, devices)
 
-    def start(self) -> None:
-        """Wait until every engine has loaded the model; bounded by ``rollout.start_timeout_s``."""
-        self._start(range(len(self)), "starting")
+    def start(self, left: Callable[[Sequence[str]], None] = ignore_answers) -> None:
+        """Wait until every engine has loaded the model; bounded by ``rollout.start_timeout_s``.
+
+        Args:
+            left: called with the engines that are not ready yet.
+        """
+        self._start(range(len(self)), "starting", left)
 
     def restart_engines(self, indexes: Sequence[int]) -> None:
         """End these engines, and start others in their places. Raises ``EngineError``: one did not start."""
@@ -93,9 +100,12 @@ class EngineGroup:
             self._actors[index] = self._new_actor(index)
         self._start(indexes, "starting again")
 
-    def _start(self, indexes: Iterable[int], phase: str) -> None:
+    def _start(
+        self, indexes: Iterable[int], phase: str, left: Callable[[Sequence[str]], None] = ignore_answers
+    ) -> None:
         # The engine bounds its start; the slack here is for the actor's imports.
-        self.call("start", phase=phase, timeout_s=self._config.rollout.start_timeout_s + 120, indexes=indexes)
+        bound = self._config.rollout.start_timeout_s + 120
+        self._ask("start", phase=phase, indexes=indexes).result(bound, left)
 
     @staticmethod
     def is_alive(actor: Any) -> bool:

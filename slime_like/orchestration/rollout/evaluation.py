@@ -8,11 +8,14 @@ from typing import Any
 from slime_like.algorithms.pass_at_k import mean_pass_at_k, powers_up_to
 from slime_like.config import RunConfig
 from slime_like.data.prompts import Prompt, PromptSource
+from slime_like.observability.progress import Progress
 from slime_like.observability.records import EvaluationRecord
+from slime_like.orchestration.rollout.failures import failure_text
 from slime_like.orchestration.rollout.manager import RolloutManager
 from slime_like.orchestration.rollout.requests import build_requests, evaluation_sampling, to_group
 from slime_like.orchestration.rollout.scoring import Scorer
 from slime_like.sandbox.rewards.pool import RewardOutcome
+from slime_like.system.words import counted
 from slime_like.trajectory import UnscoredTrajectory
 
 
@@ -36,21 +39,32 @@ class Evaluator:
         self._sampling = evaluation_sampling(config)
         self._datasets = datasets
 
-    def run(self, step: int) -> EvaluationResult:
+    def run(self, step: int, progress: Progress) -> EvaluationResult:
         """Sample and score every prompt under the weights that the engines serve."""
         prompts = [prompt for dataset in self._datasets.values() for prompt in dataset]
         samples = self._config.evaluation.samples_per_prompt
         requests = build_requests(prompts, self._sampling, samples, self._config.seed, f"evaluation-{step}")
         temperature = self._sampling.temperature or 1.0
-        groups = [
-            to_group(prompt, answer, temperature).trajectories
-            for prompt, answer in zip(prompts, self._engines.generate(requests), strict=True)
-        ]
-        outcomes = iter(self._scorer.outcomes([trajectory for group in groups for trajectory in group]))
-        samples_of = [[(trajectory, next(outcomes)) for trajectory in group] for group in groups]
+        with progress.waiting("evaluating", len(prompts), "prompt") as waiting:
+            answers = self._engines.generate(requests, waiting.reach)
+            groups = [
+                to_group(prompt, answer, temperature).trajectories
+                for prompt, answer in zip(prompts, answers, strict=True)
+            ]
+            outcomes = self._scorer.outcomes([trajectory for group in groups for trajectory in group])
+        if failure := _failure_note(outcomes):
+            progress.note(failure)
+        remaining_outcomes = iter(outcomes)
+        samples_of = [[(trajectory, next(remaining_outcomes)) for trajectory in group] for group in groups]
         remaining = iter(samples_of)
         results = {name: _figures([next(remaining) for _ in dataset]) for name, dataset in self._datasets.items()}
         return EvaluationResult(_figures(samples_of), results if len(results) > 1 else {})
+
+
+def _failure_note(outcomes: Sequence[RewardOutcome]) -> str | None:
+    failures = [outcome.metadata for outcome in outcomes if "reason" in outcome.metadata]
+    what = f"evaluation: scoring failed for {len(failures)} of {counted(len(outcomes), 'response')}"
+    return f"{what} ({failure_text(failures)}); they count as unsolved" if failures else None
 
 
 def dataset_names(files: Sequence[Path]) -> list[str]:
@@ -87,5 +101,6 @@ def _figures(prompts: Sequence[Sequence[tuple[UnscoredTrajectory, RewardOutcome]
         pass_at={k: mean_pass_at_k(successes, k) for k in powers_up_to(len(prompts[0]))},
         num_responses=len(responses),
         response_length_mean=sum(response.sampled_len for response in responses) / len(responses),
+        scoring_failures=sum("reason" in outcome.metadata for samples in prompts for _, outcome in samples),
         truncated_fraction=sum(response.finish_reason == "length" for response in responses) / len(responses),
     )

@@ -14,12 +14,13 @@ from slime_like.orchestration.rollout.scoring import RewardedGroup
 from slime_like.orchestration.rollout.staleness import StalenessGate
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _Issued:
     """A group under way, and the weights that its first token may be sampled by at the earliest."""
 
     prompt: Prompt
     version: int
+    is_sampled: bool = False
 
 
 class GroupStore:
@@ -64,6 +65,12 @@ class GroupStore:
         with self.changed:
             return len(self._under_way), len(self._ready)
 
+    def sampled(self) -> int:
+        """Groups of the next batch whose samples are there."""
+        with self.changed:
+            there = len(self._ready) + sum(issued.is_sampled for issued in self._under_way.values())
+            return self._gate.taken + min(self._gate.room, there)
+
     # -------------------------------------------------------------------------------------------------------- changes
     def issue(self) -> list[Prompt]:
         """Issue as many prompts as the bound on staleness allows; those restored from a checkpoint come first."""
@@ -85,6 +92,9 @@ class GroupStore:
 
     def generated(self, group_ids: Sequence[int]) -> None:
         """Record groups whose samples have all come back."""
+        with self.changed:
+            for group_id in group_ids:
+                self._under_way[group_id].is_sampled = True
         self._ledger.generated(group_ids, self.version)
 
     def add_ready(self, groups: Sequence[RewardedGroup]) -> None:

@@ -7,13 +7,14 @@ import threading
 import time
 import uuid
 from collections import deque
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from slime_like.config import RunConfig
 from slime_like.errors import EngineError
 from slime_like.interfaces import Generation, GenerationRequest
+from slime_like.observability.waiting import ignore_answers
 from slime_like.orchestration.cluster.ray_calls import located, one
 from slime_like.orchestration.rollout.engine_actor import Answer
 from slime_like.orchestration.rollout.routing import LeastLoaded
@@ -60,8 +61,13 @@ class RolloutManager:
         """A client without requests."""
         return EngineClient(self)
 
-    def generate(self, requests: Sequence[GenerationRequest]) -> list[list[Generation]]:
+    def generate(
+        self, requests: Sequence[GenerationRequest], answered: Callable[[int], None] = ignore_answers
+    ) -> list[list[Generation]]:
         """All responses of every request, in the order of the requests. Call where the weight sync may be used.
+
+        Args:
+            answered: called with the number of requests that are answered, whenever it may have changed.
 
         Raises:
             EngineError: an engine refused, a request outlived ``rollout.request_timeout_s``, or no restart is left for
@@ -77,6 +83,7 @@ class RolloutManager:
                 answers |= {request.request_id: found for request, found in client.poll(_POLL_S)}
             except NoEngineLeft:
                 self.supervisor.revive()
+            answered(len(answers))
         return [answers[request.request_id] for request in requests]
 
 

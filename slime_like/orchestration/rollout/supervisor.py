@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from slime_like.errors import EngineError
+from slime_like.observability.waiting import ignore_answers
 from slime_like.orchestration.rollout.engine_group import EngineGroup
 
 
@@ -56,9 +57,13 @@ class EngineSupervisor:
         self._living: set[int] = set()
         self._dead: dict[int, EngineError] = {}  # by engine: those that have not been replaced
 
-    def start(self) -> None:
-        """Wait until every engine has loaded the model; all of them serve."""
-        self.engines.start()
+    def start(self, left: Callable[[Sequence[str]], None] = ignore_answers) -> None:
+        """Wait until every engine has loaded the model; all of them serve.
+
+        Args:
+            left: called with the engines that are not ready yet.
+        """
+        self.engines.start(left)
         self._add(range(len(self.engines)))
         self.admit()
 

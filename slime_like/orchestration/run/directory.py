@@ -13,9 +13,11 @@ from slime_like.errors import ConfigError, SlimeLikeError
 from slime_like.observability.metrics import METRICS_FILE
 from slime_like.orchestration.run.lock import LOCK_FILE, RunLock
 from slime_like.orchestration.trainer.checkpoints import Checkpoint, latest_checkpoint
+from slime_like.system.words import counted
 
 CONFIG_FILE = "config.yaml"
 SUMMARY_FILE = "summary.json"
+DRIVER_LOG = "driver.log"
 """Closing figures: the file exists only if the run finished."""
 
 EXPORT = "hf"
@@ -83,6 +85,31 @@ def record_settings(config: RunConfig, checkpoint: Checkpoint) -> list[str]:
     return changed
 
 
+def measured_otherwise_until(config: RunConfig) -> int:
+    """Last step whose held-out accuracy is not comparable with this start's; 0 where all of the run's are.
+
+    An earlier start of the run had another first reward function, or others of the settings that it depends on.
+    """
+    until = 0
+    for path in config.run_dir.glob("config.until-step-*.yaml"):
+        try:
+            is_same = _measured_by(load_config(path, [])) == _measured_by(config)
+        except ConfigError:  # written by another version: unknown
+            is_same = False
+        until = until if is_same else max(until, int(path.stem.rpartition("-")[2]))
+    return until
+
+
+def _measured_by(config: RunConfig) -> tuple[object, ...]:
+    return (
+        [function.model_dump(include={"name", "options"}) for function in config.reward.functions[:1]],
+        config.evaluation.model_dump(exclude={"every"}),
+        config.data.model_dump(exclude={"train", "shuffle"}),
+        config.rollout.environment,
+        config.rollout.max_new_tokens,
+    )
+
+
 def _lies_in_run_dir(config: RunConfig, checkpoint: Checkpoint | None) -> bool:
     return checkpoint is not None and checkpoint.path.is_relative_to(config.run_dir.resolve())
 
@@ -96,8 +123,8 @@ def _require_resumable(checkpoint: Checkpoint, config: RunConfig) -> None:
     if has_finished and _lies_in_run_dir(config, checkpoint):
         longer = "" if depends_on_length(config) else "raise steps, "
         raise ConfigError(
-            f"steps={config.steps}: the run in {config.run_dir} has finished {checkpoint.step} steps; {longer}"
-            "choose another run_dir, or set resume: never to start over"
+            f"steps={config.steps}: the run in {config.run_dir} has finished {counted(checkpoint.step, 'step')}; "
+            f"{longer}choose another run_dir, or set resume: never to start over"
         )
     if changed := _changed_schedule(checkpoint, config):
         raise ConfigError(
@@ -120,7 +147,7 @@ def _require_nothing_read_there(config: RunConfig) -> None:
     place = config.run_dir.resolve()
     values = {name: attrgetter(name)(config) for name in _READ}
     inside = [
-        f"{name}={path}: lies in run_dir={config.run_dir}, whose earlier run would be moved aside with it; give "
+        f"{name}={path}: is inside run_dir={config.run_dir}, whose earlier run would be renamed with it; give "
         "another run_dir"
         for name, paths in values.items()
         for path in (paths if isinstance(paths, tuple) else (paths,))
@@ -169,7 +196,7 @@ def _keep_config(config: RunConfig, step: int) -> list[str]:
     try:
         before = load_config(path, [])
     except ConfigError as error:
-        changed = [f"what {path} says is no longer understood ({error.problems[0]})"]
+        changed = [f"{path} can no longer be read ({error.problems[0]})"]
     else:
         names = [name for name in all_fields() if name not in ("resume", "run_dir", "cluster.address")]
         values = {name: (attrgetter(name)(before), attrgetter(name)(config)) for name in names}

@@ -68,12 +68,16 @@ def start_engines(
     engines, rewards = launch_engines(config, stack, placement, progress.note, shared_devices, watch)
     supervisor = engines.supervisor
     workers = launch_references(config, stack, placement)
-    trainers.setup()
-    rewards.start()
+    with progress.waiting("trainer ranks", len(trainers)) as waiting:
+        trainers.setup(waiting.left)
+    with progress.waiting("starting reward workers"):
+        rewards.start()
     if colocated:
         trainers.offload()
-    supervisor.start()
-    references = reference_pool(config, workers)
+    with progress.waiting("engines", len(supervisor.engines)) as waiting:
+        supervisor.start(waiting.left)
+    with progress.waiting("reference workers", len(workers)) as waiting:
+        references = reference_pool(config, workers, waiting.left)
     if references is not None:
         stack.callback(references.close)
     if not colocated:

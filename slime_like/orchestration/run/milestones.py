@@ -8,9 +8,11 @@ from slime_like.checks.earlier_run import BACKEND
 from slime_like.interfaces import TrainerBackend
 from slime_like.observability.metrics import METRICS_FILE, read_metrics, series
 from slime_like.observability.names import ACCURACY
-from slime_like.orchestration.run.directory import EXPORT, SUMMARY_FILE
+from slime_like.orchestration.run.directory import EXPORT, SUMMARY_FILE, measured_otherwise_until
 from slime_like.orchestration.run.recorder import StepRecorder
 from slime_like.orchestration.run.run import Run
+
+_WRITING = "writing the checkpoint"
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,13 +21,15 @@ class TrainSummary:
 
     Attributes:
         accuracy_before, accuracy_after: held-out accuracy before the first and after the last step; ``None`` without
-            evaluation.
+            evaluation, the former also where ``measured_otherwise_until`` is not 0.
+        measured_otherwise_until: last step of starts whose accuracy depends on other settings (reward, held-out files).
         tokens_per_second: response tokens trained on per second of training steps.
         wall_s: the whole run, start-up included.
     """
 
     accuracy_before: float | None
     accuracy_after: float | None
+    measured_otherwise_until: int
     tokens_per_second: float
     wall_s: float
     files: dict[str, Path]
@@ -64,7 +68,7 @@ class Milestones:
     def finish(self, wall_s: float) -> TrainSummary:
         """Export the model, draw the curves, and write and return the summary, after the last step."""
         run, config = self._run, self._run.config
-        self._report_saved(run.checkpoints.finish())
+        self._finish_save()
         self._recorder.finish()
         files = {"metrics": config.run_dir / METRICS_FILE, "checkpoint": config.run_dir / "checkpoints" / "latest"}
         if config.logging.tensorboard:
@@ -73,17 +77,20 @@ class Milestones:
             files["hugging face model"] = config.run_dir / EXPORT
             run.devices.training()
             phase = "writing the Hugging Face model"
-            run.trainers.ranks.call(phase, TrainerBackend.export_hf, files["hugging face model"])
+            with run.progress.waiting(phase):
+                run.trainers.ranks.call(phase, TrainerBackend.export_hf, files["hugging face model"])
         files |= self._recorder.draw(files["metrics"], config.run_dir)
         accuracies = series(read_metrics(files["metrics"]), ACCURACY)[1]  # also those of before a resume
         before, after = (accuracies[0], accuracies[-1]) if accuracies else (None, None)
-        summary = TrainSummary(before, after, self._recorder.tokens_per_second, wall_s, files)
+        until = measured_otherwise_until(config)
+        before = before if until == 0 else None
+        summary = TrainSummary(before, after, until, self._recorder.tokens_per_second, wall_s, files)
         text = json.dumps({"steps": config.steps, **asdict(summary)}, indent=1, default=str) + "\n"
         (config.run_dir / SUMMARY_FILE).write_text(text, encoding="utf-8")
         return summary
 
     def _evaluate(self, step: int) -> None:
-        if metrics := self._run.rollout.evaluate(step):
+        if metrics := self._run.rollout.evaluate(step, self._run.progress):
             self._run.metrics.log(step, metrics)
             self._run.progress.update(step, metrics)
 
@@ -92,10 +99,17 @@ class Milestones:
         run.devices.training()
         state = run.rollout.state_dict() | run.reference.state_dict() | {BACKEND: config.trainer.backend}
         if not config.checkpoint.async_save:
-            self._report_saved(run.checkpoints.save(step, state))
+            with run.progress.waiting(_WRITING):
+                saved = run.checkpoints.save(step, state)
+            self._report_saved(saved)
             return
-        self._report_saved(run.checkpoints.finish())
+        self._finish_save()
         run.checkpoints.start(step, state)
+
+    def _finish_save(self) -> None:
+        with self._run.progress.waiting(_WRITING):
+            committed = self._run.checkpoints.finish()
+        self._report_saved(committed)
 
     def _report_saved(self, checkpoint: Path | None) -> None:
         if checkpoint is not None:

@@ -27,13 +27,13 @@ from slime_like.orchestration.rollout.colocation import Turns
 from slime_like.orchestration.rollout.evaluation import Evaluator, held_out
 from slime_like.orchestration.rollout.scoring import Scorer
 from slime_like.orchestration.rollout.source import source_class
-from slime_like.orchestration.run.directory import find_checkpoint, make_run_dir, record_settings
+from slime_like.orchestration.run.directory import DRIVER_LOG, find_checkpoint, make_run_dir, record_settings
 from slime_like.orchestration.run.engines import require_servable, start_engines
 from slime_like.orchestration.run.lock import RunLock
 from slime_like.orchestration.run.rollout_side import EngineSide, RolloutSide
 from slime_like.orchestration.run.run import Run
 from slime_like.orchestration.run.sources import DemonstrationSource, DumpedSource
-from slime_like.orchestration.run.start_notes import algorithm_notes, core_notes, data_notes
+from slime_like.orchestration.run.start_notes import algorithm_notes, core_notes, data_notes, precision_notes
 from slime_like.orchestration.trainer.batcher import ExperienceBatcher
 from slime_like.orchestration.trainer.checkpoints import Checkpoint, CheckpointStore, latest_checkpoint
 from slime_like.orchestration.trainer.group import TrainerGroup
@@ -43,7 +43,8 @@ from slime_like.weights.transports.registry import transport_of
 
 @contextmanager
 def open_run(config: RunConfig) -> Iterator[Run]:
-    """A run, open inside. What a failure inside has left written is kept, and the resume point is reported.
+    """A run, open inside. What a failure inside has left written is kept, and its exception gets the resume point as a
+    note.
 
     Raises:
         SlimeLikeError: in one sentence; every process has ended by then.
@@ -52,10 +53,10 @@ def open_run(config: RunConfig) -> Iterator[Run]:
         run = _open(config, stack)
         try:
             yield run
-        except BaseException:
+        except BaseException as error:
             run.checkpoints.rescue()
             if (latest := latest_checkpoint(config.run_dir)) is not None:
-                run.progress.note(f"restart with --resume auto to resume from {latest.resolve()}")
+                error.add_note(f"restart with --resume auto to resume from {latest.resolve()}")
             raise
 
 
@@ -87,7 +88,8 @@ def _open_supervised(base: _Base) -> Run:
 def _without_engines(base: _Base, side: RolloutSide, *notes: str) -> Run:
     placed = base.place("starting Ray and trainers", *notes)
     placed.launch_trainers()
-    placed.trainers.setup()
+    with placed.progress.waiting("trainer ranks", len(placed.trainers)) as waiting:
+        placed.trainers.setup(waiting.left)
     return placed.run(side, Turns(), Reference(base.config, placed.trainers))
 
 
@@ -104,7 +106,8 @@ def _open_rl(base: _Base) -> Run:
     placed.launch_trainers()
     engines, rewards, pool, devices = start_engines(config, stack, placement, trainers, progress)
     sync = WeightSync(config, trainers.export, engines.supervisor, placement, devices, placed.run_name)
-    sync.connect()
+    with progress.waiting("connecting trainers and engines"):
+        sync.connect()
     scorer = Scorer(config, rewards, base.tokenizer)
     ledger = Ledger.begin(config.run_dir)
     stack.callback(ledger.close)
@@ -112,7 +115,7 @@ def _open_rl(base: _Base) -> Run:
     source = source_class(config)(config, prompts, engines.client(), scorer, devices, ledger, engines.supervisor, pool)
     stack.callback(source.close)
     evaluator = Evaluator(config, engines, scorer, datasets) if datasets else None
-    side = EngineSide(source, prompts, sync, ledger, evaluator, devices, pool)
+    side = EngineSide(source, prompts, config.rollout.prompts_per_step, sync, ledger, evaluator, devices, pool)
     return placed.run(side, devices, Reference(config, trainers, pool))
 
 
@@ -150,14 +153,17 @@ class _Base:
         finished = 0 if self.checkpoint is None else self.checkpoint.step
         metrics = MetricLogger(config.logging, config.run_dir, finished)
         stack.callback(metrics.close)
-        progress = stack.enter_context(Progress(config.logging.progress, config.steps))
+        log = stack.enter_context((config.run_dir / DRIVER_LOG).open("a", encoding="utf-8"))
+        progress = stack.enter_context(Progress(config.logging.progress, config.steps, log=log))
         moved = f"the earlier run of {config.run_dir} is now {aside}" if aside is not None else ""
-        for note in filter(None, (self.lock.warning, moved, *notes, *algorithm_notes(config), start)):
+        precision = precision_notes(config) if config.model.weights is None else ()
+        for note in filter(None, (self.lock.warning, moved, *notes, *algorithm_notes(config), *precision, start)):
             progress.note(note)
         bucket_directories = [config.sync.directory] if config.sync.directory else []
         logs, slots = config.run_dir / "worker_logs", sum(bundle_sizes(config))
-        cluster = stack.enter_context(Cluster(config.cluster, logs, slots, bucket_directories))
-        placement = stack.enter_context(Placement(config))
+        with progress.waiting("starting Ray"):
+            cluster = stack.enter_context(Cluster(config.cluster, logs, slots, bucket_directories))
+            placement = stack.enter_context(Placement(config))
         if placement.device == "CPU":
             crowded = core_notes(config) if placement.num_nodes == 1 else ()
             for note in (operators_note(config.trainer.cpu_kernels), *crowded):
@@ -210,8 +216,9 @@ class _Placed:
 
 def _restore(run: Run, checkpoint: Checkpoint) -> None:
     run.rollout.restore(checkpoint)
-    run.trainers.ranks.call("loading a checkpoint", TrainerBackend.load, checkpoint.trainer)
-    run.reference.restore(checkpoint)
+    with run.progress.waiting("loading the checkpoint"):
+        run.trainers.ranks.call("loading a checkpoint", TrainerBackend.load, checkpoint.trainer)
+        run.reference.restore(checkpoint)
     run.progress.note(f"resumed from {checkpoint.path} after step {checkpoint.step}")
     if changed := record_settings(run.config, checkpoint):
         run.progress.note(f"settings that differ from the earlier start: {'; '.join(changed)}")

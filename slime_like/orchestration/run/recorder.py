@@ -14,10 +14,12 @@ from slime_like.observability.names import step_metrics
 from slime_like.observability.phases import PhaseTimes
 from slime_like.observability.records import RewardRecord, RolloutRecord, StepRecord
 from slime_like.observability.tables import SAMPLE_TABLE, TOKEN_TABLE, Decode, Row, per_sample_rows, per_token_rows
+from slime_like.orchestration.rollout.failures import by_reason, failure_text
 from slime_like.orchestration.run.rollout_side import RolloutFigures
 from slime_like.orchestration.run.run import Run
 from slime_like.orchestration.run.step import TrainedStep
 from slime_like.orchestration.trainer.group_training import GroupTraining
+from slime_like.system.words import counted
 from slime_like.trajectory import GRPOStats, ScoredTrajectory
 
 # Asking every rank for its memory costs a round trip; peaks do not change every step.
@@ -105,13 +107,17 @@ class ResponseRecorder(StepRecorder):
         tables = run.config.run_dir / "tables" / f"{SAMPLE_TABLE}.jsonl"
         self._flat_steps = FlatSteps(str(tables) if run.config.debug.samples_per_step else None)
         self._truncation = Truncation(run.config.rollout.max_new_tokens)
+        self._failures: list[str] = []
+        self._responses = 0
 
     def sampled(
         self, step: int, trajectories: Sequence[ScoredTrajectory], times: PhaseTimes, figures: RolloutFigures
     ) -> tuple[RewardRecord, RolloutRecord]:
         functions = self._run.config.reward.functions
         failures = [t.reward_metadata["reason"] for t in trajectories if "reason" in t.reward_metadata]
-        self.note(_failure_note(step, trajectories, failures) if failures else None)
+        self._failures += failures
+        self._responses += len(trajectories)
+        self.note(_failure_note(step, trajectories) if failures else None)
         rewards = RewardRecord(
             func_names=[function.label for function in functions],
             weights=[function.weight for function in functions],
@@ -149,6 +155,9 @@ class ResponseRecorder(StepRecorder):
 
     def finish(self) -> None:
         self.note(self._flat_steps.at_end())
+        if self._failures:
+            share = f"{len(self._failures)} of {counted(self._responses, 'response')}"
+            self.note(f"all steps: scoring failed for {share} ({by_reason(self._failures)}); they got reward 0")
 
     def draw(self, metrics: Path, run_dir: Path) -> dict[str, Path]:
         curve = run_dir / "reward_curve.png"
@@ -195,13 +204,12 @@ def _spread_over_prompts(trajectories: Sequence[ScoredTrajectory]) -> list[Score
     return sorted(trajectories, key=turn)
 
 
-def _failure_note(step: int, trajectories: Sequence[ScoredTrajectory], failures: Sequence[str]) -> str:
-    reasons = ", ".join(f"{failures.count(reason)} by {reason}" for reason in sorted(set(failures)))
-    details = [t.reward_metadata["detail"] for t in trajectories if "detail" in t.reward_metadata]
-    reasons += f", first: {details[0]}" if details else ""
+def _failure_note(step: int, trajectories: Sequence[ScoredTrajectory]) -> str:
+    metadata = [trajectory.reward_metadata for trajectory in trajectories]
+    failures = sum("reason" in entry for entry in metadata)
     return (
-        f"step {step}, reward: scoring failed for {len(failures)} of {len(trajectories)} responses "
-        f"({reasons}); they got reward 0"
+        f"step {step}, reward: scoring failed for {failures} of {counted(len(trajectories), 'response')} "
+        f"({failure_text(metadata)}); they got reward 0"
     )
 
 

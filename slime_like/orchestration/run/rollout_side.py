@@ -1,6 +1,7 @@
 """Source of a run's trajectories, weights for engines, and the prompts' state in checkpoints."""
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -8,6 +9,7 @@ from slime_like.data.ledger import FILE_NAME as LEDGER
 from slime_like.data.ledger import Ledger
 from slime_like.data.prompts import PromptSource
 from slime_like.observability.names import evaluation_metrics
+from slime_like.observability.progress import Progress
 from slime_like.observability.records import ReferenceRecord, SyncRecord
 from slime_like.orchestration.rollout.colocation import Turns
 from slime_like.orchestration.rollout.evaluation import Evaluator
@@ -55,6 +57,10 @@ class RolloutSide:
     def start(self, version: int) -> None:
         """Make engines serve the trainers' weights as ``version``, before the first step."""
 
+    def sampling(self, progress: Progress) -> AbstractContextManager[object]:
+        """Show how many groups of the next step are sampled, inside."""
+        return nullcontext()
+
     def sync(self, version: int) -> None:
         """Make engines serve the weights of step ``version``, after its update."""
 
@@ -64,7 +70,7 @@ class RolloutSide:
     def restore(self, checkpoint: Checkpoint) -> None:
         """Go on from where ``checkpoint`` was written."""
 
-    def evaluate(self, step: int) -> Metrics:
+    def evaluate(self, step: int, progress: Progress) -> Metrics:
         """Held-out accuracy under the current weights; empty without an evaluation file."""
         return {}
 
@@ -83,6 +89,7 @@ class EngineSide(RolloutSide):
         self,
         source: RolloutSource,
         prompts: PromptSource,
+        prompts_per_step: int,
         sync: WeightSync,
         ledger: Ledger,
         evaluator: Evaluator | None,
@@ -91,6 +98,7 @@ class EngineSide(RolloutSide):
     ) -> None:
         super().__init__(source, source.store.state_dict)
         self._prompts = prompts
+        self._prompts_per_step = prompts_per_step
         self._sync = sync
         self._ledger = ledger
         self._evaluator = evaluator
@@ -101,6 +109,9 @@ class EngineSide(RolloutSide):
     def start(self, version: int) -> None:
         self.sync(version)
         self.source.synced(version)
+
+    def sampling(self, progress: Progress) -> AbstractContextManager[object]:
+        return progress.waiting("sampling", self._prompts_per_step, "group", self.source.store.sampled)
 
     def sync(self, version: int) -> None:
         self._report = self._sync.run(version)
@@ -113,11 +124,11 @@ class EngineSide(RolloutSide):
         self.source.store.load_state_dict({**checkpoint.state, "data": checkpoint.data_position()})
         self._ledger.restore(checkpoint.file(LEDGER), checkpoint.state.get("ledger_events"))
 
-    def evaluate(self, step: int) -> Metrics:
+    def evaluate(self, step: int, progress: Progress) -> Metrics:
         if self._evaluator is None:
             return {}
         self._devices.generation()
-        result = self._evaluator.run(step)
+        result = self._evaluator.run(step, progress)
         metrics = evaluation_metrics(result.overall)
         for name, record in result.datasets.items():
             metrics |= evaluation_metrics(record, name)

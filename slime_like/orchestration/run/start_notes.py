@@ -2,9 +2,12 @@
 
 import os
 from collections.abc import Iterator
+from contextlib import suppress
 
 from slime_like.config import RunConfig
 from slime_like.data.prompts import PromptSource
+from slime_like.models.weight_files import WeightFilesError, stored_dtype
+from slime_like.system.words import counted
 
 _GSPO_LARGE = 0.01
 """The paper's bounds are 3e-4 and 4e-4 (arXiv:2507.18071, section 5.1), PPO's 0.2."""
@@ -20,7 +23,7 @@ def data_notes(config: RunConfig, prompts: PromptSource) -> Iterator[str]:
         )
     wanted = config.rollout.prompts_per_step
     if rows < wanted:
-        yield f"{rows} rows for rollout.prompts_per_step={wanted}: a step takes rows more than once"
+        yield f"{counted(rows, 'row')} for rollout.prompts_per_step={wanted}: a step takes rows more than once"
 
 
 def algorithm_notes(config: RunConfig) -> Iterator[str]:
@@ -38,10 +41,21 @@ def algorithm_notes(config: RunConfig) -> Iterator[str]:
         yield f"algorithm.minibatches={minibatches} cuts {prompts} prompts unevenly: {sizes} in each optimizer step"
 
 
+def precision_notes(config: RunConfig) -> Iterator[str]:
+    """Weights of ``model.path`` that are computed in fewer bits than they are stored in."""
+    with suppress(WeightFilesError):  # where they are needed, this is an error of its own
+        stored, computed = stored_dtype(config.model.path), config.model.dtype
+        if computed == "bfloat16" and stored in ("float16", "float32", "float64"):
+            yield (
+                f"model.dtype={computed}: the weights of {config.model.path} are stored in {stored} and computed in "
+                f"{computed}; set model.dtype: float32 to compute in that"
+            )
+
+
 def core_notes(config: RunConfig) -> Iterator[str]:
     """More processes that compute at the same time than cores; for CPUs."""
     cores = len(os.sched_getaffinity(0))
     engine_ranks = 0 if config.supervised else config.rollout.num_engines * config.rollout.tensor
     for number, what in ((config.trainer.parallel.world_size, "trainer ranks"), (engine_ranks, "engine ranks")):
         if number > cores:
-            yield f"{number} {what} share {cores} cores: each waits for the others"
+            yield f"{number} {what} share {counted(cores, 'core')}: each waits for the others"

@@ -25,13 +25,15 @@ def trainers_alone(config: RunConfig) -> Iterator[TrainerGroup]:
 
 @contextmanager
 def run_directory(path: Path, temporary: bool) -> Iterator[Path]:
-    """``path``, made if needed. A temporary one goes when all went well or was refused, and stays for the logs of a
-    failure."""
+    """``path``, made if needed. A temporary one goes when all went well or was refused; it stays for the logs of a
+    failure, whose exception gets a note that names it."""
     path.mkdir(mode=0o700 if temporary else 0o777, parents=True, exist_ok=not temporary)
     try:
         yield path
     except BaseException as error:
-        temporary = temporary and isinstance(error, ConfigError)
+        if temporary and not isinstance(error, ConfigError):
+            temporary = False
+            error.add_note(f"the logs stay in {path}; remove it when they are read")
         raise
     finally:
         if temporary:

@@ -17,6 +17,7 @@ from slime_like.config import RunConfig
 from slime_like.data.token_budget import TokenBudget
 from slime_like.errors import DataError
 from slime_like.models.dimensions import ModelDimensions
+from slime_like.system.words import counted
 from slime_like.trajectory import PackedTrajectory, ScoredTrajectory
 
 Window = list[list[PackedTrajectory]]
@@ -103,7 +104,7 @@ class ExperienceBatcher:
         """
         if len(sequences) < self._replicas and not replicas_served:
             raise DataError(
-                f"a minibatch has {len(sequences)} sequences for {self._replicas} data-parallel replicas",
+                f"a minibatch has {counted(len(sequences), 'sequence')} for {self._replicas} data-parallel replicas",
                 code="too-few-sequences",
                 remedy="raise rollout.prompts_per_step or lower algorithm.minibatches or trainer.parallel.data",
             )
@@ -190,7 +191,7 @@ def split_by_group(trajectories: Sequence[ScoredTrajectory], parts: int) -> list
     groups = list(by_group.values())
     if len(groups) < parts:
         raise DataError(
-            f"{len(groups)} groups cannot be split into algorithm.minibatches={parts}",
+            f"{counted(len(groups), 'group')} cannot be split into algorithm.minibatches={parts}",
             code="too-few-groups",
             remedy="lower it",
         )

@@ -10,6 +10,7 @@ import ray
 
 from slime_like.errors import TrainerError
 from slime_like.interfaces import RankCoordinates
+from slime_like.observability.waiting import ignore_answers
 from slime_like.orchestration.cluster.ray_calls import gather, one
 
 P = ParamSpec("P")
@@ -46,19 +47,22 @@ class Answers(Generic[T]):
         self._phase = phase
         self._references = references
 
-    def result(self, timeout_s: float | None = None) -> list[T]:
+    def result(self, timeout_s: float | None = None, left: Callable[[Sequence[str]], None] = ignore_answers) -> list[T]:
         """Wait for all ranks, at most ``trainer.step_timeout_s`` unless another bound is given.
+
+        Args:
+            left: see ``slime_like.orchestration.cluster.ray_calls.gather``.
 
         Raises:
             TrainerError: this call or one that was deferred has failed, or is late.
         """
         self._calls.settle(timeout_s)
-        return self.gather(timeout_s)
+        return self.gather(timeout_s, left)
 
-    def gather(self, timeout_s: float | None = None) -> list[T]:
+    def gather(self, timeout_s: float | None = None, left: Callable[[Sequence[str]], None] = ignore_answers) -> list[T]:
         """Wait for the results without checking deferred calls."""
         bound = timeout_s or self._calls.timeout_s
-        return gather(self._references, self._names, phase=self._phase, timeout_s=bound, error=TrainerError)
+        return gather(self._references, self._names, phase=self._phase, timeout_s=bound, error=TrainerError, left=left)
 
     def is_answered(self) -> bool:
         """Return whether all ranks have answered. Raises the error of a rank that has failed; never waits."""

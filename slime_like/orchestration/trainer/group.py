@@ -2,7 +2,7 @@
 
 import os
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -12,6 +12,7 @@ import ray
 from slime_like.config import RunConfig
 from slime_like.errors import TrainerError
 from slime_like.interfaces import RankCoordinates, RankPlacement, TrainerBackend
+from slime_like.observability.waiting import ignore_answers
 from slime_like.orchestration.cluster.placement import Placement
 from slime_like.orchestration.cluster.ray_calls import Liveness, gather
 from slime_like.orchestration.trainer.calls import RankCalls
@@ -35,6 +36,7 @@ class TrainerGroup:
     def __init__(self, config: RunConfig, placement: Placement, reference: int | None = None) -> None:
         self._config = config
         self._placement = placement
+        self._reference = reference
         self._actors: list[Any] = []
         owner, self._options = "trainer", placement.trainer_options
         if reference is not None:
@@ -55,20 +57,39 @@ class TrainerGroup:
             for rank in range(trainer.parallel.world_size)
         ]
         self.ranks.connect(self._actors)
+        roles = [(self._role(rank),) for rank in range(len(self))]
+        self.ranks.defer(self.ranks.start_each("opening its log", TrainerRank.use_log, roles))
 
-    def setup(self) -> None:
+    def _role(self, rank: int) -> str:
+        """What the rank's log is named after."""
+        if self._reference is None:
+            return f"trainer-{rank}"
+        return f"reference-{self._reference}" + (f"-{rank}" if len(self) > 1 else "")
+
+    def __len__(self) -> int:
+        return self._config.trainer.parallel.world_size
+
+    def setup(self, left: Callable[[Sequence[str]], None] = ignore_answers) -> None:
         """Rendezvous, build, load. Bounded by ``trainer.start_timeout_s``.
+
+        Args:
+            left: called with the ranks that are not ready yet.
 
         Raises:
             TrainerError: a rank died, raised, or was late; ConfigError from a rank passes through as it is.
         """
-        self._set_up(TrainerRank.setup)
+        self._set_up(left, TrainerRank.setup)
 
-    def setup_for_scoring(self, checkpoint: Path | None = None) -> None:
+    def setup_for_scoring(
+        self, checkpoint: Path | None = None, left: Callable[[Sequence[str]], None] = ignore_answers
+    ) -> None:
         """Set up without gradients and optimizer; weights of ``checkpoint`` (what ``save`` wrote), if given."""
-        self._set_up(TrainerRank.setup_for_scoring, checkpoint)
+        self._set_up(left, TrainerRank.setup_for_scoring, checkpoint)
 
-    def _set_up(self, method: Callable[..., RankCoordinates], *arguments: Any) -> None:
+    def _set_up(
+        self, left: Callable[[Sequence[str]], None], method: Callable[..., RankCoordinates], *arguments: Any
+    ) -> None:
+        left(self.ranks.names)
         timeout, size = self._config.trainer.start_timeout_s, len(self._actors)
         first = self._actors[0].address.remote()
         host, port = gather([first], self.ranks.names[:1], phase="starting", timeout_s=timeout, error=TrainerError)[0]
@@ -77,7 +98,7 @@ class TrainerGroup:
         # Ray shows every actor its device only, so that each is device 0 of its process.
         placements = [RankPlacement(rank, size, 0, host, port) for rank in range(size)]
         started = self.ranks.start_each("setting up", method, [(placement, *arguments) for placement in placements])
-        self.ranks.place(started.result(timeout))
+        self.ranks.place(started.result(timeout, left))
 
     def _require_shared_run_dir(self, timeout_s: float) -> None:
         """Require that every node sees the run directory: all ranks write checkpoints into it."""

@@ -10,7 +10,7 @@ import ray
 from slime_like.config import RunConfig
 from slime_like.errors import TrainerError
 from slime_like.interfaces import PendingSave, RankCoordinates, RankPlacement, TrainerBackend, load_backend
-from slime_like.orchestration.cluster.node import node_address, use_cluster_interface
+from slime_like.orchestration.cluster.node import node_address, use_cluster_interface, use_log
 from slime_like.orchestration.trainer.rank_export import RankExport
 from slime_like.orchestration.trainer.rank_training import RankTraining
 from slime_like.system.interrupts import polls
@@ -28,6 +28,10 @@ class TrainerRank:
         self._rank = rank
         self._parts: dict[str, Any] = {TrainerRank.__name__: self}
         self._save: PendingSave | None = None
+
+    def use_log(self, role: str) -> None:
+        """See ``slime_like.orchestration.cluster.node``."""
+        use_log(role)
 
     def call(self, method: str, *arguments: Any, **options: Any) -> Any:
         """Call ``method`` of this rank or of one of its parts, given as "Class.method"."""

@@ -1,5 +1,6 @@
 """Steps of many conversations in a few worker processes with bounds on time, memory and CPU. Belongs to one loop."""
 
+import asyncio
 from dataclasses import asdict
 from typing import Any
 
@@ -87,3 +88,19 @@ class EnvironmentPool:
     async def close(self) -> None:
         """End every worker, by its process id, within a bound."""
         await self._workers.close()
+
+
+def start_problems(config: EnvironmentConfig) -> list[str]:
+    """Problems that a worker finds when it makes the environment, with its options."""
+
+    async def start() -> list[str]:
+        pool = EnvironmentPool(config.model_copy(update={"workers": 1}))
+        try:
+            await pool.start()
+        except EnvironmentFailure as error:
+            return str(error).splitlines()
+        finally:
+            await pool.close()
+        return []
+
+    return asyncio.run(start())

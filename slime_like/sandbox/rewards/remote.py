@@ -72,7 +72,7 @@ def check_service(url: str, timeout_s: float = 4.0, headers: Mapping[str, str] |
     if isinstance(timeout_s, bool) or not isinstance(timeout_s, int | float) or not 0 < timeout_s < math.inf:
         raise ValueError(f"timeout_s={timeout_s!r} must be a number of seconds above 0")
     if headers is not None and not isinstance(headers, Mapping):
-        raise ValueError(f"headers={headers!r} is no mapping of names to values")
+        raise ValueError(f"headers={headers!r} must be a mapping of names to values")
 
 
 def _result(url: str, content: bytes) -> RewardResult:

@@ -165,6 +165,20 @@ def test_a_sentence_and_an_exit_code(tmp_path: Path, train: Train, error: BaseEx
     assert (config.run_dir, config.data.max_prompt_tokens) == (tmp_path / "run", 512)
 
 
+@pytest.mark.parametrize(
+    "error", [SlimeLikeError("it broke"), RuntimeError("a bug"), KeyboardInterrupt(), ImportError("half a module")]
+)
+def test_the_last_line_says_how_to_go_on(
+    tmp_path: Path, train: Train, monkeypatch: pytest.MonkeyPatch, error: BaseException
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    error.__context__ = KeyboardInterrupt() if isinstance(error, ImportError) else None
+    error.add_note("go on from step 3")
+    _, printed, _ = train(error)
+    first, last = printed.splitlines()
+    assert first.startswith("slime-like: ") and last == "slime-like: go on from step 3"
+
+
 UNFORESEEN: list[tuple[Exception, str]] = [
     (ZeroDivisionError("a\nbug"), "ZeroDivisionError: a bug; unexpected error; traceback: "),
     (RuntimeError(), "RuntimeError; unexpected error; traceback: "),

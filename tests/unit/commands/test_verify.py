@@ -44,8 +44,8 @@ def test_a_layout_needs_as_many_devices_as_ranks() -> None:
     eight = parse_layout("tp2-pp2-cp2")
     assert device_misfit(eight, {"CPU": 8.0}) is None
     assert device_misfit(eight, {"CPU": 64.0, "GPU": 8.0}) is None
-    assert device_misfit(eight, {"CPU": 64.0, "GPU": 4.0}) == "needs 8 ranks, and there are 4 GPUs"
-    assert device_misfit(parse_layout("dp16"), {"CPU": 64.0}) == "needs 16 ranks, and there are 8 CPU slots"
+    assert device_misfit(eight, {"CPU": 64.0, "GPU": 4.0}) == "needs 8 ranks; available: 4 GPUs"
+    assert device_misfit(parse_layout("dp16"), {"CPU": 64.0}) == "needs 16 ranks; available: 8 CPU slots"
 
 
 def test_the_users_flags_win(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from slime_like.observability.aliases import alias_of, with_aliases
 from slime_like.observability.names import IDLE_TIME, evaluation_metrics, step_metrics, sync_metrics
 from slime_like.observability.phases import PhaseTimes
 from slime_like.observability.records import EvaluationRecord, SyncRecord
@@ -87,7 +88,7 @@ def test_the_page_of_figures_names_what_is_logged_and_nothing_else() -> None:
     page = (Path(__file__).parents[3] / "docs" / "metrics.md").read_text(encoding="utf-8")
     described = []
     for prefix, section in re.findall(r"^## `(\w+/)`\n(.*?)(?=^## )", page, re.DOTALL | re.MULTILINE):
-        cells = re.findall(r"^\| (`.*?) \|", section, re.MULTILINE) or [section]
+        cells = re.findall(r"^\| (`.*?) \|", section, re.MULTILINE)
         names = [name for cell in cells for name in re.findall(r"`([^`]+)`", cell)]
         described += [prefix + re.sub("NAME|K$", ".+", re.escape(name)) for name in names]
     means = {"accuracy": 0.5, "response_length_mean": 3.0, "truncated_fraction": 0.0}
@@ -96,6 +97,29 @@ def test_the_page_of_figures_names_what_is_logged_and_nothing_else() -> None:
     logged = {*RL_FIGURES, *evaluation_metrics(evaluation), *sync_metrics(sync)}
     assert sorted(name for name in logged if not any(re.fullmatch(each, name) for each in described)) == []
     assert sorted(each for each in described if not any(re.fullmatch(each, name) for name in logged)) == []
+
+
+def test_the_page_of_figures_names_every_alias() -> None:
+    """In the column behind the names, in their order; names of the same quantity share one."""
+    page = (Path(__file__).parents[3] / "docs" / "metrics.md").read_text(encoding="utf-8")
+    for prefix, section in re.findall(r"^## `(\w+/)`\n(.*?)(?=^## )", page, re.DOTALL | re.MULTILINE):
+        for names, second in re.findall(r"^\| (`.*?) \|(?: (.*?) \|)?", section, re.MULTILINE):
+            expected = dict.fromkeys(alias_of(prefix + name) for name in re.findall(r"`([^`]+)`", names))
+            stated = re.findall(r"`([^`]+)`", second) if "| alias |" in section else []
+            assert stated == [alias for alias in expected if alias is not None], names
+
+
+def test_an_alias_is_plain_and_has_its_metric_s_value() -> None:
+    logged = step_metrics(rl_record())
+    both = with_aliases(logged)
+    assert {name: both[name] for name in logged} == logged
+    assert not [name for name in both.keys() - logged.keys() if re.search(r"[^a-z_/]", name)]
+    assert (both["reward/mean"], both["time/step_s"], both["reward/math_verify/mean"]) == (1.2, 8.0, 0.6)
+    for name, value in logged.items():
+        alias = alias_of(name)
+        assert alias not in logged
+        assert alias is None or both[alias] == pytest.approx(value), name
+        assert alias is not None or not re.search(r"[^a-z0-9_/]", name), f"{name} is not plain and has no alias"
 
 
 def test_a_supervised_step_claims_nothing_about_rollouts() -> None:
@@ -125,6 +149,7 @@ def test_trainers_work_while_engines_generate() -> None:
 
 def test_evaluation_names() -> None:
     figures = {"accuracy": 0.75, "num_responses": 200.0, "response_length_mean": 6.5, "truncated_fraction": 0.01}
+    figures["scoring_failures"] = 3.0
     record = EvaluationRecord(**figures, pass_at={2: 0.8})
     figures["pass@2"] = 0.8
     assert evaluation_metrics(record) == {f"evaluation/{name}": value for name, value in figures.items()}

@@ -11,6 +11,7 @@ import pytest
 
 from slime_like.observability.names import phase_shares, step_metrics
 from slime_like.observability.progress import Progress
+from slime_like.observability.waiting import Waiting
 from tests.unit.observability.records import rl_record, sft_record
 
 HIDE_CURSOR, SHOW_CURSOR = "\x1b[?25l", "\x1b[?25h"
@@ -75,6 +76,44 @@ def test_plain_lines(
         assert stream.getvalue() == "".join(f"{line}\n" for line in [*lines, *at_end])
 
 
+def test_a_wait_has_one_line_when_it_is_over() -> None:
+    """None where it was short, failed, or was shown before."""
+    stream, now = io.StringIO(), SimpleNamespace(seconds=0.0)
+    progress = Progress("plain", 9, stream, lambda: now.seconds)
+
+    def wait(title: str, total: int, noun: str, seconds: float) -> None:
+        with progress.waiting(title, total, noun) as waiting:
+            now.seconds += seconds
+            waiting.reach(total)
+            assert stream.getvalue().splitlines() == lines  # nothing while it lasts
+
+    lines: list[str] = []
+    for title, total, noun, seconds, line in (
+        ("engines", 2, "", 13.44, "engines: 2 ready in 13.4 s"),
+        ("connecting", 0, "", 0.9, None),
+        ("first weight sync", 0, "", 1.0, "first weight sync: 1.0 s"),
+        ("evaluating", 64, "prompt", 90.0, "evaluating: 64 prompts in 90.0 s"),
+        ("evaluating", 64, "prompt", 90.0, None),
+    ):
+        wait(title, total, noun, seconds)
+        lines += [line] if line is not None else []
+        assert stream.getvalue().splitlines() == lines
+    with contextlib.suppress(KeyError), progress.waiting("engines that fail"):
+        now.seconds += 9
+        raise KeyError
+    assert stream.getvalue().splitlines() == lines
+
+
+def test_what_is_waited_for_in_words() -> None:
+    engines = Waiting("engines", 3)
+    engines.left(["engine 1 (vllm)", "engine 2 (vllm)"])
+    assert engines.under_way(35.4) == "engines: 1 of 3 ready, 35 s, waiting for engine 1 (vllm) and 1 more"
+    engines.left(["engine 2 (vllm)"])
+    assert engines.under_way(36) == "engines: 2 of 3 ready, 36 s, waiting for engine 2 (vllm)"
+    assert Waiting("sampling", 16, "group", lambda: 3).under_way(8) == "sampling: 3 of 16 groups, 8 s"
+    assert Waiting("training").under_way(2.6) == "training: 3 s"
+
+
 def test_an_exception_leaves_the_last_line() -> None:
     stream = io.StringIO()
     with pytest.raises(KeyError), Progress("plain", 9, stream, lambda: 0.0) as progress:
@@ -82,6 +121,18 @@ def test_an_exception_leaves_the_last_line() -> None:
         progress.update(2, {})
         raise KeyError
     assert stream.getvalue() == "step 1/9\nstep 2/9\n"
+
+
+def test_a_log_has_the_plain_lines_and_the_error() -> None:
+    """Also of a display that is off."""
+    log, error = io.StringIO(), KeyError("engine 3 died")
+    error.add_note("go on")
+    with pytest.raises(KeyError), Progress("off", 9, io.StringIO(), lambda: 0.0, log=log) as progress:
+        progress.note("starting")
+        progress.update(1, {})
+        progress.update(2, {})
+        raise error
+    assert log.getvalue() == "starting\nstep 1/9\nstep 2/9\n'engine 3 died'\ngo on\n"
 
 
 def test_plain_output_has_no_control_characters() -> None:
@@ -102,19 +153,30 @@ def test_without_a_terminal_auto_is_plain_and_off_is_silent(mode: str, written: 
 
 
 def on_a_terminal(error: Exception | None) -> str:
-    """Run an "auto" progress on a pseudo-terminal, raise ``error`` in it, return all that the terminal received."""
+    """Run an "auto" progress on a pseudo-terminal, raise ``error`` in it, return all that the terminal received. Steps
+    take two minutes."""
     leader, follower = pty.openpty()
+    now, received = SimpleNamespace(seconds=0.0), bytearray()
     with (
-        contextlib.suppress(KeyError),
-        os.fdopen(follower, "w", encoding="utf-8") as stream,
-        Progress("auto", 9, stream) as progress,
+        os.fdopen(leader, "rb", buffering=0) as terminal,
+        contextlib.suppress(KeyError, OSError),  # there is no more to read
     ):
-        progress.update(4, RL | {"evaluation/accuracy": 0.81})
-        progress.note("saved [x]")
-        if error is not None:
-            raise error
-    received = bytearray()
-    with os.fdopen(leader, "rb", buffering=0) as terminal, contextlib.suppress(OSError):  # there is no more
+        with (
+            contextlib.suppress(KeyError),
+            os.fdopen(follower, "w", encoding="utf-8") as stream,
+            Progress("auto", 9, stream, lambda: now.seconds) as progress,
+        ):
+            for step in range(1, 5):
+                now.seconds += 120
+                progress.update(step, RL | {"evaluation/accuracy": 0.81})
+            progress.note("saved [x]")
+            with progress.waiting("engines", 2) as waiting:
+                waiting.left(["engine 1"])
+                now.seconds += 7
+                while b"engines: 1 of 2 ready, 7 s, waiting for engine 1" not in received:  # until it is drawn again
+                    received.extend(terminal.read(65536))
+                if error is not None:
+                    raise error
         while data := terminal.read(65536):
             received.extend(data)
     return received.decode("utf-8")
@@ -126,6 +188,8 @@ def test_on_a_terminal_auto_is_live_and_gives_the_terminal_back(error: Exception
     screen = on_a_terminal(error)
     for shown in ("4/9", "8.00 s", "1.200", "0.810", "generate 50%", "other 25%", "saved [x]"):
         assert shown in screen
+    assert "0:08:07" in screen and "0:10:00" in screen  # elapsed, and left: 5 steps of two minutes
+    assert "engines" not in screen[screen.rindex("4/9") :]  # when it is over, its line is empty
     assert screen.index(HIDE_CURSOR) < screen.rindex(SHOW_CURSOR)
     assert HIDE_CURSOR not in screen[screen.rindex(SHOW_CURSOR) :]
     for thread in set(threading.enumerate()) - before:  # the refresh thread is ending

@@ -1,11 +1,28 @@
-"""What Ray reports of a worker's end, as one sentence with a remedy."""
+"""Waiting for workers: what is shown meanwhile, and their end in one sentence. Ray is replaced by what it answers."""
+
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import ray
 from ray.exceptions import OutOfMemoryError
 
-from slime_like.errors import TrainerError
-from slime_like.orchestration.cluster.ray_calls import one
+from slime_like.errors import EngineError, TrainerError
+from slime_like.orchestration.cluster import ray_calls
+
+
+def test_the_names_that_have_not_answered_are_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+    def wait(references: list[str], num_returns: int, timeout: float) -> tuple[list[str], list[str]]:
+        return [sorted(references)[-1]], []  # the last one answers first
+
+    monkeypatch.setattr(ray_calls, "ray", SimpleNamespace(wait=wait, get=lambda reference, timeout: reference.upper()))
+    left: list[Any] = []
+    answers = ray_calls.gather(
+        ["a", "b", "c"], ["one", "two", "three"], phase="starting", timeout_s=9, error=EngineError, left=left.append
+    )
+    assert answers == ["A", "B", "C"]
+    assert left == [["one", "two", "three"], ["one", "two"], ["one"], []]
+
 
 _REPORT = """1 worker(s) were killed due to the node running low on memory.
 Memory on the node (IP: 10.0.0.1, ID: 7d5b) was 22.91GB used / 23.54GB limit (0.973), above 0.9."""
@@ -17,7 +34,7 @@ def test_a_worker_that_memory_ran_out_for_is_named_with_the_remedy(monkeypatch: 
 
     monkeypatch.setattr(ray, "get", get)
     with pytest.raises(TrainerError) as caught:
-        one(object(), "trainer rank 0", phase="saving a checkpoint", error=TrainerError)
+        ray_calls.one(object(), "trainer rank 0", phase="saving a checkpoint", error=TrainerError)
     assert caught.value.code == "node-out-of-memory"
     assert "22.91GB of 23.54GB" in caught.value.problem and "7d5b" not in str(caught.value)
     assert "trainer.target_tokens_per_batch" in str(caught.value.remedy)

@@ -1,11 +1,13 @@
 """Logs of a Ray session are kept where they were linked; the rest of it goes."""
 
+import os
 import shutil
 from pathlib import Path
 from unittest.mock import Mock
 
 import pytest
 
+from slime_like.orchestration.cluster.node import open_log
 from slime_like.orchestration.cluster.ray_session import keep_logs_only, link_logs, make_room, put_away
 
 
@@ -27,6 +29,16 @@ def test_logs_of_every_start_are_kept(tmp_path: Path) -> None:
         assert not home.exists()
     kept = {path.name: (path / "worker.out").read_text() for path in tmp_path.iterdir()}
     assert kept == {"worker_logs": "third", "worker_logs.1": "first", "worker_logs.2": "second"}
+
+
+def test_every_process_in_a_role_has_a_log(tmp_path: Path) -> None:
+    for content in (b"first", b"second", b"third"):
+        file = open_log(tmp_path, "engine-0")
+        os.write(file, content)
+        os.close(file)
+    os.close(open_log(tmp_path, "engine-1"))
+    kept = {path.name: path.read_text() for path in tmp_path.iterdir()}
+    assert kept == {"engine-0.log": "first", "engine-0.2.log": "second", "engine-0.3.log": "third", "engine-1.log": ""}
 
 
 def test_another_sessions_link_is_left_alone(tmp_path: Path) -> None:

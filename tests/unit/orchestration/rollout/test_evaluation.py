@@ -3,7 +3,9 @@
 And engines that no trainer works beside: there whatever a run's file says of training.
 """
 
+import io
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +17,7 @@ from slime_like.config.reading.load import load_config
 from slime_like.evaluate import engines_alone
 from slime_like.examples.tiny_model import byte_tokenizer
 from slime_like.interfaces import Generation, GenerationRequest
+from slime_like.observability.progress import Progress
 from slime_like.orchestration.cluster.bundles import bundle_sizes
 from slime_like.orchestration.rollout.evaluation import Evaluator, dataset_names, held_out
 from slime_like.sandbox.rewards.pool import RewardOutcome
@@ -22,12 +25,13 @@ from slime_like.trajectory import UnscoredTrajectory
 from tests.unit.checks.checkpoint import sound_flags, write_checkpoint
 
 SAMPLES = 4
+SILENT = Progress("off", total_steps=0)
 
 
 class Engines:
     """Sample i of every request has i + 1 tokens; the last one is cut."""
 
-    def generate(self, requests: list[GenerationRequest]) -> list[list[Generation]]:
+    def generate(self, requests: list[GenerationRequest], answered: Callable[[int], None]) -> list[list[Generation]]:
         assert len({request.request_id for request in requests}) == len(requests)
         assert len({request.seed for request in requests}) == len(requests)
         return [
@@ -40,10 +44,17 @@ def _generation(length: int, reason: Any) -> Generation:
 
 
 class Scorer:
-    """In file "b" one sample of four is right, in file "a" none."""
+    """In file "b" one sample of four is right, in file "a" none, and another has no result."""
 
     def outcomes(self, trajectories: list[UnscoredTrajectory]) -> list[RewardOutcome]:
-        return [RewardOutcome((1.0,), (float(t.answer == "b" and t.sequence_id.endswith("-2")),)) for t in trajectories]
+        return [
+            RewardOutcome(
+                (1.0,),
+                (float(t.answer == "b" and t.sequence_id.endswith("-2")),),
+                {"reason": "timeout"} if t.answer == "a" and t.sequence_id.endswith("-1") else {},
+            )
+            for t in trajectories
+        ]
 
 
 def write(path: Path, rows: int) -> Path:
@@ -62,15 +73,19 @@ def evaluator(files: list[Path]) -> Evaluator:
 
 
 def test_each_file_and_all_of_them(tmp_path: Path) -> None:
-    result = evaluator([write(tmp_path / "a.jsonl", 2), write(tmp_path / "b.jsonl", 9)]).run(step=3)
+    stream = io.StringIO()
+    files = [write(tmp_path / "a.jsonl", 2), write(tmp_path / "b.jsonl", 9)]
+    result = evaluator(files).run(3, Progress("plain", 9, stream))
     a, b, overall = result.datasets["a"], result.datasets["b"], result.overall
     assert (a.num_responses, b.num_responses, overall.num_responses) == (2 * 4, 6 * 4, 8 * 4)
     assert (a.accuracy, b.accuracy) == (0.0, 0.25)
+    assert (a.scoring_failures, b.scoring_failures, overall.scoring_failures) == (2, 0, 2)
+    assert "scoring failed for 2 of 32 responses (2 by timeout)" in stream.getvalue()
     assert overall.accuracy == pytest.approx(6 / 32)
     assert b.pass_at == {2: 0.5, 4: 1.0} and a.pass_at == {2: 0.0, 4: 0.0}
     assert overall.pass_at[4] == pytest.approx(6 / 8)
     assert overall.response_length_mean == 2.5 and overall.truncated_fraction == 0.25
-    assert evaluator([tmp_path / "a.jsonl"]).run(step=0).datasets == {}  # one file needs no name
+    assert evaluator([tmp_path / "a.jsonl"]).run(0, SILENT).datasets == {}  # one file needs no name
 
 
 def test_names_differ() -> None:

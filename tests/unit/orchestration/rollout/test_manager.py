@@ -215,7 +215,9 @@ def test_silence_is_bounded(rejects: Rejects) -> None:
 def test_an_evaluation_whose_only_engine_dies_has_it_replaced(dies: bool) -> None:
     engine = Engine(answers_all=True)
     engine.alive = not dies
-    answers = manager_of(engine).generate([request(name) for name in "abc"])
+    counts: list[int] = []
+    answers = manager_of(engine).generate([request(name) for name in "abc"], counts.append)
+    assert counts == sorted(counts) and counts[-1] == 3
     assert [[generation.token_ids.tolist() for generation in each] for each in answers] == [[[7]]] * 3
 
 

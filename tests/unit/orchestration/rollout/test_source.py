@@ -274,6 +274,21 @@ def test_the_state_in_a_checkpoint_keeps_its_format(run_dir: Path) -> None:
     assert [fields["group_id"] for fields in store.state_dict()["in_flight"]] == [3, 5, 6, 7]
 
 
+def test_the_samples_of_the_next_batch_are_counted(run_dir: Path) -> None:
+    """Rewarded or not, taken or not; a group that is dropped counts no more, nor do those of later batches."""
+    store = source(run_dir, ShuffledClient(0), max_staleness=1)[0].store
+    assert (len(store.issue()), store.sampled()) == (2 * PROMPTS, 0)
+    store.generated([2, 0])
+    assert store.sampled() == 2
+    store.add_ready([RewardedGroup(SimpleNamespace(group_id=2), *[torch.zeros(0)] * 3, [])])  # type: ignore[arg-type]
+    assert store.sampled() == 2
+    assert len(store.take()) == 1 and store.sampled() == 2
+    store.drop_without_spread([0])
+    assert store.sampled() == 1
+    store.generated([1, 3, 4, 5, 6])
+    assert store.sampled() == PROMPTS
+
+
 def test_an_error_of_the_thread_reaches_the_loop(run_dir: Path, rejects: Rejects) -> None:
     client = ShuffledClient(0)
     made, _ = source(run_dir, client, max_staleness=1)

@@ -50,7 +50,7 @@ class Engines:
     def actor(self, index: int) -> Engine:
         return self.all[index]
 
-    def start(self) -> None: ...
+    def start(self, left: Callable[[Sequence[str]], None]) -> None: ...
 
     def restart_engines(self, indexes: Sequence[int]) -> None:
         for index in indexes:

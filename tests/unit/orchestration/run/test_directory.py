@@ -14,7 +14,13 @@ import pytest
 from slime_like.config import RunConfig
 from slime_like.config.reading.load import load_config
 from slime_like.errors import CheckpointError, ConfigError, SlimeLikeError
-from slime_like.orchestration.run.directory import SUMMARY_FILE, find_checkpoint, make_run_dir, record_settings
+from slime_like.orchestration.run.directory import (
+    SUMMARY_FILE,
+    find_checkpoint,
+    make_run_dir,
+    measured_otherwise_until,
+    record_settings,
+)
 from slime_like.orchestration.run.lock import RunLock
 from slime_like.orchestration.trainer.checkpoints import Checkpoint, write_state
 from tests.support.rejections import Rejects
@@ -72,6 +78,21 @@ def test_changed_settings_are_reported_and_the_old_ones_kept(tmp_path: Path, run
     assert load_config(run_dir / "config.yaml", []).algorithm.kl_coef == 0.7
 
 
+def test_accuracies_compare_where_the_same_was_measured(tmp_path: Path, run_dir: Path) -> None:
+    """Not with those of another first reward function; weights of rewards and the learning rate do not matter."""
+    second = {"name": "length", "options": {"target": 9}, "weight": 0.5}
+    same = {"functions": [{"name": "math_verify", "weight": 2.0}, second]}
+    settings = config(tmp_path, reward=same, algorithm={"kl_coef": 0.5})
+    prepare_run_dir(settings)
+    assert measured_otherwise_until(settings) == 0
+    write_checkpoint(run_dir, 4)
+    settings = config(tmp_path, reward={"functions": [second]})
+    prepare_run_dir(settings)
+    assert measured_otherwise_until(settings) == 4
+    assert measured_otherwise_until(config(tmp_path, evaluation={"every": 7})) == 0
+    assert measured_otherwise_until(config(tmp_path, evaluation={"temperature": 1.0})) == 4
+
+
 def test_what_is_refused_changes_nothing(tmp_path: Path, run_dir: Path) -> None:
     """Data that do not fit, for example, are found between these two; the next start reports the true settings."""
     before = sorted(path.name for path in run_dir.iterdir())
@@ -104,7 +125,7 @@ def test_what_a_run_reads_is_not_moved_aside(tmp_path: Path, run_dir: Path) -> N
     given = {"model": {"path": link / "hf"}, "data": {"train": [tmp_path / "a.jsonl", run_dir / "b.jsonl"]}}
     with pytest.raises(ConfigError) as refused:
         prepare_run_dir(config(tmp_path, resume="never", **given))
-    named = [str(found).partition(f": lies in run_dir={run_dir}, whose earlier")[0] for found in refused.value.problems]
+    named = [str(found).partition(f": is inside run_dir={run_dir}, whose")[0] for found in refused.value.problems]
     assert named == [f"model.path={link / 'hf'}", f"data.train={run_dir / 'b.jsonl'}"]
     assert (run_dir / "metrics.jsonl").exists() and not (tmp_path / "run.1").exists()
     assert prepare_run_dir(config(tmp_path, **given))[0] is not None  # resumed: nothing is moved

@@ -5,9 +5,11 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import save_file
 
 from slime_like.config import RunConfig
-from slime_like.orchestration.run.start_notes import algorithm_notes, core_notes, data_notes
+from slime_like.orchestration.run.start_notes import algorithm_notes, core_notes, data_notes, precision_notes
 
 
 def config(**changes: Any) -> RunConfig:
@@ -20,7 +22,7 @@ def config(**changes: Any) -> RunConfig:
         (8, 0, []),
         (7, 0, ["7 rows for rollout.prompts_per_step=8: "]),
         (90, 10, ["10 of 100 prompts (10%) are longer than data.max_prompt_tokens=1024 "]),
-        (1, 5, ["5 of 6 prompts (83%) are longer than ", "1 rows for "]),
+        (1, 5, ["5 of 6 prompts (83%) are longer than ", "1 row for "]),
     ],
 )
 def test_prompts_that_are_left_out_or_repeated(rows: int, dropped: int, begin: list[str]) -> None:
@@ -41,6 +43,23 @@ def test_prompts_that_are_left_out_or_repeated(rows: int, dropped: int, begin: l
 )
 def test_settings_that_do_little_or_cut_unevenly(algorithm: dict[str, Any], count: int) -> None:
     assert len(list(algorithm_notes(config(algorithm=algorithm, rollout={"prompts_per_step": 4})))) == count
+
+
+def test_weights_that_are_computed_in_fewer_bits(tmp_path: Path) -> None:
+    """What most of the numbers are stored in counts. Weights that cannot be read are another check's."""
+    large, small = torch.zeros(8, 8), torch.zeros(8)
+    for stored, computed, count in (
+        (torch.float32, "bfloat16", 1),
+        (torch.float16, "bfloat16", 1),
+        (torch.float32, "float32", 0),
+        (torch.bfloat16, "bfloat16", 0),
+        (torch.bfloat16, "float32", 0),
+    ):
+        save_file({"a": large.to(stored), "b": small.double()}, tmp_path / "model.safetensors")
+        notes = list(precision_notes(config(model={"path": tmp_path, "dtype": computed})))
+        assert len(notes) == count
+        assert all(str(stored).removeprefix("torch.") in note and computed in note for note in notes)
+    assert list(precision_notes(config())) == []
 
 
 def test_more_ranks_than_cores(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -93,12 +93,13 @@ def test_a_temporary_directory_stays_only_for_a_failure(tmp_path: Path) -> None:
     with pytest.raises(ConfigError), run_directory(path, temporary=True):
         raise ConfigError(["too few devices"])
     assert not path.exists()
-    with pytest.raises(TrainerError), run_directory(path, temporary=True):
+    with pytest.raises(TrainerError) as failed, run_directory(path, temporary=True):
         raise TrainerError("rank 1 died")
-    assert path.is_dir()
+    assert path.is_dir() and [str(path) in note for note in failed.value.__notes__] == [True]
     with pytest.raises(FileExistsError), run_directory(path, temporary=True):  # never another one's
         pass
     assert path.is_dir()
-    with run_directory(path, temporary=False):  # the user's stays
-        pass
+    with pytest.raises(TrainerError) as failed, run_directory(path, temporary=False):  # the user's stays
+        raise TrainerError("rank 1 died")
+    assert not hasattr(failed.value, "__notes__")
     assert path.is_dir()

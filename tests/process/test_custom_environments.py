@@ -1,0 +1,44 @@
+"""A custom environment, which a worker makes with its options before a run starts: what is wrong is reported."""
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from slime_like.checks.check import check
+from slime_like.config.reading.load import load_config
+from tests.unit.checks.checkpoint import sound_flags
+
+SOURCE = """
+class Rounds:
+    def __init__(self, rounds: int = 3):
+        if rounds > 9:
+            raise ValueError("at most 9")
+
+    def reset(self, task): ...
+    def step(self, state, response): ...
+"""
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"rounds": 9}, []),
+        ({"turns": 3}, ["rollout.environment: options of environment 'rounds_of:Rounds'", "turns"]),
+        ({"rounds": 10}, ["rollout.environment: environment 'rounds_of:Rounds' refuses its options", "at most 9"]),
+    ],
+)
+def test_options_are_tried_by_a_worker(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any], words: list[str]
+) -> None:
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    (tmp_path / "rounds_of.py").write_text(SOURCE)
+    environment = ["--rollout.environment.name", "rounds_of:Rounds", "--rollout.environment.template", "{observation}"]
+    environment += ["--rollout.environment.options", json.dumps(options)]
+    problems = check(load_config(None, [*sound_flags(tmp_path), *environment]))
+    assert [problem.code for problem in problems] == ["rollout.environment-custom"] * bool(words)
+    assert all(word in str(problem) for problem in problems for word in words)
+    assert "rounds_of" not in sys.modules
