@@ -26,7 +26,7 @@ def check_request(request: GenerationRequest, dimensions: ModelDimensions, max_m
     if len(prompt) == 0:
         raise refusal("the prompt is empty", "give at least one token")
     if min(prompt) < 0 or max(prompt) >= dimensions.vocab_size:
-        raise refusal(f"a prompt token lies outside the vocabulary of {dimensions.vocab_size}")
+        raise refusal(f"a prompt token is outside the vocabulary of {dimensions.vocab_size}")
     if request.num_samples < 1:
         raise refusal(f"num_samples={request.num_samples}", "ask for at least 1")
     if len(prompt) + most_tokens > max_model_len:
@@ -35,7 +35,7 @@ def check_request(request: GenerationRequest, dimensions: ModelDimensions, max_m
             "raise rollout.max_model_len or shorten one of them",
         )
     if any(not 0 <= token < dimensions.vocab_size for token in sampling.stop_token_ids):
-        raise refusal(f"a stop token id lies outside the vocabulary of {dimensions.vocab_size}")
+        raise refusal(f"a stop token id is outside the vocabulary of {dimensions.vocab_size}")
     if most_tokens < 1:
         raise refusal(f"max_new_tokens={most_tokens}", "ask for at least 1")
     if sampling.temperature < 0 or 0 < sampling.temperature < MIN_TEMPERATURE:

@@ -305,7 +305,7 @@ class PackedTrajectory(TensorsAsArrays, SampledFields, ScoredFields):
 
 @dataclass(slots=True)
 class GRPOStats(TensorsAsArrays):
-    """Figures of one optimizer step, summed over every rank and divided by the step's denominators.
+    """Metrics of one optimizer step, summed over every rank and divided by the step's denominators.
 
     Attributes:
         loss: total loss, ``sum(token_weights * per_token_loss) / denominator``.

@@ -198,7 +198,7 @@ def _check_options(name: str, estimator: AdvantageEstimator, options: Mapping[st
         offer = f"it has {', '.join(known)}" if known else "it has none"
         raise ValueError(f"advantage estimator {name!r} has no option {unknown[0]!r}; {offer}")
     if not options.get("eps", 0.0) >= 0:
-        raise ValueError(f"eps={options['eps']} is no spread of rewards; give 0 or more")
+        raise ValueError(f"eps={options['eps']} must be 0 or more")
 
 
 def find_estimator(name: str) -> AdvantageEstimator:

@@ -144,7 +144,7 @@ def merge_from_context_parallel(shards: Sequence[ContextShard], local_values: Se
     """
     ranks = sorted(shard.cp_rank for shard in shards)
     if not shards or ranks != list(range(shards[0].cp_size)):
-        raise ValueError(f"shards of ranks {ranks} are no whole pack; give one shard of every context-parallel rank")
+        raise ValueError(f"shards of ranks {ranks} are not a whole pack; give one shard of every context-parallel rank")
     if not all(isinstance(values, Tensor) for values in local_values):
         raise ValueError("local_values must be tensors; give one tensor per shard")
     if len(shards) != len(local_values):

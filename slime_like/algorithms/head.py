@@ -95,7 +95,7 @@ def _check_inputs(hidden: Tensor, weight: Tensor, targets: Tensor, temperatures:
 
 def _check_options(hidden: Tensor, softcap: float | None, rows: "FusedLogitRows | None") -> None:
     if softcap is not None and not softcap > 0:
-        raise ValueError(f"softcap={softcap} is no bound of logits; give a number above 0, or none")
+        raise ValueError(f"softcap={softcap} must be a number above 0, or none")
     if rows is not None and (softcap is not None or hidden.dtype != torch.float32 or hidden.device.type != "cpu"):
         raise ValueError(
             f"rows are for float32 on a CPU without a softcap; hidden is {hidden.dtype} on {hidden.device}, "

@@ -35,7 +35,7 @@ def overlong_penalty(response_lens: Tensor, max_len: int, buffer: int, factor: f
     if response_lens.numel() and bool((response_lens < 0).any()):
         raise ValueError(f"response_lens has {float(response_lens.min()):g} as its least; a length is 0 or more")
     if not 1 <= buffer <= max_len:
-        raise ValueError(f"overlong buffer={buffer} must lie between 1 and the response limit {max_len}")
+        raise ValueError(f"overlong buffer={buffer} must be between 1 and the response limit {max_len}")
     if not 0 <= factor < math.inf:
         raise ValueError(f"overlong factor={factor} would be no penalty; give a finite one, 0 or more")
     excess = response_lens.to(torch.float32) - (max_len - buffer)

@@ -50,7 +50,7 @@ class VocabularyShard:
                 chunk below 1, a part of the vocabulary without reductions, which would be taken for the whole.
         """
         if start < 0:
-            raise ValueError(f"vocab_start={start} is no token's id; give that of the first column")
+            raise ValueError(f"vocab_start={start} is not a token id; give that of the first column")
         if chunk_tokens < 1:
             raise ValueError(f"chunk_tokens={chunk_tokens} holds no token; give 1 or more")
         if vocab_size < 1:

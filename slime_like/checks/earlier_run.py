@@ -89,13 +89,13 @@ def kept_rollout_problems(config: RunConfig) -> Iterator[str]:
         return
     if config.evaluation.files:
         yield (
-            f"debug.load_rollouts={directory} starts no engine, so that evaluation.files cannot be sampled from; set "
+            f"debug.load_rollouts={directory} starts no engine, so evaluation.files cannot be sampled; set "
             "evaluation.files: none and evaluation.every: 0 (and use slime-like eval on the exported model)"
         )
     if config.debug.shuffle_advantages:
         yield (
             "debug.shuffle_advantages=true permutes advantages as they are computed, and debug.load_rollouts="
-            f"{directory} brings those that were kept; sample again, or set it to false"
+            f"{directory} has saved ones; sample again, or set it to false"
         )
     if not directory.is_dir():
         yield f"debug.load_rollouts={directory} is not a directory; give one that debug.save_rollouts filled"

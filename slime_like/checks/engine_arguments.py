@@ -89,7 +89,8 @@ def engine_problems(config: RunConfig, engine: str | None = None) -> Iterator[st
         if name in refused:
             yield f"rollout.engine_args.{name} is refused: {refused[name]}"
         elif known is not None and name not in known:
-            yield f"rollout.engine_args.{name}: the {engine} engine has no such argument; it knows {', '.join(known)}"
+            names = ", ".join(known)
+            yield f"rollout.engine_args.{name}: the {engine} engine has no such argument; use one of: {names}"
     share = SHARES.get(engine, "")
     if share in arguments and not (_is_number(arguments[share]) and 0 < arguments[share] <= 1):
         yield f"rollout.engine_args.{share}={arguments[share]} must be a share of a GPU, above 0 and at most 1"

@@ -21,7 +21,7 @@ def attention_problems(config: RunConfig) -> Iterator[str]:
         if find_spec(package) is None:
             yield (
                 f"trainer.attention={attention} needs the package {package}, which is not installed; {remedy}, or use "
-                "trainer.attention=auto, which takes the best of what is there"
+                "trainer.attention=auto, which uses the best one available"
             )
     if attention == "transformer_engine" and config.model.dtype == "float32":
         yield (

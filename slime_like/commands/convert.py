@@ -30,14 +30,13 @@ _SMALLEST = 10_000
 
 
 DESCRIPTION = (
-    "Convert checkpoints from disk to disk, or compare two. Neither Ray nor a GPU is needed; memory\n"
-    "holds a few tensors, however large the model is. `slime-like convert COMMAND --help` says more.\n"
-    "Training can also start from a Hugging Face directory as it is, without a conversion."
+    "Convert checkpoints from disk to disk, or compare two. Needs neither Ray nor a GPU, and memory for\n"
+    "a few tensors. Training can also start from a Hugging Face directory, without a conversion."
 )
 
 
 def _add_check_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--all", action="store_true", help=f"list every difference, not the first {_SHOWN} only")
+    parser.add_argument("--all", action="store_true", help=f"list every difference (default: the first {_SHOWN})")
     _add_workers(parser)
 
 
@@ -47,20 +46,20 @@ def _add_writing_options(parser: argparse.ArgumentParser) -> None:
         "--dtype",
         choices=["auto", "float32", "bfloat16", "float16"],
         default="auto",
-        help="type of the weights written; auto keeps the type of every tensor (default: %(default)s)",
+        help="type of the written weights; auto: that of each tensor (default: %(default)s)",
     )
     add(
         "--max_shard_size",
         type=size_in_bytes,
         default="1GB",
         metavar="SIZE",
-        help="largest data file, such as 500MB or 5GB; finished ones survive an interruption (default: %(default)s)",
+        help="largest data file, such as 500MB or 5GB (default: %(default)s)",
     )
-    add("--allow_nan", action="store_true", help="convert tensors with NaN or infinity in them, too")
+    add("--allow_nan", action="store_true", help="also convert tensors with NaN or infinity")
     add(
         "--force",
         action="store_true",
-        help="replace OUT where it is an earlier conversion or model; it stays until then",
+        help="replace an earlier conversion or model in OUT, at the end",
     )
     _add_workers(parser)
 
@@ -183,7 +182,7 @@ def _require_output(source: Path, output: Path, force: bool) -> None:
 
     code, problem = "output-unusable", directory_problem(output)
     if problem is None and (source.resolve() == output.resolve() or output.resolve() in source.resolve().parents):
-        problem = "holds what is to be converted; give another directory"
+        problem = "contains the source; give another directory"
     elif problem is None and output.is_dir() and any(output.iterdir()):
         if not force:
             code = "output-not-empty"
@@ -204,11 +203,11 @@ def _print(output: Path, summary: ConversionSummary) -> None:
 COMMANDS = (
     Command(
         "convert to-megatron",
-        "a Hugging Face directory to a Megatron checkpoint",
+        "convert a Hugging Face directory to a Megatron checkpoint",
         _to_megatron,
-        "Write a Megatron checkpoint, split as the layout says; it can be read under every other layout.\n"
-        "OUT gets trainer/ (Megatron's files), model/ (configuration and tokenizer) and conversion.json. It appears\n"
-        "when it is whole; the same command goes on with an interrupted one.",
+        "Write a Megatron checkpoint, split by the given layout; every other layout can read it. OUT gets\n"
+        "trainer/ (Megatron's files), model/ (configuration and tokenizer) and conversion.json. OUT appears\n"
+        "when it is complete; the same command resumes an interrupted conversion.",
         _add_writing_options,
         "[options] [--trainer.parallel.tensor N ...]",
         {"HF_DIR": "Hugging Face directory with safetensors", "OUT": "directory to write"},
@@ -218,25 +217,25 @@ COMMANDS = (
     ),
     Command(
         "convert to-hf",
-        "a Megatron checkpoint to a Hugging Face directory",
+        "convert a Megatron checkpoint to a Hugging Face directory",
         _to_hf,
         "Write safetensors files with an index, configuration, generation configuration and tokenizer,\n"
         "which transformers and vLLM load. CHECKPOINT may have been written under any layout.\n"
-        "OUT appears when it is whole; the same command goes on with an interrupted one.",
+        "OUT appears when it is complete; the same command resumes an interrupted conversion.",
         _add_writing_options,
         "[options] [--model.path HF_DIR]",
         {
-            "CHECKPOINT": "a run's checkpoints/step-N, or what `convert to-megatron` wrote; configuration and "
-            "tokenizer come from the run's model.path, unless --model.path says otherwise",
+            "CHECKPOINT": "a run's checkpoints/step-N, or output of `convert to-megatron`. Configuration and "
+            "tokenizer come from --model.path (default: the run's model.path)",
             "OUT": "directory to write",
         },
     ),
     Command(
         "convert check",
-        "are two checkpoints the same, bit for bit?",
+        "compare two checkpoints bit for bit",
         _check,
         "Compare names, shapes, types and every bit of two checkpoints, each a Hugging Face directory or\n"
-        "a Megatron checkpoint. Exit code 0 if they are the same, 1 if they differ: the differences are listed.",
+        "a Megatron checkpoint. Exit code 0: equal. 1: different, with a list of the differences.",
         _add_check_options,
         "[options] [--model.path HF_DIR]",
         dict.fromkeys(("A", "B"), "a checkpoint of either kind"),

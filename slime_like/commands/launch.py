@@ -24,7 +24,7 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     defaults = LaunchOptions(config=None, flags=(), nodes=1, node_rank=0)
     add("config", nargs="?", type=Path, metavar="CONFIG.yaml", help="configuration file")
-    add("--nodes", type=int, metavar="N", help="how many nodes take part (default: those of --slurm_nodes, else 1)")
+    add("--nodes", type=int, metavar="N", help="number of nodes (default: that of --slurm_nodes, else 1)")
     add("--node_rank", type=int, default=0, metavar="R", help="this node's number, from 0")
     add("--head", default="", metavar="ADDRESS", help="node 0's address or name (default: the first of --slurm_nodes)")
     add("--slurm_nodes", default="", metavar="LIST", help="Slurm's node list, e.g. gpu[01-04]")
@@ -37,10 +37,10 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
         help="port of Ray's GCS on node 0 (default: %(default)s)",
     )
     add("--token_file", type=Path, metavar="FILE", help="key that all nodes share (default: made beside run_dir)")
-    add("--gpus_per_node", type=int, metavar="M", help="devices that the plan counts with (default: this node's)")
+    add("--gpus_per_node", type=int, metavar="M", help="devices per node, for the plan (default: this node's)")
     for name, what in (
-        ("nodes_timeout_s", "bound on waiting for all nodes"),
-        ("ray_timeout_s", "bound on the start of Ray on a node"),
+        ("nodes_timeout_s", "timeout of waiting for all nodes"),
+        ("ray_timeout_s", "timeout of the start of Ray on a node"),
         ("silence_s", "a node that does not answer for so long is lost"),
         ("stop_s", "bound on the end of training once it must end"),
     ):
@@ -52,14 +52,14 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
             help=f"{what}, in seconds (default: %(default)g)",
         )
     add("--no_plan", dest="plan", action="store_false", help="do not run `slime-like plan` first")
-    add("--dry_run", action="store_true", help="print what every node would do, and start nothing")
+    add("--dry_run", action="store_true", help="print what every node would do; start nothing")
 
 
 def _run(given: argparse.Namespace, flags: list[str]) -> int:
     """The exit code is the same on every node."""
     for name in _OWN_FIELDS:
         if has_flag(flags, name):
-            problem = f"{name} is not for you to give: launch starts the cluster; use slime-like train to join one"
+            problem = f"{name} cannot be set: launch starts the cluster; use slime-like train to join one"
             raise ConfigError(problem, code="flag-excluded")
     names = _slurm_names(given.slurm_nodes)
     options = _options(given, names, tuple(flags))
@@ -144,9 +144,9 @@ COMMAND = Command(
     "launch",
     "train on several nodes: the same command on each of them",
     _run,
-    "Take part in a run on several nodes: await all of them, start Ray on each, plan, train, and end\n"
-    "everywhere with the same exit code and cause. What follows -- are flags of `slime-like train`.\n"
-    "scripts/run_qwen_32b.sh calls this with what Slurm or the environment say.",
+    "Train on several nodes: start Ray on each, wait for all nodes, plan, train, and exit everywhere\n"
+    "with the same code and cause. Flags of `slime-like train` follow --. scripts/run_qwen_32b.sh calls\n"
+    "this command with values of Slurm or of environment variables.",
     _add_arguments,
     "[CONFIG.yaml] --nodes N --node_rank R --head ADDRESS [options] [-- --section.field VALUE ...]",
     takes_flags=False,

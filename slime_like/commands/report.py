@@ -9,12 +9,12 @@ from slime_like.system.words import counted
 
 def _add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add("run_dir", type=given_path, metavar="RUN_DIR", help="directory of the run; it may still be going")
+    add("run_dir", type=given_path, metavar="RUN_DIR", help="directory of the run, which may still be running")
     add("--output", type=Path, metavar="FILE", help="where to write the page (default: RUN_DIR/report.html)")
     add(
         "--audit",
         action="store_true",
-        help="only follow every prompt group through the run's ledger: issued = trained + dropped + in flight",
+        help="only check every prompt group in the run's ledger: issued = trained + dropped + in flight",
     )
 
 
@@ -47,9 +47,9 @@ def _audit(run_dir: Path) -> int:
 
 COMMAND = Command(
     "report",
-    "look into a run: figures on the terminal, curves and samples as an HTML page",
+    "show a run: metrics on the terminal, curves and samples as an HTML page",
     _run,
-    "Print a run's figures and write its curves, phase times and debug tables as one HTML page.",
+    "Print a run's metrics, and write its curves, phase times and debug tables as one HTML page.",
     _add_arguments,
     takes_flags=False,
 )

@@ -23,8 +23,8 @@ COMMANDS: Sequence[Command] = (
     report.COMMAND,
 )
 _GROUPS = {
-    "verify": ("does every parallel layout compute what one rank computes, on this machine?", None),
-    "convert": ("checkpoints from Hugging Face to Megatron, back, and compared", convert.DESCRIPTION),
+    "verify": ("compare parallel layouts with one rank", None),
+    "convert": ("convert checkpoints between Hugging Face and Megatron, or compare them", convert.DESCRIPTION),
 }
 _OPTION = re.compile(r"^--\w[\w-]*(?=$|=)")
 
@@ -45,7 +45,7 @@ def run(argv: Sequence[str]) -> int:
 def _parser(whole: Sequence[Command]) -> argparse.ArgumentParser:
     """Args: ``whole`` are the commands whose help may be shown."""
     parser = argparse.ArgumentParser(
-        prog="slime-like", description="Reinforcement learning of language models, 3D-parallel.", allow_abbrev=False
+        prog="slime-like", description="RL post-training of language models, 3D-parallel.", allow_abbrev=False
     )
     parser.add_argument("--version", action="version", version=f"slime-like {__version__}")
     lists = {"": parser.add_subparsers(dest="command", required=True, metavar="COMMAND")}

@@ -8,10 +8,10 @@ from slime_like.checks.definition import RANKS, loading_needs
 from slime_like.checks.directories import directory_problem
 from slime_like.checks.earlier_run import backend_problem
 from slime_like.commands.command import Command, has_flag, temporary_run_dir
+from slime_like.commands.reference import fields_help
 from slime_like.commands.weights_source import WeightsSource, find_weights
 from slime_like.config import RunConfig
 from slime_like.config.reading.load import load_config
-from slime_like.config.reading.reference import fields_help
 from slime_like.data.rows import SUFFIXES
 from slime_like.errors import ConfigError, Problem
 from slime_like.system.words import counted
@@ -73,20 +73,17 @@ def _checked(source: WeightsSource, flags: Sequence[str]) -> RunConfig:
 
 COMMAND = Command(
     "score",
-    "per-token logprobs of given token sequences, under any parallel layout",
+    "compute per-token logprobs of given sequences, under any parallel layout",
     _run,
     "Score every response token of the rows {id, prompt_tokens, response_tokens} (optionally with a\n"
-    "temperature) and write {id, logprobs, entropy} in the same order. Trainer ranks do it, laid out as\n"
-    "trainer.parallel says; no engine is started.",
+    "temperature) and write {id, logprobs, entropy} in the same order. This starts trainer ranks in the\n"
+    "layout trainer.parallel, and no engine.",
     _add_arguments,
     "--input TOKENS.jsonl --output LOGPROBS.jsonl [--section.field VALUE ...]",
     {
-        "CHECKPOINT": "a Hugging Face directory, what `slime-like convert to-megatron` wrote, or a run's "
-        "checkpoints/step-N; dimensions and model.dtype of the last are those of the run's config.yaml, unless "
-        "--model.path and --model.dtype say otherwise"
+        "CHECKPOINT": "a Hugging Face directory, output of `slime-like convert to-megatron`, or a run's "
+        "checkpoints/step-N. The run's config.yaml gives dimensions and dtype; --model.path and --model.dtype "
+        "override it"
     },
-    epilog=lambda: (
-        "Of the configuration only model.*, trainer.*, cluster.*, logging.progress and run_dir matter here.\n\n"
-        + fields_help()
-    ),
+    epilog=lambda: "Only model.*, trainer.*, cluster.*, logging.progress and run_dir are used.\n\n" + fields_help(),
 )

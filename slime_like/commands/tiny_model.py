@@ -17,7 +17,7 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
     add("out", type=given_path, metavar="OUT", help="directory to write")
     add("--family", choices=FAMILIES, default="qwen3", help="model family (default: %(default)s)")
     add("--seed", type=int, default=0, help="seed of weights and data (default: %(default)s)")
-    add("--force", action="store_true", help="write into OUT even where it holds files")
+    add("--force", action="store_true", help="write into OUT even if it contains files")
 
 
 def _run(arguments: argparse.Namespace, _: list[str]) -> int:
@@ -59,11 +59,11 @@ COMMAND = Command(
     "make-tiny-model",
     "write a tiny Hugging Face checkpoint and arithmetic data",
     _run,
-    "Write a tiny, randomly initialised Hugging Face checkpoint into OUT, sums of two numbers into\n"
+    "Write a tiny, randomly initialized Hugging Face checkpoint into OUT, sums of two numbers into\n"
     "OUT/data (train.jsonl, sft.jsonl, eval.jsonl), and products for the calculator environment into\n"
-    "OUT/data/calculator. Nothing is downloaded. The model takes 1024 tokens, prompt and response together, so\n"
-    "that data.max_prompt_tokens must be lower than its default: 48 suffices. The last line printed is a command\n"
-    "that trains on the sums.",
+    "OUT/data/calculator. Nothing is downloaded. The model takes 1024 tokens, prompt and response together,\n"
+    "so data.max_prompt_tokens must be lower than its default; 48 suffices. The last line printed is a\n"
+    "command that trains on the sums.",
     _add_arguments,
     takes_flags=False,
 )

@@ -7,16 +7,16 @@ from pathlib import Path
 from slime_like.checks.definition import NeedsOf, evaluation_needs, training_needs
 from slime_like.commands.command import Command, temporary_run_dir
 from slime_like.commands.failure import traceback_kept
+from slime_like.commands.reference import fields_help
 from slime_like.config import RunConfig
 from slime_like.config.reading.load import load_config
-from slime_like.config.reading.reference import fields_help
 from slime_like.errors import ConfigError
 from slime_like.system.memory import permanent_allocations
 from slime_like.system.words import counted
 
 _USAGE = "[--section.field VALUE ...]"
 _FLAGS = (
-    "\nEvery field of the YAML file is also a flag, and the flag wins. Relative paths are\n"
+    "\nEvery field of the YAML file is also a flag; flags override the file. Relative paths are\n"
     "relative to the current directory."
 )
 _FILE = {"[CONFIG.yaml]": "configuration file"}
@@ -77,18 +77,18 @@ def _loaded(path: Path | None, flags: list[str], needs_of: NeedsOf, run_dir: Pat
 
 TRAIN = Command(
     "train",
-    "train a model as a YAML file and flags describe it",
+    "train a model",
     _train,
-    f"Train.{_FLAGS}",
+    f"Train the model that a YAML file and flags describe.{_FLAGS}",
     usage=_USAGE,
     paths=_FILE,
     epilog=fields_help,
 )
 EVALUATE = Command(
     "eval",
-    "held-out accuracy of model.path",
+    "measure the held-out accuracy of model.path",
     _evaluate,
-    f"Measure the held-out accuracy of model.path. What only training uses is not looked at.{_FLAGS}",
+    f"Measure the held-out accuracy of model.path. Fields used by training only are ignored.{_FLAGS}",
     usage=_USAGE,
     paths=_FILE,
     epilog=fields_help,

@@ -43,7 +43,7 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
         "--batch",
         type=Path,
         metavar="FILE",
-        help="rollouts of one step, as debug.save_rollouts keeps them (default: a synthetic batch)",
+        help="rollouts of one step, written by debug.save_rollouts (default: a synthetic batch)",
     )
 
 
@@ -118,14 +118,13 @@ def _model(given: Path | None) -> Iterator[Path]:
 
 COMMAND = Command(
     "verify layouts",
-    "per-token logprobs, loss, gradients and weights of every layout, compared with one rank's",
+    "compare logprobs, loss, gradients and weights of every layout with one rank",
     _run,
-    "Run one batch under every layout that fits this machine or cluster, and compare per-token\n"
-    "logprobs, loss, every tensor's gradient, and the weights after training with one rank's. Exit code 1 where\n"
-    "one differs; the first differing token, gradient and tensor are named.",
+    "Run one batch under every layout that fits this machine or cluster. Compare per-token logprobs,\n"
+    "loss, every tensor's gradient, and the weights after training with one rank. Exit code 1: a layout\n"
+    "differs; the first differing token, gradient and tensor are named.",
     _add_arguments,
     "[--model DIR] [--layouts NAME ...] [--batch FILE] [--section.field VALUE ...]",
-    epilog="Every field of the configuration is a flag, as for `slime-like train --help`: --cluster.address joins\n"
-    "a running cluster, --model.dtype, --trainer.* and --algorithm.* say what is run, --steps how many optimizer\n"
-    "steps.",
+    epilog="Every field of the configuration is a flag: see `slime-like train --help`. --cluster.address joins a\n"
+    "running cluster; --steps is the number of optimizer steps.",
 )

@@ -28,8 +28,8 @@ class AlgorithmConfig(Section):
         description=f"Advantage estimator: {', '.join(ADVANTAGES)}, `package.module:name` or `path/to/file.py:name`.",
     )
     reduction: Literal["tokens", "samples", "groups", "constant"] = "tokens"
-    """Mean of the loss over the optimizer step: over all tokens, per-sample means, per-group token means, or per-sample
-    sums over constant_length (Dr. GRPO)."""
+    """Mean of the loss over an optimizer step. tokens: over all tokens. samples: of per-sample means. groups: of
+    per-group token means. constant: of per-sample sums over constant_length (Dr. GRPO)."""
     constant_length: int | None = Field(None, ge=1)
     """Divisor of reduction `constant`, in tokens; usually rollout.max_new_tokens."""
     clip_low: float = Field(0.2, ge=0, le=1, description="Ratios below 1 - clip_low are clipped; 1: no lower bound.")
@@ -43,8 +43,8 @@ class AlgorithmConfig(Section):
     """Multiply the KL by pi / pi_old: unbiased gradient for k1 and k3, also off-policy."""
     entropy_coef: float = Field(0.0, ge=0, description="Coefficient of the entropy bonus.")
     moe_aux_loss_coef: float = Field(0.0, ge=0)
-    """Coefficient of the load-balancing loss of each mixture-of-experts layer: a mean over the step's real tokens; 1
-    per layer is an even load in every sequence."""
+    """Coefficient of the load-balancing loss of mixture-of-experts layers; 1 per layer is an even load in every
+    sequence."""
     importance_correction: Literal["none", "truncate", "mask"] = "none"
     """Correct for differences between engine and trainer: truncated (TIS) or masked (MIS) importance weights."""
     importance_level: Literal["token", "sequence", "geometric"] = "token"
@@ -52,11 +52,11 @@ class AlgorithmConfig(Section):
     importance_low: float = Field(0.5, ge=0, description="Lower bound on ratios (`mask` only).")
     importance_high: float = Field(2.0, gt=0, description="Upper bound on ratios, truncated or masked.")
     off_policy_mask: float | None = Field(None, ge=0)
-    """Mask sequences with negative advantage whose sampling policy is further than this from the current one, in nats
-    per token; none: off."""
+    """Mask sequences with negative advantage if the policy has moved further than this since sampling, in nats per
+    token; none: off."""
     kl_reward_coef: float = Field(0.0, ge=0)
-    """Coefficient of the KL to the reference, summed over a response and subtracted from its reward before advantages;
-    0: off. Can be combined with kl_coef."""
+    """Coefficient of the KL to the reference, summed over a response and subtracted from its reward; 0: off. Can be
+    combined with kl_coef."""
     kl_reward_estimator: Literal["k1", "k2", "k3"] = "k1"
     """Estimator of the KL in the reward. Without gradient, k1 and k3 are unbiased."""
     overlong_buffer: int | None = Field(None, ge=1)
@@ -65,8 +65,8 @@ class AlgorithmConfig(Section):
     epochs: int = Field(1, ge=1, description="Passes over one batch (ppo_epochs).")
     minibatches: int = Field(1, ge=1, description="Optimizer steps per pass.")
     old_logprobs: Literal["auto", "score"] = "auto"
-    """Source of old logprobs. score: a forward pass before the first update. auto: the same, but a batch for one update
-    uses that update's forward pass."""
+    """score: an extra forward pass before the first update computes old logprobs. auto: with one update per step, its
+    own forward pass computes them."""
     advantage_eps: float = Field(1e-6, ge=0, description="Groups with at most this reward spread have advantage 0.")
 
     @property

@@ -1,4 +1,4 @@
-"""Kinds of GPUs that a plan can reckon with: figures of their data sheets."""
+"""Kinds of GPUs for a plan, with values of their data sheets."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -16,7 +16,7 @@ class Gpu:
     nvlink_gb_per_s: float  # to the other GPUs of its node, in one direction
 
 
-# SXM modules: NVIDIA's data sheets of A100, H100, H200 and B200 (sparse figures halved, both directions of NVLink too).
+# SXM modules: NVIDIA's data sheets of A100, H100, H200 and B200 (sparse rates halved, both directions of NVLink too).
 GPUS: dict[GpuName, Gpu] = {
     "a100-80gb": Gpu(79.1, 312, 2039, 300),
     "h100-80gb": Gpu(79.1, 989, 3350, 450),

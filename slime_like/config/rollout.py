@@ -27,14 +27,13 @@ class EnvironmentConfig(Section):
     max_turn_tokens: int | None = Field(None, ge=1)
     """Token limit of one turn; none: the rest of the response."""
     max_observation_tokens: int = Field(256, ge=1)
-    """Tokens kept of one observation, without the template's."""
+    """Longer observations are cut to this number of tokens."""
     template: str | None = None
-    """Text around an observation, with {observation} in it, from the end of one turn to the start of the next; none:
-    the chat template, role tool."""
+    """Text between two turns, with {observation} in it; none: the chat template's role tool."""
     workers: int = Field(1, ge=1, description="Worker processes per engine.")
     start_timeout_s: float = Field(120.0, gt=0, description="Timeout of a worker's start.")
     timeout_s: float = Field(10.0, gt=0)
-    """Timeout of one step, also of its CPU time; the sample then gets reward 0."""
+    """Timeout of one step, also of its CPU time. The sample then gets reward 0."""
     memory_mb: int = Field(1024, ge=128, description="Address-space limit of one worker, beyond its start-up size.")
 
     _absolute = field_validator("name")(absolute_code)
@@ -46,8 +45,8 @@ class RolloutConfig(Section):
     engine: str = "vllm"
     """vllm, sglang, transformers, or a custom one (entry-point group slime_like.engines)."""
     python: Path | None = None
-    """Python of another environment for the engines, if their packages conflict with the trainer's. It needs the engine
-    and the same version of this distribution; none: the run's environment."""
+    """Python interpreter of the engines, if their packages conflict with the trainer's. Its environment needs the
+    engine and the same version of slime-like. none: the run's interpreter."""
     num_engines: int = Field(1, ge=1, description="Number of engines; requests go to the least loaded one.")
     tensor: int = Field(1, ge=1, description="Tensor parallelism of one engine.")
     prompts_per_step: int = Field(64, ge=1, description="Prompt groups per training step.")
@@ -56,30 +55,28 @@ class RolloutConfig(Section):
     temperature: float = Field(1.0, ge=MIN_TEMPERATURE, description="Sampling temperature of training rollouts.")
     top_p: float = Field(1.0, gt=0.0, le=1.0, description="Nucleus sampling; training requires 1.")
     top_k: int = Field(-1, ge=-1, description="Top-k sampling; training requires -1 (off).")
-    stop_token_ids: tuple[int, ...] = Field((), description="Token ids that end a response; none: the model's EOS ids.")
+    stop_token_ids: tuple[int, ...] = Field((), description="Token ids that end a response; []: the model's EOS ids.")
     max_model_len: int | None = Field(None, ge=2)
     """Longest sequence of an engine; none: prompt limit plus response limit."""
     max_concurrent_requests: int = Field(1024, ge=1, description="Concurrent requests per engine.")
     max_staleness: int = Field(0, ge=0)
-    """Most weight versions between a response's first token and the weights it trains. 0: sampling and training
-    alternate, on-policy. Above 0 they run concurrently: new weights reach responses in progress, and a step takes
-    the oldest groups that are ready."""
+    """How many training steps old the weights of a response's first token may be. 0: sampling and training alternate
+    (on-policy). Above 0 they overlap, and responses in progress continue with new weights."""
     stream: bool = False
-    """Train on a step's samples while others are still being generated: full micro-batches go to the trainers at once.
-    The update equals that of the whole batch. Requires one update per step and group-scoped advantages."""
+    """Train on full micro-batches while the rest of the step is still being generated. The update equals that of the
+    whole batch. Requires one update per step and a group-scoped advantage."""
     oversample: float = Field(1.0, ge=1)
-    """Prompt groups sampled per group trained; the rest is aborted when enough are ready. Requires max_staleness 0."""
+    """Ratio of sampled to trained groups; the rest is aborted when enough are ready. Requires max_staleness 0."""
     drop_zero_spread: bool = False
-    """Replace groups whose samples all have the same reward, without the overlong penalty (DAPO's dynamic sampling)."""
+    """DAPO's dynamic sampling: replace groups whose samples all have the same reward (before the overlong penalty)."""
     max_drops_per_step: int = Field(1000, ge=1)
-    """Groups that drop_zero_spread may drop per step before the run fails: a task that is always or never solved
-    teaches nothing."""
+    """The run fails if drop_zero_spread drops more groups than this in one step."""
     max_engine_restarts: int = Field(2, ge=0)
-    """Restarts of dead engines in a run; their requests restart on other engines. 0: the first death fails the run."""
+    """Restarts of dead engines in a run. Their requests restart on other engines. 0: the first death fails the run."""
     environment: EnvironmentConfig = EnvironmentConfig()
-    """The environment of conversations, which answers the model's turns."""
+    """Answers the model's turns in conversations."""
     engine_args: dict[str, Any] = Field(default_factory=dict)
-    """Further engine arguments, passed unchanged; unknown ones are rejected."""
+    """Further arguments of the engine, passed unchanged. Unknown ones are rejected."""
     start_timeout_s: float = Field(300.0, gt=0, description="Timeout of an engine's start.")
     request_timeout_s: float = Field(600.0, gt=0, description="Timeout of one request.")
 
@@ -109,7 +106,7 @@ class RewardConfig(Section):
     workers: int = Field(1, ge=1, description="Reward worker processes.")
     start_timeout_s: float = Field(120.0, gt=0, description="Timeout of a reward worker's start.")
     timeout_s: float = Field(5.0, gt=0)
-    """Timeout of scoring one response, or one group for group rewards; the sample or group then gets reward 0."""
+    """Timeout of scoring one response (one group, for a group reward). The reward is then 0."""
     memory_mb: int = Field(2048, ge=128)
     """Address-space limit of one reward worker, beyond its start-up size."""
 
@@ -123,17 +120,17 @@ class SyncConfig(Section):
     """Weight transfer from trainer to engines."""
 
     transport: Literal["auto", "shared_memory", "gloo", "nccl", "cuda_ipc", "directory"] = "auto"
-    """Transport of weights. auto: shared_memory inside a host and gloo between hosts on CPUs, nccl between GPUs,
-    cuda_ipc if one engine shares the trainers' GPUs."""
+    """How weights travel. auto: nccl between GPUs; cuda_ipc if one engine shares the trainers' GPUs; on CPUs
+    shared_memory inside a host, gloo between hosts."""
     directory: Path | None = None
     """For transport directory: a directory that trainers and engines both see."""
     bucket_mb: float = Field(256.0, gt=0, description="Largest bucket in MiB; a larger tensor travels alone.")
     delta: Literal["auto", "always", "never"] = "auto"
-    """Send only changed elements, with bit-identical results; needs a copy of the weights in host memory on both sides.
+    """Send only changed elements; the result is bit-identical. Both sides keep a copy of the weights in host memory.
     auto: for 16-bit models over gloo or a directory."""
     verify: bool = Field(True, description="Compare hashes of all tensors, and probe logprobs, after every sync.")
     probe_tolerance: float | None = Field(None, gt=0)
-    """Bound on the probe's gap between engine and trainer. float32: largest difference of a logprob; by default 3e-5
-    per layer times the standard deviation of the trainer's logprobs, at least 1e-4. bfloat16: root mean square of the
-    differences over that standard deviation (default 0.15)."""
+    """Largest gap of the probe's logprobs between engine and trainer. float32: largest difference; default: 3e-5 per
+    layer times the standard deviation of the trainer's logprobs, at least 1e-4. bfloat16: root mean square difference
+    over that standard deviation; default: 0.15."""
     timeout_s: float = Field(300.0, gt=0, description="Timeout of one sync.")

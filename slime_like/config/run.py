@@ -23,7 +23,7 @@ class ModelConfig(Section):
 
     path: Path = Field(description="Hugging Face checkpoint directory of the initial policy.")
     weights: Path | None = None
-    """Checkpoint with the policy's initial weights: output of `slime-like convert to-megatron`, or a run's
+    """Load the policy's weights from this checkpoint: output of `slime-like convert to-megatron`, or a run's
     checkpoints/step-N. `path` still provides dimensions, tokenizer and the engines' first weights."""
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
     """Precision of weights and activations in trainer and engine."""
@@ -35,15 +35,15 @@ class ReferenceConfig(Section):
 
     path: Path | None = Field(None, description="Hugging Face checkpoint of the reference; none: the initial policy.")
     placement: Literal["trainer", "workers"] = "trainer"
-    """trainer: the trainer ranks swap in its weights, which must have the policy's sizes. workers: separate devices,
-    which score groups while others are being sampled."""
+    """trainer: the trainer ranks swap in the reference, which must have the policy's sizes. workers: separate devices
+    score groups while others are sampled."""
     update_interval: int = Field(0, ge=0)
-    """Steps after which the policy becomes the reference; 0 keeps the initial one. Workers may score groups sampled
-    ahead (`rollout.max_staleness`) with an earlier one."""
-    workers: int = Field(1, ge=1, description="Number of reference workers; a group goes to the least busy one.")
+    """Every so many steps the policy becomes the reference; 0: never. Workers may score groups sampled ahead with an
+    earlier reference."""
+    workers: int = Field(1, ge=1, description="Number of reference workers; each group goes to the least busy one.")
     parallel: ParallelConfig = Field(ParallelConfig(), description="Layout of each reference worker.")
     max_worker_restarts: int = Field(2, ge=0)
-    """Restarts of failed reference workers in a run; their groups go to others, or wait. The run fails if none is
+    """Restarts of failed reference workers in a run; their groups go to others, or wait. The run fails when none is
     left."""
 
 
@@ -66,9 +66,9 @@ class DataConfig(Section):
 class EvaluationConfig(Section):
     """Held-out evaluation during training."""
 
-    files: tuple[Path, ...] = Field((), description="Held-out files, also reported one by one; none: no evaluation.")
+    files: tuple[Path, ...] = Field((), description="Held-out files, reported together and one by one; [] for none.")
     every: int = Field(0, ge=0, description="Evaluation interval in steps; 0: before and after training only.")
-    max_prompts: int | None = Field(None, ge=1, description="Use only the first prompts, up to this number.")
+    max_prompts: int | None = Field(None, ge=1, description="Use at most this number of prompts of each file.")
     temperature: float = Field(0.0, ge=0.0, description="0 is greedy.")
     samples_per_prompt: int = Field(1, ge=1, description="Responses per prompt; above 1 also gives pass@k.")
     max_new_tokens: int | None = Field(None, ge=1, description="Length limit; none: `rollout.max_new_tokens`.")
@@ -80,13 +80,13 @@ class CheckpointConfig(Section):
     every: int = Field(0, ge=0, description="Checkpoint interval in steps; 0: at the end only.")
     keep: int = Field(2, ge=1, description="Checkpoints kept; older ones are removed after a save.")
     async_save: bool = False
-    """Copy the state to host memory and write it during training; the save takes effect at the end of the step in which
+    """Copy the state to host memory and write it during training. A save takes effect at the end of the step in which
     it is complete."""
     export_hf: bool = Field(True, description="Write a Hugging Face model at the end.")
 
 
 class LoggingConfig(Section):
-    """Destinations of figures; `metrics.jsonl` is always written."""
+    """Destinations of metrics; `metrics.jsonl` is always written."""
 
     tensorboard: bool = Field(True, description="Write a TensorBoard log.")
     wandb: bool = Field(False, description="Log to Weights & Biases (needs the package).")
@@ -99,13 +99,12 @@ class DebugConfig(Section):
     """Switches for experiments on the method, and what is kept to inspect a run."""
 
     shuffle_advantages: bool = False
-    """Permute advantages over a batch's samples: a control that must not learn."""
+    """Permute advantages over a batch's samples: a control run, which must not learn."""
     samples_per_step: int = Field(4, ge=0, description="Samples per logged step in the debug tables; 0: none.")
     tables_every: int = Field(10, ge=1, description="Interval of debug tables in steps.")
     save_rollouts: Path | None = Field(None, description="Directory for every step's scored rollouts.")
     load_rollouts: Path | None = None
-    """Directory of saved rollouts to train on; no engine is started. Rewards and advantages are the saved ones,
-    regardless of `reward` and `algorithm.advantage`."""
+    """Train on the saved rollouts of this directory, without engines. Rewards and advantages are the saved ones."""
 
 
 class ClusterConfig(Section):
@@ -115,15 +114,15 @@ class ClusterConfig(Section):
     object_store_mb: int = Field(512, ge=80, description="Object store of a Ray cluster started here, in MiB.")
     placement: Literal["separate", "colocated"] = "separate"
     """separate: engines have separate devices. colocated: engines and trainer ranks use the same devices in turn."""
-    nodes: int | None = Field(None, ge=1, description="Planned nodes; none: as many as the layout needs.")
-    gpus_per_node: int = Field(8, ge=1, description="Planned GPUs per node.")
-    gpu: GpuName = Field("h100-80gb", description="Planned kind of GPU: docs/planning.md.")
-    gpu_memory_gib: float | None = Field(None, gt=0, description="Planned GPU memory in GiB; none: that of `gpu`.")
-    host_memory_gib: float | None = Field(None, gt=0, description="Planned node memory in GiB; none: not checked.")
+    nodes: int | None = Field(None, ge=1, description="Nodes assumed by `slime-like plan`; none: as many as needed.")
+    gpus_per_node: int = Field(8, ge=1, description="GPUs per node assumed by `slime-like plan`.")
+    gpu: GpuName = Field("h100-80gb", description="GPU assumed by `slime-like plan`.")
+    gpu_memory_gib: float | None = Field(None, gt=0, description="GPU memory in GiB for the plan; none: as `gpu`.")
+    host_memory_gib: float | None = Field(None, gt=0, description="Node memory in GiB for the plan; none: unchecked.")
     nvlink_gb_per_s: float | None = Field(None, gt=0)
-    """Planned GB/s from a GPU inside its node; none: that of `gpu`."""
+    """GB/s from a GPU inside its node, for the plan; none: as `gpu`."""
     network_gb_per_s: float = Field(50.0, gt=0)
-    """Planned GB/s from a GPU to other nodes; 50 is 400 Gb/s per GPU."""
+    """GB/s from a GPU to other nodes, for the plan; 50 is 400 Gb/s."""
 
     @field_validator("address")
     @classmethod
@@ -141,14 +140,12 @@ class RunConfig(Section):
     """Root of the configuration; YAML keys and command-line flags mirror these names."""
 
     run_dir: Path
-    """Directory of the run: configuration, metrics, logs, checkpoints. An earlier run there that is not resumed is
-    moved aside."""
+    """Directory of the run: configuration, metrics, logs, checkpoints."""
     steps: int = Field(100, ge=1, le=MAX_STEPS, description="Training steps.")
     seed: int = Field(0, ge=0, le=MAX_SEED, description="Seed of data order, sampling and initialization.")
     resume: str = "auto"
-    """auto: resume from the latest checkpoint of the run directory, else start over. never: start over. Or the path of
-    a checkpoint. Starting over moves an earlier run to RUN_DIR.1, RUN_DIR.2 and so on, also one without a
-    checkpoint."""
+    """auto: resume from the latest checkpoint of the run directory; without one, start over. never: start over. PATH:
+    resume from this checkpoint. Starting over renames an earlier run of the directory to RUN_DIR.1, RUN_DIR.2, ..."""
     model: ModelConfig = Field(description="The policy.")
     reference: ReferenceConfig = Field(ReferenceConfig(), description="The reference policy.")
     data: DataConfig = Field(DataConfig(), description="Training prompts.")
@@ -161,7 +158,7 @@ class RunConfig(Section):
     checkpoint: CheckpointConfig = Field(CheckpointConfig(), description="Checkpoints.")
     logging: LoggingConfig = Field(LoggingConfig(), description="Logging.")
     debug: DebugConfig = DebugConfig()
-    """Experiments on the method, and what is kept to inspect a run."""
+    """Control runs, debug tables, saved rollouts."""
     cluster: ClusterConfig = Field(ClusterConfig(), description="The Ray cluster.")
 
     @property

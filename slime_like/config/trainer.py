@@ -39,8 +39,8 @@ class OptimizerConfig(Section):
     clip_grad: float = Field(1.0, gt=0, description="Global gradient-norm bound.")
     distributed: bool = Field(True, description="Shard optimizer state over data-parallel ranks.")
     offload: bool = False
-    """Keep main weights and moments in host memory and update them on the processor; megatron requires `distributed`
-    and `model.dtype: bfloat16`."""
+    """Keep main weights and moments in host memory and update them on the CPU. megatron requires `distributed` and
+    `model.dtype: bfloat16`."""
     overlap: bool = False
     """Sum gradients during the last backward pass, and gather sharded weights during the next forward pass."""
     overlap_bucket_params: int | None = Field(None, ge=1)
@@ -51,11 +51,11 @@ class FsdpConfig(Section):
     """Settings of the backend `fsdp`."""
 
     reshard_after_forward: bool = True
-    """Free gathered weights after a layer's forward pass; false: less communication, but each rank holds the whole
-    model in `model.dtype`."""
+    """Free gathered weights after a layer's forward pass. false: less communication, but each rank holds the whole
+    model."""
     accumulate: Literal["whole", "sharded"] = "whole"
-    """Gradients between micro-batches of a window. whole: each rank accumulates whole float32 gradients, summed once
-    per window. sharded: ranks sum after every micro-batch and hold only their shard."""
+    """whole: each rank accumulates float32 gradients of the whole model, summed once per window. sharded: ranks sum
+    after every micro-batch and hold only their shard."""
 
 
 class TrainerConfig(Section):
@@ -70,23 +70,23 @@ class TrainerConfig(Section):
     target_tokens_per_batch: int = Field(8192, ge=16)
     """Token budget of one packed micro-batch; every prompt plus response must fit."""
     balance: Literal["tokens", "flops"] = "tokens"
-    """Cost that is balanced over data-parallel replicas: tokens, or FLOPs, with attention quadratic in length."""
+    """Balance tokens or FLOPs over data-parallel replicas; attention's FLOPs are quadratic in length."""
     attention: Literal["auto", "transformer_engine", "ring_flash_attn", "ring", "allgather"] = "auto"
-    """Attention and its context parallelism: Transformer Engine (CUDA, with its layers), the llama3 path of
-    ring-flash-attn, our zigzag ring, or our all-gather of keys and values. auto: Transformer Engine if installed and
-    a CUDA device exists, else ring. fsdp supports allgather (auto) and ring_flash_attn."""
+    """Attention and its context parallelism: Transformer Engine (CUDA only), the llama3 path of ring-flash-attn, our
+    zigzag ring, or our all-gather of keys and values. auto: Transformer Engine if installed on a CUDA machine, else
+    ring. fsdp supports allgather (its auto) and ring_flash_attn."""
     recompute: Literal["none", "selective", "full"] = "none"
-    """Recompute activations of whole layers (full), or of core attention (megatron) or MLP (fsdp) only (selective)."""
+    """Recompute activations in backward. full: whole layers. selective: core attention (megatron) or MLP (fsdp)."""
     activation_offload: bool = False
     """Keep saved activations in host memory; works with any `recompute`."""
     head_chunk_tokens: int | None = Field(None, ge=1)
-    """Tokens per chunk of the logprob head; none: a twentieth of a micro-batch, 64 to 1024, or as many as 1 MiB of
-    logits holds."""
+    """Tokens whose logits are computed at once. none: a twentieth of a micro-batch, at least 64 and 1 MiB of logits, at
+    most 1,024."""
     rendezvous_port: int | None = Field(None, ge=1024, le=65535)
     """Port on rank 0's host where ranks meet; none: a free one."""
     start_timeout_s: float = Field(600.0, gt=0, description="Timeout of the start of all ranks.")
     step_timeout_s: float = Field(3600.0, gt=0, description="Timeout of one call of a rank, collectives included.")
     cpu_threads: int | None = Field(None, ge=1, description="Threads per rank on CPU; none shares the cores evenly.")
     cpu_kernels: Literal["auto", "off"] = "auto"
-    """Operators on a CPU. auto: numba kernels, if installed, for megatron's float32 layers on at most two threads and
-    decoding by the engine transformers. off: torch's operators, as on a GPU."""
+    """auto: numba kernels, if installed, for megatron's float32 layers on at most two threads, and for decoding by the
+    transformers engine. off: torch's operators, as on a GPU."""

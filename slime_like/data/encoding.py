@@ -47,7 +47,7 @@ class RowEncoder:
                 raise TypeError(f"is a {type(value).__name__}")
             json.dumps(value, allow_nan=False)
         except (TypeError, ValueError) as error:
-            problem = f"{key!r} is no mapping that JSON can express ({error})"
+            problem = f"{key!r} must be a mapping that JSON can express ({error})"
             raise row.fault("environment-settings", problem, "correct it, or set data.environment_key") from error
         return value
 
@@ -81,7 +81,7 @@ class RowEncoder:
         try:
             text = self._tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
         except Exception as error:  # templates are programs of the checkpoint and raise what they like
-            problem = f"the chat template refuses {key!r} ({error})"
+            problem = f"the chat template rejects {key!r} ({error})"
             raise row.fault("template-failed", problem, "correct the messages") from error
         return self._tokenizer.encode(text, add_special_tokens=False)
 

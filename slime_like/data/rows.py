@@ -38,7 +38,7 @@ class Row:
     def token_ids(self, key: str, given: Any, vocab_size: int, owner: str) -> list[int]:
         """Return ``given``, what stands under ``key``, if it is a list of ids that the ``owner`` has."""
         if not isinstance(given, list) or any(isinstance(t, bool) or not isinstance(t, int) for t in given):
-            raise self.fault("bad-token-ids", f"{key!r} must be a list of whole numbers", "give token ids")
+            raise self.fault("bad-token-ids", f"{key!r} must be a list of integers", "give token ids")
         outside = [token for token in given if not 0 <= token < vocab_size]
         if outside:
             problem = f"{key!r} has the id {outside[0]}, but the {owner} has ids 0 to {vocab_size - 1}"
@@ -125,7 +125,7 @@ def _jsonl_row(row: Row, line: bytes) -> Row:
         if b"\\ud" in line.lower():
             _refuse_lone_surrogates(values)
     except _RepeatedKeyError as error:
-        raise row.fault("repeated-key", f"the key {error} stands twice in one object", "keep one") from error
+        raise row.fault("repeated-key", f"the key {error} occurs twice in one object", "keep one") from error
     except (ValueError, RecursionError) as error:
         remedy = f"{_CUT_OFF}; {_ONE_OBJECT}" if _is_cut_off(line, error) else _ONE_OBJECT
         why = f"{error.msg}: column {error.colno}" if isinstance(error, json.JSONDecodeError) else str(error)
@@ -173,7 +173,7 @@ _DECODER = json.JSONDecoder(object_pairs_hook=_object, parse_constant=_refuse_co
 
 def _parse(text: str) -> Any:
     if text.startswith("\ufeff"):
-        raise ValueError("it begins with a byte order mark, U+FEFF, which is no JSON")
+        raise ValueError("it begins with a byte order mark, U+FEFF, which JSON does not allow")
     return _DECODER.decode(text)
 
 

@@ -46,7 +46,7 @@ class TokenRows:
     def _token_row(self, row: Row) -> TokenRow:
         name = row.values.get("id")
         if isinstance(name, bool) or not isinstance(name, str | int):
-            raise row.fault("bad-id", "'id' is missing or neither text nor a whole number", "give one")
+            raise row.fault("bad-id", "'id' is missing or neither text nor an integer", "give one")
         prompt, response = self._tokens(row, "prompt_tokens"), self._tokens(row, "response_tokens")
         self._require_fit(row, len(prompt) + len(response))
         tokens = (torch.tensor(ids, dtype=torch.int64) for ids in (prompt, response))

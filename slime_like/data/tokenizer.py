@@ -50,7 +50,7 @@ def _require_config(path: Path) -> None:
     try:
         AutoConfig.from_pretrained(str(path), local_files_only=True, trust_remote_code=False)
     except Exception as error:
-        problem = f"transformers refuses it ({_one_line(error)})"
+        problem = f"transformers rejects it ({_one_line(error)})"
         remedy = "correct it, or copy it again"
         raise DataError(problem, code="config-refused", who=f"{path}/config.json", remedy=remedy) from error
 

@@ -125,7 +125,7 @@ class TrainerBackend(Protocol):
     def finish_step(self, denominator: float) -> GRPOStats | None:
         """Reduce gradients, scale by ``1 / denominator``, clip, step the optimizer and the schedule.
 
-        Returns the step's figures on the ranks of the last pipeline stage, ``None`` elsewhere.
+        Returns the step's metrics on the ranks of the last pipeline stage, ``None`` elsewhere.
         """
 
     def score(

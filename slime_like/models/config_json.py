@@ -85,7 +85,7 @@ def rope(raw: dict[str, Any]) -> dict[str, Any]:
     readings = [_rope(raw, key) for key in ("rope_parameters", "rope_scaling") if raw.get(key)] or [_rope(raw, "")]
     if readings[0] != readings[-1]:
         # transformers reads rope_scaling then, and with it loses the rope_theta that stands in rope_parameters
-        raise ValueError("rope_parameters and rope_scaling say different things; keep one, with its rope_theta")
+        raise ValueError("rope_parameters and rope_scaling contradict each other; keep one, with its rope_theta")
     return readings[0]
 
 
@@ -97,7 +97,7 @@ def _rope(raw: dict[str, Any], key: str) -> dict[str, Any]:
     kind = parameters.get("rope_type", parameters.get("type", "default"))
     theta = _number({"rope_theta": parameters.pop("rope_theta", None) or raw.get("rope_theta")}, "rope_theta")
     if not isinstance(kind, str) or kind not in _SCALINGS:
-        raise UnsupportedError(f"rope scaling {kind!r} is none of {', '.join(_SCALINGS)}")
+        raise UnsupportedError(f"rope scaling {kind!r} is not one of {', '.join(_SCALINGS)}")
     for name in _SCALINGS[kind]:
         _number(parameters, name)
     return {"rope_theta": theta, "rope_scaling": None if kind == "default" else parameters}
@@ -252,7 +252,8 @@ def _eos_ids(raw: dict[str, Any], where: str, vocab_size: int) -> tuple[int, ...
     unknown = [token for token in ids if not 0 <= token < vocab_size]
     if unknown:
         raise ValueError(
-            f"eos_token_id={given!r}{where}: {unknown[0]} is no token of the model, whose ids are 0 to {vocab_size - 1}"
+            f"eos_token_id={given!r}{where}: {unknown[0]} is not a token id of the model, whose ids are "
+            f"0 to {vocab_size - 1}"
         )
     return tuple(ids)
 
@@ -263,7 +264,7 @@ def _count(raw: dict[str, Any], key: str, default: int | None = None, least: int
     if value is None:
         raise KeyError(key)
     if isinstance(value, bool) or not isinstance(value, int) or value < least:
-        raise ValueError(f"{key}={value!r} must be a whole number of at least {least}")
+        raise ValueError(f"{key}={value!r} must be an integer of at least {least}")
     return value
 
 

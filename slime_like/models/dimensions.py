@@ -175,7 +175,7 @@ class ModelDimensions:
         architecture = architectures[0] if isinstance(architectures, list) else architectures
         if not isinstance(architecture, str) or not architecture.endswith(_CAUSAL):
             remedy = f"use {', '.join(FAMILIES)}, or with trainer.backend=fsdp another ...ForCausalLM"
-            raise ConfigError(f"{path}: architecture {architecture} is no causal language model; {remedy}")
+            raise ConfigError(f"{path}: architecture {architecture} is not a causal language model; {remedy}")
         try:
             try:
                 fields = _of_known(raw, architecture)
@@ -202,7 +202,7 @@ def _of_known(raw: dict[str, Any], architecture: str) -> dict[str, Any]:
     """Read a supported family. Raises ``config_json.UnsupportedError`` for all others."""
     family = FAMILIES.get(architecture)
     if family is None:
-        raise config_json.UnsupportedError(f"architecture {architecture} is none of {', '.join(FAMILIES)}")
+        raise config_json.UnsupportedError(f"architecture {architecture} is not one of {', '.join(FAMILIES)}")
     if raw.get("hidden_act", "silu") != "silu":
         raise config_json.UnsupportedError(f"hidden_act={raw['hidden_act']} is not silu (SwiGLU)")
     mistral_window = raw.get("sliding_window", config_json.MISTRAL_WINDOW) if family == "mistral" else None
@@ -210,7 +210,7 @@ def _of_known(raw: dict[str, Any], architecture: str) -> dict[str, Any]:
         raise config_json.UnsupportedError("it has sliding-window attention")
     sparse = (raw.get("decoder_sparse_step", 1), raw.get("moe_layer_freq", 1))
     if raw.get("mlp_only_layers") or sparse != (1, 1):
-        raise config_json.UnsupportedError("layers without experts lie between layers with them")
+        raise config_json.UnsupportedError("it has layers without experts between layers with experts")
     features = config_json.latent_features(raw) if family == "deepseek_v3" else config_json.features(raw, family)
     return {"family": family, **config_json.sizes(raw), **config_json.rope(raw), **features}
 

@@ -48,7 +48,7 @@ def weight_file_problems(directory: Path, dimensions: ModelDimensions) -> list[s
     layers = {int(found[1]) for found in map(_LAYER.match, names) if found}
     if len(layers) != dimensions.num_layers:
         return [
-            f"{directory}/config.json says num_hidden_layers={dimensions.num_layers}, but the weights beside it are of "
+            f"{directory}/config.json has num_hidden_layers={dimensions.num_layers}, but its weights have "
             f"{len(layers)} layers; use the config.json and the weights of the same model"
         ]
     return []
@@ -106,11 +106,11 @@ def _listed_files(index: Path) -> list[str]:
     try:
         names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
         if not all(isinstance(name, str) for name in names):
-            raise ValueError("a name in it is no text")
+            raise ValueError("a name in it is not text")
     except OSError as error:
         raise _damaged(error) from error
     except (ValueError, KeyError, AttributeError, TypeError, RecursionError) as error:
-        raise _damaged(f"{index} is no index of safetensors files ({error})") from error
+        raise _damaged(f"{index} is not an index of safetensors files ({error})") from error
     return names
 
 
@@ -153,7 +153,7 @@ def _read_header(file: Path, size: int) -> tuple[int, dict[str, Any]]:
         for entry in header.values():
             _end(entry)
     except (ValueError, KeyError, IndexError, AttributeError, TypeError, RecursionError) as error:
-        raise _damaged(f"{file} is no safetensors file: its header cannot be read ({error})") from error
+        raise _damaged(f"{file} is not a safetensors file: its header cannot be read ({error})") from error
     return length, header
 
 

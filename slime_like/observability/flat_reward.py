@@ -27,7 +27,7 @@ class Truncation:
 
 
 class FlatSteps:
-    """Warns once after several flat steps in succession, and once at the end of a run without any other step.
+    """Warns once after several flat steps in a row, and once at the end of a run without any other step.
 
     Args:
         tables: path of the tables of samples and rewards; ``None`` where none are written.

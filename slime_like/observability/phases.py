@@ -38,7 +38,7 @@ class PhaseClock:
         """Account the time inside the block to ``name``, also when the block raises.
 
         Raises:
-            ValueError: ``name`` is none of ``PHASES``.
+            ValueError: ``name`` is not one of ``PHASES``.
             RuntimeError: another phase is open; its time would be counted twice.
         """
         if name not in PHASES:

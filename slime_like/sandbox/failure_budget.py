@@ -2,7 +2,7 @@
 
 
 class FailureBudget:
-    """Count of failures in succession, ``limit`` of which exhaust the budget.
+    """Count of failures in a row, ``limit`` of which exhaust the budget.
 
     With ``first_only`` a success closes the budget for good; otherwise the count starts afresh.
     """

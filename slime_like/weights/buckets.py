@@ -82,7 +82,7 @@ def read_bucket(entries: Sequence[TensorEntry], buffer: Tensor) -> Iterator[tupl
         if entry.nbytes != math.prod(entry.shape) * dtype.itemsize:
             raise _bad_entry(entry, f"{entry.nbytes} bytes cannot be {entry.shape} of {entry.dtype}")
         if entry.offset < 0 or entry.offset % dtype.itemsize or end > buffer.numel():
-            raise _bad_entry(entry, f"bytes {entry.offset} to {end} do not lie in a bucket of {buffer.numel()} bytes")
+            raise _bad_entry(entry, f"bytes {entry.offset} to {end} are not inside a bucket of {buffer.numel()} bytes")
         yield entry.name, buffer[entry.offset : end].view(dtype).view(entry.shape)
 
 

@@ -38,7 +38,7 @@ def test_a_larger_reference_is_planned_with_its_own_sizes(monkeypatch: pytest.Mo
 def test_what_is_wrong_with_them_is_a_problem(
     flags: list[str], words: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """On a machine that is none of the cluster's, too."""
+    """On a machine that is not one of the cluster's, too."""
     plan = planned(monkeypatch, "--cluster.nodes", "2", *flags)
     for word in words:
         assert [problem for problem in plan.problems if word in problem], plan.problems

@@ -186,7 +186,7 @@ def test_a_plan_that_is_refused(ended: Ended, network: Network) -> None:
 def test_a_wrong_address(ended: Ended, network: Network) -> None:
     assert ended.codes["no such address"] == [2] and ended.codes["no head there"] == [1]
     (line,) = ended.said["no such address"]
-    assert f"HEAD_ADDR={NOWHERE} is {NOWHERE}, which is no address of {network.nodes[0].name}" in line
+    assert f"HEAD_ADDR={NOWHERE} is {NOWHERE}, which is not an address of {network.nodes[0].name}" in line
     (line,) = ended.said["no head there"]
     assert NOWHERE in line and "within 3 s" in line
 

@@ -178,7 +178,7 @@ def test_other_ranks_are_suspected_only_where_there_are_any(tmp_path: Path, worl
     with pytest.raises(TrainerError) as caught, trainer._phase("accumulate"):
         raise RuntimeError("my own bug")
     message = "rank 0, accumulate: RuntimeError: my own bug"
-    hint = "; if a collective failed, another rank died or hung: the message of that rank says why"
+    hint = "; if a collective failed, another rank died or hung: see the message of that rank"
     assert str(caught.value) == (message if world_size == 1 else message + hint)
 
 

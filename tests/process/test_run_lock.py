@@ -30,7 +30,7 @@ def test_one_run_at_a_time(tmp_path: Path) -> None:
     try:
         assert other.stdout is not None and other.stdout.readline() == "alone\n"
         with pytest.raises(
-            ConfigError, match=f"a run is going on there .process {other.pid} on .*choose another run_dir"
+            ConfigError, match=f"another run uses this directory .process {other.pid} on .*choose another run_dir"
         ):
             prepare_run_dir(config(tmp_path))
         assert [path.name for path in run_dir.iterdir()] == [LOCK_FILE]
@@ -42,6 +42,6 @@ def test_one_run_at_a_time(tmp_path: Path) -> None:
     with RunLock(run_dir) as lock:
         make_run_dir(config(tmp_path), None, lock)  # resume: never
         assert not (tmp_path / "run.1" / LOCK_FILE).exists()
-        with pytest.raises(ConfigError, match="a run is going on there"):
+        with pytest.raises(ConfigError, match="another run uses this directory"):
             prepare_run_dir(config(tmp_path))
     assert not (run_dir / LOCK_FILE).exists()

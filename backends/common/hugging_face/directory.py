@@ -74,7 +74,7 @@ def write_hf_directory(
 def _prepare(partial: Path, directory: Path, source_dir: Path) -> None:
     occupied = directory.exists() and not (directory / "config.json").is_file()
     if occupied and any(directory.iterdir()):
-        raise _occupied(directory, "exists and is no Hugging Face checkpoint")
+        raise _occupied(directory, "exists and is not a Hugging Face checkpoint")
     if directory.resolve() == source_dir.resolve():
         raise _occupied(directory, "is the model that training started from")
     try:

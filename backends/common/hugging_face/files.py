@@ -95,7 +95,7 @@ class HfCheckpoint(contextlib.ExitStack):
         different = sorted(name for name in copies if not self._same(name, original))
         if different:
             raise CheckpointError(
-                f"config.json says tie_word_embeddings=true, but {listed(different)} and {original} are stored and "
+                f"config.json has tie_word_embeddings=true, but {listed(different)} and {original} are stored and "
                 "differ",
                 code="tied-tensors-differ",
                 who=str(self.directory),

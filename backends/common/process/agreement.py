@@ -35,7 +35,7 @@ def together(action: Callable[[], Result], what: str, device: torch.device) -> R
         raise CheckpointError(
             f"{what} failed on trainer rank {int(failed.item())}",
             code="failed-on-another-rank",
-            remedy="the message of that rank says why",
+            remedy="see the message of that rank",
         )
     return result
 

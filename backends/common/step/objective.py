@@ -24,7 +24,7 @@ class Objective:
     def add(
         self, step: StepSums, given: PackedTrajectory, pack: PackedTrajectory, logprobs: Tensor, entropy: Tensor
     ) -> Tensor:
-        """The weighted sum of the pack's per-token losses, to run backward from; ``step`` takes in its figures.
+        """The weighted sum of the pack's per-token losses, to run backward from; ``step`` takes in its metrics.
 
         Args:
             given: the pack as the trainer was given it; old logprobs that are those of this pass are written into it.

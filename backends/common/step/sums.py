@@ -20,7 +20,7 @@ class StepSums:
     Attributes:
         denominator: what gradients will be divided by, where it is known at the beginning.
         balance: the routers' loss, where the objective has one.
-        sums: figures of this rank's micro-batches (last pipeline stage only).
+        sums: metrics of this rank's micro-batches (last pipeline stage only).
         losses: detached loss of every micro-batch, in order.
         complete: the step's last window has been given.
     """
@@ -101,7 +101,7 @@ def require_finite_norm(norm: float) -> None:
 
 
 def reduced_over_data(sums: LossSums, replicas: dist.ProcessGroup) -> LossSums:
-    """Summed over data-parallel replicas; context ranks of one replica hold the same figures and count once."""
+    """Summed over data-parallel replicas; context ranks of one replica hold the same metrics and count once."""
     if replicas.size() == 1:
         return sums
     totals, maxima = sums.to_vectors()

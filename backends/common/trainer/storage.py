@@ -41,7 +41,7 @@ class StoringTrainer(TrainerBackend):
                 phase=name,
                 remedy=""
                 if alone
-                else "if a collective failed, another rank died or hung: the message of that rank says why",
+                else "if a collective failed, another rank died or hung: see the message of that rank",
             ) from error
 
     def settle_weights(self) -> None:

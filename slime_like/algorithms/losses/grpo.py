@@ -50,7 +50,7 @@ class GRPOLoss:
         token_weights: Tensor | None = None,
         response_lens: Tensor | None = None,
     ) -> LossOutput:
-        """The weighted sum and its figures, undivided.
+        """The weighted sum and its metrics, undivided.
 
         Args:
             logprobs: (R,) with graph; every other per-token tensor is (R,) too.

@@ -1,4 +1,4 @@
-"""One loss out of its parts: policy term, off-policy corrections, KL, entropy bonus, and the figures of all of them."""
+"""One loss out of its parts: policy term, off-policy corrections, KL, entropy bonus, and the metrics of all of them."""
 
 from __future__ import annotations
 
@@ -84,13 +84,13 @@ class Loss:
         self.needs_entropy = config.entropy_coef > 0
 
     def __call__(self, inputs: LossInputs) -> LossOutput:
-        """Loss and figures of one micro-batch.
+        """Loss and metrics of one micro-batch.
 
         Args:
             inputs: of whole sequences; what stands on tokens that carry no loss has no effect.
 
         Returns:
-            The weighted sum, undivided, with graph, and the figures.
+            The weighted sum, undivided, with graph, and the metrics.
 
         Raises:
             ValueError: an input that this loss needs is missing, or has another shape or type than it says; or the
@@ -169,7 +169,7 @@ def _check_coefficients(config: AlgorithmConfig) -> None:
     for name in ("kl_coef", "entropy_coef", "off_policy_mask"):
         value = getattr(config, name)
         if not (value is None and name == "off_policy_mask") and not 0 <= value < math.inf:
-            raise ValueError(f"{name}={value} is no coefficient or threshold; give a finite one, 0 or more")
+            raise ValueError(f"{name}={value} must be a finite number, 0 or more")
 
 
 def check_terms(name: str, terms: PolicyTerms, inputs: LossInputs) -> None:

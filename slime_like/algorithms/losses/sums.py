@@ -1,4 +1,4 @@
-"""The figures of a step while they are still sums, so that micro-batches and ranks can be added up."""
+"""The metrics of a step while they are still sums, so that micro-batches and ranks can be added up."""
 
 import math
 from dataclasses import dataclass, fields
@@ -44,7 +44,7 @@ class LossSums:
         return cls(*(torch.zeros((), dtype=torch.float64, device=device) for _ in fields(cls)))
 
     def add(self, other: Self) -> Self:
-        """The figures of both together; maxima stay maxima."""
+        """The metrics of both together; maxima stay maxima."""
         sums, maxima = self.to_vectors()
         other_sums, other_maxima = other.to_vectors()
         return self.from_vectors(sums + other_sums, torch.maximum(maxima, other_maxima))
@@ -100,7 +100,7 @@ class LossSums:
 
 @dataclass(slots=True)
 class LossOutput:
-    """``loss``: scalar with graph, ``sum(token_weights * per_token_loss)``, undivided. ``sums``: detached figures."""
+    """``loss``: scalar with graph, ``sum(token_weights * per_token_loss)``, undivided. ``sums``: detached metrics."""
 
     loss: Tensor
     sums: LossSums

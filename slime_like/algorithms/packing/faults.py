@@ -51,7 +51,7 @@ def checked_device(device: torch.device | str) -> torch.device:
     try:
         found = torch.device(device)
     except (RuntimeError, TypeError) as error:
-        raise ValueError(f"device {device!r} is none that torch knows; give e.g. 'cpu' or 'cuda:0'") from error
+        raise ValueError(f"device {device!r} is not a torch device; give e.g. 'cpu' or 'cuda:0'") from error
     if found.type == "cuda" and not torch.cuda.is_available():
         raise ValueError(
             f"device {str(found)!r}: torch sees no GPU on this machine; give 'cpu', or install its CUDA build"
@@ -86,7 +86,7 @@ def check_sizes(
     if actual > packed:
         _refuse_budget(sequences, actual, packed)
     if actual < packed and pad_token_id < 0:
-        raise ValueError(f"pad_token_id={pad_token_id} is no token's id; give one of the vocabulary, e.g. 0")
+        raise ValueError(f"pad_token_id={pad_token_id} is not a token id; give one of the vocabulary, e.g. 0")
 
 
 def _refuse_budget(sequences: Sequence[Trajectory], actual: int, budget: int) -> None:
@@ -117,8 +117,8 @@ def negative_id(sequences: Sequence[Trajectory]) -> str | None:
         for name in _TOKEN_IDS:
             if (lowest := int(getattr(sequence, name).amin())) < 0:
                 return (
-                    f"sequence {sequence.sequence_id!r}: {name} has the entry {lowest}, which is no token's id; give "
-                    "the ids themselves, and say in loss_mask which of them carry no loss"
+                    f"sequence {sequence.sequence_id!r}: {name} has the entry {lowest}, which is not a token id; give "
+                    "the ids themselves, and set loss_mask to False where they carry no loss"
                 )
     return None
 

@@ -106,7 +106,7 @@ def _require_finite(
         sequence, token = lengths.owner(row)
         raise ValueError(
             f"sequence {sequences[sequence].sequence_id!r}: {name} has the entry {joined[row].tolist()} at response "
-            f"token {token}, which carries loss; drop the sequence, or say in loss_mask that the token carries none"
+            f"token {token}, which carries loss; drop the sequence, or set its loss_mask to False"
         )
 
 
@@ -157,7 +157,7 @@ def _joined(pieces: list[Tensor], out: Tensor) -> Tensor:
         raise TypeError(f"{pieces[0].ndim}-dimensional tensors on {pieces[0].device}")
     is_integer = not out.is_floating_point() and out.dtype != torch.bool
     if is_integer and torch.bool in set(map(_dtype_of, pieces)):
-        raise TypeError("bools are no integers")
+        raise TypeError("bools are not integers")
     return torch.cat(pieces, out=out)
 
 

@@ -67,9 +67,7 @@ def _value(field: Field, values: list[str], is_entry: bool) -> Any:
         return _many(field, values)
     if len(values) > 1:
         given = " ".join(values)
-        raise ValueError(
-            f"takes one value and got {len(values)} ({given}); quote it, and put the file before all flags"
-        )
+        raise ValueError(f"takes one value, got {len(values)} ({given}); quote it, and put the file before all flags")
     if field.kind == "text":
         return values[0]
     try:

@@ -29,7 +29,7 @@ class _Loader(yaml.SafeLoader):
         """An alias inside of what it stands for has no end, and no place in a configuration."""
         node = super().compose_node(parent, index)
         if isinstance(node, yaml.CollectionNode) and node.end_mark is None:  # it is still being read
-            raise yaml.MarkedYAMLError(problem="an alias stands inside its anchor", problem_mark=node.start_mark)
+            raise yaml.MarkedYAMLError(problem="an alias inside its own anchor", problem_mark=node.start_mark)
         return node
 
 

@@ -31,7 +31,7 @@ def object_store_problem(size_mb: int) -> str | None:
         )
     if nbytes > max(shared, _ON_DISK):
         return (
-            f"{field}: /dev/shm, where it lies, has {shared // _MIB} MiB left; use at most "
+            f"{field}: /dev/shm, which holds it, has {shared // _MIB} MiB left; use at most "
             f"{max(shared, _ON_DISK) // _MIB}, or make /dev/shm larger (Docker's --shm-size)"
         )
     return None

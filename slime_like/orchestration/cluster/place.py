@@ -52,15 +52,15 @@ def find_place(rank: int, head_name: str, address: str) -> Place:
     try:
         interface = interface_of(node)
     except ValueError as error:
-        raise ConfigError(f"NODE_ADDR={node} is no address ({error}); give a number such as 10.0.0.2") from error
+        raise ConfigError(f"NODE_ADDR={node} is not an address ({error}); give a number such as 10.0.0.2") from error
     if interface is None:
         listed = ", ".join(address for address in interfaces() if not is_loopback(address)) or "loopback alone"
         if rank == 0 and not address:
             raise ConfigError(
-                f"HEAD_ADDR={head_name} is {head}, which is no address of {socket.gethostname()} (it has "
+                f"HEAD_ADDR={head_name} is {head}, which is not an address of {socket.gethostname()} (it has "
                 f"{listed}); start NODE_RANK=0 on the node that has it, or give that node's address to all nodes"
             )
-        raise ConfigError(f"NODE_ADDR={node} is no address of {socket.gethostname()}; it has {listed}")
+        raise ConfigError(f"NODE_ADDR={node} is not an address of {socket.gethostname()}; it has {listed}")
     return Place(rank, node if rank == 0 else head, node, interface)
 
 

@@ -41,8 +41,8 @@ def await_token(path: Path, timeout_s: float, watch: Callable[[], None] = lambda
             return _read(path)
         watch()
     raise LaunchError(
-        f"no cluster key {path} within {timeout_s:.0f} s: node 0 makes it there, so that either "
-        "node 0 was not started, or this directory is not on a file system that all nodes share",
+        f"no cluster key {path} within {timeout_s:.0f} s: node 0 creates it. Either node "
+        "0 was not started, or this directory is not on a file system that all nodes share",
         code="key-missing",
         remedy="share it, or copy a key to every node and give TOKEN_FILE",
     )

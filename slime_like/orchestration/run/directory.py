@@ -147,7 +147,7 @@ def _require_nothing_read_there(config: RunConfig) -> None:
     place = config.run_dir.resolve()
     values = {name: attrgetter(name)(config) for name in _READ}
     inside = [
-        f"{name}={path}: lies in run_dir={config.run_dir}, whose earlier run would be moved aside with it; give "
+        f"{name}={path}: is inside run_dir={config.run_dir}, whose earlier run would be renamed with it; give "
         "another run_dir"
         for name, paths in values.items()
         for path in (paths if isinstance(paths, tuple) else (paths,))
@@ -196,7 +196,7 @@ def _keep_config(config: RunConfig, step: int) -> list[str]:
     try:
         before = load_config(path, [])
     except ConfigError as error:
-        changed = [f"what {path} says is no longer understood ({error.problems[0]})"]
+        changed = [f"{path} can no longer be read ({error.problems[0]})"]
     else:
         names = [name for name in all_fields() if name not in ("resume", "run_dir", "cluster.address")]
         values = {name: (attrgetter(name)(before), attrgetter(name)(config)) for name in names}

@@ -76,8 +76,8 @@ class RunLock:
         file.seek(0)
         holder = file.read().strip() or "another process"
         return (
-            f"run_dir={self._path.parent}: a run is going on there ({holder}); wait for it, end it, or choose another "
-            "run_dir"
+            f"run_dir={self._path.parent}: another run uses this directory ({holder}); wait for it, end it, or choose "
+            "another run_dir"
         )
 
     def __exit__(self, *_: object) -> None:

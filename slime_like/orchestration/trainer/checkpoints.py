@@ -97,7 +97,7 @@ def _no_checkpoint(path: Path, why: str) -> CheckpointError:
     names = sorted(other.name for other in others if (other / _STATE).is_file())
     whole = f" of another one, such as {path.parent / names[-1]}," if names else " of another one,"
     remedy = f"give the path{whole} or start over with resume: never"
-    return CheckpointError(f"{path} is no checkpoint ({why})", code="no-checkpoint", who="resume", remedy=remedy)
+    return CheckpointError(f"{path} is not a checkpoint ({why})", code="no-checkpoint", who="resume", remedy=remedy)
 
 
 def write_state(directory: Path, step: int, state: dict[str, Any]) -> None:

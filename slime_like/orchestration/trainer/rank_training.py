@@ -43,7 +43,7 @@ class StreamedStep:
     """One optimizer step whose windows were streamed.
 
     Attributes:
-        stats: its figures; ``None`` from ranks that do not have them.
+        stats: its metrics; ``None`` from ranks that do not have them.
         busy_s: seconds spent on it, waiting for windows not included.
         reference_s: of these, seconds spent on reference logprobs.
     """

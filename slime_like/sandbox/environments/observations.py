@@ -52,10 +52,10 @@ def tool_template(tokenizer: Any) -> str:
     try:
         text: str = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
     except Exception as error:  # templates are programs of the checkpoint and raise what they like
-        raise _refusal(f"the chat template refuses a message of role tool ({error})") from error
+        raise _refusal(f"the chat template rejects a message of role tool ({error})") from error
     after = text.rpartition(_WORD)[2]
     if _WORD not in text or after.count(_SENTINEL) != 1:
-        raise _refusal("the chat template does not show what a tool says")
+        raise _refusal("the chat template does not render messages of role tool")
     # A turn ends with EOS, which the model has sampled itself.
     return after.removeprefix(tokenizer.eos_token or "").replace(_SENTINEL, PLACE)
 

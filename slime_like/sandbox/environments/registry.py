@@ -22,4 +22,4 @@ def build_environment(name: str, options: Mapping[str, Any]) -> Environment:
     try:
         return found(**options)
     except Exception as error:
-        raise ValueError(f"environment {name!r} refuses its options: {type(error).__name__}: {error}") from error
+        raise ValueError(f"environment {name!r} rejects its options: {type(error).__name__}: {error}") from error

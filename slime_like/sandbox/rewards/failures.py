@@ -12,7 +12,7 @@ _SHOWN_CHARS = 60
 _SUSPICIOUS_ITEMS = 8
 """Responses that hang, one after the other, before any other one is answered."""
 _SUSPICIOUS_PROMPTS = 8
-"""Prompts in succession all of whose responses failed. Not responses: eight to one prompt fail together where its row
+"""Number of prompts in a row whose responses all failed. Not responses: eight to one prompt fail together where its row
 has an answer that nothing can be compared with, and a call may be about one prompt alone."""
 
 
@@ -28,7 +28,7 @@ class RewardFailures:
         self.has_answered = False
         self._functions = [function.name for function in config.computed]
         self._timeout_s = config.timeout_s
-        # What built-in ones give up on is the responses' fault: a policy may write eight huge powers in succession.
+        # What built-in ones give up on is the responses' fault: a policy may write eight huge powers in a row.
         self.has_foreign = any(name not in LOCAL for name in self._functions)
         self._broken = ("error", "crash", "timeout") if self.has_foreign else ("error",)
         self._budgets = {what: FailureBudget(_SUSPICIOUS_PROMPTS) for what in ("prompts", "groups")}
@@ -42,7 +42,7 @@ class RewardFailures:
     ) -> None:
         """Record one call's answers about ``count`` prompts or groups; ``last`` is its last prompt and ground truth.
 
-        Raises ``RewardError`` where too many in succession had no response with a reward: a bug, not a reward of 0.
+        Raises ``RewardError`` where too many in a row had no response with a reward: a bug, not a reward of 0.
         """
         budget = self._budgets[what]
         failed = bool(answers) and all(answer.get("reason") in self._broken for answer in answers)
@@ -50,7 +50,7 @@ class RewardFailures:
         if budget.exhausted:
             prompt, truth = map(_shown, last)
             where = f"last (prompt {prompt} and answer {truth})"
-            self._refuse(answers[-1], f"failed on all responses to {budget.failures} {what} in succession, {where}")
+            self._refuse(answers[-1], f"failed on all responses to {budget.failures} {what} in a row, {where}")
 
     def refuse_hanging(self, answer: Mapping[str, Any], prompts: int) -> None:
         """Raise ``RewardError`` unless one prompt may be to blame, of functions that have answered before."""

@@ -125,7 +125,7 @@ def _index_of(uuid: str) -> int:
         if _uuid(index) == uuid:
             return index
     raise WeightSyncError(
-        f"the weights lie on GPU {uuid}, which this engine's process does not see",
+        f"the weights are on GPU {uuid}, which this engine's process does not see",
         code="gpu-unseen",
         remedy="use sync.transport: shared_memory",
     )

@@ -15,7 +15,7 @@ def check_session(session: str) -> None:
     if len(session) < _MIN_SESSION or not re.fullmatch(r"[A-Za-z0-9_-]+", session):
         raise WeightSyncError(
             f"weight sync session {session!r} is rejected: use at least {_MIN_SESSION} letters, digits, - or _, "
-            "unique to the run, because whatever bears this name is removed after it",
+            "unique to the run, because files with this name are removed after it",
             code="session-name",
         )
 

@@ -52,7 +52,7 @@ def _problem(name: str, config: RunConfig, on_cuda: bool, num_hosts: int) -> str
     shared = config.cluster.placement == "colocated"
     one_engine = config.rollout.num_engines == 1 and config.rollout.tensor == config.trainer.parallel.world_size
     if name in ("shared_memory", "cuda_ipc") and num_hosts > 1:
-        return f"reaches one host, but trainers and engines lie on {num_hosts}"
+        return f"reaches one host, but trainers and engines are on {num_hosts}"
     if name in ("nccl", "cuda_ipc") and not on_cuda:
         return "needs GPUs, and there are none"
     if name == "nccl" and shared:

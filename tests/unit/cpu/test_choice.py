@@ -12,7 +12,11 @@ from slime_like.cpu.choice import kernels_are_used, operators_note
     [
         ("auto", True, "CPU operators: Numba kernels where they serve, torch's for the rest"),
         ("off", True, "CPU operators: torch's alone (trainer.cpu_kernels=off)"),
-        ("auto", False, "CPU operators: torch's alone (numba is not installed; the extra slime-like[train] brings it)"),
+        (
+            "auto",
+            False,
+            "CPU operators: torch's alone (numba is not installed; slime-like[train] includes it)",
+        ),
         ("off", False, "CPU operators: torch's alone (trainer.cpu_kernels=off)"),
     ],
 )

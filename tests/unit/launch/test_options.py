@@ -47,7 +47,7 @@ def test_a_node_finds_its_own_address() -> None:
 @pytest.mark.parametrize(
     ("fields", "problem"),
     [
-        ({"head": "192.0.2.1"}, r"HEAD_ADDR=192\.0\.2\.1 is 192\.0\.2\.1, which is no address of "),
+        ({"head": "192.0.2.1"}, r"HEAD_ADDR=192\.0\.2\.1 is 192\.0\.2\.1, which is not an address of "),
         ({"head": "127.0.0.1"}, r"HEAD_ADDR=127\.0\.0\.1: Ray takes 127\.0\.0\.1 for another address"),
         ({"head": "no..name"}, r"HEAD_ADDR=no\.\.name cannot be resolved"),
         ({"head": "localhost"}, r"HEAD_ADDR=localhost is .* here, which no other node can reach"),
@@ -55,8 +55,8 @@ def test_a_node_finds_its_own_address() -> None:
             {"head": "192.0.2.1", "address": "127.0.0.1"},
             r"HEAD_ADDR=192\.0\.2\.1 is .*, but on node 0 NODE_ADDR=127\.0",
         ),
-        ({"node_rank": 1, "address": "gpu-1"}, r"NODE_ADDR=gpu-1 is no address \("),
-        ({"node_rank": 1, "address": "192.0.2.7"}, r"NODE_ADDR=192\.0\.2\.7 is no address of "),
+        ({"node_rank": 1, "address": "gpu-1"}, r"NODE_ADDR=gpu-1 is not an address \("),
+        ({"node_rank": 1, "address": "192.0.2.7"}, r"NODE_ADDR=192\.0\.2\.7 is not an address of "),
     ],
 )
 def test_a_wrong_address_is_refused(fields: dict[str, object], problem: str) -> None:

@@ -1,4 +1,4 @@
-"""How failures are counted: in succession, or the first ones alone."""
+"""How failures are counted: in a row, or the first ones alone."""
 
 import pytest
 

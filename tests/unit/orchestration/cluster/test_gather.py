@@ -1,11 +1,13 @@
-"""A wait for several answers, as it is shown. Ray is replaced by a list of references in the order of their answers."""
+"""Waiting for workers: what is shown meanwhile, and their end in one sentence. Ray is replaced by what it answers."""
 
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import ray
+from ray.exceptions import OutOfMemoryError
 
-from slime_like.errors import EngineError
+from slime_like.errors import EngineError, TrainerError
 from slime_like.orchestration.cluster import ray_calls
 
 
@@ -20,3 +22,19 @@ def test_the_names_that_have_not_answered_are_reported(monkeypatch: pytest.Monke
     )
     assert answers == ["A", "B", "C"]
     assert left == [["one", "two", "three"], ["one", "two"], ["one"], []]
+
+
+_REPORT = """1 worker(s) were killed due to the node running low on memory.
+Memory on the node (IP: 10.0.0.1, ID: 7d5b) was 22.91GB used / 23.54GB limit (0.973), above 0.9."""
+
+
+def test_a_worker_that_memory_ran_out_for_is_named_with_the_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
+    def get(reference: object, timeout: float) -> None:
+        raise OutOfMemoryError(_REPORT)
+
+    monkeypatch.setattr(ray, "get", get)
+    with pytest.raises(TrainerError) as caught:
+        ray_calls.one(object(), "trainer rank 0", phase="saving a checkpoint", error=TrainerError)
+    assert caught.value.code == "node-out-of-memory"
+    assert "22.91GB of 23.54GB" in caught.value.problem and "7d5b" not in str(caught.value)
+    assert "trainer.target_tokens_per_batch" in str(caught.value.remedy)

@@ -16,8 +16,8 @@ CASES: list[tuple[int, int, int, str | None]] = [
     (512, 8 * GIB, 4 * GIB, None),
     (512, 8 * GIB, GIB // 16, None),  # Docker's /dev/shm: the store lies on disk
     (8192, 8 * GIB, 8 * GIB, "of this machine's memory 8192 MiB are free, and the run needs some, too; lower"),
-    (20_000, 64 * GIB, 16 * GIB, "/dev/shm, where it lies, has 16384 MiB left; use at most 16384, or make"),
-    (20_000, 64 * GIB, 4 * GIB, "/dev/shm, where it lies, has 4096 MiB left; use at most 9536, or make"),
+    (20_000, 64 * GIB, 16 * GIB, "/dev/shm, which holds it, has 16384 MiB left; use at most 16384, or make"),
+    (20_000, 64 * GIB, 4 * GIB, "/dev/shm, which holds it, has 4096 MiB left; use at most 9536, or make"),
     (20_000, 64 * GIB, 32 * GIB, None),
     (80, GIB // 16, GIB, "of this machine's memory 64 MiB are free, and the run needs some, too; lower it"),
 ]

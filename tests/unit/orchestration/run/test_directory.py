@@ -125,7 +125,7 @@ def test_what_a_run_reads_is_not_moved_aside(tmp_path: Path, run_dir: Path) -> N
     given = {"model": {"path": link / "hf"}, "data": {"train": [tmp_path / "a.jsonl", run_dir / "b.jsonl"]}}
     with pytest.raises(ConfigError) as refused:
         prepare_run_dir(config(tmp_path, resume="never", **given))
-    named = [str(found).partition(f": lies in run_dir={run_dir}, whose earlier")[0] for found in refused.value.problems]
+    named = [str(found).partition(f": is inside run_dir={run_dir}, whose")[0] for found in refused.value.problems]
     assert named == [f"model.path={link / 'hf'}", f"data.train={run_dir / 'b.jsonl'}"]
     assert (run_dir / "metrics.jsonl").exists() and not (tmp_path / "run.1").exists()
     assert prepare_run_dir(config(tmp_path, **given))[0] is not None  # resumed: nothing is moved
