@@ -104,7 +104,7 @@ def test_library_trains_what_it_loads(tmp_path: Path, monkeypatch: pytest.Monkey
 
     def train(config: RunConfig) -> TrainSummary:
         trained.append(config)
-        return TrainSummary(0.25, 0.95, 1.0, 1.0, {"metrics": tmp_path})
+        return TrainSummary(0.25, 0.95, 0, 1.0, 1.0, {"metrics": tmp_path})
 
     monkeypatch.setattr("slime_like.train.train", train)
     monkeypatch.setattr("slime_like.checks.check.require_valid", trained.append)
