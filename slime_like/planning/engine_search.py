@@ -22,8 +22,8 @@ _SHARES = (0.8, 0.85, 0.9)
 _LEAST_LEFT = 2 * 2**30
 """GPU memory that an engine which is proposed leaves free."""
 
-_WORTH = 0.95
-"""A proposal shortens the step at least to this."""
+_WORTH = 0.9
+"""A proposal shortens the step at least to this; less is within what is assumed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +45,8 @@ def faster_engines(
     references: float = 0.0,
 ) -> EngineChoice | None:
     """The engines with the shortest step on the same GPUs; none where the configuration's are about as fast."""
-    choices = sorted(_choices(run, estimated, transport, references), key=lambda choice: choice.step.total)
+    found = _choices(run, estimated, transport, references)
+    choices = sorted(found, key=lambda choice: (choice.step.total, len(choice.changes)))
     for choice in choices:
         if choice.step.total > _WORTH * step.total:
             return None

@@ -24,7 +24,8 @@ GENERATION, WEIGHT_SYNC = "generation", "weight sync"
 ENGINES = "engines"
 """GPUs of engines that have their own."""
 
-ENGINE_RESERVE = "engine's CUDA, graphs (assumed)"
+TRAINER_RESERVE = "trainer reserve (assumed)"
+ENGINE_RESERVE = "engine reserve (assumed)"
 ACTIVATIONS, HEAD = "activations", "head"
 OPTIMIZER_STEP = "optimizer step's temporaries"
 
@@ -76,7 +77,7 @@ def trainer_phases(
     """The GPU of one kind of trainer ranks, with the engine's share where they are colocated."""
     config, shared = run.config, engine if run.colocated else None
     sleeping = [Item("sleeping engine (assumed)", SLEEPING_ENGINE_BYTES)] if shared is not None else []
-    reserve = Item("CUDA, NCCL (assumed)", TRAINER_RESERVE_BYTES)
+    reserve = Item(TRAINER_RESERVE, TRAINER_RESERVE_BYTES)
     memory = estimate.memory
     found = [("training", [*_state(memory), *_training(memory), *sleeping, reserve])]
     if config.reference_in_trainer or config.algorithm.scores_policy:
@@ -106,7 +107,7 @@ def engine_phase(run: PlannedRun, engine: EnginePlan) -> PhaseMemory:
 def reference_phase(hardware: Hardware, kind: RankKind, estimate: RankEstimate) -> PhaseMemory:
     """The GPU of a reference worker's rank: weights and a pass without gradients; it has no optimizer."""
     weights = Item("parameters", estimate.memory.parameter_bytes)
-    items = (weights, *_scoring(estimate.memory), Item("CUDA, NCCL (assumed)", TRAINER_RESERVE_BYTES))
+    items = (weights, *_scoring(estimate.memory), Item(TRAINER_RESERVE, TRAINER_RESERVE_BYTES))
     return PhaseMemory(kind.name, REFERENCE_SCORING, items, hardware.memory_bytes)
 
 

@@ -18,6 +18,7 @@ from slime_like.planning.step_time import SYNC_GB_PER_S
 from slime_like.planning.units import count_text, memory_text, seconds_text, significant, traffic_text
 
 _WIDTH = 80
+_MOST_PHASES = 4
 
 
 def print_plan(config: RunConfig, plan: Plan, command: Sequence[str] = (), stream: TextIO | None = None) -> None:
@@ -34,7 +35,7 @@ def print_plan(config: RunConfig, plan: Plan, command: Sequence[str] = (), strea
         console.print(line, markup=False, soft_wrap=line.startswith("  "))  # a command is copied in one piece
     if not plan.size_problems:
         console.print()
-        for line in (*verdict.speed(plan), *verdict.waves(config, plan)):
+        for line in (*verdict.step_lines(plan), *verdict.waves(config, plan)):
             console.print(line, markup=False)
     for table in (_memory(plan), _host(plan), _time(plan), _traffic(plan), _ranks(config, plan)):
         if table is not None:
@@ -103,7 +104,8 @@ def _subject(config: RunConfig, plan: Plan) -> str:
 
 
 def _memory(plan: Plan) -> Table:
-    """One column per phase, one row per item; of alike kinds of ranks, the one with least left in that phase."""
+    """One column per phase, one row per item; of alike kinds of ranks, the one with least left in that phase. If there
+    are more phases than columns, those with most left are not shown."""
     shown = _tightest_of_each_phase(plan.phases)
     names = list(dict.fromkeys(item.name for phase in shown for item in phase.items if item.nbytes))
     columns = [_head(phase) for phase in shown]
@@ -127,7 +129,8 @@ def _tightest_of_each_phase(phases: Sequence[PhaseMemory]) -> list[PhaseMemory]:
         key = (phase.gpus == ENGINES, phase.phase)
         if key not in found or phase.margin < found[key].margin:
             found[key] = phase
-    return list(found.values())
+    tightest = sorted(found.values(), key=lambda phase: phase.margin)[:_MOST_PHASES]
+    return [phase for phase in found.values() if phase in tightest]
 
 
 def _host(plan: Plan) -> Table | None:
@@ -209,10 +212,11 @@ def _workings(config: RunConfig, plan: Plan) -> Iterator[str]:
         size = count_text(config.reference.parallel.world_size, "GPU")
         yield f"references: {count_text(config.reference_workers, 'worker')} of {size}, scoring beside generation"
     if work is not None and step is not None:
+        tokens = f"{work.mean_prompt:,g} + {work.mean_response:,g} tokens"
         batches = count_text(work.micro_batches, "micro-batch", "micro-batches")
         yield (
-            f"step: {work.samples:,} sequences of {work.mean_prompt:,g} + {work.mean_response:,g} tokens, {batches} per "
-            f"replica and update; {step.model_flops:.3g} FLOP"
+            f"step: {work.samples:,} sequences of {tokens}, {batches} per replica and update; "
+            f"{step.model_flops:.3g} FLOP"
         )
         yield from _assumptions(config, plan)
     layers = {kind.estimate.layers for kind in plan.kinds}

@@ -9,6 +9,9 @@ from slime_like.planning.settings import flags
 from slime_like.planning.step_time import StepTime
 from slime_like.planning.units import count_text, memory_text, seconds_text, significant
 
+_SHORT_S = 1.0
+"""A predicted step below this is shorter than what is not predicted: launches of kernels, calls between processes."""
+
 PHASES = {
     "generation": "generation",
     "references": "reference workers (beside generation)",
@@ -39,15 +42,16 @@ def host_verdict(plan: Plan) -> str:
     return f"Host memory needed: {needed}; {memory_text(left)} are left for processes." if left >= 0 else ""
 
 
-def speed(plan: Plan) -> Iterator[str]:
+def step_lines(plan: Plan) -> Iterator[str]:
     """The length of a step, its throughput and what limits it."""
     step, work = plan.step, plan.workload
     if step is None or work is None:
         return
-    yield (
-        f"A step takes {seconds_text(step.total)} (predicted): "
-        f"{significant(plan.tokens_per_gpu_second)} tokens/s per GPU."
-    )
+    if step.total < _SHORT_S:
+        yield f"A step takes {seconds_text(step.total)}, and the launches and calls, which decide in so small a run."
+    else:
+        speed = significant(plan.tokens_per_gpu_second)
+        yield f"A step takes {seconds_text(step.total)} (predicted): {speed} tokens/s per GPU."
     longest = max(("generation", "references", "scoring", "training", "sync", "moving"), key=lambda n: getattr(step, n))
     share = getattr(step, longest) / step.total
     beside = ", beside training" if step.overlapped and longest == "generation" else ""

@@ -155,7 +155,9 @@ def test_options_that_contradict_are_refused(flags: list[str], words: str) -> No
 def test_what_a_gpu_is_too_small_for_has_a_remedy_of_its_own(small: list[str]) -> None:
     """A larger layout would not make an assumed reserve smaller, nor an embedding."""
     config = _config(small)
-    assert "cluster.gpu" in remedy("CUDA, NCCL (assumed)", config) and "tensor" not in remedy("sync buffers", config)
+    assert "cluster.gpu" in remedy("trainer reserve (assumed)", config) and "tensor" not in remedy(
+        "sync buffers", config
+    )
     assert host_remedy("sync.delta: senders' copies") == "use sync.delta: never"
 
 

@@ -39,6 +39,9 @@ def test_waves_follow_from_the_cache() -> None:
     found = predict_generation(run, plan_engine(run))
     kv_tokens = (0.8 * 79.1 - 32_762_123_264 * 2 / 4 / GIB - 3) * GIB / (64 * 1024)
     assert (found.sequences, found.at_once, found.waves) == (128, int(kv_tokens / 17_408), 4)
+    # A wave has 32 on average, each with a prompt and half of a response in the cache.
+    assert found.cache == pytest.approx(32 * (1024 + 8192) * 64 * 1024 / (3350e9 * 0.6))
+    assert found.seconds == pytest.approx(found.prefill + 4 * 16_384 * (found.weights + found.cache + found.messages))
 
 
 def test_faster_engines_are_planned_before_they_are_proposed() -> None:
@@ -50,7 +53,7 @@ def test_faster_engines_are_planned_before_they_are_proposed() -> None:
     assert other.config.rollout.num_engines * other.config.rollout.tensor <= 32
     assert (engine, predict_generation(other, engine)) == (found.engine, found.generation)
     assert predict(other, [one], engine, "gloo") == found.step
-    assert found.step.total < 0.95 * predict(run, [one], plan_engine(run), "gloo").total
+    assert found.step.total < 0.9 * predict(run, [one], plan_engine(run), "gloo").total
     assert found.tightest.fits and choice(other, one) is None  # nothing is left to gain
 
 
