@@ -85,7 +85,7 @@ def _print_table(console: Console, table: Table) -> None:
 
 def _table(title: str, columns: Sequence[str], left: Sequence[str]) -> Table:
     """An empty table, its columns but ``left`` justified to the right."""
-    table = Table(title=title, box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False)
+    table = Table(title=title, box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0))
     for column in columns:
         table.add_column(column, justify="left" if column in left else "right")
     return table

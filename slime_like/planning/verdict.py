@@ -25,7 +25,8 @@ PHASES = {
 def verdict(plan: Plan) -> str:
     """The first line: whether it fits, and the GPU memory that is left."""
     if plan.problems:
-        return f"does not fit: {count_text(len(plan.problems), 'problem')}."
+        suffices = ", but GPU memory suffices" if plan.kinds and plan.fits else ""
+        return f"does not fit: {count_text(len(plan.problems), 'problem')}{suffices}."
     if plan.tightest is None:
         return "fits."
     return f"fits. Least free GPU memory: {memory_text(plan.tightest.margin)} ({plan.tightest.place})."

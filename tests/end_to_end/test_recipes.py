@@ -175,6 +175,7 @@ def test_search_lists_what_fits_fastest_first(small: list[str]) -> None:
     assert len(found) == 2
     times = [candidate.step.total for candidate in found]
     assert times == sorted(times)
+    assert make_plan(PlannedRun.of(_config([*small, *flags, *found[0].flags.split()]))).problems == []
     for candidate in found:
         assert candidate.parallel.world_size == 4
         assert candidate.tightest.fits
