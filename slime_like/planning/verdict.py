@@ -25,7 +25,7 @@ PHASES = {
 def verdict(plan: Plan) -> str:
     """The first line: whether it fits, and the GPU memory that is left."""
     if plan.problems:
-        suffices = ", but GPU memory suffices" if plan.kinds and plan.fits else ""
+        suffices = ", but GPU memory suffices" if plan.kinds and not plan.size_problems else ""
         return f"does not fit: {count_text(len(plan.problems), 'problem')}{suffices}."
     if plan.tightest is None:
         return "fits."
