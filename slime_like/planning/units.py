@@ -5,6 +5,7 @@ import math
 _MEMORY = ("B", "KiB", "MiB", "GiB")
 _TRAFFIC = ("B", "kB", "MB", "GB", "TB", "PB")
 _SECONDS = ("us", "ms", "s")
+_HOURS_FROM_S = 3 * 3600
 
 
 def memory_text(nbytes: float) -> str:
@@ -18,6 +19,8 @@ def traffic_text(nbytes: float) -> str:
 
 
 def seconds_text(seconds: float) -> str:
+    if seconds >= _HOURS_FROM_S:
+        return f"{significant(seconds / 3600)} h"
     return _scaled(seconds * 1e6, 1000, _SECONDS) if seconds else "0 s"
 
 

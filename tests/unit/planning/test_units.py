@@ -17,6 +17,7 @@ from slime_like.planning.units import count_text, memory_text, seconds_text, tra
         (traffic_text(36_176.5e9), "36.2 TB"),
         (traffic_text(2.16e9), "2.16 GB"),
         (seconds_text(1911.4), "1,911 s"),
+        (seconds_text(305_583), "84.9 h"),
         (seconds_text(0.0123), "12.3 ms"),
         (seconds_text(7e-6), "7.00 us"),
         (seconds_text(0), "0 s"),
