@@ -11,7 +11,6 @@ from hypothesis import HealthCheck, Phase, settings
 
 from slime_like.examples.tiny_model import make_arithmetic_data, make_tiny_model
 from tests.support import rejections
-from tests.support.processes import run
 from tests.support.weight_buckets import session as session
 
 # Profiles of the property tests, for pytest's --hypothesis-profile. How long an example takes is the machine's affair.
@@ -176,6 +175,8 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Tiny:
 @pytest.fixture(scope="session")
 def trained(tiny: Tiny, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run's directory after two steps of supervised training on one rank. To look at or to copy, not to change."""
+    from tests.support.processes import run  # needs Ray, which a machine that runs the tests of a GPU may lack
+
     run_dir = tmp_path_factory.mktemp("trained") / "run"
     finished = run(tiny.sft_flags(run_dir, "--steps", "2"), run_dir.parent / "log")
     assert finished.code == 0, finished.stderr

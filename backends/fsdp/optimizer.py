@@ -110,14 +110,6 @@ class Optimizer:
         for parameter in self._parameters.values():
             parameter.grad = None
 
-    def move(self, device: torch.device | str) -> None:
-        """Take the moments to ``device``; weights are followed to wherever they are now."""
-        for name, parameter in self._parameters.items():
-            shard = self._shards[name]
-            shard.data = shard_of(parameter).detach()
-            shard.grad = None
-            self.adamw.state[shard] = {kind: value.to(device) for kind, value in self.adamw.state[shard].items()}
-
 
 def _decays(name: str, parameter: Tensor) -> bool:
     return parameter.ndim > 1 and not name.endswith(".bias")

@@ -27,6 +27,7 @@ class FsdpState(TrainerState):
     optimizer: Optimizer
 
     def __init__(self, config: RunConfig, model: LogprobModel, groups: Groups, device: torch.device) -> None:
+        super().__init__()
         self._config = config
         self._groups = groups
         self._device = device
@@ -95,18 +96,11 @@ class FsdpState(TrainerState):
         buckets, names = self.export_weights(SHARD_BYTES), checkpoint_shapes(self.model)
         write_hf_directory(buckets, names, self._config.model.path, directory, 0, self._dtype, self._device)
 
-    def offload(self, keep_weights: bool) -> None:
-        if not torch.cuda.is_available():
-            return
+    def park(self, keep_weights: bool) -> None:
         self.model.shard_weights()
         self.optimizer.zero_gradients()
-        if not self._lives_on_host:
-            if not keep_weights:
-                self.model.to("cpu")
-            self.optimizer.move("cpu")
-        torch.cuda.empty_cache()
-
-    def onload(self) -> None:
-        if torch.cuda.is_available() and not self._lives_on_host:
-            self.model.to(self._device)
-            self.optimizer.move(self._device)
+        if self._lives_on_host:
+            return
+        self.parking.park(moment for kinds in self.optimizer.moments.values() for moment in kinds.values())
+        if not keep_weights:
+            self.parking.park(self.weights())

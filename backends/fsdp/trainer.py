@@ -1,11 +1,11 @@
 """The FSDP2 trainer: one object per rank, behind ``slime_like.interfaces.TrainerBackend``."""
 
 from collections.abc import Sequence
-from importlib.util import find_spec
 
 import torch
 from torch import Tensor
 
+from backends.common.attention.kernels import has_flash_attention_2
 from backends.common.process.agreement import rank_error
 from backends.common.process.rendezvous import join_world
 from backends.common.step.balance import BalanceLoss, balance_loss
@@ -65,9 +65,9 @@ class FsdpTrainer(TrainerBase):
     # ------------------------------------------------------------------------------------------------------------ start
     def _machine_problems(self) -> list[str]:
         problems = []
-        if self._by_package and torch.cuda.is_available() and find_spec("flash_attn") is None:
+        if self._by_package and torch.cuda.is_available() and not has_flash_attention_2():
             problems.append(
-                "trainer.attention=ring_flash_attn needs the package flash_attn on CUDA, which is not installed; "
+                "trainer.attention=ring_flash_attn needs flash-attn 2 on CUDA, which is not installed; "
                 "pip install flash-attn, or use trainer.attention=allgather"
             )
         return problems

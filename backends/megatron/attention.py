@@ -9,6 +9,7 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor
 
 from backends.common.attention.choice import AnyAttention
+from backends.common.attention.kernels import has_flash_attention_2
 from backends.common.step.balance import RoutedTokens
 from backends.common.step.packs import ResponseRows
 from backends.megatron.rotary import apply_rotary
@@ -41,9 +42,9 @@ def machine_problems(config: RunConfig, on_cuda: bool) -> list[str]:
             "trainer.attention=transformer_engine needs a CUDA device, and there is none; use trainer.attention=auto, "
             "which is Transformer Engine where it can run"
         )
-    if attention == "ring_flash_attn" and on_cuda and find_spec("flash_attn") is None:
+    if attention == "ring_flash_attn" and on_cuda and not has_flash_attention_2():
         problems.append(
-            "trainer.attention=ring_flash_attn needs the package flash_attn on CUDA, which is not installed; "
+            "trainer.attention=ring_flash_attn needs flash-attn 2 on CUDA, which is not installed; "
             "pip install flash-attn, or use trainer.attention=ring or allgather"
         )
     return problems

@@ -21,11 +21,12 @@ from backends.common.checkpoint.reading import FORMAT, UNREADABLE, brief, cause_
 from backends.common.process.agreement import listed, together
 from backends.megatron.checkpoint_writer import PLAIN_FILES, CheckpointWriter
 from backends.megatron.optimizer import Optimizer
+from backends.megatron.optimizer_state import sharded_optimizer_state
 from backends.megatron.patch import Patch, applied
 from slime_like.errors import CheckpointError
 
-_METADATA = {"distrib_optim_sharding_type": "fully_reshardable", "chained_optim_avoid_prefix": True}
-"""Optimizer state in the shape of the parameters: independent of tensor, pipeline and data sizes."""
+_METADATA = {"chained_optim_avoid_prefix": True}
+"""Keys of optimizer state that do not depend on how parameters are spread over Megatron's optimizers."""
 
 _EXTRA_STATE = "_extra_state"
 """Ends the keys of what modules of Transformer Engine keep beside weights: scales of 8-bit training, which is not done
@@ -75,7 +76,8 @@ def load_checkpoint(directory: Path, model_chunks: Sequence[GPTModel], optimizer
         problem = f"is of another model or optimizer; only one of both has {listed(differing)}"
         raise _of_another_model(directory, problem, "model.path and trainer.optimizer settings")
     _fill_weights(directory, model_chunks, loaded)
-    optimizer.megatron.load_state_dict(loaded["optimizer"])
+    if not optimizer.is_distributed:  # the distributed one's state was read in place
+        optimizer.megatron.load_state_dict(loaded["optimizer"])
     _set_adam_step(optimizer, loaded["adam_step"])
     _restore_schedule(directory, optimizer.scheduler, loaded["scheduler"])
     if same_layout:
@@ -166,7 +168,10 @@ def _restore_schedule(directory: Path, scheduler: Any, saved: dict[str, Any]) ->
 # ----------------------------------------------------------------------------------------------------------- the state
 def _sharded_state(model_chunks: Sequence[GPTModel], optimizer: Optimizer, loading: bool) -> dict[str, Any]:
     models = _sharded_models(model_chunks)
-    tensors = optimizer.megatron.sharded_state_dict(models, is_loading=loading, metadata=_METADATA)
+    if optimizer.is_distributed:
+        tensors = {str(index): sharded_optimizer_state(part, models) for index, part in enumerate(optimizer.parts)}
+    else:
+        tensors = optimizer.megatron.sharded_state_dict(models, is_loading=loading, metadata=_METADATA)
     return {**models, "optimizer": _without_settings(tensors)}
 
 

@@ -65,6 +65,7 @@ class Optimizer:
     """AdamW with decoupled weight decay (none on norms and biases), global clipping and the run's schedule.
 
     Attributes:
+        is_distributed: each data-parallel rank holds a part of main weights and moments.
         scheduler: Megatron's schedule; step n (from 1) of the warm-up runs at n / warmup_steps of the peak rate.
     """
 
@@ -72,6 +73,7 @@ class Optimizer:
         settings = config.trainer.optimizer
         grows = settings.final_weight_decay is not None
         self._clip = settings.clip_grad
+        self.is_distributed = settings.distributed
         self.megatron: Any = get_megatron_optimizer(
             megatron_settings(config),
             chunks,

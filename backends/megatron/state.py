@@ -4,9 +4,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
 from megatron.core.distributed import DistributedDataParallel
-from megatron.core.optimizer.cpu_offloading.hybrid_optimizer import HybridDeviceOptimizer
 from torch import Tensor
 
 from backends.common.trainer.state import TrainerState
@@ -32,6 +30,7 @@ class MegatronState(TrainerState):
     optimizer: Optimizer
 
     def __init__(self, config: RunConfig, chunks: Sequence[LogprobModel], dimensions: ModelDimensions) -> None:
+        super().__init__()
         self._config = config
         self._dimensions = dimensions
         self.chunks = chunks
@@ -67,36 +66,26 @@ class MegatronState(TrainerState):
     def export_hugging_face(self, directory: Path) -> None:
         conversion.save_hf(self.chunks, self._dimensions, self._config.model.path, directory)
 
-    def offload(self, keep_weights: bool) -> None:
-        if not torch.cuda.is_available():
-            return
-        for buffer in self._gradient_buffers():
-            buffer.offload_to_cpu(move_params=not keep_weights, move_grads=True)
+    def park(self, keep_weights: bool) -> None:
+        self.parking.discard(buffer.grad_data for chunk in self.wrapped for buffer in _buffers(chunk))
+        weights = self.weights()
+        of_weights = {weight.untyped_storage().data_ptr() for weight in weights}
+        # In float32 the main weights are the weights. With trainer.optimizer.offload neither they nor moments are here.
+        self.parking.park(
+            tensor
+            for tensor in self._optimizer_tensors()
+            if tensor.device == weights[0].device and tensor.untyped_storage().data_ptr() not in of_weights
+        )
         if not keep_weights:
-            self._move_unbuffered(torch.device("cpu"))
-        for part in self._optimizers_on_device():
-            part.offload_to_cpu()
-        torch.cuda.empty_cache()
+            self.parking.park(weights)
 
-    def onload(self) -> None:
-        if not torch.cuda.is_available():
-            return
-        for buffer in self._gradient_buffers():
-            buffer.reload_from_cpu(move_params=True, move_grads=True)
-        self._move_unbuffered(torch.device("cuda", torch.cuda.current_device()))
-        for part in self._optimizers_on_device():
-            part.restore_from_cpu()
+    def _optimizer_tensors(self) -> Iterator[Tensor]:
+        for part in self.optimizer.parts:
+            for group in part.optimizer.param_groups:
+                yield from group["params"]
+            for state in part.optimizer.state.values():
+                yield from (value for value in state.values() if isinstance(value, Tensor))
 
-    def _gradient_buffers(self) -> list[Any]:
-        return [buffer for chunk in self.wrapped for buffer in chunk.buffers + chunk.expert_parallel_buffers]
 
-    def _move_unbuffered(self, device: torch.device) -> None:
-        """Only the distributed optimizer keeps weights in DDP's buffers; others are moved one by one."""
-        for chunk in self.wrapped:
-            if not chunk.ddp_config.use_distributed_optimizer:
-                for parameter in chunk.module.parameters():
-                    parameter.data = parameter.data.to(device)
-
-    def _optimizers_on_device(self) -> list[Any]:
-        """Megatron's optimizers whose state is on the device. With ``trainer.optimizer.offload`` it never is."""
-        return [part for part in self.optimizer.parts if not isinstance(part.optimizer, HybridDeviceOptimizer)]
+def _buffers(chunk: DistributedDataParallel) -> list[Any]:
+    return [*chunk.buffers, *chunk.expert_parallel_buffers]

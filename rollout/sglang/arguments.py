@@ -24,12 +24,12 @@ def environment(config: RunConfig, scratch: Path) -> dict[str, str]:
     """Variables of SGLang's process and its children; what the user has set stays.
 
     An engine's ranks share a host and meet in a file: torch's TCP store would listen on every interface. On a CPU eager
-    execution needs no compiler, gloo stays on loopback, and a rank has one thread, as Ray sets it.
+    execution needs no compiler, and a rank has one thread, as Ray sets it.
     """
-    defaults = {"HF_HUB_OFFLINE": "1", "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1"}
+    defaults = {"HF_HUB_OFFLINE": "1", "GLOO_SOCKET_IFNAME": "lo", "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1"}
     defaults |= {"SGLANG_DISTRIBUTED_INIT_METHOD_OVERRIDE": f"file://{scratch}/rendezvous"}
     if on_cpu():
-        defaults |= {"SGLANG_USE_CPU_ENGINE": "1", "TORCHDYNAMO_DISABLE": "1", "GLOO_SOCKET_IFNAME": "lo"}
+        defaults |= {"SGLANG_USE_CPU_ENGINE": "1", "TORCHDYNAMO_DISABLE": "1"}
         defaults |= {"OMP_NUM_THREADS": "1"}
         if config.rollout.tensor > 1:
             defaults |= {"SGLANG_CPU_OMP_THREADS_BIND": _cores(config.rollout.tensor)}

@@ -22,23 +22,32 @@ _CPU_BATCHED_TOKENS = 8192
 
 
 def prepare_environment(config: RunConfig) -> None:
-    """Set the variables that vLLM and torch themselves read, before they are imported; what the user has set stays.
+    """Set the variables that vLLM and torch themselves read, before they are imported; what the user has set stays."""
+    # Else the question for a device initialises CUDA, and vLLM's engine process is forked from this one.
+    os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
+    for name, value in environment(config, on_cpu()).items():
+        os.environ.setdefault(name, value)
+
+
+def environment(config: RunConfig, cpu: bool) -> dict[str, str]:
+    """Variables by name.
 
     On a CPU the OpenMP threads are left where the scheduler puts them, because engines and trainers share the cores;
     with one rank vLLM's worker then needs no separate process, which it would only get for the binding. Eager
     execution needs no compiler, so that the few small functions vLLM would compile all the same are left alone too.
     """
     # An engine's ranks share a host, so that nothing of it needs to be reached from elsewhere.
-    defaults = {"VLLM_HOST_IP": "127.0.0.1"}
-    defaults |= {"VLLM_NO_USAGE_STATS": "1", "VLLM_LOGGING_LEVEL": "WARNING", "HF_HUB_OFFLINE": "1"}
-    if on_cpu():
-        defaults |= {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "GLOO_SOCKET_IFNAME": "lo"}
-        if config.rollout.tensor == 1:
-            defaults |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
-        if config.rollout.engine_args.get("enforce_eager", True):
-            defaults |= {"TORCHDYNAMO_DISABLE": "1"}
-    for name, value in defaults.items():
-        os.environ.setdefault(name, value)
+    shared = {"VLLM_HOST_IP": "127.0.0.1", "GLOO_SOCKET_IFNAME": "lo"}
+    shared |= {"VLLM_NO_USAGE_STATS": "1", "VLLM_LOGGING_LEVEL": "WARNING", "HF_HUB_OFFLINE": "1"}
+    if not cpu:
+        # In a process that Ray did not start vLLM would fork its ranks, which cannot use CUDA then.
+        return shared | {"VLLM_WORKER_MULTIPROC_METHOD": "spawn"}
+    shared["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"
+    if config.rollout.tensor == 1:
+        shared["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+    if config.rollout.engine_args.get("enforce_eager", True):
+        shared["TORCHDYNAMO_DISABLE"] = "1"
+    return shared
 
 
 def engine_arguments(config: RunConfig, engine_index: int) -> AsyncEngineArgs:

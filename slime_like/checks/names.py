@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 from slime_like.checks.engine_install import interpreter_problems
 from slime_like.checks.rows import first_sample
 from slime_like.config.algorithm import ADVANTAGES, LOSSES
-from slime_like.config.rollout import ENVIRONMENT
+from slime_like.config.rollout import ENVIRONMENT, EnvironmentConfig
 from slime_like.config.run import RunConfig
 from slime_like.plugins.entry_points import BACKEND_GROUP, ENGINE_GROUP, installed_names
 from slime_like.plugins.import_path import CUSTOM, import_path_problem
@@ -86,9 +86,10 @@ def environment_problems(config: RunConfig) -> Iterator[str]:
     """As with rewards: built-in environments are tried, the module of a custom one is looked up."""
     environment, prefix = config.rollout.environment, "rollout.environment"
     if environment.name is None:
-        unused = sorted(environment.model_fields_set - {"name"})
-        if any(getattr(environment, key) != type(environment).model_fields[key].get_default() for key in unused):
-            yield f"{prefix}.{unused[0]} is set, but {prefix}.name is none; name an environment, or leave it out"
+        defaults = EnvironmentConfig()  # which a run's config.yaml writes out
+        changed = sorted(key for key, value in environment if value != getattr(defaults, key))
+        if changed:
+            yield f"{prefix}.{changed[0]} is set, but {prefix}.name is none; name an environment, or leave it out"
         return
     if environment.name in ENVIRONMENTS:
         try:

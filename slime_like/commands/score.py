@@ -8,10 +8,10 @@ from slime_like.checks.definition import RANKS, loading_needs
 from slime_like.checks.directories import directory_problem
 from slime_like.checks.earlier_run import backend_problem
 from slime_like.commands.command import Command, has_flag, temporary_run_dir
+from slime_like.commands.reference import fields_help
 from slime_like.commands.weights_source import WeightsSource, find_weights
 from slime_like.config import RunConfig
 from slime_like.config.reading.load import load_config
-from slime_like.config.reading.reference import fields_help
 from slime_like.data.rows import SUFFIXES
 from slime_like.errors import ConfigError, Problem
 

@@ -7,9 +7,9 @@ from pathlib import Path
 from slime_like.checks.definition import NeedsOf, evaluation_needs, training_needs
 from slime_like.commands.command import Command, temporary_run_dir
 from slime_like.commands.failure import traceback_kept
+from slime_like.commands.reference import fields_help
 from slime_like.config import RunConfig
 from slime_like.config.reading.load import load_config
-from slime_like.config.reading.reference import fields_help
 from slime_like.errors import ConfigError
 from slime_like.system.memory import permanent_allocations
 

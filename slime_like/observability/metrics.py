@@ -8,10 +8,12 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from io import FileIO
 from pathlib import Path
+from textwrap import fill
 from typing import Any
 
 from slime_like.config import LoggingConfig
 from slime_like.errors import ConfigError, DataError, SlimeLikeError
+from slime_like.observability.tables import SAMPLE_TABLE, reading_order
 
 METRICS_FILE = "metrics.jsonl"
 
@@ -165,7 +167,7 @@ def _installed(tracker: str) -> Iterator[None]:
 
 
 class TensorBoardTracker:
-    """Scalars as TensorBoard event files in ``directory``. Tables have no place there and stay in their JSON lines."""
+    """Scalars and debug samples as TensorBoard event files in ``directory``; token tables stay in their JSON lines."""
 
     def __init__(self, directory: Path, finished_steps: int) -> None:
         from torch.utils.tensorboard import SummaryWriter
@@ -178,10 +180,21 @@ class TensorBoardTracker:
             self._writer.add_scalar(name, value, step)
 
     def log_table(self, step: int, name: str, rows: Sequence[Mapping[str, Any]]) -> None:
-        pass
+        """Write samples as text: one paragraph each, indented, so that no character of it is taken for Markdown."""
+        if name == SAMPLE_TABLE:
+            cells = [{column: row[column] for column in reading_order(list(row))} for row in rows]
+            text = "\n\n---\n\n".join("\n".join(map(_markdown_code, row.items())) for row in cells)
+            self._writer.add_text(name, text.encode(errors="backslashreplace").decode(), step)
 
     def close(self) -> None:
         self._writer.close()
+
+
+def _markdown_code(cell: tuple[str, Any]) -> str:
+    """A cell as indented lines of bounded width: TensorBoard does not wrap code."""
+    name, value = cell
+    lines = f"{name}: {f'{value:.4g}' if isinstance(value, float) else value}".split("\n")
+    return "\n".join(fill(line, 120, initial_indent=" " * 4, subsequent_indent=" " * 4) or " " * 4 for line in lines)
 
 
 class WandbTracker:

@@ -17,7 +17,8 @@ if TYPE_CHECKING:
 SAMPLE_TABLE = "per_sample_debug_table"
 TOKEN_TABLE = "per_token_debug_table"
 
-_STATS = ("loss", "policy_loss", "kl_loss", "ratios", "clipfrac", "approx_policy_kls")
+# Columns of the whole optimizer step, the same in each of its rows.
+STEP_COLUMNS = ("loss", "policy_loss", "kl_loss", "ratios", "clipfrac", "approx_policy_kls")
 
 Decode = Callable[[Sequence[int]], str]
 Row = dict[str, Any]
@@ -43,17 +44,18 @@ def per_sample_rows(
 ) -> list[Row]:
     """One row for each sample.
 
-    Reward and success stand per reward function, unweighted. Columns from "loss" on to "approx_policy_kls" are figures
-    of the whole optimizer step. The two mean gaps are |difference of logprobs| over loss-carrying tokens, in nats;
-    ``None`` where the sample has no such logprobs, or no token carries loss. Where an environment took part, two more
-    columns count the model's turns and show the text of either side, a line each.
+    Reward and success stand per reward function, unweighted. "Response Length" counts sampled tokens, as the metrics
+    do: none of an environment. ``STEP_COLUMNS`` are figures of the whole optimizer step. The two mean gaps are
+    |difference of logprobs| over loss-carrying tokens, in nats; ``None`` where the sample has no such logprobs, or no
+    token carries loss. Where an environment took part, two more columns count the model's turns and show the text of
+    either side, a line each.
 
     Args:
         pi_logprobs: (response_len,) of each sample, under the trainer's policy.
         stats: the optimizer step's figures.
         decode: token ids to text, special tokens included.
     """
-    figures = {name: float(getattr(stats, name)) for name in _STATS}
+    figures = {name: float(getattr(stats, name)) for name in STEP_COLUMNS}
     talks = _have_turns(trajectories)
     return [
         {
@@ -61,7 +63,7 @@ def per_sample_rows(
             "Prompt": decode(sample.prompt_tokens.tolist()),
             "Response": decode(sample.response_tokens.tolist()),
             "Advantages": float(sample.advantages),
-            "Response Length": sample.response_len,
+            "Response Length": sample.sampled_len,
             "Step": step,
             **_rewards(sample),
             **figures,
@@ -75,6 +77,19 @@ def per_sample_rows(
         }
         for sample, tokens in _with_logprobs(trajectories, pi_logprobs)
     ]
+
+
+def said(columns: Sequence[str]) -> str:
+    """Column of the responses; of conversations the one that separates the turns."""
+    return "Conversation" if "Conversation" in columns else "Response"
+
+
+def reading_order(columns: Sequence[str]) -> list[str]:
+    """Columns of the samples: first what one reads, and nothing that all samples of a step share."""
+    rewards = [column for column in columns if column.startswith("Reward_")]
+    read = ("Step", "Prompt", said(columns), "Answer", "Advantages", "Finish Reason", *rewards, "Response Length")
+    first = [column for column in read if column in columns]
+    return first + [column for column in columns if column not in {*first, *STEP_COLUMNS}]
 
 
 def per_token_rows(

@@ -18,9 +18,6 @@ ENGINE_RESERVE_BYTES = 3 * GIB
 SLEEPING_ENGINE_BYTES = GIB
 """What a sleeping engine keeps of a GPU: CUDA's context and graphs."""
 
-PAGEABLE_GB_PER_S = 6.0
-"""Between a GPU and host memory that is not pinned, which the driver copies piece by piece."""
-
 HOST_MEMORY_GB_PER_S = 200.0
 """Of a node, in the update of offloaded optimizer state."""
 
@@ -93,10 +90,6 @@ class Hardware:
     def host_seconds(self, nbytes: float) -> float:
         """Time in which a GPU moves so many bytes to or from its host."""
         return nbytes / (self.host_gb_per_s * 1e9 * self.efficiency.link)
-
-    def pageable_seconds(self, nbytes: float) -> float:
-        """Time in which a GPU moves so many bytes to or from its host's memory, where that is not pinned."""
-        return nbytes / (min(PAGEABLE_GB_PER_S, self.host_gb_per_s) * 1e9)
 
     def host_update_seconds(self, nbytes: float, ranks: int) -> float:
         """Time in which a node's processors update so many bytes of optimizer state, of each of ``ranks`` ranks."""

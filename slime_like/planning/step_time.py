@@ -171,12 +171,8 @@ def _sync_seconds(run: PlannedRun, transport: str) -> float:
 
 
 def _moving_seconds(run: PlannedRun, estimates: Sequence[RankEstimate], engine: EnginePlan | None) -> float:
-    """Colocated: weights and optimizer state leave and come back once a step, and so do the engine's weights.
-
-    Weights have pinned copies in host memory. Optimizer state has not, and travels slower.
-    """
+    """Colocated: weights and optimizer state leave and come back once a step, and so do the engine's weights."""
     if engine is None or not run.colocated:
         return 0.0
-    hardware, memories = run.hardware, [estimate.memory for estimate in estimates]
-    weights = hardware.host_seconds(max(m.parameter_bytes for m in memories) + engine.weight_bytes)
-    return 2 * (weights + hardware.pageable_seconds(max(m.optimizer_bytes for m in memories)))
+    largest = max(estimate.memory.parameter_bytes + estimate.memory.optimizer_bytes for estimate in estimates)
+    return run.hardware.host_seconds(2 * (largest + engine.weight_bytes))

@@ -86,7 +86,7 @@ def waves(config: RunConfig, plan: Plan) -> Iterator[str]:
     better = plan.faster_engines
     if better is None:
         if found.waves > 1 and step.generation > step.total / 2:
-            yield "No other engines on these GPUs are faster: add GPUs, or lower rollout.max_new_tokens."
+            yield "No other engines on these GPUs are much faster: add GPUs, or lower rollout.max_new_tokens."
         return
     once = f"{better.generation.at_once:,} of {better.generation.sequences:,} sequences at once"
     left = f"{memory_text(better.tightest.margin)} GPU memory free"

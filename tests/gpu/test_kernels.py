@@ -1,12 +1,17 @@
 """Attention kernels of CUDA, alone and in a ring's steps, against softmax written out in float32 on the same device."""
 
-from importlib.util import find_spec
-
 import pytest
 import torch
 from torch import Tensor
 
-from backends.common.attention.kernels import AttentionKernel, CudaFlash, FlashAttention, Pairing, Saved
+from backends.common.attention.kernels import (
+    AttentionKernel,
+    CudaFlash,
+    FlashAttention,
+    Pairing,
+    Saved,
+    has_flash_attention_2,
+)
 from tests.parallel.dense import dense_attention, relative_error, segments_of
 from tests.parallel.ring_steps import ring_by_steps
 
@@ -20,7 +25,7 @@ LSE_BOUND = 1e-3
 def kernel(request: pytest.FixtureRequest) -> AttentionKernel:
     if request.param == "torch":
         return CudaFlash()
-    if find_spec("flash_attn") is None:
+    if not has_flash_attention_2():
         pytest.skip("flash-attn is not installed")
     return FlashAttention()
 

@@ -39,14 +39,11 @@ def test_gradients_a_step_and_offloading(settings: Settings, tmp_path: Path) -> 
     trainer = MegatronTrainer(config, RankPlacement(0, 1, 0, "127.0.0.1", _free_port()))
     trainer.setup()
     try:
-        trainer.begin_step(denominator, real_tokens([pack]))
-        trainer.accumulate([pack], last=True)
-        buckets = trainer.export_gradients(denominator)
-        exported = {name: tensor.float().cpu() for bucket in buckets for name, tensor in bucket.tensors}
-        check_tensors(exported, expected, GRADIENT_BOUND)
+        check_tensors(_gradients(trainer, pack, denominator), expected, GRADIENT_BOUND)
         first = _logprobs(trainer, pack)
         _step(trainer, pack, denominator)
         before = _logprobs(trainer, pack)
+        gradients = _gradients(trainer, pack, denominator)
         held = torch.cuda.memory_allocated()
         trainer.offload(keep_weights=True)
         assert torch.equal(_logprobs(trainer, pack), before)
@@ -56,10 +53,18 @@ def test_gradients_a_step_and_offloading(settings: Settings, tmp_path: Path) -> 
         assert held - torch.cuda.memory_allocated() >= STATE_BYTES * parameters
         trainer.onload()
         assert torch.equal(_logprobs(trainer, pack), before) and not torch.equal(before, first)
+        check_tensors(_gradients(trainer, pack, denominator), gradients, GRADIENT_BOUND)
         _step(trainer, pack, denominator)
         assert not torch.equal(_logprobs(trainer, pack), before)
     finally:
         trainer.shutdown()
+
+
+def _gradients(trainer: MegatronTrainer, pack: PackedTrajectory, denominator: float) -> dict[str, torch.Tensor]:
+    trainer.begin_step(denominator, real_tokens([pack]))
+    trainer.accumulate([pack], last=True)
+    buckets = trainer.export_gradients(denominator)
+    return {name: tensor.float().cpu() for bucket in buckets for name, tensor in bucket.tensors}
 
 
 def _step(trainer: MegatronTrainer, pack: PackedTrajectory, denominator: float) -> None:

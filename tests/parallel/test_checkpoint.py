@@ -7,6 +7,7 @@ random numbers drawn after loading with those drawn after saving.
 
 import functools
 import json
+import re
 import shutil
 import threading
 import time
@@ -222,6 +223,32 @@ def test_another_layout_continues_to_rounding(wrote: str, reads: str, saved_by: 
     same_bits(_merged(loaded, "at_checkpoint"), _merged(saved.records, "at_checkpoint"))
     # Sums over ranks are added in another order, and AdamW divides by small second moments.
     assert_close(_merged(loaded, "later"), _merged(saved.records, "later"), 2e-5)
+
+
+def _memory_of_a_save(placement: RankPlacement, config: RunConfig, directory: Path) -> float:
+    """What a save adds to a rank's memory at most, by the kernel's account, as a share of the optimizer's state."""
+    with running(placement, config) as trainer:
+        step_of_four(trainer)
+        trainer.save(directory / "first")  # what is imported for it
+        Path("/proc/self/clear_refs").write_text("5")  # start the peak again
+        before = _kernel_bytes("VmRSS")
+        trainer.save(directory / "second")
+        parameters = sum(parameter.numel() for chunk in trainer.wrapped for parameter in chunk.parameters())
+        return (_kernel_bytes("VmHWM") - before) / (3 * 4 * parameters)
+
+
+def _kernel_bytes(name: str) -> int:
+    found = re.search(rf"^{name}:\s+(\d+) kB", Path("/proc/self/status").read_text(), re.MULTILINE)
+    assert found is not None
+    return int(found[1]) * 1024
+
+
+def test_a_save_needs_little_memory_beside_the_state(tmp_path: Path) -> None:
+    large = {"hidden_size": 384, "intermediate_size": 768, "vocab_size": 8192, "tie_word_embeddings": True}
+    make_tiny_model(tmp_path / "model", "qwen2", num_hidden_layers=2, **large)
+    config = _config(tmp_path / "model", tmp_path, LAYOUTS["single-distributed"])
+    (added,) = run_ranks(_memory_of_a_save, 1, tmp_path / "ranks", config, tmp_path / "checkpoint")
+    assert added < 0.25
 
 
 def _errors(placement: RankPlacement, config: RunConfig, directories: list[Path]) -> list[str]:

@@ -1,6 +1,8 @@
 """Attention kernels, and the ring's steps by them, against softmax written out in float64."""
 
 import sys
+from importlib import invalidate_caches
+from pathlib import Path
 
 import pytest
 import torch
@@ -14,6 +16,7 @@ from backends.common.attention.kernels import (
     Pairing,
     Saved,
     Segments,
+    has_flash_attention_2,
     kernel_for,
 )
 from tests.parallel.dense import assert_near, dense_results, segments_of
@@ -104,3 +107,16 @@ def test_the_steps_add_up_to_softmax_attention(size: int, dtype: torch.dtype, bo
     found = ring_by_steps(CpuFlash(), q, k, v, grad, lengths, size, 0.25)
     out, _, *grads = dense_results(q, k, v, grad, lengths, 0.25)
     assert_near(found, [out, *grads], bound)
+
+
+def test_another_flash_attn_of_the_same_name_is_not_taken_for_version_2(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Version 4 is a folder ``flash_attn/cute``, which makes ``flash_attn`` a namespace that can be imported."""
+    (tmp_path / "flash_attn" / "cute").mkdir(parents=True)
+    (tmp_path / "flash_attn" / "cute" / "__init__.py").touch()
+    monkeypatch.syspath_prepend(tmp_path)
+    assert not has_flash_attention_2()
+    (tmp_path / "flash_attn_2_cuda.py").touch()
+    invalidate_caches()
+    assert has_flash_attention_2()

@@ -1,10 +1,12 @@
-"""The examples of ``docs/extending.md`` run, and its configuration fragments are valid.
+"""Examples of the pages run, configuration fragments are valid, and links, files, keys and metrics exist.
 
-Python blocks are whole files named in their first line; they are written to a directory and the ``try_*.py`` ones are
-executed, with the entry points of the TOML blocks installed beside them. Each example states what it proves.
+Python blocks of ``docs/extending.md`` are whole files named in their first line; they are written to a directory and
+the ``try_*.py`` ones are executed, with the entry points of the TOML blocks installed beside them. Each example states
+what it proves.
 """
 
 import importlib
+import json
 import re
 import runpy
 import sys
@@ -12,27 +14,36 @@ import textwrap
 import tomllib
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import yaml
 
+from slime_like.checks.check import check
 from slime_like.config import RunConfig
+from slime_like.config.reading.fields import all_fields, section_names
+from slime_like.config.reading.load import load_config
+from slime_like.data.prompts import PromptSource
+from slime_like.data.tokenizer import load_tokenizer
+from slime_like.examples.tiny_model import make_tiny_model
+from slime_like.orchestration.run.milestones import TrainSummary
 from slime_like.plugins.entry_points import BACKEND_GROUP, ENGINE_GROUP
+from slime_like.sandbox.rewards.math_answer import math_verify
 
 DOCS = Path(__file__).parents[2] / "docs"
 _FENCE = re.compile(r"^( *)```(\w+)\n(.*?)^\1```$", re.DOTALL | re.MULTILINE)
-_LINK = re.compile(r"\]\(([^)#]+)(?:#[^)]*)?\)")
+_LINK = re.compile(r"\]\(([^)#]*)(#[^)]*)?\)")
 _REPO_PATH = re.compile(r"`((?:slime_like|backends|rollout|tests|scripts|configs|benchmarks|docs)/[\w./-]*\w/?)`")
 
 
-def blocks(language: str) -> list[str]:
-    text = (DOCS / "extending.md").read_text(encoding="utf-8")
+def blocks(language: str, page: str = "extending") -> list[str]:
+    text = (DOCS / f"{page}.md").read_text(encoding="utf-8")
     return [textwrap.dedent(found[3]) for found in _FENCE.finditer(text) if found[2] == language]
 
 
-def named_files() -> dict[str, str]:
+def named_files(page: str = "extending") -> dict[str, str]:
     """Python blocks by the name in their first line: ``# name.py``."""
-    files = {block.partition("\n")[0].removeprefix("# "): block for block in blocks("python")}
+    files = {block.partition("\n")[0].removeprefix("# "): block for block in blocks("python", page)}
     assert all(re.fullmatch(r"\w+\.py", name) for name in files), f"a block must begin with its file's name: {files}"
     return files
 
@@ -70,7 +81,7 @@ def test_every_example_is_tried() -> None:
     assert len(EXAMPLES) == 8
 
 
-@pytest.mark.parametrize("block", blocks("yaml"), ids=lambda block: block.split(":")[0])
+@pytest.mark.parametrize("block", [*blocks("yaml"), *blocks("yaml", "rewards")], ids=lambda block: block.split(":")[0])
 def test_configuration_fragments_are_valid(block: str, tmp_path: Path) -> None:
     fragment = yaml.safe_load(block)
     RunConfig(**{"run_dir": tmp_path, "model": {"path": tmp_path}, **fragment})
@@ -81,13 +92,109 @@ def test_entry_point_groups_are_those_that_are_looked_up() -> None:
     assert sorted(groups) == sorted([ENGINE_GROUP, BACKEND_GROUP])
 
 
+@pytest.mark.parametrize("name", ["try_algorithms.py", "try_rewards.py"])
+def test_library_example_runs(name: str, tmp_path: Path) -> None:
+    (tmp_path / name).write_text(named_files("library")[name], encoding="utf-8")
+    runpy.run_path(str(tmp_path / name), run_name="__main__")
+
+
+def test_library_trains_what_it_loads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The run itself is the command's."""
+    trained: list[RunConfig] = []
+
+    def train(config: RunConfig) -> TrainSummary:
+        trained.append(config)
+        return TrainSummary(0.25, 0.95, 1.0, 1.0, {"metrics": tmp_path})
+
+    monkeypatch.setattr("slime_like.train.train", train)
+    monkeypatch.setattr("slime_like.checks.check.require_valid", trained.append)
+    monkeypatch.chdir(DOCS.parent)
+    (tmp_path / "train.py").write_text(named_files("library")["train.py"], encoding="utf-8")
+    runpy.run_path(str(tmp_path / "train.py"), run_name="__main__")
+    assert [config.run_dir for config in trained] == [DOCS.parent / "runs" / "mine"] * 2
+
+
+# In GSM8K's form.
+_GSM8K = [
+    (
+        "A shop sells 48 loaves a day for $23 each. What does it earn?",
+        "It earns 23*48=$<<23*48=1104>>1,104.\n#### 1,104",
+    ),
+    ("Mara has 9 pens and loses 4. How many are left?", "There are 9-4=<<9-4=5>>5 left.\n#### 5"),
+]
+
+
+def test_getting_started_prepares_what_it_trains(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Script, reward and settings of the page, on rows in GSM8K's form and another model: nothing is rejected."""
+    files = named_files("getting_started")
+    (settings,) = blocks("yaml", "getting_started")
+    for name, text in (files | {settings.partition("\n")[0].removeprefix("# "): settings}).items():
+        (tmp_path / name).write_text(text, encoding="utf-8")
+    make_tiny_model(tmp_path / "SmolLM2-135M-Instruct", family="llama", seed=0)
+    rows = [dict(zip(("question", "answer"), row, strict=True)) for row in _GSM8K]
+    stand_in = SimpleNamespace(load_dataset=lambda name, subset, split: rows)
+    monkeypatch.setitem(sys.modules, "datasets", stand_in)  # type: ignore[arg-type]
+    monkeypatch.chdir(tmp_path)
+    runpy.run_path("prepare.py", run_name="__main__")
+    written = [json.loads(line) for line in Path("gsm8k_train.jsonl").read_text().splitlines()]
+    assert [row["answer"] for row in written] == ["1104", "5"]
+    assert [message["role"] for message in written[0]["prompt"]] == ["system", "user"]
+    config = load_config(Path("gsm8k.yaml"))
+    assert check(config) == []
+    prompts = PromptSource(config.data.train, load_tokenizer(config.model.path), config.data, config.seed)
+    assert prompts.num_rows == 2 and prompts.dropped_prompts == 0
+    correct = runpy.run_path("my_rewards.py")["correct"]
+    answers = ("so it is\n#### 1,104", "#### 1104.", "1104", "#### 1105")
+    assert [correct("", answer, "1104") for answer in answers] == [1.0, 1.0, 1.0, 0.0]
+
+
+@pytest.mark.parametrize("response", ["1104", "**1,104**", "$1,104.00", "#### 1104"])
+def test_math_verify_reads_gsm8k_s_answers_as_the_page_claims(response: str) -> None:
+    whole = _GSM8K[0][1]
+    assert math_verify("", response, "1,104").success and math_verify("", response, whole).success
+    assert not math_verify("", "#### 1105", whole).success and not math_verify("", "23*48", "1,104").success
+    assert math_verify("", "23*48", whole).success  # why the page cuts it
+
+
 @pytest.mark.parametrize("page", sorted(DOCS.rglob("*.md")), ids=lambda page: str(page.relative_to(DOCS)))
 def test_pages_name_only_files_that_exist(page: Path) -> None:
     text = page.read_text(encoding="utf-8")
-    linked = [page.parent / target for target in _LINK.findall(text) if "://" not in target]
+    linked = [page.parent / target for target, _ in _LINK.findall(text) if "://" not in target]
     named = [DOCS.parent / path for path in _REPO_PATH.findall(text) if not path.endswith("seed_oss.py")]
     missing = [str(path.relative_to(DOCS.parent)) for path in [*linked, *named] if not path.exists()]
     assert missing == []
+
+
+def anchors(page: Path) -> set[str]:
+    """Of a page's headings, as GitHub makes them."""
+    text = _FENCE.sub("", page.read_text(encoding="utf-8"))
+    headings = re.findall(r"^#+ (.*)$", text, re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("page", [DOCS.parent / "README.md", *sorted(DOCS.rglob("*.md"))], ids=lambda page: page.stem)
+def test_links_lead_to_headings(page: Path) -> None:
+    links = _LINK.findall(page.read_text(encoding="utf-8"))
+    inside = [(page.parent / target if target else page, anchor[1:]) for target, anchor in links if anchor]
+    assert [anchor for target, anchor in inside if target.suffix == ".md" and anchor not in anchors(target)] == []
+
+
+_SECTIONS = {name.partition(".")[0] for name in section_names()}
+_OF_MODELS = ("model.layers", "model.embed_tokens", "model.norm", "model.safetensors")
+_KEY = re.compile(r"`(?:--)?((?:" + "|".join(sorted(_SECTIONS)) + r")(?:\.[a-z_]\w*)+)(?![\w/:]*\.py)[^`]*`")
+
+
+@pytest.mark.parametrize("page", sorted(DOCS.glob("*.md")), ids=lambda page: page.stem)
+def test_settings_that_pages_name_exist(page: Path) -> None:
+    """Of the keys of other projects, the table's last column has ours."""
+    text = page.read_text(encoding="utf-8")
+    if page.stem == "coming_from":
+        text = re.sub(r"^\|.*\|([^|]*)\|$", r"\1", text, flags=re.MULTILINE)
+        assert len(_KEY.findall(text)) > 20
+    fields, sections = all_fields(), section_names()
+    free = tuple(f"{name}." for name, field in fields.items() if field.kind == "entries")
+    unknown = [key for key in _KEY.findall(text) if key not in fields and key not in sections]
+    assert [key for key in unknown if not key.startswith((*free, *_OF_MODELS))] == []
 
 
 def test_messages_that_troubleshooting_explains_exist() -> None:

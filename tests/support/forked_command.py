@@ -16,7 +16,7 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
@@ -119,13 +119,20 @@ def worker_server() -> WorkerServer:
 
 
 class ForkedCommand:
-    """``slime-like ARGUMENTS`` in a new session, with its imports done; methods as those of ``subprocess.Popen``."""
+    """``slime-like ARGUMENTS``, or another program, in a new session; methods as those of ``subprocess.Popen``."""
 
-    def __init__(self, workers: WorkerServer, arguments: Sequence[str], out: Path, err: Path) -> None:
+    def __init__(
+        self,
+        workers: WorkerServer,
+        arguments: Sequence[str],
+        out: Path,
+        err: Path,
+        program: Callable[[Sequence[str]], int] = main,
+    ) -> None:
         forks = clean_forks()
         begun = forks.Event()
         inherited = (list(arguments), str(out), str(err), dict(os.environ), str(Path.cwd()), str(workers.shim))
-        self._process = forks.Process(target=_command, args=(begun, *inherited))
+        self._process = forks.Process(target=_command, args=(begun, program, *inherited))
         self._process.start()
         if not begun.wait(_SERVER_START_S):
             raise TimeoutError(f"no command was forked within {_SERVER_START_S} s")
@@ -148,7 +155,14 @@ class ForkedCommand:
 
 
 def _command(
-    begun: Any, arguments: list[str], out: str, err: str, environment: dict[str, str], directory: str, shim: str
+    begun: Any,
+    program: Callable[[Sequence[str]], int],
+    arguments: list[str],
+    out: str,
+    err: str,
+    environment: dict[str, str],
+    directory: str,
+    shim: str,
 ) -> None:
     """The process ends like an interpreter: handlers run, output written."""
     os.setsid()
@@ -164,7 +178,7 @@ def _command(
     sys.argv = ["slime-like", *arguments]
     _start_workers_by(shim)
     _start_reward_workers_by(shim)
-    code = main(arguments)
+    code = program(arguments)
     atexit._run_exitfuncs()
     sys.exit(code)
 

@@ -9,13 +9,14 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
 from ray._common.utils import get_default_ray_temp_dir
 
+from slime_like.commands.main import main
 from tests.support.forked_command import ForkedCommand, worker_server
 
 _PR_SET_CHILD_SUBREAPER = 36
@@ -36,7 +37,7 @@ class Command:
     """``slime-like ARGUMENTS`` in a new process group.
 
     It and its Ray workers are forked from a process that has imported them, in a third of the time; with ``forked``
-    false they are new interpreters, as a user starts them.
+    false they are new interpreters, as a user starts them. A forked one may run another ``program``.
 
     A context manager: a test that fails half-way leaves nothing that would disturb the next one.
 
@@ -46,7 +47,13 @@ class Command:
 
     process: ForkedCommand | subprocess.Popen[bytes]
 
-    def __init__(self, arguments: Sequence[str], log_dir: Path, forked: bool = True) -> None:
+    def __init__(
+        self,
+        arguments: Sequence[str],
+        log_dir: Path,
+        forked: bool = True,
+        program: Callable[[Sequence[str]], int] = main,
+    ) -> None:
         _adopt_orphans(True)
         workers = worker_server() if forked else None  # there before the command, and stays
         log_dir.mkdir(parents=True, exist_ok=True)
@@ -55,7 +62,7 @@ class Command:
         self._memory_before = _shared_memory()
         self._sessions_before = _ray_sessions()
         if workers is not None:
-            self.process = ForkedCommand(workers, arguments, self._out, self._err)
+            self.process = ForkedCommand(workers, arguments, self._out, self._err, program)
             return
         with self._out.open("w") as out, self._err.open("w") as err:
             self.process = subprocess.Popen(

@@ -178,6 +178,11 @@ def _as_wide(x: Tensor, like: Tensor) -> Tensor:
     return torch.nn.functional.pad(x, (0, missing)) if missing else x
 
 
+def has_flash_attention_2() -> bool:
+    """Whether flash-attn 2 is installed. SGLang brings version 4, of the same package name and with other modules."""
+    return find_spec("flash_attn_2_cuda") is not None
+
+
 @cache
 def kernel_for(device_type: str) -> AttentionKernel:
     """On CUDA flash-attn where it is installed, else torch's own flash kernel; torch's for the CPU elsewhere.
@@ -188,7 +193,7 @@ def kernel_for(device_type: str) -> AttentionKernel:
         return NarrowValues(CudaFlash())
     if device_type != "cuda":
         return NarrowValues(CpuFlash())
-    return NarrowValues(CudaFlash() if find_spec("flash_attn") is None else FlashAttention())
+    return NarrowValues(FlashAttention() if has_flash_attention_2() else CudaFlash())
 
 
 @dataclass(frozen=True, slots=True)

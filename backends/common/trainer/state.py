@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from backends.common.checkpoint.rank_writing import RankWriting
+from backends.common.trainer.parking import Parking
 from slime_like.interfaces import WeightBucket
 
 
@@ -17,7 +18,13 @@ class TrainerState(ABC):
 
     The optimizer's part exists in a trainer that trains; ``load``, ``plan_save``, ``export_gradients``, ``offload`` and
     ``onload`` need it.
+
+    Attributes:
+        parking: where the state is while it is not on the device.
     """
+
+    def __init__(self) -> None:
+        self.parking = Parking()
 
     @abstractmethod
     def weights(self) -> list[Tensor]:
@@ -94,10 +101,16 @@ class TrainerState(ABC):
     def export_hugging_face(self, directory: Path) -> None:
         """Write a complete Hugging Face checkpoint."""
 
-    @abstractmethod
     def offload(self, keep_weights: bool) -> None:
         """Free the device, apart from the weights if they are kept; gradients are dropped: a step must not be open."""
+        if torch.cuda.is_available():
+            self.park(keep_weights)
+            torch.cuda.empty_cache()
 
-    @abstractmethod
     def onload(self) -> None:
         """Move everything back to the device."""
+        self.parking.restore()
+
+    @abstractmethod
+    def park(self, keep_weights: bool) -> None:
+        """Move the state to ``parking`` and drop gradients, on any device; see ``offload``."""

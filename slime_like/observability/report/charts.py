@@ -14,6 +14,8 @@ FLOOR = HEIGHT - BOTTOM
 # More points than this on a line cannot be distinguished at this width, and make the page slow.
 MAX_POINTS = 1_000
 MAX_BARS = 250
+# Classes series-0, series-1, ... of the style sheet.
+COLOURS = 6
 # The first steps compile and warm up; bars above this many medians are cut, or they would flatten all others.
 CUT_AT_MEDIANS = 3.0
 # A curve whose values differ by less than this fraction is drawn flat, not as float noise.
@@ -22,7 +24,7 @@ _FLAT = 1e-9
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """One curve: values at rising steps, drawn with dots where ``dots``, pale where ``faint``."""
+    """One curve: values at rising steps, drawn with dots where ``dots``, and pale or dashed."""
 
     label: str
     steps: Sequence[int]
@@ -30,6 +32,12 @@ class Line:
     colour: int = 0
     dots: bool = False
     faint: bool = False
+    dashed: bool = False
+
+    @property
+    def kind(self) -> str:
+        """Classes of the style sheet."""
+        return f"series-{self.colour % COLOURS}" + " faint" * self.faint + " dashed" * self.dashed
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,9 +82,9 @@ def thinned(line: Line, limit: int = MAX_POINTS) -> Line:
     return replace(line, steps=[line.steps[index] for index in kept], values=[line.values[index] for index in kept])
 
 
-def chart_data(lines: Sequence[Line], non_finite_steps: Sequence[int]) -> dict[str, Any]:
+def chart_data(lines: Sequence[Line], steps: Sequence[int]) -> dict[str, Any]:
     """Values of the curves for the page's script, with the horizontal scale of ``line_chart``."""
-    x = _line_scale(lines, non_finite_steps)
+    x = _step_scale(steps)
     rounded = [
         {"label": line.label, "steps": list(line.steps), "values": [float(f"{value:.6g}") for value in line.values]}
         for line in map(thinned, lines)
@@ -84,12 +92,14 @@ def chart_data(lines: Sequence[Line], non_finite_steps: Sequence[int]) -> dict[s
     return {"left": LEFT, "right": WIDTH - RIGHT, "low": x.low, "high": x.high, "lines": rounded}
 
 
-def line_chart(lines: Sequence[Line], non_finite_steps: Sequence[int] = (), label: str = "") -> str:
+def line_chart(
+    lines: Sequence[Line], steps: Sequence[int], non_finite_steps: Sequence[int] = (), label: str = ""
+) -> str:
     """SVG of curves over training steps; steps whose value was NaN or infinite get a mark on the axis.
 
-    There must be a value or a non-finite step; ``label`` is for screen readers.
+    The axis is that of ``steps``, at least one, which hold those of all curves; ``label`` is for screen readers.
     """
-    x = _line_scale(lines, non_finite_steps)
+    x = _step_scale(steps)
     y = _value_scale([value for line in lines for value in line.values] or [0.0])
     marks = [
         f'<path class="non-finite" d="M{x(step)} {FLOOR}l-4 -9h8z"><title>step {step}: not finite</title></path>'
@@ -139,16 +149,12 @@ def _bar(span: Sequence[int], parts: Iterable[tuple[str, float]], x: Scale, y: S
 def _curve(line: Line, x: Scale, y: Scale) -> str:
     line = thinned(line)
     points = [(x(step), y(value)) for step, value in zip(line.steps, line.values, strict=True)]
-    kind = f"series-{line.colour}" + (" faint" if line.faint else "")
+    kind = line.kind
     path = " ".join(f"{across:g},{down:g}" for across, down in points)
     shapes = [f'<polyline class="{kind}" points="{path}"/>']
     if line.dots or len(points) == 1:
         shapes += [f'<circle class="{kind}" cx="{across:g}" cy="{down:g}" r="3.5"/>' for across, down in points]
     return "".join(shapes)
-
-
-def _line_scale(lines: Sequence[Line], non_finite_steps: Sequence[int]) -> Scale:
-    return _step_scale([step for line in lines for step in line.steps] + list(non_finite_steps))
 
 
 def _value_scale(values: Sequence[float]) -> Scale:
@@ -166,7 +172,7 @@ def _axes(x: Scale, y: Scale) -> list[str]:
         f'<text class="tick" x="{LEFT - 6}" y="{y(tick) + 3.5:g}" text-anchor="end">{tick:.6g}</text>'
         for tick in nice_ticks(y.low, y.high)
     ]
-    whole = [tick for tick in nice_ticks(x.low, x.high, wanted=6) if tick == int(tick)]
+    whole = [tick for tick in nice_ticks(x.low, x.high, wanted=8) if tick == int(tick)]
     columns = [
         f'<text class="tick" x="{x(tick)}" y="{FLOOR + 15}" text-anchor="middle">{int(tick)}</text>' for tick in whole
     ]

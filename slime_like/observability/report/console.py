@@ -3,54 +3,55 @@
 from statistics import fmean
 from typing import Any
 
+from rich import box
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from slime_like.observability.report.data import RunData, StoredTable, spelled_out, summary
-from slime_like.observability.report.panels import PhasePicture, key_metrics, phase_picture
-from slime_like.observability.tables import SAMPLE_TABLE
+from slime_like.observability.report.data import RunData, StoredTable, summary
+from slime_like.observability.report.panels import PhasePicture, key_metrics, panels, phase_picture
+from slime_like.observability.report.text import last_user_message, shortened, spelled_out
+from slime_like.observability.tables import SAMPLE_TABLE, said
 
 _NEWEST_SAMPLES = 4
-_MAX_TEXT = 160
-_BORDERS = 3
-"""Characters that a column takes beside its text: a line, and a space on either side."""
+_MAX_TEXT = 240
 
 
 def show(run: RunData, console: Console) -> None:
     """Print the whole report."""
-    table = Table(title=Text(f"Run {run.run_dir.name}"), show_header=False, title_justify="left")
-    for entry in summary(run):
-        table.add_row(*map(_printable, entry))
-    console.print(table)
-    console.print(_figures(run, console.width))
+    console.print(_labelled(f"Run {run.run_dir.name}", [summary(run)]))
+    drawn, constant, _ = panels(run)
+    console.print(_metrics(key_metrics(run, drawn)))
+    if constant:
+        console.print(Text(f"The same at every step: {'; '.join(panel.values for panel in constant)}\n"))
     if picture := phase_picture(run):
         console.print(_phases(picture))
     samples = run.tables.get(SAMPLE_TABLE)
     if samples is not None and samples.rows:
-        console.print(_samples(samples))
+        newest = samples.rows[-_NEWEST_SAMPLES:]
+        console.print(_labelled("Newest samples", [_sample(samples, row) for row in newest]))
 
 
 def _printable(value: Any) -> Text:
     """``value`` as plain text without markup; unprintable characters are spelled out, long text is cut."""
-    text = "-" if value is None else f"{value:.4g}" if isinstance(value, float) else str(value)
-    text = spelled_out(text, one_line=True)
-    return Text(text if len(text) <= _MAX_TEXT else text[: _MAX_TEXT - 1] + "…")
+    text = "-" if value is None else str(value)
+    if isinstance(value, float):
+        text = f"{value:,.0f}" if 1e4 <= abs(value) < 1e9 else f"{value:.4g}"
+    return Text(spelled_out(shortened(text, _MAX_TEXT), one_line=True))
 
 
-def _figures(run: RunData, width: int) -> Table:
-    columns = ("first", "last", "lowest", "highest")
-    table = _new_table("Figures by training step", "metric", *columns)
-    rows = [
-        (_printable(name), [_printable(value) for value in (values[0], values[-1], min(values), max(values))])
-        for name, values in key_metrics(run)
-    ]
-    figures = [
-        max([len(column), *(cells[index].cell_len for _, cells in rows)]) for index, column in enumerate(columns)
-    ]
-    left = width - sum(figures) - _BORDERS * (len(columns) + 1) - 1
-    for name, cells in rows:  # a name that does not fit takes two lines, section and metric: no word is broken
-        table.add_row(name if name.cell_len <= left else Text(name.plain.replace("/", "/\n", 1)), *cells)
+def _metrics(logged: list[tuple[str, list[float]]]) -> Table:
+    """Metrics under the heading of their section: a whole name is wide."""
+    table = _new_table("Metrics by training step", "metric", "first", "last", "lowest", "highest")
+    sections: dict[str, list[tuple[str, list[float]]]] = {}
+    for name, values in logged:
+        section, _, metric = name.rpartition("/")
+        sections.setdefault(section, []).append((metric, values))
+    for section, rows in sections.items():
+        table.add_row(_printable(f"{section}/"), style="bold")
+        for metric, values in rows:
+            cells = (metric, values[0], values[-1], min(values), max(values))
+            table.add_row(*map(_printable, cells))
     return table
 
 
@@ -61,17 +62,39 @@ def _phases(picture: PhasePicture) -> Table:
     return table
 
 
-def _samples(stored: StoredTable) -> Table:
-    columns: list[str] = [name for name in ("Step", "Prompt", "Response", "Advantages") if name in stored.columns]
-    columns += [name for name in stored.columns if name.startswith("Reward_")]
-    table = _new_table("Newest samples", *columns)
-    for row in stored.rows[-_NEWEST_SAMPLES:]:
-        table.add_row(*(_printable(row.get(column)) for column in columns))
+def _sample(table: StoredTable, row: dict[str, Any]) -> list[tuple[str, Any]]:
+    """(label, text) of what one reads of a sample: question, the response's end, answer, outcome."""
+    outcome = {
+        "step": row["step"],
+        **{name.removeprefix("Reward_"): value for name, value in row.items() if name.startswith("Reward_")},
+        "advantage": row.get("Advantages"),
+        "finish reason": row.get("Finish Reason"),
+    }
+    shown = [f"{name} {_printable(value)}" for name, value in outcome.items() if value is not None]
+    column = said(table.columns)
+    response = shortened(str(row.get(column)), _MAX_TEXT)
+    lines = response.split("\n") if column == "Conversation" else [response]
+    return [
+        ("prompt", last_user_message(str(row.get("Prompt", "")))),
+        ("response", lines[0]),
+        *(("", line) for line in lines[1:]),
+        ("answer", row.get("Answer")),
+        ("outcome", ", ".join(shown)),
+    ]
+
+
+def _labelled(title: str, groups: list[list[tuple[str, Any]]]) -> Table:
+    """Two columns, a line between groups."""
+    table = Table(title=Text(title), show_header=False, title_justify="left")
+    for group in groups:
+        for label, value in group:
+            table.add_row(_printable(label), _printable(value))
+        table.add_section()
     return table
 
 
 def _new_table(title: str, *columns: str) -> Table:
-    table = Table(title=Text(title), title_justify="left")
+    table = Table(title=Text(title), title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
     for column in columns:
         table.add_column(_printable(column), overflow="fold")
     return table

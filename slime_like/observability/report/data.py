@@ -1,6 +1,5 @@
 """A run's directory, read back for a report."""
 
-import re
 from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -136,13 +135,14 @@ def _results(run: RunData) -> list[tuple[str, str]]:
     _, rewards = run.series(REWARD)
     entries = []
     if accuracy:
-        text = f"{accuracy[0]:.3f} (step {steps[0]}) → {accuracy[-1]:.3f} (step {steps[-1]})"
-        entries.append(("held-out accuracy", text))
+        ends = dict.fromkeys((f"{accuracy[0]:.3f} (step {steps[0]})", f"{accuracy[-1]:.3f} (step {steps[-1]})"))
+        entries.append(("held-out accuracy", " → ".join(ends)))
     if rewards:
         window = min(smoothing_window(len(rewards)), len(rewards))
         means = running_mean(rewards, window)
         text = f"{means[window - 1]:.3f} → {means[-1]:.3f} (first and last {_count(window, 'step')})"
-        entries.append(("mean reward", text))
+        alone = f"{means[-1]:.3f} (of {_count(window, 'step')})"
+        entries.append(("mean reward", text if len(rewards) > window else alone))
     bad = run.non_finite_steps(LOSS)
     if bad:
         entries.append(("loss", f"NaN or infinite at {_count(len(bad), 'step')}, first at step {bad[0]}"))
@@ -205,16 +205,3 @@ def _read_table(path: Path) -> StoredTable:
     # By what they describe, so that a step that was logged twice shows its second logging.
     kept = {(row["step"], row.get("Sequence ID", i), row.get("Token Position")): row for i, row in enumerate(rows)}
     return StoredTable(path.stem, list(columns), list(kept.values()), left_out)
-
-
-# ----------------------------------------------------------------------------------------------------------------- text
-# Control characters steer a terminal; direction marks, invisible ones and lone surrogates hide a text's meaning.
-_HIDDEN = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200b-\u200f\u2028-\u202e\u2060-\u2069\ufeff\ud800-\udfff]")
-_LAYOUT = str.maketrans({"\t": r"\t", "\n": r"\n"})
-
-
-def spelled_out(text: str, one_line: bool = False) -> str:
-    r"""``text`` with every unprintable character as its escape (``\x1b``, ``\u202e``); line breaks and tabs stay,
-    unless ``one_line``."""
-    text = _HIDDEN.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
-    return text.translate(_LAYOUT) if one_line else text

@@ -89,6 +89,8 @@
     filter();
   }
 
+  for (const text of document.querySelectorAll(".text.end")) text.scrollTop = text.scrollHeight;
+
   // One sample's tokens, shaded by a logprob gap.
   const tokenData = data("token-data");
   if (tokenData.samples.length) {

@@ -1,10 +1,12 @@
 """Panels of a report: curves, and the time by phase."""
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 from slime_like.observability.curve import running_mean, smoothing_window
+from slime_like.observability.metrics import current_records
 from slime_like.observability.names import (
     ACCURACY,
     LOSS,
@@ -20,31 +22,49 @@ from slime_like.observability.report.data import RunData
 
 _TRAINING = "train_actor_training/"
 
+# Curves are one, or hide one another, where they differ by less than this fraction of a picture's height.
+_EQUAL, _CLOSE = 1e-6, 0.05
+
 
 @dataclass(frozen=True, slots=True)
 class PanelSpec:
-    """One picture: its title, what it shows, and (metric, label) of each curve."""
+    """One picture: its title, what it shows, and (metric, label) of each curve; ``always``: drawn also if constant."""
 
     title: str
     caption: str
     metrics: tuple[tuple[str, str], ...]
     smooth: bool = False
     dots: bool = False
+    always: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class Panel:
-    """A picture with its data."""
+    """A picture with its data; ``steps`` are the run's, so that all pictures have the same axis."""
 
     spec: PanelSpec
     lines: list[Line]
     non_finite_steps: list[int]
+    steps: list[int]
 
     def svg(self) -> str:
-        return line_chart(self.lines, self.non_finite_steps, self.spec.title)
+        return line_chart(self.lines, self.steps, self.non_finite_steps, self.spec.title)
 
     def data(self) -> dict[str, Any]:
-        return chart_data(self.lines, self.non_finite_steps)
+        return chart_data(self.lines, self.steps)
+
+    @property
+    def says_nothing(self) -> bool:
+        """Whether every curve is 0, or stays the same for several steps."""
+        if self.spec.always or self.non_finite_steps:
+            return False
+        flat = all(min(line.values) == max(line.values) for line in self.lines)
+        return flat and all(len(line.values) > 1 or line.values[0] == 0 for line in self.lines)
+
+    @property
+    def values(self) -> str:
+        """The title, and the first value of each curve."""
+        return f"{self.spec.title} {', '.join(f'{line.values[0]:.4g}' for line in self.lines)}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,20 +86,29 @@ class PhasePicture:
 
 _REWARD = PanelSpec(
     "Reward",
-    "Weighted sum of the reward functions, mean over a step's responses, and its running mean.",
+    "Weighted sum of the reward functions, mean over a step's responses.",
     ((REWARD, "mean reward"),),
     smooth=True,
+    always=True,
 )
 _SPECS = (
-    PanelSpec("Held-out accuracy", "Fraction of held-out prompts solved.", ((ACCURACY, "accuracy"),), dots=True),
+    PanelSpec(
+        "Held-out accuracy", "Fraction of held-out prompts solved.", ((ACCURACY, "accuracy"),), dots=True, always=True
+    ),
     PanelSpec(
         "Loss", "Total, and its policy-gradient part.", ((LOSS, "loss"), (f"{_TRAINING}policy_loss", "policy loss"))
+    ),
+    PanelSpec("Responses cut off", "Fraction that reached a limit.", (("rollout/truncated_fraction", "cut off"),)),
+    PanelSpec(
+        "Groups without spread",
+        "Prompts whose samples all have the same reward: they have no gradient.",
+        (("rollout/zero_spread_groups", "groups"),),
     ),
     PanelSpec("Importance ratio", "Mean of current over old policy; 1 on-policy.", ((f"{_TRAINING}ratios", "ratio"),)),
     PanelSpec("Clip fraction", "Tokens whose ratio was clipped.", ((f"{_TRAINING}clipfrac", "clip fraction"),)),
     PanelSpec(
         "KL to the reference",
-        "Estimates in nats per token; 0 without a reference.",
+        "Estimates in nats per token.",
         ((f"{_TRAINING}approx_policy_kls", "approximate KL"), (f"{_TRAINING}kl_loss", "KL loss")),
     ),
     PanelSpec("Entropy", "Mean entropy of the policy, nats per token.", ((f"{_TRAINING}entropy", "entropy"),)),
@@ -91,7 +120,7 @@ _SPECS = (
     ),
     PanelSpec(
         "Response length",
-        "Tokens per response.",
+        "Sampled tokens per response; tokens of an environment are not counted.",
         ((f"{_TRAINING}response_lengths", "mean"), ("rollout/response_length_max", "longest")),
     ),
     PanelSpec(
@@ -103,17 +132,18 @@ _SPECS = (
 )
 
 
-def panels(run: RunData) -> tuple[list[Panel], list[str]]:
-    """The pictures this run has data for, and the titles of those it has none for."""
-    drawn, missing = [], []
+def panels(run: RunData) -> tuple[list[Panel], list[Panel], list[str]]:
+    """The pictures to draw, those whose values stay the same, and the titles of those without data."""
+    drawn, constant, missing = list[Panel](), list[Panel](), list[str]()
+    steps = [record["step"] for record in current_records(run.records)]
     for spec in _specs(run):
-        lines = list(_lines(run, spec))
         bad = sorted({step for name, _ in spec.metrics for step in run.non_finite_steps(name)})
-        if lines or bad:
-            drawn.append(Panel(spec, lines, bad))
+        panel = Panel(spec, _lines(run, spec), bad, steps)
+        if panel.lines or bad:
+            (constant if panel.says_nothing else drawn).append(panel)
         else:
             missing.append(spec.title)
-    return drawn, missing
+    return drawn, constant, missing
 
 
 def phase_picture(run: RunData) -> PhasePicture | None:
@@ -128,25 +158,41 @@ def phase_picture(run: RunData) -> PhasePicture | None:
     )
 
 
-def key_metrics(run: RunData) -> list[tuple[str, list[float]]]:
-    """(name, values) of every metric a picture is drawn from, and of the step time."""
-    names = [STEP_TIME, *(name for spec in _specs(run) for name, _ in spec.metrics)]
+def key_metrics(run: RunData, drawn: Sequence[Panel]) -> list[tuple[str, list[float]]]:
+    """(name, values) of the step time, and of every metric that a picture of ``drawn`` shows."""
+    names = [STEP_TIME, *(name for panel in drawn for name, _ in panel.spec.metrics)]
     return [(name, values) for name in names if (values := run.series(name)[1])]
 
 
 def _specs(run: RunData) -> list[PanelSpec]:
     names = dict.fromkeys(name for record in run.records for name in record)
     means = tuple(function_means(names))
-    functions = [PanelSpec("Reward functions", "Mean of each function, unweighted.", means)] if means else []
-    return [_REWARD, *functions, *_SPECS]
+    functions = PanelSpec("Reward functions", "Mean of each function, unweighted.", means, always=True)
+    return [_REWARD, *([functions] if means else []), *_SPECS]
 
 
-def _lines(run: RunData, spec: PanelSpec) -> Iterator[Line]:
+def _lines(run: RunData, spec: PanelSpec) -> list[Line]:
+    """The curves of one picture. Equal ones are one; one that would hide another is dashed."""
+    lines: list[Line] = []
     for colour, (name, label) in enumerate(spec.metrics):
         steps, values = run.series(name)
-        if not values:
-            continue
-        yield Line(label, steps, values, colour, dots=spec.dots, faint=spec.smooth)
-        if spec.smooth:
+        distances = [_distance(line, steps, values) for line in lines]
+        nearest = min(distances, default=math.inf)
+        if nearest < _EQUAL:
+            same = distances.index(nearest)
+            lines[same] = replace(lines[same], label=f"{lines[same].label} = {label}")
+        elif values:
+            dashed = nearest < _CLOSE
+            lines.append(Line(label, steps, values, colour, dots=spec.dots, faint=spec.smooth, dashed=dashed))
+        if values and spec.smooth:
             window = smoothing_window(len(values))
-            yield Line(f"running mean over {window} steps", steps, running_mean(values, window), colour)
+            lines.append(Line(f"running mean over {window} steps", steps, running_mean(values, window), colour))
+    return lines
+
+
+def _distance(line: Line, steps: Sequence[int], values: Sequence[float]) -> float:
+    """The largest difference between two curves, as a fraction of the picture's height; infinite at other steps."""
+    if list(line.steps) != list(steps):
+        return math.inf
+    height = max(*line.values, *values) - min(*line.values, *values)
+    return max(abs(one - other) for one, other in zip(line.values, values, strict=True)) / (height or 1.0)

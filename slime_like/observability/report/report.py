@@ -13,9 +13,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from slime_like.errors import SlimeLikeError
-from slime_like.observability.report.data import Row, RunData, StoredTable, read_run, spelled_out, summary
+from slime_like.observability.report.data import Row, RunData, StoredTable, read_run, summary
 from slime_like.observability.report.panels import panels, phase_picture
-from slime_like.observability.tables import SAMPLE_TABLE, TOKEN_TABLE
+from slime_like.observability.report.text import last_user_message, shortened, spelled_out
+from slime_like.observability.tables import SAMPLE_TABLE, TOKEN_TABLE, reading_order, said
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -74,13 +75,15 @@ def _render_page(run: RunData) -> str:
     environment = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
     environment.policies["json.dumps_kwargs"] = {"allow_nan": False, "separators": (",", ":")}
     environment.filters |= {"hash": _hash, "plain": _plain, "sample": _key, "shown": _shown}
-    drawn, missing = panels(run)
+    environment.filters |= {"user": last_user_message, "reading_order": reading_order, "said": said}
+    drawn, constant, missing = panels(run)
     tokens = run.tables.get(TOKEN_TABLE)
     samples = _token_samples(tokens)
     return environment.from_string(_asset("page.html")).render(
         run=run,
         summary=summary(run),
         drawn=drawn,
+        constant=constant,
         missing=missing,
         phases=phase_picture(run),
         tables=[table for name, table in run.tables.items() if name != TOKEN_TABLE],
@@ -105,9 +108,7 @@ def _plain(value: Any) -> str:
 
 
 def _shown(text: str) -> str:
-    if len(text) > MAX_CELL_TEXT:
-        text = f"{text[:MAX_CELL_TEXT]} … ({len(text) - MAX_CELL_TEXT} more characters)"
-    return spelled_out(text)
+    return spelled_out(shortened(text, MAX_CELL_TEXT))
 
 
 def _key(row: Row) -> SampleKey:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import ray
-from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskError
+from ray.exceptions import GetTimeoutError, OutOfMemoryError, RayActorError, RayError, RayTaskError
 
 from slime_like.errors import LIKELY_KILLER, ConfigError, SlimeLikeError
 from slime_like.system.interrupts import raise_if_interrupted
@@ -83,6 +83,13 @@ def one(
         raise error(f"{name} failed while {phase}: {what}", code="worker-failed") from cause
     except RayActorError as cause:
         raise error(f"{name} died while {phase}: {_death(cause)}", code="worker-died") from cause
+    except OutOfMemoryError as cause:
+        raise error(
+            f"{name} died while {phase}: {_memory(cause)}",
+            code="node-out-of-memory",
+            remedy="run fewer ranks and engines per node, or lower trainer.target_tokens_per_batch or "
+            "rollout.max_concurrent_requests; close other programs",
+        ) from cause
     except RayError as cause:
         raise error(f"{name} failed while {phase}: {_first_line(cause)}", code="worker-failed") from cause
 
@@ -107,6 +114,13 @@ def _death(cause: RayActorError) -> str:
         f"its process {process[1]} ended without an exception; {LIKELY_KILLER}, and its log is "
         f"worker-*-{process[1]}.err in worker_logs"
     )
+
+
+def _memory(cause: OutOfMemoryError) -> str:
+    """Say what Ray's memory monitor saw; in its message it stands between addresses and advice on Ray's own options."""
+    used = re.search(r"([\d.]+GB) used / ([\d.]+GB)", str(cause))
+    seen = f" ({used[1]} of {used[2]} were used)" if used else ""
+    return f"Ray ended its process because the node was running out of memory{seen}"
 
 
 def _first_line(error: BaseException | None) -> str:

@@ -14,10 +14,14 @@ from slime_like.plugins.traceback import format_error, full_traceback
 from slime_like.trajectory import ScoredTrajectory
 
 
+def weighted_rewards(config: RunConfig, rewards: Tensor) -> Tensor:
+    """(N,) weighted sum of (N, num_funcs) rewards, without penalties."""
+    return rewards @ torch.tensor([function.weight for function in config.reward.functions], dtype=torch.float32)
+
+
 def total_rewards(config: RunConfig, rewards: Tensor, response_lens: Sequence[int]) -> Tensor:
-    """(N,) input of the estimator: the weighted sum of (N, num_funcs) rewards, less the overlong penalty."""
-    weights = torch.tensor([function.weight for function in config.reward.functions], dtype=torch.float32)
-    totals = rewards @ weights
+    """(N,) input of the estimator: the weighted rewards minus the overlong penalty."""
+    totals = weighted_rewards(config, rewards)
     buffer = config.algorithm.overlong_buffer
     if buffer is None:
         return totals

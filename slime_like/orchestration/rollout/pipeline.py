@@ -4,6 +4,7 @@ from collections.abc import Sequence
 
 from slime_like.config import RunConfig
 from slime_like.data.prompts import Prompt
+from slime_like.orchestration.rollout.advantages import weighted_rewards
 from slime_like.orchestration.rollout.group_store import GroupStore
 from slime_like.orchestration.rollout.manager import EngineClient
 from slime_like.orchestration.rollout.reference_pool import ReferencePool
@@ -108,5 +109,6 @@ class GroupPipeline:
 
     def _is_useful(self, rewarded: RewardedGroup) -> bool:
         """Return whether its rewards differ, where ``rollout.drop_zero_spread`` requires it."""
-        spread = float(rewarded.totals.max() - rewarded.totals.min())
+        rewards = weighted_rewards(self._config, rewarded.rewards)  # lengths alone make no group useful
+        spread = float(rewards.max() - rewards.min())
         return not self._config.rollout.drop_zero_spread or spread > self._config.algorithm.advantage_eps

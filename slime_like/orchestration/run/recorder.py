@@ -1,5 +1,6 @@
 """A step's figures to the log and to the screen; with sampled responses also tables, warnings and curves."""
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -168,18 +169,30 @@ def debug_tables(
     decode: Decode,
     limit: int,
 ) -> dict[str, list[Row]]:
-    """Tables of the first ``limit`` samples; policy and reference logprobs are those frozen at the step's start."""
-    logprobs = trainers.response_logprobs([trajectory.sequence_id for trajectory in trajectories[:limit]])
-    samples = [
-        replace(trajectory, ref_logprobs=logprobs[trajectory.sequence_id].reference)
-        for trajectory in trajectories[:limit]
-    ]
+    """Tables of ``limit`` samples, of as many prompts as possible.
+
+    Policy and reference logprobs are those frozen at the step's start.
+    """
+    chosen = _spread_over_prompts(trajectories)[:limit]
+    logprobs = trainers.response_logprobs([trajectory.sequence_id for trajectory in chosen])
+    samples = [replace(trajectory, ref_logprobs=logprobs[trajectory.sequence_id].reference) for trajectory in chosen]
     pi = [logprobs[sample.sequence_id].policy.numpy() for sample in samples]
     tables = {
         SAMPLE_TABLE: per_sample_rows(step, samples, pi, stats, decode),
         TOKEN_TABLE: per_token_rows(step, samples, pi, decode),
     }
     return {name: rows for name, rows in tables.items() if rows}
+
+
+def _spread_over_prompts(trajectories: Sequence[ScoredTrajectory]) -> list[ScoredTrajectory]:
+    """The first sample of every prompt, then the second of every prompt, and so on."""
+    taken = Counter[int]()
+
+    def turn(trajectory: ScoredTrajectory) -> int:
+        taken[trajectory.group_id] += 1
+        return taken[trajectory.group_id]
+
+    return sorted(trajectories, key=turn)
 
 
 def _failure_note(step: int, trajectories: Sequence[ScoredTrajectory], failures: Sequence[str]) -> str:

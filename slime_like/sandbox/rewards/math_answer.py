@@ -23,6 +23,8 @@ _SCIENTIFIC = re.compile(r"(?<![\w.])[-+]?\d+(?:\.\d+)?[eE][-+]?\d{1,3}(?!\w)")
 _WORDS = re.compile(r"[^\W\d_]+(?: [^\W\d_]+)*")
 _INTEGER = re.compile(r"-?[0-9]{1,18}")
 _NUMBER = re.compile(r"-?[\d,]*\.?\d+%?")
+# Markdown's bold: `**` with an operand on both sides is a power.
+_BOLD = re.compile(r"(?<![\w)}])\*\*(?=\S)|(?<=\S)\*\*(?![\w({-])")
 _BOXED_WORDS = re.compile(r"\\boxed\{(?:\\text\{)?([^{}]*)\}")
 # A sum, a difference or a product, but no sign at the front and no power of ten (1.5 \times 10^3).
 _ARITHMETIC = re.compile(r"(?<=[\w)}])\s*[+\-\u2212]|(?:\*(?!\*)|\u00d7|\\cdot|\\times)(?!\s*10\s*(?:\^|\*\*))")
@@ -72,7 +74,7 @@ def _why_wrong(response: str, answer: str, require_boxed: bool, allow_arithmetic
         return None if int(answer) == int(bare) else "wrong"
     from math_verify import parse, verify  # and sympy with it: the driver looks at the options only, and judges nothing
 
-    parsed = parse(_plain_decimals(response), parsing_timeout=None)
+    parsed = parse(_plain_decimals(_BOLD.sub("", response)), parsing_timeout=None)
     if not parsed:
         return "no answer found"
     if not allow_arithmetic and _NUMBER.fullmatch(answer) and _ARITHMETIC.search(str(parsed[-1])):

@@ -25,15 +25,17 @@ def remote(
 ) -> RewardResult:
     """POST ``{"prompt", "response", "answer"}`` to ``url``; it answers ``{"reward": x, "success": true}``.
 
+    Without ``success``, a reward above 0 is a success. Other keys become metadata.
+
     Args:
         prompt, response, answer: as for every reward function.
-        url: http or https.
+        url: begins with http:// or https://.
         timeout_s: bound on connecting, and on every wait for bytes; keep it below ``reward.timeout_s``. Within it a
             request is repeated while the service is unreachable, so that a restart of it costs no reward.
         headers: sent with the request, e.g. an authorization.
 
     Returns:
-        The service's reward and success; without "success", a reward above 0 is one. Other keys become metadata.
+        The service's reward, success and metadata.
 
     Raises:
         TimeoutError: no answer in time, or no connection.

@@ -6,7 +6,11 @@ from slime_like.interfaces.reward import RewardResult
 
 
 def response_format(prompt: str, response: str, answer: str, *, pattern: str) -> RewardResult:
-    """1 where the whole response matches the regular expression ``pattern`` (``.`` matches line breaks too), else 0."""
+    """1 where the whole response matches the regular expression ``pattern``, else 0.
+
+    Args:
+        pattern: in Python's syntax; ``.`` matches line breaks too.
+    """
     matched = re.fullmatch(pattern, response, flags=re.DOTALL) is not None
     return RewardResult(reward=float(matched), success=matched)
 
@@ -14,7 +18,12 @@ def response_format(prompt: str, response: str, answer: str, *, pattern: str) ->
 def response_length(prompt: str, response: str, answer: str, *, limit: int, buffer: int = 0) -> RewardResult:
     """0 up to ``limit`` characters, then falling linearly to -1 at ``limit + buffer`` and beyond.
 
-    The soft overlong punishment of DAPO (arXiv 2503.14476, equation 13), on characters in place of tokens.
+    The soft overlong punishment of DAPO (arXiv:2503.14476, equation 13), on characters in place of tokens. Success is
+    up to ``limit``.
+
+    Args:
+        limit: characters without penalty.
+        buffer: characters over which the penalty grows; 0 gives all of it at once.
     """
     excess = len(response) - limit
     if excess <= 0:

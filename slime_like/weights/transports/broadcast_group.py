@@ -15,6 +15,7 @@ from slime_like.system.network import listen
 
 GLOO, NCCL = "gloo", "nccl"
 _LOOK_EVERY_S = 0.0005
+_WATCHDOG_AFTER = timedelta(days=1)
 _ASK_EVERY_S = 0.25
 """Between a waiting receiver's looks at whether the group is broken: gloo does not report it to every member."""
 
@@ -44,6 +45,13 @@ class BroadcastGroup:
         Raises:
             RuntimeError, TimeoutError: a member was lost, or ``is_broken`` says so, or time ran out.
         """
+        try:
+            self._broadcast(data, is_broken)
+        except BaseException:
+            self.abort()
+            raise
+
+    def _broadcast(self, data: Tensor, is_broken: Callable[[], bool]) -> None:
         if data.is_cuda:
             torch.cuda.set_device(data.device)  # of this thread
         timeout = timedelta(seconds=self.timeout_s)
@@ -57,13 +65,20 @@ class BroadcastGroup:
         if self.backend == NCCL:
             torch.cuda.current_stream().synchronize()  # its ``wait`` makes a stream wait, not this thread
 
+    def abort(self) -> None:
+        """End what runs in the group and its connections. NCCL's kernel would else wait on the device for ever."""
+        group, self._group = self._group, None
+        if group is not None:
+            group.abort()
+
     def _form(self, timeout: timedelta) -> Any:
         # A separate connection: waiting for the others must not keep other users from the store.
         store = join_store(self.host, self.port, self.timeout_s)
         own_part = dist.PrefixStore(f"group/{self.generation}", store)
         if self.backend == NCCL:
             options = dist.ProcessGroupNCCL.Options()
-            options._timeout = timeout
+            # The bound is ours: at its own, torch's watchdog ends the whole process (TORCH_NCCL_ASYNC_ERROR_HANDLING).
+            options._timeout = timeout + _WATCHDOG_AFTER
             return dist.ProcessGroupNCCL(own_part, self.rank, self.size, options)
         gloo: Any = dist.ProcessGroupGloo  # torch's type stubs lack its options
         gloo_options = gloo._Options()

@@ -82,6 +82,7 @@ class _Receivers:
         if self._group is None or generation != self.generation:
             return
         self._store.set(f"broken/{self.generation}", "")
+        self._group.abort()
         self._group = None
         self._forgotten = self._store.add(_JOINED, 0)
 

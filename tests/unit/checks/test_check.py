@@ -16,7 +16,7 @@ from slime_like.checks.definition import CONVERSION, evaluation_needs
 from slime_like.checks.layout import layers_per_stage
 from slime_like.config import RunConfig
 from slime_like.config.algorithm import ADVANTAGES, BATCH_ADVANTAGES, GROUP_ADVANTAGES, LOSSES
-from slime_like.config.reading.load import load_config
+from slime_like.config.reading.load import load_config, save_config
 from slime_like.data.dump import dump_path
 from slime_like.errors import ConfigError, Problem
 from slime_like.models.config_json import LatentAttention
@@ -51,6 +51,12 @@ def test_a_sound_configuration_has_no_problem_and_a_check_leaves_nothing_behind(
     assert check(load_config(None, flags)) == []
     assert sorted(path.name for path in tmp_path.iterdir()) == ["model", "train.jsonl"]
     assert check(load_config(None, [*flags, "--algorithm.loss", "sft", "--data.max_prompt_tokens", "9999"])) == []
+
+
+def test_the_configuration_that_a_run_writes_is_accepted_again(flags: list[str], tmp_path: Path) -> None:
+    config = load_config(None, flags)
+    save_config(config, tmp_path / "config.yaml")  # with all defaults
+    assert check(load_config(tmp_path / "config.yaml")) == []
 
 
 def test_the_asynchronous_fsdp_recipe_lacks_its_model_and_data_only(flags: list[str], tmp_path: Path) -> None:

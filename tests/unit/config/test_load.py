@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 from slime_like.config import RunConfig
 from slime_like.config.reading.fields import all_fields, value_text
 from slime_like.config.reading.load import load_config, save_config
-from slime_like.config.reading.reference import reference_text
 from slime_like.config.reading.synonyms import SYNONYMS
 from slime_like.errors import ConfigError
 from tests.support.rejections import Rejects
@@ -242,12 +241,6 @@ def test_an_empty_section_means_its_defaults(tmp_path: Path) -> None:
 @pytest.mark.parametrize("path", sorted((REPOSITORY / "configs").glob("*.yaml")), ids=lambda path: path.name)
 def test_every_shipped_file_loads(path: Path) -> None:
     assert load_config(path, []).run_dir.is_absolute()
-
-
-def test_the_written_reference_is_up_to_date() -> None:
-    page = (REPOSITORY / "docs" / "configuration.md").read_text()
-    assert page == reference_text(), "run: python -m slime_like.config.reading.reference"
-    assert all(f"| `{name}` |" in page for name in all_fields())
 
 
 def test_every_field_has_a_description() -> None:

@@ -14,6 +14,7 @@ import torch
 from slime_like.config import LoggingConfig
 from slime_like.errors import ConfigError, SlimeLikeError
 from slime_like.observability.metrics import MetricLogger, read_metrics, series
+from slime_like.observability.tables import SAMPLE_TABLE, TOKEN_TABLE
 from tests.support.rejections import Rejects
 
 FILE_ONLY = LoggingConfig(tensorboard=False)
@@ -121,6 +122,27 @@ def test_tensorboard_forgets_steps_that_a_resumed_run_repeats(tmp_path: Path) ->
     events = EventAccumulator(str(tmp_path / "tensorboard"))
     events.Reload()
     assert [(event.step, event.value) for event in events.Scalars("loss")] == [(1, 0.25), (2, 0.5), (3, 0.5), (4, 0.5)]
+
+
+def test_tensorboard_shows_samples_as_they_are(tmp_path: Path) -> None:
+    """As code, so that nothing of it is markup; in the order of the report, in lines that fit a screen."""
+    from markdown import markdown
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    first = {"loss": 0.5, "Answer": "4", "Reward_m": 1 / 3, "Prompt": "**bold** | <b>\n\n# a\ud800\r- b"}
+    logger = MetricLogger(LoggingConfig(tensorboard=True), tmp_path)
+    logger.log_table(3, SAMPLE_TABLE, [first, {"Prompt": "word " * 99, "Answer": "5"}])
+    logger.log_table(3, TOKEN_TABLE, [{"Decoded Token": "4"}])
+    logger.close()
+    events = EventAccumulator(str(tmp_path / "tensorboard"))
+    events.Reload()
+    (tag,) = events.Tags()["tensors"]
+    (event,) = events.Tensors(tag)
+    page = markdown(event.tensor_proto.string_val[0].decode())
+    shown = "Prompt: **bold** | &lt;b&gt;\n\n# a\\ud800 - b\nAnswer: 4\nReward_m: 0.3333\n"
+    assert event.step == 3 and page.startswith(f"<pre><code>{shown}</code></pre>\n<hr />\n<pre><code>Prompt: word word")
+    assert max(map(len, page.splitlines())) < 140 and page.count("word") == 99
+    assert page.endswith("\nAnswer: 5\n</code></pre>")
 
 
 @pytest.mark.parametrize("tracker", ["wandb", "tensorboard"])

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from slime_like.observability.report.charts import BARS_WIDTH, Line, line_chart, nice_ticks, stacked_bars, thinned
+from slime_like.observability.report.charts import BARS_WIDTH, LEFT, Line, line_chart, nice_ticks, stacked_bars, thinned
 
 finite = st.floats(-1e12, 1e12, allow_nan=False)
 
@@ -43,11 +43,12 @@ def test_thinning_keeps_peaks_and_order(count: int) -> None:
 
 def test_a_curve_is_where_its_values_are() -> None:
     """Linear values make a straight line that rises to the right."""
-    svg = line_chart([Line("a", [1, 2, 3, 4, 5], [0.0, 1.0, 2.0, 3.0, 4.0])])
+    svg = line_chart([Line("a", [1, 2, 3, 4, 5], [0.0, 1.0, 2.0, 3.0, 4.0])], range(6))
     (polyline,) = shapes(svg, "polyline")
     points = np.array([[float(number) for number in point.split(",")] for point in polyline.attrib["points"].split()])
     assert np.allclose(np.diff(points, axis=0), np.diff(points, axis=0)[0], atol=0.02)
     assert points[-1, 0] > points[0, 0] and points[-1, 1] < points[0, 1]
+    assert points[0, 0] - LEFT > np.diff(points[:2, 0]) > 0  # the axis begins at the run's first step, 0
 
 
 @pytest.mark.parametrize(
@@ -62,7 +63,7 @@ def test_a_curve_is_where_its_values_are() -> None:
     ],
 )
 def test_any_values_can_be_drawn(values: list[float], bad: list[int], flat: bool) -> None:
-    svg = line_chart([Line("a", range(1, len(values) + 1), values)] if values else [], bad)
+    svg = line_chart([Line("a", range(1, len(values) + 1), values)] if values else [], range(1, 8), bad)
     assert "nan" not in svg and "inf" not in svg
     assert len(shapes(svg, "path")) == len(bad)
     points = [point for line in shapes(svg, "polyline") for point in line.attrib["points"].split()]
@@ -99,5 +100,5 @@ def test_a_long_run_has_few_bars_of_means() -> None:
 
 
 def test_labels_are_escaped() -> None:
-    svg = line_chart([Line("a", [1], [1.0])], label='"><script>')
+    svg = line_chart([Line("a", [1], [1.0])], [1], label='"><script>')
     assert not re.search("<script", svg) and ElementTree.fromstring(svg).attrib["aria-label"] == '"><script>'

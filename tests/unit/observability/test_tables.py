@@ -55,7 +55,7 @@ def test_per_sample_rows() -> None:
     ]  # fmt: skip
     step_figures = [0.5, 0.25, 0.125, 1.5, 0.75, 2.0]
     assert cells(rows) == [
-        ["7-0", "2+2=", "5<eos>5", 0.75, 3, 12, 1.0, 1.0, 0.5, 0.0, *step_figures, 0.375, 0.125, "4", 7, 3, "length"],
+        ["7-0", "2+2=", "5<eos>5", 0.75, 2, 12, 1.0, 1.0, 0.5, 0.0, *step_figures, 0.375, 0.125, "4", 7, 3, "length"],
         ["8-0", "+", "<eos>", -0.75, 1, 12, 0.0, 0.0, 0.25, 1.0, *step_figures, None, None, "", 8, None, "stop"],
     ]
 
@@ -90,6 +90,7 @@ def test_turns_are_readable() -> None:
         [2, "1 model: 5<eos>\n1 environment: +\n2 model: 5"],
         [1, "1 model: <eos>"],
     ]  # fmt: skip
+    assert rows[0]["Response Length"] == 3  # sampled: the observation is none of them
     assert rows[0]["Mean Abs Diff Pi-Generated"] == pytest.approx(0.25)  # the observation is no part of it
     tokens = per_token_rows(12, [talk, second], pi, decode)
     assert [row["Turn"] for row in tokens] == [1, 1, 1, 2, 1]
@@ -108,6 +109,18 @@ def test_the_limit_counts_samples(limit: int, rows: list[int]) -> None:
     trainers: Any = SimpleNamespace(response_logprobs=lambda names: {name: frozen[name] for name in names})
     tables = debug_tables(1, samples(), trainers, STATS, decode, limit)
     assert [len(table) for table in tables.values()] == rows
+
+
+def test_samples_are_of_different_prompts() -> None:
+    names = ("7-0", "7-1", "7-2", "8-0", "8-1", "9-0")
+    batch = [replace(samples()[1], sequence_id=name, group_id=int(name[0])) for name in names]
+    trainers: Any = SimpleNamespace(
+        response_logprobs=lambda names: dict.fromkeys(
+            names, SimpleNamespace(policy=torch.tensor([-2.0]), reference=None)
+        )
+    )
+    rows, _ = debug_tables(1, batch, trainers, STATS, decode, limit=5).values()
+    assert [row["Sequence ID"] for row in rows] == ["7-0", "8-0", "9-0", "7-1", "8-1"]
 
 
 def test_a_sample_without_loss_has_no_mean_gap() -> None:

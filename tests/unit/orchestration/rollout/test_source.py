@@ -93,7 +93,7 @@ class ShuffledClient:
 
 @dataclass
 class CoinScorer:
-    """Rewards that are all alike in every third group, or in others."""
+    """Rewards that are all alike in every third group, or in others; penalties of lengths differ in all of them."""
 
     flat_every: int = 3
 
@@ -102,8 +102,9 @@ class CoinScorer:
 
     def _rewarded(self, group: GroupedUnscoredTrajectories) -> RewardedGroup:
         is_flat = (group.group_id + 1) % self.flat_every == 0
-        totals = torch.zeros(SAMPLES) if is_flat else torch.arange(float(SAMPLES))
-        return RewardedGroup(group, totals[:, None], totals[:, None], totals, [{}] * SAMPLES)
+        rewards = torch.zeros(SAMPLES) if is_flat else torch.arange(float(SAMPLES))
+        totals = rewards - torch.arange(float(SAMPLES)) / 2
+        return RewardedGroup(group, rewards[:, None], rewards[:, None], totals, [{}] * SAMPLES)
 
     def scored(self, groups: list[RewardedGroup], step: int) -> list[ScoredTrajectory]:
         return [trajectory for scored in groups for trajectory in scored.group.trajectories]  # type: ignore[misc]

@@ -1,18 +1,20 @@
-"""Every field as text, for ``slime-like train --help`` and for ``docs/configuration.md``.
+"""Every field and every name as text: ``slime-like train --help``, ``docs/configuration.md`` and ``docs/rewards.md``.
 
-``python -m slime_like.config.reading.reference`` writes the latter.
+``python -m slime_like.commands.reference`` writes the pages.
 """
 
 import sys
 import textwrap
 from pathlib import Path
 
+from slime_like.commands.parts import Part, named_parts
+from slime_like.commands.rewards_page import rewards_text
 from slime_like.config.reading.fields import Field, SectionDoc, sections
 
 _INTRODUCTION = """\
 # Configuration reference
 
-Generated from the models in `slime_like/config` by `python -m slime_like.config.reading.reference`; change it there.
+Generated from the models in `slime_like/config` by `python -m slime_like.commands.reference`; change it there.
 
 One YAML file describes a run. Every key is also a flag of `slime-like train`: `--trainer.parallel.tensor 2` or
 `--trainer.parallel.tensor=2`. Flags override the file, later flags override earlier ones.
@@ -26,10 +28,19 @@ Relative paths are relative to the current directory. The run directory holds th
 paths and every default, as `config.yaml`; it can be used again.
 """
 
+_NAMES = """\
+## Names
+
+Built-in names, with options and their defaults. Rewards, losses, advantage estimators and environments may also be
+custom code, `package.module:name` or `path/to/file.py:name`; engines and backends are entry points:
+[extending](extending.md). Rewards in full: [rewards](rewards.md).
+"""
+
 
 def fields_help(width: int = 100) -> str:
-    """Describe every flag, its type and default, section by section."""
-    return "\n\n".join(_help(section, width) for section in sections() if section.fields)
+    """Describe every flag, its type and default, section by section; then every name that a flag takes."""
+    described = [_help(section, width) for section in sections() if section.fields]
+    return "\n\n".join([*described, *(_names_help(*named, width) for named in named_parts().items())])
 
 
 def _help(section: SectionDoc, width: int) -> str:
@@ -44,11 +55,31 @@ def _help(section: SectionDoc, width: int) -> str:
     return "\n".join(lines)
 
 
+def _names_help(setting: str, parts: tuple[Part, ...], width: int) -> str:
+    lines = [f"names for {setting}:"]
+    for part in parts:
+        text = f"{part.name}: {part.summary}{_options(part)}"
+        lines += textwrap.wrap(
+            text, width, initial_indent="  ", subsequent_indent=" " * 6, break_on_hyphens=False, break_long_words=False
+        )
+    return "\n".join(lines)
+
+
+def _options(part: Part) -> str:
+    shown = [f"`{name}`" if default is None else f"`{name}={default}`" for name, default in part.defaults.items()]
+    return f" Options: {', '.join(shown)}." if shown else ""
+
+
 def reference_text() -> str:
     """The whole page, Markdown."""
     parts = [_INTRODUCTION]
     parts += [_section(section) for section in sections() if section.fields]
-    return "\n".join(parts)
+    rows = [
+        f"| `{setting}` | `{part.name}` | {_escaped(part.summary + _options(part))} |"
+        for setting, named in named_parts().items()
+        for part in named
+    ]
+    return "\n".join([*parts, _NAMES, "| setting | name | meaning |", "|---|---|---|", *rows, ""])
 
 
 def _section(section: SectionDoc) -> str:
@@ -68,9 +99,10 @@ def _escaped(text: str) -> str:
 
 
 def main() -> int:
-    path = Path("docs/configuration.md")
-    path.write_text(reference_text(), encoding="utf-8")
-    print(path)
+    for name, text in (("configuration", reference_text()), ("rewards", rewards_text())):
+        path = Path("docs") / f"{name}.md"
+        path.write_text(text, encoding="utf-8")
+        print(path)
     return 0
 
 

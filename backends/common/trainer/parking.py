@@ -1,0 +1,128 @@
+"""Device memory given up for a while; its contents wait in host memory that is pinned once and used again.
+
+Storages are emptied and filled again in place, so that tensors, their views and autograd's gradient accumulators stay
+the same objects. Assigning ``parameter.data`` on another device would drop a parameter's accumulator (torch,
+``VariableHooks::set_data``), and with it the hook by which Megatron's DDP receives the gradient.
+"""
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, UntypedStorage
+
+_ALIGNMENT = 512
+
+
+@dataclass(frozen=True, slots=True)
+class _Parked:
+    storage: UntypedStorage
+    nbytes: int
+    contents: Tensor | None
+
+
+class Parking:
+    """Host memory for what leaves the device; it grows to the most that was parked at a time."""
+
+    def __init__(self) -> None:
+        self._arenas: list[_Arena] = []
+        self._parked: list[_Parked] = []
+
+    @property
+    def host_bytes(self) -> int:
+        """Host memory held, also while nothing is parked."""
+        return sum(arena.nbytes for arena in self._arenas)
+
+    def park(self, tensors: Iterable[Tensor]) -> None:
+        """Copy what the tensors' storages hold to the host and free the storages; those parked already are left."""
+        storages = list(_filled(tensors))
+        parked = []
+        for storage, place in zip(storages, self._places(storages), strict=True):
+            place.copy_(_bytes_of(storage), non_blocking=True)
+            parked.append(_Parked(storage, storage.nbytes(), place))
+        self._free(parked)
+
+    def discard(self, tensors: Iterable[Tensor]) -> None:
+        """Free the tensors' storages without their contents: ``restore`` fills them with zeros."""
+        self._free([_Parked(storage, storage.nbytes(), None) for storage in _filled(tensors)])
+
+    def restore(self) -> None:
+        """Give all storages their memory and contents again."""
+        for one in self._parked:
+            one.storage.resize_(one.nbytes)
+            if one.contents is None:
+                _bytes_of(one.storage).zero_()
+            else:
+                _bytes_of(one.storage).copy_(one.contents, non_blocking=True)
+        _wait()  # the host memory may be written again afterwards
+        self._parked = []
+        for arena in self._arenas:
+            arena.clear()
+
+    def _free(self, parked: list[_Parked]) -> None:
+        _wait()
+        for one in parked:
+            one.storage.resize_(0)
+        self._parked += parked
+
+    def _places(self, storages: list[UntypedStorage]) -> Iterator[Tensor]:
+        """Room in host memory for each storage."""
+        left = sum(_rounded(storage.nbytes()) for storage in storages)
+        for storage in storages:
+            needed = _rounded(storage.nbytes())
+            arena = next((arena for arena in self._arenas if arena.free >= needed), None)
+            if arena is None:
+                arena = _Arena(left)
+                self._arenas.append(arena)
+            left -= needed
+            yield arena.take(storage.nbytes())
+
+
+class _Arena:
+    """One piece of host memory, handed out from its beginning."""
+
+    def __init__(self, nbytes: int) -> None:
+        self._memory = torch.empty(nbytes, dtype=torch.uint8)
+        self._used = 0
+        if torch.cuda.is_available():
+            # Registered, for torch's pinned allocator rounds every block up to a power of two.
+            torch.cuda.check_error(torch.cuda.cudart().cudaHostRegister(self._memory.data_ptr(), nbytes, 0))
+
+    @property
+    def nbytes(self) -> int:
+        return self._memory.nbytes
+
+    @property
+    def free(self) -> int:
+        return self.nbytes - self._used
+
+    def take(self, nbytes: int) -> Tensor:
+        place = self._memory[self._used : self._used + nbytes]
+        self._used += _rounded(nbytes)
+        return place
+
+    def clear(self) -> None:
+        self._used = 0
+
+
+def _wait() -> None:
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+
+
+def _rounded(nbytes: int) -> int:
+    return -(-nbytes // _ALIGNMENT) * _ALIGNMENT
+
+
+def _filled(tensors: Iterable[Tensor]) -> Iterator[UntypedStorage]:
+    """Each storage of the tensors that holds memory, once."""
+    seen = set()
+    for tensor in tensors:
+        storage = tensor.untyped_storage()
+        if storage.nbytes() and storage.data_ptr() not in seen:
+            seen.add(storage.data_ptr())
+            yield storage
+
+
+def _bytes_of(storage: UntypedStorage) -> Tensor:
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)

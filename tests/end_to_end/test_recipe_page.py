@@ -1,0 +1,112 @@
+"""Each block of ``docs/recipes.md`` is accepted, planned at its size, and trained for two small steps."""
+
+import math
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from slime_like.config import RunConfig
+from slime_like.config.reading.load import save_config
+from slime_like.examples.tiny_model import make_tiny_model
+from slime_like.planning.plan import make_plan
+from slime_like.planning.planned_run import PlannedRun
+from tests.conftest import Tiny
+from tests.end_to_end.test_train import steps_of
+from tests.support.processes import Command
+from tests.support.shared_cluster import train_all
+from tests.unit.checks.checkpoint import EXPERTS, write_checkpoint
+
+PAGE = Path(__file__).parents[2] / "docs" / "recipes.md"
+RECIPES: dict[str, dict[str, Any]] = {
+    heading: yaml.safe_load(block)
+    for heading, block in re.findall(r"^## ([^\n]+)\n(?:(?!^## ).)*?^```yaml\n(.*?)^```", PAGE.read_text(), re.S | re.M)
+}
+MOE = "Mixture of experts"
+# Layouts and corrections do not touch each other's settings: one run for two of them.
+WITH = {"Long context": "TIS", "One GPU": "MIS"}
+_LIMITS = {
+    "rollout": {"prompts_per_step": 8, "samples_per_prompt": 4, "max_new_tokens": 8},
+    "algorithm": {"constant_length": 8, "overlong_buffer": 4, "minibatches": 2},
+}
+
+
+def merged(base: dict[str, Any], more: dict[str, Any]) -> dict[str, Any]:
+    """``more`` over ``base``; an empty mapping clears."""
+    both = dict(base)
+    for key, value in more.items():
+        nested = isinstance(value, dict) and value and isinstance(both.get(key), dict)
+        both[key] = merged(both[key], value) if nested else value
+    return both
+
+
+def small(recipe: dict[str, Any], tiny: Tiny, model: Path, run_dir: Path) -> dict[str, Any]:
+    """The recipe for a tiny model on a CPU: other sizes, the same method."""
+    machine = {
+        "run_dir": run_dir,
+        "steps": 2,
+        "model": {"path": model, "dtype": "float32"},
+        "data": {"train": [tiny.data / "train.jsonl"], "max_prompt_tokens": 48},
+        "rollout": {"engine": "transformers", "engine_args": {}, **_LIMITS["rollout"]},
+        # An untrained model never adds right; letters it does write, by chance: something to learn.
+        "reward": {"functions": [{"name": "format", "options": {"pattern": ".*[a-m].*"}}]},
+        "trainer": {
+            "target_tokens_per_batch": 256,
+            "cpu_threads": 1,
+            "cpu_kernels": "off",
+            "optimizer": {"warmup_steps": 0},
+        },
+        "checkpoint": {"export_hf": False},
+        "logging": {"progress": "plain", "tensorboard": False},
+    }
+    shrunk = {
+        section: {key: min(value, limits[key]) for key, value in recipe.get(section, {}).items() if key in limits}
+        for section, limits in _LIMITS.items()
+    }
+    return merged(merged(recipe, machine), {section: values for section, values in shrunk.items() if values})
+
+
+def test_the_page_has_the_recipes() -> None:
+    assert len(RECIPES) == 14 and {"GRPO", "DAPO", "GSPO", MOE, "One GPU"} <= RECIPES.keys()
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_recipe_is_planned_at_its_size(name: str, tmp_path: Path) -> None:
+    """With two layers of small matrices: what is judged are lengths, counts and rules."""
+    sizes: dict[str, Any] = {"num_hidden_layers": 2, "max_position_embeddings": 32768}
+    model = write_checkpoint(tmp_path / "model", **(EXPERTS if name == MOE else {}), **sizes)
+    (model / "model.safetensors").unlink()  # sizes alone
+    base = {"run_dir": tmp_path / "run", "model": {"path": model}, "trainer": {"target_tokens_per_batch": 24576}}
+    base["cluster"] = {"gpus_per_node": 8, "nodes": 1}
+    base["rollout"] = {"num_engines": 1}
+    plan = make_plan(PlannedRun.of(RunConfig.model_validate(merged(base, RECIPES[name]))))
+    assert plan.problems == [] and plan.fits
+    assert plan.gpus_in_use == {"Long context": 3, MOE: 3, "One GPU": 1}.get(name, 2)
+
+
+def test_every_recipe_trains(tiny: Tiny, tmp_path: Path) -> None:
+    make_tiny_model(tmp_path / "moe", family="qwen3_moe", seed=0)
+    runs = {name: recipe for name, recipe in RECIPES.items() if name not in WITH.values()}
+    for name, other in WITH.items():
+        assert not runs[name].keys() & RECIPES[other].keys()
+        runs[name] = runs[name] | RECIPES[other]
+    files = [tmp_path / f"{name}.yaml" for name in runs]
+    for file, recipe in zip(files, runs.values(), strict=True):
+        model = tmp_path / "moe" if file.stem == MOE else tiny.model
+        save_config(RunConfig.model_validate(small(recipe, tiny, model, tmp_path / file.stem)), file)
+    with Command([str(file) for file in files], tmp_path / "log", program=train_all) as command:
+        finished = command.finish(timeout_s=280.0)
+    assert finished.code == 0, finished.stderr
+    assert finished.left_behind == []
+    steps = {name: steps_of(tmp_path / name) for name in runs}
+    for name, rows in steps.items():
+        algorithm = runs[name].get("algorithm", {})
+        assert [row["step"] for row in rows] == [1, 2], name
+        assert all(math.isfinite(row["train_actor_training/grad_norm"]) for row in rows), name
+        assert any(row["train_actor_training/grad_norm"] > 0 for row in rows), name
+        assert (rows[1]["train_actor_training/kl_loss"] > 0) == ("kl_coef" in algorithm), name
+        assert (rows[0]["train_actor_training/importance_weight"] > 0.9) == ("importance_correction" in algorithm), name
+        assert (rows[1]["train_actor_training/moe_aux_loss"] > 0) == (name == MOE), name
+    assert all(row["rollout/zero_spread_groups"] == 0 for row in steps["DAPO"])

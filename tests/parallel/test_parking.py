@@ -1,0 +1,113 @@
+"""State that leaves the device and comes back: no memory meanwhile, and the training that was never interrupted.
+
+On a CPU memory goes from the host to the host; storages, views and autograd's accumulators are treated alike.
+"""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from backends.common.trainer.parking import Parking
+from backends.common.trainer.storage import StoringTrainer
+from backends.fsdp.trainer import FsdpTrainer
+from backends.megatron.trainer import MegatronTrainer
+from slime_like.algorithms.packing.pack import pack_sequences, real_tokens
+from slime_like.config import RunConfig
+from slime_like.examples.tiny_model import make_tiny_model
+from slime_like.interfaces import RankPlacement
+from tests.parallel.ranks import run_each
+from tests.parallel.steps import exported_from, same_bits
+from tests.parallel.tiny import scored_sequences
+
+CASES: dict[str, dict[str, Any]] = {
+    "megatron-float32": {"dtype": "float32", "optimizer": {"distributed": False}},
+    "megatron": {"optimizer": {"distributed": False}},
+    "megatron-overlap": {"optimizer": {"distributed": False, "overlap": True}, "data": 2},
+    "megatron-distributed": {"optimizer": {"distributed": True}, "data": 2},
+    "fsdp": {"backend": "fsdp", "data": 2},
+}
+
+
+def _config(model: Path, root: Path, case: dict[str, Any]) -> RunConfig:
+    optimizer = {"lr": 1e-3, "warmup_steps": 2, **case.get("optimizer", {})}
+    trainer = {"backend": case.get("backend", "megatron"), "optimizer": optimizer, "cpu_threads": 1}
+    # Numba's kernels see weights as NumPy arrays, whose memory cannot be taken away.
+    trainer |= {"parallel": {"data": case.get("data", 1)}, "step_timeout_s": 60.0, "cpu_kernels": "off"}
+    model_settings = {"path": model, "dtype": case.get("dtype", "bfloat16")}
+    return RunConfig(run_dir=root, steps=4, model=model_settings, trainer=trainer)
+
+
+def _train(placement: RankPlacement, config: RunConfig, parks: bool) -> tuple[list[float], dict[str, Tensor]]:
+    """Gradient norms of three steps and the weights after them; parked twice, in two stages, after the first."""
+    trainer = (MegatronTrainer if config.trainer.backend == "megatron" else FsdpTrainer)(config, placement)
+    trainer.setup()
+    norms = [_step(trainer)]
+    if parks:
+        _park_and_restore(trainer)
+        _park_and_restore(trainer)
+    norms += [_step(trainer) for _ in range(2)]
+    exported = exported_from(trainer)
+    trainer.shutdown()
+    return norms, exported
+
+
+def _step(trainer: Any) -> float:
+    sequences = scored_sequences([(5, 9), (3, 4), (8, 21), (7, 3)])
+    pack = pack_sequences(sequences[:2] if trainer.placement.rank == 0 else sequences[2:])
+    trainer.begin_step(4.0, real_tokens([pack]))
+    trainer.accumulate([pack], last=True)
+    stats = trainer.finish_step(4.0)
+    return float(stats.grad_norm) if stats is not None else 0.0
+
+
+def _park_and_restore(trainer: StoringTrainer) -> None:
+    state = trainer.state
+    weights, parameters = state.weights(), [weight for weight in state.weights() if weight.requires_grad]
+    nodes = [_accumulator(parameter) for parameter in parameters]
+    kept = [weight.detach().clone() for weight in weights]
+    trainer.settle_weights()
+    state.park(keep_weights=True)
+    assert all(torch.equal(weight, copy) for weight, copy in zip(weights, kept, strict=True))
+    state.park(keep_weights=False)
+    assert all(weight.untyped_storage().nbytes() == 0 for weight in weights)
+    held = state.parking.host_bytes
+    state.onload()
+    assert all(torch.equal(weight, copy) for weight, copy in zip(weights, kept, strict=True))
+    assert all(_accumulator(parameter) is node for parameter, node in zip(parameters, nodes, strict=True))
+    # Main weights and moments: of a float32 weight the moments alone.
+    assert held >= sum(weight.nbytes for weight in weights) * 2
+
+
+def _accumulator(parameter: Tensor) -> Any:
+    return parameter.expand_as(parameter).grad_fn.next_functions[0][0]
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_training_goes_on_as_if_it_had_not_been_interrupted(name: str, tmp_path: Path) -> None:
+    make_tiny_model(tmp_path / "model", "qwen3", num_hidden_layers=2)
+    config = _config(tmp_path / "model", tmp_path, CASES[name])
+    size = config.trainer.parallel.world_size
+    plain, parked = run_each(_train, size, tmp_path / "ranks", [(config, False), (config, True)])
+    for (norms, weights), (expected_norms, expected) in zip(parked, plain, strict=True):
+        assert norms == expected_norms
+        same_bits(weights, expected)
+
+
+def test_host_memory_is_reused_and_grows_to_what_is_parked() -> None:
+    parking, first = Parking(), torch.arange(1000.0)
+    view, second = first[10:20], torch.ones(3000)
+    for _ in range(3):
+        parking.park([first, view])
+        parking.restore()
+    assert parking.host_bytes == 4096
+    parking.discard([second])
+    parking.park([first])
+    assert first.untyped_storage().nbytes() == second.untyped_storage().nbytes() == 0
+    parking.park([first, torch.full((2000,), 7.0)])
+    assert parking.host_bytes == 4096 + 8192
+    parking.restore()
+    assert torch.equal(first, torch.arange(1000.0)) and torch.equal(view, first[10:20])
+    assert torch.equal(second, torch.zeros(3000))

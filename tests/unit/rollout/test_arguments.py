@@ -1,0 +1,37 @@
+"""Environment of an engine's processes, on a CPU and on a GPU."""
+
+import os
+from pathlib import Path
+
+import pytest
+
+from rollout.vllm import arguments
+from slime_like.config import RunConfig
+
+
+def _config(tensor: int = 1) -> RunConfig:
+    return RunConfig(run_dir=Path("run"), model={"path": "model"}, rollout={"tensor": tensor})
+
+
+def test_ranks_are_spawned_and_use_loopback_on_a_gpu() -> None:
+    found = arguments.environment(_config(2), cpu=False)
+    assert found["VLLM_WORKER_MULTIPROC_METHOD"] == "spawn"
+    assert found["GLOO_SOCKET_IFNAME"] == "lo"
+    assert not {"TORCHDYNAMO_DISABLE", "VLLM_ENABLE_V1_MULTIPROCESSING"} & found.keys()
+
+
+@pytest.mark.parametrize(("tensor", "in_process"), [(1, True), (2, False)])
+def test_one_rank_runs_in_this_process_on_a_cpu(tensor: int, in_process: bool) -> None:
+    found = arguments.environment(_config(tensor), cpu=True)
+    assert ("VLLM_ENABLE_V1_MULTIPROCESSING" in found) == in_process
+    assert "VLLM_WORKER_MULTIPROC_METHOD" not in found
+
+
+def test_a_device_is_looked_for_without_initialising_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An initialised CUDA cannot be used in a forked process."""
+    monkeypatch.setattr(os, "environ", {"GLOO_SOCKET_IFNAME": "eth0"})
+    seen: list[str | None] = []
+    monkeypatch.setattr(arguments, "on_cpu", lambda: not seen.append(os.environ.get("PYTORCH_NVML_BASED_CUDA_CHECK")))
+    arguments.prepare_environment(_config())
+    assert seen == ["1"]
+    assert os.environ["GLOO_SOCKET_IFNAME"] == "eth0"  # what the user has set stays
