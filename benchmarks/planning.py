@@ -39,7 +39,7 @@ CASES = (
 
 @dataclass(frozen=True)
 class Row:
-    """One run: exit code, last line, wall and processor seconds, and the largest resident memory in GiB."""
+    """One run: exit code, first line, wall and processor seconds, and the largest resident memory in GiB."""
 
     case: Case
     code: int
@@ -50,7 +50,7 @@ class Row:
 
     @property
     def held(self) -> bool:
-        return self.wall_s < self.case.bound_s and self.verdict.startswith("verdict: ")
+        return self.wall_s < self.case.bound_s and self.verdict.startswith(("fits. ", "does not fit: "))
 
 
 def measure(case: Case) -> Row:
@@ -65,7 +65,7 @@ def measure(case: Case) -> Row:
     wall, after = time.monotonic() - began, resource.getrusage(resource.RUSAGE_CHILDREN)
     cpu = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
     print(done.stdout + done.stderr)
-    verdict = (done.stdout.strip().splitlines() or [""])[-1]
+    verdict = (done.stdout.strip().splitlines() or [""])[0]
     return Row(case, done.returncode, verdict, wall, cpu, after.ru_maxrss / 2**20)
 
 

@@ -14,6 +14,7 @@ from slime_like.config import RunConfig
 from slime_like.models.dimensions import ModelDimensions
 from slime_like.models.weight_files import header_shapes
 from slime_like.orchestration.cluster.bundles import bundle_sizes, num_reference_ranks
+from slime_like.planning.units import count_text, traffic_text
 
 _BYTES_PER_PARAMETER = 2 + 12
 """Of a training checkpoint in bfloat16: weights, and main weights with two moments in float32."""
@@ -35,7 +36,8 @@ class GpusNeeded:
 
     def __str__(self) -> str:
         parts = ((self.trainers, "trainer ranks"), (self.engines, "engines"), (self.references, "reference workers"))
-        return f"{self.total} GPUs ({' + '.join(f'{count} for {whose}' for count, whose in parts if count)})"
+        named = " + ".join(f"{count} for {whose}" for count, whose in parts if count)
+        return f"{count_text(self.total, 'GPU')} ({named})"
 
 
 def gpus_needed(config: RunConfig) -> GpusNeeded:
@@ -58,8 +60,8 @@ def placement_problems(config: RunConfig) -> Iterator[str]:
     per_node, nodes = config.cluster.gpus_per_node, config.cluster.nodes
     if nodes is not None and needed.total > nodes * per_node:
         yield (
-            f"cluster.nodes={nodes} times cluster.gpus_per_node={per_node} are {nodes * per_node} GPUs, but the run "
-            f"needs {needed}; {_fewer_gpus(config, nodes * per_node)}use {nodes_needed(config)} nodes"
+            f"cluster.nodes={nodes} times cluster.gpus_per_node={per_node}: needs {needed}, has {nodes * per_node}; "
+            f"{_fewer_gpus(config, nodes * per_node)}use {nodes_needed(config)} nodes"
         )
     sizes = [("trainer.parallel.tensor", config.trainer.parallel.tensor)]
     if not config.supervised and not config.debug.load_rollouts:
@@ -145,8 +147,8 @@ def preflight_problems(config: RunConfig, dimensions: ModelDimensions) -> Iterat
     free = shutil.disk_usage(nearest).free
     if free < needed:
         yield (
-            f"run_dir={config.run_dir}: its disk has {free / 1e9:.0f} GB free, and checkpoints take up to "
-            f"{needed / 1e9:.0f} GB; free some, use another directory, or lower checkpoint.keep"
+            f"run_dir={config.run_dir}: its disk has {traffic_text(free)} free, and checkpoints take up to "
+            f"{traffic_text(needed)}; free some, use another directory, or lower checkpoint.keep"
         )
     port = config.trainer.rendezvous_port
     if port is not None and not _is_free(port):

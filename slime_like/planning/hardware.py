@@ -18,6 +18,9 @@ ENGINE_RESERVE_BYTES = 3 * GIB
 SLEEPING_ENGINE_BYTES = GIB
 """What a sleeping engine keeps of a GPU: CUDA's context and graphs."""
 
+HOST_MEMORY_GB_PER_S = 200.0
+"""Of a node, in the update of offloaded optimizer state."""
+
 FRAGMENTATION = 0.05
 """Share of activations and temporaries that the allocator loses."""
 
@@ -87,3 +90,7 @@ class Hardware:
     def host_seconds(self, nbytes: float) -> float:
         """Time in which a GPU moves so many bytes to or from its host."""
         return nbytes / (self.host_gb_per_s * 1e9 * self.efficiency.link)
+
+    def host_update_seconds(self, nbytes: float, ranks: int) -> float:
+        """Time in which a node's processors update so many bytes of optimizer state, of each of ``ranks`` ranks."""
+        return nbytes * ranks / (HOST_MEMORY_GB_PER_S * 1e9)

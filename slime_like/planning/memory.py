@@ -1,5 +1,6 @@
 """Contents of a GPU's memory, phase by phase, and whether they fit."""
 
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -7,11 +8,26 @@ from slime_like.interfaces.estimate import RankEstimate, RankKind, TrainerMemory
 from slime_like.planning.engines import EnginePlan
 from slime_like.planning.hardware import FRAGMENTATION, SLEEPING_ENGINE_BYTES, TRAINER_RESERVE_BYTES, Hardware
 from slime_like.planning.planned_run import PlannedRun
+from slime_like.planning.save import save_bytes
 from slime_like.weights.transports.registry import use_delta
 from slime_like.weights.transports.shared_memory import NAME as SHARED_MEMORY
 
 REFERENCE_SCORING = "reference scoring"
 """The phase of reference workers."""
+
+_ONLY_KIND = re.compile(r"(, )?(stage 1 of 1|all ranks)$")
+"""Names of a kind of ranks that is the only one."""
+
+GENERATION, WEIGHT_SYNC = "generation", "weight sync"
+"""Phases in which engines are awake."""
+
+ENGINES = "engines"
+"""GPUs of engines that have their own."""
+
+TRAINER_RESERVE = "trainer reserve (assumed)"
+ENGINE_RESERVE = "engine reserve (assumed)"
+ACTIVATIONS, HEAD = "activations", "head"
+OPTIMIZER_STEP = "optimizer step's temporaries"
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +60,16 @@ class PhaseMemory:
     def fits(self) -> bool:
         return self.margin >= 0
 
+    @property
+    def kind(self) -> str:
+        """Which GPUs; "" where the trainer's are all alike."""
+        return _ONLY_KIND.sub("", self.gpus)
+
+    @property
+    def place(self) -> str:
+        """The phase, and which GPUs."""
+        return f"{self.phase}, {self.kind}" if self.kind and self.kind not in self.phase else self.phase
+
 
 def trainer_phases(
     run: PlannedRun, engine: EnginePlan | None, kind: RankKind, estimate: RankEstimate
@@ -51,7 +77,7 @@ def trainer_phases(
     """The GPU of one kind of trainer ranks, with the engine's share where they are colocated."""
     config, shared = run.config, engine if run.colocated else None
     sleeping = [Item("sleeping engine (assumed)", SLEEPING_ENGINE_BYTES)] if shared is not None else []
-    reserve = Item("CUDA, NCCL (assumed)", TRAINER_RESERVE_BYTES)
+    reserve = Item(TRAINER_RESERVE, TRAINER_RESERVE_BYTES)
     memory = estimate.memory
     found = [("training", [*_state(memory), *_training(memory), *sleeping, reserve])]
     if config.reference_in_trainer or config.algorithm.scores_policy:
@@ -59,11 +85,11 @@ def trainer_phases(
     weights = Item("parameters", memory.parameter_bytes)
     sync = Item("sync buffers", 2 * bucket_bytes(run))  # the shards as gathered, and the bucket made of them
     if shared is not None:
-        engine_weights = [Item("engine weights", shared.weight_bytes), Item("engine (assumed)", shared.reserve_bytes)]
-        found.append(("weight sync", [weights, sync, *engine_weights, reserve]))
-        found.append(("generation", [*engine_weights, Item("KV cache", max(0, shared.kv_bytes)), reserve]))
+        engine_weights = [Item("engine weights", shared.weight_bytes), Item(ENGINE_RESERVE, shared.reserve_bytes)]
+        found.append((WEIGHT_SYNC, [weights, sync, *engine_weights, reserve]))
+        found.append((GENERATION, [*engine_weights, Item("KV cache", max(0, shared.kv_bytes)), reserve]))
     elif engine is not None:
-        found.append(("weight sync", [*_state(memory), sync, reserve]))
+        found.append((WEIGHT_SYNC, [*_state(memory), sync, reserve]))
     return [PhaseMemory(kind.name, phase, tuple(items), run.hardware.memory_bytes) for phase, items in found]
 
 
@@ -73,15 +99,15 @@ def engine_phase(run: PlannedRun, engine: EnginePlan) -> PhaseMemory:
         Item("engine weights", engine.weight_bytes),
         Item("KV cache", max(0, engine.kv_bytes)),
         Item("sync buffers", bucket_bytes(run)),
-        Item("CUDA, graphs, prefill (assumed)", engine.reserve_bytes),
+        Item(ENGINE_RESERVE, engine.reserve_bytes),
     )
-    return PhaseMemory("engines", "generation", items, run.hardware.memory_bytes)
+    return PhaseMemory(ENGINES, GENERATION, items, run.hardware.memory_bytes)
 
 
 def reference_phase(hardware: Hardware, kind: RankKind, estimate: RankEstimate) -> PhaseMemory:
     """The GPU of a reference worker's rank: weights and a pass without gradients; it has no optimizer."""
     weights = Item("parameters", estimate.memory.parameter_bytes)
-    items = (weights, *_scoring(estimate.memory), Item("CUDA, NCCL (assumed)", TRAINER_RESERVE_BYTES))
+    items = (weights, *_scoring(estimate.memory), Item(TRAINER_RESERVE, TRAINER_RESERVE_BYTES))
     return PhaseMemory(kind.name, REFERENCE_SCORING, items, hardware.memory_bytes)
 
 
@@ -101,18 +127,18 @@ def _training(memory: TrainerMemory) -> Iterator[Item]:
     """Activations and the optimizer's temporaries are not there at once: of the latter only the excess counts."""
     busy = memory.activation_bytes + memory.head_bytes
     excess = max(0, memory.update_bytes - busy)
-    yield Item("activations", memory.activation_bytes)
-    yield Item("head", memory.head_bytes)
+    yield Item(ACTIVATIONS, memory.activation_bytes)
+    yield Item(HEAD, memory.head_bytes)
     if excess:
-        yield Item("optimizer's temporaries beyond", excess)
+        yield Item(OPTIMIZER_STEP, excess)
     yield Item("communication buffers", memory.communication_bytes)
     yield Item("fragmentation (assumed)", int(FRAGMENTATION * (busy + excess)))
 
 
 def _scoring(memory: TrainerMemory, swaps_reference: bool = False) -> Iterator[Item]:
-    yield Item("activations", memory.forward_bytes)
+    yield Item(ACTIVATIONS, memory.forward_bytes)
     if swaps_reference:
-        yield Item("policy, while the reference scores", memory.parameter_bytes)
+        yield Item("policy, swapped out", memory.parameter_bytes)
     yield Item("communication buffers", memory.communication_bytes)
     yield Item("fragmentation (assumed)", int(FRAGMENTATION * memory.forward_bytes))
 
@@ -145,14 +171,12 @@ def host_memory(
     gpus = min(config.cluster.gpus_per_node, config.trainer.parallel.world_size)
     memories = [estimate.memory for estimate in estimates]
     items = [
-        Item("optimizer state", gpus * max(m.host_optimizer_bytes for m in memories)),
-        Item("reference", gpus * max(m.host_reference_bytes for m in memories)),
-        Item("activations", gpus * max(m.host_activation_bytes for m in memories)),
+        Item("optimizer state, offloaded", gpus * max(m.host_optimizer_bytes for m in memories)),
+        Item("reference weights", gpus * max(m.host_reference_bytes for m in memories)),
+        Item("activations, offloaded", gpus * max(m.host_activation_bytes for m in memories)),
     ]
-    if config.checkpoint.async_save:
-        # On the host, main weights and both moments; gradients, the fourth part, are not saved.
-        saved = max(m.parameter_bytes + m.optimizer_bytes + 3 * m.host_optimizer_bytes // 4 for m in memories)
-        items.append(Item("checkpoint.async_save: copies", gpus * saved))
+    save = "checkpoint save, asynchronous" if config.checkpoint.async_save else "checkpoint save"
+    items.append(Item(save, gpus * max(save_bytes(run, memory) for memory in memories)))
     if run.colocated and engine is not None:
         moved = max(m.parameter_bytes + m.optimizer_bytes for m in memories)
         items.append(Item("trainers, while engines sample", gpus * moved))
@@ -165,7 +189,7 @@ def host_memory(
         # The sending rank of a stage holds its stage, every worker of an engine the whole model.
         items.append(Item("sync.delta: senders' copies", run.weight_bytes))
         workers = min(gpus, engine.gpus * config.rollout.num_engines)
-        items.append(Item("sync.delta: engine workers' copies", run.weight_bytes * workers))
+        items.append(Item("sync.delta: engines' copies", run.weight_bytes * workers))
     if config.cluster.address is None:  # of a cluster that is joined only its owner knows
         items.append(Item("Ray's object store", config.cluster.object_store_mb * 2**20))
     capacity = config.cluster.host_memory_gib

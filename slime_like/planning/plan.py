@@ -1,7 +1,6 @@
 """A whole cluster's run, worked out in this process: every kind of rank, engines, hosts, time, and what is wrong."""
 
 import time
-from collections.abc import Callable, Sequence
 from dataclasses import replace
 from math import prod
 
@@ -11,22 +10,26 @@ from slime_like.checks.fsdp import BACKEND as FSDP
 from slime_like.checks.layout import layout_problems
 from slime_like.checks.model_directories import reference_problems
 from slime_like.config import RunConfig
-from slime_like.errors import CheckpointError, ConfigError, WeightSyncError
-from slime_like.interfaces import TrainerBackend, load_backend
-from slime_like.interfaces.estimate import RankEstimate, RankKind
+from slime_like.errors import CheckpointError, WeightSyncError
+from slime_like.interfaces import TrainerBackend
 from slime_like.models.dimensions import HEADS, ModelDimensions
 from slime_like.models.weight_files import WeightFilesError
 from slime_like.orchestration.reference.config import worker_config
 from slime_like.planning import checks
-from slime_like.planning.engines import plan_engine, share_setting
-from slime_like.planning.hardware import GIB
-from slime_like.planning.memory import REFERENCE_SCORING, engine_phase, host_memory, reference_phase, trainer_phases
+from slime_like.planning.engine_search import faster_engines
+from slime_like.planning.engines import plan_engine
+from slime_like.planning.estimates import Note, estimated_kinds, plannable_backend
+from slime_like.planning.generation import predict_generation
+from slime_like.planning.memory import engine_phase, host_memory, reference_phase, trainer_phases
 from slime_like.planning.planned_run import PlannedRun
+from slime_like.planning.remedies import misfits
 from slime_like.planning.result import KindPlan, Plan
 from slime_like.planning.step_time import predict, reference_seconds, traffic_per_step
+from slime_like.planning.units import count_text, traffic_text
 from slime_like.weights.transports.registry import transport_of
 
-Note = Callable[[str], None]
+_DOMINATES = 0.5
+"""Share of a step from which on generation decides its length."""
 
 
 def make_plan(run: PlannedRun, preflight: bool = False, note: Note = lambda _: None) -> Plan:
@@ -49,14 +52,17 @@ def make_plan(run: PlannedRun, preflight: bool = False, note: Note = lambda _: N
     if _plans_references(config):
         of_workers = backend.check(worker_config(config))
         found += [problem.replace("trainer.parallel", "reference.parallel") for problem in of_workers]
-    found += [*checks.placement_problems(config), *checks.version_problems()]
+    plan.size_problems += checks.placement_problems(config)
+    found += [*plan.size_problems, *checks.version_problems()]
     plan.problems += dict.fromkeys(found)  # the configuration and the backend may find the same
     _judge_machine(plan, config, dimensions, preflight)
     if not layout_problems(config.trainer.parallel, dimensions):
         note("proving that every tensor has its place")
         _prove(plan, config, backend)
         _work_out(plan, run, backend, note)
-        plan.problems += _misfits(plan, config)
+        too_large = misfits(plan, config)
+        plan.size_problems += too_large
+        plan.problems += too_large
     plan.seconds = time.monotonic() - started
     return plan
 
@@ -86,19 +92,6 @@ def _plans_references(config: RunConfig) -> bool:
     return config.reference_workers > 0 and (path is None or (path / "config.json").is_file())
 
 
-def plannable_backend(config: RunConfig) -> type[TrainerBackend]:
-    """The trainer of ``config``.
-
-    Raises:
-        ConfigError: it is unknown, or has no estimate of what it needs.
-    """
-    backend = load_backend(config.trainer.backend)
-    if not hasattr(backend, "planner"):
-        problem = f"trainer.backend={config.trainer.backend} cannot be planned: it has no estimate; plan with megatron"
-        raise ConfigError(problem, code="backend-not-planned")
-    return backend
-
-
 def _judge_machine(plan: Plan, config: RunConfig, dimensions: ModelDimensions, preflight: bool) -> None:
     """Files, disk and ports: of this machine only where it is one of the cluster's."""
     found = map(str, check_machine(config, dimensions, training_needs(config)))
@@ -107,13 +100,13 @@ def _judge_machine(plan: Plan, config: RunConfig, dimensions: ModelDimensions, p
         plan.problems += [*lacking, *checks.preflight_problems(config, dimensions)]
         return
     plan.notes += [f"not on this machine: {text}" for text in lacking]
-    plan.notes.append(f"run_dir needs up to {checks.disk_bytes(config, dimensions) / 1e9:.0f} GB for checkpoints")
+    plan.notes.append(f"run_dir needs up to {traffic_text(checks.disk_bytes(config, dimensions))} for checkpoints")
 
 
 def _prove(plan: Plan, config: RunConfig, backend: type[TrainerBackend]) -> None:
     converter = getattr(backend, "converter", None)
     if converter is None or not hasattr(converter(), "prove"):
-        plan.notes.append(f"trainer.backend={config.trainer.backend} proves no conversion: no tensor was checked")
+        plan.notes.append(f"trainer.backend={config.trainer.backend} has no conversion to check: no tensor was checked")
         return
     try:
         expected = converter().prove(config)
@@ -121,7 +114,8 @@ def _prove(plan: Plan, config: RunConfig, backend: type[TrainerBackend]) -> None
         plan.problems.append(f"model.path={config.model.path}: {error}; the family's conversion rules do not cover it")
         return
     if not any(config.model.path.glob("*.safetensors")):
-        plan.notes.append(f"{len(expected)} tensors convert without rest; no weights are there to compare them with")
+        tensors = f"all {count_text(len(expected), 'tensor')} of this architecture map onto the ranks"
+        plan.notes.append(f"{tensors}; no weight files here to check")
         return
     try:
         wrong = list(checks.tensor_problems(config.model.path, expected))
@@ -129,18 +123,8 @@ def _prove(plan: Plan, config: RunConfig, backend: type[TrainerBackend]) -> None
         wrong = [f"model.path={config.model.path}: {error}"]
     plan.problems += wrong
     if not wrong:
-        plan.notes.append(f"{len(expected)} tensors convert without rest, and the files' headers have all of them")
-
-
-def estimated_kinds(
-    config: RunConfig, backend: type[TrainerBackend], kinds: Sequence[RankKind], note: Note = lambda _: None
-) -> list[tuple[RankKind, RankEstimate]]:
-    """Pair every kind with the estimate of its first rank."""
-    found = []
-    for kind in kinds:
-        note(f"{kind.name}: {len(kind.ranks)} ranks")
-        found.append((kind, backend.planner().estimate(config, kind.ranks[0])))
-    return found
+        tensors = f"all {count_text(len(expected), 'tensor')} of this architecture map onto the ranks"
+        plan.notes.append(f"{tensors}, and the weight files have all of them")
 
 
 def _work_out(plan: Plan, run: PlannedRun, backend: type[TrainerBackend], note: Note) -> None:
@@ -158,11 +142,14 @@ def _work_out(plan: Plan, run: PlannedRun, backend: type[TrainerBackend], note: 
     for kind, estimate in found:
         phases = trainer_phases(run, plan.engine, kind, estimate)
         plan.kinds.append(KindPlan(kind, estimate, tuple(phases), tuple(traffic_per_step(run, estimate))))
-    if plan.engine is not None and not run.colocated:
-        plan.engine_phase = engine_phase(run, plan.engine)
+    if plan.engine is not None:
+        plan.generation = predict_generation(run, plan.engine)
+        plan.engine_phase = None if run.colocated else engine_phase(run, plan.engine)
     plan.host = host_memory(run, estimates, plan.engine, plan.transport)
     scoring = reference_seconds(run, [kind.estimate for kind in plan.references])
     plan.step = predict(run, estimates, plan.engine, plan.transport, scoring)
+    if plan.fits and plan.step.generation >= _DOMINATES * plan.step.total:
+        plan.faster_engines = faster_engines(run, found, plan.transport, plan.step, scoring)
 
 
 def _work_out_references(plan: Plan, config: RunConfig, backend: type[TrainerBackend], note: Note) -> None:
@@ -174,71 +161,3 @@ def _work_out_references(plan: Plan, config: RunConfig, backend: type[TrainerBac
     for kind, estimate in estimated_kinds(worker, backend, kinds, note):
         phase = reference_phase(plan.hardware, kind, estimate)
         plan.references.append(KindPlan(kind, estimate, (phase,), ()))
-
-
-def _misfits(plan: Plan, config: RunConfig) -> list[str]:
-    """List what is too large, each with the settings that make it smaller."""
-    problems = []
-    for phase in plan.phases:
-        if not phase.fits:
-            largest = max(phase.items, key=lambda item: item.nbytes)
-            cure = remedy(largest.name, config)
-            if phase.phase == REFERENCE_SCORING:
-                cure = cure.replace("trainer.parallel", "reference.parallel")
-            problems.append(
-                f"{phase.gpus}, {phase.phase}: {phase.total / GIB:.1f} GiB, {-phase.margin / GIB:.1f} more than the "
-                f"GPU's {phase.capacity / GIB:.1f}; most of it is {largest.name}, {largest.nbytes / GIB:.1f} GiB: "
-                f"{cure}"
-            )
-    if plan.engine is not None and plan.engine.longest_sequences < 1:
-        problems.append(
-            f"the KV cache of an engine holds {plan.engine.kv_tokens} tokens, not one sequence of "
-            f"{config.max_model_len}; raise rollout.tensor or {share_setting(config)}, or lower rollout.max_model_len"
-        )
-    if plan.host is not None and not plan.host.fits and plan.host.capacity is not None:
-        largest = max(plan.host.items, key=lambda item: item.nbytes)
-        problems.append(
-            f"host memory of a node: {plan.host.total / GIB:.1f} GiB, more than cluster.host_memory_gib="
-            f"{plan.host.capacity / GIB:g}; most of it is {largest.name}, {largest.nbytes / GIB:.1f} GiB: "
-            f"{host_remedy(largest.name)}"
-        )
-    return problems
-
-
-def remedy(item: str, config: RunConfig) -> str:
-    """Settings that make an item of the memory table smaller."""
-    fsdp = config.trainer.backend == FSDP
-    layout = "more trainer.parallel.data" if fsdp else "a larger trainer.parallel.tensor or pipeline"
-    if item == "activations":
-        less = [] if config.trainer.recompute == "full" else ["trainer.recompute: full"]
-        return "use " + ", ".join([*less, "a smaller trainer.target_tokens_per_batch", "more trainer.parallel.context"])
-    if item == "gradients" and fsdp and config.trainer.fsdp.accumulate != "sharded":
-        return "use trainer.fsdp.accumulate: sharded"
-    if item in ("optimizer state", "optimizer's temporaries beyond") and not fsdp:
-        return f"use {layout}, more trainer.parallel.data with optimizer.distributed, or trainer.optimizer.offload"
-    if item.endswith("(assumed)"):
-        return "it does not depend on the run: use GPUs with more memory (cluster.gpu, cluster.gpu_memory_gib)"
-    remedies = {
-        "head": "lower trainer.head_chunk_tokens" + ("" if fsdp else ", or raise trainer.parallel.tensor"),
-        "KV cache": f"lower {share_setting(config)}",
-        "engine weights": "raise rollout.tensor",
-        "sync buffers": "lower sync.bucket_mb, which cannot be less than one embedding, or use GPUs with more memory",
-    }
-    return remedies.get(item, f"use {layout}")
-
-
-_HOST_REMEDIES = {
-    "sync.delta": "use sync.delta: never",
-    "trainers, while": "use cluster.placement: separate, or more trainer.parallel.pipeline",
-    "engine weights": "use cluster.placement: separate, or more trainer.parallel.pipeline",
-    "activations": "use trainer.recompute: full instead of trainer.activation_offload",
-    "checkpoint.async_save": "use checkpoint.async_save: false",
-    "weight buckets": "lower sync.bucket_mb",
-    "Ray's object store": "lower cluster.object_store_mb",
-}
-
-
-def host_remedy(item: str) -> str:
-    """Settings that make an item of a node's host memory smaller."""
-    found = (remedy for begin, remedy in _HOST_REMEDIES.items() if item.startswith(begin))
-    return next(found, "offload less, or raise trainer.parallel.pipeline")

@@ -74,3 +74,8 @@ class PlannedRun:
     @property
     def colocated(self) -> bool:
         return self.config.cluster.placement == "colocated"
+
+    @property
+    def has_engines(self) -> bool:
+        """The run has engines."""
+        return not self.config.supervised and not self.config.debug.load_rollouts

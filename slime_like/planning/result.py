@@ -4,10 +4,13 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from slime_like.interfaces.estimate import RankEstimate, RankKind
+from slime_like.planning.engine_search import EngineChoice
 from slime_like.planning.engines import EnginePlan
+from slime_like.planning.generation import Generation
 from slime_like.planning.hardware import Hardware
 from slime_like.planning.memory import HostMemory, PhaseMemory
 from slime_like.planning.planned_run import Workload
+from slime_like.planning.settings import Changes
 from slime_like.planning.step_time import LinkTraffic, StepTime
 
 
@@ -21,6 +24,22 @@ class KindPlan:
     traffic: tuple[LinkTraffic, ...]
 
 
+@dataclass(frozen=True, slots=True)
+class Remedy:
+    """Settings with which a run fits that does not; found and checked by planning it with them.
+
+    Attributes:
+        changes: fields and values; empty where no settings fit.
+        reason: why no settings fit; "" otherwise.
+        tightest, seconds: with the changes: the phase with least free memory, and the predicted step.
+    """
+
+    changes: Changes
+    reason: str = ""
+    tightest: PhaseMemory | None = None
+    seconds: float = 0.0
+
+
 @dataclass(slots=True)
 class Plan:
     """Result of ``slime-like plan``.
@@ -29,7 +48,10 @@ class Plan:
         kinds, references: every kind of rank of the trainer, and of a reference worker; empty without workers, or
             where the layout itself is rejected.
         engine_phase: the GPU of an engine that has its own.
+        faster_engines: other engines on the same GPUs, where generation dominates and they would shorten it.
         problems: what keeps the run from this cluster, each with a remedy; empty where it may start.
+        size_problems: of these, what other layouts and settings may cure: too few GPUs, too little memory.
+        remedy: settings that cure them; none where there is nothing to cure, or other problems as well.
         notes: what could not be judged here, or is worth knowing.
         seconds: that planning took.
     """
@@ -41,11 +63,15 @@ class Plan:
     references: list[KindPlan] = field(default_factory=list)
     engine: EnginePlan | None = None
     engine_phase: PhaseMemory | None = None
+    generation: Generation | None = None
+    faster_engines: EngineChoice | None = None
     host: HostMemory | None = None
     workload: Workload | None = None
     step: StepTime | None = None
     transport: str | None = None
     problems: list[str] = field(default_factory=list)
+    size_problems: list[str] = field(default_factory=list)
+    remedy: Remedy | None = None
     notes: list[str] = field(default_factory=list)
     seconds: float = 0.0
 
@@ -61,7 +87,15 @@ class Plan:
 
     @property
     def fits(self) -> bool:
+        """GPU memory suffices."""
         return all(phase.fits for phase in self.phases)
+
+    @property
+    def tokens_per_gpu_second(self) -> float:
+        """Tokens, prompts included, that a step trains, per second and GPU in use."""
+        if self.step is None or self.workload is None:
+            return 0.0
+        return self.workload.samples * self.workload.mean_length / self.step.total / self.gpus_in_use
 
     def to_json(self) -> dict[str, Any]:
         """Convert to JSON values, with sums and verdicts."""

@@ -12,33 +12,42 @@ from slime_like.checks.layout import divisors, layout_problems
 from slime_like.config import ParallelConfig, RunConfig
 from slime_like.errors import ConfigError, WeightSyncError
 from slime_like.interfaces import TrainerBackend
+from slime_like.interfaces.estimate import RankEstimate, RankKind
 from slime_like.planning import checks
+from slime_like.planning.bounds import least_bytes
+from slime_like.planning.engine_search import faster_engines
 from slime_like.planning.engines import plan_engine
+from slime_like.planning.estimates import Note, end_kinds, estimated_kinds, plannable_backend
 from slime_like.planning.hardware import TRAINER_RESERVE_BYTES
 from slime_like.planning.memory import PhaseMemory, host_memory, trainer_phases
-from slime_like.planning.plan import Note, estimated_kinds, plannable_backend
 from slime_like.planning.planned_run import PlannedRun, Workload
+from slime_like.planning.settings import Changes, changed, flags
 from slime_like.planning.step_time import StepTime, predict
 from slime_like.weights.transports.registry import transport_of
 
 _RECOMPUTE_COST = 4 / 3
 """One more forward pass beside forward and backward."""
 
-_FILLED = 0.9
-"""The worst micro-batch fills at least so much of its token budget."""
-
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """A layout that fits, its phase with least memory left, and the predicted time of the trainer's part of a step."""
+    """A layout that fits, with engines; its phase with least memory left, and the predicted step.
+
+    Attributes:
+        engines: their number and GPUs each, e.g. "8 x 4"; "" where the run has none.
+        engine_changes: settings of engines that differ from the configuration's.
+    """
 
     parallel: ParallelConfig
     recompute: str
+    engines: str
+    engine_changes: Changes
     tightest: PhaseMemory
     step: StepTime
 
     @property
     def seconds(self) -> float:
+        """The trainer's part of the step."""
         return self.step.scoring + self.step.training
 
     @property
@@ -46,7 +55,7 @@ class Candidate:
         """The layout as flags."""
         fields = ("tensor", "sequence", "pipeline", "virtual_pipeline", "context", "data", "expert")
         sizes = [f"--trainer.parallel.{name} {str(getattr(self.parallel, name)).lower()}" for name in fields]
-        return " ".join([*sizes, f"--trainer.recompute {self.recompute}"])
+        return " ".join([*sizes, f"--trainer.recompute {self.recompute}", *flags(self.engine_changes)])
 
     def to_json(self) -> dict[str, Any]:
         """Convert to JSON values, with derived figures."""
@@ -76,7 +85,7 @@ def search(run: PlannedRun, wanted: int, note: Note = lambda _: None) -> list[Ca
         )
     backend = plannable_backend(run.config)
     room = run.hardware.memory_bytes - TRAINER_RESERVE_BYTES
-    possible = [tried for tried in _admitted(run) if _least_bytes(tried) < room]
+    possible = [tried for tried in _admitted(run) if least_bytes(tried) < room]
     found: list[Candidate] = []
     refusals: list[list[str]] = []
     for index, tried in enumerate(sorted(possible, key=_rough_time), start=1):
@@ -90,7 +99,7 @@ def search(run: PlannedRun, wanted: int, note: Note = lambda _: None) -> list[Ca
             break
     if refusals and len(refusals) == len(possible):
         raise ConfigError(_shared(refusals), code="plan-rejected")
-    return sorted(found, key=lambda candidate: candidate.seconds)[:wanted]
+    return sorted(found, key=lambda candidate: candidate.step.total)[:wanted]
 
 
 def trainer_gpus(config: RunConfig) -> int:
@@ -141,39 +150,6 @@ def _shared(refusals: Sequence[list[str]]) -> list[str]:
     return [text for text in dict.fromkeys(first) if all(text in other for other in others)] or first
 
 
-def _least_bytes(run: PlannedRun) -> float:
-    """Weights, gradients and optimizer state of an even share, and what its products keep: no layout needs less."""
-    dimensions, layout = run.dimensions, run.config.trainer.parallel
-    experts = 3 * len(dimensions.expert_layers) * dimensions.num_experts * dimensions.hidden_size
-    experts *= dimensions.moe_ffn_hidden_size
-    shards = layout.tensor * layout.pipeline
-    parameters = (dimensions.num_parameters - experts) / shards
-    parameters += experts / (layout.pipeline * (layout.expert if layout.expert > 1 else layout.tensor))
-    sharded = 0 if run.config.trainer.optimizer.offload else 12 / (layout.context * layout.data)
-    return parameters * (2 + 4 + sharded) + least_kept_bytes(run)
-
-
-def least_kept_bytes(run: PlannedRun) -> float:
-    """Less than what the first stage keeps for backward, of all micro-batches under way, in 16 bits: with full
-    recomputation the inputs of layers, without it those of matrix products, of attention and of SwiGLU.
-
-    It takes no time to work out; to follow layers without recomputation until they turn out too large takes most.
-    """
-    config, dimensions = run.config, run.dimensions
-    hidden, layout = dimensions.hidden_size, config.trainer.parallel
-    heads = dimensions.num_heads * dimensions.value_dim
-    of_attention = hidden + 2 * heads + 2 * dimensions.num_kv_heads * dimensions.value_dim
-    routed = dimensions.moe_top_k * (hidden + 3 * dimensions.moe_ffn_hidden_size)
-    dense = hidden + 3 * dimensions.ffn_hidden_size
-    products = [routed] * bool(dimensions.expert_layers)
-    products += [dense] * (len(dimensions.expert_layers) < dimensions.num_layers)
-    kept = hidden if config.trainer.recompute == "full" else of_attention + min(products)
-    layers = dimensions.num_layers // layout.pipeline
-    under_way = min(Workload.of(config).micro_batches, layout.pipeline)
-    tokens = _FILLED * config.trainer.target_tokens_per_batch / (layout.context * layout.tensor)
-    return 2 * tokens * kept * layers * under_way
-
-
 def _rough_time(run: PlannedRun) -> float:
     """Estimate a sort key of layouts: idle stages, recomputation, and messages of tensor and context parallelism."""
     config, layout = run.config, run.config.trainer.parallel
@@ -185,24 +161,29 @@ def _rough_time(run: PlannedRun) -> float:
 
 
 def _candidate(run: PlannedRun, backend: type[TrainerBackend]) -> Candidate | None:
-    """The first and the last kind are followed: one has most micro-batches under way, the other the head."""
+    """The layout with the fastest engines on its GPUs, or with those of the configuration where they are as fast."""
     config = run.config
-    engine = None if config.supervised or config.debug.load_rollouts else plan_engine(run)
-    kinds = backend.planner().rank_kinds(config)
-    phases, estimates = [], []
-    for kind in kinds if len(kinds) == 1 else (kinds[0], kinds[-1]):
-        ((_, estimate),) = estimated_kinds(config, backend, [kind])
-        added = trainer_phases(run, engine, kind, estimate)
-        if not all(phase.fits for phase in added):
+    engine = plan_engine(run) if run.has_engines else None
+    found: list[tuple[RankKind, RankEstimate]] = []
+    phases: list[PhaseMemory] = []
+    for kind in end_kinds(config, backend):
+        found += estimated_kinds(config, backend, [kind])
+        phases += trainer_phases(run, engine, *found[-1])
+        if not all(phase.fits for phase in phases):
             return None
-        phases += added
-        estimates.append(estimate)
+    estimates = [estimate for _, estimate in found]
     transport = None
     if engine is not None:
         with contextlib.suppress(WeightSyncError):  # none reaches, whatever the layout
             transport = transport_of(config, on_cuda=True, num_hosts=checks.planned_nodes(config))
+    step = predict(run, estimates, engine, transport)
+    tightest = min(phases, key=lambda phase: phase.margin)
+    changes: Changes = {}
+    if engine is not None and (choice := faster_engines(run, found, transport, step)) is not None:
+        run, changes, step, tightest = changed(run, choice.changes), choice.changes, choice.step, choice.tightest
+        engine = choice.engine
     if not host_memory(run, estimates, engine, transport).fits:
         return None
-    tightest = min(phases, key=lambda phase: phase.margin)
-    step = predict(run, estimates, engine, transport=None)
-    return Candidate(config.trainer.parallel, config.trainer.recompute, tightest, step)
+    rollout = run.config.rollout
+    engines = "" if engine is None else f"{rollout.num_engines} x {rollout.tensor}"
+    return Candidate(config.trainer.parallel, config.trainer.recompute, engines, changes, tightest, step)

@@ -4,11 +4,12 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from slime_like.checks.fsdp import BACKEND as FSDP
 from slime_like.interfaces.estimate import RankEstimate, Work
 from slime_like.orchestration.reference.config import worker_config
 from slime_like.orchestration.trainer.scoring import packs_per_request
 from slime_like.planning.engines import EnginePlan
-from slime_like.planning.hardware import Hardware
+from slime_like.planning.generation import predict_generation
 from slime_like.planning.planned_run import PlannedRun
 
 SYNC_GB_PER_S = {"nccl": 40.0, "cuda_ipc": 200.0, "shared_memory": 8.0, "gloo": 2.0, "directory": 1.0}
@@ -75,7 +76,7 @@ def predict(
     bubble = (layout.pipeline - 1) / layout.virtual_pipeline
     slots = workload.micro_batches + bubble
     slot = max(pass_seconds(run, estimate, estimate.training) for estimate in estimates)
-    update = max(_update_seconds(hardware, estimate) for estimate in estimates)
+    update = max(_update_seconds(run, estimate) for estimate in estimates)
     training = updates * (slots * slot + update)
     scores = int(config.reference_in_trainer) + int(algorithm.scores_policy and not config.supervised)
     forward_slots = workload.micro_batches * algorithm.minibatches + layout.pipeline - 1
@@ -87,7 +88,7 @@ def predict(
     flops = useful * workload.samples * workload.mean_length * algorithm.epochs
     peak = layout.world_size * hardware.gpu.tflops * 1e12
     return StepTime(
-        generation=0.0 if engine is None else _generation_seconds(run, engine),
+        generation=0.0 if engine is None else predict_generation(run, engine).seconds,
         scoring=scoring,
         training=training,
         sync=0.0 if engine is None or transport is None else _sync_seconds(run, transport),
@@ -125,24 +126,6 @@ def traffic_per_step(run: PlannedRun, estimate: RankEstimate) -> list[LinkTraffi
     return [LinkTraffic(axis, link, nbytes, calls) for (axis, link), (nbytes, calls) in found.items() if nbytes]
 
 
-def _generation_seconds(run: PlannedRun, engine: EnginePlan) -> float:
-    """Prefill at the rate of matrix products; decoding at the rate at which weights and cache are read, or of its
-    products where these take longer."""
-    rollout, hardware, workload = run.config.rollout, run.hardware, run.workload
-    sequences = math.ceil(workload.samples * rollout.oversample / rollout.num_engines)
-    at_once = max(1, min(engine.at_once, sequences))
-    per_token = 2.0 * run.dimensions.active_parameters / engine.gpus
-    # Samples of one prompt share its prefill.
-    prompts = sequences / rollout.samples_per_prompt
-    prefill = hardware.matmul_seconds(prompts * workload.mean_prompt * per_token)
-    cache = at_once * (workload.mean_prompt + workload.mean_response / 2) * engine.kv_bytes_per_token
-    # Of a mixture of experts, at most the experts of so many tokens are read.
-    read = min(1.0, at_once * run.dimensions.active_parameters / run.dimensions.num_parameters)
-    reading = hardware.memory_seconds(engine.weight_bytes * read + cache)
-    step = max(reading, hardware.matmul_seconds(at_once * per_token))
-    return prefill + math.ceil(sequences / at_once) * workload.mean_response * step
-
-
 def pass_seconds(run: PlannedRun, estimate: RankEstimate, work: Work) -> float:
     """One micro-batch, as far as it is filled. Attention is scaled from the longest sequence to the mean one."""
     hardware, workload = run.hardware, run.workload
@@ -150,15 +133,34 @@ def pass_seconds(run: PlannedRun, estimate: RankEstimate, work: Work) -> float:
     attention = hardware.attention_seconds(work.attention_flops * shorter)
     hidden = sum(hardware.link_seconds(t.nbytes, t.ranks) for t in work.traffic if t.axis in _HIDDEN)
     shown = sum(hardware.link_seconds(t.nbytes, t.ranks) for t in work.traffic if t.axis not in _HIDDEN)
-    return workload.filled * (hardware.matmul_seconds(work.matmul_flops) + max(attention, hidden) + shown)
+    computing = workload.filled * (hardware.matmul_seconds(work.matmul_flops) + max(attention, hidden) + shown)
+    return max(computing, hardware.host_seconds(_streamed_bytes(run, estimate, work is estimate.training)))
 
 
-def _update_seconds(hardware: Hardware, estimate: RankEstimate) -> float:
-    """Sums over replicas, and the optimizer, which reads and writes its state once; from host memory where it lies."""
-    memory = estimate.memory
+def _streamed_bytes(run: PlannedRun, estimate: RankEstimate, training: bool) -> float:
+    """What FSDP moves between a GPU and its host in one pass while it computes, if its state is offloaded: float32
+    weights, again for backward where they are freed after forward, and gradients that are summed every time."""
+    trainer = run.config.trainer
+    if trainer.backend != FSDP:
+        return 0.0
+    weights = estimate.memory.host_optimizer_bytes / 4
+    if not training:
+        return weights
+    return weights * (1 + int(trainer.fsdp.reshard_after_forward) + int(trainer.fsdp.accumulate == "sharded"))
+
+
+def _update_seconds(run: PlannedRun, estimate: RankEstimate) -> float:
+    """Sums over replicas, and the optimizer, which reads and writes its state once.
+
+    Of offloaded state, gradients come and weights go, both float32: half of what lies in host memory. The node's
+    processors read all of it, and write all but the gradients.
+    """
+    hardware, memory = run.hardware, estimate.memory
     sending = sum(hardware.link_seconds(t.nbytes, t.ranks) for t in estimate.update.traffic)
     seconds = hardware.memory_seconds(2 * memory.optimizer_bytes + memory.gradient_bytes)
-    return sending + seconds + hardware.host_seconds(memory.host_optimizer_bytes / 2)
+    ranks = min(hardware.gpus_per_node, run.config.trainer.parallel.world_size)
+    on_host = hardware.host_update_seconds(7 / 4 * memory.host_optimizer_bytes, ranks)
+    return sending + seconds + hardware.host_seconds(memory.host_optimizer_bytes / 2) + on_host
 
 
 def _sync_seconds(run: PlannedRun, transport: str) -> float:

@@ -1,37 +1,49 @@
-"""A plan on the terminal."""
+"""A plan on the terminal: the verdict first, then tables. Nothing needs more than 80 columns."""
 
 import sys
 from collections.abc import Iterator, Sequence
 from typing import TextIO
 
+from rich import box
 from rich.console import Console
 from rich.table import Table
 
 from slime_like.config import RunConfig
 from slime_like.config.gpus import GPUS
-from slime_like.planning.hardware import GIB
-from slime_like.planning.memory import PhaseMemory
-from slime_like.planning.planned_run import Workload
+from slime_like.planning import verdict
+from slime_like.planning.memory import ENGINES, PhaseMemory
 from slime_like.planning.result import Plan
 from slime_like.planning.search import Candidate
-from slime_like.planning.step_time import SYNC_GB_PER_S, StepTime
+from slime_like.planning.step_time import SYNC_GB_PER_S
+from slime_like.planning.units import count_text, memory_text, seconds_text, significant, traffic_text
 
-_WIDTH = 120
+_WIDTH = 80
+_MOST_PHASES = 4
 
 
-def print_plan(config: RunConfig, plan: Plan, stream: TextIO | None = None) -> None:
-    """Print the plan, the verdict last."""
+def print_plan(config: RunConfig, plan: Plan, command: Sequence[str] = (), stream: TextIO | None = None) -> None:
+    """Print the plan, the verdict first.
+
+    Args:
+        command: the command that plans with the remedy's changes.
+    """
     console = _console(stream or sys.stdout)
-    gpu = plan.hardware.gpu
-    console.print(
-        f"{config.model.path.name} on {plan.nodes} nodes of {plan.hardware.gpus_per_node} {config.cluster.gpu} "
-        f"({gpu.memory_gib:g} GiB), {plan.gpus_in_use} GPUs in use, engines {config.cluster.placement}"
-    )
-    for table in (_ranks(config, plan), _memory(plan), _traffic(plan), _time(plan)):
+    for line in (verdict.verdict(plan), verdict.host_verdict(plan), _subject(config, plan)):
+        if line:
+            console.print(line, markup=False)
+    for line in (*(f"problem: {text}" for text in plan.problems), *verdict.remedy(plan, list(command))):
+        console.print(line, markup=False, soft_wrap=line.startswith("  "))  # a command is copied in one piece
+    if not plan.size_problems:
+        console.print()
+        for line in (*verdict.step_lines(plan), *verdict.waves(config, plan)):
+            console.print(line, markup=False)
+    for table in (_memory(plan), _host(plan), _time(plan), _traffic(plan), _ranks(config, plan)):
         if table is not None:
-            console.print(table)
-    for line in (*_lines(config, plan), _verdict(plan)):
+            _print_table(console, table)
+    console.print()
+    for line in (*_workings(config, plan), *(f"note: {note}" for note in plan.notes)):
         console.print(line, markup=False)
+    console.print(f"planned in {seconds_text(plan.seconds)}")
 
 
 def print_candidates(found: Sequence[Candidate], host: bool, stream: TextIO | None = None) -> None:
@@ -44,74 +56,108 @@ def print_candidates(found: Sequence[Candidate], host: bool, stream: TextIO | No
     if not found:
         console.print("no layout of these GPUs fits")
         return
-    looked_at = "" if host else "; host memory is not checked (give --cluster.host_memory_gib)"
-    names = ("tensor", "pipeline", "context", "data", "expert")
-    columns = (*names, "recompute", "score + train s", "utilisation", "least memory left", "where")
-    table = _table(f"Layouts that fit, fastest first{looked_at}", columns, left=("recompute", "where"))
+    if not host:
+        console.print("warning: host memory was NOT checked: give --cluster.host_memory_gib")
+    title = "Layouts that fit, fastest first: tensor (t), pipeline (p), context (c), data (d), expert (e)"
+    columns = ("t", "p", "c", "d", "e", "recompute", "engines", "step", "trainer", "free", "in")
+    table = _table(title, columns, left=("recompute", "in"))
     for layout in found:
-        sizes = [str(getattr(layout.parallel, name)) for name in names]
-        left, where = f"{layout.tightest.margin / GIB:.1f} GiB", f"{layout.tightest.gpus}, {layout.tightest.phase}"
-        table.add_row(*sizes, layout.recompute, f"{layout.seconds:.1f}", f"{layout.step.utilisation:.0%}", left, where)
-    console.print(table)
-    console.print(f"the first: {found[0].flags}", markup=False)
+        sizes = [str(getattr(layout.parallel, name)) for name in ("tensor", "pipeline", "context", "data", "expert")]
+        times = seconds_text(layout.step.total), seconds_text(layout.seconds)
+        left = memory_text(layout.tightest.margin), layout.tightest.phase
+        table.add_row(*sizes, layout.recompute, layout.engines, *times, *left)
+    _print_table(console, table)
+    console.print()
+    console.print(f"the first: {found[0].flags}", markup=False, soft_wrap=True)
 
 
 def _console(stream: TextIO) -> Console:
-    return Console(file=stream, width=None if stream.isatty() else _WIDTH, highlight=False, soft_wrap=False)
+    width = min(_WIDTH, Console(file=stream).width) if stream.isatty() else _WIDTH
+    return Console(file=stream, width=width, highlight=False)
+
+
+def _print_table(console: Console, table: Table) -> None:
+    """A blank line, the title over the whole width, and the table."""
+    title, table.title = str(table.title), None
+    console.print(f"\n[bold]{title}[/bold]")
+    console.print(table)
 
 
 def _table(title: str, columns: Sequence[str], left: Sequence[str]) -> Table:
     """An empty table, its columns but ``left`` justified to the right."""
-    table = Table(title=title, title_justify="left")
+    table = Table(title=title, box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0))
     for column in columns:
-        table.add_column(column, justify="left" if column in left else "right", no_wrap=column in ("kind", ""))
+        table.add_column(column, justify="left" if column in left else "right")
     return table
 
 
-def _ranks(config: RunConfig, plan: Plan) -> Table:
-    columns = ("ranks", "parameters", "TFLOP", "worst micro-batch", "kept per micro-batch", "in flight")
-    title = f"Ranks, per GPU; recompute: {config.trainer.recompute}"
-    table = _table(title, ("kind", *columns, "true of"), left=("kind", "true of"))
-    for kind in (*plan.kinds, *plan.references):
-        estimate, memory = kind.estimate, kind.estimate.memory
-        trained = kind in plan.kinds  # nothing is kept for a reference's backward pass
-        work = estimate.training if trained else estimate.forward
-        table.add_row(
-            kind.kind.name,
-            str(len(kind.kind.ranks)),
-            f"{memory.parameters:,}",
-            f"{work.flops / 1e12:.1f}",
-            f"{estimate.micro_batch_tokens:,} tokens",
-            f"{memory.saved_bytes / GIB:.2f} GiB" if trained else "",
-            str(memory.in_flight) if trained else "",
-            estimate.layers,
-        )
-    return table
+def _subject(config: RunConfig, plan: Plan) -> str:
+    hardware = plan.hardware
+    nodes, gpus = count_text(plan.nodes, "node"), count_text(hardware.gpus_per_node, "GPU")
+    chosen = " (as many as it needs: cluster.nodes is not given)" if config.cluster.nodes is None else ""
+    shared = "trainers and engines share them" if config.cluster.placement == "colocated" else "engines on their own"
+    placement = "" if config.supervised else f", {shared}"
+    return (
+        f"{config.model.path.name} on {nodes} of {gpus}{chosen}, {config.cluster.gpu} with "
+        f"{memory_text(hardware.memory_bytes)}; {count_text(plan.gpus_in_use, 'GPU')} needed{placement}."
+    )
 
 
 def _memory(plan: Plan) -> Table:
-    """One column per phase of each kind of GPU, one row per item; phases of alike kinds are many, so the tightest kind
-    of each phase is shown."""
+    """One column per phase, one row per item; of alike kinds of ranks, the one with least left in that phase. If there
+    are more phases than columns, those with most left are not shown."""
     shown = _tightest_of_each_phase(plan.phases)
-    names = list(dict.fromkeys(item.name for phase in shown for item in phase.items))
-    columns = [f"{phase.phase}\n{phase.gpus}" for phase in shown]
-    table = _table("Memory of the GPU with least left, GiB", ["", *columns], left=[""])
+    names = list(dict.fromkeys(item.name for phase in shown for item in phase.items if item.nbytes))
+    columns = [_head(phase) for phase in shown]
+    table = _table("GPU memory, of the GPU with least free", ["", *columns], left=[""])
     for name in names:
-        sizes = [next((item.nbytes for item in phase.items if item.name == name), None) for phase in shown]
-        table.add_row(name, *("" if size is None else f"{size / GIB:.2f}" for size in sizes))
+        sizes = [next((item.nbytes for item in phase.items if item.name == name), 0) for phase in shown]
+        table.add_row(name, *(memory_text(size) if size else "" for size in sizes))
     table.add_section()
-    for name, figure in (("sum", "total"), ("GPU", "capacity"), ("left", "margin")):
-        table.add_row(name, *(f"{getattr(phase, figure) / GIB:.2f}" for phase in shown))
+    for name, field in (("sum", "total"), ("GPU", "capacity"), ("free", "margin")):
+        table.add_row(name, *(memory_text(getattr(phase, field)) for phase in shown))
     return table
+
+
+def _head(phase: PhaseMemory) -> str:
+    return "\n".join(part for part in (phase.phase, phase.kind) if part)
 
 
 def _tightest_of_each_phase(phases: Sequence[PhaseMemory]) -> list[PhaseMemory]:
     found: dict[tuple[bool, str], PhaseMemory] = {}
     for phase in phases:
-        key = (phase.gpus == "engines", phase.phase)
+        key = (phase.gpus == ENGINES, phase.phase)
         if key not in found or phase.margin < found[key].margin:
             found[key] = phase
-    return list(found.values())
+    tightest = sorted(found.values(), key=lambda phase: phase.margin)[:_MOST_PHASES]
+    return [phase for phase in found.values() if phase in tightest]
+
+
+def _host(plan: Plan) -> Table | None:
+    if plan.host is None or not plan.host.items:
+        return None
+    table = _table("Host memory of a node, beside the processes themselves", ["", "per node"], left=[""])
+    for item in plan.host.items:
+        table.add_row(item.name, memory_text(item.nbytes))
+    table.add_section()
+    table.add_row("sum", memory_text(plan.host.total))
+    if plan.host.capacity is not None:
+        table.add_row("node", memory_text(plan.host.capacity))
+        table.add_row("free", memory_text(plan.host.capacity - plan.host.total))
+    return table
+
+
+def _time(plan: Plan) -> Table | None:
+    step = plan.step
+    if step is None:
+        return None
+    table = _table("Predicted time of a step", ("phase", "time", "share"), left=["phase"])
+    for phase, name in verdict.PHASES.items():
+        if seconds := getattr(step, phase):
+            table.add_row(name, seconds_text(seconds), f"{seconds / step.total:.0%}")
+    table.add_section()
+    table.add_row("whole step" + (", phases overlap" if step.overlapped else ""), seconds_text(step.total), "")
+    return table
 
 
 def _traffic(plan: Plan) -> Table | None:
@@ -123,79 +169,68 @@ def _traffic(plan: Plan) -> Table | None:
                 most[key] = sent.nbytes, sent.calls, rank.kind.name
     if not most:
         return None
-    columns = ("axis", "link", "GB", "messages", "most by")
-    table = _table("Sent by one rank in a step's training", columns, left=("axis", "link", "most by"))
+    columns = ("axis", "link", "sent", "messages", "most by")
+    table = _table("Traffic: sent by one rank while a step trains", columns, left=("axis", "link", "most by"))
     for (axis, link), (nbytes, calls, kind) in most.items():
-        table.add_row(axis, link, f"{nbytes / 1e9:.1f}", f"{calls:,.0f}", kind)
+        table.add_row(axis, link, traffic_text(nbytes), f"{calls:,.0f}", kind)
     return table
 
 
-def _time(plan: Plan) -> Table | None:
-    step = plan.step
-    if step is None:
-        return None
-    table = _table("Predicted step", ("phase", "seconds"), left=["phase"])
-    for phase in ("generation", "references", "scoring", "training", "sync", "moving"):
-        if seconds := getattr(step, phase):
-            table.add_row({"references": "reference workers, beside generation"}.get(phase, phase), f"{seconds:.1f}")
-    table.add_section()
-    table.add_row("whole step", f"{step.total:.1f}")
+def _ranks(config: RunConfig, plan: Plan) -> Table:
+    title = (
+        f"Ranks (recompute: {config.trainer.recompute}): parameters, the largest micro-batch, and what each of so many "
+        "micro-batches at once keeps for its backward pass"
+    )
+    columns = ("kind", "ranks", "parameters", "tokens", "TFLOP", "kept", "at once")
+    table = _table(title, columns, left=("kind",))
+    for kind in (*plan.kinds, *plan.references):
+        estimate, memory = kind.estimate, kind.estimate.memory
+        trained = kind in plan.kinds  # nothing is kept for a reference's backward pass
+        work = estimate.training if trained else estimate.forward
+        table.add_row(
+            kind.kind.name,
+            f"{len(kind.kind.ranks):,}",
+            f"{memory.parameters:,}",
+            f"{estimate.micro_batch_tokens:,}",
+            significant(work.flops / 1e12),
+            memory_text(memory.saved_bytes) if trained else "",
+            str(memory.in_flight) if trained else "",
+        )
     return table
 
 
-def _lines(config: RunConfig, plan: Plan) -> Iterator[str]:
-    engine, references, host = plan.engine, plan.references, plan.host
+def _workings(config: RunConfig, plan: Plan) -> Iterator[str]:
+    """What the figures follow from."""
+    engine, work, step = plan.engine, plan.workload, plan.step
     if engine is not None:
         yield (
-            f"engines: {config.rollout.num_engines} of {engine.gpus} GPUs; KV cache of one: {engine.kv_tokens:,} "
-            f"tokens ({engine.kv_bytes_per_token / 1024:.0f} KiB each per GPU), {engine.longest_sequences:,} sequences "
-            f"of {config.max_model_len:,}; decoding {engine.at_once:,} at once"
+            f"engines: {count_text(config.rollout.num_engines, 'engine')} of {count_text(engine.gpus, 'GPU')}; KV "
+            f"cache of one: {engine.kv_tokens:,} tokens of {memory_text(engine.kv_bytes_per_token)} per GPU, "
+            f"{count_text(engine.longest_sequences, 'sequence')} of {config.max_model_len:,} tokens"
         )
-    if references:
-        size = config.reference.parallel.world_size
-        yield f"reference workers: {config.reference_workers} of {size} GPUs, which score while others are sampled"
-    if host is not None and host.items:
-        parts = ", ".join(f"{item.name} {item.nbytes / GIB:.1f}" for item in host.items)
-        room = "" if host.capacity is None else f" of cluster.host_memory_gib={host.capacity / GIB:g}"
-        total = f"{host.total / GIB:.1f}{room} in all, beside the processes themselves"
-        yield f"host memory of a node, GiB: {parts}; {total}"
-    if plan.workload is not None and plan.step is not None:
-        yield from _assumptions(config, plan, plan.workload, plan.step)
-    yield from (f"note: {note}" for note in plan.notes)
-    yield from (f"problem: {problem}" for problem in plan.problems)
+    if plan.references:
+        size = count_text(config.reference.parallel.world_size, "GPU")
+        yield f"references: {count_text(config.reference_workers, 'worker')} of {size}, scoring beside generation"
+    if work is not None and step is not None:
+        tokens = f"{work.mean_prompt:,g} + {work.mean_response:,g} tokens"
+        batches = count_text(work.micro_batches, "micro-batch", "micro-batches")
+        yield (
+            f"step: {work.samples:,} sequences of {tokens}, {batches} per replica and update; "
+            f"{step.model_flops:.3g} FLOP"
+        )
+        yield from _assumptions(config, plan)
+    layers = {kind.estimate.layers for kind in plan.kinds}
+    yield f"planned layers: {', '.join(sorted(layers))}; Transformer Engine's keep less"
 
 
-def _assumptions(config: RunConfig, plan: Plan, workload: Workload, step: StepTime) -> Iterator[str]:
+def _assumptions(config: RunConfig, plan: Plan) -> Iterator[str]:
     share, sheet = plan.hardware.efficiency, GPUS[config.cluster.gpu]
+    nvlink = f"NVLink {plan.hardware.gpu.nvlink_gb_per_s:g}, " if plan.hardware.gpus_per_node > 1 else ""
+    rate = "" if plan.transport is None else f"{SYNC_GB_PER_S[plan.transport]:g} GB/s"
+    sync = f", weight sync by {plan.transport} at {rate}" if rate else ""
     yield (
-        f"a step: {workload.samples:,} sequences of {workload.mean_prompt:g} + {workload.mean_response:g} tokens, "
-        f"{workload.micro_batches} micro-batches per replica and update; {step.model_flops:.3g} FLOP, "
-        f"{step.utilisation:.0%} of the trainers' {sheet.tflops:g} TFLOP/s while they train"
+        f"assumed, not measured: {share.matmul:.0%} of {sheet.tflops:g} TFLOP/s in matrix products, "
+        f"{share.attention:.0%} in attention, {share.memory:.0%} of {sheet.memory_gb_per_s:,g} GB/s memory bandwidth, "
+        f"{share.link:.0%} of links ({nvlink}network {plan.hardware.network_gb_per_s:g}, host "
+        f"{plan.hardware.host_gb_per_s:g} GB/s per GPU){sync}"
     )
-    yield (
-        f"assumed, not measured: {share.matmul:.0%} of that rate in matrix products, {share.attention:.0%} in "
-        f"attention, {share.memory:.0%} of memory bandwidth, {share.link:.0%} of links "
-        f"(NVLink {plan.hardware.gpu.nvlink_gb_per_s:g}, network {plan.hardware.network_gb_per_s:g} GB/s per GPU)"
-    )
-    if plan.transport is not None:
-        yield f"weights travel by {plan.transport}, at {SYNC_GB_PER_S[plan.transport]:g} GB/s (assumed)"
-
-
-def _verdict(plan: Plan) -> str:
-    tightest = plan.tightest
-    seconds = f"planned in {plan.seconds:.1f} s"
-    if tightest is None:
-        return f"verdict: refused, {len(plan.problems)} problems; {seconds}"
-    where = f"{tightest.gpus}, {tightest.phase}"
-    if plan.problems:
-        count = f"{len(plan.problems)} problem{'s' if len(plan.problems) > 1 else ''}"
-        memory = "GPU memory suffices" if plan.fits else f"GPU memory does not suffice ({where})"
-        return f"verdict: does not fit: {count}, {memory}; {seconds}"
-    left = f"{tightest.margin / GIB:.1f} GiB left where least is ({where})"
-    return f"verdict: fits, {left}; {_host_verdict(plan)}; {seconds}"
-
-
-def _host_verdict(plan: Plan) -> str:
-    if plan.host is None or plan.host.capacity is None:
-        return "that is GPU memory, host memory is not checked (give --cluster.host_memory_gib)"
-    return f"{(plan.host.capacity - plan.host.total) / GIB:.1f} GiB of a node's host memory are left for its processes"

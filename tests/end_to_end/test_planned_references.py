@@ -29,7 +29,7 @@ def test_a_larger_reference_is_planned_with_its_own_sizes(monkeypatch: pytest.Mo
             ["--cluster.gpu_memory_gib", "5", "--reference.path", str(MODELS / "Qwen2.5-7B")],
             [
                 "has 152064 tokens and model.path 151936",
-                "reference, stage 1 of 1, reference scoring: ",
+                "GPU memory, reference scoring: ",
                 "a larger reference.parallel.tensor",
             ],
         ),

@@ -10,10 +10,14 @@ from slime_like.commands.root import run
 from slime_like.config import RunConfig
 from slime_like.config.reading.load import load_config
 from slime_like.errors import ConfigError
-from slime_like.planning.plan import host_remedy, make_plan, plannable_backend, remedy
+from slime_like.planning.bounds import least_kept_bytes
+from slime_like.planning.estimates import plannable_backend
+from slime_like.planning.plan import make_plan
 from slime_like.planning.planned_run import PlannedRun
+from slime_like.planning.remedies import host_remedy, remedy
 from slime_like.planning.result import Plan
-from slime_like.planning.search import least_kept_bytes, search
+from slime_like.planning.search import search
+from slime_like.planning.units import memory_text, seconds_text
 from tests.unit.checks.checkpoint import EXPERTS, write_checkpoint
 
 ROOT = Path(__file__).parents[2]
@@ -62,6 +66,7 @@ def test_recipe_fits_the_gpus_it_names(name: str) -> None:
     assert plan.fits
     assert plan.gpus_in_use == plan.nodes * plan.hardware.gpus_per_node == RECIPES[name]
     assert plan.step is not None and plan.step.total > 0
+    assert plan.faster_engines is None or "faster; four go on" in (ROOT / "configs" / f"{name}.yaml").read_text()
     first = plan.kinds[0].estimate.memory  # what the search need not follow to know that it is too large
     assert 0.4 < least_kept_bytes(planned) / (first.saved_bytes * first.in_flight) < 1
     dense = config.trainer.parallel.expert == 1
@@ -86,38 +91,43 @@ def _is_worked_out_by_hand(plan: Plan) -> None:
         assert (memory.parameters, memory.parameter_bytes) == (expected, 2 * expected)
         assert memory.gradient_bytes == pytest.approx(4 * expected, rel=1e-5)
         assert memory.optimizer_bytes == pytest.approx(12 / 2 * expected, rel=1e-5)
-    assert plan.engine is not None and plan.engine.kv_bytes_per_token * 4 == 64 * 2 * 8 * 128 * 2  # 256 KiB a token
+    engine = plan.engine
+    assert engine is not None and engine.kv_bytes_per_token * engine.gpus == 64 * 2 * 8 * 128 * 2  # 256 KiB a token
 
 
 def test_command_writes_what_it_prints(tmp_path: Path, capsys: Capture) -> None:
     output = tmp_path / "plan.json"
     assert run(["plan", "configs/qwen2.5_0.5b.yaml", "--output", str(output), "--mean-response", "500"]) == 0
     printed, written = capsys.readouterr().out, json.loads(output.read_text())
-    assert "verdict: fits" in printed and written["verdict"] == "fits"
+    assert max(map(len, printed.splitlines())) <= 80
+    assert printed.startswith("fits. Least free GPU memory: ") and written["verdict"] == "fits"
     words = " ".join(printed.split())
-    assert "host memory is not checked (give --cluster.host_memory_gib)" in words
-    assert "host memory of a node, GiB: " in words and written["host"]["total"] > 0 and "fits" not in written["host"]
+    assert "NOT checked: give --cluster.host_memory_gib" in words and "fits" not in written["host"]
+    needed = sum(item["nbytes"] for item in written["host"]["items"])
+    assert written["host"]["total"] == needed and f"host memory needed: {memory_text(needed)} per node" in words
     (kind,) = written["kinds"]
     assert f"{kind['estimate']['memory']['parameters']:,}" in printed
     training = next(phase for phase in kind["phases"] if phase["phase"] == "training")
     assert training["total"] == sum(item["nbytes"] for item in training["items"])
     assert written["workload"]["mean_response"] == 500
+    step = written["step"]
+    shown = [seconds_text(step[name]) for name in ("generation", "training", "sync", "total")]
+    assert all(time in words for time in shown) and not any(time.startswith("0") for time in shown)
 
 
 def test_fits_says_that_host_memory_was_looked_at(small: list[str], tmp_path: Path, capsys: Capture) -> None:
     output = tmp_path / "plan.json"
     flags = [*small, "--cluster.host_memory_gib", "100", "--output", str(output)]
     assert run(["plan", "configs/qwen2.5_0.5b.yaml", *flags]) == 0
-    words = " ".join(capsys.readouterr().out.split())
-    assert "not checked" not in words and "of cluster.host_memory_gib=100 in all" in words
-    assert "GiB of a node's host memory are left for its processes" in words
-    assert json.loads(output.read_text())["host"]["fits"] is True
+    words, host = " ".join(capsys.readouterr().out.split()), json.loads(output.read_text())["host"]
+    assert "NOT checked" not in words and host["fits"] is True
+    assert f"{memory_text(host['capacity'] - host['total'])} are left for processes" in words
 
 
 @pytest.mark.parametrize(
     ("flags", "words"),
     [
-        (["--cluster.gpu_memory_gib", "5"], ["training", "more than the GPU's 5.0"]),
+        (["--cluster.gpu_memory_gib", "5"], ["training", "more than the GPU's 5.00 GiB"]),
         (["--cluster.nodes", "1", "--trainer.parallel.data", "8"], ["use 2 nodes"]),
         (["--rollout.max_new_tokens", "32000"], ["max_position_embeddings", "target_tokens_per_batch"]),
         (["--cluster.host_memory_gib", "0.25"], ["cluster.host_memory_gib=0.25; most of it is", "async_save"]),
@@ -127,7 +137,7 @@ def test_fits_says_that_host_memory_was_looked_at(small: list[str], tmp_path: Pa
 def test_everything_wrong_is_listed(small: list[str], flags: list[str], words: list[str], capsys: Capture) -> None:
     assert run(["plan", "configs/qwen2.5_0.5b.yaml", *small, *flags]) == 1
     printed = " ".join(capsys.readouterr().out.split())
-    assert "verdict: does not fit" in printed
+    assert printed.startswith("does not fit: ")
     for word in words:
         assert word in printed[printed.index("problem: ") :]
 
@@ -148,7 +158,9 @@ def test_options_that_contradict_are_refused(flags: list[str], words: str) -> No
 def test_what_a_gpu_is_too_small_for_has_a_remedy_of_its_own(small: list[str]) -> None:
     """A larger layout would not make an assumed reserve smaller, nor an embedding."""
     config = _config(small)
-    assert "cluster.gpu" in remedy("CUDA, NCCL (assumed)", config) and "tensor" not in remedy("sync buffers", config)
+    assert "cluster.gpu" in remedy("trainer reserve (assumed)", config) and "tensor" not in remedy(
+        "sync buffers", config
+    )
     assert host_remedy("sync.delta: senders' copies") == "use sync.delta: never"
 
 
@@ -164,7 +176,9 @@ def test_search_lists_what_fits_fastest_first(small: list[str]) -> None:
     flags = ["--cluster.gpus_per_node", "4", "--cluster.nodes", "2", "--rollout.num_engines", "4"]
     found = search(PlannedRun.of(_config([*small, *flags])), wanted=2)
     assert len(found) == 2
-    assert [candidate.seconds for candidate in found] == sorted(candidate.seconds for candidate in found)
+    times = [candidate.step.total for candidate in found]
+    assert times == sorted(times)
+    assert make_plan(PlannedRun.of(_config([*small, *flags, *found[0].flags.split()]))).problems == []
     for candidate in found:
         assert candidate.parallel.world_size == 4
         assert candidate.tightest.fits
@@ -185,9 +199,9 @@ def test_search_leaves_out_what_a_node_s_memory_does_not_hold(small: list[str], 
     flags += ["--trainer.parallel.data", "1", "--checkpoint.async_save", "true", "--cluster.gpu_memory_gib", "141"]
     arguments = ["plan", "configs/qwen2.5_0.5b.yaml", *small, *flags]
     assert run(arguments) == 0
-    assert "host memory is not checked (give --cluster.host_memory_gib)" in " ".join(capsys.readouterr().out.split())
+    assert "NOT checked: give --cluster.host_memory_gib" in " ".join(capsys.readouterr().out.split())
     assert run([*arguments, "--cluster.host_memory_gib", "64"]) == 0
-    assert "not checked" not in capsys.readouterr().out
+    assert "NOT checked" not in capsys.readouterr().out
     assert run([*arguments, "--cluster.host_memory_gib", "2"]) == 1
     assert "no layout of these GPUs fits" in capsys.readouterr().out
 

@@ -11,8 +11,9 @@ from slime_like.interfaces.estimate import RankKind
 from slime_like.planning import checks
 from slime_like.planning.hardware import GIB, Hardware
 from slime_like.planning.memory import reference_phase
-from slime_like.planning.plan import make_plan, remedy
+from slime_like.planning.plan import make_plan
 from slime_like.planning.planned_run import PlannedRun
+from slime_like.planning.remedies import remedy
 from slime_like.planning.result import Plan
 from slime_like.planning.search import trainer_gpus
 from slime_like.planning.step_time import predict, reference_seconds
@@ -29,7 +30,7 @@ def test_their_gpus_are_counted() -> None:
     needed = checks.gpus_needed(run)
     assert (needed.trainers, needed.engines, needed.references, needed.total) == (8, 4, 8, 20)
     (problem,) = checks.placement_problems(run)
-    assert "20 GPUs (8 for trainer ranks + 4 for engines + 8 for reference workers); use 3 nodes" in problem
+    assert "20 GPUs (8 for trainer ranks + 4 for engines + 8 for reference workers), has 16; use 3 nodes" in problem
     assert trainer_gpus(run) == 16 - 4 - 8
     unused = run.model_copy(update={"algorithm": config().algorithm})  # without a KL term no scoring
     assert checks.gpus_needed(unused).references == 0
