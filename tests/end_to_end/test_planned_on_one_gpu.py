@@ -50,7 +50,8 @@ def test_the_printed_command_fits(memory_gib: float, changed: set[str], shallow:
     arguments = shlex.split(command)[1:]
     fields = {word.removeprefix("--") for word in arguments if word.startswith("--")}
     assert {"cluster.placement", "rollout.num_engines", "trainer.parallel.data"} <= fields
-    saving = {"trainer.recompute", "trainer.optimizer.offload", "trainer.backend", "trainer.fsdp.accumulate"}
+    saving = {"recompute", "head_chunk_tokens", "optimizer.offload", "activation_offload", "backend", "fsdp.accumulate"}
+    saving = {f"trainer.{name}" for name in saving}
     assert fields & saving == changed
     assert run(arguments) == 0
     assert capsys.readouterr().out.startswith("fits. ")

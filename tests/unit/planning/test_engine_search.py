@@ -57,7 +57,7 @@ def test_faster_engines_are_planned_before_they_are_proposed() -> None:
     assert found.tightest.fits and choice(other, one) is None  # nothing is left to gain
 
 
-@pytest.mark.parametrize("share", [0.8, 0.9])
-def test_nothing_is_proposed_that_does_not_fit(share: float) -> None:
-    """Beside what trainers hold meanwhile no other engines have room."""
-    assert choice(shared(8, 4, share), estimate(parameter_bytes=75 * GIB)) is None
+@pytest.mark.parametrize("held", [{"parameter_bytes": 75 * GIB}, {"activation_bytes": 75 * GIB}])
+def test_nothing_is_proposed_that_does_not_fit(held: dict[str, int]) -> None:
+    """A weight sync needs room for both copies of the weights, training for its activations."""
+    assert choice(shared(8, 4, 0.8), estimate(**held)) is None
