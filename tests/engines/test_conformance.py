@@ -479,6 +479,7 @@ def test_conversations_go_on_through_a_weight_update(
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     monkeypatch.setattr(engine_actor, "use_cluster_interface", lambda gloo: None)  # there is no cluster
     monkeypatch.setattr(engine_actor, "use_session_directory", lambda: None)
+    monkeypatch.setattr(engine_actor, "use_log", lambda role: None)
     environment = {"name": "echoes:Echo", "max_turns": 4, "template": "|{observation}>", "timeout_s": 30}
     model = engine.engine._config.model.path  # type: ignore[attr-defined]
     actor = engine_actor.EngineActor(run_config(model, tmp_path / "run", environment=environment), 0)
