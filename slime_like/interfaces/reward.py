@@ -53,7 +53,7 @@ def as_result(value: Any) -> RewardResult:
         rest = {str(key): item for key, item in value.items() if key not in (given[0], "success")}
         reward = value[given[0]]
         return replace(as_result((reward, value.get("success", _is_positive(reward)))), metadata=rest)
-    if isinstance(value, tuple | list) and len(value) == 2:
+    if isinstance(value, tuple) and len(value) == 2:  # a list has the rewards of several responses
         return RewardResult(*value)
     if isinstance(value, str | bytes | list | tuple | Mapping) or value is None:
         raise TypeError(

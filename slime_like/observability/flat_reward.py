@@ -9,10 +9,10 @@ _MOSTLY_CUT = 0.5
 
 
 class Truncation:
-    """Warns once, after the first step most of whose responses met ``limit`` tokens."""
+    """Warns once, after the first step most of whose responses met one of the limits that ``limits`` names."""
 
-    def __init__(self, limit: int) -> None:
-        self._limit = limit
+    def __init__(self, limits: str) -> None:
+        self._limits = limits
         self._reported = False
 
     def add(self, step: int, share: float) -> str | None:
@@ -21,7 +21,7 @@ class Truncation:
             return None
         self._reported = True
         return (
-            f"step {step}: {share:.0%} of the responses were cut off, by rollout.max_new_tokens={self._limit} or the "
+            f"step {step}: {share:.0%} of the responses were cut off, by {self._limits} or the "
             "model's length, mostly before any answer; raise the limit, or ask for shorter responses"
         )
 

@@ -29,7 +29,7 @@ LONG = SamplingParams(max_new_tokens=700, temperature=0.05, stop_token_ids=(263,
         (SglangEngine, {"engine_args": {"enable_lora": True}}, "enable_lora is refused"),
         (SglangEngine, {"start_timeout_s": 0.5}, r"rollout.start_timeout_s=0.5 s"),
         (SglangEngine, {"max_model_len": 4000}, "max_position_embeddings=1024"),
-        (TransformersEngine, {"engine_args": {"block_size": 32}}, "it knows attn_implementation, max_batch_size"),
+        (TransformersEngine, {"engine_args": {"block_size": 32}}, "use one of: attn_implementation, max_batch_size"),
         (TransformersEngine, {"tensor": 2}, "rollout.tensor=2"),
     ],
 )

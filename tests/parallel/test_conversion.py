@@ -278,7 +278,7 @@ def test_saving_over_something_else_is_refused(tmp_path: Path) -> None:
     (tmp_path / "notes").mkdir()
     (tmp_path / "notes" / "file.txt").write_text("keep me")
     for output, message in (
-        (tmp_path / "notes", "is no Hugging Face checkpoint"),
+        (tmp_path / "notes", "is not a Hugging Face checkpoint"),
         (config.model.path, "is the model that training started from"),
     ):
         names = sorted(file.name for file in output.iterdir())

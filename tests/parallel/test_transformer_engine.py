@@ -187,5 +187,5 @@ def test_a_machine_without_it_is_rejected(monkeypatch: pytest.MonkeyPatch, tmp_p
     assert "needs a CUDA device" in problems("transformer_engine", False, "transformer_engine")
     assert "pip install ring-flash-attn==0.1.8" in problems("ring_flash_attn", False)
     assert problems("ring_flash_attn", False, "ring_flash_attn") == ""
-    assert "needs the package flash_attn on CUDA" in problems("ring_flash_attn", True, "ring_flash_attn")
+    assert "needs flash-attn 2 on CUDA" in problems("ring_flash_attn", True, "ring_flash_attn")
     assert problems("ring_flash_attn", True, "ring_flash_attn", "flash_attn") == ""

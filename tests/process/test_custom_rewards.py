@@ -44,6 +44,7 @@ UNUSABLE: list[tuple[str, dict[str, Any]]] = [
     ("def f(response, prompt, answer): ...", {}),
     ("@group_reward\ndef f(answer, responses, prompt, *, scale=1): ...", {}),
     ("def f(data_source, solution_str, ground_truth, extra_info=None): return 1.0", {}),
+    ("def f(prompts, completions, answer, **kwargs): return [1.0]", {}),
     ("def f(completions, **kwargs): return [1.0]", {}),
     ("f = 3", {}),
     ("f: object = ['a']", {}),

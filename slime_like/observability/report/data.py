@@ -138,6 +138,9 @@ def _results(run: RunData) -> list[tuple[str, str]]:
     if accuracy:
         ends = dict.fromkeys((f"{accuracy[0]:.3f} (step {steps[0]})", f"{accuracy[-1]:.3f} (step {steps[-1]})"))
         entries.append(("held-out accuracy", " → ".join(ends)))
+    if changed := sorted(run.run_dir.glob("config.until-step-*.yaml")):
+        names = ", ".join(path.name for path in changed)
+        entries.append(("settings changed", f"earlier values may not compare: {names}"))
     if rewards:
         window = min(smoothing_window(len(rewards)), len(rewards))
         means = running_mean(rewards, window)

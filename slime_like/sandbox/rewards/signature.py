@@ -9,7 +9,10 @@ from slime_like.interfaces.reward import GROUP_MARK
 from slime_like.plugins.traceback import code_of
 
 GIVEN = ["prompt", "response", "answer"]
-_OF_VERL = ["data_source", "solution_str", "ground_truth"]
+_OF_OTHERS = frozenset(
+    ("prompts", "completions", "completion_ids", "data_source", "solution_str", "ground_truth", "queries", "labels")
+)
+"""First parameters of reward functions for TRL, verl and OpenRLHF, which are given something else there."""
 _POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
 _NO_RESULTS = (NoneType, complex, str, bytes, set)
 _NO_RESULT_NAMES = frozenset(kind.__name__ for kind in _NO_RESULTS) | {"None"}
@@ -77,10 +80,10 @@ def _check_parameters(name: str, signature: inspect.Signature, of_groups: bool) 
             f"reward function {name!r} takes ({', '.join(names)}), but is given {given} by position; put its "
             "parameters in this order"
         )
-    if names == _OF_VERL:
+    if not _OF_OTHERS.isdisjoint(names):
         raise ValueError(
-            f"reward function {name!r} takes ({', '.join(names)}), as verl calls it, but is given {given}; wrap it in "
-            "a function with these parameters"
+            f"reward function {name!r} takes ({', '.join(names)}), as another framework calls it, but is given "
+            f"{given}; wrap it in a function with these parameters"
         )
     try:
         signature.bind_partial("", "", "")

@@ -165,6 +165,11 @@ def test_phase_shares(run_dir: Path) -> None:
     assert shares["orchestration"] == pytest.approx(1.25) and sum(shares.values()) == pytest.approx(100)
 
 
+def test_summary_names_earlier_settings(run_dir: Path) -> None:
+    (run_dir / "config.until-step-000008.yaml").touch()
+    assert dict(summary(read_run(run_dir)))["settings changed"].endswith("config.until-step-000008.yaml")
+
+
 def test_summary(run_dir: Path) -> None:
     entries = dict(summary(read_run(run_dir)))
     assert entries["model"] == f"{run_dir / 'model'}, bfloat16"

@@ -22,7 +22,6 @@ from slime_like.interfaces.reward import as_result
         (np.float32(0.25), RewardResult(0.25, True)),
         (torch.tensor(2.0), RewardResult(2.0, True)),
         ((0.5, False), RewardResult(0.5, False)),
-        ([0.0, True], RewardResult(0.0, True)),
         ({"score": 0.5}, RewardResult(0.5, True)),
         ({"reward": -1, "success": True}, RewardResult(-1.0, True)),
         (OrderedDict(reward=0.0, score=3, why="late"), RewardResult(0.0, False, {"score": 3, "why": "late"})),
@@ -41,7 +40,7 @@ def test_a_result_in_any_form(returned: Any, result: RewardResult) -> None:
 @pytest.mark.parametrize(
     "returned",
     [
-        None, "1.0", b"1", [], [1.0], (1, 2, 3), {}, {"points": 1}, ("1", True), (1.0, None), {"score": "1"}, {1},
+        None, "1.0", b"1", [], [1.0], [0.0, 1.0], (1, 2, 3), {}, {"points": 1}, ("1", True), (1.0, None), {"score": "1"}, {1},
         [[1], 2],
     ],
     ids=str,
