@@ -176,7 +176,8 @@ def test_auto_is_the_best_that_is_there(monkeypatch: pytest.MonkeyPatch) -> None
 
 def test_a_machine_without_it_is_rejected(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     def problems(attention: Any, on_cuda: bool, *found: str) -> str:
-        for module in ("backends.megatron.attention", "slime_like.checks.packages"):
+        modules = ("backends.megatron.attention", "backends.common.attention.kernels", "slime_like.checks.packages")
+        for module in modules:
             monkeypatch.setattr(f"{module}.find_spec", lambda name: name in found or None)
         config = RunConfig(run_dir=tmp_path, model={"path": tmp_path}, trainer={"attention": attention})
         return " ".join(machine_problems(config, on_cuda))
@@ -188,4 +189,4 @@ def test_a_machine_without_it_is_rejected(monkeypatch: pytest.MonkeyPatch, tmp_p
     assert "pip install ring-flash-attn==0.1.8" in problems("ring_flash_attn", False)
     assert problems("ring_flash_attn", False, "ring_flash_attn") == ""
     assert "needs flash-attn 2 on CUDA" in problems("ring_flash_attn", True, "ring_flash_attn")
-    assert problems("ring_flash_attn", True, "ring_flash_attn", "flash_attn") == ""
+    assert problems("ring_flash_attn", True, "ring_flash_attn", "flash_attn_2_cuda") == ""
