@@ -40,8 +40,8 @@ def test_a_result_in_any_form(returned: Any, result: RewardResult) -> None:
 @pytest.mark.parametrize(
     "returned",
     [
-        None, "1.0", b"1", [], [1.0], [0.0, 1.0], (1, 2, 3), {}, {"points": 1}, ("1", True), (1.0, None), {"score": "1"},
-        {1}, [[1], 2],
+        None, "1.0", b"1", [], [1.0], [0.0, 1.0], (1, 2, 3), {}, {"points": 1}, ("1", True), (1.0, None),
+        {"score": "1"}, {1}, [[1], 2],
     ],
     ids=str,
 )  # fmt: skip
