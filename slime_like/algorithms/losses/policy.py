@@ -31,7 +31,7 @@ class PolicyLoss(Protocol):
 
 
 class PPOClip:
-    """Clipped surrogate (PPO, arXiv:1707.06347 eq. 7), with clip bounds of their own (DAPO, arXiv:2503.14476 eq. 8).
+    """Clipped surrogate (PPO, arXiv:1707.06347 eq. 7), with two separate bounds (DAPO, arXiv:2503.14476 eq. 8).
 
     ``-min(r A, clip(r, 1 - clip_low, 1 + clip_high) A)``; with ``dual_clip = c`` and A < 0 at most ``-c A``
     (arXiv:1912.09729 eq. 5).

@@ -43,7 +43,7 @@ def algorithm_notes(config: RunConfig) -> Iterator[str]:
 
 def precision_notes(config: RunConfig) -> Iterator[str]:
     """Weights of ``model.path`` that are computed in fewer bits than they are stored in."""
-    with suppress(WeightFilesError):  # where they are needed, this is an error of its own
+    with suppress(WeightFilesError):  # reported where the weights are loaded
         stored, computed = stored_dtype(config.model.path), config.model.dtype
         if computed == "bfloat16" and stored in ("float16", "float32", "float64"):
             yield (
