@@ -42,7 +42,7 @@ the row's answer, all text, then with its `options` by keyword. It may return
 | a number or a bool | above 0 |
 | `(reward, success)` | as given |
 | a mapping with `reward` or `score` | `success`, else above 0; other keys are metadata |
-| `slime_like.interfaces.RewardResult` | as given; with metadata |
+| `slime_like.interfaces.RewardResult` | as given; metadata is in the [debug tables](metrics.md#debug-tables) |
 
 A function marked with `slime_like.interfaces.group_reward` receives all responses to one prompt,
 and returns a list with one such value for each. An [environment](extending.md#an-environment)

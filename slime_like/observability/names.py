@@ -30,6 +30,8 @@ ROLLOUT_SPEED = "rollout/tokens_per_second"
 SCORING_SPEED = "score/tokens_per_second"
 CONVERSION_SPEED = "convert/gigabytes_per_second"
 
+_FLAT_GROUPS = "rollout/zero_spread_groups"
+_GROUPS = "rollout/groups"
 _REWARD_OF = "ref_actor_rewards/rewards_func_"
 
 # Groups whose rewards differ by less than this learn nothing: float noise, not spread.
@@ -59,7 +61,8 @@ def step_metrics(record: StepRecord) -> dict[str, float]:
     metrics["queues/train_replay_buffer_size"] = float(record.replay_buffer_size)
     if record.rewards is not None:
         metrics |= reward_metrics(record.rewards)
-        metrics["rollout/zero_spread_groups"] = float(_zero_spread_groups(record.rewards))
+        metrics[_FLAT_GROUPS] = float(_zero_spread_groups(record.rewards))
+        metrics[_GROUPS] = float(len(set(record.rewards.group_ids)))
     if record.rollout is not None:
         metrics |= _rollout(record.rollout, record.response_lengths, record.times.seconds["generate"])
     if record.reference is not None:
@@ -219,7 +222,7 @@ FIGURES = (
     (ACCURACY, "accuracy", "{:.3f}"),
     ("rollout/response_length_mean", "response tokens", "{:.0f}"),
     ("rollout/truncated_fraction", "cut off", "{:.0%}"),
-    ("rollout/zero_spread_groups", "flat groups", "{:.0f}"),
+    (_FLAT_GROUPS, "flat groups", "{:.0f}"),
     (KL, "KL", "{:.3g}"),
     ("train_actor_training/entropy", "entropy", "{:.2f}"),
     ("train_actor_training/grad_norm", "grad norm", "{:.3g}"),
@@ -233,7 +236,8 @@ def shown_figures(values: Mapping[str, float], evaluated: str = "") -> list[tupl
     """(label, formatted value) of the figures that ``values`` has, in the order of ``FIGURES``.
 
     Behind the reward, which is the weighted sum, stands the mean of each function, where there are several. Where there
-    is a reward the loss is left out: on-policy it is next to 0. A KL of 0 is that of a run without a reference.
+    is a reward the loss is left out: on-policy it is next to 0. A KL of 0 is that of a run without a reference. Behind
+    the flat groups stands the number of all groups.
 
     Args:
         evaluated: stands behind the accuracy, such as the step it is of.
@@ -242,7 +246,8 @@ def shown_figures(values: Mapping[str, float], evaluated: str = "") -> list[tupl
     for name, label, form in FIGURES:
         hidden = (name == LOSS and REWARD in values) or (name == KL and not values.get(KL))
         if name in values and not hidden:
-            shown.append((label, form.format(values[name]) + (evaluated if name == ACCURACY else "")))
+            behind = {ACCURACY: evaluated, _FLAT_GROUPS: f"/{values[_GROUPS]:.0f}" if _GROUPS in values else ""}
+            shown.append((label, form.format(values[name]) + behind.get(name, "")))
         if name == REWARD:
             shown += [(function, form.format(values[mean])) for mean, function in function_means(values)]
     return shown

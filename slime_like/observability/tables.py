@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from itertools import pairwise
@@ -47,7 +48,8 @@ def per_sample_rows(
     Reward and success stand per reward function, unweighted. "Response Length" counts sampled tokens, as the metrics
     do: none of an environment. ``STEP_COLUMNS`` are figures of the whole optimizer step. The two mean gaps are
     |difference of logprobs| over loss-carrying tokens, in nats; ``None`` where the sample has no such logprobs, or no
-    token carries loss. Where an environment took part, two more columns count the model's turns and show the text of
+    token carries loss. "Reward Metadata" is JSON text: metadata of reward functions and of an environment's steps, or
+    why scoring failed. Where an environment took part, two more columns count the model's turns and show the text of
     either side, a line each.
 
     Args:
@@ -73,6 +75,7 @@ def per_sample_rows(
             "Group ID": sample.group_id,
             "Weight Version": None if sample.weight_versions is None else sample.policy_version,
             "Finish Reason": sample.finish_reason,
+            "Reward Metadata": _reward_metadata(sample),
             **(_conversation(sample, decode) if talks else {}),
         }
         for sample, tokens in _with_logprobs(trajectories, pi_logprobs)
@@ -87,7 +90,8 @@ def said(columns: Sequence[str]) -> str:
 def reading_order(columns: Sequence[str]) -> list[str]:
     """Columns of the samples: first what one reads, and nothing that all samples of a step share."""
     rewards = [column for column in columns if column.startswith("Reward_")]
-    read = ("Step", "Prompt", said(columns), "Answer", "Advantages", "Finish Reason", *rewards, "Response Length")
+    outcome = ("Advantages", "Finish Reason", *rewards, "Reward Metadata", "Response Length")
+    read = ("Step", "Prompt", said(columns), "Answer", *outcome)
     first = [column for column in read if column in columns]
     return first + [column for column in columns if column not in {*first, *STEP_COLUMNS}]
 
@@ -164,6 +168,15 @@ def _rewards(sample: ScoredTrajectory) -> dict[str, float]:
     for name, reward, success in zip(names, sample.rewards.tolist(), sample.successes.tolist(), strict=True):
         cells |= {f"Reward_{name}": reward, f"Success_{name}": success}
     return cells
+
+
+def _reward_metadata(sample: ScoredTrajectory) -> str | None:
+    """Metadata by reward function, and by ``environment`` a list with that of each step; ``None`` if there is none."""
+    shown = {name: each for name, each in sample.reward_metadata.items() if name not in ("func_names", "conversation")}
+    steps = sample.reward_metadata.get("conversation", {}).get("steps", [])
+    if any(steps):
+        shown["environment"] = steps
+    return json.dumps(shown, ensure_ascii=False) if shown else None
 
 
 def _cells(values: np.ndarray | Tensor | None, length: int) -> list[Any]:

@@ -80,6 +80,7 @@ def _sample(table: StoredTable, row: dict[str, Any]) -> list[tuple[str, Any]]:
         *(("", line) for line in lines[1:]),
         ("answer", row.get("Answer")),
         ("outcome", ", ".join(shown)),
+        *([("metadata", metadata)] if (metadata := row.get("Reward Metadata")) else []),
     ]
 
 

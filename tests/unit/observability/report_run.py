@@ -79,7 +79,7 @@ def sample(step: int, index: int) -> ScoredTrajectory:
         answer=HOSTILE[0],
         sequence_id=f"{step}-{index}<i>",
         group_id=step,
-        reward_metadata={"func_names": ["<b>math</b>"]},
+        reward_metadata={"func_names": ["<b>math</b>"], "<b>math</b>": {"found": HOSTILE[1]}},
         policy_version=step,
         loss_mask=torch.arange(TOKENS) < TOKENS - 1,
         weight_versions=torch.full((TOKENS,), step),

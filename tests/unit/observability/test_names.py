@@ -71,6 +71,7 @@ RL_FIGURES = {
     "rollout/truncated_fraction": 0.4,
     "rollout/turns_mean": 1.6,
     "rollout/zero_spread_groups": 2.0,
+    "rollout/groups": 3.0,
     "rollout/dropped_prompts": 2.0,
     "weights/probe_gap": 1e-6,
 }

@@ -22,7 +22,7 @@ ACCURACY = {"evaluation/accuracy": 0.25}
 SHARES = " | generate 50% train 25% other 25%"
 RL_LINE = (
     "step time 8.00 s | reward 1.200 | math_verify 0.600 | length 1.200 | accuracy {} | response tokens 16"
-    " | cut off 40% | flat groups 2 | entropy 0.00 | grad norm 0 | rollout tokens/s 20" + SHARES
+    " | cut off 40% | flat groups 2/3 | entropy 0.00 | grad norm 0 | rollout tokens/s 20" + SHARES
 )
 # steps of the run; second, step and figures of every update; lines by then, and after the end
 PLAIN: dict[str, tuple[int, list[tuple[float, int, dict[str, float]]], list[str], list[str]]] = {

@@ -149,9 +149,9 @@ def test_a_sample_is_read_from_left_to_right(page: Page) -> None:
     """Question, response, answer and outcome come first; what all samples of a step share is in the curves."""
     texts = [text for text in page.texts if text.strip()]
     columns = texts[texts.index("Tokens") :]
-    assert columns[:9] == [
+    assert columns[:10] == [
         "Tokens", "Step", "Prompt", "Response", "Answer", "Advantages", "Finish Reason", "Reward_<b>math</b>",
-        "Response Length",
+        "Reward Metadata", "Response Length",
     ]  # fmt: skip
     assert {"policy_loss", "clipfrac"}.isdisjoint(columns[: columns.index("show")])
 
@@ -312,12 +312,13 @@ def test_the_terminal_shows_what_was_asked_answered_and_right(
     logger.log(1, {"train_actor_training/loss": 1.0})
     prompt = f"<|im_start|>system\n{'Be brief. ' * 50}<|im_end|>\n<|im_start|>user\nWhat is 40+2?<|im_end|>\n"
     row = {"Prompt": prompt, "Response": f"Well, {'so ' * 500}it is 42.", "Answer": "42", "Reward_math": 1.0, "x": 9}
+    row["Reward Metadata"] = '{"math": {"found": 42}}'
     logger.log_table(1, SAMPLE_TABLE, [row])
     print_report(tmp_path, Console(width=80, force_terminal=False))
     cells = " ".join(
         line.split("│")[2].strip() for line in capsys.readouterr().out.splitlines() if line.count("│") == 3
     )
-    for text in ("What is 40+2?", "Well, so", "it is 42. 42 step 1, math 1"):
+    for text in ("What is 40+2?", "Well, so", 'it is 42. 42 step 1, math 1 {"math": {"found": 42}}'):
         assert text in cells
     assert "Be brief" not in cells
     logger.log_table(2, SAMPLE_TABLE, [{"Conversation": "1 model: [6*7]\n1 environment: 42"}])

@@ -1,5 +1,6 @@
 """Debug tables against rows computed by hand."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 from types import SimpleNamespace
@@ -52,12 +53,30 @@ def test_per_sample_rows() -> None:
         "Reward_math", "Success_math", "Reward_format", "Success_format",
         "loss", "policy_loss", "kl_loss", "ratios", "clipfrac", "approx_policy_kls",
         "Mean Abs Diff Pi-Ref", "Mean Abs Diff Pi-Generated", "Answer", "Group ID", "Weight Version", "Finish Reason",
+        "Reward Metadata",
     ]  # fmt: skip
     step_figures = [0.5, 0.25, 0.125, 1.5, 0.75, 2.0]
     assert cells(rows) == [
-        ["7-0", "2+2=", "5<eos>5", 0.75, 2, 12, 1.0, 1.0, 0.5, 0.0, *step_figures, 0.375, 0.125, "4", 7, 3, "length"],
-        ["8-0", "+", "<eos>", -0.75, 1, 12, 0.0, 0.0, 0.25, 1.0, *step_figures, None, None, "", 8, None, "stop"],
-    ]
+        ["7-0", "2+2=", "5<eos>5", 0.75, 2, 12, 1.0, 1.0, 0.5, 0.0, *step_figures, 0.375, 0.125, "4", 7, 3, "length",
+         None],
+        ["8-0", "+", "<eos>", -0.75, 1, 12, 0.0, 0.0, 0.25, 1.0, *step_figures, None, None, "", 8, None, "stop", None],
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("metadata", "shown"),
+    [
+        ({"math": {"found": "5 \u20ac", "near": math.nan}}, '{"math": {"found": "5 \u20ac", "near": NaN}}'),
+        ({"reason": "timeout", "function": "math"}, '{"reason": "timeout", "function": "math"}'),
+        ({"conversation": {"turns": [[0, 1]], "steps": [{}, {"tool": 1}]}}, '{"environment": [{}, {"tool": 1}]}'),
+        ({"conversation": {"turns": [[0, 1]], "steps": [{}]}}, None),
+    ],
+)
+def test_metadata_of_rewards_is_text(metadata: dict[str, Any], shown: str | None) -> None:
+    """Also numbers that JSON does not have: a tracker's column has one type, and the metrics file rejects them."""
+    sample = replace(samples()[1], reward_metadata={"func_names": ["math", "format"], **metadata})
+    (row,) = per_sample_rows(1, [sample], PI[1:], STATS, decode)
+    assert row["Reward Metadata"] == shown
 
 
 def test_per_token_rows() -> None:
