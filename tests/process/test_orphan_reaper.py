@@ -59,6 +59,7 @@ def test_after_a_driver_that_failed_or_was_killed_it_cleans_up_and_reports_only_
     left = Path("/dev/shm") / f"{name}.1.0"
     left.write_bytes(b"x")
     (session,) = Sessions(tmp_path, DRIVER, SINCE).directories()
+    (session / "logs" / "raylet.out").write_text("x")
     link_logs(session, tmp_path / "worker_logs")
     watching = orphan_reaper.start(Sessions(tmp_path, DRIVER, SINCE), tmp_path / "worker_logs", name)
     assert watching.stdin is not None
@@ -71,7 +72,7 @@ def test_after_a_driver_that_failed_or_was_killed_it_cleans_up_and_reports_only_
     assert [name for name, process in processes.items() if process.poll() is not None] == ["agent"]
     assert not left.exists()
     assert not session.exists() and len(list(tmp_path.glob("session_*"))) == 2
-    assert (tmp_path / "worker_logs" / "agent.log").is_file() and not (tmp_path / "worker_logs").is_symlink()
+    assert (tmp_path / "worker_logs" / "ray" / "raylet.out").is_file() and not (tmp_path / "worker_logs").is_symlink()
     said = capfd.readouterr().err
     assert said.count("\n") == (0 if driver_reports else 1)
-    assert driver_reports or said.startswith(f"slime-like: the driver (process {DRIVER}) was ended from outside")
+    assert driver_reports or said.startswith(f"slime-like: the driver (process {DRIVER}) was killed: ")

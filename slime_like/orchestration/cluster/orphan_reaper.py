@@ -26,9 +26,9 @@ _QUIET_S = 3.0
 _GIVE_UP_S = 60.0
 _LOOK_EVERY_S = 0.2
 _KILLED_MESSAGE = (
-    "slime-like: the driver (process {driver}) was ended from outside: killed, by the kernel where memory ran out "
-    "(dmesg tells), or by Ray because a process of Ray's own died ({logs}/python-core-driver-*.log ends with which); "
-    "its processes were ended too; restart a training run to resume from the last checkpoint"
+    "slime-like: the driver (process {driver}) was killed: by the kernel because memory ran out (see dmesg), or by Ray "
+    "because one of Ray's processes died (see the end of {logs}/ray/python-core-driver-*.log); the other processes of "
+    "the run were ended; restart a training run to resume from the last checkpoint"
 )
 
 

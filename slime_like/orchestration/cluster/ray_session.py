@@ -1,7 +1,9 @@
 """Files of a Ray session: logs are kept in the run's directory, all else is removed."""
 
+import re
 import shutil
 import time
+from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
@@ -9,6 +11,9 @@ from pathlib import Path
 from slime_like.weights.transports.leftovers import SHARED_MEMORY
 
 _LOGS = "logs"
+_RAY_LOGS = "ray"
+_ROLE_LOG = re.compile(r"(trainer|engine|reference)-[\d-]+(\.\d+)?\.log")
+"""A name that ``node.open_log`` gives to the output of a process of the run."""
 _REMOVALS = 20
 _MEETING = "vllm_dist_*"
 """Files at which vLLM's ranks meet; what they share in memory is named after them. An engine that has started removes
@@ -55,7 +60,8 @@ def link_logs(session: Path, logs: Path) -> None:
 def put_away(session: Path, logs: Path) -> None:
     """End of a session: its logs take the place of the link to them, and its directory and shared memory go.
 
-    If there is no room for them, logs and link stay as they are.
+    Logs of trainer ranks, engines and reference workers stand in ``logs`` itself, those of Ray in ``logs/ray``, without
+    the empty ones. If there is no room for them, logs and link stay as they are.
     """
     for meeting in session.glob(_MEETING):
         for shared in SHARED_MEMORY.glob(f"{meeting.name}-*"):
@@ -67,9 +73,23 @@ def put_away(session: Path, logs: Path) -> None:
         except OSError:  # the run has ended already, and its error is what counts
             shutil.rmtree(moving, ignore_errors=True)
             return
+        with suppress(OSError):
+            _set_ray_logs_apart(moving)
         logs.unlink()
         moving.rename(logs)
     _remove(session)
+
+
+def _set_ray_logs_apart(logs: Path) -> None:
+    rays = [path for path in logs.iterdir() if not _ROLE_LOG.fullmatch(path.name)]
+    (logs / _RAY_LOGS).mkdir()
+    for path in rays:
+        if any(path.iterdir()) if path.is_dir() else path.stat().st_size:
+            path.rename(logs / _RAY_LOGS / path.name)
+        elif path.is_dir():
+            path.rmdir()
+        else:
+            path.unlink()
 
 
 def _remove(session: Path) -> None:

@@ -14,7 +14,7 @@ from slime_like.orchestration.cluster.ray_session import keep_logs_only, link_lo
 def session(root: Path, content: str) -> Path:
     (root / "logs").mkdir(parents=True)
     (root / "sockets").mkdir()
-    (root / "logs" / "worker.out").write_text(content)
+    (root / "logs" / "engine-0.log").write_text(content)
     return root
 
 
@@ -24,11 +24,29 @@ def test_logs_of_every_start_are_kept(tmp_path: Path) -> None:
         home = session(tmp_path / start, start)
         make_room(logs)
         link_logs(home, logs)
-        assert (logs / "worker.out").read_text() == start
+        assert (logs / "engine-0.log").read_text() == start
         put_away(home, logs)
         assert not home.exists()
-    kept = {path.name: (path / "worker.out").read_text() for path in tmp_path.iterdir()}
+    kept = {path.name: (path / "engine-0.log").read_text() for path in tmp_path.iterdir()}
     assert kept == {"worker_logs": "third", "worker_logs.1": "first", "worker_logs.2": "second"}
+
+
+def test_what_ray_writes_stands_apart_and_empty_files_go(tmp_path: Path) -> None:
+    home, logs = session(tmp_path / "own", "own"), tmp_path / "worker_logs"
+    for role in ("engine-0", "trainer-0", "reference-1-2"):
+        os.close(open_log(home / "logs", role))
+    ray = ("raylet.out", "python-core-driver-01_7.log", "worker-1b-01-7.err", "events/event_GCS.log")
+    for name in (*ray, "raylet.err", "old/"):
+        path = home / "logs" / name
+        (path if name.endswith("/") else path.parent).mkdir(exist_ok=True)
+        if not name.endswith("/"):
+            path.write_text("x" if name in ray else "")
+    link_logs(home, logs)
+    put_away(home, logs)
+    kept = {str(path.relative_to(logs)) for path in logs.rglob("*") if path.is_file()}
+    own = {"engine-0.log", "engine-0.2.log", "trainer-0.log", "reference-1-2.log"}
+    assert kept == own | {f"ray/{name}" for name in ray}
+    assert not (logs / "ray" / "old").exists()
 
 
 def test_every_process_in_a_role_has_a_log(tmp_path: Path) -> None:
@@ -46,7 +64,7 @@ def test_another_sessions_link_is_left_alone(tmp_path: Path) -> None:
     old, new, logs = session(tmp_path / "old", "old"), session(tmp_path / "new", "new"), tmp_path / "worker_logs"
     link_logs(new, logs)
     put_away(old, logs)
-    assert not old.exists() and (logs / "worker.out").read_text() == "new" and logs.is_symlink()
+    assert not old.exists() and (logs / "engine-0.log").read_text() == "new" and logs.is_symlink()
 
 
 def test_what_a_daemon_writes_while_a_session_is_removed_goes_too(
@@ -85,7 +103,7 @@ def test_without_room_the_logs_stay_where_they_are(tmp_path: Path, monkeypatch: 
     link_logs(home, logs)
     monkeypatch.setattr(shutil, "move", Mock(side_effect=OSError(28, "No space left on device")))
     put_away(home, logs)
-    assert (logs / "worker.out").read_text() == "own"
+    assert (logs / "engine-0.log").read_text() == "own"
 
 
 def test_of_a_node_s_session_the_logs_alone_stay(tmp_path: Path) -> None:
@@ -93,4 +111,4 @@ def test_of_a_node_s_session_the_logs_alone_stay(tmp_path: Path) -> None:
     (home / "engine.sock").write_text("")
     (home / "latest").symlink_to(home / "logs")
     keep_logs_only(home)
-    assert [path.name for path in home.iterdir()] == ["logs"] and (home / "logs" / "worker.out").read_text() == "own"
+    assert [path.name for path in home.iterdir()] == ["logs"] and (home / "logs" / "engine-0.log").read_text() == "own"
