@@ -19,6 +19,10 @@ Figures = list[tuple[str, str]]
 Shares = list[tuple[str, float]]
 """(phase, percent of a step)."""
 
+DRIVER_LOG = "driver.log"
+FAILED = "failed: "
+"""Beginning of the last line of a failed run's log."""
+
 PLAIN_INTERVAL_S = 1.0
 _SHORT_WAIT_S = 1.0
 """Plain mode writes no line about a wait that was shorter."""
@@ -34,7 +38,7 @@ class Progress(AbstractContextManager["Progress"]):
         stream: where to write; standard error by default.
         now: monotonic time source in seconds.
         unit: what ``total_steps`` counts.
-        log: gets the plain lines in every mode, and the error that leaves the context.
+        log: gets the plain lines in every mode; the error that leaves the context becomes its last line.
     """
 
     def __init__(
@@ -106,8 +110,7 @@ class Progress(AbstractContextManager["Progress"]):
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, *_: object) -> None:
         self.close()
         if self._log is not None and error is not None:
-            for text in (str(error) or type(error).__name__, *getattr(error, "__notes__", ())):
-                self._log.note(text)
+            self._log.note(FAILED + "; ".join((str(error) or type(error).__name__, *getattr(error, "__notes__", ()))))
 
 
 class PlainDisplay:

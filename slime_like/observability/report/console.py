@@ -1,6 +1,7 @@
 """A run's essentials as tables on a terminal."""
 
 from statistics import fmean
+from textwrap import wrap
 from typing import Any
 
 from rich import box
@@ -15,13 +16,17 @@ from slime_like.observability.tables import SAMPLE_TABLE, said
 
 _NEWEST_SAMPLES = 4
 _MAX_TEXT = 240
+_WIDTH_OF_VALUES = 46
+"""Four columns of numbers such as 1.234e-05, with gaps."""
+_SHORTEST_NAME = 16
 
 
 def show(run: RunData, console: Console) -> None:
     """Print the whole report."""
     console.print(_labelled(f"Run {run.run_dir.name}", [summary(run)]))
     drawn, constant, _ = panels(run)
-    console.print(_metrics(key_metrics(run, drawn)))
+    if run.trained_steps:
+        console.print(_metrics(key_metrics(run, drawn), console.width))
     if constant:
         console.print(Text(f"The same at every step: {'; '.join(panel.values for panel in constant)}\n"))
     if picture := phase_picture(run):
@@ -40,8 +45,9 @@ def _printable(value: Any) -> Text:
     return Text(spelled_out(shortened(text, _MAX_TEXT), one_line=True))
 
 
-def _metrics(logged: list[tuple[str, list[float]]]) -> Table:
+def _metrics(logged: list[tuple[str, list[float]]], width: int) -> Table:
     """Metrics under the heading of their section: a whole name is wide."""
+    room = max(_SHORTEST_NAME, width - _WIDTH_OF_VALUES)
     table = _new_table("Metrics by training step", "metric", "first", "last", "lowest", "highest")
     sections: dict[str, list[tuple[str, list[float]]]] = {}
     for name, values in logged:
@@ -50,9 +56,16 @@ def _metrics(logged: list[tuple[str, list[float]]]) -> Table:
     for section, rows in sections.items():
         table.add_row(_printable(f"{section}/"), style="bold")
         for metric, values in rows:
-            cells = (metric, values[0], values[-1], min(values), max(values))
-            table.add_row(*map(_printable, cells))
+            numbers = (values[0], values[-1], min(values), max(values))
+            table.add_row(_broken(metric, room), *map(_printable, numbers))
     return table
+
+
+def _broken(name: str, width: int) -> Text:
+    """A metric's name in lines of at most ``width`` characters, broken behind underscores."""
+    name = spelled_out(name, one_line=True)
+    lines = [name] if len(name) <= width else wrap(name.replace("_", "_ "), width, break_on_hyphens=False)
+    return Text("\n".join(line.replace("_ ", "_") for line in lines))
 
 
 def _phases(picture: PhasePicture) -> Table:

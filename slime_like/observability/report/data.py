@@ -13,6 +13,7 @@ from slime_like.errors import ConfigError, SlimeLikeError
 from slime_like.observability.curve import running_mean, smoothing_window
 from slime_like.observability.metrics import METRICS_FILE, current_records, read_lines, read_metrics, series
 from slime_like.observability.names import ACCURACY, LOSS, REWARD, ROLLOUT_SPEED, STEP_TIME
+from slime_like.observability.progress import DRIVER_LOG, FAILED
 from slime_like.observability.tables import TOKEN_TABLE
 from slime_like.system.words import counted
 
@@ -44,6 +45,7 @@ class RunData:
     Attributes:
         config: the resolved configuration as plain values; empty where the run kept none.
         config_text: the same as it stands on disk; ``None`` where the run kept none.
+        failure: the error that ended the run's last start; ``None`` if it is running, finished or was killed.
     """
 
     run_dir: Path
@@ -51,6 +53,13 @@ class RunData:
     config_text: str | None
     records: list[dict[str, Any]]
     tables: dict[str, StoredTable]
+    failure: str | None
+
+    @property
+    def trained_steps(self) -> int:
+        """The last step that was trained."""
+        current = current_records(self.records)
+        return max((record["step"] for record in current if STEP_TIME in record or LOSS in record), default=0)
 
     def series(self, name: str) -> tuple[list[int], list[float]]:
         """Steps and finite values of one metric."""
@@ -79,21 +88,25 @@ def read_run(run_dir: Path) -> RunData:
             remedy="give the directory of a run (its `run_dir`)",
         )
     records = read_metrics(run_dir / METRICS_FILE)
+    failure = _failure(run_dir / DRIVER_LOG)
     if not records:
-        raise SlimeLikeError(
-            f"{METRICS_FILE} holds no step yet",
-            code="no-step-logged",
-            who=str(run_dir),
-            remedy="ask again once the run has logged one, or, if it has ended, read the end of its worker_logs",
+        problem, remedy = (
+            "no step has been logged yet",
+            f"repeat it after the first step; if the run has ended, see {DRIVER_LOG}",
         )
+        if failure:
+            problem = f"the run failed before its first step: {failure}"
+            remedy = f"{DRIVER_LOG} and worker_logs have the details"
+        raise SlimeLikeError(problem, code="no-step-logged", who=str(run_dir), remedy=remedy)
     config_text, config = _read_config(run_dir / CONFIG_FILE)
     tables = [_read_table(path) for path in sorted((run_dir / "tables").glob("*.jsonl"))]
-    return RunData(run_dir, config, config_text, records, {table.name: table for table in tables})
+    return RunData(run_dir, config, config_text, records, {table.name: table for table in tables}, failure)
 
 
 def summary(run: RunData) -> list[tuple[str, str]]:
     """(label, text) of what one asks first about a run. What the run did not record is left out."""
-    entries = [*_setup(run.config), ("steps", _steps(run)), *_results(run), *_speed(run)]
+    failed = ("failed", run.failure or "")
+    entries = [*_setup(run.config), ("steps", _steps(run)), failed, *_results(run), *_speed(run)]
     return [(label, text) for label, text in entries if text]
 
 
@@ -126,9 +139,9 @@ def _engine(rollout: Mapping[str, Any]) -> str:
 
 
 def _steps(run: RunData) -> str:
-    steps = (record["step"] for record in current_records(run.records) if STEP_TIME in record or LOSS in record)
-    done, planned = max(steps, default=0), run.config.get("steps")
-    return f"{done} of {planned}" if planned else str(done)
+    done, planned = run.trained_steps, run.config.get("steps")
+    none = "" if done else f": no step {'was trained' if run.failure else 'has been trained yet'}"
+    return (f"{done} of {planned}" if planned else str(done)) + none
 
 
 def _results(run: RunData) -> list[tuple[str, str]]:
@@ -173,6 +186,13 @@ def _joined(*parts: Any) -> str:
 
 
 # ---------------------------------------------------------------------------------------------------------------- files
+def _failure(log: Path) -> str | None:
+    """The last line of a run's log, if it is an error."""
+    text = log.read_text(encoding="utf-8", errors="replace") if log.is_file() else ""
+    last = text.rstrip("\n").rpartition("\n")[2]
+    return last.removeprefix(FAILED) if last.startswith(FAILED) else None
+
+
 def _read_config(path: Path) -> tuple[str | None, dict[str, Any]]:
     if not path.is_file():
         return None, {}

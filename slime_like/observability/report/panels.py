@@ -1,6 +1,7 @@
 """Panels of a report: curves, and the time by phase."""
 
 import math
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -126,7 +127,7 @@ _SPECS = (
     PanelSpec(
         "Throughput",
         "Response tokens per second: while generating, and over the whole step.",
-        ((ROLLOUT_SPEED, "rollout"), ("train_actor_performance/tokens_per_second", "whole step")),
+        ((ROLLOUT_SPEED, "generation"), ("train_actor_performance/tokens_per_second", "whole step")),
     ),
     PanelSpec("Learning rate", "Of the step's last update.", ((f"{_TRAINING}learning_rate", "learning rate"),)),
 )
@@ -159,9 +160,14 @@ def phase_picture(run: RunData) -> PhasePicture | None:
 
 
 def key_metrics(run: RunData, drawn: Sequence[Panel]) -> list[tuple[str, list[float]]]:
-    """(name, values) of the step time, and of every metric that a picture of ``drawn`` shows."""
-    names = [STEP_TIME, *(name for panel in drawn for name, _ in panel.spec.metrics)]
-    return [(name, values) for name in names if (values := run.series(name)[1])]
+    """(name, values) of the step time, and of every metric that a picture of ``drawn`` shows.
+
+    Behind a name that differs from another in its section alone stands the label of its curve.
+    """
+    shown = [(STEP_TIME, ""), *(curve for panel in drawn for curve in panel.spec.metrics)]
+    last = Counter(name.rpartition("/")[2] for name, _ in shown)
+    full = {name: f"{name} ({label})" if last[name.rpartition("/")[2]] > 1 else name for name, label in shown}
+    return [(full[name], values) for name, _ in shown if (values := run.series(name)[1])]
 
 
 def _specs(run: RunData) -> list[PanelSpec]:

@@ -17,7 +17,6 @@ from slime_like.system.words import counted
 
 CONFIG_FILE = "config.yaml"
 SUMMARY_FILE = "summary.json"
-DRIVER_LOG = "driver.log"
 """Closing figures: the file exists only if the run finished."""
 
 EXPORT = "hf"

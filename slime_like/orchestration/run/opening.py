@@ -17,7 +17,7 @@ from slime_like.data.tokenizer import load_tokenizer
 from slime_like.interfaces import TrainerBackend
 from slime_like.models.dimensions import ModelDimensions
 from slime_like.observability.metrics import MetricLogger
-from slime_like.observability.progress import Progress
+from slime_like.observability.progress import DRIVER_LOG, Progress
 from slime_like.orchestration.cluster.bundles import bundle_sizes, local_gpus
 from slime_like.orchestration.cluster.cluster import Cluster
 from slime_like.orchestration.cluster.placement import Placement
@@ -27,7 +27,7 @@ from slime_like.orchestration.rollout.colocation import Turns
 from slime_like.orchestration.rollout.evaluation import Evaluator, held_out
 from slime_like.orchestration.rollout.scoring import Scorer
 from slime_like.orchestration.rollout.source import source_class
-from slime_like.orchestration.run.directory import DRIVER_LOG, find_checkpoint, make_run_dir, record_settings
+from slime_like.orchestration.run.directory import find_checkpoint, make_run_dir, record_settings
 from slime_like.orchestration.run.engines import require_servable, start_engines
 from slime_like.orchestration.run.lock import RunLock
 from slime_like.orchestration.run.rollout_side import EngineSide, RolloutSide

@@ -132,7 +132,7 @@ def test_a_log_has_the_plain_lines_and_the_error() -> None:
         progress.update(1, {})
         progress.update(2, {})
         raise error
-    assert log.getvalue() == "starting\nstep 1/9\nstep 2/9\n'engine 3 died'\ngo on\n"
+    assert log.getvalue() == "starting\nstep 1/9\nstep 2/9\nfailed: 'engine 3 died'; go on\n"
 
 
 def test_plain_output_has_no_control_characters() -> None:

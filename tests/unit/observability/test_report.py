@@ -237,6 +237,24 @@ def test_a_run_that_just_began_is_summed_up_once(tmp_path: Path, logger: MetricL
     assert (entries["held-out accuracy"], entries["mean reward"]) == ("0.250 (step 0)", "0.750 (of 2 steps)")
 
 
+@pytest.mark.parametrize(
+    ("log", "steps", "failed"),
+    [
+        ("starting Ray\nfailed: engine 0: out of memory\n", "0: no step was trained", "engine 0: out of memory"),
+        ("failed: engine 0: out of memory\nstarting Ray\n", "0: no step has been trained yet", None),  # resumed
+    ],
+)
+def test_a_run_without_a_step_has_a_reason_and_no_table(
+    tmp_path: Path, logger: MetricLogger, log: str, steps: str, failed: str | None
+) -> None:
+    logger.log(0, {ACCURACY: 0.25})
+    (tmp_path / "driver.log").write_text(log)
+    entries = dict(summary(read_run(tmp_path)))
+    assert (entries["steps"], entries.get("failed")) == (steps, failed)
+    print_report(tmp_path, Console(file=(stream := io.StringIO()), width=80))
+    assert "Metrics by training step" not in stream.getvalue()
+
+
 def test_a_loss_that_is_nan_is_seen(tmp_path: Path, logger: MetricLogger) -> None:
     for step in (1, 2, 3):
         logger.log(step, {"train_actor_training/loss": 1.0 if step == 1 else math.nan})
@@ -259,6 +277,7 @@ def test_custom_tables_are_shown(tmp_path: Path, logger: MetricLogger) -> None:
         ({}, "no-metrics"),
         ({"metrics.jsonl": ""}, "no-step-logged"),
         ({"metrics.jsonl": '{"st'}, "no-step-logged"),
+        ({"metrics.jsonl": "", "driver.log": "starting Ray\nfailed: engine 0: out of memory"}, "no-step-logged"),
         ({"metrics.jsonl": '{"a": 1}\n'}, "damaged-line"),
         # Only what follows the last newline may be half a record; a broken line that was ended is damage.
         ({"metrics.jsonl": '{"step": 1, "a"\n{"step": 2}\n'}, "damaged-line"),
@@ -304,6 +323,21 @@ def test_the_terminal_gets_the_essentials_no_control_character_and_no_broken_wor
     sections = ("train_actor_performance/", "total_step_time (s)"), ("train_actor_training/", "loss")
     for section, metric in sections:
         assert names[names.index(section) + 1] == metric
+
+
+def test_long_names_are_broken_behind_underscores_and_equal_ones_have_labels(
+    tmp_path: Path, logger: MetricLogger
+) -> None:
+    for step in (1, 2):
+        speeds = {"rollout/tokens_per_second": 9.0 + step, "train_actor_performance/tokens_per_second": step}
+        names = ("correct_in_the_form_that_was_asked_for", "short")
+        means = {f"ref_actor_rewards/rewards_func_{name}_mean": step / 3 for name in names}
+        logger.log(step, {"train_actor_training/loss": 1.0 / step, **speeds, **means})
+    print_report(tmp_path, Console(file=(stream := io.StringIO()), width=80))
+    names = [re.split(r" {2,}", line.strip())[0] for line in stream.getvalue().splitlines()]
+    assert {"tokens_per_second (whole step)", "tokens_per_second (generation)"} <= set(names)
+    first = names.index("rewards_func_correct_in_the_")
+    assert names[first + 1 : first + 3] == ["form_that_was_asked_for_mean", "rewards_func_short_mean"]
 
 
 def test_the_terminal_shows_what_was_asked_answered_and_right(
