@@ -5,7 +5,6 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from backends.common.attention.kernels import has_flash_attention_2
 from backends.common.process.agreement import rank_error
 from backends.common.process.rendezvous import join_world
 from backends.common.step.balance import BalanceLoss, balance_loss
@@ -19,7 +18,7 @@ from backends.fsdp.parallel import Groups
 from backends.fsdp.state import FsdpState
 from slime_like.checks.families import family_problems, latent_problems
 from slime_like.checks.fsdp import fsdp_problems
-from slime_like.checks.packages import attention_problems
+from slime_like.checks.packages import attention_problems, missing_flash_attention
 from slime_like.checks.schedule import schedule_problems
 from slime_like.config import RunConfig
 from slime_like.errors import ConfigError, TrainerError
@@ -64,13 +63,7 @@ class FsdpTrainer(TrainerBase):
 
     # ------------------------------------------------------------------------------------------------------------ start
     def _machine_problems(self) -> list[str]:
-        problems = []
-        if self._by_package and torch.cuda.is_available() and not has_flash_attention_2():
-            problems.append(
-                "trainer.attention=ring_flash_attn needs flash-attn 2 on CUDA, which is not installed; "
-                "pip install flash-attn, or use trainer.attention=allgather"
-            )
-        return problems
+        return list(missing_flash_attention(self.config, torch.cuda.is_available()))
 
     def _build(self) -> None:
         # gloo beside NCCL: gradients that live in host memory are measured there.

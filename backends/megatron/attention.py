@@ -9,12 +9,11 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor
 
 from backends.common.attention.choice import AnyAttention
-from backends.common.attention.kernels import has_flash_attention_2
 from backends.common.step.balance import RoutedTokens
 from backends.common.step.packs import ResponseRows
 from backends.megatron.rotary import apply_rotary
 from slime_like.algorithms.context import Layout
-from slime_like.checks.packages import attention_problems
+from slime_like.checks.packages import attention_problems, missing_flash_attention
 from slime_like.config import RunConfig, TrainerConfig
 from slime_like.models.dimensions import ModelDimensions
 
@@ -42,12 +41,7 @@ def machine_problems(config: RunConfig, on_cuda: bool) -> list[str]:
             "trainer.attention=transformer_engine needs a CUDA device, and there is none; use trainer.attention=auto, "
             "which is Transformer Engine where it can run"
         )
-    if attention == "ring_flash_attn" and on_cuda and not has_flash_attention_2():
-        problems.append(
-            "trainer.attention=ring_flash_attn needs flash-attn 2 on CUDA, which is not installed; "
-            "pip install flash-attn, or use trainer.attention=ring or allgather"
-        )
-    return problems
+    return [*problems, *missing_flash_attention(config, on_cuda)]
 
 
 @dataclass

@@ -4,6 +4,7 @@ import os
 from collections.abc import Iterator
 from importlib.util import find_spec
 
+from slime_like.checks.fsdp import BACKEND as FSDP
 from slime_like.config.run import RunConfig
 from slime_like.cpu.choice import kernels_are_used
 
@@ -27,6 +28,21 @@ def attention_problems(config: RunConfig) -> Iterator[str]:
         yield (
             "trainer.attention=transformer_engine computes in bfloat16, and model.dtype=float32; set "
             "model.dtype=bfloat16, or use another attention on a CPU"
+        )
+
+
+def has_flash_attention_2() -> bool:
+    """Whether flash-attn 2 is installed. SGLang brings version 4, of the same package name and with other modules."""
+    return find_spec("flash_attn_2_cuda") is not None
+
+
+def missing_flash_attention(config: RunConfig, on_cuda: bool) -> Iterator[str]:
+    """Is flash-attn 2, which ring-flash-attn calls on CUDA, installed? Asked on the machine of a rank."""
+    if config.trainer.attention == "ring_flash_attn" and on_cuda and not has_flash_attention_2():
+        others = "allgather" if config.trainer.backend == FSDP else "ring or allgather"
+        yield (
+            "trainer.attention=ring_flash_attn needs flash-attn 2 on CUDA, which is not installed; "
+            f"pip install flash-attn, or use trainer.attention={others}"
         )
 
 

@@ -10,8 +10,8 @@ from backends.common.attention.kernels import (
     FlashAttention,
     Pairing,
     Saved,
-    has_flash_attention_2,
 )
+from slime_like.checks.packages import has_flash_attention_2
 from tests.parallel.dense import dense_attention, relative_error, segments_of
 from tests.parallel.ring_steps import ring_by_steps
 

@@ -16,9 +16,9 @@ from backends.common.attention.kernels import (
     Pairing,
     Saved,
     Segments,
-    has_flash_attention_2,
     kernel_for,
 )
+from slime_like.checks.packages import has_flash_attention_2
 from tests.parallel.dense import assert_near, dense_results, segments_of
 from tests.parallel.ring_steps import ring_by_steps
 

@@ -8,12 +8,13 @@ Kernels are plain forward and backward functions; autograd is the caller's busin
 import importlib
 from dataclasses import dataclass
 from functools import cache, lru_cache
-from importlib.util import find_spec
 from itertools import pairwise
 from typing import Any, NamedTuple, Protocol, Self
 
 import torch
 from torch import Tensor
+
+from slime_like.checks.packages import has_flash_attention_2
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,11 +177,6 @@ class NarrowValues:
 def _as_wide(x: Tensor, like: Tensor) -> Tensor:
     missing = like.shape[-1] - x.shape[-1]
     return torch.nn.functional.pad(x, (0, missing)) if missing else x
-
-
-def has_flash_attention_2() -> bool:
-    """Whether flash-attn 2 is installed. SGLang brings version 4, of the same package name and with other modules."""
-    return find_spec("flash_attn_2_cuda") is not None
 
 
 @cache

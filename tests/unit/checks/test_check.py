@@ -14,6 +14,7 @@ from slime_like.algorithms.losses.policy import POLICY_LOSSES
 from slime_like.checks.check import check, require_valid
 from slime_like.checks.definition import CONVERSION, evaluation_needs
 from slime_like.checks.layout import layers_per_stage
+from slime_like.checks.packages import missing_flash_attention
 from slime_like.config import RunConfig
 from slime_like.config.algorithm import ADVANTAGES, BATCH_ADVANTAGES, GROUP_ADVANTAGES, LOSSES
 from slime_like.config.reading.load import load_config, save_config
@@ -77,6 +78,21 @@ def test_attention_must_be_installed_and_compute_in_the_models_precision(
     assert check(load_config(None, [*flags, "bfloat16"])) == []
     if attention == "transformer_engine":
         rejected([*flags, "float32"], "trainer.attention")
+
+
+@pytest.mark.parametrize(("backend", "others"), [("megatron", "ring or allgather"), ("fsdp", "allgather")])
+def test_flash_attention_is_required_on_cuda_and_the_backends_others_are_named(
+    backend: str, others: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found: list[str] = ["flash_attn"]  # version 4 has this name, too
+    monkeypatch.setattr("slime_like.checks.packages.find_spec", lambda name: name in found or None)
+    trainer = {"backend": backend, "attention": "ring_flash_attn"}
+    config = RunConfig(run_dir=tmp_path, model={"path": tmp_path}, trainer=trainer)
+    assert list(missing_flash_attention(config, on_cuda=False)) == []
+    (problem,) = missing_flash_attention(config, on_cuda=True)
+    assert problem.endswith(f" or use trainer.attention={others}")
+    found.append("flash_attn_2_cuda")
+    assert list(missing_flash_attention(config, on_cuda=True)) == []
 
 
 STREAM = ["--rollout.stream", "true"]
