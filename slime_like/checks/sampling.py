@@ -53,14 +53,14 @@ def streaming_problems(config: RunConfig) -> Iterator[str]:
     algorithm, remedy = config.algorithm, "or rollout.stream: false"
     if config.cluster.placement == "colocated":
         yield (
-            "rollout.stream=true has trainers work while engines do, but cluster.placement=colocated has them take "
-            f"turns on the same devices; use placement: separate, {remedy}"
+            "rollout.stream=true runs trainers and engines at the same time, but with cluster.placement=colocated they "
+            f"use the same devices in turn; use placement: separate, {remedy}"
         )
     if algorithm.epochs * algorithm.minibatches > 1:
         yield (
-            f"rollout.stream=true goes through a batch once, but algorithm.epochs={algorithm.epochs} and "
-            f"algorithm.minibatches={algorithm.minibatches} make several updates of it, for which all of it must be "
-            f"there; use 1 of both, {remedy}"
+            f"rollout.stream=true trains while others are sampled, but several updates need the whole batch: "
+            f"algorithm.epochs={algorithm.epochs}, algorithm.minibatches={algorithm.minibatches}; set both to "
+            f"1, {remedy}"
         )
     if algorithm.advantage in BATCH_ADVANTAGES:
         yield (
@@ -69,8 +69,8 @@ def streaming_problems(config: RunConfig) -> Iterator[str]:
         )
     if algorithm.kl_reward_coef > 0:
         yield (
-            f"rollout.stream=true needs advantages before anything is scored, but algorithm.kl_reward_coef="
-            f"{algorithm.kl_reward_coef:g} takes the KL off rewards afterwards; use kl_coef instead, {remedy}"
+            f"rollout.stream=true computes advantages before the KL is known, but algorithm.kl_reward_coef="
+            f"{algorithm.kl_reward_coef:g} subtracts it from the rewards; use kl_coef instead, {remedy}"
         )
     if algorithm.moe_aux_loss_coef > 0:
         yield (

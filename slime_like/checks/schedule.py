@@ -34,13 +34,13 @@ def minibatch_problems(config: RunConfig) -> Iterator[str]:
     replicas = config.trainer.parallel.data
     if minibatches > prompts:
         yield (
-            f"algorithm.minibatches={minibatches} is more than rollout.prompts_per_step={prompts}, and a group stays "
-            f"in one minibatch; use at most {prompts}"
+            f"algorithm.minibatches={minibatches} is more than rollout.prompts_per_step={prompts}: each minibatch "
+            f"needs a prompt; use at most {prompts}"
         )
     elif prompts // minibatches * samples < replicas:
         yield (
             f"trainer.parallel.data={replicas} is more than the {prompts // minibatches * samples} samples of a "
-            "minibatch, and every replica needs one; lower it, or raise rollout.prompts_per_step"
+            "minibatch: each data-parallel replica needs one; lower it, or raise rollout.prompts_per_step"
         )
 
 

@@ -65,8 +65,8 @@ class AlgorithmConfig(Section):
     epochs: int = Field(1, ge=1, description="Passes over one batch (ppo_epochs).")
     minibatches: int = Field(1, ge=1, description="Optimizer steps per pass.")
     old_logprobs: Literal["auto", "score"] = "auto"
-    """score: an extra forward pass before the first update computes old logprobs. auto: with one update per step, its
-    own forward pass computes them."""
+    """score: always compute old logprobs in an extra forward pass before the first update. auto: only if a step has
+    several updates or kl_reward_coef is set; else the update's forward pass gives them."""
     advantage_eps: float = Field(1e-6, ge=0, description="Groups with at most this reward spread have advantage 0.")
 
     @property

@@ -21,8 +21,8 @@ class Truncation:
             return None
         self._reported = True
         return (
-            f"step {step}: {share:.0%} of the responses were cut off, by {self._limits} or the "
-            "model's length, mostly before any answer; raise the limit, or ask for shorter responses"
+            f"step {step}: {share:.0%} of the responses were cut off (limits: {self._limits}, the model's length), "
+            "most of them before an answer; raise the limit, or ask for shorter responses"
         )
 
 
@@ -34,13 +34,15 @@ class FlatSteps:
     """
 
     def __init__(self, tables: str | None) -> None:
-        look = f"; {tables} shows what the model writes and what reward it gets" if tables else ""
-        self._remedy = f"take prompts that are sometimes solved and sometimes not, or more samples of each{look}"
+        look = f"; responses and rewards are in {tables}" if tables else ""
+        self._remedy = f"use prompts that are solved sometimes, or more samples of each prompt{look}"
+        self._steps: list[int] = []
         self._flat: list[bool] = []
         self._reported = False
 
     def add(self, step: int, flat: bool) -> str | None:
         """Record a step; ``flat`` means that every advantage was 0. Returns a warning where one is due."""
+        self._steps.append(step)
         self._flat.append(flat)
         if self._reported or len(self._flat) < _REPORTED_AFTER or not all(self._flat[-_REPORTED_AFTER:]):
             return None
@@ -48,13 +50,14 @@ class FlatSteps:
         return self._sentence(f"steps {step - _REPORTED_AFTER + 1} to {step}")
 
     def at_end(self) -> str | None:
-        """Return a warning if the whole run was flat."""
+        """Return a warning if all recorded steps were flat."""
         if not self._flat or not all(self._flat):
             return None
-        return self._sentence("all steps of this run" if len(self._flat) > 1 else "the only step of this run")
+        first, last = self._steps[0], self._steps[-1]
+        return self._sentence(f"all steps from {first} to {last}" if first < last else f"step {first}")
 
     def _sentence(self, when: str) -> str:
         return (
-            f"{when}: the responses to each prompt all got the same reward, so that every advantage was 0 and rewards "
-            f"taught nothing; {self._remedy}"
+            f"{when}: the responses to each prompt all got the same reward, so that all advantages and the policy "
+            f"gradient were 0; {self._remedy}"
         )

@@ -16,8 +16,8 @@ from slime_like.models.weight_files import header_shapes
 from slime_like.orchestration.cluster.bundles import bundle_sizes, num_reference_ranks
 from slime_like.planning.units import count_text, traffic_text
 
-_BYTES_PER_PARAMETER = 2 + 12
-"""Of a training checkpoint in bfloat16: weights, and main weights with two moments in float32."""
+_OPTIMIZER_BYTES = 12
+"""Of a parameter in a checkpoint, beside its weight: main weight and two moments in float32."""
 
 _SHOWN = 5
 
@@ -136,8 +136,8 @@ def version_problems() -> Iterator[str]:
 def disk_bytes(config: RunConfig, dimensions: ModelDimensions) -> int:
     """Peak disk use of a run: the checkpoints it keeps, one more while it is written, and the last model."""
     item = 4 if config.model.dtype == "float32" else 2
-    exported = dimensions.num_parameters * item if config.checkpoint.export_hf else 0
-    return (config.checkpoint.keep + 1) * dimensions.num_parameters * _BYTES_PER_PARAMETER + exported
+    per_parameter = (config.checkpoint.keep + 1) * (item + _OPTIMIZER_BYTES) + item * config.checkpoint.export_hf
+    return dimensions.num_parameters * per_parameter
 
 
 def preflight_problems(config: RunConfig, dimensions: ModelDimensions) -> Iterator[str]:

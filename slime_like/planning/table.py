@@ -94,8 +94,10 @@ def _table(title: str, columns: Sequence[str], left: Sequence[str]) -> Table:
 def _subject(config: RunConfig, plan: Plan) -> str:
     hardware = plan.hardware
     nodes, gpus = count_text(plan.nodes, "node"), count_text(hardware.gpus_per_node, "GPU")
-    chosen = " (as many as it needs: cluster.nodes is not given)" if config.cluster.nodes is None else ""
-    shared = "trainers and engines share them" if config.cluster.placement == "colocated" else "engines on their own"
+    chosen = " (the number needed: cluster.nodes is not set)" if config.cluster.nodes is None else ""
+    shared = (
+        "trainers and engines share them" if config.cluster.placement == "colocated" else "engines on separate GPUs"
+    )
     placement = "" if config.supervised else f", {shared}"
     return (
         f"{config.model.path.name} on {nodes} of {gpus}{chosen}, {config.cluster.gpu} with "
@@ -109,7 +111,7 @@ def _memory(plan: Plan) -> Table:
     shown = _tightest_of_each_phase(plan.phases)
     names = list(dict.fromkeys(item.name for phase in shown for item in phase.items if item.nbytes))
     columns = [_head(phase) for phase in shown]
-    table = _table("GPU memory, of the GPU with least free", ["", *columns], left=[""])
+    table = _table("GPU memory, by phase, of the GPU with least free", ["", *columns], left=[""])
     for name in names:
         sizes = [next((item.nbytes for item in phase.items if item.name == name), 0) for phase in shown]
         table.add_row(name, *(memory_text(size) if size else "" for size in sizes))
@@ -136,7 +138,7 @@ def _tightest_of_each_phase(phases: Sequence[PhaseMemory]) -> list[PhaseMemory]:
 def _host(plan: Plan) -> Table | None:
     if plan.host is None or not plan.host.items:
         return None
-    table = _table("Host memory of a node, beside the processes themselves", ["", "per node"], left=[""])
+    table = _table("Host memory of a node, without the processes themselves", ["", "per node"], left=[""])
     for item in plan.host.items:
         table.add_row(item.name, memory_text(item.nbytes))
     table.add_section()
@@ -178,10 +180,10 @@ def _traffic(plan: Plan) -> Table | None:
 
 def _ranks(config: RunConfig, plan: Plan) -> Table:
     title = (
-        f"Ranks (recompute: {config.trainer.recompute}): parameters, the largest micro-batch, and what each of so many "
-        "micro-batches at once keeps for its backward pass"
+        f"Ranks (recompute: {config.trainer.recompute}) and their largest micro-batch: its tokens, TFLOP and "
+        "activations saved for the backward pass, and the number of micro-batches in flight"
     )
-    columns = ("kind", "ranks", "parameters", "tokens", "TFLOP", "kept", "at once")
+    columns = ("kind", "ranks", "parameters", "tokens", "TFLOP", "saved", "in flight")
     table = _table(title, columns, left=("kind",))
     for kind in (*plan.kinds, *plan.references):
         estimate, memory = kind.estimate, kind.estimate.memory

@@ -38,7 +38,7 @@ def host_verdict(plan: Plan) -> str:
         return ""
     needed = f"{memory_text(plan.host.total)} per node"
     if plan.host.capacity is None:
-        return f"warning: host memory needed: {needed}, NOT checked: give --cluster.host_memory_gib"
+        return f"warning: host memory was NOT checked: {needed} needed; give --cluster.host_memory_gib"
     left = plan.host.capacity - plan.host.total
     return f"Host memory needed: {needed}; {memory_text(left)} are left for processes." if left >= 0 else ""
 
@@ -49,10 +49,13 @@ def step_lines(plan: Plan) -> Iterator[str]:
     if step is None or work is None:
         return
     if step.total < _SHORT_S:
-        yield f"A step takes {seconds_text(step.total)}, and the launches and calls, which decide in so small a run."
+        yield (
+            f"Predicted step: {seconds_text(step.total)}. In so small a run, kernel launches and calls between "
+            "processes take longer; they are not predicted."
+        )
     else:
         speed = significant(plan.tokens_per_gpu_second)
-        yield f"A step takes {seconds_text(step.total)} (predicted): {speed} tokens/s per GPU."
+        yield f"Predicted step: {seconds_text(step.total)}, {speed} tokens/s per GPU."
     longest = max(("generation", "references", "scoring", "training", "sync", "moving"), key=lambda n: getattr(step, n))
     share = getattr(step, longest) / step.total
     beside = ", beside training" if step.overlapped and longest == "generation" else ""
@@ -86,7 +89,7 @@ def waves(config: RunConfig, plan: Plan) -> Iterator[str]:
     better = plan.faster_engines
     if better is None:
         if found.waves > 1 and step.generation > step.total / 2:
-            yield "No other engines on these GPUs are much faster: add GPUs, or lower rollout.max_new_tokens."
+            yield "Engines of another number or size are not much faster; add GPUs, or lower rollout.max_new_tokens."
         return
     once = f"{better.generation.at_once:,} of {better.generation.sequences:,} sequences at once"
     left = f"{memory_text(better.tightest.margin)} GPU memory free"

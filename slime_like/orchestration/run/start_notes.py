@@ -23,7 +23,7 @@ def data_notes(config: RunConfig, prompts: PromptSource) -> Iterator[str]:
         )
     wanted = config.rollout.prompts_per_step
     if rows < wanted:
-        yield f"{counted(rows, 'row')} for rollout.prompts_per_step={wanted}: a step takes rows more than once"
+        yield f"{counted(rows, 'row')} for rollout.prompts_per_step={wanted}: a step uses some rows more than once"
 
 
 def algorithm_notes(config: RunConfig) -> Iterator[str]:
@@ -32,13 +32,16 @@ def algorithm_notes(config: RunConfig) -> Iterator[str]:
     if algorithm.loss == "gspo" and min(algorithm.clip_low, algorithm.clip_high) >= _GSPO_LARGE:
         yield (
             f"algorithm.loss=gspo with clip_low={algorithm.clip_low:g} and clip_high={algorithm.clip_high:g} clips "
-            "next to nothing: the ratio of a whole sequence moves less than a token's; its paper has 3e-4 and 4e-4, "
-            "with reduction: samples"
+            "almost nothing: the ratio of a sequence varies far less than that of a token; the GSPO paper uses 3e-4 "
+            "and 4e-4, with reduction: samples"
         )
     prompts, minibatches = config.rollout.prompts_per_step, config.algorithm.minibatches
     if prompts % minibatches:
         sizes = f"{prompts // minibatches} or {prompts // minibatches + 1}"
-        yield f"algorithm.minibatches={minibatches} cuts {prompts} prompts unevenly: {sizes} in each optimizer step"
+        yield (
+            f"algorithm.minibatches={minibatches} does not divide rollout.prompts_per_step={prompts}: optimizer "
+            f"steps have {sizes} prompts"
+        )
 
 
 def precision_notes(config: RunConfig) -> Iterator[str]:
@@ -58,4 +61,4 @@ def core_notes(config: RunConfig) -> Iterator[str]:
     engine_ranks = 0 if config.supervised else config.rollout.num_engines * config.rollout.tensor
     for number, what in ((config.trainer.parallel.world_size, "trainer ranks"), (engine_ranks, "engine ranks")):
         if number > cores:
-            yield f"{number} {what} share {counted(cores, 'core')}: each waits for the others"
+            yield f"{number} {what} share {counted(cores, 'core')}: they slow each other down"

@@ -104,9 +104,10 @@ class ExperienceBatcher:
         """
         if len(sequences) < self._replicas and not replicas_served:
             raise DataError(
-                f"a minibatch has {counted(len(sequences), 'sequence')} for {self._replicas} data-parallel replicas",
+                f"a minibatch of {counted(len(sequences), 'sequence')} is too small for {self._replicas} data-parallel "
+                "replicas",
                 code="too-few-sequences",
-                remedy="raise rollout.prompts_per_step or lower algorithm.minibatches or trainer.parallel.data",
+                remedy="raise rollout.prompts_per_step, or lower algorithm.minibatches or trainer.parallel.data",
             )
         lengths, budget = self._lengths(sequences), self._config.trainer.target_tokens_per_batch
         partition = partition_over_replicas(lengths, budget, self._replicas, self._costs(lengths))

@@ -29,14 +29,16 @@ def test_a_resumed_run_counts_only_its_steps() -> None:
     steps = FlatSteps("run/tables/samples.jsonl")
     assert steps.add(41, flat=True) is None
     sentence = str(steps.at_end())
-    assert sentence.startswith("the only step of this run: ")
-    assert sentence.endswith("; run/tables/samples.jsonl shows what the model writes and what reward it gets")
+    assert sentence.startswith("step 41: ")
+    assert sentence.endswith("; responses and rewards are in run/tables/samples.jsonl")
+    steps.add(42, flat=True)
+    assert str(steps.at_end()).startswith("all steps from 41 to 42: ")
 
 
 def test_cut_responses_are_reported_once() -> None:
     steps = Truncation("rollout.max_new_tokens=24")
     assert steps.add(1, 0.49) is None
     assert str(steps.add(2, 0.95)).startswith(
-        "step 2: 95% of the responses were cut off, by rollout.max_new_tokens=24 "
+        "step 2: 95% of the responses were cut off (limits: rollout.max_new_tokens=24, "
     )
     assert steps.add(3, 1.0) is None

@@ -261,3 +261,11 @@ def load_changed(run: RunConfig, changes: dict[str, str]) -> RunConfig:
             section = section.setdefault(part, {})
         section[leaf] = int(value) if value.isdigit() else value
     return RunConfig.model_validate(values)
+
+
+@pytest.mark.parametrize(("dtype", "kept", "exported"), [("float32", 16, 4), ("bfloat16", 14, 2)])
+def test_disk_of_a_run(tmp_path: Path, dtype: str, kept: int, exported: int) -> None:
+    """A checkpoint of SmolLM2-135M (134,515,008 parameters) took 2,153,947,633 bytes in float32, else 1,884,919,318."""
+    dimensions = ModelDimensions.from_checkpoint(MODELS / "Qwen3-4B")
+    config = RunConfig(run_dir=tmp_path, model={"path": tmp_path, "dtype": dtype}, checkpoint={"keep": 3})
+    assert checks.disk_bytes(config, dimensions) == PUBLISHED["Qwen3-4B"] * (4 * kept + exported)

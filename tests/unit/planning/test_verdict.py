@@ -40,7 +40,7 @@ def plan() -> Plan:
 def test_first_lines(plan: Plan) -> None:
     """Least is left beside the engine: a GPU's fifth, without the trainer's 2 GiB."""
     assert verdict.verdict(plan) == f"fits. Least free GPU memory: {0.2 * 79.1 - 2:.1f} GiB (generation)."
-    assert "916 GiB per node, NOT checked" in verdict.host_verdict(plan)
+    assert "NOT checked: 916 GiB per node" in verdict.host_verdict(plan)
     plan.host = HostMemory((Item("reference weights", 900 * GIB),), 1000 * GIB)
     assert "900 GiB per node; 100 GiB are left" in verdict.host_verdict(plan)
     plan.problems = ["one", "two"]
