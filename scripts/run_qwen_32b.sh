@@ -9,7 +9,7 @@
 # ENGINE      vllm or sglang; default: the recipe's
 # HEAD_ADDR   address of node 0 in the cluster's network; default: the first node of Slurm's list
 # NODES, NODE_RANK   how many nodes, and which one this is, from 0; default: Slurm's
-# NODE_ADDR   this node's address; default: the one on the way to HEAD_ADDR
+# NODE_ADDR   this node's address; default: found by route to HEAD_ADDR
 # PORT        of Ray on node 0, 6380; TOKEN_FILE: the key they share; default: made beside run_dir
 # GPUS_PER_NODE      what the plan counts with; default: the GPUs of this node, else the recipe's
 # NODES_TIMEOUT_S    bound on waiting for all nodes, 600

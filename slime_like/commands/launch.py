@@ -24,11 +24,16 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     defaults = LaunchOptions(config=None, flags=(), nodes=1, node_rank=0)
     add("config", nargs="?", type=Path, metavar="CONFIG.yaml", help="configuration file")
-    add("--nodes", type=int, metavar="N", help="number of nodes (default: that of --slurm_nodes, else 1)")
+    add("--nodes", type=int, metavar="N", help="number of nodes (default: those of --slurm_nodes, else 1)")
     add("--node_rank", type=int, default=0, metavar="R", help="this node's number, from 0")
     add("--head", default="", metavar="ADDRESS", help="node 0's address or name (default: the first of --slurm_nodes)")
     add("--slurm_nodes", default="", metavar="LIST", help="Slurm's node list, e.g. gpu[01-04]")
-    add("--address", default="", metavar="ADDRESS", help="this node's address (default: the one on the way to node 0)")
+    add(
+        "--address",
+        default="",
+        metavar="ADDRESS",
+        help="this node's address (default: found by route to node 0)",
+    )
     add(
         "--port",
         type=int,
@@ -36,13 +41,18 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="PORT",
         help="port of Ray's GCS on node 0 (default: %(default)s)",
     )
-    add("--token_file", type=Path, metavar="FILE", help="key that all nodes share (default: made beside run_dir)")
+    add(
+        "--token_file",
+        type=Path,
+        metavar="FILE",
+        help="key shared by all nodes (default: created beside run_dir)",
+    )
     add("--gpus_per_node", type=int, metavar="M", help="devices per node, for the plan (default: this node's)")
     for name, what in (
-        ("nodes_timeout_s", "timeout of waiting for all nodes"),
-        ("ray_timeout_s", "timeout of the start of Ray on a node"),
-        ("silence_s", "a node that does not answer for so long is lost"),
-        ("stop_s", "bound on the end of training once it must end"),
+        ("nodes_timeout_s", "timeout for all nodes to join"),
+        ("ray_timeout_s", "timeout for Ray to start on a node"),
+        ("silence_s", "a node that does not answer for this time counts as lost"),
+        ("stop_s", "time for training to stop before it is killed"),
     ):
         add(
             f"--{name}",

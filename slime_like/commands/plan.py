@@ -22,19 +22,25 @@ _DOES_NOT_FIT = 1
 def _add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--output", type=given_path, metavar="FILE", help="also write the plan, or with --search the layouts, as JSON")
-    add("--search", action="store_true", help="list the layouts of the same GPUs that fit, fastest first")
-    add("--top", type=at_least_one, default=5, metavar="N", help="layouts that --search lists (default: %(default)s)")
+    add("--search", action="store_true", help="list layouts that fit these GPUs, fastest first")
+    add(
+        "--top",
+        type=at_least_one,
+        default=5,
+        metavar="N",
+        help="number of layouts to list (default: %(default)s)",
+    )
     add(
         "--preflight",
         action="store_true",
-        help="this machine is one of the cluster's: files, disk and port must be right here",
+        help="this machine belongs to the cluster: also check its files, disk and port",
     )
     for name in ("prompt", "response"):
         add(
             f"--mean_{name}",
             type=at_least_one,
             metavar="TOKENS",
-            help=f"{name} tokens on average, for the predicted time (default: the longest allowed)",
+            help=f"mean {name} tokens, for the predicted time (default: the configured limit)",
         )
 
 
@@ -102,13 +108,13 @@ def _require_possible(options: argparse.Namespace, config: RunConfig) -> None:
     """Reject options that contradict one another, or the configuration."""
     problems = []
     if options.search and options.preflight:
-        problems.append("--preflight judges one layout, and --search tries many; give one of the two")
+        problems.append("--preflight checks one layout, and --search many; give one of the two")
     for option, mean, field, most in (
         ("--mean_prompt", options.mean_prompt, "data.max_prompt_tokens", config.data.max_prompt_tokens),
         ("--mean_response", options.mean_response, "rollout.max_new_tokens", config.rollout.max_new_tokens),
     ):
         if mean is not None and mean > most:
-            problems.append(f"{option}={mean} is more than {field}={most} allows; give at most that")
+            problems.append(f"{option}={mean} is more than {field}={most}; give at most {most}")
     if problems:
         raise ConfigError(problems, code="options-conflict")
 
@@ -134,9 +140,9 @@ COMMAND = Command(
     "plan",
     "does a run fit a cluster, and how long does a step take? Needs no GPU and no weights",
     _run,
-    "Work a whole cluster's run out on this machine: every kind of rank's real shard, optimizer and\n"
-    "worst micro-batch on shapes, engines, KV cache, traffic, a predicted step, and everything that would keep\n"
-    "the run from starting. Of the model only config.json is needed. Exit code 1 where it does not fit.",
+    "Plan a run on a cluster from this machine: the memory of every kind of rank and of the engines,\n"
+    "traffic, the predicted time of a step, and all problems that would stop the run at its start. The\n"
+    "model's config.json suffices. Exit code 0: fits. 1: does not fit. 2: the layout is invalid.",
     _add_arguments,
     "[--output FILE] [--search] [--section.field VALUE ...]",
     {"[CONFIG.yaml]": "configuration file"},

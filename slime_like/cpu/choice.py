@@ -12,6 +12,6 @@ def kernels_are_used(setting: Literal["auto", "off"]) -> bool:
 def operators_note(setting: Literal["auto", "off"]) -> str:
     """Line of a run's log: the operators that compute on a CPU."""
     if kernels_are_used(setting):
-        return "CPU operators: Numba kernels where they serve, torch's for the rest"
+        return "CPU operators: Numba kernels where available, else torch's"
     missing = "numba is not installed; slime-like[train] includes it"
-    return f"CPU operators: torch's alone ({'trainer.cpu_kernels=off' if setting == 'off' else missing})"
+    return f"CPU operators: only torch's ({'trainer.cpu_kernels=off' if setting == 'off' else missing})"

@@ -50,8 +50,8 @@ def precision_notes(config: RunConfig) -> Iterator[str]:
         stored, computed = stored_dtype(config.model.path), config.model.dtype
         if computed == "bfloat16" and stored in ("float16", "float32", "float64"):
             yield (
-                f"model.dtype={computed}: the weights of {config.model.path} are stored in {stored} and computed in "
-                f"{computed}; set model.dtype: float32 to compute in that"
+                f"model.dtype={computed} rounds the weights of {config.model.path}, which are stored in {stored}; "
+                "set model.dtype: float32 to avoid it"
             )
 
 

@@ -10,14 +10,14 @@ from slime_like.cpu.choice import kernels_are_used, operators_note
 @pytest.mark.parametrize(
     ("setting", "installed", "note"),
     [
-        ("auto", True, "CPU operators: Numba kernels where they serve, torch's for the rest"),
-        ("off", True, "CPU operators: torch's alone (trainer.cpu_kernels=off)"),
+        ("auto", True, "CPU operators: Numba kernels where available, else torch's"),
+        ("off", True, "CPU operators: only torch's (trainer.cpu_kernels=off)"),
         (
             "auto",
             False,
-            "CPU operators: torch's alone (numba is not installed; slime-like[train] includes it)",
+            "CPU operators: only torch's (numba is not installed; slime-like[train] includes it)",
         ),
-        ("off", False, "CPU operators: torch's alone (trainer.cpu_kernels=off)"),
+        ("off", False, "CPU operators: only torch's (trainer.cpu_kernels=off)"),
     ],
 )
 def test_the_choice_and_its_note(setting: str, installed: bool, note: str, monkeypatch: pytest.MonkeyPatch) -> None:
