@@ -70,7 +70,7 @@ def gather(
             raise error(
                 f"{late} gave no answer within {timeout_s:.0f} s while {phase}",
                 code="no-answer",
-                remedy="the worker logs say more",
+                remedy="see the worker logs",
             )
     return [values[reference] for reference in references]
 

@@ -223,7 +223,7 @@ def _staleness(trajectory: ScoredTrajectory, step: int) -> int:
 def _limits(rollout: RolloutConfig) -> str:
     """Settings that cut responses off, with their values."""
     limits = {"max_new_tokens": rollout.max_new_tokens}
-    if (environment := rollout.environment) is not None:
+    if (environment := rollout.environment).name is not None:
         limits |= {"environment.max_turns": environment.max_turns}
         if environment.max_turn_tokens is not None:
             limits |= {"environment.max_turn_tokens": environment.max_turn_tokens}

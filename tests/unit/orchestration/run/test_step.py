@@ -1,5 +1,6 @@
 """What a step's record says aloud, with stand-ins for everything that a run holds open; which steps are milestones."""
 
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -40,6 +41,23 @@ def test_steps_with_equal_rewards_are_reported_once(tmp_path: Path) -> None:
         recording.record(step, TrainedStep(group(step, advantage), [grpo_stats()], None, 16), phase_times())
     assert len(notes) == 1
     assert notes[0].startswith("steps 7 to 11: the responses to each prompt all got the same reward")
+
+
+@pytest.mark.parametrize(
+    ("flags", "limits"),
+    [
+        ([], "rollout.max_new_tokens=256"),
+        (["--rollout.environment.name", "calculator"], "rollout.max_new_tokens=256, rollout.environment.max_turns=4"),
+    ],
+)
+def test_limits_that_cut_responses_off_are_those_of_the_run(tmp_path: Path, flags: list[str], limits: str) -> None:
+    given = ["--run_dir", str(tmp_path), "--model.path", str(tmp_path), "--debug.samples_per_step", "0", *flags]
+    notes: list[str] = []
+    run: Any = SimpleNamespace(config=load_config(None, given), progress=SimpleNamespace(note=notes.append))
+    cut = [replace(trajectory, finish_reason="length") for trajectory in group(1, 0.5)]
+    step_recorder(run).finish_step(1, TrainedStep(cut, [grpo_stats()], None, 16))
+    (note,) = notes
+    assert f"(limits: {limits}, the model's length)" in note
 
 
 @pytest.mark.parametrize(("every", "steps"), [(3, [3, 6, 9, 10]), (0, [10]), (5, [5, 10])])
