@@ -35,7 +35,8 @@ def _missing(path: Path, field: str) -> list[str]:
 
 
 def model_weight_problems(config: RunConfig, dimensions: ModelDimensions) -> list[str]:
-    return weight_problems(config.model.path, "model.path", dimensions)
+    path = config.model.path
+    return weight_problems(path, "model.path", dimensions) if (path / "config.json").is_file() else []
 
 
 def weight_problems(path: Path, field: str, dimensions: ModelDimensions) -> list[str]:

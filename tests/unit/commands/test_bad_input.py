@@ -68,6 +68,9 @@ def test_a_bad_row_to_evaluate_on_is_refused_as_early_as_one_to_train_on(
 
 BAD_ROW, NO_TOKENIZER = "evaluation.rows", "model.tokenizer"
 WRONG = "--data.train x.jsonl --rollout.engine x --rollout.top_p 0.5 --trainer.parallel.pipeline 13 --resume x"
+NO_MODEL = "--model.path x --trainer.parallel.sequence true --trainer.target_tokens_per_batch 600"
+RANGES = "--algorithm.clip_low -1 --algorithm.importance_low 5 --trainer.parallel.sequence true --rollout.top_p 0.5"
+MEANT = "--rollout.max_new_token 8 --trainer.target_tokens_per_batch 600"
 OF_WRONG = ["data.train", "resume", "rollout.engine", "rollout.sampling", "trainer.layout"]
 # what stands in the held-out file, whether the model is foreign, flags, and the codes of all problems in one list
 TOGETHER: list[tuple[str, bool, list[str], list[str]]] = [
@@ -77,6 +80,9 @@ TOGETHER: list[tuple[str, bool, list[str], list[str]]] = [
     ('{"prompt": "a"}', True, ["--rollout.top_p", "5"], ["field-range", "model.family", NO_TOKENIZER, BAD_ROW]),
     ("", True, ["--rollout.engine", "x"], ["rollout.engine", "model.family", NO_TOKENIZER, BAD_ROW]),
     ('{"prompt": "a", "answer": "b"}', False, WRONG.split(), OF_WRONG),
+    ('{"prompt": "a"}', False, NO_MODEL.split(), ["model.path", "trainer.layout", "trainer.token-budget", BAD_ROW]),
+    ("", False, RANGES.split(), ["field-range", "fields-conflict", "rollout.sampling", "trainer.layout", BAD_ROW]),
+    ("{}", False, MEANT.split(), ["field-unknown", BAD_ROW]),
     ('{"prompt": "a", "answer": "b"}', True, ["--steps", "0"], ["field-range", "model.family", NO_TOKENIZER]),
 ]
 
@@ -110,8 +116,10 @@ def test_bad_input_gets_one_line(
     flags = [flag.replace("TMP", str(tmp_path)) for flag in case.flags]
     file = tmp_path / ("run.yaml" if case.yaml is not None else "rows.jsonl")
     if case.yaml is not None:
-        file.write_text(case.yaml)
+        sound = sound_flags(tmp_path)
+        file.write_text(case.yaml.replace("/x", sound[1], 1).replace("/y", sound[3], 1))
         arguments.append(str(file))
+        flags += [] if "train:" in case.yaml else sound[4:]
     elif case.rows is not None:
         file.write_text(case.rows)
         limits = [f"--data.max_prompt_tokens={CONFIG.max_prompt_tokens}", "--data.shuffle=false"]
