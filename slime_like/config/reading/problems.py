@@ -67,9 +67,10 @@ def did_you_mean(name: str, known: Sequence[str], flag: bool = False) -> str:
 
 def suggestion(name: str, known: Sequence[str]) -> str | None:
     """The known name that an unknown one probably means."""
+    name = name.replace("-", "_")
     near = get_close_matches(name, known, n=1, cutoff=0.75)
     leaf = name.rpartition(".")[2]
-    elsewhere = [field for field in [SYNONYMS.get(leaf.replace("-", "_"))] if field in known]
+    elsewhere = [field for field in [SYNONYMS.get(leaf)] if field in known]
     same_leaf = [candidate for candidate in known if candidate.rpartition(".")[2] == leaf]
     leaves = {candidate.rpartition(".")[2]: candidate for candidate in known}
     near_leaf = [leaves[match] for match in get_close_matches(leaf, list(leaves), n=1, cutoff=0.75)]

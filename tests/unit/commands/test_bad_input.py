@@ -19,7 +19,7 @@ from tests.unit.checks.test_check import FAULTS
 from tests.unit.config.test_load import HEAD, REFUSED
 from tests.unit.data.test_prompts import CONFIG, FAULTY
 
-_REFUSED, _FAILED = 2, 1
+_REFUSED = 2
 
 
 @dataclass(frozen=True)
@@ -35,10 +35,6 @@ class Case:
     yaml: str | None = None
     rows: str | None = None
 
-    @property
-    def exit_code(self) -> int:
-        return _FAILED if self.begins.startswith("resume") else _REFUSED
-
 
 CASES = [
     *(Case(shlex.split(flags), code) for code, faults in FAULTS.items() for flags in faults),
@@ -47,7 +43,7 @@ CASES = [
         Case([f"--data.{name}={value_text(value)}" for name, value in changes.items()], begins="FILE:", rows=content)
         for content, changes, *_ in FAULTY
     ),
-    Case(["--resume", "TMP"], begins="resume: TMP is ", rows=""),
+    Case(["--resume", "TMP"], "resume"),
 ]
 
 
@@ -126,10 +122,30 @@ def test_bad_input_gets_one_line(
         arguments += tiny.rl_flags(tmp_path / "run", "--data.train", str(file), *limits)[1:]
     else:
         arguments += sound_flags(tmp_path)
-    assert main(["train", *arguments, *flags]) == case.exit_code
+    assert main(["train", *arguments, *flags]) == _REFUSED
     printed = capsys.readouterr()
     assert printed.out == ""
     begins = case.begins.replace("FILE", str(file)).replace("TMP", str(tmp_path))
     assert printed.err.startswith(f"slime-like: {begins}") and printed.err.count("\n") == 1
     assert printed.err.endswith(f"{case.code}]\n")
     assert case.rows is not None or not (tmp_path / "run").exists()
+
+
+def test_the_sentence_names_what_is_there_instead(
+    tmp_path: Path, rejects: Rejects, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A model's name on the hub, a flag of another framework, a run's directory for its checkpoint, a row's keys."""
+    sound, latest = sound_flags(tmp_path), tmp_path / "first" / "checkpoints" / "latest"
+    latest.mkdir(parents=True)
+    (latest / "state.json").write_text("{}")
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "train.jsonl").write_text('{"question": "1+1=", "answer": "2"}\n')
+    for flags, codes in (
+        (["--model.path", "Qwen/Qwen2.5-0.5B"], ["model.path", "data.rows"]),
+        (["--rollout-batch-size", "8"], ["field-unknown", "data.rows"]),
+        (["--resume", "first"], ["resume", "data.rows"]),
+    ):
+        with rejects(ConfigError) as caught:
+            run(["train", *sound, *flags])
+        assert [problem.code for problem in caught.value.problems] == codes
+    assert not (tmp_path / "run").exists()
