@@ -71,8 +71,8 @@ class ConfigError(SlimeLikeError):
 
     Args:
         problems: every fault found; plain sentences get ``code``, or the class's.
-        rest: the configuration with defaults for the fields that are wrong, where that makes one: for further
-            checks.
+        rest: the configuration without the fields that are wrong, for further checks; reading one of them raises
+            ``slime_like.config.base.UnknownField``.
     """
 
     code = "config"

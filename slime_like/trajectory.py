@@ -128,7 +128,7 @@ class UnscoredTrajectory(SampledFields):
         sequence_id, group_id: unique over the run; samples of one prompt share the latter.
         policy_version: weight version of the first response token.
         temperature: sampling temperature, the one every logprob of this sequence is scored with.
-        finish_reason: "stop", "length" or "abort".
+        finish_reason: "stop", "length", "abort" or "turns".
         conversation: its turns, where an environment took part.
     """
 

@@ -23,8 +23,9 @@ from slime_like.checks import (
     schedule,
     weight_sync,
 )
-from slime_like.checks.definition import Check, Needs, NeedsOf, training_needs
+from slime_like.checks.definition import RANKS, Check, Needs, NeedsOf, training_needs
 from slime_like.checks.model_directories import find_dimensions
+from slime_like.config.base import UnknownField
 from slime_like.config.run import RunConfig
 from slime_like.errors import ConfigError, Problem
 from slime_like.models.dimensions import ModelDimensions
@@ -72,28 +73,22 @@ CHECKS: Sequence[Check] = (
     Check("rollout.environment", {"engine"}, names.environment_problems),
     # of the model's sizes
     Check("model.family", {"model", "trainer"}, families.family_problems),
-    Check(
-        "trainer.layout",
-        {"model", "trainer"},
-        lambda config, model: layout.layout_problems(config.trainer.parallel, model),
-    ),
+    Check("trainer.layout", {"model", "trainer"}, layout.trainer_layout_problems),
     Check("trainer.latent-attention", {"model", "trainer"}, families.latent_problems),
     Check("algorithm.balancing", {"model", "trainer"}, families.balancing_problems),
     Check("rollout.tensor", {"model", "engine"}, layout.engine_rank_problems),
     Check("rollout.stop-tokens", {"model", "data"}, lengths.stop_token_problems),
     Check("rollout.length", {"model", "engine"}, lengths.rollout_length_problems),
-    Check("trainer.token-budget", {"model", "training", "engine"}, lengths.budget_problems),
+    Check("trainer.token-budget", {"training", "engine"}, lengths.budget_problems),
     Check("evaluation.length", {"model", "engine"}, lengths.held_out_length_problems),
     Check("rollout.max-model-len", {"model", "engine"}, lengths.served_length_problems),
     # of what takes longest
     Check("reward.custom", {"engine", "code"}, names.custom_reward_problems),
     Check("rollout.environment-custom", {"engine", "code"}, names.custom_environment_problems),
-    Check("model.tokenizer", {"rows", "data"}, rows.tokenizer_problems),
-    Check("data.rows", {"rows", "training"}, rows.training_row_problems),
-    Check("evaluation.rows", {"rows", "engine"}, rows.held_out_row_problems),
+    Check("model.tokenizer", {"files", "rows", "data"}, rows.tokenizer_problems),
+    Check("data.rows", {"files", "rows", "training"}, rows.training_row_problems),
+    Check("evaluation.rows", {"files", "rows", "engine"}, rows.held_out_row_problems),
 )
-
-_FILES_OF_MODEL = {"model.path", "model.family", "model.weight-files"}
 
 
 def selected(needs: Needs) -> list[Check]:
@@ -104,8 +99,7 @@ def selected(needs: Needs) -> list[Check]:
 def check(config: RunConfig, needs: Needs | None = None) -> list[Problem]:
     """Every problem that is found without reading rows; ``needs`` default to those of training."""
     needs = training_needs(config) if needs is None else needs
-    dimensions, _ = find_dimensions(config.model.path, "model.path")
-    return _run(selected(needs), config, dimensions)
+    return _run(selected(needs), config, _dimensions(config))
 
 
 def require_valid(config: RunConfig, needs: Needs | None = None) -> None:
@@ -119,16 +113,16 @@ def require_valid(config: RunConfig, needs: Needs | None = None) -> None:
         raise ConfigError(problems + _check_rows(config, needs))
 
 
-def with_problems_of_files(error: ConfigError, needs_of: NeedsOf) -> ConfigError:
-    """The error of a configuration with wrong fields, and the problems of the files that the other fields name."""
+def complete(error: ConfigError, needs_of: NeedsOf) -> ConfigError:
+    """The error of a configuration with wrong fields, and the problems that are found without them."""
     config = error.rest
     if config is None:
         return error
-    needs = needs_of(config)
-    reading = [one for one in selected(needs | {"weights"}) if one.code in _FILES_OF_MODEL]
-    dimensions, _ = find_dimensions(config.model.path, "model.path")
-    model = _run(reading, config, dimensions) if config.model.path.is_dir() else []
-    return ConfigError([*error.problems, *model, *_check_rows(config, needs)])
+    try:
+        needs = needs_of(config)
+    except UnknownField:  # algorithm.loss: with engines, or supervised
+        needs = RANKS
+    return ConfigError([*error.problems, *check(config, needs), *_check_rows(config, needs)])
 
 
 def check_settings(config: RunConfig, dimensions: ModelDimensions, needs: Needs) -> list[Problem]:
@@ -149,3 +143,10 @@ def _check_rows(config: RunConfig, needs: Needs) -> list[Problem]:
 
 def _run(checks: Iterable[Check], config: RunConfig, dimensions: ModelDimensions | None) -> list[Problem]:
     return [problem for one in checks for problem in one.find(config, dimensions)]
+
+
+def _dimensions(config: RunConfig) -> ModelDimensions | None:
+    try:
+        return find_dimensions(config.model.path, "model.path")[0]
+    except UnknownField:
+        return None

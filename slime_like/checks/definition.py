@@ -3,9 +3,11 @@
 import re
 from collections.abc import Callable, Iterable, Iterator
 from collections.abc import Set as AbstractSet
+from contextlib import suppress
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NoReturn
 
+from slime_like.config.base import UnknownField
 from slime_like.config.run import RunConfig
 from slime_like.errors import Problem
 from slime_like.models.dimensions import ModelDimensions
@@ -67,11 +69,15 @@ class Check:
     run: Callable[..., Iterable[str]]
 
     def find(self, config: RunConfig, dimensions: ModelDimensions | None) -> Iterator[Problem]:
-        """``dimensions`` are the model's sizes, where they are known; without them nothing is found about the model."""
-        if "model" not in self.needs:
-            sentences = self.run(config)
-        else:
-            sentences = () if dimensions is None else self.run(config, dimensions)
-        for text in sentences:
-            field = _FIELD.match(text)
-            yield Problem(self.code, text, field.group() if field else "")
+        """Find what can be found without settings that have no value, nor the model's sizes where they are ``None``."""
+        with suppress(UnknownField):
+            for text in self.run(config, dimensions or _UnknownSizes()) if "model" in self.needs else self.run(config):
+                field = _FIELD.match(text)
+                yield Problem(self.code, text, field.group() if field else "")
+
+
+class _UnknownSizes:
+    """Sizes of a model that cannot be read."""
+
+    def __getattr__(self, name: str) -> NoReturn:
+        raise UnknownField(name)

@@ -27,6 +27,12 @@ def sync_directory_problems(config: RunConfig) -> Iterator[str]:
         yield f"sync.directory={directory} {problem}"
 
 
+def missing(path: Path) -> str:
+    """ "does not exist"; of what lies below the current directory, that a relative path begins there."""
+    begins = " (relative paths begin at the current directory)" if path.is_relative_to(Path.cwd()) else ""
+    return f"does not exist{begins}"
+
+
 def directory_problem(path: Path) -> str | None:
     """Why nothing could be written into ``path``, as the end of a sentence with its remedy; ``None`` where it could.
 

@@ -11,6 +11,8 @@ from slime_like.models.converted import DESCRIPTION, MODEL, WEIGHTS, converted_p
 BACKEND = "backend"
 """In a checkpoint's ``state.json``: whose files it holds."""
 
+_STATE = "state.json"
+
 
 def backend_problem(checkpoint: Path, backend: str, field: str) -> str | None:
     """That ``backend`` cannot read the checkpoint, in one sentence with its remedy; ``None`` where it can.
@@ -35,7 +37,7 @@ def _written_by(checkpoint: Path) -> str | None:
     if (checkpoint / DESCRIPTION).is_file():
         return "megatron"
     try:
-        state = json.loads((checkpoint / "state.json").read_text(encoding="utf-8"))
+        state = json.loads((checkpoint / _STATE).read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return None
     wrote = state.get(BACKEND) if isinstance(state, dict) else None
@@ -74,8 +76,14 @@ def converted_problems(config: RunConfig) -> Iterator[str]:
 
 
 def resume_problems(config: RunConfig) -> Iterator[str]:
-    if config.resume in ("auto", "never") or Path(config.resume).is_dir():
-        return  # what is in a directory is read, and compared, when the run starts
+    path = Path(config.resume)
+    if config.resume in ("auto", "never") or (path / _STATE).is_file():
+        return  # what is in a checkpoint is read, and compared, when the run starts
+    if path.is_dir():
+        inside = path / "checkpoints" / "latest"
+        remedy = f"resume={inside}" if (inside / _STATE).is_file() else "the path of a run's checkpoints/step-N"
+        yield f"resume={config.resume} is not a checkpoint ({_STATE} is missing in it); give {remedy}"
+        return
     yield (
         f"resume={config.resume} is neither auto nor never, nor a directory; give the path of a checkpoint, such as "
         f"{config.run_dir / 'checkpoints' / 'latest'}"

@@ -9,11 +9,23 @@ from slime_like.models.dimensions import ModelDimensions
 
 def layout_problems(parallel: ParallelConfig, dimensions: ModelDimensions) -> list[str]:
     """Why this layout cannot run this model: one sentence per fault, with field, value and remedy."""
-    return [
-        *_tensor_problems(parallel, dimensions),
-        *_pipeline_problems(parallel, dimensions),
-        *_expert_problems(parallel, dimensions),
-    ]
+    return list(_layout_problems(parallel, dimensions))
+
+
+def trainer_layout_problems(config: RunConfig, dimensions: ModelDimensions) -> Iterator[str]:
+    return _layout_problems(config.trainer.parallel, dimensions)
+
+
+def _layout_problems(parallel: ParallelConfig, dimensions: ModelDimensions) -> Iterator[str]:
+    """The first ones need no sizes."""
+    chunks = parallel.virtual_pipeline
+    if parallel.sequence and parallel.tensor == 1:
+        yield "trainer.parallel.sequence=true needs trainer.parallel.tensor above 1; set it to false, or raise tensor"
+    if chunks > 1 and parallel.pipeline == 1:
+        yield f"trainer.parallel.virtual_pipeline={chunks} needs trainer.parallel.pipeline above 1; set it to 1"
+    yield from _tensor_problems(parallel, dimensions)
+    yield from _pipeline_problems(parallel, dimensions)
+    yield from _expert_problems(parallel, dimensions)
 
 
 def layers_per_stage(num_layers: int, num_stages: int) -> list[int]:
@@ -59,8 +71,6 @@ def _tensor_problems(parallel: ParallelConfig, dimensions: ModelDimensions) -> I
             f"trainer.parallel.tensor={parallel.tensor} is neither a divisor nor a multiple of the model's {groups} "
             f"KV heads; use {either(fitting)}"
         )
-    if parallel.sequence and parallel.tensor == 1:
-        yield "trainer.parallel.sequence=true needs trainer.parallel.tensor above 1; set it to false, or raise tensor"
 
 
 def _split_sizes(parallel: ParallelConfig, dimensions: ModelDimensions) -> dict[str, int]:
@@ -87,8 +97,6 @@ def _pipeline_problems(parallel: ParallelConfig, dimensions: ModelDimensions) ->
             f"trainer.parallel.pipeline={parallel.pipeline}{times} is more than the model's {layers} layers; "
             f"every stage needs one, so use at most {layers}" + (" in all" if chunks > 1 else "")
         )
-    if chunks > 1 and parallel.pipeline == 1:
-        yield f"trainer.parallel.virtual_pipeline={chunks} needs trainer.parallel.pipeline above 1; set it to 1"
 
 
 def _expert_problems(parallel: ParallelConfig, dimensions: ModelDimensions) -> Iterator[str]:

@@ -21,7 +21,7 @@ def rollout_length_problems(config: RunConfig, dimensions: ModelDimensions) -> I
     return _served(config, "rollout", config.rollout.max_new_tokens, dimensions)
 
 
-def budget_problems(config: RunConfig, _: ModelDimensions) -> Iterator[str]:
+def budget_problems(config: RunConfig) -> Iterator[str]:
     budget = config.trainer.target_tokens_per_batch
     return _too_long(
         config, "rollout", config.rollout.max_new_tokens, "trainer.target_tokens_per_batch", budget, _RAISE
@@ -44,9 +44,9 @@ def served_length_problems(config: RunConfig, dimensions: ModelDimensions) -> It
 
 
 def _served(config: RunConfig, section: str, response: int, dimensions: ModelDimensions) -> Iterator[str]:
+    yield from _too_long(config, section, response, "rollout.max_model_len", config.max_model_len, _RAISE)
     most = dimensions.max_position_embeddings
     yield from _too_long(config, section, response, "the model's max_position_embeddings", most, "")
-    yield from _too_long(config, section, response, "rollout.max_model_len", config.max_model_len, _RAISE)
 
 
 def _too_long(config: RunConfig, section: str, response: int, what: str, limit: int, otherwise: str) -> Iterator[str]:

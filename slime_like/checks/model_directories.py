@@ -4,6 +4,7 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
+from slime_like.checks.directories import missing
 from slime_like.checks.fsdp import BACKEND as FSDP
 from slime_like.checks.fsdp import axis_problems
 from slime_like.checks.layout import layout_problems
@@ -17,9 +18,8 @@ _HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 
 def find_dimensions(path: Path, field: str) -> tuple[ModelDimensions | None, list[str]]:
     """Of the checkpoint at ``path``, which ``field`` names; or ``None`` and what is wrong with it."""
-    missing = _missing(path, field)
-    if missing:
-        return None, missing
+    if absent := _missing(path, field):
+        return None, absent
     try:
         return ModelDimensions.from_checkpoint(path), []
     except ConfigError as error:
@@ -29,13 +29,15 @@ def find_dimensions(path: Path, field: str) -> tuple[ModelDimensions | None, lis
 def _missing(path: Path, field: str) -> list[str]:
     if path.is_dir():
         return []
-    named = _HUB_NAME.fullmatch(str(path))
-    download = f", such as what `hf download {path} --local-dir {path.name}` writes" if named else ""
-    return [f"{field}={path} is not a directory; give a Hugging Face checkpoint directory{download}"]
+    name = str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else ""
+    download = f": `hf download {name} --local-dir {path.name}` writes one" if _HUB_NAME.fullmatch(name) else ""
+    problem = "is a file" if path.is_file() else missing(path)
+    return [f"{field}={path} {problem}; give a Hugging Face checkpoint directory{download}"]
 
 
 def model_weight_problems(config: RunConfig, dimensions: ModelDimensions) -> list[str]:
-    return weight_problems(config.model.path, "model.path", dimensions)
+    path = config.model.path
+    return weight_problems(path, "model.path", dimensions) if (path / "config.json").is_file() else []
 
 
 def weight_problems(path: Path, field: str, dimensions: ModelDimensions) -> list[str]:

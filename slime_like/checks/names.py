@@ -40,11 +40,11 @@ def interpreter_name_problems(config: RunConfig) -> list[str]:
 
 
 def loss_name_problems(config: RunConfig) -> Iterator[str]:
-    return _unknown_or_not_importable("algorithm.loss", config.algorithm.loss, LOSSES)
+    return _unknown_or_not_importable("algorithm.loss", config.algorithm.loss, [*LOSSES])
 
 
 def advantage_name_problems(config: RunConfig) -> Iterator[str]:
-    return _unknown_or_not_importable("algorithm.advantage", config.algorithm.advantage, ADVANTAGES)
+    return _unknown_or_not_importable("algorithm.advantage", config.algorithm.advantage, [*ADVANTAGES])
 
 
 def reward_problems(config: RunConfig) -> Iterator[str]:

@@ -6,6 +6,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+from slime_like.checks.directories import missing
 from slime_like.config.run import RunConfig
 from slime_like.data.encoding import RowEncoder
 from slime_like.data.rows import SUFFIXES, BadRows, read_rows
@@ -97,4 +98,4 @@ def _file_problems(field: str, files: Sequence[Path]) -> Iterator[str]:
                 "`datasets.load_dataset(...)[split].to_json('train.jsonl')` writes one)"
             )
         elif not file.is_file():
-            yield f"{field}={file} does not exist; give an existing file"
+            yield f"{field}={file} {missing(file)}; give an existing file"

@@ -12,40 +12,17 @@ from functools import cache
 from importlib.metadata import entry_points
 from pathlib import Path
 
+from slime_like.config import algorithm
 from slime_like.config.reading.fields import value_text
 from slime_like.config.rollout import ENVIRONMENT
 from slime_like.plugins.entry_points import BACKEND_GROUP, ENGINE_GROUP
 from slime_like.sandbox.environments.registry import REGISTERED as ENVIRONMENTS
 from slime_like.sandbox.rewards.registry import REGISTERED as REWARDS
+from slime_like.weights.transports import names
 
-_POLICY = "slime_like.algorithms.losses.policy"
-LOSSES = {
-    "ppo_clip": f"{_POLICY}:PPOClip",
-    "policy_gradient": f"{_POLICY}:PolicyGradient",
-    "gspo": f"{_POLICY}:GSPO",
-    "cispo": f"{_POLICY}:CISPO",
-    "sft": f"{_POLICY}:SFT",
-}
-_ADVANTAGES = "slime_like.algorithms.advantages"
-ADVANTAGES = {
-    "grpo": f"{_ADVANTAGES}:_grpo",
-    "grpo_mean_only": f"{_ADVANTAGES}:_mean_only",
-    "dr_grpo": f"{_ADVANTAGES}:_mean_only",
-    "rloo": f"{_ADVANTAGES}:_rloo",
-    "reinforce_pp": f"{_ADVANTAGES}:_reinforce_pp",
-    "reinforce_pp_baseline": f"{_ADVANTAGES}:_reinforce_pp_baseline",
-    "pass_through": f"{_ADVANTAGES}:_pass_through",
-}
-TRANSPORTS = {
-    name: f"slime_like.weights.transports.{module}"
-    for name, module in {
-        "shared_memory": "shared_memory",
-        "gloo": "collective",
-        "nccl": "collective",
-        "cuda_ipc": "cuda_ipc",
-        "directory": "directory",
-    }.items()
-}
+LOSSES = {name: f"slime_like.algorithms.losses.policy:{part}" for name, part in algorithm.LOSSES.items()}
+ADVANTAGES = {name: f"slime_like.algorithms.advantages:{part}" for name, part in algorithm.ADVANTAGES.items()}
+TRANSPORTS = {name: f"slime_like.weights.transports.{module}" for name, (module, _) in names.TRANSPORTS.items()}
 _OWN_PACKAGES = ("backends.", "rollout.")
 _ROOT = Path(__file__).parents[2]
 """Where the packages of this distribution lie, side by side."""

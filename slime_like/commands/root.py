@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from slime_like import __version__
 from slime_like.commands import convert, launch, plan, report, score, tiny_model, train, verify
 from slime_like.commands.command import Command
+from slime_like.config.reading.flags import sets_field
 from slime_like.errors import REFUSED
 from slime_like.system.interrupts import InterruptHandler
 
@@ -31,7 +32,8 @@ _OPTION = re.compile(r"^--\w[\w-]*(?=$|=)")
 
 def run(argv: Sequence[str]) -> int:
     """Run the subcommand that the arguments name; its exit code. Errors meant for people are ``SlimeLikeError``s."""
-    argv = [_OPTION.sub(lambda option: "--" + option[0][2:].replace("-", "_"), argument) for argument in argv]
+    given = {_with_underscores(argument): argument for argument in argv}
+    argv = list(map(_with_underscores, argv))
     named = [command for command in COMMANDS if argv[: len(command.words)] == command.words]
     if not named or {"-h", "--help"} & set(argv):
         _parser(named).parse_args(argv)  # which shows help or what is wrong, and exits
@@ -39,7 +41,14 @@ def run(argv: Sequence[str]) -> int:
     InterruptHandler().install()
     if "" not in sys.path:
         sys.path.append("")  # custom code in the current directory is found, behind everything that is installed
-    return named[0].run(*named[0].parse(argv[len(named[0].words) :]))
+    options, flags = named[0].parse(argv[len(named[0].words) :])
+    # What is unknown is named as it was given.
+    return named[0].run(options, [flag if sets_field(flag) else given.get(flag, flag) for flag in flags])
+
+
+def _with_underscores(argument: str) -> str:
+    """An option's name with underscores for dashes; everything else as it is."""
+    return _OPTION.sub(lambda option: "--" + option[0][2:].replace("-", "_"), argument)
 
 
 def _parser(whole: Sequence[Command]) -> argparse.ArgumentParser:

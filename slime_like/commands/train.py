@@ -7,10 +7,9 @@ from pathlib import Path
 from slime_like.checks.definition import NeedsOf, evaluation_needs, training_needs
 from slime_like.commands.command import Command, temporary_run_dir
 from slime_like.commands.failure import traceback_kept
+from slime_like.commands.reading import read_config
 from slime_like.commands.reference import fields_help
 from slime_like.config import RunConfig
-from slime_like.config.reading.load import load_config
-from slime_like.errors import ConfigError
 from slime_like.system.memory import permanent_allocations
 from slime_like.system.words import counted
 
@@ -65,12 +64,9 @@ def _evaluate(arguments: argparse.Namespace, flags: list[str]) -> int:
 
 def _loaded(path: Path | None, flags: list[str], needs_of: NeedsOf, run_dir: Path | None = None) -> RunConfig:
     """Args: ``run_dir`` is the run directory where none is named."""
-    from slime_like.checks.check import require_valid, with_problems_of_files
+    from slime_like.checks.check import require_valid
 
-    try:
-        config = load_config(path, flags, run_dir)
-    except ConfigError as error:
-        raise with_problems_of_files(error, needs_of) from error
+    config = read_config(path, flags, needs_of, run_dir)
     require_valid(config, needs_of(config))
     return config
 

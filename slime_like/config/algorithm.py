@@ -6,10 +6,26 @@ from pydantic import Field, field_validator, model_validator
 
 from slime_like.config.base import Section, absolute_code
 
-LOSSES = ("ppo_clip", "policy_gradient", "gspo", "cispo", "sft")
-"""Names of ``slime_like.algorithms.losses.policy.POLICY_LOSSES``."""
+LOSSES = {
+    "ppo_clip": "PPOClip",
+    "policy_gradient": "PolicyGradient",
+    "gspo": "GSPO",
+    "cispo": "CISPO",
+    "sft": "SFT",
+}
+"""Names and classes of ``slime_like.algorithms.losses.policy``, which imports torch."""
 
-ADVANTAGES = ("grpo", "grpo_mean_only", "dr_grpo", "rloo", "reinforce_pp", "reinforce_pp_baseline", "pass_through")
+ADVANTAGES = {
+    "grpo": "_grpo",
+    "grpo_mean_only": "_mean_only",
+    "dr_grpo": "_mean_only",
+    "rloo": "_rloo",
+    "reinforce_pp": "_reinforce_pp",
+    "reinforce_pp_baseline": "_reinforce_pp_baseline",
+    "pass_through": "_pass_through",
+}
+"""Names and functions of ``slime_like.algorithms.advantages``, which imports torch."""
+
 GROUP_ADVANTAGES = ("grpo", "grpo_mean_only", "dr_grpo", "rloo", "reinforce_pp_baseline")
 """Estimators that compare a sample with others of its group: with groups of one they give 0 for every sample."""
 

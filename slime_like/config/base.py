@@ -2,7 +2,7 @@
 
 from pathlib import Path
 from types import UnionType
-from typing import Any, Union, get_args, get_origin
+from typing import TYPE_CHECKING, Any, Union, get_args, get_origin
 
 from pydantic import BaseModel, ConfigDict, ValidationInfo, field_validator
 
@@ -35,6 +35,10 @@ def absolute_code(name: str | None) -> str | None:
     return f"{Path(file).absolute()}:{attribute}" if colon and file.endswith(".py") else name
 
 
+class UnknownField(Exception):
+    """What is read has no value, since the one that was given is rejected: a check that needs it ends here."""
+
+
 class Section(BaseModel):
     """Immutable section that rejects unknown keys and silent conversions.
 
@@ -64,3 +68,11 @@ class Section(BaseModel):
             for path in value if isinstance(value, list | tuple) else (value,):
                 require_path(path)
         return value
+
+    if not TYPE_CHECKING:  # a type checker would accept any attribute
+
+        def __getattr__(self, name: str) -> Any:
+            """Called for what is not there: a field that was taken out, or no field at all."""
+            if name in type(self).model_fields:
+                raise UnknownField(name)
+            return super().__getattr__(name)

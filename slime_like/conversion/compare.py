@@ -27,8 +27,8 @@ def compare_sources(
 ) -> list[Difference]:
     """List the differences by name; values are compared where type and shape agree.
 
-    ``report`` receives the elements compared and those to compare. Each of the ``workers``, threads, holds one
-    parameter of either side in memory.
+    ``report`` receives the bytes compared and those to compare, of one side. Each of the ``workers``, threads, holds
+    one parameter of either side in memory.
 
     Raises:
         CheckpointError: one of them is damaged.
@@ -47,12 +47,12 @@ def compare_sources(
     # Tensors that one side reads together are compared together.
     groups = a.groups if max(map(len, a.groups), default=0) > 1 else b.groups
     jobs = [job for group in groups if (job := [name for name in group if name in alike])]
-    total = sum(prod(a.tensors[name].shape) for name in alike)
+    total = sum(prod(a.tensors[name].shape) * getattr(torch, a.tensors[name].dtype).itemsize for name in alike)
 
     def compare(names: list[str], tracker: Tracker) -> list[Difference]:
         ours, theirs = a.read(names), b.read(names)
         found = [Difference(name, how) for name in names if (how := _values_differ(ours[name], theirs[name]))]
-        tracker.advance(sum(ours[name].numel() for name in names))
+        tracker.advance(sum(ours[name].nbytes for name in names))
         return found
 
     run_jobs(jobs, compare, workers, differences.extend, lambda done: report(done, total))

@@ -34,13 +34,13 @@ def converter_of(config: RunConfig) -> Converter:
 
 def to_megatron(config: RunConfig, output: Path, options: ConversionOptions) -> ConversionSummary:
     """``config.model.path`` to a checkpoint laid out as ``config.trainer.parallel``."""
-    with _reported(config) as report:
+    with _reported(config, "MiB converted") as report:
         return converter_of(config).to_checkpoint(config, output, options, report)
 
 
 def to_hugging_face(config: RunConfig, checkpoint: Path, output: Path, options: ConversionOptions) -> ConversionSummary:
     """A checkpoint's ``trainer`` directory to a Hugging Face directory."""
-    with _reported(config) as report:
+    with _reported(config, "MiB converted") as report:
         return converter_of(config).to_hugging_face(config, checkpoint, output, options, report)
 
 
@@ -57,12 +57,12 @@ def open_hugging_face(config: RunConfig, directory: Path) -> TensorSource:
 
 def compare(config: RunConfig, a: TensorSource, b: TensorSource, workers: int) -> list[Difference]:
     """List the differences between two opened checkpoints."""
-    with _reported(config) as report:
+    with _reported(config, "MiB compared") as report:
         return compare_sources(a, b, workers, report)
 
 
 @contextlib.contextmanager
-def _reported(config: RunConfig) -> Iterator[Report]:
+def _reported(config: RunConfig, unit: str) -> Iterator[Report]:
     """A progress bar that begins with the first report, which has the total."""
     with contextlib.ExitStack() as stack, _without_remarks():
         bar: Progress | None = None
@@ -74,12 +74,12 @@ def _reported(config: RunConfig) -> Iterator[Report]:
             nonlocal bar, before, shown, started
             units = max(1, total // _UNIT)
             if bar is None:
-                bar = stack.enter_context(Progress(config.logging.progress, units, unit="MiB"))
+                bar = stack.enter_context(Progress(config.logging.progress, units, unit=unit))
                 before, started = done, time.monotonic()
-            unit = units if done == total else done // _UNIT
-            if unit != shown:
-                shown, seconds = unit, time.monotonic() - started
-                bar.update(unit, {CONVERSION_SPEED: (done - before) / 1e9 / seconds if seconds > 0 else 0.0})
+            whole = units if done == total else done // _UNIT
+            if whole != shown:
+                shown, seconds = whole, time.monotonic() - started
+                bar.update(whole, {CONVERSION_SPEED: (done - before) / 1e9 / seconds if seconds > 0 else 0.0})
 
         yield report
 

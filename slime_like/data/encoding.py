@@ -10,6 +10,9 @@ from typing import Any
 from slime_like.config import DataConfig
 from slime_like.data.rows import Row
 
+_SHOWN = 10
+"""Keys of a row without a prompt that are named."""
+
 
 @dataclass(frozen=True, slots=True)
 class EncodedRow:
@@ -58,7 +61,8 @@ class RowEncoder:
         key = self._config.prompt_key
         prompt = row.get(key)
         if prompt is None:
-            problem = f"has neither {key!r} nor {self._config.token_ids_key!r}"
+            present = ", ".join(list(map(repr, row.values))[:_SHOWN]) or "none"
+            problem = f"has neither {key!r} nor {self._config.token_ids_key!r}; its keys: {present}"
             raise row.fault("no-prompt", problem, "set data.prompt_key to its key")
         if isinstance(prompt, str) and not prompt:
             raise row.fault("empty-prompt", f"{key!r} is empty", "remove the row")

@@ -80,7 +80,8 @@ class Generation:
             id; at temperature 0, of the unscaled logits. 0 on observations.
         weight_versions: (n,) int64, the weight version that sampled each token, on observations that of the turn
             before.
-        finish_reason: "stop", "length" (in a conversation also: the turns were used up) or "abort".
+        finish_reason: "stop", "length" (a limit of tokens), "abort", or "turns": the environment had not ended the
+            conversation after its last turn.
         prompt_logprobs: (prompt_len - 1,) float32 if asked for.
         conversation: ``None`` where the response is a single turn of no environment.
     """
@@ -88,7 +89,7 @@ class Generation:
     token_ids: np.ndarray
     logprobs: np.ndarray
     weight_versions: np.ndarray
-    finish_reason: Literal["stop", "length", "abort"]
+    finish_reason: Literal["stop", "length", "abort", "turns"]
     prompt_logprobs: np.ndarray | None = None
     conversation: Conversation | None = None
 

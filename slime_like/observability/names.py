@@ -181,6 +181,8 @@ def _rollout(record: RolloutRecord, lengths: Sequence[int], generate_s: float) -
     optional = {ROLLOUT_SPEED: sum(lengths) / seconds} if seconds > 0 else {}
     if record.turns:
         optional["rollout/turns_mean"] = float(np.mean(record.turns))
+        out_of_turns = sum(reason == "turns" for reason in record.finish_reasons)
+        optional["rollout/turn_limit_fraction"] = _ratio(out_of_turns, len(record.finish_reasons))
     return optional | {
         "rollout/response_length_mean": float(np.mean(lengths)),
         "rollout/response_length_max": float(max(lengths)),

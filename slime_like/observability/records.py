@@ -38,7 +38,7 @@ class RolloutRecord:
     """Figures of generating a step's responses.
 
     Attributes:
-        finish_reasons: (N,) "stop", "length" or "abort".
+        finish_reasons: (N,) "stop", "length", "abort" or "turns".
         dropped_prompts: prompts of this step that gave no trained sample.
         queue_size: groups that wait in the rollout queue.
         staleness: (N,) weight versions between a response's first token and the weights it trains.

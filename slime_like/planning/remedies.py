@@ -14,7 +14,8 @@ def misfits(plan: Plan, config: RunConfig) -> list[str]:
     if plan.engine is not None and plan.engine.longest_sequences < 1:
         problems.append(
             f"the KV cache of an engine holds {plan.engine.kv_tokens:,} tokens, less than one sequence of "
-            f"{config.max_model_len:,}; raise rollout.tensor or {share_setting(config)}, or lower rollout.max_model_len"
+            f"{config.max_model_len:,}; raise {'' if _has_one_gpu(config) else 'rollout.tensor or '}"
+            f"{share_setting(config)}, or lower rollout.max_model_len"
         )
     if plan.host is not None and not plan.host.fits and plan.host.capacity is not None:
         largest = max(plan.host.items, key=lambda item: item.nbytes)
@@ -39,6 +40,8 @@ def _misfit(phase: PhaseMemory, config: RunConfig) -> str:
 
 def remedy(item: str, config: RunConfig) -> str:
     """Settings that make an item of the memory table smaller."""
+    if _has_one_gpu(config):
+        return _remedy_on_one_gpu(item, config)
     fsdp = config.trainer.backend == FSDP
     layout = "more trainer.parallel.data" if fsdp else "a larger trainer.parallel.tensor or pipeline"
     if item == "activations":
@@ -57,6 +60,22 @@ def remedy(item: str, config: RunConfig) -> str:
         "sync buffers": "lower sync.bucket_mb, which cannot be less than one embedding, or use GPUs with more memory",
     }
     return remedies.get(item, f"use {layout}")
+
+
+def _has_one_gpu(config: RunConfig) -> bool:
+    """There is nothing to split over."""
+    return (config.cluster.nodes or 1) * config.cluster.gpus_per_node == 1
+
+
+def _remedy_on_one_gpu(item: str, config: RunConfig) -> str:
+    larger = "a smaller model, or a GPU with more memory (cluster.gpu, cluster.gpu_memory_gib)"
+    if item == "activations":
+        less = "" if config.trainer.recompute == "full" else "trainer.recompute: full, "
+        return f"use {less}a smaller trainer.target_tokens_per_batch"
+    if item in ("optimizer state", OPTIMIZER_STEP) and not config.trainer.optimizer.offload:
+        return f"use trainer.optimizer.offload, {larger}"
+    remedies = {"head": "lower trainer.head_chunk_tokens", "KV cache": f"lower {share_setting(config)}"}
+    return remedies.get(item, f"use {larger}")
 
 
 _HOST_REMEDIES = {

@@ -10,9 +10,9 @@ import pytest
 from slime_like.commands.plan import without_flags
 from slime_like.commands.root import run
 from slime_like.planning.hardware import GIB
+from tests.support.published import ROOT, at_the_root, with_fewer_layers  # noqa: F401
 from tests.unit.planning.test_arithmetic import MODELS, PUBLISHED
 
-ROOT = Path(__file__).parents[2]
 Capture = pytest.CaptureFixture[str]
 ONE_GPU = ["--cluster.gpus_per_node", "1", "--cluster.nodes", "1"]
 # Qwen3-4B with 2 of its 36 layers, all alike: parameters, 18 bytes each, are most of what a trainer holds.
@@ -20,16 +20,9 @@ LAYER = 2560 * 128 * (32 + 8 + 8) + 32 * 128 * 2560 + 3 * 2560 * 9728 + 2 * 2560
 PARAMETERS = 151_936 * 2560 + 2 * LAYER + 2560
 
 
-@pytest.fixture(autouse=True)
-def at_the_root(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(ROOT)
-
-
 @pytest.fixture(scope="session")
 def shallow(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
-    directory = tmp_path_factory.mktemp("shallow")
-    published = json.loads((MODELS / "Qwen3-4B" / "config.json").read_text())
-    (directory / "config.json").write_text(json.dumps({**published, "num_hidden_layers": 2}))
+    directory = with_fewer_layers(tmp_path_factory.mktemp("shallow"), "Qwen3-4B", 2)
     sizes = ["--trainer.target_tokens_per_batch", "4096", "--rollout.max_new_tokens", "512"]
     return ["--model.path", str(directory), *sizes]
 

@@ -18,9 +18,9 @@ from slime_like.planning.remedies import host_remedy, remedy
 from slime_like.planning.result import Plan
 from slime_like.planning.search import search
 from slime_like.planning.units import memory_text, seconds_text
+from tests.support.published import ROOT, at_the_root, with_fewer_layers  # noqa: F401
 from tests.unit.checks.checkpoint import EXPERTS, write_checkpoint
 
-ROOT = Path(__file__).parents[2]
 Capture = pytest.CaptureFixture[str]
 # GPUs that each recipe names; Qwen3-32B over four nodes with tensor, pipeline and context parallelism.
 RECIPES = {
@@ -36,17 +36,10 @@ RECIPES = {
 }
 
 
-@pytest.fixture(autouse=True)
-def at_the_root(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(ROOT)
-
-
 @pytest.fixture(scope="session")
 def small(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     """Flags for a quarter of the layers, all alike: every one is traced, for a tenth of a second."""
-    directory = tmp_path_factory.mktemp("model")
-    published = json.loads((ROOT / "configs" / "models" / "Qwen2.5-0.5B" / "config.json").read_text())
-    (directory / "config.json").write_text(json.dumps({**published, "num_hidden_layers": 6}))
+    directory = with_fewer_layers(tmp_path_factory.mktemp("model"), "Qwen2.5-0.5B", 6)
     sizes = ["--trainer.target_tokens_per_batch", "2048", "--rollout.max_new_tokens", "512"]
     return ["--model.path", str(directory), *sizes]
 

@@ -181,15 +181,16 @@ def test_every_turn_of_every_sample_has_a_seed_of_its_own(loop: asyncio.Abstract
 
 
 @pytest.mark.parametrize(
-    ("limit", "environment", "script", "limits"),
+    ("limit", "environment", "script", "limits", "reason"),
     [
         # 3 sampled, 5 observed ("<tool>A <assistant>" is 4 tokens); of 200 tokens 195 are left
-        (200, {"max_turns": 2}, [turn("a"), turn("b")], [200, 194]),
-        (200, {"max_turns": 1}, [turn("a")], [200]),
-        (200, {"max_turn_tokens": 7}, [turn("a"), turn("bye")], [7, 7]),
-        (12, {"max_turn_tokens": 7}, [turn("a"), turn("b", "length")], [7, 6]),
-        (6, {}, [turn("a")], [6]),  # no room for what the environment says and a token after it
-        (7, {}, [turn("a"), made(ids("b"), "length")], [7, 1]),
+        (200, {"max_turns": 2}, [turn("a"), turn("b")], [200, 194], "turns"),
+        (200, {"max_turns": 1}, [turn("a")], [200], "turns"),
+        (200, {"max_turn_tokens": 7}, [turn("a"), turn("bye")], [7, 7], "stop"),
+        (12, {"max_turn_tokens": 7}, [turn("a"), turn("b", "length")], [7, 6], "length"),
+        (6, {}, [turn("a")], [6], "length"),  # no room for what the environment says and a token after it
+        (7, {}, [turn("a"), made(ids("b"), "length")], [7, 1], "length"),
+        (200, {"max_turns": 1}, [turn("ab", "length")], [200], "length"),
     ],
 )
 def test_budgets(
@@ -198,6 +199,7 @@ def test_budgets(
     environment: dict[str, Any],
     script: list[Generation],
     limits: list[int],
+    reason: str,
 ) -> None:
     engine = Engine(script)
     (generation,) = talk(loop, engine, request(limit=limit), **environment)
@@ -205,8 +207,7 @@ def test_budgets(
     assert generation.conversation is not None and len(generation.conversation.turns) == len(limits)
     assert len(generation.token_ids) <= limit
     assert generation.conversation.turns[-1][1] == len(generation.token_ids)  # an answer ends it, not a question
-    ended = generation.conversation.metadata[-1]["said"][-1] == "bye"
-    assert generation.finish_reason == ("stop" if ended else "length")
+    assert generation.finish_reason == reason
 
 
 def test_a_turn_that_is_cut_off_is_judged_where_the_environment_wants_it(loop: asyncio.AbstractEventLoop) -> None:

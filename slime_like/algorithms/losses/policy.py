@@ -118,7 +118,7 @@ class PolicyGradient(SFT):
 
 POLICY_LOSSES = MappingProxyType({cls.name: cls for cls in (PPOClip, PolicyGradient, GSPO, CISPO, SFT)})
 """By name. A new one's name also goes into ``LOSSES`` of ``slime_like/config/algorithm.py``, which imports no torch,
-and into those of ``slime_like/commands/parts.py``, for the help."""
+for checks and help."""
 
 
 _GIVEN = {

@@ -34,6 +34,11 @@ def read_flags(arguments: Sequence[str], data: dict[str, Any], origins: dict[str
     return problems
 
 
+def sets_field(flag: str) -> bool:
+    """Whether ``--name`` or ``--name=value`` sets a field, or an entry of one."""
+    return _find(flag.removeprefix("--").partition("=")[0], all_fields())[0] is not None
+
+
 def _split(arguments: Sequence[str], problems: list[Problem]) -> list[tuple[str, list[str]]]:
     """``--name=value`` and ``--name value ...``, in order; every value stays text."""
     flags: list[tuple[str, list[str]]] = []

@@ -1,8 +1,6 @@
 """Conversion between YAML files or flags and a validated ``RunConfig``."""
 
 from collections.abc import Sequence
-from copy import deepcopy
-from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +10,7 @@ from pydantic_core import ErrorDetails
 from slime_like.config.reading.fields import Field, all_fields, section_names
 from slime_like.config.reading.flags import read_flags
 from slime_like.config.reading.problems import describe_all
+from slime_like.config.reading.rest import forget, places_of, without, wrong_places
 from slime_like.config.reading.yaml_text import Document, read_document, write_text
 from slime_like.config.run import RunConfig
 from slime_like.errors import ConfigError, Problem
@@ -40,35 +39,35 @@ def load_config(path: Path | None, overrides: Sequence[str] = (), run_dir: Path 
     if run_dir is not None:
         data.setdefault("run_dir", str(run_dir))
     _make_paths_absolute(data, all_fields())
-    config: RunConfig | None
-    try:
-        config = RunConfig.model_validate(data)
-    except ValidationError as error:
-        problems += describe_all(error.errors(), origins)
-        config = _without_faults(data, error.errors())
+    config = _validated(data, origins, problems)
     if problems or config is None:
         raise ConfigError(problems, rest=config)
     return config
 
 
-def _without_faults(data: dict[str, Any], details: Sequence[ErrorDetails]) -> RunConfig | None:
-    """Defaults where something is wrong; nothing where a whole section is, or what has no default."""
-    rest = deepcopy(data)
-    for detail in details:
-        names = [str(part) for part in takewhile(lambda part: isinstance(part, str), detail["loc"])]
-        if names == ["run_dir"]:
-            rest["run_dir"] = "."
-            continue
-        section: Any = rest
-        for name in names[:-1]:
-            section = section.get(name) if isinstance(section, dict) else None
-        if not names or ".".join(names) in section_names() or not isinstance(section, dict):
-            return None
-        section.pop(names[-1], None)
-    try:
-        return RunConfig.model_validate(rest)
-    except ValidationError:
-        return None
+def _validated(data: dict[str, Any], origins: dict[str, str], problems: list[Problem]) -> RunConfig | None:
+    """The configuration, or what is right of it; appends to ``problems``.
+
+    Pydantic compares the fields of a section only where each of them is right. What is wrong is therefore taken out,
+    and the rest validated again.
+    """
+    wrong, rest, reported = places_of(problems), data, list[ErrorDetails]()
+    config: RunConfig | None = None
+    while config is None:
+        try:
+            config = RunConfig.model_validate(rest)
+        except ValidationError as error:
+            details = error.errors()
+            found = wrong_places(details)
+            if reported and found <= wrong:
+                break
+            # Later, a conflict with a default that stands in for a wrong value does not count.
+            new = [one for one in details if one not in reported and wrong.isdisjoint(wrong_places([one]))]
+            reported += new if reported else details
+            wrong |= found
+            rest = without(data, wrong)
+    problems += describe_all(reported, origins)
+    return forget(config, wrong) if config is not None and wrong else config
 
 
 def save_config(config: RunConfig, path: Path) -> None:

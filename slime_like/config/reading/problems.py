@@ -59,25 +59,36 @@ def describe_all(details: Sequence[ErrorDetails], origins: dict[str, str]) -> li
 
 def did_you_mean(name: str, known: Sequence[str], flag: bool = False) -> str:
     """``did you mean X?``, or where to find the names when nothing is near."""
+    near = suggestion(name, known)
+    if near is None:
+        return "remove it (slime-like train --help lists every field)"
+    return f"did you mean {'--' if flag else ''}{near}?"
+
+
+def suggestion(name: str, known: Sequence[str]) -> str | None:
+    """The known name that an unknown one probably means."""
+    name = name.replace("-", "_")
     near = get_close_matches(name, known, n=1, cutoff=0.75)
     leaf = name.rpartition(".")[2]
-    elsewhere = [field for field in [SYNONYMS.get(leaf.replace("-", "_"))] if field in known]
+    elsewhere = [field for field in [SYNONYMS.get(leaf)] if field in known]
     same_leaf = [candidate for candidate in known if candidate.rpartition(".")[2] == leaf]
     leaves = {candidate.rpartition(".")[2]: candidate for candidate in known}
     near_leaf = [leaves[match] for match in get_close_matches(leaf, list(leaves), n=1, cutoff=0.75)]
-    for candidates in (same_leaf if len(same_leaf) == 1 else [], elsewhere, near, near_leaf):
-        if candidates:
-            return f"did you mean {'--' if flag else ''}{candidates[0]}?"
-    return "remove it (slime-like train --help lists every field)"
+    candidates = [*(same_leaf if len(same_leaf) == 1 else []), *elsewhere, *near, *near_leaf]
+    return candidates[0] if candidates else None
+
+
+def conflicting_fields(detail: ErrorDetails) -> list[str]:
+    """Fields of a section that do not go together; empty for any other error."""
+    if detail["type"] != "value_error" or not _is_section_value(detail["input"]):
+        return []
+    return _NAMED.findall(str(detail["ctx"]["error"]).partition(";")[0])
 
 
 def _place(name: str, detail: ErrorDetails, origins: dict[str, str]) -> str:
     """What to print before the sentence. Where it is about several fields of a section: where the first of them was
     given that a flag gave, or else the first that the file has."""
-    if detail["type"] != "value_error" or not _is_section_value(detail["input"]):
-        return _origin(name, origins)
-    problem = str(detail["ctx"]["error"]).partition(";")[0]
-    named = [f"{name}.{field}" if name else field for field in _NAMED.findall(problem)]
+    named = [f"{name}.{field}" if name else field for field in conflicting_fields(detail)]
     given = [field for field in named if field in origins]
     flag = next((field for field in given if origins[field] == FLAG), None)
     if flag is not None:

@@ -22,7 +22,7 @@ _DEFAULT = ClusterConfig().object_store_mb
 
 def object_store_problem(size_mb: int) -> str | None:
     """Reason why a store of ``cluster.object_store_mb`` does not fit here, in one sentence; ``None`` where it does."""
-    memory, shared = _available_memory(Path("/sys/fs/cgroup")), shutil.disk_usage("/dev/shm").free
+    memory, shared = available_memory(), shutil.disk_usage("/dev/shm").free
     field, nbytes = f"cluster.object_store_mb={size_mb}", size_mb * _MIB
     if nbytes > memory - _LEFT_FOR_WORK:
         return (
@@ -37,7 +37,7 @@ def object_store_problem(size_mb: int) -> str | None:
     return None
 
 
-def _available_memory(cgroup: Path) -> int:
+def available_memory(cgroup: Path = Path("/sys/fs/cgroup")) -> int:
     """Bytes that are not in use, of the container where this is one, else of the machine; files' caches are free."""
     memory = psutil.virtual_memory()
     for directory, (limit, usage, prefix) in zip((cgroup, cgroup / "memory"), _CGROUPS, strict=True):

@@ -167,10 +167,11 @@ class Conversations:
             if ends:
                 return response.finished("length" if cut_off else "stop")
             room -= len(generation.token_ids) + len(observation)
-            if room < 1 or turn + 1 == self._limits.max_turns:
-                break
-            response.observe(observation)
-        return response.finished("length")
+            if room < 1:
+                return response.finished("length")
+            if turn + 1 < self._limits.max_turns:
+                response.observe(observation)
+        return response.finished("turns")
 
     async def _turn(
         self, request: GenerationRequest, index: int, turn: int, response: _Response, room: int, running: _Running

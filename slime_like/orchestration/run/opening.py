@@ -20,6 +20,7 @@ from slime_like.observability.metrics import MetricLogger
 from slime_like.observability.progress import DRIVER_LOG, Progress
 from slime_like.orchestration.cluster.bundles import bundle_sizes, local_gpus
 from slime_like.orchestration.cluster.cluster import Cluster
+from slime_like.orchestration.cluster.object_store import available_memory
 from slime_like.orchestration.cluster.placement import Placement
 from slime_like.orchestration.reference.refresh import REFERENCE, Reference
 from slime_like.orchestration.rollout.advantages import require_group_scope
@@ -33,7 +34,13 @@ from slime_like.orchestration.run.lock import RunLock
 from slime_like.orchestration.run.rollout_side import EngineSide, RolloutSide
 from slime_like.orchestration.run.run import Run
 from slime_like.orchestration.run.sources import DemonstrationSource, DumpedSource
-from slime_like.orchestration.run.start_notes import algorithm_notes, core_notes, data_notes, precision_notes
+from slime_like.orchestration.run.start_notes import (
+    algorithm_notes,
+    core_notes,
+    data_notes,
+    memory_notes,
+    precision_notes,
+)
 from slime_like.orchestration.trainer.batcher import ExperienceBatcher
 from slime_like.orchestration.trainer.checkpoints import Checkpoint, CheckpointStore, latest_checkpoint
 from slime_like.orchestration.trainer.group import TrainerGroup
@@ -165,12 +172,18 @@ class _Base:
             cluster = stack.enter_context(Cluster(config.cluster, logs, slots, bucket_directories))
             placement = stack.enter_context(Placement(config))
         if placement.device == "CPU":
-            crowded = core_notes(config) if placement.num_nodes == 1 else ()
-            for note in (operators_note(config.trainer.cpu_kernels), *crowded):
+            for note in (operators_note(config.trainer.cpu_kernels), *_machine_notes(config, placement.num_nodes)):
                 progress.note(note)
         trainers = TrainerGroup(config, placement)
         checkpoints = CheckpointStore(config.run_dir, config.checkpoint.keep, trainers)
         return _Placed(self, metrics, progress, placement, cluster.run_name, trainers, checkpoints)
+
+
+def _machine_notes(config: RunConfig, num_nodes: int) -> Iterator[str]:
+    """What this machine has too little of."""
+    if num_nodes == 1:
+        yield from core_notes(config)
+        yield from memory_notes(config, ModelDimensions.from_checkpoint(config.model.path), available_memory())
 
 
 @dataclass(frozen=True, slots=True)

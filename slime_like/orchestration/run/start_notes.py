@@ -4,13 +4,21 @@ import os
 from collections.abc import Iterator
 from contextlib import suppress
 
+from slime_like.checks.fsdp import BACKEND as FSDP
 from slime_like.config import RunConfig
 from slime_like.data.prompts import PromptSource
+from slime_like.models.dimensions import ModelDimensions
 from slime_like.models.weight_files import WeightFilesError, stored_dtype
 from slime_like.system.words import counted
 
 _GSPO_LARGE = 0.01
 """The paper's bounds are 3e-4 and 4e-4 (arXiv:2507.18071, section 5.1), PPO's 0.2."""
+
+_PROCESS_BYTES = 400 * 2**20
+"""Of a rank, without what depends on the model: libraries and their work space."""
+
+_GRADIENT_BYTES, _MOMENT_BYTES = 4, 8
+"""Per parameter: float32 gradients, and AdamW's two moments."""
 
 
 def data_notes(config: RunConfig, prompts: PromptSource) -> Iterator[str]:
@@ -53,6 +61,25 @@ def precision_notes(config: RunConfig) -> Iterator[str]:
                 f"model.dtype={computed} rounds the weights of {config.model.path}, which are stored in {stored}; "
                 "set model.dtype: float32 to avoid it"
             )
+
+
+def memory_notes(config: RunConfig, dimensions: ModelDimensions, available: int) -> Iterator[str]:
+    """More bytes than are available to the processes that compute; for CPUs. What every rank needs at least counts."""
+    parallel, optimizer, parameters = config.trainer.parallel, config.trainer.optimizer, dimensions.num_parameters
+    engines = 0 if config.supervised or config.debug.load_rollouts else config.rollout.num_engines
+    ranks, engine_ranks = parallel.world_size, engines * config.rollout.tensor
+    replicas = 1 if config.trainer.backend == FSDP else ranks // (parallel.tensor * parallel.pipeline)
+    whole = config.model.dtype == "float32"  # else the optimizer has main weights in float32, too
+    weights, state = parameters * (4 if whole else 2), parameters * (_MOMENT_BYTES + (0 if whole else 4))
+    needed = (ranks + engine_ranks + config.reference_workers) * _PROCESS_BYTES
+    needed += replicas * (weights * (1 + config.reference_in_trainer) + parameters * _GRADIENT_BYTES)
+    needed += state * (1 if optimizer.distributed else replicas) + weights * (engines + config.reference_workers)
+    if needed > available:
+        yield (
+            f"{counted(ranks, 'trainer rank')} and {counted(engine_ranks, 'engine rank')} need about "
+            f"{needed / 2**30:.1f} GiB of memory without activations, and {available / 2**30:.1f} GiB are free: use "
+            "fewer ranks (trainer.parallel.data, rollout.num_engines) or a smaller model"
+        )
 
 
 def core_notes(config: RunConfig) -> Iterator[str]:

@@ -2,7 +2,6 @@
 
 import importlib
 from collections.abc import Iterator, Mapping, Sequence
-from types import MappingProxyType
 from typing import Any
 
 from torch import Tensor
@@ -12,21 +11,10 @@ from slime_like.errors import WeightSyncError
 from slime_like.interfaces import BucketMetadata
 from slime_like.weights.delta import DeltaReceiver, DeltaSender
 from slime_like.weights.transport import Receiver, Sender, TransportSettings
+from slime_like.weights.transports.names import TRANSPORTS
 
 AUTO = "auto"
 _DELTA, _SENDERS, _SENDER = "delta", "senders", "sender"
-
-# Modules are named, not imported: a transport may need libraries that only its own users have installed.
-_TRANSPORTS: Mapping[str, tuple[str, str]] = MappingProxyType(
-    {
-        "shared_memory": ("shared_memory", "SharedMemory"),
-        "gloo": ("collective", "Collective"),
-        "nccl": ("collective", "Collective"),
-        "cuda_ipc": ("cuda_ipc", "CudaIpc"),
-        "directory": ("directory", "Directory"),
-    }
-)
-"""Module, and what the names of its sender's and receiver's classes begin with."""
 
 
 def transport_of(config: RunConfig, on_cuda: bool, num_hosts: int) -> str:
@@ -133,11 +121,11 @@ class _ManyReceivers:
 
 
 def _class(name: str, side: str) -> Any:
-    if name not in _TRANSPORTS:
+    if name not in TRANSPORTS:
         raise WeightSyncError(
             f"sync.transport={name} is unknown",
             code="unknown-transport",
-            remedy=f"use {AUTO} or one of {', '.join(sorted(_TRANSPORTS))}",
+            remedy=f"use {AUTO} or one of {', '.join(sorted(TRANSPORTS))}",
         )
-    module, prefix = _TRANSPORTS[name]
+    module, prefix = TRANSPORTS[name]
     return getattr(importlib.import_module(f"slime_like.weights.transports.{module}"), prefix + side)

@@ -47,6 +47,12 @@ def test_the_same_values_are_the_same_however_they_lie_in_memory() -> None:
     assert differences(tensors(), tensors() | {"a": tensors()["a"].t().contiguous().t()}) == []
 
 
+def test_progress_is_in_bytes() -> None:
+    reports: list[tuple[int, int]] = []
+    compare_sources(InMemory(tensors()), InMemory(tensors()), 1, lambda done, total: reports.append((done, total)))
+    assert reports[-1] == (12 * 4 + 5 * 2 + 4 * 2 + 4,) * 2
+
+
 def test_every_difference_is_named() -> None:
     theirs = tensors() | {"a": tensors()["a"].double(), "c": torch.zeros(4, 1).half(), "extra": torch.zeros(1)}
     theirs["b"][2] += 1

@@ -88,3 +88,14 @@ def test_remedies_are_those_that_the_backend_has(backend: str, item: str, words:
     found = remedy(item, config(trainer={"backend": backend}))
     assert words in found
     assert backend == "megatron" or not any(axis in found for axis in ("tensor", "pipeline"))
+
+
+def test_one_gpu_has_nothing_to_split_over() -> None:
+    """No remedy asks for further GPUs, and there is one for every item."""
+    for trainer in ({}, {"recompute": "full"}, {"backend": "fsdp"}):
+        one = config(trainer=trainer, cluster={"gpus_per_node": 1})
+        for item in ("weights", "gradients", "optimizer state", "activations", "head", "KV cache", "engine weights"):
+            found = remedy(item, one)
+            assert not {"parallel", "rollout.tensor", "context"} & set(found.replace(".", " ").split()) and found
+            assert "rollout.tensor" not in found
+    assert "trainer.parallel" in remedy("weights", config(cluster={"gpus_per_node": 2}))

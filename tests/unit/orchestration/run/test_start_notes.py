@@ -9,7 +9,15 @@ import torch
 from safetensors.torch import save_file
 
 from slime_like.config import RunConfig
-from slime_like.orchestration.run.start_notes import algorithm_notes, core_notes, data_notes, precision_notes
+from slime_like.models.dimensions import ModelDimensions
+from slime_like.orchestration.run.start_notes import (
+    algorithm_notes,
+    core_notes,
+    data_notes,
+    memory_notes,
+    precision_notes,
+)
+from tests.unit.checks.checkpoint import write_checkpoint
 
 
 def config(**changes: Any) -> RunConfig:
@@ -70,3 +78,18 @@ def test_more_ranks_than_cores(monkeypatch: pytest.MonkeyPatch) -> None:
         "3 engine ranks share 2 cores",
     ]
     assert list(core_notes(config(trainer={"parallel": {"data": 2}}))) == []
+
+
+def test_more_memory_than_is_free(tmp_path: Path) -> None:
+    """Of a rank's process 400 MiB, and per parameter what AdamW in mixed precision keeps: 2 + 4 + 12 bytes."""
+    sizes = ModelDimensions.from_checkpoint(write_checkpoint(tmp_path))
+    process, parameters = 400 * 2**20, sizes.num_parameters
+    four: dict[str, Any] = {"trainer": {"parallel": {"data": 2, "tensor": 2}}, "rollout": {"num_engines": 3}}
+    sft: dict[str, Any] = {"algorithm": {"loss": "sft"}, "model": {"path": Path("model"), "dtype": "float32"}}
+    for changes, needed in (
+        ({}, 2 * process + 20 * parameters),
+        (four, 7 * process + (2 * 6 + 12 + 3 * 2) * parameters),
+        (sft, process + 16 * parameters),
+    ):
+        assert len(list(memory_notes(config(**changes), sizes, needed - 1))) == 1
+        assert list(memory_notes(config(**changes), sizes, needed)) == []
