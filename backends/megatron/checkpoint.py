@@ -8,7 +8,6 @@ import torch
 from megatron.core import dist_checkpointing, parallel_state, tensor_parallel
 from megatron.core.dist_checkpointing.core import CheckpointingException
 from megatron.core.dist_checkpointing.mapping import LocalNonpersistentObject, ShardedBase, ShardedObject
-from megatron.core.dist_checkpointing.strategies import torch as torch_strategy
 from megatron.core.dist_checkpointing.validation import StrictHandling
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.optimizer.cpu_offloading.hybrid_optimizer import HybridDeviceOptimizer
@@ -22,7 +21,7 @@ from backends.common.process.agreement import listed, together
 from backends.megatron.checkpoint_writer import PLAIN_FILES, CheckpointWriter
 from backends.megatron.optimizer import Optimizer
 from backends.megatron.optimizer_state import sharded_optimizer_state
-from backends.megatron.patch import Patch, applied
+from backends.megatron.versions.loading import loading_together
 from slime_like.errors import CheckpointError
 
 _METADATA = {"chained_optim_avoid_prefix": True}
@@ -132,7 +131,7 @@ class _Reader(VerifyingReader):
 def _read(directory: Path, state: dict[str, Any], checksums: Checksums) -> tuple[dict[str, Any], set[str], set[str]]:
     """What ``state`` asks for, the keys that only the checkpoint has, and those that it lacks."""
     try:
-        with applied(Patch(torch_strategy, "_get_filesystem_reader", lambda path, **_: _Reader(path, checksums))):
+        with loading_together(lambda path: _Reader(path, checksums)):
             loaded, unread, absent = dist_checkpointing.load(state, str(directory), strict=StrictHandling.RETURN_ALL)
     except (CheckpointingException, CheckpointException, *UNREADABLE) as error:
         cause = cause_of(error)
