@@ -8,13 +8,12 @@ import torch
 from megatron.core import dist_checkpointing, parallel_state, tensor_parallel
 from megatron.core.dist_checkpointing.core import CheckpointingException
 from megatron.core.dist_checkpointing.mapping import LocalNonpersistentObject, ShardedBase, ShardedObject
-from megatron.core.dist_checkpointing.strategies import torch as torch_strategy
-from megatron.core.dist_checkpointing.strategies.cached_metadata_filesystem_reader import CachedMetadataFileSystemReader
 from megatron.core.dist_checkpointing.validation import StrictHandling
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.optimizer.cpu_offloading.hybrid_optimizer import HybridDeviceOptimizer
 from torch import distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.metadata import Metadata
 
 from backends.common.checkpoint.integrity import Checksums, VerifyingReader, damaged, not_whole
 from backends.common.checkpoint.reading import FORMAT, UNREADABLE, brief, cause_of, require_format, require_schedule
@@ -22,7 +21,7 @@ from backends.common.process.agreement import listed, together
 from backends.megatron.checkpoint_writer import PLAIN_FILES, CheckpointWriter
 from backends.megatron.optimizer import Optimizer
 from backends.megatron.optimizer_state import sharded_optimizer_state
-from backends.megatron.patch import Patch, applied
+from backends.megatron.versions.loading import loading_together
 from slime_like.errors import CheckpointError
 
 _METADATA = {"chained_optim_avoid_prefix": True}
@@ -118,14 +117,21 @@ def _of_another_model(directory: Path, problem: str, settings: str = "model.path
     )
 
 
-class _Reader(VerifyingReader, CachedMetadataFileSystemReader):
-    """Megatron's reader, which reads the metadata once, made to compare every piece with its checksum."""
+class _Reader(VerifyingReader):
+    """Reads the metadata once, and compares every piece with its checksum."""
+
+    _metadata: Metadata | None = None
+
+    def read_metadata(self, *arguments: Any, **options: Any) -> Metadata:
+        if self._metadata is None:
+            self._metadata = super().read_metadata(*arguments, **options)
+        return self._metadata
 
 
 def _read(directory: Path, state: dict[str, Any], checksums: Checksums) -> tuple[dict[str, Any], set[str], set[str]]:
     """What ``state`` asks for, the keys that only the checkpoint has, and those that it lacks."""
     try:
-        with applied(Patch(torch_strategy, "_get_filesystem_reader", lambda path, **_: _Reader(path, checksums))):
+        with loading_together(lambda path: _Reader(path, checksums)):
             loaded, unread, absent = dist_checkpointing.load(state, str(directory), strict=StrictHandling.RETURN_ALL)
     except (CheckpointingException, CheckpointException, *UNREADABLE) as error:
         cause = cause_of(error)

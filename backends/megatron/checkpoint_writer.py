@@ -1,18 +1,15 @@
 """Writing a distributed checkpoint in Megatron's format: by the rank itself, at once or behind its back."""
 
 import contextlib
-import queue
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 from megatron.core import dist_checkpointing
-from megatron.core.dist_checkpointing import serialization
 from megatron.core.dist_checkpointing.core import CheckpointingException
-from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megatron.core.dist_checkpointing.strategies.async_utils import AsyncRequest
-from megatron.core.dist_checkpointing.strategies.common import COMMON_STATE_FNAME, TorchCommonSaveStrategy
+from megatron.core.dist_checkpointing.strategies.common import COMMON_STATE_FNAME
 from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync
 from megatron.core.dist_checkpointing.strategies.state_dict_saver import save_state_dict_async_finalize
 from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
@@ -22,7 +19,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 from backends.common.checkpoint.data_file import refused_by_disk, save_to_stream, write_data_file
 from backends.common.checkpoint.integrity import Piece
 from backends.common.checkpoint.rank_writing import RankWriting
-from backends.megatron.patch import Patch, applied
+from backends.megatron.versions.saving import ASYNC_OPTIONS, PlainValues, saving_in_process
 from slime_like.errors import CheckpointError
 
 PLAIN_FILES = (".metadata", "common.pt", "metadata.json")
@@ -42,13 +39,9 @@ class CheckpointWriter(RankWriting):
     def __init__(self, directory: Path, state: dict[str, Any], device: torch.device, snapshot: bool = False) -> None:
         super().__init__(directory, device)
         self._strategy = _InProcessSave("torch_dist", 1, thread_count=1)
-        # Results of a write pass through a queue of this process, not of a manager process that Megatron would spawn;
-        # ``save`` takes no strategy for plain values as an argument.
-        in_process = Patch(filesystem_async, "_get_write_results_queue", queue.Queue)
-        by_stream = Patch(serialization, "get_default_save_common_strategy", lambda: _CommonSave("torch", 1))
-        with applied(in_process), applied(by_stream), _refused_by_disk(directory):
+        with saving_in_process(_save_common), _refused_by_disk(directory):
             self._request = dist_checkpointing.save(
-                state, str(directory), sharded_strategy=self._strategy, async_sharded_save=True
+                state, str(directory), sharded_strategy=self._strategy, async_sharded_save=True, **ASYNC_OPTIONS
             )
         if snapshot:
             self._strategy.take_snapshot()
@@ -74,7 +67,14 @@ def _refused_by_disk(path: Path) -> Iterator[None]:
         ) from error
 
 
-class _InProcessSave(TorchDistSaveShardedStrategy):
+def _save_common(common_state_dict: dict[str, Any], checkpoint_dir: str | Path) -> None:
+    """Write ``common.pt`` as Megatron does, through a stream that tells what the system refused."""
+    if dist.get_rank() == 0:
+        with (Path(checkpoint_dir) / COMMON_STATE_FNAME).open("wb") as file:
+            save_to_stream(common_state_dict, file)
+
+
+class _InProcessSave(PlainValues, TorchDistSaveShardedStrategy):
     """Megatron's torch_dist format, written by the rank itself instead of by processes forked and spawned for it.
 
     Forking a process that has threads (Ray's actors do) may hang, and spawning needs an importable main module.
@@ -83,7 +83,11 @@ class _InProcessSave(TorchDistSaveShardedStrategy):
     writer: FileSystemWriterAsync
     """Of the save that was planned."""
 
-    def _get_save_and_finalize_callbacks(self, writer: FileSystemWriterAsync, save_state_dict_ret: Any) -> AsyncRequest:
+    save_common = staticmethod(_save_common)
+
+    def _get_save_and_finalize_callbacks(
+        self, writer: FileSystemWriterAsync, save_state_dict_ret: Any, *unused: Any
+    ) -> AsyncRequest:
         self.writer = writer
         return AsyncRequest(None, (), [lambda: save_state_dict_async_finalize(*save_state_dict_ret)])
 
@@ -105,12 +109,3 @@ class _InProcessSave(TorchDistSaveShardedStrategy):
             assert self.writer.results_queue is not None
             self.writer.results_queue.put(results)
         return written
-
-
-class _CommonSave(TorchCommonSaveStrategy):
-    """``common.pt`` as Megatron writes it, through a stream that tells what the system refused."""
-
-    def save_common(self, common_state_dict: dict[str, Any], checkpoint_dir: str | Path) -> None:
-        if dist.get_rank() == 0:
-            with (Path(checkpoint_dir) / COMMON_STATE_FNAME).open("wb") as file:
-                save_to_stream(common_state_dict, file)

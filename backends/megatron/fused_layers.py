@@ -19,6 +19,7 @@ from torch import Tensor
 from backends.common.attention.packed_attention import LocalAttention
 from backends.megatron.attention import PackedLayout
 from backends.megatron.norm import RMSNorm
+from backends.megatron.versions.layers import is_dense, set_dense
 from slime_like.cpu.kernels.operators import (
     FusedAttention,
     FusedBranch,
@@ -142,8 +143,8 @@ def fuse(spec: ModuleSpec) -> None:
     """Replace what a layer of ``local_layer_spec`` is made of."""
     layer = spec.submodules
     layer.input_layernorm = layer.pre_mlp_layernorm = FusedNorm
-    if layer.mlp.module is MLP:
-        layer.mlp = FusedMLP
+    if is_dense(layer):
+        set_dense(layer, FusedMLP)
         spec.module = FusedLayer
     attention = layer.self_attention
     if attention.module is SelfAttention:

@@ -21,6 +21,7 @@ from torch import Tensor
 from backends.megatron.attention import PackedLayout
 from backends.megatron.norm import RMSNorm
 from backends.megatron.patch import Patch, applied
+from backends.megatron.versions.latent import AsSpecified
 
 _NORM_EPS = 1e-6
 
@@ -32,11 +33,11 @@ class LatentNorm(RMSNorm):
         super().__init__(config, hidden_size, _NORM_EPS)
 
 
-class PackedLatentAttention(MLASelfAttention):
+class PackedLatentAttention(AsSpecified, MLASelfAttention):
     """Megatron's layer, with angles from the micro-batch's ``PackedLayout``."""
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
-        # Megatron 0.16.1 takes the module that wraps the package for the package, and fails where it is not installed.
+        # Megatron takes the module that wraps the package for the package, and fails where it is not installed.
         installed = multi_latent_attention.HAVE_TE and find_spec("transformer_engine") is not None
         with applied(Patch(multi_latent_attention, "HAVE_TE", installed)):
             super().__init__(*arguments, **options)

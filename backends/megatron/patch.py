@@ -3,17 +3,14 @@
 import contextlib
 from collections.abc import Iterator
 from dataclasses import dataclass
-from importlib.metadata import version
 from typing import Any
 
-from slime_like.errors import TrainerError
-
-PINNED_MEGATRON = "0.16.1"
+from backends.megatron.installed import require
 
 
 @dataclass(frozen=True, slots=True)
 class Patch:
-    """Replace ``owner.name`` by ``value``. ``adds`` marks a name that the pinned version fails to define itself."""
+    """Replace ``owner.name`` by ``value``. ``adds`` marks a name that the library fails to define itself."""
 
     owner: Any
     name: str
@@ -21,16 +18,9 @@ class Patch:
     adds: bool = False
 
     def check(self) -> None:
-        """Raises TrainerError when the pinned Megatron-core no longer has the symbol."""
-        if not self.adds and not hasattr(self.owner, self.name):
-            owner = getattr(self.owner, "__name__", repr(self.owner))
-            raise TrainerError(
-                f"{owner}.{self.name} does not exist in megatron-core {version('megatron-core')} (the adaptation was "
-                f"written for {PINNED_MEGATRON})",
-                code="megatron-version",
-                who="cpu_runtime",
-                remedy=f"install megatron-core=={PINNED_MEGATRON}",
-            )
+        """Raises TrainerError when the installed Megatron-core does not have the symbol."""
+        if not self.adds:
+            require(self.owner, self.name)
 
 
 @contextlib.contextmanager

@@ -16,6 +16,7 @@ from backends.megatron.attention import Attention, PackedCoreAttention, RotatedC
 from backends.megatron.latent_attention import LatentNorm, PackedLatentAttention
 from backends.megatron.norm import RMSNorm
 from backends.megatron.router import BalancedMoELayer, BalancedRouter, RoutedLayer
+from backends.megatron.versions.layers import set_experts
 from slime_like.config.trainer import TrainerConfig
 from slime_like.cpu.choice import kernels_are_used
 
@@ -128,6 +129,5 @@ def fused_norm_names(config: TransformerConfig, num_experts: int | None) -> dict
 def _with_balanced_experts(spec: ModuleSpec, num_experts: int | None) -> ModuleSpec:
     if num_experts is not None:
         spec.module = RoutedLayer
-        spec.submodules.mlp.module = BalancedMoELayer
-        spec.submodules.mlp.submodules.router = BalancedRouter
+        set_experts(spec.submodules, BalancedMoELayer, BalancedRouter)
     return spec

@@ -20,7 +20,7 @@ import torch
 
 from benchmarks.step.machine import processor_name
 from benchmarks.trainer.batch import QUICKSTART_BUDGET
-from benchmarks.trainer.jobs import BACKENDS, HUGGING_FACE, ceiling, measured, step_packs
+from benchmarks.trainer.jobs import BACKENDS, HUGGING_FACE, ceiling, measured, planned_bytes, step_packs
 from benchmarks.trainer.measure import SideError, in_process
 from benchmarks.trainer.shapes import SHAPES, write_checkpoint
 from benchmarks.trainer.table import Row, Workload, render
@@ -32,7 +32,10 @@ RECOMPUTE = ("none", "full")
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """A side that fails does not take the others' figures with it; the exit code is 1 then."""
+    """A side that fails does not take the others' figures with it; the exit code is 1 then.
+
+    The report is written after every row, so that a time limit leaves what was measured.
+    """
     options = _parser().parse_args(arguments)
     with tempfile.TemporaryDirectory(prefix="slime-like-trainer-") as directory:
         products = in_process(ceiling, options.threads)
@@ -44,10 +47,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
         for row in _rows(options, Path(directory)):
             rows.append(row)
             print(row.summary, file=sys.stderr, flush=True)
-    table = render(rows, products)
-    print(f"\n{table}")
-    if options.result:
-        options.result.write_text(f"{head}\n\n{table}\n", encoding="utf-8")
+            if options.result:
+                options.result.write_text(f"{head}\n\n{render(rows, products)}\n", encoding="utf-8")
+    print(f"\n{render(rows, products)}")
     if any(row.failed for row in rows):
         sys.exit(1)
 
@@ -101,31 +103,36 @@ def _rows(options: argparse.Namespace, directory: Path) -> Iterator[Row]:
 
 def _row(side: str, work: Workload, model: Path, tokens: int | None, options: argparse.Namespace) -> Row:
     for recompute in options.recompute:
-        config = _config(model, work.pack_tokens, side, recompute, options.threads)
+        config = _config(model, work, side, recompute, options.threads)
         try:
             figures = in_process(measured, side, config, tokens, options.micro_batches, options.repeats)
+            if figures is not None:
+                planned = in_process(planned_bytes, config) if side in BACKENDS else None
+                return Row(work, side, recompute, figures, planned)
         except SideError as error:
-            return Row(work, side, recompute, None, str(error))
-        if figures is not None:
-            break
-    return Row(work, side, recompute, figures)
+            return Row(work, side, recompute, None, failed=str(error))
+    return Row(work, side, recompute, None)
 
 
 def _workload(shape: str, model: Path, tokens: int | None, count: int) -> Workload:
     dimensions = ModelDimensions.from_checkpoint(model)
     packs = step_packs(dimensions, tokens, count)
     real = sum(pack.actual_total_tokens for pack in packs)
-    return Workload(shape, tokens or QUICKSTART_BUDGET, len(packs), real, step_flops(dimensions, packs))
+    longest = [max(int(getattr(pack, name).max()) for pack in packs) for name in ("prompt_lens", "response_lens")]
+    flops = step_flops(dimensions, packs)
+    return Workload(shape, tokens or QUICKSTART_BUDGET, len(packs), real, flops, *longest)
 
 
-def _config(model: Path, budget: int, side: str, recompute: str, threads: int | None) -> RunConfig:
+def _config(model: Path, work: Workload, side: str, recompute: str, threads: int | None) -> RunConfig:
     backend = side if side in BACKENDS else BACKENDS[0]
     return RunConfig(
         run_dir=model.parent / "run",
         model={"path": model, "dtype": "bfloat16" if torch.cuda.is_available() else "float32"},
+        data={"max_prompt_tokens": work.longest_prompt},
+        rollout={"max_new_tokens": work.longest_response},
         trainer={
             "backend": backend,
-            "target_tokens_per_batch": budget,
+            "target_tokens_per_batch": work.pack_tokens,
             "cpu_threads": threads,
             "recompute": recompute,
         },

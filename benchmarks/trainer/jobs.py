@@ -11,6 +11,9 @@ from benchmarks.trainer.work import matmul_ceiling
 from slime_like.config import RunConfig
 from slime_like.cpu.onednn import use_onednn
 from slime_like.models.dimensions import ModelDimensions
+from slime_like.planning.estimates import estimated_kinds, plannable_backend
+from slime_like.planning.memory import trainer_phases
+from slime_like.planning.planned_run import PlannedRun
 from slime_like.trajectory import PackedTrajectory
 
 HUGGING_FACE = ("hf-packed", "hf-padded")
@@ -26,6 +29,17 @@ def measured(side: str, config: RunConfig, tokens: int | None, count: int, repea
     """A side's times and memory."""
     packs = step_packs(ModelDimensions.from_checkpoint(config.model.path), tokens, count)
     return measure(partial(_side, side, config, packs), repeats)
+
+
+def planned_bytes(config: RunConfig) -> int:
+    """Peak of a training step in the plan of ``config``, which has one rank, without what the plan assumes.
+
+    Its reserve and its fragmentation are no allocations of torch.
+    """
+    backend = plannable_backend(config)
+    ((kind, estimate),) = estimated_kinds(config, backend, backend.planner().rank_kinds(config))
+    training, *_ = trainer_phases(PlannedRun.of(config), None, kind, estimate)
+    return sum(item.nbytes for item in training.items if not item.name.endswith("(assumed)"))
 
 
 def _side(side: str, config: RunConfig, packs: list[PackedTrajectory]) -> Side:

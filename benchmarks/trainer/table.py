@@ -7,8 +7,8 @@ from benchmarks.trainer.measure import Figures
 
 _COLUMNS = (
     "model", "tokens a pack", "trained by", "recompute", "tokens/s", "forward + backward (s)", "optimizer (s)",
-    "of the ceiling, forward + backward", "of the ceiling, step", "peak memory (GiB)", "score (s)", "processor (s)",
-    "start (s)", "gradient norm",
+    "of the ceiling, forward + backward", "of the ceiling, step", "peak memory (GiB)", "planned (GiB)", "score (s)",
+    "processor (s)", "start (s)", "gradient norm",
 )  # fmt: skip
 
 _OUT_OF_MEMORY = "out of memory"
@@ -23,6 +23,7 @@ class Workload:
         pack_tokens, packs: of how many tokens, and how many of them.
         tokens: real tokens of the step.
         flops: of its forward and backward.
+        longest_prompt, longest_response: in tokens.
     """
 
     shape: str
@@ -30,6 +31,8 @@ class Workload:
     packs: int
     tokens: int
     flops: float
+    longest_prompt: int
+    longest_response: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +41,7 @@ class Row:
 
     Attributes:
         figures: ``None`` where the device's memory did not suffice, or it failed.
+        planned_bytes: the peak that ``slime-like plan`` computes; Hugging Face's sides have none.
         failed: how it did.
     """
 
@@ -45,6 +49,7 @@ class Row:
     side: str
     recompute: str
     figures: Figures | None
+    planned_bytes: int | None = None
     failed: str | None = None
 
     @property
@@ -84,6 +89,7 @@ def _cells(row: Row, ceiling: float) -> list[str]:
         f"{work.flops / figures.forward_backward_s / ceiling:.1%}",
         f"{work.flops / figures.step_s / ceiling:.1%}",
         f"{figures.peak_bytes / 2**30:.2f}",
+        "" if row.planned_bytes is None else f"{row.planned_bytes / 2**30:.2f}",
         f"{figures.score_s:.3f}",
         f"{figures.processor_s:.3f}",
         f"{figures.start_s:.1f}",

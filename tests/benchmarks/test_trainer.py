@@ -96,16 +96,16 @@ def test_main_weights_are_updated_in_float32(model: Path) -> None:
 
 
 def test_the_table_says_what_did_not_fit() -> None:
-    work = Workload("4b", 8192, 4, 32768, 6e14)
+    work = Workload("4b", 8192, 4, 32768, 6e14, 512, 1536)
     figures = Figures(1.0, 0.1, 0.8, 0.2, 1.0, 3 << 30, 2.5)
     rows = [
-        Row(work, "megatron", "none", figures),
+        Row(work, "megatron", "none", figures, 5 << 29),
         Row(work, "hf-packed", "full", None),
-        Row(work, "fsdp", "none", None, "ended with 1"),
+        Row(work, "fsdp", "none", None, failed="ended with 1"),
     ]
     text = render(rows, ceiling=1e15)
     ours, theirs, failed = text.splitlines()[2:]
-    assert "| 4b | 8,192 | megatron | none | 32,768 | 0.800 | 0.200 | 75.0% | 60.0% | 3.00 |" in ours
+    assert "| 4b | 8,192 | megatron | none | 32,768 | 0.800 | 0.200 | 75.0% | 60.0% | 3.00 | 2.50 |" in ours
     assert "| 4b | 8,192 | hf-packed | full | out of memory |" in theirs
     assert "| 4b | 8,192 | fsdp | none | ended with 1 |" in failed
     assert len({line.count("|") for line in text.splitlines()}) == 1
@@ -119,8 +119,11 @@ def test_recompute_is_tried_where_memory_runs_out_and_a_failure_leaves_the_other
     def in_process(function: Callable[..., Any], *arguments: Any) -> Any:
         if function is command.ceiling:
             return 1e12
+        if function is command.planned_bytes:
+            return 3 << 30
         side, config, tokens = arguments[:3]
         assert function is command.measured and tokens == TOKENS == config.trainer.target_tokens_per_batch
+        assert config.data.max_prompt_tokens + config.rollout.max_new_tokens <= TOKENS // 4 + 1
         tried.append((side, config.trainer.recompute))
         if side == "fsdp":
             raise SideError("ended with 1")

@@ -1,0 +1,19 @@
+"""Modules of latent attention: 0.16 builds those of the spec, 0.19 chooses some by itself."""
+
+from typing import Any
+
+from megatron.core.transformer.multi_latent_attention import MLASelfAttention
+
+from backends.megatron.installed import IS_NEW, require
+
+_PARTS = ("linear_q_proj", "linear_q_up_proj", "linear_kv_up_proj", "q_layernorm", "kv_layernorm")
+
+if IS_NEW:
+    require(MLASelfAttention, "_resolve_qk_norm_config")
+
+
+class AsSpecified:
+    """Builds the spec's modules in 0.19, too, which would take Transformer Engine's for some norms of queries."""
+
+    def _resolve_qk_norm_config(self, submodules: Any) -> dict[str, Any]:
+        return {name: getattr(submodules, name) for name in _PARTS}
