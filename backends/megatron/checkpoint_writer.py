@@ -22,6 +22,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 from backends.common.checkpoint.data_file import refused_by_disk, save_to_stream, write_data_file
 from backends.common.checkpoint.integrity import Piece
 from backends.common.checkpoint.rank_writing import RankWriting
+from backends.common.trainer.host_memory import HostCopies
 from backends.megatron.patch import Patch, applied
 from slime_like.errors import CheckpointError
 
@@ -34,12 +35,14 @@ class CheckpointWriter(RankWriting):
 
     Args:
         state: Megatron's sharded state.
-        snapshot: copy every tensor to host memory now, so that the state may change before it is written.
+        copies: where to copy every tensor now, so that the state may change before it is written.
     """
 
     plain_files = PLAIN_FILES
 
-    def __init__(self, directory: Path, state: dict[str, Any], device: torch.device, snapshot: bool = False) -> None:
+    def __init__(
+        self, directory: Path, state: dict[str, Any], device: torch.device, copies: HostCopies | None = None
+    ) -> None:
         super().__init__(directory, device)
         self._strategy = _InProcessSave("torch_dist", 1, thread_count=1)
         # Results of a write pass through a queue of this process, not of a manager process that Megatron would spawn;
@@ -50,8 +53,8 @@ class CheckpointWriter(RankWriting):
             self._request = dist_checkpointing.save(
                 state, str(directory), sharded_strategy=self._strategy, async_sharded_save=True
             )
-        if snapshot:
-            self._strategy.take_snapshot()
+        if copies is not None:
+            self._strategy.take_snapshot(copies)
 
     def _write(self) -> None:
         self._pieces = self._strategy.write()
@@ -87,11 +90,12 @@ class _InProcessSave(TorchDistSaveShardedStrategy):
         self.writer = writer
         return AsyncRequest(None, (), [lambda: save_state_dict_async_finalize(*save_state_dict_ret)])
 
-    def take_snapshot(self) -> None:
+    def take_snapshot(self, copies: HostCopies) -> None:
         """Copy every tensor that is to be written; objects are serialised already."""
-        for _, _, (_, tensors) in self.writer.write_buckets or []:
-            for index, (item, tensor) in enumerate(tensors):
-                tensors[index] = (item, tensor.detach().to("cpu", copy=True))
+        files = [tensors for _, _, (_, tensors) in self.writer.write_buckets or []]
+        made = iter(copies.of(tensor for tensors in files for _, tensor in tensors))
+        for tensors in files:
+            tensors[:] = [(item, next(made)) for item, _ in tensors]
 
     def write(self) -> dict[str, list[Piece]]:
         """Write this rank's files, flushed to disk; their pieces. Needs neither CUDA nor another rank."""
