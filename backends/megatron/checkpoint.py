@@ -214,7 +214,7 @@ def _fill_torch_state(optimizer: torch.optim.Optimizer) -> None:
         for parameter in group["params"]:
             if not optimizer.state[parameter]:
                 optimizer.state[parameter] = {
-                    "step": torch.tensor(0.0),
+                    "step": torch.tensor(0.0, device=parameter.device),
                     "exp_avg": torch.zeros_like(parameter),
                     "exp_avg_sq": torch.zeros_like(parameter),
                 }
@@ -236,7 +236,7 @@ def _set_adam_step(optimizer: Optimizer, step: int) -> None:
     for part in optimizer.parts:
         for state in part.optimizer.state.values():
             if "step" in state:
-                state["step"] = torch.tensor(float(step))
+                state["step"] = torch.tensor(float(step), device=state["exp_avg"].device)
         for group in part.optimizer.param_groups:
             if "step" in group:
                 group["step"] = step

@@ -5,7 +5,6 @@ positions that it counts itself, right for its context parallelism only, and its
 part of the shared key's gradient under tensor parallelism.
 """
 
-from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -21,6 +20,7 @@ from torch import Tensor
 from backends.megatron.attention import PackedLayout
 from backends.megatron.norm import RMSNorm
 from backends.megatron.patch import Patch, applied
+from slime_like.checks.packages import has_transformer_engine
 
 _NORM_EPS = 1e-6
 
@@ -37,7 +37,7 @@ class PackedLatentAttention(MLASelfAttention):
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         # Megatron 0.16.1 takes the module that wraps the package for the package, and fails where it is not installed.
-        installed = multi_latent_attention.HAVE_TE and find_spec("transformer_engine") is not None
+        installed = multi_latent_attention.HAVE_TE and has_transformer_engine()
         with applied(Patch(multi_latent_attention, "HAVE_TE", installed)):
             super().__init__(*arguments, **options)
 
