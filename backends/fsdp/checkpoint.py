@@ -22,6 +22,7 @@ from backends.common.checkpoint.rank_writing import RankWriting
 from backends.common.checkpoint.reading import FORMAT, UNREADABLE, brief, cause_of, require_format
 from backends.common.hugging_face.files import Shape
 from backends.common.process.agreement import gathered, listed, together
+from backends.common.trainer.host_memory import HostCopies
 from backends.fsdp.model import LogprobModel
 from backends.fsdp.optimizer import Optimizer
 from backends.fsdp.parallel import Groups
@@ -91,7 +92,7 @@ class CheckpointWriter(RankWriting):
     Args:
         state: tensors by name; sharded ones are written once, each rank its part.
         common: plain values, the same on every rank.
-        snapshot: copy every tensor to host memory now, so that the state may change before it is written.
+        copies: where to copy every tensor now, so that the state may change before it is written.
     """
 
     plain_files = PLAIN_FILES
@@ -102,7 +103,7 @@ class CheckpointWriter(RankWriting):
         state: dict[str, Tensor],
         common: dict[str, Any],
         device: torch.device,
-        snapshot: bool = False,
+        copies: HostCopies | None = None,
     ) -> None:
         super().__init__(directory, device)
         self._common = common
@@ -110,8 +111,9 @@ class CheckpointWriter(RankWriting):
         self._metadata: Metadata | None = None
         planner, plan = self._plan(state)
         self._entries = [(item, planner.resolve_data(item)) for item in plan.items]
-        if snapshot:
-            self._entries = [(item, _host_copy(data)) for item, data in self._entries]
+        if copies is not None:
+            made = iter(copies.of(data for _, data in self._entries if isinstance(data, Tensor)))
+            self._entries = [(item, next(made) if isinstance(data, Tensor) else data) for item, data in self._entries]
 
     def _plan(self, state: dict[str, Tensor]) -> tuple[DefaultSavePlanner, SavePlan]:
         """Plan this rank's files. Rank 0 merges all plans, and keeps the index."""
@@ -146,10 +148,6 @@ class CheckpointWriter(RankWriting):
                 json.dump(self._common, file, sort_keys=True)
                 file.flush()
                 os.fsync(file.fileno())
-
-
-def _host_copy(data: Any) -> Any:
-    return data.detach().to("cpu", copy=True) if isinstance(data, Tensor) else data
 
 
 # ----------------------------------------------------------------------------------------------------------- the state

@@ -9,6 +9,7 @@ from torch import Tensor
 from backends.common.checkpoint.reading import require_schedule
 from backends.common.hugging_face.directory import SHARD_BYTES, write_hf_directory
 from backends.common.process.agreement import together
+from backends.common.trainer.host_memory import HostCopies
 from backends.common.trainer.state import TrainerState
 from backends.fsdp import checkpoint
 from backends.fsdp.model import LogprobModel, computes_alike
@@ -79,12 +80,12 @@ class FsdpState(TrainerState):
     def _open(self, directory: Path) -> checkpoint.StoredCheckpoint:
         return together(lambda: checkpoint.StoredCheckpoint(directory), f"reading {directory}", self._device)
 
-    def plan_save(self, directory: Path, snapshot: bool) -> checkpoint.CheckpointWriter:
+    def plan_save(self, directory: Path, copies: HostCopies | None = None) -> checkpoint.CheckpointWriter:
         self.model.shard_weights()
         state = checkpoint.training_state(self.model, self.optimizer)
         common = checkpoint.plain_values(self._groups)
         common |= {"schedule": schedule(self._config), "updates": self.optimizer.updates}
-        return checkpoint.CheckpointWriter(directory, state, common, self._device, snapshot)
+        return checkpoint.CheckpointWriter(directory, state, common, self._device, copies)
 
     def export_weights(self, bucket_bytes: int) -> Iterator[WeightBucket]:
         return export_buckets(self.model, self._dtype, bucket_bytes, self._device)

@@ -1,7 +1,6 @@
 """Packed core attention, which Megatron's attention layer calls between its projections, and the choice of it."""
 
 from dataclasses import dataclass
-from importlib.util import find_spec
 from typing import Any, ClassVar, Literal, Self
 
 import torch
@@ -13,7 +12,7 @@ from backends.common.step.balance import RoutedTokens
 from backends.common.step.packs import ResponseRows
 from backends.megatron.rotary import apply_rotary
 from slime_like.algorithms.context import Layout
-from slime_like.checks.packages import attention_problems, missing_flash_attention
+from slime_like.checks.packages import attention_problems, has_transformer_engine, missing_flash_attention
 from slime_like.config import RunConfig, TrainerConfig
 from slime_like.models.dimensions import ModelDimensions
 
@@ -24,7 +23,7 @@ def attention_of(trainer: TrainerConfig, dimensions: ModelDimensions, on_cuda: b
     """Return the configured attention; ``auto`` is Transformer Engine where it can run, and the ring elsewhere."""
     if trainer.attention != "auto":
         return trainer.attention
-    can_run = on_cuda and dimensions.latent is None and find_spec("transformer_engine") is not None
+    can_run = on_cuda and dimensions.latent is None and has_transformer_engine()
     return "transformer_engine" if can_run else "ring"
 
 

@@ -18,6 +18,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 from backends.common.checkpoint.integrity import Checksums, VerifyingReader, damaged, not_whole
 from backends.common.checkpoint.reading import FORMAT, UNREADABLE, brief, cause_of, require_format, require_schedule
 from backends.common.process.agreement import listed, together
+from backends.common.trainer.host_memory import HostCopies
 from backends.megatron.checkpoint_writer import PLAIN_FILES, CheckpointWriter
 from backends.megatron.optimizer import Optimizer
 from backends.megatron.optimizer_state import sharded_optimizer_state
@@ -33,14 +34,14 @@ here. Local modules have none to write, and could not read any."""
 
 
 def plan_checkpoint(
-    directory: Path, model_chunks: Sequence[GPTModel], optimizer: Optimizer, snapshot: bool
+    directory: Path, model_chunks: Sequence[GPTModel], optimizer: Optimizer, copies: HostCopies | None = None
 ) -> CheckpointWriter:
     """A writer of model, optimizer, schedule and random state into ``directory``. Collective over the world.
 
     The caller owns naming and atomicity; all ranks must share the file system.
 
     Args:
-        snapshot: of the state as it is now, in host memory: it may change before it is written.
+        copies: where to keep the state as it is now: it may change before it is written.
 
     Raises:
         CheckpointError: the disk refused; on every rank, even if only one could not write.
@@ -50,7 +51,7 @@ def plan_checkpoint(
     state |= {"scheduler": optimizer.scheduler.state_dict(), "format": FORMAT, "layout": _layout()}
     state |= {"adam_step": _adam_step(optimizer), "random": _sharded_random_state()}
     state["extra"] = {}  # versions before this one read it
-    return CheckpointWriter(directory, state, next(model_chunks[0].parameters()).device, snapshot)
+    return CheckpointWriter(directory, state, next(model_chunks[0].parameters()).device, copies)
 
 
 def load_checkpoint(directory: Path, model_chunks: Sequence[GPTModel], optimizer: Optimizer) -> None:
@@ -219,7 +220,7 @@ def _fill_torch_state(optimizer: torch.optim.Optimizer) -> None:
         for parameter in group["params"]:
             if not optimizer.state[parameter]:
                 optimizer.state[parameter] = {
-                    "step": torch.tensor(0.0),
+                    "step": torch.tensor(0.0, device=parameter.device),
                     "exp_avg": torch.zeros_like(parameter),
                     "exp_avg_sq": torch.zeros_like(parameter),
                 }
@@ -241,7 +242,7 @@ def _set_adam_step(optimizer: Optimizer, step: int) -> None:
     for part in optimizer.parts:
         for state in part.optimizer.state.values():
             if "step" in state:
-                state["step"] = torch.tensor(float(step))
+                state["step"] = torch.tensor(float(step), device=state["exp_avg"].device)
         for group in part.optimizer.param_groups:
             if "step" in group:
                 group["step"] = step

@@ -19,6 +19,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 from backends.common.checkpoint.data_file import refused_by_disk, save_to_stream, write_data_file
 from backends.common.checkpoint.integrity import Piece
 from backends.common.checkpoint.rank_writing import RankWriting
+from backends.common.trainer.host_memory import HostCopies
 from backends.megatron.versions.saving import ASYNC_OPTIONS, PlainValues, saving_in_process
 from slime_like.errors import CheckpointError
 
@@ -31,20 +32,22 @@ class CheckpointWriter(RankWriting):
 
     Args:
         state: Megatron's sharded state.
-        snapshot: copy every tensor to host memory now, so that the state may change before it is written.
+        copies: where to copy every tensor now, so that the state may change before it is written.
     """
 
     plain_files = PLAIN_FILES
 
-    def __init__(self, directory: Path, state: dict[str, Any], device: torch.device, snapshot: bool = False) -> None:
+    def __init__(
+        self, directory: Path, state: dict[str, Any], device: torch.device, copies: HostCopies | None = None
+    ) -> None:
         super().__init__(directory, device)
         self._strategy = _InProcessSave("torch_dist", 1, thread_count=1)
         with saving_in_process(_save_common), _refused_by_disk(directory):
             self._request = dist_checkpointing.save(
                 state, str(directory), sharded_strategy=self._strategy, async_sharded_save=True, **ASYNC_OPTIONS
             )
-        if snapshot:
-            self._strategy.take_snapshot()
+        if copies is not None:
+            self._strategy.take_snapshot(copies)
 
     def _write(self) -> None:
         self._pieces = self._strategy.write()
@@ -91,11 +94,12 @@ class _InProcessSave(PlainValues, TorchDistSaveShardedStrategy):
         self.writer = writer
         return AsyncRequest(None, (), [lambda: save_state_dict_async_finalize(*save_state_dict_ret)])
 
-    def take_snapshot(self) -> None:
+    def take_snapshot(self, copies: HostCopies) -> None:
         """Copy every tensor that is to be written; objects are serialised already."""
-        for _, _, (_, tensors) in self.writer.write_buckets or []:
-            for index, (item, tensor) in enumerate(tensors):
-                tensors[index] = (item, tensor.detach().to("cpu", copy=True))
+        files = [tensors for _, _, (_, tensors) in self.writer.write_buckets or []]
+        made = iter(copies.of(tensor for tensors in files for _, tensor in tensors))
+        for tensors in files:
+            tensors[:] = [(item, next(made)) for item, _ in tensors]
 
     def write(self) -> dict[str, list[Piece]]:
         """Write this rank's files, flushed to disk; their pieces. Needs neither CUDA nor another rank."""

@@ -5,7 +5,6 @@ positions that it counts itself, right for its context parallelism only, and its
 part of the shared key's gradient under tensor parallelism.
 """
 
-from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -22,6 +21,7 @@ from backends.megatron.attention import PackedLayout
 from backends.megatron.norm import RMSNorm
 from backends.megatron.patch import Patch, applied
 from backends.megatron.versions.latent import AsSpecified
+from slime_like.checks.packages import has_transformer_engine
 
 _NORM_EPS = 1e-6
 
@@ -38,7 +38,7 @@ class PackedLatentAttention(AsSpecified, MLASelfAttention):
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         # Megatron takes the module that wraps the package for the package, and fails where it is not installed.
-        installed = multi_latent_attention.HAVE_TE and find_spec("transformer_engine") is not None
+        installed = multi_latent_attention.HAVE_TE and has_transformer_engine()
         with applied(Patch(multi_latent_attention, "HAVE_TE", installed)):
             super().__init__(*arguments, **options)
 

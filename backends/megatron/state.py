@@ -7,6 +7,7 @@ from typing import Any
 from megatron.core.distributed import DistributedDataParallel
 from torch import Tensor
 
+from backends.common.trainer.host_memory import HostCopies
 from backends.common.trainer.state import TrainerState
 from backends.megatron import checkpoint, conversion
 from backends.megatron.checkpoint_writer import CheckpointWriter
@@ -53,8 +54,8 @@ class MegatronState(TrainerState):
     def load(self, directory: Path) -> None:
         checkpoint.load_checkpoint(directory, self.chunks, self.optimizer)
 
-    def plan_save(self, directory: Path, snapshot: bool) -> CheckpointWriter:
-        return checkpoint.plan_checkpoint(directory, self.chunks, self.optimizer, snapshot)
+    def plan_save(self, directory: Path, copies: HostCopies | None = None) -> CheckpointWriter:
+        return checkpoint.plan_checkpoint(directory, self.chunks, self.optimizer, copies)
 
     def export_weights(self, bucket_bytes: int) -> Iterator[WeightBucket]:
         return conversion.export_buckets(self.chunks, self._dimensions, bucket_bytes)

@@ -12,7 +12,12 @@ from types import MappingProxyType
 import torch
 from torch import Tensor
 
-from slime_like.algorithms.segments import masked_segment_mean, masked_segment_sum, spread_over_tokens
+from slime_like.algorithms.segments import (
+    masked_segment_mean,
+    masked_segment_sum,
+    require_lengths,
+    spread_over_tokens,
+)
 from slime_like.algorithms.tensor_checks import require_alike, require_bool_mask
 from slime_like.plugins.resolve import resolve
 
@@ -65,6 +70,24 @@ def importance_weights(
         >>> importance_weights(old_logprobs, behaviour_logprobs, loss_mask, None, "truncate", high=2.0).weights
     """
     _check_shapes(loss_mask, old_logprobs=old_logprobs, behaviour_logprobs=behaviour_logprobs)
+    if response_lens is not None:
+        require_lengths(response_lens, loss_mask.numel())
+    return weights_by_ratio(
+        old_logprobs, behaviour_logprobs, loss_mask, response_lens, correction, level, low=low, high=high
+    )
+
+
+def weights_by_ratio(
+    old_logprobs: Tensor,
+    behaviour_logprobs: Tensor,
+    loss_mask: Tensor,
+    response_lens: Tensor | None,
+    correction: str,
+    level: str,
+    low: float,
+    high: float,
+) -> ImportanceWeights:
+    """``importance_weights`` of tensors that have been checked."""
     if not 0 <= low <= high:
         raise ValueError(f"low={low} and high={high} leave no ratio; give 0 <= low <= high")
     correct = resolve("importance correction", correction, CORRECTIONS)
@@ -105,6 +128,19 @@ def off_policy_sequence_mask(
         ValueError: what is no tensor or would be broadcast, a mask that is not bool, or a threshold that is not finite.
     """
     _check_shapes(loss_mask, logprobs=logprobs, sampled_logprobs=sampled_logprobs, advantages=advantages)
+    require_lengths(response_lens, loss_mask.numel())
+    return near_policy_mask(logprobs, sampled_logprobs, advantages, loss_mask, response_lens, threshold)
+
+
+def near_policy_mask(
+    logprobs: Tensor,
+    sampled_logprobs: Tensor,
+    advantages: Tensor,
+    loss_mask: Tensor,
+    response_lens: Tensor,
+    threshold: float,
+) -> Tensor:
+    """``off_policy_sequence_mask`` of tensors that have been checked."""
     if not math.isfinite(threshold):
         raise ValueError(f"off-policy threshold={threshold} would keep all sequences or none; give nats per token")
     divergence = masked_segment_mean((sampled_logprobs - logprobs).detach(), loss_mask, response_lens)

@@ -30,6 +30,15 @@ def require_targets(targets: Tensor) -> None:
         raise ValueError(f"targets are {targets.dtype}; give integer token ids, int64")
 
 
+def require_known_targets(targets: Tensor, vocab_size: int) -> None:
+    """Raises ``ValueError`` for ids outside the vocabulary. Reads values: on a device it waits for them."""
+    if targets.numel() and (int(targets.min()) < 0 or int(targets.max()) >= vocab_size):
+        raise ValueError(
+            f"targets reach from {int(targets.min())} to {int(targets.max())}, the vocabulary from 0 to "
+            f"{vocab_size - 1}; give the token's own id where it is masked"
+        )
+
+
 def require_bool_mask(mask: Tensor, name: str = "loss_mask") -> None:
     """Raises ``ValueError`` for a mask of numbers, which indexing would take for positions."""
     require_tensors(**{name: mask})

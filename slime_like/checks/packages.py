@@ -3,15 +3,30 @@
 import os
 from collections.abc import Iterator
 from importlib.util import find_spec
+from pathlib import Path
 
 from slime_like.checks.fsdp import BACKEND as FSDP
 from slime_like.config.run import RunConfig
 from slime_like.cpu.choice import kernels_are_used
 
 _PACKAGES = {
-    "transformer_engine": ("transformer_engine", "pip install 'transformer-engine[pytorch]' on a machine with CUDA"),
+    "transformer_engine": (
+        "transformer_engine with transformer_engine_torch",
+        "pip install 'transformer-engine[pytorch]' on a machine with CUDA",
+    ),
     "ring_flash_attn": ("ring_flash_attn", "pip install ring-flash-attn==0.1.8"),
 }
+
+
+def has_transformer_engine() -> bool:
+    """Whether it is installed with its extension for torch; without one, its modules cannot be imported."""
+    found = find_spec("transformer_engine")
+    if found is None or found.origin is None:
+        return False
+    package = Path(found.origin).parent
+    # The extension lies beside the package, or in it if both were built together.
+    places = package.parent, package, package / "wheel_lib"
+    return any(next(place.glob("transformer_engine_torch*.so"), None) for place in places)
 
 
 def attention_problems(config: RunConfig) -> Iterator[str]:
@@ -19,7 +34,7 @@ def attention_problems(config: RunConfig) -> Iterator[str]:
     attention = config.trainer.attention
     if attention in _PACKAGES:
         package, remedy = _PACKAGES[attention]
-        if find_spec(package) is None:
+        if not (has_transformer_engine() if attention == "transformer_engine" else find_spec(package)):
             yield (
                 f"trainer.attention={attention} needs the package {package}, which is not installed; {remedy}, or use "
                 "trainer.attention=auto, which uses the best one available"

@@ -25,7 +25,7 @@ from backends.megatron.checkpoint_writer import CheckpointWriter
 from backends.megatron.trainer import MegatronTrainer
 from slime_like.algorithms.packing.pack import pack_sequences, zero_weight_pack
 from slime_like.config import RunConfig
-from slime_like.errors import CheckpointError
+from slime_like.errors import CheckpointError, TrainerError
 from slime_like.examples.tiny_model import make_tiny_model
 from slime_like.interfaces import PendingSave, RankPlacement
 from slime_like.trajectory import PackedTrajectory
@@ -84,6 +84,9 @@ def _save_behind_and_go_on(placement: RankPlacement, config: RunConfig, director
         save = trainer.start_save(directory)
         record = _record(trainer)
         assert not save.is_written()
+        with pytest.raises(TrainerError) as caught:  # its copies would be overwritten
+            trainer.start_save(following := directory.with_name("next"))
+        assert caught.value.code == "save-under-way" and not following.exists()
         assert not list(directory.glob("*.distcp")) and not (directory / "checksums.json").exists()
         dist.barrier()
         gate.set()

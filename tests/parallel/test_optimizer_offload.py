@@ -62,6 +62,8 @@ def _train(
 def _require_kind(trainer: MegatronTrainer) -> None:
     hybrid = [isinstance(part.optimizer, HybridDeviceOptimizer) for part in trainer.optimizer.parts]
     assert hybrid == [trainer.config.trainer.optimizer.offload] * len(hybrid)
+    # Either is one fused pass: torch's AdamW, which stands in for Transformer Engine's, is not by default.
+    assert all(group["fused"] for part in trainer.optimizer.parts for group in part.optimizer.param_groups)
 
 
 def _main_weights(trainer: MegatronTrainer) -> dict[str, Tensor]:

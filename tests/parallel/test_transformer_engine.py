@@ -4,6 +4,7 @@ Covered: what layers and attention are given, Hugging Face names, checkpoints of
 covered, and never run: Transformer Engine itself, its kernels and its context parallelism.
 """
 
+from importlib import invalidate_caches
 from pathlib import Path
 from typing import Any, Literal
 
@@ -14,6 +15,7 @@ from backends.megatron import checkpoint, trainer
 from backends.megatron.attention import attention_of, context_layout_of, machine_problems
 from backends.megatron.trainer import MegatronTrainer
 from slime_like.algorithms.packing.pack import pack_sequences
+from slime_like.checks.packages import has_transformer_engine
 from slime_like.config import RunConfig, TrainerConfig
 from slime_like.interfaces import RankPlacement
 from tests.parallel import te_stand_ins
@@ -149,6 +151,22 @@ def test_either_spec_continues_the_others_checkpoint(family: str, tmp_path: Path
 
 
 # ----------------------------------------------------------------------------------------------------------- the choice
+@pytest.mark.parametrize("place", [".", "transformer_engine", "transformer_engine/wheel_lib"])
+def test_transformer_engine_without_its_extension_is_not_taken_for_it(
+    place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The package alone comes with any of its wheels, and cannot be imported."""
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "transformer_engine" / "wheel_lib").mkdir(parents=True)
+    invalidate_caches()
+    assert not has_transformer_engine()
+    (tmp_path / "transformer_engine" / "__init__.py").touch()
+    invalidate_caches()
+    assert not has_transformer_engine()
+    (tmp_path / place / "transformer_engine_torch.cpython-312-x86_64-linux-gnu.so").touch()
+    assert has_transformer_engine()
+
+
 @pytest.mark.parametrize(
     ("asked", "layout"),
     [
@@ -165,7 +183,7 @@ def test_what_is_asked_for_is_taken(asked: Any, layout: str) -> None:
 
 def test_auto_is_the_best_that_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
     found: list[str] = []
-    monkeypatch.setattr("backends.megatron.attention.find_spec", lambda name: name in found or None)
+    monkeypatch.setattr("backends.megatron.attention.has_transformer_engine", lambda: bool(found))
     auto, model = TrainerConfig(), dimensions()
     assert attention_of(auto, model, on_cuda=True) == attention_of(auto, model, on_cuda=False) == "ring"
     found.append("transformer_engine")
@@ -177,6 +195,7 @@ def test_auto_is_the_best_that_is_there(monkeypatch: pytest.MonkeyPatch) -> None
 def test_a_machine_without_it_is_rejected(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     def problems(attention: Any, on_cuda: bool, *found: str) -> str:
         monkeypatch.setattr("slime_like.checks.packages.find_spec", lambda name: name in found or None)
+        monkeypatch.setattr("slime_like.checks.packages.has_transformer_engine", lambda: "transformer_engine" in found)
         config = RunConfig(run_dir=tmp_path, model={"path": tmp_path}, trainer={"attention": attention})
         return " ".join(machine_problems(config, on_cuda))
 

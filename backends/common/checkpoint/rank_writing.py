@@ -93,6 +93,11 @@ class RankWriting(ABC):
         self._thread = threading.Thread(target=self.write, name=f"writing {self._directory}", daemon=True)
         self._thread.start()
 
+    @property
+    def is_running(self) -> bool:
+        """Whether files are being written in the background."""
+        return self._thread is not None and self._thread.is_alive()
+
     def is_written(self, timeout_s: float = 0.0) -> bool:
         """Return whether this rank has written all its files; raises what kept them from it. Not collective."""
         if self._thread is not None:

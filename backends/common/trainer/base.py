@@ -133,7 +133,7 @@ class TrainerBase(StoringTrainer):
             return None
         path, model = self.config.reference.path, self.config.model
         if path is None or (path == model.path and model.weights is None):
-            return self.state.host_copies()
+            return self.state.reference_copies()
         if not self.state.is_same_model(path):
             raise ConfigError(
                 f"reference.path={path}: its model has other dimensions, or other settings, than model.path; "
@@ -141,7 +141,7 @@ class TrainerBase(StoringTrainer):
             )
         with self.state.preserved():
             self.state.load_hugging_face(path)
-            return self.state.host_copies()
+            return self.state.reference_copies()
 
     def load_weights(self, directory: Path, weights: Literal["policy", "reference"]) -> None:
         if weights == "policy":
@@ -150,7 +150,7 @@ class TrainerBase(StoringTrainer):
             return
         with self._settled("load"), self.state.preserved():
             self.state.load_weights(directory)
-            self._reference = self.state.host_copies()
+            self._reference = self.state.reference_copies()
 
     # --------------------------------------------------------------------------------------------------------- training
     def begin_step(self, denominator: float | None = None, tokens: int | None = None) -> None:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, UntypedStorage
 
-_ALIGNMENT = 512
+from backends.common.trainer.host_memory import HostMemory, rounded, wait_for_device
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,7 +25,7 @@ class Parking:
     """Host memory for what leaves the device; it grows to the most that was parked at a time."""
 
     def __init__(self) -> None:
-        self._arenas: list[_Arena] = []
+        self._arenas: list[HostMemory] = []
         self._parked: list[_Parked] = []
 
     @property
@@ -54,64 +54,28 @@ class Parking:
                 _bytes_of(one.storage).zero_()
             else:
                 _bytes_of(one.storage).copy_(one.contents, non_blocking=True)
-        _wait()  # the host memory may be written again afterwards
+        wait_for_device()  # the host memory may be written again afterwards
         self._parked = []
         for arena in self._arenas:
             arena.clear()
 
     def _free(self, parked: list[_Parked]) -> None:
-        _wait()
+        wait_for_device()
         for one in parked:
             one.storage.resize_(0)
         self._parked += parked
 
     def _places(self, storages: list[UntypedStorage]) -> Iterator[Tensor]:
         """Room in host memory for each storage."""
-        left = sum(_rounded(storage.nbytes()) for storage in storages)
+        left = sum(rounded(storage.nbytes()) for storage in storages)
         for storage in storages:
-            needed = _rounded(storage.nbytes())
+            needed = rounded(storage.nbytes())
             arena = next((arena for arena in self._arenas if arena.free >= needed), None)
             if arena is None:
-                arena = _Arena(left)
+                arena = HostMemory(left)
                 self._arenas.append(arena)
             left -= needed
             yield arena.take(storage.nbytes())
-
-
-class _Arena:
-    """One piece of host memory, handed out from its beginning."""
-
-    def __init__(self, nbytes: int) -> None:
-        self._memory = torch.empty(nbytes, dtype=torch.uint8)
-        self._used = 0
-        if torch.cuda.is_available():
-            # Registered, for torch's pinned allocator rounds every block up to a power of two.
-            torch.cuda.check_error(torch.cuda.cudart().cudaHostRegister(self._memory.data_ptr(), nbytes, 0))
-
-    @property
-    def nbytes(self) -> int:
-        return self._memory.nbytes
-
-    @property
-    def free(self) -> int:
-        return self.nbytes - self._used
-
-    def take(self, nbytes: int) -> Tensor:
-        place = self._memory[self._used : self._used + nbytes]
-        self._used += _rounded(nbytes)
-        return place
-
-    def clear(self) -> None:
-        self._used = 0
-
-
-def _wait() -> None:
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
-
-
-def _rounded(nbytes: int) -> int:
-    return -(-nbytes // _ALIGNMENT) * _ALIGNMENT
 
 
 def _filled(tensors: Iterable[Tensor]) -> Iterator[UntypedStorage]:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from backends.common.checkpoint.rank_writing import RankWriting
+from backends.common.trainer.host_memory import HostCopies
 from backends.common.trainer.parking import Parking
 from slime_like.interfaces import WeightBucket
 
@@ -21,28 +22,33 @@ class TrainerState(ABC):
 
     Attributes:
         parking: where the state is while it is not on the device.
+        snapshot: where it waits to be written behind training's back.
+        reference: where the frozen reference's weights are.
     """
 
     def __init__(self) -> None:
         self.parking = Parking()
+        self.snapshot = HostCopies()
+        self.reference = HostCopies()
 
     @abstractmethod
     def weights(self) -> list[Tensor]:
         """This rank's part of every weight that a checkpoint holds, as the model's own memory."""
 
-    def host_copies(self) -> list[Tensor]:
-        """This rank's shard of the present weights."""
-        return [weight.detach().to("cpu", copy=True) for weight in self.weights()]
+    def reference_copies(self) -> list[Tensor]:
+        """The present weights as those of the reference, whose memory they take."""
+        return self.reference.of(self.weights())
 
     @torch.no_grad()
     def _fill(self, values: Sequence[Tensor]) -> None:
+        # Behind whatever else the device computes; the values are not changed before the next pass is done.
         for weight, value in zip(self.weights(), values, strict=True):
-            weight.copy_(value)
+            weight.copy_(value, non_blocking=True)
 
     @contextlib.contextmanager
     def preserved(self) -> Iterator[None]:
         """Inside, the model's weights may be overwritten; afterwards the present ones are back, bit for bit."""
-        saved = self.host_copies()
+        saved = [weight.detach().to("cpu", copy=True) for weight in self.weights()]
         try:
             yield
         finally:
@@ -82,11 +88,11 @@ class TrainerState(ABC):
         """Read what a writer of ``plan_save`` wrote, under any layout."""
 
     @abstractmethod
-    def plan_save(self, directory: Path, snapshot: bool) -> RankWriting:
+    def plan_save(self, directory: Path, copies: HostCopies | None = None) -> RankWriting:
         """A writer of weights, optimizer, schedule and random state.
 
         Args:
-            snapshot: of the state as it is now, in host memory: it may change before it is written.
+            copies: where to keep the state as it is now: it may change before it is written.
         """
 
     @abstractmethod

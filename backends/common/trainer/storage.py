@@ -20,6 +20,7 @@ class StoringTrainer(TrainerBackend):
     def __init__(self, config: RunConfig, placement: RankPlacement) -> None:
         self.config = config
         self.placement = placement
+        self._started: RankWriting | None = None
 
     @property
     def runtime(self) -> contextlib.AbstractContextManager[None]:
@@ -70,13 +71,21 @@ class StoringTrainer(TrainerBackend):
 
     def save(self, directory: Path) -> None:
         with self._settled("save"):
-            self.state.plan_save(directory, snapshot=False).write_all()
+            self.state.plan_save(directory).write_all()
 
     def start_save(self, directory: Path) -> PendingSave:
+        if self._started is not None and self._started.is_running:
+            raise TrainerError(
+                f"{directory} cannot be started before the save under way is finished",
+                code="save-under-way",
+                who=f"rank {self.placement.rank}",
+                phase="save",
+                remedy="finish that first",
+            )
         with self._settled("save"):
-            writing = self.state.plan_save(directory, snapshot=True)
-            writing.write_in_background()
-        return _StartedSave(self, writing)
+            self._started = self.state.plan_save(directory, self.state.snapshot)
+            self._started.write_in_background()
+        return _StartedSave(self, self._started)
 
     def load(self, directory: Path) -> None:
         with self._settled("load"):

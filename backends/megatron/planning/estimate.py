@@ -3,6 +3,7 @@
 import contextlib
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict
+from functools import partial
 from typing import Any
 
 import torch
@@ -139,8 +140,7 @@ class _Rank:
                     chunk.start_param_sync(force_sync=True)
                 return trace.counted, 0
             for part in self._optimizer.parts:
-                for group in part.optimizer.param_groups:
-                    group["foreach"] = True  # as on CUDA: all at once, with temporaries of all of them
+                part.optimizer.step = partial(_make_moments, part.optimizer)
             self._optimizer.megatron.prepare_grads()
             self._optimizer.megatron.step_with_ready_grads()
             self._communication.settle_weights()
@@ -159,6 +159,13 @@ class _Rank:
         first = parallel_state.is_pipeline_first_stage(ignore_virtual=True)
         forwards, backwards = chunks - int(last), chunks - int(first)
         return tuple(Traffic("pipeline", ranks, nbytes * times, times) for times in (forwards, backwards))
+
+
+def _make_moments(adamw: torch.optim.Optimizer) -> None:
+    """A first step, for shapes: fused AdamW, which does not take them, has no temporaries."""
+    for group in adamw.param_groups:
+        for parameter in group["params"]:
+            adamw.state[parameter] = {name: torch.zeros_like(parameter) for name in ("exp_avg", "exp_avg_sq")}
 
 
 def _total(chunks: Iterable[Counted]) -> Counted:

@@ -64,6 +64,6 @@ def _parameters(optimizer: Any) -> Iterator[Tensor]:
 
 
 def _state(optimizer: Any) -> Iterator[Tensor]:
-    """Moments. The step's number, one scalar in host memory for every parameter, is left out."""
+    """Moments. The step's number, one scalar for every parameter, is left out."""
     for state in optimizer.state.values():
         yield from (value for name, value in state.items() if isinstance(value, Tensor) and name != "step")

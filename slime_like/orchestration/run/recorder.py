@@ -49,7 +49,8 @@ class StepRecorder:
         self._trained_tokens += sum(trajectory.sampled_len for trajectory in trained.trajectories)
         self._trained_s += times.step_s
         if step % _MEMORY_EVERY == 1:
-            self._memory = {"peak_rss (GiB)": run.trainers.peak_memory_bytes() / 2**30}
+            peaks = run.trainers.peak_memory_bytes()
+            self._memory = {f"peak_{kind} (GiB)": nbytes / 2**30 for kind, nbytes in peaks.items()}
         figures = run.rollout.figures(times.step_s)
         rewards, rollout = self.sampled(step, trained.trajectories, times, figures)
         self.note(*figures.notes)

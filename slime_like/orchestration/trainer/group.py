@@ -135,9 +135,10 @@ class TrainerGroup:
         self.ranks.call("coming back to the device", TrainerBackend.onload)
 
     # ---------------------------------------------------------------------------------------------------------- end
-    def peak_memory_bytes(self) -> int:
-        """Peak memory of the rank that needed most."""
-        return max(self.ranks.call("reporting memory", TrainerRank.peak_memory_bytes))
+    def peak_memory_bytes(self) -> dict[str, int]:
+        """Peak memory of each kind, of the rank that needed most; see ``TrainerRank.peak_memory_bytes``."""
+        peaks = self.ranks.call("reporting memory", TrainerRank.peak_memory_bytes)
+        return {kind: max(peak[kind] for peak in peaks) for kind in peaks[0]}
 
     def shutdown(self, timeout_s: float = 10.0) -> None:
         """Leave the process groups and end the actors; an unresponsive one is killed."""

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import ray
+import torch
 
 from slime_like.config import RunConfig
 from slime_like.errors import TrainerError
@@ -105,9 +106,12 @@ class TrainerRank:
         self._save = None
 
     # ---------------------------------------------------------------------------------------------------------- end
-    def peak_memory_bytes(self) -> int:
-        """Peak resident memory of this process."""
-        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    def peak_memory_bytes(self) -> dict[str, int]:
+        """Peak memory so far: "rss", resident memory of this process, and on a GPU "gpu", its tensors there."""
+        peak = {"rss": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024}
+        if torch.cuda.is_available():
+            peak["gpu"] = torch.cuda.max_memory_allocated()
+        return peak
 
     def shutdown(self) -> None:
         """Close the weight transport and leave the process groups."""

@@ -75,6 +75,7 @@ def test_attention_must_be_installed_and_compute_in_the_models_precision(
     monkeypatch.setattr("slime_like.checks.packages.find_spec", lambda name: None)
     rejected([*flags, "bfloat16"], "trainer.attention")
     monkeypatch.setattr("slime_like.checks.packages.find_spec", lambda name: object())
+    monkeypatch.setattr("slime_like.checks.packages.has_transformer_engine", lambda: True)
     assert check(load_config(None, [*flags, "bfloat16"])) == []
     if attention == "transformer_engine":
         rejected([*flags, "float32"], "trainer.attention")

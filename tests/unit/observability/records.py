@@ -58,7 +58,7 @@ def rl_record() -> StepRecord:
         replay_buffer_size=64,
         weight_gather_s=0.2,
         probe_gap=1e-6,
-        memory={"peak_rss (GiB)": 1.5},
+        memory={"peak_rss (GiB)": 1.5, "peak_gpu (GiB)": 3.5},
     )
 
 

@@ -41,6 +41,7 @@ RL_FIGURES = {
     "train_actor_performance/time_weight_gather (s)": 0.2,
     "train_actor_performance/pct_time_weight_gather (%)": 2.5,
     "train_actor_performance/memory/peak_rss (GiB)": 1.5,
+    "train_actor_performance/memory/peak_gpu (GiB)": 3.5,
     "ref_actor_performance/time_total_ref_step (s)": 2.0,
     "ref_actor_performance/total_rollout_time (s)": 2.0,
     "ref_actor_performance/time_model_running (s)": 0.5,

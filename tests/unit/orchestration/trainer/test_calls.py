@@ -10,6 +10,7 @@ from typing import Any, cast
 from unittest.mock import Mock
 
 import pytest
+import torch
 
 from slime_like.config import RunConfig
 from slime_like.errors import TrainerError
@@ -132,7 +133,11 @@ def test_a_call_reaches_the_part_that_has_the_method(tmp_path: Path, rejects: Re
     for method in (TrainerBackend.save, RankTraining.load_batch, RankExport.next_bucket):
         with rejects(RuntimeError):
             rank.call(method.__qualname__, tmp_path)
-    assert rank.call(TrainerRank.peak_memory_bytes.__qualname__) > 0
+    assert rank.call(TrainerRank.peak_memory_bytes.__qualname__)["rss"] > 0
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.cuda, "is_available", lambda: True)
+        patch.setattr(torch.cuda, "max_memory_allocated", lambda: 5)
+        assert rank.call(TrainerRank.peak_memory_bytes.__qualname__)["gpu"] == 5
     backend = Mock(TrainerBackend)
     rank._parts[TrainerBackend.__name__] = backend
     rank._open_parts(backend, RankCoordinates(0, 0, 0, 0, 0, 1))
