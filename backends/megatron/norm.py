@@ -6,24 +6,33 @@ import torch
 from torch import Tensor
 
 
+def _has_fused(x: Tensor) -> bool:
+    """Whether torch has the norm's forward and backward in one pass each: on a GPU (shapes stand for one)."""
+    return not x.is_cpu
+
+
 class _RMSNormFunction(torch.autograd.Function):
     """y = x / rms(x) * weight over the last axis, with the statistics and products in fp32 (or wider)."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        wide = x if x.dtype in (torch.float32, torch.float64) else x.float()
-        rstd = torch.linalg.vecdot(wide, wide).div_(x.shape[-1]).add_(eps).rsqrt_().unsqueeze(-1)
+        if _has_fused(x):
+            normed, rstd = torch.ops.aten._fused_rms_norm(x, x.shape[-1:], None, eps)
+        else:
+            wide = x if x.dtype in (torch.float32, torch.float64) else x.float()
+            rstd = torch.linalg.vecdot(wide, wide).div_(x.shape[-1]).add_(eps).rsqrt_().unsqueeze(-1)
+            normed = (wide * rstd).to(x.dtype)
         ctx.save_for_backward(x, weight, rstd)
-        normed = wide * rstd
-        if normed.dtype == weight.dtype:
-            return normed.mul_(weight)
         # Hugging Face rounds before it multiplies by the weight; the same rounding keeps both models alike in bf16.
-        return normed.to(x.dtype) * weight
+        return normed.mul_(weight) if normed.dtype == weight.dtype else normed * weight
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         (grad,) = grads
         x, weight, rstd = ctx.saved_tensors
+        if _has_fused(x):
+            backward = torch.ops.aten._fused_rms_norm_backward
+            return *backward(grad.contiguous(), x.contiguous(), x.shape[-1:], rstd, weight, [True, True]), None
         grad = grad.to(rstd.dtype)
         normed = x.to(rstd.dtype) * rstd
         product = grad * normed

@@ -57,8 +57,7 @@ def fused_logprobs(
             all tokens would take from 1,280 tokens on, or a few MiB.
         softcap: c, if the logits are ``c * tanh(hidden @ weight.T / c)`` (Gemma 2, arXiv:2408.00118, section 2).
         rows: what computes float32 logits on a CPU instead of torch's operators; without a softcap.
-        check_values: compare targets and temperatures with their bounds, for which the host waits for a device. False
-            where that has been done before they went there.
+        check_values: False where targets and temperatures were checked before they went to a device: reading waits.
 
     Returns:
         Logprobs and entropies, (N,) float32 (float64 for float64 input), both differentiable with respect to
@@ -71,13 +70,11 @@ def fused_logprobs(
     """
     _check_inputs(hidden, weight, targets, temperatures)
     _check_options(hidden, softcap, rows)
-    if chunk_tokens is None:
-        chunk_tokens = min(max(64, _CACHED_ELEMENTS // max(1, weight.shape[0]), -(-hidden.shape[0] // 20)), 1024)
+    chunk_tokens = _default_chunk(hidden.shape[0], weight.shape[0]) if chunk_tokens is None else chunk_tokens
     reductions = all_reduce_max, all_reduce_sum
     shard = VocabularyShard.of(targets, weight.shape[0], vocab_start, vocab_size, chunk_tokens, reductions)
     if check_values:
-        require_temperatures(temperatures)
-        require_known_targets(targets, vocab_size)
+        _check_values(targets, temperatures, vocab_size)
     return _FusedLogprobs.apply(hidden, weight, targets, temperatures, shard, softcap, rows)
 
 
@@ -96,6 +93,15 @@ def _check_inputs(hidden: Tensor, weight: Tensor, targets: Tensor, temperatures:
         raise ValueError(
             f"targets {tuple(targets.shape)} and temperatures {tuple(temperatures.shape)} must be ({count},), as hidden"
         )
+
+
+def _check_values(targets: Tensor, temperatures: Tensor, vocab_size: int) -> None:
+    require_temperatures(temperatures)
+    require_known_targets(targets, vocab_size)
+
+
+def _default_chunk(tokens: int, columns: int) -> int:
+    return min(max(64, _CACHED_ELEMENTS // max(1, columns), -(-tokens // 20)), 1024)
 
 
 def _check_options(hidden: Tensor, softcap: float | None, rows: "FusedLogitRows | None") -> None:
