@@ -7,6 +7,7 @@ from typing import Self
 
 import numpy as np
 
+from slime_like.checks.transport import chosen_transport
 from slime_like.config import RunConfig
 from slime_like.errors import EngineError, WeightSyncError
 from slime_like.interfaces import BucketMetadata, GenerationRequest, SamplingParams, UpdateReceipt
@@ -20,7 +21,7 @@ from slime_like.orchestration.trainer.calls import Pending
 from slime_like.orchestration.trainer.group_export import GroupExport
 from slime_like.system.words import counted
 from slime_like.weights.delta import is_base_lost
-from slime_like.weights.transports.registry import join_rendezvous, transport_of, use_delta
+from slime_like.weights.transports.registry import join_rendezvous, use_delta
 
 _FLOAT32_BOUND = 1e-4
 _FLOAT32_ROUNDINGS = 256
@@ -150,7 +151,7 @@ class WeightSync:
         dimensions = ModelDimensions.from_checkpoint(config.model.path)
         self._probe = probe_sequences(config, dimensions.vocab_size)
         self._layers = dimensions.num_layers
-        self._transport = transport_of(config, placement.device == "GPU", placement.num_nodes)
+        self._transport = chosen_transport(config, placement.device == "GPU", placement.num_nodes)
         self._delta = use_delta(config.sync.delta, self._transport, config.model.dtype)
         self._version = 0
         supervisor.replace_and_sync = lambda: self.run(self._version)

@@ -12,6 +12,7 @@ from slime_like.errors import WeightSyncError
 from slime_like.interfaces import BucketMetadata
 from slime_like.weights.delta import DeltaReceiver, DeltaSender
 from slime_like.weights.transport import Receiver, Sender, TransportSettings
+from slime_like.weights.transports.libraries import Libraries
 
 AUTO = "auto"
 _DELTA, _SENDERS, _SENDER = "delta", "senders", "sender"
@@ -29,18 +30,21 @@ _TRANSPORTS: Mapping[str, tuple[str, str]] = MappingProxyType(
 """Module, and what the names of its sender's and receiver's classes begin with."""
 
 
-def transport_of(config: RunConfig, on_cuda: bool, num_hosts: int) -> str:
+def transport_of(config: RunConfig, on_cuda: bool, num_hosts: int, trainers: Libraries, engines: Libraries) -> str:
     """The transport that ``sync.transport`` stands for.
 
     Args:
         on_cuda: trainers and engines compute on GPUs.
         num_hosts: hosts in use.
+        trainers, engines: versions on either side.
 
     Raises:
         WeightSyncError: it does not reach.
     """
     chosen, preferred = config.sync.transport, ("nccl", "cuda_ipc", "shared_memory", "gloo")
-    problems = {name: _problem(name, config, on_cuda, num_hosts) for name in preferred}
+    problems = {
+        name: _problem(name, config, on_cuda, num_hosts) or _mixed(name, trainers, engines) for name in preferred
+    }
     best = next(name for name, problem in problems.items() if problem is None)
     if problem := problems.get(chosen):
         raise WeightSyncError(f"sync.transport={chosen} {problem}", code="out-of-reach", remedy=f"use {best}, or auto")
@@ -63,6 +67,13 @@ def _problem(name: str, config: RunConfig, on_cuda: bool, num_hosts: int) -> str
             "rollout.tensor is the number of trainer ranks"
         )
     return None
+
+
+def _mixed(name: str, trainers: Libraries, engines: Libraries) -> str | None:
+    """Why two environments cannot meet over this transport; ``None`` if they can."""
+    shared = {"nccl": trainers.shares_nccl(engines), "cuda_ipc": trainers.torch == engines.torch}.get(name, True)
+    library = "NCCL" if name == "nccl" else "torch"
+    return None if shared else f"needs one version of {library}: trainers have {trainers}, rollout.python has {engines}"
 
 
 def use_delta(setting: str, transport: str, dtype: str) -> bool:

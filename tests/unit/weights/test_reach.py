@@ -1,11 +1,14 @@
 """Which transport ``auto`` is, and which are rejected where they do not reach."""
 
 from contextlib import nullcontext
+from importlib.metadata import version
 
 import pytest
 
+from slime_like.checks.engine_install import engine_libraries
 from slime_like.config import RunConfig
 from slime_like.errors import WeightSyncError
+from slime_like.weights.transports.libraries import Libraries
 from slime_like.weights.transports.registry import open_sender, transport_of, use_delta
 from tests.support.rejections import Rejects
 
@@ -24,6 +27,9 @@ SITUATIONS: list[tuple[bool, int, int | None, str, set[str]]] = [
 ]
 
 
+HERE_AND_THERE = Libraries("2.13.0", "2.29.7")
+
+
 @pytest.mark.parametrize(("on_cuda", "num_hosts", "colocated", "auto", "reaching"), SITUATIONS)
 def test_what_reaches(
     on_cuda: bool, num_hosts: int, colocated: int | None, auto: str, reaching: set[str], rejects: Rejects
@@ -32,12 +38,44 @@ def test_what_reaches(
         raw = {"run_dir": "unused", "model": {"path": "unused"}, "sync": {"transport": name, "directory": "unused"}}
         placement = "separate" if colocated is None else "colocated"
         engines = {"rollout": {"num_engines": colocated or 1}, "cluster": {"placement": placement}}
-        return transport_of(RunConfig.model_validate(raw | engines), on_cuda, num_hosts)
+        return transport_of(RunConfig.model_validate(raw | engines), on_cuda, num_hosts, HERE_AND_THERE, HERE_AND_THERE)
 
     assert choose("auto") == auto
     for name in ("cuda_ipc", "directory", "gloo", "nccl", "shared_memory"):
         with nullcontext() if name in reaching else rejects(WeightSyncError, "out-of-reach"):
             assert choose(name) == name
+
+
+@pytest.mark.parametrize(
+    ("engines", "colocated", "auto"),
+    [
+        (Libraries("2.14.1", "2.30.7"), None, "shared_memory"),
+        (Libraries("2.13.0+cu126", "2.29.7"), None, "nccl"),
+        (Libraries("2.14.1"), None, "shared_memory"),
+        (Libraries("2.13.0"), None, "nccl"),
+        (Libraries("2.14.1", "2.30.7"), 1, "shared_memory"),
+        (Libraries("2.13.0", "2.30.7"), 1, "cuda_ipc"),
+    ],
+)
+def test_engines_of_another_environment(engines: Libraries, colocated: int | None, auto: str, rejects: Rejects) -> None:
+    """NCCL asks for one version of itself, CUDA IPC for one of torch."""
+
+    def choose(name: str) -> str:
+        raw = {"run_dir": "unused", "model": {"path": "unused"}, "sync": {"transport": name}}
+        placement = "separate" if colocated is None else "colocated"
+        config = RunConfig.model_validate(raw | {"cluster": {"placement": placement}})
+        return transport_of(config, True, 1, HERE_AND_THERE, engines)
+
+    assert choose("auto") == auto
+    if auto == "shared_memory":
+        with rejects(WeightSyncError, "out-of-reach"):
+            choose("nccl" if colocated is None else "cuda_ipc")
+
+
+def test_the_libraries_of_an_environment() -> None:
+    found = Libraries.of({"torch": "2.13.0", "nvidia-nccl-cu13": "2.29.7", "vllm": "0.32.0"})
+    assert found == HERE_AND_THERE and str(found) == "torch 2.13.0 with NCCL 2.29.7"
+    assert engine_libraries(None).torch == version("torch")
 
 
 def test_an_unknown_transport(rejects: Rejects) -> None:
