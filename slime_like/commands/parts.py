@@ -42,7 +42,7 @@ TRANSPORTS = {
         "shared_memory": "shared_memory",
         "gloo": "collective",
         "nccl": "collective",
-        "cuda_ipc": "cuda_ipc",
+        "colocated": "colocated",
         "directory": "directory",
     }.items()
 }

@@ -21,6 +21,7 @@ from slime_like.orchestration.trainer.calls import Pending
 from slime_like.orchestration.trainer.group_export import GroupExport
 from slime_like.system.words import counted
 from slime_like.weights.delta import is_base_lost
+from slime_like.weights.transports.colocated import join_buckets
 from slime_like.weights.transports.registry import join_rendezvous, use_delta
 
 _FLOAT32_BOUND = 1e-4
@@ -225,6 +226,7 @@ class WeightSync:
         self._engines.begin_update(version)
         sent = self._stream(first.result)
         receipts = self._engines.finish_update(version)
+        self._trainers.end_export()
         self._connected = generation
         return sent, receipts
 
@@ -234,7 +236,7 @@ class WeightSync:
         loading: EngineAnswers | None = None
         while True:
             started = time.perf_counter()
-            buckets = [bucket for bucket in gathered_next() if bucket is not None]
+            buckets = join_buckets(gathered_next())
             sent.gather_s += time.perf_counter() - started
             gathered_next = self._trainers.next_buckets
             if not buckets and self._config.sync.verify:

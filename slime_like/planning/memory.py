@@ -83,7 +83,8 @@ def trainer_phases(
     if config.reference_in_trainer or config.algorithm.scores_policy:
         found.append(("scoring", [*_state(memory), *_scoring(memory, config.reference_in_trainer), *sleeping, reserve]))
     weights = Item("parameters", memory.parameter_bytes)
-    sync = Item("sync buffers", 2 * bucket_bytes(run))  # the shards as gathered, and the bucket made of them
+    # The shards as gathered, the bucket made of them, two that engines take in turn, and a colocated engine's copy.
+    sync = Item("sync buffers", (5 if shared is not None else 4) * bucket_bytes(run))
     if shared is not None:
         engine_weights = [Item("engine weights", shared.weight_bytes), Item(ENGINE_RESERVE, shared.reserve_bytes)]
         found.append((WEIGHT_SYNC, [weights, sync, *engine_weights, reserve]))
@@ -94,11 +95,11 @@ def trainer_phases(
 
 
 def engine_phase(run: PlannedRun, engine: EnginePlan) -> PhaseMemory:
-    """The GPU of an engine that has it for itself. A sync's bucket lies there beside the cache."""
+    """The GPU of an engine that has it for itself. A sync's bucket and its copy lie there beside the cache."""
     items = (
         Item("engine weights", engine.weight_bytes),
         Item("KV cache", max(0, engine.kv_bytes)),
-        Item("sync buffers", bucket_bytes(run)),
+        Item("sync buffers", 2 * bucket_bytes(run)),
         Item(ENGINE_RESERVE, engine.reserve_bytes),
     )
     return PhaseMemory(ENGINES, GENERATION, items, run.hardware.memory_bytes)

@@ -127,7 +127,7 @@ def test_one_sender_many_receivers_and_one_that_comes_later(engines: Start) -> N
 
 @pytest.mark.parametrize(
     ("transport", "gpus"),
-    [("gloo", 0), *(pytest.param(*case, marks=pytest.mark.gpu) for case in (("nccl", 2), ("cuda_ipc", 1)))],
+    [("gloo", 0), *(pytest.param(*case, marks=pytest.mark.gpu) for case in (("nccl", 2), ("colocated", 1)))],
 )
 def test_the_next_bucket_is_on_its_way_before_the_present_one_is_taken(
     engines: Start, transport: str, gpus: int

@@ -149,6 +149,9 @@ class CollectiveSender:
                 remedy="engines must connect again",
             ) from error
 
+    def rest(self) -> None:
+        self._buffers = [None, None]
+
     def close(self) -> None:
         self._deliveries.clear()
         self._open = None
@@ -173,7 +176,7 @@ class CollectiveSender:
 class CollectiveReceiver:
     """Joins one sender's broadcasts."""
 
-    def __init__(self, backend: str, rendezvous: Mapping[str, Any]) -> None:
+    def __init__(self, backend: str, rendezvous: Mapping[str, Any], worker: int) -> None:
         self._backend = backend
         self._sender = str(rendezvous["sender"])
         self._host, self._port = str(rendezvous["host"]), int(rendezvous["port"])
@@ -205,6 +208,9 @@ class CollectiveReceiver:
                 who=f"weight sync over {self._backend}",
             ) from error
         return read_bucket(metadata.entries, data)
+
+    def rest(self) -> None:
+        self._buffer = None
 
     def close(self) -> None:
         """Leave a notice for the sender, if it is still there."""

@@ -17,7 +17,7 @@ from tests.support.rejections import Rejects
 from tests.support.weight_buckets import bucket, left, refused, require_received
 
 
-@pytest.fixture(params=["shared_memory", "directory"])
+@pytest.fixture(params=["shared_memory", "colocated", "directory"])
 def pair(request: pytest.FixtureRequest, session: str, tmp_path: Path) -> Iterator[tuple[Sender, Receiver]]:
     sender = open_sender(request.param, session, TransportSettings(directory=tmp_path))
     receiver = open_receiver(request.param, sender.rendezvous())
@@ -40,6 +40,7 @@ def test_buckets_arrive_in_turn(pair: tuple[Sender, Receiver], session: str, tmp
         following = sender.send(bucket(seed, elements))
         require_received(receiver.receive(ahead), bucket(seed - 1, sizes[seed - 1]))
         sender.release(ahead)
+        receiver.rest()
         assert len(left(session)) + len(list(tmp_path.iterdir())) <= 2
         ahead = following
     sender.release(ahead)
@@ -47,8 +48,9 @@ def test_buckets_arrive_in_turn(pair: tuple[Sender, Receiver], session: str, tmp
         sender.release(ahead)
 
 
-def test_at_most_two_buckets_are_in_shared_memory(session: str) -> None:
-    sender = open_sender("shared_memory", session)
+@pytest.mark.parametrize("transport", ["shared_memory", "colocated"])
+def test_at_most_two_buckets_are_in_shared_memory(session: str, transport: str) -> None:
+    sender = open_sender(transport, session)
     first, _ = sender.send(bucket(0)), sender.send(bucket(1))
     with refused("buckets-in-flight"):
         sender.send(bucket(2))
@@ -78,12 +80,17 @@ def test_a_full_device_says_how_much_is_needed(session: str, monkeypatch: pytest
     assert left(session) == []
 
 
-def test_a_receiver_takes_buckets_of_its_session_and_transport(pair: tuple[Sender, Receiver], session: str) -> None:
+def test_a_receiver_takes_buckets_of_its_session_and_transport(
+    pair: tuple[Sender, Receiver], session: str, tmp_path: Path
+) -> None:
     sender, _ = pair
-    metadata = sender.send(bucket(0))
+    metadata, other = sender.send(bucket(0)), f"{session}x"
     strangers = [
-        open_receiver(metadata.transport, {**sender.rendezvous(), "session": f"{session}x"}),
-        open_receiver({"directory": "shared_memory"}.get(metadata.transport, "directory"), sender.rendezvous()),
+        open_receiver(metadata.transport, sender.rendezvous() | {"session": other, "sender": other}),
+        open_receiver(
+            {"directory": "shared_memory"}.get(metadata.transport, "directory"),
+            {"session": session, "directory": str(tmp_path)},
+        ),
     ]
     for stranger in strangers:
         with refused("foreign-bucket"):
