@@ -32,6 +32,7 @@ from slime_like.weights.transports.leftovers import (
     not_in_flight,
     require_transport,
 )
+from slime_like.weights.transports.pinning import pin, unpin
 
 NAME = "shared_memory"
 _GRANULE = 1 << 20
@@ -133,7 +134,8 @@ class SegmentMap:
     def open(self, handle: Mapping[str, Any]) -> Tensor:
         """The segment of ``handle``, (n,) uint8."""
         # Segments that their sender has replaced are let go of, so that their memory is freed.
-        self._mapped = {name: segment for name, segment in self._mapped.items() if segment.path.exists()}
+        for name in [name for name, segment in self._mapped.items() if not segment.path.exists()]:
+            self._mapped.pop(name).let_go()
         name = handle["segment"]
         check_name(name, self._session)
         if name not in self._mapped:
@@ -141,16 +143,19 @@ class SegmentMap:
         return self._mapped[name].buffer
 
     def clear(self) -> None:
+        for segment in self._mapped.values():
+            segment.let_go()
         self._mapped.clear()
 
 
 class Segment:
-    """One mapped file. The mapping lives as long as a tensor that looks into it."""
+    """One mapped file, locked for CUDA until it is let go. The mapping lives as long as a tensor that looks into it."""
 
     def __init__(self, path: Path, descriptor: int, nbytes: int) -> None:
         self.path = path
         self.nbytes = nbytes
         self.buffer = torch.frombuffer(mmap.mmap(descriptor, nbytes), dtype=torch.uint8)
+        self._pinned = pin(self.buffer)
 
     @property
     def name(self) -> str:
@@ -167,6 +172,9 @@ class Segment:
         try:
             os.posix_fallocate(descriptor, 0, nbytes)
             return cls(path, descriptor, nbytes)
+        except WeightSyncError:
+            path.unlink()
+            raise
         except OSError as error:
             path.unlink()
             if error.errno != errno.ENOSPC:
@@ -200,6 +208,14 @@ class Segment:
         finally:
             os.close(descriptor)
 
+    def let_go(self) -> None:
+        """Unlock it: nothing is copied from or to it any more."""
+        if self._pinned:
+            self._pinned = False
+            unpin(self.buffer)
+
     def remove(self) -> None:
+        """Let it go, and remove the file."""
+        self.let_go()
         with suppress(FileNotFoundError):  # cleanup() of the same session may have been faster
             self.path.unlink()

@@ -97,6 +97,55 @@ def test_a_receiver_takes_buckets_of_its_session_and_transport(
             stranger.receive(metadata)
 
 
+class Locked:
+    """As CUDA's runtime: the locked ranges of this process, by their addresses."""
+
+    def __init__(self, error: int = 0) -> None:
+        self.ranges: dict[int, int] = {}
+        self._error = error
+
+    def cudaHostRegister(self, address: int, nbytes: int, flags: int) -> int:
+        mapped = [line for line in Path("/proc/self/maps").read_text().splitlines() if "/dev/shm" in line]
+        assert any(int(line.split("-")[0], 16) == address for line in mapped) and flags == 1
+        self.ranges[address] = nbytes
+        return self._error
+
+    def cudaHostUnregister(self, address: int) -> int:
+        """Only what is mapped still."""
+        assert any(line.startswith(f"{address:x}-") for line in Path("/proc/self/maps").read_text().splitlines())
+        return self.ranges.pop(address) and 0
+
+    def use(self, patch: pytest.MonkeyPatch) -> None:
+        patch.setattr("torch.cuda.is_initialized", lambda: True)
+        patch.setattr("torch.cuda.cudart", lambda: self)
+        patch.setattr("torch.cuda.check_error", lambda code: None)
+
+
+def test_shared_memory_is_locked_for_cuda_on_both_sides(session: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    locked = Locked()
+    locked.use(monkeypatch)
+    sender = open_sender("shared_memory", session)
+    receiver = open_receiver("shared_memory", sender.rendezvous())
+    small, large = 1 << 20, 4 << 20
+    sizes = {10: [small] * 2, 20: [small] * 4, 1_000_000: [small] * 2 + [large] * 2, 30: [small] * 2 + [large] * 2}
+    for elements, expected in sizes.items():  # the third replaces a segment
+        metadata = sender.send(bucket(0, elements))
+        require_received(receiver.receive(metadata), bucket(0, elements))
+        sender.release(metadata)
+        assert sorted(locked.ranges.values()) == expected
+    receiver.close()
+    assert len(locked.ranges) == 2
+    sender.close()
+    assert locked.ranges == {}
+
+
+def test_memory_that_cuda_does_not_lock(session: str, monkeypatch: pytest.MonkeyPatch, rejects: Rejects) -> None:
+    Locked(error=2).use(monkeypatch)
+    with rejects(WeightSyncError, "not-pinned"):
+        open_sender("shared_memory", session).send(bucket(0))
+    assert left(session) == []
+
+
 @pytest.mark.parametrize("name", ["", "short", "has/slash/in", "../../etc/passwd", "has spaces in it"])
 def test_sessions_that_could_remove_too_much_are_refused(name: str, tmp_path: Path, rejects: Rejects) -> None:
     with rejects(WeightSyncError, "session-name"):
