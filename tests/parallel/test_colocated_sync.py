@@ -24,9 +24,8 @@ from slime_like.weights.transports.colocated import join_buckets
 from slime_like.weights.transports.registry import for_engine, join_rendezvous, open_receiver
 from slime_like.weights.wire import metadata_from_wire, metadata_to_wire
 from tests.parallel.ranks import run_ranks
-from tests.support.weight_buckets import bucket, left, session
+from tests.support.weight_buckets import bucket, left
 
-__all__ = ["session"]
 TENSOR, PIPELINE, ENGINE = 2, 2, 2
 SIZES = ((50, 3000, 10), (700, 20_000))
 """Elements of each stage's buckets; they grow on the way, so that buffers are replaced."""
