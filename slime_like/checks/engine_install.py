@@ -108,6 +108,7 @@ def version_warning(path: Path | None, engine: str) -> str | None:
     )
 
 
+@lru_cache(maxsize=8)
 def engine_libraries(path: Path | None) -> Libraries:
     """Versions in the engines' environment. Those of this one where the other cannot be looked at.
 

@@ -42,8 +42,14 @@ class RankExport:
         self._sender = None
         if not self._gathers and name != COLOCATED:
             return None
-        config, own = self._config, (self._stage, self._gathers)
-        settings = TransportSettings(node_address(), config.directory, config.timeout_s, delta, *own)
+        settings = TransportSettings(
+            address=node_address(),
+            directory=self._config.directory,
+            timeout_s=self._config.timeout_s,
+            delta=delta,
+            stage=self._stage,
+            gathers=self._gathers,
+        )
         self._sender = open_sender(name, session, settings)
         return self._sender.rendezvous()
 

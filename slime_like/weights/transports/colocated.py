@@ -108,7 +108,7 @@ class ColocatedSender:
         if nbytes < 0:
             return None
         memory = self._memory_for(turn, nbytes)
-        # Others have none, and hold what they receive.
+        # Other ranks have none, and hold what they receive.
         entries, hash_s = ((), 0.0) if bucket is None else write_bucket(bucket, memory.buffer)
         self._broadcast(memory.buffer[:nbytes], sender)
         self._in_flight[self._sent] = turn
@@ -170,7 +170,7 @@ class ColocatedReceiver:
         (found,) = pair([Place(rank["node"], rank["device"]) for rank in ranks], [own])
         self._rank: int = ranks[found]["rank"]
         self._segments = SegmentMap(self._session)
-        self._mapped: dict[str, Tensor] = {}
+        self._mapped: dict[int, tuple[str, Tensor]] = {}
 
     def receive(self, metadata: BucketMetadata) -> Iterator[tuple[str, Tensor]]:
         require_transport(metadata.transport, NAME)
@@ -179,7 +179,7 @@ class ColocatedReceiver:
             problem = f"a receiver of {self._session} was handed a bucket of {location['sender']}"
             raise WeightSyncError(problem, code="foreign-bucket")
         (own,) = [held for held in location["held"] if held["rank"] == self._rank]
-        buffer = self._map(own) if "shared" in own else self._segments.open(own)
+        buffer = self._map(location["number"] % 2, own) if "shared" in own else self._segments.open(own)
         return read_bucket(metadata.entries, buffer)
 
     def rest(self) -> None:
@@ -191,10 +191,10 @@ class ColocatedReceiver:
         self._mapped.clear()
         self._segments.clear()
 
-    def _map(self, handle: Mapping[str, Any]) -> Tensor:
-        """A rank has two buffers at a time: an older mapping keeps memory that it has given up."""
+    def _map(self, turn: int, handle: Mapping[str, Any]) -> Tensor:
+        """The rank's buffer of this turn; one that it has replaced is let go."""
         key = str(handle["shared"])
-        if key not in self._mapped:
-            self._mapped = dict(list(self._mapped.items())[-1:])
-            self._mapped[key] = DeviceMemory.map(handle)
-        return self._mapped[key]
+        if turn not in self._mapped or self._mapped[turn][0] != key:
+            self._mapped.pop(turn, None)
+            self._mapped[turn] = key, DeviceMemory.map(handle)
+        return self._mapped[turn][1]

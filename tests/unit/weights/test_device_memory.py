@@ -85,13 +85,13 @@ def test_buffers_are_mapped_once_grow_and_are_freed_after_a_sync(gpu: Gpu, sessi
 
     deliver(sender, [10, 20, 30, 40])
     assert (len(gpu.shared), len(gpu.mapped), gpu.collected) == (2, 2, 0)
-    deliver(sender, [1_000_000, 50])  # replaces one
-    assert (len(gpu.shared), len(gpu.mapped), gpu.collected) == (3, 3, 1)
+    deliver(sender, [1_000_000, 50, 60, 2_000_000, 70, 80])  # replaces one, and then the other
+    assert (len(gpu.shared), len(gpu.mapped), gpu.collected) == (4, 4, 2)
     receiver.rest()
     sender.rest()
-    assert gpu.collected == 2
+    assert gpu.collected == 3
     deliver(sender, [10])
-    assert (len(gpu.shared), len(gpu.mapped)) == (4, 4)
+    assert (len(gpu.shared), len(gpu.mapped)) == (5, 5)
     receiver.close()
     sender.close()
 
