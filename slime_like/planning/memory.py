@@ -83,8 +83,7 @@ def trainer_phases(
     if config.reference_in_trainer or config.algorithm.scores_policy:
         found.append(("scoring", [*_state(memory), *_scoring(memory, config.reference_in_trainer), *sleeping, reserve]))
     weights = Item("parameters", memory.parameter_bytes)
-    # The shards as gathered, the bucket made of them, two that engines take in turn, and a colocated engine's copy.
-    sync = Item("sync buffers", (5 if shared is not None else 4) * bucket_bytes(run))
+    sync = Item("sync buffers", _sending_bytes(run) + (bucket_bytes(run) if shared is not None else 0))
     if shared is not None:
         engine_weights = [Item("engine weights", shared.weight_bytes), Item(ENGINE_RESERVE, shared.reserve_bytes)]
         found.append((WEIGHT_SYNC, [weights, sync, *engine_weights, reserve]))
@@ -95,11 +94,11 @@ def trainer_phases(
 
 
 def engine_phase(run: PlannedRun, engine: EnginePlan) -> PhaseMemory:
-    """The GPU of an engine that has it for itself. A sync's bucket and its copy lie there beside the cache."""
+    """The GPU of an engine that has it for itself."""
     items = (
         Item("engine weights", engine.weight_bytes),
         Item("KV cache", max(0, engine.kv_bytes)),
-        Item("sync buffers", 2 * bucket_bytes(run)),
+        Item("sync buffers", received_bytes(run)),
         Item(ENGINE_RESERVE, engine.reserve_bytes),
     )
     return PhaseMemory(ENGINES, GENERATION, items, run.hardware.memory_bytes)
@@ -110,6 +109,19 @@ def reference_phase(hardware: Hardware, kind: RankKind, estimate: RankEstimate) 
     weights = Item("parameters", estimate.memory.parameter_bytes)
     items = (weights, *_scoring(estimate.memory), Item(TRAINER_RESERVE, TRAINER_RESERVE_BYTES))
     return PhaseMemory(kind.name, REFERENCE_SCORING, items, hardware.memory_bytes)
+
+
+def received_bytes(run: PlannedRun) -> int:
+    """What a sync takes of the GPU of an engine that has it for itself, beside the cache: a bucket and its copy."""
+    return 2 * bucket_bytes(run)
+
+
+def _sending_bytes(run: PlannedRun) -> int:
+    """A bucket and, of several ranks, the shards that it is made of; and the two that engines take in turn, of which
+    one holds the only large tensor of a model with a tied head."""
+    largest, alone = bucket_bytes(run), run.config.trainer.parallel.world_size == 1
+    second = int(run.config.sync.bucket_mb * 2**20) if run.dimensions.tied_embeddings else largest
+    return (1 if alone else 2) * largest + largest + second
 
 
 def bucket_bytes(run: PlannedRun) -> int:
