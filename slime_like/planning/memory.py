@@ -117,11 +117,9 @@ def received_bytes(run: PlannedRun) -> int:
 
 
 def _sending_bytes(run: PlannedRun) -> int:
-    """A bucket and, of several ranks, the shards that it is made of; and the two that engines take in turn, of which
-    one holds the only large tensor of a model with a tied head."""
-    largest, alone = bucket_bytes(run), run.config.trainer.parallel.world_size == 1
-    second = int(run.config.sync.bucket_mb * 2**20) if run.dimensions.tied_embeddings else largest
-    return (1 if alone else 2) * largest + largest + second
+    """A bucket, of several ranks its shards, and two that engines take in turn, of which one at most is large."""
+    alone = run.config.trainer.parallel.world_size == 1
+    return (2 if alone else 3) * bucket_bytes(run) + int(run.config.sync.bucket_mb * 2**20)
 
 
 def bucket_bytes(run: PlannedRun) -> int:

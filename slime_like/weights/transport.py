@@ -21,6 +21,7 @@ class TransportSettings:
         delta: send only what changed since the last finished sync.
         stage: pipeline stage of the sending rank.
         gathers: it is the rank of its stage that gathers the buckets.
+        keep_nbytes: larger device buffers are freed with the bucket they were made for.
     """
 
     address: str = "127.0.0.1"
@@ -29,6 +30,7 @@ class TransportSettings:
     delta: bool = False
     stage: int = 0
     gathers: bool = True
+    keep_nbytes: int = 288 << 20
 
 
 class Sender(Protocol):

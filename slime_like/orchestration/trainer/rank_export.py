@@ -14,6 +14,9 @@ from slime_like.weights.transport import Sender, TransportSettings
 from slime_like.weights.transports.colocated import ColocatedSender
 from slime_like.weights.transports.registry import COLOCATED, open_sender
 
+_KEEP = 1.125
+"""Bytes of a buffer that is kept, over those of a bucket: alignment makes a full one a little larger."""
+
 
 class RankExport:
     """Gathers the buckets of one rank's backend, once it is set up, and sends them to the engines or to the driver."""
@@ -49,6 +52,7 @@ class RankExport:
             delta=delta,
             stage=self._stage,
             gathers=self._gathers,
+            keep_nbytes=int(_KEEP * self._config.bucket_mb * 2**20),
         )
         self._sender = open_sender(name, session, settings)
         return self._sender.rendezvous()

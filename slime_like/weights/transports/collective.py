@@ -134,7 +134,7 @@ class CollectiveSender:
         delivery = self._deliveries.pop(number, None)
         if delivery is None:
             raise not_in_flight(self._id, f"bucket {number}")
-        receivers = self._receivers
+        receivers, turn = self._receivers, number % len(self._buffers)
         try:
             delivery.wait(self._settings.timeout_s)
         except (RuntimeError, OSError, TimeoutError) as error:
@@ -148,6 +148,10 @@ class CollectiveSender:
                 who=f"weight sync over {self._backend}",
                 remedy="engines must connect again",
             ) from error
+        finally:
+            buffer = self._buffers[turn]
+            if buffer is not None and buffer.numel() > self._settings.keep_nbytes:
+                self._buffers[turn] = None
 
     def rest(self) -> None:
         self._buffers = [None, None]

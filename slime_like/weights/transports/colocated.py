@@ -40,7 +40,7 @@ class ColocatedSender:
         check_session(session)
         self._session = session
         self._rank, self._num_ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
-        self._stage = settings.stage
+        self._stage, self._keep_nbytes = settings.stage, settings.keep_nbytes
         self._senders = self._gathering_ranks(settings)
         self._new_memory: Callable[[int], Segment | DeviceMemory] = Segments(session).create
         if torch.cuda.is_available():
@@ -71,8 +71,12 @@ class ColocatedSender:
 
     def release(self, metadata: BucketMetadata) -> None:
         number = metadata.location["number"]
-        if self._in_flight.pop(number, None) is None:
+        turn = self._in_flight.pop(number, None)
+        if turn is None:
             raise not_in_flight(self._session, f"bucket {number}")
+        memory = self._memory[turn]
+        if isinstance(memory, DeviceMemory) and memory.buffer.numel() > self._keep_nbytes:
+            self._memory[turn] = None
 
     def rest(self) -> None:
         """Free GPU memory; what workers still map follows when they let it go."""
@@ -137,8 +141,8 @@ class ColocatedSender:
             self._memory[turn] = None
             if isinstance(memory, Segment):
                 memory.remove()
-            grown, memory = memory is not None, None
-            if grown and torch.cuda.is_available():
+            memory = None
+            if torch.cuda.is_available():
                 DeviceMemory.collect()
             memory = self._memory[turn] = self._new_memory(nbytes)
         return memory

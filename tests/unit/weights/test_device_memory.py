@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from slime_like.errors import WeightSyncError
-from slime_like.weights.transport import Sender
+from slime_like.weights.transport import Sender, TransportSettings
 from slime_like.weights.transports.device_memory import DeviceMemory
 from slime_like.weights.transports.registry import open_receiver, open_sender
 from tests.support.rejections import Rejects
@@ -74,7 +74,7 @@ def test_a_handle_is_plain_values_and_opens_as_torch_gave_it(gpu: Gpu, rejects: 
 
 
 def test_buffers_are_mapped_once_grow_and_are_freed_after_a_sync(gpu: Gpu, session: str) -> None:
-    sender = open_sender("colocated", session)
+    sender = open_sender("colocated", session, TransportSettings(keep_nbytes=16 << 20))
     receiver = open_receiver("colocated", sender.rendezvous())
 
     def deliver(sender: Sender, elements: Sequence[int]) -> None:
@@ -84,14 +84,15 @@ def test_buffers_are_mapped_once_grow_and_are_freed_after_a_sync(gpu: Gpu, sessi
             sender.release(metadata)
 
     deliver(sender, [10, 20, 30, 40])
-    assert (len(gpu.shared), len(gpu.mapped), gpu.collected) == (2, 2, 0)
+    assert (len(gpu.shared), len(gpu.mapped), gpu.collected) == (2, 2, 2)
     deliver(sender, [1_000_000, 50, 60, 2_000_000, 70, 80])  # replaces one, and then the other
-    assert (len(gpu.shared), len(gpu.mapped), gpu.collected) == (4, 4, 2)
+    assert (len(gpu.shared), len(gpu.mapped), gpu.collected) == (4, 4, 4)
     receiver.rest()
     sender.rest()
-    assert gpu.collected == 3
-    deliver(sender, [10])
-    assert (len(gpu.shared), len(gpu.mapped)) == (5, 5)
+    assert gpu.collected == 5
+    deliver(sender, [10, 5_000_000, 20, 30])  # the second is too large to be kept
+    assert (len(gpu.shared), len(gpu.mapped)) == (7, 7)
+    assert [storage.nbytes() >> 21 for storage in gpu.shared[-3:]] == [1, 10, 1]
     receiver.close()
     sender.close()
 
