@@ -14,9 +14,14 @@ from slime_like.weights.transports.registry import open_receiver
 
 
 class WeightReceiver:
-    """Receivers of all transports, and the tensors that the open (or last) update has brought, verified."""
+    """Receivers of all transports, and the tensors that the open (or last) update has brought, verified.
 
-    def __init__(self) -> None:
+    Args:
+        worker: number of this rank in its engine.
+    """
+
+    def __init__(self, worker: int = 0) -> None:
+        self._worker = worker
         self._receivers: dict[str, Receiver] = {}
         self._arrivals = Arrivals()
 
@@ -25,7 +30,7 @@ class WeightReceiver:
         previous = self._receivers.pop(transport, None)
         if previous is not None:
             previous.close()
-        self._receivers[transport] = open_receiver(transport, rendezvous)
+        self._receivers[transport] = open_receiver(transport, rendezvous, self._worker)
 
     def begin_update(self) -> None:
         self._arrivals = Arrivals()
@@ -39,7 +44,9 @@ class WeightReceiver:
         self._arrivals.load(bucket.entries, self._receive(bucket), destination)
 
     def received(self) -> tuple[dict[str, int], float]:
-        """Hashes of the update's tensors, and the seconds they took."""
+        """Hashes of the whole update's tensors, and the seconds they took. Receivers rest until the next one."""
+        for receiver in self._receivers.values():
+            receiver.rest()
         return self._arrivals.checksums, self._arrivals.hash_s
 
     def close(self) -> None:

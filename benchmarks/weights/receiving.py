@@ -84,7 +84,9 @@ def _serve(connection: Connection, transport: str, rendezvous: dict[str, Any]) -
             try:
                 tensors = list(receiver.receive(metadata))
                 for entry, (name, tensor) in zip(metadata.entries, tensors, strict=True) if verify else ():
-                    arrivals.compare(entry, name, *timed_checksum(tensor))
+                    found, hash_s = timed_checksum(tensor)
+                    arrivals.hash_s += hash_s
+                    arrivals.compare(entry, name, found)
             except SlimeLikeError as error:
                 connection.send(error)
                 continue

@@ -6,7 +6,7 @@ receiver hashes every tensor; copying into its model, which is the engine's own 
 
 import resource
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -161,11 +161,12 @@ def _cpu(syncs: list[_Sync]) -> tuple[float, float]:
 
 @contextmanager
 def _without_hashing() -> Iterator[None]:
-    """A copy of the whole tensor, as fast as torch makes it, and a hash of nothing."""
+    """A copy of whole tensors, as fast as torch makes it, and a hash of nothing."""
 
-    def copy(source: Tensor, target: Tensor) -> tuple[int, float]:
-        target.copy_(source)
-        return 0, 0.0
+    def copy(sources: Sequence[Tensor], targets: Sequence[Tensor]) -> tuple[list[int], float]:
+        for source, target in zip(sources, targets, strict=True):
+            target.copy_(source)
+        return [0] * len(sources), 0.0
 
     assert bucket_module.timed_checksum is timed_checksum
     assert bucket_module.copy_hashed is copy_hashed

@@ -18,6 +18,7 @@ from sglang.srt.managers import scheduler as sglang_scheduler
 from sglang.srt.managers.io_struct import AbortReq
 from sglang.srt.managers.schedule_batch import FINISH_ABORT, Req
 from sglang.srt.managers.scheduler import Scheduler
+from sglang.srt.runtime_context import get_parallel
 from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
 
 from rollout.arguments import on_cpu
@@ -60,7 +61,7 @@ class EngineScheduler(Scheduler):
             raise
         self.model_config.hf_eos_token_id = set()  # a request's own stop ids replace the model's
         _read_seeds()
-        self._receiver = WeightReceiver()
+        self._receiver = WeightReceiver(get_parallel().tp_rank)
         # A flush collects garbage, on a CPU; what was imported is none, and looking through it takes half a second.
         gc.freeze()
 

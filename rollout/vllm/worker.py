@@ -57,7 +57,7 @@ class BucketTransferEngine(WeightTransferEngine[ConnectInfo, BucketInfo]):
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
-        self.receiver = WeightReceiver()
+        self.receiver = WeightReceiver(self.parallel_config.rank)
         self._reloading = False
         _end_with_parent()
         if self.device.type == "cpu":

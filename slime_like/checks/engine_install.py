@@ -4,7 +4,7 @@ import contextlib
 import json
 import os
 import subprocess
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from importlib.metadata import PackageNotFoundError, version
@@ -13,6 +13,7 @@ from typing import Any
 
 from slime_like import __version__
 from slime_like.plugins.entry_points import ENGINE_GROUP
+from slime_like.weights.transports.libraries import Libraries
 
 PYTHONS = ((3, 11), (3, 12))
 """Versions of Python that this distribution supports."""
@@ -36,6 +37,8 @@ TESTED: Mapping[str, TestedEngine] = {
     "sglang": TestedEngine(("sglang",), "0.5.23"),
     "transformers": TestedEngine(("transformers",), "5.19"),
 }
+
+_WANTED = ("slime-like", *(name for each in TESTED.values() for name in each.distributions), *Libraries.PACKAGES)
 
 # Runs in the other interpreter, whatever its version is.
 _PROBE = """
@@ -69,7 +72,7 @@ def interpreter_problems(path: Path, engine: str) -> list[str]:
     field = f"rollout.python={path}"
     if not path.is_file() or not os.access(path, os.X_OK):
         return [f"{field} is not a program; give the path of a Python, such as VENV/bin/python"]
-    found = _probe(path, TESTED[engine].distributions if engine in TESTED else ())
+    found = _probe(path)
     if isinstance(found, str):
         return [f"{field} {found}; give the path of a working Python"]
     if found.python not in PYTHONS:
@@ -96,14 +99,7 @@ def version_warning(path: Path | None, engine: str) -> str | None:
     """
     if engine not in TESTED:
         return None
-    packages: dict[str, str] = {}
-    if path is None:
-        for name in TESTED[engine].distributions:
-            with contextlib.suppress(PackageNotFoundError):
-                packages[name] = version(name)
-    elif not isinstance(probed := _probe(path, TESTED[engine].distributions), str):
-        packages |= probed.packages
-    installed = _installed(engine, packages)
+    installed = _installed(engine, _packages(path))
     if installed is None or TESTED[engine].covers(installed[1]):
         return None
     return (
@@ -112,15 +108,37 @@ def version_warning(path: Path | None, engine: str) -> str | None:
     )
 
 
+@lru_cache(maxsize=8)
+def engine_libraries(path: Path | None) -> Libraries:
+    """Versions in the engines' environment. Those of this one where the other cannot be looked at.
+
+    Args:
+        path: ``rollout.python``; ``None`` looks at this environment.
+    """
+    return Libraries.of(_packages(path) or _packages(None))
+
+
+def _packages(path: Path | None) -> Mapping[str, str]:
+    """Versions of the distributions that matter here, of those that are installed; none of a broken interpreter."""
+    if path is not None:
+        probed = _probe(path)
+        return {} if isinstance(probed, str) else probed.packages
+    packages: dict[str, str] = {}
+    for name in _WANTED:
+        with contextlib.suppress(PackageNotFoundError):
+            packages[name] = version(name)
+    return packages
+
+
 def _installed(engine: str, packages: Mapping[str, str]) -> tuple[str, str] | None:
     """Name and version of the first distribution that provides the engine."""
     return next(((name, packages[name]) for name in TESTED[engine].distributions if name in packages), None)
 
 
 @lru_cache(maxsize=8)
-def _probe(path: Path, distributions: Sequence[str]) -> Interpreter | str:
+def _probe(path: Path) -> Interpreter | str:
     """Properties of the interpreter, or half a sentence about why there are none."""
-    command = [str(path), "-c", _PROBE, ENGINE_GROUP, "slime-like", *distributions]
+    command = [str(path), "-c", _PROBE, ENGINE_GROUP, *_WANTED]
     try:
         finished = subprocess.run(
             command, capture_output=True, text=True, timeout=_PROBE_TIMEOUT_S, stdin=subprocess.DEVNULL, check=False

@@ -32,5 +32,7 @@ def transport_problems(config: RunConfig) -> Iterator[str]:
             "sync.transport=nccl needs a separate device for every process, but with cluster.placement=colocated "
             "engines share the trainers'; use auto"
         )
-    if sync.transport == "cuda_ipc" and not colocated:
-        yield "sync.transport=cuda_ipc needs engines on the trainers' devices, cluster.placement=colocated; or use auto"
+    if sync.transport == "colocated" and not colocated:
+        yield "sync.transport=colocated needs cluster.placement=colocated, engines on the trainers' devices; use auto"
+    if sync.transport == "colocated" and sync.delta == "always":
+        yield "sync.transport=colocated carries whole tensors, but sync.delta=always asks for changes; use delta: auto"

@@ -119,8 +119,8 @@ class RewardConfig(Section):
 class SyncConfig(Section):
     """Weight transfer from trainer to engines."""
 
-    transport: Literal["auto", "shared_memory", "gloo", "nccl", "cuda_ipc", "directory"] = "auto"
-    """How weights travel. auto: nccl between GPUs; cuda_ipc if one engine shares the trainers' GPUs; on CPUs
+    transport: Literal["auto", "shared_memory", "gloo", "nccl", "colocated", "directory"] = "auto"
+    """How weights travel. auto: nccl between GPUs; colocated if engines share the trainers' GPUs; on CPUs
     shared_memory inside a host, gloo between hosts."""
     directory: Path | None = None
     """For transport directory: a directory that trainers and engines both see."""

@@ -7,6 +7,7 @@ from typing import Self
 
 import numpy as np
 
+from slime_like.checks.transport import chosen_transport
 from slime_like.config import RunConfig
 from slime_like.errors import EngineError, WeightSyncError
 from slime_like.interfaces import BucketMetadata, GenerationRequest, SamplingParams, UpdateReceipt
@@ -20,7 +21,8 @@ from slime_like.orchestration.trainer.calls import Pending
 from slime_like.orchestration.trainer.group_export import GroupExport
 from slime_like.system.words import counted
 from slime_like.weights.delta import is_base_lost
-from slime_like.weights.transports.registry import join_rendezvous, transport_of, use_delta
+from slime_like.weights.transports.colocated import join_buckets
+from slime_like.weights.transports.registry import join_rendezvous, use_delta
 
 _FLOAT32_BOUND = 1e-4
 _FLOAT32_ROUNDINGS = 256
@@ -150,7 +152,7 @@ class WeightSync:
         dimensions = ModelDimensions.from_checkpoint(config.model.path)
         self._probe = probe_sequences(config, dimensions.vocab_size)
         self._layers = dimensions.num_layers
-        self._transport = transport_of(config, placement.device == "GPU", placement.num_nodes)
+        self._transport = chosen_transport(config, placement.device == "GPU", placement.num_nodes)
         self._delta = use_delta(config.sync.delta, self._transport, config.model.dtype)
         self._version = 0
         supervisor.replace_and_sync = lambda: self.run(self._version)
@@ -224,6 +226,7 @@ class WeightSync:
         self._engines.begin_update(version)
         sent = self._stream(first.result)
         receipts = self._engines.finish_update(version)
+        self._trainers.end_export()
         self._connected = generation
         return sent, receipts
 
@@ -233,7 +236,7 @@ class WeightSync:
         loading: EngineAnswers | None = None
         while True:
             started = time.perf_counter()
-            buckets = [bucket for bucket in gathered_next() if bucket is not None]
+            buckets = join_buckets(gathered_next())
             sent.gather_s += time.perf_counter() - started
             gathered_next = self._trainers.next_buckets
             if not buckets and self._config.sync.verify:

@@ -20,8 +20,8 @@ from slime_like.planning.memory import (
     GENERATION,
     WEIGHT_SYNC,
     PhaseMemory,
-    bucket_bytes,
     engine_phase,
+    received_bytes,
     trainer_phases,
 )
 from slime_like.planning.planned_run import PlannedRun
@@ -159,7 +159,7 @@ def share_changes(run: PlannedRun) -> Changes:
     config, memory = run.config, run.hardware.memory_bytes
     if not run.has_engines or config.rollout.engine not in SHARES:
         return {}
-    beside = TRAINER_RESERVE_BYTES if run.colocated else bucket_bytes(run)
+    beside = TRAINER_RESERVE_BYTES if run.colocated else received_bytes(run)
     share, largest = engine_share(config), floor(100 * (memory - beside - _LEAST_FREE) / memory) / 100
     if share * memory + beside <= memory and plan_engine(run).longest_sequences:
         return {}

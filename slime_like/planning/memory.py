@@ -83,7 +83,7 @@ def trainer_phases(
     if config.reference_in_trainer or config.algorithm.scores_policy:
         found.append(("scoring", [*_state(memory), *_scoring(memory, config.reference_in_trainer), *sleeping, reserve]))
     weights = Item("parameters", memory.parameter_bytes)
-    sync = Item("sync buffers", 2 * bucket_bytes(run))  # the shards as gathered, and the bucket made of them
+    sync = Item("sync buffers", _sending_bytes(run) + (bucket_bytes(run) if shared is not None else 0))
     if shared is not None:
         engine_weights = [Item("engine weights", shared.weight_bytes), Item(ENGINE_RESERVE, shared.reserve_bytes)]
         found.append((WEIGHT_SYNC, [weights, sync, *engine_weights, reserve]))
@@ -94,11 +94,11 @@ def trainer_phases(
 
 
 def engine_phase(run: PlannedRun, engine: EnginePlan) -> PhaseMemory:
-    """The GPU of an engine that has it for itself. A sync's bucket lies there beside the cache."""
+    """The GPU of an engine that has it for itself."""
     items = (
         Item("engine weights", engine.weight_bytes),
         Item("KV cache", max(0, engine.kv_bytes)),
-        Item("sync buffers", bucket_bytes(run)),
+        Item("sync buffers", received_bytes(run)),
         Item(ENGINE_RESERVE, engine.reserve_bytes),
     )
     return PhaseMemory(ENGINES, GENERATION, items, run.hardware.memory_bytes)
@@ -109,6 +109,17 @@ def reference_phase(hardware: Hardware, kind: RankKind, estimate: RankEstimate) 
     weights = Item("parameters", estimate.memory.parameter_bytes)
     items = (weights, *_scoring(estimate.memory), Item(TRAINER_RESERVE, TRAINER_RESERVE_BYTES))
     return PhaseMemory(kind.name, REFERENCE_SCORING, items, hardware.memory_bytes)
+
+
+def received_bytes(run: PlannedRun) -> int:
+    """What a sync takes of the GPU of an engine that has it for itself, beside the cache: a bucket and its copy."""
+    return 2 * bucket_bytes(run)
+
+
+def _sending_bytes(run: PlannedRun) -> int:
+    """A bucket, of several ranks its shards, and two that engines take in turn, of which one at most is large."""
+    alone = run.config.trainer.parallel.world_size == 1
+    return (2 if alone else 3) * bucket_bytes(run) + int(run.config.sync.bucket_mb * 2**20)
 
 
 def bucket_bytes(run: PlannedRun) -> int:

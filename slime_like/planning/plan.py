@@ -9,6 +9,7 @@ from slime_like.checks.definition import training_needs
 from slime_like.checks.fsdp import BACKEND as FSDP
 from slime_like.checks.layout import layout_problems
 from slime_like.checks.model_directories import reference_problems
+from slime_like.checks.transport import chosen_transport
 from slime_like.config import RunConfig
 from slime_like.errors import CheckpointError, WeightSyncError
 from slime_like.interfaces import TrainerBackend
@@ -26,7 +27,6 @@ from slime_like.planning.remedies import misfits
 from slime_like.planning.result import KindPlan, Plan
 from slime_like.planning.step_time import predict, reference_seconds, traffic_per_step
 from slime_like.planning.units import count_text, traffic_text
-from slime_like.weights.transports.registry import transport_of
 
 _DOMINATES = 0.5
 """Share of a step from which on generation decides its length."""
@@ -132,7 +132,7 @@ def _work_out(plan: Plan, run: PlannedRun, backend: type[TrainerBackend], note: 
     if not config.supervised and not config.debug.load_rollouts:
         plan.engine = plan_engine(run)
         try:
-            plan.transport = transport_of(config, on_cuda=True, num_hosts=plan.nodes)
+            plan.transport = chosen_transport(config, on_cuda=True, num_hosts=plan.nodes)
         except WeightSyncError as error:
             plan.problems.append(str(error))
     if _plans_references(config):

@@ -9,6 +9,7 @@ from slime_like.checks.check import check_settings
 from slime_like.checks.definition import training_needs
 from slime_like.checks.fsdp import BACKEND as FSDP
 from slime_like.checks.layout import divisors, layout_problems
+from slime_like.checks.transport import chosen_transport
 from slime_like.config import ParallelConfig, RunConfig
 from slime_like.errors import ConfigError, WeightSyncError
 from slime_like.interfaces import TrainerBackend
@@ -23,7 +24,6 @@ from slime_like.planning.memory import PhaseMemory, host_memory, trainer_phases
 from slime_like.planning.planned_run import PlannedRun, Workload
 from slime_like.planning.settings import Changes, changed, flags
 from slime_like.planning.step_time import StepTime, predict
-from slime_like.weights.transports.registry import transport_of
 
 _RECOMPUTE_COST = 4 / 3
 """One more forward pass beside forward and backward."""
@@ -175,7 +175,7 @@ def _candidate(run: PlannedRun, backend: type[TrainerBackend]) -> Candidate | No
     transport = None
     if engine is not None:
         with contextlib.suppress(WeightSyncError):  # none reaches, whatever the layout
-            transport = transport_of(config, on_cuda=True, num_hosts=checks.planned_nodes(config))
+            transport = chosen_transport(config, on_cuda=True, num_hosts=checks.planned_nodes(config))
     step = predict(run, estimates, engine, transport)
     tightest = min(phases, key=lambda phase: phase.margin)
     changes: Changes = {}

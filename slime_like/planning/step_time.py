@@ -12,8 +12,8 @@ from slime_like.planning.engines import EnginePlan
 from slime_like.planning.generation import predict_generation
 from slime_like.planning.planned_run import PlannedRun
 
-SYNC_GB_PER_S = {"nccl": 40.0, "cuda_ipc": 200.0, "shared_memory": 8.0, "gloo": 2.0, "directory": 1.0}
-"""Assumed speeds of weight transports; NCCL's is bounded by the network as well."""
+SYNC_GB_PER_S = {"nccl": 40.0, "colocated": 40.0, "shared_memory": 8.0, "gloo": 2.0, "directory": 1.0}
+"""Assumed speeds of weight transports; between nodes NCCL's, which colocated uses, is bounded by the network too."""
 
 _HIDDEN = frozenset({"context"})
 """Axes whose messages travel while attention computes; what takes longer than it shows."""
@@ -165,7 +165,8 @@ def _update_seconds(run: PlannedRun, estimate: RankEstimate) -> float:
 
 def _sync_seconds(run: PlannedRun, transport: str) -> float:
     rate = SYNC_GB_PER_S[transport]
-    if transport == "nccl":
+    ranks = range(run.config.trainer.parallel.world_size)
+    if transport == "nccl" or (transport == "colocated" and run.hardware.crosses_nodes(ranks)):
         rate = min(rate, run.hardware.network_gb_per_s * run.hardware.efficiency.link)
     return run.weight_bytes / (rate * 1e9)
 

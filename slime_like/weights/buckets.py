@@ -59,14 +59,10 @@ def write_bucket(bucket: WeightBucket, buffer: Tensor) -> tuple[tuple[TensorEntr
         raise WeightSyncError(
             f"a bucket of {needed} bytes does not fit its buffer of {buffer.numel()} bytes", code="buffer-too-small"
         )
-    entries: list[TensorEntry] = []
-    hash_s = 0.0
-    for name, tensor, offset in place_tensors(bucket):
-        data = as_bytes(tensor)
-        checksum, seconds = copy_hashed(data, buffer[offset : offset + data.numel()])
-        hash_s += seconds
-        entries.append(describe(name, tensor, offset, checksum))
-    return tuple(entries), hash_s
+    placed = list(place_tensors(bucket))
+    targets = [buffer[offset : offset + tensor.nbytes] for _, tensor, offset in placed]
+    checksums, hash_s = copy_hashed([as_bytes(tensor) for _, tensor, _ in placed], targets)
+    return tuple(describe(*each, checksum) for each, checksum in zip(placed, checksums, strict=True)), hash_s
 
 
 def read_bucket(entries: Sequence[TensorEntry], buffer: Tensor) -> Iterator[tuple[str, Tensor]]:

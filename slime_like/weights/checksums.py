@@ -5,7 +5,8 @@ are cut into chunks of ``CHUNK_BYTES``, the last one shorter, and
 
     hash = XXH3(XXH3(chunk 0), XXH3(chunk 1), ..., number of bytes)      each number as 8 bytes, little-endian
 
-XXH3 is sequential: the chunks are what lets an accelerator work on all of them at once (``xxh3.py``). On a CPU the
+XXH3 is sequential: the chunks are what lets an accelerator work on all of them at once, also on those of many tensors
+(``xxh3.py``). On a CPU the
 library xxhash hashes at twice the speed of a copy. The hash finds damage and mix-ups; it is no protection against
 forged weights.
 
@@ -15,6 +16,7 @@ still has it. Seconds of hashing are measured apart from those of the copy.
 
 import time
 from collections.abc import Sequence
+from itertools import compress, islice
 
 import numpy as np
 import torch
@@ -37,8 +39,16 @@ def tensor_checksum(tensor: Tensor) -> int:
 
     Shape and dtype do not enter: only bytes, their positions, and their number.
     """
-    data = as_bytes(tensor)
-    return checksum_of_chunks(_on_host(data) if data.device.type == "cpu" else _on_device(data), data.numel())
+    return tensor_checksums([tensor])[0]
+
+
+def tensor_checksums(tensors: Sequence[Tensor]) -> list[int]:
+    """``tensor_checksum`` of each; those on an accelerator, one and the same, are hashed together."""
+    data = [as_bytes(tensor) for tensor in tensors]
+    on_device = [each.device.type != "cpu" for each in data]
+    together = iter(_on_device(list(compress(data, on_device))))
+    hashes = (next(together) if there else _on_host(each) for each, there in zip(data, on_device, strict=True))
+    return [checksum_of_chunks(found, each.numel()) for found, each in zip(hashes, data, strict=True)]
 
 
 def checksum_of_chunks(hashes: Sequence[int], nbytes: int) -> int:
@@ -58,11 +68,17 @@ def _on_host(data: Tensor) -> list[int]:
     return host_chunk_hashes(memoryview(data.numpy().data))
 
 
-def _on_device(data: Tensor) -> list[int]:
-    """The same; what is less than a chunk is fetched."""
-    whole = data.numel() // CHUNK_BYTES * CHUNK_BYTES
-    hashes = chunk_hashes(data[:whole].view(-1, CHUNK_BYTES))
-    return [*hashes.cpu().numpy().view(np.uint64).tolist(), *_on_host(data[whole:].cpu())]
+def _on_device(data: Sequence[Tensor]) -> list[list[int]]:
+    """The same of several, which waits for the device twice; what is less than a chunk is fetched."""
+    if not data:
+        return []
+    counts = [each.numel() // CHUNK_BYTES for each in data]
+    cuts = [count * CHUNK_BYTES for count in counts]
+    whole = chunk_hashes([each[:cut].view(-1, CHUNK_BYTES) for each, cut in zip(data, cuts, strict=True)])
+    hashes = iter(whole.cpu().numpy().view(np.uint64).tolist())
+    rests = [each[cut:] for each, cut in zip(data, cuts, strict=True)]
+    fetched = torch.cat(rests).cpu().split([len(rest) for rest in rests])
+    return [[*islice(hashes, count), *_on_host(rest)] for count, rest in zip(counts, fetched, strict=True)]
 
 
 def timed_checksum(tensor: Tensor) -> tuple[int, float]:
@@ -71,16 +87,31 @@ def timed_checksum(tensor: Tensor) -> tuple[int, float]:
     return tensor_checksum(tensor), time.perf_counter() - started
 
 
-def copy_hashed(source: Tensor, target: Tensor, of_target: bool = False) -> tuple[int, float]:
-    """Copy ``source`` into ``target``; give ``tensor_checksum`` of one of them, and the seconds of hashing.
+def copy_hashed(
+    sources: Sequence[Tensor], targets: Sequence[Tensor], of_targets: bool = False
+) -> tuple[list[int], float]:
+    """Copy each source into its target; give ``tensor_checksum`` of sources or targets, and the seconds of hashing.
+
+    On return everything has been copied.
 
     Args:
-        of_target: hash what the copy has written, not what it read.
+        of_targets: hash what the copies have written, not what they read.
     """
-    if _lie_alike(source, target):
-        return _copy_blocks(as_bytes(source), as_bytes(target), of_target)
-    target.copy_(source)
-    return timed_checksum(target if of_target else source)
+    checksums: dict[int, int] = {}
+    hash_s = 0.0
+    apart: dict[int, Tensor] = {}
+    for place, (source, target) in enumerate(zip(sources, targets, strict=True)):
+        if _lie_alike(source, target):
+            checksums[place], seconds = _copy_blocks(as_bytes(source), as_bytes(target), of_targets)
+            hash_s += seconds
+            continue
+        apart[place] = target if of_targets else source
+        # What is hashed on the device is hashed after the copy, and its hash waited for.
+        target.copy_(source, non_blocking=apart[place].device.type != "cpu")
+    started = time.perf_counter()
+    checksums |= zip(apart, tensor_checksums(list(apart.values())), strict=True)
+    hash_s += time.perf_counter() - started if apart else 0.0
+    return [checksums[place] for place in range(len(checksums))], hash_s
 
 
 def _lie_alike(source: Tensor, target: Tensor) -> bool:

@@ -208,6 +208,9 @@ class DeltaSender:
     def release(self, metadata: BucketMetadata) -> None:
         self._inner.release(metadata_from_wire(metadata.location["inner"]))
 
+    def rest(self) -> None:
+        self._inner.rest()
+
     def close(self) -> None:
         self._bases.clear()
         self._inner.close()
@@ -258,6 +261,9 @@ class DeltaReceiver:
             tensor = payload.to("cpu", copy=True) if whole else _changed(entry, held, base, payload, changes)
             self._held[entry.name] = HeldTensor(tensor, entry.checksum)
             yield entry.name, tensor
+
+    def rest(self) -> None:
+        self._inner.rest()
 
     def close(self) -> None:
         self._held.clear()

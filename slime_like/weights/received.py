@@ -31,11 +31,9 @@ class Arrivals:
         self, entries: Sequence[TensorEntry], tensors: Named, device: torch.device | str
     ) -> list[tuple[str, Tensor]]:
         """Copies of ``tensors`` on ``device``. What is hashed are the copies, all of them before any is handed out."""
-        copies: list[tuple[str, Tensor]] = []
-        for entry, (name, tensor) in zip(entries, tensors, strict=True):
-            copy = torch.empty_like(tensor, device=device)
-            self.compare(entry, name, *copy_hashed(tensor, copy, of_target=True))
-            copies.append((name, copy))
+        named = list(tensors)
+        copies = [(name, torch.empty_like(tensor, device=device)) for name, tensor in named]
+        self._copy(entries, named, [copy for _, copy in copies], of_targets=True)
         return copies
 
     def load(self, entries: Sequence[TensorEntry], tensors: Named, destination: Callable[[str], Tensor]) -> None:
@@ -43,12 +41,23 @@ class Arrivals:
 
         If it raises, damaged bytes may lie there: the update has failed, and nothing may be sampled until a whole one.
         """
-        for entry, (name, tensor) in zip(entries, tensors, strict=True):
-            self.compare(entry, name, *copy_hashed(tensor, destination(name)))
+        named = list(tensors)
+        self._copy(entries, named, [destination(name) for name, _ in named])
 
-    def compare(self, entry: TensorEntry, name: str, found: int, hash_s: float) -> None:
-        """Note the hash that was ``found`` within ``hash_s`` seconds, if it is the sender's."""
+    def _copy(
+        self,
+        entries: Sequence[TensorEntry],
+        named: Sequence[tuple[str, Tensor]],
+        targets: Sequence[Tensor],
+        of_targets: bool = False,
+    ) -> None:
+        found, hash_s = copy_hashed([tensor for _, tensor in named], targets, of_targets)
         self.hash_s += hash_s
+        for entry, (name, _), checksum in zip(entries, named, found, strict=True):
+            self.compare(entry, name, checksum)
+
+    def compare(self, entry: TensorEntry, name: str, found: int) -> None:
+        """Note the hash that was ``found``, if it is the sender's."""
         if name != entry.name or found != entry.checksum:
             raise WeightSyncError(
                 f"tensor {name} arrived damaged: hash {found:#018x}, sent {entry.checksum:#018x}", code="damaged-tensor"

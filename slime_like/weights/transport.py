@@ -19,12 +19,18 @@ class TransportSettings:
         directory: where the directory transport puts its files.
         timeout_s: bound on every wait for a receiver.
         delta: send only what changed since the last finished sync.
+        stage: pipeline stage of the sending rank.
+        gathers: it is the rank of its stage that gathers the buckets.
+        keep_nbytes: larger device buffers are freed with the bucket they were made for.
     """
 
     address: str = "127.0.0.1"
     directory: Path | None = None
     timeout_s: float = 300.0
     delta: bool = False
+    stage: int = 0
+    gathers: bool = True
+    keep_nbytes: int = 288 << 20
 
 
 class Sender(Protocol):
@@ -46,6 +52,9 @@ class Sender(Protocol):
             WeightSyncError: a receiver was not reached; the bucket is released all the same.
         """
 
+    def rest(self) -> None:
+        """Free device memory until the next sync: no bucket is in flight, and receivers have rested."""
+
     def close(self) -> None:
         """Give everything back. May be called twice, and never waits for a receiver."""
 
@@ -55,6 +64,9 @@ class Receiver(Protocol):
 
     def receive(self, metadata: BucketMetadata) -> Iterator[tuple[str, Tensor]]:
         """The bucket's tensors as zero-copy views, valid until the next ``receive`` and only before ``release``."""
+
+    def rest(self) -> None:
+        """Free device memory until the next sync: what was received is no longer read."""
 
     def close(self) -> None:
         """Give everything back. May be called twice."""

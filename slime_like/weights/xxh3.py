@@ -8,6 +8,7 @@ int64, whose sign bit is an ordinary bit.
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 
@@ -63,12 +64,28 @@ class _Keys:
         return cls(stripes, words(end), words(end - 7), words(11), start)
 
 
-def chunk_hashes(chunks: Tensor) -> Tensor:
-    """(n,) int64, whose bits are the hashes, of (n, CHUNK_BYTES) uint8."""
-    if chunks.data_ptr() % 8 or chunks.storage_offset() % 8:
-        chunks = chunks.clone()
-    words = chunks.view(torch.int64).view(-1, _BLOCKS, _STRIPES, _LANES)
-    return torch.cat([_hashes(part) for part in words.split(_BATCH_CHUNKS)])
+def chunk_hashes(parts: Sequence[Tensor]) -> Tensor:
+    """(n,) int64, whose bits are the hashes, of all chunks; each part is (m, CHUNK_BYTES) uint8."""
+    return torch.cat([_hashes(_words(batch)) for batch in _batches(parts)])
+
+
+def _batches(parts: Sequence[Tensor]) -> Iterator[list[Tensor]]:
+    """Parts, and pieces of them, of at most ``_BATCH_CHUNKS`` in all."""
+    batch: list[Tensor] = []
+    for piece in (piece for part in parts for piece in part.split(_BATCH_CHUNKS)):
+        if sum(map(len, batch)) + len(piece) > _BATCH_CHUNKS:
+            yield batch
+            batch = []
+        batch.append(piece)
+    yield batch
+
+
+def _words(batch: Sequence[Tensor]) -> Tensor:
+    """(n, blocks, stripes, lanes) of the batch's chunks, which are copied unless they are one aligned piece."""
+    chunks = batch[0]
+    if len(batch) > 1 or chunks.data_ptr() % 8 or chunks.storage_offset() % 8:
+        chunks = torch.cat(list(batch))
+    return chunks.view(torch.int64).view(-1, _BLOCKS, _STRIPES, _LANES)
 
 
 def _hashes(words: Tensor) -> Tensor:

@@ -19,7 +19,10 @@ LAYOUTS = {
         "--sync.transport", "gloo", "--sync.delta", "always", "--rollout.num_engines", "2",
     ),
     "fsdp on two ranks": ("--trainer.backend", "fsdp", "--trainer.parallel.data", "2"),
-    "colocated": ("--trainer.parallel.data", "2", "--rollout.num_engines", "2", "--cluster.placement", "colocated"),
+    "colocated": (
+        "--trainer.parallel.data", "2", "--rollout.num_engines", "2", "--cluster.placement", "colocated",
+        "--sync.transport", "colocated",
+    ),
 }  # fmt: skip
 
 

@@ -31,8 +31,8 @@ def shallow(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     ("memory_gib", "changed"),
     [
         (24, set()),
-        (9, {"trainer.optimizer.offload"}),
-        (8.3, {"trainer.backend", "trainer.fsdp.accumulate", "trainer.optimizer.offload"}),
+        (10, {"trainer.optimizer.offload"}),
+        (9, {"trainer.backend", "trainer.fsdp.accumulate", "trainer.optimizer.offload"}),
     ],
 )
 def test_the_printed_command_fits(memory_gib: float, changed: set[str], shallow: list[str], capsys: Capture) -> None:

@@ -70,6 +70,11 @@ class LocalTrainers:
         self._release()
         return [self._send(sender, next(s, None)) for sender, s in zip(self.senders, self._streams, strict=True)]
 
+    def end_export(self) -> None:
+        self._release()
+        for sender in self.senders:
+            sender.rest()
+
     def start_probe(self, sequences: list[list[int]]) -> Later[np.ndarray]:
         logprobs = self.probe(sequences)
         return Later(lambda: logprobs)

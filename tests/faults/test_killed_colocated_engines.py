@@ -43,6 +43,7 @@ def test_an_engine_killed_in_its_turn_or_the_trainers_is_replaced(
     restarts, steps = str(len(turns)), STEPS if to_its_end else 1000
     flags = ["--rollout.engine", engine, "--cluster.placement", "colocated", "--rollout.max_engine_restarts", restarts]
     flags += ["--steps", str(steps), "--rollout.prompts_per_step", str(PROMPTS), "--sync.bucket_mb", "0.01"]
+    flags += ["--sync.transport", "colocated"]
     run_dir = tmp_path / "run"
     with Command(quick(tiny, run_dir, *flags), tmp_path / "log") as command:
         command.wait_for("step 1/", timeout_s=180)

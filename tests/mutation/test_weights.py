@@ -96,7 +96,7 @@ def the_engine_serves_the_old_version(patch: Patch, trainers: LocalTrainers, eng
 def the_engine_echoes_the_checksums_it_got(patch: Patch, trainers: LocalTrainers, engines: LocalEngines) -> None:
     """It drops a tensor's bytes and answers with the sender's own checksums."""
 
-    def believe(self: Arrivals, entry: TensorEntry, name: str, found: int, hash_s: float) -> None:
+    def believe(self: Arrivals, entry: TensorEntry, name: str, found: int) -> None:
         self.checksums[entry.name] = entry.checksum
 
     patch.setattr(Arrivals, "compare", believe)

@@ -53,8 +53,14 @@ class Engine:
         self._connection.send(metadata)
 
     def close_receiver(self) -> None:
-        self._connection.send("close")
-        assert self.answer() == "closed"
+        self._ask("close")
+
+    def rest(self) -> None:
+        self._ask("rest")
+
+    def _ask(self, method: str) -> None:
+        self._connection.send(method)
+        assert self.answer() == method
 
     def answer(self) -> Any:
         assert self._connection.poll(120), "the receiver does not answer"  # the first one waits for the server
@@ -73,9 +79,9 @@ def _serve(connection: Connection, rendezvous: dict[str, Any], transport: str) -
     connection.send("connected")
     while True:
         message = connection.recv()
-        if message == "close":
-            receiver.close()
-            connection.send("closed")
+        if message in ("close", "rest"):
+            getattr(receiver, message)()
+            connection.send(message)
             continue
         try:
             connection.send([(name, tensor_checksum(tensor)) for name, tensor in receiver.receive(message)])
@@ -118,6 +124,9 @@ def test_one_sender_many_receivers_and_one_that_comes_later(engines: Start) -> N
     for seed, elements in enumerate((10, 300_000, 10)):
         deliver(sender, here, bucket(seed, elements))
     here.append(engines(sender.rendezvous()))
+    for engine in here:
+        engine.rest()
+    sender.rest()
     deliver(sender, here, bucket(3))
     here.pop(0).close_receiver()
     deliver(sender, here, bucket(4))
@@ -127,7 +136,7 @@ def test_one_sender_many_receivers_and_one_that_comes_later(engines: Start) -> N
 
 @pytest.mark.parametrize(
     ("transport", "gpus"),
-    [("gloo", 0), *(pytest.param(*case, marks=pytest.mark.gpu) for case in (("nccl", 2), ("cuda_ipc", 1)))],
+    [("gloo", 0), *(pytest.param(*case, marks=pytest.mark.gpu) for case in (("nccl", 2), ("colocated", 1)))],
 )
 def test_the_next_bucket_is_on_its_way_before_the_present_one_is_taken(
     engines: Start, transport: str, gpus: int

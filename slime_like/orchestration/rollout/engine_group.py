@@ -14,9 +14,11 @@ from slime_like.observability.waiting import ignore_answers
 from slime_like.orchestration.cluster.placement import Placement
 from slime_like.orchestration.cluster.ray_calls import gather, watch_none
 from slime_like.orchestration.rollout.engine_actor import EngineActor
+from slime_like.weights.transports.registry import for_engine
 
 _HEALTH_TIMEOUT_S = 15.0
 _STOP_TIMEOUT_S = 10.0
+_JOINING = "joining the weight transport"
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,7 +128,13 @@ class EngineGroup:
 
     # ------------------------------------------------------------------------------------------------------ weights
     def connect(self, transport: str, rendezvous: dict[str, Any]) -> None:
-        self.call("connect", transport, rendezvous, phase="joining the weight transport")
+        """Have every engine join the transport, a colocated one at the trainer ranks whose devices it uses."""
+        connected = [
+            self._ask("connect", transport, for_engine(rendezvous, ranks.start), phase=_JOINING, indexes=[index])
+            for index, ranks in enumerate(map(self._placement.shared_ranks, range(len(self))))
+        ]
+        for answers in connected:
+            answers.result()
 
     def begin_update(self, version: int) -> None:
         self.call("begin_update", version, phase="beginning a weight update")

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from slime_like.checks.transport import chosen_transport
 from slime_like.config import RunConfig
 from slime_like.cpu.choice import operators_note
 from slime_like.data.ledger import FILE_NAME as LEDGER
@@ -45,7 +46,6 @@ from slime_like.orchestration.trainer.batcher import ExperienceBatcher
 from slime_like.orchestration.trainer.checkpoints import Checkpoint, CheckpointStore, latest_checkpoint
 from slime_like.orchestration.trainer.group import TrainerGroup
 from slime_like.orchestration.weight_sync import WeightSync
-from slime_like.weights.transports.registry import transport_of
 
 
 @contextmanager
@@ -128,7 +128,7 @@ def _open_rl(base: _Base) -> Run:
 
 def _require_usable(config: RunConfig, on_cuda: bool, hosts: int) -> None:
     """Reject, before minutes of starting, a transport that does not reach and an engine that cannot be updated."""
-    transport_of(config, on_cuda, hosts)
+    chosen_transport(config, on_cuda, hosts)
     require_servable(config, on_cuda)
 
 

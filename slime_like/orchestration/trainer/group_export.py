@@ -38,6 +38,10 @@ class GroupExport:
         """The next bucket of every rank that sends one; all ``None`` when the export is over."""
         return self._calls.call(_PHASE, RankExport.next_bucket)
 
+    def end_export(self) -> None:
+        """The engines have all of it. Returns at once."""
+        self._calls.defer(self._calls.start(_PHASE, RankExport.end_export))
+
     def start_probe(self, sequences: list[list[int]]) -> Pending[np.ndarray]:
         """Teacher-forced logprobs of all tokens but the first of every sequence; see ``RankTraining.probe``."""
         answers = self._calls.start("scoring the weight-sync probe", RankTraining.probe, sequences)

@@ -11,7 +11,11 @@ from slime_like.interfaces import BucketMetadata, RankCoordinates, TrainerBacken
 from slime_like.orchestration.cluster.node import node_address
 from slime_like.orchestration.trainer.rank_training import RankTraining
 from slime_like.weights.transport import Sender, TransportSettings
-from slime_like.weights.transports.registry import open_sender
+from slime_like.weights.transports.colocated import ColocatedSender
+from slime_like.weights.transports.registry import COLOCATED, open_sender
+
+_KEEP = 1.125
+"""Bytes of a buffer that is kept, over those of a bucket: alignment makes a full one a little larger."""
 
 
 class RankExport:
@@ -22,23 +26,34 @@ class RankExport:
     ) -> None:
         self._config = config
         self._backend = backend
-        self._sends = (place.data, place.context, place.tensor) == (0, 0, 0)
+        self._stage = place.pipeline
+        self._gathers = (place.data, place.context, place.tensor) == (0, 0, 0)
         self._training = training
         self._sender: Sender | None = None
         self._buckets: Iterator[WeightBucket] | None = None
+        self._stream: Iterator[BucketMetadata] | None = None
         self._in_flight: deque[BucketMetadata] = deque()
 
     def open_transport(self, name: str, session: str, delta: bool) -> dict[str, Any] | None:
         """Open the sending side of the weight transport, again if it was open; returns what receivers need to join.
 
-        ``None`` from ranks that send nothing: only the first of a pipeline stage does.
+        ``None`` from ranks that send nothing: only the first of a pipeline stage does, or every rank to the engine on
+        its own device. Collective.
         """
         self.close()
         self._in_flight.clear()
         self._sender = None
-        if not self._sends:
+        if not self._gathers and name != COLOCATED:
             return None
-        settings = TransportSettings(node_address(), self._config.directory, self._config.timeout_s, delta)
+        settings = TransportSettings(
+            address=node_address(),
+            directory=self._config.directory,
+            timeout_s=self._config.timeout_s,
+            delta=delta,
+            stage=self._stage,
+            gathers=self._gathers,
+            keep_nbytes=int(_KEEP * self._config.bucket_mb * 2**20),
+        )
         self._sender = open_sender(name, session, settings)
         return self._sender.rendezvous()
 
@@ -46,6 +61,13 @@ class RankExport:
         """Start over. Engines have loaded whatever was sent before, or the transport was opened again."""
         self._release(keep=0)
         self._buckets = self._backend.export_weights()
+        self._stream = self._sender.stream(self._next) if isinstance(self._sender, ColocatedSender) else None
+
+    def end_export(self) -> None:
+        """Free the device memory of a finished export. Engines have loaded whatever was sent, and let it go."""
+        self._release(keep=0)
+        if self._sender is not None:
+            self._sender.rest()
 
     def begin_gradient_export(self, index: int, denominator: float) -> None:
         """Make the gradients of the loaded batch's minibatch ``index`` what ``next_tensors`` gives; update nothing."""
@@ -59,13 +81,18 @@ class RankExport:
         At most one earlier bucket may still be in the engines' hands: the caller waits for the last but one first.
         """
         self._release(keep=1)
+        sent = self._send_next() if self._stream is None else next(self._stream, None)
+        if sent is not None:
+            self._in_flight.append(sent)
+        return sent
+
+    def _send_next(self) -> BucketMetadata | None:
         bucket = self._next()
         if bucket is None:
             return None
         if self._sender is None:
             raise RuntimeError("a rank exports weights, but only first ranks of stages may")
-        self._in_flight.append(self._sender.send(bucket))
-        return self._in_flight[-1]
+        return self._sender.send(bucket)
 
     def next_tensors(self) -> dict[str, Tensor] | None:
         """The next bucket itself of the weights or gradients begun, on the host; ``None`` as in ``next_bucket``."""

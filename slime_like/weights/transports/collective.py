@@ -134,7 +134,7 @@ class CollectiveSender:
         delivery = self._deliveries.pop(number, None)
         if delivery is None:
             raise not_in_flight(self._id, f"bucket {number}")
-        receivers = self._receivers
+        receivers, turn = self._receivers, number % len(self._buffers)
         try:
             delivery.wait(self._settings.timeout_s)
         except (RuntimeError, OSError, TimeoutError) as error:
@@ -148,6 +148,13 @@ class CollectiveSender:
                 who=f"weight sync over {self._backend}",
                 remedy="engines must connect again",
             ) from error
+        finally:
+            buffer = self._buffers[turn]
+            if buffer is not None and buffer.numel() > self._settings.keep_nbytes:
+                self._buffers[turn] = None
+
+    def rest(self) -> None:
+        self._buffers = [None, None]
 
     def close(self) -> None:
         self._deliveries.clear()
@@ -173,7 +180,7 @@ class CollectiveSender:
 class CollectiveReceiver:
     """Joins one sender's broadcasts."""
 
-    def __init__(self, backend: str, rendezvous: Mapping[str, Any]) -> None:
+    def __init__(self, backend: str, rendezvous: Mapping[str, Any], worker: int) -> None:
         self._backend = backend
         self._sender = str(rendezvous["sender"])
         self._host, self._port = str(rendezvous["host"]), int(rendezvous["port"])
@@ -205,6 +212,9 @@ class CollectiveReceiver:
                 who=f"weight sync over {self._backend}",
             ) from error
         return read_bucket(metadata.entries, data)
+
+    def rest(self) -> None:
+        self._buffer = None
 
     def close(self) -> None:
         """Leave a notice for the sender, if it is still there."""

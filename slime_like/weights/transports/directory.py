@@ -77,6 +77,9 @@ class DirectorySender:
         self._in_flight.remove(name)
         (self._directory / name).unlink(missing_ok=True)
 
+    def rest(self) -> None:
+        """Nothing is kept."""
+
     def close(self) -> None:
         for name in self._in_flight:
             (self._directory / name).unlink(missing_ok=True)
@@ -96,7 +99,7 @@ class DirectorySender:
 class DirectoryReceiver:
     """Maps the files that buckets name."""
 
-    def __init__(self, _: str, rendezvous: Mapping[str, Any]) -> None:
+    def __init__(self, _: str, rendezvous: Mapping[str, Any], worker: int) -> None:
         self._session = rendezvous["session"]
         check_session(self._session)
         self._directory = Path(rendezvous["directory"])
@@ -106,6 +109,9 @@ class DirectoryReceiver:
         name = metadata.location["file"]
         check_name(name, self._session)
         return read_bucket(metadata.entries, _read(self._directory / name))
+
+    def rest(self) -> None:
+        """Nothing is kept."""
 
     def close(self) -> None:
         """Mappings end with the tensors that look into them."""

@@ -8,7 +8,7 @@ TRANSPORTS: Mapping[str, tuple[str, str]] = MappingProxyType(
         "shared_memory": ("shared_memory", "SharedMemory"),
         "gloo": ("collective", "Collective"),
         "nccl": ("collective", "Collective"),
-        "cuda_ipc": ("cuda_ipc", "CudaIpc"),
+        "colocated": ("colocated", "Colocated"),
         "directory": ("directory", "Directory"),
     }
 )

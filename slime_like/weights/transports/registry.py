@@ -11,25 +11,31 @@ from slime_like.errors import WeightSyncError
 from slime_like.interfaces import BucketMetadata
 from slime_like.weights.delta import DeltaReceiver, DeltaSender
 from slime_like.weights.transport import Receiver, Sender, TransportSettings
+from slime_like.weights.transports.libraries import Libraries
 from slime_like.weights.transports.names import TRANSPORTS
 
-AUTO = "auto"
+AUTO, COLOCATED = "auto", "colocated"
 _DELTA, _SENDERS, _SENDER = "delta", "senders", "sender"
 
 
-def transport_of(config: RunConfig, on_cuda: bool, num_hosts: int) -> str:
+def transport_of(config: RunConfig, on_cuda: bool, num_hosts: int, trainers: Libraries, engines: Libraries) -> str:
     """The transport that ``sync.transport`` stands for.
 
     Args:
         on_cuda: trainers and engines compute on GPUs.
         num_hosts: hosts in use.
+        trainers, engines: versions on either side.
 
     Raises:
         WeightSyncError: it does not reach.
     """
-    chosen, preferred = config.sync.transport, ("nccl", "cuda_ipc", "shared_memory", "gloo")
-    problems = {name: _problem(name, config, on_cuda, num_hosts) for name in preferred}
-    best = next(name for name, problem in problems.items() if problem is None)
+    chosen, by_default = config.sync.transport, ("nccl", COLOCATED, "shared_memory", "gloo")
+    problems = {
+        name: _problem(name, config, on_cuda, num_hosts) or _mixed(name, on_cuda, trainers, engines)
+        for name in by_default
+    }
+    # Without GPUs one segment serves all workers of a host, and gloo can send changes alone.
+    best = next(name for name in by_default if problems[name] is None and (on_cuda or name != COLOCATED))
     if problem := problems.get(chosen):
         raise WeightSyncError(f"sync.transport={chosen} {problem}", code="out-of-reach", remedy=f"use {best}, or auto")
     return best if chosen == AUTO else chosen
@@ -38,19 +44,25 @@ def transport_of(config: RunConfig, on_cuda: bool, num_hosts: int) -> str:
 def _problem(name: str, config: RunConfig, on_cuda: bool, num_hosts: int) -> str | None:
     """Why this transport does not reach every engine's process from every trainer rank; ``None`` if it does."""
     shared = config.cluster.placement == "colocated"
-    one_engine = config.rollout.num_engines == 1 and config.rollout.tensor == config.trainer.parallel.world_size
-    if name in ("shared_memory", "cuda_ipc") and num_hosts > 1:
+    if name == "shared_memory" and num_hosts > 1:
         return f"reaches one host, but trainers and engines are on {num_hosts}"
-    if name in ("nccl", "cuda_ipc") and not on_cuda:
+    if name == "nccl" and not on_cuda:
         return "needs GPUs, and there are none"
     if name == "nccl" and shared:
         return "needs a separate device for every process, but engines share the trainers' (cluster.placement)"
-    if name == "cuda_ipc" and not (shared and one_engine):
-        return (
-            "needs engines on the trainers' own devices: cluster.placement=colocated, and one engine whose "
-            "rollout.tensor is the number of trainer ranks"
-        )
+    if name == COLOCATED and not shared:
+        return "needs engines on the trainers' devices: cluster.placement=colocated"
+    if name == COLOCATED and config.sync.delta == "always":
+        return "carries whole tensors, and sync.delta=always asks for changes"
     return None
+
+
+def _mixed(name: str, on_cuda: bool, trainers: Libraries, engines: Libraries) -> str | None:
+    """Why two environments cannot meet over this transport; ``None`` if they can."""
+    shares_torch = not on_cuda or trainers.torch == engines.torch
+    shared = {"nccl": trainers.shares_nccl(engines), COLOCATED: shares_torch}.get(name, True)
+    library = "NCCL" if name == "nccl" else "torch"
+    return None if shared else f"needs one version of {library}: trainers have {trainers}, rollout.python has {engines}"
 
 
 def use_delta(setting: str, transport: str, dtype: str) -> bool:
@@ -91,13 +103,22 @@ def join_rendezvous(rendezvous: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     return dict(different[0]) if len(different) == 1 else {_SENDERS: [dict(one) for one in different]}
 
 
-def open_receiver(name: str, rendezvous: Mapping[str, Any]) -> Receiver:
-    """A receiver of transport ``name`` that meets the sender, or all senders, of ``rendezvous``."""
-    if _SENDERS in rendezvous:
+def for_engine(rendezvous: Mapping[str, Any], first_rank: int) -> dict[str, Any]:
+    """The rendezvous of one engine. A colocated one's first worker uses the device of trainer rank ``first_rank``."""
+    return {**rendezvous, "first_rank": first_rank}
+
+
+def open_receiver(name: str, rendezvous: Mapping[str, Any], worker: int = 0) -> Receiver:
+    """A receiver of transport ``name`` that meets the sender, or all senders, of ``rendezvous``.
+
+    Args:
+        worker: number of this process among its engine's workers.
+    """
+    if _SENDERS in rendezvous and name != COLOCATED:
         return _ManyReceivers(name, rendezvous[_SENDERS])
     if _DELTA in rendezvous:
         return DeltaReceiver(open_receiver(name, rendezvous[_DELTA]))
-    receiver: Receiver = _class(name, "Receiver")(name, rendezvous)
+    receiver: Receiver = _class(name, "Receiver")(name, rendezvous, worker)
     return receiver
 
 
@@ -114,6 +135,10 @@ class _ManyReceivers:
                 f"a bucket of sender {sender}, which this engine has not connected to", code="foreign-bucket"
             )
         return self._receivers[sender].receive(metadata)
+
+    def rest(self) -> None:
+        for receiver in self._receivers.values():
+            receiver.rest()
 
     def close(self) -> None:
         for receiver in self._receivers.values():

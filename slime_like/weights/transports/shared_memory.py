@@ -32,6 +32,7 @@ from slime_like.weights.transports.leftovers import (
     not_in_flight,
     require_transport,
 )
+from slime_like.weights.transports.pinning import pin, unpin
 
 NAME = "shared_memory"
 _GRANULE = 1 << 20
@@ -43,12 +44,10 @@ class SharedMemorySender:
     def __init__(self, _: str, session: str, settings: TransportSettings) -> None:
         check_session(session)
         self._session = session
-        # Unique beside the process id: a receiver may still map what an earlier sender of this process has removed.
-        self._prefix = f"{session}.{os.getpid()}.{uuid.uuid4().hex[:8]}"
-        self._segments: list[_Segment | None] = [None, None]
+        self._new = Segments(session)
+        self._segments: list[Segment | None] = [None, None]
         self._in_flight: dict[str, int] = {}
         self._turn = 0
-        self._created = 0
 
     def rendezvous(self) -> dict[str, Any]:
         return {"session": self._session, "directory": str(SHARED_MEMORY)}
@@ -65,13 +64,15 @@ class SharedMemorySender:
         entries, hash_s = write_bucket(bucket, segment.buffer)
         self._in_flight[segment.name] = self._turn
         self._turn = 1 - self._turn
-        location = {"segment": segment.name, "nbytes": segment.nbytes}
-        return BucketMetadata(NAME, location, entries, hash_s)
+        return BucketMetadata(NAME, segment.handle, entries, hash_s)
 
     def release(self, metadata: BucketMetadata) -> None:
         name = metadata.location["segment"]
         if self._in_flight.pop(name, None) is None:
             raise not_in_flight(self._session, f"segment {name}")
+
+    def rest(self) -> None:
+        """Segments are kept: their pages are the dear part of them."""
 
     def close(self) -> None:
         for segment in self._segments:
@@ -80,60 +81,100 @@ class SharedMemorySender:
         self._segments = [None, None]
         self._in_flight.clear()
 
-    def _segment_for(self, nbytes: int) -> _Segment:
+    def _segment_for(self, nbytes: int) -> Segment:
         """This turn's segment, replaced by a larger one where the bucket does not fit."""
         segment = self._segments[self._turn]
         if segment is None or segment.nbytes < nbytes:
             if segment is not None:
                 segment.remove()
                 self._segments[self._turn] = None
-            path = SHARED_MEMORY / f"{self._prefix}.{self._created}"
-            segment = self._segments[self._turn] = _Segment.create(path, -(-max(nbytes, 1) // _GRANULE) * _GRANULE)
-            self._created += 1
+            segment = self._segments[self._turn] = self._new.create(nbytes)
         return segment
 
 
 class SharedMemoryReceiver:
     """Maps the segments that buckets name. One receiver serves any number of senders of its session."""
 
-    def __init__(self, _: str, rendezvous: Mapping[str, Any]) -> None:
-        self._session = rendezvous["session"]
-        check_session(self._session)
-        self._directory = Path(rendezvous["directory"])
-        self._mapped: dict[str, _Segment] = {}
+    def __init__(self, _: str, rendezvous: Mapping[str, Any], worker: int) -> None:
+        self._segments = SegmentMap(rendezvous["session"], Path(rendezvous["directory"]))
 
     def receive(self, metadata: BucketMetadata) -> Iterator[tuple[str, Tensor]]:
         require_transport(metadata.transport, NAME)
-        # Segments that their sender has replaced are let go of, so that their memory is freed.
-        self._mapped = {name: segment for name, segment in self._mapped.items() if segment.path.exists()}
-        name = metadata.location["segment"]
-        check_name(name, self._session)
-        if name not in self._mapped:
-            self._mapped[name] = _Segment.open(self._directory / name, metadata.location["nbytes"])
-        return read_bucket(metadata.entries, self._mapped[name].buffer)
+        return read_bucket(metadata.entries, self._segments.open(metadata.location))
+
+    def rest(self) -> None:
+        """Segments stay mapped."""
 
     def close(self) -> None:
+        self._segments.clear()
+
+
+class Segments:
+    """Makes one sender's segments, whose names tell whose they are."""
+
+    def __init__(self, session: str) -> None:
+        # Unique beside the process id: a receiver may still map what an earlier sender of this process has removed.
+        self._prefix = f"{session}.{os.getpid()}.{uuid.uuid4().hex[:8]}"
+        self._created = 0
+
+    def create(self, nbytes: int) -> Segment:
+        path = SHARED_MEMORY / f"{self._prefix}.{self._created}"
+        self._created += 1
+        return Segment.create(path, -(-max(nbytes, 1) // _GRANULE) * _GRANULE)
+
+
+class SegmentMap:
+    """The segments of one session that a receiver has mapped."""
+
+    def __init__(self, session: str, directory: Path = SHARED_MEMORY) -> None:
+        check_session(session)
+        self._session, self._directory = session, directory
+        self._mapped: dict[str, Segment] = {}
+
+    def open(self, handle: Mapping[str, Any]) -> Tensor:
+        """The segment of ``handle``, (n,) uint8."""
+        # Segments that their sender has replaced are let go of, so that their memory is freed.
+        for name in [name for name, segment in self._mapped.items() if not segment.path.exists()]:
+            self._mapped.pop(name).let_go()
+        name = handle["segment"]
+        check_name(name, self._session)
+        if name not in self._mapped:
+            self._mapped[name] = Segment.open(self._directory / name, handle["nbytes"])
+        return self._mapped[name].buffer
+
+    def clear(self) -> None:
+        for segment in self._mapped.values():
+            segment.let_go()
         self._mapped.clear()
 
 
-class _Segment:
-    """One mapped file. The mapping lives as long as a tensor that looks into it."""
+class Segment:
+    """One mapped file, locked for CUDA until it is let go. The mapping lives as long as a tensor that looks into it."""
 
     def __init__(self, path: Path, descriptor: int, nbytes: int) -> None:
         self.path = path
         self.nbytes = nbytes
         self.buffer = torch.frombuffer(mmap.mmap(descriptor, nbytes), dtype=torch.uint8)
+        self._pinned = pin(self.buffer)
 
     @property
     def name(self) -> str:
         return self.path.name
 
+    @property
+    def handle(self) -> dict[str, Any]:
+        """What a receiver opens it by."""
+        return {"segment": self.name, "nbytes": self.nbytes}
+
     @classmethod
-    def create(cls, path: Path, nbytes: int) -> _Segment:
+    def create(cls, path: Path, nbytes: int) -> Segment:
         descriptor = os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_CLOEXEC, 0o600)
         try:
             os.posix_fallocate(descriptor, 0, nbytes)
             return cls(path, descriptor, nbytes)
+        except WeightSyncError:
+            path.unlink()
+            raise
         except OSError as error:
             path.unlink()
             if error.errno != errno.ENOSPC:
@@ -149,7 +190,7 @@ class _Segment:
             os.close(descriptor)
 
     @classmethod
-    def open(cls, path: Path, nbytes: int) -> _Segment:
+    def open(cls, path: Path, nbytes: int) -> Segment:
         try:
             descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
         except FileNotFoundError as error:
@@ -167,6 +208,14 @@ class _Segment:
         finally:
             os.close(descriptor)
 
+    def let_go(self) -> None:
+        """Unlock it: nothing is copied from or to it any more."""
+        if self._pinned:
+            self._pinned = False
+            unpin(self.buffer)
+
     def remove(self) -> None:
+        """Let it go, and remove the file."""
+        self.let_go()
         with suppress(FileNotFoundError):  # cleanup() of the same session may have been faster
             self.path.unlink()

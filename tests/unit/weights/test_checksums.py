@@ -5,6 +5,7 @@ CPU. Not covered: resistance against forgery, which it does not claim.
 """
 
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -16,8 +17,8 @@ from torch import Tensor
 
 from slime_like.errors import WeightSyncError
 from slime_like.interfaces import TensorEntry
-from slime_like.weights import checksums
-from slime_like.weights.checksums import copy_hashed, tensor_checksum
+from slime_like.weights import checksums, xxh3
+from slime_like.weights.checksums import copy_hashed, tensor_checksum, tensor_checksums
 from slime_like.weights.received import Arrivals
 from slime_like.weights.xxh3 import CHUNK_BYTES, chunk_hashes
 from tests.support.properties import examples
@@ -57,14 +58,18 @@ def test_an_accelerator_s_arithmetic_is_the_library_s(pattern: str) -> None:
     if pattern in fills:
         chunks.fill_(fills[pattern])
     expected = [xxhash.xxh3_64_intdigest(chunk.numpy().tobytes()) for chunk in chunks]
-    assert [value % (1 << 64) for value in chunk_hashes(chunks).tolist()] == expected
+    assert [value % (1 << 64) for value in chunk_hashes([chunks]).tolist()] == expected
 
 
-@pytest.mark.parametrize("count", [0, 5, CHUNK_BYTES - 1, CHUNK_BYTES, 3 * CHUNK_BYTES + 7])
-@pytest.mark.parametrize("offset", [0, 1, 8])
-def test_an_accelerator_hashes_whole_tensors_alike(count: int, offset: int) -> None:
-    data = torch.randint(0, 256, (count + offset,), dtype=torch.uint8)[offset:]
-    assert checksums._on_device(data) == checksums._on_host(data)
+@examples(30)
+@given(st.lists(st.tuples(st.sampled_from((0, 5, CHUNK - 1, CHUNK, 3 * CHUNK + 7, 90 * CHUNK)), st.integers(0, 9))))
+def test_an_accelerator_hashes_tensors_together_as_each_alone(kinds: list[tuple[int, int]]) -> None:
+    """Of any length and alignment, in several batches."""
+    data = [torch.randint(0, 256, (count + offset,), dtype=torch.uint8)[offset:] for count, offset in kinds]
+    with mock.patch.object(xxh3, "_BATCH_CHUNKS", 64):
+        found = checksums._on_device(data)
+    trees = [checksums.checksum_of_chunks(hashes, len(each)) for hashes, each in zip(found, data, strict=True)]
+    assert trees == [reference(each.numpy().tobytes()) for each in data] == tensor_checksums(data)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.int8, torch.float64])
@@ -92,9 +97,10 @@ def test_every_bit_its_place_and_the_length_count() -> None:
 
 @pytest.mark.gpu
 def test_same_on_cuda() -> None:
-    for count in (5, CHUNK // 8 + 3, 300 * CHUNK // 8):
-        tensor = torch.randn(count)
-        assert tensor_checksum(tensor.cuda()) == tensor_checksum(tensor)
+    tensors = [torch.randn(count) for count in (5, CHUNK // 8 + 3, 300 * CHUNK // 8)]
+    assert tensor_checksums([tensor.cuda() for tensor in tensors]) == tensor_checksums(tensors)
+    arrived = [torch.empty_like(tensor, device="cuda") for tensor in tensors]
+    assert copy_hashed(tensors, arrived, of_targets=True)[0] == tensor_checksums(tensors)
 
 
 # --------------------------------------------------------------------------------------------------- while it is copied
@@ -102,7 +108,7 @@ def test_same_on_cuda() -> None:
 @pytest.mark.parametrize("of_target", [False, True])
 def test_a_copy_is_whole_and_its_hash_the_formula_s(nbytes: int, of_target: bool) -> None:
     source, target = noise(nbytes), torch.zeros(nbytes, dtype=torch.int8)
-    found, hash_s = copy_hashed(source, target, of_target)
+    (found,), hash_s = copy_hashed([source], [target], of_target)
     assert found == reference(source.numpy().tobytes())
     assert torch.equal(source, target)
     assert (hash_s > 0) == (nbytes > 0)
@@ -115,14 +121,14 @@ def test_a_target_of_another_kind(dtype: torch.dtype, of_target: bool) -> None:
     source, wide = noise(700, 30).bfloat16(), torch.zeros(700, 60, dtype=dtype)
     target = wide[:, :30]
     hashed = target if of_target else source
-    found, _ = copy_hashed(source, target, of_target)
+    (found,), _ = copy_hashed([source], [target], of_target)
     assert found == reference(hashed.contiguous().view(torch.uint8).numpy().tobytes())
     assert torch.equal(target.float(), source.float()) and not wide[:, 30:].any()
 
 
 def test_a_target_of_another_shape_is_refused() -> None:
     with pytest.raises(RuntimeError, match="size"):
-        copy_hashed(noise(6, 4), torch.zeros(4, 6, dtype=torch.int8))
+        copy_hashed([noise(6, 4)], [torch.zeros(4, 6, dtype=torch.int8)])
 
 
 @pytest.mark.parametrize("of_target", [False, True])
@@ -138,7 +144,7 @@ def test_a_copy_that_fails(monkeypatch: pytest.MonkeyPatch, of_target: bool) -> 
 
     source[BLOCK + 7] = source[BLOCK + 9] + 1
     monkeypatch.setattr(checksums.np, "copyto", wrong)
-    found, _ = copy_hashed(source, target, of_target)
+    (found,), _ = copy_hashed([source], [target], of_target)
     assert (found != reference(source.numpy().tobytes())) == of_target
 
 

@@ -1,11 +1,14 @@
 """Which transport ``auto`` is, and which are rejected where they do not reach."""
 
 from contextlib import nullcontext
+from importlib.metadata import version
 
 import pytest
 
+from slime_like.checks.engine_install import engine_libraries
 from slime_like.config import RunConfig
 from slime_like.errors import WeightSyncError
+from slime_like.weights.transports.libraries import Libraries
 from slime_like.weights.transports.registry import open_sender, transport_of, use_delta
 from tests.support.rejections import Rejects
 
@@ -14,14 +17,18 @@ HERE = {"shared_memory", *ANYWHERE}
 # on GPUs, hosts, engines on the trainers' devices; what auto is; what reaches
 SITUATIONS: list[tuple[bool, int, int | None, str, set[str]]] = [
     (False, 1, None, "shared_memory", HERE),
-    (False, 1, 1, "shared_memory", HERE),
+    (False, 1, 1, "shared_memory", {"colocated", *HERE}),
+    (False, 2, 2, "gloo", {"colocated", *ANYWHERE}),
     (False, 2, None, "gloo", ANYWHERE),
     (True, 1, None, "nccl", {"nccl", *HERE}),
     (True, 4, None, "nccl", {"nccl", *ANYWHERE}),
-    (True, 1, 1, "cuda_ipc", {"cuda_ipc", *HERE}),
-    (True, 1, 2, "shared_memory", HERE),
-    (True, 2, 2, "gloo", ANYWHERE),
+    (True, 1, 1, "colocated", {"colocated", *HERE}),
+    (True, 1, 2, "colocated", {"colocated", *HERE}),
+    (True, 2, 2, "colocated", {"colocated", *ANYWHERE}),
 ]
+
+
+HERE_AND_THERE = Libraries("2.13.0", "2.29.7")
 
 
 @pytest.mark.parametrize(("on_cuda", "num_hosts", "colocated", "auto", "reaching"), SITUATIONS)
@@ -32,12 +39,56 @@ def test_what_reaches(
         raw = {"run_dir": "unused", "model": {"path": "unused"}, "sync": {"transport": name, "directory": "unused"}}
         placement = "separate" if colocated is None else "colocated"
         engines = {"rollout": {"num_engines": colocated or 1}, "cluster": {"placement": placement}}
-        return transport_of(RunConfig.model_validate(raw | engines), on_cuda, num_hosts)
+        return transport_of(RunConfig.model_validate(raw | engines), on_cuda, num_hosts, HERE_AND_THERE, HERE_AND_THERE)
 
     assert choose("auto") == auto
-    for name in ("cuda_ipc", "directory", "gloo", "nccl", "shared_memory"):
+    for name in ("colocated", "directory", "gloo", "nccl", "shared_memory"):
         with nullcontext() if name in reaching else rejects(WeightSyncError, "out-of-reach"):
             assert choose(name) == name
+
+
+@pytest.mark.parametrize(
+    ("engines", "colocated", "auto"),
+    [
+        (Libraries("2.14.1", "2.30.7"), None, "shared_memory"),
+        (Libraries("2.13.0+cu126", "2.29.7"), None, "nccl"),
+        (Libraries("2.14.1"), None, "shared_memory"),
+        (Libraries("2.13.0"), None, "nccl"),
+        (Libraries("2.14.1", "2.30.7"), 1, "shared_memory"),
+        (Libraries("2.13.0", "2.30.7"), 1, "colocated"),
+    ],
+)
+def test_engines_of_another_environment(engines: Libraries, colocated: int | None, auto: str, rejects: Rejects) -> None:
+    """NCCL asks for one version of itself, GPU memory of another process for one of torch."""
+
+    def choose(name: str) -> str:
+        raw = {"run_dir": "unused", "model": {"path": "unused"}, "sync": {"transport": name}}
+        placement = "separate" if colocated is None else "colocated"
+        config = RunConfig.model_validate(raw | {"cluster": {"placement": placement}})
+        return transport_of(config, True, 1, HERE_AND_THERE, engines)
+
+    assert choose("auto") == auto
+    if auto == "shared_memory":
+        with rejects(WeightSyncError, "out-of-reach"):
+            choose("nccl" if colocated is None else "colocated")
+
+
+def test_the_libraries_of_an_environment() -> None:
+    found = Libraries.of({"torch": "2.13.0", "nvidia-nccl-cu13": "2.29.7", "vllm": "0.32.0"})
+    assert found == HERE_AND_THERE and str(found) == "torch 2.13.0 with NCCL 2.29.7"
+    assert engine_libraries(None).torch == version("torch")
+
+
+def test_colocated_engines_that_ask_for_changes_alone(rejects: Rejects) -> None:
+    raw = {"run_dir": "unused", "model": {"path": "unused"}, "cluster": {"placement": "colocated"}}
+
+    def choose(name: str, on_cuda: bool) -> str:
+        config = RunConfig.model_validate(raw | {"sync": {"transport": name, "delta": "always"}})
+        return transport_of(config, on_cuda, 1, HERE_AND_THERE, HERE_AND_THERE)
+
+    assert choose("auto", True) == choose("auto", False) == "shared_memory"
+    with rejects(WeightSyncError, "out-of-reach"):
+        choose("colocated", False)
 
 
 def test_an_unknown_transport(rejects: Rejects) -> None:

@@ -17,7 +17,7 @@ from tests.support.rejections import Rejects
 from tests.support.weight_buckets import bucket, left, refused, require_received
 
 
-@pytest.fixture(params=["shared_memory", "directory"])
+@pytest.fixture(params=["shared_memory", "colocated", "directory"])
 def pair(request: pytest.FixtureRequest, session: str, tmp_path: Path) -> Iterator[tuple[Sender, Receiver]]:
     sender = open_sender(request.param, session, TransportSettings(directory=tmp_path))
     receiver = open_receiver(request.param, sender.rendezvous())
@@ -40,6 +40,7 @@ def test_buckets_arrive_in_turn(pair: tuple[Sender, Receiver], session: str, tmp
         following = sender.send(bucket(seed, elements))
         require_received(receiver.receive(ahead), bucket(seed - 1, sizes[seed - 1]))
         sender.release(ahead)
+        receiver.rest()
         assert len(left(session)) + len(list(tmp_path.iterdir())) <= 2
         ahead = following
     sender.release(ahead)
@@ -47,8 +48,9 @@ def test_buckets_arrive_in_turn(pair: tuple[Sender, Receiver], session: str, tmp
         sender.release(ahead)
 
 
-def test_at_most_two_buckets_are_in_shared_memory(session: str) -> None:
-    sender = open_sender("shared_memory", session)
+@pytest.mark.parametrize("transport", ["shared_memory", "colocated"])
+def test_at_most_two_buckets_are_in_shared_memory(session: str, transport: str) -> None:
+    sender = open_sender(transport, session)
     first, _ = sender.send(bucket(0)), sender.send(bucket(1))
     with refused("buckets-in-flight"):
         sender.send(bucket(2))
@@ -78,16 +80,70 @@ def test_a_full_device_says_how_much_is_needed(session: str, monkeypatch: pytest
     assert left(session) == []
 
 
-def test_a_receiver_takes_buckets_of_its_session_and_transport(pair: tuple[Sender, Receiver], session: str) -> None:
+def test_a_receiver_takes_buckets_of_its_session_and_transport(
+    pair: tuple[Sender, Receiver], session: str, tmp_path: Path
+) -> None:
     sender, _ = pair
-    metadata = sender.send(bucket(0))
+    metadata, other = sender.send(bucket(0)), f"{session}x"
     strangers = [
-        open_receiver(metadata.transport, {**sender.rendezvous(), "session": f"{session}x"}),
-        open_receiver({"directory": "shared_memory"}.get(metadata.transport, "directory"), sender.rendezvous()),
+        open_receiver(metadata.transport, sender.rendezvous() | {"session": other, "sender": other}),
+        open_receiver(
+            {"directory": "shared_memory"}.get(metadata.transport, "directory"),
+            {"session": session, "directory": str(tmp_path)},
+        ),
     ]
     for stranger in strangers:
         with refused("foreign-bucket"):
             stranger.receive(metadata)
+
+
+class Locked:
+    """As CUDA's runtime: the locked ranges of this process, by their addresses."""
+
+    def __init__(self, error: int = 0) -> None:
+        self.ranges: dict[int, int] = {}
+        self._error = error
+
+    def cudaHostRegister(self, address: int, nbytes: int, flags: int) -> int:
+        mapped = [line for line in Path("/proc/self/maps").read_text().splitlines() if "/dev/shm" in line]
+        assert any(int(line.split("-")[0], 16) == address for line in mapped) and flags == 1
+        self.ranges[address] = nbytes
+        return self._error
+
+    def cudaHostUnregister(self, address: int) -> int:
+        """Only what is mapped still."""
+        assert any(line.startswith(f"{address:x}-") for line in Path("/proc/self/maps").read_text().splitlines())
+        return self.ranges.pop(address) and 0
+
+    def use(self, patch: pytest.MonkeyPatch) -> None:
+        patch.setattr("torch.cuda.is_initialized", lambda: True)
+        patch.setattr("torch.cuda.cudart", lambda: self)
+        patch.setattr("torch.cuda.check_error", lambda code: None)
+
+
+def test_shared_memory_is_locked_for_cuda_on_both_sides(session: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    locked = Locked()
+    locked.use(monkeypatch)
+    sender = open_sender("shared_memory", session)
+    receiver = open_receiver("shared_memory", sender.rendezvous())
+    small, large = 1 << 20, 4 << 20
+    sizes = {10: [small] * 2, 20: [small] * 4, 1_000_000: [small] * 2 + [large] * 2, 30: [small] * 2 + [large] * 2}
+    for elements, expected in sizes.items():  # the third replaces a segment
+        metadata = sender.send(bucket(0, elements))
+        require_received(receiver.receive(metadata), bucket(0, elements))
+        sender.release(metadata)
+        assert sorted(locked.ranges.values()) == expected
+    receiver.close()
+    assert len(locked.ranges) == 2
+    sender.close()
+    assert locked.ranges == {}
+
+
+def test_memory_that_cuda_does_not_lock(session: str, monkeypatch: pytest.MonkeyPatch, rejects: Rejects) -> None:
+    Locked(error=2).use(monkeypatch)
+    with rejects(WeightSyncError, "not-pinned"):
+        open_sender("shared_memory", session).send(bucket(0))
+    assert left(session) == []
 
 
 @pytest.mark.parametrize("name", ["", "short", "has/slash/in", "../../etc/passwd", "has spaces in it"])

@@ -146,6 +146,8 @@ class Trainers:
     def next_buckets(self) -> list[None]:
         return [None]
 
+    def end_export(self) -> None: ...
+
 
 @dataclass
 class Run:

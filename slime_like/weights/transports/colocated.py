@@ -1,0 +1,204 @@
+"""Buckets for engines on the trainers' devices: each worker maps those of the trainer rank on its own device.
+
+The first rank of a pipeline stage gathers a bucket, and all ranks get it by the trainers' own collectives (NCCL or
+gloo), also on other hosts. A rank holds it where the worker on its device maps it: in GPU memory, on a CPU in shared
+memory. So every byte reaches a device once, however many engines there are. Stages send one after the other, which
+bounds what a rank holds to two buckets.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from slime_like.errors import WeightSyncError
+from slime_like.interfaces import BucketMetadata, WeightBucket
+from slime_like.weights.buckets import bucket_nbytes, read_bucket, write_bucket
+from slime_like.weights.transport import TransportSettings
+from slime_like.weights.transports.device_memory import DeviceMemory
+from slime_like.weights.transports.leftovers import (
+    buckets_in_flight,
+    check_session,
+    not_in_flight,
+    require_transport,
+)
+from slime_like.weights.transports.pairing import Place, pair
+from slime_like.weights.transports.shared_memory import Segment, SegmentMap, Segments
+
+NAME = "colocated"
+
+
+class ColocatedSender:
+    """One on every trainer rank; made, and used, by all of them together. Fills two buffers in turn."""
+
+    def __init__(self, _: str, session: str, settings: TransportSettings) -> None:
+        check_session(session)
+        self._session = session
+        self._rank, self._num_ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+        self._stage, self._keep_nbytes = settings.stage, settings.keep_nbytes
+        self._senders = self._gathering_ranks(settings)
+        self._new_memory: Callable[[int], Segment | DeviceMemory] = Segments(session).create
+        if torch.cuda.is_available():
+            self._new_memory = DeviceMemory
+        self._memory: list[Segment | DeviceMemory | None] = [None, None]
+        self._in_flight: dict[int, int] = {}
+        self._sent = 0
+
+    def rendezvous(self) -> dict[str, Any]:
+        place = Place.of_this_process(self._rank)
+        return {"sender": self._session, "rank": self._rank, "node": place.node, "device": place.device}
+
+    def stream(self, gather: Callable[[], WeightBucket | None]) -> Iterator[BucketMetadata]:
+        """Buckets of all stages; every rank gets all of them. Collective over the trainer's world.
+
+        Args:
+            gather: called on all ranks of a stage while it is that stage's turn, until its first rank has no more.
+        """
+        for stage, sender in enumerate(self._senders):
+            while (sent := self._pass_on(gather() if stage == self._stage else None, sender)) is not None:
+                yield sent
+
+    def send(self, bucket: WeightBucket) -> BucketMetadata:
+        """Send from the only rank."""
+        sent = self._pass_on(bucket, self._rank)
+        assert sent is not None
+        return sent
+
+    def release(self, metadata: BucketMetadata) -> None:
+        number = metadata.location["number"]
+        turn = self._in_flight.pop(number, None)
+        if turn is None:
+            raise not_in_flight(self._session, f"bucket {number}")
+        memory = self._memory[turn]
+        if isinstance(memory, DeviceMemory) and memory.buffer.numel() > self._keep_nbytes:
+            self._memory[turn] = None
+
+    def rest(self) -> None:
+        """Free GPU memory; what workers still map follows when they let it go."""
+        for turn, memory in enumerate(self._memory):
+            if isinstance(memory, DeviceMemory):
+                self._memory[turn] = None
+        if torch.cuda.is_available():
+            DeviceMemory.collect()
+
+    def close(self) -> None:
+        for memory in self._memory:
+            if isinstance(memory, Segment):
+                memory.remove()
+        self._memory = [None, None]
+        self._in_flight.clear()
+
+    def _gathering_ranks(self, settings: TransportSettings) -> list[int]:
+        """The ranks whose buckets are full, by stage."""
+        stages: list[int | None] = [settings.stage if settings.gathers else None] * self._num_ranks
+        if self._num_ranks > 1:
+            dist.all_gather_object(stages, stages[0])
+        return [rank for _, rank in sorted((stage, rank) for rank, stage in enumerate(stages) if stage is not None)]
+
+    def _pass_on(self, bucket: WeightBucket | None, sender: int) -> BucketMetadata | None:
+        """The bucket of rank ``sender``, which all ranks hold then; ``None`` if it has none.
+
+        Only the sender's metadata has entries. Every rank's names its own memory; ``join_buckets`` makes one of them.
+        """
+        turn = self._sent % len(self._memory)
+        if turn in self._in_flight.values():
+            raise buckets_in_flight(self._session)
+        nbytes = self._agreed(-1 if bucket is None else bucket_nbytes(bucket), sender)
+        if nbytes < 0:
+            return None
+        memory = self._memory_for(turn, nbytes)
+        # Other ranks have none, and hold what they receive.
+        entries, hash_s = ((), 0.0) if bucket is None else write_bucket(bucket, memory.buffer)
+        self._broadcast(memory.buffer[:nbytes], sender)
+        self._in_flight[self._sent] = turn
+        location = {"sender": self._session, "number": self._sent, "held": [{"rank": self._rank, **memory.handle}]}
+        self._sent += 1
+        return BucketMetadata(NAME, location, entries, hash_s)
+
+    def _agreed(self, nbytes: int, sender: int) -> int:
+        """What ``sender`` gives."""
+        if self._num_ranks == 1:
+            return nbytes
+        size = torch.tensor([nbytes], device="cuda" if torch.cuda.is_available() else "cpu")
+        dist.broadcast(size, sender)
+        return int(size)
+
+    def _broadcast(self, data: Tensor, sender: int) -> None:
+        if self._num_ranks > 1:
+            dist.broadcast(data, sender)
+        if data.is_cuda:
+            torch.cuda.current_stream().synchronize()  # workers' streams do not wait for this one
+
+    def _memory_for(self, turn: int, nbytes: int) -> Segment | DeviceMemory:
+        """This turn's memory, replaced by a larger one where the bucket does not fit."""
+        memory = self._memory[turn]
+        if memory is None or memory.buffer.numel() < nbytes:
+            self._memory[turn] = None
+            if isinstance(memory, Segment):
+                memory.remove()
+            memory = None
+            if torch.cuda.is_available():
+                DeviceMemory.collect()
+            memory = self._memory[turn] = self._new_memory(nbytes)
+        return memory
+
+
+def join_buckets(buckets: Sequence[BucketMetadata | None]) -> list[BucketMetadata]:
+    """What the ranks have sent, without gaps; a bucket that all of them hold once, with the memory of each."""
+    sent = [bucket for bucket in buckets if bucket is not None]
+    held = [bucket for bucket in sent if bucket.transport == NAME]
+    if not held:
+        return sent
+    whole = next(bucket for bucket in held if bucket.entries)
+    parts = [part for bucket in held for part in bucket.location["held"]]
+    return [replace(whole, location={**whole.location, "held": sorted(parts, key=lambda part: part["rank"])})]
+
+
+class ColocatedReceiver:
+    """Maps what the trainer rank on its device holds. Views must have been read before the bucket is released.
+
+    Args:
+        worker: number of this worker in its engine.
+    """
+
+    def __init__(self, _: str, rendezvous: Mapping[str, Any], worker: int) -> None:
+        ranks = rendezvous.get("senders", [rendezvous])
+        self._session = str(ranks[0]["sender"])
+        check_session(self._session)
+        own = Place.of_this_process(rendezvous.get("first_rank", 0) + worker)
+        (found,) = pair([Place(rank["node"], rank["device"]) for rank in ranks], [own])
+        self._rank: int = ranks[found]["rank"]
+        self._segments = SegmentMap(self._session)
+        self._mapped: dict[int, tuple[str, Tensor]] = {}
+
+    def receive(self, metadata: BucketMetadata) -> Iterator[tuple[str, Tensor]]:
+        require_transport(metadata.transport, NAME)
+        location = metadata.location
+        if location["sender"] != self._session:
+            problem = f"a receiver of {self._session} was handed a bucket of {location['sender']}"
+            raise WeightSyncError(problem, code="foreign-bucket")
+        (own,) = [held for held in location["held"] if held["rank"] == self._rank]
+        buffer = self._map(location["number"] % 2, own) if "shared" in own else self._segments.open(own)
+        return read_bucket(metadata.entries, buffer)
+
+    def rest(self) -> None:
+        """Let GPU memory go, so that the rank can free it."""
+        self._mapped.clear()
+
+    def close(self) -> None:
+        """Mappings end with the tensors that look into them."""
+        self._mapped.clear()
+        self._segments.clear()
+
+    def _map(self, turn: int, handle: Mapping[str, Any]) -> Tensor:
+        """The rank's buffer of this turn; one that it has replaced is let go."""
+        key = str(handle["shared"])
+        if turn not in self._mapped or self._mapped[turn][0] != key:
+            self._mapped.pop(turn, None)
+            self._mapped[turn] = key, DeviceMemory.map(handle)
+        return self._mapped[turn][1]

@@ -1,0 +1,50 @@
+"""Trainer ranks and engine workers that share a device."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from slime_like.errors import WeightSyncError
+from slime_like.weights.transports.device_memory import gpu_uuid
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """The device of a rank or worker: its host's name, and a GPU's UUID or the number of a CPU slot."""
+
+    node: str
+    device: str
+
+    @classmethod
+    def of_this_process(cls, slot: int) -> Place:
+        """The current GPU. On a CPU ranks are numbered slots; a colocated worker uses the slot of one of them."""
+        device = gpu_uuid(torch.cuda.current_device()) if torch.cuda.is_available() else f"CPU slot {slot}"
+        return cls(socket.gethostname(), device)
+
+    def __str__(self) -> str:
+        return f"{self.device} of {self.node}"
+
+
+def pair(ranks: Sequence[Place], workers: Sequence[Place]) -> list[int]:
+    """The trainer rank on each worker's device.
+
+    Raises:
+        WeightSyncError: there is none for a worker, or two ranks are on one device.
+    """
+    on: dict[Place, int] = {}
+    for rank, place in enumerate(ranks):
+        if place in on:
+            raise _unpaired(f"trainer ranks {on[place]} and {rank} are both on {place}")
+        on[place] = rank
+    if alone := [place for place in workers if place not in on]:
+        raise _unpaired(f"no trainer rank is on {', '.join(map(str, alone))}, where an engine's worker is")
+    return [on[place] for place in workers]
+
+
+def _unpaired(problem: str) -> WeightSyncError:
+    remedy = "use sync.transport: shared_memory, or gloo between hosts"
+    return WeightSyncError(problem, code="unpaired", who="weight sync between colocated processes", remedy=remedy)
