@@ -104,7 +104,7 @@ class EngineBase(EngineHooks[Running]):
         Raises ``EngineError`` where the start fails, or takes longer than ``rollout.start_timeout_s``.
         """
         self._reset()
-        timeout = self._config.rollout.start_timeout_s
+        timeout = self._config.engine_start_timeout_s
         try:
             async with asyncio.timeout(timeout):
                 await self._start()
@@ -135,7 +135,7 @@ class EngineBase(EngineHooks[Running]):
         """Check and count the request, and bound the block by ``rollout.request_timeout_s``."""
         check_request(request, self._dimensions, self._config.max_model_len)
         running = self._serving()
-        name, timeout = request.request_id, self._config.rollout.request_timeout_s
+        name, timeout = request.request_id, self._config.request_timeout_s
         if name in self._promised:
             problem = f"request {name} is already running on {self._name}"
             raise EngineError(problem, code="duplicate-request", remedy="ids must be unique")
@@ -231,7 +231,7 @@ class EngineBase(EngineHooks[Running]):
 
     # --------------------------------------------------------------------------------------------------- bounded calls
     async def _bounded(self, phase: str, call: Awaitable[T]) -> T:
-        timeout = self._config.rollout.request_timeout_s
+        timeout = self._config.request_timeout_s
         try:
             return await asyncio.wait_for(call, timeout)
         except TimeoutError as error:

@@ -79,7 +79,7 @@ class EngineActor:
         self._updated.set()
 
     async def start(self) -> None:
-        timeout = self._config.rollout.start_timeout_s
+        timeout = self._config.engine_start_timeout_s
         try:
             await asyncio.wait_for(self._engine.start(), timeout)
         except TimeoutError as error:
@@ -128,7 +128,7 @@ class EngineActor:
         """A request with a task becomes conversations where the run has an environment."""
         talks = self._conversations if request.task is not None else None
         answer = self._sample(request) if talks is None else talks.run(request)
-        timeout = self._config.rollout.request_timeout_s
+        timeout = self._config.request_timeout_s
         try:
             return await asyncio.wait_for(answer, timeout)
         except TimeoutError as error:
