@@ -74,7 +74,7 @@ class EngineHooks(Generic[Running]):
         """The update is whole: serve it, and flush every cache."""
         raise NotImplementedError
 
-    async def _give_memory_back(self, parts: Sequence[MemoryPart]) -> None:
+    async def _give_memory_back(self, parts: Sequence[MemoryPart], keep_weights: bool) -> None:
         """Not called on a CPU, where engines keep it; nor is ``_take_memory``."""
         raise NotImplementedError
 
@@ -208,14 +208,16 @@ class EngineBase(EngineHooks[Running]):
             process_ids=self._own_process_ids(),
         )
 
-    async def sleep(self) -> None:
+    async def sleep(self, keep_weights: bool = True) -> None:
         """End what runs and give the device's memory back; on a CPU, where engines keep it, only the state changes."""
         self._alive()
         awake = [part for part in _MEMORY_PARTS if part not in self._asleep]
         if awake:  # after a failed sync that is the weights alone
             await self.pause("abort")
             if not on_cpu():
-                await self._bounded("sleep", self._give_memory_back(awake))
+                await self._bounded("sleep", self._give_memory_back(awake, keep_weights))
+        if "weights" in awake and not keep_weights:
+            self._state.forget()
         self._asleep.update(awake)
 
     async def wake(self, parts: Sequence[MemoryPart]) -> None:

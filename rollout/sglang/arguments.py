@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from rollout.arguments import check_known, on_cpu, sequences_at_once, sleep_mode
+from slime_like.checks.engine_arguments import WEIGHTS_BACKUP, can_keep_weights
 from slime_like.config import RunConfig
 from slime_like.models.dimensions import ModelDimensions
 
@@ -44,6 +45,7 @@ def engine_arguments(config: RunConfig, engine_index: int, known: Collection[str
 
 def _owned(config: RunConfig, engine_index: int) -> dict[str, Any]:
     sleeps = sleep_mode(config, SLEEP_ARGUMENT)
+    keeps = can_keep_weights(config, ModelDimensions.from_checkpoint(config.model.path))
     return {
         "model_path": str(config.model.path),
         "dtype": config.model.dtype,
@@ -56,8 +58,7 @@ def _owned(config: RunConfig, engine_index: int) -> dict[str, Any]:
         "sampling_backend": SAMPLING_BACKEND,
         "weight_version": "0",
         "sleep_on_idle": True,  # engines and trainers may share cores
-        # A sleeping engine remembers its weights, in host memory.
-        **({} if on_cpu() else dict.fromkeys((SLEEP_ARGUMENT, "enable_weights_cpu_backup"), sleeps)),
+        **({} if on_cpu() else {SLEEP_ARGUMENT: sleeps, WEIGHTS_BACKUP: sleeps and keeps}),
     }
 
 

@@ -8,6 +8,7 @@ from typing import Any
 from rollout.arguments import check_arguments, on_cpu, require_sleep_mode
 from rollout.base import EngineBase, MemoryPart
 from rollout.sglang.arguments import SLEEP_ARGUMENT, environment
+from slime_like.checks.engine_arguments import WEIGHTS_BACKUP, can_keep_weights
 from slime_like.config import RunConfig
 from slime_like.errors import EngineError
 from slime_like.hosting.child_process import ChildProcess, ProcessEnded
@@ -105,8 +106,15 @@ class SglangEngine(EngineBase[ChildProcess]):
     async def _finish_update(self, version: int) -> None:
         await self._call("finish_update", version)
 
-    async def _give_memory_back(self, parts: Sequence[MemoryPart]) -> None:
+    async def _give_memory_back(self, parts: Sequence[MemoryPart], keep_weights: bool) -> None:
         require_sleep_mode(self._config, SLEEP_ARGUMENT, self._name)
+        if keep_weights and not can_keep_weights(self._config, self._dimensions):
+            raise EngineError(
+                "SGLang was started without a copy of its weights, and cannot sleep with them",
+                code="engine-keeps-no-weights",
+                who=self._name,
+                remedy=f"set rollout.engine_args.{WEIGHTS_BACKUP}=true",
+            )
         await self._call("release_memory", tuple(reversed(parts)), during="sleep")
 
     async def _take_memory(self, parts: Sequence[MemoryPart]) -> None:

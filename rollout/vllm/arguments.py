@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from rollout.arguments import check_arguments, check_known, on_cpu, sequences_at_once, sleep_mode
 from slime_like.config import RunConfig
+from slime_like.models.dimensions import ModelDimensions
 
 if TYPE_CHECKING:
     from vllm.engine.arg_utils import AsyncEngineArgs
@@ -60,6 +61,16 @@ def engine_arguments(config: RunConfig, engine_index: int) -> AsyncEngineArgs:
     check_arguments("vllm", config)
     check_known(config, {field.name for field in fields(AsyncEngineArgs)}, "vLLM", "vllm serve")
     return AsyncEngineArgs(**{**_defaults(config), **config.rollout.engine_args, **_owned(config, engine_index)})
+
+
+def sleep_level(keep_weights: bool, is_whole: bool, dimensions: ModelDimensions) -> int:
+    """1 keeps the weights in host memory, 2 drops them.
+
+    At level 2 vLLM saves and restores the model's buffers itself; parameters come with the next update. Three kinds of
+    weights are kept all the same: those that are wanted, layers without memory that an unfinished update has left, and
+    a foreign model's, which may need tensors that are neither (the slopes of ALiBi).
+    """
+    return 1 if keep_weights or not is_whole or dimensions.foreign is not None else 2
 
 
 def _owned(config: RunConfig, engine_index: int) -> dict[str, Any]:

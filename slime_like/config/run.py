@@ -181,6 +181,11 @@ class RunConfig(Section):
         return self.reference.workers if in_use and self.reference.placement == "workers" else 0
 
     @property
+    def samples_after_saves(self) -> bool:
+        """True if sampling follows a checkpoint, without a weight sync between them."""
+        return 0 < self.checkpoint.every < self.steps
+
+    @property
     def request_timeout_s(self) -> float:
         """Timeout of one request. A large model takes 0.05 s per token; a full engine makes requests wait."""
         longest = max(self.rollout.max_new_tokens, self.evaluation.max_new_tokens or 0)

@@ -97,8 +97,8 @@ class HostedEngine:
         ids = tuple(dict.fromkeys((*process.process_ids, *found.process_ids)))
         return dataclasses.replace(found, process_ids=ids)
 
-    async def sleep(self) -> None:
-        await self._call("sleep")
+    async def sleep(self, keep_weights: bool = True) -> None:
+        await self._call("sleep", keep_weights)
 
     async def wake(self, parts: Sequence[Literal["weights", "kv_cache"]]) -> None:
         await self._call("wake", tuple(parts))

@@ -175,8 +175,8 @@ class EngineActor:
             self._updated.set()
             raise
 
-    async def sleep(self) -> None:
-        await self._engine.sleep()
+    async def sleep(self, keep_weights: bool) -> None:
+        await self._engine.sleep(keep_weights)
 
     async def wake(self, parts: Sequence[Literal["weights", "kv_cache"]]) -> None:
         await self._engine.wake(parts)
