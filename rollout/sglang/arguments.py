@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from rollout.arguments import check_known, on_cpu, sequences_at_once, sleep_mode
-from slime_like.checks.engine_arguments import WEIGHTS_BACKUP, can_keep_weights
+from slime_like.checks.engine_arguments import DEFAULT_SHARES, SHARES, WEIGHTS_BACKUP, can_keep_weights
 from slime_like.config import RunConfig
 from slime_like.models.dimensions import ModelDimensions
 
@@ -75,6 +75,8 @@ def _defaults(config: RunConfig) -> dict[str, Any]:
             "disable_overlap_schedule": True,
             "max_total_tokens": _cpu_tokens(config),
         }
+    else:
+        defaults[SHARES["sglang"]] = DEFAULT_SHARES["sglang"]
     return defaults
 
 

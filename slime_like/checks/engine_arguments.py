@@ -77,6 +77,10 @@ SHARES: Mapping[str, str] = {"vllm": "gpu_memory_utilization", "sglang": "mem_fr
 WEIGHTS_BACKUP = "enable_weights_cpu_backup"
 """SGLang's argument that says whether a sleeping engine keeps its weights, which its ``sleep`` cannot choose."""
 
+DEFAULT_SHARES: Mapping[str, float] = {"vllm": 0.92, "sglang": 0.8}
+"""Per engine: that share where the arguments do not say. vLLM's is its own. SGLang's is ours, lower than its own: what
+its sampler needs for a large batch, logits in float32 and drawing in float64, is no part of the share."""
+
 _CACHE_BYTES = "kv_cache_memory_bytes"
 
 
