@@ -20,7 +20,12 @@ from slime_like.interfaces import (
     UpdateReceipt,
 )
 from slime_like.interfaces.engine import load_engine
-from slime_like.orchestration.cluster.node import use_cluster_interface, use_log, use_session_directory
+from slime_like.orchestration.cluster.node import (
+    require_own_devices,
+    use_cluster_interface,
+    use_log,
+    use_session_directory,
+)
 from slime_like.orchestration.rollout.conversations import Conversations
 
 _TOGETHER_S = 0.001
@@ -66,6 +71,7 @@ class EngineActor:
         use_log(f"engine-{index}")
         if shared_devices:  # Ray assigns no device to a colocated engine; CUDA is not initialised yet
             os.environ["CUDA_VISIBLE_DEVICES"] = shared_devices
+        require_own_devices()
         use_cluster_interface(gloo=False)  # weights come from other hosts
         use_session_directory()
         self._config = config
