@@ -1,7 +1,7 @@
 """SGLang's engine arguments and environment from the run's configuration. Importing this imports no SGLang."""
 
 import os
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +9,7 @@ import torch
 
 from rollout.arguments import check_known, on_cpu, sequences_at_once, sleep_mode
 from slime_like.checks.engine_arguments import DEFAULT_SHARES, SHARES, WEIGHTS_BACKUP, can_keep_weights
+from slime_like.checks.environment import expandable_segments
 from slime_like.config import RunConfig
 from slime_like.models.dimensions import ModelDimensions
 
@@ -35,6 +36,14 @@ def environment(config: RunConfig, scratch: Path) -> dict[str, str]:
         if config.rollout.tensor > 1:
             defaults |= {"SGLANG_CPU_OMP_THREADS_BIND": _cores(config.rollout.tensor)}
     return {**defaults, **os.environ}
+
+
+def memory_saver_problem(config: RunConfig, environment: Mapping[str, str]) -> str | None:
+    """Why SGLang on a GPU could not give memory back: its memory saver sees ``cudaMalloc``, not expandable segments."""
+    given = expandable_segments(environment)
+    if given is None or not sleep_mode(config, SLEEP_ARGUMENT):
+        return None
+    return f"{given} in the environment: its memory saver does not support that"
 
 
 def engine_arguments(config: RunConfig, engine_index: int, known: Collection[str]) -> dict[str, Any]:

@@ -1,13 +1,14 @@
 """SGLang behind ``RolloutEngine``: its engine, in separate processes."""
 
 import asyncio
+import os
 import sys
 from collections.abc import Sequence
 from typing import Any
 
 from rollout.arguments import check_arguments, on_cpu, require_sleep_mode
 from rollout.base import EngineBase, MemoryPart
-from rollout.sglang.arguments import SLEEP_ARGUMENT, environment
+from rollout.sglang.arguments import SLEEP_ARGUMENT, environment, memory_saver_problem
 from slime_like.checks.engine_arguments import WEIGHTS_BACKUP, can_keep_weights
 from slime_like.config import RunConfig
 from slime_like.errors import EngineError
@@ -43,6 +44,8 @@ class SglangEngine(EngineBase[ChildProcess]):
                 who=self._name,
                 remedy="use rollout.engine=transformers there",
             )
+        if not on_cpu() and (unsupported := memory_saver_problem(self._config, os.environ)):
+            raise self._faults.start_failed(unsupported, "unset it")
         self._process = ChildProcess(sys.executable, _MODULE, lambda scratch: environment(self._config, scratch))
         try:
             await self._process.start(self._config, self._index)
