@@ -6,17 +6,17 @@ import torch
 
 from slime_like.checks.environment import ALLOCATOR, expandable_segments
 from slime_like.config import RunConfig
-from slime_like.weights.transports.registry import AUTO, transport_of
 
+_BY_HOST = ("shared_memory", "gloo", "nccl", "directory")
+"""Transports that share no device memory."""
 _EXPANDABLE = "expandable_segments:True"
 
 
 def engines_map_memory(config: RunConfig) -> bool:
-    """Whether weights travel by ``cuda_ipc``: engines map the ranks' buffers."""
+    """Whether engines may map buffers of the ranks: those on the same devices do, by the transport ``auto`` chooses."""
     if config.supervised or config.debug.load_rollouts is not None:
         return False
-    chosen = config.sync.transport
-    return (transport_of(config, on_cuda=True, num_hosts=1) if chosen == AUTO else chosen) == "cuda_ipc"
+    return config.cluster.placement == "colocated" and config.sync.transport not in _BY_HOST
 
 
 def allocator_problems(config: RunConfig, environment: Mapping[str, str]) -> Iterator[str]:
@@ -27,8 +27,8 @@ def allocator_problems(config: RunConfig, environment: Mapping[str, str]) -> Ite
     given = expandable_segments(environment)
     if given and engines_map_memory(config):
         yield (
-            f"{given} in the environment: engines cannot map such memory by sync.transport=cuda_ipc; unset it, or use "
-            "sync.transport=shared_memory"
+            f"sync.transport={config.sync.transport}: engines map memory of colocated trainers, which they cannot with "
+            f"{given} in the environment; unset it, or use shared_memory"
         )
 
 

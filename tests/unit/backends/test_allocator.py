@@ -12,7 +12,6 @@ from slime_like.config import RunConfig
 
 ALONE = {"cluster": {"placement": "colocated"}}  # one engine on the only rank's device: auto is cuda_ipc
 BESIDE: dict[str, Any] = {}
-SEVERAL = {"cluster": {"placement": "colocated"}, "trainer": {"parallel": {"data": 2}}, "rollout": {"num_engines": 2}}
 OURS = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
 
 
@@ -24,12 +23,12 @@ def _config(**sections: Any) -> RunConfig:
     ("sections", "environment", "expandable", "rejected"),
     [
         (BESIDE, {}, True, False),
-        (SEVERAL, {}, True, False),
         (ALONE, {}, False, False),
         (ALONE | {"sync": {"transport": "shared_memory"}}, {}, True, False),
         (ALONE | {"sync": {"transport": "cuda_ipc"}}, {}, False, False),
         (ALONE | {"algorithm": {"loss": "sft"}}, {}, True, False),
         (ALONE, OURS, False, True),
+        (ALONE | {"sync": {"transport": "shared_memory"}}, OURS, False, False),
         (BESIDE, OURS, False, False),  # as the user has set it
         (BESIDE, {"PYTORCH_ALLOC_CONF": "max_split_size_mb:64"}, False, False),
     ],
