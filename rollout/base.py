@@ -74,7 +74,7 @@ class EngineHooks(Generic[Running]):
         """The update is whole: serve it, and flush every cache."""
         raise NotImplementedError
 
-    async def _give_memory_back(self, parts: Sequence[MemoryPart]) -> None:
+    async def _give_memory_back(self, parts: Sequence[MemoryPart], keep_weights: bool) -> None:
         """Not called on a CPU, where engines keep it; nor is ``_take_memory``."""
         raise NotImplementedError
 
@@ -104,7 +104,7 @@ class EngineBase(EngineHooks[Running]):
         Raises ``EngineError`` where the start fails, or takes longer than ``rollout.start_timeout_s``.
         """
         self._reset()
-        timeout = self._config.rollout.start_timeout_s
+        timeout = self._config.engine_start_timeout_s
         try:
             async with asyncio.timeout(timeout):
                 await self._start()
@@ -135,7 +135,7 @@ class EngineBase(EngineHooks[Running]):
         """Check and count the request, and bound the block by ``rollout.request_timeout_s``."""
         check_request(request, self._dimensions, self._config.max_model_len)
         running = self._serving()
-        name, timeout = request.request_id, self._config.rollout.request_timeout_s
+        name, timeout = request.request_id, self._config.request_timeout_s
         if name in self._promised:
             problem = f"request {name} is already running on {self._name}"
             raise EngineError(problem, code="duplicate-request", remedy="ids must be unique")
@@ -208,14 +208,16 @@ class EngineBase(EngineHooks[Running]):
             process_ids=self._own_process_ids(),
         )
 
-    async def sleep(self) -> None:
+    async def sleep(self, keep_weights: bool = True) -> None:
         """End what runs and give the device's memory back; on a CPU, where engines keep it, only the state changes."""
         self._alive()
         awake = [part for part in _MEMORY_PARTS if part not in self._asleep]
         if awake:  # after a failed sync that is the weights alone
             await self.pause("abort")
             if not on_cpu():
-                await self._bounded("sleep", self._give_memory_back(awake))
+                await self._bounded("sleep", self._give_memory_back(awake, keep_weights))
+        if "weights" in awake and not keep_weights:
+            self._state.forget()
         self._asleep.update(awake)
 
     async def wake(self, parts: Sequence[MemoryPart]) -> None:
@@ -231,7 +233,7 @@ class EngineBase(EngineHooks[Running]):
 
     # --------------------------------------------------------------------------------------------------- bounded calls
     async def _bounded(self, phase: str, call: Awaitable[T]) -> T:
-        timeout = self._config.rollout.request_timeout_s
+        timeout = self._config.request_timeout_s
         try:
             return await asyncio.wait_for(call, timeout)
         except TimeoutError as error:

@@ -6,12 +6,14 @@ from slime_like.errors import EngineError, WeightSyncError
 from slime_like.interfaces import TensorEntry, UpdateReceipt
 from slime_like.weights.expected_tensors import require_complete
 
+_MIXED = "has mixed weights since"
+
 
 class WeightUpdateState:
     """Bookkeeping of begin, update, finish; owns no weights.
 
-    After a failed update the weights are a mixture of two versions: nothing may be sampled until the next update is
-    finished. A check that raises fails the open update.
+    After a failed update the weights are a mixture of two versions, and after a sleep without them there are none:
+    nothing may be sampled until the next update is finished. A check that raises fails the open update.
     """
 
     def __init__(self, engine: str, expected: Mapping[str, tuple[int, ...]]) -> None:
@@ -24,19 +26,29 @@ class WeightUpdateState:
         self._names: set[str] = set()
 
     def require_serving(self) -> None:
-        """Raises ``EngineError`` while the weights are a mixture that a failed update left."""
+        """Raises ``EngineError`` while the weights are not those of one version."""
         if self._failure is not None:
             raise EngineError(
-                f"{self._engine} has mixed weights since {self._failure}",
+                f"{self._engine} {self._failure}",
                 code="mixed-weights",
                 remedy="finish a whole weight update before sampling",
             )
+
+    @property
+    def is_whole(self) -> bool:
+        """True while the weights are those of one version, and no update is open."""
+        return self._failure is None
+
+    def forget(self) -> None:
+        """The engine gives its weights up."""
+        self._failure = "gave its weights up when it went to sleep"
+        self._open_version = None
 
     def begin(self, version: int) -> None:
         self._open_version = version
         self._names = set()
         # Until it is finished, an open update is a failed one: whatever happens in between, nothing is sampled.
-        self._failure = f"the update to version {version} did not finish"
+        self._failure = f"{_MIXED} the update to version {version} did not finish"
 
     def check_bucket(self, entries: Sequence[TensorEntry]) -> None:
         """Reject tensors that the model does not have, in another shape, or a second time."""
@@ -73,7 +85,7 @@ class WeightUpdateState:
     def fail(self, reason: str) -> None:
         """Close the open update, if there is one; the engine refuses to sample from then on."""
         if self._open_version is not None:
-            self._failure = f"the update to version {self._open_version} failed ({reason})"
+            self._failure = f"{_MIXED} the update to version {self._open_version} failed ({reason})"
         self._open_version = None
 
     def _require_open(self, call: str) -> None:

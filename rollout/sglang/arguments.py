@@ -1,13 +1,15 @@
 """SGLang's engine arguments and environment from the run's configuration. Importing this imports no SGLang."""
 
 import os
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from rollout.arguments import check_known, on_cpu, sequences_at_once, sleep_mode
+from slime_like.checks.engine_arguments import DEFAULT_SHARES, SHARES, WEIGHTS_BACKUP, can_keep_weights
+from slime_like.checks.environment import expandable_segments
 from slime_like.config import RunConfig
 from slime_like.models.dimensions import ModelDimensions
 
@@ -36,6 +38,14 @@ def environment(config: RunConfig, scratch: Path) -> dict[str, str]:
     return {**defaults, **os.environ}
 
 
+def memory_saver_problem(config: RunConfig, environment: Mapping[str, str]) -> str | None:
+    """Why SGLang on a GPU could not give memory back: its memory saver sees ``cudaMalloc``, not expandable segments."""
+    given = expandable_segments(environment)
+    if given is None or not sleep_mode(config, SLEEP_ARGUMENT):
+        return None
+    return f"{given} in the environment: its memory saver does not support that"
+
+
 def engine_arguments(config: RunConfig, engine_index: int, known: Collection[str]) -> dict[str, Any]:
     """SGLang's arguments. Raises ``EngineError`` where ``rollout.engine_args`` names one that is not ``known``."""
     check_known(config, known, "SGLang", "python -m sglang.launch_server")
@@ -44,6 +54,7 @@ def engine_arguments(config: RunConfig, engine_index: int, known: Collection[str
 
 def _owned(config: RunConfig, engine_index: int) -> dict[str, Any]:
     sleeps = sleep_mode(config, SLEEP_ARGUMENT)
+    keeps = can_keep_weights(config, ModelDimensions.from_checkpoint(config.model.path))
     return {
         "model_path": str(config.model.path),
         "dtype": config.model.dtype,
@@ -56,8 +67,7 @@ def _owned(config: RunConfig, engine_index: int) -> dict[str, Any]:
         "sampling_backend": SAMPLING_BACKEND,
         "weight_version": "0",
         "sleep_on_idle": True,  # engines and trainers may share cores
-        # A sleeping engine remembers its weights, in host memory.
-        **({} if on_cpu() else dict.fromkeys((SLEEP_ARGUMENT, "enable_weights_cpu_backup"), sleeps)),
+        **({} if on_cpu() else {SLEEP_ARGUMENT: sleeps, WEIGHTS_BACKUP: sleeps and keeps}),
     }
 
 
@@ -74,6 +84,8 @@ def _defaults(config: RunConfig) -> dict[str, Any]:
             "disable_overlap_schedule": True,
             "max_total_tokens": _cpu_tokens(config),
         }
+    else:
+        defaults[SHARES["sglang"]] = DEFAULT_SHARES["sglang"]
     return defaults
 
 

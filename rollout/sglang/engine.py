@@ -1,13 +1,15 @@
 """SGLang behind ``RolloutEngine``: its engine, in separate processes."""
 
 import asyncio
+import os
 import sys
 from collections.abc import Sequence
 from typing import Any
 
 from rollout.arguments import check_arguments, on_cpu, require_sleep_mode
 from rollout.base import EngineBase, MemoryPart
-from rollout.sglang.arguments import SLEEP_ARGUMENT, environment
+from rollout.sglang.arguments import SLEEP_ARGUMENT, environment, memory_saver_problem
+from slime_like.checks.engine_arguments import WEIGHTS_BACKUP, can_keep_weights
 from slime_like.config import RunConfig
 from slime_like.errors import EngineError
 from slime_like.hosting.child_process import ChildProcess, ProcessEnded
@@ -42,6 +44,8 @@ class SglangEngine(EngineBase[ChildProcess]):
                 who=self._name,
                 remedy="use rollout.engine=transformers there",
             )
+        if not on_cpu() and (unsupported := memory_saver_problem(self._config, os.environ)):
+            raise self._faults.start_failed(unsupported, "unset it")
         self._process = ChildProcess(sys.executable, _MODULE, lambda scratch: environment(self._config, scratch))
         try:
             await self._process.start(self._config, self._index)
@@ -105,8 +109,15 @@ class SglangEngine(EngineBase[ChildProcess]):
     async def _finish_update(self, version: int) -> None:
         await self._call("finish_update", version)
 
-    async def _give_memory_back(self, parts: Sequence[MemoryPart]) -> None:
+    async def _give_memory_back(self, parts: Sequence[MemoryPart], keep_weights: bool) -> None:
         require_sleep_mode(self._config, SLEEP_ARGUMENT, self._name)
+        if keep_weights and not can_keep_weights(self._config, self._dimensions):
+            raise EngineError(
+                "SGLang was started without a copy of its weights, and cannot sleep with them",
+                code="engine-keeps-no-weights",
+                who=self._name,
+                remedy=f"set rollout.engine_args.{WEIGHTS_BACKUP}=true",
+            )
         await self._call("release_memory", tuple(reversed(parts)), during="sleep")
 
     async def _take_memory(self, parts: Sequence[MemoryPart]) -> None:

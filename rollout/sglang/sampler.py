@@ -13,6 +13,8 @@ import torch
 from sglang.srt.layers.sampler import Sampler
 from torch import Tensor
 
+from rollout.sglang.drawing import draw, uniforms
+
 if TYPE_CHECKING:
     from sglang.srt.layers.logits_processor import LogitsProcessorOutput
     from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
@@ -40,7 +42,9 @@ class SeededSampler(Sampler):
         logprobs = (logits / sampling_info.temperatures).log_softmax(dim=-1)
         tokens = logits.argmax(dim=-1)
         if not sampling_info.is_all_greedy:
-            drawn = draw(logprobs, uniforms(sampling_info.sampling_seed, positions), sampling_info)
+            cuts = sampling_info.need_top_k_sampling or sampling_info.need_top_p_sampling
+            limits = (sampling_info.top_ks, sampling_info.top_ps) if cuts else (None, None)
+            drawn = draw(logprobs, uniforms(sampling_info.sampling_seed, positions), *limits)
             tokens = torch.where(sampling_info.top_ks == 1, tokens, drawn)
         if return_logprob:
             result = self.output_logprob_processor.compute_logprobs(
@@ -48,51 +52,3 @@ class SeededSampler(Sampler):
             )
             result.write_output_to(logits_output)
         return tokens.to(torch.int32)
-
-
-def draw(logprobs: Tensor, uniform: Tensor, sampling_info: SamplingBatchInfo) -> Tensor:
-    """(B,) int64 ids from ``logprobs`` (B, V) cut by each row's top-k, then top-p, at ``uniform`` (B,) in [0, 1)."""
-    probabilities = logprobs.double().exp()
-    if sampling_info.need_top_k_sampling or sampling_info.need_top_p_sampling:
-        _truncate(probabilities, sampling_info.top_ks, sampling_info.top_ps)
-    cumulative = probabilities.cumsum(dim=-1)
-    total = cumulative[:, -1:]
-    below_total = torch.nextafter(total, torch.zeros_like(total))  # the product may be rounded up to the total
-    return torch.searchsorted(cumulative, torch.minimum(uniform[:, None] * total, below_total), right=True)[:, 0]
-
-
-def uniforms(seeds: Tensor, positions: Tensor) -> Tensor:
-    """(B,) float64 in [0, 1), a function of (B,) int64 seeds and positions, with 53 random bits."""
-    bits = mix(mix(seeds) + positions)
-    return ((bits >> 11) & ((1 << 53) - 1)).double() * 2.0**-53
-
-
-def mix(value: Tensor) -> Tensor:
-    """The finaliser of SplitMix64 on int64 tensors, elementwise; the sign bit is an ordinary bit, the result has 64.
-
-    Steele, Lea, Flood: Fast splittable pseudorandom number generators, OOPSLA 2014.
-    """
-    value = value + _signed(0x9E3779B97F4A7C15)
-    value = (value ^ _shift_right(value, 30)) * _signed(0xBF58476D1CE4E5B9)
-    value = (value ^ _shift_right(value, 27)) * _signed(0x94D049BB133111EB)
-    return value ^ _shift_right(value, 31)
-
-
-def _shift_right(value: Tensor, bits: int) -> Tensor:
-    """Logical shift; torch's copies the sign bit."""
-    return (value >> bits) & ((1 << (64 - bits)) - 1)
-
-
-def _signed(value: int) -> int:
-    return value - (1 << 64) if value >= 1 << 63 else value
-
-
-def _truncate(probabilities: Tensor, top_ks: Tensor, top_ps: Tensor) -> None:
-    """Zero, in place, what top-k and then top-p leave out."""
-    ordered = probabilities.sort(dim=-1, descending=True)
-    ranks = torch.arange(probabilities.shape[-1], device=probabilities.device)
-    kept = ordered.values.masked_fill(ranks >= top_ks[:, None], 0.0)
-    before, limit = kept.cumsum(dim=-1) - kept, top_ps[:, None]
-    # Where top_p is 1, rounding must not cut the tail.
-    kept.masked_fill_((limit < 1.0) & (before >= limit * kept.sum(dim=-1, keepdim=True)), 0.0)
-    probabilities.scatter_(1, ordered.indices, kept)

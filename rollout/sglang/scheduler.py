@@ -20,6 +20,7 @@ from sglang.srt.managers.schedule_batch import FINISH_ABORT, Req
 from sglang.srt.managers.scheduler import Scheduler
 from sglang.srt.runtime_context import get_parallel
 from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
+from sglang.srt.utils.common import async_h2d
 
 from rollout.arguments import on_cpu
 from rollout.ranks import AnswerQueue, attempt
@@ -125,7 +126,8 @@ def _read_seeds() -> None:
     def with_seeds(batch: Any, vocab_size: int) -> SamplingBatchInfo:
         info = original(batch, vocab_size)
         seeds = [req.sampling_params.sampling_seed for req in batch.reqs]
-        info.sampling_seed = torch.tensor(seeds, dtype=torch.int64).to(info.temperatures.device)
+        # A copy out of memory that is not pinned would wait for the device.
+        info.sampling_seed = async_h2d(seeds, dtype=torch.int64, device=info.temperatures.device)
         return info
 
     SamplingBatchInfo.from_schedule_batch = with_seeds

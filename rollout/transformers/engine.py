@@ -108,8 +108,8 @@ class TransformersEngine(EngineBase["DecodeScheduler"]):
         """There is nothing to flush: the scheduler recomputes every cache when its version changes."""
         self._alive().set_version(version)
 
-    async def _give_memory_back(self, parts: Sequence[MemoryPart]) -> None:
-        """Caches go with their requests."""
+    async def _give_memory_back(self, parts: Sequence[MemoryPart], keep_weights: bool) -> None:
+        """Caches go with their requests; weights go to host memory in any case."""
         if "weights" in parts:
             await asyncio.to_thread(self._move, "cpu")
 

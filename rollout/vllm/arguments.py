@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from dataclasses import fields
 from typing import TYPE_CHECKING, Any
 
 from rollout.arguments import check_arguments, check_known, on_cpu, sequences_at_once, sleep_mode
 from slime_like.config import RunConfig
+from slime_like.models.dimensions import ModelDimensions
 
 if TYPE_CHECKING:
     from vllm.engine.arg_utils import AsyncEngineArgs
@@ -59,7 +61,30 @@ def engine_arguments(config: RunConfig, engine_index: int) -> AsyncEngineArgs:
 
     check_arguments("vllm", config)
     check_known(config, {field.name for field in fields(AsyncEngineArgs)}, "vLLM", "vllm serve")
-    return AsyncEngineArgs(**{**_defaults(config), **config.rollout.engine_args, **_owned(config, engine_index)})
+    return AsyncEngineArgs(**{**given_arguments(config, on_cpu()), **_owned(config, engine_index)})
+
+
+def given_arguments(config: RunConfig, cpu: bool) -> dict[str, Any]:
+    """The user's arguments, and defaults for others.
+
+    On a GPU the head's logits are float32 by default, as the trainer's are. vLLM would round them to the model's type,
+    which is to an eighth where they are above 16.
+    """
+    given = {**_defaults(config, cpu), **config.rollout.engine_args}
+    overrides = given.get("hf_overrides", {})
+    if not cpu and isinstance(overrides, Mapping):
+        given["hf_overrides"] = {"head_dtype": "float32", **overrides}
+    return given
+
+
+def sleep_level(keep_weights: bool, is_whole: bool, dimensions: ModelDimensions) -> int:
+    """1 keeps the weights in host memory, 2 drops them.
+
+    At level 2 vLLM saves and restores the model's buffers itself; parameters come with the next update. Three kinds of
+    weights are kept all the same: those that are wanted, layers without memory that an unfinished update has left, and
+    a foreign model's, which may need tensors that are neither (the slopes of ALiBi).
+    """
+    return 1 if keep_weights or not is_whole or dimensions.foreign is not None else 2
 
 
 def _owned(config: RunConfig, engine_index: int) -> dict[str, Any]:
@@ -82,13 +107,13 @@ def _owned(config: RunConfig, engine_index: int) -> dict[str, Any]:
     }
 
 
-def _defaults(config: RunConfig) -> dict[str, Any]:
+def _defaults(config: RunConfig, cpu: bool) -> dict[str, Any]:
     defaults: dict[str, Any] = {
         "disable_log_stats": True,
         "generation_config": "vllm",
         "max_num_seqs": sequences_at_once(config),
     }
-    if on_cpu():
+    if cpu:
         defaults |= {
             "enforce_eager": True,
             "scheduler_cls": "rollout.vllm.scheduler.BurstScheduler",

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from rollout.arguments import on_cpu, require_sleep_mode
 from rollout.base import EngineBase, MemoryPart
 from rollout.ranks import common_checksums
-from rollout.vllm.arguments import SLEEP_ARGUMENT
+from rollout.vllm.arguments import SLEEP_ARGUMENT, sleep_level
 from rollout.vllm.core import EngineCore
 from slime_like.config import RunConfig
 from slime_like.errors import EngineError
@@ -107,10 +107,11 @@ class VllmEngine(EngineBase["AsyncLLM"]):
         await self._core.while_alive(llm.update_weight_version(str(version)))
         await self._core.while_alive(llm.reset_prefix_cache(reset_running_requests=True))
 
-    async def _give_memory_back(self, parts: Sequence[MemoryPart]) -> None:
-        """Weights go to host memory. vLLM itself skips a part that is asleep."""
+    async def _give_memory_back(self, parts: Sequence[MemoryPart], keep_weights: bool) -> None:
+        """Weights go to host memory, or are dropped. vLLM itself skips a part that is asleep."""
         require_sleep_mode(self._config, SLEEP_ARGUMENT, self._name)
-        await self._core.while_alive(self._alive().sleep(level=1, mode="abort"))
+        level = sleep_level(keep_weights, self._state.is_whole, self._dimensions)
+        await self._core.while_alive(self._alive().sleep(level=level, mode="abort"))
 
     async def _take_memory(self, parts: Sequence[MemoryPart]) -> None:
         await self._core.while_alive(self._alive().wake_up(tags=list(parts)))

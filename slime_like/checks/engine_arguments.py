@@ -6,6 +6,7 @@ Whether vLLM or SGLang has an argument at all is only known to them: that is ref
 from collections.abc import Collection, Iterator, Mapping
 
 from slime_like.config.run import RunConfig
+from slime_like.models.dimensions import ModelDimensions
 
 _LEFT_TO_THE_ADAPTER = "leave it out, the adapter depends on its value"
 
@@ -73,7 +74,30 @@ KNOWN: Mapping[str, Collection[str]] = {"transformers": ("attn_implementation", 
 SHARES: Mapping[str, str] = {"vllm": "gpu_memory_utilization", "sglang": "mem_fraction_static"}
 """Per engine: the argument that says which share of a GPU's memory it takes in all."""
 
+WEIGHTS_BACKUP = "enable_weights_cpu_backup"
+"""SGLang's argument that says whether a sleeping engine keeps its weights, which its ``sleep`` cannot choose."""
+
+DEFAULT_SHARES: Mapping[str, float] = {"vllm": 0.92, "sglang": 0.8}
+"""Per engine: that share where the arguments do not say. vLLM's is its own. SGLang's is ours, lower than its own: what
+its sampler needs for a large batch, logits in float32 and drawing in float64, is no part of the share."""
+
 _CACHE_BYTES = "kv_cache_memory_bytes"
+
+
+def can_keep_weights(config: RunConfig, dimensions: ModelDimensions) -> bool:
+    """Whether an engine must be able to sleep with its weights, in host memory.
+
+    Sampling after a checkpoint needs it; so do foreign models, whose tensors are not all parameters and buffers.
+    """
+    default = config.samples_after_saves or dimensions.foreign is not None or config.rollout.engine not in SHARES
+    return bool(config.rollout.engine_args.get(WEIGHTS_BACKUP, default))
+
+
+def copies_weights(config: RunConfig, dimensions: ModelDimensions) -> bool:
+    """Whether an engine copies its weights to host memory at every sleep; vLLM does so only where they are kept."""
+    if config.rollout.engine == "vllm":
+        return dimensions.foreign is not None
+    return can_keep_weights(config, dimensions)
 
 
 def engine_problems(config: RunConfig, engine: str | None = None) -> Iterator[str]:

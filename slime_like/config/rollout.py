@@ -77,8 +77,10 @@ class RolloutConfig(Section):
     """Answers the model's turns in conversations."""
     engine_args: dict[str, Any] = Field(default_factory=dict)
     """Further arguments of the engine, passed unchanged. Unknown ones are rejected."""
-    start_timeout_s: float = Field(300.0, gt=0, description="Timeout of an engine's start.")
-    request_timeout_s: float = Field(600.0, gt=0, description="Timeout of one request.")
+    start_timeout_s: float | None = Field(None, gt=0)
+    """Timeout of an engine's start; none: 1200 on GPUs, 300 on CPUs."""
+    request_timeout_s: float | None = Field(None, gt=0)
+    """Timeout of one request; none: 0.2 per token of the longest response, at least 600."""
 
 
 class RewardFunction(Section):

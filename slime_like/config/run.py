@@ -1,7 +1,7 @@
 """The whole configuration of one run."""
 
 from pathlib import Path
-from typing import Literal
+from typing import Literal, Self
 
 from pydantic import Field, field_validator
 
@@ -16,6 +16,9 @@ MAX_STEPS = 999_999
 
 MAX_SEED = 2**32 - 1
 """What every random generator in use takes, also after seeds are derived from it."""
+
+_TOKEN_S, _LEAST_REQUEST_S = 0.2, 600.0
+_START_S, _GPU_START_S = 300.0, 1200.0
 
 
 class ModelConfig(Section):
@@ -176,6 +179,27 @@ class RunConfig(Section):
         """Workers that hold a reference, where rollouts are sampled."""
         in_use = self.algorithm.needs_reference and not self.supervised and self.debug.load_rollouts is None
         return self.reference.workers if in_use and self.reference.placement == "workers" else 0
+
+    @property
+    def samples_after_saves(self) -> bool:
+        """True if sampling follows a checkpoint, without a weight sync between them."""
+        return 0 < self.checkpoint.every < self.steps
+
+    @property
+    def request_timeout_s(self) -> float:
+        """Timeout of one request. A large model takes 0.05 s per token; a full engine makes requests wait."""
+        longest = max(self.rollout.max_new_tokens, self.evaluation.max_new_tokens or 0)
+        return self.rollout.request_timeout_s or max(_LEAST_REQUEST_S, _TOKEN_S * longest)
+
+    @property
+    def engine_start_timeout_s(self) -> float:
+        """Timeout of an engine's start, of an engine on a CPU by default: see ``for_gpu_engines``."""
+        return self.rollout.start_timeout_s or _START_S
+
+    def for_gpu_engines(self) -> Self:
+        """This configuration as engines on GPUs read it: they also compile, and capture graphs, when they start."""
+        seconds = self.rollout.start_timeout_s or _GPU_START_S
+        return self.model_copy(update={"rollout": self.rollout.model_copy(update={"start_timeout_s": seconds})})
 
     @property
     def max_model_len(self) -> int:

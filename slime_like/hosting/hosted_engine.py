@@ -39,7 +39,7 @@ class HostedEngine:
         self._version = 0
 
     async def start(self) -> None:
-        timeout = self._config.rollout.start_timeout_s
+        timeout = self._config.engine_start_timeout_s
         process = self._process = ChildProcess(str(self._config.rollout.python), _MODULE, _environment)
         try:
             async with asyncio.timeout(timeout):
@@ -97,8 +97,8 @@ class HostedEngine:
         ids = tuple(dict.fromkeys((*process.process_ids, *found.process_ids)))
         return dataclasses.replace(found, process_ids=ids)
 
-    async def sleep(self) -> None:
-        await self._call("sleep")
+    async def sleep(self, keep_weights: bool = True) -> None:
+        await self._call("sleep", keep_weights)
 
     async def wake(self, parts: Sequence[Literal["weights", "kv_cache"]]) -> None:
         await self._call("wake", tuple(parts))
@@ -125,7 +125,7 @@ class HostedEngine:
         return await self._bounded(method, self._running().call(method, *arguments))
 
     async def _bounded(self, method: str, call: Awaitable[T]) -> T:
-        timeout = self._config.rollout.request_timeout_s if method in _SAMPLING_CALLS else self._config.sync.timeout_s
+        timeout = self._config.request_timeout_s if method in _SAMPLING_CALLS else self._config.sync.timeout_s
         try:
             return await asyncio.wait_for(call, timeout + _SLACK_S)
         except TimeoutError as error:

@@ -148,10 +148,13 @@ class RolloutEngine(Protocol):
 
     async def health(self) -> EngineHealth: ...
 
-    async def sleep(self) -> None:
-        """Give the device's memory back (colocated mode); running requests end as aborted, weights are remembered.
+    async def sleep(self, keep_weights: bool = True) -> None:
+        """Give the device's memory back (colocated mode); running requests end as aborted.
 
         Also called with "weights" alone awake, when a weight update has failed: parts that are asleep stay so.
+
+        Args:
+            keep_weights: remember them; otherwise nothing can be sampled before the next update is finished.
         """
 
     async def wake(self, parts: Sequence[Literal["weights", "kv_cache"]]) -> None:

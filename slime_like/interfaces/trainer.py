@@ -18,7 +18,8 @@ from slime_like.trajectory import GRPOStats, PackedTrajectory
 class RankPlacement:
     """Placement of one trainer rank: its rank, its device and the rendezvous.
 
-    ``local_rank`` is the index of its device among those that its process can see.
+    ``local_rank`` is the index of its device among those that its process can see. ``ranks_on_node`` share its node's
+    cores; by default all ranks.
     """
 
     rank: int
@@ -26,6 +27,7 @@ class RankPlacement:
     local_rank: int
     master_address: str
     master_port: int
+    ranks_on_node: int | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,16 +2,14 @@
 
 from dataclasses import dataclass
 
-from slime_like.checks.engine_arguments import SHARES
+from slime_like.checks.engine_arguments import DEFAULT_SHARES, SHARES
 from slime_like.config import RunConfig
 from slime_like.models.dimensions import ModelDimensions
 from slime_like.planning.hardware import ENGINE_RESERVE_BYTES
 from slime_like.planning.planned_run import PlannedRun
 
-# Share of a GPU's memory that an engine takes in all, where engine_args do not say: vLLM 0.32's default. SGLang works
-# its own out of the GPU's size; nine tenths are near it.
-_DEFAULT_SHARES = {"vllm": 0.92, "sglang": 0.88}
 _DEFAULT_SHARE = 0.9
+"""Of a custom engine."""
 _MOST_AT_ONCE = 512
 """Sequences that the adapters let an engine decode at once."""
 
@@ -71,7 +69,7 @@ def _cached_elements(dimensions: ModelDimensions, gpus: int) -> int:
 def engine_share(config: RunConfig) -> float:
     """Share of a GPU's memory that the engine takes in all."""
     engine = config.rollout.engine
-    default = _DEFAULT_SHARES.get(engine, _DEFAULT_SHARE)
+    default = DEFAULT_SHARES.get(engine, _DEFAULT_SHARE)
     return float(config.rollout.engine_args.get(SHARES.get(engine, ""), default))
 
 

@@ -4,6 +4,7 @@ import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+from slime_like.checks.engine_arguments import can_keep_weights
 from slime_like.interfaces.estimate import RankEstimate, RankKind, TrainerMemory
 from slime_like.planning.engines import EnginePlan
 from slime_like.planning.hardware import FRAGMENTATION, SLEEPING_ENGINE_BYTES, TRAINER_RESERVE_BYTES, Hardware
@@ -191,7 +192,8 @@ def host_memory(
     if run.colocated and engine is not None:
         moved = max(m.parameter_bytes + m.optimizer_bytes for m in memories)
         items.append(Item("trainers, while engines sample", gpus * moved))
-        items.append(Item("engine weights, while they sleep", gpus * engine.weight_bytes))
+        if can_keep_weights(config, run.dimensions):
+            items.append(Item("engine weights, while they sleep", gpus * engine.weight_bytes))
     if transport == SHARED_MEMORY:
         # One rank of each pipeline stage that lies on the node sends weights.
         senders = -(-gpus * config.trainer.parallel.pipeline // config.trainer.parallel.world_size)

@@ -4,6 +4,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from slime_like.checks.engine_arguments import copies_weights
 from slime_like.checks.fsdp import BACKEND as FSDP
 from slime_like.interfaces.estimate import RankEstimate, Work
 from slime_like.orchestration.reference.config import worker_config
@@ -172,8 +173,9 @@ def _sync_seconds(run: PlannedRun, transport: str) -> float:
 
 
 def _moving_seconds(run: PlannedRun, estimates: Sequence[RankEstimate], engine: EnginePlan | None) -> float:
-    """Colocated: weights and optimizer state leave and come back once a step, and so do the engine's weights."""
+    """Colocated: weights and optimizer state leave and come back once a step; so do an engine's weights if kept."""
     if engine is None or not run.colocated:
         return 0.0
     largest = max(estimate.memory.parameter_bytes + estimate.memory.optimizer_bytes for estimate in estimates)
-    return run.hardware.host_seconds(2 * (largest + engine.weight_bytes))
+    kept = engine.weight_bytes if copies_weights(run.config, run.dimensions) else 0
+    return run.hardware.host_seconds(2 * (largest + kept))

@@ -284,6 +284,26 @@ def test_sleep_ends_requests_and_wakes_in_parts(engine: EngineUnderTest, prompts
     check_logprobs(engine.reference, prompts[0], engine.generate(prompts[0], max_new_tokens=3)[0])
 
 
+def test_weights_that_were_given_up_come_with_the_next_update(
+    engine: EngineUnderTest, prompts: list[list[int]]
+) -> None:
+    async def scenario() -> Generation:
+        request = engine.request(prompts[0], max_new_tokens=3)
+        await engine.engine.sleep(keep_weights=False)
+        await engine.engine.sleep(keep_weights=True)  # too late
+        with pytest.raises(EngineError, match="gave its weights up"):
+            await engine.engine.wake(("weights", "kv_cache"))
+        with pytest.raises(EngineError, match="gave its weights up"):
+            await engine.engine.generate(request)
+        await engine.load(1 - engine.current)
+        await engine.engine.resume()
+        return (await engine.engine.generate(request))[0]
+
+    generation = engine.run(scenario())
+    check_logprobs(engine.reference, prompts[0], generation)
+    assert set(generation.weight_versions.tolist()) == {engine.version}
+
+
 def test_a_request_id_runs_once(engine: EngineUnderTest, prompts: list[list[int]]) -> None:
     async def scenario() -> None:
         request = long_request(engine, prompts[6], request_id="twice")

@@ -101,6 +101,8 @@ def test_a_cluster_that_is_too_small_is_refused_at_once(tmp_path: Path, rejects:
         for _ in range(2):  # the second time needs what the first one gave back
             with Placement(fits) as placement:
                 assert placement.device == "CPU" and placement.num_nodes == 1
+                assert [placement.ranks_on_node(rank) for rank in range(3)] == [3, 3, 3]
+                assert [placement.ranks_on_node(0, reference) for reference in range(2)] == [2, 2]
                 strategies = [placement.trainer_options(rank)["scheduling_strategy"] for rank in range(3)]
                 strategies.append(placement.engine_options(0)["scheduling_strategy"])
                 strategies += [placement.reference_options(i, 0)["scheduling_strategy"] for i in range(2)]

@@ -19,15 +19,18 @@ from slime_like.system.words import counted
 
 
 def prepare_processor(config: RunConfig, placement: RankPlacement) -> None:
-    """``trainer.cpu_threads``; by default ranks on a CPU share its cores evenly, and use all that they can do."""
-    threads = config.trainer.cpu_threads
-    if threads is None and not torch.cuda.is_available():
-        threads = max(1, len(os.sched_getaffinity(0)) // placement.world_size)
-    if threads is not None:
-        torch.set_num_threads(threads)
+    """``trainer.cpu_threads``; by default ranks share their node's cores evenly.
+
+    On a GPU an offloaded optimizer computes there.
+    """
+    torch.set_num_threads(config.trainer.cpu_threads or share_of_cores(placement, len(os.sched_getaffinity(0))))
     if not torch.cuda.is_available():
         use_onednn()
         keep_freed_memory()
+
+
+def share_of_cores(placement: RankPlacement, cores: int) -> int:
+    return max(1, cores // (placement.ranks_on_node or placement.world_size))
 
 
 def join_world(config: RunConfig, placement: RankPlacement, cuda_backend: str = "nccl") -> None:
@@ -74,6 +77,8 @@ def join_world(config: RunConfig, placement: RankPlacement, cuda_backend: str = 
             phase="setup",
             remedy="check that all ranks start and that the port is free",
         ) from error
+    # Without `device_id`: with it torch (2.13, 2.14: `_new_process_group_helper`) splits the world's communicator for
+    # every group, and for a new gloo group only on ranks that are not in it, which would wait for the others.
     dist.init_process_group(
         cuda_backend if on_cuda else "gloo",
         store=store,

@@ -1,5 +1,6 @@
 """A trainer rank's start, step and scoring, whatever computes its model."""
 
+import os
 from abc import abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -11,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from backends.common.process.agreement import rank_error
+from backends.common.process.allocator import allocator_problems, use_expandable_segments
 from backends.common.process.rendezvous import prepare_processor
 from backends.common.step.balance import BalanceLoss
 from backends.common.step.objective import Objective
@@ -107,11 +109,15 @@ class TrainerBase(StoringTrainer):
         return self.coordinates
 
     def _open(self) -> None:
-        problems = self.check(self.config) + self._machine_problems()
-        if torch.cuda.is_available() and self.config.model.dtype == "float32":
+        problems, on_cuda = self.check(self.config) + self._machine_problems(), torch.cuda.is_available()
+        if on_cuda and self.config.model.dtype == "float32":
             problems.append("model.dtype=float32 cannot run on CUDA: its attention kernels are bfloat16; set bfloat16")
+        if on_cuda:
+            problems += allocator_problems(self.config, os.environ)
         if problems:
             raise ConfigError(problems)
+        if on_cuda:
+            use_expandable_segments(self.config, os.environ)
         prepare_processor(self.config, self.placement)
         self.dimensions = ModelDimensions.from_checkpoint(self.config.model.path)
         self._build()

@@ -1,18 +1,14 @@
 """Bundles of devices of a run, their nodes, and the devices of a node; counted without torch or Ray."""
 
 import math
-import os
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 from slime_like.config import RunConfig
+from slime_like.system.gpus import local_gpus
 
 RANK_LABEL = "slime-like.io/node-rank"
 """Label of Ray's nodes: the order in which they are filled."""
-
-_GPU = re.compile(r"nvidia\d+")
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,15 +116,6 @@ def _first_with_room(free: Sequence[int], size: int, start: int) -> int:
         if free[node] >= size:
             return node
     raise NoRoomError(size)
-
-
-def local_gpus(devices: Path = Path("/dev")) -> int:
-    """NVIDIA GPUs that processes started here may use: those of ``CUDA_VISIBLE_DEVICES``, else all there are."""
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    there = sum(bool(_GPU.fullmatch(entry.name)) for entry in devices.iterdir())
-    if visible is None or not there:
-        return there
-    return len([name for name in visible.split(",") if name.strip() not in ("", "-1")])
 
 
 def slots_per_node(config: RunConfig, nodes: int) -> int:

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import ray
 
+from slime_like.checks.environment import visible_device_problem
 from slime_like.errors import SlimeLikeError
 from slime_like.system.network import interface_of
 
@@ -26,6 +27,17 @@ def session_directory() -> Path:
     this = ray.get_runtime_context().get_node_id()
     (socket_file,) = (node["RayletSocketName"] for node in ray.nodes() if node["NodeID"] == this)
     return Path(socket_file).parent.parent
+
+
+def require_own_devices() -> None:
+    """Reject a node whose Ray shows every process all GPUs. Call before CUDA is initialised.
+
+    Raises:
+        SlimeLikeError: this process was given GPUs, and sees others.
+    """
+    given = ray.get_runtime_context().get_accelerator_ids().get("GPU")
+    if given and (problem := visible_device_problem(os.environ)):
+        raise SlimeLikeError(problem, code="visible-devices", who=f"node {node_address()}")
 
 
 def use_session_directory() -> None:

@@ -46,7 +46,7 @@ class Placement:
         self._shared = with_trainers and with_engines and config.cluster.placement == "colocated"
         self._group: PlacementGroup | None = None
         self._order: list[int] = []
-        self._nodes: set[str] = set()
+        self._nodes: list[str] = []  # of every bundle
 
     def __enter__(self) -> Self:
         self._require_enough()
@@ -63,7 +63,7 @@ class Placement:
             remove_placement_group(self._group)
             raise self._busy_error() from error
         self._order = self._order_by_device(wanted)
-        self._nodes = set(wanted)
+        self._nodes = wanted
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -78,7 +78,15 @@ class Placement:
     @property
     def num_nodes(self) -> int:
         """Nodes in use."""
-        return len(self._nodes)
+        return len(set(self._nodes))
+
+    def ranks_on_node(self, rank: int, reference: int | None = None) -> int:
+        """Trainer ranks on the node of ``rank``; of a reference worker's rank, ranks of all reference workers there."""
+        trainers, references = self._order[: self._num_ranks], self._order[self._first_reference :]
+        bundle, group = self._order[rank], trainers
+        if reference is not None:
+            bundle, group = self._reference_bundle(reference, rank), references
+        return sum(self._nodes[other] == self._nodes[bundle] for other in group)
 
     def trainer_options(self, rank: int) -> dict[str, Any]:
         """Ray options of one trainer rank's actor."""
@@ -92,9 +100,14 @@ class Placement:
 
     def reference_options(self, worker: int, rank: int) -> dict[str, Any]:
         """Ray options of one rank of one reference worker."""
-        first = len(self._sizes) - sum(self._pieces.references)
-        place = first + worker * self._config.reference.parallel.world_size + rank
-        return self._in_bundle(self._order[place], gpus=1)
+        return self._in_bundle(self._reference_bundle(worker, rank), gpus=1)
+
+    @property
+    def _first_reference(self) -> int:
+        return len(self._sizes) - sum(self._pieces.references)
+
+    def _reference_bundle(self, worker: int, rank: int) -> int:
+        return self._order[self._first_reference + worker * self._config.reference.parallel.world_size + rank]
 
     def shared_ranks(self, engine: int) -> range:
         """Trainer ranks whose devices a colocated engine uses."""

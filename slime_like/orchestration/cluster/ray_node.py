@@ -15,8 +15,9 @@ from typing import Self
 
 from slime_like.config import RunConfig
 from slime_like.errors import LaunchError
-from slime_like.orchestration.cluster.bundles import local_gpus, slots_per_node
+from slime_like.orchestration.cluster.bundles import slots_per_node
 from slime_like.orchestration.cluster.place import Place
+from slime_like.system.gpus import local_gpus
 from slime_like.system.interrupts import raise_if_interrupted
 
 _STOP_S = 30.0

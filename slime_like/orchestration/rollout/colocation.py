@@ -12,8 +12,12 @@ class Turns:
     def starting_engines(self) -> None:
         """Prepare the devices for starting engines."""
 
-    def training(self) -> None:
-        """Prepare the devices for scoring, training and saving."""
+    def training(self, keep_weights: bool = False) -> None:
+        """Prepare the devices for scoring, training and saving.
+
+        Args:
+            keep_weights: engines keep theirs, for sampling that follows without a weight sync.
+        """
 
     def generation(self) -> None:
         """Prepare the devices for sampling."""
@@ -45,10 +49,10 @@ class SharedDevices(Turns):
             self._trainers.offload()
             self._turn = "engines"
 
-    def training(self) -> None:
+    def training(self, keep_weights: bool = False) -> None:
         if self._turn == "trainers":
             return
-        self._engines.sleep()
+        self._engines.sleep(keep_weights)
         self._trainers.onload()
         self._turn = "trainers"
 

@@ -20,7 +20,12 @@ from slime_like.interfaces import (
     UpdateReceipt,
 )
 from slime_like.interfaces.engine import load_engine
-from slime_like.orchestration.cluster.node import use_cluster_interface, use_log, use_session_directory
+from slime_like.orchestration.cluster.node import (
+    require_own_devices,
+    use_cluster_interface,
+    use_log,
+    use_session_directory,
+)
 from slime_like.orchestration.rollout.conversations import Conversations
 
 _TOGETHER_S = 0.001
@@ -66,6 +71,7 @@ class EngineActor:
         use_log(f"engine-{index}")
         if shared_devices:  # Ray assigns no device to a colocated engine; CUDA is not initialised yet
             os.environ["CUDA_VISIBLE_DEVICES"] = shared_devices
+        require_own_devices()
         use_cluster_interface(gloo=False)  # weights come from other hosts
         use_session_directory()
         self._config = config
@@ -79,7 +85,7 @@ class EngineActor:
         self._updated.set()
 
     async def start(self) -> None:
-        timeout = self._config.rollout.start_timeout_s
+        timeout = self._config.engine_start_timeout_s
         try:
             await asyncio.wait_for(self._engine.start(), timeout)
         except TimeoutError as error:
@@ -128,7 +134,7 @@ class EngineActor:
         """A request with a task becomes conversations where the run has an environment."""
         talks = self._conversations if request.task is not None else None
         answer = self._sample(request) if talks is None else talks.run(request)
-        timeout = self._config.rollout.request_timeout_s
+        timeout = self._config.request_timeout_s
         try:
             return await asyncio.wait_for(answer, timeout)
         except TimeoutError as error:
@@ -175,8 +181,8 @@ class EngineActor:
             self._updated.set()
             raise
 
-    async def sleep(self) -> None:
-        await self._engine.sleep()
+    async def sleep(self, keep_weights: bool) -> None:
+        await self._engine.sleep(keep_weights)
 
     async def wake(self, parts: Sequence[Literal["weights", "kv_cache"]]) -> None:
         await self._engine.wake(parts)

@@ -52,7 +52,7 @@ class EngineGroup:
     """
 
     def __init__(self, config: RunConfig, placement: Placement, watch: Callable[[], None] = watch_none) -> None:
-        self._config = config
+        self._config = config.for_gpu_engines() if placement.device == "GPU" else config
         self._placement = placement
         self._watch = watch
         self._shared_devices: Sequence[str] = ()
@@ -106,7 +106,7 @@ class EngineGroup:
         self, indexes: Iterable[int], phase: str, left: Callable[[Sequence[str]], None] = ignore_answers
     ) -> None:
         # The engine bounds its start; the slack here is for the actor's imports.
-        bound = self._config.rollout.start_timeout_s + 120
+        bound = self._config.engine_start_timeout_s + 120
         self._ask("start", phase=phase, indexes=indexes).result(bound, left)
 
     @staticmethod

@@ -173,9 +173,9 @@ class EngineSupervisor:
             self.admit()
 
     # ------------------------------------------------------------------------------------------------ device memory
-    def sleep(self) -> None:
+    def sleep(self, keep_weights: bool) -> None:
         """Living engines give the device's memory back; parts that are asleep stay so."""
-        self._call_living("sleep", phase="making room for the trainers")
+        self._call_living("sleep", keep_weights, phase="making room for the trainers")
 
     def wake(self, parts: Sequence[Literal["weights", "kv_cache"]]) -> None:
         """Living engines take these parts of the device's memory again."""

@@ -82,6 +82,6 @@ def start_engines(
         stack.callback(references.close)
     if not colocated:
         return engines, rewards, references, Turns()
-    supervisor.sleep()
+    supervisor.sleep(keep_weights=False)  # the first sync follows
     trainers.onload()
     return engines, rewards, references, SharedDevices(trainers, supervisor)

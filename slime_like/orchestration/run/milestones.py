@@ -96,7 +96,7 @@ class Milestones:
 
     def _save(self, step: int) -> None:
         run, config = self._run, self._run.config
-        run.devices.training()
+        run.devices.training(keep_weights=step < config.steps)
         state = run.rollout.state_dict() | run.reference.state_dict() | {BACKEND: config.trainer.backend}
         if not config.checkpoint.async_save:
             with run.progress.waiting(_WRITING):

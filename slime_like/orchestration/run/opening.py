@@ -19,7 +19,7 @@ from slime_like.interfaces import TrainerBackend
 from slime_like.models.dimensions import ModelDimensions
 from slime_like.observability.metrics import MetricLogger
 from slime_like.observability.progress import DRIVER_LOG, Progress
-from slime_like.orchestration.cluster.bundles import bundle_sizes, local_gpus
+from slime_like.orchestration.cluster.bundles import bundle_sizes
 from slime_like.orchestration.cluster.cluster import Cluster
 from slime_like.orchestration.cluster.object_store import available_memory
 from slime_like.orchestration.cluster.placement import Placement
@@ -46,6 +46,7 @@ from slime_like.orchestration.trainer.batcher import ExperienceBatcher
 from slime_like.orchestration.trainer.checkpoints import Checkpoint, CheckpointStore, latest_checkpoint
 from slime_like.orchestration.trainer.group import TrainerGroup
 from slime_like.orchestration.weight_sync import WeightSync
+from slime_like.system.gpus import local_gpus
 
 
 @contextmanager

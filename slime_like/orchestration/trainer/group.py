@@ -48,17 +48,28 @@ class TrainerGroup:
     # -------------------------------------------------------------------------------------------------------- start
     def launch(self) -> None:
         """Create the actors; they import in the background until ``setup`` waits for them."""
-        trainer, actor = self._config.trainer, ray.remote(TrainerRank)
-        threads = trainer.cpu_threads or max(1, len(os.sched_getaffinity(0)) // trainer.parallel.world_size)
-        # Read by torch and Megatron when they are imported.
-        runtime_env = {"env_vars": {"OMP_NUM_THREADS": str(threads), "CUDA_DEVICE_MAX_CONNECTIONS": "1"}}
+        actor = ray.remote(TrainerRank)
         self._actors = [
-            actor.options(**self._options(rank), max_restarts=0, runtime_env=runtime_env).remote(self._config, rank)
-            for rank in range(trainer.parallel.world_size)
+            actor.options(**self._options(rank), max_restarts=0, runtime_env=self._environment(rank)).remote(
+                self._config, rank
+            )
+            for rank in range(len(self))
         ]
         self.ranks.connect(self._actors)
         roles = [(self._role(rank),) for rank in range(len(self))]
         self.ranks.defer(self.ranks.start_each("opening its log", TrainerRank.use_log, roles))
+
+    def _environment(self, rank: int) -> dict[str, dict[str, str]]:
+        """Variables that are read when torch is imported; Ray would set one thread.
+
+        A rank sets torch's threads again, by the cores of its node.
+        """
+        cores = len(os.sched_getaffinity(0))
+        threads = self._config.trainer.cpu_threads or max(1, cores // self._ranks_on_node(rank))
+        return {"env_vars": {"OMP_NUM_THREADS": str(threads)}}
+
+    def _ranks_on_node(self, rank: int) -> int:
+        return self._placement.ranks_on_node(rank, self._reference)
 
     def _role(self, rank: int) -> str:
         """What the rank's log is named after."""
@@ -96,7 +107,7 @@ class TrainerGroup:
         if self._placement.num_nodes > 1:
             self._require_shared_run_dir(timeout)
         # Ray shows every actor its device only, so that each is device 0 of its process.
-        placements = [RankPlacement(rank, size, 0, host, port) for rank in range(size)]
+        placements = [RankPlacement(rank, size, 0, host, port, self._ranks_on_node(rank)) for rank in range(size)]
         started = self.ranks.start_each("setting up", method, [(placement, *arguments) for placement in placements])
         self.ranks.place(started.result(timeout, left))
 

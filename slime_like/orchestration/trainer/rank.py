@@ -1,5 +1,6 @@
 """The Ray actor of one trainer rank: it starts the backend, and is called through by the driver."""
 
+import os
 import random
 import resource
 from pathlib import Path
@@ -8,12 +9,13 @@ from typing import Any
 import ray
 import torch
 
-from slime_like.config import RunConfig
+from slime_like.config import RunConfig, TrainerConfig
 from slime_like.errors import TrainerError
 from slime_like.interfaces import PendingSave, RankCoordinates, RankPlacement, TrainerBackend, load_backend
-from slime_like.orchestration.cluster.node import node_address, use_cluster_interface, use_log
+from slime_like.orchestration.cluster.node import node_address, require_own_devices, use_cluster_interface, use_log
 from slime_like.orchestration.trainer.rank_export import RankExport
 from slime_like.orchestration.trainer.rank_training import RankTraining
+from slime_like.system.gpus import compute_capability
 from slime_like.system.interrupts import polls
 from slime_like.system.network import is_free
 
@@ -78,7 +80,10 @@ class TrainerRank:
         return self._open_parts(backend, backend.setup_for_scoring(checkpoint))
 
     def _open_backend(self, placement: RankPlacement) -> TrainerBackend:
+        require_own_devices()
         use_cluster_interface(gloo=True)
+        for name, value in cuda_environment(self._config.trainer, compute_capability(self.device() or "0")).items():
+            os.environ.setdefault(name, value)  # CUDA reads it when it is initialised, which it is not yet
         backend = load_backend(self._config.trainer.backend)(self._config, placement)
         self._parts[TrainerBackend.__name__] = backend  # ended by ``shutdown`` although its set-up may fail
         return backend
@@ -119,6 +124,17 @@ class TrainerRank:
             export.close()
         if backend := self._parts.get(TrainerBackend.__name__):
             backend.shutdown()
+
+
+def cuda_environment(trainer: TrainerConfig, capability: tuple[int, int] | None) -> dict[str, str]:
+    """Variables of a rank's CUDA.
+
+    Megatron launches tensor-parallel messages before the products that hide them, and relies on the device to start
+    them in that order. Up to compute capability 9 only a single queue does. Everything else overlaps by several queues:
+    FSDP's gathers, a pipeline's messages, copies.
+    """
+    ordered = trainer.backend == "megatron" and trainer.parallel.tensor > 1
+    return {"CUDA_DEVICE_MAX_CONNECTIONS": "1"} if ordered and (capability or (0, 0)) < (10, 0) else {}
 
 
 def _free_port(host: str) -> int:

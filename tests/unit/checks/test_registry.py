@@ -24,7 +24,7 @@ _CONVERSION = """
     model.path model.weights model.weights-backend model.converted trainer.attention trainer.backend
     trainer.backend-args trainer.fsdp model.family trainer.layout trainer.latent-attention algorithm.balancing
 """
-_RANKS = f"{_CONVERSION} run_dir trainer.cpu-kernels"
+_RANKS = f"{_CONVERSION} run_dir trainer.cpu-kernels cluster.visible-devices"
 _SUPERVISED = f"""
     {_RANKS} reference.model debug.save-rollouts data.train evaluation.files logging.packages resume debug.load-rollouts
     reference.weight-files algorithm.loss algorithm.minibatches trainer.schedule rollout.stream trainer.offload
@@ -41,7 +41,7 @@ _TRAINING = f"""
 """
 _EVALUATION = f"""
     {_ENGINES} evaluation.no-files evaluation.weights model.path run_dir evaluation.files model.weights model.converted
-    trainer.cpu-kernels rollout.stop-tokens
+    trainer.cpu-kernels cluster.visible-devices rollout.stop-tokens
 """
 _SFT = ["--algorithm.loss", "sft"]
 _WEIGHTS = ["--model.weights", "converted"]

@@ -9,7 +9,7 @@ import pytest
 from slime_like.commands.root import run
 from slime_like.config.launch import LaunchOptions
 from slime_like.errors import ConfigError
-from slime_like.orchestration.cluster.bundles import local_gpus, slots_per_node
+from slime_like.orchestration.cluster.bundles import slots_per_node
 from slime_like.orchestration.cluster.place import Place, find_place
 from tests.support.rejections import Rejects
 from tests.unit.orchestration.cluster.test_bundles import config
@@ -62,17 +62,6 @@ def test_a_node_finds_its_own_address() -> None:
 def test_a_wrong_address_is_refused(fields: dict[str, object], problem: str) -> None:
     with pytest.raises(ConfigError, match=problem):
         place(**fields)
-
-
-def test_gpus_are_counted_without_torch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("nvidia0", "nvidia1", "nvidia10", "nvidiactl", "nvidia-uvm", "null"):
-        (tmp_path / name).touch()
-    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    assert local_gpus(tmp_path) == 3
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,10")
-    assert local_gpus(tmp_path) == 2
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    assert local_gpus(tmp_path) == 0
 
 
 @pytest.mark.parametrize(

@@ -190,12 +190,14 @@ def test_fsdp_moves_offloaded_weights_in_every_pass() -> None:
     assert seconds[0] - seconds[1] == pytest.approx(run.workload.micro_batches * 2 * once)
 
 
-def test_colocated_state_travels_at_the_rate_of_the_link() -> None:
-    """Once away and once back: weights and optimizer state of the trainer, and the engine's weights."""
-    run = planned_run(rollout={"tensor": 4}, cluster={"placement": "colocated"}, trainer={"parallel": {"tensor": 4}})
+@pytest.mark.parametrize(("name", "copies"), [("vllm", 0), ("transformers", 1)])
+def test_colocated_state_travels_at_the_rate_of_the_link(name: str, copies: int) -> None:
+    """Once away and once back: weights and optimizer state of the trainer, and an engine's weights if it keeps them."""
+    layout: dict[str, Any] = {"rollout": {"engine": name, "tensor": 4}, "trainer": {"parallel": {"tensor": 4}}}
+    run = planned_run(cluster={"placement": "colocated"}, **layout)
     engine = plan_engine(run)
     moving = predict(run, [estimate()], engine, "gloo").moving
-    assert moving == pytest.approx(2 * (4 * GIB + 6 * GIB + engine.weight_bytes) / (50e9 * 0.7))
+    assert moving == pytest.approx(2 * (4 * GIB + 6 * GIB + copies * engine.weight_bytes) / (50e9 * 0.7))
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -9,8 +10,9 @@ from rollout.vllm import arguments
 from slime_like.config import RunConfig
 
 
-def _config(tensor: int = 1) -> RunConfig:
-    return RunConfig(run_dir=Path("run"), model={"path": "model"}, rollout={"tensor": tensor})
+def _config(tensor: int = 1, **engine_args: Any) -> RunConfig:
+    rollout = {"tensor": tensor, "engine_args": engine_args}
+    return RunConfig(run_dir=Path("run"), model={"path": "model"}, rollout=rollout)
 
 
 def test_ranks_are_spawned_and_use_loopback_on_a_gpu() -> None:
@@ -35,3 +37,18 @@ def test_a_device_is_looked_for_without_initialising_cuda(monkeypatch: pytest.Mo
     arguments.prepare_environment(_config())
     assert seen == ["1"]
     assert os.environ["GLOO_SOCKET_IFNAME"] == "eth0"  # what the user has set stays
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ({}, {"head_dtype": "float32"}),
+        ({"hf_overrides": {"rope_theta": 5.0}}, {"head_dtype": "float32", "rope_theta": 5.0}),
+        ({"hf_overrides": {"head_dtype": "model"}}, {"head_dtype": "model"}),
+        ({"hf_overrides": "own"}, "own"),  # vLLM says what is wrong with it
+    ],
+)
+def test_the_head_s_logits_are_float32_on_a_gpu(given: dict[str, Any], expected: object) -> None:
+    """Unless the user says otherwise; on a CPU vLLM gets what the user gives."""
+    assert arguments.given_arguments(_config(**given), cpu=False)["hf_overrides"] == expected
+    assert arguments.given_arguments(_config(**given), cpu=True).get("hf_overrides") == given.get("hf_overrides")

@@ -85,6 +85,8 @@ class Engines:
                 failures[index] = error
                 continue
             if method == "sleep":
+                if arguments == (False,) and "weights" in memory:
+                    self.all[index].version = None
                 memory.clear()
             else:
                 assert not memory & set(*arguments), "it is there already"
@@ -189,7 +191,7 @@ class Run:
             self.sync.run(step)
             self.version = step
             if step == 1:
-                self.turns.training()  # a checkpoint
+                self.turns.training(keep_weights=True)  # a checkpoint, and then samples
                 self.engines.require_trainers()
 
 
@@ -208,7 +210,7 @@ def make(tmp_path: Path) -> Callable[..., Run]:
         supervisor.start()
         turns: Turns = Turns()
         if placement == "colocated":
-            supervisor.sleep()
+            supervisor.sleep(keep_weights=False)
             turns = SharedDevices(trainers, supervisor)
         trainers.onload()
         where: Any = SimpleNamespace(device="CPU", num_nodes=1)
@@ -271,7 +273,7 @@ def test_a_failure_of_an_engine_that_lives_is_raised(
     assert len(run.supervisor.serving) == 2
     monkeypatch.setattr(run.engines, "call_each", lambda *_, **__: {1: EngineError("engine 1 has no memory left")})
     with rejects(EngineError):
-        run.supervisor.sleep()
+        run.supervisor.sleep(keep_weights=True)
 
 
 def test_a_replacement_serves_nothing_before_it_has_the_weights(make: Callable[..., Run]) -> None:

@@ -1,0 +1,38 @@
+"""Settings of torch's CUDA allocator in a trainer rank."""
+
+from collections.abc import Iterator, Mapping
+
+import torch
+
+from slime_like.checks.environment import ALLOCATOR, expandable_segments
+from slime_like.config import RunConfig
+
+_BY_HOST = ("shared_memory", "gloo", "nccl", "directory")
+"""Transports that share no device memory."""
+_EXPANDABLE = "expandable_segments:True"
+
+
+def engines_map_memory(config: RunConfig) -> bool:
+    """Whether engines may map buffers of the ranks: those on the same devices do, by the transport ``auto`` chooses."""
+    if config.supervised or config.debug.load_rollouts is not None:
+        return False
+    return config.cluster.placement == "colocated" and config.sync.transport not in _BY_HOST
+
+
+def allocator_problems(config: RunConfig, environment: Mapping[str, str]) -> Iterator[str]:
+    """Why engines could not map this rank's memory.
+
+    Such segments are shared by file descriptors, which Linux lets a process take of its descendants alone (Yama).
+    """
+    given = expandable_segments(environment)
+    if given and engines_map_memory(config):
+        yield (
+            f"sync.transport={config.sync.transport}: engines map memory of colocated trainers, which they cannot with "
+            f"{given} in the environment; unset it, or use shared_memory"
+        )
+
+
+def use_expandable_segments(config: RunConfig, environment: Mapping[str, str]) -> None:
+    """Let the allocator's segments grow: packs of ever other sizes leave fewer holes. What the user has set stays."""
+    if not engines_map_memory(config) and not any(name in environment for name in ALLOCATOR):
+        torch._C._accelerator_setAllocatorSettings(_EXPANDABLE)

@@ -1,0 +1,73 @@
+"""Tokens at given numbers: the inverse of a cumulative distribution, in float64, and the numbers from seeds."""
+
+import torch
+from torch import Tensor
+
+_CHUNK_BYTES = 128 * 2**20
+
+
+def draw(
+    logprobs: Tensor, uniform: Tensor, top_ks: Tensor | None, top_ps: Tensor | None, chunk_bytes: int = _CHUNK_BYTES
+) -> Tensor:
+    """Draw from ``logprobs`` (B, V), cut by each row's top-k, then top-p, at ``uniform`` (B,) in [0, 1).
+
+    Args:
+        top_ks, top_ps: (B,), both or none; none cuts nothing.
+        chunk_bytes: rows are computed together as far as one float64 number per logprob fits; at least one row is.
+            Of such temporaries there is one, and where something is cut there are five.
+
+    Returns:
+        (B,) int64 ids.
+    """
+    rows = max(1, chunk_bytes // (logprobs.shape[1] * torch.float64.itemsize))
+    tokens = torch.empty(len(logprobs), dtype=torch.int64, device=logprobs.device)
+    for start in range(0, len(logprobs), rows):
+        part = slice(start, start + rows)
+        probabilities = logprobs[part].double().exp_()
+        if top_ks is not None and top_ps is not None:
+            _truncate(probabilities, top_ks[part], top_ps[part])
+        tokens[part] = _invert(probabilities.cumsum_(dim=-1), uniform[part])
+    return tokens
+
+
+def _invert(cumulative: Tensor, uniform: Tensor) -> Tensor:
+    total = cumulative[:, -1:]
+    below_total = torch.nextafter(total, torch.zeros_like(total))  # the product may be rounded up to the total
+    return torch.searchsorted(cumulative, torch.minimum(uniform[:, None] * total, below_total), right=True)[:, 0]
+
+
+def uniforms(seeds: Tensor, positions: Tensor) -> Tensor:
+    """(B,) float64 in [0, 1), a function of (B,) int64 seeds and positions, with 53 random bits."""
+    bits = mix(mix(seeds) + positions)
+    return ((bits >> 11) & ((1 << 53) - 1)).double() * 2.0**-53
+
+
+def mix(value: Tensor) -> Tensor:
+    """The finaliser of SplitMix64 on int64 tensors, elementwise; the sign bit is an ordinary bit, the result has 64.
+
+    Steele, Lea, Flood: Fast splittable pseudorandom number generators, OOPSLA 2014.
+    """
+    value = value + _signed(0x9E3779B97F4A7C15)
+    value = (value ^ _shift_right(value, 30)) * _signed(0xBF58476D1CE4E5B9)
+    value = (value ^ _shift_right(value, 27)) * _signed(0x94D049BB133111EB)
+    return value ^ _shift_right(value, 31)
+
+
+def _shift_right(value: Tensor, bits: int) -> Tensor:
+    """Logical shift; torch's copies the sign bit."""
+    return (value >> bits) & ((1 << (64 - bits)) - 1)
+
+
+def _signed(value: int) -> int:
+    return value - (1 << 64) if value >= 1 << 63 else value
+
+
+def _truncate(probabilities: Tensor, top_ks: Tensor, top_ps: Tensor) -> None:
+    """Zero, in place, what top-k and then top-p leave out."""
+    ordered = probabilities.sort(dim=-1, descending=True)
+    ranks = torch.arange(probabilities.shape[-1], device=probabilities.device)
+    kept = ordered.values.masked_fill(ranks >= top_ks[:, None], 0.0)
+    before, limit = kept.cumsum(dim=-1) - kept, top_ps[:, None]
+    # Where top_p is 1, rounding must not cut the tail.
+    kept.masked_fill_((limit < 1.0) & (before >= limit * kept.sum(dim=-1, keepdim=True)), 0.0)
+    probabilities.scatter_(1, ordered.indices, kept)

@@ -1,0 +1,34 @@
+"""Variables of the environment with which a run on GPUs goes wrong. Nothing is imported that asks for devices."""
+
+import os
+from collections.abc import Iterator, Mapping
+
+from slime_like.config.run import RunConfig
+from slime_like.system.gpus import local_gpus
+
+_SHOWS_ALL = "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES"
+ALLOCATOR = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
+"""Settings of torch's allocator; the first that is set counts."""
+
+
+def visible_device_problem(environment: Mapping[str, str]) -> str | None:
+    """Why processes would see devices that are not theirs, with the remedy."""
+    value = environment.get(_SHOWS_ALL, "")
+    if value.lower() not in ("1", "true"):
+        return None
+    return f"{_SHOWS_ALL}={value}: every process would see all GPUs and use the first one; unset it on every node"
+
+
+def expandable_segments(environment: Mapping[str, str]) -> str | None:
+    """The variable, with its value, that makes torch's allocator use expandable segments."""
+    for name in ALLOCATOR:
+        if name in environment:
+            settings = environment[name].replace(" ", "").lower().split(",")
+            return f"{name}={environment[name]}" if "expandable_segments:true" in settings else None
+    return None
+
+
+def device_problems(_: RunConfig) -> Iterator[str]:
+    """Of this machine, where it has GPUs."""
+    if local_gpus() and (problem := visible_device_problem(os.environ)):
+        yield problem

@@ -1,0 +1,57 @@
+"""Whose memory may lie in expandable segments: that which no other process maps."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from backends.common.process.allocator import allocator_problems, use_expandable_segments
+from rollout.sglang.arguments import memory_saver_problem
+from slime_like.config import RunConfig
+
+ALONE = {"cluster": {"placement": "colocated"}}  # one engine on the only rank's device: auto is cuda_ipc
+BESIDE: dict[str, Any] = {}
+OURS = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
+
+
+def _config(**sections: Any) -> RunConfig:
+    return RunConfig(run_dir=Path("run"), model={"path": "model"}, **sections)
+
+
+@pytest.mark.parametrize(
+    ("sections", "environment", "expandable", "rejected"),
+    [
+        (BESIDE, {}, True, False),
+        (ALONE, {}, False, False),
+        (ALONE | {"sync": {"transport": "shared_memory"}}, {}, True, False),
+        (ALONE | {"sync": {"transport": "cuda_ipc"}}, {}, False, False),
+        (ALONE | {"algorithm": {"loss": "sft"}}, {}, True, False),
+        (ALONE, OURS, False, True),
+        (ALONE | {"sync": {"transport": "shared_memory"}}, OURS, False, False),
+        (BESIDE, OURS, False, False),  # as the user has set it
+        (BESIDE, {"PYTORCH_ALLOC_CONF": "max_split_size_mb:64"}, False, False),
+    ],
+)
+def test_segments_expand_unless_engines_map_them(
+    sections: dict[str, Any],
+    environment: dict[str, str],
+    expandable: bool,
+    rejected: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    settings: list[str] = []
+    monkeypatch.setattr(torch._C, "_accelerator_setAllocatorSettings", settings.append)
+    config = _config(**sections)
+    use_expandable_segments(config, environment)
+    assert settings == ["expandable_segments:True"] * expandable
+    assert [OURS.items() <= environment.items() for _ in allocator_problems(config, environment)] == [True] * rejected
+
+
+@pytest.mark.parametrize(("sections", "rejected"), [(ALONE, True), (BESIDE, False)])
+def test_sglang_s_memory_saver_is_not_given_expandable_segments(sections: dict[str, Any], rejected: bool) -> None:
+    config = _config(**sections)
+    problem = memory_saver_problem(config, OURS)
+    assert (problem is not None) is rejected
+    assert not rejected or "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True" in str(problem)
+    assert memory_saver_problem(config, {}) is None

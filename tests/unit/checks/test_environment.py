@@ -1,0 +1,42 @@
+"""Variables of the environment with which runs on GPUs go wrong."""
+
+from pathlib import Path
+
+import pytest
+
+from slime_like.checks import environment
+from slime_like.checks.check import check
+from slime_like.checks.definition import RANKS
+from slime_like.config import RunConfig
+
+SHOWS_ALL = "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES"
+
+
+@pytest.mark.parametrize(
+    ("value", "gpus", "rejected"), [("1", 8, True), ("TRUE", 8, True), ("0", 8, False), ("1", 0, False)]
+)
+def test_devices_that_ray_shows_to_all(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, value: str, gpus: int, rejected: bool
+) -> None:
+    """On a machine without GPUs it changes nothing."""
+    monkeypatch.setenv(SHOWS_ALL, value)
+    monkeypatch.setattr(environment, "local_gpus", lambda: gpus)
+    config = RunConfig(run_dir=tmp_path / "run", model={"path": tmp_path})
+    found = [problem for problem in check(config, RANKS) if problem.code == "cluster.visible-devices"]
+    assert bool(found) is rejected
+    assert all(f"{SHOWS_ALL}={value}" in problem.text and "unset it" in problem.text for problem in found)
+
+
+@pytest.mark.parametrize(
+    ("variables", "expected"),
+    [
+        ({}, None),
+        ({"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}, "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True"),
+        ({"PYTORCH_ALLOC_CONF": "max_split_size_mb:64, expandable_segments:True"}, "PYTORCH_ALLOC_CONF=max_split_"),
+        ({"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:False"}, None),
+        ({"PYTORCH_CUDA_ALLOC_CONF": "", "PYTORCH_ALLOC_CONF": "expandable_segments:True"}, None),  # the first counts
+    ],
+)
+def test_expandable_segments_of_the_user(variables: dict[str, str], expected: str | None) -> None:
+    found = environment.expandable_segments(variables)
+    assert (found is None) == (expected is None) and (found or "").startswith(expected or "")

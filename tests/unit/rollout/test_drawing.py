@@ -1,0 +1,65 @@
+"""SGLang's draws: chunks of rows give the numbers of the whole batch, which a plain computation gives too."""
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from rollout.sglang.drawing import draw, uniforms
+
+ROWS, VOCABULARY = 37, 1003
+
+
+@pytest.fixture(scope="module")
+def logprobs() -> Tensor:
+    logits = 4 * torch.randn((ROWS, VOCABULARY), generator=torch.Generator().manual_seed(0))
+    return logits.log_softmax(-1)
+
+
+@pytest.fixture(scope="module")
+def numbers() -> Tensor:
+    found = uniforms(torch.arange(ROWS) * 1_000_003, torch.arange(ROWS))
+    found[0], found[1] = 0.0, 1 - 2**-53
+    return found
+
+
+@pytest.mark.parametrize("truncated", [False, True])
+@pytest.mark.parametrize("rows", [1, 2, 36, 37])
+def test_chunks_draw_what_the_whole_batch_draws(logprobs: Tensor, numbers: Tensor, truncated: bool, rows: int) -> None:
+    """Bytes for fewer than one row mean one."""
+    top_ks, top_ps = torch.arange(1, ROWS + 1), torch.linspace(0.2, 1.0, ROWS)
+    limits = (top_ks, top_ps) if truncated else (None, None)
+    whole = draw(logprobs, numbers, *limits)
+    assert torch.equal(draw(logprobs, numbers, *limits, chunk_bytes=rows * VOCABULARY * 8 + 7), whole)
+    assert torch.equal(draw(logprobs, numbers, *limits, chunk_bytes=1), whole)
+
+
+def test_a_draw_inverts_the_cumulative_distribution(logprobs: Tensor, numbers: Tensor) -> None:
+    cumulative = np.exp(logprobs.numpy().astype(np.float64)).cumsum(axis=1)
+    wanted = [
+        int(np.searchsorted(row, min(u * row[-1], np.nextafter(row[-1], 0)), side="right"))
+        for row, u in zip(cumulative, numbers.tolist(), strict=True)
+    ]
+    assert draw(logprobs, numbers, None, None, chunk_bytes=5 * VOCABULARY * 8).tolist() == wanted
+
+
+def test_only_what_top_k_keeps_is_drawn(logprobs: Tensor, numbers: Tensor) -> None:
+    kept = logprobs.topk(3).indices
+    tokens = draw(logprobs, numbers, torch.full((ROWS,), 3), torch.ones(ROWS), chunk_bytes=1)
+    assert (kept == tokens[:, None]).any(dim=1).all()
+
+
+def test_temporaries_are_bounded_by_the_chunk(logprobs: Tensor, numbers: Tensor) -> None:
+    """No float64 tensor of the whole batch is made."""
+    largest: list[int] = []
+
+    class Watch(torch.utils._python_dispatch.TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+            result = function(*args, **(kwargs or {}))
+            if isinstance(result, Tensor) and result.dtype == torch.float64:
+                largest.append(result.nbytes)
+            return result
+
+    with Watch():
+        draw(logprobs, numbers, None, None, chunk_bytes=4 * VOCABULARY * 8)
+    assert max(largest) == 4 * VOCABULARY * 8

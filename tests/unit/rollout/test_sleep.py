@@ -1,0 +1,95 @@
+"""Which sleeping engines keep a copy of their weights in host memory, and which drop them."""
+
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+
+from rollout.sglang import arguments as sglang
+from rollout.vllm.arguments import sleep_level
+from slime_like.checks.engine_arguments import can_keep_weights, copies_weights
+from slime_like.config import RunConfig
+from slime_like.models.dimensions import ModelDimensions
+from slime_like.orchestration.rollout.colocation import SharedDevices
+from tests.unit.checks.checkpoint import write_checkpoint
+
+SYNC, SAVE = False, True
+
+
+@pytest.fixture
+def dimensions(tmp_path: Path) -> ModelDimensions:
+    return ModelDimensions.from_checkpoint(write_checkpoint(tmp_path / "model"))
+
+
+def _config(tmp_path: Path, engine: str, every: int, **engine_args: Any) -> RunConfig:
+    return RunConfig(
+        run_dir=tmp_path / "run",
+        steps=10,
+        model={"path": tmp_path / "model"},
+        rollout={"engine": engine, "engine_args": engine_args},
+        checkpoint={"every": every},
+        cluster={"placement": "colocated"},
+    )
+
+
+@pytest.mark.parametrize(
+    ("keep_weights", "is_whole", "foreign", "level"),
+    [
+        (SYNC, True, None, 2),
+        (SAVE, True, None, 1),
+        (SYNC, False, None, 1),  # the layers of an update that failed have no memory to read
+        (SYNC, True, "x is BloomForCausalLM", 1),
+    ],
+)
+def test_vllm_drops_what_the_next_update_brings(
+    dimensions: ModelDimensions, keep_weights: bool, is_whole: bool, foreign: str | None, level: int
+) -> None:
+    assert sleep_level(keep_weights, is_whole, replace(dimensions, foreign=foreign)) == level
+
+
+# A checkpoint at the last step alone (0, 10) is followed by no sampling.
+@pytest.mark.parametrize(("every", "keeps"), [(0, False), (10, False), (9, True), (1, True)])
+def test_sglang_keeps_a_copy_where_sampling_follows_a_checkpoint(
+    tmp_path: Path, dimensions: ModelDimensions, monkeypatch: pytest.MonkeyPatch, every: int, keeps: bool
+) -> None:
+    monkeypatch.setattr(sglang, "on_cpu", lambda: False)
+    known = {"enable_weights_cpu_backup"}
+    found = sglang.engine_arguments(_config(tmp_path, "sglang", every), 0, known)
+    assert (found["enable_memory_saver"], found["enable_weights_cpu_backup"]) == (True, keeps)
+    given = _config(tmp_path, "sglang", every, enable_weights_cpu_backup=True)
+    assert sglang.engine_arguments(given, 0, known)["enable_weights_cpu_backup"]
+
+
+def test_the_plan_counts_copies_where_there_are_any(tmp_path: Path, dimensions: ModelDimensions) -> None:
+    foreign = replace(dimensions, foreign="x is BloomForCausalLM")
+    found = {
+        (engine, every): (can_keep_weights(run, dimensions), copies_weights(run, dimensions))
+        for engine in ("vllm", "sglang", "transformers")
+        for every in (0, 2)
+        for run in [_config(tmp_path, engine, every)]
+    }
+    assert found == {
+        ("vllm", 0): (False, False),
+        ("vllm", 2): (True, False),  # at a checkpoint, not at every step
+        ("sglang", 0): (False, False),
+        ("sglang", 2): (True, True),
+        ("transformers", 0): (True, True),
+        ("transformers", 2): (True, True),
+    }
+    run = _config(tmp_path, "vllm", 0)
+    assert can_keep_weights(run, foreign) and copies_weights(run, foreign)
+
+
+def test_only_before_sampling_without_a_sync_engines_keep_their_weights() -> None:
+    slept: list[bool] = []
+    trainers = cast(Any, SimpleNamespace(offload=lambda *_, **__: None, onload=lambda: None))
+    engines = cast(Any, SimpleNamespace(sleep=slept.append, wake=lambda _: None))
+    devices = SharedDevices(trainers, engines)
+    for turn in (devices.generation, devices.training, devices.begin_sync, devices.end_sync):
+        turn()
+    devices.training(keep_weights=True)
+    devices.generation()
+    devices.begin_sync()
+    assert slept == [SYNC, SAVE, SYNC]
