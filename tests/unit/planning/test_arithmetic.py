@@ -261,3 +261,12 @@ def load_changed(run: RunConfig, changes: dict[str, str]) -> RunConfig:
             section = section.setdefault(part, {})
         section[leaf] = int(value) if value.isdigit() else value
     return RunConfig.model_validate(values)
+
+
+def test_gradients_of_a_window_exist_in_training_alone() -> None:
+    run, kind = planned_run(algorithm={"kl_coef": 0.1}, reference={"placement": "trainer"}), RankKind("all ranks", (0,))
+    phases = {phase.phase: phase for phase in trainer_phases(run, None, kind, estimate(window_gradient_bytes=5 * GIB))}
+    gradients = {
+        name: next(item.nbytes for item in phase.items if item.name == "gradients") for name, phase in phases.items()
+    }
+    assert gradients == {"training": 13 * GIB, "scoring": 8 * GIB}
