@@ -169,6 +169,16 @@ def meta_model(config: RunConfig, dtype: torch.dtype) -> LogprobModel:
         return _model(config, dtype)
 
 
+def sharded_meta_model(config: RunConfig, groups: Groups) -> LogprobModel:
+    """The model of ``build`` as shapes alone, sharded; state that is offloaded stays with all else."""
+    optimizer = config.trainer.optimizer.model_copy(update={"offload": False})
+    config = config.model_copy(update={"trainer": config.trainer.model_copy(update={"optimizer": optimizer})})
+    model = meta_model(config, torch.float32)
+    recompute_layers(model, config.trainer.recompute)
+    _shard(model, config, groups)
+    return model
+
+
 def _model(config: RunConfig, dtype: torch.dtype) -> LogprobModel:
     """Made by transformers from ``config.json``, wherever the context puts its tensors."""
     AttentionInterface.register(attention.NAME, attention.forward)

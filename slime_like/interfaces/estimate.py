@@ -64,15 +64,19 @@ class TrainerMemory:
         parameters: number of this rank's parameters, padding included.
         parameter_bytes: their storage.
         gradient_bytes: gradient storage, for the length of a run (offloading empties it).
+        window_gradient_bytes: further gradients at training's highest moment: whole ones before they are summed over
+            ranks, and their messages.
         optimizer_bytes: main weights and moments on the device, after the first update.
         activation_bytes: largest sum of what forward keeps for backward and of temporaries, over a window of worst
             micro-batches, apart from the head's.
         head_bytes: what the head adds at that moment.
-        saved_bytes: of ``activation_bytes``, what one micro-batch keeps between its forward and its backward.
+        saved_bytes: activations that one micro-batch keeps between its forward and its backward.
         in_flight: micro-batches (of all chunks) whose activations are kept at once.
-        forward_bytes: as ``activation_bytes``, head included, in a pass without gradients.
+        forward_bytes: as ``activation_bytes``, head included, in a pass without gradients, above
+            ``communication_bytes``.
         update_bytes: temporaries of the optimizer's step.
-        communication_bytes: standing buffers of collectives that the framework itself makes.
+        communication_bytes: standing buffers of collectives that the framework itself makes; whole weights that it
+            has gathered at training's highest moment.
         host_optimizer_bytes, host_reference_bytes, host_activation_bytes: what is kept in host memory instead.
     """
 
@@ -87,6 +91,7 @@ class TrainerMemory:
     forward_bytes: int
     update_bytes: int
     communication_bytes: int = 0
+    window_gradient_bytes: int = 0
     host_optimizer_bytes: int = 0
     host_reference_bytes: int = 0
     host_activation_bytes: int = 0

@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from slime_like.checks.engine_arguments import can_keep_weights
 from slime_like.interfaces.estimate import RankEstimate, RankKind, TrainerMemory
@@ -80,7 +80,8 @@ def trainer_phases(
     sleeping = [Item("sleeping engine (assumed)", SLEEPING_ENGINE_BYTES)] if shared is not None else []
     reserve = Item(TRAINER_RESERVE, TRAINER_RESERVE_BYTES)
     memory = estimate.memory
-    found = [("training", [*_state(memory), *_training(memory), *sleeping, reserve])]
+    training = replace(memory, gradient_bytes=memory.gradient_bytes + memory.window_gradient_bytes)
+    found = [("training", [*_state(training), *_training(memory), *sleeping, reserve])]
     if config.reference_in_trainer or config.algorithm.scores_policy:
         found.append(("scoring", [*_state(memory), *_scoring(memory, config.reference_in_trainer), *sleeping, reserve]))
     weights = Item("parameters", memory.parameter_bytes)

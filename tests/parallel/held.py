@@ -23,7 +23,7 @@ class Held:
 def held_by(trainer: Any) -> Held:
     """Of a trainer that has taken a step. Storages are identified by address."""
     weights = [parameter for chunk in trainer.chunks for parameter in chunk.parameters()]
-    storages = _storages(weights)
+    of_weights = storages(weights)
     state: list[Tensor] = []
     for part in trainer.optimizer.megatron.chained_optimizers:
         if part.is_stub_optimizer:  # of a rank without parameters of this kind
@@ -32,11 +32,11 @@ def held_by(trainer: Any) -> Held:
         state += [parameter for group in inner.param_groups for parameter in group["params"]]
         for moments in inner.state.values():
             state += [moments["exp_avg"], moments["exp_avg_sq"]]
-    extra = {address: nbytes for address, nbytes in _storages(state).items() if address not in storages}
+    extra = {address: nbytes for address, nbytes in storages(state).items() if address not in of_weights}
     return Held(
         parameters=sum(weight.numel() for weight in weights),
-        parameter_bytes=sum(storages.values()),
-        gradient_bytes=sum(_storages(weight.main_grad for weight in weights).values()),
+        parameter_bytes=sum(of_weights.values()),
+        gradient_bytes=storage_bytes(weight.main_grad for weight in weights),
         optimizer_bytes=sum(extra.values()),
     )
 
@@ -50,5 +50,11 @@ def check_held(config: RunConfig, found: list[Held | None]) -> None:
         ), f"rank {rank}"
 
 
-def _storages(tensors: Iterable[Tensor]) -> dict[int, int]:
+def storage_bytes(tensors: Iterable[Tensor]) -> int:
+    """Bytes of the tensors' storages, each once."""
+    return sum(storages(tensors).values())
+
+
+def storages(tensors: Iterable[Tensor]) -> dict[int, int]:
+    """Address to bytes."""
     return {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors}

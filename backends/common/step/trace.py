@@ -57,6 +57,15 @@ class Counted:
             self.add_sent(ranks, nbytes, calls)
 
 
+@dataclass(slots=True)
+class _Live:
+    """A storage that exists: its present size, and the label that it counts under."""
+
+    reference: weakref.ref[Any]
+    nbytes: int
+    label: str
+
+
 class Trace(TorchDispatchMode):
     """Counts, inside its ``with`` block, storages that come and go, floating-point operations and messages.
 
@@ -80,7 +89,7 @@ class Trace(TorchDispatchMode):
         self.peak_labelled: dict[str, int] = {}
         self.counted = Counted()
         self._label = ""
-        self._storages: dict[int, weakref.ref[Any]] = {}
+        self._storages: dict[int, _Live] = {}
 
     def restart_peak(self) -> None:
         """The present moment is the highest so far."""
@@ -94,6 +103,42 @@ class Trace(TorchDispatchMode):
             yield
         finally:
             self._label = before
+
+    def relabel(self, tensor: Tensor, name: str) -> None:
+        """Count a storage made inside under ``name`` from here on."""
+        found = self._storages[tensor.untyped_storage()._cdata]
+        self._change(-found.nbytes, found.label)
+        found.label = name
+        self._change(found.nbytes, name)
+
+    @contextlib.contextmanager
+    def counting(self, counted: Counted) -> Iterator[None]:
+        """Inside, work and messages are added to ``counted``."""
+        before, self.counted = self.counted, counted
+        try:
+            yield
+        finally:
+            self.counted = before
+
+    @contextlib.contextmanager
+    def resizes_followed(self) -> Iterator[None]:
+        """Inside, storages that are emptied and filled again count with their present size."""
+        storage_class: Any = torch.UntypedStorage
+        original = storage_class.resize_
+
+        def resize(storage: Any, nbytes: int) -> Any:
+            result = original(storage, nbytes)
+            if (found := self._storages.get(storage._cdata)) is not None:
+                self._change(nbytes - found.nbytes, found.label)
+                found.nbytes = nbytes
+                self._note_peak()
+            return result
+
+        storage_class.resize_ = resize
+        try:
+            yield
+        finally:
+            storage_class.resize_ = original
 
     def restart(self) -> int:
         """Count work and the peak from here on; bytes that are there now."""
@@ -150,14 +195,17 @@ class Trace(TorchDispatchMode):
             key, nbytes = storage._cdata, storage.nbytes()
             if key in old or key in self._storages or not nbytes:
                 continue
-            self._storages[key] = weakref.ref(storage, partial(self._forget, key, nbytes, self._label))
+            self._storages[key] = _Live(weakref.ref(storage, partial(self._forget, key)), nbytes, self._label)
             self._change(nbytes, self._label)
+        self._note_peak()
+
+    def _note_peak(self) -> None:
         if self.live > self.peak:
             self.restart_peak()
 
-    def _forget(self, key: int, nbytes: int, label: str, _: Any) -> None:
-        del self._storages[key]
-        self._change(-nbytes, label)
+    def _forget(self, key: int, _: Any) -> None:
+        found = self._storages.pop(key)
+        self._change(-found.nbytes, found.label)
 
     def _change(self, nbytes: int, label: str) -> None:
         self.live += nbytes

@@ -96,7 +96,7 @@ class _Rank:
         handed_on = self._handed_on(pack.packed_seq_len)
         return RankEstimate(
             rank=rank,
-            memory=self._memory(largest, peaks[worst], passes.standing, update_bytes),
+            memory=self._memory(per_pack, worst, peaks[worst], passes.standing, update_bytes),
             forward=_total(part.scoring for part in largest).work(_axes(), "world", handed_on[:1]),
             training=_total(part.training for part in largest).work(_axes(), "world", handed_on),
             update=update.work(_axes(_replicas()), "world", ()),
@@ -110,8 +110,10 @@ class _Rank:
         return holdings_of(self._chunks, self._wrapped, self._optimizer)
 
     def _memory(
-        self, passes: Sequence[ChunkPasses], peak: WindowPeak, standing: int, update_bytes: int
+        self, per_pack: Sequence[Sequence[ChunkPasses]], worst: int, peak: WindowPeak, standing: int, update_bytes: int
     ) -> TrainerMemory:
+        """``per_pack[worst]`` needs most in training; scoring may need most with another pack."""
+        passes = per_pack[worst]
         held = holdings_of(self._chunks, self._wrapped, self._optimizer)
         return TrainerMemory(
             **asdict(held),
@@ -119,7 +121,7 @@ class _Rank:
             head_bytes=peak.head,
             saved_bytes=sum(chunk.memory.saved for chunk in passes),
             in_flight=peak.in_flight,
-            forward_bytes=max(chunk.forward_only for chunk in passes),
+            forward_bytes=max(chunk.forward_only for found in per_pack for chunk in found),
             update_bytes=update_bytes,
             communication_bytes=standing,
             host_reference_bytes=held.parameter_bytes if self._config.reference_in_trainer else 0,

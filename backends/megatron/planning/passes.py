@@ -84,6 +84,8 @@ class Passes:
         base = self._trace.restart()
         batch = self._builder.build([pack])[0]
         self._forward(chunk, wrapped, batch)
+        if not chunk.pre_process:
+            chunk.set_input_tensor(None)
         return self._trace.peak - base, self._trace.counted
 
     def _train(self, chunk: LogprobModel, wrapped: Any, pack: PackedTrajectory) -> tuple[PassMemory, Counted, int]:

@@ -92,3 +92,16 @@ def test_messages_by_group() -> None:
             for work in dist.batch_isend_irecv(operations):
                 work.wait()
     assert trace.counted.sent == {(0, 1, 2, 3): (128 * 2 * 3 // 4 + 4 * 3 * 128 + 128, 6)}
+
+
+def test_resized_and_relabelled_storages_count_as_they_are() -> None:
+    with Trace() as trace, trace.resizes_followed():
+        kept = torch.empty(100, dtype=torch.uint8, device=META)
+        storage = kept.untyped_storage()
+        storage.resize_(0)
+        assert trace.live == 0 and trace.peak == 100
+        storage.resize_(300)
+        trace.relabel(kept, "kept")
+        assert trace.peak == 300 and trace.labelled == {"": 0, "kept": 300}
+        del storage, kept
+    assert trace.live == 0 and trace.labelled["kept"] == 0

@@ -271,3 +271,12 @@ def test_disk_of_a_run(tmp_path: Path, dtype: str, kept: int, exported: int) -> 
     dimensions = ModelDimensions.from_checkpoint(MODELS / "Qwen3-4B")
     config = RunConfig(run_dir=tmp_path, model={"path": tmp_path, "dtype": dtype}, checkpoint={"keep": 3})
     assert checks.disk_bytes(config, dimensions) == PUBLISHED["Qwen3-4B"] * (4 * kept + exported)
+
+
+def test_gradients_of_a_window_exist_in_training_alone() -> None:
+    run, kind = planned_run(algorithm={"kl_coef": 0.1}, reference={"placement": "trainer"}), RankKind("all ranks", (0,))
+    phases = {phase.phase: phase for phase in trainer_phases(run, None, kind, estimate(window_gradient_bytes=5 * GIB))}
+    gradients = {
+        name: next(item.nbytes for item in phase.items if item.name == "gradients") for name, phase in phases.items()
+    }
+    assert gradients == {"training": 13 * GIB, "scoring": 8 * GIB}

@@ -1,0 +1,107 @@
+"""A sharded model on shapes: FSDP's own code gathers, frees and sums, and every storage and message is followed."""
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
+
+from backends.common.step.trace import META, Counted, Trace
+from backends.fsdp.model import LogprobModel, sharded_meta_model
+from backends.fsdp.parallel import Groups
+from slime_like.config import RunConfig
+
+GATHERED, GRADIENTS = "gathered", "gradients"
+"""Labels of whole weights and the buffers they come in; of float32 gradients, whole or summed, and their messages."""
+
+
+class ShardedShapes:
+    """A model whose parameters' shards, and all that FSDP makes of them, are on torch's meta device."""
+
+    def __init__(self, config: RunConfig, groups: Groups, trace: Trace) -> None:
+        self.model: LogprobModel = sharded_meta_model(config, groups)
+        self._messages = {GATHERED: Counted(), GRADIENTS: Counted()}
+        self._trace = trace
+        self._on_host = config.trainer.optimizer.offload
+        for module in self._sharded():
+            self._put_on_meta(_group(module))
+
+    @contextlib.contextmanager
+    def followed(self) -> Iterator[None]:
+        """Inside, passes of the model run, and the trace sees them."""
+        with self._trace, self._trace.head_labelled(), self._trace.resizes_followed(), _meta_has_streams():
+            yield
+
+    def take_messages(self) -> tuple[Counted, Counted]:
+        """Messages of weights and of gradients since the last call."""
+        found = self._messages
+        self._messages = {label: Counted() for label in found}
+        return found[GATHERED], found[GRADIENTS]
+
+    def _label_gradient(self, parameter: Tensor) -> None:
+        assert parameter.grad is not None
+        if parameter.grad.dtype == torch.float32:  # others are cast as soon as their layer has all
+            self._trace.relabel(parameter.grad, GRADIENTS)
+
+    def _sharded(self) -> list[FSDPModule]:
+        return [module for module in self.model.modules() if isinstance(module, FSDPModule)]
+
+    def _put_on_meta(self, group: Any) -> None:
+        """FSDP takes its device from the ranks' mesh, and refuses shards without memory in its first pass."""
+        group.device = META
+        for parameter in group.fsdp_params:
+            parameter.device = META
+        group._validate_no_meta_params = lambda: None
+        group.unshard = self._noted(group.unshard, GATHERED)
+        group.wait_for_unshard = self._hooked(group, self._noted(group.wait_for_unshard, GATHERED))
+        summed = self._noted(group.post_backward, GRADIENTS)
+        group.post_backward = self._moved_to_host(group, summed) if self._on_host else summed
+
+    def _noted(self, call: Callable[..., Any], label: str) -> Callable[..., Any]:
+        def noted(*arguments: Any, **options: Any) -> Any:
+            with self._trace.label(label), self._trace.counting(self._messages[label]):
+                return call(*arguments, **options)
+
+        return noted
+
+    def _hooked(self, group: Any, wait_for_unshard: Callable[..., Any]) -> Callable[..., None]:
+        """Gradients count as such as soon as autograd has them. Whole parameters exist from the first gathering on."""
+        hooked: list[Any] = []
+
+        def waited(*arguments: Any) -> None:
+            wait_for_unshard(*arguments)
+            if not hooked and group.is_unsharded:
+                hooked.extend(
+                    parameter.unsharded_param.register_post_accumulate_grad_hook(self._label_gradient)
+                    for parameter in group.fsdp_params
+                )
+
+        return waited
+
+    def _moved_to_host(self, group: Any, post_backward: Callable[..., Any]) -> Callable[..., None]:
+        """Offloaded, summed gradients leave the device at once."""
+
+        def moved(*arguments: Any) -> None:
+            post_backward(*arguments)
+            for parameter in group.fsdp_params:
+                parameter.sharded_param.grad = None
+
+        return moved
+
+
+def _group(module: FSDPModule) -> Any:
+    """The parameters that FSDP gathers together."""
+    return module._get_fsdp_state()._fsdp_param_group
+
+
+@contextlib.contextmanager
+def _meta_has_streams() -> Iterator[None]:
+    """FSDP finds a device's streams in torch's module of its name. Those of a CPU, which do nothing, serve shapes."""
+    module: Any = torch
+    module.meta = torch.cpu
+    try:
+        yield
+    finally:
+        del module.meta

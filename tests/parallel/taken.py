@@ -1,0 +1,158 @@
+"""Memory that a real rank takes in a step, by kind, beside what the planner says of it."""
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+from megatron.core import parallel_state
+
+from backends.common.step.worst_batch import worst_packs
+from backends.fsdp.trainer import FsdpTrainer
+from backends.fsdp.weights import shard_of
+from backends.megatron.attention import context_layout_of
+from backends.megatron.planning.estimate import planned_attention
+from backends.megatron.planning.in_flight import WINDOWS_OF_STAGES
+from backends.megatron.trainer import MegatronTrainer
+from slime_like.config import RunConfig
+from slime_like.interfaces import RankPlacement, load_backend
+from slime_like.interfaces.estimate import TrainerMemory
+from tests.parallel.allocations import Allocated, allocated_by
+from tests.parallel.held import held_by, storage_bytes
+from tests.parallel.tiny import tiny_config
+
+GATHERED, SUMMED = "gathered", "summed"
+FSDP_RANGES = {"FSDP::all_gather": GATHERED, "FSDP::pre_": GATHERED, "FSDP::post_backward": SUMMED}
+"""What FSDP calls its work in a profile."""
+
+
+@dataclass(frozen=True)
+class Taken:
+    """One rank's memory in bytes: tensors that it holds by kind, everything it holds, and phases above that."""
+
+    parameters: int
+    gradients: int
+    optimizer: int
+    standing: int
+    everything: int
+    scoring: Allocated
+    training: Allocated
+    update: Allocated
+
+
+def planned_config(backend: str, model: Path, run_dir: Path, **trainer: Any) -> RunConfig:
+    """Megatron: sequences of 200 tokens, whose activations dwarf all else. FSDP: of 40, where weights count as much."""
+    tokens = 600 if backend == "megatron" else 120
+    dtype = trainer.pop("dtype", "bfloat16")
+    return tiny_config(
+        model,
+        run_dir,
+        dtype=dtype,
+        data={"max_prompt_tokens": 20},
+        rollout={"max_new_tokens": tokens // 3 - 1},
+        trainer={"backend": backend, "target_tokens_per_batch": tokens, **trainer},
+    )
+
+
+def measure_rank(placement: RankPlacement, config: RunConfig) -> Taken:
+    """The second of two steps of worst micro-batches, after a first one has made what stays."""
+    fsdp = config.trainer.backend == "fsdp"
+    packs = worst_packs(config, "contiguous" if fsdp else context_layout_of(planned_attention(config)))
+    # FSDP sums with the last one; a pipeline holds several. Else one at a time, for all their inputs lie there at once.
+    window = packs * (3 if fsdp else WINDOWS_OF_STAGES if config.trainer.parallel.pipeline > 1 else 1)
+    trainer: Any = load_backend(config.trainer.backend)(config, placement)
+
+    def train() -> None:
+        trainer.begin_step()
+        trainer.accumulate(window, last=True)
+
+    def start() -> None:
+        trainer.setup()
+        if not fsdp:
+            update_as_on_cuda(trainer)
+        train()
+        trainer.finish_step(100.0)
+
+    with waiting_for_gloo():
+        everything = allocated_by(start).left
+        scoring, training = allocated_by(lambda: trainer.score(packs)), allocated_by(train, FSDP_RANGES)
+        held = _held_by_fsdp(trainer) if fsdp else _held_by_megatron(trainer)
+        update = allocated_by(lambda: trainer.finish_step(100.0))
+    trainer.shutdown()
+    return Taken(*held, everything, scoring, training, update)
+
+
+@contextmanager
+def waiting_for_gloo() -> Iterator[None]:
+    """Inside, a collective ends when gloo's threads, too, have let go of its tensors."""
+    work: Any = dist.Work
+    original = work.wait
+
+    def wait(*arguments: Any) -> Any:
+        result = original(*arguments)
+        time.sleep(0.001)
+        return result
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(work, "wait", wait)
+        yield
+
+
+def update_as_on_cuda(trainer: MegatronTrainer) -> None:
+    """All parameters at once, as torch's AdamW updates them on CUDA."""
+    for part in trainer.optimizer.parts:
+        for group in part.optimizer.param_groups:
+            group["foreach"] = True
+
+
+def _held_by_megatron(trainer: MegatronTrainer) -> tuple[int, int, int, int]:
+    held = held_by(trainer)
+    standing = storage_bytes(parallel_state.get_global_memory_buffer().buffer.values())
+    return held.parameter_bytes, held.gradient_bytes, held.optimizer_bytes, standing
+
+
+def _held_by_fsdp(trainer: FsdpTrainer) -> tuple[int, int, int, int]:
+    parameters = list(trainer.model.parameters())
+    moments = [value for state in trainer.optimizer.moments.values() for value in state.values()]
+    gradients = [shard_of(parameter.grad) for parameter in parameters if parameter.grad is not None]
+    shards = [shard_of(parameter) for parameter in parameters]
+    return storage_bytes(shards), storage_bytes(gradients), storage_bytes(moments), 0
+
+
+def compared(memory: TrainerMemory, taken: Taken) -> dict[str, tuple[int, int]]:
+    """Bytes planned and taken by kind. On a CPU, offloaded state lies where the device's does."""
+    on_host = memory.host_optimizer_bytes // 4
+    parameters, optimizer = memory.parameter_bytes or on_host, memory.optimizer_bytes or 2 * on_host
+    gradients, window = memory.gradient_bytes or on_host, memory.window_gradient_bytes
+    busy = memory.activation_bytes + memory.head_bytes
+    training, scoring = taken.training.peak, taken.scoring.peak.total()
+    found = {
+        "parameters": (parameters, taken.parameters),
+        "gradients": (gradients, taken.gradients),
+        "optimizer state": (optimizer, taken.optimizer),
+    }
+    if memory.window_gradient_bytes or training[GATHERED]:  # FSDP
+        whole = memory.gradient_bytes + window
+        found |= {
+            "gathered weights": (memory.communication_bytes, training[GATHERED]),
+            "whole gradients": (whole, training[SUMMED]),
+            "scoring": (memory.forward_bytes + memory.communication_bytes, scoring),
+            "activations, head": (busy, training.total() - training[GATHERED] - training[SUMMED]),
+        }
+        peaks = memory.communication_bytes + whole + busy
+        held = parameters + optimizer
+    else:
+        found |= {
+            "standing buffers": (memory.communication_bytes, taken.standing),
+            "scoring": (memory.forward_bytes, scoring),
+            "activations, head": (busy, training.total()),
+            "optimizer step": (memory.update_bytes, taken.update.peak.total()),
+        }
+        peaks = max(busy, memory.update_bytes)
+        held = parameters + gradients + optimizer + memory.communication_bytes
+    total = taken.everything + max(phase.peak.total() for phase in (taken.scoring, taken.training, taken.update))
+    return found | {"total": (held + peaks, total)}

@@ -1,0 +1,68 @@
+"""``slime-like plan`` against memory that ranks really take: what the CPU's allocator gives them in a step.
+
+The planner follows shapes through the same code, with the attention operator of a CPU. Each kind of memory is compared,
+and the sum. Not covered: CUDA's kernels and allocator; activations in host memory, which on a CPU stay where they were.
+Not counted: gloo's copies of what it sends. Not planned: inputs of a window's further micro-batches, and float32
+workspaces of the CPU's bfloat16 attention. These are large beside what tensor ranks keep with full recomputation: that
+layout is compared in float32.
+"""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from backends.common.attention import allgather, packed_attention, ring
+from backends.common.attention.kernels import CpuFlash
+from slime_like.interfaces import load_backend
+from tests.parallel.ranks import run_each
+from tests.parallel.taken import compared, measure_rank, planned_config
+
+MEGATRON: dict[str, dict[str, Any]] = {
+    "single": {"dtype": "float32"},
+    "full recompute": {"recompute": "full"},
+    "selective recompute": {"recompute": "selective"},
+    "tp2-sp": {"parallel": {"tensor": 2, "sequence": True}, "dtype": "float32"},
+    "tp2-sp, full recompute": {"parallel": {"tensor": 2, "sequence": True}, "recompute": "full", "dtype": "float32"},
+    "cp2": {"parallel": {"context": 2}},
+    "cp2 all-gather": {"parallel": {"context": 2}, "attention": "allgather"},
+    "pp2": {"parallel": {"pipeline": 2}},
+}
+FSDP: dict[str, dict[str, Any]] = {
+    "single": {},
+    "full recompute": {"recompute": "full"},
+    "dp2, sums of every micro-batch": {"parallel": {"data": 2}, "recompute": "full", "fsdp": {"accumulate": "sharded"}},
+    "dp2, weights kept": {"parallel": {"data": 2}, "fsdp": {"reshard_after_forward": False}},
+    "dp2, offloaded": {"parallel": {"data": 2}, "optimizer": {"offload": True}},
+    "cp2": {"parallel": {"context": 2}},
+}
+NEAR = 0.1
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("backend", ["megatron", "fsdp"])
+def test_ranks_take_what_is_planned(
+    backend: str, world_size: int, qwen3: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    layouts = {"megatron": MEGATRON, "fsdp": FSDP}[backend]
+    configs = {name: planned_config(backend, qwen3, tmp_path, **layout) for name, layout in layouts.items()}
+    selected = {name: config for name, config in configs.items() if config.trainer.parallel.world_size == world_size}
+    taken = run_each(measure_rank, world_size, tmp_path / "ranks", [(config,) for config in selected.values()])
+    for module in (packed_attention, allgather, ring):
+        monkeypatch.setattr(module, "kernel_for", lambda device: CpuFlash())
+    planner, far = load_backend(backend).planner(), []
+    for (name, config), ranks in zip(selected.items(), taken, strict=True):
+        for rank, real in enumerate(ranks):
+            for kind, (planned, found) in compared(planner.estimate(config, rank).memory, real).items():
+                if planned != pytest.approx(found, rel=NEAR):
+                    far.append(f"{name}, rank {rank}, {kind}: {planned} planned, {found} taken")
+    assert not far
+
+
+def test_recomputation_keeps_less(qwen3: Path, tmp_path: Path) -> None:
+    planner = load_backend("megatron").planner()
+    kept = [
+        planner.estimate(planned_config("megatron", qwen3, tmp_path, recompute=recompute), 0).memory.saved_bytes
+        for recompute in ("none", "full")
+    ]
+    assert kept[1] < kept[0] / 4
