@@ -2,9 +2,11 @@
 #   ensure_environment        what training needs
 #   ensure_environment dev    the same plus the test tools
 #   ensure_environment bench  what training needs plus what benchmarks compare it with
+# PYTHON=python3.12 makes .venv-python3.12 with that Python instead, whose torch may be a CUDA build: it runs on a CPU, too.
 
 REPO="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
-VENV="$REPO/.venv"
+VENV="$REPO/.venv${PYTHON:+-$(basename "$PYTHON")}"
+PYTHON_GIVEN=$([ -n "${PYTHON:-}" ] && echo 1 || echo 0)
 TORCH_CPU_INDEX="https://download.pytorch.org/whl/cpu"
 
 say() { printf '[slime-like] %s\n' "$*" >&2; }
@@ -12,21 +14,21 @@ die() { say "error: $*"; exit 1; }
 
 find_python() {
     local candidate
-    for candidate in python3.11 python3.12 python3 python; do
+    for candidate in ${PYTHON:-python3.11 python3.12 python3 python}; do
         if "$candidate" -c 'import sys, venv, ensurepip; sys.exit(not ((3, 11) <= sys.version_info[:2] < (3, 13)))' 2>/dev/null; then
             command -v "$candidate"
             return
         fi
     done
-    die "no Python 3.11 or 3.12 with venv on PATH; install one (Debian: apt-get install python3 python3-venv)"
+    die "${PYTHON:+PYTHON=$PYTHON: }no Python 3.11 or 3.12 with venv on PATH; install one (Debian: apt-get install python3 python3-venv)"
 }
 
 check_machine() {
     [ "$(uname -s)-$(uname -m)" = "Linux-x86_64" ] || die "this is $(uname -s) on $(uname -m); Linux on x86-64 is needed"
-    local free_kb
+    local free_kb needed=$((PYTHON_GIVEN ? 12 : 7))
     free_kb=$(df -Pk "$REPO" | awk 'NR==2 {print $4}')
-    [ "$free_kb" -gt $((7 * 1024 * 1024)) ] || [ -x "$VENV/bin/slime-like" ] ||
-        die "the environment needs 7 GB of disk, $REPO has $((free_kb / 1024 / 1024)) GB free"
+    [ "$free_kb" -gt $((needed * 1024 * 1024)) ] || [ -x "$VENV/bin/slime-like" ] ||
+        die "the environment needs $needed GB of disk, $REPO has $((free_kb / 1024 / 1024)) GB free"
 }
 
 # A CPU build of torch, from wherever pip is configured to look if that has one, else from PyTorch's own CPU index.
@@ -38,6 +40,10 @@ install_torch() {
     if [ "${version%+cpu}" != "$version" ]; then
         say "installing torch $version"
         "$VENV/bin/pip" install -qq --no-deps "torch==$version" || die "torch $version could not be installed; the output above says why"
+    elif [ "$PYTHON_GIVEN" = 1 ]; then
+        say "pip offers no CPU build of $pin for this Python; installing the CUDA build with its libraries, 5 GB"
+        "$VENV/bin/pip" install -qq --constraint <(grep -v '^triton==' "$REPO/constraints.txt") "$pin" ||
+            die "$pin could not be installed; the output above says why"
     else
         say "pip offers no CPU build of $pin; taking it from $TORCH_CPU_INDEX"
         "$VENV/bin/pip" install -qq --no-deps --index-url "$TORCH_CPU_INDEX" "$pin+cpu" ||
@@ -48,15 +54,25 @@ install_torch() {
 
 torch_version() { "$VENV/bin/python" -c 'from importlib.metadata import version; print(version("torch"))' 2>/dev/null; }
 
+has_tested_torch() {
+    local tested
+    tested=$(grep '^torch==' "$REPO/constraints.txt" | cut -d= -f3)
+    [ "$(torch_version)" = "$tested+cpu" ] || { [ "$PYTHON_GIVEN" = 1 ] && [ "$(torch_version)" = "$tested" ]; }
+}
+
 refuse_cuda_torch() {
-    [[ "$(torch_version)" == *+cpu ]] ||
+    [ "$PYTHON_GIVEN" = 1 ] || [[ "$(torch_version)" == *+cpu ]] ||
         die "torch $(torch_version) in $VENV is no CPU build: a CUDA torch was pulled onto a CPU environment; remove $VENV and start again"
 }
 
 install_locked() { # $1: runtime | dev | bench
     local list
     list=$(mktemp)
-    if [ "$1" = runtime ]; then grep -v -e '# dev$' -e '# bench$' -e '^torch==' "$REPO/constraints.txt" >"$list"; else grep "# $1\$" "$REPO/constraints.txt" >"$list"; fi
+    if [ "$1" = runtime ]; then
+        # torch's CUDA build has brought the triton that it pins.
+        grep -v -e '# dev$' -e '# bench$' -e '^torch==' $([[ "$(torch_version)" == *+cpu ]] || echo -e '^triton==') \
+            "$REPO/constraints.txt" >"$list"
+    else grep "# $1\$" "$REPO/constraints.txt" >"$list"; fi
     "$VENV/bin/pip" install -qq --no-deps --requirement "$list" || die "installing the $1 packages failed; the output above says which"
     rm -f "$list"
 }
@@ -93,7 +109,7 @@ ensure_environment() { # $1: runtime (default) | dev | bench
         [ -x "$VENV/bin/python" ] || { say "creating $VENV"; "$(find_python)" -m venv "$VENV" || die "could not create $VENV"; }
         say "installing the tested versions, about 800 MB, once: torch first, then $(grep -vc -e '# dev$' -e '# bench$' -e '^torch==' -e '^#' -e '^$' "$REPO/constraints.txt") packages"
         export PIP_DISABLE_PIP_VERSION_CHECK=1
-        [[ "$(torch_version)" == "$(grep '^torch==' "$REPO/constraints.txt" | cut -d= -f3)+cpu" ]] || install_torch
+        has_tested_torch || install_torch
         say "installing Ray, Megatron-core, vLLM, SGLang, transformers and what they need (minutes)"
         install_locked runtime
         refuse_cuda_torch

@@ -5,6 +5,7 @@
 #   bash scripts/test.sh explore    property tests alone, each with ten times the examples, newly drawn;
 #                                   --hypothesis-seed 7 draws the same ones again
 #   bash scripts/test.sh ARGUMENTS  arguments of pytest, e.g. -n 0 tests/parallel, or -m 'engines or faults'
+# PYTHON=python3.12 before it: the same in .venv-python3.12, with the versions of that Python.
 # Markers are the names of the folders in tests/. Seconds of every test are kept in build/test_durations.tsv.
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"

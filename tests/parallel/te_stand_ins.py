@@ -31,9 +31,9 @@ class _ExtraState:
 
 
 class Norm(_ExtraState, torch.nn.Module):
-    """Root mean square norm."""
+    """Root mean square norm. Megatron-core 0.19 says whether a residual passes it."""
 
-    def __init__(self, config: Any, hidden_size: int, eps: float = 1e-5) -> None:
+    def __init__(self, config: Any, hidden_size: int, eps: float = 1e-5, has_residual: bool = False) -> None:
         super().__init__()
         self.eps = eps
         self.weight = _norm_weight(config, hidden_size)

@@ -6,10 +6,13 @@ import re
 import shlex
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
 import yaml
+from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
 
 from slime_like.config.reading.load import load_config
 from slime_like.launch.commands import why_it_does_not_fit
@@ -67,8 +70,9 @@ def test_variables_that_mean_something_else_are_refused(variables: dict[str, str
 
 
 def pins() -> dict[str, str]:
+    """Tested versions; where Pythons differ, those of the newest, which stand last."""
     lines = (REPO / "constraints.txt").read_text(encoding="utf-8").splitlines()
-    return dict(re.findall(r"^([\w.-]+)==(\S+)", "\n".join(lines), re.MULTILINE))
+    return dict(re.findall(r"^([\w.-]+)==([^\s;]+)", "\n".join(lines), re.MULTILINE))
 
 
 def test_the_image_pins_what_is_tested_and_has_what_the_project_needs() -> None:
@@ -82,6 +86,66 @@ def test_the_image_pins_what_is_tested_and_has_what_the_project_needs() -> None:
     assert {"ray", "megatron-core"} <= set(written)
     assert written == {name: tested[name] for name in written}
     assert '".[train]"' in text and "--no-deps" not in text
+
+
+def requirements(extra: str, python: str) -> dict[str, SpecifierSet]:
+    """What the project declares for an extra under a version of Python."""
+    project = tomllib.loads((REPO / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    declared = map(Requirement, project["optional-dependencies"][extra])
+    environment = {"python_version": python}
+    return {each.name: each.specifier for each in declared if each.marker is None or each.marker.evaluate(environment)}
+
+
+@pytest.mark.parametrize(("python", "megatron", "engine"), [("3.11", "0.16.1", "2.11.0"), ("3.12", "0.19.2", "2.20.2")])
+def test_packages_of_gpus_go_with_the_megatron_core_of_that_python(python: str, megatron: str, engine: str) -> None:
+    """Megatron-core 0.16.1 admits Transformer Engine below 2.12; either admits flash-attn 2.8.3, but not 2.8.4."""
+    assert str(requirements("train", python)["megatron-core"]) == f"=={megatron}"
+    gpu = requirements("gpu", python)
+    assert engine in gpu["transformer-engine"] and "2.12.0" not in gpu["transformer-engine"]
+    assert "2.8.3" in gpu["flash-attn"] and "2.8.4" not in gpu["flash-attn"]
+
+
+def test_the_image_has_one_cudnn_and_the_drivers_of_the_network() -> None:
+    text = (REPO / "docker" / "gpu.Dockerfile").read_text(encoding="utf-8")
+    arguments = dict(re.findall(r"^ARG (\w+)=(\S+)$", text, re.MULTILINE))
+    gpu = requirements("gpu", "3.12")
+    assert arguments["TRANSFORMER_ENGINE"] in gpu["transformer-engine"] and arguments["FLASH_ATTN"] in gpu["flash-attn"]
+    (base,) = re.findall(r"^FROM (\S+)$", text, re.MULTILINE)
+    assert "devel" in base and "cudnn" not in base and "CUDNN_HOME=/opt/slime-like/lib/python3.12" in text
+    assert {"ibverbs-providers", "librdmacm1"} <= set(text.split())
+
+
+_SETUP = 'flags = ["-O3", "-std=c++17"]\n'
+_PIP = """#!/bin/sh
+if [ "$1" = download ]; then
+    while [ "$1" != -d ]; do shift; done
+    mkdir -p "$2/sdist/build_tools" "$2/sdist/flash_attn/cute"
+    cp "$SETUP" "$2/sdist/setup.py"; cp "$SETUP" "$2/sdist/build_tools/build_ext.py"
+    cd "$2" && tar -czf sdist.tar.gz sdist && rm -r sdist
+else
+    for source; do :; done
+    echo "$@"; cat "$source/setup.py" "$source/build_tools/build_ext.py"; ls "$source/flash_attn"
+fi
+"""
+
+
+@pytest.mark.parametrize(("torch", "standard"), [("2.13.0", "17"), ("2.14.1+cu130", "20"), ("3.0.0", "20")])
+def test_kernels_are_compiled_by_the_standard_of_torchs_headers(torch: str, standard: str, tmp_path: Path) -> None:
+    (tmp_path / "setup.py").write_text(_SETUP)
+    for name, script in (("pip", _PIP), ("python", f'#!/bin/sh\nexec {sys.executable} -c "$2"\n')):
+        (tmp_path / name).write_text(script)
+        (tmp_path / name).chmod(0o755)
+    installed = tmp_path / "torch-1.dist-info"
+    installed.mkdir()
+    (installed / "METADATA").write_text(f"Metadata-Version: 2.1\nName: torch\nVersion: {torch}\n")
+    command = ["bash", str(REPO / "docker" / "compile.sh"), "flash-attn", "2.8.3", "-c", "pins.txt"]
+    environment = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "PYTHONPATH": str(tmp_path)}
+    environment["SETUP"] = str(tmp_path / "setup.py")
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, env=environment)
+    assert done.returncode == 0, done.stderr
+    arguments, *lines = done.stdout.splitlines()
+    assert arguments.split()[:-1] == ["install", "--no-build-isolation", "-c", "pins.txt"]
+    assert lines == [_SETUP.strip().replace("17", standard)] * 2  # and nothing is listed in flash_attn
 
 
 def test_the_manifest_fits_its_recipe() -> None:
