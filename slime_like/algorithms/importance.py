@@ -12,6 +12,7 @@ from types import MappingProxyType
 import torch
 from torch import Tensor
 
+from slime_like.algorithms.bounds import bounded_exp, log_ratio
 from slime_like.algorithms.segments import masked_segment_mean, masked_segment_sum, spread_over_tokens
 from slime_like.algorithms.tensor_checks import require_alike, require_bool_mask
 from slime_like.plugins.resolve import resolve
@@ -71,8 +72,8 @@ def importance_weights(
     per_level = resolve("importance level", level, LEVELS)
     if response_lens is None and level != "token":
         raise ValueError(f"importance correction at level {level!r} needs response_lens; give (S,) response lengths")
-    log_ratio = torch.where(loss_mask, old_logprobs - behaviour_logprobs, 0.0).detach()
-    ratio = torch.where(loss_mask, per_level(log_ratio, loss_mask, response_lens), 0.0).exp()
+    log_ratios = torch.where(loss_mask, log_ratio(old_logprobs, behaviour_logprobs), 0.0).detach()
+    ratio = bounded_exp(torch.where(loss_mask, per_level(log_ratios, loss_mask, response_lens), 0.0))
     weights, changed = correct(ratio, low, high)
     return ImportanceWeights(weights, ratio, changed)
 
@@ -107,7 +108,7 @@ def off_policy_sequence_mask(
     _check_shapes(loss_mask, logprobs=logprobs, sampled_logprobs=sampled_logprobs, advantages=advantages)
     if not math.isfinite(threshold):
         raise ValueError(f"off-policy threshold={threshold} would keep all sequences or none; give nats per token")
-    divergence = masked_segment_mean((sampled_logprobs - logprobs).detach(), loss_mask, response_lens)
+    divergence = masked_segment_mean(log_ratio(sampled_logprobs, logprobs).detach(), loss_mask, response_lens)
     negative = masked_segment_mean(advantages, loss_mask, response_lens) < 0
     return ~spread_over_tokens(negative & (divergence > threshold), response_lens, logprobs.numel())
 
@@ -132,21 +133,21 @@ def mask(ratio: Tensor, low: float, high: float) -> tuple[Tensor, Tensor]:
 
 
 # --------------------------------------------------------------------------------------------------------------- levels
-def token(log_ratio: Tensor, loss_mask: Tensor, response_lens: Tensor | None) -> Tensor:
+def token(log_ratios: Tensor, loss_mask: Tensor, response_lens: Tensor | None) -> Tensor:
     """Each token's own ratio: biased, of low variance (Yao et al. 2025)."""
-    return log_ratio
+    return log_ratios
 
 
-def sequence(log_ratio: Tensor, loss_mask: Tensor, response_lens: Tensor) -> Tensor:
+def sequence(log_ratios: Tensor, loss_mask: Tensor, response_lens: Tensor) -> Tensor:
     """The product over the sequence's loss-carrying tokens: unbiased, of high variance (Liu et al. 2025)."""
-    per_sequence = masked_segment_sum(log_ratio, loss_mask, response_lens)
-    return spread_over_tokens(per_sequence, response_lens, log_ratio.numel())
+    per_sequence = masked_segment_sum(log_ratios, loss_mask, response_lens)
+    return spread_over_tokens(per_sequence, response_lens, log_ratios.numel())
 
 
-def geometric(log_ratio: Tensor, loss_mask: Tensor, response_lens: Tensor) -> Tensor:
+def geometric(log_ratios: Tensor, loss_mask: Tensor, response_lens: Tensor) -> Tensor:
     """The product's length-normalised root (Liu et al. 2025; GSPO's ratio, arXiv:2507.18071, eq. 7)."""
-    per_sequence = masked_segment_mean(log_ratio, loss_mask, response_lens)
-    return spread_over_tokens(per_sequence, response_lens, log_ratio.numel())
+    per_sequence = masked_segment_mean(log_ratios, loss_mask, response_lens)
+    return spread_over_tokens(per_sequence, response_lens, log_ratios.numel())
 
 
 CORRECTIONS: Mapping[str, Callable[..., tuple[Tensor, Tensor]]] = MappingProxyType({"truncate": truncate, "mask": mask})

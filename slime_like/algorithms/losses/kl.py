@@ -12,6 +12,7 @@ from types import MappingProxyType
 import torch
 from torch import Tensor
 
+from slime_like.algorithms.bounds import LOG_RATIO_BOUND, log_ratio
 from slime_like.algorithms.tensor_checks import require_alike
 from slime_like.plugins.resolve import resolve_callable
 
@@ -27,9 +28,13 @@ def k2(difference: Tensor) -> Tensor:
 
 
 def k3(difference: Tensor) -> Tensor:
-    """``exp(-d) - 1 + d``: unbiased, never negative (Schulman 2020, k3; GRPO, arXiv:2402.03300, eq. 4)."""
+    """``exp(-d) - 1 + d``: unbiased, never negative (Schulman 2020, k3; GRPO, arXiv:2402.03300, eq. 4).
+
+    Below d = -20 it is constant, without gradient (``bounds.py``).
+    """
     # expm1 keeps the precision that exp(-d) - 1 loses where policy and reference nearly agree.
-    return torch.expm1(-difference) + difference
+    bounded = difference.clamp_min(-LOG_RATIO_BOUND)
+    return torch.expm1(-bounded) + bounded
 
 
 KL_ESTIMATORS: Mapping[str, Callable[[Tensor], Tensor]] = MappingProxyType({"k1": k1, "k2": k2, "k3": k3})
@@ -54,4 +59,4 @@ def kl_estimate(logprobs: Tensor, ref_logprobs: Tensor, estimator: str = "k3") -
         tensor([0.1250])
     """
     require_alike(logprobs=logprobs, ref_logprobs=ref_logprobs)
-    return resolve_callable("KL estimator", estimator, KL_ESTIMATORS)(logprobs - ref_logprobs)
+    return resolve_callable("KL estimator", estimator, KL_ESTIMATORS)(log_ratio(logprobs, ref_logprobs))

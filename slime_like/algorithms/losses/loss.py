@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch import Tensor
 
+from slime_like.algorithms.bounds import LOG_RATIO_BOUND, LOGPROB_BOUND
 from slime_like.algorithms.importance import ImportanceWeights, importance_weights, off_policy_sequence_mask
 from slime_like.algorithms.losses.kl import kl_estimate
 from slime_like.algorithms.losses.policy import POLICY_LOSSES, PolicyLoss, required, token_ratio
@@ -97,7 +98,7 @@ class Loss:
                 custom policy term returns something else than (R,) values in ``PolicyTerms``.
         """
         self._check(inputs)
-        inputs = inputs.cut_masked()
+        inputs = inputs.cleaned()
         terms = self._policy(inputs)
         check_terms(self.name, terms, inputs)
         correction = self._correction(inputs)
@@ -213,6 +214,7 @@ def _figures(
         sums.ratio = _token_sum(terms.ratio, inputs)
     elif inputs.old_logprobs is not None:
         sums.ratio = _token_sum(token_ratio(inputs), inputs)
+    sums.bounded = _token_sum(_bounded(inputs), inputs)
     if terms.clipped is not None:
         sums.clipped = _token_sum(terms.clipped, inputs)
     if correction is not None:
@@ -220,6 +222,21 @@ def _figures(
         sums.importance_clipped = _token_sum(correction.changed, inputs)
     _gaps(sums, inputs)
     return sums
+
+
+def _bounded(inputs: LossInputs) -> Tensor:
+    """(R,) bool: a logprob, or a log ratio to the old policy or the reference or of engine and trainer, is bounded."""
+    current, old, engine, reference = (
+        inputs.logprobs.detach(),
+        inputs.old_logprobs,
+        inputs.behaviour_logprobs,
+        inputs.ref_logprobs,
+    )
+    found = current.abs() >= LOGPROB_BOUND
+    for one, other in ((current, old), (engine, old), (current, reference)):
+        if one is not None and other is not None:
+            found |= (one - other).abs() > LOG_RATIO_BOUND
+    return found
 
 
 def _gaps(sums: LossSums, inputs: LossInputs) -> None:

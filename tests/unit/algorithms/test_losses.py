@@ -222,7 +222,7 @@ def test_a_fully_masked_micro_batch_keeps_its_graph() -> None:
 
 def test_sums_survive_the_vectors_and_add_up() -> None:
     config = AlgorithmConfig(kl_coef=0.1, importance_correction="mask")
-    one, two = (build_loss(config)(make_inputs(seed)).sums for seed in (1, 2))
+    one, two = (build_loss(config)(make_inputs(seed, distance=15.0)).sums for seed in (1, 2))
     assert LossSums.from_vectors(*one.to_vectors()) == one
     both = one.add(two)
     for field in fields(LossSums):
