@@ -1,7 +1,7 @@
 """Correcting for samples that another policy drew: the engine's, or an older version of this one.
 
 The engine's numerics, precision and (asynchronously) weights differ from the trainer's. The ratio
-``rho = pi_old / pi_behaviour`` corrects for it, truncated (TIS) or masked (MIS), per token or per sequence.
+``rho = pi_old / pi_behaviour`` corrects for it, truncated (TIS) or masked (MIS, IcePop), per token or per sequence.
 """
 
 import math
@@ -14,8 +14,11 @@ from torch import Tensor
 
 from slime_like.algorithms.bounds import bounded_exp, log_ratio
 from slime_like.algorithms.segments import masked_segment_mean, masked_segment_sum, spread_over_tokens
-from slime_like.algorithms.tensor_checks import require_alike, require_bool_mask
-from slime_like.plugins.resolve import resolve
+from slime_like.algorithms.tensor_checks import require_alike, require_bool_mask, require_per_token
+from slime_like.plugins.resolve import resolve, resolve_callable
+
+Correction = Callable[[Tensor, float, float], tuple[Tensor, Tensor]]
+"""From (R,) ratios, ``low`` and ``high`` to (R,) weights, and (R,) bool, True where they are not the ratio."""
 
 
 @dataclass(slots=True)
@@ -32,17 +35,23 @@ def importance_weights(
     behaviour_logprobs: Tensor,
     loss_mask: Tensor,
     response_lens: Tensor | None,
-    correction: str,
+    correction: str | Correction,
     level: str = "token",
     low: float = 0.5,
     high: float = 2.0,
+    veto: float | None = None,
 ) -> ImportanceWeights:
     """Factors that make samples of the engine's policy count as samples of the trainer's.
 
-    - truncate (TIS): ``min(rho, high)``.
-    - mask (MIS): ``rho`` inside ``[low, high]``, 0 outside.
+    - truncate (tis): ``min(rho, high)``.
+    - clip: ``rho`` within ``[low, high]``, a truncation from both sides.
+    - mask (mis, icepop): ``rho`` inside ``[low, high]``, 0 outside.
     - level token: each token's own ratio (biased, low variance); sequence: the product over the sequence's
       loss-carrying tokens (unbiased, high variance); geometric: its length-normalised root.
+    - veto: whole sequences with a token's own ratio below it weigh 0, at any level (verl's
+      ``rollout_token_veto_threshold``, slime's ``mis_veto_threshold``, there 1e-4).
+
+    Ratios are between exp(-20) and exp(20) (``bounds.py``).
 
     Source: Yao et al. 2025, "Your Efficient RL Framework Secretly Brings You Off-Policy RL Training" (TIS); Liu et al.
     2025, "When Speed Kills Stability: Demystifying RL Collapse from the Training-Inference Mismatch" (MIS, levels).
@@ -50,17 +59,20 @@ def importance_weights(
     Args:
         old_logprobs, behaviour_logprobs: (R,) under the trainer at the start of the step, and the engine.
         loss_mask: (R,) bool; other tokens count in no ratio and get weight 1.
-        response_lens: (S,), needed for the levels sequence and geometric.
-        correction: truncate or mask.
+        response_lens: (S,), needed for the levels sequence and geometric, and for a veto.
+        correction: truncate, clip or mask, tis, mis or icepop; the import path of a function of (R,) ratios and the two
+            bounds that returns weights and which it changed (bool), or the function.
         level: token, sequence or geometric.
         low, high: bounds of the ratio; truncate looks at ``high`` alone.
+        veto: least ratio of a token whose sequence counts; none is off.
 
     Returns:
         The factors, the ratios they were made from, and where the two differ; nothing has a graph.
 
     Raises:
-        ValueError: unknown correction or level (the known ones are listed), bounds that leave no room, tensors that
-            would be broadcast, a mask that is not bool, or no ``response_lens`` where needed.
+        ValueError: unknown correction or level (the known ones are listed), bounds that leave no room, a veto that is
+            not above 0, tensors that would be broadcast, a mask that is not bool, no ``response_lens`` where needed, or
+            a custom correction that does not return weights of 0 or more and bools, one of each per token.
 
     Example:
         >>> importance_weights(old_logprobs, behaviour_logprobs, loss_mask, None, "truncate", high=2.0).weights
@@ -68,14 +80,49 @@ def importance_weights(
     _check_shapes(loss_mask, old_logprobs=old_logprobs, behaviour_logprobs=behaviour_logprobs)
     if not 0 <= low <= high:
         raise ValueError(f"low={low} and high={high} leave no ratio; give 0 <= low <= high")
-    correct = resolve("importance correction", correction, CORRECTIONS)
+    if veto is not None and not 0 < veto < math.inf:
+        raise ValueError(f"veto={veto} is no ratio; give one above 0, e.g. 1e-4, or None for no veto")
+    correct = find_correction(correction) if isinstance(correction, str) else correction
     per_level = resolve("importance level", level, LEVELS)
-    if response_lens is None and level != "token":
-        raise ValueError(f"importance correction at level {level!r} needs response_lens; give (S,) response lengths")
+    if response_lens is None and (level != "token" or veto is not None):
+        what = f"at level {level!r}" if level != "token" else f"with veto={veto}"
+        raise ValueError(f"importance correction {what} needs response_lens; give (S,) response lengths")
     log_ratios = torch.where(loss_mask, log_ratio(old_logprobs, behaviour_logprobs), 0.0).detach()
     ratio = bounded_exp(torch.where(loss_mask, per_level(log_ratios, loss_mask, response_lens), 0.0))
     weights, changed = correct(ratio, low, high)
+    if veto is not None and response_lens is not None:
+        below = masked_segment_sum(log_ratios < math.log(veto), loss_mask, response_lens) > 0
+        vetoed = spread_over_tokens(below, response_lens, ratio.numel()) & loss_mask
+        weights, changed = weights.masked_fill(vetoed, 0.0), changed | vetoed
     return ImportanceWeights(weights, ratio, changed)
+
+
+def find_correction(name: str) -> Correction:
+    """The correction with this name, a key of ``CORRECTIONS`` or `package.module:name`, whose results are checked.
+
+    Raises:
+        ValueError: unknown name (the known ones are listed), or something that cannot be called; when called, a
+            result that is not a weight of 0 or more and a bool per token.
+    """
+    found = resolve_callable("importance correction", name, CORRECTIONS)
+    if name in CORRECTIONS:
+        return found
+
+    def checked(ratio: Tensor, low: float, high: float) -> tuple[Tensor, Tensor]:
+        made = found(ratio, low, high)
+        what = f"importance correction {name!r}"
+        if not isinstance(made, tuple) or len(made) != 2:
+            raise ValueError(f"{what} returned a {type(made).__name__}; return weights, and which it changed")
+        weights, changed = made
+        require_per_token(f"{what} (weights)", weights, ratio)
+        require_per_token(f"{what} (changed)", changed, ratio)
+        if changed.dtype != torch.bool or not bool((torch.isfinite(weights) & (weights >= 0)).all()):
+            raise ValueError(
+                f"{what} returned weights that are no finite numbers of 0 or more, or no bools; correct it"
+            )
+        return weights.detach(), changed
+
+    return checked
 
 
 def off_policy_sequence_mask(
@@ -126,8 +173,13 @@ def truncate(ratio: Tensor, low: float, high: float) -> tuple[Tensor, Tensor]:
     return ratio.clamp_max(high), ratio > high
 
 
+def clip(ratio: Tensor, low: float, high: float) -> tuple[Tensor, Tensor]:
+    """``min(max(rho, low), high)``: truncation with a lower bound, too (slime's ``tis_clip_low``, 2025)."""
+    return ratio.clamp(low, high), (ratio < low) | (ratio > high)
+
+
 def mask(ratio: Tensor, low: float, high: float) -> tuple[Tensor, Tensor]:
-    """``rho`` inside ``[low, high]``, 0 outside, MIS (Liu et al. 2025, masked importance sampling)."""
+    """``rho`` inside ``[low, high]``, 0 outside: MIS (Liu et al. 2025), per token IcePop (arXiv:2510.18855)."""
     outside = (ratio > high) | (ratio < low)
     return ratio.masked_fill(outside, 0.0), outside
 
@@ -150,7 +202,9 @@ def geometric(log_ratios: Tensor, loss_mask: Tensor, response_lens: Tensor) -> T
     return spread_over_tokens(per_sequence, response_lens, log_ratios.numel())
 
 
-CORRECTIONS: Mapping[str, Callable[..., tuple[Tensor, Tensor]]] = MappingProxyType({"truncate": truncate, "mask": mask})
+CORRECTIONS: Mapping[str, Correction] = MappingProxyType(
+    {"truncate": truncate, "clip": clip, "mask": mask, "tis": truncate, "mis": mask, "icepop": mask}
+)
 LEVELS: Mapping[str, Callable[..., Tensor]] = MappingProxyType(
     {"token": token, "sequence": sequence, "geometric": geometric}
 )

@@ -24,6 +24,13 @@ def require_alike(**given: Tensor | None) -> None:
             raise ValueError(f"{shapes} differ; give one entry of each per token")
 
 
+def require_per_token(what: str, value: object, like: Tensor) -> None:
+    """Raises ``ValueError`` where custom code returned something that would be broadcast, or is no tensor."""
+    if not isinstance(value, Tensor) or value.shape != like.shape:
+        returned = f"shape {tuple(value.shape)}" if isinstance(value, Tensor) else f"a {type(value).__name__}"
+        raise ValueError(f"{what} returned {returned} for {like.numel()} tokens; return one value per token, (R,)")
+
+
 def require_targets(targets: Tensor) -> None:
     """Raises ``ValueError`` for ids of a type that is no index: a uint8 holds neither a vocabulary nor a -100."""
     if targets.dtype not in (torch.int64, torch.int32):

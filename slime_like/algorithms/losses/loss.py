@@ -10,8 +10,14 @@ import torch
 from torch import Tensor
 
 from slime_like.algorithms.bounds import LOG_RATIO_BOUND, LOGPROB_BOUND
-from slime_like.algorithms.importance import ImportanceWeights, importance_weights, off_policy_sequence_mask
-from slime_like.algorithms.losses.kl import kl_estimate
+from slime_like.algorithms.importance import (
+    Correction,
+    ImportanceWeights,
+    find_correction,
+    importance_weights,
+    off_policy_sequence_mask,
+)
+from slime_like.algorithms.losses.kl import KLEstimator, find_kl_estimator, kl_estimate
 from slime_like.algorithms.losses.policy import POLICY_LOSSES, PolicyLoss, required, token_ratio
 from slime_like.algorithms.losses.sums import LossOutput, LossSums
 from slime_like.algorithms.losses.types import LossInputs, PolicyTerms
@@ -62,9 +68,10 @@ class Loss:
     Args:
         config: coefficients and corrections.
         policy: the policy term.
+        kl_estimator, correction: what computes the two; none means those that the configuration names.
 
     Raises:
-        ValueError: a coefficient or threshold that is negative or not finite.
+        ValueError: a coefficient or threshold that is negative or not finite, or an unknown estimator or correction.
 
     Attributes:
         name: of the policy term.
@@ -74,10 +81,18 @@ class Loss:
         needs_entropy: ``entropy`` must be given, with graph.
     """
 
-    def __init__(self, config: AlgorithmConfig, policy: PolicyLoss) -> None:
+    def __init__(
+        self,
+        config: AlgorithmConfig,
+        policy: PolicyLoss,
+        kl_estimator: KLEstimator | None = None,
+        correction: Correction | None = None,
+    ) -> None:
         _check_coefficients(config)
         self._config, self._policy = config, policy
         corrects = config.importance_correction != "none"
+        self._kl_estimator = kl_estimator or find_kl_estimator(config.kl_estimator)
+        self._correct = (correction or find_correction(config.importance_correction)) if corrects else None
         self.name = policy.name
         self.needs_reference = config.kl_coef > 0
         self.needs_old = policy.needs_old or corrects or (self.needs_reference and config.kl_importance_weighted)
@@ -126,17 +141,18 @@ class Loss:
 
     def _correction(self, inputs: LossInputs) -> ImportanceWeights | None:
         config = self._config
-        if config.importance_correction == "none":
+        if self._correct is None:
             return None
         return importance_weights(
             required(inputs, "old_logprobs"),
             required(inputs, "behaviour_logprobs"),
             inputs.loss_mask,
             inputs.response_lens,
-            config.importance_correction,
+            self._correct,
             config.importance_level,
             config.importance_low,
             config.importance_high,
+            config.importance_veto,
         )
 
     def _corrected(self, per_token: Tensor, correction: ImportanceWeights | None, inputs: LossInputs) -> Tensor:
@@ -161,7 +177,7 @@ class Loss:
     def _kl(self, inputs: LossInputs) -> Tensor | None:
         if not self.needs_reference:
             return None
-        kl = kl_estimate(inputs.logprobs, required(inputs, "ref_logprobs"), self._config.kl_estimator)
+        kl = kl_estimate(inputs.logprobs, required(inputs, "ref_logprobs"), self._kl_estimator)
         return token_ratio(inputs) * kl if self._config.kl_importance_weighted else kl
 
 

@@ -193,8 +193,10 @@ CALLS: dict[str, list[Callable[[], object]]] = {
         lambda: kl_penalty(TWO, TWO, MASK_2, LENGTH, 0.1),
     ],
     "importance": [
-        lambda: importance_weights(TWO, TWO, MASK_2, None, "clip"),
+        lambda: importance_weights(TWO, TWO, MASK_2, None, "cut"),
         lambda: importance_weights(TWO, TWO, MASK_2, None, "mask", "sequence"),
+        lambda: importance_weights(TWO, TWO, MASK_2, None, "mask", veto=1e-4),
+        *(lambda veto=veto: importance_weights(TWO, TWO, MASK_2, LENGTH_2, "mask", veto=veto) for veto in (0.0, NAN)),
         *(
             lambda bounds=bounds, name=name: importance_weights(TWO, TWO, MASK_2, None, name, "token", *bounds)
             for bounds in ((2.0, 0.5), (-1.0, 2.0), (NAN, 2.0), (0.5, NAN))
