@@ -4,10 +4,13 @@ The engine's numerics, precision and (asynchronously) weights differ from the tr
 ``rho = pi_old / pi_behaviour`` corrects for it, truncated (TIS) or masked (MIS, IcePop), per token or per sequence.
 """
 
+from __future__ import annotations
+
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -16,6 +19,9 @@ from slime_like.algorithms.bounds import bounded_exp, log_ratio
 from slime_like.algorithms.segments import masked_segment_mean, masked_segment_sum, spread_over_tokens
 from slime_like.algorithms.tensor_checks import require_alike, require_bool_mask, require_per_token
 from slime_like.plugins.resolve import resolve, resolve_callable
+
+if TYPE_CHECKING:
+    from slime_like.config.algorithm import AlgorithmConfig  # needs pydantic, which this layer does not
 
 Correction = Callable[[Tensor, float, float], tuple[Tensor, Tensor]]
 """From (R,) ratios, ``low`` and ``high`` to (R,) weights, and (R,) bool, True where they are not the ratio."""
@@ -95,6 +101,51 @@ def importance_weights(
         vetoed = spread_over_tokens(below, response_lens, ratio.numel()) & loss_mask
         weights, changed = weights.masked_fill(vetoed, 0.0), changed | vetoed
     return ImportanceWeights(weights, ratio, changed)
+
+
+def configured_weights(
+    config: AlgorithmConfig,
+    old_logprobs: Tensor,
+    behaviour_logprobs: Tensor,
+    loss_mask: Tensor,
+    response_lens: Tensor | None,
+    correction: Correction | None = None,
+) -> ImportanceWeights:
+    """``importance_weights`` of the correction, level, bounds and veto in ``config``, or of this ``correction``."""
+    return importance_weights(
+        old_logprobs,
+        behaviour_logprobs,
+        loss_mask,
+        response_lens,
+        correction or config.importance_correction,
+        config.importance_level,
+        config.importance_low,
+        config.importance_high,
+        config.importance_veto,
+    )
+
+
+def mean_weight(weights: Tensor, loss_mask: Tensor, token_weights: Tensor) -> float:
+    """Mean of a batch's importance weights, each token as it counts in the loss.
+
+    Weights over it average 1: self-normalised importance sampling (Owen 2013, Monte Carlo theory, section 9.2; verl's
+    ``rollout_is_batch_normalize``). Give a whole batch: the mean of a micro-batch depends on how sequences are packed.
+
+    Args:
+        weights: (R,) from ``importance_weights``.
+        loss_mask: (R,) bool.
+        token_weights: (R,) of the loss sum.
+
+    Returns:
+        The mean; 1 where no token has a weight, so that nothing is divided by 0.
+
+    Raises:
+        ValueError: what is no tensor or would be broadcast, or a mask that is not bool.
+    """
+    _check_shapes(loss_mask, weights=weights, token_weights=token_weights)
+    counted = torch.where(loss_mask, token_weights, 0.0).double()
+    total = float((counted * torch.where(loss_mask, weights, 0.0)).sum())
+    return total / float(counted.sum()) if total > 0 else 1.0
 
 
 def find_correction(name: str) -> Correction:

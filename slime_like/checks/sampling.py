@@ -72,6 +72,11 @@ def streaming_problems(config: RunConfig) -> Iterator[str]:
             f"rollout.stream=true needs advantages before anything is scored, but algorithm.kl_reward_coef="
             f"{algorithm.kl_reward_coef:g} takes the KL off rewards afterwards; use kl_coef instead, {remedy}"
         )
+    if algorithm.importance_normalize:
+        yield (
+            "rollout.stream=true trains before all importance weights are known, and algorithm.importance_normalize="
+            f"true divides by their mean; set it to false, {remedy}"
+        )
     if algorithm.moe_aux_loss_coef > 0:
         yield (
             f"algorithm.moe_aux_loss_coef={algorithm.moe_aux_loss_coef:g} adds a loss with a separate denominator, "

@@ -58,6 +58,8 @@ class AlgorithmConfig(Section):
     importance_high: float = Field(2.0, gt=0, description="Upper bound on ratios.")
     importance_veto: float | None = Field(None, gt=0)
     """Sequences with a token's ratio below this, e.g. 1e-4, weigh 0; none: off."""
+    importance_normalize: bool = False
+    """Divide advantages by the batch's mean weight, as if weights averaged 1."""
     off_policy_mask: float | None = Field(None, ge=0)
     """Mask sequences with negative advantage if the policy has moved further than this since sampling, in nats per
     token; none: off."""
@@ -83,8 +85,10 @@ class AlgorithmConfig(Section):
 
     @property
     def scores_policy(self) -> bool:
-        """A pass before the first update computes old logprobs: later updates, or the KL in the reward, need them."""
-        return self.old_logprobs == "score" or self.epochs * self.minibatches > 1 or self.kl_reward_coef > 0
+        """A pass before the first update computes old logprobs: later updates, the KL in the reward, or a batch's mean
+        importance weight need them."""
+        more = self.epochs * self.minibatches
+        return self.old_logprobs == "score" or more > 1 or self.kl_reward_coef > 0 or self.importance_normalize
 
     _absolute = field_validator("loss", "advantage", "kl_estimator", "importance_correction")(absolute_code)
 
@@ -101,11 +105,12 @@ class AlgorithmConfig(Section):
                 f"reduction={self.reduction} and constant_length={length} do not go together; "
                 "constant_length is the divisor of reduction `constant`, and of no other"
             )
-        if self.importance_correction == "none" and self.importance_veto is not None:
-            raise ValueError(
-                f"importance_veto={self.importance_veto:g} has no weights to set to 0 with importance_correction=none; "
-                "set importance_correction, e.g. to truncate"
-            )
+        for name, value in (("veto", self.importance_veto), ("normalize", self.importance_normalize or None)):
+            if self.importance_correction == "none" and value is not None:
+                raise ValueError(
+                    f"importance_{name}={str(value).lower()} needs importance weights, but importance_correction=none; "
+                    "set it, e.g. to truncate"
+                )
         if self.importance_low > self.importance_high:
             raise ValueError(
                 f"importance_low={self.importance_low} is above importance_high={self.importance_high}; swap them"

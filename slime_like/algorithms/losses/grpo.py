@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from slime_like.algorithms.importance import configured_weights, mean_weight
 from slime_like.algorithms.logprobs import logprobs_and_entropy
 from slime_like.algorithms.losses.loss import build_loss
 from slime_like.algorithms.losses.sums import LossOutput
@@ -133,9 +134,11 @@ class GRPOLoss:
         weights, denominator = self._reduce(mask, lengths, group_ids)
         given["old_logprobs"] = logprobs.detach() if old_logprobs is None else old_logprobs
         given["advantages"] = None if advantages is None else _broadcast(advantages, targets)
+        flat = {name: None if values is None else values.flatten() for name, values in given.items()}
+        self._normalise(flat, mask, lengths, weights)
         output = self.compute_loss_from_logprobs(
             logprobs.flatten(),
-            **{name: None if values is None else values.flatten() for name, values in given.items()},
+            **flat,
             entropy=entropy.flatten(),
             loss_mask=mask,
             token_weights=weights.to(logprobs.dtype),
@@ -146,6 +149,16 @@ class GRPOLoss:
         return (output.loss / denominator, *figures, logprobs.detach())
 
     __call__ = forward
+
+    def _normalise(self, flat: dict[str, Tensor | None], mask: Tensor, lengths: Tensor | None, weights: Tensor) -> None:
+        """Where configured, divide advantages by the mean importance weight of this batch."""
+        old, behaviour, advantages = flat["old_logprobs"], flat["behaviour_logprobs"], flat["advantages"]
+        if self.config.importance_correction == "none" or not self.config.importance_normalize:
+            return
+        if old is None or behaviour is None or advantages is None:
+            return  # the loss itself names what is missing
+        made = configured_weights(self.config, old, behaviour, mask, lengths)
+        flat["advantages"] = advantages / mean_weight(made.weights, mask, weights)
 
     def _reduce(self, mask: Tensor, lengths: Tensor | None, group_ids: Sequence[int] | None) -> tuple[Tensor, float]:
         reduction = self.config.reduction

@@ -13,8 +13,8 @@ from slime_like.algorithms.bounds import LOG_RATIO_BOUND, LOGPROB_BOUND
 from slime_like.algorithms.importance import (
     Correction,
     ImportanceWeights,
+    configured_weights,
     find_correction,
-    importance_weights,
     off_policy_sequence_mask,
 )
 from slime_like.algorithms.losses.kl import KLEstimator, find_kl_estimator, kl_estimate
@@ -91,11 +91,12 @@ class Loss:
         _check_coefficients(config)
         self._config, self._policy = config, policy
         corrects = config.importance_correction != "none"
-        self._kl_estimator = kl_estimator or find_kl_estimator(config.kl_estimator)
         self._correct = (correction or find_correction(config.importance_correction)) if corrects else None
         self.name = policy.name
         self.needs_reference = config.kl_coef > 0
         self.needs_old = policy.needs_old or corrects or (self.needs_reference and config.kl_importance_weighted)
+        if self.needs_reference:
+            self._kl_estimator = kl_estimator or find_kl_estimator(config.kl_estimator)
         self.needs_behaviour = corrects
         self.needs_entropy = config.entropy_coef > 0
 
@@ -140,20 +141,10 @@ class Loss:
                 raise ValueError(f"loss {self.name!r} as configured needs {name}; the micro-batch has none, give (R,)")
 
     def _correction(self, inputs: LossInputs) -> ImportanceWeights | None:
-        config = self._config
         if self._correct is None:
             return None
-        return importance_weights(
-            required(inputs, "old_logprobs"),
-            required(inputs, "behaviour_logprobs"),
-            inputs.loss_mask,
-            inputs.response_lens,
-            self._correct,
-            config.importance_level,
-            config.importance_low,
-            config.importance_high,
-            config.importance_veto,
-        )
+        old, behaviour = required(inputs, "old_logprobs"), required(inputs, "behaviour_logprobs")
+        return configured_weights(self._config, old, behaviour, inputs.loss_mask, inputs.response_lens, self._correct)
 
     def _corrected(self, per_token: Tensor, correction: ImportanceWeights | None, inputs: LossInputs) -> Tensor:
         if correction is not None:

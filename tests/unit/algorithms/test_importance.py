@@ -8,7 +8,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from slime_like.algorithms import build_loss, importance_weights, kl_penalty, off_policy_sequence_mask, overlong_penalty
+from slime_like.algorithms import (
+    GRPOLoss,
+    build_loss,
+    importance_weights,
+    kl_penalty,
+    off_policy_sequence_mask,
+    overlong_penalty,
+)
+from slime_like.algorithms.importance import mean_weight
 from slime_like.config.algorithm import AlgorithmConfig
 from tests.support.rejections import Rejects
 from tests.unit.algorithms.test_losses import LENGTHS, make_inputs
@@ -85,6 +93,45 @@ def test_a_veto_in_the_loss() -> None:
     assert plain[: LENGTHS[0]].any() and not vetoed[: LENGTHS[0]].any()
     assert torch.equal(plain[LENGTHS[0] :], vetoed[LENGTHS[0] :])
     assert outputs[1].sums.importance_clipped >= inputs.loss_mask[: LENGTHS[0]].sum()
+
+
+def test_the_mean_weight_counts_tokens_as_the_loss_does() -> None:
+    weights, mask = torch.tensor([2.0, 0.5, 9.0, 1.0]), torch.tensor([True, True, False, True])
+    assert mean_weight(weights, mask, torch.ones(4)) == pytest.approx(3.5 / 3)
+    per_sample = torch.tensor([0.5, 0.5, 0.5, 1.0], dtype=torch.float64)  # reduction "samples": means per sequence
+    assert mean_weight(weights, mask, per_sample) == pytest.approx((1.25 + 1.0) / 2)
+    assert mean_weight(torch.zeros(4), mask, torch.ones(4)) == 1.0
+
+
+@pytest.mark.parametrize("name", ["ppo_clip", "gspo", "cispo", "policy_gradient"])
+def test_normalised_weights_average_one(name: str) -> None:
+    """Of a whole batch of logits: the policy loss over the mean weight, and a KL as it is; also of its gradient."""
+    g = torch.Generator().manual_seed(1)
+    logits = torch.randn(9, 7, generator=g, dtype=torch.float64).requires_grad_()
+    targets, lengths = torch.randint(0, 7, (9,), generator=g), torch.tensor([4, 5])
+    current = logits.log_softmax(-1).gather(1, targets[:, None])[:, 0].detach()
+    noise = 0.3 * torch.randn(3, 9, generator=g, dtype=torch.float64)
+    old, engine, reference = current + noise[0], current + noise[1], current + noise[2]
+    advantages = torch.randn(9, generator=g, dtype=torch.float64)
+
+    def run(**more: object) -> tuple[Tensor, Tensor]:
+        config = AlgorithmConfig(loss=name, kl_coef=0.5, importance_correction="tis", importance_high=1.2, **more)
+        result = GRPOLoss(config)(
+            logits,
+            targets,
+            reference,
+            advantages,
+            old_logprobs=old,
+            behaviour_logprobs=engine,
+            response_lens=lengths,
+        )
+        return result[0] - 0.5 * result[2], result[1]
+
+    mean = (old - engine).exp().clamp_max(1.2).mean()
+    assert abs(mean - 1) > 0.01
+    (plain, policy), (normalised, normalised_policy) = run(), run(importance_normalize=True)
+    assert normalised.item() == pytest.approx(plain.item() / mean.item())
+    assert normalised_policy.item() == pytest.approx(policy.item() / mean.item())
 
 
 def squared(ratio: Tensor, low: float, high: float) -> tuple[Tensor, Tensor]:

@@ -210,7 +210,7 @@ def test_a_custom_kl_estimator(rejects: Rejects) -> None:
     with rejects(ValueError):
         build_loss(AlgorithmConfig(kl_coef=0.3, kl_estimator=f"{here}:mean_power"))(inputs)
     with rejects(ValueError):
-        build_loss(AlgorithmConfig(kl_estimator=f"{here}:LENGTHS"))
+        build_loss(AlgorithmConfig(kl_coef=0.3, kl_estimator=f"{here}:LENGTHS"))
 
 
 def test_parts_are_reported_before_their_coefficients() -> None:

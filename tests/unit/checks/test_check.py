@@ -159,6 +159,7 @@ FAULTS: dict[str, list[str]] = {
         "--rollout.stream true --algorithm.minibatches 2",
         "--rollout.stream true --algorithm.advantage reinforce_pp_baseline",
         "--rollout.stream true --algorithm.kl_reward_coef 0.1",
+        f"{AHEAD} --rollout.stream true --algorithm.importance_normalize true",
         "--rollout.stream true --debug.shuffle_advantages true",
     ],
     "rollout.environment": [

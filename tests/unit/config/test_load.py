@@ -154,6 +154,7 @@ REFUSED: list[tuple[str, str, str, str]] = [
     ("algorithm: {loss: gspo}", "--algorithm.importance_low 3", "fields-conflict", "algorithm"),
     ("algorithm: {importance_low: 1}", "--algorithm.importance_high 0.5", "fields-conflict", "algorithm"),
     ("algorithm: {importance_veto: 1.0e-4}", "", "fields-conflict", "algorithm"),
+    ("algorithm: {importance_normalize: true}", "", "fields-conflict", "algorithm"),
     ("reward: {functions: [{name: a, wieght: 2}]}", "", "field-unknown", "reward.functions.0.wieght"),
     ("reward: {functions: []}", "", "field-range", "reward.functions"),
     ("", "--rollout.engin x", "field-unknown", "rollout.engin"),
