@@ -47,7 +47,7 @@ def require_bool_mask(mask: Tensor, name: str = "loss_mask") -> None:
 def require_temperatures(temperatures: Tensor) -> None:
     """Raises ``ValueError`` for one that is not positive, or not finite: logits are divided by them."""
     if not isinstance(temperatures, Tensor):
-        raise ValueError(f"temperatures are a {type(temperatures).__name__}; give a tensor, e.g. torch.tensor(0.7)")
+        raise ValueError(f"temperatures are a {type(temperatures).__name__}; give a number or a tensor")
     fits = (temperatures > 0) & torch.isfinite(temperatures)
     if not bool(fits.all()):
         where = int((~fits).flatten().nonzero()[0])
@@ -55,3 +55,20 @@ def require_temperatures(temperatures: Tensor) -> None:
             f"temperature {float(temperatures.flatten()[where])} (entry {where}) cannot scale logits; give positive "
             "ones (1 for greedy samples)"
         )
+
+
+def expanded_temperatures(temperatures: Tensor | float, targets: Tensor) -> Tensor:
+    """One temperature per target, from a number or a tensor that expands to the shape of ``targets``.
+
+    Raises:
+        ValueError: one that is not positive, or not finite, or a shape that does not expand.
+    """
+    if isinstance(temperatures, int | float):
+        temperatures = torch.tensor(float(temperatures), dtype=torch.float64, device=targets.device)
+    require_temperatures(temperatures)
+    try:
+        return temperatures.expand(targets.shape).contiguous()
+    except RuntimeError as error:
+        raise ValueError(
+            f"temperatures have shape {tuple(temperatures.shape)}, targets {tuple(targets.shape)}; give one per target"
+        ) from error

@@ -46,7 +46,7 @@ class VocabularyShard:
         """The shard of a rank that holds ``held_columns`` from ``start`` on, padding included.
 
         Raises:
-            ValueError: targets that are no integers or outside the vocabulary, no vocabulary, a first column below 0, a
+            ValueError: targets that are no integers or beyond the vocabulary, no vocabulary, a first column below 0, a
                 chunk below 1, a part of the vocabulary without reductions, which would be taken for the whole.
         """
         if start < 0:
@@ -56,10 +56,10 @@ class VocabularyShard:
         if vocab_size < 1:
             raise ValueError(f"vocab_size={vocab_size} must be the number of tokens, above 0")
         require_targets(targets)
-        if targets.numel() and (int(targets.min()) < 0 or int(targets.max()) >= vocab_size):
+        if targets.numel() and int(targets.max()) >= vocab_size:
             raise ValueError(
-                f"targets reach from {int(targets.min())} to {int(targets.max())}, the vocabulary from 0 to "
-                f"{vocab_size - 1}; give the token's own id where it is masked"
+                f"targets reach up to {int(targets.max())}, the vocabulary to {vocab_size - 1}; give ids below that, "
+                "or a negative one (-100) where a token is not scored"
             )
         columns = max(0, min(vocab_size - start, held_columns))
         if columns < vocab_size and no_reduction in reductions:
@@ -93,7 +93,7 @@ class VocabularyShard:
         grad_logprobs, grad_entropy = grads
         if grad_logprobs is None and grad_entropy is None:
             return
-        grad = torch.zeros_like(softmax[1]) if grad_logprobs is None else grad_logprobs
+        grad = torch.zeros_like(softmax[1]) if grad_logprobs is None else grad_logprobs.masked_fill(targets < 0, 0.0)
         column, held = self.local(targets)
         grad_targets = grad.masked_fill(~held, 0.0)
         for part in self.parts(targets.numel()):
@@ -105,6 +105,8 @@ class VocabularyShard:
         self, targets: Tensor, dtype: torch.dtype, sums_of: Callable[[slice, Tensor], tuple[Tensor, Sums]]
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """(N,) maximum, what the log-sum-exp is above it, entropy and target logprob over the whole vocabulary.
+
+        The logprob of a negative target is 0, and ``gradients`` has none for it.
 
         ``sums_of`` gives what ``row_sums`` does, for a slice of tokens and the columns of their targets. Each
         reduction is called once, or not at all where there is no target.
@@ -127,4 +129,5 @@ class VocabularyShard:
         sums[0] *= scale
         self.all_reduce_sum(sums)
         log_total = sums[0].log()
-        return maximum, log_total, log_total - sums[1] / sums[0], sums[2] - maximum - log_total
+        logprobs = (sums[2] - maximum - log_total).masked_fill(targets < 0, 0.0)
+        return maximum, log_total, log_total - sums[1] / sums[0], logprobs

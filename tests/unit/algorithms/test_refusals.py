@@ -158,7 +158,7 @@ CALLS: dict[str, list[Callable[[], object]]] = {
         ),
     ],
     "a head": [
-        lambda: logprobs_and_entropy(torch.zeros(2, 5), torch.zeros(2, dtype=torch.int64), 0.7),  # type: ignore[arg-type]
+        lambda: logprobs_and_entropy(torch.zeros(2, 5), torch.zeros(2, dtype=torch.int64), "0.7"),  # type: ignore[arg-type]
         lambda: vocab_parallel_logprobs(torch.zeros(2, 5), torch.zeros(2), torch.ones(2), vocab_size=5),
         *(
             lambda form=form, value=value: scored(form, torch.tensor([1.0, 1.0, value]))
