@@ -132,7 +132,7 @@ def test_first_fit_decreasing_by_hand() -> None:
 def test_balance_by_flops_differs_from_tokens() -> None:
     """One long sequence costs as much attention as many short ones of the same total."""
     lengths = [4096] + [256] * 24
-    flops = training_flops(lengths, hidden_size=64, num_parameters=100_000, num_layers=4)
+    flops = training_flops(lengths, attention_width=64, active_parameters=100_000, num_layers=4)
     assert flops[0] == 6 * 100_000 * 4096 + 6 * 4 * 64 * 4096**2
 
     def imbalance(costs: list[float] | None) -> float:

@@ -26,6 +26,7 @@ from slime_like.algorithms import (
     partition_full_batches,
     selective_log_softmax,
     split_for_context_parallel,
+    spread_over_tokens,
     step_denominator,
     sum_of_sample_mean,
     token_weights,
@@ -185,6 +186,11 @@ CALLS: dict[str, list[Callable[[], object]]] = {
     "a ratio per sequence": [
         lambda lens=lens: gspo(lens)
         for lens in (None, torch.tensor([5, 2, 8]), torch.tensor([LENGTHS]), torch.tensor(LENGTHS).float())
+    ],
+    "values per sequence": [
+        lambda: spread_over_tokens([1.0, 2.0], [3]),
+        lambda: sum_of_sample_mean(ONES, [3], torch.ones(2)),
+        lambda: forward(advantages=torch.ones(3), response_lens=torch.tensor([1, 1])),
     ],
     "KL that would be broadcast": [
         lambda: kl_estimate(TWO, TWO[:1]),
