@@ -35,7 +35,7 @@ class AlgorithmConfig(Section):
     """Mean of the loss over an optimizer step. tokens: over all tokens. samples: of per-sample means. groups: of
     per-group token means. constant: of per-sample sums over constant_length (Dr. GRPO)."""
     constant_length: int | None = Field(None, ge=1)
-    """Divisor of reduction `constant`, in tokens; usually rollout.max_new_tokens."""
+    """Divisor of reduction `constant`; usually rollout.max_new_tokens."""
     clip_low: float = Field(0.2, ge=0, le=1, description="Ratios below 1 - clip_low are clipped; 1: no lower bound.")
     clip_high: float = Field(0.2, ge=0, description="Ratios above 1 + clip_high are clipped.")
     dual_clip: float | None = Field(None, gt=1, description="Dual-clip bound for negative advantages; none: off.")
@@ -47,8 +47,7 @@ class AlgorithmConfig(Section):
     """Multiply the KL by pi / pi_old: unbiased gradient for k1 and k3, also off-policy."""
     entropy_coef: float = Field(0.0, ge=0, description="Coefficient of the entropy bonus.")
     moe_aux_loss_coef: float = Field(0.0, ge=0)
-    """Coefficient of the load-balancing loss of mixture-of-experts layers; 1 per layer is an even load in every
-    sequence."""
+    """Coefficient of the load-balancing loss of mixture-of-experts layers."""
     importance_correction: str = "none"
     """Importance weights of engine to trainer: none, truncate (also tis), clip, mask (also mis, icepop) or custom
     code."""
@@ -59,15 +58,14 @@ class AlgorithmConfig(Section):
     importance_veto: float | None = Field(None, gt=0)
     """Sequences with a token's ratio below this, e.g. 1e-4, weigh 0; none: off."""
     importance_normalize: bool = False
-    """Divide advantages by the batch's mean weight, as if weights averaged 1."""
+    """Divide advantages by the batch's mean weight."""
     off_policy_mask: float | None = Field(None, ge=0)
     """Mask sequences with negative advantage if the policy has moved further than this since sampling, in nats per
     token; none: off."""
     kl_reward_coef: float = Field(0.0, ge=0)
-    """Coefficient of the KL to the reference, summed over a response and subtracted from its reward; 0: off. Can be
-    combined with kl_coef."""
+    """Coefficient of the KL to the reference, summed over a response and subtracted from its reward; 0: off."""
     kl_reward_estimator: Literal["k1", "k2", "k3", "low_var_kl"] = "k1"
-    """Estimator of the KL in the reward. Without gradient, k1 and k3 are unbiased."""
+    """Estimator of that KL; k1 and k3 are unbiased."""
     overlong_buffer: int | None = Field(None, ge=1)
     """DAPO's overlong penalty grows over this many tokens below rollout.max_new_tokens; none: off."""
     overlong_factor: float = Field(1.0, gt=0, description="Penalty of a response of rollout.max_new_tokens tokens.")
