@@ -16,7 +16,12 @@ import torch
 from torch import Tensor
 
 from slime_like.algorithms.bounds import bounded_exp, log_ratio
-from slime_like.algorithms.segments import masked_segment_mean, masked_segment_sum, spread_over_tokens
+from slime_like.algorithms.segments import (
+    masked_segment_mean,
+    masked_segment_sum,
+    require_lengths,
+    spread_over_tokens,
+)
 from slime_like.algorithms.tensor_checks import require_alike, require_bool_mask, require_per_token
 from slime_like.plugins.resolve import resolve, resolve_callable
 
@@ -84,6 +89,25 @@ def importance_weights(
         >>> importance_weights(old_logprobs, behaviour_logprobs, loss_mask, None, "truncate", high=2.0).weights
     """
     _check_shapes(loss_mask, old_logprobs=old_logprobs, behaviour_logprobs=behaviour_logprobs)
+    if response_lens is not None:
+        require_lengths(response_lens, loss_mask.numel())
+    return weights_by_ratio(
+        old_logprobs, behaviour_logprobs, loss_mask, response_lens, correction, level, low=low, high=high, veto=veto
+    )
+
+
+def weights_by_ratio(
+    old_logprobs: Tensor,
+    behaviour_logprobs: Tensor,
+    loss_mask: Tensor,
+    response_lens: Tensor | None,
+    correction: str | Correction,
+    level: str,
+    low: float,
+    high: float,
+    veto: float | None,
+) -> ImportanceWeights:
+    """``importance_weights`` of tensors that have been checked."""
     if not 0 <= low <= high:
         raise ValueError(f"low={low} and high={high} leave no ratio; give 0 <= low <= high")
     if veto is not None and not 0 < veto < math.inf:
@@ -111,8 +135,8 @@ def configured_weights(
     response_lens: Tensor | None,
     correction: Correction | None = None,
 ) -> ImportanceWeights:
-    """``importance_weights`` of the correction, level, bounds and veto in ``config``, or of this ``correction``."""
-    return importance_weights(
+    """``weights_by_ratio`` of the correction, level, bounds and veto in ``config``, or of this ``correction``."""
+    return weights_by_ratio(
         old_logprobs,
         behaviour_logprobs,
         loss_mask,

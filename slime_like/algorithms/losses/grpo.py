@@ -6,7 +6,7 @@ Trainers do not use it: they compose ``Loss`` (``loss.py``) of a policy term (``
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, Self
 
 import torch
 from torch import Tensor
@@ -40,6 +40,13 @@ class BatchLoss(NamedTuple):
     ratio: Tensor
     clip_fraction: Tensor
     logprobs: Tensor
+
+    @classmethod
+    def of_sums(cls, output: LossOutput, denominator: float, logprobs: Tensor) -> Self:
+        """The means of ``output``'s sums."""
+        stats = output.sums.to_stats(denominator, 0.0, 0.0)
+        means = stats.policy_loss, stats.kl_loss, stats.ratios, stats.clipfrac
+        return cls(output.loss / denominator, *means, logprobs.detach())
 
 
 class GRPOLoss:
@@ -125,7 +132,7 @@ class GRPOLoss:
             targets: (R,) or (B, T) int64; a negative id carries no loss.
             ref_logprobs: as ``targets``; may be none where ``kl_coef`` is 0.
             advantages: as ``targets``, or one per sequence: (B,) for padded input, (S,) for packed with
-                ``response_lens``; may be none where the loss uses none (sft).
+                ``response_lens``; none where the loss uses none (sft).
             padding_masks: as ``targets``, bool, True where the token carries loss.
             old_logprobs: as ``targets``. None declares that these very weights drew the samples and are updated once:
                 then pi_old is the current policy, the ratio is 1 and nothing can be clipped.
@@ -134,9 +141,6 @@ class GRPOLoss:
                 input, whose rows are sequences already and whose padding is marked in ``padding_masks``.
             group_ids: of every sequence, for the reduction "groups".
             temperature: what the logits are divided by: a number, or a tensor that expands to ``targets``.
-
-        Returns:
-            The loss and its metrics.
 
         Raises:
             ValueError: no tensor, shapes that do not fit, a mask that is not bool, a temperature that is not positive,
@@ -163,9 +167,7 @@ class GRPOLoss:
             token_weights=weights.to(logprobs.dtype),
             response_lens=lengths,
         )
-        stats = output.sums.to_stats(denominator, 0.0, 0.0)
-        means = stats.policy_loss, stats.kl_loss, stats.ratios, stats.clipfrac
-        return BatchLoss(output.loss / denominator, *means, logprobs.detach())
+        return BatchLoss.of_sums(output, denominator, logprobs)
 
     __call__ = forward
 
