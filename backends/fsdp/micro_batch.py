@@ -33,9 +33,9 @@ def model_input(
 
     ``by_package``: several context ranks attend by ring-flash-attn instead of our own all-gather.
     """
-    moved = on_device(pack, device)
-    shard = split_for_context_parallel(moved, context.size(), context.rank(), layout="contiguous")
+    shard = split_for_context_parallel(pack, context.size(), context.rank(), layout="contiguous")
     attention = choose_attention("ring_flash_attn" if by_package else "allgather", shard, context)
-    routed = None if balance is None else RoutedTokens.of(moved, shard, slice(None), balance)
-    boundaries, responses = Boundaries(attention, pack.max_seqlen), ResponseRows.of(moved, shard)
+    routed = None if balance is None else RoutedTokens.of(pack, shard, slice(None), balance)
+    boundaries, responses = Boundaries(attention, pack.max_seqlen), ResponseRows.of(pack, shard)
+    moved, shard, boundaries, responses, routed = on_device((pack, shard, boundaries, responses, routed), device)
     return ModelInput(pack, moved, shard, context, boundaries, responses, routed)

@@ -9,6 +9,7 @@ from backends.common.attention.kernels import has_flash_attention_2
 from backends.common.process.agreement import rank_error
 from backends.common.process.rendezvous import join_world
 from backends.common.step.balance import BalanceLoss, balance_loss
+from backends.common.step.packs import require_computable
 from backends.common.trainer.base import TrainerBase
 from backends.fsdp import parallel
 from backends.fsdp.micro_batch import ModelInput, model_input
@@ -117,6 +118,7 @@ class FsdpTrainer(TrainerBase):
                 code="sequence-beyond-window",
                 remedy="train on shorter ones",
             )
+        require_computable(pack, self.dimensions.vocab_size)
         return model_input(pack, self.device, self.groups.context, self._by_package, balance)
 
     def _loss(self, batch: ModelInput) -> Tensor:

@@ -68,6 +68,7 @@ class LogprobModel(GPTModel):
             all_reduce_sum=partial(_all_reduce, group, dist.ReduceOp.SUM),
             chunk_tokens=self.chunk_tokens,
             rows=self.rows if selected.is_cpu else None,  # on the meta device there are shapes only
+            check_values=False,  # `require_computable` has
         )
         # An entropy that only is reported must not cost a gradient.
         return torch.stack([logprobs, entropy if self.entropy_gradient else entropy.detach()])

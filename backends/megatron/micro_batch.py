@@ -8,7 +8,7 @@ from megatron.core import parallel_state
 
 from backends.common.attention.choice import choose_attention
 from backends.common.step.balance import BalanceLoss, RoutedTokens
-from backends.common.step.packs import MicroBatch, ResponseRows, on_device
+from backends.common.step.packs import MicroBatch, ResponseRows, on_device, require_computable
 from backends.megatron.attention import PackedLayout, attention_of, context_layout_of
 from backends.megatron.rotary import Rotary, rotary_table
 from slime_like.algorithms.context import ContextShard, split_for_context_parallel
@@ -30,6 +30,7 @@ class BatchBuilder:
 
     def __init__(self, config: RunConfig, dimensions: ModelDimensions, device: torch.device) -> None:
         self._device = device
+        self._vocab_size = dimensions.vocab_size
         self._dtype = getattr(torch, config.model.dtype)
         self._rotary = Rotary.of(dimensions, device)
         self._context_group = parallel_state.get_context_parallel_group()
@@ -45,26 +46,30 @@ class BatchBuilder:
         """Cut this rank's part out of every pack. Where it must, it fills up with packs of no weight, and pads."""
         missing = -len(packs) % (self._multiple or 1)
         given = [*packs, *(zero_weight_pack(packs[0]) for _ in range(missing))]
-        packs = [on_device(pack, self._device) for pack in given]
+        for pack in given:
+            require_computable(pack, self._vocab_size)
         shards = [
-            self._shard(pack, 1 if self._sequence_group is None else self._sequence_group.size()) for pack in packs
+            self._shard(pack, 1 if self._sequence_group is None else self._sequence_group.size()) for pack in given
         ]
         if self._multiple is not None:
             longest = max(shard.tokens.numel() for shard in shards)
-            shards = [self._shard(pack, longest) for pack in packs]
-        return [
-            ModelInput(entry, pack, shard, self._context_group, self._layout(pack, shard, balance))
-            for entry, pack, shard in zip(given, packs, shards, strict=True)
-        ]
+            shards = [self._shard(pack, longest) for pack in given]
+        return [self._input(pack, shard, balance) for pack, shard in zip(given, shards, strict=True)]
 
     def _shard(self, pack: PackedTrajectory, multiple_of: int) -> ContextShard:
         size, rank = self._context_group.size(), self._context_group.rank()
         layout = context_layout_of(self._attention)
         return split_for_context_parallel(pack, size, rank, layout=layout, multiple_of=multiple_of)
 
-    def _layout(self, pack: PackedTrajectory, shard: ContextShard, balance: BalanceLoss | None) -> PackedLayout:
+    def _input(self, pack: PackedTrajectory, shard: ContextShard, balance: BalanceLoss | None) -> ModelInput:
+        layout = self._layout(pack, shard, balance)
+        moved, shard, layout = on_device((pack, shard, layout), self._device)
         table = rotary_table(self._rotary.inv_freq, shard.position_ids, torch.float32)
-        cos, sin = ((part * self._rotary.magnitude).to(self._dtype) for part in table)
+        layout.cos, layout.sin = ((part * self._rotary.magnitude).to(self._dtype) for part in table)
+        return ModelInput(pack, moved, shard, self._context_group, layout)
+
+    def _layout(self, pack: PackedTrajectory, shard: ContextShard, balance: BalanceLoss | None) -> PackedLayout:
+        """What follows from boundaries and rows; the rotary table is the device's business."""
         boundaries, name = shard.cu_seqlens_padded, self._attention
         return PackedLayout(
             qkv_format="thd",
@@ -74,8 +79,6 @@ class BatchBuilder:
             cu_seqlens_kv_padded=boundaries,
             max_seqlen_q=shard.max_seqlen_padded,
             max_seqlen_kv=shard.max_seqlen_padded,
-            cos=cos,
-            sin=sin,
             interleaved=self._rotary.interleaved,
             # Transformer Engine's reads the fields that Megatron itself knows.
             attention=None if name == "transformer_engine" else choose_attention(name, shard, self._context_group),

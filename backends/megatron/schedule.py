@@ -37,7 +37,7 @@ class Schedule:
         def reduce(batch: ModelInput, output: Tensor) -> tuple[Tensor, Tensor, None]:
             logprobs, entropy = batch.whole(output)
             # No tokens are counted: the schedule then leaves the sum as it is, and the step is scaled at its end.
-            return loss(batch, logprobs, entropy), torch.tensor(0, dtype=torch.int, device=output.device), None
+            return loss(batch, logprobs, entropy), torch.zeros((), dtype=torch.int, device=output.device), None
 
         self._run(self.builder.build(packs, balance), reduce, forward_only=False)
 
@@ -64,7 +64,7 @@ class Schedule:
             data_iterator=[iter(batches) for _ in self.chunks],
             model=list(self.chunks),
             num_microbatches=len(batches),
-            seq_length=max(int(batch.shard.cu_seqlens_padded[-1]) for batch in batches),
+            seq_length=max(batch.shard.tokens.numel() * batch.shard.cp_size for batch in batches),
             micro_batch_size=1,
             forward_only=forward_only,
             collect_non_loss_data=forward_only,

@@ -6,7 +6,12 @@ import torch
 from torch import Tensor
 
 from slime_like.algorithms.softmax import RowGradients, RowValues, compute_dtype, logit_gradient, row_sums
-from slime_like.algorithms.tensor_checks import expanded_temperatures, require_temperatures, require_tensors
+from slime_like.algorithms.tensor_checks import (
+    expanded_temperatures,
+    require_known_targets,
+    require_temperatures,
+    require_tensors,
+)
 from slime_like.algorithms.vocabulary_shard import Reduce, Sums, VocabularyShard, no_reduction
 
 if TYPE_CHECKING:
@@ -29,6 +34,7 @@ def fused_logprobs(
     chunk_tokens: int | None = None,
     softcap: float | None = None,
     rows: "FusedLogitRows | None" = None,
+    check_values: bool = True,
 ) -> tuple[Tensor, Tensor]:
     """Logprob of ``targets`` and entropy (nats) under ``softmax(hidden @ weight.T / temperature)``.
 
@@ -56,6 +62,8 @@ def fused_logprobs(
             all tokens would take from 1,280 tokens on, or a few MiB.
         softcap: c, if the logits are ``c * tanh(hidden @ weight.T / c)`` (Gemma 2, arXiv:2408.00118, section 2).
         rows: what computes float32 logits on a CPU instead of torch's operators; without a softcap.
+        check_values: compare targets and temperatures with their bounds, for which the host waits for a device. False
+            where that has been done before they went there.
 
     Returns:
         Logprobs and entropies, (N,) float32 (float64 for float64 input), both differentiable with respect to
@@ -74,6 +82,9 @@ def fused_logprobs(
         chunk_tokens = min(max(64, _CACHED_ELEMENTS // max(1, weight.shape[0]), -(-hidden.shape[0] // 20)), 1024)
     reductions = all_reduce_max, all_reduce_sum
     shard = VocabularyShard.of(targets, weight.shape[0], vocab_start, vocab_size, chunk_tokens, reductions)
+    if check_values:
+        require_temperatures(temperatures)
+        require_known_targets(targets, vocab_size)
     return _FusedLogprobs.apply(hidden, weight, targets, temperatures, shard, softcap, rows)
 
 
@@ -92,7 +103,6 @@ def _check_inputs(hidden: Tensor, weight: Tensor, targets: Tensor, temperatures:
         raise ValueError(
             f"targets {tuple(targets.shape)} and temperatures {tuple(temperatures.shape)} must be ({count},), as hidden"
         )
-    require_temperatures(temperatures)
 
 
 def _check_options(hidden: Tensor, softcap: float | None, rows: "FusedLogitRows | None") -> None:
@@ -108,14 +118,17 @@ def _check_options(hidden: Tensor, softcap: float | None, rows: "FusedLogitRows 
 def _scaled_logits(
     hidden: Tensor, weight: Tensor, temperatures: Tensor, dtype: torch.dtype, softcap: float | None
 ) -> Tensor:
-    if hidden.device.type != "cpu" and hidden.dtype in (torch.bfloat16, torch.float16):
-        # The tensor cores accumulate in float32 anyway; ask for that instead of a rounded result.
-        logits = torch.mm(hidden, weight.t(), out_dtype=torch.float32)
-    else:
-        logits = (hidden @ weight.t()).to(dtype)
+    logits = _product(hidden, weight.t()).to(dtype)
     if softcap is not None:
         logits.div_(softcap).tanh_().mul_(softcap)
     return logits.div_(temperatures.to(dtype)[:, None])
+
+
+def _product(a: Tensor, b: Tensor) -> Tensor:
+    """``a @ b`` in their type; on a device in float32 at least, in which its cores add up anyway."""
+    if a.device.type != "cpu" and a.dtype in (torch.bfloat16, torch.float16):
+        return torch.mm(a, b, out_dtype=torch.float32)
+    return a @ b
 
 
 def _softcap_slope(scaled: Tensor, temperatures: Tensor, softcap: float) -> Tensor:
@@ -162,7 +175,7 @@ class _FusedLogprobs(torch.autograd.Function):
         for part, given in ctx.shard.gradients(targets, softmax, grads):
             dx = _logit_gradient(hidden[part], columns, temperatures[part], given, ctx.softcap, ctx.rows)
             if d_hidden is not None:
-                d_hidden[part] = (dx @ columns).to(d_hidden.dtype)
+                d_hidden[part] = _product(dx, columns)
             if d_weight is not None:
                 _add_weight_gradient(d_weight[: ctx.shard.columns], dx, hidden[part])
             del dx  # before the next chunk is made
@@ -197,12 +210,13 @@ def _logit_gradient(
 def _add_weight_gradient(d_weight: Tensor, dx: Tensor, hidden: Tensor) -> None:
     """Add ``dx.T @ hidden``, (V, H), without a second tensor of that size.
 
-    Products in the model's precision, sums in that of ``d_weight``, a block of the vocabulary at a time. A block's
-    product is made by itself and then added: one that adds to what is there rounds at every token of all chunks, by
-    which float32 lost a digit over 1,400 tokens. Only where blocks of one precision would have to be copied it does so.
+    Products as ``_product`` makes them, sums in the precision of ``d_weight``, a block of the vocabulary at a time. A
+    block's product is made by itself and then added: one that adds to what is there rounds at every token of all
+    chunks, by which float32 lost a digit over 1,400 tokens. Only where blocks of one precision would have to be copied
+    it does so.
     """
     if dx.dtype == d_weight.dtype and d_weight.shape[0] > _WEIGHT_BLOCK:
         d_weight.addmm_(dx.t(), hidden)
         return
     for block, rows in zip(d_weight.split(_WEIGHT_BLOCK), dx.split(_WEIGHT_BLOCK, dim=1), strict=True):
-        block += rows.t() @ hidden
+        block += _product(rows.t(), hidden)

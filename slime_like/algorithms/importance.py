@@ -228,6 +228,19 @@ def off_policy_sequence_mask(
         ValueError: what is no tensor or would be broadcast, a mask that is not bool, or a threshold that is not finite.
     """
     _check_shapes(loss_mask, logprobs=logprobs, sampled_logprobs=sampled_logprobs, advantages=advantages)
+    require_lengths(response_lens, loss_mask.numel())
+    return near_policy_mask(logprobs, sampled_logprobs, advantages, loss_mask, response_lens, threshold)
+
+
+def near_policy_mask(
+    logprobs: Tensor,
+    sampled_logprobs: Tensor,
+    advantages: Tensor,
+    loss_mask: Tensor,
+    response_lens: Tensor,
+    threshold: float,
+) -> Tensor:
+    """``off_policy_sequence_mask`` of tensors that have been checked."""
     if not math.isfinite(threshold):
         raise ValueError(f"off-policy threshold={threshold} would keep all sequences or none; give nats per token")
     divergence = masked_segment_mean(log_ratio(sampled_logprobs, logprobs).detach(), loss_mask, response_lens)

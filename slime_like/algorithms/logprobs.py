@@ -15,6 +15,7 @@ from slime_like.algorithms.packing.pack import response_logit_index, response_to
 from slime_like.algorithms.softmax import compute_dtype, logit_gradient, row_sums
 from slime_like.algorithms.tensor_checks import (
     expanded_temperatures,
+    require_known_targets,
     require_targets,
     require_temperatures,
     require_tensors,
@@ -148,6 +149,7 @@ def vocab_parallel_logprobs(
         )
     reductions = all_reduce_max, all_reduce_sum
     shard = VocabularyShard.of(targets, logits.shape[1], vocab_start, vocab_size, chunk_tokens, reductions)
+    require_known_targets(targets, vocab_size)
     return _Scored.apply(logits, targets, temperatures, None, shard, True)
 
 

@@ -37,6 +37,15 @@ def require_targets(targets: Tensor) -> None:
         raise ValueError(f"targets are {targets.dtype}; give integer token ids, int64")
 
 
+def require_known_targets(targets: Tensor, vocab_size: int) -> None:
+    """Raises ``ValueError`` for ids beyond the vocabulary. Reads values: on a device it waits for them."""
+    if targets.numel() and int(targets.max()) >= vocab_size:
+        raise ValueError(
+            f"targets reach up to {int(targets.max())}, the vocabulary to {vocab_size - 1}; give ids below that, or a "
+            "negative one (-100) where a token is not scored"
+        )
+
+
 def require_bool_mask(mask: Tensor, name: str = "loss_mask") -> None:
     """Raises ``ValueError`` for a mask of numbers, which indexing would take for positions."""
     require_tensors(**{name: mask})

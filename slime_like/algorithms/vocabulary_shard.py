@@ -46,8 +46,8 @@ class VocabularyShard:
         """The shard of a rank that holds ``held_columns`` from ``start`` on, padding included.
 
         Raises:
-            ValueError: targets that are no integers or beyond the vocabulary, no vocabulary, a first column below 0, a
-                chunk below 1, a part of the vocabulary without reductions, which would be taken for the whole.
+            ValueError: targets that are no integers, no vocabulary, a first column below 0, a chunk below 1, a part of
+                the vocabulary without reductions, which would be taken for the whole.
         """
         if start < 0:
             raise ValueError(f"vocab_start={start} is not a token id; give that of the first column")
@@ -56,11 +56,6 @@ class VocabularyShard:
         if vocab_size < 1:
             raise ValueError(f"vocab_size={vocab_size} must be the number of tokens, above 0")
         require_targets(targets)
-        if targets.numel() and int(targets.max()) >= vocab_size:
-            raise ValueError(
-                f"targets reach up to {int(targets.max())}, the vocabulary to {vocab_size - 1}; give ids below that, "
-                "or a negative one (-100) where a token is not scored"
-            )
         columns = max(0, min(vocab_size - start, held_columns))
         if columns < vocab_size and no_reduction in reductions:
             raise ValueError(

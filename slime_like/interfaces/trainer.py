@@ -116,7 +116,8 @@ class TrainerBackend(Protocol):
     def accumulate(self, micro_batches: Sequence[PackedTrajectory], last: bool = False) -> None:
         """Forward and backward of one window. Windows have the same number of micro-batches on every rank.
 
-        Every context- and model-parallel rank of a replica is given the same full packs and takes its part.
+        Every context- and model-parallel rank of a replica is given the same full packs and takes its part. They lie
+        on the host, where they are checked and cut: the host need not wait for a device then.
         Gradients are those of ``sum(token_weights * per_token_loss)``: nothing is divided yet.
         ``last`` says that no window of this step follows: communication may then start before ``finish_step``.
         Where ``algorithm.scores_policy`` is false, a pack without old logprobs is given those of this very pass.

@@ -69,7 +69,11 @@ def _gradients(trainer: MegatronTrainer, pack: PackedTrajectory, denominator: fl
 
 def _step(trainer: MegatronTrainer, pack: PackedTrajectory, denominator: float) -> None:
     trainer.begin_step(denominator, real_tokens([pack]))
-    trainer.accumulate([pack], last=True)
+    torch.cuda.set_sync_debug_mode("error")  # the host does not wait, here as under the tests' strict device
+    try:
+        trainer.accumulate([pack], last=True)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
     trainer.finish_step(denominator)
 
 

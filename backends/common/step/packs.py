@@ -1,15 +1,26 @@
-"""A pack on its way into a model."""
+"""A pack on its way into a model.
 
-from dataclasses import dataclass, fields, replace
-from typing import Any, Self
+Whatever follows from lengths, masks and boundaries is computed and checked on the host, where packs arrive, and goes to
+the device together, in one copy. From then on a micro-batch runs forward and backward without the host reading
+anything back: it would wait for all work that it has given to the device.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, fields, is_dataclass, replace
+from typing import Any, Self, TypeVar, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from backends.common.process.agreement import rank_error
 from slime_like.algorithms.context import ContextShard
-from slime_like.algorithms.packing.pack import response_tokens
+from slime_like.algorithms.packing.pack import move_together, response_tokens
+from slime_like.algorithms.segments import require_lengths
+from slime_like.algorithms.tensor_checks import require_temperatures
 from slime_like.trajectory import PackedTrajectory
+
+_Value = TypeVar("_Value")
 
 
 @dataclass
@@ -25,7 +36,7 @@ class ResponseRows:
     @classmethod
     def of(cls, pack: PackedTrajectory, shard: ContextShard) -> Self:
         """Those of this rank's ``shard`` of ``pack``."""
-        temperatures = pack.temperatures.repeat_interleave(pack.response_lens)
+        temperatures = pack.temperatures.repeat_interleave(pack.response_lens, output_size=pack.targets.numel())
         return cls(shard.response_index, response_tokens(pack)[shard.response_slot], temperatures[shard.response_slot])
 
 
@@ -48,13 +59,56 @@ class MicroBatch:
         return logprobs, entropy
 
 
-def on_device(pack: PackedTrajectory, device: torch.device) -> PackedTrajectory:
-    """``pack`` itself if it is there already, else a copy."""
-    tensors = {f.name: value for f in fields(pack) if isinstance(value := getattr(pack, f.name), Tensor)}
-    if all(tensor.device == device for tensor in tensors.values()):
-        return pack
-    moved: dict[str, Any] = {name: tensor.to(device, non_blocking=True) for name, tensor in tensors.items()}
-    return replace(pack, **moved)
+def require_computable(pack: PackedTrajectory, vocab_size: int) -> None:
+    """Check, where the pack lies, the values by which kernels index and divide: nothing later waits to read them.
+
+    Raises:
+        TrainerError: a token outside the vocabulary; the message names the sequence.
+        ValueError: temperatures that scale no logits, or lengths that are not those of the targets.
+    """
+    require_temperatures(pack.temperatures)
+    require_lengths(pack.response_lens, pack.targets.numel())
+    if (highest := int(pack.tokens.max())) >= vocab_size:
+        sequence = int(pack.sequence_mask[pack.tokens.argmax()])
+        raise rank_error(
+            "reading a micro-batch",
+            f"sequence {pack.sequence_ids[sequence]!r} has the token id {highest}, the vocabulary {vocab_size} tokens"
+            if sequence >= 0
+            else f"pad_token_id={highest} is outside the vocabulary of {vocab_size} tokens",
+            code="token-outside-vocabulary",
+            remedy="encode with the tokenizer of model.path",
+        )
+
+
+def on_device(value: _Value, device: torch.device) -> _Value:
+    """Copy of a dataclass, or of a tuple of some, whose tensors lie on ``device``; itself where they do.
+
+    All tensors of the host, at any depth of dataclasses and tuples, go over in one copy, from pinned memory, for which
+    the host does not wait. Tensors that are one object stay one. What has no tensors is not copied.
+    """
+    if device.type == "cpu":
+        return value
+    found: dict[int, Tensor] = {}
+    _each_tensor(value, lambda tensor: found.setdefault(id(tensor), tensor))
+    on_host = {str(key): tensor for key, tensor in found.items() if tensor.device.type == "cpu"}
+    moved = move_together(on_host, device)
+    placed: _Value = _each_tensor(value, lambda tensor: moved.get(str(id(tensor)), tensor))
+    return placed
+
+
+def _each_tensor(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
+    """``value`` with every tensor changed; the same object where none is."""
+    if isinstance(value, Tensor):
+        return change(value)
+    if type(value) is tuple:
+        parts = tuple(_each_tensor(part, change) for part in value)
+        return value if all(part is before for part, before in zip(parts, value, strict=True)) else parts
+    if not is_dataclass(value):
+        return value
+    before = {each.name: getattr(value, each.name) for each in fields(value)}
+    after = {name: _each_tensor(part, change) for name, part in before.items()}
+    changed = {name: part for name, part in after.items() if part is not before[name]}
+    return replace(cast(Any, value), **changed) if changed else value
 
 
 class _SumForward(torch.autograd.Function):

@@ -15,12 +15,13 @@ from slime_like.algorithms.importance import (
     ImportanceWeights,
     configured_weights,
     find_correction,
-    off_policy_sequence_mask,
+    near_policy_mask,
 )
 from slime_like.algorithms.losses.kl import KLEstimator, find_kl_estimator, kl_estimate
 from slime_like.algorithms.losses.policy import POLICY_LOSSES, PolicyLoss, required, token_ratio
 from slime_like.algorithms.losses.sums import LossOutput, LossSums
 from slime_like.algorithms.losses.types import LossInputs, PolicyTerms
+from slime_like.algorithms.segments import require_lengths
 from slime_like.plugins.resolve import resolve_callable
 
 if TYPE_CHECKING:
@@ -110,9 +111,17 @@ class Loss:
             The weighted sum, undivided, with graph, and the metrics.
 
         Raises:
-            ValueError: an input that this loss needs is missing, or has another shape or type than it says; or the
-                custom policy term returns something else than (R,) values in ``PolicyTerms``.
+            ValueError: an input that this loss needs is missing, or has another shape or type than it says; lengths
+                are not those of the tokens; or the custom policy term returns something else than (R,) values in
+                ``PolicyTerms``.
         """
+        inputs.check_shapes()
+        if inputs.response_lens is not None:
+            require_lengths(inputs.response_lens, inputs.logprobs.numel())
+        return self.of_checked_lengths(inputs)
+
+    def of_checked_lengths(self, inputs: LossInputs) -> LossOutput:
+        """The same of lengths that were checked before they went to a device, where reading them would wait for it."""
         self._check(inputs)
         inputs = inputs.cleaned()
         terms = self._policy(inputs)
@@ -155,7 +164,7 @@ class Loss:
         sampled = inputs.behaviour_logprobs if inputs.behaviour_logprobs is not None else inputs.old_logprobs
         if sampled is None:
             raise ValueError("off_policy_mask needs behaviour_logprobs or old_logprobs; the micro-batch has neither")
-        keep = off_policy_sequence_mask(
+        keep = near_policy_mask(
             inputs.logprobs,
             sampled,
             required(inputs, "advantages"),

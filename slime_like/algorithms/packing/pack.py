@@ -198,9 +198,10 @@ def real_tokens(packs: Sequence[PackedTrajectory]) -> int:
 
 # ------------------------------------------------------------------------------------------------------------ transfer
 def move_together(tensors: dict[str, Tensor], device: torch.device) -> dict[str, Tensor]:
-    """Copy contiguous CPU tensors of any dtype to ``device`` through one byte buffer, which the copies are views of.
+    """Copy CPU tensors of any dtype to ``device`` through one byte buffer, which the copies are views of.
 
-    On the CPU they are returned as they are.
+    On the CPU they are returned as they are. The host does not wait for the copy: torch keeps pinned memory until it is
+    done, and uses it again.
     """
     if device.type == "cpu":
         return tensors
@@ -212,7 +213,7 @@ def move_together(tensors: dict[str, Tensor], device: torch.device) -> dict[str,
     places = {name: slice(start, start + tensors[name].nbytes) for name, start in zip(tensors, starts, strict=True)}
     for name, tensor in tensors.items():
         buffer[places[name]].copy_(tensor.contiguous().flatten().view(torch.uint8))
-    moved = buffer.to(device)
+    moved = buffer.to(device, non_blocking=True)
     return {name: moved[places[name]].view(tensor.dtype).view(tensor.shape) for name, tensor in tensors.items()}
 
 

@@ -3,12 +3,14 @@
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from slime_like.algorithms import fused_logprobs, logprobs_and_entropy, vocab_parallel_logprobs
 from tests.support.properties import examples
@@ -256,3 +258,29 @@ def test_the_weight_gradient_of_many_tokens_keeps_its_digits_behind_a_heavy_one(
         assert leaf.grad is not None
         gradients.append(leaf.grad.double())
     assert (gradients[0] - gradients[1]).norm() < 6e-7 * gradients[1].norm()
+
+
+class _Products(TorchDispatchMode):
+    """Result types of all matrix products, in order."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.types: list[torch.dtype] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if func.overloadpacket in (torch.ops.aten.mm, torch.ops.aten.addmm):
+            self.types.append(result.dtype)
+        return result
+
+
+def test_products_on_a_device_are_rounded_to_bfloat16_nowhere() -> None:
+    """Forward, recomputed, and both gradients; shapes stand for a device."""
+    with torch.device("meta"):
+        hidden, weight = (torch.ones(n, 8, dtype=torch.bfloat16, requires_grad=True) for n in (4, 32))
+        targets, temperatures = torch.ones(4, dtype=torch.int64), torch.ones(4)
+    with _Products() as products:
+        logprobs, _ = fused_logprobs(hidden, weight, targets, temperatures, vocab_size=32, check_values=False)
+        logprobs.sum().backward()
+    assert products.types == [torch.float32] * 4
+    assert weight.grad is not None and weight.grad.dtype == torch.bfloat16
