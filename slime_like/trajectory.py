@@ -320,8 +320,8 @@ class GRPOStats(TensorsAsArrays):
         grad_norm: global gradient norm before clipping.
         learning_rate: the rate this step used.
         num_tokens: loss-carrying tokens of the step.
-        importance_weight: mean engine-to-trainer importance weight over loss-carrying tokens; 0 without correction.
-        importance_clipfrac: fraction of loss-carrying tokens whose importance weight was truncated or masked.
+        importance_weight, importance_clipfrac: mean importance weight, and fraction that was changed; 0 without any.
+        bounded_fraction: fraction of loss-carrying tokens with a logprob, or a log ratio, that was bounded.
         moe_aux_loss: balancing loss of a mixture of experts, mean over layers and real tokens, before its coefficient;
             1 is an even load; 0 where the objective has none. It is no part of ``loss``.
         metadata: debug data, e.g. ``pi_logprobs`` (total_response_tokens,).
@@ -342,6 +342,7 @@ class GRPOStats(TensorsAsArrays):
     num_tokens: Tensor
     importance_weight: Tensor = field(default_factory=lambda: torch.zeros(()))
     importance_clipfrac: Tensor = field(default_factory=lambda: torch.zeros(()))
+    bounded_fraction: Tensor = field(default_factory=lambda: torch.zeros(()))
     moe_aux_loss: Tensor = field(default_factory=lambda: torch.zeros(()))
     metadata: dict[str, Any] | None = field(default=None)
 

@@ -6,7 +6,12 @@ import torch
 from torch import Tensor
 
 from slime_like.algorithms.softmax import RowGradients, RowValues, compute_dtype, logit_gradient, row_sums
-from slime_like.algorithms.tensor_checks import require_known_targets, require_temperatures, require_tensors
+from slime_like.algorithms.tensor_checks import (
+    expanded_temperatures,
+    require_known_targets,
+    require_temperatures,
+    require_tensors,
+)
 from slime_like.algorithms.vocabulary_shard import Reduce, Sums, VocabularyShard, no_reduction
 
 if TYPE_CHECKING:
@@ -20,7 +25,7 @@ def fused_logprobs(
     hidden: Tensor,
     weight: Tensor,
     targets: Tensor,
-    temperatures: Tensor,
+    temperatures: Tensor | float,
     *,
     vocab_start: int = 0,
     vocab_size: int,
@@ -45,8 +50,8 @@ def fused_logprobs(
             empty, gradients exist and are zero, and no reduction is called (N is the same on all ranks of the group).
         weight: (V_local, H), this rank's rows of the output projection, possibly with padding rows at the end of the
             vocabulary.
-        targets: (N,) int64, global token ids; any valid id where the token is masked.
-        temperatures: (N,) positive, the logits are divided by them.
+        targets: (N,) int64, global token ids; a negative one gives logprob 0 without gradient.
+        temperatures: what the logits are divided by, positive: a number, or a tensor that expands to (N,).
         vocab_start: global id of ``weight``'s first row.
         vocab_size: true size of the whole vocabulary; columns at or beyond it never enter a log-sum-exp.
         all_reduce_max, all_reduce_sum: reduce a tensor in place over the tensor-parallel group; needed where ``weight``
@@ -65,9 +70,11 @@ def fused_logprobs(
 
     Raises:
         ValueError: what is no tensor, hidden states of another type than the weight, shapes that do not fit, a target
-            outside the vocabulary, a temperature that is not positive, a part of the vocabulary without reductions, a
+            beyond the vocabulary, a temperature that is not positive, a part of the vocabulary without reductions, a
             chunk below 1, ``rows`` for what they do not compute.
     """
+    if isinstance(temperatures, int | float):
+        temperatures = expanded_temperatures(temperatures, targets)
     _check_inputs(hidden, weight, targets, temperatures)
     _check_options(hidden, softcap, rows)
     chunk_tokens = _default_chunk(hidden.shape[0], weight.shape[0]) if chunk_tokens is None else chunk_tokens

@@ -14,6 +14,7 @@ from torch import Tensor
 from slime_like.algorithms.packing.pack import response_logit_index, response_tokens
 from slime_like.algorithms.softmax import compute_dtype, logit_gradient, row_sums
 from slime_like.algorithms.tensor_checks import (
+    expanded_temperatures,
     require_known_targets,
     require_targets,
     require_temperatures,
@@ -48,13 +49,15 @@ def selective_log_softmax(logits: Tensor, targets: Tensor) -> Tensor:
     return _select(logits, targets, None, with_entropy=False)[0]
 
 
-def logprobs_and_entropy(logits: Tensor, targets: Tensor, temperatures: Tensor | None = None) -> tuple[Tensor, Tensor]:
+def logprobs_and_entropy(
+    logits: Tensor, targets: Tensor, temperatures: Tensor | float | None = None
+) -> tuple[Tensor, Tensor]:
     """Logprob of ``targets`` and entropy (nats) of every token, in one pass over chunks; both differentiable.
 
     Args:
         logits: (..., V).
         targets: (...) int64; a negative target gives logprob 0 without gradient (its entropy is still computed).
-        temperatures: (...) positive, or a shape that expands to it: what the logits are divided by; none means 1.
+        temperatures: what the logits are divided by, positive: a number, or a tensor that expands to (...); none is 1.
 
     Returns:
         Logprobs and entropies, (...) float32, or float64 for float64 logits.
@@ -64,7 +67,7 @@ def logprobs_and_entropy(logits: Tensor, targets: Tensor, temperatures: Tensor |
             are no integers, one that is not below V, or a temperature that is not positive.
 
     Example:
-        >>> logprobs, entropy = logprobs_and_entropy(logits, targets, torch.tensor(0.7))
+        >>> logprobs, entropy = logprobs_and_entropy(logits, targets, 0.7)
     """
     return _select(logits, targets, temperatures, with_entropy=True)
 
@@ -104,7 +107,7 @@ def compute_response_logprobs(logits: Tensor, packed: PackedTrajectory, temperat
 def vocab_parallel_logprobs(
     logits: Tensor,
     targets: Tensor,
-    temperatures: Tensor,
+    temperatures: Tensor | float,
     *,
     vocab_start: int = 0,
     vocab_size: int,
@@ -120,8 +123,8 @@ def vocab_parallel_logprobs(
 
     Args:
         logits: (N, V_local), possibly with columns of padding at the end of the vocabulary.
-        targets: (N,) int64, global token ids; any valid id where the token is masked.
-        temperatures: (N,) positive, the logits are divided by them.
+        targets: (N,) int64, global token ids; a negative one gives logprob 0 without gradient.
+        temperatures: what the logits are divided by, positive: a number, or a tensor that expands to (N,).
         vocab_start: global id of the first column.
         vocab_size: true size of the whole vocabulary; columns at or beyond it never enter a log-sum-exp.
         all_reduce_max, all_reduce_sum: reduce a tensor in place over the tensor-parallel group; needed where ``logits``
@@ -132,11 +135,11 @@ def vocab_parallel_logprobs(
         Logprobs and entropies, (N,) float32 (float64 for float64 logits), differentiable with respect to ``logits``.
 
     Raises:
-        ValueError: what is no tensor, shapes that do not fit, a target outside the vocabulary, a temperature that is
+        ValueError: what is no tensor, shapes that do not fit, a target beyond the vocabulary, a temperature that is
             not positive, a part of the vocabulary without reductions, a chunk below 1.
     """
     require_tensors(logits=logits, targets=targets)
-    require_temperatures(temperatures)
+    temperatures = expanded_temperatures(temperatures, targets)
     if not logits.is_floating_point():
         raise ValueError(f"logits are {logits.dtype}; give floats")
     if logits.ndim != 2 or not targets.shape == temperatures.shape == logits.shape[:1]:
@@ -182,27 +185,19 @@ def _check_scoring(logits: Tensor, targets: Tensor) -> None:
         )
 
 
-def _select(logits: Tensor, targets: Tensor, temperatures: Tensor | None, with_entropy: bool) -> tuple[Tensor, Tensor]:
+def _select(
+    logits: Tensor, targets: Tensor, temperatures: Tensor | float | None, with_entropy: bool
+) -> tuple[Tensor, Tensor]:
     require_tensors(logits=logits, targets=targets)
     if logits.ndim < 1 or logits.shape[:-1] != targets.shape:
         raise ValueError(
             f"targets have shape {tuple(targets.shape)}, logits {tuple(logits.shape)}; give (...) and (..., V)"
         )
     _check_scoring(logits, targets)
-    scale = None if temperatures is None else _expanded(temperatures, targets)
+    scale = None if temperatures is None else expanded_temperatures(temperatures, targets).reshape(-1)
     flat = logits.reshape(-1, logits.shape[-1])
     logprobs, entropy = _Scored.apply(flat, targets.reshape(-1), scale, None, _whole(flat), with_entropy)
     return logprobs.view(targets.shape), entropy.view(targets.shape)
-
-
-def _expanded(temperatures: Tensor, targets: Tensor) -> Tensor:
-    require_temperatures(temperatures)
-    try:
-        return temperatures.expand(targets.shape).reshape(-1)
-    except RuntimeError as error:
-        raise ValueError(
-            f"temperatures have shape {tuple(temperatures.shape)}, targets {tuple(targets.shape)}; give one per target"
-        ) from error
 
 
 def _whole(logits: Tensor) -> VocabularyShard:
@@ -240,18 +235,15 @@ class _Scored(torch.autograd.Function):
         entropy = entropy.clone()
         if not with_entropy:
             ctx.mark_non_differentiable(entropy)
-        return logprobs.masked_fill(targets < 0, 0.0), entropy
+        return logprobs, entropy
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         logits, targets, temperatures, rows, *softmax = ctx.saved_tensors
         shard: VocabularyShard = ctx.shard
-        grad_logprobs = grads[0]
         all_written = rows is None and shard.columns == logits.shape[1] and any(grad is not None for grad in grads)
         grad_logits = torch.empty_like(logits) if all_written else torch.zeros_like(logits)
-        if grad_logprobs is not None:
-            grad_logprobs = grad_logprobs.masked_fill(targets < 0, 0.0)
-        for part, given in shard.gradients(targets, softmax, (grad_logprobs, grads[1])):
+        for part, given in shard.gradients(targets, softmax, grads):
             scale = None if temperatures is None else temperatures[part]
             x = _scaled_rows(logits, rows, part, temperatures, shard.columns, softmax[1].dtype)
             dx = logit_gradient(x, scale, *given, overwrite=temperatures is not None)

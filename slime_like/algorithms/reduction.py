@@ -141,13 +141,15 @@ def step_denominator(
     return found.denominator(counts, groups)
 
 
-def sum_of_sample_mean(x: Tensor, response_lengths: Sequence[int] | Tensor, loss_masks: Sequence[Tensor]) -> Tensor:
+def sum_of_sample_mean(
+    x: Tensor, response_lengths: Sequence[int] | Tensor, loss_masks: Sequence[Tensor] | Tensor
+) -> Tensor:
     """Sum over samples of each sample's masked mean; a fully masked sample adds 0.
 
     Args:
         x: (R,) per-token values of all samples, end to end.
         response_lengths: tokens of each sample.
-        loss_masks: (response_len,) for each sample, bool or number.
+        loss_masks: (R,) as a pack has it, or (response_len,) for each sample; bool or number.
 
     Returns:
         Scalar, differentiable with respect to ``x``, float32 at least. Where masks are bool, whatever stands on masked
@@ -161,12 +163,14 @@ def sum_of_sample_mean(x: Tensor, response_lengths: Sequence[int] | Tensor, loss
         tensor(7.)
     """
     require_tensors(x=x)
-    if not all(isinstance(mask, Tensor) for mask in loss_masks):
+    if not isinstance(loss_masks, Tensor) and not all(isinstance(mask, Tensor) for mask in loss_masks):
         raise ValueError("loss_masks must be tensors; give one tensor (response_len,) per sample")
     if x.ndim != 1:
         raise ValueError(f"x has shape {tuple(x.shape)}; give the values of all samples end to end, (R,)")
     lengths = response_lengths.tolist() if isinstance(response_lengths, Tensor) else list(response_lengths)
-    if sum(lengths) != x.numel() or [mask.numel() for mask in loss_masks] != lengths:
+    masks = [loss_masks] if isinstance(loss_masks, Tensor) else list(loss_masks)
+    expected = [sum(lengths)] if isinstance(loss_masks, Tensor) else lengths
+    if sum(lengths) != x.numel() or [mask.numel() for mask in masks] != expected:
         if lengths and min(lengths) < 0:
             raise ValueError(f"response_lengths has {min(lengths)} for a sample; a length is 0 or more")
         raise ValueError(
@@ -176,7 +180,7 @@ def sum_of_sample_mean(x: Tensor, response_lengths: Sequence[int] | Tensor, loss
         return x.sum()
     # A bfloat16 sum stands still from 256 ones on.
     x = x.to(torch.promote_types(x.dtype, torch.float32))
-    mask = torch.cat(list(loss_masks))
+    mask = torch.cat(masks)
     kept = torch.where(mask, x, 0.0) if mask.dtype == torch.bool else x * mask.to(x.dtype)
     segments = torch.tensor(lengths, device=x.device)
     return (segment_sum(kept, segments) / segment_sum(mask.to(x.dtype), segments).clamp_min(1)).sum()

@@ -1,5 +1,7 @@
 """Per-sequence sums and means of flat per-token tensors."""
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -39,6 +41,33 @@ def masked_segment_mean(x: Tensor, mask: Tensor, lengths: Tensor) -> Tensor:
     return masked_segment_sum(x, mask, lengths) / segment_sum(mask.double(), lengths).clamp_min(1)
 
 
-def spread_over_tokens(per_sequence: Tensor, lengths: Tensor, total: int) -> Tensor:
-    """Repeat (S,) values over each segment's tokens: (R,), differentiable."""
+def spread_over_tokens(
+    per_sequence: Tensor | Sequence[float], lengths: Tensor | Sequence[int], total: int | None = None
+) -> Tensor:
+    """Repeat per-sequence values over each sequence's tokens.
+
+    Args:
+        per_sequence: (S,); a list, as ``token_weights`` returns it, becomes float64.
+        lengths: (S,) tokens of each sequence.
+        total: their sum, where it is known: a device need not be waited for then.
+
+    Returns:
+        (R,), differentiable.
+
+    Raises:
+        ValueError: another number of values than of lengths.
+
+    Example:
+        >>> spread_over_tokens(torch.tensor([0.5, -0.5]), [3, 1])
+        tensor([ 0.5000,  0.5000,  0.5000, -0.5000])
+    """
+    if not isinstance(per_sequence, Tensor):
+        device = lengths.device if isinstance(lengths, Tensor) else None
+        per_sequence = torch.tensor(per_sequence, dtype=torch.float64, device=device)
+    if not isinstance(lengths, Tensor):
+        lengths = torch.tensor(lengths, dtype=torch.int64, device=per_sequence.device)
+    if per_sequence.shape != lengths.shape:
+        raise ValueError(
+            f"per_sequence {tuple(per_sequence.shape)} and lengths {tuple(lengths.shape)} differ; give one per sequence"
+        )
     return per_sequence.repeat_interleave(lengths, output_size=total)

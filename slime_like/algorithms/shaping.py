@@ -5,7 +5,7 @@ import math
 import torch
 from torch import Tensor
 
-from slime_like.algorithms.losses.kl import kl_estimate
+from slime_like.algorithms.losses.kl import KLEstimator, kl_estimate
 from slime_like.algorithms.segments import require_lengths, segment_sum
 from slime_like.algorithms.tensor_checks import require_alike, require_bool_mask, require_tensors
 
@@ -48,7 +48,7 @@ def kl_penalty(
     loss_mask: Tensor,
     response_lens: Tensor,
     coefficient: float,
-    estimator: str = "k1",
+    estimator: str | KLEstimator = "k1",
 ) -> tuple[Tensor, Tensor]:
     """The KL term in the reward instead of the loss (InstructGPT, arXiv:2203.02155, eq. 2).
 

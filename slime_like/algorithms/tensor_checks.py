@@ -24,6 +24,13 @@ def require_alike(**given: Tensor | None) -> None:
             raise ValueError(f"{shapes} differ; give one entry of each per token")
 
 
+def require_per_token(what: str, value: object, like: Tensor) -> None:
+    """Raises ``ValueError`` where custom code returned something that would be broadcast, or is no tensor."""
+    if not isinstance(value, Tensor) or value.shape != like.shape:
+        returned = f"shape {tuple(value.shape)}" if isinstance(value, Tensor) else f"a {type(value).__name__}"
+        raise ValueError(f"{what} returned {returned} for {like.numel()} tokens; return one value per token, (R,)")
+
+
 def require_targets(targets: Tensor) -> None:
     """Raises ``ValueError`` for ids of a type that is no index: a uint8 holds neither a vocabulary nor a -100."""
     if targets.dtype not in (torch.int64, torch.int32):
@@ -31,11 +38,11 @@ def require_targets(targets: Tensor) -> None:
 
 
 def require_known_targets(targets: Tensor, vocab_size: int) -> None:
-    """Raises ``ValueError`` for ids outside the vocabulary. Reads values: on a device it waits for them."""
-    if targets.numel() and (int(targets.min()) < 0 or int(targets.max()) >= vocab_size):
+    """Raises ``ValueError`` for ids beyond the vocabulary. Reads values: on a device it waits for them."""
+    if targets.numel() and int(targets.max()) >= vocab_size:
         raise ValueError(
-            f"targets reach from {int(targets.min())} to {int(targets.max())}, the vocabulary from 0 to "
-            f"{vocab_size - 1}; give the token's own id where it is masked"
+            f"targets reach up to {int(targets.max())}, the vocabulary to {vocab_size - 1}; give ids below that, or a "
+            "negative one (-100) where a token is not scored"
         )
 
 
@@ -49,7 +56,7 @@ def require_bool_mask(mask: Tensor, name: str = "loss_mask") -> None:
 def require_temperatures(temperatures: Tensor) -> None:
     """Raises ``ValueError`` for one that is not positive, or not finite: logits are divided by them."""
     if not isinstance(temperatures, Tensor):
-        raise ValueError(f"temperatures are a {type(temperatures).__name__}; give a tensor, e.g. torch.tensor(0.7)")
+        raise ValueError(f"temperatures are a {type(temperatures).__name__}; give a number or a tensor")
     fits = (temperatures > 0) & torch.isfinite(temperatures)
     if not bool(fits.all()):
         where = int((~fits).flatten().nonzero()[0])
@@ -57,3 +64,20 @@ def require_temperatures(temperatures: Tensor) -> None:
             f"temperature {float(temperatures.flatten()[where])} (entry {where}) cannot scale logits; give positive "
             "ones (1 for greedy samples)"
         )
+
+
+def expanded_temperatures(temperatures: Tensor | float, targets: Tensor) -> Tensor:
+    """One temperature per target, from a number or a tensor that expands to the shape of ``targets``.
+
+    Raises:
+        ValueError: one that is not positive, or not finite, or a shape that does not expand.
+    """
+    if isinstance(temperatures, int | float):
+        temperatures = torch.tensor(float(temperatures), dtype=torch.float64, device=targets.device)
+    require_temperatures(temperatures)
+    try:
+        return temperatures.expand(targets.shape).contiguous()
+    except RuntimeError as error:
+        raise ValueError(
+            f"temperatures have shape {tuple(temperatures.shape)}, targets {tuple(targets.shape)}; give one per target"
+        ) from error

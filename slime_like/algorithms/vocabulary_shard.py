@@ -88,7 +88,7 @@ class VocabularyShard:
         grad_logprobs, grad_entropy = grads
         if grad_logprobs is None and grad_entropy is None:
             return
-        grad = torch.zeros_like(softmax[1]) if grad_logprobs is None else grad_logprobs
+        grad = torch.zeros_like(softmax[1]) if grad_logprobs is None else grad_logprobs.masked_fill(targets < 0, 0.0)
         column, held = self.local(targets)
         grad_targets = grad.masked_fill(~held, 0.0)
         for part in self.parts(targets.numel()):
@@ -100,6 +100,8 @@ class VocabularyShard:
         self, targets: Tensor, dtype: torch.dtype, sums_of: Callable[[slice, Tensor], tuple[Tensor, Sums]]
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """(N,) maximum, what the log-sum-exp is above it, entropy and target logprob over the whole vocabulary.
+
+        The logprob of a negative target is 0, and ``gradients`` has none for it.
 
         ``sums_of`` gives what ``row_sums`` does, for a slice of tokens and the columns of their targets. Each
         reduction is called once, or not at all where there is no target.
@@ -122,4 +124,5 @@ class VocabularyShard:
         sums[0] *= scale
         self.all_reduce_sum(sums)
         log_total = sums[0].log()
-        return maximum, log_total, log_total - sums[1] / sums[0], sums[2] - maximum - log_total
+        logprobs = (sums[2] - maximum - log_total).masked_fill(targets < 0, 0.0)
+        return maximum, log_total, log_total - sums[1] / sums[0], logprobs

@@ -59,6 +59,8 @@ CHECKS: Sequence[Check] = (
     Check("trainer.backend-args", {"trainer"}, names.backend_argument_problems),
     Check("algorithm.loss", {"training"}, names.loss_name_problems),
     Check("algorithm.advantage", {"training", "engine"}, names.advantage_name_problems),
+    Check("algorithm.kl-estimator", {"training"}, names.kl_name_problems),
+    Check("algorithm.importance-correction", {"training"}, names.correction_name_problems),
     Check("rollout.engine", {"engine"}, names.engine_name_problems),
     Check("trainer.fsdp", {"trainer"}, fsdp.fsdp_problems),
     Check("algorithm.minibatches", {"training"}, schedule.minibatch_problems),

@@ -4,7 +4,7 @@ from collections.abc import Iterator, Sequence
 
 from slime_like.checks.engine_install import interpreter_problems
 from slime_like.checks.rows import first_sample
-from slime_like.config.algorithm import ADVANTAGES, LOSSES
+from slime_like.config.algorithm import ADVANTAGES, CORRECTIONS, KL_ESTIMATORS, LOSSES
 from slime_like.config.rollout import ENVIRONMENT, EnvironmentConfig
 from slime_like.config.run import RunConfig
 from slime_like.plugins.entry_points import BACKEND_GROUP, ENGINE_GROUP, installed_names
@@ -45,6 +45,15 @@ def loss_name_problems(config: RunConfig) -> Iterator[str]:
 
 def advantage_name_problems(config: RunConfig) -> Iterator[str]:
     return _unknown_or_not_importable("algorithm.advantage", config.algorithm.advantage, [*ADVANTAGES])
+
+
+def kl_name_problems(config: RunConfig) -> Iterator[str]:
+    return _unknown_or_not_importable("algorithm.kl_estimator", config.algorithm.kl_estimator, KL_ESTIMATORS)
+
+
+def correction_name_problems(config: RunConfig) -> Iterator[str]:
+    name = config.algorithm.importance_correction
+    return _unknown_or_not_importable("algorithm.importance_correction", name, CORRECTIONS)
 
 
 def reward_problems(config: RunConfig) -> Iterator[str]:

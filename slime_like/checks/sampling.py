@@ -72,6 +72,11 @@ def streaming_problems(config: RunConfig) -> Iterator[str]:
             f"rollout.stream=true computes advantages before the KL is known, but algorithm.kl_reward_coef="
             f"{algorithm.kl_reward_coef:g} subtracts it from the rewards; use kl_coef instead, {remedy}"
         )
+    if algorithm.importance_normalize:
+        yield (
+            "rollout.stream=true trains before all importance weights are known, and algorithm.importance_normalize="
+            f"true divides by their mean; set it to false, {remedy}"
+        )
     if algorithm.moe_aux_loss_coef > 0:
         yield (
             f"algorithm.moe_aux_loss_coef={algorithm.moe_aux_loss_coef:g} adds a loss with a separate denominator, "

@@ -33,6 +33,10 @@ BATCH_ADVANTAGES = ("reinforce_pp", "reinforce_pp_baseline")
 """Estimators that need the whole batch before the first advantage is known."""
 
 
+KL_ESTIMATORS = ("k1", "k2", "k3", "low_var_kl")
+CORRECTIONS = ("none", "truncate", "clip", "mask", "tis", "mis", "icepop")
+
+
 class AlgorithmConfig(Section):
     """Loss, advantages, reduction."""
 
@@ -47,34 +51,37 @@ class AlgorithmConfig(Section):
     """Mean of the loss over an optimizer step. tokens: over all tokens. samples: of per-sample means. groups: of
     per-group token means. constant: of per-sample sums over constant_length (Dr. GRPO)."""
     constant_length: int | None = Field(None, ge=1)
-    """Divisor of reduction `constant`, in tokens; usually rollout.max_new_tokens."""
+    """Divisor of reduction `constant`; usually rollout.max_new_tokens."""
     clip_low: float = Field(0.2, ge=0, le=1, description="Ratios below 1 - clip_low are clipped; 1: no lower bound.")
     clip_high: float = Field(0.2, ge=0, description="Ratios above 1 + clip_high are clipped.")
     dual_clip: float | None = Field(None, gt=1, description="Dual-clip bound for negative advantages; none: off.")
     kl_coef: float = Field(0.0, ge=0, description="Coefficient of the KL to the reference in the loss; 0: off.")
-    kl_estimator: Literal["k1", "k2", "k3"] = "k3"
-    """Estimator of KL(policy || reference) in the loss. k2 has the exact reverse-KL gradient; k3 is biased; k1 has
-    zero expected gradient unless kl_importance_weighted."""
+    kl_estimator: str = "k3"
+    """KL(policy || reference) in the loss: k1, k2, k3, low_var_kl (k3, at most 10) or custom code. k2 has the exact
+    reverse-KL gradient; k3 is biased; k1 has zero expected gradient unless kl_importance_weighted."""
     kl_importance_weighted: bool = False
     """Multiply the KL by pi / pi_old: unbiased gradient for k1 and k3, also off-policy."""
     entropy_coef: float = Field(0.0, ge=0, description="Coefficient of the entropy bonus.")
     moe_aux_loss_coef: float = Field(0.0, ge=0)
-    """Coefficient of the load-balancing loss of mixture-of-experts layers; 1 per layer is an even load in every
-    sequence."""
-    importance_correction: Literal["none", "truncate", "mask"] = "none"
-    """Correct for differences between engine and trainer: truncated (TIS) or masked (MIS) importance weights."""
+    """Coefficient of the load-balancing loss of mixture-of-experts layers."""
+    importance_correction: str = "none"
+    """Importance weights of engine to trainer: none, truncate (also tis), clip, mask (also mis, icepop) or custom
+    code."""
     importance_level: Literal["token", "sequence", "geometric"] = "token"
     """Ratio per token, product over the sequence, or its geometric mean."""
-    importance_low: float = Field(0.5, ge=0, description="Lower bound on ratios (`mask` only).")
-    importance_high: float = Field(2.0, gt=0, description="Upper bound on ratios, truncated or masked.")
+    importance_low: float = Field(0.5, ge=0, description="Lower bound on ratios; not of `truncate`.")
+    importance_high: float = Field(2.0, gt=0, description="Upper bound on ratios.")
+    importance_veto: float | None = Field(None, gt=0)
+    """Sequences with a token's ratio below this, e.g. 1e-4, weigh 0; none: off."""
+    importance_normalize: bool = False
+    """Divide advantages by the batch's mean weight."""
     off_policy_mask: float | None = Field(None, ge=0)
     """Mask sequences with negative advantage if the policy has moved further than this since sampling, in nats per
     token; none: off."""
     kl_reward_coef: float = Field(0.0, ge=0)
-    """Coefficient of the KL to the reference, summed over a response and subtracted from its reward; 0: off. Can be
-    combined with kl_coef."""
-    kl_reward_estimator: Literal["k1", "k2", "k3"] = "k1"
-    """Estimator of the KL in the reward. Without gradient, k1 and k3 are unbiased."""
+    """Coefficient of the KL to the reference, summed over a response and subtracted from its reward; 0: off."""
+    kl_reward_estimator: Literal["k1", "k2", "k3", "low_var_kl"] = "k1"
+    """Estimator of that KL; k1 and k3 are unbiased."""
     overlong_buffer: int | None = Field(None, ge=1)
     """DAPO's overlong penalty grows over this many tokens below rollout.max_new_tokens; none: off."""
     overlong_factor: float = Field(1.0, gt=0, description="Penalty of a response of rollout.max_new_tokens tokens.")
@@ -92,10 +99,12 @@ class AlgorithmConfig(Section):
 
     @property
     def scores_policy(self) -> bool:
-        """A pass before the first update computes old logprobs: later updates, or the KL in the reward, need them."""
-        return self.old_logprobs == "score" or self.epochs * self.minibatches > 1 or self.kl_reward_coef > 0
+        """A pass before the first update computes old logprobs: later updates, the KL in the reward, or a batch's mean
+        importance weight need them."""
+        more = self.epochs * self.minibatches
+        return self.old_logprobs == "score" or more > 1 or self.kl_reward_coef > 0 or self.importance_normalize
 
-    _absolute = field_validator("loss", "advantage")(absolute_code)
+    _absolute = field_validator("loss", "advantage", "kl_estimator", "importance_correction")(absolute_code)
 
     @model_validator(mode="after")
     def _fits_together(self) -> Self:
@@ -110,6 +119,12 @@ class AlgorithmConfig(Section):
                 f"reduction={self.reduction} and constant_length={length} do not go together; "
                 "constant_length is the divisor of reduction `constant`, and of no other"
             )
+        for name, value in (("veto", self.importance_veto), ("normalize", self.importance_normalize or None)):
+            if self.importance_correction == "none" and value is not None:
+                raise ValueError(
+                    f"importance_{name}={str(value).lower()} needs importance weights, but importance_correction=none; "
+                    "set it, e.g. to truncate"
+                )
         if self.importance_low > self.importance_high:
             raise ValueError(
                 f"importance_low={self.importance_low} is above importance_high={self.importance_high}; swap them"

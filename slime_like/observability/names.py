@@ -41,7 +41,7 @@ _SHOWN_SHARE = 10.0
 
 _MEANS = (
     "loss", "policy_loss", "kl_loss", "ratios", "clipfrac", "approx_policy_kls", "entropy", "grad_norm",
-    "engine_gap_mean", "importance_weight", "importance_clipfrac", "moe_aux_loss",
+    "engine_gap_mean", "importance_weight", "importance_clipfrac", "bounded_fraction", "moe_aux_loss",
 )  # fmt: skip
 
 

@@ -99,9 +99,23 @@ MUTATIONS = [
     Mutation(
         "the ratio is taken against a detached copy of itself",
         "losses/policy.py",
-        '(inputs.logprobs - required(inputs, "old_logprobs")).exp()',
-        "(inputs.logprobs - inputs.logprobs.detach()).exp()",
+        'bounded_exp(log_ratio(inputs.logprobs, required(inputs, "old_logprobs")))',
+        "bounded_exp(log_ratio(inputs.logprobs, inputs.logprobs.detach()))",
         "test_losses.py::test_ratio_and_clip_fraction_come_from_the_old_policy",
+    ),
+    Mutation(
+        "a ratio overflows",
+        "bounds.py",
+        "log_ratios.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND).exp()",
+        "log_ratios.exp()",
+        "test_bounds.py::test_flat_groups_and_far_policies",
+    ),
+    Mutation(
+        "a veto looks at what the correction left of a ratio",
+        "importance.py",
+        "log_ratios < math.log(veto)",
+        "weights < veto",
+        "test_importance.py::test_a_veto_removes_whole_sequences",
     ),
     Mutation(
         "the head scores without the sampling temperature",

@@ -1,11 +1,14 @@
 """Objective: one pack's share of the step's loss, from its logprobs."""
 
-from typing import NoReturn
+from collections.abc import Callable
+from typing import Any, NoReturn, TypeVar, cast
 
 from torch import Tensor
 
 from backends.common.step.sums import StepSums
-from slime_like.algorithms.losses import Loss, LossInputs, build_loss
+from slime_like.algorithms.importance import find_correction
+from slime_like.algorithms.losses import Loss, LossInputs
+from slime_like.algorithms.losses.kl import find_kl_estimator
 from slime_like.algorithms.losses.loss import check_terms, find_policy
 from slime_like.algorithms.losses.types import PolicyTerms
 from slime_like.config import AlgorithmConfig, RunConfig
@@ -55,9 +58,13 @@ def configured_loss(config: AlgorithmConfig) -> Loss:
     """Build the configured loss, as ``build_loss`` does.
 
     Raises:
-        TrainerError: a user's own loss cannot be imported or built; in a call of it, it raised or returned no terms.
+        TrainerError: a user's own part cannot be imported or built; in a call of it, it raised or returned something
+            else than it must.
     """
-    return Loss(config, _UsersPolicy(config)) if ":" in config.loss else build_loss(config)
+    policy = _UsersPolicy(config) if ":" in config.loss else find_policy(config.loss)(config)
+    estimator = _users_function("algorithm.kl_estimator", config.kl_estimator, find_kl_estimator)
+    correction = _users_function("algorithm.importance_correction", config.importance_correction, find_correction)
+    return Loss(config, policy, estimator, correction)
 
 
 class _UsersPolicy:
@@ -70,22 +77,44 @@ class _UsersPolicy:
             self.name = self._policy.name
             self.needs_old, self.needs_advantages = self._policy.needs_old, self._policy.needs_advantages
         except Exception as error:
-            self._raise_named(error, "__init__")
+            _raise_named("algorithm.loss", self._path, error, "__init__")
 
     def __call__(self, inputs: LossInputs) -> PolicyTerms:
         try:
             terms = self._policy(inputs)
             check_terms(self.name, terms, inputs)
         except Exception as error:
-            self._raise_named(error, "__call__")
+            _raise_named("algorithm.loss", self._path, error, "__call__")
         return terms
 
-    def _raise_named(self, error: Exception, member: str) -> NoReturn:
-        if isinstance(error, SlimeLikeError):
-            raise error
-        raise TrainerError(
-            format_error("algorithm.loss", self._path, error, member),
-            code="custom-loss-failed",
-            remedy="correct it",
-            users_traceback=full_traceback(error),
-        ) from error
+
+_Part = TypeVar("_Part", bound=Callable[..., Any])
+
+
+def _users_function(setting: str, path: str, find: Callable[[str], _Part]) -> _Part | None:
+    """A user's function under an import path, whose errors name it; ``None`` for a built-in part."""
+    if ":" not in path:
+        return None
+    try:
+        function = find(path)
+    except Exception as error:
+        _raise_named(setting, path, error, "")
+
+    def named(*given: Any) -> Any:
+        try:
+            return function(*given)
+        except Exception as error:
+            _raise_named(setting, path, error, "")
+
+    return cast("_Part", named)
+
+
+def _raise_named(setting: str, path: str, error: Exception, member: str) -> NoReturn:
+    if isinstance(error, SlimeLikeError):
+        raise error
+    raise TrainerError(
+        format_error(setting, path, error, member),
+        code="custom-loss-failed",
+        remedy="correct it",
+        users_traceback=full_traceback(error),
+    ) from error

@@ -6,21 +6,47 @@ Trainers do not use it: they compose ``Loss`` (``loss.py``) of a policy term (``
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple, Self
 
 import torch
 from torch import Tensor
 
+from slime_like.algorithms.importance import configured_weights, mean_weight
 from slime_like.algorithms.logprobs import logprobs_and_entropy
 from slime_like.algorithms.losses.loss import build_loss
 from slime_like.algorithms.losses.sums import LossOutput
 from slime_like.algorithms.losses.types import LossInputs
 from slime_like.algorithms.reduction import step_denominator, token_weights
-from slime_like.algorithms.segments import require_lengths
-from slime_like.algorithms.tensor_checks import require_alike, require_bool_mask, require_tensors
+from slime_like.algorithms.segments import require_lengths, spread_over_tokens
+from slime_like.algorithms.tensor_checks import expanded_temperatures, require_alike, require_bool_mask, require_tensors
 
 if TYPE_CHECKING:
     from slime_like.config.algorithm import AlgorithmConfig  # needs pydantic, which this layer does not
+
+
+class BatchLoss(NamedTuple):
+    """The mean loss of a whole batch.
+
+    Attributes:
+        loss: with graph; everything else is detached.
+        policy_loss, kl_loss: means of the policy term, and of the KL without its coefficient.
+        ratio, clip_fraction: mean of pi / pi_old, and fraction of clipped tokens, over loss-carrying tokens.
+        logprobs: like ``targets``; 0 where these are negative.
+    """
+
+    loss: Tensor
+    policy_loss: Tensor
+    kl_loss: Tensor
+    ratio: Tensor
+    clip_fraction: Tensor
+    logprobs: Tensor
+
+    @classmethod
+    def of_sums(cls, output: LossOutput, denominator: float, logprobs: Tensor) -> Self:
+        """The means of ``output``'s sums."""
+        stats = output.sums.to_stats(denominator, 0.0, 0.0)
+        means = stats.policy_loss, stats.kl_loss, stats.ratios, stats.clipfrac
+        return cls(output.loss / denominator, *means, logprobs.detach())
 
 
 class GRPOLoss:
@@ -30,7 +56,7 @@ class GRPOLoss:
         config: the objective; ``loss``, clip bounds, KL, entropy and ``reduction`` are taken from it.
 
     Example:
-        >>> GRPOLoss(AlgorithmConfig(kl_coef=0.1)).forward(logits, targets, ref_logprobs, advantages)[0].backward()
+        >>> GRPOLoss(AlgorithmConfig(kl_coef=0.1)).forward(logits, targets, ref_logprobs, advantages).loss.backward()
     """
 
     def __init__(self, config: AlgorithmConfig) -> None:
@@ -95,9 +121,9 @@ class GRPOLoss:
         old_logprobs: Tensor | None = None,
         behaviour_logprobs: Tensor | None = None,
         response_lens: Tensor | None = None,
-        group_ids: Sequence[int] | None = None,
-        temperature: float = 1.0,
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+        group_ids: Sequence[int] | Tensor | None = None,
+        temperature: float | Tensor = 1.0,
+    ) -> BatchLoss:
         """The mean loss of a whole batch, packed (R) or padded (B, T).
 
         Args:
@@ -105,7 +131,8 @@ class GRPOLoss:
                 axis, of any sizes.
             targets: (R,) or (B, T) int64; a negative id carries no loss.
             ref_logprobs: as ``targets``; may be none where ``kl_coef`` is 0.
-            advantages: as ``targets``, or (B,) for padded input; may be none where the loss uses none (sft).
+            advantages: as ``targets``, or one per sequence: (B,) for padded input, (S,) for packed with
+                ``response_lens``; none where the loss uses none (sft).
             padding_masks: as ``targets``, bool, True where the token carries loss.
             old_logprobs: as ``targets``. None declares that these very weights drew the samples and are updated once:
                 then pi_old is the current policy, the ratio is 1 and nothing can be clipped.
@@ -113,17 +140,14 @@ class GRPOLoss:
             response_lens: (S,) for packed input, where the loss or the reduction is per sequence; refused for padded
                 input, whose rows are sequences already and whose padding is marked in ``padding_masks``.
             group_ids: of every sequence, for the reduction "groups".
-            temperature: the logits are divided by it.
-
-        Returns:
-            loss (with graph); detached policy_loss, kl_loss, mean ratio, clip fraction, and logprobs like ``targets``.
+            temperature: what the logits are divided by: a number, or a tensor that expands to ``targets``.
 
         Raises:
             ValueError: no tensor, shapes that do not fit, a mask that is not bool, a temperature that is not positive,
                 or something missing that the configuration needs.
         """
         require_tensors(targets=targets, advantages=advantages)
-        _check_input(targets, temperature)
+        _check_input(targets)
         given = {"old_logprobs": old_logprobs, "ref_logprobs": ref_logprobs, "behaviour_logprobs": behaviour_logprobs}
         # Before flattening, after which (T, B) looks like (B, T).
         require_alike(targets=targets, padding_masks=padding_masks, **given)
@@ -132,22 +156,34 @@ class GRPOLoss:
         lengths = _sequence_lengths(targets, response_lens)
         weights, denominator = self._reduce(mask, lengths, group_ids)
         given["old_logprobs"] = logprobs.detach() if old_logprobs is None else old_logprobs
-        given["advantages"] = None if advantages is None else _broadcast(advantages, targets)
+        given["advantages"] = None if advantages is None else _broadcast(advantages, targets, lengths)
+        flat = {name: None if values is None else values.flatten() for name, values in given.items()}
+        self._normalise(flat, mask, lengths, weights)
         output = self.compute_loss_from_logprobs(
             logprobs.flatten(),
-            **{name: None if values is None else values.flatten() for name, values in given.items()},
+            **flat,
             entropy=entropy.flatten(),
             loss_mask=mask,
             token_weights=weights.to(logprobs.dtype),
             response_lens=lengths,
         )
-        stats = output.sums.to_stats(denominator, 0.0, 0.0)
-        figures = stats.policy_loss, stats.kl_loss, stats.ratios, stats.clipfrac
-        return (output.loss / denominator, *figures, logprobs.detach())
+        return BatchLoss.of_sums(output, denominator, logprobs)
 
     __call__ = forward
 
-    def _reduce(self, mask: Tensor, lengths: Tensor | None, group_ids: Sequence[int] | None) -> tuple[Tensor, float]:
+    def _normalise(self, flat: dict[str, Tensor | None], mask: Tensor, lengths: Tensor | None, weights: Tensor) -> None:
+        """Where configured, divide advantages by the mean importance weight of this batch."""
+        old, behaviour, advantages = flat["old_logprobs"], flat["behaviour_logprobs"], flat["advantages"]
+        if self.config.importance_correction == "none" or not self.config.importance_normalize:
+            return
+        if old is None or behaviour is None or advantages is None:
+            return  # the loss itself names what is missing
+        made = configured_weights(self.config, old, behaviour, mask, lengths)
+        flat["advantages"] = advantages / mean_weight(made.weights, mask, weights)
+
+    def _reduce(
+        self, mask: Tensor, lengths: Tensor | None, group_ids: Sequence[int] | Tensor | None
+    ) -> tuple[Tensor, float]:
         reduction = self.config.reduction
         sizes = [mask.numel()] if lengths is None else lengths.tolist()
         if lengths is None and reduction != "tokens":
@@ -157,20 +193,16 @@ class GRPOLoss:
         counts = [int(part.sum()) for part in mask.split(sizes)]
         groups = list(range(len(counts))) if group_ids is None else list(group_ids)
         weights = token_weights(reduction, counts, groups, self.config.constant_length)
-        per_token = torch.tensor(weights, dtype=torch.float64, device=mask.device).repeat_interleave(
-            torch.tensor(sizes, device=mask.device)
-        )
+        per_token = spread_over_tokens(weights, torch.tensor(sizes, device=mask.device))
         return per_token, step_denominator(reduction, counts, groups)
 
 
-def _check_input(targets: Tensor, temperature: float) -> None:
-    if not temperature > 0:
-        raise ValueError(f"temperature={temperature} is not positive; give the one that the samples were drawn at")
+def _check_input(targets: Tensor) -> None:
     if targets.ndim not in (1, 2):
         raise ValueError(f"targets have shape {tuple(targets.shape)}; give (R,) for a pack, (B, T) for padded input")
 
 
-def _score(pi_logits: Tensor | Sequence[Tensor], targets: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
+def _score(pi_logits: Tensor | Sequence[Tensor], targets: Tensor, temperature: float | Tensor) -> tuple[Tensor, Tensor]:
     """Logprobs and entropies; targets are cut at the chunks' own offsets, so the two cannot drift apart."""
     chunks = [pi_logits] if isinstance(pi_logits, Tensor) else list(pi_logits)
     for chunk in chunks:
@@ -183,10 +215,8 @@ def _score(pi_logits: Tensor | Sequence[Tensor], targets: Tensor, temperature: f
     sizes = [chunk.shape[-2] for chunk in chunks]
     if sum(sizes) != targets.shape[-1]:
         raise ValueError(f"chunks of {sizes} tokens do not cover targets of shape {tuple(targets.shape)}")
-    scores = []
-    for chunk, part in zip(chunks, targets.split(sizes, dim=-1), strict=True):
-        scale = torch.full(part.shape, temperature, dtype=torch.float64, device=chunk.device)
-        scores.append(logprobs_and_entropy(chunk, part, scale))
+    parts = (values.split(sizes, dim=-1) for values in (targets, expanded_temperatures(temperature, targets)))
+    scores = [logprobs_and_entropy(*given) for given in zip(chunks, *parts, strict=True)]
     return torch.cat([s[0] for s in scores], dim=-1), torch.cat([s[1] for s in scores], dim=-1)
 
 
@@ -212,11 +242,13 @@ def _loss_mask(targets: Tensor, padding_masks: Tensor | None) -> Tensor:
     return mask.flatten()
 
 
-def _broadcast(advantages: Tensor, targets: Tensor) -> Tensor:
+def _broadcast(advantages: Tensor, targets: Tensor, lengths: Tensor | None) -> Tensor:
+    if targets.ndim == 1 and lengths is not None and advantages.shape == lengths.shape != targets.shape:
+        return spread_over_tokens(advantages, lengths)
     rows = advantages[:, None] if targets.ndim == 2 and advantages.ndim == 1 else advantages
     if rows.ndim != targets.ndim or rows.shape not in (targets.shape, (*targets.shape[:1], 1)):
         raise ValueError(
             f"advantages {tuple(advantages.shape)} do not fit targets {tuple(targets.shape)}; give one per target, or "
-            "(B,) for padded targets (B, T)"
+            "one per sequence, (B,) for padded targets (B, T), (S,) for packed ones with response_lens"
         )
     return rows.expand(targets.shape)

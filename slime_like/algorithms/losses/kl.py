@@ -12,8 +12,11 @@ from types import MappingProxyType
 import torch
 from torch import Tensor
 
-from slime_like.algorithms.tensor_checks import require_alike
+from slime_like.algorithms.bounds import LOG_RATIO_BOUND, log_ratio
+from slime_like.algorithms.tensor_checks import require_alike, require_per_token
 from slime_like.plugins.resolve import resolve_callable
+
+_LOW_VAR_BOUND = 10.0
 
 
 def k1(difference: Tensor) -> Tensor:
@@ -27,21 +30,53 @@ def k2(difference: Tensor) -> Tensor:
 
 
 def k3(difference: Tensor) -> Tensor:
-    """``exp(-d) - 1 + d``: unbiased, never negative (Schulman 2020, k3; GRPO, arXiv:2402.03300, eq. 4)."""
+    """``exp(-d) - 1 + d``: unbiased, never negative (Schulman 2020, k3; GRPO, arXiv:2402.03300, eq. 4).
+
+    Below d = -20 it is constant, without gradient (``bounds.py``).
+    """
     # expm1 keeps the precision that exp(-d) - 1 loses where policy and reference nearly agree.
-    return torch.expm1(-difference) + difference
+    bounded = difference.clamp_min(-LOG_RATIO_BOUND)
+    return torch.expm1(-bounded) + bounded
 
 
-KL_ESTIMATORS: Mapping[str, Callable[[Tensor], Tensor]] = MappingProxyType({"k1": k1, "k2": k2, "k3": k3})
+def low_var_kl(difference: Tensor) -> Tensor:
+    """``min(k3, 10)`` (the ``low_var_kl`` of verl and slime, 2025): a token beyond it has no gradient."""
+    return k3(difference).clamp_max(_LOW_VAR_BOUND)
 
 
-def kl_estimate(logprobs: Tensor, ref_logprobs: Tensor, estimator: str = "k3") -> Tensor:
+KLEstimator = Callable[[Tensor], Tensor]
+"""From (R,) ``log pi - log ref``, between -20,000 and 20,000, to (R,) nats."""
+
+KL_ESTIMATORS: Mapping[str, KLEstimator] = MappingProxyType({"k1": k1, "k2": k2, "k3": k3, "low_var_kl": low_var_kl})
+
+
+def find_kl_estimator(name: str) -> KLEstimator:
+    """The estimator with this name, a key of ``KL_ESTIMATORS`` or `package.module:name`, whose results are checked.
+
+    Raises:
+        ValueError: unknown name (the known ones are listed), or something that cannot be called; when called, a
+            result that is not one value per token.
+    """
+    found = resolve_callable("KL estimator", name, KL_ESTIMATORS)
+    if name in KL_ESTIMATORS:
+        return found
+
+    def checked(difference: Tensor) -> Tensor:
+        estimate = found(difference)
+        require_per_token(f"KL estimator {name!r}", estimate, difference)
+        return estimate
+
+    return checked
+
+
+def kl_estimate(logprobs: Tensor, ref_logprobs: Tensor, estimator: str | KLEstimator = "k3") -> Tensor:
     """Per-token estimate, differentiable with respect to ``logprobs``.
 
     Args:
         logprobs, ref_logprobs: (R,) of the same tokens, drawn by the policy of ``logprobs``: off-policy, every estimate
             has to be weighted by pi / pi_sampled.
-        estimator: k1, k2, k3, or the import path of a function of ``logprobs - ref_logprobs``.
+        estimator: k1, k2, k3, low_var_kl, the import path of a function of ``logprobs - ref_logprobs``, or the
+            function.
 
     Returns:
         (R,) nats.
@@ -54,4 +89,5 @@ def kl_estimate(logprobs: Tensor, ref_logprobs: Tensor, estimator: str = "k3") -
         tensor([0.1250])
     """
     require_alike(logprobs=logprobs, ref_logprobs=ref_logprobs)
-    return resolve_callable("KL estimator", estimator, KL_ESTIMATORS)(logprobs - ref_logprobs)
+    compute = find_kl_estimator(estimator) if isinstance(estimator, str) else estimator
+    return compute(log_ratio(logprobs, ref_logprobs))

@@ -9,8 +9,15 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch import Tensor
 
-from slime_like.algorithms.importance import ImportanceWeights, near_policy_mask, weights_by_ratio
-from slime_like.algorithms.losses.kl import kl_estimate
+from slime_like.algorithms.bounds import LOG_RATIO_BOUND, LOGPROB_BOUND
+from slime_like.algorithms.importance import (
+    Correction,
+    ImportanceWeights,
+    configured_weights,
+    find_correction,
+    near_policy_mask,
+)
+from slime_like.algorithms.losses.kl import KLEstimator, find_kl_estimator, kl_estimate
 from slime_like.algorithms.losses.policy import POLICY_LOSSES, PolicyLoss, required, token_ratio
 from slime_like.algorithms.losses.sums import LossOutput, LossSums
 from slime_like.algorithms.losses.types import LossInputs, PolicyTerms
@@ -62,9 +69,10 @@ class Loss:
     Args:
         config: coefficients and corrections.
         policy: the policy term.
+        kl_estimator, correction: what computes the two; none means those that the configuration names.
 
     Raises:
-        ValueError: a coefficient or threshold that is negative or not finite.
+        ValueError: a coefficient or threshold that is negative or not finite, or an unknown estimator or correction.
 
     Attributes:
         name: of the policy term.
@@ -74,13 +82,22 @@ class Loss:
         needs_entropy: ``entropy`` must be given, with graph.
     """
 
-    def __init__(self, config: AlgorithmConfig, policy: PolicyLoss) -> None:
+    def __init__(
+        self,
+        config: AlgorithmConfig,
+        policy: PolicyLoss,
+        kl_estimator: KLEstimator | None = None,
+        correction: Correction | None = None,
+    ) -> None:
         _check_coefficients(config)
         self._config, self._policy = config, policy
         corrects = config.importance_correction != "none"
+        self._correct = (correction or find_correction(config.importance_correction)) if corrects else None
         self.name = policy.name
         self.needs_reference = config.kl_coef > 0
         self.needs_old = policy.needs_old or corrects or (self.needs_reference and config.kl_importance_weighted)
+        if self.needs_reference:
+            self._kl_estimator = kl_estimator or find_kl_estimator(config.kl_estimator)
         self.needs_behaviour = corrects
         self.needs_entropy = config.entropy_coef > 0
 
@@ -106,7 +123,7 @@ class Loss:
     def of_checked_lengths(self, inputs: LossInputs) -> LossOutput:
         """The same of lengths that were checked before they went to a device, where reading them would wait for it."""
         self._check(inputs)
-        inputs = inputs.cut_masked()
+        inputs = inputs.cleaned()
         terms = self._policy(inputs)
         check_terms(self.name, terms, inputs)
         correction = self._correction(inputs)
@@ -133,19 +150,10 @@ class Loss:
                 raise ValueError(f"loss {self.name!r} as configured needs {name}; the micro-batch has none, give (R,)")
 
     def _correction(self, inputs: LossInputs) -> ImportanceWeights | None:
-        config = self._config
-        if config.importance_correction == "none":
+        if self._correct is None:
             return None
-        return weights_by_ratio(
-            required(inputs, "old_logprobs"),
-            required(inputs, "behaviour_logprobs"),
-            inputs.loss_mask,
-            inputs.response_lens,
-            config.importance_correction,
-            config.importance_level,
-            config.importance_low,
-            config.importance_high,
-        )
+        old, behaviour = required(inputs, "old_logprobs"), required(inputs, "behaviour_logprobs")
+        return configured_weights(self._config, old, behaviour, inputs.loss_mask, inputs.response_lens, self._correct)
 
     def _corrected(self, per_token: Tensor, correction: ImportanceWeights | None, inputs: LossInputs) -> Tensor:
         if correction is not None:
@@ -169,7 +177,7 @@ class Loss:
     def _kl(self, inputs: LossInputs) -> Tensor | None:
         if not self.needs_reference:
             return None
-        kl = kl_estimate(inputs.logprobs, required(inputs, "ref_logprobs"), self._config.kl_estimator)
+        kl = kl_estimate(inputs.logprobs, required(inputs, "ref_logprobs"), self._kl_estimator)
         return token_ratio(inputs) * kl if self._config.kl_importance_weighted else kl
 
 
@@ -222,6 +230,7 @@ def _figures(
         sums.ratio = _token_sum(terms.ratio, inputs)
     elif inputs.old_logprobs is not None:
         sums.ratio = _token_sum(token_ratio(inputs), inputs)
+    sums.bounded = _token_sum(_bounded(inputs), inputs)
     if terms.clipped is not None:
         sums.clipped = _token_sum(terms.clipped, inputs)
     if correction is not None:
@@ -229,6 +238,21 @@ def _figures(
         sums.importance_clipped = _token_sum(correction.changed, inputs)
     _gaps(sums, inputs)
     return sums
+
+
+def _bounded(inputs: LossInputs) -> Tensor:
+    """(R,) bool: a logprob, or a log ratio to the old policy or the reference or of engine and trainer, is bounded."""
+    current, old, engine, reference = (
+        inputs.logprobs.detach(),
+        inputs.old_logprobs,
+        inputs.behaviour_logprobs,
+        inputs.ref_logprobs,
+    )
+    found = current.abs() >= LOGPROB_BOUND
+    for one, other in ((current, old), (engine, old), (current, reference)):
+        if one is not None and other is not None:
+            found |= (one - other).abs() > LOG_RATIO_BOUND
+    return found
 
 
 def _gaps(sums: LossSums, inputs: LossInputs) -> None:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 from torch import Tensor
 
+from slime_like.algorithms.bounds import bounded_exp, log_ratio
 from slime_like.algorithms.losses.types import LossInputs, PolicyTerms
 from slime_like.algorithms.segments import masked_segment_mean, spread_over_tokens
 
@@ -71,9 +72,9 @@ class GSPO(PPOClip):
 
     def ratio(self, inputs: LossInputs) -> Tensor:
         lengths = required(inputs, "response_lens")
-        log_ratio = inputs.logprobs - required(inputs, "old_logprobs")
-        per_sequence = masked_segment_mean(log_ratio, inputs.loss_mask, lengths)
-        return spread_over_tokens(per_sequence, lengths, inputs.logprobs.numel()).exp()
+        log_ratios = log_ratio(inputs.logprobs, required(inputs, "old_logprobs"))
+        per_sequence = masked_segment_mean(log_ratios, inputs.loss_mask, lengths)
+        return spread_over_tokens(bounded_exp(per_sequence), lengths, inputs.logprobs.numel())
 
 
 class CISPO(PPOClip):
@@ -140,5 +141,5 @@ def required(inputs: LossInputs, name: str) -> Tensor:
 
 
 def token_ratio(inputs: LossInputs) -> Tensor:
-    """pi_current / pi_old per token, with graph."""
-    return (inputs.logprobs - required(inputs, "old_logprobs")).exp()
+    """pi_current / pi_old per token, with graph, between exp(-20) and exp(20) (``bounds.py``)."""
+    return bounded_exp(log_ratio(inputs.logprobs, required(inputs, "old_logprobs")))

@@ -18,7 +18,7 @@ class LossSums:
 
     Attributes:
         loss, policy_loss, kl_loss: weighted sums; over the step's denominator they are the means of ``GRPOStats``.
-        ratio, clipped, approx_policy_kl, entropy, engine_gap, importance_weight, importance_clipped: sums over
+        ratio, clipped, bounded, approx_policy_kl, entropy, engine_gap, importance_weight, importance_clipped: sums over
             loss-carrying tokens.
         num_tokens: loss-carrying tokens.
         old_gap_max, engine_gap_max: maxima over loss-carrying tokens.
@@ -29,6 +29,7 @@ class LossSums:
     kl_loss: Tensor
     ratio: Tensor
     clipped: Tensor
+    bounded: Tensor
     approx_policy_kl: Tensor
     entropy: Tensor
     engine_gap: Tensor
@@ -85,6 +86,7 @@ class LossSums:
             kl_loss=self.kl_loss / denominator,
             ratios=self.ratio / tokens,
             clipfrac=self.clipped / tokens,
+            bounded_fraction=self.bounded / tokens,
             approx_policy_kls=self.approx_policy_kl / tokens,
             entropy=self.entropy / tokens,
             old_gap_max=self.old_gap_max,

@@ -6,9 +6,11 @@ from typing import Self
 import torch
 from torch import Tensor
 
+from slime_like.algorithms.bounds import bounded_logprobs
 from slime_like.algorithms.tensor_checks import require_alike, require_bool_mask
 
-_PER_TOKEN = ("logprobs", "entropy", "old_logprobs", "behaviour_logprobs", "ref_logprobs", "advantages")
+_LOGPROBS = ("logprobs", "old_logprobs", "behaviour_logprobs", "ref_logprobs")
+_PER_TOKEN = (*_LOGPROBS, "entropy", "advantages")
 
 
 @dataclass(slots=True)
@@ -42,8 +44,9 @@ class LossInputs:
         require_alike(**{name: getattr(self, name) for name in (*_PER_TOKEN, "loss_mask", "token_weights")})
         require_bool_mask(self.loss_mask)
 
-    def cut_masked(self) -> Self:
+    def cleaned(self) -> Self:
         """The same with 0 on tokens that carry no loss: whatever stood there, inf and nan too, has no effect at all.
+        Logprobs are bounded (``bounds.py``): what is made of them is finite, -inf from a masked vocabulary included.
 
         Everything is at least as precise as ``logprobs``: the difference of two float32 policies, or a bound times a
         float32 advantage, would be rounded before it meets a float64 logprob.
@@ -53,6 +56,7 @@ class LossInputs:
             if (values := getattr(self, name)) is not None:
                 precise = values.to(torch.promote_types(values.dtype, self.logprobs.dtype))
                 cut[name] = torch.where(self.loss_mask, precise, 0.0)
+        cut |= {name: bounded_logprobs(cut[name]) for name in _LOGPROBS if name in cut}
         return replace(self, **cut)
 
 

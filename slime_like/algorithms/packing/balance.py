@@ -55,20 +55,26 @@ def _greedy(costs: Sequence[float], num_parts: int) -> list[list[int]]:
 def _differencing(partials: list[list[_Part]]) -> list[list[int]]:
     """Merge the two partial partitions of largest spread, heavy parts with light ones, until one is left.
 
+    Of those with equal spreads the one with the larger sum comes first, then the one made first.
+
     A partial partition is a list of parts, the heaviest first. A part is ``(load, members)``; members are nested pairs,
     flattened once at the end, so that a merge costs no copy.
     """
-    heap = [(parts[-1][0] - parts[0][0], serial, parts) for serial, parts in enumerate(partials)]
+    heap = [(*_priority(parts), serial, parts) for serial, parts in enumerate(partials)]
     heapq.heapify(heap)
     serial = len(partials)
     while len(heap) > 1:
-        _, _, first = heapq.heappop(heap)
-        _, _, second = heap[0]
+        first, second = heapq.heappop(heap)[-1], heap[0][-1]
         merged = [_joined(a, b) for a, b in zip(first, reversed(second), strict=True)]
         merged.sort(key=lambda part: -part[0])
-        heapq.heapreplace(heap, (merged[-1][0] - merged[0][0], serial, merged))
+        heapq.heapreplace(heap, (*_priority(merged), serial, merged))
         serial += 1
-    return [_flatten(members) for _, members in heap[0][2]]
+    return [_flatten(members) for _, members in heap[0][-1]]
+
+
+def _priority(parts: list[_Part]) -> tuple[float, float]:
+    """Negated spread and negated sum of a partial partition: what is merged first has the least."""
+    return parts[-1][0] - parts[0][0], -sum(load for load, _ in parts)
 
 
 def _joined(first: _Part, second: _Part) -> _Part:

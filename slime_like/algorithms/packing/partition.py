@@ -114,18 +114,20 @@ def partition_full_batches(lengths: Sequence[int] | Tensor, max_tokens: int, num
 
 
 def training_flops(
-    lengths: Sequence[int] | Tensor, hidden_size: int, num_parameters: int, num_layers: int
+    lengths: Sequence[int] | Tensor, attention_width: int, active_parameters: int, num_layers: int
 ) -> list[float]:
     """Forward and backward FLOPs per sequence, for balancing by cost: attention grows with the square of the length.
 
-    ``6 * parameters * n`` for the matrix products, ``6 * layers * hidden * n^2`` for causal attention (half of the
-    ``12 * layers * hidden * n^2`` of full attention; Kaplan et al., arXiv:2001.08361, table 1, and PaLM,
+    ``6 * parameters * n`` for the matrix products, ``6 * layers * width * n^2`` for causal attention (half of the
+    ``12 * layers * width * n^2`` of full attention; Kaplan et al., arXiv:2001.08361, table 1, and PaLM,
     arXiv:2204.02311, appendix B).
 
     Args:
         lengths: (N,) tokens of each sequence.
-        hidden_size: width of the attention, heads times head dimension.
-        num_parameters: that take part in a token's products (of a mixture of experts the active ones).
+        attention_width: heads times head dimension, which need not be the model's hidden size (Qwen3-0.6B: 2,048 and
+            1,024); the mean of that and heads times the values' dimension where the two differ.
+        active_parameters: of the matrices that a token is multiplied by: layers, of a mixture of experts the active
+            ones, and the output projection, tied or not; the input embedding is none.
         num_layers: with attention.
 
     Returns:
@@ -134,15 +136,16 @@ def training_flops(
     Raises:
         ValueError: a negative size or length.
     """
-    if min(hidden_size, num_parameters, num_layers) < 0:
+    if min(attention_width, active_parameters, num_layers) < 0:
         raise ValueError(
-            f"hidden_size={hidden_size}, num_parameters={num_parameters}, num_layers={num_layers}: none can be negative"
+            f"attention_width={attention_width}, active_parameters={active_parameters}, num_layers={num_layers}: none "
+            "can be negative"
         )
     lengths = _as_list(lengths)
     for index, length in enumerate(lengths):
         if not 0 <= length < math.inf:
             raise ValueError(f"sequence {index} has length {length}; give the number of its tokens, 0 or more")
-    return [6.0 * num_parameters * n + 6.0 * num_layers * hidden_size * n * n for n in lengths]
+    return [6.0 * active_parameters * n + 6.0 * num_layers * attention_width * n * n for n in lengths]
 
 
 def _levelled(bins: list[list[int]], lengths: Sequence[int]) -> list[list[int]]:

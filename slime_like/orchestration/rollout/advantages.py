@@ -6,9 +6,10 @@ import torch
 from torch import Tensor
 
 from slime_like.algorithms.advantages import compute_advantages, find_estimator
+from slime_like.algorithms.importance import configured_weights, mean_weight
 from slime_like.algorithms.shaping import kl_penalty, overlong_penalty
 from slime_like.config import RunConfig
-from slime_like.errors import ConfigError, RewardError
+from slime_like.errors import ConfigError, RewardError, TrainerError
 from slime_like.orchestration.trainer.group_training import GroupTraining
 from slime_like.plugins.traceback import format_error, full_traceback
 from slime_like.trajectory import ScoredTrajectory
@@ -103,3 +104,33 @@ def penalise_kl(
     for trajectory, advantage in zip(trajectories, advantages, strict=True):
         trajectory.advantages = advantage.clone()
     trainers.set_advantages({t.sequence_id: float(t.advantages) for t in trajectories})
+
+
+def normalise_importance(config: RunConfig, trainers: GroupTraining, trajectories: Sequence[ScoredTrajectory]) -> None:
+    """Divide advantages on the trainers by the mean importance weight of the batch, which must be loaded and scored.
+
+    Every built-in policy term is proportional to positive factors of advantages, so that this divides the weights.
+
+    Raises:
+        TrainerError: a custom correction failed.
+    """
+    frozen = trainers.response_logprobs([trajectory.sequence_id for trajectory in trajectories])
+    lengths = torch.tensor([trajectory.response_len for trajectory in trajectories])
+    mask = torch.cat([trajectory.loss_mask for trajectory in trajectories])
+    old = torch.cat([frozen[trajectory.sequence_id].policy for trajectory in trajectories])
+    behaviour = torch.cat([t.logprobs for t in trajectories if t.logprobs is not None])  # all: engines sampled them
+    name = config.algorithm.importance_correction
+    try:
+        weights = configured_weights(config.algorithm, old, behaviour, mask, lengths).weights
+    except Exception as error:
+        if ":" not in name:
+            raise
+        raise TrainerError(
+            format_error("algorithm.importance_correction", name, error, ""),
+            code="custom-loss-failed",
+            remedy="correct it",
+            users_traceback=full_traceback(error),
+        ) from error
+    per_sequence = torch.tensor([trajectory.token_weight for trajectory in trajectories], dtype=torch.float64)
+    mean = mean_weight(weights, mask, per_sequence.repeat_interleave(lengths))
+    trainers.set_advantages({t.sequence_id: float(t.advantages) / mean for t in trajectories})

@@ -7,7 +7,7 @@ from typing import Self
 
 from slime_like.observability.phases import PhaseClock
 from slime_like.observability.records import ReferenceRecord
-from slime_like.orchestration.rollout.advantages import penalise_kl
+from slime_like.orchestration.rollout.advantages import normalise_importance, penalise_kl
 from slime_like.orchestration.run.run import Run
 from slime_like.orchestration.trainer.batcher import TrainingBatch, WindowStream
 from slime_like.orchestration.trainer.rank_training import StreamedStep
@@ -57,6 +57,8 @@ def score(run: Run, trajectories: Sequence[ScoredTrajectory], step: int, clock: 
             record = _reference_record(trajectories, time.perf_counter() - started)
         if config.algorithm.kl_reward_coef > 0:
             penalise_kl(config, training, trajectories, step)
+        if config.algorithm.importance_normalize:
+            normalise_importance(config, training, trajectories)
     return record
 
 

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from slime_like.algorithms import GRPOLoss
 from slime_like.config.algorithm import LOSSES, AlgorithmConfig
-from tests.unit.algorithms.cases import dense_scores
+from tests.unit.algorithms.cases import close, dense_scores
 
 
 def logits_case() -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
@@ -65,6 +65,25 @@ def test_packed_and_padded_agree(reduction: str, name: str) -> None:
         assert a.item() == pytest.approx(b.item(), rel=1e-12)
     gradients = [torch.autograd.grad(x[0], logits, retain_graph=True)[0] for x in (padded, packed)]
     assert torch.allclose(*gradients, atol=1e-15)
+
+
+def test_each_form_of_a_value_gives_the_same() -> None:
+    """One temperature or one per token, one advantage per sequence or per token, group ids in a list or a tensor; the
+    result's names are the tuple's entries."""
+    logits, targets, reference, advantages, _ = logits_case()
+    lengths = torch.tensor([6, 2, 5, 1])
+    mask = torch.arange(6)[None] < lengths[:, None]
+    loss = GRPOLoss(AlgorithmConfig(kl_coef=0.2, reduction="groups"))
+    given = (logits[mask], targets[mask], reference[mask])
+    further = {"old_logprobs": reference[mask] - 0.2, "response_lens": lengths}
+    one = loss(*given, advantages, group_ids=[1, 1, 2, 2], temperature=0.7, **further)
+    spread, groups = advantages.repeat_interleave(lengths), torch.tensor([1, 1, 2, 2])
+    other = loss(*given, spread, group_ids=groups, temperature=torch.full((14,), 0.7, dtype=torch.float64), **further)
+    assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
+    assert one == (one.loss, one.policy_loss, one.kl_loss, one.ratio, one.clip_fraction, one.logprobs)
+    assert close(one.logprobs, dense_scores(logits[mask] / 0.7, targets[mask])[0].detach(), 1e-12)
+    singles = loss(*(x[:2] for x in given), advantages[:2], response_lens=torch.tensor([1, 1]), group_ids=[1, 2])
+    assert singles.policy_loss.item() == pytest.approx(-float(advantages[:2].mean()))
 
 
 def test_supervised_loss_needs_no_advantages() -> None:

@@ -167,6 +167,27 @@ def test_capped_logits_are_those_of_the_formula(chunk: int) -> None:
         torch.testing.assert_close(ours, expected, rtol=1e-10, atol=1e-12)
 
 
+@pytest.mark.parametrize("fused", [True, False])
+def test_ignored_targets_and_one_temperature(fused: bool) -> None:
+    """A pack's targets can be scored as they are: -100 has logprob 0 and no gradient, its entropy is computed."""
+    case = make_case(6, 9, 9, torch.float64)
+    ignored = torch.tensor([False, True, False, False, True, False])
+    targets, results = case["targets"].masked_fill(ignored, -100), []
+    hidden, weight = (case[name].clone().requires_grad_() for name in ("hidden", "weight"))
+    first = (hidden, weight) if fused else (hidden @ weight.T,)
+    form = fused_logprobs if fused else vocab_parallel_logprobs
+    logprobs, entropy = form(*first, targets, 0.7, vocab_size=9, chunk_tokens=4)
+    dense_logprobs, dense_entropy = dense_scores(hidden @ weight.T / 0.7, case["targets"])
+    expected = dense_logprobs.masked_fill(ignored, 0.0)
+    assert close(logprobs, expected.detach(), 1e-12) and close(entropy, dense_entropy.detach(), 1e-12)
+    assert (logprobs[ignored] == 0).all()
+    factors = torch.arange(1.0, 7.0, dtype=torch.float64)
+    for values, also in ((logprobs, 0.3 * entropy.sum()), (expected, 0.3 * dense_entropy.sum())):
+        results.append(torch.autograd.grad((factors * values).sum() + also, [hidden, weight], retain_graph=True))
+    for ours, theirs in zip(*results, strict=True):
+        assert close(ours, theirs, 1e-12)
+
+
 def test_frozen_weight_gets_no_gradient() -> None:
     case = make_case(4, 6, 6, torch.float64)
     hidden = case["hidden"].requires_grad_()

@@ -6,9 +6,19 @@ from dataclasses import replace
 
 import pytest
 import torch
+from torch import Tensor
 
-from slime_like.algorithms import build_loss, importance_weights, kl_penalty, off_policy_sequence_mask, overlong_penalty
+from slime_like.algorithms import (
+    GRPOLoss,
+    build_loss,
+    importance_weights,
+    kl_penalty,
+    off_policy_sequence_mask,
+    overlong_penalty,
+)
+from slime_like.algorithms.importance import mean_weight
 from slime_like.config.algorithm import AlgorithmConfig
+from tests.support.rejections import Rejects
 from tests.unit.algorithms.test_losses import LENGTHS, make_inputs
 
 
@@ -28,13 +38,16 @@ def log_ratios(level: str) -> list[float]:
 
 
 @pytest.mark.parametrize("level", ["token", "sequence", "geometric"])
-@pytest.mark.parametrize("correction", ["truncate", "mask"])
+@pytest.mark.parametrize("correction", ["truncate", "tis", "clip", "mask", "mis", "icepop"])
 def test_importance_weights(correction: str, level: str) -> None:
     inputs = make_inputs()
     given = (inputs.old_logprobs, inputs.behaviour_logprobs, inputs.loss_mask, inputs.response_lens)
     result = importance_weights(*given, correction, level, low=0.8, high=1.1)
     ratios = [math.exp(x) for x in log_ratios(level)]
-    if correction == "truncate":
+    if correction == "clip":
+        expected, changed = [max(0.8, min(r, 1.1)) for r in ratios], [not 0.8 <= r <= 1.1 for r in ratios]
+        assert 0.8 in expected or level != "token"
+    elif correction in ("truncate", "tis"):
         expected, changed = [min(r, 1.1) for r in ratios], [r > 1.1 for r in ratios]
     else:
         expected, changed = [r if 0.8 <= r <= 1.1 else 0.0 for r in ratios], [not 0.8 <= r <= 1.1 for r in ratios]
@@ -52,6 +65,99 @@ def test_a_ratio_on_a_bound_stays(correction: str) -> None:
     result = importance_weights(logprobs, torch.zeros(2), mask, None, correction, low=1.0, high=1.0)
     assert result.weights.tolist() == [1.0, 1.0] and not result.changed.any()
     assert not result.weights.requires_grad and not result.ratio.requires_grad
+
+
+@pytest.mark.parametrize("level", ["token", "sequence", "geometric"])
+@pytest.mark.parametrize("correction", ["truncate", "clip", "mask"])
+def test_a_veto_removes_whole_sequences(correction: str, level: str) -> None:
+    """By a token's own ratio, below 1e-4 and never at it; a token without loss vetoes nothing. Others keep theirs."""
+    log_ratios = torch.tensor([0.1, math.log(1e-4) - 1e-3, 0.2, 0.3, math.log(1e-4), -30.0, 0.1], dtype=torch.float64)
+    mask = torch.tensor([True] * 5 + [False, True])
+    lengths = torch.tensor([3, 2, 2])
+    given = (log_ratios, torch.zeros(7, dtype=torch.float64), mask, lengths, correction, level)
+    plain, vetoed = (importance_weights(*given, low=0.0, high=2.0, veto=veto) for veto in (None, 1e-4))
+    assert vetoed.weights[:3].tolist() == [0.0] * 3 and vetoed.changed[:3].all()
+    assert torch.equal(vetoed.weights[3:], plain.weights[3:]) and torch.equal(vetoed.changed[3:], plain.changed[3:])
+    assert torch.equal(vetoed.ratio, plain.ratio) and plain.weights.all()
+
+
+def test_a_veto_in_the_loss() -> None:
+    """Its sequence has no policy gradient, and counts as clipped."""
+    inputs = make_inputs()
+    far = inputs.old_logprobs.clone()
+    far[int(inputs.loss_mask.nonzero()[0])] -= 12
+    given = replace(inputs, old_logprobs=far)
+    config = {"loss": "policy_gradient", "importance_correction": "tis"}
+    outputs = [build_loss(AlgorithmConfig(**config, **more))(given) for more in ({}, {"importance_veto": 1e-4})]
+    plain, vetoed = (torch.autograd.grad(output.loss, given.logprobs)[0] for output in outputs)
+    assert plain[: LENGTHS[0]].any() and not vetoed[: LENGTHS[0]].any()
+    assert torch.equal(plain[LENGTHS[0] :], vetoed[LENGTHS[0] :])
+    assert outputs[1].sums.importance_clipped >= inputs.loss_mask[: LENGTHS[0]].sum()
+
+
+def test_the_mean_weight_counts_tokens_as_the_loss_does() -> None:
+    weights, mask = torch.tensor([2.0, 0.5, 9.0, 1.0]), torch.tensor([True, True, False, True])
+    assert mean_weight(weights, mask, torch.ones(4)) == pytest.approx(3.5 / 3)
+    per_sample = torch.tensor([0.5, 0.5, 0.5, 1.0], dtype=torch.float64)  # reduction "samples": means per sequence
+    assert mean_weight(weights, mask, per_sample) == pytest.approx((1.25 + 1.0) / 2)
+    assert mean_weight(torch.zeros(4), mask, torch.ones(4)) == 1.0
+
+
+@pytest.mark.parametrize("name", ["ppo_clip", "gspo", "cispo", "policy_gradient"])
+def test_normalised_weights_average_one(name: str) -> None:
+    """Of a whole batch of logits: the policy loss over the mean weight, and a KL as it is; also of its gradient."""
+    g = torch.Generator().manual_seed(1)
+    logits = torch.randn(9, 7, generator=g, dtype=torch.float64).requires_grad_()
+    targets, lengths = torch.randint(0, 7, (9,), generator=g), torch.tensor([4, 5])
+    current = logits.log_softmax(-1).gather(1, targets[:, None])[:, 0].detach()
+    noise = 0.3 * torch.randn(3, 9, generator=g, dtype=torch.float64)
+    old, engine, reference = current + noise[0], current + noise[1], current + noise[2]
+    advantages = torch.randn(9, generator=g, dtype=torch.float64)
+
+    def run(**more: object) -> tuple[Tensor, Tensor]:
+        config = AlgorithmConfig(loss=name, kl_coef=0.5, importance_correction="tis", importance_high=1.2, **more)
+        result = GRPOLoss(config)(
+            logits,
+            targets,
+            reference,
+            advantages,
+            old_logprobs=old,
+            behaviour_logprobs=engine,
+            response_lens=lengths,
+        )
+        return result[0] - 0.5 * result[2], result[1]
+
+    mean = (old - engine).exp().clamp_max(1.2).mean()
+    assert abs(mean - 1) > 0.01
+    (plain, policy), (normalised, normalised_policy) = run(), run(importance_normalize=True)
+    assert normalised.item() == pytest.approx(plain.item() / mean.item())
+    assert normalised_policy.item() == pytest.approx(policy.item() / mean.item())
+
+
+def squared(ratio: Tensor, low: float, high: float) -> tuple[Tensor, Tensor]:
+    return (ratio * ratio).clamp(low, high), torch.ones_like(ratio, dtype=torch.bool)
+
+
+def broadcast(ratio: Tensor, low: float, high: float) -> tuple[Tensor, Tensor]:
+    return ratio.mean(), ratio > high
+
+
+def negative(ratio: Tensor, low: float, high: float) -> tuple[Tensor, Tensor]:
+    return -ratio, ratio > high
+
+
+def test_a_custom_correction(rejects: Rejects) -> None:
+    """By import path, in the loss and alone; its results are checked."""
+    inputs, here = make_inputs(), "tests.unit.algorithms.test_importance"
+    config = AlgorithmConfig(importance_correction=f"{here}:squared", importance_high=9.0, loss="policy_gradient")
+    rho = (inputs.old_logprobs - inputs.behaviour_logprobs).exp()
+    expected = (-(rho**2).clamp(0.5, 9.0) * inputs.advantages * inputs.logprobs * inputs.token_weights)[
+        inputs.loss_mask
+    ]
+    assert build_loss(config)(inputs).loss.item() == pytest.approx(expected.sum().item())
+    for name in ("broadcast", "negative", "squard"):
+        with rejects(ValueError):
+            build_loss(AlgorithmConfig(importance_correction=f"{here}:{name}"))(inputs)
 
 
 def test_the_off_policy_threshold_belongs_to_the_kept() -> None:

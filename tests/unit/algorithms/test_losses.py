@@ -182,6 +182,37 @@ def test_k3_keeps_precision_where_policies_agree() -> None:
     assert kl_estimate(a, a + 1e-4, "k3").item() == pytest.approx(0.5e-8, rel=2e-2)
 
 
+def test_low_var_kl_is_k3_up_to_ten() -> None:
+    d = torch.tensor([-1.0, 0.5, -2.5, -2.4, 50.0], dtype=torch.float64, requires_grad=True)
+    estimate = kl_estimate(d, torch.zeros(5, dtype=torch.float64), "low_var_kl")
+    values = [math.exp(-x) - 1 + x for x in d.tolist()]
+    assert max(values[:4]) < 10 < math.exp(3) - 1 - 3
+    assert estimate.tolist() == pytest.approx([*values[:4], 10.0])
+    further = torch.tensor([-3.0], dtype=torch.float64, requires_grad=True)
+    bounded = kl_estimate(further, torch.zeros(1), "low_var_kl")
+    assert bounded.item() == 10 and torch.autograd.grad(bounded.sum(), further)[0] == 0
+    assert torch.autograd.grad(estimate[2], d)[0][2].item() == pytest.approx(1 - math.exp(2.5))
+
+
+def fourth_power(difference: Tensor) -> Tensor:
+    return difference**4
+
+
+def mean_power(difference: Tensor) -> Tensor:
+    return (difference**4).mean()
+
+
+def test_a_custom_kl_estimator(rejects: Rejects) -> None:
+    inputs, here = make_inputs(), "tests.unit.algorithms.test_losses"
+    sums = build_loss(AlgorithmConfig(kl_coef=0.3, kl_estimator=f"{here}:fourth_power"))(inputs).sums
+    kl = inputs.token_weights * inputs.loss_mask * (inputs.logprobs - inputs.ref_logprobs) ** 4
+    assert sums.kl_loss.item() == pytest.approx(kl.sum().item())
+    with rejects(ValueError):
+        build_loss(AlgorithmConfig(kl_coef=0.3, kl_estimator=f"{here}:mean_power"))(inputs)
+    with rejects(ValueError):
+        build_loss(AlgorithmConfig(kl_coef=0.3, kl_estimator=f"{here}:LENGTHS"))
+
+
 def test_parts_are_reported_before_their_coefficients() -> None:
     inputs = make_inputs()
     sums = build_loss(AlgorithmConfig(kl_coef=0.3, kl_estimator="k2", entropy_coef=0.2))(inputs).sums
@@ -222,7 +253,7 @@ def test_a_fully_masked_micro_batch_keeps_its_graph() -> None:
 
 def test_sums_survive_the_vectors_and_add_up() -> None:
     config = AlgorithmConfig(kl_coef=0.1, importance_correction="mask")
-    one, two = (build_loss(config)(make_inputs(seed)).sums for seed in (1, 2))
+    one, two = (build_loss(config)(make_inputs(seed, distance=15.0)).sums for seed in (1, 2))
     assert LossSums.from_vectors(*one.to_vectors()) == one
     both = one.add(two)
     for field in fields(LossSums):

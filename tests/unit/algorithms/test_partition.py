@@ -50,6 +50,25 @@ def fewest_bins(lengths: list[int], capacity: int) -> int:
     return best
 
 
+def differenced(costs: list[int], parts: int) -> list[int]:
+    """Sums of the largest differencing method, as written: the largest spread first, then the larger sum."""
+    partials = [[cost] + [0] * (parts - 1) for cost in costs]
+    while len(partials) > 1:
+        partials.sort(key=lambda sums: (sums[-1] - sums[0], -sum(sums)))
+        first, second, *rest = partials
+        merged = sorted((x + y for x, y in zip(first, reversed(second), strict=True)), reverse=True)
+        partials = [*rest, merged]
+    return sorted(partials[0])
+
+
+@given(costs=st.lists(st.integers(1, 6), min_size=5, max_size=14), parts=st.integers(2, 5))
+@example(costs=[6, 5, 3, 3, 3, 2, 2, 2], parts=3)  # 8, 8, 10 if the partial made first were merged first
+@examples(100)
+def test_equal_spreads_are_merged_from_the_larger_sum(costs: list[int], parts: int) -> None:
+    shares = balance(costs, parts)
+    assert sorted(sum(costs[i] for i in share) for share in shares) == differenced(costs, parts)
+
+
 @given(lengths=st.lists(st.integers(1, 64), min_size=1, max_size=7), ranks=st.integers(1, 4), by_cost=st.booleans())
 @example(lengths=[27, 27, 23, 62], ranks=2, by_cost=False)
 @example(lengths=[34, 33, 31, 30, 33, 31], ranks=5, by_cost=False)
@@ -113,7 +132,7 @@ def test_first_fit_decreasing_by_hand() -> None:
 def test_balance_by_flops_differs_from_tokens() -> None:
     """One long sequence costs as much attention as many short ones of the same total."""
     lengths = [4096] + [256] * 24
-    flops = training_flops(lengths, hidden_size=64, num_parameters=100_000, num_layers=4)
+    flops = training_flops(lengths, attention_width=64, active_parameters=100_000, num_layers=4)
     assert flops[0] == 6 * 100_000 * 4096 + 6 * 4 * 64 * 4096**2
 
     def imbalance(costs: list[float] | None) -> float:

@@ -5,7 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from slime_like.algorithms import step_denominator, sum_of_sample_mean, token_weights
+from slime_like.algorithms import spread_over_tokens, step_denominator, sum_of_sample_mean, token_weights
 from tests.support.properties import examples
 from tests.unit.algorithms.cases import CONSTANT_LENGTH, REDUCTIONS, mean_by_definition
 
@@ -62,3 +62,16 @@ def test_sum_of_sample_mean(lengths: list[int], seed: int, kind: str) -> None:
     assert torch.allclose(actual, expected, rtol=1e-12, atol=1e-12)
     gradients = [torch.autograd.grad(y, x)[0] for y in (actual, expected)]
     assert torch.allclose(*gradients, rtol=1e-12, atol=1e-14)
+
+
+def test_per_sequence_values_on_their_tokens() -> None:
+    """Weights as `token_weights` lists them, advantages with their graph; masks of a whole pack in one tensor."""
+    weights = token_weights("samples", [2, 0, 3], [0, 0, 1])
+    spread = spread_over_tokens(weights, [3, 1, 3])
+    assert spread.tolist() == [0.5] * 3 + [0.0] + [1 / 3] * 3 and spread.dtype == torch.float64
+    advantages = torch.tensor([1.0, -1.0, 2.0], requires_grad=True)
+    spread_over_tokens(advantages, torch.tensor([3, 1, 3])).sum().backward()
+    assert advantages.grad is not None and advantages.grad.tolist() == [3.0, 1.0, 3.0]
+    x, mask = torch.arange(7.0), torch.tensor([True, False, True, True, False, True, True])
+    parts = list(mask.split([3, 1, 3]))
+    assert sum_of_sample_mean(x, [3, 1, 3], mask) == sum_of_sample_mean(x, [3, 1, 3], parts) == 1 + 3 + 5.5

@@ -26,6 +26,7 @@ from slime_like.algorithms import (
     partition_full_batches,
     selective_log_softmax,
     split_for_context_parallel,
+    spread_over_tokens,
     step_denominator,
     sum_of_sample_mean,
     token_weights,
@@ -158,7 +159,7 @@ CALLS: dict[str, list[Callable[[], object]]] = {
         ),
     ],
     "a head": [
-        lambda: logprobs_and_entropy(torch.zeros(2, 5), torch.zeros(2, dtype=torch.int64), 0.7),  # type: ignore[arg-type]
+        lambda: logprobs_and_entropy(torch.zeros(2, 5), torch.zeros(2, dtype=torch.int64), "0.7"),  # type: ignore[arg-type]
         lambda: vocab_parallel_logprobs(torch.zeros(2, 5), torch.zeros(2), torch.ones(2), vocab_size=5),
         *(
             lambda form=form, value=value: scored(form, torch.tensor([1.0, 1.0, value]))
@@ -186,6 +187,11 @@ CALLS: dict[str, list[Callable[[], object]]] = {
         lambda lens=lens: gspo(lens)
         for lens in (None, torch.tensor([5, 2, 8]), torch.tensor([LENGTHS]), torch.tensor(LENGTHS).float())
     ],
+    "values per sequence": [
+        lambda: spread_over_tokens([1.0, 2.0], [3]),
+        lambda: sum_of_sample_mean(ONES, [3], torch.ones(2)),
+        lambda: forward(advantages=torch.ones(3), response_lens=torch.tensor([1, 1])),
+    ],
     "KL that would be broadcast": [
         lambda: kl_estimate(TWO, TWO[:1]),
         lambda: kl_penalty(TWO, TWO, MASK_2[:1], LENGTH_2, 0.1),
@@ -193,8 +199,10 @@ CALLS: dict[str, list[Callable[[], object]]] = {
         lambda: kl_penalty(TWO, TWO, MASK_2, LENGTH, 0.1),
     ],
     "importance": [
-        lambda: importance_weights(TWO, TWO, MASK_2, None, "clip"),
+        lambda: importance_weights(TWO, TWO, MASK_2, None, "cut"),
         lambda: importance_weights(TWO, TWO, MASK_2, None, "mask", "sequence"),
+        lambda: importance_weights(TWO, TWO, MASK_2, None, "mask", veto=1e-4),
+        *(lambda veto=veto: importance_weights(TWO, TWO, MASK_2, LENGTH_2, "mask", veto=veto) for veto in (0.0, NAN)),
         *(
             lambda bounds=bounds, name=name: importance_weights(TWO, TWO, MASK_2, None, name, "token", *bounds)
             for bounds in ((2.0, 0.5), (-1.0, 2.0), (NAN, 2.0), (0.5, NAN))

@@ -1,8 +1,10 @@
 """Errors of a custom loss name it, its file and line; built-in ones fail unchanged."""
 
+import math
 import pickle
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -53,6 +55,15 @@ class NoLoss:
     def __call__(self, inputs):
         pass
 
+def fine(ratio, low, high):
+    return ratio, ratio > high
+
+def boom(*given):
+    raise ValueError("part boom")
+
+def mean(*given):
+    return given[0].mean()
+
 class Ours(Fine):
     def __call__(self, inputs):
         raise DataError("row 3 is bad; correct it")
@@ -98,6 +109,29 @@ def test_a_failing_construction_names_its_line(own: Path, name: str, rejects: Re
     config = RunConfig(run_dir=own / "run", model=ModelConfig(path=own), algorithm=AlgorithmConfig(loss=name))
     with rejects(TrainerError, "custom-loss-failed"):
         Objective(config)
+
+
+PARTS = {
+    "kl_estimator": {"loss": "policy_gradient", "kl_coef": 0.1},
+    "importance_correction": {"loss": "policy_gradient"},
+}
+
+
+@pytest.mark.parametrize("setting", PARTS)
+@pytest.mark.parametrize("name", ["boom", "mean", "nothing"])
+def test_a_failing_estimator_or_correction_names_its_line(own: Path, setting: str, name: str, rejects: Rejects) -> None:
+    """Missing, raising, or returning what would be broadcast; the others are built in."""
+    zeros = torch.zeros(4)
+    given = replace(inputs(), old_logprobs=zeros, behaviour_logprobs=zeros, ref_logprobs=zeros, advantages=zeros)
+    with rejects(TrainerError, "custom-loss-failed") as caught:
+        configured_loss(AlgorithmConfig(**PARTS[setting] | {setting: f"own_losses:{name}"}))(given)
+    assert str(caught.value).startswith(f"algorithm.{setting}=own_losses:{name} failed with ")
+
+
+def test_a_correction_that_works_is_computed(own: Path) -> None:
+    given = replace(inputs(), old_logprobs=torch.ones(4), behaviour_logprobs=torch.zeros(4), advantages=torch.ones(4))
+    config = AlgorithmConfig(loss="policy_gradient", importance_correction="own_losses:fine")
+    assert float(configured_loss(config)(given).sums.importance_weight) == pytest.approx(4 * math.e)
 
 
 def test_its_traceback_reaches_who_waits_for_the_rank(own: Path) -> None:

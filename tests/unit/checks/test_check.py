@@ -160,6 +160,8 @@ FAULTS: dict[str, list[str]] = {
     "trainer.backend": ["--trainer.backend fdsp"],
     "algorithm.loss": ["--algorithm.loss ppo", "--algorithm.loss no_such.place:thing", "--algorithm.loss a-b:c"],
     "algorithm.advantage": ["--algorithm.advantage gae", "--algorithm.advantage slime_like.algorithms.advantage:x"],
+    "algorithm.kl-estimator": ["--algorithm.kl_estimator k9", "--algorithm.kl_estimator no_such.place:thing"],
+    "algorithm.importance-correction": ["--algorithm.importance_correction tiss"],
     "rollout.sampling": [
         "--rollout.top_p 0.9",
         f"{AHEAD} --cluster.placement colocated",
@@ -175,6 +177,7 @@ FAULTS: dict[str, list[str]] = {
         "--rollout.stream true --algorithm.minibatches 2",
         "--rollout.stream true --algorithm.advantage reinforce_pp_baseline",
         "--rollout.stream true --algorithm.kl_reward_coef 0.1",
+        f"{AHEAD} --rollout.stream true --algorithm.importance_normalize true",
         "--rollout.stream true --debug.shuffle_advantages true",
     ],
     "rollout.environment": [
@@ -244,14 +247,17 @@ def test_kept_rollouts_must_cover_what_is_left_to_train(tmp_path: Path, flags: l
     rejected([*flags, "--resume", "never"], "debug.load-rollouts")
 
 
-@pytest.mark.parametrize("field", ["algorithm.loss", "algorithm.advantage", "rollout.environment.name"])
+_CUSTOM = ("loss", "advantage", "kl_estimator", "importance_correction")
+
+
+@pytest.mark.parametrize("field", [*(f"algorithm.{name}" for name in _CUSTOM), "rollout.environment.name"])
 @pytest.mark.parametrize("source", ["thing = (", "thing = 'text'"])
 def test_faults_of_custom_code_that_its_source_shows_are_found_before_it_is_imported(
     tmp_path: Path, flags: list[str], rejected: Rejected, field: str, source: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "custom_things.py").write_text(f"raise RuntimeError('imported')\n{source}\n")
     monkeypatch.syspath_prepend(str(tmp_path))
-    rejected([*flags, f"--{field}", "custom_things:thing"], field.removesuffix(".name"))
+    rejected([*flags, f"--{field}", "custom_things:thing"], field.removesuffix(".name").replace("_", "-"))
 
 
 @pytest.mark.parametrize("spelled", ["home", "home/", "link", "home/run/.."])

@@ -27,8 +27,8 @@ _CONVERSION = """
 _RANKS = f"{_CONVERSION} run_dir trainer.cpu-kernels cluster.visible-devices"
 _SUPERVISED = f"""
     {_RANKS} reference.model debug.save-rollouts data.train evaluation.files logging.packages resume debug.load-rollouts
-    reference.weight-files algorithm.loss algorithm.minibatches trainer.schedule rollout.stream trainer.offload
-    rollout.stop-tokens
+    reference.weight-files algorithm.loss algorithm.kl-estimator algorithm.importance-correction algorithm.minibatches
+    trainer.schedule rollout.stream trainer.offload rollout.stop-tokens
 """
 _ENGINES = """
     model.weight-files rollout.python rollout.engine rollout.engine-args evaluation.sampling reward.functions

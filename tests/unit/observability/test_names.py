@@ -15,7 +15,7 @@ from tests.unit.observability.records import phase_times, rl_record, sft_record
 
 ZEROS = """
     policy_loss kl_loss clipfrac approx_policy_kls entropy grad_norm engine_gap_mean importance_weight
-    importance_clipfrac moe_aux_loss
+    importance_clipfrac bounded_fraction moe_aux_loss
 """
 RL_FIGURES = {
     **{f"train_actor_training/{name}": 0.0 for name in ZEROS.split()},

@@ -12,7 +12,13 @@ import torch
 from slime_like.algorithms import pack_sequences, zero_weight_pack
 from slime_like.config import RunConfig
 from slime_like.errors import ConfigError, RewardError, TrainerError
-from slime_like.orchestration.rollout.advantages import penalise_kl, require_group_scope, step_advantages, total_rewards
+from slime_like.orchestration.rollout.advantages import (
+    normalise_importance,
+    penalise_kl,
+    require_group_scope,
+    step_advantages,
+    total_rewards,
+)
 from slime_like.orchestration.trainer.rank_training import RankTraining
 from slime_like.trajectory import PackedTrajectory, ScoredTrajectory
 from tests.support.rejections import Rejects
@@ -135,3 +141,27 @@ def test_kl_in_the_reward(rejects: Rejects) -> None:
         pack.ref_logprobs = None
     with rejects(TrainerError, "no-reference-logprobs"):
         penalise_kl(settings, trainers, trajectories, step=1)  # type: ignore[arg-type]
+
+
+def test_advantages_over_the_mean_importance_weight(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On the ranks alone: over the mean of ``min(pi_old / pi_engine, 1.1)``, each token as the loss weighs it."""
+    settings = config(importance_correction="truncate", importance_high=1.1, importance_normalize=True)
+    trajectories = batch(SHAPES)
+    trainers, packs = one_rank(settings, trajectories)
+    total = count = 0.0
+    for t in trajectories:
+        assert t.old_logprobs is not None and t.logprobs is not None
+        for ratio in (t.old_logprobs - t.logprobs)[t.loss_mask].exp().tolist():
+            total += t.token_weight * min(ratio, 1.1)
+            count += t.token_weight
+    before = [float(t.advantages) for t in trajectories]
+    normalise_importance(settings, trainers, trajectories)  # type: ignore[arg-type]
+    expected = [a * count / total for a, (_, n) in zip(before, SHAPES, strict=True) for _ in range(n)]
+    assert torch.cat([pack.advantages for pack in packs]).tolist() == pytest.approx(expected, rel=1e-5)
+    assert [float(t.advantages) for t in trajectories] == before and abs(total / count - 1) > 0.01
+    (tmp_path / "own_corrections.py").write_text("def boom(*given):\n    raise ValueError('boom')\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    broken = config(importance_correction="own_corrections:boom", importance_normalize=True)
+    with pytest.raises(TrainerError, match=r"boom failed with ValueError: boom \(.*own_corrections.py:2\)") as caught:
+        normalise_importance(broken, trainers, trajectories)  # type: ignore[arg-type]
+    assert caught.value.code == "custom-loss-failed"

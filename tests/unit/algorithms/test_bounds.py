@@ -1,0 +1,195 @@
+"""No logprob of float32, -inf of a masked vocabulary included, makes a loss, a gradient or a metric overflow."""
+
+import itertools
+import math
+from collections.abc import Sequence
+
+import pytest
+import torch
+from hypothesis import example, given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from slime_like.algorithms import (
+    CATALOGUE,
+    GRPOLoss,
+    LossInputs,
+    LossOutput,
+    build_loss,
+    find,
+    importance_weights,
+    kl_penalty,
+    off_policy_sequence_mask,
+)
+from slime_like.algorithms.losses import kl_estimate
+from slime_like.config.algorithm import AlgorithmConfig
+from tests.support.properties import examples
+
+INF = math.inf
+LOGPROBS = st.one_of(
+    st.floats(width=32, allow_nan=False), st.sampled_from([-INF, -1000.0, -88.8, -20.0, -0.0]), st.floats(-30, 0)
+)
+CORRECTIONS = sorted(CATALOGUE["importance correction"])
+LEVELS = sorted(CATALOGUE["importance level"])
+ESTIMATORS = sorted(CATALOGUE["KL estimator"])
+PARTS = st.sampled_from(list(itertools.product(CORRECTIONS, LEVELS, ESTIMATORS)))
+ROWS = st.lists(st.tuples(*[LOGPROBS] * 4, st.sampled_from([-1.5, 0.0, 1.5])), min_size=2, max_size=4)
+EXTREMES = [
+    [(0.0, -1000.0, 0.0, 0.0, 0.0), (-1000.0, 0.0, -1000.0, -1.0, -1.0)],
+    [(-INF, -INF, -INF, -INF, 0.0), (-INF, -1.0, -2.0, -INF, -1.0)],
+    [(3e38, -3e38, 3e38, -3e38, 1.0), (-3e38, 3e38, -3e38, 3e38, -1.0)],
+]
+
+
+def loss_of(config: AlgorithmConfig, rows: Sequence[Sequence[float]]) -> tuple[LossOutput, Tensor]:
+    """Loss, and gradient of the current logprobs, of tokens (current, old, engine, reference, advantage)."""
+    current, old, engine, reference, advantages = torch.tensor(list(rows), dtype=torch.float32).unbind(1)
+    current = current.clone().requires_grad_()
+    count = len(rows)
+    inputs = LossInputs(
+        logprobs=current,
+        entropy=None,
+        old_logprobs=old,
+        behaviour_logprobs=engine,
+        ref_logprobs=reference,
+        advantages=advantages,
+        loss_mask=torch.ones(count, dtype=torch.bool),
+        token_weights=torch.ones(count),
+        response_lens=torch.tensor([1, count - 1]),
+    )
+    output = build_loss(config)(inputs)
+    return output, torch.autograd.grad(output.loss, current, allow_unused=True)[0]
+
+
+def is_finite(output: LossOutput, gradient: Tensor) -> bool:
+    return all(bool(torch.isfinite(x).all()) for x in (output.loss, gradient, *output.sums.to_vectors()))
+
+
+def require_finite(loss: str, rows: Sequence[Sequence[float]], parts: tuple[str, str, str]) -> None:
+    correction, level, estimator = parts
+    config = AlgorithmConfig(
+        loss=loss,
+        kl_coef=0.1,
+        kl_estimator=estimator,
+        kl_importance_weighted=True,
+        importance_correction=correction,
+        importance_level=level,
+        off_policy_mask=0.1,
+    )
+    assert is_finite(*loss_of(config, rows))
+
+
+@pytest.mark.parametrize("loss", CATALOGUE["loss"])
+@given(ROWS, PARTS)
+@examples(25)
+def test_every_float32_gives_finite_numbers(
+    loss: str, rows: list[tuple[float, ...]], parts: tuple[str, str, str]
+) -> None:
+    require_finite(loss, rows, parts)
+
+
+@pytest.mark.parametrize("rows", EXTREMES, ids=["1000", "inf", "largest"])
+def test_extremes_of_every_combination(rows: list[tuple[float, ...]]) -> None:
+    for loss, *parts in itertools.product(CATALOGUE["loss"], CORRECTIONS, LEVELS, ESTIMATORS):
+        require_finite(loss, rows, tuple(parts))
+
+
+def test_flat_groups_and_far_policies() -> None:
+    """The case that trained NaN: a log ratio above 88 at advantage 0."""
+    for advantage, (current, old) in itertools.product((0.0, 1.0, -1.0), ((0.0, -1000.0), (-1000.0, 0.0))):
+        for loss in ("ppo_clip", "gspo", "cispo"):
+            rows = [(current, old, old, current, advantage), (-1.0, -1.0, -1.0, -1.0, 0.0)]
+            output, gradient = loss_of(AlgorithmConfig(loss=loss), rows)
+            assert is_finite(output, gradient)
+            if loss != "cispo":  # which clips its weight, never its gradient
+                assert gradient[0] == 0
+            assert output.sums.bounded == 1
+
+
+@given(st.floats(-20, 20, width=32), st.floats(-9000, -50, width=32))
+@example(20.0, -100.0)
+@example(-20.0, -100.0)
+@examples(50)
+def test_inside_the_bound_nothing_changes(distance: float, old: float) -> None:
+    """To the bit, and so is the gradient; beyond it the ratio is constant."""
+    rows = [(old + distance, old, old, old, -1.0), (old, old, old, old, 0.0)]
+    current, before = (torch.tensor(x, dtype=torch.float32) for x in (old + distance, old))
+    difference = current - before
+    output, gradient = loss_of(AlgorithmConfig(loss="ppo_clip", clip_high=0.0), rows)
+    if abs(float(difference)) <= 20:
+        expected = torch.exp(difference)
+        pessimistic = torch.maximum(expected, expected.clamp(0.8, 1.0))
+        assert output.loss == pessimistic
+        assert gradient[0] == (expected if expected >= 0.8 else 0)
+        assert output.sums.bounded == 0
+    k3 = kl_estimate(current, before, "k3")
+    assert k3 == torch.expm1(-difference) + difference
+
+
+@pytest.mark.parametrize("estimator", ["k1", "k2"])
+@given(st.floats(-5000, 0, width=32), st.floats(-5000, 0, width=32))
+@examples(50)
+def test_what_has_no_exponential_keeps_its_value(estimator: str, one: float, other: float) -> None:
+    a, b = torch.tensor([one]), torch.tensor([other])
+    expected = {"k1": a - b, "k2": 0.5 * (a - b).square()}[estimator]
+    assert torch.equal(kl_estimate(a, b, estimator), expected)
+
+
+def test_gradients_are_zero_where_a_bound_holds() -> None:
+    """k3 below d = -20, every logprob below -10,000; one step inside there is one."""
+    for estimator, d, expected in (("k3", -20.5, 0.0), ("k3", -19.5, 1 - math.exp(19.5)), ("k3", 900.0, 1.0)):
+        leaf = torch.tensor([d], dtype=torch.float64, requires_grad=True)
+        (gradient,) = torch.autograd.grad(kl_estimate(leaf, torch.zeros(1), estimator).sum(), leaf)
+        assert gradient.item() == pytest.approx(expected)
+    for loss in ("sft", "policy_gradient", "cispo"):
+        rows = [(-10_001.0, -10_001.0, 0.0, 0.0, 1.0), (-9_999.0, -9_999.0, 0.0, 0.0, 1.0)]
+        output, gradient = loss_of(AlgorithmConfig(loss=loss), rows)
+        assert gradient.tolist() == [0.0, -1.0]
+        assert output.loss.item() == 19_999.0
+
+
+@given(st.lists(st.tuples(LOGPROBS, LOGPROBS), min_size=1, max_size=3))
+@example([(-INF, -INF), (0.0, -INF), (-INF, 0.0)])
+@examples(25)
+def test_the_parts_alone(rows: list[tuple[float, float]]) -> None:
+    """Called directly, without the loss that bounds its inputs."""
+    one, other = torch.tensor(rows, dtype=torch.float32).unbind(1)
+    mask, lengths = torch.ones(len(rows), dtype=torch.bool), torch.tensor([len(rows)])
+    for correction, level in itertools.product(CORRECTIONS, LEVELS):
+        made = importance_weights(one, other, mask, lengths, correction, level)
+        assert torch.isfinite(made.weights).all() and torch.isfinite(made.ratio).all()
+    for estimator in ESTIMATORS:
+        assert torch.isfinite(kl_estimate(one, other, estimator)).all()
+        assert all(torch.isfinite(x).all() for x in kl_penalty(one, other, mask, lengths, 0.1, estimator))
+    kept = off_policy_sequence_mask(one, other, -torch.ones(len(rows)), mask, lengths, 0.1)
+    mean = sum(max(-1e4, min(1e4, b)) - max(-1e4, min(1e4, a)) for a, b in rows) / len(rows)
+    assert bool(kept[0]) == (mean <= 0.1) or mean == pytest.approx(0.1, rel=1e-3)
+
+
+@pytest.mark.parametrize("name", CATALOGUE["loss"])
+def test_a_masked_vocabulary(name: str) -> None:
+    """Logits of -inf, at a target too: from logits to their gradient."""
+    logits = torch.randn(4, 6, generator=torch.Generator().manual_seed(0))
+    forbidden = torch.zeros(4, 6, dtype=torch.bool)
+    forbidden[:, 2] = forbidden[1, 3] = True
+    leaf = logits.requires_grad_()
+    targets = torch.tensor([0, 3, 2, 1])  # the second and third are forbidden
+    config = AlgorithmConfig(loss=name, kl_coef=0.1, entropy_coef=0.01)
+    result = GRPOLoss(config)(
+        leaf.masked_fill(forbidden, -INF),
+        targets,
+        torch.tensor([-1.0, -INF, -2.0, -3.0]),
+        torch.tensor([1.0, -1.0, 0.0, 1.0]),
+        old_logprobs=torch.tensor([-1.5, -INF, -1.0, -1.2]),
+        response_lens=torch.tensor([2, 2]),
+    )
+    (gradient,) = torch.autograd.grad(result[0], leaf)
+    assert torch.isfinite(result[0]) and torch.isfinite(gradient).all()
+    assert not gradient[forbidden].any() and gradient[0].any()
+
+
+def test_a_fault_stays_one() -> None:
+    """NaN logprobs, of broken weights, are not bounded away: trainers reject the loss."""
+    for name in CATALOGUE["loss"]:
+        assert not torch.isfinite(loss_of(AlgorithmConfig(loss=name), [(math.nan, -1, -1, -1, 1.0)] * 2)[0].loss)
+    assert torch.isnan(find("KL estimator", "k3")(torch.tensor([math.nan]))).all()
