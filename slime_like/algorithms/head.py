@@ -54,8 +54,7 @@ def fused_logprobs(
         temperatures: what the logits are divided by, positive: a number, or a tensor that expands to (N,).
         vocab_start: global id of ``weight``'s first row.
         vocab_size: true size of the whole vocabulary; columns at or beyond it never enter a log-sum-exp.
-        all_reduce_max, all_reduce_sum: reduce a tensor in place over the tensor-parallel group; needed where ``weight``
-            does not hold the whole vocabulary.
+        all_reduce_max, all_reduce_sum: reduce in place over the tensor-parallel group, if ``weight`` is a part.
         chunk_tokens: tokens whose logits exist at once; none takes a twentieth of them, but at least 64 (for less a
             matrix product does not pay) or what 1 MiB holds of float32 logits, and at most 1,024. Head and gradients
             then need, besides weight, hidden states and their gradients, at most an eighth of what float32 logits of
@@ -65,8 +64,7 @@ def fused_logprobs(
         check_values: False where targets and temperatures were checked before they went to a device: reading waits.
 
     Returns:
-        Logprobs and entropies, (N,) float32 (float64 for float64 input), both differentiable with respect to
-        ``hidden`` and ``weight``.
+        Logprobs and entropies, (N,) float32 (float64 for float64 input), with gradients to ``hidden`` and ``weight``.
 
     Raises:
         ValueError: what is no tensor, hidden states of another type than the weight, shapes that do not fit, a target
