@@ -57,7 +57,7 @@ def parts(machine: Machine, out: Path) -> list[Part]:
         # Without a device these two run as well: tests are collected and skipped, the benchmark takes the tiny model.
         _tests("GPU tests", 1, 200, out, ["tests/gpu", "tests/unit/weights"], apart, gpus=0),
         Part("Trainer benchmark", 1, 260, (_benchmark(machine, trainer),), gpus=0, table=trainer),
-        _tests("CUDA IPC", 1, 60, out, [_TRANSPORTS], "cuda_ipc"),
+        _tests("CUDA IPC", 1, 60, out, [_TRANSPORTS], "colocated"),
         _tests("Transformer Engine", 2, 300, out, ["tests/gpu"], "transformer_engine", package="transformer-engine"),
         _tests("flash-attn", 2, 180, out, ["tests/gpu"], "flash-attn", package="flash-attn"),
         _tests("NCCL", 2, 120, out, [_TRANSPORTS], "nccl", gpus=2),

@@ -72,8 +72,6 @@ def measure_rank(placement: RankPlacement, config: RunConfig) -> Taken:
 
     def start() -> None:
         trainer.setup()
-        if not fsdp:
-            update_as_on_cuda(trainer)
         train()
         trainer.finish_step(100.0)
 
@@ -100,13 +98,6 @@ def waiting_for_gloo() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(work, "wait", wait)
         yield
-
-
-def update_as_on_cuda(trainer: MegatronTrainer) -> None:
-    """All parameters at once, as torch's AdamW updates them on CUDA."""
-    for part in trainer.optimizer.parts:
-        for group in part.optimizer.param_groups:
-            group["foreach"] = True
 
 
 def _held_by_megatron(trainer: MegatronTrainer) -> tuple[int, int, int, int]:
@@ -150,7 +141,7 @@ def compared(memory: TrainerMemory, taken: Taken) -> dict[str, tuple[int, int]]:
             "standing buffers": (memory.communication_bytes, taken.standing),
             "scoring": (memory.forward_bytes, scoring),
             "activations, head": (busy, training.total()),
-            "optimizer step": (memory.update_bytes, taken.update.peak.total()),
+            "parameters, optimizer step": (parameters + memory.update_bytes, parameters + taken.update.peak.total()),
         }
         peaks = max(busy, memory.update_bytes)
         held = parameters + gradients + optimizer + memory.communication_bytes

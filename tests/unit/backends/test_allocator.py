@@ -10,7 +10,7 @@ from backends.common.process.allocator import allocator_problems, use_expandable
 from rollout.sglang.arguments import memory_saver_problem
 from slime_like.config import RunConfig
 
-ALONE = {"cluster": {"placement": "colocated"}}  # one engine on the only rank's device: auto is cuda_ipc
+ALONE = {"cluster": {"placement": "colocated"}}  # one engine on the only rank's device: auto is colocated
 BESIDE: dict[str, Any] = {}
 OURS = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
 
@@ -25,7 +25,7 @@ def _config(**sections: Any) -> RunConfig:
         (BESIDE, {}, True, False),
         (ALONE, {}, False, False),
         (ALONE | {"sync": {"transport": "shared_memory"}}, {}, True, False),
-        (ALONE | {"sync": {"transport": "cuda_ipc"}}, {}, False, False),
+        (ALONE | {"sync": {"transport": "colocated"}}, {}, False, False),
         (ALONE | {"algorithm": {"loss": "sft"}}, {}, True, False),
         (ALONE, OURS, False, True),
         (ALONE | {"sync": {"transport": "shared_memory"}}, OURS, False, False),

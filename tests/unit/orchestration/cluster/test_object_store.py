@@ -29,7 +29,7 @@ def test_what_ray_refuses_is_refused_in_our_words(
 ) -> None:
     for name, value in (("estimate_available_memory", memory), ("get_shared_memory_bytes", shared)):
         monkeypatch.setattr(f"ray._private.utils.{name}", lambda value=value: value)
-    monkeypatch.setattr(object_store, "_available_memory", lambda _: memory)
+    monkeypatch.setattr(object_store, "available_memory", lambda: memory)
     monkeypatch.setattr("shutil.disk_usage", lambda _: SimpleNamespace(free=shared))
     monkeypatch.setattr("ray._common.utils.get_system_memory", lambda: 64 * GIB)
     problem = object_store_problem(size_mb)
@@ -51,8 +51,8 @@ def test_a_container_s_memory_counts_without_the_caches_of_files(
     (directory / usage).write_text(f"{5 * GIB}\n")
     (directory / "memory.stat").write_text(f"anon 7\n{prefix}inactive_file {2 * GIB}\n{prefix}active_file {GIB}\n")
     monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(total=total, used=3 * GIB))
-    assert object_store._available_memory(tmp_path) == (8 * GIB if limited else total) - 2 * GIB
-    assert object_store._available_memory(tmp_path / "none") == total - 3 * GIB
+    assert object_store.available_memory(tmp_path) == (8 * GIB if limited else total) - 2 * GIB
+    assert object_store.available_memory(tmp_path / "none") == total - 3 * GIB
 
 
 def _ray_takes_it(size_mb: int) -> bool:
