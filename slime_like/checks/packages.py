@@ -61,6 +61,12 @@ def missing_flash_attention(config: RunConfig, on_cuda: bool) -> Iterator[str]:
         )
 
 
+def cuda_problems(config: RunConfig) -> Iterator[str]:
+    """What runs on a CPU alone."""
+    if config.model.dtype == "float32":
+        yield "model.dtype=float32 cannot run on CUDA: its attention kernels are bfloat16; set bfloat16"
+
+
 def compiler_problems(config: RunConfig) -> Iterator[str]:
     value = os.environ.get("NUMBA_DISABLE_JIT", "")
     if value.strip("0") and kernels_are_used(config.trainer.cpu_kernels):

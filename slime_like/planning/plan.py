@@ -9,6 +9,7 @@ from slime_like.checks.definition import training_needs
 from slime_like.checks.fsdp import BACKEND as FSDP
 from slime_like.checks.layout import layout_problems
 from slime_like.checks.model_directories import reference_problems
+from slime_like.checks.packages import cuda_problems
 from slime_like.checks.transport import chosen_transport
 from slime_like.config import RunConfig
 from slime_like.errors import CheckpointError, WeightSyncError
@@ -53,7 +54,7 @@ def make_plan(run: PlannedRun, preflight: bool = False, note: Note = lambda _: N
         of_workers = backend.check(worker_config(config))
         found += [problem.replace("trainer.parallel", "reference.parallel") for problem in of_workers]
     plan.size_problems += checks.placement_problems(config)
-    found += [*plan.size_problems, *checks.version_problems()]
+    found += [*plan.size_problems, *checks.version_problems(), *cuda_problems(config)]
     plan.problems += dict.fromkeys(found)  # the configuration and the backend may find the same
     _judge_machine(plan, config, dimensions, preflight)
     if not layout_problems(config.trainer.parallel, dimensions):

@@ -22,7 +22,8 @@ def find_remedy(run: PlannedRun, plan: Plan, note: Note = lambda _: None) -> Rem
     tried = make_plan(changed(run, fitting.changes), note=note)
     if tried.problems or tried.step is None or not tried.fits:
         return Remedy({}, "; ".join(tried.problems))
-    return Remedy(fitting.changes, "", tried.tightest, tried.step.total)
+    host = 0 if tried.host is None else tried.host.total
+    return Remedy(fitting.changes, "", tried.tightest, tried.step.total, host)
 
 
 def _least_needed(phase: PhaseMemory) -> str:

@@ -31,13 +31,15 @@ class Remedy:
     Attributes:
         changes: fields and values; empty where no settings fit.
         reason: why no settings fit; "" otherwise.
-        tightest, seconds: with the changes: the phase with least free memory, and the predicted step.
+        tightest, seconds, host_bytes: with the changes: the phase with least free memory, the predicted step, and
+            the host memory of a node.
     """
 
     changes: Changes
     reason: str = ""
     tightest: PhaseMemory | None = None
     seconds: float = 0.0
+    host_bytes: int = 0
 
 
 @dataclass(slots=True)

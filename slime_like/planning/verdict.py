@@ -115,5 +115,6 @@ def remedy(plan: Plan, command: list[str]) -> Iterator[str]:
         yield f"No setting fits these GPUs. {found.reason}."
         return
     free, seconds = memory_text(found.tightest.margin), seconds_text(found.seconds)
-    yield f"This fits, with {free} GPU memory free and a step of {seconds}:"
+    host = f", {memory_text(found.host_bytes)} of host memory per node" if found.host_bytes else ""
+    yield f"This fits, with {free} GPU memory free{host} and a step of {seconds}:"
     yield f"  {' '.join(command)}"

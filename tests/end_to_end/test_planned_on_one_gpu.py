@@ -39,7 +39,9 @@ def test_the_printed_command_fits(memory_gib: float, changed: set[str], shallow:
     """Trainer and engine share the GPU; a smaller one also takes what saves memory, and no more than it needs."""
     size = ["--cluster.gpu_memory_gib", str(memory_gib)]
     assert run(["plan", "configs/qwen3_4b.yaml", *shallow, *ONE_GPU, *size]) == 1
-    (command,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("  slime-like plan ")]
+    printed = capsys.readouterr().out
+    (command,) = [line for line in printed.splitlines() if line.startswith("  slime-like plan ")]
+    (host,) = re.findall(r"This fits, .* free, ([\d.]+ GiB) of host memory per node", printed)
     arguments = shlex.split(command)[1:]
     fields = {word.removeprefix("--") for word in arguments if word.startswith("--")}
     assert {"cluster.placement", "rollout.num_engines", "trainer.parallel.data"} <= fields
@@ -47,7 +49,8 @@ def test_the_printed_command_fits(memory_gib: float, changed: set[str], shallow:
     saving = {f"trainer.{name}" for name in saving}
     assert fields & saving == changed
     assert run(arguments) == 0
-    assert capsys.readouterr().out.startswith("fits. ")
+    printed = capsys.readouterr().out
+    assert printed.startswith("fits. ") and f"NOT checked: {host} per node needed" in " ".join(printed.split())
 
 
 def test_what_nothing_fits_is_shown_by_a_sum(shallow: list[str], tmp_path: Path, capsys: Capture) -> None:
@@ -88,7 +91,9 @@ def test_published_models_on_one_gpu(
     it is not offloaded, 12 for the optimizer."""
     size = ["--cluster.gpu_memory_gib", str(memory_gib), "--model.path", str(MODELS / model)]
     assert run(["plan", f"configs/{recipe}.yaml", *ONE_GPU, *size]) == 1
-    (command,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("  slime-like plan ")]
+    printed = capsys.readouterr().out
+    (command,) = [line for line in printed.splitlines() if line.startswith("  slime-like plan ")]
+    (host,) = re.findall(r"This fits, .* free, ([\d.]+ GiB) of host memory per node", printed)
     output = tmp_path / "plan.json"
     assert run([*shlex.split(command)[1:], "--output", str(output)]) == 0
     (kind,) = json.loads(output.read_text())["kinds"]
