@@ -71,7 +71,8 @@ def test_a_normal_install_works_from_another_directory(tmp_path: Path) -> None:
 def test_a_plan_needs_no_numba(tiny: Tiny) -> None:
     hidden = "import sys; sys.modules['numba'] = None; from slime_like.commands.main import main; sys.exit(main())"
     planned = subprocess.run(
-        [sys.executable, "-c", hidden, "plan", "configs/quickstart.yaml", "--model.path", str(tiny.model)],
+        [sys.executable, "-c", hidden, "plan", "configs/quickstart.yaml", "--model.path", str(tiny.model),
+         "--model.dtype", "bfloat16"],
         cwd=REPO, capture_output=True, text=True, timeout=120,
     )  # fmt: skip
     assert planned.returncode == 0, planned.stderr

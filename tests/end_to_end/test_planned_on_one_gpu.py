@@ -91,9 +91,7 @@ def test_published_models_on_one_gpu(
     it is not offloaded, 12 for the optimizer."""
     size = ["--cluster.gpu_memory_gib", str(memory_gib), "--model.path", str(MODELS / model)]
     assert run(["plan", f"configs/{recipe}.yaml", *ONE_GPU, *size]) == 1
-    printed = capsys.readouterr().out
-    (command,) = [line for line in printed.splitlines() if line.startswith("  slime-like plan ")]
-    (host,) = re.findall(r"This fits, .* free, ([\d.]+ GiB) of host memory per node", printed)
+    (command,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("  slime-like plan ")]
     output = tmp_path / "plan.json"
     assert run([*shlex.split(command)[1:], "--output", str(output)]) == 0
     (kind,) = json.loads(output.read_text())["kinds"]

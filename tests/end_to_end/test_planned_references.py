@@ -24,7 +24,7 @@ def test_a_larger_reference_is_planned_with_its_own_sizes(monkeypatch: pytest.Mo
     ("flags", "words"),
     [
         ([*REFUSED, "--reference.parallel.tensor", "3"], ["reference.parallel.tensor=3 does not divide the model's"]),
-        ([*REFUSED, "--reference.path", "/nowhere"], ["reference.path=/nowhere is not a directory"]),
+        ([*REFUSED, "--reference.path", "/nowhere"], ["reference.path=/nowhere does not exist"]),
         (
             ["--cluster.gpu_memory_gib", "5", "--reference.path", str(MODELS / "Qwen2.5-7B")],
             [
