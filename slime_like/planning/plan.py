@@ -28,6 +28,7 @@ from slime_like.planning.remedies import misfits
 from slime_like.planning.result import KindPlan, Plan
 from slime_like.planning.step_time import predict, reference_seconds, traffic_per_step
 from slime_like.planning.units import count_text, traffic_text
+from slime_like.system.gpus import local_gpus
 
 _DOMINATES = 0.5
 """Share of a step from which on generation decides its length."""
@@ -54,7 +55,9 @@ def make_plan(run: PlannedRun, preflight: bool = False, note: Note = lambda _: N
         of_workers = backend.check(worker_config(config))
         found += [problem.replace("trainer.parallel", "reference.parallel") for problem in of_workers]
     plan.size_problems += checks.placement_problems(config)
-    found += [*plan.size_problems, *checks.version_problems(), *cuda_problems(config)]
+    found += [*plan.size_problems, *checks.version_problems()]
+    if not preflight or local_gpus():  # a cluster of CPUs may run what is planned for GPUs
+        found += cuda_problems(config)
     plan.problems += dict.fromkeys(found)  # the configuration and the backend may find the same
     _judge_machine(plan, config, dimensions, preflight)
     if not layout_problems(config.trainer.parallel, dimensions):
