@@ -61,7 +61,7 @@ def missing_flash_attention(config: RunConfig, on_cuda: bool) -> Iterator[str]:
         )
 
 
-def cuda_problems(config: RunConfig) -> Iterator[str]:
+def rejected_on_cuda(config: RunConfig) -> Iterator[str]:
     """What runs on a CPU alone."""
     if config.model.dtype == "float32":
         yield "model.dtype=float32 cannot run on CUDA: its attention kernels are bfloat16; set bfloat16"

@@ -9,7 +9,7 @@ from slime_like.checks.definition import training_needs
 from slime_like.checks.fsdp import BACKEND as FSDP
 from slime_like.checks.layout import layout_problems
 from slime_like.checks.model_directories import reference_problems
-from slime_like.checks.packages import cuda_problems
+from slime_like.checks.packages import rejected_on_cuda
 from slime_like.checks.transport import chosen_transport
 from slime_like.config import RunConfig
 from slime_like.errors import CheckpointError, WeightSyncError
@@ -57,7 +57,7 @@ def make_plan(run: PlannedRun, preflight: bool = False, note: Note = lambda _: N
     plan.size_problems += checks.placement_problems(config)
     found += [*plan.size_problems, *checks.version_problems()]
     if not preflight or local_gpus():  # a cluster of CPUs may run what is planned for GPUs
-        found += cuda_problems(config)
+        found += rejected_on_cuda(config)
     plan.problems += dict.fromkeys(found)  # the configuration and the backend may find the same
     _judge_machine(plan, config, dimensions, preflight)
     if not layout_problems(config.trainer.parallel, dimensions):

@@ -18,7 +18,7 @@ from backends.common.step.balance import BalanceLoss
 from backends.common.step.objective import Objective
 from backends.common.step.sums import StepSums, reduced_over_data, require_finite_losses, require_finite_norm
 from backends.common.trainer.storage import StoringTrainer
-from slime_like.checks.packages import cuda_problems
+from slime_like.checks.packages import rejected_on_cuda
 from slime_like.config import RunConfig
 from slime_like.errors import ConfigError
 from slime_like.interfaces import RankCoordinates, RankPlacement, ScoredLogprobs, WeightBucket
@@ -112,7 +112,7 @@ class TrainerBase(StoringTrainer):
     def _open(self) -> None:
         problems, on_cuda = self.check(self.config) + self._machine_problems(), torch.cuda.is_available()
         if on_cuda:
-            problems += [*cuda_problems(self.config), *allocator_problems(self.config, os.environ)]
+            problems += [*rejected_on_cuda(self.config), *allocator_problems(self.config, os.environ)]
         if problems:
             raise ConfigError(problems)
         if on_cuda:
