@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Wheels for a GPU machine that has torch, transformers and pytest, but no package index: this project, Megatron-core, pydantic.
 #   bash scripts/gpu_wheels.sh [DIR]      default: build/wheels; for Python 3.12, about 6 MB
-# There, benchmarks/first_light.sh installs them into a folder of its own. They need nothing else:
+# There, benchmarks/first_light.sh installs them into a separate folder. They need nothing else:
 #   python3 -m pip install --no-index --no-deps --target SITE DIR/*.whl && export PYTHONPATH=SITE
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"

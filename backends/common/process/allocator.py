@@ -7,8 +7,8 @@ import torch
 from slime_like.checks.environment import ALLOCATOR, expandable_segments
 from slime_like.config import RunConfig
 
-_BY_HOST = ("shared_memory", "gloo", "nccl", "directory")
-"""Transports that share no device memory."""
+_MAPPING = ("auto", "colocated")
+"""Values of ``sync.transport`` by which colocated engines map device memory."""
 _EXPANDABLE = "expandable_segments:True"
 
 
@@ -16,7 +16,7 @@ def engines_map_memory(config: RunConfig) -> bool:
     """Whether engines may map buffers of the ranks: those on the same devices do, by the transport ``auto`` chooses."""
     if config.supervised or config.debug.load_rollouts is not None:
         return False
-    return config.cluster.placement == "colocated" and config.sync.transport not in _BY_HOST
+    return config.cluster.placement == "colocated" and config.sync.transport in _MAPPING
 
 
 def allocator_problems(config: RunConfig, environment: Mapping[str, str]) -> Iterator[str]:

@@ -1,6 +1,6 @@
 """Plain values and results of a save: both versions write the same files.
 
-0.16 writes plain values (``common.pt``) by a strategy of their own. 0.19 would make them one more object of the sharded
+0.16 writes plain values (``common.pt``) by a separate strategy. 0.19 would make them one more object of the sharded
 state, and reads ``common.pt`` where there is one; written as before, either version reads the other's checkpoints.
 """
 
