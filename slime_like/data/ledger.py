@@ -5,16 +5,16 @@ not something a column was set to. A checkpoint holds a copy; going on from it b
 truth that whatever happened since has to happen again.
 """
 
+import shutil
 import sqlite3
 import threading
 import time
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
-from itertools import groupby
-from operator import itemgetter
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import NamedTuple, Self
 
 from slime_like.errors import DataError
@@ -63,11 +63,14 @@ class Audit:
 class Ledger:
     """The events of one run. May be used from several threads.
 
+    A write-ahead log lets others read meanwhile. It needs memory that processes share, so while a run writes, its
+    ledger is read on the same host; a file system that cannot map a file is rejected.
+
     Args:
-        path: the database; made where it does not exist. On a local disk: SQLite locks files.
+        path: the database; made where it does not exist.
 
     Raises:
-        DataError: the file cannot be opened, or is no ledger.
+        DataError: the file cannot be opened, is no ledger, or cannot have a write-ahead log.
     """
 
     def __init__(self, path: Path) -> None:
@@ -75,11 +78,14 @@ class Ledger:
         self._lock = threading.Lock()
         try:
             self._database = sqlite3.connect(path, timeout=_BUSY_TIMEOUT_S, check_same_thread=False)
-            # A killed process loses nothing; only a power failure may lose the newest events, as it may a checkpoint.
-            self._database.execute("PRAGMA synchronous = OFF")
+            mode = self._database.execute("PRAGMA journal_mode = WAL").fetchone()[0]
+            if mode != "wal":
+                raise sqlite3.OperationalError(f"no write-ahead log here, but {mode}")
+            # A killed process loses nothing; a power failure may lose the newest events.
+            self._database.execute("PRAGMA synchronous = NORMAL")
             self._database.executescript(_SCHEMA)
         except sqlite3.Error as error:
-            raise _unusable(path, error, "not a ledger, or not on a local disk") from error
+            raise _unusable(path, error, "not a ledger, or on a file system that cannot map files") from error
 
     @classmethod
     def begin(cls, run_dir: Path) -> Self:
@@ -126,6 +132,7 @@ class Ledger:
         """Copy everything up to now into the new file ``path``. Raises ``DataError`` where the disk refuses."""
         with self._lock, _refused_by_disk(path), closing(sqlite3.connect(path)) as copy:
             self._database.backup(copy)
+            copy.execute("PRAGMA journal_mode = DELETE")  # one file, which can be read where nothing may be written
 
     def count(self) -> int:
         """Number of the latest event, counted from 1 without gaps; 0 without events."""
@@ -172,8 +179,10 @@ def _refused_by_disk(path: Path) -> Iterator[None]:
     try:
         yield
     except sqlite3.Error as error:
-        problem = f"could not be written ({error})"
-        raise DataError(problem, code="disk-refused", who=str(path), remedy="free space there") from error
+        problem, code, remedy = f"could not be written ({error})", "disk-refused", "free space there"
+        if getattr(error, "sqlite_errorcode", 0) & 0xFF == sqlite3.SQLITE_BUSY:
+            code, remedy = "ledger-locked", "end what else writes to it, such as an open sqlite3 shell"
+        raise DataError(problem, code=code, who=str(path), remedy=remedy) from error
 
 
 def audit_run(run_dir: Path) -> Audit:
@@ -187,36 +196,75 @@ def audit_run(run_dir: Path) -> Audit:
         problem = f"{path} is missing: no run of rollouts has written to {run_dir}"
         raise DataError(problem, code="no-ledger", remedy="give another directory")
     try:
-        with closing(sqlite3.connect(_read_only(path), uri=True, timeout=_BUSY_TIMEOUT_S)) as database:
-            rows = database.execute("SELECT group_id, state, step, reason FROM events ORDER BY group_id, number")
-            histories = {group: [_Event(*row[1:]) for row in events] for group, events in groupby(rows, itemgetter(0))}
+        with ExitStack() as stack:
+            return _audit(_readable(path, stack))
     except sqlite3.Error as error:
         raise _unusable(path, error, "not a ledger, or damaged") from error
-    problems = [sentence for group, history in histories.items() for sentence in _problems(group, history)]
-    missing = sorted(set(range(max(histories, default=-1) + 1)) - histories.keys())
-    problems += [f"group {group} was never issued, though later ones were" for group in missing]
-    ends = {
-        group: next((event.state for event in history if event.state in _ENDED), None)
-        for group, history in histories.items()
-    }
-    dropped = (
-        next(event.reason or "" for event in reversed(histories[group]) if event.state == DROPPED)
-        for group, end in ends.items()
-        if end == DROPPED
-    )
-    return Audit(
-        issued=sum(any(event.state == ISSUED for event in history) for history in histories.values()),
-        trained=sum(end == TRAINED for end in ends.values()),
-        dropped=dict(Counter(dropped)),
-        in_flight=tuple(group for group, end in ends.items() if end is None),
-        problems=tuple(problems),
-    )
+
+
+def _readable(path: Path, stack: ExitStack) -> sqlite3.Connection:
+    """Open a ledger for reading, whether it is written to or its writer was killed.
+
+    SQLite may have to write beside the file before it can be read. Where that is refused, a copy is read.
+
+    Raises:
+        DataError: it cannot be copied.
+    """
+    uri = _read_only(path)
+    database = stack.enter_context(closing(sqlite3.connect(uri, uri=True, timeout=_BUSY_TIMEOUT_S)))
+    try:
+        database.execute("SELECT 1 FROM events LIMIT 1").fetchone()
+    except sqlite3.OperationalError:
+        copy = Path(stack.enter_context(TemporaryDirectory())) / FILE_NAME
+        try:
+            for ending in ("", "-wal", "-journal"):
+                if (part := path.with_name(path.name + ending)).exists():
+                    shutil.copyfile(part, copy.with_name(copy.name + ending))
+        except OSError as error:
+            problem, remedy = f"could not be copied to {copy} ({error.strerror})", "free space there, or set TMPDIR"
+            raise DataError(problem, code="ledger-not-copied", who=str(path), remedy=remedy) from error
+        return stack.enter_context(closing(sqlite3.connect(copy)))
+    return database
+
+
+_HISTORIES = f"""
+SELECT group_id, group_concat(state, ' '), max(reason) FILTER (WHERE state = '{DROPPED}')
+FROM events INDEXED BY events_of_group GROUP BY group_id ORDER BY group_id
+"""
+"""The index gives a group's states in the order of their numbers."""
+
+
+def _audit(database: sqlite3.Connection) -> Audit:
+    """Follow the groups, holding one at a time. Few orders of states occur in a run, each of them many times."""
+    ended: dict[str, str | None] = {}  # how a group with these states has ended, where nothing is wrong with them
+    ends: Counter[str | None] = Counter()
+    dropped: Counter[str] = Counter()
+    in_flight: list[int] = []
+    problems: list[str] = []
+    issued = following = 0
+    for group, states, reason in database.execute(_HISTORIES):
+        problems += [f"group {missing} was never issued, though later ones were" for missing in range(following, group)]
+        following = group + 1
+        issued += ISSUED in states.split()
+        end = ended.get(states)
+        if states not in ended:
+            end = next((state for state in states.split() if state in _ENDED), None)
+            history = database.execute("SELECT state, step FROM events WHERE group_id = ? ORDER BY number", (group,))
+            if found := _problems(group, [_Event(*event) for event in history]):
+                problems += found
+            else:
+                ended[states] = end
+        ends[end] += 1
+        if end is None:
+            in_flight.append(group)
+        elif end == DROPPED:
+            dropped[reason or ""] += 1
+    return Audit(issued, ends[TRAINED], dict(dropped), tuple(in_flight), tuple(problems))
 
 
 class _Event(NamedTuple):
     state: str
     step: int | None
-    reason: str | None
 
 
 def _problems(group: int, history: Sequence[_Event]) -> list[str]:

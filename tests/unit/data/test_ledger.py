@@ -1,5 +1,7 @@
 """The ledger: events in, an audit out; snapshots bring an earlier truth back."""
 
+import shutil
+import sqlite3
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from pathlib import Path
@@ -131,3 +133,32 @@ def test_a_disk_that_refuses_is_one_sentence(ledger: Ledger, rejects: Rejects) -
     ledger._database.execute("PRAGMA max_page_count = 1")
     with rejects(DataError, "disk-refused"):
         ledger.issued(range(10_000), version=0)
+
+
+def test_a_reader_holds_up_nothing(ledger: Ledger, tmp_path: Path) -> None:
+    """What is written meanwhile stays in the log beside the file; a snapshot has it nevertheless."""
+    ledger._database.execute("PRAGMA busy_timeout = 0")
+    with closing(sqlite3.connect(tmp_path / FILE_NAME, isolation_level=None)) as reader:
+        reader.execute("BEGIN")
+        assert reader.execute("SELECT count(*) FROM events").fetchone() == (0,)
+        whole_way(ledger, 0)
+        assert audit_run(tmp_path).trained == 1
+        ledger.snapshot(tmp_path / "copy")
+        shutil.copyfile(tmp_path / FILE_NAME, tmp_path / "file alone")
+        assert reader.execute("SELECT count(*) FROM events").fetchone() == (0,)
+    counts = {}
+    for name in ("copy", "file alone"):
+        with closing(sqlite3.connect(tmp_path / name)) as copy:
+            found = copy.execute("SELECT count(*) FROM sqlite_master WHERE name = 'events'").fetchone()[0]
+            counts[name] = copy.execute("SELECT count(*) FROM events").fetchone()[0] if found else 0
+            assert name != "copy" or copy.execute("PRAGMA journal_mode").fetchone() == ("delete",)
+    assert counts == {"copy": 4, "file alone": 0}
+
+
+def test_another_writer_is_named_as_the_hindrance(ledger: Ledger, tmp_path: Path, rejects: Rejects) -> None:
+    ledger._database.execute("PRAGMA busy_timeout = 0")
+    with closing(sqlite3.connect(tmp_path / FILE_NAME, isolation_level=None)) as other:
+        other.execute("BEGIN IMMEDIATE")
+        with rejects(DataError, "ledger-locked"):
+            ledger.issued([0], version=0)
+    ledger.issued([0], version=0)
