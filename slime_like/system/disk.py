@@ -51,6 +51,30 @@ def sync(path: Path) -> None:
         os.close(handle)
 
 
+def link_tree(source: Path, target: Path) -> None:
+    """The files of ``source`` under new names, without a copy where the file system has such links.
+
+    Raises:
+        OSError: the disk refused.
+    """
+
+    def link_or_copy(source: str, target: str) -> None:
+        try:
+            os.link(source, target)
+        except OSError:  # another file system, or one without links; what hinders a copy, too, is raised by it
+            shutil.copyfile(source, target)
+
+    shutil.copytree(source, target, copy_function=link_or_copy)
+
+
+def sync_tree(directory: Path) -> None:
+    """Make all files below a directory durable, and their names."""
+    for place, _, files in os.walk(directory, topdown=False):
+        for name in files:
+            sync(Path(place, name))
+        sync(Path(place))
+
+
 def write_private(path: Path, text: str) -> None:
     """Write a file, whole or not at all, that only its owner may read; its directory is made where there is none.
 

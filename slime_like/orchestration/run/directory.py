@@ -12,7 +12,7 @@ from slime_like.config.reading.load import load_config, save_config
 from slime_like.errors import ConfigError, SlimeLikeError
 from slime_like.observability.metrics import METRICS_FILE
 from slime_like.orchestration.run.lock import LOCK_FILE, RunLock
-from slime_like.orchestration.trainer.checkpoints import Checkpoint, latest_checkpoint
+from slime_like.orchestration.trainer.checkpoints import Checkpoint, newest_whole
 from slime_like.system.words import counted
 
 CONFIG_FILE = "config.yaml"
@@ -27,19 +27,17 @@ _MAX_NAMED = 8  # changed settings named in one sentence
 
 
 def find_checkpoint(config: RunConfig) -> Checkpoint | None:
-    """Find the checkpoint of ``resume``; ``None`` means a new start. Nothing is changed on disk.
+    """Find the checkpoint of ``resume``; ``None`` means a new start. A path that is given is the only candidate.
 
     Raises:
-        CheckpointError: a path was given, or ``latest`` exists, and cannot be read or gone on from.
+        CheckpointError: it, or every checkpoint of the run, cannot be read or resumed from.
         ConfigError: the run has finished, or another backend wrote the checkpoint.
     """
     if config.resume == "never":
         return None
-    path = latest_checkpoint(config.run_dir) if config.resume == "auto" else Path(config.resume)
-    if path is None:
-        return None
-    checkpoint = Checkpoint.read(path)
-    _require_resumable(checkpoint, config)
+    checkpoint = newest_whole(config.run_dir) if config.resume == "auto" else Checkpoint.read(Path(config.resume))
+    if checkpoint is not None:
+        _require_resumable(checkpoint, config)
     return checkpoint
 
 

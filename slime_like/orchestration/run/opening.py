@@ -165,7 +165,10 @@ class _Base:
         progress = stack.enter_context(Progress(config.logging.progress, config.steps, log=log))
         moved = f"the earlier run of {config.run_dir} is now {aside}" if aside is not None else ""
         precision = precision_notes(config) if config.model.weights is None else ()
-        for note in filter(None, (self.lock.warning, moved, *notes, *algorithm_notes(config), *precision, start)):
+        damaged = "" if self.checkpoint is None else self.checkpoint.passed_over
+        for note in filter(
+            None, (self.lock.warning, moved, damaged, *notes, *algorithm_notes(config), *precision, start)
+        ):
             progress.note(note)
         bucket_directories = [config.sync.directory] if config.sync.directory else []
         logs, slots = config.run_dir / "worker_logs", sum(bundle_sizes(config))
@@ -176,7 +179,7 @@ class _Base:
             for note in (operators_note(config.trainer.cpu_kernels), *_machine_notes(config, placement.num_nodes)):
                 progress.note(note)
         trainers = TrainerGroup(config, placement)
-        checkpoints = CheckpointStore(config.run_dir, config.checkpoint.keep, trainers)
+        checkpoints = CheckpointStore(config.run_dir, config.checkpoint.keep, trainers, progress.note)
         return _Placed(self, metrics, progress, placement, cluster.run_name, trainers, checkpoints)
 
 

@@ -2,12 +2,12 @@
 
 import contextlib
 import json
-import os
 import re
 import shutil
+import time
 import zlib
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Self
 
@@ -15,21 +15,27 @@ from slime_like.errors import CheckpointError, SlimeLikeError
 from slime_like.interfaces import TrainerBackend
 from slime_like.orchestration.trainer.group import TrainerGroup
 from slime_like.orchestration.trainer.rank import TrainerRank
-from slime_like.system.disk import refusal
+from slime_like.system.disk import length_fault, link_tree, refusal, sync, sync_tree
 
 _TRAINER, _STATE, _PARTIAL = "trainer", "state.json", ".partial-"
 _NAME = re.compile(r"step-\d{6,}")  # a copy that somebody made under another name is not ours to remove
-_CHECKSUM, _FILES = "crc32", "files"
+_FORMER, _REMOVED = ".former-", ".removed-"  # whole, until its successor has its name; and what is to go
+_CHECKSUM, _FILES, _LENGTHS = "crc32", "files", "lengths"
 _RESCUE_TIMEOUT_S = 5.0
 
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """A whole checkpoint on disk: what to hand to the trainers, and what the driver remembers."""
+    """A whole checkpoint on disk: what to hand to the trainers, and what the driver remembers.
+
+    Attributes:
+        passed_over: newer checkpoints that are damaged, as a note; empty where there are none.
+    """
 
     path: Path
     step: int
     state: dict[str, Any]
+    passed_over: str = ""
 
     @property
     def trainer(self) -> Path:
@@ -65,6 +71,21 @@ class Checkpoint:
         if not intact:
             raise self.unusable(f"{path} is not as it was written", "checkpoint-damaged")
         return path
+
+    def require_whole(self) -> None:
+        """Compare what can be compared without reading the trainers' files.
+
+        Raises:
+            CheckpointError: a file is missing or has lost bytes, or one of the driver's is not as it was written.
+        """
+        for name in self.state.get(_FILES, {}):
+            self.file(name)
+        for name, length in self.state.get(_LENGTHS, {}).items():
+            path = self.path / name
+            if not path.is_file():
+                raise self.unusable(f"{path} is missing", "checkpoint-incomplete")
+            if fault := length_fault(path.stat().st_size, length):
+                raise self.unusable(f"{path} {fault}", "checkpoint-damaged")
 
     def unusable(self, problem: str, code: str) -> CheckpointError:
         """Describe a fault of the checkpoint's files."""
@@ -116,17 +137,19 @@ class CheckpointStore:
 
     Args:
         keep: newest checkpoints that stay after a save.
+        note: reports what could not be removed; it is tried again after the next save.
     """
 
-    def __init__(self, run_dir: Path, keep: int, trainers: TrainerGroup) -> None:
+    def __init__(self, run_dir: Path, keep: int, trainers: TrainerGroup, note: Callable[[str], None]) -> None:
         self._root = run_dir / "checkpoints"
         self._keep = keep
         self._trainers = trainers
+        self._note = note
         self._started: Path | None = None
         self._also: dict[str, Callable[[Path], None]] = {}
         self._linked: dict[str, Callable[[], Path | None]] = {}
-        for partial in self._root.glob(f"{_PARTIAL}*"):  # a save that was killed
-            shutil.rmtree(partial)
+        _put_back(self._root)
+        self._remove([*self._root.glob(f"{_PARTIAL}*"), *self._root.glob(f"{_FORMER}*")])  # of a save that was killed
 
     def also_write(self, write: Callable[[Path], None], name: str) -> None:
         """``write`` the file ``name`` into every later checkpoint."""
@@ -191,7 +214,7 @@ class CheckpointStore:
     def abandon(self) -> None:
         """Remove what never became a checkpoint. Called when no rank writes any more."""
         for partial in self._root.glob(f"{_PARTIAL}*"):
-            shutil.rmtree(partial, ignore_errors=True)  # what cannot be removed makes the next start fail
+            shutil.rmtree(partial, ignore_errors=True)  # the next start tries again
 
     def _write(self, step: int, state: dict[str, Any], phase: str, method: Callable[[Any, Path], None]) -> Path:
         """Write all that the driver adds, and have ``method`` of the ranks begin; the path once it is committed."""
@@ -211,16 +234,40 @@ class CheckpointStore:
         return final
 
     def _commit(self, final: Path) -> None:
-        shutil.rmtree(final, ignore_errors=True)  # the same step of an earlier start
-        _partial(final).rename(final)
-        link = self._root / ".latest-new"
+        """Give the files their name: after a power failure, too, ``latest`` leads to this checkpoint or the last."""
+        partial, former, root = _partial(final), final.with_name(f"{_FORMER}{final.name}"), self._root
+        files = (path for path in partial.rglob("*") if path.is_file() and path != partial / _STATE)
+        lengths = {str(path.relative_to(partial)): path.stat().st_size for path in files}
+        written = Checkpoint.read(partial)
+        write_state(partial, written.step, {**written.state, _LENGTHS: lengths})
+        sync_tree(partial)
+        if final.exists():  # the same step of an earlier start
+            final.rename(former)
+        partial.rename(final)
+        for directory in (root, root.parent, root.absolute().parent.parent):  # the first save may have made them
+            sync(directory)
+        link = root / ".latest-new"
         link.unlink(missing_ok=True)
         link.symlink_to(final.name)
-        link.replace(self._root / "latest")
+        link.replace(root / "latest")
+        sync(root)
         # Of the old ones first those of later steps, left by a run that resumed before them.
-        saved = sorted(_saved(self._root), key=lambda path: (_step(path) <= _step(final), _step(path)))
-        for old in saved[: -self._keep]:
-            shutil.rmtree(old)
+        saved = sorted(_saved(root), key=lambda path: (_step(path) <= _step(final), _step(path)))
+        self._remove([*root.glob(f"{_FORMER}*"), *saved[: -self._keep]])
+
+    def _remove(self, paths: Iterable[Path]) -> None:
+        """Remove directories, and those that could not be removed before; a half of one never has its name."""
+        problems: list[str] = []
+        for path in paths:
+            with _noting(path, problems):
+                path.rename(path.with_name(f"{_REMOVED}{time.time_ns()}-{path.name}"))
+        if removed := list(self._root.glob(f"{_REMOVED}*")):
+            sync(self._root)
+        for path in removed:
+            with _noting(path, problems):
+                shutil.rmtree(path)
+        for problem in problems:
+            self._note(problem)
 
     @contextlib.contextmanager
     def _whole_or_removed(self, final: Path) -> Iterator[None]:
@@ -236,28 +283,54 @@ class CheckpointStore:
             raise
 
 
-def link_tree(source: Path, target: Path) -> None:
-    """The files of ``source`` under new names, without a copy where the file system has such links.
-
-    Raises:
-        OSError: the disk refused.
-    """
-
-    def link_or_copy(source: str, target: str) -> None:
-        try:
-            os.link(source, target)
-        except OSError:  # another file system, or one without links; what hinders a copy, too, is raised by it
-            shutil.copyfile(source, target)
-
-    shutil.copytree(source, target, copy_function=link_or_copy)
-
-
 def latest_checkpoint(run_dir: Path) -> Path | None:
     """The checkpoint that a run in ``run_dir`` resumes from: the target of ``latest`` or, in a copy of the directory
     without its links, the highest step, as every checkpoint with such a name is whole; ``None`` without one."""
     root = run_dir / "checkpoints"
     latest = root / "latest"
     return latest if latest.is_symlink() else max(_saved(root), key=_step, default=None)
+
+
+def _put_back(root: Path) -> None:
+    """Give a checkpoint its name again where the run ended before its successor had it."""
+    for former in root.glob(f"{_FORMER}*"):
+        if not (place := root / former.name.removeprefix(_FORMER)).exists():
+            former.rename(place)
+
+
+def newest_whole(run_dir: Path) -> Checkpoint | None:
+    """Open the latest checkpoint of a run or, where it is damaged, the newest whole one; ``None`` without any.
+
+    Raises:
+        CheckpointError: none is whole.
+    """
+    root = run_dir / "checkpoints"
+    _put_back(root)
+    if (latest := latest_checkpoint(run_dir)) is None:
+        return None
+    name = latest.readlink().name if latest.is_symlink() else latest.name
+    last = int(name.partition("-")[2]) if _NAME.fullmatch(name) else 0
+    # Later steps are of a run that resumed before them: they come last.
+    others = sorted(_saved(root), key=lambda path: (_step(path) <= last, _step(path)), reverse=True)
+    damaged: list[str] = []
+    for path in (latest, *(path for path in others if path.name != name)):
+        try:
+            checkpoint = Checkpoint.read(path)
+            checkpoint.require_whole()
+        except CheckpointError as error:
+            damaged.append(str(error.problem))
+        else:
+            note = f"passed over: {'; '.join(damaged)}; resuming from {checkpoint.path}" if damaged else ""
+            return replace(checkpoint, passed_over=note)
+    return Checkpoint.read(latest)  # the trainers' own sentence names what is lost
+
+
+@contextlib.contextmanager
+def _noting(path: Path, problems: list[str]) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        problems.append(f"{path} could not be removed ({error.strerror}); it is tried again after the next save")
 
 
 def _saved(root: Path) -> list[Path]:

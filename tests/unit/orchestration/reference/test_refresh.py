@@ -45,7 +45,7 @@ class Run:
         self.pool = ReferencePool(16) if more else None
         trainers = cast(TrainerGroup, self.trainers)
         self.reference = Reference(self.config, trainers, self.pool)
-        self.store = CheckpointStore(run_dir, 2, trainers)
+        self.store = CheckpointStore(run_dir, 2, trainers, print)
         self.store.also_link(self.reference.files, REFERENCE)
 
     def step(self, step: int) -> Checkpoint:

@@ -169,17 +169,48 @@ def test_a_copy_without_links_goes_on_from_the_highest_step(tmp_path: Path, run_
 
 
 def test_where_no_checkpoint_is_none_is_resumed(tmp_path: Path, run_dir: Path, rejects: Rejects) -> None:
-    """A file, any directory, and what ``latest`` leads to when it has lost its state or is gone."""
+    """A file, any directory, and the only checkpoint when it has lost its state or is gone."""
     for path in ("/etc/passwd", "/etc"):
         with rejects(CheckpointError, "no-checkpoint"):
             prepare_run_dir(config(tmp_path, resume=path))
-    directory = write_checkpoint(run_dir, 4)
+    directory = run_dir / "checkpoints" / "step-000003"
     (directory / "state.json").unlink()
     with rejects(CheckpointError, "no-checkpoint"):
         find_checkpoint(config(tmp_path))
     shutil.rmtree(directory)
     with rejects(CheckpointError, "no-checkpoint"):
         find_checkpoint(config(tmp_path))
+
+
+@pytest.mark.parametrize("damage", ["empty state", "zeros", "no state", "gone", "short file", "ledger"])
+def test_auto_resumes_from_the_newest_whole_one(tmp_path: Path, run_dir: Path, damage: str) -> None:
+    """Steps of the same run first; a path is never replaced by another."""
+    write_checkpoint(run_dir, 9)
+    path = write_checkpoint(run_dir, 4, lengths={"weights": 8}, files={"ledger": 0})
+    (path / "weights").write_bytes(b"8 bytes!")
+    (path / "ledger").touch()
+    sound = find_checkpoint(config(tmp_path))
+    assert sound is not None and (sound.step, sound.passed_over) == (4, "")
+    match damage:
+        case "empty state" | "zeros":
+            (path / "state.json").write_bytes(bytes(0 if damage == "empty state" else 40))
+        case "no state":
+            (path / "state.json").unlink()
+        case "gone":
+            shutil.rmtree(path)
+        case "short file":
+            (path / "weights").write_bytes(b"8 by")
+        case "ledger":
+            (path / "ledger").write_bytes(b"?")
+    found = find_checkpoint(config(tmp_path))
+    assert found is not None and found.step == 3
+    assert str(run_dir / "checkpoints") in found.passed_over and f"resuming from {found.path}" in found.passed_over
+    if damage not in ("short file", "ledger"):  # which the trainers and the run compare as they read them
+        with pytest.raises(CheckpointError):
+            find_checkpoint(config(tmp_path, resume=str(path)))
+    else:
+        named = find_checkpoint(config(tmp_path, resume=str(path)))
+        assert named is not None and named.step == 4
 
 
 def test_a_finished_run_is_refused_and_an_unfinished_end_is_not(tmp_path: Path, rejects: Rejects) -> None:

@@ -3,13 +3,17 @@
 The trainers here write one file each way that real ones do; what they write is tested in ``tests/parallel``.
 """
 
+import errno
+import os
+import shutil
 from pathlib import Path
 from typing import Any, cast
+from unittest.mock import Mock
 
 import pytest
 
 from slime_like.errors import CheckpointError
-from slime_like.orchestration.trainer.checkpoints import Checkpoint, CheckpointStore
+from slime_like.orchestration.trainer.checkpoints import Checkpoint, CheckpointStore, newest_whole
 from slime_like.orchestration.trainer.group import TrainerGroup
 from tests.support.pending import OneBackend
 from tests.support.rejections import Rejects
@@ -43,7 +47,7 @@ class Trainers(OneBackend):
 
 
 def _store(root: Path, trainers: Trainers, keep: int = 2) -> CheckpointStore:
-    return CheckpointStore(root, keep, cast("TrainerGroup", trainers))
+    return CheckpointStore(root, keep, cast("TrainerGroup", trainers), print)
 
 
 @pytest.fixture
@@ -159,3 +163,30 @@ def test_a_file_beside_the_state_is_compared_before_it_is_used(tmp_path: Path, r
     (checkpoint.path / "ledger").unlink()
     with rejects(CheckpointError, "checkpoint-incomplete"):
         checkpoint.file("ledger")
+
+
+def test_what_cannot_be_removed_is_a_note_and_tried_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    notes: list[str] = []
+    store = CheckpointStore(tmp_path, 1, cast("TrainerGroup", Trainers()), notes.append)
+    store.save(1, {})
+    with monkeypatch.context() as patch:
+        patch.setattr(shutil, "rmtree", Mock(side_effect=OSError(errno.EBUSY, os.strerror(errno.EBUSY))))
+        store.save(2, {})
+    names, latest = _found(tmp_path)
+    assert latest == "step-000002" and names[1:] == ["step-000002"] and names[0].startswith(".removed-")
+    assert len(notes) == 1 and names[0] in notes[0] and os.strerror(errno.EBUSY) in notes[0]
+    store.save(3, {})
+    assert _found(tmp_path) == (["step-000003"], "step-000003") and len(notes) == 1
+
+
+@pytest.mark.parametrize("moved", [".former-step-000001", ".removed-1-step-000001"])
+def test_killed_while_a_step_is_replaced(tmp_path: Path, moved: str) -> None:
+    """The former one has its name again; half of what was to be removed is never taken for a checkpoint."""
+    store = _store(tmp_path, Trainers(), keep=1)
+    path = store.save(1, {"start": 1})
+    path.rename(path.with_name(moved))
+    found = newest_whole(tmp_path) if moved.startswith(".former") else None
+    assert found is None or found.state["start"] == 1
+    _store(tmp_path, Trainers(), keep=1).save(1, {"start": 2})
+    assert _found(tmp_path) == (["step-000001"], "step-000001")
+    assert Checkpoint.read(path).state["start"] == 2
