@@ -18,7 +18,8 @@ class Service(BaseHTTPRequestHandler):
         asked = item["response"]
         if asked == "slow":
             time.sleep(1)
-        status = 503 if asked == "busy" else 200
+        word, _, code = asked.partition(" ")
+        status = 503 if asked == "busy" else int(code) if word == "redirect" else 200
         body = {
             "plain": b'{"reward": 0.5}',
             "zero": b'{"reward": 0}',
@@ -30,8 +31,16 @@ class Service(BaseHTTPRequestHandler):
         }.get(asked, json.dumps({"reward": 1.0, "seen": item, "key": self.headers.get("X-Key")}).encode())
         with contextlib.suppress(BrokenPipeError):  # the request for a slow answer has ended
             self.send_response(status)
+            if word == "redirect":
+                self.send_header("Location", "/elsewhere")
             self.end_headers()
             self.wfile.write(body)
+
+    def do_GET(self) -> None:
+        """What a redirected POST would become."""
+        self.send_response(200)
+        self.end_headers()
+        self.wfile.write(b'{"reward": 1}')
 
     def log_message(self, *_: object) -> None: ...
 

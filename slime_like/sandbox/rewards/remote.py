@@ -2,16 +2,30 @@
 
 import json
 import math
+import os
+import re
 import time
 import urllib.request
 from collections.abc import Mapping
 from typing import Any
 from urllib.error import URLError
+from urllib.parse import parse_qsl, urlsplit
 
 from slime_like.interfaces.reward import RewardResult
 
 _MAX_BYTES = 1 << 20
 _PAUSE_S = 0.1
+_CREDENTIAL = re.compile("auth|cookie|key$|token$|secret|password|credential", re.IGNORECASE)
+
+
+class _NoRedirect(urllib.request.HTTPRedirectHandler):
+    """A redirect would send the headers to another service, whose answer would be the reward."""
+
+    def redirect_request(self, *_: object) -> None:
+        return None
+
+
+_OPENER = urllib.request.build_opener(_NoRedirect)
 
 
 def remote(
@@ -22,6 +36,7 @@ def remote(
     url: str,
     timeout_s: float = 4.0,
     headers: Mapping[str, str] | None = None,
+    headers_from: Mapping[str, str] | None = None,
 ) -> RewardResult:
     """POST ``{"prompt", "response", "answer"}`` to ``url``; it answers ``{"reward": x, "success": true}``.
 
@@ -32,7 +47,8 @@ def remote(
         url: begins with http:// or https://.
         timeout_s: bound on connecting, and on every wait for bytes; keep it below ``reward.timeout_s``. Within it a
             request is repeated while the service is unreachable, so that a restart of it costs no reward.
-        headers: sent with the request, e.g. an authorization.
+        headers: sent with the request. They are saved with the configuration, so credentials are rejected.
+        headers_from: header to the environment variable that has its value, e.g. ``{Authorization: JUDGE_AUTH}``.
 
     Returns:
         The service's reward, success and metadata.
@@ -42,9 +58,10 @@ def remote(
         OSError: no such host, or a status that is not 2xx.
         ValueError: an answer that is not such JSON, or options of another kind.
     """
-    check_service(url, timeout_s, headers)
+    check_service(url, timeout_s, headers, headers_from)
+    secret = {name: os.environ[variable] for name, variable in (headers_from or {}).items()}
     body = json.dumps({"prompt": prompt, "response": response, "answer": answer}).encode()
-    request = urllib.request.Request(url, body, {"Content-Type": "application/json", **(headers or {})})
+    request = urllib.request.Request(url, body, {"Content-Type": "application/json", **(headers or {}), **secret})
     return _result(url, _post(request, timeout_s))
 
 
@@ -53,7 +70,7 @@ def _post(request: urllib.request.Request, timeout_s: float) -> bytes:
     url, deadline = request.full_url, time.monotonic() + timeout_s
     while True:
         try:
-            with urllib.request.urlopen(request, timeout=max(deadline - time.monotonic(), _PAUSE_S)) as reply:
+            with _OPENER.open(request, timeout=max(deadline - time.monotonic(), _PAUSE_S)) as reply:
                 return reply.read(_MAX_BYTES + 1)
         except OSError as error:
             reason = error.reason if isinstance(error, URLError) else error  # the connection's error is inside
@@ -65,14 +82,33 @@ def _post(request: urllib.request.Request, timeout_s: float) -> bytes:
         time.sleep(_PAUSE_S)
 
 
-def check_service(url: str, timeout_s: float = 4.0, headers: Mapping[str, str] | None = None) -> None:
-    """Raise ``ValueError`` where no request could be made with these options; nothing is sent."""
+def check_service(
+    url: str,
+    timeout_s: float = 4.0,
+    headers: Mapping[str, str] | None = None,
+    headers_from: Mapping[str, str] | None = None,
+) -> None:
+    """Raise ``ValueError`` where no request could be made with these options; nothing is sent. No value is quoted."""
     if not isinstance(url, str) or not url.startswith(("http://", "https://")):
-        raise ValueError(f"url={url!r} is neither http nor https")
+        raise ValueError("url is neither http nor https")
+    parts = urlsplit(url)
+    queried = [name for name, _ in parse_qsl(parts.query, keep_blank_values=True)]
+    if "@" in parts.netloc or any(map(_CREDENTIAL.search, queried)):
+        raise ValueError("url holds a credential, which would be saved; send it by headers_from")
     if isinstance(timeout_s, bool) or not isinstance(timeout_s, int | float) or not 0 < timeout_s < math.inf:
         raise ValueError(f"timeout_s={timeout_s!r} must be a number of seconds above 0")
-    if headers is not None and not isinstance(headers, Mapping):
-        raise ValueError(f"headers={headers!r} must be a mapping of names to values")
+    for option, given in (("headers", headers), ("headers_from", headers_from)):
+        if given is not None and not (
+            isinstance(given, Mapping) and all(isinstance(one, str) for one in given.values())
+        ):
+            raise ValueError(f"{option} must be a mapping of names to text")
+    if found := [name for name in headers or {} if _CREDENTIAL.search(name)]:
+        raise ValueError(f"headers: {found[0]} is a credential; use headers_from: {{{found[0]}: ENVIRONMENT_VARIABLE}}")
+    for name, variable in (headers_from or {}).items():
+        value = os.environ.get(variable)
+        if not value or not value.isprintable():
+            problem = "holds characters that a header cannot have" if value else "is not set"
+            raise ValueError(f"headers_from: the environment variable of {name}, {variable}, {problem}")
 
 
 def _result(url: str, content: bytes) -> RewardResult:

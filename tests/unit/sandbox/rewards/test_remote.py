@@ -16,11 +16,14 @@ from tests.support.reward_service import Service
 from tests.support.reward_service import url as url
 
 
-def test_the_service_sees_everything_and_its_answer_becomes_the_result(url: str) -> None:
+def test_the_service_sees_everything_and_its_answer_becomes_the_result(
+    url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("JUDGE_KEY", "secret")
     assert remote("p", "plain", "a", url=url) == RewardResult(0.5, True)
     assert remote("p", "zero", "a", url=url) == RewardResult(0.0, False)
     assert remote("p", "failed", "a", url=url) == RewardResult(2.0, False, {"why": "too long"})
-    result = remote("the prompt", "r\u00e9ponse", "42", url=url, headers={"X-Key": "secret"})
+    result = remote("the prompt", "r\u00e9ponse", "42", url=url, headers_from={"X-Key": "JUDGE_KEY"})
     assert result.metadata["seen"] == {"prompt": "the prompt", "response": "r\u00e9ponse", "answer": "42"}
     assert result.metadata["key"] == "secret"
 
@@ -37,6 +40,12 @@ def test_a_service_that_fails(url: str) -> None:
         remote("p", "plain", "a", url="http://127.0.0.1:9/", timeout_s=0.2)
     with pytest.raises(ValueError, match="success='false'; it must be true or false"):
         remote("p", "word", "a", url=url)
+
+
+@pytest.mark.parametrize("status", [301, 302, 303, 307, 308])
+def test_no_redirect_is_followed(url: str, status: int) -> None:
+    with pytest.raises(OSError, match=f"HTTP Error {status}"):
+        remote("p", f"redirect {status}", "a", url=url)
 
 
 def test_a_service_that_is_restarted_costs_no_reward() -> None:
@@ -65,10 +74,15 @@ def test_a_service_that_is_restarted_costs_no_reward() -> None:
         {"url": 80},
         {"url": "http://a", "timeout_s": "4"},
         {"url": "http://a", "headers": "X-Key: 1"},
+        {"url": "http://a", "headers": {"Authorization": "Bearer SECRET"}},
+        {"url": "http://a", "headers_from": {"Authorization": "NOT_SET_ANYWHERE"}},
+        {"url": "http://me:SECRET@a"},
+        {"url": "http://a/?api_key=SECRET"},
     ],
 )
 def test_other_options_are_rejected_before_anything_starts(rejects: Rejects, options: dict[str, Any]) -> None:
     for request in (lambda: try_options("http", remote, options), lambda: remote("p", "r", "a", **options)):
         with rejects(ValueError):
             request()
-    assert len(rejects.sentences) == 1
+    (sentence,) = rejects.sentences
+    assert "SECRET" not in sentence
