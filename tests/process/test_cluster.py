@@ -1,6 +1,7 @@
 """A Ray that does not start is one sentence, an interrupt that it swallowed none; placement on a real cluster."""
 
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -24,8 +25,9 @@ from tests.unit.orchestration.cluster.test_bundles import config
 
 
 @pytest.fixture
-def handler(monkeypatch: pytest.MonkeyPatch) -> Iterator[InterruptHandler]:
+def handler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[InterruptHandler]:
     """Nothing is started, so that there is nothing to guard; signals as in the command."""
+    monkeypatch.setenv("RAY_TMPDIR", str(tmp_path / "files"))
     monkeypatch.setattr(orphan_reaper, "start", lambda *_: subprocess.Popen(["cat"], stdin=subprocess.PIPE))
     monkeypatch.setattr(sys, "unraisablehook", sys.unraisablehook)  # restored at the end, as the signals' handlers
     before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
@@ -98,6 +100,10 @@ def test_a_cluster_that_is_too_small_is_refused_at_once(tmp_path: Path, rejects:
     larger = config(tmp_path, trainer={"parallel": {"data": 300}})
     fits.run_dir.mkdir()
     with Cluster(fits.cluster, fits.run_dir / "worker_logs", slots=6):
+        session = (fits.run_dir / "worker_logs").readlink().parent
+        private = session.parent.parent
+        assert private.stat().st_mode & 0o777 == 0o700
+        assert _obtained_by_another_user(session) == []
         for _ in range(2):  # the second time needs what the first one gave back
             with Placement(fits) as placement:
                 assert placement.device == "CPU" and placement.num_nodes == 1
@@ -110,3 +116,41 @@ def test_a_cluster_that_is_too_small_is_refused_at_once(tmp_path: Path, rejects:
         with rejects(SlimeLikeError):
             Placement(larger).__enter__()
     assert not ray.is_initialized()
+    assert not private.exists()
+    logs = list((fits.run_dir / "worker_logs").rglob("*"))
+    assert logs and not [path for path in logs if path.stat().st_mode & 0o022]
+
+
+def _obtained_by_another_user(session: Path) -> list[str]:
+    """What a process of another user can do with the files of a living cluster; needs root to become one."""
+    if os.geteuid() != 0:
+        return []
+    attempts = {
+        "list": lambda: list(session.iterdir()),
+        "open socket": lambda: (session / "sockets" / "raylet").stat(),
+        "unlink socket": lambda: (session / "sockets" / "plasma_store").unlink(),
+        "rename log": lambda: (session / "logs" / "raylet.out").rename(session / "logs" / "mine"),
+        "plant log": lambda: (session / "logs" / "planted").write_text("x"),
+        "rename session": lambda: session.rename(session.with_name("mine")),
+        "rename Ray's": lambda: session.parent.rename(session.parent.with_name("mine")),
+        "plant beside": lambda: (session.parent / "planted").write_text("x"),
+    }
+    reading, writing = os.pipe()
+    if (child := os.fork()) == 0:
+        os.setgroups([])
+        os.setgid(65534)
+        os.setuid(65534)
+        for name, attempt in attempts.items():
+            try:
+                attempt()
+            except PermissionError:
+                continue
+            os.write(writing, f"{name}\n".encode())
+        os.write(writing, b"end")
+        os._exit(0)
+    os.close(writing)
+    with os.fdopen(reading) as answers:
+        *obtained, end = answers.read().split("\n")
+    os.waitpid(child, 0)
+    assert end == "end"
+    return obtained

@@ -9,10 +9,9 @@ from pathlib import Path
 import pytest
 
 from slime_like.orchestration.cluster.cluster import orphan_reaper
-from slime_like.orchestration.cluster.ray_session import Sessions, link_logs
+from slime_like.orchestration.cluster.ray_session import link_logs, sessions
 
 DRIVER = 4_000_000  # no process has this id
-SINCE = "2026-01-01_00-00-00_000000"
 HOLD = "import sys, time; file = open(sys.argv[1], sys.argv[2]); print('open', flush=True); time.sleep(300)"
 
 
@@ -24,18 +23,15 @@ def holder(path: Path, mode: str) -> subprocess.Popen[str]:
 
 @pytest.fixture
 def processes(tmp_path: Path) -> Iterator[dict[str, subprocess.Popen[str]]]:
-    logs = tmp_path / f"session_2026-01-01_00-00-00_000000_{DRIVER}" / "logs"
-    other = tmp_path / f"session_2026-01-01_00-00-00_000000_{DRIVER + 1}"
-    earlier = tmp_path / f"session_2025-12-31_23-59-59_999999_{DRIVER}"
+    logs = tmp_path / "private" / "r" / f"session_2026-01-01_00-00-00_000000_{DRIVER}" / "logs"
+    other = tmp_path / "other" / "r" / f"session_2026-01-01_00-00-00_000000_{DRIVER}"  # in another container
     logs.mkdir(parents=True)
-    other.mkdir()
-    earlier.mkdir()
+    other.mkdir(parents=True)
     (logs / "read").write_text("")
     started = {
         "agent": holder(logs / "agent.log", "a"),
         "reader": holder(logs / "read", "r"),
         "another session": holder(other / "agent.log", "a"),
-        "an earlier session": holder(earlier / "agent.log", "a"),  # of a process that had the same id
     }
     yield started
     for process in started.values():
@@ -44,7 +40,7 @@ def processes(tmp_path: Path) -> Iterator[dict[str, subprocess.Popen[str]]]:
 
 
 def test_a_dismissed_guard_touches_nothing(tmp_path: Path, processes: dict[str, subprocess.Popen[str]]) -> None:
-    watching = orphan_reaper.start(Sessions(tmp_path, DRIVER, SINCE), tmp_path / "logs", "slime-test-guard")
+    watching = orphan_reaper.start(DRIVER, tmp_path / "private", tmp_path / "logs", "slime-test-guard")
     orphan_reaper.dismiss(watching)
     assert watching.returncode == 0
     assert processes["agent"].poll() is None
@@ -58,10 +54,10 @@ def test_after_a_driver_that_failed_or_was_killed_it_cleans_up_and_reports_only_
     name = f"slime-test-{os.getpid()}"
     left = Path("/dev/shm") / f"{name}.1.0"
     left.write_bytes(b"x")
-    (session,) = Sessions(tmp_path, DRIVER, SINCE).directories()
+    (session,) = sessions(tmp_path / "private")
     (session / "logs" / "raylet.out").write_text("x")
     link_logs(session, tmp_path / "worker_logs")
-    watching = orphan_reaper.start(Sessions(tmp_path, DRIVER, SINCE), tmp_path / "worker_logs", name)
+    watching = orphan_reaper.start(DRIVER, tmp_path / "private", tmp_path / "worker_logs", name)
     assert watching.stdin is not None
     if driver_reports:
         orphan_reaper.hand_over(watching)
@@ -71,7 +67,7 @@ def test_after_a_driver_that_failed_or_was_killed_it_cleans_up_and_reports_only_
     assert processes["agent"].wait(30) == -9
     assert [name for name, process in processes.items() if process.poll() is not None] == ["agent"]
     assert not left.exists()
-    assert not session.exists() and len(list(tmp_path.glob("session_*"))) == 2
+    assert not (tmp_path / "private").exists() and len(sessions(tmp_path / "other")) == 1
     assert (tmp_path / "worker_logs" / "ray" / "raylet.out").is_file() and not (tmp_path / "worker_logs").is_symlink()
     said = capfd.readouterr().err
     assert said.count("\n") == (0 if driver_reports else 1)

@@ -8,13 +8,13 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
-from ray._common.utils import get_default_ray_temp_dir
 
 from slime_like.commands.main import main
 from tests.support.forked_command import ForkedCommand, worker_server
@@ -171,7 +171,7 @@ class Command:
 
 
 def _ray_sessions() -> set[Path]:
-    return set(Path(get_default_ray_temp_dir()).glob("session_*"))
+    return set(Path(tempfile.gettempdir()).glob("slime-*/r/session_[0-9]*"))
 
 
 def _shared_memory() -> set[Path]:

@@ -3,6 +3,7 @@
 import logging
 import os
 import socket
+import tempfile
 import uuid
 from collections.abc import Sequence
 from contextlib import nullcontext
@@ -17,7 +18,14 @@ from slime_like.orchestration.cluster import orphan_reaper
 from slime_like.orchestration.cluster.lean_node import lean_start, own_messages, own_signals
 from slime_like.orchestration.cluster.node import session_directory
 from slime_like.orchestration.cluster.object_store import object_store_problem
-from slime_like.orchestration.cluster.ray_session import Sessions, link_logs, make_room, put_away
+from slime_like.orchestration.cluster.ray_session import (
+    RAY_DIRECTORY,
+    link_logs,
+    make_private,
+    make_room,
+    put_away,
+    remove_private,
+)
 from slime_like.system.interrupts import raise_if_interrupted, take_signals_back
 from slime_like.weights.transports.leftovers import SHARED_MEMORY, cleanup
 
@@ -58,9 +66,10 @@ class Cluster:
         make_room(self._logs)
         if self._config.address is not None:
             _require_reachable(self._config.address)
-        ray_directory = Path(os.environ.get("RAY_TMPDIR", os.environ.get("TMPDIR", "/tmp")), "ray")
-        sessions = Sessions(ray_directory, os.getpid())
-        self._guard = orphan_reaper.start(sessions, self._logs, self.run_name, self._bucket_directories)
+        self._private = make_private(Path(os.environ.get("RAY_TMPDIR", tempfile.gettempdir())))
+        self._guard = orphan_reaper.start(
+            os.getpid(), self._private, self._logs, self.run_name, self._bucket_directories
+        )
         try:
             with own_signals(), own_messages(), lean_start() if self._config.address is None else nullcontext():
                 ray.init(**self._arguments())
@@ -94,6 +103,8 @@ class Cluster:
             cleanup(self.run_name, self._bucket_directories)
             if in_order and self._session is not None and self._config.address is None:
                 put_away(self._session, self._logs)
+            if in_order:
+                remove_private(self._private)
         except BaseException:  # a second Ctrl-C
             in_order = False
             raise
@@ -108,6 +119,7 @@ class Cluster:
         return shared | {
             "address": "local",  # never an old cluster that happens to be running
             "include_dashboard": False,
+            "_temp_dir": str(self._private / RAY_DIRECTORY),
             "num_cpus": max(self._slots, len(os.sched_getaffinity(0))),
             "object_store_memory": self._config.object_store_mb * 1024 * 1024,
             # Every actor here has a separate environment or starts at once: what idles in advance serves none.

@@ -1,6 +1,5 @@
 """The node that a worker runs on, as the cluster knows it."""
 
-import getpass
 import itertools
 import os
 import socket
@@ -45,7 +44,8 @@ def use_session_directory() -> None:
 
     Engines make sockets and files that they leave behind. What torch compiles stays where it is found again.
     """
-    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", f"{tempfile.gettempdir()}/torchinductor_{getpass.getuser()}")
+    caches = os.environ.get("XDG_CACHE_HOME") or Path("~/.cache").expanduser()
+    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", f"{caches}/torchinductor")  # torch's default others can make
     os.environ["TMPDIR"] = str(session_directory())
     tempfile.tempdir = None  # what was found before
 

@@ -4,7 +4,7 @@ A driver that ends in any other way cleans up itself. One that is killed outrigh
 along (the kernel sees to that), but Ray's agents wait a minute for them to come back, and shared memory and Ray's files
 stay for ever.
 
-Run as ``python -m ... DRIVER_PID RAY_DIRECTORY SINCE LOGS RUN_NAME BUCKET_DIRECTORY...`` with a pipe as standard input.
+Run as ``python -m ... DRIVER_PID PRIVATE_DIRECTORY LOGS RUN_NAME BUCKET_DIRECTORY...`` with a pipe as standard input.
 ``done`` on it means all is well; ``failed`` that the driver is ending with a message of its error; end of file alone
 means that the driver was killed, which only this process can report.
 """
@@ -17,7 +17,7 @@ from pathlib import Path
 
 import psutil  # type: ignore[import-untyped]
 
-from slime_like.orchestration.cluster.ray_session import Sessions, put_away
+from slime_like.orchestration.cluster.ray_session import put_away, remove_private, sessions
 from slime_like.system.processes import is_tracker
 from slime_like.weights.transports.leftovers import SHARED_MEMORY, cleanup
 
@@ -33,11 +33,10 @@ _KILLED_MESSAGE = (
 
 
 def start(
-    sessions: Sessions, logs: Path, run_name: str, bucket_directories: Sequence[Path] = (SHARED_MEMORY,)
+    driver: int, private: Path, logs: Path, run_name: str, bucket_directories: Sequence[Path] = (SHARED_MEMORY,)
 ) -> subprocess.Popen[bytes]:
     """Start a guard before anything else is started; keep the result, and ``dismiss`` it at the end."""
-    session = (sessions.driver, sessions.ray_directory, sessions.since)
-    arguments = map(str, (*session, logs.absolute(), run_name, *bucket_directories))
+    arguments = map(str, (driver, private, logs.absolute(), run_name, *bucket_directories))
     command = [sys.executable, "-m", __name__, *arguments]
     # A separate session: Ctrl-C on the terminal is handled by the driver.
     return subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True)
@@ -63,27 +62,28 @@ def hand_over(guard: subprocess.Popen[bytes]) -> None:
         return
 
 
-def watch(sessions: Sessions, logs: Path, run_name: str, bucket_directories: Sequence[Path]) -> None:
+def watch(driver: int, private: Path, logs: Path, run_name: str, bucket_directories: Sequence[Path]) -> None:
     """Wait for a message or end of file on standard input."""
     word = sys.stdin.readline()
     if word == "done\n":
         return
     time.sleep(_GRACE_S)  # what notices by itself may end by itself
-    end_orphans(sessions)
+    end_orphans(driver, private)
     cleanup(run_name, bucket_directories)
-    for session in sessions.directories():
+    for session in sessions(private):
         put_away(session, logs)
+    remove_private(private)
     if not word:  # last, for the terminal may be gone as well
-        print(_KILLED_MESSAGE.format(driver=sessions.driver, logs=logs), file=sys.stderr)
+        print(_KILLED_MESSAGE.format(driver=driver, logs=logs), file=sys.stderr)
 
 
-def end_orphans(sessions: Sessions) -> None:
+def end_orphans(driver: int, private: Path) -> None:
     """Kill what belongs to the driver's Ray session, until nothing more of it has shown up for a while.
 
     Every process of a session writes its log in the session's directory, whenever it was started and whatever it calls
     itself. Processes that only read there are left alone.
     """
-    end_writers(sessions.directories, sessions.driver, _QUIET_S)
+    end_writers(lambda: sessions(private), driver, _QUIET_S)
 
 
 def end_writers(directories: Callable[[], Sequence[Path]], but: int, quiet_s: float) -> None:
@@ -118,5 +118,5 @@ def writers_below(directories: Sequence[Path], but: int) -> list[psutil.Process]
 
 
 if __name__ == "__main__":
-    directories = [Path(directory) for directory in sys.argv[6:]]
-    watch(Sessions(Path(sys.argv[2]), int(sys.argv[1]), sys.argv[3]), Path(sys.argv[4]), sys.argv[5], directories)
+    directories = [Path(directory) for directory in sys.argv[5:]]
+    watch(int(sys.argv[1]), Path(sys.argv[2]), Path(sys.argv[3]), sys.argv[4], directories)

@@ -70,7 +70,7 @@ def ray_environment(token_file: Path, silence_s: float) -> dict[str, str]:
 def node_spec(config: RunConfig, nodes: int, place: Place, gcs: str | None, port: int) -> RayNodeSpec:
     """One of ``nodes`` nodes, with a new directory whose path is short, as those of the sockets in it must be."""
     slots = None if local_gpus() else slots_per_node(config, nodes)
-    directory = tempfile.mkdtemp(prefix="slime-ray-", dir="/tmp")
+    directory = tempfile.mkdtemp(prefix="slime-", dir="/tmp")
     return RayNodeSpec(place.rank, place.address, gcs, directory, slots, config.cluster.object_store_mb, port)
 
 

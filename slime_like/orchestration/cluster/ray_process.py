@@ -19,7 +19,7 @@ from slime_like.orchestration.cluster.lean_node import LeanNode
 from slime_like.orchestration.cluster.object_store import object_store_problem
 from slime_like.orchestration.cluster.orphan_reaper import end_writers
 from slime_like.orchestration.cluster.ray_node import RayNodeSpec, Ready
-from slime_like.orchestration.cluster.ray_session import keep_logs_only
+from slime_like.orchestration.cluster.ray_session import RAY_DIRECTORY, keep_logs_only
 
 _LOOK_EVERY_S = 0.5
 _VITAL = ("gcs_server", "raylet")
@@ -56,7 +56,7 @@ def _start(spec: RayNodeSpec) -> LeanNode:
         redis_address=spec.gcs,
         node_ip_address=spec.address,
         node_name=spec.address,
-        temp_dir=spec.directory,
+        temp_dir=str(Path(spec.directory) / RAY_DIRECTORY),
         num_cpus=spec.slots,
         object_store_memory=spec.object_store_mb * 1024 * 1024,
         labels={RANK_LABEL: str(spec.rank)},

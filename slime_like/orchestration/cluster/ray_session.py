@@ -2,14 +2,16 @@
 
 import re
 import shutil
+import tempfile
 import time
 from contextlib import suppress
-from dataclasses import dataclass, field
-from datetime import datetime
 from pathlib import Path
 
+from slime_like.errors import SlimeLikeError
 from slime_like.weights.transports.leftovers import SHARED_MEMORY
 
+RAY_DIRECTORY = "r"
+"""Name of Ray's directory in the private one."""
 _LOGS = "logs"
 _RAY_LOGS = "ray"
 _ROLE_LOG = re.compile(r"(trainer|engine|reference)-[\d-]+(\.\d+)?\.log")
@@ -20,25 +22,33 @@ _MEETING = "vllm_dist_*"
 that itself, one that was killed while it started cannot."""
 
 
-@dataclass(frozen=True)
-class Sessions:
-    """The directories of the clusters that one driver starts from now on.
+def make_private(parent: Path) -> Path:
+    """Create a directory that no other user can enter, for everything that Ray writes.
 
-    Ray names them after the time and the process (``session_2026-11-22_07-30-19_823484_2853``). The process id alone
-    would not do: an earlier driver may have had the same, or one in another container that shares the directory.
+    Ray opens its own directories, sockets among them, to every user of the machine, and paths of sockets must be short.
 
-    Attributes:
-        since: local time, as it stands in the name.
+    Raises:
+        SlimeLikeError: ``parent`` refuses it.
     """
+    try:
+        parent.mkdir(parents=True, exist_ok=True)
+        return Path(tempfile.mkdtemp(prefix="slime-", dir=parent))
+    except OSError as error:
+        problem = f"no directory can be made for Ray's files ({error.strerror})"
+        raise SlimeLikeError(
+            problem, code="no-ray-directory", who=str(parent), remedy="give another in RAY_TMPDIR"
+        ) from error
 
-    ray_directory: Path
-    driver: int
-    since: str = field(default_factory=lambda: datetime.now().strftime("%Y-%m-%d_%H-%M-%S_%f"))
 
-    def directories(self) -> list[Path]:
-        """List the existing session directories."""
-        earliest = f"session_{self.since}"
-        return [path for path in self.ray_directory.glob(f"session_*_{self.driver}") if path.name >= earliest]
+def sessions(private: Path) -> list[Path]:
+    """List the directories of the clusters that were started below ``private``."""
+    return list((private / RAY_DIRECTORY).glob("session_[0-9]*"))
+
+
+def remove_private(private: Path) -> None:
+    """Remove it, unless logs of a session could not be put away."""
+    if not sessions(private):
+        _remove(private)
 
 
 def make_room(logs: Path) -> None:
@@ -75,6 +85,7 @@ def put_away(session: Path, logs: Path) -> None:
             return
         with suppress(OSError):
             _set_ray_logs_apart(moving)
+            _close_to_others(moving)
         logs.unlink()
         moving.rename(logs)
     _remove(session)
@@ -90,6 +101,13 @@ def _set_ray_logs_apart(logs: Path) -> None:
             path.rmdir()
         else:
             path.unlink()
+
+
+def _close_to_others(logs: Path) -> None:
+    """Take the right to write from other users; Ray gives it."""
+    for path in (logs, *logs.rglob("*")):
+        if not path.is_symlink():
+            path.chmod(path.stat().st_mode & 0o755)
 
 
 def _remove(session: Path) -> None:
