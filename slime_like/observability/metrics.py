@@ -2,6 +2,7 @@
 
 import json
 import math
+import mmap
 import os
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -117,15 +118,22 @@ def current_records(records: Iterable[Mapping[str, Any]]) -> list[Mapping[str, A
 # --------------------------------------------------------------------------------------------------------- JSON lines
 def _open_for_append(path: Path) -> FileIO:
     """Open at the end of the last whole line; a half-written one, left by a killed run, would damage what follows."""
-    content = path.read_bytes() if path.is_file() else b""
-    whole = content.rfind(b"\n") + 1
-    ended = whole == len(content) or _parse_object(content[whole:].decode("utf-8", errors="replace")) is not None
+    size = path.stat().st_size if path.is_file() else 0
+    whole, last = _last_line(path) if size else (0, b"")
+    ended = not last or _parse_object(last.decode("utf-8", errors="replace")) is not None
     if not ended:
         os.truncate(path, whole)
     file = path.open("ab", buffering=0)  # what a full disk refused must not be tried again when the file is closed
-    if ended and whole < len(content):
+    if ended and whole < size:
         file.write(b"\n")
     return file
+
+
+def _last_line(path: Path) -> tuple[int, bytes]:
+    """Where what follows the last newline begins, and that; only the end of the file is read."""
+    with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
+        whole = content.rfind(b"\n") + 1
+        return whole, content[whole:]
 
 
 def _write_lines(file: FileIO, records: Iterable[Mapping[str, Any]]) -> None:

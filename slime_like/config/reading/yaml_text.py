@@ -24,12 +24,29 @@ _PLAIN = (
 )
 
 
+_MOST_VALUES = 100_000
+
+
 class _Loader(yaml.SafeLoader):
+    """Aliases of aliases could stand for more values than any memory holds: each counts as what it stands for."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__(text)
+        self._sizes: dict[yaml.Node, int] = {}
+
     def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
         """An alias inside of what it stands for has no end, and no place in a configuration."""
         node = super().compose_node(parent, index)
         if isinstance(node, yaml.CollectionNode) and node.end_mark is None:  # it is still being read
             raise yaml.MarkedYAMLError(problem="an alias inside its own anchor", problem_mark=node.start_mark)
+        if node is not None and node not in self._sizes:
+            items = node.value if isinstance(node, yaml.SequenceNode) else ()
+            pairs = node.value if isinstance(node, yaml.MappingNode) else ()
+            inner = (*items, *(one for pair in pairs for one in pair))
+            self._sizes[node] = 1 + sum(self._sizes[one] for one in inner)
+            if self._sizes[node] > _MOST_VALUES:
+                problem = f"more than {_MOST_VALUES} values, counting what aliases stand for"
+                raise yaml.MarkedYAMLError(problem=problem, problem_mark=node.start_mark)
         return node
 
 

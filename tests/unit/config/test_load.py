@@ -129,6 +129,12 @@ def test_relative_paths_are_relative_to_the_current_directory(tmp_path: Path, mo
 
 # YAML text below the two required keys, flags, and what is wrong with which field.
 HEAD = "run_dir: /x\nmodel: {path: /y}\n"
+
+
+def _doubled(level: int) -> str:
+    return f"a{level}: &a{level} {{x: *a{level - 1}, y: *a{level - 1}}}\n"
+
+
 REFUSED: list[tuple[str, str, str, str]] = [
     ("steps: 0", "", "field-range", "steps"),
     ("steps: true", "", "field-value", "steps"),
@@ -178,6 +184,7 @@ REFUSED: list[tuple[str, str, str, str]] = [
     ("a: &a [*a]", "", "yaml-syntax", ""),
     ("a: &a {b: {c: *a}}", "", "yaml-syntax", ""),
     ("a: " + "[" * 1000, "", "yaml-syntax", ""),
+    ("a0: &a0 {}\n" + "".join(_doubled(level) for level in range(1, 30)), "", "yaml-syntax", ""),
     ("seed: " + "9" * 5000, "", "yaml-syntax", ""),
     ("a: \x07", "", "yaml-syntax", ""),
     ("", "--rollout.engine_args '&a [*a]'", "flag-value", "rollout.engine_args"),

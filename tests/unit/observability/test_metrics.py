@@ -167,6 +167,21 @@ def test_tables_append_rows(tmp_path: Path, logger: MetricLogger) -> None:
     ]
 
 
+def test_rows_are_appended_to_a_table_larger_than_the_memory(tmp_path: Path) -> None:
+    table = tmp_path / "tables" / "samples.jsonl"
+    table.parent.mkdir()
+    with table.open("wb") as file:
+        file.truncate(1 << 38)  # it occupies no disk
+        file.seek(0, 2)
+        file.write(b'\n{"step": 1}\n{"st')
+    logger = MetricLogger(FILE_ONLY, tmp_path)
+    logger.log_table(2, "samples", [{"a": 1}])
+    logger.close()
+    with table.open("rb") as file:
+        file.seek(1 << 38)
+        assert file.read() == b'\n{"step": 1}\n{"step": 2, "a": 1}\n'
+
+
 def test_wandb_takes_figures_and_tables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """With the real package, offline; only where it is installed, for it is an option of the user's."""
     pytest.importorskip("wandb")
