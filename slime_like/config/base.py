@@ -30,9 +30,13 @@ def require_path(path: Any) -> None:
 
 
 def absolute_code(name: str | None) -> str | None:
-    """``path/to/file.py:name`` with an absolute path: processes of other directories find it."""
+    """``path/to/file.py:name`` with an absolute path without ``..``: processes of other directories find it, and the
+    same file has one name."""
     file, colon, attribute = (name or "").rpartition(":")
-    return f"{Path(file).absolute()}:{attribute}" if colon and file.endswith(".py") else name
+    if not colon or not file.endswith(".py"):
+        return name
+    path = Path(file).absolute()
+    return f"{path.parent.resolve() / path.name if '..' in path.parts else path}:{attribute}"
 
 
 class UnknownField(Exception):

@@ -247,6 +247,14 @@ def test_an_empty_section_means_its_defaults(tmp_path: Path) -> None:
     assert config == RunConfig.model_validate(MINIMAL | {"run_dir": "/x", "model": {"path": "/y"}})
 
 
+def test_a_file_of_custom_code_has_one_name(tmp_path: Path) -> None:
+    (tmp_path / "below").mkdir()
+    given = [f"{tmp_path}/mine.py:f", f"{tmp_path}/below/../mine.py:f", "package.module:f"]
+    names = ", ".join(f"{{name: '{name}'}}" for name in given)
+    config = load_config(None, ["--run_dir", "/x", "--model.path", "/y", "--reward.functions", f"[{names}]"])
+    assert [one.name for one in config.reward.functions] == [given[0], given[0], given[2]]
+
+
 @pytest.mark.parametrize("path", sorted((REPOSITORY / "configs").glob("*.yaml")), ids=lambda path: path.name)
 def test_every_shipped_file_loads(path: Path) -> None:
     assert load_config(path, []).run_dir.is_absolute()
