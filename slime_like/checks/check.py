@@ -47,6 +47,7 @@ CHECKS: Sequence[Check] = (
     Check("model.weights", {"files"}, earlier_run.start_weight_problems),
     Check("model.weights-backend", {"files", "trainer"}, earlier_run.weight_backend_problems),
     Check("model.converted", {"files"}, earlier_run.converted_problems),
+    Check("custom.code", {"files", "engine"}, names.custom_code_problems),
     Check("trainer.attention", {"files", "trainer"}, packages.attention_problems),
     Check("trainer.cpu-kernels", {"files", "run"}, packages.compiler_problems),
     Check("cluster.visible-devices", {"files", "run"}, environment.device_problems),

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from slime_like.config.run import RunConfig
+from slime_like.system.words import from_here
 
 
 def run_directory_problems(config: RunConfig) -> Iterator[str]:
@@ -29,8 +30,7 @@ def sync_directory_problems(config: RunConfig) -> Iterator[str]:
 
 def missing(path: Path) -> str:
     """ "does not exist"; of what lies below the current directory, that a relative path begins there."""
-    begins = " (relative paths begin at the current directory)" if path.is_relative_to(Path.cwd()) else ""
-    return f"does not exist{begins}"
+    return f"does not exist{from_here(path)}"
 
 
 def directory_problem(path: Path) -> str | None:

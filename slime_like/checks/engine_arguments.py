@@ -1,9 +1,14 @@
 """What ``rollout.engine_args`` must not hold, as far as it is known without importing an engine.
 
-Whether vLLM or SGLang has an argument at all is only known to them: that is refused when the engine starts.
+Whether vLLM or SGLang has an argument is looked up in its source. The engine itself has the last word when it starts.
 """
 
+import ast
 from collections.abc import Collection, Iterator, Mapping
+from difflib import get_close_matches
+from functools import lru_cache
+from importlib.util import find_spec
+from pathlib import Path
 
 from slime_like.config.run import RunConfig
 from slime_like.models.dimensions import ModelDimensions
@@ -71,6 +76,9 @@ REFUSED: Mapping[str, Mapping[str, str]] = {
 KNOWN: Mapping[str, Collection[str]] = {"transformers": ("attn_implementation", "max_batch_size")}
 """Per engine whose arguments are ours: all of them."""
 
+_SOURCES: Mapping[str, str] = {"vllm": "engine/arg_utils.py", "sglang": "srt/arg_groups/fields/*.py"}
+"""Per engine: files in its package whose classes have its arguments as annotated attributes."""
+
 SHARES: Mapping[str, str] = {"vllm": "gpu_memory_utilization", "sglang": "mem_fraction_static"}
 """Per engine: the argument that says which share of a GPU's memory it takes in all."""
 
@@ -108,13 +116,15 @@ def engine_problems(config: RunConfig, engine: str | None = None) -> Iterator[st
     """
     rollout, arguments = config.rollout, config.rollout.engine_args
     engine = engine or rollout.engine
-    refused, known = REFUSED.get(engine, {}), KNOWN.get(engine)
+    refused = REFUSED.get(engine, {})
+    known = KNOWN.get(engine, () if rollout.python else arguments_in_source(engine))
     for name in arguments:
         if name in refused:
             yield f"rollout.engine_args.{name} is refused: {refused[name]}"
-        elif known is not None and name not in known:
-            names = ", ".join(known)
-            yield f"rollout.engine_args.{name}: the {engine} engine has no such argument; use one of: {names}"
+        elif known and name not in known:
+            names = get_close_matches(name, known, cutoff=0.75) or (known if engine in KNOWN else ())
+            remedy = f"use one of: {', '.join(names)}" if names else "remove it, or correct its name"
+            yield f"rollout.engine_args.{name}: the {engine} engine has no such argument; {remedy}"
     share = SHARES.get(engine, "")
     if share in arguments and not (_is_number(arguments[share]) and 0 < arguments[share] <= 1):
         yield f"rollout.engine_args.{share}={arguments[share]} must be a share of a GPU, above 0 and at most 1"
@@ -126,6 +136,17 @@ def engine_problems(config: RunConfig, engine: str | None = None) -> Iterator[st
             f"rollout.tensor={rollout.tensor}: the transformers engine runs on one device; use 1, or "
             "rollout.engine=vllm"
         )
+
+
+@lru_cache(maxsize=8)
+def arguments_in_source(engine: str) -> frozenset[str]:
+    """Names of the annotated attributes in the engine's sources; none where it is not installed, or has other files."""
+    spec = find_spec(engine) if engine in _SOURCES else None
+    places = [] if spec is None else list(spec.submodule_search_locations or ())
+    files = [file for place in places for file in Path(place).glob(_SOURCES[engine])]
+    classes = [node for file in files for node in ast.parse(file.read_bytes()).body if isinstance(node, ast.ClassDef)]
+    attributes = [node.target for one in classes for node in one.body if isinstance(node, ast.AnnAssign)]
+    return frozenset(target.id for target in attributes if isinstance(target, ast.Name))
 
 
 def _is_number(value: object) -> bool:

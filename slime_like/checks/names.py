@@ -8,7 +8,7 @@ from slime_like.config.algorithm import ADVANTAGES, CORRECTIONS, KL_ESTIMATORS, 
 from slime_like.config.rollout import ENVIRONMENT, EnvironmentConfig
 from slime_like.config.run import RunConfig
 from slime_like.plugins.entry_points import BACKEND_GROUP, ENGINE_GROUP, installed_names
-from slime_like.plugins.import_path import CUSTOM, import_path_problem
+from slime_like.plugins.import_path import CUSTOM, absence_problem, import_path_problem, source_problem
 from slime_like.sandbox.environments.observations import PLACE
 from slime_like.sandbox.environments.pool import start_problems as start_problems_of_environment
 from slime_like.sandbox.environments.registry import REGISTERED as ENVIRONMENTS
@@ -57,7 +57,7 @@ def correction_name_problems(config: RunConfig) -> Iterator[str]:
 
 
 def reward_problems(config: RunConfig) -> Iterator[str]:
-    """Registered functions are found and their options tried; the module of a custom one is looked up."""
+    """Registered functions are found and their options tried; the source of a custom one is looked through."""
     names = [function.name for function in config.reward.functions]
     labels = [function.label for function in config.reward.functions]
     for index, function in enumerate(config.reward.functions):
@@ -74,13 +74,23 @@ def reward_problems(config: RunConfig) -> Iterator[str]:
         elif function.name not in REGISTERED:
             if not all(function.name.partition(":")):
                 yield f"{field} is unknown; use {', '.join((*REGISTERED, ENVIRONMENT))} or {CUSTOM}"
-            elif problem := import_path_problem(function.name):
+            elif problem := source_problem(function.name):
                 yield f"{field} {problem}"
         else:
             try:
                 try_options(function.name, resolve_reward(function.name), function.options)
             except ValueError as error:
                 yield f"reward.functions.{index}.options={dict(function.options)} do not fit: {error}"
+
+
+def custom_code_problems(config: RunConfig) -> Iterator[str]:
+    """Modules of custom rewards and environments that are not on this machine."""
+    environment = config.rollout.environment.name
+    named = {f"reward.functions.{index}.name": one.name for index, one in enumerate(config.reward.functions)}
+    named |= {"rollout.environment.name": environment} if environment is not None else {}
+    for field, name in named.items():
+        if problem := absence_problem(name):
+            yield f"{field}={name} {problem}"
 
 
 def custom_reward_problems(config: RunConfig) -> Iterator[str]:
@@ -93,7 +103,7 @@ def custom_reward_problems(config: RunConfig) -> Iterator[str]:
 
 
 def environment_problems(config: RunConfig) -> Iterator[str]:
-    """Built-in environments are made, the module of a custom one is looked up."""
+    """Built-in environments are made, the source of a custom one is looked through."""
     environment, prefix = config.rollout.environment, "rollout.environment"
     if environment.name is None:
         defaults = EnvironmentConfig()  # which a run's config.yaml writes out
@@ -108,7 +118,7 @@ def environment_problems(config: RunConfig) -> Iterator[str]:
             yield f"{prefix}.options={dict(environment.options)} do not fit: {error}"
     elif ":" not in environment.name:
         yield f"{prefix}.name={environment.name} is unknown; use {', '.join(ENVIRONMENTS)} or {CUSTOM}"
-    elif problem := import_path_problem(environment.name):
+    elif problem := source_problem(environment.name):
         yield f"{prefix}.name={environment.name} {problem}"
     if environment.template is not None and environment.template.count(PLACE) != 1:
         yield f"{prefix}.template={environment.template!r} must hold {PLACE} once; put it where the observation belongs"

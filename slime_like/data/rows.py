@@ -117,9 +117,13 @@ def _read_jsonl(path: Path, bad: BadRows | None) -> Iterator[Row]:
                 row = _jsonl_row(Row(path, number, {}), line)
             if row is not None:
                 yield row
+            elif _begins_array(line):
+                return  # its other lines are no rows either
 
 
 def _jsonl_row(row: Row, line: bytes) -> Row:
+    if _begins_array(line):
+        raise row.fault("json-array", "a JSON array begins here, as in a .json file", _ONE_OBJECT)
     try:
         values = _parse(line.decode("utf-8"))
         if b"\\ud" in line.lower():
@@ -139,6 +143,12 @@ _ONE_OBJECT = "one object per line belongs here"
 _CUT_OFF = (
     "the line ends before its object is closed, so the file looks cut off: write or copy it again, or remove the line"
 )
+
+
+def _begins_array(line: bytes) -> bool:
+    """Return whether a JSON array begins in a line and goes on in the next."""
+    text = line.strip()
+    return text == b"[" or (text.startswith(b"[") and text.endswith(b","))
 
 
 def _is_cut_off(line: bytes, error: Exception) -> bool:

@@ -21,7 +21,7 @@ class Truncation:
             return None
         self._reported = True
         return (
-            f"step {step}: {share:.0%} of the responses were cut off (limits: {self._limits}, the model's length), "
+            f"step {step}: {share:.0%} of the responses were cut off (limits: {self._limits}), "
             "most of them before an answer; raise the limit, or ask for shorter responses"
         )
 

@@ -12,7 +12,7 @@ from slime_like.checks.model_directories import reference_problems
 from slime_like.checks.packages import rejected_on_cuda
 from slime_like.checks.transport import chosen_transport
 from slime_like.config import RunConfig
-from slime_like.errors import CheckpointError, WeightSyncError
+from slime_like.errors import CheckpointError, ConfigError
 from slime_like.interfaces import TrainerBackend
 from slime_like.models.dimensions import HEADS, ModelDimensions
 from slime_like.models.weight_files import WeightFilesError
@@ -65,6 +65,7 @@ def make_plan(run: PlannedRun, preflight: bool = False, note: Note = lambda _: N
         _prove(plan, config, backend)
         _work_out(plan, run, backend, note)
         too_large = misfits(plan, config)
+        plan.cures = too_large
         plan.size_problems += too_large
         plan.problems += too_large
     plan.seconds = time.monotonic() - started
@@ -137,7 +138,7 @@ def _work_out(plan: Plan, run: PlannedRun, backend: type[TrainerBackend], note: 
         plan.engine = plan_engine(run)
         try:
             plan.transport = chosen_transport(config, on_cuda=True, num_hosts=plan.nodes)
-        except WeightSyncError as error:
+        except ConfigError as error:
             plan.problems.append(str(error))
     if _plans_references(config):
         _work_out_references(plan, config, backend, note)

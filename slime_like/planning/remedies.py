@@ -8,34 +8,38 @@ from slime_like.planning.result import Plan
 from slime_like.planning.units import memory_text
 
 
-def misfits(plan: Plan, config: RunConfig) -> list[str]:
-    """List what is too large, each with the settings that make it smaller."""
-    problems = [_misfit(phase, config) for phase in plan.phases if not phase.fits]
+def misfits(plan: Plan, config: RunConfig) -> dict[str, str]:
+    """What is too large, each with the settings that make it smaller."""
+    problems = dict(_misfit(phase, config) for phase in plan.phases if not phase.fits)
     if plan.engine is not None and plan.engine.longest_sequences < 1:
-        problems.append(
+        problem = (
             f"the KV cache of an engine holds {plan.engine.kv_tokens:,} tokens, less than one sequence of "
-            f"{config.max_model_len:,}; raise {'' if _has_one_gpu(config) else 'rollout.tensor or '}"
-            f"{share_setting(config)}, or lower rollout.max_model_len"
+            f"{config.max_model_len:,}"
+        )
+        problems[problem] = (
+            f"raise {'' if _has_one_gpu(config) else 'rollout.tensor or '}{share_setting(config)}, or lower "
+            "rollout.max_model_len"
         )
     if plan.host is not None and not plan.host.fits and plan.host.capacity is not None:
         largest = max(plan.host.items, key=lambda item: item.nbytes)
-        problems.append(
+        problem = (
             f"host memory: a node needs {memory_text(plan.host.total)}, more than cluster.host_memory_gib="
-            f"{plan.host.capacity / 2**30:g}; most of it is {largest.name}, {memory_text(largest.nbytes)}: "
-            f"{host_remedy(largest.name)}"
+            f"{plan.host.capacity / 2**30:g}; most of it is {largest.name}, {memory_text(largest.nbytes)}"
         )
+        problems[problem] = host_remedy(largest.name)
     return problems
 
 
-def _misfit(phase: PhaseMemory, config: RunConfig) -> str:
+def _misfit(phase: PhaseMemory, config: RunConfig) -> tuple[str, str]:
     largest = max(phase.items, key=lambda item: item.nbytes)
     cure = remedy(largest.name, config)
     if phase.phase == REFERENCE_SCORING:
         cure = cure.replace("trainer.parallel", "reference.parallel")
-    return (
+    problem = (
         f"GPU memory, {phase.place}: {memory_text(phase.total)} are needed, {memory_text(-phase.margin)} more than the "
-        f"GPU's {memory_text(phase.capacity)}; most of it is {largest.name}, {memory_text(largest.nbytes)}: {cure}"
+        f"GPU's {memory_text(phase.capacity)}; most of it is {largest.name}, {memory_text(largest.nbytes)}"
     )
+    return problem, cure
 
 
 def remedy(item: str, config: RunConfig) -> str:

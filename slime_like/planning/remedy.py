@@ -21,7 +21,7 @@ def find_remedy(run: PlannedRun, plan: Plan, note: Note = lambda _: None) -> Rem
         return Remedy({}, _least_needed(fitting.too_large))
     tried = make_plan(changed(run, fitting.changes), note=note)
     if tried.problems or tried.step is None or not tried.fits:
-        return Remedy({}, "; ".join(tried.problems))
+        return Remedy({}, "; ".join(tried.described))
     host = 0 if tried.host is None else tried.host.total
     return Remedy(fitting.changes, "", tried.tightest, tried.step.total, host)
 

@@ -1,5 +1,6 @@
 """The result of planning."""
 
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -53,6 +54,7 @@ class Plan:
         faster_engines: other engines on the same GPUs, where generation dominates and they would shorten it.
         problems: what keeps the run from this cluster, each with a remedy; empty where it may start.
         size_problems: of these, what other layouts and settings may cure: too few GPUs, too little memory.
+        cures: of what is too large, the settings that make it smaller.
         remedy: settings that cure them; none where there is nothing to cure, or other problems as well.
         notes: what could not be judged here, or is worth knowing.
         seconds: that planning took.
@@ -73,6 +75,7 @@ class Plan:
     transport: str | None = None
     problems: list[str] = field(default_factory=list)
     size_problems: list[str] = field(default_factory=list)
+    cures: Mapping[str, str] = field(default_factory=dict)
     remedy: Remedy | None = None
     notes: list[str] = field(default_factory=list)
     seconds: float = 0.0
@@ -86,6 +89,11 @@ class Plan:
     def tightest(self) -> PhaseMemory | None:
         """Phase with the least free memory."""
         return min(self.phases, key=lambda phase: phase.margin, default=None)
+
+    @property
+    def described(self) -> list[str]:
+        """The problems, with what makes smaller what is too large."""
+        return [f"{text}; {self.cures[text]}" if text in self.cures else text for text in self.problems]
 
     @property
     def fits(self) -> bool:

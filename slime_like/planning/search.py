@@ -11,7 +11,7 @@ from slime_like.checks.fsdp import BACKEND as FSDP
 from slime_like.checks.layout import divisors, layout_problems
 from slime_like.checks.transport import chosen_transport
 from slime_like.config import ParallelConfig, RunConfig
-from slime_like.errors import ConfigError, WeightSyncError
+from slime_like.errors import ConfigError
 from slime_like.interfaces import TrainerBackend
 from slime_like.interfaces.estimate import RankEstimate, RankKind
 from slime_like.planning import checks
@@ -174,7 +174,7 @@ def _candidate(run: PlannedRun, backend: type[TrainerBackend]) -> Candidate | No
     estimates = [estimate for _, estimate in found]
     transport = None
     if engine is not None:
-        with contextlib.suppress(WeightSyncError):  # none reaches, whatever the layout
+        with contextlib.suppress(ConfigError):  # none reaches, whatever the layout
             transport = chosen_transport(config, on_cuda=True, num_hosts=checks.planned_nodes(config))
     step = predict(run, estimates, engine, transport)
     tightest = min(phases, key=lambda phase: phase.margin)

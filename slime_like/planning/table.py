@@ -31,7 +31,7 @@ def print_plan(config: RunConfig, plan: Plan, command: Sequence[str] = (), strea
     for line in (verdict.verdict(plan), verdict.host_verdict(plan), _subject(config, plan)):
         if line:
             console.print(line, markup=False)
-    for line in (*(f"problem: {text}" for text in plan.problems), *verdict.remedy(plan, list(command))):
+    for line in (*verdict.problems(plan), *verdict.remedy(plan, list(command))):
         console.print(line, markup=False, soft_wrap=line.startswith("  "))  # a command is copied in one piece
     if not plan.size_problems:
         console.print()

@@ -12,6 +12,9 @@ from slime_like.planning.units import count_text, memory_text, seconds_text, sig
 _SHORT_S = 1.0
 """A predicted step below this is shorter than what is not predicted: launches of kernels, calls between processes."""
 
+_LONG_S = 3600.0
+"""A predicted step from this on is remarked on, where this program proposes it."""
+
 PHASES = {
     "generation": "generation",
     "references": "reference workers (beside generation)",
@@ -106,6 +109,11 @@ def _limit(config: RunConfig, plan: Plan, found: Generation) -> str:
     return "more do not fit its KV cache" if found.at_once >= fitting else "its limit of concurrent requests"
 
 
+def problems(plan: Plan) -> Iterator[str]:
+    """Each problem; with what makes it smaller only where no remedy for all of them was looked for."""
+    yield from (f"problem: {text}" for text in (plan.described if plan.remedy is None else plan.problems))
+
+
 def remedy(plan: Plan, command: list[str]) -> Iterator[str]:
     """The remedy of a run that does not fit; ``command`` is the planned one with the changes."""
     found = plan.remedy
@@ -118,3 +126,5 @@ def remedy(plan: Plan, command: list[str]) -> Iterator[str]:
     host = f", {memory_text(found.host_bytes)} of host memory per node" if found.host_bytes else ""
     yield f"This fits, with {free} GPU memory free{host} and a step of {seconds}:"
     yield f"  {' '.join(command)}"
+    if found.seconds >= _LONG_S:
+        yield "So long a step is hardly of use: add GPUs, or lower rollout.prompts_per_step or rollout.max_new_tokens."

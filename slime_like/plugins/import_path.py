@@ -7,6 +7,7 @@ from importlib.util import decode_source
 from pathlib import Path
 
 from slime_like.plugins.traceback import find_module, is_file
+from slime_like.system.words import from_here
 
 _LITERALS = (ast.Constant, ast.JoinedStr, ast.List, ast.Tuple, ast.Dict, ast.Set)
 """What no call can be made of."""
@@ -18,24 +19,40 @@ CUSTOM = "`package.module:name` or `path/to/file.py:name`"
 
 
 def import_path_problem(path: str) -> str | None:
-    """Describe the problem of a callable's import path, with its remedy; ``None`` if there is none.
+    """Describe the problem of a callable's import path, with its remedy; ``None`` if there is none."""
+    return absence_problem(path) or source_problem(path)
 
-    Modules are looked up as an import would, along ``sys.path``, but parents are not executed. Names are looked up in
-    the module's source, where it has one; what ``import *`` or ``__getattr__`` bring is accepted.
+
+def absence_problem(path: str) -> str | None:
+    """Describe a module that is not on this machine; ``None`` if it is, or the path is none.
+
+    Modules are looked up as an import would, along ``sys.path``, but parents are not executed.
+    """
+    module = path.rpartition(":")[0]
+    if not _is_import_path(path):
+        return None
+    spec, missing = find_module(module)
+    if spec is not None:
+        return None
+    if is_file(module):
+        return f"cannot be found: there is no file {module}{from_here(Path(module))}; correct the path"
+    return (
+        f"cannot be found: there is no module {missing}; install it, start in its directory, or give "
+        "`path/to/file.py:name`"
+    )
+
+
+def source_problem(path: str) -> str | None:
+    """Describe a path that is none, or a module whose source has no such callable; ``None`` if there is no such fault.
+
+    Names are looked up in the module's source, where it has one; what ``import *`` or ``__getattr__`` bring is
+    accepted.
     """
     module, _, name = path.rpartition(":")
-    of_file = is_file(module)
-    if not name.isidentifier() or not (of_file or all(part.isidentifier() for part in module.split("."))):
+    if not _is_import_path(path):
         return f"is not an import path; give {CUSTOM}"
-    spec, missing = find_module(module)
-    if spec is None and of_file:
-        return f"cannot be found: there is no file {module}; correct the path"
-    if spec is None:
-        return (
-            f"cannot be found: there is no module {missing}; install it, start in its directory, or give "
-            "`path/to/file.py:name`"
-        )
-    if spec.origin is None or not spec.origin.endswith(".py"):
+    spec, _ = find_module(module)
+    if spec is None or spec.origin is None or not spec.origin.endswith(".py"):
         return None
     content = Path(spec.origin).read_bytes()
     try:
@@ -47,6 +64,11 @@ def import_path_problem(path: str) -> str | None:
     except ValueError as error:  # null bytes, in some versions
         return f"cannot be imported: {spec.origin}: {error}; correct it"
     return _name_problem(decode_source(content), spec.origin, name)
+
+
+def _is_import_path(path: str) -> bool:
+    module, _, name = path.rpartition(":")
+    return name.isidentifier() and (is_file(module) or all(part.isidentifier() for part in module.split(".")))
 
 
 def _name_problem(source: str, file: str, name: str) -> str | None:

@@ -41,5 +41,5 @@ def test_what_is_wrong_with_them_is_a_problem(
     """On a machine that is not one of the cluster's, too."""
     plan = planned(monkeypatch, "--cluster.nodes", "2", *flags)
     for word in words:
-        assert [problem for problem in plan.problems if word in problem], plan.problems
+        assert [problem for problem in plan.described if word in problem], plan.described
         assert not [note for note in plan.notes if word in note]

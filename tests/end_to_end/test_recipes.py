@@ -117,6 +117,24 @@ def test_fits_says_that_host_memory_was_looked_at(small: list[str], tmp_path: Pa
     assert f"{memory_text(host['capacity'] - host['total'])} are left for processes" in words
 
 
+def test_code_that_is_elsewhere_does_not_keep_a_run_from_fitting(small: list[str], capsys: Capture) -> None:
+    named = ["--reward.functions", "[{name: elsewhere/mine.py:f}]", "--rollout.environment.name", "elsewhere:Game"]
+    assert run(["plan", "configs/qwen2.5_0.5b.yaml", *small, *named]) == 0
+    notes = " ".join(capsys.readouterr().out.split())
+    assert "not on this machine: reward.functions.0.name=" in notes
+    assert "not on this machine: rollout.environment.name=elsewhere:Game" in notes
+    assert run(["plan", "configs/qwen2.5_0.5b.yaml", *small, *named, "--preflight"]) == 1
+
+
+def test_settings_for_one_problem_give_way_to_those_that_fit(small: list[str], tmp_path: Path) -> None:
+    output = tmp_path / "plan.json"
+    flags = [*small, "--cluster.gpu_memory_gib", "5", "--output", str(output)]
+    assert run(["plan", "configs/qwen2.5_0.5b.yaml", *flags]) == 1
+    plan = json.loads(output.read_text())
+    assert plan["remedy"] is not None and set(plan["cures"]) <= set(plan["problems"])
+    assert not [cure for cure in plan["cures"].values() if cure in " ".join(plan["problems"])]
+
+
 @pytest.mark.parametrize(
     ("flags", "words"),
     [

@@ -1,6 +1,7 @@
 """Starts that are refused, and requests that take too long."""
 
 import asyncio
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ import pytest
 from rollout.sglang.engine import SglangEngine
 from rollout.transformers.engine import TransformersEngine
 from rollout.vllm.engine import VllmEngine
+from slime_like.checks.engine_arguments import arguments_in_source
 from slime_like.errors import CheckpointError, ConfigError, EngineError
 from slime_like.interfaces import GenerationRequest, RolloutEngine, SamplingParams
 from slime_like.system.processes import new_children, process_ids
@@ -20,7 +22,7 @@ LONG = SamplingParams(max_new_tokens=700, temperature=0.05, stop_token_ids=(263,
 @pytest.mark.parametrize(
     ("kind", "rollout", "message"),
     [
-        (VllmEngine, {"engine_args": {"no_such_argument": 1}}, "no_such_argument: vLLM has no such argument"),
+        (VllmEngine, {"engine_args": {"no_such_argument": 1}}, "no_such_argument: the vllm engine has no such"),
         (VllmEngine, {"engine_args": {"dtype": "float16"}}, "set model.dtype instead"),
         (VllmEngine, {"engine_args": {"logprobs_mode": "raw_logprobs"}}, "logprobs_mode is refused"),
         (VllmEngine, {"start_timeout_s": 0.5}, r"rollout.start_timeout_s=0.5 s"),
@@ -41,6 +43,13 @@ def test_a_start_that_cannot_succeed(
     with pytest.raises(EngineError, match=message):
         asyncio.run(kind(run_config(models[0], tmp_path, **rollout), 0).start())
     assert new_children(before) == []
+
+
+def test_the_arguments_that_are_known_before_a_start_are_those_of_the_engine() -> None:
+    """SGLang's: ``test_sglang.py``."""
+    from vllm.engine.arg_utils import AsyncEngineArgs
+
+    assert arguments_in_source("vllm") == {field.name for field in fields(AsyncEngineArgs)}
 
 
 @pytest.mark.parametrize("kind", [VllmEngine, SglangEngine, TransformersEngine])

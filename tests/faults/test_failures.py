@@ -54,7 +54,7 @@ def test_a_transport_that_does_not_reach_is_refused_before_engines_start(tiny: T
     """These engines could not start: no start was tried."""
     flags = ["--rollout.engine_args.kv_cache_memory_bytes", "1000", "--sync.transport", "nccl"]
     finished = run(tiny.rl_flags(tmp_path / "run", *flags), tmp_path / "log")
-    assert finished.code == 1
+    assert finished.code == 2
     assert one_sentence(finished).endswith(" [out-of-reach]")
 
 

@@ -64,6 +64,7 @@ UNUSABLE: list[tuple[str, dict[str, Any]]] = [
     ("def f(prompt, response, answer): return prompt.no_such_method()", {}),
     ("def f(prompt, response, answer): import os; os._exit(3)", {}),
     ("@group_reward\ndef f(prompt, responses, answer): return 1.0", {}),
+    ("@group_reward\ndef f(prompt, responses, answer): return [1.0]", {}),
     ("@group_reward\ndef f(prompt, responses, answer): return [None for _ in responses]", {}),
 ]
 USABLE: list[tuple[str, dict[str, Any]]] = [

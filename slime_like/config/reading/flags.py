@@ -67,7 +67,7 @@ def _find(name: str, fields: dict[str, Field]) -> tuple[Field | None, list[str]]
 
 def _value(field: Field, values: list[str], is_entry: bool) -> Any:
     if not values:
-        raise ValueError(f"has no value; give {field.type_text}")
+        raise ValueError(f"the value is missing; give one of type {field.type_text}")
     if field.kind == "many" and not is_entry:
         return _many(field, values)
     if len(values) > 1:
@@ -76,10 +76,14 @@ def _value(field: Field, values: list[str], is_entry: bool) -> Any:
     if field.kind == "text":
         return values[0]
     try:
-        return read_value(values[0])
+        value = read_value(values[0])
     except yaml.YAMLError as error:
         remedy = f"correct it, or write '{json.dumps(values[0])}' if text is meant" if is_entry else "correct it"
         raise ValueError(f"{values[0]!r} is not valid YAML ({getattr(error, 'problem', error)}); {remedy}") from error
+    if field.kind == "sections" and not is_entry and isinstance(value, str):
+        first = next(iter(field.item.model_fields))
+        raise ValueError(f"{value!r} is not a list of sections; write '[{{{first}: {value}}}]'")
+    return value
 
 
 def _many(field: Field, values: list[str]) -> list[Any]:

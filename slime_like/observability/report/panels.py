@@ -101,7 +101,7 @@ _SPECS = (
     ),
     PanelSpec("Responses cut off", "Fraction that reached a limit.", (("rollout/truncated_fraction", "cut off"),)),
     PanelSpec(
-        "Groups without spread",
+        "Flat groups",
         "Prompts whose samples all have the same reward: they have no gradient.",
         (("rollout/zero_spread_groups", "groups"),),
     ),

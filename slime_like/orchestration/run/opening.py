@@ -163,7 +163,8 @@ class _Base:
         stack.callback(metrics.close)
         log = stack.enter_context((config.run_dir / DRIVER_LOG).open("a", encoding="utf-8"))
         progress = stack.enter_context(Progress(config.logging.progress, config.steps, log=log))
-        moved = f"the earlier run of {config.run_dir} is now {aside}" if aside is not None else ""
+        why = ", since it completed no checkpoint" if config.resume == "auto" else ""
+        moved = f"the earlier run of {config.run_dir} is now {aside}{why}" if aside is not None else ""
         precision = precision_notes(config) if config.model.weights is None else ()
         damaged = "" if self.checkpoint is None else self.checkpoint.passed_over
         for note in filter(

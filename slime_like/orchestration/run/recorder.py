@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from slime_like.config import RolloutConfig
+from slime_like.config import RunConfig
 from slime_like.data.dump import dump_path, save_trajectories
 from slime_like.observability.curve import plot_reward_curve
 from slime_like.observability.flat_reward import FlatSteps, Truncation
@@ -108,7 +108,7 @@ class ResponseRecorder(StepRecorder):
         super().__init__(run)
         tables = run.config.run_dir / "tables" / f"{SAMPLE_TABLE}.jsonl"
         self._flat_steps = FlatSteps(str(tables) if run.config.debug.samples_per_step else None)
-        self._truncation = Truncation(_limits(run.config.rollout))
+        self._truncation = Truncation(_limits(run.config))
         self._failures: list[str] = []
         self._responses = 0
 
@@ -221,11 +221,10 @@ def _staleness(trajectory: ScoredTrajectory, step: int) -> int:
     return 0 if versions is None else step - 1 - int(versions.min())
 
 
-def _limits(rollout: RolloutConfig) -> str:
-    """Settings that cut responses off, with their values."""
-    limits = {"max_new_tokens": rollout.max_new_tokens}
-    if (environment := rollout.environment).name is not None:
-        limits |= {"environment.max_turns": environment.max_turns}
-        if environment.max_turn_tokens is not None:
-            limits |= {"environment.max_turn_tokens": environment.max_turn_tokens}
+def _limits(config: RunConfig) -> str:
+    """Settings that cut responses off, with their values. A conversation of ``max_turns`` turns counts as ended."""
+    limits = {"max_new_tokens": config.rollout.max_new_tokens, "max_model_len": config.max_model_len}
+    environment = config.rollout.environment
+    if environment.name is not None and environment.max_turn_tokens is not None:
+        limits["environment.max_turn_tokens"] = environment.max_turn_tokens
     return ", ".join(f"rollout.{name}={value}" for name, value in limits.items())

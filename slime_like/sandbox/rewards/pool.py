@@ -208,7 +208,7 @@ def start_problems(config: RewardConfig, index: int, sample: RewardItem | None) 
 def _call_problems(
     thread: LoopThread, workers: WorkerPool, sample: RewardItem, subject: str, timeout_s: float
 ) -> list[str]:
-    message = _message(sample) | ({"responses": [sample.response]} if workers.about["of_groups"] else {})
+    message = _message(sample) | ({"responses": [sample.response] * 2} if workers.about["of_groups"] else {})
     answers: list[Answer] = []
     thread.run(workers.ask([message], answers.append))
     reason = answers[0].get("reason")

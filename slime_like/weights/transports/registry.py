@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor
 
 from slime_like.config import RunConfig
-from slime_like.errors import WeightSyncError
+from slime_like.errors import ConfigError, WeightSyncError
 from slime_like.interfaces import BucketMetadata
 from slime_like.weights.delta import DeltaReceiver, DeltaSender
 from slime_like.weights.transport import Receiver, Sender, TransportSettings
@@ -27,7 +27,7 @@ def transport_of(config: RunConfig, on_cuda: bool, num_hosts: int, trainers: Lib
         trainers, engines: versions on either side.
 
     Raises:
-        WeightSyncError: it does not reach.
+        ConfigError: it does not reach.
     """
     chosen, by_default = config.sync.transport, ("nccl", COLOCATED, "shared_memory", "gloo")
     problems = {
@@ -37,7 +37,7 @@ def transport_of(config: RunConfig, on_cuda: bool, num_hosts: int, trainers: Lib
     # Without GPUs one segment serves all workers of a host, and gloo can send changes alone.
     best = next(name for name in by_default if problems[name] is None and (on_cuda or name != COLOCATED))
     if problem := problems.get(chosen):
-        raise WeightSyncError(f"sync.transport={chosen} {problem}", code="out-of-reach", remedy=f"use {best}, or auto")
+        raise ConfigError(f"sync.transport={chosen} {problem}; use {best}, or auto", code="out-of-reach")
     return best if chosen == AUTO else chosen
 
 

@@ -33,7 +33,7 @@ _SUPERVISED = f"""
 _ENGINES = """
     model.weight-files rollout.python rollout.engine rollout.engine-args evaluation.sampling reward.functions
     rollout.environment rollout.tensor rollout.length evaluation.length rollout.max-model-len reward.custom
-    rollout.environment-custom
+    rollout.environment-custom custom.code
 """
 _TRAINING = f"""
     {_SUPERVISED} {_ENGINES} sync.directory algorithm.advantage cluster.placement sync.transport rollout.sampling

@@ -39,6 +39,6 @@ def test_cut_responses_are_reported_once() -> None:
     steps = Truncation("rollout.max_new_tokens=24")
     assert steps.add(1, 0.49) is None
     assert str(steps.add(2, 0.95)).startswith(
-        "step 2: 95% of the responses were cut off (limits: rollout.max_new_tokens=24, "
+        "step 2: 95% of the responses were cut off (limits: rollout.max_new_tokens=24), "
     )
     assert steps.add(3, 1.0) is None

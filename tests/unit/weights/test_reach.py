@@ -7,7 +7,7 @@ import pytest
 
 from slime_like.checks.engine_install import engine_libraries
 from slime_like.config import RunConfig
-from slime_like.errors import WeightSyncError
+from slime_like.errors import ConfigError, WeightSyncError
 from slime_like.weights.transports.libraries import Libraries
 from slime_like.weights.transports.registry import open_sender, transport_of, use_delta
 from tests.support.rejections import Rejects
@@ -43,7 +43,7 @@ def test_what_reaches(
 
     assert choose("auto") == auto
     for name in ("colocated", "directory", "gloo", "nccl", "shared_memory"):
-        with nullcontext() if name in reaching else rejects(WeightSyncError, "out-of-reach"):
+        with nullcontext() if name in reaching else rejects(ConfigError, "out-of-reach"):
             assert choose(name) == name
 
 
@@ -69,7 +69,7 @@ def test_engines_of_another_environment(engines: Libraries, colocated: int | Non
 
     assert choose("auto") == auto
     if auto == "shared_memory":
-        with rejects(WeightSyncError, "out-of-reach"):
+        with rejects(ConfigError, "out-of-reach"):
             choose("nccl" if colocated is None else "colocated")
 
 
@@ -87,7 +87,7 @@ def test_colocated_engines_that_ask_for_changes_alone(rejects: Rejects) -> None:
         return transport_of(config, on_cuda, 1, HERE_AND_THERE, HERE_AND_THERE)
 
     assert choose("auto", True) == choose("auto", False) == "shared_memory"
-    with rejects(WeightSyncError, "out-of-reach"):
+    with rejects(ConfigError, "out-of-reach"):
         choose("colocated", False)
 
 

@@ -46,8 +46,11 @@ def test_steps_with_equal_rewards_are_reported_once(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("flags", "limits"),
     [
-        ([], "rollout.max_new_tokens=256"),
-        (["--rollout.environment.name", "calculator"], "rollout.max_new_tokens=256, rollout.environment.max_turns=4"),
+        ([], "rollout.max_new_tokens=256, rollout.max_model_len=1280"),
+        (
+            ["--rollout.environment.name", "calculator", "--rollout.environment.max_turn_tokens", "9"],
+            "rollout.max_new_tokens=256, rollout.max_model_len=1280, rollout.environment.max_turn_tokens=9",
+        ),
     ],
 )
 def test_limits_that_cut_responses_off_are_those_of_the_run(tmp_path: Path, flags: list[str], limits: str) -> None:
@@ -57,7 +60,7 @@ def test_limits_that_cut_responses_off_are_those_of_the_run(tmp_path: Path, flag
     cut = [replace(trajectory, finish_reason="length") for trajectory in group(1, 0.5)]
     step_recorder(run).finish_step(1, TrainedStep(cut, [grpo_stats()], None, 16))
     (note,) = notes
-    assert f"(limits: {limits}, the model's length)" in note
+    assert f"(limits: {limits})" in note
 
 
 @pytest.mark.parametrize(("every", "steps"), [(3, [3, 6, 9, 10]), (0, [10]), (5, [5, 10])])
