@@ -104,6 +104,9 @@ def test_a_cluster_that_is_too_small_is_refused_at_once(tmp_path: Path, rejects:
         private = session.parent.parent
         assert private.stat().st_mode & 0o777 == 0o700
         assert _obtained_by_another_user(session) == []
+        token = private / "token"
+        assert os.environ["RAY_AUTH_TOKEN_PATH"] == str(token) and token.stat().st_mode & 0o777 == 0o600
+        assert _answered_with("wrong" * 10) == "AuthenticationError" and _answered_with(token.read_text()) == "answered"
         for _ in range(2):  # the second time needs what the first one gave back
             with Placement(fits) as placement:
                 assert placement.device == "CPU" and placement.num_nodes == 1
@@ -119,6 +122,20 @@ def test_a_cluster_that_is_too_small_is_refused_at_once(tmp_path: Path, rejects:
     assert not private.exists()
     logs = list((fits.run_dir / "worker_logs").rglob("*"))
     assert logs and not [path for path in logs if path.stat().st_mode & 0o022]
+
+
+def _answered_with(token: str) -> str:
+    """What the living cluster's GCS says to a process with this token."""
+    program = (
+        "import sys\nfrom ray._raylet import GcsClient\n"
+        "try:\n    print('answered' if GcsClient(address=sys.argv[1]).get_all_node_info(5) else 'none')\n"
+        "except Exception as error:\n    print(type(error).__name__)"
+    )
+    address = ray.get_runtime_context().gcs_address
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("RAY_AUTH")}
+    environment |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": token}
+    command = [sys.executable, "-c", program, address]
+    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=90).stdout.strip()
 
 
 def _obtained_by_another_user(session: Path) -> list[str]:
@@ -154,3 +171,17 @@ def _obtained_by_another_user(session: Path) -> list[str]:
     os.waitpid(child, 0)
     assert end == "end"
     return obtained
+
+
+def test_a_failure_behind_the_death_of_a_daemon_names_the_daemon(tmp_path: Path) -> None:
+    """A raylet ends with its agent; what failed in the driver meanwhile is a consequence."""
+    with pytest.raises(SlimeLikeError) as caught, Cluster(ClusterConfig(), tmp_path / "logs", slots=1):
+        daemons = psutil.Process().children(recursive=True)
+        (raylet,) = (daemon for daemon in daemons if daemon.name() == "raylet")
+        agents = [child for child in raylet.children() if "RuntimeEnvAgent" in " ".join(child.cmdline())]
+        agents[0].kill()
+        raylet.wait(30)
+        raise SlimeLikeError("a call was lost", code="lost")
+    assert caught.value.code == "ray-died" and caught.value.who == "cluster"
+    assert "raylet" in caught.value.problem and "runtime_env_agent" in caught.value.problem
+    assert "a call was lost" in caught.value.problem

@@ -6,16 +6,22 @@ import socket
 import tempfile
 import uuid
 from collections.abc import Sequence
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from pathlib import Path
 from typing import Any, Self
 
 import ray
 
 from slime_like.config import ClusterConfig
-from slime_like.errors import SlimeLikeError
+from slime_like.errors import LIKELY_KILLER, SlimeLikeError
 from slime_like.orchestration.cluster import orphan_reaper
-from slime_like.orchestration.cluster.lean_node import lean_start, own_messages, own_signals
+from slime_like.orchestration.cluster.lean_node import (
+    ended_daemon,
+    lean_start,
+    own_messages,
+    own_signals,
+    own_token,
+)
 from slime_like.orchestration.cluster.node import session_directory
 from slime_like.orchestration.cluster.object_store import object_store_problem
 from slime_like.orchestration.cluster.ray_session import (
@@ -30,6 +36,8 @@ from slime_like.system.interrupts import raise_if_interrupted, take_signals_back
 from slime_like.weights.transports.leftovers import SHARED_MEMORY, cleanup
 
 _REACH_S = 10.0
+_LOOK_S = 0.5
+"""How long a daemon may outlive the first failure that its death causes."""
 
 
 class Cluster:
@@ -51,6 +59,7 @@ class Cluster:
         self._logs = logs
         self._slots = slots
         self._session: Path | None = None
+        self._settings = ExitStack()
         self.run_name = f"slime-{uuid.uuid4().hex[:12]}"
 
     def __enter__(self) -> Self:
@@ -71,6 +80,8 @@ class Cluster:
             os.getpid(), self._private, self._logs, self.run_name, self._bucket_directories
         )
         try:
+            if self._config.address is None:
+                self._settings.enter_context(own_token(self._private))
             with own_signals(), own_messages(), lean_start() if self._config.address is None else nullcontext():
                 ray.init(**self._arguments())
             take_signals_back()
@@ -89,8 +100,16 @@ class Cluster:
             raise
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: object) -> None:
+        died = ended_daemon(_LOOK_S) if isinstance(error, SlimeLikeError) else None
         self._end(in_order=kind is None)
+        if died is not None:
+            raise SlimeLikeError(
+                f"{died}; then: {error}",
+                code="ray-died",
+                who="cluster",
+                remedy=f"{LIKELY_KILLER}; its log is in {self._logs}",
+            ) from error
 
     def resources(self) -> dict[str, float]:
         """Amount of each of Ray's resources, used or not."""
@@ -100,6 +119,7 @@ class Cluster:
         """Shut Ray down; after an interrupted start the orphan reaper looks once more."""
         try:
             ray.shutdown()
+            self._settings.close()
             cleanup(self.run_name, self._bucket_directories)
             if in_order and self._session is not None and self._config.address is None:
                 put_away(self._session, self._logs)

@@ -1,7 +1,12 @@
 """Ray's processes of one node, without those that a run does not need, and outside of the driver's process group."""
 
+import os
+import re
+import secrets
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, Self
 
 # Neither `ray.init` nor `ray start` can leave processes out, and start three times as long and listen with them.
@@ -10,8 +15,15 @@ import ray._private.utils
 import ray._private.worker
 from ray._private import services
 from ray._private.parameter import RayParams
+from ray._raylet import AuthenticationTokenLoader, Config  # type: ignore[attr-defined]
+
+from slime_like.system.disk import write_private
 
 _LOOPBACK = "127.0.0.1"
+_VITAL = ("gcs_server", "raylet")
+_TOKEN_SETTINGS = ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN_PATH", "RAY_AUTH_TOKEN")
+_AGENT = re.compile(r"agent_name = (\w+)")
+_LOOK_EVERY_S = 0.1
 
 
 class LeanNode(ray._private.node.Node):
@@ -31,6 +43,31 @@ class LeanNode(ray._private.node.Node):
     def start_api_server(self, **_: Any) -> None:
         """Start none."""
 
+    def ended_daemon(self) -> str | None:
+        """Which of Ray's vital daemons ended by itself, if one did; of a raylet that ended with its agent, that."""
+        for kind, process in self.dead_processes():
+            if kind in _VITAL:
+                agent = self._ended_agent() if kind == "raylet" else None
+                since = f", since its {agent} had ended" if agent else ""
+                return f"Ray's {kind} ended by itself with {process.returncode}{since}"
+        return None
+
+    def _ended_agent(self) -> str | None:
+        log = Path(self.get_logs_dir_path()) / "raylet.err"
+        names = _AGENT.findall(log.read_text(errors="replace")) if log.exists() else []
+        return names[-1] if names else None
+
+
+def ended_daemon(within_s: float) -> str | None:
+    """The same of the cluster that this process started, waiting so long for one to end; none where it started none."""
+    node = ray._private.worker._global_node
+    until = time.monotonic() + within_s
+    while isinstance(node, LeanNode):
+        if (died := node.ended_daemon()) is not None or time.monotonic() >= until:
+            return died
+        time.sleep(_LOOK_EVERY_S)
+    return None
+
 
 class _SeparateGroupProcess(services.ConsolePopen):
     """Process of a daemon of Ray that gets no signal sent to the driver's process group.
@@ -49,6 +86,32 @@ def lean_start() -> Iterator[None]:
     """Inside, a cluster that ``ray.init`` starts is a ``LeanNode`` on loopback."""
     with _replaced(ray._private.node, "Node", LeanNode):
         yield
+
+
+@contextmanager
+def own_token(directory: Path) -> Iterator[None]:
+    """Inside, a cluster that this process starts asks for a new token, which is in a file of ``directory``.
+
+    By default Ray takes one of the user for all clusters, from a file that others may read.
+    """
+    path = directory / "token"
+    write_private(path, secrets.token_urlsafe(32))
+    before = {name: os.environ.pop(name, None) for name in _TOKEN_SETTINGS}
+    os.environ.update(RAY_AUTH_MODE="token", RAY_AUTH_TOKEN_PATH=str(path))
+    _read_token_settings()
+    try:
+        yield
+    finally:
+        for name in _TOKEN_SETTINGS:
+            os.environ.pop(name, None)
+        os.environ.update({name: value for name, value in before.items() if value is not None})
+        _read_token_settings()
+
+
+def _read_token_settings() -> None:
+    """Ray's core reads the variables once, and keeps the token that it found."""
+    Config.initialize("")
+    AuthenticationTokenLoader.instance().reset_cache()
 
 
 @contextmanager

@@ -22,7 +22,6 @@ from slime_like.orchestration.cluster.ray_node import RayNodeSpec, Ready
 from slime_like.orchestration.cluster.ray_session import RAY_DIRECTORY, keep_logs_only
 
 _LOOK_EVERY_S = 0.5
-_VITAL = ("gcs_server", "raylet")
 
 
 def main(spec: RayNodeSpec) -> int:
@@ -66,9 +65,8 @@ def _start(spec: RayNodeSpec) -> LeanNode:
 def _stay(node: LeanNode) -> str:
     """Wait for standard input to end (""), or for a daemon of Ray to end by itself (which one)."""
     while not select.select([sys.stdin], [], [], _LOOK_EVERY_S)[0]:
-        for kind, process in node.dead_processes():
-            if kind in _VITAL:
-                return f"Ray's {kind} ended by itself with {process.returncode}"
+        if (died := node.ended_daemon()) is not None:
+            return died
     return ""
 
 
