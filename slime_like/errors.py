@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 FAILED, REFUSED, INTERRUPTED, OUTPUT_CLOSED = 1, 2, 130, 141
 """Exit codes of a command, or a node of a launch, that did not succeed."""
@@ -46,6 +46,16 @@ class SlimeLikeError(Exception):
     def __str__(self) -> str:
         where = ", ".join(filter(None, (self.who, self.phase)))
         return (f"{where}: " if where else "") + self.problem + (f"; {self.remedy}" if self.remedy else "")
+
+
+_Raised = TypeVar("_Raised", bound=BaseException)
+
+
+def with_notes(error: _Raised, original: BaseException) -> _Raised:
+    """The error, with the notes of the one that it is raised from."""
+    for note in getattr(original, "__notes__", ()):
+        error.add_note(note)
+    return error
 
 
 @dataclass(frozen=True, slots=True)

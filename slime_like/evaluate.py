@@ -42,7 +42,7 @@ def evaluate(config: RunConfig, temporary: bool = False) -> EvaluationResult:
             progress.note(note)
         slots = sum(bundle_sizes(config, with_trainers=False))
         with progress.waiting("starting Ray"):
-            stack.enter_context(Cluster(config.cluster, run_dir / "evaluation_worker_logs", slots))
+            stack.enter_context(Cluster(config.cluster, run_dir / "evaluation_worker_logs", slots, note=progress.note))
             placement = stack.enter_context(Placement(config, with_trainers=False))
         engines, pool = launch_engines(config, stack, placement, progress.note)
         with progress.waiting("starting reward workers"):

@@ -63,7 +63,7 @@ def score(config: RunConfig, source: Path, output: Path, weights: Path | None, t
             progress.note(note)
         progress.note(f"starting Ray and {counted(ranks, 'trainer rank')}; their logs: {run_dir / 'worker_logs'}")
         with progress.waiting("starting Ray"):
-            stack.enter_context(Cluster(config.cluster, run_dir / "worker_logs", ranks))
+            stack.enter_context(Cluster(config.cluster, run_dir / "worker_logs", ranks, note=progress.note))
             trainers = stack.enter_context(trainers_alone(config))
         with progress.waiting("trainer ranks", ranks) as waiting:
             trainers.setup_for_scoring(weights, waiting.left)

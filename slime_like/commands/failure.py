@@ -7,9 +7,9 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TextIO, TypeVar
+from typing import TextIO
 
-from slime_like.errors import SlimeLikeError
+from slime_like.errors import SlimeLikeError, with_notes
 from slime_like.plugins.traceback import causes, full_traceback
 
 _OF_TRAINING = frozenset(
@@ -18,8 +18,6 @@ _OF_TRAINING = frozenset(
 _INSTALL = "install the extra train: pip install 'slime-like[train]', or '.[train]' in a clone"
 TRACEBACK_FILE = "traceback.txt"
 _LONGEST = 300
-
-_Raised = TypeVar("_Raised", bound=BaseException)
 
 
 class UnforeseenError(SlimeLikeError):
@@ -52,7 +50,7 @@ def traceback_kept(run_dir: Path | None) -> Iterator[None]:
         if isinstance(error, BrokenPipeError) and _is_closed(sys.stdout):
             raise
         if any(isinstance(link, KeyboardInterrupt) for link in causes(error, contexts=True)):
-            raise _with_notes(KeyboardInterrupt(), error) from error
+            raise with_notes(KeyboardInterrupt(), error) from error
         package = (error.name or "").partition(".")[0] if isinstance(error, ModuleNotFoundError) else ""
         if package in _OF_TRAINING:
             raise SlimeLikeError(
@@ -61,18 +59,12 @@ def traceback_kept(run_dir: Path | None) -> Iterator[None]:
         what = "check that path" if isinstance(error, OSError) else "unexpected error"
         kept = _write(full_traceback(error), run_dir)
         unforeseen = UnforeseenError(_summary(error), remedy=f"{what}; traceback: {kept}")
-        raise _with_notes(unforeseen, error) from error
+        raise with_notes(unforeseen, error) from error
 
 
 def notes_of(error: BaseException) -> list[str]:
     """Sentences that stand behind the error's own."""
     return list(getattr(error, "__notes__", ()))
-
-
-def _with_notes(error: _Raised, original: BaseException) -> _Raised:
-    for note in notes_of(original):
-        error.add_note(note)
-    return error
 
 
 def _is_closed(stream: TextIO) -> bool:

@@ -112,7 +112,7 @@ def verify_layouts(
         run_dir = stack.enter_context(run_directory(config.run_dir, temporary))
         progress = stack.enter_context(Progress(config.logging.progress, 1 + len(layouts), unit="layout"))
         progress.note(f"starting Ray; the ranks' logs: {run_dir / 'worker_logs'}")
-        cluster = stack.enter_context(Cluster(config.cluster, run_dir / "worker_logs", CPU_RANKS))
+        cluster = stack.enter_context(Cluster(config.cluster, run_dir / "worker_logs", CPU_RANKS, note=progress.note))
         resources = cluster.resources()
         reasons |= {layout.name: reasons[layout.name] or device_misfit(layout, resources) for layout in everyone}
         _refuse(must_fit, reasons)

@@ -5,7 +5,7 @@ import os
 import socket
 import tempfile
 import uuid
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack, nullcontext
 from pathlib import Path
 from typing import Any, Self
@@ -13,7 +13,7 @@ from typing import Any, Self
 import ray
 
 from slime_like.config import ClusterConfig
-from slime_like.errors import LIKELY_KILLER, SlimeLikeError
+from slime_like.errors import LIKELY_KILLER, SlimeLikeError, with_notes
 from slime_like.orchestration.cluster import orphan_reaper
 from slime_like.orchestration.cluster.lean_node import (
     ended_daemon,
@@ -32,6 +32,7 @@ from slime_like.orchestration.cluster.ray_session import (
     put_away,
     remove_private,
 )
+from slime_like.orchestration.cluster.stopped import StoppedWorkers
 from slime_like.system.interrupts import raise_if_interrupted, take_signals_back
 from slime_like.weights.transports.leftovers import SHARED_MEMORY, cleanup
 
@@ -48,18 +49,28 @@ class Cluster:
         logs: becomes a link to the workers' logs, and in the end, in a cluster of our own, a directory with them.
         slots: CPU slots the run needs; a cluster of our own offers as many, however few cores the machine has.
         bucket_directories: where weight buckets lie besides shared memory.
+        note: called with sentences about workers that are stopped, from another thread.
 
     Attributes:
         run_name: unique; shared memory and weight buckets whose name begins with it are removed at the end.
     """
 
-    def __init__(self, config: ClusterConfig, logs: Path, slots: int, bucket_directories: Sequence[Path] = ()) -> None:
+    def __init__(
+        self,
+        config: ClusterConfig,
+        logs: Path,
+        slots: int,
+        bucket_directories: Sequence[Path] = (),
+        note: Callable[[str], None] = lambda _: None,
+    ) -> None:
         self._config = config
         self._bucket_directories = (SHARED_MEMORY, *(directory.resolve() for directory in bucket_directories))
         self._logs = logs
         self._slots = slots
         self._session: Path | None = None
         self._settings = ExitStack()
+        self._note = note
+        self._stopped: StoppedWorkers | None = None
         self.run_name = f"slime-{uuid.uuid4().hex[:12]}"
 
     def __enter__(self) -> Self:
@@ -88,6 +99,7 @@ class Cluster:
             raise_if_interrupted()
             self._session = session_directory()
             link_logs(self._session, self._logs)
+            self._stopped = StoppedWorkers(self._note)
         except Exception as error:  # Ray raises what it likes, Exception itself among it
             self._end(in_order=False)
             raise_if_interrupted()  # it may have made an error of Ctrl-C
@@ -101,14 +113,19 @@ class Cluster:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: object) -> None:
+        ended = self._stopped.close() if self._stopped is not None else None
         died = ended_daemon(_LOOK_S) if isinstance(error, SlimeLikeError) else None
         self._end(in_order=kind is None)
+        if not isinstance(error, SlimeLikeError):
+            return
         if died is not None:
-            raise SlimeLikeError(
-                f"{died}; then: {error}",
-                code="ray-died",
-                who="cluster",
-                remedy=f"{LIKELY_KILLER}; its log is in {self._logs}",
+            remedy = f"{LIKELY_KILLER}; its log is in {self._logs}"
+            raise with_notes(
+                SlimeLikeError(f"{died}; then: {error}", code="ray-died", who="cluster", remedy=remedy), error
+            ) from error
+        if ended is not None:
+            raise with_notes(
+                SlimeLikeError(f"{ended}; then: {error}", code="worker-stopped", who="cluster"), error
             ) from error
 
     def resources(self) -> dict[str, float]:

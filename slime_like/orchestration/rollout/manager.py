@@ -200,6 +200,9 @@ class EngineClient:
         """
         if not self._supervisor.lose(member, error):
             raise error
+        self._queue_again(member, failed)
+
+    def _queue_again(self, member: int, failed: Sequence[_Running] = ()) -> None:
         others = [running for running in self._running.values() if running.member == member]
         for running in others:
             del self._running[running.request.request_id]
@@ -213,8 +216,21 @@ class EngineClient:
         if answered or not self._running:
             self._last_answer = time.monotonic()
         elif time.monotonic() - self._last_answer > self._manager.silence_s:
-            silent = sorted({self._supervisor.name(running.member) for running in self._running.values()})
-            raise EngineError(
-                f"{', '.join(silent)} answered nothing for {self._manager.silence_s:.0f} s while generating",
-                code="engines-silent",
-            )
+            self._end_silence({running.member for running in self._running.values()})
+
+    def _end_silence(self, members: Collection[int]) -> None:
+        """Lose those that are not healthy.
+
+        Raises:
+            EngineError: all of them are, or none may be replaced.
+        """
+        names = ", ".join(sorted(self._supervisor.name(member) for member in members))
+        error = EngineError(
+            f"{names} answered nothing for {self._manager.silence_s:.0f} s while generating", code="engines-silent"
+        )
+        lost = [member for member in members if self._supervisor.lose(member, error)]
+        if not lost:
+            raise error
+        for member in lost:
+            self._queue_again(member)
+        self._last_answer = time.monotonic()

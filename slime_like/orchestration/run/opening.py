@@ -174,7 +174,7 @@ class _Base:
         bucket_directories = [config.sync.directory] if config.sync.directory else []
         logs, slots = config.run_dir / "worker_logs", sum(bundle_sizes(config))
         with progress.waiting("starting Ray"):
-            cluster = stack.enter_context(Cluster(config.cluster, logs, slots, bucket_directories))
+            cluster = stack.enter_context(Cluster(config.cluster, logs, slots, bucket_directories, progress.note))
             placement = stack.enter_context(Placement(config))
         if placement.device == "CPU":
             for note in (operators_note(config.trainer.cpu_kernels), *_machine_notes(config, placement.num_nodes)):

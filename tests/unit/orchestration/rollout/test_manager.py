@@ -211,6 +211,23 @@ def test_silence_is_bounded(rejects: Rejects) -> None:
         client.poll(0.0)
 
 
+def test_an_engine_that_hangs_is_replaced_after_the_bound() -> None:
+    """It neither answers nor fails; what it had goes to the others."""
+    client, (hangs, other) = started("abcd", engines=2)
+    cast(Any, client._supervisor).wait = lambda references, timeout_s: [engine for engine in references if engine.ready]
+    hangs.alive = False
+    assert answered(client) == [] and client.resent == []
+    client._manager.silence_s = 0.0
+    assert answered(client) == [] and client.resent == ["a", "c"]
+    client._manager.silence_s = 60.0
+    other.ends("b", "d")
+    assert answered(client) == ["b", "d"]
+    client.poll(0.0)
+    assert other.has == ["a", "c"]
+    other.ends("a", "c")
+    assert answered(client) == ["a", "c"] and len(client) == 0
+
+
 @pytest.mark.parametrize("dies", [False, True])
 def test_an_evaluation_whose_only_engine_dies_has_it_replaced(dies: bool) -> None:
     engine = Engine(answers_all=True)

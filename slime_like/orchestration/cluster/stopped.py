@@ -1,0 +1,178 @@
+"""Workers that are stopped (SIGSTOP) instead of dead: reported, then ended, so that no run waits hours for them.
+
+A stopped process answers nothing, and Ray does not take it for dead. One that computes for long, or that a debugger
+traces, is not stopped, and is left alone.
+"""
+
+import os
+import threading
+import time
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil  # type: ignore[import-untyped]
+import ray
+from ray._private import state
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+LOOK_EVERY_S = 15.0
+REPORT_AFTER_S = 30.0
+END_AFTER_S = 75.0
+"""Since it was first seen. With one look more before and after, reported within 60 s and ended within 120 s."""
+
+_RECENT_S = 60.0
+"""A failure within this time of a worker's end is a consequence of it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Stopped:
+    """A stopped process of a worker.
+
+    Attributes:
+        node: address.
+        process: its id there.
+        started: when it started, in seconds since the epoch; ids are used again.
+        role: what the worker's log is named after, e.g. "trainer-0".
+    """
+
+    node: str
+    process: int
+    started: float
+    role: str
+
+    def __str__(self) -> str:
+        return f"process {self.process} of {self.role} on {self.node}"
+
+
+def stopped_processes(workers: Collection[int], node: str, end: Collection[Stopped] = ()) -> list[Stopped]:
+    """The stopped ones among these processes of this node and all that they started; those in ``end`` are ended."""
+    found = [found for worker in workers for process in _family(worker) if (found := _stopped(process, node))]
+    for one in found:
+        if one in end:
+            with suppress(ProcessLookupError):
+                os.kill(one.process, 9)
+    return found
+
+
+def _family(worker: int) -> Iterator[psutil.Process]:
+    with suppress(psutil.NoSuchProcess):
+        process = psutil.Process(worker)
+        yield process
+        yield from process.children(recursive=True)
+
+
+def _stopped(process: psutil.Process, node: str) -> Stopped | None:
+    with suppress(psutil.NoSuchProcess):
+        if process.status() == psutil.STATUS_STOPPED:
+            return Stopped(node, process.pid, process.create_time(), _role(process.pid))
+    return None
+
+
+def _role(process: int) -> str:
+    """Of ``node.use_log``: workers and what they start print to a log that is named after the role."""
+    with suppress(OSError):
+        return Path(f"/proc/{process}/fd/1").readlink().stem
+    return "a worker"
+
+
+class StopWatch:
+    """What has been stopped for how long, and what is to be done about it.
+
+    Attributes:
+        ended: processes that were to be ended, and when.
+    """
+
+    def __init__(self) -> None:
+        self._since: dict[Stopped, float] = {}
+        self._reported: set[Stopped] = set()
+        self.ended: dict[Stopped, float] = {}
+
+    def look(self, found: Collection[Stopped], now: float) -> tuple[list[str], list[Stopped]]:
+        """Sentences to report, and processes to end, by what is stopped now. Times are in seconds."""
+        self._since = {one: self._since.get(one, now) for one in found}
+        self._reported &= self._since.keys()
+        notes, end = [], []
+        for one, since in self._since.items():
+            if now - since >= END_AFTER_S:
+                end.append(one)
+                if one not in self.ended:
+                    self.ended[one] = now
+                    notes.append(f"{one} has been stopped for {now - since:.0f} s, and is ended")
+            elif now - since >= REPORT_AFTER_S and one not in self._reported:
+                self._reported.add(one)
+                left = END_AFTER_S - (now - since)
+                notes.append(
+                    f"{one} has been stopped (SIGSTOP) for {now - since:.0f} s; it is ended in {left:.0f} s, unless "
+                    f"`kill -CONT {one.process}` there lets it go on"
+                )
+        return notes, end
+
+    def recently_ended(self, now: float) -> str | None:
+        """Who was ended shortly before ``now``, and why."""
+        last = max(self.ended, key=lambda one: self.ended[one], default=None)
+        if last is None or now - self.ended[last] > _RECENT_S:
+            return None
+        return f"{last} had been stopped (SIGSTOP) and was ended"
+
+
+class StoppedWorkers:
+    """Looks at the workers of this process's job on all nodes, every ``LOOK_EVERY_S`` seconds, in a thread.
+
+    Args:
+        note: called with a sentence, from that thread.
+    """
+
+    def __init__(self, note: Callable[[str], None]) -> None:
+        self._note = note
+        self._watch = StopWatch()
+        self._over = threading.Event()
+        self._asked: dict[str, Any] = {}  # by node: answers that were not there in time
+        self._thread = threading.Thread(target=self._run, name="stopped-workers", daemon=True)
+        self._thread.start()
+
+    def close(self) -> str | None:
+        """End the thread; who was ended shortly before."""
+        self._over.set()
+        self._thread.join(LOOK_EVERY_S)
+        return self._watch.recently_ended(time.monotonic())
+
+    def _run(self) -> None:
+        end: list[Stopped] = []
+        while not self._over.wait(LOOK_EVERY_S):
+            try:
+                found = self._find(end)
+            except Exception as error:  # of whatever class Ray's lost daemons cause; what they cause else ends the run
+                if not self._over.is_set():
+                    self._note(f"stopped workers are no longer looked for ({type(error).__name__}: {error})")
+                return
+            notes, end = self._watch.look(found, time.monotonic())
+            for note in notes:
+                self._note(note)
+
+    def _find(self, end: Sequence[Stopped]) -> list[Stopped]:
+        context = ray.get_runtime_context()
+        here, found = context.get_node_id(), []
+        for node, (address, workers) in _workers_of(ray.JobID.from_hex(context.get_job_id())).items():
+            if node == here:
+                found += stopped_processes(workers, address, end)
+            elif node not in self._asked:
+                strategy = NodeAffinitySchedulingStrategy(node, soft=False)
+                options = {"num_cpus": 0, "max_retries": 0, "scheduling_strategy": strategy}
+                self._asked[node] = ray.remote(stopped_processes).options(**options).remote(workers, address, end)
+        asked = {reference: node for node, reference in self._asked.items()}
+        ready, _ = ray.wait(list(asked), num_returns=len(asked), timeout=LOOK_EVERY_S) if asked else ([], [])
+        for reference in ready:
+            del self._asked[asked[reference]]
+            found += ray.get(reference)
+        return found
+
+
+def _workers_of(job: ray.JobID) -> Mapping[str, tuple[str, list[int]]]:
+    """Per node, by its id: its address, and the processes of the job's living actors there."""
+    nodes: dict[str, tuple[str, list[int]]] = {}
+    for actor in state.actors(None, job, "ALIVE").values():
+        nodes.setdefault(actor["Address"]["NodeID"], (actor["Address"]["IPAddress"], []))[1].append(actor["Pid"])
+    return nodes

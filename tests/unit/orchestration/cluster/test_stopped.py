@@ -1,0 +1,55 @@
+"""When stopped processes are reported and ended, by the times of the looks at them."""
+
+from slime_like.orchestration.cluster.stopped import (
+    END_AFTER_S,
+    LOOK_EVERY_S,
+    REPORT_AFTER_S,
+    Stopped,
+    StopWatch,
+)
+
+_RANK = Stopped("10.0.0.1", 7, 100.0, "trainer-0")
+_SAME_ID_LATER = Stopped("10.0.0.1", 7, 200.0, "trainer-0")
+_ENGINE = Stopped("10.0.0.2", 7, 100.0, "engine-1")
+
+
+def _times(stopped: dict[Stopped, tuple[float, float]], until: float) -> dict[str, list[float]]:
+    """Times of sentences and ends, of a look every ``LOOK_EVERY_S`` at what is stopped from and until a time."""
+    watch, found = StopWatch(), {"notes": [], "ends": []}
+    now = 0.0
+    while now < until:
+        now += LOOK_EVERY_S
+        notes, end = watch.look([one for one, (begin, over) in stopped.items() if begin < now <= over], now)
+        found["notes"] += [now] * len(notes)
+        found["ends"] += [now] * len(end)
+    return found
+
+
+def test_the_default_times_keep_the_bounds() -> None:
+    """Whenever between two looks a process is stopped."""
+    for begin in (0.0, 7.0, LOOK_EVERY_S - 0.1):
+        found = _times({_RANK: (begin, 130.0)}, 130.0)
+        assert found["notes"][0] - begin <= 60 and found["ends"][0] - begin <= 120 - LOOK_EVERY_S
+        assert found["ends"][0] - begin >= END_AFTER_S
+
+
+def test_each_is_reported_and_ended_by_its_time() -> None:
+    last = LOOK_EVERY_S + END_AFTER_S
+    once = _times({_RANK: (0.0, last)}, 300.0)
+    assert once == {"notes": [LOOK_EVERY_S + REPORT_AFTER_S, last], "ends": [last]}
+    later = _times({_RANK: (0.0, last), _ENGINE: (60.0, 60.0 + last)}, 300.0)
+    assert later["ends"] == [last, last + 60.0] and len(later["notes"]) == 4
+
+
+def test_what_goes_on_is_not_ended() -> None:
+    """Nor is a process that has the id of an earlier one."""
+    pauses = {_RANK: (0.0, 80.0), _SAME_ID_LATER: (90.0, 170.0)}
+    assert _times(pauses, 400.0) == {"notes": [45.0, 135.0], "ends": []}
+
+
+def test_a_failure_long_after_has_another_cause() -> None:
+    watch = StopWatch()
+    assert watch.recently_ended(0.0) is None
+    watch.look([_RANK], 0.0)
+    watch.look([_RANK], END_AFTER_S)
+    assert "trainer-0" in str(watch.recently_ended(END_AFTER_S + 20)) and watch.recently_ended(END_AFTER_S + 90) is None
