@@ -1,5 +1,6 @@
 """A tiny model, its data, and the flags that make a run short; made once for the whole folder."""
 
+import os
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -12,6 +13,9 @@ from hypothesis import HealthCheck, Phase, settings
 from slime_like.examples.tiny_model import make_arithmetic_data, make_tiny_model
 from tests.support import rejections
 from tests.support.weight_buckets import session as session
+
+# A test that forgets that it has no cluster fails, instead of starting one that stays.
+os.environ["RAY_ENABLE_AUTO_CONNECT"] = "0"
 
 # Profiles of the property tests, for pytest's --hypothesis-profile. How long an example takes is the machine's affair.
 settings.register_profile(

@@ -497,7 +497,8 @@ def test_conversations_go_on_through_a_weight_update(
     weights of its version; a request that comes in the middle of the update waits for its end."""
     (tmp_path / "echoes.py").write_text(ECHO)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    monkeypatch.setattr(engine_actor, "use_cluster_interface", lambda gloo: None)  # there is no cluster
+    monkeypatch.setattr(engine_actor, "require_own_devices", lambda: None)  # there is no cluster
+    monkeypatch.setattr(engine_actor, "use_cluster_interface", lambda gloo: None)
     monkeypatch.setattr(engine_actor, "use_session_directory", lambda: None)
     monkeypatch.setattr(engine_actor, "use_log", lambda role: None)
     environment = {"name": "echoes:Echo", "max_turns": 4, "template": "|{observation}>", "timeout_s": 30}

@@ -32,6 +32,7 @@ from slime_like.trajectory import PackedTrajectory
 from tests.parallel.ranks import run_ranks
 from tests.parallel.steps import assert_close, exported_from, running, same_bits, small_disk, take_step
 from tests.parallel.tiny import scored_sequences, tiny_config
+from tests.support.forged import forged_copies
 
 DENOMINATOR = 4.0
 
@@ -340,6 +341,13 @@ def test_what_cannot_be_loaded_is_refused(saved_by: SavedBy, tmp_path: Path) -> 
         other = _config(tmp_path / family, tmp_path, {})
         ((message,),) = run_ranks(_errors, 1, tmp_path / f"other-{family}", other, [whole])
         assert problem in message
+
+    executed = tmp_path / "executed"
+    stored = ("random/shard_0_1", "embedding.word_embeddings.weight")
+    forged = forged_copies(whole, tmp_path, (".metadata", "common.pt"), stored, executed)
+    for directory, message in zip(forged, run_ranks(_errors, 1, tmp_path / "forged", config, forged)[0], strict=True):
+        assert message.startswith(f"{directory}: ") and "\n" not in message
+    assert not executed.exists()
 
     longer = config.model_copy(update={"steps": 30})
     ((message,),) = run_ranks(_errors, 1, tmp_path / "longer", longer, [whole])

@@ -34,6 +34,7 @@ from tests.parallel.ranks import run_each, run_ranks
 from tests.parallel.reference import Reference
 from tests.parallel.steps import assert_close
 from tests.parallel.tiny import scored_sequences
+from tests.support.forged import forged_copies
 
 DENOMINATOR = 4.0
 
@@ -148,6 +149,8 @@ def _damaged_copies(root: Path) -> list[tuple[Path, str]]:
     for (directory, _), (name, damage, _) in zip(copies, damages, strict=True):
         shutil.copytree(root / "whole", directory)
         (directory / name).write_bytes(damage((directory / name).read_bytes()))
+    forged = forged_copies(root / "whole", root, (".metadata",), ("model.model.norm.weight",), root / "executed")
+    copies += [(directory, "") for directory in forged]
     missing = shutil.copytree(root / "whole", root / "missing", ignore=lambda *_: ["checksums.json"])
     return [*copies, (missing, "checksums.json is missing")]
 
@@ -202,6 +205,7 @@ def test_as_many_ranks_continue_bit_for_bit_and_refuse_damage(written: Written, 
             for message, (directory, named) in zip(record.errors, damaged, strict=True):
                 assert str(directory) in message
                 assert named in message or "see the message of that rank" in message
+    assert not (root / "executed").exists()
     assert not dense or any("exp_avg_sq.model.norm" in records[0].errors[0] for records in loaded)
     name = "model.norm.weight"
     changed = not torch.equal(saved[0].later[name].float(), saved[0].at_checkpoint[name].float())

@@ -2,8 +2,8 @@
 
 torch stores a CRC-32 with every tensor and compares none when it loads, so that a flipped byte becomes a weight. Here
 the CRC-32 (ISO 3309, zlib's) of the bytes as they are written goes into one more file, and every piece that a rank is
-about to load is compared first: under any layout, before anything is unpickled. A CRC finds damage and mix-ups; it
-does not protect against forged checkpoints.
+about to load is compared first: under any layout, before anything is unpickled. A CRC finds damage and mix-ups, not
+forgery; ``unpickling.py`` keeps what is forged from being executed.
 """
 
 import json
@@ -13,8 +13,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any, BinaryIO, NamedTuple, Self
 
-from torch.distributed.checkpoint import FileSystemReader
+from torch.distributed.checkpoint import FileSystemReader, LoadPlan, LoadPlanner
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
+from torch.futures import Future
 
+from backends.common.checkpoint.unpickling import DataPlanner, read_index
 from backends.common.process.agreement import listed
 from slime_like.errors import CheckpointError
 from slime_like.models.converted import damage_remedy, whole_file
@@ -195,12 +198,22 @@ def not_whole(directory: Path, reason: str) -> CheckpointError:
 
 
 class VerifyingReader(FileSystemReader):
-    """torch's reader of a checkpoint, which compares each piece once before it is loaded."""
+    """torch's reader of a checkpoint, which compares each piece once before it is loaded, and executes none."""
 
     def __init__(self, path: str | Path, checksums: Checksums) -> None:
         super().__init__(path)
         self._checksums = checksums
         self._verified: set[tuple[str, int]] = set()
+
+    def read_metadata(self, *_: Any, **options: Any) -> Metadata:
+        with Path(self._get_metadata_path(options.get("rank"))).open("rb") as file:
+            metadata = read_index(file)
+        metadata.storage_meta = metadata.storage_meta or StorageMeta()
+        metadata.storage_meta.load_id = self.load_id
+        return metadata
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        return super().read_data(plan, DataPlanner(planner))  # type: ignore[arg-type]  # all that it uses of one
 
     def _slice_file(self, file: Any, sinfo: Any) -> IO[bytes]:
         place = (sinfo.relative_path, sinfo.offset)

@@ -12,7 +12,7 @@ import torch
 from megatron.core.dist_checkpointing.core import CheckpointingConfig, save_config
 from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor
 from torch import Tensor
-from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint import FileSystemWriter
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
@@ -25,7 +25,7 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 from torch.distributed.checkpoint.storage import WriteResult
 
-from backends.common.checkpoint.integrity import Checksums, ChecksumStream, Piece, damaged
+from backends.common.checkpoint.integrity import Checksums, ChecksumStream, Piece, VerifyingReader, damaged
 from backends.common.checkpoint.reading import FORMAT
 from backends.common.process.agreement import listed_by_kind
 from backends.megatron.checkpoint_writer import PLAIN_FILES
@@ -114,7 +114,7 @@ class MegatronCheckpoint:
         self._checksums.verify_plain_files(PLAIN_FILES)
         self._checksums.verify_lengths()
         try:
-            metadata = FileSystemReader(self.directory).read_metadata()
+            metadata = VerifyingReader(self.directory, self._checksums).read_metadata()
         except (OSError, pickle.UnpicklingError, EOFError, AttributeError, ValueError) as error:
             raise damaged(self.directory, f".metadata cannot be read: {type(error).__name__}") from error
         self._tensors: dict[str, TensorStorageMetadata] = {
