@@ -66,14 +66,19 @@ refuse_cuda_torch() {
 }
 
 install_locked() { # $1: runtime | dev | bench
-    local list
+    local list pin
     list=$(mktemp)
     if [ "$1" = runtime ]; then
         # torch's CUDA build has brought the triton that it pins.
         grep -v -e '# dev$' -e '# bench$' -e '^torch==' $([[ "$(torch_version)" == *+cpu ]] || echo -e '^triton==') \
             "$REPO/constraints.txt" >"$list"
     else grep "# $1\$" "$REPO/constraints.txt" >"$list"; fi
-    "$VENV/bin/pip" install -qq --no-deps --requirement "$list" || die "installing the $1 packages failed; the output above says which"
+    # A wheel that is not one of those that were pinned is rejected by pip.
+    while read -r pin; do
+        printf '%s %s\n' "${pin%%#*}" "$(grep -- "^${pin%%[ ;]*} " "$REPO/scripts/hashes.txt" | cut -d' ' -f2-)"
+    done <"$list" >"$list.hashed"
+    mv "$list.hashed" "$list"
+    "$VENV/bin/pip" install -qq --no-deps --require-hashes --requirement "$list" || die "installing the $1 packages failed; the output above says which"
     rm -f "$list"
 }
 

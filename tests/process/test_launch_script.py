@@ -75,6 +75,16 @@ def pins() -> dict[str, str]:
     return dict(re.findall(r"^([\w.-]+)==([^\s;]+)", "\n".join(lines), re.MULTILINE))
 
 
+def test_every_pin_has_hashes_that_pip_checks() -> None:
+    """But torch, whose CPU build is on another index; ``python scripts/hash_pins.py`` writes them."""
+    lines = (REPO / "constraints.txt").read_text(encoding="utf-8").splitlines()
+    pinned = {line.split(";")[0].split("#")[0].strip() for line in lines if not line.startswith(("#", "torch=="))}
+    hashed = (REPO / "scripts" / "hashes.txt").read_text(encoding="utf-8").splitlines()
+    assert pinned == {line.split()[0] for line in hashed} and len(pinned) == len(hashed)
+    for line in hashed:
+        assert re.fullmatch(r"\S+==\S+( --hash=sha256:[0-9a-f]{64})+", line)
+
+
 def test_the_image_pins_what_is_tested_and_has_what_the_project_needs() -> None:
     """Engines bring most of it, and not the same: what the project declares is resolved, not hoped for."""
     text = (REPO / "docker" / "gpu.Dockerfile").read_text(encoding="utf-8")
