@@ -182,7 +182,7 @@ def trained(tiny: Tiny, tmp_path_factory: pytest.TempPathFactory) -> Path:
     from tests.support.processes import run  # needs Ray, which a machine that runs the tests of a GPU may lack
 
     run_dir = tmp_path_factory.mktemp("trained") / "run"
-    finished = run(tiny.sft_flags(run_dir, "--steps", "2"), run_dir.parent / "log")
+    finished = run(tiny.sft_flags(run_dir, "--steps", "2", "--checkpoint.every", "1"), run_dir.parent / "log")
     assert finished.code == 0, finished.stderr
     return run_dir
 

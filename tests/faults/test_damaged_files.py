@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.conftest import Tiny
+from tests.end_to_end.test_train import steps_of
 from tests.faults.quick import quick
 from tests.faults.test_failures import one_sentence
 from tests.support.processes import run
@@ -71,15 +72,24 @@ def test_other_data_is_refused_at_resume_before_anything_starts(tiny: Tiny, trai
     assert "starting" not in finished.stderr
 
 
-def test_a_flipped_bit_of_the_checkpoint_is_refused_at_resume(tiny: Tiny, trained: Path, tmp_path: Path) -> None:
+def test_a_flipped_bit_is_refused_at_resume_and_auto_resumes_from_the_checkpoint_before(
+    tiny: Tiny, trained: Path, tmp_path: Path
+) -> None:
+    """Only the ranks read so much, when the run is open already."""
     shutil.copytree(trained, tmp_path / "run", symlinks=True)
     checkpoint = tmp_path / "run" / "checkpoints" / "latest" / "trainer"
     largest = max(checkpoint.rglob("*"), key=lambda file: file.stat().st_size)
     content = bytearray(largest.read_bytes())
     content[len(content) // 2] ^= 1
     largest.write_bytes(content)
-    finished = run(tiny.sft_flags(tmp_path / "run", "--steps", "3"), tmp_path / "log")
+    named = ["--resume", str(checkpoint.parent.resolve())]
+    finished = run(tiny.sft_flags(tmp_path / "run", "--steps", "3", *named), tmp_path / "log")
     assert finished.code == 1
     sentence = one_sentence(finished)
     assert "is damaged (__0_0.distcp: bytes " in sentence and "are not as written" in sentence
     assert "; resume from a checkpoint before step-000002 [" in sentence
+    finished = run(tiny.sft_flags(tmp_path / "run", "--steps", "3"), tmp_path / "log-auto")
+    assert finished.code == 0 and finished.left_behind == [], finished.stderr
+    assert "passed over: " in finished.stderr and "step-000001 after step 1" in finished.stderr
+    # Of step 2 there are two records: it was run again.
+    assert [row["step"] for row in steps_of(tmp_path / "run")] == [1, 2, 2, 3]

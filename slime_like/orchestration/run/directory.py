@@ -1,8 +1,10 @@
 """A run's directory at its start: what is resumed, what is moved aside, and which settings have changed since."""
 
 import os
+from collections.abc import Mapping
 from operator import attrgetter
 from pathlib import Path
+from types import MappingProxyType
 
 from slime_like.checks.earlier_run import backend_problem
 from slime_like.checks.schedule import depends_on_length, schedule
@@ -26,8 +28,11 @@ _READ = ("model.path", "model.weights", "reference.path", "data.train", "evaluat
 _MAX_NAMED = 8  # changed settings named in one sentence
 
 
-def find_checkpoint(config: RunConfig) -> Checkpoint | None:
+def find_checkpoint(config: RunConfig, found_damaged: Mapping[Path, str] = MappingProxyType({})) -> Checkpoint | None:
     """Find the checkpoint of ``resume``; ``None`` means a new start. A path that is given is the only candidate.
+
+    Args:
+        found_damaged: as in ``newest_whole``.
 
     Raises:
         CheckpointError: it, or every checkpoint of the run, cannot be read or resumed from.
@@ -35,7 +40,9 @@ def find_checkpoint(config: RunConfig) -> Checkpoint | None:
     """
     if config.resume == "never":
         return None
-    checkpoint = newest_whole(config.run_dir) if config.resume == "auto" else Checkpoint.read(Path(config.resume))
+    checkpoint = (
+        newest_whole(config.run_dir, found_damaged) if config.resume == "auto" else Checkpoint.read(Path(config.resume))
+    )
     if checkpoint is not None:
         _require_resumable(checkpoint, config)
     return checkpoint

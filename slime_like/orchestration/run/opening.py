@@ -15,6 +15,7 @@ from slime_like.data.ledger import FILE_NAME as LEDGER
 from slime_like.data.ledger import Ledger
 from slime_like.data.prompts import PromptSource
 from slime_like.data.tokenizer import load_tokenizer
+from slime_like.errors import CheckpointError
 from slime_like.interfaces import TrainerBackend
 from slime_like.models.dimensions import ModelDimensions
 from slime_like.observability.metrics import MetricLogger
@@ -43,7 +44,7 @@ from slime_like.orchestration.run.start_notes import (
     precision_notes,
 )
 from slime_like.orchestration.trainer.batcher import ExperienceBatcher
-from slime_like.orchestration.trainer.checkpoints import Checkpoint, CheckpointStore, latest_checkpoint
+from slime_like.orchestration.trainer.checkpoints import UNUSABLE, Checkpoint, CheckpointStore, latest_checkpoint
 from slime_like.orchestration.trainer.group import TrainerGroup
 from slime_like.orchestration.weight_sync import WeightSync
 from slime_like.system.gpus import local_gpus
@@ -72,10 +73,37 @@ def _open(config: RunConfig, stack: ExitStack) -> Run:
     if config.rollout.stream and not config.supervised:
         require_group_scope(config)
     lock = stack.enter_context(RunLock(config.run_dir))
-    base = _Base(config, stack, lock, find_checkpoint(config), load_tokenizer(config.model.path))
-    if config.debug.load_rollouts is not None:
-        return _open_replay(base, config.debug.load_rollouts)
-    return _open_supervised(base) if config.supervised else _open_rl(base)
+    checkpoint, tokenizer = find_checkpoint(config), load_tokenizer(config.model.path)
+    damaged: dict[Path, str] = {}
+    while True:
+        try:
+            with ExitStack() as attempt:
+                run = _open_from(_Base(config, attempt, lock, checkpoint, tokenizer))
+                stack.push(attempt.pop_all())
+                return run
+        except CheckpointError as error:
+            older = _older(config, checkpoint, error, damaged)
+            if older is None:
+                raise
+            checkpoint = older
+
+
+def _older(
+    config: RunConfig, checkpoint: Checkpoint | None, error: CheckpointError, damaged: dict[Path, str]
+) -> Checkpoint | None:
+    """The checkpoint to resume from instead of one whose damage shows as its content is read; ``None`` without any.
+    Only ranks read all of it, so that the run has to be opened again."""
+    if checkpoint is None or config.resume != "auto" or error.code not in UNUSABLE:
+        return None
+    damaged[checkpoint.path] = error.problem
+    older = find_checkpoint(config, damaged)
+    return None if older is None or older.path in damaged else older
+
+
+def _open_from(base: _Base) -> Run:
+    if (rollouts := base.config.debug.load_rollouts) is not None:
+        return _open_replay(base, rollouts)
+    return _open_supervised(base) if base.config.supervised else _open_rl(base)
 
 
 # ------------------------------------------------------------------------------------------------------ three openings

@@ -6,9 +6,10 @@ import re
 import shutil
 import time
 import zlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Self
 
 from slime_like.errors import CheckpointError, SlimeLikeError
@@ -22,6 +23,9 @@ _NAME = re.compile(r"step-\d{6,}")  # a copy that somebody made under another na
 _FORMER, _REMOVED = ".former-", ".removed-"  # whole, until its successor has its name; and what is to go
 _CHECKSUM, _FILES, _LENGTHS = "crc32", "files", "lengths"
 _RESCUE_TIMEOUT_S = 5.0
+
+UNUSABLE = ("checkpoint-damaged", "checkpoint-incomplete", "checkpoint-not-whole")
+"""Codes of errors about a checkpoint whose files are not those that were written."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -298,8 +302,11 @@ def _put_back(root: Path) -> None:
             former.rename(place)
 
 
-def newest_whole(run_dir: Path) -> Checkpoint | None:
+def newest_whole(run_dir: Path, found_damaged: Mapping[Path, str] = MappingProxyType({})) -> Checkpoint | None:
     """Open the latest checkpoint of a run or, where it is damaged, the newest whole one; ``None`` without any.
+
+    Args:
+        found_damaged: resolved paths of checkpoints that a closer look has rejected, each with its problem.
 
     Raises:
         CheckpointError: none is whole.
@@ -314,6 +321,9 @@ def newest_whole(run_dir: Path) -> Checkpoint | None:
     others = sorted(_saved(root), key=lambda path: (_step(path) <= last, _step(path)), reverse=True)
     damaged: list[str] = []
     for path in (latest, *(path for path in others if path.name != name)):
+        if (problem := found_damaged.get(path.resolve())) is not None:
+            damaged.append(problem)
+            continue
         try:
             checkpoint = Checkpoint.read(path)
             checkpoint.require_whole()
