@@ -6,7 +6,7 @@ from typing import Any, Literal
 from slime_like.config import RewardConfig
 from slime_like.errors import RewardError
 from slime_like.sandbox.failure_budget import FailureBudget
-from slime_like.sandbox.rewards.registry import LOCAL, SERVICE
+from slime_like.sandbox.rewards.registry import LOCAL, SERVICES
 
 _SHOWN_CHARS = 60
 _SUSPICIOUS_ITEMS = 8
@@ -60,7 +60,7 @@ class RewardFailures:
     def _refuse(self, answer: Mapping[str, Any], what: str) -> None:
         name, reason = answer.get("function"), answer["reason"]
         why, remedy = answer.get("detail"), "correct the function or the answers in the data"
-        if name == SERVICE:
+        if name in SERVICES:
             remedy = "see to the service, or to reward.functions"
         elif why is None and reason == "timeout":
             why = f"no answer within reward.timeout_s={self._timeout_s:g} s"

@@ -18,15 +18,24 @@ REGISTERED: Mapping[str, str] = {
     "length": "slime_like.sandbox.rewards.response_shape:response_length",
     "http": "slime_like.sandbox.rewards.remote:remote",
     "majority": "slime_like.sandbox.rewards.majority:majority",
+    "exact_match": "slime_like.sandbox.rewards.final_answer:exact_match",
+    "gsm8k": "slime_like.sandbox.rewards.final_answer:gsm8k",
+    "multiple_choice": "slime_like.sandbox.rewards.final_answer:multiple_choice",
+    "json_schema": "slime_like.sandbox.rewards.json_answer:json_schema",
+    "code": "slime_like.sandbox.rewards.code_tests:code_tests",
+    "judge": "slime_like.sandbox.rewards.judge:judge",
 }
 
-SERVICE = "http"
+SERVICES = frozenset({"http", "judge"})
 
-LOCAL = frozenset(REGISTERED) - {SERVICE}
+LOCAL = frozenset(REGISTERED) - SERVICES
 """Those that compute their reward here, from response and answer alone."""
 
-_PURE = frozenset({"format", "length"})
-"""Those that only look at their arguments, at once and with nothing to import."""
+WARMED = ("math_verify", "code")
+"""Those whose first call takes long, or shows whether the machine can make it."""
+
+_PURE: Mapping[str, str] = {"format": "", "length": "", "exact_match": "", "gsm8k": "1", "multiple_choice": "A"}
+"""Those that only look at their arguments, at once and with nothing to import; with an answer that each takes."""
 
 
 def resolve_reward(name: str) -> RewardCallable:
@@ -40,14 +49,20 @@ def try_options(name: str, function: RewardCallable, options: Mapping[str, Any])
     Functions without side effects are called with them once. A service's request is checked; nothing is sent.
     """
     require_options(f"reward function {name!r}", inspect.signature(function), GIVEN, options)
-    if name == SERVICE:
-        # With it come http and ssl, which other functions never need.
-        from slime_like.sandbox.rewards.remote import check_service
-
-        check_service(**options)
-    if name not in _PURE:
-        return
+    if name in SERVICES:
+        _check_service(name, options)
     try:
-        function("", "", "", **options)
+        if name == "json_schema" and options.get("schema") is not None:
+            function("", "", "", **options)
+        elif name in _PURE:
+            function("", "", _PURE[name], **options)
     except (ArithmeticError, TypeError, ValueError, re.error) as error:
         raise ValueError(f"reward function {name!r} cannot work with them: {error}") from error
+
+
+def _check_service(name: str, options: Mapping[str, Any]) -> None:
+    """With it come http and ssl, which other functions never need."""
+    from slime_like.sandbox.rewards.judge import check_judge
+    from slime_like.sandbox.rewards.remote import check_service
+
+    (check_judge if name == "judge" else check_service)(**options)

@@ -6,14 +6,14 @@ import os
 import re
 import time
 import urllib.request
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from typing import Any
-from urllib.error import URLError
+from urllib.error import HTTPError, URLError
 from urllib.parse import parse_qsl, urlsplit
 
 from slime_like.interfaces.reward import RewardResult
 
-_MAX_BYTES = 1 << 20
+MAX_BYTES = 1 << 20
 _PAUSE_S = 0.1
 _CREDENTIAL = re.compile("auth|cookie|key$|token$|secret|password|credential", re.IGNORECASE)
 
@@ -59,22 +59,35 @@ def remote(
         ValueError: an answer that is not such JSON, or options of another kind.
     """
     check_service(url, timeout_s, headers, headers_from)
-    secret = {name: os.environ[variable] for name, variable in (headers_from or {}).items()}
+    secret = secret_headers(headers_from or {})
     body = json.dumps({"prompt": prompt, "response": response, "answer": answer}).encode()
     request = urllib.request.Request(url, body, {"Content-Type": "application/json", **(headers or {}), **secret})
-    return _result(url, _post(request, timeout_s))
+    return _result(url, post(request, timeout_s))
 
 
-def _post(request: urllib.request.Request, timeout_s: float) -> bytes:
-    """The service's answer. A refused or broken connection is retried: the service may be starting."""
+def secret_headers(headers_from: Mapping[str, str]) -> dict[str, str]:
+    """Headers whose values are in environment variables."""
+    return {name: os.environ[variable] for name, variable in headers_from.items()}
+
+
+def post(request: urllib.request.Request, timeout_s: float, retried: Container[int] = ()) -> bytes:
+    """The service's answer, at most one byte more than ``MAX_BYTES``.
+
+    A refused or broken connection is retried, since the service may be starting; so are answers of status ``retried``.
+
+    Raises:
+        TimeoutError: none within ``timeout_s``.
+        OSError: no such host, or another status that is not 2xx.
+    """
     url, deadline = request.full_url, time.monotonic() + timeout_s
     while True:
         try:
             with _OPENER.open(request, timeout=max(deadline - time.monotonic(), _PAUSE_S)) as reply:
-                return reply.read(_MAX_BYTES + 1)
+                return reply.read(MAX_BYTES + 1)
         except OSError as error:
             reason = error.reason if isinstance(error, URLError) else error  # the connection's error is inside
-            if not isinstance(reason, TimeoutError | ConnectionError):
+            is_busy = isinstance(error, HTTPError) and error.code in retried
+            if not is_busy and not isinstance(reason, TimeoutError | ConnectionError):
                 raise OSError(f"{url}: {error}") from error
             if isinstance(reason, TimeoutError) or time.monotonic() + _PAUSE_S >= deadline:
                 why = "" if isinstance(reason, TimeoutError) else f" ({reason})"
@@ -112,8 +125,8 @@ def check_service(
 
 
 def _result(url: str, content: bytes) -> RewardResult:
-    if len(content) > _MAX_BYTES:
-        raise ValueError(f"{url} answered more than {_MAX_BYTES} bytes")
+    if len(content) > MAX_BYTES:
+        raise ValueError(f"{url} answered more than {MAX_BYTES} bytes")
     try:
         values: dict[str, Any] = json.loads(content)
         reward = float(values.pop("reward"))

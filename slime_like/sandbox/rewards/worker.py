@@ -9,11 +9,11 @@ from slime_like.errors import ConfigError
 from slime_like.interfaces.reward import RewardResult, as_result
 from slime_like.plugins.traceback import code_of, named_place
 from slime_like.sandbox.protocol import encode
-from slime_like.sandbox.rewards.registry import LOCAL, REGISTERED, resolve_reward
+from slime_like.sandbox.rewards.registry import REGISTERED, WARMED, resolve_reward
 from slime_like.sandbox.rewards.signature import is_group_reward, signature_problems
-from slime_like.sandbox.serving import Handler, serve, untrusted
+from slime_like.sandbox.serving import Handler, ItemFailed, serve, untrusted
 
-_WARM_UP = {"prompt": "", "response": "\\boxed{1}", "answer": "1"}
+_WARM_UP = {"prompt": "", "response": "```python\n1\n```\n\\boxed{1}", "answer": "1"}
 
 
 class _Function:
@@ -21,6 +21,7 @@ class _Function:
 
     def __init__(self, field: str, name: str, options: dict[str, Any]) -> None:
         self.name = name
+        self._field = field
         self._options = options
         try:
             self._call: Callable[..., Any] = resolve_reward(name)
@@ -44,9 +45,14 @@ class _Function:
             return [_checked(result) for result in found]
 
     def warm_up(self) -> None:
-        """Compile what a first call compiles, outside any sample's time; not users' functions, nor a service."""
-        if self.name in LOCAL and not self.of_groups:
+        """Call once what takes long at first, outside any sample's time, or what this machine may be unable to do."""
+        if self.name not in WARMED:
+            return
+        try:
             self.results(_WARM_UP)
+        except ItemFailed as failed:
+            why = failed.answer.get("detail") or failed.answer["reason"]
+            raise ConfigError([f"{self._field}.name={self.name}: cannot be used on this machine: {why}"]) from failed
 
 
 def _prepare(setup: dict[str, Any]) -> tuple[Handler, dict[str, Any]]:

@@ -1,0 +1,186 @@
+"""Reward for Python code that passes tests, in a process that can do nothing but compute and print."""
+
+import json
+import os
+import re
+import secrets
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import IO, Any
+
+from slime_like.interfaces.reward import RewardResult
+from slime_like.sandbox import confined
+
+_BLOCK = re.compile(r"```(?:python|py)?[ \t]*\r?\n(.*?)```", re.DOTALL)
+_OUTPUT_BYTES = 1 << 20
+_DETAIL_CHARS = 300
+_FEWEST_SECONDS = 0.01
+
+
+@dataclass(frozen=True, slots=True)
+class _Test:
+    """What a program is given, and what must come of it.
+
+    Attributes:
+        source: Python that runs after it, in its names; it must not raise.
+        given: its standard input.
+        printed: its standard output, but for white space at the ends of lines; ``None``: anything.
+    """
+
+    source: str = ""
+    given: str = ""
+    printed: str | None = None
+
+
+def code_tests(
+    prompt: str,
+    response: str,
+    answer: str,
+    *,
+    timeout_s: float = 4.0,
+    memory_mb: int = 512,
+    partial: bool = False,
+) -> RewardResult:
+    """1 where the Python code of the response passes the tests in ``answer``, else 0.
+
+    The code is the response's last fenced block. ``answer`` is Python that follows the code and must not raise (a test
+    with ``assert``); or JSON, a list of such texts; or ``{"inputs": [...], "outputs": [...]}``, standard input and
+    output of one run each. The code can read Python's own files, compute and print; it has no network, no other files,
+    no processes. Python tests share its process, so that code written to deceive them can: outputs are safer.
+
+    Args:
+        timeout_s: bound on all tests of a response together; keep it below ``reward.timeout_s``.
+        memory_mb: address space of the process.
+        partial: the reward is the share of tests that pass, and all of them run; success stays all of them.
+
+    Raises:
+        ValueError: ``answer`` holds no tests.
+        OSError: the kernel cannot confine a process (Linux 5.13 or newer is needed).
+    """
+    tests = _tests(answer)
+    blocks = _BLOCK.findall(response)
+    if not blocks:
+        return RewardResult(0.0, False, {"reason": "no code block"})
+    try:
+        compile(blocks[-1], "response.py", "exec")
+    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
+        return RewardResult(0.0, False, {"reason": "no Python", "detail": _cut(str(error))})
+    deadline, passed, first = time.monotonic() + timeout_s, 0, ""
+    for test in tests:
+        fault = _fault(blocks[-1], test, deadline, memory_mb)
+        passed += not fault
+        first = first or fault
+        if fault and not partial:
+            break
+    metadata: dict[str, Any] = {"passed": passed, "tests": len(tests), **({"reason": _cut(first)} if first else {})}
+    succeeds = passed == len(tests)
+    return RewardResult(passed / len(tests) if partial else float(succeeds), succeeds, metadata)
+
+
+@lru_cache(maxsize=1024)
+def _tests(answer: str) -> Sequence[_Test]:
+    try:
+        given = json.loads(answer)
+    except ValueError:
+        given = [answer]
+    if isinstance(given, dict) and set(given) >= {"inputs", "outputs"}:
+        inputs, outputs = given["inputs"], given["outputs"]
+        if not (_are_texts(inputs) and _are_texts(outputs) and len(inputs) == len(outputs)):
+            raise ValueError("inputs and outputs of the tests must be lists of text of one length")
+        return [_Test(given=one, printed=other) for one, other in zip(inputs, outputs, strict=True)]
+    if not _are_texts(given):
+        raise ValueError("the answer holds no tests; give Python, a JSON list of it, or inputs and outputs")
+    for source in given:
+        try:
+            compile(source, "tests.py", "exec")
+        except (SyntaxError, ValueError) as error:
+            raise ValueError(f"the tests are no Python: {error}") from error
+    return [_Test(source) for source in given]
+
+
+def _are_texts(value: Any) -> bool:
+    return isinstance(value, list) and bool(value) and all(isinstance(one, str) and one.strip() for one in value)
+
+
+def _fault(program: str, test: _Test, deadline: float, memory_mb: int) -> str:
+    """Why the program fails the test; empty where it passes."""
+    left = deadline - time.monotonic()
+    if left < _FEWEST_SECONDS:
+        return "timeout"
+    word = secrets.token_hex(16)
+    job = {
+        "program": program,
+        "tests": test.source,
+        "word": word,
+        "memory_bytes": memory_mb << 20,
+        "cpu_s": int(left) + 1,
+        "output_bytes": _OUTPUT_BYTES,
+    }
+    with tempfile.TemporaryFile() as given, tempfile.TemporaryFile() as printed, tempfile.TemporaryFile() as errors:
+        _write(given, test.given)
+        code, verdict = _run(job, given, printed, errors, left)
+        if code == confined.CANNOT_CONFINE:
+            raise OSError(f"the kernel cannot confine a process ({_last_line(errors)}); use Linux 5.13 or newer")
+        if code is None:
+            return "timeout"
+        # A program may exit before its end, but not before tests that follow it.
+        if code != 0 or (test.printed is None and verdict != word):
+            return _last_line(errors) or f"exit code {code} before the end of the tests"
+        if test.printed is not None and _lines(_read(printed)) != _lines(test.printed):
+            return "another output"
+    return ""
+
+
+def _run(
+    job: dict[str, Any], given: IO[bytes], printed: IO[bytes], errors: IO[bytes], timeout_s: float
+) -> tuple[int | None, str]:
+    """(exit code, verdict) of a confined process; no code where it took too long. It ends with this one."""
+    with tempfile.TemporaryFile() as message, tempfile.TemporaryFile() as verdict:
+        _write(message, json.dumps(job))
+        descriptors = (message.fileno(), verdict.fileno())
+        process = subprocess.Popen(
+            [sys.executable, "-I", "-B", confined.__file__, *map(str, (os.getpid(), *descriptors))],
+            stdin=given,
+            stdout=printed,
+            stderr=errors,
+            pass_fds=descriptors,
+            env={"LANG": "C.UTF-8"},
+            cwd="/",
+        )
+        try:
+            code: int | None = process.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            code = None
+        finally:
+            process.kill()
+            process.wait()
+        return code, _read(verdict)
+
+
+def _write(file: IO[bytes], text: str) -> None:
+    file.write(text.encode("utf-8", "surrogatepass"))
+    file.flush()
+    file.seek(0)
+
+
+def _read(file: IO[bytes]) -> str:
+    file.seek(0)
+    return file.read().decode(errors="replace")
+
+
+def _lines(text: str) -> list[str]:
+    return [line.rstrip() for line in text.rstrip().splitlines()]
+
+
+def _last_line(file: IO[bytes]) -> str:
+    lines = _read(file).strip().splitlines()
+    return _cut(lines[-1]) if lines else ""
+
+
+def _cut(text: str) -> str:
+    return text[:_DETAIL_CHARS]

@@ -1,0 +1,89 @@
+"""Rewards that compare a response's final answer as text, as a number, or as a letter."""
+
+import re
+from decimal import Decimal
+
+from slime_like.interfaces.reward import RewardResult
+
+_MARKER = "####"
+_NUMBER = re.compile(r"[-+]?\$?(?:[0-9]{1,3}(?:,[0-9]{3})+|[0-9]{1,100})(?:\.[0-9]{1,100})?")
+_LETTERS = "ABCDEFGHIJ"
+_LETTER = rf"\**\(?([{_LETTERS}])\)?\**"
+_BOXED_LETTER = re.compile(rf"\\boxed\{{\s*(?:\\text\{{)?\s*{_LETTER}[.\s]*\}}")
+_NAMED_LETTER = re.compile(rf"(?i:answer|choice|option)\**(?i:\s+is)?\s*:?\s*\**\s*{_LETTER}(?![\w'])")
+_BARE_LETTER = re.compile(rf"{_LETTER}(?:[).:](?:\s.*)?)?")
+_TRUE_LETTER = re.compile(rf"\(?([{_LETTERS}])\)?\.?", re.IGNORECASE)
+
+
+def exact_match(
+    prompt: str, response: str, answer: str, *, pattern: str | None = None, ignore_case: bool = False
+) -> RewardResult:
+    r"""1 where the response is ``answer``, but for white space, else 0.
+
+    Args:
+        pattern: a regular expression, e.g. ``Answer: (.*)``; what its first group, or else all of it, matched last in
+            the response is compared instead of the whole response.
+        ignore_case: compare without regard to case.
+    """
+    found = response
+    if pattern is not None:
+        matches = list(re.finditer(pattern, response))
+        if not matches:
+            return RewardResult(0.0, False, {"reason": "no match of the pattern"})
+        found = matches[-1].group(1 if matches[-1].re.groups else 0) or ""
+    given, wanted = (" ".join(text.split()) for text in (found, answer))
+    return _result(given.casefold() == wanted.casefold() if ignore_case else given == wanted)
+
+
+def gsm8k(prompt: str, response: str, answer: str, *, require_marker: bool = True) -> RewardResult:
+    """1 where the number after the response's last ``####`` is the one after ``####`` in ``answer``, else 0.
+
+    For rows as GSM8K has them (arXiv:2110.14168); an answer that is a number alone will do, too. Numbers are compared
+    by value: 1,104 is 1104.0.
+
+    Args:
+        require_marker: false takes the last number of a response without ``####``.
+
+    Raises:
+        ValueError: ``answer`` has no number there.
+    """
+    wanted = _NUMBER.match(answer.rpartition(_MARKER)[2].strip())
+    if wanted is None:
+        raise ValueError(f"the answer {answer[-40:]!r} has no number after {_MARKER}")
+    if _MARKER in response:
+        found = _NUMBER.match(response.rpartition(_MARKER)[2].strip(" \t*:"))
+    else:
+        numbers = [] if require_marker else list(_NUMBER.finditer(response))
+        found = numbers[-1] if numbers else None
+    if found is None:
+        return RewardResult(0.0, False, {"reason": f"no number after {_MARKER}" if require_marker else "no number"})
+    return _result(_value(found.group()) == _value(wanted.group()))
+
+
+def multiple_choice(prompt: str, response: str, answer: str) -> RewardResult:
+    r"""1 where the response chooses the letter (A to J) of ``answer``, else 0.
+
+    What counts is the last letter in ``\boxed{}``; or else the last one that is called the answer, choice or option; or
+    else the last line, where it is a letter or begins with one: ``(B)``, ``B.``, ``B) Paris``.
+
+    Raises:
+        ValueError: ``answer`` is no letter. Numbers begin at 0 in some data sets and at 1 in others.
+    """
+    wanted = _TRUE_LETTER.fullmatch(answer.strip())
+    if wanted is None:
+        raise ValueError(f"the answer {answer[:40]!r} is no letter from A to J")
+    letters = _BOXED_LETTER.findall(response) or _NAMED_LETTER.findall(response)
+    lines = response.strip().splitlines()
+    if not letters and lines and (bare := _BARE_LETTER.fullmatch(lines[-1].strip())):
+        letters = [bare.group(1)]
+    if not letters:
+        return RewardResult(0.0, False, {"reason": "no choice found"})
+    return _result(letters[-1] == wanted.group(1).upper())
+
+
+def _result(succeeds: bool) -> RewardResult:
+    return RewardResult(float(succeeds), succeeds)
+
+
+def _value(number: str) -> Decimal:
+    return Decimal(number.replace(",", "").replace("$", ""))

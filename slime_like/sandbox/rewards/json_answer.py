@@ -1,0 +1,58 @@
+"""Reward for JSON that has the form of a schema."""
+
+import json
+import re
+from collections.abc import Mapping
+from functools import lru_cache
+from typing import Any
+
+from slime_like.interfaces.reward import RewardResult
+
+_BLOCK = re.compile(r"```(?:json)?[ \t]*\r?\n(.*?)```", re.DOTALL)
+_PATH_CHARS = 100
+
+
+def json_schema(prompt: str, response: str, answer: str, *, schema: Mapping[str, Any] | None = None) -> RewardResult:
+    """1 where the response, or its last fenced block, is JSON that a JSON Schema admits, else 0.
+
+    Args:
+        schema: for all rows; without it ``answer`` is the schema, as JSON. ``$ref`` leads to places inside it only.
+
+    Raises:
+        ValueError: there is no schema, or it is none.
+    """
+    validator = _validator(answer if schema is None else json.dumps(schema))
+    blocks = _BLOCK.findall(response)
+    try:
+        value = json.loads(blocks[-1] if blocks else response, parse_constant=_refuse)
+    except (ValueError, RecursionError):
+        return RewardResult(0.0, False, {"reason": "no JSON"})
+    try:
+        fault = next(validator.iter_errors(value), None)
+    except RecursionError:
+        return RewardResult(0.0, False, {"reason": "nested too deeply"})
+    if fault is None:
+        return RewardResult(1.0, True)
+    place = f"{fault.json_path[:_PATH_CHARS]}: {fault.validator}"
+    return RewardResult(0.0, False, {"reason": f"not of the schema ({place})"})
+
+
+@lru_cache(maxsize=1024)
+def _validator(text: str) -> Any:
+    from jsonschema.exceptions import SchemaError  # type: ignore[import-untyped]
+    from jsonschema.validators import validator_for  # type: ignore[import-untyped]
+    from referencing import Registry
+
+    try:
+        schema = json.loads(text)
+        if not isinstance(schema, dict):
+            raise ValueError("it is no JSON object")
+        kind = validator_for(schema)
+        kind.check_schema(schema)
+    except (ValueError, RecursionError, SchemaError) as error:
+        raise ValueError(f"{text[:40]!r} is no JSON Schema ({str(error).splitlines()[0]})") from error
+    return kind(schema, registry=Registry())  # which fetches nothing
+
+
+def _refuse(name: str) -> None:
+    raise ValueError(f"{name} is no JSON number")

@@ -1,0 +1,83 @@
+"""The reward for code: what passes its tests, and what the kernel refuses to what a model wrote."""
+
+import json
+
+import pytest
+
+from slime_like.sandbox.rewards.code_tests import code_tests
+
+
+def _code(text: str) -> str:
+    return f"Here it is.\n```python\n{text}\n```"
+
+
+_ECHO = "import sys\nprint(sys.stdin.read().strip(), ' ')\nsys.exit()"
+_THREAD = "import threading\nt = threading.Thread(target=print)\nt.start()\nt.join()\ndef f(x): return x * x"
+_TESTS = "assert f(2) == 4\nassert f(-1) == 1"
+
+
+@pytest.mark.parametrize(
+    ("response", "answer", "right"),
+    [
+        (_code("def f(x): return x * x"), _TESTS, True),
+        (_code("f = lambda x: x ** 2"), json.dumps(_TESTS.splitlines()), True),
+        (_code("def f(x): return 1") + _code("def f(x): return x * x"), _TESTS, True),
+        ("```\nimport math\ndef f(x): return math.prod((x, x))\n```", _TESTS, True),
+        (_code("print(2 * int(input()))"), '{"inputs": ["3", "4\\n"], "outputs": ["6\\n", "8"]}', True),
+        (_code(_ECHO), '{"inputs": ["\u00e9"], "outputs": ["\u00e9"]}', True),
+        (_code(_THREAD), _TESTS, True),
+        (_code("def f(x): return x"), _TESTS, False),
+        (_code("def f(x): return x * x") + _code("def f(x): return 1"), _TESTS, False),
+        ("def f(x): return x * x", _TESTS, False),
+        (_code("def f(x) return"), _TESTS, False),
+        (_code("print(3 * int(input()))"), '{"inputs": ["3"], "outputs": ["6"]}', False),
+        (_code("import sys\nprint(6)\nsys.exit(1)"), '{"inputs": ["3"], "outputs": ["6"]}', False),
+        (_code("import sys; sys.exit(0)"), _TESTS, False),
+        (_code("import os; os._exit(0)"), _TESTS, False),
+        (_code("raise SystemExit"), _TESTS, False),
+        (_code("x = [0] * 10**10\ndef f(x): return x * x"), _TESTS, False),
+        (_code("def f(x): return f(x)"), _TESTS, False),
+        (_code("print('x' * 10**7)\ndef f(x): return x * x"), _TESTS, False),
+        (_code("import ctypes; ctypes.string_at(0)"), _TESTS, False),
+    ],
+)  # fmt: skip
+def test_code(response: str, answer: str, right: bool) -> None:
+    result = code_tests("", response, answer)
+    assert (result.reward, result.success) == (float(right), right)
+
+
+@pytest.mark.parametrize(
+    "act",
+    [
+        "open('/etc/passwd').read()", "open({file!r}).read()", "open({file!r}, 'w')", "open({file!r} + '2', 'w')",
+        "os.listdir('/')", "os.unlink({file!r})", "os.rename({file!r}, {file!r} + '2')", "os.chmod({file!r}, 0o777)",
+        "os.truncate({file!r}, 0)", "os.symlink('/', {file!r} + '2')", "os.utime({file!r})", "os.mkdir({file!r} + '2')",
+        "socket.socket()", "socket.create_connection(('127.0.0.1', 9), 1)", "socket.socket(socket.AF_UNIX)",
+        "os.fork()", "subprocess.run(['/bin/true'])", "os.execv('/bin/true', ['true'])", "os.kill(os.getppid(), 9)",
+        "os.kill(os.getppid(), 19)", "os.setpriority(os.PRIO_PROCESS, os.getppid(), 19)", "os.setuid(65534)",
+        "resource.prlimit(os.getppid(), resource.RLIMIT_CPU, (0, 0))", "open('/proc/self/environ').read()",
+        "open(f'/proc/{{os.getppid()}}/mem', 'rb')", "os.memfd_create('x')", "os.chdir('/etc') or open('passwd')",
+        "os.sched_setaffinity(os.getppid(), [0])",
+    ],
+)  # fmt: skip
+def test_what_code_may_not_do_is_refused_by_the_kernel(act: str, tmp_path_factory: pytest.TempPathFactory) -> None:
+    """The tests ask for the exception: code that could act would fail them."""
+    file = tmp_path_factory.mktemp("confined") / "file"
+    file.write_text("secret")
+    file.chmod(0o640)
+    before = (file.stat().st_mode, file.stat().st_mtime_ns)
+    program = f"import os, resource, socket, subprocess\ndef f():\n    {act.format(file=str(file))}"
+    test = "try:\n    f()\nexcept PermissionError:\n    pass\nelse:\n    raise AssertionError('it could')"
+    result = code_tests("", _code(program), test)
+    assert result.success, result.metadata
+    assert [path.name for path in file.parent.iterdir()] == ["file"] and file.read_text() == "secret"
+    assert (file.stat().st_mode, file.stat().st_mtime_ns) == before
+
+
+def test_partial_rewards_and_the_bound_of_all_tests_together() -> None:
+    answer = json.dumps(["assert f(1) == 1", "assert f(2) == 4", "assert f(3) == 9"])
+    one = code_tests("", _code("def f(x): return 4"), answer, partial=True)
+    assert (one.reward, one.success) == (1 / 3, False) and one.metadata["passed"] == 1
+    assert code_tests("", _code("def f(x): return x * x"), answer, partial=True).reward == 1.0
+    slow = code_tests("", _code("while True: pass"), answer, partial=True, timeout_s=0.3)
+    assert slow.reward == 0.0 and slow.metadata["reason"] == "timeout"
