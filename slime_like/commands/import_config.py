@@ -1,0 +1,66 @@
+"""``slime-like import-config``."""
+
+import argparse
+from pathlib import Path
+
+from slime_like.commands.command import Command, given_path
+from slime_like.config.foreign.imported import Imported
+from slime_like.config.foreign.launch_script import commands
+from slime_like.config.foreign.slime import is_slime, read_slime
+from slime_like.config.foreign.verl import is_verl, read_verl_script, read_verl_yaml
+from slime_like.config.reading.yaml_text import read_document
+from slime_like.errors import ConfigError
+
+
+def imported_config(path: Path) -> Imported:
+    """Read settings of verl or slime.
+
+    Raises:
+        ConfigError: the file cannot be read, has settings of neither, or a value of another kind.
+    """
+    try:
+        content = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"FILE={path} cannot be read ({error})", code="file-not-readable") from error
+    try:
+        if path.suffix in (".yaml", ".yml"):
+            document = read_document(content, str(path))
+            if document.problems:
+                raise ConfigError(document.problems)
+            if isinstance(document.data, dict) and "actor_rollout_ref" in document.data:
+                return read_verl_yaml(document.data)
+        else:
+            words = commands(content)
+            if is_verl(words):
+                return read_verl_script(words)
+            if is_slime(words):
+                return read_slime(words)
+    except (TypeError, ValueError) as error:
+        raise ConfigError(
+            f"FILE={path}: a value is of another kind than expected ({error})", code="foreign-value"
+        ) from error
+    problem = "has no settings of verl's PPO trainer or of slime; give verl's YAML, or a launch script of either"
+    raise ConfigError(f"FILE={path} {problem}", code="foreign-unknown")
+
+
+def _add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "file", type=given_path, metavar="FILE", help="verl's YAML (.yaml), or a launch script of verl or slime"
+    )
+
+
+def _run(given: argparse.Namespace, _: list[str]) -> int:
+    print(imported_config(given.file).text(), end="")
+    return 0
+
+
+COMMAND = Command(
+    "import-config",
+    "turn settings of verl or slime into a configuration",
+    _run,
+    "Print a configuration made from verl's YAML, or from a launch script of verl or slime, which is read and\n"
+    "not run. Each line names its origin. What has to be decided, and what needs no setting here, stands above\n"
+    "as comments: nothing is guessed. Then: slime-like plan.",
+    _add_arguments,
+    takes_flags=False,
+)

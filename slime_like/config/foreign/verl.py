@@ -1,0 +1,340 @@
+"""Settings of verl's PPO trainer: its YAML, or overrides in a launch script (``data.train_batch_size=...``)."""
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from types import MappingProxyType
+from typing import Any
+
+from slime_like.config.foreign.imported import (
+    UNKNOWN_VALUE,
+    Given,
+    Imported,
+    flag,
+    number,
+    scalar,
+    take_direct,
+    text,
+    texts,
+    whole,
+)
+from slime_like.config.foreign.launch_script import Argument
+
+_OVERRIDE = re.compile(
+    r"\+*((?:actor_rollout_ref|algorithm|data|trainer|critic|reward_model|reward|custom_reward_function"
+    r"|ray_kwargs|global_profiler)(?:\.\w+)+)=(.*)",
+    re.DOTALL,
+)
+_ACTOR, _ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
+_DIRECT = MappingProxyType(
+    {
+        "actor_rollout_ref.model.path": ("model.path", text),
+        "actor_rollout_ref.model.trust_remote_code": ("model.trust_remote_code", flag),
+        "data.train_files": ("data.train", texts),
+        "data.val_files": ("evaluation.files", texts),
+        "data.prompt_key": ("data.prompt_key", text),
+        "data.max_prompt_length": ("data.max_prompt_tokens", whole),
+        "data.max_response_length": ("rollout.max_new_tokens", whole),
+        "data.train_batch_size": ("rollout.prompts_per_step", whole),
+        "data.shuffle": ("data.shuffle", flag),
+        "data.seed": ("seed", whole),
+        f"{_ACTOR}.clip_ratio_low": ("algorithm.clip_low", number),
+        f"{_ACTOR}.clip_ratio_high": ("algorithm.clip_high", number),
+        f"{_ACTOR}.clip_ratio_c": ("algorithm.dual_clip", number),
+        f"{_ACTOR}.entropy_coeff": ("algorithm.entropy_coef", number),
+        f"{_ACTOR}.ppo_epochs": ("algorithm.epochs", whole),
+        f"{_ACTOR}.grad_clip": ("trainer.optimizer.clip_grad", number),
+        f"{_ACTOR}.optim.clip_grad": ("trainer.optimizer.clip_grad", number),
+        f"{_ACTOR}.optim.lr": ("trainer.optimizer.lr", number),
+        f"{_ACTOR}.optim.weight_decay": ("trainer.optimizer.weight_decay", number),
+        f"{_ACTOR}.megatron.tensor_model_parallel_size": ("trainer.parallel.tensor", whole),
+        f"{_ACTOR}.megatron.pipeline_model_parallel_size": ("trainer.parallel.pipeline", whole),
+        f"{_ACTOR}.megatron.context_parallel_size": ("trainer.parallel.context", whole),
+        f"{_ACTOR}.megatron.expert_model_parallel_size": ("trainer.parallel.expert", whole),
+        f"{_ACTOR}.ulysses_sequence_parallel_size": ("trainer.parallel.context", whole),
+        f"{_ACTOR}.checkpoint.async_save": ("checkpoint.async_save", flag),
+        f"{_ROLLOUT}.temperature": ("rollout.temperature", number),
+        f"{_ROLLOUT}.top_p": ("rollout.top_p", number),
+        f"{_ROLLOUT}.top_k": ("rollout.top_k", whole),
+        f"{_ROLLOUT}.n": ("rollout.samples_per_prompt", whole),
+        f"{_ROLLOUT}.max_model_len": ("rollout.max_model_len", whole),
+        f"{_ROLLOUT}.val_kwargs.n": ("evaluation.samples_per_prompt", whole),
+        "trainer.total_training_steps": ("steps", whole),
+        "trainer.n_gpus_per_node": ("cluster.gpus_per_node", whole),
+        "trainer.nnodes": ("cluster.nodes", whole),
+        "trainer.default_local_dir": ("run_dir", text),
+        "trainer.max_actor_ckpt_to_keep": ("checkpoint.keep", whole),
+        "trainer.project_name": ("logging.wandb_project", text),
+        "algorithm.filter_groups.enable": ("rollout.drop_zero_spread", flag),
+    }
+)
+# What verl takes if nothing is given, where it differs from this project and the objective depends on it.
+_DEFAULTS: Mapping[str, Any] = MappingProxyType({f"{_ACTOR}.clip_ratio_c": 3.0, f"{_ACTOR}.optim.weight_decay": 0.01})
+_ADVANTAGES = {
+    "grpo": "grpo",
+    "rloo": "rloo",
+    "reinforce_plus_plus": "reinforce_pp",
+    "reinforce_plus_plus_baseline": "reinforce_pp_baseline",
+}
+_REDUCTIONS = {"token-mean": "tokens", "seq-mean-token-mean": "samples"}
+_ESTIMATORS = {"kl": "k1", "k1": "k1", "mse": "k2", "k2": "k2", "k3": "k3", "low_var_kl": "low_var_kl"}
+_NEEDLESS: Mapping[str, str] = MappingProxyType(
+    {
+        "data.truncation": "longer prompts are left out, never cut",
+        "data.filter_overlong_prompts": "longer prompts are always left out",
+        "data.filter_overlong_prompts_workers": "longer prompts are always left out",
+        "data.val_batch_size": "all of them at once",
+        "data.return_raw_chat": "not used",
+        "actor_rollout_ref.model.use_remove_padding": "sequences are always packed",
+        f"{_ACTOR}.use_dynamic_bsz": "sequences are always packed",
+        f"{_ACTOR}.ppo_micro_batch_size_per_gpu": "micro-batches are bounded by tokens",
+        f"{_ACTOR}.ppo_micro_batch_size": "micro-batches are bounded by tokens",
+        f"{_ROLLOUT}.log_prob_micro_batch_size_per_gpu": "micro-batches are bounded by tokens",
+        f"{_ROLLOUT}.log_prob_max_token_len_per_gpu": "as trainer.target_tokens_per_batch",
+        f"{_ROLLOUT}.log_prob_use_dynamic_bsz": "sequences are always packed",
+        "actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu": "micro-batches are bounded by tokens",
+        "actor_rollout_ref.ref.log_prob_max_token_len_per_gpu": "as trainer.target_tokens_per_batch",
+        "actor_rollout_ref.ref.log_prob_use_dynamic_bsz": "sequences are always packed",
+        f"{_ROLLOUT}.mode": "engines are asynchronous",
+        f"{_ROLLOUT}.free_cache_engine": "colocated engines sleep during training",
+        "actor_rollout_ref.hybrid_engine": "cluster.placement",
+        "trainer.experiment_name": "run_dir names the run",
+        "trainer.val_before_train": "evaluation runs before and after training",
+        "trainer.critic_warmup": "there is no critic",
+        "trainer.balance_batch": "replicas are always balanced (trainer.balance)",
+        "trainer.device": "found out at the start",
+    }
+)
+_NEEDLESS_PARTS = ("critic.", "ray_kwargs.", "global_profiler.", "actor_rollout_ref.ref.", f"{_ACTOR}.profiler.")
+
+
+def is_verl(commands: Sequence[Sequence[Argument]]) -> bool:
+    """Whether these are the words of a launch script of verl."""
+    begins = ("actor_rollout_ref.", "+actor_rollout_ref.")
+    return any(word.text.startswith(begins) for words in commands for word in words)
+
+
+def read_verl_script(commands: Sequence[Sequence[Argument]]) -> Imported:
+    """Take over the overrides that have one meaning here."""
+    words = [word for words in commands for word in words]
+    found = [(match, word.known) for word in words if (match := _OVERRIDE.fullmatch(word.text))]
+    unknown = frozenset(match[1] for match, known in found if not known)
+    return _read(Given({match[1]: match[2] for match, _ in found}, unknown))
+
+
+def read_verl_yaml(data: Mapping[str, Any]) -> Imported:
+    """Take over what has one meaning here; interpolations are known to verl alone."""
+    values = dict(_flat(data, ""))
+    unknown = frozenset(name for name, value in values.items() if isinstance(value, str) and "${" in value)
+    return _read(Given(values, unknown))
+
+
+def _flat(data: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, Any]]:
+    for name, value in data.items():
+        if isinstance(value, Mapping):
+            yield from _flat(value, f"{prefix}{name}.")
+        elif name != "_target_" and value not in (None, {}, []):
+            yield f"{prefix}{name}", value
+
+
+def _read(given: Given) -> Imported:
+    imported = Imported("verl")
+    defaults = {name: value for name, value in _DEFAULTS.items() if name not in given.values}
+    given.values.update(defaults)
+    _objective(given, imported)
+    _rewards(given, imported)
+    _optimizer(given, imported)
+    _engine(given, imported)
+    _layout(given, imported)
+    _intervals(given, imported)
+    take_direct(given, imported, _DIRECT, lambda name: name + (", its default" if name in defaults else ""))
+    imported.set("data.answer_key", "reward_model.ground_truth", "where verl's rows have it")
+    if "steps" not in imported.values:
+        epochs = given.take("trainer.total_epochs")
+        imported.decide("steps", f"rows over data.train_batch_size, times {epochs or 'the'} epochs")
+    if "run_dir" not in imported.values:
+        imported.decide("run_dir", "a new directory of this run")
+    _rest(given, imported)
+    return imported
+
+
+def _objective(given: Given, imported: Imported) -> None:
+    estimator = given.take("algorithm.adv_estimator", "gae")
+    if estimator in _ADVANTAGES:
+        with_std = flag(given.take("algorithm.norm_adv_by_std_in_grpo", True))
+        name = "grpo_mean_only" if estimator == "grpo" and not with_std else _ADVANTAGES[estimator]
+        imported.set("algorithm.advantage", name, "algorithm.adv_estimator, norm_adv_by_std_in_grpo")
+    else:
+        imported.decide(f"algorithm.adv_estimator={estimator}", "needs a critic, or is not supported")
+    mode = given.take(f"{_ACTOR}.policy_loss.loss_mode", "vanilla")
+    if mode in ("vanilla", "gspo"):
+        imported.set("algorithm.loss", "gspo" if mode == "gspo" else "ppo_clip", f"{_ACTOR}.policy_loss.loss_mode")
+    else:
+        imported.decide(f"{_ACTOR}.policy_loss.loss_mode={mode}", "not supported")
+    reduction = given.take(f"{_ACTOR}.loss_agg_mode", "token-mean")
+    if reduction in _REDUCTIONS:
+        imported.set("algorithm.reduction", _REDUCTIONS[reduction], f"{_ACTOR}.loss_agg_mode")
+    else:
+        imported.decide(f"{_ACTOR}.loss_agg_mode={reduction}", "see algorithm.reduction, and constant_length")
+    if given.has(f"{_ACTOR}.clip_ratio"):
+        value = given.take(f"{_ACTOR}.clip_ratio")
+        if not given.has(f"{_ACTOR}.clip_ratio_low") or not given.has(f"{_ACTOR}.clip_ratio_high"):
+            why = "versions of verl differ in which bounds it sets; set algorithm.clip_low and algorithm.clip_high"
+            imported.decide(f"{_ACTOR}.clip_ratio={value}", why)
+    _kl(given, imported)
+
+
+def _kl(given: Given, imported: Imported) -> None:
+    for switch, coefficient, kind, target, estimator in (
+        (f"{_ACTOR}.use_kl_loss", f"{_ACTOR}.kl_loss_coef", f"{_ACTOR}.kl_loss_type", "kl_coef", "kl_estimator"),
+        (
+            "algorithm.use_kl_in_reward", "algorithm.kl_ctrl.kl_coef", "algorithm.kl_penalty", "kl_reward_coef",
+            "kl_reward_estimator",
+        ),
+    ):  # fmt: skip
+        is_on, value, name = flag(given.take(switch, False)), given.take(coefficient), given.take(kind)
+        if not is_on:
+            continue
+        if value is None:
+            imported.decide(coefficient, f"{switch} is on; set algorithm.{target}")
+        else:
+            imported.set(f"algorithm.{target}", number(value), f"{switch}, {coefficient}")
+        if name in _ESTIMATORS:
+            imported.set(f"algorithm.{estimator}", _ESTIMATORS[name], kind)
+        elif name is not None:
+            imported.decide(f"{kind}={name}", f"set algorithm.{estimator}")
+
+
+def _rewards(given: Given, imported: Imported) -> None:
+    for part in ("reward_model.overlong_buffer", "reward_model.reward_kwargs.overlong_buffer_cfg"):
+        is_on = flag(given.take(f"{part}.enable", False))
+        length, factor = given.take(f"{part}.len"), given.take(f"{part}.penalty_factor")
+        given.take(f"{part}.log")
+        if is_on and length is not None:
+            imported.set("algorithm.overlong_buffer", whole(length), f"{part}.len")
+            imported.set("algorithm.overlong_factor", number(factor if factor is not None else 1.0), f"{part}")
+    path, name = given.take("custom_reward_function.path"), given.take("custom_reward_function.name")
+    given_manager = given.take("reward_model.reward_manager")
+    if path is not None:
+        why = "a function of prompt, response, answer in reward.functions; verl's has other arguments"
+        imported.decide(f"custom_reward_function.path={path}, name={name}", why)
+    else:
+        manager = f", reward_manager={given_manager}" if given_manager is not None else ""
+        imported.decide(f"the reward of each data_source{manager}", "choose reward.functions")
+
+
+def _optimizer(given: Given, imported: Imported) -> None:
+    prefix = f"{_ACTOR}.optim"
+    steps = given.take(f"{prefix}.lr_warmup_steps")
+    ratio = given.take(f"{prefix}.lr_warmup_steps_ratio")
+    if steps is not None and whole(steps) >= 0:
+        imported.set("trainer.optimizer.warmup_steps", whole(steps), f"{prefix}.lr_warmup_steps")
+    elif ratio is not None and number(ratio) > 0:
+        imported.decide(f"{prefix}.lr_warmup_steps_ratio={ratio}", "set trainer.optimizer.warmup_steps")
+    style = given.take(f"{prefix}.lr_scheduler_type", given.take(f"{prefix}.warmup_style"))
+    if style in ("constant", "cosine"):
+        imported.set("trainer.optimizer.decay", style, f"{prefix}.warmup_style")
+    betas = scalar(given.take(f"{prefix}.betas", [0.9, 0.999]))
+    if isinstance(betas, list) and len(betas) == 2:
+        imported.set("trainer.optimizer.beta1", number(betas[0]), f"{prefix}.betas")
+        imported.set("trainer.optimizer.beta2", number(betas[1]), f"{prefix}.betas")
+    lr, least = given.values.get(f"{prefix}.lr"), given.take(f"{prefix}.min_lr_ratio")
+    if lr is not None and least is not None and number(least) > 0:
+        imported.set("trainer.optimizer.min_lr", number(least) * number(lr), f"{prefix}.min_lr_ratio times lr")
+
+
+def _engine(given: Given, imported: Imported) -> None:
+    engine = given.take(f"{_ROLLOUT}.name")
+    memory, sequences = given.take(f"{_ROLLOUT}.gpu_memory_utilization"), given.take(f"{_ROLLOUT}.max_num_seqs")
+    eager = given.take(f"{_ROLLOUT}.enforce_eager")
+    if engine not in ("vllm", "sglang"):
+        imported.decide(f"{_ROLLOUT}.name={engine}", "use vllm, sglang or transformers in rollout.engine")
+        return
+    imported.set("rollout.engine", engine, f"{_ROLLOUT}.name")
+    names = ("gpu_memory_utilization", "max_num_seqs", "enforce_eager")
+    if engine == "sglang":
+        names = ("mem_fraction_static", "max_running_requests", "disable_cuda_graph")
+    values = (memory, sequences, eager)
+    sources = ("gpu_memory_utilization", "max_num_seqs", "enforce_eager")
+    for name, value, source in zip(names, values, sources, strict=True):
+        if value is not None:
+            imported.set(f"rollout.engine_args.{name}", scalar(value), f"{_ROLLOUT}.{source}")
+    if flag(given.take(f"{_ROLLOUT}.val_kwargs.do_sample", False)):
+        imported.set(
+            "evaluation.temperature",
+            number(given.take(f"{_ROLLOUT}.val_kwargs.temperature", 1.0)),
+            f"{_ROLLOUT}.val_kwargs.temperature",
+        )
+    given.take(f"{_ROLLOUT}.val_kwargs.temperature")
+
+
+def _layout(given: Given, imported: Imported) -> None:
+    """verl's trainer and engines share their GPUs; data parallelism and the number of engines follow."""
+    imported.set("cluster.placement", "colocated", "verl's hybrid engine")
+    strategy = given.take(f"{_ACTOR}.strategy", "fsdp")
+    is_megatron = strategy == "megatron" or any(name.startswith(f"{_ACTOR}.megatron.") for name in given.values)
+    imported.set("trainer.backend", "megatron" if is_megatron else "fsdp", f"{_ACTOR}.strategy")
+    names = (
+        [
+            "megatron.tensor_model_parallel_size",
+            "megatron.pipeline_model_parallel_size",
+            "megatron.context_parallel_size",
+        ]
+        if is_megatron
+        else ["ulysses_sequence_parallel_size"]
+    )
+    sizes = [whole(given.values.get(f"{_ACTOR}.{name}", 1)) for name in names]
+    ranks, context = 1, sizes[-1]
+    for size in sizes:
+        ranks *= size
+    tokens = given.take(f"{_ACTOR}.ppo_max_token_len_per_gpu")
+    if tokens is not None:
+        origin = f"{_ACTOR}.ppo_max_token_len_per_gpu" + (" times context parallelism" if context > 1 else "")
+        imported.set("trainer.target_tokens_per_batch", whole(tokens) * context, origin)
+    gpus = whole(given.values.get("trainer.nnodes", 1)) * whole(given.values.get("trainer.n_gpus_per_node", 8))
+    engine = whole(given.take(f"{_ROLLOUT}.tensor_model_parallel_size", 2))
+    imported.set("rollout.tensor", engine, f"{_ROLLOUT}.tensor_model_parallel_size")
+    for target, parts, what in (
+        ("trainer.parallel.data", ranks, "ranks of a replica"),
+        ("rollout.num_engines", engine, "GPUs of an engine"),
+    ):
+        if gpus % parts:
+            imported.decide(target, f"{gpus} GPUs are no multiple of {parts} {what}")
+        else:
+            imported.set(target, gpus // parts, f"GPUs over {what}")
+    batch, size = given.values.get("data.train_batch_size"), given.take(f"{_ACTOR}.ppo_mini_batch_size")
+    if batch is not None and size is not None:
+        if whole(batch) % whole(size):
+            imported.decide(f"{_ACTOR}.ppo_mini_batch_size={size}", f"does not divide data.train_batch_size={batch}")
+        else:
+            origin = f"data.train_batch_size over {_ACTOR}.ppo_mini_batch_size"
+            imported.set("algorithm.minibatches", whole(batch) // whole(size), origin)
+    if flag(given.take("actor_rollout_ref.model.enable_gradient_checkpointing", True)):
+        imported.set("trainer.recompute", "full", "actor_rollout_ref.model.enable_gradient_checkpointing")
+
+
+def _intervals(given: Given, imported: Imported) -> None:
+    for name, target in (("save_freq", "checkpoint.every"), ("test_freq", "evaluation.every")):
+        value = given.take(f"trainer.{name}")
+        if value is not None:
+            imported.set(target, max(0, whole(value)), f"trainer.{name}")
+    logger = str(given.take("trainer.logger", ""))
+    if "wandb" in logger:
+        imported.set("logging.wandb", True, "trainer.logger")
+    mode = given.take("trainer.resume_mode", "auto")
+    if mode in ("auto", "disable"):
+        imported.set("resume", "auto" if mode == "auto" else "never", "trainer.resume_mode")
+    else:
+        imported.decide(f"trainer.resume_mode={mode}", "its checkpoints cannot be read here; start from a model")
+
+
+def _rest(given: Given, imported: Imported) -> None:
+    for name, value in given.values.items():
+        setting = f"{name}={value}"
+        if name in given.unknown:
+            imported.decide(setting, UNKNOWN_VALUE)
+        elif name in _NEEDLESS:
+            imported.needless[setting] = _NEEDLESS[name]
+        elif name.startswith(_NEEDLESS_PARTS):
+            imported.needless[setting] = "this part has no counterpart"
+        else:
+            imported.decide(setting, "no counterpart is known")

@@ -1,0 +1,209 @@
+"""Settings of verl and slime: what they become, what is left to decide, and that the result is a configuration."""
+
+from operator import attrgetter
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from slime_like.commands.import_config import imported_config
+from slime_like.config.foreign.imported import Imported
+from slime_like.config.reading.load import load_config
+from slime_like.errors import ConfigError
+from tests.support.rejections import Rejects
+
+SLIME = r"""#!/bin/bash
+DIR="$(cd -- "$(dirname -- "$0")" && pwd)"
+source "$DIR/models/some.sh"
+LR=2e-6
+CKPT_ARGS=(
+   --hf-checkpoint /models/Some-4B
+   #--hf-checkpoint /models/Another  # not this one
+   --ref-load /models/Some-4B_torch_dist
+   --save-interval 20
+)
+ROLLOUT_ARGS=(
+   --prompt-data /data/math.jsonl
+   --input-key question
+   --label-key label
+   --rm-type math
+   --num-rollout 300
+   --rollout-batch-size 32
+   --n-samples-per-prompt 8
+   --rollout-max-response-len 4096
+   --rollout-temperature 0.8
+   --global-batch-size 128
+   --eval-prompt-data aime /data/aime.jsonl amc /data/amc.jsonl
+   --eval-top-p 0.7
+   --tensor-model-parallel-size 2
+   --context-parallel-size 2
+   --max-tokens-per-gpu 4096
+   --advantage-estimator gspo
+   --use-kl-loss
+   --kl-loss-coef 0.01
+   --kl-loss-type low_var_kl
+   --eps-clip 3e-4
+   --eps-clip-high 4e-4
+   --use-tis
+   --lr ${LR}
+   --adam-beta2 0.98
+   --rollout-num-gpus-per-engine 2
+   --sglang-mem-fraction-static 0.7
+   --sglang-cuda-graph-bs 1 2 $(seq 4 4 64)
+   --attention-dropout 0.0
+)
+ray job submit --address="http://127.0.0.1:8265" -- python3 train.py \
+   --actor-num-nodes 2 --actor-num-gpus-per-node 8 --colocate \
+   ${CKPT_ARGS[@]} ${ROLLOUT_ARGS[@]}
+"""
+OF_SLIME: dict[str, Any] = {
+    "model.path": Path("/models/Some-4B"), "checkpoint.every": 20, "data.train": (Path("/data/math.jsonl"),),
+    "data.prompt_key": "question", "data.answer_key": "label", "data.apply_chat_template": False, "data.shuffle": False,
+    "steps": 300, "rollout.prompts_per_step": 32, "rollout.samples_per_prompt": 8, "rollout.max_new_tokens": 4096,
+    "rollout.temperature": 0.8, "algorithm.minibatches": 2, "trainer.parallel.tensor": 2, "trainer.parallel.context": 2,
+    "trainer.parallel.data": 4, "trainer.target_tokens_per_batch": 8192, "algorithm.loss": "gspo",
+    "algorithm.advantage": "grpo", "algorithm.reduction": "samples", "algorithm.kl_coef": 0.01,
+    "algorithm.kl_estimator": "low_var_kl", "algorithm.clip_low": 3e-4, "algorithm.clip_high": 4e-4,
+    "algorithm.importance_correction": "truncate", "algorithm.importance_high": 2.0, "trainer.optimizer.lr": 2e-6,
+    "trainer.optimizer.beta2": 0.98, "trainer.optimizer.weight_decay": 0.01, "trainer.optimizer.decay": "linear",
+    "rollout.engine": "sglang", "rollout.tensor": 2, "rollout.num_engines": 8, "cluster.placement": "colocated",
+    "cluster.nodes": 2, "evaluation.files": (Path("/data/aime.jsonl"), Path("/data/amc.jsonl")),
+    "rollout.engine_args": {"mem_fraction_static": 0.7},
+}  # fmt: skip
+
+VERL = r"""set -x
+train_files="['/data/a.parquet', '/data/b.parquet']"
+python3 -m verl.trainer.main_ppo --config-name=ppo \
+    algorithm.adv_estimator=grpo \
+    algorithm.norm_adv_by_std_in_grpo=False \
+    data.train_files="$train_files" \
+    data.val_files=$HOME/test.parquet \
+    data.train_batch_size=64 data.max_prompt_length=512 data.max_response_length=1024 \
+    actor_rollout_ref.model.path=/models/Some-8B \
+    actor_rollout_ref.actor.optim.lr=1e-6 \
+    actor_rollout_ref.actor.optim.lr_warmup_steps=10 \
+    actor_rollout_ref.actor.ppo_mini_batch_size=16 \
+    actor_rollout_ref.actor.ppo_max_token_len_per_gpu=8192 \
+    actor_rollout_ref.actor.ulysses_sequence_parallel_size=2 \
+    actor_rollout_ref.actor.clip_ratio_low=0.2 actor_rollout_ref.actor.clip_ratio_high=0.28 \
+    actor_rollout_ref.actor.loss_agg_mode=seq-mean-token-mean \
+    algorithm.use_kl_in_reward=True algorithm.kl_ctrl.kl_coef=0.002 algorithm.kl_penalty=kl \
+    actor_rollout_ref.rollout.name=vllm actor_rollout_ref.rollout.n=5 \
+    actor_rollout_ref.rollout.gpu_memory_utilization=0.6 \
+    reward_model.overlong_buffer.enable=True reward_model.overlong_buffer.len=256 \
+    +reward_model.overlong_buffer.penalty_factor=0.5 \
+    algorithm.filter_groups.enable=True some.other=1 trainer.unheard_of=3 \
+    trainer.total_training_steps=200 trainer.save_freq=-1 trainer.test_freq=5 trainer.n_gpus_per_node=4 "$@"
+"""
+OF_VERL: dict[str, Any] = {
+    "model.path": Path("/models/Some-8B"), "data.train": (Path("/data/a.parquet"), Path("/data/b.parquet")),
+    "data.answer_key": "reward_model.ground_truth", "rollout.prompts_per_step": 64, "data.max_prompt_tokens": 512,
+    "rollout.max_new_tokens": 1024, "algorithm.advantage": "grpo_mean_only", "algorithm.loss": "ppo_clip",
+    "algorithm.minibatches": 4, "trainer.target_tokens_per_batch": 16384, "trainer.parallel.context": 2,
+    "trainer.parallel.data": 2, "trainer.backend": "fsdp", "algorithm.clip_high": 0.28, "algorithm.dual_clip": 3.0,
+    "algorithm.reduction": "samples", "algorithm.kl_coef": 0.0, "algorithm.kl_reward_coef": 0.002,
+    "algorithm.kl_reward_estimator": "k1", "rollout.engine": "vllm", "rollout.samples_per_prompt": 5,
+    "rollout.tensor": 2, "rollout.num_engines": 2, "rollout.engine_args": {"gpu_memory_utilization": 0.6},
+    "algorithm.overlong_buffer": 256, "algorithm.overlong_factor": 0.5, "rollout.drop_zero_spread": True, "steps": 200,
+    "checkpoint.every": 0, "evaluation.every": 5, "cluster.gpus_per_node": 4, "cluster.placement": "colocated",
+    "trainer.optimizer.warmup_steps": 10, "trainer.optimizer.weight_decay": 0.01, "trainer.optimizer.beta2": 0.999,
+    "resume": "auto",
+}  # fmt: skip
+
+VERL_YAML = """
+actor_rollout_ref:
+  actor:
+    _target_: some.Class
+    strategy: megatron
+    ppo_mini_batch_size: 8
+    policy_loss: {loss_mode: gspo}
+    optim: {lr: 1.0e-06, betas: [0.9, 0.95], min_lr_ratio: 0.1, warmup_style: cosine}
+    megatron: {tensor_model_parallel_size: 2, pipeline_model_parallel_size: 2}
+  rollout: {name: sglang, tensor_model_parallel_size: 4, response_length: "${data.max_response_length}"}
+  model: {path: /models/m, enable_gradient_checkpointing: false}
+data: {train_files: /data/a.parquet, train_batch_size: 8}
+algorithm: {adv_estimator: rloo}
+trainer: {total_epochs: 3, nnodes: 1, n_gpus_per_node: 8, resume_mode: auto}
+custom_reward_function: {path: mine.py, name: compute_score}
+"""
+OF_VERL_YAML: dict[str, Any] = {
+    "algorithm.loss": "gspo", "algorithm.advantage": "rloo", "trainer.backend": "megatron", "trainer.parallel.data": 2,
+    "trainer.parallel.pipeline": 2, "rollout.engine": "sglang", "rollout.num_engines": 2, "rollout.tensor": 4,
+    "trainer.optimizer.beta2": 0.95, "trainer.optimizer.decay": "cosine", "trainer.optimizer.min_lr": 1e-7,
+    "algorithm.minibatches": 1, "trainer.recompute": "none", "data.train": (Path("/data/a.parquet"),),
+}  # fmt: skip
+
+
+def _imported(tmp_path: Path, name: str, content: str) -> Imported:
+    path = tmp_path / name
+    path.write_text(content)
+    return imported_config(path)
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "expected", "to_decide"),
+    [
+        (
+            "run.sh", SLIME, OF_SLIME,
+            ["--rm-type math", "run_dir", "--eval-top-p 0.7", "--sglang-cuda-graph-bs 1 2 $(command)"],
+        ),
+        (
+            "run.sh", VERL, OF_VERL,
+            ["the reward of each data_source", "run_dir", "data.val_files=$HOME/test.parquet", "trainer.unheard_of=3"],
+        ),
+        (
+            "ppo.yaml", VERL_YAML, OF_VERL_YAML,
+            [
+                "custom_reward_function.path=mine.py, name=compute_score", "steps", "run_dir",
+                "actor_rollout_ref.rollout.response_length=${data.max_response_length}",
+            ],
+        ),
+    ],
+    ids=["slime", "verl", "verl-yaml"],
+)  # fmt: skip
+def test_what_settings_become(
+    tmp_path: Path, name: str, content: str, expected: dict[str, Any], to_decide: list[str]
+) -> None:
+    imported = _imported(tmp_path, name, content)
+    assert sorted(imported.open_points) == sorted(to_decide)
+    result = tmp_path / "mine.yaml"
+    result.write_text(imported.text())
+    config = load_config(result, [], run_dir=tmp_path / "run")
+    assert {field: attrgetter(field)(config) for field in expected} == expected
+    assert all(f"# - {point}: " in result.read_text() for point in to_decide)
+
+
+@pytest.mark.parametrize(
+    ("given", "point"),
+    [
+        ("--advantage-estimator ppo", "--advantage-estimator ppo"),
+        ("--global-batch-size 48", "--global-batch-size 48"),
+        ("--kl-loss-type mse", "--kl-loss-type mse"),
+        ("--lr-decay-style WSD", "--lr-decay-style WSD"),
+        ("--actor-num-gpus-per-node 3 --actor-num-nodes 1 --tensor-model-parallel-size 2", "trainer.parallel.data"),
+        ("--eval-prompt-data aime", "--eval-prompt-data aime"),
+        ("--num-layers-per-virtual-pipeline-stage 2", "--num-layers-per-virtual-pipeline-stage 2"),
+        ("--lr $LR", "--lr $LR"),
+        ("--rollout-temperature hot", "--rollout-temperature=hot"),
+    ],
+)
+def test_what_has_no_one_meaning_is_left_to_decide(tmp_path: Path, given: str, point: str) -> None:
+    base = "python train.py --hf-checkpoint m --prompt-data d --rollout-batch-size 4 --n-samples-per-prompt 8 "
+    assert point in _imported(tmp_path, "run.sh", base + given).open_points
+
+
+def test_files_of_neither_are_rejected(tmp_path: Path, rejects: Rejects) -> None:
+    for name, content in (
+        ("run.sh", "echo hello"),
+        ("run.sh", "'"),
+        ("a.yaml", "steps: 3"),
+        ("a.yaml", "a: [1"),
+        ("run.sh", "python train.py --prompt-data d --eps-clip wide"),
+        ("a.yaml", "actor_rollout_ref: {actor: {use_kl_loss: maybe}}"),
+    ):
+        with rejects(ConfigError):
+            _imported(tmp_path, name, content)
+    (tmp_path / "latin.sh").write_bytes(b"\xff\xfe")
+    for path in (tmp_path / "latin.sh", tmp_path / "absent.sh", tmp_path):
+        with pytest.raises(ConfigError):
+            imported_config(path)
