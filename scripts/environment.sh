@@ -69,9 +69,10 @@ install_locked() { # $1: runtime | dev | bench
     local list pin
     list=$(mktemp)
     if [ "$1" = runtime ]; then
+        local elsewhere=(-e '# dev$' -e '# bench$' -e '^torch==')
         # torch's CUDA build has brought the triton that it pins.
-        grep -v -e '# dev$' -e '# bench$' -e '^torch==' $([[ "$(torch_version)" == *+cpu ]] || echo -e '^triton==') \
-            "$REPO/constraints.txt" >"$list"
+        [[ "$(torch_version)" == *+cpu ]] || elsewhere+=(-e '^triton==')
+        grep -v "${elsewhere[@]}" "$REPO/constraints.txt" >"$list"
     else grep "# $1\$" "$REPO/constraints.txt" >"$list"; fi
     # A wheel that is not one of those that were pinned is rejected by pip.
     while read -r pin; do
