@@ -36,7 +36,8 @@ def write_data_file(path: Path, key: str, entries: Sequence[tuple[Any, Any]]) ->
             if isinstance(data, Tensor):
                 save_to_stream(data.to("cpu"), stream)
             else:
-                stream.write(data.getbuffer())
+                with data.getbuffer() as view:  # Python 3.12.1 crashes collecting one that a traceback holds
+                    stream.write(view)
             piece = stream.piece(_name(item.index))
             pieces.append(piece)
             place = _StorageInfo(key, piece.offset, piece.length)

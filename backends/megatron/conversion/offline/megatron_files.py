@@ -47,7 +47,8 @@ def write_entry(stream: ChecksumStream, entry: ShardedTensor) -> Piece:
 def write_object(stream: ChecksumStream, entry: ShardedObject) -> Piece:
     buffer = io.BytesIO()
     torch.save([entry.data], buffer)
-    stream.write(buffer.getbuffer())
+    with buffer.getbuffer() as view:
+        stream.write(view)
     return stream.piece(entry.unique_key)
 
 
