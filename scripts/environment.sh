@@ -2,6 +2,7 @@
 #   ensure_environment        what training needs
 #   ensure_environment dev    the same plus the test tools
 #   ensure_environment bench  what training needs plus what benchmarks compare it with
+#   ensure_environment tasks  what training needs plus reasoning-gym; some of its packages are built here, with a C compiler
 # PYTHON=python3.12 makes .venv-python3.12 with that Python instead, whose torch may be a CUDA build: it runs on a CPU, too.
 
 REPO="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
@@ -65,11 +66,11 @@ refuse_cuda_torch() {
         die "torch $(torch_version) in $VENV is no CPU build: a CUDA torch was pulled onto a CPU environment; remove $VENV and start again"
 }
 
-install_locked() { # $1: runtime | dev | bench
+install_locked() { # $1: runtime | dev | bench | tasks
     local list pin
     list=$(mktemp)
     if [ "$1" = runtime ]; then
-        local elsewhere=(-e '# dev$' -e '# bench$' -e '^torch==')
+        local elsewhere=(-e '# dev$' -e '# bench$' -e '# tasks$' -e '^torch==')
         # torch's CUDA build has brought the triton that it pins.
         [[ "$(torch_version)" == *+cpu ]] || elsewhere+=(-e '^triton==')
         grep -v "${elsewhere[@]}" "$REPO/constraints.txt" >"$list"
@@ -79,7 +80,7 @@ install_locked() { # $1: runtime | dev | bench
         printf '%s %s\n' "${pin%%#*}" "$(grep -- "^${pin%%[ ;]*} " "$REPO/scripts/hashes.txt" | cut -d' ' -f2-)"
     done <"$list" >"$list.hashed"
     mv "$list.hashed" "$list"
-    "$VENV/bin/pip" install -qq --no-deps --require-hashes --requirement "$list" || die "installing the $1 packages failed; the output above says which"
+    "$VENV/bin/pip" install -qq --no-deps --no-build-isolation --require-hashes --requirement "$list" || die "installing the $1 packages failed; the output above says which"
     rm -f "$list"
 }
 
@@ -110,10 +111,15 @@ ensure_environment() { # $1: runtime (default) | dev | bench
         ensure_environment runtime
         say "installing what the benchmarks compare with"
         install_locked bench
+    elif [ "$want" = tasks ]; then
+        ensure_environment runtime
+        command -v cc >/dev/null || die "packages of reasoning-gym are built here, and there is no C compiler; install one (Debian: apt-get install gcc python3-dev)"
+        say "installing reasoning-gym"
+        install_locked tasks
     else
         check_machine
         [ -x "$VENV/bin/python" ] || { say "creating $VENV"; "$(find_python)" -m venv "$VENV" || die "could not create $VENV"; }
-        say "installing the tested versions, about 800 MB, once: torch first, then $(grep -vc -e '# dev$' -e '# bench$' -e '^torch==' -e '^#' -e '^$' "$REPO/constraints.txt") packages"
+        say "installing the tested versions, about 800 MB, once: torch first, then $(grep -vc -e '# dev$' -e '# bench$' -e '# tasks$' -e '^torch==' -e '^#' -e '^$' "$REPO/constraints.txt") packages"
         export PIP_DISABLE_PIP_VERSION_CHECK=1
         has_tested_torch || install_torch
         say "installing Ray, Megatron-core, vLLM, SGLang, transformers and what they need (minutes)"

@@ -35,19 +35,21 @@ def pins() -> list[str]:
 
 
 def hashes(pin: str, index: str) -> list[str]:
-    """SHA-256 of each wheel that fits, as the index lists them."""
+    """SHA-256 of each wheel that fits, or else of the source archive, as the index lists them."""
     name, version = pin.split("==")
     with urlopen(Request(f"{index}/{normal(name)}/", headers={"Accept": "text/html"}), timeout=_TIMEOUT_S) as page:
         files = _FILE.findall(unescape(page.read().decode()))
     begin = normal(f"{name}-{version}") + "-"
-    return sorted(digest for file, digest in files if normal(unquote(file)).startswith(begin) and _WHEEL.search(file))
+    wheels = sorted(digest for file, digest in files if normal(unquote(file)).startswith(begin) and _WHEEL.search(file))
+    archive = f"{normal(f'{name}-{version}')}-tar-gz"
+    return wheels or [digest for file, digest in files if normal(unquote(file)) == archive]
 
 
 def main(index: str = INDEX) -> int:
     with ThreadPoolExecutor(8) as threads:
         found = dict(zip(pins(), threads.map(lambda pin: hashes(pin, index), pins()), strict=True))
     if missing := [pin for pin, digests in found.items() if not digests]:
-        print(f"{index} has no fitting wheel of {', '.join(missing)}; nothing was written", file=sys.stderr)
+        print(f"{index} has no fitting file of {', '.join(missing)}; nothing was written", file=sys.stderr)
         return 1
     lines = [" ".join([pin, *(f"--hash=sha256:{digest}" for digest in digests)]) for pin, digests in found.items()]
     (REPO / "scripts" / "hashes.txt").write_text("\n".join(lines) + "\n", encoding="utf-8")

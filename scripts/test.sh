@@ -10,6 +10,7 @@
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
 ensure_environment dev
+if command -v cc >/dev/null; then ensure_environment tasks; else say "no C compiler on PATH; tests of reasoning-gym will be skipped"; fi
 cd "$REPO"
 unset PYTHONDONTWRITEBYTECODE # every process would compile the project and rewrite the tests again
 PYTEST=("$VENV/bin/python" -m pytest)

@@ -6,7 +6,7 @@ import sys
 from collections.abc import Sequence
 
 from slime_like import __version__
-from slime_like.commands import convert, import_config, launch, plan, report, score, tiny_model, train, verify
+from slime_like.commands import convert, import_config, launch, plan, report, score, tasks, tiny_model, train, verify
 from slime_like.commands.command import Command
 from slime_like.config.reading.flags import sets_field
 from slime_like.errors import REFUSED
@@ -21,6 +21,7 @@ COMMANDS: Sequence[Command] = (
     verify.COMMAND,
     *convert.COMMANDS,
     tiny_model.COMMAND,
+    tasks.COMMAND,
     import_config.COMMAND,
     report.COMMAND,
 )

@@ -39,8 +39,8 @@ def json_schema(prompt: str, response: str, answer: str, *, schema: Mapping[str,
 
 @lru_cache(maxsize=1024)
 def _validator(text: str) -> Any:
-    from jsonschema.exceptions import SchemaError  # type: ignore[import-untyped]
-    from jsonschema.validators import validator_for  # type: ignore[import-untyped]
+    from jsonschema.exceptions import SchemaError
+    from jsonschema.validators import validator_for
     from referencing import Registry
 
     try:

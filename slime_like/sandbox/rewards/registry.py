@@ -23,6 +23,7 @@ REGISTERED: Mapping[str, str] = {
     "multiple_choice": "slime_like.sandbox.rewards.final_answer:multiple_choice",
     "json_schema": "slime_like.sandbox.rewards.json_answer:json_schema",
     "code": "slime_like.sandbox.rewards.code_tests:code_tests",
+    "reasoning_gym": "slime_like.sandbox.rewards.task_answer:reasoning_gym",
     "judge": "slime_like.sandbox.rewards.judge:judge",
 }
 

@@ -1,0 +1,53 @@
+"""``slime-like make-tasks``."""
+
+import argparse
+import json
+from pathlib import Path
+
+from slime_like.commands.command import Command, at_least_one, given_path
+from slime_like.errors import ConfigError
+from slime_like.system.words import counted
+
+
+def _add_arguments(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("task", metavar="TASK", help="name of a task of reasoning-gym, e.g. chain_sum")
+    add("out", type=given_path, metavar="OUT.jsonl", help="file to write")
+    add("--count", type=at_least_one, default=1000, help="rows (default: %(default)s)")
+    add("--seed", type=int, default=0, help="seed of the generator; held-out rows need another (default: %(default)s)")
+    add("--levels", type=int, nargs="+", default=[], metavar="N", help="levels of the task's curriculum, in this order")
+    add("--set", nargs="+", default=[], metavar="NAME=VALUE", help="settings of the task, e.g. max_terms=3")
+    add("--plain", action="store_true", help="without the system prompt that asks for <answer> tags")
+
+
+def _run(given: argparse.Namespace, _: list[str]) -> int:
+    pairs = [text.partition("=") for text in given.set]
+    if wrong := [text for text, (name, sign, _) in zip(given.set, pairs, strict=True) if not (name and sign)]:
+        raise ConfigError(f"--set {wrong[0]}: must be NAME=VALUE", code="argument-value")
+    out: Path = given.out
+    if out.suffix != ".jsonl" or out.is_dir():
+        raise ConfigError(f"OUT={out} must be a file whose name ends with .jsonl", code="output-unusable")
+    from slime_like.data.task_library import task_rows
+
+    settings = {name: value for name, _, value in pairs}
+    rows = task_rows(given.task, given.count, given.seed, given.levels, settings, system=not given.plain)
+    text = "".join(f"{json.dumps(row)}\n" for row in rows)
+    partial = out.with_name(f"{out.name}.partial")
+    try:
+        partial.write_text(text, encoding="utf-8")
+        partial.replace(out)
+    except OSError as error:
+        raise ConfigError(f"OUT={out} cannot be written ({error.strerror})", code="output-unusable") from error
+    print(f"{out}: {counted(given.count, 'row')} of {given.task}; reward.functions: [{{name: reasoning_gym}}]")
+    return 0
+
+
+COMMAND = Command(
+    "make-tasks",
+    "write rows of a task of reasoning-gym, for the reward of the same name",
+    _run,
+    "Write generated rows of one task of reasoning-gym (the extra `tasks`) for data.train or evaluation.files.\n"
+    "With several --levels the rows become harder from part to part; data.shuffle: false keeps that order.",
+    _add_arguments,
+    takes_flags=False,
+)

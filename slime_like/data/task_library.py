@@ -1,0 +1,99 @@
+"""Rows from reasoning-gym, a library of generated tasks that can each judge an answer."""
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from types import ModuleType
+from typing import Any
+
+from slime_like.config.reading.yaml_text import read_value
+from slime_like.errors import ConfigError
+
+_CHECKED_ROWS = 8
+
+
+def task_rows(
+    task: str, count: int, seed: int, levels: Sequence[int] = (), settings: Mapping[str, str] = {}, system: bool = True
+) -> Iterator[dict[str, Any]]:
+    """Rows of one task: chat messages as ``prompt``, and as ``answer`` what the reward ``reasoning_gym`` needs.
+
+    Args:
+        task: its name in the library.
+        count: rows in all.
+        seed: of the generator; the same seed gives the same rows.
+        levels: of the task's curriculum, in order, with equal parts of the rows each; none: its default settings.
+        settings: of the task, as text that YAML reads.
+        system: begin each prompt with the library's request for ``<answer>`` tags.
+
+    Raises:
+        ConfigError: the library is not installed, or has no such task, level or setting; or the task's own answer does
+            not survive being written as JSON.
+    """
+    library = imported_library()
+    if task not in library.factory.DATASETS:
+        names = ", ".join(sorted(library.factory.DATASETS))
+        raise ConfigError(f"TASK={task} is unknown; use one of {names}", code="task-unknown")
+    parts = levels or (None,)
+    for index, level in enumerate(parts):
+        size = count * (index + 1) // len(parts) - count * index // len(parts)
+        dataset = _dataset(library, task, level, settings, size, seed + index)
+        for number in range(size):
+            entry = dataset[number]
+            row = {"task": task, **{name: entry[name] for name in ("question", "answer", "metadata")}}
+            if number < _CHECKED_ROWS:
+                _require_judged(library, row)
+            yield {"prompt": _messages(library, entry["question"], system), "answer": json.dumps(row)}
+
+
+def imported_library() -> ModuleType:
+    """Import reasoning-gym. Raises ``ConfigError`` where it is not installed."""
+    try:
+        import reasoning_gym
+        import reasoning_gym.factory
+        import reasoning_gym.utils
+    except ModuleNotFoundError as error:
+        raise ConfigError(
+            f"reasoning-gym is not usable ({error}); install the extra tasks: pip install 'slime-like[tasks]'",
+            code="package-missing",
+        ) from error
+    found: ModuleType = reasoning_gym
+    return found
+
+
+def _dataset(
+    library: ModuleType, task: str, level: int | None, settings: Mapping[str, str], size: int, seed: int
+) -> Any:
+    given = {name: read_value(text) for name, text in settings.items()} | {"size": max(1, size), "seed": seed}
+    try:
+        if level is None:
+            return library.create_dataset(task, **given)
+        curriculum = library.factory.create_curriculum(task)
+        most = max(len(attribute.levels) for attribute in curriculum.attributes.values()) - 1
+        if not 0 <= level <= most:  # the library would take the nearest one
+            raise ValueError(f"its levels are 0 to {most}")
+        curriculum.set_global_level(level)
+        configured = curriculum.generate_configuration(given)
+        return library.factory.DATASETS[task][0](configured)
+    except (TypeError, ValueError, AssertionError, KeyError, IndexError) as error:
+        at = "" if level is None else f" at level {level}"
+        raise ConfigError(
+            f"TASK={task}{at} with {dict(settings)}: {type(error).__name__}: {error}", code="task-settings"
+        ) from error
+
+
+def _require_judged(library: ModuleType, row: Mapping[str, Any]) -> None:
+    """Require that the task's own answer is right after a way through JSON. Some tasks have none of their own."""
+    if row["answer"] is None:
+        return
+    try:
+        score = library.factory.get_score_answer_fn(row["task"])(row["answer"], json.loads(json.dumps(row)))
+    except (TypeError, ValueError, LookupError, AttributeError) as error:
+        raise ConfigError(
+            f"TASK={row['task']}: its rows cannot be written as JSON ({error})", code="task-rows"
+        ) from error
+    if score != 1.0:
+        raise ConfigError(f"TASK={row['task']}: its own answer gets {score} when read from JSON", code="task-rows")
+
+
+def _messages(library: ModuleType, question: str, system: bool) -> list[dict[str, str]]:
+    request = [{"role": "system", "content": library.utils.SYSTEM_PROMPTS["default"].strip()}] if system else []
+    return [*request, {"role": "user", "content": question}]

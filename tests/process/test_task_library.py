@@ -1,0 +1,76 @@
+"""Tasks of reasoning-gym as rows and as a reward."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from slime_like.commands.main import main
+from slime_like.data.task_library import task_rows
+from slime_like.errors import ConfigError
+from slime_like.sandbox.rewards.task_answer import reasoning_gym as reward
+from tests.support.rejections import Rejects
+
+library = pytest.importorskip("reasoning_gym", reason="the extra tasks is not installed")
+
+
+def test_tasks_judge_their_own_answers_as_right_and_nonsense_as_wrong() -> None:
+    """Through the row as it is written; some tasks have no answer of their own."""
+    judged = 0
+    for task in ("arc_agi", "rearc"):  # which compare with tuples, and JSON has none
+        with pytest.raises(ConfigError):
+            next(task_rows(task, 2, seed=5))
+    lenient = {"game_of_life_halting"}  # whatever is not "true" counts as "false"
+    for task in sorted(set(library.factory.DATASETS) - {"composite", "arc_agi", "rearc"})[::3]:
+        for row in map(json.dumps, task_rows(task, 2, seed=5)):
+            answer = json.loads(row)["answer"]
+            own = json.loads(answer)["answer"]
+            assert reward("", "<answer>no such thing</answer>", answer).reward < 1.0 or task in lenient, task
+            if own is not None:
+                judged += 1
+                assert reward("", f"First <answer>x</answer>.\n<answer> {own} </answer>", answer).success, task
+    assert judged > 60
+
+
+def test_the_command_writes_the_same_rows_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["--count", "5", "--seed", "3", "--levels", "0", "2"]
+    for name in ("a.jsonl", "b.jsonl"):
+        assert main(["make-tasks", "chain_sum", str(tmp_path / name), *arguments]) == 0
+    assert (tmp_path / "a.jsonl").read_text() == (tmp_path / "b.jsonl").read_text()
+    rows = [json.loads(line) for line in (tmp_path / "a.jsonl").read_text().splitlines()]
+    assert [message["role"] for message in rows[0]["prompt"]] == ["system", "user"]
+    digits = [json.loads(row["answer"])["metadata"]["num_digits"] for row in rows]
+    assert len(digits) == 5 and max(digits[:2]) < max(digits[2:])  # harder from level to level
+    assert (
+        main(["make-tasks", "chain_sum", str(tmp_path / "c.jsonl"), "--count", "1", "--set", "max_terms=2", "--plain"])
+        == 0
+    )
+    (row,) = [json.loads(line) for line in (tmp_path / "c.jsonl").read_text().splitlines()]
+    assert [message["role"] for message in row["prompt"]] == ["user"]
+    assert json.loads(row["answer"])["metadata"]["num_terms"] == 2
+
+
+def test_options_of_the_reward(rejects: Rejects) -> None:
+    answer = next(iter(task_rows("chain_sum", 1, seed=1)))["answer"]
+    right = json.loads(answer)["answer"]
+    assert reward("", f"<final>{right}</final>", answer, tag="final").success
+    assert reward("", f" {right}\n", answer, tag=None).success
+    assert reward("", right, answer).metadata == {"reason": "no <answer>"}
+    for wrong in ("46", "{}", "[1]", "text"):
+        with rejects(ValueError):
+            reward("", "<answer>1</answer>", wrong)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("chain_sm", "a.jsonl"), ("chain_sum", "a.txt"), ("chain_sum", "no/such/a.jsonl"),
+        ("chain_sum", "a.jsonl", "--levels", "99"), ("chain_sum", "a.jsonl", "--set", "max_terms"),
+        ("chain_sum", "a.jsonl", "--set", "max_terms=x"), ("chain_sum", "a.jsonl", "--set", "nonsense=1"),
+    ],
+    ids=" ".join,
+)  # fmt: skip
+def test_what_cannot_be_made_is_rejected(tmp_path: Path, arguments: tuple[str, ...]) -> None:
+    task, out, *options = arguments
+    assert main(["make-tasks", task, str(tmp_path / out), *options]) == 2
+    assert list(tmp_path.iterdir()) == []
