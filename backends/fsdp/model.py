@@ -12,7 +12,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM
 
 from backends.common.step.packs import ResponseRows
-from backends.fsdp import attention
+from backends.fsdp import attention, experts
 from backends.fsdp.names import checkpoint_names
 from backends.fsdp.output import Output
 from backends.fsdp.parallel import Groups
@@ -182,12 +182,14 @@ def sharded_meta_model(config: RunConfig, groups: Groups) -> LogprobModel:
 def _model(config: RunConfig, dtype: torch.dtype) -> LogprobModel:
     """Made by transformers from ``config.json``, wherever the context puts its tensors."""
     AttentionInterface.register(attention.NAME, attention.forward)
+    experts.register()
     path, remote = config.model.path, config.model.trust_remote_code
     try:
         hugging_face = AutoModelForCausalLM.from_config(
             AutoConfig.from_pretrained(path, trust_remote_code=remote),
             dtype=dtype,
             attn_implementation=attention.NAME,
+            experts_implementation=experts.NAME,
             trust_remote_code=remote,
         )
     except (ValueError, ImportError, KeyError) as error:

@@ -29,8 +29,8 @@ _METADATA = {"chained_optim_avoid_prefix": True}
 """Keys of optimizer state that do not depend on how parameters are spread over Megatron's optimizers."""
 
 _EXTRA_STATE = "_extra_state"
-"""Ends the keys of what modules of Transformer Engine keep beside weights: scales of 8-bit training, which is not done
-here. Local modules have none to write, and could not read any."""
+"""Stands in the keys of what modules of Transformer Engine keep beside weights: scales of 8-bit training, which is not
+done here. Local modules have none to write, and could not read any."""
 
 
 def plan_checkpoint(
@@ -107,7 +107,7 @@ def load_weights(directory: Path, model_chunks: Sequence[GPTModel]) -> None:
 def _fill_weights(directory: Path, model_chunks: Sequence[GPTModel], loaded: dict[str, Any]) -> None:
     for index, chunk in enumerate(model_chunks):
         missing, unexpected = chunk.load_state_dict(loaded[f"model{index}"], strict=False)
-        differing = sorted({key for key in missing if not key.endswith(_EXTRA_STATE)} | set(unexpected))
+        differing = sorted({key for key in missing if _EXTRA_STATE not in key} | set(unexpected))
         if differing:
             raise _of_another_model(directory, f"does not name the model's parameters: {differing[:3]}")
 
@@ -187,7 +187,7 @@ def _sharded_models(model_chunks: Sequence[GPTModel]) -> dict[str, Any]:
     metadata = {"dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True), **_METADATA}
     states = [chunk.sharded_state_dict(metadata=metadata) for chunk in model_chunks]
     return {
-        f"model{index}": {key: value for key, value in state.items() if not key.endswith(_EXTRA_STATE)}
+        f"model{index}": {key: value for key, value in state.items() if _EXTRA_STATE not in key}
         for index, state in enumerate(states)
     }
 

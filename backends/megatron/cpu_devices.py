@@ -17,7 +17,7 @@ def device_patches(target: str) -> list[Patch]:
     cuda = torch.cuda
     return [
         Patch(cuda, "current_device", lambda: torch.device("meta") if target == "meta" else torch.cpu.current_device()),
-        Patch(cuda, "synchronize", torch.cpu.synchronize),
+        Patch(cuda, "synchronize", lambda *device: synchronized()),
         *(Patch(cuda, name, _Done) for name in ("Stream", "Event", "current_stream", "default_stream")),
         Patch(cuda, "stream", contextlib.nullcontext),
         *_literal_patches(target),
@@ -25,13 +25,20 @@ def device_patches(target: str) -> list[Patch]:
 
 
 # ------------------------------------------------------------------------------------------------ device and streams
+def synchronized() -> None:
+    """Stands where the host of a GPU waits for it."""
+
+
 class _Done:
     """A stream whose work is done, or an event that has happened: the CPU runs operations in program order."""
 
     def __init__(self, *unused: Any, **options: Any) -> None:
         pass
 
-    synchronize = wait_stream = wait_event = record = wait = __init__
+    wait_stream = wait_event = record = wait = __init__
+
+    def synchronize(self) -> None:
+        synchronized()
 
     def query(self) -> bool:
         return True

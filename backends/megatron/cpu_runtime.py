@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from megatron.core.fusions import fused_bias_swiglu
 from megatron.core.optimizer.cpu_offloading.hybrid_optimizer import HybridDeviceOptimizer
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.pipeline_parallel import p2p_communication
@@ -48,9 +49,14 @@ def _patches(on_meta: bool) -> tuple[Patch, ...]:
         # Read by the router, but bound only where Transformer Engine imports.
         Patch(moe_utils, "te_general_gemm", None, adds=True),
         Patch(token_dispatcher, "maybe_move_tensor_to_cpu", _as_host_tensor),
+        *(Patch(fused_bias_swiglu, name, getattr(fused_bias_swiglu, name).__wrapped__) for name in _COMPILED),
         Patch(DistributedOptimizer, "_set_main_param_and_optimizer_states", _set_main_param_and_states),
         Patch(HybridDeviceOptimizer, "_get_sub_optimizer_param_groups", _all_on_host),
     )
+
+
+_COMPILED = ("swiglu", "swiglu_back", "weighted_swiglu", "weighted_swiglu_back")
+"""Operators of SwiGLU that torch compiles for a GPU in seconds; for a CPU that takes a compiler and half a minute."""
 
 
 class CpuRngStatesTracker(random.CudaRNGStatesTracker):

@@ -11,6 +11,7 @@ from megatron.core.transformer.transformer_config import MLATransformerConfig, T
 from torch import Tensor
 
 from backends.megatron.attention import attention_of
+from backends.megatron.experts import can_be_grouped
 from backends.megatron.head import LogprobModel
 from backends.megatron.parallel import expert_tensor_size
 from backends.megatron.specs import block_spec, is_fused
@@ -28,14 +29,18 @@ def padded_vocab_size(vocab_size: int, tensor_size: int) -> int:
     return -(-vocab_size // multiple) * multiple
 
 
-def transformer_config(config: RunConfig, dimensions: ModelDimensions) -> TransformerConfig:
-    """Megatron's configuration of this model under the run's parallel layout."""
+def transformer_config(config: RunConfig, dimensions: ModelDimensions, as_gpu: bool) -> TransformerConfig:
+    """Megatron's configuration of this model under the run's parallel layout.
+
+    Args:
+        as_gpu: operators are those that a GPU has.
+    """
     dtype = getattr(torch, config.model.dtype)
     kind = TransformerConfig if dimensions.latent is None else MLATransformerConfig
     return kind(
         **_architecture(dimensions),
         **_latent_attention(dimensions),
-        **_experts(config, dimensions),
+        **_experts(config, dimensions, as_gpu and can_be_grouped(config, dimensions)),
         **_parallelism(config, dtype),
         **_stages(config, dimensions.num_layers),
         **_RECOMPUTE[config.trainer.recompute],
@@ -50,10 +55,14 @@ def transformer_config(config: RunConfig, dimensions: ModelDimensions) -> Transf
         use_cpu_initialization=not torch.cuda.is_available(),
         # The loss is a weighted sum; its gradient is neither averaged over micro-batches nor over ranks.
         calculate_per_token_loss=True,
-        bias_activation_fusion=False,
+        # SwiGLU in one pass, compiled by torch. It also keeps less for the backward pass.
+        bias_activation_fusion=as_gpu,
         bias_dropout_fusion=False,
         masked_softmax_fusion=False,
+        # Without Transformer Engine Megatron's own layers need APEX for it. Transformer Engine's, with it, write over
+        # the sums so far in the first micro-batch of a schedule: a step here is several windows, each a schedule.
         gradient_accumulation_fusion=False,
+        # Its kernels take one table for all positions; here every micro-batch has its own (``rotary.py``).
         apply_rope_fusion=False,
         persist_layer_norm=False,
     )
@@ -101,7 +110,7 @@ def _latent_attention(dimensions: ModelDimensions) -> dict[str, Any]:
     }
 
 
-def _experts(config: RunConfig, dimensions: ModelDimensions) -> dict[str, Any]:
+def _experts(config: RunConfig, dimensions: ModelDimensions, grouped: bool) -> dict[str, Any]:
     if dimensions.num_experts == 0:
         # Pipelines of variable lengths ask for this dispatcher even of dense models.
         return {"moe_token_dispatcher_type": "alltoall"}
@@ -114,7 +123,8 @@ def _experts(config: RunConfig, dimensions: ModelDimensions) -> dict[str, Any]:
         # Our own (router.py): Megatron's depends on how tokens are spread over micro-batches.
         "moe_router_load_balancing_type": "none",
         "moe_token_dispatcher_type": "alltoall",
-        "moe_grouped_gemm": False,
+        # One product for all experts. On a CPU a loop over them is faster, which copies no weights.
+        "moe_grouped_gemm": grouped,
         "moe_permute_fusion": False,
         "expert_model_parallel_size": config.trainer.parallel.expert,
         "expert_tensor_parallel_size": expert_tensor_size(config.trainer.parallel),
@@ -184,7 +194,8 @@ _RECOMPUTE: dict[str, dict[str, Any]] = {
 
 def build_chunks(config: RunConfig, dimensions: ModelDimensions) -> list[LogprobModel]:
     """This rank's model chunks, one per virtual pipeline stage, weights still unset (vocabulary padding is zero)."""
-    transformer = transformer_config(config, dimensions)
+    as_gpu = torch.cuda.is_available() or config.trainer.cpu_kernels == "off"
+    transformer = transformer_config(config, dimensions, as_gpu)
     chunks = _build(config, dimensions, transformer, is_fused(config.trainer, transformer.params_dtype))
     if torch.cuda.is_available():
         for chunk in chunks:
@@ -194,7 +205,7 @@ def build_chunks(config: RunConfig, dimensions: ModelDimensions) -> list[Logprob
 
 def build_meta_chunks(config: RunConfig, dimensions: ModelDimensions) -> list[LogprobModel]:
     """The same chunks with shapes only, of torch's operators: neither memory nor a device is touched."""
-    transformer = transformer_config(config, dimensions)
+    transformer = transformer_config(config, dimensions, as_gpu=True)
     on_host = replace(transformer, use_cpu_initialization=True, perform_initialization=False)
     with torch.device("meta"):
         return _build(config, dimensions, on_host, fused=False)

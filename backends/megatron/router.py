@@ -4,11 +4,13 @@ from typing import Any
 
 import torch
 from megatron.core.transformer.moe.moe_layer import MoELayer
+from megatron.core.transformer.moe.moe_utils import get_default_pg_collection
 from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import Tensor
 
 from backends.common.step.balance import RoutedTokens
+from backends.megatron.dispatch import Dispatcher
 
 EXPERT_BIAS = "expert_bias"
 """The one weight that is no parameter: float32 whatever the model's type, without a gradient."""
@@ -61,6 +63,13 @@ class BalancedRouter(TopKRouter):
 
 class BalancedMoELayer(MoELayer):
     """Megatron's mixture of experts, whose router gets the sequence of every token."""
+
+    def __init__(self, *arguments: Any, pg_collection: Any = None, **options: Any) -> None:
+        groups = get_default_pg_collection() if pg_collection is None else pg_collection
+        super().__init__(*arguments, pg_collection=groups, **options)
+        places = (self.num_local_experts, self.local_expert_indices)
+        self.token_dispatcher = Dispatcher(*places, config=self.config, pg_collection=groups)
+        self.token_dispatcher.serve(self.experts)
 
     def forward(self, hidden_states: Tensor, intermediate_tensors: Any = None, padding_mask: Any = None) -> Any:
         """As Megatron's, which knows a boolean padding mask only and would turn ``RoutedTokens`` into one."""

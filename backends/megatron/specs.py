@@ -13,6 +13,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 
 from backends.megatron.attention import Attention, PackedCoreAttention, RotatedCoreAttention
+from backends.megatron.experts import GroupedExperts
 from backends.megatron.latent_attention import LatentNorm, PackedLatentAttention
 from backends.megatron.norm import RMSNorm
 from backends.megatron.router import BalancedMoELayer, BalancedRouter, RoutedLayer
@@ -90,11 +91,12 @@ def local_layer_spec(config: TransformerConfig, num_experts: int | None, fused: 
         from backends.megatron.fused_layers import fuse
 
         fuse(spec)
-    return _with_balanced_experts(spec, num_experts)
+    return _with_balanced_experts(spec, num_experts, GroupedExperts if config.moe_grouped_gemm else None)
 
 
 def transformer_engine_layer_spec(config: TransformerConfig, num_experts: int | None) -> ModuleSpec:
-    """One transformer layer of Transformer Engine's modules: norms fused into the matrices they feed, its attention.
+    """One transformer layer of Transformer Engine's modules: norms fused into the matrices they feed, its attention,
+    its grouped products of experts.
 
     Not for latent attention. Raises ImportError, with the package's name, where Transformer Engine is not installed.
     """
@@ -102,10 +104,10 @@ def transformer_engine_layer_spec(config: TransformerConfig, num_experts: int | 
     from backends.megatron.transformer_engine import RotatedDotProductAttention
 
     spec = get_gpt_layer_with_transformer_engine_spec(
-        num_experts=num_experts, moe_grouped_gemm=False, qk_layernorm=config.qk_layernorm
+        num_experts=num_experts, moe_grouped_gemm=config.moe_grouped_gemm, qk_layernorm=config.qk_layernorm
     )
     spec.submodules.self_attention.submodules.core_attention = RotatedDotProductAttention
-    return _with_balanced_experts(spec, num_experts)
+    return _with_balanced_experts(spec, num_experts, None)
 
 
 def fused_norm_names(config: TransformerConfig, num_experts: int | None) -> dict[str, str]:
@@ -126,8 +128,8 @@ def fused_norm_names(config: TransformerConfig, num_experts: int | None) -> dict
     return names
 
 
-def _with_balanced_experts(spec: ModuleSpec, num_experts: int | None) -> ModuleSpec:
+def _with_balanced_experts(spec: ModuleSpec, num_experts: int | None, experts: type | None) -> ModuleSpec:
     if num_experts is not None:
         spec.module = RoutedLayer
-        set_experts(spec.submodules, BalancedMoELayer, BalancedRouter)
+        set_experts(spec.submodules, BalancedMoELayer, BalancedRouter, experts)
     return spec

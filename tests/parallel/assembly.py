@@ -16,6 +16,7 @@ Experts stand under every tensor rank of their stage, wherever their expert-para
 
 _LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.+)")
 _EXPERT = re.compile(r"local_experts\.(\d+)\.")
+_GROUPED = re.compile(r"experts\.(linear_fc[12])\.weight(\d+)")
 _REPLICATED = {
     "self_attention.q_layernorm.weight": "self_attn.q_norm.weight",
     "self_attention.k_layernorm.weight": "self_attn.k_norm.weight",
@@ -49,7 +50,8 @@ def local_shard(trainer: Any, gradients: bool) -> dict[str, Tensor]:
         for name, parameter in chunk.named_parameters():
             match = _LAYER.fullmatch(name)
             if match:
-                rest = _EXPERT.sub(lambda m: f"local_experts.{int(m[1]) + first_expert}.", match[2])
+                rest = _GROUPED.sub(r"experts.local_experts.\2.\1.weight", match[2])
+                rest = _EXPERT.sub(lambda m: f"local_experts.{int(m[1]) + first_expert}.", rest)
                 name = f"decoder.layers.{int(match[1]) + offset}.{rest}"
             shard[name] = (parameter.main_grad if gradients else parameter.detach()).clone()
     return shard

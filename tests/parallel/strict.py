@@ -5,7 +5,11 @@ flag. Others copy from memory that is not pinned. All of them are known by their
 """
 
 import contextlib
-from collections.abc import Callable, Iterator
+import linecache
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterator, Set
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,6 +17,8 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
+
+from backends.megatron import cpu_devices
 
 _aten = torch.ops.aten
 
@@ -45,11 +51,18 @@ class WaitsForDevice(AssertionError):
 
 
 class StrictDevice(contextlib.ExitStack):
-    """Inside, every tensor counts as a device's, except where it is ``paused``."""
+    """Inside, every tensor counts as a device's, except where it is ``paused``.
 
-    def __init__(self) -> None:
+    Attributes:
+        watched: how many operations were looked at.
+        allowed: how often each of the lines of libraries waited that may, ``file.py: text of the line``.
+    """
+
+    def __init__(self, allowed: Set[str] = frozenset()) -> None:
         super().__init__()
         self.watched = 0
+        self.allowed: Counter[str] = Counter()
+        self._lines = allowed
         self._is_paused = False
 
     def __enter__(self) -> "StrictDevice":
@@ -63,6 +76,7 @@ class StrictDevice(contextlib.ExitStack):
                 return run(*arguments, **options)
 
         patch.setattr(torch.autograd, "_engine_run_backward", run_backward)
+        patch.setattr(cpu_devices, "synchronized", lambda: self.look_at("synchronize", waits=True))
         return self
 
     def on_host(self, function: Callable[..., Any]) -> Callable[..., Any]:
@@ -86,8 +100,21 @@ class StrictDevice(contextlib.ExitStack):
         if self._is_paused:
             return
         self.watched += 1
-        if waits:
-            raise WaitsForDevice(str(name))
+        if not waits:
+            return
+        line, number = _calling_line()
+        if line not in self._lines:
+            raise WaitsForDevice(f"{name} in line {number} of {line}")
+        self.allowed[line] += 1
+
+
+def _calling_line() -> tuple[str, int]:
+    """The innermost line of code outside of torch and its stand-ins, as ``file.py: text``, and its number."""
+    frame: Any = sys._getframe(1)
+    while frame.f_code.co_filename in (__file__, cpu_devices.__file__) or "/torch/" in frame.f_code.co_filename:
+        frame = frame.f_back
+    name, number = frame.f_code.co_filename, frame.f_lineno
+    return f"{Path(name).name}: {linecache.getline(name, number).strip()}", number
 
 
 class _Operations(TorchDispatchMode):

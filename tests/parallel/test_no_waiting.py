@@ -1,7 +1,8 @@
 """Windows of micro-batches run forward and backward without the host waiting for its device.
 
-Every attention that a CPU has, in both backends, under a device that cannot be read (``strict``): scored, then trained
-in one window and in two, by an objective with everything that is per sequence in it.
+Every attention that a CPU has, in both backends, and a mixture of experts, under a device that cannot be read
+(``strict``): scored, then trained in one window and in two, by an objective with everything that is per sequence in it.
+What Megatron reads where ranks exchange tokens of experts, or activations of stages, is named line by line.
 """
 
 from collections.abc import Callable
@@ -12,6 +13,7 @@ import pytest
 from torch import Tensor
 
 from backends.common.attention import flash_attn_on_cpu
+from backends.common.step.balance import BalanceLoss
 from backends.common.step.objective import Objective
 from backends.fsdp.trainer import FsdpTrainer
 from backends.megatron.micro_batch import BatchBuilder
@@ -21,9 +23,9 @@ from slime_like.config import RunConfig
 from slime_like.interfaces import RankPlacement
 from slime_like.trajectory import PackedTrajectory
 from tests.parallel.parity import PACKS, TAIL
-from tests.parallel.ranks import run_each
+from tests.parallel.ranks import run_each, run_ranks
 from tests.parallel.strict import StrictDevice, WaitsForDevice
-from tests.parallel.tiny import scored_sequences
+from tests.parallel.tiny import save_checkpoint, scored_sequences
 
 ALGORITHM = {
     "loss": "gspo",
@@ -35,16 +37,18 @@ ALGORITHM = {
 }
 
 
-def _config(checkpoint: Path, run_dir: Path, backend: str, context: int, attention: str) -> RunConfig:
+def _config(
+    checkpoint: Path, run_dir: Path, backend: str, layout: dict[str, int], attention: str = "auto", **algorithm: float
+) -> RunConfig:
     return RunConfig(
         run_dir=run_dir,
         model={"path": checkpoint, "dtype": "float32"},
         data={"max_prompt_tokens": 61},
         rollout={"max_new_tokens": 31},
-        algorithm=ALGORITHM,
+        algorithm=ALGORITHM | algorithm,
         trainer={
             "backend": backend,
-            "parallel": {"context": context},
+            "parallel": layout,
             "attention": attention,
             "cpu_kernels": "off",
             "optimizer": {"lr": 1e-3},
@@ -73,26 +77,32 @@ def _read_back_in_the_loss(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Objective, "add", add)
 
 
-def _windows(placement: RankPlacement, config: RunConfig, bug: Callable[[pytest.MonkeyPatch], None] | None) -> int:
-    """How many operations ran under the strict device."""
+Bug = Callable[[pytest.MonkeyPatch], None]
+
+
+def _windows(
+    placement: RankPlacement, config: RunConfig, bug: Bug | None = None, allowed: frozenset[str] = frozenset()
+) -> tuple[int, set[str]]:
+    """How many operations ran under the strict device, and which of the ``allowed`` lines waited."""
     trainer = (MegatronTrainer if config.trainer.backend == "megatron" else FsdpTrainer)(config, placement)
     trainer.setup()
     packs = _packs()
     try:
-        with pytest.MonkeyPatch.context() as patch, StrictDevice() as device:
+        with pytest.MonkeyPatch.context() as patch, StrictDevice(allowed) as device:
             if bug is not None:
                 bug(patch)
             # Up to here packs are the host's; the stand-in of flash-attn, too, which is no kernel of a device.
             patch.setattr(BatchBuilder, "build", _as_method(device, BatchBuilder.build))
             patch.setattr(FsdpTrainer, "_batch", _as_method(device, FsdpTrainer._batch))
             patch.setattr(flash_attn_on_cpu, "_parts", device.on_host(flash_attn_on_cpu._parts))
+            patch.setattr(BalanceLoss, "of_step", device.on_host(BalanceLoss.of_step))
             trainer.score(packs)
-            trainer.begin_step()
+            trainer.begin_step(6.0, 60)
             trainer.accumulate(packs[:2])
             trainer.accumulate(packs[2:], last=True)
     finally:
         trainer.shutdown()
-    return device.watched
+    return device.watched, set(device.allowed)
 
 
 def _as_method(device: StrictDevice, method: Callable[..., Any]) -> Callable[..., Any]:
@@ -114,11 +124,60 @@ SHARED += [("fsdp", name) for name in ("auto", "ring_flash_attn")]
 
 @pytest.mark.parametrize(("context", "kinds"), [(1, LOCAL), (2, SHARED)])
 def test_the_host_never_waits(context: int, kinds: list[tuple[str, str]], qwen3: Path, tmp_path: Path) -> None:
-    tasks = [(_config(qwen3, tmp_path, backend, context, attention), None) for backend, attention in kinds]
+    layout = {"context": context}
+    tasks = [(_config(qwen3, tmp_path, backend, layout, attention),) for backend, attention in kinds]
     for counts in run_each(_windows, context, tmp_path / "ranks", tasks):
-        assert min(counts) > 1000
+        assert min(count for count, _ in counts) > 1000
 
 
 def test_a_number_read_back_in_the_loss_is_caught(qwen3: Path, tmp_path: Path) -> None:
-    tasks = [(_config(qwen3, tmp_path, backend, 1, attention),) for backend, attention in LOCAL]
+    tasks = [(_config(qwen3, tmp_path, backend, {}, attention),) for backend, attention in LOCAL]
     assert run_each(_caught, 1, tmp_path / "ranks", tasks) == [(True,), (True,)]
+
+
+# ------------------------------------------------------------------------------------------------------ experts, stages
+@pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v3"])
+def test_experts_on_their_own_rank_are_not_waited_for(family: str, tmp_path: Path) -> None:
+    checkpoint = save_checkpoint(family, tmp_path / "model")
+    tasks = [(_config(checkpoint, tmp_path, name, {}, moe_aux_loss_coef=0.1),) for name in ("megatron", "fsdp")]
+    for ((count, _),) in run_each(_windows, 1, tmp_path / "ranks", tasks):
+        assert count > 1000
+
+
+EXCHANGE = frozenset(
+    {
+        # Once in a layer's forward pass: until numbers of tokens have been copied, which a message's size depends on.
+        "token_dispatcher.py: self.d2h_event.synchronize()",
+        # The host's own by then.
+        "moe_utils.py: input = torch.split(input, split_sizes.tolist(), dim=0)",
+        "moe_utils.py: output = torch.cat([input[i] for i in sorted_idxs.tolist()], dim=0)",
+        "moe_utils.py: probs = torch.split(probs, split_sizes.tolist(), dim=0)",
+        "moe_utils.py: permuted_probs = torch.cat([probs[i] for i in sorted_idxs.tolist()], dim=0)",
+    }
+)
+SHAPES = frozenset(
+    {
+        # Shapes go from stage to stage before what they are of, as numbers on the device.
+        "p2p_communication.py: send_prev_shape_tensor = torch.tensor(",
+        "p2p_communication.py: send_next_shape_tensor = torch.tensor(",
+        "p2p_communication.py: recv_prev_shape = recv_prev_shape_tensor.tolist()",
+        "p2p_communication.py: recv_next_shape = recv_next_shape_tensor.tolist()",
+        # After every batch of messages.
+        "p2p_communication.py: torch.cuda.synchronize()",
+    }
+)
+
+
+@pytest.mark.parametrize(
+    ("family", "layout", "allowed"),
+    [("qwen3_moe", {"data": 2, "expert": 2}, EXCHANGE), ("qwen3", {"pipeline": 2}, SHAPES)],
+)
+def test_megatron_waits_where_ranks_exchange(
+    family: str, layout: dict[str, int], allowed: frozenset[str], tmp_path: Path
+) -> None:
+    """These lines wait, and no others; one that no longer does is taken out of the list."""
+    checkpoint = save_checkpoint(family, tmp_path / "model")
+    config = _config(checkpoint, tmp_path, "megatron", layout)
+    results = run_ranks(_windows, 2, tmp_path / "ranks", config, None, allowed)
+    assert min(count for count, _ in results) > 1000
+    assert set.union(*(lines for _, lines in results)) == allowed

@@ -120,6 +120,7 @@ def test_both_specs_write_the_canonical_names(family: str, spec: Spec, tmp_path:
     assert keys == CANONICAL[family]
     fused = any("layer_norm_weight" in name for name in names)
     assert fused == (spec == "transformer_engine")
+    assert any("experts.linear_fc1.weight3" in name for name in names) == (family == "qwen3_moe")
 
 
 # ---------------------------------------------------------------------------------------------------------- checkpoints
@@ -137,14 +138,22 @@ def _train(placement: RankPlacement, config: RunConfig, save: Path | None, load:
         return exported_from(model)
 
 
-@pytest.mark.parametrize("family", ["qwen3", "qwen3_moe"])
-def test_either_spec_continues_the_others_checkpoint(family: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("family", "other"),
+    [
+        ("qwen3", {"attention": "transformer_engine"}),
+        ("qwen3_moe", {"attention": "transformer_engine"}),
+        ("qwen3_moe", {"cpu_kernels": "auto"}),  # experts in a loop, with Megatron's names
+    ],
+)
+def test_either_spec_continues_the_others_checkpoint(family: str, other: Settings, tmp_path: Path) -> None:
     """Moments included: the step after the checkpoint is the same to rounding of the other spec's kernels."""
     model, layout = save_tiny(family, tmp_path / "model"), {"tensor": 2, "sequence": True, "attention": "ring"}
-    ring = parity_config(model, tmp_path, layout)
-    other = parity_config(model, tmp_path, layout | {"attention": "transformer_engine"})
+    if family == "qwen3_moe":
+        layout |= {"expert": 2, "distributed": True}
+    ring, others = parity_config(model, tmp_path, layout), parity_config(model, tmp_path, layout | other)
     by_ring, by_other = tmp_path / "by-ring", tmp_path / "by-other"
-    tasks = [(ring, by_ring, None), (other, by_other, None), (other, None, by_ring), (ring, None, by_other)]
+    tasks = [(ring, by_ring, None), (others, by_other, None), (others, None, by_ring), (ring, None, by_other)]
     (first, _), (second, _), (further, _), (back, _) = run_each(_train, 2, tmp_path / "ranks", tasks)
     assert_close(further, first, 1e-6)
     assert_close(back, second, 1e-6)

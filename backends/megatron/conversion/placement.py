@@ -16,12 +16,12 @@ from backends.megatron.router import EXPERT_BIAS
 from slime_like.errors import CheckpointError
 from slime_like.models.dimensions import ModelDimensions
 
-_TRANSFORMER_ENGINE_NAMES = (
+_FUSED_NAMES = (
     (r"(decoder\.layers\.\d+\.)self_attention\.linear_qkv\.layer_norm_weight", r"\1input_layernorm.weight"),
     (r"(decoder\.layers\.\d+\.)mlp\.linear_fc1\.layer_norm_weight", r"\1pre_mlp_layernorm.weight"),
     (r"(.+\.experts\.)(linear_fc[12])\.weight(\d+)", r"\1local_experts.\3.\2.weight"),
 )
-"""Where Transformer Engine fuses modules, its names, and the canonical ones."""
+"""Where Transformer Engine fuses modules or experts are grouped, their names, and the canonical ones."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,7 +122,7 @@ def named_weights(chunk: GPTModel) -> Iterator[tuple[str, Tensor]]:
 
 
 def _canonical(name: str) -> str:
-    for pattern, replacement in _TRANSFORMER_ENGINE_NAMES:
+    for pattern, replacement in _FUSED_NAMES:
         name = re.sub(rf"^{pattern}$", replacement, name)
     return name
 

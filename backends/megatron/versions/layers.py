@@ -19,8 +19,8 @@ def set_dense(layer: Any, module: type[MLP]) -> None:
     layer.mlp = functools.partial(_without_context, module) if IS_NEW else module
 
 
-def set_experts(layer: Any, module: Any, router: type) -> None:
-    """Build ``module`` with ``router`` as the layer's mixture of experts, of Megatron's submodules."""
+def set_experts(layer: Any, module: Any, router: type, experts: type | None) -> None:
+    """Build ``module`` with ``router`` and ``experts`` (Megatron's if ``None``) as the layer's mixture of experts."""
     if _built(layer) is not MoELayer:
         raise absent("gpt_layer_specs' MoELayer as the MLP of a layer with experts")
     if IS_NEW:
@@ -31,6 +31,9 @@ def set_experts(layer: Any, module: Any, router: type) -> None:
         layer.mlp.module = module
     require(submodules, "router")
     submodules.router = router
+    if experts is not None:
+        require(submodules, "experts")
+        submodules.experts = experts
 
 
 def _built(layer: Any) -> object:
