@@ -110,12 +110,14 @@ class LogprobModel(nn.Module):
         return {self.names[name]: buffer for name, buffer in routing_biases(self.hugging_face).items()}
 
     def own_logits(self, tokens: Tensor) -> Tensor:
-        """(T, V) logits of one sequence as transformers computes them, attention and masks included. Collective."""
+        """(T, V) logits of one sequence as transformers computes them; attention, masks and experts too. Collective."""
         self.hugging_face.set_attn_implementation("eager")
+        self.hugging_face.set_experts_implementation("eager")
         try:
             return self(tokens)[0]
         finally:
             self.hugging_face.set_attn_implementation(attention.NAME)
+            self.hugging_face.set_experts_implementation(experts.NAME)
 
     def tied_names(self) -> set[str]:
         """Names of parameters that are other ones' memory: a checkpoint may have them, and need not."""

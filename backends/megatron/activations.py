@@ -7,6 +7,8 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+from backends.common.trainer.host_memory import HostPool
+
 SMALLEST_BYTES = 1 << 16
 """Less is not worth a copy."""
 
@@ -22,6 +24,7 @@ class ActivationOffload:
     def __init__(self, modules: Sequence[torch.nn.Module]) -> None:
         self._modules = list(modules)
         self._weights: set[int] = set()
+        self._pool = HostPool()
 
     @cached_property
     def _stream(self) -> torch.cuda.Stream:
@@ -39,7 +42,7 @@ class ActivationOffload:
     def _to_host(self, tensor: Tensor) -> Tensor | tuple[Tensor, torch.device]:
         if self._stays(tensor):
             return tensor
-        host = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=tensor.is_cuda)
+        host = self._pool.take(tensor.nbytes).view(tensor.dtype).view(tensor.shape)
         if not tensor.is_cuda:
             return host.copy_(tensor), tensor.device
         self._stream.wait_stream(torch.cuda.current_stream())

@@ -22,6 +22,7 @@ from backends.common.attention.ring_flash_attn import Llama3Segments, RingFlashA
 from backends.common.step import packs
 from backends.common.step.balance import BalanceLoss, RoutedTokens
 from backends.megatron import micro_batch
+from backends.megatron.dispatch import Dispatcher
 from backends.megatron.trainer import MegatronTrainer
 from slime_like.algorithms import context
 from slime_like.interfaces import RankPlacement
@@ -149,6 +150,15 @@ def routers_loss_is_divided_by_the_denominator() -> None:
     BalanceLoss.of_step = lambda coefficient, denominator, *rest: correct(coefficient, 1.0, *rest)  # type: ignore
 
 
+def experts_shares_stay_in_the_order_of_tokens() -> None:
+    correct = Dispatcher.dispatch_preprocess
+
+    def preprocess(self: Dispatcher, hidden: Tensor, routing_map: Tensor, probs: Tensor) -> tuple[Tensor, Tensor]:
+        return correct(self, hidden, routing_map, probs)[0], probs[routing_map]
+
+    Dispatcher.dispatch_preprocess = preprocess  # type: ignore[method-assign]
+
+
 # ---------------------------------------------------------------------------------------------------------- the matrix
 @dataclass(frozen=True)
 class Mutation:
@@ -179,6 +189,7 @@ MUTATIONS = [
     Mutation(tied_embedding_is_not_reduced, "qwen2", {"pipeline": 2}, "gradients"),
     Mutation(query_and_key_norms_are_not_reduced, "qwen3", {"tensor": 2, "sequence": True}, "gradients"),
     Mutation(routers_loss_is_divided_by_the_denominator, "qwen3_moe", {}, "gradients"),
+    Mutation(experts_shares_stay_in_the_order_of_tokens, "qwen3_moe", {}, "scores"),
 ]
 
 

@@ -148,7 +148,8 @@ EXCHANGE = frozenset(
     {
         # Once in a layer's forward pass: until numbers of tokens have been copied, which a message's size depends on.
         "token_dispatcher.py: self.d2h_event.synchronize()",
-        # The host's own by then.
+        # The copy, which on a GPU is asynchronous, and what is the host's own by then.
+        "cpu_runtime.py: return tensor.numpy() if as_numpy and isinstance(tensor, torch.Tensor) else tensor",
         "moe_utils.py: input = torch.split(input, split_sizes.tolist(), dim=0)",
         "moe_utils.py: output = torch.cat([input[i] for i in sorted_idxs.tolist()], dim=0)",
         "moe_utils.py: probs = torch.split(probs, split_sizes.tolist(), dim=0)",

@@ -1,11 +1,17 @@
 """Host memory for what comes from a device: pinned once, for copies of full speed, and used again."""
 
+import weakref
+from bisect import insort
+from collections import deque
 from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Self
 
 import torch
 from torch import Tensor
 
 _ALIGNMENT = 512
+_SEGMENT_BYTES = 256 << 20
 
 
 class HostMemory:
@@ -70,6 +76,76 @@ class HostCopies:
             copies.append(copy.copy_(source, non_blocking=True))
         wait_for_device()
         return copies
+
+
+class HostPool:
+    """Pieces of host memory for tensors that come and go, from segments that are pinned once and stay.
+
+    torch's own pinned memory comes in powers of two, and a new size takes the system milliseconds.
+    """
+
+    def __init__(self, segment_bytes: int = _SEGMENT_BYTES) -> None:
+        self._segment_bytes = segment_bytes
+        self._segments: list[_Segment] = []
+
+    @property
+    def nbytes(self) -> int:
+        """Held in all, also while no piece is in use."""
+        return sum(len(segment.memory) for segment in self._segments)
+
+    def take(self, nbytes: int) -> Tensor:
+        """(nbytes,) uint8, at least one; its memory is another piece's once no tensor uses it."""
+        for segment in self._segments:
+            if (piece := segment.take(nbytes)) is not None:
+                return piece
+        segment = _Segment.of(max(self._segment_bytes, rounded(nbytes)))
+        self._segments.append(segment)
+        piece = segment.take(nbytes)
+        assert piece is not None
+        return piece
+
+
+@dataclass(frozen=True, slots=True)
+class _Segment:
+    """Memory of which pieces are taken, lowest place first.
+
+    Attributes:
+        free: (start, end) of what is not in use, in order.
+        returned: the same, of pieces that are not in use any more: written by whichever thread dropped one last.
+    """
+
+    memory: Tensor
+    free: list[tuple[int, int]]
+    returned: deque[tuple[int, int]]
+
+    @classmethod
+    def of(cls, nbytes: int) -> Self:
+        return cls(HostMemory(nbytes).take(nbytes), [(0, nbytes)], deque())
+
+    def take(self, nbytes: int) -> Tensor | None:
+        """``None`` if no place is large enough."""
+        self._collect()
+        needed = rounded(nbytes)
+        place = next((place for place, (start, end) in enumerate(self.free) if end - start >= needed), None)
+        if place is None:
+            return None
+        start, end = self.free[place]
+        self.free[place : place + 1] = [(start + needed, end)] if start + needed < end else []
+        part = self.memory.numpy()[start : start + nbytes]
+        # The tensor's storage holds the array: it lives as long as any tensor or view that uses the memory.
+        weakref.finalize(part, self.returned.append, (start, start + needed)).atexit = False
+        return torch.frombuffer(part, dtype=torch.uint8)
+
+    def _collect(self) -> None:
+        """Join what was returned with its neighbours."""
+        while self.returned:
+            insort(self.free, self.returned.popleft())
+        joined: list[tuple[int, int]] = []
+        for start, end in self.free:
+            if joined and joined[-1][1] == start:
+                start = joined.pop()[0]
+            joined.append((start, end))
+        self.free[:] = joined
 
 
 def wait_for_device() -> None:

@@ -1,10 +1,11 @@
 """Copies in host memory that is used again: of any kind of tensor, and no larger in a file than they are."""
 
 import io
+import random
 
 import torch
 
-from backends.common.trainer.host_memory import HostCopies
+from backends.common.trainer.host_memory import HostCopies, HostPool
 
 
 def test_copies_take_the_same_memory_again() -> None:
@@ -34,3 +35,24 @@ def test_a_copy_is_written_without_its_neighbours() -> None:
     file = io.BytesIO()
     torch.save(one, file)
     assert one.untyped_storage().nbytes() == 12 and len(file.getvalue()) < 4096
+
+
+def test_pieces_in_use_never_overlap_and_dropped_ones_are_used_again() -> None:
+    """Taken and dropped at random; each piece keeps what was written into it, also through a view alone."""
+    draw, pool, held = random.Random(0), HostPool(1 << 16), {}
+    for number in range(2000):
+        if len(held) > 8:
+            del held[draw.choice(list(held))]
+        nbytes = draw.choice([1, 511, 512, 513, 4096, 10_000])
+        held[number] = pool.take(nbytes).fill_(number % 251)[nbytes // 2 :]
+        assert all(bool((piece == key % 251).all()) for key, piece in held.items())
+    assert pool.nbytes <= 2 << 16
+
+
+def test_a_piece_larger_than_a_segment_has_its_own() -> None:
+    pool = HostPool(1024)
+    large, small = pool.take(5000), pool.take(100)
+    assert (large.nbytes, small.nbytes, pool.nbytes) == (5000, 100, 5120 + 1024)
+    address = large.data_ptr()
+    del large
+    assert pool.take(4000).data_ptr() == address and pool.nbytes == 5120 + 1024
