@@ -50,6 +50,8 @@ class _GroupedLinear(torch.autograd.Function):
 def _product(rows: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
     if len(rows) == 0:  # no strides of nothing suit every kernel
         return rows.new_zeros(0, weights.shape[-1])
+    if _has_no_shapes(rows):
+        return rows @ weights[0]
     return F.grouped_mm(rows, weights, offs=ends)
 
 
@@ -57,7 +59,17 @@ def _weight_gradients(grad: Tensor, x: Tensor, ends: Tensor) -> Tensor:
     """(E, N, K)."""
     if len(x) == 0:
         return x.new_zeros(len(ends), grad.shape[1], x.shape[1])
+    if _has_no_shapes(x):
+        return (grad.mT @ x).new_empty(len(ends), grad.shape[1], x.shape[1])
     found = F.grouped_mm(grad.mT, x, offs=ends)
     # On some GPUs torch 2.13 leaves what was in memory where an expert has no rows (pytorch issue 172439).
     idle = ends.diff(prepend=ends.new_zeros(1)) == 0
     return found.masked_fill_(idle[:, None, None], 0.0)
+
+
+def _has_no_shapes(rows: Tensor) -> bool:
+    """Whether torch's grouped product cannot follow these: of shapes alone it takes bfloat16 only.
+
+    A product with one expert's weights stands for it: as many operations, the same result but for its experts.
+    """
+    return rows.is_meta and rows.dtype != torch.bfloat16

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from backends.common.step import grouped_product
 from backends.common.step.grouped_product import grouped_linear
+from backends.common.step.trace import Trace
 
 K, N = 16, 24
 ROWS = {
@@ -70,3 +71,17 @@ def test_weights_are_kept_for_the_backward_pass_without_a_copy() -> None:
         grouped_linear(x, ends, weights)
     own = {tensor.untyped_storage().data_ptr() for tensor in (x, ends, *weights)}
     assert {tensor.untyped_storage().data_ptr() for tensor in kept} == own
+
+
+@pytest.mark.parametrize("dtype", BOUND)
+def test_shapes_are_followed_with_as_many_operations_in_every_type(dtype: torch.dtype) -> None:
+    trace = Trace()
+    with torch.device("meta"):
+        x, weights = torch.empty(11, K, dtype=dtype), [torch.empty(N, K, dtype=dtype) for _ in range(3)]
+        ends = torch.empty(3, dtype=torch.int32)
+    with trace:
+        out = grouped_linear(x.requires_grad_(), ends, [weight.requires_grad_() for weight in weights])
+        grads = torch.autograd.grad(out, [x, *weights], torch.empty_like(out))
+    assert [grad.shape for grad in grads] == [x.shape, *(weight.shape for weight in weights)]
+    assert {out.dtype, *(grad.dtype for grad in grads)} == {dtype}
+    assert trace.counted.matmul_flops == 3 * 2 * 11 * K * N
