@@ -118,14 +118,17 @@ class TensorsAsArrays:
 
 @dataclass(slots=True, kw_only=True)
 class UnscoredTrajectory(SampledFields):
-    """One sampled sequence, as an engine returned it. Tensors live on the CPU and are never padded.
+    """One row of a rollout, as an engine returned it; most rollouts have one. Tensors live on the CPU, never padded.
 
     Attributes:
         prompt_tokens: (prompt_len,) int64.
         response_tokens: (response_len,) int64, exactly the ids that were sampled, EOS included.
         prompt_len, response_len: number of tokens, at least 1 each.
         answer: ground truth answer.
-        sequence_id, group_id: unique over the run; samples of one prompt share the latter.
+        sequence_id: unique over the run: "GROUP-SAMPLE", and "GROUP-SAMPLE.ROW" where a rollout has several rows.
+        group_id: shared by the rollouts of one prompt.
+        rollout_id: shared by the rows of one rollout, which have one reward and one advantage; the row's own
+            ``sequence_id`` unless given. ``dataclasses.replace`` keeps it.
         policy_version: weight version of the first response token.
         temperature: sampling temperature, the one every logprob of this sequence is scored with.
         finish_reason: "stop", "length", "abort" or "turns".
@@ -143,6 +146,10 @@ class UnscoredTrajectory(SampledFields):
     temperature: float = 1.0
     finish_reason: str = "stop"
     conversation: Conversation | None = None
+    rollout_id: str = ""
+
+    def __post_init__(self) -> None:
+        self.rollout_id = self.rollout_id or self.sequence_id
 
     @classmethod
     def unsampled(cls, sequence_id: str, prompt_tokens: Tensor, response_tokens: Tensor, **others: Any) -> Self:
@@ -277,6 +284,7 @@ class PackedTrajectory(TensorsAsArrays, SampledFields, ScoredFields):
     token_weights: Tensor
     temperatures: Tensor
     sequence_ids: list[str]
+    rollout_ids: list[str]
     group_ids: list[int]
     policy_versions: list[int]
     answers: list[str]

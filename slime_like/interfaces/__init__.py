@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from slime_like.interfaces.engine import PauseMode as PauseMode
     from slime_like.interfaces.engine import RolloutEngine as RolloutEngine
     from slime_like.interfaces.engine import SamplingParams as SamplingParams
+    from slime_like.interfaces.engine import Segment as Segment
     from slime_like.interfaces.engine import load_engine as load_engine
     from slime_like.interfaces.environment import Environment as Environment
     from slime_like.interfaces.environment import Step as Step
@@ -48,6 +49,7 @@ _NAMES = {
         "PauseMode",
         "RolloutEngine",
         "SamplingParams",
+        "Segment",
         "load_engine",
     ),
     "slime_like.interfaces.environment": ("Environment", "Step", "Task"),

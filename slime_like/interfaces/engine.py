@@ -70,6 +70,25 @@ class GenerationRequest:
     task: ConversationTask | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """One training row of a rollout: a prompt as it was seen, and what followed it.
+
+    Attributes:
+        prompt_tokens: (p,) int64.
+        token_ids: (n,) int64.
+        logprobs: (n,) float32, 0 where ``loss_mask`` is False.
+        weight_versions: (n,) int64.
+        loss_mask: (n,) bool, True where the model sampled the token and this row trains it.
+    """
+
+    prompt_tokens: np.ndarray
+    token_ids: np.ndarray
+    logprobs: np.ndarray
+    weight_versions: np.ndarray
+    loss_mask: np.ndarray
+
+
 @dataclass(slots=True)
 class Generation:
     """One response. In a conversation, ``token_ids`` are all of it after the prompt, observations included.
@@ -84,6 +103,9 @@ class Generation:
             conversation after its last turn.
         prompt_logprobs: (prompt_len - 1,) float32 if asked for.
         conversation: ``None`` where the response is a single turn of no environment.
+        segments: rows of a rollout whose history is not one sequence. Where given, they are all that is trained, and
+            ``token_ids``, ``logprobs`` and ``weight_versions`` are those of the last one. Empty: the generation itself
+            is the one row.
     """
 
     token_ids: np.ndarray
@@ -92,6 +114,7 @@ class Generation:
     finish_reason: Literal["stop", "length", "abort", "turns"]
     prompt_logprobs: np.ndarray | None = None
     conversation: Conversation | None = None
+    segments: tuple[Segment, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,6 +14,7 @@ from slime_like.trajectory import ScoredTrajectory, TensorField, Trajectory, Uns
 
 _PLAIN = {
     "sequence_id": (str, "text"),
+    "rollout_id": (str, "text"),
     "prompt_len": (Integral, "whole number"),
     "response_len": (Integral, "whole number"),
     "temperature": (Real, "number"),

@@ -29,6 +29,7 @@ _ALIGNMENT = 8
 # Field of a sequence that is no tensor: the pack's list of its values.
 _PLAIN = {
     "sequence_id": "sequence_ids",
+    "rollout_id": "rollout_ids",
     "group_id": "group_ids",
     "policy_version": "policy_versions",
     "answer": "answers",

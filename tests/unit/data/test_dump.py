@@ -58,7 +58,7 @@ def test_what_was_saved_comes_back_and_a_cut_file_does_not(tmp_path: Path) -> No
 
 
 def test_a_dump_of_the_first_layout_of_the_code_is_read(tmp_path: Path) -> None:
-    """The file was written before per-token fields were described in one place; what is saved has the same entries."""
+    """The file was written before rollouts had several rows: each row is its own rollout."""
     path = Path(__file__).parent / "dumps" / "version-1.pt"
     full, bare = load_trajectories(path)
     values = {field.name: getattr(full, field.name) for field in fields(full)}
@@ -67,7 +67,8 @@ def test_a_dump_of_the_first_layout_of_the_code_is_read(tmp_path: Path) -> None:
     tokens = {"prompt_tokens": [5, 0, 7], "response_tokens": [3, 9], "prompt_len": 3, "response_len": 2}
     logprobs = {"logprobs": [-0.25, -1.5], "ref_logprobs": [-0.5, -1.25], "old_logprobs": [-0.125, -2.0]}
     rewards = {"rewards": [1.0, 0.5], "successes": [1.0, 0.0], "advantages": 0.75, "loss_mask": [True, False]}
-    names = {"answer": "12", "sequence_id": "3-0", "group_id": 10**12, "policy_version": 4, "weight_versions": [4, 5]}
+    names = {"answer": "12", "group_id": 10**12, "policy_version": 4, "weight_versions": [4, 5]}
+    names |= {"sequence_id": "3-0", "rollout_id": "3-0"}
     rest = {"token_weight": 1 / 3, "temperature": 0.7, "finish_reason": "length", "conversation": None}
     metadata = {"func_names": ["a", "b"], "conversation": conversation}
     assert found == tokens | logprobs | rewards | names | rest | {"reward_metadata": metadata}
