@@ -84,8 +84,7 @@ class Conversation:
 
     Attributes:
         turns: ``[start, end)`` of every turn in the response's tokens: those were sampled, the others are observations.
-        reward: sum over the environment's steps.
-        success: of its last step.
+        reward, success: sum over the environment's steps; of its last step.
         failure: ``reason``, ``function`` and ``detail`` of the step that had no outcome; ``None`` where all had one.
         metadata: of every step, in order.
     """
@@ -121,14 +120,12 @@ class UnscoredTrajectory(SampledFields):
     """One row of a rollout, as an engine returned it; most rollouts have one. Tensors live on the CPU, never padded.
 
     Attributes:
-        prompt_tokens: (prompt_len,) int64.
-        response_tokens: (response_len,) int64, exactly the ids that were sampled, EOS included.
+        prompt_tokens, response_tokens: int64, exactly the ids that the model saw and sampled, EOS included.
         prompt_len, response_len: number of tokens, at least 1 each.
         answer: ground truth answer.
-        sequence_id: unique over the run: "GROUP-SAMPLE", and "GROUP-SAMPLE.ROW" where a rollout has several rows.
+        sequence_id: unique over the run: "GROUP-SAMPLE", or "GROUP-SAMPLE.ROW" where a rollout has several rows.
+        rollout_id: shared by a rollout's rows, which have one reward; the row's ``sequence_id`` unless given.
         group_id: shared by the rollouts of one prompt.
-        rollout_id: shared by the rows of one rollout, which have one reward and one advantage; the row's own
-            ``sequence_id`` unless given. ``dataclasses.replace`` keeps it.
         policy_version: weight version of the first response token.
         temperature: sampling temperature, the one every logprob of this sequence is scored with.
         finish_reason: "stop", "length", "abort" or "turns".
@@ -184,12 +181,14 @@ class UnscoredTrajectory(SampledFields):
 class GroupedUnscoredTrajectories:
     """All samples of one prompt: the unit that rewards and group advantages are computed on.
 
-    ``total_tokens`` is the sum of ``prompt_len + response_len``.
+    ``trajectories`` are the rows of its rollouts, one rollout after the other; ``total_tokens`` is the sum of
+    ``prompt_len + response_len``; ``prompt_tokens`` are for reward functions, as rows may have other prompts.
     """
 
     trajectories: list[UnscoredTrajectory]
     group_id: int
     total_tokens: int
+    prompt_tokens: Tensor
 
 
 @dataclass(slots=True, kw_only=True)
@@ -248,24 +247,20 @@ class PackedTrajectory(TensorsAsArrays, SampledFields, ScoredFields):
     Attributes:
         tokens: (T,) int64, ``[P1, R1, P2, R2, ..., PAD...]``.
         position_ids: (T,) int32, from 0 in every sequence and in the padding.
-        response_mask: (T,) bool, True where the token *is a response position*.
+        response_mask: (T,) bool, True where the token is of a response.
         sequence_mask: (T,) int32, index of the sequence, -1 in the padding.
         cu_seqlens: (S+1,) int32, true boundaries of the real sequences.
-        max_seqlen: longest real sequence.
-        prompt_lens, response_lens: (S,) int64.
+        max_seqlen, prompt_lens, response_lens: of the longest real sequence; (S,) int64 of each.
         sequence_map: (S, 2) int64, ``[start, end)`` in ``tokens``.
-        packed_seq_len: T.
-        actual_total_tokens: T without padding.
+        packed_seq_len, actual_total_tokens: T with padding, and without.
         targets: (R,) int64, the response tokens, aligned with the logits at ``[start+prompt_len-1, end-1)`` of each
             sequence; ``ignore_index`` where ``loss_mask`` is False.
         token_weights: (R,) float64, 0 where ``loss_mask`` is False; 1/3 as float32 alone would cost a loss 1e-8.
         temperatures: (S,) float64.
         advantages: (R,) float32, each sequence's advantage repeated over its response; ``None`` if unscored.
-        rewards, successes: (S, num_funcs) float32 or ``None``.
-        reward_metadata: per sequence; ``None`` if unscored.
+        rewards, successes, reward_metadata: per sequence, (S, num_funcs) float32; ``None`` if unscored.
         conversations: per sequence; ``None`` if scored, when their turns are in ``reward_metadata``.
-        sequence_weights, sequence_temperatures: one Python float per sequence, exactly as they came in (a fully masked
-            sequence has no token left that could give its weight back).
+        sequence_weights, sequence_temperatures: Python floats as they came in, also of fully masked sequences.
         is_filler: the pack only evens out micro-batch counts; its tokens belong to no sample of the step.
     """
 
@@ -317,16 +312,13 @@ class GRPOStats(TensorsAsArrays):
 
     Attributes:
         loss: total loss, ``sum(token_weights * per_token_loss) / denominator``.
-        policy_loss: the policy-gradient part of ``loss``.
-        kl_loss: the KL part, before its coefficient.
-        ratios: mean over loss-carrying tokens of pi_current / pi_old.
-        clipfrac: fraction of loss-carrying tokens whose ratio was clipped.
+        policy_loss, kl_loss: the policy-gradient part of ``loss``; the KL part, before its coefficient.
+        ratios, clipfrac: mean over loss-carrying tokens of pi_current / pi_old; fraction that was clipped.
         approx_policy_kls: mean k3 estimate of KL(pi_current || pi_ref) over loss-carrying tokens; 0 without reference.
-        entropy: mean entropy of the policy at loss-carrying tokens, nats.
+        entropy: mean over loss-carrying tokens, nats.
         old_gap_max: largest |current - old| logprob, the first micro-step's proof that both mean the same.
         engine_gap_mean, engine_gap_max: |behaviour - old| logprob over loss-carrying tokens.
-        grad_norm: global gradient norm before clipping.
-        learning_rate: the rate this step used.
+        grad_norm, learning_rate: global gradient norm before clipping; the rate this step used.
         num_tokens: loss-carrying tokens of the step.
         importance_weight, importance_clipfrac: mean importance weight, and fraction that was changed; 0 without any.
         bounded_fraction: fraction of loss-carrying tokens with a logprob, or a log ratio, that was bounded.

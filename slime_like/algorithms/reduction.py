@@ -1,7 +1,8 @@
 """Reduction of per-token losses to one number: ``loss = sum(token_weight * per_token_loss) / denominator``.
 
 The weight depends on a sample and its completed group, the denominator on the whole optimizer step. No number of
-micro-batches, and no parallel layout, can show in the result.
+micro-batches, and no parallel layout, can show in the result. A sample is a rollout: its rows count together, so that
+their number cannot show either.
 
 =========  =====================================  ==========================================
 reduction  token weight                           denominator
@@ -16,6 +17,7 @@ constant   1 / a fixed length                     samples that carry loss (Dr. G
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from operator import index
 from types import MappingProxyType
 from typing import Protocol
@@ -28,6 +30,7 @@ from slime_like.algorithms.tensor_checks import require_tensors
 from slime_like.plugins.resolve import resolve
 
 Counts = Sequence[int]
+RolloutIds = Sequence[int] | Sequence[str] | Tensor
 
 
 class Reduction(Protocol):
@@ -89,42 +92,50 @@ def token_weights(
     loss_token_counts: Sequence[int] | Tensor,
     group_ids: Sequence[int] | Tensor,
     constant_length: float | None = None,
+    rollout_ids: RolloutIds | None = None,
 ) -> list[float]:
-    """Weight of every loss-carrying token of each sample.
+    """Weight of every loss-carrying token of each row.
 
     Args:
         reduction: tokens, samples, groups or constant.
-        loss_token_counts: loss-carrying tokens of each sample.
-        group_ids: each sample's group; all samples of a group must be given together.
+        loss_token_counts: loss-carrying tokens of each row.
+        group_ids: each row's group; all rows of a group must be given together.
         constant_length: the divisor of ``constant``, usually the response limit.
+        rollout_ids: each row's rollout, unique over all groups; none means that every row is a rollout.
 
     Returns:
-        One weight per sample; 0 for a sample without loss-carrying tokens.
+        One weight per row; 0 for a row without loss-carrying tokens.
 
     Raises:
-        ValueError: unknown reduction, lists of different lengths, a count or an id that is no whole number, a negative
-            count, or ``constant`` without its length.
+        ValueError: unknown reduction, lists of different lengths, a count or a group that is no whole number, a
+            rollout that is neither a whole number nor text or that has rows in several groups, a negative count, or
+            ``constant`` without its length.
 
     Example:
         >>> token_weights("samples", [4, 0, 2], group_ids=[1, 1, 2])
         [0.25, 0.0, 0.5]
+        >>> token_weights("samples", [3, 1, 2], group_ids=[1, 1, 2], rollout_ids=["1-0", "1-0", "2-0"])
+        [0.25, 0.25, 0.5]
     """
-    found, counts, groups = _checked(reduction, loss_token_counts, group_ids)
-    divisors = found.divisors(counts, groups, constant_length)
-    return [1.0 / d if count else 0.0 for d, count in zip(divisors, counts, strict=True)]
+    found, rows = _checked(reduction, loss_token_counts, group_ids, rollout_ids)
+    divisors = found.divisors(rows.totals, rows.groups, constant_length)
+    return [1.0 / divisors[at] if count else 0.0 for at, count in zip(rows.rollouts, rows.counts, strict=True)]
 
 
 def step_denominator(
-    reduction: str, loss_token_counts: Sequence[int] | Tensor, group_ids: Sequence[int] | Tensor
+    reduction: str,
+    loss_token_counts: Sequence[int] | Tensor,
+    group_ids: Sequence[int] | Tensor,
+    rollout_ids: RolloutIds | None = None,
 ) -> float:
     """Return the divisor of one optimizer step's weighted sum.
 
     Args:
         reduction: tokens, samples, groups or constant.
-        loss_token_counts, group_ids: of every sample of the step, over all ranks.
+        loss_token_counts, group_ids, rollout_ids: of every row of the step, over all ranks, as in ``token_weights``.
 
     Returns:
-        Tokens, samples or groups that carry loss.
+        Tokens, samples (rollouts) or groups that carry loss.
 
     Raises:
         ValueError: nothing in the step carries loss, so that no mean exists; or as in ``token_weights``.
@@ -133,12 +144,12 @@ def step_denominator(
         >>> step_denominator("samples", [4, 0, 2], group_ids=[1, 1, 2])
         2.0
     """
-    found, counts, groups = _checked(reduction, loss_token_counts, group_ids)
-    if not any(counts):
+    found, rows = _checked(reduction, loss_token_counts, group_ids, rollout_ids)
+    if not any(rows.counts):
         raise ValueError(
-            f"no token of the step's {len(counts)} samples carries loss; skip the step or look at the masks"
+            f"no token of the step's {len(rows.counts)} samples carries loss; skip the step or look at the masks"
         )
-    return found.denominator(counts, groups)
+    return found.denominator(rows.totals, rows.groups)
 
 
 def sum_of_sample_mean(
@@ -186,9 +197,26 @@ def sum_of_sample_mean(
     return (segment_sum(kept, segments) / segment_sum(mask.to(x.dtype), segments).clamp_min(1)).sum()
 
 
+@dataclass(frozen=True, slots=True)
+class _Rows:
+    """Rows, and the rollouts that they belong to.
+
+    ``counts``: loss-carrying tokens of each row. ``rollouts``: the index of each row's rollout, in order of
+    appearance. ``totals``, ``groups``: loss-carrying tokens and group of each rollout.
+    """
+
+    counts: list[int]
+    rollouts: list[int]
+    totals: list[int]
+    groups: list[int]
+
+
 def _checked(
-    reduction: str, loss_token_counts: Sequence[int] | Tensor, group_ids: Sequence[int] | Tensor
-) -> tuple[Reduction, list[int], list[int]]:
+    reduction: str,
+    loss_token_counts: Sequence[int] | Tensor,
+    group_ids: Sequence[int] | Tensor,
+    rollout_ids: RolloutIds | None,
+) -> tuple[Reduction, _Rows]:
     if len(loss_token_counts) != len(group_ids):
         raise ValueError(
             f"{len(loss_token_counts)} token counts but {len(group_ids)} group ids; give one of each per sample"
@@ -196,7 +224,33 @@ def _checked(
     counts, groups = _integers(loss_token_counts, "token count"), _integers(group_ids, "group id")
     if odd := [sample for sample, count in enumerate(counts) if count < 0]:
         raise ValueError(f"sample {odd[0]} has {counts[odd[0]]} loss-carrying tokens; a count is 0 or more")
-    return resolve("reduction", reduction, REDUCTIONS), counts, groups
+    ids = range(len(counts)) if rollout_ids is None else _rollout_ids(rollout_ids)
+    return resolve("reduction", reduction, REDUCTIONS), _by_rollout(counts, groups, ids)
+
+
+def _by_rollout(counts: list[int], groups: list[int], ids: Sequence[int | str]) -> _Rows:
+    if len(ids) != len(counts):
+        raise ValueError(f"{len(counts)} token counts but {len(ids)} rollout ids; give one of each per row")
+    places: dict[int | str, int] = {}
+    rows = _Rows(counts, [], [], [])
+    for row, (count, group, rollout) in enumerate(zip(counts, groups, ids, strict=True)):
+        at = places.setdefault(rollout, len(places))
+        if at == len(rows.totals):
+            rows.totals.append(0)
+            rows.groups.append(group)
+        if rows.groups[at] != group:
+            raise ValueError(
+                f"row {row} of rollout {rollout!r} is in group {group}, another of its rows in {rows.groups[at]}; give "
+                "ids that are unique over all groups"
+            )
+        rows.totals[at] += count
+        rows.rollouts.append(at)
+    return rows
+
+
+def _rollout_ids(ids: RolloutIds) -> list[int | str]:
+    values = ids.tolist() if isinstance(ids, Tensor) else ids
+    return [each if isinstance(each, str) else _integers([each], "rollout id")[0] for each in values]
 
 
 def _integers(values: Sequence[int] | Tensor, what: str) -> list[int]:

@@ -46,6 +46,19 @@ def sampling_problems(config: RunConfig) -> Iterator[str]:
         )
 
 
+def rejected_for_several_rows(config: RunConfig) -> Iterator[str]:
+    """Settings that rollouts of several rows cannot have: rows lie in different packs, on different ranks.
+
+    For configurations whose rollouts may have several rows; others may have these settings.
+    """
+    for setting in config.algorithm.per_sequence:
+        yield (
+            f"algorithm.{setting} needs all tokens of a sequence at once, but rollouts of several rows are trained row "
+            "by row; use a loss and corrections per token (loss: ppo_clip, importance_level: token), and leave "
+            "importance_veto and off_policy_mask out"
+        )
+
+
 def streaming_problems(config: RunConfig) -> Iterator[str]:
     """Can a step's gradient be added up before its last sample is known?"""
     if not config.rollout.stream:

@@ -26,6 +26,9 @@ ADVANTAGES = {
 }
 """Names and functions of ``slime_like.algorithms.advantages``, which imports torch."""
 
+SEQUENCE_LOSSES = ("gspo",)
+"""Losses with a ratio per sequence."""
+
 GROUP_ADVANTAGES = ("grpo", "grpo_mean_only", "dr_grpo", "rloo", "reinforce_pp_baseline")
 """Estimators that compare a sample with others of its group: with groups of one they give 0 for every sample."""
 
@@ -103,6 +106,18 @@ class AlgorithmConfig(Section):
         importance weight need them."""
         more = self.epochs * self.minibatches
         return self.old_logprobs == "score" or more > 1 or self.kl_reward_coef > 0 or self.importance_normalize
+
+    @property
+    def per_sequence(self) -> tuple[str, ...]:
+        """Settings, with their values, that need a ratio or a mean over a whole sequence."""
+        corrects = self.importance_correction != "none"
+        chosen = {
+            "loss": self.loss if self.loss in SEQUENCE_LOSSES else None,
+            "importance_level": self.importance_level if corrects and self.importance_level != "token" else None,
+            "importance_veto": self.importance_veto,
+            "off_policy_mask": self.off_policy_mask,
+        }
+        return tuple(f"{name}={value}" for name, value in chosen.items() if value is not None)
 
     _absolute = field_validator("loss", "advantage", "kl_estimator", "importance_correction")(absolute_code)
 

@@ -183,6 +183,8 @@ def _rollout(record: RolloutRecord, lengths: Sequence[int], generate_s: float) -
         optional["rollout/turns_mean"] = float(np.mean(record.turns))
         out_of_turns = sum(reason == "turns" for reason in record.finish_reasons)
         optional["rollout/turn_limit_fraction"] = _ratio(out_of_turns, len(record.finish_reasons))
+    if max(record.rows, default=1) > 1:
+        optional["rollout/rows_mean"] = float(np.mean(record.rows))
     return optional | {
         "rollout/response_length_mean": float(np.mean(lengths)),
         "rollout/response_length_max": float(max(lengths)),

@@ -44,6 +44,7 @@ class RolloutRecord:
         staleness: (N,) weight versions between a response's first token and the weights it trains.
         seconds: generation time that ``tokens_per_second`` is counted over; ``None`` takes the phase "generate".
         turns: (N,) of the model in each conversation; empty without an environment.
+        rows: (N,) training rows of each response.
     """
 
     finish_reasons: Sequence[str]
@@ -52,6 +53,7 @@ class RolloutRecord:
     staleness: Sequence[int] = ()
     seconds: float | None = None
     turns: Sequence[int] = ()
+    rows: Sequence[int] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

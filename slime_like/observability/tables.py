@@ -43,14 +43,15 @@ def per_sample_rows(
     stats: GRPOStats,
     decode: Decode,
 ) -> list[Row]:
-    """One row for each sample.
+    """One row for each sample; where samples have several training rows, one for each of these.
 
     Reward and success stand per reward function, unweighted. "Response Length" counts sampled tokens, as the metrics
     do: none of an environment. ``STEP_COLUMNS`` are figures of the whole optimizer step. The two mean gaps are
     |difference of logprobs| over loss-carrying tokens, in nats; ``None`` where the sample has no such logprobs, or no
     token carries loss. "Reward Metadata" is JSON text: metadata of reward functions and of an environment's steps, or
     why scoring failed. Where an environment took part, two more columns count the model's turns and show the text of
-    either side, a line each.
+    either side, a line each. Where a sample has several training rows, "Rollout ID" joins them; rewards and advantage
+    are the sample's.
 
     Args:
         pi_logprobs: (response_len,) of each sample, under the trainer's policy.
@@ -58,10 +59,11 @@ def per_sample_rows(
         decode: token ids to text, special tokens included.
     """
     figures = {name: float(getattr(stats, name)) for name in STEP_COLUMNS}
-    talks = _have_turns(trajectories)
+    talks, has_rows = _have_turns(trajectories), any(each.rollout_id != each.sequence_id for each in trajectories)
     return [
         {
             "Sequence ID": sample.sequence_id,
+            **({"Rollout ID": sample.rollout_id} if has_rows else {}),
             "Prompt": decode(sample.prompt_tokens.tolist()),
             "Response": decode(sample.response_tokens.tolist()),
             "Advantages": float(sample.advantages),

@@ -20,6 +20,7 @@ class PolicyLoss(Protocol):
     """A policy term: built from the configuration, called with the inputs of a micro-batch.
 
     ``needs_old`` says that it cannot be computed without ``old_logprobs``, ``needs_advantages`` the same of advantages.
+    An optional ``per_sequence = False`` says that no token's value depends on others: rollouts of several rows need it.
     """
 
     name: str

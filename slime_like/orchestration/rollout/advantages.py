@@ -10,6 +10,7 @@ from slime_like.algorithms.importance import configured_weights, mean_weight
 from slime_like.algorithms.shaping import kl_penalty, overlong_penalty
 from slime_like.config import RunConfig
 from slime_like.errors import ConfigError, RewardError, TrainerError
+from slime_like.orchestration.rollout.rows import rollouts_of
 from slime_like.orchestration.trainer.group_training import GroupTraining
 from slime_like.plugins.traceback import format_error, full_traceback
 from slime_like.trajectory import ScoredTrajectory
@@ -21,7 +22,12 @@ def weighted_rewards(config: RunConfig, rewards: Tensor) -> Tensor:
 
 
 def total_rewards(config: RunConfig, rewards: Tensor, response_lens: Sequence[int]) -> Tensor:
-    """(N,) input of the estimator: the weighted rewards minus the overlong penalty."""
+    """(N,) input of the estimator: the weighted rewards minus the overlong penalty.
+
+    Args:
+        rewards: (N, num_funcs), a row per rollout.
+        response_lens: of each rollout; see ``Rollout.length``.
+    """
     totals = weighted_rewards(config, rewards)
     buffer = config.algorithm.overlong_buffer
     if buffer is None:
@@ -31,10 +37,10 @@ def total_rewards(config: RunConfig, rewards: Tensor, response_lens: Sequence[in
 
 
 def step_advantages(config: RunConfig, totals: Tensor, group_ids: Sequence[int], step: int) -> Tensor:
-    """(N,) advantages of all samples of a step; the estimator gets the whole step, whatever its scope.
+    """(N,) advantages of all rollouts of a step; the estimator gets the whole step, whatever its scope.
 
     Raises:
-        RewardError: the estimator, which may be a user's, failed, or did not return one finite number per sample.
+        RewardError: the estimator, which may be a user's, failed, or did not return one finite number per rollout.
     """
     name = config.algorithm.advantage
     try:
@@ -80,15 +86,16 @@ def _format_error(name: str, error: Exception) -> str:
 def penalise_kl(
     config: RunConfig, trainers: GroupTraining, trajectories: Sequence[ScoredTrajectory], step: int
 ) -> None:
-    """Subtract each sample's KL to the reference from its reward, and replace its advantage, here and on the trainers.
+    """Subtract each rollout's KL to the reference, summed over its rows, from its reward; replace its advantage, here
+    and on the trainers.
 
     The batch must be loaded and scored, so that reference logprobs exist. Logprobs are those frozen at the start of the
     step: the penalty applies to the policy that sampled.
     """
     algorithm = config.algorithm
     frozen = trainers.response_logprobs([trajectory.sequence_id for trajectory in trajectories])
-    penalties = [
-        kl_penalty(
+    penalties = {
+        trajectory.sequence_id: kl_penalty(
             scored.policy,
             scored.required_reference,
             trajectory.loss_mask,
@@ -97,12 +104,15 @@ def penalise_kl(
             algorithm.kl_reward_estimator,
         )[1]
         for trajectory, scored in ((t, frozen[t.sequence_id]) for t in trajectories)
-    ]
-    lengths = [trajectory.response_len for trajectory in trajectories]
-    totals = total_rewards(config, torch.stack([t.rewards for t in trajectories]), lengths) + torch.cat(penalties)
-    advantages = step_advantages(config, totals, [t.group_id for t in trajectories], step)
-    for trajectory, advantage in zip(trajectories, advantages, strict=True):
-        trajectory.advantages = advantage.clone()
+    }
+    rollouts = rollouts_of(trajectories)
+    rewards = torch.stack([rollout.last.rewards for rollout in rollouts])
+    totals = total_rewards(config, rewards, [rollout.length for rollout in rollouts])
+    totals += torch.stack([torch.stack([penalties[row.sequence_id] for row in r.rows]).sum() for r in rollouts])
+    advantages = step_advantages(config, totals, [rollout.group_id for rollout in rollouts], step)
+    for rollout, advantage in zip(rollouts, advantages, strict=True):
+        for row in rollout.rows:
+            row.advantages = advantage.clone()
     trainers.set_advantages({t.sequence_id: float(t.advantages) for t in trajectories})
 
 

@@ -13,6 +13,7 @@ from slime_like.observability.records import EvaluationRecord
 from slime_like.orchestration.rollout.failures import failure_text
 from slime_like.orchestration.rollout.manager import RolloutManager
 from slime_like.orchestration.rollout.requests import build_requests, evaluation_sampling, to_group
+from slime_like.orchestration.rollout.rows import Rollout, rollouts_of
 from slime_like.orchestration.rollout.scoring import Scorer
 from slime_like.sandbox.rewards.pool import RewardOutcome
 from slime_like.system.words import counted
@@ -47,15 +48,14 @@ class Evaluator:
         temperature = self._sampling.temperature or 1.0
         with progress.waiting("evaluating", len(prompts), "prompt") as waiting:
             answers = self._engines.generate(requests, waiting.reach)
-            groups = [
-                to_group(prompt, answer, temperature).trajectories
-                for prompt, answer in zip(prompts, answers, strict=True)
-            ]
-            outcomes = self._scorer.outcomes([trajectory for group in groups for trajectory in group])
+            groups = [to_group(prompt, answer, temperature) for prompt, answer in zip(prompts, answers, strict=True)]
+            outcomes = self._scorer.outcomes(groups)
         if failure := _failure_note(outcomes):
             progress.note(failure)
         remaining_outcomes = iter(outcomes)
-        samples_of = [[(trajectory, next(remaining_outcomes)) for trajectory in group] for group in groups]
+        samples_of = [
+            [(rollout, next(remaining_outcomes)) for rollout in rollouts_of(group.trajectories)] for group in groups
+        ]
         remaining = iter(samples_of)
         results = {name: _figures([next(remaining) for _ in dataset]) for name, dataset in self._datasets.items()}
         return EvaluationResult(_figures(samples_of), results if len(results) > 1 else {})
@@ -93,9 +93,9 @@ def held_out(config: RunConfig, tokenizer: Any) -> dict[str, list[Prompt]]:
     return datasets
 
 
-def _figures(prompts: Sequence[Sequence[tuple[UnscoredTrajectory, RewardOutcome]]]) -> EvaluationRecord:
+def _figures(prompts: Sequence[Sequence[tuple[Rollout[UnscoredTrajectory], RewardOutcome]]]) -> EvaluationRecord:
     successes = [[outcome.successes[0] > 0 for _, outcome in samples] for samples in prompts]
-    responses = [trajectory for samples in prompts for trajectory, _ in samples]
+    responses = [rollout for samples in prompts for rollout, _ in samples]
     return EvaluationRecord(
         accuracy=sum(map(sum, successes)) / len(responses),
         pass_at={k: mean_pass_at_k(successes, k) for k in powers_up_to(len(prompts[0]))},

@@ -1,6 +1,6 @@
 """Requests from prompts, and trajectories from the answers."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 import torch
@@ -8,7 +8,7 @@ import torch
 from slime_like.config import RunConfig
 from slime_like.data.prompts import Prompt
 from slime_like.errors import ConfigError, EngineError
-from slime_like.interfaces import Conversation, ConversationTask, Generation, GenerationRequest, SamplingParams
+from slime_like.interfaces import ConversationTask, Generation, GenerationRequest, SamplingParams, Segment
 from slime_like.models.dimensions import ModelDimensions
 from slime_like.trajectory import GroupedUnscoredTrajectories, UnscoredTrajectory
 
@@ -63,61 +63,77 @@ def build_requests(
 
 
 def to_group(prompt: Prompt, generations: Sequence[Generation], temperature: float) -> GroupedUnscoredTrajectories:
-    """The samples of one prompt as a group.
+    """The samples of one prompt as a group, a row for each segment of a sample.
 
     Raises:
-        EngineError: a response is empty, or its logprobs and versions do not cover it token for token.
+        EngineError: a response is empty, its logprobs and versions do not cover it token for token, or the last
+            segment is another response than the generation's.
     """
-    prompt_tokens = torch.tensor(prompt.tokens, dtype=torch.int64)
-    trajectories = [
-        _to_trajectory(prompt, prompt_tokens, generation, index, temperature)
+    prompt_tokens = np.asarray(prompt.tokens, np.int64)
+    rows = [
+        row
         for index, generation in enumerate(generations)
+        for row in _rows(prompt, prompt_tokens, generation, f"{prompt.group_id}-{index}", temperature)
     ]
-    return GroupedUnscoredTrajectories(trajectories, prompt.group_id, sum(t.total_len for t in trajectories))
+    tokens = sum(row.total_len for row in rows)
+    return GroupedUnscoredTrajectories(rows, prompt.group_id, tokens, torch.from_numpy(prompt_tokens))
 
 
-def _to_trajectory(
-    prompt: Prompt, prompt_tokens: torch.Tensor, generation: Generation, index: int, temperature: float
-) -> UnscoredTrajectory:
-    length = len(generation.token_ids)
-    sequence_id = f"{prompt.group_id}-{index}"
-    if length == 0 or len(generation.logprobs) != length or len(generation.weight_versions) != length:
+def _rows(
+    prompt: Prompt, prompt_tokens: np.ndarray, generation: Generation, rollout_id: str, temperature: float
+) -> Iterator[UnscoredTrajectory]:
+    """The rows of one sample. The last has the conversation, whose turns lie in the generation's response."""
+    segments = generation.segments or (_whole(prompt_tokens, generation),)
+    if not np.array_equal(segments[-1].token_ids, generation.token_ids):
         raise EngineError(
-            f"the engine returned {length} tokens, {len(generation.logprobs)} logprobs and "
-            f"{len(generation.weight_versions)} versions; a response has at least one token and one "
-            "of each per token",
+            "the last segment of a generation is another response than its token_ids",
+            code="bad-response",
+            who=f"rollout {rollout_id}",
+        )
+    for row, segment in enumerate(segments):
+        sequence_id = rollout_id if len(segments) == 1 else f"{rollout_id}.{row}"
+        _require_complete(segment, sequence_id)
+        versions = _copy(segment.weight_versions, np.int64)
+        yield UnscoredTrajectory(
+            prompt_tokens=_copy(segment.prompt_tokens, np.int64),
+            response_tokens=_copy(segment.token_ids, np.int64),
+            prompt_len=len(segment.prompt_tokens),
+            response_len=len(segment.token_ids),
+            logprobs=_copy(segment.logprobs, np.float32),
+            answer=prompt.answer,
+            sequence_id=sequence_id,
+            rollout_id=rollout_id,
+            policy_version=int(versions[0]),
+            group_id=prompt.group_id,
+            loss_mask=_copy(segment.loss_mask, np.bool_),
+            weight_versions=versions,
+            temperature=temperature,
+            finish_reason=generation.finish_reason,
+            conversation=generation.conversation if segment is segments[-1] else None,
+        )
+
+
+def _whole(prompt_tokens: np.ndarray, generation: Generation) -> Segment:
+    """The one row of a response without segments: every token carries loss, of a conversation those of its turns."""
+    loss_mask = np.full(len(generation.token_ids), generation.conversation is None)
+    for start, end in generation.conversation.turns if generation.conversation is not None else ():
+        loss_mask[start:end] = True
+    return Segment(prompt_tokens, generation.token_ids, generation.logprobs, generation.weight_versions, loss_mask)
+
+
+def _require_complete(segment: Segment, sequence_id: str) -> None:
+    length, logprobs = len(segment.token_ids), len(segment.logprobs)
+    versions, mask = len(segment.weight_versions), len(segment.loss_mask)
+    if min(length, len(segment.prompt_tokens)) == 0 or {logprobs, versions, mask} != {length}:
+        raise EngineError(
+            f"the engine returned {length} tokens, {logprobs} logprobs, {versions} versions and {mask} mask entries "
+            f"after a prompt of {len(segment.prompt_tokens)}; a row has a prompt and at least one token, and one of "
+            "each per token",
             code="bad-response",
             who=f"sequence {sequence_id}",
         )
-    versions = _copy(generation.weight_versions, np.int64)
-    return UnscoredTrajectory(
-        prompt_tokens=prompt_tokens,
-        response_tokens=_copy(generation.token_ids, np.int64),
-        prompt_len=len(prompt_tokens),
-        response_len=length,
-        logprobs=_copy(generation.logprobs, np.float32),
-        answer=prompt.answer,
-        sequence_id=sequence_id,
-        policy_version=int(versions[0]),
-        group_id=prompt.group_id,
-        loss_mask=_loss_mask(length, generation.conversation),
-        weight_versions=versions,
-        temperature=temperature,
-        finish_reason=generation.finish_reason,
-        conversation=generation.conversation,
-    )
 
 
 def _copy(values: np.ndarray, dtype: type[np.generic]) -> torch.Tensor:
     """A copy: Ray's arrays are read-only."""
     return torch.from_numpy(np.array(values, dtype=dtype))
-
-
-def _loss_mask(length: int, conversation: Conversation | None) -> torch.Tensor:
-    """(length,) True where the model sampled the token."""
-    if conversation is None:
-        return torch.ones(length, dtype=torch.bool)
-    mask = torch.zeros(length, dtype=torch.bool)
-    for start, end in conversation.turns:
-        mask[start:end] = True
-    return mask

@@ -1,7 +1,7 @@
 """Rewards and advantages: groups of unscored trajectories become scored ones."""
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,6 +12,7 @@ from slime_like.config import RunConfig
 from slime_like.config.rollout import ENVIRONMENT
 from slime_like.interfaces import Conversation
 from slime_like.orchestration.rollout.advantages import step_advantages, total_rewards
+from slime_like.orchestration.rollout.rows import Rollout, rollouts_of, trained_spans
 from slime_like.sandbox.rewards.pool import RewardItem, RewardOutcome, RewardPool
 from slime_like.trajectory import GroupedUnscoredTrajectories, ScoredTrajectory, UnscoredTrajectory
 
@@ -21,9 +22,10 @@ class RewardedGroup:
     """A group with its rewards; its advantages may depend on the rest of the batch.
 
     Attributes:
-        rewards, successes: (N, F) float32, one column per reward function.
+        rewards, successes: (N, F) float32 of its N rollouts, one column per reward function.
         totals: (N,) float32, the rewards that advantages come from.
-        reference: (response_len,) logprobs of each sample under the reference, where a worker has scored them.
+        metadata: of each row.
+        reference: (response_len,) logprobs of each row under the reference, where a worker has scored them.
     """
 
     group: GroupedUnscoredTrajectories
@@ -44,34 +46,39 @@ class Scorer:
         self._names = [function.label for function in config.reward.functions]
         self._lock = threading.Lock()
 
-    def outcomes(self, trajectories: Sequence[UnscoredTrajectory]) -> list[RewardOutcome]:
-        """Results of all reward functions for every response, in order; of a conversation they get the last turn."""
+    def outcomes(self, groups: Sequence[GroupedUnscoredTrajectories]) -> list[RewardOutcome]:
+        """Results of all reward functions for every rollout, in order; they get what the model wrote last."""
         decode = self._tokenizer.batch_decode
-        responses = decode([_judged_tokens(t) for t in trajectories], skip_special_tokens=True)
-        prompts = {t.group_id: t.prompt_tokens for t in trajectories}
-        texts = dict(zip(prompts, decode(list(prompts.values()), skip_special_tokens=False), strict=True))
+        rollouts = [rollout for group in groups for rollout in rollouts_of(group.trajectories)]
+        responses = decode([_judged_tokens(rollout) for rollout in rollouts], skip_special_tokens=True)
+        texts = decode([group.prompt_tokens for group in groups], skip_special_tokens=False)
+        prompts = dict(zip((group.group_id for group in groups), texts, strict=True))
         items = [
-            RewardItem(prompt=texts[trajectory.group_id], response=response, answer=trajectory.answer)
-            for trajectory, response in zip(trajectories, responses, strict=True)
+            RewardItem(prompt=prompts[rollout.group_id], response=response, answer=rollout.last.answer)
+            for rollout, response in zip(rollouts, responses, strict=True)
         ]
         with self._lock:
-            outcomes = self._pool.score(items, [trajectory.group_id for trajectory in trajectories])
+            outcomes = self._pool.score(items, [rollout.group_id for rollout in rollouts])
         return [
-            self._with_environment(outcome, trajectory.conversation)
-            for outcome, trajectory in zip(outcomes, trajectories, strict=True)
+            self._with_environment(outcome, rollout.last.conversation)
+            for outcome, rollout in zip(outcomes, rollouts, strict=True)
         ]
 
     def rewards(self, groups: Sequence[GroupedUnscoredTrajectories]) -> list[RewardedGroup]:
-        """Rewards and successes of all samples."""
-        trajectories = [trajectory for group in groups for trajectory in group.trajectories]
-        outcomes = iter(self.outcomes(trajectories))
-        return [self._rewarded(group, [next(outcomes) for _ in group.trajectories]) for group in groups]
+        """Rewards and successes of all rollouts."""
+        outcomes = iter(self.outcomes(groups))
+        return [self._rewarded(group, rollouts_of(group.trajectories), outcomes) for group in groups]
 
     def scored(self, groups: Sequence[RewardedGroup], step: int) -> list[ScoredTrajectory]:
-        """The trajectories of a step's whole batch with their advantages, in the order of the groups."""
+        """The trajectories of a step's whole batch with their advantages, in the order of the groups.
+
+        A rollout has one advantage, which all of its rows get.
+        """
         trajectories = [trajectory for rewarded in groups for trajectory in rewarded.group.trajectories]
+        rollouts = rollouts_of(trajectories)
+        places = {rollout.last.rollout_id: place for place, rollout in enumerate(rollouts)}
         totals = torch.cat([rewarded.totals for rewarded in groups])
-        advantages = step_advantages(self._config, totals, [t.group_id for t in trajectories], step)
+        advantages = step_advantages(self._config, totals, [rollout.group_id for rollout in rollouts], step)
         rewards = torch.cat([rewarded.rewards for rewarded in groups])
         successes = torch.cat([rewarded.successes for rewarded in groups])
         metadata = [entry for rewarded in groups for entry in rewarded.metadata]
@@ -80,23 +87,29 @@ class Scorer:
         return [
             ScoredTrajectory.of(
                 trajectory,
-                rewards=rewards[i],
-                successes=successes[i],
-                advantages=advantages[i],
-                reward_metadata=metadata[i],
-                ref_logprobs=references[i],
+                rewards=rewards[place],
+                successes=successes[place],
+                advantages=advantages[place],
+                reward_metadata=metadata[row],
+                ref_logprobs=references[row],
             )
-            for i, trajectory in enumerate(trajectories)
+            for row, trajectory in enumerate(trajectories)
+            for place in [places[trajectory.rollout_id]]
         ]
 
-    def _rewarded(self, group: GroupedUnscoredTrajectories, outcomes: Sequence[RewardOutcome]) -> RewardedGroup:
-        rewards = torch.tensor([outcome.rewards for outcome in outcomes], dtype=torch.float32)
-        successes = torch.tensor([outcome.successes for outcome in outcomes], dtype=torch.float32)
-        totals = total_rewards(self._config, rewards, [t.response_len for t in group.trajectories])
-        metadata = [
-            self._metadata(outcome, trajectory.conversation)
-            for outcome, trajectory in zip(outcomes, group.trajectories, strict=True)
-        ]
+    def _rewarded(
+        self,
+        group: GroupedUnscoredTrajectories,
+        rollouts: Sequence[Rollout[UnscoredTrajectory]],
+        outcomes: Iterator[RewardOutcome],
+    ) -> RewardedGroup:
+        """The group with the next outcomes, one per rollout."""
+        found = [next(outcomes) for _ in rollouts]
+        rewards = torch.tensor([outcome.rewards for outcome in found], dtype=torch.float32)
+        successes = torch.tensor([outcome.successes for outcome in found], dtype=torch.float32)
+        totals = total_rewards(self._config, rewards, [rollout.length for rollout in rollouts])
+        of_rollout = {rollout.last.rollout_id: outcome for rollout, outcome in zip(rollouts, found, strict=True)}
+        metadata = [self._metadata(of_rollout[row.rollout_id], row) for row in group.trajectories]
         return RewardedGroup(group, rewards, successes, totals, metadata)
 
     def _with_environment(self, outcome: RewardOutcome, conversation: Conversation | None) -> RewardOutcome:
@@ -117,17 +130,19 @@ class Scorer:
         )
         return RewardOutcome(rewards, successes, outcome.metadata)
 
-    def _metadata(self, outcome: RewardOutcome, conversation: Conversation | None) -> dict[str, Any]:
+    def _metadata(self, outcome: RewardOutcome, row: UnscoredTrajectory) -> dict[str, Any]:
         metadata = {"func_names": self._names, **outcome.metadata}
-        if conversation is not None:
-            steps = [dict(step) for step in conversation.metadata]
-            metadata["conversation"] = {"turns": [list(turn) for turn in conversation.turns], "steps": steps}
+        if row.conversation is not None:
+            steps = [dict(step) for step in row.conversation.metadata]
+            metadata["conversation"] = {"turns": [list(turn) for turn in row.conversation.turns], "steps": steps}
+        elif not row.loss_mask.all():
+            metadata["conversation"] = {"turns": [list(span) for span in trained_spans(row.loss_mask)], "steps": []}
         return metadata
 
 
-def _judged_tokens(trajectory: UnscoredTrajectory) -> Tensor:
+def _judged_tokens(rollout: Rollout[UnscoredTrajectory]) -> Tensor:
     """The tokens that reward functions get: without observations, which may contain the answer."""
-    if trajectory.conversation is None:
-        return trajectory.response_tokens
-    start, end = trajectory.conversation.turns[-1]
-    return trajectory.response_tokens[start:end]
+    row = rollout.last
+    turns = trained_spans(row.loss_mask) if row.conversation is None else row.conversation.turns
+    start, end = turns[-1] if turns else (0, row.response_len)
+    return row.response_tokens[start:end]

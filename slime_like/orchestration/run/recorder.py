@@ -1,9 +1,10 @@
 """A step's figures to the log and to the screen; with sampled responses also tables, warnings and curves."""
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -16,6 +17,7 @@ from slime_like.observability.phases import PhaseTimes
 from slime_like.observability.records import RewardRecord, RolloutRecord, StepRecord
 from slime_like.observability.tables import SAMPLE_TABLE, TOKEN_TABLE, Decode, Row, per_sample_rows, per_token_rows
 from slime_like.orchestration.rollout.failures import by_reason, failure_text
+from slime_like.orchestration.rollout.rows import Rollout, rollouts_of, trained_spans
 from slime_like.orchestration.run.rollout_side import RolloutFigures
 from slime_like.orchestration.run.run import Run
 from slime_like.orchestration.run.step import TrainedStep
@@ -58,7 +60,7 @@ class StepRecorder:
             StepRecord(
                 updates=trained.updates,
                 times=times,
-                response_lengths=[trajectory.sampled_len for trajectory in trained.trajectories],
+                response_lengths=[rollout.sampled_len for rollout in rollouts_of(trained.trajectories)],
                 packed_tokens=trained.packed_tokens,
                 actual_tokens=sum(trajectory.total_len for trajectory in trained.trajectories),
                 trainers_busy_s=trained.busy_s,
@@ -115,32 +117,30 @@ class ResponseRecorder(StepRecorder):
     def sampled(
         self, step: int, trajectories: Sequence[ScoredTrajectory], times: PhaseTimes, figures: RolloutFigures
     ) -> tuple[RewardRecord, RolloutRecord]:
-        functions = self._run.config.reward.functions
-        failures = [t.reward_metadata["reason"] for t in trajectories if "reason" in t.reward_metadata]
+        functions, rollouts = self._run.config.reward.functions, rollouts_of(trajectories)
+        metadata = [rollout.last.reward_metadata for rollout in rollouts]
+        failures = [entry["reason"] for entry in metadata if "reason" in entry]
         self._failures += failures
-        self._responses += len(trajectories)
-        self.note(_failure_note(step, trajectories) if failures else None)
+        self._responses += len(rollouts)
+        self.note(_failure_note(step, metadata) if failures else None)
         rewards = RewardRecord(
             func_names=[function.label for function in functions],
             weights=[function.weight for function in functions],
-            rewards=torch.stack([trajectory.rewards for trajectory in trajectories]),
-            successes=torch.stack([trajectory.successes for trajectory in trajectories]),
-            group_ids=[trajectory.group_id for trajectory in trajectories],
+            rewards=torch.stack([rollout.last.rewards for rollout in rollouts]),
+            successes=torch.stack([rollout.last.successes for rollout in rollouts]),
+            group_ids=[rollout.group_id for rollout in rollouts],
             failures=failures,
         )
-        rollout = RolloutRecord(
-            finish_reasons=[trajectory.finish_reason for trajectory in trajectories],
+        record = RolloutRecord(
+            finish_reasons=[rollout.finish_reason for rollout in rollouts],
             dropped_prompts=figures.dropped_prompts,
             queue_size=figures.queued_groups,
             seconds=times.step_s if self._run.config.rollout.max_staleness > 0 else None,  # sampled all the time
-            staleness=[_staleness(trajectory, step) for trajectory in trajectories],
-            turns=[
-                len(t.reward_metadata["conversation"]["turns"])
-                for t in trajectories
-                if "conversation" in t.reward_metadata
-            ],
+            staleness=[_staleness(rollout, step) for rollout in rollouts],
+            turns=[turns for rollout in rollouts if (turns := _turns(rollout))],
+            rows=[len(rollout.rows) for rollout in rollouts],
         )
-        return rewards, rollout
+        return rewards, record
 
     def finish_step(self, step: int, trained: TrainedStep) -> None:
         run, trajectories, debug = self._run, trained.trajectories, self._run.config.debug
@@ -150,8 +150,8 @@ class ResponseRecorder(StepRecorder):
             tables = debug_tables(step, trajectories, training, trained.updates[-1], run.decode, limit)
             for name, rows in tables.items():
                 run.metrics.log_table(step, name, rows)
-        cut = sum(trajectory.finish_reason == "length" for trajectory in trajectories)
-        self.note(self._truncation.add(step, cut / len(trajectories)))
+        ends = [rollout.finish_reason for rollout in rollouts_of(trajectories)]
+        self.note(self._truncation.add(step, ends.count("length") / len(ends)))
         nothing_to_learn = not any(bool(trajectory.advantages.any()) for trajectory in trajectories)
         self.note(self._flat_steps.add(step, flat=nothing_to_learn))
 
@@ -180,11 +180,11 @@ def debug_tables(
     decode: Decode,
     limit: int,
 ) -> dict[str, list[Row]]:
-    """Tables of ``limit`` samples, of as many prompts as possible.
+    """Tables of ``limit`` samples with all of their rows, of as many prompts as possible.
 
     Policy and reference logprobs are those frozen at the step's start.
     """
-    chosen = _spread_over_prompts(trajectories)[:limit]
+    chosen = [row for rollout in _spread_over_prompts(trajectories)[:limit] for row in rollout.rows]
     logprobs = trainers.response_logprobs([trajectory.sequence_id for trajectory in chosen])
     samples = [replace(trajectory, ref_logprobs=logprobs[trajectory.sequence_id].reference) for trajectory in chosen]
     pi = [logprobs[sample.sequence_id].policy.numpy() for sample in samples]
@@ -195,30 +195,36 @@ def debug_tables(
     return {name: rows for name, rows in tables.items() if rows}
 
 
-def _spread_over_prompts(trajectories: Sequence[ScoredTrajectory]) -> list[ScoredTrajectory]:
+def _spread_over_prompts(trajectories: Sequence[ScoredTrajectory]) -> list[Rollout[ScoredTrajectory]]:
     """The first sample of every prompt, then the second of every prompt, and so on."""
     taken = Counter[int]()
 
-    def turn(trajectory: ScoredTrajectory) -> int:
-        taken[trajectory.group_id] += 1
-        return taken[trajectory.group_id]
+    def turn(rollout: Rollout[ScoredTrajectory]) -> int:
+        taken[rollout.group_id] += 1
+        return taken[rollout.group_id]
 
-    return sorted(trajectories, key=turn)
+    return sorted(rollouts_of(trajectories), key=turn)
 
 
-def _failure_note(step: int, trajectories: Sequence[ScoredTrajectory]) -> str:
-    metadata = [trajectory.reward_metadata for trajectory in trajectories]
+def _failure_note(step: int, metadata: Sequence[Mapping[str, Any]]) -> str:
     failures = sum("reason" in entry for entry in metadata)
     return (
-        f"step {step}, reward: scoring failed for {failures} of {counted(len(trajectories), 'response')} "
+        f"step {step}, reward: scoring failed for {failures} of {counted(len(metadata), 'response')} "
         f"({failure_text(metadata)}); they got reward 0"
     )
 
 
-def _staleness(trajectory: ScoredTrajectory, step: int) -> int:
+def _staleness(rollout: Rollout[ScoredTrajectory], step: int) -> int:
     """Versions between the oldest token and the weights that step n trains, n - 1."""
-    versions = trajectory.weight_versions
-    return 0 if versions is None else step - 1 - int(versions.min())
+    version = rollout.oldest_version
+    return 0 if version is None else step - 1 - version
+
+
+def _turns(rollout: Rollout[ScoredTrajectory]) -> int:
+    """The model's turns, 0 without a conversation; over several rows each is counted where it is trained."""
+    if len(rollout.rows) > 1:
+        return sum(len(trained_spans(row.loss_mask)) for row in rollout.rows)
+    return len(rollout.last.reward_metadata.get("conversation", {"turns": ()})["turns"])
 
 
 def _limits(config: RunConfig) -> str:

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
 
+from slime_like.algorithms.losses.loss import find_policy
 from slime_like.algorithms.packing.pack import pack_sequences, zero_weight_pack
 from slime_like.algorithms.packing.partition import (
     Partition,
@@ -13,9 +14,10 @@ from slime_like.algorithms.packing.partition import (
     training_flops,
 )
 from slime_like.algorithms.reduction import step_denominator, token_weights
+from slime_like.checks.sampling import rejected_for_several_rows
 from slime_like.config import RunConfig
 from slime_like.data.token_budget import TokenBudget
-from slime_like.errors import DataError
+from slime_like.errors import ConfigError, DataError
 from slime_like.models.dimensions import ModelDimensions
 from slime_like.system.words import counted
 from slime_like.trajectory import PackedTrajectory, ScoredTrajectory
@@ -33,7 +35,7 @@ class TrainingBatch:
 
     Attributes:
         replicas: [data-parallel replica][minibatch][micro-batch]; every replica has the same counts.
-        denominators: one per minibatch: tokens, samples or groups of that optimizer step.
+        denominators: one per minibatch: tokens, rollouts or groups of that optimizer step.
         packed_tokens: tokens computed, padding and fillers included.
     """
 
@@ -67,10 +69,16 @@ class ExperienceBatcher:
         return TrainingBatch(replicas, denominators, sum(pack.packed_seq_len for pack in packs))
 
     def weigh(self, groups: Sequence[ScoredTrajectory]) -> None:
-        """Set the token weight of every sequence of whole groups."""
+        """Set the token weight of every sequence of whole groups.
+
+        Raises:
+            ConfigError: a rollout has several rows, and a ratio of the objective is per sequence.
+        """
         algorithm = self._config.algorithm
-        counts, ids = _loss_tokens(groups)
-        weights = token_weights(algorithm.reduction, counts, ids, algorithm.constant_length)
+        counts, group_ids, rollout_ids = _loss_tokens(groups)
+        if len(set(rollout_ids)) < len(rollout_ids):
+            _require_token_ratios(self._config)
+        weights = token_weights(algorithm.reduction, counts, group_ids, algorithm.constant_length, rollout_ids)
         for trajectory, weight in zip(groups, weights, strict=True):
             trajectory.token_weight = weight
 
@@ -179,9 +187,34 @@ class WindowStream:
         return window
 
 
-def _loss_tokens(trajectories: Sequence[ScoredTrajectory]) -> tuple[list[int], list[int]]:
-    """(loss-carrying tokens, group) of every trajectory."""
-    return [int(t.loss_mask.sum()) for t in trajectories], [t.group_id for t in trajectories]
+def _require_token_ratios(config: RunConfig) -> None:
+    """Reject ratios per sequence, those of a custom loss that does not declare ``per_sequence`` included.
+
+    Raises:
+        ConfigError: with every setting that has one.
+    """
+    problems, name = list(rejected_for_several_rows(config)), config.algorithm.loss
+    if ":" in name and _may_be_per_sequence(name):
+        problems.append(
+            f"algorithm.loss={name} may need all tokens of a sequence at once, but rollouts of several rows are "
+            "trained row by row; set per_sequence = False in its class if it is computed per token"
+        )
+    if problems:
+        raise ConfigError(problems, code="several-rows")
+
+
+def _may_be_per_sequence(name: str) -> bool:
+    """Return whether a custom loss does not declare that it is computed per token."""
+    try:
+        return getattr(find_policy(name), "per_sequence", True) is not False
+    except ValueError as error:
+        raise ConfigError([f"algorithm.loss: {error}"], code="several-rows") from error
+
+
+def _loss_tokens(trajectories: Sequence[ScoredTrajectory]) -> tuple[list[int], list[int], list[str]]:
+    """(loss-carrying tokens, group, rollout) of every trajectory."""
+    counts = [int(t.loss_mask.sum()) for t in trajectories]
+    return counts, [t.group_id for t in trajectories], [t.rollout_id for t in trajectories]
 
 
 def split_by_group(trajectories: Sequence[ScoredTrajectory], parts: int) -> list[list[ScoredTrajectory]]:

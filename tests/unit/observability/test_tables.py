@@ -131,7 +131,7 @@ def test_the_limit_counts_samples(limit: int, rows: list[int]) -> None:
 
 def test_samples_are_of_different_prompts() -> None:
     names = ("7-0", "7-1", "7-2", "8-0", "8-1", "9-0")
-    batch = [replace(samples()[1], sequence_id=name, group_id=int(name[0])) for name in names]
+    batch = [replace(samples()[1], sequence_id=name, rollout_id=name, group_id=int(name[0])) for name in names]
     trainers: Any = SimpleNamespace(
         response_logprobs=lambda names: dict.fromkeys(
             names, SimpleNamespace(policy=torch.tensor([-2.0]), reference=None)

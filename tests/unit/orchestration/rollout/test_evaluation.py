@@ -21,7 +21,7 @@ from slime_like.observability.progress import Progress
 from slime_like.orchestration.cluster.bundles import bundle_sizes
 from slime_like.orchestration.rollout.evaluation import Evaluator, dataset_names, held_out
 from slime_like.sandbox.rewards.pool import RewardOutcome
-from slime_like.trajectory import UnscoredTrajectory
+from slime_like.trajectory import GroupedUnscoredTrajectories
 from tests.unit.checks.checkpoint import sound_flags, write_checkpoint
 
 SAMPLES = 4
@@ -46,14 +46,15 @@ def _generation(length: int, reason: Any) -> Generation:
 class Scorer:
     """In file "b" one sample of four is right, in file "a" none, and another has no result."""
 
-    def outcomes(self, trajectories: list[UnscoredTrajectory]) -> list[RewardOutcome]:
+    def outcomes(self, groups: list[GroupedUnscoredTrajectories]) -> list[RewardOutcome]:
         return [
             RewardOutcome(
                 (1.0,),
                 (float(t.answer == "b" and t.sequence_id.endswith("-2")),),
                 {"reason": "timeout"} if t.answer == "a" and t.sequence_id.endswith("-1") else {},
             )
-            for t in trajectories
+            for group in groups
+            for t in group.trajectories
         ]
 
 

@@ -24,7 +24,7 @@ def group(number: int, samples: int = 2, length: int = 8) -> RewardedGroup:
         for i in range(samples)
     ]
     rewards = torch.zeros(samples, 1)
-    grouped = GroupedUnscoredTrajectories(trajectories, number, samples * length)
+    grouped = GroupedUnscoredTrajectories(trajectories, number, samples * length, trajectories[0].prompt_tokens)
     return RewardedGroup(grouped, rewards, rewards, rewards[:, 0], [{}] * samples)
 
 
