@@ -51,11 +51,11 @@ def rejected_for_several_rows(config: RunConfig) -> Iterator[str]:
 
     For configurations whose rollouts may have several rows; others may have these settings.
     """
+    remedies = {"loss": "use one per token, e.g. ppo_clip or cispo", "importance_level": "use token"}
     for setting in config.algorithm.per_sequence:
         yield (
             f"algorithm.{setting} needs all tokens of a sequence at once, but rollouts of several rows are trained row "
-            "by row; use a loss and corrections per token (loss: ppo_clip, importance_level: token), and leave "
-            "importance_veto and off_policy_mask out"
+            f"by row; {remedies.get(setting.partition('=')[0], 'set it to none')}"
         )
 
 

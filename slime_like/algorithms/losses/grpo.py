@@ -16,7 +16,7 @@ from slime_like.algorithms.logprobs import logprobs_and_entropy
 from slime_like.algorithms.losses.loss import build_loss
 from slime_like.algorithms.losses.sums import LossOutput
 from slime_like.algorithms.losses.types import LossInputs
-from slime_like.algorithms.reduction import step_denominator, token_weights
+from slime_like.algorithms.reduction import RolloutIds, step_denominator, token_weights
 from slime_like.algorithms.segments import require_lengths, spread_over_tokens
 from slime_like.algorithms.tensor_checks import expanded_temperatures, require_alike, require_bool_mask, require_tensors
 
@@ -122,6 +122,7 @@ class GRPOLoss:
         behaviour_logprobs: Tensor | None = None,
         response_lens: Tensor | None = None,
         group_ids: Sequence[int] | Tensor | None = None,
+        rollout_ids: RolloutIds | None = None,
         temperature: float | Tensor = 1.0,
     ) -> BatchLoss:
         """The mean loss of a whole batch, packed (R) or padded (B, T).
@@ -140,11 +141,12 @@ class GRPOLoss:
             response_lens: (S,) for packed input, where the loss or the reduction is per sequence; refused for padded
                 input, whose rows are sequences already and whose padding is marked in ``padding_masks``.
             group_ids: of every sequence, for the reduction "groups".
+            rollout_ids: of every sequence, where several are rows of one rollout; see ``token_weights``.
             temperature: what the logits are divided by: a number, or a tensor that expands to ``targets``.
 
         Raises:
             ValueError: no tensor, shapes that do not fit, a mask that is not bool, a temperature that is not positive,
-                or something missing that the configuration needs.
+                something missing that the configuration needs, or ratios per sequence where rollouts have several rows.
         """
         require_tensors(targets=targets, advantages=advantages)
         _check_input(targets)
@@ -154,7 +156,7 @@ class GRPOLoss:
         logprobs, entropy = _score(pi_logits, targets, temperature)
         mask = _loss_mask(targets, padding_masks)
         lengths = _sequence_lengths(targets, response_lens)
-        weights, denominator = self._reduce(mask, lengths, group_ids)
+        weights, denominator = self._reduce(mask, lengths, group_ids, rollout_ids)
         given["old_logprobs"] = logprobs.detach() if old_logprobs is None else old_logprobs
         given["advantages"] = None if advantages is None else _broadcast(advantages, targets, lengths)
         flat = {name: None if values is None else values.flatten() for name, values in given.items()}
@@ -182,7 +184,11 @@ class GRPOLoss:
         flat["advantages"] = advantages / mean_weight(made.weights, mask, weights)
 
     def _reduce(
-        self, mask: Tensor, lengths: Tensor | None, group_ids: Sequence[int] | Tensor | None
+        self,
+        mask: Tensor,
+        lengths: Tensor | None,
+        group_ids: Sequence[int] | Tensor | None,
+        rollout_ids: RolloutIds | None,
     ) -> tuple[Tensor, float]:
         reduction = self.config.reduction
         sizes = [mask.numel()] if lengths is None else lengths.tolist()
@@ -190,11 +196,16 @@ class GRPOLoss:
             raise ValueError(f"reduction {reduction!r} is per sequence; give response_lens, or reduction 'tokens'")
         if reduction == "groups" and group_ids is None:
             raise ValueError("reduction 'groups' needs group_ids, one for each sequence")
+        if rollout_ids is not None and (settings := self.config.per_sequence):
+            raise ValueError(
+                f"{', '.join(settings)}: ratios per sequence, which rows of a rollout do not have; use losses and "
+                "corrections per token, or give no rollout_ids"
+            )
         counts = [int(part.sum()) for part in mask.split(sizes)]
-        groups = list(range(len(counts))) if group_ids is None else list(group_ids)
-        weights = token_weights(reduction, counts, groups, self.config.constant_length)
+        groups = [0] * len(counts) if group_ids is None else list(group_ids)  # one group: other reductions ignore it
+        weights = token_weights(reduction, counts, groups, self.config.constant_length, rollout_ids)
         per_token = spread_over_tokens(weights, torch.tensor(sizes, device=mask.device))
-        return per_token, step_denominator(reduction, counts, groups)
+        return per_token, step_denominator(reduction, counts, groups, rollout_ids)
 
 
 def _check_input(targets: Tensor) -> None:

@@ -34,6 +34,7 @@ def scored(
         advantages=torch.randn((), generator=generator),
         answer=f"answer {index}",
         sequence_id=f"s{index}",
+        rollout_id=f"r{index}",
         group_id=10**12 + index // group_size,
         reward_metadata={"func_names": ["a", "b"], "index": index},
         policy_version=index % 5,

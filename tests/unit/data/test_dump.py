@@ -44,6 +44,8 @@ def test_a_broken_dump_is_one_sentence_with_its_place(tmp_path: Path, content: o
 
 def test_what_was_saved_comes_back_and_a_cut_file_does_not(tmp_path: Path) -> None:
     batch = synthetic_batch(ModelDimensions.from_checkpoint(write_checkpoint(tmp_path / "model")))
+    for row in batch[:2]:
+        row.rollout_id = "0-0"
     path = dump_path(tmp_path, 12)
     save_trajectories(path, batch)
     for found, saved in zip(load_trajectories(path), batch, strict=True):

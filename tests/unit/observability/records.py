@@ -51,6 +51,7 @@ def rl_record() -> StepRecord:
             queue_size=3,
             staleness=[0, 2, 1, 0],
             turns=[1, 2, 2, 2, 1],
+            rows=[1, 3, 1, 2, 1],
         ),
         reference=ReferenceRecord(
             total_s=2.0, model_running_s=0.5, waiting_s=0.25, response_tokens=80, total_tokens=150

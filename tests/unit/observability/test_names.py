@@ -71,6 +71,7 @@ RL_FIGURES = {
     "rollout/response_length_max": 30.0,
     "rollout/truncated_fraction": 0.4,
     "rollout/turns_mean": 1.6,
+    "rollout/rows_mean": 1.6,
     "rollout/turn_limit_fraction": 0.0,
     "rollout/zero_spread_groups": 2.0,
     "rollout/groups": 3.0,

@@ -23,6 +23,7 @@ from slime_like.orchestration.trainer.rank_training import RankTraining
 from slime_like.trajectory import PackedTrajectory, ScoredTrajectory
 from tests.support.rejections import Rejects
 from tests.unit.algorithms.cases import batch
+from tests.unit.algorithms.test_rollout_rows import cut_into_rows
 
 SHAPES = [(3, 4), (2, 1), (5, 2), (2, 7), (4, 3), (1, 6)]
 FUNCTIONS = {"functions": [{"name": "math_verify", "weight": 2.0}, {"name": "length", "options": {"limit": 9}}]}
@@ -141,6 +142,23 @@ def test_kl_in_the_reward(rejects: Rejects) -> None:
         pack.ref_logprobs = None
     with rejects(TrainerError, "no-reference-logprobs"):
         penalise_kl(settings, trainers, trajectories, step=1)  # type: ignore[arg-type]
+
+
+def test_kl_of_several_rows_is_their_rollouts() -> None:
+    """Rows of any length, in any order and pack, get the advantage of the uncut rollout."""
+    settings, whole = config(kl_reward_coef=0.1, advantage="grpo_mean_only"), batch(SHAPES)
+    cut = [row for i, t in enumerate(whole) for row in cut_into_rows(t, range(1, t.response_len, 1 + i % 3))]
+    rows = sorted(cut, key=lambda row: row.sequence_id[::-1])
+    assert len(rows) > 2 * len(whole)
+    for trajectories in (rows, whole):
+        trainers, packs = one_rank(settings, trajectories)
+        penalise_kl(settings, trainers, trajectories, step=1)  # type: ignore[arg-type]
+        expected = {t.rollout_id: float(t.advantages) for t in trajectories}
+        for pack in packs:
+            tokens = zip(pack.rollout_ids, pack.response_lens.tolist(), strict=True)
+            assert pack.advantages is not None
+            assert pack.advantages.tolist() == [expected[name] for name, length in tokens for _ in range(length)]
+    assert [float(row.advantages) for row in rows] == pytest.approx([expected[row.rollout_id] for row in rows], 1e-5)
 
 
 def test_advantages_over_the_mean_importance_weight(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

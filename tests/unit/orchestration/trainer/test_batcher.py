@@ -6,13 +6,16 @@ and full micro-batches in every window but the last.
 
 import random
 from collections.abc import Iterable, Sequence
+from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
+from slime_like.algorithms.losses.policy import PolicyGradient
 from slime_like.config import RunConfig
-from slime_like.errors import DataError
+from slime_like.errors import ConfigError, DataError
 from slime_like.orchestration.trainer.batcher import ExperienceBatcher, Window, WindowStream, split_by_group
 from slime_like.trajectory import PackedTrajectory, ScoredTrajectory
 from tests.support.rejections import Rejects
@@ -180,3 +183,100 @@ def test_the_last_window_may_leave_replicas_without_samples_only_if_they_have_ha
 def test_a_sequence_over_the_budget_is_named_as_it_arrives(rejects: Rejects) -> None:
     with rejects(DataError):
         WindowStream(batcher(1)).add([trajectory(0, 0, 11, 30)])
+
+
+# ------------------------------------------------------------------------------------- rollouts of several rows
+def rollouts_in_rows(groups: int, samples: int) -> list[ScoredTrajectory]:
+    """Sample s of group g in 1 + (g + 3 s) % 5 rows of different lengths; the third row of any carries no loss."""
+    rows = []
+    for g, s in ((g, s) for g in range(groups) for s in range(samples)):
+        for row in range(1 + (g + 3 * s) % 5):
+            made = trajectory(g, s, 3 + row, 1 + (g * 7 + row * 5) % 11)
+            made.sequence_id, made.rollout_id = f"{g}-{s}.{row}", f"{g}-{s}"
+            made.loss_mask[:] = row != 2
+            rows.append(made)
+    return rows
+
+
+def weights_by_definition(rows: Sequence[ScoredTrajectory], reduction: str) -> tuple[dict[str, float], float]:
+    """(weight of every row, denominator) from the sums of rollouts and groups."""
+    tokens = {row.sequence_id: float(row.loss_mask.sum()) for row in rows}
+    of_rollout: dict[str, float] = {}
+    of_group: dict[int, float] = {}
+    for row in rows:
+        of_rollout[row.rollout_id] = of_rollout.get(row.rollout_id, 0) + tokens[row.sequence_id]
+        of_group[row.group_id] = of_group.get(row.group_id, 0) + tokens[row.sequence_id]
+    if reduction == "groups":
+        return {r.sequence_id: 1 / of_group[r.group_id] if tokens[r.sequence_id] else 0.0 for r in rows}, len(of_group)
+    if reduction == "samples":
+        weights = {r.sequence_id: 1 / of_rollout[r.rollout_id] if tokens[r.sequence_id] else 0.0 for r in rows}
+        return weights, len(of_rollout)
+    return {name: 1.0 if count else 0.0 for name, count in tokens.items()}, sum(tokens.values())
+
+
+@pytest.mark.parametrize("reduction", ["tokens", "samples", "groups"])
+@pytest.mark.parametrize("replicas", [1, 3])
+def test_uneven_rows_over_replicas(replicas: int, reduction: str) -> None:
+    """Minibatches of whole rollouts, equal counts everywhere, and weights of whole rollouts though packs split them."""
+    settings = config(algorithm={"minibatches": 3, "reduction": reduction}, trainer={"target_tokens_per_batch": BUDGET})
+    batch = ExperienceBatcher(settings, replicas, pad_token_id=0).batch(rollouts_in_rows(8, 3))
+    seen: set[str] = set()
+    for step, minibatch in enumerate(split_by_group(rollouts_in_rows(8, 3), 3)):
+        packs = [pack for replica in batch.replicas for pack in replica[step]]
+        assert len({len(replica[step]) for replica in batch.replicas}) == 1
+        weights, denominator = weights_by_definition(minibatch, reduction)
+        window = [list(replica[step]) for replica in batch.replicas]
+        assert sequence_weights([window]) == pytest.approx(weights, rel=1e-15)
+        assert batch.denominators[step] == denominator
+        rollouts = {name for pack in packs for name in pack.rollout_ids}
+        assert rollouts == {row.rollout_id for row in minibatch} and not rollouts & seen
+        seen |= rollouts
+        holders = [{name for pack in packs for name in pack.rollout_ids} for packs in window]
+        assert replicas == 1 or any(one & other for one, other in pairwise(holders))
+
+
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_windows_of_rows_add_up_to_the_batch(replicas: int) -> None:
+    rows = rollouts_in_rows(GROUPS, 3)
+    weights, denominator = weights_by_definition(rows, "samples")
+    stream, windows = WindowStream(batcher(replicas)), list[Window]()
+    for group in reversed(range(GROUPS)):
+        if window := stream.add([row for row in rows if row.group_id == group]):
+            windows.append(window)
+    last, found = stream.finish()
+    assert len(windows) > 2 and found == denominator
+    assert sequence_weights([*windows, last]) == pytest.approx(weights, rel=1e-15)
+
+
+PER_SEQUENCE = {
+    "loss": {"loss": "gspo"},
+    "level": {"importance_correction": "mask", "importance_level": "geometric"},
+    "veto": {"importance_correction": "mask", "importance_veto": 1e-4},
+    "mask": {"off_policy_mask": 0.1},
+    "custom": {"loss": "tests.unit.orchestration.trainer.test_batcher:Undeclared"},
+    "custom, nowhere": {"loss": "tests.unit.orchestration.trainer.test_batcher:Nowhere"},
+}
+
+
+class Undeclared(PolicyGradient):
+    """A custom loss; what it needs is not known."""
+
+
+class PerToken(PolicyGradient):
+    """A custom loss."""
+
+    per_sequence = False
+
+
+@pytest.mark.parametrize("algorithm", PER_SEQUENCE.values(), ids=PER_SEQUENCE)
+def test_ratios_per_sequence_are_refused_for_several_rows(algorithm: dict[str, Any], rejects: Rejects) -> None:
+    """Of single rows every setting is taken."""
+    made = ExperienceBatcher(config(algorithm=algorithm), 1, pad_token_id=0)
+    assert made.batch(batch_of(2, 2)).denominators == [sum(t.response_len for t in batch_of(2, 2))]
+    with rejects(ConfigError, "several-rows"):
+        made.batch(rollouts_in_rows(2, 2))
+
+
+def test_a_custom_loss_per_token_takes_rows() -> None:
+    made = ExperienceBatcher(config(algorithm={"loss": f"{__name__}:PerToken"}), 1, pad_token_id=0)
+    assert len(all_packs([made.batch(rollouts_in_rows(2, 2)).replicas[0]])) == 1

@@ -1,0 +1,230 @@
+"""Cutting a rollout into training rows changes neither loss nor gradient, whatever the cuts and the order of the rows.
+
+An append-only response is cut anywhere: each row has everything before it as its prompt, and carries loss on its part
+alone. Uncut rollouts are the reference. The model is a causal one in float64, which looks at every token before.
+"""
+
+import random
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from slime_like.algorithms import GRPOLoss, LossInputs, build_loss, pack_sequences, step_denominator, token_weights
+from slime_like.config.algorithm import LOSSES, SEQUENCE_LOSSES, AlgorithmConfig
+from slime_like.trajectory import PackedTrajectory, ScoredTrajectory
+from tests.support.properties import examples
+from tests.unit.algorithms.cases import (
+    CONSTANT_LENGTH,
+    REDUCTIONS,
+    SEEDS,
+    VOCABULARY,
+    batch,
+    dense_scores,
+    mean_by_definition,
+    shapes,
+)
+
+OBJECTIVES: dict[str, dict[str, Any]] = {
+    "ppo_clip": {"kl_coef": 0.2, "entropy_coef": 0.05, "importance_correction": "truncate", "importance_high": 1.5},
+    "cispo": {"clip_low": 1.0, "kl_coef": 0.1, "kl_estimator": "k2"},
+    "policy_gradient": {"importance_correction": "mask"},
+}
+
+
+class CausalModel:
+    """A token's state is made of the mean of all embeddings up to it: a row without its prefix would show."""
+
+    def __init__(self) -> None:
+        g = torch.Generator().manual_seed(0)
+        self.embedding, self.mix, self.head = (
+            torch.randn(rows, 6, generator=g, dtype=torch.float64).requires_grad_()
+            for rows in (VOCABULARY, 6, VOCABULARY)
+        )
+
+    def scores(self, row: ScoredTrajectory) -> tuple[Tensor, Tensor]:
+        """(response_len,) logprobs and entropies of one row."""
+        embedded = self.embedding[torch.cat([row.prompt_tokens, row.response_tokens])]
+        count = torch.arange(1, row.total_len + 1, dtype=torch.float64)[:, None]
+        hidden = torch.tanh((embedded + embedded.cumsum(0) / count) @ self.mix)
+        return dense_scores((hidden @ self.head.T)[row.prompt_len - 1 : -1] / row.temperature, row.response_tokens)
+
+
+def cut_into_rows(rollout: ScoredTrajectory, cuts: Sequence[int]) -> list[ScoredTrajectory]:
+    """Rows that begin at 0 and at every one of ``cuts``, positions of the response."""
+    every = torch.cat([rollout.prompt_tokens, rollout.response_tokens])
+    rows = []
+    for number, (start, end) in enumerate(zip([0, *cuts], [*cuts, rollout.response_len], strict=True)):
+        parts = {name: values[start:end] for name, values in rollout.response_tensors().items() if values is not None}
+        rows.append(
+            replace(
+                rollout,
+                sequence_id=f"{rollout.sequence_id}.{number}",
+                prompt_tokens=every[: rollout.prompt_len + start],
+                prompt_len=rollout.prompt_len + start,
+                response_len=end - start,
+                **parts,
+            )
+        )
+    return rows
+
+
+def random_cuts(rollout: ScoredTrajectory, pick: random.Random, most: int = 4) -> list[int]:
+    places = range(1, rollout.response_len)
+    return sorted(pick.sample(places, min(len(places), pick.randint(0, most))))
+
+
+def weighed(rows: Sequence[ScoredTrajectory], reduction: str) -> float:
+    """Set every row's weight; the step's denominator."""
+    counts, groups = [int(row.loss_mask.sum()) for row in rows], [row.group_id for row in rows]
+    rollouts = [row.rollout_id for row in rows]
+    constant = CONSTANT_LENGTH if reduction == "constant" else None
+    for row, weight in zip(rows, token_weights(reduction, counts, groups, constant, rollouts), strict=True):
+        row.token_weight = weight
+    return step_denominator(reduction, counts, groups, rollouts)
+
+
+def step(rows: Sequence[ScoredTrajectory], config: AlgorithmConfig) -> list[Tensor]:
+    """Loss, policy and KL part, and gradients of one optimizer step; each row is a micro-batch."""
+    model, loss, denominator = CausalModel(), build_loss(config), weighed(rows, config.reduction)
+    total, means = torch.zeros((), dtype=torch.float64), torch.zeros(3, dtype=torch.float64)
+    for row in rows:
+        pack = pack_sequences([row])
+        logprobs, entropy = model.scores(row)
+        output = loss(_inputs(pack, logprobs, entropy))
+        total = total + output.loss
+        means += torch.stack([output.sums.policy_loss, output.sums.kl_loss, output.sums.num_tokens])
+    gradients = torch.autograd.grad(total / denominator, [model.embedding, model.mix, model.head])
+    return [total.detach() / denominator, means / denominator, *gradients]
+
+
+def _inputs(pack: PackedTrajectory, logprobs: Tensor, entropy: Tensor) -> LossInputs:
+    return LossInputs(
+        logprobs=logprobs, entropy=entropy, old_logprobs=pack.old_logprobs, behaviour_logprobs=pack.logprobs,
+        ref_logprobs=pack.ref_logprobs, advantages=pack.advantages, loss_mask=pack.loss_mask,
+        token_weights=pack.token_weights,
+    )  # fmt: skip
+
+
+def assert_same(found: Sequence[Tensor], expected: Sequence[Tensor]) -> None:
+    for ours, theirs in zip(found, expected, strict=True):
+        assert (ours - theirs).norm() <= 1e-10 * theirs.norm()
+
+
+@pytest.mark.parametrize("reduction", REDUCTIONS)
+@pytest.mark.parametrize("objective", OBJECTIVES)
+@given(shapes=shapes(8, 40), seed=SEEDS)
+@examples(8)
+def test_rows_of_a_rollout_train_as_the_whole(
+    reduction: str, objective: str, shapes: list[tuple[int, int]], seed: int
+) -> None:
+    """Cut, cut once more, and in another order; some rows and some rollouts carry no loss."""
+    constant = CONSTANT_LENGTH if reduction == "constant" else None
+    config = AlgorithmConfig(loss=objective, reduction=reduction, constant_length=constant, **OBJECTIVES[objective])
+    rollouts, pick = batch(shapes, seed), random.Random(seed)
+    rollouts[0].loss_mask[0] = True
+    expected = step(rollouts, config)
+    cuts = [random_cuts(rollout, pick) for rollout in rollouts]
+    rows = [row for rollout, places in zip(rollouts, cuts, strict=True) for row in cut_into_rows(rollout, places)]
+    assert_same(step(rows, config), expected)
+    longest = max(range(len(rollouts)), key=lambda i: rollouts[i].response_len - len(cuts[i]))
+    cuts[longest] = sorted({*cuts[longest], pick.randrange(1, max(2, rollouts[longest].response_len))})
+    if rollouts[longest].response_len == 1:
+        cuts[longest] = []
+    more = [row for rollout, places in zip(rollouts, cuts, strict=True) for row in cut_into_rows(rollout, places)]
+    assert_same(step(pick.sample(more, len(more)), config), expected)
+
+
+@pytest.mark.parametrize("reduction", REDUCTIONS)
+@given(
+    rows=st.lists(st.tuples(st.integers(0, 20), st.integers(0, 8)), min_size=1, max_size=30),
+    groups=st.lists(st.integers(0, 3), min_size=9, max_size=9),
+    seed=st.integers(0, 99),
+)
+@examples(40)
+def test_the_mean_is_that_of_rollouts(
+    reduction: str, rows: list[tuple[int, int]], groups: list[int], seed: int
+) -> None:
+    """Rows of any rollouts in any order, against the means of rollouts written out."""
+    counts, rollouts = [count for count, _ in rows], [rollout for _, rollout in rows]
+    if not any(counts):
+        return
+    g = torch.Generator().manual_seed(seed)
+    losses = [torch.randn(count, generator=g, dtype=torch.float64) for count in counts]
+    constant = CONSTANT_LENGTH if reduction == "constant" else None
+    group_ids = [groups[rollout] for rollout in rollouts]
+    for ids in (
+        rollouts,
+        torch.tensor(rollouts),
+        list(torch.tensor(rollouts)),
+        [f"r{rollout}" for rollout in rollouts],
+    ):
+        weights = token_weights(reduction, counts, group_ids, constant, ids)
+        total = sum(w * x for w, row in zip(weights, losses, strict=True) for x in row.tolist())
+        whole = [torch.cat([x for x, of in zip(losses, rollouts, strict=True) if of == r]) for r in set(rollouts)]
+        expected = mean_by_definition(whole, [groups[r] for r in set(rollouts)], reduction).item()
+        denominator = step_denominator(reduction, counts, group_ids, ids)
+        assert total / denominator == pytest.approx(expected, rel=1e-11, abs=1e-12)
+
+
+def test_a_published_example() -> None:
+    """Of A = 50 + 100 tokens, B = 30 x 3 and C = 40, each token with a loss of 1, every rollout is a third of 1.0.
+
+    Rows that were samples would give B half of it.
+    """
+    counts, rollouts = [50, 100, 30, 30, 30, 40], list("AABBBC")
+    weights = token_weights("samples", counts, [0] * 6, rollout_ids=rollouts)
+    assert weights == [1 / 150, 1 / 150, 1 / 90, 1 / 90, 1 / 90, 1 / 40]
+    assert step_denominator("samples", counts, [0] * 6, rollouts) == 3.0
+    parts = {name: sum(w * n for w, n, r in zip(weights, counts, rollouts, strict=True) if r == name) for name in "ABC"}
+    assert parts == pytest.approx({"A": 1.0, "B": 1.0, "C": 1.0})
+    assert sum(parts.values()) / 3 == pytest.approx(1.0, rel=1e-15)
+
+
+def test_rollouts_that_do_not_fit_are_refused() -> None:
+    for wrong in (["a"], ["a", 1.5], ["a", None]):
+        with pytest.raises(ValueError, match="rollout id"):
+            token_weights("tokens", [1, 2], [0, 0], rollout_ids=wrong)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"row 1 of rollout 'a' is in group 1, another of its rows in 0"):
+        step_denominator("samples", [1, 2], [0, 1], ["a", "a"])
+
+
+@pytest.mark.parametrize("reduction", ["samples", "groups", "constant"])
+def test_the_loss_of_a_whole_batch_takes_rows(reduction: str) -> None:
+    """Loss 1 per token: a rollout's rows count as one sample also where their groups do not matter."""
+    lengths, rollouts, groups = torch.tensor([2, 3, 5]), ["a", "a", "b"], [7, 7, 8]
+    constant = 5 if reduction == "constant" else None
+    loss = GRPOLoss(AlgorithmConfig(loss="policy_gradient", reduction=reduction, constant_length=constant))
+    targets, logits = torch.zeros(10, dtype=torch.int64), torch.zeros(10, 2, dtype=torch.float64)
+    advantages = 1 / torch.log(torch.full((10,), 2.0, dtype=torch.float64))
+    given: dict[str, Any] = {"response_lens": lengths, "rollout_ids": rollouts}
+    given |= {"group_ids": groups} if reduction == "groups" else {}
+    assert float(loss(logits, targets, None, advantages, **given).loss) == pytest.approx(1.0)
+    by_sequence = GRPOLoss(AlgorithmConfig(loss="gspo", off_policy_mask=0.1))
+    with pytest.raises(ValueError, match=r"loss=gspo, off_policy_mask=0\.1"):
+        by_sequence(logits, targets, None, advantages, **given)
+
+
+def test_settings_per_sequence() -> None:
+    """Those that need lengths of sequences, by name; a level without a correction has no effect."""
+    assert AlgorithmConfig(importance_level="sequence").per_sequence == ()
+    corrected = {"importance_correction": "mask", "importance_veto": 1e-4}
+    assert AlgorithmConfig(importance_level="geometric", **corrected).per_sequence == (
+        "importance_level=geometric", "importance_veto=0.0001",
+    )  # fmt: skip
+    (row,) = batch([(3, 4)])
+    pack = pack_sequences([row])
+    for name in LOSSES:
+        config = AlgorithmConfig(loss=name)
+        inputs = _inputs(pack, torch.zeros(4), torch.zeros(4))
+        if name in SEQUENCE_LOSSES:
+            assert config.per_sequence == (f"loss={name}",)
+            with pytest.raises(ValueError, match="response_lens"):
+                build_loss(config)(inputs)
+        else:
+            assert config.per_sequence == () and build_loss(config)(inputs).loss.isfinite()

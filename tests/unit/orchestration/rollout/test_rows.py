@@ -1,0 +1,270 @@
+"""Rollouts of several rows, from an engine's segments to figures: what is a rollout's is counted once.
+
+The reward functions are a stand-in that gives each response its length; everything else is the run's own.
+"""
+
+import statistics
+from collections.abc import Sequence
+from contextlib import nullcontext
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any, cast
+
+import numpy as np
+import pytest
+import torch
+
+from slime_like.config import RunConfig
+from slime_like.data.prompts import Prompt
+from slime_like.errors import EngineError
+from slime_like.interfaces import Conversation, Generation, Segment
+from slime_like.observability.names import step_metrics
+from slime_like.observability.records import StepRecord
+from slime_like.observability.tables import per_sample_rows, per_token_rows
+from slime_like.orchestration.rollout.evaluation import Evaluator
+from slime_like.orchestration.rollout.requests import to_group
+from slime_like.orchestration.rollout.rows import rollouts_of, trained_spans
+from slime_like.orchestration.rollout.scoring import Scorer
+from slime_like.orchestration.run.recorder import ResponseRecorder
+from slime_like.orchestration.run.rollout_side import RolloutSide
+from slime_like.sandbox.rewards.pool import RewardItem, RewardOutcome
+from slime_like.trajectory import ScoredTrajectory
+from tests.unit.observability.records import grpo_stats, phase_times
+
+
+def ids(text: str) -> np.ndarray:
+    return np.array([ord(letter) for letter in text])
+
+
+def text_of(tokens: Sequence[int]) -> str:
+    return "".join(map(chr, tokens))
+
+
+def segment(prompt: str, response: str, version: int = 0) -> Segment:
+    """Capitals are what the model sampled and this row trains."""
+    mask = np.array([letter.isupper() for letter in response])
+    logprobs = np.where(mask, -np.arange(1.0, len(response) + 1), 0).astype(np.float32)
+    return Segment(ids(prompt), ids(response), logprobs, np.full(len(response), version), mask)
+
+
+def generation(*segments: Segment, reason: Any = "stop", conversation: Conversation | None = None) -> Generation:
+    last = segments[-1]
+    return Generation(last.token_ids, last.logprobs, last.weight_versions, reason, None, conversation, segments)
+
+
+def plain(response: str, reason: Any = "stop") -> Generation:
+    return Generation(ids(response), np.full(len(response), -0.5, np.float32), np.zeros(len(response)), reason)
+
+
+def generations(first: int = 0) -> list[Generation]:
+    """Rollouts of 3, 1, 2 and 1 rows. The last row of the third has more loss than its first, which begins later."""
+    return [
+        generation(segment("p", "AB", first), segment("pABx", "CyDE", first + 1), segment("sum", "FGH", first + 1)),
+        plain("IJKL", reason="length"),
+        generation(segment("p", "aM", first), segment("q", "NOPz", first), reason="length"),
+        generation(segment("p", "QxR", first)),
+    ]
+
+
+LENGTHS = [2 + 3 + 3, 4, 1 + 3, 2]
+"""Sampled tokens of each."""
+REWARDS = [3.0, 4.0, 3.0, 1.0]
+"""Length of what is judged, "FGH", "IJKL", "NOP" and "R"."""
+
+
+class Tokenizer:
+    def batch_decode(self, sequences: Sequence[Sequence[int]], skip_special_tokens: bool) -> list[str]:
+        return [text_of(sequence) for sequence in sequences]
+
+
+class Pool:
+    """Gives a response its length; group 8 fails. Keeps what it was asked."""
+
+    def __init__(self) -> None:
+        self.items: list[RewardItem] = []
+        self.groups: list[int] = []
+
+    def score(self, items: list[RewardItem], groups: list[int]) -> list[RewardOutcome]:
+        self.items, self.groups = items, groups
+        return [
+            RewardOutcome((0.0,), (0.0,), {"reason": "error"})
+            if group == 8
+            else RewardOutcome((float(len(item.response)),), (float(item.response == "FGH"),), {})
+            for item, group in zip(items, groups, strict=True)
+        ]
+
+
+def config(**sections: Any) -> RunConfig:
+    raw = {"run_dir": "unused", "model": {"path": "unused"}, "reward": {"functions": [{"name": "math_verify"}]}}
+    return RunConfig.model_validate(raw | sections)
+
+
+def scored(settings: RunConfig, pool: Any = None) -> list[ScoredTrajectory]:
+    """Groups 7 and 9 of four rollouts each; of the latter only the second to the fourth."""
+    scorer = Scorer(settings, cast(Any, pool or Pool()), Tokenizer())
+    groups = [
+        to_group(Prompt(tuple(ids("p")), "answer", number, 0, 0), answers, 1.0)
+        for number, answers in ((7, generations()), (9, generations(first=1)[1:]))
+    ]
+    rewarded = scorer.rewards(groups)
+    rewarded[1] = replace(rewarded[1], reference=[torch.full_like(t.logprobs, -9.0) for t in groups[1].trajectories])
+    rewarded[0] = replace(rewarded[0], reference=[t.logprobs - 1 for t in groups[0].trajectories])
+    return scorer.scored(rewarded, step=3)
+
+
+def normalised(rewards: list[float]) -> list[float]:
+    return [(reward - statistics.mean(rewards)) / statistics.stdev(rewards) for reward in rewards]
+
+
+# ------------------------------------------------------------------------------------------------------------- rows
+def test_a_row_for_each_segment() -> None:
+    group = to_group(Prompt(tuple(ids("p")), "answer", 7, 0, 0), generations(), 0.5)
+    rows = group.trajectories
+    assert [row.sequence_id for row in rows] == ["7-0.0", "7-0.1", "7-0.2", "7-1", "7-2.0", "7-2.1", "7-3"]
+    assert [row.rollout_id for row in rows] == ["7-0"] * 3 + ["7-1"] + ["7-2"] * 2 + ["7-3"]
+    assert [text_of(row.prompt_tokens) for row in rows] == ["p", "pABx", "sum", "p", "p", "q", "p"]
+    trained = [text_of(row.response_tokens[row.loss_mask]) for row in rows]
+    assert trained == ["AB", "CDE", "FGH", "IJKL", "M", "NOP", "QR"]
+    assert rows[1].logprobs is not None and rows[1].logprobs.tolist() == [-1, 0, -3, -4]
+    assert rows[1].weight_versions is not None and rows[1].weight_versions.tolist() == [1] * 4
+    assert [row.policy_version for row in rows[:2]] == [0, 1]
+    assert [row.finish_reason for row in rows] == ["stop"] * 3 + ["length"] * 3 + ["stop"]
+    assert all(row.prompt_len == len(row.prompt_tokens) and row.response_len == len(row.loss_mask) for row in rows)
+    assert group.total_tokens == sum(map(len, ("pAB", "pABxCyDE", "sumFGH", "pIJKL", "paM", "qNOPz", "pQxR")))
+    assert [len(rollout.rows) for rollout in rollouts_of(rows)] == [3, 1, 2, 1]
+    assert [rollout.sampled_len for rollout in rollouts_of(rows)] == LENGTHS
+
+
+whole = segment("p", "AB")
+MALFORMED = {
+    "no prompt": [replace(whole, prompt_tokens=ids(""))],
+    "no token": [whole, segment("p", "")],
+    "a mask that is short": [replace(whole, loss_mask=np.ones(1, bool)), whole],
+    "versions that are short": [replace(whole, weight_versions=np.zeros(1)), whole],
+    "logprobs that are long": [replace(whole, logprobs=np.zeros(3)), whole],
+}
+
+
+@pytest.mark.parametrize("segments", MALFORMED.values(), ids=MALFORMED)
+def test_a_malformed_segment_is_rejected(segments: list[Segment]) -> None:
+    with pytest.raises(EngineError) as caught:
+        to_group(Prompt((1,), "", 7, 0, 0), [generation(*segments)], 1.0)
+    assert caught.value.code == "bad-response" and caught.value.who.startswith("sequence 7-0")
+
+
+def test_the_last_segment_is_the_response() -> None:
+    answer = generation(segment("p", "AB"), segment("p", "CD"))
+    answer.token_ids = ids("CE")
+    with pytest.raises(EngineError) as caught:
+        to_group(Prompt((1,), "", 7, 0, 0), [answer], 1.0)
+    assert (caught.value.code, caught.value.who) == ("bad-response", "rollout 7-0")
+
+
+def test_spans_that_carry_loss() -> None:
+    for mask, spans in (("", []), ("aa", []), ("AA", [(0, 2)]), ("aAAaA", [(1, 3), (4, 5)]), ("AaA", [(0, 1), (2, 3)])):
+        assert trained_spans(torch.tensor([letter.isupper() for letter in mask], dtype=torch.bool)) == spans
+
+
+# ------------------------------------------------------------------------------------------- rewards and advantages
+def test_a_rollout_has_one_reward_and_one_advantage() -> None:
+    pool = Pool()
+    rows = scored(config(), pool)
+    assert [item.response for item in pool.items] == ["FGH", "IJKL", "NOP", "R", "IJKL", "NOP", "R"]
+    assert {item.prompt for item in pool.items} == {"p"} and pool.groups == [7] * 4 + [9] * 3
+    expected = dict(zip(("7-0", "7-1", "7-2", "7-3"), normalised(REWARDS), strict=True))
+    expected |= dict(zip(("9-0", "9-1", "9-2"), normalised(REWARDS[1:]), strict=True))
+    assert [float(row.advantages) for row in rows] == pytest.approx(
+        [expected[row.rollout_id] for row in rows], rel=1e-5
+    )
+    rewards = dict(zip(expected, REWARDS + REWARDS[1:], strict=True))
+    assert [row.rewards.tolist() for row in rows] == [[rewards[row.rollout_id]] for row in rows]
+    assert [float(row.successes) for row in rows] == [float(row.rollout_id == "7-0") for row in rows]
+    for row in rows:
+        assert row.ref_logprobs is not None and row.logprobs is not None
+        assert torch.equal(
+            row.ref_logprobs, row.logprobs - 1 if row.group_id == 7 else torch.full_like(row.logprobs, -9)
+        )
+
+
+def test_the_overlong_penalty_counts_a_rollouts_tokens() -> None:
+    """Sampled tokens over all rows, 8, 4, 4 and 2 of at most 9; of the last, a single row, its observation too."""
+    settings = config(algorithm={"overlong_buffer": 8, "advantage": "pass_through"}, rollout={"max_new_tokens": 9})
+    rows = scored(settings)
+    penalties = {"7-0": 7 / 8, "7-1": 3 / 8, "7-2": 3 / 8, "7-3": 2 / 8}
+    for rollout, reward in zip(rollouts_of(rows[:7]), REWARDS, strict=True):
+        expected = reward - penalties[rollout.last.rollout_id]
+        assert [float(row.advantages) for row in rollout.rows] == pytest.approx([expected] * len(rollout.rows))
+
+
+def test_a_conversation_belongs_to_the_last_row() -> None:
+    """The environment's reward counts once; turns of each row are those that it shows."""
+    functions = [{"name": "environment"}]
+    talk = Conversation(((0, 1), (2, 3)), reward=0.25, success=True, metadata=({"k": 1}, {}))
+    answers = [generation(segment("p", "AxB"), segment("q", "CxD"), conversation=talk), plain("E")]
+    group = to_group(Prompt((1,), "", 7, 0, 0), answers, 1.0)
+    empty = SimpleNamespace(score=lambda items, groups: [RewardOutcome((), ()) for _ in items])
+    scorer = Scorer(config(reward={"functions": functions}), cast(Any, empty), Tokenizer())
+    group.trajectories[-1].conversation = Conversation(((0, 1),), reward=0.75)
+    (rewarded,) = scorer.rewards([group])
+    assert rewarded.rewards.tolist() == [[0.25], [0.75]] and rewarded.successes.tolist() == [[1.0], [0.0]]
+    shown = [entry.get("conversation") for entry in rewarded.metadata]
+    assert shown == [
+        {"turns": [[0, 1], [2, 3]], "steps": []},
+        {"turns": [[0, 1], [2, 3]], "steps": [{"k": 1}, {}]},
+        {"turns": [[0, 1]], "steps": []},
+    ]
+
+
+# ---------------------------------------------------------------------------------------------------------- figures
+def test_figures_of_a_step_are_of_rollouts() -> None:
+    notes: list[str] = []
+    run: Any = SimpleNamespace(
+        config=config(), rollout=RolloutSide(cast(Any, None), dict), progress=SimpleNamespace(note=notes.append)
+    )
+    rows, recorder = scored(config()), ResponseRecorder(run)
+    for row in rows[4:6]:
+        row.reward_metadata["reason"] = "error"
+    rewards, rollout = recorder.sampled(3, rows, phase_times(), run.rollout.figures(1.0))
+    (note,) = notes
+    assert "failed for 1 of 7 responses" in note
+    assert np.asarray(rewards.rewards)[:, 0].tolist() == REWARDS + REWARDS[1:]
+    assert rewards.failures == ["error"] and rewards.group_ids == [7] * 4 + [9] * 3
+    assert rollout.finish_reasons == ["stop", "length", "length", "stop", "length", "length", "stop"]
+    assert rollout.rows == [3, 1, 2, 1, 1, 2, 1] and rollout.turns == [4, 2, 2, 2, 2]
+    assert rollout.staleness == [2, 2, 2, 2, 2, 1, 1]
+    lengths = [each.sampled_len for each in rollouts_of(rows)]
+    record = StepRecord(
+        updates=[grpo_stats()], times=phase_times(), response_lengths=lengths, packed_tokens=1, actual_tokens=1,
+        rewards=rewards, rollout=rollout,
+    )  # fmt: skip
+    metrics = step_metrics(record)
+    assert metrics["rollout/rows_mean"] == pytest.approx(11 / 7)
+    assert metrics["rollout/truncated_fraction"] == pytest.approx(4 / 7)
+    assert metrics["rollout/response_length_mean"] == pytest.approx((sum(LENGTHS) + sum(LENGTHS[1:])) / 7)
+    assert metrics["rollout/groups"] == 2 and metrics["rollout/zero_spread_groups"] == 0
+
+
+def test_tables_show_the_rows_of_a_rollout() -> None:
+    rows = scored(config())[1:5]
+    pi = [np.zeros(row.response_len) for row in rows]
+    shown = per_sample_rows(3, rows, pi, grpo_stats(), text_of)
+    assert [row["Rollout ID"] for row in shown] == ["7-0", "7-0", "7-1", "7-2"]
+    assert [row["Response Length"] for row in shown] == [3, 3, 4, 1]
+    assert [row["Conversation"] for row in shown] == [
+        "1 model: C\n1 environment: y\n2 model: DE", "1 model: FGH", "1 model: IJKL", "1 model: M",
+    ]  # fmt: skip
+    tokens = per_token_rows(3, rows, pi, text_of)
+    assert [row["Generated Logprob"] for row in tokens[:4]] == [-1, None, -3, -4]
+    assert "Rollout ID" not in per_sample_rows(3, rows[2:3], pi[2:3], grpo_stats(), text_of)[0]
+
+
+def test_evaluation_counts_rollouts() -> None:
+    prompts = [Prompt(tuple(ids("p")), "answer", number, 0, 0) for number in (7, 8)]
+    engines = SimpleNamespace(generate=lambda requests, answered: [generations() for _ in requests])
+    settings = config(evaluation={"samples_per_prompt": 4, "temperature": 1.0}, rollout={"stop_token_ids": [0]})
+    scorer, progress = Scorer(settings, cast(Any, Pool()), Tokenizer()), SimpleNamespace(note=lambda sentence: None)
+    progress.waiting = lambda *given: nullcontext(SimpleNamespace(reach=None))
+    found = Evaluator(settings, cast(Any, engines), scorer, {"a": prompts}).run(1, cast(Any, progress)).overall
+    assert (found.num_responses, found.scoring_failures, found.accuracy) == (8, 4, 1 / 8)
+    assert found.pass_at == {2: pytest.approx(0.5 / 2), 4: 0.5}
+    assert found.response_length_mean == sum(LENGTHS) / 4 and found.truncated_fraction == 0.5
