@@ -1,7 +1,8 @@
 """Known bugs of packed RL training put back into the algorithm layer, one at a time: the named tests must fail.
 
-The sources are copied and changed in a temporary folder; tests run against that copy in a process of their own. What
-this does not cover: bugs of the parallel layer, of engines and of the orchestration.
+So are those of rollouts of several rows, on their way to it. The sources are copied and changed in a temporary folder;
+tests run against that copy in a process of their own. What this does not cover: bugs of the parallel layer, of engines
+and of all else in the orchestration.
 """
 
 import importlib
@@ -23,13 +24,18 @@ TIMEOUT_S = 120
 
 @dataclass(frozen=True)
 class Mutation:
-    """``before`` becomes ``after`` in ``slime_like/algorithms/<file>``; then ``caught_by`` must fail."""
+    """``before`` becomes ``after`` in ``slime_like/<room>/<file>``; ``caught_by`` in ``tests/unit/<room>`` must fail."""
 
     bug: str
     file: str
     before: str
     after: str
     caught_by: str
+    room: str = "algorithms"
+
+    @property
+    def target(self) -> str:
+        return f"tests/unit/{self.room}/{self.caught_by}"
 
 
 MUTATIONS = [
@@ -131,12 +137,35 @@ MUTATIONS = [
         "None if temperature > 0 else",
         "test_logprobs.py::test_response_logprobs_of_each_sequence_alone",
     ),
+    Mutation(
+        "the mean is over rows instead of rollouts",
+        "reduction.py",
+        "places.setdefault(rollout, len(places))",
+        "places.setdefault(row, len(places))",
+        "test_rollout_rows.py::test_a_published_example",
+    ),
+    Mutation(
+        "rollouts are grouped by the position of rows",
+        "scoring.py",
+        "totals, [rollout.group_id for rollout in rollouts], step)",
+        "totals, [row.group_id for row in trajectories[: len(rollouts)]], step)",
+        "test_rows.py::test_a_rollout_has_one_reward_and_one_advantage",
+        room="orchestration/rollout",
+    ),
+    Mutation(
+        "every row of a rollout has the last one's mask",
+        "requests.py",
+        "_copy(segment.loss_mask, np.bool_)",
+        "_copy(np.resize(segments[-1].loss_mask, len(segment.token_ids)), np.bool_)",
+        "test_rows.py::test_a_row_for_each_segment",
+        room="orchestration/rollout",
+    ),
 ]
 
 
 @pytest.mark.parametrize("mutation", MUTATIONS, ids=lambda m: m.bug)
 def test_mutation_is_caught(mutation: Mutation, tmp_path: Path) -> None:
-    target = f"tests/unit/algorithms/{mutation.caught_by}"
+    target = mutation.target
     copy_sources(tmp_path, mutation)
     assert run_apart(tmp_path, target) == pytest.ExitCode.TESTS_FAILED, f"{target} passes although {mutation.bug}"
 
@@ -144,7 +173,7 @@ def test_mutation_is_caught(mutation: Mutation, tmp_path: Path) -> None:
 def test_the_copy_passes_without_mutation(tmp_path: Path) -> None:
     """Otherwise a broken copy would look like a caught mutation."""
     copy_sources(tmp_path, None)
-    targets = sorted({f"tests/unit/algorithms/{mutation.caught_by}" for mutation in MUTATIONS})
+    targets = sorted({mutation.target for mutation in MUTATIONS})
     assert run_apart(tmp_path, *targets) == pytest.ExitCode.OK
 
 
@@ -152,7 +181,7 @@ def copy_sources(folder: Path, mutation: Mutation | None) -> None:
     shutil.copytree(SOURCES, folder / "slime_like", ignore=shutil.ignore_patterns("__pycache__"))
     if mutation is None:
         return
-    file = folder / "slime_like" / "algorithms" / mutation.file
+    file = folder / "slime_like" / mutation.room / mutation.file
     text = file.read_text()
     assert text.count(mutation.before) == 1, f"{mutation.file} no longer has exactly one {mutation.before!r}; adapt it"
     file.write_text(text.replace(mutation.before, mutation.after))

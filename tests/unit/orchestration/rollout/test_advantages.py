@@ -22,8 +22,8 @@ from slime_like.orchestration.rollout.advantages import (
 from slime_like.orchestration.trainer.rank_training import RankTraining
 from slime_like.trajectory import PackedTrajectory, ScoredTrajectory
 from tests.support.rejections import Rejects
+from tests.support.rollout_rows import cut_into_rows
 from tests.unit.algorithms.cases import batch
-from tests.unit.algorithms.test_rollout_rows import cut_into_rows
 
 SHAPES = [(3, 4), (2, 1), (5, 2), (2, 7), (4, 3), (1, 6)]
 FUNCTIONS = {"functions": [{"name": "math_verify", "weight": 2.0}, {"name": "length", "options": {"limit": 9}}]}

@@ -1,0 +1,113 @@
+"""Rollouts cut into rows give the trainers' gradients of the uncut ones, at once and streamed, under every layout.
+
+The batcher forms packs and windows of either; each row has its whole prefix as its prompt. That an uncut step is right
+is the parity matrix's business (``test_parity.py``).
+"""
+
+import random
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+from torch import Tensor
+
+from backends.fsdp.trainer import FsdpTrainer
+from backends.megatron.trainer import MegatronTrainer
+from slime_like.config import RunConfig
+from slime_like.interfaces import RankPlacement, TrainerBackend
+from slime_like.orchestration.trainer.batcher import ExperienceBatcher, WindowStream
+from slime_like.orchestration.trainer.rank_training import RankTraining
+from slime_like.trajectory import ScoredTrajectory
+from tests.parallel.fsdp_steps import fsdp_config
+from tests.parallel.parity import GRADIENT_BOUND, LOSS_BOUND, Case, check_tensors, parity_config
+from tests.parallel.ranks import run_each
+from tests.parallel.steps import exported_gradients, optimizer_steps
+from tests.parallel.tiny import scored_sequences
+from tests.support.rollout_rows import cut_into_rows, random_cuts
+
+BUDGET = 48
+ROLLOUTS = 20  # in groups of two
+OBJECTIVE: dict[str, Any] = {"kl_coef": 0.0, "importance_correction": "truncate", "importance_high": 1.1}
+# backend, layout, reduction
+CASES: dict[str, tuple[str, dict[str, Any], str]] = {
+    "tp2-sp": ("megatron", {"tensor": 2, "sequence": True}, "tokens"),
+    "pp2": ("megatron", {"pipeline": 2}, "groups"),
+    "cp2": ("megatron", {"context": 2}, "constant"),
+    "dp2-distributed": ("megatron", {"data": 2, "distributed": True}, "samples"),
+    "fsdp-dp2": ("fsdp", {"data": 2}, "samples"),
+}
+
+
+def _rollouts() -> list[ScoredTrajectory]:
+    """With everything that a step needs; the sixth is masked, so that its rows carry no loss."""
+    lengths = [(3 + i % 5, 1 + (7 * i) % 19) for i in range(ROLLOUTS)]
+    rollouts = scored_sequences(lengths, fully_masked=(5,))
+    for rollout in rollouts:
+        rollout.ref_logprobs = None
+    return rollouts
+
+
+def _rows() -> list[ScoredTrajectory]:
+    """One to five of each rollout, those of a group in any order."""
+    pick = random.Random(0)
+    rows = [row for rollout in _rollouts() for row in cut_into_rows(rollout, random_cuts(rollout, pick))]
+    assert len(rows) > 2 * ROLLOUTS
+    return sorted(pick.sample(rows, len(rows)), key=lambda row: row.group_id)
+
+
+def _step(
+    placement: RankPlacement, config: RunConfig, rows: list[ScoredTrajectory], streams: bool
+) -> tuple[dict[str, Tensor], float | None]:
+    """(gradients that this rank gives away, loss where it has it)."""
+    backend: Any = FsdpTrainer if config.trainer.backend == "fsdp" else MegatronTrainer
+    trainer: TrainerBackend = backend(config, placement)
+    place = trainer.setup()
+    rank, batcher = RankTraining(config, trainer, place), ExperienceBatcher(config, place.data_size, pad_token_id=0)
+    if streams:
+        denominator = _stream(rank, batcher, rows, place.data)
+    else:
+        batch = batcher.batch(rows)
+        rank.load_batch(batch.replicas[place.data])
+        (denominator,) = batch.denominators
+        rank.accumulate_minibatch(0, denominator)
+    gradients = exported_gradients(trainer, denominator)
+    (stats,) = optimizer_steps(trainer, 1, denominator, lambda: None)
+    trainer.shutdown()
+    return gradients, None if stats is None else float(stats.loss)
+
+
+def _stream(rank: RankTraining, batcher: ExperienceBatcher, rows: list[ScoredTrajectory], replica: int) -> float:
+    """Accumulate windows as groups arrive, the last first; the denominator."""
+    stream, early = WindowStream(batcher), 0
+    rank.begin_stream()
+    for group in reversed(range(ROLLOUTS // 2)):
+        if window := stream.add([row for row in rows if row.group_id == group]):
+            rank.train_window(window[replica], last=False)
+            early += 1
+    window, denominator = stream.finish()
+    rank.train_window(window[replica], last=True)
+    assert early >= 1
+    return denominator
+
+
+@pytest.mark.parametrize(("backend", "layout", "reduction"), CASES.values(), ids=CASES)
+def test_rows_train_as_the_whole(
+    backend: str, layout: dict[str, Any], reduction: str, qwen3: Path, tmp_path: Path
+) -> None:
+    objective = {**OBJECTIVE, "reduction": reduction, "constant_length": 19 if reduction == "constant" else None}
+    if backend == "fsdp":
+        config = fsdp_config(Case(qwen3, [], cast(Any, None)), tmp_path, layout, **objective)
+    else:
+        config = parity_config(qwen3, tmp_path, layout, **objective)
+    trainer = config.trainer.model_copy(update={"target_tokens_per_batch": BUDGET})
+    config = config.model_copy(update={"trainer": trainer})
+    tasks = [(config, _rollouts(), False), (config, _rows(), False), (config, _rows(), True)]
+    whole, *cut = (_together(ranks) for ranks in run_each(_step, 2, tmp_path / "ranks", tasks))
+    for gradients, loss in cut:
+        check_tensors(gradients, {name: tensor.double() for name, tensor in whole[0].items()}, GRADIENT_BOUND)
+        assert loss == pytest.approx(whole[1], rel=LOSS_BOUND)
+
+
+def _together(ranks: tuple[tuple[dict[str, Tensor], float | None], ...]) -> tuple[dict[str, Tensor], float]:
+    gradients = {name: tensor for each, _ in ranks for name, tensor in each.items()}
+    return gradients, next(loss for _, loss in ranks if loss is not None)
