@@ -24,7 +24,7 @@ TIMEOUT_S = 120
 
 @dataclass(frozen=True)
 class Mutation:
-    """``before`` becomes ``after`` in ``slime_like/<room>/<file>``; ``caught_by`` in ``tests/unit/<room>`` must fail."""
+    """``before`` becomes ``after`` in ``slime_like/<room>/<file>``; then ``caught_by``, of its tests, must fail."""
 
     bug: str
     file: str
