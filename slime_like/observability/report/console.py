@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from slime_like.observability.report.data import RunData, StoredTable, summary
+from slime_like.observability.report.data import RunData, summary
 from slime_like.observability.report.panels import PhasePicture, key_metrics, panels, phase_picture
 from slime_like.observability.report.text import last_user_message, shortened, spelled_out
 from slime_like.observability.tables import SAMPLE_TABLE, said
@@ -34,7 +34,7 @@ def show(run: RunData, console: Console) -> None:
     samples = run.tables.get(SAMPLE_TABLE)
     if samples is not None and samples.rows:
         newest = samples.rows[-_NEWEST_SAMPLES:]
-        console.print(_labelled("Newest samples", [_sample(samples, row) for row in newest]))
+        console.print(_labelled("Newest samples", [_sample(row) for row in newest]))
 
 
 def _printable(value: Any) -> Text:
@@ -75,7 +75,7 @@ def _phases(picture: PhasePicture) -> Table:
     return table
 
 
-def _sample(table: StoredTable, row: dict[str, Any]) -> list[tuple[str, Any]]:
+def _sample(row: dict[str, Any]) -> list[tuple[str, Any]]:
     """(label, text) of what one reads of a sample: question, the response's end, answer, outcome."""
     outcome = {
         "step": row["step"],
@@ -84,7 +84,7 @@ def _sample(table: StoredTable, row: dict[str, Any]) -> list[tuple[str, Any]]:
         "finish reason": row.get("Finish Reason"),
     }
     shown = [f"{name} {_printable(value)}" for name, value in outcome.items() if value is not None]
-    column = said(table.columns)
+    column = said(list(row))  # others of the table may be of other steps
     response = shortened(str(row.get(column)), _MAX_TEXT)
     lines = response.split("\n") if column == "Conversation" else [response]
     return [

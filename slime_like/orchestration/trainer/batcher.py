@@ -77,7 +77,7 @@ class ExperienceBatcher:
         algorithm = self._config.algorithm
         counts, group_ids, rollout_ids = _loss_tokens(groups)
         if len(set(rollout_ids)) < len(rollout_ids):
-            _require_token_ratios(self._config)
+            require_token_ratios(self._config)
         weights = token_weights(algorithm.reduction, counts, group_ids, algorithm.constant_length, rollout_ids)
         for trajectory, weight in zip(groups, weights, strict=True):
             trajectory.token_weight = weight
@@ -187,8 +187,10 @@ class WindowStream:
         return window
 
 
-def _require_token_ratios(config: RunConfig) -> None:
+def require_token_ratios(config: RunConfig) -> None:
     """Reject ratios per sequence, those of a custom loss that does not declare ``per_sequence`` included.
+
+    The batcher calls it for the first rollout of several rows; runs that expect such may before they start.
 
     Raises:
         ConfigError: with every setting that has one.
