@@ -58,10 +58,10 @@ with the first row's text and its answer as the response.
 a group) and `reward.memory_mb`. A call that raises, hangs or exceeds the memory gives its response
 reward 0 from all functions; the reason is in the metadata, and `ref_actor_rewards/scoring_failures`
 counts them. After 8 timeouts per worker in a step (included functions) the bound is a tenth; after
-100 the step's rest fails with the reason `budget`. A group function that fails gives its whole group reward 0. A custom function that
-fails on every response to 8 prompts (or groups) one after the other ends the run: the message has
-file and line. Equal responses to one prompt are scored once, so that functions must be
-deterministic.
+100 the step's rest fails with the reason `budget`. A group function that fails gives its whole
+group reward 0. A custom function that fails on every response to 8 prompts (or groups) one after
+the other ends the run: the message has file and line. Equal responses to one prompt are scored
+once, so that functions must be deterministic.
 
 ## Included functions
 
