@@ -129,7 +129,12 @@ def _parse_object(line: bytes) -> dict[str, Any] | None:
 def _finite(value: Any) -> Any:
     """``value`` with every number that is not finite, or too large for a sum, as ``None``."""
     if isinstance(value, dict):
-        return {sys.intern(name): _finite(item) for name, item in value.items()}  # names repeat on every line
+        return {
+            sys.intern(name): item  # names repeat on every line
+            if (item.__class__ is float and -_MAX_NUMBER <= item <= _MAX_NUMBER) or item.__class__ is str
+            else _finite(item)
+            for name, item in value.items()
+        }
     if isinstance(value, list | tuple):
         return [_finite(item) for item in value]
     return None if isinstance(value, int | float) and not abs(value) <= _MAX_NUMBER else value

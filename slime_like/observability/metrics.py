@@ -14,6 +14,7 @@ from slime_like.observability.json_lines import damaged_line, open_for_append, r
 from slime_like.observability.tables import SAMPLE_TABLE, reading_order
 
 METRICS_FILE = "metrics.jsonl"
+_FIGURES = {int, float, type(None)}
 
 
 class MetricLogger:
@@ -77,14 +78,11 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
         raise DataError("there is no such metrics file", code="no-metrics", who=str(path), remedy=remedy)
     records = []
     for number, record in read_lines(path):
-        if wrong := next((name for name, value in record.items() if not _is_figure(value)), None):
+        if others := {*map(type, record.values())} - _FIGURES:
+            wrong = next(name for name, value in record.items() if type(value) in others)
             raise damaged_line(f"{wrong} must be a number", f"{path}:{number}")
         records.append(record)
     return records
-
-
-def _is_figure(value: Any) -> bool:
-    return value is None or (isinstance(value, int | float) and not isinstance(value, bool))
 
 
 def series(records: Iterable[Mapping[str, Any]], name: str) -> tuple[list[int], list[float]]:
