@@ -20,6 +20,8 @@ def forge_file(run_dir: Path, draw: random.Random) -> str:
     """Change one file of a run, and return its name: some bytes, a line, or a value of a line."""
     name = draw.choice(FILES)
     path = run_dir / name
+    if path.is_symlink() or (path.exists() and not path.is_file()):  # damaged before
+        return name
     content = path.read_bytes() if path.exists() else b""
     lines = content.decode(errors="replace").splitlines()
     if draw.random() < 0.3 or not lines:
