@@ -1,6 +1,6 @@
 """Data files and their rows. Only rows that are rejected anyway are read: a run reads its rows with the tokenizer."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from itertools import islice
 from pathlib import Path
@@ -67,6 +67,8 @@ class _AnyTokenizer:
 
     chat_template = ""
     eos_token_id = 0
+    all_special_tokens = ()
+    added_tokens_decoder: Mapping[int, Any] = {}
 
     def __len__(self) -> int:
         return 2**31

@@ -21,10 +21,9 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
 def _run(arguments: argparse.Namespace, _: list[str]) -> int:
     if arguments.audit:
         return _audit(arguments.run_dir)
-    from slime_like.observability.report.report import print_report, write_report
+    from slime_like.observability.report.report import print_and_write_report
 
-    print_report(arguments.run_dir)
-    print(f"report: {write_report(arguments.run_dir, arguments.output)}")
+    print(f"report: {print_and_write_report(arguments.run_dir, arguments.output)}")
     return 0
 
 

@@ -24,8 +24,7 @@ reward:
 
 The reward of a response is the weighted sum of its rewards. The overlong penalty and the KL in the
 reward, if set, are subtracted; then advantages are computed. A function of weight 0 is only logged.
-The weighted sum's mean is `ref_actor_rewards/total_reward_mean`; each function's mean stands beside
-it.
+The mean is `ref_actor_rewards/total_reward_mean`; each function's stands beside it.
 
 ## A custom function
 
@@ -58,10 +57,11 @@ with the first row's text and its answer as the response.
 **Limits.** Functions run in `reward.workers` processes, with `reward.timeout_s` for a response (or
 a group) and `reward.memory_mb`. A call that raises, hangs or exceeds the memory gives its response
 reward 0 from all functions; the reason is in the metadata, and `ref_actor_rewards/scoring_failures`
-counts them. A group function that fails gives its whole group reward 0. A custom function that
-fails on every response to 8 prompts (or groups) one after the other ends the run: the message has
-file and line. Equal responses to one prompt are scored once, so that functions must be
-deterministic.
+counts them. After 8 timeouts per worker in a step (included functions) the bound is a tenth; after
+100 the step's rest fails with the reason `budget`. A group function that fails gives its whole
+group reward 0. A custom function that fails on every response to 8 prompts (or groups) one after
+the other ends the run: the message has file and line. Equal responses to one prompt are scored
+once, so that functions must be deterministic.
 
 ## Included functions
 

@@ -1,5 +1,6 @@
 """Base class of the configuration sections."""
 
+import os
 from pathlib import Path
 from types import UnionType
 from typing import TYPE_CHECKING, Any, Union, get_args, get_origin
@@ -18,7 +19,7 @@ def split_optional(annotation: Any) -> tuple[Any, bool]:
 
 
 def require_path(path: Any) -> None:
-    """Raise ``ValueError``, half a sentence, for text that can name no file: empty, or with a NUL character.
+    """Raise ``ValueError``, half a sentence, for text that can name no file: empty, or with a character of no name.
 
     An empty path would mean the current directory.
     """
@@ -27,6 +28,10 @@ def require_path(path: Any) -> None:
         raise ValueError("is empty; give a path")
     if text is not None and "\0" in text:
         raise ValueError("holds a NUL character, which no path can have; remove it")
+    try:
+        os.fsencode(text or "")
+    except UnicodeEncodeError as error:
+        raise ValueError("holds half of a surrogate pair, which no path can have; remove it") from error
 
 
 def absolute_code(name: str | None) -> str | None:
@@ -63,7 +68,7 @@ class Section(BaseModel):
         if optional and isinstance(value, str) and value.lower() == "none":
             return None
         if annotation is bool:
-            if not isinstance(value, bool) and value not in _WORDS:
+            if not isinstance(value, bool) and not (isinstance(value, str) and value in _WORDS):
                 raise ValueError("is neither true nor false; use one of these two")
             return value if isinstance(value, bool) else _WORDS[value]
         if isinstance(value, bool) and annotation in (int, float):

@@ -62,6 +62,8 @@ class DataConfig(Section):
     environment_key: str | None = None
     """Row key of a mapping for rollout.environment; optional in a row."""
     apply_chat_template: bool = Field(True, description="Apply the tokenizer's chat template to prompts.")
+    allow_special_tokens: bool = False
+    """Accept special tokens spelled in prompts and demonstrations, for templates written by hand."""
     max_prompt_tokens: int = Field(1024, ge=1, description="Longer prompts are dropped and counted, never truncated.")
     shuffle: bool = Field(True, description="Shuffle every epoch, by `seed` and epoch.")
 

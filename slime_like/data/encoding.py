@@ -2,8 +2,9 @@
 
 import json
 import math
+import re
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -33,6 +34,7 @@ class RowEncoder:
         self._config = config
         self._need_response = need_response
         self._vocab_size = len(tokenizer)
+        self._special = None if config.allow_special_tokens else _special_tokens(tokenizer)
 
     def encode(self, row: Row) -> EncodedRow:
         tokens = self._prompt_tokens(row)
@@ -66,6 +68,7 @@ class RowEncoder:
             raise row.fault("no-prompt", problem, "set data.prompt_key to its key")
         if isinstance(prompt, str) and not prompt:
             raise row.fault("empty-prompt", f"{key!r} is empty", "remove the row")
+        self._require_text(row, key, prompt)
         if isinstance(prompt, str) and not self._config.apply_chat_template:
             return self._tokenizer.encode(prompt, add_special_tokens=True)
         return self._render(row, [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt)
@@ -89,6 +92,17 @@ class RowEncoder:
             raise row.fault("template-failed", problem, "correct the messages") from error
         return self._tokenizer.encode(text, add_special_tokens=False)
 
+    def _require_text(self, row: Row, key: str, value: Any) -> None:
+        """Reject text that would end a turn, or speak as somebody else.
+
+        It is not encoded as plain text instead: a template that was written by hand would lose its meaning unnoticed.
+        """
+        found = None if self._special is None else next(filter(None, map(self._special.search, _texts(value))), None)
+        if found is not None:
+            problem = f"{key!r} spells the special token {found[0]!r}"
+            remedy = "remove it, or, if a token is meant, set data.allow_special_tokens: true"
+            raise row.fault("special-token", problem, remedy)
+
     def _answer(self, row: Row) -> str:
         """Text, or a number written out; only where demonstrations are trained on may it be missing."""
         value = row.get(self._config.answer_key)
@@ -111,11 +125,32 @@ class RowEncoder:
         if not isinstance(value, str) or not value:
             problem = f"the demonstration {key!r} {_found(value)}"
             raise row.fault("bad-demonstration", problem, "give text, or set data.response_key")
+        self._require_text(row, key, value)
         eos = self._tokenizer.eos_token_id
         if eos is None:
             problem = "the tokenizer has no EOS token to end the demonstration with"
             raise row.fault("no-eos", problem, "set eos_token in its files")
         return [*self._tokenizer.encode(value, add_special_tokens=False), eos]
+
+
+def _special_tokens(tokenizer: Any) -> re.Pattern[str] | None:
+    """Pattern of the special tokens' spellings; ``None`` for a tokenizer that has none."""
+    added = (token.content for token in tokenizer.added_tokens_decoder.values() if token.special)
+    spelled = sorted(filter(None, {*tokenizer.all_special_tokens, *added}), key=len, reverse=True)
+    return re.compile("|".join(map(re.escape, spelled))) if spelled else None
+
+
+def _texts(value: Any) -> Iterator[str]:
+    """Yield every text of a prompt: a template may show any field of a message."""
+    left = [value]
+    while left:
+        match left.pop():
+            case str() as text:
+                yield text
+            case list() as items:
+                left += items
+            case dict() as fields:
+                left += fields.values()
 
 
 def _found(value: Any) -> str:

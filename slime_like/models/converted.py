@@ -4,7 +4,9 @@ The weights have separate checksums, compared as they are read. Here are the oth
 tokenizer, and the description itself. Needs neither torch nor Ray.
 """
 
+import errno
 import json
+import os
 import zlib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -88,7 +90,9 @@ def _faults(checkpoint: Path) -> Iterator[str]:
 
 
 def whole_file(path: Path) -> list[int]:
-    """Length and CRC-32 (ISO 3309) of a small file."""
+    """Length and CRC-32 (ISO 3309) of a small file. Raises ``OSError``, also for what is no file: a pipe never ends."""
+    if not path.is_file():
+        raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), path)
     content = path.read_bytes()
     return [len(content), zlib.crc32(content)]
 

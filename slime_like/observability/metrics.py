@@ -1,23 +1,20 @@
 """Metrics on disk: one JSON line a record, TensorBoard and Weights & Biases beside it where they are on."""
 
-import json
-import math
-import mmap
-import os
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from io import FileIO
 from pathlib import Path
 from textwrap import fill
 from typing import Any
 
 from slime_like.config import LoggingConfig
-from slime_like.errors import ConfigError, DataError, SlimeLikeError
+from slime_like.errors import ConfigError, DataError
 from slime_like.observability.aliases import with_aliases
+from slime_like.observability.json_lines import damaged_line, open_for_append, read_lines, write_lines
 from slime_like.observability.tables import SAMPLE_TABLE, reading_order
 
 METRICS_FILE = "metrics.jsonl"
+_FIGURES = {int, float, type(None)}
 
 
 class MetricLogger:
@@ -44,12 +41,12 @@ class MetricLogger:
         if config.tensorboard:
             with _installed("tensorboard"):
                 self._trackers.append(TensorBoardTracker(run_dir / "tensorboard", finished_steps))
-        self._file = _open_for_append(run_dir / METRICS_FILE)
+        self._file = open_for_append(run_dir / METRICS_FILE)
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
         """Record ``values`` at ``step``, also under their aliases; several calls may share a step."""
         numbers = with_aliases({name: float(value) for name, value in values.items()})
-        _write_lines(self._file, [{"step": step, "time": time.time(), **numbers}])
+        write_lines(self._file, [{"step": step, "time": time.time(), **numbers}])
         for tracker in self._trackers:
             tracker.log(step, numbers)
 
@@ -57,8 +54,8 @@ class MetricLogger:
         """Append ``rows`` to ``run_dir/tables/NAME.jsonl``, one object a row: ``step``, and the cells by column."""
         path = self._run_dir / "tables" / f"{name}.jsonl"
         path.parent.mkdir(exist_ok=True)
-        with _open_for_append(path) as file:
-            _write_lines(file, ({"step": step, **row} for row in rows))
+        with open_for_append(path) as file:
+            write_lines(file, ({"step": step, **row} for row in rows))
         for tracker in self._trackers:
             tracker.log_table(step, name, rows)
 
@@ -79,23 +76,13 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
     if not path.is_file():
         remedy = f"give the path of a run's {METRICS_FILE}"
         raise DataError("there is no such metrics file", code="no-metrics", who=str(path), remedy=remedy)
-    return list(read_lines(path))
-
-
-def read_lines(path: Path) -> Iterator[dict[str, Any]]:
-    """Objects that a logger wrote, one by one: a table may be larger than the memory.
-
-    Raises:
-        DataError: a line that is not cut short is no JSON object with a step.
-    """
-    with path.open(encoding="utf-8", errors="replace", newline="\n") as file:
-        for number, line in enumerate(file, start=1):
-            record = _parse_object(line)
-            if record is not None and isinstance(record.get("step"), int):
-                yield record
-            elif line.endswith("\n"):  # what follows the last newline was not finished
-                problem, remedy = "this line is not a JSON object with a step", "restore or remove the file"
-                raise DataError(problem, code="damaged-line", who=f"{path}:{number}", remedy=remedy)
+    records = []
+    for number, record in read_lines(path):
+        if others := {*map(type, record.values())} - _FIGURES:
+            wrong = next(name for name, value in record.items() if type(value) in others)
+            raise damaged_line(f"{wrong} must be a number", f"{path}:{number}")
+        records.append(record)
+    return records
 
 
 def series(records: Iterable[Mapping[str, Any]], name: str) -> tuple[list[int], list[float]]:
@@ -113,56 +100,6 @@ def current_records(records: Iterable[Mapping[str, Any]]) -> list[Mapping[str, A
             kept.pop()
         kept.append(record)
     return kept
-
-
-# --------------------------------------------------------------------------------------------------------- JSON lines
-def _open_for_append(path: Path) -> FileIO:
-    """Open at the end of the last whole line; a half-written one, left by a killed run, would damage what follows."""
-    size = path.stat().st_size if path.is_file() else 0
-    whole, last = _last_line(path) if size else (0, b"")
-    ended = not last or _parse_object(last.decode("utf-8", errors="replace")) is not None
-    if not ended:
-        os.truncate(path, whole)
-    file = path.open("ab", buffering=0)  # what a full disk refused must not be tried again when the file is closed
-    if ended and whole < size:
-        file.write(b"\n")
-    return file
-
-
-def _last_line(path: Path) -> tuple[int, bytes]:
-    """Where what follows the last newline begins, and that; only the end of the file is read."""
-    with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
-        whole = content.rfind(b"\n") + 1
-        return whole, content[whole:]
-
-
-def _write_lines(file: FileIO, records: Iterable[Mapping[str, Any]]) -> None:
-    lines = (json.dumps({key: _finite(value) for key, value in record.items()}, allow_nan=False) for record in records)
-    rest = memoryview("".join(f"{line}\n" for line in lines).encode())
-    try:
-        while rest:
-            rest = rest[file.write(rest) :]
-    except OSError as error:
-        raise SlimeLikeError(
-            f"{os.fspath(file.name)} could not be written ({error.strerror})",
-            code="disk-refused",
-            remedy="free space there, and restart to resume from the last checkpoint",
-        ) from error
-
-
-def _finite(value: Any) -> Any:
-    """``value`` with every non-finite number, also inside lists, as ``None``: JSON has no name for them."""
-    if isinstance(value, list | tuple):
-        return [_finite(item) for item in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
-
-
-def _parse_object(line: str) -> dict[str, Any] | None:
-    try:
-        record = json.loads(line)
-    except json.JSONDecodeError:
-        return None
-    return record if isinstance(record, dict) else None
 
 
 # ----------------------------------------------------------------------------------------------------------- trackers

@@ -68,19 +68,30 @@ class WorkerPool:
         if self._failure is not None:
             raise self._failure
 
-    async def ask(self, items: Sequence[dict[str, Any]], settle: Callable[[dict[str, Any]], None]) -> None:
+    async def ask(
+        self,
+        items: Sequence[dict[str, Any]],
+        settle: Callable[[dict[str, Any]], None],
+        timeout_s: Callable[[], float] | None = None,
+    ) -> None:
         """Wait for a free worker and pass each item's answer to ``settle``, in order.
+
+        ``timeout_s`` is called for the bound of the next item, by default that of the limits; 0 ends the request, and
+        the items that are left have no answer.
 
         The item at which a worker hangs or ends has ``{"reason": ...}`` as its answer; another worker takes those
         behind it. Raises the kind's error where workers do not start any more, or the pool is closed.
         """
-        waiting = deque(items)
+        waiting, bound = deque(items), timeout_s or (lambda: self._limits.timeout_s)
         while waiting:
             worker = await self._free_worker()
+            if not bound():
+                self._free.put_nowait(worker)
+                return
             try:
                 worker.send({"items": list(waiting)})
                 while waiting:
-                    answer = await worker.receive(self._limits.timeout_s)
+                    answer = await worker.receive(bound())
                     waiting.popleft()
                     settle(answer)
             except WorkerEnded as ended:

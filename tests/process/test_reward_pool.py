@@ -12,6 +12,7 @@ import pytest
 from slime_like.config import RewardConfig
 from slime_like.config.rollout import RewardFunction
 from slime_like.errors import RewardError
+from slime_like.sandbox.rewards import time_budget
 from slime_like.sandbox.rewards.pool import RewardItem, RewardOutcome, RewardPool
 from slime_like.system.processes import is_alive
 from tests.process.conftest import wait_until
@@ -269,6 +270,22 @@ def test_answers_that_no_function_of_ours_can_judge_never_end_a_run() -> None:
         assert [outcome.metadata["reason"] for outcome in outcomes] == ["timeout"] * 9
         # The bound is short for nine of them; on a busy machine an answer that takes no time may miss it, too.
         wait_until(lambda: pool.score(items("aab"))[0].rewards == (1.0,))
+
+
+def test_hostile_answers_cost_a_step_a_bounded_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One may take the whole bound, the next a tenth; then the step's rest has a reason. The next step is scored."""
+    monkeypatch.setattr(time_budget, "_FULL_TIMEOUTS", 1)
+    monkeypatch.setattr(time_budget, "_MAX_TIMEOUTS", 2)
+    towers = [rf"\boxed{{{base}^{{9^{{9^9}}}}}}" for base in range(2, 6)]
+    with RewardPool(RewardConfig(timeout_s=3.0), step_responses=8) as pool:
+        pool.start()
+        first = [pool.score(items(response))[0] for response in ("46", towers[0], "46", towers[1])]
+        rest = pool.score(items(*towers[2:], "46", "45"))
+        assert pool.score(items("46"))[0].rewards == (1.0,)
+    assert [outcome.rewards for outcome in first] == [(1.0,), (0.0,), (1.0,), (0.0,)]
+    assert [first[1].metadata, first[3].metadata["reason"]] == [{"reason": "timeout"}, "timeout"]
+    assert [outcome.metadata["reason"] for outcome in rest] == ["budget"] * 4
+    assert {outcome.rewards for outcome in rest} == {(0.0,)}
 
 
 def test_workers_import_neither_torch_nor_the_configuration_and_their_memory_is_limited(math_pool: RewardPool) -> None:

@@ -9,7 +9,7 @@ forgery; ``unpickling.py`` keeps what is forged from being executed.
 import json
 import os
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any, BinaryIO, NamedTuple, Self
 
@@ -17,7 +17,7 @@ from torch.distributed.checkpoint import FileSystemReader, LoadPlan, LoadPlanner
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.futures import Future
 
-from backends.common.checkpoint.unpickling import DataPlanner, read_index
+from backends.common.checkpoint.unpickling import DataPlanner, is_file_name, read_index
 from backends.common.process.agreement import listed
 from slime_like.errors import CheckpointError
 from slime_like.models.converted import damage_remedy, whole_file
@@ -95,6 +95,8 @@ class Checksums:
             CheckpointError: no whole checkpoint, or the checksums themselves are damaged.
         """
         path = directory / CHECKSUMS_FILE
+        if not path.is_file():  # a pipe would never end
+            raise not_whole(directory, f"{CHECKSUMS_FILE} is missing")
         try:
             text = path.read_bytes()
             if not text:
@@ -104,10 +106,10 @@ class Checksums:
             if outer["crc32"] != zlib.crc32(_text(content)):
                 raise ValueError("the checksum of the list differs")
             pieces = {file: [Piece(*entry) for entry in entries] for file, entries in content["pieces"].items()}
+            if not all(map(is_file_name, pieces)):
+                raise ValueError("a data file is none of the directory")
             return cls(directory, pieces, content["files"])
-        except FileNotFoundError as error:
-            raise not_whole(directory, f"{CHECKSUMS_FILE} is missing") from error
-        except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
+        except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
             raise damaged(directory, f"{CHECKSUMS_FILE} cannot be read: {type(error).__name__}") from error
 
     def write(self) -> None:
@@ -133,6 +135,8 @@ class Checksums:
                         remedy="use the one that wrote it, or the Hugging Face model that its run exported",
                     ) from error
                 raise not_whole(self._directory, f"{name} is missing") from error
+            except OSError as error:
+                raise damaged(self._directory, f"{name} cannot be read: {error.strerror}") from error
             written = self._files.get(name)
             if found != written:
                 fault = None if written is None else length_fault(found[0], written[0])
@@ -145,6 +149,12 @@ class Checksums:
             raise damaged(self._directory, f"files that its index lists are missing: {listed(missing)}")
         for name in sorted(self._lengths):
             self._verify_length(name, (self._directory / name).stat().st_size)
+
+    def require_files(self, names: Collection[str]) -> None:
+        """Reject names of data files that have no checksums, or are no files there."""
+        known = (name for name in names if name in self._lengths and (self._directory / name).is_file())
+        if missing := sorted({*names} - {*known}):
+            raise damaged(self._directory, f"files that its index lists are missing: {listed(missing)}")
 
     def _verify_length(self, name: str, found: int) -> None:
         fault = length_fault(found, self._lengths.get(name, found))
@@ -208,6 +218,7 @@ class VerifyingReader(FileSystemReader):
     def read_metadata(self, *_: Any, **options: Any) -> Metadata:
         with Path(self._get_metadata_path(options.get("rank"))).open("rb") as file:
             metadata = read_index(file)
+        self._checksums.require_files({info.relative_path for info in metadata.storage_data.values()})
         metadata.storage_meta = metadata.storage_meta or StorageMeta()
         metadata.storage_meta.load_id = self.load_id
         return metadata

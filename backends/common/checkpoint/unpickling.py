@@ -11,7 +11,15 @@ from pickle import UnpicklingError
 from typing import IO, Any
 
 import torch
-from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
 from torch.distributed.checkpoint.planner import LoadPlanner, ReadItem
 
 _DTYPES = frozenset(name for name in dir(torch) if isinstance(getattr(torch, name), torch.dtype))
@@ -51,12 +59,71 @@ def read_index(file: IO[bytes]) -> Metadata:
     """Read torch's index, ``.metadata``.
 
     Raises:
-        UnpicklingError: it is none, or names anything that torch's index does not consist of.
+        UnpicklingError: it is none, names anything that torch's index does not consist of, or its parts do not fit.
     """
-    index = _IndexUnpickler(file).load()
-    if not isinstance(index, Metadata):
-        raise UnpicklingError(f"it holds {type(index).__name__} instead of torch's index")
+    try:
+        index = _IndexUnpickler(file).load()
+        if not isinstance(index, Metadata):
+            raise UnpicklingError(f"it holds {type(index).__name__} instead of torch's index")
+        _require_parts(index)
+    except UnpicklingError:
+        raise
+    except Exception as error:  # a forged pickle, or an object in it that lacks its fields, raises what it likes
+        raise UnpicklingError(f"{type(error).__name__}: {error}") from error
     return index
+
+
+def _require_parts(index: Metadata) -> None:
+    """Raise ``UnpicklingError`` unless every entry is one, and has its places in data files."""
+    entries, places = index.state_dict_metadata, index.storage_data
+    if not isinstance(entries, dict) or not isinstance(places, dict):
+        raise UnpicklingError("it lists no entries")
+    for name, entry in entries.items():
+        if not isinstance(name, str) or not (isinstance(entry, BytesStorageMetadata) or _is_tensor(entry)):
+            raise UnpicklingError(f"its entry {name!r} describes no tensor")
+    if not all(_is_place(key, info) for key, info in places.items()):
+        raise UnpicklingError("a place in it is none")
+    stored = {(key.fqn, key.offset) for key in places}
+    for name, entry in entries.items():
+        parts = [None] if isinstance(entry, BytesStorageMetadata) else [chunk.offsets for chunk in entry.chunks]
+        if any((name, part) not in stored for part in parts):
+            raise UnpicklingError(f"{name} has no place in it")
+
+
+def _is_tensor(entry: Any) -> bool:
+    """Whether a tensor's shape is one, and its pieces lie in it."""
+    if not isinstance(entry, TensorStorageMetadata) or not _are_sizes(entry.size):
+        return False
+    typed = isinstance(entry.properties, TensorProperties) and isinstance(entry.properties.dtype, torch.dtype)
+    return typed and isinstance(entry.chunks, list) and all(_is_chunk(chunk, entry.size) for chunk in entry.chunks)
+
+
+def _is_chunk(chunk: Any, size: torch.Size) -> bool:
+    if not (isinstance(chunk, ChunkStorageMetadata) and _are_sizes(chunk.offsets) and _are_sizes(chunk.sizes)):
+        return False
+    same_rank = len(chunk.offsets) == len(chunk.sizes) == len(size)
+    return same_rank and all(map(_fits, chunk.offsets, chunk.sizes, size))
+
+
+def _fits(start: int, length: int, size: int) -> bool:
+    return start + length <= size
+
+
+def _are_sizes(value: Any) -> bool:
+    return isinstance(value, torch.Size) and all(size >= 0 for size in value)
+
+
+def _is_place(key: Any, info: Any) -> bool:
+    """Whether it is bytes of a file in the checkpoint's directory."""
+    if not (isinstance(key, MetadataIndex) and isinstance(key.fqn, str) and isinstance(info, _StorageInfo)):
+        return False
+    numbers = (info.offset, info.length)
+    return is_file_name(info.relative_path) and all(isinstance(number, int) and number >= 0 for number in numbers)
+
+
+def is_file_name(name: Any) -> bool:
+    """Whether it names a file in a directory, and leads nowhere else."""
+    return isinstance(name, str) and 0 < len(name) < 256 and name not in (".", "..") and not {"/", "\0"} & {*name}
 
 
 class DataPlanner:

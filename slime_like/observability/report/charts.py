@@ -20,6 +20,8 @@ COLOURS = 6
 CUT_AT_MEDIANS = 3.0
 # A curve whose values differ by less than this fraction is drawn flat, not as float noise.
 _FLAT = 1e-9
+# Smaller values count as 0: a tick's distance could not be calculated.
+_ZERO = 1e-300
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,8 +162,8 @@ def _curve(line: Line, x: Scale, y: Scale) -> str:
 def _value_scale(values: Sequence[float]) -> Scale:
     low, high = min(values), max(values)
     size = max(abs(low), abs(high))
-    flat = high - low <= _FLAT * size
-    room = (0.1 * size or 1.0) if flat else 0.06 * (high - low)
+    flat = high - low <= max(_FLAT * size, _ZERO)
+    room = (0.1 * size if size > _ZERO else 1.0) if flat else 0.06 * (high - low)
     bottom = max(0.0, low - room) if low >= 0 else low - room  # what is never negative has no room below 0
     return Scale(bottom, high + room, FLOOR, TOP)
 

@@ -1,6 +1,5 @@
 """A run's directory, read back for a report."""
 
-from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass
 from math import prod
@@ -11,7 +10,8 @@ from typing import Any
 from slime_like.config.reading.yaml_text import read_document
 from slime_like.errors import ConfigError, SlimeLikeError
 from slime_like.observability.curve import running_mean, smoothing_window
-from slime_like.observability.metrics import METRICS_FILE, current_records, read_lines, read_metrics, series
+from slime_like.observability.json_lines import damaged_line, is_size, newest_lines
+from slime_like.observability.metrics import METRICS_FILE, current_records, read_metrics, series
 from slime_like.observability.names import ACCURACY, LOSS, REWARD, ROLLOUT_SPEED, STEP_TIME
 from slime_like.observability.progress import DRIVER_LOG, FAILED
 from slime_like.observability.tables import TOKEN_TABLE
@@ -22,6 +22,7 @@ CONFIG_FILE = "config.yaml"
 NEWEST_ROWS = 2_000
 NEWEST_TOKENS = 50_000
 
+_LOG_BYTES = 2**16
 _AXES = {"TP": "tensor", "PP": "pipeline", "CP": "context", "DP": "data"}
 _TRAINED_SPEED = "train_actor_performance/tokens_per_second"
 
@@ -99,7 +100,8 @@ def read_run(run_dir: Path) -> RunData:
             remedy = f"{DRIVER_LOG} and worker_logs have the details"
         raise SlimeLikeError(problem, code="no-step-logged", who=str(run_dir), remedy=remedy)
     config_text, config = _read_config(run_dir / CONFIG_FILE)
-    tables = [_read_table(path) for path in sorted((run_dir / "tables").glob("*.jsonl"))]
+    files = sorted(path for path in (run_dir / "tables").glob("*.jsonl") if path.is_file())
+    tables = [_read_table(path) for path in files]
     return RunData(run_dir, config, config_text, records, {table.name: table for table in tables}, failure)
 
 
@@ -169,7 +171,7 @@ def _results(run: RunData) -> list[tuple[str, str]]:
 def _speed(run: RunData) -> list[tuple[str, str]]:
     seconds, speeds = run.by_step(STEP_TIME), run.by_step(_TRAINED_SPEED)
     rollout = run.series(ROLLOUT_SPEED)[1]
-    timed = [step for step in speeds if seconds.get(step)]
+    timed = [step for step in speeds if seconds.get(step, 0.0) > 0]
     if not timed:
         return []
     total = sum(seconds[step] for step in timed)
@@ -188,7 +190,11 @@ def _joined(*parts: Any) -> str:
 # ---------------------------------------------------------------------------------------------------------------- files
 def _failure(log: Path) -> str | None:
     """The last line of a run's log, if it is an error."""
-    text = log.read_text(encoding="utf-8", errors="replace") if log.is_file() else ""
+    if not log.is_file():
+        return None
+    with log.open("rb") as file:
+        file.seek(max(0, log.stat().st_size - _LOG_BYTES))
+        text = file.read(_LOG_BYTES).decode(errors="replace")
     last = text.rstrip("\n").rpartition("\n")[2]
     return last.removeprefix(FAILED) if last.startswith(FAILED) else None
 
@@ -203,25 +209,49 @@ def _read_config(path: Path) -> tuple[str | None, dict[str, Any]]:
     if not isinstance(document.data, dict):
         remedy = "restore the run's configuration or remove the file"
         raise ConfigError([f"{path}:1: holds no `key: value` lines; {remedy}"])
+    if wrong := _wrong_settings(document.data):
+        remedy = "restore the run's configuration or remove the file"
+        raise ConfigError([f"{path}: {problem}; {remedy}" for problem in wrong])
     return text, document.data
 
 
+def _wrong_settings(config: Mapping[str, Any]) -> list[str]:
+    """Problems of settings that the summary calculates with."""
+    parts = {name: config.get(name, {}) for name in ("model", "algorithm", "trainer", "rollout")}
+    if isinstance(parts["trainer"], dict):
+        parts["trainer.parallel"] = parts["trainer"].get("parallel", {})
+    if wrong := [f"{name} must be a section" for name, part in parts.items() if not isinstance(part, dict)]:
+        return wrong
+    sizes = {"steps": config.get("steps", 0)}
+    sizes |= {
+        f"trainer.parallel.{axis}": parts["trainer.parallel"].get(axis, 1) for axis in (*_AXES.values(), "expert")
+    }
+    sizes |= {f"rollout.{name}": parts["rollout"].get(name, 1) for name in ("num_engines", "tensor")}
+    return [f"{name} must be a whole number" for name, size in sizes.items() if not is_size(size)]
+
+
 def _read_table(path: Path) -> StoredTable:
-    limit = NEWEST_TOKENS if path.stem == TOKEN_TABLE else NEWEST_ROWS
-    rows: deque[Row] = deque()
+    """Read a table's end; faults of older rows are not found."""
+    newest, left_out = newest_lines(path, NEWEST_TOKENS if path.stem == TOKEN_TABLE else NEWEST_ROWS)
+    rows: list[Row] = []
     columns: dict[str, None] = {}
-    left_out = 0
-    for row in read_lines(path):
+    for row in newest:
+        _require_key(path, row)
         if rows and rows[-1]["step"] > row["step"]:  # resumed from an earlier step: what followed it is run again
             while rows and rows[-1]["step"] >= row["step"]:
                 rows.pop()
         columns.update(dict.fromkeys(row))
         rows.append(row)
-        if len(rows) > limit:
-            rows.popleft()
-            left_out += 1
     if "Step" in columns:
         columns.pop("step", None)
     # By what they describe, so that a step that was logged twice shows its second logging.
     kept = {(row["step"], row.get("Sequence ID", i), row.get("Token Position")): row for i, row in enumerate(rows)}
     return StoredTable(path.stem, list(columns), list(kept.values()), left_out)
+
+
+def _require_key(path: Path, row: Row) -> None:
+    """Reject a row that does not name its sample and token as a run does."""
+    if isinstance(row.get("Sequence ID"), list | dict):
+        raise damaged_line("Sequence ID must be text or a number", str(path))
+    if not is_size(row.get("Token Position", 0)):
+        raise damaged_line("Token Position must be a whole number", str(path))

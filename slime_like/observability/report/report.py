@@ -37,8 +37,12 @@ def write_report(run_dir: Path, output: Path | None = None) -> Path:
     Raises:
         SlimeLikeError: the directory holds no metrics, a file in it is damaged, or ``output`` cannot be written.
     """
-    page = _render_page(read_run(run_dir))
-    path = run_dir / REPORT_FILE if output is None else output
+    return _write_page(read_run(run_dir), output)
+
+
+def _write_page(run: RunData, output: Path | None) -> Path:
+    page = _render_page(run)
+    path = run.run_dir / REPORT_FILE if output is None else output
     if path.is_dir():
         remedy = f"give the file to write, e.g. {path / REPORT_FILE}"
         raise SlimeLikeError("is a directory", code="output-is-directory", who=str(path), remedy=remedy)
@@ -65,6 +69,17 @@ def print_report(run_dir: Path, console: "Console | None" = None) -> None:
     from slime_like.observability.report.console import show
 
     show(read_run(run_dir), console or Console())
+
+
+def print_and_write_report(run_dir: Path, output: Path | None = None) -> Path:
+    """Do both, and read the run once: the page shows what the terminal shows. Returns the page's path."""
+    from rich.console import Console
+
+    from slime_like.observability.report.console import show
+
+    run = read_run(run_dir)
+    show(run, Console())
+    return _write_page(run, output)
 
 
 # --------------------------------------------------------------------------------------------------------------- page

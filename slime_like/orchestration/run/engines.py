@@ -47,7 +47,7 @@ def launch_engines(
     group = EngineGroup(config, placement, watch)
     stack.callback(group.shutdown)
     group.launch(shared_devices)
-    pool = RewardPool(config.reward)
+    pool = RewardPool(config.reward, config.rollout.prompts_per_step * config.rollout.samples_per_prompt)
     stack.callback(pool.close)
     return RolloutManager(config, EngineSupervisor(group, config.rollout.max_engine_restarts, note)), pool
 

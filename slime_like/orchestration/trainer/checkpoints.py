@@ -1,7 +1,9 @@
 """Checkpoints of a run: written under a temporary name, whole before they are visible, committed by one rename."""
 
 import contextlib
+import errno
 import json
+import os
 import re
 import shutil
 import time
@@ -69,6 +71,8 @@ class Checkpoint:
         """
         path = self.path / name
         try:
+            if not path.is_file():  # a pipe would never end
+                raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(path))
             intact = zlib.crc32(path.read_bytes()) == self.state[_FILES][name]
         except (OSError, LookupError, TypeError) as error:
             raise self.unusable(f"{path} is missing ({error})", "checkpoint-incomplete") from error
@@ -107,18 +111,34 @@ class Checkpoint:
         if not path.is_dir():
             raise _no_checkpoint(path, "no directory")
         try:
+            if not file.is_file():  # a pipe would never end
+                raise FileNotFoundError
             state = json.loads(file.read_text(encoding="utf-8"))
             if state.pop(_CHECKSUM) != _checksum(state):
                 raise ValueError("it is not as it was written")
-            return cls(path.resolve(), int(state["step"]), state)
+            if problem := _state_problem(state):
+                raise ValueError(problem)
+            return cls(path.resolve(), state["step"], state)
         except FileNotFoundError as error:
             raise _no_checkpoint(path, f"{_STATE} is missing") from error
-        except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
+        except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
             raise cls(path, 0, {}).unusable(f"{file} is damaged ({error})", "checkpoint-damaged") from error
 
 
+def _state_problem(state: dict[str, Any]) -> str | None:
+    """What no run has written, although the checksum fits."""
+    step, data = state["step"], state.get("data", {})
+    if not isinstance(step, int) or isinstance(step, bool) or step < 0:
+        return "its step must be a whole number"
+    for name in (_FILES, _LENGTHS):
+        entries = state.get(name, {})
+        if not isinstance(entries, dict) or not all(isinstance(value, int) for value in entries.values()):
+            return f"{name} must be a mapping of whole numbers"
+    return None if isinstance(data, dict) else "data must be a mapping"
+
+
 def _no_checkpoint(path: Path, why: str) -> CheckpointError:
-    others = (other for other in _saved(path.parent) if other.resolve() != path.resolve())
+    others = (other for other in _saved(path.parent) if os.path.realpath(other) != os.path.realpath(path))
     names = sorted(other.name for other in others if (other / _STATE).is_file())
     whole = f" of another one, such as {path.parent / names[-1]}," if names else " of another one,"
     remedy = f"give the path{whole} or start over with resume: never"

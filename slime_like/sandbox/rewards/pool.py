@@ -13,6 +13,7 @@ from slime_like.config.rollout import ENVIRONMENT
 from slime_like.errors import RewardError
 from slime_like.sandbox.pool import WorkerKind, WorkerPool
 from slime_like.sandbox.rewards.failures import BatchTimeouts, RewardFailures
+from slime_like.sandbox.rewards.time_budget import TimeBudget
 
 _MODULE = "slime_like.sandbox.rewards.worker"
 _CHUNK_ITEMS = 64
@@ -43,7 +44,8 @@ class RewardOutcome:
         rewards: one per computed function (``RewardConfig.computed``), unweighted; all 0 where scoring failed.
         successes: one per computed function, 1.0 or 0.0.
         metadata: per function, what it reported. Where scoring failed, ``reason`` is "timeout", "crash", "memory",
-            "cpu" or "error", with ``function`` and ``detail`` where they are known.
+            "cpu", "error" or "budget" (too many responses of the step timed out before this one), with ``function``
+            and ``detail`` where they are known.
     """
 
     rewards: tuple[float, ...]
@@ -80,14 +82,20 @@ class LoopThread:
 
 
 class RewardPool:
-    """``config.workers`` processes; a hung or dead one is replaced. Workers start at once, in the background."""
+    """``config.workers`` processes; a hung or dead one is replaced. Workers start at once, in the background.
 
-    def __init__(self, config: RewardConfig) -> None:
+    Args:
+        step_responses: responses of a training step; the time that hanging ones cost is bounded per step.
+    """
+
+    def __init__(self, config: RewardConfig, step_responses: int = 512) -> None:
         self._functions = [function.name for function in config.computed]
         self._count = config.workers
         functions = [index for index, function in enumerate(config.functions) if function.name != ENVIRONMENT]
         self._workers = WorkerPool(_workers_of(config, functions, "reward.functions"), config)
         self._failures = RewardFailures(config)
+        quick = not self._failures.has_foreign
+        self._time = TimeBudget(config.timeout_s, config.workers, step_responses, quick)
         self._thread = LoopThread()
         self._closed = False
         if self._functions:
@@ -179,10 +187,15 @@ class RewardPool:
         answers: list[Answer] = []
 
         def settle(answer: Answer) -> None:
+            answer = self._time.record(answer)
             timeouts.record(items[len(answers)]["prompt"], answer)
             answers.append(answer)
 
-        await self._workers.ask(items, settle)
+        while len(answers) < len(items):
+            if self._time.timeout_s:
+                await self._workers.ask(items[len(answers) :], settle, lambda: self._time.timeout_s)
+            else:
+                settle(self._time.refusal)
         return answers
 
 

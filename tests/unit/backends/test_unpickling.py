@@ -1,7 +1,9 @@
 """Forged checkpoints are data: what torch's own reader executes is refused, with checksums that fit."""
 
 import io
+import os
 import pickle
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -10,9 +12,11 @@ import torch
 from torch.distributed import checkpoint
 from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.metadata import Metadata
 
 from backends.common.checkpoint.integrity import Checksums, VerifyingReader
 from backends.common.checkpoint.unpickling import read_index
+from slime_like.errors import CheckpointError
 from tests.support.forged import Program, forge_object, pieces_of, torchs_index
 
 
@@ -88,3 +92,46 @@ def test_an_index_that_is_a_program_is_not_executed(stored: Path, tmp_path: Path
 def test_only_torchs_index_is_one(forged: bytes) -> None:
     with pytest.raises(pickle.UnpicklingError):
         read_index(io.BytesIO(forged))
+
+
+def _place(field: str, value: Any) -> Callable[[Metadata], None]:
+    return lambda index: setattr(next(iter(index.storage_data.values())), field, value)
+
+
+def _entry(field: str, value: Any) -> Callable[[Metadata], None]:
+    return lambda index: setattr(index.state_dict_metadata["weight"], field, value)
+
+
+PARTS: list[Callable[[Metadata], None]] = [
+    *(_place("offset", value) for value in (-1, "0", None)),
+    *(_place("length", value) for value in (-1, None)),
+    *(_place("relative_path", value) for value in ("../state.json", "/etc/passwd", "", "a\0b", "x" * 5000, 3, None)),
+    *(_entry("chunks", value) for value in ([3], None)),
+    *(_entry("size", value) for value in (torch.Size([1, 1]), torch.Size([6]), (2, 3))),
+    lambda index: index.state_dict_metadata.pop("weight").chunks.clear() or index.state_dict_metadata.update(weight=3),
+    lambda index: index.storage_data.clear(),
+    lambda index: index.storage_data.update(weight=3),
+    lambda index: setattr(index, "storage_data", None),
+]
+
+
+@pytest.mark.parametrize("forge", PARTS, ids=range(len(PARTS)))
+def test_the_parts_of_an_index_fit(stored: Path, forge: Callable[[Metadata], None]) -> None:
+    index = torchs_index(stored)
+    read_index(io.BytesIO(pickle.dumps(index)))
+    forge(index)
+    with pytest.raises(pickle.UnpicklingError):
+        read_index(io.BytesIO(pickle.dumps(index)))
+
+
+@pytest.mark.parametrize("what", ["unlisted", "pipe"])
+def test_data_files_are_files_that_the_checksums_list(stored: Path, what: str) -> None:
+    """A pipe would be waited for without an end."""
+    pieces = pieces_of(stored)
+    if what == "pipe":
+        (stored / "__0_0.distcp").unlink()
+        os.mkfifo(stored / "__0_0.distcp")
+    reader = VerifyingReader(stored, Checksums(stored, {} if what == "unlisted" else pieces, {}))
+    with pytest.raises(CheckpointError) as caught:
+        reader.read_metadata()
+    assert caught.value.code == "checkpoint-damaged"

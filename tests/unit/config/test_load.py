@@ -148,6 +148,7 @@ REFUSED: list[tuple[str, str, str, str]] = [
     ("rollout: {temperature: .inf}", "", "field-range", "rollout.temperature"),
     ("data: {shuffle: yes}", "", "field-value", "data.shuffle"),
     ("data: {shuffle: 1}", "", "field-value", "data.shuffle"),
+    ("data: {shuffle: [true]}", "", "field-value", "data.shuffle"),
     ("data: {train: a.jsonl}", "", "field-type", "data.train"),
     ("trainer: 5", "", "field-type", "trainer"),
     ("algorithm: {kl_reward_estimator: k9}", "", "field-choice", "algorithm.kl_reward_estimator"),
@@ -262,3 +263,12 @@ def test_every_shipped_file_loads(path: Path) -> None:
 
 def test_every_field_has_a_description() -> None:
     assert [name for name, field in all_fields().items() if len(field.description) < 8] == []
+
+
+def test_a_path_with_half_a_character_is_rejected(tmp_path: Path) -> None:
+    """No file can have that name, and no encoding the sentence."""
+    path = tmp_path / "run.yaml"
+    path.write_text('run_dir: "a\\ud800"\nmodel: {path: m}\nsteps: 1\n')
+    with pytest.raises(ConfigError) as caught:
+        load_config(path, [])
+    assert [(problem.code, problem.field) for problem in caught.value.problems][:1] == [("field-value", "run_dir")]

@@ -2,7 +2,6 @@
 
 import io
 import os
-import pickle
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -26,7 +25,7 @@ from torch.distributed.checkpoint.planner_helpers import create_read_items_for_c
 from torch.distributed.checkpoint.storage import WriteResult
 
 from backends.common.checkpoint.integrity import Checksums, ChecksumStream, Piece, VerifyingReader, damaged
-from backends.common.checkpoint.reading import FORMAT
+from backends.common.checkpoint.reading import FORMAT, UNREADABLE, brief
 from backends.common.process.agreement import listed_by_kind
 from backends.megatron.checkpoint_writer import PLAIN_FILES
 from backends.megatron.conversion.offline.plan import ParameterPlan
@@ -116,7 +115,7 @@ class MegatronCheckpoint:
         self._checksums.verify_lengths()
         try:
             metadata = VerifyingReader(self.directory, self._checksums).read_metadata()
-        except (OSError, pickle.UnpicklingError, EOFError, AttributeError, ValueError) as error:
+        except UNREADABLE as error:
             raise damaged(self.directory, f".metadata cannot be read: {type(error).__name__}") from error
         self._tensors: dict[str, TensorStorageMetadata] = {
             key: value
@@ -171,8 +170,11 @@ class MegatronCheckpoint:
             CheckpointError: its bytes are damaged or not all there.
         """
         values = replace(plan, dtype=self.dtype(plan)).empty()
-        for entry in plan.entries(values):
-            self._read_into(entry)
+        try:
+            for entry in plan.entries(values):
+                self._read_into(entry)
+        except UNREADABLE as error:
+            raise damaged(self.directory, f"{plan.key}: {brief(error)}") from error
         return values
 
     def _read_into(self, entry: ShardedTensor) -> None:

@@ -13,7 +13,7 @@ from unittest.mock import Mock
 import pytest
 
 from slime_like.errors import CheckpointError
-from slime_like.orchestration.trainer.checkpoints import Checkpoint, CheckpointStore, newest_whole
+from slime_like.orchestration.trainer.checkpoints import Checkpoint, CheckpointStore, newest_whole, write_state
 from slime_like.orchestration.trainer.group import TrainerGroup
 from tests.support.pending import OneBackend
 from tests.support.rejections import Rejects
@@ -190,3 +190,28 @@ def test_killed_while_a_step_is_replaced(tmp_path: Path, moved: str) -> None:
     _store(tmp_path, Trainers(), keep=1).save(1, {"start": 2})
     assert _found(tmp_path) == (["step-000001"], "step-000001")
     assert Checkpoint.read(path).state["start"] == 2
+
+
+@pytest.mark.parametrize(
+    "state",
+    [{"step": float("inf")}, {"step": True}, {"step": "1"}, {"files": ["a"]}, {"lengths": {"a": "1"}}, {"data": 3}],
+    ids=str,
+)
+def test_a_state_that_no_run_wrote(tmp_path: Path, state: dict[str, Any]) -> None:
+    """Its checksum fits."""
+    content: dict[str, Any] = {"step": 1, **state}
+    write_state(tmp_path, content.pop("step"), content)
+    with pytest.raises(CheckpointError) as caught:
+        Checkpoint.read(tmp_path)
+    assert caught.value.code == "checkpoint-damaged"
+
+
+def test_a_state_that_is_a_pipe_and_a_link_to_itself(tmp_path: Path) -> None:
+    root = tmp_path / "checkpoints"
+    (root / "step-000001").mkdir(parents=True)
+    os.mkfifo(root / "step-000001" / "state.json")
+    (root / "latest").symlink_to("latest")
+    for path in (root / "step-000001", root / "latest"):
+        with pytest.raises(CheckpointError) as caught:
+            Checkpoint.read(path)
+        assert caught.value.code == "no-checkpoint"

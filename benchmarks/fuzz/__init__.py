@@ -1,0 +1,1 @@
+"""Damaged and forged input for the commands' own readers; see ``__main__``."""
