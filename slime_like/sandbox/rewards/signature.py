@@ -58,7 +58,8 @@ def require_options(
         signature.bind(*given, **options)
     except TypeError as error:
         takes = ", ".join(map(str, list(signature.parameters.values())[len(given) :]))
-        raise ValueError(f"options of {subject}: {error}; it takes {takes or 'none'}") from error
+        problem = str(error).replace("keyword-only ", "")  # from Python 3.12 on; every option is given by its name
+        raise ValueError(f"options of {subject}: {problem}; it takes {takes or 'none'}") from error
 
 
 def _signature(function: Callable[..., Any]) -> inspect.Signature:

@@ -1,9 +1,11 @@
-"""Ranks that share a node's cores."""
+"""Ranks that share a node's cores, and ranks that share devices with engines."""
 
 from pathlib import Path
 
 from slime_like.config import RunConfig
 from slime_like.orchestration.cluster.placement import Placement
+from slime_like.weights.transports.pairing import pair
+from tests.unit.weights.test_pairing import gpus
 
 
 def test_ranks_are_counted_by_node(tmp_path: Path) -> None:
@@ -22,3 +24,26 @@ def test_ranks_are_counted_by_node(tmp_path: Path) -> None:
     ranks = [placement.ranks_on_node(rank, worker) for worker in range(2) for rank in range(2)]
     assert ranks == [3, 3, 3, 1]
     assert placement.num_nodes == 3
+
+
+def test_tensor_8_pipeline_2_context_2_against_engines_of_tensor_4() -> None:
+    """32 ranks on four nodes, 8 engines: every GPU's worker has its own rank, as the placement gave devices."""
+    raw = {
+        "run_dir": "unused",
+        "model": {"path": "unused"},
+        "trainer": {"parallel": {"tensor": 8, "pipeline": 2, "context": 2}},
+        "rollout": {"num_engines": 8, "tensor": 4},
+        "cluster": {"placement": "colocated"},
+    }
+    placement = Placement(RunConfig.model_validate(raw))
+    ranks = gpus(4)
+    assert len(ranks) == 32
+    taken: list[int] = []
+    for engine in range(8):
+        devices = [ranks[rank] for rank in placement.shared_ranks(engine)]
+        assert pair(ranks, devices) == list(range(4 * engine, 4 * engine + 4))
+        # CUDA may number a process's devices otherwise: each worker is still at its own GPU's rank.
+        assert pair(ranks, devices[::-1]) == [4 * engine + 3 - worker for worker in range(4)]
+        assert len({place.node for place in devices}) == 1
+        taken += pair(ranks, devices)
+    assert sorted(taken) == list(range(32))
