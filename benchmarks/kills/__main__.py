@@ -35,8 +35,10 @@ def main() -> int:
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--engine", default="transformers")
     parser.add_argument("--seed", type=int, default=0, help="of the moments (default: %(default)s)")
+    parser.add_argument("--go_on", action="store_true", help="after the cases that an earlier campaign recorded")
     options = parser.parse_args()
-    shutil.rmtree(options.out, ignore_errors=True)
+    if not options.go_on:
+        shutil.rmtree(options.out, ignore_errors=True)
     make_tiny_model(options.out / "model", family="qwen3", seed=0)
     return _killed_driver(options) if options.processes is None else _killed_processes(options)
 
@@ -63,10 +65,11 @@ def _killed_processes(options: argparse.Namespace) -> int:
     core = [_CORE] if options.engine == "vllm" else [name for name in VICTIMS if name != _CORE]
     cases = draw(options.processes or core, options.seed)
     whole, killed = options.out / "undisturbed", options.out / "killed"
-    killed.mkdir()
-    worker_server()  # has temporary files of its own
+    killed.mkdir(exist_ok=options.go_on)
+    shutil.rmtree(whole, ignore_errors=True)
     with tempfile.TemporaryDirectory(prefix="k-") as temporary:
         tempfile.tempdir = os.environ["TMPDIR"] = temporary  # what a run leaves there is its own
+        worker_server()  # and what is there before
         campaign = Campaign(_flags(killed, model, _LONG, options.engine), killed, Path(temporary), options.seed)
         done, steps = campaign.run(cases), campaign.steps()
         resumed.undisturbed(_flags(whole, model, steps, options.engine), whole)

@@ -96,12 +96,14 @@ class Campaign:
         self._run_dir = root / "run"
         self._generator = random.Random(seed)
         self._command: Command | None = None
-        self._starts = 0
+        self._starts = len(list(root.glob("log-*")))
         self._before: set[Path] = set()
 
     def run(self, cases: Sequence[Case]) -> list[Case]:
-        """Apply the cases; those of a start where a run must be started anyway."""
-        left, done = list(cases), []
+        """Apply the cases; those of a start where a run must be started anyway. What is recorded is not done again."""
+        done = self._recorded()
+        known = {(case.victim, case.how, case.phase) for case in done}
+        left = [case for case in cases if (case.victim, case.how, case.phase) not in known]
         while left:
             in_start = self._command is None
             case = next((case for case in left if (case.phase == "start") == in_start), left[0])
@@ -117,6 +119,11 @@ class Campaign:
         self._command.wait_for_rows(self._run_dir, self.steps() + 1, _START_S)
         self._interrupt(Case("", "", ""))
         return done
+
+    def _recorded(self) -> list[Case]:
+        records = self._root / "cases.jsonl"
+        lines = records.read_text(encoding="utf-8").splitlines() if records.is_file() else []
+        return [Case(**json.loads(line)) for line in lines]
 
     def steps(self) -> int:
         """Number of the last step in the run's metrics."""
@@ -164,7 +171,8 @@ class Campaign:
 
     def _follow(self, command: Command, case: Case, process: psutil.Process, began: float, heard: int) -> None:
         """Until the run has ended, or has gone on for long enough."""
-        named, goal = re.compile(VICTIMS[case.victim].named), 0
+        victim, goal = VICTIMS[case.victim], 0
+        named = re.compile(victim.named)
         while command.process.poll() is None:
             after = time.monotonic() - began
             if not case.sentence and (line := _line(command.output[heard:], named)):
@@ -172,8 +180,9 @@ class Campaign:
             if case.victim == "driver" and case.how == "SIGSTOP" and after > _DRIVER_RESTS_S:
                 process.send_signal(signal.SIGCONT)
             # What is stopped and needed is missed at the latest after HANG_S; what goes on until then goes on with it.
-            waits = case.how == "SIGSTOP" and VICTIMS[case.victim].needed and case.victim != "driver"
-            if goal == 0 and not (waits and _is_there(process) and after < HANG_S + 10):
+            waits = case.how == "SIGSTOP" and victim.needed and case.victim != "driver" and after < HANG_S + 10
+            is_there = _is_there(process)
+            if goal == 0 and not (waits and is_there) and not (victim.vital and not is_there):
                 goal = self.steps() + _STEPS_AFTER
             if goal and self.steps() >= goal and "| step time " in command.output:
                 case.outcome, case.end_s = "goes on", after

@@ -33,12 +33,14 @@ class Victim:
     Attributes:
         is_one: whether a process with this title and log is one.
         named: what the sentence must contain where the process is missed.
-        needed: the run cannot go on for long without it, or without a new one.
+        needed: a run that goes on beside a stopped one of them has not noticed it yet.
+        vital: the run ends with it.
     """
 
     is_one: Callable[[str, str], bool]
     named: str
     needed: bool = True
+    vital: bool = False
 
 
 def _titled(*texts: str) -> Callable[[str, str], bool]:
@@ -46,17 +48,17 @@ def _titled(*texts: str) -> Callable[[str, str], bool]:
 
 
 VICTIMS = {
-    "driver": Victim(lambda *_: False, r"driver \(process"),  # found by its process id
-    "trainer rank": Victim(lambda _, log: log.startswith("trainer-"), r"trainer(-0| rank 0)"),
+    "driver": Victim(lambda *_: False, r"driver \(process", vital=True),  # found by its process id
+    "trainer rank": Victim(lambda _, log: log.startswith("trainer-"), r"trainer(-0| rank 0)", vital=True),
     "reference worker": Victim(lambda _, log: log.startswith("reference-"), r"reference(-| worker )0"),
     "engine actor": Victim(_titled("ray::EngineActor"), r"engine(-| )0"),
     "engine core": Victim(_titled(*VLLM_CORE), r"engine(-| )0"),
     "reward worker": Victim(_titled("slime_like.sandbox.rewards.worker"), r"reward worker"),
     "environment worker": Victim(_titled("slime_like.sandbox.environments.worker"), r"environment worker"),
-    "raylet": Victim(_titled("raylet/raylet"), r"raylet"),
-    "GCS": Victim(_titled("gcs/gcs_server"), r"(?i)gcs"),
-    "runtime-env agent": Victim(_titled("ray::RuntimeEnvAgent"), r"runtime_env_agent"),
-    "dashboard agent": Victim(_titled("ray::DashboardAgent"), r"dashboard_agent"),
+    "raylet": Victim(_titled("raylet/raylet"), r"raylet", vital=True),
+    "GCS": Victim(_titled("gcs/gcs_server"), r"(?i)gcs", vital=True),
+    "runtime-env agent": Victim(_titled("ray::RuntimeEnvAgent"), r"runtime_env_agent", vital=True),
+    "dashboard agent": Victim(_titled("ray::DashboardAgent"), r"dashboard_agent", needed=False, vital=True),
     "orphan reaper": Victim(_titled("cluster.orphan_reaper"), r"orphan reaper", needed=False),
 }
 """By engine: a transformers engine has no core, and of a vLLM engine only the core is a class of its own."""
