@@ -35,6 +35,7 @@ def main() -> int:
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--engine", default="transformers")
     parser.add_argument("--seed", type=int, default=0, help="of the moments (default: %(default)s)")
+    parser.add_argument("--cases", type=int, help="only so many of all that are drawn, the rest with --go_on later")
     parser.add_argument("--go_on", action="store_true", help="after the cases that an earlier campaign recorded")
     options = parser.parse_args()
     if not options.go_on:
@@ -71,7 +72,7 @@ def _killed_processes(options: argparse.Namespace) -> int:
         tempfile.tempdir = os.environ["TMPDIR"] = temporary  # what a run leaves there is its own
         worker_server()  # and what is there before
         campaign = Campaign(_flags(killed, model, _LONG, options.engine), killed, Path(temporary), options.seed)
-        done, steps = campaign.run(cases), campaign.steps()
+        done, steps = campaign.run(cases, options.cases), campaign.steps()
         resumed.undisturbed(_flags(whole, model, steps, options.engine), whole)
         tempfile.tempdir = None
     _compare(done, killed, whole, steps)

@@ -99,12 +99,15 @@ class Campaign:
         self._starts = len(list(root.glob("log-*")))
         self._before: set[Path] = set()
 
-    def run(self, cases: Sequence[Case]) -> list[Case]:
-        """Apply the cases; those of a start where a run must be started anyway. What is recorded is not done again."""
+    def run(self, cases: Sequence[Case], limit: int | None = None) -> list[Case]:
+        """Apply the cases; those of a start where a run must be started anyway.
+
+        What is recorded is not done again. With it, there are at most ``limit`` cases.
+        """
         done = self._recorded()
         known = {(case.victim, case.how, case.phase) for case in done}
         left = [case for case in cases if (case.victim, case.how, case.phase) not in known]
-        while left:
+        while left and len(done) != limit:
             in_start = self._command is None
             case = next((case for case in left if (case.phase == "start") == in_start), left[0])
             left.remove(case)
