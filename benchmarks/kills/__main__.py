@@ -29,13 +29,14 @@ def main() -> int:
     parser.add_argument("out", type=Path, help="directory to work in; emptied first")
     parser.add_argument("result", type=Path, help="Markdown file to write")
     parser.add_argument(
-        "--processes", nargs="*", metavar="CLASS", help="kill and stop processes of these (or all) classes"
+        "--processes", nargs="*", metavar="CLASS", help="kill and stop these (reward_worker ...), or all"
     )
     parser.add_argument("--kills", type=int, default=10)
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--engine", default="transformers")
     parser.add_argument("--seed", type=int, default=0, help="of the moments (default: %(default)s)")
     parser.add_argument("--cases", type=int, help="only so many of all that are drawn, the rest with --go_on later")
+    parser.add_argument("--new_interpreters", action="store_true", help="as users start it, instead of forks")
     parser.add_argument("--go_on", action="store_true", help="after the cases that an earlier campaign recorded")
     options = parser.parse_args()
     if not options.go_on:
@@ -64,14 +65,17 @@ def _killed_processes(options: argparse.Namespace) -> int:
     model = options.out / "model"
     make_calculator_data(model / "data")
     core = [_CORE] if options.engine == "vllm" else [name for name in VICTIMS if name != _CORE]
-    cases = draw(options.processes or core, options.seed)
+    cases = draw([name.replace("_", " ") for name in options.processes] or core, options.seed)
     whole, killed = options.out / "undisturbed", options.out / "killed"
     killed.mkdir(exist_ok=options.go_on)
     shutil.rmtree(whole, ignore_errors=True)
     with tempfile.TemporaryDirectory(prefix="k-") as temporary:
         tempfile.tempdir = os.environ["TMPDIR"] = temporary  # what a run leaves there is its own
-        worker_server()  # and what is there before
-        campaign = Campaign(_flags(killed, model, _LONG, options.engine), killed, Path(temporary), options.seed)
+        forked = not options.new_interpreters
+        if forked:
+            worker_server()  # and what is there before
+        arguments = _flags(killed, model, _LONG, options.engine)
+        campaign = Campaign(arguments, killed, Path(temporary), options.seed, forked)
         done, steps = campaign.run(cases, options.cases), campaign.steps()
         resumed.undisturbed(_flags(whole, model, steps, options.engine), whole)
         tempfile.tempdir = None

@@ -89,10 +89,12 @@ class Campaign:
     Args:
         arguments: of ``slime-like``.
         temporary: where the run puts temporary files; nothing else is there.
+        forked: start from a process that has imported all: most of a start is imports. A forked reward worker or agent
+            has another parent than its own, so that neither pool nor watch finds it stopped.
     """
 
-    def __init__(self, arguments: Sequence[str], root: Path, temporary: Path, seed: int) -> None:
-        self._arguments, self._root, self._temporary = arguments, root, temporary
+    def __init__(self, arguments: Sequence[str], root: Path, temporary: Path, seed: int, forked: bool) -> None:
+        self._arguments, self._root, self._temporary, self._forked = arguments, root, temporary, forked
         self._run_dir = root / "run"
         self._generator = random.Random(seed)
         self._command: Command | None = None
@@ -138,8 +140,7 @@ class Campaign:
     def _start(self) -> None:
         self._starts += 1
         self._before = set(self._temporary.iterdir())
-        # Forked from a process that has imported all: most of a start is imports.
-        self._command = Command(self._arguments, self._root / f"log-{self._starts}")
+        self._command = Command(self._arguments, self._root / f"log-{self._starts}", self._forked)
 
     def _apply(self, case: Case) -> None:
         if case.phase == "start" and self._command is not None:

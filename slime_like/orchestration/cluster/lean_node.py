@@ -15,6 +15,7 @@ from ray._private import services
 from ray._private.parameter import RayParams
 from ray._raylet import AuthenticationTokenLoader, Config  # type: ignore[attr-defined]
 
+from slime_like.errors import SlimeLikeError
 from slime_like.orchestration.cluster.orphan_reaper import ended_agent
 from slime_like.system.disk import write_private
 
@@ -29,7 +30,18 @@ class LeanNode(ray._private.node.Node):
     def __init__(self, ray_params: RayParams, **options: Any) -> None:
         ray_params.update_if_absent(node_ip_address=_LOOPBACK)  # else Ray listens on all addresses
         ray_params.update(no_monitor=True, include_log_monitor=False)
-        with _replaced(services, "ConsolePopen", _SeparateGroupProcess):
+        get_node = services.get_node
+
+        def get_living_node(*arguments: Any) -> Any:
+            """Ray asks until its node is there, for 30 s, also where the node has ended."""
+            if (died := self.ended_daemon()) is not None:
+                raise SlimeLikeError(died, code="ray-died")
+            return get_node(*arguments)
+
+        with (
+            _replaced(services, "ConsolePopen", _SeparateGroupProcess),
+            _replaced(services, "get_node", get_living_node),
+        ):
             super().__init__(ray_params, **options)
 
     @classmethod
