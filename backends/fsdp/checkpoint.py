@@ -1,6 +1,7 @@
 """Training state on disk through torch's distributed checkpointing: readable on as many ranks and on others."""
 
 import json
+import math
 import os
 from pathlib import Path
 from typing import Any
@@ -56,6 +57,10 @@ class StoredCheckpoint:
             raise damaged(directory, f"{type(error).__name__}: {error}") from error
         require_format(directory, self.common)
         tensors = {name: entry for name, entry in metadata.items() if isinstance(entry, TensorStorageMetadata)}
+        for name, entry in tensors.items():
+            elements, stored = math.prod(entry.size), sum(math.prod(chunk.sizes) for chunk in entry.chunks)
+            if stored != elements:  # torch's reader would leave the rest as it found the memory
+                raise damaged(directory, f"{name}: {stored} of {elements} elements are stored")
         self.shapes: dict[str, Shape] = {name: tuple(entry.size) for name, entry in tensors.items()}
         self.dtypes = {name: entry.properties.dtype for name, entry in tensors.items()}
 

@@ -5,6 +5,7 @@ a forgery that has its own checksums.
 """
 
 import io
+import math
 from collections.abc import Mapping
 from pickle import UnpicklingError
 from typing import IO, Any
@@ -80,11 +81,17 @@ def _require_parts(index: Metadata) -> None:
             raise UnpicklingError(f"its entry {name!r} describes no tensor")
     if not all(_is_place(key, info) for key, info in places.items()):
         raise UnpicklingError("a place in it is none")
-    stored = {(key.fqn, key.offset) for key in places}
+    stored = {(key.fqn, key.offset): info.length for key, info in places.items()}
     for name, entry in entries.items():
-        parts = [None] if isinstance(entry, BytesStorageMetadata) else [chunk.offsets for chunk in entry.chunks]
-        if any((name, part) not in stored for part in parts):
-            raise UnpicklingError(f"{name} has no place in it")
+        parts = {None: 0} if isinstance(entry, BytesStorageMetadata) else _part_bytes(entry)
+        if any(stored.get((name, part), -1) < nbytes for part, nbytes in parts.items()):
+            raise UnpicklingError(f"{name} has no place in it, or one that is too small")
+
+
+def _part_bytes(entry: TensorStorageMetadata) -> dict[torch.Size, int]:
+    """What the pieces of a tensor need by offset: a forged shape must not ask for more memory than there are bytes."""
+    itemsize = entry.properties.dtype.itemsize
+    return {chunk.offsets: math.prod(chunk.sizes) * itemsize for chunk in entry.chunks}
 
 
 def _is_tensor(entry: Any) -> bool:

@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from backends.common.checkpoint.integrity import ChecksumStream, Piece
+from backends.common.checkpoint.integrity import ChecksumStream, Piece, damaged
 from backends.common.checkpoint.partial_output import partial_output
 from backends.common.hugging_face.conversion import (
     Conversion,
@@ -49,6 +49,9 @@ class HuggingFaceConverter(Converter):
             _Group({name: source.tensors[name].shape for name in names}, _type_of(source, names[0], wanted))
             for names in source.groups
         ]
+        for group in groups:
+            if group.dtype not in DTYPES.values():
+                raise damaged(checkpoint, f"{next(iter(group.shapes))} is of {group.dtype}, as no weight is")
         jobs = _jobs(groups, options.max_file_bytes)
         request = {
             "what": "to-hf",

@@ -13,6 +13,7 @@ from slime_like.config.rollout import ENVIRONMENT
 from slime_like.errors import RewardError
 from slime_like.sandbox.pool import WorkerKind, WorkerPool
 from slime_like.sandbox.rewards.failures import BatchTimeouts, RewardFailures
+from slime_like.sandbox.rewards.registry import QUICK
 from slime_like.sandbox.rewards.time_budget import TimeBudget
 
 _MODULE = "slime_like.sandbox.rewards.worker"
@@ -94,7 +95,7 @@ class RewardPool:
         functions = [index for index, function in enumerate(config.functions) if function.name != ENVIRONMENT]
         self._workers = WorkerPool(_workers_of(config, functions, "reward.functions"), config)
         self._failures = RewardFailures(config)
-        quick = not self._failures.has_foreign
+        quick = QUICK.issuperset(self._functions)
         self._time = TimeBudget(config.timeout_s, config.workers, step_responses, quick)
         self._thread = LoopThread()
         self._closed = False

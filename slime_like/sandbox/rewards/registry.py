@@ -32,6 +32,9 @@ SERVICES = frozenset({"http", "judge"})
 LOCAL = frozenset(REGISTERED) - SERVICES
 """Those that compute their reward here, from response and answer alone."""
 
+QUICK = LOCAL - {"code", "majority", "reasoning_gym"}
+"""Those that take milliseconds for a response that does not hang them."""
+
 WARMED = ("math_verify", "code")
 """Those whose first call takes long, or shows whether the machine can make it."""
 

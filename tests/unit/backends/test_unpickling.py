@@ -5,6 +5,7 @@ import os
 import pickle
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,7 +17,11 @@ from torch.distributed.checkpoint.metadata import Metadata
 
 from backends.common.checkpoint.integrity import Checksums, VerifyingReader
 from backends.common.checkpoint.unpickling import read_index
+from backends.fsdp.checkpoint import PLAIN_FILES, StoredCheckpoint
+from backends.fsdp.converter import FsdpConverter
+from slime_like.config import RunConfig
 from slime_like.errors import CheckpointError
+from slime_like.interfaces.conversion import ConversionOptions, TensorInfo
 from tests.support.forged import Program, forge_object, pieces_of, torchs_index
 
 
@@ -102,6 +107,11 @@ def _entry(field: str, value: Any) -> Callable[[Metadata], None]:
     return lambda index: setattr(index.state_dict_metadata["weight"], field, value)
 
 
+def _enlarge(entry: Any) -> None:
+    """A petabyte, by the index's word."""
+    entry.size = entry.chunks[0].sizes = torch.Size([2**24, 2**24])
+
+
 PARTS: list[Callable[[Metadata], None]] = [
     *(_place("offset", value) for value in (-1, "0", None)),
     *(_place("length", value) for value in (-1, None)),
@@ -109,6 +119,7 @@ PARTS: list[Callable[[Metadata], None]] = [
     *(_entry("chunks", value) for value in ([3], None)),
     *(_entry("size", value) for value in (torch.Size([1, 1]), torch.Size([6]), (2, 3))),
     lambda index: index.state_dict_metadata.pop("weight").chunks.clear() or index.state_dict_metadata.update(weight=3),
+    lambda index: _enlarge(index.state_dict_metadata["weight"]),
     lambda index: index.storage_data.clear(),
     lambda index: index.storage_data.update(weight=3),
     lambda index: setattr(index, "storage_data", None),
@@ -134,4 +145,31 @@ def test_data_files_are_files_that_the_checksums_list(stored: Path, what: str) -
     reader = VerifyingReader(stored, Checksums(stored, {} if what == "unlisted" else pieces, {}))
     with pytest.raises(CheckpointError) as caught:
         reader.read_metadata()
+    assert caught.value.code == "checkpoint-damaged"
+
+
+def test_every_element_of_a_tensor_is_stored(stored: Path) -> None:
+    """torch's reader would leave the last row as it found the memory."""
+    (stored / "common.json").write_text('{"format": 1}')
+    for rows in (2, 3):
+        index = torchs_index(stored)
+        index.state_dict_metadata["weight"].size = torch.Size([rows, 3])
+        (stored / ".metadata").write_bytes(pickle.dumps(index))
+        Checksums.of_directory(stored, pieces_of(stored), PLAIN_FILES).write()
+        if rows == 2:
+            assert StoredCheckpoint(stored).shapes["weight"] == (2, 3)
+    with pytest.raises(CheckpointError) as caught:
+        StoredCheckpoint(stored)
+    assert caught.value.code == "checkpoint-damaged" and "6 of 9 elements" in str(caught.value)
+
+
+def test_weights_are_floating_point_numbers(tmp_path: Path) -> None:
+    class Forged(FsdpConverter):
+        def open_checkpoint(self, config: RunConfig, checkpoint: Path) -> Any:
+            return SimpleNamespace(tensors={"a": TensorInfo("bool", (1,))}, groups=[["a"]])
+
+    config = RunConfig.model_validate({"run_dir": tmp_path, "steps": 1, "model": {"path": tmp_path}})
+    options = ConversionOptions("auto", 10**6, 1, allow_nan=False)
+    with pytest.raises(CheckpointError) as caught:
+        Forged().to_hugging_face(config, tmp_path, tmp_path / "out", options, lambda *_: None)
     assert caught.value.code == "checkpoint-damaged"
