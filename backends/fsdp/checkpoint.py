@@ -18,15 +18,17 @@ from torch.distributed.tensor import DTensor
 
 from backends.common.checkpoint.data_file import refused_by_disk, write_data_file
 from backends.common.checkpoint.integrity import Checksums, VerifyingReader, damaged
+from backends.common.checkpoint.plans import plan_from_plain, plan_to_plain, results_from_plain, results_to_plain
 from backends.common.checkpoint.rank_writing import RankWriting
 from backends.common.checkpoint.reading import FORMAT, UNREADABLE, brief, cause_of, require_format
 from backends.common.hugging_face.files import Shape
-from backends.common.process.agreement import gathered, listed, together
+from backends.common.process.agreement import listed, together
 from backends.common.trainer.host_memory import HostCopies
 from backends.fsdp.model import LogprobModel
 from backends.fsdp.optimizer import Optimizer
 from backends.fsdp.parallel import Groups
 from slime_like.errors import CheckpointError
+from slime_like.system.json_collectives import gather_json, scatter_json
 
 MODEL, MOMENTS, RANDOM = "model.", "optimizer.", "random."
 """What the names of the stored tensors begin with."""
@@ -117,15 +119,14 @@ class CheckpointWriter(RankWriting):
 
     def _plan(self, state: dict[str, Tensor]) -> tuple[DefaultSavePlanner, SavePlan]:
         """Plan this rank's files. Rank 0 merges all plans, and keeps the index."""
-        planner, first = DefaultSavePlanner(), dist.get_rank() == 0
-        planner.set_up_planner(state, is_coordinator=first)
-        local_plan = planner.create_local_plan()
-        settled: list[Any] = [None]
-        everyones: list[Any] | None = None
-        if (plans := gathered(local_plan)) is not None:
-            everyones, self._metadata = planner.create_global_plan(plans)
-        dist.scatter_object_list(settled, everyones)
-        return planner, planner.finish_plan(settled[0])
+        planner = DefaultSavePlanner()
+        planner.set_up_planner(state, is_coordinator=dist.get_rank() == 0)
+        plans = gather_json(plan_to_plain(planner.create_local_plan()), self._device)
+        settled: list[SavePlan] | None = None
+        if plans is not None:
+            settled, self._metadata = planner.create_global_plan([plan_from_plain(plan) for plan in plans])
+        own = scatter_json(settled and [plan_to_plain(plan) for plan in settled], self._device)
+        return planner, planner.finish_plan(plan_from_plain(own))
 
     def _write(self) -> None:
         if not self._entries:
@@ -136,7 +137,8 @@ class CheckpointWriter(RankWriting):
         self._entries = []
 
     def _write_index(self) -> None:
-        results = gathered(self._results)
+        plain = gather_json(results_to_plain(self._results), self._device)
+        results = plain and [results_from_plain(one) for one in plain]
         together(lambda: self._write_plain_files(results), f"writing {self._directory}", self._device)
 
     def _write_plain_files(self, results: list[list[WriteResult]] | None) -> None:

@@ -83,7 +83,8 @@ class TrainerConfig(Section):
     """Tokens whose logits are computed at once. none: a twentieth of a micro-batch, at least 64 and 1 MiB of logits, at
     most 1,024."""
     rendezvous_port: int | None = Field(None, ge=1024, le=65535)
-    """Port on rank 0's host where ranks meet; none: a free one."""
+    """Port on rank 0's host where ranks meet; none: a free one, or a private file in a cluster of one host that the run
+    starts."""
     start_timeout_s: float = Field(600.0, gt=0, description="Timeout of the start of all ranks.")
     step_timeout_s: float = Field(3600.0, gt=0, description="Timeout of one call of a rank, collectives included.")
     cpu_threads: int | None = Field(None, ge=1, description="Threads per rank on CPU; none shares a node's cores.")

@@ -19,7 +19,8 @@ class RankPlacement:
     """Placement of one trainer rank: its rank, its device and the rendezvous.
 
     ``local_rank`` is the index of its device among those that its process can see. ``ranks_on_node`` share its node's
-    cores; by default all ranks.
+    cores; by default all ranks. ``store`` is a file for torch's ``FileStore``, where all ranks are on one host and meet
+    without a port. Names of their keys begin with ``key``, which is random.
     """
 
     rank: int
@@ -28,6 +29,8 @@ class RankPlacement:
     master_address: str
     master_port: int
     ranks_on_node: int | None = None
+    store: Path | None = None
+    key: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -285,6 +285,23 @@ def test_a_stranger_s_bucket_is_refused() -> None:
         each.close()
 
 
+def test_a_stranger_who_guesses_names_takes_nobody_s_place(engines: Start) -> None:
+    """It reaches the store, which asks for no key; the names of keys begin with the sender's."""
+    sender = new_sender()
+    rendezvous = sender.rendezvous()
+    stranger = dist.TCPStore(rendezvous["host"], rendezvous["port"], is_master=False, wait_for_workers=False)
+    stranger.add("joined", 1)
+    for name in ("left/1", "broken/1"):
+        stranger.set(name, "")
+    stranger.set("generation/1", "[7]")
+    guessed = set(stranger.list_keys())
+    engine = engines(rendezvous)
+    deliver(sender, [engine], bucket(0))
+    others = set(stranger.list_keys()) - guessed
+    assert others and all(name.startswith(f"{rendezvous['key']}/") for name in others)
+    sender.close()
+
+
 def test_another_process_sees_the_same_bytes(session: str) -> None:
     sender = open_sender("shared_memory", session)
     metadata = sender.send(bucket(3))

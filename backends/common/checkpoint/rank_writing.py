@@ -3,15 +3,16 @@
 import threading
 from abc import ABC, abstractmethod
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
 
 from backends.common.checkpoint.data_file import refused_by_disk
 from backends.common.checkpoint.integrity import Checksums, Piece
-from backends.common.process.agreement import gathered, together
+from backends.common.process.agreement import together
 from slime_like.errors import CheckpointError
+from slime_like.system.json_collectives import gather_json
 
 
 class RankWriting(ABC):
@@ -66,13 +67,13 @@ class RankWriting(ABC):
         what = f"writing {self._directory}"
         together(lambda: self._join(timeout_s), what, self._device)
         self._write_index()
-        pieces = gathered(self._pieces)
+        pieces = gather_json(self._pieces, self._device)
         together(lambda: self._write_checksums(pieces), what, self._device)
 
-    def _write_checksums(self, pieces: list[dict[str, list[Piece]]] | None) -> None:
+    def _write_checksums(self, pieces: list[dict[str, list[list[Any]]]] | None) -> None:
         if pieces is not None:
             with refused_by_disk(self._directory):
-                everyones = {file: entries for part in pieces for file, entries in part.items()}
+                everyones = {name: [Piece(*one) for one in file] for part in pieces for name, file in part.items()}
                 Checksums.of_directory(self._directory, everyones, self.plain_files).write()
 
     def write(self) -> None:

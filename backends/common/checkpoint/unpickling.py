@@ -5,7 +5,6 @@ a forgery that has its own checksums.
 """
 
 import io
-import pickle
 from collections.abc import Mapping
 from pickle import UnpicklingError
 from typing import IO, Any
@@ -22,11 +21,12 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.planner import LoadPlanner, ReadItem
 
-_DTYPES = frozenset(name for name in dir(torch) if isinstance(getattr(torch, name), torch.dtype))
+from backends.common.process.received_objects import DTYPES, ListedUnpickler
+
 _INDEX: Mapping[str, frozenset[str]] = {
     "pathlib": frozenset(["PosixPath"]),
     "pathlib._local": frozenset(["PosixPath"]),  # from Python 3.13 on
-    "torch": _DTYPES | {"Size"},
+    "torch": DTYPES | {"Size"},
     "torch.distributed.checkpoint.filesystem": frozenset(["_StorageInfo"]),
     "torch.distributed.checkpoint.metadata": frozenset(
         [
@@ -45,14 +45,11 @@ _INDEX: Mapping[str, frozenset[str]] = {
     ),
     "torch.serialization": frozenset(["_get_layout"]),
 }
-"""Per module, full names of what torch's index consists of. Whole modules would admit what calls others."""
+"""Per module, full names of what torch's index consists of."""
 
 
-class _IndexUnpickler(pickle.Unpickler):
-    def find_class(self, module: str, name: str) -> Any:
-        if name not in _INDEX.get(module, ()):
-            raise UnpicklingError(f"it names {module}.{name}, which is no part of torch's index")
-        return super().find_class(module, name)
+class _IndexUnpickler(ListedUnpickler):
+    whole, listed = "torch's index", _INDEX
 
 
 def read_index(file: IO[bytes]) -> Metadata:

@@ -1,7 +1,7 @@
 """All ranks fail together: a fault found by one rank must not leave the others waiting in a collective."""
 
 from collections.abc import Callable, Mapping
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -38,13 +38,6 @@ def together(action: Callable[[], Result], what: str, device: torch.device) -> R
             remedy="see the message of that rank",
         )
     return result
-
-
-def gathered(value: Result) -> list[Result] | None:
-    """Every rank's ``value`` on the first rank, ``None`` on the others. Collective over the world."""
-    values: list[Any] | None = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
-    dist.gather_object(value, values)
-    return values
 
 
 def listed_by_kind(found: Mapping[str, list[str]]) -> str:

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from backends.common.process.received_objects import read_listed_objects
 from slime_like.config import RunConfig
 from slime_like.cpu.onednn import use_onednn
 from slime_like.errors import TrainerError
@@ -56,27 +57,18 @@ def join_world(config: RunConfig, placement: RankPlacement, cuda_backend: str = 
     if on_cuda:
         torch.cuda.set_device(placement.local_rank)
     start = timedelta(seconds=config.trainer.start_timeout_s)
-    is_master = placement.rank == 0
     try:
-        listener = listen(placement.master_address, placement.master_port) if is_master else None
-        store = dist.TCPStore(
-            placement.master_address,
-            placement.master_port,
-            placement.world_size,
-            is_master=is_master,
-            timeout=start,
-            # By itself the store would listen on every interface of the machine.
-            master_listen_fd=None if listener is None else listener.detach(),
-        )
+        store = dist.PrefixStore(placement.key, _meet(placement, start))
     except (dist.DistError, RuntimeError, OSError) as error:
+        where = placement.store or f"{placement.master_address}:{placement.master_port}"
         raise TrainerError(
-            f"no rendezvous at {placement.master_address}:{placement.master_port} within "
-            f"{start.total_seconds():.0f} s ({error})",
+            f"no rendezvous at {where} within {start.total_seconds():.0f} s ({error})",
             code="no-rendezvous",
             who=f"rank {placement.rank}",
             phase="setup",
             remedy="check that all ranks start and that the port is free",
         ) from error
+    read_listed_objects()
     # Without `device_id`: with it torch (2.13, 2.14: `_new_process_group_helper`) splits the world's communicator for
     # every group, and for a new gloo group only on ranks that are not in it, which would wait for the others.
     dist.init_process_group(
@@ -85,6 +77,27 @@ def join_world(config: RunConfig, placement: RankPlacement, cuda_backend: str = 
         rank=placement.rank,
         world_size=placement.world_size,
         timeout=timedelta(seconds=config.trainer.step_timeout_s),
+    )
+
+
+def _meet(placement: RankPlacement, timeout: timedelta) -> dist.Store:
+    """A store that all ranks have opened."""
+    if placement.store is not None:
+        file = dist.FileStore(str(placement.store), placement.world_size)
+        if file.add("opened", 1) == placement.world_size:
+            file.set("all-opened", "")
+        file.wait(["all-opened"], timeout)
+        return file
+    is_master = placement.rank == 0
+    listener = listen(placement.master_address, placement.master_port) if is_master else None
+    return dist.TCPStore(
+        placement.master_address,
+        placement.master_port,
+        placement.world_size,
+        is_master=is_master,
+        timeout=timeout,
+        # By itself the store would listen on every interface of the machine.
+        master_listen_fd=None if listener is None else listener.detach(),
     )
 
 

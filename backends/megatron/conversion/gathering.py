@@ -14,8 +14,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from slime_like.system.json_collectives import all_gather_json
+
 _ALIGNMENT = 64
 _TOKEN_BYTES = 64
+_CPU = torch.device("cpu")
 
 
 Gather = Callable[[Sequence[Tensor]], list[list[Tensor]] | None]
@@ -95,11 +98,9 @@ class _Segments:
         self._turn = 0
         size = _TOKEN_BYTES + 2 * self._half
         with _offered(size) as offer:
-            offers = [offer] * group.size()
-            dist.all_gather_object(offers, offer, group=group)
+            offers = [_Offer(*one) for one in all_gather_json(offer, _CPU, group)]
             self._maps = [_map(each, size) for each in (offers if group.rank() == 0 else [offer])]
-            answers = [False] * group.size()
-            dist.all_gather_object(answers, all(segment is not None for segment in self._maps), group=group)
+            answers = all_gather_json(all(segment is not None for segment in self._maps), _CPU, group)
         self.everyone_sees = all(answers)
 
     def gather(self, shards: Sequence[Tensor]) -> list[list[Tensor]] | None:
@@ -121,22 +122,22 @@ class _Segments:
 
 
 class _Offer(NamedTuple):
-    """Where a process' segment can be found, and the bytes that it begins with."""
+    """Where a process' segment can be found, and the characters that it begins with."""
 
     host: str
     path: str
-    token: bytes
+    token: str
 
 
 @contextlib.contextmanager
 def _offered(size: int) -> Iterator[_Offer]:
     """Memory that processes may map inside the block; too little of it where the system grants none."""
-    token = secrets.token_bytes(_TOKEN_BYTES)
+    token = secrets.token_hex(_TOKEN_BYTES // 2)
     descriptor = os.memfd_create("slime-like-export", os.MFD_CLOEXEC)
     try:
         with contextlib.suppress(OSError):
             os.ftruncate(descriptor, size)
-            os.pwrite(descriptor, token, 0)
+            os.pwrite(descriptor, token.encode(), 0)
         yield _Offer(socket.gethostname(), f"/proc/{os.getpid()}/fd/{descriptor}", token)
     finally:
         os.close(descriptor)
@@ -151,4 +152,4 @@ def _map(offer: _Offer, size: int) -> mmap.mmap | None:
             segment = mmap.mmap(file.fileno(), size)
     except (OSError, ValueError):
         return None  # also a process of the same number on another machine of the same name
-    return segment if segment[:_TOKEN_BYTES] == offer.token else None
+    return segment if segment[:_TOKEN_BYTES] == offer.token.encode() else None

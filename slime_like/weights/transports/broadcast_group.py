@@ -27,12 +27,14 @@ class BroadcastGroup:
     Attributes:
         own: address of the interface that this member listens on.
         host, port: the sender's store.
+        key: what the names of its keys begin with.
     """
 
     backend: str
     own: str
     host: str
     port: int
+    key: str
     generation: int
     rank: int
     size: int
@@ -73,7 +75,7 @@ class BroadcastGroup:
 
     def _form(self, timeout: timedelta) -> Any:
         # A separate connection: waiting for the others must not keep other users from the store.
-        store = join_store(self.host, self.port, self.timeout_s)
+        store = join_store(self.host, self.port, self.key, self.timeout_s)
         own_part = dist.PrefixStore(f"group/{self.generation}", store)
         if self.backend == NCCL:
             options = dist.ProcessGroupNCCL.Options()
@@ -100,7 +102,8 @@ def _wait_completed(work: Any, timeout_s: float, is_broken: Callable[[], bool]) 
         time.sleep(_LOOK_EVERY_S)
 
 
-def serve_store(address: str, timeout_s: float) -> tuple[dist.TCPStore, int]:
+def serve_store(address: str, key: str, timeout_s: float) -> tuple[dist.Store, int]:
+    """A store and its port. A stranger who reaches it can list its keys, but takes nobody's place by guessing names."""
     with listen(address, 0) as listener:
         port = listener.getsockname()[1]
         store = dist.TCPStore(
@@ -112,12 +115,14 @@ def serve_store(address: str, timeout_s: float) -> tuple[dist.TCPStore, int]:
             # By itself the store would listen on every interface of the machine.
             master_listen_fd=listener.detach(),
         )
-    return store, port
+    return dist.PrefixStore(key, store), port
 
 
-def join_store(host: str, port: int, timeout_s: float) -> dist.TCPStore:
+def join_store(host: str, port: int, key: str, timeout_s: float) -> dist.Store:
     try:
-        return dist.TCPStore(host, port, is_master=False, timeout=timedelta(seconds=timeout_s), wait_for_workers=False)
+        timeout = timedelta(seconds=timeout_s)
+        store = dist.TCPStore(host, port, is_master=False, timeout=timeout, wait_for_workers=False)
+        return dist.PrefixStore(key, store)
     except (RuntimeError, OSError) as error:
         raise WeightSyncError(
             f"no sender listens on {host}:{port} ({one_line(error)}): the sender has ended, or the network between "

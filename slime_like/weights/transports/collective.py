@@ -1,7 +1,8 @@
 """Buckets by broadcast, over gloo (hosts) or NCCL (GPUs): one sender, any number of receivers, on any host.
 
 The process group is a separate object, never torch's default one, which trainer and engine use for themselves. Its
-members find each other through a store that the sender serves, on one given interface:
+members find each other through a store that the sender serves, on one given interface, under names that begin with a
+random key:
 
     joined            how many receivers have ever connected; each takes its number from here
     left/NUMBER       that receiver has closed
@@ -16,6 +17,7 @@ since the sender cannot know which of them are still there.
 from __future__ import annotations
 
 import json
+import secrets
 import threading
 import uuid
 from collections.abc import Callable, Iterator, Mapping
@@ -43,11 +45,13 @@ class _Receivers:
 
     Attributes:
         generation: number of the group, which every bucket names.
+        key: random; what the names of all keys in the store begin with.
     """
 
     def __init__(self, backend: str, settings: TransportSettings) -> None:
         self._backend, self._settings = backend, settings
-        self._store, self.port = serve_store(settings.address, settings.timeout_s)
+        self.key = secrets.token_hex(16)
+        self._store, self.port = serve_store(settings.address, self.key, settings.timeout_s)
         self._members: list[int] = []
         self._forgotten = 0
         self.generation = 0
@@ -74,7 +78,8 @@ class _Receivers:
             self._members = members
             self._store.set(f"generation/{self.generation}", json.dumps(members))
             host, size, timeout_s = self._settings.address, len(members) + 1, self._settings.timeout_s
-            self._group = BroadcastGroup(self._backend, host, host, self.port, self.generation, 0, size, timeout_s)
+            place = (host, host, self.port, self.key)
+            self._group = BroadcastGroup(self._backend, *place, self.generation, 0, size, timeout_s)
         return self._group
 
     def give_up(self, generation: int) -> None:
@@ -102,7 +107,9 @@ class CollectiveSender:
 
     def rendezvous(self) -> dict[str, Any]:
         host, timeout_s = self._settings.address, self._settings.timeout_s
-        return {"sender": self._id, "host": host, "port": self._receivers.port, "timeout_s": timeout_s}
+        receivers = self._receivers
+        place = {"host": host, "port": receivers.port, "key": receivers.key}
+        return {"sender": self._id, **place, "timeout_s": timeout_s}
 
     def send(self, bucket: WeightBucket) -> BucketMetadata:
         """Start a broadcast of ``bucket``.
@@ -184,8 +191,8 @@ class CollectiveReceiver:
         self._backend = backend
         self._sender = str(rendezvous["sender"])
         self._host, self._port = str(rendezvous["host"]), int(rendezvous["port"])
-        self._timeout_s = float(rendezvous["timeout_s"])
-        self._store: dist.TCPStore | None = join_store(self._host, self._port, self._timeout_s)
+        self._key, self._timeout_s = str(rendezvous["key"]), float(rendezvous["timeout_s"])
+        self._store: dist.Store | None = join_store(self._host, self._port, self._key, self._timeout_s)
         self._number = self._store.add(_JOINED, 1)
         self._generation = 0
         self._group: BroadcastGroup | None = None
@@ -235,8 +242,8 @@ class CollectiveReceiver:
             if self._number not in members:
                 raise self._disconnected("this receiver is not in the sender's group")
             rank, size = members.index(self._number) + 1, len(members) + 1
-            own, host, port = address_towards(self._host, self._port), self._host, self._port
-            self._group = BroadcastGroup(self._backend, own, host, port, generation, rank, size, self._timeout_s)
+            place = (address_towards(self._host, self._port), self._host, self._port, self._key)
+            self._group = BroadcastGroup(self._backend, *place, generation, rank, size, self._timeout_s)
             self._generation = generation
         return self._group
 

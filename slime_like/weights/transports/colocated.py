@@ -18,6 +18,7 @@ from torch import Tensor
 
 from slime_like.errors import WeightSyncError
 from slime_like.interfaces import BucketMetadata, WeightBucket
+from slime_like.system.json_collectives import all_gather_json
 from slime_like.weights.buckets import bucket_nbytes, read_bucket, write_bucket
 from slime_like.weights.transport import TransportSettings
 from slime_like.weights.transports.device_memory import DeviceMemory
@@ -95,9 +96,8 @@ class ColocatedSender:
 
     def _gathering_ranks(self, settings: TransportSettings) -> list[int]:
         """The ranks whose buckets are full, by stage."""
-        stages: list[int | None] = [settings.stage if settings.gathers else None] * self._num_ranks
-        if self._num_ranks > 1:
-            dist.all_gather_object(stages, stages[0])
+        own = settings.stage if settings.gathers else None
+        stages = [own] if self._num_ranks == 1 else all_gather_json(own, _collective_device())
         return [rank for _, rank in sorted((stage, rank) for rank, stage in enumerate(stages) if stage is not None)]
 
     def _pass_on(self, bucket: WeightBucket | None, sender: int) -> BucketMetadata | None:
@@ -124,7 +124,7 @@ class ColocatedSender:
         """What ``sender`` gives."""
         if self._num_ranks == 1:
             return nbytes
-        size = torch.tensor([nbytes], device="cuda" if torch.cuda.is_available() else "cpu")
+        size = torch.tensor([nbytes], device=_collective_device())
         dist.broadcast(size, sender)
         return int(size)
 
@@ -146,6 +146,10 @@ class ColocatedSender:
                 DeviceMemory.collect()
             memory = self._memory[turn] = self._new_memory(nbytes)
         return memory
+
+
+def _collective_device() -> torch.device:
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
 def join_buckets(buckets: Sequence[BucketMetadata | None]) -> list[BucketMetadata]:

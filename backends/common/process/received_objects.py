@@ -1,0 +1,75 @@
+"""Objects that torch's collectives exchange between ranks, read as data: a pickle of a stranger would be a program.
+
+torch's and Megatron's checkpoints use these collectives; this project's own values travel as JSON
+(``slime_like.system.json_collectives``).
+"""
+
+import pickle
+import sys
+from collections.abc import Mapping
+from pickle import UnpicklingError
+from typing import Any, ClassVar
+
+import torch
+from torch.distributed import distributed_c10d
+
+DTYPES = frozenset(name for name in dir(torch) if isinstance(getattr(torch, name), torch.dtype))
+
+
+class ListedUnpickler(pickle.Unpickler):
+    """Reads objects of listed classes.
+
+    Attributes:
+        listed: per module, full names. Whole modules would admit what calls others.
+        whole: of what a class that is not listed is no part.
+    """
+
+    listed: ClassVar[Mapping[str, frozenset[str]]]
+    whole: ClassVar[str]
+
+    def find_class(self, module: str, name: str) -> Any:
+        if name not in self.listed.get(module, ()):
+            raise UnpicklingError(f"it names {module}.{name}, which is no part of {self.whole}")
+        return super().find_class(module, name)
+
+
+class _ReceivedUnpickler(ListedUnpickler):
+    """Also reads errors, of any class that is imported already: ranks raise each other's."""
+
+    whole = "what ranks exchange"
+    listed: ClassVar[Mapping[str, frozenset[str]]] = {
+        "builtins": frozenset(["slice"]),
+        "megatron.core.dist_checkpointing.mapping": frozenset(["ShardedObject", "ShardedTensor"]),
+        "torch": DTYPES | {"Size"},
+        "torch.distributed.checkpoint.filesystem": frozenset(["_StorageInfo"]),
+        "torch.distributed.checkpoint.metadata": frozenset(
+            ["ChunkStorageMetadata", "MetadataIndex", "TensorProperties", "_MEM_FORMAT_ENCODING"]
+        ),
+        "torch.distributed.checkpoint.planner": frozenset(
+            [
+                "BytesIOWriteData",
+                "LoadItemType",
+                "LoadPlan",
+                "ReadItem",
+                "SavePlan",
+                "TensorWriteData",
+                "WriteItem",
+                "WriteItemType",
+            ]
+        ),
+        "torch.distributed.checkpoint.storage": frozenset(["WriteResult"]),
+        "torch.serialization": frozenset(["_get_layout"]),
+        "traceback": frozenset(["FrameSummary", "StackSummary"]),
+    }
+
+    def find_class(self, module: str, name: str) -> Any:
+        found = getattr(sys.modules.get(module), name, None)
+        if isinstance(found, type) and issubclass(found, BaseException):
+            return found
+        return super().find_class(module, name)
+
+
+def read_listed_objects() -> None:
+    """Have torch's collectives of objects in this process read listed classes alone."""
+    assert issubclass(distributed_c10d._unpickler, pickle.Unpickler)
+    distributed_c10d._unpickler = _ReceivedUnpickler

@@ -1,0 +1,100 @@
+"""Plain values between ranks arrive as they are, and what a rank sends is never executed; ranks meet without a port."""
+
+import pickle
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+import torch.distributed as dist
+
+from backends.common.process.rendezvous import join_world
+from slime_like.config import RunConfig
+from slime_like.interfaces import RankPlacement
+from slime_like.system.json_collectives import all_gather_json, gather_json, scatter_json
+from tests.parallel.ranks import run_ranks
+from tests.support.forged import Program
+
+CPU = torch.device("cpu")
+LARGE = 300_000
+
+
+def values(rank: int) -> list[Any]:
+    """Empty ones, one that is large on a single rank, and texts whose bytes are more than their characters."""
+    return [
+        "",
+        [],
+        {},
+        None,
+        rank,
+        {"größe": "日本" * rank, "b": [1.5, False, [rank] * rank]},
+        list(range(rank * LARGE)),
+    ]
+
+
+def _exchange(placement: RankPlacement, root: Path) -> dict[str, Any]:
+    config = RunConfig(run_dir=root, model={"path": root}, trainer={"parallel": {"data": placement.world_size}})
+    join_world(config, replace(placement, store=root / "store", key="k"))
+    listening = {one.laddr.port for one in psutil.Process().net_connections("tcp") if one.status == psutil.CONN_LISTEN}
+    rank = placement.rank
+    found: dict[str, Any] = {"listens": placement.master_port in listening}
+    found["gathered"] = [gather_json(value, CPU) for value in values(rank)]
+    found["all"] = [all_gather_json(value, CPU) for value in values(rank)]
+    found["scattered"] = [
+        scatter_json([values(other)[turn] for other in range(placement.world_size)] if rank == 0 else None, CPU)
+        for turn in range(len(values(rank)))
+    ]
+    last_two = dist.new_group([1, 2])
+    if rank > 0:
+        found["of two"] = [gather_json(rank, CPU, last_two), all_gather_json([rank], CPU, last_two)]
+    found["forged"] = _forged(rank, root / "executed")
+    found["error"] = _object(OSError(2, f"of rank {rank}"))
+    found["program"] = _object(Program(root / "executed"))
+    dist.destroy_process_group()
+    return found
+
+
+def _forged(rank: int, executed: Path) -> str:
+    """Rank 1 sends what a program's pickle is made of, as torch's own collectives of objects would."""
+    data = torch.frombuffer(bytearray(pickle.dumps(Program(executed))), dtype=torch.uint8)
+    if rank != 1:
+        try:
+            all_gather_json("x" * (data.numel() - 2), CPU)
+        except ValueError as error:
+            return type(error).__name__
+        return "none"
+    size = torch.tensor([data.numel()])
+    dist.all_gather([torch.empty_like(size) for _ in range(dist.get_world_size())], size)
+    dist.all_gather([torch.empty_like(data) for _ in range(dist.get_world_size())], data)
+    return "sent"
+
+
+def _object(value: Any) -> str:
+    """What torch's own collective of objects gives of rank 1's, as libraries use it."""
+    everyones: list[Any] = [None] * dist.get_world_size()
+    try:
+        dist.all_gather_object(everyones, value)
+    except pickle.UnpicklingError as error:
+        return str(error)
+    return str(everyones[1])
+
+
+def test_values_arrive_as_they_are_and_execute_nothing(tmp_path: Path) -> None:
+    ranks = run_ranks(_exchange, 3, tmp_path, tmp_path)
+    expected = [[values(rank)[turn] for rank in range(3)] for turn in range(len(values(0)))]
+    assert ranks[0]["gathered"] == expected
+    assert ranks[1]["gathered"] == ranks[2]["gathered"] == [None] * len(expected)
+    for rank, found in enumerate(ranks):
+        assert found["all"] == expected
+        assert found["scattered"] == values(rank)
+        assert not found["listens"]
+    assert [found.get("of two") for found in ranks] == [None, [[1, 2], [[1], [2]]], [None, [[1], [2]]]]
+    assert [found["forged"] for found in ranks] == ["UnicodeDecodeError", "sent", "UnicodeDecodeError"]
+    assert {found["error"] for found in ranks} == {"[Errno 2] of rank 1"}
+    assert {found["program"] for found in ranks} == {
+        "it names pathlib.Path.touch, which is no part of what ranks exchange"
+    }
+    assert not (tmp_path / "executed").exists()
+    pickle.loads(pickle.dumps(Program(tmp_path / "executed")))
+    assert (tmp_path / "executed").exists()

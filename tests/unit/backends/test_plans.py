@@ -1,0 +1,59 @@
+"""Plans and results of a save are the same after they went from rank to rank as plain values."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from torch.distributed.checkpoint import DefaultSavePlanner
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import MetadataIndex
+from torch.distributed.checkpoint.storage import WriteResult
+
+from backends.common.checkpoint.plans import plan_from_plain, plan_to_plain, results_from_plain, results_to_plain
+from backends.common.process.rendezvous import join_world
+from slime_like.config import RunConfig
+from slime_like.errors import TrainerError
+from slime_like.interfaces import RankPlacement
+from tests.support.rejections import Rejects
+
+
+def test_torchs_global_plan_of_plain_plans_is_that_of_its_own() -> None:
+    state = {"a.b": torch.ones(2, 3), "scalar": torch.tensor(1.0), "half": torch.zeros(0, dtype=torch.bfloat16)}
+    planner = DefaultSavePlanner()
+    planner.set_up_planner(state, is_coordinator=True)
+    own = planner.create_local_plan()
+    plain = plan_from_plain(json.loads(json.dumps(plan_to_plain(own))))
+    assert plain == own
+    plans, metadata = planner.create_global_plan([plain, plain])
+    expected_plans, expected = DefaultSavePlanner().create_global_plan([own, own])
+    assert plans == expected_plans and metadata == expected
+    assert [plan_from_plain(json.loads(json.dumps(plan_to_plain(plan)))) for plan in plans] == plans
+
+
+def test_an_object_is_no_part_of_a_plain_plan() -> None:
+    planner = DefaultSavePlanner()
+    planner.set_up_planner({"a": {"b": object()}}, is_coordinator=True)
+    with pytest.raises(TypeError):
+        plan_to_plain(planner.create_local_plan())
+    names = [["a", None, None], "TENSOR", [0], [1], "load", [1]]
+    with pytest.raises(TypeError):
+        plan_from_plain({"items": [names], "names": None})
+
+
+def test_results() -> None:
+    index = MetadataIndex("a.b", torch.Size([2, 0]), 3)
+    results = [
+        WriteResult(index, 40, _StorageInfo("__0_0.distcp", 8, 40)),
+        WriteResult(MetadataIndex("scalar"), 4, _StorageInfo("__0_0.distcp", 48, 4)),
+    ]
+    found = results_from_plain(json.loads(json.dumps(results_to_plain(results))))
+    assert found == results and found[0].index.index == 3
+
+
+def test_ranks_that_do_not_come_to_the_file_are_reported(tmp_path: Path, rejects: Rejects) -> None:
+    trainer = {"parallel": {"data": 2}, "start_timeout_s": 0.1}
+    config = RunConfig(run_dir=tmp_path, model={"path": tmp_path}, trainer=trainer)
+    placement = RankPlacement(0, 2, 0, "127.0.0.1", 21_000, store=tmp_path / "store", key="k")
+    with rejects(TrainerError, "no-rendezvous"):
+        join_world(config, placement)
