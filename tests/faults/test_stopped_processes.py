@@ -15,7 +15,7 @@ from tests.support.processes import Command
 
 
 def _impatient(arguments: Sequence[str]) -> int:
-    """The command, whose patience is that of a test; by default ``benchmarks/kills.py`` measures it."""
+    """The command, whose patience is that of a test; by default ``benchmarks/kills`` measures it."""
     stopped.LOOK_EVERY_S, stopped.REPORT_AFTER_S, stopped.END_AFTER_S = 0.5, 1.0, 3.0
     return main(arguments)
 

@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
@@ -13,9 +14,11 @@ from typing import Any
 import psutil  # type: ignore[import-untyped]
 import pytest
 import ray
+from ray._private import services
 
 from slime_like.config import ClusterConfig
 from slime_like.errors import SlimeLikeError
+from slime_like.orchestration.cluster import stopped
 from slime_like.orchestration.cluster.cluster import Cluster, orphan_reaper
 from slime_like.orchestration.cluster.placement import Placement
 from slime_like.orchestration.cluster.ray_node import RayNodeSpec
@@ -185,3 +188,39 @@ def test_a_failure_behind_the_death_of_a_daemon_names_the_daemon(tmp_path: Path)
     assert caught.value.code == "ray-died" and caught.value.who == "cluster"
     assert "raylet" in caught.value.problem and "runtime_env_agent" in caught.value.problem
     assert "a call was lost" in caught.value.problem
+
+
+def test_a_daemon_that_dies_while_ray_starts_is_named_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    start_raylet = services.start_raylet
+
+    def start(*arguments: Any, **options: Any) -> Any:
+        daemons = psutil.Process().children(recursive=True)
+        next(daemon for daemon in daemons if daemon.name() == "gcs_server").kill()
+        return start_raylet(*arguments, **options)
+
+    monkeypatch.setattr(services, "start_raylet", start)
+    began, cluster = time.monotonic(), Cluster(ClusterConfig(), tmp_path / "logs", slots=1)
+    with pytest.raises(SlimeLikeError) as caught:
+        cluster.__enter__()
+    assert caught.value.code == "ray-not-started" and "gcs_server ended by itself with -9" in caught.value.problem
+    assert time.monotonic() - began < 25
+    cluster._guard.wait(60)  # it ends what Ray's failed start leaves
+    assert "raylet" not in [child.name() for child in psutil.Process().children(recursive=True)]
+
+
+def test_a_stopped_daemon_ends_whatever_the_run_waits_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing in the driver fails by itself meanwhile: this one waits for no answer of Ray."""
+    monkeypatch.setattr(stopped, "END_AFTER_S", 1.5)
+    notes: list[str] = []
+    began = time.monotonic()
+    with (
+        pytest.raises(SlimeLikeError) as caught,
+        Cluster(ClusterConfig(), tmp_path / "logs", slots=1, note=notes.append) as cluster,
+    ):
+        (raylet,) = (one for one in psutil.Process().children(recursive=True) if one.name() == "raylet")
+        raylet.suspend()
+        began = time.monotonic()
+        time.sleep(120)
+    assert cluster.run_name and time.monotonic() - began < 60
+    assert caught.value.code == "ray-died" and "raylet" in caught.value.problem
+    assert "was ended" in caught.value.problem and len(notes) == 1 and "of Ray's raylet" in notes[0]

@@ -72,3 +72,31 @@ def test_after_a_driver_that_failed_or_was_killed_it_cleans_up_and_reports_only_
     said = capfd.readouterr().err
     assert said.count("\n") == (0 if driver_reports else 1)
     assert driver_reports or said.startswith(f"slime-like: the driver (process {DRIVER}) was killed: ")
+
+
+AGENT_FAILED = "agent_manager.cc:87: The raylet exited immediately because one Ray agent failed, agent_name = {}.\n"
+PLASMA = (
+    "[W 7 7] connection.cc:216: The connection to the plasma store is failed. Terminate the process. Status: reset\n"
+)
+
+
+@pytest.mark.parametrize(
+    ("driver", "raylet", "expected"),
+    [
+        ("[I 7 7] core_worker.cc: started\n", "", None),  # killed by others
+        (PLASMA, "", "its raylet had ended"),
+        (PLASMA, AGENT_FAILED.format("dashboard_agent"), "its raylet had ended, since its dashboard_agent had ended"),
+        (
+            "[C 7 7] gcs_rpc_client.h:1: Failed to connect to GCS at address 127.0.0.1:1\n",
+            "",
+            "its gcs_server had ended",
+        ),
+        (PLASMA + "[I 7 7] it was long ago\n" * 1000, "", None),
+    ],
+)
+def test_which_daemon_had_ended_before_ray_ended_the_driver(
+    tmp_path: Path, driver: str, raylet: str, expected: str | None
+) -> None:
+    (tmp_path / "python-core-driver-01_7.log").write_text(driver)
+    (tmp_path / "raylet.err").write_text(raylet)
+    assert orphan_reaper.lost_daemon(tmp_path) == expected

@@ -15,13 +15,8 @@ import ray
 from slime_like.config import ClusterConfig
 from slime_like.errors import LIKELY_KILLER, SlimeLikeError, with_notes
 from slime_like.orchestration.cluster import orphan_reaper
-from slime_like.orchestration.cluster.lean_node import (
-    ended_daemon,
-    lean_start,
-    own_messages,
-    own_signals,
-    own_token,
-)
+from slime_like.orchestration.cluster.daemons import DaemonWatch
+from slime_like.orchestration.cluster.lean_node import lean_start, own_messages, own_node, own_signals, own_token
 from slime_like.orchestration.cluster.node import session_directory
 from slime_like.orchestration.cluster.object_store import object_store_problem
 from slime_like.orchestration.cluster.ray_session import (
@@ -33,12 +28,10 @@ from slime_like.orchestration.cluster.ray_session import (
     remove_private,
 )
 from slime_like.orchestration.cluster.stopped import StoppedWorkers
-from slime_like.system.interrupts import raise_if_interrupted, take_signals_back
+from slime_like.system.interrupts import raise_if_interrupted, take_interrupt, take_signals_back
 from slime_like.weights.transports.leftovers import SHARED_MEMORY, cleanup
 
 _REACH_S = 10.0
-_LOOK_S = 0.5
-"""How long a daemon may outlive the first failure that its death causes."""
 
 
 class Cluster:
@@ -71,6 +64,7 @@ class Cluster:
         self._settings = ExitStack()
         self._note = note
         self._stopped: StoppedWorkers | None = None
+        self._daemons: DaemonWatch | None = None
         self.run_name = f"slime-{uuid.uuid4().hex[:12]}"
 
     def __enter__(self) -> Self:
@@ -100,6 +94,8 @@ class Cluster:
             self._session = session_directory()
             link_logs(self._session, self._logs)
             self._stopped = StoppedWorkers(self._note)
+            if (node := own_node()) is not None:
+                self._daemons = DaemonWatch(node, self._note)
         except Exception as error:  # Ray raises what it likes, Exception itself among it
             self._end(in_order=False)
             raise_if_interrupted()  # it may have made an error of Ctrl-C
@@ -113,20 +109,32 @@ class Cluster:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: object) -> None:
-        ended = self._stopped.close() if self._stopped is not None else None
-        died = ended_daemon(_LOOK_S) if isinstance(error, SlimeLikeError) else None
+        died = self._cause_of(error)
+        ended = self._stopped.close(wait=died is None) if self._stopped is not None else None
         self._end(in_order=kind is None)
-        if not isinstance(error, SlimeLikeError):
-            return
-        if died is not None:
+        if error is not None and died is not None:
+            then = f"; then: {error}" if isinstance(error, SlimeLikeError) else ""
             remedy = f"{LIKELY_KILLER}; its log is in {self._logs}"
             raise with_notes(
-                SlimeLikeError(f"{died}; then: {error}", code="ray-died", who="cluster", remedy=remedy), error
+                SlimeLikeError(f"{died}{then}", code="ray-died", who="cluster", remedy=remedy), error
             ) from error
+        if not isinstance(error, SlimeLikeError):
+            return
         if ended is not None:
             raise with_notes(
                 SlimeLikeError(f"{ended}; then: {error}", code="worker-stopped", who="cluster"), error
             ) from error
+
+    def _cause_of(self, error: BaseException | None) -> str | None:
+        """Which daemon's end or stop the error is a consequence of, if it is."""
+        if self._daemons is None:
+            return None
+        self._daemons.close()
+        found = self._daemons.cause() if isinstance(error, SlimeLikeError) or self._daemons.interrupted else None
+        if self._daemons.interrupted:
+            take_interrupt()
+        self._daemons.end_stopped()
+        return found
 
     def resources(self) -> dict[str, float]:
         """Amount of each of Ray's resources, used or not."""
@@ -146,8 +154,11 @@ class Cluster:
             in_order = False
             raise
         finally:
-            end_guard = orphan_reaper.dismiss if in_order else orphan_reaper.hand_over
-            end_guard(self._guard)
+            if in_order:
+                orphan_reaper.dismiss(self._guard)
+            elif not orphan_reaper.hand_over(self._guard):
+                driver = os.getpid()
+                orphan_reaper.clean_up(driver, self._private, self._logs, self.run_name, self._bucket_directories)
 
     def _arguments(self) -> dict[str, Any]:
         shared: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR, "configure_logging": True}

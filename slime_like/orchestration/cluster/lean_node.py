@@ -1,9 +1,7 @@
 """Ray's processes of one node, without those that a run does not need, and outside of the driver's process group."""
 
 import os
-import re
 import secrets
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -17,13 +15,13 @@ from ray._private import services
 from ray._private.parameter import RayParams
 from ray._raylet import AuthenticationTokenLoader, Config  # type: ignore[attr-defined]
 
+from slime_like.errors import SlimeLikeError
+from slime_like.orchestration.cluster.orphan_reaper import ended_agent
 from slime_like.system.disk import write_private
 
 _LOOPBACK = "127.0.0.1"
-_VITAL = ("gcs_server", "raylet")
+VITAL = ("gcs_server", "raylet")
 _TOKEN_SETTINGS = ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN_PATH", "RAY_AUTH_TOKEN")
-_AGENT = re.compile(r"agent_name = (\w+)")
-_LOOK_EVERY_S = 0.1
 
 
 class LeanNode(ray._private.node.Node):
@@ -32,7 +30,18 @@ class LeanNode(ray._private.node.Node):
     def __init__(self, ray_params: RayParams, **options: Any) -> None:
         ray_params.update_if_absent(node_ip_address=_LOOPBACK)  # else Ray listens on all addresses
         ray_params.update(no_monitor=True, include_log_monitor=False)
-        with _replaced(services, "ConsolePopen", _SeparateGroupProcess):
+        get_node = services.get_node
+
+        def get_living_node(*arguments: Any) -> Any:
+            """Ray asks until its node is there, for 30 s, also where the node has ended."""
+            if (died := self.ended_daemon()) is not None:
+                raise SlimeLikeError(died, code="ray-died")
+            return get_node(*arguments)
+
+        with (
+            _replaced(services, "ConsolePopen", _SeparateGroupProcess),
+            _replaced(services, "get_node", get_living_node),
+        ):
             super().__init__(ray_params, **options)
 
     @classmethod
@@ -46,27 +55,17 @@ class LeanNode(ray._private.node.Node):
     def ended_daemon(self) -> str | None:
         """Which of Ray's vital daemons ended by itself, if one did; of a raylet that ended with its agent, that."""
         for kind, process in self.dead_processes():
-            if kind in _VITAL:
-                agent = self._ended_agent() if kind == "raylet" else None
+            if kind in VITAL:
+                agent = ended_agent(Path(self.get_logs_dir_path())) if kind == "raylet" else None
                 since = f", since its {agent} had ended" if agent else ""
                 return f"Ray's {kind} ended by itself with {process.returncode}{since}"
         return None
 
-    def _ended_agent(self) -> str | None:
-        log = Path(self.get_logs_dir_path()) / "raylet.err"
-        names = _AGENT.findall(log.read_text(errors="replace")) if log.exists() else []
-        return names[-1] if names else None
 
-
-def ended_daemon(within_s: float) -> str | None:
-    """The same of the cluster that this process started, waiting so long for one to end; none where it started none."""
+def own_node() -> LeanNode | None:
+    """Return the node of the cluster that this process started, if it did."""
     node = ray._private.worker._global_node
-    until = time.monotonic() + within_s
-    while isinstance(node, LeanNode):
-        if (died := node.ended_daemon()) is not None or time.monotonic() >= until:
-            return died
-        time.sleep(_LOOK_EVERY_S)
-    return None
+    return node if isinstance(node, LeanNode) else None
 
 
 class _SeparateGroupProcess(services.ConsolePopen):

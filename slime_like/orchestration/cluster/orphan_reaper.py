@@ -9,6 +9,8 @@ Run as ``python -m ... DRIVER_PID PRIVATE_DIRECTORY LOGS RUN_NAME BUCKET_DIRECTO
 means that the driver was killed, which only this process can report.
 """
 
+import re
+import signal
 import subprocess
 import sys
 import time
@@ -26,10 +28,15 @@ _QUIET_S = 3.0
 _GIVE_UP_S = 60.0
 _LOOK_EVERY_S = 0.2
 _KILLED_MESSAGE = (
-    "slime-like: the driver (process {driver}) was killed: by the kernel because memory ran out (see dmesg), or by Ray "
-    "because one of Ray's processes died (see the end of {logs}/ray/python-core-driver-*.log); the other processes of "
-    "the run were ended; restart a training run to resume from the last checkpoint"
+    "slime-like: the driver (process {driver}) was killed: {cause}; the other processes of the run were ended; restart "
+    "a training run to resume from the last checkpoint"
 )
+_BY_KERNEL = "most often by the kernel because memory ran out (see dmesg)"
+_AGENT = re.compile(r"agent_name = (\w+)")
+_LOST = {"raylet": re.compile("connection to the plasma store"), "gcs_server": re.compile("connect to GCS (at|within)")}
+"""What the end of the driver's log says where Ray ended the driver, by the daemon that it had lost."""
+
+_END_BYTES = 4096
 
 
 def start(
@@ -44,6 +51,7 @@ def start(
 
 def dismiss(guard: subprocess.Popen[bytes]) -> None:
     """Tell the guard that the driver ends in good order."""
+    guard.send_signal(signal.SIGCONT)  # had it been stopped
     try:
         guard.communicate(b"done\n", timeout=10)
     except (BrokenPipeError, subprocess.TimeoutExpired):
@@ -51,15 +59,16 @@ def dismiss(guard: subprocess.Popen[bytes]) -> None:
         guard.wait()
 
 
-def hand_over(guard: subprocess.Popen[bytes]) -> None:
-    """Leave to the guard what may be left of a run that failed."""
-    if guard.stdin is None:
-        return
+def hand_over(guard: subprocess.Popen[bytes]) -> bool:
+    """Leave to the guard what may be left of a run that failed; false if it was killed itself."""
+    assert guard.stdin is not None
+    guard.send_signal(signal.SIGCONT)  # had it been stopped
     try:
         guard.stdin.write(b"failed\n")
         guard.stdin.close()
-    except BrokenPipeError:  # it was killed itself
-        return
+    except BrokenPipeError:
+        return False
+    return True
 
 
 def watch(driver: int, private: Path, logs: Path, run_name: str, bucket_directories: Sequence[Path]) -> None:
@@ -68,13 +77,43 @@ def watch(driver: int, private: Path, logs: Path, run_name: str, bucket_director
     if word == "done\n":
         return
     time.sleep(_GRACE_S)  # what notices by itself may end by itself
+    cause = next((found for session in sessions(private) if (found := lost_daemon(session / "logs"))), None)
+    clean_up(driver, private, logs, run_name, bucket_directories)
+    if not word:  # last, for the terminal may be gone as well
+        cause = f"by Ray, because {cause} (logs in {logs}/ray)" if cause else _BY_KERNEL
+        print(_KILLED_MESSAGE.format(driver=driver, cause=cause), file=sys.stderr)
+
+
+def lost_daemon(logs: Path) -> str | None:
+    """Which of Ray's daemons had ended when Ray ended the driver, by Ray's logs; ``None`` if Ray did not."""
+    driver = "".join(map(_end_of, logs.glob("python-core-driver-*.log")))
+    for kind, lost in _LOST.items():
+        if lost.search(driver):
+            agent = ended_agent(logs) if kind == "raylet" else None
+            return f"its {kind} had ended" + (f", since its {agent} had ended" if agent else "")
+    return None
+
+
+def ended_agent(logs: Path) -> str | None:
+    """The agent whose end was that of the raylet, if one was."""
+    log = logs / "raylet.err"
+    names = _AGENT.findall(log.read_text(errors="replace")) if log.exists() else []
+    return names[-1] if names else None
+
+
+def _end_of(log: Path) -> str:
+    with log.open("rb") as file:
+        file.seek(max(0, log.stat().st_size - _END_BYTES))
+        return file.read().decode(errors="replace")
+
+
+def clean_up(driver: int, private: Path, logs: Path, run_name: str, bucket_directories: Sequence[Path]) -> None:
+    """End what is left of the run's processes, and remove its shared memory and Ray's files."""
     end_orphans(driver, private)
     cleanup(run_name, bucket_directories)
     for session in sessions(private):
         put_away(session, logs)
     remove_private(private)
-    if not word:  # last, for the terminal may be gone as well
-        print(_KILLED_MESSAGE.format(driver=driver, logs=logs), file=sys.stderr)
 
 
 def end_orphans(driver: int, private: Path) -> None:

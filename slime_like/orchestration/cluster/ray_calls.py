@@ -12,6 +12,7 @@ from ray.exceptions import GetTimeoutError, OutOfMemoryError, RayActorError, Ray
 
 from slime_like.errors import LIKELY_KILLER, ConfigError, SlimeLikeError
 from slime_like.observability.waiting import ignore_answers
+from slime_like.orchestration.cluster.lean_node import own_node
 from slime_like.system.interrupts import raise_if_interrupted
 
 _READY_TIMEOUT_S = 60.0
@@ -73,6 +74,15 @@ def gather(
                 remedy="see the worker logs",
             )
     return [values[reference] for reference in references]
+
+
+def wait_for_end(references: Sequence[Any], timeout_s: float) -> None:
+    """Wait for calls that end actors, but not where Ray's own daemons have ended: these answer for none."""
+    node, deadline = own_node(), time.monotonic() + timeout_s
+    while references and (remaining := deadline - time.monotonic()) > 0:
+        _, references = ray.wait(references, num_returns=len(references), timeout=min(remaining, _ASK_EVERY_S))
+        if node is not None and node.ended_daemon() is not None:
+            return
 
 
 def one(

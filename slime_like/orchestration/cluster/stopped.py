@@ -133,10 +133,11 @@ class StoppedWorkers:
         self._thread = threading.Thread(target=self._run, name="stopped-workers", daemon=True)
         self._thread.start()
 
-    def close(self) -> str | None:
-        """End the thread; who was ended shortly before."""
+    def close(self, wait: bool) -> str | None:
+        """End the thread, and ``wait`` for it, unless Ray cannot answer it; who was ended shortly before."""
         self._over.set()
-        self._thread.join(LOOK_EVERY_S)
+        if wait:
+            self._thread.join(LOOK_EVERY_S)
         return self._watch.recently_ended(time.monotonic())
 
     def _run(self) -> None:

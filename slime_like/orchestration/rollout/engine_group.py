@@ -12,7 +12,7 @@ from slime_like.errors import EngineError
 from slime_like.interfaces import BucketMetadata, EngineHealth, GenerationRequest, UpdateReceipt
 from slime_like.observability.waiting import ignore_answers
 from slime_like.orchestration.cluster.placement import Placement
-from slime_like.orchestration.cluster.ray_calls import gather, watch_none
+from slime_like.orchestration.cluster.ray_calls import gather, wait_for_end, watch_none
 from slime_like.orchestration.rollout.engine_actor import EngineActor
 from slime_like.weights.transports.registry import for_engine
 
@@ -97,7 +97,7 @@ class EngineGroup:
         """End these engines, and start others in their places. Raises ``EngineError``: one did not start."""
         for index in indexes:
             old = self._actors[index]
-            ray.wait([old.stop.remote()], timeout=_STOP_TIMEOUT_S)
+            wait_for_end([old.stop.remote()], _STOP_TIMEOUT_S)
             ray.kill(old)
             self._actors[index] = self._new_actor(index)
         self._start(indexes, "starting again")
@@ -121,7 +121,7 @@ class EngineGroup:
     def shutdown(self, timeout_s: float = 30.0) -> None:
         """Stop every engine and its processes; an unresponsive actor is killed."""
         references = [actor.stop.remote() for actor in self._actors]
-        ray.wait(references, num_returns=len(references), timeout=timeout_s)
+        wait_for_end(references, timeout_s)
         for actor in self._actors:
             ray.kill(actor)
         self._actors = []

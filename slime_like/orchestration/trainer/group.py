@@ -1,6 +1,7 @@
 """All trainer ranks as one object: their start, their calls and their end."""
 
 import os
+import secrets
 import uuid
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -13,8 +14,9 @@ from slime_like.config import RunConfig
 from slime_like.errors import TrainerError
 from slime_like.interfaces import RankCoordinates, RankPlacement, TrainerBackend
 from slime_like.observability.waiting import ignore_answers
+from slime_like.orchestration.cluster.node import session_directory
 from slime_like.orchestration.cluster.placement import Placement
-from slime_like.orchestration.cluster.ray_calls import Liveness, gather
+from slime_like.orchestration.cluster.ray_calls import Liveness, gather, wait_for_end
 from slime_like.orchestration.trainer.calls import RankCalls
 from slime_like.orchestration.trainer.group_export import GroupExport
 from slime_like.orchestration.trainer.group_training import GroupTraining
@@ -106,8 +108,14 @@ class TrainerGroup:
         host, port = gather([first], self.ranks.names[:1], phase="starting", timeout_s=timeout, error=TrainerError)[0]
         if self._placement.num_nodes > 1:
             self._require_shared_run_dir(timeout)
+        key = secrets.token_hex(16)
+        # A cluster of our own is this host alone, and no other user can reach its files.
+        on_file = self._config.cluster.address is None and self._config.trainer.rendezvous_port is None
+        store = session_directory() / f"ranks-{key}" if on_file else None
         # Ray shows every actor its device only, so that each is device 0 of its process.
-        placements = [RankPlacement(rank, size, 0, host, port, self._ranks_on_node(rank)) for rank in range(size)]
+        placements = [
+            RankPlacement(rank, size, 0, host, port, self._ranks_on_node(rank), store, key) for rank in range(size)
+        ]
         started = self.ranks.start_each("setting up", method, [(placement, *arguments) for placement in placements])
         self.ranks.place(started.result(timeout, left))
 
@@ -154,7 +162,7 @@ class TrainerGroup:
     def shutdown(self, timeout_s: float = 10.0) -> None:
         """Leave the process groups and end the actors; an unresponsive one is killed."""
         references = [actor.shutdown.remote() for actor in self._actors]
-        ray.wait(references, num_returns=len(references), timeout=timeout_s)
+        wait_for_end(references, timeout_s)
         for actor in self._actors:
             ray.kill(actor)
         self._actors = []
