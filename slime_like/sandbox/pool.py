@@ -12,7 +12,7 @@ from slime_like.sandbox.process import WorkerEnded, WorkerProcess
 
 _CLOSE_TIMEOUT_S = 2.0
 _STARTS = 3
-"""How often a worker is started that something else kills before it is ready."""
+"""How often a worker is started that something else kills or stops before it is ready."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,9 +80,11 @@ class WorkerPool:
         the items that are left have no answer.
 
         The item at which a worker hangs or ends has ``{"reason": ...}`` as its answer; another worker takes those
-        behind it. Raises the kind's error where workers do not start any more, or the pool is closed.
+        behind it, and the item itself once more where a signal of others was the cause. Raises the kind's error where
+        workers do not start any more, or the pool is closed.
         """
-        waiting, bound = deque(items), timeout_s or (lambda: self._limits.timeout_s)
+        waiting, again = deque(items), False
+        bound = timeout_s or (lambda: self._limits.timeout_s)
         while waiting:
             worker = await self._free_worker()
             if not bound():
@@ -93,9 +95,13 @@ class WorkerPool:
                 while waiting:
                     answer = await worker.receive(bound())
                     waiting.popleft()
+                    again = False
                     settle(answer)
             except WorkerEnded as ended:
                 self._replace(worker)
+                again = ended.by_signal and not again
+                if again:
+                    continue
                 waiting.popleft()
                 settle({"reason": ended.reason})
             except BaseException:  # the caller was cancelled, and the worker is still at it
@@ -152,7 +158,7 @@ class WorkerPool:
                 await worker.open({**self._kind.setup, **limits})
                 message = await worker.receive(self._limits.start_timeout_s)
             except WorkerEnded as ended:
-                if ended.reason != "timeout" and worker.was_killed() and starts < _STARTS:
+                if ended.by_signal and starts < _STARTS:
                     self._remove(worker)
                     continue
                 raise self._start_failure(ended, worker) from None

@@ -5,8 +5,11 @@ import signal
 import subprocess
 import sys
 import tempfile
+from contextlib import suppress
 from os import getpid
 from typing import Any, Literal
+
+import psutil  # type: ignore[import-untyped]
 
 from slime_like.errors import SlimeLikeError
 from slime_like.sandbox.protocol import decode, encode
@@ -16,10 +19,15 @@ _DEATH_TIMEOUT_S = 1.0
 
 
 class WorkerEnded(Exception):
-    """A worker has ended ("crash"; "cpu": it used up its CPU time), or gave no message in time ("timeout")."""
+    """A worker has ended ("crash"; "cpu": it used up its CPU time), or gave no message in time ("timeout").
 
-    def __init__(self, reason: Literal["timeout", "cpu", "crash"]) -> None:
+    Attributes:
+        by_signal: SIGKILL ended it, or SIGSTOP stopped it; this package sends neither to busy workers.
+    """
+
+    def __init__(self, reason: Literal["timeout", "cpu", "crash"], by_signal: bool = False) -> None:
         self.reason = reason
+        self.by_signal = by_signal
         super().__init__(reason)
 
 
@@ -71,14 +79,16 @@ class WorkerProcess:
             async with asyncio.timeout(timeout_s):
                 message = decode(await self._replies.readline())
         except TimeoutError:
-            raise WorkerEnded("timeout") from None
+            raise WorkerEnded("timeout", by_signal=self._is_stopped()) from None
         if message is None:
-            raise WorkerEnded("cpu" if self._exit_code() == -signal.SIGXCPU else "crash")
+            code = self._exit_code()
+            raise WorkerEnded("cpu" if code == -signal.SIGXCPU else "crash", by_signal=code == -signal.SIGKILL)
         return message
 
-    def was_killed(self) -> bool:
-        """Return whether SIGKILL ended it, after ``WorkerEnded``; this package sends none to busy workers."""
-        return self._exit_code() == -signal.SIGKILL
+    def _is_stopped(self) -> bool:
+        with suppress(psutil.NoSuchProcess):
+            return bool(psutil.Process(self.pid).status() == psutil.STATUS_STOPPED)
+        return False
 
     def last_output(self) -> str:
         """The end of what it wrote to standard error."""

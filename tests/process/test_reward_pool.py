@@ -311,6 +311,29 @@ def test_a_worker_that_died_idle_is_replaced_and_no_sample_pays(user_config: Con
         assert victim not in pool.process_ids
 
 
+def test_a_sample_whose_worker_others_stop_or_kill_is_scored_by_another(user_module: Write, tmp_path: Path) -> None:
+    """Once: what kills every worker that takes it costs its sample, and a worker for each try."""
+    user_module(
+        "killed",
+        "import os, signal\nfrom pathlib import Path\nfrom slime_like.interfaces.reward import RewardResult\n"
+        f"tries = Path({str(tmp_path / 'tries')!r})\n"
+        "def f(prompt, response, answer):\n"
+        "    tries.open('a').write(response)\n"
+        "    if response == 'always' or response == 'once' and tries.read_text().count('once') == 1:\n"
+        "        os.kill(os.getpid(), signal.SIGKILL)\n"
+        "    return RewardResult(1.0, True)\n",
+    )
+    config = RewardConfig(functions=(RewardFunction(name="killed:f"),), workers=1, timeout_s=1.0)
+    with RewardPool(config) as pool:
+        pool.start()
+        os.kill(pool.process_ids[0], signal.SIGSTOP)
+        outcomes = pool.score(items("first", "once", "always", "last"))
+    assert [outcome.rewards for outcome in outcomes] == [(1.0,), (1.0,), (0.0,), (1.0,)]
+    assert outcomes[2].metadata == {"reason": "crash"}
+    tries = (tmp_path / "tries").read_text()
+    assert [tries.count(text) for text in ("first", "once", "always", "last")] == [1, 2, 2, 1]
+
+
 def test_a_worker_that_is_killed_while_starting_is_started_again_within_a_bound(
     user_module: Write, tmp_path: Path, rejects: Rejects
 ) -> None:
