@@ -20,6 +20,8 @@ from typing import NamedTuple, Self
 from slime_like.errors import DataError
 
 FILE_NAME = "ledger.sqlite"
+_MODE = 0o600
+"""Of it and of SQLite's files beside it: who may read them may also lock them, and so end the run."""
 
 ISSUED, REISSUED, GENERATED, SCORED, TRAINED, DROPPED = (
     "issued", "reissued", "generated", "scored", "trained", "dropped",
@@ -77,6 +79,8 @@ class Ledger:
         self._path = path
         self._lock = threading.Lock()
         try:
+            path.touch(_MODE)
+            path.chmod(_MODE)
             self._database = sqlite3.connect(path, timeout=_BUSY_TIMEOUT_S, check_same_thread=False)
             mode = self._database.execute("PRAGMA journal_mode = WAL").fetchone()[0]
             if mode != "wal":
@@ -84,7 +88,7 @@ class Ledger:
             # A killed process loses nothing; a power failure may lose the newest events.
             self._database.execute("PRAGMA synchronous = NORMAL")
             self._database.executescript(_SCHEMA)
-        except sqlite3.Error as error:
+        except (sqlite3.Error, OSError) as error:
             raise _unusable(path, error, "not a ledger, or on a file system that cannot map files") from error
 
     @classmethod
@@ -164,7 +168,7 @@ class Ledger:
             self._database.close()
 
 
-def _unusable(path: Path, error: sqlite3.Error, remedy: str) -> DataError:
+def _unusable(path: Path, error: sqlite3.Error | OSError, remedy: str) -> DataError:
     return DataError(str(error), code="damaged-ledger", who=str(path), remedy=remedy)
 
 

@@ -4,19 +4,26 @@ Its reference follows the policy, and is scored by workers; a run whose trainers
 the first run's kept rollouts alone (no engine, no reward, no prompt), comes to the same figures.
 """
 
+import os
+import shutil
+import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
 
 from slime_like.data.dump import dump_path, load_trajectories
 from tests.conftest import Tiny
 from tests.end_to_end.test_train import steps_of
+from tests.support.other_user import OtherUser, Round, Targets
 from tests.support.processes import Command, run
 
 STEPS, SAVE, REFRESH = 8, 2, 3
 SAME = ("loss", "policy_loss", "kl_loss", "ratios", "entropy", "grad_norm", "num_tokens")
+BEHIND = ("--checkpoint.async_save", "true")
 WORKERS = ("--reference.placement", "workers")
 
 
@@ -62,18 +69,32 @@ def test_the_reference_is_refreshed_at_its_interval(uninterrupted: Path) -> None
     assert max(kl[step] for step in refreshed) < 1e-9 < 1e-6 < min(kl[step] for step in kl.keys() - {*refreshed})
 
 
-def test_killed_twice_and_resumed_equals_uninterrupted(tiny: Tiny, tmp_path: Path, uninterrupted: Path) -> None:
+@pytest.fixture(scope="module")
+def resumed(tiny: Tiny, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, list[Round]]]:
+    """A run killed twice and resumed to its end, and what another user obtained from the last start of it.
+
+    Its directory can be entered by everybody, which pytest's cannot.
+    """
+    root = Path(tempfile.mkdtemp())
+    root.chmod(0o755)
+    try:
+        _kill_twice(tiny, root, tmp_path_factory.mktemp("logs"))
+        yield root, _resume_beside_another_user(tiny, root)
+    finally:
+        shutil.rmtree(root)
+
+
+def _kill_twice(tiny: Tiny, root: Path, logs: Path) -> None:
     """Killed during step 5, the checkpoint of step 4 is the last, with the reference of step 3, so step 5 is run again.
     Killed in step 7, before the save of step 6, which is written behind training, counts: once more it goes on after
     step 4, and ends the same."""
-    checkpoints = tmp_path / "run" / "checkpoints"
-    with Command(whole_flags(tiny, tmp_path), tmp_path / "log") as command:
+    checkpoints = root / "run" / "checkpoints"
+    with Command(whole_flags(tiny, root), logs / "first") as command:
         command.wait_for("checkpoint of step 4", timeout_s=120)
         command.kill()
         killed = command.finish(timeout_s=30)
     assert killed.code == -9 and killed.left_behind == []
-    behind = ["--checkpoint.async_save", "true"]
-    with Command(whole_flags(tiny, tmp_path, *behind), tmp_path / "log-again") as command:
+    with Command(whole_flags(tiny, root, *BEHIND), logs / "again") as command:
         started, deadline = checkpoints / ".partial-step-000006" / "trainer", time.monotonic() + 120
         while not started.is_dir():
             assert command.process.poll() is None and time.monotonic() < deadline, command.output
@@ -82,12 +103,55 @@ def test_killed_twice_and_resumed_equals_uninterrupted(tiny: Tiny, tmp_path: Pat
         killed = command.finish(timeout_s=30)
     assert killed.code == -9 and killed.left_behind == []
     assert "step-000004 after step 4" in killed.stderr and "checkpoint of step 6" not in killed.stderr
-    finished = run(whole_flags(tiny, tmp_path, *behind), tmp_path / "log-last")
+
+
+def _resume_beside_another_user(tiny: Tiny, root: Path) -> list[Round]:
+    """It begins when all processes are there; without root there is none."""
+    other = OtherUser() if os.geteuid() == 0 else None
+    with Command(whole_flags(tiny, root, *BEHIND), root / "log") as command:
+        command.wait_for("weight sync: ", timeout_s=120)
+        if other is not None:
+            other.begin(_targets(command, root / "run"))
+        finished = command.finish(timeout_s=180)
     assert finished.code == 0, finished.stderr
+    assert finished.left_behind == []
     assert "step-000004 after step 4" in finished.stderr
-    assert [row["step"] for row in steps_of(tmp_path / "run")].count(5) >= 2  # with either start
-    assert_same(tmp_path, uninterrupted)
+    return other.end() if other is not None else []
+
+
+def _targets(command: Command, run_dir: Path) -> Targets:
+    processes = command.descendants()
+    listening = [
+        connection.laddr.port
+        for process in processes
+        for connection in process.net_connections("tcp")
+        if connection.status == psutil.CONN_LISTEN
+    ]
+    makers = {str(process.pid) for process in processes}
+    memory = [str(path) for path in Path("/dev/shm").glob("slime-*") if path.name.split(".")[1] in makers]
+    session = (run_dir / "worker_logs").readlink().parent
+    return Targets(str(run_dir), str(session), listening, [process.pid for process in processes], memory)
+
+
+def test_killed_twice_and_resumed_equals_uninterrupted(resumed: tuple[Path, list[Round]], uninterrupted: Path) -> None:
+    """Also where another user tries all that the next test lists."""
+    root, _ = resumed
+    checkpoints = root / "run" / "checkpoints"
+    assert [row["step"] for row in steps_of(root / "run")].count(5) >= 2  # with either start
+    assert_same(root, uninterrupted)
     assert (checkpoints / "latest").readlink() == Path("step-000008") and not list(checkpoints.glob(".partial*"))
+
+
+def test_another_user_obtains_nothing_from_a_living_run(resumed: tuple[Path, list[Round]]) -> None:
+    """Ray's directory, token, sockets and logs; ports; weights in shared memory; processes; the run's own files."""
+    _, rounds = resumed
+    if not rounds:
+        pytest.skip("needs root, to become another user")
+    first = rounds[0]
+    assert first.sees_run and first.other == []  # while the run lived, and where its directory can be entered
+    assert [one for each in rounds for one in each.obtained] == []
+    kinds = ("read token", "connect raylet", "read ledger", "open lock", "read /dev/shm/", "memory of ")
+    assert all(any(name.startswith(kind) for name in first.refused) for kind in kinds), first.refused
 
 
 def test_kept_rollouts_train_the_same_with_the_reference_in_the_trainers(

@@ -46,7 +46,9 @@ class RunLock:
 
     def _take(self) -> TextIOWrapper:
         while True:
-            file = self._path.open("a+", encoding="utf-8")
+            # Who may read it may also lock it.
+            file = os.fdopen(os.open(self._path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o600), "a+", encoding="utf-8")
+            os.fchmod(file.fileno(), 0o600)
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
