@@ -1,4 +1,4 @@
-"""A run that is killed at random moments ends as one that was not: ``python -m benchmarks.kills OUT_DIR RESULT.md``.
+"""A run that is killed at random moments ends as one that was not.
 
 The same configuration is run twice: once undisturbed, and once killed with SIGKILL again and again at random moments
 and started again each time. About three kills of ten fall into the start-up, the others into steps and checkpoints: a
@@ -7,19 +7,17 @@ of every step must be the same, and the figures of every step equal within 1e-6.
 running.
 """
 
-import argparse
 import datetime
 import random
-import shutil
 import sys
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
 from slime_like.data.dump import dump_path, load_trajectories
-from slime_like.examples.tiny_model import make_arithmetic_data, make_tiny_model
 from slime_like.observability.metrics import METRICS_FILE, read_metrics
 from slime_like.observability.names import LOSS
 from tests.support.processes import Command
@@ -107,20 +105,28 @@ def disturbed(
 def compare(ours: Path, theirs: Path, steps: int, finished_steps: list[int]) -> Outcome:
     """Token ids must be equal; figures must agree."""
     tokens, largest = 0, 0.0
+    for step, (difference, count, gap) in enumerate(differences(ours, theirs, range(1, steps + 1)), start=1):
+        if difference:
+            sys.exit(f"step {step}: {difference}")
+        tokens, largest = tokens + count, max(largest, gap)
+    return Outcome(steps, tokens, finished_steps, largest)
+
+
+def differences(ours: Path, theirs: Path, steps: range) -> Iterator[tuple[str, int, float]]:
+    """Of every step of two runs: where token ids differ, how many were compared, the largest gap of any figure."""
     rows = [
         {row["step"]: row for row in read_metrics(root / "run" / METRICS_FILE) if LOSS in row}
         for root in (ours, theirs)
     ]
-    for step in range(1, steps + 1):
+    for step in steps:
         mine, other = (load_trajectories(dump_path(root / "rollouts", step)) for root in (ours, theirs))
+        difference, tokens = "", 0
         for a, b in zip(mine, other, strict=True):
             if a.sequence_id != b.sequence_id or not torch.equal(a.response_tokens, b.response_tokens):
-                sys.exit(f"step {step}: sequence {a.sequence_id} differs from {b.sequence_id} of the undisturbed run")
+                difference = f"sequence {a.sequence_id} differs from {b.sequence_id} of the undisturbed run"
             tokens += a.response_len
-        for name in FIGURES:
-            key = f"train_actor_training/{name}"
-            largest = max(largest, abs(rows[0][step][key] - rows[1][step][key]))
-    return Outcome(steps, tokens, finished_steps, largest)
+        keys = [f"train_actor_training/{name}" for name in FIGURES]
+        yield difference, tokens, max(abs(rows[0][step][key] - rows[1][step][key]) for key in keys)
 
 
 def render(outcome: Outcome, engine: str, seed: int) -> str:
@@ -132,33 +138,3 @@ def render(outcome: Outcome, engine: str, seed: int) -> str:
         f"- {outcome.tokens} sampled token ids over {outcome.steps} steps: equal to those of the undisturbed run.\n"
         f"- Largest difference of any figure of any step: {outcome.largest_gap:.1e} (bound {TOLERANCE:.0e}).\n"
     )
-
-
-def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.kills", description=__doc__)
-    parser.add_argument("out", type=Path, help="directory to work in; emptied first")
-    parser.add_argument("result", type=Path, help="Markdown file to write")
-    parser.add_argument("--kills", type=int, default=10)
-    parser.add_argument("--steps", type=int, default=300)
-    parser.add_argument("--engine", default="transformers")
-    parser.add_argument("--seed", type=int, default=0, help="of the moments (default: %(default)s)")
-    options = parser.parse_args()
-
-    shutil.rmtree(options.out, ignore_errors=True)
-    model = options.out / "model"
-    make_tiny_model(model, family="qwen3", seed=0)
-    make_arithmetic_data(model / "data", seed=0)
-    whole, killed = options.out / "undisturbed", options.out / "killed"
-    start_s, training_s = undisturbed(flags(whole, model, options.steps, options.engine), whole)
-    print(f"undisturbed: {start_s:.0f} s to the first step, {training_s:.0f} s from there", flush=True)
-    arguments = flags(killed, model, options.steps, options.engine)
-    finished = disturbed(arguments, killed, options.kills, start_s, training_s, random.Random(options.seed))
-    outcome = compare(killed, whole, options.steps, finished)
-    text = render(outcome, options.engine, options.seed)
-    options.result.write_text(text, encoding="utf-8")
-    print(text)
-    return 0 if outcome.largest_gap <= TOLERANCE else 1
-
-
-if __name__ == "__main__":
-    sys.exit(main())
