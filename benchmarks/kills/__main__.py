@@ -69,16 +69,20 @@ def _killed_processes(options: argparse.Namespace) -> int:
     whole, killed = options.out / "undisturbed", options.out / "killed"
     killed.mkdir(exist_ok=options.go_on)
     shutil.rmtree(whole, ignore_errors=True)
-    with tempfile.TemporaryDirectory(prefix="k-") as temporary:
-        tempfile.tempdir = os.environ["TMPDIR"] = temporary  # what a run leaves there is its own
+    temporary = Path(tempfile.gettempdir(), f"k{os.getpid():x}")  # vLLM's paths must be short
+    temporary.mkdir()
+    try:
+        tempfile.tempdir = os.environ["TMPDIR"] = str(temporary)  # what a run leaves there is its own
         forked = not options.new_interpreters
         if forked:
             worker_server()  # and what is there before
         arguments = _flags(killed, model, _LONG, options.engine)
-        campaign = Campaign(arguments, killed, Path(temporary), options.seed, forked)
+        campaign = Campaign(arguments, killed, temporary, options.seed, forked)
         done, steps = campaign.run(cases, options.cases), campaign.steps()
         resumed.undisturbed(_flags(whole, model, steps, options.engine), whole)
+    finally:
         tempfile.tempdir = None
+        shutil.rmtree(temporary)
     _compare(done, killed, whole, steps)
     text = render(done, steps, options.engine, options.seed)
     options.result.write_text(text, encoding="utf-8")
@@ -93,6 +97,7 @@ def _compare(cases: list[Case], ours: Path, theirs: Path, steps: int) -> None:
         for difference, _, gap in resumed.differences(ours, theirs, range(1, steps + 1))
     ]
     for case, following in zip(cases, [*cases[1:], Case("", "", "", step=steps)], strict=True):
+        assert steps > case.step
         case.resumed = (case.step + 1, all(equal[case.step : max(following.step, case.step + 1)]))
 
 

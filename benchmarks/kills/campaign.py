@@ -120,10 +120,17 @@ class Campaign:
             print(f"{len(done)}/{len(cases)} {case}", flush=True)
         if self._command is None:
             self._start()
-        assert self._command is not None
-        self._command.wait_for_rows(self._run_dir, self.steps() + 1, _START_S)
+        self._await_steps()
         self._interrupt(Case("", "", ""))
         return done
+
+    def _await_steps(self) -> None:
+        """Wait for steps that follow the last case."""
+        goal, deadline = self.steps() + _STEPS_AFTER, time.monotonic() + _START_S
+        while self.steps() < goal:
+            assert self._command is not None and self._command.process.poll() is None, "the last start failed"
+            assert time.monotonic() < deadline, f"no step {goal}"
+            time.sleep(_LOOK_EVERY_S)
 
     def _recorded(self) -> list[Case]:
         records = self._root / "cases.jsonl"

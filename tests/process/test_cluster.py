@@ -199,11 +199,13 @@ def test_a_daemon_that_dies_while_ray_starts_is_named_at_once(tmp_path: Path, mo
         return start_raylet(*arguments, **options)
 
     monkeypatch.setattr(services, "start_raylet", start)
-    began = time.monotonic()
+    began, cluster = time.monotonic(), Cluster(ClusterConfig(), tmp_path / "logs", slots=1)
     with pytest.raises(SlimeLikeError) as caught:
-        Cluster(ClusterConfig(), tmp_path / "logs", slots=1).__enter__()
+        cluster.__enter__()
     assert caught.value.code == "ray-not-started" and "gcs_server ended by itself with -9" in caught.value.problem
     assert time.monotonic() - began < 25
+    cluster._guard.wait(60)  # it ends what Ray's failed start leaves
+    assert "raylet" not in [child.name() for child in psutil.Process().children(recursive=True)]
 
 
 def test_a_stopped_daemon_ends_whatever_the_run_waits_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
