@@ -162,13 +162,13 @@ def optimizer_steps(trainer: Any, steps: int, denominator: float, accumulate: Ca
     return stats
 
 
-def gradients_of(placement: RankPlacement, config: RunConfig, pack: PackedTrajectory) -> list[Tensor]:
-    """Of one step of two equal micro-batches, as they lie on this rank, from its trainer."""
+def gradients_of(placement: RankPlacement, config: RunConfig, pack: PackedTrajectory) -> dict[str, Tensor]:
+    """Of one step of two equal micro-batches, as they lie on this rank; names do not tell how its modules compute."""
     with running(placement, config) as trainer:
         trainer.begin_step()
         trainer.accumulate([pack, pack], last=True)
         trainer.finalize_gradients(3.0)
-        return gradients_in(trainer)
+        return local_shard(trainer, gradients=True)
 
 
 def by_stage(results: list[RankResult], what: str) -> Shards:
