@@ -60,7 +60,7 @@ def test_rl_runs_and_every_claim_of_a_step_holds(tiny: Tiny, tmp_path: Path, eng
 
 def conversations(tiny: Tiny, path: Path) -> list[list[tuple[str, str]]]:
     """Write conversations of one or two sums, every other one behind a system message; return them as (role, text)."""
-    sums = [json.loads(line) for line in (tiny.data / "sft.jsonl").read_text().splitlines()[: 3 * SFT_ROWS]]
+    sums = [json.loads(line) for line in (tiny.data / "sft.jsonl").read_text().splitlines()[: 3 * SFT_ROWS + 1]]
     written = []
     for number, (first, second) in enumerate(itertools.pairwise(sums)):
         messages = [("system", "Add.")] * (number % 2)
