@@ -150,15 +150,16 @@ class UnscoredTrajectory(SampledFields):
 
     @classmethod
     def unsampled(cls, sequence_id: str, prompt_tokens: Tensor, response_tokens: Tensor, **others: Any) -> Self:
-        """A demonstration, probe or row of a file: no policy sampled it, and every response token carries loss."""
-        absent = {"logprobs": None, "answer": "", "policy_version": 0, "group_id": 0}
+        """A demonstration, probe or row of a file: no policy sampled it. Every response token carries loss, unless
+        ``others`` have a ``loss_mask``."""
+        every = torch.ones(len(response_tokens), dtype=torch.bool)
+        absent = {"logprobs": None, "answer": "", "policy_version": 0, "group_id": 0, "loss_mask": every}
         return cls(
             sequence_id=sequence_id,
             prompt_tokens=prompt_tokens,
             response_tokens=response_tokens,
             prompt_len=len(prompt_tokens),
             response_len=len(response_tokens),
-            loss_mask=torch.ones(len(response_tokens), dtype=torch.bool),
             **absent | others,
         )
 

@@ -9,6 +9,7 @@ from typing import Any
 from slime_like.checks.directories import missing
 from slime_like.config.run import RunConfig
 from slime_like.data.encoding import RowEncoder
+from slime_like.data.messages import read_conversation
 from slime_like.data.rows import SUFFIXES, BadRows, read_rows
 from slime_like.data.tokenizer import missing_tokenizer
 from slime_like.errors import DataError
@@ -29,6 +30,19 @@ def training_row_problems(config: RunConfig) -> Iterator[str]:
         yield from _bad_rows(config, config.data.train, config.supervised)
 
 
+def conversation_problems(config: RunConfig) -> Iterator[str]:
+    data = config.data
+    if data.messages_key is None:
+        return
+    field = f"data.messages_key={data.messages_key}"
+    if not config.supervised:
+        yield f"{field}: conversations are demonstrations; set algorithm.loss: sft, or remove it"
+    if data.response_key != type(data).model_fields["response_key"].default:
+        yield f"{field} and data.response_key={data.response_key}: a run takes one kind of demonstration; remove one"
+    if not data.apply_chat_template:
+        yield f"{field} needs the chat template; set data.apply_chat_template: true"
+
+
 def held_out_row_problems(config: RunConfig) -> Iterator[str]:
     for file in config.evaluation.files:
         yield from _bad_rows(config, [file], need_response=False)
@@ -37,13 +51,14 @@ def held_out_row_problems(config: RunConfig) -> Iterator[str]:
 def _bad_rows(config: RunConfig, files: Sequence[Path], need_response: bool) -> Iterator[str]:
     if not files or not all(file.suffix in SUFFIXES and file.is_file() for file in files):
         return
-    encoder, bad, found = RowEncoder(_AnyTokenizer(), config.data, need_response), BadRows(), False
+    key, bad, found = config.data.messages_key, BadRows(), False
+    encoder = RowEncoder(_AnyTokenizer(), config.data, need_response)
     for file in files:
         with bad.collect():
             for row in islice(read_rows(file, bad), _MAX_ROWS):
                 found = True
                 with bad.collect():
-                    encoder.encode(row)
+                    encoder.encode(row) if key is None or not need_response else read_conversation(row, key)
     yield from map(str, bad.problems())
     if not found and not bad:
         yield f"{', '.join(map(str, files))}: no rows; give a file with rows"

@@ -6,7 +6,19 @@ import sys
 from collections.abc import Sequence
 
 from slime_like import __version__
-from slime_like.commands import convert, import_config, launch, plan, report, score, tasks, tiny_model, train, verify
+from slime_like.commands import (
+    convert,
+    import_config,
+    launch,
+    plan,
+    report,
+    score,
+    tasks,
+    tiny_model,
+    train,
+    verify,
+    verify_template,
+)
 from slime_like.commands.command import Command
 from slime_like.config.reading.flags import sets_field
 from slime_like.errors import REFUSED
@@ -19,6 +31,7 @@ COMMANDS: Sequence[Command] = (
     plan.COMMAND,
     score.COMMAND,
     verify.COMMAND,
+    verify_template.COMMAND,
     *convert.COMMANDS,
     tiny_model.COMMAND,
     tasks.COMMAND,
@@ -26,7 +39,7 @@ COMMANDS: Sequence[Command] = (
     report.COMMAND,
 )
 _GROUPS = {
-    "verify": ("compare parallel layouts with one rank", None),
+    "verify": ("compare parallel layouts with one rank, or judge a chat template", None),
     "convert": ("convert checkpoints between Hugging Face and Megatron, or compare them", convert.DESCRIPTION),
 }
 _OPTION = re.compile(r"^--\w[\w-]*(?=$|=)")

@@ -57,6 +57,9 @@ class DataConfig(Section):
     prompt_key: str = Field("prompt", description="Row key of the prompt: text or a list of chat messages.")
     answer_key: str = Field("answer", description="Row key of the ground-truth answer.")
     response_key: str = Field("response", description="Row key of the demonstration (supervised only).")
+    messages_key: str | None = None
+    """Row key of a conversation, a list of chat messages, instead of `response_key`: the assistant's turns carry loss
+    (supervised only). `tools` of the row and tool calls are rendered."""
     token_ids_key: str = "input_token_ids"
     """Row key of a tokenized prompt; takes precedence over the text."""
     environment_key: str | None = None

@@ -6,10 +6,13 @@ import re
 from array import array
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 from slime_like.config import DataConfig
+from slime_like.data.messages import read_conversation
 from slime_like.data.rows import Row
+from slime_like.data.spans import ConversationEncoder, SpanFault
 
 _SHOWN = 10
 """Keys of a row without a prompt that are named."""
@@ -18,31 +21,66 @@ _SHOWN = 10
 @dataclass(frozen=True, slots=True)
 class EncodedRow:
     """Token ids of a prompt, its ground truth, the demonstration where the row has one (EOS included), and the row's
-    settings for an environment. Ids are machine integers: a million prompts as Python's would fill the memory."""
+    settings for an environment. Ids are machine integers: a million prompts as Python's would fill the memory.
+
+    Attributes:
+        spans: ``[start, end)`` in ``response_tokens`` of what carries loss; ``None``: all of it.
+    """
 
     tokens: Sequence[int]
     answer: str
     response_tokens: Sequence[int] | None
     environment: dict[str, Any] | None
+    spans: tuple[tuple[int, int], ...] | None = None
+
+    @property
+    def total_len(self) -> int:
+        return len(self.tokens) + len(self.response_tokens or ())
 
 
 class RowEncoder:
-    """Encodes rows by the keys of ``DataConfig``. Every fault is a ``DataError`` that names file and line."""
+    """Encodes rows by the keys of ``DataConfig``. Every fault is a ``DataError`` that names file and line.
 
-    def __init__(self, tokenizer: Any, config: DataConfig, need_response: bool) -> None:
+    Args:
+        need_response: every row must have a demonstration: a response, or a conversation if ``messages_key`` is set.
+        stop_token_ids: tokens that may end a turn of the assistant; none: the tokenizer's EOS token.
+    """
+
+    def __init__(
+        self, tokenizer: Any, config: DataConfig, need_response: bool, stop_token_ids: Sequence[int] = ()
+    ) -> None:
         self._tokenizer = tokenizer
         self._config = config
         self._need_response = need_response
         self._vocab_size = len(tokenizer)
-        self._special = None if config.allow_special_tokens else _special_tokens(tokenizer)
+        self._special = special_tokens(tokenizer)
+        self._stop_token_ids = stop_token_ids
 
     def encode(self, row: Row) -> EncodedRow:
+        if self._need_response and self._config.messages_key is not None:
+            return self._encode_conversation(row, self._config.messages_key)
         tokens = self._prompt_tokens(row)
         if not tokens:
             problem = "the prompt has no token"
             raise row.fault("empty-prompt", problem, "a model cannot start from nothing, remove the row")
         answer, response = self._answer(row), self._response_tokens(row)
         return EncodedRow(array("i", tokens), answer, response and array("i", response), self._environment(row))
+
+    def _encode_conversation(self, row: Row, key: str) -> EncodedRow:
+        messages, tools = read_conversation(row, key)
+        self._require_text(row, key, [messages, tools])
+        try:
+            found = self._conversations.encode(messages, tools)
+        except SpanFault as fault:
+            raise row.fault(fault.code, f"{key!r}: {fault.problem}", fault.remedy) from fault
+        first, last = found.spans[0][0], found.spans[-1][1]
+        prompt, response = array("i", found.tokens[:first]), array("i", found.tokens[first:last])
+        spans = tuple((start - first, end - first) for start, end in found.spans)
+        return EncodedRow(prompt, self._answer(row), response, self._environment(row), spans)
+
+    @cached_property
+    def _conversations(self) -> ConversationEncoder:
+        return ConversationEncoder(self._tokenizer, self._stop_token_ids)
 
     def _environment(self, row: Row) -> dict[str, Any] | None:
         key = self._config.environment_key
@@ -93,15 +131,8 @@ class RowEncoder:
         return self._tokenizer.encode(text, add_special_tokens=False)
 
     def _require_text(self, row: Row, key: str, value: Any) -> None:
-        """Reject text that would end a turn, or speak as somebody else.
-
-        It is not encoded as plain text instead: a template that was written by hand would lose its meaning unnoticed.
-        """
-        found = None if self._special is None else next(filter(None, map(self._special.search, _texts(value))), None)
-        if found is not None:
-            problem = f"{key!r} spells the special token {found[0]!r}"
-            remedy = "remove it, or, if a token is meant, set data.allow_special_tokens: true"
-            raise row.fault("special-token", problem, remedy)
+        if not self._config.allow_special_tokens:
+            require_text(row, key, value, self._special)
 
     def _answer(self, row: Row) -> str:
         """Text, or a number written out; only where demonstrations are trained on may it be missing."""
@@ -133,15 +164,27 @@ class RowEncoder:
         return [*self._tokenizer.encode(value, add_special_tokens=False), eos]
 
 
-def _special_tokens(tokenizer: Any) -> re.Pattern[str] | None:
+def special_tokens(tokenizer: Any) -> re.Pattern[str] | None:
     """Pattern of the special tokens' spellings; ``None`` for a tokenizer that has none."""
     added = (token.content for token in tokenizer.added_tokens_decoder.values() if token.special)
     spelled = sorted(filter(None, {*tokenizer.all_special_tokens, *added}), key=len, reverse=True)
     return re.compile("|".join(map(re.escape, spelled))) if spelled else None
 
 
+def require_text(row: Row, key: str, value: Any, special: re.Pattern[str] | None) -> None:
+    """Reject text that would end a turn, or speak as somebody else.
+
+    It is not encoded as plain text instead: a template that was written by hand would lose its meaning unnoticed.
+    """
+    found = None if special is None else next(filter(None, map(special.search, _texts(value))), None)
+    if found is not None:
+        problem = f"{key!r} spells the special token {found[0]!r}"
+        remedy = "remove it, or, if a token is meant, set data.allow_special_tokens: true"
+        raise row.fault("special-token", problem, remedy)
+
+
 def _texts(value: Any) -> Iterator[str]:
-    """Yield every text of a prompt: a template may show any field of a message."""
+    """Yield every text of a prompt: a template may show any field of a message, and names of fields."""
     left = [value]
     while left:
         match left.pop():
@@ -150,7 +193,7 @@ def _texts(value: Any) -> Iterator[str]:
             case list() as items:
                 left += items
             case dict() as fields:
-                left += fields.values()
+                left += [*fields, *fields.values()]
 
 
 def _found(value: Any) -> str:

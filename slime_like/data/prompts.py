@@ -1,7 +1,7 @@
 """PromptSource: an endless, shuffled, resumable stream of prompts."""
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,6 +22,7 @@ class Prompt:
         group_id: unique over the run, also across epochs and restarts: how many prompts were issued before this one.
         row: index among the rows that are in use, in file order.
         response_tokens: the demonstration, EOS included; ``None`` where the row has none.
+        spans: ``[start, end)`` in ``response_tokens`` of what carries loss; ``None``: all of it.
         environment: the row's settings for an environment, expressible in JSON.
     """
 
@@ -32,6 +33,7 @@ class Prompt:
     row: int
     response_tokens: tuple[int, ...] | None = None
     environment: dict[str, Any] | None = None
+    spans: tuple[tuple[int, int], ...] | None = None
 
 
 class PromptSource:
@@ -43,6 +45,8 @@ class PromptSource:
         files: ``.jsonl`` and ``.parquet`` files, read in this order, instead of ``config.train``.
         tokenizer: Hugging Face tokenizer.
         need_responses: every row must have a demonstration (supervised mode).
+        stop_token_ids: tokens that may end a turn of a demonstrated conversation; none: the tokenizer's EOS token.
+        excess: why a demonstration of so many tokens, prompt included, is rejected; ``None`` if it is not.
 
     Attributes:
         dropped_prompts: rows whose prompt is over ``max_prompt_tokens``; they are left out whole, never cut.
@@ -53,12 +57,20 @@ class PromptSource:
     """
 
     def __init__(
-        self, files: Sequence[Path], tokenizer: Any, config: DataConfig, seed: int, need_responses: bool = False
+        self,
+        files: Sequence[Path],
+        tokenizer: Any,
+        config: DataConfig,
+        seed: int,
+        need_responses: bool = False,
+        stop_token_ids: Sequence[int] = (),
+        excess: Callable[[int], str | None] = lambda _: None,
     ) -> None:
         self._files = tuple(Path(file) for file in files)
         self._max_tokens = config.max_prompt_tokens
         self.dropped_prompts = 0
-        self._rows = self._read(RowEncoder(tokenizer, config, need_responses))
+        self._excess = excess
+        self._rows = self._read(RowEncoder(tokenizer, config, need_responses, stop_token_ids))
         self._seed, self._shuffle = seed, config.shuffle
         self._order = (-1, np.arange(self.num_rows))
         self._issued = 0
@@ -120,6 +132,7 @@ class PromptSource:
             row=index,
             response_tokens=None if row.response_tokens is None else tuple(row.response_tokens),
             environment=row.environment,
+            spans=row.spans,
         )
         self._issued += 1
         return prompt
@@ -128,13 +141,14 @@ class PromptSource:
         rows, bad = [], BadRows()
         for file in self._files:
             for row in read_rows(file, bad):
-                encoded = None
                 with bad.collect():
                     encoded = encoder.encode(row)
-                if encoded is not None and len(encoded.tokens) > self._max_tokens:
-                    self.dropped_prompts += 1
-                elif encoded is not None:
-                    rows.append(encoded)
+                    if len(encoded.tokens) > self._max_tokens:
+                        self.dropped_prompts += 1
+                    elif encoded.response_tokens is not None and (problem := self._excess(encoded.total_len)):
+                        raise row.fault("over-token-budget", problem)
+                    else:
+                        rows.append(encoded)
         bad.raise_any()
         if not rows:
             names = ", ".join(str(file) for file in self._files) or "(no file)"

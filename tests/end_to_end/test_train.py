@@ -1,19 +1,25 @@
 """The command a user runs, on the real components, for a few steps."""
 
+import itertools
 import json
 import math
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from slime_like.config.reading.load import load_config
 from tests.conftest import Tiny
 from tests.support.processes import run
 
 PHASES = ("wait", "generate", "reward", "score", "train", "sync", "orchestration")
+SFT_ROWS = 64
+"""Conversations of a supervised step."""
+SFT_EPSILON = 1e-3
+"""About the gradients' root mean square: updates then depend smoothly on them, and rounding turns no sign over."""
 
 
 def metrics_of(run_dir: Path) -> list[dict[str, Any]]:
@@ -52,16 +58,66 @@ def test_rl_runs_and_every_claim_of_a_step_holds(tiny: Tiny, tmp_path: Path, eng
     assert {row["step"] for row in metrics_of(run_dir) if "evaluation/accuracy" in row} == {0, 2}
 
 
+def conversations(tiny: Tiny, path: Path) -> list[list[tuple[str, str]]]:
+    """Write conversations of one or two sums, every other one behind a system message; return them as (role, text)."""
+    sums = [json.loads(line) for line in (tiny.data / "sft.jsonl").read_text().splitlines()[: 3 * SFT_ROWS + 1]]
+    written = []
+    for number, (first, second) in enumerate(itertools.pairwise(sums)):
+        messages = [("system", "Add.")] * (number % 2)
+        for row in (first, second)[: 1 + number % 3]:
+            messages += [("user", row["prompt"]), ("assistant", row["response"])]
+        written.append(messages)
+    rows = [{"messages": [{"role": role, "content": text} for role, text in messages]} for messages in written]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return written
+
+
+def losses_by_transformers(tiny: Tiny, conversations: list[list[tuple[str, str]]], steps: int) -> Iterator[float]:
+    """The losses of AdamW's first steps on the conversations in their order, labels of -100 wherever nobody answers.
+
+    Pieces are encoded one by one: a byte of the tiny tokenizer is a token, whatever stands beside it.
+    """
+    tokenizer = AutoTokenizer.from_pretrained(tiny.model)
+    model = AutoModelForCausalLM.from_pretrained(tiny.model, dtype=torch.float32)
+    groups = [{"params": [p for p in model.parameters() if (p.ndim > 1) is decays], "weight_decay": 0.5 * decays}
+              for decays in (True, False)]  # fmt: skip
+    optimizer = torch.optim.AdamW(groups, lr=2e-3, betas=(0.9, 0.95), eps=SFT_EPSILON)
+    for step in range(steps):
+        ids, labels = [], []
+        for messages in conversations[step * SFT_ROWS : (step + 1) * SFT_ROWS]:
+            pieces = [(tokenizer.encode(f"<{role}>"), tokenizer.encode(text + "<eos>" * (role == "assistant")), role)
+                      for role, text in messages]  # fmt: skip
+            ids.append(torch.tensor([token for header, text, _ in pieces for token in header + text]))
+            labels.append(torch.tensor([
+                token for header, text, role in pieces
+                for token in [-100] * len(header) + (text if role == "assistant" else [-100] * len(text))
+            ]))  # fmt: skip
+        padded = torch.nn.utils.rnn.pad_sequence(ids, batch_first=True)
+        targets = torch.nn.utils.rnn.pad_sequence(labels, batch_first=True, padding_value=-100)
+        loss = model(input_ids=padded, labels=targets).loss
+        yield loss.item()
+        optimizer.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+
+
 def test_what_a_run_leaves_is_whole(tiny: Tiny, tmp_path: Path) -> None:
-    """Supervised mode learns; its Hugging Face export loads, and differs from the start. In new interpreters."""
-    run_dir = tmp_path / "run"
-    finished = run(tiny.sft_flags(run_dir, "--trainer.cpu_kernels", "auto"), tmp_path / "log", forked=False)
+    """Supervised mode learns conversations; its Hugging Face export loads, and differs from the start. In new
+    interpreters. The losses of its first three steps are those that transformers and torch compute."""
+    run_dir, data = tmp_path / "run", tmp_path / "conversations.jsonl"
+    written = conversations(tiny, data)
+    flags = ["--data.train", str(data), "--data.messages_key", "messages", "--data.shuffle", "false"]
+    flags += ["--rollout.prompts_per_step", str(SFT_ROWS), "--trainer.optimizer.eps", str(SFT_EPSILON)]
+    flags += ["--trainer.cpu_kernels", "auto"]
+    finished = run(tiny.sft_flags(run_dir, *flags), tmp_path / "log", forked=False)
     assert finished.code == 0, finished.stderr
     assert "CPU operators: Numba kernels" in finished.stderr
     assert finished.left_behind == []
     losses = [row["train_actor_training/loss"] for row in steps_of(run_dir)]
     assert len(losses) == 20
     assert losses[-1] < 0.7 * losses[0]
+    assert losses[:3] == pytest.approx(list(losses_by_transformers(tiny, written, steps=3)), rel=1e-5)
 
     before = AutoModelForCausalLM.from_pretrained(tiny.model, dtype=torch.float32).state_dict()
     after = AutoModelForCausalLM.from_pretrained(run_dir / "hf", dtype=torch.float32).state_dict()

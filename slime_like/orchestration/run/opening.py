@@ -14,6 +14,7 @@ from slime_like.cpu.choice import operators_note
 from slime_like.data.ledger import FILE_NAME as LEDGER
 from slime_like.data.ledger import Ledger
 from slime_like.data.prompts import PromptSource
+from slime_like.data.token_budget import TokenBudget
 from slime_like.data.tokenizer import load_tokenizer
 from slime_like.errors import CheckpointError
 from slime_like.interfaces import TrainerBackend
@@ -28,6 +29,7 @@ from slime_like.orchestration.reference.refresh import REFERENCE, Reference
 from slime_like.orchestration.rollout.advantages import require_group_scope
 from slime_like.orchestration.rollout.colocation import Turns
 from slime_like.orchestration.rollout.evaluation import Evaluator, held_out
+from slime_like.orchestration.rollout.requests import stop_tokens
 from slime_like.orchestration.rollout.scoring import Scorer
 from slime_like.orchestration.rollout.source import source_class
 from slime_like.orchestration.run.directory import find_checkpoint, make_run_dir, record_settings
@@ -174,8 +176,13 @@ class _Base:
 
     def prompts(self, *files: str, need_responses: bool) -> PromptSource:
         """The training prompts, at the checkpoint's position if there is one; ``files`` must be in it."""
-        data = self.config.data
-        prompts = PromptSource(data.train, self.tokenizer, data, self.config.seed, need_responses=need_responses)
+        data, seed = self.config.data, self.config.seed
+        if need_responses:
+            stops = () if data.messages_key is None else stop_tokens(self.config)
+            excess = TokenBudget(self.config.trainer).excess
+            prompts = PromptSource(data.train, self.tokenizer, data, seed, True, stops, excess)
+        else:
+            prompts = PromptSource(data.train, self.tokenizer, data, seed)
         if self.checkpoint is not None:
             prompts.load_state_dict(self.checkpoint.data_position())
             for name in files:

@@ -83,10 +83,19 @@ def _demonstration(prompt: Prompt) -> ScoredTrajectory:
             code="no-demonstration",
             remedy="supervised mode needs data.response_key in every row",
         )
+    masks = {} if prompt.spans is None else {"loss_mask": _loss_mask(prompt.spans, len(prompt.response_tokens))}
     return ScoredTrajectory.unrewarded(
         f"{prompt.group_id}-0",
         torch.tensor(prompt.tokens, dtype=torch.int64),
         torch.tensor(prompt.response_tokens, dtype=torch.int64),
         group_id=prompt.group_id,
         answer=prompt.answer,
+        **masks,
     )
+
+
+def _loss_mask(spans: Sequence[tuple[int, int]], length: int) -> torch.Tensor:
+    mask = torch.zeros(length, dtype=torch.bool)
+    for start, end in spans:
+        mask[start:end] = True
+    return mask

@@ -204,6 +204,7 @@ FAULTS: dict[str, list[str]] = {
         "--trainer.parallel.data 9 --rollout.prompts_per_step 2 --algorithm.minibatches 2",
         "--trainer.parallel.data 3 --rollout.prompts_per_step 2 --algorithm.loss sft",
     ],
+    "data.messages-key": ["--data.messages_key messages"],
     "algorithm.balancing": ["--algorithm.moe_aux_loss_coef 0.01"],
     "trainer.offload": [
         "--trainer.optimizer.offload true --model.dtype float32",

@@ -1,0 +1,81 @@
+"""Conversations of rows: chat messages in one form, whatever wrote the file."""
+
+import json
+from typing import Any
+
+from slime_like.data.rows import Row
+
+TOOLS_KEY = "tools"
+"""Row key of the tool definitions of a conversation."""
+
+Message = dict[str, Any]
+Messages = list[Message]
+
+
+def read_conversation(row: Row, key: str) -> tuple[Messages, list[dict[str, Any]] | None]:
+    """Return the messages under ``key``, and the row's tools if it has any.
+
+    Keys without a value are left out: Parquet gives every message the keys of all others. Arguments of tool calls and
+    tools that are JSON text are parsed.
+
+    Raises:
+        DataError: no list of messages, or one without an assistant's.
+    """
+    given = row.get(key)
+    if given is None:
+        remedy = "every row needs one: demonstrations under data.response_key go into a run of their own"
+        raise row.fault("no-conversation", f"has no {key!r}", remedy)
+    if not isinstance(given, list) or not given:
+        raise row.fault("bad-messages", f"{key!r} must be a list of chat messages")
+    messages = [_message(row, f"{key!r}, message {number}", each) for number, each in enumerate(given, start=1)]
+    if all(message["role"] != "assistant" for message in messages):
+        raise row.fault("no-assistant-turn", f"{key!r} has no message of the assistant", "remove the row")
+    return messages, _tools(row)
+
+
+def _message(row: Row, where: str, given: Any) -> Message:
+    message = {key: value for key, value in given.items() if value is not None} if isinstance(given, dict) else {}
+    if not isinstance(message.get("role"), str):
+        raise row.fault("bad-messages", f"{where} must be a mapping with a `role`")
+    if message.get("tool_calls"):
+        message["tool_calls"] = _tool_calls(row, where, message["tool_calls"])
+    else:
+        message.pop("tool_calls", None)
+    silent = message["role"] == "assistant" and "tool_calls" in message
+    content = message.setdefault("content", "" if silent else None)
+    if not isinstance(content, str):
+        raise row.fault("bad-messages", f"{where} must have text in `content`")
+    return message
+
+
+def _tool_calls(row: Row, where: str, given: Any) -> list[dict[str, Any]]:
+    calls = []
+    for call in given if isinstance(given, list) else [None]:
+        function = call.get("function") if isinstance(call, dict) else None
+        if not isinstance(call, dict) or not isinstance(function, dict) or not isinstance(function.get("name"), str):
+            raise row.fault("bad-messages", f"{where}: each of `tool_calls` must have a `function` with a `name`")
+        arguments = _parsed(function.get("arguments", {}))
+        if not isinstance(arguments, dict):
+            problem = f"{where}: `arguments` of {function['name']!r} must be a mapping, or its JSON"
+            raise row.fault("bad-messages", problem)
+        calls.append({**call, "function": {**function, "arguments": arguments}})
+    return calls
+
+
+def _tools(row: Row) -> list[dict[str, Any]] | None:
+    tools = _parsed(row.get(TOOLS_KEY))
+    if not tools and isinstance(tools, list | None):
+        return None
+    if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
+        raise row.fault("bad-tools", f"{TOOLS_KEY!r} must be a list of mappings, or its JSON")
+    return tools
+
+
+def _parsed(value: Any) -> Any:
+    """The value that JSON text stands for; other values, and other text, as they are."""
+    if not isinstance(value, str):
+        return value
+    try:
+        return json.loads(value)
+    except ValueError:
+        return value

@@ -1,0 +1,1 @@
+"""Judging a chat template on random histories."""

@@ -1,0 +1,325 @@
+"""Spans of answers: what carries loss in a conversation, and which templates and rows are rejected."""
+
+import json
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pyarrow
+import pyarrow.parquet
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from slime_like.checks.rows import conversation_problems
+from slime_like.config import DataConfig
+from slime_like.config.reading.load import load_config
+from slime_like.data.prompts import PromptSource
+from slime_like.data.spans import ConversationEncoder, SpanFault
+from slime_like.data.token_budget import TokenBudget
+from slime_like.errors import DataError
+from slime_like.examples.tiny_model import byte_tokenizer
+from slime_like.observability.phases import PhaseClock
+from slime_like.orchestration.run.sources import DemonstrationSource
+from tests.support import templates
+from tests.support.properties import examples
+from tests.support.rejections import Rejects
+from tests.support.templates import END, tokenizer_of
+
+CONFIG = DataConfig(messages_key="messages", max_prompt_tokens=200, shuffle=False)
+TOOL = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}
+
+
+def said(role: str, content: str, **others: Any) -> dict[str, Any]:
+    return {"role": role, "content": content, **others}
+
+
+def calls(*names: str) -> list[dict[str, Any]]:
+    return [
+        {"id": "abcdefghi", "type": "function", "function": {"name": name, "arguments": {"a": 1}}} for name in names
+    ]
+
+
+PLAIN = [said("system", "Add."), said("user", "1+1="), said("assistant", " 2\n"), said("user", "é"),
+         said("assistant", "日本"), said("user", "bye")]  # fmt: skip
+AGENT = [said("user", "1+1="), said("assistant", "", tool_calls=calls("add", "sub")), said("tool", "2"),
+         said("tool", "0"), said("assistant", "<think>\nso\n</think>\n\n2")]  # fmt: skip
+TWO = [said("user", "a"), said("assistant", "b"), said("user", "c"), said("assistant", "d")]
+THOUGHT = [said("user", "a"), said("assistant", "<think>\nq\n</think>\n\nb"), said("user", "c"), said("assistant", "d")]
+
+
+@cache
+def tokenizer_with(template: str) -> Any:
+    return tokenizer_of(template)
+
+
+@cache
+def encoder(template: str) -> ConversationEncoder:
+    return ConversationEncoder(tokenizer_with(template))
+
+
+def spans_of(template: str, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None = None) -> list[str]:
+    found, tokenizer = encoder(template).encode(messages, tools), tokenizer_with(template)
+    texts = [tokenizer.decode(found.tokens[start:end]) for start, end in found.spans]
+    assert texts == [found.text[start:end] for start, end in found.characters]
+    assert found.tokens == tokenizer.encode(found.text, add_special_tokens=False)
+    assert found.text == tokenizer.apply_chat_template(messages, tools=tools, tokenize=False)
+    return texts
+
+
+_CALL = '<tool_call>{"name": "%s", "arguments": {"a": 1}}</tool_call>'
+CALLED = _CALL % "add" + _CALL % "sub" + END
+ANSWERS: dict[str, tuple[str, list[dict[str, Any]], list[str]]] = {
+    "white space": (templates.SOUND, PLAIN, [f" 2\n{END}", f"日本{END}"]),
+    "tools": (templates.SOUND, AGENT, [CALLED, f"<think>\nso\n</think>\n\n2{END}"]),
+    "markers": (templates.MARKED, PLAIN, [f" 2\n{END}", f"日本{END}"]),
+    "markers are the truth": (templates.MARKED_TO_THE_NEXT, TWO, [f"b{END}\n", f"d{END}\n"]),
+    "merged observations": (templates.MERGES_TOOLS, AGENT, [CALLED, f"<think>\nso\n</think>\n\n2{END}"]),
+    "stripped": (templates.STRIPS, PLAIN, [f"2{END}", f"日本{END}"]),
+    "nothing dropped": (templates.DROPS_THINKING, AGENT, [CALLED, f"<think>\nso\n</think>\n\n2{END}"]),
+    "opened by the prompt": (templates.THINKS_FIRST, THOUGHT[:2], [f"q\n</think>\n\nb{END}"]),
+    "default system": (templates.DEFAULT_SYSTEM, TWO, [f"b{END}", f"d{END}"]),
+}
+
+
+@pytest.mark.parametrize("name", ANSWERS)
+def test_spans_hold_what_the_assistant_says_and_the_end_of_its_turn(name: str) -> None:
+    template, messages, expected = ANSWERS[name]
+    assert spans_of(template, messages) == expected
+
+
+def test_tools_are_rendered() -> None:
+    assert spans_of(templates.SOUND, AGENT, [TOOL])[0] == CALLED
+    assert '"name": "add", "parameters"' in encoder(templates.SOUND).encode(AGENT, [TOOL]).text
+
+
+TEXTS = st.text(st.sampled_from(list("ab é日\n\t😀{}\"'<|>")), max_size=8)
+
+
+@examples(40)
+@given(
+    exchanges=st.lists(st.tuples(TEXTS, TEXTS.filter(str.strip), st.booleans()), min_size=1, max_size=4),
+    marked=st.sampled_from((templates.MARKED, templates.MARKED_TO_THE_NEXT)),
+)
+def test_spans_are_those_of_transformers(exchanges: list[tuple[str, str, bool]], marked: str) -> None:
+    """The library's own mask, by generation markers, is ours; without markers the same but for what follows the end."""
+    messages = []
+    for asked, answered, observed in exchanges:
+        messages += [said("user", asked), said("assistant", answered)]
+        messages += [said("tool", asked), said("assistant", answered)] * observed
+    reference = tokenizer_with(marked).apply_chat_template(
+        messages, tokenize=True, return_dict=True, return_assistant_tokens_mask=True
+    )
+    found = encoder(marked).encode(messages)
+    assert found.tokens == reference["input_ids"]
+    assert mask_of(found.spans, len(found.tokens)) == reference["assistant_masks"]
+    plain = encoder(templates.SOUND).encode(messages)
+    assert plain.tokens == found.tokens
+    ends = [end for _, end in plain.spans]
+    assert [start for start, _ in plain.spans] == [start for start, _ in found.spans]
+    assert all(found.tokens[end - 1] == tokenizer_with(marked).eos_token_id for end in ends)
+
+
+def mask_of(spans: tuple[tuple[int, int], ...], length: int) -> list[int]:
+    return [int(any(start <= place < end for start, end in spans)) for place in range(length)]
+
+
+FAULTS: list[tuple[str, str, list[dict[str, Any]]]] = [
+    ("thinking-dropped", templates.DROPS_THINKING, THOUGHT),
+    ("generation-prompt", templates.of_vllm("minicpmv45"), TWO),
+    ("prefix-changed", templates.COUNTS, TWO),
+    ("generation-prompt", templates.THINKS_FIRST, TWO),
+    ("no-generation-prompt", templates.NO_PROMPT, TWO),
+    ("no-end-of-turn", templates.NO_END, TWO),
+    ("no-end-of-turn", templates.of_vllm("chatml"), TWO),
+    ("text-after-end", templates.chatml(end="<|im_end|>.{{ '' }}"), TWO),
+    ("turn-changed", templates.LAST_ENDS_TWICE, TWO),
+    ("message-dropped", templates.IGNORES_TOOLS, AGENT),
+    ("tools-not-rendered", templates.IGNORES_TOOLS, [*TWO, said("tool", "x")]),
+    ("message-dropped", templates.chatml(content="{{ message.content[:1] }}"), THOUGHT),
+    ("marks-differ", templates.MARKED_TOO_SHORT, TWO),
+    ("template-failed", templates.chatml(head="{{ raise_exception('no') }}"), TWO),
+    ("template-failed", templates.SOUND, TWO[1:]),
+    ("no-prompt", templates.BARE, [said("user", ""), said("assistant", "b")]),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("code", "template", "messages"), FAULTS, ids=[f"{i}-{f[0]}" for i, f in enumerate(FAULTS)])
+def test_spans_that_cannot_be_found_exactly_are_rejected(
+    code: str, template: str, messages: list[dict[str, Any]]
+) -> None:
+    with pytest.raises(SpanFault) as caught:
+        encoder(template).encode(messages)
+    assert caught.value.code == code
+
+
+@pytest.mark.parametrize("trims", [False, True])
+@pytest.mark.parametrize(
+    ("header", "merges", "content", "splits"),
+    [
+        ("<|im_start|>assistant\n", [("Ċ", "Ċ")], "\n\nb", True),
+        ("<|im_start|>assistant\n", [("Ċ", "Ċ")], "b", False),
+        ("<|im_start|>assistant: ", [("Ġ", "b")], "b", True),
+        ("<|im_start|>assistant:", [("Ġ", "b")], " b", False),
+    ],
+)
+def test_a_token_on_both_sides_of_a_border_is_rejected(
+    header: str, merges: list[tuple[str, str]], content: str, splits: bool, trims: bool
+) -> None:
+    """Also where the tokenizer trims white space off its offsets: the token then seems to begin behind the border."""
+    template = (
+        "{% for m in messages %}{% if m.role == 'user' %}{{ m.content }}{% else %}" + header
+        + "{{ m.content }}<|im_end|>{% endif %}{% endfor %}{% if add_generation_prompt %}" + header + "{% endif %}"
+    )  # fmt: skip
+    merging = tokenizer_of(template, merges=merges, trims=trims)
+    messages = [said("user", "a"), said("assistant", content)]
+    if not splits:
+        found = ConversationEncoder(merging).encode(messages)
+        assert merging.decode(found.tokens[slice(*found.spans[0])]) == content + END
+        return
+    with pytest.raises(SpanFault) as caught:
+        ConversationEncoder(merging).encode(messages)
+    assert caught.value.code == "split-token"
+
+
+def test_a_tokenizer_without_offsets_template_or_stop_token_is_rejected() -> None:
+    class Slow:
+        chat_template, eos_token_id, backend_tokenizer = templates.SOUND, 0, None
+
+        def convert_ids_to_tokens(self, ids: list[int]) -> list[str]:
+            return list(map(str, ids))
+
+    without_eos = tokenizer_of(templates.SOUND)
+    without_eos.eos_token = None
+    faulty: list[tuple[Any, str]] = [
+        (Slow(), "no-offsets"), (tokenizer_of(None), "no-chat-template"), (without_eos, "no-eos"),
+    ]  # fmt: skip
+    for tokenizer, code in faulty:
+        with pytest.raises(SpanFault) as caught:
+            ConversationEncoder(tokenizer)
+        assert caught.value.code == code
+    stop = without_eos.convert_tokens_to_ids(END)
+    assert len(ConversationEncoder(without_eos, [stop]).encode(TWO).spans) == 2
+
+
+# ------------------------------------------------------------------------------------------------------------- rows
+def source_of(path: Path, rows: list[dict[str, Any]], **others: Any) -> PromptSource:
+    if path.suffix == ".parquet":
+        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), path)
+    else:
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    tokenizer = others.pop("tokenizer", tokenizer_of(templates.SOUND))
+    config = CONFIG.model_copy(update=others.pop("changes", {}))
+    return PromptSource([path], tokenizer, config, seed=0, need_responses=True, **others)
+
+
+@pytest.mark.parametrize("suffix", [".jsonl", ".parquet"])
+def test_a_row_becomes_a_demonstration_whose_answers_carry_loss(tmp_path: Path, suffix: str) -> None:
+    """Arguments and tools as JSON text, as Parquet needs them; keys without a value; text behind the last answer."""
+    written = {"id": "abcdefghi", "type": "function", "function": {"name": "add", "arguments": '{"a": 1}'}}
+    messages = [
+        said("user", "1+1=", tool_calls=None),
+        said("assistant", None, tool_calls=[written]),  # type: ignore[arg-type]
+        said("tool", "2", tool_calls=[]),
+        said("assistant", "2"),
+        said("user", "bye"),
+    ]
+    rows = [{"messages": messages, "tools": json.dumps([TOOL]), "answer": "2"}]
+    [prompt] = source_of(tmp_path / f"rows{suffix}", rows).next(1)
+    tokenizer = tokenizer_of(templates.SOUND)
+    plain = [said("user", "1+1="), said("assistant", "", tool_calls=calls("add")), said("tool", "2"),
+             said("assistant", "2")]  # fmt: skip
+    whole = tokenizer.apply_chat_template(plain, tools=[TOOL], tokenize=False)
+    assert tokenizer.decode([*prompt.tokens, *(prompt.response_tokens or ())]) == whole.removesuffix("\n")
+    assert tokenizer.decode(list(prompt.tokens)).endswith("1+1=<|im_end|>\n<|im_start|>assistant\n")
+    carrying = [tokenizer.decode(list(prompt.response_tokens or ())[start:end]) for start, end in prompt.spans or ()]
+    assert carrying == [_CALL % "add" + END, f"2{END}"]
+    assert prompt.answer == "2"
+
+
+def test_a_demonstration_has_the_mask_of_its_spans(tmp_path: Path) -> None:
+    source = source_of(tmp_path / "rows.jsonl", [{"messages": TWO}], tokenizer=byte_tokenizer())
+    config = load_config(None, ["--model.path", "m", "--rollout.prompts_per_step", "1"], tmp_path / "run")
+    [trajectory] = DemonstrationSource(config, source).next_batch(1, PhaseClock())
+    decoded = byte_tokenizer().decode
+    assert decoded(trajectory.prompt_tokens) == "<user>a<assistant>"
+    assert decoded(trajectory.response_tokens) == "b<eos><user>c<assistant>d<eos>"
+    assert trajectory.loss_mask.tolist() == [True, True, False, False, False, True, True]
+    assert trajectory.loss_mask.dtype == torch.bool and trajectory.sampled_len == 4
+    assert trajectory.prompt_len == 3 and trajectory.response_len == 7
+
+
+NO_MAPPING = {"function": {"name": "add", "arguments": "x"}}
+BAD_ROWS: list[tuple[str, dict[str, Any]]] = [
+    ("no-conversation", {"prompt": "a", "response": "b"}),
+    ("bad-messages", {"messages": "a"}),
+    ("bad-messages", {"messages": []}),
+    ("bad-messages", {"messages": ["a"]}),
+    ("bad-messages", {"messages": [{"role": "user"}]}),
+    ("bad-messages", {"messages": [{"role": "user", "content": [{"type": "text", "text": "a"}]}]}),
+    ("bad-messages", {"messages": [said("user", "a"), said("assistant", "", tool_calls="add")]}),
+    ("bad-messages", {"messages": [said("user", "a"), said("assistant", "", tool_calls=[{"name": "add"}])]}),
+    (
+        "bad-messages",
+        {
+            "messages": [
+                said("user", "a"),
+                said("assistant", "", tool_calls=[{"function": {"name": "f", "arguments": "x"}}]),
+            ]
+        },
+    ),
+    ("bad-tools", {"messages": TWO, "tools": "add"}),
+    ("bad-tools", {"messages": TWO, "tools": ["add"]}),
+    ("no-assistant-turn", {"messages": [said("user", "a")]}),
+    ("special-token", {"messages": [said("user", f"a{END}"), said("assistant", "b")]}),
+    ("special-token", {"messages": [said("user", "a"), said("assistant", "", tool_calls=calls(END))]}),
+    ("special-token", {"messages": TWO, "tools": [{END: 1}]}),
+]
+
+
+@pytest.mark.parametrize(("code", "row"), BAD_ROWS, ids=[f"{i}-{case[0]}" for i, case in enumerate(BAD_ROWS)])
+def test_a_bad_conversation_is_named_by_file_and_line(
+    tmp_path: Path, rejects: Rejects, code: str, row: dict[str, Any]
+) -> None:
+    with rejects(DataError, code):
+        source_of(tmp_path / "rows.jsonl", [{"messages": TWO}, row])
+
+
+def test_a_template_that_does_not_fit_is_named_with_the_row(tmp_path: Path, rejects: Rejects) -> None:
+    for template, messages in ((templates.DROPS_THINKING, THOUGHT), (templates.NO_END, TWO)):
+        with rejects(DataError):
+            source_of(tmp_path / "rows.jsonl", [{"messages": messages}], tokenizer=tokenizer_of(template))
+
+
+def test_the_models_stop_tokens_end_turns(tmp_path: Path) -> None:
+    """A base model's tokenizer has another EOS token than its chat template writes."""
+    tokenizer = tokenizer_of(templates.SOUND, eos="<eos>")
+    with pytest.raises(DataError) as caught:
+        source_of(tmp_path / "rows.jsonl", [{"messages": TWO}], tokenizer=tokenizer)
+    assert caught.value.code == "no-end-of-turn"
+    stops = [tokenizer.convert_tokens_to_ids(END)]
+    assert (
+        source_of(tmp_path / "rows.jsonl", [{"messages": TWO}], tokenizer=tokenizer, stop_token_ids=stops).num_rows == 1
+    )
+
+
+def test_a_demonstration_over_the_token_budget_is_found_before_the_start(tmp_path: Path, rejects: Rejects) -> None:
+    """A row whose prompt is dropped anyway is not."""
+    trainer = load_config(None, ["--model.path", "m", "--trainer.target_tokens_per_batch", "300"], tmp_path).trainer
+    rows = [{"messages": TWO}, {"messages": [said("user", "a"), said("assistant", "b" * 300)]}]
+    with rejects(DataError, "over-token-budget"):
+        source_of(tmp_path / "rows.jsonl", rows, excess=TokenBudget(trainer).excess)
+    rows[1]["messages"][0]["content"] = "a" * 300
+    source = source_of(tmp_path / "rows.jsonl", rows, excess=TokenBudget(trainer).excess)
+    assert (source.num_rows, source.dropped_prompts) == (1, 1)
+
+
+@pytest.mark.parametrize(
+    ("flags", "number"),
+    [("", 0), ("--data.response_key said", 1), ("--data.apply_chat_template false", 1), ("--algorithm.loss gspo", 1)],
+)
+def test_settings_that_exclude_conversations(tmp_path: Path, flags: str, number: int) -> None:
+    given = ["--model.path", "m", "--data.messages_key", "chat", "--algorithm.loss", "sft", *flags.split()]
+    problems = list(conversation_problems(load_config(None, given, tmp_path)))
+    assert len(problems) == number and all(text.startswith("data.messages_key=chat") for text in problems)
