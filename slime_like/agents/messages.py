@@ -24,11 +24,17 @@ class ToolCall:
 
 @dataclass(frozen=True)
 class Message:
-    """One message: role "system", "user", "assistant" or "tool"."""
+    """One message.
+
+    Attributes:
+        role: "system", "user", "assistant" or "tool".
+        is_sampled: the content is what the model sampled, special tokens included, which a client never sends.
+    """
 
     role: str
     content: str
     tool_calls: tuple[ToolCall, ...] = ()
+    is_sampled: bool = False
 
     @cached_property
     def key(self) -> str:

@@ -46,7 +46,7 @@ class ChatFormat:
 
     def render(self, messages: Sequence[Message], tools: Sequence[Tool]) -> Rendering:
         """Text that ends where the model's next turn begins. Raises ``TemplateFault``."""
-        shown = [self._cut_special(message.for_template()) for message in messages]
+        shown = [m.for_template() if m.is_sampled else self._cut_special(m.for_template()) for m in messages]
         described = [self._cut_special(tool) for tool in tools]
         try:
             text: str = self._tokenizer.apply_chat_template(

@@ -41,7 +41,7 @@ class Turn:
         token_ids: the prompt's ids and the sampled ones.
         text: what they stand for.
         keys: of all messages up to the reply.
-        forms: of the reply, the first of which the client got; the other is the text as it was sampled.
+        forms: of the reply: what the client got, and the text as it was sampled, where that is another.
     """
 
     prompt: Prompt
@@ -82,21 +82,18 @@ class TurnTree:
         rendering = self._chat.render(messages, tools)
         return Prompt(self._chat.encode(rendering), rendering.text, tuple(messages), keys)
 
-    def record(self, prompt: Prompt, generation: Generation, reply: Message, sampled: Message) -> Turn:
-        """Add a turn.
-
-        Args:
-            reply: what the client gets.
-            sampled: the same as plain text.
-        """
+    def record(self, prompt: Prompt, generation: Generation, reply: Message) -> Turn:
+        """Add a turn, of which the client gets ``reply``."""
         tokens = generation.token_ids.tolist()
+        ended = generation.finish_reason == "stop"  # by a last token that is no part of the message
+        sampled = self._chat.continuation(prompt.token_ids, tokens[:-1] if ended else tokens)
         turn = Turn(
             prompt,
             generation,
             [*prompt.token_ids, *tokens],
             prompt.text + self._chat.continuation(prompt.token_ids, tokens),
             (*prompt.keys, reply.key),
-            (reply,) if reply == sampled else (reply, sampled),
+            (reply, Message("assistant", sampled, is_sampled=True)),
         )
         self.turns.append(turn)
         return turn

@@ -17,22 +17,29 @@ _SHOWN = 10
 
 @dataclass(frozen=True, slots=True)
 class EncodedRow:
-    """Token ids of a prompt, its ground truth, the demonstration where the row has one (EOS included), and the row's
-    settings for an environment. Ids are machine integers: a million prompts as Python's would fill the memory."""
+    """Token ids of a prompt, its ground truth, the demonstration where the row has one (EOS included), the row's
+    settings for an environment, and its chat messages as JSON where they are kept. Ids are machine integers: a million
+    prompts as Python's would fill the memory."""
 
     tokens: Sequence[int]
     answer: str
     response_tokens: Sequence[int] | None
     environment: dict[str, Any] | None
+    messages: str | None = None
 
 
 class RowEncoder:
-    """Encodes rows by the keys of ``DataConfig``. Every fault is a ``DataError`` that names file and line."""
+    """Encodes rows by the keys of ``DataConfig``. Every fault is a ``DataError`` that names file and line.
 
-    def __init__(self, tokenizer: Any, config: DataConfig, need_response: bool) -> None:
+    Args:
+        keep_messages: rows keep their chat messages, for agents.
+    """
+
+    def __init__(self, tokenizer: Any, config: DataConfig, need_response: bool, keep_messages: bool = False) -> None:
         self._tokenizer = tokenizer
         self._config = config
         self._need_response = need_response
+        self._keep_messages = keep_messages
         self._vocab_size = len(tokenizer)
         self._special = None if config.allow_special_tokens else _special_tokens(tokenizer)
 
@@ -42,7 +49,16 @@ class RowEncoder:
             problem = "the prompt has no token"
             raise row.fault("empty-prompt", problem, "a model cannot start from nothing, remove the row")
         answer, response = self._answer(row), self._response_tokens(row)
-        return EncodedRow(array("i", tokens), answer, response and array("i", response), self._environment(row))
+        messages = self._messages(row) if self._keep_messages else None
+        environment = self._environment(row)
+        return EncodedRow(array("i", tokens), answer, response and array("i", response), environment, messages)
+
+    def _messages(self, row: Row) -> str | None:
+        """``None`` where the row has token ids alone."""
+        if row.get(self._config.token_ids_key) is not None:
+            return None
+        prompt = row.get(self._config.prompt_key)
+        return json.dumps([{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt)
 
     def _environment(self, row: Row) -> dict[str, Any] | None:
         key = self._config.environment_key

@@ -1,6 +1,7 @@
 """PromptSource: an endless, shuffled, resumable stream of prompts."""
 
 import hashlib
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,6 +24,7 @@ class Prompt:
         row: index among the rows that are in use, in file order.
         response_tokens: the demonstration, EOS included; ``None`` where the row has none.
         environment: the row's settings for an environment, expressible in JSON.
+        messages: of the row, where they are kept.
     """
 
     tokens: tuple[int, ...]
@@ -32,6 +34,7 @@ class Prompt:
     row: int
     response_tokens: tuple[int, ...] | None = None
     environment: dict[str, Any] | None = None
+    messages: list[dict[str, Any]] | None = None
 
 
 class PromptSource:
@@ -43,6 +46,7 @@ class PromptSource:
         files: ``.jsonl`` and ``.parquet`` files, read in this order, instead of ``config.train``.
         tokenizer: Hugging Face tokenizer.
         need_responses: every row must have a demonstration (supervised mode).
+        keep_messages: prompts keep their chat messages, for agents.
 
     Attributes:
         dropped_prompts: rows whose prompt is over ``max_prompt_tokens``; they are left out whole, never cut.
@@ -53,12 +57,18 @@ class PromptSource:
     """
 
     def __init__(
-        self, files: Sequence[Path], tokenizer: Any, config: DataConfig, seed: int, need_responses: bool = False
+        self,
+        files: Sequence[Path],
+        tokenizer: Any,
+        config: DataConfig,
+        seed: int,
+        need_responses: bool = False,
+        keep_messages: bool = False,
     ) -> None:
         self._files = tuple(Path(file) for file in files)
         self._max_tokens = config.max_prompt_tokens
         self.dropped_prompts = 0
-        self._rows = self._read(RowEncoder(tokenizer, config, need_responses))
+        self._rows = self._read(RowEncoder(tokenizer, config, need_responses, keep_messages))
         self._seed, self._shuffle = seed, config.shuffle
         self._order = (-1, np.arange(self.num_rows))
         self._issued = 0
@@ -120,6 +130,7 @@ class PromptSource:
             row=index,
             response_tokens=None if row.response_tokens is None else tuple(row.response_tokens),
             environment=row.environment,
+            messages=None if row.messages is None else json.loads(row.messages),
         )
         self._issued += 1
         return prompt

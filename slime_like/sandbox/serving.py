@@ -48,7 +48,7 @@ def serve(prepare: Callable[[dict[str, Any]], tuple[Handler, dict[str, Any]]]) -
         Exit code: 0, or 1 where ``prepare`` raised ``ConfigError``, whose problems the parent receives.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole terminal; the pool decides what follows
-    _die_with_parent(int(sys.argv[1]))
+    die_with_parent(int(sys.argv[1]))
     requests, replies = _take_over_pipes()
     setup = decode(requests.readline())
     if setup is None:
@@ -114,7 +114,8 @@ def _take_over_pipes() -> tuple[BinaryIO, BinaryIO]:
     return requests, replies
 
 
-def _die_with_parent(parent: int) -> None:
+def die_with_parent(parent: int) -> None:
+    """Have the kernel kill this process when its parent dies."""
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0) != 0:
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG) failed")

@@ -175,7 +175,14 @@ class _Base:
     def prompts(self, *files: str, need_responses: bool) -> PromptSource:
         """The training prompts, at the checkpoint's position if there is one; ``files`` must be in it."""
         data = self.config.data
-        prompts = PromptSource(data.train, self.tokenizer, data, self.config.seed, need_responses=need_responses)
+        prompts = PromptSource(
+            data.train,
+            self.tokenizer,
+            data,
+            self.config.seed,
+            need_responses=need_responses,
+            keep_messages=self.config.rollout.agent.is_set,
+        )
         if self.checkpoint is not None:
             prompts.load_state_dict(self.checkpoint.data_position())
             for name in files:

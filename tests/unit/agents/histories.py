@@ -132,7 +132,7 @@ def random_rollout(draw: random.Random, template: str, chat_tokenizer: Any) -> R
         generation = rollout.model.sample(prompt.token_ids)
         text = chat.continuation(prompt.token_ids, generation.token_ids.tolist(), visible=True)
         reply = parse_reply("hermes", text, tools)
-        rollout.tree.record(prompt, generation, reply, Message("assistant", text))
+        rollout.tree.record(prompt, generation, reply)
         rollout.prompts.append((prompt, history))
         histories.append([*history, reply])
     return rollout

@@ -82,7 +82,7 @@ def tree(template: str = PLAIN) -> TurnTree:
 
 def answer(turns: TurnTree, history: list[Message], text: str) -> list[Message]:
     tokens = [*TOKENIZER.encode("".join(reversed(text)), add_special_tokens=False)[::-1], TOKENIZER.eos_token_id]
-    turns.record(turns.prompt(history, []), generation(tokens), said(text), said(text))
+    turns.record(turns.prompt(history, []), generation(tokens), said(text))
     return [*history, said(text)]
 
 
@@ -145,7 +145,7 @@ def test_a_tool_call_spelled_otherwise_than_the_template_does_stays_as_sampled()
     text = 'so<tool_call>{"name":"add","arguments":{"b":1,"a":[2]}}</tool_call>'
     prompt = turns.prompt([user("a")], [TOOL])
     tokens = [*TOKENIZER.encode(text, add_special_tokens=False), TOKENIZER.eos_token_id]
-    turns.record(prompt, generation(tokens), parse_reply("hermes", text, [TOOL]), said(text))
+    turns.record(prompt, generation(tokens), parse_reply("hermes", text, [TOOL]))
     echoed = Message("assistant", "so", (ToolCall("add", {"a": [2], "b": 1}),))
     second = turns.prompt([user("a"), echoed, Message("tool", "3")], [TOOL])
     assert second.parent is turns.turns[0]
@@ -157,6 +157,14 @@ def test_a_history_is_compared_as_messages(answered: str) -> None:
     """A cut-off "a" is not the beginning of an edited "ab", although its ids are those of a beginning."""
     turns = tree()
     cut = Generation(np.array(TOKENIZER.encode("a")), np.zeros(1, np.float32), np.zeros(1, np.int64), "length")
-    turns.record(turns.prompt([user("a")], []), cut, said("a"), said("a"))
+    turns.record(turns.prompt([user("a")], []), cut, said("a"))
     assert turns.prompt([user("a"), said(answered), user("b")], []).parent is None
     assert turns.prompt([user("a"), said("a"), user("b")], []).parent is turns.turns[0]
+
+
+def test_a_special_token_in_a_turn_stays_where_the_client_has_its_text_alone() -> None:
+    turns = tree()
+    prompt = turns.prompt([user("a")], [])
+    odd = [*TOKENIZER.encode("b<user>c"), TOKENIZER.eos_token_id]
+    turns.record(prompt, generation(odd), said("bc"))
+    assert turns.prompt([user("a"), said("bc"), user("b<user>c")], []).parent is turns.turns[0]
