@@ -85,7 +85,7 @@ class TurnTree:
     def record(self, prompt: Prompt, generation: Generation, reply: Message) -> Turn:
         """Add a turn, of which the client gets ``reply``."""
         tokens = generation.token_ids.tolist()
-        ended = generation.finish_reason == "stop"  # by a last token that is no part of the message
+        ended = not self._chat.continuation([], tokens[-1:], visible=True)  # by a token that is no part of the message
         sampled = self._chat.continuation(prompt.token_ids, tokens[:-1] if ended else tokens)
         turn = Turn(
             prompt,
