@@ -54,7 +54,7 @@ def server_problems(config: RunConfig) -> Iterator[str]:
 
 def custom_agent_problems(config: RunConfig) -> list[str]:
     """An agent whose module is found is imported once, with its options, by a worker with its limits."""
-    name = config.rollout.agent.name
-    if name is None or import_path_problem(name):
+    agent = config.rollout.agent
+    if agent.name is None or agent.command or import_path_problem(agent.name):
         return []
-    return start_problems(config.rollout.agent)
+    return start_problems(agent)
