@@ -3,6 +3,7 @@
 import asyncio
 import os
 import signal
+import sys
 from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -292,3 +293,15 @@ def test_a_command_is_an_agent(tmp_path: Path) -> None:
     details = [g.conversation.failure["detail"] for g in bad if g.conversation and g.conversation.failure]
     assert details[0] == "CommandFailed: exit code 1: went wrong"
     assert details[1] == "CommandFailed: it wrote no result file"
+
+
+def test_the_example_of_a_program_uses_the_calculator() -> None:
+    command = [sys.executable, "-m", "slime_like.examples.calculator_program", "{task_file}", "{result_file}"]
+    asked = GenerationRequest(
+        "r", PROMPT, SamplingParams(max_new_tokens=50), 1, task=ConversationTask("408", {}, MESSAGES)
+    )
+    engine = Engine(["[12*34]", "408"])
+    (generation,) = rollouts(engine, asked, name=None, command=command, workers=1)
+    assert generation.conversation is not None and generation.conversation.failure is None
+    assert (generation.conversation.reward, generation.conversation.success) == (1.0, True)
+    assert TOKENIZER.decode(generation.token_ids) == "[12*34]<eos><user>408<assistant>408<eos>"
