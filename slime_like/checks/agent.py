@@ -4,6 +4,7 @@ import re
 from collections.abc import Iterator
 from importlib.util import find_spec
 
+from slime_like.checks.sampling import rejected_for_several_rows
 from slime_like.config.rollout import AgentConfig
 from slime_like.config.run import RunConfig
 from slime_like.plugins.import_path import import_path_problem, source_problem
@@ -44,6 +45,12 @@ def _own_problems(agent: AgentConfig) -> Iterator[str]:
             yield f"{_PREFIX}.command: {{{place}}} is unknown; use {', '.join(f'{{{name}}}' for name in PLACES)}"
     elif problem := source_problem(agent.name):
         yield f"{_PREFIX}.name={agent.name} {problem}"
+
+
+def row_problems(config: RunConfig) -> Iterator[str]:
+    """A history that is not only appended to makes several rows."""
+    if config.rollout.agent.is_set:
+        yield from rejected_for_several_rows(config)
 
 
 def server_problems(config: RunConfig) -> Iterator[str]:

@@ -79,6 +79,7 @@ CHECKS: Sequence[Check] = (
     Check("reward.functions", {"engine"}, names.reward_problems),
     Check("rollout.environment", {"engine"}, names.environment_problems),
     Check("rollout.agent", {"engine"}, agent.agent_problems),
+    Check("rollout.agent-rows", {"training", "engine"}, agent.row_problems),
     # of the model's sizes
     Check("model.family", {"model", "trainer"}, families.family_problems),
     Check("trainer.layout", {"model", "trainer"}, layout.trainer_layout_problems),

@@ -43,7 +43,7 @@ from slime_like.orchestration.run.start_notes import (
     memory_notes,
     precision_notes,
 )
-from slime_like.orchestration.trainer.batcher import ExperienceBatcher
+from slime_like.orchestration.trainer.batcher import ExperienceBatcher, require_token_ratios
 from slime_like.orchestration.trainer.checkpoints import UNUSABLE, Checkpoint, CheckpointStore, latest_checkpoint
 from slime_like.orchestration.trainer.group import TrainerGroup
 from slime_like.orchestration.weight_sync import WeightSync
@@ -72,6 +72,8 @@ def open_run(config: RunConfig) -> Iterator[Run]:
 def _open(config: RunConfig, stack: ExitStack) -> Run:
     if config.rollout.stream and not config.supervised:
         require_group_scope(config)
+    if config.rollout.agent.is_set and not config.supervised:
+        require_token_ratios(config)
     lock = stack.enter_context(RunLock(config.run_dir))
     checkpoint, tokenizer = find_checkpoint(config), load_tokenizer(config.model.path)
     damaged: dict[Path, str] = {}

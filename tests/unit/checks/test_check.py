@@ -202,6 +202,7 @@ FAULTS: dict[str, list[str]] = {
         "--rollout.agent.command [a] --rollout.environment.name calculator",
         "--rollout.agent.command [a] --algorithm.overlong_buffer 10",
     ],
+    "rollout.agent-rows": ["--rollout.agent.command [a] --algorithm.loss gspo"],
     "rollout.agent-length": [
         "--rollout.agent.command [a] --rollout.max_model_len 2000 --trainer.target_tokens_per_batch 1500"
     ],
