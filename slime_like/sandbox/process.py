@@ -13,6 +13,7 @@ import psutil  # type: ignore[import-untyped]
 
 from slime_like.errors import SlimeLikeError
 from slime_like.sandbox.protocol import decode, encode
+from slime_like.system.processes import descendants
 
 _KILL_TIMEOUT_S = 5.0
 _DEATH_TIMEOUT_S = 1.0
@@ -107,7 +108,7 @@ class WorkerProcess:
             self._writer.abort()
 
     def end(self, grace_s: float = 0.0) -> None:
-        """Wait ``grace_s`` for its exit after ``disconnect``, then kill it, and what it has started, by their group.
+        """Wait ``grace_s`` for its exit after ``disconnect``, then kill it and what it has started.
 
         Raises ``SlimeLikeError`` where the kernel cannot end it.
         """
@@ -118,8 +119,10 @@ class WorkerProcess:
                 self._process.wait(grace_s)
         except subprocess.TimeoutExpired:
             pass
-        with suppress(ProcessLookupError):  # nothing of it is left
-            os.killpg(self.pid, signal.SIGKILL)
+        others = descendants(self.pid) if self._process.poll() is None else []  # some may have left its group
+        for kill, pid in ((os.killpg, self.pid), *((os.kill, pid) for pid in others)):
+            with suppress(ProcessLookupError):  # nothing of it is left
+                kill(pid, signal.SIGKILL)
         try:
             self._process.wait(_KILL_TIMEOUT_S)
         except subprocess.TimeoutExpired as error:

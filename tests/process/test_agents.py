@@ -23,6 +23,7 @@ from slime_like.orchestration.rollout.requests import to_group
 from slime_like.orchestration.rollout.samples import turn_seed
 from slime_like.orchestration.rollout.scoring import Scorer
 from slime_like.sandbox.rewards.pool import RewardPool
+from slime_like.system.processes import is_alive
 from tests.process.conftest import wait_until
 from tests.support.rejections import Rejects
 
@@ -262,13 +263,16 @@ def test_an_agent_that_never_has_a_result_ends_the_run(rejects: Rejects) -> None
 
 
 COMMAND = """
-import json, os, sys, urllib.request
+import json, os, subprocess, sys, urllib.request
 url, key, task_file, result_file = sys.argv[1:]
 task = json.load(open(task_file))
 assert os.environ["OPENAI_BASE_URL"] == url + "/v1" and os.environ["ANTHROPIC_API_KEY"] == key == task["key"]
 body = json.dumps({"messages": task["messages"], "max_tokens": 5}).encode()
 answer = json.load(urllib.request.urlopen(urllib.request.Request(url + "/v1/messages", body, {"x-api-key": key})))
 word = answer["content"][0]["text"]
+child = subprocess.Popen(["sleep", "1000"], start_new_session=True)
+with open(sys.argv[0] + ".pids", "a") as pids:
+    pids.write(f"{child.pid}\\n")
 if word == "fail":
     sys.exit("went wrong")
 if word != "nothing":
@@ -293,6 +297,8 @@ def test_a_command_is_an_agent(tmp_path: Path) -> None:
     details = [g.conversation.failure["detail"] for g in bad if g.conversation and g.conversation.failure]
     assert details[0] == "CommandFailed: exit code 1: went wrong"
     assert details[1] == "CommandFailed: it wrote no result file"
+    left = list(map(int, (tmp_path / "agent.py.pids").read_text().split()))
+    assert len(left) == 4 and not any(map(is_alive, left))
 
 
 def test_the_example_of_a_program_uses_the_calculator() -> None:

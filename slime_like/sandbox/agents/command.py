@@ -2,15 +2,18 @@
 
 import json
 import os
+import signal
 import subprocess
 import tempfile
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from slime_like.interfaces.agent import AgentResult, AgentTask
 from slime_like.sandbox.serving import die_with_parent
+from slime_like.system.processes import descendants
 
 PLACES = ("base_url", "key", "task_file", "result_file")
 """What a command may hold in braces."""
@@ -58,7 +61,21 @@ def _run(argv: list[str], task: AgentTask, log: Path) -> int:
             )
         except OSError as error:
             raise CommandFailed(f"{argv[0]} cannot be started: {error}") from error
-        return process.wait()  # the pool bounds it
+        try:
+            return process.wait()  # the pool bounds it
+        finally:
+            _end_leftovers()
+
+
+def _end_leftovers() -> None:
+    """Kill what the program leaves running; ``adopt_orphans`` has made this process its parent."""
+    while left := descendants(os.getpid()):
+        for pid in left:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        for pid in left:
+            with suppress(ChildProcessError):  # another's child, which is this one's when that has ended
+                os.waitpid(pid, 0)
 
 
 def _variables(task: AgentTask) -> dict[str, str]:

@@ -12,7 +12,7 @@ from slime_like.plugins.resolve import resolve_callable
 from slime_like.plugins.traceback import code_of
 from slime_like.sandbox.agents.command import run_command
 from slime_like.sandbox.rewards.signature import require_options
-from slime_like.sandbox.serving import Handler, serve, untrusted
+from slime_like.sandbox.serving import Handler, adopt_orphans, serve, untrusted
 
 
 def _prepare(setup: dict[str, Any]) -> tuple[Handler, dict[str, Any]]:
@@ -42,6 +42,8 @@ def _prepare(setup: dict[str, Any]) -> tuple[Handler, dict[str, Any]]:
 
 
 def _command(command: list[str]) -> Handler:
+    adopt_orphans()
+
     def handle(item: dict[str, Any]) -> dict[str, Any]:
         with untrusted(command[0], None):
             return _message(run_command(command, AgentTask(**item["task"])))
