@@ -585,34 +585,29 @@ def test_conversations_go_on_through_a_weight_update(
     assert spanning > 0 and observed > 100
 
 
-def test_an_agent_is_the_environment_that_it_imitates(
+def test_an_agent_samples_what_the_environment_does(
     engine: EngineUnderTest, actor_of: Callable[..., tuple[engine_actor.EngineActor, Any]]
 ) -> None:
-    """The calculator through the endpoint and by the engine's own turns: the same ids, turns, logprobs and rewards."""
-    marks = {"opening": "e", "closing": "f"}
-    environment = {"name": "calculator", "options": marks, "max_turns": 2, "max_turn_tokens": 300}
-    agent: dict[str, Any] = {"name": "slime_like.examples.calculator_agent:solve", "workers": 2, "timeout_s": 60}
-    agent["options"] = {**marks, "max_turns": 2}
-    messages = ({"role": "user", "content": "12*34="},)
-    prompt = byte_tokenizer().encode("<user>12*34=<assistant>", add_special_tokens=False)
+    """Turns through the endpoint and turns that the engine's actor leads: the same ids, turns and logprobs."""
+    environment = {**TALKS["environment"], "template": "<eos><tool>{observation}<assistant>", "max_turn_tokens": 120}
+    prompt = byte_tokenizer().encode("<user>go<assistant>", add_special_tokens=False)
 
     async def sampled(actor: engine_actor.EngineActor, limit: int) -> list[Generation]:
-        request = engine.request(prompt, max_new_tokens=limit, num_samples=24, seed=4, stop_token_ids=(2,))
+        request = engine.request(prompt, max_new_tokens=limit, num_samples=6, seed=4, stop_token_ids=FEW)
         await actor.start()
         try:
-            return await actor.generate(replace(request, task=ConversationTask("408", {}, messages)))
+            return await actor.generate(replace(request, task=ConversationTask("go")))
         finally:
             assert actor._conversations is not None
             await actor._conversations.close()
 
     expected = engine.run(sampled(actor_of(environment=environment)[0], 700))
-    found = engine.run(sampled(actor_of(agent=agent)[0], 300))
+    found = engine.run(sampled(actor_of(agent=TALKS["agent"])[0], 120))
     for one, other in zip(expected, found, strict=True):
         assert one.conversation is not None and other.conversation is not None
         assert other.segments == () and other.conversation.failure is None
         assert one.token_ids.tolist() == other.token_ids.tolist()
         assert one.conversation.turns == other.conversation.turns
-        assert one.conversation.reward == other.conversation.reward
         np.testing.assert_allclose(one.logprobs, other.logprobs, atol=TOLERANCE)
     assert sum(len(one.conversation.turns) > 1 for one in expected if one.conversation is not None) > 1
 

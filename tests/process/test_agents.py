@@ -120,7 +120,7 @@ def config(**agent: Any) -> RunConfig:
 
 
 def request(samples: int, **fields: Any) -> GenerationRequest:
-    sampling = SamplingParams(max_new_tokens=50, stop_token_ids=(EOS,))
+    sampling = SamplingParams(temperature=0.7, max_new_tokens=50, stop_token_ids=(EOS,))
     return GenerationRequest("r", PROMPT, sampling, samples, seed=5, task=ConversationTask("bye", fields, MESSAGES))
 
 
@@ -170,6 +170,7 @@ def test_rollouts_become_rows_and_failures_cost_their_own_sample() -> None:
     assert len(fork.segments) == 3 and fork.segments[-1].token_ids.tolist() == fork.token_ids.tolist()
     assert all(segment.loss_mask.all() for segment in fork.segments)
     assert TOKENIZER.decode(left.token_ids) == "left<eos>"
+    assert {(asked.sampling.temperature, asked.sampling.max_new_tokens) for asked in engine.requests} == {(0.7, 50)}
     seeds = {asked.request_id: asked.seed for asked in engine.requests}
     assert seeds["r/0/0"] == turn_seed(5, 0, 0) and seeds["r/0/1"] == turn_seed(5, 0, 1)
 
