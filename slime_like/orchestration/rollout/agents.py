@@ -46,6 +46,7 @@ class AgentRollouts:
         self._config = config
         self._agent = config.rollout.agent
         self._tokenizer = tokenizer
+        self._chat = ChatFormat(tokenizer)
         self._generate = generate
         self._version = version
         self._parser: str = self._agent.tool_parser
@@ -109,7 +110,7 @@ class AgentRollouts:
 
     def _open(self, request: GenerationRequest, index: int) -> Session:
         limits = SessionLimits(self._agent.max_calls, request.sampling.max_new_tokens, self._config.max_model_len)
-        session = Session(ChatFormat(self._tokenizer), self._sampler(request, index), self._parser, limits)
+        session = Session(self._chat, self._sampler(request, index), self._parser, limits)
         self._server.open_session(session)
         return session
 
