@@ -11,7 +11,7 @@ from slime_like.agents.calls import Call, CallRejected, parse, unsupported
 from slime_like.agents.messages import Message, ToolCall
 from slime_like.agents.turns import Turn
 
-_SETTINGS = ("temperature", "top_p", "top_k", "max_tokens", "thinking", "service_tier")
+_SETTINGS = ("temperature", "top_p", "top_k", "max_tokens", "stop_sequences", "thinking", "service_tier")
 """Of sampling: the run's own hold, and what was asked for is reported."""
 
 
@@ -63,17 +63,12 @@ class _Request(BaseModel):
     stream: bool = False
     tools: list[_Tool] | None = None
     tool_choice: _Choice | None = None
-    stop_sequences: list[str] | None = None
 
 
 def read_call(body: Any) -> Call:
     """The call in a request's body. Raises ``CallRejected``."""
     request: _Request = parse(_Request, body)
     choice = "auto" if request.tool_choice is None else request.tool_choice.type
-    if choice not in ("auto", "none"):
-        raise unsupported("tool_choice", choice)
-    if request.stop_sequences:
-        raise unsupported("stop_sequences", request.stop_sequences)
     if request.messages[-1].role == "assistant":
         raise unsupported("messages", "a last message of role assistant")
     system = [Message("system", _text(request.system))] if request.system else []
@@ -82,7 +77,8 @@ def read_call(body: Any) -> Call:
         tools=tuple(_function(tool) for tool in (request.tools or ()) if choice != "none"),
         model=request.model,
         stream=request.stream,
-        ignored={name: body[name] for name in _SETTINGS if body.get(name) is not None},
+        ignored={name: body[name] for name in _SETTINGS if body.get(name) is not None}
+        | ({} if choice in ("auto", "none") else {"tool_choice": choice}),
     )
 
 

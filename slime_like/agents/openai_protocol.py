@@ -14,7 +14,7 @@ from slime_like.agents.turns import Turn
 
 _SETTINGS = (
     "temperature", "top_p", "top_k", "min_p", "max_tokens", "max_completion_tokens", "seed", "presence_penalty",
-    "frequency_penalty", "reasoning_effort", "parallel_tool_calls",
+    "frequency_penalty", "reasoning_effort", "parallel_tool_calls", "stop",
 )  # fmt: skip
 """Of sampling: the run's own hold, and what was asked for is reported."""
 
@@ -70,7 +70,6 @@ class _Request(BaseModel):
     tools: list[_Tool] | None = None
     tool_choice: Any = None
     n: int | None = None
-    stop: Any = None
     logprobs: bool | None = None
     logit_bias: dict[str, float] | None = None
     response_format: dict[str, Any] | None = None
@@ -87,18 +86,22 @@ def read_call(body: Any) -> Call:
         model=request.model,
         stream=bool(request.stream),
         usage_chunk=request.stream_options is not None and request.stream_options.include_usage,
-        ignored={name: body[name] for name in _SETTINGS if body.get(name) is not None},
+        ignored=_ignored(body, request.tool_choice),
     )
+
+
+def _ignored(body: dict[str, Any], tool_choice: Any) -> dict[str, Any]:
+    """Settings that do not hold; a call of a tool cannot be forced on a model that is trained on what it samples."""
+    ignored = {name: body[name] for name in _SETTINGS if body.get(name) is not None}
+    return ignored | ({} if tool_choice in (None, "auto", "none") else {"tool_choice": tool_choice})
 
 
 def _require_supported(request: _Request) -> None:
     if request.n not in (None, 1):
         raise unsupported("n", request.n)
-    if request.tool_choice not in (None, "auto", "none"):
-        raise unsupported("tool_choice", request.tool_choice)
     if request.response_format is not None and request.response_format.get("type") != "text":
         raise unsupported("response_format", request.response_format)
-    for name in ("stop", "logprobs", "logit_bias"):
+    for name in ("logprobs", "logit_bias"):
         if value := getattr(request, name):
             raise unsupported(name, value)
 

@@ -26,6 +26,7 @@ TOKENIZER = tokenizer(PLAIN)
 EOS = TOKENIZER.eos_token_id
 CALL = '<tool_call>{"name": "add", "arguments": {"a": 1, "b": "\u00e9"}}</tool_call>'
 PARAMETERS = {"type": "object", "properties": {"a": {"type": "integer"}}}
+JSON = {"type": "json_object"}
 USER: Any = {"role": "user", "content": "hi"}
 
 
@@ -102,7 +103,8 @@ def test_openai_streamed_equals_unstreamed(said: str) -> None:
 
     async def scenario() -> None:
         async with endpoint(said, said) as here, here.openai() as client:
-            asked: Any = {"model": "any", "messages": [USER], "tools": tools, "temperature": 0.3, "max_tokens": 7}
+            asked: Any = {"model": "any", "messages": [USER], "tools": tools, "temperature": 0.3, "stop": ["o"]}
+            asked |= {"tool_choice": "required"}
             whole = await client.chat.completions.create(**asked)
             stream = await client.chat.completions.create(**asked, stream=True, stream_options={"include_usage": True})
             chunks = [chunk async for chunk in stream]
@@ -121,7 +123,7 @@ def test_openai_streamed_equals_unstreamed(said: str) -> None:
             assert whole.usage.prompt_tokens == len(here.model.asked[0].token_ids)
             wanted = "tool_calls" if "<tool_call>" in said else "length" if said.endswith("...") else "stop"
             assert first.finish_reason == wanted
-            assert here.session.ignored == {"temperature": 0.3, "max_tokens": 7}
+            assert here.session.ignored == {"temperature": 0.3, "stop": ["o"], "tool_choice": "required"}
             assert {asked.max_new_tokens for asked in here.model.asked} == {100}
 
     run(scenario)
@@ -210,7 +212,7 @@ def test_rejections_are_what_clients_understand() -> None:
                 assert await rejected(ask(model="m", messages=[long])) == (400, "context_length_exceeded")
                 tell = other.messages.create(model="m", max_tokens=1, messages=[long])
                 assert await rejected(tell) == (400, "context_length_exceeded")
-                for setting in ({"n": 2}, {"stop": ["a"]}, {"logprobs": True}, {"tool_choice": "required"}):
+                for setting in ({"n": 2}, {"logit_bias": {"7": 1}}, {"logprobs": True}, {"response_format": JSON}):
                     asked: Any = {"model": "m", "messages": [USER], **setting}
                     assert await rejected(ask(**asked)) == (400, "unsupported_parameter")
                 image: Any = {"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}
