@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from slime_like.agents.calls import Call, CallRejected, parse, unsupported
+from slime_like.agents.calls import FORCED, Call, CallRejected, parse, unsupported, wishes
 from slime_like.agents.messages import Message, ToolCall
 from slime_like.agents.turns import Turn
 
@@ -77,8 +77,7 @@ def read_call(body: Any) -> Call:
         tools=tuple(_function(tool) for tool in (request.tools or ()) if choice != "none"),
         model=request.model,
         stream=request.stream,
-        ignored={name: body[name] for name in _SETTINGS if body.get(name) is not None}
-        | ({} if choice in ("auto", "none") else {"tool_choice": choice}),
+        ignored=wishes(body, _SETTINGS if choice in ("auto", "none") else (*_SETTINGS, FORCED)),
     )
 
 

@@ -1,12 +1,17 @@
 """A call of an agent, whatever protocol it speaks, and its rejection."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from pydantic import BaseModel, ValidationError
 
 from slime_like.agents.messages import Message, Tool
+
+_SHOWN_CHARS = 80
+
+FORCED = "tool_choice"
+"""A call of a tool cannot be forced on a model that is trained on what it samples: a wish, as settings of sampling."""
 
 
 class CallRejected(Exception):
@@ -58,6 +63,14 @@ def parse(model: type[BaseModel], body: Any) -> Any:
         raise CallRejected(400, "invalid_request", f"{field_name}: {first['msg']}") from error
 
 
+def wishes(body: Mapping[str, Any], names: Iterable[str]) -> dict[str, Any]:
+    """The settings of these names in a body, short enough to be kept."""
+    found = {name: body[name] for name in names if body.get(name) is not None}
+    return {name: value if isinstance(value, int) else str(value)[:_SHOWN_CHARS] for name, value in found.items()}
+
+
 def unsupported(setting: str, value: Any) -> CallRejected:
     """Rejection of a setting that would change what the model samples from."""
-    return CallRejected(400, "unsupported_parameter", f"{setting}={str(value)[:80]!r} is not supported; leave it out")
+    return CallRejected(
+        400, "unsupported_parameter", f"{setting}={str(value)[:_SHOWN_CHARS]!r} is not supported; leave it out"
+    )

@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from slime_like.agents.calls import Call, CallRejected, parse, unsupported
+from slime_like.agents.calls import FORCED, Call, CallRejected, parse, unsupported, wishes
 from slime_like.agents.messages import Message, ToolCall
 from slime_like.agents.turns import Turn
 
@@ -86,14 +86,8 @@ def read_call(body: Any) -> Call:
         model=request.model,
         stream=bool(request.stream),
         usage_chunk=request.stream_options is not None and request.stream_options.include_usage,
-        ignored=_ignored(body, request.tool_choice),
+        ignored=wishes(body, _SETTINGS if request.tool_choice in (None, "auto", "none") else (*_SETTINGS, FORCED)),
     )
-
-
-def _ignored(body: dict[str, Any], tool_choice: Any) -> dict[str, Any]:
-    """Settings that do not hold; a call of a tool cannot be forced on a model that is trained on what it samples."""
-    ignored = {name: body[name] for name in _SETTINGS if body.get(name) is not None}
-    return ignored | ({} if tool_choice in (None, "auto", "none") else {"tool_choice": tool_choice})
 
 
 def _require_supported(request: _Request) -> None:

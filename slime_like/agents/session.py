@@ -110,8 +110,10 @@ class Session:
         longest = self._limits.max_model_len
         room = longest - len(prompt.token_ids)
         if room < 1:
-            problem = f"the prompt has {len(prompt.token_ids)} tokens, rollout.max_model_len={longest} leaves no room"
-            raise CallRejected(400, "context_length_exceeded", f"{problem} (maximum context length)")
+            # In words that harnesses look for.
+            problem = f"prompt is too long: {len(prompt.token_ids)} tokens > {longest - 1} maximum"
+            limit = f"the maximum context length is rollout.max_model_len={longest}"
+            raise CallRejected(400, "context_length_exceeded", f"{problem}; {limit}")
         number, repeat = len(self._prompts), self._prompts.count(prompt.token_ids)
         self._prompts.append(prompt.token_ids)
         turn = sum(message.role == "assistant" for message in prompt.messages)

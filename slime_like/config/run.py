@@ -211,7 +211,8 @@ class RunConfig(Section):
         agent = self.rollout.agent
         if not agent.is_set:
             return self.request_timeout_s
-        rounds = 1 + math.ceil(self.rollout.samples_per_prompt / agent.workers)
+        samples = max(self.rollout.samples_per_prompt, self.evaluation.samples_per_prompt)
+        rounds = 1 + math.ceil(samples / agent.workers)
         return max(self.request_timeout_s, rounds * (agent.timeout_s + agent.start_timeout_s))
 
     @property

@@ -123,7 +123,7 @@ def test_openai_streamed_equals_unstreamed(said: str) -> None:
             assert whole.usage.prompt_tokens == len(here.model.asked[0].token_ids)
             wanted = "tool_calls" if "<tool_call>" in said else "length" if said.endswith("...") else "stop"
             assert first.finish_reason == wanted
-            assert here.session.ignored == {"temperature": 0.3, "stop": ["o"], "tool_choice": "required"}
+            assert here.session.ignored == {"temperature": "0.3", "stop": "['o']", "tool_choice": "required"}
             assert {asked.max_new_tokens for asked in here.model.asked} == {100}
 
     run(scenario)

@@ -164,7 +164,7 @@ def test_rollouts_become_rows_and_failures_cost_their_own_sample() -> None:
     assert TOKENIZER.decode(more.token_ids) == "more<eos><user>more<assistant>ok<eos>"
     assert (more.conversation.reward, more.conversation.success) == (0.5, True)
     (told,) = more.conversation.metadata
-    assert told["endpoint"] == {"calls": 2, "rows": 1, "ignored": {"temperature": 0.1}}
+    assert told["endpoint"] == {"calls": 2, "rows": 1, "ignored": {"temperature": "0.1"}}
     assert (told["prompt"], told["said"]) == ("<user>hello<assistant>", "more")
     assert told["messages"] == [*MESSAGES]
     assert len(fork.segments) == 3 and fork.segments[-1].token_ids.tolist() == fork.token_ids.tolist()
