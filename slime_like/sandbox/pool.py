@@ -82,8 +82,8 @@ class WorkerPool:
         the items that are left have no answer.
 
         The item at which a worker hangs or ends has ``{"reason": ...}`` as its answer; another worker takes those
-        behind it, and the item itself once more where a signal of others was the cause and the kind repeats items. Raises the kind's error where
-        workers do not start any more, or the pool is closed.
+        behind it, and the item itself once more where a signal of others was the cause and the kind repeats items.
+        Raises the kind's error where workers do not start any more, or the pool is closed.
         """
         waiting, again, bound = deque(items), False, timeout_s or (lambda: self._limits.timeout_s)
         while waiting:
