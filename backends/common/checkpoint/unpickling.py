@@ -7,7 +7,7 @@ a forgery that has its own checksums.
 import io
 from collections.abc import Mapping
 from pickle import UnpicklingError
-from typing import IO
+from typing import IO, Any
 
 import torch
 from torch.distributed.checkpoint.filesystem import _StorageInfo
