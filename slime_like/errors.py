@@ -138,6 +138,12 @@ class EnvironmentFailure(SlimeLikeError):
     code = "environment"
 
 
+class AgentFailure(SlimeLikeError):
+    """An agent or its workers cannot go on (one failed run costs only one rollout: no error)."""
+
+    code = "agent"
+
+
 class LaunchError(SlimeLikeError):
     """The nodes of a cluster did not come together, or one of them was lost; the message names it."""
 

@@ -6,6 +6,7 @@ Needs neither torch nor Ray, so that every problem is found before anything star
 from collections.abc import Iterable, Sequence
 
 from slime_like.checks import (
+    agent,
     directories,
     earlier_run,
     engine_arguments,
@@ -47,6 +48,7 @@ CHECKS: Sequence[Check] = (
     Check("model.weights", {"files"}, earlier_run.start_weight_problems),
     Check("model.weights-backend", {"files", "trainer"}, earlier_run.weight_backend_problems),
     Check("model.converted", {"files"}, earlier_run.converted_problems),
+    Check("rollout.agent-server", {"files", "engine"}, agent.server_problems),
     Check("custom.code", {"files", "engine"}, names.custom_code_problems),
     Check("trainer.attention", {"files", "trainer"}, packages.attention_problems),
     Check("trainer.cpu-kernels", {"files", "run"}, packages.compiler_problems),
@@ -77,6 +79,8 @@ CHECKS: Sequence[Check] = (
     Check("evaluation.sampling", {"engine"}, evaluation.held_out_sampling_problems),
     Check("reward.functions", {"engine"}, names.reward_problems),
     Check("rollout.environment", {"engine"}, names.environment_problems),
+    Check("rollout.agent", {"engine"}, agent.agent_problems),
+    Check("rollout.agent-rows", {"training", "engine"}, agent.row_problems),
     # of the model's sizes
     Check("model.family", {"model", "trainer"}, families.family_problems),
     Check("trainer.layout", {"model", "trainer"}, layout.trainer_layout_problems),
@@ -86,11 +90,13 @@ CHECKS: Sequence[Check] = (
     Check("rollout.stop-tokens", {"model", "data"}, lengths.stop_token_problems),
     Check("rollout.length", {"model", "engine"}, lengths.rollout_length_problems),
     Check("trainer.token-budget", {"training", "engine"}, lengths.budget_problems),
+    Check("rollout.agent-length", {"training", "engine"}, lengths.agent_length_problems),
     Check("evaluation.length", {"model", "engine"}, lengths.held_out_length_problems),
     Check("rollout.max-model-len", {"model", "engine"}, lengths.served_length_problems),
     # of what takes longest
     Check("reward.custom", {"engine", "code"}, names.custom_reward_problems),
     Check("rollout.environment-custom", {"engine", "code"}, names.custom_environment_problems),
+    Check("rollout.agent-custom", {"engine", "code"}, agent.custom_agent_problems),
     Check("model.tokenizer", {"files", "rows", "data"}, rows.tokenizer_problems),
     Check("data.rows", {"files", "rows", "training"}, rows.training_row_problems),
     Check("evaluation.rows", {"files", "rows", "engine"}, rows.held_out_row_problems),

@@ -28,6 +28,16 @@ def budget_problems(config: RunConfig) -> Iterator[str]:
     )
 
 
+def agent_length_problems(config: RunConfig) -> Iterator[str]:
+    """Rows of an agent may be as long as the engine's longest sequence."""
+    longest, budget = config.max_model_len, config.trainer.target_tokens_per_batch
+    if config.rollout.agent.is_set and longest > budget:
+        yield (
+            f"rollout.max_model_len={longest} is more than trainer.target_tokens_per_batch={budget}, which must hold a "
+            "rollout.agent's whole history; lower it, or raise the other"
+        )
+
+
 def held_out_length_problems(config: RunConfig, dimensions: ModelDimensions) -> Iterator[str]:
     response = config.evaluation.max_new_tokens
     if config.evaluation.files and response is not None:

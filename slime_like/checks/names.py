@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 from slime_like.checks.engine_install import interpreter_problems
 from slime_like.checks.rows import first_sample
 from slime_like.config.algorithm import ADVANTAGES, CORRECTIONS, KL_ESTIMATORS, LOSSES
-from slime_like.config.rollout import ENVIRONMENT, EnvironmentConfig
+from slime_like.config.rollout import AGENT, ENVIRONMENT, EnvironmentConfig
 from slime_like.config.run import RunConfig
 from slime_like.plugins.entry_points import BACKEND_GROUP, ENGINE_GROUP, installed_names
 from slime_like.plugins.import_path import CUSTOM, absence_problem, import_path_problem, source_problem
@@ -66,14 +66,16 @@ def reward_problems(config: RunConfig) -> Iterator[str]:
             yield f"{field} is used twice; keep one"
         elif labels.index(function.label) != index:
             yield f"{field} is {function.label} in metrics, as another function is; rename one of them"
-        elif function.name == ENVIRONMENT:
-            if config.rollout.environment.name is None:
+        elif function.is_given:
+            if function.name == ENVIRONMENT and config.rollout.environment.name is None:
                 yield f"{field} needs an environment that gives rewards; set rollout.environment.name"
+            if function.name == AGENT and not config.rollout.agent.is_set:
+                yield f"{field} needs an agent that gives rewards; set rollout.agent.name"
             if function.options:
-                yield f"reward.functions.{index}.options={dict(function.options)}: {ENVIRONMENT} takes none"
+                yield f"reward.functions.{index}.options={dict(function.options)}: {function.name} takes none"
         elif function.name not in REGISTERED:
             if not all(function.name.partition(":")):
-                yield f"{field} is unknown; use {', '.join((*REGISTERED, ENVIRONMENT))} or {CUSTOM}"
+                yield f"{field} is unknown; use {', '.join((*REGISTERED, ENVIRONMENT, AGENT))} or {CUSTOM}"
             elif problem := source_problem(function.name):
                 yield f"{field} {problem}"
         else:
@@ -84,10 +86,11 @@ def reward_problems(config: RunConfig) -> Iterator[str]:
 
 
 def custom_code_problems(config: RunConfig) -> Iterator[str]:
-    """Modules of custom rewards and environments that are not on this machine."""
-    environment = config.rollout.environment.name
+    """Modules of custom rewards, environments and agents that are not on this machine."""
+    environment, agent = config.rollout.environment.name, config.rollout.agent.name
     named = {f"reward.functions.{index}.name": one.name for index, one in enumerate(config.reward.functions)}
     named |= {"rollout.environment.name": environment} if environment is not None else {}
+    named |= {"rollout.agent.name": agent} if agent is not None else {}
     for field, name in named.items():
         if problem := absence_problem(name):
             yield f"{field}={name} {problem}"

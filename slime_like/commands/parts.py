@@ -14,7 +14,7 @@ from pathlib import Path
 
 from slime_like.config import algorithm
 from slime_like.config.reading.fields import value_text
-from slime_like.config.rollout import ENVIRONMENT
+from slime_like.config.rollout import AGENT, ENVIRONMENT
 from slime_like.plugins.entry_points import BACKEND_GROUP, ENGINE_GROUP
 from slime_like.sandbox.environments.registry import REGISTERED as ENVIRONMENTS
 from slime_like.sandbox.rewards.registry import REGISTERED as REWARDS
@@ -70,7 +70,10 @@ def named_parts() -> dict[str, tuple[Part, ...]]:
     }
     found = {setting: tuple(_part(name, place) for name, place in named.items()) for setting, named in places.items()}
     summed = "The rewards that `rollout.environment` returned, summed over a conversation."
-    found["reward.functions"] += (Part(ENVIRONMENT, summed, "", ()),)
+    found["reward.functions"] += (
+        Part(ENVIRONMENT, summed, "", ()),
+        Part(AGENT, "The reward that `rollout.agent` returned.", "", ()),
+    )
     return found
 
 

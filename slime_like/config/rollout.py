@@ -10,8 +10,8 @@ from slime_like.config.base import Section, absolute_code
 MIN_TEMPERATURE = 0.01
 """Lowest temperature above greedy that engines apply exactly."""
 
-ENVIRONMENT = "environment"
-"""Name of the rewards that ``rollout.environment`` returned during generation."""
+ENVIRONMENT, AGENT = "environment", "agent"
+"""Names of the rewards that ``rollout.environment`` and ``rollout.agent`` returned during generation."""
 
 
 class EnvironmentConfig(Section):
@@ -37,6 +37,33 @@ class EnvironmentConfig(Section):
     memory_mb: int = Field(1024, ge=128, description="Address-space limit of one worker, beyond its start-up size.")
 
     _absolute = field_validator("name")(absolute_code)
+
+
+class AgentConfig(Section):
+    """Agents that call the model themselves, through an endpoint of OpenAI's and Anthropic's protocols.
+
+    `rollout.max_new_tokens` bounds one turn, `rollout.max_model_len` its prompt and the turn together.
+    """
+
+    name: str | None = None
+    """`package.module:name` or `path/to/file.py:name` of an `async def`; none: no agent, or a command."""
+    options: dict[str, Any] = Field(default_factory=dict, description="Keyword arguments of the agent.")
+    command: tuple[str, ...] = ()
+    """Program with arguments instead of a name; {base_url}, {key}, {task_file} and {result_file} are filled in."""
+    max_calls: int = Field(64, ge=1, description="Calls of the model per rollout.")
+    tool_parser: Literal["auto", "none", "hermes", "qwen3_coder"] = "auto"
+    """Form of tool calls in the model's text; auto: that of the chat template."""
+    workers: int = Field(8, ge=1, description="Worker processes per engine; each runs one rollout at a time.")
+    start_timeout_s: float = Field(120.0, gt=0, description="Timeout of a worker's start.")
+    timeout_s: float = Field(600.0, gt=0)
+    """Timeout of one rollout, also of its CPU time. The sample then gets reward 0."""
+    memory_mb: int = Field(4096, ge=128, description="Address-space limit of one worker, beyond its start-up size.")
+
+    _absolute = field_validator("name")(absolute_code)
+
+    @property
+    def is_set(self) -> bool:
+        return self.name is not None or bool(self.command)
 
 
 class RolloutConfig(Section):
@@ -75,6 +102,8 @@ class RolloutConfig(Section):
     """Restarts of dead engines in a run. Their requests restart on other engines. 0: the first death fails the run."""
     environment: EnvironmentConfig = EnvironmentConfig()
     """Answers the model's turns in conversations."""
+    agent: AgentConfig = AgentConfig()
+    """Calls the model itself, in place of an environment."""
     engine_args: dict[str, Any] = Field(default_factory=dict)
     """Further arguments of the engine, passed unchanged. Unknown ones are rejected."""
     start_timeout_s: float | None = Field(None, gt=0)
@@ -87,12 +116,17 @@ class RewardFunction(Section):
     """One reward function and its weight in the sum."""
 
     name: str
-    """math_verify, format, length, http, majority, `package.module:name`, `path/to/file.py:name`, or environment: the
-    sum of the environment's rewards."""
+    """math_verify, format, length, http, majority, `package.module:name`, `path/to/file.py:name`, environment (the sum
+    of the environment's rewards) or agent (the agent's reward)."""
     weight: float = Field(1.0, description="Weight in the total reward.")
     options: dict[str, Any] = Field(default_factory=dict, description="Keyword arguments of the function.")
 
     _absolute = field_validator("name")(absolute_code)
+
+    @property
+    def is_given(self) -> bool:
+        """Whether an environment or an agent returns it during generation."""
+        return self.name in (ENVIRONMENT, AGENT)
 
     @property
     def label(self) -> str:
@@ -114,8 +148,8 @@ class RewardConfig(Section):
 
     @property
     def computed(self) -> tuple[RewardFunction, ...]:
-        """The functions that reward workers call: all but the environment's own reward."""
-        return tuple(function for function in self.functions if function.name != ENVIRONMENT)
+        """The functions that reward workers call: all but what was returned during generation."""
+        return tuple(function for function in self.functions if not function.is_given)
 
 
 class SyncConfig(Section):

@@ -1,5 +1,6 @@
 """The whole configuration of one run."""
 
+import math
 from pathlib import Path
 from typing import Literal, Self
 
@@ -205,6 +206,23 @@ class RunConfig(Section):
         """This configuration as engines on GPUs read it: they also compile, and capture graphs, when they start."""
         seconds = self.rollout.start_timeout_s or _GPU_START_S
         return self.model_copy(update={"rollout": self.rollout.model_copy(update={"start_timeout_s": seconds})})
+
+    @property
+    def silence_s(self) -> float:
+        """Longest time in which engines may answer no request. With agents a request is a group of rollouts, which
+        may wait for workers."""
+        agent = self.rollout.agent
+        if not agent.is_set:
+            return self.request_timeout_s
+        samples = max(self.rollout.samples_per_prompt, self.evaluation.samples_per_prompt)
+        rounds = 1 + math.ceil(samples / agent.workers)
+        return max(self.request_timeout_s, rounds * (agent.timeout_s + agent.start_timeout_s))
+
+    @property
+    def longest_row(self) -> int:
+        """Tokens of the longest sequence that is trained on."""
+        row = self.data.max_prompt_tokens + self.rollout.max_new_tokens
+        return self.max_model_len if self.rollout.agent.is_set else row
 
     @property
     def max_model_len(self) -> int:

@@ -20,8 +20,9 @@ _SHOWN = 10
 
 @dataclass(frozen=True, slots=True)
 class EncodedRow:
-    """Token ids of a prompt, its ground truth, the demonstration where the row has one (EOS included), and the row's
-    settings for an environment. Ids are machine integers: a million prompts as Python's would fill the memory.
+    """Token ids of a prompt, its ground truth, the demonstration where the row has one (EOS included), the row's
+    settings for an environment, and its chat messages as JSON where they are kept. Ids are machine integers: a million
+    prompts as Python's would fill the memory.
 
     Attributes:
         spans: ``[start, end)`` in ``response_tokens`` of what carries loss; ``None``: all of it.
@@ -32,6 +33,7 @@ class EncodedRow:
     response_tokens: Sequence[int] | None
     environment: dict[str, Any] | None
     spans: tuple[tuple[int, int], ...] | None = None
+    messages: str | None = None
 
     @property
     def total_len(self) -> int:
@@ -44,14 +46,21 @@ class RowEncoder:
     Args:
         need_response: every row must have a demonstration: a response, or a conversation if ``messages_key`` is set.
         stop_token_ids: tokens that may end a turn of the assistant; none: the tokenizer's EOS token.
+        keep_messages: rows keep their chat messages, for agents.
     """
 
     def __init__(
-        self, tokenizer: Any, config: DataConfig, need_response: bool, stop_token_ids: Sequence[int] = ()
+        self,
+        tokenizer: Any,
+        config: DataConfig,
+        need_response: bool,
+        stop_token_ids: Sequence[int] = (),
+        keep_messages: bool = False,
     ) -> None:
         self._tokenizer = tokenizer
         self._config = config
         self._need_response = need_response
+        self._keep_messages = keep_messages
         self._vocab_size = len(tokenizer)
         self._special = special_tokens(tokenizer)
         self._stop_token_ids = stop_token_ids
@@ -64,7 +73,16 @@ class RowEncoder:
             problem = "the prompt has no token"
             raise row.fault("empty-prompt", problem, "a model cannot start from nothing, remove the row")
         answer, response = self._answer(row), self._response_tokens(row)
-        return EncodedRow(array("i", tokens), answer, response and array("i", response), self._environment(row))
+        messages = self._messages(row) if self._keep_messages else None
+        environment = self._environment(row)
+        return EncodedRow(array("i", tokens), answer, response and array("i", response), environment, messages=messages)
+
+    def _messages(self, row: Row) -> str | None:
+        """``None`` where the row has token ids alone."""
+        if row.get(self._config.token_ids_key) is not None:
+            return None
+        prompt = row.get(self._config.prompt_key)
+        return json.dumps([{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt)
 
     def _encode_conversation(self, row: Row, key: str) -> EncodedRow:
         messages, tools = read_conversation(row, key)

@@ -1,6 +1,7 @@
 """PromptSource: an endless, shuffled, resumable stream of prompts."""
 
 import hashlib
+import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,6 +25,7 @@ class Prompt:
         response_tokens: the demonstration, EOS included; ``None`` where the row has none.
         spans: ``[start, end)`` in ``response_tokens`` of what carries loss; ``None``: all of it.
         environment: the row's settings for an environment, expressible in JSON.
+        messages: of the row, where they are kept.
     """
 
     tokens: tuple[int, ...]
@@ -34,6 +36,7 @@ class Prompt:
     response_tokens: tuple[int, ...] | None = None
     environment: dict[str, Any] | None = None
     spans: tuple[tuple[int, int], ...] | None = None
+    messages: list[dict[str, Any]] | None = None
 
 
 class PromptSource:
@@ -47,6 +50,7 @@ class PromptSource:
         need_responses: every row must have a demonstration (supervised mode).
         stop_token_ids: tokens that may end a turn of a demonstrated conversation; none: the tokenizer's EOS token.
         excess: why a demonstration of so many tokens, prompt included, is rejected; ``None`` if it is not.
+        keep_messages: prompts keep their chat messages, for agents.
 
     Attributes:
         dropped_prompts: rows whose prompt is over ``max_prompt_tokens``; they are left out whole, never cut.
@@ -65,12 +69,13 @@ class PromptSource:
         need_responses: bool = False,
         stop_token_ids: Sequence[int] = (),
         excess: Callable[[int], str | None] = lambda _: None,
+        keep_messages: bool = False,
     ) -> None:
         self._files = tuple(Path(file) for file in files)
         self._max_tokens = config.max_prompt_tokens
         self.dropped_prompts = 0
         self._excess = excess
-        self._rows = self._read(RowEncoder(tokenizer, config, need_responses, stop_token_ids))
+        self._rows = self._read(RowEncoder(tokenizer, config, need_responses, stop_token_ids, keep_messages))
         self._seed, self._shuffle = seed, config.shuffle
         self._order = (-1, np.arange(self.num_rows))
         self._issued = 0
@@ -133,6 +138,7 @@ class PromptSource:
             response_tokens=None if row.response_tokens is None else tuple(row.response_tokens),
             environment=row.environment,
             spans=row.spans,
+            messages=None if row.messages is None else json.loads(row.messages),
         )
         self._issued += 1
         return prompt

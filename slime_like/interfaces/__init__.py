@@ -11,6 +11,9 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from slime_like.interfaces.agent import Agent as Agent
+    from slime_like.interfaces.agent import AgentResult as AgentResult
+    from slime_like.interfaces.agent import AgentTask as AgentTask
     from slime_like.interfaces.engine import ConversationTask as ConversationTask
     from slime_like.interfaces.engine import EngineHealth as EngineHealth
     from slime_like.interfaces.engine import Generation as Generation
@@ -41,6 +44,7 @@ if TYPE_CHECKING:
     from slime_like.trajectory import Conversation as Conversation
 
 _NAMES = {
+    "slime_like.interfaces.agent": ("Agent", "AgentResult", "AgentTask"),
     "slime_like.interfaces.engine": (
         "ConversationTask",
         "EngineHealth",

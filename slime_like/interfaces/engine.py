@@ -35,15 +35,17 @@ class SamplingParams:
 
 @dataclass(frozen=True, slots=True)
 class ConversationTask:
-    """The part of a prompt's row that an environment receives.
+    """The part of a prompt's row that an environment or an agent receives.
 
     Attributes:
         answer: ground truth.
         fields: the row's own settings, expressible in JSON.
+        messages: the prompt as chat messages, for an agent.
     """
 
     answer: str
     fields: Mapping[str, Any] = field(default_factory=dict)
+    messages: tuple[Mapping[str, Any], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,8 +59,8 @@ class GenerationRequest:
         num_samples: responses wanted.
         seed: seed of sample i is derived from ``(seed, i)``; the same seed gives the same ids on the same engine.
         prompt_logprobs: also return the teacher-forced logprob (temperature 1) of every prompt token but the first.
-        task: makes a conversation of every sample where ``rollout.environment`` names one. Engines do not look at it:
-            what reaches them is one request per turn.
+        task: makes a conversation of every sample where ``rollout.environment`` or ``rollout.agent`` is set. Engines
+            do not look at it: what reaches them is one request per turn.
     """
 
     request_id: str

@@ -104,7 +104,7 @@ def memory_changes(run: PlannedRun) -> Iterator[tuple[str, str]]:
     """Settings that save a trainer's memory, those first that cost least time."""
     config, trainer = run.config, run.config.trainer
     fsdp, alone = trainer.backend == FSDP, trainer.parallel.world_size == 1
-    longest = config.data.max_prompt_tokens + config.rollout.max_new_tokens
+    longest = config.longest_row
     if trainer.recompute != "full":
         yield "trainer.recompute", "full"
     if trainer.target_tokens_per_batch > longest:

@@ -1,1 +1,1 @@
-"""Worker processes with limits for code that is not trusted: rewards and environments."""
+"""Worker processes with limits for code that is not trusted: rewards, environments and agents."""

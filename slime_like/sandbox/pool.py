@@ -1,4 +1,4 @@
-"""Worker processes with limits, shared by rewards and environments. Belongs to one event loop."""
+"""Worker processes with limits, shared by rewards, environments and agents. Belongs to one event loop."""
 
 import asyncio
 from collections import deque
@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from slime_like.config.rollout import EnvironmentConfig, RewardConfig
+from slime_like.config.rollout import AgentConfig, EnvironmentConfig, RewardConfig
 from slime_like.errors import SlimeLikeError
 from slime_like.sandbox.process import WorkerEnded, WorkerProcess
 
@@ -24,6 +24,7 @@ class WorkerKind:
         setup: first message, besides the limits.
         section: of the configuration, with the limits.
         subject: the setting that names the code they run.
+        repeats: an item may be asked a second time, because nothing of the first has an effect.
     """
 
     module: str
@@ -32,6 +33,7 @@ class WorkerKind:
     section: str
     subject: str
     error: type[SlimeLikeError]
+    repeats: bool = True
 
 
 class WorkerPool:
@@ -43,7 +45,7 @@ class WorkerPool:
         about: what a worker reported when it was ready.
     """
 
-    def __init__(self, kind: WorkerKind, limits: RewardConfig | EnvironmentConfig) -> None:
+    def __init__(self, kind: WorkerKind, limits: RewardConfig | EnvironmentConfig | AgentConfig) -> None:
         self.about: Mapping[str, Any] = {}
         self._kind = kind
         self._limits = limits
@@ -80,8 +82,8 @@ class WorkerPool:
         the items that are left have no answer.
 
         The item at which a worker hangs or ends has ``{"reason": ...}`` as its answer; another worker takes those
-        behind it, and the item itself once more where a signal of others was the cause. Raises the kind's error where
-        workers do not start any more, or the pool is closed.
+        behind it, and the item itself once more where a signal of others was the cause and the kind repeats items.
+        Raises the kind's error where workers do not start any more, or the pool is closed.
         """
         waiting, again, bound = deque(items), False, timeout_s or (lambda: self._limits.timeout_s)
         while waiting:
@@ -98,7 +100,7 @@ class WorkerPool:
                     settle(answer)
             except WorkerEnded as ended:
                 self._replace(worker)
-                again = ended.by_signal and not again
+                again = self._kind.repeats and ended.by_signal and not again
                 if again:
                     continue
                 waiting.popleft()

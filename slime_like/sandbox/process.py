@@ -1,18 +1,19 @@
 """A pool's handle of one worker process: pipes, deadlines, exit."""
 
 import asyncio
+import os
 import signal
 import subprocess
 import sys
 import tempfile
 from contextlib import suppress
-from os import getpid
 from typing import Any, Literal
 
 import psutil  # type: ignore[import-untyped]
 
 from slime_like.errors import SlimeLikeError
 from slime_like.sandbox.protocol import decode, encode
+from slime_like.system.processes import descendants
 
 _KILL_TIMEOUT_S = 5.0
 _DEATH_TIMEOUT_S = 1.0
@@ -41,11 +42,12 @@ class WorkerProcess:
     def __init__(self, module: str) -> None:
         self._log = tempfile.TemporaryFile()  # noqa: SIM115 (closed in `end`)
         self._process = subprocess.Popen(
-            [sys.executable, "-m", module, str(getpid())],
+            [sys.executable, "-m", module, str(os.getpid())],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._log,
             bufsize=0,
+            start_new_session=True,  # a process group, so that what it starts ends with it
         )
         self._replies = asyncio.StreamReader(limit=sys.maxsize)  # a message has no bound
         self._reader: asyncio.BaseTransport | None = None
@@ -106,7 +108,7 @@ class WorkerProcess:
             self._writer.abort()
 
     def end(self, grace_s: float = 0.0) -> None:
-        """Wait ``grace_s`` for its exit after ``disconnect``, then kill it by its process id.
+        """Wait ``grace_s`` for its exit after ``disconnect``, then kill it and what it has started.
 
         Raises ``SlimeLikeError`` where the kernel cannot end it.
         """
@@ -117,8 +119,10 @@ class WorkerProcess:
                 self._process.wait(grace_s)
         except subprocess.TimeoutExpired:
             pass
-        if self._process.poll() is None:
-            self._process.kill()
+        others = descendants(self.pid) if self._process.poll() is None else []  # some may have left its group
+        for kill, pid in ((os.killpg, self.pid), *((os.kill, pid) for pid in others)):
+            with suppress(ProcessLookupError):  # nothing of it is left
+                kill(pid, signal.SIGKILL)
         try:
             self._process.wait(_KILL_TIMEOUT_S)
         except subprocess.TimeoutExpired as error:

@@ -25,6 +25,7 @@ Handler = Callable[[dict[str, Any]], dict[str, Any]]
 """One item to one answer. What the item's code raises, it raises inside ``untrusted``."""
 
 _PR_SET_PDEATHSIG = 1
+_PR_SET_CHILD_SUBREAPER = 36
 _LONGEST = 300
 _LONGEST_TRACEBACK = 10_000
 
@@ -48,7 +49,7 @@ def serve(prepare: Callable[[dict[str, Any]], tuple[Handler, dict[str, Any]]]) -
         Exit code: 0, or 1 where ``prepare`` raised ``ConfigError``, whose problems the parent receives.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole terminal; the pool decides what follows
-    _die_with_parent(int(sys.argv[1]))
+    die_with_parent(int(sys.argv[1]))
     requests, replies = _take_over_pipes()
     setup = decode(requests.readline())
     if setup is None:
@@ -114,12 +115,22 @@ def _take_over_pipes() -> tuple[BinaryIO, BinaryIO]:
     return requests, replies
 
 
-def _die_with_parent(parent: int) -> None:
-    libc = ctypes.CDLL(None, use_errno=True)
-    if libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0) != 0:
-        raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG) failed")
+def die_with_parent(parent: int) -> None:
+    """Have the kernel kill this process when its parent dies."""
+    _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:  # it died before the call above
         sys.exit(0)
+
+
+def adopt_orphans() -> None:
+    """Become the parent of descendants whose parents end, so that all of them can be found."""
+    _prctl(_PR_SET_CHILD_SUBREAPER, 1)
+
+
+def _prctl(option: int, value: int) -> None:
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.prctl(option, value, 0, 0, 0) != 0:
+        raise OSError(ctypes.get_errno(), f"prctl({option}) failed")
 
 
 def _limit_memory(extra_bytes: int) -> None:

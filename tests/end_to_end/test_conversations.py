@@ -9,11 +9,12 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from slime_like.data.dump import dump_path, load_trajectories
 from slime_like.data.ledger import audit_run
 from slime_like.examples.calculator_data import make_calculator_data
 from slime_like.examples.tiny_model import make_tiny_model
 from tests.support.interpreter import make_interpreter
-from tests.support.processes import Command
+from tests.support.processes import Command, run
 
 WARM_START_STEPS, BATCH = 160, 20
 
@@ -96,3 +97,34 @@ def test_the_reward_of_conversations_rises(imitator: Path, tmp_path: Path) -> No
     table = map(json.loads, (run_dir / "tables" / "per_sample_debug_table.jsonl").read_text().splitlines())
     conversations = [row["Conversation"] for row in table if row["Turns"] == 2]
     assert any("\n1 environment: <tool>" in text and "\n2 model: " in text for text in conversations)
+
+
+def test_an_agent_trains_as_the_environment_that_it_imitates(imitator: Path, tmp_path: Path) -> None:
+    """The same rows, masks, rewards, advantages and gradients, by a recipe of its own."""
+    kept: dict[str, list[Any]] = {}
+    metrics: dict[str, list[dict[str, Any]]] = {}
+    for recipe, more in (("calculator", ["--rollout.max_new_tokens", "64"]), ("calculator_agent", [])):
+        run_dir, dump = tmp_path / recipe, tmp_path / f"{recipe}-rollouts"
+        flags = [
+            "train", f"configs/{recipe}.yaml", "--run_dir", str(run_dir), "--model.path", str(imitator),
+            "--data.train", str(imitator / "data" / "train.jsonl"), "--steps", "2", "--evaluation.files", "[]",
+            "--rollout.prompts_per_step", "8", "--debug.save_rollouts", str(dump), "--trainer.cpu_threads", "1",
+            "--trainer.optimizer.warmup_steps", "0", "--trainer.cpu_kernels", "off", "--logging.progress", "plain",
+            "--logging.tensorboard", "false",
+        ]  # fmt: skip
+        finished = run([*flags, *more], tmp_path / f"{recipe}-log")
+        assert finished.code == 0, finished.stderr
+        assert finished.left_behind == []
+        kept[recipe] = [row for step in (1, 2) for row in load_trajectories(dump_path(dump, step))]
+        rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+        metrics[recipe] = [row for row in rows if "train_actor_training/loss" in row]
+    assert len(kept["calculator"]) == 2 * 8 * 8
+    for one, other in zip(kept["calculator"], kept["calculator_agent"], strict=True):
+        assert (one.sequence_id, one.rollout_id) == (other.sequence_id, other.rollout_id)
+        for name in ("prompt_tokens", "response_tokens", "loss_mask", "rewards", "successes", "advantages"):
+            assert torch.equal(getattr(one, name), getattr(other, name)), (one.sequence_id, name)
+        assert one.reward_metadata["conversation"]["turns"] == other.reward_metadata["conversation"]["turns"]
+    for name in ("train_actor_training/loss", "train_actor_training/grad_norm"):
+        assert [row[name] for row in metrics["calculator"]] == pytest.approx(
+            [row[name] for row in metrics["calculator_agent"]], rel=1e-6
+        )

@@ -19,6 +19,7 @@ import torch
 
 from rollout.transformers.engine import TransformersEngine
 from slime_like.errors import EngineError, WeightSyncError
+from slime_like.examples.tiny_model import byte_tokenizer
 from slime_like.interfaces import ConversationTask, EngineHealth, Generation, GenerationRequest, PauseMode
 from slime_like.orchestration.rollout import engine_actor
 from slime_like.weights.transport import TransportSettings
@@ -459,7 +460,8 @@ def test_health_counts_what_is_promised_until_all_is_aborted(engine: EngineUnder
 
 # ------------------------------------------------------------------------------------------------------- conversations
 ECHO = """
-from slime_like.interfaces import Step
+import asyncio, json, urllib.request
+from slime_like.interfaces import AgentResult, Step
 
 class Echo:
     def reset(self, task):
@@ -467,7 +469,26 @@ class Echo:
 
     def step(self, state, response):
         return Step(state + 1, f"heard {len(response)} <eos>")
+
+def ask(task, history):
+    body = json.dumps({"messages": history}).encode()
+    headers = {"x-api-key": task.key, "Content-Type": "application/json"}
+    request = urllib.request.Request(f"{task.base_url}/chat/completions", body, headers)
+    return json.load(urllib.request.urlopen(request))["choices"][0]
+
+async def solve(task):
+    history = [{"role": "user", "content": task.answer}]
+    for _ in range(4):
+        choice = await asyncio.to_thread(ask, task, history)
+        if choice["finish_reason"] == "length":
+            break
+        history += [choice["message"], {"role": "tool", "content": f"heard {len(choice['message']['content'])} <eos>"}]
+    return AgentResult(1.0)
 """
+TALKS: dict[str, dict[str, Any]] = {
+    "environment": {"name": "echoes:Echo", "max_turns": 4, "template": "|{observation}>", "timeout_s": 30},
+    "agent": {"name": "echoes:solve", "workers": 4, "timeout_s": 60},
+}
 FEW = (20, 60, 100, 140)
 """Ids that end a turn, of 264 about as likely each: a turn has some 66 tokens."""
 
@@ -490,28 +511,41 @@ class _Counting:
         return await self._engine.generate(request)
 
 
-def test_conversations_go_on_through_a_weight_update(
-    engine: EngineUnderTest, prompts: list[list[int]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Every token that was sampled has the logprob that Hugging Face gives it, after all that came before, under the
-    weights of its version; a request that comes in the middle of the update waits for its end."""
+@pytest.fixture
+def actor_of(
+    engine: EngineUnderTest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Callable[..., tuple[engine_actor.EngineActor, "_Counting"]]:
+    """An actor around the engine, without a cluster."""
     (tmp_path / "echoes.py").write_text(ECHO)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    monkeypatch.setattr(engine_actor, "require_own_devices", lambda: None)  # there is no cluster
+    monkeypatch.setattr(engine_actor, "require_own_devices", lambda: None)
     monkeypatch.setattr(engine_actor, "use_cluster_interface", lambda gloo: None)
     monkeypatch.setattr(engine_actor, "use_session_directory", lambda: None)
     monkeypatch.setattr(engine_actor, "use_log", lambda role: None)
-    environment = {"name": "echoes:Echo", "max_turns": 4, "template": "|{observation}>", "timeout_s": 30}
     model = engine.engine._config.model.path  # type: ignore[attr-defined]
-    actor = engine_actor.EngineActor(run_config(model, tmp_path / "run", environment=environment), 0)
-    counting = _Counting(engine.engine)
-    actor._engine = counting  # type: ignore[assignment]
+
+    def make(**rollout: Any) -> tuple[engine_actor.EngineActor, _Counting]:
+        actor = engine_actor.EngineActor(run_config(model, tmp_path / "run", **rollout), 0)
+        counting = _Counting(engine.engine)
+        actor._engine = counting  # type: ignore[assignment]
+        return actor, counting
+
+    return make
+
+
+@pytest.mark.parametrize("kind", TALKS)
+def test_conversations_go_on_through_a_weight_update(
+    engine: EngineUnderTest, prompts: list[list[int]], actor_of: Callable[..., Any], kind: str
+) -> None:
+    """Every token that was sampled has the logprob that Hugging Face gives it, after all that came before, under the
+    weights of its version; a request that comes in the middle of the update waits for its end."""
+    actor, counting = actor_of(**{kind: TALKS[kind]})
     old, new = engine.version, engine.version + 1
     before, after = engine.reference, engine.references[1 - engine.current]
 
     def request(prompt: list[int]) -> GenerationRequest:
         request = engine.request(prompt, max_new_tokens=300, num_samples=2, seed=3, stop_token_ids=FEW)
-        return replace(request, task=ConversationTask("", {}))
+        return replace(request, task=ConversationTask("go", {}))
 
     async def scenario() -> tuple[list[list[Generation]], list[Generation]]:
         await actor.start()
@@ -534,8 +568,10 @@ def test_conversations_go_on_through_a_weight_update(
     spanning = observed = 0
     for prompt, generations in zip(prompts[:8], talks, strict=True):
         for generation in generations:
-            assert generation.conversation is not None
+            assert generation.conversation is not None and generation.conversation.failure is None
             ids, versions = generation.token_ids, generation.weight_versions
+            for (segment,) in [generation.segments] if kind == "agent" else ():  # behind the agent's own prompt
+                prompt = segment.prompt_tokens.tolist()
             sampled = np.zeros(len(ids), bool)
             for start, end in generation.conversation.turns:
                 sampled[start:end] = True
@@ -547,6 +583,33 @@ def test_conversations_go_on_through_a_weight_update(
             spanning += len(set(versions.tolist())) > 1
             observed += int((~sampled).sum())
     assert spanning > 0 and observed > 100
+
+
+def test_an_agent_samples_what_the_environment_does(
+    engine: EngineUnderTest, actor_of: Callable[..., tuple[engine_actor.EngineActor, Any]]
+) -> None:
+    """Turns through the endpoint and turns that the engine's actor leads: the same ids, turns and logprobs."""
+    environment = {**TALKS["environment"], "template": "<eos><tool>{observation}<assistant>", "max_turn_tokens": 120}
+    prompt = byte_tokenizer().encode("<user>go<assistant>", add_special_tokens=False)
+
+    async def sampled(actor: engine_actor.EngineActor, limit: int) -> list[Generation]:
+        request = engine.request(prompt, max_new_tokens=limit, num_samples=6, seed=4, stop_token_ids=FEW)
+        await actor.start()
+        try:
+            return await actor.generate(replace(request, task=ConversationTask("go")))
+        finally:
+            assert actor._conversations is not None
+            await actor._conversations.close()
+
+    expected = engine.run(sampled(actor_of(environment=environment)[0], 700))
+    found = engine.run(sampled(actor_of(agent=TALKS["agent"])[0], 120))
+    for one, other in zip(expected, found, strict=True):
+        assert one.conversation is not None and other.conversation is not None
+        assert other.segments == () and other.conversation.failure is None
+        assert one.token_ids.tolist() == other.token_ids.tolist()
+        assert one.conversation.turns == other.conversation.turns
+        np.testing.assert_allclose(one.logprobs, other.logprobs, atol=TOLERANCE)
+    assert sum(len(one.conversation.turns) > 1 for one in expected if one.conversation is not None) > 1
 
 
 def test_its_death_is_reported(engine: EngineUnderTest) -> None:

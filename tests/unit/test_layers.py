@@ -23,7 +23,7 @@ LAYERS = (
     "backends.megatron backends.fsdp rollout",
     "backends.common",
     "slime_like.checks slime_like.conversion",
-    "slime_like.data slime_like.weights slime_like.hosting slime_like.sandbox slime_like.examples"
+    "slime_like.agents slime_like.data slime_like.weights slime_like.hosting slime_like.sandbox slime_like.examples"
     " slime_like.observability",
     "slime_like.algorithms slime_like.interfaces",
     "slime_like.config slime_like.models slime_like.plugins slime_like.cpu",

@@ -1,7 +1,6 @@
 """Responses of several turns, sampled by the engine and answered by the environment. Runs in the engine's actor."""
 
-import asyncio
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -11,10 +10,11 @@ from slime_like.config import RunConfig
 from slime_like.errors import EngineError
 from slime_like.interfaces import Conversation, Generation, GenerationRequest
 from slime_like.interfaces.environment import Step, Task
+from slime_like.orchestration.rollout.samples import Generate, all_or_none, turn_seed
 from slime_like.sandbox.environments.observations import ObservationEncoder
-from slime_like.sandbox.environments.pool import EnvironmentPool, StepFailed
+from slime_like.sandbox.environments.pool import EnvironmentPool
+from slime_like.sandbox.single_items import NoOutcome
 
-Generate = Callable[[GenerationRequest], Awaitable[list[Generation]]]
 Abort = Callable[[str], Awaitable[None]]
 
 
@@ -63,7 +63,7 @@ class _Response:
         self._success = step.success
         self._steps.append({**step.metadata, **({"cut_tokens": cut_tokens} if cut_tokens else {})})
 
-    def failed(self, error: StepFailed, environment: str) -> Generation:
+    def failed(self, error: NoOutcome, environment: str) -> Generation:
         self._failure = {"reason": error.reason, "function": environment}
         if error.detail:
             self._failure["detail"] = error.detail
@@ -127,7 +127,7 @@ class Conversations:
             )
         running = self._running[request.request_id] = _Running()
         try:
-            return await _all_or_none([self._converse(request, i, running) for i in range(request.num_samples)])
+            return await all_or_none([self._converse(request, i, running) for i in range(request.num_samples)])
         finally:
             del self._running[request.request_id]
 
@@ -159,7 +159,7 @@ class Conversations:
             text = self._tokenizer.decode(generation.token_ids, skip_special_tokens=True)
             try:
                 step = await self._pool.step(task, step.state, text, first=turn == 0, truncated=cut_off)
-            except StepFailed as error:
+            except NoOutcome as error:
                 return response.failed(error, str(self._limits.name))
             ends = step.done or cut_off
             observation, cut = self._encoder.encode("" if ends else step.observation)
@@ -183,7 +183,7 @@ class Conversations:
             prompt_tokens=[*request.prompt_tokens, *response.tokens],
             sampling=replace(request.sampling, max_new_tokens=limit),
             num_samples=1,
-            seed=None if request.seed is None else _turn_seed(request.seed, index, turn),
+            seed=None if request.seed is None else turn_seed(request.seed, index, turn),
             prompt_logprobs=False,
             task=None,
         )
@@ -193,19 +193,3 @@ class Conversations:
         finally:
             running.turns.discard(turn_request.request_id)
         return generation
-
-
-def _turn_seed(seed: int, sample: int, turn: int) -> int:
-    """A seed for every turn of every sample, so that a repeated conversation is the same."""
-    return int(np.random.SeedSequence([seed, sample, turn]).generate_state(1)[0])
-
-
-async def _all_or_none(coroutines: Sequence[Coroutine[Any, Any, Generation]]) -> list[Generation]:
-    """Gather all results in order; a failure or cancellation cancels the others."""
-    tasks = [asyncio.ensure_future(coroutine) for coroutine in coroutines]
-    try:
-        return list(await asyncio.gather(*tasks))
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)

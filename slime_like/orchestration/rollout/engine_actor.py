@@ -26,6 +26,7 @@ from slime_like.orchestration.cluster.node import (
     use_log,
     use_session_directory,
 )
+from slime_like.orchestration.rollout.agents import AgentRollouts
 from slime_like.orchestration.rollout.conversations import Conversations
 
 _TOGETHER_S = 0.001
@@ -61,7 +62,9 @@ class Mailbox(asyncio.Queue[Answer]):
 
 
 class EngineActor:
-    """One engine, and the conversations that it samples. Its methods are coroutines: Ray makes an asynchronous actor.
+    """One engine, and the conversations or agents that it samples for.
+
+    Its methods are coroutines: Ray makes an asynchronous actor.
 
     Requests that come while weights are updated wait until the update is finished, or has failed. The next turn of a
     conversation may come at any time.
@@ -78,7 +81,7 @@ class EngineActor:
         self._index = index
         python, name = config.rollout.python, config.rollout.engine
         self._engine: RolloutEngine = (HostedEngine if python is not None else load_engine(name))(config, index)
-        self._conversations: Conversations | None = None
+        self._conversations: Conversations | AgentRollouts | None = None
         self._mailboxes: dict[str, Mailbox] = {}
         self._tasks: set[asyncio.Task[None]] = set()  # the event loop itself forgets them
         self._updated = asyncio.Event()
@@ -94,13 +97,19 @@ class EngineActor:
                 code="engine-start-timeout",
                 remedy="raise rollout.start_timeout_s or read its log in the run directory",
             ) from error
-        if self._config.rollout.environment.name is not None:
+        if self._config.rollout.environment.name is not None or self._config.rollout.agent.is_set:
             await self._start_conversations()
 
     async def _start_conversations(self) -> None:
         tokenizer = await asyncio.to_thread(load_tokenizer, self._config.model.path)
-        self._conversations = Conversations(self._config, tokenizer, self._sample, self._engine.abort)
+        if self._config.rollout.agent.is_set:
+            self._conversations = AgentRollouts(self._config, tokenizer, self._sample, self._version)
+        else:
+            self._conversations = Conversations(self._config, tokenizer, self._sample, self._engine.abort)
         await self._conversations.start()
+
+    async def _version(self) -> int:
+        return (await self._engine.health()).weight_version
 
     async def submit(self, asker: str, requests: Sequence[GenerationRequest]) -> None:
         """Start ``requests``; ``answers`` returns their results."""
@@ -131,9 +140,11 @@ class EngineActor:
             mailbox.put_nowait(Answer(request.request_id, error=failure))
 
     async def generate(self, request: GenerationRequest) -> list[Generation]:
-        """A request with a task becomes conversations where the run has an environment."""
+        """A request with a task becomes conversations where the run has an environment, or rollouts of its agent."""
         talks = self._conversations if request.task is not None else None
         answer = self._sample(request) if talks is None else talks.run(request)
+        if isinstance(talks, AgentRollouts):  # which have bounds of their own, and wait for workers
+            return await answer
         timeout = self._config.request_timeout_s
         try:
             return await asyncio.wait_for(answer, timeout)

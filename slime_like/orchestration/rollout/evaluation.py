@@ -86,7 +86,7 @@ def held_out(config: RunConfig, tokenizer: Any) -> dict[str, list[Prompt]]:
     datasets: dict[str, list[Prompt]] = {}
     count = 0
     for name, file in zip(dataset_names(config.evaluation.files), config.evaluation.files, strict=True):
-        source = PromptSource([file], tokenizer, data, seed=0)
+        source = PromptSource([file], tokenizer, data, seed=0, keep_messages=config.rollout.agent.is_set)
         wanted = min(source.num_rows, config.evaluation.max_prompts or source.num_rows)
         datasets[name] = [replace(prompt, group_id=count + prompt.group_id) for prompt in source.next(wanted)]
         count += wanted

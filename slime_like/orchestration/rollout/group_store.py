@@ -183,7 +183,7 @@ class GroupStore:
             unfinished += self._interrupted
             return {
                 "data": self._prompts.state_dict(),
-                "in_flight": [asdict(prompt) for prompt in sorted(unfinished, key=lambda prompt: prompt.group_id)],
+                "in_flight": [_fields(prompt) for prompt in sorted(unfinished, key=lambda prompt: prompt.group_id)],
                 "ledger_events": self._ledger.count(),
             }
 
@@ -191,6 +191,12 @@ class GroupStore:
         """Resume from ``state_dict``: what was under way is issued again before anything new."""
         self._prompts.load_state_dict(state["data"])
         self._interrupted = deque(_prompt(fields) for fields in state.get("in_flight", ()))
+
+
+def _fields(prompt: Prompt) -> dict[str, Any]:
+    """A prompt for JSON, without the messages that only agents need."""
+    fields = asdict(prompt)
+    return {name: value for name, value in fields.items() if name != "messages" or value is not None}
 
 
 def _prompt(fields: dict[str, Any]) -> Prompt:

@@ -37,7 +37,7 @@ class RolloutManager:
     def __init__(self, config: RunConfig, supervisor: EngineSupervisor) -> None:
         self.supervisor = supervisor
         # The engines bound each request themselves; this bound is for an engine that no longer answers at all.
-        self.silence_s = config.request_timeout_s + 60
+        self.silence_s = config.silence_s + 60
         self._lock = threading.Lock()
         self._registry = LeastLoaded(config.rollout.max_concurrent_requests)
 

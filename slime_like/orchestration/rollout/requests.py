@@ -56,7 +56,7 @@ def build_requests(
             sampling=sampling,
             num_samples=num_samples,
             seed=int(np.random.SeedSequence([seed, prompt.group_id]).generate_state(1)[0]),
-            task=ConversationTask(prompt.answer, prompt.environment or {}),
+            task=ConversationTask(prompt.answer, prompt.environment or {}, tuple(prompt.messages or ())),
         )
         for prompt in prompts
     ]

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from slime_like.config import RunConfig
-from slime_like.config.rollout import ENVIRONMENT
+from slime_like.config.rollout import AGENT, ENVIRONMENT
 from slime_like.interfaces import Conversation
 from slime_like.orchestration.rollout.advantages import step_advantages, total_rewards
 from slime_like.orchestration.rollout.rows import Rollout, rollouts_of, trained_spans
@@ -113,15 +113,15 @@ class Scorer:
         return RewardedGroup(group, rewards, successes, totals, metadata)
 
     def _with_environment(self, outcome: RewardOutcome, conversation: Conversation | None) -> RewardOutcome:
-        """Insert the environment's reward among the computed ones; all are zero if the conversation failed."""
+        """Insert the environment's or the agent's reward among the computed ones; a failed conversation's are zero."""
         if conversation is None:
             return outcome
         if conversation.failure is not None:
             zeros = (0.0,) * len(self._names)
             return RewardOutcome(zeros, zeros, dict(conversation.failure))
-        if ENVIRONMENT not in self._names:
+        at = next((index for index, name in enumerate(self._names) if name in (ENVIRONMENT, AGENT)), None)
+        if at is None:
             return outcome
-        at = self._names.index(ENVIRONMENT)
         failed = "reason" in outcome.metadata
         pair = (0.0, 0.0) if failed else (conversation.reward, float(conversation.success))
         rewards, successes = (

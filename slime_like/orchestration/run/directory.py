@@ -110,6 +110,7 @@ def _measured_by(config: RunConfig) -> tuple[object, ...]:
         config.evaluation.model_dump(exclude={"every"}),
         config.data.model_dump(exclude={"train", "shuffle"}),
         config.rollout.environment,
+        config.rollout.agent,
         config.rollout.max_new_tokens,
     )
 

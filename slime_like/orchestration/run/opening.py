@@ -45,7 +45,7 @@ from slime_like.orchestration.run.start_notes import (
     memory_notes,
     precision_notes,
 )
-from slime_like.orchestration.trainer.batcher import ExperienceBatcher
+from slime_like.orchestration.trainer.batcher import ExperienceBatcher, require_token_ratios
 from slime_like.orchestration.trainer.checkpoints import UNUSABLE, Checkpoint, CheckpointStore, latest_checkpoint
 from slime_like.orchestration.trainer.group import TrainerGroup
 from slime_like.orchestration.weight_sync import WeightSync
@@ -74,6 +74,8 @@ def open_run(config: RunConfig) -> Iterator[Run]:
 def _open(config: RunConfig, stack: ExitStack) -> Run:
     if config.rollout.stream and not config.supervised:
         require_group_scope(config)
+    if config.rollout.agent.is_set and not config.supervised:
+        require_token_ratios(config)
     lock = stack.enter_context(RunLock(config.run_dir))
     checkpoint, tokenizer = find_checkpoint(config), load_tokenizer(config.model.path)
     damaged: dict[Path, str] = {}
@@ -182,7 +184,8 @@ class _Base:
             excess = TokenBudget(self.config.trainer).excess
             prompts = PromptSource(data.train, self.tokenizer, data, seed, True, stops, excess)
         else:
-            prompts = PromptSource(data.train, self.tokenizer, data, seed)
+            keep_messages = self.config.rollout.agent.is_set
+            prompts = PromptSource(data.train, self.tokenizer, data, seed, keep_messages=keep_messages)
         if self.checkpoint is not None:
             prompts.load_state_dict(self.checkpoint.data_position())
             for name in files:

@@ -7,25 +7,11 @@ from typing import Any
 from slime_like.config.rollout import EnvironmentConfig
 from slime_like.errors import EnvironmentFailure
 from slime_like.interfaces.environment import Step, Task
-from slime_like.sandbox.failure_budget import FailureBudget
-from slime_like.sandbox.pool import WorkerKind, WorkerPool
+from slime_like.sandbox.pool import WorkerKind
+from slime_like.sandbox.single_items import SingleItems
 
 _MODULE = "slime_like.sandbox.environments.worker"
 _SUSPICIOUS_STEPS = 8
-
-
-class StepFailed(Exception):
-    """A step without an outcome: it costs its conversation alone.
-
-    Attributes:
-        reason: "timeout", "crash", "memory", "cpu" or "error".
-        detail: what the environment raised, where it did.
-    """
-
-    def __init__(self, reason: str, detail: str = "") -> None:
-        self.reason = reason
-        self.detail = detail
-        super().__init__(f"{reason}: {detail}" if detail else reason)
 
 
 class EnvironmentPool:
@@ -35,7 +21,6 @@ class EnvironmentPool:
     """
 
     def __init__(self, config: EnvironmentConfig) -> None:
-        self._name = config.name
         kind = WorkerKind(
             _MODULE,
             {"name": config.name, "options": config.options},
@@ -44,8 +29,14 @@ class EnvironmentPool:
             subject=f"rollout.environment.name={config.name}",
             error=EnvironmentFailure,
         )
-        self._workers = WorkerPool(kind, config)
-        self._budget = FailureBudget(_SUSPICIOUS_STEPS, first_only=True)
+        self._workers = SingleItems(
+            kind,
+            config,
+            what=f"environment {config.name}",
+            items="steps",
+            suspicious=_SUSPICIOUS_STEPS,
+            code="environment-fails",
+        )
 
     @property
     def process_ids(self) -> tuple[int, ...]:
@@ -58,32 +49,16 @@ class EnvironmentPool:
 
     async def start(self) -> None:
         """Wait for every worker. Raises ``EnvironmentFailure`` where it cannot be used, or a start takes too long."""
-        await self._workers.launch()
-        await self._workers.ready()
+        await self._workers.start()
 
     async def step(self, task: Task, state: Any, response: str, first: bool, truncated: bool = False) -> Step:
         """Run one step, the first of a conversation with its reset; waits for a free worker.
 
-        Raises ``StepFailed`` for this step alone, and ``EnvironmentFailure`` where none of the first steps of all had
+        Raises ``NoOutcome`` for this step alone, and ``EnvironmentFailure`` where none of the first steps of all had
         an outcome, or workers do not start any more.
         """
-        answers: list[dict[str, Any]] = []
         item = {"task": asdict(task), "state": state, "response": response, "first": first, "truncated": truncated}
-        await self._workers.ask([item], answers.append)
-        (answer,) = answers
-        self._budget.record("reason" not in answer)
-        if "reason" not in answer:
-            return Step(**answer)
-        failed = StepFailed(answer["reason"], answer.get("detail", ""))
-        if not self._budget.exhausted:
-            raise failed
-        failure = EnvironmentFailure(
-            f"environment {self._name} had no outcome for any of its first {_SUSPICIOUS_STEPS} steps, last by {failed}",
-            code="environment-fails",
-            remedy="correct it, or raise rollout.environment.timeout_s",
-        )
-        self._workers.fail(failure)
-        raise failure
+        return Step(**await self._workers.ask_one(item))
 
     async def close(self) -> None:
         """End every worker, by its process id, within a bound."""

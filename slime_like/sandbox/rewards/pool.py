@@ -9,7 +9,6 @@ from dataclasses import dataclass, field
 from typing import Any, Self, TypeVar
 
 from slime_like.config import RewardConfig
-from slime_like.config.rollout import ENVIRONMENT
 from slime_like.errors import RewardError
 from slime_like.sandbox.pool import WorkerKind, WorkerPool
 from slime_like.sandbox.rewards.failures import BatchTimeouts, RewardFailures
@@ -92,7 +91,7 @@ class RewardPool:
     def __init__(self, config: RewardConfig, step_responses: int = 512) -> None:
         self._functions = [function.name for function in config.computed]
         self._count = config.workers
-        functions = [index for index, function in enumerate(config.functions) if function.name != ENVIRONMENT]
+        functions = [index for index, function in enumerate(config.functions) if not function.is_given]
         self._workers = WorkerPool(_workers_of(config, functions, "reward.functions"), config)
         self._failures = RewardFailures(config)
         quick = QUICK.issuperset(self._functions)

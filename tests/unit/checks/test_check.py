@@ -129,6 +129,7 @@ FAULTS: dict[str, list[str]] = {
         "--reward.functions '[{name: length, options: {limit: many}}]'",
         "--reward.functions '[{name: \"slime_like.sandbox.rewards.math_answer:mathverify\"}]'",
         "--reward.functions '[{name: environment}]'",
+        "--reward.functions '[{name: agent}]'",
         "--reward.functions '[{name: maths}]'",
         "--reward.functions '[{name: \"mine:\"}]'",
         "--reward.functions '[{name: length, options: {limit: 1}}, {name: length, options: {limit: 1}}]'",
@@ -190,6 +191,20 @@ FAULTS: dict[str, list[str]] = {
         "--rollout.environment.name calculator --rollout.environment.template '<tool>'",
         "--rollout.environment.name calculator --rollout.environment.max_turn_tokens 300",
         "--rollout.environment.max_turns 3",
+    ],
+    "rollout.agent": [
+        "--rollout.agent.max_calls 3",
+        "--rollout.agent.name my_agent",
+        "--rollout.agent.name slime_like.examples.calculator_agent:solver",
+        "--rollout.agent.name slime_like.examples.calculator_agent:solve --rollout.agent.command [a]",
+        "--rollout.agent.command '[a, \"{url}\"]'",
+        "--rollout.agent.command [a] --rollout.agent.options.x y",
+        "--rollout.agent.command [a] --rollout.environment.name calculator",
+        "--rollout.agent.command [a] --algorithm.overlong_buffer 10",
+    ],
+    "rollout.agent-rows": ["--rollout.agent.command [a] --algorithm.loss gspo"],
+    "rollout.agent-length": [
+        "--rollout.agent.command [a] --rollout.max_model_len 2000 --trainer.target_tokens_per_batch 1500"
     ],
     "rollout.python": ["--rollout.python TMP/python"],
     "reference.model": [

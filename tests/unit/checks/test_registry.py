@@ -34,11 +34,11 @@ _SUPERVISED = f"""
 _ENGINES = """
     model.weight-files rollout.python rollout.engine rollout.engine-args evaluation.sampling reward.functions
     rollout.environment rollout.tensor rollout.length evaluation.length rollout.max-model-len reward.custom
-    rollout.environment-custom custom.code
+    rollout.environment-custom custom.code rollout.agent rollout.agent-server rollout.agent-custom
 """
 _TRAINING = f"""
     {_SUPERVISED} {_ENGINES} sync.directory algorithm.advantage cluster.placement sync.transport rollout.sampling
-    evaluation.every trainer.token-budget
+    evaluation.every trainer.token-budget rollout.agent-length rollout.agent-rows
 """
 _EVALUATION = f"""
     {_ENGINES} evaluation.no-files evaluation.weights model.path run_dir evaluation.files model.weights model.converted

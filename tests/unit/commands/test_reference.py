@@ -14,7 +14,7 @@ from slime_like.commands.reference import fields_help, reference_text
 from slime_like.commands.rewards_page import rewards_text
 from slime_like.config import SyncConfig
 from slime_like.config.reading.fields import all_fields
-from slime_like.config.rollout import ENVIRONMENT
+from slime_like.config.rollout import AGENT, ENVIRONMENT
 from slime_like.plugins.entry_points import BACKEND_GROUP, ENGINE_GROUP, installed_names
 from slime_like.plugins.resolve import resolve
 from slime_like.sandbox.environments.registry import REGISTERED as ENVIRONMENTS
@@ -33,7 +33,7 @@ def test_generated_pages_are_current(page: str, text: object) -> None:
 def test_every_field_and_every_name_is_in_page_and_help() -> None:
     page, help_text = reference_text(), fields_help()
     names = {
-        "reward.functions": {*REGISTERED, ENVIRONMENT},
+        "reward.functions": {*REGISTERED, AGENT, ENVIRONMENT},
         "algorithm.loss": set(CATALOGUE["loss"]),
         "algorithm.advantage": set(CATALOGUE["advantage estimator"]),
         "rollout.environment.name": set(ENVIRONMENTS),

@@ -1,0 +1,1 @@
+"""The endpoint for agents that own their loop: recorded turns, tool calls, protocols, sessions, the server."""

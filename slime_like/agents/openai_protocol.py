@@ -1,0 +1,176 @@
+"""``/v1/chat/completions`` as OpenAI's clients use it."""
+
+import json
+import secrets
+import time
+from collections.abc import Iterator
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from slime_like.agents.calls import FORCED, Call, CallRejected, parse, unsupported, wishes
+from slime_like.agents.messages import Message, ToolCall
+from slime_like.agents.turns import Turn
+
+_SETTINGS = (
+    "temperature", "top_p", "top_k", "min_p", "max_tokens", "max_completion_tokens", "seed", "presence_penalty",
+    "frequency_penalty", "reasoning_effort", "parallel_tool_calls", "stop",
+)  # fmt: skip
+"""Of sampling: the run's own hold, and what was asked for is reported."""
+
+_FINISH = {"stop": "stop", "length": "length"}
+
+
+class _Part(BaseModel):
+    type: Literal["text"]
+    text: str
+
+
+class _CalledFunction(BaseModel):
+    name: str
+    arguments: str
+
+
+class _ToolCall(BaseModel):
+    function: _CalledFunction
+
+
+class _Message(BaseModel):
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: str | list[_Part] | None = None
+    tool_calls: list[_ToolCall] | None = None
+
+    def canonical(self) -> Message:
+        content = self.content or ""
+        text = content if isinstance(content, str) else "\n".join(part.text for part in content)
+        calls = tuple(ToolCall(c.function.name, _arguments(c.function.arguments)) for c in self.tool_calls or ())
+        return Message("system" if self.role == "developer" else self.role, text, calls)
+
+
+class _Function(BaseModel):
+    model_config = ConfigDict(extra="allow")
+    name: str
+
+
+class _Tool(BaseModel):
+    type: Literal["function"] = "function"
+    function: _Function
+
+
+class _StreamOptions(BaseModel):
+    include_usage: bool = False
+
+
+class _Request(BaseModel):
+    model_config = ConfigDict(extra="allow")
+    messages: list[_Message] = Field(min_length=1)
+    model: str = ""
+    stream: bool | None = None
+    stream_options: _StreamOptions | None = None
+    tools: list[_Tool] | None = None
+    tool_choice: Any = None
+    n: int | None = None
+    logprobs: bool | None = None
+    logit_bias: dict[str, float] | None = None
+    response_format: dict[str, Any] | None = None
+
+
+def read_call(body: Any) -> Call:
+    """The call in a request's body. Raises ``CallRejected``."""
+    request: _Request = parse(_Request, body)
+    _require_supported(request)
+    tools = [] if request.tool_choice == "none" else request.tools or []
+    return Call(
+        messages=tuple(message.canonical() for message in request.messages),
+        tools=tuple(tool.model_dump() for tool in tools),
+        model=request.model,
+        stream=bool(request.stream),
+        usage_chunk=request.stream_options is not None and request.stream_options.include_usage,
+        ignored=wishes(body, _SETTINGS if request.tool_choice in (None, "auto", "none") else (*_SETTINGS, FORCED)),
+    )
+
+
+def _require_supported(request: _Request) -> None:
+    if request.n not in (None, 1):
+        raise unsupported("n", request.n)
+    if request.response_format is not None and request.response_format.get("type") != "text":
+        raise unsupported("response_format", request.response_format)
+    for name in ("logprobs", "logit_bias"):
+        if value := getattr(request, name):
+            raise unsupported(name, value)
+
+
+def _arguments(text: str) -> dict[str, Any] | str:
+    """Arguments as a mapping; text that is none stays text."""
+    try:
+        value = json.loads(text)
+    except ValueError:
+        return text
+    return value if isinstance(value, dict) else text
+
+
+def answer(call: Call, turn: Turn) -> dict[str, Any]:
+    """The answer, not streamed."""
+    prompt, sampled = len(turn.prompt.token_ids), len(turn.generation.token_ids)
+    return {
+        "id": f"chatcmpl-{secrets.token_hex(12)}",
+        "object": "chat.completion",
+        "created": int(time.time()),
+        "model": call.model,
+        "choices": [{"index": 0, "message": _reply(turn.forms[0]), "finish_reason": _finish_reason(turn)}],
+        "usage": {"prompt_tokens": prompt, "completion_tokens": sampled, "total_tokens": prompt + sampled},
+    }
+
+
+def _finish_reason(turn: Turn) -> str:
+    return "tool_calls" if turn.forms[0].tool_calls else _FINISH[turn.generation.finish_reason]
+
+
+def _reply(message: Message) -> dict[str, Any]:
+    reply: dict[str, Any] = {"role": "assistant", "content": message.content or None, "refusal": None}
+    if not message.tool_calls:
+        return {**reply, "content": message.content}
+    calls = [
+        {
+            "id": f"call_{secrets.token_hex(12)}",
+            "type": "function",
+            "function": {"name": call.name, "arguments": json.dumps(call.arguments, ensure_ascii=False)},
+        }
+        for call in message.tool_calls
+    ]
+    return {**reply, "tool_calls": calls}
+
+
+def events(call: Call, turn: Turn) -> Iterator[str]:
+    """The answer as server-sent events, in one burst."""
+    whole = answer(call, turn)
+    (choice,) = whole.pop("choices")
+    usage = whole.pop("usage")
+    message = choice["message"]
+    delta = {name: value for name, value in message.items() if name != "tool_calls"}
+    if "tool_calls" in message:
+        delta["tool_calls"] = [{"index": index, **one} for index, one in enumerate(message["tool_calls"])]
+    head = {**whole, "object": "chat.completion.chunk"}
+    yield _event({**head, "choices": [{"index": 0, "delta": delta, "finish_reason": None}]})
+    yield _event({**head, "choices": [{"index": 0, "delta": {}, "finish_reason": choice["finish_reason"]}]})
+    if call.usage_chunk:
+        yield _event({**head, "choices": [], "usage": usage})
+    yield "data: [DONE]\n\n"
+
+
+def _event(data: dict[str, Any]) -> str:
+    return f"data: {json.dumps(data, ensure_ascii=False)}\n\n"
+
+
+_KINDS = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 429: "rate_limit_error"}
+
+
+def error_body(rejected: CallRejected) -> dict[str, Any]:
+    """A rejection as OpenAI's clients read it."""
+    kind = _KINDS.get(rejected.status, "invalid_request_error" if rejected.status < 500 else "server_error")
+    return {"error": {"message": rejected.problem, "type": kind, "param": None, "code": rejected.code}}
+
+
+def model_list(name: str) -> dict[str, Any]:
+    """The answer of ``/v1/models``: the policy alone."""
+    return {"object": "list", "data": [{"id": name, "object": "model", "created": 0, "owned_by": "slime-like"}]}

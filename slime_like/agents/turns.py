@@ -1,0 +1,147 @@
+"""The turns of one rollout as a tree of token ids, and the rows that are trained on.
+
+An agent sends the whole history with every call. Where the history begins with messages of a recorded turn, the turn's
+ids stay as they are and only what follows is encoded. Otherwise the call forks: its prompt is encoded whole, as the
+prompt of another row. Sampled ids are never encoded again.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from slime_like.agents.messages import Message, Tool
+from slime_like.agents.rendering import ChatFormat, TemplateFault
+from slime_like.interfaces import Generation, Segment
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """Input of one call.
+
+    Attributes:
+        text: what the ids stand for.
+        messages: as they were rendered.
+        keys: of the messages that the client sent.
+        parent: the turn whose ids the prompt begins with.
+    """
+
+    token_ids: list[int]
+    text: str
+    messages: tuple[Message, ...]
+    keys: tuple[str, ...]
+    parent: "Turn | None" = None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Turn:
+    """One sampled turn.
+
+    Attributes:
+        token_ids: the prompt's ids and the sampled ones.
+        text: what they stand for.
+        keys: of all messages up to the reply.
+        forms: of the reply: what the client got, and the text as it was sampled, where that is another.
+    """
+
+    prompt: Prompt
+    generation: Generation
+    token_ids: list[int]
+    text: str
+    keys: tuple[str, ...]
+    forms: tuple[Message, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """A branch of the tree from its root to a leaf.
+
+    Attributes:
+        turns: ``[start, end)`` of every sampled turn in the segment's ``token_ids``.
+    """
+
+    segment: Segment
+    turns: tuple[tuple[int, int], ...]
+
+
+class TurnTree:
+    """All turns of one rollout, in the order in which they were sampled."""
+
+    def __init__(self, chat: ChatFormat) -> None:
+        self._chat = chat
+        self.turns: list[Turn] = []
+
+    def prompt(self, messages: Sequence[Message], tools: Sequence[Tool]) -> Prompt:
+        """The prompt of a call. Raises ``TemplateFault`` where the messages cannot be rendered."""
+        keys = tuple(message.key for message in messages)
+        for turn in self._longest(keys):
+            for reply in turn.forms:
+                shown = (*turn.prompt.messages, reply, *messages[len(turn.keys) :])
+                if (extended := self._extended(turn, shown, keys, tools)) is not None:
+                    return extended
+        rendering = self._chat.render(messages, tools)
+        return Prompt(self._chat.encode(rendering), rendering.text, tuple(messages), keys)
+
+    def record(self, prompt: Prompt, generation: Generation, reply: Message) -> Turn:
+        """Add a turn, of which the client gets ``reply``."""
+        tokens = generation.token_ids.tolist()
+        ended = not self._chat.continuation([], tokens[-1:], visible=True)  # by a token that is no part of the message
+        sampled = self._chat.continuation(prompt.token_ids, tokens[:-1] if ended else tokens)
+        turn = Turn(
+            prompt,
+            generation,
+            [*prompt.token_ids, *tokens],
+            prompt.text + self._chat.continuation(prompt.token_ids, tokens),
+            (*prompt.keys, reply.key),
+            (reply, Message("assistant", sampled, is_sampled=True)),
+        )
+        self.turns.append(turn)
+        return turn
+
+    def rows(self) -> list[Row]:
+        """One row per leaf, in the order of sampling. A turn that several rows share carries loss in the first."""
+        parents = {turn.prompt.parent for turn in self.turns}
+        trained: set[Turn] = set()
+        return [_row(leaf, trained) for leaf in self.turns if leaf not in parents]
+
+    def _longest(self, keys: tuple[str, ...]) -> list[Turn]:
+        """The turns whose messages are the longest recorded beginning of ``keys``, the latest first."""
+        found = [turn for turn in self.turns if keys[: len(turn.keys)] == turn.keys]
+        longest = max((len(turn.keys) for turn in found), default=0)
+        return [turn for turn in reversed(found) if len(turn.keys) == longest]
+
+    def _extended(
+        self, turn: Turn, shown: tuple[Message, ...], keys: tuple[str, ...], tools: Sequence[Tool]
+    ) -> Prompt | None:
+        try:
+            rendering = self._chat.render(shown, tools)
+        except TemplateFault:  # of this form of the reply; what the client sent is rendered in any case
+            return None
+        tokens = self._chat.extend(turn.token_ids, turn.text, rendering)
+        return None if tokens is None else Prompt(tokens, rendering.text, shown, keys, turn)
+
+
+def _row(leaf: Turn, trained: set[Turn]) -> Row:
+    """The row of a leaf; its turns are added to those that are trained."""
+    branch = list(_branch(leaf))[::-1]
+    start = len(branch[0].prompt.token_ids)
+    tokens = np.array(leaf.token_ids[start:], np.int64)
+    logprobs, mask = np.zeros(len(tokens), np.float32), np.zeros(len(tokens), bool)
+    versions, turns = np.zeros(len(tokens), np.int64), []
+    for turn in branch:
+        first, end = len(turn.prompt.token_ids) - start, len(turn.token_ids) - start
+        versions[first:end] = turn.generation.weight_versions
+        versions[end:] = turn.generation.weight_versions[-1]  # of what follows, until the next turn
+        turns.append((first, end))
+        if turn not in trained:
+            logprobs[first:end], mask[first:end] = turn.generation.logprobs, True
+    trained.update(branch)
+    prompt = np.array(leaf.token_ids[:start], np.int64)
+    return Row(Segment(prompt, tokens, logprobs, versions, mask), tuple(turns))
+
+
+def _branch(leaf: Turn) -> Iterator[Turn]:
+    turn: Turn | None = leaf
+    while turn is not None:
+        yield turn
+        turn = turn.prompt.parent

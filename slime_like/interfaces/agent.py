@@ -1,0 +1,59 @@
+"""Interface of agents: one asynchronous function that calls the model through an endpoint and returns a reward."""
+
+import math
+from collections.abc import Awaitable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+
+@dataclass(frozen=True, slots=True)
+class AgentTask:
+    """Task of one rollout, and access to the model.
+
+    Attributes:
+        prompt: the row's prompt as text, special tokens included.
+        messages: the row's prompt as chat messages; empty where the row has token ids.
+        answer: the row's ground truth.
+        fields: the row's own settings (``data.environment_key``), empty where there are none.
+        base_url: ``http://HOST:PORT``. OpenAI's clients need ``base_url + "/v1"``, Anthropic's this one.
+        key: API key of this rollout alone.
+        model: a name for the calls; any other serves as well.
+    """
+
+    prompt: str
+    messages: Sequence[Mapping[str, Any]]
+    answer: str
+    fields: Mapping[str, Any]
+    base_url: str
+    key: str
+    model: str = "policy"
+
+
+@dataclass(frozen=True, slots=True)
+class AgentResult:
+    """Result of one rollout.
+
+    Attributes:
+        reward: finite; the reward function ``agent``.
+        success: the rollout counts as solved.
+        metadata: whatever explains the reward; small, and expressible in JSON.
+    """
+
+    reward: float
+    success: bool = False
+    metadata: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if isinstance(self.reward, bool) or not isinstance(self.reward, int | float) or not math.isfinite(self.reward):
+            raise ValueError(f"its reward is {self.reward!r}; give a finite number")
+        if not isinstance(self.success, bool) or not isinstance(self.metadata, Mapping):
+            raise TypeError("success must be true or false, metadata a mapping")
+
+
+class Agent(Protocol):
+    """Called once per rollout, in a worker process, with ``rollout.agent.options`` as keyword arguments.
+
+    What it raises ends that one rollout, which then gets reward 0.
+    """
+
+    def __call__(self, task: AgentTask, /, **options: Any) -> Awaitable[AgentResult]: ...

@@ -1,0 +1,193 @@
+"""Rollouts of agents that call the model through an endpoint. Runs in the engine's actor."""
+
+import asyncio
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+
+from slime_like.agents.rendering import ChatFormat
+from slime_like.agents.server import AgentServer
+from slime_like.agents.session import Sample, SampleCall, Session, SessionLimits
+from slime_like.agents.tool_calls import parser_of_template
+from slime_like.config import RunConfig
+from slime_like.errors import AgentFailure, EngineError
+from slime_like.interfaces import Conversation, Generation, GenerationRequest
+from slime_like.interfaces.agent import AgentResult, AgentTask
+from slime_like.orchestration.rollout.samples import Generate, all_or_none, turn_seed
+from slime_like.sandbox.agents.pool import AgentPool
+from slime_like.sandbox.single_items import NoOutcome
+
+
+@dataclass(frozen=True, slots=True)
+class _Outcome:
+    """The end of a rollout; ``failure`` is the reason where the agent had no result."""
+
+    result: AgentResult = field(default_factory=lambda: AgentResult(0.0))
+    failure: dict[str, str] | None = None
+    aborted: bool = False
+
+
+class AgentRollouts:
+    """Agents in worker processes, and the server through which they call the engine.
+
+    The agent owns the history: every call brings all of it. What was sampled is kept as token ids and becomes the rows
+    of the rollout. A weight update freezes calls that run; later ones wait for it.
+
+    Args:
+        generate: of the engine; waits while weights are updated.
+        version: of the weights that the engine serves.
+    """
+
+    def __init__(
+        self, config: RunConfig, tokenizer: Any, generate: Generate, version: Callable[[], Awaitable[int]]
+    ) -> None:
+        self._config = config
+        self._agent = config.rollout.agent
+        self._tokenizer = tokenizer
+        self._chat = ChatFormat(tokenizer)
+        self._generate = generate
+        self._version = version
+        self._parser: str = self._agent.tool_parser
+        self._reported: set[str] = set()
+        self._server = AgentServer()
+        self._pool = AgentPool(self._agent)
+        self._running: dict[str, asyncio.Event] = {}
+
+    async def start(self) -> None:
+        """Raises ``AgentFailure`` where the agent or the tokenizer cannot be used."""
+        template = self._tokenizer.chat_template
+        if not isinstance(template, str):
+            problem = "the tokenizer has no chat template, which rollout.agent needs"
+            raise AgentFailure(problem, code="no-chat-template", who=f"model.path={self._config.model.path}")
+        if self._parser == "auto":
+            self._parser = parser_of_template(template)
+        await self._server.start()
+        await self._pool.start()
+
+    async def close(self) -> None:
+        await self._pool.close()
+        await self._server.close()
+
+    async def run(self, request: GenerationRequest) -> list[Generation]:
+        """Run one rollout per sample, in sample order. The request must have a task.
+
+        Raises:
+            EngineError: as the engine's ``generate``.
+            AgentFailure: the agent has failed.
+        """
+        if request.request_id in self._running:
+            problem = f"request {request.request_id} is already running"
+            raise EngineError(problem, code="duplicate-request", remedy="ids must be unique")
+        aborted = self._running[request.request_id] = asyncio.Event()
+        try:
+            return await all_or_none([self._rollout(request, i, aborted) for i in range(request.num_samples)])
+        finally:
+            del self._running[request.request_id]
+
+    async def abort(self, request_id: str) -> None:
+        """End the rollouts of one request: ``run`` returns them as they are, finish reason "abort"."""
+        if (running := self._running.get(request_id)) is not None:
+            running.set()
+
+    async def _rollout(self, request: GenerationRequest, index: int, aborted: asyncio.Event) -> Generation:
+        session = self._open(request, index)
+        try:
+            outcome = await self._outcome(session, self._task(request, session.key), aborted)
+        finally:
+            self._server.close_session(session.key)
+        self._report(session.ignored)
+        if not session.tree.turns:
+            return _untrained(request, self._tokenizer.eos_token_id, await self._version(), outcome)
+        return _generation(request, session, outcome)
+
+    def _report(self, ignored: Mapping[str, Any]) -> None:
+        """Write each setting of sampling that an agent asked for into the engine's log, once."""
+        for name in sorted(ignored.keys() - self._reported):
+            print(f"agents ask for {name}={ignored[name]!r}; the run's own setting holds", flush=True)
+            self._reported.add(name)
+
+    def _open(self, request: GenerationRequest, index: int) -> Session:
+        limits = SessionLimits(self._agent.max_calls, request.sampling.max_new_tokens, self._config.max_model_len)
+        session = Session(self._chat, self._sampler(request, index), self._parser, limits)
+        self._server.open_session(session)
+        return session
+
+    def _task(self, request: GenerationRequest, key: str) -> AgentTask:
+        assert request.task is not None
+        prompt = self._tokenizer.decode(list(request.prompt_tokens), skip_special_tokens=False)
+        task = request.task
+        return AgentTask(prompt, task.messages, task.answer, dict(task.fields), self._server.base_url, key)
+
+    async def _outcome(self, session: Session, task: AgentTask, aborted: asyncio.Event) -> _Outcome:
+        """Wait for the agent, the engine's failure or the request's end, whatever is first."""
+        agent = asyncio.ensure_future(self._pool.solve(task))
+        ended = asyncio.ensure_future(aborted.wait())
+        awaited: set[asyncio.Future[Any]] = {agent, ended, session.failure}
+        try:
+            await asyncio.wait(awaited, return_when=asyncio.FIRST_COMPLETED)
+            if session.failure.done():
+                raise session.failure.result()
+            if aborted.is_set():
+                return _Outcome(aborted=True)
+            return _Outcome(agent.result())
+        except NoOutcome as error:
+            detail = {"detail": error.detail} if error.detail else {}
+            return _Outcome(failure={"reason": error.reason, "function": "rollout.agent", **detail})
+        finally:
+            agent.cancel()
+            ended.cancel()
+            await asyncio.gather(agent, ended, return_exceptions=True)
+
+    def _sampler(self, request: GenerationRequest, index: int) -> Sample:
+        async def sample(asked: SampleCall) -> Generation:
+            call = replace(
+                request,
+                request_id=f"{request.request_id}/{index}/{asked.number}",
+                prompt_tokens=asked.token_ids,
+                sampling=replace(request.sampling, max_new_tokens=asked.max_new_tokens),
+                num_samples=1,
+                seed=None if request.seed is None else turn_seed(request.seed, index, asked.turn, asked.repeat),
+                prompt_logprobs=False,
+                task=None,
+            )
+            (generation,) = await self._generate(call)
+            return generation
+
+        return sample
+
+
+def _generation(request: GenerationRequest, session: Session, outcome: _Outcome) -> Generation:
+    """The rollout's rows; one that continues the request's own prompt is a plain response."""
+    rows = session.tree.rows()
+    last = rows[-1].segment
+    is_plain = len(rows) == 1 and last.prompt_tokens.tolist() == list(request.prompt_tokens)
+    endpoint: dict[str, Any] = {"calls": len(session.tree.turns), "rows": len(rows)}
+    endpoint |= {"rejected": dict(session.rejections)} if session.rejections else {}
+    endpoint |= {"ignored": session.ignored} if session.ignored else {}
+    reason = session.tree.turns[-1].generation.finish_reason
+    return Generation(
+        token_ids=last.token_ids,
+        logprobs=last.logprobs,
+        weight_versions=last.weight_versions,
+        finish_reason="abort" if outcome.aborted else reason,
+        conversation=_conversation(rows[-1].turns, outcome, {"endpoint": endpoint}),
+        segments=() if is_plain else tuple(row.segment for row in rows),
+    )
+
+
+def _untrained(request: GenerationRequest, eos: int, version: int, outcome: _Outcome) -> Generation:
+    """A rollout without a call: one token that carries no loss, so that its reward counts in the group."""
+    return Generation(
+        token_ids=np.array([eos], np.int64),
+        logprobs=np.zeros(1, np.float32),
+        weight_versions=np.array([version], np.int64),
+        finish_reason="abort" if outcome.aborted else "stop",
+        conversation=_conversation((), outcome, {"endpoint": {"calls": 0, "rows": 0}}),
+    )
+
+
+def _conversation(turns: tuple[tuple[int, int], ...], outcome: _Outcome, metadata: dict[str, Any]) -> Conversation:
+    result = outcome.result
+    return Conversation(turns, result.reward, result.success, outcome.failure, ({**result.metadata, **metadata},))

@@ -1,0 +1,1 @@
+"""Agents that call the model themselves, and the worker processes that run them."""

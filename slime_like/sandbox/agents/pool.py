@@ -1,0 +1,73 @@
+"""Agents in worker processes with bounds on time, memory and CPU. Belongs to one loop."""
+
+import asyncio
+from dataclasses import asdict
+
+from slime_like.config.rollout import AgentConfig
+from slime_like.errors import AgentFailure
+from slime_like.interfaces.agent import AgentResult, AgentTask
+from slime_like.sandbox.pool import WorkerKind
+from slime_like.sandbox.single_items import SingleItems
+
+_MODULE = "slime_like.sandbox.agents.worker"
+_SUSPICIOUS_ROLLOUTS = 8
+
+
+class AgentPool:
+    """``config.workers`` processes that run one agent at a time each; a hung or dead one is replaced."""
+
+    def __init__(self, config: AgentConfig) -> None:
+        subject = f"name={config.name}" if config.name is not None else f"command={list(config.command)}"
+        kind = WorkerKind(
+            _MODULE,
+            {"name": config.name, "options": config.options, "command": list(config.command)},
+            who="an agent worker",
+            section="rollout.agent",
+            subject=f"rollout.agent.{subject}",
+            error=AgentFailure,
+            repeats=False,  # what the first run had sampled would get the second one's reward
+        )
+        self._workers = SingleItems(
+            kind,
+            config,
+            what=f"rollout.agent.{subject}",
+            items="rollouts",
+            suspicious=_SUSPICIOUS_ROLLOUTS,
+            code="agent-fails",
+        )
+
+    @property
+    def process_ids(self) -> tuple[int, ...]:
+        return tuple(sorted(self._workers.process_ids))
+
+    async def start(self) -> None:
+        """Wait for every worker. Raises ``AgentFailure`` where it cannot be used, or a start takes too long."""
+        await self._workers.start()
+
+    async def solve(self, task: AgentTask) -> AgentResult:
+        """Run the agent; waits for a free worker. A cancelled run is killed with all that it has started.
+
+        Raises ``NoOutcome`` for this rollout alone, and ``AgentFailure`` where none of the first had an outcome, or
+        workers do not start any more.
+        """
+        return AgentResult(**await self._workers.ask_one({"task": asdict(task)}))
+
+    async def close(self) -> None:
+        """End every worker, by its process id, within a bound."""
+        await self._workers.close()
+
+
+def start_problems(config: AgentConfig) -> list[str]:
+    """Problems that a worker finds when it imports the agent."""
+
+    async def start() -> list[str]:
+        pool = AgentPool(config.model_copy(update={"workers": 1}))
+        try:
+            await pool.start()
+        except AgentFailure as error:
+            return str(error).splitlines()
+        finally:
+            await pool.close()
+        return []
+
+    return asyncio.run(start())

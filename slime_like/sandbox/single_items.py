@@ -1,0 +1,74 @@
+"""One item at a time in a pool of workers, and the end of code that never has an outcome. Belongs to one loop."""
+
+from typing import Any
+
+from slime_like.config.rollout import AgentConfig, EnvironmentConfig
+from slime_like.sandbox.failure_budget import FailureBudget
+from slime_like.sandbox.pool import WorkerKind, WorkerPool
+
+
+class NoOutcome(Exception):
+    """An item without an outcome: it costs its rollout alone.
+
+    Attributes:
+        reason: "timeout", "crash", "memory", "cpu" or "error".
+        detail: what the user's code raised, where it did.
+    """
+
+    def __init__(self, reason: str, detail: str = "") -> None:
+        self.reason = reason
+        self.detail = detail
+        super().__init__(f"{reason}: {detail}" if detail else reason)
+
+
+class SingleItems(WorkerPool):
+    """A pool whose items come one by one.
+
+    Args:
+        what: the code and its name, for messages.
+        items: what an item is called.
+        suspicious: so many first items without an outcome, and none with one, are a fault of the code.
+        code: of the error that is raised then.
+    """
+
+    def __init__(
+        self,
+        kind: WorkerKind,
+        limits: EnvironmentConfig | AgentConfig,
+        *,
+        what: str,
+        items: str,
+        suspicious: int,
+        code: str,
+    ) -> None:
+        super().__init__(kind, limits)
+        self._budget = FailureBudget(suspicious, first_only=True)
+        self._what, self._items, self._code = what, items, code
+
+    async def start(self) -> None:
+        """Wait for every worker. Raises the kind's error where its code cannot be used, or a start takes too long."""
+        await self.launch()
+        await self.ready()
+
+    async def ask_one(self, item: dict[str, Any]) -> dict[str, Any]:
+        """The answer to one item; waits for a free worker.
+
+        Raises ``NoOutcome`` for this item alone, and the kind's error where none of the first items of all had an
+        outcome, or workers do not start any more.
+        """
+        answers: list[dict[str, Any]] = []
+        await self.ask([item], answers.append)
+        (answer,) = answers
+        self._budget.record("reason" not in answer)
+        if "reason" not in answer:
+            return answer
+        failed = NoOutcome(answer["reason"], answer.get("detail", ""))
+        if not self._budget.exhausted:
+            raise failed
+        failure = self._kind.error(
+            f"{self._what} had no outcome for any of its first {self._budget.limit} {self._items}, last by {failed}",
+            code=self._code,
+            remedy=f"correct it, or raise {self._kind.section}.timeout_s",
+        )
+        self.fail(failure)
+        raise failure

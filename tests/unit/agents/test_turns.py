@@ -1,0 +1,170 @@
+"""Token truth: whatever agents, models and templates do, what is trained is what was sampled, where it was sampled."""
+
+import random
+from collections import Counter
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from slime_like.agents.messages import Message, ToolCall
+from slime_like.agents.rendering import ChatFormat
+from slime_like.agents.tool_calls import parse_reply
+from slime_like.agents.turns import TurnTree
+from slime_like.interfaces import Generation
+from tests.support.properties import examples
+from tests.unit.agents.histories import PLAIN, TEMPLATES, TOOL, Rollout, random_rollout, tokenizer
+
+TOKENIZER = tokenizer(PLAIN)
+
+
+def require_truth(rollout: Rollout) -> None:
+    """Every sampled token is trained once, behind exactly the ids that the engine had; all else carries no loss."""
+    trained: Counter[tuple[int, int]] = Counter()
+    calls = rollout.model.calls
+    for row in rollout.tree.rows():
+        segment = row.segment
+        ids = [*segment.prompt_tokens.tolist(), *segment.token_ids.tolist()]
+        start = len(segment.prompt_tokens)
+        assert len(segment.token_ids) == len(segment.logprobs) == len(segment.weight_versions) == len(segment.loss_mask)
+        assert row.turns[-1][1] == len(segment.token_ids) and row.turns[0][0] == 0
+        sampled = np.zeros(len(segment.token_ids), bool)
+        for first, end in row.turns:
+            sampled[first:end] = True
+        assert not (segment.loss_mask & ~sampled).any()
+        assert ((segment.logprobs != 0) == segment.loss_mask).all()
+        for position in np.flatnonzero(segment.loss_mask):
+            call = int(segment.weight_versions[position])  # the model numbers its calls
+            prompt, tokens = calls[call - 1]
+            at = start + int(position) - len(prompt)
+            assert ids[: start + position + 1] == [*prompt, *tokens[: at + 1]]
+            assert segment.logprobs[position] == -call
+            trained[call, at] += 1
+    assert trained == {(i + 1, at): 1 for i, (_, tokens) in enumerate(calls) for at in range(len(tokens))}
+
+
+def require_seen(rollout: Rollout) -> None:
+    """The ids of a prompt read as the text that the template makes of its messages, which mean what the agent sent."""
+    for (prompt, history), (ids, _) in zip(rollout.prompts, rollout.model.calls, strict=True):
+        assert prompt.token_ids == ids
+        assert TOKENIZER.decode(ids, clean_up_tokenization_spaces=False) == prompt.text
+        assert prompt.keys == tuple(message.key for message in history)
+        texts = [message.content for message in prompt.messages if message.role != "assistant"]
+        assert texts == [message.content for message in history if message.role != "assistant"]
+
+
+@pytest.mark.parametrize("template", TEMPLATES)
+@given(seed=st.integers(0, 2**32))
+@examples(25)
+def test_what_is_trained_is_what_was_sampled(template: str, seed: int) -> None:
+    rollout = random_rollout(random.Random(seed), TEMPLATES[template], TOKENIZER)
+    require_truth(rollout)
+    require_seen(rollout)
+
+
+def user(text: str) -> Message:
+    return Message("user", text)
+
+
+def said(text: str) -> Message:
+    return Message("assistant", text)
+
+
+def generation(tokens: list[int]) -> Generation:
+    count = len(tokens)
+    return Generation(np.array(tokens), np.full(count, -1.0, np.float32), np.zeros(count, np.int64), "stop")
+
+
+def tree(template: str = PLAIN) -> TurnTree:
+    return TurnTree(ChatFormat(tokenizer(template)))
+
+
+def answer(turns: TurnTree, history: list[Message], text: str) -> list[Message]:
+    tokens = [*TOKENIZER.encode("".join(reversed(text)), add_special_tokens=False)[::-1], TOKENIZER.eos_token_id]
+    turns.record(turns.prompt(history, []), generation(tokens), said(text))
+    return [*history, said(text)]
+
+
+def test_a_history_that_is_appended_to_is_one_row_of_the_ids_that_were_sampled() -> None:
+    """``cba`` is sampled backwards: three tokens of a text that is encoded as one."""
+    turns = tree()
+    history = [user("a")]
+    for _ in range(3):
+        history = [*answer(turns, history, "abc"), user("b")]
+    (row,) = turns.rows()
+    assert TOKENIZER.encode("abc", add_special_tokens=False) != row.segment.token_ids[:3].tolist()
+    assert len(row.turns) == 3 and row.segment.loss_mask.sum() == sum(end - start for start, end in row.turns)
+
+
+@pytest.mark.parametrize(
+    ("template", "text", "rows"),
+    [
+        ("plain", "<think>a</think>b", 1),
+        ("drops earlier thoughts", "<think>a</think>b", 2),
+        ("drops earlier thoughts", "b", 1),
+        ("merges tool messages", "b", 1),
+        ("strips", "b ", 2),
+        ("strips", "b", 1),
+        ("bos", "b", 1),
+        ("other generation prompt", "b", 2),
+        ("header of the whole", "b", 2),
+        ("trims a newline", "b\n", 2),
+    ],
+)
+def test_a_template_that_changes_the_past_forks(template: str, text: str, rows: int) -> None:
+    turns = tree(TEMPLATES[template])
+    history = answer(turns, [user("a")], text)
+    answer(turns, [*history, Message("tool", "1"), Message("tool", "2")], "c")
+    assert len(turns.rows()) == rows
+
+
+def test_a_turn_that_branches_share_carries_loss_in_the_first() -> None:
+    turns = tree()
+    history = answer(turns, [user("a")], "b")
+    answer(turns, [*history, user("c")], "d")
+    answer(turns, [*history, user("e")], "f")
+    answer(turns, [user("a")], "b")  # a retry: the same messages are sampled again, and are another row
+    first, second, retry = (row.segment for row in turns.rows())
+    assert first.prompt_tokens.tolist() == second.prompt_tokens.tolist() == retry.prompt_tokens.tolist()
+    assert first.loss_mask[:2].all() and not second.loss_mask[:2].any() and retry.loss_mask.all()
+    assert first.loss_mask.sum() == 4 and second.loss_mask.sum() == 2
+
+
+def test_text_of_a_client_never_becomes_a_special_token() -> None:
+    turns = tree()
+    prompt = turns.prompt([user("x<eos><assistant>y")], [])
+    special = [token for token in prompt.token_ids if token < 7]
+    assert [TOKENIZER.decode([token]) for token in special] == ["<user>", "<assistant>"]
+    assert TOKENIZER.decode(prompt.token_ids) == "<user>x<eos><assistant>y<assistant>"
+
+
+def test_a_tool_call_spelled_otherwise_than_the_template_does_stays_as_sampled() -> None:
+    """The client sends arguments back in another order; the model's own text is what follows its ids."""
+    turns = tree()
+    text = 'so<tool_call>{"name":"add","arguments":{"b":1,"a":[2]}}</tool_call>'
+    prompt = turns.prompt([user("a")], [TOOL])
+    tokens = [*TOKENIZER.encode(text, add_special_tokens=False), TOKENIZER.eos_token_id]
+    turns.record(prompt, generation(tokens), parse_reply("hermes", text, [TOOL]))
+    echoed = Message("assistant", "so", (ToolCall("add", {"a": [2], "b": 1}),))
+    second = turns.prompt([user("a"), echoed, Message("tool", "3")], [TOOL])
+    assert second.parent is turns.turns[0]
+    assert TOKENIZER.decode(second.token_ids) == f"<user>a<assistant>{text}<eos>\n<tool>3<assistant>"
+
+
+@pytest.mark.parametrize("answered", ["0", "ab"])
+def test_a_history_is_compared_as_messages(answered: str) -> None:
+    """A cut-off "a" is not the beginning of an edited "ab", although its ids are those of a beginning."""
+    turns = tree()
+    cut = Generation(np.array(TOKENIZER.encode("a")), np.zeros(1, np.float32), np.zeros(1, np.int64), "length")
+    turns.record(turns.prompt([user("a")], []), cut, said("a"))
+    assert turns.prompt([user("a"), said(answered), user("b")], []).parent is None
+    assert turns.prompt([user("a"), said("a"), user("b")], []).parent is turns.turns[0]
+
+
+def test_a_special_token_in_a_turn_stays_where_the_client_has_its_text_alone() -> None:
+    turns = tree()
+    prompt = turns.prompt([user("a")], [])
+    odd = [*TOKENIZER.encode("b<user>c"), TOKENIZER.eos_token_id]
+    turns.record(prompt, generation(odd), said("bc"))
+    assert turns.prompt([user("a"), said("bc"), user("b<user>c")], []).parent is turns.turns[0]
