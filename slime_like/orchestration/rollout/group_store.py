@@ -194,9 +194,9 @@ class GroupStore:
 
 
 def _fields(prompt: Prompt) -> dict[str, Any]:
-    """A prompt for JSON, without the messages that only agents need."""
+    """A prompt for JSON, without the fields of agents and of demonstrated conversations where it is of neither."""
     fields = asdict(prompt)
-    return {name: value for name, value in fields.items() if name != "messages" or value is not None}
+    return {name: value for name, value in fields.items() if name not in ("messages", "spans") or value is not None}
 
 
 def _prompt(fields: dict[str, Any]) -> Prompt:
