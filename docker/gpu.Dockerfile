@@ -7,7 +7,8 @@
 # Therefore one engine per image.
 #
 # The base has no cuDNN: Transformer Engine would load it beside the one that torch brings, and two versions do not mix.
-FROM nvidia/cuda:13.0.1-devel-ubuntu24.04
+# Its digest is that of the list of all architectures.
+FROM nvidia/cuda:13.0.1-devel-ubuntu24.04@sha256:7d2f6a8c2071d911524f95061a0db363e24d27aa51ec831fcccf9e76eb72bc92
 
 ARG ENGINE=vllm
 ARG TORCH=2.13.0
