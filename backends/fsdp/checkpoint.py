@@ -55,6 +55,8 @@ class StoredCheckpoint:
             metadata = VerifyingReader(directory, self.checksums).read_metadata().state_dict_metadata
         except UNREADABLE as error:
             raise damaged(directory, f"{type(error).__name__}: {error}") from error
+        if not isinstance(self.common, dict):
+            raise damaged(directory, f"{_COMMON} holds no object")
         require_format(directory, self.common)
         tensors = {name: entry for name, entry in metadata.items() if isinstance(entry, TensorStorageMetadata)}
         for name, entry in tensors.items():

@@ -28,7 +28,7 @@ from benchmarks.fuzz.sound import Sound, make_sound
 
 DEADLINE_S = 10.0
 MEMORY_BYTES = 2 * 10**9
-_CODE = re.compile(r"\[([a-z][a-z0-9.-]*)\]$")
+_CODE = re.compile(r"\[([a-z][a-z0-9._-]*)\]$")
 
 
 @dataclass(frozen=True)
@@ -65,24 +65,26 @@ def run_case(number: int, seed: int, sound: Sound, root: Path) -> Verdict:
     status, used = _wait(process, began + DEADLINE_S * 2)
     seconds = time.monotonic() - began
     code = os.waitstatus_to_exitcode(status)
-    errors = (directory / "stderr").read_text(errors="replace") if (directory / "stderr").is_file() else ""
+    files = [directory / name for name in ("stderr", "stdout")]
+    errors, shown = (file.read_text(errors="replace").strip() if file.is_file() else "" for file in files)
     cpu = used.ru_utime + used.ru_stime
     memory = used.ru_maxrss * 1024
     codes = tuple(found[1] for line in errors.splitlines() if (found := _CODE.search(line)))
-    verdict = Verdict(number, kind, code, codes, seconds, memory, _fault(code, codes, errors, cpu, memory))
+    verdict = Verdict(number, kind, code, codes, seconds, memory, _fault(code, codes, errors, shown, cpu, memory))
     if not verdict.fault:
         shutil.rmtree(directory)
     return verdict
 
 
-def _fault(code: int, codes: tuple[str, ...], errors: str, cpu_s: float, memory: int) -> str:
+def _fault(code: int, codes: tuple[str, ...], errors: str, shown: str, cpu_s: float, memory: int) -> str:
+    """``shown``: standard output; checkpoints that differ and a plan that does not fit are an answer, with code 1."""
     if code < 0:
         return f"ended by {signal.Signals(-code).name}" + (" after the deadline" if code == -signal.SIGKILL else "")
     if code not in (0, 1, 2):
         return f"exit code {code}"
     if "Traceback" in errors or "unexpected" in codes:
         return next((line for line in errors.splitlines() if "[unexpected]" in line), "a traceback")
-    if code and not codes:
+    if code and not codes and not (code == 1 and shown):
         return "no sentence"
     if cpu_s > DEADLINE_S:
         return f"{cpu_s:.0f} s"

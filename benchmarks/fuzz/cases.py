@@ -88,7 +88,7 @@ def _resume(directory: Path, sound: Sound, draw: random.Random) -> Read:
         except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
             pass  # it stays without a checksum that fits
     else:
-        _forge_any(run_dir, draw)
+        _forge_any(run_dir / "checkpoints", draw)  # a configuration may be a pipe: a user may name one
     if draw.random() < 0.2:
         latest = run_dir / "checkpoints" / "latest"
         latest.unlink()

@@ -36,9 +36,11 @@ def backend_problem(checkpoint: Path, backend: str, field: str) -> str | None:
 def _written_by(checkpoint: Path) -> str | None:
     if (checkpoint / DESCRIPTION).is_file():
         return "megatron"
+    if not (checkpoint / _STATE).is_file():
+        return None
     try:
         state = json.loads((checkpoint / _STATE).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return None
     wrote = state.get(BACKEND) if isinstance(state, dict) else None
     return wrote if isinstance(wrote, str) else None

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, Union, get_args, get_origin
 
 from pydantic import BaseModel, ConfigDict, ValidationInfo, field_validator
 
+_MAX_NAME_BYTES, _MAX_PATH_BYTES = 255, 4000
 _WORDS = {"true": True, "false": False}
 
 
@@ -29,9 +30,11 @@ def require_path(path: Any) -> None:
     if text is not None and "\0" in text:
         raise ValueError("holds a NUL character, which no path can have; remove it")
     try:
-        os.fsencode(text or "")
+        encoded = os.fsencode(text or "")
     except UnicodeEncodeError as error:
         raise ValueError("holds half of a surrogate pair, which no path can have; remove it") from error
+    if len(encoded) > _MAX_PATH_BYTES or any(len(name) > _MAX_NAME_BYTES for name in encoded.split(b"/")):
+        raise ValueError(f"is longer than a path can be (names of {_MAX_NAME_BYTES} bytes); shorten it")
 
 
 def absolute_code(name: str | None) -> str | None:

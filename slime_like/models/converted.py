@@ -63,6 +63,9 @@ def converted_problem(checkpoint: Path) -> str | None:
 
 
 def _faults(checkpoint: Path) -> Iterator[str]:
+    if not (checkpoint / DESCRIPTION).is_file():  # a pipe would never end
+        yield f"{DESCRIPTION} is missing"
+        return
     try:
         text = (checkpoint / DESCRIPTION).read_bytes()
         content = json.loads(text)
@@ -70,9 +73,6 @@ def _faults(checkpoint: Path) -> Iterator[str]:
             return
         checksum, files = content.pop(_OWN), content[_FILES].items()
         whole = checksum == zlib.crc32(_text(content)) and text == _text(content | {_OWN: checksum})
-    except FileNotFoundError:
-        yield f"{DESCRIPTION} is missing"
-        return
     except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError):
         whole = False
     if not whole:

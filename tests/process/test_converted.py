@@ -1,6 +1,7 @@
 """Small files of a converted checkpoint that are not as they were written: found by every command."""
 
 import json
+import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -44,6 +45,18 @@ def test_every_flipped_byte_of_the_description_is_found(converted: Path) -> None
         problem = converted_problem(converted)
         assert problem is not None and "(conversion.json is not as it was written)" in problem, position
         description.write_bytes(sound)
+
+
+def test_a_description_that_is_a_pipe_is_missing(converted: Path) -> None:
+    """It would be waited for without an end."""
+    description = converted / "conversion.json"
+    sound = description.read_bytes()
+    description.unlink()
+    os.mkfifo(description)
+    problem = converted_problem(converted)
+    description.unlink()
+    description.write_bytes(sound)
+    assert problem is not None and "conversion.json is missing" in problem
 
 
 def test_every_file_of_the_model_is_recorded(converted: Path) -> None:

@@ -176,7 +176,7 @@ def copy_companions(source_dir: Path, partial: Path, dtype: torch.dtype) -> None
 def _require_whole(file: Path) -> None:
     try:
         json.loads(file.read_text(encoding="utf-8"))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise CheckpointError(
             f"not valid JSON ({error})", code="file-damaged", who=str(file), remedy="copy or download it again"
         ) from error

@@ -341,7 +341,7 @@ def newest_whole(run_dir: Path, found_damaged: Mapping[Path, str] = MappingProxy
     others = sorted(_saved(root), key=lambda path: (_step(path) <= last, _step(path)), reverse=True)
     damaged: list[str] = []
     for path in (latest, *(path for path in others if path.name != name)):
-        if (problem := found_damaged.get(path.resolve())) is not None:
+        if (problem := found_damaged.get(Path(os.path.realpath(path)))) is not None:
             damaged.append(problem)
             continue
         try:

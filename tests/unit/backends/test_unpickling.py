@@ -163,6 +163,14 @@ def test_every_element_of_a_tensor_is_stored(stored: Path) -> None:
     assert caught.value.code == "checkpoint-damaged" and "6 of 9 elements" in str(caught.value)
 
 
+def test_common_values_are_an_object(stored: Path) -> None:
+    (stored / "common.json").write_text("3")
+    Checksums.of_directory(stored, pieces_of(stored), PLAIN_FILES).write()
+    with pytest.raises(CheckpointError) as caught:
+        StoredCheckpoint(stored)
+    assert caught.value.code == "checkpoint-damaged"
+
+
 def test_weights_are_floating_point_numbers(tmp_path: Path) -> None:
     class Forged(FsdpConverter):
         def open_checkpoint(self, config: RunConfig, checkpoint: Path) -> Any:

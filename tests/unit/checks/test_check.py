@@ -143,7 +143,7 @@ FAULTS: dict[str, list[str]] = {
         "--run_dir /",
         "--run_dir /usr/..",
         "--run_dir /proc/run",
-        "--run_dir TMP/" + "x" * 256,
+        "--run_dir /sys/run",
     ],
     "sync.transport": [
         "--sync.transport directory",

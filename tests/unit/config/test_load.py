@@ -265,10 +265,11 @@ def test_every_field_has_a_description() -> None:
     assert [name for name, field in all_fields().items() if len(field.description) < 8] == []
 
 
-def test_a_path_with_half_a_character_is_rejected(tmp_path: Path) -> None:
-    """No file can have that name, and no encoding the sentence."""
+def test_a_path_that_no_file_can_have_is_rejected(tmp_path: Path) -> None:
+    """Half a character, and too long."""
     path = tmp_path / "run.yaml"
-    path.write_text('run_dir: "a\\ud800"\nmodel: {path: m}\nsteps: 1\n')
-    with pytest.raises(ConfigError) as caught:
-        load_config(path, [])
-    assert [(problem.code, problem.field) for problem in caught.value.problems][:1] == [("field-value", "run_dir")]
+    for name in ("a\\ud800", "a" * 256, "a/" * 3000):
+        path.write_text(f'run_dir: "{name}"\nmodel: {{path: m}}\nsteps: 1\n')
+        with pytest.raises(ConfigError) as caught:
+            load_config(path, [])
+        assert [(problem.code, problem.field) for problem in caught.value.problems][:1] == [("field-value", "run_dir")]

@@ -215,3 +215,5 @@ def test_a_state_that_is_a_pipe_and_a_link_to_itself(tmp_path: Path) -> None:
         with pytest.raises(CheckpointError) as caught:
             Checkpoint.read(path)
         assert caught.value.code == "no-checkpoint"
+    with pytest.raises(CheckpointError):
+        newest_whole(tmp_path)
