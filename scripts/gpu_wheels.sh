@@ -21,4 +21,5 @@ rm -rf "$DIR"/*.whl "$REPO/build/lib" # what an earlier build left there would b
 "$python" -m pip download -q --no-deps --only-binary=:all: --python-version 3.12 --implementation cp \
     "${PLATFORMS[@]}" -d "$DIR" "${pins[@]}"
 "$python" -m pip wheel -q --no-deps -w "$DIR" "$REPO"
+rm -rf "$REPO/slime_like.egg-info" # a Python started there would count it as installed
 say "$(find "$DIR" -name '*.whl' | wc -l) wheels for Python 3.12, $(du -shc "$DIR"/*.whl | tail -1 | cut -f1) in $DIR"

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from sglang.srt.distributed.device_communicators import pynccl
 from sglang.srt.layers.sampler import register_sampler_backend
 from sglang.srt.managers import scheduler as sglang_scheduler
 from sglang.srt.managers.io_struct import AbortReq
@@ -42,6 +43,7 @@ def run_scheduler(answers: AnswerQueue, inherited: int | None, *arguments: Any, 
     tempfile.tempdir = None  # where this process's parent put the sockets' names, which will be removed
     if on_cpu():
         keep_freed_memory()
+        _join_without_nccl()
     register_sampler_backend(SAMPLING_BACKEND, SeededSampler)
     EngineScheduler.answers = answers  # SGLang constructs it
     sglang_scheduler.Scheduler = EngineScheduler
@@ -117,6 +119,15 @@ class EngineScheduler(Scheduler):
         runner = self.tp_worker.model_runner
         with torch.inference_mode():
             runner.model.load_weights(self._receiver.copies(metadata_from_wire(metadata), runner.device))
+
+
+def _join_without_nccl() -> None:
+    """On a CPU ranks have gloo. SGLang takes NCCL where its library is, as it is with a CUDA build of torch."""
+
+    def missing(library: object, path: str | None = None) -> None:
+        raise OSError("NCCL needs a CUDA device")
+
+    pynccl.NCCLLibrary.__init__ = missing
 
 
 def _read_seeds() -> None:

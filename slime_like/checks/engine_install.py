@@ -139,9 +139,17 @@ def _installed(engine: str, packages: Mapping[str, str]) -> tuple[str, str] | No
 def _probe(path: Path) -> Interpreter | str:
     """Properties of the interpreter, or half a sentence about why there are none."""
     command = [str(path), "-c", _PROBE, ENGINE_GROUP, *_WANTED]
+    # What a build left in the current directory is not installed there.
+    elsewhere = os.environ | {"PYTHONSAFEPATH": "1"}
     try:
         finished = subprocess.run(
-            command, capture_output=True, text=True, timeout=_PROBE_TIMEOUT_S, stdin=subprocess.DEVNULL, check=False
+            command,
+            capture_output=True,
+            text=True,
+            timeout=_PROBE_TIMEOUT_S,
+            stdin=subprocess.DEVNULL,
+            check=False,
+            env=elsewhere,
         )
         if finished.returncode != 0:
             lines = finished.stderr.strip().splitlines()

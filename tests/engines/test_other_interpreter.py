@@ -112,7 +112,9 @@ def script(path: Path, text: str) -> Path:
     return path
 
 
-def test_an_unusable_interpreter_is_rejected_before_anything_starts(tmp_path: Path) -> None:
+def test_an_unusable_interpreter_is_rejected_before_anything_starts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "text").write_text("no program")
     assert "is not a program" in interpreter_problems(tmp_path / "nowhere", "vllm")[0]
     assert "is not a program" in interpreter_problems(tmp_path / "text", "vllm")[0]
@@ -122,6 +124,10 @@ def test_an_unusable_interpreter_is_rejected_before_anything_starts(tmp_path: Pa
     assert interpreter_problems(old, "vllm") == [f"rollout.python={old} is Python 3.9; use 3.11 or 3.12"]
     bare = tmp_path / "bare"
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(bare)], check=True, timeout=60)
+    built = tmp_path / "built" / "slime_like.egg-info"
+    built.mkdir(parents=True)
+    (built / "PKG-INFO").write_text(f"Metadata-Version: 2.1\nName: slime-like\nVersion: {slime_like.__version__}\n")
+    monkeypatch.chdir(built.parent)  # is not on the path of the engine's interpreter
     assert "has no slime-like" in interpreter_problems(bare / "bin" / "python", "vllm")[0]
     other_version = make_interpreter(tmp_path / "older", version="0.0.1")
     problem = f"has slime-like 0.0.1, and this is {slime_like.__version__}"
