@@ -27,7 +27,7 @@ from slime_like.data.tokenizer import load_tokenizer
 from slime_like.models.converted import DESCRIPTION, write_description
 from slime_like.observability.report.report import REPORT_FILE
 from slime_like.orchestration.run.directory import find_checkpoint
-from slime_like.orchestration.trainer.checkpoints import write_state
+from slime_like.orchestration.trainer.checkpoint import write_state
 from tests.support.forged_runs import VALUES, damaged_bytes, forge_file
 
 Read = Callable[[], int]

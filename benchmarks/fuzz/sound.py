@@ -17,7 +17,7 @@ from backends.fsdp.checkpoint import MODEL, PLAIN_FILES
 from slime_like.commands.main import main
 from slime_like.data.ledger import FILE_NAME, Ledger
 from slime_like.examples.tiny_model import make_tiny_model
-from slime_like.orchestration.trainer.checkpoints import Checkpoint, write_state
+from slime_like.orchestration.trainer.checkpoint import Checkpoint, write_state
 from tests.support.forged import pieces_of
 from tests.unit.observability.report_run import write_run
 

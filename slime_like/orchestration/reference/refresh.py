@@ -7,7 +7,7 @@ from typing import Any
 from slime_like.config import RunConfig
 from slime_like.interfaces import TrainerBackend
 from slime_like.orchestration.rollout.reference_pool import ReferencePool
-from slime_like.orchestration.trainer.checkpoints import Checkpoint
+from slime_like.orchestration.trainer.checkpoint import Checkpoint
 from slime_like.orchestration.trainer.group import TrainerGroup
 from slime_like.system.disk import link_tree
 

@@ -14,7 +14,8 @@ from slime_like.config.reading.load import load_config, save_config
 from slime_like.errors import ConfigError, SlimeLikeError
 from slime_like.observability.metrics import METRICS_FILE
 from slime_like.orchestration.run.lock import LOCK_FILE, RunLock
-from slime_like.orchestration.trainer.checkpoints import Checkpoint, newest_whole
+from slime_like.orchestration.trainer.checkpoint import Checkpoint
+from slime_like.orchestration.trainer.checkpoints import newest_whole
 from slime_like.system.words import counted
 
 CONFIG_FILE = "config.yaml"

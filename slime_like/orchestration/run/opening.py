@@ -46,7 +46,8 @@ from slime_like.orchestration.run.start_notes import (
     precision_notes,
 )
 from slime_like.orchestration.trainer.batcher import ExperienceBatcher, require_token_ratios
-from slime_like.orchestration.trainer.checkpoints import UNUSABLE, Checkpoint, CheckpointStore, latest_checkpoint
+from slime_like.orchestration.trainer.checkpoint import UNUSABLE, Checkpoint
+from slime_like.orchestration.trainer.checkpoints import CheckpointStore, latest_checkpoint
 from slime_like.orchestration.trainer.group import TrainerGroup
 from slime_like.orchestration.weight_sync import WeightSync
 from slime_like.system.gpus import local_gpus

@@ -16,7 +16,7 @@ from slime_like.orchestration.rollout.evaluation import Evaluator
 from slime_like.orchestration.rollout.reference_pool import ReferencePool
 from slime_like.orchestration.rollout.source import RolloutSource
 from slime_like.orchestration.run.sources import ExperienceSource
-from slime_like.orchestration.trainer.checkpoints import Checkpoint
+from slime_like.orchestration.trainer.checkpoint import Checkpoint
 from slime_like.orchestration.weight_sync import SyncReport, WeightSync
 from slime_like.trajectory import ScoredTrajectory
 

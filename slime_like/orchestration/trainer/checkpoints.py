@@ -1,159 +1,35 @@
 """Checkpoints of a run: written under a temporary name, whole before they are visible, committed by one rename."""
 
 import contextlib
-import errno
-import json
 import os
-import re
 import shutil
 import time
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Self
+from typing import Any
 
 from slime_like.errors import CheckpointError, SlimeLikeError
 from slime_like.interfaces import TrainerBackend
+from slime_like.orchestration.trainer.checkpoint import (
+    FILES,
+    LENGTHS,
+    NAME,
+    STATE,
+    TRAINER,
+    Checkpoint,
+    saved_steps,
+    write_state,
+)
 from slime_like.orchestration.trainer.group import TrainerGroup
 from slime_like.orchestration.trainer.rank import TrainerRank
-from slime_like.system.disk import length_fault, link_tree, refusal, sync, sync_tree
+from slime_like.system.disk import link_tree, refusal, sync, sync_tree
 
-_TRAINER, _STATE, _PARTIAL = "trainer", "state.json", ".partial-"
-_NAME = re.compile(r"step-\d{6,}")  # a copy that somebody made under another name is not ours to remove
+_PARTIAL = ".partial-"
 _FORMER, _REMOVED = ".former-", ".removed-"  # whole, until its successor has its name; and what is to go
-_CHECKSUM, _FILES, _LENGTHS = "crc32", "files", "lengths"
 _RESCUE_TIMEOUT_S = 5.0
-
-UNUSABLE = ("checkpoint-damaged", "checkpoint-incomplete", "checkpoint-not-whole")
-"""Codes of errors about a checkpoint whose files are not those that were written."""
-
-
-@dataclass(frozen=True, slots=True)
-class Checkpoint:
-    """A whole checkpoint on disk: what to hand to the trainers, and what the driver remembers.
-
-    Attributes:
-        passed_over: newer checkpoints that are damaged, as a note; empty where there are none.
-    """
-
-    path: Path
-    step: int
-    state: dict[str, Any]
-    passed_over: str = ""
-
-    @property
-    def trainer(self) -> Path:
-        return self.path / _TRAINER
-
-    def data_position(self) -> dict[str, Any]:
-        """Position of the prompts to resume from.
-
-        Raises:
-            CheckpointError: the run that wrote it read no prompts, but kept rollouts.
-        """
-        if "data" not in self.state:
-            raise CheckpointError(
-                f"{self.path} is of a run on kept rollouts and has no position in data.train",
-                code="no-data-position",
-                who="resume",
-                remedy="resume it with debug.load_rollouts, or start from its Hugging Face export",
-            )
-        position: dict[str, Any] = self.state["data"]
-        return position
-
-    def file(self, name: str) -> Path:
-        """A file that ``CheckpointStore.also_write`` put there.
-
-        Raises:
-            CheckpointError: it is missing, or not as it was written.
-        """
-        path = self.path / name
-        try:
-            if not path.is_file():  # a pipe would never end
-                raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(path))
-            intact = zlib.crc32(path.read_bytes()) == self.state[_FILES][name]
-        except (OSError, LookupError, TypeError) as error:
-            raise self.unusable(f"{path} is missing ({error})", "checkpoint-incomplete") from error
-        if not intact:
-            raise self.unusable(f"{path} is not as it was written", "checkpoint-damaged")
-        return path
-
-    def require_whole(self) -> None:
-        """Compare what can be compared without reading the trainers' files.
-
-        Raises:
-            CheckpointError: a file is missing or has lost bytes, or one of the driver's is not as it was written.
-        """
-        for name in self.state.get(_FILES, {}):
-            self.file(name)
-        for name, length in self.state.get(_LENGTHS, {}).items():
-            path = self.path / name
-            if not path.is_file():
-                raise self.unusable(f"{path} is missing", "checkpoint-incomplete")
-            if fault := length_fault(path.stat().st_size, length):
-                raise self.unusable(f"{path} {fault}", "checkpoint-damaged")
-
-    def unusable(self, problem: str, code: str) -> CheckpointError:
-        """Describe a fault of the checkpoint's files."""
-        remedy = f"resume from an older checkpoint in {self.path.parent}"
-        return CheckpointError(problem, code=code, who="resume", remedy=remedy)
-
-    @classmethod
-    def read(cls, path: Path) -> Self:
-        """Open the checkpoint at ``path``.
-
-        Raises:
-            CheckpointError: it is missing, or its state cannot be read; the message names a remedy.
-        """
-        file = path / _STATE
-        if not path.is_dir():
-            raise _no_checkpoint(path, "no directory")
-        try:
-            if not file.is_file():  # a pipe would never end
-                raise FileNotFoundError
-            state = json.loads(file.read_text(encoding="utf-8"))
-            if state.pop(_CHECKSUM) != _checksum(state):
-                raise ValueError("it is not as it was written")
-            if problem := _state_problem(state):
-                raise ValueError(problem)
-            return cls(path.resolve(), state["step"], state)
-        except FileNotFoundError as error:
-            raise _no_checkpoint(path, f"{_STATE} is missing") from error
-        except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
-            raise cls(path, 0, {}).unusable(f"{file} is damaged ({error})", "checkpoint-damaged") from error
-
-
-def _state_problem(state: dict[str, Any]) -> str | None:
-    """What no run has written, although the checksum fits."""
-    step, data = state["step"], state.get("data", {})
-    if not isinstance(step, int) or isinstance(step, bool) or step < 0:
-        return "its step must be a whole number"
-    for name in (_FILES, _LENGTHS):
-        entries = state.get(name, {})
-        if not isinstance(entries, dict) or not all(isinstance(value, int) for value in entries.values()):
-            return f"{name} must be a mapping of whole numbers"
-    return None if isinstance(data, dict) else "data must be a mapping"
-
-
-def _no_checkpoint(path: Path, why: str) -> CheckpointError:
-    others = (other for other in _saved(path.parent) if os.path.realpath(other) != os.path.realpath(path))
-    names = sorted(other.name for other in others if (other / _STATE).is_file())
-    whole = f" of another one, such as {path.parent / names[-1]}," if names else " of another one,"
-    remedy = f"give the path{whole} or start over with resume: never"
-    return CheckpointError(f"{path} is not a checkpoint ({why})", code="no-checkpoint", who="resume", remedy=remedy)
-
-
-def write_state(directory: Path, step: int, state: dict[str, Any]) -> None:
-    """Write the state for ``Checkpoint.read``, with its CRC-32."""
-    content = json.loads(json.dumps({"step": step, **state}))  # keys and numbers as they will be read
-    text = json.dumps({**content, _CHECKSUM: _checksum(content)}, indent=1)
-    (directory / _STATE).write_text(text, encoding="utf-8")
-
-
-def _checksum(content: dict[str, Any]) -> int:
-    return zlib.crc32(json.dumps(content, sort_keys=True, separators=(",", ":")).encode())
 
 
 class CheckpointStore:
@@ -253,17 +129,17 @@ class CheckpointStore:
             for name, source in self._linked.items():
                 if (files := source()) is not None:
                     link_tree(files, partial / name)
-            write_state(partial, step, {**state, _FILES: checksums})
-            self._trainers.ranks.call(phase, method, partial / _TRAINER)
+            write_state(partial, step, {**state, FILES: checksums})
+            self._trainers.ranks.call(phase, method, partial / TRAINER)
         return final
 
     def _commit(self, final: Path) -> None:
         """Give the files their name: after a power failure, too, ``latest`` leads to this checkpoint or the last."""
         partial, former, root = _partial(final), final.with_name(f"{_FORMER}{final.name}"), self._root
-        files = (path for path in partial.rglob("*") if path.is_file() and path != partial / _STATE)
+        files = (path for path in partial.rglob("*") if path.is_file() and path != partial / STATE)
         lengths = {str(path.relative_to(partial)): path.stat().st_size for path in files}
         written = Checkpoint.read(partial)
-        write_state(partial, written.step, {**written.state, _LENGTHS: lengths})
+        write_state(partial, written.step, {**written.state, LENGTHS: lengths})
         sync_tree(partial)
         if final.exists():  # the same step of an earlier start
             final.rename(former)
@@ -276,7 +152,7 @@ class CheckpointStore:
         link.replace(root / "latest")
         sync(root)
         # Of the old ones first those of later steps, left by a run that resumed before them.
-        saved = sorted(_saved(root), key=lambda path: (_step(path) <= _step(final), _step(path)))
+        saved = sorted(saved_steps(root), key=lambda path: (_step(path) <= _step(final), _step(path)))
         self._remove([*root.glob(f"{_FORMER}*"), *saved[: -self._keep]])
 
     def _remove(self, paths: Iterable[Path]) -> None:
@@ -312,7 +188,7 @@ def latest_checkpoint(run_dir: Path) -> Path | None:
     without its links, the highest step, as every checkpoint with such a name is whole; ``None`` without one."""
     root = run_dir / "checkpoints"
     latest = root / "latest"
-    return latest if latest.is_symlink() else max(_saved(root), key=_step, default=None)
+    return latest if latest.is_symlink() else max(saved_steps(root), key=_step, default=None)
 
 
 def _put_back(root: Path) -> None:
@@ -336,9 +212,9 @@ def newest_whole(run_dir: Path, found_damaged: Mapping[Path, str] = MappingProxy
     if (latest := latest_checkpoint(run_dir)) is None:
         return None
     name = latest.readlink().name if latest.is_symlink() else latest.name
-    last = int(name.partition("-")[2]) if _NAME.fullmatch(name) else 0
+    last = int(name.partition("-")[2]) if NAME.fullmatch(name) else 0
     # Later steps are of a run that resumed before them: they come last.
-    others = sorted(_saved(root), key=lambda path: (_step(path) <= last, _step(path)), reverse=True)
+    others = sorted(saved_steps(root), key=lambda path: (_step(path) <= last, _step(path)), reverse=True)
     damaged: list[str] = []
     for path in (latest, *(path for path in others if path.name != name)):
         if (problem := found_damaged.get(Path(os.path.realpath(path)))) is not None:
@@ -361,10 +237,6 @@ def _noting(path: Path, problems: list[str]) -> Iterator[None]:
         yield
     except OSError as error:
         problems.append(f"{path} could not be removed ({error.strerror}); it is tried again after the next save")
-
-
-def _saved(root: Path) -> list[Path]:
-    return [path for path in root.glob("step-*") if _NAME.fullmatch(path.name)]
 
 
 def _step(checkpoint: Path) -> int:

@@ -8,7 +8,8 @@ from slime_like.config import RunConfig
 from slime_like.errors import CheckpointError
 from slime_like.orchestration.reference.refresh import REFERENCE, Reference
 from slime_like.orchestration.rollout.reference_pool import ReferencePool
-from slime_like.orchestration.trainer.checkpoints import Checkpoint, CheckpointStore
+from slime_like.orchestration.trainer.checkpoint import Checkpoint
+from slime_like.orchestration.trainer.checkpoints import CheckpointStore
 from slime_like.orchestration.trainer.group import TrainerGroup
 from tests.support.pending import OneBackend
 from tests.support.rejections import Rejects

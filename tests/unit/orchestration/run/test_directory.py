@@ -22,7 +22,7 @@ from slime_like.orchestration.run.directory import (
     record_settings,
 )
 from slime_like.orchestration.run.lock import RunLock
-from slime_like.orchestration.trainer.checkpoints import Checkpoint, write_state
+from slime_like.orchestration.trainer.checkpoint import Checkpoint, write_state
 from tests.support.rejections import Rejects
 
 

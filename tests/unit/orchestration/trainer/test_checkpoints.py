@@ -13,7 +13,8 @@ from unittest.mock import Mock
 import pytest
 
 from slime_like.errors import CheckpointError
-from slime_like.orchestration.trainer.checkpoints import Checkpoint, CheckpointStore, newest_whole, write_state
+from slime_like.orchestration.trainer.checkpoint import Checkpoint, write_state
+from slime_like.orchestration.trainer.checkpoints import CheckpointStore, newest_whole
 from slime_like.orchestration.trainer.group import TrainerGroup
 from tests.support.pending import OneBackend
 from tests.support.rejections import Rejects

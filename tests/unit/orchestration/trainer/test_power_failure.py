@@ -16,7 +16,8 @@ from typing import Any, cast
 import pytest
 
 from slime_like.errors import CheckpointError
-from slime_like.orchestration.trainer.checkpoints import Checkpoint, CheckpointStore, newest_whole
+from slime_like.orchestration.trainer.checkpoint import Checkpoint
+from slime_like.orchestration.trainer.checkpoints import CheckpointStore, newest_whole
 from slime_like.orchestration.trainer.group import TrainerGroup
 from tests.support.pending import OneBackend
 

@@ -1,0 +1,153 @@
+"""One checkpoint of a run on disk: its state, and whether its files are those that were written."""
+
+import errno
+import json
+import os
+import re
+import zlib
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Self
+
+from slime_like.errors import CheckpointError
+from slime_like.system.disk import length_fault
+
+TRAINER, STATE = "trainer", "state.json"
+NAME = re.compile(r"step-\d{6,}")
+"""A copy that somebody made under another name is not ours to remove."""
+FILES, LENGTHS = "files", "lengths"
+_CHECKSUM = "crc32"
+
+UNUSABLE = ("checkpoint-damaged", "checkpoint-incomplete", "checkpoint-not-whole")
+"""Codes of errors about a checkpoint whose files are not those that were written."""
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    """A whole checkpoint on disk: what to hand to the trainers, and what the driver remembers.
+
+    Attributes:
+        passed_over: newer checkpoints that are damaged, as a note; empty where there are none.
+    """
+
+    path: Path
+    step: int
+    state: dict[str, Any]
+    passed_over: str = ""
+
+    @property
+    def trainer(self) -> Path:
+        return self.path / TRAINER
+
+    def data_position(self) -> dict[str, Any]:
+        """Position of the prompts to resume from.
+
+        Raises:
+            CheckpointError: the run that wrote it read no prompts, but kept rollouts.
+        """
+        if "data" not in self.state:
+            raise CheckpointError(
+                f"{self.path} is of a run on kept rollouts and has no position in data.train",
+                code="no-data-position",
+                who="resume",
+                remedy="resume it with debug.load_rollouts, or start from its Hugging Face export",
+            )
+        position: dict[str, Any] = self.state["data"]
+        return position
+
+    def file(self, name: str) -> Path:
+        """A file that ``CheckpointStore.also_write`` put there.
+
+        Raises:
+            CheckpointError: it is missing, or not as it was written.
+        """
+        path = self.path / name
+        try:
+            if not path.is_file():  # a pipe would never end
+                raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(path))
+            intact = zlib.crc32(path.read_bytes()) == self.state[FILES][name]
+        except (OSError, LookupError, TypeError) as error:
+            raise self.unusable(f"{path} is missing ({error})", "checkpoint-incomplete") from error
+        if not intact:
+            raise self.unusable(f"{path} is not as it was written", "checkpoint-damaged")
+        return path
+
+    def require_whole(self) -> None:
+        """Compare what can be compared without reading the trainers' files.
+
+        Raises:
+            CheckpointError: a file is missing or has lost bytes, or one of the driver's is not as it was written.
+        """
+        for name in self.state.get(FILES, {}):
+            self.file(name)
+        for name, length in self.state.get(LENGTHS, {}).items():
+            path = self.path / name
+            if not path.is_file():
+                raise self.unusable(f"{path} is missing", "checkpoint-incomplete")
+            if fault := length_fault(path.stat().st_size, length):
+                raise self.unusable(f"{path} {fault}", "checkpoint-damaged")
+
+    def unusable(self, problem: str, code: str) -> CheckpointError:
+        """Describe a fault of the checkpoint's files."""
+        remedy = f"resume from an older checkpoint in {self.path.parent}"
+        return CheckpointError(problem, code=code, who="resume", remedy=remedy)
+
+    @classmethod
+    def read(cls, path: Path) -> Self:
+        """Open the checkpoint at ``path``.
+
+        Raises:
+            CheckpointError: it is missing, or its state cannot be read; the message names a remedy.
+        """
+        file = path / STATE
+        if not path.is_dir():
+            raise _no_checkpoint(path, "no directory")
+        try:
+            if not file.is_file():  # a pipe would never end
+                raise FileNotFoundError
+            state = json.loads(file.read_text(encoding="utf-8"))
+            if state.pop(_CHECKSUM) != _checksum(state):
+                raise ValueError("it is not as it was written")
+            if problem := _state_problem(state):
+                raise ValueError(problem)
+            return cls(path.resolve(), state["step"], state)
+        except FileNotFoundError as error:
+            raise _no_checkpoint(path, f"{STATE} is missing") from error
+        except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
+            raise cls(path, 0, {}).unusable(f"{file} is damaged ({error})", "checkpoint-damaged") from error
+
+
+def _state_problem(state: dict[str, Any]) -> str | None:
+    """What no run has written, although the checksum fits."""
+    step, data = state["step"], state.get("data", {})
+    if not isinstance(step, int) or isinstance(step, bool) or step < 0:
+        return "its step must be a whole number"
+    for name in (FILES, LENGTHS):
+        entries = state.get(name, {})
+        if not isinstance(entries, dict) or not all(isinstance(value, int) for value in entries.values()):
+            return f"{name} must be a mapping of whole numbers"
+    return None if isinstance(data, dict) else "data must be a mapping"
+
+
+def _no_checkpoint(path: Path, why: str) -> CheckpointError:
+    others = (other for other in saved_steps(path.parent) if os.path.realpath(other) != os.path.realpath(path))
+    names = sorted(other.name for other in others if (other / STATE).is_file())
+    whole = f" of another one, such as {path.parent / names[-1]}," if names else " of another one,"
+    remedy = f"give the path{whole} or start over with resume: never"
+    return CheckpointError(f"{path} is not a checkpoint ({why})", code="no-checkpoint", who="resume", remedy=remedy)
+
+
+def write_state(directory: Path, step: int, state: dict[str, Any]) -> None:
+    """Write the state for ``Checkpoint.read``, with its CRC-32."""
+    content = json.loads(json.dumps({"step": step, **state}))  # keys and numbers as they will be read
+    text = json.dumps({**content, _CHECKSUM: _checksum(content)}, indent=1)
+    (directory / STATE).write_text(text, encoding="utf-8")
+
+
+def _checksum(content: dict[str, Any]) -> int:
+    return zlib.crc32(json.dumps(content, sort_keys=True, separators=(",", ":")).encode())
+
+
+def saved_steps(root: Path) -> list[Path]:
+    """Directories of whole checkpoints."""
+    return [path for path in root.glob("step-*") if NAME.fullmatch(path.name)]
