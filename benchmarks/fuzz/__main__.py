@@ -2,7 +2,8 @@
 
 Each case is a process of its own, forked from one that has imported everything: a damaged or forged copy of whole input
 is given to the command, or the command's reader, that reads such input. It must end with exit code 0, or with 1 or 2
-and sentences that have a code; without a traceback, within 10 s, with at most 2 GB of memory. Exit code 1 otherwise.
+and sentences that have a code; without a traceback, within 10 s of processor time, with at most 2 GB of memory. Exit
+code 1 otherwise.
 """
 
 import argparse
@@ -27,6 +28,8 @@ from benchmarks.fuzz.cases import KINDS, Read
 from benchmarks.fuzz.sound import Sound, make_sound
 
 DEADLINE_S = 10.0
+HANG_S = 60.0
+"""A case that takes no processor time has a longer deadline: others may use the machine."""
 MEMORY_BYTES = 2 * 10**9
 _CODE = re.compile(r"\[([a-z][a-z0-9._-]*)\]$")
 
@@ -62,7 +65,7 @@ def run_case(number: int, seed: int, sound: Sound, root: Path) -> Verdict:
     process = os.fork()
     if process == 0:
         _read_in_child(read, directory)
-    status, used = _wait(process, began + DEADLINE_S * 2)
+    status, used = _wait(process, began + HANG_S)
     seconds = time.monotonic() - began
     code = os.waitstatus_to_exitcode(status)
     files = [directory / name for name in ("stderr", "stdout")]
@@ -132,8 +135,8 @@ def render(verdicts: list[Verdict], seed: int) -> str:
     lines = [
         f"{len(verdicts):,} fuzzed inputs, {datetime.date.today()},",
         f"`python -m benchmarks.fuzz OUT RESULT --seed {seed} --count {len(verdicts)}`.",
-        f"Required: exit code 0, 1 or 2, a sentence with a code, no traceback, {DEADLINE_S:g} s, "
-        f"{MEMORY_BYTES / 1e9:g} GB (the imports' included).",
+        f"Required: exit code 0, 1 or 2, a sentence with a code, no traceback, {DEADLINE_S:g} s of "
+        f"processor time, {MEMORY_BYTES / 1e9:g} GB (the imports' included).",
         f"Faults: {sum(bool(verdict.fault) for verdict in verdicts)}.",
         "",
         "| input | cases | exit codes | slowest, s | peak memory, GB | codes of problems |",
