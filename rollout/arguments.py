@@ -26,7 +26,7 @@ def check_known(config: RunConfig, known: Collection[str], engine: str, command:
 
     ``command`` lists them.
     """
-    for name in config.rollout.engine_args:
+    for name in config.rollout.own_engine_args:
         if name not in known:
             raise EngineError(
                 f"rollout.engine_args.{name}: {engine} has no such argument",
@@ -41,7 +41,7 @@ def sequences_at_once(config: RunConfig) -> int:
 
 def sleep_mode(config: RunConfig, argument: str) -> bool:
     """True where the engine must be able to give its memory back; its ``argument`` decides, or a shared device."""
-    return bool(config.rollout.engine_args.get(argument, config.cluster.placement == "colocated"))
+    return bool(config.rollout.own_engine_args.get(argument, config.cluster.placement == "colocated"))
 
 
 def require_sleep_mode(config: RunConfig, argument: str, engine: str) -> None:

@@ -49,7 +49,7 @@ def memory_saver_problem(config: RunConfig, environment: Mapping[str, str]) -> s
 def engine_arguments(config: RunConfig, engine_index: int, known: Collection[str]) -> dict[str, Any]:
     """SGLang's arguments. Raises ``EngineError`` where ``rollout.engine_args`` names one that is not ``known``."""
     check_known(config, known, "SGLang", "python -m sglang.launch_server")
-    return {**_defaults(config), **config.rollout.engine_args, **_owned(config, engine_index)}
+    return {**_defaults(config), **config.rollout.own_engine_args, **_owned(config, engine_index)}
 
 
 def _owned(config: RunConfig, engine_index: int) -> dict[str, Any]:

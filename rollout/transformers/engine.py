@@ -128,7 +128,7 @@ class TransformersEngine(EngineBase["DecodeScheduler"]):
         if on_cpu():
             use_onednn()
             keep_freed_memory()
-        arguments = self._config.rollout.engine_args
+        arguments = self._config.rollout.own_engine_args
         model = AutoModelForCausalLM.from_pretrained(
             self._config.model.path,
             dtype=getattr(torch, self._config.model.dtype),

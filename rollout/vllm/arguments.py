@@ -47,7 +47,7 @@ def environment(config: RunConfig, cpu: bool) -> dict[str, str]:
     shared["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"
     if config.rollout.tensor == 1:
         shared["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
-    if config.rollout.engine_args.get("enforce_eager", True):
+    if config.rollout.own_engine_args.get("enforce_eager", True):
         shared["TORCHDYNAMO_DISABLE"] = "1"
     return shared
 
@@ -70,7 +70,7 @@ def given_arguments(config: RunConfig, cpu: bool) -> dict[str, Any]:
     On a GPU the head's logits are float32 by default, as the trainer's are. vLLM would round them to the model's type,
     which is to an eighth where they are above 16.
     """
-    given = {**_defaults(config, cpu), **config.rollout.engine_args}
+    given = {**_defaults(config, cpu), **config.rollout.own_engine_args}
     overrides = given.get("hf_overrides", {})
     if not cpu and isinstance(overrides, Mapping):
         given["hf_overrides"] = {"head_dtype": "float32", **overrides}

@@ -98,7 +98,7 @@ def can_keep_weights(config: RunConfig, dimensions: ModelDimensions) -> bool:
     Sampling after a checkpoint needs it; so do foreign models, whose tensors are not all parameters and buffers.
     """
     default = config.samples_after_saves or dimensions.foreign is not None or config.rollout.engine not in SHARES
-    return bool(config.rollout.engine_args.get(WEIGHTS_BACKUP, default))
+    return bool(config.rollout.own_engine_args.get(WEIGHTS_BACKUP, default))
 
 
 def copies_weights(config: RunConfig, dimensions: ModelDimensions) -> bool:
@@ -114,7 +114,7 @@ def engine_problems(config: RunConfig, engine: str | None = None) -> Iterator[st
     Args:
         engine: the engine's name, where it is not ``rollout.engine``.
     """
-    rollout, arguments = config.rollout, config.rollout.engine_args
+    rollout, arguments = config.rollout, config.rollout.own_engine_args
     engine = engine or rollout.engine
     refused = REFUSED.get(engine, {})
     known = KNOWN.get(engine, () if rollout.python else arguments_in_source(engine))

@@ -105,11 +105,26 @@ class RolloutConfig(Section):
     agent: AgentConfig = AgentConfig()
     """Calls the model itself, in place of an environment."""
     engine_args: dict[str, Any] = Field(default_factory=dict)
-    """Further arguments of the engine, passed unchanged. Unknown ones are rejected."""
+    """Further arguments of the engine, passed unchanged. Unknown ones are rejected. Those under an engine's name, e.g.
+    `vllm: {max_num_seqs: 64}`, are for that engine alone, and others win over them."""
     start_timeout_s: float | None = Field(None, gt=0)
     """Timeout of an engine's start; none: 1200 on GPUs, 300 on CPUs."""
     request_timeout_s: float | None = Field(None, gt=0)
     """Timeout of one request; none: 0.2 per token of the longest response, at least 600."""
+
+    @field_validator("engine_args")
+    @classmethod
+    def _has_sections(cls, arguments: dict[str, Any]) -> dict[str, Any]:
+        for name in ENGINES:
+            if not isinstance(arguments.get(name, {}), dict):
+                raise ValueError(f"{name}={arguments[name]} must be a mapping: arguments of this engine alone")
+        return arguments
+
+    @property
+    def own_engine_args(self) -> dict[str, Any]:
+        """Arguments of the chosen engine: its section's, then those of any engine, such as a flag's."""
+        shared = {name: value for name, value in self.engine_args.items() if name not in ENGINES}
+        return {**self.engine_args.get(self.engine, {}), **shared} if self.engine in ENGINES else shared
 
 
 class RewardFunction(Section):

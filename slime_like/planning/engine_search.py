@@ -77,7 +77,7 @@ def _engine_changes(run: PlannedRun) -> Iterator[Changes]:
     config, rollout = run.config, run.config.rollout
     gpus = _engine_gpus(run)
     share, setting = engine_share(config), share_setting(config)
-    adjustable = rollout.engine in SHARES and "kv_cache_memory_bytes" not in rollout.engine_args
+    adjustable = rollout.engine in SHARES and "kv_cache_memory_bytes" not in rollout.own_engine_args
     for tensor in divisors(config.cluster.gpus_per_node):
         if tensor > gpus:
             continue

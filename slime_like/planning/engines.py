@@ -41,7 +41,7 @@ def plan_engine(run: PlannedRun) -> EnginePlan:
     rollout = run.config.rollout
     weights = run.weight_bytes // rollout.tensor
     per_token = run.dimensions.num_layers * _cached_elements(run.dimensions, rollout.tensor) * run.element_bytes
-    given = rollout.engine_args.get("kv_cache_memory_bytes")
+    given = rollout.own_engine_args.get("kv_cache_memory_bytes")
     taken = int(engine_share(run.config) * run.hardware.memory_bytes)
     cache = int(given) if given is not None else taken - weights - ENGINE_RESERVE_BYTES
     tokens = max(0, cache) // per_token
@@ -70,7 +70,7 @@ def engine_share(config: RunConfig) -> float:
     """Share of a GPU's memory that the engine takes in all."""
     engine = config.rollout.engine
     default = DEFAULT_SHARES.get(engine, _DEFAULT_SHARE)
-    return float(config.rollout.engine_args.get(SHARES.get(engine, ""), default))
+    return float(config.rollout.own_engine_args.get(SHARES.get(engine, ""), default))
 
 
 def share_setting(config: RunConfig) -> str:

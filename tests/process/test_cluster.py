@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -194,8 +195,7 @@ def test_a_daemon_that_dies_while_ray_starts_is_named_at_once(tmp_path: Path, mo
     start_raylet = services.start_raylet
 
     def start(*arguments: Any, **options: Any) -> Any:
-        daemons = psutil.Process().children(recursive=True)
-        next(daemon for daemon in daemons if daemon.name() == "gcs_server").kill()
+        _children("gcs_server")[0].kill()
         return start_raylet(*arguments, **options)
 
     monkeypatch.setattr(services, "start_raylet", start)
@@ -205,13 +205,17 @@ def test_a_daemon_that_dies_while_ray_starts_is_named_at_once(tmp_path: Path, mo
     assert caught.value.code == "ray-not-started" and "gcs_server ended by itself with -9" in caught.value.problem
     assert time.monotonic() - began < 25
     cluster._guard.wait(60)  # it ends what Ray's failed start leaves
-    assert _raylets() == []
+    assert _children("raylet") == []
 
 
-def _raylets() -> list[psutil.Process]:
-    """Living ones of this process."""
-    named = [child for child in psutil.Process().children(recursive=True) if child.name() == "raylet"]
-    return [raylet for raylet in named if raylet.status() != psutil.STATUS_ZOMBIE]
+def _children(name: str) -> list[psutil.Process]:
+    """Living processes of this name below this one."""
+    found = []
+    for child in psutil.Process().children(recursive=True):
+        with suppress(psutil.NoSuchProcess):  # others end meanwhile
+            if child.name() == name and child.status() != psutil.STATUS_ZOMBIE:
+                found.append(child)
+    return found
 
 
 def test_a_stopped_daemon_ends_whatever_the_run_waits_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -223,7 +227,7 @@ def test_a_stopped_daemon_ends_whatever_the_run_waits_for(tmp_path: Path, monkey
         pytest.raises(SlimeLikeError) as caught,
         Cluster(ClusterConfig(), tmp_path / "logs", slots=1, note=notes.append) as cluster,
     ):
-        (raylet,) = _raylets()
+        (raylet,) = _children("raylet")
         raylet.suspend()
         began = time.monotonic()
         time.sleep(120)

@@ -5,9 +5,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from pydantic import ValidationError
 
 from rollout.vllm import arguments
 from slime_like.config import RunConfig
+from slime_like.config.rollout import RolloutConfig
 
 
 def _config(tensor: int = 1, **engine_args: Any) -> RunConfig:
@@ -52,3 +54,20 @@ def test_the_head_s_logits_are_float32_on_a_gpu(given: dict[str, Any], expected:
     """Unless the user says otherwise; on a CPU vLLM gets what the user gives."""
     assert arguments.given_arguments(_config(**given), cpu=False)["hf_overrides"] == expected
     assert arguments.given_arguments(_config(**given), cpu=True).get("hf_overrides") == given.get("hf_overrides")
+
+
+@pytest.mark.parametrize(
+    ("engine", "expected"),
+    [
+        ("vllm", {"gpu_memory_utilization": 0.7, "max_num_seqs": 4}),
+        ("sglang", {"gpu_memory_utilization": 0.7}),
+        ("mine", {"gpu_memory_utilization": 0.7}),
+    ],
+)
+def test_arguments_under_an_engine_s_name_are_for_it_alone_and_others_win(
+    engine: str, expected: dict[str, Any]
+) -> None:
+    given = {"vllm": {"gpu_memory_utilization": 0.88, "max_num_seqs": 4}, "gpu_memory_utilization": 0.7}
+    assert RolloutConfig(engine=engine, engine_args=given).own_engine_args == expected
+    with pytest.raises(ValidationError):
+        RolloutConfig(engine_args={"vllm": 3})
