@@ -114,8 +114,9 @@ def engine_problems(config: RunConfig, engine: str | None = None) -> Iterator[st
     Args:
         engine: the engine's name, where it is not ``rollout.engine``.
     """
-    rollout, arguments = config.rollout, config.rollout.own_engine_args
+    rollout = config.rollout
     engine = engine or rollout.engine
+    arguments = rollout.engine_args_of(engine)
     refused = REFUSED.get(engine, {})
     known = KNOWN.get(engine, () if rollout.python else arguments_in_source(engine))
     for name in arguments:

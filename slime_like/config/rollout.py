@@ -10,6 +10,9 @@ from slime_like.config.base import Section, absolute_code
 MIN_TEMPERATURE = 0.01
 """Lowest temperature above greedy that engines apply exactly."""
 
+ENGINES = ("vllm", "sglang", "transformers")
+"""Engines of this distribution, whose names may stand in ``rollout.engine_args``."""
+
 ENVIRONMENT, AGENT = "environment", "agent"
 """Names of the rewards that ``rollout.environment`` and ``rollout.agent`` returned during generation."""
 
@@ -122,9 +125,13 @@ class RolloutConfig(Section):
 
     @property
     def own_engine_args(self) -> dict[str, Any]:
-        """Arguments of the chosen engine: its section's, then those of any engine, such as a flag's."""
+        """Arguments of the chosen engine."""
+        return self.engine_args_of(self.engine)
+
+    def engine_args_of(self, engine: str) -> dict[str, Any]:
+        """Arguments of an engine: its section's, then those of any engine, such as a flag's."""
         shared = {name: value for name, value in self.engine_args.items() if name not in ENGINES}
-        return {**self.engine_args.get(self.engine, {}), **shared} if self.engine in ENGINES else shared
+        return {**self.engine_args.get(engine, {}), **shared} if engine in ENGINES else shared
 
 
 class RewardFunction(Section):

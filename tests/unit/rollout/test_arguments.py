@@ -8,8 +8,12 @@ import pytest
 from pydantic import ValidationError
 
 from rollout.vllm import arguments
+from slime_like.checks.engine_arguments import engine_problems
 from slime_like.config import RunConfig
+from slime_like.config.reading.load import load_config
 from slime_like.config.rollout import RolloutConfig
+
+RECIPES = sorted((Path(__file__).parents[3] / "configs").glob("*.yaml"))
 
 
 def _config(tensor: int = 1, **engine_args: Any) -> RunConfig:
@@ -71,3 +75,10 @@ def test_arguments_under_an_engine_s_name_are_for_it_alone_and_others_win(
     assert RolloutConfig(engine=engine, engine_args=given).own_engine_args == expected
     with pytest.raises(ValidationError):
         RolloutConfig(engine_args={"vllm": 3})
+
+
+@pytest.mark.parametrize("engine", ["vllm", "sglang", "transformers"])
+@pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: path.stem)
+def test_each_recipe_takes_each_engine_by_a_flag(recipe: Path, engine: str) -> None:
+    config = load_config(recipe, ["--rollout.engine", engine, "--rollout.tensor", "1"])
+    assert list(engine_problems(config)) == []
