@@ -118,7 +118,7 @@ def _options(node: ast.AST, documentation: str) -> Iterator[Option]:
         named = []
     meanings = _meanings(documentation)
     for argument, default in named:
-        written = ast.unparse(argument.annotation) if argument.annotation else ""
+        written = ast.unparse(argument.annotation).removesuffix(" | None") if argument.annotation else ""
         shown = None if default is None else value_text(ast.literal_eval(default))
         yield Option(argument.arg, _TYPES.get(written, "mapping"), shown, meanings.get(argument.arg, ""))
 

@@ -48,10 +48,10 @@ def code_tests(
 ) -> RewardResult:
     """1 where the Python code of the response passes the tests in ``answer``, else 0.
 
-    The code is the response's last fenced block. ``answer`` is Python that follows the code and must not raise (a test
-    with ``assert``); or JSON, a list of such texts; or ``{"inputs": [...], "outputs": [...]}``, standard input and
-    output of one run each. The code can read Python's own files, compute and print; it has no network, no other files,
-    no processes. Python tests share its process, so that code written to deceive them can: outputs are safer.
+    The code is the response's last fenced block. ``answer`` is Python with ``assert``, a JSON list of such texts, or
+    ``{"inputs": [...], "outputs": [...]}``: standard input and output of one run each. The code can compute and print;
+    it has no network, no files but Python's own, no processes. Python tests share its process, so that code can deceive
+    them; it cannot deceive outputs.
 
     Args:
         timeout_s: bound on all tests of a response together; keep it below ``reward.timeout_s``.

@@ -21,8 +21,8 @@ def exact_match(
     r"""1 where the response is ``answer``, but for white space, else 0.
 
     Args:
-        pattern: a regular expression, e.g. ``Answer: (.*)``; what its first group, or else all of it, matched last in
-            the response is compared instead of the whole response.
+        pattern: a regular expression, e.g. ``Answer: (.*)``. Its last match (the first group, if it has one) is
+            compared instead of the whole response.
         ignore_case: compare without regard to case.
     """
     found = response
@@ -38,8 +38,7 @@ def exact_match(
 def gsm8k(prompt: str, response: str, answer: str, *, require_marker: bool = True) -> RewardResult:
     """1 where the number after the response's last ``####`` is the one after ``####`` in ``answer``, else 0.
 
-    For rows as GSM8K has them (arXiv:2110.14168); an answer that is a number alone will do, too. Numbers are compared
-    by value: 1,104 is 1104.0.
+    For GSM8K's rows (arXiv:2110.14168), and for answers that are numbers. 1,104 equals 1104.0.
 
     Args:
         require_marker: false takes the last number of a response without ``####``.
@@ -63,8 +62,8 @@ def gsm8k(prompt: str, response: str, answer: str, *, require_marker: bool = Tru
 def multiple_choice(prompt: str, response: str, answer: str) -> RewardResult:
     r"""1 where the response chooses the letter (A to J) of ``answer``, else 0.
 
-    What counts is the last letter in ``\boxed{}``; or else the last one that is called the answer, choice or option; or
-    else the last line, where it is a letter or begins with one: ``(B)``, ``B.``, ``B) Paris``.
+    The choice is the last letter in ``\boxed{}``; else the last one called answer, choice or option; else that of the
+    last line: ``(B)``, ``B.``, ``B) Paris``.
 
     Raises:
         ValueError: ``answer`` is no letter. Numbers begin at 0 in some data sets and at 1 in others.

@@ -49,8 +49,8 @@ def judge(
 ) -> RewardResult:
     r"""The score that a judging model writes, divided by ``best`` and bounded to 0 to 1.
 
-    One chat completion at temperature 0 for each pair of prompt and response; repeated pairs are asked once per worker.
-    A busy server (429, 502, 503, 504) and one that cannot be reached are asked again until ``timeout_s``.
+    One greedy chat completion per pair of prompt and response. A server that is busy or out of reach is asked again
+    until ``timeout_s``.
 
     Args:
         url: of the API, e.g. ``http://127.0.0.1:8000/v1``; ``/chat/completions`` is appended.

@@ -10,11 +10,10 @@ from slime_like.interfaces.reward import RewardResult
 def reasoning_gym(prompt: str, response: str, answer: str, *, tag: str | None = "answer") -> RewardResult:
     """The score from 0 to 1 that the row's task gives; success is the full score.
 
-    For rows of ``slime-like make-tasks``, whose ``answer`` names the task and has what it needs to judge.
+    For rows of ``slime-like make-tasks``.
 
     Args:
-        tag: the last ``<tag>...</tag>`` of the response is judged, and a response without it gets 0; none judges all of
-            the response.
+        tag: the last ``<tag>...</tag>`` is judged, and a response without it gets 0; none: all of the response.
 
     Raises:
         ValueError: ``answer`` is not of such a row.
