@@ -266,5 +266,5 @@ def test_a_hundred_power_failures_leave_the_last_checkpoint(tmp_path: Path, seed
 @pytest.mark.parametrize("sync", SYNCS)
 def test_every_sync_is_needed(tmp_path: Path, sync: str) -> None:
     with pytest.raises((AssertionError, CheckpointError, OSError)):
-        for seed in range(20):
+        for seed in range(6, 26):  # with the first the rarest fault shows within a few saves
             _saves(tmp_path / str(seed), 100, seed, skipped=sync)
