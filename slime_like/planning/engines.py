@@ -70,7 +70,8 @@ def engine_share(config: RunConfig) -> float:
     """Share of a GPU's memory that the engine takes in all."""
     engine = config.rollout.engine
     default = DEFAULT_SHARES.get(engine, _DEFAULT_SHARE)
-    return float(config.rollout.own_engine_args.get(SHARES.get(engine, ""), default))
+    given = config.rollout.own_engine_args.get(SHARES.get(engine, ""), default)
+    return given if isinstance(given, int | float) else default  # a check names what is no share
 
 
 def share_setting(config: RunConfig) -> str:

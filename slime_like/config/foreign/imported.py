@@ -11,6 +11,7 @@ from slime_like.config.reading.fields import all_fields
 from slime_like.config.reading.yaml_text import read_value
 
 UNKNOWN_VALUE = "its value is known only when the script runs"
+ELSEWHERE = "another file defines this array; add its settings"
 
 
 @dataclass(slots=True)

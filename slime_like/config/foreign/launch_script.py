@@ -2,14 +2,19 @@
 
 import re
 import shlex
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 
 _ASSIGNMENT = re.compile(r"(?:export\s+)?([A-Za-z_]\w*)=(.*)", re.DOTALL)
-_ARRAY = re.compile(r"^[ \t]*(?:export[ \t]+)?([A-Za-z_]\w*)=\((.*?)^[ \t]*\)", re.DOTALL | re.MULTILINE)
+_ARRAY = re.compile(
+    r"""^[ \t]*(?:export[ \t]+|declare[ \t]+-a[ \t]+)?([A-Za-z_]\w*)\+?=\(((?:"[^"]*"|'[^']*'|[^()"'])*)\)""",
+    re.MULTILINE,
+)
+_ELEMENTS = re.compile(r"\$\{([A-Za-z_]\w*)\[[@*]\]\}")
 _VARIABLE = re.compile(r"\$(?:\{([A-Za-z_]\w*)(?:(:?-)([^}]*))?\}|([A-Za-z_]\w*))")
 _COMMAND = re.compile(r"\$\([^()]*\)|`[^`]*`")
-_DYNAMIC = re.compile(r"\$[({\w@*#?!]")
+_OUTPUT = "$\0"  # of a command, while words are found: it has no parentheses
+_DYNAMIC = re.compile(r"\$[{\w@*#?!\0]")
 _MOST_REPLACEMENTS = 10
 
 
@@ -29,16 +34,27 @@ class Argument:
 def commands(script: str) -> list[list[Argument]]:
     """The words of each array and each command line of a script, in order; comments are left out.
 
-    Where a command takes the elements of an array, the array stands by itself.
+    Where a command takes the elements of an array of the script, the array stands by itself; of one that is not there,
+    so does its name, as a word that is not known.
     """
-    text = _COMMAND.sub("$(command)", "\n".join(_without_comment(line) for line in script.splitlines()))
-    arrays = {match[1]: _words(match[2]) for match in _ARRAY.finditer(text)}
+    text = _COMMAND.sub(lambda _: _OUTPUT, "\n".join(_without_comment(line) for line in script.splitlines()))
+    arrays = [(match[1], _words(match[2])) for match in _ARRAY.finditer(text)]
     lines = [_words(line) for line in _ARRAY.sub("", text).replace("\\\n", " ").splitlines()]
-    variables = dict(_assignments(lines))
-    expansions = {f"${{{name}[@]}}" for name in arrays}
-    return [
-        [_replaced(word, variables) for word in words if word not in expansions] for words in (*arrays.values(), *lines)
-    ]
+    variables, found = dict(_assignments(lines)), {name for name, _ in arrays}
+    parts = [part for words in (*(words for _, words in arrays), *lines) for part in _apart(words, found)]
+    return [[_replaced(word, variables) for word in words] for words in parts]
+
+
+def _apart(words: Sequence[str], arrays: Collection[str]) -> Iterator[list[str]]:
+    """The words without the elements of arrays; an array that is not in the script is a part by itself."""
+    rest = []
+    for word in words:
+        elements = _ELEMENTS.fullmatch(word)
+        if elements is None:
+            rest.append(word)
+        elif elements[1] not in arrays:
+            yield [word]
+    yield rest
 
 
 def _without_comment(line: str) -> str:
@@ -77,4 +93,9 @@ def _replaced(word: str, variables: dict[str, str]) -> Argument:
         before, word = word, _VARIABLE.sub(value, word)
         if word == before:
             break
-    return Argument(word, _DYNAMIC.search(word) is None)
+    return Argument(word.replace(_OUTPUT, "$(command)"), _DYNAMIC.search(word) is None)
+
+
+def absent_arrays(parts: Sequence[Sequence[Argument]]) -> list[str]:
+    """Arrays that a command takes the elements of and that another file defines."""
+    return [part[0].text for part in parts if len(part) == 1 and _ELEMENTS.fullmatch(part[0].text)]

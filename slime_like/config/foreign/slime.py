@@ -5,6 +5,7 @@ from types import MappingProxyType
 from typing import Any
 
 from slime_like.config.foreign.imported import (
+    ELSEWHERE,
     UNKNOWN_VALUE,
     Given,
     Imported,
@@ -15,7 +16,7 @@ from slime_like.config.foreign.imported import (
     texts,
     whole,
 )
-from slime_like.config.foreign.launch_script import Argument
+from slime_like.config.foreign.launch_script import Argument, absent_arrays
 
 _DIRECT = MappingProxyType(
     {
@@ -124,6 +125,8 @@ def read_slime(commands: Sequence[Sequence[Argument]]) -> Imported:
             imported.set(target, value, shown(name))
     _rest(given, imported)
     imported.set("rollout.engine", "sglang", "slime's engine")
+    for array in absent_arrays(commands):
+        imported.decide(array, ELSEWHERE)
     return imported
 
 

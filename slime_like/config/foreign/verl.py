@@ -6,6 +6,7 @@ from types import MappingProxyType
 from typing import Any
 
 from slime_like.config.foreign.imported import (
+    ELSEWHERE,
     UNKNOWN_VALUE,
     Given,
     Imported,
@@ -17,7 +18,7 @@ from slime_like.config.foreign.imported import (
     texts,
     whole,
 )
-from slime_like.config.foreign.launch_script import Argument
+from slime_like.config.foreign.launch_script import Argument, absent_arrays
 
 _OVERRIDE = re.compile(
     r"\+*((?:actor_rollout_ref|algorithm|data|trainer|critic|reward_model|reward|custom_reward_function"
@@ -118,7 +119,10 @@ def read_verl_script(commands: Sequence[Sequence[Argument]]) -> Imported:
     words = [word for words in commands for word in words]
     found = [(match, word.known) for word in words if (match := _OVERRIDE.fullmatch(word.text))]
     unknown = frozenset(match[1] for match, known in found if not known)
-    return _read(Given({match[1]: match[2] for match, _ in found}, unknown))
+    imported = _read(Given({match[1]: match[2] for match, _ in found}, unknown))
+    for array in absent_arrays(commands):
+        imported.decide(array, ELSEWHERE)
+    return imported
 
 
 def read_verl_yaml(data: Mapping[str, Any]) -> Imported:

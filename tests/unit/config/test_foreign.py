@@ -192,6 +192,21 @@ def test_what_has_no_one_meaning_is_left_to_decide(tmp_path: Path, given: str, p
     assert point in _imported(tmp_path, "run.sh", base + given).open_points
 
 
+def test_arrays_of_one_line_and_of_other_files(tmp_path: Path) -> None:
+    """What stands before the elements of an array keeps its value; an array that is not there is named."""
+    script = """source models/some.sh
+SGLANG_ARGS=( --rollout-num-gpus-per-engine 4 --sglang-mem-fraction-static 0.7 )
+SGLANG_ARGS+=(--rm-type "f(x)")
+python3 train.py --hf-checkpoint m --prompt-data d --rollout-batch-size 4 --colocate \\
+   ${MODEL_ARGS[@]} --actor-num-nodes 1 --actor-num-gpus-per-node 8 "${MORE_ARGS[@]}" ${SGLANG_ARGS[@]}
+"""
+    imported = _imported(tmp_path, "run.sh", script)
+    assert {"${MODEL_ARGS[@]}", "${MORE_ARGS[@]}", "--rm-type f(x)"} <= set(imported.open_points)
+    values = {name: value for name, (value, _) in imported.values.items()}
+    assert values["cluster.placement"] == "colocated" and values["rollout.num_engines"] == 2
+    assert values["rollout.engine_args.mem_fraction_static"] == 0.7 and values["cluster.nodes"] == 1
+
+
 def test_files_of_neither_are_rejected(tmp_path: Path, rejects: Rejects) -> None:
     for name, content in (
         ("run.sh", "echo hello"),
