@@ -14,7 +14,7 @@ from slime_like.sandbox.environments.pool import start_problems as start_problem
 from slime_like.sandbox.environments.registry import REGISTERED as ENVIRONMENTS
 from slime_like.sandbox.environments.registry import build_environment
 from slime_like.sandbox.rewards.pool import start_problems
-from slime_like.sandbox.rewards.registry import REGISTERED, resolve_reward, try_options
+from slime_like.sandbox.rewards.registry import OF_ROWS, REGISTERED, resolve_reward, try_options
 
 
 def backend_name_problems(config: RunConfig) -> Iterator[str]:
@@ -97,9 +97,10 @@ def custom_code_problems(config: RunConfig) -> Iterator[str]:
 
 
 def custom_reward_problems(config: RunConfig) -> Iterator[str]:
-    """Custom functions whose module is found are imported and called once, each by a reward worker with its limits."""
+    """Custom functions whose module is found are imported and called once, each by a reward worker with its limits; so
+    are included ones that need answers of a certain form."""
     names = enumerate(function.name for function in config.reward.functions)
-    found = [index for index, name in names if ":" in name and not import_path_problem(name)]
+    found = [index for index, name in names if name in OF_ROWS or (":" in name and not import_path_problem(name))]
     sample = first_sample(config) if found else None
     for index in found:
         yield from start_problems(config.reward, index, sample)

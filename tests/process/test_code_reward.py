@@ -4,7 +4,9 @@ import json
 
 import pytest
 
+from slime_like.config import RewardConfig, RewardFunction
 from slime_like.sandbox.rewards.code_tests import code_tests
+from slime_like.sandbox.rewards.pool import RewardItem, RewardPool, start_problems
 
 
 def _code(text: str) -> str:
@@ -81,3 +83,25 @@ def test_partial_rewards_and_the_bound_of_all_tests_together() -> None:
     assert code_tests("", _code("def f(x): return x * x"), answer, partial=True).reward == 1.0
     slow = code_tests("", _code("while True: pass"), answer, partial=True, timeout_s=0.3)
     assert slow.reward == 0.0 and slow.metadata["reason"] == "timeout"
+
+
+def test_workers_compute_included_rewards_and_look_at_the_first_row() -> None:
+    """Through worker processes, as in training, and through the check before a start."""
+    included = {
+        "code": ("def f(x): return 4", "assert f(2) == 4"),
+        "gsm8k": ("#### 4", "2 + 2\n#### 4"),
+        "multiple_choice": ("B", "B"),
+        "exact_match": ("so", "so"),
+        "json_schema": ("{}", "{}"),
+    }
+    for name, (response, answer) in included.items():
+        config = RewardConfig(functions=(RewardFunction(name=name),))
+        text = _code(response) if name == "code" else response
+        with RewardPool(config) as pool:
+            (outcome,) = pool.score([RewardItem("", text, answer)])
+        assert (outcome.rewards, outcome.successes) == ((1.0,), (1.0,)), (name, outcome.metadata)
+        assert start_problems(config, 0, RewardItem("", "?", answer)) == []
+    for name in ("code", "gsm8k", "multiple_choice", "json_schema"):
+        config = RewardConfig(functions=(RewardFunction(name=name),))
+        (problem,) = start_problems(config, 0, RewardItem("", "?", "no such thing ("))
+        assert problem.startswith(f"reward.functions.0.name={name} fails on the first row of the data")

@@ -23,7 +23,7 @@ SYNONYMS = {
     "label_key": "data.answer_key",
     "learning_rate": "trainer.optimizer.lr",
     "loss_agg_mode": "algorithm.reduction",
-    "loss_type": "algorithm.loss",
+    "loss_type": "algorithm.reduction",
     "lr_decay_style": "trainer.optimizer.decay",
     "lr_scheduler_type": "trainer.optimizer.decay",
     "max_completion_length": "rollout.max_new_tokens",

@@ -35,8 +35,11 @@ LOCAL = frozenset(REGISTERED) - SERVICES
 QUICK = LOCAL - {"code", "majority", "reasoning_gym"}
 """Those that take milliseconds for a response that does not hang them."""
 
-WARMED = ("math_verify", "code")
-"""Those whose first call takes long, or shows whether the machine can make it."""
+WARMED: Mapping[str, str] = {"math_verify": "1", "code": "assert True"}
+"""Those whose first call takes long, or shows whether the machine can make it; with an answer for it."""
+
+OF_ROWS = frozenset({"gsm8k", "multiple_choice", "json_schema", "code", "reasoning_gym"})
+"""Those that need answers of a certain form."""
 
 _PURE: Mapping[str, str] = {"format": "", "length": "", "exact_match": "", "gsm8k": "1", "multiple_choice": "A"}
 """Those that only look at their arguments, at once and with nothing to import; with an answer that each takes."""

@@ -13,7 +13,7 @@ from slime_like.sandbox.rewards.registry import REGISTERED, WARMED, resolve_rewa
 from slime_like.sandbox.rewards.signature import is_group_reward, signature_problems
 from slime_like.sandbox.serving import Handler, ItemFailed, serve, untrusted
 
-_WARM_UP = {"prompt": "", "response": "```python\n1\n```\n\\boxed{1}", "answer": "1"}
+_WARM_UP = {"prompt": "", "response": "```python\n1\n```\n\\boxed{1}"}
 
 
 class _Function:
@@ -49,7 +49,7 @@ class _Function:
         if self.name not in WARMED:
             return
         try:
-            self.results(_WARM_UP)
+            self.results({**_WARM_UP, "answer": WARMED[self.name]})
         except ItemFailed as failed:
             why = failed.answer.get("detail") or failed.answer["reason"]
             raise ConfigError([f"{self._field}.name={self.name}: cannot be used on this machine: {why}"]) from failed
