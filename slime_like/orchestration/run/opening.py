@@ -219,7 +219,13 @@ class _Base:
             for note in (operators_note(config.trainer.cpu_kernels), *_machine_notes(config, placement.num_nodes)):
                 progress.note(note)
         trainers = TrainerGroup(config, placement)
-        checkpoints = CheckpointStore(config.run_dir, config.checkpoint.keep, trainers, progress.note)
+        checkpoints = CheckpointStore(
+            config.run_dir,
+            config.checkpoint.keep,
+            trainers,
+            progress.note,
+            resumed=None if self.checkpoint is None else finished,
+        )
         return _Placed(self, metrics, progress, placement, cluster.run_name, trainers, checkpoints)
 
 

@@ -38,13 +38,22 @@ class CheckpointStore:
     Args:
         keep: newest checkpoints that stay after a save.
         note: reports what could not be removed; it is tried again after the next save.
+        resumed: step that the run resumed after; checkpoints of later steps are the first to be removed.
     """
 
-    def __init__(self, run_dir: Path, keep: int, trainers: TrainerGroup, note: Callable[[str], None]) -> None:
+    def __init__(
+        self,
+        run_dir: Path,
+        keep: int,
+        trainers: TrainerGroup,
+        note: Callable[[str], None],
+        resumed: int | None = None,
+    ) -> None:
         self._root = run_dir / "checkpoints"
         self._keep = keep
         self._trainers = trainers
         self._note = note
+        self._left = {path for path in saved_steps(self._root) if resumed is not None and _step(path) > resumed}
         self._started: Path | None = None
         self._also: dict[str, Callable[[Path], None]] = {}
         self._linked: dict[str, Callable[[], Path | None]] = {}
@@ -151,8 +160,11 @@ class CheckpointStore:
         link.symlink_to(final.name)
         link.replace(root / "latest")
         sync(root)
-        # Of the old ones first those of later steps, left by a run that resumed before them.
-        saved = sorted(saved_steps(root), key=lambda path: (_step(path) <= _step(final), _step(path)))
+        self._left.discard(final)
+        # Of the old ones first those that a run left which resumed before them, perhaps since they are damaged.
+        saved = sorted(
+            saved_steps(root), key=lambda path: (path not in self._left, _step(path) <= _step(final), _step(path))
+        )
         self._remove([*root.glob(f"{_FORMER}*"), *saved[: -self._keep]])
 
     def _remove(self, paths: Iterable[Path]) -> None:

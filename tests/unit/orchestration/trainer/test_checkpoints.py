@@ -141,6 +141,17 @@ def test_a_disk_that_rejects_the_run_s_files_is_reported_with_its_room(tmp_path:
     assert not partial.exists()
 
 
+def test_one_that_was_passed_over_goes_before_the_one_resumed(tmp_path: Path) -> None:
+    """Step 260 is damaged, and the run went on from step 250: the next save leaves 250 and itself."""
+    for step in (250, 260):
+        _store(tmp_path, Trainers()).save(step, {})
+    store = CheckpointStore(tmp_path, 2, cast("TrainerGroup", Trainers()), print, resumed=250)
+    store.save(300, {})
+    assert _found(tmp_path) == (["step-000250", "step-000300"], "step-000300")
+    store.save(310, {})
+    assert _found(tmp_path) == (["step-000300", "step-000310"], "step-000310")
+
+
 @pytest.mark.parametrize(("written", "failure"), [(True, None), (False, None), (True, CheckpointError("disk"))])
 def test_a_run_that_fails_keeps_what_was_written_and_nothing_else(
     tmp_path: Path, trainers: Trainers, store: CheckpointStore, written: bool, failure: CheckpointError | None
