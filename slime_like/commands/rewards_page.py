@@ -46,21 +46,20 @@ the row's answer. Its `options` follow by keyword. It may return
 A [group function](extending.md#a-reward-of-a-whole-group) receives all responses to one prompt. An
 [environment](extending.md#an-environment) returns rewards in its steps.
 
-**Names.** `path/to/file.py:function`, relative to the current directory; or
-`package.module:function`, installed, in `PYTHONPATH` or in the current directory. Modules beside
-the file can be imported.
+**Names.** `path/to/file.py:function` or `package.module:function` ([extending](extending.md)).
+Modules beside the file can be imported.
 
 **Before a run starts** parameters and options are checked, and each custom function is called once,
 with the first row's text and its answer as the response.
 
 **Limits.** Functions run in `reward.workers` processes, with `reward.timeout_s` for a response (or
 a group) and `reward.memory_mb`. A call that raises, hangs or exceeds the memory gives its response
-reward 0 from all functions; the reason is in the metadata, and `ref_actor_rewards/scoring_failures`
-counts them. After 8 timeouts per worker in a step the bound is a tenth (not with `code`, `majority`,
-`reasoning_gym`, services, custom ones); after 100 the step's rest fails with the reason
-`budget`. A group function that fails gives its whole group reward 0. A custom function that fails
-on every response to 8 prompts (or groups) one after the other ends the run, with file and
-line. Equal responses to one prompt are scored once: functions must be deterministic.
+(or group) reward 0 from all functions, with the reason in the metadata;
+`ref_actor_rewards/scoring_failures` counts them. After 8 timeouts per worker in a step the bound is
+a tenth (not with `code`, `majority`, `reasoning_gym`, services, custom ones); after 100 the step's
+rest fails with the reason `budget`. A custom function that fails on every response to 8 prompts (or
+groups) in a row ends the run, with file and line. Equal responses to one prompt are scored once:
+functions must be deterministic.
 
 ## Included functions
 

@@ -61,7 +61,7 @@ def judge(
         success_from: the lowest reward that is a success.
         max_tokens: bound on the completion.
         timeout_s: bound on the whole call. ``reward.timeout_s`` (default 5) must be above it.
-        headers_from: header to the environment variable that has its value, e.g. ``{Authorization: JUDGE_AUTH}``.
+        headers_from: as for ``http``.
 
     Raises:
         TimeoutError: no answer in time.
