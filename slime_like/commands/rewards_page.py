@@ -22,9 +22,9 @@ reward:
       options: {limit: 2000, buffer: 500}
 ```
 
-The reward of a response is the weighted sum of its rewards. The overlong penalty and the KL in the
-reward, if set, are subtracted; then advantages are computed. A function of weight 0 is only logged.
-The mean is `ref_actor_rewards/total_reward_mean`; each function's stands beside it.
+A response's reward is the weighted sum. The overlong penalty and the KL in the reward, if set, are
+subtracted; then advantages are computed. A function of weight 0 is only logged. Means are in
+[`ref_actor_rewards/`](metrics.md#ref_actor_rewards).
 
 ## A custom function
 
@@ -33,8 +33,8 @@ def correct(prompt: str, response: str, answer: str) -> float:
     return float(response.strip().endswith(answer))
 ```
 
-It is called by position with the prompt (special tokens included), the response (without them) and
-the row's answer, all text, then with its `options` by keyword. It may return
+Its arguments are texts by position: prompt (special tokens included), response (without them) and
+the row's answer. Its `options` follow by keyword. It may return
 
 | value | success |
 |---|---|
@@ -43,25 +43,23 @@ the row's answer, all text, then with its `options` by keyword. It may return
 | a mapping with `reward` or `score` | `success`, else above 0; other keys are metadata |
 | `slime_like.interfaces.RewardResult` | as given; metadata is in the [debug tables](metrics.md#debug-tables) |
 
-A function marked with `slime_like.interfaces.group_reward` receives all responses to one prompt,
-and returns a list with one such value for each. An [environment](extending.md#an-environment)
-returns rewards in its steps instead.
+A [group function](extending.md#a-reward-of-a-whole-group) receives all responses to one prompt. An
+[environment](extending.md#an-environment) returns rewards in its steps.
 
-**Names.** `path/to/file.py:function`, relative to the current directory; or
-`package.module:function`, installed, in `PYTHONPATH` or in the current directory. Modules beside
-the file can be imported.
+**Names.** `path/to/file.py:function` or `package.module:function` ([extending](extending.md)).
+Modules beside the file can be imported.
 
 **Before a run starts** parameters and options are checked, and each custom function is called once,
 with the first row's text and its answer as the response.
 
 **Limits.** Functions run in `reward.workers` processes, with `reward.timeout_s` for a response (or
 a group) and `reward.memory_mb`. A call that raises, hangs or exceeds the memory gives its response
-reward 0 from all functions; the reason is in the metadata, and `ref_actor_rewards/scoring_failures`
-counts them. After 8 timeouts per worker in a step the bound is a tenth (not with `code`, `majority`,
-`reasoning_gym`, services, custom ones); after 100 the step's rest fails with the reason
-`budget`. A group function that fails gives its whole group reward 0. A custom function that fails
-on every response to 8 prompts (or groups) one after the other ends the run, with file and
-line. Equal responses to one prompt are scored once: functions must be deterministic.
+(or group) reward 0 from all functions, with the reason in the metadata;
+`ref_actor_rewards/scoring_failures` counts them. After 8 timeouts per worker in a step the bound is
+a tenth (not with `code`, `majority`, `reasoning_gym`, services, custom ones); after 100 the step's
+rest fails with the reason `budget`. A custom function that fails on every response to 8 prompts (or
+groups) in a row ends the run, with file and line. Equal responses to one prompt are scored once:
+functions must be deterministic.
 
 ## Included functions
 

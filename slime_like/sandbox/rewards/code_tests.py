@@ -54,9 +54,9 @@ def code_tests(
     them; it cannot deceive outputs.
 
     Args:
-        timeout_s: bound on all tests of a response together; keep it below ``reward.timeout_s``.
+        timeout_s: bound on all tests of a response; keep it below ``reward.timeout_s``.
         memory_mb: address space of the process.
-        partial: the reward is the share of tests that pass, and all of them run; success stays all of them.
+        partial: run all tests; the reward is the share that passes. Success still requires all.
 
     Raises:
         ValueError: ``answer`` holds no tests.

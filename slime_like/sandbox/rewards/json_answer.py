@@ -16,7 +16,7 @@ def json_schema(prompt: str, response: str, answer: str, *, schema: Mapping[str,
     """1 where the response, or its last fenced block, is JSON that a JSON Schema admits, else 0.
 
     Args:
-        schema: for all rows; without it ``answer`` is the schema, as JSON. ``$ref`` leads to places inside it only.
+        schema: for all rows; default: ``answer``, as JSON. ``$ref`` must stay inside it.
 
     Raises:
         ValueError: there is no schema, or it is none.

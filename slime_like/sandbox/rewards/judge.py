@@ -55,14 +55,13 @@ def judge(
     Args:
         url: of the API, e.g. ``http://127.0.0.1:8000/v1``; ``/chat/completions`` is appended.
         model: its name there.
-        instructions: the user's message instead of the built-in one; ``{prompt}``, ``{response}`` and ``{answer}`` are
-            replaced.
-        pattern: a regular expression; the first group of its last match in the completion is the score.
+        instructions: replaces the built-in user message; may contain ``{prompt}``, ``{response}`` and ``{answer}``.
+        pattern: a regular expression; the first group of its last match is the score.
         best: the score that becomes 1.
-        success_from: rewards from here on count as success.
+        success_from: the lowest reward that is a success.
         max_tokens: bound on the completion.
-        timeout_s: bound on the whole call. ``reward.timeout_s`` must be above it, and is 5 s by default.
-        headers_from: header to the environment variable that has its value, e.g. ``{Authorization: JUDGE_AUTH}``.
+        timeout_s: bound on the whole call. ``reward.timeout_s`` (default 5) must be above it.
+        headers_from: as for ``http``.
 
     Raises:
         TimeoutError: no answer in time.

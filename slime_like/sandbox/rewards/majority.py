@@ -19,17 +19,16 @@ def majority(
 ) -> list[RewardResult]:
     """1 where a response's final answer is the one that most responses of its group give, else 0.
 
-    ``r_i = 1[a_i = argmax_a n(a)]`` with ``n(a)`` the number of responses whose final answer is ``a``: test-time
-    reinforcement learning (TTRL, arXiv:2504.16084, equation 2). Where several answers are the most frequent there is no
-    majority, and no response is rewarded: the order of the samples decides nothing.
+    ``r_i = 1[a_i = argmax_a n(a)]``; ``n(a)`` counts the responses with final answer ``a`` (TTRL, arXiv:2504.16084,
+    equation 2). If several answers are the most frequent, no response is rewarded.
 
-    The final answer is what stands in the last ``\\boxed{}``, or else the last number; numbers are compared by value.
+    The final answer is the content of the last ``\\boxed{}``, else the last number; numbers are compared by value.
 
     Args:
         prompt, answer: not looked at.
         responses: all of one group.
-        min_share: no reward either where the most frequent answer has less than this share of all responses.
-        require_answer: a response without a box and without a number has no answer; false takes its whole text for one.
+        min_share: no reward if the most frequent answer has a smaller share of the responses.
+        require_answer: without box and number there is no answer; false: the whole text is the answer.
     """
     answers = [_final_answer(response[-_MAX_CHARS:], require_answer) for response in responses]
     counts = Counter(answer for answer in answers if answer is not None).most_common(2)

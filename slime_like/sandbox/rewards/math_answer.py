@@ -42,14 +42,12 @@ def math_verify(
     r"""1 where the response's final answer equals ``answer``, else 0.
 
     Numbers, fractions, expressions, sets and intervals are compared by value, in plain text or LaTeX; an answer of
-    words alone is compared as text. In the response the last ``\boxed{}``, or else the last mathematical expression, is
-    the final answer.
+    words alone is compared as text. The final answer is the last ``\boxed{}``, else the last mathematical expression.
 
     Args:
-        max_chars: only so many characters at the response's end are parsed; a cut is reported in the metadata.
+        max_chars: characters parsed, from the response's end; the metadata reports a cut.
         require_boxed: no reward without ``\boxed{}``.
-        allow_arithmetic: accept ``12+34`` where the answer is the number 46; otherwise a model could earn the reward by
-            repeating the question.
+        allow_arithmetic: accept ``12+34`` for 46; then a model can earn the reward by repeating the question.
 
     Raises:
         ValueError: the ground truth itself cannot be parsed.

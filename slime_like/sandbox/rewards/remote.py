@@ -45,9 +45,9 @@ def remote(
     Args:
         prompt, response, answer: as for every reward function.
         url: begins with http:// or https://.
-        timeout_s: bound on connecting, and on every wait for bytes; keep it below ``reward.timeout_s``. Within it a
-            request is repeated while the service is unreachable, so that a restart of it costs no reward.
-        headers: sent with the request. They are saved with the configuration, so credentials are rejected.
+        timeout_s: bound on connecting, and on every wait for bytes; keep it below ``reward.timeout_s``. Within it,
+            requests to an unreachable service are repeated.
+        headers: sent with the request, and saved with the configuration: credentials are rejected.
         headers_from: header to the environment variable that has its value, e.g. ``{Authorization: JUDGE_AUTH}``.
 
     Returns:

@@ -18,12 +18,11 @@ def response_format(prompt: str, response: str, answer: str, *, pattern: str) ->
 def response_length(prompt: str, response: str, answer: str, *, limit: int, buffer: int = 0) -> RewardResult:
     """0 up to ``limit`` characters, then falling linearly to -1 at ``limit + buffer`` and beyond.
 
-    The soft overlong punishment of DAPO (arXiv:2503.14476, equation 13), on characters in place of tokens. Success is
-    up to ``limit``.
+    DAPO's soft overlong punishment (arXiv:2503.14476, equation 13), on characters. Success: up to ``limit``.
 
     Args:
         limit: characters without penalty.
-        buffer: characters over which the penalty grows; 0 gives all of it at once.
+        buffer: characters over which the penalty grows; 0: all at once.
     """
     excess = len(response) - limit
     if excess <= 0:
