@@ -1,10 +1,10 @@
 """Messages as text and token ids, by the chat template."""
 
-import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from slime_like.agents.messages import Message, Tool
+from slime_like.models.special_tokens import special_token_pattern
 
 _CUT = "\ufdd0"
 """Where text is cut before it is encoded. Unicode reserves this number: no text has it."""
@@ -40,9 +40,7 @@ class ChatFormat:
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
-        named = {str(token) for token in tokenizer.added_tokens_decoder.values() if token.special}
-        special = sorted({*named, *tokenizer.all_special_tokens}, key=len, reverse=True)
-        self._special = re.compile("|".join(map(re.escape, special)) or "(?!)")
+        self._special = special_token_pattern(tokenizer)
 
     def render(self, messages: Sequence[Message], tools: Sequence[Tool]) -> Rendering:
         """Text that ends where the model's next turn begins. Raises ``TemplateFault``."""

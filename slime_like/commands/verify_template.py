@@ -33,17 +33,18 @@ def _run(options: argparse.Namespace, _: list[str]) -> int:
     if options.row is not None and options.data is None:
         raise ConfigError("--row needs --data; give the file", code="row-without-data")
     row = None if options.data is None else _row(options.data, options.row or 1)
-    from slime_like.data.encoding import require_text, special_tokens
+    from slime_like.data.encoding import require_text
     from slime_like.data.messages import read_conversation
     from slime_like.data.spans import ConversationEncoder, SpanFault
     from slime_like.data.tokenizer import load_tokenizer
+    from slime_like.models.special_tokens import special_token_pattern
     from slime_like.verification.template.report import print_conversation, print_verdicts, sample
     from slime_like.verification.template.verify import verify_template
 
     conversation = None if row is None else read_conversation(row, options.messages_key)
     tokenizer = load_tokenizer(options.model)
     if row is not None:
-        require_text(row, options.messages_key, [*(conversation or ())], special_tokens(tokenizer))
+        require_text(row, options.messages_key, [*(conversation or ())], special_token_pattern(tokenizer))
     stops = options.stop_token_ids or _stop_token_ids(options.model, len(tokenizer))
     try:
         encoder = ConversationEncoder(tokenizer, stops)

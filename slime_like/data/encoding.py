@@ -13,6 +13,7 @@ from slime_like.config import DataConfig
 from slime_like.data.messages import read_conversation
 from slime_like.data.rows import Row
 from slime_like.data.spans import ConversationEncoder, SpanFault
+from slime_like.models.special_tokens import special_token_pattern
 
 _SHOWN = 10
 """Keys of a row without a prompt that are named."""
@@ -62,7 +63,7 @@ class RowEncoder:
         self._need_response = need_response
         self._keep_messages = keep_messages
         self._vocab_size = len(tokenizer)
-        self._special = special_tokens(tokenizer)
+        self._special = special_token_pattern(tokenizer)
         self._stop_token_ids = stop_token_ids
 
     def encode(self, row: Row) -> EncodedRow:
@@ -182,19 +183,12 @@ class RowEncoder:
         return [*self._tokenizer.encode(value, add_special_tokens=False), eos]
 
 
-def special_tokens(tokenizer: Any) -> re.Pattern[str] | None:
-    """Pattern of the special tokens' spellings; ``None`` for a tokenizer that has none."""
-    added = (token.content for token in tokenizer.added_tokens_decoder.values() if token.special)
-    spelled = sorted(filter(None, {*tokenizer.all_special_tokens, *added}), key=len, reverse=True)
-    return re.compile("|".join(map(re.escape, spelled))) if spelled else None
-
-
-def require_text(row: Row, key: str, value: Any, special: re.Pattern[str] | None) -> None:
+def require_text(row: Row, key: str, value: Any, special: re.Pattern[str]) -> None:
     """Reject text that would end a turn, or speak as somebody else.
 
     It is not encoded as plain text instead: a template that was written by hand would lose its meaning unnoticed.
     """
-    found = None if special is None else next(filter(None, map(special.search, _texts(value))), None)
+    found = next(filter(None, map(special.search, _texts(value))), None)
     if found is not None:
         problem = f"{key!r} spells the special token {found[0]!r}"
         remedy = "remove it, or, if a token is meant, set data.allow_special_tokens: true"

@@ -1,8 +1,11 @@
 """One item at a time in a pool of workers, and the end of code that never has an outcome. Belongs to one loop."""
 
+import asyncio
+from collections.abc import Callable
 from typing import Any
 
 from slime_like.config.rollout import AgentConfig, EnvironmentConfig
+from slime_like.errors import SlimeLikeError
 from slime_like.sandbox.failure_budget import FailureBudget
 from slime_like.sandbox.pool import WorkerKind, WorkerPool
 
@@ -19,6 +22,10 @@ class NoOutcome(Exception):
         self.reason = reason
         self.detail = detail
         super().__init__(f"{reason}: {detail}" if detail else reason)
+
+    def as_failure(self, function: str) -> dict[str, str]:
+        """``Conversation.failure`` of the rollout; ``function``: the code without an outcome."""
+        return {"reason": self.reason, "function": function, **({"detail": self.detail} if self.detail else {})}
 
 
 class SingleItems(WorkerPool):
@@ -72,3 +79,43 @@ class SingleItems(WorkerPool):
         )
         self.fail(failure)
         raise failure
+
+
+class CodePool:
+    """Processes that run one user's code, an item each at a time; a hung or dead one is replaced."""
+
+    def __init__(self, workers: SingleItems) -> None:
+        self._workers = workers
+
+    @property
+    def process_ids(self) -> tuple[int, ...]:
+        return tuple(sorted(self._workers.process_ids))
+
+    async def start(self) -> None:
+        """Wait for every worker. Raises the kind's error where its code cannot be used, or a start takes too long."""
+        await self._workers.start()
+
+    async def close(self) -> None:
+        """End every worker, by its process id, within a bound."""
+        await self._workers.close()
+
+
+def start_problems(make_pool: Callable[[], CodePool], error: type[SlimeLikeError]) -> list[str]:
+    """Problems that workers find when they import the code.
+
+    Args:
+        make_pool: called in an event loop.
+        error: the kind's.
+    """
+
+    async def start() -> list[str]:
+        pool = make_pool()
+        try:
+            await pool.start()
+        except error as problem:
+            return str(problem).splitlines()
+        finally:
+            await pool.close()
+        return []
+
+    return asyncio.run(start())

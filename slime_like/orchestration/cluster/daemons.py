@@ -14,7 +14,7 @@ from contextlib import suppress
 import psutil  # type: ignore[import-untyped]
 
 from slime_like.orchestration.cluster.lean_node import VITAL, LeanNode
-from slime_like.orchestration.cluster.stopped import Stopped, StopWatch
+from slime_like.orchestration.cluster.stopped import Stopped, StopWatch, as_stopped
 
 _AGENT = "RuntimeEnvAgent"
 """No worker starts without it. A run goes on without Ray's other agents as long as they live."""
@@ -75,7 +75,7 @@ class DaemonWatch:
     def end_stopped(self) -> None:
         """Kill what is stopped: nothing that asks it ends."""
         for one in self._stopped():
-            _kill(one)
+            one.kill()
 
     def _run(self) -> None:
         looks = 0
@@ -93,7 +93,7 @@ class DaemonWatch:
         for note in notes:
             self._note(note)
         for one in end:
-            _kill(one)
+            one.kill()
 
     def _interrupt(self) -> None:
         with self._deciding:
@@ -103,9 +103,8 @@ class DaemonWatch:
 
     def _stopped(self) -> Iterator[Stopped]:
         for name, process in self._processes():
-            with suppress(psutil.NoSuchProcess):
-                if process.status() == psutil.STATUS_STOPPED:
-                    yield Stopped("this host", process.pid, process.create_time(), f"Ray's {name}")
+            if found := as_stopped(process, "this host", f"Ray's {name}"):
+                yield found
 
     def _processes(self) -> Iterator[tuple[str, psutil.Process]]:
         for kind in VITAL:
@@ -118,8 +117,3 @@ class DaemonWatch:
                         with suppress(psutil.NoSuchProcess):
                             if _AGENT in " ".join(child.cmdline()):
                                 yield "runtime_env_agent", child
-
-
-def _kill(one: Stopped) -> None:
-    with suppress(ProcessLookupError):
-        os.kill(one.process, signal.SIGKILL)

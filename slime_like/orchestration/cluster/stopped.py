@@ -5,6 +5,7 @@ traces, is not stopped, and is left alone.
 """
 
 import os
+import signal
 import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -46,14 +47,18 @@ class Stopped:
     def __str__(self) -> str:
         return f"process {self.process} of {self.role} on {self.node}"
 
+    def kill(self) -> None:
+        """End it, on its node."""
+        with suppress(ProcessLookupError):
+            os.kill(self.process, signal.SIGKILL)
+
 
 def stopped_processes(workers: Collection[int], node: str, end: Collection[Stopped] = ()) -> list[Stopped]:
     """The stopped ones among these processes of this node and all that they started; those in ``end`` are ended."""
-    found = [found for worker in workers for process in _family(worker) if (found := _stopped(process, node))]
+    found = [found for worker in workers for process in _family(worker) if (found := as_stopped(process, node))]
     for one in found:
         if one in end:
-            with suppress(ProcessLookupError):
-                os.kill(one.process, 9)
+            one.kill()
     return found
 
 
@@ -64,10 +69,11 @@ def _family(worker: int) -> Iterator[psutil.Process]:
         yield from process.children(recursive=True)
 
 
-def _stopped(process: psutil.Process, node: str) -> Stopped | None:
+def as_stopped(process: psutil.Process, node: str, role: str | None = None) -> Stopped | None:
+    """The process if it is stopped; by default its role is that of its log."""
     with suppress(psutil.NoSuchProcess):
         if process.status() == psutil.STATUS_STOPPED:
-            return Stopped(node, process.pid, process.create_time(), _role(process.pid))
+            return Stopped(node, process.pid, process.create_time(), role or _role(process.pid))
     return None
 
 

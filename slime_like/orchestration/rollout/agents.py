@@ -12,10 +12,10 @@ from slime_like.agents.server import AgentServer
 from slime_like.agents.session import Sample, SampleCall, Session, SessionLimits
 from slime_like.agents.tool_calls import parser_of_template
 from slime_like.config import RunConfig
-from slime_like.errors import AgentFailure, EngineError
+from slime_like.errors import AgentFailure
 from slime_like.interfaces import Conversation, Generation, GenerationRequest
 from slime_like.interfaces.agent import AgentResult, AgentTask
-from slime_like.orchestration.rollout.samples import Generate, all_or_none, turn_seed
+from slime_like.orchestration.rollout.samples import Generate, all_or_none, duplicate_request, turn_seed
 from slime_like.sandbox.agents.pool import AgentPool
 from slime_like.sandbox.single_items import NoOutcome
 
@@ -78,8 +78,7 @@ class AgentRollouts:
             AgentFailure: the agent has failed.
         """
         if request.request_id in self._running:
-            problem = f"request {request.request_id} is already running"
-            raise EngineError(problem, code="duplicate-request", remedy="ids must be unique")
+            raise duplicate_request(request.request_id)
         aborted = self._running[request.request_id] = asyncio.Event()
         try:
             return await all_or_none([self._rollout(request, i, aborted) for i in range(request.num_samples)])
@@ -133,8 +132,7 @@ class AgentRollouts:
                 return _Outcome(aborted=True)
             return _Outcome(agent.result())
         except NoOutcome as error:
-            detail = {"detail": error.detail} if error.detail else {}
-            return _Outcome(failure={"reason": error.reason, "function": "rollout.agent", **detail})
+            return _Outcome(failure=error.as_failure("rollout.agent"))
         finally:
             agent.cancel()
             ended.cancel()

@@ -7,10 +7,9 @@ from typing import Any
 import numpy as np
 
 from slime_like.config import RunConfig
-from slime_like.errors import EngineError
 from slime_like.interfaces import Conversation, Generation, GenerationRequest
 from slime_like.interfaces.environment import Step, Task
-from slime_like.orchestration.rollout.samples import Generate, all_or_none, turn_seed
+from slime_like.orchestration.rollout.samples import Generate, all_or_none, duplicate_request, turn_seed
 from slime_like.sandbox.environments.observations import ObservationEncoder
 from slime_like.sandbox.environments.pool import EnvironmentPool
 from slime_like.sandbox.single_items import NoOutcome
@@ -64,9 +63,7 @@ class _Response:
         self._steps.append({**step.metadata, **({"cut_tokens": cut_tokens} if cut_tokens else {})})
 
     def failed(self, error: NoOutcome, environment: str) -> Generation:
-        self._failure = {"reason": error.reason, "function": environment}
-        if error.detail:
-            self._failure["detail"] = error.detail
+        self._failure = error.as_failure(environment)
         return self.finished("stop")
 
     def finished(self, reason: Any) -> Generation:
@@ -120,11 +117,7 @@ class Conversations:
             EnvironmentFailure: the environment has failed.
         """
         if request.request_id in self._running:
-            raise EngineError(
-                f"request {request.request_id} is already running",
-                code="duplicate-request",
-                remedy="ids must be unique",
-            )
+            raise duplicate_request(request.request_id)
         running = self._running[request.request_id] = _Running()
         try:
             return await all_or_none([self._converse(request, i, running) for i in range(request.num_samples)])

@@ -143,7 +143,7 @@ class EngineActor:
         """A request with a task becomes conversations where the run has an environment, or rollouts of its agent."""
         talks = self._conversations if request.task is not None else None
         answer = self._sample(request) if talks is None else talks.run(request)
-        if isinstance(talks, AgentRollouts):  # which have bounds of their own, and wait for workers
+        if isinstance(talks, AgentRollouts):  # their limits bound them, and they wait for workers
             return await answer
         timeout = self._config.request_timeout_s
         try:

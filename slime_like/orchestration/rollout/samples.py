@@ -1,4 +1,4 @@
-"""Samples of a request that take several turns: run beside each other, each turn with a seed of its own."""
+"""Samples of a request that take several turns: run beside each other, each turn with another seed."""
 
 import asyncio
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 
+from slime_like.errors import EngineError
 from slime_like.interfaces import Generation, GenerationRequest
 
 Generate = Callable[[GenerationRequest], Awaitable[list[Generation]]]
@@ -26,3 +27,10 @@ async def all_or_none(coroutines: Sequence[Coroutine[Any, Any, Generation]]) -> 
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def duplicate_request(request_id: str) -> EngineError:
+    """The error for a request whose samples are running already."""
+    return EngineError(
+        f"request {request_id} is already running", code="duplicate-request", remedy="ids must be unique"
+    )

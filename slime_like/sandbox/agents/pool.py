@@ -1,19 +1,19 @@
 """Agents in worker processes with bounds on time, memory and CPU. Belongs to one loop."""
 
-import asyncio
 from dataclasses import asdict
 
 from slime_like.config.rollout import AgentConfig
 from slime_like.errors import AgentFailure
 from slime_like.interfaces.agent import AgentResult, AgentTask
+from slime_like.sandbox import single_items
 from slime_like.sandbox.pool import WorkerKind
-from slime_like.sandbox.single_items import SingleItems
+from slime_like.sandbox.single_items import CodePool, SingleItems
 
 _MODULE = "slime_like.sandbox.agents.worker"
 _SUSPICIOUS_ROLLOUTS = 8
 
 
-class AgentPool:
+class AgentPool(CodePool):
     """``config.workers`` processes that run one agent at a time each; a hung or dead one is replaced."""
 
     def __init__(self, config: AgentConfig) -> None:
@@ -27,7 +27,7 @@ class AgentPool:
             error=AgentFailure,
             repeats=False,  # what the first run had sampled would get the second one's reward
         )
-        self._workers = SingleItems(
+        workers = SingleItems(
             kind,
             config,
             what=f"rollout.agent.{subject}",
@@ -35,14 +35,7 @@ class AgentPool:
             suspicious=_SUSPICIOUS_ROLLOUTS,
             code="agent-fails",
         )
-
-    @property
-    def process_ids(self) -> tuple[int, ...]:
-        return tuple(sorted(self._workers.process_ids))
-
-    async def start(self) -> None:
-        """Wait for every worker. Raises ``AgentFailure`` where it cannot be used, or a start takes too long."""
-        await self._workers.start()
+        super().__init__(workers)
 
     async def solve(self, task: AgentTask) -> AgentResult:
         """Run the agent; waits for a free worker. A cancelled run is killed with all that it has started.
@@ -52,22 +45,8 @@ class AgentPool:
         """
         return AgentResult(**await self._workers.ask_one({"task": asdict(task)}))
 
-    async def close(self) -> None:
-        """End every worker, by its process id, within a bound."""
-        await self._workers.close()
-
 
 def start_problems(config: AgentConfig) -> list[str]:
     """Problems that a worker finds when it imports the agent."""
-
-    async def start() -> list[str]:
-        pool = AgentPool(config.model_copy(update={"workers": 1}))
-        try:
-            await pool.start()
-        except AgentFailure as error:
-            return str(error).splitlines()
-        finally:
-            await pool.close()
-        return []
-
-    return asyncio.run(start())
+    one = config.model_copy(update={"workers": 1})
+    return single_items.start_problems(lambda: AgentPool(one), AgentFailure)

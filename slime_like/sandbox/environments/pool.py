@@ -1,20 +1,20 @@
 """Steps of many conversations in a few worker processes with bounds on time, memory and CPU. Belongs to one loop."""
 
-import asyncio
 from dataclasses import asdict
 from typing import Any
 
 from slime_like.config.rollout import EnvironmentConfig
 from slime_like.errors import EnvironmentFailure
 from slime_like.interfaces.environment import Step, Task
+from slime_like.sandbox import single_items
 from slime_like.sandbox.pool import WorkerKind
-from slime_like.sandbox.single_items import SingleItems
+from slime_like.sandbox.single_items import CodePool, SingleItems
 
 _MODULE = "slime_like.sandbox.environments.worker"
 _SUSPICIOUS_STEPS = 8
 
 
-class EnvironmentPool:
+class EnvironmentPool(CodePool):
     """``config.workers`` processes that take one step at a time each; a hung or dead one is replaced.
 
     The kernel ends the workers together with the thread that called ``start``, which is the loop's.
@@ -29,7 +29,7 @@ class EnvironmentPool:
             subject=f"rollout.environment.name={config.name}",
             error=EnvironmentFailure,
         )
-        self._workers = SingleItems(
+        workers = SingleItems(
             kind,
             config,
             what=f"environment {config.name}",
@@ -37,19 +37,12 @@ class EnvironmentPool:
             suspicious=_SUSPICIOUS_STEPS,
             code="environment-fails",
         )
-
-    @property
-    def process_ids(self) -> tuple[int, ...]:
-        return tuple(sorted(self._workers.process_ids))
+        super().__init__(workers)
 
     @property
     def judges_cut_turns(self) -> bool:
         """Whether the environment is asked about a turn that its limit cut off; known after ``start``."""
         return bool(self._workers.about["judges_cut_turns"])
-
-    async def start(self) -> None:
-        """Wait for every worker. Raises ``EnvironmentFailure`` where it cannot be used, or a start takes too long."""
-        await self._workers.start()
 
     async def step(self, task: Task, state: Any, response: str, first: bool, truncated: bool = False) -> Step:
         """Run one step, the first of a conversation with its reset; waits for a free worker.
@@ -60,22 +53,9 @@ class EnvironmentPool:
         item = {"task": asdict(task), "state": state, "response": response, "first": first, "truncated": truncated}
         return Step(**await self._workers.ask_one(item))
 
-    async def close(self) -> None:
-        """End every worker, by its process id, within a bound."""
-        await self._workers.close()
-
 
 def start_problems(config: EnvironmentConfig) -> list[str]:
     """Problems that a worker finds when it makes the environment, with its options."""
-
-    async def start() -> list[str]:
-        pool = EnvironmentPool(config.model_copy(update={"workers": 1}))
-        try:
-            await pool.start()
-        except EnvironmentFailure as error:
-            return str(error).splitlines()
-        finally:
-            await pool.close()
-        return []
-
-    return asyncio.run(start())
+    return single_items.start_problems(
+        lambda: EnvironmentPool(config.model_copy(update={"workers": 1})), EnvironmentFailure
+    )
