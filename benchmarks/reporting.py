@@ -148,7 +148,7 @@ def main() -> int:
     parser.add_argument("--steps", type=int, default=STEPS)
     options = parser.parse_args()
     run_dir = options.out / f"steps-{options.steps}"
-    if not run_dir.exists():  # in a process of its own: what this one holds would count as the commands' memory
+    if not run_dir.exists():  # in another process: what this one holds would count as the commands' memory
         writer = get_context("spawn").Process(target=write_run, args=(run_dir, options.steps))
         writer.start()
         writer.join()

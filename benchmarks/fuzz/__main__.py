@@ -1,6 +1,6 @@
 """Fuzzed checkpoints, run directories, configurations and rows: ``python -m benchmarks.fuzz OUT RESULT --seed 7``.
 
-Each case is a process of its own, forked from one that has imported everything: a damaged or forged copy of whole input
+Each case is a separate process, forked from one that has imported everything: a damaged or forged copy of whole input
 is given to the command, or the command's reader, that reads such input. It must end with exit code 0, or with 1 or 2
 and sentences that have a code; without a traceback, within 10 s of processor time, with at most 2 GB of memory. Exit
 code 1 otherwise.

@@ -61,7 +61,7 @@ VICTIMS = {
     "dashboard agent": Victim(_titled("ray::DashboardAgent"), r"dashboard_agent", needed=False, vital=True),
     "orphan reaper": Victim(_titled("cluster.orphan_reaper"), r"orphan reaper", needed=False),
 }
-"""By engine: a transformers engine has no core, and of a vLLM engine only the core is a class of its own."""
+"""By engine: a transformers engine has no core, and of a vLLM engine only the core is a separate class."""
 
 
 def find(command: Command, name: str) -> psutil.Process | None:

@@ -86,7 +86,7 @@ def _text(content: str | list[_Text] | None) -> str:
 
 
 def _canonical(message: _Message) -> Iterator[Message]:
-    """Results of tools are messages of their own; text between them is another."""
+    """Each result of a tool is a separate message; text between them is another."""
     if isinstance(message.content, str):
         yield Message(message.role, message.content)
         return

@@ -81,7 +81,7 @@ def _dataset(
 
 
 def _require_judged(library: ModuleType, row: Mapping[str, Any]) -> None:
-    """Require that the task's own answer is right after a way through JSON. Some tasks have none of their own."""
+    """Require that the library's answer is judged right when read from JSON. Some tasks have no answer."""
     if row["answer"] is None:
         return
     try:

@@ -1,6 +1,6 @@
 """A Python program that a model wrote, run where it can compute and print and do nothing else.
 
-Started by ``run_confined`` as a script of its own interpreter, so it imports nothing of this package. Linux on x86-64:
+Started by ``code_tests`` as a script in a new interpreter, so it imports nothing of this package. Linux on x86-64:
 Landlock leaves it nothing to read but Python's own files, a list of system calls leaves it no network, no processes, no
 signals and no changes to files, and limits bound memory, CPU time and output.
 """

@@ -100,7 +100,7 @@ def test_the_reward_of_conversations_rises(imitator: Path, tmp_path: Path) -> No
 
 
 def test_an_agent_trains_as_the_environment_that_it_imitates(imitator: Path, tmp_path: Path) -> None:
-    """The same rows, masks, rewards, advantages and gradients, by a recipe of its own."""
+    """The same rows, masks, rewards, advantages and gradients, by another recipe."""
     kept: dict[str, list[Any]] = {}
     metrics: dict[str, list[dict[str, Any]]] = {}
     for recipe, more in (("calculator", ["--rollout.max_new_tokens", "64"]), ("calculator_agent", [])):

@@ -15,7 +15,7 @@ library = pytest.importorskip("reasoning_gym", reason="the extra tasks is not in
 
 
 def test_tasks_judge_their_own_answers_as_right_and_nonsense_as_wrong() -> None:
-    """Through the row as it is written; some tasks have no answer of their own."""
+    """Through the row as it is written; some tasks have no answer."""
     judged = 0
     for task in ("arc_agi", "rearc"):  # which compare with tuples, and JSON has none
         with pytest.raises(ConfigError):

@@ -32,7 +32,7 @@ def filled(command: Sequence[str], values: Mapping[str, str]) -> list[str]:
 
 
 def run_command(command: Sequence[str], task: AgentTask) -> AgentResult:
-    """Run the program and read its result. It has a directory of its own, which is removed.
+    """Run the program and read its result. Its working files are in a new directory, which is removed.
 
     Raises:
         CommandFailed: it cannot be started, its exit code is not 0, or it wrote no result.
