@@ -219,7 +219,19 @@ def _children(name: str) -> list[psutil.Process]:
 
 
 def test_a_stopped_daemon_ends_whatever_the_run_waits_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing in the driver fails by itself meanwhile: this one waits for no answer of Ray."""
+    """Nothing in the driver fails by itself meanwhile: this one waits for no answer of Ray.
+
+    A process in the background of a script ignores SIGINT, and goes on to do so: only the watch's own is heard.
+    """
+    usual = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        _stop_a_daemon(tmp_path, monkeypatch)
+        assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGINT, usual)
+
+
+def _stop_a_daemon(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(stopped, "END_AFTER_S", 1.5)
     notes: list[str] = []
     began = time.monotonic()
@@ -230,6 +242,7 @@ def test_a_stopped_daemon_ends_whatever_the_run_waits_for(tmp_path: Path, monkey
         (raylet,) = _children("raylet")
         raylet.suspend()
         began = time.monotonic()
+        os.kill(os.getpid(), signal.SIGINT)  # ignored
         time.sleep(120)
     assert cluster.run_name and time.monotonic() - began < 60
     assert caught.value.code == "ray-died" and "raylet" in caught.value.problem

@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from types import FrameType
 
 import psutil  # type: ignore[import-untyped]
 
@@ -49,6 +50,9 @@ class DaemonWatch:
         self._may_interrupt = threading.current_thread() is threading.main_thread()
         self._thread = threading.Thread(target=self._run, name="daemons", daemon=True)
         self.interrupted = False
+        self._deaf = self._may_interrupt and signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+        if self._deaf:  # a script's command with "&" starts so; of all its interrupts only that of this watch counts
+            signal.signal(signal.SIGINT, self._hear)
         self._thread.start()
 
     def close(self) -> None:
@@ -61,6 +65,8 @@ class DaemonWatch:
             if not self.interrupted:
                 raise
             self._over.set()
+        if self._deaf:
+            signal.signal(signal.SIGINT, signal.SIG_IGN)
 
     def cause(self) -> str | None:
         """Which daemon a failure now is a consequence of. Waits a moment for one that is about to end."""
@@ -100,6 +106,10 @@ class DaemonWatch:
             if self._may_interrupt and not self._over.is_set():
                 self.interrupted = True
                 os.kill(os.getpid(), signal.SIGINT)
+
+    def _hear(self, number: int, frame: FrameType | None) -> None:
+        if self.interrupted:
+            raise KeyboardInterrupt
 
     def _stopped(self) -> Iterator[Stopped]:
         for name, process in self._processes():
