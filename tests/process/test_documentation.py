@@ -1,8 +1,8 @@
 """Examples of the pages run, configuration fragments are valid, and links, files, keys and metrics exist.
 
-Python blocks of ``docs/extending.md`` are whole files named in their first line; they are written to a directory and
-the ``try_*.py`` ones are executed, with the entry points of the TOML blocks installed beside them. Each example states
-what it proves.
+Python blocks of ``docs/extending.md`` are whole files named in their first line; beside those of ``docs/examples`` they
+are written to a directory and the ``try_*.py`` ones are executed, with the entry points of the TOML blocks installed
+beside them. Each example states what it proves.
 """
 
 import importlib
@@ -48,13 +48,18 @@ def named_files(page: str = "extending") -> dict[str, str]:
     return files
 
 
-EXAMPLES = sorted(name for name in named_files() if name.startswith("try_"))
+def extensions() -> dict[str, str]:
+    """All files that extend something, by name."""
+    return named_files() | {path.name: path.read_text(encoding="utf-8") for path in (DOCS / "examples").glob("*.py")}
+
+
+EXAMPLES = sorted(name for name in extensions() if name.startswith("try_"))
 
 
 @pytest.fixture
 def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """All files of the page in one importable directory, its entry points installed; forgotten afterwards."""
-    for name, text in named_files().items():
+    """All files in one importable directory, the page's entry points installed; forgotten afterwards."""
+    for name, text in extensions().items():
         (tmp_path / name).write_text(text, encoding="utf-8")
     installed = tmp_path / "example-1.0.dist-info"
     installed.mkdir()
@@ -66,7 +71,7 @@ def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))  # for the reward workers
     importlib.invalidate_caches()
     yield tmp_path
-    for name in named_files():
+    for name in extensions():
         sys.modules.pop(Path(name).stem, None)
 
 
@@ -77,7 +82,7 @@ def test_example_runs(example: str, project: Path) -> None:
 
 def test_every_example_is_tried() -> None:
     """A file that no ``try_*.py`` stands beside would rot unseen."""
-    assert {f"try_{name}" for name in named_files() if not name.startswith("try_")} == set(EXAMPLES)
+    assert {f"try_{name}" for name in extensions() if not name.startswith("try_")} == set(EXAMPLES)
     assert len(EXAMPLES) == 7
 
 
