@@ -11,8 +11,12 @@ from slime_like.checks.schedule import depends_on_length, schedule
 from slime_like.config import RunConfig
 from slime_like.config.reading.fields import all_fields, value_text
 from slime_like.config.reading.load import load_config, save_config
+from slime_like.data.ledger import FILE_NAME as LEDGER_FILE
 from slime_like.errors import ConfigError, SlimeLikeError
 from slime_like.observability.metrics import METRICS_FILE
+from slime_like.observability.progress import DRIVER_LOG
+from slime_like.observability.report.report import REPORT_FILE
+from slime_like.orchestration.reference.refresh import REFERENCE
 from slime_like.orchestration.run.lock import LOCK_FILE, RunLock
 from slime_like.orchestration.trainer.checkpoint import Checkpoint
 from slime_like.orchestration.trainer.checkpoints import newest_whole
@@ -24,6 +28,20 @@ SUMMARY_FILE = "summary.json"
 
 EXPORT = "hf"
 """The trained model as a Hugging Face directory."""
+
+_WRITTEN = (
+    CONFIG_FILE,
+    SUMMARY_FILE,
+    DRIVER_LOG,
+    REPORT_FILE,
+    LEDGER_FILE,
+    REFERENCE,
+    "checkpoints",
+    "reward_curve.png",
+    "tables",
+    "tensorboard",
+)
+"""Besides the model; ``METRICS_FILE``, which every run writes at its start, tells a run's files from others."""
 
 _READ = ("model.path", "model.weights", "reference.path", "data.train", "evaluation.files", "debug.load_rollouts")
 _MAX_NAMED = 8  # changed settings named in one sentence
@@ -58,7 +76,7 @@ def make_run_dir(config: RunConfig, checkpoint: Checkpoint | None, lock: RunLock
         Where the earlier run now is, if there was one.
 
     Raises:
-        ConfigError: what this run reads would be moved with it, or something else is where its model belongs.
+        ConfigError: what this run reads would be moved with it, or files of another origin are where its own belong.
         SlimeLikeError: it cannot be moved.
     """
     resumes_here = _lies_in_run_dir(config, checkpoint)
@@ -67,12 +85,15 @@ def make_run_dir(config: RunConfig, checkpoint: Checkpoint | None, lock: RunLock
         _require_room_for_export(config, resumes_here)
     if resumes_here:
         return None
+    if not moved:
+        _require_nothing_overwritten(config.run_dir)
     aside = None
     if moved:
         _require_nothing_read_there(config)
         aside = _move_aside(config.run_dir)
         lock.take()
         (aside / LOCK_FILE).unlink(missing_ok=True)
+    (config.run_dir / METRICS_FILE).touch()
     save_config(config, config.run_dir / CONFIG_FILE)
     return aside
 
@@ -163,13 +184,27 @@ def _require_nothing_read_there(config: RunConfig) -> None:
         raise ConfigError(inside)
 
 
+def _require_nothing_overwritten(run_dir: Path) -> None:
+    """Files of these names beside no metrics are the user's, for example the run's own configuration file."""
+    there = [name for name in _WRITTEN if os.path.lexists(run_dir / name) and not _is_empty_directory(run_dir / name)]
+    if there:
+        raise ConfigError(
+            f"run_dir={run_dir}: this run would overwrite files there that no earlier run wrote ({', '.join(there)}); "
+            "give another run_dir, or move them away"
+        )
+
+
+def _is_empty_directory(path: Path) -> bool:
+    return path.is_dir() and not any(path.iterdir())
+
+
 def _require_room_for_export(config: RunConfig, resumes_here: bool) -> None:
     """The model is written after the last step: a place that it must not replace is rejected before the first.
     Where the run resumes in this directory, a model there is an earlier start's."""
     export = config.run_dir / EXPORT
     read = export.resolve() == config.model.path.resolve()
     earlier = resumes_here and not read and (export / "config.json").is_file()
-    if not os.path.lexists(export) or earlier or (export.is_dir() and not any(export.iterdir())):
+    if not os.path.lexists(export) or earlier or _is_empty_directory(export):
         return
     what = "model.path" if read else "no model that this run wrote"
     raise ConfigError(

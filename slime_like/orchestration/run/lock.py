@@ -4,6 +4,7 @@ import errno
 import fcntl
 import os
 import socket
+from contextlib import suppress
 from io import TextIOWrapper
 from pathlib import Path
 from typing import Self
@@ -18,7 +19,8 @@ _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
 class RunLock:
     """Context manager: no other run trains in ``run_dir``, which is made if missing.
 
-    The kernel ends the lock with the process, however that ends, so that a killed run never bars the next.
+    The kernel ends the lock with the process, however that ends, so that a killed run never bars the next. A directory
+    that was made for the lock and holds nothing else in the end is removed: the run was rejected.
 
     Attributes:
         warning: set where the file system has no locks, so that no run is kept out; else ``None``.
@@ -30,6 +32,7 @@ class RunLock:
     def __init__(self, run_dir: Path) -> None:
         self._path = run_dir / LOCK_FILE
         self._held: TextIOWrapper | None = None
+        self._made = False
         self.warning: str | None = None
 
     def __enter__(self) -> Self:
@@ -38,6 +41,7 @@ class RunLock:
 
     def take(self) -> None:
         """Take it, in the directory that has the name now: called again where the former one was moved aside."""
+        self._made = not self._path.parent.exists()
         self._path.parent.mkdir(parents=True, exist_ok=True)
         held = self._take()
         if self._held is not None:
@@ -87,3 +91,6 @@ class RunLock:
             self._path.unlink(missing_ok=True)  # while it is held: a process that has opened it checks again
             self._held.close()
             self._held = None
+            if self._made and not any(self._path.parent.iterdir()):
+                with suppress(OSError):  # another run is there since
+                    self._path.parent.rmdir()

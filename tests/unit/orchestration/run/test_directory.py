@@ -64,6 +64,31 @@ def test_a_new_run_saves_its_configuration(tmp_path: Path) -> None:
     assert load_config(tmp_path / "run" / "config.yaml", []) == config(tmp_path)
 
 
+@pytest.mark.parametrize("name", ["config.yaml", "driver.log", "tables", "checkpoints", "ledger.sqlite", "reference"])
+def test_files_of_another_origin_are_not_overwritten(tmp_path: Path, name: str) -> None:
+    """``run_dir: .`` where the user keeps the configuration, for example."""
+    mine = tmp_path / "run" / name
+    (mine if "." in name else mine / "mine").mkdir(parents=True)
+    if "." in name:
+        mine.rmdir()
+        mine.write_text("precious: true\n")
+    with pytest.raises(ConfigError, match=rf"would overwrite files there that no earlier run wrote \({name}\)"):
+        prepare_run_dir(config(tmp_path))
+    assert [path.name for path in mine.parent.iterdir()] == [name]
+    assert not mine.is_file() or mine.read_text() == "precious: true\n"
+
+
+def test_a_rejected_run_leaves_no_directory(tmp_path: Path) -> None:
+    """Unless it was there before."""
+    with RunLock(tmp_path / "deep" / "run"), RunLock(tmp_path / "other"):
+        (tmp_path / "other" / "note").touch()
+    assert not (tmp_path / "deep" / "run").exists() and (tmp_path / "other" / "note").exists()
+    (tmp_path / "run").mkdir()
+    with RunLock(tmp_path / "run"):
+        pass
+    assert (tmp_path / "run").exists()
+
+
 def test_changed_settings_are_reported_and_the_old_ones_kept(tmp_path: Path, run_dir: Path) -> None:
     """Resumed from step 3 twice: the steps of the first time are gone, those up to 3 are the original's."""
     checkpoint, changed = prepare_run_dir(config(tmp_path, algorithm={"kl_coef": 0.5}, steps=9))
