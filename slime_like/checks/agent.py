@@ -56,7 +56,7 @@ def row_problems(config: RunConfig) -> Iterator[str]:
 def server_problems(config: RunConfig) -> Iterator[str]:
     """The package that serves agents, on this machine."""
     if config.rollout.agent.is_set and find_spec("aiohttp") is None:
-        yield f"{_PREFIX} needs the package aiohttp; pip install 'slime-like[train]'"
+        yield f"{_PREFIX} needs the package aiohttp; pip install -e '.[train]' in the clone"
 
 
 def custom_agent_problems(config: RunConfig) -> list[str]:

@@ -15,7 +15,7 @@ from slime_like.plugins.traceback import causes, full_traceback
 _OF_TRAINING = frozenset(
     ["torch", "ray", "grpc", "megatron", "transformers", "math_verify", "numba", "pyarrow", "matplotlib", "tensorboard"]
 )
-_INSTALL = "install the extra train: pip install 'slime-like[train]', or '.[train]' in a clone"
+_INSTALL = "install the extra train: pip install -e '.[train]' in the clone"
 TRACEBACK_FILE = "traceback.txt"
 _LONGEST = 300
 

@@ -13,5 +13,5 @@ def operators_note(setting: Literal["auto", "off"]) -> str:
     """Line of a run's log: the operators that compute on a CPU."""
     if kernels_are_used(setting):
         return "CPU operators: Numba kernels where available, else torch's"
-    missing = "numba is not installed; slime-like[train] includes it"
+    missing = "numba is not installed; the extra train includes it"
     return f"CPU operators: only torch's ({'trainer.cpu_kernels=off' if setting == 'off' else missing})"

@@ -52,7 +52,7 @@ def imported_library() -> ModuleType:
         import reasoning_gym.utils
     except ModuleNotFoundError as error:
         raise ConfigError(
-            f"reasoning-gym is not usable ({error}); install the extra tasks: pip install 'slime-like[tasks]'",
+            f"reasoning-gym is not usable ({error}); install the extra tasks: pip install -e '.[tasks]' in the clone",
             code="package-missing",
         ) from error
     found: ModuleType = reasoning_gym

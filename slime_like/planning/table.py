@@ -5,7 +5,6 @@ from collections.abc import Iterator, Sequence
 from typing import TextIO
 
 from rich import box
-from rich.console import Console
 from rich.table import Table
 
 from slime_like.config import RunConfig
@@ -16,6 +15,7 @@ from slime_like.planning.result import Plan
 from slime_like.planning.search import Candidate
 from slime_like.planning.step_time import SYNC_GB_PER_S
 from slime_like.planning.units import count_text, memory_text, seconds_text, significant, traffic_text
+from slime_like.system.console import Console
 
 _WIDTH = 80
 _MOST_PHASES = 4

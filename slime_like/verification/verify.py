@@ -8,7 +8,6 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TextIO
 
-from rich.console import Console
 from rich.table import Table
 from safetensors import safe_open
 from safetensors.torch import save_file
@@ -28,6 +27,7 @@ from slime_like.orchestration.trainer.alone import run_directory, trainers_alone
 from slime_like.orchestration.trainer.batcher import ExperienceBatcher
 from slime_like.orchestration.trainer.group import TrainerGroup
 from slime_like.orchestration.trainer.scoring import score_sequences
+from slime_like.system.console import Console
 from slime_like.system.words import counted
 from slime_like.trajectory import ScoredTrajectory
 from slime_like.verification.batch import with_frozen_logprobs

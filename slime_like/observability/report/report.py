@@ -64,22 +64,21 @@ def print_report(run_dir: Path, console: "Console | None" = None) -> None:
     Raises:
         SlimeLikeError: the directory holds no metrics, or a file in it is damaged.
     """
-    from rich.console import Console
-
     from slime_like.observability.report.console import show
+    from slime_like.system.console import Console
 
     show(read_run(run_dir), console or Console())
 
 
 def print_and_write_report(run_dir: Path, output: Path | None = None) -> Path:
-    """Do both, and read the run once: the page shows what the terminal shows. Returns the page's path."""
-    from rich.console import Console
-
+    """Do both, the page first, and read the run once: both show the same. Returns the page's path."""
     from slime_like.observability.report.console import show
+    from slime_like.system.console import Console
 
     run = read_run(run_dir)
+    page = _write_page(run, output)
     show(run, Console())
-    return _write_page(run, output)
+    return page
 
 
 # --------------------------------------------------------------------------------------------------------------- page

@@ -4,12 +4,12 @@ import sys
 from collections.abc import Sequence
 from typing import TextIO
 
-from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
 from slime_like.data.messages import Messages
 from slime_like.data.spans import ConversationEncoder, EncodedConversation, SpanFault
+from slime_like.system.console import Console
 from slime_like.system.words import counted
 from slime_like.verification.template.histories import TOOL
 from slime_like.verification.template.subject import Verdict

@@ -104,7 +104,7 @@ def test_a_package_of_an_extra_is_named_with_it(
 
     monkeypatch.setattr("slime_like.commands.main._imported", lambda: run)
     assert main([]) == 1
-    assert capsys.readouterr().err.endswith("'slime-like[train]', or '.[train]' in a clone [package-missing]\n")
+    assert capsys.readouterr().err.endswith("pip install -e '.[train]' in the clone [package-missing]\n")
 
 
 @pytest.mark.parametrize("flags", [[], ["--evaluation.every", "20"]])

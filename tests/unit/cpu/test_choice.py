@@ -15,7 +15,7 @@ from slime_like.cpu.choice import kernels_are_used, operators_note
         (
             "auto",
             False,
-            "CPU operators: only torch's (numba is not installed; slime-like[train] includes it)",
+            "CPU operators: only torch's (numba is not installed; the extra train includes it)",
         ),
         ("off", False, "CPU operators: only torch's (trainer.cpu_kernels=off)"),
     ],

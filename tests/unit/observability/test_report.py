@@ -3,6 +3,7 @@
 import io
 import json
 import math
+import os
 import re
 from html.parser import HTMLParser
 from pathlib import Path
@@ -17,7 +18,7 @@ from slime_like.observability.names import ACCURACY, REWARD, step_metrics
 from slime_like.observability.report import data as report_data
 from slime_like.observability.report.data import read_run, summary
 from slime_like.observability.report.panels import panels, phase_picture
-from slime_like.observability.report.report import print_report, write_report
+from slime_like.observability.report.report import print_and_write_report, print_report, write_report
 from slime_like.observability.report.text import last_user_message
 from slime_like.observability.tables import SAMPLE_TABLE, TOKEN_TABLE
 from tests.support.rejections import Rejects
@@ -376,3 +377,18 @@ def test_the_terminal_shows_what_was_asked_answered_and_right(
 )
 def test_the_last_message_of_the_user(prompt: str, message: str) -> None:
     assert last_user_message(prompt) == message
+
+
+def test_the_page_is_written_whoever_reads_the_terminal(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As of ``slime-like report RUN_DIR | head -1``, which ends before anything is printed."""
+    page = run_dir / "report.html"
+    page.unlink(missing_ok=True)
+    reader, writer = os.pipe()
+    os.close(reader)
+    with os.fdopen(writer, "w") as closed:
+        monkeypatch.setattr("sys.stdout", closed)
+        with pytest.raises(BrokenPipeError):
+            print_and_write_report(run_dir)
+        monkeypatch.undo()
+        os.dup2(os.open(os.devnull, os.O_WRONLY), closed.fileno())  # for what is flushed at its end
+    assert page.is_file()
