@@ -79,12 +79,12 @@ def _read(path: Path | None) -> Document:
     if path is None:
         return Document()
     try:
-        text = Path(path).read_text(encoding="utf-8")
+        text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         reason = getattr(error, "strerror", None) or str(error)
-        raise ConfigError(
-            f"{path}: cannot be read ({reason}); give a YAML configuration file", code="file-unreadable"
-        ) from error
+        other = path.with_suffix({".yml": ".yaml", ".yaml": ".yml"}.get(path.suffix, ".yaml"))
+        remedy = f"did you mean {other}?" if other.is_file() else "give a YAML configuration file"
+        raise ConfigError(f"{path}: cannot be read ({reason}); {remedy}", code="file-unreadable") from error
     document = read_document(text, str(path))
     if not isinstance(document.data, dict | None):
         found = type(document.data).__name__

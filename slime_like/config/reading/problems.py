@@ -9,7 +9,7 @@ from pydantic import BaseModel
 from pydantic_core import ErrorDetails
 
 from slime_like.config.reading.fields import all_fields, is_section, section_names, value_text
-from slime_like.config.reading.synonyms import SYNONYMS
+from slime_like.config.reading.synonyms import SECTIONS, SYNONYMS
 from slime_like.errors import Problem
 
 FLAG = "--"
@@ -59,6 +59,8 @@ def describe_all(details: Sequence[ErrorDetails], origins: dict[str, str]) -> li
 
 def did_you_mean(name: str, known: Sequence[str], flag: bool = False) -> str:
     """``did you mean X?``, or where to find the names when nothing is near."""
+    if name in SECTIONS:
+        return "if the file is verl's, convert it: slime-like import-config FILE"
     near = suggestion(name, known)
     if near is None:
         return "remove it (slime-like train --help lists every field)"
@@ -68,6 +70,9 @@ def did_you_mean(name: str, known: Sequence[str], flag: bool = False) -> str:
 def suggestion(name: str, known: Sequence[str]) -> str | None:
     """The known name that an unknown one probably means."""
     name = name.replace("-", "_")
+    parts = name.split(".")
+    if len(parts) > 1 and (synonym := SYNONYMS.get(".".join(parts[-2:]))) in known:
+        return synonym
     near = get_close_matches(name, known, n=1, cutoff=0.75)
     leaf = name.rpartition(".")[2]
     elsewhere = [field for field in [SYNONYMS.get(leaf)] if field in known]
@@ -116,6 +121,9 @@ def _fault(name: str, detail: ErrorDetails) -> tuple[str, str]:
         return "fields-conflict", f"{name}.{context['error']}" if name else str(context["error"])
     if kind in _FAULTS:
         code, wrong = _FAULTS[kind]
+        if wrong is _NO_SECTION:
+            fields = [field for field in all_fields() if field.startswith(f"{name}.")]
+            wrong += "".join(f", e.g. `{field.removeprefix(f'{name}.')}: ...`" for field in fields[:1])
         wrong = wrong.format_map({key: value_text(part) for key, part in context.items()})
     else:
         field = all_fields().get(name)

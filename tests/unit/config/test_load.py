@@ -214,6 +214,42 @@ def test_synonyms_lead_to_fields() -> None:
     assert set(SYNONYMS.values()) <= all_fields().keys() and not SYNONYMS.keys() & all_fields().keys()
 
 
+@pytest.mark.parametrize(
+    ("name", "field"),
+    [
+        ("rollout.tensor_model_parallel_size", "rollout.tensor"),
+        ("actor_rollout_ref.rollout.tensor_model_parallel_size", "rollout.tensor"),
+        ("actor.megatron.tensor_model_parallel_size", "trainer.parallel.tensor"),
+        ("rollout.name", "rollout.engine"),
+        ("reward.weights", "reward.functions"),
+        ("algorithm.kl_ctrl.kl_coef", "algorithm.kl_reward_coef"),
+        ("actor.optim.lr", "trainer.optimizer.lr"),
+        ("trainer.nnodes", "cluster.nodes"),
+        ("vllm-gpu-memory-utilization", "rollout.engine_args"),
+        ("trainer.optimizer.learning_rate", "trainer.optimizer.lr"),
+    ],
+)
+def test_names_of_other_projects_suggest_the_same_setting(name: str, field: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_config(None, [f"--{name}", "1"])
+    (found,) = (str(problem) for problem in caught.value.problems if problem.field == name)
+    assert found.endswith(f"did you mean --{field}?")
+
+
+def test_a_section_of_verl_leads_to_its_import(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_config(write(tmp_path, f"{HEAD}actor_rollout_ref: {{rollout: {{n: 8}}}}\n"), [])
+    (found,) = caught.value.problems
+    assert found.field == "actor_rollout_ref" and str(found).endswith("slime-like import-config FILE")
+
+
+def test_a_path_with_the_other_ending_is_suggested(tmp_path: Path) -> None:
+    (tmp_path / "mine.yaml").touch()
+    with pytest.raises(ConfigError) as caught:
+        load_config(tmp_path / "mine.yml", [])
+    assert str(caught.value).endswith(f"did you mean {tmp_path / 'mine.yaml'}?")
+
+
 def test_all_problems_are_reported_at_once(tmp_path: Path, rejects: Rejects) -> None:
     path = write(tmp_path, "steps: 0\nsteps: 1\nrollout: {num_engines: 0, enigne: x}\nbogus: 1\n")
     with rejects(ConfigError, "config") as caught:
