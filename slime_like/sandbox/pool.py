@@ -1,9 +1,11 @@
 """Worker processes with limits, shared by rewards, environments and agents. Belongs to one event loop."""
 
 import asyncio
+import itertools
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from slime_like.config.rollout import AgentConfig, EnvironmentConfig, RewardConfig
@@ -41,14 +43,24 @@ class WorkerPool:
 
     The kernel ends the workers together with the loop's thread, which starts them.
 
+    Args:
+        logs: a directory, and what begins the names of the files there that keep what each worker prints.
+
     Attributes:
         about: what a worker reported when it was ready.
     """
 
-    def __init__(self, kind: WorkerKind, limits: RewardConfig | EnvironmentConfig | AgentConfig) -> None:
+    def __init__(
+        self,
+        kind: WorkerKind,
+        limits: RewardConfig | EnvironmentConfig | AgentConfig,
+        logs: tuple[Path, str] | None = None,
+    ) -> None:
         self.about: Mapping[str, Any] = {}
         self._kind = kind
         self._limits = limits
+        self._logs = logs
+        self._launched = itertools.count()
         self._workers: list[WorkerProcess] = []
         self._free: asyncio.Queue[WorkerProcess | None] = asyncio.Queue()
         self._starting: set[asyncio.Task[None]] = set()
@@ -153,7 +165,7 @@ class WorkerPool:
         starts = 0
         while True:
             starts += 1
-            worker = WorkerProcess(self._kind.module)
+            worker = WorkerProcess(self._kind.module, self._log())
             self._workers.append(worker)
             try:
                 await worker.open({**self._kind.setup, **limits})
@@ -167,6 +179,12 @@ class WorkerPool:
                 raise self._kind.error("\n".join(message["problems"]), code="code-unusable")
             self.about = message
             return worker
+
+    def _log(self) -> tuple[Path, str] | None:
+        if self._logs is None:
+            return None
+        directory, name = self._logs
+        return directory, f"{name}-{next(self._launched)}"
 
     def _start_failure(self, ended: WorkerEnded, worker: WorkerProcess) -> SlimeLikeError:
         late = f"was not ready within {self._kind.section}.start_timeout_s={self._limits.start_timeout_s:g} s"

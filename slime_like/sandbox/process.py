@@ -7,12 +7,14 @@ import subprocess
 import sys
 import tempfile
 from contextlib import suppress
+from pathlib import Path
 from typing import Any, Literal
 
 import psutil  # type: ignore[import-untyped]
 
 from slime_like.errors import SlimeLikeError
 from slime_like.sandbox.protocol import decode, encode
+from slime_like.system.disk import open_log
 from slime_like.system.processes import descendants
 
 _KILL_TIMEOUT_S = 5.0
@@ -37,10 +39,12 @@ class WorkerProcess:
 
     Args:
         module: run as ``python -m``, with this process's id as its argument; it calls ``serving.serve``.
+        log: a directory and a role, as of ``open_log``: what it prints is kept there, and by default forgotten.
     """
 
-    def __init__(self, module: str) -> None:
-        self._log = tempfile.TemporaryFile()  # noqa: SIM115 (closed in `end`)
+    def __init__(self, module: str, log: tuple[Path, str] | None = None) -> None:
+        self._keeps_log = log is not None
+        self._log = tempfile.TemporaryFile(buffering=0) if log is None else open_log(*log)  # noqa: SIM115 (closed in `end`)
         self._process = subprocess.Popen(
             [sys.executable, "-m", module, str(os.getpid())],
             stdin=subprocess.PIPE,
@@ -130,7 +134,14 @@ class WorkerProcess:
             raise SlimeLikeError(problem, code="worker-not-ended", remedy="end it by hand") from error
         finally:
             self._process.stdout.close()
-            self._log.close()
+            self._close_log()
+
+    def _close_log(self) -> None:
+        """One that holds nothing goes."""
+        if self._keeps_log and not os.fstat(self._log.fileno()).st_size:
+            with suppress(OSError):  # moved away with its directory
+                Path(str(self._log.name)).unlink()
+        self._log.close()
 
     def _exit_code(self) -> int | None:
         """``None`` where it has closed its output and lives."""

@@ -13,6 +13,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from io import TextIOWrapper
 from pathlib import Path
 from types import CodeType
 from typing import Any, BinaryIO
@@ -112,6 +113,8 @@ def _take_over_pipes() -> tuple[BinaryIO, BinaryIO]:
     with Path(os.devnull).open("rb") as nothing:
         os.dup2(nothing.fileno(), 0)
     os.dup2(2, 1)
+    if isinstance(sys.stdout, TextIOWrapper):
+        sys.stdout.reconfigure(line_buffering=True)  # what is printed before a kill is kept
     return requests, replies
 
 

@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from slime_like.config.rollout import AgentConfig, EnvironmentConfig
@@ -47,8 +48,9 @@ class SingleItems(WorkerPool):
         items: str,
         suspicious: int,
         code: str,
+        logs: tuple[Path, str] | None,
     ) -> None:
-        super().__init__(kind, limits)
+        super().__init__(kind, limits, logs)
         self._budget = FailureBudget(suspicious, first_only=True)
         self._what, self._items, self._code = what, items, code
 

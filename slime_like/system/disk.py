@@ -1,8 +1,11 @@
 """Durable writes, and sentences about a disk that refuses them or a file that lost bytes."""
 
+import itertools
 import os
 import secrets
 import shutil
+from contextlib import suppress
+from io import FileIO
 from pathlib import Path
 
 
@@ -49,6 +52,15 @@ def sync(path: Path) -> None:
         os.fsync(handle)
     finally:
         os.close(handle)
+
+
+def open_log(directory: Path, role: str) -> FileIO:
+    """Create the first of ROLE.log, ROLE.2.log and so on that does not exist; open for appending and reading."""
+    names = itertools.chain([f"{role}.log"], (f"{role}.{number}.log" for number in itertools.count(2)))
+    flags = os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_EXCL
+    while True:
+        with suppress(FileExistsError):
+            return FileIO(str(directory / next(names)), "a+", opener=lambda path, _: os.open(path, flags, 0o644))
 
 
 def link_tree(source: Path, target: Path) -> None:

@@ -30,6 +30,9 @@ def act(prompt, response, answer, *, log=None):
     if log:
         with open(log, "a") as file:
             file.write(f"{os.getpid()} {prompt} {response}\\n")
+    if response == "say and hang":
+        print("thinking")
+        time.sleep(1000)
     if response.startswith("hang"):
         time.sleep(1000)
     if response == "spin":
@@ -98,6 +101,17 @@ def math_pool() -> Iterator[RewardPool]:
 
 def items(*responses: str, answer: str = "46", prompt: str = "good") -> list[RewardItem]:
     return [RewardItem(prompt, response, answer) for response in responses]
+
+
+def test_what_a_function_prints_is_kept(user_config: Config, tmp_path: Path) -> None:
+    """Also what it printed before it was killed; workers that print nothing leave no file."""
+    logs = tmp_path / "logs"
+    logs.mkdir()
+    with RewardPool(user_config(timeout_s=0.5), logs=logs) as pool:
+        pool.score(items("print", "say and hang"))
+        pool.score(items("x"))
+    (kept,) = logs.iterdir()
+    assert kept.name == "reward-0.log" and kept.read_text().endswith("more noisethinking\n")
 
 
 @pytest.mark.parametrize("workers", [1, 3])

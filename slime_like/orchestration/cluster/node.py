@@ -1,17 +1,16 @@
 """The node that a worker runs on, as the cluster knows it."""
 
-import itertools
 import os
 import socket
 import sys
 import tempfile
-from contextlib import suppress
 from pathlib import Path
 
 import ray
 
 from slime_like.checks.environment import visible_device_problem
 from slime_like.errors import SlimeLikeError
+from slime_like.system.disk import open_log
 from slime_like.system.network import interface_of
 
 
@@ -26,6 +25,11 @@ def session_directory() -> Path:
     this = ray.get_runtime_context().get_node_id()
     (socket_file,) = (node["RayletSocketName"] for node in ray.nodes() if node["NodeID"] == this)
     return Path(socket_file).parent.parent
+
+
+def logs_directory() -> Path:
+    """Where the logs of this cluster's processes on this node are, Ray's and the run's."""
+    return session_directory() / "logs"
 
 
 def require_own_devices() -> None:
@@ -56,19 +60,10 @@ def use_log(role: str) -> None:
     Ray's own files, named after worker ids, keep what was printed before. A process that takes the role of an earlier
     one writes to ROLE.2.log, the next to ROLE.3.log.
     """
-    file = open_log(session_directory() / "logs", role)
-    for stream in (sys.stdout, sys.stderr):
-        stream.flush()
-        os.dup2(file, stream.fileno())
-    os.close(file)
-
-
-def open_log(directory: Path, role: str) -> int:
-    """Create the first of ROLE.log, ROLE.2.log and so on that does not exist; its file descriptor."""
-    names = itertools.chain([f"{role}.log"], (f"{role}.{number}.log" for number in itertools.count(2)))
-    while True:
-        with suppress(FileExistsError):
-            return os.open(directory / next(names), os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_EXCL, 0o644)
+    with open_log(logs_directory(), role) as file:
+        for stream in (sys.stdout, sys.stderr):
+            stream.flush()
+            os.dup2(file.fileno(), stream.fileno())
 
 
 def use_cluster_interface(gloo: bool) -> None:

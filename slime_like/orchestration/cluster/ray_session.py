@@ -14,8 +14,8 @@ RAY_DIRECTORY = "r"
 """Name of Ray's directory in the private one."""
 _LOGS = "logs"
 _RAY_LOGS = "ray"
-_ROLE_LOG = re.compile(r"(trainer|engine|reference)-[\d-]+(\.\d+)?\.log")
-"""A name that ``node.open_log`` gives to the output of a process of the run."""
+_ROLE_LOG = re.compile(r"(trainer|engine|reference|reward|environment|agent)-[\d-]+(\.\d+)?\.log")
+"""A name that ``disk.open_log`` gives to the output of a process of the run."""
 _REMOVALS = 20
 _MEETING = "vllm_dist_*"
 """Files at which vLLM's ranks meet; what they share in memory is named after them. An engine that has started removes

@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -38,10 +39,16 @@ class AgentRollouts:
     Args:
         generate: of the engine; waits while weights are updated.
         version: of the weights that the engine serves.
+        logs: for what agents print.
     """
 
     def __init__(
-        self, config: RunConfig, tokenizer: Any, generate: Generate, version: Callable[[], Awaitable[int]]
+        self,
+        config: RunConfig,
+        tokenizer: Any,
+        generate: Generate,
+        version: Callable[[], Awaitable[int]],
+        logs: tuple[Path, str] | None = None,
     ) -> None:
         self._config = config
         self._agent = config.rollout.agent
@@ -52,7 +59,7 @@ class AgentRollouts:
         self._parser: str = self._agent.tool_parser
         self._reported: set[str] = set()
         self._server = AgentServer()
-        self._pool = AgentPool(self._agent)
+        self._pool = AgentPool(self._agent, logs)
         self._running: dict[str, asyncio.Event] = {}
 
     async def start(self) -> None:

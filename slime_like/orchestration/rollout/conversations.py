@@ -2,6 +2,7 @@
 
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -89,15 +90,23 @@ class Conversations:
 
     Args:
         generate, abort: methods of the engine; ``generate`` waits while weights are updated.
+        logs: for what the environment prints.
     """
 
-    def __init__(self, config: RunConfig, tokenizer: Any, generate: Generate, abort: Abort) -> None:
+    def __init__(
+        self,
+        config: RunConfig,
+        tokenizer: Any,
+        generate: Generate,
+        abort: Abort,
+        logs: tuple[Path, str] | None = None,
+    ) -> None:
         self._limits = config.rollout.environment
         self._tokenizer = tokenizer
         self._generate = generate
         self._abort = abort
         self._encoder = ObservationEncoder(tokenizer, self._limits.template, self._limits.max_observation_tokens)
-        self._pool = EnvironmentPool(self._limits)
+        self._pool = EnvironmentPool(self._limits, logs)
         self._running: dict[str, _Running] = {}
 
     async def start(self) -> None:

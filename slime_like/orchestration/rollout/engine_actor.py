@@ -21,6 +21,7 @@ from slime_like.interfaces import (
 )
 from slime_like.interfaces.engine import load_engine
 from slime_like.orchestration.cluster.node import (
+    logs_directory,
     require_own_devices,
     use_cluster_interface,
     use_log,
@@ -103,9 +104,11 @@ class EngineActor:
     async def _start_conversations(self) -> None:
         tokenizer = await asyncio.to_thread(load_tokenizer, self._config.model.path)
         if self._config.rollout.agent.is_set:
-            self._conversations = AgentRollouts(self._config, tokenizer, self._sample, self._version)
+            logs = logs_directory(), f"agent-{self._index}"
+            self._conversations = AgentRollouts(self._config, tokenizer, self._sample, self._version, logs)
         else:
-            self._conversations = Conversations(self._config, tokenizer, self._sample, self._engine.abort)
+            logs = logs_directory(), f"environment-{self._index}"
+            self._conversations = Conversations(self._config, tokenizer, self._sample, self._engine.abort, logs)
         await self._conversations.start()
 
     async def _version(self) -> int:

@@ -9,6 +9,7 @@ from slime_like.errors import EngineError
 from slime_like.interfaces.engine import load_engine
 from slime_like.models.dimensions import ModelDimensions
 from slime_like.observability.progress import Progress
+from slime_like.orchestration.cluster.node import logs_directory
 from slime_like.orchestration.cluster.placement import Placement
 from slime_like.orchestration.cluster.ray_calls import watch_none
 from slime_like.orchestration.reference.workers import launch_references, reference_pool
@@ -47,7 +48,8 @@ def launch_engines(
     group = EngineGroup(config, placement, watch)
     stack.callback(group.shutdown)
     group.launch(shared_devices)
-    pool = RewardPool(config.reward, config.rollout.prompts_per_step * config.rollout.samples_per_prompt)
+    responses = config.rollout.prompts_per_step * config.rollout.samples_per_prompt
+    pool = RewardPool(config.reward, responses, logs_directory())
     stack.callback(pool.close)
     return RolloutManager(config, EngineSupervisor(group, config.rollout.max_engine_restarts, note)), pool
 

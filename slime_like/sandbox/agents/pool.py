@@ -1,6 +1,7 @@
 """Agents in worker processes with bounds on time, memory and CPU. Belongs to one loop."""
 
 from dataclasses import asdict
+from pathlib import Path
 
 from slime_like.config.rollout import AgentConfig
 from slime_like.errors import AgentFailure
@@ -16,7 +17,7 @@ _SUSPICIOUS_ROLLOUTS = 8
 class AgentPool(CodePool):
     """``config.workers`` processes that run one agent at a time each; a hung or dead one is replaced."""
 
-    def __init__(self, config: AgentConfig) -> None:
+    def __init__(self, config: AgentConfig, logs: tuple[Path, str] | None = None) -> None:
         subject = f"name={config.name}" if config.name is not None else f"command={list(config.command)}"
         kind = WorkerKind(
             _MODULE,
@@ -34,6 +35,7 @@ class AgentPool(CodePool):
             items="rollouts",
             suspicious=_SUSPICIOUS_ROLLOUTS,
             code="agent-fails",
+            logs=logs,
         )
         super().__init__(workers)
 

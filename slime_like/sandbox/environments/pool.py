@@ -1,6 +1,7 @@
 """Steps of many conversations in a few worker processes with bounds on time, memory and CPU. Belongs to one loop."""
 
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 from slime_like.config.rollout import EnvironmentConfig
@@ -20,7 +21,7 @@ class EnvironmentPool(CodePool):
     The kernel ends the workers together with the thread that called ``start``, which is the loop's.
     """
 
-    def __init__(self, config: EnvironmentConfig) -> None:
+    def __init__(self, config: EnvironmentConfig, logs: tuple[Path, str] | None = None) -> None:
         kind = WorkerKind(
             _MODULE,
             {"name": config.name, "options": config.options},
@@ -36,6 +37,7 @@ class EnvironmentPool(CodePool):
             items="steps",
             suspicious=_SUSPICIOUS_STEPS,
             code="environment-fails",
+            logs=logs,
         )
         super().__init__(workers)
 

@@ -6,6 +6,7 @@ import threading
 from collections.abc import Coroutine, Hashable, Iterable, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Self, TypeVar
 
 from slime_like.config import RewardConfig
@@ -86,13 +87,15 @@ class RewardPool:
 
     Args:
         step_responses: responses of a training step; the time that hanging ones cost is bounded per step.
+        logs: a directory for what the functions print.
     """
 
-    def __init__(self, config: RewardConfig, step_responses: int = 512) -> None:
+    def __init__(self, config: RewardConfig, step_responses: int = 512, logs: Path | None = None) -> None:
         self._functions = [function.name for function in config.computed]
         self._count = config.workers
         functions = [index for index, function in enumerate(config.functions) if not function.is_given]
-        self._workers = WorkerPool(_workers_of(config, functions, "reward.functions"), config)
+        kind = _workers_of(config, functions, "reward.functions")
+        self._workers = WorkerPool(kind, config, None if logs is None else (logs, "reward"))
         self._failures = RewardFailures(config)
         quick = QUICK.issuperset(self._functions)
         self._time = TimeBudget(config.timeout_s, config.workers, step_responses, quick)

@@ -1,14 +1,13 @@
 """Logs of a Ray session are kept where they were linked; the rest of it goes."""
 
-import os
 import shutil
 from pathlib import Path
 from unittest.mock import Mock
 
 import pytest
 
-from slime_like.orchestration.cluster.node import open_log
 from slime_like.orchestration.cluster.ray_session import keep_logs_only, link_logs, make_room, put_away
+from slime_like.system.disk import open_log
 
 
 def session(root: Path, content: str) -> Path:
@@ -33,8 +32,8 @@ def test_logs_of_every_start_are_kept(tmp_path: Path) -> None:
 
 def test_what_ray_writes_stands_apart_and_empty_files_go(tmp_path: Path) -> None:
     home, logs = session(tmp_path / "own", "own"), tmp_path / "worker_logs"
-    for role in ("engine-0", "trainer-0", "reference-1-2"):
-        os.close(open_log(home / "logs", role))
+    for role in ("engine-0", "trainer-0", "reference-1-2", "reward-3", "environment-0-1"):
+        open_log(home / "logs", role).close()
     ray = ("raylet.out", "python-core-driver-01_7.log", "worker-1b-01-7.err", "events/event_GCS.log")
     for name in (*ray, "raylet.err", "old/"):
         path = home / "logs" / name
@@ -44,17 +43,19 @@ def test_what_ray_writes_stands_apart_and_empty_files_go(tmp_path: Path) -> None
     link_logs(home, logs)
     put_away(home, logs)
     kept = {str(path.relative_to(logs)) for path in logs.rglob("*") if path.is_file()}
-    own = {"engine-0.log", "engine-0.2.log", "trainer-0.log", "reference-1-2.log"}
+    own = {"engine-0.log", "engine-0.2.log", "trainer-0.log", "reference-1-2.log"} | {
+        "reward-3.log",
+        "environment-0-1.log",
+    }
     assert kept == own | {f"ray/{name}" for name in ray}
     assert not (logs / "ray" / "old").exists()
 
 
 def test_every_process_in_a_role_has_a_log(tmp_path: Path) -> None:
     for content in (b"first", b"second", b"third"):
-        file = open_log(tmp_path, "engine-0")
-        os.write(file, content)
-        os.close(file)
-    os.close(open_log(tmp_path, "engine-1"))
+        with open_log(tmp_path, "engine-0") as file:
+            file.write(content)
+    open_log(tmp_path, "engine-1").close()
     kept = {path.name: path.read_text() for path in tmp_path.iterdir()}
     assert kept == {"engine-0.log": "first", "engine-0.2.log": "second", "engine-0.3.log": "third", "engine-1.log": ""}
 
