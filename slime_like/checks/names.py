@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Sequence
 
 from slime_like.checks.engine_install import interpreter_problems
-from slime_like.checks.rows import first_sample
+from slime_like.checks.rows import answered_samples
 from slime_like.config.algorithm import ADVANTAGES, CORRECTIONS, KL_ESTIMATORS, LOSSES
 from slime_like.config.rollout import AGENT, ENVIRONMENT, EnvironmentConfig
 from slime_like.config.run import RunConfig
@@ -101,7 +101,7 @@ def custom_reward_problems(config: RunConfig) -> Iterator[str]:
     are included ones that need answers of a certain form."""
     names = enumerate(function.name for function in config.reward.functions)
     found = [index for index, name in names if name in OF_ROWS or (":" in name and not import_path_problem(name))]
-    sample = first_sample(config) if found else None
+    sample = next(answered_samples(config), None) if found else None
     for index in found:
         yield from start_problems(config.reward, index, sample)
 

@@ -64,17 +64,16 @@ def _bad_rows(config: RunConfig, files: Sequence[Path], need_response: bool) -> 
         yield f"{', '.join(map(str, files))}: no rows; give a file with rows"
 
 
-def first_sample(config: RunConfig) -> RewardItem | None:
-    """Text of the first row (of chat messages, their contents), with its answer as the response; ``None`` where the
-    first row of no file can be read."""
+def answered_samples(config: RunConfig) -> Iterator[RewardItem]:
+    """Text of each row (of chat messages, their contents), with its answer as the response; of a file, up to the first
+    row that cannot be read."""
     encoder = RowEncoder(_AnyTokenizer(), config.data, need_response=False)
     for file in (*config.data.train, *config.evaluation.files):
         with suppress(DataError):
             for row in read_rows(file):
                 answer, prompt = encoder.encode(row).answer, row.get(config.data.prompt_key) or ""
                 text = prompt if isinstance(prompt, str) else "\n".join(message["content"] for message in prompt)
-                return RewardItem(text, answer, answer)
-    return None
+                yield RewardItem(text, answer, answer)
 
 
 class _AnyTokenizer:

@@ -1,5 +1,6 @@
 """Worker processes: order, limits, replacement, and nothing left behind."""
 
+import json
 import os
 import signal
 import subprocess
@@ -9,9 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from slime_like.config import RewardConfig
+from slime_like.config import RewardConfig, RunConfig
 from slime_like.config.rollout import RewardFunction
 from slime_like.errors import RewardError
+from slime_like.orchestration.run.start_notes import answer_notes
 from slime_like.sandbox.rewards import time_budget
 from slime_like.sandbox.rewards.pool import RewardItem, RewardOutcome, RewardPool
 from slime_like.system.processes import is_alive
@@ -112,6 +114,22 @@ def test_what_a_function_prints_is_kept(user_config: Config, tmp_path: Path) -> 
         pool.score(items("x"))
     (kept,) = logs.iterdir()
     assert kept.name == "reward-0.log" and kept.read_text().endswith("more noisethinking\n")
+
+
+def test_rows_whose_answer_earns_nothing_are_reported(user_config: Config, tmp_path: Path) -> None:
+    """The function counts a prompt that is "good" as a success, so that two of three rows are none."""
+    data = tmp_path / "train.jsonl"
+    rows = [{"prompt": prompt, "answer": f"{prompt} answer"} for prompt in ("good", "bad", "worse")]
+    data.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    reward = user_config()
+    config = RunConfig.model_validate(
+        {"run_dir": tmp_path, "model": {"path": tmp_path}, "data": {"train": [data]}, "reward": reward}
+    )
+    with RewardPool(reward) as pool:
+        (note,) = answer_notes(config, pool)
+        assert "user_rewards:act" in note and "2 of the first 3 rows" in note and "'bad answer'" in note
+        data.write_text(f"{json.dumps(rows[0])}\n")
+        assert list(answer_notes(config, pool)) == []
 
 
 @pytest.mark.parametrize("workers", [1, 3])
@@ -382,7 +400,7 @@ def test_close_leaves_no_process_even_where_one_hangs(user_config: Config, rejec
 
 ORPHAN = """
 import sys, threading, time
-from slime_like.config import RewardConfig
+from slime_like.config import RewardConfig, RunConfig
 from slime_like.config.rollout import RewardFunction
 from slime_like.sandbox.rewards.pool import RewardItem, RewardPool
 pool = RewardPool(RewardConfig(functions=(RewardFunction(name="user_rewards:act"),), workers=2, timeout_s=1000))

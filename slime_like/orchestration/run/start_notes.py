@@ -3,13 +3,20 @@
 import os
 from collections.abc import Iterator
 from contextlib import suppress
+from itertools import islice
 
 from slime_like.checks.fsdp import BACKEND as FSDP
+from slime_like.checks.rows import answered_samples
 from slime_like.config import RunConfig
 from slime_like.data.prompts import PromptSource
 from slime_like.models.dimensions import ModelDimensions
 from slime_like.models.weight_files import WeightFilesError, stored_dtype
+from slime_like.sandbox.rewards.pool import RewardPool
+from slime_like.sandbox.rewards.registry import ACCEPTING, SERVICES
 from slime_like.system.words import counted
+
+_ANSWERS = 16
+_SHOWN_CHARS = 40
 
 _GSPO_LARGE = 0.01
 """The paper's bounds are 3e-4 and 4e-4 (arXiv:2507.18071, section 5.1), PPO's 0.2."""
@@ -32,6 +39,26 @@ def data_notes(config: RunConfig, prompts: PromptSource) -> Iterator[str]:
     wanted = config.rollout.prompts_per_step
     if rows < wanted:
         yield f"{counted(rows, 'row')} for rollout.prompts_per_step={wanted}: a step uses some rows more than once"
+
+
+def answer_notes(config: RunConfig, rewards: RewardPool) -> Iterator[str]:
+    """Rows whose own answer, as the response, the first reward function does not count as a success.
+
+    A custom function may want more than the bare answer; that is for its author to judge. Services are not asked.
+    """
+    names = [function.name for function in config.reward.functions]
+    if SERVICES & set(names) or not (names[0] in ACCEPTING or ":" in names[0]):
+        return
+    samples = list(islice(answered_samples(config), _ANSWERS))
+    outcomes = rewards.score(samples)
+    wrong = [item.answer for item, outcome in zip(samples, outcomes, strict=True) if not outcome.successes[0]]
+    if wrong:
+        shown = wrong[0][:_SHOWN_CHARS] + ("..." if len(wrong[0]) > _SHOWN_CHARS else "")
+        rows = "the first row" if len(samples) == 1 else f"{len(wrong)} of the first {len(samples)} rows"
+        yield (
+            f"reward function {names[0]} gives no success to the answer of {rows} when the response is that answer, "
+            f"e.g. {shown!r}: with this function and these answers, no response to such a row may succeed"
+        )
 
 
 def algorithm_notes(config: RunConfig) -> Iterator[str]:

@@ -41,6 +41,9 @@ WARMED: Mapping[str, str] = {"math_verify": "1", "code": "assert True"}
 OF_ROWS = frozenset({"gsm8k", "multiple_choice", "json_schema", "code", "reasoning_gym"})
 """Those that need answers of a certain form."""
 
+ACCEPTING = frozenset({"math_verify", "exact_match", "gsm8k", "multiple_choice"})
+"""Those for which a row's answer, as the response, is right."""
+
 _PURE: Mapping[str, str] = {"format": "", "length": "", "exact_match": "", "gsm8k": "1", "multiple_choice": "A"}
 """Those that only look at their arguments, at once and with nothing to import; with an answer that each takes."""
 
