@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Sequence
 
 from slime_like.checks.engine_install import interpreter_problems
-from slime_like.checks.rows import answered_samples
+from slime_like.checks.rows import answered_samples, first_task
 from slime_like.config.algorithm import ADVANTAGES, CORRECTIONS, KL_ESTIMATORS, LOSSES
 from slime_like.config.rollout import AGENT, ENVIRONMENT, EnvironmentConfig
 from slime_like.config.run import RunConfig
@@ -132,11 +132,12 @@ def environment_problems(config: RunConfig) -> Iterator[str]:
 
 
 def custom_environment_problems(config: RunConfig) -> list[str]:
-    """A custom environment whose module is found is made once, with its options, by a worker with its limits."""
+    """A custom environment whose module is found is made once, with its options, and reset for the first row, by a
+    worker with its limits."""
     environment = config.rollout.environment
     if environment.name is None or ":" not in environment.name or import_path_problem(environment.name):
         return []
-    return start_problems_of_environment(environment)
+    return start_problems_of_environment(environment, first_task(config))
 
 
 def _unknown_or_not_importable(field: str, name: str, known: Sequence[str]) -> Iterator[str]:

@@ -10,9 +10,10 @@ from slime_like.checks.directories import missing
 from slime_like.config.run import RunConfig
 from slime_like.data.encoding import RowEncoder
 from slime_like.data.messages import read_conversation
-from slime_like.data.rows import SUFFIXES, BadRows, read_rows
+from slime_like.data.rows import SUFFIXES, BadRows, Row, read_rows
 from slime_like.data.tokenizer import missing_tokenizer
 from slime_like.errors import DataError
+from slime_like.interfaces.environment import Task
 from slime_like.sandbox.rewards.pool import RewardItem
 
 _MAX_ROWS = 20_000
@@ -71,9 +72,25 @@ def answered_samples(config: RunConfig) -> Iterator[RewardItem]:
     for file in (*config.data.train, *config.evaluation.files):
         with suppress(DataError):
             for row in read_rows(file):
-                answer, prompt = encoder.encode(row).answer, row.get(config.data.prompt_key) or ""
-                text = prompt if isinstance(prompt, str) else "\n".join(message["content"] for message in prompt)
-                yield RewardItem(text, answer, answer)
+                answer = encoder.encode(row).answer
+                yield RewardItem(_prompt_text(row, config), answer, answer)
+
+
+def first_task(config: RunConfig) -> Task | None:
+    """What an environment is reset with for the first row, with the row's text as the prompt's."""
+    encoder = RowEncoder(_AnyTokenizer(), config.data, need_response=False)
+    for file in config.data.train or config.evaluation.files:
+        with suppress(DataError):
+            for row in read_rows(file):
+                encoded = encoder.encode(row)
+                return Task(_prompt_text(row, config), encoded.answer, encoded.environment or {})
+    return None
+
+
+def _prompt_text(row: Row, config: RunConfig) -> str:
+    """The prompt; of chat messages, their contents."""
+    prompt = row.get(config.data.prompt_key) or ""
+    return prompt if isinstance(prompt, str) else "\n".join(message["content"] for message in prompt)
 
 
 class _AnyTokenizer:

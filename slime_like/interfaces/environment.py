@@ -53,7 +53,7 @@ class Environment(Protocol):
     """
 
     def reset(self, task: Task) -> Any:
-        """The state in which a conversation begins."""
+        """The state in which a conversation begins. Tried once before a run starts, for the first row."""
 
     def step(self, state: Any, response: str) -> Step:
         """Answer the text of one whole turn of the model, special tokens left out.

@@ -1,9 +1,9 @@
 """One item at a time in a pool of workers, and the end of code that never has an outcome. Belongs to one loop."""
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from slime_like.config.rollout import AgentConfig, EnvironmentConfig
 from slime_like.errors import SlimeLikeError
@@ -83,6 +83,9 @@ class SingleItems(WorkerPool):
         raise failure
 
 
+Pool = TypeVar("Pool", bound="CodePool")
+
+
 class CodePool:
     """Processes that run one user's code, an item each at a time; a hung or dead one is replaced."""
 
@@ -102,20 +105,31 @@ class CodePool:
         await self._workers.close()
 
 
-def start_problems(make_pool: Callable[[], CodePool], error: type[SlimeLikeError]) -> list[str]:
-    """Problems that workers find when they import the code.
+def start_problems(
+    make_pool: Callable[[], Pool],
+    error: type[SlimeLikeError],
+    attempt: Callable[[Pool], Awaitable[None]] | None = None,
+    what: str = "",
+) -> list[str]:
+    """Problems that workers find when they import the code, and what the attempt finds.
 
     Args:
         make_pool: called in an event loop.
         error: the kind's.
+        attempt: called with the started pool; one without an outcome is a problem.
+        what: what fails then.
     """
 
     async def start() -> list[str]:
         pool = make_pool()
         try:
             await pool.start()
+            if attempt is not None:
+                await attempt(pool)
         except error as problem:
             return str(problem).splitlines()
+        except NoOutcome as failed:
+            return [f"{what}: {failed}; correct it, or the row"]
         finally:
             await pool.close()
         return []

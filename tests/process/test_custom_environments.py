@@ -17,7 +17,11 @@ class Rounds:
         if rounds > 9:
             raise ValueError("at most 9")
 
-    def reset(self, task): ...
+    def reset(self, task):
+        if task.fields.get("secret") == "none":
+            raise LookupError(f"no secret for {task.prompt} and {task.answer}")
+        return {"limit": {1, 2}} if task.fields.get("secret") == "set" else {"limit": 1}
+
     def step(self, state, response): ...
 """
 
@@ -42,3 +46,27 @@ def test_options_are_tried_by_a_worker(
     assert [problem.code for problem in problems] == ["rollout.environment-custom"] * bool(words)
     assert all(word in str(problem) for problem in problems for word in words)
     assert "rounds_of" not in sys.modules
+
+
+@pytest.mark.parametrize(
+    ("secret", "words"),
+    [
+        ("7", []),
+        ("none", ["cannot be reset for the first row", "no secret for 2+3 and 5"]),
+        ("set", ["first row", "JSON"]),
+    ],
+)
+def test_an_environment_is_reset_for_the_first_row(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, secret: str, words: list[str]
+) -> None:
+    """One that raises, and one whose state is not expressible in JSON."""
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    (tmp_path / "rounds_of.py").write_text(SOURCE)
+    data = tmp_path / "rows.jsonl"
+    data.write_text(json.dumps({"prompt": "2+3", "answer": "5", "environment": {"secret": secret}}) + "\n")
+    flags = [*sound_flags(tmp_path), "--data.train", str(data), "--data.environment_key", "environment"]
+    environment = ["--rollout.environment.name", "rounds_of:Rounds", "--rollout.environment.template", "{observation}"]
+    problems = check(load_config(None, [*flags, *environment]))
+    assert [problem.code for problem in problems] == ["rollout.environment-custom"] * bool(words)
+    assert all(word in str(problem) for problem in problems for word in words)

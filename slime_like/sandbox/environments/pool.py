@@ -46,6 +46,10 @@ class EnvironmentPool(CodePool):
         """Whether the environment is asked about a turn that its limit cut off; known after ``start``."""
         return bool(self._workers.about["judges_cut_turns"])
 
+    async def reset(self, task: Task) -> None:
+        """Try the state in which a conversation begins. Raises as ``step`` does."""
+        await self._workers.ask_one({"task": asdict(task), "first": True, "response": None})
+
     async def step(self, task: Task, state: Any, response: str, first: bool, truncated: bool = False) -> Step:
         """Run one step, the first of a conversation with its reset; waits for a free worker.
 
@@ -56,8 +60,16 @@ class EnvironmentPool(CodePool):
         return Step(**await self._workers.ask_one(item))
 
 
-def start_problems(config: EnvironmentConfig) -> list[str]:
-    """Problems that a worker finds when it makes the environment, with its options."""
+def start_problems(config: EnvironmentConfig, task: Task | None) -> list[str]:
+    """Problems that a worker finds when it makes the environment, with its options, and resets it once for ``task``."""
+
+    async def reset(pool: EnvironmentPool) -> None:
+        if task is not None:
+            await pool.reset(task)
+
     return single_items.start_problems(
-        lambda: EnvironmentPool(config.model_copy(update={"workers": 1})), EnvironmentFailure
+        lambda: EnvironmentPool(config.model_copy(update={"workers": 1})),
+        EnvironmentFailure,
+        reset,
+        f"rollout.environment.name={config.name} cannot be reset for the first row of the data",
     )

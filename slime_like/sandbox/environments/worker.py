@@ -24,6 +24,8 @@ def _prepare(setup: dict[str, Any]) -> tuple[Handler, dict[str, Any]]:
     def handle(item: dict[str, Any]) -> dict[str, Any]:
         with untrusted(name, code):
             state = environment.reset(Task(**item["task"])) if item["first"] else item["state"]
+            if item["response"] is None:
+                return {"state": state}
             cut = {"truncated": item["truncated"]} if judges_cut_turns else {}
             return _message(environment.step(state, item["response"], **cut))
 
