@@ -199,6 +199,8 @@ class _Base:
     def place(self, start: str, *notes: str) -> _Placed:
         """Make the run directory, start Ray, and reserve the devices."""
         config, stack = self.config, self.stack
+        is_alone = config.cluster.address is None
+        machine = list(_machine_notes(config, 1)) if is_alone and not local_gpus() else []
         aside = make_run_dir(config, self.checkpoint, self.lock)
         finished = 0 if self.checkpoint is None else self.checkpoint.step
         metrics = MetricLogger(config.logging, config.run_dir, finished)
@@ -210,7 +212,7 @@ class _Base:
         precision = precision_notes(config) if config.model.weights is None else ()
         damaged = "" if self.checkpoint is None else self.checkpoint.passed_over
         for note in filter(
-            None, (self.lock.warning, moved, damaged, *notes, *algorithm_notes(config), *precision, start)
+            None, (self.lock.warning, moved, damaged, *notes, *algorithm_notes(config), *precision, *machine, start)
         ):
             progress.note(note)
         bucket_directories = [config.sync.directory] if config.sync.directory else []
@@ -219,7 +221,8 @@ class _Base:
             cluster = stack.enter_context(Cluster(config.cluster, logs, slots, bucket_directories, progress.note))
             placement = stack.enter_context(Placement(config))
         if placement.device == "CPU":
-            for note in (operators_note(config.trainer.cpu_kernels), *_machine_notes(config, placement.num_nodes)):
+            machine = [] if is_alone else list(_machine_notes(config, placement.num_nodes))
+            for note in (operators_note(config.trainer.cpu_kernels), *machine):
                 progress.note(note)
         trainers = TrainerGroup(config, placement)
         checkpoints = CheckpointStore(

@@ -9,6 +9,7 @@ from slime_like.checks.fsdp import BACKEND as FSDP
 from slime_like.checks.rows import answered_samples
 from slime_like.config import RunConfig
 from slime_like.data.prompts import PromptSource
+from slime_like.errors import ConfigError
 from slime_like.models.dimensions import ModelDimensions
 from slime_like.models.weight_files import WeightFilesError, stored_dtype
 from slime_like.sandbox.rewards.pool import RewardPool
@@ -91,22 +92,29 @@ def precision_notes(config: RunConfig) -> Iterator[str]:
 
 
 def memory_notes(config: RunConfig, dimensions: ModelDimensions, available: int) -> Iterator[str]:
-    """More bytes than are available to the processes that compute; for CPUs. What every rank needs at least counts."""
+    """More bytes than are available to the processes that compute; for CPUs. What every rank needs at least counts.
+
+    Raises:
+        ConfigError: the models and optimizer states alone are more.
+    """
     parallel, optimizer, parameters = config.trainer.parallel, config.trainer.optimizer, dimensions.num_parameters
     engines = 0 if config.supervised or config.debug.load_rollouts else config.rollout.num_engines
     ranks, engine_ranks = parallel.world_size, engines * config.rollout.tensor
     replicas = 1 if config.trainer.backend == FSDP else ranks // (parallel.tensor * parallel.pipeline)
     whole = config.model.dtype == "float32"  # else the optimizer has main weights in float32, too
     weights, state = parameters * (4 if whole else 2), parameters * (_MOMENT_BYTES + (0 if whole else 4))
-    needed = (ranks + engine_ranks + config.reference_workers) * _PROCESS_BYTES
-    needed += replicas * (weights * (1 + config.reference_in_trainer) + parameters * _GRADIENT_BYTES)
+    processes = (ranks + engine_ranks + config.reference_workers) * _PROCESS_BYTES
+    needed = replicas * (weights * (1 + config.reference_in_trainer) + parameters * _GRADIENT_BYTES)
     needed += state * (1 if optimizer.distributed else replicas) + weights * (engines + config.reference_workers)
+    problem = (
+        f"{counted(ranks, 'trainer rank')} and {counted(engine_ranks, 'engine rank')} need about "
+        f"{(needed + processes) / 2**30:.1f} GiB of memory without activations, and {available / 2**30:.1f} GiB are "
+        "free: use fewer ranks (trainer.parallel.data, rollout.num_engines) or a smaller model"
+    )
     if needed > available:
-        yield (
-            f"{counted(ranks, 'trainer rank')} and {counted(engine_ranks, 'engine rank')} need about "
-            f"{needed / 2**30:.1f} GiB of memory without activations, and {available / 2**30:.1f} GiB are free: use "
-            "fewer ranks (trainer.parallel.data, rollout.num_engines) or a smaller model"
-        )
+        raise ConfigError(problem, code="memory")
+    if needed + processes > available:
+        yield problem
 
 
 def core_notes(config: RunConfig) -> Iterator[str]:

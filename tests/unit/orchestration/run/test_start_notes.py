@@ -9,6 +9,7 @@ import torch
 from safetensors.torch import save_file
 
 from slime_like.config import RunConfig
+from slime_like.errors import ConfigError
 from slime_like.models.dimensions import ModelDimensions
 from slime_like.orchestration.run.start_notes import (
     algorithm_notes,
@@ -93,3 +94,6 @@ def test_more_memory_than_is_free(tmp_path: Path) -> None:
     ):
         assert len(list(memory_notes(config(**changes), sizes, needed - 1))) == 1
         assert list(memory_notes(config(**changes), sizes, needed)) == []
+    with pytest.raises(ConfigError) as caught:
+        list(memory_notes(config(**four), sizes, 30 * parameters - 1))
+    assert [problem.code for problem in caught.value.problems] == ["memory"]
