@@ -3,6 +3,7 @@
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -19,7 +20,7 @@ from ray._private import services
 
 from slime_like.config import ClusterConfig
 from slime_like.errors import SlimeLikeError
-from slime_like.orchestration.cluster import stopped
+from slime_like.orchestration.cluster import cluster, stopped
 from slime_like.orchestration.cluster.cluster import Cluster, orphan_reaper
 from slime_like.orchestration.cluster.placement import Placement
 from slime_like.orchestration.cluster.ray_node import RayNodeSpec
@@ -85,6 +86,24 @@ def test_a_store_that_the_machine_has_no_room_for_is_refused_before_ray(
         Cluster(ClusterConfig(object_store_mb=more), tmp_path / "logs", 1).__enter__()
     assert caught.value.code == "object-store-size" and f"object_store_mb={more}: of this machine" in str(caught.value)
     assert started == [] and [path.name for path in tmp_path.iterdir()] == ["logs"]
+
+
+@pytest.mark.parametrize("address", ["auto", "given", "closed"])
+def test_a_cluster_that_gives_no_answer_is_refused_within_a_bound(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, handler: InterruptHandler, address: str
+) -> None:
+    """Ray itself asks for ever, and prints why. A cluster that nobody may join without its token is like that."""
+    monkeypatch.setattr(cluster, "_ANSWER_S", 2.0)
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        place = f"127.0.0.1:{silent.getsockname()[1]}"
+        if address == "closed":
+            silent.close()
+        if address == "auto":
+            monkeypatch.setenv("RAY_ADDRESS", place)
+        with pytest.raises(SlimeLikeError) as caught:
+            Cluster(ClusterConfig(address="auto" if address == "auto" else place), tmp_path / "logs", 1).__enter__()
+    assert caught.value.code == "cluster-silent"
+    assert ("gives no answer" in caught.value.problem) == (address != "closed")
 
 
 def test_a_node_of_a_launched_cluster_refuses_such_a_store_alike(tmp_path: Path) -> None:
@@ -199,12 +218,12 @@ def test_a_daemon_that_dies_while_ray_starts_is_named_at_once(tmp_path: Path, mo
         return start_raylet(*arguments, **options)
 
     monkeypatch.setattr(services, "start_raylet", start)
-    began, cluster = time.monotonic(), Cluster(ClusterConfig(), tmp_path / "logs", slots=1)
+    began, starting = time.monotonic(), Cluster(ClusterConfig(), tmp_path / "logs", slots=1)
     with pytest.raises(SlimeLikeError) as caught:
-        cluster.__enter__()
+        starting.__enter__()
     assert caught.value.code == "ray-not-started" and "gcs_server ended by itself with -9" in caught.value.problem
     assert time.monotonic() - began < 25
-    cluster._guard.wait(60)  # it ends what Ray's failed start leaves
+    starting._guard.wait(60)  # it ends what Ray's failed start leaves
     assert _children("raylet") == []
 
 
@@ -237,13 +256,13 @@ def _stop_a_daemon(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     began = time.monotonic()
     with (
         pytest.raises(SlimeLikeError) as caught,
-        Cluster(ClusterConfig(), tmp_path / "logs", slots=1, note=notes.append) as cluster,
+        Cluster(ClusterConfig(), tmp_path / "logs", slots=1, note=notes.append) as own,
     ):
         (raylet,) = _children("raylet")
         raylet.suspend()
         began = time.monotonic()
         os.kill(os.getpid(), signal.SIGINT)  # ignored
         time.sleep(120)
-    assert cluster.run_name and time.monotonic() - began < 60
+    assert own.run_name and time.monotonic() - began < 60
     assert caught.value.code == "ray-died" and "raylet" in caught.value.problem
     assert "was ended" in caught.value.problem and len(notes) == 1 and "of Ray's raylet" in notes[0]

@@ -3,6 +3,8 @@
 import logging
 import os
 import socket
+import subprocess
+import sys
 import tempfile
 import uuid
 from collections.abc import Callable, Sequence
@@ -11,6 +13,7 @@ from pathlib import Path
 from typing import Any, Self
 
 import ray
+from ray._private import services
 
 from slime_like.config import ClusterConfig
 from slime_like.errors import LIKELY_KILLER, SlimeLikeError, with_notes
@@ -32,6 +35,9 @@ from slime_like.system.interrupts import raise_if_interrupted, take_interrupt, t
 from slime_like.weights.transports.leftovers import SHARED_MEMORY, cleanup
 
 _REACH_S = 10.0
+_ANSWER_S = 30.0
+_ASK = "import sys; from ray._raylet import GcsClient; GcsClient(address=sys.argv[1])"
+"""In a process, since the call has no bound."""
 
 
 class Cluster:
@@ -177,15 +183,17 @@ class Cluster:
 
 
 def _require_reachable(address: str) -> None:
-    """Check the address before Ray does, which tries for minutes and then names another address."""
-    host, separator, port = address.rpartition(":")
-    if not separator:
-        return  # "auto"
+    """Check the address before Ray does, which tries for minutes. What "auto" means is Ray's to find: a variable, a
+    file of the last cluster, or a running process. A cluster answers only those who have its token."""
     try:
+        found = services.get_ray_address_from_environment(address, None)
+        host, _, port = found.rpartition(":")
         socket.create_connection((host.strip("[]"), int(port)), _REACH_S).close()
-    except (OSError, ValueError) as error:
+        subprocess.run([sys.executable, "-c", _ASK, found], check=True, capture_output=True, timeout=_ANSWER_S)
+    except (OSError, ValueError, subprocess.SubprocessError) as error:
+        is_silent = isinstance(error, subprocess.SubprocessError)
         raise SlimeLikeError(
-            f"nothing answers there ({error})",
+            "what listens there gives no answer" if is_silent else f"nothing answers there ({error})",
             code="cluster-silent",
             who=f"cluster.address={address}",
             remedy="give the HOST:PORT that `ray start --head` printed, or none to start a cluster on this machine",
