@@ -116,8 +116,7 @@ class WorkerProcess:
 
         Raises ``SlimeLikeError`` where the kernel cannot end it.
         """
-        assert self._process.stdin is not None and self._process.stdout is not None
-        self._process.stdin.close()
+        self._close_pipes()
         try:
             if grace_s > 0:
                 self._process.wait(grace_s)
@@ -133,8 +132,14 @@ class WorkerProcess:
             problem = f"worker {self.pid} did not end within {_KILL_TIMEOUT_S:.0f} s of SIGKILL"
             raise SlimeLikeError(problem, code="worker-not-ended", remedy="end it by hand") from error
         finally:
-            self._process.stdout.close()
             self._close_log()
+
+    def _close_pipes(self) -> None:
+        """Those that no transport has, which closes its own a moment after ``disconnect``: a number that is free before
+        would be given to another pipe, while the loop still knows it as this one."""
+        for pipe, transport in ((self._process.stdin, self._writer), (self._process.stdout, self._reader)):
+            if pipe is not None and transport is None:
+                pipe.close()
 
     def _close_log(self) -> None:
         """One that holds nothing goes."""

@@ -1,5 +1,6 @@
 """Worker processes: order, limits, replacement, and nothing left behind."""
 
+import asyncio
 import json
 import os
 import signal
@@ -9,11 +10,13 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+import uvloop
 
 from slime_like.config import RewardConfig, RunConfig
 from slime_like.config.rollout import RewardFunction
 from slime_like.errors import RewardError
 from slime_like.orchestration.run.start_notes import answer_notes
+from slime_like.sandbox.process import WorkerProcess
 from slime_like.sandbox.rewards import time_budget
 from slime_like.sandbox.rewards.pool import RewardItem, RewardOutcome, RewardPool
 from slime_like.system.processes import is_alive
@@ -443,3 +446,30 @@ def test_a_service_is_asked_for_every_prompt_and_its_failure_costs_one_sample(ur
     assert [outcome.rewards for outcome in outcomes] == [(0.5,), (0.0,), (2.0,)]
     assert outcomes[1].metadata["reason"] == "error" and "503" in outcomes[1].metadata["detail"]
     assert [outcome.metadata["http"]["seen"]["prompt"] for outcome in others] == ["one", "two"]
+
+
+@pytest.mark.parametrize("new_loop", [asyncio.new_event_loop, uvloop.new_event_loop], ids=["asyncio", "uvloop"])
+def test_a_new_worker_gets_no_pipe_that_the_loop_still_knows(new_loop: Callable[[], asyncio.AbstractEventLoop]) -> None:
+    """Two workers are ended in one turn of the loop, before it has closed their pipes. Ray's actors use uvloop."""
+    setup = {"functions": [], "memory_mb": 64, "timeout_s": 5.0}
+
+    async def ready() -> WorkerProcess:
+        worker = WorkerProcess("slime_like.sandbox.rewards.worker")
+        await worker.open(setup)
+        assert "ready" in await worker.receive(30.0)
+        return worker
+
+    async def replace() -> None:
+        old = [await ready() for _ in range(2)]
+        for worker in old:
+            worker.disconnect()
+            worker.end()
+        new = [await ready() for _ in range(3)]
+        for worker in new:
+            worker.send({"items": [{"prompt": "", "response": "", "answer": ""}]})
+            assert await worker.receive(30.0) == {"samples": []}
+            worker.disconnect()
+        await asyncio.gather(*(asyncio.to_thread(worker.end, 5.0) for worker in new))
+
+    with asyncio.Runner(loop_factory=new_loop) as runner:
+        runner.run(replace())
