@@ -199,6 +199,9 @@ def test_an_agent_that_calls_nothing_has_a_reward_and_no_loss() -> None:
     assert generation.weight_versions.tolist() == [7]
     (row,) = to_group(Prompt(tuple(PROMPT), "bye", 7, 0, 0), [generation], 1.0).trajectories
     assert not row.loss_mask.any()
+    with pytest.raises(AgentFailure) as caught:
+        rollouts(Engine([]), request(8), name="agents_of_test:silent")
+    assert caught.value.code == "agent-silent"
 
 
 @pytest.mark.usefixtures("agents")

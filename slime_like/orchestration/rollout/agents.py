@@ -18,7 +18,10 @@ from slime_like.interfaces import Conversation, Generation, GenerationRequest
 from slime_like.interfaces.agent import AgentResult, AgentTask
 from slime_like.orchestration.rollout.samples import Generate, all_or_none, duplicate_request, turn_seed
 from slime_like.sandbox.agents.pool import AgentPool
+from slime_like.sandbox.failure_budget import FailureBudget
 from slime_like.sandbox.single_items import NoOutcome
+
+_SUSPICIOUS_ROLLOUTS = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +64,7 @@ class AgentRollouts:
         self._server = AgentServer()
         self._pool = AgentPool(self._agent, logs)
         self._running: dict[str, asyncio.Event] = {}
+        self._silent = FailureBudget(_SUSPICIOUS_ROLLOUTS, first_only=True)
 
     async def start(self) -> None:
         """Raises ``AgentFailure`` where the agent or the tokenizer cannot be used."""
@@ -104,9 +108,22 @@ class AgentRollouts:
         finally:
             self._server.close_session(session.key)
         self._report(session.ignored)
+        if outcome.failure is None and not outcome.aborted:  # the pool counts failures
+            self._require_calls(bool(session.tree.turns))
         if not session.tree.turns:
             return _untrained(request, self._tokenizer.eos_token_id, await self._version(), outcome)
         return _generation(request, session, outcome)
+
+    def _require_calls(self, has_called: bool) -> None:
+        """Reject an agent that ends, again and again, before it has called the model: it has nothing to train on."""
+        self._silent.record(has_called)
+        if self._silent.exhausted:
+            raise AgentFailure(
+                f"made no recorded call of the model in any of its first {self._silent.limit} rollouts",
+                code="agent-silent",
+                who="rollout.agent",
+                remedy="have it call task.base_url with task.key, and wait for the answer",
+            )
 
     def _report(self, ignored: Mapping[str, Any]) -> None:
         """Write each setting of sampling that an agent asked for into the engine's log, once."""

@@ -17,7 +17,7 @@ from slime_like.algorithms.reduction import step_denominator, token_weights
 from slime_like.checks.sampling import rejected_for_several_rows
 from slime_like.config import RunConfig
 from slime_like.data.token_budget import TokenBudget
-from slime_like.errors import ConfigError, DataError
+from slime_like.errors import ConfigError, DataError, SlimeLikeError
 from slime_like.models.dimensions import ModelDimensions
 from slime_like.system.words import counted
 from slime_like.trajectory import PackedTrajectory, ScoredTrajectory
@@ -83,8 +83,20 @@ class ExperienceBatcher:
             trajectory.token_weight = weight
 
     def denominator(self, minibatch: Sequence[ScoredTrajectory]) -> float:
-        """Divisor of the sums of the whole optimizer step; it does not depend on the packs."""
-        return step_denominator(self._config.algorithm.reduction, *_loss_tokens(minibatch))
+        """Divisor of the sums of the whole optimizer step; it does not depend on the packs.
+
+        Raises:
+            SlimeLikeError: no token carries loss.
+        """
+        counts, groups, rollouts = _loss_tokens(minibatch)
+        if not any(counts):
+            raise SlimeLikeError(
+                f"no token of {counted(len(counts), 'sample')} carries loss",
+                code="no-loss-tokens",
+                who="optimizer step",
+                remedy="see that answers are not empty, and that agents call the model",
+            )
+        return step_denominator(self._config.algorithm.reduction, counts, groups, rollouts)
 
     def pack_full(self, waiting: Sequence[ScoredTrajectory]) -> tuple[Window, list[ScoredTrajectory]]:
         """(a window of full micro-batches, what is left for later); the window may be empty.
