@@ -10,7 +10,7 @@ from functools import cached_property
 from typing import Any
 
 from slime_like.config import DataConfig
-from slime_like.data.messages import read_conversation
+from slime_like.data.messages import read_conversation, role_problem
 from slime_like.data.rows import Row
 from slime_like.data.spans import ConversationEncoder, SpanFault
 from slime_like.models.special_tokens import special_token_pattern
@@ -136,6 +136,8 @@ class RowEncoder:
         if not fits:
             problem = f"{key!r} is neither text nor a list of messages with text in `role` and `content`"
             raise row.fault("bad-prompt", problem)
+        for unlikely in filter(None, (role_problem(message["role"]) for message in messages)):
+            raise row.fault("bad-prompt", f"{key!r}: {unlikely}")
         if not self._config.apply_chat_template:
             remedy = "set data.apply_chat_template: true, or give text"
             raise row.fault("template-needed", f"{key!r} is a list of messages", remedy)

@@ -1,12 +1,17 @@
 """Conversations of rows: chat messages in one form, whatever wrote the file."""
 
 import json
+from difflib import get_close_matches
 from typing import Any
 
 from slime_like.data.rows import Row
 
 TOOLS_KEY = "tools"
 """Row key of the tool definitions of a conversation."""
+
+_ROLES = ("system", "developer", "user", "assistant", "tool")
+_ELSEWHERE = {"human": "user", "gpt": "assistant", "chatgpt": "assistant", "bot": "assistant", "ai": "assistant"}
+"""Roles as other files call them."""
 
 Message = dict[str, Any]
 Messages = list[Message]
@@ -15,8 +20,9 @@ Messages = list[Message]
 def read_conversation(row: Row, key: str) -> tuple[Messages, list[dict[str, Any]] | None]:
     """Return the messages under ``key``, and the row's tools if it has any.
 
-    Keys without a value are left out: Parquet gives every message the keys of all others. Arguments of tool calls and
-    tools that are JSON text are parsed.
+    Messages with ``from`` and ``value``, as ShareGPT's files have them, are taken as such with ``role`` and
+    ``content``. Keys without a value are left out: Parquet gives every message the keys of all others. Arguments of
+    tool calls and tools that are JSON text are parsed.
 
     Raises:
         DataError: no list of messages, or one without an assistant's.
@@ -35,8 +41,13 @@ def read_conversation(row: Row, key: str) -> tuple[Messages, list[dict[str, Any]
 
 def _message(row: Row, where: str, given: Any) -> Message:
     message = {key: value for key, value in given.items() if value is not None} if isinstance(given, dict) else {}
+    if "role" not in message and isinstance(message.get("from"), str) and "value" in message:
+        role = message.pop("from")
+        message = {"role": _ELSEWHERE.get(role, role), "content": message.pop("value"), **message}
     if not isinstance(message.get("role"), str):
         raise row.fault("bad-messages", f"{where} must be a mapping with a `role`")
+    if problem := role_problem(message["role"]):
+        raise row.fault("bad-messages", f"{where}: {problem}")
     if message.get("tool_calls"):
         message["tool_calls"] = _tool_calls(row, where, message["tool_calls"])
     else:
@@ -46,6 +57,14 @@ def _message(row: Row, where: str, given: Any) -> Message:
     if not isinstance(content, str):
         raise row.fault("bad-messages", f"{where} must have text in `content`")
     return message
+
+
+def role_problem(role: str) -> str | None:
+    """A role that is most likely misspelt, or another project's name of one: templates render any, and the model would
+    learn it. Other roles are the template's affair."""
+    near = get_close_matches(role.lower(), _ROLES, n=1, cutoff=0.75)
+    meant = _ELSEWHERE.get(role.lower()) or next(iter(near), role)
+    return None if role == meant else f"the role {role!r} is unknown; did you mean {meant!r}?"
 
 
 def _tool_calls(row: Row, where: str, given: Any) -> list[dict[str, Any]]:

@@ -7,7 +7,7 @@ tokenizer's offsets say which tokens these characters are.
 
 import re
 from bisect import bisect_left
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -224,18 +224,38 @@ def _require_rendered(
     assistant = [(number, message) for number, message in enumerate(messages, start=1) if _is_assistant(message)]
     behind = 0  # what a generation prompt anticipates, such as "<think>", stands before the turn
     for (_, end), (number, message) in zip(turns, assistant, strict=True):
-        names = [call["function"]["name"] for call in message.get("tool_calls", ())]
         rendered = _squeezed(text[behind:end])
-        for part in (message["content"], message.get("reasoning_content", ""), *names):
+        for part in (message["content"], message.get("reasoning_content", "")):
             if _squeezed(part) not in rendered:
                 problem = f"the template leaves out part of message {number} ({part.strip()!r:.60})"
                 raise SpanFault("message-dropped", problem)
         behind = end
+    for number, what, others in _without_calls(messages):
+        if _is_rendered_as(template, text, others, tools):
+            raise SpanFault("message-dropped", f"the template leaves out {what} of message {number}")
     if tools and _is_rendered_as(template, text, messages, None):
         raise SpanFault("tools-not-rendered", "the template does not render `tools`")
     others = [each | {"content": each["content"] + "-"} if each["role"] == "tool" else each for each in messages]
     if others != messages and _is_rendered_as(template, text, others, tools):
         raise SpanFault("tools-not-rendered", "the template does not render messages of tools")
+
+
+def _without_calls(messages: Messages) -> Iterator[tuple[int, str, Messages]]:
+    """Conversations that lack one thing which an answer does besides its text: (number of the message, what, all
+    messages). Names and arguments may stand elsewhere in the text, so that looking for them there proves nothing."""
+    for index, message in enumerate(messages):
+        calls = message.get("tool_calls", [])
+        for place, call in enumerate(calls):
+            function = call["function"]
+            changes: list[tuple[str, dict[str, Any]]] = [("the name", {"name": f"{function['name']}_"})]
+            changes += [("the arguments", {"arguments": {}})] if function.get("arguments") else []
+            for what, changed in changes:
+                other = [*calls[:place], {**call, "function": {**function, **changed}}, *calls[place + 1 :]]
+                whole = [*messages[:index], {**message, "tool_calls": other}, *messages[index + 1 :]]
+                yield index + 1, f"{what} of the call of {function['name']!r}", whole
+        if _is_assistant(message) and message.get("function_call"):
+            bare = {key: value for key, value in message.items() if key != "function_call"}
+            yield index + 1, "`function_call`", [*messages[:index], bare, *messages[index + 1 :]]
 
 
 def _is_rendered_as(template: ChatTemplate, text: str, messages: Messages, tools: Tools) -> bool:

@@ -105,6 +105,14 @@ IGNORES_TOOLS = (
 )
 
 
+NAMES_CALLS = (
+    "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}"
+    "{% for call in message.tool_calls or [] %}{{ call.function.name }}{% endfor %}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+"""Calls without their arguments."""
+
+
 def tokenizer_of(
     template: str | None,
     eos: str = END,

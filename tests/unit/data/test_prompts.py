@@ -231,6 +231,7 @@ FAULTY: list[tuple[str, dict[str, Any], str]] = [
     ('{"prompt": 3, "answer": "b"}', {}, "bad-prompt"),
     ('{"prompt": [], "answer": "b"}', {}, "bad-prompt"),
     ('{"prompt": [{"role": "user"}], "answer": "b"}', {}, "bad-prompt"),
+    ('{"prompt": [{"role": "usr", "content": "a"}], "answer": "b"}', {}, "bad-prompt"),
     (MESSAGE, {"apply_chat_template": False}, "template-needed"),
     ('{"prompt": "a"}', {}, "bad-answer"),
     ('{"prompt": "a", "answer": ["b"]}', {}, "bad-answer"),

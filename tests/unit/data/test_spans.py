@@ -136,6 +136,10 @@ FAULTS: list[tuple[str, str, list[dict[str, Any]]]] = [
     ("text-after-end", templates.chatml(end="<|im_end|>.{{ '' }}"), TWO),
     ("turn-changed", templates.LAST_ENDS_TWICE, TWO),
     ("message-dropped", templates.IGNORES_TOOLS, AGENT),
+    # The names stand in the text of the user, the arguments in no place.
+    ("message-dropped", templates.IGNORES_TOOLS, [said("user", "call add or sub with a = 1"), AGENT[1]]),
+    ("message-dropped", templates.NAMES_CALLS, [said("user", "1+1="), AGENT[1]]),
+    ("message-dropped", templates.SOUND, [*TWO[:3], said("assistant", "", function_call={"name": "add"})]),
     ("tools-not-rendered", templates.IGNORES_TOOLS, [*TWO, said("tool", "x")]),
     ("message-dropped", templates.chatml(content="{{ message.content[:1] }}"), THOUGHT),
     ("marks-differ", templates.MARKED_TOO_SHORT, TWO),
@@ -257,6 +261,8 @@ BAD_ROWS: list[tuple[str, dict[str, Any]]] = [
     ("bad-messages", {"messages": []}),
     ("bad-messages", {"messages": ["a"]}),
     ("bad-messages", {"messages": [{"role": "user"}]}),
+    ("bad-messages", {"messages": [said("user", "a"), said("assistent", "b"), said("assistant", "c")]}),
+    ("bad-messages", {"messages": [said("human", "a"), said("assistant", "b")]}),
     ("bad-messages", {"messages": [{"role": "user", "content": [{"type": "text", "text": "a"}]}]}),
     ("bad-messages", {"messages": [said("user", "a"), said("assistant", "", tool_calls="add")]}),
     ("bad-messages", {"messages": [said("user", "a"), said("assistant", "", tool_calls=[{"name": "add"}])]}),
@@ -284,6 +290,16 @@ def test_a_bad_conversation_is_named_by_file_and_line(
 ) -> None:
     with rejects(DataError, code):
         source_of(tmp_path / "rows.jsonl", [{"messages": TWO}, row])
+
+
+def test_messages_of_sharegpt_are_taken_as_they_are(tmp_path: Path) -> None:
+    """Another role, such as a template's own, is the template's affair."""
+    shared = [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}, {"from": "critic", "value": "c"},
+              {"from": "gpt", "value": "d"}]  # fmt: skip
+    plain = [said("user", "a"), said("assistant", "b"), said("critic", "c"), said("assistant", "d")]
+    found = [source_of(tmp_path / f"{index}.jsonl", [{"messages": rows}]) for index, rows in enumerate((shared, plain))]
+    first, second = (source.next(1) for source in found)
+    assert first == second
 
 
 def test_a_template_that_does_not_fit_is_named_with_the_row(tmp_path: Path, rejects: Rejects) -> None:
