@@ -6,7 +6,7 @@ Imports neither torch nor the configuration: workers that must start quickly use
 import sys
 import traceback
 from collections.abc import Collection, Iterator
-from importlib.machinery import ModuleSpec, PathFinder
+from importlib.machinery import ModuleSpec
 from importlib.util import spec_from_file_location
 from inspect import unwrap
 from pathlib import Path
@@ -34,7 +34,8 @@ def find_module(module: str) -> tuple[ModuleSpec | None, str]:
     parts = module.split(".")
     for depth in range(1, len(parts) + 1):
         name = ".".join(parts[:depth])
-        spec = PathFinder.find_spec(name, places)
+        # Packages that are installed editable have a finder of theirs besides Python's.
+        spec = next(filter(None, (finder.find_spec(name, places, None) for finder in sys.meta_path)), None)
         if spec is None:
             return None, name
         places = list(spec.submodule_search_locations or [])

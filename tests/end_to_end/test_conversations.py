@@ -128,3 +128,36 @@ def test_an_agent_trains_as_the_environment_that_it_imitates(imitator: Path, tmp
         assert [row[name] for row in metrics["calculator"]] == pytest.approx(
             [row[name] for row in metrics["calculator_agent"]], rel=1e-6
         )
+
+
+_ENGINES = ["transformers", *(pytest.param(name, marks=pytest.mark.acceptance) for name in ("vllm", "sglang"))]
+
+
+@pytest.mark.parametrize("engine", _ENGINES)
+def test_an_unmodified_harness_trains(imitator: Path, tmp_path: Path, engine: str) -> None:
+    """It edits its history: each rollout is two rows, whose tokens are those that were sampled, and whose logprobs are
+    the trainer's."""
+    pytest.importorskip("smolagents", reason="the extra agents is not installed")
+    run_dir, dump = tmp_path / "run", tmp_path / "rollouts"
+    flags = [
+        "train", "configs/smolagents_agent.yaml", "--run_dir", str(run_dir), "--model.path", str(imitator),
+        "--model.dtype", "float32", "--data.train", str(imitator / "data" / "train.jsonl"), "--data.max_prompt_tokens",
+        "48", "--steps", "2", "--rollout.engine", engine, "--rollout.engine_args", "{}", "--rollout.max_new_tokens",
+        "16", "--rollout.max_model_len", "1024", "--rollout.prompts_per_step", "2", "--rollout.samples_per_prompt", "4",
+        "--rollout.agent.workers", "2", "--rollout.agent.options", "{max_steps: 1, system_prompt: 'Write <code>.'}",
+        "--reward.functions", "[{name: agent}, {name: format, options: {pattern: '.*[0-4].?'}}]",
+        "--reward.workers", "1", "--cluster.placement", "separate", "--trainer.target_tokens_per_batch", "4096",
+        "--trainer.recompute", "none", "--trainer.optimizer.warmup_steps", "0", "--trainer.cpu_threads", "1",
+        "--checkpoint.every", "0", "--debug.save_rollouts", str(dump), "--logging.progress", "plain",
+        "--logging.tensorboard", "false",
+    ]  # fmt: skip
+    finished = run(flags, tmp_path / "log")
+    assert finished.code == 0, finished.stderr
+    assert finished.left_behind == []
+    rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    steps = [row for row in rows if "train_actor_training/loss" in row]
+    assert [row["rollout/rows_mean"] for row in steps] == [2.0, 2.0]
+    assert all(row["train_actor_training/engine_gap_max"] < 1e-4 for row in steps)
+    assert any(row["train_actor_training/grad_norm"] > 0 for row in steps)
+    kept = [row for step in (1, 2) for row in load_trajectories(dump_path(dump, step))]
+    assert len(kept) == 2 * 2 * 4 * 2 and all(row.loss_mask.all() for row in kept)

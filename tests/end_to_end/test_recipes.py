@@ -25,6 +25,7 @@ Capture = pytest.CaptureFixture[str]
 # GPUs that each recipe names; Qwen3-32B over four nodes with tensor, pipeline and context parallelism.
 RECIPES = {
     "one_gpu": 1,
+    "smolagents_agent": 1,
     "qwen2.5_0.5b": 8,
     "qwen2.5_7b": 8,
     "llama3.1_8b": 8,

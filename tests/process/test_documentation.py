@@ -83,7 +83,7 @@ def test_example_runs(example: str, project: Path) -> None:
 def test_every_example_is_tried() -> None:
     """A file that no ``try_*.py`` stands beside would rot unseen."""
     assert {f"try_{name}" for name in extensions() if not name.startswith("try_")} == set(EXAMPLES)
-    assert len(EXAMPLES) == 7
+    assert len(EXAMPLES) == 8
 
 
 @pytest.mark.parametrize("block", [*blocks("yaml"), *blocks("yaml", "rewards")], ids=lambda block: block.split(":")[0])

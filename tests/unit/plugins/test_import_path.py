@@ -2,6 +2,7 @@
 
 import re
 import sys
+from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
 
 import pytest
@@ -52,6 +53,20 @@ def test_a_path_is_judged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, path:
     found = import_path_problem(path.replace("HERE", str(folder)))
     assert found is None if problem is None else re.fullmatch(problem, found or "")
     assert not any(module.startswith("judged") for module in sys.modules)
+
+
+def test_a_package_that_is_installed_editable_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the finder that its installation adds; no directory of ``sys.path`` has it."""
+    folder = str(Path(import_path_problem.__code__.co_filename).parents[1])
+
+    class Finder:
+        @staticmethod
+        def find_spec(name: str, path: object, target: object) -> ModuleSpec | None:
+            return PathFinder.find_spec("slime_like", [str(Path(folder).parent)]) if name == "slime_like" else None
+
+    monkeypatch.setattr(sys, "path", [part for part in sys.path if "site-packages" in part])
+    monkeypatch.setattr(sys, "meta_path", [PathFinder, Finder])
+    assert import_path_problem("slime_like.examples.calculator_agent:solve") is None
 
 
 def test_a_file_is_imported_once_with_the_files_beside_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
