@@ -77,6 +77,7 @@ CHECKS: Sequence[Check] = (
     Check("rollout.sampling", {"training", "engine"}, sampling.sampling_problems),
     Check("evaluation.every", {"training", "engine"}, evaluation.interval_problems),
     Check("evaluation.sampling", {"engine"}, evaluation.held_out_sampling_problems),
+    Check("reference.unused", {"training", "engine"}, model_directories.unused_reference_problems),
     Check("reward.functions", {"engine"}, names.reward_problems),
     Check("rollout.environment", {"engine"}, names.environment_problems),
     Check("rollout.agent", {"engine"}, agent.agent_problems),

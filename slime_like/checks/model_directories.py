@@ -92,3 +92,12 @@ def reference_weight_problems(config: RunConfig, _: ModelDimensions) -> list[str
         return []
     reference = find_dimensions(path, "reference.path")[0]
     return [] if reference is None else weight_problems(path, "reference.path", reference)
+
+
+def unused_reference_problems(config: RunConfig) -> Iterator[str]:
+    """Workers for a model that nothing needs."""
+    if config.reference.placement == "workers" and not config.algorithm.needs_reference:
+        yield (
+            "reference.placement=workers starts none: algorithm.kl_coef and algorithm.kl_reward_coef are 0, so that no "
+            "reference is needed; set one of them, or remove it"
+        )

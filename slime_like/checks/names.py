@@ -1,5 +1,6 @@
 """Names of what is looked up when the run starts: built-in parts, and the user's code with its options."""
 
+import inspect
 from collections.abc import Iterator, Sequence
 
 from slime_like.checks.engine_install import interpreter_problems
@@ -14,7 +15,7 @@ from slime_like.sandbox.environments.pool import start_problems as start_problem
 from slime_like.sandbox.environments.registry import REGISTERED as ENVIRONMENTS
 from slime_like.sandbox.environments.registry import build_environment
 from slime_like.sandbox.rewards.pool import start_problems
-from slime_like.sandbox.rewards.registry import OF_ROWS, REGISTERED, resolve_reward, try_options
+from slime_like.sandbox.rewards.registry import OF_ROWS, REGISTERED, SERVICES, resolve_reward, try_options
 
 
 def backend_name_problems(config: RunConfig) -> Iterator[str]:
@@ -83,6 +84,21 @@ def reward_problems(config: RunConfig) -> Iterator[str]:
                 try_options(function.name, resolve_reward(function.name), function.options)
             except ValueError as error:
                 yield f"reward.functions.{index}.options={dict(function.options)} do not fit: {error}"
+            else:
+                yield from _too_patient(config, index)
+
+
+def _too_patient(config: RunConfig, index: int) -> Iterator[str]:
+    """A service that is waited for longer than its worker may take: each slow answer would end the worker."""
+    function, bound = config.reward.functions[index], config.reward.timeout_s
+    if function.name in SERVICES:
+        default = inspect.signature(resolve_reward(function.name)).parameters["timeout_s"].default
+        seconds = function.options.get("timeout_s", default)
+        if seconds >= bound:
+            yield (
+                f"reward.timeout_s={bound:g} ends a call of {function.name} before reward.functions.{index}'s option "
+                f"timeout_s={seconds:g} does; set reward.timeout_s above it"
+            )
 
 
 def custom_code_problems(config: RunConfig) -> Iterator[str]:

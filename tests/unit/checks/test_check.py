@@ -135,7 +135,10 @@ FAULTS: dict[str, list[str]] = {
         "--reward.functions '[{name: length, options: {limit: 1}}, {name: length, options: {limit: 1}}]'",
         "--reward.functions '[{name: format}]'",
         "--reward.functions '[{name: length, options: {limit: 4, max: 5}}]'",
+        "--reward.functions '[{name: judge, options: {url: \"http://127.0.0.1/v1\", model: m}}]'",
+        "--reward.functions '[{name: http, options: {url: \"http://127.0.0.1\", timeout_s: 9}}]' --reward.timeout_s 9",
     ],
+    "reference.unused": ["--reference.placement workers"],
     "model.path": ["--model.path TMP/none", "--model.path TMP"],
     "run_dir": [
         "--run_dir TMP/train.jsonl",

@@ -38,7 +38,7 @@ _ENGINES = """
 """
 _TRAINING = f"""
     {_SUPERVISED} {_ENGINES} sync.directory algorithm.advantage cluster.placement sync.transport rollout.sampling
-    evaluation.every trainer.token-budget rollout.agent-length rollout.agent-rows
+    reference.unused evaluation.every trainer.token-budget rollout.agent-length rollout.agent-rows
 """
 _EVALUATION = f"""
     {_ENGINES} evaluation.no-files evaluation.weights model.path run_dir evaluation.files model.weights model.converted
