@@ -9,8 +9,9 @@ from typing import Any
 from slime_like.checks.directories import missing
 from slime_like.config.run import RunConfig
 from slime_like.data.encoding import RowEncoder
+from slime_like.data.formats import in_format
 from slime_like.data.messages import read_conversation
-from slime_like.data.rows import SUFFIXES, BadRows, Row, read_rows
+from slime_like.data.rows import SUFFIXES, BadRows, Row, data_files, read_rows
 from slime_like.data.tokenizer import missing_tokenizer
 from slime_like.errors import DataError
 from slime_like.interfaces.environment import Task
@@ -44,13 +45,23 @@ def conversation_problems(config: RunConfig) -> Iterator[str]:
         yield f"{field} needs the chat template; set data.apply_chat_template: true"
 
 
+def prompt_problems(config: RunConfig) -> Iterator[str]:
+    """A system prompt, or a format, that nothing would use."""
+    data, supervised = config.data, config.supervised and config.data.messages_key is not None
+    if data.system_prompt is not None and not data.apply_chat_template:
+        yield "data.system_prompt needs the chat template; set data.apply_chat_template: true, or remove it"
+    for name, is_set in (("system_prompt", data.system_prompt is not None), ("format", data.format != "keys")):
+        if supervised and is_set:
+            yield f"data.{name} is for prompts, and data.messages_key is set, whose rows are conversations; remove one"
+
+
 def held_out_row_problems(config: RunConfig) -> Iterator[str]:
     for file in config.evaluation.files:
         yield from _bad_rows(config, [file], need_response=False)
 
 
 def _bad_rows(config: RunConfig, files: Sequence[Path], need_response: bool) -> Iterator[str]:
-    if not files or not all(file.suffix in SUFFIXES and file.is_file() for file in files):
+    if not files or list(_file_problems("", files)):
         return
     key, bad, found = config.data.messages_key, BadRows(), False
     encoder = RowEncoder(_AnyTokenizer(), config.data, need_response)
@@ -89,7 +100,7 @@ def first_task(config: RunConfig) -> Task | None:
 
 def _prompt_text(row: Row, config: RunConfig) -> str:
     """The prompt; of chat messages, their contents."""
-    prompt = row.get(config.data.prompt_key) or ""
+    prompt = in_format(row, config.data).get(config.data.prompt_key) or ""
     return prompt if isinstance(prompt, str) else "\n".join(message["content"] for message in prompt)
 
 
@@ -122,10 +133,18 @@ def held_out_file_problems(config: RunConfig) -> Iterator[str]:
 
 
 def _file_problems(field: str, files: Sequence[Path]) -> Iterator[str]:
+    for path in files:
+        try:
+            found = data_files(path)
+        except DataError as error:
+            yield f"{field}={error}"
+            continue
+        yield from _unusable(field, found)
+
+
+def _unusable(field: str, files: Sequence[Path]) -> Iterator[str]:
     for file in files:
-        if file.is_dir():
-            yield f"{field}={file} is a directory; give {' or '.join(SUFFIXES)} files"
-        elif file.suffix not in SUFFIXES:
+        if file.suffix not in SUFFIXES:
             yield (
                 f"{field}={file} is of an unknown type; give {' or '.join(SUFFIXES)} files (of a dataset, "
                 "`datasets.load_dataset(...)[split].to_json('train.jsonl')` writes one)"

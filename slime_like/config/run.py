@@ -54,7 +54,13 @@ class ReferenceConfig(Section):
 class DataConfig(Section):
     """Prompt files (JSONL or Parquet) and the keys inside their rows; a dotted key leads into nested objects."""
 
-    train: tuple[Path, ...] = Field((), description="Training files (.jsonl or .parquet), read in this order.")
+    train: tuple[Path, ...] = ()
+    """Training data, read in this order: files (.jsonl, .parquet or .arrow; also as a pattern, `data/train-*.parquet`)
+    or directories of one split, as Hugging Face's `datasets` saves them."""
+    format: Literal["keys", "gsm8k", "math", "dapo", "openr1"] = "keys"
+    """Where rows of `train` and `evaluation.files` have prompt and answer: under the keys below, or as the data set of
+    this name is published."""
+    system_prompt: str | None = Field(None, description="A system message before every prompt.")
     prompt_key: str = Field("prompt", description="Row key of the prompt: text or a list of chat messages.")
     answer_key: str = Field("answer", description="Row key of the ground-truth answer.")
     response_key: str = Field("response", description="Row key of the demonstration (supervised only).")

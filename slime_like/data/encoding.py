@@ -10,6 +10,7 @@ from functools import cached_property
 from typing import Any
 
 from slime_like.config import DataConfig
+from slime_like.data.formats import in_format
 from slime_like.data.messages import read_conversation, role_problem
 from slime_like.data.rows import Row
 from slime_like.data.spans import ConversationEncoder, SpanFault
@@ -63,12 +64,14 @@ class RowEncoder:
         self._need_response = need_response
         self._keep_messages = keep_messages
         self._vocab_size = len(tokenizer)
+        self._system = [] if config.system_prompt is None else [{"role": "system", "content": config.system_prompt}]
         self._special = special_token_pattern(tokenizer)
         self._stop_token_ids = stop_token_ids
 
     def encode(self, row: Row) -> EncodedRow:
         if self._need_response and self._config.messages_key is not None:
             return self._encode_conversation(row, self._config.messages_key)
+        row = in_format(row, self._config)
         tokens = self._prompt_tokens(row)
         if not tokens:
             problem = "the prompt has no token"
@@ -82,8 +85,17 @@ class RowEncoder:
         """``None`` where the row has token ids alone."""
         if row.get(self._config.token_ids_key) is not None:
             return None
-        prompt = row.get(self._config.prompt_key)
-        return json.dumps([{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt)
+        return json.dumps(self._as_messages(row, row.get(self._config.prompt_key)))
+
+    def _as_messages(self, row: Row, prompt: Any) -> Any:
+        """Chat messages of a prompt, behind the system prompt where one is set."""
+        messages, system = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt, self._system
+        if not system or not isinstance(messages, list):
+            return messages
+        if any(isinstance(message, dict) and message.get("role") == "system" for message in messages):
+            problem = f"{self._config.prompt_key!r} has a system message, and data.system_prompt is set"
+            raise row.fault("two-system-prompts", problem, "remove one")
+        return [*system, *messages]
 
     def _encode_conversation(self, row: Row, key: str) -> EncodedRow:
         messages, tools = read_conversation(row, key)
@@ -128,7 +140,7 @@ class RowEncoder:
         self._require_text(row, key, prompt)
         if isinstance(prompt, str) and not self._config.apply_chat_template:
             return self._tokenizer.encode(prompt, add_special_tokens=True)
-        return self._render(row, [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt)
+        return self._render(row, self._as_messages(row, prompt))
 
     def _render(self, row: Row, messages: Any) -> list[int]:
         key = self._config.prompt_key

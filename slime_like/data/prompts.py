@@ -11,7 +11,7 @@ import numpy as np
 
 from slime_like.config import DataConfig
 from slime_like.data.encoding import EncodedRow, RowEncoder
-from slime_like.data.rows import BadRows, read_rows
+from slime_like.data.rows import BadRows, data_files, read_rows
 from slime_like.errors import DataError
 
 
@@ -45,7 +45,7 @@ class PromptSource:
     Rows are checked and encoded when the source is made, so that a bad row is found before anything else starts.
 
     Args:
-        files: ``.jsonl`` and ``.parquet`` files, read in this order, instead of ``config.train``.
+        files: as of ``config.train``, read in this order, instead of those.
         tokenizer: Hugging Face tokenizer.
         need_responses: every row must have a demonstration (supervised mode).
         stop_token_ids: tokens that may end a turn of a demonstrated conversation; none: the tokenizer's EOS token.
@@ -173,7 +173,7 @@ class PromptSource:
 def _fingerprint(files: Sequence[Path]) -> str:
     """SHA-256 over the contents of the files, in order; their names do not count."""
     total = hashlib.sha256()
-    for file in files:
+    for file in (part for path in files for part in data_files(path)):
         with file.open("rb") as data:
             total.update(hashlib.file_digest(data, "sha256").digest())
     return total.hexdigest()

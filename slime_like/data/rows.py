@@ -1,6 +1,7 @@
 """Rows of prompt files, one at a time, each with the place it came from."""
 
 import json
+import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
@@ -11,7 +12,7 @@ from typing import Any
 from slime_like.errors import ConfigError, DataError, Problem
 from slime_like.system.words import counted
 
-SUFFIXES = (".jsonl", ".parquet")
+SUFFIXES = (".jsonl", ".parquet", ".arrow")
 _MOST_SHOWN, _MOST_LINES = 20, 8
 
 
@@ -85,7 +86,7 @@ def _sentence(faults: Sequence[DataError]) -> str:
 
 
 def read_rows(path: Path, bad: BadRows | None = None) -> Iterator[Row]:
-    """All rows of a ``.jsonl`` or ``.parquet`` file, in order; empty lines are skipped.
+    """All rows of a file, or of the files that a pattern or directory stands for, in order; empty lines are skipped.
 
     Args:
         bad: collects lines that are no JSON object, and reading goes on.
@@ -96,7 +97,12 @@ def read_rows(path: Path, bad: BadRows | None = None) -> Iterator[Row]:
     readers: dict[str, Callable[[Path], Iterator[Row]]] = {
         ".jsonl": partial(_read_jsonl, bad=bad),
         ".parquet": _read_parquet,
+        ".arrow": _read_arrow,
     }
+    if (files := data_files(path)) != [path]:
+        for file in files:
+            yield from read_rows(file, bad)
+        return
     if path.suffix not in readers:
         problem, remedy = f"the file type {path.suffix!r} is unknown", f"use {' or '.join(SUFFIXES)}"
         raise DataError(problem, code="file-type", who=str(path), remedy=remedy)
@@ -105,6 +111,36 @@ def read_rows(path: Path, bad: BadRows | None = None) -> Iterator[Row]:
     except OSError as error:
         problem = f"cannot be read ({error.strerror or error})"
         raise DataError(problem, code="file-not-readable", who=str(path), remedy="check the path") from error
+
+
+def data_files(path: Path) -> list[Path]:
+    """The files that a path of the configuration stands for: itself, those of a pattern (``train-*.parquet``), or those
+    of a directory, which has one split, in order.
+
+    Raises:
+        DataError: no file, or files of several splits.
+    """
+    if any(sign in path.name for sign in "*?[") and not path.exists():
+        found = sorted(path.parent.glob(path.name))
+    elif not path.is_dir():
+        return [path]
+    elif (path / "dataset_dict.json").is_file():
+        splits = ", ".join(json.loads((path / "dataset_dict.json").read_text(encoding="utf-8"))["splits"])
+        raise DataError(f"has splits ({splits})", code="several-splits", who=str(path), remedy=f"give {path}/SPLIT")
+    elif (path / "state.json").is_file():  # of ``Dataset.save_to_disk``
+        state = json.loads((path / "state.json").read_text(encoding="utf-8"))
+        found = [path / file["filename"] for file in state["_data_files"]]
+    else:
+        found = sorted(file for file in path.iterdir() if file.suffix in SUFFIXES)
+        splits_of = sorted({re.split(r"[-_.]", file.name)[0] for file in found})
+        if len(splits_of) > 1 or len({file.suffix for file in found}) > 1:
+            problem = f"holds files of several kinds ({', '.join(splits_of)})"
+            remedy = f"give a pattern, e.g. {path}/{splits_of[-1]}-*{found[-1].suffix}"
+            raise DataError(problem, code="several-splits", who=str(path), remedy=remedy)
+    if not found:
+        remedy = f"give {' or '.join(SUFFIXES)} files"
+        raise DataError("has no file with rows", code="no-data-files", who=str(path), remedy=remedy)
+    return found
 
 
 def _read_jsonl(path: Path, bad: BadRows | None) -> Iterator[Row]:
@@ -215,7 +251,21 @@ def _read_parquet(path: Path) -> Iterator[Row]:
         raise _damaged(path, number, f"is damaged{' behind this row' if number else ''} ({error})") from error
 
 
+def _read_arrow(path: Path) -> Iterator[Row]:
+    import pyarrow
+
+    number = 0
+    try:
+        with pyarrow.memory_map(str(path)) as file, pyarrow.ipc.open_stream(file) as batches:
+            for batch in batches:
+                for values in batch.to_pylist():
+                    number += 1
+                    yield Row(path, number, values)
+    except pyarrow.ArrowException as error:
+        raise _damaged(path, number, f"no valid Arrow stream ({error})") from error
+
+
 def _damaged(path: Path, number: int, problem: str) -> DataError:
     """Error at the last row that could be read, or about the file alone where none could."""
     who = f"{path}:{number}" if number else str(path)
-    return DataError(problem, code="damaged-parquet", who=who, remedy="write it again")
+    return DataError(problem, code=f"damaged-{path.suffix[1:]}", who=who, remedy="write it again")

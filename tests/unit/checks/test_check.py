@@ -138,6 +138,9 @@ FAULTS: dict[str, list[str]] = {
         "--reward.functions '[{name: judge, options: {url: \"http://127.0.0.1/v1\", model: m}}]'",
         "--reward.functions '[{name: http, options: {url: \"http://127.0.0.1\", timeout_s: 9}}]' --reward.timeout_s 9",
     ],
+    "data.prompts": [
+        "--data.system_prompt 'Be brief.' --data.apply_chat_template false",
+    ],
     "reference.unused": ["--reference.placement workers"],
     "model.path": ["--model.path TMP/none", "--model.path TMP"],
     "run_dir": [
@@ -159,7 +162,7 @@ FAULTS: dict[str, list[str]] = {
     "debug.save-rollouts": ["--debug.save_rollouts TMP/train.jsonl"],
     "debug.load-rollouts": ["--debug.load_rollouts TMP/none", "--debug.load_rollouts TMP/model --steps 3"],
     "resume": ["--resume Auto"],
-    "data.train": ["--data.train none", "--data.train TMP/no.jsonl", "--data.train TMP"],
+    "data.train": ["--data.train none", "--data.train TMP/no.jsonl", "--data.train /usr"],
     "evaluation.sampling": ["--evaluation.temperature 0.001", "--evaluation.samples_per_prompt 4"],
     "evaluation.files": ["--evaluation.files TMP/a.csv"],
     "evaluation.every": ["--evaluation.every 5"],

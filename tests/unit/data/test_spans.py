@@ -12,7 +12,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from slime_like.checks.rows import conversation_problems
+from slime_like.checks.rows import conversation_problems, prompt_problems
 from slime_like.config import DataConfig
 from slime_like.config.reading.load import load_config
 from slime_like.data.prompts import PromptSource
@@ -339,3 +339,9 @@ def test_settings_that_exclude_conversations(tmp_path: Path, flags: str, number:
     given = ["--model.path", "m", "--data.messages_key", "chat", "--algorithm.loss", "sft", *flags.split()]
     problems = list(conversation_problems(load_config(None, given, tmp_path)))
     assert len(problems) == number and all(text.startswith("data.messages_key=chat") for text in problems)
+
+
+def test_prompts_settings_do_not_go_with_conversations(tmp_path: Path) -> None:
+    given = ["--model.path", "m", "--data.messages_key", "chat", "--data.format", "math", "--data.system_prompt", "a"]
+    assert len(list(prompt_problems(load_config(None, [*given, "--algorithm.loss", "sft"], tmp_path)))) == 2
+    assert list(prompt_problems(load_config(None, given, tmp_path))) == []

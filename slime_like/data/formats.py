@@ -1,0 +1,84 @@
+r"""Rows of published data sets, as their files have them: where prompt and answer stand.
+
+- ``gsm8k`` (openai/gsm8k): ``question``; ``answer``, whose part behind ``####`` is the answer.
+- ``math`` (hendrycks/competition_math, MATH-500): ``problem``; ``answer``, else the last ``\boxed{}`` of ``solution``.
+- ``dapo`` (BytedTsinghua-SIA/DAPO-Math-17k and other files for verl): ``prompt``, chat messages;
+  ``reward_model.ground_truth``.
+- ``openr1`` (open-r1/OpenR1-Math-220k): ``problem``, ``answer``.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any
+
+from slime_like.config import DataConfig
+from slime_like.data.rows import Row
+
+_BOXED = r"\boxed{"
+
+
+def in_format(row: Row, config: DataConfig) -> Row:
+    """The row with its prompt and answer under the configured keys; other keys stay.
+
+    Raises:
+        DataError: it is not of ``data.format``.
+    """
+    if config.format == "keys":
+        return row
+    prompt, answer = _FORMATS[config.format](row)
+    return replace(row, values={**row.values, config.prompt_key: prompt, config.answer_key: answer})
+
+
+def boxed(text: str) -> str | None:
+    r"""Content of the last ``\boxed{}``, with its own braces; ``None`` without one that is closed."""
+    start = text.rfind(_BOXED)
+    if start < 0:
+        return None
+    begin, depth = start + len(_BOXED), 1
+    for place in range(begin, len(text)):
+        depth += {"{": 1, "}": -1}.get(text[place], 0)
+        if depth == 0:
+            return text[begin:place].strip()
+    return None
+
+
+def _gsm8k(row: Row) -> tuple[Any, Any]:
+    _, mark, answer = str(_value(row, "answer")).rpartition("####")
+    if not mark or not answer.strip():
+        raise _unfit(row, "`answer` has nothing behind '####'")
+    return _value(row, "question"), answer.strip().replace(",", "")
+
+
+def _math(row: Row) -> tuple[Any, Any]:
+    answer = row.get("answer")
+    if answer is None:
+        answer = boxed(str(_value(row, "solution")))
+    if answer is None:
+        raise _unfit(row, r"`solution` has no \boxed{}")
+    return _value(row, "problem"), answer
+
+
+def _dapo(row: Row) -> tuple[Any, Any]:
+    return _value(row, "prompt"), _value(row, "reward_model.ground_truth")
+
+
+def _openr1(row: Row) -> tuple[Any, Any]:
+    return _value(row, "problem"), _value(row, "answer")
+
+
+_FORMATS: Mapping[str, Callable[[Row], tuple[Any, Any]]] = {
+    "gsm8k": _gsm8k,
+    "math": _math,
+    "dapo": _dapo,
+    "openr1": _openr1,
+}
+
+
+def _value(row: Row, key: str) -> Any:
+    if (value := row.get(key)) is None:
+        raise _unfit(row, f"has no {key!r}")
+    return value
+
+
+def _unfit(row: Row, problem: str) -> Exception:
+    return row.fault("not-in-format", problem, "set data.format to that of the file, or leave it out and name the keys")

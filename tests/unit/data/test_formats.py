@@ -1,0 +1,160 @@
+"""Rows as data sets are published, and the files that they come in."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pyarrow
+import pyarrow.parquet
+import pytest
+
+from slime_like.config import DataConfig
+from slime_like.data.formats import boxed
+from slime_like.data.prompts import Prompt, PromptSource
+from slime_like.errors import DataError
+from tests.support import templates
+from tests.support.templates import tokenizer_of
+
+# In the forms that are published; texts are shortened.
+GSM8K = {
+    "question": "Natalia sold clips to 48 of her friends in April, and then she sold half as many clips in May. ...",
+    "answer": "Natalia sold 48/2 = <<48/2=24>>24 clips in May.\nNatalia sold 48+24 = <<48+24=72>>72 clips.\n#### 72",
+}
+MATH = {
+    "problem": "Evaluate $i^5+i^{-25}+i^{45}$.",
+    "level": "Level 5",
+    "type": "Algebra",
+    "solution": "We have $i^5 = i$ ... So adding these three results gives $\\boxed{\\frac{3}{1}i}$ in all.",
+}
+DAPO = {
+    "data_source": "math_dapo",
+    "prompt": [
+        {
+            "content": "Solve the following math problem step by step. The last line of your response should be of the "
+            "form Answer: $Answer (without quotes) ...\n\nIn triangle $ABC$ ...",
+            "role": "user",
+        }
+    ],
+    "ability": "MATH",
+    "reward_model": {"ground_truth": "34", "style": "rule-lighteval/MATH_v2"},
+    "extra_info": {"index": "9a9b6eb4-a1cb-49d1-8c1e-62eaf2f74079"},
+}
+OPENR1 = {
+    "problem": "## Task B-1.3.\n\nA ship traveling along a river has covered $24 \\mathrm{~km}$ upstream ...",
+    "solution": "## Solution.\n\nLet $t$ be the time required ...",
+    "answer": "v_{R}=4\\mathrm{~}/\\mathrm{},v_{B}=10\\mathrm{~}/\\mathrm{}",
+    "problem_type": "Algebra",
+    "question_type": "math-word-problem",
+    "source": "olympiads",
+    "uuid": "586fd646-76d6-5070-8c81-9993ab9d8559",
+    "is_reasoning_complete": [True, True],
+    "generations": ["<think>\n...", "<think>\n..."],
+    "correctness_math_verify": [True, False],
+    "correctness_llama": None,
+    "finish_reasons": None,
+    "correctness_count": 1,
+    "messages": [{"content": "## Task B-1.3.\n\n...", "role": "user"}, {"content": "<think>...", "role": "assistant"}],
+}
+PUBLISHED = {
+    "gsm8k": (GSM8K, GSM8K["question"], "72"),
+    "math": (MATH, MATH["problem"], "\\frac{3}{1}i"),
+    "dapo": (DAPO, DAPO["prompt"][0]["content"], "34"),  # type: ignore[index]
+    "openr1": (OPENR1, OPENR1["problem"], OPENR1["answer"]),
+}
+TOKENIZER = tokenizer_of(templates.SOUND)
+
+
+def prompts(path: Path, **data: Any) -> list[Prompt]:
+    config = DataConfig(max_prompt_tokens=2000, shuffle=False, **data)
+    source = PromptSource([path], TOKENIZER, config, seed=0, keep_messages=True)
+    return source.next(source.num_rows)
+
+
+def jsonl(path: Path, *rows: Any) -> Path:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+@pytest.mark.parametrize("suffix", [".jsonl", ".parquet"])
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_published_rows_are_taken_as_they_are(tmp_path: Path, name: str, suffix: str) -> None:
+    row, question, answer = PUBLISHED[name]
+    path = tmp_path / f"train{suffix}"
+    if suffix == ".parquet":
+        pyarrow.parquet.write_table(pyarrow.Table.from_pylist([row]), path)
+    else:
+        jsonl(path, row)
+    (plain,) = prompts(path, format=name)
+    assert plain.answer == answer and plain.messages == [{"role": "user", "content": question}]
+    (led,) = prompts(path, format=name, system_prompt="Be brief.")
+    assert led.messages == [{"role": "system", "content": "Be brief."}, {"role": "user", "content": question}]
+    text = TOKENIZER.apply_chat_template(led.messages, tokenize=False, add_generation_prompt=True)
+    assert list(led.tokens) == TOKENIZER.encode(text, add_special_tokens=False)
+
+
+@pytest.mark.parametrize(
+    ("name", "row", "code"),
+    [
+        ("gsm8k", {"question": "1+1?", "answer": "2"}, "not-in-format"),
+        ("gsm8k", {"question": "1+1?", "answer": "2\n####"}, "not-in-format"),
+        ("gsm8k", MATH, "not-in-format"),
+        ("math", {"problem": "1+1?", "solution": "It is 2."}, "not-in-format"),
+        ("math", {"problem": "1+1?", "solution": "It is \\boxed{\\frac{2}{1}."}, "not-in-format"),
+        ("dapo", GSM8K, "not-in-format"),
+        ("openr1", {"problem": "1+1?", "answer": ["2"]}, "bad-answer"),
+        ("keys", {"prompt": [{"role": "system", "content": "Be long."}], "answer": "2"}, "two-system-prompts"),
+    ],
+)
+def test_rows_of_another_format_are_named(tmp_path: Path, name: str, row: dict[str, Any], code: str) -> None:
+    with pytest.raises(DataError) as caught:
+        prompts(jsonl(tmp_path / "a.jsonl", row), format=name, system_prompt="Be brief.")
+    assert (caught.value.code, caught.value.who) == (code, f"{tmp_path / 'a.jsonl'}:1")
+
+
+def test_thousands_are_written_without_a_comma(tmp_path: Path) -> None:
+    (found,) = prompts(jsonl(tmp_path / "a.jsonl", GSM8K | {"answer": "so\n#### 1,104"}), format="gsm8k")
+    assert found.answer == "1104"
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("\\boxed{2}", "2"),
+        ("\\boxed{1} or \\boxed{\\frac{1}{2}}.", "\\frac{1}{2}"),
+        ("\\boxed{\\{1, 2\\}}", "\\{1, 2\\}"),
+        ("\\boxed{ x^{2} }", "x^{2}"),
+        ("\\boxed{2", None),
+        ("boxed{2}", None),
+    ],
+)
+def test_the_last_box_is_read_with_its_braces(text: str, expected: str | None) -> None:
+    assert boxed(text) == expected
+
+
+def test_directories_and_patterns_stand_for_their_files(tmp_path: Path) -> None:
+    """As ``datasets`` saves a split, as a hub's snapshot has its shards, and by a pattern."""
+    rows = [{"prompt": f"{number}+0", "answer": number} for number in range(6)]
+    saved, shards = tmp_path / "saved" / "train", tmp_path / "shards"
+    saved.mkdir(parents=True)
+    shards.mkdir()
+    for part in range(2):
+        table = pyarrow.Table.from_pylist(rows[3 * part : 3 * part + 3])
+        with pyarrow.ipc.new_stream(str(saved / f"data-0000{part}-of-00002.arrow"), table.schema) as stream:
+            stream.write_table(table)
+        pyarrow.parquet.write_table(table, shards / f"train-0000{part}-of-00002.parquet")
+    names = [{"filename": f"data-0000{part}-of-00002.arrow"} for part in range(2)]
+    (saved / "state.json").write_text(json.dumps({"_data_files": names, "_split": "train"}))
+    (tmp_path / "saved" / "dataset_dict.json").write_text(json.dumps({"splits": ["train", "test"]}))
+    for path in (saved, shards, shards / "train-*.parquet"):
+        assert [prompt.answer for prompt in prompts(path)] == ["0", "1", "2", "3", "4", "5"], path
+    (shards / "test-00000-of-00001.parquet").touch()
+    (tmp_path / "none").mkdir()
+    for path, code in (
+        (tmp_path / "saved", "several-splits"),
+        (shards, "several-splits"),
+        (shards / "dev-*.parquet", "no-data-files"),
+        (tmp_path / "none", "no-data-files"),
+    ):
+        with pytest.raises(DataError) as caught:
+            prompts(path)
+        assert caught.value.code == code
