@@ -174,6 +174,7 @@ def main() -> None:
     options = parser.parse_args()
     if len(os.sched_getaffinity(0)) < 2:
         sys.exit("error: two cores are needed, one for the engine and one for the trainer")
+    os.environ["OMP_NUM_THREADS"] = "1"  # an engine takes the cores that it starts on, and is pinned to one later
     load, model = load_average(), options.out / "model"
     make_tiny_model(model)
     make_arithmetic_data(model / "data")

@@ -68,12 +68,17 @@ def _train_on_batch(run: Run, step: int, clock: PhaseClock) -> TrainedStep:
 
 
 def _train_on_stream(run: Run, step: int, clock: PhaseClock) -> TrainedStep:
-    """Run one optimizer step: trainers work on its full windows while its other groups are being sampled."""
-    windows, training = WindowStream(run.batcher), run.trainers.training
+    """Run one optimizer step: trainers work on its full windows while its other groups are being sampled.
+
+    Each window costs time. So trainers get one when they would idle, with all that is full by then, and the rest is the
+    last; where all groups are there at once, that is the whole batch.
+    """
+    windows, training, source = WindowStream(run.batcher), run.trainers.training, run.rollout.source
     training.begin_stream()
     with run.rollout.sampling(run.progress):
-        for groups in run.rollout.source.stream(step, clock):
-            if window := windows.add(groups):
+        for groups in source.stream(step, clock):
+            holds = source.is_complete(step) or not training.is_idle()
+            if window := windows.add(groups, holds):
                 training.send_window(window)
     with clock.phase("train"), run.progress.waiting("training"):
         window, denominator = windows.finish()

@@ -1,4 +1,4 @@
-"""Megatron's layers in fewer passes over memory: float32 on a CPU, by the kernels of ``slime_like.cpu.kernels``.
+"""Megatron's layers in fewer passes over memory: on a CPU, by the kernels of ``slime_like.cpu.kernels``.
 
 A layer's parameters are the same, and where a kernel does not know what it is given (context parallelism, long
 sequences, a part of a wider array) it computes as it does without.

@@ -61,9 +61,9 @@ _MOST_THREADS = 2
 
 
 def is_fused(trainer: TrainerConfig, dtype: torch.dtype) -> bool:
-    """Return whether the CPU's float32 kernels compute the layers; other runs do not import their compiler."""
-    served = dtype == torch.float32 and not torch.cuda.is_available() and torch.get_num_threads() <= _MOST_THREADS
-    return served and kernels_are_used(trainer.cpu_kernels)
+    """Return whether the CPU's kernels compute the layers; other runs do not import their compiler."""
+    on_cpu = not torch.cuda.is_available() and torch.get_num_threads() <= _MOST_THREADS
+    return on_cpu and dtype in (torch.float32, torch.bfloat16) and kernels_are_used(trainer.cpu_kernels)
 
 
 def local_layer_spec(config: TransformerConfig, num_experts: int | None, fused: bool) -> ModuleSpec:

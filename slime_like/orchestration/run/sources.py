@@ -23,6 +23,9 @@ class ExperienceSource(Protocol):
     def stream(self, step: int, clock: PhaseClock) -> Iterator[list[ScoredTrajectory]]:
         """Stream the batch in whole groups as they become ready; no phase is open while the caller has them."""
 
+    def is_complete(self, step: int) -> bool:
+        """Return whether all groups of the step are there: ``stream`` waits for none any more."""
+
 
 class DemonstrationSource:
     """Rows with a demonstration: supervised mode."""
@@ -38,6 +41,9 @@ class DemonstrationSource:
 
     def stream(self, step: int, clock: PhaseClock) -> Iterator[list[ScoredTrajectory]]:
         yield self.next_batch(step, clock)
+
+    def is_complete(self, step: int) -> bool:
+        return True
 
 
 class DumpedSource:
@@ -74,6 +80,9 @@ class DumpedSource:
     def stream(self, step: int, clock: PhaseClock) -> Iterator[list[ScoredTrajectory]]:
         for _, group in itertools.groupby(self.next_batch(step, clock), key=lambda trajectory: trajectory.group_id):
             yield list(group)
+
+    def is_complete(self, step: int) -> bool:
+        return True
 
 
 def _demonstration(prompt: Prompt) -> ScoredTrajectory:

@@ -158,7 +158,7 @@ class ExperienceBatcher:
 
 
 class WindowStream:
-    """The windows of one optimizer step, each given out as soon as it is full.
+    """The windows of one optimizer step, each of whatever micro-batches are full when it is given out.
 
     Attributes:
         trajectories: everything that has been added, in order of arrival.
@@ -172,15 +172,21 @@ class WindowStream:
         self.trajectories: list[ScoredTrajectory] = []
         self.packed_tokens = 0
 
-    def add(self, groups: Sequence[ScoredTrajectory]) -> Window | None:
-        """Take in whole groups; the window that is full with them, if one is.
+    def add(self, groups: Sequence[ScoredTrajectory], holds: bool = False) -> Window | None:
+        """Take in whole groups, or none; the window that is full with them, if one is.
+
+        Args:
+            holds: give out none: what is full waits for a larger window.
 
         Raises:
             DataError: a sequence is over the token budget.
         """
         self._batcher.weigh(groups)
         self.trajectories += groups
-        window, self._waiting = self._batcher.pack_full([*self._waiting, *groups])
+        self._waiting += groups
+        if holds:
+            return None
+        window, self._waiting = self._batcher.pack_full(self._waiting)
         return self._given(window) if window[0] else None
 
     def finish(self) -> tuple[Window, float]:

@@ -146,6 +146,11 @@ class RankCalls:
         deferred, self._deferred = self._deferred, []
         self._deferred = [answers for answers in deferred if not answers.is_answered()]
 
+    @property
+    def has_deferred(self) -> bool:
+        """A deferred call had not been answered when failures were last raised."""
+        return bool(self._deferred)
+
     def settle(self, timeout_s: float | None = None) -> None:
         """Wait for every deferred call, each with a separate bound: it starts when the one before has ended."""
         deferred, self._deferred = self._deferred, []

@@ -64,6 +64,15 @@ class GroupTraining:
         arguments = self._calls.per_replica(replicas, last)
         self._calls.defer(self._calls.start_each(_ON_A_WINDOW, RankTraining.train_window, arguments))
 
+    def is_idle(self) -> bool:
+        """Return whether every rank has finished the windows that it was sent.
+
+        Raises:
+            TrainerError: a rank has failed in one.
+        """
+        self._calls.raise_failures()
+        return not self._calls.has_deferred
+
     def finish_stream(self, denominator: float) -> StreamedStep:
         """Wait for every window, then update; seconds are means over ranks."""
         steps = self._calls.call("updating", RankTraining.finish_stream, denominator)

@@ -12,6 +12,8 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention, silu
 
 from slime_like.algorithms.head import fused_logprobs
+from slime_like.cpu import parts
+from slime_like.cpu.kernels import operators
 from slime_like.cpu.kernels.elementary import exp
 from slime_like.cpu.kernels.operators import (
     FusedAttention,
@@ -111,6 +113,66 @@ def test_a_sum_and_its_norm(rows: list[int]) -> None:
         lambda one, other, weight: ((one + other)[rows], _normed((one + other)[rows], weight)),
         _leaves((200, 40), (200, 40), (40,)),
     )
+
+
+def _every_operator(dtype: torch.dtype) -> list[Tensor]:
+    """Results and gradients of all operators, on inputs that bfloat16 holds exactly."""
+    generator = torch.Generator().manual_seed(0)
+
+    def leaf(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator).bfloat16().to(dtype).requires_grad_()
+
+    x, y, weight, gate_up, mixed = leaf(130, 48), leaf(130, 48), leaf(48), leaf(130, 96), leaf(130, 2, 4 * 16)
+    head, rows = leaf(70, 48), torch.arange(0, 130, 2)
+    edges = np.asarray([0, 40, 43, 43, 100, 130], dtype=np.int64)
+    angles = 6 * torch.rand(130, 8, generator=generator)
+    norms, temperatures = (leaf(16), leaf(16)), torch.rand(130, generator=generator) + 0.5
+    out = [
+        FusedRMSNorm.apply(x, weight, EPS),
+        *FusedBranch.apply(x, weight, EPS),
+        *FusedSum.apply(x, y, rows, weight, EPS),
+        FusedSwiGLU.apply(gate_up),
+        FusedAttention.apply(mixed, *norms, EPS, angles.cos(), angles.sin(), edges, 0.3),
+        *fused_logprobs(x, head, torch.arange(130) % 70, temperatures, vocab_size=70, rows=FusedLogitRows()),
+    ]
+    grads = [torch.randn(each.shape, generator=generator).bfloat16().to(each.dtype) for each in out]
+    return [*out, *torch.autograd.grad(out, (x, y, weight, gate_up, mixed, head, *norms), grads)]
+
+
+def test_bfloat16_is_computed_in_float32_and_rounded_once() -> None:
+    """But for logits, which are a product in bfloat16, and where gradients of bfloat16 add up."""
+    for ours, wanted in zip(_every_operator(torch.bfloat16), _every_operator(torch.float32), strict=True):
+        of_logits = ours.dim() == 1 and len(ours) == 130
+        assert ours.dtype == (torch.float32 if of_logits else torch.bfloat16)
+        assert float((ours.float() - wanted).norm()) < 1e-2 * float(wanted.norm())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_threads_change_no_row(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Weights' gradients are added up in another order."""
+    alone = _every_operator(dtype)
+    monkeypatch.setattr(parts, "_LEAST_ELEMENTS", 1)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
+    called = []
+    run_parts = parts.run_parts
+    for module in (parts, operators):
+        monkeypatch.setattr(module, "run_parts", lambda bounds, work: (called.append(bounds), run_parts(bounds, work)))
+    together = _every_operator(dtype)
+    assert max(len(bounds) for bounds in called) == 4 and min(len(bounds) for bounds in called) > 2
+    for one, other in zip(alone, together, strict=True):
+        if one.dim() == 1 and len(one) < 130:
+            assert float((one - other).norm()) < (1e-5 if dtype == torch.float32 else 1e-2) * float(one.norm())
+        else:
+            assert torch.equal(one, other)
+
+
+def test_a_failure_in_a_thread_is_raised() -> None:
+    def work(start: int, end: int) -> None:
+        if start == 2:
+            raise ValueError("in the second part")
+
+    with pytest.raises(ValueError, match="second part"):
+        parts.run_parts([0, 2, 4], work)
 
 
 def test_a_second_backward_over_what_the_first_has_overwritten_is_refused() -> None:
@@ -238,7 +300,8 @@ def test_tokens_outside_of_the_boundaries_are_zeros() -> None:
 
 def test_what_is_served() -> None:
     assert are_served(torch.zeros(2, 3), torch.zeros(3))
-    assert not are_served(torch.zeros(2, 3), torch.zeros(3, dtype=torch.bfloat16))
+    assert are_served(torch.zeros(2, 3), torch.zeros(3, dtype=torch.bfloat16))
+    assert not are_served(torch.zeros(2, 3), torch.zeros(3, dtype=torch.float64))
     assert not are_served(torch.zeros(2, 3).t())
     assert not are_served(torch.zeros(3, device="meta"))
     assert [dim for dim in (8, 16, 24, 64, 80) if is_served_width(dim)] == [16, 64, 80]

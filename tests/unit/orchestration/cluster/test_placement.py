@@ -1,6 +1,9 @@
 """Ranks that share a node's cores, and ranks that share devices with engines."""
 
 from pathlib import Path
+from typing import Any
+
+import pytest
 
 from slime_like.config import RunConfig
 from slime_like.orchestration.cluster.placement import Placement
@@ -24,6 +27,33 @@ def test_ranks_are_counted_by_node(tmp_path: Path) -> None:
     ranks = [placement.ranks_on_node(rank, worker) for worker in range(2) for rank in range(2)]
     assert ranks == [3, 3, 3, 1]
     assert placement.num_nodes == 3
+
+
+@pytest.mark.parametrize(
+    ("rollout", "cluster", "expected"),
+    [
+        ({}, "separate", [6, 6, 6, 2]),  # in turn with the trainers
+        ({"max_staleness": 1}, "separate", [9, 9, 9, 3]),
+        ({"stream": True}, "separate", [9, 9, 9, 3]),
+        ({"num_engines": 2}, "colocated", [4, 4]),
+    ],
+)
+def test_ranks_that_compute_beside_an_engine(
+    tmp_path: Path, rollout: dict[str, Any], cluster: str, expected: list[int]
+) -> None:
+    """Four ranks and four engines of two on two nodes; a colocated engine lies where its ranks do."""
+    config = RunConfig(
+        run_dir=tmp_path,
+        model={"path": tmp_path},
+        trainer={"parallel": {"data": 4}},
+        rollout={"num_engines": 4, "tensor": 2, **rollout},
+        cluster={"placement": cluster},
+        algorithm={"importance_correction": "truncate"},
+    )
+    placement = Placement(config)
+    placement._nodes = [*"aaaa"] if cluster == "colocated" else [*"aaab", *"aaab"]
+    placement._order = list(range(len(placement._nodes)))
+    assert [placement.ranks_beside_engine(engine) for engine in range(len(expected))] == expected
 
 
 def test_tensor_8_pipeline_2_context_2_against_engines_of_tensor_4() -> None:

@@ -168,6 +168,23 @@ def test_spare_sequences_are_carried_over() -> None:
     assert [pack.sequence_ids for pack in last[0]] == [["1-0"]] and denominator == 3
 
 
+def test_what_is_held_goes_with_the_next_window_or_the_last() -> None:
+    """Pairs fill a micro-batch of 40. Where all is held, the last window is the whole batch's."""
+    stream, groups = WindowStream(batcher(1)), [[trajectory(group, i, 5, 10) for i in range(2)] for group in range(3)]
+    assert stream.add(groups[0], holds=True) is None and stream.add(groups[1], holds=True) is None
+    window = stream.add([])
+    assert window is not None and [pack.sequence_ids for pack in window[0]] == [["0-0", "0-1"]]
+    assert stream.add(groups[2], holds=True) is None
+    last, denominator = stream.finish()
+    assert sorted(name for pack in last[0] for name in pack.sequence_ids) == ["1-0", "1-1", "2-0", "2-1"]
+    assert denominator == 6
+    held, everything = WindowStream(batcher(1)), [each for group in groups for each in group]
+    for group in groups:
+        assert held.add(group, holds=True) is None
+    whole = batcher(1).batch(everything).replicas[0][0]
+    assert [pack.sequence_ids for pack in held.finish()[0][0]] == [pack.sequence_ids for pack in whole]
+
+
 def test_the_last_window_may_leave_replicas_without_samples_only_if_they_have_had_some(rejects: Rejects) -> None:
     stream = WindowStream(batcher(2))
     assert stream.add([trajectory(0, i, 5, 30) for i in range(2)]) is None

@@ -111,6 +111,22 @@ def test_deferred_calls_are_waited_for_first_and_in_order(cluster: Cluster) -> N
     assert cluster.phases == [window, window, ("updating", 5.0)]  # the answered ones are not waited for again
 
 
+def test_ranks_are_idle_when_all_have_answered_for_their_windows(cluster: Cluster, rejects: Rejects) -> None:
+    training = GroupTraining(ranks(cluster, [lambda method, *rest: method] * 2))
+    training.begin_stream()
+    training.send_window([[]])
+    assert training.is_idle()
+    cluster.running = [["RankTraining.train_window"]]
+    training.send_window([[]])
+    assert not training.is_idle() and cluster.phases == []
+    cluster.running = []
+    assert training.is_idle()
+    failing = GroupTraining(ranks(cluster, [lambda *rest: OUT_OF_MEMORY] * 2))
+    failing.send_window([[]])
+    with rejects(TrainerError):
+        failing.is_idle()
+
+
 def test_a_failed_window_ends_the_stream(cluster: Cluster, rejects: Rejects) -> None:
     def answer(method: str, *rest: Any) -> Any:
         return OUT_OF_MEMORY if method == "RankTraining.train_window" else None
