@@ -45,6 +45,8 @@ def rank_kinds(config: RunConfig) -> list[RankKind]:
 def planned_attention(config: RunConfig) -> Attention:
     """The attention whose layers are followed. Transformer Engine's need CUDA to be built; ours stand for them."""
     asked = config.trainer.attention
+    if asked == "auto" and config.trainer.share_prefixes:
+        return "allgather"
     return "ring" if asked == "auto" or asked == "transformer_engine" else asked
 
 
