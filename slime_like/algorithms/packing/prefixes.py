@@ -21,6 +21,9 @@ Sharing = Literal["prompts", "tree"]
 _WORTH = 32
 """Tokens that sequences have in common, beyond a prompt's or a sequence's end, from which they are cut there."""
 
+_READERS = 5
+"""Tokens behind a prefix, per token of it, above which merging attention costs more than the prefix does."""
+
 
 class Segment(NamedTuple):
     """Tokens ``[start, end)`` of the sequence ``row``, and of all others that pass through it or end in it."""
@@ -43,19 +46,24 @@ def overlaps(sequences: Sequence[Trajectory], sharing: Sharing | None) -> tuple[
         return order, [0] * len(order)
     tokens = [_tokens(sequence, sharing) for sequence in sequences]
     keys = [(sequence.group_id, each.tobytes()) for sequence, each in zip(sequences, tokens, strict=True)]
-    order.sort(key=keys.__getitem__)
+    # Always in the same order, so that a part of the sequences shares no less than it does among all of them.
+    order.sort(key=lambda index: (keys[index], sequences[index].total_len, sequences[index].sequence_id))
     shared = [0]
     for before, after in pairwise(order):
         if keys[before][0] != keys[after][0]:
-            shared.append(0)
+            common = 0
         elif sharing == "prompts":
-            shared.append(len(tokens[after]) if keys[before] == keys[after] else 0)
+            common = len(tokens[after]) if keys[before] == keys[after] else 0
         else:
-            common = _common(tokens[before], tokens[after])
-            ends = sequences[before].prompt_len, sequences[before].total_len, sequences[after].prompt_len
-            natural = max((end for end in ends if end <= common), default=0)
-            shared.append(common if common - natural >= _WORTH else natural)
+            common = _cut(sequences[before], sequences[after], _common(tokens[before], tokens[after]))
+        shared.append(common if _READERS * common >= sequences[after].total_len - common else 0)
     return order, shared
+
+
+def _cut(one: Trajectory, other: Trajectory, common: int) -> int:
+    """Where sequences with so many tokens in common part: where one of them or a prompt ends, if hardly later."""
+    natural = max((end for end in (one.prompt_len, one.total_len, other.prompt_len) if end <= common), default=0)
+    return common if common - natural >= _WORTH else natural
 
 
 def segments_of(lengths: Sequence[int], shared: Sequence[int]) -> tuple[list[Segment], list[list[int]]]:
