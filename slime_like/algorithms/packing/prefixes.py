@@ -56,7 +56,7 @@ def overlaps(sequences: Sequence[Trajectory], sharing: Sharing | None) -> tuple[
             common = len(tokens[after]) if keys[before] == keys[after] else 0
         else:
             common = _cut(sequences[before], sequences[after], _common(tokens[before], tokens[after]))
-        shared.append(common if _READERS * common >= sequences[after].total_len - common else 0)
+        shared.append(common if pays(common, sequences[after].total_len - common) else 0)
     return order, shared
 
 
@@ -64,6 +64,11 @@ def _cut(one: Trajectory, other: Trajectory, common: int) -> int:
     """Where sequences with so many tokens in common part: where one of them or a prompt ends, if hardly later."""
     natural = max((end for end in (one.prompt_len, one.total_len, other.prompt_len) if end <= common), default=0)
     return common if common - natural >= _WORTH else natural
+
+
+def pays(prefix: float, rest: float) -> bool:
+    """Return whether a sequence that goes on by ``rest`` tokens costs less if it shares the prefix."""
+    return _READERS * prefix >= rest
 
 
 def segments_of(lengths: Sequence[int], shared: Sequence[int]) -> tuple[list[Segment], list[list[int]]]:
