@@ -79,8 +79,8 @@ class _Kept:
 
     def keep(self, tensor: Tensor) -> Tensor:
         storage = tensor.untyped_storage()
-        if storage.data_ptr() not in self._weights:
-            self._storages[storage.data_ptr()] = storage
+        if storage._cdata not in self._weights:
+            self._storages[storage._cdata] = storage
         return tensor
 
     @property
@@ -142,7 +142,7 @@ def _rows(shape: Shape, groups: int, vocabulary: int) -> list[ScoredTrajectory]:
 
 def _storages(trainer: Any) -> set[int]:
     modules = getattr(trainer, "chunks", None) or [trainer.model]
-    return {p.untyped_storage().data_ptr() for module in modules for p in module.parameters()}
+    return {p.untyped_storage()._cdata for module in modules for p in module.parameters()}
 
 
 def _step(trainer: Any, pack: PackedTrajectory) -> tuple[float, float]:
