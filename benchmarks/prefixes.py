@@ -99,7 +99,8 @@ def measure(directory: Path, model: str, side: str, shape: Shape) -> Ratios:
     config = RunConfig(
         run_dir=directory / "run",
         model={"path": directory, "dtype": "float32"},
-        trainer={"backend": backend, "share_prefixes": "prompts", **threads},
+        # So small a rate that all steps compute the same.
+        trainer={"backend": backend, "share_prefixes": "prompts", "optimizer": {"lr": 1e-12}, **threads},
     )
     vocabulary = json.loads((directory / "config.json").read_text())["vocab_size"]
     rows = _rows(shape, groups, vocabulary)

@@ -12,6 +12,8 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from slime_like.algorithms.losses.policy import PolicyGradient
 from slime_like.config import RunConfig
@@ -24,6 +26,7 @@ from slime_like.orchestration.trainer.batcher import (
     split_by_group,
 )
 from slime_like.trajectory import PackedTrajectory, ScoredTrajectory
+from tests.support.properties import examples
 from tests.support.rejections import Rejects
 from tests.unit.checks.checkpoint import write_checkpoint
 
@@ -354,3 +357,24 @@ def test_ratios_per_sequence_are_refused_for_several_rows(algorithm: dict[str, A
 def test_a_custom_loss_per_token_takes_rows() -> None:
     made = ExperienceBatcher(config(algorithm={"loss": f"{__name__}:PerToken"}), 1, pad_token_id=0)
     assert len(all_packs([made.batch(rollouts_in_rows(2, 2)).replicas[0]])) == 1
+
+
+@examples(40)
+@given(seed=st.integers(0, 2**32), share=st.sampled_from(["prompts", "tree"]), replicas=st.integers(1, 3))
+def test_packs_of_any_rows_keep_the_budget(seed: int, share: str, replicas: int) -> None:
+    """Whatever lies in a pack together shares no less than the batcher counted."""
+    pick = random.Random(seed)
+    rows: list[ScoredTrajectory] = []
+    for index in range(pick.randint(replicas, 14)):
+        begun, group = [0], pick.randint(0, 2)
+        if rows and pick.random() < 0.7:
+            earlier = pick.choice(rows)
+            every = [*earlier.prompt_tokens.tolist(), *earlier.response_tokens.tolist()]
+            begun, group = every[: pick.randint(1, len(every))], earlier.group_id
+        tokens = [*begun[:55], *(pick.randint(0, 2) for _ in range(pick.randint(1, 9)))]
+        cut = pick.randint(1, len(tokens) - 1)
+        parts = torch.tensor(tokens[:cut]), torch.tensor(tokens[cut:])
+        rows.append(ScoredTrajectory.unrewarded(f"{group}-{index}", *parts, group_id=group))
+    packs = all_packs(sharing(64, replicas, share).batch(rows).replicas)
+    assert carried(packs) == sorted(row.sequence_id for row in rows)
+    assert all(computed_tokens(pack) <= 64 for pack in packs)
