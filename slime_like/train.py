@@ -64,7 +64,7 @@ def _train_on_batch(run: Run, step: int, clock: PhaseClock) -> TrainedStep:
         reference = score(run, trajectories, step, clock)
         with clock.phase("train"):
             updates = update(run, batch)
-    return TrainedStep(trajectories, updates, reference, batch.packed_tokens)
+    return TrainedStep(trajectories, updates, reference, batch.tokens)
 
 
 def _train_on_stream(run: Run, step: int, clock: PhaseClock) -> TrainedStep:

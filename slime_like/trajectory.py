@@ -263,6 +263,9 @@ class PackedTrajectory(TensorsAsArrays, SampledFields, ScoredFields):
         conversations: per sequence; ``None`` if scored, when their turns are in ``reward_metadata``.
         sequence_weights, sequence_temperatures: Python floats as they came in, also of fully masked sequences.
         is_filler: the pack only evens out micro-batch counts; its tokens belong to no sample of the step.
+        segment_parents, segment_lengths: (N,) int64, where sequences share prefixes (``packing.prefixes``): the pack as
+            segments, each of which continues its parent (-1: none); the rest of the pack describes whole sequences.
+        segment_places: (actual_total_tokens,) int64, place of every token among the tokens of the segments.
     """
 
     tokens: Tensor
@@ -294,10 +297,18 @@ class PackedTrajectory(TensorsAsArrays, SampledFields, ScoredFields):
     sequence_weights: list[float] = field(default_factory=list)
     sequence_temperatures: list[float] = field(default_factory=list)
     is_filler: bool = False
+    segment_parents: Tensor | None = None
+    segment_lengths: Tensor | None = None
+    segment_places: Tensor | None = None
 
     @property
     def num_sequences(self) -> int:
         return len(self.sequence_ids)
+
+    @property
+    def shared_tokens(self) -> int:
+        """Tokens of prefixes that are not computed again."""
+        return 0 if self.segment_lengths is None else self.actual_total_tokens - int(self.segment_lengths.sum())
 
     @property
     def attention_mask(self) -> Tensor:

@@ -72,7 +72,7 @@ class LogprobModel(nn.Module):
         Args:
             tokens, positions: (T_local,) ids, and positions that begin at 0 in every sequence.
             boundaries: what attention reads.
-            rows: the r local positions that predict a response token.
+            rows: the local positions that predict the r response tokens.
             routers: also return router logits.
 
         Returns:
@@ -82,7 +82,7 @@ class LogprobModel(nn.Module):
         output = self.hugging_face.base_model(
             input_ids=tokens[None], position_ids=positions[None].long(), use_cache=False, packed=boundaries, **options
         )
-        selected = output.last_hidden_state[0].index_select(0, rows.index)
+        selected = rows.spread(output.last_hidden_state[0].index_select(0, rows.index))
         hidden, weight = self.output.projection(self.hugging_face.get_output_embeddings(), selected)
         logprobs, entropy = fused_logprobs(
             hidden,

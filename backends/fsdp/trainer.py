@@ -20,6 +20,7 @@ from backends.fsdp.state import FsdpState
 from slime_like.checks.families import family_problems, latent_problems
 from slime_like.checks.fsdp import fsdp_problems
 from slime_like.checks.packages import attention_problems, missing_flash_attention
+from slime_like.checks.prefixes import prefix_problems
 from slime_like.checks.schedule import schedule_problems
 from slime_like.config import RunConfig
 from slime_like.errors import ConfigError, TrainerError
@@ -43,7 +44,8 @@ class FsdpTrainer(TrainerBase):
 
     @staticmethod
     def check(config: RunConfig) -> list[str]:
-        problems = [*schedule_problems(config), *fsdp_problems(config), *attention_problems(config)]
+        checks = schedule_problems, fsdp_problems, attention_problems, prefix_problems
+        problems = [problem for check in checks for problem in check(config)]
         try:
             dimensions = ModelDimensions.from_checkpoint(config.model.path)
         except ConfigError as error:

@@ -20,9 +20,12 @@ Attention = Literal["transformer_engine", "ring_flash_attn", "ring", "allgather"
 
 
 def attention_of(trainer: TrainerConfig, dimensions: ModelDimensions, on_cuda: bool) -> Attention:
-    """Return the configured attention; ``auto`` is Transformer Engine where it can run, and the ring elsewhere."""
+    """Return the configured attention; ``auto`` is Transformer Engine where it can run, and the ring elsewhere. Where
+    sequences share prefixes it is the all-gather."""
     if trainer.attention != "auto":
         return trainer.attention
+    if trainer.share_prefixes:
+        return "allgather"
     can_run = on_cuda and dimensions.latent is None and has_transformer_engine()
     return "transformer_engine" if can_run else "ring"
 

@@ -53,6 +53,7 @@ class LogprobModel(GPTModel):
         selected = hidden_states.squeeze(1)
         if not getattr(self.decoder.layers[-1], "scores", False):  # else the last layer returns those rows only
             selected = selected.index_select(0, responses.index)
+        selected = responses.spread(selected)
         if self.gather_weight is not None:
             self.gather_weight()
         weight = self.output_weight()

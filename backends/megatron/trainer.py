@@ -24,6 +24,7 @@ from backends.megatron.state import MegatronState
 from slime_like.checks.families import family_problems, latent_problems
 from slime_like.checks.layout import layout_problems
 from slime_like.checks.offload import offload_problems
+from slime_like.checks.prefixes import prefix_problems
 from slime_like.checks.schedule import schedule_problems
 from slime_like.config import RunConfig
 from slime_like.errors import ConfigError
@@ -56,7 +57,7 @@ class MegatronTrainer(TrainerBase):
 
     @staticmethod
     def check(config: RunConfig) -> list[str]:
-        problems = [*schedule_problems(config), *offload_problems(config)]
+        problems = [*schedule_problems(config), *offload_problems(config), *prefix_problems(config)]
         try:
             dimensions = ModelDimensions.from_checkpoint(config.model.path)
             if foreign := [*family_problems(config, dimensions)]:

@@ -49,7 +49,7 @@ class BackendSide:
     def __init__(self, backend: str, config: RunConfig, packs: Sequence[PackedTrajectory]) -> None:
         self._packs = list(packs)
         self._denominator = _response_tokens(packs)
-        self._trainer = load_backend(backend)(config, RankPlacement(0, 1, 0, "127.0.0.1", _free_port()))
+        self._trainer = load_backend(backend)(config, RankPlacement(0, 1, 0, "127.0.0.1", free_port()))
         self._trainer.setup()
         self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
@@ -179,7 +179,7 @@ def _response_tokens(packs: Sequence[PackedTrajectory]) -> float:
     return float(sum(int(pack.loss_mask.sum()) for pack in packs))
 
 
-def _free_port() -> int:
+def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from slime_like.algorithms.packing.pack import response_logit_index
+from slime_like.algorithms.packing.prefixes import segment_sources
 from slime_like.trajectory import PackedTrajectory
 
 Layout = Literal["zigzag", "contiguous"]
@@ -29,13 +30,16 @@ class ContextShard:
     Attributes:
         tokens: (T_local,) int64; 0 in padding that the layout added.
         position_ids: (T_local,) int32, from 0 in every sequence, moved together with the tokens.
-        source: (T_local,) int64, each local token's index in the pack; -1 in padding that the layout added.
+        source: (T_local,) int64, each local token's index in the pack (of a shared one, its first); -1 in padding that
+            the layout added.
         cu_seqlens: (S+1,) int32, true boundaries of the real sequences, global.
-        cu_seqlens_padded: int32, global boundaries of the padded sequences and, last, of the padding segment if there
-            is one. Attention and rotary embedding use these: padding follows its sequence, so causal attention over the
-            padded sequence is exact on the real tokens.
+        cu_seqlens_padded: int32, global boundaries of the padded sequences (segments, where they share prefixes) and,
+            last, of the padding segment if there is one. Attention and rotary embedding use these: padding follows its
+            sequence, so causal attention over the padded sequence is exact on the real tokens.
         max_seqlen_padded: longest padded segment, global.
-        response_index: (R_local,) int64, local positions whose logits score a response token.
+        parents: int64, the segment that each continues, -1 for none; ``None`` where sequences share nothing.
+        response_index: (R_local,) int64, local positions whose logits score a response token; those of shared tokens
+            repeatedly.
         response_slot: (R_local,) int64, for each of them its place in the pack's (R,) response order.
         num_responses: R of the whole pack.
         layout, cp_size, cp_rank: what made this shard.
@@ -47,6 +51,7 @@ class ContextShard:
     cu_seqlens: Tensor
     cu_seqlens_padded: Tensor
     max_seqlen_padded: int
+    parents: Tensor | None
     response_index: Tensor
     response_slot: Tensor
     num_responses: int
@@ -106,26 +111,53 @@ def split_for_context_parallel(
     segment, offset = _local_coordinates(cu_padded, cp_size, cp_rank, layout)
     true_starts = true_lengths.cumsum(0) - true_lengths
     inside = offset < true_lengths[segment]
-    source = torch.where(inside, true_starts[segment] + offset, -1)
-    slots = torch.full((packed.packed_seq_len + 1,), -1, dtype=torch.int64, device=source.device)
-    num_responses = packed.targets.numel()
-    slots[response_logit_index(packed)] = torch.arange(num_responses, device=source.device)
-    local_slots = slots[source]  # source -1 reads the extra last entry, which is no response
-    response_index = (local_slots >= 0).nonzero().squeeze(1)
+    place = torch.where(inside, true_starts[segment] + offset, -1)
+    index, slot = _responses(packed, place)
+    source = _sources(packed, place)
     return ContextShard(
         tokens=torch.where(inside, packed.tokens[source.clamp_min(0)], 0),
-        position_ids=offset.to(packed.position_ids.dtype),
+        position_ids=torch.where(inside, packed.position_ids[source.clamp_min(0)], offset.to(torch.int32)),
         source=source,
         cu_seqlens=packed.cu_seqlens,
         cu_seqlens_padded=cu_padded.to(torch.int32),
         max_seqlen_padded=int(padded_lengths.max()),
-        response_index=response_index,
-        response_slot=local_slots[response_index],
-        num_responses=num_responses,
+        parents=_parents(packed, len(padded_lengths)),
+        response_index=index,
+        response_slot=slot,
+        num_responses=packed.targets.numel(),
         layout=layout,
         cp_size=cp_size,
         cp_rank=cp_rank,
     )
+
+
+def _responses(packed: PackedTrajectory, place: Tensor) -> tuple[Tensor, Tensor]:
+    """Local positions that score response tokens, and which; ``place`` is that of every local token, -1 of padding."""
+    scoring = response_logit_index(packed)
+    if packed.segment_places is not None:
+        scoring = packed.segment_places[scoring]
+    local = place.new_full((packed.packed_seq_len + 1,), -1)
+    local[place] = torch.arange(len(place), device=place.device)
+    local[-1] = -1  # of padding
+    found = local[scoring]
+    slot = (found >= 0).nonzero().squeeze(1)
+    return found[slot], slot
+
+
+def _sources(packed: PackedTrajectory, place: Tensor) -> Tensor:
+    """Index in the pack of the local tokens."""
+    if packed.segment_lengths is None:
+        return place
+    padding = torch.arange(packed.actual_total_tokens, packed.packed_seq_len + 1, device=place.device)
+    padding[-1] = -1
+    return torch.cat([segment_sources(packed), padding])[place]
+
+
+def _parents(packed: PackedTrajectory, segments: int) -> Tensor | None:
+    """Those of all segments; of the padding none."""
+    if packed.segment_parents is None:
+        return None
+    return torch.nn.functional.pad(packed.segment_parents, (0, segments - len(packed.segment_parents)), value=-1)
 
 
 def merge_from_context_parallel(shards: Sequence[ContextShard], local_values: Sequence[Tensor]) -> Tensor:
@@ -220,7 +252,8 @@ def _check_count(shard: ContextShard, values: Tensor) -> None:
 
 def _segment_lengths(packed: PackedTrajectory, cp_size: int, layout: Layout, multiple_of: int) -> tuple[Tensor, Tensor]:
     """True and padded length of every sequence and, last, of the padding segment if there is any."""
-    true_lengths = packed.prompt_lens + packed.response_lens
+    shared = packed.segment_lengths
+    true_lengths = packed.prompt_lens + packed.response_lens if shared is None else shared
     chunks = 2 * cp_size if layout == "zigzag" and cp_size > 1 else 1
     padded = torch.div(true_lengths + chunks - 1, chunks, rounding_mode="floor") * chunks
     tail = packed.packed_seq_len - packed.actual_total_tokens

@@ -74,6 +74,8 @@ class Section(BaseModel):
             if not isinstance(value, bool) and not (isinstance(value, str) and value in _WORDS):
                 raise ValueError("is neither true nor false; use one of these two")
             return value if isinstance(value, bool) else _WORDS[value]
+        if any(each is False for each in get_args(annotation)):  # names, or switched off
+            return False if value == "false" else str(value) if value == 0 and value is not False else value
         if isinstance(value, bool) and annotation in (int, float):
             raise ValueError("must be a number")
         if Path in (annotation, *get_args(annotation)):

@@ -108,7 +108,8 @@ class RankEstimate:
         training: forward, recomputation and backward of one worst micro-batch, all chunks of the rank.
         update: what an optimizer step adds once, whatever the number of micro-batches.
         micro_batch_tokens: tokens of that micro-batch, over all context ranks.
-        longest: its longest sequence, in tokens; ``attention_flops`` belong to it.
+        longest: its longest sequence, in tokens, to which ``attention_flops`` belong; of a pack that shares prefixes,
+            the length of sequences that would cost as much per token.
         layers: which implementation of the layers this is true of, e.g. "local layers, ring attention".
     """
 

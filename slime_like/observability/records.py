@@ -94,7 +94,7 @@ class StepRecord:
         times: where the time went.
         response_lengths: (N,) tokens of every response trained on that the model sampled, observations not counted.
         packed_tokens: tokens the trainer computed, padding included.
-        actual_tokens: of these, tokens of real sequences.
+        actual_tokens: of these, tokens of real sequences, shared ones once.
         rewards, rollout: ``None`` in supervised mode.
         replay_buffer_size: trajectories that wait for training.
         weight_gather_s: the part of the phase "sync" in which the trainer gathers its weights; ``None`` if unmeasured.

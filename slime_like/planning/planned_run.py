@@ -4,6 +4,7 @@ import math
 from dataclasses import dataclass
 from typing import Self
 
+from slime_like.algorithms.packing.prefixes import pays
 from slime_like.config import RunConfig
 from slime_like.models.dimensions import ModelDimensions
 from slime_like.planning.hardware import Hardware
@@ -16,6 +17,7 @@ class Workload:
     Attributes:
         samples: sequences of a step.
         mean_prompt, mean_response: their tokens on average.
+        sharing: sequences that one computed prompt serves.
         micro_batches: per replica and optimizer step.
         per_micro_batch: sequences of mean length that fit into one.
         filled: share of a micro-batch's token budget that whole sequences of mean length fill.
@@ -24,6 +26,7 @@ class Workload:
     samples: int
     mean_prompt: float
     mean_response: float
+    sharing: int
     micro_batches: int
     per_micro_batch: int
     filled: float
@@ -32,6 +35,17 @@ class Workload:
     def mean_length(self) -> float:
         return self.mean_prompt + self.mean_response
 
+    @property
+    def tokens(self) -> float:
+        """Computed in one pass over all samples."""
+        return self.samples * (self.mean_prompt / self.sharing + self.mean_response)
+
+    @property
+    def attention_length(self) -> float:
+        """Length of sequences, by themselves, whose tokens see as many others as these do on average."""
+        prompt, response, sharing = self.mean_prompt, self.mean_response, self.sharing
+        return (prompt**2 + sharing * (2 * prompt + response) * response) / (prompt + sharing * response)
+
     @classmethod
     def of(cls, config: RunConfig, mean_prompt: float | None = None, mean_response: float | None = None) -> Self:
         """Lengths that are not given are the longest allowed, which is an upper bound."""
@@ -39,9 +53,16 @@ class Workload:
         response = config.rollout.max_new_tokens if mean_response is None else mean_response
         samples = config.rollout.prompts_per_step * (1 if config.supervised else config.rollout.samples_per_prompt)
         per_update = samples / config.algorithm.minibatches / config.trainer.parallel.data
-        fitting = max(1, int(config.trainer.target_tokens_per_batch / (prompt + response)))
-        filled = min(1.0, fitting * (prompt + response) / config.trainer.target_tokens_per_batch)
-        return cls(samples, prompt, response, math.ceil(per_update / fitting), fitting, filled)
+        budget, sharing, groups = config.trainer.target_tokens_per_batch, 1, samples
+        if config.trainer.share_prefixes and not config.supervised and pays(prompt, response):
+            groups = config.rollout.samples_per_prompt
+            sharing = min(groups, max(1, int((budget - prompt) / response)))
+        together = prompt + sharing * response
+        # A group that does not fit is computed in parts, of which none shares its micro-batch with another group.
+        bundles = max(1, int(budget / together)) if sharing in (1, groups) else 1
+        filled = min(1.0, bundles * together / budget)
+        fitting = bundles * sharing
+        return cls(samples, prompt, response, sharing, math.ceil(per_update / fitting), fitting, filled)
 
 
 @dataclass(frozen=True, slots=True)

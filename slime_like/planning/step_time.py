@@ -83,10 +83,10 @@ def predict(
     forward_slots = workload.micro_batches * algorithm.minibatches + layout.pipeline - 1
     score_slot = scores * max(pass_seconds(run, estimate, estimate.forward) for estimate in estimates)
     scoring = forward_slots * score_slot
-    useful = 6.0 * dimensions.active_parameters + 6.0 * dimensions.num_layers * workload.mean_length * (
+    useful = 6.0 * dimensions.active_parameters + 6.0 * dimensions.num_layers * workload.attention_length * (
         dimensions.num_heads * dimensions.head_dim
     )
-    flops = useful * workload.samples * workload.mean_length * algorithm.epochs
+    flops = useful * workload.tokens * algorithm.epochs
     peak = layout.world_size * hardware.gpu.tflops * 1e12
     return StepTime(
         generation=0.0 if engine is None else predict_generation(run, engine).seconds,
@@ -130,7 +130,9 @@ def traffic_per_step(run: PlannedRun, estimate: RankEstimate) -> list[LinkTraffi
 def pass_seconds(run: PlannedRun, estimate: RankEstimate, work: Work) -> float:
     """One micro-batch, as far as it is filled. Attention is scaled from the longest sequence to the mean one."""
     hardware, workload = run.hardware, run.workload
-    shorter = min(1.0, workload.mean_length / estimate.longest)
+    shorter = workload.attention_length / estimate.longest
+    if workload.sharing == 1:
+        shorter = min(1.0, shorter)
     attention = hardware.attention_seconds(work.attention_flops * shorter)
     hidden = sum(hardware.link_seconds(t.nbytes, t.ranks) for t in work.traffic if t.axis in _HIDDEN)
     shown = sum(hardware.link_seconds(t.nbytes, t.ranks) for t in work.traffic if t.axis not in _HIDDEN)

@@ -21,7 +21,7 @@ Settings = dict[str, Any]
 def fsdp_config(case: Case, run_dir: Path, layout: Settings, dtype: str = "float32", **algorithm: Any) -> RunConfig:
     """The parity case's configuration on this backend."""
     sizes = {name: layout[name] for name in ("data", "context") if name in layout}
-    of_trainer = {name: layout[name] for name in ("recompute", "attention", "fsdp") if name in layout}
+    of_trainer = {name: layout[name] for name in ("recompute", "attention", "fsdp", "share_prefixes") if name in layout}
     of_optimizer = {name: layout[name] for name in ("offload", "clip_grad") if name in layout}
     return RunConfig(
         run_dir=run_dir,

@@ -77,9 +77,15 @@ def samples_with_loss(sequences: list[ScoredTrajectory]) -> float:
 
 def make_case(family: str, directory: Path, steps: int = STEPS) -> Case:
     """A tiny checkpoint of ``family`` in ``directory``, and the float64 reference's step and ``steps`` updates."""
-    checkpoint = save_checkpoint(family, directory)
     sequences = scored_sequences([pair for pack in PACKS for pair in pack], fully_masked=MASKED)
-    algorithm = {"moe_aux_loss_coef": BALANCE.get(family, 0.0)}
+    return case_of(sequences, family, directory, steps, BALANCE.get(family, 0.0))
+
+
+def case_of(
+    sequences: list[ScoredTrajectory], family: str, directory: Path, steps: int = STEPS, balance: float = 0.0
+) -> Case:
+    """The same of given sequences; ``balance`` is the coefficient of the routers' loss."""
+    checkpoint, algorithm = save_checkpoint(family, directory), {"moe_aux_loss_coef": balance}
     reference = Reference(checkpoint, parity_config(checkpoint, directory, {}, **algorithm).algorithm)
     initial = {name: p.detach().clone() for name, p in reference.model.named_parameters()}
     denominator = samples_with_loss(sequences)
@@ -97,7 +103,7 @@ def parity_config(
     settings = dict(layout)
     of_optimizer = ("distributed", "overlap", "overlap_bucket_params", "clip_grad")
     optimizer = {"distributed": False} | {name: settings.pop(name) for name in of_optimizer if name in settings}
-    of_trainer = ("recompute", "attention", "activation_offload", "cpu_kernels")
+    of_trainer = ("recompute", "attention", "activation_offload", "cpu_kernels", "share_prefixes")
     options = {"cpu_kernels": "off"} | {name: settings.pop(name) for name in of_trainer if name in settings}
     return RunConfig(
         run_dir=run_dir,
@@ -136,8 +142,8 @@ def check_everything(case: Case, layout: Settings, results: list[RankResult]) ->
 def check_scores(case: Case, results: list[RankResult]) -> None:
     found = scored_packs(results)
     start = 0
-    for index, lengths in enumerate(PACKS):
-        stop = start + len(lengths)
+    for index, pack in enumerate(case.packs()):
+        stop = start + pack.num_sequences
         for kind in ("logprobs", "entropy"):
             expected = torch.cat(getattr(case.expected, kind)[start:stop])
             for scored in found[index]:

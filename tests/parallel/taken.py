@@ -45,14 +45,18 @@ class Taken:
 
 
 def planned_config(backend: str, model: Path, run_dir: Path, **trainer: Any) -> RunConfig:
-    """Megatron: sequences of 200 tokens, whose activations dwarf all else. FSDP: of 40, where weights count as much."""
+    """Megatron: sequences of 200 tokens, whose activations dwarf all else. FSDP: of 40, where weights count as much.
+
+    Prompts that are shared are half as long as responses.
+    """
     tokens = 600 if backend == "megatron" else 120
+    prompt = tokens // 6 if trainer.get("share_prefixes") else 20
     dtype = trainer.pop("dtype", "bfloat16")
     return tiny_config(
         model,
         run_dir,
         dtype=dtype,
-        data={"max_prompt_tokens": 20},
+        data={"max_prompt_tokens": prompt},
         rollout={"max_new_tokens": tokens // 3 - 1},
         trainer={"backend": backend, "target_tokens_per_batch": tokens, **trainer},
     )

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from backends.common.attention import allgather, packed_attention, ring
+from backends.common.attention import allgather, packed_attention, prefixes, ring
 from backends.common.attention.kernels import CpuFlash
 from slime_like.interfaces import load_backend
 from tests.parallel.ranks import run_each
@@ -27,6 +27,8 @@ MEGATRON: dict[str, dict[str, Any]] = {
     "cp2": {"parallel": {"context": 2}},
     "cp2 all-gather": {"parallel": {"context": 2}, "attention": "allgather"},
     "pp2": {"parallel": {"pipeline": 2}},
+    "shared prompts": {"share_prefixes": "prompts", "dtype": "float32"},
+    "shared prompts, cp2": {"share_prefixes": "prompts", "parallel": {"context": 2}, "dtype": "float32"},
 }
 FSDP: dict[str, dict[str, Any]] = {
     "single": {},
@@ -35,6 +37,8 @@ FSDP: dict[str, dict[str, Any]] = {
     "dp2, weights kept": {"parallel": {"data": 2}, "fsdp": {"reshard_after_forward": False}},
     "dp2, offloaded": {"parallel": {"data": 2}, "optimizer": {"offload": True}},
     "cp2": {"parallel": {"context": 2}},
+    "shared prompts": {"share_prefixes": "prompts"},
+    "shared prompts, cp2": {"share_prefixes": "prompts", "parallel": {"context": 2}},
 }
 NEAR = 0.1
 
@@ -48,7 +52,7 @@ def test_ranks_take_what_is_planned(
     configs = {name: planned_config(backend, qwen3, tmp_path, **layout) for name, layout in layouts.items()}
     selected = {name: config for name, config in configs.items() if config.trainer.parallel.world_size == world_size}
     taken = run_each(measure_rank, world_size, tmp_path / "ranks", [(config,) for config in selected.values()])
-    for module in (packed_attention, allgather, ring):
+    for module in (packed_attention, allgather, prefixes, ring):
         monkeypatch.setattr(module, "kernel_for", lambda device: CpuFlash())
     planner, far = load_backend(backend).planner(), []
     for (name, config), ranks in zip(selected.items(), taken, strict=True):

@@ -1,7 +1,7 @@
 """Rollouts cut into rows give the trainers' gradients of the uncut ones, at once and streamed, under every layout.
 
-The batcher forms packs and windows of either; each row has its whole prefix as its prompt. That an uncut step is right
-is the parity matrix's business (``test_parity.py``).
+The batcher forms packs and windows of either; each row has its whole prefix as its prompt, which is computed for each,
+or once for all rows of a micro-batch. That an uncut step is right is the parity matrix's business (``test_parity.py``).
 """
 
 import random
@@ -25,7 +25,7 @@ from tests.parallel.steps import exported_gradients, optimizer_steps
 from tests.parallel.tiny import scored_sequences
 from tests.support.rollout_rows import cut_into_rows, random_cuts
 
-BUDGET = 48
+BUDGET, SHARED_BUDGET = 48, 28
 ROLLOUTS = 20  # in groups of two
 OBJECTIVE: dict[str, Any] = {"kl_coef": 0.0, "importance_correction": "truncate", "importance_high": 1.1}
 # backend, layout, reduction
@@ -33,6 +33,7 @@ CASES: dict[str, tuple[str, dict[str, Any], str]] = {
     "tp2-sp": ("megatron", {"tensor": 2, "sequence": True}, "tokens"),
     "pp2": ("megatron", {"pipeline": 2}, "groups"),
     "cp2": ("megatron", {"context": 2}, "constant"),
+    "cp2-allgather": ("megatron", {"context": 2, "attention": "allgather"}, "constant"),
     "dp2-distributed": ("megatron", {"data": 2, "distributed": True}, "samples"),
     "fsdp-dp2": ("fsdp", {"data": 2}, "samples"),
 }
@@ -99,13 +100,19 @@ def test_rows_train_as_the_whole(
         config = fsdp_config(Case(qwen3, [], cast(Any, None)), tmp_path, layout, **objective)
     else:
         config = parity_config(qwen3, tmp_path, layout, **objective)
-    trainer = config.trainer.model_copy(update={"target_tokens_per_batch": BUDGET})
-    config = config.model_copy(update={"trainer": trainer})
+    config = _with_trainer(config, target_tokens_per_batch=BUDGET)
+    shared = _with_trainer(config, share_prefixes="tree", target_tokens_per_batch=SHARED_BUDGET)
     tasks = [(config, _rollouts(), False), (config, _rows(), False), (config, _rows(), True)]
+    if config.trainer.attention == "allgather" or config.trainer.parallel.context == 1:
+        tasks += [(shared, _rows(), False), (shared, _rows(), True)]
     whole, *cut = (_together(ranks) for ranks in run_each(_step, 2, tmp_path / "ranks", tasks))
     for gradients, loss in cut:
         check_tensors(gradients, {name: tensor.double() for name, tensor in whole[0].items()}, GRADIENT_BOUND)
         assert loss == pytest.approx(whole[1], rel=LOSS_BOUND)
+
+
+def _with_trainer(config: RunConfig, **changes: Any) -> RunConfig:
+    return config.model_copy(update={"trainer": config.trainer.model_copy(update=changes)})
 
 
 def _together(ranks: tuple[tuple[dict[str, Tensor], float | None], ...]) -> tuple[dict[str, Tensor], float]:

@@ -30,13 +30,13 @@ class _OnItsWay(NamedTuple):
         return self.result
 
 
-def _gather(x: Tensor, group: dist.ProcessGroup) -> _OnItsWay:
+def gather(x: Tensor, group: dist.ProcessGroup) -> _OnItsWay:
     """Every rank's part of ``x``."""
     x, whole = x.contiguous(), x.new_empty(x.shape[0] * group.size(), *x.shape[1:])
     return _OnItsWay(dist.all_gather_into_tensor(whole, x, group=group, async_op=True), whole, x)
 
 
-def _sum_parts(x: Tensor, group: dist.ProcessGroup) -> _OnItsWay:
+def sum_parts(x: Tensor, group: dist.ProcessGroup) -> _OnItsWay:
     """Sum over ranks of the gradient ``x`` of a gathered tensor, this rank's part of it."""
     part = x.new_empty(x.shape[0] // group.size(), *x.shape[1:])
     return _OnItsWay(dist.reduce_scatter_tensor(part, x, group=group, async_op=True), part, x)
@@ -72,7 +72,7 @@ class AllGatherAttention(PackedAttention):
     def forward(self, q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, ...]:
         kernel = kernel_for(q.device.type)
         # Every rank joins the gathers, also the first, whose queries need nothing of them.
-        gathering = [_gather(x, self.group) for x in (k, v)]
+        gathering = [gather(x, self.group) for x in (k, v)]
         out, lse = kernel.forward(q, k, v, Pairing(self.local, self.local, True, scale))
         keys, values = (whole.wait()[self.prefix] for whole in gathering)
         if self.reaching_in is not None:
@@ -96,7 +96,7 @@ class AllGatherAttention(PackedAttention):
             )
             for target, value in zip(far, parts, strict=True):
                 target[self.prefix] = value
-        homecoming = [_sum_parts(x, self.group) for x in far]
+        homecoming = [sum_parts(x, self.group) for x in far]
         dq, dk, dv = kernel.backward(grad, saved, Pairing(self.local, self.local, True, scale))
         if n:
             dq = torch.cat([(dq[:n].to(lse.dtype) + far_q).to(dq.dtype), dq[n:]])

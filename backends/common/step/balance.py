@@ -9,7 +9,8 @@ where p is the softmax of a token's logits, or, if the model's router has sigmoi
 where the load is even. A layer's loss is the mean of L_s over all tokens of the step, sum_s T_s * L_s / sum_s T_s; the
 objective gets ``coefficient`` times the sum over layers. A sequence lies in one pack, so that its f is known as soon as
 its layer has run: neither packing, nor windows, nor any parallel axis can show in the result. Prompt and masked tokens
-count, for they are routed too; padding and fillers do not.
+count, for they are routed too; padding and fillers do not. Sequences that share prefixes (``trainer.share_prefixes``)
+count as one, whose shared tokens count once.
 """
 
 from collections.abc import Sequence
@@ -22,6 +23,7 @@ from torch import Tensor
 
 from backends.common.process.agreement import rank_error
 from slime_like.algorithms.context import ContextShard
+from slime_like.algorithms.packing.prefixes import tree_of_tokens
 from slime_like.models.dimensions import ModelDimensions
 from slime_like.trajectory import PackedTrajectory
 
@@ -83,7 +85,8 @@ class RoutedTokens:
     """Sequences of a router's tokens; travel with the micro-batch.
 
     Attributes:
-        sequence: (t,) int64, the sequence in its pack of every local token; S for padding and in fillers.
+        sequence: (t,) int64, the sequence in its pack of every local token; S for padding and in fillers. Those that
+            share prefixes are one.
         lengths: (S,) tokens of every sequence, on all ranks together.
     """
 
@@ -94,11 +97,13 @@ class RoutedTokens:
     @classmethod
     def of(cls, pack: PackedTrajectory, shard: ContextShard, rows: slice, loss: BalanceLoss) -> Self:
         """Create it for the ``rows`` of the token axis of ``shard``."""
-        source = shard.source[rows]
-        padding = pack.num_sequences
+        source, lengths = shard.source[rows], pack.prompt_lens + pack.response_lens
         sequence = pack.sequence_mask[source.clamp_min(0)].long()
         is_real = (source >= 0) & (sequence >= 0) & (not pack.is_filler)
-        return cls(torch.where(is_real, sequence, padding), pack.prompt_lens + pack.response_lens, loss)
+        if shard.parents is not None:
+            trees, lengths = tree_of_tokens(pack)
+            sequence = trees[source.clamp(0, len(trees) - 1)]
+        return cls(torch.where(is_real, sequence, len(lengths)), lengths, loss)
 
     def layer_loss(self, logits: Tensor, chosen: Tensor, sigmoid: bool, top_k: int, group: dist.ProcessGroup) -> Tensor:
         """One layer's scaled loss of this rank's tokens; ``loss`` keeps its share.

@@ -25,19 +25,32 @@ _Value = TypeVar("_Value")
 
 @dataclass
 class ResponseRows:
-    """(r,) int64 rows of the local token axis whose hidden state predicts a response token, their int64 target ids
-    and float64 temperatures.
+    """Rows of the local token axis whose hidden state predicts a response token.
+
+    Attributes:
+        index: int64, in order, each once.
+        targets, temperatures: (r,) int64 ids of the tokens that they predict, and float64.
+        repeats: (r,) int64, for each of these its entry of ``index``, where sequences share rows; else ``None``.
     """
 
     index: Tensor
     targets: Tensor
     temperatures: Tensor
+    repeats: Tensor | None
 
     @classmethod
     def of(cls, pack: PackedTrajectory, shard: ContextShard) -> Self:
         """Those of this rank's ``shard`` of ``pack``."""
         temperatures = pack.temperatures.repeat_interleave(pack.response_lens, output_size=pack.targets.numel())
-        return cls(shard.response_index, response_tokens(pack)[shard.response_slot], temperatures[shard.response_slot])
+        of_tokens = response_tokens(pack)[shard.response_slot], temperatures[shard.response_slot]
+        if shard.parents is None:
+            return cls(shard.response_index, *of_tokens, None)
+        index, repeats = shard.response_index.unique(return_inverse=True)
+        return cls(index, *of_tokens, repeats)
+
+    def spread(self, scored: Tensor) -> Tensor:
+        """(r, H) from the hidden states of ``index``, differentiable: the gradients of a shared row add up."""
+        return scored if self.repeats is None else scored.index_select(0, self.repeats)
 
 
 @dataclass(slots=True)

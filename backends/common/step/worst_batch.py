@@ -15,12 +15,29 @@ def worst_packs(config: RunConfig, layout: Layout) -> list[PackedTrajectory]:
 
     What layers keep depends on the number of tokens, what the head needs on that of responses: the first pack has the
     shortest prompts and the longest responses. Where keys are gathered, a rank also keeps those of the sequence that
-    reaches in from earlier ranks: there a second pack has the longest sequences.
+    reaches in from earlier ranks: there a second pack has the longest sequences. Where samples share their prompt, the
+    last pack has groups with the longest ones.
     """
     budget, context = config.trainer.target_tokens_per_batch, config.trainer.parallel.context
     response = budget - 1 if config.supervised else config.rollout.max_new_tokens
     prompts = [1] if layout == "zigzag" or context == 1 else [1, config.data.max_prompt_tokens]
-    return [_filled(budget, prompt, response, context, layout) for prompt in prompts]
+    packs = [_filled(budget, prompt, response, context, layout) for prompt in prompts]
+    if config.trainer.share_prefixes and not config.supervised:
+        samples = config.rollout.samples_per_prompt
+        packs.append(_filled_with_groups(budget, config.data.max_prompt_tokens, response, samples))
+    return packs
+
+
+def attention_length(pack: PackedTrajectory) -> int:
+    """Length of sequences, by themselves, whose attention would take as much per token; the longest one's where nothing
+    is shared."""
+    if pack.segment_parents is None or pack.segment_lengths is None:
+        return pack.max_seqlen
+    lengths, before, pairs = pack.segment_lengths.tolist(), list[int](), 0
+    for parent, length in zip(pack.segment_parents.tolist(), lengths, strict=True):
+        before.append(0 if parent < 0 else before[parent] + lengths[parent])
+        pairs += length * (2 * before[-1] + length)
+    return round(pairs / sum(lengths))
 
 
 def _filled(budget: int, prompt: int, response: int, context: int, layout: Layout) -> PackedTrajectory:
@@ -37,6 +54,19 @@ def _filled(budget: int, prompt: int, response: int, context: int, layout: Layou
         sequences.append(_sequence(len(sequences), prompt_length, length - prompt_length))
         room -= padded_length(length, context, layout)
     return pack_sequences(sequences)
+
+
+def _filled_with_groups(budget: int, prompt: int, response: int, samples: int) -> PackedTrajectory:
+    """As many samples as fit, each group's prompt once, and the rest of the budget as one more."""
+    sequences: list[ScoredTrajectory] = []
+    room = budget
+    while True:
+        group, is_first = len(sequences) // samples, len(sequences) % samples == 0
+        length = min(response, room - prompt * is_first)
+        if length < 1:
+            return pack_sequences(sequences, sharing="prompts")
+        sequences.append(replace(_sequence(len(sequences), prompt, length), group_id=group))
+        room -= length + prompt * is_first
 
 
 def _sequence(index: int, prompt: int, response: int) -> ScoredTrajectory:

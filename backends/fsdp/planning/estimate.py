@@ -8,7 +8,7 @@ from torch import Tensor
 
 from backends.common.process.rendezvous import fake_world
 from backends.common.step.trace import HEAD, Counted, Trace
-from backends.common.step.worst_batch import worst_packs
+from backends.common.step.worst_batch import attention_length, worst_packs
 from backends.fsdp import parallel
 from backends.fsdp.micro_batch import model_input
 from backends.fsdp.parallel import Groups
@@ -79,8 +79,8 @@ class _Rank:
                 {}, "context", _messages(worst.train_gathers) + (sums if self._sums_always else ())
             ),
             update=Work(0.0, 0.0, () if self._sums_always else sums),
-            micro_batch_tokens=worst.pack.packed_seq_len,
-            longest=worst.pack.max_seqlen,
+            micro_batch_tokens=worst.pack.packed_seq_len - worst.pack.shared_tokens,
+            longest=attention_length(worst.pack),
             layers=f"Hugging Face's layers, {'ring_flash_attn' if self._by_package else 'allgather'} attention",
         )
 

@@ -11,7 +11,7 @@ from megatron.core import parallel_state
 from megatron.core.distributed import finalize_model_grads
 
 from backends.common.step.trace import Counted, Trace
-from backends.common.step.worst_batch import worst_packs
+from backends.common.step.worst_batch import attention_length, worst_packs
 from backends.megatron.attention import Attention, context_layout_of
 from backends.megatron.model import build_meta_chunks
 from backends.megatron.optimizer import Optimizer, wrap_for_data_parallel
@@ -45,6 +45,8 @@ def rank_kinds(config: RunConfig) -> list[RankKind]:
 def planned_attention(config: RunConfig) -> Attention:
     """The attention whose layers are followed. Transformer Engine's need CUDA to be built; ours stand for them."""
     asked = config.trainer.attention
+    if asked == "auto" and config.trainer.share_prefixes:
+        return "allgather"
     return "ring" if asked == "auto" or asked == "transformer_engine" else asked
 
 
@@ -93,15 +95,15 @@ class _Rank:
         worst = max(range(len(packs)), key=lambda index: peaks[index].nbytes)
         largest, pack = per_pack[worst], packs[worst]
         update, update_bytes = self._update()
-        handed_on = self._handed_on(pack.packed_seq_len)
+        handed_on = self._handed_on(pack.packed_seq_len - pack.shared_tokens)
         return RankEstimate(
             rank=rank,
             memory=self._memory(per_pack, worst, peaks[worst], passes.standing, update_bytes),
             forward=_total(part.scoring for part in largest).work(_axes(), "world", handed_on[:1]),
             training=_total(part.training for part in largest).work(_axes(), "world", handed_on),
             update=update.work(_axes(_replicas()), "world", ()),
-            micro_batch_tokens=pack.packed_seq_len,
-            longest=pack.max_seqlen,
+            micro_batch_tokens=pack.packed_seq_len - pack.shared_tokens,
+            longest=attention_length(pack),
             layers=f"local layers, {attention} attention",
         )
 

@@ -22,6 +22,7 @@ from slime_like.algorithms.packing.faults import (
 )
 from slime_like.algorithms.packing.fields import RESPONSE_FIELDS, pack_tensors, token_weights_of
 from slime_like.algorithms.packing.layout import PackLengths
+from slime_like.algorithms.packing.prefixes import Sharing, tree
 from slime_like.algorithms.tensor_checks import require_tensors
 from slime_like.trajectory import PackedTrajectory, ScoredTrajectory, Trajectory, UnscoredTrajectory, tensor_fields
 
@@ -44,6 +45,7 @@ def pack_sequences(
     pad_token_id: int = 0,
     target_tokens_per_batch: int | None = None,
     ignore_index: int = -100,
+    sharing: Sharing | None = None,
 ) -> PackedTrajectory:
     """Lay sequences end to end as ``[P1, R1, P2, R2, ..., PAD...]``.
 
@@ -55,6 +57,7 @@ def pack_sequences(
         pad_token_id: token id of trailing padding.
         target_tokens_per_batch: length the pack is padded to; none adds no padding.
         ignore_index: value of ``targets`` where a token carries no loss; negative, as every other id is a token's.
+        sharing: which prefixes that sequences of one group have in common will be computed once; none: no.
 
     Returns:
         The pack. Padding is a separate segment: it belongs to no sequence, mask, mean or count.
@@ -75,6 +78,7 @@ def pack_sequences(
     try:
         lengths = _checked_lengths(sequences, target_tokens_per_batch, pad_token_id)
         tensors = pack_tensors(sequences, lengths, pad_token_id, ignore_index)
+        tensors |= tree(sequences, lengths, sharing)
     except (TypeError, AttributeError, RuntimeError, ValueError) as error:
         # Torch's message about a thousand tensors at once names none of them; looking at each costs as much as packing.
         if fault := first_fault(sequences):
@@ -193,8 +197,8 @@ def zero_weight_pack(like: PackedTrajectory) -> PackedTrajectory:
 
 
 def real_tokens(packs: Sequence[PackedTrajectory]) -> int:
-    """Tokens of the packs' own sequences: without padding, and without fillers (``zero_weight_pack``)."""
-    return sum(pack.actual_total_tokens for pack in packs if not pack.is_filler)
+    """Tokens of the packs' own sequences, shared ones once: without padding and fillers (``zero_weight_pack``)."""
+    return sum(pack.actual_total_tokens - pack.shared_tokens for pack in packs if not pack.is_filler)
 
 
 # ------------------------------------------------------------------------------------------------------------ transfer

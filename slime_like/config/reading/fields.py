@@ -143,7 +143,7 @@ def _kind(annotation: Any) -> tuple[Kind, Any]:
 def _type_text(annotation: Any) -> str:
     origin, arguments = get_origin(annotation), get_args(annotation)
     if origin is Literal:
-        return " | ".join(str(argument) for argument in arguments)
+        return " | ".join("false" if argument is False else str(argument) for argument in arguments)
     if origin is dict:
         return "mapping"
     if origin is tuple:

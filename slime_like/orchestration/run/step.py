@@ -9,7 +9,7 @@ from slime_like.observability.phases import PhaseClock
 from slime_like.observability.records import ReferenceRecord
 from slime_like.orchestration.rollout.advantages import normalise_importance, penalise_kl
 from slime_like.orchestration.run.run import Run
-from slime_like.orchestration.trainer.batcher import TrainingBatch, WindowStream
+from slime_like.orchestration.trainer.batcher import PackTokens, TrainingBatch, WindowStream
 from slime_like.orchestration.trainer.rank_training import StreamedStep
 from slime_like.trajectory import GRPOStats, ScoredTrajectory
 
@@ -22,14 +22,14 @@ class TrainedStep:
         trajectories: what it was trained on, in the order of group ids.
         updates: figures of every optimizer step, in order.
         reference: the scoring with the reference in the trainers, if there was any.
-        packed_tokens: tokens computed, padding and fillers included.
+        tokens: tokens computed.
         busy_s: seconds that trainer ranks worked on it; ``None`` where that is the phase "train".
     """
 
     trajectories: Sequence[ScoredTrajectory]
     updates: Sequence[GRPOStats]
     reference: ReferenceRecord | None
-    packed_tokens: int
+    tokens: PackTokens
     busy_s: float | None = None
 
     @classmethod
@@ -38,7 +38,7 @@ class TrainedStep:
         assert streamed.stats is not None  # the group's, not a single rank's
         trajectories = sorted(windows.trajectories, key=lambda trajectory: trajectory.group_id)
         reference = _reference_record(trajectories, streamed.reference_s) if with_reference else None
-        return cls(trajectories, [streamed.stats], reference, windows.packed_tokens, streamed.busy_s)
+        return cls(trajectories, [streamed.stats], reference, windows.tokens, streamed.busy_s)
 
 
 def score(run: Run, trajectories: Sequence[ScoredTrajectory], step: int, clock: PhaseClock) -> ReferenceRecord | None:

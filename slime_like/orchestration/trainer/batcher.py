@@ -1,11 +1,13 @@
 """Scored trajectories become packed micro-batches for every data-parallel replica: a step's at once, or in windows."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
+from typing import Self
 
 from slime_like.algorithms.losses.loss import find_policy
+from slime_like.algorithms.packing.bundles import Bundle, Costs, bundles, split_for
 from slime_like.algorithms.packing.pack import pack_sequences, zero_weight_pack
 from slime_like.algorithms.packing.partition import (
     Partition,
@@ -13,14 +15,15 @@ from slime_like.algorithms.packing.partition import (
     partition_full_batches,
     training_flops,
 )
+from slime_like.algorithms.packing.prefixes import Sharing
 from slime_like.algorithms.reduction import step_denominator, token_weights
 from slime_like.checks.sampling import rejected_for_several_rows
-from slime_like.config import RunConfig
+from slime_like.config import RunConfig, TrainerConfig
 from slime_like.data.token_budget import TokenBudget
 from slime_like.errors import ConfigError, DataError, SlimeLikeError
 from slime_like.models.dimensions import ModelDimensions
 from slime_like.system.words import counted
-from slime_like.trajectory import PackedTrajectory, ScoredTrajectory
+from slime_like.trajectory import PackedTrajectory, ScoredTrajectory, Trajectory
 
 Window = list[list[PackedTrajectory]]
 """[data-parallel replica][micro-batch]; every replica has the same count."""
@@ -36,12 +39,28 @@ class TrainingBatch:
     Attributes:
         replicas: [data-parallel replica][minibatch][micro-batch]; every replica has the same counts.
         denominators: one per minibatch: tokens, rollouts or groups of that optimizer step.
-        packed_tokens: tokens computed, padding and fillers included.
+        tokens: tokens computed.
     """
 
     replicas: list[list[list[PackedTrajectory]]]
     denominators: list[float]
-    packed_tokens: int
+    tokens: "PackTokens"
+
+
+@dataclass(frozen=True, slots=True)
+class PackTokens:
+    """Tokens of packs: all that are computed, padding and fillers included, and those that were shared instead."""
+
+    computed: int = 0
+    shared: int = 0
+
+    @classmethod
+    def of(cls, packs: Iterable[PackedTrajectory]) -> Self:
+        figures = [(pack.packed_seq_len - pack.shared_tokens, pack.shared_tokens) for pack in packs]
+        return cls(*map(sum, zip((0, 0), *figures, strict=True)))
+
+    def __add__(self, other: Self) -> Self:
+        return type(self)(self.computed + other.computed, self.shared + other.shared)
 
 
 class ExperienceBatcher:
@@ -65,8 +84,8 @@ class ExperienceBatcher:
             denominators.append(self.denominator(minibatch))
             for replica, packs in zip(replicas, self.pack_all(minibatch), strict=True):
                 replica.append(packs)
-        packs = [pack for replica in replicas for minibatch in replica for pack in minibatch]
-        return TrainingBatch(replicas, denominators, sum(pack.packed_seq_len for pack in packs))
+        every = (pack for replica in replicas for minibatch in replica for pack in minibatch)
+        return TrainingBatch(replicas, denominators, PackTokens.of(every))
 
     def weigh(self, groups: Sequence[ScoredTrajectory]) -> None:
         """Set the token weight of every sequence of whole groups.
@@ -104,7 +123,9 @@ class ExperienceBatcher:
         A pipeline's has at least ``4 * trainer.parallel.pipeline`` micro-batches, so that its bubble is small.
         """
         parallel, budget = self._config.trainer.parallel, self._config.trainer.target_tokens_per_batch
-        partition = partition_full_batches(self._lengths(waiting), budget, self._replicas).partition
+        found = self._bundles(waiting)
+        tokens = [bundle.tokens for bundle in found]
+        partition = with_members(partition_full_batches(tokens, budget, self._replicas).partition, found)
         rounds = len(partition[0])
         fewest = _FEWEST_PER_STAGE * parallel.pipeline if parallel.pipeline > 1 else 1
         rounds = rounds - rounds % parallel.pipeline if rounds >= fewest else 0
@@ -129,8 +150,8 @@ class ExperienceBatcher:
                 code="too-few-sequences",
                 remedy="raise rollout.prompts_per_step, or lower algorithm.minibatches or trainer.parallel.data",
             )
-        lengths, budget = self._lengths(sequences), self._config.trainer.target_tokens_per_batch
-        partition = partition_over_replicas(lengths, budget, self._replicas, self._costs(lengths))
+        budget, costs = self._config.trainer.target_tokens_per_batch, self._costs
+        partition = partition_over_replicas(self._bundles(sequences), budget, self._replicas, costs)
         return fill_to_equal_counts(self._packed(sequences, partition))
 
     def _packed(self, sequences: Sequence[ScoredTrajectory], partition: Partition) -> Window:
@@ -138,16 +159,16 @@ class ExperienceBatcher:
 
     def _pack(self, sequences: Sequence[ScoredTrajectory]) -> PackedTrajectory:
         """Sequences of one length are neighbours: attention on a CPU takes them together, where they lie."""
-        return pack_sequences(sorted(sequences, key=lambda each: each.total_len), pad_token_id=self._pad_token_id)
+        ordered = sorted(sequences, key=lambda each: each.total_len)
+        return pack_sequences(ordered, pad_token_id=self._pad_token_id, sharing=sharing_of(self._config.trainer))
 
-    def _lengths(self, sequences: Sequence[ScoredTrajectory]) -> list[int]:
-        """Tokens that each takes of a micro-batch."""
-        return TokenBudget(self._config.trainer).padded_lengths(sequences)
+    def _bundles(self, sequences: Sequence[ScoredTrajectory]) -> list[Bundle]:
+        return bundles_of(sequences, self._config.trainer)
 
-    def _costs(self, lengths: Sequence[int]) -> list[float] | None:
-        """Return the costs that balance replicas; ``None`` means tokens."""
+    def _costs(self, lengths: Sequence[int]) -> Sequence[float]:
+        """Return the costs that balance replicas."""
         if self._config.trainer.balance == "tokens":
-            return None
+            return lengths
         model = self._dimensions
         attention = model.num_heads * (model.head_dim + model.value_dim) // 2
         return training_flops(lengths, attention, model.active_parameters, model.num_layers)
@@ -162,7 +183,7 @@ class WindowStream:
 
     Attributes:
         trajectories: everything that has been added, in order of arrival.
-        packed_tokens: tokens of what has been given out, padding and fillers included.
+        tokens: tokens of what has been given out.
     """
 
     def __init__(self, batcher: ExperienceBatcher) -> None:
@@ -170,7 +191,7 @@ class WindowStream:
         self._waiting: list[ScoredTrajectory] = []
         self._has_given = False
         self.trajectories: list[ScoredTrajectory] = []
-        self.packed_tokens = 0
+        self.tokens = PackTokens()
 
     def add(self, groups: Sequence[ScoredTrajectory], holds: bool = False) -> Window | None:
         """Take in whole groups, or none; the window that is full with them, if one is.
@@ -201,7 +222,7 @@ class WindowStream:
 
     def _given(self, window: Window) -> Window:
         self._has_given = True
-        self.packed_tokens += sum(pack.packed_seq_len for replica in window for pack in replica)
+        self.tokens += PackTokens.of(pack for replica in window for pack in replica)
         return window
 
 
@@ -253,12 +274,35 @@ def split_by_group(trajectories: Sequence[ScoredTrajectory], parts: int) -> list
     return [[trajectory for group in groups[start:end] for trajectory in group] for start, end in pairwise(bounds)]
 
 
-def partition_over_replicas(
-    lengths: Sequence[int], budget: int, replicas: int, costs: Sequence[float] | None = None
-) -> Partition:
-    """[replica][pack] indices; replicas beyond the number of sequences get none."""
-    used = min(replicas, len(lengths))
-    return partition_by_tokens(lengths, budget, used, costs=costs) + [[] for _ in range(replicas - used)]
+def sharing_of(trainer: TrainerConfig) -> Sharing | None:
+    """Which prefixes are computed once."""
+    return trainer.share_prefixes or None
+
+
+def bundles_of(sequences: Sequence[Trajectory], trainer: TrainerConfig) -> list[Bundle]:
+    """Sequences that lie in one micro-batch together: those that share prefixes, as far as the budget allows.
+
+    Raises:
+        DataError: a sequence does not fit a micro-batch.
+    """
+    padded = TokenBudget(trainer).padded_lengths(sequences)
+    sharing = sharing_of(trainer)
+    lengths = padded if sharing is None else [sequence.total_len for sequence in sequences]
+    return bundles(sequences, lengths, sharing, trainer.target_tokens_per_batch)
+
+
+def partition_over_replicas(given: Sequence[Bundle], budget: int, replicas: int, costs: Costs) -> Partition:
+    """[replica][pack] indices of sequences; replicas beyond the number of sequences get none."""
+    found = split_for(replicas, given, costs)
+    used = min(replicas, len(found))
+    each = [bundle.cost(costs) for bundle in found]
+    partition = partition_by_tokens([bundle.tokens for bundle in found], budget, used, costs=each)
+    return with_members(partition, found) + [[] for _ in range(replicas - used)]
+
+
+def with_members(partition: Partition, found: Sequence[Bundle]) -> Partition:
+    """Indices of sequences in place of those of bundles."""
+    return [[[i for k in members for i in found[k].members] for members in replica] for replica in partition]
 
 
 def fill_to_equal_counts(replicas: list[list[PackedTrajectory]]) -> list[list[PackedTrajectory]]:

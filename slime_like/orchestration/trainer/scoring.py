@@ -6,10 +6,14 @@ import torch
 
 from slime_like.algorithms.packing.pack import pack_sequences, unpack_response_logprobs
 from slime_like.config import TrainerConfig
-from slime_like.data.token_budget import TokenBudget
 from slime_like.errors import TrainerError
 from slime_like.interfaces import ScoredLogprobs
-from slime_like.orchestration.trainer.batcher import fill_to_equal_counts, partition_over_replicas
+from slime_like.orchestration.trainer.batcher import (
+    bundles_of,
+    fill_to_equal_counts,
+    partition_over_replicas,
+    sharing_of,
+)
 from slime_like.orchestration.trainer.group_training import GroupTraining
 from slime_like.orchestration.trainer.rank_training import Weights
 from slime_like.trajectory import Trajectory
@@ -54,9 +58,12 @@ def score_sequences(
     """
     if not sequences:
         return []
-    lengths, budget = TokenBudget(trainer).padded_lengths(sequences), trainer.target_tokens_per_batch
-    partition = partition_over_replicas(lengths, budget, training.data_parallel_size)
-    packs = [[pack_sequences([sequences[i] for i in members]) for members in replica] for replica in partition]
+    budget, sharing = trainer.target_tokens_per_batch, sharing_of(trainer)
+    partition = partition_over_replicas(bundles_of(sequences, trainer), budget, training.data_parallel_size, list)
+    packs = [
+        [pack_sequences([sequences[i] for i in members], sharing=sharing) for members in replica]
+        for replica in partition
+    ]
     answers = training.score(fill_to_equal_counts(packs), weights)
     scores: dict[int, ScoredLogprobs] = {}
     for replica, replica_packs, scored in zip(partition, packs, answers, strict=True):

@@ -22,7 +22,8 @@ from tests.unit.checks.checkpoint import sound_flags
 
 _CONVERSION = """
     model.path model.weights model.weights-backend model.converted trainer.attention trainer.backend
-    trainer.backend-args trainer.fsdp model.family trainer.layout trainer.latent-attention algorithm.balancing
+    trainer.backend-args trainer.fsdp trainer.share-prefixes model.family trainer.layout trainer.latent-attention
+    algorithm.balancing
 """
 _RANKS = f"{_CONVERSION} run_dir trainer.cpu-kernels cluster.visible-devices"
 _SUPERVISED = f"""

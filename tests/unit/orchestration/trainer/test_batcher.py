@@ -12,12 +12,21 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from slime_like.algorithms.losses.policy import PolicyGradient
 from slime_like.config import RunConfig
 from slime_like.errors import ConfigError, DataError
-from slime_like.orchestration.trainer.batcher import ExperienceBatcher, Window, WindowStream, split_by_group
+from slime_like.orchestration.trainer.batcher import (
+    ExperienceBatcher,
+    Window,
+    WindowStream,
+    bundles_of,
+    split_by_group,
+)
 from slime_like.trajectory import PackedTrajectory, ScoredTrajectory
+from tests.support.properties import examples
 from tests.support.rejections import Rejects
 from tests.unit.checks.checkpoint import write_checkpoint
 
@@ -104,6 +113,74 @@ def test_balance_by_flops(tmp_path: Path) -> None:
     assert spread["flops"][0] > 0 and spread["flops"][1] < spread["tokens"][1]
 
 
+# ----------------------------------------------------------------------------------------------- shared prefixes
+def group_of(group: int, samples: int, prompt: int, response: int) -> list[ScoredTrajectory]:
+    """Samples of one prompt, no two of which begin alike."""
+    return [
+        ScoredTrajectory.unrewarded(
+            f"{group}-{i}", torch.full((prompt,), 100 + group), torch.full((response,), i), group_id=group
+        )
+        for i in range(samples)
+    ]
+
+
+def sharing(budget: int, replicas: int = 1, share: str = "prompts", **trainer: Any) -> ExperienceBatcher:
+    trainer |= {"target_tokens_per_batch": budget, "share_prefixes": share}
+    return ExperienceBatcher(config(trainer=trainer), replicas, pad_token_id=0)
+
+
+def computed_tokens(pack: PackedTrajectory) -> int:
+    return pack.packed_seq_len - pack.shared_tokens
+
+
+@pytest.mark.parametrize("share", ["prompts", "tree"])
+def test_a_group_lies_in_one_pack_and_counts_its_prompt_once(share: str) -> None:
+    trajectories = [row for group in range(3) for row in group_of(group, 4, prompt=30, response=5)]
+    batch = sharing(100, share=share).batch(trajectories)
+    packs = all_packs(batch.replicas)
+    assert sorted(len(set(pack.group_ids)) for pack in packs) == [1, 2]
+    assert sorted(map(computed_tokens, packs)) == [50, 100]
+    assert (batch.tokens.computed, batch.tokens.shared) == (150, 3 * 3 * 30)
+
+
+def test_a_group_over_the_budget_falls_back_to_copies_of_its_prompt() -> None:
+    packs = all_packs(sharing(60).batch(group_of(0, 8, prompt=30, response=10)).replicas)
+    assert sorted(map(computed_tokens, packs)) == [50, 60, 60]
+    assert carried(packs) == sorted(f"0-{i}" for i in range(8))
+
+
+def test_groups_are_split_where_replicas_would_lie_idle() -> None:
+    """One group for two replicas; three equal groups for two, whose loads would be two to one."""
+    for groups, loads in ((1, [50, 50]), (3, [180, 180])):
+        trajectories = [row for group in range(groups) for row in group_of(group, 4, prompt=10, response=20)]
+        batch = sharing(200, replicas=2).batch(trajectories)
+        found = [sum(computed_tokens(pack) for pack in all_packs([replica])) for replica in batch.replicas]
+        assert carried(all_packs(batch.replicas)) == sorted(t.sequence_id for t in trajectories)
+        assert sorted(found) == ([50, 50] if groups == 1 else [140, 140]) and loads
+
+
+def test_costs_of_shared_prefixes(tmp_path: Path) -> None:
+    """FLOPs are those of the segments: a response's attention reaches over its prompt, which is computed once."""
+    settings = config(
+        model={"path": write_checkpoint(tmp_path, max_position_embeddings=65536)},
+        trainer={"target_tokens_per_batch": 64, "share_prefixes": "prompts", "balance": "flops"},
+    )
+    batcher = ExperienceBatcher(settings, 1, pad_token_id=0)
+    (bundle,) = bundles_of(group_of(0, 3, prompt=8, response=4), settings.trainer)
+    prompt, whole = batcher._costs([8, 12])
+    assert bundle.tokens == 20
+    assert bundle.cost(batcher._costs) == pytest.approx(prompt + 3 * (whole - prompt))
+
+
+def test_streamed_groups_share_too() -> None:
+    stream = WindowStream(sharing(100))
+    windows = [stream.add(group_of(group, 4, prompt=30, response=5)) for group in range(5)]
+    last, _ = stream.finish()
+    packs = [pack for window in [*windows, last] if window for replica in window for pack in replica]
+    assert [computed_tokens(pack) for pack in packs] == [100, 100, 50]
+    assert stream.tokens.computed == 250
+
+
 # ------------------------------------------------------------------------------------- windows while groups arrive
 BUDGET, GROUPS, SAMPLES = 40, 24, 4
 
@@ -153,7 +230,7 @@ def test_windows_add_up_to_the_batch(replicas: int, pipeline: int, reduction: st
         for window in early:
             assert not any(pack.is_filler for replica in window for pack in replica)
             assert pipeline == 1 or (len(window[0]) >= 4 * pipeline and len(window[0]) % pipeline == 0)
-        assert stream.packed_tokens == sum(
+        assert stream.tokens.computed == sum(
             pack.packed_seq_len for window in (*early, last) for replica in window for pack in replica
         )
 
@@ -297,3 +374,24 @@ def test_ratios_per_sequence_are_refused_for_several_rows(algorithm: dict[str, A
 def test_a_custom_loss_per_token_takes_rows() -> None:
     made = ExperienceBatcher(config(algorithm={"loss": f"{__name__}:PerToken"}), 1, pad_token_id=0)
     assert len(all_packs([made.batch(rollouts_in_rows(2, 2)).replicas[0]])) == 1
+
+
+@examples(40)
+@given(seed=st.integers(0, 2**32), share=st.sampled_from(["prompts", "tree"]), replicas=st.integers(1, 3))
+def test_packs_of_any_rows_keep_the_budget(seed: int, share: str, replicas: int) -> None:
+    """Whatever lies in a pack together shares no less than the batcher counted."""
+    pick = random.Random(seed)
+    rows: list[ScoredTrajectory] = []
+    for index in range(pick.randint(replicas, 14)):
+        begun, group = [0], pick.randint(0, 2)
+        if rows and pick.random() < 0.7:
+            earlier = pick.choice(rows)
+            every = [*earlier.prompt_tokens.tolist(), *earlier.response_tokens.tolist()]
+            begun, group = every[: pick.randint(1, len(every))], earlier.group_id
+        tokens = [*begun[:55], *(pick.randint(0, 2) for _ in range(pick.randint(1, 9)))]
+        cut = pick.randint(1, len(tokens) - 1)
+        parts = torch.tensor(tokens[:cut]), torch.tensor(tokens[cut:])
+        rows.append(ScoredTrajectory.unrewarded(f"{group}-{index}", *parts, group_id=group))
+    packs = all_packs(sharing(64, replicas, share).batch(rows).replicas)
+    assert carried(packs) == sorted(row.sequence_id for row in rows)
+    assert all(computed_tokens(pack) <= 64 for pack in packs)

@@ -1,0 +1,188 @@
+"""Attention where sequences share prefixes, each computed once: causal inside of segments, whole to what they continue.
+
+All that continues a segment, directly or not, follows it at once on the token axis. So one call per level of the tree
+lets every query see the segments of that level that it continues; results are merged by their log-sum-exp, as in a ring
+(https://arxiv.org/abs/2310.01889), and gradients of keys and values add up. With context ranks every rank holds one
+contiguous part of the axis, and keys and values are gathered whole, as in ``allgather``; the earlier part of a segment
+that reaches in from other ranks is one level more.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+from typing import NamedTuple, Self
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from backends.common.attention.allgather import gather, sum_parts
+from backends.common.attention.kernels import Pairing, Saved, Segments, kernel_for, merged_attention
+from backends.common.attention.packed_attention import PackedAttention
+
+Rows = slice | Tensor
+
+
+class _Seen(NamedTuple):
+    """Queries, and keys that every one of them sees: tokens of the whole axis."""
+
+    queries: range
+    keys: range
+
+
+@dataclass(frozen=True, slots=True)
+class Level:
+    """One call without a mask: ``rows`` of this rank's queries, and ``keys`` of the tokens that its levels read."""
+
+    rows: Rows
+    keys: Rows
+    q: Segments
+    k: Segments
+
+    def pairing(self, scale: float) -> Pairing:
+        return Pairing(self.q, self.k, False, scale)
+
+
+@dataclass(frozen=True, slots=True)
+class PrefixAttention(PackedAttention):
+    """Attention of this rank's part of a pack whose sequences share prefixes.
+
+    Attributes:
+        local: boundaries of the segments, or pieces of them, on this rank.
+        levels: what queries see besides.
+        far: tokens of the whole axis that the levels read.
+        group: ranks that hold the other parts; ``None`` where there is one.
+    """
+
+    local: Segments
+    levels: tuple[Level, ...]
+    far: Rows
+    group: dist.ProcessGroup | None
+
+    @classmethod
+    def of(cls, boundaries: Tensor, parents: Tensor, part: range, group: dist.ProcessGroup) -> Self:
+        """From all segments' boundaries, the segments that they continue, and the ``part`` of the axis held here."""
+        segments = [range(*ends) for ends in pairwise(boundaries.tolist())]
+        levels = [_reaching_in(segments, part), *_levels(segments, parents.tolist())]
+        mine = [[_Seen(both, keys) for queries, keys in level if (both := _shared(queries, part))] for level in levels]
+        alone = group.size() == 1
+        needed = [part] if alone else _joined([keys for level in mine for _, keys in level])
+        device = boundaries.device
+        return cls(
+            Segments.of((boundaries - part.start).clamp(0, len(part))),
+            tuple(_level(level, part, needed, device) for level in mine if level),
+            _rows(needed, device),
+            None if alone else group,
+        )
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, ...]:
+        kernel = kernel_for(q.device.type)
+        # Every rank joins the gathers, also one whose queries need nothing of them.
+        gathering = [] if self.group is None else [gather(x, self.group) for x in (k, v)]
+        out, lse = kernel.forward(q, k, v, Pairing(self.local, self.local, True, scale))
+        out = out.to(lse.dtype)
+        far = [_copied(whole.wait(), self.far) for whole in gathering]
+        keys, values = far or (k, v)
+        for level in self.levels:
+            rows = level.rows
+            part = kernel.forward(q[rows], keys[level.keys], values[level.keys], level.pairing(scale))
+            out[rows], lse[:, rows] = merged_attention((out[rows], lse[:, rows]), part, None)
+        return out.to(q.dtype), lse, *far
+
+    def backward(
+        self, grad: Tensor, saved: Saved, scale: float, more: Sequence[Tensor]
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        kernel, (q, k, v, out, lse) = kernel_for(grad.device.type), saved
+        keys, values = more or (k, v)
+        dq, dk, dv = (torch.zeros_like(x, dtype=lse.dtype) for x in (q, keys, values))
+        for level in self.levels:
+            rows, seen = level.rows, level.keys
+            seeing = Saved(q[rows], keys[seen], values[seen], out[rows], lse[:, rows].contiguous())
+            parts = kernel.backward(grad[rows], seeing, level.pairing(scale))
+            for whole, place, value in zip((dq, dk, dv), (rows, seen, seen), parts, strict=True):
+                whole[place] += value
+        homecoming = None if self.group is None else [sum_parts(self._spread(x, k), self.group) for x in (dk, dv)]
+        local = kernel.backward(grad, saved, Pairing(self.local, self.local, True, scale))
+        far = (dq, dk, dv) if homecoming is None else (dq, *(gradient.wait() for gradient in homecoming))
+        of_q, of_k, of_v = (x.add_(part).to(part.dtype) for x, part in zip(far, local, strict=True))
+        return of_q, of_k, of_v
+
+    def _spread(self, gradient: Tensor, local: Tensor) -> Tensor:
+        """The gradient of ``far`` among zeros for the whole axis, of which every rank has as much as of ``local``."""
+        assert self.group is not None
+        whole = gradient.new_zeros(local.shape[0] * self.group.size(), *gradient.shape[1:])
+        whole[self.far] = gradient
+        return whole
+
+
+def _reaching_in(segments: Sequence[range], part: range) -> list[_Seen]:
+    """The earlier tokens of the segment that the part begins inside of."""
+    return [
+        _Seen(range(part.start, one.stop), range(one.start, part.start))
+        for one in segments
+        if one.start < part.start < one.stop
+    ]
+
+
+def _levels(segments: Sequence[range], parents: Sequence[int]) -> list[list[_Seen]]:
+    """By depth, the segments that others continue, each with all tokens that do."""
+    depths, stops = list[int](), [one.stop for one in segments]
+    for parent in parents:
+        depths.append(0 if parent < 0 else depths[parent] + 1)
+    for index in reversed(range(len(segments))):
+        if parents[index] >= 0:
+            stops[parents[index]] = max(stops[parents[index]], stops[index])
+    levels: list[list[_Seen]] = [[] for _ in range(max(depths))]
+    for one, depth, stop in zip(segments, depths, stops, strict=True):
+        if stop > one.stop:
+            levels[depth].append(_Seen(range(one.stop, stop), one))
+    return levels
+
+
+def _level(level: Sequence[_Seen], part: range, needed: Sequence[range], device: torch.device) -> Level:
+    """On this rank's queries, and on the ``needed`` tokens end to end."""
+    begins = list(accumulate(map(len, needed), initial=0))
+    queries, keys = [_moved(queries, -part.start) for queries, _ in level], []
+    for _, span in level:
+        at, begin = next((one, begin) for one, begin in zip(needed, begins, strict=False) if span.start in one)
+        keys.append(_moved(span, begin - at.start))
+    places = _rows(queries, device), _rows(keys, device)
+    return Level(*places, _boundaries(queries, device), _boundaries(keys, device))
+
+
+def _copied(x: Tensor, rows: Rows) -> Tensor:
+    """``rows`` of x alone: a view would keep all of it."""
+    return x[rows].clone() if isinstance(rows, slice) else x[rows]
+
+
+def _shared(one: range, other: range) -> range:
+    return range(max(one.start, other.start), min(one.stop, other.stop))
+
+
+def _moved(span: range, by: int) -> range:
+    return range(span.start + by, span.stop + by)
+
+
+def _joined(spans: Sequence[range]) -> list[range]:
+    """Their union, in order."""
+    joined: list[range] = []
+    for span in sorted(spans, key=lambda each: each.start):
+        if joined and span.start <= joined[-1].stop:
+            joined[-1] = range(joined[-1].start, max(joined[-1].stop, span.stop))
+        else:
+            joined.append(span)
+    return joined
+
+
+def _rows(spans: Sequence[range], device: torch.device) -> Rows:
+    """A slice where they are neighbours: it copies nothing."""
+    if not spans:
+        return slice(0, 0)
+    if all(one.stop == following.start for one, following in pairwise(spans)):
+        return slice(spans[0].start, spans[-1].stop)
+    return torch.cat([torch.arange(span.start, span.stop, device=device) for span in spans])
+
+
+def _boundaries(spans: Sequence[range], device: torch.device) -> Segments:
+    ends = accumulate(map(len, spans), initial=0)
+    return Segments.of(torch.tensor(list(ends), dtype=torch.int32, device=device))

@@ -1,0 +1,183 @@
+"""Steps on groups of samples with shared prompts beside the same steps without: ``python -m benchmarks.prefixes``.
+
+One trainer rank, one process per row of the table. Both kinds of packs are trained in turns, which of them first
+changes, and the ratio is the median over the pairs: another load of the machine meets both. Time is that of forward and
+backward. Memory is what autograd keeps between them, weights apart. The norm of the gradient must be the same.
+
+Goals, with torch's operators: 0.40 of the time and 0.45 of the memory where shared tokens are 0.30 of all; 1.05 of the
+time where hardly anything could be shared.
+"""
+
+import argparse
+import json
+import statistics
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from benchmarks.step.machine import load_average, processor_name
+from benchmarks.trainer.measure import in_process
+from benchmarks.trainer.sides import free_port
+from slime_like.algorithms import pack_sequences, real_tokens
+from slime_like.config import RunConfig
+from slime_like.examples.tiny_model import make_tiny_model
+from slime_like.interfaces import RankPlacement, load_backend
+from slime_like.trajectory import PackedTrajectory, ScoredTrajectory
+
+_HUNDRED_MILLION = {
+    "vocab_size": 16384,
+    "hidden_size": 768,
+    "intermediate_size": 2048,
+    "num_hidden_layers": 12,
+    "num_attention_heads": 12,
+    "num_key_value_heads": 4,
+    "head_dim": 64,
+}
+MODELS: dict[str, tuple[dict[str, Any], int, int]] = {"tiny": ({}, 4, 11), "100m": (_HUNDRED_MILLION, 1, 4)}
+"""By name: sizes beside the tiny Qwen3's, groups of a step, pairs."""
+SIDES = {"megatron": ("megatron", "off"), "fsdp": ("fsdp", "off"), "megatron, CPU kernels": ("megatron", "auto")}
+"""Backend and ``trainer.cpu_kernels``."""
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """Tokens of prompt and response, samples of a prompt, and the bounds of time and memory."""
+
+    prompt: int
+    response: int
+    samples: int
+    most_time: float
+    most_memory: float
+
+
+SHAPES = (Shape(256, 64, 8, 0.40, 0.45), Shape(16, 256, 4, 1.05, 1.05))
+
+
+@dataclass(frozen=True, slots=True)
+class Ratios:
+    """With sharing over without."""
+
+    time: float
+    memory: float
+    tokens: float
+    copied_s: float
+
+
+class _Kept:
+    """Storages that autograd keeps, without those of ``weights``."""
+
+    def __init__(self, weights: set[int]) -> None:
+        self._weights = weights
+        self._storages: dict[int, torch.UntypedStorage] = {}
+
+    def keep(self, tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        if storage._cdata not in self._weights:
+            self._storages[storage._cdata] = storage
+        return tensor
+
+    @property
+    def nbytes(self) -> int:
+        """After the step: then FSDP has emptied the weights that it had gathered."""
+        return sum(storage.nbytes() for storage in self._storages.values())
+
+
+def measure(directory: Path, model: str, side: str, shape: Shape) -> Ratios:
+    """One row of the table."""
+    sizes, groups, pairs = MODELS[model]
+    backend, kernels = SIDES[side]
+    if not directory.exists():
+        make_tiny_model(directory, dtype="float32", max_position_embeddings=4096, **sizes)
+    threads = {"cpu_threads": torch.get_num_threads(), "cpu_kernels": kernels, "target_tokens_per_batch": 65536}
+    config = RunConfig(
+        run_dir=directory / "run",
+        model={"path": directory, "dtype": "float32"},
+        # So small a rate that all steps compute the same.
+        trainer={"backend": backend, "share_prefixes": "prompts", "optimizer": {"lr": 1e-12}, **threads},
+    )
+    vocabulary = json.loads((directory / "config.json").read_text())["vocab_size"]
+    rows = _rows(shape, groups, vocabulary)
+    copied, shared = pack_sequences(rows), pack_sequences(rows, sharing="prompts")
+    trainer = load_backend(backend)(config, RankPlacement(0, 1, 0, "127.0.0.1", free_port()))
+    trainer.setup()
+    norms, kept = [], []
+    for pack in (copied, shared, copied, shared):
+        storages = _Kept(_storages(trainer))
+        with torch.autograd.graph.saved_tensors_hooks(storages.keep, lambda tensor: tensor):
+            norms.append(_step(trainer, pack)[1])
+        kept.append(storages.nbytes)
+    if abs(norms[1] / norms[0] - 1) > 1e-3:
+        raise RuntimeError(f"gradients' norms {norms[0]} and {norms[1]}: not the same was computed")
+    seconds: list[dict[str, float]] = []
+    for pair in range(pairs):
+        both = [("copied", copied), ("shared", shared)][:: 1 if pair % 2 else -1]
+        seconds.append({name: _step(trainer, pack)[0] for name, pack in both})
+    trainer.shutdown()
+    return Ratios(
+        time=statistics.median(each["shared"] / each["copied"] for each in seconds),
+        memory=kept[3] / kept[2],
+        tokens=real_tokens([shared]) / real_tokens([copied]),
+        copied_s=statistics.median(each["copied"] for each in seconds),
+    )
+
+
+def _rows(shape: Shape, groups: int, vocabulary: int) -> list[ScoredTrajectory]:
+    generator = torch.Generator().manual_seed(0)
+    rows = []
+    for group in range(groups):
+        prompt = torch.randint(8, vocabulary, (shape.prompt,), generator=generator)
+        for sample in range(shape.samples):
+            response = torch.randint(8, vocabulary, (shape.response,), generator=generator)
+            bare = ScoredTrajectory.unrewarded(f"{group}-{sample}", prompt, response, group_id=group)
+            logprobs, advantage = -torch.rand(shape.response, generator=generator), torch.randn((), generator=generator)
+            rows.append(replace(bare, logprobs=logprobs, advantages=advantage))
+    return rows
+
+
+def _storages(trainer: Any) -> set[int]:
+    modules = getattr(trainer, "chunks", None) or [trainer.model]
+    return {p.untyped_storage()._cdata for module in modules for p in module.parameters()}
+
+
+def _step(trainer: Any, pack: PackedTrajectory) -> tuple[float, float]:
+    """Seconds of forward and backward; the gradient's norm."""
+    pack.old_logprobs = None  # those of the pass itself
+    denominator = float(pack.targets.numel())
+    started = time.perf_counter()
+    trainer.begin_step(denominator, real_tokens([pack]))
+    trainer.accumulate([pack], last=True)
+    seconds = time.perf_counter() - started
+    return seconds, float(trainer.finish_step(denominator).grad_norm)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
+    parser.add_argument("--sides", nargs="+", choices=SIDES, default=list(SIDES))
+    options = parser.parse_args(arguments)
+    print(
+        f"{torch.get_num_threads()} threads of {processor_name()}, torch {torch.__version__}; load {load_average():.1f}"
+    )
+    print("model, trainer, prompt + samples x response: time, memory, tokens computed (of those without sharing)")
+    with tempfile.TemporaryDirectory() as directory:
+        for model, side, shape in product(options.models, options.sides, SHAPES):
+            found = in_process(measure, Path(directory) / model, model, side, shape)
+            assert found is not None
+            met = found.time <= shape.most_time and found.memory <= shape.most_memory
+            print(
+                f"{'met    ' if met else 'NOT MET'}  {model}, {side}, {shape.prompt} + {shape.samples} x "
+                f"{shape.response}: {found.time:.2f}, {found.memory:.2f}, {found.tokens:.2f} "
+                f"(goals {shape.most_time:.2f}, {shape.most_memory:.2f}); without {1000 * found.copied_s:.0f} ms",
+                flush=True,
+            )
+
+
+if __name__ == "__main__":
+    main()

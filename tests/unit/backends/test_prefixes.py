@@ -1,0 +1,94 @@
+"""Packs whose sequences share prefixes give every value and gradient of the same packs without sharing.
+
+In float64, on random trees of sequences: equal ones, one a prefix of another, groups of one, prompts of one token.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from slime_like.algorithms.packing import prefixes
+from slime_like.algorithms.packing.pack import pack_sequences, real_tokens, unpack_sequences
+from slime_like.algorithms.packing.prefixes import Sharing
+from slime_like.trajectory import ScoredTrajectory
+from tests.support.prefixes import VOCAB, SmallModel, check_gradients, group_of_four, row
+from tests.support.properties import examples
+
+
+@pytest.fixture(scope="module")
+def model() -> SmallModel:
+    return SmallModel()
+
+
+@st.composite
+def _trees(draw: Callable[..., Any]) -> list[ScoredTrajectory]:
+    """Rows of one or two groups, each from nothing or going on from a part of an earlier row of any group."""
+    tokens = st.lists(st.integers(0, 2), min_size=1, max_size=9)
+    rows: list[tuple[int, list[int]]] = []
+    found = []
+    for index in range(draw(st.integers(1, 8))):
+        group, begun = draw(st.integers(0, 1)), []
+        if rows and draw(st.booleans()):
+            group, earlier = draw(st.sampled_from(rows))
+            begun = earlier[: draw(st.integers(1, len(earlier)))]
+        every = begun + draw(tokens if len(begun) < 2 else st.just([]) | tokens)
+        every = every if len(every) > 1 else [*every, 0]
+        cut = draw(st.integers(1, len(every) - 1))
+        rows.append((group, every))
+        found.append(row(index, group, every[:cut], every[cut:]))
+    return found
+
+
+def _check(model: SmallModel, rows: list[ScoredTrajectory], sharing: Sharing) -> tuple[int, int]:
+    """Tokens computed without sharing, and with."""
+    pack = pack_sequences(rows, sharing=sharing)
+    expected, found = model.check_scores(rows, sharing)
+    check_gradients(expected, found)
+    assert found.tokens == real_tokens([pack])
+    for unpacked, given_row in zip(unpack_sequences(pack), rows, strict=True):
+        assert torch.equal(unpacked.prompt_tokens, given_row.prompt_tokens)
+        assert torch.equal(unpacked.response_tokens, given_row.response_tokens)
+    return expected.tokens, found.tokens
+
+
+@examples(25)
+@given(rows=_trees(), sharing=st.sampled_from(["prompts", "tree"]), worth=st.sampled_from([1, 4]))
+def test_values_and_gradients_are_those_of_copies(
+    rows: list[ScoredTrajectory], sharing: Sharing, worth: int, model: SmallModel
+) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(prefixes, "_WORTH", worth)
+        patch.setattr(prefixes, "_READERS", VOCAB)  # whatever is longer
+        _check(model, rows, sharing)
+
+
+def test_a_group_computes_its_prompt_once(model: SmallModel) -> None:
+    assert _check(model, group_of_four(), "prompts") == (37, 22)
+
+
+def test_a_conversation_cut_into_rows_is_one_segment(model: SmallModel) -> None:
+    every = [1, 2, 3, 4, 5, 6, 7, 8, 9, 10]
+    rows = [row(i, 0, every[:cut], every[cut : cut + 3]) for i, cut in enumerate((2, 5, 7))]
+    assert _check(model, rows, "tree") == (23, 10)
+    assert pack_sequences(rows, sharing="tree").segment_lengths is not None
+    assert _check(model, rows, "prompts") == (23, 23)
+
+
+def test_rows_part_where_they_differ(model: SmallModel) -> None:
+    """Level by level: two rollouts go on from one prompt, and three rows from the first one's history."""
+    first, second = [1, 2, 3, 4, 5, 6], [1, 2, 3, 9]
+    rows = [row(0, 0, first[:3], first[3:]), row(1, 0, second[:3], second[3:])]
+    rows += [row(2 + i, 0, [*first, 7], [i, 8]) for i in range(3)]
+    assert _check(model, rows, "tree") == (37, 3 + 3 + 1 + 6 + 1)
+    pack = pack_sequences(rows, sharing="tree")
+    assert pack.segment_parents is not None and pack.segment_parents.tolist() == [-1, 0, 1, 1, 1, 0]
+
+
+def test_a_prefix_that_is_short_beside_what_follows_is_copied() -> None:
+    rows = [row(i, 0, [1, 2], [3] * length) for i, length in enumerate((4, 10, 11, 9))]
+    pack = pack_sequences(rows, sharing="prompts")
+    assert pack.segment_lengths is not None and sorted(pack.segment_lengths.tolist()) == [2, 4, 9, 10, 13]
