@@ -5,11 +5,10 @@ import asyncio
 from smolagents import CodeAgent, LogLevel, OpenAIModel
 
 from slime_like.interfaces import AgentResult, AgentTask
-from slime_like.sandbox.rewards.math_answer import math_verify
 
 
 async def solve(task: AgentTask, *, max_steps: int = 4, system_prompt: str | None = None) -> AgentResult:
-    """Have a ``CodeAgent`` without tools answer the task's last message; a right number is the reward.
+    """Have a ``CodeAgent`` without tools answer the task's last message; the row's answer, as written, has reward 1.
 
     Args:
         max_steps: turns before the harness asks for a final answer.
@@ -24,5 +23,5 @@ def _solve(task: AgentTask, max_steps: int, system_prompt: str | None) -> AgentR
     if system_prompt is not None:
         agent.prompt_templates["system_prompt"] = system_prompt
     answer = str(agent.run(task.messages[-1]["content"]))
-    judged = math_verify("", answer, task.answer)
-    return AgentResult(judged.reward, judged.success, {"answer": answer, "steps": agent.step_number})
+    is_right = answer.strip() == task.answer.strip()
+    return AgentResult(float(is_right), is_right, {"answer": answer, "steps": agent.step_number})

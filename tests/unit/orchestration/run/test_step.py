@@ -13,6 +13,7 @@ from slime_like.orchestration.run.milestones import is_due
 from slime_like.orchestration.run.recorder import step_recorder
 from slime_like.orchestration.run.rollout_side import RolloutSide
 from slime_like.orchestration.run.step import TrainedStep
+from slime_like.orchestration.trainer.batcher import PackTokens
 from slime_like.trajectory import ScoredTrajectory
 from tests.unit.observability.records import grpo_stats, phase_times
 from tests.unit.observability.report_run import sample
@@ -38,7 +39,9 @@ def test_steps_with_equal_rewards_are_reported_once(tmp_path: Path) -> None:
     )
     recording = step_recorder(run)
     for step, advantage in enumerate([0.5, 0, 0, 0, 0, 0.5, 0, 0, 0, 0, 0, 0, 0], start=1):
-        recording.record(step, TrainedStep(group(step, advantage), [grpo_stats()], None, 16), phase_times())
+        recording.record(
+            step, TrainedStep(group(step, advantage), [grpo_stats()], None, PackTokens(16, 0)), phase_times()
+        )
     assert len(notes) == 1
     assert notes[0].startswith("steps 7 to 11: the responses to each prompt all got the same reward")
 
@@ -58,7 +61,7 @@ def test_limits_that_cut_responses_off_are_those_of_the_run(tmp_path: Path, flag
     notes: list[str] = []
     run: Any = SimpleNamespace(config=load_config(None, given), progress=SimpleNamespace(note=notes.append))
     cut = [replace(trajectory, finish_reason="length") for trajectory in group(1, 0.5)]
-    step_recorder(run).finish_step(1, TrainedStep(cut, [grpo_stats()], None, 16))
+    step_recorder(run).finish_step(1, TrainedStep(cut, [grpo_stats()], None, PackTokens(16, 0)))
     (note,) = notes
     assert f"(limits: {limits})" in note
 
