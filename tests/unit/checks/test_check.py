@@ -110,13 +110,6 @@ FAULTS: dict[str, list[str]] = {
         "--trainer.backend fsdp --trainer.activation_offload true",
         "--trainer.fsdp.accumulate sharded",
     ],
-    "trainer.share-prefixes": [
-        "--trainer.share_prefixes prompts --trainer.attention ring --trainer.parallel.context 2",
-        "--trainer.share_prefixes tree --trainer.backend fsdp --trainer.attention ring_flash_attn "
-        "--trainer.parallel.context 2",
-        "--trainer.share_prefixes tree --trainer.attention ring --reference.placement workers "
-        "--reference.parallel.context 2 --algorithm.kl_coef 0.1",
-    ],
     "trainer.backend-args": ["--trainer.backend_args.rank 8"],
     "rollout.engine-args": [
         "--rollout.engine vllm --rollout.engine_args.tensor_parallel_size 2",
@@ -249,6 +242,13 @@ FAULTS: dict[str, list[str]] = {
     "evaluation.length": ["--evaluation.files TMP/train.jsonl --evaluation.max_new_tokens 300"],
     "rollout.stop-tokens": ["--rollout.stop_token_ids 2 300"],
     "trainer.layout": ["--trainer.parallel.tensor 3"],
+    "trainer.share-prefixes": [
+        "--trainer.share_prefixes prompts --trainer.attention ring --trainer.parallel.context 2",
+        "--trainer.share_prefixes tree --trainer.backend fsdp --trainer.attention ring_flash_attn "
+        "--trainer.parallel.context 2",
+        "--trainer.share_prefixes tree --trainer.attention ring --reference.placement workers "
+        "--reference.parallel.context 2 --algorithm.kl_coef 0.1",
+    ],
 }
 
 
