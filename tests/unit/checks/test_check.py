@@ -15,6 +15,7 @@ from slime_like.checks.check import check, require_valid
 from slime_like.checks.definition import CONVERSION, evaluation_needs
 from slime_like.checks.layout import layers_per_stage
 from slime_like.checks.packages import missing_flash_attention
+from slime_like.checks.prefixes import prefix_problems
 from slime_like.config import RunConfig
 from slime_like.config.algorithm import ADVANTAGES, BATCH_ADVANTAGES, GROUP_ADVANTAGES, LOSSES
 from slime_like.config.reading.load import load_config, save_config
@@ -94,6 +95,17 @@ def test_flash_attention_is_required_on_cuda_and_the_backends_others_are_named(
     assert problem.endswith(f" or use trainer.attention={others}")
     found.append("flash_attn_2_cuda")
     assert list(missing_flash_attention(config, on_cuda=True)) == []
+
+
+@pytest.mark.parametrize("trainer", [{"attention": "transformer_engine"}, {"backend": "custom"}])
+def test_shared_prefixes_name_what_cannot_compute_them(trainer: dict[str, str], tmp_path: Path) -> None:
+    found = {}
+    for sharing in (False, "tree"):
+        settings = {"share_prefixes": sharing, **trainer}
+        config = RunConfig(run_dir=tmp_path, model={"path": tmp_path}, trainer=settings)
+        found[sharing] = list(prefix_problems(config))
+    ((name, value),) = trainer.items()
+    assert found[False] == [] and f"trainer.{name}={value}" in found["tree"][0]
 
 
 STREAM = ["--rollout.stream", "true"]

@@ -280,3 +280,34 @@ def test_gradients_of_a_window_exist_in_training_alone() -> None:
         name: next(item.nbytes for item in phase.items if item.name == "gradients") for name, phase in phases.items()
     }
     assert gradients == {"training": 13 * GIB, "scoring": 8 * GIB}
+
+
+SHARED: dict[str, Any] = {
+    "data": {"max_prompt_tokens": 256},
+    "rollout": {"prompts_per_step": 6, "samples_per_prompt": 8, "max_new_tokens": 64},
+}
+
+
+def test_a_shared_prompt_is_computed_once_for_its_samples() -> None:
+    trainer = {"share_prefixes": "prompts", "target_tokens_per_batch": 2000}
+    workload = planned_run(**SHARED, trainer=trainer).workload
+    # A group takes 256 + 8 * 64 = 768 tokens, and two of them lie in one micro-batch.
+    assert (workload.sharing, workload.per_micro_batch, workload.micro_batches) == (8, 16, 3)
+    assert workload.filled == pytest.approx(1536 / 2000) and workload.tokens == 6 * 768
+    # Sum over tokens of what each sees: the prompt's half square; a response's prompt and own half square.
+    seen = 256**2 / 2 + 8 * (64 * 256 + 64**2 / 2)
+    assert workload.attention_length == pytest.approx(2 * seen / 768)
+    copied = planned_run(**SHARED, trainer={"target_tokens_per_batch": 2000}).workload
+    assert (copied.sharing, copied.per_micro_batch, copied.tokens) == (1, 6, 6 * 8 * 320)
+    assert copied.attention_length == copied.mean_length == 320
+
+
+def test_a_shared_prompt_is_repeated_where_the_budget_forbids_the_group() -> None:
+    trainer = {"share_prefixes": "prompts", "target_tokens_per_batch": 512}
+    workload = planned_run(**SHARED, trainer=trainer).workload
+    assert (workload.sharing, workload.per_micro_batch, workload.micro_batches, workload.filled) == (4, 4, 12, 1.0)
+
+
+def test_a_short_prompt_is_copied() -> None:
+    workload = planned_run(**SHARED | {"data": {"max_prompt_tokens": 8}}, trainer={"share_prefixes": "tree"}).workload
+    assert workload.sharing == 1
