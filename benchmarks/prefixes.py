@@ -40,7 +40,7 @@ _HUNDRED_MILLION = {
     "num_key_value_heads": 4,
     "head_dim": 64,
 }
-MODELS: dict[str, tuple[dict[str, Any], int, int]] = {"tiny": ({}, 4, 11), "100m": (_HUNDRED_MILLION, 1, 4)}
+MODELS: dict[str, tuple[dict[str, Any], int, int]] = {"tiny": ({}, 4, 11), "100m": (_HUNDRED_MILLION, 1, 5)}
 """By name: sizes beside the tiny Qwen3's, groups of a step, pairs."""
 SIDES = {"megatron": ("megatron", "off"), "fsdp": ("fsdp", "off"), "megatron, CPU kernels": ("megatron", "auto")}
 """Backend and ``trainer.cpu_kernels``."""

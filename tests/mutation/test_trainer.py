@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from backends.common.attention.allgather import AllGatherAttention
+from backends.common.attention.prefixes import PrefixAttention
 from backends.common.attention.ring_flash_attn import Llama3Segments, RingFlashAttention
 from backends.common.step import packs
 from backends.common.step.balance import BalanceLoss, RoutedTokens
@@ -29,6 +30,7 @@ from slime_like.interfaces import RankPlacement
 from slime_like.trajectory import PackedTrajectory
 from tests.parallel import steps
 from tests.parallel.parity import Case, Settings, check_gradients, check_scores, make_case, run_case
+from tests.parallel.shared_prefixes import shared_case
 from tests.parallel.steps import RankResult, train_rank
 
 # By name: the package has a function of the same name.
@@ -68,6 +70,16 @@ def sequences_begin_where_the_rank_begins() -> None:
         return AllGatherAttention.of(shard.cu_seqlens_local, shard.cu_seqlens_local, 0, group)
 
     micro_batch.choose_attention = attention
+
+
+def a_prefix_is_seen_by_the_rank_that_holds_it() -> None:
+    correct = PrefixAttention.of
+
+    def of(boundaries: Tensor, parents: Tensor, part: range, group: dist.ProcessGroup) -> PrefixAttention:
+        held = (boundaries[:-1] >= part.start) & (boundaries[1:] <= part.stop)
+        return correct(boundaries, torch.where(held[parents.clamp_min(0)], parents, -1), part, group)
+
+    PrefixAttention.of = of  # type: ignore[method-assign]
 
 
 def the_package_is_given_the_ranks_own_boundaries() -> None:
@@ -211,6 +223,14 @@ def test_the_matrix_catches(mutation: Mutation, cases: Any, tmp_path: Path) -> N
     comparison = {"scores": check_scores, "gradients": check_gradients}[mutation.caught_by]
     with pytest.raises(AssertionError):
         comparison(case, results)
+
+
+def test_the_matrix_of_shared_prefixes_catches_keys_of_other_ranks(tmp_path: Path) -> None:
+    case = shared_case("qwen3", tmp_path / "model", steps=0)
+    layout = {"context": 2, "share_prefixes": "tree"}
+    results = _run_with(a_prefix_is_seen_by_the_rank_that_holds_it, case, layout, tmp_path, only_scores=True)
+    with pytest.raises(AssertionError):
+        check_scores(case, results)
 
 
 @pytest.mark.parametrize(("family", "layout"), [("qwen3", ALLGATHER), ("qwen3_moe", INTERLEAVED)])

@@ -5,23 +5,17 @@ of them equal and one the beginning of another, beside a sequence alone; a promp
 context ranks cut; rows of two rollouts that go on from parts of one history. Not covered here: CUDA.
 """
 
-from dataclasses import fields, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
-from slime_like.algorithms.packing.pack import pack_sequences
-from slime_like.algorithms.packing.prefixes import Sharing
-from slime_like.trajectory import PackedTrajectory, ScoredTrajectory
 from tests.parallel.fsdp_steps import fsdp_config, train_fsdp_rank
 from tests.parallel.parity import (
     GRADIENT_BOUND,
     Case,
     Settings,
-    case_of,
     check_everything,
     check_exported_gradients,
     check_loss,
@@ -30,58 +24,16 @@ from tests.parallel.parity import (
     run_case,
 )
 from tests.parallel.ranks import run_each
-from tests.parallel.tiny import scored_sequences
+from tests.parallel.shared_prefixes import PromptsCase, SharedCase, shared_case, sharing_sequences
 
 STEPS = 1
-# Sizes of the packs, and of each sequence: (prompt, response) and the sequence whose first tokens are its prompt.
-PACKS = (5, 2, 5, 2)
-SEQUENCES: list[tuple[int, int, int | None]] = [
-    *[(9, 9, None), (9, 1, 0), (9, 6, 0), (9, 6, 0), (3, 5, None)],
-    *[(60, 2, None), (60, 3, 5)],
-    *[(8, 5, None), (13, 6, 7), (13, 4, 7), (8, 7, 7), (10, 3, 7)],
-    *[(7, 3, None), (4, 12, None)],
-]
-EQUAL, BEGINNING = (2, 3), (1, 0)
-"""Pairs of sequences: equal responses; the first's response begins the second's."""
-
-
-class SharedCase(Case):
-    """The packs share prefixes."""
-
-    sharing: Sharing = "tree"
-
-    def packs(self) -> list[PackedTrajectory]:
-        parts = torch.arange(len(self.sequences)).split(PACKS)
-        return [pack_sequences([self.sequences[i] for i in part], sharing=self.sharing) for part in parts]
-
-
-class PromptsCase(SharedCase):
-    """Equal prompts alone."""
-
-    sharing: Sharing = "prompts"
-
-
-def _sequences() -> list[ScoredTrajectory]:
-    plain = scored_sequences([lengths[:2] for lengths in SEQUENCES], fully_masked=(2, 11))
-    found: list[ScoredTrajectory] = []
-    for index, (sequence, (prompt, _, earlier)) in enumerate(zip(plain, SEQUENCES, strict=True)):
-        tokens = sequence.prompt_tokens
-        if earlier is not None:
-            tokens = torch.cat([found[earlier].prompt_tokens, found[earlier].response_tokens])[:prompt]
-        group = sum(start <= index for start in (0, 4, 5, 7, 12, 13))
-        found.append(replace(sequence, prompt_tokens=tokens, group_id=group))
-    for index, other in (EQUAL, BEGINNING):
-        found[index].response_tokens = found[other].response_tokens[: found[index].response_len]
-    return found
 
 
 @pytest.fixture(scope="module")
 def cases(tmp_path_factory: pytest.TempPathFactory) -> Any:
     @cache
     def make(family: str, kind: type[Case] = SharedCase) -> Case:
-        case = case_of(_sequences(), family, tmp_path_factory.mktemp(family), STEPS)
-        case.expected = replace(case.expected, balance=0.0)  # no loss of routers is reported where there is none
-        return kind(**{each.name: getattr(case, each.name) for each in fields(case)})
+        return shared_case(family, tmp_path_factory.mktemp(family), STEPS, kind)
 
     return make
 
@@ -144,5 +96,5 @@ def test_fsdp_computes_the_reference(layout: Settings, cases: Any, tmp_path: Pat
 
 def test_the_packs_are_smaller() -> None:
     """Otherwise the tests above would compare the same packs."""
-    packs = SharedCase(Path(), _sequences(), None).packs()  # type: ignore[arg-type]
+    packs = SharedCase(Path(), sharing_sequences(), None).packs()  # type: ignore[arg-type]
     assert [pack.shared_tokens for pack in packs] == [9 * 3 + 1 + 6, 60, 13 + 13 + 8 + 10, 0]

@@ -11,6 +11,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from backends.common.step.balance import BalanceLoss, RoutedTokens
+from slime_like.algorithms.context import split_for_context_parallel
 from slime_like.algorithms.packing import prefixes
 from slime_like.algorithms.packing.pack import pack_sequences, real_tokens, unpack_sequences
 from slime_like.algorithms.packing.prefixes import Sharing
@@ -92,3 +94,13 @@ def test_a_prefix_that_is_short_beside_what_follows_is_copied() -> None:
     rows = [row(i, 0, [1, 2], [3] * length) for i, length in enumerate((4, 10, 11, 9))]
     pack = pack_sequences(rows, sharing="prompts")
     assert pack.segment_lengths is not None and sorted(pack.segment_lengths.tolist()) == [2, 4, 9, 10, 13]
+
+
+def test_balancing_counts_shared_tokens_once() -> None:
+    """Sequences that share are one, as long as their tree; padding and the other group are apart."""
+    pack = pack_sequences(group_of_four(), target_tokens_per_batch=40, sharing="prompts")
+    shard = split_for_context_parallel(pack, 1, 0, multiple_of=8)
+    routed = RoutedTokens.of(pack, shard, slice(None), BalanceLoss(1.0, real_tokens([pack])))
+    assert routed.lengths.tolist() == [15, 7]
+    assert routed.sequence.tolist() == [0] * 15 + [1] * 7 + [2] * 10
+    assert (pack.shared_tokens, real_tokens([pack])) == (15, 22)
