@@ -71,7 +71,7 @@ class TrainerConfig(Section):
     """Token budget of one packed micro-batch; every prompt plus response must fit."""
     share_prefixes: Literal[False, "prompts", "tree"] = False
     """Compute what sequences of a group begin with once per micro-batch. prompts: equal prompts. tree: also histories
-    of rollouts' rows. Context ranks require `attention` allgather, which auto then is."""
+    of rollouts' rows. `attention: auto` then is allgather, which context ranks require."""
     balance: Literal["tokens", "flops"] = "tokens"
     """Balance tokens or FLOPs over data-parallel replicas; attention's FLOPs are quadratic in length."""
     attention: Literal["auto", "transformer_engine", "ring_flash_attn", "ring", "allgather"] = "auto"
