@@ -57,7 +57,7 @@ def _experts_of(config: TransformerConfig, layer: int) -> int | None:
 
 
 _MOST_THREADS = 2
-"""Of torch up to which the kernels, which have one, are faster than its operators."""
+"""Of torch up to which the kernels were measured, and are faster than its operators."""
 
 
 def is_fused(trainer: TrainerConfig, dtype: torch.dtype) -> bool:

@@ -6,7 +6,7 @@ between them.
 """
 
 import warnings
-from functools import cache
+from functools import cache, reduce
 from typing import Any
 
 import torch
@@ -14,6 +14,8 @@ from torch import Tensor
 
 _LEAST_PRODUCTS = 2**20
 """Multiplications below which what a call costs decides."""
+_INNER_BLOCK = 1024
+"""Of factors of which neither lies in rows: what is put in order at once stays in the cache."""
 
 
 def pays_here() -> bool:
@@ -68,10 +70,14 @@ def _is_large(a: Tensor, b: Tensor) -> bool:
 def product(a: Tensor, b: Tensor) -> Tensor:
     """(M, K) times (K, N), contiguous.
 
-    oneDNN reads one factor row by row, the other in any order; where neither lies in rows, the smaller one is copied.
+    oneDNN reads one factor row by row, the other in any order. Where neither lies in rows, the smaller one is copied,
+    or of a long K, as that of a weight's gradient, one block of ``a`` after the other.
     """
     if a.is_contiguous():
         return _linear(a, b.t())
+    if a.shape[1] > _INNER_BLOCK and not b.t().is_contiguous():
+        pairs = zip(a.split(_INNER_BLOCK, dim=1), b.split(_INNER_BLOCK), strict=True)
+        return reduce(Tensor.add_, (_linear(left.contiguous(), right.t()) for left, right in pairs))
     if a.numel() < b.numel() and not b.t().is_contiguous():
         return _linear(a.contiguous(), b.t())
     return _linear(b.t().contiguous(), a).t().contiguous()

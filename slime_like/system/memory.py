@@ -8,15 +8,16 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 _M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_THRESHOLD = -1, -2, -3  # malloc.h
-_KEPT_BYTES = 2**30
+_NEVER, _KEPT_BYTES = -1, 2**30
 _STEP_BYTES = 2**26
 
 
 def keep_freed_memory() -> bool:
-    """Let glibc keep up to 1 GiB of freed memory, in large blocks too, from now on in this process.
+    """Let glibc keep freed memory, in blocks of up to 1 GiB, from now on in this process.
 
     By itself it returns blocks of some MiB to the kernel as soon as they are freed, and a training step asks for the
-    same ones again at once: faulting them in, zeroed page by page, is an eighth of a small model's step on a CPU.
+    same ones again at once: faulting them in, zeroed page by page, is an eighth of a model's step on a CPU. The process
+    stays at the size of its peak, which it reaches again in the next step.
 
     Returns:
         If it does; other C libraries are left alone.
@@ -24,7 +25,7 @@ def keep_freed_memory() -> bool:
     if platform.libc_ver()[0] != "glibc":
         return False
     mallopt = ctypes.CDLL(None).mallopt
-    sizes = {_M_MMAP_THRESHOLD: _KEPT_BYTES, _M_TRIM_THRESHOLD: _KEPT_BYTES, _M_TOP_PAD: _STEP_BYTES}
+    sizes = {_M_MMAP_THRESHOLD: _KEPT_BYTES, _M_TRIM_THRESHOLD: _NEVER, _M_TOP_PAD: _STEP_BYTES}
     return all(mallopt(parameter, size) == 1 for parameter, size in sizes.items())
 
 

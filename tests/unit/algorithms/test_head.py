@@ -284,3 +284,19 @@ def test_products_on_a_device_are_rounded_to_bfloat16_nowhere() -> None:
         logprobs.sum().backward()
     assert products.types == [torch.float32] * 4
     assert weight.grad is not None and weight.grad.dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_weight_gradient_of_a_large_vocabulary_equals_the_whole(dtype: torch.dtype) -> None:
+    """Its sums are made in blocks, the last of them a part of one; rows of padding get none."""
+    case = make_case(90, 9000, 9100, dtype)
+    hidden, weight = (case[name].clone().requires_grad_() for name in ("hidden", "weight"))
+    wide = [x.detach().double().requires_grad_() for x in (hidden, weight)]
+    given = case["targets"], case["temperatures"]
+    logprobs, _ = fused_logprobs(hidden, weight, *given, vocab_size=9000)
+    logits = wide[0] @ wide[1][:9000].t() / case["temperatures"].double()[:, None]
+    logits.log_softmax(-1).gather(1, case["targets"][:, None]).sum().backward()
+    logprobs.sum().backward()
+    assert weight.grad is not None and wide[1].grad is not None
+    gap = float((weight.grad - wide[1].grad).norm() / wide[1].grad.norm())
+    assert gap < (1e-6 if dtype == torch.float32 else 1e-2) and not weight.grad[9000:].any()

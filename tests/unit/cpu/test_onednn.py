@@ -28,6 +28,14 @@ def test_product_of_either_order(a_by_rows: bool, b_by_rows: bool, m: int, n: in
     assert _close(found, a.double() @ b.double())
 
 
+@pytest.mark.parametrize("inner", [1024, 1025, 2500])
+def test_a_long_sum_over_columns_of_both(inner: int) -> None:
+    """A weight's gradient."""
+    a, b = _random(inner, 40).t(), _random(inner, 30)
+    found = product(a, b)
+    assert found.is_contiguous() and _close(found, a.double() @ b.double())
+
+
 def test_layers_and_their_gradients() -> None:
     x, weight, bias = _random(2, _M, _K), _random(_N, _K), _random(_N)
     leaves = [each.clone().requires_grad_() for each in (x, weight, bias)]
