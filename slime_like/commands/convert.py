@@ -1,4 +1,4 @@
-"""``slime-like convert to-megatron | to-hf | check``."""
+"""``slime-like convert to-megatron | to-hf | from-gguf | check``."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from slime_like.checks.definition import CONVERSION
-from slime_like.commands.command import Command, at_least_one, has_flag, temporary_run_dir
+from slime_like.commands.command import Command, at_least_one, given_path, has_flag, temporary_run_dir
 from slime_like.commands.weights_source import find_weights
 from slime_like.config import RunConfig
 from slime_like.config.reading.load import load_config
@@ -162,6 +162,25 @@ def _open(config: RunConfig, path: Path, flags: Sequence[str]) -> TensorSource:
     return open_checkpoint(_checked(source.flags, flags), source.weights)
 
 
+def _add_gguf_options(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("file", type=given_path, metavar="FILE", help="file of an architecture that transformers reads from GGUF")
+    add("out", type=given_path, metavar="OUT", help="directory to write")
+    add("--dtype", choices=("bfloat16", "float16", "float32"), default="bfloat16", help="type to write (%(default)s)")
+    add("--force", action="store_true", help="replace an earlier conversion or model in OUT, at the end")
+
+
+def _from_gguf(options: argparse.Namespace, _: Sequence[str]) -> int:
+    if not options.file.is_file():
+        raise ConfigError(f"FILE={options.file} is no file; give a .gguf file", code="no-gguf")
+    _require_output(options.file, options.out, options.force)
+    from slime_like.conversion.gguf import gguf_to_hugging_face
+
+    print(f"converted: {counted(gguf_to_hugging_face(options.file, options.out, options.dtype), 'tensor')}")
+    print(f"output: {options.out}")
+    return 0
+
+
 def _conversion(options: argparse.Namespace) -> ConversionOptions:
     from slime_like.interfaces.conversion import ConversionOptions
 
@@ -229,6 +248,15 @@ COMMANDS = (
             "tokenizer come from --model.path (default: the run's model.path)",
             "OUT": "directory to write",
         },
+    ),
+    Command(
+        "convert from-gguf",
+        "convert a GGUF file to a Hugging Face directory",
+        _from_gguf,
+        "Write weights, configuration, tokenizer and chat template of a GGUF file. Quantised weights are\n"
+        "dequantised: what quantisation lost stays lost.",
+        _add_gguf_options,
+        takes_flags=False,
     ),
     Command(
         "convert check",
