@@ -89,11 +89,14 @@ class Placement:
         return sum(self._nodes[other] == self._nodes[bundle] for other in group)
 
     def ranks_beside_engine(self, engine: int) -> int:
-        """Ranks that compute while ``engine`` samples, on its node: of all engines, and trainers that take no turns."""
+        """Ranks that compute while ``engine`` samples, on its node: of all engines, with staleness also trainers.
+
+        Trainers of streamed steps compute beside engines for a part of a step only.
+        """
         config, node = self._config, self._nodes[self._engine_bundle(engine)]
         engines = range(config.rollout.num_engines)
         ranks = sum(config.rollout.tensor for other in engines if self._nodes[self._engine_bundle(other)] == node)
-        if not (config.rollout.max_staleness or config.rollout.stream):
+        if not config.rollout.max_staleness:
             return ranks
         return ranks + sum(self._nodes[bundle] == node for bundle in self._order[: self._num_ranks])
 

@@ -34,7 +34,7 @@ def test_ranks_are_counted_by_node(tmp_path: Path) -> None:
     [
         ({}, "separate", [6, 6, 6, 2]),  # in turn with the trainers
         ({"max_staleness": 1}, "separate", [9, 9, 9, 3]),
-        ({"stream": True}, "separate", [9, 9, 9, 3]),
+        ({"stream": True}, "separate", [6, 6, 6, 2]),
         ({"num_engines": 2}, "colocated", [4, 4]),
     ],
 )
