@@ -1,8 +1,9 @@
 """Steps on groups of samples with shared prompts beside the same steps without: ``python -m benchmarks.prefixes``.
 
 One trainer rank, one process per row of the table. Both kinds of packs are trained in turns, which of them first
-changes, and the ratio is the median over the pairs: another load of the machine meets both. Time is that of forward and
-backward. Memory is what autograd keeps between them, weights apart. The norm of the gradient must be the same.
+changes, and the ratio is the median over the pairs. Time is the processor's, of forward and backward on one thread:
+other work on the machine hardly counts. Memory is what autograd keeps between them, weights apart. The norm of the
+gradient must be the same.
 
 Goals, with torch's operators: 0.40 of the time and 0.45 of the memory where shared tokens are 0.30 of all; 1.05 of the
 time where hardly anything could be shared.
@@ -95,7 +96,7 @@ def measure(directory: Path, model: str, side: str, shape: Shape) -> Ratios:
     backend, kernels = SIDES[side]
     if not directory.exists():
         make_tiny_model(directory, dtype="float32", max_position_embeddings=4096, **sizes)
-    threads = {"cpu_threads": torch.get_num_threads(), "cpu_kernels": kernels, "target_tokens_per_batch": 65536}
+    threads = {"cpu_threads": 1, "cpu_kernels": kernels, "target_tokens_per_batch": 65536}
     config = RunConfig(
         run_dir=directory / "run",
         model={"path": directory, "dtype": "float32"},
@@ -105,6 +106,7 @@ def measure(directory: Path, model: str, side: str, shape: Shape) -> Ratios:
     vocabulary = json.loads((directory / "config.json").read_text())["vocab_size"]
     rows = _rows(shape, groups, vocabulary)
     copied, shared = pack_sequences(rows), pack_sequences(rows, sharing="prompts")
+    torch.set_num_threads(1)
     trainer = load_backend(backend)(config, RankPlacement(0, 1, 0, "127.0.0.1", free_port()))
     trainer.setup()
     norms, kept = [], []
@@ -147,13 +149,13 @@ def _storages(trainer: Any) -> set[int]:
 
 
 def _step(trainer: Any, pack: PackedTrajectory) -> tuple[float, float]:
-    """Seconds of forward and backward; the gradient's norm."""
+    """Processor's seconds of forward and backward; the gradient's norm."""
     pack.old_logprobs = None  # those of the pass itself
     denominator = float(pack.targets.numel())
-    started = time.perf_counter()
+    started = time.process_time()
     trainer.begin_step(denominator, real_tokens([pack]))
     trainer.accumulate([pack], last=True)
-    seconds = time.perf_counter() - started
+    seconds = time.process_time() - started
     return seconds, float(trainer.finish_step(denominator).grad_norm)
 
 
@@ -162,9 +164,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
     parser.add_argument("--sides", nargs="+", choices=SIDES, default=list(SIDES))
     options = parser.parse_args(arguments)
-    print(
-        f"{torch.get_num_threads()} threads of {processor_name()}, torch {torch.__version__}; load {load_average():.1f}"
-    )
+    print(f"one thread of {processor_name()}, torch {torch.__version__}, load {load_average():.1f}")
     print("model, trainer, prompt + samples x response: time, memory, tokens computed (of those without sharing)")
     with tempfile.TemporaryDirectory() as directory:
         for model, side, shape in product(options.models, options.sides, SHAPES):

@@ -7,7 +7,7 @@ state depends on nothing behind it, so that all sequences read the same one, and
 
 from collections.abc import Sequence
 from itertools import accumulate, pairwise
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, get_args
 
 import numpy as np
 import torch
@@ -40,7 +40,12 @@ def overlaps(sequences: Sequence[Trajectory], sharing: Sharing | None) -> tuple[
     Args:
         sequences: any; only those of one group share.
         sharing: "prompts": equal prompts as a whole; "tree": whatever two sequences begin with; ``None``: nothing.
+
+    Raises:
+        ValueError: another name.
     """
+    if sharing not in (None, *get_args(Sharing)):
+        raise ValueError(f"sharing={sharing!r} is unknown; use 'prompts', 'tree' or None")
     order = list(range(len(sequences)))
     if sharing is None:
         return order, [0] * len(order)
