@@ -521,7 +521,7 @@ def actor_of(
     monkeypatch.setattr(engine_actor, "require_own_devices", lambda: None)
     monkeypatch.setattr(engine_actor, "use_cluster_interface", lambda gloo: None)
     monkeypatch.setattr(engine_actor, "use_session_directory", lambda: None)
-    monkeypatch.setattr(engine_actor, "use_log", lambda role: None)
+    monkeypatch.setattr(engine_actor, "use_log", lambda role: tmp_path)
     model = engine.engine._config.model.path  # type: ignore[attr-defined]
 
     def make(**rollout: Any) -> tuple[engine_actor.EngineActor, _Counting]:

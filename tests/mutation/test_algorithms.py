@@ -77,7 +77,7 @@ MUTATIONS = [
     Mutation(
         "positions stay behind when the zigzag moves the tokens",
         "context.py",
-        "position_ids=offset.to(packed.position_ids.dtype),",
+        "position_ids=torch.where(inside, packed.position_ids[source.clamp_min(0)], offset.to(torch.int32)),",
         "position_ids=torch.arange(offset.numel(), device=offset.device, dtype=torch.int32),",
         "test_context.py::test_split_and_merge_are_inverse",
     ),

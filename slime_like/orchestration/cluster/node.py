@@ -54,16 +54,18 @@ def use_session_directory() -> None:
     tempfile.tempdir = None  # what was found before
 
 
-def use_log(role: str) -> None:
-    """Have all that this process and its children print go to ROLE.log among the cluster's logs.
+def use_log(role: str) -> Path:
+    """Have all that this process and its children print go to ROLE.log among the cluster's logs; their directory.
 
     Ray's own files, named after worker ids, keep what was printed before. A process that takes the role of an earlier
     one writes to ROLE.2.log, the next to ROLE.3.log.
     """
-    with open_log(logs_directory(), role) as file:
+    directory = logs_directory()
+    with open_log(directory, role) as file:
         for stream in (sys.stdout, sys.stderr):
             stream.flush()
             os.dup2(file.fileno(), stream.fileno())
+    return directory
 
 
 def use_cluster_interface(gloo: bool) -> None:

@@ -21,7 +21,6 @@ from slime_like.interfaces import (
 )
 from slime_like.interfaces.engine import load_engine
 from slime_like.orchestration.cluster.node import (
-    logs_directory,
     require_own_devices,
     use_cluster_interface,
     use_log,
@@ -72,7 +71,7 @@ class EngineActor:
     """
 
     def __init__(self, config: RunConfig, index: int, shared_devices: str = "") -> None:
-        use_log(f"engine-{index}")
+        self._logs = use_log(f"engine-{index}")
         if shared_devices:  # Ray assigns no device to a colocated engine; CUDA is not initialised yet
             os.environ["CUDA_VISIBLE_DEVICES"] = shared_devices
         require_own_devices()
@@ -104,10 +103,10 @@ class EngineActor:
     async def _start_conversations(self) -> None:
         tokenizer = await asyncio.to_thread(load_tokenizer, self._config.model.path)
         if self._config.rollout.agent.is_set:
-            logs = logs_directory(), f"agent-{self._index}"
+            logs = self._logs, f"agent-{self._index}"
             self._conversations = AgentRollouts(self._config, tokenizer, self._sample, self._version, logs)
         else:
-            logs = logs_directory(), f"environment-{self._index}"
+            logs = self._logs, f"environment-{self._index}"
             self._conversations = Conversations(self._config, tokenizer, self._sample, self._engine.abort, logs)
         await self._conversations.start()
 
