@@ -189,6 +189,6 @@ class SyncConfig(Section):
     verify: bool = Field(True, description="Compare hashes of all tensors, and probe logprobs, after every sync.")
     probe_tolerance: float | None = Field(None, gt=0)
     """Largest gap of the probe's logprobs between engine and trainer. float32: largest difference; default: 3e-5 per
-    layer times the standard deviation of the trainer's logprobs, at least 1e-4. bfloat16: root mean square difference
-    over that standard deviation; default: 0.15."""
+    layer times the standard deviation of the trainer's logprobs, at least 1e-4. bfloat16: median difference over that
+    standard deviation; default: 0.11."""
     timeout_s: float = Field(300.0, gt=0, description="Timeout of one sync.")

@@ -59,7 +59,7 @@ def test_a_sound_engine_in_bfloat16(model_dir: Path, sharpness: float) -> None:
     """Rounding grows with the logits: what is sound may be off by more than half a nat."""
     got, expected = (logprobs(model_dir, dtype, sharpness) for dtype in (torch.bfloat16, torch.float32))
     gap = ProbeGap.between(got, expected, "bfloat16", LAYERS, None)
-    assert gap.is_sound and gap.share < 0.05
+    assert gap.is_sound and 5 * gap.share < gap.bound
     assert (gap.largest > 0.5) is (sharpness == SHARP)
     assert not ProbeGap.between(got, expected, "bfloat16", LAYERS, 1e-3).is_sound
     assert not ProbeGap.between(got, expected, "float32", LAYERS, None).is_sound
@@ -80,7 +80,7 @@ def test_one_wrong_matrix_is_found(model_dir: Path, wrong: str, dtype: str, shar
     got = logprobs(model_dir, getattr(torch, dtype), sharpness, wrong)
     gap = ProbeGap.between(got, logprobs(model_dir, torch.float32, sharpness), dtype, LAYERS, None)
     assert not gap.is_sound
-    assert gap.share > 0.3
+    assert gap.share > 0.2  # of the spread, by the median
 
 
 @pytest.mark.parametrize(("layers", "sharpness"), [(LAYERS, 1.0), (LAYERS, SHARP), (24, 1.0), (24, SHARP)])
@@ -105,6 +105,17 @@ def test_a_trained_models_measured_rounding_is_sound() -> None:
     assert 5 * 3.18e-4 < ProbeGap.between(expected, expected, "float32", 30, None).bound < 0.58 / 100
 
 
+def test_one_token_far_off_is_rounding_in_bfloat16() -> None:
+    """SmolLM2-135M after six steps, in vLLM: a median of 0.022 of the spread, and one token of 62 off by 3.6 nats. The
+    least that one permuted matrix of it did was a median of 0.132."""
+    expected = np.linspace(-15.2 - 2.67 * 1.7, -15.2 + 2.67 * 1.7, 62)
+    got = expected + 0.022 * expected.std()
+    got[7] += 3.6
+    sound = ProbeGap.between(got, expected, "bfloat16", 30, None)
+    assert sound.is_sound and sound.largest > 3.5 and 4.9 * sound.share < sound.bound
+    assert not ProbeGap.between(expected + 0.132 * expected.std(), expected, "bfloat16", 30, None).is_sound
+
+
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_what_is_no_number_is_not_sound(dtype: str) -> None:
     expected = np.linspace(-9, -1, 62, dtype=np.float32)
@@ -126,5 +137,5 @@ def test_each_precision_has_its_sentence() -> None:
     gaps = [str(ProbeGap.between(expected + 0.5, expected, dtype, LAYERS, None)) for dtype in ("float32", "bfloat16")]
     assert gaps == [
         "by up to 5.00e-01 (bound 1e-04)",
-        "by up to 5.00e-01, with a root mean square of 0.50 of how much the trainer's vary (bound 0.15)",
+        "by up to 5.00e-01, with a median of 0.50 of how much the trainer's vary (bound 0.11)",
     ]
