@@ -4,7 +4,6 @@ Without its raylet a driver waits for ever where it waits for an object of a wor
 Ray ends the driver after a while, which then cannot clean up.
 """
 
-import os
 import signal
 import threading
 import time
@@ -50,6 +49,7 @@ class DaemonWatch:
         self._may_interrupt = threading.current_thread() is threading.main_thread()
         self._thread = threading.Thread(target=self._run, name="daemons", daemon=True)
         self.interrupted = False
+        self._died: str | None = None
         self._deaf = self._may_interrupt and signal.getsignal(signal.SIGINT) is signal.SIG_IGN
         if self._deaf:  # a script's command with "&" starts so; of all its interrupts only that of this watch counts
             signal.signal(signal.SIGINT, self._hear)
@@ -69,14 +69,18 @@ class DaemonWatch:
             signal.signal(signal.SIGINT, signal.SIG_IGN)
 
     def cause(self) -> str | None:
-        """Which daemon a failure now is a consequence of. Waits a moment for one that is about to end."""
+        """Which daemon a failure now is a consequence of. Waits a moment for one that is about to end.
+
+        What has interrupted the run is never looked for again: a busy machine may let the moment pass unused.
+        """
         until = time.monotonic() + _FAILS_BEFORE_S
-        while time.monotonic() < until:
-            ended = self._watch.recently_ended(time.monotonic())
-            if (died := self._node.ended_daemon()) is not None:
+        while True:
+            if (died := self._died or self._node.ended_daemon()) is not None:
+                ended = self._watch.recently_ended(time.monotonic())
                 return f"{ended}; {died}" if ended else died
+            if time.monotonic() >= until:
+                return next((f"{one} is stopped (SIGSTOP)" for one in self._stopped()), None)
             time.sleep(_LOOK_EVERY_S / 5)
-        return next((f"{one} is stopped (SIGSTOP)" for one in self._stopped()), None)
 
     def end_stopped(self) -> None:
         """Kill what is stopped: nothing that asks it ends."""
@@ -89,9 +93,9 @@ class DaemonWatch:
             if looks % _LOOKS_PER_STOP == 0:
                 self._look_for_stops()
             looks += 1
-            if self._node.ended_daemon() is not None:
+            if (died := self._node.ended_daemon()) is not None:
                 self._over.wait(_GRACE_S)
-                self._interrupt()
+                self._interrupt(died)
                 return
 
     def _look_for_stops(self) -> None:
@@ -101,11 +105,12 @@ class DaemonWatch:
         for one in end:
             one.kill()
 
-    def _interrupt(self) -> None:
+    def _interrupt(self, died: str) -> None:
         with self._deciding:
             if self._may_interrupt and not self._over.is_set():
-                self.interrupted = True
-                os.kill(os.getpid(), signal.SIGINT)
+                self._died, self.interrupted = died, True
+                # Of a signal to the process, a thread that does not run just then may be the one to take note.
+                signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
 
     def _hear(self, number: int, frame: FrameType | None) -> None:
         if self.interrupted:
