@@ -14,7 +14,13 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
     add("task", metavar="TASK", help="name of a task of reasoning-gym, e.g. chain_sum")
     add("out", type=given_path, metavar="OUT.jsonl", help="file to write")
     add("--count", type=at_least_one, default=1000, help="rows (default: %(default)s)")
-    add("--seed", type=int, default=0, help="seed of the generator; held-out rows need another (default: %(default)s)")
+    add("--seed", type=int, default=0, help="seed of the generator (default: %(default)s)")
+    add(
+        "--exclude",
+        type=given_path,
+        metavar="FILE.jsonl",
+        help="no question of this file's rows, e.g. for held-out rows",
+    )
     add("--levels", type=int, nargs="+", default=[], metavar="N", help="levels of the task's curriculum, in this order")
     add("--set", nargs="+", default=[], metavar="NAME=VALUE", help="settings of the task, e.g. max_terms=3")
     add("--plain", action="store_true", help="without the system prompt that asks for <answer> tags")
@@ -30,7 +36,8 @@ def _run(given: argparse.Namespace, _: list[str]) -> int:
     from slime_like.data.task_library import task_rows
 
     settings = {name: value for name, _, value in pairs}
-    rows = task_rows(given.task, given.count, given.seed, given.levels, settings, system=not given.plain)
+    other = _questions(given.exclude) if given.exclude is not None else ()
+    rows = task_rows(given.task, given.count, given.seed, given.levels, settings, not given.plain, other)
     text = "".join(f"{json.dumps(row)}\n" for row in rows)
     partial = out.with_name(f"{out.name}.partial")
     try:
@@ -40,6 +47,17 @@ def _run(given: argparse.Namespace, _: list[str]) -> int:
         raise ConfigError(f"OUT={out} cannot be written ({error.strerror})", code="output-unusable") from error
     print(f"{out}: {counted(given.count, 'row')} of {given.task}; reward.functions: [{{name: reasoning_gym}}]")
     return 0
+
+
+def _questions(path: Path) -> set[str]:
+    """Questions of the rows of a file that this command wrote."""
+    try:
+        rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+        return {json.loads(row["answer"])["question"] for row in rows}
+    except OSError as error:
+        raise ConfigError(f"--exclude {path}: cannot be read ({error.strerror})", code="argument-value") from error
+    except (ValueError, LookupError, TypeError) as error:
+        raise ConfigError(f"--exclude {path}: not written by make-tasks ({error!r})", code="argument-value") from error
 
 
 COMMAND = Command(

@@ -1,7 +1,7 @@
 """Rows from reasoning-gym, a library of generated tasks that can each judge an answer."""
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from types import ModuleType
 from typing import Any
 
@@ -9,10 +9,19 @@ from slime_like.config.reading.yaml_text import read_value
 from slime_like.errors import ConfigError
 
 _CHECKED_ROWS = 8
+_DRAWS_PER_ROW = 50
+_SEED_STRIDE = 10_000_019
+"""The library draws a row from the seed and the row's number added: neighbouring seeds give each other's rows."""
 
 
 def task_rows(
-    task: str, count: int, seed: int, levels: Sequence[int] = (), settings: Mapping[str, str] = {}, system: bool = True
+    task: str,
+    count: int,
+    seed: int,
+    levels: Sequence[int] = (),
+    settings: Mapping[str, str] = {},
+    system: bool = True,
+    other: Collection[str] = (),
 ) -> Iterator[dict[str, Any]]:
     """Rows of one task: chat messages as ``prompt``, and as ``answer`` what the reward ``reasoning_gym`` needs.
 
@@ -23,10 +32,11 @@ def task_rows(
         levels: of the task's curriculum, in order, with equal parts of the rows each; none: its default settings.
         settings: of the task, as text that YAML reads.
         system: begin each prompt with the library's request for ``<answer>`` tags.
+        other: questions that no row may have.
 
     Raises:
         ConfigError: the library is not installed, or has no such task, level or setting; or the task's own answer does
-            not survive being written as JSON.
+            not survive being written as JSON; or hardly any question is not in ``other``.
     """
     library = imported_library()
     if task not in library.factory.DATASETS:
@@ -35,9 +45,16 @@ def task_rows(
     parts = levels or (None,)
     for index, level in enumerate(parts):
         size = count * (index + 1) // len(parts) - count * index // len(parts)
-        dataset = _dataset(library, task, level, settings, size, seed + index)
+        draws = size * (_DRAWS_PER_ROW if other else 1)
+        dataset = _dataset(library, task, level, settings, draws, (seed * len(parts) + index) * _SEED_STRIDE)
+        new = (entry for number in range(draws) if (entry := dataset[number])["question"] not in other)
         for number in range(size):
-            entry = dataset[number]
+            if (entry := next(new, None)) is None:
+                raise ConfigError(
+                    f"TASK={task}: {number} of {size} questions found that --exclude does not have, in {draws} "
+                    "draws; give a harder level or other settings, or exclude fewer",
+                    code="task-exhausted",
+                )
             row = {"task": task, **{name: entry[name] for name in ("question", "answer", "metadata")}}
             if number < _CHECKED_ROWS:
                 _require_judged(library, row)

@@ -5,6 +5,7 @@ from decimal import Decimal
 
 from slime_like.interfaces.reward import RewardResult
 
+NO_MATCH = "no match of the pattern"
 _MARKER = "####"
 _NUMBER = re.compile(r"[-+]?\$?(?:[0-9]{1,3}(?:,[0-9]{3})+|[0-9]{1,100})(?:\.[0-9]{1,100})?")
 _LETTERS = "ABCDEFGHIJ"
@@ -13,6 +14,12 @@ _BOXED_LETTER = re.compile(rf"\\boxed\{{\s*(?:\\text\{{)?\s*{_LETTER}[.\s]*\}}")
 _NAMED_LETTER = re.compile(rf"(?i:answer|choice|option)\**(?i:\s+is)?\s*:?\s*\**\s*{_LETTER}(?![\w'])")
 _BARE_LETTER = re.compile(rf"{_LETTER}(?:[).:](?:\s.*)?)?")
 _TRUE_LETTER = re.compile(rf"\(?([{_LETTERS}])\)?\.?", re.IGNORECASE)
+
+
+def last_match(pattern: str, text: str) -> str | None:
+    """The first group, if the regular expression has one, of its last match in ``text``; none without a match."""
+    matches = list(re.finditer(pattern, text))
+    return (matches[-1].group(1 if matches[-1].re.groups else 0) or "") if matches else None
 
 
 def exact_match(
@@ -25,12 +32,9 @@ def exact_match(
             compared instead of the whole response.
         ignore_case: compare without regard to case.
     """
-    found = response
-    if pattern is not None:
-        matches = list(re.finditer(pattern, response))
-        if not matches:
-            return RewardResult(0.0, False, {"reason": "no match of the pattern"})
-        found = matches[-1].group(1 if matches[-1].re.groups else 0) or ""
+    found = response if pattern is None else last_match(pattern, response)
+    if found is None:
+        return RewardResult(0.0, False, {"reason": NO_MATCH})
     given, wanted = (" ".join(text.split()) for text in (found, answer))
     return _result(given.casefold() == wanted.casefold() if ignore_case else given == wanted)
 

@@ -1,34 +1,34 @@
 """Reward of reasoning-gym: each task judges an answer by its own rules."""
 
 import json
-import re
 from typing import Any
 
 from slime_like.interfaces.reward import RewardResult
+from slime_like.sandbox.rewards.final_answer import NO_MATCH, last_match
 
 
-def reasoning_gym(prompt: str, response: str, answer: str, *, tag: str | None = "answer") -> RewardResult:
+def reasoning_gym(
+    prompt: str, response: str, answer: str, *, pattern: str | None = "(?s)<answer>(.*?)</answer>"
+) -> RewardResult:
     """The score from 0 to 1 that the row's task gives; success is the full score.
 
     For rows of ``slime-like make-tasks``.
 
     Args:
-        tag: the last ``<tag>...</tag>`` is judged, and a response without it gets 0; none: all of the response.
+        pattern: A regular expression. Its last match (the first group, if it has one) is judged, and a response
+            without a match gets 0; none: the whole response is judged.
 
     Raises:
         ValueError: ``answer`` is not of such a row.
     """
     entry = _entry(answer)
-    given: str | None = response.strip()
-    if tag is not None:
-        found = re.findall(rf"<{re.escape(tag)}>(.*?)</{re.escape(tag)}>", response, re.DOTALL)
-        given = found[-1].strip() if found else None
+    given = response if pattern is None else last_match(pattern, response)
     if given is None:
-        return RewardResult(0.0, False, {"reason": f"no <{tag}>"})
+        return RewardResult(0.0, False, {"reason": NO_MATCH})
     from reasoning_gym.factory import get_score_answer_fn
 
     try:
-        score = float(get_score_answer_fn(entry["task"])(given, entry))
+        score = float(get_score_answer_fn(entry["task"])(given.strip(), entry))
     except MemoryError:
         raise
     except Exception as error:  # of whatever class: judges expect an answer of their form, and the row itself is sound
