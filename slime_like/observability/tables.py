@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
 SAMPLE_TABLE = "per_sample_debug_table"
 TOKEN_TABLE = "per_token_debug_table"
+HELD_OUT_TABLE = "held_out_debug_table"
 
 # Columns of the whole optimizer step, the same in each of its rows.
 STEP_COLUMNS = ("loss", "policy_loss", "kl_loss", "ratios", "clipfrac", "approx_policy_kls")
@@ -34,6 +35,33 @@ class _Logprobs(NamedTuple):
     reference: np.ndarray | None
     generated_gap: np.ndarray | None
     reference_gap: np.ndarray | None
+
+
+class HeldOutSample(NamedTuple):
+    """A response to a held-out prompt; ``prompt_id`` counts the prompts from 0, in every evaluation alike."""
+
+    prompt_id: int
+    prompt_tokens: list[int]
+    response_tokens: list[int]
+    answer: str
+    success: bool
+    finish_reason: str
+
+
+def held_out_rows(step: int, samples: Sequence[HeldOutSample], decode: Decode) -> list[Row]:
+    """One row for each sample of the evaluation after ``step``."""
+    return [
+        {
+            "Sequence ID": sample.prompt_id,
+            "Step": step,
+            "Prompt": decode(sample.prompt_tokens),
+            "Response": decode(sample.response_tokens),
+            "Answer": sample.answer,
+            "Success": sample.success,
+            "Finish Reason": sample.finish_reason,
+        }
+        for sample in samples
+    ]
 
 
 def per_sample_rows(

@@ -56,6 +56,13 @@ def test_rl_runs_and_every_claim_of_a_step_holds(tiny: Tiny, tmp_path: Path, eng
     assert steps[0]["train_actor_training/kl_loss"] == pytest.approx(0.0, abs=1e-6)  # the reference is the start
     assert steps[1]["train_actor_training/kl_loss"] > 0
     assert {row["step"] for row in metrics_of(run_dir) if "evaluation/accuracy" in row} == {0, 2}
+    table = (run_dir / "tables" / "held_out_debug_table.jsonl").read_text().splitlines()
+    held_out = [json.loads(line) for line in table]
+    assert [(row["step"], row["Sequence ID"]) for row in held_out] == [(step, i) for step in (0, 2) for i in range(4)]
+    asked = [json.loads(line) for line in (tiny.data / "eval.jsonl").read_text().splitlines()[:4]]
+    for row, question in zip(held_out, asked * 2, strict=True):
+        assert question["prompt"] in row["Prompt"] and row["Answer"] == question["answer"]
+        assert row["Success"] == row["Response"].removesuffix("<eos>").endswith(question["answer"])
 
 
 def conversations(tiny: Tiny, path: Path) -> list[list[tuple[str, str]]]:

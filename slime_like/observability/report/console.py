@@ -12,7 +12,7 @@ from rich.text import Text
 from slime_like.observability.report.data import RunData, summary
 from slime_like.observability.report.panels import PhasePicture, key_metrics, panels, phase_picture
 from slime_like.observability.report.text import last_user_message, shortened, spelled_out
-from slime_like.observability.tables import SAMPLE_TABLE, said
+from slime_like.observability.tables import HELD_OUT_TABLE, SAMPLE_TABLE, said
 
 _NEWEST_SAMPLES = 4
 _MAX_TEXT = 240
@@ -35,6 +35,9 @@ def show(run: RunData, console: Console) -> None:
     if samples is not None and samples.rows:
         newest = samples.rows[-_NEWEST_SAMPLES:]
         console.print(_labelled("Newest samples", [_sample(row) for row in newest]))
+    held_out = run.tables.get(HELD_OUT_TABLE)
+    if held_out is not None and held_out.rows:
+        console.print(_labelled("Held-out responses, first and last evaluation", _held_out(held_out.rows)))
 
 
 def _printable(value: Any) -> Text:
@@ -95,6 +98,20 @@ def _sample(row: dict[str, Any]) -> list[tuple[str, Any]]:
         ("outcome", ", ".join(shown)),
         *([("metadata", metadata)] if (metadata := row.get("Reward Metadata")) else []),
     ]
+
+
+def _held_out(rows: list[dict[str, Any]]) -> list[list[tuple[str, Any]]]:
+    """By prompt: question, the first and the last response to it, and the answer."""
+    by_prompt: dict[Any, list[dict[str, Any]]] = {}
+    for row in rows:
+        by_prompt.setdefault(row.get("Sequence ID"), []).append(row)
+    groups = []
+    for responses in list(by_prompt.values())[:_NEWEST_SAMPLES]:
+        first, last = responses[0], responses[-1]
+        question = ("prompt", last_user_message(str(first.get("Prompt", ""))))
+        shown = {f"step {row['step']}": row.get("Response") for row in (first, last)}
+        groups.append([question, *shown.items(), ("answer", first.get("Answer"))])
+    return groups
 
 
 def _labelled(title: str, groups: list[list[tuple[str, Any]]]) -> Table:

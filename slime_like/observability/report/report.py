@@ -16,7 +16,7 @@ from slime_like.errors import SlimeLikeError
 from slime_like.observability.report.data import Row, RunData, StoredTable, read_run, summary
 from slime_like.observability.report.panels import panels, phase_picture
 from slime_like.observability.report.text import last_user_message, shortened, spelled_out
-from slime_like.observability.tables import SAMPLE_TABLE, TOKEN_TABLE, reading_order, said
+from slime_like.observability.tables import HELD_OUT_TABLE, SAMPLE_TABLE, TOKEN_TABLE, reading_order, said
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -89,7 +89,12 @@ def _render_page(run: RunData) -> str:
     environment = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
     environment.policies["json.dumps_kwargs"] = {"allow_nan": False, "separators": (",", ":")}
     environment.filters |= {"hash": _hash, "plain": _plain, "sample": _key, "shown": _shown}
-    environment.filters |= {"user": last_user_message, "reading_order": reading_order, "said": said}
+    environment.filters |= {
+        "user": last_user_message,
+        "reading_order": reading_order,
+        "said": said,
+        "by_prompt": _by_prompt,
+    }
     drawn, constant, missing = panels(run)
     tokens = run.tables.get(TOKEN_TABLE)
     samples = _token_samples(tokens)
@@ -104,6 +109,8 @@ def _render_page(run: RunData) -> str:
         tokens=tokens,
         samples={key: index for index, key in enumerate(samples)},
         sample_table=SAMPLE_TABLE,
+        held_out_table=HELD_OUT_TABLE,
+        titles={SAMPLE_TABLE: "Samples", HELD_OUT_TABLE: "Held-out responses, from evaluation to evaluation"},
         long_text=_LONG_TEXT,
         chart_data=[panel.data() for panel in drawn],
         token_data=_token_data(samples),
@@ -127,6 +134,11 @@ def _shown(text: str) -> str:
 
 def _key(row: Row) -> SampleKey:
     return row["step"], row.get("Sequence ID")
+
+
+def _by_prompt(rows: list[Row]) -> list[Row]:
+    """Responses to one prompt after each other."""
+    return sorted(rows, key=lambda row: str(row.get("Sequence ID")))
 
 
 def _token_samples(table: StoredTable | None) -> dict[SampleKey, list[Row]]:

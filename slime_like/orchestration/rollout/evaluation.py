@@ -10,6 +10,7 @@ from slime_like.config import RunConfig
 from slime_like.data.prompts import Prompt, PromptSource
 from slime_like.observability.progress import Progress
 from slime_like.observability.records import EvaluationRecord
+from slime_like.observability.tables import HeldOutSample
 from slime_like.orchestration.rollout.failures import failure_text
 from slime_like.orchestration.rollout.manager import RolloutManager
 from slime_like.orchestration.rollout.requests import build_requests, evaluation_sampling, to_group
@@ -22,10 +23,15 @@ from slime_like.trajectory import UnscoredTrajectory
 
 @dataclass(frozen=True, slots=True)
 class EvaluationResult:
-    """Result over all files, and per file where there are several."""
+    """Result over all files, and per file where there are several.
+
+    Attributes:
+        samples: the first response to each of the first prompts, as many as a debug table has.
+    """
 
     overall: EvaluationRecord
     datasets: dict[str, EvaluationRecord]
+    samples: list[HeldOutSample]
 
 
 class Evaluator:
@@ -58,7 +64,21 @@ class Evaluator:
         ]
         remaining = iter(samples_of)
         results = {name: _figures([next(remaining) for _ in dataset]) for name, dataset in self._datasets.items()}
-        return EvaluationResult(_figures(samples_of), results if len(results) > 1 else {})
+        shown = [_shown(samples[0]) for samples in samples_of[: self._config.debug.samples_per_step]]
+        return EvaluationResult(_figures(samples_of), results if len(results) > 1 else {}, shown)
+
+
+def _shown(sample: tuple[Rollout[UnscoredTrajectory], RewardOutcome]) -> HeldOutSample:
+    rollout, outcome = sample
+    last = rollout.last
+    return HeldOutSample(
+        rollout.group_id,
+        last.prompt_tokens.tolist(),
+        last.response_tokens.tolist(),
+        last.answer,
+        outcome.successes[0] > 0,
+        rollout.finish_reason,
+    )
 
 
 def _failure_note(outcomes: Sequence[RewardOutcome]) -> str | None:

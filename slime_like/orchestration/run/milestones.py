@@ -7,7 +7,8 @@ from pathlib import Path
 from slime_like.checks.earlier_run import BACKEND
 from slime_like.interfaces import TrainerBackend
 from slime_like.observability.metrics import METRICS_FILE, read_metrics, series
-from slime_like.observability.names import ACCURACY
+from slime_like.observability.names import ACCURACY, evaluation_metrics
+from slime_like.observability.tables import HELD_OUT_TABLE, held_out_rows
 from slime_like.orchestration.run.directory import EXPORT, SUMMARY_FILE, measured_otherwise_until
 from slime_like.orchestration.run.recorder import StepRecorder
 from slime_like.orchestration.run.run import Run
@@ -90,9 +91,16 @@ class Milestones:
         return summary
 
     def _evaluate(self, step: int) -> None:
-        if metrics := self._run.rollout.evaluate(step, self._run.progress):
-            self._run.metrics.log(step, metrics)
-            self._run.progress.update(step, metrics)
+        run = self._run
+        if (result := run.rollout.evaluate(step, run.progress)) is None:
+            return
+        metrics = evaluation_metrics(result.overall)
+        for name, record in result.datasets.items():
+            metrics |= evaluation_metrics(record, name)
+        run.metrics.log(step, metrics)
+        run.progress.update(step, metrics)
+        if result.samples:
+            run.metrics.log_table(step, HELD_OUT_TABLE, held_out_rows(step, result.samples, run.decode))
 
     def _save(self, step: int) -> None:
         run, config = self._run, self._run.config

@@ -8,19 +8,16 @@ from typing import Any
 from slime_like.data.ledger import FILE_NAME as LEDGER
 from slime_like.data.ledger import Ledger
 from slime_like.data.prompts import PromptSource
-from slime_like.observability.names import evaluation_metrics
 from slime_like.observability.progress import Progress
 from slime_like.observability.records import ReferenceRecord, SyncRecord
 from slime_like.orchestration.rollout.colocation import Turns
-from slime_like.orchestration.rollout.evaluation import Evaluator
+from slime_like.orchestration.rollout.evaluation import EvaluationResult, Evaluator
 from slime_like.orchestration.rollout.reference_pool import ReferencePool
 from slime_like.orchestration.rollout.source import RolloutSource
 from slime_like.orchestration.run.sources import ExperienceSource
 from slime_like.orchestration.trainer.checkpoint import Checkpoint
 from slime_like.orchestration.weight_sync import SyncReport, WeightSync
 from slime_like.trajectory import ScoredTrajectory
-
-Metrics = dict[str, float]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,9 +67,9 @@ class RolloutSide:
     def restore(self, checkpoint: Checkpoint) -> None:
         """Go on from where ``checkpoint`` was written."""
 
-    def evaluate(self, step: int, progress: Progress) -> Metrics:
-        """Held-out accuracy under the current weights; empty without an evaluation file."""
-        return {}
+    def evaluate(self, step: int, progress: Progress) -> EvaluationResult | None:
+        """Held-out accuracy under the current weights; ``None`` without an evaluation file."""
+        return None
 
     def figures(self, step_s: float) -> RolloutFigures:
         """Return the figures of a step of ``step_s`` seconds, and reset the work counters."""
@@ -124,15 +121,11 @@ class EngineSide(RolloutSide):
         self.source.store.load_state_dict({**checkpoint.state, "data": checkpoint.data_position()})
         self._ledger.restore(checkpoint.file(LEDGER), checkpoint.state.get("ledger_events"))
 
-    def evaluate(self, step: int, progress: Progress) -> Metrics:
+    def evaluate(self, step: int, progress: Progress) -> EvaluationResult | None:
         if self._evaluator is None:
-            return {}
+            return None
         self._devices.generation()
-        result = self._evaluator.run(step, progress)
-        metrics = evaluation_metrics(result.overall)
-        for name, record in result.datasets.items():
-            metrics |= evaluation_metrics(record, name)
-        return metrics
+        return self._evaluator.run(step, progress)
 
     def figures(self, step_s: float) -> RolloutFigures:
         queued, ready = self.source.store.sizes()

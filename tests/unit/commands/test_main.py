@@ -144,7 +144,7 @@ def test_eval_does_not_look_at_what_only_training_uses(
 
     def evaluate(config: RunConfig, temporary: bool) -> EvaluationResult:
         seen.append((config, temporary))
-        return EvaluationResult(figures, {})
+        return EvaluationResult(figures, {}, [])
 
     monkeypatch.setitem(sys.modules, "slime_like.evaluate", SimpleNamespace(evaluate=evaluate))
     needed = ["--model.path", "model", "--evaluation.files", "eval.jsonl", "--data.max_prompt_tokens", "512"]

@@ -12,7 +12,15 @@ from slime_like.config.reading.load import save_config
 from slime_like.observability.metrics import MetricLogger
 from slime_like.observability.names import evaluation_metrics, step_metrics
 from slime_like.observability.records import EvaluationRecord, StepRecord
-from slime_like.observability.tables import SAMPLE_TABLE, TOKEN_TABLE, per_sample_rows, per_token_rows
+from slime_like.observability.tables import (
+    HELD_OUT_TABLE,
+    SAMPLE_TABLE,
+    TOKEN_TABLE,
+    HeldOutSample,
+    held_out_rows,
+    per_sample_rows,
+    per_token_rows,
+)
 from slime_like.trajectory import ScoredTrajectory
 from tests.unit.observability.records import grpo_stats, rl_record
 
@@ -41,6 +49,8 @@ def write_run(run_dir: Path) -> Path:
             logger.log(step, step_metrics(record(step)))
         if step in ACCURACIES:
             logger.log(step, evaluation_metrics(evaluation(ACCURACIES[step])))
+            held_out = [HeldOutSample(i, [i], [step % 7, i], HOSTILE[i], step > i, "stop") for i in range(SAMPLES)]
+            logger.log_table(step, HELD_OUT_TABLE, held_out_rows(step, held_out, decode))
         if step and step % TABLES_EVERY == 0:
             log_tables(logger, step)
     logger.close()

@@ -18,7 +18,7 @@ from slime_like.observability.metrics import METRICS_FILE
 from slime_like.observability.names import STEP_TIME
 from slime_like.observability.report.data import read_run
 from slime_like.observability.report.report import print_report, write_report
-from slime_like.observability.tables import SAMPLE_TABLE, TOKEN_TABLE
+from slime_like.observability.tables import HELD_OUT_TABLE, SAMPLE_TABLE, TOKEN_TABLE
 from tests.support.forged_runs import forge_file
 from tests.support.rejections import Rejects
 from tests.unit.observability.report_run import SAMPLES, STEPS, TOKENS, write_run
@@ -97,6 +97,8 @@ def test_numbers_that_do_not_divide(lines: tuple[str, ...], tmp_path: Path) -> N
         (TOKEN_TABLE, {"Sequence ID": "a", "Token Position": "first"}, "damaged-line"),
         (TOKEN_TABLE, {"Sequence ID": "a"}, None),
         (SAMPLE_TABLE, {}, None),
+        (HELD_OUT_TABLE, {"Sequence ID": "a"}, None),
+        (HELD_OUT_TABLE, {"Prompt": 3, "Response": [1]}, None),
         (SAMPLE_TABLE, {"Prompt": 3, "Response": [1, {"a": None}], "Reward_x": "high"}, None),
     ],
 )
@@ -122,7 +124,7 @@ def test_only_files_are_tables(sound: Path, tmp_path: Path) -> None:
     run_dir = shutil.copytree(sound, tmp_path / "run")
     os.mkfifo(run_dir / "tables" / "pipe.jsonl")
     (run_dir / "tables" / "directory.jsonl").mkdir()
-    assert set(read_run(run_dir).tables) == {SAMPLE_TABLE, TOKEN_TABLE}
+    assert set(read_run(run_dir).tables) == {HELD_OUT_TABLE, SAMPLE_TABLE, TOKEN_TABLE}
 
 
 # --------------------------------------------------------------------------------------------------- growing and large

@@ -23,7 +23,7 @@ from slime_like.observability.report.text import last_user_message
 from slime_like.observability.tables import SAMPLE_TABLE, TOKEN_TABLE
 from tests.support.rejections import Rejects
 from tests.unit.observability.records import sft_record
-from tests.unit.observability.report_run import HOSTILE, SAMPLES, STEPS, TABLES_EVERY, TOKENS, write_run
+from tests.unit.observability.report_run import ACCURACIES, HOSTILE, SAMPLES, STEPS, TABLES_EVERY, TOKENS, write_run
 
 
 class Page(HTMLParser):
@@ -93,7 +93,8 @@ def test_every_sample_and_token_is_there(page: Page) -> None:
     logged = STEPS // TABLES_EVERY * SAMPLES
     buttons = [attributes["data-sample"] for name, attributes in page.tags if "data-sample" in attributes]
     assert sorted(map(int, filter(None, buttons))) == list(range(logged))
-    assert page.count("tr") == logged + 2  # a row each, and two headings
+    held_out = len(ACCURACIES) * SAMPLES
+    assert page.count("tr") == logged + held_out + 3  # a row each, and three headings
     tokens = json.loads(page.blocks["token-data"])
     assert len(tokens["samples"]) == logged
     newest = tokens["samples"][0]
