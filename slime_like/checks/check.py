@@ -63,6 +63,7 @@ CHECKS: Sequence[Check] = (
     Check("trainer.backend-args", {"trainer"}, names.backend_argument_problems),
     Check("data.messages-key", {"training"}, rows.conversation_problems),
     Check("data.prompts", {"training"}, rows.prompt_problems),
+    Check("data.mixture", {"training"}, rows.mixture_problems),
     Check("algorithm.loss", {"training"}, names.loss_name_problems),
     Check("algorithm.advantage", {"training", "engine"}, names.advantage_name_problems),
     Check("algorithm.kl-estimator", {"training"}, names.kl_name_problems),

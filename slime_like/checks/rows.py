@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from slime_like.checks.directories import missing
-from slime_like.config.run import RunConfig
+from slime_like.config.run import DataConfig, RunConfig
 from slime_like.data.encoding import RowEncoder
 from slime_like.data.formats import in_format
 from slime_like.data.messages import read_conversation
@@ -29,7 +29,8 @@ def tokenizer_problems(config: RunConfig) -> Iterator[str]:
 
 def training_row_problems(config: RunConfig) -> Iterator[str]:
     if config.debug.load_rollouts is None:
-        yield from _bad_rows(config, config.data.train, config.supervised)
+        for part in config.data.parts:
+            yield from _bad_rows(part, part.train, config.supervised)
 
 
 def conversation_problems(config: RunConfig) -> Iterator[str]:
@@ -57,14 +58,14 @@ def prompt_problems(config: RunConfig) -> Iterator[str]:
 
 def held_out_row_problems(config: RunConfig) -> Iterator[str]:
     for file in config.evaluation.files:
-        yield from _bad_rows(config, [file], need_response=False)
+        yield from _bad_rows(config.data, [file], need_response=False)
 
 
-def _bad_rows(config: RunConfig, files: Sequence[Path], need_response: bool) -> Iterator[str]:
+def _bad_rows(data: DataConfig, files: Sequence[Path], need_response: bool) -> Iterator[str]:
     if not files or list(_file_problems("", files)):
         return
-    key, bad, found = config.data.messages_key, BadRows(), False
-    encoder = RowEncoder(_AnyTokenizer(), config.data, need_response)
+    key, bad, found = data.messages_key, BadRows(), False
+    encoder = RowEncoder(_AnyTokenizer(), data, need_response)
     for file in files:
         with bad.collect():
             for row in islice(read_rows(file, bad), _MAX_ROWS):
@@ -79,28 +80,31 @@ def _bad_rows(config: RunConfig, files: Sequence[Path], need_response: bool) -> 
 def answered_samples(config: RunConfig) -> Iterator[RewardItem]:
     """Text of each row (of chat messages, their contents), with its answer as the response; of a file, up to the first
     row that cannot be read."""
-    encoder = RowEncoder(_AnyTokenizer(), config.data, need_response=False)
-    for file in (*config.data.train, *config.evaluation.files):
-        with suppress(DataError):
-            for row in read_rows(file):
-                answer = encoder.encode(row).answer
-                yield RewardItem(_prompt_text(row, config), answer, answer)
+    held_out = config.data.model_copy(update={"train": config.evaluation.files})
+    for data in (*config.data.parts, held_out):
+        encoder = RowEncoder(_AnyTokenizer(), data, need_response=False)
+        for file in data.train:
+            with suppress(DataError):
+                for row in read_rows(file):
+                    answer = encoder.encode(row).answer
+                    yield RewardItem(_prompt_text(row, data), answer, answer)
 
 
 def first_task(config: RunConfig) -> Task | None:
     """What an environment is reset with for the first row, with the row's text as the prompt's."""
-    encoder = RowEncoder(_AnyTokenizer(), config.data, need_response=False)
-    for file in config.data.train or config.evaluation.files:
+    data = config.data.parts[0]
+    encoder = RowEncoder(_AnyTokenizer(), data, need_response=False)
+    for file in data.train or config.evaluation.files:
         with suppress(DataError):
             for row in read_rows(file):
                 encoded = encoder.encode(row)
-                return Task(_prompt_text(row, config), encoded.answer, encoded.environment or {})
+                return Task(_prompt_text(row, data), encoded.answer, encoded.environment or {})
     return None
 
 
-def _prompt_text(row: Row, config: RunConfig) -> str:
+def _prompt_text(row: Row, data: DataConfig) -> str:
     """The prompt; of chat messages, their contents."""
-    prompt = in_format(row, config.data).get(config.data.prompt_key) or ""
+    prompt = in_format(row, data).get(data.prompt_key) or ""
     return prompt if isinstance(prompt, str) else "\n".join(message["content"] for message in prompt)
 
 
@@ -123,9 +127,19 @@ class _AnyTokenizer:
 
 
 def training_file_problems(config: RunConfig) -> Iterator[str]:
-    if not config.data.train and not config.debug.load_rollouts:
+    if not config.data.training_files and not config.debug.load_rollouts:
         yield "data.train=[] is empty; give at least one .jsonl or .parquet file"
     yield from _file_problems("data.train", config.data.train)
+    for number, source in enumerate(config.data.mixture):
+        yield from _file_problems(f"data.mixture.{number}.files", source.files)
+
+
+def mixture_problems(config: RunConfig) -> Iterator[str]:
+    names = [source.name for source in config.data.mixture]
+    if names and config.data.train:
+        yield "data.train and data.mixture are both set; name the files of data.train as a source, or remove one"
+    for name in sorted({name for name in names if names.count(name) > 1}):
+        yield f"data.mixture: several sources are named {name}; give each another name"
 
 
 def held_out_file_problems(config: RunConfig) -> Iterator[str]:

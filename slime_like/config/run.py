@@ -51,13 +51,28 @@ class ReferenceConfig(Section):
     left."""
 
 
+DataFormat = Literal["keys", "gsm8k", "math", "dapo", "openr1"]
+
+
+class DataSource(Section):
+    """One source of a mixture."""
+
+    name: str = Field(pattern=r"^[\w.-]+$", description="In metrics.")
+    files: tuple[Path, ...] = Field(min_length=1, description="As `data.train`.")
+    weight: float = Field(1.0, gt=0, description="Share of the prompts, relative to the other sources.")
+    format: DataFormat | None = Field(None, description="As `data.format`, which is the default.")
+
+
 class DataConfig(Section):
     """Prompt files (JSONL or Parquet) and the keys inside their rows; a dotted key leads into nested objects."""
 
     train: tuple[Path, ...] = ()
     """Training data, read in this order: files (.jsonl, .parquet or .arrow; also as a pattern, `data/train-*.parquet`)
     or directories of one split, as Hugging Face's `datasets` saves them."""
-    format: Literal["keys", "gsm8k", "math", "dapo", "openr1"] = "keys"
+    mixture: tuple[DataSource, ...] = ()
+    """Training data of several sources, instead of `train`. Each has `name`, `files`, `weight` (1: its share of the
+    prompts) and `format`; metrics of each are in `sources/NAME/`."""
+    format: DataFormat = "keys"
     """Where rows of `train` and `evaluation.files` have prompt and answer: under the keys below, or as the data set of
     this name is published."""
     system_prompt: str | None = Field(None, description="A system message before every prompt.")
@@ -76,6 +91,19 @@ class DataConfig(Section):
     """Accept special tokens spelled in prompts and demonstrations, for templates written by hand."""
     max_prompt_tokens: int = Field(1024, ge=1, description="Longer prompts are dropped and counted, never truncated.")
     shuffle: bool = Field(True, description="Shuffle every epoch, by `seed` and epoch.")
+
+    @property
+    def parts(self) -> tuple["DataConfig", ...]:
+        """The settings of each source of the mixture, its files as ``train``; without a mixture these alone."""
+        return tuple(
+            self.model_copy(update={"train": one.files, "mixture": (), "format": one.format or self.format})
+            for one in self.mixture
+        ) or (self,)
+
+    @property
+    def training_files(self) -> tuple[Path, ...]:
+        """Of all sources."""
+        return tuple(file for part in self.parts for file in part.train)
 
 
 class EvaluationConfig(Section):

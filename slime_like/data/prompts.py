@@ -1,7 +1,8 @@
-"""PromptSource: an endless, shuffled, resumable stream of prompts."""
+"""PromptSource: an endless, shuffled, resumable stream of prompts, of one source or of a mixture."""
 
 import hashlib
 import json
+from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,7 +22,7 @@ class Prompt:
 
     Attributes:
         group_id: unique over the run, also across epochs and restarts: how many prompts were issued before this one.
-        row: index among the rows that are in use, in file order.
+        epoch, row: of its source; ``row`` is the index among the rows that are in use, in file order.
         response_tokens: the demonstration, EOS included; ``None`` where the row has none.
         spans: ``[start, end)`` in ``response_tokens`` of what carries loss; ``None``: all of it.
         environment: the row's settings for an environment, expressible in JSON.
@@ -39,13 +40,42 @@ class Prompt:
     messages: list[dict[str, Any]] | None = None
 
 
+class _Rows:
+    """Rows of one source, epoch after epoch.
+
+    Args:
+        seed: with the epoch's number, of the epoch's order; ``None`` keeps the order of the files.
+    """
+
+    def __init__(self, rows: Sequence[EncodedRow], seed: list[int] | None) -> None:
+        self._rows, self._seed = rows, seed
+        self._order = (-1, np.arange(len(rows)))
+        self.issued = 0
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def next(self) -> tuple[int, int, EncodedRow]:
+        """Epoch, index and row."""
+        epoch, position = divmod(self.issued, len(self._rows))
+        if self._seed is not None and epoch != self._order[0]:
+            first, *others = self._seed
+            self._order = (epoch, np.random.default_rng([first, epoch, *others]).permutation(len(self._rows)))
+        self.issued += 1
+        index = int(self._order[1][position])
+        return epoch, index, self._rows[index]
+
+
 class PromptSource:
     """Prompts of all files, epoch after epoch; the order depends on the seed and the epoch's number alone.
+
+    Of a mixture, the next prompt is of the source that has had least of its share so far: after any number of prompts
+    each has had its share, to a prompt.
 
     Rows are checked and encoded when the source is made, so that a bad row is found before anything else starts.
 
     Args:
-        files: as of ``config.train``, read in this order, instead of those.
+        files: as of ``config.train``, read in this order, instead of what ``config`` names; none: its training data.
         tokenizer: Hugging Face tokenizer.
         need_responses: every row must have a demonstration (supervised mode).
         stop_token_ids: tokens that may end a turn of a demonstrated conversation; none: the tokenizer's EOS token.
@@ -71,25 +101,31 @@ class PromptSource:
         excess: Callable[[int], str | None] = lambda _: None,
         keep_messages: bool = False,
     ) -> None:
-        self._files = tuple(Path(file) for file in files)
+        parts = [config.model_copy(update={"train": tuple(files), "mixture": ()})] if files else config.parts
+        self._files = tuple(file for part in parts for file in part.train)
         self._max_tokens = config.max_prompt_tokens
         self.dropped_prompts = 0
         self._excess = excess
-        self._rows = self._read(RowEncoder(tokenizer, config, need_responses, stop_token_ids, keep_messages))
-        self._seed, self._shuffle = seed, config.shuffle
-        self._order = (-1, np.arange(self.num_rows))
-        self._issued = 0
-        self._fingerprint = _fingerprint(self._files)
+        self._names = [source.name for source in config.mixture] if not files else []
+        weights = [source.weight for source in config.mixture] if self._names else [1.0]
+        self._shares = [weight / sum(weights) for weight in weights]
+        self._seed = seed
+        self._sources = []
+        for number, part in enumerate(parts):
+            rows = self._read(part.train, RowEncoder(tokenizer, part, need_responses, stop_token_ids, keep_messages))
+            order = [seed, number] if self._names else [seed]
+            self._sources.append(_Rows(rows, order if config.shuffle else None))
+        self._issued = array("H")  # of which source, by group id
+        self._fingerprint = _fingerprint(self._files, [] if not self._names else [self._names, self._shares])
 
     @property
     def num_rows(self) -> int:
-        """Rows of one epoch."""
-        return len(self._rows)
+        """Rows of all sources."""
+        return sum(map(len, self._sources))
 
-    @property
-    def epoch(self) -> int:
-        """Epoch of the next prompt, from 0."""
-        return self._issued // self.num_rows
+    def source_of(self, group_id: int) -> str | None:
+        """Name of the source of a prompt that was issued; ``None`` without a mixture."""
+        return self._names[self._issued[group_id]] if self._names else None
 
     def next(self, n: int) -> list[Prompt]:
         """The next ``n`` prompts; a batch may continue in the next epoch."""
@@ -98,7 +134,7 @@ class PromptSource:
     def state_dict(self) -> dict[str, Any]:
         """The position, and the identity of the data that it belongs to; expressible in JSON."""
         return {
-            "issued": self._issued,
+            "issued": len(self._issued),
             "seed": self._seed,
             "num_rows": self.num_rows,
             "fingerprint": self._fingerprint,
@@ -121,18 +157,26 @@ class PromptSource:
                     who=names,
                     remedy="restore it, or start a new run",
                 )
-        self._issued = int(state["issued"])
+        self._issued = array("H")
+        for source in self._sources:
+            source.issued = 0
+        for _ in range(int(state["issued"])):
+            self._choose().issued += 1
+
+    def _choose(self) -> _Rows:
+        """The source of the next prompt."""
+        total = len(self._issued) + 1
+        lacks = [share * total - source.issued for share, source in zip(self._shares, self._sources, strict=True)]
+        chosen = lacks.index(max(lacks))
+        self._issued.append(chosen)
+        return self._sources[chosen]
 
     def _issue(self) -> Prompt:
-        epoch, position = divmod(self._issued, self.num_rows)
-        if self._shuffle and epoch != self._order[0]:
-            self._order = (epoch, np.random.default_rng([self._seed, epoch]).permutation(self.num_rows))
-        index = int(self._order[1][position])
-        row = self._rows[index]
-        prompt = Prompt(
+        epoch, index, row = self._choose().next()
+        return Prompt(
             tokens=tuple(row.tokens),
             answer=row.answer,
-            group_id=self._issued,
+            group_id=len(self._issued) - 1,
             epoch=epoch,
             row=index,
             response_tokens=None if row.response_tokens is None else tuple(row.response_tokens),
@@ -140,29 +184,27 @@ class PromptSource:
             spans=row.spans,
             messages=None if row.messages is None else json.loads(row.messages),
         )
-        self._issued += 1
-        return prompt
 
-    def _read(self, encoder: RowEncoder) -> list[EncodedRow]:
-        rows, bad = [], BadRows()
-        for file in self._files:
+    def _read(self, files: Sequence[Path], encoder: RowEncoder) -> list[EncodedRow]:
+        rows, bad, dropped = [], BadRows(), 0
+        for file in files:
             for row in read_rows(file, bad):
                 with bad.collect():
                     encoded = encoder.encode(row)
                     if len(encoded.tokens) > self._max_tokens:
-                        self.dropped_prompts += 1
+                        dropped += 1
                     elif encoded.response_tokens is not None and (problem := self._excess(encoded.total_len)):
                         raise row.fault("over-token-budget", problem)
                     else:
                         rows.append(encoded)
         bad.raise_any()
+        self.dropped_prompts += dropped
         if not rows:
-            names = ", ".join(str(file) for file in self._files) or "(no file)"
-            if not self.dropped_prompts:
+            names = ", ".join(str(file) for file in files) or "(no file)"
+            if not dropped:
                 raise DataError("no rows", code="no-rows", who=names, remedy="give a file with rows")
             raise DataError(
-                f"no row is left: every prompt, {self.dropped_prompts} in all, is over data.max_prompt_tokens="
-                f"{self._max_tokens}",
+                f"no row is left: every prompt, {dropped} in all, is over data.max_prompt_tokens={self._max_tokens}",
                 code="prompts-too-long",
                 who=names,
                 remedy="raise the limit, or give a file with shorter ones",
@@ -170,9 +212,10 @@ class PromptSource:
         return rows
 
 
-def _fingerprint(files: Sequence[Path]) -> str:
-    """SHA-256 over the contents of the files, in order; their names do not count."""
-    total = hashlib.sha256()
+def _fingerprint(files: Sequence[Path], mixture: list[Any]) -> str:
+    """SHA-256 over the contents of the files, in order, and over names and shares of a mixture; names of files do not
+    count."""
+    total = hashlib.sha256(json.dumps(mixture).encode() if mixture else b"")
     for file in (part for path in files for part in data_files(path)):
         with file.open("rb") as data:
             total.update(hashlib.file_digest(data, "sha256").digest())

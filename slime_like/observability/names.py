@@ -65,6 +65,8 @@ def step_metrics(record: StepRecord) -> dict[str, float]:
         metrics[_GROUPS] = float(len(set(record.rewards.group_ids)))
     if record.rollout is not None:
         metrics |= _rollout(record.rollout, record.response_lengths, record.times.seconds["generate"])
+    if record.rollout is not None and record.rewards is not None and record.rollout.sources:
+        metrics |= source_metrics(record.rewards, record.rollout, record.response_lengths)
     if record.reference is not None:
         metrics |= reference_metrics(record.reference)
     if record.sync is not None:
@@ -103,6 +105,23 @@ def reward_metrics(record: RewardRecord) -> dict[str, float]:
     for name, reward, success in zip(record.func_names, rewards.mean(axis=0), successes.mean(axis=0), strict=True):
         metrics[f"{_REWARD_OF}{name}_mean"] = float(reward)
         metrics[f"ref_actor_rewards/successes_func_{name}_mean"] = float(success)
+    return metrics
+
+
+def source_metrics(rewards: RewardRecord, rollout: RolloutRecord, lengths: Sequence[int]) -> dict[str, float]:
+    """Figures of each source of a mixture; success is that of the first reward function."""
+    totals, successes = _totals(rewards), np.asarray(rewards.successes, np.float64)[:, 0]
+    truncated = np.asarray([reason == "length" for reason in rollout.finish_reasons], np.float64)
+    sources, metrics = np.asarray(rollout.sources), dict[str, float]()
+    for name in sorted(set(rollout.sources)):
+        own = sources == name
+        metrics |= {
+            f"sources/{name}/share": float(own.mean()),
+            f"sources/{name}/total_reward_mean": float(totals[own].mean()),
+            f"sources/{name}/success": float(successes[own].mean()),
+            f"sources/{name}/response_length_mean": float(np.asarray(lengths)[own].mean()),
+            f"sources/{name}/truncated_fraction": float(truncated[own].mean()),
+        }
     return metrics
 
 

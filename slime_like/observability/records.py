@@ -45,6 +45,7 @@ class RolloutRecord:
         seconds: generation time that ``tokens_per_second`` is counted over; ``None`` takes the phase "generate".
         turns: (N,) of the model in each conversation; empty without an environment.
         rows: (N,) training rows of each response.
+        sources: (N,) of the mixture; empty without one.
     """
 
     finish_reasons: Sequence[str]
@@ -54,6 +55,7 @@ class RolloutRecord:
     seconds: float | None = None
     turns: Sequence[int] = ()
     rows: Sequence[int] = ()
+    sources: Sequence[str] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

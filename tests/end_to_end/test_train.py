@@ -40,6 +40,8 @@ def test_rl_runs_and_every_claim_of_a_step_holds(tiny: Tiny, tmp_path: Path, eng
     flags = ["--rollout.engine", engine, "--algorithm.kl_coef", "0.01", "--algorithm.minibatches", "1"]
     flags += ["--trainer.target_tokens_per_batch", "256", "--algorithm.old_logprobs", "score"]
     flags += ["--trainer.cpu_kernels", "auto", "--logging.tensorboard", "true"]
+    halves = [{"name": name, "files": [str(tiny.data / f"{name}.jsonl")]} for name in ("train", "sft")]
+    flags += ["--data.train", "[]", "--data.mixture", json.dumps([{**halves[0], "weight": 3}, halves[1]])]
     finished = run(tiny.rl_flags(run_dir, *flags), tmp_path / "log")
     assert finished.code == 0, finished.stderr
     assert finished.left_behind == []
@@ -51,6 +53,10 @@ def test_rl_runs_and_every_claim_of_a_step_holds(tiny: Tiny, tmp_path: Path, eng
         assert row["weights/probe_gap"] < 1e-4
         assert row["train_actor_training/ratios"] == pytest.approx(1.0, abs=1e-4)
         assert math.isfinite(row["train_actor_training/grad_norm"])
+        shares = {name: row[f"sources/{name}/share"] for name in ("train", "sft")}
+        assert shares == {"train": 0.75, "sft": 0.25}
+        mean = sum(share * row[f"sources/{name}/total_reward_mean"] for name, share in shares.items())
+        assert mean == pytest.approx(row["ref_actor_rewards/total_reward_mean"])
         total = row["train_actor_performance/total_step_time (s)"]
         assert sum(row[f"phases/{phase} (s)"] for phase in PHASES) == pytest.approx(total, rel=1e-3)
     assert steps[0]["train_actor_training/kl_loss"] == pytest.approx(0.0, abs=1e-6)  # the reference is the start

@@ -43,7 +43,7 @@ _WRITTEN = (
 )
 """Besides the model; ``METRICS_FILE``, which every run writes at its start, tells a run's files from others."""
 
-_READ = ("model.path", "model.weights", "reference.path", "data.train", "evaluation.files", "debug.load_rollouts")
+_READ = ("model.path", "model.weights", "reference.path", "evaluation.files", "debug.load_rollouts")
 _MAX_NAMED = 8  # changed settings named in one sentence
 
 
@@ -130,7 +130,7 @@ def _measured_by(config: RunConfig) -> tuple[object, ...]:
     return (
         [function.model_dump(include={"name", "options"}) for function in config.reward.functions[:1]],
         config.evaluation.model_dump(exclude={"every"}),
-        config.data.model_dump(exclude={"train", "shuffle"}),
+        config.data.model_dump(exclude={"train", "mixture", "shuffle"}),
         config.rollout.environment,
         config.rollout.agent,
         config.rollout.max_new_tokens,
@@ -172,7 +172,7 @@ def _changed_schedule(checkpoint: Checkpoint, config: RunConfig) -> list[str]:
 
 def _require_nothing_read_there(config: RunConfig) -> None:
     place = config.run_dir.resolve()
-    values = {name: attrgetter(name)(config) for name in _READ}
+    values = {name: attrgetter(name)(config) for name in _READ} | {"data.train": config.data.training_files}
     inside = [
         f"{name}={path}: is inside run_dir={config.run_dir}, whose earlier run would be renamed with it; give "
         "another run_dir"

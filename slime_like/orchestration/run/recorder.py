@@ -139,6 +139,7 @@ class ResponseRecorder(StepRecorder):
             staleness=[_staleness(rollout, step) for rollout in rollouts],
             turns=[turns for rollout in rollouts if (turns := _turns(rollout))],
             rows=[len(rollout.rows) for rollout in rollouts],
+            sources=[source for rollout in rollouts if (source := figures.source_of(rollout.group_id))],
         )
         return rewards, record
 

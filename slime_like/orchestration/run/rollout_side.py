@@ -38,6 +38,7 @@ class RolloutFigures:
     sync_line: str = ""
     reference: ReferenceRecord | None = None
     notes: Sequence[str] = ()
+    source_of: Callable[[int], str | None] = lambda _: None
 
 
 class RolloutSide:
@@ -141,6 +142,7 @@ class EngineSide(RolloutSide):
             sync_line=str(self._report),
             reference=reference,
             notes=notes,
+            source_of=self._prompts.source_of,
         )
 
 

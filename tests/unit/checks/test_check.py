@@ -153,6 +153,10 @@ FAULTS: dict[str, list[str]] = {
     "data.prompts": [
         "--data.system_prompt 'Be brief.' --data.apply_chat_template false",
     ],
+    "data.mixture": [
+        "--data.mixture '[{name: a, files: [TMP/train.jsonl]}]'",
+        "--data.train [] --data.mixture '[{name: a, files: [TMP/train.jsonl]}, {name: a, files: [TMP/train.jsonl]}]'",
+    ],
     "reference.unused": ["--reference.placement workers"],
     "model.path": ["--model.path TMP/none", "--model.path TMP"],
     "run_dir": [

@@ -191,6 +191,64 @@ def test_a_position_in_other_data_is_refused(tmp_path: Path, file: Path, rejects
     PromptSource([moved], TOKENIZER, CONFIG, seed=0).load_state_dict(state)
 
 
+@pytest.fixture(scope="module")
+def mixture(tmp_path_factory: pytest.TempPathFactory) -> DataConfig:
+    """Ten sums, three questions of GSM8K, five words: a half, three tenths, a fifth."""
+    root = tmp_path_factory.mktemp("mixture")
+    gsm8k = [{"question": f"{i} apples?", "answer": f"So <<{i}>>.\n#### {i}"} for i in range(3)]
+    words = [{"prompt": f"w{i}", "answer": str(i)} for i in range(5)]
+    sources = [
+        {"name": "sums", "files": [write_rows(root / "sums.jsonl", SUMS)], "weight": 5},
+        {"name": "gsm8k", "files": [write_rows(root / "gsm8k.jsonl", gsm8k)], "weight": 3, "format": "gsm8k"},
+        {"name": "words", "files": [write_rows(root / "words.jsonl", words)], "weight": 2},
+    ]
+    return DataConfig.model_validate({"max_prompt_tokens": 32, "mixture": sources})
+
+
+def test_a_mixture_has_its_shares_after_any_number_of_prompts(mixture: DataConfig) -> None:
+    source = PromptSource((), TOKENIZER, mixture, seed=3)
+    prompts, issued = source.next(150), dict.fromkeys(("sums", "gsm8k", "words"), 0)
+    assert source.num_rows == 18 and [prompt.group_id for prompt in prompts] == list(range(150))
+    for count, prompt in enumerate(prompts, start=1):
+        name = source.source_of(prompt.group_id)
+        assert name is not None
+        issued[name] += 1
+        for share, each in zip((0.5, 0.3, 0.2), issued.values(), strict=True):
+            assert abs(each - share * count) < 1
+    own = {name: [p for p in prompts if source.source_of(p.group_id) == name] for name in issued}
+    apples = own["gsm8k"]
+    assert [prompt.epoch for prompt in apples] == [i // 3 for i in range(45)]
+    assert len({tuple(p.row for p in apples[i : i + 3]) for i in range(0, 45, 3)}) > 3  # newly shuffled
+    assert all(text(p.tokens) == f"<user>{p.answer} apples?<assistant>" and int(p.answer) == p.row for p in apples)
+    assert [p.row for p in own["sums"][:10]] != [p.row for p in own["sums"][10:20]]
+
+
+@given(before=st.integers(0, 60), after=st.integers(1, 30))
+@examples(20)
+def test_a_mixture_resumes_where_it_was(mixture: DataConfig, before: int, after: int) -> None:
+    straight, resumed = (PromptSource((), TOKENIZER, mixture, seed=0) for _ in range(2))
+    straight.next(before)
+    state = json.loads(json.dumps(straight.state_dict()))
+    resumed.next(2)
+    resumed.load_state_dict(state)
+    assert resumed.next(after) == straight.next(after)
+    assert [resumed.source_of(i) for i in range(before + after)] == [
+        straight.source_of(i) for i in range(before + after)
+    ]
+
+
+def test_a_position_in_another_mixture_is_refused(mixture: DataConfig) -> None:
+    state = PromptSource((), TOKENIZER, mixture, seed=0).state_dict()
+    heavier = [source.model_copy(update={"weight": 4.0}) for source in mixture.mixture]
+    for sources in (heavier[:1] + list(mixture.mixture[1:]), mixture.mixture[::-1]):
+        other = PromptSource((), TOKENIZER, mixture.model_copy(update={"mixture": tuple(sources)}), seed=0)
+        with pytest.raises(DataError) as caught:
+            other.load_state_dict(state)
+        assert caught.value.code == "data-changed"
+    same = [source.model_copy(update={"weight": 2 * source.weight}) for source in mixture.mixture]
+    PromptSource((), TOKENIZER, mixture.model_copy(update={"mixture": tuple(same)}), seed=0).load_state_dict(state)
+
+
 def test_a_prompt_over_the_limit_is_dropped_whole_and_counted(tmp_path: Path) -> None:
     rows = [{"prompt": "x" * length, "answer": "1"} for length in (5, 14, 15, 200)]
     source = source_of(tmp_path / "rows.jsonl", rows, shuffle=False)

@@ -52,6 +52,7 @@ def rl_record() -> StepRecord:
             staleness=[0, 2, 1, 0],
             turns=[1, 2, 2, 2, 1],
             rows=[1, 3, 1, 2, 1],
+            sources=["sums", "sums", "words", "words", "words"],
         ),
         reference=ReferenceRecord(
             total_s=2.0, model_running_s=0.5, waiting_s=0.25, response_tokens=80, total_tokens=150

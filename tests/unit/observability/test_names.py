@@ -76,6 +76,16 @@ RL_FIGURES = {
     "rollout/zero_spread_groups": 2.0,
     "rollout/groups": 3.0,
     "rollout/dropped_prompts": 2.0,
+    "sources/sums/share": 0.4,
+    "sources/sums/total_reward_mean": 0.5,
+    "sources/sums/success": 0.5,
+    "sources/sums/response_length_mean": 15.0,
+    "sources/sums/truncated_fraction": 0.5,
+    "sources/words/share": 0.6,
+    "sources/words/total_reward_mean": 5 / 3,  # (1 + 1 + 3) / 3
+    "sources/words/success": 2 / 3,
+    "sources/words/response_length_mean": 50 / 3,
+    "sources/words/truncated_fraction": 1 / 3,
     "weights/probe_gap": 1e-6,
 }
 
