@@ -17,6 +17,7 @@ from slime_like.commands import (
     tiny_model,
     train,
     verify,
+    verify_engine,
     verify_template,
 )
 from slime_like.commands.command import Command
@@ -32,6 +33,7 @@ COMMANDS: Sequence[Command] = (
     score.COMMAND,
     verify.COMMAND,
     verify_template.COMMAND,
+    verify_engine.COMMAND,
     *convert.COMMANDS,
     tiny_model.COMMAND,
     tasks.COMMAND,
@@ -39,7 +41,7 @@ COMMANDS: Sequence[Command] = (
     report.COMMAND,
 )
 _GROUPS = {
-    "verify": ("compare parallel layouts with one rank, or judge a chat template", None),
+    "verify": ("compare parallel layouts with one rank, try an engine, or judge a chat template", None),
     "convert": ("convert checkpoints between Hugging Face and Megatron, or compare them", convert.DESCRIPTION),
 }
 _OPTION = re.compile(r"^--\w[\w-]*(?=$|=)")

@@ -106,19 +106,23 @@ def make_tiny_model(directory: Path, family: str = "qwen3", seed: int = 0, **ove
         ConfigError: unknown family or field.
     """
     config = tiny_config(family, **overrides)
+    write_random_weights(config, Path(directory), seed, transformers.GenerationConfig(**_special_ids()))
+    byte_tokenizer().save_pretrained(directory)
+
+
+def write_random_weights(config: Any, directory: Path, seed: int, generation: transformers.GenerationConfig) -> None:
+    """Write configuration, weights of ``config.dtype`` as ``make_tiny_model`` draws them, and generation settings."""
     dtype = config.dtype
-    directory = Path(directory)
     directory.mkdir(parents=True, exist_ok=True)
     model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     _initialise(model, torch.Generator().manual_seed(seed))
     for parameter in model.parameters():  # routers' biases are buffers: in float32, as in published checkpoints
         parameter.data = parameter.data.to(dtype)
-    model.generation_config = transformers.GenerationConfig(**_special_ids())
+    model.generation_config = generation
     with _without_progress_bar():
         model.save_pretrained(directory)
     for file in directory.glob("*.safetensors"):
         shutil.copymode(directory / "config.json", file)  # safetensors makes files that only their owner reads
-    byte_tokenizer().save_pretrained(directory)
 
 
 def tiny_config(family: str, **overrides: Any) -> Any:

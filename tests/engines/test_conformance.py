@@ -24,7 +24,7 @@ from slime_like.interfaces import ConversationTask, EngineHealth, Generation, Ge
 from slime_like.orchestration.rollout import engine_actor
 from slime_like.weights.transport import TransportSettings
 from tests.engines.conftest import EOS_IDS
-from tests.engines.harness import NO_STOP, TOLERANCE, EngineUnderTest, check_logprobs, flip_a_bit, run_config
+from tests.engines.harness import NO_STOP, TOLERANCE, EngineUnderTest, check_logprobs, run_config
 
 COLD = 0.05
 """With ``NO_STOP`` and this temperature responses end at their length."""
@@ -405,7 +405,7 @@ def test_an_update_that_fails(
 
     async def scenario() -> None:
         await engine.engine.begin_update(engine.version + 1)
-        tamper = (lambda metadata: flip_a_bit(engine, metadata)) if tampered else None
+        tamper = engine.flip_a_bit if tampered else None
         await engine.send(list(sent(engine.reference.weights).items()), tamper=tamper)
         await engine.engine.finish_update(engine.version + 1)
 

@@ -21,7 +21,7 @@ from slime_like.errors import WeightSyncError
 from slime_like.interfaces import load_engine
 from slime_like.system.processes import mapped_files, new_children, process_ids
 from slime_like.weights.transports.leftovers import SHARED_MEMORY
-from tests.engines.harness import NO_STOP, EngineUnderTest, check_logprobs, flip_a_bit, run_config, started, tiny_pair
+from tests.engines.harness import NO_STOP, EngineUnderTest, check_logprobs, run_config, started, tiny_pair
 
 PROMPTS = [[*range(3, 13)], [*range(200, 245)], [7]]
 
@@ -61,7 +61,7 @@ def sample_update_and_find_damage(two_ranks: EngineUnderTest) -> None:
 
     async def damaged() -> None:
         await two_ranks.engine.begin_update(two_ranks.version + 1)
-        await two_ranks.send(list(two_ranks.reference.weights.items()), tamper=lambda m: flip_a_bit(two_ranks, m))
+        await two_ranks.send(list(two_ranks.reference.weights.items()), tamper=two_ranks.flip_a_bit)
 
     sample()
     receipt, sent = two_ranks.run(two_ranks.load(1))

@@ -1,0 +1,123 @@
+"""``slime-like verify engine``."""
+
+import argparse
+import contextlib
+import os
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TextIO
+
+from slime_like.checks.definition import Needs
+from slime_like.commands.command import Command, has_flag, temporary_run_dir
+from slime_like.config import RunConfig
+from slime_like.config.reading.load import load_config
+from slime_like.errors import ConfigError
+from slime_like.system.words import counted
+
+_FAILS = 1
+_NEEDS: Needs = frozenset({"files", "run", "model", "weights", "engine"})
+
+
+def _add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--model",
+        type=Path,
+        metavar="DIR",
+        help="Hugging Face directory, of which config.json alone is read (default: a tiny Qwen3)",
+    )
+
+
+def _run(options: argparse.Namespace, flags: list[str]) -> int:
+    from slime_like.orchestration.trainer.alone import run_directory
+
+    with tempfile.TemporaryDirectory(prefix="slime-like-model-") as directory:
+        config = _config(_small_model(options.model, Path(directory)), flags)
+        with run_directory(config.run_dir, temporary=not has_flag(flags, "run_dir")):
+            return _try_all(config)
+
+
+def _try_all(config: RunConfig) -> int:
+    from slime_like.verification.engine.verify import verify_engine
+
+    log = config.run_dir / "worker_logs" / "engine.log"
+    log.parent.mkdir(exist_ok=True)
+    verdicts = []
+    with _all_else_to(log) as terminal:
+        for verdict in verify_engine(config):
+            verdicts.append(verdict)
+            gap = "" if verdict.gap is None else f"{verdict.gap:.1e}"
+            holds = "holds" if verdict.problem is None else "FAILS"
+            print(f"{holds} {gap:>8} {verdict.seconds:6.1f} s  {verdict.claim}", file=terminal)
+            if verdict.problem is not None:
+                print(f"{'':24} {verdict.problem}", file=terminal)
+            terminal.flush()
+    failed = sum(verdict.problem is not None for verdict in verdicts)
+    print(f"{config.rollout.engine}: {len(verdicts) - failed} of {counted(len(verdicts), 'claim')} hold")
+    return _FAILS if failed else 0
+
+
+def _small_model(given: Path | None, directory: Path) -> Path:
+    if given is None:
+        from slime_like.examples.tiny_model import make_tiny_model
+
+        make_tiny_model(directory)
+    else:
+        from slime_like.examples.look_alike import make_look_alike
+
+        make_look_alike(given, directory, with_vocabulary=False)
+    return directory
+
+
+def _config(model: Path, flags: Sequence[str]) -> RunConfig:
+    """Raises ``ConfigError`` for settings that are not the engine's."""
+    names = sorted({flag.removeprefix("--").partition("=")[0] for flag in flags if flag.startswith("--")})
+    if others := [name for name in names if not name.startswith("rollout.") and name != "run_dir"]:
+        problems = [f"--{name} is no setting of an engine; give rollout.* and run_dir alone" for name in others]
+        raise ConfigError(problems, code="flag-excluded")
+    from slime_like.checks.check import require_valid
+    from slime_like.verification.engine.verify import LONGEST_PROMPT, LONGEST_RESPONSE
+
+    settings = ["--model.path", str(model), "--model.dtype", "float32", "--data.max_prompt_tokens", str(LONGEST_PROMPT)]
+    settings += ["--rollout.max_new_tokens", str(LONGEST_RESPONSE)]
+    config = load_config(None, [*settings, *flags], temporary_run_dir("verify"))
+    if config.rollout.python is not None:
+        raise ConfigError(
+            f"rollout.python={config.rollout.python}: the engine is tried in this interpreter; run slime-like with that"
+            " one, and leave the setting out",
+            code="flag-excluded",
+        )
+    require_valid(config, _NEEDS)
+    return config
+
+
+@contextlib.contextmanager
+def _all_else_to(log: Path) -> Iterator[TextIO]:
+    """Inside, what this process and its children print goes to ``log``; the standard output that was."""
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()
+    usual = [os.dup(stream.fileno()) for stream in (sys.stdout, sys.stderr)]
+    with log.open("wb") as file, os.fdopen(os.dup(usual[0]), "w") as terminal:
+        for number in (1, 2):
+            os.dup2(file.fileno(), number)
+        try:
+            yield terminal
+        finally:
+            for stream in (sys.stdout, sys.stderr):
+                stream.flush()
+            for number, descriptor in enumerate(usual, start=1):
+                os.dup2(descriptor, number)
+                os.close(descriptor)
+
+
+COMMAND = Command(
+    "verify engine",
+    "try the installed engine with a small model: logprobs, seeds, updates of every tensor",
+    _run,
+    "Start the installed engine in this process, with a small random model like DIR, in float32, and try\n"
+    "what training needs of it; transformers' forward pass is the judge. Every tensor is changed alone, and\n"
+    "the engine's logprobs must follow. Gaps are in nats. Exit code 1: a claim does not hold.",
+    _add_arguments,
+    "[--model DIR] [--rollout.engine NAME] [--rollout.field VALUE ...]",
+)

@@ -1,0 +1,92 @@
+"""A small model like a given one: same family and features, real tokenizer, random weights."""
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+
+from slime_like.errors import ConfigError
+from slime_like.examples.tiny_model import write_random_weights
+from slime_like.models.dimensions import OTHER, ModelDimensions
+
+_TOKENIZER_FILES = ("tokenizer*", "vocab*", "merges*", "special_tokens_map.json", "added_tokens.json", "chat_template*")
+_HEAD_DIM = 32
+_HIDDEN = 128
+_VOCABULARY, _MULTIPLE = 2048, 512
+"""The remainder is kept: what pads a vocabulary to a multiple meets it."""
+_LARGEST_GROUP = 3
+"""Query heads to a key head; larger odd groups become 3, larger even ones 2."""
+
+
+def make_look_alike(model: Path, directory: Path, layers: int = 2, with_vocabulary: bool = True, seed: int = 0) -> None:
+    """Write a checkpoint like ``model``, whose weights are not read, in float32.
+
+    What it keeps: family, biases, norms, tied or untied embeddings, kind and scaling of rotary embeddings, lengths,
+    groups of query heads (up to three), and dense layers before those with experts.
+
+    Args:
+        layers: transformer layers; one more where the first ones have no experts.
+        with_vocabulary: keep the vocabulary, the tokenizer's files and the EOS ids; else there are some 2,000 ids.
+
+    Raises:
+        ConfigError: ``model`` is of no family that this project knows the formulas of.
+    """
+    dimensions = ModelDimensions.from_checkpoint(model)
+    if dimensions.family == OTHER:
+        raise ConfigError(
+            f"model.path={model}: {dimensions.foreign}; a small one like it can be made of the other families alone",
+            code="look-alike-family",
+        )
+    config = transformers.AutoConfig.from_pretrained(model)
+    for name, value in _sizes(dimensions, layers, has_head_dim=hasattr(config, "head_dim")).items():
+        if hasattr(config, name):
+            setattr(config, name, value)
+    if getattr(config, "layer_types", None):
+        config.layer_types = config.layer_types[: config.num_hidden_layers]
+    config.dtype = torch.float32
+    if not with_vocabulary:
+        config.vocab_size = min(config.vocab_size, _VOCABULARY + config.vocab_size % _MULTIPLE)
+        config.bos_token_id, config.eos_token_id, config.pad_token_id = 0, 1, None
+    has_generation = with_vocabulary and (model / "generation_config.json").is_file()
+    generation = transformers.GenerationConfig.from_pretrained(model) if has_generation else None
+    write_random_weights(config, directory, seed, generation or transformers.GenerationConfig.from_model_config(config))
+    for pattern in _TOKENIZER_FILES if with_vocabulary else ():
+        for file in model.glob(pattern):
+            shutil.copy(file, directory)
+
+
+def _sizes(dimensions: ModelDimensions, layers: int, has_head_dim: bool) -> dict[str, Any]:
+    group = dimensions.num_heads // dimensions.num_kv_heads
+    key_heads = min(2, dimensions.num_kv_heads)
+    heads = key_heads * (group if group <= _LARGEST_GROUP else 3 if group % 2 else 2)
+    if dimensions.latent is not None:
+        heads = key_heads = 4
+    hidden = _HIDDEN if has_head_dim else heads * _HEAD_DIM
+    dense = min(1, dimensions.dense_layers)
+    sizes: dict[str, Any] = {
+        "hidden_size": hidden,
+        "intermediate_size": 2 * hidden,
+        "num_hidden_layers": layers + dense,
+        "num_attention_heads": heads,
+        "num_key_value_heads": key_heads,
+        "head_dim": _HEAD_DIM,
+        "max_window_layers": layers + dense,
+    }
+    if dimensions.num_experts:
+        experts = min(8, dimensions.num_experts)
+        groups = min(4, dimensions.moe_groups)
+        sizes |= dict.fromkeys(("num_experts", "n_routed_experts", "num_local_experts"), experts)
+        sizes |= {"num_experts_per_tok": min(2, dimensions.moe_top_k), "moe_intermediate_size": hidden // 2}
+        sizes |= {"n_group": groups, "topk_group": max(1, groups // 2), "first_k_dense_replace": dense}
+        sizes |= {"num_nextn_predict_layers": 0, "decoder_sparse_step": 1}
+    if dimensions.latent is not None:
+        rope = 16
+        sizes |= {
+            "q_lora_rank": None if dimensions.latent.query_rank is None else 64,
+            "kv_lora_rank": 48,
+            "qk_rope_head_dim": rope,
+        }
+        sizes |= {"qk_nope_head_dim": 32, "v_head_dim": 32, "head_dim": rope}
+    return sizes

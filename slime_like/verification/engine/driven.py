@@ -1,0 +1,124 @@
+"""An engine without a cluster: a loop to run it in, and a sender to feed it."""
+
+import asyncio
+import itertools
+import uuid
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, TypeVar
+
+from torch import Tensor
+
+from slime_like.interfaces import (
+    BucketMetadata,
+    Generation,
+    GenerationRequest,
+    RolloutEngine,
+    SamplingParams,
+    UpdateReceipt,
+    WeightBucket,
+)
+from slime_like.weights.transport import TransportSettings
+from slime_like.weights.transports.registry import open_sender
+
+T = TypeVar("T")
+
+
+class DrivenEngine:
+    """Runs coroutines of one started engine on one loop; ``close`` ends it.
+
+    Attributes:
+        version: of the weights that it ought to serve.
+    """
+
+    def __init__(self, engine: RolloutEngine, loop: asyncio.AbstractEventLoop) -> None:
+        self.engine = engine
+        self.version = 0
+        self._loop = loop
+        self._ids = itertools.count()
+        self.sender = open_sender("shared_memory", f"engine-{uuid.uuid4().hex}")
+        self.run(engine.connect("shared_memory", self.sender.rendezvous()))
+
+    def run(self, call: Coroutine[Any, Any, T], timeout_s: float = 60.0) -> T:
+        return self._loop.run_until_complete(asyncio.wait_for(call, timeout_s))
+
+    def request(self, prompt: Sequence[int], **fields: Any) -> GenerationRequest:
+        """A request with a new id; ``fields`` are its own, and those of ``SamplingParams``."""
+        options = {"num_samples", "seed", "prompt_logprobs", "request_id"}
+        request = {name: fields.pop(name) for name in options & set(fields)}
+        request.setdefault("request_id", f"request-{next(self._ids)}")
+        return GenerationRequest(prompt_tokens=list(prompt), sampling=SamplingParams(**fields), **request)
+
+    def generate(self, prompt: Sequence[int], **fields: Any) -> list[Generation]:
+        return self.run(self.engine.generate(self.request(prompt, **fields)))
+
+    def generate_all(self, requests: Sequence[GenerationRequest]) -> list[list[Generation]]:
+        """Run all at once."""
+
+        async def gather() -> list[list[Generation]]:
+            return await asyncio.gather(*(self.engine.generate(request) for request in requests))
+
+        return self.run(gather())
+
+    async def update(self, weights: Mapping[str, Tensor], buckets: int = 4) -> tuple[UpdateReceipt, dict[str, int]]:
+        """A whole update; the receipt, and the hashes that were sent."""
+        self.version += 1
+        await self.engine.begin_update(self.version)
+        sent = await self.send(list(weights.items()), buckets)
+        return await self.engine.finish_update(self.version), sent
+
+    async def send(
+        self,
+        tensors: Sequence[tuple[str, Tensor]],
+        buckets: int = 4,
+        tamper: Callable[[BucketMetadata], None] | None = None,
+    ) -> dict[str, int]:
+        """The tensors in so many buckets; the hashes that were sent. ``tamper`` is called with a bucket on its way."""
+        sent: dict[str, int] = {}
+        size = max(1, -(-len(tensors) // buckets))
+        for start in range(0, len(tensors), size):
+            metadata = self.sender.send(WeightBucket(list(tensors[start : start + size])))
+            sent |= {entry.name: entry.checksum for entry in metadata.entries}
+            if tamper is not None:
+                tamper(metadata)
+            try:
+                await self.engine.update(metadata)
+            finally:
+                self.sender.release(metadata)
+        return sent
+
+    @contextmanager
+    def over(self, transport: str, settings: TransportSettings) -> Iterator[None]:
+        """Updates inside go over another transport."""
+        usual, self.sender = self.sender, open_sender(transport, f"engine-{uuid.uuid4().hex}", settings)
+        try:
+            self.run(self.engine.connect(transport, self.sender.rendezvous()))
+            yield
+        finally:
+            self.sender.close()
+            self.sender = usual
+
+    def flip_a_bit(self, metadata: BucketMetadata) -> None:
+        """Damage the last tensor of a bucket on its way, in shared memory."""
+        directory = Path(self.sender.rendezvous()["directory"])
+        with (directory / metadata.location["segment"]).open("r+b") as segment:
+            segment.seek(metadata.entries[-1].offset + 5)
+            byte = segment.read(1)[0]
+            segment.seek(-1, 1)
+            segment.write(bytes([byte ^ 4]))
+
+    def close(self) -> None:
+        self.sender.close()
+        self.run(self.engine.stop())
+
+
+@contextmanager
+def started(engine: RolloutEngine) -> Iterator[asyncio.AbstractEventLoop]:
+    """Start the engine; the loop that it runs in, which ends with what is inside."""
+    loop = asyncio.new_event_loop()
+    try:
+        loop.run_until_complete(engine.start())
+        yield loop
+    finally:
+        loop.close()

@@ -1,0 +1,118 @@
+"""``slime-like verify engine``: a sound engine holds every claim, and one that ignores a tensor is found out by it."""
+
+import json
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from rollout.transformers import weights
+from rollout.transformers.engine import TransformersEngine
+from slime_like.commands.main import main
+from slime_like.examples.look_alike import make_look_alike
+from slime_like.examples.tiny_model import make_tiny_model
+from slime_like.models.dimensions import ModelDimensions
+from slime_like.verification.engine import claims
+from slime_like.verification.engine.claims import Refuted, Subject, every_tensor
+from slime_like.verification.engine.driven import DrivenEngine, started
+from slime_like.verification.engine.reference import Reference
+from slime_like.verification.engine.verify import verify_engine
+from tests.engines.harness import run_config
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_a_sound_engine_holds_every_claim(tmp_path: Path) -> None:
+    make_tiny_model(tmp_path / "model", "qwen3_moe", num_hidden_layers=1)
+    verdicts = list(verify_engine(run_config(tmp_path / "model", tmp_path / "run", engine="transformers")))
+    assert [verdict for verdict in verdicts if verdict.problem is not None] == []
+    assert len(verdicts) == len(claims.CLAIMS) and len({verdict.claim for verdict in verdicts}) == len(verdicts)
+    assert max(verdict.gap or 0.0 for verdict in verdicts) < 2e-5
+
+
+@pytest.mark.acceptance
+@pytest.mark.parametrize("model", ["Qwen3-1.7B", "Qwen2.5-0.5B", "Llama-3.1-8B", "Qwen3-30B-A3B"])
+@pytest.mark.parametrize("engine", ["vllm", "sglang", "transformers"])
+def test_installed_engines_hold_every_claim_with_small_models_like_real_ones(engine: str, model: str) -> None:
+    command = [sys.executable, "-m", "slime_like.commands.main", "verify", "engine", "--rollout.engine", engine]
+    command += ["--model", str(ROOT / "configs" / "models" / model)]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=900, cwd=ROOT)
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    assert ended.stdout.count("\nholds ") + ended.stdout.startswith("holds ") == len(claims.CLAIMS)
+
+
+@pytest.fixture(scope="module")
+def subject(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Subject]:
+    root = tmp_path_factory.mktemp("subject")
+    make_tiny_model(root, num_hidden_layers=1, vocab_size=264)
+    engine = TransformersEngine(run_config(root, root / "run"), 0)
+    with started(engine) as loop:
+        driven = DrivenEngine(engine, loop)
+        try:
+            yield Subject(driven, Reference(root), {}, [[9, 50, 17, 100, 33, 8], [200, 3, 77]])
+        finally:
+            driven.close()
+
+
+def test_an_engine_that_ignores_one_tensor_is_caught_by_its_name(
+    subject: Subject, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each tensor in turn: its bytes arrive and are hashed, but go elsewhere."""
+    usual, ignored = weights.destination, ""
+
+    def elsewhere(name: str, tensors: dict[str, torch.Tensor]) -> torch.Tensor:
+        found = usual(name, tensors)
+        return found.clone() if name == ignored else found
+
+    monkeypatch.setattr(weights, "destination", elsewhere)
+    assert len(subject.reference.weights) == 14
+    for ignored in subject.reference.weights:
+        with pytest.raises(Refuted) as caught:
+            every_tensor(subject)
+        assert f"1 of 14 tensors do not reach it: {ignored} (" in str(caught.value)
+    ignored = ""
+    assert every_tensor(subject) < 2e-5
+
+
+def test_a_tensor_that_nothing_depends_on_proves_nothing(subject: Subject, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(claims, "_MOVES", 1e9)
+    with pytest.raises(Refuted, match="nothing was shown for 14 tensors"):
+        every_tensor(subject)
+
+
+@pytest.mark.parametrize("with_vocabulary", [True, False])
+@pytest.mark.parametrize("name", sorted(path.name for path in (ROOT / "configs" / "models").iterdir()))
+def test_a_look_alike_keeps_what_makes_a_family(name: str, with_vocabulary: bool, tmp_path: Path) -> None:
+    model = shutil.copytree(ROOT / "configs" / "models" / name, tmp_path / "model")
+    config = json.loads((model / "config.json").read_text())
+    if with_vocabulary and config["vocab_size"] * (2 - config["tie_word_embeddings"]) > 200_000:
+        config["vocab_size"] = 20_000 + config["vocab_size"] % 512  # a test has a second
+        config |= {"eos_token_id": 3, "bos_token_id": 4}
+        (model / "config.json").write_text(json.dumps(config))
+        (model / "generation_config.json").unlink(missing_ok=True)
+    (model / "tokenizer_config.json").write_text("{}")
+    make_look_alike(model, tmp_path / "small", with_vocabulary=with_vocabulary)
+    real, small = ModelDimensions.from_checkpoint(model), ModelDimensions.from_checkpoint(tmp_path / "small")
+    same = "family tied_embeddings qkv_bias qk_norm rope_theta rope_scaling norm_eps moe_norm_topk_prob"
+    for field in same.split():
+        assert getattr(small, field) == getattr(real, field), field
+    assert small.num_layers == 2 and (small.num_heads > small.num_kv_heads) == (real.num_heads > real.num_kv_heads)
+    assert (small.num_experts > 0) == (real.num_experts > 0)
+    assert small.vocab_size % 512 == real.vocab_size % 512
+    assert (small.vocab_size == real.vocab_size) == with_vocabulary
+    assert (tmp_path / "small" / "tokenizer_config.json").exists() == with_vocabulary
+    tensors = load_file(tmp_path / "small" / "model.safetensors")
+    assert all(tensor.dtype == torch.float32 and tensor.isfinite().all() for tensor in tensors.values())
+
+
+def test_settings_that_are_not_the_engines_are_refused(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    for flags in (["--trainer.parallel.tensor", "2"], ["--rollout.python", sys.executable], ["--model", str(tmp_path)]):
+        assert main(["verify", "engine", "--rollout.engine", "transformers", *flags]) == 2
+    said: Any = capsys.readouterr().err
+    assert said.count("flag-excluded") == 2
