@@ -1,0 +1,80 @@
+"""``slime-like rehearse``."""
+
+import argparse
+import contextlib
+import shutil
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+from slime_like.checks.definition import Needs
+from slime_like.commands.command import Command, given_path
+from slime_like.commands.reading import read_config
+from slime_like.config import RunConfig
+from slime_like.errors import ConfigError
+from slime_like.system.words import counted
+
+_FOUND = 1
+_LEAST_STEPS = 2
+
+
+def _add_arguments(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("--directory", type=given_path, metavar="DIR", help="new directory for model, recipe and run; it stays")
+    add("--small_steps", type=int, default=3, metavar="N", help="steps of the small run (default: %(default)s)")
+
+
+def _run(options: argparse.Namespace, flags: list[str]) -> int:
+    if options.small_steps < _LEAST_STEPS:
+        raise ConfigError(
+            f"--small_steps={options.small_steps} must be at least {_LEAST_STEPS}: before and after the kill",
+            code="argument-value",
+        )
+    config = read_config(options.config, flags, _needs)
+    from slime_like.verification.rehearsal.rehearsal import rehearse
+
+    found = 0
+    with _directory(options.directory) as directory:
+        for finding in rehearse(config, directory, options.small_steps):
+            found += finding.kind == "FOUND"
+            print(f"{finding.kind:5}  {finding.stage:13}  {finding.text}", flush=True)
+        print(f"rehearsal: {counted(found, 'fault')} found" if found else "rehearsal: nothing found")
+        if found and options.directory is None:
+            kept = Path(tempfile.gettempdir()) / f"{directory.name}-kept"
+            shutil.copytree(directory, kept, symlinks=True, ignore=shutil.ignore_patterns("*.safetensors"))
+            print(f"rehearsal: recipe and logs are in {kept}")
+    return _FOUND if found else 0
+
+
+def _needs(config: RunConfig) -> Needs:
+    """Fields alone: the rehearsal itself finds the rest."""
+    return frozenset()
+
+
+@contextlib.contextmanager
+def _directory(given: Path | None) -> Iterator[Path]:
+    if given is None:
+        with tempfile.TemporaryDirectory(prefix="slime-like-rehearsal-", ignore_cleanup_errors=True) as directory:
+            yield Path(directory)
+        return
+    try:
+        given.mkdir(parents=True)
+    except OSError as error:
+        remedy = "give a new one" if isinstance(error, FileExistsError) else "give another place"
+        raise ConfigError(f"--directory {given}: {error.strerror}; {remedy}", code="argument-value") from error
+    yield given.absolute()
+
+
+COMMAND = Command(
+    "rehearse",
+    "try a recipe on this machine with a small model: data, template, rewards, steps, kill, resume, export",
+    _run,
+    "Run a recipe small on this machine before a cluster is rented. The real tokenizer, rows, template,\n"
+    "rewards, environment and loss meet a small random model like the real one, whose weights are not needed;\n"
+    "every parallel axis is kept at size 2 where eight ranks suffice. Steps, evaluation and a checkpoint, then\n"
+    "kill -9, resume and export. Prints one line for each thing tried. Exit code 1: something was FOUND.",
+    _add_arguments,
+    usage="[--directory DIR] [--small_steps N] [--section.field VALUE ...]",
+    paths={"[CONFIG.yaml]": "configuration of the real run"},
+    epilog="Every field of the configuration is a flag: see `slime-like train --help`.",
+)

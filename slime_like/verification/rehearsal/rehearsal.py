@@ -1,0 +1,173 @@
+"""A recipe run small on this machine: what only rows, templates, rewards and restarts show, and no plan.
+
+A small random model like the real one trains a few steps under the recipe; the run is killed, resumed and exported.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import Any, Literal
+
+from jinja2 import TemplateError
+
+from slime_like.checks.check import check_settings
+from slime_like.checks.definition import training_needs
+from slime_like.checks.rows import answered_samples
+from slime_like.config import RunConfig
+from slime_like.config.reading.load import save_config
+from slime_like.data.prompts import PromptSource
+from slime_like.data.token_budget import TokenBudget
+from slime_like.data.tokenizer import load_tokenizer
+from slime_like.errors import ConfigError, SlimeLikeError
+from slime_like.examples.look_alike import make_look_alike
+from slime_like.models.dimensions import ModelDimensions
+from slime_like.orchestration.rollout.evaluation import held_out
+from slime_like.orchestration.rollout.requests import stop_tokens
+from slime_like.sandbox.rewards.pool import RewardPool
+from slime_like.sandbox.rewards.registry import ACCEPTING, SERVICES
+from slime_like.system.words import counted
+from slime_like.verification.rehearsal.small_recipe import changes, layers_of, small_recipe
+from slime_like.verification.rehearsal.small_run import SmallRun
+
+STEPS = 3
+_DROPPED = 0.05
+"""Share of prompts over the limit above which the limit, or the data, is taken for a mistake."""
+_ANSWERS = 32
+_USER, _ASSISTANT = "What is asked.", "What is answered."
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One line of the table: ``stage`` is what was tried."""
+
+    kind: Literal["ok", "FOUND", "note"]
+    stage: str
+    text: str
+
+
+def rehearse(config: RunConfig, directory: Path, steps: int = STEPS) -> Iterator[Finding]:
+    """Try the recipe, what costs least first. Without usable rows there is no small run.
+
+    Args:
+        directory: the small model, the small recipe and its run go there; it exists and is empty.
+        steps: training steps of the small run, at least 2.
+
+    Raises:
+        ConfigError: the model's configuration cannot be read or is of no known family, or the recipe cannot be made
+            small.
+    """
+    dimensions = ModelDimensions.from_checkpoint(config.model.path)
+    yield from _settings(config, dimensions)
+    try:
+        tokenizer = load_tokenizer(config.model.path)
+        yield from _rows(config, tokenizer)
+    except SlimeLikeError as error:
+        yield Finding("FOUND", "rows", _listed(error))
+        return
+    yield from _template(config, tokenizer)
+    if not config.supervised:
+        yield from _answers(config)
+    model = directory / "model"
+    make_look_alike(config.model.path, model, layers_of(config, dimensions))
+    try:
+        small = small_recipe(config, model, directory / "run", steps)
+    except ValueError as error:
+        raise ConfigError(f"this recipe cannot be made small ({error})", code="rehearsal-size") from error
+    save_config(small, directory / "recipe.yaml")
+    parameters = ModelDimensions.from_checkpoint(model).num_parameters
+    shown = ", ".join(changes(config, small)) or "steps and batch alone"
+    yield Finding("ok", "small recipe", f"{parameters / 1e6:.1f}M parameters; {shown}")
+    for is_sound, stage, text in SmallRun(small, directory).stages():
+        yield Finding("ok" if is_sound else "FOUND" if is_sound is False else "note", stage, text)
+
+
+def _listed(error: SlimeLikeError) -> str:
+    problems = error.problems if isinstance(error, ConfigError) else [error]
+    return "; ".join(f"{problem} [{problem.code}]" for problem in problems)
+
+
+def _settings(config: RunConfig, dimensions: ModelDimensions) -> Iterator[Finding]:
+    """Of the real recipe at its size, whatever machine it is for."""
+    problems = check_settings(config, dimensions, training_needs(config))
+    for problem in problems:
+        yield Finding("FOUND", "settings", f"{problem.text} [{problem.code}]")
+    if not problems:
+        ranks = config.trainer.parallel.world_size
+        yield Finding("ok", "settings", f"{counted(ranks, 'trainer rank')}; no rule is broken")
+
+
+def _rows(config: RunConfig, tokenizer: Any) -> Iterator[Finding]:
+    """Every row, read and encoded as the run does it.
+
+    Raises:
+        SlimeLikeError: a file or row that the run would reject.
+    """
+    stops = stop_tokens(config) if config.data.messages_key is not None else ()
+    excess = TokenBudget(config.trainer).excess
+    source = PromptSource((), tokenizer, config.data, config.seed, config.supervised, stops, excess)
+    rows, dropped = source.num_rows, source.dropped_prompts
+    share = dropped / (rows + dropped)
+    text = f"{counted(rows, 'row')} in use, {dropped} ({share:.1%}) over data.max_prompt_tokens"
+    yield Finding("FOUND" if share > _DROPPED else "ok", "rows", text)
+    if config.evaluation.files:
+        prompts = sum(len(each) for each in held_out(config, tokenizer).values())
+        yield Finding("ok", "held-out rows", counted(prompts, "prompt"))
+
+
+def _template(config: RunConfig, tokenizer: Any) -> Iterator[Finding]:
+    """Does a prompt hold what it is made of, and does what ends an answer stop the engines?"""
+    data = config.data
+    if not data.apply_chat_template:
+        yield Finding("note", "chat template", "not applied; what ends an answer is not looked for")
+        return
+    messages = [{"role": "user", "content": _USER}]
+    if data.system_prompt is not None:
+        messages.insert(0, {"role": "system", "content": data.system_prompt})
+    answered = [*messages, {"role": "assistant", "content": _ASSISTANT}]
+    try:
+        prompt = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        whole = tokenizer.apply_chat_template(answered, tokenize=False)
+    except (TemplateError, ValueError, TypeError, KeyError) as error:
+        yield Finding("FOUND", "chat template", f"fails on a plain conversation ({type(error).__name__}: {error})")
+        return
+    for message in messages:
+        if message["content"].strip() not in prompt:
+            yield Finding("FOUND", "chat template", f"a prompt does not hold the {message['role']} message")
+    _, said, end = whole.rpartition(_ASSISTANT)
+    stops = set(stop_tokens(config))
+    closing = tokenizer.encode(end, add_special_tokens=False) if said else []
+    if not said:
+        yield Finding("note", "chat template", "renders no assistant message; what ends an answer is unknown")
+    elif not stops & set(closing):
+        names = ", ".join(map(repr, tokenizer.convert_ids_to_tokens(sorted(stops))))
+        text = f"an answer ends with {end!r}, which holds no stop token ({names}): responses would run to their limit; "
+        yield Finding("FOUND", "chat template", text + "set rollout.stop_token_ids")
+    else:
+        yield Finding("ok", "chat template", f"an answer ends with {end.strip()!r}, a stop token")
+
+
+def _answers(config: RunConfig) -> Iterator[Finding]:
+    """The first rows' own answers as responses, through the reward functions."""
+    names = [function.name for function in config.reward.functions]
+    if SERVICES & set(names) or all(function.is_given for function in config.reward.functions):
+        yield Finding("note", "rewards", "services, environments and agents are tried in the small run alone")
+        return
+    samples = list(islice(answered_samples(config), _ANSWERS))
+    try:
+        with RewardPool(config.reward) as pool:
+            outcomes = pool.score(samples)
+    except SlimeLikeError as error:
+        yield Finding("FOUND", "rewards", _listed(error))
+        return
+    failed = [outcome.metadata for outcome in outcomes if "reason" in outcome.metadata and not any(outcome.rewards)]
+    reasons = sorted({str(metadata.get("detail", metadata["reason"])) for metadata in failed})
+    right = sum(outcome.successes[0] > 0 for outcome in outcomes)
+    text = f"{right} of {counted(len(samples), 'own answer')} of the data are successes of {names[0]}"
+    if right == 0 and names[0] in ACCEPTING:
+        wrong = f", e.g. {samples[0].answer[:60]!r}: no response can succeed; set data.answer_key or data.format"
+        yield Finding("FOUND", "rewards", text + wrong)
+    else:
+        yield Finding("ok" if right == len(samples) else "note", "rewards", text)
+    if failed and names[0] not in ACCEPTING:
+        yield Finding("note", "rewards", f"scoring says: {'; '.join(reasons[:3])}")

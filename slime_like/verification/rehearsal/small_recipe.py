@@ -1,0 +1,127 @@
+"""The recipe of a large run for this machine: other sizes, the same method, data, template, rewards and axes."""
+
+from pathlib import Path
+from typing import Any
+
+from slime_like.config import RunConfig
+from slime_like.models.dimensions import ModelDimensions
+
+RANKS = 8
+"""Most trainer ranks."""
+NEW_TOKENS = 32
+"""Of a response; of a conversation for each turn."""
+_TURNS = 3
+
+_AXES = ("tensor", "pipeline", "context", "data", "expert", "virtual_pipeline")
+
+
+def small_recipe(config: RunConfig, model: Path, run_dir: Path, steps: int) -> RunConfig:
+    """The recipe with ``model`` in place of the real one; every parallel axis above 1 becomes 2, as far as ranks go.
+
+    Devices, precisions and engine arguments are a CPU's: what belongs to GPUs alone is left at its default.
+    """
+    raw = config.model_dump(mode="json")
+    parallel = _small_axes(raw["trainer"]["parallel"])
+    rollout, talks = config.rollout, config.rollout.environment.name is not None
+    turn = min(NEW_TOKENS, rollout.max_new_tokens)
+    new_tokens = min(rollout.max_new_tokens, turn * (_TURNS if talks else 1))
+    length = rollout.max_model_len  # an agent's own prompt needs what it needs
+    if not rollout.agent.is_set and length is not None:
+        observed = (_TURNS - 1) * rollout.environment.max_observation_tokens if talks else 0
+        length = min(length, config.data.max_prompt_tokens + new_tokens + observed)
+    budget = max(512, length or config.data.max_prompt_tokens + new_tokens)
+    more: dict[str, Any] = {
+        "run_dir": str(run_dir),
+        "steps": steps,
+        "resume": "auto",
+        "model": {"path": str(model), "weights": None, "dtype": "float32"},
+        "rollout": {
+            "num_engines": 1,
+            "tensor": min(2, rollout.tensor),
+            "prompts_per_step": min(4, rollout.prompts_per_step),
+            "samples_per_prompt": min(4, rollout.samples_per_prompt),
+            "max_new_tokens": new_tokens,
+            "max_model_len": length,
+            "engine_args": {},
+        },
+        "reward": {"workers": min(2, config.reward.workers)},
+        "sync": {"transport": "auto" if config.sync.transport in ("nccl", "colocated") else config.sync.transport},
+        "evaluation": {"every": steps, "max_prompts": 4, "samples_per_prompt": 1, "max_new_tokens": None},
+        "algorithm": {
+            "minibatches": min(2, config.algorithm.minibatches),
+            "constant_length": _at_most(new_tokens, config.algorithm.constant_length),
+            "overlong_buffer": _at_most(max(1, new_tokens // 2), config.algorithm.overlong_buffer),
+        },
+        "trainer": {
+            "parallel": parallel,
+            "attention": "auto" if config.trainer.attention == "transformer_engine" else config.trainer.attention,
+            "target_tokens_per_batch": min(budget, config.trainer.target_tokens_per_batch),
+            "head_chunk_tokens": None,
+            "activation_offload": False,
+            "optimizer": {"offload": False, "warmup_steps": min(1, config.trainer.optimizer.warmup_steps)},
+            "cpu_threads": None,
+        },
+        "checkpoint": {"every": 1, "keep": 2, "export_hf": True},
+        "logging": {"wandb": False, "progress": "plain"},
+        "debug": {"save_rollouts": None, "load_rollouts": None, "samples_per_step": 4, "tables_every": 1},
+        "cluster": {"address": None},
+    }
+    if config.reference.path is not None:
+        more["reference"] = {"path": str(model)}
+    if config.algorithm.needs_reference and config.reference.placement == "workers":
+        axes = _small_axes(raw["reference"]["parallel"])
+        more["reference"] = {**more.get("reference", {}), "workers": 1, "parallel": axes}
+    if talks:
+        environment = rollout.environment
+        more["rollout"]["environment"] = {
+            "max_turns": min(_TURNS, environment.max_turns),
+            "max_turn_tokens": _at_most(turn, environment.max_turn_tokens),
+            "workers": min(2, environment.workers),
+        }
+    if rollout.agent.is_set:
+        more["rollout"]["agent"] = {"workers": min(4, rollout.agent.workers)}
+    return RunConfig.model_validate(_merged(raw, more))
+
+
+def _at_most(limit: int, value: int | None) -> int | None:
+    return None if value is None else min(limit, value)
+
+
+def layers_of(config: RunConfig, dimensions: ModelDimensions) -> int:
+    """Layers of the small model: one for every chunk of the small pipeline, at least two."""
+    small = _small_axes(config.trainer.parallel.model_dump())
+    chunks = small["pipeline"] * small["virtual_pipeline"]
+    return max(2, chunks - min(1, dimensions.dense_layers))
+
+
+def changes(before: RunConfig, after: RunConfig) -> list[str]:
+    """What differs, as "field: before -> after"; paths and defaults of this machine are left out."""
+    first, second = (_flat(one.model_dump(mode="json")) for one in (before, after))
+    shown = ("trainer.parallel.", "rollout.tensor", "rollout.num_engines", "rollout.max_new_tokens", "model.dtype")
+    return [
+        f"{name} {first.get(name)} -> {value}"
+        for name, value in second.items()
+        if first.get(name) != value and name.startswith(shown)
+    ]
+
+
+def _small_axes(parallel: dict[str, Any]) -> dict[str, Any]:
+    small = {**parallel, **{axis: min(2, parallel[axis]) for axis in _AXES}}
+    while small["tensor"] * small["pipeline"] * small["context"] * small["data"] > RANKS:
+        small["data"] = 1
+    return small
+
+
+def _merged(base: dict[str, Any], more: dict[str, Any]) -> dict[str, Any]:
+    both = dict(base)
+    for key, value in more.items():
+        nested = isinstance(value, dict) and value and isinstance(both.get(key), dict)
+        both[key] = _merged(both[key], value) if nested else value
+    return both
+
+
+def _flat(raw: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for key, value in raw.items():
+        flat |= _flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value}
+    return flat
