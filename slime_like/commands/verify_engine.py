@@ -2,6 +2,7 @@
 
 import argparse
 import contextlib
+import gc
 import os
 import sys
 import tempfile
@@ -53,6 +54,7 @@ def _try_all(config: RunConfig) -> int:
             if verdict.problem is not None:
                 print(f"{'':24} {verdict.problem}", file=terminal)
             terminal.flush()
+        gc.collect()  # engines report their end when they are collected
     failed = sum(verdict.problem is not None for verdict in verdicts)
     print(f"{config.rollout.engine}: {len(verdicts) - failed} of {counted(len(verdicts), 'claim')} hold")
     return _FAILS if failed else 0

@@ -1,6 +1,8 @@
 """A small model like a given one: same family and features, real tokenizer, random weights."""
 
+import math
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,13 +16,18 @@ from slime_like.models.dimensions import OTHER, ModelDimensions
 _TOKENIZER_FILES = ("tokenizer*", "vocab*", "merges*", "special_tokens_map.json", "added_tokens.json", "chat_template*")
 _HEAD_DIM = 32
 _HIDDEN = 128
+_COMMON = 3.0
+"""Size of what all embeddings have in common, relative to their own."""
+_SHARE, _LARGEST_PART, _HALVINGS = 1 / 16, 64.0, 16
 _VOCABULARY, _MULTIPLE = 2048, 512
 """The remainder is kept: what pads a vocabulary to a multiple meets it."""
 _LARGEST_GROUP = 3
 """Query heads to a key head; larger odd groups become 3, larger even ones 2."""
 
 
-def make_look_alike(model: Path, directory: Path, layers: int = 2, with_vocabulary: bool = True, seed: int = 0) -> None:
+def make_look_alike(
+    model: Path, directory: Path, layers: int = 2, with_vocabulary: bool = True, seed: int = 0, ends: Sequence[int] = ()
+) -> None:
     """Write a checkpoint like ``model``, whose weights are not read, in float32.
 
     What it keeps: family, biases, norms, tied or untied embeddings, kind and scaling of rotary embeddings, lengths,
@@ -29,6 +36,7 @@ def make_look_alike(model: Path, directory: Path, layers: int = 2, with_vocabula
     Args:
         layers: transformer layers; one more where the first ones have no experts.
         with_vocabulary: keep the vocabulary, the tokenizer's files and the EOS ids; else there are some 2,000 ids.
+        ends: tokens one of which the model shall sample every sixteen tokens or so, e.g. to end its turns.
 
     Raises:
         ConfigError: ``model`` is of no family that this project knows the formulas of.
@@ -51,10 +59,33 @@ def make_look_alike(model: Path, directory: Path, layers: int = 2, with_vocabula
         config.bos_token_id, config.eos_token_id, config.pad_token_id = 0, 1, None
     has_generation = with_vocabulary and (model / "generation_config.json").is_file()
     generation = transformers.GenerationConfig.from_pretrained(model) if has_generation else None
-    write_random_weights(config, directory, seed, generation or transformers.GenerationConfig.from_model_config(config))
+    write_random_weights(
+        config,
+        directory,
+        seed,
+        generation or transformers.GenerationConfig.from_model_config(config),
+        lambda made: _sample_often(made, list(ends)) if ends else None,
+    )
     for pattern in _TOKENIZER_FILES if with_vocabulary else ():
         for file in model.glob(pattern):
             shutil.copy(file, directory)
+
+
+@torch.no_grad()
+def _sample_often(model: Any, tokens: list[int]) -> None:
+    """Give all embeddings a common part, and the head's rows of these tokens as much of it as makes them likely."""
+    generator = torch.Generator().manual_seed(0)
+    embedding, head = model.get_input_embeddings().weight, model.get_output_embeddings().weight
+    common = torch.randn(embedding.shape[1], generator=generator)
+    common /= common.norm()
+    embedding += _COMMON * embedding.norm(dim=1).mean() * common
+    asked = torch.randint(0, embedding.shape[0], (4, 16), generator=generator)
+    rows, low, high = head[tokens].clone(), 0.0, _LARGEST_PART
+    for _ in range(_HALVINGS):
+        part = (low + high) / 2
+        head[tokens] = rows + part * common
+        often = model(asked).logits.log_softmax(-1)[..., tokens].logsumexp(-1).mean() > math.log(_SHARE)
+        low, high = (low, part) if often else (part, high)
 
 
 def _sizes(dimensions: ModelDimensions, layers: int, has_head_dim: bool) -> dict[str, Any]:
@@ -63,7 +94,7 @@ def _sizes(dimensions: ModelDimensions, layers: int, has_head_dim: bool) -> dict
     heads = key_heads * (group if group <= _LARGEST_GROUP else 3 if group % 2 else 2)
     if dimensions.latent is not None:
         heads = key_heads = 4
-    hidden = _HIDDEN if has_head_dim else heads * _HEAD_DIM
+    hidden = _HIDDEN if has_head_dim and _HIDDEN % heads == 0 else heads * _HEAD_DIM
     dense = min(1, dimensions.dense_layers)
     sizes: dict[str, Any] = {
         "hidden_size": hidden,

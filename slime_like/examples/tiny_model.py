@@ -110,16 +110,24 @@ def make_tiny_model(directory: Path, family: str = "qwen3", seed: int = 0, **ove
     byte_tokenizer().save_pretrained(directory)
 
 
-def write_random_weights(config: Any, directory: Path, seed: int, generation: transformers.GenerationConfig) -> None:
-    """Write configuration, weights of ``config.dtype`` as ``make_tiny_model`` draws them, and generation settings."""
+def write_random_weights(
+    config: Any,
+    directory: Path,
+    seed: int,
+    generation: transformers.GenerationConfig,
+    adjust: Callable[[Any], None] = lambda _: None,
+) -> None:
+    """Write configuration, weights of ``config.dtype`` as ``make_tiny_model`` draws them, and generation settings;
+    ``adjust`` is called with the model in float32."""
     dtype = config.dtype
     directory.mkdir(parents=True, exist_ok=True)
     model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     _initialise(model, torch.Generator().manual_seed(seed))
+    adjust(model)
     for parameter in model.parameters():  # routers' biases are buffers: in float32, as in published checkpoints
         parameter.data = parameter.data.to(dtype)
     model.generation_config = generation
-    with _without_progress_bar():
+    with without_progress_bar():
         model.save_pretrained(directory)
     for file in directory.glob("*.safetensors"):
         shutil.copymode(directory / "config.json", file)  # safetensors makes files that only their owner reads
@@ -140,7 +148,8 @@ def tiny_config(family: str, **overrides: Any) -> Any:
 
 
 @contextlib.contextmanager
-def _without_progress_bar() -> Iterator[None]:
+def without_progress_bar() -> Iterator[None]:
+    """Inside, transformers shows no bars."""
     logging = transformers.utils.logging
     shown = logging.is_progress_bar_enabled()
     logging.disable_progress_bar()

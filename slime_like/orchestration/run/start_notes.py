@@ -13,7 +13,7 @@ from slime_like.errors import ConfigError
 from slime_like.models.dimensions import ModelDimensions
 from slime_like.models.weight_files import WeightFilesError, stored_dtype
 from slime_like.sandbox.rewards.pool import RewardPool
-from slime_like.sandbox.rewards.registry import ACCEPTING, SERVICES
+from slime_like.sandbox.rewards.registry import SERVICES, accepts_answers
 from slime_like.system.words import counted
 
 _ANSWERS = 16
@@ -47,8 +47,8 @@ def answer_notes(config: RunConfig, rewards: RewardPool) -> Iterator[str]:
 
     A custom function may want more than the bare answer; that is for its author to judge. Services are not asked.
     """
-    names = [function.name for function in config.reward.functions]
-    if SERVICES & set(names) or not (names[0] in ACCEPTING or ":" in names[0]):
+    names, first = [function.name for function in config.reward.functions], config.reward.functions[0]
+    if SERVICES & set(names) or not (accepts_answers(first) or ":" in names[0]):
         return
     samples = list(islice(answered_samples(config), _ANSWERS))
     outcomes = rewards.score(samples)

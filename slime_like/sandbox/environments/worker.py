@@ -37,6 +37,9 @@ def _message(step: Any) -> dict[str, Any]:
         raise TypeError(f"step returned a {type(step).__name__}; return a Step")
     if not isinstance(step.observation, str):
         raise TypeError(f"its observation is a {type(step.observation).__name__}; give text")
+    for name, value in (("done", step.done), ("success", step.success)):
+        if value not in (True, False):  # e.g. a reward, given by position; NumPy's are fine
+            raise TypeError(f"its {name} is {value!r}; give true or false")
     if not math.isfinite(step.reward):
         raise ValueError(f"its reward is {step.reward}; give a finite number")
     return {

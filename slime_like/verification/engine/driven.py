@@ -121,4 +121,13 @@ def started(engine: RolloutEngine) -> Iterator[asyncio.AbstractEventLoop]:
         loop.run_until_complete(engine.start())
         yield loop
     finally:
+        loop.run_until_complete(_end_tasks())
         loop.close()
+
+
+async def _end_tasks() -> None:
+    """Cancel what an engine has left in this loop."""
+    left = asyncio.all_tasks() - {asyncio.current_task()}
+    for task in left:
+        task.cancel()
+    await asyncio.gather(*left, return_exceptions=True)

@@ -23,9 +23,10 @@ from slime_like.errors import ConfigError, SlimeLikeError
 from slime_like.examples.look_alike import make_look_alike
 from slime_like.models.dimensions import ModelDimensions
 from slime_like.orchestration.rollout.evaluation import held_out
+from slime_like.orchestration.rollout.failures import failure_text
 from slime_like.orchestration.rollout.requests import stop_tokens
 from slime_like.sandbox.rewards.pool import RewardPool
-from slime_like.sandbox.rewards.registry import ACCEPTING, SERVICES
+from slime_like.sandbox.rewards.registry import SERVICES, accepts_answers
 from slime_like.system.words import counted
 from slime_like.verification.rehearsal.small_recipe import changes, layers_of, small_recipe
 from slime_like.verification.rehearsal.small_run import SmallRun
@@ -69,7 +70,7 @@ def rehearse(config: RunConfig, directory: Path, steps: int = STEPS) -> Iterator
     if not config.supervised:
         yield from _answers(config)
     model = directory / "model"
-    make_look_alike(config.model.path, model, layers_of(config, dimensions))
+    make_look_alike(config.model.path, model, layers_of(config, dimensions), ends=stop_tokens(config))
     try:
         small = small_recipe(config, model, directory / "run", steps)
     except ValueError as error:
@@ -160,14 +161,13 @@ def _answers(config: RunConfig) -> Iterator[Finding]:
     except SlimeLikeError as error:
         yield Finding("FOUND", "rewards", _listed(error))
         return
-    failed = [outcome.metadata for outcome in outcomes if "reason" in outcome.metadata and not any(outcome.rewards)]
-    reasons = sorted({str(metadata.get("detail", metadata["reason"])) for metadata in failed})
+    failed = [outcome.metadata for outcome in outcomes if "reason" in outcome.metadata]
+    if failed:
+        yield Finding("FOUND", "rewards", f"scoring failed for {len(failed)} own answers ({failure_text(failed)})")
     right = sum(outcome.successes[0] > 0 for outcome in outcomes)
     text = f"{right} of {counted(len(samples), 'own answer')} of the data are successes of {names[0]}"
-    if right == 0 and names[0] in ACCEPTING:
+    if right == 0 and accepts_answers(config.reward.functions[0]):
         wrong = f", e.g. {samples[0].answer[:60]!r}: no response can succeed; set data.answer_key or data.format"
         yield Finding("FOUND", "rewards", text + wrong)
     else:
         yield Finding("ok" if right == len(samples) else "note", "rewards", text)
-    if failed and names[0] not in ACCEPTING:
-        yield Finding("note", "rewards", f"scoring says: {'; '.join(reasons[:3])}")

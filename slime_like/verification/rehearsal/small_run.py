@@ -14,6 +14,7 @@ from slime_like.config import RunConfig
 from slime_like.data.ledger import audit_run
 from slime_like.data.tokenizer import load_tokenizer
 from slime_like.errors import SlimeLikeError
+from slime_like.examples.tiny_model import without_progress_bar
 from slime_like.models.dimensions import ModelDimensions
 from slime_like.observability.metrics import read_metrics
 from slime_like.system.interrupts import raise_if_interrupted
@@ -83,14 +84,15 @@ class SmallRun:
 
     def _rewards(self) -> Iterator[Outcome]:
         """What the steps' figures say of rewards and lengths."""
-        steps = [r for r in read_metrics(self._config.run_dir / "metrics.jsonl") if "rollout/groups" in r]
-        failed = sum(int(step["ref_actor_rewards/scoring_failures"]) for step in steps)
-        responses = self._config.rollout.prompts_per_step * self._config.rollout.samples_per_prompt * len(steps)
+        records = read_metrics(self._config.run_dir / "metrics.jsonl")
+        steps = [record for record in records if "rollout/groups" in record]
+        names = ("ref_actor_rewards/scoring_failures", "evaluation/scoring_failures")
+        failed = sum(int(record.get(name, 0)) for record in records for name in names)
         if failed:
             said = [line for line in self._notes() if "scoring failed" in line]
-            yield False, "scoring", f"{failed} of {responses} responses: {said[0] if said else 'see driver.log'}"
+            yield False, "scoring", f"{counted(failed, 'response')} failed: {said[0] if said else 'see driver.log'}"
         else:
-            yield True, "scoring", f"{responses} responses, none failed"
+            yield True, "scoring", f"none failed in {counted(len(steps), 'step')}"
         if all(step["rollout/zero_spread_groups"] == step["rollout/groups"] for step in steps):
             text = "no group's rewards differ: a random model shows nothing of whether rewards tell responses apart"
             yield None, "scoring", text
@@ -120,7 +122,8 @@ class SmallRun:
         """The exported model as a user would load it."""
         path = self._config.run_dir / "hf"
         try:
-            model = transformers.AutoModelForCausalLM.from_pretrained(path)
+            with without_progress_bar():
+                model = transformers.AutoModelForCausalLM.from_pretrained(path)
             load_tokenizer(path)
             same = ModelDimensions.from_checkpoint(path) == ModelDimensions.from_checkpoint(self._config.model.path)
         except (OSError, ValueError, KeyError, SlimeLikeError) as error:

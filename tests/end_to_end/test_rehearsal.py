@@ -1,0 +1,228 @@
+"""``slime-like rehearse``: faults put into a recipe are found, each by its stage, and a sound recipe has none."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from slime_like.commands.main import main
+from slime_like.config import RunConfig
+from slime_like.config.reading.load import load_config
+from slime_like.examples.tiny_model import CHAT_TEMPLATE, byte_tokenizer, make_tiny_model
+from slime_like.verification.rehearsal import rehearsal
+from slime_like.verification.rehearsal.rehearsal import Finding, rehearse
+from slime_like.verification.rehearsal.small_recipe import RANKS, small_recipe
+from tests.conftest import Tiny
+
+ROOT = Path(__file__).parents[2]
+
+
+class Recipe:
+    """The quickstart's, with its own model and rows, and what is put into it."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        self.model, self.train, self.held_out = directory / "model", directory / "train.jsonl", directory / "held.jsonl"
+        make_tiny_model(self.model)
+        self.write(self.train, [{"prompt": f"{a}+{a}=", "answer": str(2 * a)} for a in range(48)])
+        self.write(self.held_out, [{"prompt": f"{a}+1=", "answer": str(a + 1)} for a in range(8)])
+        self.flags = ["--rollout.engine", "transformers", "--trainer.optimizer.warmup_steps", "0"]
+
+    def write(self, path: Path, rows: list[dict[str, Any]]) -> None:
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+    def use_template(self, template: str) -> None:
+        tokenizer = byte_tokenizer()
+        tokenizer.chat_template = template
+        tokenizer.save_pretrained(self.model)
+
+    def custom(self, code: str) -> None:
+        (self.directory / "mine.py").write_text(code)
+
+    @property
+    def arguments(self) -> list[str]:
+        places = {"model.path": self.model, "data.train": self.train, "evaluation.files": self.held_out}
+        named = [text for name, path in places.items() for text in (f"--{name}", str(path))]
+        return [str(ROOT / "configs" / "quickstart.yaml"), *named, *self.flags]
+
+    @property
+    def config(self) -> RunConfig:
+        return load_config(Path(self.arguments[0]), self.arguments[1:])
+
+
+@pytest.fixture
+def recipe(tmp_path: Path) -> Recipe:
+    return Recipe(tmp_path)
+
+
+def found(findings: list[Finding]) -> list[tuple[str, str]]:
+    return [(finding.stage, finding.text) for finding in findings if finding.kind == "FOUND"]
+
+
+def _longer_prompts(recipe: Recipe) -> None:
+    rows = [{"prompt": "1" * (60 if a % 3 == 0 else 4), "answer": "1"} for a in range(30)]
+    recipe.write(recipe.train, rows)
+
+
+def _another_end(recipe: Recipe) -> None:
+    for name in ("config.json", "generation_config.json"):
+        path = recipe.model / name
+        path.write_text(json.dumps({**json.loads(path.read_text()), "eos_token_id": 3}))
+
+
+def _wrong_answers(recipe: Recipe) -> None:
+    recipe.write(recipe.train, [{"prompt": f"{a}+{a}=", "answer": f"see page {a}: the sum"} for a in range(40)])
+    recipe.flags += ["--reward.functions", "[{name: multiple_choice}]"]
+
+
+def _no_module(recipe: Recipe) -> None:
+    recipe.custom("import no_such_module\n\ndef judge(prompt, response, answer):\n    return 1.0\n")
+    recipe.flags += ["--reward.functions", json.dumps([{"name": f"{recipe.directory}/mine.py:judge"}])]
+
+
+QUICK: dict[str, tuple[Callable[[Recipe], object], str, str]] = {
+    "a layout that the model's heads do not divide into": (
+        lambda r: r.flags.extend(["--trainer.parallel.tensor", "8"]), "settings", "trainer.parallel.tensor",
+    ),
+    "a token budget below the longest sequence": (
+        lambda r: r.flags.extend(["--trainer.target_tokens_per_batch", "32"]), "settings", "target_tokens_per_batch",
+    ),
+    "a data key that rows do not have": (
+        lambda r: r.flags.extend(["--data.prompt_key", "question"]), "rows", "question",
+    ),
+    "held-out rows in another form": (
+        lambda r: r.write(r.held_out, [{"question": "1+1=", "answer": "2"}]), "rows", "held.jsonl:1",
+    ),
+    "prompts over the limit": (_longer_prompts, "rows", "(33.3%) over data.max_prompt_tokens"),
+    "a template that drops the system prompt": (
+        lambda r: (
+            r.use_template(CHAT_TEMPLATE.replace("in messages", "in messages if message.role != 'system'")),
+            r.flags.extend(["--data.system_prompt", "Add."]),
+        ),
+        "chat template", "system message",
+    ),
+    "a template that fails": (
+        lambda r: r.use_template("{{ raise_exception('no user here') }}"), "rows", "no user here",
+    ),
+    "a stop token that never comes": (_another_end, "chat template", "no stop token"),
+    "answers that no response can match": (_wrong_answers, "rewards", "multiple_choice"),
+    "a reward whose import fails": (_no_module, "rewards", "no_such_module"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("fault", QUICK)
+def test_a_fault_of_rows_template_or_settings_is_found_before_anything_is_started(
+    fault: str, recipe: Recipe, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    put, stage, words = QUICK[fault]
+    monkeypatch.setattr(rehearsal, "SmallRun", lambda *_: NoRun())
+    (recipe.directory / "sound").mkdir()
+    assert found(list(rehearse(recipe.config, recipe.directory / "sound"))) == []
+    put(recipe)
+    (recipe.directory / "faulty").mkdir()
+    findings = found(list(rehearse(recipe.config, recipe.directory / "faulty")))
+    assert {name for name, _ in findings} - {"settings"} <= {stage}
+    assert any(name == stage and words in text for name, text in findings)
+
+
+class NoRun:
+    """What is looked at here comes before the small run."""
+
+    def stages(self) -> list[tuple[bool, str, str]]:
+        return []
+
+
+REWARD = """
+from pathlib import Path
+calls = 0
+
+def judge(prompt, response, answer):
+    global calls
+    calls += 1
+    if calls == 24:
+        raise LookupError("call 24")
+    with Path({train!r}).open("a") as file:
+        file.write('{{"prompt": "1+2=", "answer": "3"}}\\n' * ({appends} and calls == 22))
+    return float(len(response) % 3)
+"""
+GAME = """
+from slime_like.interfaces import Step
+
+class Game:
+    def reset(self, task):
+        return 0
+
+    def step(self, state, response):
+        return Step(state + 1, "again", reward=0.5) if state == 0 else {}["no such move"]
+"""
+ADVANTAGE = """
+import torch
+
+def flat(rewards, groups):
+    raise RuntimeError("no advantage")
+"""
+
+
+def _judged_by(recipe: Recipe, appends: bool) -> None:
+    recipe.custom(REWARD.format(train=str(recipe.train), appends=appends))
+    recipe.flags += ["--reward.functions", json.dumps([{"name": f"{recipe.directory}/mine.py:judge"}])]
+    recipe.flags += ["--reward.workers", "1"]
+
+
+def _played(recipe: Recipe) -> None:
+    recipe.custom(GAME)
+    recipe.flags += ["--rollout.environment.name", f"{recipe.directory}/mine.py:Game", "--rollout.max_new_tokens", "60"]
+    recipe.flags += ["--reward.functions", "[{name: environment}]", "--rollout.environment.max_turn_tokens", "8"]
+
+
+SLOW: dict[str, tuple[Callable[[Recipe], object], dict[str, str]]] = {
+    "a reward that raises in a later call": (
+        lambda r: _judged_by(r, False), {"rewards": "call 24", "scoring": "call 24"},
+    ),
+    "an environment that raises in its second turn": (_played, {"scoring": "no such move"}),
+    "an advantage that raises": (
+        lambda r: (r.custom(ADVANTAGE), r.flags.extend(["--algorithm.advantage", f"{r.directory}/mine.py:flat"])),
+        {"first steps": "estimator-failed"},
+    ),
+    "nothing": (lambda r: None, {}),
+}  # fmt: skip
+
+
+def test_a_reward_that_raises_in_a_later_call_and_data_that_change_before_the_resume(
+    recipe: Recipe, capsys: pytest.CaptureFixture[str]
+) -> None:
+    _judged_by(recipe, appends=True)
+    directory = recipe.directory / "rehearsal"
+    assert main(["rehearse", *recipe.arguments, "--directory", str(directory), "--small_steps", "2"]) == 1
+    lines = [line.split(maxsplit=1) for line in capsys.readouterr().out.splitlines()]
+    stages = {rest[:13].strip(): rest for kind, rest in lines if kind == "FOUND"}
+    assert stages.keys() == {"rewards", "resume", "scoring"}
+    assert "data-changed" in stages["resume"]
+    assert "call 24" in stages["scoring"] and "call 24" in stages["rewards"]
+    assert "slime-like: " in (directory / "second.log").read_text()
+
+
+@pytest.mark.acceptance
+@pytest.mark.parametrize("fault", SLOW)
+def test_a_fault_that_only_a_run_shows_is_found_by_its_stage(fault: str, recipe: Recipe) -> None:
+    put, expected = SLOW[fault]
+    put(recipe)
+    (recipe.directory / "rehearsal").mkdir()
+    findings = dict(found(list(rehearse(recipe.config, recipe.directory / "rehearsal"))))
+    assert findings.keys() == expected.keys()
+    assert all(words in findings[stage] for stage, words in expected.items())
+
+
+@pytest.mark.parametrize("name", sorted(path.stem for path in (ROOT / "configs").glob("*.yaml")))
+def test_recipes_keep_their_method_and_axes_when_they_are_made_small(name: str, tiny: Tiny, tmp_path: Path) -> None:
+    config = load_config(ROOT / "configs" / f"{name}.yaml", [])
+    small = small_recipe(config, tiny.model, tmp_path / "run", 3)
+    assert small.trainer.parallel.world_size <= RANKS
+    for axis in ("tensor", "pipeline", "context", "expert"):
+        assert getattr(small.trainer.parallel, axis) == min(2, getattr(config.trainer.parallel, axis))
+    for kept in ("loss", "advantage", "reduction", "clip_low", "clip_high", "kl_coef", "importance_correction"):
+        assert getattr(small.algorithm, kept) == getattr(config.algorithm, kept)
+    assert small.data == config.data and small.reward.functions == config.reward.functions
+    assert small.cluster.placement == config.cluster.placement and small.rollout.engine == config.rollout.engine
