@@ -22,7 +22,7 @@ from tests.parallel.fsdp_steps import fsdp_config
 from tests.parallel.parity import GRADIENT_BOUND, LOSS_BOUND, Case, check_tensors, parity_config
 from tests.parallel.ranks import run_each
 from tests.parallel.steps import exported_gradients, optimizer_steps
-from tests.parallel.tiny import scored_sequences
+from tests.parallel.tiny import save_checkpoint, scored_sequences
 from tests.support.rollout_rows import cut_into_rows, random_cuts
 
 BUDGET, SHARED_BUDGET = 48, 28
@@ -36,6 +36,10 @@ CASES: dict[str, tuple[str, dict[str, Any], str]] = {
     "cp2-allgather": ("megatron", {"context": 2, "attention": "allgather"}, "constant"),
     "dp2-distributed": ("megatron", {"data": 2, "distributed": True}, "samples"),
     "fsdp-dp2": ("fsdp", {"data": 2}, "samples"),
+    # Without a balancing loss, which counts a token once for each row that holds it.
+    "experts-dp2-ep2": ("megatron", {"data": 2, "expert": 2}, "tokens"),
+    "experts-tp2-sp-ep2": ("megatron", {"tensor": 2, "sequence": True, "expert": 2}, "samples"),
+    "experts-fsdp-dp2": ("fsdp", {"data": 2}, "groups"),
 }
 
 
@@ -91,15 +95,26 @@ def _stream(rank: RankTraining, batcher: ExperienceBatcher, rows: list[ScoredTra
     return denominator
 
 
-@pytest.mark.parametrize(("backend", "layout", "reduction"), CASES.values(), ids=CASES)
-def test_rows_train_as_the_whole(
-    backend: str, layout: dict[str, Any], reduction: str, qwen3: Path, tmp_path: Path
-) -> None:
+@pytest.fixture(scope="module")
+def models(qwen3: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[bool, Path]:
+    """By whether it has experts."""
+    return {False: qwen3, True: save_checkpoint("qwen3_moe", tmp_path_factory.mktemp("qwen3_moe"))}
+
+
+_IN_ACCEPTANCE = "experts-tp2-sp-ep2"
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.acceptance] if name == _IN_ACCEPTANCE else []) for name in CASES]
+)
+def test_rows_train_as_the_whole(name: str, models: dict[bool, Path], tmp_path: Path) -> None:
+    backend, layout, reduction = CASES[name]
+    model = models[name.startswith("experts")]
     objective = {**OBJECTIVE, "reduction": reduction, "constant_length": 19 if reduction == "constant" else None}
     if backend == "fsdp":
-        config = fsdp_config(Case(qwen3, [], cast(Any, None)), tmp_path, layout, **objective)
+        config = fsdp_config(Case(model, [], cast(Any, None)), tmp_path, layout, **objective)
     else:
-        config = parity_config(qwen3, tmp_path, layout, **objective)
+        config = parity_config(model, tmp_path, layout, **objective)
     config = _with_trainer(config, target_tokens_per_batch=BUDGET)
     shared = _with_trainer(config, share_prefixes="tree", target_tokens_per_batch=SHARED_BUDGET)
     tasks = [(config, _rollouts(), False), (config, _rows(), False), (config, _rows(), True)]
