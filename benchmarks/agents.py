@@ -1,13 +1,15 @@
 """What 64 agents at once cost beside engine, trainer and their own work: ``python -m benchmarks.agents``.
 
-The calculator as an agent behind the endpoint, by OpenAI's client, against the calculator as an environment, which
-samples the same tokens from the same seeds without HTTP: tiny model, transformers engine, 64 rollouts a step, each agent
-in a process. Processor time of every process is counted over the steady steps. Orchestration is what is left without
-the agents' processes, the trainer's, and what the environment's run takes in the engine's actor: HTTP, sessions,
-templates, the driver, Ray. The phase "orchestration" of the run, which is wall time between phases, stands beside it.
+The calculator as an agent behind the endpoint, by OpenAI's client: tiny model, transformers engine, 64 rollouts a step,
+each agent in a process. Processor time of every process of a run is counted over its steady steps. How much of the
+engine's actor is the endpoint (HTTP, sessions, templates, agents' pipes) is measured in this process, with the same
+agents and engine: it has the event loop's thread for itself, and the engine computes in others. Orchestration is the
+endpoint, the driver, Ray and rewards, as a share of all. The phase "orchestration", wall time between phases,
+stands beside it.
 """
 
 import argparse
+import asyncio
 import datetime
 import subprocess
 import sys
@@ -20,46 +22,54 @@ import psutil
 
 from benchmarks.orchestration import phase_report
 from benchmarks.step.machine import describe_machine, load_average
+from rollout.transformers.engine import TransformersEngine
+from slime_like.config import RunConfig
+from slime_like.config.reading.load import load_config
+from slime_like.data.prompts import PromptSource
+from slime_like.data.tokenizer import load_tokenizer
+from slime_like.interfaces import ConversationTask, GenerationRequest, SamplingParams
 from slime_like.observability.metrics import METRICS_FILE, read_metrics
+from slime_like.orchestration.rollout.agents import AgentRollouts
 
 GOAL = 15.0
+RECIPE = Path("configs/calculator_agent.yaml")
+_GROUPS, _SAMPLES = 8, 8
 _WARM_UP, _STEPS, _TIMEOUT_S, _LOOK_EVERY_S = 5, 25, 900.0, 0.2
-_ROLES = {
-    "agents": "slime_like.sandbox.agents",
-    "engine's actor": "ray::EngineActor",
-    "trainer": "ray::TrainerRank",
-}
+_ROLES = {"agents": "slime_like.sandbox.agents", "actor": "ray::EngineActor", "trainer": "ray::TrainerRank"}
+_COMMAND = [sys.executable, "-m", "slime_like.commands.main"]
 
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """Means over the steady steps: processor seconds by role, wall seconds, turns of a rollout, and the phase's share."""
+    """Means over the steady steps.
+
+    Attributes:
+        seconds: processor seconds by role.
+        step_s: wall seconds.
+        turns: of a rollout.
+        phase: share of the phase "orchestration", percent.
+    """
 
     seconds: dict[str, float]
     step_s: float
     turns: float
     phase: float
 
-    @property
-    def total(self) -> float:
-        return sum(self.seconds.values())
 
-
-def measure(name: str, directory: Path, flags: list[str]) -> Run:
-    """Train with ``configs/NAME.yaml``, and count while it does."""
-    run_dir = directory / name
-    command = [sys.executable, "-m", "slime_like.commands.main", "train", f"configs/{name}.yaml", *flags]
-    with (directory / f"{name}.log").open("wb") as log:
-        process = subprocess.Popen([*command, "--run_dir", str(run_dir)], stdout=log, stderr=log)
+def measure_run(run_dir: Path, flags: list[str]) -> Run:
+    """Train, and count meanwhile."""
+    log = run_dir.with_suffix(".log")
+    with log.open("wb") as file:
+        command = [*_COMMAND, "train", str(RECIPE), *flags, "--run_dir", str(run_dir)]
+        process = subprocess.Popen(command, stdout=file, stderr=file)
         try:
-            first = _at_step(process, run_dir, _WARM_UP)
-            last = _at_step(process, run_dir, _WARM_UP + _STEPS)
+            first, last = (_at_step(process, run_dir, step) for step in (_WARM_UP, _WARM_UP + _STEPS))
         finally:
             process.terminate()
             process.wait(120)
-    counted = {pid: (role, seconds - first.get(pid, (role, 0.0))[1]) for pid, (role, seconds) in last.items()}
-    roles = (*_ROLES, "others")
-    seconds = {role: sum(s for r, s in counted.values() if r == role) / _STEPS for role in roles}
+    seconds = dict.fromkeys((*_ROLES, "others"), 0.0)
+    for pid, (role, used) in last.items():
+        seconds[role] += (used - first.get(pid, (role, 0.0))[1]) / _STEPS
     steps = [r for r in read_metrics(run_dir / METRICS_FILE) if "rollout/turns_mean" in r][_WARM_UP:][:_STEPS]
     report = phase_report(run_dir / METRICS_FILE, _WARM_UP)
     turns = fmean(step["rollout/turns_mean"] for step in steps)
@@ -88,26 +98,63 @@ def _trained(run_dir: Path) -> int:
     return max((r["step"] for r in read_metrics(run_dir / METRICS_FILE) if "rollout/groups" in r), default=0)
 
 
-def table(agent: Run, environment: Run) -> tuple[str, bool]:
+def endpoint_s(config: RunConfig, waves: int) -> float:
+    """Processor seconds of the event loop's thread for each call, over ``waves`` of 64 rollouts after two others."""
+
+    async def run() -> float:
+        tokenizer, engine = load_tokenizer(config.model.path), TransformersEngine(config, 0)
+        prompts = PromptSource((), tokenizer, config.data, 0, keep_messages=True)
+        await engine.start()
+
+        async def version() -> int:
+            return 0
+
+        agents = AgentRollouts(config, tokenizer, engine.generate, version)
+        await agents.start()
+        calls, began = 0, 0.0
+        for number in range(waves + 2):
+            if number == 2:
+                calls, began = 0, time.thread_time()
+            requests = [
+                GenerationRequest(
+                    f"{number}-{index}",
+                    prompt.tokens,
+                    SamplingParams(max_new_tokens=config.rollout.max_new_tokens),
+                    num_samples=_SAMPLES,
+                    seed=prompt.group_id,
+                    task=ConversationTask(prompt.answer, {}, tuple(prompt.messages or ())),
+                )
+                for index, prompt in enumerate(prompts.next(_GROUPS))
+            ]
+            for group in await asyncio.gather(*map(agents.run, requests)):
+                calls += sum(len(one.conversation.turns) for one in group if one.conversation is not None)
+        used = time.thread_time() - began
+        await agents.close()
+        await engine.stop()
+        return used / calls
+
+    return asyncio.run(run())
+
+
+def table(run: Run, call_s: float) -> tuple[str, bool]:
     """The result as Markdown, and whether the goal is met."""
-    endpoint = agent.seconds["engine's actor"] - environment.seconds["engine's actor"]
-    orchestration = endpoint + agent.seconds["others"]
-    share = 100 * orchestration / agent.total
+    calls, total = _GROUPS * _SAMPLES * run.turns, sum(run.seconds.values())
+    endpoint = calls * call_s
+    share = 100 * (endpoint + run.seconds["others"]) / total
     rows = [
-        ("agents' own processes", agent.seconds["agents"]),
-        ("engine (the actor in the environment's run)", environment.seconds["engine's actor"]),
-        ("trainer", agent.seconds["trainer"]),
-        ("endpoint (the rest of the actor)", endpoint),
-        ("driver, Ray, rewards", agent.seconds["others"]),
+        ("agents' own processes", run.seconds["agents"]),
+        ("engine", run.seconds["actor"] - endpoint),
+        ("trainer", run.seconds["trainer"]),
+        (f"endpoint: {calls:.0f} calls of {1000 * call_s:.2f} ms", endpoint),
+        ("driver, Ray, rewards", run.seconds["others"]),
     ]
     lines = ["| processor seconds a step | | share |", "|---|---:|---:|"]
-    lines += [f"| {what} | {seconds:.3f} | {100 * seconds / agent.total:.1f} % |" for what, seconds in rows]
-    calls, verdict = 64 * agent.turns, "met" if share < GOAL else "**not met**"
+    lines += [f"| {what} | {seconds:.3f} | {100 * seconds / total:.1f} % |" for what, seconds in rows]
+    verdict = "met" if share < GOAL else "**not met**"
     lines += [
         "",
-        f"Orchestration, the last two: {share:.1f} % (goal below {GOAL:.0f} %: {verdict}). {calls:.0f} calls a step, "
-        f"{1000 * endpoint / calls:.1f} ms of the endpoint each. Wall time of a step {agent.step_s:.2f} s, of the "
-        f"environment's {environment.step_s:.2f} s; the phase orchestration has {agent.phase:.1f} % of it.",
+        f"Orchestration, the last two: {share:.1f} % (goal below {GOAL:.0f} %: {verdict}). Wall time of a step "
+        f"{run.step_s:.2f} s; the phase orchestration has {run.phase:.1f} % of it.",
     ]
     return "\n".join(lines), share < GOAL
 
@@ -119,26 +166,21 @@ def main() -> int:
     options = parser.parse_args()
     directory: Path = options.directory.absolute()
     directory.mkdir(parents=True)
-    started = load_average()
-    data = directory / "data"
-    subprocess.run(
-        [sys.executable, "-m", "slime_like.commands.main", "make-tiny-model", str(data)], check=True, timeout=_TIMEOUT_S
-    )
-    flags = ["--model.path", str(data), "--data.train", str(data / "data" / "calculator" / "sft.jsonl")]
-    warm = ["train", "configs/calculator_warm_start.yaml", *flags, "--run_dir", str(directory / "warm_start")]
-    subprocess.run([sys.executable, "-m", "slime_like.commands.main", *warm], check=True, timeout=_TIMEOUT_S)
+    started, tiny, warm = load_average(), directory / "tiny", directory / "warm_start"
+    rows = tiny / "data" / "calculator"
+    subprocess.run([*_COMMAND, "make-tiny-model", str(tiny)], check=True, timeout=_TIMEOUT_S)
+    flags = ["--model.path", str(tiny), "--data.train", str(rows / "sft.jsonl"), "--run_dir", str(warm)]
+    warm_start = ["train", "configs/calculator_warm_start.yaml", *flags]
+    subprocess.run([*_COMMAND, *warm_start], check=True, timeout=_TIMEOUT_S)
     flags = [
-        "--model.path", str(directory / "warm_start" / "hf"),
-        "--data.train", str(data / "data" / "calculator" / "train.jsonl"), "--evaluation.files", "[]",
-        "--steps", str(_WARM_UP + _STEPS + 5), "--rollout.prompts_per_step", "8", "--rollout.samples_per_prompt", "8",
-        "--checkpoint.export_hf", "false", "--logging.tensorboard", "false",
+        "--model.path", str(warm / "hf"), "--data.train", str(rows / "train.jsonl"), "--evaluation.files", "[]",
+        "--steps", str(_WARM_UP + _STEPS + 5), "--rollout.prompts_per_step", str(_GROUPS),
+        "--rollout.samples_per_prompt", str(_SAMPLES), "--rollout.agent.workers", str(_GROUPS * _SAMPLES),
+        "--rollout.agent.start_timeout_s", "300", "--checkpoint.export_hf", "false", "--logging.tensorboard", "false",
     ]  # fmt: skip
-    environment = measure("calculator", directory, flags)
-    workers = ["--rollout.agent.workers", "64", "--rollout.agent.start_timeout_s", "300"]
-    agent = measure("calculator_agent", directory, [*flags, *workers])
-    text, met = table(agent, environment)
-    when = datetime.date.today().isoformat()
-    machine = f"{when}, {describe_machine()}, load average {started:.1f} at the start"
+    run = measure_run(directory / "run", flags)
+    text, met = table(run, endpoint_s(load_config(RECIPE, flags, directory / "unused"), waves=10))
+    machine = f"{datetime.date.today().isoformat()}, {describe_machine()}, load average {started:.1f} at the start"
     text = f"{machine}, `python -m benchmarks.agents`.\n\n{text}\n"
     print(text)
     if options.result is not None:

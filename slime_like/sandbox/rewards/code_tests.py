@@ -93,7 +93,7 @@ def _tests(answer: str) -> Sequence[_Test]:
         if not (_are_texts(inputs) and _are_texts(outputs) and len(inputs) == len(outputs)):
             raise ValueError("inputs and outputs of the tests must be lists of text of one length")
         return [_Test(given=one, printed=other) for one, other in zip(inputs, outputs, strict=True)]
-    if not _are_texts(given):
+    if not _are_texts(given) or not all(source.strip() for source in given):
         raise ValueError("the answer holds no tests; give Python, a JSON list of it, or inputs and outputs")
     for source in given:
         try:
@@ -104,7 +104,7 @@ def _tests(answer: str) -> Sequence[_Test]:
 
 
 def _are_texts(value: Any) -> bool:
-    return isinstance(value, list) and bool(value) and all(isinstance(one, str) and one.strip() for one in value)
+    return isinstance(value, list) and bool(value) and all(isinstance(one, str) for one in value)
 
 
 def _fault(program: str, test: _Test, deadline: float, memory_mb: int) -> str:
