@@ -16,6 +16,7 @@ from tests.faults.quick import quick
 from tests.support.processes import Command, Finished, run
 
 RESUME = "slime-like: restart with --resume auto to resume from "
+NO_CHECKPOINT = "slime-like: no checkpoint has been written "
 
 
 def one_sentence(finished: Finished) -> str:
@@ -23,7 +24,7 @@ def one_sentence(finished: Finished) -> str:
     assert "Traceback" not in finished.stderr, finished.stderr
     assert finished.left_behind == []
     *_, before, last = "", *finished.stderr.strip().splitlines()
-    return before if last.startswith(RESUME) else last
+    return before if last.startswith((RESUME, NO_CHECKPOINT)) else last
 
 
 def test_a_missing_model_is_refused_before_anything_starts(tiny: Tiny, tmp_path: Path) -> None:
@@ -85,13 +86,14 @@ def test_a_loss_that_is_not_a_number_stops_the_run(tiny: Tiny, tmp_path: Path) -
     [
         ("starting Ray", "ctrl-c", "sglang"),  # with vLLM: test_killed_colocated_engines.py
         ("checkpoint of step 1", "SIGTERM to its group", "transformers"),
-        ("starting Ray", "SIGTERM", "transformers"),
+        ("step 1/", "SIGTERM", "transformers"),  # no checkpoint yet
     ],
 )
 def test_an_interrupted_run_ends_everything(tiny: Tiny, tmp_path: Path, moment: str, how: str, engine: str) -> None:
     """By hand, by a scheduler's SIGTERM, or by ``timeout``, which sends it to the whole group. With a checkpoint, the
-    last line says how to go on."""
-    flags = tiny.rl_flags(tmp_path / "run", "--steps", "1000", "--rollout.engine", engine, "--checkpoint.every", "1")
+    last line says how to go on; without one, that there is none."""
+    every = "0" if "step 1/" in moment else "1"
+    flags = tiny.rl_flags(tmp_path / "run", "--steps", "1000", "--rollout.engine", engine, "--checkpoint.every", every)
     with Command(flags, tmp_path / "log") as command:
         command.wait_for(moment, timeout_s=240)
         if how == "SIGTERM":
@@ -103,6 +105,7 @@ def test_an_interrupted_run_ends_everything(tiny: Tiny, tmp_path: Path, moment: 
     assert "interrupted" in one_sentence(finished).lower()
     latest = (tmp_path / "run" / "checkpoints" / "latest").resolve()
     assert ("checkpoint" in moment) == (finished.stderr.splitlines()[-1] == f"{RESUME}{latest}")
+    assert (NO_CHECKPOINT in finished.stderr) == ("step 1/" in moment)
     assert "SIGTERM" not in finished.stderr  # what Ray's own handler prints
 
 

@@ -6,7 +6,6 @@ beside them. Each example states what it proves.
 """
 
 import importlib
-import json
 import re
 import runpy
 import sys
@@ -14,8 +13,9 @@ import textwrap
 import tomllib
 from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
 
+import pyarrow
+import pyarrow.parquet
 import pytest
 import yaml
 
@@ -129,25 +129,27 @@ _GSM8K = [
 ]
 
 
-def test_getting_started_prepares_what_it_trains(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Script, reward and settings of the page, on rows in GSM8K's form and another model: nothing is rejected."""
+def test_getting_started_trains_on_rows_as_they_are_published(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Reward and settings of the page, on files in GSM8K's form and another model: nothing is rejected."""
     files = named_files("getting_started")
     (settings,) = blocks("yaml", "getting_started")
     for name, text in (files | {settings.partition("\n")[0].removeprefix("# "): settings}).items():
         (tmp_path / name).write_text(text, encoding="utf-8")
     make_tiny_model(tmp_path / "SmolLM2-135M-Instruct", family="llama", seed=0)
+    (tmp_path / "gsm8k" / "main").mkdir(parents=True)
     rows = [dict(zip(("question", "answer"), row, strict=True)) for row in _GSM8K]
-    stand_in = SimpleNamespace(load_dataset=lambda name, subset, split: rows)
-    monkeypatch.setitem(sys.modules, "datasets", stand_in)  # type: ignore[arg-type]
+    for split in ("train", "test"):
+        file = tmp_path / "gsm8k" / "main" / f"{split}-00000-of-00001.parquet"
+        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), file)
     monkeypatch.chdir(tmp_path)
-    runpy.run_path("prepare.py", run_name="__main__")
-    written = [json.loads(line) for line in Path("gsm8k_train.jsonl").read_text().splitlines()]
-    assert [row["answer"] for row in written] == ["1104", "5"]
-    assert [message["role"] for message in written[0]["prompt"]] == ["system", "user"]
     config = load_config(Path("gsm8k.yaml"))
     assert check(config) == []
-    prompts = PromptSource(config.data.train, load_tokenizer(config.model.path), config.data, config.seed)
+    tokenizer = load_tokenizer(config.model.path)
+    prompts = PromptSource(config.data.train, tokenizer, config.data, config.seed)
     assert prompts.num_rows == 2 and prompts.dropped_prompts == 0
+    first = next(prompt for prompt in prompts.next(2) if prompt.answer == "1104")
+    text = tokenizer.decode(list(first.tokens))
+    assert text.startswith("<system>Solve the problem") and "<user>A shop sells" in text
     correct = runpy.run_path("my_rewards.py")["correct"]
     answers = ("so it is\n#### 1,104", "#### 1104.", "1104", "#### 1105")
     assert [correct("", answer, "1104") for answer in answers] == [1.0, 1.0, 1.0, 0.0]

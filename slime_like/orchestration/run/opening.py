@@ -70,6 +70,10 @@ def open_run(config: RunConfig) -> Iterator[Run]:
             run.checkpoints.rescue()
             if (latest := latest_checkpoint(config.run_dir)) is not None:
                 error.add_note(f"restart with --resume auto to resume from {latest.resolve()}")
+            elif isinstance(error, KeyboardInterrupt):
+                every = config.checkpoint.every
+                when = f"every {every} steps" if every else "at the end alone: set checkpoint.every"
+                error.add_note(f"no checkpoint has been written (they are, {when}); a restart begins with step 1")
             raise
 
 
