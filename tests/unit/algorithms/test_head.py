@@ -14,7 +14,6 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from slime_like.algorithms import fused_logprobs, logprobs_and_entropy, vocab_parallel_logprobs
-from slime_like.algorithms.supports import Supports
 from tests.support.properties import examples
 from tests.unit.algorithms.cases import SHARDED, close, dense_scores
 
@@ -137,7 +136,8 @@ def test_any_sharding_over_supports_equals_the_whole(count, vocab_size, extra, r
     expected = tuple(map(torch.stack, zip(*rows, strict=True))) if rows else (logits.sum(1), logits.sum(1))
     weighted(case, expected).backward()
     tolerance = 3e-6 if dtype == torch.float32 else 1e-12
-    form = partial(fused_logprobs, supports=Supports.of(lists))
+    padded = [ids + [-1] * (5 - len(ids)) for ids in lists]
+    form = partial(fused_logprobs, supports=torch.tensor(padded, dtype=torch.int32).reshape(-1, 5))
     options = {"vocab_size": vocab_size, "chunk_tokens": chunk}
     by_rank = run_sharded(case, form, lambda part: [case["hidden"], case["weight"][part]], ranks, **options)
     for *found, _ in by_rank:
