@@ -18,8 +18,8 @@ class SamplingParams:
 
     Attributes:
         temperature: 0 means greedy.
-        top_p, top_k: 1.0 and -1 switch them off. Other values are rejected while ``training`` unless the adapter can
-            still return logprobs over the whole vocabulary.
+        top_p, top_k: 1.0 and -1 switch them off. Other values are rejected while ``training`` unless the adapter
+            returns the supports, and logprobs over them.
         max_new_tokens: length limit of the response.
         stop_token_ids: sampling one of these ends the response; it stays in it (EOS too).
         training: True for rollouts that will be trained on.
