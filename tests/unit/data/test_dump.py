@@ -71,7 +71,13 @@ def test_a_dump_of_the_first_layout_of_the_code_is_read(tmp_path: Path) -> None:
     rewards = {"rewards": [1.0, 0.5], "successes": [1.0, 0.0], "advantages": 0.75, "loss_mask": [True, False]}
     names = {"answer": "12", "group_id": 10**12, "policy_version": 4, "weight_versions": [4, 5]}
     names |= {"sequence_id": "3-0", "rollout_id": "3-0"}
-    rest = {"token_weight": 1 / 3, "temperature": 0.7, "finish_reason": "length", "conversation": None}
+    rest = {
+        "token_weight": 1 / 3,
+        "temperature": 0.7,
+        "finish_reason": "length",
+        "conversation": None,
+        "supports": None,
+    }
     metadata = {"func_names": ["a", "b"], "conversation": conversation}
     assert found == tokens | logprobs | rewards | names | rest | {"reward_metadata": metadata}
     absent = (bare.logprobs, bare.ref_logprobs, bare.old_logprobs, bare.weight_versions)
