@@ -242,12 +242,15 @@ def test_a_stopped_daemon_ends_whatever_the_run_waits_for(tmp_path: Path, monkey
 
     A process in the background of a script ignores SIGINT, and goes on to do so: only the watch's own is heard.
     """
-    usual = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    # An earlier test's handler of SIGTERM would be taken for one that has lost SIGINT to a library.
+    given = {signal.SIGINT: signal.SIG_IGN, signal.SIGTERM: signal.SIG_DFL}
+    usual = {number: signal.signal(number, handler) for number, handler in given.items()}
     try:
         _stop_a_daemon(tmp_path, monkeypatch)
         assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
     finally:
-        signal.signal(signal.SIGINT, usual)
+        for number, handler in usual.items():
+            signal.signal(number, handler)
 
 
 def _stop_a_daemon(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
