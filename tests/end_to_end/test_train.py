@@ -146,7 +146,7 @@ def test_what_a_run_leaves_is_whole(tiny: Tiny, tmp_path: Path) -> None:
 def test_truncated_samples_are_trained_over_what_they_were_drawn_from(tiny: Tiny, tmp_path: Path) -> None:
     """Engine and trainer agree about each logprob, and so does the reference, which is the start."""
     flags = ["--rollout.engine", "transformers", "--rollout.top_p", "0.9", "--rollout.top_k", "40"]
-    flags += ["--algorithm.kl_coef", "0.01", "--algorithm.minibatches", "2", "--evaluation.files", "[]"]
+    flags += ["--algorithm.kl_coef", "0.01", "--algorithm.minibatches", "1", "--evaluation.files", "[]"]
     finished = run(tiny.rl_flags(tmp_path / "run", *flags, "--checkpoint.export_hf", "false"), tmp_path / "log")
     assert finished.code == 0, finished.stderr
     steps = steps_of(tmp_path / "run")

@@ -86,7 +86,7 @@ def test_a_dump_of_the_first_layout_of_the_code_is_read(tmp_path: Path) -> None:
     saved = dump_path(tmp_path, 1)
     save_trajectories(saved, [full, bare])
     before, after = (torch.load(each, weights_only=True)["trajectories"] for each in (path, saved))
-    assert [row.keys() for row in after] == [row.keys() | {"rollout_id"} for row in before]
+    assert [row.keys() for row in after] == [row.keys() | {"rollout_id", "supports"} for row in before]
 
 
 def test_rollouts_of_a_model_with_other_tokens_are_refused(tmp_path: Path) -> None:
