@@ -86,7 +86,12 @@ class EngineBase(EngineHooks[Running]):
     """The half of ``RolloutEngine`` that is the same for all.
 
     An engine adds ``generate``, ``abort``, and the hooks that raise ``NotImplementedError``.
+
+    Attributes:
+        returns_supports: generations of training say which tokens each token was drawn from.
     """
+
+    returns_supports = False
 
     def __init__(self, config: RunConfig, engine_index: int, kind: str) -> None:
         self._config = config
@@ -133,7 +138,7 @@ class EngineBase(EngineHooks[Running]):
     @asynccontextmanager
     async def _promising(self, request: GenerationRequest) -> AsyncIterator[Running]:
         """Check and count the request, and bound the block by ``rollout.request_timeout_s``."""
-        check_request(request, self._dimensions, self._config.max_model_len)
+        check_request(request, self._dimensions, self._config.max_model_len, self.returns_supports)
         running = self._serving()
         name, timeout = request.request_id, self._config.request_timeout_s
         if name in self._promised:

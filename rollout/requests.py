@@ -5,6 +5,7 @@ from typing import Any, Literal, TypeAlias, cast, get_args
 
 import numpy as np
 
+from slime_like.checks.sampling import LARGEST_SUPPORT
 from slime_like.config.rollout import MIN_TEMPERATURE
 from slime_like.errors import EngineError
 from slime_like.interfaces import GenerationRequest, SamplingParams
@@ -15,8 +16,14 @@ FinishReason: TypeAlias = Literal["stop", "length", "abort"]
 _MASK = (1 << 64) - 1
 
 
-def check_request(request: GenerationRequest, dimensions: ModelDimensions, max_model_len: int) -> None:
-    """Raise ``EngineError`` where it cannot be served as asked, with the field and the remedy."""
+def check_request(
+    request: GenerationRequest, dimensions: ModelDimensions, max_model_len: int, returns_supports: bool = False
+) -> None:
+    """Raise ``EngineError`` where it cannot be served as asked, with the field and the remedy.
+
+    Args:
+        returns_supports: the engine can say which tokens each token of training was drawn from.
+    """
 
     def refusal(problem: str, remedy: str = "") -> EngineError:
         return EngineError(problem, code="bad-request", who=f"request {request.request_id}", remedy=remedy)
@@ -42,17 +49,22 @@ def check_request(request: GenerationRequest, dimensions: ModelDimensions, max_m
         raise refusal(f"temperature={sampling.temperature}", f"use 0 (greedy) or at least {MIN_TEMPERATURE}")
     if not 0 < sampling.top_p <= 1:
         raise refusal(f"top_p={sampling.top_p}", "use a value in (0, 1]")
-    if sampling.training and truncates(sampling):
+    if needs_supports(sampling) and not (returns_supports and 0 < sampling.top_k <= LARGEST_SUPPORT):
         raise refusal(
             f"top_p={sampling.top_p} and top_k={sampling.top_k} change the sampled distribution, so its logprobs "
             "could not be trained on",
-            "use top_p=1 and top_k=-1 for training",
+            f"use top_p=1 and top_k=-1 for training, or top_k up to {LARGEST_SUPPORT} with the transformers engine",
         )
 
 
 def stop_ids(sampling: SamplingParams, dimensions: ModelDimensions) -> tuple[int, ...]:
     """The ids that end a response: those of the request, or else the model's EOS ids."""
     return sampling.stop_token_ids or dimensions.eos_token_ids
+
+
+def needs_supports(sampling: SamplingParams) -> bool:
+    """True where what is sampled is trained on, and tokens were drawn from a part of the vocabulary."""
+    return sampling.training and truncates(sampling)
 
 
 def truncates(sampling: SamplingParams) -> bool:

@@ -56,12 +56,15 @@ class SampledFields:
             ``loss_mask`` is False; ``None`` for supervised demonstrations, which no policy sampled.
         weight_versions: the version that sampled each token, on observations that of the turn before; ``None`` for
             demonstrations.
+        supports: (response_len, K) token ids that each token was drawn from, filled up with -1, where sampling is
+            truncated: then all logprobs are over these tokens. ``None``: over the whole vocabulary.
     """
 
     __slots__ = ()
     loss_mask: Tensor = field(metadata=_tensor(torch.bool))
     logprobs: Tensor | None = field(metadata=_tensor(torch.float32, optional=True))
     weight_versions: Tensor | None = field(default=None, metadata=_tensor(torch.int64, optional=True))
+    supports: Tensor | None = field(default=None, metadata=_tensor(torch.int32, optional=True, entry_ndim=1))
 
 
 @dataclass(kw_only=True)

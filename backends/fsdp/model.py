@@ -92,6 +92,7 @@ class LogprobModel(nn.Module):
             vocab_size=weight.shape[0],
             chunk_tokens=self.chunk_tokens,
             softcap=self.output.cap,
+            supports=rows.supports,
             check_values=False,  # `require_computable` has
         )
         scored = torch.stack([logprobs, entropy if self.entropy_gradient else entropy.detach()])

@@ -68,7 +68,9 @@ class LogprobModel(GPTModel):
             all_reduce_max=partial(_all_reduce, group, dist.ReduceOp.MAX),
             all_reduce_sum=partial(_all_reduce, group, dist.ReduceOp.SUM),
             chunk_tokens=self.chunk_tokens,
-            rows=self.rows if selected.is_cpu else None,  # on the meta device there are shapes only
+            # On the meta device there are shapes only; rows compute whole vocabularies.
+            rows=self.rows if selected.is_cpu and responses.supports is None else None,
+            supports=responses.supports,
             check_values=False,  # `require_computable` has
         )
         # An entropy that only is reported must not cost a gradient.

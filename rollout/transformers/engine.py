@@ -37,6 +37,8 @@ _LAYER_TYPES = frozenset({"full_attention", "sliding_attention"})  # what a cach
 class TransformersEngine(EngineBase["DecodeScheduler"]):
     """One model in this process. ``rollout.engine_args``: ``attn_implementation``, ``max_batch_size`` (sequences)."""
 
+    returns_supports = True
+
     def __init__(self, config: RunConfig, engine_index: int) -> None:
         super().__init__(config, engine_index, "transformers")
         self._unseeded = random.Random(config.seed * 1_000_003 + engine_index)

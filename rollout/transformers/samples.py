@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rollout.requests import FinishReason, truncates
+from rollout.requests import FinishReason, needs_supports, truncates
 from slime_like.interfaces import Generation, SamplingParams
 
 
@@ -24,6 +24,7 @@ class Sample:
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
+    supports: list[Tensor] = field(default_factory=list)
     prompt_logprobs: np.ndarray | None = None
     finish_reason: FinishReason | None = None
 
@@ -53,11 +54,22 @@ class Sample:
             weight_versions=np.asarray(self.versions, dtype=np.int64),
             finish_reason=self.finish_reason,
             prompt_logprobs=self.prompt_logprobs,
+            supports=self._supports(),
         )
+
+    def _supports(self) -> np.ndarray | None:
+        """(n, top_k) int32, filled up with -1."""
+        if not needs_supports(self.sampling):
+            return None
+        filled = np.full((len(self.token_ids), self.sampling.top_k), -1, dtype=np.int32)
+        for row, support in zip(filled, self.supports, strict=True):
+            row[: len(support)] = support.numpy()
+        return filled
 
 
 def draw_tokens(logits: Tensor, samples: Sequence[Sample]) -> tuple[list[int], list[float]]:
-    """One token per row of ``logits`` (B, V), and its logprob over the whole vocabulary.
+    """One token per row of ``logits`` (B, V), and its logprob over the whole vocabulary; of a truncated row of training
+    over its support, which the sample keeps.
 
     The draw inverts the cumulative distribution (in float64) at one uniform number of the sample's own stream, so it
     does not depend on who else is in the batch. Greedy rows (temperature 0) take the largest logit; their logprob is
@@ -70,6 +82,10 @@ def draw_tokens(logits: Tensor, samples: Sequence[Sample]) -> tuple[list[int], l
     for row, sample in enumerate(samples):
         if truncates(sample.sampling):
             _truncate(probabilities[row], sample.sampling)
+        if needs_supports(sample.sampling):
+            support = probabilities[row].nonzero()[:, 0]
+            sample.supports.append(support.to("cpu", torch.int32))
+            logprobs[row] -= logprobs[row, support].logsumexp(0)
     cumulative = probabilities.cumsum_(dim=-1)
     uniform = torch.tensor([s.stream.random() for s in samples], dtype=torch.float64, device=logits.device)
     drawn = torch.searchsorted(cumulative, uniform[:, None] * cumulative[:, -1:], right=True)[:, 0]

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from slime_like.algorithms.softmax import RowGradients, RowValues, compute_dtype, logit_gradient, row_sums
+from slime_like.algorithms.supports import forbid_outside
 from slime_like.algorithms.tensor_checks import (
     expanded_temperatures,
     require_known_targets,
@@ -37,6 +38,7 @@ def fused_logprobs(
     chunk_tokens: int | None = None,
     softcap: float | None = None,
     rows: "FusedLogitRows | None" = None,
+    supports: Tensor | None = None,
     check_values: bool = True,
 ) -> tuple[Tensor, Tensor]:
     """Logprob of ``targets`` and entropy (nats) under ``softmax(hidden @ weight.T / temperature)``.
@@ -64,6 +66,8 @@ def fused_logprobs(
             all tokens would take from 2,560 tokens on, or a few MiB.
         softcap: c, if the logits are ``c * tanh(hidden @ weight.T / c)`` (Gemma 2, arXiv:2408.00118, section 2).
         rows: what computes logits on a CPU instead of torch's operators, in float32; without a softcap.
+        supports: (N, K) of truncated sampling, as in ``forbid_outside``: log-sum-exps, entropies and gradients are over
+            these tokens alone, and a target outside of them has a logprob of -inf. Without ``rows``.
         check_values: False where targets and temperatures were checked before they went to a device: reading waits.
 
     Returns:
@@ -83,7 +87,9 @@ def fused_logprobs(
     shard = VocabularyShard.of(targets, weight.shape[0], vocab_start, vocab_size, chunk_tokens, reductions)
     if check_values:
         _check_values(targets, temperatures, vocab_size)
-    return _FusedLogprobs.apply(hidden, weight, targets, temperatures, shard, softcap, rows)
+    if supports is not None and (rows is not None or supports.ndim != 2 or len(supports) != hidden.shape[0]):
+        raise ValueError(f"supports {tuple(supports.shape)} must be ({hidden.shape[0]}, K), and without rows")
+    return _FusedLogprobs.apply(hidden, weight, targets, temperatures, shard, softcap, rows, supports)
 
 
 def _check_inputs(hidden: Tensor, weight: Tensor, targets: Tensor, temperatures: Tensor) -> None:
@@ -156,6 +162,7 @@ class _FusedLogprobs(torch.autograd.Function):
         shard: VocabularyShard,
         softcap: float | None,
         rows: "FusedLogitRows | None",
+        supports: Tensor | None,
     ) -> tuple[Tensor, Tensor]:
         dtype = compute_dtype(hidden.dtype)
         columns = weight[: shard.columns]
@@ -164,11 +171,13 @@ class _FusedLogprobs(torch.autograd.Function):
             if rows is not None:
                 return rows.sums(hidden[part] @ columns.t(), temperatures[part], column)
             x = _scaled_logits(hidden[part], columns, temperatures[part], dtype, softcap)
+            if supports is not None:
+                forbid_outside(x, supports[part], shard.start)
             return row_sums(x, column, overwrite=True)
 
         maximum, log_total, entropy, logprobs = shard.scores(targets, dtype, sums_of)
         ctx.save_for_backward(hidden, weight, targets, temperatures, maximum, log_total, entropy)
-        ctx.shard, ctx.softcap, ctx.rows = shard, softcap, rows
+        ctx.shard, ctx.softcap, ctx.rows, ctx.supports = shard, softcap, rows, supports  # ids of no graph
         ctx.set_materialize_grads(False)
         return logprobs, entropy.clone()
 
@@ -180,7 +189,8 @@ class _FusedLogprobs(torch.autograd.Function):
         d_weight = _zeros_for_sums(weight, dtype) if of_weight else None
         columns = weight[: ctx.shard.columns]
         for part, given in ctx.shard.gradients(targets, softmax, grads):
-            dx = _logit_gradient(hidden[part], columns, temperatures[part], given, ctx.softcap, ctx.rows)
+            kept = None if ctx.supports is None else (ctx.supports[part], ctx.shard.start)
+            dx = _logit_gradient(hidden[part], columns, temperatures[part], given, ctx.softcap, ctx.rows, kept)
             if d_hidden is not None:
                 d_hidden[part] = _product(dx, columns)
             if d_weight is not None:
@@ -191,7 +201,7 @@ class _FusedLogprobs(torch.autograd.Function):
         return (
             None if d_hidden is None else d_hidden.to(hidden.dtype),
             None if d_weight is None else d_weight.to(weight.dtype),
-            *(None,) * 5,
+            *(None,) * 6,
         )
 
 
@@ -202,12 +212,15 @@ def _logit_gradient(
     given: tuple[Tensor, RowValues, RowGradients],
     softcap: float | None,
     rows: "FusedLogitRows | None",
+    kept: tuple[Tensor, int] | None,
 ) -> Tensor:
     """Of one chunk of tokens, (n, V): the gradient of ``hidden @ columns.T``, in the type of ``hidden``."""
     if rows is not None:
         return rows.to_gradient(hidden @ columns.t(), temperatures, *given)
     x = _scaled_logits(hidden, columns, temperatures, given[1][1].dtype, softcap)
     slope = None if softcap is None else _softcap_slope(x, temperatures, softcap)
+    if kept is not None:
+        forbid_outside(x, *kept)
     dx = logit_gradient(x, temperatures, *given, overwrite=True)
     return (dx if slope is None else dx.mul_(slope)).to(hidden.dtype)
 

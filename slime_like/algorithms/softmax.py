@@ -20,7 +20,7 @@ def row_sums(x: Tensor, column: Tensor, overwrite: bool) -> tuple[Tensor, tuple[
     With ``overwrite`` the memory of ``x`` is used for scratch.
     """
     target = x.gather(1, column[:, None]).squeeze(1)
-    maximum = x.amax(1)
+    maximum = x.amax(1).clamp_min_(torch.finfo(x.dtype).min / 4)  # of a shard without a permitted token: its sums are 0
     shifted = torch.sub(x, maximum[:, None], out=x if overwrite else None)
     weights = shifted.exp()
     total = weights.sum(1)

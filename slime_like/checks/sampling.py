@@ -9,10 +9,7 @@ from slime_like.config.run import RunConfig
 def sampling_problems(config: RunConfig) -> Iterator[str]:
     """Training needs samples of the whole distribution, in groups that can be compared; ahead of it only with care."""
     rollout, algorithm, ahead = config.rollout, config.algorithm, config.rollout.max_staleness
-    if rollout.top_p != 1.0:
-        yield f"rollout.top_p={rollout.top_p:g} cuts the distribution that the loss assumes whole; use 1 for training"
-    if rollout.top_k != -1:
-        yield f"rollout.top_k={rollout.top_k} cuts the distribution that the loss assumes whole; use -1 for training"
+    yield from _truncation_problems(config)
     if rollout.samples_per_prompt == 1 and algorithm.advantage in GROUP_ADVANTAGES:
         yield (
             f"rollout.samples_per_prompt=1 gives algorithm.advantage={algorithm.advantage} nothing to compare, so that "
@@ -44,6 +41,34 @@ def sampling_problems(config: RunConfig) -> Iterator[str]:
             "rollout.drop_zero_spread=True drops every group of rollout.samples_per_prompt=1; use at least 2 samples, "
             "or drop_zero_spread: false"
         )
+
+
+LARGEST_SUPPORT = 512
+"""Tokens that a token may be drawn from where training truncates: the trainer reads as many ids for each."""
+
+_SUPPORTING = "transformers"
+
+
+def _truncation_problems(config: RunConfig) -> Iterator[str]:
+    """Truncated samples are trained on over the tokens that they were drawn from, where an engine says which."""
+    rollout = config.rollout
+    if rollout.top_p == 1.0 and rollout.top_k == -1:
+        return
+    cut = f"rollout.top_p={rollout.top_p:g} and top_k={rollout.top_k}"
+    whole = "or use top_p: 1 and top_k: -1"
+    if not 0 < rollout.top_k <= LARGEST_SUPPORT:
+        yield (
+            f"{cut}: training on a cut distribution reads what it was cut to; bound it by rollout.top_k, 1 to "
+            f"{LARGEST_SUPPORT}, {whole}"
+        )
+    if rollout.engine != _SUPPORTING:
+        yield f"{cut}: rollout.engine={rollout.engine} does not say what it cut to; use {_SUPPORTING}, {whole}"
+    if rollout.environment.name is not None or rollout.agent.is_set:
+        yield f"{cut}: conversations are trained on over the whole vocabulary; use no environment or agent, {whole}"
+    if (shares := config.trainer.share_prefixes) is not False:
+        yield f"{cut}: trainer.share_prefixes={shares} has not been shown with it; set it to false, {whole}"
+    if (backend := config.trainer.backend) not in ("megatron", "fsdp"):
+        yield f"{cut}: trainer.backend={backend} does not read supports; use megatron or fsdp, {whole}"
 
 
 def rejected_for_several_rows(config: RunConfig) -> Iterator[str]:

@@ -83,8 +83,10 @@ class RolloutConfig(Section):
     samples_per_prompt: int = Field(8, ge=1, description="Responses per prompt (group size).")
     max_new_tokens: int = Field(256, ge=1, description="Token limit of a response.")
     temperature: float = Field(1.0, ge=MIN_TEMPERATURE, description="Sampling temperature of training rollouts.")
-    top_p: float = Field(1.0, gt=0.0, le=1.0, description="Nucleus sampling; training requires 1.")
-    top_k: int = Field(-1, ge=-1, description="Top-k sampling; training requires -1 (off).")
+    top_p: float = Field(1.0, gt=0.0, le=1.0, description="Nucleus sampling of training rollouts; needs `top_k`.")
+    top_k: int = Field(-1, ge=-1)
+    """Top-k sampling of training rollouts, up to 512; -1: off. Logprobs, entropies and KL are then over the tokens that
+    each token was drawn from, as the engine reports them (transformers alone)."""
     stop_token_ids: tuple[int, ...] = Field((), description="Token ids that end a response; []: the model's EOS ids.")
     max_model_len: int | None = Field(None, ge=2)
     """Longest sequence of an engine; none: prompt limit plus response limit."""

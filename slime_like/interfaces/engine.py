@@ -18,8 +18,8 @@ class SamplingParams:
 
     Attributes:
         temperature: 0 means greedy.
-        top_p, top_k: 1.0 and -1 switch them off. Other values are rejected while ``training`` unless the adapter can
-            still return logprobs over the whole vocabulary.
+        top_p, top_k: 1.0 and -1 switch them off. Other values are rejected while ``training`` unless the adapter
+            returns the supports, and logprobs over them.
         max_new_tokens: length limit of the response.
         stop_token_ids: sampling one of these ends the response; it stays in it (EOS too).
         training: True for rollouts that will be trained on.
@@ -82,6 +82,7 @@ class Segment:
         logprobs: (n,) float32, 0 where ``loss_mask`` is False.
         weight_versions: (n,) int64.
         loss_mask: (n,) bool, True where the model sampled the token and this row trains it.
+        supports: as of ``Generation``.
     """
 
     prompt_tokens: np.ndarray
@@ -89,6 +90,7 @@ class Segment:
     logprobs: np.ndarray
     weight_versions: np.ndarray
     loss_mask: np.ndarray
+    supports: np.ndarray | None = None
 
 
 @dataclass(slots=True)
@@ -108,6 +110,8 @@ class Generation:
         segments: rows of a rollout whose history is not one sequence. Where given, they are all that is trained, and
             ``token_ids``, ``logprobs`` and ``weight_versions`` are those of the last one. Empty: the generation itself
             is the one row.
+        supports: (n, top_k) int32, the ids that each token was drawn from, filled up with -1, where training truncates
+            the distribution; ``logprobs`` are then over these.
     """
 
     token_ids: np.ndarray
@@ -117,6 +121,7 @@ class Generation:
     prompt_logprobs: np.ndarray | None = None
     conversation: Conversation | None = None
     segments: tuple[Segment, ...] = ()
+    supports: np.ndarray | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -141,3 +141,19 @@ def test_what_a_run_leaves_is_whole(tiny: Tiny, tmp_path: Path) -> None:
     assert (run_dir / "worker_logs" / "trainer-0.log").is_file() and not (run_dir / "worker_logs").is_symlink()
     resolved = load_config(run_dir / "config.yaml", [])
     assert resolved.steps == 20 and resolved.algorithm.loss == "sft"
+
+
+def test_truncated_samples_are_trained_over_what_they_were_drawn_from(tiny: Tiny, tmp_path: Path) -> None:
+    """Engine and trainer agree about each logprob, and so does the reference, which is the start."""
+    flags = ["--rollout.engine", "transformers", "--rollout.top_p", "0.9", "--rollout.top_k", "40"]
+    flags += ["--algorithm.kl_coef", "0.01", "--algorithm.minibatches", "1", "--evaluation.files", "[]"]
+    finished = run(tiny.rl_flags(tmp_path / "run", *flags, "--checkpoint.export_hf", "false"), tmp_path / "log")
+    assert finished.code == 0, finished.stderr
+    steps = steps_of(tmp_path / "run")
+    assert [row["step"] for row in steps] == [1, 2]
+    for row in steps:
+        assert 0 < row["train_actor_training/engine_gap_max"] < 1e-4  # 0.1 and more over the whole vocabulary
+        assert row["train_actor_training/old_gap_max"] < 1e-6
+        assert 0 < row["train_actor_training/entropy"] < math.log(40)
+    assert steps[0]["train_actor_training/kl_loss"] == pytest.approx(0.0, abs=1e-4)
+    assert steps[1]["train_actor_training/kl_loss"] > 0

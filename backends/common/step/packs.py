@@ -17,6 +17,7 @@ from backends.common.process.agreement import rank_error
 from slime_like.algorithms.context import ContextShard
 from slime_like.algorithms.packing.pack import move_together, response_tokens
 from slime_like.algorithms.segments import require_lengths
+from slime_like.algorithms.supports import are_in
 from slime_like.algorithms.tensor_checks import require_temperatures
 from slime_like.trajectory import PackedTrajectory
 
@@ -31,22 +32,25 @@ class ResponseRows:
         index: int64, in order, each once.
         targets, temperatures: (r,) int64 ids of the tokens that they predict, and float64.
         repeats: (r,) int64, for each of these its entry of ``index``, where sequences share rows; else ``None``.
+        supports: (r, K) int32 of truncated sampling, else ``None``.
     """
 
     index: Tensor
     targets: Tensor
     temperatures: Tensor
     repeats: Tensor | None
+    supports: Tensor | None = None
 
     @classmethod
     def of(cls, pack: PackedTrajectory, shard: ContextShard) -> Self:
         """Those of this rank's ``shard`` of ``pack``."""
         temperatures = pack.temperatures.repeat_interleave(pack.response_lens, output_size=pack.targets.numel())
         of_tokens = response_tokens(pack)[shard.response_slot], temperatures[shard.response_slot]
+        supports = None if pack.supports is None else pack.supports[shard.response_slot]
         if shard.parents is None:
-            return cls(shard.response_index, *of_tokens, None)
+            return cls(shard.response_index, *of_tokens, None, supports)
         index, repeats = shard.response_index.unique(return_inverse=True)
-        return cls(index, *of_tokens, repeats)
+        return cls(index, *of_tokens, repeats, supports)
 
     def spread(self, scored: Tensor) -> Tensor:
         """(r, H) from the hidden states of ``index``, differentiable: the gradients of a shared row add up."""
@@ -81,6 +85,13 @@ def require_computable(pack: PackedTrajectory, vocab_size: int) -> None:
     """
     require_temperatures(pack.temperatures)
     require_lengths(pack.response_lens, pack.targets.numel())
+    if pack.supports is not None and not are_in(pack.supports, response_tokens(pack))[pack.loss_mask].all():
+        raise rank_error(
+            "reading a micro-batch",
+            "a sampled token is not in the support that it was drawn from",
+            code="token-outside-support",
+            remedy="report it: the engine's supports and tokens do not belong together",
+        )
     if (highest := int(pack.tokens.max())) >= vocab_size:
         sequence = int(pack.sequence_mask[pack.tokens.argmax()])
         raise rank_error(

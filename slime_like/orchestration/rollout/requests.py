@@ -107,6 +107,7 @@ def _rows(
             group_id=prompt.group_id,
             loss_mask=_copy(segment.loss_mask, np.bool_),
             weight_versions=versions,
+            supports=None if segment.supports is None else _copy(segment.supports, np.int32),
             temperature=temperature,
             finish_reason=generation.finish_reason,
             conversation=generation.conversation if segment is segments[-1] else None,
@@ -118,7 +119,14 @@ def _whole(prompt_tokens: np.ndarray, generation: Generation) -> Segment:
     loss_mask = np.full(len(generation.token_ids), generation.conversation is None)
     for start, end in generation.conversation.turns if generation.conversation is not None else ():
         loss_mask[start:end] = True
-    return Segment(prompt_tokens, generation.token_ids, generation.logprobs, generation.weight_versions, loss_mask)
+    return Segment(
+        prompt_tokens,
+        generation.token_ids,
+        generation.logprobs,
+        generation.weight_versions,
+        loss_mask,
+        generation.supports,
+    )
 
 
 def _require_complete(segment: Segment, sequence_id: str) -> None:
@@ -130,6 +138,14 @@ def _require_complete(segment: Segment, sequence_id: str) -> None:
             f"after a prompt of {len(segment.prompt_tokens)}; a row has a prompt and at least one token, and one of "
             "each per token",
             code="bad-response",
+            who=f"sequence {sequence_id}",
+        )
+    if segment.supports is not None and not (
+        len(segment.supports) == length and (segment.supports == segment.token_ids[:, None]).any(1).all()
+    ):
+        raise EngineError(
+            "the engine returned a token that is not in the support it says it was drawn from",
+            code="bad-support",
             who=f"sequence {sequence_id}",
         )
 

@@ -3,6 +3,7 @@
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any
 
 import pytest
@@ -108,6 +109,37 @@ def test_any_sharding_of_the_head_equals_the_whole(count, vocab_size, extra, ran
     weighted(case, expected).backward()
     tolerance = 3e-6 if dtype == torch.float32 else 1e-12
     by_rank = run_sharded(case, fused_logprobs, lambda part: [case["hidden"], case["weight"][part]], ranks, **options)
+    for *found, _ in by_rank:
+        for ours, theirs in zip(found, (*expected, leaves[0].grad), strict=True):
+            assert close(ours, theirs.detach(), tolerance)
+    gradient = torch.cat([found[3] for found in by_rank])
+    assert close(gradient[:vocab_size], leaves[1].grad, tolerance) and not gradient[vocab_size:].any()
+
+
+@given(count=st.integers(0, 30), **SHARDED)
+@examples(40)
+def test_any_sharding_over_supports_equals_the_whole(count, vocab_size, extra, ranks, chunk, dtype) -> None:  # type: ignore[no-untyped-def]
+    """Every third token was drawn from the whole vocabulary; the others from what holds the target, and some more."""
+    case = make_case(count, vocab_size, -(-(vocab_size + extra) // ranks) * ranks, dtype)
+    g = torch.Generator().manual_seed(1)
+    lists = []
+    for number, target in enumerate(case["targets"].tolist()):
+        others = torch.randint(0, vocab_size, (int(torch.randint(0, 4, (), generator=g)),), generator=g).tolist()
+        lists.append([] if number % 3 == 0 else sorted({target, *others}))
+    hidden, weight, temperatures = (case[name].double() for name in ("hidden", "weight", "temperatures"))
+    leaves = [x.clone().requires_grad_() for x in (hidden, weight[:vocab_size])]
+    logits = leaves[0] @ leaves[1].T / temperatures[:, None]
+    rows = []  # each over its own tokens alone
+    for row, ids, target in zip(logits, lists, case["targets"].tolist(), strict=True):
+        tokens = ids or list(range(vocab_size))
+        rows.append(dense_scores(row[tokens], torch.tensor(tokens.index(target))))
+    expected = tuple(map(torch.stack, zip(*rows, strict=True))) if rows else (logits.sum(1), logits.sum(1))
+    weighted(case, expected).backward()
+    tolerance = 3e-6 if dtype == torch.float32 else 1e-12
+    padded = [ids + [-1] * (5 - len(ids)) for ids in lists]
+    form = partial(fused_logprobs, supports=torch.tensor(padded, dtype=torch.int32).reshape(-1, 5))
+    options = {"vocab_size": vocab_size, "chunk_tokens": chunk}
+    by_rank = run_sharded(case, form, lambda part: [case["hidden"], case["weight"][part]], ranks, **options)
     for *found, _ in by_rank:
         for ours, theirs in zip(found, (*expected, leaves[0].grad), strict=True):
             assert close(ours, theirs.detach(), tolerance)

@@ -189,7 +189,9 @@ FAULTS: dict[str, list[str]] = {
     "algorithm.kl-estimator": ["--algorithm.kl_estimator k9", "--algorithm.kl_estimator no_such.place:thing"],
     "algorithm.importance-correction": ["--algorithm.importance_correction tiss"],
     "rollout.sampling": [
-        "--rollout.top_p 0.9",
+        "--rollout.top_p 0.9 --rollout.engine transformers",
+        "--rollout.top_p 0.9 --rollout.top_k 513 --rollout.engine transformers",
+        "--rollout.top_k 50 --rollout.engine transformers --trainer.share_prefixes prompts",
         f"{AHEAD} --cluster.placement colocated",
         "--rollout.max_staleness 2",
         f"{AHEAD} --rollout.oversample 1.5",

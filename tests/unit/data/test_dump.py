@@ -71,7 +71,13 @@ def test_a_dump_of_the_first_layout_of_the_code_is_read(tmp_path: Path) -> None:
     rewards = {"rewards": [1.0, 0.5], "successes": [1.0, 0.0], "advantages": 0.75, "loss_mask": [True, False]}
     names = {"answer": "12", "group_id": 10**12, "policy_version": 4, "weight_versions": [4, 5]}
     names |= {"sequence_id": "3-0", "rollout_id": "3-0"}
-    rest = {"token_weight": 1 / 3, "temperature": 0.7, "finish_reason": "length", "conversation": None}
+    rest = {
+        "token_weight": 1 / 3,
+        "temperature": 0.7,
+        "finish_reason": "length",
+        "conversation": None,
+        "supports": None,
+    }
     metadata = {"func_names": ["a", "b"], "conversation": conversation}
     assert found == tokens | logprobs | rewards | names | rest | {"reward_metadata": metadata}
     absent = (bare.logprobs, bare.ref_logprobs, bare.old_logprobs, bare.weight_versions)
@@ -80,7 +86,7 @@ def test_a_dump_of_the_first_layout_of_the_code_is_read(tmp_path: Path) -> None:
     saved = dump_path(tmp_path, 1)
     save_trajectories(saved, [full, bare])
     before, after = (torch.load(each, weights_only=True)["trajectories"] for each in (path, saved))
-    assert [row.keys() for row in after] == [row.keys() | {"rollout_id"} for row in before]
+    assert [row.keys() for row in after] == [row.keys() | {"rollout_id", "supports"} for row in before]
 
 
 def test_rollouts_of_a_model_with_other_tokens_are_refused(tmp_path: Path) -> None:

@@ -1,0 +1,24 @@
+"""Supports of truncated sampling: the tokens that each token was drawn from."""
+
+import torch
+from torch import Tensor
+
+
+def forbid_outside(x: Tensor, supports: Tensor, start: int) -> Tensor:
+    """Set logits of tokens outside of the supports to -inf, in place. Nothing is read back from a device.
+
+    Args:
+        x: (n, V) logits, of the vocabulary's columns from ``start`` on.
+        supports: (n, K) token ids, in any order, filled up with -1; of -1 alone: the whole vocabulary.
+    """
+    columns = supports.long() - start
+    is_elsewhere = (columns < 0) | (columns >= x.shape[1]) | (supports < 0)
+    allowed = torch.zeros(x.shape[0], x.shape[1] + 1, dtype=torch.bool, device=x.device)
+    allowed.scatter_(1, columns.masked_fill(is_elsewhere, x.shape[1]), True)
+    is_whole = (supports < 0).all(1, keepdim=True)
+    return x.masked_fill_(~(allowed[:, :-1] | is_whole), float("-inf"))
+
+
+def are_in(supports: Tensor, tokens: Tensor) -> Tensor:
+    """(n,) bool: whether each of (n,) tokens is in its support."""
+    return (supports == tokens[:, None]).any(1) | (supports < 0).all(1)

@@ -1,0 +1,58 @@
+"""Truncated samples: every layout computes logprobs, entropies, loss and gradients over the tokens of the supports.
+
+Compared as in ``test_parity`` and ``test_fsdp_parity``, within the same bounds, with the float64 reference on whole
+sequences. Supports of one to nine tokens; every fifth token was drawn from the whole vocabulary. Not covered: CUDA.
+"""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from slime_like.trajectory import ScoredTrajectory
+from tests.parallel.fsdp_steps import fsdp_config, train_fsdp_rank
+from tests.parallel.parity import MASKED, PACKS, Case, Settings, case_of, check_everything, run_case
+from tests.parallel.ranks import run_each
+from tests.parallel.test_fsdp_parity import check_case
+from tests.parallel.tiny import VOCAB, scored_sequences
+
+WIDTH = 9
+LAYOUTS: dict[str, Settings] = {
+    "single-kernels": {"cpu_kernels": "auto"},
+    "tp2-sp": {"tensor": 2, "sequence": True},
+    "pp2-recompute": {"pipeline": 2, "recompute": "full"},
+    "cp2": {"context": 2},
+    "cp2-allgather": {"context": 2, "attention": "allgather"},
+}
+
+
+def _with_supports(sequence: ScoredTrajectory, generator: torch.Generator) -> ScoredTrajectory:
+    supports = torch.full((sequence.response_len, WIDTH), -1, dtype=torch.int32)
+    for number, token in enumerate(sequence.response_tokens.tolist()):
+        if number % 5 != 4:
+            count = int(torch.randint(0, WIDTH, (), generator=generator))
+            others = torch.randint(0, VOCAB, (count,), generator=generator).tolist()
+            kept = [token, *(other for other in dict.fromkeys(others) if other != token)]
+            supports[number, : len(kept)] = torch.tensor(kept)[torch.randperm(len(kept), generator=generator)]
+    sequence.supports = supports
+    return sequence
+
+
+@pytest.fixture(scope="module")
+def case(tmp_path_factory: pytest.TempPathFactory) -> Case:
+    generator = torch.Generator().manual_seed(0)
+    sequences = scored_sequences([pair for pack in PACKS for pair in pack], fully_masked=MASKED)
+    return case_of([_with_supports(one, generator) for one in sequences], "qwen3", tmp_path_factory.mktemp("qwen3"), 1)
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_layouts_compute_over_the_supports(name: str, case: Case, tmp_path: Path) -> None:
+    check_everything(case, LAYOUTS[name], run_case(case, LAYOUTS[name], tmp_path, steps=1))
+
+
+@pytest.mark.parametrize("layout", [{}, {"data": 2, "context": 2}], ids=["single", "dp2-cp2"])
+def test_fsdp_computes_over_the_supports(layout: Settings, case: Case, tmp_path: Path) -> None:
+    config = fsdp_config(case, tmp_path, layout)
+    tasks = [(config, case.packs(), case.denominator, 1)]
+    (results,) = run_each(train_fsdp_rank, config.trainer.parallel.world_size, tmp_path / "ranks", tasks)
+    check_case(case, list(results))
