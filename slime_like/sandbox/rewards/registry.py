@@ -3,11 +3,13 @@
 import inspect
 import re
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from slime_like.config.rollout import RewardFunction
 from slime_like.plugins.resolve import resolve_callable
 from slime_like.sandbox.rewards.signature import GIVEN, require_options
+
+if TYPE_CHECKING:
+    from slime_like.config.rollout import RewardFunction  # workers import no configuration
 
 RewardCallable = Callable[..., Any]
 """``reward(prompt: str, response: str, answer: str, **options) -> RewardResult``, or one of a whole group, which
@@ -48,7 +50,7 @@ _PURE: Mapping[str, str] = {"format": "", "length": "", "exact_match": "", "gsm8
 """Those that only look at their arguments, at once and with nothing to import; with an answer that each takes."""
 
 
-def accepts_answers(function: RewardFunction) -> bool:
+def accepts_answers(function: "RewardFunction") -> bool:
     """Whether a row's bare answer, as the response, is right; not where a pattern or a mark must stand around it."""
     options = function.options
     marked = function.name == "gsm8k" and options.get("require_marker", True)

@@ -1,5 +1,6 @@
 """Records with figures that are easy to compute by hand."""
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -52,7 +53,6 @@ def rl_record() -> StepRecord:
             staleness=[0, 2, 1, 0],
             turns=[1, 2, 2, 2, 1],
             rows=[1, 3, 1, 2, 1],
-            sources=["sums", "sums", "words", "words", "words"],
         ),
         reference=ReferenceRecord(
             total_s=2.0, model_running_s=0.5, waiting_s=0.25, response_tokens=80, total_tokens=150
@@ -62,6 +62,13 @@ def rl_record() -> StepRecord:
         probe_gap=1e-6,
         memory={"peak_rss (GiB)": 1.5, "peak_gpu (GiB)": 3.5},
     )
+
+
+def mixed_record() -> StepRecord:
+    """``rl_record`` with the sources of a mixture."""
+    record = rl_record()
+    assert record.rollout is not None
+    return replace(record, rollout=replace(record.rollout, sources=["sums", "sums", "words", "words", "words"]))
 
 
 def sft_record() -> StepRecord:

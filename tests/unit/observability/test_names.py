@@ -11,7 +11,7 @@ from slime_like.observability.aliases import alias_of, with_aliases
 from slime_like.observability.names import IDLE_TIME, evaluation_metrics, step_metrics, sync_metrics
 from slime_like.observability.phases import PhaseTimes
 from slime_like.observability.records import EvaluationRecord, SyncRecord
-from tests.unit.observability.records import phase_times, rl_record, sft_record
+from tests.unit.observability.records import mixed_record, phase_times, rl_record, sft_record
 
 ZEROS = """
     policy_loss kl_loss clipfrac approx_policy_kls entropy grad_norm engine_gap_mean importance_weight
@@ -91,7 +91,7 @@ RL_FIGURES = {
 
 
 def test_every_name_and_figure_of_an_rl_step() -> None:
-    metrics = step_metrics(rl_record())
+    metrics = step_metrics(mixed_record())
     assert set(metrics) == set(RL_FIGURES)
     assert metrics == pytest.approx(RL_FIGURES)
     assert all(type(value) is float for value in metrics.values())
