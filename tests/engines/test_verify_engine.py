@@ -43,6 +43,9 @@ def test_installed_engines_hold_every_claim_with_small_models_like_real_ones(eng
     command = [sys.executable, "-m", "slime_like.commands.main", "verify", "engine", "--rollout.engine", engine]
     command += ["--model", str(ROOT / "configs" / "models" / model)]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=900, cwd=ROOT)
+    if engine == "vllm" and "A3B" in model:  # whose experts it cannot update on a CPU
+        assert ended.returncode == 1 and "[model-not-served]" in ended.stderr
+        return
     assert ended.returncode == 0, ended.stdout + ended.stderr
     assert ended.stdout.count("\nholds ") + ended.stdout.startswith("holds ") == len(claims.CLAIMS)
 
