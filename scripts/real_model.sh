@@ -26,8 +26,8 @@ started=$SECONDS
 
 say "making tasks: 80 held-out rows, and rows of other questions for training"
 task() { "$SLIME" make-tasks chain_sum "$@" --plain --set min_terms=2 max_terms=2 min_digits=1 max_digits=1; }
-task "$DIR/eval.jsonl" --count 80 --seed 0
-task "$DIR/train.jsonl" --count 2000 --seed 1 --exclude "$DIR/eval.jsonl"
+[[ -e $DIR/eval.jsonl ]] || task "$DIR/eval.jsonl" --count 80 --seed 0
+[[ -e $DIR/train.jsonl ]] || task "$DIR/train.jsonl" --count 2000 --seed 1 --exclude "$DIR/eval.jsonl"
 
 "$SLIME" train configs/real_model.yaml --resume never --seed "$SEED" --run_dir "$DIR/rl" --model.path "$DIR/model" \
     --data.train "$DIR/train.jsonl" --evaluation.files "$DIR/eval.jsonl" "$@"

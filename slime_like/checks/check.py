@@ -42,6 +42,7 @@ CHECKS: Sequence[Check] = (
     Check("run_dir", {"files", "run"}, directories.run_directory_problems),
     Check("debug.save-rollouts", {"files", "training"}, directories.dump_directory_problems),
     Check("data.train", {"files", "training"}, rows.training_file_problems),
+    Check("data.mixture-files", {"files", "training"}, rows.source_file_problems),
     Check("evaluation.files", {"files", "data"}, rows.held_out_file_problems),
     Check("logging.packages", {"files", "training"}, packages.logging_problems),
     Check("resume", {"files", "training"}, earlier_run.resume_problems),

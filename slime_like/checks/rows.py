@@ -128,8 +128,11 @@ class _AnyTokenizer:
 
 def training_file_problems(config: RunConfig) -> Iterator[str]:
     if not config.data.training_files and not config.debug.load_rollouts:
-        yield "data.train=[] is empty; give at least one .jsonl or .parquet file"
+        yield "data.train=[] is empty; give at least one .jsonl or .parquet file, or sources in data.mixture"
     yield from _file_problems("data.train", config.data.train)
+
+
+def source_file_problems(config: RunConfig) -> Iterator[str]:
     for number, source in enumerate(config.data.mixture):
         yield from _file_problems(f"data.mixture.{number}.files", source.files)
 

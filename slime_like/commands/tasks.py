@@ -33,6 +33,8 @@ def _run(given: argparse.Namespace, _: list[str]) -> int:
     out: Path = given.out
     if out.suffix != ".jsonl" or out.is_dir():
         raise ConfigError(f"OUT={out} must be a file whose name ends with .jsonl", code="output-unusable")
+    if out.exists():
+        raise ConfigError(f"OUT={out} exists; give a new file, or remove it", code="output-exists")
     from slime_like.data.task_library import task_rows
 
     settings = {name: value for name, _, value in pairs}
@@ -52,12 +54,17 @@ def _run(given: argparse.Namespace, _: list[str]) -> int:
 def _questions(path: Path) -> set[str]:
     """Questions of the rows of a file that this command wrote."""
     try:
-        rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
-        return {json.loads(row["answer"])["question"] for row in rows}
+        lines = path.read_text(encoding="utf-8").splitlines()
     except OSError as error:
         raise ConfigError(f"--exclude {path}: cannot be read ({error.strerror})", code="argument-value") from error
-    except (ValueError, LookupError, TypeError) as error:
-        raise ConfigError(f"--exclude {path}: not written by make-tasks ({error!r})", code="argument-value") from error
+    questions = set()
+    for number, line in enumerate(lines, start=1):
+        try:
+            questions.add(json.loads(json.loads(line)["answer"])["question"])
+        except (ValueError, LookupError, TypeError) as error:
+            problem = f"--exclude {path}:{number}: is no row that make-tasks wrote; give a file of such rows"
+            raise ConfigError(problem, code="argument-value") from error
+    return questions
 
 
 COMMAND = Command(

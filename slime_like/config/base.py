@@ -37,6 +37,14 @@ def require_path(path: Any) -> None:
         raise ValueError(f"is longer than a path can be (names of {_MAX_NAME_BYTES} bytes); shorten it")
 
 
+def absolute_path(path: Path) -> Path:
+    """The path that processes of other directories find; ``~name`` of no user stands for itself, as in a shell."""
+    try:
+        return path.expanduser().absolute()
+    except RuntimeError:
+        return path.absolute()
+
+
 def absolute_code(name: str | None) -> str | None:
     """``path/to/file.py:name`` with an absolute path without ``..``: processes of other directories find it, and the
     same file has one name."""

@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
+from jinja2 import TemplateSyntaxError
+
 from slime_like.config import DataConfig
 from slime_like.data.formats import in_format
 from slime_like.data.messages import read_conversation, role_problem
@@ -160,7 +162,8 @@ class RowEncoder:
             text = self._tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
         except Exception as error:  # templates are programs of the checkpoint and raise what they like
             problem = f"the chat template rejects {key!r} ({error})"
-            raise row.fault("template-failed", problem, "correct the messages") from error
+            remedy = "correct the template" if isinstance(error, TemplateSyntaxError) else "correct the messages"
+            raise row.fault("template-failed", problem, remedy) from error
         return self._tokenizer.encode(text, add_special_tokens=False)
 
     def _require_text(self, row: Row, key: str, value: Any) -> None:

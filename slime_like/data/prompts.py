@@ -116,7 +116,8 @@ class PromptSource:
             order = [seed, number] if self._names else [seed]
             self._sources.append(_Rows(rows, order if config.shuffle else None))
         self._issued = array("H")  # of which source, by group id
-        self._fingerprint = _fingerprint(self._files, [] if not self._names else [self._names, self._shares])
+        self._mixture = [[name, share] for name, share in zip(self._names, self._shares, strict=False)]
+        self._fingerprint = _fingerprint(self._files, [self._names, self._shares] if self._names else [])
 
     @property
     def num_rows(self) -> int:
@@ -138,6 +139,7 @@ class PromptSource:
             "seed": self._seed,
             "num_rows": self.num_rows,
             "fingerprint": self._fingerprint,
+            "mixture": self._mixture,
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -148,6 +150,14 @@ class PromptSource:
         """
         here = self.state_dict()
         names = ", ".join(str(file) for file in self._files)
+        if (before := state.get("mixture", self._mixture)) != self._mixture:
+            raise DataError(
+                f"the names and shares of data.mixture are not those of the checkpoint ({_listed(before)} then, "
+                f"{_listed(self._mixture)} now), so its position means nothing here",
+                code="mixture-changed",
+                who=names,
+                remedy="restore them, or start a new run",
+            )
         for key, what in (("fingerprint", "content"), ("seed", "seed"), ("num_rows", "number of usable rows")):
             if state[key] != here[key]:
                 raise DataError(
@@ -210,6 +220,10 @@ class PromptSource:
                 remedy="raise the limit, or give a file with shorter ones",
             )
         return rows
+
+
+def _listed(mixture: Sequence[Sequence[Any]]) -> str:
+    return ", ".join(f"{name} {share:.3g}" for name, share in mixture) or "none"
 
 
 def _fingerprint(files: Sequence[Path], mixture: list[Any]) -> str:

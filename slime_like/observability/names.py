@@ -33,6 +33,7 @@ CONVERSION_SPEED = "convert/gigabytes_per_second"
 _FLAT_GROUPS = "rollout/zero_spread_groups"
 _GROUPS = "rollout/groups"
 _REWARD_OF = "ref_actor_rewards/rewards_func_"
+_SOURCES, _SOURCE_REWARD = "sources/", "/total_reward_mean"
 
 # Groups whose rewards differ by less than this learn nothing: float noise, not spread.
 ZERO_SPREAD = 1e-6
@@ -116,11 +117,11 @@ def source_metrics(rewards: RewardRecord, rollout: RolloutRecord, lengths: Seque
     for name in sorted(set(rollout.sources)):
         own = sources == name
         metrics |= {
-            f"sources/{name}/share": float(own.mean()),
-            f"sources/{name}/total_reward_mean": float(totals[own].mean()),
-            f"sources/{name}/success": float(successes[own].mean()),
-            f"sources/{name}/response_length_mean": float(np.asarray(lengths)[own].mean()),
-            f"sources/{name}/truncated_fraction": float(truncated[own].mean()),
+            f"{_SOURCES}{name}/share": float(own.mean()),
+            f"{_SOURCES}{name}{_SOURCE_REWARD}": float(totals[own].mean()),
+            f"{_SOURCES}{name}/success": float(successes[own].mean()),
+            f"{_SOURCES}{name}/response_length_mean": float(np.asarray(lengths)[own].mean()),
+            f"{_SOURCES}{name}/truncated_fraction": float(truncated[own].mean()),
         }
     return metrics
 
@@ -282,6 +283,12 @@ def function_means(names: Iterable[str]) -> list[tuple[str, str]]:
         (name, name.removeprefix(_REWARD_OF).removesuffix("_mean")) for name in names if name.startswith(_REWARD_OF)
     ]
     return found if len(found) > 1 else []
+
+
+def source_means(names: Iterable[str]) -> list[tuple[str, str]]:
+    """(metric, source) of the mean reward of each source of a mixture in ``names``."""
+    found = [name for name in names if name.startswith(_SOURCES) and name.endswith(_SOURCE_REWARD)]
+    return [(name, name.removeprefix(_SOURCES).removesuffix(_SOURCE_REWARD)) for name in found]
 
 
 def phase_shares(values: Mapping[str, float]) -> list[tuple[str, float]]:

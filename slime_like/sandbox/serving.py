@@ -11,7 +11,7 @@ import resource
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from io import TextIOWrapper
 from pathlib import Path
@@ -101,9 +101,19 @@ def _send(stream: BinaryIO, message: dict[str, Any]) -> None:
     try:
         data = encode(message)
     except (TypeError, ValueError) as error:  # what JSON cannot express
-        data = encode({"reason": "error", "detail": f"metadata: {error}"[:_LONGEST]})
+        data = encode({"reason": "error", "detail": f"{_unsendable(message)}: {error}"[:_LONGEST]})
     stream.write(data)
     stream.flush()
+
+
+def _unsendable(message: Mapping[str, Any]) -> str:
+    """The first part that JSON cannot express."""
+    for name, part in message.items():
+        try:
+            encode({name: part})
+        except (TypeError, ValueError):
+            return name
+    return "the answer"
 
 
 def _take_over_pipes() -> tuple[BinaryIO, BinaryIO]:

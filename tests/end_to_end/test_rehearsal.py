@@ -1,7 +1,7 @@
 """``slime-like rehearse``: faults put into a recipe are found, each by its stage, and a sound recipe has none."""
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -106,9 +106,19 @@ QUICK: dict[str, tuple[Callable[[Recipe], object], str, str]] = {
     "a template that fails": (
         lambda r: r.use_template("{{ raise_exception('no user here') }}"), "rows", "no user here",
     ),
+    "a template without a generation prompt": (
+        lambda r: r.use_template(CHAT_TEMPLATE.partition("{% if add_generation_prompt")[0]),
+        "chat template", "no generation prompt",
+    ),
+    "a template that begins twice": (
+        lambda r: r.use_template(f"<bos><bos>{CHAT_TEMPLATE}"), "chat template", "'<bos>' stands twice",
+    ),
+    "a stop token that the model does not have": (
+        lambda r: r.flags.extend(["--rollout.stop_token_ids", "[999999]"]), "chat template", "no stop token (999999)",
+    ),
     "a stop token that never comes": (_another_end, "chat template", "no stop token"),
-    "answers that no response can match": (_wrong_answers, "rewards", "multiple_choice"),
-    "a reward whose import fails": (_no_module, "rewards", "no_such_module"),
+    "answers that no response can match": (_wrong_answers, "settings", "multiple_choice"),
+    "a reward whose import fails": (_no_module, "settings", "no_such_module"),
 }  # fmt: skip
 
 
@@ -127,11 +137,40 @@ def test_a_fault_of_rows_template_or_settings_is_found_before_anything_is_starte
     assert any(name == stage and words in text for name, text in findings)
 
 
+def test_what_is_right_in_form_and_no_task_is_noted(recipe: Recipe, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rehearsal, "SmallRun", lambda *_: NoRun())
+    recipe.write(recipe.train, [{"prompt": f"{a}+1=", "answer": "4" * (a != 7)} for a in range(12)])
+    recipe.flags += ["--run_dir", "/proc/no/run"]
+    (recipe.directory / "out").mkdir()
+    findings = list(rehearse(recipe.config, recipe.directory / "out"))
+    assert found(findings) == []
+    notes = [(finding.stage, finding.text) for finding in findings if finding.kind == "note"]
+    parts = [
+        ("this machine", "[run_dir]"), ("answers", "1 row of 12"), ("answers", "all 11 answers are '4'"),
+        ("held-out rows", "8 prompts"),
+    ]  # fmt: skip
+    for stage, words in parts:
+        assert [stage for name, text in notes if name == stage and words in text] == [stage]
+
+
+def test_a_fault_that_later_stages_meet_again_is_counted_once(recipe: Recipe, monkeypatch: pytest.MonkeyPatch) -> None:
+    again = [(False, "first steps", "trainer.parallel.tensor=2 [trainer.layout]"), (False, "resume", "lost [other]")]
+    monkeypatch.setattr(rehearsal, "SmallRun", lambda *_: NoRun(again))
+    recipe.flags += ["--trainer.parallel.tensor", "8"]
+    (recipe.directory / "out").mkdir()
+    findings = list(rehearse(recipe.config, recipe.directory / "out"))
+    assert [stage for stage, _ in found(findings)] == ["settings", "resume"]
+    assert ("note", "first steps") in [(finding.kind, finding.stage) for finding in findings]
+
+
 class NoRun:
     """What is looked at here comes before the small run."""
 
-    def stages(self) -> list[tuple[bool, str, str]]:
-        return []
+    def __init__(self, outcomes: Sequence[tuple[bool, str, str]] = ()) -> None:
+        self._outcomes = outcomes
+
+    def stages(self) -> Sequence[tuple[bool, str, str]]:
+        return self._outcomes
 
 
 REWARD = """

@@ -69,6 +69,7 @@ def test_options_of_the_reward(rejects: Rejects) -> None:
         ("chain_sm", "a.jsonl"), ("chain_sum", "a.txt"), ("chain_sum", "no/such/a.jsonl"),
         ("chain_sum", "a.jsonl", "--levels", "99"), ("chain_sum", "a.jsonl", "--set", "max_terms"),
         ("chain_sum", "a.jsonl", "--set", "max_terms=x"), ("chain_sum", "a.jsonl", "--set", "nonsense=1"),
+        ("chain_sum", "a.jsonl", "--set", "allow_negation=3"), ("chain_sum", "a.jsonl", "--set", "max_terms=1"),
     ],
     ids=" ".join,
 )  # fmt: skip
@@ -96,6 +97,9 @@ def test_held_out_rows_are_not_those_of_training(tmp_path: Path, rejects: Reject
     every = {text.format(*question) for question in product(range(10), "+-", range(10))}
     with rejects(ConfigError, "task-exhausted"):
         list(task_rows("chain_sum", 5, 1, settings=dict(pair.split("=") for pair in small[2:]), other=every))
+    before = held.read_bytes()
+    assert main([*rest, "--count", "1"]) == 2 and held.read_bytes() == before  # what is there stays
+    held.unlink()
     for text in ("no JSON", '{"answer": "4"}'):
         train.write_text(text)
         assert main([*rest, "--count", "1"]) == 2

@@ -7,6 +7,7 @@ from typing import Any
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
+from slime_like.config.base import absolute_path
 from slime_like.config.reading.fields import Field, all_fields, section_names
 from slime_like.config.reading.flags import read_flags
 from slime_like.config.reading.problems import describe_all
@@ -123,7 +124,4 @@ def _absolute(value: Any, optional: bool) -> Any:
         return [_absolute(item, optional) for item in value]
     if not isinstance(value, str) or not value or (optional and value.lower() == "none"):
         return value  # validation says what is wrong with it, if anything is
-    try:
-        return str(Path(value).expanduser().absolute())
-    except RuntimeError:  # `~name` of no user stands for itself, as in a shell
-        return str(Path(value).absolute())
+    return str(absolute_path(Path(value)))

@@ -30,6 +30,7 @@ _FAULTS = {
     "model_type": ("field-type", _NO_SECTION),
     "model_attributes_type": ("field-type", _NO_SECTION),
     "dict_type": ("field-type", "must be a mapping; write `key: value` pairs below it"),
+    "string_pattern_mismatch": ("field-value", "must match {pattern}"),
     "tuple_type": ("field-type", "must be a list; write [first, second]"),
     "invalid_key": (
         "field-unknown",
@@ -73,8 +74,13 @@ def suggestion(name: str, known: Sequence[str]) -> str | None:
     parts = name.split(".")
     if len(parts) > 1 and (synonym := SYNONYMS.get(".".join(parts[-2:]))) in known:
         return synonym
-    near = get_close_matches(name, known, n=1, cutoff=0.75)
     leaf = name.rpartition(".")[2]
+    # A section's name alone makes two fields of it alike.
+    near = [
+        field
+        for field in get_close_matches(name, known, n=1, cutoff=0.75)
+        if not leaf or get_close_matches(leaf, [field.rpartition(".")[2]], cutoff=0.5)
+    ]
     elsewhere = [field for field in [SYNONYMS.get(leaf)] if field in known]
     same_leaf = [candidate for candidate in known if candidate.rpartition(".")[2] == leaf]
     leaves = {candidate.rpartition(".")[2]: candidate for candidate in known}

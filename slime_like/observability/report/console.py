@@ -13,6 +13,7 @@ from slime_like.observability.report.data import RunData, summary
 from slime_like.observability.report.panels import PhasePicture, key_metrics, panels, phase_picture
 from slime_like.observability.report.text import last_user_message, shortened, spelled_out
 from slime_like.observability.tables import HELD_OUT_TABLE, SAMPLE_TABLE, said
+from slime_like.system.words import counted
 
 _NEWEST_SAMPLES = 4
 _MAX_TEXT = 240
@@ -37,7 +38,9 @@ def show(run: RunData, console: Console) -> None:
         console.print(_labelled("Newest samples", [_sample(row) for row in newest]))
     held_out = run.tables.get(HELD_OUT_TABLE)
     if held_out is not None and held_out.rows:
-        console.print(_labelled("Held-out responses, first and last evaluation", _held_out(held_out.rows)))
+        shown, prompts = _held_out(held_out.rows), len({row.get("Sequence ID") for row in held_out.rows})
+        title = f"Held-out responses, first and last evaluation ({len(shown)} of {counted(prompts, 'prompt')})"
+        console.print(_labelled(title, shown))
 
 
 def _printable(value: Any) -> Text:
@@ -109,9 +112,14 @@ def _held_out(rows: list[dict[str, Any]]) -> list[list[tuple[str, Any]]]:
     for responses in list(by_prompt.values())[:_NEWEST_SAMPLES]:
         first, last = responses[0], responses[-1]
         question = ("prompt", last_user_message(str(first.get("Prompt", ""))))
-        shown = {f"step {row['step']}": row.get("Response") for row in (first, last)}
+        shown = {f"step {row['step']}{_judged(row)}": row.get("Response") for row in (first, last)}
         groups.append([question, *shown.items(), ("answer", first.get("Answer"))])
     return groups
+
+
+def _judged(row: dict[str, Any]) -> str:
+    success = row.get("Success")
+    return "" if success is None else ", right" if success else ", wrong"
 
 
 def _labelled(title: str, groups: list[list[tuple[str, Any]]]) -> Table:

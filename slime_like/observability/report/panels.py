@@ -16,6 +16,7 @@ from slime_like.observability.names import (
     STEP_TIME,
     function_means,
     phase_seconds,
+    source_means,
 )
 from slime_like.observability.phases import PHASES
 from slime_like.observability.report.charts import Line, chart_data, line_chart, stacked_bars
@@ -174,7 +175,9 @@ def _specs(run: RunData) -> list[PanelSpec]:
     names = dict.fromkeys(name for record in run.records for name in record)
     means = tuple(function_means(names))
     functions = PanelSpec("Reward functions", "Mean of each function, unweighted.", means, always=True)
-    return [_REWARD, *([functions] if means else []), *_SPECS]
+    by_source = tuple(source_means(names))
+    sources = PanelSpec("Sources", "Mean reward of each source of the mixture.", by_source, always=True)
+    return [_REWARD, *([functions] if means else []), *([sources] if by_source else []), *_SPECS]
 
 
 def _lines(run: RunData, spec: PanelSpec) -> list[Line]:

@@ -3,15 +3,17 @@
 A small random model like the real one trains a few steps under the recipe; the run is killed, resumed and exported.
 """
 
+import re
+from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
 from typing import Any, Literal
 
 from jinja2 import TemplateError
 
-from slime_like.checks.check import check_settings
+from slime_like.checks.check import check_machine, check_settings
 from slime_like.checks.definition import training_needs
 from slime_like.checks.rows import answered_samples
 from slime_like.config import RunConfig
@@ -26,7 +28,7 @@ from slime_like.orchestration.rollout.evaluation import held_out
 from slime_like.orchestration.rollout.failures import failure_text
 from slime_like.orchestration.rollout.requests import stop_tokens
 from slime_like.sandbox.rewards.pool import RewardPool
-from slime_like.sandbox.rewards.registry import SERVICES, accepts_answers
+from slime_like.sandbox.rewards.registry import REGISTERED, SERVICES, accepts_answers
 from slime_like.system.words import counted
 from slime_like.verification.rehearsal.small_recipe import changes, layers_of, small_recipe
 from slime_like.verification.rehearsal.small_run import SmallRun
@@ -35,6 +37,15 @@ STEPS = 3
 _DROPPED = 0.05
 """Share of prompts over the limit above which the limit, or the data, is taken for a mistake."""
 _ANSWERS = 32
+_CODE = re.compile(r"\[([a-z][a-z.-]+)\]")
+_WEIGHTS_AND_ROWS = {
+    "model.weight-files",
+    "reference.weight-files",
+    "data.train",
+    "data.mixture-files",
+    "evaluation.files",
+}
+"""What a machine may lack: the weights are not needed, and rows are a stage of their own."""
 _USER, _ASSISTANT = "What is asked.", "What is answered."
 
 
@@ -50,6 +61,8 @@ class Finding:
 def rehearse(config: RunConfig, directory: Path, steps: int = STEPS) -> Iterator[Finding]:
     """Try the recipe, what costs least first. Without usable rows there is no small run.
 
+    What is found a second time, as a later stage meets it, is a note.
+
     Args:
         directory: the small model, the small recipe and its run go there; it exists and is empty.
         steps: training steps of the small run, at least 2.
@@ -58,19 +71,32 @@ def rehearse(config: RunConfig, directory: Path, steps: int = STEPS) -> Iterator
         ConfigError: the model's configuration cannot be read or is of no known family, or the recipe cannot be made
             small.
     """
+    seen = set[str]()
+    for finding in _stages(config, directory, steps):
+        codes = set(_CODE.findall(finding.text)) if finding.kind == "FOUND" else set[str]()
+        is_known = bool(codes) and codes <= seen
+        seen |= codes
+        yield replace(finding, kind="note", text=f"again: {finding.text}") if is_known else finding
+
+
+def _stages(config: RunConfig, directory: Path, steps: int) -> Iterator[Finding]:
     dimensions = ModelDimensions.from_checkpoint(config.model.path)
-    yield from _settings(config, dimensions)
+    settings = list(_settings(config, dimensions))
+    yield from settings
     try:
         tokenizer = load_tokenizer(config.model.path)
         yield from _rows(config, tokenizer)
     except SlimeLikeError as error:
         yield Finding("FOUND", "rows", _listed(error))
+        yield Finding("note", "not tried", "template, rewards and the small run, which need rows")
         return
     yield from _template(config, tokenizer)
-    if not config.supervised:
+    can_score = not any("[reward." in finding.text for finding in settings)
+    if not config.supervised and can_score:
         yield from _answers(config)
     model = directory / "model"
-    make_look_alike(config.model.path, model, layers_of(config, dimensions), ends=stop_tokens(config))
+    ends = [token for token in stop_tokens(config) if 0 <= token < dimensions.vocab_size]
+    make_look_alike(config.model.path, model, layers_of(config, dimensions), ends=ends)
     try:
         small = small_recipe(config, model, directory / "run", steps)
     except ValueError as error:
@@ -95,7 +121,11 @@ def _settings(config: RunConfig, dimensions: ModelDimensions) -> Iterator[Findin
         yield Finding("FOUND", "settings", f"{problem.text} [{problem.code}]")
     if not problems:
         ranks = config.trainer.parallel.world_size
-        yield Finding("ok", "settings", f"{counted(ranks, 'trainer rank')}; no rule is broken")
+        text = f"{counted(ranks, 'trainer rank')}; no rule is broken; whether GPUs suffice says slime-like plan"
+        yield Finding("ok", "settings", text)
+    for problem in check_machine(config, dimensions, training_needs(config)):
+        if problem.code not in _WEIGHTS_AND_ROWS:
+            yield Finding("note", "this machine", f"{problem.text} [{problem.code}]")
 
 
 def _rows(config: RunConfig, tokenizer: Any) -> Iterator[Finding]:
@@ -128,20 +158,28 @@ def _template(config: RunConfig, tokenizer: Any) -> Iterator[Finding]:
     answered = [*messages, {"role": "assistant", "content": _ASSISTANT}]
     try:
         prompt = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-        whole = tokenizer.apply_chat_template(answered, tokenize=False)
+        plain, whole = (tokenizer.apply_chat_template(each, tokenize=False) for each in (messages, answered))
     except (TemplateError, ValueError, TypeError, KeyError) as error:
         yield Finding("FOUND", "chat template", f"fails on a plain conversation ({type(error).__name__}: {error})")
         return
     for message in messages:
         if message["content"].strip() not in prompt:
             yield Finding("FOUND", "chat template", f"a prompt does not hold the {message['role']} message")
+    if prompt == plain and whole.startswith(prompt) and not whole[len(prompt) :].lstrip().startswith(_ASSISTANT):
+        header = whole[len(prompt) :].partition(_ASSISTANT)[0]
+        text = f"no generation prompt: the model itself would have to begin an answer with {header!r:.60}"
+        yield Finding("FOUND", "chat template", text)
+    begin = tokenizer.encode(prompt, add_special_tokens=False)[:2]
+    if len(begin) > 1 and begin[0] == begin[1] == tokenizer.bos_token_id:
+        yield Finding("FOUND", "chat template", f"{tokenizer.bos_token!r} stands twice at the beginning")
     _, said, end = whole.rpartition(_ASSISTANT)
     stops = set(stop_tokens(config))
     closing = tokenizer.encode(end, add_special_tokens=False) if said else []
     if not said:
         yield Finding("note", "chat template", "renders no assistant message; what ends an answer is unknown")
     elif not stops & set(closing):
-        names = ", ".join(map(repr, tokenizer.convert_ids_to_tokens(sorted(stops))))
+        known = zip(sorted(stops), tokenizer.convert_ids_to_tokens(sorted(stops)), strict=True)
+        names = ", ".join(str(token) if name is None else repr(name) for token, name in known)
         text = f"an answer ends with {end!r}, which holds no stop token ({names}): responses would run to their limit; "
         yield Finding("FOUND", "chat template", text + "set rollout.stop_token_ids")
     else:
@@ -154,6 +192,7 @@ def _answers(config: RunConfig) -> Iterator[Finding]:
     if SERVICES & set(names) or all(function.is_given for function in config.reward.functions):
         yield Finding("note", "rewards", "services, environments and agents are tried in the small run alone")
         return
+    yield from _alike(config)
     samples = list(islice(answered_samples(config), _ANSWERS))
     try:
         with RewardPool(config.reward) as pool:
@@ -169,5 +208,21 @@ def _answers(config: RunConfig) -> Iterator[Finding]:
     if right == 0 and accepts_answers(config.reward.functions[0]):
         wrong = f", e.g. {samples[0].answer[:60]!r}: no response can succeed; set data.answer_key or data.format"
         yield Finding("FOUND", "rewards", text + wrong)
+    elif names[0] in REGISTERED and not accepts_answers(config.reward.functions[0]):
+        yield Finding("ok", "rewards", f"{counted(len(samples), 'row')} scored; {names[0]} takes no bare answer")
     else:
         yield Finding("ok" if right == len(samples) else "note", "rewards", text)
+
+
+def _alike(config: RunConfig) -> Iterator[Finding]:
+    """Rows that are right in form, and still no task or no measure: empty or equal answers, trained held-out rows."""
+    of_training = config.model_copy(update={"evaluation": config.evaluation.model_copy(update={"files": ()})})
+    rows = list(answered_samples(of_training))
+    answers = Counter(sample.answer.strip() for sample in rows)
+    if empty := answers.pop("", 0):
+        yield Finding("note", "answers", f"{counted(empty, 'row')} of {empty + answers.total()} have an empty answer")
+    if len(answers) == 1 and answers.total() > 1:
+        yield Finding("note", "answers", f"all {answers.total()} answers are {next(iter(answers))!r:.60}")
+    prompts = {sample.prompt for sample in rows}
+    if known := sum(sample.prompt in prompts for sample in islice(answered_samples(config), len(rows), None)):
+        yield Finding("note", "held-out rows", f"{counted(known, 'prompt')} of them stand in the training data too")

@@ -42,6 +42,7 @@ class SmallRun:
         problem = self._until_first_checkpoint()
         yield problem is None, "first steps", problem or f"a checkpoint after {time.monotonic() - began:.0f} s"
         if problem is not None:
+            yield None, "not tried", "resume, scoring, evaluation and export, which need a checkpoint"
             return
         began = time.monotonic()
         problem = self._resumed()

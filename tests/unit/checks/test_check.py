@@ -178,6 +178,7 @@ FAULTS: dict[str, list[str]] = {
     "debug.save-rollouts": ["--debug.save_rollouts TMP/train.jsonl"],
     "debug.load-rollouts": ["--debug.load_rollouts TMP/none", "--debug.load_rollouts TMP/model --steps 3"],
     "resume": ["--resume Auto"],
+    "data.mixture-files": ["--data.train [] --data.mixture '[{name: a, files: [TMP/no.jsonl]}]'"],
     "data.train": ["--data.train none", "--data.train TMP/no.jsonl", "--data.train /usr"],
     "evaluation.sampling": ["--evaluation.temperature 0.001", "--evaluation.samples_per_prompt 4"],
     "evaluation.files": ["--evaluation.files TMP/a.csv"],

@@ -28,7 +28,7 @@ _CONVERSION = """
 _RANKS = f"{_CONVERSION} run_dir trainer.cpu-kernels cluster.visible-devices"
 _SUPERVISED = f"""
     {_RANKS} reference.model debug.save-rollouts data.train evaluation.files logging.packages resume debug.load-rollouts
-    data.messages-key data.prompts data.mixture
+    data.messages-key data.prompts data.mixture data.mixture-files
     reference.weight-files algorithm.loss algorithm.kl-estimator algorithm.importance-correction algorithm.minibatches
     trainer.schedule rollout.stream trainer.offload rollout.stop-tokens
 """

@@ -292,6 +292,13 @@ def test_a_file_of_custom_code_has_one_name(tmp_path: Path) -> None:
     assert [one.name for one in config.reward.functions] == [given[0], given[0], given[2]]
 
 
+def test_files_of_a_mixture_are_found_from_other_directories(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    sources = "[{name: a, files: [rows.jsonl]}, {name: b, files: [~/b/*.parquet]}]"
+    config = load_config(None, ["--run_dir", "/x", "--model.path", "/y", "--data.mixture", sources])
+    assert config.data.training_files == (tmp_path / "rows.jsonl", Path.home() / "b/*.parquet")
+
+
 @pytest.mark.parametrize("path", sorted((REPOSITORY / "configs").glob("*.yaml")), ids=lambda path: path.name)
 def test_every_shipped_file_loads(path: Path) -> None:
     assert load_config(path, []).run_dir.is_absolute()

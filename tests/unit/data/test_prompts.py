@@ -244,7 +244,10 @@ def test_a_position_in_another_mixture_is_refused(mixture: DataConfig) -> None:
         other = PromptSource((), TOKENIZER, mixture.model_copy(update={"mixture": tuple(sources)}), seed=0)
         with pytest.raises(DataError) as caught:
             other.load_state_dict(state)
-        assert caught.value.code == "data-changed"
+        assert caught.value.code == "mixture-changed"
+    with pytest.raises(DataError) as caught:
+        PromptSource(mixture.mixture[0].files, TOKENIZER, mixture, seed=0).load_state_dict(state)
+    assert caught.value.code == "mixture-changed"
     same = [source.model_copy(update={"weight": 2 * source.weight}) for source in mixture.mixture]
     PromptSource((), TOKENIZER, mixture.model_copy(update={"mixture": tuple(same)}), seed=0).load_state_dict(state)
 

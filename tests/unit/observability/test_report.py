@@ -127,6 +127,16 @@ def test_constant_metrics_are_one_line(page: Page, run_dir: Path) -> None:
     assert f"The same at every step: {'; '.join(constant)}." in "".join(page.texts)
 
 
+def test_sources_of_a_mixture_have_a_picture(tmp_path: Path, logger: MetricLogger) -> None:
+    names = [f"sources/{name}/total_reward_mean" for name in ("sums", "words")]
+    for step in (1, 2):
+        logger.log(step, {names[0]: step, names[1]: 0.5, "sources/sums/share": 0.25})
+    drawn, _, _ = panels(read_run(tmp_path))
+    assert [[(line.label, list(line.values)) for line in panel.lines] for panel in drawn] == [
+        [("sums", [1, 2]), ("words", [0.5, 0.5])]
+    ]
+
+
 @pytest.mark.parametrize(
     ("policy", "drawn"),
     [
