@@ -5,8 +5,7 @@ from typing import Any, Literal, TypeAlias, cast, get_args
 
 import numpy as np
 
-from slime_like.checks.sampling import LARGEST_SUPPORT
-from slime_like.config.rollout import MIN_TEMPERATURE
+from slime_like.config.rollout import LARGEST_SUPPORT, MIN_TEMPERATURE
 from slime_like.errors import EngineError
 from slime_like.interfaces import GenerationRequest, SamplingParams
 from slime_like.models.dimensions import ModelDimensions
@@ -14,6 +13,9 @@ from slime_like.models.dimensions import ModelDimensions
 FinishReason: TypeAlias = Literal["stop", "length", "abort"]
 
 _MASK = (1 << 64) - 1
+_NO_LOGPROB = -1e30
+"""Engines write -inf, or the smallest number of its type."""
+_MASS_ROUNDING = 1e-3
 
 
 def check_request(
@@ -49,11 +51,15 @@ def check_request(
         raise refusal(f"temperature={sampling.temperature}", f"use 0 (greedy) or at least {MIN_TEMPERATURE}")
     if not 0 < sampling.top_p <= 1:
         raise refusal(f"top_p={sampling.top_p}", "use a value in (0, 1]")
-    if needs_supports(sampling) and not (returns_supports and 0 < sampling.top_k <= LARGEST_SUPPORT):
+    if not 0 <= sampling.min_p <= 1:
+        raise refusal(f"min_p={sampling.min_p}", "use a value in [0, 1]")
+    is_known = returns_supports and 0 < sampling.top_k <= LARGEST_SUPPORT
+    if sampling.support_width is not None and not is_known:
         raise refusal(
-            f"top_p={sampling.top_p} and top_k={sampling.top_k} change the sampled distribution, so its logprobs "
-            "could not be trained on",
-            f"use top_p=1 and top_k=-1 for training, or top_k up to {LARGEST_SUPPORT} with the transformers engine",
+            f"top_p={sampling.top_p}, top_k={sampling.top_k} and min_p={sampling.min_p} change the sampled "
+            "distribution, so its logprobs could not be trained on",
+            f"use top_p=1, top_k=-1 and min_p=0 for training, or top_k up to {LARGEST_SUPPORT} with an engine that "
+            "returns supports",
         )
 
 
@@ -62,14 +68,29 @@ def stop_ids(sampling: SamplingParams, dimensions: ModelDimensions) -> tuple[int
     return sampling.stop_token_ids or dimensions.eos_token_ids
 
 
-def needs_supports(sampling: SamplingParams) -> bool:
-    """True where what is sampled is trained on, and tokens were drawn from a part of the vocabulary."""
-    return sampling.training and truncates(sampling)
+def supports_of(token_ids: np.ndarray, logprobs: np.ndarray, width: int, engine: str) -> np.ndarray:
+    """Supports from an engine's likeliest tokens, whose logprobs are over what it drew from.
 
+    Args:
+        token_ids, logprobs: (n, w), in any order; what was left out has no probability.
+        width: of the result.
 
-def truncates(sampling: SamplingParams) -> bool:
-    """True where top-p or top-k cut the sampled distribution."""
-    return sampling.top_p < 1.0 or sampling.top_k > 0
+    Returns:
+        (n, width) int32, filled up with -1.
+
+    Raises:
+        EngineError: these are not all tokens that it drew from.
+    """
+    supports = np.full((len(token_ids), width), -1, np.int32)
+    supports[:, : token_ids.shape[1]] = np.where(logprobs > _NO_LOGPROB, token_ids, -1)
+    mass = np.exp(logprobs.astype(np.float64)).sum(1)
+    if len(mass) and abs(mass - 1.0).max() > _MASS_ROUNDING:
+        raise EngineError(
+            f"{engine} drew a token from more than the {width} likeliest ones (their probability is {mass.min():.4f})",
+            code="support-incomplete",
+            remedy="many logits are equal, as in bfloat16 on a CPU: use model.dtype=float32, or no rollout.top_k",
+        )
+    return supports
 
 
 def finish_reason(request: GenerationRequest, engine: str, reason: str | None, shown: Any) -> FinishReason:

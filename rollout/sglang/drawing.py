@@ -1,18 +1,32 @@
 """Tokens at given numbers: the inverse of a cumulative distribution, in float64, and the numbers from seeds."""
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
 _CHUNK_BYTES = 128 * 2**20
 
 
+class Limits(NamedTuple):
+    """(B,) each, applied in the order min-p, top-k, top-p."""
+
+    top_ks: Tensor
+    top_ps: Tensor
+    min_ps: Tensor
+
+
 def draw(
-    logprobs: Tensor, uniform: Tensor, top_ks: Tensor | None, top_ps: Tensor | None, chunk_bytes: int = _CHUNK_BYTES
+    logprobs: Tensor,
+    uniform: Tensor,
+    limits: Limits | None,
+    supported: Tensor | None = None,
+    chunk_bytes: int = _CHUNK_BYTES,
 ) -> Tensor:
-    """Draw from ``logprobs`` (B, V), cut by each row's top-k, then top-p, at ``uniform`` (B,) in [0, 1).
+    """Draw from ``logprobs`` (B, V), each row cut by its limits, at ``uniform`` (B,) in [0, 1).
 
     Args:
-        top_ks, top_ps: (B,), both or none; none cuts nothing.
+        supported: (B,) bool, rows whose ``logprobs`` become, in place, those over what is drawn from; -inf elsewhere.
         chunk_bytes: rows are computed together as far as one float64 number per logprob fits; at least one row is.
             Of such temporaries there is one, and where something is cut there are five.
 
@@ -24,8 +38,12 @@ def draw(
     for start in range(0, len(logprobs), rows):
         part = slice(start, start + rows)
         probabilities = logprobs[part].double().exp_()
-        if top_ks is not None and top_ps is not None:
-            _truncate(probabilities, top_ks[part], top_ps[part])
+        if limits is not None:
+            _truncate(probabilities, *(each[part] for each in limits))
+        if limits is not None and supported is not None:
+            within = logprobs[part] - probabilities.sum(dim=-1, keepdim=True).log().float()
+            within.masked_fill_(probabilities == 0, float("-inf"))
+            logprobs[part] = torch.where(supported[part, None], within, logprobs[part])
         tokens[part] = _invert(probabilities.cumsum_(dim=-1), uniform[part])
     return tokens
 
@@ -62,8 +80,11 @@ def _signed(value: int) -> int:
     return value - (1 << 64) if value >= 1 << 63 else value
 
 
-def _truncate(probabilities: Tensor, top_ks: Tensor, top_ps: Tensor) -> None:
-    """Zero, in place, what top-k and then top-p leave out."""
+def _truncate(probabilities: Tensor, top_ks: Tensor, top_ps: Tensor, min_ps: Tensor) -> None:
+    """Zero, in place, what the limits leave out."""
+    if (min_ps > 0).any():
+        least = probabilities.amax(dim=-1, keepdim=True) * min_ps[:, None]
+        probabilities.masked_fill_(probabilities < least, 0.0)
     ordered = probabilities.sort(dim=-1, descending=True)
     ranks = torch.arange(probabilities.shape[-1], device=probabilities.device)
     kept = ordered.values.masked_fill(ranks >= top_ks[:, None], 0.0)

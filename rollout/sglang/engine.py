@@ -27,6 +27,8 @@ class SglangEngine(EngineBase[ChildProcess]):
     On a CPU there is no memory to give back: ``sleep`` and ``wake`` change the state only.
     """
 
+    returns_supports = True
+
     def __init__(self, config: RunConfig, engine_index: int) -> None:
         super().__init__(config, engine_index, "SGLang")
         self._process: ChildProcess | None = None

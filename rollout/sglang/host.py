@@ -144,6 +144,7 @@ class Host:
             sampling_params=sampling_params(request, self._dimensions, seed),
             return_logprob=True,
             logprob_start_len=0 if request.prompt_logprobs else -1,
+            top_logprobs_num=min(request.sampling.support_width or 0, self._dimensions.vocab_size),
             stream=False,
         )
         await running.wait_for(self._open)

@@ -13,7 +13,7 @@ import torch
 from sglang.srt.layers.sampler import Sampler
 from torch import Tensor
 
-from rollout.sglang.drawing import draw, uniforms
+from rollout.sglang.drawing import Limits, draw, uniforms
 
 if TYPE_CHECKING:
     from sglang.srt.layers.logits_processor import LogitsProcessorOutput
@@ -23,8 +23,9 @@ if TYPE_CHECKING:
 class SeededSampler(Sampler):
     """Draws by inverting the cumulative distribution at a number that depends on seed and position alone.
 
-    Logprobs are those of the temperature-scaled logits over the whole vocabulary, also where top-k and top-p cut the
-    distribution that is sampled from. SGLang says "greedy" by ``top_k == 1`` at temperature 1.
+    Logprobs are those of the temperature-scaled logits over the whole vocabulary, also where the distribution that is
+    sampled from is cut; of requests that ask for the likeliest tokens they are over what these were drawn from. SGLang
+    says "greedy" by ``top_k == 1`` at temperature 1.
     """
 
     def forward(
@@ -41,10 +42,9 @@ class SeededSampler(Sampler):
         logits = self._preprocess_logits(logits_output.next_token_logits, sampling_info).float()
         logprobs = (logits / sampling_info.temperatures).log_softmax(dim=-1)
         tokens = logits.argmax(dim=-1)
+        wanted = torch.tensor([number > 0 for number in top_logprobs_nums], device=logits.device)
         if not sampling_info.is_all_greedy:
-            cuts = sampling_info.need_top_k_sampling or sampling_info.need_top_p_sampling
-            limits = (sampling_info.top_ks, sampling_info.top_ps) if cuts else (None, None)
-            drawn = draw(logprobs, uniforms(sampling_info.sampling_seed, positions), *limits)
+            drawn = draw(logprobs, uniforms(sampling_info.sampling_seed, positions), _limits(sampling_info), wanted)
             tokens = torch.where(sampling_info.top_ks == 1, tokens, drawn)
         if return_logprob:
             result = self.output_logprob_processor.compute_logprobs(
@@ -52,3 +52,10 @@ class SeededSampler(Sampler):
             )
             result.write_output_to(logits_output)
         return tokens.to(torch.int32)
+
+
+def _limits(info: SamplingBatchInfo) -> Limits | None:
+    """``None`` where no request cuts anything."""
+    if not (info.need_top_k_sampling or info.need_top_p_sampling or info.need_min_p_sampling):
+        return None
+    return Limits(info.top_ks, info.top_ps, info.min_ps)

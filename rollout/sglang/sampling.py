@@ -4,7 +4,7 @@ from typing import Any
 
 import numpy as np
 
-from rollout.requests import finish_reason, stop_ids, weight_versions
+from rollout.requests import finish_reason, stop_ids, supports_of, weight_versions
 from slime_like.errors import EngineError
 from slime_like.interfaces import Generation, GenerationRequest
 from slime_like.models.dimensions import ModelDimensions
@@ -17,6 +17,7 @@ def sampling_params(request: GenerationRequest, dimensions: ModelDimensions, see
         "temperature": sampling.temperature,
         "top_p": sampling.top_p,
         "top_k": sampling.top_k if sampling.top_k > 0 else -1,
+        "min_p": sampling.min_p,
         "max_new_tokens": sampling.max_new_tokens,
         "stop_token_ids": list(stop_ids(sampling, dimensions)),
         "sampling_seed": seed,
@@ -34,6 +35,7 @@ def generation(request: GenerationRequest, output: dict[str, Any], version: int)
         weight_versions=weight_versions(len(token_ids), version, spans),
         finish_reason=finish_reason(request, "SGLang", meta["finish_reason"]["type"], meta["finish_reason"]),
         prompt_logprobs=_prompt_logprobs(meta) if request.prompt_logprobs else None,
+        supports=_supports(meta, len(token_ids), request.sampling.support_width),
     )
 
 
@@ -49,6 +51,15 @@ def _sampled_logprobs(meta: dict[str, Any], token_ids: np.ndarray) -> np.ndarray
         problem = f"SGLang returned logprobs of other tokens than it sampled ({len(entries)} for {len(token_ids)})"
         raise EngineError(problem, code="engine-version", remedy="its version is not supported")
     return np.asarray([entry[0] for entry in entries], dtype=np.float32)
+
+
+def _supports(meta: dict[str, Any], count: int, width: int | None) -> np.ndarray | None:
+    if width is None:
+        return None
+    if not count:
+        return np.empty((0, width), np.int32)
+    entries = np.array([[entry[:2] for entry in row] for row in meta["output_top_logprobs"]], np.float64)
+    return supports_of(entries[:, :, 1].astype(np.int64), entries[:, :, 0], width, "SGLang")
 
 
 def _prompt_logprobs(meta: dict[str, Any]) -> np.ndarray | None:

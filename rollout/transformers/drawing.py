@@ -6,14 +6,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rollout.requests import truncates
 from rollout.transformers.samples import Sample, draw_tokens
 from slime_like.cpu.kernels import draw
 
 
 def draw_tokens_fused(logits: Tensor, samples: Sequence[Sample]) -> tuple[list[int], list[float]]:
     """The same as ``draw_tokens``, up to rounding. Which of both draws a row depends on that row alone."""
-    cut = [row for row, sample in enumerate(samples) if truncates(sample.sampling)]
+    cut = [row for row, sample in enumerate(samples) if sample.sampling.truncates]
     if not cut:
         return _draw(logits, samples)
     if len(cut) == len(samples):

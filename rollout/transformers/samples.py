@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rollout.requests import FinishReason, needs_supports, truncates
+from rollout.requests import FinishReason
 from slime_like.interfaces import Generation, SamplingParams
 
 
@@ -58,10 +58,10 @@ class Sample:
         )
 
     def _supports(self) -> np.ndarray | None:
-        """(n, top_k) int32, filled up with -1."""
-        if not needs_supports(self.sampling):
+        width = self.sampling.support_width
+        if width is None:
             return None
-        filled = np.full((len(self.token_ids), self.sampling.top_k), -1, dtype=np.int32)
+        filled = np.full((len(self.token_ids), width), -1, dtype=np.int32)
         for row, support in zip(filled, self.supports, strict=True):
             row[: len(support)] = support.numpy()
         return filled
@@ -80,9 +80,9 @@ def draw_tokens(logits: Tensor, samples: Sequence[Sample]) -> tuple[list[int], l
     logprobs = (logits.float() / temperatures[:, None]).log_softmax(dim=-1)
     probabilities = logprobs.double().exp_()
     for row, sample in enumerate(samples):
-        if truncates(sample.sampling):
+        if sample.sampling.truncates:
             _truncate(probabilities[row], sample.sampling)
-        if needs_supports(sample.sampling):
+        if sample.sampling.support_width is not None:
             support = probabilities[row].nonzero()[:, 0]
             sample.supports.append(support.to("cpu", torch.int32))
             logprobs[row] -= logprobs[row, support].logsumexp(0)
@@ -97,7 +97,9 @@ def draw_tokens(logits: Tensor, samples: Sequence[Sample]) -> tuple[list[int], l
 
 
 def _truncate(probabilities: Tensor, sampling: SamplingParams) -> None:
-    """Zero, in place, what top-k and then top-p leave out of one row."""
+    """Zero, in place, what min-p, then top-k, then top-p leave out of one row."""
+    if sampling.min_p > 0:
+        probabilities[probabilities < sampling.min_p * probabilities.max()] = 0.0
     if 0 < sampling.top_k < probabilities.numel():
         kept = probabilities.topk(sampling.top_k)
         probabilities.zero_().scatter_(0, kept.indices, kept.values)

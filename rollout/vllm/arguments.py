@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from rollout.arguments import check_arguments, check_known, on_cpu, sequences_at_once, sleep_mode
 from slime_like.config import RunConfig
+from slime_like.config.rollout import LARGEST_SUPPORT, MOST_TIES
 from slime_like.models.dimensions import ModelDimensions
 
 if TYPE_CHECKING:
@@ -99,6 +100,7 @@ def _owned(config: RunConfig, engine_index: int) -> dict[str, Any]:
         "seed": config.seed + engine_index,
         # After the temperature: with top-p and top-k off this is the sampled distribution over the whole vocabulary.
         "logprobs_mode": "processed_logprobs",
+        "max_logprobs": LARGEST_SUPPORT + MOST_TIES,
         "worker_extension_cls": "rollout.vllm.worker.WorkerExtension",
         "weight_transfer_config": {"backend": BACKEND},
         "skip_tokenizer_init": True,  # token ids in, token ids out

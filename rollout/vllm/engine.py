@@ -25,9 +25,11 @@ if TYPE_CHECKING:
 class VllmEngine(EngineBase["AsyncLLM"]):
     """One vLLM engine of ``config.rollout.tensor`` ranks.
 
-    Responses that were sampled with top-p or top-k (evaluation only) carry NaN logprobs: vLLM knows only those of the
-    truncated distribution. On a CPU there is no memory to give back: ``sleep`` and ``wake`` change the state only.
+    Evaluation that truncates the distribution gets NaN logprobs: vLLM knows only those of the truncated one. On a CPU
+    there is no memory to give back: ``sleep`` and ``wake`` change the state only.
     """
+
+    returns_supports = True
 
     def __init__(self, config: RunConfig, engine_index: int) -> None:
         super().__init__(config, engine_index, "vLLM")

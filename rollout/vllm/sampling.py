@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from rollout.requests import finish_reason, sample_seed, stop_ids, truncates, weight_versions
+from rollout.requests import finish_reason, sample_seed, stop_ids, supports_of, weight_versions
 from slime_like.errors import EngineError
 from slime_like.interfaces import Generation, GenerationRequest
 from slime_like.models.dimensions import ModelDimensions
@@ -28,12 +28,14 @@ def sampling_params(request: GenerationRequest, dimensions: ModelDimensions) -> 
         temperature=sampling.temperature,
         top_p=sampling.top_p,
         top_k=sampling.top_k,
+        min_p=sampling.min_p,
         # vLLM adds the sample's index itself.
         seed=None if request.seed is None else sample_seed(request.seed, 0),
         max_tokens=sampling.max_new_tokens,
         stop_token_ids=list(stop_ids(sampling, dimensions)),
         ignore_eos=True,
-        logprobs=0,
+        # The likeliest tokens of the truncated distribution are those that it has.
+        logprobs=min(sampling.support_width or 0, dimensions.vocab_size),
         prompt_logprobs=0 if request.prompt_logprobs else None,
         flat_logprobs=True,
         detokenize=False,
@@ -53,27 +55,33 @@ def _generation(
     request: GenerationRequest, sample: CompletionOutput, prompt_logprobs: np.ndarray | None, version: int
 ) -> Generation:
     token_ids = np.asarray(sample.token_ids, dtype=np.int64)
-    logprobs = _sampled_logprobs(sample.logprobs, len(token_ids))
-    if truncates(request.sampling):
+    ids, logprobs = _logprobs(sample.logprobs, len(token_ids))
+    width, supports = request.sampling.support_width, None
+    if width is not None:
+        supports = supports_of(ids[:, 1:], logprobs[:, 1:], width, "vLLM")
+    elif request.sampling.truncates:
         # vLLM's are those of the truncated distribution; the contract's, over the whole vocabulary, are not known.
         logprobs.fill(np.nan)
     spans = ((span.start, span.end, span.version) for span in sample.weight_versions or ())
     return Generation(
         token_ids=token_ids,
-        logprobs=logprobs,
+        logprobs=logprobs[:, 0],
         weight_versions=weight_versions(len(token_ids), version, spans),
         finish_reason=finish_reason(request, "vLLM", sample.finish_reason, repr(sample.finish_reason)),
         prompt_logprobs=prompt_logprobs,
+        supports=supports,
     )
 
 
-def _sampled_logprobs(flat: Any, count: int) -> np.ndarray:
-    """With ``logprobs=0`` vLLM's flat list has exactly the sampled token at every position."""
-    logprobs = np.array(flat.logprobs if count else (), dtype=np.float32)
-    if len(logprobs) != count:
+def _logprobs(flat: Any, count: int) -> tuple[np.ndarray, np.ndarray]:
+    """(n, w) ids and logprobs: at every position vLLM's flat list has the sampled token, then the likeliest ones."""
+    if not count:
+        return np.empty((0, 1), np.int64), np.empty((0, 1), np.float32)
+    ids, logprobs = np.array(flat.token_ids, np.int64), np.array(flat.logprobs, np.float32)
+    if len(flat.start_indices) != count or len(logprobs) % count:
         problem = f"vLLM returned {len(logprobs)} logprobs for {count} tokens"
         raise EngineError(problem, code="engine-version", remedy="its version is not supported")
-    return logprobs
+    return ids.reshape(count, -1), logprobs.reshape(count, -1)
 
 
 def _prompt_logprobs(output: RequestOutput) -> np.ndarray | None:

@@ -128,6 +128,9 @@ def _row(leaf: Turn, trained: set[Turn]) -> Row:
     tokens = np.array(leaf.token_ids[start:], np.int64)
     logprobs, mask = np.zeros(len(tokens), np.float32), np.zeros(len(tokens), bool)
     versions, turns = np.zeros(len(tokens), np.int64), []
+    supports = None
+    if (sampled := branch[0].generation.supports) is not None:
+        supports = np.full((len(tokens), sampled.shape[1]), -1, np.int32)
     for turn in branch:
         first, end = len(turn.prompt.token_ids) - start, len(turn.token_ids) - start
         versions[first:end] = turn.generation.weight_versions
@@ -135,9 +138,11 @@ def _row(leaf: Turn, trained: set[Turn]) -> Row:
         turns.append((first, end))
         if turn not in trained:
             logprobs[first:end], mask[first:end] = turn.generation.logprobs, True
+            if supports is not None and turn.generation.supports is not None:
+                supports[first:end] = turn.generation.supports
     trained.update(branch)
     prompt = np.array(leaf.token_ids[:start], np.int64)
-    return Row(Segment(prompt, tokens, logprobs, versions, mask), tuple(turns))
+    return Row(Segment(prompt, tokens, logprobs, versions, mask, supports), tuple(turns))
 
 
 def _branch(leaf: Turn) -> Iterator[Turn]:

@@ -33,6 +33,7 @@ REFUSED: Mapping[str, Mapping[str, str]] = {
         [
             "distributed_executor_backend",
             "logprobs_mode",
+            "max_logprobs",
             "worker_extension_cls",
             "weight_transfer_config",
             "skip_tokenizer_init",

@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 
 from slime_like.config.algorithm import BATCH_ADVANTAGES, GROUP_ADVANTAGES
+from slime_like.config.rollout import LARGEST_SUPPORT
 from slime_like.config.run import RunConfig
 
 
@@ -43,30 +44,24 @@ def sampling_problems(config: RunConfig) -> Iterator[str]:
         )
 
 
-LARGEST_SUPPORT = 512
-"""Tokens that a token may be drawn from where training truncates: the trainer reads as many ids for each."""
-
-_SUPPORTING = "transformers"
+_SUPPORTING = ("vllm", "sglang", "transformers")
 
 
 def _truncation_problems(config: RunConfig) -> Iterator[str]:
     """Truncated samples are trained on over the tokens that they were drawn from, where an engine says which."""
     rollout = config.rollout
-    if rollout.top_p == 1.0 and rollout.top_k == -1:
+    if rollout.top_p == 1.0 and rollout.top_k == -1 and rollout.min_p == 0.0:
         return
-    cut = f"rollout.top_p={rollout.top_p:g} and top_k={rollout.top_k}"
-    whole = "or use top_p: 1 and top_k: -1"
+    cut = f"rollout.top_p={rollout.top_p:g}, top_k={rollout.top_k} and min_p={rollout.min_p:g}"
+    whole = "or use top_p: 1, top_k: -1 and min_p: 0"
     if not 0 < rollout.top_k <= LARGEST_SUPPORT:
         yield (
             f"{cut}: training on a cut distribution reads what it was cut to; bound it by rollout.top_k, 1 to "
             f"{LARGEST_SUPPORT}, {whole}"
         )
-    if rollout.engine != _SUPPORTING:
-        yield f"{cut}: rollout.engine={rollout.engine} does not say what it cut to; use {_SUPPORTING}, {whole}"
-    if rollout.environment.name is not None or rollout.agent.is_set:
-        yield f"{cut}: conversations are trained on over the whole vocabulary; use no environment or agent, {whole}"
-    if (shares := config.trainer.share_prefixes) is not False:
-        yield f"{cut}: trainer.share_prefixes={shares} has not been shown with it; set it to false, {whole}"
+    if rollout.engine not in _SUPPORTING:
+        names = ", ".join(_SUPPORTING)
+        yield f"{cut}: rollout.engine={rollout.engine} does not say what it cut to; use one of {names}, {whole}"
     if (backend := config.trainer.backend) not in ("megatron", "fsdp"):
         yield f"{cut}: trainer.backend={backend} does not read supports; use megatron or fsdp, {whole}"
 

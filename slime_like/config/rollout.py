@@ -7,6 +7,10 @@ from pydantic import Field, field_validator
 
 from slime_like.config.base import Section, absolute_code
 
+LARGEST_SUPPORT, MOST_TIES = 512, 16
+"""The largest ``top_k`` of training, whose ids the trainer reads for each token; and how many more tokens may tie with
+the last of them."""
+
 MIN_TEMPERATURE = 0.01
 """Lowest temperature above greedy that engines apply exactly."""
 
@@ -86,7 +90,10 @@ class RolloutConfig(Section):
     top_p: float = Field(1.0, gt=0.0, le=1.0, description="Nucleus sampling of training rollouts; needs `top_k`.")
     top_k: int = Field(-1, ge=-1)
     """Top-k sampling of training rollouts, up to 512; -1: off. Logprobs, entropies and KL are then over the tokens that
-    each token was drawn from, as the engine reports them (transformers alone)."""
+    each token was drawn from, as the engine reports them."""
+    min_p: float = Field(0.0, ge=0.0, le=1.0)
+    """Leave out tokens less likely than this share of the likeliest one's probability, before `top_k` and `top_p`;
+    needs `top_k`."""
     stop_token_ids: tuple[int, ...] = Field((), description="Token ids that end a response; []: the model's EOS ids.")
     max_model_len: int | None = Field(None, ge=2)
     """Longest sequence of an engine; none: prompt limit plus response limit."""

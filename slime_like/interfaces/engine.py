@@ -7,6 +7,7 @@ from typing import Any, Literal, Protocol
 import numpy as np
 
 from slime_like.config import RunConfig
+from slime_like.config.rollout import MOST_TIES
 from slime_like.interfaces.weights import BucketMetadata, UpdateReceipt
 from slime_like.plugins.entry_points import ENGINE_GROUP, load_installed
 from slime_like.trajectory import Conversation
@@ -18,8 +19,9 @@ class SamplingParams:
 
     Attributes:
         temperature: 0 means greedy.
-        top_p, top_k: 1.0 and -1 switch them off. Other values are rejected while ``training`` unless the adapter
-            returns the supports, and logprobs over them.
+        min_p, top_k, top_p: 0.0, -1 and 1.0 switch them off; applied in this order, ``min_p`` relative to the likeliest
+            token. Other values are rejected while ``training`` unless the adapter returns the supports, and logprobs
+            over them.
         max_new_tokens: length limit of the response.
         stop_token_ids: sampling one of these ends the response; it stays in it (EOS too).
         training: True for rollouts that will be trained on.
@@ -31,6 +33,20 @@ class SamplingParams:
     max_new_tokens: int = 256
     stop_token_ids: tuple[int, ...] = ()
     training: bool = True
+    min_p: float = 0.0
+
+    @property
+    def truncates(self) -> bool:
+        """True where tokens are drawn from a part of the vocabulary."""
+        return self.top_p < 1.0 or self.top_k > 0 or self.min_p > 0.0
+
+    @property
+    def support_width(self) -> int | None:
+        """Columns of ``Generation.supports``; ``None`` where it has none.
+
+        Some engines keep all tokens that tie with the last one of the top k.
+        """
+        return self.top_k + MOST_TIES if self.training and self.truncates else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,8 +126,8 @@ class Generation:
         segments: rows of a rollout whose history is not one sequence. Where given, they are all that is trained, and
             ``token_ids``, ``logprobs`` and ``weight_versions`` are those of the last one. Empty: the generation itself
             is the one row.
-        supports: (n, top_k) int32, the ids that each token was drawn from, filled up with -1, where training truncates
-            the distribution; ``logprobs`` are then over these.
+        supports: (n, ``support_width``) int32, the ids that each token was drawn from, filled up with -1, where
+            training truncates the distribution; ``logprobs`` are then over these. Observations have -1 alone.
     """
 
     token_ids: np.ndarray

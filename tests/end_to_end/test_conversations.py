@@ -99,8 +99,15 @@ def test_the_reward_of_conversations_rises(imitator: Path, tmp_path: Path) -> No
     assert any("\n1 environment: <tool>" in text and "\n2 model: " in text for text in conversations)
 
 
-def test_an_agent_trains_as_the_environment_that_it_imitates(imitator: Path, tmp_path: Path) -> None:
-    """The same rows, masks, rewards, advantages and gradients, by another recipe."""
+@pytest.mark.parametrize(
+    "sampling",
+    [["--rollout.top_p", "0.9", "--rollout.top_k", "40"], pytest.param([], marks=pytest.mark.acceptance)],
+    ids=["truncated", "whole"],
+)
+def test_an_agent_trains_as_the_environment_that_it_imitates(
+    imitator: Path, sampling: list[str], tmp_path: Path
+) -> None:
+    """The same rows, masks, supports, rewards, advantages and gradients, by another recipe."""
     kept: dict[str, list[Any]] = {}
     metrics: dict[str, list[dict[str, Any]]] = {}
     for recipe, more in (("calculator", ["--rollout.max_new_tokens", "64"]), ("calculator_agent", [])):
@@ -112,7 +119,7 @@ def test_an_agent_trains_as_the_environment_that_it_imitates(imitator: Path, tmp
             "--trainer.optimizer.warmup_steps", "0", "--trainer.cpu_kernels", "off", "--logging.progress", "plain",
             "--logging.tensorboard", "false",
         ]  # fmt: skip
-        finished = run([*flags, *more], tmp_path / f"{recipe}-log")
+        finished = run([*flags, *more, *sampling], tmp_path / f"{recipe}-log")
         assert finished.code == 0, finished.stderr
         assert finished.left_behind == []
         kept[recipe] = [row for step in (1, 2) for row in load_trajectories(dump_path(dump, step))]
@@ -123,7 +130,10 @@ def test_an_agent_trains_as_the_environment_that_it_imitates(imitator: Path, tmp
         assert (one.sequence_id, one.rollout_id) == (other.sequence_id, other.rollout_id)
         for name in ("prompt_tokens", "response_tokens", "loss_mask", "rewards", "successes", "advantages"):
             assert torch.equal(getattr(one, name), getattr(other, name)), (one.sequence_id, name)
+        supports = [each.supports for each in (one, other)]
+        assert torch.equal(*supports) if sampling else supports == [None, None]
         assert one.reward_metadata["conversation"]["turns"] == other.reward_metadata["conversation"]["turns"]
+    assert all(row["train_actor_training/engine_gap_max"] < 1e-4 for row in metrics["calculator_agent"])
     for name in ("train_actor_training/loss", "train_actor_training/grad_norm"):
         assert [row[name] for row in metrics["calculator"]] == pytest.approx(
             [row[name] for row in metrics["calculator_agent"]], rel=1e-6

@@ -18,6 +18,7 @@ import pytest
 import torch
 
 from rollout.transformers.engine import TransformersEngine
+from slime_like.config.rollout import MOST_TIES
 from slime_like.errors import EngineError, WeightSyncError
 from slime_like.examples.tiny_model import byte_tokenizer
 from slime_like.interfaces import ConversationTask, EngineHealth, Generation, GenerationRequest, PauseMode
@@ -119,28 +120,26 @@ def test_evaluation_may_truncate_the_distribution(engine: EngineUnderTest, promp
     assert {int(g.token_ids[0]) for g in engine.generate(prompts[5], top_p=1e-4, **options)} == {likeliest}
 
 
-@pytest.mark.parametrize(("top_p", "top_k"), [(0.9, 40), (1.0, 5), (0.5, 512)])
+@pytest.mark.parametrize(("top_p", "top_k", "min_p"), [(0.9, 40, 0.0), (1.0, 5, 0.0), (0.5, 512, 0.0), (0.9, 40, 0.2)])
 def test_training_on_a_truncated_distribution_gets_its_supports(
-    engine: EngineUnderTest, prompts: list[list[int]], top_p: float, top_k: int
+    engine: EngineUnderTest, prompts: list[list[int]], top_p: float, top_k: int, min_p: float
 ) -> None:
-    """The smallest sets that reach top-p among the top-k, logprobs over them, and the tokens that evaluation draws."""
+    """The smallest sets that reach top-p among the top-k of what is likely enough, logprobs over them, and the tokens
+    that evaluation draws."""
     options: dict[str, Any] = {"temperature": 0.7, "max_new_tokens": 12, "num_samples": 2, "seed": 4}
-    options |= {"top_p": top_p, "top_k": top_k, "stop_token_ids": NO_STOP}
-    if not getattr(engine.engine, "returns_supports", False):
-        with pytest.raises(EngineError, match="could not be trained on"):
-            engine.generate(prompts[3], **options)
-        return
+    options |= {"top_p": top_p, "top_k": top_k, "min_p": min_p, "stop_token_ids": NO_STOP}
     evaluated = engine.generate(prompts[3], training=False, **options)
     for generation, other in zip(engine.generate(prompts[3], **options), evaluated, strict=True):
         assert generation.token_ids.tolist() == other.token_ids.tolist() and other.supports is None
-        assert generation.supports is not None and generation.supports.shape == (12, top_k)
+        assert generation.supports is not None and generation.supports.shape == (12, top_k + MOST_TIES)
         logits = engine.reference.logits(prompts[3], generation.token_ids.tolist())[:-1] / 0.7
         for row, support, token, logprob in zip(
             logits.double().softmax(-1), generation.supports, generation.token_ids, generation.logprobs, strict=True
         ):
             likeliest = row.sort(descending=True)
-            mass = likeliest.values[:top_k] / likeliest.values[:top_k].sum()
-            count = 1 + int((mass.cumsum(0) < top_p).sum()) if top_p < 1 else min(top_k, len(row))
+            enough = int((likeliest.values >= min_p * likeliest.values[0]).sum())
+            mass = likeliest.values[: min(top_k, enough)]
+            count = 1 + int(((mass / mass.sum()).cumsum(0) < top_p).sum()) if top_p < 1 else len(mass)
             kept = set(support[support >= 0].tolist())
             assert abs(len(kept) - count) <= 1 and token in kept  # one at the edge may round to either side
             assert kept - set(likeliest.indices[: count + 1].tolist()) == set()

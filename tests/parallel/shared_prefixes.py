@@ -1,5 +1,6 @@
 """Sequences that share prefixes, for comparisons with the float64 reference on whole sequences."""
 
+from collections.abc import Sequence
 from dataclasses import fields, replace
 from pathlib import Path
 
@@ -53,8 +54,14 @@ def sharing_sequences() -> list[ScoredTrajectory]:
     return found
 
 
-def shared_case(family: str, directory: Path, steps: int, kind: type[Case] = SharedCase) -> Case:
-    """The reference's step on the sequences, whole, and packs that share."""
-    case = case_of(sharing_sequences(), family, directory, steps)
+def shared_case(
+    family: str,
+    directory: Path,
+    steps: int,
+    kind: type[Case] = SharedCase,
+    sequences: Sequence[ScoredTrajectory] = (),
+) -> Case:
+    """The reference's step on the sequences (default: ``sharing_sequences()``), whole, and packs that share."""
+    case = case_of(list(sequences) or sharing_sequences(), family, directory, steps)
     case.expected = replace(case.expected, balance=0.0)  # no loss of routers is reported where there is none
     return kind(**{each.name: getattr(case, each.name) for each in fields(case)})

@@ -1,9 +1,11 @@
 """Truncated samples: every layout computes logprobs, entropies, loss and gradients over the tokens of the supports.
 
 Compared as in ``test_parity`` and ``test_fsdp_parity``, within the same bounds, with the float64 reference on whole
-sequences. Supports of one to nine tokens; every fifth token was drawn from the whole vocabulary. Not covered: CUDA.
+sequences, also where packs share prefixes: what is computed once is read with each sequence's own supports. Supports
+of one to nine tokens; every fifth token was drawn from the whole vocabulary. Not covered: CUDA.
 """
 
+import math
 from pathlib import Path
 
 import pytest
@@ -13,6 +15,7 @@ from slime_like.trajectory import ScoredTrajectory
 from tests.parallel.fsdp_steps import fsdp_config, train_fsdp_rank
 from tests.parallel.parity import MASKED, PACKS, Case, Settings, case_of, check_everything, run_case
 from tests.parallel.ranks import run_each
+from tests.parallel.shared_prefixes import shared_case, sharing_sequences
 from tests.parallel.test_fsdp_parity import check_case
 from tests.parallel.tiny import VOCAB, scored_sequences
 
@@ -35,6 +38,10 @@ def _with_supports(sequence: ScoredTrajectory, generator: torch.Generator) -> Sc
             kept = [token, *(other for other in dict.fromkeys(others) if other != token)]
             supports[number, : len(kept)] = torch.tensor(kept)[torch.randperm(len(kept), generator=generator)]
     sequence.supports = supports
+    counts = (supports >= 0).sum(1)  # what is drawn from fewer tokens is likelier: ratios stay near 1
+    likelier = torch.where(counts > 0, math.log(VOCAB) - counts.clamp_min(1).log(), 0.0)
+    assert sequence.old_logprobs is not None and sequence.ref_logprobs is not None
+    sequence.old_logprobs, sequence.ref_logprobs = sequence.old_logprobs + likelier, sequence.ref_logprobs + likelier
     return sequence
 
 
@@ -45,14 +52,31 @@ def case(tmp_path_factory: pytest.TempPathFactory) -> Case:
     return case_of([_with_supports(one, generator) for one in sequences], "qwen3", tmp_path_factory.mktemp("qwen3"), 1)
 
 
+@pytest.fixture(scope="module")
+def sharing(tmp_path_factory: pytest.TempPathFactory) -> Case:
+    generator = torch.Generator().manual_seed(1)
+    sequences = [_with_supports(one, generator) for one in sharing_sequences()]
+    return shared_case("qwen3", tmp_path_factory.mktemp("sharing"), 1, sequences=sequences)
+
+
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_layouts_compute_over_the_supports(name: str, case: Case, tmp_path: Path) -> None:
     check_everything(case, LAYOUTS[name], run_case(case, LAYOUTS[name], tmp_path, steps=1))
 
 
+@pytest.mark.parametrize("name", [name for name in LAYOUTS if name != "cp2"])
+def test_a_shared_prefix_is_read_with_the_supports_of_each(name: str, sharing: Case, tmp_path: Path) -> None:
+    settings = {**LAYOUTS[name], "share_prefixes": "tree"}
+    check_everything(sharing, settings, run_case(sharing, settings, tmp_path, steps=1))
+
+
+@pytest.mark.parametrize("shares", [False, "tree"])
 @pytest.mark.parametrize("layout", [{}, {"data": 2, "context": 2}], ids=["single", "dp2-cp2"])
-def test_fsdp_computes_over_the_supports(layout: Settings, case: Case, tmp_path: Path) -> None:
-    config = fsdp_config(case, tmp_path, layout)
+def test_fsdp_computes_over_the_supports(
+    layout: Settings, shares: bool | str, case: Case, sharing: Case, tmp_path: Path
+) -> None:
+    case = sharing if shares else case
+    config = fsdp_config(case, tmp_path, {**layout, "share_prefixes": shares})
     tasks = [(config, case.packs(), case.denominator, 1)]
     (results,) = run_each(train_fsdp_rank, config.trainer.parallel.world_size, tmp_path / "ranks", tasks)
     check_case(case, list(results))

@@ -193,6 +193,7 @@ def _generation(request: GenerationRequest, session: Session, outcome: _Outcome)
         token_ids=last.token_ids,
         logprobs=last.logprobs,
         weight_versions=last.weight_versions,
+        supports=last.supports,
         finish_reason="abort" if outcome.aborted else reason,
         conversation=_conversation(rows[-1].turns, outcome, {"endpoint": endpoint}),
         segments=() if is_plain else tuple(row.segment for row in rows),
@@ -201,10 +202,12 @@ def _generation(request: GenerationRequest, session: Session, outcome: _Outcome)
 
 def _untrained(request: GenerationRequest, eos: int, version: int, outcome: _Outcome) -> Generation:
     """A rollout without a call: one token that carries no loss, so that its reward counts in the group."""
+    width = request.sampling.support_width
     return Generation(
         token_ids=np.array([eos], np.int64),
         logprobs=np.zeros(1, np.float32),
         weight_versions=np.array([version], np.int64),
+        supports=None if width is None else np.full((1, width), -1, np.int32),
         finish_reason="abort" if outcome.aborted else "stop",
         conversation=_conversation((), outcome, {"endpoint": {"calls": 0, "rows": 0}}),
     )

@@ -33,6 +33,7 @@ class _Response:
         self.tokens: list[int] = []
         self._logprobs: list[np.ndarray] = []
         self._versions: list[np.ndarray] = []
+        self._supports: list[np.ndarray] = []  # none where nothing is truncated
         self._turns: list[tuple[int, int]] = []
         self._steps: list[dict[str, Any]] = []
         self._reward = 0.0
@@ -51,12 +52,16 @@ class _Response:
         self.tokens += generation.token_ids.tolist()
         self._logprobs.append(generation.logprobs)
         self._versions.append(generation.weight_versions)
+        if generation.supports is not None:
+            self._supports.append(generation.supports)
 
     def observe(self, observation: Sequence[int]) -> None:
         """Append tokens that were not sampled: no logprob, and the version of the turn before."""
         self.tokens += observation
         self._logprobs.append(np.zeros(len(observation), np.float32))
         self._versions.append(np.full(len(observation), self._versions[-1][-1], np.int64))
+        if self._supports:
+            self._supports.append(np.full((len(observation), self._supports[-1].shape[1]), -1, np.int32))
 
     def stepped(self, step: Step, cut_tokens: int) -> None:
         self._reward += step.reward
@@ -74,6 +79,7 @@ class _Response:
             token_ids=np.asarray(self.tokens[:length], np.int64),
             logprobs=np.concatenate([np.zeros(0, np.float32), *self._logprobs])[:length],
             weight_versions=np.concatenate([np.zeros(0, np.int64), *self._versions])[:length],
+            supports=np.concatenate(self._supports)[:length] if self._supports else None,
             finish_reason=reason,
             conversation=Conversation(
                 tuple(self._turns), self._reward, self._success, self._failure, tuple(self._steps)

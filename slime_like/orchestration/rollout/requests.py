@@ -29,6 +29,7 @@ def training_sampling(config: RunConfig) -> SamplingParams:
         temperature=rollout.temperature,
         top_p=rollout.top_p,
         top_k=rollout.top_k,
+        min_p=rollout.min_p,
         max_new_tokens=rollout.max_new_tokens,
         stop_token_ids=stop_tokens(config),
     )
@@ -141,13 +142,18 @@ def _require_complete(segment: Segment, sequence_id: str) -> None:
             who=f"sequence {sequence_id}",
         )
     if segment.supports is not None and not (
-        len(segment.supports) == length and (segment.supports == segment.token_ids[:, None]).any(1).all()
+        len(segment.supports) == length and _is_drawn(segment.supports, segment.token_ids)[segment.loss_mask].all()
     ):
         raise EngineError(
             "the engine returned a token that is not in the support it says it was drawn from",
             code="bad-support",
             who=f"sequence {sequence_id}",
         )
+
+
+def _is_drawn(supports: np.ndarray, token_ids: np.ndarray) -> np.ndarray:
+    """(n,) bool: whether each token is in its support; every token is in one of -1 alone."""
+    return (supports == token_ids[:, None]).any(1) | (supports < 0).all(1)
 
 
 def _copy(values: np.ndarray, dtype: type[np.generic]) -> torch.Tensor:

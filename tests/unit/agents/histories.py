@@ -98,6 +98,7 @@ class Model:
             np.full(len(tokens), -number, np.float32),
             np.full(len(tokens), len(self.calls), np.int64),
             "stop" if ended else "length",
+            supports=np.array([[token, len(self.calls)] for token in tokens], np.int32),
         )
 
     def _ids(self, text: str) -> list[int]:

@@ -65,12 +65,12 @@ def test_a_bad_row_to_evaluate_on_is_refused_as_early_as_one_to_train_on(
 BAD_ROW, NO_TOKENIZER = "evaluation.rows", "model.tokenizer"
 WRONG = "--data.train x.jsonl --rollout.engine x --rollout.top_k 50 --trainer.parallel.pipeline 13 --resume x"
 NO_MODEL = "--model.path x --trainer.parallel.sequence true --trainer.target_tokens_per_batch 600"
-RANGES = "--algorithm.clip_low -1 --algorithm.importance_low 5 --trainer.parallel.sequence true --rollout.top_k 50"
+RANGES = "--algorithm.clip_low -1 --algorithm.importance_low 5 --trainer.parallel.sequence true --rollout.top_k 600"
 MEANT = "--rollout.max_new_token 8 --trainer.target_tokens_per_batch 600"
 OF_WRONG = ["data.train", "resume", "rollout.engine", "rollout.sampling", "trainer.layout"]
 # what stands in the held-out file, whether the model is foreign, flags, and the codes of all problems in one list
 TOGETHER: list[tuple[str, bool, list[str], list[str]]] = [
-    ('{"prompt": "a"}', False, ["--rollout.top_k", "50"], ["rollout.sampling", BAD_ROW]),
+    ('{"prompt": "a"}', False, ["--rollout.top_k", "600"], ["rollout.sampling", BAD_ROW]),
     ('{"prompt": "a"}', False, ["--rollout.top_p", "5"], ["field-range", BAD_ROW]),
     ('{"prompt": "a"}', False, ["--rollout.topp", "5"], ["field-unknown", BAD_ROW]),
     ('{"prompt": "a"}', True, ["--rollout.top_p", "5"], ["field-range", "model.family", NO_TOKENIZER, BAD_ROW]),

@@ -211,7 +211,7 @@ def test_the_traceback_of_a_users_own_code_is_kept_too(tmp_path: Path, train: Tr
 
 
 def test_nothing_starts_on_a_refused_configuration(tmp_path: Path, train: Train) -> None:
-    wrong = ["--model.path", "nowhere", "--rollout.top_k", "50"]
+    wrong = ["--model.path", "nowhere", "--rollout.top_k", "600"]
     code, printed, seen = train(AssertionError("started"), *wrong)
     assert code == 2 and printed.startswith("slime-like: 2 problems\n  - model.path=")
     assert [main(["train", *rest]) for rest in ([], ["--steps", "1"], ["absent.yaml"])] == [2, 2, 2]

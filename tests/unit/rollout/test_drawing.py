@@ -5,7 +5,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from rollout.sglang.drawing import draw, uniforms
+from rollout.sglang.drawing import Limits, draw, uniforms
 
 ROWS, VOCABULARY = 37, 1003
 
@@ -28,10 +28,10 @@ def numbers() -> Tensor:
 def test_chunks_draw_what_the_whole_batch_draws(logprobs: Tensor, numbers: Tensor, truncated: bool, rows: int) -> None:
     """Bytes for fewer than one row mean one."""
     top_ks, top_ps = torch.arange(1, ROWS + 1), torch.linspace(0.2, 1.0, ROWS)
-    limits = (top_ks, top_ps) if truncated else (None, None)
-    whole = draw(logprobs, numbers, *limits)
-    assert torch.equal(draw(logprobs, numbers, *limits, chunk_bytes=rows * VOCABULARY * 8 + 7), whole)
-    assert torch.equal(draw(logprobs, numbers, *limits, chunk_bytes=1), whole)
+    limits = Limits(top_ks, top_ps, torch.linspace(0.0, 0.3, ROWS)) if truncated else None
+    whole = draw(logprobs, numbers, limits)
+    assert torch.equal(draw(logprobs, numbers, limits, chunk_bytes=rows * VOCABULARY * 8 + 7), whole)
+    assert torch.equal(draw(logprobs, numbers, limits, chunk_bytes=1), whole)
 
 
 def test_a_draw_inverts_the_cumulative_distribution(logprobs: Tensor, numbers: Tensor) -> None:
@@ -40,13 +40,30 @@ def test_a_draw_inverts_the_cumulative_distribution(logprobs: Tensor, numbers: T
         int(np.searchsorted(row, min(u * row[-1], np.nextafter(row[-1], 0)), side="right"))
         for row, u in zip(cumulative, numbers.tolist(), strict=True)
     ]
-    assert draw(logprobs, numbers, None, None, chunk_bytes=5 * VOCABULARY * 8).tolist() == wanted
+    assert draw(logprobs, numbers, None, chunk_bytes=5 * VOCABULARY * 8).tolist() == wanted
 
 
 def test_only_what_top_k_keeps_is_drawn(logprobs: Tensor, numbers: Tensor) -> None:
     kept = logprobs.topk(3).indices
-    tokens = draw(logprobs, numbers, torch.full((ROWS,), 3), torch.ones(ROWS), chunk_bytes=1)
+    limits = Limits(torch.full((ROWS,), 3), torch.ones(ROWS), torch.zeros(ROWS))
+    tokens = draw(logprobs, numbers, limits, chunk_bytes=1)
     assert (kept == tokens[:, None]).any(dim=1).all()
+
+
+def test_logprobs_of_training_are_over_what_is_drawn_from(logprobs: Tensor, numbers: Tensor) -> None:
+    """Of the rows that ask for it; the tokens are the same."""
+    limits = Limits(torch.full((ROWS,), 40), torch.full((ROWS,), 0.9), torch.full((ROWS,), 0.02))
+    supported, given = torch.arange(ROWS) % 3 > 0, logprobs.clone()
+    tokens = draw(given, numbers, limits, supported, chunk_bytes=5 * VOCABULARY * 8)
+    assert torch.equal(tokens, draw(logprobs, numbers, limits))
+    assert torch.equal(given[~supported], logprobs[~supported])
+    for row in supported.nonzero()[:, 0].tolist():
+        ordered = np.sort(np.exp(logprobs[row].double().numpy()))[::-1]
+        ordered = ordered[ordered >= 0.02 * ordered[0]][:40]
+        count = int((np.cumsum(ordered) - ordered < 0.9 * ordered.sum()).sum())
+        found = given[row].exp()
+        assert int((found > 0).sum()) == count and found.sum().item() == pytest.approx(1.0, abs=1e-5)
+        np.testing.assert_allclose(np.sort(found)[::-1][:count], ordered[:count] / ordered[:count].sum(), rtol=1e-4)
 
 
 def test_temporaries_are_bounded_by_the_chunk(logprobs: Tensor, numbers: Tensor) -> None:
@@ -61,5 +78,5 @@ def test_temporaries_are_bounded_by_the_chunk(logprobs: Tensor, numbers: Tensor)
             return result
 
     with Watch():
-        draw(logprobs, numbers, None, None, chunk_bytes=4 * VOCABULARY * 8)
+        draw(logprobs, numbers, None, chunk_bytes=4 * VOCABULARY * 8)
     assert max(largest) == 4 * VOCABULARY * 8
