@@ -57,7 +57,7 @@ def planned_config(backend: str, model: Path, run_dir: Path, **trainer: Any) -> 
         run_dir,
         dtype=dtype,
         data={"max_prompt_tokens": prompt},
-        rollout={"max_new_tokens": tokens // 3 - 1},
+        rollout={"max_new_tokens": tokens // 3 - 1, "top_k": trainer.pop("top_k", -1)},
         trainer={"backend": backend, "target_tokens_per_batch": tokens, **trainer},
     )
 

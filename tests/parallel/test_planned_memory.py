@@ -20,6 +20,7 @@ from tests.parallel.taken import compared, measure_rank, planned_config
 
 MEGATRON: dict[str, dict[str, Any]] = {
     "single": {"dtype": "float32"},
+    "truncated": {"top_k": 512, "dtype": "float32"},
     "full recompute": {"recompute": "full"},
     "selective recompute": {"recompute": "selective"},
     "tp2-sp": {"parallel": {"tensor": 2, "sequence": True}, "dtype": "float32"},
@@ -32,6 +33,7 @@ MEGATRON: dict[str, dict[str, Any]] = {
 }
 FSDP: dict[str, dict[str, Any]] = {
     "single": {},
+    "truncated": {"top_k": 512},
     "full recompute": {"recompute": "full"},
     "dp2, sums of every micro-batch": {"parallel": {"data": 2}, "recompute": "full", "fsdp": {"accumulate": "sharded"}},
     "dp2, weights kept": {"parallel": {"data": 2}, "fsdp": {"reshard_after_forward": False}},
@@ -61,6 +63,16 @@ def test_ranks_take_what_is_planned(
                 if planned != pytest.approx(found, rel=NEAR):
                     far.append(f"{name}, rank {rank}, {kind}: {planned} planned, {found} taken")
     assert not far
+
+
+@pytest.mark.parametrize("backend", ["megatron", "fsdp"])
+def test_supports_are_planned(backend: str, qwen3: Path, tmp_path: Path) -> None:
+    """528 ids of four bytes lie beside every response token."""
+    planner = load_backend(backend).planner()
+    configs = [planned_config(backend, qwen3, tmp_path, top_k=top_k) for top_k in (-1, 512)]
+    whole, cut = (planner.estimate(config, 0).memory for config in configs)
+    tokens = configs[0].rollout.max_new_tokens
+    assert cut.activation_bytes - whole.activation_bytes >= 528 * 4 * tokens
 
 
 def test_recomputation_keeps_less(qwen3: Path, tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ import torch
 from slime_like.algorithms.context import Layout, padded_length
 from slime_like.algorithms.packing.pack import pack_sequences
 from slime_like.config import RunConfig
+from slime_like.config.rollout import MOST_TIES
 from slime_like.trajectory import PackedTrajectory, ScoredTrajectory
 
 
@@ -21,10 +22,12 @@ def worst_packs(config: RunConfig, layout: Layout) -> list[PackedTrajectory]:
     budget, context = config.trainer.target_tokens_per_batch, config.trainer.parallel.context
     response = budget - 1 if config.supervised else config.rollout.max_new_tokens
     prompts = [1] if layout == "zigzag" or context == 1 else [1, config.data.max_prompt_tokens]
-    packs = [_filled(budget, prompt, response, context, layout) for prompt in prompts]
+    top_k = 0 if config.supervised else config.rollout.top_k
+    width = top_k + MOST_TIES if top_k > 0 else 0
+    packs = [_filled(budget, prompt, response, context, layout, width) for prompt in prompts]
     if config.trainer.share_prefixes and not config.supervised:
         samples = config.rollout.samples_per_prompt
-        packs.append(_filled_with_groups(budget, config.data.max_prompt_tokens, response, samples))
+        packs.append(_filled_with_groups(budget, config.data.max_prompt_tokens, response, samples, width))
     return packs
 
 
@@ -40,8 +43,11 @@ def attention_length(pack: PackedTrajectory) -> int:
     return round(pairs / sum(lengths))
 
 
-def _filled(budget: int, prompt: int, response: int, context: int, layout: Layout) -> PackedTrajectory:
-    """As many sequences as fit, and the rest of the budget as one more. Padding that the layout adds counts."""
+def _filled(budget: int, prompt: int, response: int, context: int, layout: Layout, width: int) -> PackedTrajectory:
+    """As many sequences as fit, and the rest of the budget as one more. Padding that the layout adds counts.
+
+    ``width``: of the supports of truncated sampling; 0: none.
+    """
     sequences: list[ScoredTrajectory] = []
     room = budget
     while room >= 2:
@@ -51,12 +57,12 @@ def _filled(budget: int, prompt: int, response: int, context: int, layout: Layou
         if length < 2:
             break
         prompt_length = min(prompt, length - 1)
-        sequences.append(_sequence(len(sequences), prompt_length, length - prompt_length))
+        sequences.append(_sequence(len(sequences), prompt_length, length - prompt_length, width))
         room -= padded_length(length, context, layout)
     return pack_sequences(sequences)
 
 
-def _filled_with_groups(budget: int, prompt: int, response: int, samples: int) -> PackedTrajectory:
+def _filled_with_groups(budget: int, prompt: int, response: int, samples: int, width: int) -> PackedTrajectory:
     """As many samples as fit, each group's prompt once, and the rest of the budget as one more."""
     sequences: list[ScoredTrajectory] = []
     room = budget
@@ -65,15 +71,16 @@ def _filled_with_groups(budget: int, prompt: int, response: int, samples: int) -
         length = min(response, room - prompt * is_first)
         if length < 1:
             return pack_sequences(sequences, sharing="prompts")
-        sequences.append(replace(_sequence(len(sequences), prompt, length), group_id=group))
+        sequences.append(replace(_sequence(len(sequences), prompt, length, width), group_id=group))
         room -= length + prompt * is_first
 
 
-def _sequence(index: int, prompt: int, response: int) -> ScoredTrajectory:
+def _sequence(index: int, prompt: int, response: int, width: int) -> ScoredTrajectory:
     tokens = torch.zeros(prompt + response, dtype=torch.int64)
     return replace(
         ScoredTrajectory.unrewarded(f"worst-{index}", tokens[:prompt], tokens[prompt:], group_id=index),
         logprobs=torch.zeros(response),
         old_logprobs=torch.zeros(response),
         ref_logprobs=torch.zeros(response),
+        supports=torch.zeros((response, width), dtype=torch.int32) if width else None,
     )
