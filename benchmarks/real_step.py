@@ -2,12 +2,14 @@
 
 The model has the shape of SmolLM2-135M (30 layers, 9 heads, 3 KV heads, 49,152 tokens) and random weights: nothing is
 downloaded. A step samples 16 prompts 8 times, 64 tokens each, and makes one update. ``--against DIR`` runs another
-checkout of this project in turn with this one, so that a drift of the machine's speed hits both.
+checkout of this project in turn with this one, so that a drift of the machine's speed hits both. ``--flags`` gives both
+further settings, e.g. another model and its data; ``--flags-here`` gives this one settings that the other has not.
 """
 
 import argparse
 import datetime
 import os
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -58,7 +60,8 @@ def flags(run_dir: Path, model: Path, options: argparse.Namespace, dtype: str) -
 
 def measure(checkout: Path, run_dir: Path, model: Path, options: argparse.Namespace, dtype: str) -> dict[str, float]:
     """Median seconds of the steps after the first, which touches memory for the first time."""
-    command = [str(Path(sys.executable).parent / "slime-like"), *flags(run_dir, model, options, dtype)]
+    more = options.flags + (options.flags_here if checkout == Path.cwd() else [])
+    command = [str(Path(sys.executable).parent / "slime-like"), *flags(run_dir, model, options, dtype), *more]
     environment = {**os.environ, "PYTHONPATH": str(checkout)}
     done = subprocess.run(
         command, cwd=checkout, env=environment, capture_output=True, text=True, timeout=_TIMEOUT_S, check=False
@@ -101,6 +104,8 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=3)
     parser.add_argument("--new-tokens", type=int, default=64)
     parser.add_argument("--rounds", type=int, default=1)
+    parser.add_argument("--flags", type=shlex.split, default=[], help="further settings, as one argument")
+    parser.add_argument("--flags-here", type=shlex.split, default=[], help="further settings of this checkout alone")
     parser.add_argument("--against", type=Path, help="another checkout, measured in turn with this one")
     parser.add_argument("--out", type=Path, default=Path("runs/real_step"))
     parser.add_argument("--result", type=Path, help="also write the report to this file")

@@ -2,14 +2,18 @@
 
 from collections.abc import Sequence
 from dataclasses import fields, replace
+from itertools import accumulate
 from pathlib import Path
 
 import torch
+from torch import Tensor
+from transformers.models.qwen3_moe.modeling_qwen3_moe import load_balancing_loss_func
 
 from slime_like.algorithms.packing.pack import pack_sequences
 from slime_like.algorithms.packing.prefixes import Sharing
 from slime_like.trajectory import PackedTrajectory, ScoredTrajectory
-from tests.parallel.parity import Case, case_of
+from tests.parallel.parity import Case, case_of, parity_config
+from tests.parallel.reference import Reference, ReferenceStep
 from tests.parallel.tiny import scored_sequences
 
 # Sizes of the packs, and of each sequence: (prompt, response) and the sequence whose first tokens are its prompt.
@@ -52,6 +56,66 @@ def sharing_sequences() -> list[ScoredTrajectory]:
     for index, other in (EQUAL, BEGINNING):
         found[index].response_tokens = found[other].response_tokens[: found[index].response_len]
     return found
+
+
+class TreeReference(Reference):
+    """The routers' loss over the tokens that packs compute: sequences that share are one, whose shared tokens count
+    once, in place of a loss of each sequence."""
+
+    def balanced_step(
+        self, sequences: list[ScoredTrajectory], denominator: float, packs: list[PackedTrajectory]
+    ) -> ReferenceStep:
+        """``step``, with both losses in the gradients."""
+        self.model.zero_grad()
+        scores, routed, total = [], [], torch.tensor(0.0, dtype=torch.float64)
+        for sequence in sequences:
+            scores.append(self.score(sequence))
+            total = total + self._loss(sequence, *scores[-1]) / denominator
+            routed.append(list(self._routed))
+        trees = [tree for first, pack in zip(_firsts(packs), packs, strict=True) for tree in _trees(first, pack)]
+        tokens = sum(map(len, trees))
+        balance = torch.stack([len(tree) / tokens * self._balance_of(tree, routed) for tree in trees]).sum()
+        (total + self.algorithm.moe_aux_loss_coef * balance).backward()
+        gradients = {name: p.grad.clone() for name, p in self.model.named_parameters() if p.grad is not None}
+        logprobs, entropies = ([part.detach() for part in parts] for parts in zip(*scores, strict=True))
+        return ReferenceStep(logprobs, entropies, total.item(), balance.item() / len(routed[0]), gradients)
+
+    def _balance_of(self, tree: list[tuple[int, int]], routed: list[list[tuple[Tensor, Tensor]]]) -> Tensor:
+        """Summed over layers; ``tree`` has the sequence and the position of each token."""
+        total = torch.zeros((), dtype=torch.float64)
+        for layer in range(len(routed[0])):
+            logits = torch.stack([routed[sequence][layer][0][position] for sequence, position in tree])
+            top_k = self.model.config.num_experts_per_tok
+            total = total + load_balancing_loss_func((logits,), logits.shape[1], top_k) / top_k
+        return total
+
+
+def _firsts(packs: list[PackedTrajectory]) -> list[int]:
+    return [0, *accumulate(pack.num_sequences for pack in packs[:-1])]
+
+
+def _trees(first: int, pack: PackedTrajectory) -> list[list[tuple[int, int]]]:
+    """Each tree's tokens, once, as (sequence, position); sequences that share a token are of one tree."""
+    lengths = (pack.prompt_lens + pack.response_lens).tolist()
+    places = torch.arange(sum(lengths)) if pack.segment_places is None else pack.segment_places
+    trees: list[dict[int, tuple[int, int]]] = []
+    for number, own in enumerate(places.split(lengths)):
+        found = {place: (first + number, position) for position, place in enumerate(own.tolist())}
+        for tree in [tree for tree in trees if tree.keys() & found.keys()]:
+            trees.remove(tree)
+            found |= tree
+        trees.append(found)
+    return [list(tree.values()) for tree in trees]
+
+
+def balanced_case(directory: Path, coefficient: float) -> Case:
+    """Sequences that share prefixes and a loss of routers, one step."""
+    case = shared_case("qwen3_moe", directory, 1)
+    case.algorithm["moe_aux_loss_coef"] = coefficient
+    algorithm = parity_config(case.checkpoint, directory, {}, **case.algorithm).algorithm
+    reference = TreeReference(case.checkpoint, algorithm)
+    case.expected = reference.balanced_step(case.sequences, case.denominator, case.packs())
+    return case
 
 
 def shared_case(

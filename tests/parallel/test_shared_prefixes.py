@@ -18,13 +18,14 @@ from tests.parallel.parity import (
     Settings,
     check_everything,
     check_exported_gradients,
+    check_gradients,
     check_loss,
     check_scores,
     check_tensors,
     run_case,
 )
 from tests.parallel.ranks import run_each
-from tests.parallel.shared_prefixes import PromptsCase, SharedCase, shared_case, sharing_sequences
+from tests.parallel.shared_prefixes import PromptsCase, SharedCase, balanced_case, shared_case, sharing_sequences
 
 STEPS = 1
 
@@ -69,6 +70,15 @@ LAYOUTS: dict[str, Settings] = {
 def test_layout_computes_the_reference(family: str, layout: str, cases: Any, tmp_path: Path) -> None:
     case, settings = cases(family), {"share_prefixes": "tree", **LAYOUTS[layout]}
     check_everything(case, settings, run_case(case, settings, tmp_path, steps=STEPS))
+
+
+@pytest.mark.parametrize("layout", ["ep2", "tp2-sp-ep2", "cp2"])
+def test_a_shared_token_counts_once_in_the_balancing_loss(layout: str, tmp_path: Path) -> None:
+    """A large coefficient: half of the routers' gradient and more is this loss's."""
+    case, settings = balanced_case(tmp_path, 0.5), {"share_prefixes": "tree", **LAYOUTS[layout]}
+    results = run_case(case, settings, tmp_path, steps=1)
+    check_loss(case, results)
+    check_gradients(case, results)
 
 
 def test_prompts_alone_are_shared(cases: Any, tmp_path: Path) -> None:
