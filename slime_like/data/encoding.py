@@ -9,13 +9,12 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from jinja2 import TemplateSyntaxError
-
 from slime_like.config import DataConfig
 from slime_like.data.formats import in_format
 from slime_like.data.messages import read_conversation, role_problem
 from slime_like.data.rows import Row
 from slime_like.data.spans import ConversationEncoder, SpanFault
+from slime_like.data.tokenizer import template_fault
 from slime_like.models.special_tokens import special_token_pattern
 
 _SHOWN = 10
@@ -161,9 +160,8 @@ class RowEncoder:
         try:
             text = self._tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
         except Exception as error:  # templates are programs of the checkpoint and raise what they like
-            problem = f"the chat template rejects {key!r} ({error})"
-            remedy = "correct the template" if isinstance(error, TemplateSyntaxError) else "correct the messages"
-            raise row.fault("template-failed", problem, remedy) from error
+            said, remedy = template_fault(error)
+            raise row.fault("template-failed", f"the chat template rejects {key!r} ({said})", remedy) from error
         return self._tokenizer.encode(text, add_special_tokens=False)
 
     def _require_text(self, row: Row, key: str, value: Any) -> None:

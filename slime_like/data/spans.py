@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from slime_like.data.messages import Message, Messages
+from slime_like.data.tokenizer import template_fault, token_names
 
 Tools = Sequence[Mapping[str, Any]] | None
 Range = tuple[int, int]
@@ -57,9 +58,10 @@ class ChatTemplate:
                 messages, tools=tools, tokenize=False, add_generation_prompt=prompt, **variables
             )
         except Exception as error:  # templates are programs of the checkpoint and raise what they like
-            count = f"the first {len(messages)} messages" if messages else "an assistant's turn without a prompt"
-            remedy = "correct the messages, or give model.path another chat template"
-            raise SpanFault("template-failed", f"the chat template rejects {count} ({error})", remedy) from error
+            said, remedy = template_fault(error)
+            first = "the first message" if len(messages) == 1 else f"the first {len(messages)} messages"
+            what = first if messages else "an assistant's turn without a prompt"
+            raise SpanFault("template-failed", f"the chat template rejects {what} ({said})", remedy) from error
         return text
 
     def marks(self, messages: Messages, tools: Tools = None) -> list[Range] | None:
@@ -105,7 +107,7 @@ class ConversationEncoder:
         self.stops = frozenset(stop_token_ids) or frozenset(() if eos is None else (eos,))
         if not self.stops:
             raise SpanFault("no-eos", "the tokenizer has no EOS token to end a turn with", "set eos_token in its files")
-        self._stop_names = ", ".join(map(repr, tokenizer.convert_ids_to_tokens(sorted(self.stops))))
+        self._stop_names = token_names(tokenizer, self.stops)
         self._backend = _untrimmed(tokenizer)
 
     def encode(self, messages: Messages, tools: Tools = None) -> EncodedConversation:

@@ -1,6 +1,7 @@
 """Loading of a checkpoint's tokenizer."""
 
 import json
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,24 @@ def missing_tokenizer(path: Path) -> str | None:
     """Why a checkpoint directory has no tokenizer at all; ``None`` where it has one, good or bad."""
     if (Path(path) / "tokenizer_config.json").is_file():
         return None
+    if not Path(path).exists():
+        return f"{path}: does not exist; give a Hugging Face directory"
     return f"{path}: holds no tokenizer (tokenizer_config.json is missing); copy the checkpoint's own there"
+
+
+def token_names(tokenizer: Any, ids: Collection[int]) -> str:
+    """As the tokenizer spells them, in order; the number of one that it does not have."""
+    known = zip(sorted(ids), tokenizer.convert_ids_to_tokens(sorted(ids)), strict=True)
+    return ", ".join(str(token) if name is None else repr(name) for token, name in known)
+
+
+def template_fault(error: Exception) -> tuple[str, str]:
+    """What a chat template raised, and the remedy: templates are programs of the checkpoint."""
+    from jinja2 import TemplateSyntaxError
+
+    if isinstance(error, TemplateSyntaxError):
+        return f"line {error.lineno}: {error}", "correct the template, or give model.path another one"
+    return str(error), "correct the messages, or give model.path another chat template"
 
 
 def _tokenizer_class(path: Path) -> Any:

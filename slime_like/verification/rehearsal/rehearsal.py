@@ -20,7 +20,7 @@ from slime_like.config import RunConfig
 from slime_like.config.reading.load import save_config
 from slime_like.data.prompts import PromptSource
 from slime_like.data.token_budget import TokenBudget
-from slime_like.data.tokenizer import load_tokenizer
+from slime_like.data.tokenizer import load_tokenizer, token_names
 from slime_like.errors import ConfigError, SlimeLikeError
 from slime_like.examples.look_alike import make_look_alike
 from slime_like.models.dimensions import ModelDimensions
@@ -178,8 +178,7 @@ def _template(config: RunConfig, tokenizer: Any) -> Iterator[Finding]:
     if not said:
         yield Finding("note", "chat template", "renders no assistant message; what ends an answer is unknown")
     elif not stops & set(closing):
-        known = zip(sorted(stops), tokenizer.convert_ids_to_tokens(sorted(stops)), strict=True)
-        names = ", ".join(str(token) if name is None else repr(name) for token, name in known)
+        names = token_names(tokenizer, stops)
         text = f"an answer ends with {end!r}, which holds no stop token ({names}): responses would run to their limit; "
         yield Finding("FOUND", "chat template", text + "set rollout.stop_token_ids")
     else:
