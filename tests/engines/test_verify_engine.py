@@ -1,5 +1,6 @@
 """``slime-like verify engine``: a sound engine holds every claim, and one that ignores a tensor is found out by it."""
 
+import dataclasses
 import json
 import shutil
 import subprocess
@@ -8,18 +9,21 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
 
 from rollout.transformers import weights
 from rollout.transformers.engine import TransformersEngine
+from rollout.transformers.samples import Sample
 from slime_like.commands.main import main
 from slime_like.examples.look_alike import make_look_alike
 from slime_like.examples.tiny_model import make_tiny_model
+from slime_like.interfaces import Generation
 from slime_like.models.dimensions import ModelDimensions
 from slime_like.verification.engine import claims
-from slime_like.verification.engine.claims import Refuted, Subject, every_tensor
+from slime_like.verification.engine.claims import Refuted, Subject, every_tensor, truncated_sampling
 from slime_like.verification.engine.driven import DrivenEngine, started
 from slime_like.verification.engine.reference import Reference
 from slime_like.verification.engine.verify import verify_engine
@@ -81,6 +85,20 @@ def test_an_engine_that_ignores_one_tensor_is_caught_by_its_name(
         assert f"1 of 14 tensors do not reach it: {ignored} (" in str(caught.value)
     ignored = ""
     assert every_tensor(subject) < 2e-5
+
+
+def test_an_engine_that_gives_wrong_supports_is_caught(subject: Subject, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert truncated_sampling(subject) < 2e-5
+    usual = Sample.to_generation
+    for change in (lambda each: np.roll(each, 1, axis=0), lambda each: np.where(each == each.max(), -1, each)):
+
+        def wrong(sample: Sample, change: Any = change) -> Generation:
+            found = usual(sample)
+            return dataclasses.replace(found, supports=change(found.supports))
+
+        monkeypatch.setattr(Sample, "to_generation", wrong)
+        with pytest.raises(Refuted):
+            truncated_sampling(subject)
 
 
 def test_a_tensor_that_nothing_depends_on_proves_nothing(subject: Subject, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -137,6 +137,26 @@ def stop_tokens(subject: Subject) -> None:
             )
 
 
+def truncated_sampling(subject: Subject) -> float | None:
+    """Where it returns supports, they are the likeliest tokens, and logprobs are over them."""
+    if not getattr(subject.engine.engine, "returns_supports", False):
+        return None
+    gaps, cut = [], {"temperature": 0.7, "top_k": 20, "top_p": 0.9, "max_new_tokens": _TOKENS}
+    requests = [subject.engine.request(prompt, **cut) for prompt in subject.prompts]
+    for prompt, (generation,) in zip(subject.prompts, subject.engine.generate_all(requests), strict=True):
+        if generation.supports is None:
+            raise Refuted("it returned none")
+        logits, expected = subject.reference.logits(prompt, generation.token_ids.tolist())[:-1] / 0.7, []
+        for row, token, support in zip(logits, generation.token_ids.tolist(), generation.supports, strict=True):
+            kept = torch.from_numpy(support[support >= 0]).long()
+            outside = row.index_fill(0, kept, float("-inf"))
+            if token not in kept or float(outside.max() - row[kept].min()) > TOLERANCE:
+                raise Refuted(f"token {token} was drawn from {kept.tolist()}, not from the likeliest tokens")
+            expected.append(float(row[token] - row[kept].logsumexp(0)))
+        gaps.append(float(np.abs(generation.logprobs - expected).max()))
+    return _bounded(max(gaps), "logprobs over supports")
+
+
 def abort_and_pause(subject: Subject) -> float:
     """An aborted request returns what it has sampled; a frozen one goes on."""
     engine = subject.engine
@@ -311,6 +331,7 @@ CLAIMS: Sequence[Claim] = (
     greedy,
     seeds,
     stop_tokens,
+    truncated_sampling,
     abort_and_pause,
     idle_update,
     update_amid_requests,
