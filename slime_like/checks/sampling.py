@@ -50,15 +50,12 @@ _SUPPORTING = ("vllm", "sglang", "transformers")
 def _truncation_problems(config: RunConfig) -> Iterator[str]:
     """Truncated samples are trained on over the tokens that they were drawn from, where an engine says which."""
     rollout = config.rollout
-    if rollout.top_p == 1.0 and rollout.top_k == -1 and rollout.min_p == 0.0:
+    if rollout.bounded_top_k == -1:
         return
     cut = f"rollout.top_p={rollout.top_p:g}, top_k={rollout.top_k} and min_p={rollout.min_p:g}"
     whole = "or use top_p: 1, top_k: -1 and min_p: 0"
-    if not 0 < rollout.top_k <= LARGEST_SUPPORT:
-        yield (
-            f"{cut}: training on a cut distribution reads what it was cut to; bound it by rollout.top_k, 1 to "
-            f"{LARGEST_SUPPORT}, {whole}"
-        )
+    if rollout.top_k > LARGEST_SUPPORT:
+        yield f"{cut}: training reads what a distribution was cut to; use top_k up to {LARGEST_SUPPORT}, {whole}"
     if rollout.engine not in _SUPPORTING:
         names = ", ".join(_SUPPORTING)
         yield f"{cut}: rollout.engine={rollout.engine} does not say what it cut to; use one of {names}, {whole}"

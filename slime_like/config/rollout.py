@@ -87,13 +87,12 @@ class RolloutConfig(Section):
     samples_per_prompt: int = Field(8, ge=1, description="Responses per prompt (group size).")
     max_new_tokens: int = Field(256, ge=1, description="Token limit of a response.")
     temperature: float = Field(1.0, ge=MIN_TEMPERATURE, description="Sampling temperature of training rollouts.")
-    top_p: float = Field(1.0, gt=0.0, le=1.0, description="Nucleus sampling of training rollouts; needs `top_k`.")
+    top_p: float = Field(1.0, gt=0.0, le=1.0, description="Nucleus sampling of training rollouts.")
     top_k: int = Field(-1, ge=-1)
-    """Top-k sampling of training rollouts, up to 512; -1: off. Logprobs, entropies and KL are then over the tokens that
-    each token was drawn from, as the engine reports them."""
+    """Top-k sampling of training rollouts, up to 512; -1: off, or 512 with `top_p` or `min_p`. Logprobs, entropies and
+    KL are then over the tokens that each token was drawn from, as the engine reports them."""
     min_p: float = Field(0.0, ge=0.0, le=1.0)
-    """Leave out tokens less likely than this share of the likeliest one's probability, before `top_k` and `top_p`;
-    needs `top_k`."""
+    """Leave out tokens less likely than this share of the likeliest one's probability, before `top_k` and `top_p`."""
     stop_token_ids: tuple[int, ...] = Field((), description="Token ids that end a response; []: the model's EOS ids.")
     max_model_len: int | None = Field(None, ge=2)
     """Longest sequence of an engine; none: prompt limit plus response limit."""
@@ -131,6 +130,13 @@ class RolloutConfig(Section):
             if not isinstance(arguments.get(name, {}), dict):
                 raise ValueError(f"{name}={arguments[name]} must be a mapping: arguments of this engine alone")
         return arguments
+
+    @property
+    def bounded_top_k(self) -> int:
+        """``top_k`` of training: what cuts the distribution is bounded by what the trainer reads; -1: nothing does."""
+        if self.top_k > 0:
+            return self.top_k
+        return LARGEST_SUPPORT if self.top_p < 1.0 or self.min_p > 0.0 else -1
 
     @property
     def own_engine_args(self) -> dict[str, Any]:

@@ -22,7 +22,7 @@ def worst_packs(config: RunConfig, layout: Layout) -> list[PackedTrajectory]:
     budget, context = config.trainer.target_tokens_per_batch, config.trainer.parallel.context
     response = budget - 1 if config.supervised else config.rollout.max_new_tokens
     prompts = [1] if layout == "zigzag" or context == 1 else [1, config.data.max_prompt_tokens]
-    top_k = 0 if config.supervised else config.rollout.top_k
+    top_k = -1 if config.supervised else config.rollout.bounded_top_k
     width = top_k + MOST_TIES if top_k > 0 else 0
     packs = [_filled(budget, prompt, response, context, layout, width) for prompt in prompts]
     if config.trainer.share_prefixes and not config.supervised:

@@ -28,7 +28,7 @@ def training_sampling(config: RunConfig) -> SamplingParams:
     return SamplingParams(
         temperature=rollout.temperature,
         top_p=rollout.top_p,
-        top_k=rollout.top_k,
+        top_k=rollout.bounded_top_k,
         min_p=rollout.min_p,
         max_new_tokens=rollout.max_new_tokens,
         stop_token_ids=stop_tokens(config),

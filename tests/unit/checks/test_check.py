@@ -190,9 +190,8 @@ FAULTS: dict[str, list[str]] = {
     "algorithm.kl-estimator": ["--algorithm.kl_estimator k9", "--algorithm.kl_estimator no_such.place:thing"],
     "algorithm.importance-correction": ["--algorithm.importance_correction tiss"],
     "rollout.sampling": [
-        "--rollout.top_p 0.9 --rollout.engine transformers",
         "--rollout.top_p 0.9 --rollout.top_k 513 --rollout.engine transformers",
-        "--rollout.min_p 0.1",
+        "--rollout.min_p 0.1 --rollout.top_k 2000",
         f"{AHEAD} --cluster.placement colocated",
         "--rollout.max_staleness 2",
         f"{AHEAD} --rollout.oversample 1.5",
