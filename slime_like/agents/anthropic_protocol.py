@@ -7,12 +7,9 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from slime_like.agents.calls import FORCED, Call, CallRejected, parse, unsupported, wishes
+from slime_like.agents.calls import Call, CallRejected, parse, unsupported, wishes
 from slime_like.agents.messages import Message, ToolCall
 from slime_like.agents.turns import Turn
-
-_SETTINGS = ("temperature", "top_p", "top_k", "max_tokens", "stop_sequences", "thinking", "service_tier")
-"""Of sampling: the run's own hold, and what was asked for is reported."""
 
 
 class _Text(BaseModel):
@@ -77,7 +74,7 @@ def read_call(body: Any) -> Call:
         tools=tuple(_function(tool) for tool in (request.tools or ()) if choice != "none"),
         model=request.model,
         stream=request.stream,
-        ignored=wishes(body, _SETTINGS if choice in ("auto", "none") else (*_SETTINGS, FORCED)),
+        ignored=wishes(request, None if choice in ("auto", "none") else choice),
     )
 
 

@@ -1,6 +1,6 @@
 """A call of an agent, whatever protocol it speaks, and its rejection."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -9,6 +9,12 @@ from pydantic import BaseModel, ValidationError
 from slime_like.agents.messages import Message, Tool
 
 _SHOWN_CHARS = 80
+
+_LABELS = {"user", "metadata", "store", "safety_identifier", "prompt_cache_key"}
+"""For the books of a service: they ask nothing of the model."""
+_SHAPING = {"guided_json", "guided_regex", "guided_choice", "guided_grammar", "structured_outputs", "functions",
+            "continue_final_message", "prompt_logprobs", "top_logprobs"}  # fmt: skip
+"""An answer without them would not be what the client counts on."""
 
 FORCED = "tool_choice"
 """A call of a tool cannot be forced on a model that is trained on what it samples: a wish, as settings of sampling."""
@@ -58,14 +64,27 @@ def parse(model: type[BaseModel], body: Any) -> Any:
     try:
         return model.model_validate(body)
     except ValidationError as error:
-        first = error.errors(include_url=False, include_input=False, include_context=False)[0]
-        field_name = ".".join(map(str, first["loc"])) or "body"
+        errors = error.errors(include_url=False, include_input=False, include_context=False)
+        # Of the forms that a field may have, the one that fits best; its name in this program is none of the field's.
+        first = max(errors, key=lambda each: len(each["loc"]))
+        names = (str(part) for part in first["loc"])
+        field_name = ".".join(name for name in names if "[" not in name and name != "str") or "body"
         raise CallRejected(400, "invalid_request", f"{field_name}: {first['msg']}") from error
 
 
-def wishes(body: Mapping[str, Any], names: Iterable[str]) -> dict[str, Any]:
-    """The settings of these names in a body, short enough to be kept."""
-    found = {name: body[name] for name in names if body.get(name) is not None}
+def wishes(request: BaseModel, forced: Any = None) -> dict[str, Any]:
+    """What a body asks for that this endpoint does not read, short enough to be kept; ``forced``: a tool.
+
+    Raises:
+        CallRejected: a setting among them would change what the model samples.
+    """
+    given = {name: value for name, value in (request.model_extra or {}).items() if value is not None}
+    for name in sorted(_SHAPING & given.keys()):
+        if given[name]:
+            raise unsupported(name, given[name])
+    found = {name: value for name, value in given.items() if name not in _LABELS | _SHAPING}
+    if forced is not None:
+        found[FORCED] = forced
     return {name: value if isinstance(value, int) else str(value)[:_SHOWN_CHARS] for name, value in found.items()}
 
 

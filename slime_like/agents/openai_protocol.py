@@ -8,15 +8,9 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from slime_like.agents.calls import FORCED, Call, CallRejected, parse, unsupported, wishes
+from slime_like.agents.calls import Call, CallRejected, parse, unsupported, wishes
 from slime_like.agents.messages import Message, ToolCall
 from slime_like.agents.turns import Turn
-
-_SETTINGS = (
-    "temperature", "top_p", "top_k", "min_p", "max_tokens", "max_completion_tokens", "seed", "presence_penalty",
-    "frequency_penalty", "reasoning_effort", "parallel_tool_calls", "stop",
-)  # fmt: skip
-"""Of sampling: the run's own hold, and what was asked for is reported."""
 
 _FINISH = {"stop": "stop", "length": "length"}
 
@@ -86,7 +80,7 @@ def read_call(body: Any) -> Call:
         model=request.model,
         stream=bool(request.stream),
         usage_chunk=request.stream_options is not None and request.stream_options.include_usage,
-        ignored=wishes(body, _SETTINGS if request.tool_choice in (None, "auto", "none") else (*_SETTINGS, FORCED)),
+        ignored=wishes(request, None if request.tool_choice in ("auto", "none") else request.tool_choice),
     )
 
 

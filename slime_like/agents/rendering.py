@@ -1,6 +1,7 @@
 """Messages as text and token ids, by the chat template."""
 
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from typing import Any
 
 from slime_like.agents.messages import Message, Tool
@@ -8,6 +9,8 @@ from slime_like.models.special_tokens import special_token_pattern
 
 _CUT = "\ufdd0"
 """Where text is cut before it is encoded. Unicode reserves this number: no text has it."""
+
+_NO_PARAMETERS: dict[str, Any] = {"type": "object", "properties": {}}
 
 _CONTEXT_TOKENS = 16
 """Tokens before a continuation that decide how it is decoded: a space at its front, a character cut in two."""
@@ -53,6 +56,16 @@ class ChatFormat:
         except Exception as error:  # templates are programs of the checkpoint and raise what they like
             raise TemplateFault(f"{type(error).__name__}: {error}".replace(_CUT, "")) from error
         return Rendering(text.split(_CUT))
+
+    @cached_property
+    def renders_tools(self) -> bool:
+        """Whether a prompt differs by the tools that it is given."""
+        asked = [Message("user", "a")]
+        tool = {"type": "function", "function": {"name": "f", "description": "b", "parameters": _NO_PARAMETERS}}
+        try:
+            return self.render(asked, [tool]).text != self.render(asked, []).text
+        except TemplateFault:  # a call says what is wrong
+            return True
 
     def encode(self, rendering: Rendering) -> list[int]:
         """Token ids of the text, as a sampled turn's are never made."""

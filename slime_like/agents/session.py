@@ -59,7 +59,7 @@ class Session:
     Attributes:
         key: the client's; cannot be guessed.
         failure: set where the engine failed.
-        ignored: sampling settings that clients asked for.
+        ignored: what clients asked for in vain.
         rejections: calls without an answer, by code.
     """
 
@@ -87,6 +87,8 @@ class Session:
         """Sample and record one turn; a call that is cancelled is not recorded. Raises ``CallRejected``."""
         self._require_room()
         self.ignored |= call.ignored
+        if call.tools and not self._chat.renders_tools:
+            self.ignored["tools"] = "the chat template renders none"
         try:
             prompt = self.tree.prompt(call.messages, call.tools)
         except TemplateFault as fault:

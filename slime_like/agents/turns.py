@@ -142,7 +142,7 @@ def _row(leaf: Turn, trained: set[Turn]) -> Row:
                 supports[first:end] = turn.generation.supports
     trained.update(branch)
     prompt = np.array(leaf.token_ids[:start], np.int64)
-    return Row(Segment(prompt, tokens, logprobs, versions, mask, supports), tuple(turns))
+    return Row(Segment(prompt, tokens, logprobs, versions, mask, supports, leaf.generation.finish_reason), tuple(turns))
 
 
 def _branch(leaf: Turn) -> Iterator[Turn]:

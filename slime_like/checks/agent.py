@@ -1,6 +1,7 @@
 """Settings of agents that call the model themselves."""
 
 import re
+import shutil
 from collections.abc import Iterator
 from importlib.util import find_spec
 
@@ -60,8 +61,12 @@ def server_problems(config: RunConfig) -> Iterator[str]:
 
 
 def custom_agent_problems(config: RunConfig) -> list[str]:
-    """An agent whose module is found is imported once, with its options, by a worker with its limits."""
+    """An agent whose module is found is imported once, with its options, by a worker with its limits; the program of a
+    command must be there."""
     agent = config.rollout.agent
+    if agent.command and shutil.which(agent.command[0]) is None:
+        remedy = "give the command as a list, [python, agent.py]" if " " in agent.command[0] else "correct its path"
+        return [f"{_PREFIX}.command: {agent.command[0]} is no program on this machine; {remedy}"]
     if agent.name is None or agent.command or import_path_problem(agent.name):
         return []
     return start_problems(agent)

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, Protocol, TypeAlias
 
 import numpy as np
 
@@ -11,6 +11,8 @@ from slime_like.config.rollout import MOST_TIES
 from slime_like.interfaces.weights import BucketMetadata, UpdateReceipt
 from slime_like.plugins.entry_points import ENGINE_GROUP, load_installed
 from slime_like.trajectory import Conversation
+
+FinishReason: TypeAlias = Literal["stop", "length", "abort", "turns"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,6 +101,7 @@ class Segment:
         weight_versions: (n,) int64.
         loss_mask: (n,) bool, True where the model sampled the token and this row trains it.
         supports: as of ``Generation``.
+        finish_reason: of its last turn; ``None``: the rollout's.
     """
 
     prompt_tokens: np.ndarray
@@ -107,6 +110,7 @@ class Segment:
     weight_versions: np.ndarray
     loss_mask: np.ndarray
     supports: np.ndarray | None = None
+    finish_reason: FinishReason | None = None
 
 
 @dataclass(slots=True)
@@ -133,7 +137,7 @@ class Generation:
     token_ids: np.ndarray
     logprobs: np.ndarray
     weight_versions: np.ndarray
-    finish_reason: Literal["stop", "length", "abort", "turns"]
+    finish_reason: FinishReason
     prompt_logprobs: np.ndarray | None = None
     conversation: Conversation | None = None
     segments: tuple[Segment, ...] = ()

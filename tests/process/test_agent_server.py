@@ -104,7 +104,7 @@ def test_openai_streamed_equals_unstreamed(said: str) -> None:
     async def scenario() -> None:
         async with endpoint(said, said) as here, here.openai() as client:
             asked: Any = {"model": "any", "messages": [USER], "tools": tools, "temperature": 0.3, "stop": ["o"]}
-            asked |= {"tool_choice": "required"}
+            asked |= {"tool_choice": "required", "user": "me", "extra_body": {"chat_template_kwargs": {"x": 1}}}
             whole = await client.chat.completions.create(**asked)
             stream = await client.chat.completions.create(**asked, stream=True, stream_options={"include_usage": True})
             chunks = [chunk async for chunk in stream]
@@ -123,7 +123,9 @@ def test_openai_streamed_equals_unstreamed(said: str) -> None:
             assert whole.usage.prompt_tokens == len(here.model.asked[0].token_ids)
             wanted = "tool_calls" if "<tool_call>" in said else "length" if said.endswith("...") else "stop"
             assert first.finish_reason == wanted
-            assert here.session.ignored == {"temperature": "0.3", "stop": "['o']", "tool_choice": "required"}
+            wished = {"temperature": "0.3", "stop": "['o']", "tool_choice": "required"}
+            wished |= {"chat_template_kwargs": "{'x': 1}", "tools": "the chat template renders none"}
+            assert here.session.ignored == wished
             assert {asked.max_new_tokens for asked in here.model.asked} == {100}
 
     run(scenario)
@@ -212,11 +214,15 @@ def test_rejections_are_what_clients_understand() -> None:
                 assert await rejected(ask(model="m", messages=[long])) == (400, "context_length_exceeded")
                 tell = other.messages.create(model="m", max_tokens=1, messages=[long])
                 assert await rejected(tell) == (400, "context_length_exceeded")
-                for setting in ({"n": 2}, {"logit_bias": {"7": 1}}, {"logprobs": True}, {"response_format": JSON}):
+                settings: list[dict[str, Any]] = [{"n": 2}, {"logit_bias": {"7": 1}}, {"logprobs": True}]
+                settings += [{"response_format": JSON}, {"extra_body": {"guided_json": JSON}}]
+                for setting in settings:
                     asked: Any = {"model": "m", "messages": [USER], **setting}
                     assert await rejected(ask(**asked)) == (400, "unsupported_parameter")
                 image: Any = {"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}
                 assert await rejected(ask(model="m", messages=[image])) == (400, "invalid_request")
+                with pytest.raises(openai.APIStatusError, match=r"messages\.0\.content\.0\.type: .*'text'"):
+                    await ask(model="m", messages=[image])
                 prefilled: Any = [USER, {"role": "assistant", "content": "So"}]
                 tell = other.messages.create(model="m", max_tokens=1, messages=prefilled)
                 assert await rejected(tell) == (400, "unsupported_parameter")

@@ -127,9 +127,11 @@ def request(samples: int, **fields: Any) -> GenerationRequest:
 Scenario = Callable[[AgentRollouts], Awaitable[list[Generation]]]
 
 
-def rollouts(engine: Engine, asked: GenerationRequest | Scenario, **agent: Any) -> list[Generation]:
+def rollouts(
+    engine: Engine, asked: GenerationRequest | Scenario, logs: tuple[Path, str] | None = None, **agent: Any
+) -> list[Generation]:
     async def run() -> list[Generation]:
-        made = AgentRollouts(config(**agent), TOKENIZER, engine.generate, engine.version)
+        made = AgentRollouts(config(**agent), TOKENIZER, engine.generate, engine.version, logs)
         pids: tuple[int, ...] = ()
         try:
             await made.start()
@@ -274,6 +276,7 @@ assert os.environ["OPENAI_BASE_URL"] == url + "/v1" and os.environ["ANTHROPIC_AP
 body = json.dumps({"messages": task["messages"], "max_tokens": 5}).encode()
 answer = json.load(urllib.request.urlopen(urllib.request.Request(url + "/v1/messages", body, {"x-api-key": key})))
 word = answer["content"][0]["text"]
+print("the program heard", word, flush=True)
 child = subprocess.Popen(["sleep", "1000"], start_new_session=True)
 with open(sys.argv[0] + ".pids", "a") as pids:
     pids.write(f"{child.pid}\\n")
@@ -286,7 +289,7 @@ if word != "nothing":
 
 
 def test_a_command_is_an_agent(tmp_path: Path) -> None:
-    """It may be any program: a task in a file, a result in another, an exit code."""
+    """It may be any program: a task in a file, a result in another, an exit code; what it prints is the worker's."""
     (tmp_path / "agent.py").write_text(COMMAND)
     command = ["python", str(tmp_path / "agent.py"), "{base_url}", "{key}", "{task_file}", "{result_file}"]
 
@@ -294,13 +297,16 @@ def test_a_command_is_an_agent(tmp_path: Path) -> None:
         async def generate(self, request: GenerationRequest) -> list[Generation]:
             return [made(("ok", "fail", "nothing", "odd")[int(request.request_id.split("/")[1])])]
 
-    good, *bad = rollouts(Saying(), request(4), name=None, command=command)
+    (tmp_path / "logs").mkdir()
+    good, *bad = rollouts(Saying(), request(4), (tmp_path / "logs", "agent"), name=None, command=command)
     assert good.conversation is not None and good.conversation.failure is None
     assert (good.conversation.reward, good.conversation.success) == (0.5, True)
     assert [failure(generation) for generation in bad] == ["error"] * 3
     details = [g.conversation.failure["detail"] for g in bad if g.conversation and g.conversation.failure]
     assert details[0] == "CommandFailed: exit code 1: went wrong"
     assert details[1] == "CommandFailed: it wrote no result file"
+    printed = "".join(path.read_text() for path in (tmp_path / "logs").iterdir())
+    assert all(f"the program heard {word}" in printed for word in ("ok", "fail", "nothing", "odd"))
     left = list(map(int, (tmp_path / "agent.py.pids").read_text().split()))
     assert len(left) == 4 and not any(map(is_alive, left))
 

@@ -110,7 +110,7 @@ def _rows(
             weight_versions=versions,
             supports=None if segment.supports is None else _copy(segment.supports, np.int32),
             temperature=temperature,
-            finish_reason=generation.finish_reason,
+            finish_reason=(segment is not segments[-1] and segment.finish_reason) or generation.finish_reason,
             conversation=generation.conversation if segment is segments[-1] else None,
         )
 

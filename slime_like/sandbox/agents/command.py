@@ -5,15 +5,19 @@ import os
 import signal
 import subprocess
 import tempfile
+from collections import deque
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
+from threading import Thread
 from typing import Any
 
 from slime_like.interfaces.agent import AgentResult, AgentTask
 from slime_like.sandbox.serving import die_with_parent
 from slime_like.system.processes import descendants
+
+_CHUNK, _KEPT_CHUNKS = 4096, 2
 
 PLACES = ("base_url", "key", "task_file", "result_file")
 """What a command may hold in braces."""
@@ -40,31 +44,45 @@ def run_command(command: Sequence[str], task: AgentTask) -> AgentResult:
     with tempfile.TemporaryDirectory(prefix="agent-") as directory:
         files = {name: str(Path(directory) / f"{name}.json") for name in ("task_file", "result_file")}
         Path(files["task_file"]).write_text(json.dumps(asdict(task)), encoding="utf-8")
-        log = Path(directory) / "log"
-        code = _run(filled(command, {"base_url": task.base_url, "key": task.key, **files}), task, log)
+        code, last = _run(filled(command, {"base_url": task.base_url, "key": task.key, **files}), task)
         if code != 0:
-            raise CommandFailed(f"exit code {code}: {_last_line(log)}")
+            raise CommandFailed(f"exit code {code}: {last}")
         return _result(Path(files["result_file"]))
 
 
-def _run(argv: list[str], task: AgentTask, log: Path) -> int:
+def _run(argv: list[str], task: AgentTask) -> tuple[int, str]:
+    """Its exit code and its last line; what it prints is in this worker's log as it comes."""
     parent = os.getpid()
-    with log.open("wb") as output:
+    try:
+        process = subprocess.Popen(
+            argv,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            env={**os.environ, **_variables(task)},
+            preexec_fn=lambda: die_with_parent(parent),
+        )
+    except OSError as error:
+        raise CommandFailed(f"{argv[0]} cannot be started: {error}") from error
+    last: deque[bytes] = deque(maxlen=_KEPT_CHUNKS)
+    assert process.stdout is not None
+    with process.stdout as output:
+        passing = Thread(target=_pass_on, args=(output.fileno(), last), daemon=True)
+        passing.start()
         try:
-            process = subprocess.Popen(
-                argv,
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=output,
-                env={**os.environ, **_variables(task)},
-                preexec_fn=lambda: die_with_parent(parent),
-            )
-        except OSError as error:
-            raise CommandFailed(f"{argv[0]} cannot be started: {error}") from error
-        try:
-            return process.wait()  # the pool bounds it
+            code = process.wait()  # the pool bounds it
         finally:
             _end_leftovers()
+        passing.join()  # nobody has the pipe any more
+    lines = b"".join(last).decode(errors="replace").strip().splitlines()
+    return code, lines[-1] if lines else "it wrote nothing"
+
+
+def _pass_on(pipe: int, last: deque[bytes]) -> None:
+    """To this worker's log, which its standard error is, until the pipe's end."""
+    while chunk := os.read(pipe, _CHUNK):
+        last.append(chunk)
+        os.write(2, chunk)
 
 
 def _end_leftovers() -> None:
@@ -86,11 +104,6 @@ def _variables(task: AgentTask) -> dict[str, str]:
         "ANTHROPIC_BASE_URL": task.base_url,
         "ANTHROPIC_API_KEY": task.key,
     }
-
-
-def _last_line(log: Path) -> str:
-    lines = log.read_bytes()[-2000:].decode(errors="replace").strip().splitlines()
-    return lines[-1] if lines else "it wrote nothing"
 
 
 def _result(path: Path) -> AgentResult:

@@ -220,15 +220,19 @@ FAULTS: dict[str, list[str]] = {
         "--rollout.agent.max_calls 3",
         "--rollout.agent.name my_agent",
         "--rollout.agent.name slime_like.examples.calculator_agent:solver",
-        "--rollout.agent.name slime_like.examples.calculator_agent:solve --rollout.agent.command [a]",
-        "--rollout.agent.command '[a, \"{url}\"]'",
-        "--rollout.agent.command [a] --rollout.agent.options.x y",
-        "--rollout.agent.command [a] --rollout.environment.name calculator",
-        "--rollout.agent.command [a] --algorithm.overlong_buffer 10",
+        "--rollout.agent.name slime_like.examples.calculator_agent:solve --rollout.agent.command [sh]",
+        "--rollout.agent.command '[sh, \"{url}\"]'",
+        "--rollout.agent.command [sh] --rollout.agent.options.x y",
+        "--rollout.agent.command [sh] --rollout.environment.name calculator",
+        "--rollout.agent.command [sh] --algorithm.overlong_buffer 10",
     ],
-    "rollout.agent-rows": ["--rollout.agent.command [a] --algorithm.loss gspo"],
+    "rollout.agent-custom": [
+        "--rollout.agent.command [no-such-program]",
+        "--rollout.agent.command ['python agent.py']",
+    ],
+    "rollout.agent-rows": ["--rollout.agent.command [sh] --algorithm.loss gspo"],
     "rollout.agent-length": [
-        "--rollout.agent.command [a] --rollout.max_model_len 2000 --trainer.target_tokens_per_batch 1500"
+        "--rollout.agent.command [sh] --rollout.max_model_len 2000 --trainer.target_tokens_per_batch 1500"
     ],
     "rollout.python": ["--rollout.python TMP/python"],
     "reference.model": [
