@@ -8,7 +8,7 @@ import tempfile
 from collections import deque
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from pathlib import Path
 from threading import Thread
 from typing import Any
@@ -18,6 +18,7 @@ from slime_like.sandbox.serving import die_with_parent
 from slime_like.system.processes import descendants
 
 _CHUNK, _KEPT_CHUNKS = 4096, 2
+_FIELDS = {each.name for each in fields(AgentResult)}
 
 PLACES = ("base_url", "key", "task_file", "result_file")
 """What a command may hold in braces."""
@@ -109,6 +110,10 @@ def _variables(task: AgentTask) -> dict[str, str]:
 def _result(path: Path) -> AgentResult:
     try:
         content: Any = json.loads(path.read_text(encoding="utf-8"))
+        if not isinstance(content, dict):
+            raise TypeError(f"it holds a {type(content).__name__}, not an object")
+        if unknown := sorted(content.keys() - _FIELDS):
+            raise ValueError(f"{unknown[0]!r} is none of {', '.join(sorted(_FIELDS))}")
         return AgentResult(**content)
     except FileNotFoundError as error:
         raise CommandFailed("it wrote no result file") from error
