@@ -7,7 +7,7 @@ import numpy as np
 
 from slime_like.config.rollout import LARGEST_SUPPORT, MIN_TEMPERATURE
 from slime_like.errors import EngineError
-from slime_like.interfaces import GenerationRequest, SamplingParams
+from slime_like.interfaces import GenerationRequest, SamplingParams, Supports
 from slime_like.models.dimensions import ModelDimensions
 
 FinishReason: TypeAlias = Literal["stop", "length", "abort"]
@@ -54,7 +54,7 @@ def check_request(
     if not 0 <= sampling.min_p <= 1:
         raise refusal(f"min_p={sampling.min_p}", "use a value in [0, 1]")
     is_known = returns_supports and 0 < sampling.top_k <= LARGEST_SUPPORT
-    if sampling.support_width is not None and not is_known:
+    if sampling.wants_supports and not is_known:
         raise refusal(
             f"top_p={sampling.top_p}, top_k={sampling.top_k} and min_p={sampling.min_p} change the sampled "
             "distribution, so its logprobs could not be trained on",
@@ -68,29 +68,24 @@ def stop_ids(sampling: SamplingParams, dimensions: ModelDimensions) -> tuple[int
     return sampling.stop_token_ids or dimensions.eos_token_ids
 
 
-def supports_of(token_ids: np.ndarray, logprobs: np.ndarray, width: int, engine: str) -> np.ndarray:
+def supports_of(token_ids: np.ndarray, logprobs: np.ndarray, engine: str) -> Supports:
     """Supports from an engine's likeliest tokens, whose logprobs are over what it drew from.
 
     Args:
         token_ids, logprobs: (n, w), in any order; what was left out has no probability.
-        width: of the result.
-
-    Returns:
-        (n, width) int32, filled up with -1.
 
     Raises:
         EngineError: these are not all tokens that it drew from.
     """
-    supports = np.full((len(token_ids), width), -1, np.int32)
-    supports[:, : token_ids.shape[1]] = np.where(logprobs > _NO_LOGPROB, token_ids, -1)
-    mass = np.exp(logprobs.astype(np.float64)).sum(1)
+    is_kept, mass = logprobs > _NO_LOGPROB, np.exp(logprobs.astype(np.float64)).sum(1)
     if len(mass) and abs(mass - 1.0).max() > _MASS_ROUNDING:
         raise EngineError(
-            f"{engine} drew a token from more than the {width} likeliest ones (their probability is {mass.min():.4f})",
+            f"{engine} drew a token from more than the {token_ids.shape[1]} likeliest ones (their probability is "
+            f"{mass.min():.4f})",
             code="support-incomplete",
             remedy="many logits are equal, as in bfloat16 on a CPU: use model.dtype=float32, or no rollout.top_k",
         )
-    return supports
+    return Supports(token_ids[is_kept].astype(np.int32), is_kept.sum(1).astype(np.int32))
 
 
 def finish_reason(request: GenerationRequest, engine: str, reason: str | None, shown: Any) -> FinishReason:

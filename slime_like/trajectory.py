@@ -20,14 +20,14 @@ class TensorField:
 
     Attributes:
         dtype: of the packed and the unpacked tensor: a float type takes all numbers, an integer type all integers.
-        over: what the first dimension counts: tokens of the prompt or of the response, reward functions, or nothing
-            (one number per sequence).
+        over: what the first dimension counts: tokens of the prompt, of the response or of its supports, reward
+            functions, or nothing (one number per sequence).
         optional: ``None`` is allowed, in all sequences of a pack or in none.
         entry_ndim: further dimensions, of the same size in every sequence of a pack.
     """
 
     dtype: torch.dtype
-    over: Literal["prompt", "response", "functions", "sequence"] = "response"
+    over: Literal["prompt", "response", "supports", "functions", "sequence"] = "response"
     optional: bool = False
     entry_ndim: int = 0
 
@@ -56,15 +56,16 @@ class SampledFields:
             ``loss_mask`` is False; ``None`` for supervised demonstrations, which no policy sampled.
         weight_versions: the version that sampled each token, on observations that of the turn before; ``None`` for
             demonstrations.
-        supports: (response_len, K) token ids that each token was drawn from, filled up with -1, where sampling is
-            truncated: then all logprobs are over these tokens. ``None``: over the whole vocabulary.
+        support_ids, support_sizes: the ids that each token was drawn from, end to end, and how many these are (0: the
+            whole vocabulary), where sampling is truncated: then all logprobs are over them. ``None``: it is not.
     """
 
     __slots__ = ()
     loss_mask: Tensor = field(metadata=_tensor(torch.bool))
     logprobs: Tensor | None = field(metadata=_tensor(torch.float32, optional=True))
     weight_versions: Tensor | None = field(default=None, metadata=_tensor(torch.int64, optional=True))
-    supports: Tensor | None = field(default=None, metadata=_tensor(torch.int32, optional=True, entry_ndim=1))
+    support_ids: Tensor | None = field(default=None, metadata=_tensor(torch.int32, optional=True, over="supports"))
+    support_sizes: Tensor | None = field(default=None, metadata=_tensor(torch.int32, optional=True))
 
 
 @dataclass(kw_only=True)

@@ -144,7 +144,9 @@ class Host:
             sampling_params=sampling_params(request, self._dimensions, seed),
             return_logprob=True,
             logprob_start_len=0 if request.prompt_logprobs else -1,
-            top_logprobs_num=min(request.sampling.support_width or 0, self._dimensions.vocab_size),
+            top_logprobs_num=min(request.sampling.top_k, self._dimensions.vocab_size)
+            if request.sampling.wants_supports
+            else 0,
             stream=False,
         )
         await running.wait_for(self._open)

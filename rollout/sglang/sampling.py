@@ -6,7 +6,7 @@ import numpy as np
 
 from rollout.requests import finish_reason, stop_ids, supports_of, weight_versions
 from slime_like.errors import EngineError
-from slime_like.interfaces import Generation, GenerationRequest
+from slime_like.interfaces import Generation, GenerationRequest, Supports
 from slime_like.models.dimensions import ModelDimensions
 
 
@@ -35,7 +35,7 @@ def generation(request: GenerationRequest, output: dict[str, Any], version: int)
         weight_versions=weight_versions(len(token_ids), version, spans),
         finish_reason=finish_reason(request, "SGLang", meta["finish_reason"]["type"], meta["finish_reason"]),
         prompt_logprobs=_prompt_logprobs(meta) if request.prompt_logprobs else None,
-        supports=_supports(meta, len(token_ids), request.sampling.support_width),
+        supports=_supports(meta, len(token_ids)) if request.sampling.wants_supports else None,
     )
 
 
@@ -53,13 +53,11 @@ def _sampled_logprobs(meta: dict[str, Any], token_ids: np.ndarray) -> np.ndarray
     return np.asarray([entry[0] for entry in entries], dtype=np.float32)
 
 
-def _supports(meta: dict[str, Any], count: int, width: int | None) -> np.ndarray | None:
-    if width is None:
-        return None
+def _supports(meta: dict[str, Any], count: int) -> Supports:
     if not count:
-        return np.empty((0, width), np.int32)
+        return Supports.whole(0)
     entries = np.array([[entry[:2] for entry in row] for row in meta["output_top_logprobs"]], np.float64)
-    return supports_of(entries[:, :, 1].astype(np.int64), entries[:, :, 0], width, "SGLang")
+    return supports_of(entries[:, :, 1], entries[:, :, 0], "SGLang")
 
 
 def _prompt_logprobs(meta: dict[str, Any]) -> np.ndarray | None:

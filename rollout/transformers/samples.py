@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from rollout.requests import FinishReason
-from slime_like.interfaces import Generation, SamplingParams
+from slime_like.interfaces import Generation, SamplingParams, Supports
 
 
 @dataclass(slots=True, eq=False)
@@ -24,7 +24,7 @@ class Sample:
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
-    supports: list[Tensor] = field(default_factory=list)
+    supports: list[np.ndarray] = field(default_factory=list)
     prompt_logprobs: np.ndarray | None = None
     finish_reason: FinishReason | None = None
 
@@ -54,17 +54,8 @@ class Sample:
             weight_versions=np.asarray(self.versions, dtype=np.int64),
             finish_reason=self.finish_reason,
             prompt_logprobs=self.prompt_logprobs,
-            supports=self._supports(),
+            supports=Supports.of(self.supports) if self.sampling.wants_supports else None,
         )
-
-    def _supports(self) -> np.ndarray | None:
-        width = self.sampling.support_width
-        if width is None:
-            return None
-        filled = np.full((len(self.token_ids), width), -1, dtype=np.int32)
-        for row, support in zip(filled, self.supports, strict=True):
-            row[: len(support)] = support.numpy()
-        return filled
 
 
 def draw_tokens(logits: Tensor, samples: Sequence[Sample]) -> tuple[list[int], list[float]]:
@@ -82,9 +73,9 @@ def draw_tokens(logits: Tensor, samples: Sequence[Sample]) -> tuple[list[int], l
     for row, sample in enumerate(samples):
         if sample.sampling.truncates:
             _truncate(probabilities[row], sample.sampling)
-        if sample.sampling.support_width is not None:
+        if sample.sampling.wants_supports:
             support = probabilities[row].nonzero()[:, 0]
-            sample.supports.append(support.to("cpu", torch.int32))
+            sample.supports.append(support.to("cpu", torch.int32).numpy())
             logprobs[row] -= logprobs[row, support].logsumexp(0)
     cumulative = probabilities.cumsum_(dim=-1)
     uniform = torch.tensor([s.stream.random() for s in samples], dtype=torch.float64, device=logits.device)

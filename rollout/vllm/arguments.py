@@ -8,8 +8,9 @@ from dataclasses import fields
 from typing import TYPE_CHECKING, Any
 
 from rollout.arguments import check_arguments, check_known, on_cpu, sequences_at_once, sleep_mode
+from rollout.vllm.sampling import MOST_TIES
 from slime_like.config import RunConfig
-from slime_like.config.rollout import LARGEST_SUPPORT, MOST_TIES
+from slime_like.config.rollout import LARGEST_SUPPORT
 from slime_like.models.dimensions import ModelDimensions
 
 if TYPE_CHECKING:

@@ -119,6 +119,10 @@ class EngineCore:
         prepare_environment(self._config)
         import vllm.v1.engine.async_llm  # noqa: F401
 
+        from rollout.vllm.compact_logprobs import use_compact_logprobs
+
+        use_compact_logprobs()
+
     def _build(self) -> AsyncLLM:
         from vllm.v1.engine.async_llm import AsyncLLM
 

@@ -16,6 +16,10 @@ if TYPE_CHECKING:
     from vllm.outputs import CompletionOutput, RequestOutput
 
 
+MOST_TIES = 16
+"""vLLM keeps all tokens that tie with the last one of the top k; so many more are asked for."""
+
+
 def sampling_params(request: GenerationRequest, dimensions: ModelDimensions) -> SamplingParams:
     """vLLM's parameters. One final output per request; stop ids are explicit, so that EOS is one like any other."""
     from vllm import SamplingParams
@@ -35,7 +39,7 @@ def sampling_params(request: GenerationRequest, dimensions: ModelDimensions) -> 
         stop_token_ids=list(stop_ids(sampling, dimensions)),
         ignore_eos=True,
         # The likeliest tokens of the truncated distribution are those that it has.
-        logprobs=min(sampling.support_width or 0, dimensions.vocab_size),
+        logprobs=min(sampling.top_k + MOST_TIES, dimensions.vocab_size) if sampling.wants_supports else 0,
         prompt_logprobs=0 if request.prompt_logprobs else None,
         flat_logprobs=True,
         detokenize=False,
@@ -56,9 +60,9 @@ def _generation(
 ) -> Generation:
     token_ids = np.asarray(sample.token_ids, dtype=np.int64)
     ids, logprobs = _logprobs(sample.logprobs, len(token_ids))
-    width, supports = request.sampling.support_width, None
-    if width is not None:
-        supports = supports_of(ids[:, 1:], logprobs[:, 1:], width, "vLLM")
+    supports = None
+    if request.sampling.wants_supports:
+        supports = supports_of(ids[:, 1:], logprobs[:, 1:], "vLLM")
     elif request.sampling.truncates:
         # vLLM's are those of the truncated distribution; the contract's, over the whole vocabulary, are not known.
         logprobs.fill(np.nan)

@@ -12,7 +12,7 @@ import numpy as np
 
 from slime_like.agents.messages import Message, Tool
 from slime_like.agents.rendering import ChatFormat, TemplateFault
-from slime_like.interfaces import Generation, Segment
+from slime_like.interfaces import Generation, Segment, Supports
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,9 +128,7 @@ def _row(leaf: Turn, trained: set[Turn]) -> Row:
     tokens = np.array(leaf.token_ids[start:], np.int64)
     logprobs, mask = np.zeros(len(tokens), np.float32), np.zeros(len(tokens), bool)
     versions, turns = np.zeros(len(tokens), np.int64), []
-    supports = None
-    if (sampled := branch[0].generation.supports) is not None:
-        supports = np.full((len(tokens), sampled.shape[1]), -1, np.int32)
+    supports, covered = list[Supports](), 0
     for turn in branch:
         first, end = len(turn.prompt.token_ids) - start, len(turn.token_ids) - start
         versions[first:end] = turn.generation.weight_versions
@@ -138,11 +136,14 @@ def _row(leaf: Turn, trained: set[Turn]) -> Row:
         turns.append((first, end))
         if turn not in trained:
             logprobs[first:end], mask[first:end] = turn.generation.logprobs, True
-            if supports is not None and turn.generation.supports is not None:
-                supports[first:end] = turn.generation.supports
+            if turn.generation.supports is not None:
+                supports += [Supports.whole(first - covered), turn.generation.supports]
+                covered = end
     trained.update(branch)
-    prompt = np.array(leaf.token_ids[:start], np.int64)
-    return Row(Segment(prompt, tokens, logprobs, versions, mask, supports, leaf.generation.finish_reason), tuple(turns))
+    prompt, joined = np.array(leaf.token_ids[:start], np.int64), None
+    if leaf.generation.supports is not None:
+        joined = Supports.joined([*supports, Supports.whole(len(tokens) - covered)])
+    return Row(Segment(prompt, tokens, logprobs, versions, mask, joined, leaf.generation.finish_reason), tuple(turns))
 
 
 def _branch(leaf: Turn) -> Iterator[Turn]:

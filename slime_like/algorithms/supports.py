@@ -19,6 +19,20 @@ def forbid_outside(x: Tensor, supports: Tensor, start: int) -> Tensor:
     return x.masked_fill_(~(allowed[:, :-1] | is_whole), float("-inf"))
 
 
+def padded(token_ids: Tensor, sizes: Tensor, tokens: Tensor) -> Tensor:
+    """(n, K) int32 supports of ``tokens``, filled up with -1; K is the largest.
+
+    Args:
+        token_ids, sizes: as of a pack, on the host.
+        tokens: (n,) int64, indices into ``sizes``.
+    """
+    own = sizes[tokens].long()
+    columns = torch.arange(max(1, int(own.max())) if len(own) else 1)
+    places = (sizes.cumsum(0) - sizes)[tokens][:, None] + columns
+    kept = torch.cat([token_ids, token_ids.new_zeros(1)])[places.clamp_max_(len(token_ids))]
+    return kept.masked_fill_(columns >= own[:, None], -1)
+
+
 def are_in(supports: Tensor, tokens: Tensor) -> Tensor:
     """(n,) bool: whether each of (n,) tokens is in its support."""
     return (supports == tokens[:, None]).any(1) | (supports < 0).all(1)

@@ -7,9 +7,8 @@ from pydantic import Field, field_validator
 
 from slime_like.config.base import Section, absolute_code
 
-LARGEST_SUPPORT, MOST_TIES = 512, 16
-"""The largest ``top_k`` of training, whose ids the trainer reads for each token; and how many more tokens may tie with
-the last of them."""
+LARGEST_SUPPORT = 512
+"""The largest ``top_k`` of training: the trainer reads as many ids for a token."""
 
 MIN_TEMPERATURE = 0.01
 """Lowest temperature above greedy that engines apply exactly."""

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from slime_like.interfaces.environment import Task as Task
     from slime_like.interfaces.reward import RewardResult as RewardResult
     from slime_like.interfaces.reward import group_reward as group_reward
+    from slime_like.interfaces.supports import Supports as Supports
     from slime_like.interfaces.trainer import PendingSave as PendingSave
     from slime_like.interfaces.trainer import Planner as Planner
     from slime_like.interfaces.trainer import RankCoordinates as RankCoordinates
@@ -58,6 +59,7 @@ _NAMES = {
     ),
     "slime_like.interfaces.environment": ("Environment", "Step", "Task"),
     "slime_like.interfaces.reward": ("RewardResult", "group_reward"),
+    "slime_like.interfaces.supports": ("Supports",),
     "slime_like.interfaces.trainer": (
         "PendingSave",
         "Planner",

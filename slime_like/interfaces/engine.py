@@ -7,7 +7,7 @@ from typing import Any, Literal, Protocol, TypeAlias
 import numpy as np
 
 from slime_like.config import RunConfig
-from slime_like.config.rollout import MOST_TIES
+from slime_like.interfaces.supports import Supports
 from slime_like.interfaces.weights import BucketMetadata, UpdateReceipt
 from slime_like.plugins.entry_points import ENGINE_GROUP, load_installed
 from slime_like.trajectory import Conversation
@@ -43,12 +43,9 @@ class SamplingParams:
         return self.top_p < 1.0 or self.top_k > 0 or self.min_p > 0.0
 
     @property
-    def support_width(self) -> int | None:
-        """Columns of ``Generation.supports``; ``None`` where it has none.
-
-        Some engines keep all tokens that tie with the last one of the top k.
-        """
-        return self.top_k + MOST_TIES if self.training and self.truncates else None
+    def wants_supports(self) -> bool:
+        """True where what is sampled is trained on, and tokens are drawn from a part of the vocabulary."""
+        return self.training and self.truncates
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,7 +106,7 @@ class Segment:
     logprobs: np.ndarray
     weight_versions: np.ndarray
     loss_mask: np.ndarray
-    supports: np.ndarray | None = None
+    supports: Supports | None = None
     finish_reason: FinishReason | None = None
 
 
@@ -130,8 +127,8 @@ class Generation:
         segments: rows of a rollout whose history is not one sequence. Where given, they are all that is trained, and
             ``token_ids``, ``logprobs`` and ``weight_versions`` are those of the last one. Empty: the generation itself
             is the one row.
-        supports: (n, ``support_width``) int32, the ids that each token was drawn from, filled up with -1, where
-            training truncates the distribution; ``logprobs`` are then over these. Observations have -1 alone.
+        supports: what each token was drawn from, where training truncates the distribution; ``logprobs`` are then over
+            these. Observations have none.
     """
 
     token_ids: np.ndarray
@@ -141,7 +138,7 @@ class Generation:
     prompt_logprobs: np.ndarray | None = None
     conversation: Conversation | None = None
     segments: tuple[Segment, ...] = ()
-    supports: np.ndarray | None = None
+    supports: Supports | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -130,8 +130,9 @@ def test_an_agent_trains_as_the_environment_that_it_imitates(
         assert (one.sequence_id, one.rollout_id) == (other.sequence_id, other.rollout_id)
         for name in ("prompt_tokens", "response_tokens", "loss_mask", "rewards", "successes", "advantages"):
             assert torch.equal(getattr(one, name), getattr(other, name)), (one.sequence_id, name)
-        supports = [each.supports for each in (one, other)]
-        assert torch.equal(*supports) if sampling else supports == [None, None]
+        for name in ("support_ids", "support_sizes"):
+            supports = [getattr(each, name) for each in (one, other)]
+            assert torch.equal(*supports) if sampling else supports == [None, None]
         assert one.reward_metadata["conversation"]["turns"] == other.reward_metadata["conversation"]["turns"]
     assert all(row["train_actor_training/engine_gap_max"] < 1e-4 for row in metrics["calculator_agent"])
     for name in ("train_actor_training/loss", "train_actor_training/grad_norm"):

@@ -18,7 +18,6 @@ import pytest
 import torch
 
 from rollout.transformers.engine import TransformersEngine
-from slime_like.config.rollout import MOST_TIES
 from slime_like.errors import EngineError, WeightSyncError
 from slime_like.examples.tiny_model import byte_tokenizer
 from slime_like.interfaces import ConversationTask, EngineHealth, Generation, GenerationRequest, PauseMode
@@ -131,7 +130,7 @@ def test_training_on_a_truncated_distribution_gets_its_supports(
     evaluated = engine.generate(prompts[3], training=False, **options)
     for generation, other in zip(engine.generate(prompts[3], **options), evaluated, strict=True):
         assert generation.token_ids.tolist() == other.token_ids.tolist() and other.supports is None
-        assert generation.supports is not None and generation.supports.shape == (12, top_k + MOST_TIES)
+        assert generation.supports is not None and generation.supports.hold(generation.token_ids).all()
         logits = engine.reference.logits(prompts[3], generation.token_ids.tolist())[:-1] / 0.7
         for row, support, token, logprob in zip(
             logits.double().softmax(-1), generation.supports, generation.token_ids, generation.logprobs, strict=True
@@ -140,11 +139,28 @@ def test_training_on_a_truncated_distribution_gets_its_supports(
             enough = int((likeliest.values >= min_p * likeliest.values[0]).sum())
             mass = likeliest.values[: min(top_k, enough)]
             count = 1 + int(((mass / mass.sum()).cumsum(0) < top_p).sum()) if top_p < 1 else len(mass)
-            kept = set(support[support >= 0].tolist())
+            kept = set(support.tolist())
             assert abs(len(kept) - count) <= 1 and token in kept  # one at the edge may round to either side
             assert kept - set(likeliest.indices[: count + 1].tolist()) == set()
             expected = float(row[int(token)].log() - row[sorted(kept)].sum().log())
             assert abs(float(logprob) - expected) < TOLERANCE
+
+
+def test_requests_of_one_batch_keep_as_many_logprobs_as_they_asked_for(
+    engine: EngineUnderTest, prompts: list[list[int]]
+) -> None:
+    """Whole, truncated to few tokens and to many, beside each other."""
+    cuts: list[dict[str, Any]] = [{}, {"top_k": 3}, {"top_k": 60}, {"top_p": 0.5, "top_k": 512}]
+    options: dict[str, Any] = {"max_new_tokens": 9, "stop_token_ids": NO_STOP, "seed": 2}
+    together = engine.generate_all([engine.request(prompts[2], **options, **cut) for cut in cuts])
+    for cut, (found,) in zip(cuts, together, strict=True):
+        (alone,) = engine.generate(prompts[2], **options, **cut)
+        assert found.token_ids.tolist() == alone.token_ids.tolist()
+        assert np.abs(found.logprobs - alone.logprobs).max() < TOLERANCE
+        assert (found.supports is None) == (alone.supports is None) == (not cut)
+        if found.supports is not None and alone.supports is not None:
+            pairs = zip(found.supports, alone.supports, strict=True)
+            assert [set(one.tolist()) for one, _ in pairs] == [set(other.tolist()) for other in alone.supports]
 
 
 def test_prompt_logprobs_are_teacher_forced(engine: EngineUnderTest, prompts: list[list[int]]) -> None:

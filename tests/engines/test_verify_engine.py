@@ -9,7 +9,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -20,7 +19,7 @@ from rollout.transformers.samples import Sample
 from slime_like.commands.main import main
 from slime_like.examples.look_alike import make_look_alike
 from slime_like.examples.tiny_model import make_tiny_model
-from slime_like.interfaces import Generation
+from slime_like.interfaces import Generation, Supports
 from slime_like.models.dimensions import ModelDimensions
 from slime_like.verification.engine import claims
 from slime_like.verification.engine.claims import Refuted, Subject, every_tensor, truncated_sampling
@@ -90,11 +89,12 @@ def test_an_engine_that_ignores_one_tensor_is_caught_by_its_name(
 def test_an_engine_that_gives_wrong_supports_is_caught(subject: Subject, monkeypatch: pytest.MonkeyPatch) -> None:
     assert truncated_sampling(subject) < 2e-5
     usual = Sample.to_generation
-    for change in (lambda each: np.roll(each, 1, axis=0), lambda each: np.where(each == each.max(), -1, each)):
+    for change in (lambda each: [*each[1:], each[0]], lambda each: [ids[1:] for ids in each]):
 
         def wrong(sample: Sample, change: Any = change) -> Generation:
             found = usual(sample)
-            return dataclasses.replace(found, supports=change(found.supports))
+            assert found.supports is not None
+            return dataclasses.replace(found, supports=Supports.of(change(list(found.supports))))
 
         monkeypatch.setattr(Sample, "to_generation", wrong)
         with pytest.raises(Refuted):

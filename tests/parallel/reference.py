@@ -71,9 +71,12 @@ class Reference:
         tokens = torch.cat([sequence.prompt_tokens, sequence.response_tokens])
         output = self.model(input_ids=tokens[None])
         logits = (output.logits[0] / sequence.temperature)[sequence.prompt_len - 1 : -1]
-        if sequence.supports is not None:  # far below the others, and finite: their share of the entropy is 0, not nan
-            for row, support in zip(range(len(logits)), sequence.supports.tolist(), strict=True):
-                kept = sorted({token for token in support if token >= 0}) or list(range(logits.shape[1]))
+        if (
+            sequence.support_ids is not None and sequence.support_sizes is not None
+        ):  # far below the others, and finite: their share of the entropy is 0, not nan
+            supports = sequence.support_ids.long().split(sequence.support_sizes.tolist())
+            for row, support in zip(range(len(logits)), supports, strict=True):
+                kept = support.tolist() or list(range(logits.shape[1]))
                 outside = torch.ones(logits.shape[1], dtype=torch.bool).index_fill(0, torch.tensor(kept), False)
                 logits = logits.index_put((torch.tensor(row), outside.nonzero()[:, 0]), torch.tensor(-1e9).double())
         distribution = torch.log_softmax(logits, dim=-1)

@@ -30,15 +30,18 @@ LAYOUTS: dict[str, Settings] = {
 
 
 def _with_supports(sequence: ScoredTrajectory, generator: torch.Generator) -> ScoredTrajectory:
-    supports = torch.full((sequence.response_len, WIDTH), -1, dtype=torch.int32)
+    supports = list[torch.Tensor]()
     for number, token in enumerate(sequence.response_tokens.tolist()):
+        kept = []
         if number % 5 != 4:
             count = int(torch.randint(0, WIDTH, (), generator=generator))
             others = torch.randint(0, VOCAB, (count,), generator=generator).tolist()
             kept = [token, *(other for other in dict.fromkeys(others) if other != token)]
-            supports[number, : len(kept)] = torch.tensor(kept)[torch.randperm(len(kept), generator=generator)]
-    sequence.supports = supports
-    counts = (supports >= 0).sum(1)  # what is drawn from fewer tokens is likelier: ratios stay near 1
+        order = torch.randperm(len(kept), generator=generator)
+        supports.append(torch.tensor(kept, dtype=torch.int32)[order])
+    sequence.support_ids = torch.cat(supports)
+    sequence.support_sizes = torch.tensor(list(map(len, supports)), dtype=torch.int32)
+    counts = sequence.support_sizes  # what is drawn from fewer tokens is likelier: ratios stay near 1
     likelier = torch.where(counts > 0, math.log(VOCAB) - counts.clamp_min(1).log(), 0.0)
     assert sequence.old_logprobs is not None and sequence.ref_logprobs is not None
     sequence.old_logprobs, sequence.ref_logprobs = sequence.old_logprobs + likelier, sequence.ref_logprobs + likelier

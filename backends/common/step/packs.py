@@ -17,7 +17,7 @@ from backends.common.process.agreement import rank_error
 from slime_like.algorithms.context import ContextShard
 from slime_like.algorithms.packing.pack import move_together, response_tokens
 from slime_like.algorithms.segments import require_lengths
-from slime_like.algorithms.supports import are_in
+from slime_like.algorithms.supports import are_in, padded
 from slime_like.algorithms.tensor_checks import require_temperatures
 from slime_like.trajectory import PackedTrajectory
 
@@ -46,7 +46,9 @@ class ResponseRows:
         """Those of this rank's ``shard`` of ``pack``."""
         temperatures = pack.temperatures.repeat_interleave(pack.response_lens, output_size=pack.targets.numel())
         of_tokens = response_tokens(pack)[shard.response_slot], temperatures[shard.response_slot]
-        supports = None if pack.supports is None else pack.supports[shard.response_slot]
+        supports = None
+        if pack.support_ids is not None and pack.support_sizes is not None:
+            supports = padded(pack.support_ids, pack.support_sizes, shard.response_slot)
         if shard.parents is None:
             return cls(shard.response_index, *of_tokens, None, supports)
         index, repeats = shard.response_index.unique(return_inverse=True)
@@ -85,7 +87,7 @@ def require_computable(pack: PackedTrajectory, vocab_size: int) -> None:
     """
     require_temperatures(pack.temperatures)
     require_lengths(pack.response_lens, pack.targets.numel())
-    if pack.supports is not None and not are_in(pack.supports, response_tokens(pack))[pack.loss_mask].all():
+    if pack.support_ids is not None and pack.support_sizes is not None and not _is_drawn(pack):
         raise rank_error(
             "reading a micro-batch",
             "a sampled token is not in the support that it was drawn from",
@@ -102,6 +104,14 @@ def require_computable(pack: PackedTrajectory, vocab_size: int) -> None:
             code="token-outside-vocabulary",
             remedy="encode with the tokenizer of model.path",
         )
+
+
+def _is_drawn(pack: PackedTrajectory) -> bool:
+    """Whether every token that carries loss is in its support."""
+    assert pack.support_ids is not None and pack.support_sizes is not None
+    carrying = pack.loss_mask.nonzero()[:, 0]
+    supports = padded(pack.support_ids, pack.support_sizes, carrying)
+    return bool(are_in(supports, response_tokens(pack)[carrying]).all())
 
 
 def on_device(value: _Value, device: torch.device) -> _Value:

@@ -7,7 +7,6 @@ import torch
 from slime_like.algorithms.context import Layout, padded_length
 from slime_like.algorithms.packing.pack import pack_sequences
 from slime_like.config import RunConfig
-from slime_like.config.rollout import MOST_TIES
 from slime_like.trajectory import PackedTrajectory, ScoredTrajectory
 
 
@@ -22,8 +21,7 @@ def worst_packs(config: RunConfig, layout: Layout) -> list[PackedTrajectory]:
     budget, context = config.trainer.target_tokens_per_batch, config.trainer.parallel.context
     response = budget - 1 if config.supervised else config.rollout.max_new_tokens
     prompts = [1] if layout == "zigzag" or context == 1 else [1, config.data.max_prompt_tokens]
-    top_k = -1 if config.supervised else config.rollout.bounded_top_k
-    width = top_k + MOST_TIES if top_k > 0 else 0
+    width = 0 if config.supervised else max(0, config.rollout.bounded_top_k)
     packs = [_filled(budget, prompt, response, context, layout, width) for prompt in prompts]
     if config.trainer.share_prefixes and not config.supervised:
         samples = config.rollout.samples_per_prompt
@@ -82,5 +80,6 @@ def _sequence(index: int, prompt: int, response: int, width: int) -> ScoredTraje
         logprobs=torch.zeros(response),
         old_logprobs=torch.zeros(response),
         ref_logprobs=torch.zeros(response),
-        supports=torch.zeros((response, width), dtype=torch.int32) if width else None,
+        support_ids=torch.zeros(response * width, dtype=torch.int32) if width else None,
+        support_sizes=torch.full((response,), width, dtype=torch.int32) if width else None,
     )

@@ -88,9 +88,12 @@ def _present(sequences: Sequence[Trajectory]) -> dict[str, TensorField]:
 
 
 def _per_response(sequences: Sequence[Trajectory], lengths: PackLengths, name: str, described: TensorField) -> Tensor:
-    values = _gathered(sequences, name, lengths.response_list, len if described.entry_ndim else Tensor.numel)
+    counts = lengths.response_list
+    if described.over == "supports":
+        counts = [int(sequence.support_sizes.sum()) for sequence in sequences]  # type: ignore[union-attr]
+    values = _gathered(sequences, name, counts, len if described.entry_ndim else Tensor.numel)
     entry = values[0].shape[1:] if described.entry_ndim else ()
-    return _joined(values, torch.empty(lengths.num_responses, *entry, dtype=described.dtype))
+    return _joined(values, torch.empty(sum(counts), *entry, dtype=described.dtype))
 
 
 def _require_finite(

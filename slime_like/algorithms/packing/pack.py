@@ -134,7 +134,8 @@ def unpack_sequences(packed: PackedTrajectory) -> list[Trajectory]:
     described = tensor_fields(cls)
     for name in RESPONSE_FIELDS:
         if name in described:
-            columns[name] = _split_owned(getattr(packed, name), response_lens)
+            lengths = _support_totals(packed) if described[name].over == "supports" else response_lens
+            columns[name] = _split_owned(getattr(packed, name), lengths)
     columns |= {name: getattr(packed, plural) for name, plural in _PLAIN.items()}
     if packed.advantages is None:
         columns["conversation"] = packed.conversations or [None] * packed.num_sequences
@@ -227,6 +228,13 @@ def _split_owned(flat: Tensor | None, lengths: list[int]) -> list[Tensor] | list
     if flat is None:
         return [None] * len(lengths)
     return list(torch.ops.aten.split_with_sizes_copy(flat.cpu(), lengths))
+
+
+def _support_totals(packed: PackedTrajectory) -> list[int]:
+    """Ids of the supports of each sequence."""
+    if packed.support_sizes is None:
+        return [0] * packed.num_sequences
+    return [int(sizes.sum()) for sizes in packed.support_sizes.split(packed.response_lens.tolist())]
 
 
 def _token_columns(packed: PackedTrajectory, response_lens: list[int]) -> dict[str, Sequence]:

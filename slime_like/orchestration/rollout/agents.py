@@ -14,7 +14,7 @@ from slime_like.agents.session import Sample, SampleCall, Session, SessionLimits
 from slime_like.agents.tool_calls import parser_of_template
 from slime_like.config import RunConfig
 from slime_like.errors import AgentFailure
-from slime_like.interfaces import Conversation, Generation, GenerationRequest
+from slime_like.interfaces import Conversation, Generation, GenerationRequest, Supports
 from slime_like.interfaces.agent import AgentResult, AgentTask
 from slime_like.orchestration.rollout.samples import Generate, all_or_none, duplicate_request, turn_seed
 from slime_like.sandbox.agents.pool import AgentPool
@@ -202,12 +202,11 @@ def _generation(request: GenerationRequest, session: Session, outcome: _Outcome)
 
 def _untrained(request: GenerationRequest, eos: int, version: int, outcome: _Outcome) -> Generation:
     """A rollout without a call: one token that carries no loss, so that its reward counts in the group."""
-    width = request.sampling.support_width
     return Generation(
         token_ids=np.array([eos], np.int64),
         logprobs=np.zeros(1, np.float32),
         weight_versions=np.array([version], np.int64),
-        supports=None if width is None else np.full((1, width), -1, np.int32),
+        supports=Supports.whole(1) if request.sampling.wants_supports else None,
         finish_reason="abort" if outcome.aborted else "stop",
         conversation=_conversation((), outcome, {"endpoint": {"calls": 0, "rows": 0}}),
     )

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from slime_like.config import RunConfig
-from slime_like.interfaces import Conversation, Generation, GenerationRequest
+from slime_like.interfaces import Conversation, Generation, GenerationRequest, Supports
 from slime_like.interfaces.environment import Step, Task
 from slime_like.orchestration.rollout.samples import Generate, all_or_none, duplicate_request, turn_seed
 from slime_like.sandbox.environments.observations import ObservationEncoder
@@ -33,7 +33,7 @@ class _Response:
         self.tokens: list[int] = []
         self._logprobs: list[np.ndarray] = []
         self._versions: list[np.ndarray] = []
-        self._supports: list[np.ndarray] = []  # none where nothing is truncated
+        self._supports: list[Supports] = []  # none where nothing is truncated
         self._turns: list[tuple[int, int]] = []
         self._steps: list[dict[str, Any]] = []
         self._reward = 0.0
@@ -61,7 +61,7 @@ class _Response:
         self._logprobs.append(np.zeros(len(observation), np.float32))
         self._versions.append(np.full(len(observation), self._versions[-1][-1], np.int64))
         if self._supports:
-            self._supports.append(np.full((len(observation), self._supports[-1].shape[1]), -1, np.int32))
+            self._supports.append(Supports.whole(len(observation)))
 
     def stepped(self, step: Step, cut_tokens: int) -> None:
         self._reward += step.reward
@@ -79,7 +79,7 @@ class _Response:
             token_ids=np.asarray(self.tokens[:length], np.int64),
             logprobs=np.concatenate([np.zeros(0, np.float32), *self._logprobs])[:length],
             weight_versions=np.concatenate([np.zeros(0, np.int64), *self._versions])[:length],
-            supports=np.concatenate(self._supports)[:length] if self._supports else None,
+            supports=Supports.joined(self._supports).first(length) if self._supports else None,
             finish_reason=reason,
             conversation=Conversation(
                 tuple(self._turns), self._reward, self._success, self._failure, tuple(self._steps)

@@ -108,7 +108,8 @@ def _rows(
             group_id=prompt.group_id,
             loss_mask=_copy(segment.loss_mask, np.bool_),
             weight_versions=versions,
-            supports=None if segment.supports is None else _copy(segment.supports, np.int32),
+            support_ids=None if segment.supports is None else _copy(segment.supports.token_ids, np.int32),
+            support_sizes=None if segment.supports is None else _copy(segment.supports.sizes, np.int32),
             temperature=temperature,
             finish_reason=(segment is not segments[-1] and segment.finish_reason) or generation.finish_reason,
             conversation=generation.conversation if segment is segments[-1] else None,
@@ -142,18 +143,13 @@ def _require_complete(segment: Segment, sequence_id: str) -> None:
             who=f"sequence {sequence_id}",
         )
     if segment.supports is not None and not (
-        len(segment.supports) == length and _is_drawn(segment.supports, segment.token_ids)[segment.loss_mask].all()
+        len(segment.supports) == length and segment.supports.hold(segment.token_ids)[segment.loss_mask].all()
     ):
         raise EngineError(
             "the engine returned a token that is not in the support it says it was drawn from",
             code="bad-support",
             who=f"sequence {sequence_id}",
         )
-
-
-def _is_drawn(supports: np.ndarray, token_ids: np.ndarray) -> np.ndarray:
-    """(n,) bool: whether each token is in its support; every token is in one of -1 alone."""
-    return (supports == token_ids[:, None]).any(1) | (supports < 0).all(1)
 
 
 def _copy(values: np.ndarray, dtype: type[np.generic]) -> torch.Tensor:

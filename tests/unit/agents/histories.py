@@ -15,7 +15,7 @@ from slime_like.agents.messages import Message, Tool
 from slime_like.agents.rendering import ChatFormat
 from slime_like.agents.tool_calls import parse_reply
 from slime_like.agents.turns import Prompt, TurnTree
-from slime_like.interfaces import Generation
+from slime_like.interfaces import Generation, Supports
 
 _SPECIAL = ("<pad>", "<bos>", "<eos>", "<user>", "<assistant>", "<tool>", "<system>")
 _MERGES = [("a", "b"), ("ab", "c"), ("\u0120", "a"), ("\u010a", "\u010a"), ("<", "/"), ("t", "o"), ("to", "o")]
@@ -98,7 +98,7 @@ class Model:
             np.full(len(tokens), -number, np.float32),
             np.full(len(tokens), len(self.calls), np.int64),
             "stop" if ended else "length",
-            supports=np.array([[token, len(self.calls)] for token in tokens], np.int32),
+            supports=Supports.of([np.array([token, len(self.calls)]) for token in tokens]),
         )
 
     def _ids(self, text: str) -> list[int]:

@@ -34,14 +34,16 @@ def require_truth(rollout: Rollout) -> None:
             sampled[first:end] = True
         assert not (segment.loss_mask & ~sampled).any()
         assert ((segment.logprobs != 0) == segment.loss_mask).all()
-        assert segment.supports is not None and (segment.supports[~segment.loss_mask] == -1).all()
+        assert segment.supports is not None and len(segment.supports) == len(segment.token_ids)
+        assert (segment.supports.sizes == 2 * segment.loss_mask).all()
+        supports = list(segment.supports)
         for position in np.flatnonzero(segment.loss_mask):
             call = int(segment.weight_versions[position])  # the model numbers its calls
             prompt, tokens = calls[call - 1]
             at = start + int(position) - len(prompt)
             assert ids[: start + position + 1] == [*prompt, *tokens[: at + 1]]
             assert segment.logprobs[position] == -call
-            assert segment.supports[position].tolist() == [segment.token_ids[position], call]
+            assert supports[position].tolist() == [segment.token_ids[position], call]
             trained[call, at] += 1
     assert trained == {(i + 1, at): 1 for i, (_, tokens) in enumerate(calls) for at in range(len(tokens))}
 

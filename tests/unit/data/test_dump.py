@@ -76,7 +76,8 @@ def test_a_dump_of_the_first_layout_of_the_code_is_read(tmp_path: Path) -> None:
         "temperature": 0.7,
         "finish_reason": "length",
         "conversation": None,
-        "supports": None,
+        "support_ids": None,
+        "support_sizes": None,
     }
     metadata = {"func_names": ["a", "b"], "conversation": conversation}
     assert found == tokens | logprobs | rewards | names | rest | {"reward_metadata": metadata}
@@ -86,7 +87,9 @@ def test_a_dump_of_the_first_layout_of_the_code_is_read(tmp_path: Path) -> None:
     saved = dump_path(tmp_path, 1)
     save_trajectories(saved, [full, bare])
     before, after = (torch.load(each, weights_only=True)["trajectories"] for each in (path, saved))
-    assert [row.keys() for row in after] == [row.keys() | {"rollout_id", "supports"} for row in before]
+    assert [row.keys() for row in after] == [
+        row.keys() | {"rollout_id", "support_ids", "support_sizes"} for row in before
+    ]
 
 
 def test_rollouts_of_a_model_with_other_tokens_are_refused(tmp_path: Path) -> None:
