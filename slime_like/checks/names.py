@@ -61,6 +61,11 @@ def reward_problems(config: RunConfig) -> Iterator[str]:
     """Registered functions are found and their options tried; the source of a custom one is looked through."""
     names = [function.name for function in config.reward.functions]
     labels = [function.label for function in config.reward.functions]
+    if config.rollout.agent.is_set and "functions" not in config.reward.model_fields_set:
+        yield (
+            f"reward.functions is not set, so that {names[0]} would judge and the reward that rollout.agent returns "
+            "would not count; set it, e.g. to [{name: agent}]"
+        )
     for index, function in enumerate(config.reward.functions):
         field = f"reward.functions.{index}.name={function.name}"
         if names.index(function.name) != index:

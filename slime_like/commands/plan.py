@@ -111,9 +111,14 @@ def _require_possible(options: argparse.Namespace, config: RunConfig) -> None:
     problems = []
     if options.search and options.preflight:
         problems.append("--preflight checks one layout, and --search many; give one of the two")
-    for option, mean, field, most in (
-        ("--mean_prompt", options.mean_prompt, "data.max_prompt_tokens", config.data.max_prompt_tokens),
-        ("--mean_response", options.mean_response, "rollout.max_new_tokens", config.rollout.max_new_tokens),
+    row = ("rollout.max_model_len", config.max_model_len)  # of an agent: a history and what it goes on with
+    prompt, response = (
+        ("data.max_prompt_tokens", config.data.max_prompt_tokens),
+        ("rollout.max_new_tokens", config.rollout.max_new_tokens),
+    )
+    for option, mean, (field, most) in (
+        ("--mean_prompt", options.mean_prompt, row if config.rollout.agent.is_set else prompt),
+        ("--mean_response", options.mean_response, row if config.rollout.agent.is_set else response),
     ):
         if mean is not None and mean > most:
             problems.append(f"{option}={mean} is more than {field}={most}; give at most {most}")

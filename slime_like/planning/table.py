@@ -220,6 +220,8 @@ def _workings(config: RunConfig, plan: Plan) -> Iterator[str]:
             f"step: {work.samples:,} sequences of {tokens}, {batches} per replica and update; "
             f"{step.model_flops:.3g} FLOP"
         )
+        if config.rollout.agent.is_set and not config.supervised:
+            yield "one call of each agent; give --mean_prompt and --mean_response for rows of several"
         yield from _assumptions(config, plan)
     layers = {kind.estimate.layers for kind in plan.kinds}
     yield f"planned layers: {', '.join(sorted(layers))}; Transformer Engine's keep less"

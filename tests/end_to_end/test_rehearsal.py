@@ -254,6 +254,12 @@ def test_a_fault_that_only_a_run_shows_is_found_by_its_stage(fault: str, recipe:
     assert all(words in findings[stage] for stage, words in expected.items())
 
 
+def test_a_recipe_without_held_out_rows_stays_one(tiny: Tiny, tmp_path: Path) -> None:
+    config = load_config(ROOT / "configs" / "quickstart.yaml", ["--evaluation.files", "[]", "--evaluation.every", "0"])
+    small = small_recipe(config, tiny.model, tmp_path / "run", 3)
+    assert (small.evaluation.files, small.evaluation.every) == ((), 0)
+
+
 @pytest.mark.parametrize("name", sorted(path.stem for path in (ROOT / "configs").glob("*.yaml")))
 def test_recipes_keep_their_method_and_axes_when_they_are_made_small(name: str, tiny: Tiny, tmp_path: Path) -> None:
     config = load_config(ROOT / "configs" / f"{name}.yaml", [])

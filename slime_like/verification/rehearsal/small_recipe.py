@@ -46,7 +46,12 @@ def small_recipe(config: RunConfig, model: Path, run_dir: Path, steps: int) -> R
         },
         "reward": {"workers": min(2, config.reward.workers)},
         "sync": {"transport": "auto" if config.sync.transport in ("nccl", "colocated") else config.sync.transport},
-        "evaluation": {"every": steps, "max_prompts": 4, "samples_per_prompt": 1, "max_new_tokens": None},
+        "evaluation": {
+            "every": steps if config.evaluation.files else 0,
+            "max_prompts": 4,
+            "samples_per_prompt": 1,
+            "max_new_tokens": None,
+        },
         "algorithm": {
             "minibatches": min(2, config.algorithm.minibatches),
             "constant_length": _at_most(new_tokens, config.algorithm.constant_length),

@@ -111,6 +111,7 @@ def test_shared_prefixes_name_what_cannot_compute_them(trainer: dict[str, str], 
 STREAM = ["--rollout.stream", "true"]
 FSDP = ["--trainer.backend", "fsdp"]
 AHEAD = "--rollout.max_staleness 1 --algorithm.importance_correction truncate"
+AGENT = "--reward.functions '[{name: agent}]'"
 
 # Flags by the check that finds their fault. TMP stands for the test's directory.
 FAULTS: dict[str, list[str]] = {
@@ -142,6 +143,7 @@ FAULTS: dict[str, list[str]] = {
         "--reward.functions '[{name: \"slime_like.sandbox.rewards.math_answer:mathverify\"}]'",
         "--reward.functions '[{name: environment}]'",
         "--reward.functions '[{name: agent}]'",
+        "--rollout.agent.command [sh]",
         "--reward.functions '[{name: maths}]'",
         "--reward.functions '[{name: \"mine:\"}]'",
         "--reward.functions '[{name: length, options: {limit: 1}}, {name: length, options: {limit: 1}}]'",
@@ -218,21 +220,21 @@ FAULTS: dict[str, list[str]] = {
     ],
     "rollout.agent": [
         "--rollout.agent.max_calls 3",
-        "--rollout.agent.name my_agent",
-        "--rollout.agent.name slime_like.examples.calculator_agent:solver",
-        "--rollout.agent.name slime_like.examples.calculator_agent:solve --rollout.agent.command [sh]",
-        "--rollout.agent.command '[sh, \"{url}\"]'",
-        "--rollout.agent.command [sh] --rollout.agent.options.x y",
-        "--rollout.agent.command [sh] --rollout.environment.name calculator",
-        "--rollout.agent.command [sh] --algorithm.overlong_buffer 10",
+        f"{AGENT} --rollout.agent.name my_agent",
+        f"{AGENT} --rollout.agent.name slime_like.examples.calculator_agent:solver",
+        f"{AGENT} --rollout.agent.name slime_like.examples.calculator_agent:solve --rollout.agent.command [sh]",
+        f"{AGENT} --rollout.agent.command '[sh, \"{{url}}\"]'",
+        f"{AGENT} --rollout.agent.command [sh] --rollout.agent.options.x y",
+        f"{AGENT} --rollout.agent.command [sh] --rollout.environment.name calculator",
+        f"{AGENT} --rollout.agent.command [sh] --algorithm.overlong_buffer 10",
     ],
     "rollout.agent-custom": [
-        "--rollout.agent.command [no-such-program]",
-        "--rollout.agent.command ['python agent.py']",
+        f"{AGENT} --rollout.agent.command [no-such-program]",
+        f"{AGENT} --rollout.agent.command ['python agent.py']",
     ],
-    "rollout.agent-rows": ["--rollout.agent.command [sh] --algorithm.loss gspo"],
+    "rollout.agent-rows": [f"{AGENT} --rollout.agent.command [sh] --algorithm.loss gspo"],
     "rollout.agent-length": [
-        "--rollout.agent.command [sh] --rollout.max_model_len 2000 --trainer.target_tokens_per_batch 1500"
+        f"{AGENT} --rollout.agent.command [sh] --rollout.max_model_len 2000 --trainer.target_tokens_per_batch 1500"
     ],
     "rollout.python": ["--rollout.python TMP/python"],
     "reference.model": [
