@@ -17,6 +17,7 @@ MODEL = "policy"
 """Name of the model in ``/v1/models``; calls may give any."""
 
 _ADDRESS = "127.0.0.1"
+_SERVED = "POST /v1/chat/completions, POST /v1/messages and GET /v1/models are"
 _MAX_BODY_BYTES = 32 * 2**20
 _BODY_TIMEOUT_S = 30.0
 _SHUTDOWN_TIMEOUT_S = 2.0
@@ -134,7 +135,8 @@ async def _errors(request: web.Request, handler: _Handler) -> web.StreamResponse
     except web.HTTPRequestEntityTooLarge:
         rejected = CallRejected(413, "request_too_large", f"the body has more than {_MAX_BODY_BYTES} bytes")
     except web.HTTPException as error:
-        rejected = CallRejected(error.status, "not_found", f"{request.method} {request.path} is not served")
-    protocol = anthropic_protocol if request.path == "/v1/messages" else openai_protocol
+        problem = f"{request.method} {request.path} is not served; {_SERVED}"
+        rejected = CallRejected(error.status, "not_found", problem)
+    protocol = anthropic_protocol if "/messages" in request.path else openai_protocol
     headers = {"x-should-retry": "true" if rejected.retry else "false"}
     return web.json_response(protocol.error_body(rejected), status=rejected.status, headers=headers)

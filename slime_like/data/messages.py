@@ -35,7 +35,9 @@ def read_conversation(row: Row, key: str) -> tuple[Messages, list[dict[str, Any]
         raise row.fault("bad-messages", f"{key!r} must be a list of chat messages")
     messages = [_message(row, f"{key!r}, message {number}", each) for number, each in enumerate(given, start=1)]
     if all(message["role"] != "assistant" for message in messages):
-        raise row.fault("no-assistant-turn", f"{key!r} has no message of the assistant", "remove the row")
+        roles = ", ".join(sorted({message["role"] for message in messages}))
+        problem = f"{key!r} has no message of the assistant, but of {roles}"
+        raise row.fault("no-assistant-turn", problem, "correct the roles, or remove the row")
     return messages, _tools(row)
 
 

@@ -4,6 +4,9 @@ A name with dots means its end: "rollout.name" is of any field that ends so.
 """
 
 SYNONYMS = {
+    "agent.max_turns": "rollout.agent.max_calls",
+    "agent.path": "rollout.agent.name",
+    "multi_turn.enable": "rollout.environment.name",
     "actor_learning_rate": "trainer.optimizer.lr",
     "actor_num_gpus_per_node": "cluster.gpus_per_node",
     "actor_num_nodes": "cluster.nodes",

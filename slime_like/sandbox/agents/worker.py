@@ -35,7 +35,7 @@ def _prepare(setup: dict[str, Any]) -> tuple[Handler, dict[str, Any]]:
         with untrusted(name, code):
             result = asyncio.run(run(AgentTask(**item["task"])))
             if not isinstance(result, AgentResult):
-                raise TypeError(f"solve returned a {type(result).__name__}; return an AgentResult")
+                raise TypeError(f"it returned a {type(result).__name__}; return an AgentResult")
             return _message(result)
 
     return handle, {}
