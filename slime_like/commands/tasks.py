@@ -8,6 +8,9 @@ from slime_like.commands.command import Command, at_least_one, given_path
 from slime_like.errors import ConfigError
 from slime_like.system.words import counted
 
+_TAGGED = "[{name: reasoning_gym}]"
+_NUMBER = r"[{name: reasoning_gym, options: {pattern: '-?\d+'}}]"
+
 
 def _add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
@@ -47,7 +50,9 @@ def _run(given: argparse.Namespace, _: list[str]) -> int:
         partial.replace(out)
     except OSError as error:
         raise ConfigError(f"OUT={out} cannot be written ({error.strerror})", code="output-unusable") from error
-    print(f"{out}: {counted(given.count, 'row')} of {given.task}; reward.functions: [{{name: reasoning_gym}}]")
+    print(f"{out}: {counted(given.count, 'row')} of {given.task}; reward.functions: {_TAGGED}")
+    if given.plain:
+        print(f"Without tags the reward needs the pattern of an answer, e.g. of the last number: {_NUMBER}")
     return 0
 
 

@@ -98,11 +98,14 @@ def _dataset(
             raise ValueError(f"its levels are 0 to {most}")
         curriculum.set_global_level(level)
         configured = curriculum.generate_configuration(given)
+        for name, text in settings.items():
+            if (own := getattr(configured, name)) != given[name]:
+                raise ValueError(f"the level has {name}={own}, not {text}; leave out --levels or this setting")
         return library.factory.DATASETS[task][0](configured)
     except (TypeError, ValueError, AssertionError, KeyError, IndexError) as error:
         at = "" if level is None else f" at level {level}"
         raise ConfigError(
-            f"TASK={task}{at} with {dict(settings)}: {type(error).__name__}: {error}", code="task-settings"
+            f"TASK={task}{at}: {error or type(error).__name__}; correct --set or --levels", code="task-settings"
         ) from error
 
 
@@ -133,7 +136,8 @@ def _require_judged(library: ModuleType, row: Mapping[str, Any]) -> None:
             f"TASK={row['task']}: its rows cannot be written as JSON ({error})", code="task-rows"
         ) from error
     if score != 1.0:
-        raise ConfigError(f"TASK={row['task']}: its own answer gets {score} when read from JSON", code="task-rows")
+        problem = f"its own answer gets {score} once it is read from a file; use another task"
+        raise ConfigError(f"TASK={row['task']}: {problem}", code="task-rows")
 
 
 def _messages(library: ModuleType, question: str, system: bool) -> list[dict[str, str]]:
