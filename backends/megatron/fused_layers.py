@@ -16,7 +16,9 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import Tensor
 
+from backends.common.attention.choice import AnyAttention
 from backends.common.attention.packed_attention import LocalAttention
+from backends.common.attention.prefixes import PrefixAttention, Tree
 from backends.megatron.attention import PackedLayout
 from backends.megatron.norm import RMSNorm
 from backends.megatron.versions.layers import is_dense, set_dense
@@ -111,9 +113,10 @@ class FusedSelfAttention(SelfAttention):
     ) -> Any:
         """(T, 1, H) to the same, and the output's bias."""
         layout = PackedLayout.given(packed_seq_params)
-        if not self._is_fused(hidden_states, layout):
+        tree = _tree(layout.attention)
+        if tree is None or not self._is_fused(hidden_states, layout):
             return super().forward(hidden_states, attention_mask, *given, packed_seq_params=layout, **options)
-        assert isinstance(layout.attention, LocalAttention) and layout.cos is not None and layout.sin is not None
+        assert layout.cos is not None and layout.sin is not None
         mixed, _ = self.get_query_key_value_tensors(hidden_states, split_qkv=False)
         query_norm, key_norm = (n if isinstance(n, RMSNorm) else None for n in (self.q_layernorm, self.k_layernorm))
         context = FusedAttention.apply(
@@ -123,20 +126,29 @@ class FusedSelfAttention(SelfAttention):
             0.0 if query_norm is None else query_norm.eps,
             layout.cos.squeeze(1),
             layout.sin.squeeze(1),
-            np.asarray(layout.attention.segments.host, dtype=np.int64),
+            *(np.asarray(each, dtype=np.int64) for each in (tree.boundaries, tree.parents)),
             self.core_attention.scale,
         )
         return self.linear_proj(context.unsqueeze(1))
 
     def _is_fused(self, hidden_states: Tensor, layout: PackedLayout) -> bool:
-        attention = layout.attention
-        if not isinstance(attention, LocalAttention) or attention.segments.longest > LONGEST:
-            return False
         if layout.interleaved or self.checkpoint_core_attention:
             return False
         # With more ranks than KV heads a rank has a part of a group's queries.
         whole_groups = self.config.num_query_groups >= self.world_size
         return whole_groups and is_served_width(self.hidden_size_per_attention_head) and are_served(hidden_states)
+
+
+def _tree(attention: AnyAttention | None) -> Tree | None:
+    """Segments of a rank that has all that its tokens see, none of them too long; ``None`` of any other."""
+    if isinstance(attention, LocalAttention):
+        boundaries = attention.segments.host
+        tree = Tree(boundaries, (-1,) * (len(boundaries) - 1), attention.segments.longest)
+    elif isinstance(attention, PrefixAttention) and attention.group is None:
+        tree = attention.tree
+    else:
+        return None
+    return tree if tree.longest <= LONGEST else None
 
 
 def fuse(spec: ModuleSpec) -> None:

@@ -23,6 +23,28 @@ from backends.common.attention.packed_attention import PackedAttention
 Rows = slice | Tensor
 
 
+class Tree(NamedTuple):
+    """Segments of the whole axis.
+
+    Attributes:
+        boundaries: (S + 1,) of them.
+        parents: (S,) those that they continue, -1 for none.
+        longest: tokens of the longest path.
+    """
+
+    boundaries: tuple[int, ...]
+    parents: tuple[int, ...]
+    longest: int
+
+    @classmethod
+    def of(cls, segments: Sequence[range], parents: Sequence[int]) -> Self:
+        """From segments of one axis, of which every one comes after its parent."""
+        paths: list[int] = []
+        for one, parent in zip(segments, parents, strict=True):
+            paths.append(len(one) + (paths[parent] if parent >= 0 else 0))
+        return cls((segments[0].start, *(one.stop for one in segments)), tuple(parents), max(paths))
+
+
 class _Seen(NamedTuple):
     """Queries, and keys that every one of them sees: tokens of the whole axis."""
 
@@ -48,12 +70,14 @@ class PrefixAttention(PackedAttention):
     """Attention of this rank's part of a pack whose sequences share prefixes.
 
     Attributes:
+        tree: all segments.
         local: boundaries of the segments, or pieces of them, on this rank.
         levels: what queries see besides.
         far: tokens of the whole axis that the levels read.
         group: ranks that hold the other parts; ``None`` where there is one.
     """
 
+    tree: Tree
     local: Segments
     levels: tuple[Level, ...]
     far: Rows
@@ -63,12 +87,14 @@ class PrefixAttention(PackedAttention):
     def of(cls, boundaries: Tensor, parents: Tensor, part: range, group: dist.ProcessGroup) -> Self:
         """From all segments' boundaries, the segments that they continue, and the ``part`` of the axis held here."""
         segments = [range(*ends) for ends in pairwise(boundaries.tolist())]
-        levels = [_reaching_in(segments, part), *_levels(segments, parents.tolist())]
+        tree = Tree.of(segments, parents.tolist())
+        levels = [_reaching_in(segments, part), *_levels(segments, tree.parents)]
         mine = [[_Seen(both, keys) for queries, keys in level if (both := _shared(queries, part))] for level in levels]
         alone = group.size() == 1
         needed = [part] if alone else _joined([keys for level in mine for _, keys in level])
         device = boundaries.device
         return cls(
+            tree,
             Segments.of((boundaries - part.start).clamp(0, len(part))),
             tuple(_level(level, part, needed, device) for level in mine if level),
             _rows(needed, device),

@@ -192,7 +192,8 @@ class FusedAttention(torch.autograd.Function):
     """Autograd function of ``packed_attention.forward``.
 
     Arguments: mixed (T, G, (R + 2) * D); the weights (D,) of the norms of queries and keys, or None for both; their
-    eps; cos and sin (T, D / 2); (S + 1,) int64 boundaries; the scale of products.
+    eps; cos and sin (T, D / 2); (S + 1,) int64 boundaries of segments and (S,) those that they continue, -1 for none;
+    the scale of products.
 
     Returns (T, G * R * D), zeros outside of the boundaries. Backward overwrites ``mixed``.
     """
@@ -207,19 +208,21 @@ class FusedAttention(torch.autograd.Function):
         cos: Tensor,
         sin: Tensor,
         boundaries: np.ndarray,
+        parents: np.ndarray,
         scale: float,
     ) -> Tensor:
         tokens, groups, width = mixed.shape
         dim = 2 * cos.shape[1]
         out = _empty_or_zeros(boundaries, (tokens, groups, width - 2 * dim))
         lse = torch.empty(out.shape[1] * out.shape[2] // dim, tokens)
-        ctx.setting = (eps, boundaries, scale)
+        ctx.setting = (eps, boundaries, parents, scale)
         wide, *given = _given(mixed, (query_weight, key_weight), (cos, sin), ctx.setting)
 
         def part(first: int, last: int) -> None:
-            packed_attention.forward(wide, boundaries[first : last + 1], *given, out.numpy(), lse.numpy())
+            segments = _segments(boundaries, parents, first, last)
+            packed_attention.forward(wide, *segments, *given, out.numpy(), lse.numpy())
 
-        run_parts(_shares(boundaries, mixed[0].numel()), part)
+        run_parts(_shares(boundaries, parents, mixed[0].numel()), part)
         out = out.to(mixed.dtype)
         ctx.save_for_backward(mixed, query_weight, key_weight, cos, sin, out, lse)
         return out.view(tokens, -1)
@@ -227,15 +230,16 @@ class FusedAttention(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         mixed, query_weight, key_weight, cos, sin, out, lse = ctx.saved_tensors
-        _, boundaries, _ = ctx.setting
+        _, boundaries, parents, _ = ctx.setting
         grad, mixed_grad = _array(grads[0].contiguous().view(out.shape)), _reused(mixed).float()
         wide, *given = _given(mixed_grad, (query_weight, key_weight), (cos, sin), ctx.setting)
-        shares = _shares(boundaries, mixed[0].numel())
+        shares = _shares(boundaries, parents, mixed[0].numel())
         sums = {first: (np.empty_like(given[0]), np.empty_like(given[1])) for first in shares[:-1]}
         results = (_array(out), lse.numpy())
 
         def part(first: int, last: int) -> None:
-            packed_attention.backward(grad, wide, boundaries[first : last + 1], *given, *results, *sums[first])
+            segments = _segments(boundaries, parents, first, last)
+            packed_attention.backward(grad, wide, *segments, *given, *results, *sums[first])
 
         run_parts(shares, part)
         mixed_grad[: boundaries[0]] = mixed_grad[boundaries[-1] :] = 0.0
@@ -244,15 +248,21 @@ class FusedAttention(torch.autograd.Function):
             of_norms = tuple(
                 torch.from_numpy(sum(parts)).to(query_weight.dtype) for parts in zip(*sums.values(), strict=True)
             )
-        return mixed_grad.to(mixed.dtype), *of_norms, None, None, None, None, None
+        return mixed_grad.to(mixed.dtype), *of_norms, None, None, None, None, None, None
 
 
-def _shares(boundaries: np.ndarray, width: int) -> list[int]:
-    """Bounds of runs of sequences for threads: work grows with tokens and with the square of lengths."""
+def _segments(boundaries: np.ndarray, parents: np.ndarray, first: int, last: int) -> tuple[np.ndarray, np.ndarray]:
+    """Boundaries and parents of some neighbours, which continue no others."""
+    return boundaries[first : last + 1], parents[first:last] - first
+
+
+def _shares(boundaries: np.ndarray, parents: np.ndarray, width: int) -> list[int]:
+    """Bounds of runs of whole trees for threads: work grows with tokens and with the square of lengths."""
     lengths = np.diff(boundaries)
+    roots = np.append(np.flatnonzero(parents < 0), len(parents))
     parts = num_parts(int(lengths.sum()) * width)
-    work = np.concatenate([[0], np.cumsum(lengths * (lengths + _PER_TOKEN))])
-    inner = np.searchsorted(work, work[-1] * np.arange(1, parts) / parts)
+    work = np.concatenate([[0], np.cumsum(lengths * (lengths + _PER_TOKEN))])[roots]
+    inner = roots[np.searchsorted(work, work[-1] * np.arange(1, parts) / parts)]
     return sorted({0, *inner.tolist(), len(lengths)})
 
 
@@ -300,7 +310,7 @@ def _given(
     mixed: Tensor, weights: tuple[Tensor | None, ...], turns: tuple[Tensor, ...], setting: tuple[Any, ...]
 ) -> tuple[Any, ...]:
     """The kernels' first arguments, but for boundaries."""
-    eps, _, scale = setting
+    eps, *_, scale = setting
     norms = (np.empty(0, np.float32) if weight is None else _array(weight) for weight in weights)
     return _array(mixed), *norms, eps, *map(_array, turns), scale
 

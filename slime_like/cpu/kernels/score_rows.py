@@ -48,13 +48,13 @@ def softmax_back(
 
 
 @part()
-def transpose(rows: Array, length: int, columns: Array) -> None:
-    """(L, D) to (D, L), zeros behind them."""
-    for t in range(length):
+def transpose(rows: Array, start: int, end: int, columns: Array) -> None:
+    """Rows from ``start`` to ``end`` of (L, D) to columns of (D, L), zeros behind them."""
+    for t in range(start, end):
         for d in range(rows.shape[1]):
             columns[d, t] = rows[t, d]
     for d in range(rows.shape[1]):
-        for t in range(length, padded_length(length)):
+        for t in range(end, padded_length(end)):
             columns[d, t] = _ZERO
 
 

@@ -124,7 +124,8 @@ def _every_operator(dtype: torch.dtype) -> list[Tensor]:
 
     x, y, weight, gate_up, mixed = leaf(130, 48), leaf(130, 48), leaf(48), leaf(130, 96), leaf(130, 2, 4 * 16)
     head, rows = leaf(70, 48), torch.arange(0, 130, 2)
-    edges = np.asarray([0, 40, 43, 43, 100, 130], dtype=np.int64)
+    edges, alone = np.asarray([0, 40, 43, 43, 100, 130], dtype=np.int64), np.full(5, -1)
+    shared = np.asarray([-1, 0, 1, 0, -1])
     angles = 6 * torch.rand(130, 8, generator=generator)
     norms, temperatures = (leaf(16), leaf(16)), torch.rand(130, generator=generator) + 0.5
     out = [
@@ -132,7 +133,8 @@ def _every_operator(dtype: torch.dtype) -> list[Tensor]:
         *FusedBranch.apply(x, weight, EPS),
         *FusedSum.apply(x, y, rows, weight, EPS),
         FusedSwiGLU.apply(gate_up),
-        FusedAttention.apply(mixed, *norms, EPS, angles.cos(), angles.sin(), edges, 0.3),
+        FusedAttention.apply(mixed, *norms, EPS, angles.cos(), angles.sin(), edges, alone, 0.3),
+        FusedAttention.apply(mixed * 1, *norms, EPS, angles.cos(), angles.sin(), edges, shared, 0.3),
         *fused_logprobs(x, head, torch.arange(130) % 70, temperatures, vocab_size=70, rows=FusedLogitRows()),
     ]
     grads = [torch.randn(each.shape, generator=generator).bfloat16().to(each.dtype) for each in out]
@@ -240,9 +242,9 @@ class Case:
 
     def fused(self, mixed: Tensor | None = None, boundaries: list[int] | None = None) -> Tensor:
         mixed = self.mixed if mixed is None else mixed
-        edges = np.asarray(self.boundaries if boundaries is None else boundaries, dtype=np.int64)
-        weights = self.weights or (None, None)
-        return FusedAttention.apply(mixed, *weights, EPS, self.cos, self.sin, edges, self.scale)
+        edges = np.asarray(self.boundaries if boundaries is None else boundaries)
+        alone, weights = np.full(len(edges) - 1, -1), self.weights or (None, None)
+        return FusedAttention.apply(mixed, *weights, EPS, self.cos, self.sin, edges, alone, self.scale)
 
 
 @pytest.mark.parametrize("normed", [True, False])
@@ -260,6 +262,40 @@ def test_attention(lengths: list[int], groups: int, heads: int, dim: int, normed
     case = Case(lengths, groups, heads, dim, normed)
     given = (case.mixed, *case.weights)
     _require_same(lambda *ours: (case.fused(),), lambda *wide: (case.wanted(*wide),), given, 1e-5)
+
+
+@pytest.mark.parametrize("normed", [True, False])
+@pytest.mark.parametrize(
+    ("lengths", "parents"),
+    [
+        ([5], [-1]),
+        ([20, 7, 16, 1], [-1, 0, 0, 0]),
+        ([0, 3, 0, 35, 2], [-1, 0, 0, 2, 2]),
+        ([9, 17, 4, 30, 6, 21], [-1, 0, 1, 0, -1, 4]),
+    ],
+    ids=["one", "a prompt", "empty", "trees"],
+)
+def test_attention_behind_what_a_sequence_continues(lengths: list[int], parents: list[int], normed: bool) -> None:
+    """Against whole sequences, each with a copy of all that it continues."""
+    case = Case(lengths, 2, 3, 16, normed)
+    paths: list[list[int]] = []
+    for (start, end), parent in zip(pairwise(case.boundaries), parents, strict=True):
+        paths.append([*(paths[parent] if parent >= 0 else []), *range(start, end)])
+    copied, ends = [token for path in paths for token in path], np.cumsum([0, *map(len, paths)]).tolist()
+    own = [place for end, length in zip(ends[1:], lengths, strict=True) for place in range(end - length, end)]
+
+    def ours(mixed: Tensor, *weights: Tensor) -> tuple[Tensor]:
+        edges, norms = np.asarray(case.boundaries), weights or (None, None)
+        # Backward overwrites what it was given.
+        return (
+            FusedAttention.apply(mixed * 1, *norms, EPS, case.cos, case.sin, edges, np.asarray(parents), case.scale),
+        )
+
+    def wanted(mixed: Tensor, *weights: Tensor) -> tuple[Tensor]:
+        cos, sin = case.cos.double()[copied], case.sin.double()[copied]
+        return (_attention(mixed[copied], weights, cos, sin, ends, case.scale)[own],)
+
+    _require_same(ours, wanted, (case.mixed, *case.weights), 1e-5)
 
 
 def test_large_scores_do_not_overflow() -> None:
