@@ -13,6 +13,13 @@ TORCH_CPU_INDEX="https://download.pytorch.org/whl/cpu"
 say() { printf '[slime-like] %s\n' "$*" >&2; }
 die() { say "error: $*"; exit 1; }
 
+# The comment on top of a script, where its arguments ask for help.
+answer_help() { # $1: script, and its arguments
+    case " ${*:2} " in
+        *" --help "* | *" -h "*) sed -n '2,/^[^#]/s/^# \{0,1\}//p' "$1" && exit 0 ;;
+    esac
+}
+
 find_python() {
     local candidate
     for candidate in ${PYTHON:-python3.11 python3.12 python3 python}; do
@@ -99,20 +106,28 @@ ensure_browser() {
     fi
 }
 
-ensure_environment() { # $1: runtime (default) | dev | bench
+# One script at a time changes an environment; others wait.
+ensure_environment() { # $1: runtime (default) | dev | bench | tasks
+    (
+        flock -n 9 || { say "another script installs into $VENV; waiting for it"; flock -w 3600 9 || die "$VENV is in use for an hour; end what installs there"; }
+        install_environment "$@"
+    ) 9>"$VENV.lock"
+}
+
+install_environment() { # $1: runtime (default) | dev | bench | tasks
     local want="${1:-runtime}" stamp="$VENV/.slime-like-${1:-runtime}" key
     key=$(cat "$REPO/constraints.txt" "$REPO/pyproject.toml" "$REPO/scripts/environment.sh" | sha256sum | cut -d' ' -f1)
     [ -f "$stamp" ] && [ "$(cat "$stamp")" = "$key" ] && return 0
     if [ "$want" = dev ]; then
-        ensure_environment runtime
+        install_environment runtime
         say "installing the test tools"
         install_locked dev
     elif [ "$want" = bench ]; then
-        ensure_environment runtime
+        install_environment runtime
         say "installing what the benchmarks compare with"
         install_locked bench
     elif [ "$want" = tasks ]; then
-        ensure_environment runtime
+        install_environment runtime
         command -v cc >/dev/null || die "packages of reasoning-gym are built here, and there is no C compiler; install one (Debian: apt-get install gcc python3-dev)"
         say "installing reasoning-gym"
         install_locked tasks

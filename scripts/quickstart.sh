@@ -3,6 +3,7 @@
 # Further arguments go to the RL run, e.g. --rollout.engine transformers. SEED=n chooses the seed, DIR=path the directory.
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
+answer_help "$0" "$@"
 ensure_environment
 cd "$REPO"
 SEED="${SEED:-0}"

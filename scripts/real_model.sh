@@ -3,6 +3,7 @@
 # Further arguments go to the run, e.g. --rollout.engine sglang. SEED=n chooses the seed, DIR=path the directory.
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
+answer_help "$0" "$@"
 ensure_environment
 ensure_environment tasks
 cd "$REPO"

@@ -9,6 +9,7 @@
 # Markers are the names of the folders in tests/. Seconds of every test are kept in build/test_durations.tsv.
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
+answer_help "$0" "$@"
 ensure_environment dev
 if command -v cc >/dev/null; then ensure_environment tasks; else say "no C compiler on PATH; tests of reasoning-gym will be skipped"; fi
 cd "$REPO"

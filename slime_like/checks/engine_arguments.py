@@ -10,6 +10,7 @@ from functools import lru_cache
 from importlib.util import find_spec
 from pathlib import Path
 
+from slime_like.config.rollout import RolloutConfig
 from slime_like.config.run import RunConfig
 from slime_like.models.dimensions import ModelDimensions
 
@@ -126,6 +127,8 @@ def engine_problems(config: RunConfig, engine: str | None = None) -> Iterator[st
         elif known and name not in known:
             names = get_close_matches(name, known, cutoff=0.75) or (known if engine in KNOWN else ())
             remedy = f"use one of: {', '.join(names)}" if names else "remove it, or correct its name"
+            if name in RolloutConfig.model_fields:
+                remedy = f"use rollout.{name}"
             yield f"rollout.engine_args.{name}: the {engine} engine has no such argument; {remedy}"
     share = SHARES.get(engine, "")
     if share in arguments and not (_is_number(arguments[share]) and 0 < arguments[share] <= 1):

@@ -88,8 +88,8 @@ class RolloutConfig(Section):
     temperature: float = Field(1.0, ge=MIN_TEMPERATURE, description="Sampling temperature of training rollouts.")
     top_p: float = Field(1.0, gt=0.0, le=1.0, description="Nucleus sampling of training rollouts.")
     top_k: int = Field(-1, ge=-1)
-    """Top-k sampling of training rollouts, up to 512; -1: off, or 512 with `top_p` or `min_p`. Logprobs, entropies and
-    KL are then over the tokens that each token was drawn from, as the engine reports them."""
+    """Top-k sampling of training rollouts, up to 512; -1 or 0: off, or 512 with `top_p` or `min_p`. Logprobs, entropies
+    and KL are then over the tokens that each token was drawn from, as the engine reports them."""
     min_p: float = Field(0.0, ge=0.0, le=1.0)
     """Leave out tokens less likely than this share of the likeliest one's probability, before `top_k` and `top_p`."""
     stop_token_ids: tuple[int, ...] = Field((), description="Token ids that end a response; []: the model's EOS ids.")

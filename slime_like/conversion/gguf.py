@@ -44,6 +44,8 @@ def gguf_to_hugging_face(file: Path, out: Path, dtype: str) -> int:
     shutil.rmtree(partial, ignore_errors=True)
     model.to(getattr(torch, dtype)).save_pretrained(partial)
     tokenizer.save_pretrained(partial)
+    for file in partial.glob("*.safetensors"):  # written for their owner alone, other files as the umask says
+        file.chmod((partial / "config.json").stat().st_mode)
     replace_directory(partial, out)
     return len(tensors)
 

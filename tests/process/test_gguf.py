@@ -94,6 +94,7 @@ def write_gguf(source: Path, file: Path, **further: Tensor) -> Path:
 def test_every_number_and_the_template_arrive(source: Path, tmp_path: Path) -> None:
     file, out = write_gguf(source, tmp_path / "model.gguf"), tmp_path / "out"
     assert main(["convert", "from-gguf", str(file), str(out), "--dtype", "float32"]) == 0
+    assert len({path.stat().st_mode for path in out.iterdir()}) == 1
     before, after = load_file(source / "model.safetensors"), load_file(out / "model.safetensors")
     assert before.keys() == after.keys()
     assert all(torch.equal(before[name].float(), after[name]) for name in before)

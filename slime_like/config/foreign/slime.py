@@ -114,6 +114,7 @@ def read_slime(commands: Sequence[Sequence[Argument]]) -> Imported:
     def shown(name: str) -> str:
         return f"--{name}" + (", its default" if name in defaults else "")
 
+    _sampling(given, imported)
     _model_and_data(given, imported)
     _objective(given, imported)
     _layout(given, imported)
@@ -136,6 +137,8 @@ def _given(commands: Sequence[Sequence[Argument]]) -> Given:
     values: dict[str, Any] = {}
     unknown = set[str]()
     for words in commands:
+        if [word.text for word in words[:2]] == ["ray", "start"]:
+            continue
         programs = [place for place, word in enumerate(words) if word.text.endswith("train.py")]
         name = ""
         for word in words[programs[-1] + 1 if programs else 0 :]:
@@ -237,6 +240,18 @@ def _layout(given: Given, imported: Imported) -> None:
     granularity = given.take("recompute-granularity")
     if granularity in ("full", "selective"):
         imported.set("trainer.recompute", granularity, "--recompute-granularity")
+
+
+def _sampling(given: Given, imported: Imported) -> None:
+    if given.has("eval-prompt-data") and not given.has("eval-temperature"):
+        origin = "--rollout-temperature, in evaluations too"
+        imported.set("evaluation.temperature", number(given.values.get("rollout-temperature", "1.0")), origin)
+    choice = given.take("dynamic-sampling-filter-path")
+    if choice is not None and choice.rpartition(".")[2] == "check_reward_nonzero_std":
+        imported.set("rollout.drop_zero_spread", True, "--dynamic-sampling-filter-path")
+    elif choice is not None:
+        why = "groups are left out by the spread of their rewards alone, rollout.drop_zero_spread"
+        imported.decide(f"--dynamic-sampling-filter-path {choice}", why)
 
 
 def _schedule(given: Given, imported: Imported, shown: Any) -> None:

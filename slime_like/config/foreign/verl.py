@@ -96,6 +96,14 @@ _NEEDLESS: Mapping[str, str] = MappingProxyType(
         "actor_rollout_ref.ref.log_prob_max_token_len_per_gpu": "as trainer.target_tokens_per_batch",
         "actor_rollout_ref.ref.log_prob_use_dynamic_bsz": "sequences are always packed",
         f"{_ROLLOUT}.mode": "engines are asynchronous",
+        **dict.fromkeys(
+            [
+                f"{_ACTOR}.{section}.{kind}_offload"
+                for section in ("fsdp_config", "megatron")
+                for kind in ("param", "grad", "optimizer")
+            ],
+            "colocated trainers keep their state in host memory while engines sample",
+        ),
         f"{_ROLLOUT}.free_cache_engine": "colocated engines sleep during training",
         "actor_rollout_ref.hybrid_engine": "cluster.placement",
         "trainer.experiment_name": "run_dir names the run",
@@ -148,6 +156,7 @@ def _read(given: Given) -> Imported:
     _rewards(given, imported)
     _optimizer(given, imported)
     _engine(given, imported)
+    _dropped_groups(given, imported)
     _layout(given, imported)
     _intervals(given, imported)
     take_direct(given, imported, _DIRECT, lambda name: name + (", its default" if name in defaults else ""))
@@ -197,6 +206,10 @@ def _kl(given: Given, imported: Imported) -> None:
     ):  # fmt: skip
         is_on, value, name = flag(given.take(switch, False)), given.take(coefficient), given.take(kind)
         if not is_on:
+            unused = {coefficient: value, kind: name}
+            imported.needless |= {
+                f"{key}={each}": f"{switch} is off" for key, each in unused.items() if each is not None
+            }
             continue
         if value is None:
             imported.decide(coefficient, f"{switch} is on; set algorithm.{target}")
@@ -218,11 +231,11 @@ def _rewards(given: Given, imported: Imported) -> None:
             imported.set("algorithm.overlong_factor", number(factor if factor is not None else 1.0), f"{part}")
     path, name = given.take("custom_reward_function.path"), given.take("custom_reward_function.name")
     given_manager = given.take("reward_model.reward_manager")
+    manager = f", reward_manager={given_manager}" if given_manager is not None else ""
     if path is not None:
         why = "a function of prompt, response, answer in reward.functions; verl's has other arguments"
-        imported.decide(f"custom_reward_function.path={path}, name={name}", why)
+        imported.decide(f"custom_reward_function.path={path}, name={name}{manager}", why)
     else:
-        manager = f", reward_manager={given_manager}" if given_manager is not None else ""
         imported.decide(f"the reward of each data_source{manager}", "choose reward.functions")
 
 
@@ -249,19 +262,24 @@ def _optimizer(given: Given, imported: Imported) -> None:
 def _engine(given: Given, imported: Imported) -> None:
     engine = given.take(f"{_ROLLOUT}.name")
     memory, sequences = given.take(f"{_ROLLOUT}.gpu_memory_utilization"), given.take(f"{_ROLLOUT}.max_num_seqs")
-    eager = given.take(f"{_ROLLOUT}.enforce_eager")
+    eager, batched = given.take(f"{_ROLLOUT}.enforce_eager"), given.take(f"{_ROLLOUT}.max_num_batched_tokens")
+    _evaluation(given, imported)
     if engine not in ("vllm", "sglang"):
         imported.decide(f"{_ROLLOUT}.name={engine}", "use vllm, sglang or transformers in rollout.engine")
         return
     imported.set("rollout.engine", engine, f"{_ROLLOUT}.name")
-    names = ("gpu_memory_utilization", "max_num_seqs", "enforce_eager")
+    sources = ("gpu_memory_utilization", "max_num_seqs", "enforce_eager", "max_num_batched_tokens")
+    names, values = sources, (memory, sequences, eager, batched)
     if engine == "sglang":
         names = ("mem_fraction_static", "max_running_requests", "disable_cuda_graph")
-    values = (memory, sequences, eager)
-    sources = ("gpu_memory_utilization", "max_num_seqs", "enforce_eager")
-    for name, value, source in zip(names, values, sources, strict=True):
+        if batched is not None:
+            imported.decide(f"{_ROLLOUT}.max_num_batched_tokens={batched}", "an argument of vLLM's alone")
+    for name, value, source in zip(names, values, sources, strict=False):
         if value is not None:
             imported.set(f"rollout.engine_args.{name}", scalar(value), f"{_ROLLOUT}.{source}")
+
+
+def _evaluation(given: Given, imported: Imported) -> None:
     if flag(given.take(f"{_ROLLOUT}.val_kwargs.do_sample", False)):
         imported.set(
             "evaluation.temperature",
@@ -269,6 +287,27 @@ def _engine(given: Given, imported: Imported) -> None:
             f"{_ROLLOUT}.val_kwargs.temperature",
         )
     given.take(f"{_ROLLOUT}.val_kwargs.temperature")
+    for name, whole_distribution in (("top_p", 1.0), ("top_k", -1.0)):
+        value = given.take(f"{_ROLLOUT}.val_kwargs.{name}")
+        if value is not None and number(value) != whole_distribution:
+            imported.decide(f"{_ROLLOUT}.val_kwargs.{name}={value}", "evaluations draw from the whole distribution")
+
+
+def _dropped_groups(given: Given, imported: Imported) -> None:
+    """verl bounds batches of prompts, this project prompts that were left out. Of 0 there is no bound."""
+    most = whole(given.take("algorithm.filter_groups.max_num_gen_batches", 0))
+    if not flag(given.values.get("algorithm.filter_groups.enable", False)):
+        imported.needless |= (
+            {f"algorithm.filter_groups.max_num_gen_batches={most}": "filter_groups is off"} if most else {}
+        )
+        return
+    batch = given.values.get("data.train_batch_size")
+    sampled = given.take("data.gen_batch_size", batch)
+    if most > 0 and batch is not None:
+        origin = "max_num_gen_batches times the prompts of one, less those of a step"
+        imported.set("rollout.max_drops_per_step", max(1, most * whole(sampled) - whole(batch)), origin)
+    else:
+        imported.decide("rollout.max_drops_per_step", "verl has no bound here; set one")
 
 
 def _layout(given: Given, imported: Imported) -> None:
@@ -312,6 +351,8 @@ def _layout(given: Given, imported: Imported) -> None:
         else:
             origin = f"data.train_batch_size over {_ACTOR}.ppo_mini_batch_size"
             imported.set("algorithm.minibatches", whole(batch) // whole(size), origin)
+    if flag(given.take(f"{_ACTOR}.use_prefix_grouper", False)):
+        imported.set("trainer.share_prefixes", "prompts", f"{_ACTOR}.use_prefix_grouper")
     if flag(given.take("actor_rollout_ref.model.enable_gradient_checkpointing", True)):
         imported.set("trainer.recompute", "full", "actor_rollout_ref.model.enable_gradient_checkpointing")
 

@@ -87,6 +87,8 @@ def _read(path: Path | None) -> Document:
         remedy = f"did you mean {other}?" if other.is_file() else "give a YAML configuration file"
         raise ConfigError(f"{path}: cannot be read ({reason}); {remedy}", code="file-unreadable") from error
     document = read_document(text, str(path))
+    if document.data is None and not document.problems:
+        document.problems.append(Problem("file-content", f"{path}: holds no settings; give `key: value` lines"))
     if not isinstance(document.data, dict | None):
         found = type(document.data).__name__
         document.problems.append(Problem("file-content", f"{path}:1: holds a {found}; give `key: value` lines"))

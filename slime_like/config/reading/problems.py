@@ -9,7 +9,7 @@ from pydantic import BaseModel
 from pydantic_core import ErrorDetails
 
 from slime_like.config.reading.fields import all_fields, is_section, section_names, value_text
-from slime_like.config.reading.synonyms import SECTIONS, SYNONYMS
+from slime_like.config.reading.synonyms import ABSENT, SECTIONS, SEVERAL, SYNONYMS
 from slime_like.errors import Problem
 
 FLAG = "--"
@@ -62,6 +62,11 @@ def did_you_mean(name: str, known: Sequence[str], flag: bool = False) -> str:
     """``did you mean X?``, or where to find the names when nothing is near."""
     if name in SECTIONS:
         return "if the file is verl's, convert it: slime-like import-config FILE"
+    parts = name.replace("-", "_").split(".")
+    if absent := ABSENT.get(".".join(parts[-2:])):
+        return absent
+    if len(parts) == 1 and parts[0] in SEVERAL:
+        return f"did you mean {SEVERAL[parts[0]]}?"
     near = suggestion(name, known)
     if near is None:
         return "remove it (slime-like train --help lists every field)"
@@ -72,8 +77,11 @@ def suggestion(name: str, known: Sequence[str]) -> str | None:
     """The known name that an unknown one probably means."""
     name = name.replace("-", "_")
     parts = name.split(".")
-    if len(parts) > 1 and (synonym := SYNONYMS.get(".".join(parts[-2:]))) in known:
+    tail = ".".join(parts[-2:])
+    if len(parts) > 1 and (synonym := SYNONYMS.get(tail)) in known:
         return synonym
+    if len(parts) > 2 and tail in known:
+        return tail
     leaf = name.rpartition(".")[2]
     # A section's name alone makes two fields of it alike.
     near = [

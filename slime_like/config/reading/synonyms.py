@@ -38,6 +38,7 @@ SYNONYMS = {
     "context_parallel_size": "trainer.parallel.context",
     "custom_generate_function_path": "rollout.agent.name",
     "custom_reward_function": "reward.functions",
+    "custom_reward_function.path": "reward.functions",
     "custom_rm_path": "reward.functions",
     "data_seed": "seed",
     "dataset_name": "data.train",
@@ -85,9 +86,8 @@ SYNONYMS = {
     "gradient_checkpointing": "trainer.recompute",
     "hf_checkpoint": "model.path",
     "importance_sampling_level": "algorithm.loss",
-    "init_kl_coef": "algorithm.kl_coef",
     "input_key": "data.prompt_key",
-    "kl_ctrl": "algorithm.kl_coef",
+    "kl_ctrl": "algorithm.kl_reward_coef",
     "kl_ctrl.kl_coef": "algorithm.kl_reward_coef",
     "kl_loss_coef": "algorithm.kl_coef",
     "kl_loss_type": "algorithm.kl_estimator",
@@ -190,6 +190,7 @@ SYNONYMS = {
     "resume_from_checkpoint": "resume",
     "resume_mode": "resume",
     "reward.weights": "reward.functions",
+    "reward_model.ground_truth": "data.answer_key",
     "reward_funcs": "reward.functions",
     "reward_manager": "reward.functions",
     "reward_model": "reward.functions",
@@ -270,6 +271,19 @@ SYNONYMS = {
     "warmup_ratio": "trainer.optimizer.warmup_steps",
     "zero_stage": "trainer.backend",
 }
+
+SEVERAL = {
+    "init_kl_coef": "algorithm.kl_reward_coef, or, where the loss has the KL, algorithm.kl_coef",
+    "kl_coef": "algorithm.kl_coef, in the loss, or algorithm.kl_reward_coef, in the rewards (slime's --kl-coef)",
+    "train_batch_size": "rollout.prompts_per_step, or algorithm.minibatches, updates of a step",
+}
+"""Names that mean different things in these projects."""
+
+_WHOLE = "evaluations draw from the whole distribution; remove it"
+ABSENT = {
+    f"{section}.{name}": _WHOLE for section in ("evaluation", "val_kwargs") for name in ("top_p", "top_k", "min_p")
+}
+"""What there is no field for, though there is one that looks like it."""
 
 SECTIONS = frozenset(["actor_rollout_ref", "critic", "custom_reward_function", "ray_kwargs", "reward_model"])
 """Top-level sections of verl's YAML."""

@@ -35,6 +35,7 @@ ROLLOUT_ARGS=(
    --global-batch-size 128
    --eval-prompt-data aime /data/aime.jsonl amc /data/amc.jsonl
    --eval-top-p 0.7
+   --dynamic-sampling-filter-path slime.rollout.filter_hub.dynamic_sampling_filters.check_reward_nonzero_std
    --tensor-model-parallel-size 2
    --context-parallel-size 2
    --max-tokens-per-gpu 4096
@@ -52,6 +53,7 @@ ROLLOUT_ARGS=(
    --sglang-cuda-graph-bs 1 2 $(seq 4 4 64)
    --attention-dropout 0.0
 )
+ray start --head --node-ip-address ${MASTER_ADDR} --num-gpus 8 --disable-usage-stats
 ray job submit --address="http://127.0.0.1:8265" -- python3 train.py \
    --actor-num-nodes 2 --actor-num-gpus-per-node 8 --colocate \
    ${CKPT_ARGS[@]} ${ROLLOUT_ARGS[@]}
@@ -68,7 +70,8 @@ OF_SLIME: dict[str, Any] = {
     "trainer.optimizer.beta2": 0.98, "trainer.optimizer.weight_decay": 0.01, "trainer.optimizer.decay": "linear",
     "rollout.engine": "sglang", "rollout.tensor": 2, "rollout.num_engines": 8, "cluster.placement": "colocated",
     "cluster.nodes": 2, "evaluation.files": (Path("/data/aime.jsonl"), Path("/data/amc.jsonl")),
-    "rollout.engine_args": {"mem_fraction_static": 0.7},
+    "rollout.engine_args": {"mem_fraction_static": 0.7}, "rollout.drop_zero_spread": True,
+    "evaluation.temperature": 0.8,
 }  # fmt: skip
 
 VERL = r"""set -x
@@ -89,10 +92,14 @@ python3 -m verl.trainer.main_ppo --config-name=ppo \
     actor_rollout_ref.actor.loss_agg_mode=seq-mean-token-mean \
     algorithm.use_kl_in_reward=True algorithm.kl_ctrl.kl_coef=0.002 algorithm.kl_penalty=kl \
     actor_rollout_ref.rollout.name=vllm actor_rollout_ref.rollout.n=5 \
-    actor_rollout_ref.rollout.gpu_memory_utilization=0.6 \
+    actor_rollout_ref.rollout.gpu_memory_utilization=0.6 actor_rollout_ref.rollout.max_num_batched_tokens=8192 \
+    actor_rollout_ref.rollout.val_kwargs.top_p=0.7 actor_rollout_ref.rollout.val_kwargs.top_k=-1 \
+    +actor_rollout_ref.actor.use_prefix_grouper=True actor_rollout_ref.actor.fsdp_config.optimizer_offload=True \
+    actor_rollout_ref.actor.kl_loss_coef=0.7 \
     reward_model.overlong_buffer.enable=True reward_model.overlong_buffer.len=256 \
     +reward_model.overlong_buffer.penalty_factor=0.5 \
-    algorithm.filter_groups.enable=True some.other=1 trainer.unheard_of=3 \
+    algorithm.filter_groups.enable=True algorithm.filter_groups.max_num_gen_batches=10 data.gen_batch_size=96 \
+    some.other=1 trainer.unheard_of=3 \
     trainer.total_training_steps=200 trainer.save_freq=-1 trainer.test_freq=5 trainer.n_gpus_per_node=4 "$@"
 """
 OF_VERL: dict[str, Any] = {
@@ -103,7 +110,9 @@ OF_VERL: dict[str, Any] = {
     "trainer.parallel.data": 2, "trainer.backend": "fsdp", "algorithm.clip_high": 0.28, "algorithm.dual_clip": 3.0,
     "algorithm.reduction": "samples", "algorithm.kl_coef": 0.0, "algorithm.kl_reward_coef": 0.002,
     "algorithm.kl_reward_estimator": "k1", "rollout.engine": "vllm", "rollout.samples_per_prompt": 5,
-    "rollout.tensor": 2, "rollout.num_engines": 2, "rollout.engine_args": {"gpu_memory_utilization": 0.6},
+    "rollout.tensor": 2, "rollout.num_engines": 2, "trainer.share_prefixes": "prompts",
+    "rollout.max_drops_per_step": 10 * 96 - 64,
+    "rollout.engine_args": {"gpu_memory_utilization": 0.6, "max_num_batched_tokens": 8192},
     "algorithm.overlong_buffer": 256, "algorithm.overlong_factor": 0.5, "rollout.drop_zero_spread": True, "steps": 200,
     "checkpoint.every": 0, "evaluation.every": 5, "cluster.gpus_per_node": 4, "cluster.placement": "colocated",
     "trainer.optimizer.warmup_steps": 10, "trainer.optimizer.weight_decay": 0.01, "trainer.optimizer.beta2": 0.999,
@@ -149,7 +158,10 @@ def _imported(tmp_path: Path, name: str, content: str) -> Imported:
         ),
         (
             "run.sh", VERL, OF_VERL,
-            ["the reward of each data_source", "run_dir", "data.val_files=$HOME/test.parquet", "trainer.unheard_of=3"],
+            [
+                "the reward of each data_source", "run_dir", "data.val_files=$HOME/test.parquet",
+                "trainer.unheard_of=3", "actor_rollout_ref.rollout.val_kwargs.top_p=0.7",
+            ],
         ),
         (
             "ppo.yaml", VERL_YAML, OF_VERL_YAML,
@@ -184,6 +196,7 @@ def test_what_settings_become(
         ("--eval-prompt-data aime", "--eval-prompt-data aime"),
         ("--num-layers-per-virtual-pipeline-stage 2", "--num-layers-per-virtual-pipeline-stage 2"),
         ("--lr $LR", "--lr $LR"),
+        ("--dynamic-sampling-filter-path mine.filter", "--dynamic-sampling-filter-path mine.filter"),
         ("--rollout-temperature hot", "--rollout-temperature=hot"),
     ],
 )

@@ -1,5 +1,6 @@
 """YAML and flags to a configuration, and back."""
 
+import re
 import shlex
 from pathlib import Path
 from typing import Any
@@ -9,8 +10,9 @@ import yaml
 from hypothesis import strategies as st
 
 from slime_like.config import RunConfig
-from slime_like.config.reading.fields import all_fields, value_text
+from slime_like.config.reading.fields import all_fields, section_names, value_text
 from slime_like.config.reading.load import load_config, save_config
+from slime_like.config.reading.problems import did_you_mean
 from slime_like.config.reading.synonyms import SYNONYMS
 from slime_like.errors import ConfigError
 from tests.support.rejections import Rejects
@@ -234,6 +236,24 @@ def test_names_of_other_projects_suggest_the_same_setting(name: str, field: str)
         load_config(None, [f"--{name}", "1"])
     (found,) = (str(problem) for problem in caught.value.problems if problem.field == name)
     assert found.endswith(f"did you mean --{field}?")
+
+
+def test_names_in_the_table_of_other_projects_suggest_its_field() -> None:
+    page = (Path(__file__).parents[3] / "docs" / "coming_from.md").read_text()
+    rows = [line.split("|")[1:-1] for line in page.splitlines() if line.startswith("| ") and "`" in line][1:]
+    known, tried = list(all_fields()), 0
+    for *others, here in rows:
+        field = here.split("`")[1].partition(":")[0]
+        for name in (cell.split("`")[1].removeprefix("--") for cell in others if cell.strip().startswith("`")):
+            if re.fullmatch(r"[\w.-]+", name) and name not in [*known, *section_names()]:
+                tried += 1
+                assert field in did_you_mean(name, known), name
+    assert tried > 60
+
+
+@pytest.mark.parametrize("name", ["evaluation.top_p", "actor_rollout_ref.rollout.val_kwargs.top-k"])
+def test_what_is_absent_on_purpose_leads_to_no_field(name: str) -> None:
+    assert "whole distribution" in did_you_mean(name, list(all_fields()))
 
 
 def test_a_section_of_verl_leads_to_its_import(tmp_path: Path) -> None:
