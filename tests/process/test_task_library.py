@@ -1,6 +1,8 @@
 """Tasks of reasoning-gym as rows and as a reward."""
 
 import json
+import subprocess
+import sys
 from itertools import product
 from pathlib import Path
 
@@ -31,6 +33,30 @@ def test_tasks_judge_their_own_answers_as_right_and_nonsense_as_wrong() -> None:
                 judged += 1
                 assert reward("", f"First <answer>x</answer>.\n<answer> {own} </answer>", answer).success, task
     assert judged > 60
+
+
+FIRST_CALLS = """
+import sys
+from slime_like.sandbox.rewards.worker import _prepare
+given = {
+    "math_verify": ["\\\\boxed{12}", "12"],
+    "json_schema": ['{"a": 1}', '{"type": "object", "properties": {"a": {"type": "integer"}}}'],
+    "reasoning_gym": ["<answer>2</answer>", '{"task": "leg_counting", "question": "", "answer": "2", "metadata": {}}'],
+    "exact_match": ["yes", "yes"], "gsm8k": ["#### 4", "4"], "multiple_choice": ["(B)", "B"],
+}
+for name, (response, answer) in given.items():
+    handle, _ = _prepare({"functions": [{"field": "f", "name": name, "options": {}}]})
+    before = set(sys.modules)
+    handle({"prompt": "", "response": response, "answer": answer})
+    print(name, sorted(set(sys.modules) - before))
+"""
+
+
+def test_no_response_pays_for_what_a_function_imports() -> None:
+    """Its time is bounded; on a busy machine an import alone takes longer."""
+    run = subprocess.run([sys.executable, "-c", FIRST_CALLS], capture_output=True, text=True, timeout=120, check=True)
+    lines = run.stdout.splitlines()
+    assert len(lines) == 6 and all(line.endswith(" []") for line in lines), run.stdout
 
 
 def test_the_command_writes_the_same_rows_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

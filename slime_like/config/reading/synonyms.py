@@ -250,6 +250,7 @@ SYNONYMS = {
     "update_weight_buffer_size": "sync.bucket_mb",
     "use_dynamic_batch_size": "trainer.target_tokens_per_batch",
     "use_dynamic_bsz": "trainer.target_tokens_per_batch",
+    "use_prefix_grouper": "trainer.share_prefixes",
     "use_kl_in_reward": "algorithm.kl_reward_coef",
     "use_kl_loss": "algorithm.kl_coef",
     "use_tis": "algorithm.importance_correction",

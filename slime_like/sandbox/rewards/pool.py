@@ -230,11 +230,13 @@ def _call_problems(
     reason = answers[0].get("reason")
     if reason is None:
         return []
-    bound = f" within reward.timeout_s={timeout_s:g} s" if reason == "timeout" else f" ({reason})"
-    why = answers[0].get("detail") or f"no result{bound}"
+    why, remedy = answers[0].get("detail") or f"no result ({reason})", "correct the function, or the row"
+    if reason == "timeout":
+        why = f"no result within reward.timeout_s={timeout_s:g} s"
+        remedy = "raise that where the machine is busy or the function slow at first, or correct the function"
     return [
         f"{subject} fails on the first row of the data, with its answer {sample.answer[:40]!r} as the response: {why}; "
-        "correct the function, or the row"
+        f"{remedy}"
     ]
 
 

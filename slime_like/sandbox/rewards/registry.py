@@ -38,7 +38,12 @@ LOCAL = frozenset(REGISTERED) - SERVICES
 QUICK = LOCAL - {"code", "majority", "reasoning_gym"}
 """Those that take milliseconds for a response that does not hang them."""
 
-WARMED: Mapping[str, str] = {"math_verify": "1", "code": "assert True"}
+WARMED: Mapping[str, str] = {
+    "math_verify": "1",
+    "code": "assert True",
+    "json_schema": "{}",
+    "reasoning_gym": '{"task": "chain_sum", "question": "", "answer": "", "metadata": {}}',
+}
 """Those whose first call takes long, or shows whether the machine can make it; with an answer for it."""
 
 OF_ROWS = frozenset({"gsm8k", "multiple_choice", "json_schema", "code", "reasoning_gym"})

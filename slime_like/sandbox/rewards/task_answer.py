@@ -21,12 +21,12 @@ def reasoning_gym(
     Raises:
         ValueError: ``answer`` is not of such a row.
     """
+    from reasoning_gym.factory import get_score_answer_fn  # and all tasks with it: seconds
+
     entry = _entry(answer)
     given = response if pattern is None else last_match(pattern, response)
     if given is None:
         return RewardResult(0.0, False, {"reason": NO_MATCH})
-    from reasoning_gym.factory import get_score_answer_fn
-
     try:
         score = float(get_score_answer_fn(entry["task"])(given.strip(), entry))
     except MemoryError:
