@@ -94,9 +94,9 @@ def reward_problems(config: RunConfig) -> Iterator[str]:
 
 
 def _too_patient(config: RunConfig, index: int) -> Iterator[str]:
-    """A service that is waited for longer than its worker may take: each slow answer would end the worker."""
+    """What is waited for longer than the worker may take: a service, or tests. Each slow one would end the worker."""
     function, bound = config.reward.functions[index], config.reward.timeout_s
-    if function.name in SERVICES:
+    if function.name in {*SERVICES, "code"}:
         default = inspect.signature(resolve_reward(function.name)).parameters["timeout_s"].default
         seconds = function.options.get("timeout_s", default)
         if seconds >= bound:

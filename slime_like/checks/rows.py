@@ -161,7 +161,9 @@ def _file_problems(field: str, files: Sequence[Path]) -> Iterator[str]:
 
 def _unusable(field: str, files: Sequence[Path]) -> Iterator[str]:
     for file in files:
-        if file.suffix not in SUFFIXES:
+        if not file.suffix and not file.exists():
+            yield f"{field}={file} {missing(file)}; give an existing file, directory or pattern"
+        elif file.suffix not in SUFFIXES:
             yield (
                 f"{field}={file} is of an unknown type; give {' or '.join(SUFFIXES)} files (of a dataset, "
                 "`datasets.load_dataset(...)[split].to_json('train.jsonl')` writes one)"

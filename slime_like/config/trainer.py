@@ -26,7 +26,7 @@ class ParallelConfig(Section):
 class OptimizerConfig(Section):
     """AdamW and its schedule."""
 
-    lr: float = Field(1e-6, gt=0, description="Peak learning rate.")
+    lr: float = Field(1e-6, gt=0, le=1, description="Peak learning rate.")
     min_lr: float = Field(0.0, ge=0, description="Learning rate at the end of the decay.")
     warmup_steps: int = Field(0, ge=0, description="Optimizer steps of linear warm-up.")
     decay: Literal["constant", "linear", "cosine"] = Field("constant", description="Decay after the warm-up.")

@@ -10,7 +10,7 @@ from functools import cached_property
 from typing import Any
 
 from slime_like.config import DataConfig
-from slime_like.data.formats import in_format
+from slime_like.data.formats import fitting_format, in_format
 from slime_like.data.messages import read_conversation, role_problem
 from slime_like.data.rows import Row
 from slime_like.data.spans import ConversationEncoder, SpanFault
@@ -135,7 +135,9 @@ class RowEncoder:
         if prompt is None:
             present = ", ".join(list(map(repr, row.values))[:_SHOWN]) or "none"
             problem = f"has neither {key!r} nor {self._config.token_ids_key!r}; its keys: {present}"
-            raise row.fault("no-prompt", problem, "set data.prompt_key to its key")
+            form = fitting_format(row)
+            remedy = f", or data.format to {form}, whose rows have these" if form is not None else ""
+            raise row.fault("no-prompt", problem, f"set data.prompt_key to its key{remedy}")
         if isinstance(prompt, str) and not prompt:
             raise row.fault("empty-prompt", f"{key!r} is empty", "remove the row")
         self._require_text(row, key, prompt)

@@ -13,6 +13,7 @@ from typing import Any
 
 from slime_like.config import DataConfig
 from slime_like.data.rows import Row
+from slime_like.errors import DataError
 
 _BOXED = r"\boxed{"
 
@@ -27,6 +28,17 @@ def in_format(row: Row, config: DataConfig) -> Row:
         return row
     prompt, answer = _FORMATS[config.format](row)
     return replace(row, values={**row.values, config.prompt_key: prompt, config.answer_key: answer})
+
+
+def fitting_format(row: Row) -> str | None:
+    """The first of the formats that the row is of."""
+    for name, read in _FORMATS.items():
+        try:
+            read(row)
+        except DataError:
+            continue
+        return name
+    return None
 
 
 def boxed(text: str) -> str | None:
@@ -54,7 +66,7 @@ def _math(row: Row) -> tuple[Any, Any]:
     if answer is None:
         answer = boxed(str(_value(row, "solution")))
     if answer is None:
-        raise _unfit(row, r"`solution` has no \boxed{}")
+        raise row.fault("not-in-format", r"`solution` has no \boxed{}", "add an `answer`, or remove the row")
     return _value(row, "problem"), answer
 
 

@@ -120,7 +120,8 @@ def data_files(path: Path) -> list[Path]:
     Raises:
         DataError: no file, or files of several splits.
     """
-    if any(sign in path.name for sign in "*?[") and not path.exists():
+    is_pattern = any(sign in path.name for sign in "*?[") and not path.exists()
+    if is_pattern:
         found = sorted(path.parent.glob(path.name))
     elif not path.is_dir():
         return [path]
@@ -139,7 +140,8 @@ def data_files(path: Path) -> list[Path]:
             raise DataError(problem, code="several-splits", who=str(path), remedy=remedy)
     if not found:
         remedy = f"give {' or '.join(SUFFIXES)} files"
-        raise DataError("has no file with rows", code="no-data-files", who=str(path), remedy=remedy)
+        problem = "matches no file" if is_pattern else "has no file with rows"
+        raise DataError(problem, code="no-data-files", who=str(path), remedy=remedy)
     return found
 
 

@@ -32,7 +32,10 @@ def resolve(kind: str, name: str, known: Mapping[str, Any]) -> Any:
         module = _import_file(module_name) if is_file(module_name) else import_module(module_name)
         return getattr(module, attribute)
     except (ImportError, AttributeError) as error:
-        raise ValueError(f"{kind} {name!r} cannot be imported ({error}); give {CUSTOM}") from error
+        missing = error.name if isinstance(error, ModuleNotFoundError) else None
+        own = missing is None or module_name == missing or module_name.startswith(f"{missing}.")
+        remedy = f"give {CUSTOM}" if own else f"install what has {missing}, or correct {module_name}"
+        raise ValueError(f"{kind} {name!r} cannot be imported ({error}); {remedy}") from error
     except Exception as error:  # importing runs the module, which raises what it likes
         raise ValueError(
             f"{kind} {name!r}: importing {module_name} fails with {type(error).__name__} ({error}); correct that module"

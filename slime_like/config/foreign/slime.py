@@ -216,8 +216,8 @@ def _layout(given: Given, imported: Imported) -> None:
     axes = [
         whole(given.values.get(f"{axis}-parallel-size", "1")) for axis in ("tensor-model", "pipeline-model", "context")
     ]
-    nodes, per_node = given.take("actor-num-nodes"), given.values.get("actor-num-gpus-per-node")
-    if nodes is not None and per_node is not None:
+    nodes, per_node = given.take("actor-num-nodes", "1"), given.values.get("actor-num-gpus-per-node")
+    if per_node is not None:
         gpus = whole(nodes) * whole(per_node)
         ranks = axes[0] * axes[1] * axes[2]
         if gpus % ranks:

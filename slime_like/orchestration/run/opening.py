@@ -41,6 +41,7 @@ from slime_like.orchestration.run.sources import DemonstrationSource, DumpedSour
 from slime_like.orchestration.run.start_notes import (
     algorithm_notes,
     answer_notes,
+    checkpoint_notes,
     core_notes,
     data_notes,
     memory_notes,
@@ -215,9 +216,8 @@ class _Base:
         moved = f"the earlier run of {config.run_dir} is now {aside}{why}" if aside is not None else ""
         precision = precision_notes(config) if config.model.weights is None else ()
         damaged = "" if self.checkpoint is None else self.checkpoint.passed_over
-        for note in filter(
-            None, (self.lock.warning, moved, damaged, *notes, *algorithm_notes(config), *precision, *machine, start)
-        ):
+        settings = (*algorithm_notes(config), *checkpoint_notes(config))
+        for note in filter(None, (self.lock.warning, moved, damaged, *notes, *settings, *precision, *machine, start)):
             progress.note(note)
         bucket_directories = [config.sync.directory] if config.sync.directory else []
         logs, slots = config.run_dir / "worker_logs", sum(bundle_sizes(config))

@@ -80,6 +80,15 @@ def algorithm_notes(config: RunConfig) -> Iterator[str]:
         )
 
 
+def checkpoint_notes(config: RunConfig) -> Iterator[str]:
+    """A run that nobody gave an interval."""
+    if config.steps > 1 and "every" not in config.checkpoint.model_fields_set:
+        yield (
+            f"a checkpoint is written after step {config.steps} alone: a run that ends before loses all steps; set "
+            "checkpoint.every (0 if that is meant)"
+        )
+
+
 def precision_notes(config: RunConfig) -> Iterator[str]:
     """Weights of ``model.path`` that are computed in fewer bits than they are stored in."""
     with suppress(WeightFilesError):  # reported where the weights are loaded

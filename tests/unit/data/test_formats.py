@@ -111,6 +111,14 @@ def test_rows_of_another_format_are_named(tmp_path: Path, name: str, row: dict[s
     assert (caught.value.code, caught.value.who) == (code, f"{tmp_path / 'a.jsonl'}:1")
 
 
+@pytest.mark.parametrize(("row", "name"), [(GSM8K, "gsm8k"), (MATH, "math"), (OPENR1, "math"), ({"a": 1}, None)])
+def test_rows_without_a_prompt_lead_to_their_format(tmp_path: Path, row: dict[str, Any], name: str | None) -> None:
+    with pytest.raises(DataError) as caught:
+        prompts(jsonl(tmp_path / "a.jsonl", row))
+    assert caught.value.code == "no-prompt"
+    assert (f"data.format to {name}," in str(caught.value)) == (name is not None)
+
+
 def test_thousands_are_written_without_a_comma(tmp_path: Path) -> None:
     (found,) = prompts(jsonl(tmp_path / "a.jsonl", GSM8K | {"answer": "so\n#### 1,104"}), format="gsm8k")
     assert found.answer == "1104"

@@ -13,6 +13,7 @@ from slime_like.errors import ConfigError
 from slime_like.models.dimensions import ModelDimensions
 from slime_like.orchestration.run.start_notes import (
     algorithm_notes,
+    checkpoint_notes,
     core_notes,
     data_notes,
     memory_notes,
@@ -52,6 +53,14 @@ def test_prompts_that_are_left_out_or_repeated(rows: int, dropped: int, begin: l
 )
 def test_settings_that_do_little_or_cut_unevenly(algorithm: dict[str, Any], count: int) -> None:
     assert len(list(algorithm_notes(config(algorithm=algorithm, rollout={"prompts_per_step": 4})))) == count
+
+
+@pytest.mark.parametrize(
+    ("settings", "count"),
+    [({}, 1), ({"steps": 1}, 0), ({"checkpoint": {"every": 0}}, 0), ({"checkpoint": {"every": 2, "keep": 1}}, 0)],
+)
+def test_runs_that_may_lose_every_step_say_so(settings: dict[str, Any], count: int) -> None:
+    assert len(list(checkpoint_notes(config(**settings)))) == count
 
 
 def test_weights_that_are_computed_in_fewer_bits(tmp_path: Path) -> None:
