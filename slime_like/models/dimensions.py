@@ -8,6 +8,7 @@ from typing import Any, Self
 from slime_like.errors import ConfigError
 from slime_like.models import config_json
 from slime_like.models.converted import training_checkpoint
+from slime_like.system.words import from_here
 
 FAMILIES = {
     "LlamaForCausalLM": "llama",
@@ -224,6 +225,8 @@ def keeps_type(name: str) -> bool:
 
 
 def _what_instead(directory: Path) -> str:
+    if not directory.exists():
+        return f" does not exist{from_here(directory)}; give a Hugging Face checkpoint directory"
     checkpoint = training_checkpoint(directory)
     if checkpoint is None:
         return ": no config.json there; give a Hugging Face checkpoint directory"

@@ -153,6 +153,7 @@ def _read(given: Given) -> Imported:
     defaults = {name: value for name, value in _DEFAULTS.items() if name not in given.values}
     given.values.update(defaults)
     _objective(given, imported)
+    _correction(given, imported)
     _rewards(given, imported)
     _optimizer(given, imported)
     _engine(given, imported)
@@ -219,6 +220,33 @@ def _kl(given: Given, imported: Imported) -> None:
             imported.set(f"algorithm.{estimator}", _ESTIMATORS[name], kind)
         elif name is not None:
             imported.decide(f"{kind}={name}", f"set algorithm.{estimator}")
+
+
+def _correction(given: Given, imported: Imported) -> None:
+    """Importance weights of engine to trainer."""
+    prefix = "algorithm.rollout_correction"
+    names = ("rollout_is", "rollout_rs", "rollout_is_threshold", "rollout_token_veto_threshold")
+    level, rejection, high, veto = (_unless_null(given.take(f"{prefix}.{name}")) for name in names)
+    bounds = [_unless_null(given.take(f"{prefix}.rollout_rs_threshold{end}")) for end in ("", "_lower")]
+    is_normalized = flag(given.take(f"{prefix}.rollout_is_batch_normalize", False))
+    if rejection is not None:
+        shown = ", ".join(str(bound) for bound in bounds if bound is not None)
+        why = "algorithm.importance_correction: mask also weighs what it keeps, by the ratio"
+        imported.decide(f"{prefix}.rollout_rs={rejection}{f' ({shown})' if shown else ''}", why)
+    if level in ("token", "sequence"):
+        imported.set("algorithm.importance_correction", "truncate", f"{prefix}.rollout_is")
+        imported.set("algorithm.importance_level", level, f"{prefix}.rollout_is")
+        imported.set("algorithm.importance_high", number(high or 2.0), f"{prefix}.rollout_is_threshold")
+        if is_normalized:
+            imported.set("algorithm.importance_normalize", True, f"{prefix}.rollout_is_batch_normalize")
+        if veto is not None:
+            imported.set("algorithm.importance_veto", number(veto), f"{prefix}.rollout_token_veto_threshold")
+    elif level is not None or veto is not None:
+        imported.decide(f"{prefix}.rollout_is={level}, rollout_token_veto_threshold={veto}", "no counterpart is known")
+
+
+def _unless_null(value: Any) -> Any:
+    return None if value in ("null", "None", "none", "") else value
 
 
 def _rewards(given: Given, imported: Imported) -> None:

@@ -22,6 +22,9 @@ _SHOWN_CHARS = 40
 _GSPO_LARGE = 0.01
 """The paper's bounds are 3e-4 and 4e-4 (arXiv:2507.18071, section 5.1), PPO's 0.2."""
 
+_GEOMETRIC_WIDE = 0.1
+"""Errors of single tokens, of either sign, average out over a response."""
+
 _PROCESS_BYTES = 400 * 2**20
 """Of a rank, without what depends on the model: libraries and their work space."""
 
@@ -70,6 +73,14 @@ def algorithm_notes(config: RunConfig) -> Iterator[str]:
             f"algorithm.loss=gspo with clip_low={algorithm.clip_low:g} and clip_high={algorithm.clip_high:g} clips "
             "almost nothing: the ratio of a sequence varies far less than that of a token; the GSPO paper uses 3e-4 "
             "and 4e-4, with reduction: samples"
+        )
+    low, high = algorithm.importance_low, algorithm.importance_high
+    masks_geometric = algorithm.importance_correction != "none" and algorithm.importance_level == "geometric"
+    if masks_geometric and min(1 - low, high - 1) >= _GEOMETRIC_WIDE:
+        yield (
+            f"algorithm.importance_level=geometric with importance_low={low:g} and importance_high={high:g} bounds "
+            "almost nothing: the geometric mean of a response's ratios stays within hundredths of 1; set bounds as "
+            "near, e.g. 0.99 and 1.01"
         )
     prompts, minibatches = config.rollout.prompts_per_step, config.algorithm.minibatches
     if prompts % minibatches:

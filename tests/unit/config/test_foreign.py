@@ -96,6 +96,8 @@ python3 -m verl.trainer.main_ppo --config-name=ppo \
     actor_rollout_ref.rollout.val_kwargs.top_p=0.7 actor_rollout_ref.rollout.val_kwargs.top_k=-1 \
     +actor_rollout_ref.actor.use_prefix_grouper=True actor_rollout_ref.actor.fsdp_config.optimizer_offload=True \
     actor_rollout_ref.actor.kl_loss_coef=0.7 \
+    algorithm.rollout_correction.rollout_is=token algorithm.rollout_correction.rollout_is_threshold=3.0 \
+    algorithm.rollout_correction.rollout_rs=null algorithm.rollout_correction.rollout_token_veto_threshold=1e-4 \
     reward_model.overlong_buffer.enable=True reward_model.overlong_buffer.len=256 \
     +reward_model.overlong_buffer.penalty_factor=0.5 \
     algorithm.filter_groups.enable=True algorithm.filter_groups.max_num_gen_batches=10 data.gen_batch_size=96 \
@@ -111,6 +113,8 @@ OF_VERL: dict[str, Any] = {
     "algorithm.reduction": "samples", "algorithm.kl_coef": 0.0, "algorithm.kl_reward_coef": 0.002,
     "algorithm.kl_reward_estimator": "k1", "rollout.engine": "vllm", "rollout.samples_per_prompt": 5,
     "rollout.tensor": 2, "rollout.num_engines": 2, "trainer.share_prefixes": "prompts",
+    "algorithm.importance_correction": "truncate", "algorithm.importance_level": "token",
+    "algorithm.importance_high": 3.0, "algorithm.importance_veto": 1e-4,
     "rollout.max_drops_per_step": 10 * 96 - 64,
     "rollout.engine_args": {"gpu_memory_utilization": 0.6, "max_num_batched_tokens": 8192},
     "algorithm.overlong_buffer": 256, "algorithm.overlong_factor": 0.5, "rollout.drop_zero_spread": True, "steps": 200,
@@ -131,7 +135,9 @@ actor_rollout_ref:
   rollout: {name: sglang, tensor_model_parallel_size: 4, response_length: "${data.max_response_length}"}
   model: {path: /models/m, enable_gradient_checkpointing: false}
 data: {train_files: /data/a.parquet, train_batch_size: 8}
-algorithm: {adv_estimator: rloo}
+algorithm:
+  adv_estimator: rloo
+  rollout_correction: {rollout_is: null, rollout_rs: geometric, rollout_rs_threshold: 1.001}
 trainer: {total_epochs: 3, nnodes: 1, n_gpus_per_node: 8, resume_mode: auto}
 custom_reward_function: {path: mine.py, name: compute_score}
 """
@@ -166,7 +172,8 @@ def _imported(tmp_path: Path, name: str, content: str) -> Imported:
         (
             "ppo.yaml", VERL_YAML, OF_VERL_YAML,
             [
-                "custom_reward_function.path=mine.py, name=compute_score", "steps", "run_dir",
+                "custom_reward_function.path=mine.py, name=compute_score", "steps",
+                "algorithm.rollout_correction.rollout_rs=geometric (1.001)", "run_dir",
                 "actor_rollout_ref.rollout.response_length=${data.max_response_length}",
             ],
         ),

@@ -47,6 +47,8 @@ def test_prompts_that_are_left_out_or_repeated(rows: int, dropped: int, begin: l
         ({}, 0),
         ({"minibatches": 3}, 1),
         ({"minibatches": 4}, 0),
+        ({"importance_correction": "mask", "importance_level": "geometric"}, 1),
+        ({"importance_correction": "mask", "importance_level": "geometric", "importance_low": 0.99}, 0),
         ({"loss": "gspo"}, 1),
         ({"loss": "gspo", "clip_low": 3e-4, "clip_high": 4e-4}, 0),
     ],
