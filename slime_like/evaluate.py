@@ -4,7 +4,9 @@ What runs beside what: engines and reward workers start at the same time; all en
 are rewarded, by all reward workers at the same time, when the last one is sampled.
 """
 
+import json
 from contextlib import ExitStack
+from pathlib import Path
 
 from slime_like.config import RunConfig
 from slime_like.config.algorithm import AlgorithmConfig
@@ -13,6 +15,7 @@ from slime_like.config.run import DebugConfig, ReferenceConfig
 from slime_like.config.trainer import TrainerConfig
 from slime_like.data.tokenizer import load_tokenizer
 from slime_like.observability.progress import Progress
+from slime_like.observability.tables import held_out_rows
 from slime_like.orchestration.cluster.bundles import bundle_sizes
 from slime_like.orchestration.cluster.cluster import Cluster
 from slime_like.orchestration.cluster.placement import Placement
@@ -23,11 +26,12 @@ from slime_like.orchestration.run.start_notes import precision_notes
 from slime_like.orchestration.trainer.alone import run_directory
 
 
-def evaluate(config: RunConfig, temporary: bool = False) -> EvaluationResult:
+def evaluate(config: RunConfig, temporary: bool = False, output: Path | None = None) -> EvaluationResult:
     """Sample ``evaluation.samples_per_prompt`` responses to every held-out prompt from ``model.path`` and score them.
 
     Args:
         temporary: the user named no run directory; it is removed after success.
+        output: a JSONL file for all responses, a row each with the columns of the held-out table.
 
     Raises:
         SlimeLikeError: in one sentence; every process has ended by then.
@@ -49,7 +53,13 @@ def evaluate(config: RunConfig, temporary: bool = False) -> EvaluationResult:
             pool.start()  # engines load the model meanwhile
         with progress.waiting("engines", len(engines.supervisor.engines)) as waiting:
             engines.supervisor.start(waiting.left)
-        return Evaluator(config, engines, Scorer(config, pool, tokenizer), datasets).run(0, progress)
+        scorer = Scorer(config, pool, tokenizer)
+        result = Evaluator(config, engines, scorer, datasets).run(0, progress, keep_all=output is not None)
+    if output is not None:
+        rows = held_out_rows(0, result.samples, lambda tokens: tokenizer.decode(tokens))
+        lines = (json.dumps({key: row[key] for key in row if key != "Step"}, ensure_ascii=False) for row in rows)
+        output.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
+    return result
 
 
 def engines_alone(config: RunConfig) -> RunConfig:

@@ -69,12 +69,13 @@ def engine_arguments(config: RunConfig, engine_index: int) -> AsyncEngineArgs:
 def given_arguments(config: RunConfig, cpu: bool) -> dict[str, Any]:
     """The user's arguments, and defaults for others.
 
-    On a GPU the head's logits are float32 by default, as the trainer's are. vLLM would round them to the model's type,
-    which is to an eighth where they are above 16.
+    On a GPU, and wherever distributions are truncated, the head's logits are float32 by default, as the trainer's are.
+    vLLM would round them to the model's type, which is to an eighth where they are above 16; many are equal then, and
+    it keeps all that tie with the last one of the top k.
     """
     given = {**_defaults(config, cpu), **config.rollout.own_engine_args}
     overrides = given.get("hf_overrides", {})
-    if not cpu and isinstance(overrides, Mapping):
+    if (not cpu or config.rollout.bounded_top_k > 0) and isinstance(overrides, Mapping):
         given["hf_overrides"] = {"head_dtype": "float32", **overrides}
     return given
 

@@ -1,7 +1,8 @@
 """Names of what is looked up when the run starts: built-in parts, and the user's code with its options."""
 
 import inspect
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 from slime_like.checks.engine_install import interpreter_problems
 from slime_like.checks.rows import answered_samples, first_task
@@ -88,9 +89,15 @@ def reward_problems(config: RunConfig) -> Iterator[str]:
             try:
                 try_options(function.name, resolve_reward(function.name), function.options)
             except ValueError as error:
-                yield f"reward.functions.{index}.options={dict(function.options)} do not fit: {error}"
+                yield f"reward.functions.{index}.options={_shown(function.options)} do not fit: {error}"
             else:
                 yield from _too_patient(config, index)
+
+
+def _shown(options: Mapping[str, Any]) -> dict[str, Any]:
+    """What may be printed of them: values of headers may be credentials."""
+    hidden = {name: "..." for name in options if name == "headers"}
+    return {**options, **hidden}
 
 
 def _too_patient(config: RunConfig, index: int) -> Iterator[str]:

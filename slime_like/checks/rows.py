@@ -9,7 +9,7 @@ from typing import Any
 from slime_like.checks.directories import missing
 from slime_like.config.run import DataConfig, RunConfig
 from slime_like.data.encoding import RowEncoder
-from slime_like.data.formats import in_format
+from slime_like.data.formats import held_out_settings, in_format
 from slime_like.data.messages import read_conversation
 from slime_like.data.rows import SUFFIXES, BadRows, Row, data_files, read_rows
 from slime_like.data.tokenizer import missing_tokenizer
@@ -58,7 +58,7 @@ def prompt_problems(config: RunConfig) -> Iterator[str]:
 
 def held_out_row_problems(config: RunConfig) -> Iterator[str]:
     for file in config.evaluation.files:
-        yield from _bad_rows(config.data, [file], need_response=False)
+        yield from _bad_rows(held_out_settings(config.data, file), [file], need_response=False)
 
 
 def _bad_rows(data: DataConfig, files: Sequence[Path], need_response: bool) -> Iterator[str]:
@@ -80,8 +80,9 @@ def _bad_rows(data: DataConfig, files: Sequence[Path], need_response: bool) -> I
 def answered_samples(config: RunConfig) -> Iterator[RewardItem]:
     """Text of each row (of chat messages, their contents), with its answer as the response; of a file, up to the first
     row that cannot be read."""
-    held_out = config.data.model_copy(update={"train": config.evaluation.files})
-    for data in (*config.data.parts, held_out):
+    files = config.evaluation.files
+    held_out = [held_out_settings(config.data, file).model_copy(update={"train": (file,)}) for file in files]
+    for data in (*config.data.parts, *held_out):
         encoder = RowEncoder(_AnyTokenizer(), data, need_response=False)
         for file in data.train:
             with suppress(DataError):

@@ -56,6 +56,8 @@ def _truncation_problems(config: RunConfig) -> Iterator[str]:
     whole = "or use top_p: 1, top_k: -1 and min_p: 0"
     if rollout.top_k > LARGEST_SUPPORT:
         yield f"{cut}: training reads what a distribution was cut to; use top_k up to {LARGEST_SUPPORT}, {whole}"
+    if rollout.top_k == 1 or rollout.min_p == 1:
+        yield f"{cut}: every sample of a prompt is its likeliest response, with no gradient; use more, {whole}"
     if rollout.engine not in _SUPPORTING:
         names = ", ".join(_SUPPORTING)
         yield f"{cut}: rollout.engine={rollout.engine} does not say what it cut to; use one of {names}, {whole}"

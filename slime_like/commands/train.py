@@ -5,11 +5,12 @@ import sys
 from pathlib import Path
 
 from slime_like.checks.definition import NeedsOf, evaluation_needs, training_needs
-from slime_like.commands.command import Command, temporary_run_dir
+from slime_like.commands.command import Command, given_path, temporary_run_dir
 from slime_like.commands.failure import traceback_kept
 from slime_like.commands.reading import read_config
 from slime_like.commands.reference import fields_help
 from slime_like.config import RunConfig
+from slime_like.errors import ConfigError
 from slime_like.system.memory import permanent_allocations
 from slime_like.system.words import counted
 
@@ -45,6 +46,8 @@ def _train(arguments: argparse.Namespace, flags: list[str]) -> int:
 
 def _evaluate(arguments: argparse.Namespace, flags: list[str]) -> int:
     temporary = temporary_run_dir("eval")
+    if arguments.output is not None and not arguments.output.absolute().parent.is_dir():
+        raise ConfigError(f"--output {arguments.output}: its directory does not exist; make it first", code="no-output")
     config = _loaded(arguments.config, flags, evaluation_needs, temporary)
     from slime_like.checks.engine_install import version_warning
     from slime_like.evaluate import evaluate
@@ -52,14 +55,20 @@ def _evaluate(arguments: argparse.Namespace, flags: list[str]) -> int:
     if warning := version_warning(config.rollout.python, config.rollout.engine):
         print(f"slime-like: {warning}", file=sys.stderr)
     with traceback_kept(config.run_dir):
-        result = evaluate(config, temporary=config.run_dir == temporary)
+        result = evaluate(config, temporary=config.run_dir == temporary, output=arguments.output)
     for name, part in {"held-out": result.overall, **result.datasets}.items():
         passes = "".join(f", pass@{k} {value:.3f}" for k, value in part.pass_at.items())
         print(f"{name} accuracy: {part.accuracy:.3f}{passes} over {counted(part.num_responses, 'response')}")
         print(
             f"{name} response length: {part.response_length_mean:.1f} tokens, {part.truncated_fraction:.1%} truncated"
         )
+    if arguments.output is not None:
+        print(f"responses: {arguments.output}")
     return 0
+
+
+def _add_output(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--output", type=given_path, metavar="FILE", help="write all responses as JSONL, a row each")
 
 
 def _loaded(path: Path | None, flags: list[str], needs_of: NeedsOf, run_dir: Path | None = None) -> RunConfig:
@@ -85,7 +94,8 @@ EVALUATE = Command(
     "measure the held-out accuracy of model.path",
     _evaluate,
     f"Measure the held-out accuracy of model.path. Fields used by training only are ignored.{_FLAGS}",
-    usage=_USAGE,
+    _add_output,
+    usage=f"[--output FILE] {_USAGE}",
     paths=_FILE,
     epilog=fields_help,
 )

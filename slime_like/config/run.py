@@ -76,7 +76,8 @@ class DataConfig(Section):
     or directories of one split, as Hugging Face's `datasets` saves them."""
     mixture: tuple[DataSource, ...] = ()
     """Training data of several sources, instead of `train`. Each has `name`, `files`, `weight` (1: its share of the
-    prompts) and `format`; metrics of each are in `sources/NAME/`."""
+    prompts) and `format`; metrics of each are in `sources/NAME/`. A held-out file is read as the first source that its
+    first row is like."""
     format: DataFormat = "keys"
     """Where rows of `train` and `evaluation.files` have prompt and answer: under the keys below, or as the data set of
     this name is published."""

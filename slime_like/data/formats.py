@@ -8,11 +8,14 @@ r"""Rows of published data sets, as their files have them: where prompt and answ
 """
 
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import replace
+from itertools import islice
+from pathlib import Path
 from typing import Any
 
 from slime_like.config import DataConfig
-from slime_like.data.rows import Row
+from slime_like.data.rows import Row, read_rows
 from slime_like.errors import DataError
 
 _BOXED = r"\boxed{"
@@ -32,13 +35,33 @@ def in_format(row: Row, config: DataConfig) -> Row:
 
 def fitting_format(row: Row) -> str | None:
     """The first of the formats that the row is of."""
-    for name, read in _FORMATS.items():
-        try:
-            read(row)
-        except DataError:
-            continue
-        return name
-    return None
+    return next((name for name in _FORMATS if _is_of(row, name)), None)
+
+
+def held_out_settings(config: DataConfig, file: Path) -> DataConfig:
+    """What a held-out file is read with: in a mixture, as the first of its sources that the first row is like."""
+    if not config.mixture:
+        return config
+    with suppress(DataError):  # reported where the file is read
+        for row in islice(read_rows(file), 1):
+            for part in config.parts:
+                if _is_like(row, part):
+                    return part
+    return config.parts[0]
+
+
+def _is_like(row: Row, config: DataConfig) -> bool:
+    if config.format == "keys":
+        return None not in (row.get(config.prompt_key), row.get(config.answer_key))
+    return _is_of(row, config.format)
+
+
+def _is_of(row: Row, name: str) -> bool:
+    try:
+        _FORMATS[name](row)
+    except DataError:
+        return False
+    return True
 
 
 def boxed(text: str) -> str | None:

@@ -25,6 +25,7 @@ _ALIASES = {
     f"{_PERFORMANCE}time_idle (s)": "time/idle_s",
     f"{_PERFORMANCE}pct_time_idle (%)": "time/idle_pct",
     f"{_PERFORMANCE}padded_tokens_percentage (%)": "train/padding_pct",
+    f"{_PERFORMANCE}shared_tokens_percentage (%)": "train/shared_pct",
     f"{_PERFORMANCE}memory/peak_rss (GiB)": "memory/peak_rss_gib",
     f"{_PERFORMANCE}memory/peak_gpu (GiB)": "memory/peak_gpu_gib",
     f"{_REFERENCE}time_total_ref_step (s)": "reference/step_s",

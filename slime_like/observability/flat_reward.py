@@ -5,25 +5,27 @@ _REPORTED_AFTER = 5
 
 
 _MOSTLY_CUT = 0.5
-"""Share of responses that met their token limit from which a step is reported."""
+"""Share of responses that met their limit from which a step is reported."""
 
 
 class Truncation:
-    """Warns once, after the first step most of whose responses met one of the limits that ``limits`` names."""
+    """Warns once, after the first step most of whose responses met one of the limits that ``limits`` names.
 
-    def __init__(self, limits: str) -> None:
-        self._limits = limits
+    Args:
+        what: happened to them.
+        remedy: what helps.
+    """
+
+    def __init__(self, what: str, limits: str, remedy: str) -> None:
+        self._what, self._limits, self._remedy = what, limits, remedy
         self._reported = False
 
     def add(self, step: int, share: float) -> str | None:
-        """Record a step in which this share of the responses was cut off. Returns a warning where one is due."""
+        """Record a step in which this happened to this share of the responses. Returns a warning where one is due."""
         if self._reported or share < _MOSTLY_CUT:
             return None
         self._reported = True
-        return (
-            f"step {step}: {share:.0%} of the responses were cut off (limits: {self._limits}), "
-            "most of them before an answer; raise the limit, or ask for shorter responses"
-        )
+        return f"step {step}: {share:.0%} of the responses {self._what} (limits: {self._limits}), {self._remedy}"
 
 
 class FlatSteps:

@@ -32,6 +32,7 @@ CONVERSION_SPEED = "convert/gigabytes_per_second"
 
 _FLAT_GROUPS = "rollout/zero_spread_groups"
 _GROUPS = "rollout/groups"
+_TURN_LIMIT = "rollout/turn_limit_fraction"
 _REWARD_OF = "ref_actor_rewards/rewards_func_"
 _SOURCES, _SOURCE_REWARD = "sources/", "/total_reward_mean"
 
@@ -66,8 +67,7 @@ def step_metrics(record: StepRecord) -> dict[str, float]:
         metrics[_GROUPS] = float(len(set(record.rewards.group_ids)))
     if record.rollout is not None:
         metrics |= _rollout(record.rollout, record.response_lengths, record.times.seconds["generate"])
-    if record.rollout is not None and record.rewards is not None and record.rollout.sources:
-        metrics |= source_metrics(record.rewards, record.rollout, record.response_lengths)
+    metrics |= source_metrics(record)
     if record.reference is not None:
         metrics |= reference_metrics(record.reference)
     if record.sync is not None:
@@ -109,20 +109,18 @@ def reward_metrics(record: RewardRecord) -> dict[str, float]:
     return metrics
 
 
-def source_metrics(rewards: RewardRecord, rollout: RolloutRecord, lengths: Sequence[int]) -> dict[str, float]:
+def source_metrics(record: StepRecord) -> dict[str, float]:
     """Figures of each source of a mixture; success is that of the first reward function."""
-    totals, successes = _totals(rewards), np.asarray(rewards.successes, np.float64)[:, 0]
-    truncated = np.asarray([reason == "length" for reason in rollout.finish_reasons], np.float64)
-    sources, metrics = np.asarray(rollout.sources), dict[str, float]()
-    for name in sorted(set(rollout.sources)):
+    columns = {"/response_length_mean": np.asarray(record.response_lengths, np.float64)}
+    if record.rewards is not None and record.rollout is not None:
+        columns[_SOURCE_REWARD] = _totals(record.rewards)
+        columns["/success"] = np.asarray(record.rewards.successes, np.float64)[:, 0]
+        columns["/truncated_fraction"] = np.asarray([reason == "length" for reason in record.rollout.finish_reasons])
+    sources, metrics = np.asarray(record.sources), dict[str, float]()
+    for name in sorted(set(record.sources)):
         own = sources == name
-        metrics |= {
-            f"{_SOURCES}{name}/share": float(own.mean()),
-            f"{_SOURCES}{name}{_SOURCE_REWARD}": float(totals[own].mean()),
-            f"{_SOURCES}{name}/success": float(successes[own].mean()),
-            f"{_SOURCES}{name}/response_length_mean": float(np.asarray(lengths)[own].mean()),
-            f"{_SOURCES}{name}/truncated_fraction": float(truncated[own].mean()),
-        }
+        metrics[f"{_SOURCES}{name}/share"] = float(own.mean())
+        metrics |= {f"{_SOURCES}{name}{what}": float(values[own].mean()) for what, values in columns.items()}
     return metrics
 
 
@@ -180,6 +178,9 @@ def _performance(record: StepRecord) -> dict[str, float]:
         f"{prefix}/tokens_per_second": _ratio(sum(record.response_lengths), times.step_s),
         f"{prefix}/padded_tokens_percentage (%)": 100 * _ratio(padded, record.packed_tokens),
     }
+    if record.shared_tokens:
+        whole = record.actual_tokens + record.shared_tokens
+        metrics[f"{prefix}/shared_tokens_percentage (%)"] = 100 * _ratio(record.shared_tokens, whole)
     if record.weight_gather_s is not None:
         metrics |= _timed(prefix, "weight_gather", record.weight_gather_s, times.step_s)
     return metrics
@@ -202,7 +203,7 @@ def _rollout(record: RolloutRecord, lengths: Sequence[int], generate_s: float) -
     if record.turns:
         optional["rollout/turns_mean"] = float(np.mean(record.turns))
         out_of_turns = sum(reason == "turns" for reason in record.finish_reasons)
-        optional["rollout/turn_limit_fraction"] = _ratio(out_of_turns, len(record.finish_reasons))
+        optional[_TURN_LIMIT] = _ratio(out_of_turns, len(record.finish_reasons))
     if max(record.rows, default=1) > 1:
         optional["rollout/rows_mean"] = float(np.mean(record.rows))
     return optional | {
@@ -246,6 +247,7 @@ FIGURES = (
     (ACCURACY, "accuracy", "{:.3f}"),
     ("rollout/response_length_mean", "response tokens", "{:.0f}"),
     ("rollout/truncated_fraction", "cut off", "{:.0%}"),
+    (_TURN_LIMIT, "out of turns", "{:.0%}"),
     (_FLAT_GROUPS, "flat groups", "{:.0f}"),
     (KL, "KL", "{:.3g}"),
     ("train_actor_training/entropy", "entropy", "{:.2f}"),
@@ -260,15 +262,15 @@ def shown_figures(values: Mapping[str, float], evaluated: str = "") -> list[tupl
     """(label, formatted value) of the figures that ``values`` has, in the order of ``FIGURES``.
 
     Behind the reward, which is the weighted sum, stands the mean of each function, where there are several. Where there
-    is a reward the loss is left out: on-policy it is next to 0. A KL of 0 is that of a run without a reference. Behind
-    the flat groups stands the number of all groups.
+    is a reward the loss is left out: on-policy it is next to 0. A KL of 0 is that of a run without a reference; that no
+    conversation ran out of turns is not shown. Behind the flat groups stands the number of all groups.
 
     Args:
         evaluated: stands behind the accuracy, such as the step it is of.
     """
     shown = []
     for name, label, form in FIGURES:
-        hidden = (name == LOSS and REWARD in values) or (name == KL and not values.get(KL))
+        hidden = (name == LOSS and REWARD in values) or (name in (KL, _TURN_LIMIT) and not values.get(name))
         if name in values and not hidden:
             behind = {ACCURACY: evaluated, _FLAT_GROUPS: f"/{values[_GROUPS]:.0f}" if _GROUPS in values else ""}
             shown.append((label, form.format(values[name]) + behind.get(name, "")))

@@ -45,7 +45,6 @@ class RolloutRecord:
         seconds: generation time that ``tokens_per_second`` is counted over; ``None`` takes the phase "generate".
         turns: (N,) of the model in each conversation; empty without an environment.
         rows: (N,) training rows of each response.
-        sources: (N,) of the mixture; empty without one.
     """
 
     finish_reasons: Sequence[str]
@@ -55,7 +54,6 @@ class RolloutRecord:
     seconds: float | None = None
     turns: Sequence[int] = ()
     rows: Sequence[int] = ()
-    sources: Sequence[str] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,7 +95,9 @@ class StepRecord:
         response_lengths: (N,) tokens of every response trained on that the model sampled, observations not counted.
         packed_tokens: tokens the trainer computed, padding included.
         actual_tokens: of these, tokens of real sequences, shared ones once.
+        shared_tokens: tokens that were left out because others share them.
         rewards, rollout: ``None`` in supervised mode.
+        sources: (N,) of the mixture that the responses' prompts come from; empty without one.
         replay_buffer_size: trajectories that wait for training.
         weight_gather_s: the part of the phase "sync" in which the trainer gathers its weights; ``None`` if unmeasured.
         probe_gap: largest engine-to-trainer logprob gap of the probe after the sync; ``None`` without a probe.
@@ -112,8 +112,10 @@ class StepRecord:
     response_lengths: Sequence[int]
     packed_tokens: int
     actual_tokens: int
+    shared_tokens: int = 0
     rewards: RewardRecord | None = None
     rollout: RolloutRecord | None = None
+    sources: Sequence[str] = ()
     reference: ReferenceRecord | None = None
     replay_buffer_size: int = 0
     weight_gather_s: float | None = None

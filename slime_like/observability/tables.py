@@ -196,7 +196,7 @@ def _with_logprobs(
 def _rewards(sample: ScoredTrajectory) -> dict[str, float]:
     names, cells = sample.reward_metadata["func_names"], dict[str, float]()
     for name, reward, success in zip(names, sample.rewards.tolist(), sample.successes.tolist(), strict=True):
-        cells |= {f"Reward_{name}": reward, f"Success_{name}": success}
+        cells |= {f"Reward_{name}": float(f"{reward:.7g}"), f"Success_{name}": success}  # float32 has as many digits
     return cells
 
 

@@ -10,6 +10,7 @@ from slime_like.checks.fsdp import BACKEND as FSDP
 from slime_like.checks.layout import layout_problems
 from slime_like.checks.model_directories import reference_problems
 from slime_like.checks.packages import rejected_on_cuda
+from slime_like.checks.prefixes import prefix_problems
 from slime_like.checks.transport import chosen_transport
 from slime_like.config import RunConfig
 from slime_like.errors import CheckpointError, ConfigError
@@ -60,7 +61,7 @@ def make_plan(run: PlannedRun, preflight: bool = False, note: Note = lambda _: N
         found += rejected_on_cuda(config)
     plan.problems += dict.fromkeys(found)  # the configuration and the backend may find the same
     _judge_machine(plan, config, dimensions, preflight)
-    if not layout_problems(config.trainer.parallel, dimensions):
+    if not layout_problems(config.trainer.parallel, dimensions) and not list(prefix_problems(config)):
         note("proving that every tensor has its place")
         _prove(plan, config, backend)
         _work_out(plan, run, backend, note)

@@ -297,7 +297,8 @@ def _engine(given: Given, imported: Imported) -> None:
         return
     imported.set("rollout.engine", engine, f"{_ROLLOUT}.name")
     sources = ("gpu_memory_utilization", "max_num_seqs", "enforce_eager", "max_num_batched_tokens")
-    names, values = sources, (memory, sequences, eager, batched)
+    names: Sequence[str] = sources
+    values = (memory, sequences, eager, batched)
     if engine == "sglang":
         names = ("mem_fraction_static", "max_running_requests", "disable_cuda_graph")
         if batched is not None:

@@ -38,6 +38,8 @@ _FAULTS = {
     ),
 }
 """Code, and what is wrong, of pydantic's types of errors."""
+_OTHERWISE = {"cluster.gpu": "; for another one set cluster.gpu_memory_gib"}
+"""A second remedy, by field."""
 
 
 def describe_all(details: Sequence[ErrorDetails], origins: dict[str, str]) -> list[Problem]:
@@ -135,6 +137,7 @@ def _fault(name: str, detail: ErrorDetails) -> tuple[str, str]:
         return "fields-conflict", f"{name}.{context['error']}" if name else str(context["error"])
     if kind in _FAULTS:
         code, wrong = _FAULTS[kind]
+        wrong += _OTHERWISE.get(name, "")
         if wrong is _NO_SECTION:
             fields = [field for field in all_fields() if field.startswith(f"{name}.")]
             wrong += "".join(f", e.g. `{field.removeprefix(f'{name}.')}: ...`" for field in fields[:1])

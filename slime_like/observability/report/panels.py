@@ -102,6 +102,12 @@ _SPECS = (
     ),
     PanelSpec("Responses cut off", "Fraction that reached a limit.", (("rollout/truncated_fraction", "cut off"),)),
     PanelSpec(
+        "Out of turns",
+        "Fraction of conversations that the last turn ended.",
+        (("rollout/turn_limit_fraction", "out of turns"),),
+    ),
+    PanelSpec("Turns", "Of the model in a conversation.", (("rollout/turns_mean", "mean"),)),
+    PanelSpec(
         "Flat groups",
         "Prompts whose samples all have the same reward: they have no gradient.",
         (("rollout/zero_spread_groups", "groups"),),

@@ -7,6 +7,7 @@ from typing import Any
 
 from slime_like.algorithms.pass_at_k import mean_pass_at_k, powers_up_to
 from slime_like.config import RunConfig
+from slime_like.data.formats import held_out_settings
 from slime_like.data.prompts import Prompt, PromptSource
 from slime_like.observability.progress import Progress
 from slime_like.observability.records import EvaluationRecord
@@ -26,7 +27,7 @@ class EvaluationResult:
     """Result over all files, and per file where there are several.
 
     Attributes:
-        samples: the first response to each of the first prompts, as many as a debug table has.
+        samples: the first response to each of the first prompts, as many as a debug table has; or all.
     """
 
     overall: EvaluationRecord
@@ -46,11 +47,12 @@ class Evaluator:
         self._sampling = evaluation_sampling(config)
         self._datasets = datasets
 
-    def run(self, step: int, progress: Progress) -> EvaluationResult:
-        """Sample and score every prompt under the weights that the engines serve."""
+    def run(self, step: int, progress: Progress, keep_all: bool = False) -> EvaluationResult:
+        """Sample and score every prompt under the weights that the engines serve; the result may keep all samples."""
         prompts = [prompt for dataset in self._datasets.values() for prompt in dataset]
-        samples = self._config.evaluation.samples_per_prompt
-        requests = build_requests(prompts, self._sampling, samples, self._config.seed, f"evaluation-{step}")
+        requests = build_requests(
+            prompts, self._sampling, self._config.evaluation.samples_per_prompt, self._config.seed, f"evaluation-{step}"
+        )
         temperature = self._sampling.temperature or 1.0
         with progress.waiting("evaluating", len(prompts), "prompt") as waiting:
             answers = self._engines.generate(requests, waiting.reach)
@@ -64,7 +66,8 @@ class Evaluator:
         ]
         remaining = iter(samples_of)
         results = {name: _figures([next(remaining) for _ in dataset]) for name, dataset in self._datasets.items()}
-        shown = [_shown(samples[0]) for samples in samples_of[: self._config.debug.samples_per_step]]
+        firsts = [samples[:1] for samples in samples_of[: self._config.debug.samples_per_step]]
+        shown = [_shown(sample) for samples in (samples_of if keep_all else firsts) for sample in samples]
         return EvaluationResult(_figures(samples_of), results if len(results) > 1 else {}, shown)
 
 
@@ -102,10 +105,10 @@ def held_out(config: RunConfig, tokenizer: Any) -> dict[str, list[Prompt]]:
     Raises:
         DataError: a file without a usable row, or with a bad one (``file:line: reason``).
     """
-    data = config.data.model_copy(update={"shuffle": False})
     datasets: dict[str, list[Prompt]] = {}
     count = 0
     for name, file in zip(dataset_names(config.evaluation.files), config.evaluation.files, strict=True):
+        data = held_out_settings(config.data, file).model_copy(update={"shuffle": False})
         source = PromptSource([file], tokenizer, data, seed=0, keep_messages=config.rollout.agent.is_set)
         wanted = min(source.num_rows, config.evaluation.max_prompts or source.num_rows)
         datasets[name] = [replace(prompt, group_id=count + prompt.group_id) for prompt in source.next(wanted)]

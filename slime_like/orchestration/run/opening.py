@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from slime_like.checks.transport import chosen_transport
 from slime_like.config import RunConfig
 from slime_like.cpu.choice import operators_note
@@ -46,6 +48,7 @@ from slime_like.orchestration.run.start_notes import (
     data_notes,
     memory_notes,
     precision_notes,
+    processor_notes,
 )
 from slime_like.orchestration.trainer.batcher import ExperienceBatcher, require_token_ratios
 from slime_like.orchestration.trainer.checkpoint import UNUSABLE, Checkpoint
@@ -129,7 +132,7 @@ def _open_supervised(base: _Base) -> Run:
     prompts = base.prompts(need_responses=True)
     source = DemonstrationSource(base.config, prompts)
     notes = data_notes(base.config, prompts)
-    return _without_engines(base, RolloutSide(source, lambda: {"data": prompts.state_dict()}), *notes)
+    return _without_engines(base, RolloutSide(source, lambda: {"data": prompts.state_dict()}, prompts), *notes)
 
 
 def _without_engines(base: _Base, side: RolloutSide, *notes: str) -> Run:
@@ -243,6 +246,7 @@ def _machine_notes(config: RunConfig, num_nodes: int) -> Iterator[str]:
     """What this machine has too little of."""
     if num_nodes == 1:
         yield from core_notes(config)
+        yield from processor_notes(config, torch.cpu.get_capabilities())
         yield from memory_notes(config, ModelDimensions.from_checkpoint(config.model.path), available_memory())
 
 

@@ -56,13 +56,16 @@ class StepRecorder:
         figures = run.rollout.figures(times.step_s)
         rewards, rollout = self.sampled(step, trained.trajectories, times, figures)
         self.note(*figures.notes)
+        rollouts = rollouts_of(trained.trajectories)
         metrics = step_metrics(
             StepRecord(
                 updates=trained.updates,
                 times=times,
-                response_lengths=[rollout.sampled_len for rollout in rollouts_of(trained.trajectories)],
+                response_lengths=[rollout.sampled_len for rollout in rollouts],
+                sources=[source for rollout in rollouts if (source := figures.source_of(rollout.group_id))],
                 packed_tokens=trained.tokens.computed,
                 actual_tokens=sum(t.total_len for t in trained.trajectories) - trained.tokens.shared,
+                shared_tokens=trained.tokens.shared,
                 trainers_busy_s=trained.busy_s,
                 rewards=rewards,
                 rollout=rollout,
@@ -110,8 +113,12 @@ class ResponseRecorder(StepRecorder):
         super().__init__(run)
         tables = run.config.run_dir / "tables" / f"{SAMPLE_TABLE}.jsonl"
         self._flat_steps = FlatSteps(str(tables) if run.config.debug.samples_per_step else None)
-        self._truncation = Truncation(_limits(run.config))
+        shorter = "most of them before an answer; raise the limit, or ask for shorter responses"
+        self._truncation = Truncation("were cut off", _limits(run.config), shorter)
+        turns = f"rollout.environment.max_turns={run.config.rollout.environment.max_turns}"
+        self._turns = Truncation("used up their turns", turns, "most of them before the environment ended them")
         self._failures: list[str] = []
+        self._failed_steps = 0
         self._responses = 0
 
     def sampled(
@@ -122,7 +129,11 @@ class ResponseRecorder(StepRecorder):
         failures = [entry["reason"] for entry in metadata if "reason" in entry]
         self._failures += failures
         self._responses += len(rollouts)
-        self.note(_failure_note(step, metadata) if failures else None)
+        if failures:
+            self._failed_steps += 1
+            # The first, second, fourth, eighth and so on: a function that fails now and then does so in every step.
+            is_told = self._failed_steps & (self._failed_steps - 1) == 0
+            self.note(_failure_note(step, metadata) if is_told else None)
         rewards = RewardRecord(
             func_names=[function.label for function in functions],
             weights=[function.weight for function in functions],
@@ -139,7 +150,6 @@ class ResponseRecorder(StepRecorder):
             staleness=[_staleness(rollout, step) for rollout in rollouts],
             turns=[turns for rollout in rollouts if (turns := _turns(rollout))],
             rows=[len(rollout.rows) for rollout in rollouts],
-            sources=[source for rollout in rollouts if (source := figures.source_of(rollout.group_id))],
         )
         return rewards, record
 
@@ -153,6 +163,7 @@ class ResponseRecorder(StepRecorder):
                 run.metrics.log_table(step, name, rows)
         ends = [rollout.finish_reason for rollout in rollouts_of(trajectories)]
         self.note(self._truncation.add(step, ends.count("length") / len(ends)))
+        self.note(self._turns.add(step, ends.count("turns") / len(ends)))
         nothing_to_learn = not any(bool(trajectory.advantages.any()) for trajectory in trajectories)
         self.note(self._flat_steps.add(step, flat=nothing_to_learn))
 

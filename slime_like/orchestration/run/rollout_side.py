@@ -39,6 +39,7 @@ class RolloutFigures:
     reference: ReferenceRecord | None = None
     notes: Sequence[str] = ()
     source_of: Callable[[int], str | None] = lambda _: None
+    """Source, in a mixture, of a group's prompt."""
 
 
 class RolloutSide:
@@ -46,11 +47,15 @@ class RolloutSide:
 
     Args:
         state: the part of a checkpoint's state; expressible in JSON.
+        prompts: those of the trajectories, where they are known.
     """
 
-    def __init__(self, source: ExperienceSource, state: Callable[[], dict[str, Any]]) -> None:
+    def __init__(
+        self, source: ExperienceSource, state: Callable[[], dict[str, Any]], prompts: PromptSource | None = None
+    ) -> None:
         self.source = source
         self.state_dict = state
+        self._known = RolloutFigures() if prompts is None else RolloutFigures(source_of=prompts.source_of)
 
     def start(self, version: int) -> None:
         """Make engines serve the trainers' weights as ``version``, before the first step."""
@@ -74,7 +79,7 @@ class RolloutSide:
 
     def figures(self, step_s: float) -> RolloutFigures:
         """Return the figures of a step of ``step_s`` seconds, and reset the work counters."""
-        return RolloutFigures()
+        return self._known
 
 
 class EngineSide(RolloutSide):

@@ -1,7 +1,7 @@
 """What a user should know before the first step, although nothing of it is an error."""
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from itertools import islice
 
@@ -21,6 +21,8 @@ _SHOWN_CHARS = 40
 
 _GSPO_LARGE = 0.01
 """The paper's bounds are 3e-4 and 4e-4 (arXiv:2507.18071, section 5.1), PPO's 0.2."""
+
+_BFLOAT16 = ("avx512_bf16", "amx_bf16")
 
 _GEOMETRIC_WIDE = 0.1
 """Errors of single tokens, of either sign, average out over a response."""
@@ -135,6 +137,19 @@ def memory_notes(config: RunConfig, dimensions: ModelDimensions, available: int)
         raise ConfigError(problem, code="memory")
     if needed + processes > available:
         yield problem
+
+
+def processor_notes(config: RunConfig, capabilities: Mapping[str, object]) -> Iterator[str]:
+    """bfloat16 without instructions for it; for CPUs.
+
+    Args:
+        capabilities: of the processor, as ``torch.cpu.get_capabilities`` names them.
+    """
+    if config.model.dtype == "bfloat16" and not any(capabilities.get(name) for name in _BFLOAT16):
+        yield (
+            "model.dtype=bfloat16: this processor has no instructions for it (AVX-512 BF16, AMX), and takes many times "
+            "as long as in float32; set model.dtype: float32"
+        )
 
 
 def core_notes(config: RunConfig) -> Iterator[str]:

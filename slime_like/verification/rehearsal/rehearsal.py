@@ -5,7 +5,7 @@ A small random model like the real one trains a few steps under the recipe; the 
 
 import re
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
@@ -27,7 +27,7 @@ from slime_like.models.dimensions import ModelDimensions
 from slime_like.orchestration.rollout.evaluation import held_out
 from slime_like.orchestration.rollout.failures import failure_text
 from slime_like.orchestration.rollout.requests import stop_tokens
-from slime_like.sandbox.rewards.pool import RewardPool
+from slime_like.sandbox.rewards.pool import RewardItem, RewardPool
 from slime_like.sandbox.rewards.registry import REGISTERED, SERVICES, accepts_answers
 from slime_like.system.words import counted
 from slime_like.verification.rehearsal.small_recipe import changes, layers_of, small_recipe
@@ -180,7 +180,11 @@ def _template(config: RunConfig, tokenizer: Any) -> Iterator[Finding]:
     elif not stops & set(closing):
         names = token_names(tokenizer, stops)
         text = f"an answer ends with {end!r}, which holds no stop token ({names}): responses would run to their limit; "
-        yield Finding("FOUND", "chat template", text + "set rollout.stop_token_ids")
+        one = tokenizer.encode(end.strip(), add_special_tokens=False)
+        remedy = (
+            f"set rollout.stop_token_ids to [{one[0]}]" if len(one) == 1 else "correct the template: that is no token"
+        )
+        yield Finding("FOUND", "chat template", text + remedy)
     else:
         yield Finding("ok", "chat template", f"an answer ends with {end.strip()!r}, a stop token")
 
@@ -193,9 +197,11 @@ def _answers(config: RunConfig) -> Iterator[Finding]:
         return
     yield from _alike(config)
     samples = list(islice(answered_samples(config), _ANSWERS))
+    strangers = list(_with_another_answer(samples))
     try:
         with RewardPool(config.reward) as pool:
             outcomes = pool.score(samples)
+            of_strangers = pool.score(strangers)
     except SlimeLikeError as error:
         yield Finding("FOUND", "rewards", _listed(error))
         return
@@ -211,6 +217,16 @@ def _answers(config: RunConfig) -> Iterator[Finding]:
         yield Finding("ok", "rewards", f"{counted(len(samples), 'row')} scored; {names[0]} takes no bare answer")
     else:
         yield Finding("ok" if right == len(samples) else "note", "rewards", text)
+    if right and [outcome.rewards for outcome in outcomes] == [outcome.rewards for outcome in of_strangers]:
+        text = f"another row's answer gets the same reward as a row's own, in each of {len(samples)} rows"
+        yield Finding("note", "rewards", f"{text}: no reward depends on the answer")
+
+
+def _with_another_answer(samples: Sequence[RewardItem]) -> Iterator[RewardItem]:
+    """Each sample with the answer of another row as the response; none where all answers are alike."""
+    for sample in samples:
+        others = (each.answer for each in samples if each.answer.strip() != sample.answer.strip())
+        yield from (replace(sample, response=other) for other in islice(others, 1))
 
 
 def _alike(config: RunConfig) -> Iterator[Finding]:

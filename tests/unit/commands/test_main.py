@@ -142,7 +142,8 @@ def test_eval_does_not_look_at_what_only_training_uses(
     seen: list[tuple[RunConfig, bool]] = []
     figures = EvaluationRecord(accuracy=0.5, num_responses=2, response_length_mean=3.0, truncated_fraction=0.0)
 
-    def evaluate(config: RunConfig, temporary: bool) -> EvaluationResult:
+    def evaluate(config: RunConfig, temporary: bool, output: Path | None) -> EvaluationResult:
+        assert output is None
         seen.append((config, temporary))
         return EvaluationResult(figures, {}, [])
 

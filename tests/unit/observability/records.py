@@ -45,6 +45,7 @@ def rl_record() -> StepRecord:
         response_lengths=[10, 20, 30, 4, 16],
         packed_tokens=200,
         actual_tokens=150,
+        shared_tokens=50,
         rewards=reward_record(),
         rollout=RolloutRecord(
             finish_reasons=["stop", "length", "length", "stop", "stop"],
@@ -66,9 +67,7 @@ def rl_record() -> StepRecord:
 
 def mixed_record() -> StepRecord:
     """``rl_record`` with the sources of a mixture."""
-    record = rl_record()
-    assert record.rollout is not None
-    return replace(record, rollout=replace(record.rollout, sources=["sums", "sums", "words", "words", "words"]))
+    return replace(rl_record(), sources=["sums", "sums", "words", "words", "words"])
 
 
 def sft_record() -> StepRecord:

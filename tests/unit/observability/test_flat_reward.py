@@ -36,7 +36,7 @@ def test_a_resumed_run_counts_only_its_steps() -> None:
 
 
 def test_cut_responses_are_reported_once() -> None:
-    steps = Truncation("rollout.max_new_tokens=24")
+    steps = Truncation("were cut off", "rollout.max_new_tokens=24", "raise it")
     assert steps.add(1, 0.49) is None
     assert str(steps.add(2, 0.95)).startswith(
         "step 2: 95% of the responses were cut off (limits: rollout.max_new_tokens=24), "

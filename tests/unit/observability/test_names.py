@@ -34,6 +34,7 @@ RL_FIGURES = {
     "train_actor_performance/time_weight_sync (s)": 0.4,
     "train_actor_performance/pct_time_weight_sync (%)": 5.0,
     "train_actor_performance/padded_tokens_percentage (%)": 25.0,
+    "train_actor_performance/shared_tokens_percentage (%)": 25.0,
     "train_actor_performance/time_waiting_buffer (s)": 0.5,
     "train_actor_performance/pct_time_waiting_buffer (%)": 6.25,
     "train_actor_performance/time_idle (s)": 5.0,  # wait, generate and reward
@@ -95,6 +96,14 @@ def test_every_name_and_figure_of_an_rl_step() -> None:
     assert set(metrics) == set(RL_FIGURES)
     assert metrics == pytest.approx(RL_FIGURES)
     assert all(type(value) is float for value in metrics.values())
+
+
+def test_supervised_sources_have_shares_and_lengths_alone() -> None:
+    metrics = step_metrics(dataclasses.replace(sft_record(), sources=["a", "b"]))
+    assert {name: value for name, value in metrics.items() if name.startswith("sources/")} == {
+        "sources/a/share": 0.5, "sources/a/response_length_mean": 3.0,
+        "sources/b/share": 0.5, "sources/b/response_length_mean": 5.0,
+    }  # fmt: skip
 
 
 def test_the_page_of_figures_names_what_is_logged_and_nothing_else() -> None:

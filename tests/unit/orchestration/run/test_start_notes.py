@@ -18,6 +18,7 @@ from slime_like.orchestration.run.start_notes import (
     data_notes,
     memory_notes,
     precision_notes,
+    processor_notes,
 )
 from tests.unit.checks.checkpoint import write_checkpoint
 
@@ -63,6 +64,12 @@ def test_settings_that_do_little_or_cut_unevenly(algorithm: dict[str, Any], coun
 )
 def test_runs_that_may_lose_every_step_say_so(settings: dict[str, Any], count: int) -> None:
     assert len(list(checkpoint_notes(config(**settings)))) == count
+
+
+def test_bfloat16_without_its_instructions() -> None:
+    for dtype, capability, count in (("bfloat16", "avx2", 1), ("bfloat16", "amx_bf16", 0), ("float32", "avx2", 0)):
+        found = config(model={"path": "m", "dtype": dtype})
+        assert len(list(processor_notes(found, {capability: True, "avx512_bf16": False}))) == count
 
 
 def test_weights_that_are_computed_in_fewer_bits(tmp_path: Path) -> None:
