@@ -153,6 +153,16 @@ def test_what_is_right_in_form_and_no_task_is_noted(recipe: Recipe, monkeypatch:
         assert [stage for name, text in notes if name == stage and words in text] == [stage]
 
 
+def test_a_reward_that_no_answer_changes_is_noted(recipe: Recipe, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rehearsal, "SmallRun", lambda *_: NoRun())
+    recipe.custom("def kind(prompt, response, answer):\n    return 1.0\n")
+    recipe.flags += ["--reward.functions", json.dumps([{"name": f"{recipe.directory}/mine.py:kind"}])]
+    (recipe.directory / "out").mkdir()
+    findings = list(rehearse(recipe.config, recipe.directory / "out"))
+    assert found(findings) == []
+    assert [f.stage for f in findings if f.kind == "note" and "no reward depends on the answer" in f.text] == ["rewards"]
+
+
 def test_a_fault_that_later_stages_meet_again_is_counted_once(recipe: Recipe, monkeypatch: pytest.MonkeyPatch) -> None:
     again = [(False, "first steps", "trainer.parallel.tensor=2 [trainer.layout]"), (False, "resume", "lost [other]")]
     monkeypatch.setattr(rehearsal, "SmallRun", lambda *_: NoRun(again))

@@ -9,7 +9,7 @@ import pyarrow.parquet
 import pytest
 
 from slime_like.config import DataConfig
-from slime_like.data.formats import boxed
+from slime_like.data.formats import boxed, held_out_settings
 from slime_like.data.prompts import Prompt, PromptSource
 from slime_like.errors import DataError
 from tests.support import templates
@@ -117,6 +117,19 @@ def test_rows_without_a_prompt_lead_to_their_format(tmp_path: Path, row: dict[st
         prompts(jsonl(tmp_path / "a.jsonl", row))
     assert caught.value.code == "no-prompt"
     assert (f"data.format to {name}," in str(caught.value)) == (name is not None)
+
+
+def test_held_out_files_of_a_mixture_have_the_format_of_the_source_that_they_are_like(tmp_path: Path) -> None:
+    plain = {"prompt": "1+1?", "answer": "2"}
+    files = {name: jsonl(tmp_path / f"{name}.jsonl", row) for name, row in (("gsm8k", GSM8K), ("dapo", DAPO))}
+    files |= {"keys": jsonl(tmp_path / "keys.jsonl", plain), "math": jsonl(tmp_path / "math.jsonl", MATH)}
+    sources = [{"name": name, "files": [path], "format": name} for name, path in files.items() if name != "math"]
+    mixture = DataConfig(mixture=sources)  # type: ignore[arg-type]
+    assert {name: held_out_settings(mixture, path).format for name, path in files.items()} == {
+        "gsm8k": "gsm8k", "dapo": "dapo", "keys": "keys", "math": "gsm8k",
+    }  # fmt: skip
+    single = DataConfig(format="math")
+    assert held_out_settings(single, files["gsm8k"]) is single
 
 
 def test_thousands_are_written_without_a_comma(tmp_path: Path) -> None:
