@@ -160,7 +160,9 @@ def test_a_reward_that_no_answer_changes_is_noted(recipe: Recipe, monkeypatch: p
     (recipe.directory / "out").mkdir()
     findings = list(rehearse(recipe.config, recipe.directory / "out"))
     assert found(findings) == []
-    assert [f.stage for f in findings if f.kind == "note" and "no reward depends on the answer" in f.text] == ["rewards"]
+    assert [f.stage for f in findings if f.kind == "note" and "no reward depends on the answer" in f.text] == [
+        "rewards"
+    ]
 
 
 def test_a_fault_that_later_stages_meet_again_is_counted_once(recipe: Recipe, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -87,6 +87,9 @@ def test_each_file_and_all_of_them(tmp_path: Path) -> None:
     assert overall.pass_at[4] == pytest.approx(6 / 8)
     assert overall.response_length_mean == 2.5 and overall.truncated_fraction == 0.25
     assert evaluator([tmp_path / "a.jsonl"]).run(0, SILENT).datasets == {}  # one file needs no name
+    assert [sample.prompt_id for sample in result.samples] == [0, 1, 2, 3]
+    every = evaluator(files).run(3, SILENT, keep_all=True).samples
+    assert len(every) == 32 and sum(sample.success for sample in every) == 6
 
 
 def test_names_differ() -> None:
