@@ -54,10 +54,13 @@ def test_a_device_is_looked_for_without_initialising_cuda(monkeypatch: pytest.Mo
         ({"hf_overrides": "own"}, "own"),  # vLLM says what is wrong with it
     ],
 )
-def test_the_head_s_logits_are_float32_on_a_gpu(given: dict[str, Any], expected: object) -> None:
-    """Unless the user says otherwise; on a CPU vLLM gets what the user gives."""
-    assert arguments.given_arguments(_config(**given), cpu=False)["hf_overrides"] == expected
-    assert arguments.given_arguments(_config(**given), cpu=True).get("hf_overrides") == given.get("hf_overrides")
+def test_the_head_s_logits_are_float32_on_a_gpu_or_truncated(given: dict[str, Any], expected: object) -> None:
+    """Unless the user says otherwise; else vLLM gets what the user gives."""
+    config = _config(**given)
+    truncated = config.model_copy(update={"rollout": config.rollout.model_copy(update={"top_p": 0.9})})
+    assert arguments.given_arguments(config, cpu=False)["hf_overrides"] == expected
+    assert arguments.given_arguments(truncated, cpu=True)["hf_overrides"] == expected
+    assert arguments.given_arguments(config, cpu=True).get("hf_overrides") == given.get("hf_overrides")
 
 
 @pytest.mark.parametrize(
