@@ -1,7 +1,9 @@
 """Names of what is looked up when the run starts: built-in parts, and the user's code with its options."""
 
 import inspect
+import re
 from collections.abc import Iterator, Mapping, Sequence
+from difflib import get_close_matches
 from typing import Any
 
 from slime_like.checks.engine_install import interpreter_problems
@@ -82,7 +84,9 @@ def reward_problems(config: RunConfig) -> Iterator[str]:
                 yield f"reward.functions.{index}.options={dict(function.options)}: {function.name} takes none"
         elif function.name not in REGISTERED:
             if not all(function.name.partition(":")):
-                yield f"{field} is unknown; use {', '.join((*REGISTERED, ENVIRONMENT, AGENT))} or {CUSTOM}"
+                names = (*REGISTERED, ENVIRONMENT, AGENT)
+                near = "".join(f"did you mean {name}? Else " for name in get_close_matches(function.name, names, n=1))
+                yield f"{field} is unknown; {near}use {', '.join(names)} or {CUSTOM}"
             elif problem := source_problem(function.name):
                 yield f"{field} {problem}"
         else:
@@ -95,8 +99,10 @@ def reward_problems(config: RunConfig) -> Iterator[str]:
 
 
 def _shown(options: Mapping[str, Any]) -> dict[str, Any]:
-    """What may be printed of them: values of headers may be credentials."""
-    hidden = {name: "..." for name in options if name == "headers"}
+    """What may be printed of them: headers, and a URL's user and query, may be credentials."""
+    hidden: dict[str, Any] = {name: "..." for name in options if name == "headers"}
+    if isinstance(url := options.get("url"), str):
+        hidden["url"] = re.sub(r"(?<=//)[^/@]*@|\?.*", lambda found: "...@" if found[0][-1] == "@" else "?...", url)
     return {**options, **hidden}
 
 

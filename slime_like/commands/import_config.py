@@ -21,7 +21,9 @@ def imported_config(path: Path) -> Imported:
     try:
         content = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"FILE={path} cannot be read ({error})", code="file-not-readable") from error
+        why = getattr(error, "strerror", None) or "it is no text"
+        remedy = "give verl's YAML, or a launch script of verl or slime"
+        raise ConfigError(f"FILE={path} cannot be read ({why}); {remedy}", code="file-not-readable") from error
     try:
         if path.suffix in (".yaml", ".yml"):
             document = read_document(content, str(path))

@@ -43,7 +43,8 @@ def _run(given: argparse.Namespace, _: list[str]) -> int:
     settings = {name: value for name, _, value in pairs}
     other = _questions(given.exclude) if given.exclude is not None else ()
     rows = task_rows(given.task, given.count, given.seed, given.levels, settings, not given.plain, other)
-    text = "".join(f"{json.dumps(row)}\n" for row in rows)
+    lines = [json.dumps(row) for row in rows]
+    text = "".join(f"{line}\n" for line in lines)
     partial = out.with_name(f"{out.name}.partial")
     try:
         partial.write_text(text, encoding="utf-8")
@@ -51,6 +52,8 @@ def _run(given: argparse.Namespace, _: list[str]) -> int:
     except OSError as error:
         raise ConfigError(f"OUT={out} cannot be written ({error.strerror})", code="output-unusable") from error
     print(f"{out}: {counted(given.count, 'row')} of {given.task}; reward.functions: {_TAGGED}")
+    if (different := len({json.dumps(json.loads(line)["prompt"]) for line in lines})) < given.count:
+        print(f"These settings have few questions: {counted(different, 'different prompt')}")
     if given.plain:
         print(f"Without tags the reward needs the pattern of an answer, e.g. of the last number: {_NUMBER}")
     return 0

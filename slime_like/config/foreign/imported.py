@@ -1,7 +1,8 @@
 """What another project's settings are here: values, what has no counterpart, and what needs none."""
 
 import math
-from collections.abc import Callable, Mapping
+import re
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -10,6 +11,7 @@ import yaml
 from slime_like.config.reading.fields import all_fields
 from slime_like.config.reading.yaml_text import read_value
 
+_SECRET = re.compile(r"(?:^|[-_.])(?:wandb[-_]key|api[-_]?key|access[-_]key|token|secret|password)$", re.IGNORECASE)
 UNKNOWN_VALUE = "its value is known only when the script runs"
 ELSEWHERE = "another file defines this array; add its settings"
 
@@ -37,6 +39,22 @@ class Imported:
     def decide(self, setting: str, why: str) -> None:
         """Leave a setting to the user."""
         self.open_points[setting] = why
+
+    def forget(self, names: Collection[str]) -> None:
+        """Drop values that settings of these names would have had a part in: their defaults are no one's choice."""
+        words = [re.compile(rf"(?<![\w.-]){re.escape(name)}(?![\w-])") for name in names]
+        self.values = {
+            field: (value, origin)
+            for field, (value, origin) in self.values.items()
+            if not any(word.search(origin) for word in words)
+        }
+
+    def mentions(self, name: str) -> bool:
+        """Whether a value, what is to decide or what is needless names the setting."""
+        word = re.compile(rf"(?<![\w.-]){re.escape(name)}(?![\w-])")
+        return any(
+            map(word.search, [*(origin for _, origin in self.values.values()), *self.open_points, *self.needless])
+        )
 
     def text(self) -> str:
         """A configuration in YAML: each line with its origin, and what is not in it as comments."""
@@ -80,11 +98,21 @@ class Given:
 
     values: dict[str, Any]
     unknown: frozenset[str] = frozenset()
+    taken: dict[str, Any] = field(default_factory=dict)
 
     def take(self, name: str, default: Any = None) -> Any:
-        """The value given, and forget it; ``default`` where there is none, or none that is known."""
+        """The value given, and take it away; ``default`` where there is none. One that is not known stays."""
+        if name in self.unknown:
+            return default
         value = self.values.pop(name, None)
-        return default if value is None or name in self.unknown else value
+        if value is None:
+            return default
+        self.taken[name] = value
+        return value
+
+    def known(self, name: str, default: Any) -> Any:
+        """The value given, which stays; ``default`` where there is none, or none that is known."""
+        return self.values[name] if self.has(name) else default
 
     def has(self, name: str) -> bool:
         return self.values.get(name) is not None and name not in self.unknown
@@ -105,6 +133,11 @@ def take_direct(
             imported.set(target, convert(value), shown(name))
         except (TypeError, ValueError):
             imported.decide(f"{shown(name)}={value}", f"not a value of {target}")
+
+
+def printable(name: str, value: Any) -> Any:
+    """The value, but of a credential: what is printed becomes a file."""
+    return "..." if _SECRET.search(name) else value
 
 
 def scalar(value: Any) -> Any:

@@ -5,17 +5,17 @@ import shlex
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 
+from slime_like.config.foreign.shell_text import OPENS, expanded, unmarked, with_arithmetic_marked
+
 _ASSIGNMENT = re.compile(r"(?:export\s+)?([A-Za-z_]\w*)=(.*)", re.DOTALL)
 _ARRAY = re.compile(
     r"""^[ \t]*(?:export[ \t]+|declare[ \t]+-a[ \t]+)?([A-Za-z_]\w*)\+?=\(((?:"[^"]*"|'[^']*'|[^()"'])*)\)""",
     re.MULTILINE,
 )
 _ELEMENTS = re.compile(r"\$\{([A-Za-z_]\w*)\[[@*]\]\}")
-_VARIABLE = re.compile(r"\$(?:\{([A-Za-z_]\w*)(?:(:?-)([^}]*))?\}|([A-Za-z_]\w*))")
 _COMMAND = re.compile(r"\$\([^()]*\)|`[^`]*`")
 _OUTPUT = "$\0"  # of a command, while words are found: it has no parentheses
-_DYNAMIC = re.compile(r"\$[{\w@*#?!\0]")
-_MOST_REPLACEMENTS = 10
+_DYNAMIC = re.compile(rf"\$[{{\w@*#?!\0{OPENS}]")
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +37,8 @@ def commands(script: str) -> list[list[Argument]]:
     Where a command takes the elements of an array of the script, the array stands by itself; of one that is not there,
     so does its name, as a word that is not known.
     """
-    text = _COMMAND.sub(lambda _: _OUTPUT, "\n".join(_without_comment(line) for line in script.splitlines()))
+    text = with_arithmetic_marked("\n".join(_without_comment(line) for line in script.splitlines()))
+    text = _COMMAND.sub(lambda _: _OUTPUT, text)
     arrays = [(match[1], _words(match[2])) for match in _ARRAY.finditer(text)]
     lines = [_words(line) for line in _ARRAY.sub("", text).replace("\\\n", " ").splitlines()]
     variables, found = dict(_assignments(lines)), {name for name, _ in arrays}
@@ -84,16 +85,8 @@ def _words(line: str) -> list[str]:
 
 
 def _replaced(word: str, variables: dict[str, str]) -> Argument:
-    def value(match: re.Match[str]) -> str:
-        name, default = match[1] or match[4], match[3]
-        found = variables.get(name, default)
-        return match[0] if found is None else found
-
-    for _ in range(_MOST_REPLACEMENTS):
-        before, word = word, _VARIABLE.sub(value, word)
-        if word == before:
-            break
-    return Argument(word.replace(_OUTPUT, "$(command)"), _DYNAMIC.search(word) is None)
+    text = expanded(word, variables)
+    return Argument(unmarked(text).replace(_OUTPUT, "$(command)"), _DYNAMIC.search(text) is None)
 
 
 def absent_arrays(parts: Sequence[Sequence[Argument]]) -> list[str]:

@@ -10,6 +10,7 @@ from slime_like.config.foreign.imported import (
     Given,
     Imported,
     number,
+    printable,
     scalar,
     take_direct,
     text,
@@ -137,7 +138,7 @@ def _given(commands: Sequence[Sequence[Argument]]) -> Given:
     values: dict[str, Any] = {}
     unknown = set[str]()
     for words in commands:
-        if [word.text for word in words[:2]] == ["ray", "start"]:
+        if [word.text for word in words[:1]] == ["ray"] and [word.text for word in words[1:2]] != ["job"]:
             continue
         programs = [place for place, word in enumerate(words) if word.text.endswith("train.py")]
         name = ""
@@ -274,8 +275,12 @@ def _schedule(given: Given, imported: Imported, shown: Any) -> None:
 
 
 def _rest(given: Given, imported: Imported) -> None:
+    for name, value in given.taken.items():
+        if not imported.mentions(f"--{name}") and name not in _DEFAULTS:
+            imported.needless[f"--{name} {value}".removesuffix(" true")] = "no setting of its own"
+    imported.forget([f"--{name}" for name in given.unknown])
     for name, value in given.values.items():
-        setting = f"--{name}" + ("" if value == "true" else f" {value}")
+        setting = f"--{name}" + ("" if value == "true" else f" {printable(name, value)}")
         if name in given.unknown:
             imported.decide(setting, UNKNOWN_VALUE)
         elif name in _NEEDLESS:

@@ -12,6 +12,7 @@ from slime_like.config.foreign.imported import (
     Imported,
     flag,
     number,
+    printable,
     scalar,
     take_direct,
     text,
@@ -85,6 +86,7 @@ _NEEDLESS: Mapping[str, str] = MappingProxyType(
         "data.filter_overlong_prompts_workers": "longer prompts are always left out",
         "data.val_batch_size": "all of them at once",
         "data.return_raw_chat": "not used",
+        "data.gen_batch_size": "groups are sampled until a step is full (rollout.max_drops_per_step)",
         "actor_rollout_ref.model.use_remove_padding": "sequences are always packed",
         f"{_ACTOR}.use_dynamic_bsz": "sequences are always packed",
         f"{_ACTOR}.ppo_micro_batch_size_per_gpu": "micro-batches are bounded by tokens",
@@ -113,6 +115,7 @@ _NEEDLESS: Mapping[str, str] = MappingProxyType(
         "trainer.device": "found out at the start",
     }
 )
+_NOT_ITS_OWN = "no setting of its own"
 _NEEDLESS_PARTS = ("critic.", "ray_kwargs.", "global_profiler.", "actor_rollout_ref.ref.", f"{_ACTOR}.profiler.")
 
 
@@ -155,10 +158,10 @@ def _read(given: Given) -> Imported:
     _objective(given, imported)
     _correction(given, imported)
     _rewards(given, imported)
-    _optimizer(given, imported)
     _engine(given, imported)
     _dropped_groups(given, imported)
     _layout(given, imported)
+    _optimizer(given, imported)  # behind the number of updates of a step
     _intervals(given, imported)
     take_direct(given, imported, _DIRECT, lambda name: name + (", its default" if name in defaults else ""))
     imported.set("data.answer_key", "reward_model.ground_truth", "where verl's rows have it")
@@ -256,7 +259,8 @@ def _rewards(given: Given, imported: Imported) -> None:
         given.take(f"{part}.log")
         if is_on and length is not None:
             imported.set("algorithm.overlong_buffer", whole(length), f"{part}.len")
-            imported.set("algorithm.overlong_factor", number(factor if factor is not None else 1.0), f"{part}")
+            origin = f"{part}.penalty_factor"
+            imported.set("algorithm.overlong_factor", number(factor if factor is not None else 1.0), origin)
     path, name = given.take("custom_reward_function.path"), given.take("custom_reward_function.name")
     given_manager = given.take("reward_model.reward_manager")
     manager = f", reward_manager={given_manager}" if given_manager is not None else ""
@@ -271,30 +275,40 @@ def _optimizer(given: Given, imported: Imported) -> None:
     prefix = f"{_ACTOR}.optim"
     steps = given.take(f"{prefix}.lr_warmup_steps")
     ratio = given.take(f"{prefix}.lr_warmup_steps_ratio")
-    if steps is not None and whole(steps) >= 0:
-        imported.set("trainer.optimizer.warmup_steps", whole(steps), f"{prefix}.lr_warmup_steps")
+    updates = imported.values.get("algorithm.minibatches", (None,))[0]
+    epochs = whole(given.known(f"{_ACTOR}.ppo_epochs", 1))
+    if steps is not None and whole(steps) > 0 and updates is None:
+        why = "trainer.optimizer.warmup_steps counts updates, and how many a step has is not known here"
+        imported.decide(f"{prefix}.lr_warmup_steps={steps}", why)
+    elif steps is not None and whole(steps) >= 0:
+        # verl's schedule advances once in a training step, this project's with every update.
+        origin = f"{prefix}.lr_warmup_steps" + (f" times the {(updates or 1) * epochs} updates of a step")
+        imported.set("trainer.optimizer.warmup_steps", whole(steps) * (updates or 1) * epochs, origin)
     elif ratio is not None and number(ratio) > 0:
         imported.decide(f"{prefix}.lr_warmup_steps_ratio={ratio}", "set trainer.optimizer.warmup_steps")
     style = given.take(f"{prefix}.lr_scheduler_type", given.take(f"{prefix}.warmup_style"))
     if style in ("constant", "cosine"):
         imported.set("trainer.optimizer.decay", style, f"{prefix}.warmup_style")
+    elif style is not None:
+        imported.decide(f"{prefix}.lr_scheduler_type={style}", "use constant, linear or cosine")
     betas = scalar(given.take(f"{prefix}.betas", [0.9, 0.999]))
     if isinstance(betas, list) and len(betas) == 2:
         imported.set("trainer.optimizer.beta1", number(betas[0]), f"{prefix}.betas")
         imported.set("trainer.optimizer.beta2", number(betas[1]), f"{prefix}.betas")
-    lr, least = given.values.get(f"{prefix}.lr"), given.take(f"{prefix}.min_lr_ratio")
+    lr, least = given.known(f"{prefix}.lr", None), given.take(f"{prefix}.min_lr_ratio")
     if lr is not None and least is not None and number(least) > 0:
         imported.set("trainer.optimizer.min_lr", number(least) * number(lr), f"{prefix}.min_lr_ratio times lr")
 
 
 def _engine(given: Given, imported: Imported) -> None:
     engine = given.take(f"{_ROLLOUT}.name")
-    memory, sequences = given.take(f"{_ROLLOUT}.gpu_memory_utilization"), given.take(f"{_ROLLOUT}.max_num_seqs")
-    eager, batched = given.take(f"{_ROLLOUT}.enforce_eager"), given.take(f"{_ROLLOUT}.max_num_batched_tokens")
     _evaluation(given, imported)
     if engine not in ("vllm", "sglang"):
-        imported.decide(f"{_ROLLOUT}.name={engine}", "use vllm, sglang or transformers in rollout.engine")
+        shown = f"{_ROLLOUT}.name" + ("" if engine is None else f"={engine}")
+        imported.decide(shown, "use vllm, sglang or transformers in rollout.engine")
         return
+    memory, sequences = given.take(f"{_ROLLOUT}.gpu_memory_utilization"), given.take(f"{_ROLLOUT}.max_num_seqs")
+    eager, batched = given.take(f"{_ROLLOUT}.enforce_eager"), given.take(f"{_ROLLOUT}.max_num_batched_tokens")
     imported.set("rollout.engine", engine, f"{_ROLLOUT}.name")
     sources = ("gpu_memory_utilization", "max_num_seqs", "enforce_eager", "max_num_batched_tokens")
     names: Sequence[str] = sources
@@ -325,13 +339,13 @@ def _evaluation(given: Given, imported: Imported) -> None:
 def _dropped_groups(given: Given, imported: Imported) -> None:
     """verl bounds batches of prompts, this project prompts that were left out. Of 0 there is no bound."""
     most = whole(given.take("algorithm.filter_groups.max_num_gen_batches", 0))
-    if not flag(given.values.get("algorithm.filter_groups.enable", False)):
+    if not flag(given.known("algorithm.filter_groups.enable", False)):
         imported.needless |= (
             {f"algorithm.filter_groups.max_num_gen_batches={most}": "filter_groups is off"} if most else {}
         )
         return
-    batch = given.values.get("data.train_batch_size")
-    sampled = given.take("data.gen_batch_size", batch)
+    batch = given.known("data.train_batch_size", None)
+    sampled = given.known("data.gen_batch_size", batch)
     if most > 0 and batch is not None:
         origin = "max_num_gen_batches times the prompts of one, less those of a step"
         imported.set("rollout.max_drops_per_step", max(1, most * whole(sampled) - whole(batch)), origin)
@@ -354,7 +368,7 @@ def _layout(given: Given, imported: Imported) -> None:
         if is_megatron
         else ["ulysses_sequence_parallel_size"]
     )
-    sizes = [whole(given.values.get(f"{_ACTOR}.{name}", 1)) for name in names]
+    sizes = [whole(given.known(f"{_ACTOR}.{name}", 1)) for name in names]
     ranks, context = 1, sizes[-1]
     for size in sizes:
         ranks *= size
@@ -362,18 +376,24 @@ def _layout(given: Given, imported: Imported) -> None:
     if tokens is not None:
         origin = f"{_ACTOR}.ppo_max_token_len_per_gpu" + (" times context parallelism" if context > 1 else "")
         imported.set("trainer.target_tokens_per_batch", whole(tokens) * context, origin)
-    gpus = whole(given.values.get("trainer.nnodes", 1)) * whole(given.values.get("trainer.n_gpus_per_node", 8))
+    counts = {"trainer.nnodes": 1, "trainer.n_gpus_per_node": 8, **{f"{_ACTOR}.{name}": 1 for name in names}}
+    open_counts = [name for name in counts if name in given.unknown]
+    gpus = whole(given.known("trainer.nnodes", 1)) * whole(given.known("trainer.n_gpus_per_node", 8))
     engine = whole(given.take(f"{_ROLLOUT}.tensor_model_parallel_size", 2))
     imported.set("rollout.tensor", engine, f"{_ROLLOUT}.tensor_model_parallel_size")
     for target, parts, what in (
         ("trainer.parallel.data", ranks, "ranks of a replica"),
         ("rollout.num_engines", engine, "GPUs of an engine"),
     ):
-        if gpus % parts:
+        if open_counts:
+            imported.decide(target, f"GPUs over {what}, and {', '.join(open_counts)} is not known here")
+        elif gpus % parts:
             imported.decide(target, f"{gpus} GPUs are no multiple of {parts} {what}")
         else:
             imported.set(target, gpus // parts, f"GPUs over {what}")
-    batch, size = given.values.get("data.train_batch_size"), given.take(f"{_ACTOR}.ppo_mini_batch_size")
+    batch, size = given.known("data.train_batch_size", None), given.take(f"{_ACTOR}.ppo_mini_batch_size")
+    if batch is None and size is not None:
+        imported.decide(f"{_ACTOR}.ppo_mini_batch_size={size}", "set algorithm.minibatches, updates of a step")
     if batch is not None and size is not None:
         if whole(batch) % whole(size):
             imported.decide(f"{_ACTOR}.ppo_mini_batch_size={size}", f"does not divide data.train_batch_size={batch}")
@@ -402,8 +422,12 @@ def _intervals(given: Given, imported: Imported) -> None:
 
 
 def _rest(given: Given, imported: Imported) -> None:
+    for name, value in given.taken.items():
+        if not imported.mentions(name):
+            imported.needless[f"{name}={value}"] = _NOT_ITS_OWN
+    imported.forget(given.unknown)
     for name, value in given.values.items():
-        setting = f"{name}={value}"
+        setting = f"{name}={printable(name, value)}"
         if name in given.unknown:
             imported.decide(setting, UNKNOWN_VALUE)
         elif name in _NEEDLESS:

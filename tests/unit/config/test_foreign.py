@@ -1,5 +1,6 @@
 """Settings of verl and slime: what they become, what is left to decide, and that the result is a configuration."""
 
+import re
 from operator import attrgetter
 from pathlib import Path
 from typing import Any
@@ -8,6 +9,7 @@ import pytest
 
 from slime_like.commands.import_config import imported_config
 from slime_like.config.foreign.imported import Imported
+from slime_like.config.foreign.launch_script import commands
 from slime_like.config.reading.load import load_config
 from slime_like.errors import ConfigError
 from tests.support.rejections import Rejects
@@ -119,7 +121,7 @@ OF_VERL: dict[str, Any] = {
     "rollout.engine_args": {"gpu_memory_utilization": 0.6, "max_num_batched_tokens": 8192},
     "algorithm.overlong_buffer": 256, "algorithm.overlong_factor": 0.5, "rollout.drop_zero_spread": True, "steps": 200,
     "checkpoint.every": 0, "evaluation.every": 5, "cluster.gpus_per_node": 4, "cluster.placement": "colocated",
-    "trainer.optimizer.warmup_steps": 10, "trainer.optimizer.weight_decay": 0.01, "trainer.optimizer.beta2": 0.999,
+    "trainer.optimizer.warmup_steps": 10 * 4, "trainer.optimizer.weight_decay": 0.01, "trainer.optimizer.beta2": 0.999,
     "resume": "auto",
 }  # fmt: skip
 
@@ -190,6 +192,69 @@ def test_what_settings_become(
     config = load_config(result, [], run_dir=tmp_path / "run")
     assert {field: attrgetter(field)(config) for field in expected} == expected
     assert all(f"# - {point}: " in result.read_text() for point in to_decide)
+
+
+def _settings(script: str) -> dict[str, str]:
+    words = [word.text for line in commands(script) for word in line]
+    if "data.train_batch_size=64" in words:
+        pairs = [word.lstrip("+").partition("=") for word in words if re.match(r"\+?[a-z_]+\.", word)]
+        return {name: value for name, _, value in pairs if not name.startswith(("verl.", "some."))}
+    names = [word for word in words if re.match("--[a-z]", word) and word.partition("=")[0] not in RAY]
+    return dict.fromkeys(names, "")
+
+
+RAY = {"--head", "--node-ip-address", "--num-gpus", "--disable-usage-stats", "--address"}
+
+
+@pytest.mark.parametrize("script", [SLIME, VERL], ids=["slime", "verl"])
+def test_every_setting_is_in_what_is_printed(tmp_path: Path, script: str) -> None:
+    settings = _settings(script)
+    assert len(settings) > 25
+    printed = _imported(tmp_path, "run.sh", script).text()
+    found = {name: re.search(rf"{re.escape(name.rpartition('.')[2])}(?![\w-])", printed) for name in settings}
+    assert [name for name, place in found.items() if place is None] == []
+
+
+def test_what_is_known_only_when_the_script_runs_leaves_no_value(tmp_path: Path) -> None:
+    for name, value in _settings(VERL).items():
+        imported = _imported(tmp_path, "run.sh", VERL.replace(f"{name}={value}", f"{name}=$(choose)"))
+        if f"{name}={value}" in VERL:
+            assert f"{name}=$(command)" in imported.open_points
+            assert [origin for _, origin in imported.values.values() if re.search(rf"{name}(?![\w-])", origin)] == []
+
+
+DAPO = r"""
+project='DAPO test'
+prompt_length=$((1024 * 2))
+NNODES=${NNODES:-2}
+HOME_OF=${HOME_OF:-"${SCRATCH}/verl"}
+MODEL=${MODEL:-"${HOME_OF}/models/${project}"}
+OUT=${OUT:="/out/$project"}
+python3 -m recipe.dapo.main_dapo data.train_batch_size=64 data.max_prompt_length=${prompt_length} \
+    data.max_response_length=$(( prompt_length*(3 + 7) / 2 )) data.gen_batch_size=$((64 * $NNODES)) \
+    actor_rollout_ref.model.path="${MODEL}" trainer.nnodes="${NNODES}" trainer.default_local_dir=${OUT} \
+    actor_rollout_ref.rollout.gpu_memory_utilization=0.8 actor_rollout_ref.actor.ppo_mini_batch_size=$((1 << 4)) \
+    actor_rollout_ref.actor.optim.lr_warmup_steps=10
+"""
+
+
+def test_defaults_and_arithmetic_of_a_shell(tmp_path: Path) -> None:
+    imported = _imported(tmp_path, "run.sh", DAPO)
+    values = {name: value for name, (value, _) in imported.values.items()}
+    assert (values["data.max_prompt_tokens"], values["rollout.max_new_tokens"]) == (2048, 10240)
+    assert (values["cluster.nodes"], values["run_dir"]) == (2, "/out/DAPO test")
+    assert {
+        "actor_rollout_ref.model.path=${SCRATCH}/verl/models/DAPO test", "actor_rollout_ref.rollout.name",
+        "actor_rollout_ref.rollout.gpu_memory_utilization=0.8", "actor_rollout_ref.actor.optim.lr_warmup_steps=10",
+        "actor_rollout_ref.actor.ppo_mini_batch_size=$((1<<4))",
+    } <= imported.open_points.keys()  # fmt: skip
+    assert "data.gen_batch_size=128" in imported.needless and "model.path" not in values
+
+
+def test_no_credential_is_printed(tmp_path: Path) -> None:
+    script = "KEY=sk-1\npython train.py --hf-checkpoint m --prompt-data d --rollout-batch-size 4 --wandb-key ${KEY}"
+    printed = _imported(tmp_path, "run.sh", script).text()
+    assert "--wandb-key ..." in printed and "sk-1" not in printed
 
 
 @pytest.mark.parametrize(
