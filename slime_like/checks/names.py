@@ -84,9 +84,9 @@ def reward_problems(config: RunConfig) -> Iterator[str]:
                 yield f"reward.functions.{index}.options={dict(function.options)}: {function.name} takes none"
         elif function.name not in REGISTERED:
             if not all(function.name.partition(":")):
-                names = (*REGISTERED, ENVIRONMENT, AGENT)
-                near = "".join(f"did you mean {name}? Else " for name in get_close_matches(function.name, names, n=1))
-                yield f"{field} is unknown; {near}use {', '.join(names)} or {CUSTOM}"
+                known = (*REGISTERED, ENVIRONMENT, AGENT)
+                near = "".join(f"did you mean {name}? Else " for name in get_close_matches(function.name, known, n=1))
+                yield f"{field} is unknown; {near}use {', '.join(known)} or {CUSTOM}"
             elif problem := source_problem(function.name):
                 yield f"{field} {problem}"
         else:

@@ -247,6 +247,9 @@ def _sampling(given: Given, imported: Imported) -> None:
     if given.has("eval-prompt-data") and not given.has("eval-temperature"):
         origin = "--rollout-temperature, in evaluations too"
         imported.set("evaluation.temperature", number(given.values.get("rollout-temperature", "1.0")), origin)
+    if given.has("rollout-stop-token-ids"):
+        ids = [whole(each) for each in given.take("rollout-stop-token-ids").split()]
+        imported.set("rollout.stop_token_ids", ids, "--rollout-stop-token-ids")
     choice = given.take("dynamic-sampling-filter-path")
     if choice is not None and choice.rpartition(".")[2] == "check_reward_nonzero_std":
         imported.set("rollout.drop_zero_spread", True, "--dynamic-sampling-filter-path")

@@ -157,6 +157,7 @@ def _read(given: Given) -> Imported:
     given.values.update(defaults)
     _objective(given, imported)
     _correction(given, imported)
+    _turns(given, imported)
     _rewards(given, imported)
     _engine(given, imported)
     _dropped_groups(given, imported)
@@ -246,6 +247,30 @@ def _correction(given: Given, imported: Imported) -> None:
             imported.set("algorithm.importance_veto", number(veto), f"{prefix}.rollout_token_veto_threshold")
     elif level is not None or veto is not None:
         imported.decide(f"{prefix}.rollout_is={level}, rollout_token_veto_threshold={veto}", "no counterpart is known")
+    _earlier_correction(given, imported)
+
+
+def _earlier_correction(given: Given, imported: Imported) -> None:
+    """The same as earlier versions of verl name it: weights need a threshold and ``rollout_is: true``."""
+    prefix = "algorithm.rollout_is"
+    high, is_on = _unless_null(given.take(f"{prefix}_threshold")), flag(given.take(prefix, False))
+    level, mode = given.take(f"{prefix}_level", "token"), given.take(f"{prefix}_mode", "truncate")
+    low, veto = (_unless_null(given.take(f"{prefix}_{name}")) for name in ("threshold_lower", "veto_threshold"))
+    if not is_on or high is None:
+        return
+    if mode not in ("truncate", "mask") or level not in ("token", "sequence", "geometric"):
+        imported.decide(f"{prefix}_mode={mode}, {prefix}_level={level}", "set algorithm.importance_correction")
+        return
+    imported.set("algorithm.importance_correction", mode, f"{prefix}, {prefix}_mode")
+    imported.set("algorithm.importance_level", level, f"{prefix}_level")
+    imported.set("algorithm.importance_high", number(high), f"{prefix}_threshold")
+    if mode == "mask":
+        bound = number(low) if low is not None else 1 / number(high)
+        imported.set(
+            "algorithm.importance_low", bound, f"{prefix}_threshold_lower" + ", else 1 / threshold" * (low is None)
+        )
+    if veto is not None:
+        imported.set("algorithm.importance_veto", number(veto), f"{prefix}_veto_threshold")
 
 
 def _unless_null(value: Any) -> Any:
@@ -346,7 +371,9 @@ def _dropped_groups(given: Given, imported: Imported) -> None:
         return
     batch = given.known("data.train_batch_size", None)
     sampled = given.known("data.gen_batch_size", batch)
-    if most > 0 and batch is not None:
+    if "data.gen_batch_size" in given.unknown:
+        imported.decide("rollout.max_drops_per_step", "data.gen_batch_size, which it depends on, is not known here")
+    elif most > 0 and batch is not None:
         origin = "max_num_gen_batches times the prompts of one, less those of a step"
         imported.set("rollout.max_drops_per_step", max(1, most * whole(sampled) - whole(batch)), origin)
     else:
@@ -419,6 +446,14 @@ def _intervals(given: Given, imported: Imported) -> None:
         imported.set("resume", "auto" if mode == "auto" else "never", "trainer.resume_mode")
     else:
         imported.decide(f"trainer.resume_mode={mode}", "its checkpoints cannot be read here; start from a model")
+
+
+def _turns(given: Given, imported: Imported) -> None:
+    for name in [name for name in given.values if name.startswith(f"{_ROLLOUT}.multi_turn.")]:
+        value = given.take(name)
+        if value is not None:
+            why = "conversations are rollout.environment's, with max_turns, or rollout.agent's"
+            imported.decide(f"{name}={value}", why)
 
 
 def _rest(given: Given, imported: Imported) -> None:

@@ -37,6 +37,7 @@ ROLLOUT_ARGS=(
    --global-batch-size 128
    --eval-prompt-data aime /data/aime.jsonl amc /data/amc.jsonl
    --eval-top-p 0.7
+   --rollout-stop-token-ids 151643 151645
    --dynamic-sampling-filter-path slime.rollout.filter_hub.dynamic_sampling_filters.check_reward_nonzero_std
    --tensor-model-parallel-size 2
    --context-parallel-size 2
@@ -73,7 +74,7 @@ OF_SLIME: dict[str, Any] = {
     "rollout.engine": "sglang", "rollout.tensor": 2, "rollout.num_engines": 8, "cluster.placement": "colocated",
     "cluster.nodes": 2, "evaluation.files": (Path("/data/aime.jsonl"), Path("/data/amc.jsonl")),
     "rollout.engine_args": {"mem_fraction_static": 0.7}, "rollout.drop_zero_spread": True,
-    "evaluation.temperature": 0.8,
+    "evaluation.temperature": 0.8, "rollout.stop_token_ids": (151643, 151645),
 }  # fmt: skip
 
 VERL = r"""set -x
@@ -134,11 +135,18 @@ actor_rollout_ref:
     policy_loss: {loss_mode: gspo}
     optim: {lr: 1.0e-06, betas: [0.9, 0.95], min_lr_ratio: 0.1, warmup_style: cosine}
     megatron: {tensor_model_parallel_size: 2, pipeline_model_parallel_size: 2}
-  rollout: {name: sglang, tensor_model_parallel_size: 4, response_length: "${data.max_response_length}"}
+  rollout:
+    name: sglang
+    multi_turn: {enable: true}
+    tensor_model_parallel_size: 4
+    response_length: "${data.max_response_length}"
   model: {path: /models/m, enable_gradient_checkpointing: false}
 data: {train_files: /data/a.parquet, train_batch_size: 8}
 algorithm:
   adv_estimator: rloo
+  rollout_is: true
+  rollout_is_threshold: 4.0
+  rollout_is_mode: mask
   rollout_correction: {rollout_is: null, rollout_rs: geometric, rollout_rs_threshold: 1.001}
 trainer: {total_epochs: 3, nnodes: 1, n_gpus_per_node: 8, resume_mode: auto}
 custom_reward_function: {path: mine.py, name: compute_score}
@@ -147,6 +155,7 @@ OF_VERL_YAML: dict[str, Any] = {
     "algorithm.loss": "gspo", "algorithm.advantage": "rloo", "trainer.backend": "megatron", "trainer.parallel.data": 2,
     "trainer.parallel.pipeline": 2, "rollout.engine": "sglang", "rollout.num_engines": 2, "rollout.tensor": 4,
     "trainer.optimizer.beta2": 0.95, "trainer.optimizer.decay": "cosine", "trainer.optimizer.min_lr": 1e-7,
+    "algorithm.importance_correction": "mask", "algorithm.importance_high": 4.0, "algorithm.importance_low": 0.25,
     "algorithm.minibatches": 1, "trainer.recompute": "none", "data.train": (Path("/data/a.parquet"),),
 }  # fmt: skip
 
@@ -175,7 +184,8 @@ def _imported(tmp_path: Path, name: str, content: str) -> Imported:
             "ppo.yaml", VERL_YAML, OF_VERL_YAML,
             [
                 "custom_reward_function.path=mine.py, name=compute_score", "steps",
-                "algorithm.rollout_correction.rollout_rs=geometric (1.001)", "run_dir",
+                "algorithm.rollout_correction.rollout_rs=geometric (1.001)",
+                "actor_rollout_ref.rollout.multi_turn.enable=True", "run_dir",
                 "actor_rollout_ref.rollout.response_length=${data.max_response_length}",
             ],
         ),
