@@ -25,7 +25,7 @@ if [ ! -f "$DIR/model/config.json" ]; then
 fi
 # On a processor without instructions for bfloat16, float32 is many times as fast.
 DTYPE=float32
-grep -qm1 -e avx512_bf16 -e amx_bf16 /proc/cpuinfo && DTYPE=bfloat16
+if grep -qm1 -e avx512_bf16 -e amx_bf16 /proc/cpuinfo; then DTYPE=bfloat16; else say "this processor has no instructions for bfloat16; training in float32, two to three times as long"; fi
 started=$SECONDS
 
 say "making tasks: 80 held-out rows, and rows of other questions for training"

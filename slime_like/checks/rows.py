@@ -58,7 +58,14 @@ def prompt_problems(config: RunConfig) -> Iterator[str]:
 
 def held_out_row_problems(config: RunConfig) -> Iterator[str]:
     for file in config.evaluation.files:
-        yield from _bad_rows(held_out_settings(config.data, file), [file], need_response=False)
+        if list(_file_problems("", [file])):
+            continue
+        try:
+            data = held_out_settings(config.data, file)
+        except DataError as error:
+            yield str(error)
+        else:
+            yield from _bad_rows(data, [file], need_response=False)
 
 
 def _bad_rows(data: DataConfig, files: Sequence[Path], need_response: bool) -> Iterator[str]:
@@ -80,15 +87,19 @@ def _bad_rows(data: DataConfig, files: Sequence[Path], need_response: bool) -> I
 def answered_samples(config: RunConfig) -> Iterator[RewardItem]:
     """Text of each row (of chat messages, their contents), with its answer as the response; of a file, up to the first
     row that cannot be read."""
-    files = config.evaluation.files
-    held_out = [held_out_settings(config.data, file).model_copy(update={"train": (file,)}) for file in files]
-    for data in (*config.data.parts, *held_out):
+    for data in (*config.data.parts, *_held_out_parts(config)):
         encoder = RowEncoder(_AnyTokenizer(), data, need_response=False)
         for file in data.train:
             with suppress(DataError):
                 for row in read_rows(file):
                     answer = encoder.encode(row).answer
                     yield RewardItem(_prompt_text(row, data), answer, answer)
+
+
+def _held_out_parts(config: RunConfig) -> Iterator[DataConfig]:
+    for file in config.evaluation.files:
+        with suppress(DataError):
+            yield held_out_settings(config.data, file).model_copy(update={"train": (file,)})
 
 
 def first_task(config: RunConfig) -> Task | None:

@@ -8,7 +8,6 @@ r"""Rows of published data sets, as their files have them: where prompt and answ
 """
 
 from collections.abc import Callable, Mapping
-from contextlib import suppress
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
@@ -39,14 +38,20 @@ def fitting_format(row: Row) -> str | None:
 
 
 def held_out_settings(config: DataConfig, file: Path) -> DataConfig:
-    """What a held-out file is read with: in a mixture, as the first of its sources that the first row is like."""
+    """What a held-out file is read with: in a mixture, as the first of its sources that the first row is like.
+
+    Raises:
+        DataError: the file cannot be read, or its first row is like no source.
+    """
     if not config.mixture:
         return config
-    with suppress(DataError):  # reported where the file is read
-        for row in islice(read_rows(file), 1):
-            for part in config.parts:
-                if _is_like(row, part):
-                    return part
+    for row in islice(read_rows(file), 1):
+        part = next((part for part in config.parts if _is_like(row, part)), None)
+        if part is None:
+            forms = ", ".join(dict.fromkeys(part.format for part in config.parts))
+            problem = f"is like no row of data.mixture's sources, of formats {forms}"
+            raise row.fault("no-source", problem, "give rows in one of these")
+        return part
     return config.parts[0]
 
 

@@ -11,7 +11,7 @@ from rich.text import Text
 
 from slime_like.observability.report.data import RunData, summary
 from slime_like.observability.report.panels import PhasePicture, key_metrics, panels, phase_picture
-from slime_like.observability.report.text import last_user_message, shortened, spelled_out
+from slime_like.observability.report.text import bare_answer, last_user_message, shortened, spelled_out
 from slime_like.observability.tables import HELD_OUT_TABLE, SAMPLE_TABLE, said
 from slime_like.system.words import counted
 
@@ -97,7 +97,7 @@ def _sample(row: dict[str, Any]) -> list[tuple[str, Any]]:
         ("prompt", last_user_message(str(row.get("Prompt", "")))),
         ("response", lines[0]),
         *(("", line) for line in lines[1:]),
-        ("answer", row.get("Answer")),
+        ("answer", bare_answer(row.get("Answer"))),
         ("outcome", ", ".join(shown)),
         *([("metadata", metadata)] if (metadata := row.get("Reward Metadata")) else []),
     ]
@@ -113,7 +113,7 @@ def _held_out(rows: list[dict[str, Any]]) -> list[list[tuple[str, Any]]]:
         first, last = responses[0], responses[-1]
         question = ("prompt", last_user_message(str(first.get("Prompt", ""))))
         shown = {f"step {row['step']}{_judged(row)}": row.get("Response") for row in (first, last)}
-        groups.append([question, *shown.items(), ("answer", first.get("Answer"))])
+        groups.append([question, *shown.items(), ("answer", bare_answer(first.get("Answer")))])
     return groups
 
 

@@ -1,5 +1,6 @@
 """Text of a run, made fit to be shown: a model's output is hostile, long, or wrapped in a chat template."""
 
+import json
 import re
 
 # Control characters steer a terminal; direction marks, invisible ones and lone surrogates hide a text's meaning.
@@ -23,6 +24,15 @@ def shortened(text: str, limit: int) -> str:
     if len(text) <= limit:
         return text
     return f"{text[: limit // 3]} … ({len(text) - limit} characters) … {text[limit // 3 - limit :]}"
+
+
+def bare_answer(answer: str | None) -> str | None:
+    """The answer itself where the row's is a task in JSON, as reasoning-gym's are."""
+    try:
+        found = json.loads(answer or "")
+    except ValueError:
+        return answer
+    return str(found["answer"]) if isinstance(found, dict) and {"answer", "task"} <= found.keys() else answer
 
 
 def last_user_message(prompt: str) -> str:

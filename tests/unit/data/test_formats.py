@@ -122,12 +122,15 @@ def test_rows_without_a_prompt_lead_to_their_format(tmp_path: Path, row: dict[st
 def test_held_out_files_of_a_mixture_have_the_format_of_the_source_that_they_are_like(tmp_path: Path) -> None:
     plain = {"prompt": "1+1?", "answer": "2"}
     files = {name: jsonl(tmp_path / f"{name}.jsonl", row) for name, row in (("gsm8k", GSM8K), ("dapo", DAPO))}
-    files |= {"keys": jsonl(tmp_path / "keys.jsonl", plain), "math": jsonl(tmp_path / "math.jsonl", MATH)}
-    sources = [{"name": name, "files": [path], "format": name} for name, path in files.items() if name != "math"]
+    files |= {"keys": jsonl(tmp_path / "keys.jsonl", plain)}
+    sources = [{"name": name, "files": [path], "format": name} for name, path in files.items()]
     mixture = DataConfig(mixture=sources)  # type: ignore[arg-type]
     assert {name: held_out_settings(mixture, path).format for name, path in files.items()} == {
-        "gsm8k": "gsm8k", "dapo": "dapo", "keys": "keys", "math": "gsm8k",
+        "gsm8k": "gsm8k", "dapo": "dapo", "keys": "keys",
     }  # fmt: skip
+    with pytest.raises(DataError) as caught:
+        held_out_settings(mixture, jsonl(tmp_path / "math.jsonl", MATH))
+    assert caught.value.code == "no-source"
     single = DataConfig(format="math")
     assert held_out_settings(single, files["gsm8k"]) is single
 

@@ -19,7 +19,7 @@ from slime_like.observability.report import data as report_data
 from slime_like.observability.report.data import read_run, summary
 from slime_like.observability.report.panels import panels, phase_picture
 from slime_like.observability.report.report import print_and_write_report, print_report, write_report
-from slime_like.observability.report.text import last_user_message
+from slime_like.observability.report.text import bare_answer, last_user_message
 from slime_like.observability.tables import SAMPLE_TABLE, TOKEN_TABLE
 from tests.support.rejections import Rejects
 from tests.unit.observability.records import sft_record
@@ -403,3 +403,15 @@ def test_the_page_is_written_whoever_reads_the_terminal(run_dir: Path, monkeypat
         monkeypatch.undo()
         os.dup2(os.open(os.devnull, os.O_WRONLY), closed.fileno())  # for what is flushed at its end
     assert page.is_file()
+
+
+def test_the_answer_of_a_task_is_shown_by_itself() -> None:
+    task = '{"task": "chain_sum", "question": "1 - 5", "answer": "-4", "metadata": {"answer": "other"}}'
+    for answer, shown in (
+        (task, "-4"),
+        ("12", "12"),
+        ('{"answer": "x"}', '{"answer": "x"}'),
+        ("a {b", "a {b"),
+        (None, None),
+    ):
+        assert bare_answer(answer) == shown
