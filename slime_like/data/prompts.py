@@ -3,7 +3,7 @@
 import hashlib
 import json
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -54,6 +54,9 @@ class _Rows:
 
     def __len__(self) -> int:
         return len(self._rows)
+
+    def __iter__(self) -> Iterator[EncodedRow]:
+        return iter(self._rows)
 
     def next(self) -> tuple[int, int, EncodedRow]:
         """Epoch, index and row."""
@@ -123,6 +126,12 @@ class PromptSource:
     def num_rows(self) -> int:
         """Rows of all sources."""
         return sum(map(len, self._sources))
+
+    def num_shared(self, prompts: Iterable[Prompt]) -> int:
+        """How many of ``prompts`` are those of a row."""
+        known = {prompt.tokens for prompt in prompts}
+        rows = {tokens for source in self._sources for row in source if (tokens := tuple(row.tokens)) in known}
+        return len(rows)
 
     def source_of(self, group_id: int) -> str | None:
         """Name of the source of a prompt that was issued; ``None`` without a mixture."""

@@ -46,6 +46,7 @@ from slime_like.orchestration.run.start_notes import (
     checkpoint_notes,
     core_notes,
     data_notes,
+    held_out_notes,
     memory_notes,
     precision_notes,
     processor_notes,
@@ -150,7 +151,8 @@ def _open_rl(base: _Base) -> Run:
     datasets = held_out(config, base.tokenizer)
     if config.cluster.address is None:  # one host, whose devices are known before Ray starts
         _require_usable(config, on_cuda=local_gpus() > 0, hosts=1)
-    placed = base.place("starting Ray, trainers and engines", *data_notes(config, prompts))
+    notes = (*data_notes(config, prompts), *held_out_notes(prompts, datasets))
+    placed = base.place("starting Ray, trainers and engines", *notes)
     placement, trainers, progress = placed.placement, placed.trainers, placed.progress
     _require_usable(config, on_cuda=placement.device == "GPU", hosts=placement.num_nodes)
     placed.launch_trainers()

@@ -1,14 +1,14 @@
 """What a user should know before the first step, although nothing of it is an error."""
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from itertools import islice
 
 from slime_like.checks.fsdp import BACKEND as FSDP
 from slime_like.checks.rows import answered_samples
 from slime_like.config import RunConfig
-from slime_like.data.prompts import PromptSource
+from slime_like.data.prompts import Prompt, PromptSource
 from slime_like.errors import ConfigError
 from slime_like.models.dimensions import ModelDimensions
 from slime_like.models.weight_files import WeightFilesError, stored_dtype
@@ -45,6 +45,17 @@ def data_notes(config: RunConfig, prompts: PromptSource) -> Iterator[str]:
     wanted = config.rollout.prompts_per_step
     if rows < wanted:
         yield f"{counted(rows, 'row')} for rollout.prompts_per_step={wanted}: a step uses some rows more than once"
+
+
+def held_out_notes(prompts: PromptSource, datasets: Mapping[str, Sequence[Prompt]]) -> Iterator[str]:
+    """Held-out prompts that are trained on, too."""
+    for name, held_out in datasets.items():
+        if shared := prompts.num_shared(held_out):
+            different = len({prompt.tokens for prompt in held_out})
+            yield (
+                f"{shared} of {counted(different, 'held-out prompt')} of {name} stand in the training data too: "
+                "accuracy is not that of unseen prompts"
+            )
 
 
 def answer_notes(config: RunConfig, rewards: RewardPool) -> Iterator[str]:

@@ -1,5 +1,6 @@
 """What is said before the first step."""
 
+import json
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -8,14 +9,17 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from slime_like.config import RunConfig
+from slime_like.config import DataConfig, RunConfig
+from slime_like.data.prompts import PromptSource
 from slime_like.errors import ConfigError
+from slime_like.examples.tiny_model import byte_tokenizer
 from slime_like.models.dimensions import ModelDimensions
 from slime_like.orchestration.run.start_notes import (
     algorithm_notes,
     checkpoint_notes,
     core_notes,
     data_notes,
+    held_out_notes,
     memory_notes,
     precision_notes,
     processor_notes,
@@ -40,6 +44,19 @@ def test_prompts_that_are_left_out_or_repeated(rows: int, dropped: int, begin: l
     prompts: Any = SimpleNamespace(num_rows=rows, dropped_prompts=dropped)
     notes = list(data_notes(config(rollout={"prompts_per_step": 8}), prompts))
     assert len(notes) == len(begin) and all(map(str.startswith, notes, begin))
+
+
+def test_held_out_prompts_that_are_trained_on(tmp_path: Path) -> None:
+    for name, numbers in (("train", range(8)), ("seen", (1, 2, 2, 9)), ("new", (10, 11))):
+        rows = (json.dumps({"prompt": f"{number}+1=", "answer": "x"}) for number in numbers)
+        (tmp_path / f"{name}.jsonl").write_text("\n".join(rows))
+    sources = [
+        PromptSource([tmp_path / f"{name}.jsonl"], byte_tokenizer(), DataConfig(shuffle=False), seed=0)
+        for name in ("train", "seen", "new")
+    ]
+    held_out = {name: source.next(source.num_rows) for name, source in zip("ab", sources[1:], strict=True)}
+    (note,) = held_out_notes(sources[0], held_out)
+    assert note.startswith("2 of 3 held-out prompts of a ")
 
 
 @pytest.mark.parametrize(
