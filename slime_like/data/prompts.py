@@ -15,6 +15,9 @@ from slime_like.data.encoding import EncodedRow, RowEncoder
 from slime_like.data.rows import BadRows, data_files, read_rows
 from slime_like.errors import DataError
 
+_SHOWN_DIGITS = 12
+"""Of a content's checksum."""
+
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
@@ -120,7 +123,9 @@ class PromptSource:
             self._sources.append(_Rows(rows, order if config.shuffle else None))
         self._issued = array("H")  # of which source, by group id
         self._mixture = [[name, share] for name, share in zip(self._names, self._shares, strict=False)]
-        self._fingerprint = _fingerprint(self._files, [self._names, self._shares] if self._names else [])
+        self._digests = [(file, _digest(file)) for path in self._files for file in data_files(path)]
+        mixture = [self._names, self._shares] if self._names else []
+        self._fingerprint = _fingerprint([digest for _, digest in self._digests], mixture)
 
     @property
     def num_rows(self) -> int:
@@ -148,6 +153,7 @@ class PromptSource:
             "seed": self._seed,
             "num_rows": self.num_rows,
             "fingerprint": self._fingerprint,
+            "files": [digest.hex()[:_SHOWN_DIGITS] for _, digest in self._digests],
             "mixture": self._mixture,
         }
 
@@ -158,29 +164,35 @@ class PromptSource:
             DataError: other files (by content), another seed or another selection of rows than then.
         """
         here = self.state_dict()
-        names = ", ".join(str(file) for file in self._files)
+        names = ", ".join(self._changed(state.get("files", [])))
         if (before := state.get("mixture", self._mixture)) != self._mixture:
             raise DataError(
                 f"the names and shares of data.mixture are not those of the checkpoint ({_listed(before)} then, "
                 f"{_listed(self._mixture)} now), so its position means nothing here",
                 code="mixture-changed",
                 who=names,
-                remedy="restore them, or start a new run",
+                remedy="restore them, or start a new run (resume: never)",
             )
         for key, what in (("fingerprint", "content"), ("seed", "seed"), ("num_rows", "number of usable rows")):
             if state[key] != here[key]:
                 raise DataError(
-                    f"the {what} is not that of the checkpoint ({state[key]} then, {here[key]} now), so its position "
-                    "means nothing here",
+                    f"the {what} is not that of the checkpoint ({_short(state[key])} then, {_short(here[key])} now), "
+                    "so its position means nothing here",
                     code="data-changed",
                     who=names,
-                    remedy="restore it, or start a new run",
+                    remedy="restore it, or start a new run (resume: never)",
                 )
         self._issued = array("H")
         for source in self._sources:
             source.issued = 0
         for _ in range(int(state["issued"])):
             self._choose().issued += 1
+
+    def _changed(self, digests: Sequence[str]) -> list[str]:
+        """Files whose content is not that of the checkpoint, where it says; else all."""
+        pairs = zip(self._digests, digests, strict=False)
+        changed = [str(file) for (file, digest), before in pairs if digest.hex()[:_SHOWN_DIGITS] != before]
+        return changed if changed and len(digests) == len(self._digests) else [str(file) for file in self._files]
 
     def _choose(self) -> _Rows:
         """The source of the next prompt."""
@@ -235,11 +247,20 @@ def _listed(mixture: Sequence[Sequence[Any]]) -> str:
     return ", ".join(f"{name} {share:.3g}" for name, share in mixture) or "none"
 
 
-def _fingerprint(files: Sequence[Path], mixture: list[Any]) -> str:
+def _short(value: Any) -> Any:
+    return value[:_SHOWN_DIGITS] if isinstance(value, str) else value
+
+
+def _digest(file: Path) -> bytes:
+    """SHA-256 of the content."""
+    with file.open("rb") as data:
+        return hashlib.file_digest(data, "sha256").digest()
+
+
+def _fingerprint(digests: Iterable[bytes], mixture: list[Any]) -> str:
     """SHA-256 over the contents of the files, in order, and over names and shares of a mixture; names of files do not
     count."""
     total = hashlib.sha256(json.dumps(mixture).encode() if mixture else b"")
-    for file in (part for path in files for part in data_files(path)):
-        with file.open("rb") as data:
-            total.update(hashlib.file_digest(data, "sha256").digest())
+    for digest in digests:
+        total.update(digest)
     return total.hexdigest()

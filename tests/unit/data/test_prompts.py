@@ -186,6 +186,11 @@ def test_a_position_in_other_data_is_refused(tmp_path: Path, file: Path, rejects
     for source, saved in ((changed, state), (other_seed, state), (same, state | {"num_rows": 3})):
         with rejects(DataError, "data-changed"):
             source.load_state_dict(saved)
+    both = PromptSource([file, tmp_path / "changed.jsonl"], TOKENIZER, CONFIG, seed=0)
+    twice = PromptSource([file, file], TOKENIZER, CONFIG, seed=0)
+    with pytest.raises(DataError) as caught:
+        twice.load_state_dict(both.state_dict())
+    assert caught.value.who == str(file)
     moved = tmp_path / "moved.jsonl"
     file.rename(moved)
     PromptSource([moved], TOKENIZER, CONFIG, seed=0).load_state_dict(state)
