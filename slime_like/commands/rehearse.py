@@ -6,6 +6,7 @@ import shutil
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from threading import Event
 
 from slime_like.checks.definition import Needs
 from slime_like.commands.command import Command, given_path
@@ -33,16 +34,17 @@ def _run(options: argparse.Namespace, flags: list[str]) -> int:
     config = read_config(options.config, flags, _needs)
     from slime_like.verification.rehearsal.rehearsal import rehearse
 
-    found = 0
-    with _directory(options.directory) as directory:
+    found, noted, kept = 0, 0, Event()
+    with _directory(options.directory, kept) as directory:
         for finding in rehearse(config, directory, options.small_steps):
             found += finding.kind == "FOUND"
+            noted += finding.kind == "note"
             print(f"{finding.kind:5}  {finding.stage:13}  {finding.text}", flush=True)
-        print(f"rehearsal: {counted(found, 'fault')} found" if found else "rehearsal: nothing found")
+        faults = f"{counted(found, 'fault')} found" if found else "nothing found"
+        print(f"rehearsal: {faults}" + (f"; {counted(noted, 'note')} above to read" if noted else ""))
         if found and options.directory is None:
-            kept = Path(tempfile.gettempdir()) / f"{directory.name}-kept"
-            shutil.copytree(directory, kept, symlinks=True, ignore=shutil.ignore_patterns("*.safetensors"))
-            print(f"rehearsal: recipe and logs are in {kept}")
+            kept.set()
+            print(f"rehearsal: recipe and logs are in {directory}")
     return _FOUND if found else 0
 
 
@@ -52,10 +54,18 @@ def _needs(config: RunConfig) -> Needs:
 
 
 @contextlib.contextmanager
-def _directory(given: Path | None) -> Iterator[Path]:
+def _directory(given: Path | None, kept: Event) -> Iterator[Path]:
+    """Args: of a temporary directory nothing but weights is removed where ``kept`` is set."""
     if given is None:
-        with tempfile.TemporaryDirectory(prefix="slime-like-rehearsal-", ignore_cleanup_errors=True) as directory:
-            yield Path(directory)
+        directory = Path(tempfile.mkdtemp(prefix="slime-like-rehearsal-"))
+        try:
+            yield directory
+        finally:
+            if kept.is_set():
+                for weights in directory.rglob("*.safetensors"):
+                    weights.unlink()
+            else:
+                shutil.rmtree(directory, ignore_errors=True)
         return
     try:
         given.mkdir(parents=True)

@@ -133,6 +133,9 @@ def test_rows_whose_answer_earns_nothing_are_reported(user_config: Config, tmp_p
         assert "user_rewards:act" in note and "2 of the first 3 rows" in note and "'bad answer'" in note
         data.write_text(f"{json.dumps(rows[0])}\n")
         assert list(answer_notes(config, pool)) == []
+        data.write_text("".join(json.dumps({"prompt": "good", "answer": each}) + "\n" for each in ("raise", "x")))
+        (note,) = answer_notes(config, pool)
+        assert note.startswith("rewards fail on 1 of the first 2 rows") and "no such thing" in note
 
 
 @pytest.mark.parametrize("workers", [1, 3])

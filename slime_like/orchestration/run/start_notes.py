@@ -12,6 +12,7 @@ from slime_like.data.prompts import Prompt, PromptSource
 from slime_like.errors import ConfigError
 from slime_like.models.dimensions import ModelDimensions
 from slime_like.models.weight_files import WeightFilesError, stored_dtype
+from slime_like.orchestration.rollout.failures import failure_text
 from slime_like.sandbox.rewards.pool import RewardPool
 from slime_like.sandbox.rewards.registry import SERVICES, accepts_answers
 from slime_like.system.words import counted
@@ -68,7 +69,12 @@ def answer_notes(config: RunConfig, rewards: RewardPool) -> Iterator[str]:
         return
     samples = list(islice(answered_samples(config), _ANSWERS))
     outcomes = rewards.score(samples)
-    wrong = [item.answer for item, outcome in zip(samples, outcomes, strict=True) if not outcome.successes[0]]
+    failed = [outcome.metadata for outcome in outcomes if "reason" in outcome.metadata]
+    if failed:
+        rows = f"{len(failed)} of the first {counted(len(samples), 'row')}"
+        yield f"rewards fail on {rows}, with the row's answer as the response ({failure_text(failed)})"
+    sound = [pair for pair in zip(samples, outcomes, strict=True) if "reason" not in pair[1].metadata]
+    wrong = [item.answer for item, outcome in sound if not outcome.successes[0]]
     if wrong:
         shown = wrong[0][:_SHOWN_CHARS] + ("..." if len(wrong[0]) > _SHOWN_CHARS else "")
         rows = "the first row" if len(samples) == 1 else f"{len(wrong)} of the first {len(samples)} rows"

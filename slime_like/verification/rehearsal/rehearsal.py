@@ -216,7 +216,8 @@ def _answers(config: RunConfig) -> Iterator[Finding]:
     elif names[0] in REGISTERED and not accepts_answers(config.reward.functions[0]):
         yield Finding("ok", "rewards", f"{counted(len(samples), 'row')} scored; {names[0]} takes no bare answer")
     else:
-        yield Finding("ok" if right == len(samples) else "note", "rewards", text)
+        none = ": is that meant? A function that needs more than the bare answer may be right" if right == 0 else ""
+        yield Finding("ok" if right == len(samples) else "note", "rewards", text + none)
     if right and [outcome.rewards for outcome in outcomes] == [outcome.rewards for outcome in of_strangers]:
         text = f"another row's answer gets the same reward as a row's own, in each of {len(samples)} rows"
         yield Finding("note", "rewards", f"{text}: no reward depends on the answer")
