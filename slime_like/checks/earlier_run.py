@@ -3,6 +3,7 @@
 import json
 from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import Any
 
 from slime_like.config.run import RunConfig
 from slime_like.data.dump_names import rollouts_name
@@ -12,6 +13,7 @@ BACKEND = "backend"
 """In a checkpoint's ``state.json``: whose files it holds."""
 
 _STATE = "state.json"
+_SIZES = ("num_hidden_layers", "hidden_size", "num_attention_heads", "intermediate_size", "vocab_size")
 
 
 def backend_problem(checkpoint: Path, backend: str, field: str) -> str | None:
@@ -53,6 +55,24 @@ def start_weight_problems(config: RunConfig) -> Iterator[str]:
             f"model.weights={weights} is not a checkpoint (no trainer/ in it); give what `slime-like convert "
             "to-megatron` wrote, or a run's checkpoints/step-N"
         )
+    elif weights is not None and is_converted(weights):
+        theirs, ours = (_sizes(directory / "config.json") for directory in (weights / MODEL, config.model.path))
+        other = [
+            f"{key} {theirs[key]} there, {ours[key]} in model.path"
+            for key in _SIZES
+            if key in theirs and key in ours and theirs[key] != ours[key]
+        ]
+        if other:
+            yield f"model.weights={weights} is of another model ({', '.join(other)}); give the model.path that it is of"
+
+
+def _sizes(file: Path) -> dict[str, Any]:
+    """A model's configuration; empty where it cannot be read, which other checks report."""
+    try:
+        found = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):
+        return {}
+    return found if isinstance(found, dict) else {}
 
 
 def weight_backend_problems(config: RunConfig) -> Iterator[str]:

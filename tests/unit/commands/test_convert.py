@@ -10,7 +10,7 @@ from safetensors.torch import save_file
 
 from slime_like.checks.check import check, require_valid
 from slime_like.checks.definition import CONVERSION
-from slime_like.checks.earlier_run import backend_problem
+from slime_like.checks.earlier_run import backend_problem, start_weight_problems
 from slime_like.commands.convert import size_in_bytes, size_text
 from slime_like.commands.main import main
 from slime_like.commands.root import run
@@ -139,3 +139,19 @@ def test_engines_are_not_evaluated_with_weights_that_they_do_not_load(root: Path
     flags = "--run_dir run --model.path model --evaluation.files rows.jsonl --data.max_prompt_tokens 64"
     with rejects(ConfigError, "evaluation.weights"):
         run(["eval", *flags.split(), "--model.weights", "meg"])
+
+
+def test_weights_of_another_model_are_named_by_what_differs(tmp_path: Path) -> None:
+    for name, hidden in (("model", 64), ("weights/model", 32), ("same/model", 64)):
+        (tmp_path / name).mkdir(parents=True)
+        sizes = {"hidden_size": hidden, "num_hidden_layers": 2}
+        (tmp_path / name / "config.json").write_text(json.dumps(sizes))
+        (tmp_path / name).parent.joinpath("trainer").mkdir(exist_ok=True)
+    found = {
+        name: list(
+            start_weight_problems(RunConfig(run_dir=tmp_path, model={"path": tmp_path / "model", "weights": path}))
+        )
+        for name in ("weights", "same")
+        for path in [tmp_path / name]
+    }
+    assert found["same"] == [] and "hidden_size 32 there, 64 in model.path" in found["weights"][0]
