@@ -116,7 +116,8 @@ class ResponseRecorder(StepRecorder):
         shorter = "most of them before an answer; raise the limit, or ask for shorter responses"
         self._truncation = Truncation("were cut off", _limits(run.config), shorter)
         turns = f"rollout.environment.max_turns={run.config.rollout.environment.max_turns}"
-        self._turns = Truncation("used up their turns", turns, "most of them before the environment ended them")
+        sooner = "most of them before the environment ended them; raise it, or let the environment end sooner"
+        self._turns = Truncation("used up their turns", turns, sooner)
         self._failures: list[str] = []
         self._failed_steps = 0
         self._responses = 0
