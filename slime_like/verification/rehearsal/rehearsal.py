@@ -140,10 +140,13 @@ def _rows(config: RunConfig, tokenizer: Any) -> Iterator[Finding]:
     rows, dropped = source.num_rows, source.dropped_prompts
     share = dropped / (rows + dropped)
     text = f"{counted(rows, 'row')} in use, {dropped} ({share:.1%}) over data.max_prompt_tokens"
-    yield Finding("FOUND" if share > _DROPPED else "ok", "rows", text)
+    raise_it = f"={config.data.max_prompt_tokens}; raise it, or look at the longest rows" if share > _DROPPED else ""
+    yield Finding("FOUND" if share > _DROPPED else "ok", "rows", text + raise_it)
     if config.evaluation.files:
         prompts = sum(len(each) for each in held_out(config, tokenizer).values())
         yield Finding("ok", "held-out rows", counted(prompts, "prompt"))
+    else:
+        yield Finding("note", "held-out rows", "none: nothing will say whether unseen prompts are solved")
 
 
 def _template(config: RunConfig, tokenizer: Any) -> Iterator[Finding]:
