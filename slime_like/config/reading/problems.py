@@ -65,7 +65,7 @@ def did_you_mean(name: str, known: Sequence[str], flag: bool = False) -> str:
     if name in SECTIONS:
         return "if the file is verl's, convert it: slime-like import-config FILE"
     parts = name.replace("-", "_").split(".")
-    if absent := ABSENT.get(".".join(parts[-2:])):
+    if absent := ABSENT.get(".".join(parts[-2:]), ABSENT.get(parts[-1])):
         return absent
     if len(parts) == 1 and parts[0] in SEVERAL:
         return f"did you mean {SEVERAL[parts[0]]}?"

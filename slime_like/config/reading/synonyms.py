@@ -281,7 +281,8 @@ SEVERAL = {
 """Names that mean different things in these projects."""
 
 _WHOLE = "evaluations draw from the whole distribution; remove it"
-ABSENT = {
+_CUT_OFF = "responses that were cut off are trained on, or penalised by algorithm.overlong_buffer; remove it"
+ABSENT = dict.fromkeys(["mask_truncated_completions", "overlong_filter", "overlong_filtering"], _CUT_OFF) | {
     f"{section}.{name}": _WHOLE for section in ("evaluation", "val_kwargs") for name in ("top_p", "top_k", "min_p")
 }
 """What there is no field for, though there is one that looks like it."""

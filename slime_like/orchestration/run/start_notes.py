@@ -101,6 +101,12 @@ def algorithm_notes(config: RunConfig) -> Iterator[str]:
             "almost nothing: the geometric mean of a response's ratios stays within hundredths of 1; set bounds as "
             "near, e.g. 0.99 and 1.01"
         )
+    updates, warmup = config.steps * algorithm.minibatches * algorithm.epochs, config.trainer.optimizer.warmup_steps
+    if warmup >= updates:
+        yield (
+            f"trainer.optimizer.warmup_steps={warmup} lasts longer than the run's {counted(updates, 'update')}: the "
+            "learning rate never reaches trainer.optimizer.lr"
+        )
     prompts, minibatches = config.rollout.prompts_per_step, config.algorithm.minibatches
     if prompts % minibatches:
         sizes = f"{prompts // minibatches} or {prompts // minibatches + 1}"
