@@ -79,14 +79,14 @@ def test_settings_that_do_little_or_cut_unevenly(algorithm: dict[str, Any], coun
     ("settings", "count"),
     [({}, 1), ({"steps": 1}, 0), ({"checkpoint": {"every": 0}}, 0), ({"checkpoint": {"every": 2, "keep": 1}}, 0)],
 )
+def test_runs_that_may_lose_every_step_say_so(settings: dict[str, Any], count: int) -> None:
+    assert len(list(checkpoint_notes(config(**settings)))) == count
+
+
 def test_a_warm_up_that_outlasts_the_run() -> None:
     for warmup, count in ((19, 0), (20, 1)):
         found = config(trainer={"optimizer": {"warmup_steps": warmup}}, algorithm={"minibatches": 4})
         assert len([note for note in algorithm_notes(found) if "never reaches" in note]) == count
-
-
-def test_runs_that_may_lose_every_step_say_so(settings: dict[str, Any], count: int) -> None:
-    assert len(list(checkpoint_notes(config(**settings)))) == count
 
 
 def test_bfloat16_without_its_instructions() -> None:
