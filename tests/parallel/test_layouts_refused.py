@@ -67,4 +67,4 @@ def test_possible_layouts_pass(family: str, trainer: dict[str, Any], checkpoints
 
 def test_a_missing_checkpoint_is_named(tmp_path: Path) -> None:
     (problem,) = _problems(tmp_path / "nowhere", {})
-    assert "nowhere" in problem and "config.json" in problem
+    assert "nowhere does not exist" in problem

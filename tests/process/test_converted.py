@@ -89,11 +89,13 @@ def test_every_command_rejects_the_damaged_checkpoint(
         ["convert", "to-hf", str(converted), "out"],
         ["score", str(converted), "--input", str(other), "--output", str(tmp_path / "scores.jsonl")],
     ]
+    source = shutil.copytree(converted / "model", tmp_path / "source")
     damage(converted)
     for command in commands:
         assert main(command) == 2
         assert capsys.readouterr().err.startswith(f"slime-like: CHECKPOINT={converted} is damaged ({fault}")
-    [problem] = check(load_config(None, [*sound, "--model.weights", str(converted)]))
+    given = ["--model.path", str(source), "--model.weights", str(converted), "--algorithm.loss", "sft"]
+    [problem] = check(load_config(None, [*sound, *given]))
     assert problem.text.startswith(f"model.weights={converted} is damaged ({fault}")
 
 
