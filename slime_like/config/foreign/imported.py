@@ -40,6 +40,12 @@ class Imported:
         """Leave a setting to the user."""
         self.open_points[setting] = why
 
+    def account_for(self, settings: Mapping[str, str]) -> None:
+        """List settings that were read, by name with their text, if nothing names them."""
+        for name, setting in settings.items():
+            if not self.mentions(name):
+                self.needless[setting] = "read together with others"
+
     def forget(self, names: Collection[str]) -> None:
         """Drop values that settings of these names would have had a part in: their defaults are no one's choice."""
         words = [re.compile(rf"(?<![\w.-]){re.escape(name)}(?![\w-])") for name in names]

@@ -23,7 +23,7 @@ _LONGEST = 200
 
 
 def with_arithmetic_marked(script: str) -> str:
-    """Every ``$((...))`` of the script as one piece without spaces or parentheses of its own."""
+    """Mark the parentheses of every ``$((...))`` and drop its spaces, so that it stays one word."""
     return _ARITHMETIC.sub(lambda found: f"${OPENS}{''.join(found[1].split())}{CLOSES}", script)
 
 

@@ -278,12 +278,11 @@ def _schedule(given: Given, imported: Imported, shown: Any) -> None:
 
 
 def _rest(given: Given, imported: Imported) -> None:
-    for name, value in given.taken.items():
-        if not imported.mentions(f"--{name}") and name not in _DEFAULTS:
-            imported.needless[f"--{name} {value}".removesuffix(" true")] = "no setting of its own"
+    read = {name: value for name, value in given.taken.items() if name not in _DEFAULTS}
+    imported.account_for({f"--{name}": _setting(name, value) for name, value in read.items()})
     imported.forget([f"--{name}" for name in given.unknown])
     for name, value in given.values.items():
-        setting = f"--{name}" + ("" if value == "true" else f" {printable(name, value)}")
+        setting = _setting(name, value)
         if name in given.unknown:
             imported.decide(setting, UNKNOWN_VALUE)
         elif name in _NEEDLESS:
@@ -295,3 +294,7 @@ def _rest(given: Given, imported: Imported) -> None:
             imported.set(f"rollout.engine_args.{argument}", scalar(value), f"--{name}")
         else:
             imported.decide(setting, "no counterpart is known")
+
+
+def _setting(name: str, value: str) -> str:
+    return f"--{name}" + ("" if value == "true" else f" {printable(name, value)}")

@@ -113,7 +113,6 @@ _NEEDLESS: Mapping[str, str] = MappingProxyType(
         "trainer.device": "found out at the start",
     }
 )
-_NOT_ITS_OWN = "no setting of its own"
 _NEEDLESS_PARTS = ("critic.", "ray_kwargs.", "global_profiler.", "actor_rollout_ref.ref.", f"{ACTOR}.profiler.")
 
 
@@ -189,9 +188,7 @@ def _intervals(given: Given, imported: Imported) -> None:
 
 
 def _rest(given: Given, imported: Imported) -> None:
-    for name, value in given.taken.items():
-        if not imported.mentions(name):
-            imported.needless[f"{name}={value}"] = _NOT_ITS_OWN
+    imported.account_for({name: f"{name}={printable(name, value)}" for name, value in given.taken.items()})
     imported.forget(given.unknown)
     for name, value in given.values.items():
         setting = f"{name}={printable(name, value)}"

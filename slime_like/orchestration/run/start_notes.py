@@ -117,7 +117,7 @@ def algorithm_notes(config: RunConfig) -> Iterator[str]:
 
 
 def checkpoint_notes(config: RunConfig) -> Iterator[str]:
-    """A run that nobody gave an interval."""
+    """Warn where no checkpoint interval is set."""
     if config.steps > 1 and "every" not in config.checkpoint.model_fields_set:
         yield (
             f"a checkpoint is written after step {config.steps} alone: a run that ends before loses all steps; set "
