@@ -246,6 +246,28 @@ def _head_back(
             _turned_back(row_grads, r, mixed, at, norm, turns, t, scale, weight_grad)
 
 
+@part()
+def _keys_back(
+    mixed: Array,
+    first: int,
+    offset: int,
+    length: int,
+    g: int,
+    norm: Norm,
+    turns: Turns,
+    weight_grad: Array,
+    key_grads: Array,
+    value_grads: Array,
+) -> None:
+    """Gradients of a segment's keys and values, in their place in ``mixed``: all that sees them has added its own."""
+    width = key_grads.shape[1]
+    place = mixed.shape[2] - 2 * width
+    for t in range(length):
+        at = _at(mixed, first + t, g, place)
+        _turned_back(key_grads, offset + t, mixed, at, norm, turns, first + t, _ONE, weight_grad)
+        copy(value_grads, (offset + t) * width, mixed, at + width, width)
+
+
 @kernel(_HEADS, *_QKV, _HEADS, _MATRIX, _VECTOR, _VECTOR)
 def backward(
     grad: Array,
@@ -303,10 +325,7 @@ def backward(
                             grad, mixed, out, lse, first, offset, length, g, h, query_norm, turns, scale, query_sum,
                             path, memory,
                         )  # fmt: skip
-                    for t in range(length):
-                        at = _at(mixed, first + t, g, heads * width)
-                        _turned_back(key_grads, offset + t, mixed, at, key_norm, turns, first + t, _ONE, key_sum)
-                        copy(value_grads, (offset + t) * width, mixed, at + width, width)
+                    _keys_back(mixed, first, offset, length, g, key_norm, turns, key_sum, key_grads, value_grads)
                     last = parents[last]
                 if s < end:
                     last, offset, length = s, offsets[s], boundaries[s + 1] - boundaries[s]
