@@ -13,10 +13,15 @@ OTHER = "other"
 _COPIES_OF_GLOO = ("gloo:", "c10d::")
 """Ranges in which gloo copies what it sends; NCCL sends from the tensors themselves."""
 
+_ATTENTION = "aten::_scaled_dot_product_flash_attention_for_cpu"
+"""The operator, and its backward, whose workspaces depend on the processor: with AMX it packs keys and values anew."""
+
 
 @dataclass(frozen=True)
 class Allocated:
-    """In bytes, without gloo's copies: the highest moment by label, above what was there before; what is left."""
+    """In bytes: the highest moment by label, above what was there before; what is left. Neither gloo's copies count nor
+    workspaces of the CPU's attention.
+    """
 
     peak: Counter[str]
     left: int
@@ -35,10 +40,12 @@ def allocated_by(run: Callable[[], Any], labels: Mapping[str, str] | None = None
     live: Counter[str] = Counter()
     peak: Counter[str] = Counter()
     known: dict[int, str | None] = {}
-    for event in sorted(_allocations(result.experimental_event_tree()), key=lambda event: event.start_time_ns):
+    events = sorted(_allocations(result.experimental_event_tree()), key=lambda event: event.start_time_ns)
+    workspaces = _workspaces(events)
+    for event in events:
         found = event.typed[1]
         if found.alloc_size > 0:
-            known[found.ptr] = label = _label(event, labels or {})
+            known[found.ptr] = label = None if id(event) in workspaces else _label(event, labels or {})
         else:
             label = known.pop(found.ptr, OTHER)
         if label is not None:
@@ -53,6 +60,29 @@ def _allocations(events: list[Any]) -> Iterator[Any]:
         if event.typed[0] == _EventType.Allocation:
             yield event
         yield from _allocations(event.children)
+
+
+def _workspaces(events: list[Any]) -> set[int]:
+    """Identities of allocations, among ``events`` in order of time, that one call of attention makes and frees."""
+    found: set[int] = set()
+    made: dict[int, Any] = {}
+    for event in events:
+        allocation = event.typed[1]
+        if allocation.alloc_size > 0:
+            made[allocation.ptr] = event
+        elif (allocated := made.pop(allocation.ptr, None)) is not None:
+            call = _call_of_attention(allocated)
+            if call is not None and call == _call_of_attention(event):
+                found.add(id(allocated))
+    return found
+
+
+def _call_of_attention(event: Any) -> int | None:
+    """The time when the call began in which ``event`` lies; ``None`` outside of attention."""
+    while (event := event.parent) is not None:
+        if event.name.startswith(_ATTENTION):
+            return int(event.start_time_ns)
+    return None
 
 
 def _label(event: Any, labels: Mapping[str, str]) -> str | None:

@@ -96,12 +96,21 @@ def waiting_for_gloo() -> Iterator[None]:
 
     def wait(*arguments: Any) -> Any:
         result = original(*arguments)
+        deadline = time.monotonic() + 10
         time.sleep(0.001)
+        while _gloo_runs():
+            assert time.monotonic() < deadline, "gloo's threads still run 10 s after a collective's end"
+            time.sleep(0.001)
         return result
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(work, "wait", wait)
         yield
+
+
+def _gloo_runs() -> bool:
+    """Whether a thread of gloo's collectives runs, or waits for a core: with others' load that takes a while."""
+    return any("(pt_gloo_runloop) R" in stat.read_text() for stat in Path("/proc/self/task").glob("*/stat"))
 
 
 def _held_by_megatron(trainer: MegatronTrainer) -> tuple[int, int, int, int]:
