@@ -9,7 +9,7 @@ from pydantic import BaseModel
 from pydantic_core import ErrorDetails
 
 from slime_like.config.reading.fields import all_fields, is_section, section_names, value_text
-from slime_like.config.reading.synonyms import ABSENT, SECTIONS, SEVERAL, SYNONYMS
+from slime_like.config.reading.synonyms import ABSENT, SECTIONS, SEVERAL, SYNONYMS, VALUES
 from slime_like.errors import Problem
 
 FLAG = "--"
@@ -99,6 +99,12 @@ def suggestion(name: str, known: Sequence[str]) -> str | None:
     return candidates[0] if candidates else None
 
 
+def meant_value(value: str, known: Sequence[str]) -> str:
+    """``; did you mean X?`` where another project calls X ``value``, or ""."""
+    meant = VALUES.get(value)
+    return f"; did you mean {meant}?" if meant in known else ""
+
+
 def conflicting_fields(detail: ErrorDetails) -> list[str]:
     """Fields of a section that do not go together; empty for any other error."""
     if detail["type"] != "value_error" or not _is_section_value(detail["input"]):
@@ -138,6 +144,7 @@ def _fault(name: str, detail: ErrorDetails) -> tuple[str, str]:
     if kind in _FAULTS:
         code, wrong = _FAULTS[kind]
         wrong += _OTHERWISE.get(name, "")
+        wrong += meant_value(str(value), re.findall(r"'(.+?)'", context.get("expected", "")))
         if wrong is _NO_SECTION:
             fields = [field for field in all_fields() if field.startswith(f"{name}.")]
             wrong += "".join(f", e.g. `{field.removeprefix(f'{name}.')}: ...`" for field in fields[:1])

@@ -287,5 +287,19 @@ ABSENT = dict.fromkeys(["mask_truncated_completions", "overlong_filter", "overlo
 }
 """What there is no field for, though there is one that looks like it."""
 
+VALUES = {
+    "bf16": "bfloat16",
+    "fp32": "float32",
+    "token-mean": "tokens",
+    "token_mean": "tokens",
+    "seq-mean-token-mean": "samples",
+    "sequence_mean": "samples",
+    "hf": "transformers",
+    "huggingface": "transformers",
+    "kl": "k1",
+    "mse": "k2",
+}
+"""What these projects call a value, and its name here."""
+
 SECTIONS = frozenset(["actor_rollout_ref", "critic", "custom_reward_function", "ray_kwargs", "reward_model"])
 """Top-level sections of verl's YAML."""

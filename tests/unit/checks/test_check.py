@@ -185,7 +185,7 @@ FAULTS: dict[str, list[str]] = {
     "evaluation.sampling": ["--evaluation.temperature 0.001", "--evaluation.samples_per_prompt 4"],
     "evaluation.files": ["--evaluation.files TMP/a.csv"],
     "evaluation.every": ["--evaluation.every 5"],
-    "rollout.engine": ["--rollout.engine vlm"],
+    "rollout.engine": ["--rollout.engine vlm", "--rollout.engine hf"],
     "trainer.backend": ["--trainer.backend fdsp"],
     "algorithm.loss": ["--algorithm.loss ppo", "--algorithm.loss no_such.place:thing", "--algorithm.loss a-b:c"],
     "algorithm.advantage": ["--algorithm.advantage gae", "--algorithm.advantage slime_like.algorithms.advantage:x"],

@@ -238,6 +238,22 @@ def test_names_of_other_projects_suggest_the_same_setting(name: str, field: str)
     assert found.endswith(f"did you mean --{field}?")
 
 
+@pytest.mark.parametrize(
+    ("field", "value", "meant"),
+    [
+        ("model.dtype", "bf16", "bfloat16"),
+        ("algorithm.reduction", "token-mean", "tokens"),
+        ("model.dtype", "mse", None),
+    ],
+)
+def test_values_of_other_projects_suggest_the_same_value(field: str, value: str, meant: str | None) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_config(None, [f"--{field}", value])
+    (found,) = (str(problem) for problem in caught.value.problems if problem.field == field)
+    assert found.endswith(f"did you mean {meant}?") == (meant is not None)
+    assert ("did you mean" in found) == (meant is not None)
+
+
 def test_names_in_the_table_of_other_projects_suggest_its_field() -> None:
     page = (Path(__file__).parents[3] / "docs" / "coming_from.md").read_text()
     rows = [line.split("|")[1:-1] for line in page.splitlines() if line.startswith("| ") and "`" in line][1:]
