@@ -46,6 +46,7 @@ def _try_all(config: RunConfig) -> int:
     log.parent.mkdir(exist_ok=True)
     verdicts = []
     with _all_else_to(log) as terminal:
+        print(f"{'':5} {'gap':>8} {'time':>8}  claim", file=terminal, flush=True)
         for verdict in verify_engine(config):
             verdicts.append(verdict)
             gap = "" if verdict.gap is None else f"{verdict.gap:.1e}"
