@@ -20,30 +20,15 @@ def small_recipe(config: RunConfig, model: Path, run_dir: Path, steps: int) -> R
 
     Devices, precisions and engine arguments are a CPU's: what belongs to GPUs alone is left at its default.
     """
-    raw = config.model_dump(mode="json")
-    parallel = _small_axes(raw["trainer"]["parallel"])
-    rollout, talks = config.rollout, config.rollout.environment.name is not None
-    turn = min(NEW_TOKENS, rollout.max_new_tokens)
-    new_tokens = min(rollout.max_new_tokens, turn * (_TURNS if talks else 1))
-    length = rollout.max_model_len  # an agent's own prompt needs what it needs
-    if not rollout.agent.is_set and length is not None:
-        observed = (_TURNS - 1) * rollout.environment.max_observation_tokens if talks else 0
-        length = min(length, config.data.max_prompt_tokens + new_tokens + observed)
+    raw, algorithm = config.model_dump(mode="json"), config.algorithm
+    new_tokens, length = _lengths(config)
     budget = max(512, length or config.data.max_prompt_tokens + new_tokens)
     more: dict[str, Any] = {
         "run_dir": str(run_dir),
         "steps": steps,
         "resume": "auto",
         "model": {"path": str(model), "weights": None, "dtype": "float32"},
-        "rollout": {
-            "num_engines": 1,
-            "tensor": min(2, rollout.tensor),
-            "prompts_per_step": min(4, rollout.prompts_per_step),
-            "samples_per_prompt": min(4, rollout.samples_per_prompt),
-            "max_new_tokens": new_tokens,
-            "max_model_len": length,
-            "engine_args": {},
-        },
+        "rollout": _rollout(config, new_tokens, length),
         "reward": {"workers": min(2, config.reward.workers)},
         "sync": {"transport": "auto" if config.sync.transport in ("nccl", "colocated") else config.sync.transport},
         "evaluation": {
@@ -53,39 +38,72 @@ def small_recipe(config: RunConfig, model: Path, run_dir: Path, steps: int) -> R
             "max_new_tokens": None,
         },
         "algorithm": {
-            "minibatches": min(2, config.algorithm.minibatches),
-            "constant_length": _at_most(new_tokens, config.algorithm.constant_length),
-            "overlong_buffer": _at_most(max(1, new_tokens // 2), config.algorithm.overlong_buffer),
+            "minibatches": min(2, algorithm.minibatches),
+            "constant_length": _at_most(new_tokens, algorithm.constant_length),
+            "overlong_buffer": _at_most(max(1, new_tokens // 2), algorithm.overlong_buffer),
         },
-        "trainer": {
-            "parallel": parallel,
-            "attention": "auto" if config.trainer.attention == "transformer_engine" else config.trainer.attention,
-            "target_tokens_per_batch": min(budget, config.trainer.target_tokens_per_batch),
-            "head_chunk_tokens": None,
-            "activation_offload": False,
-            "optimizer": {"offload": False, "warmup_steps": min(1, config.trainer.optimizer.warmup_steps)},
-            "cpu_threads": None,
-        },
+        "trainer": _trainer(config, budget),
+        "reference": _reference(config, model),
         "checkpoint": {"every": 1, "keep": 2, "export_hf": True},
         "logging": {"wandb": False, "progress": "plain"},
         "debug": {"save_rollouts": None, "load_rollouts": None, "samples_per_step": 4, "tables_every": 1},
         "cluster": {"address": None},
     }
-    if config.reference.path is not None:
-        more["reference"] = {"path": str(model)}
-    if config.algorithm.needs_reference and config.reference.placement == "workers":
-        axes = _small_axes(raw["reference"]["parallel"])
-        more["reference"] = {**more.get("reference", {}), "workers": 1, "parallel": axes}
-    if talks:
-        environment = rollout.environment
-        more["rollout"]["environment"] = {
+    return RunConfig.model_validate(_merged(raw, more))
+
+
+def _lengths(config: RunConfig) -> tuple[int, int | None]:
+    """Most tokens of a response, and of a sequence; an agent's own prompt needs what it needs."""
+    rollout, talks = config.rollout, config.rollout.environment.name is not None
+    new_tokens = min(rollout.max_new_tokens, NEW_TOKENS * (_TURNS if talks else 1))
+    if rollout.agent.is_set or rollout.max_model_len is None:
+        return new_tokens, rollout.max_model_len
+    observed = (_TURNS - 1) * rollout.environment.max_observation_tokens if talks else 0
+    return new_tokens, min(rollout.max_model_len, config.data.max_prompt_tokens + new_tokens + observed)
+
+
+def _rollout(config: RunConfig, new_tokens: int, length: int | None) -> dict[str, Any]:
+    rollout, environment = config.rollout, config.rollout.environment
+    small: dict[str, Any] = {
+        "num_engines": 1,
+        "tensor": min(2, rollout.tensor),
+        "prompts_per_step": min(4, rollout.prompts_per_step),
+        "samples_per_prompt": min(4, rollout.samples_per_prompt),
+        "max_new_tokens": new_tokens,
+        "max_model_len": length,
+        "engine_args": {},
+    }
+    if environment.name is not None:
+        small["environment"] = {
             "max_turns": min(_TURNS, environment.max_turns),
-            "max_turn_tokens": _at_most(turn, environment.max_turn_tokens),
+            "max_turn_tokens": _at_most(min(NEW_TOKENS, rollout.max_new_tokens), environment.max_turn_tokens),
             "workers": min(2, environment.workers),
         }
     if rollout.agent.is_set:
-        more["rollout"]["agent"] = {"workers": min(4, rollout.agent.workers)}
-    return RunConfig.model_validate(_merged(raw, more))
+        small["agent"] = {"workers": min(4, rollout.agent.workers)}
+    return small
+
+
+def _trainer(config: RunConfig, budget: int) -> dict[str, Any]:
+    trainer = config.trainer
+    return {
+        "parallel": _small_axes(trainer.parallel.model_dump()),
+        "attention": "auto" if trainer.attention == "transformer_engine" else trainer.attention,
+        "target_tokens_per_batch": min(budget, trainer.target_tokens_per_batch),
+        "head_chunk_tokens": None,
+        "activation_offload": False,
+        "optimizer": {"offload": False, "warmup_steps": min(1, trainer.optimizer.warmup_steps)},
+        "cpu_threads": None,
+    }
+
+
+def _reference(config: RunConfig, model: Path) -> dict[str, Any]:
+    reference, small = config.reference, dict[str, Any]()
+    if reference.path is not None:
+        small["path"] = str(model)
+    if config.algorithm.needs_reference and reference.placement == "workers":
+        small |= {"workers": 1, "parallel": _small_axes(reference.parallel.model_dump())}
+    return small
 
 
 def _at_most(limit: int, value: int | None) -> int | None:
