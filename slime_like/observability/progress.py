@@ -74,6 +74,11 @@ class Progress(AbstractContextManager["Progress"]):
         for display in self._displays:
             display.show(step, shown_figures(self._values, evaluated), phase_shares(self._values))
 
+    def recall(self, step: int, values: Mapping[str, float]) -> None:
+        """Have ``values`` of an earlier start's ``step`` shown from the next update on."""
+        self._values.update(values)
+        self._evaluated = step if ACCURACY in values else self._evaluated
+
     def note(self, text: str) -> None:
         """Write a line at once, apart from the figures."""
         for display in self._displays:

@@ -5,6 +5,7 @@ the first run's kept rollouts alone (no engine, no reward, no prompt), comes to 
 """
 
 import os
+import re
 import shutil
 import tempfile
 import time
@@ -116,6 +117,7 @@ def _resume_beside_another_user(tiny: Tiny, root: Path) -> list[Round]:
     assert finished.code == 0, finished.stderr
     assert finished.left_behind == []
     assert "step-000004 after step 4" in finished.stderr
+    assert re.search(r"^step 5/8 \|.* accuracy \S+ \(step 0\)", finished.stderr, re.MULTILINE), finished.stderr
     return other.end() if other is not None else []
 
 

@@ -49,9 +49,16 @@ class Milestones:
         self._recorder = recorder
 
     def before_first(self) -> None:
-        """Evaluate the initial weights; a resumed run has done so."""
-        if self._run.finished_steps == 0:
+        """Evaluate the initial weights; a resumed run shows what it measured last, where that is still comparable."""
+        run, finished = self._run, self._run.finished_steps
+        if finished == 0:
             self._evaluate(step=0)
+            return
+        first = measured_otherwise_until(run.config) or -1
+        measured = zip(*series(read_metrics(run.config.run_dir / METRICS_FILE), ACCURACY), strict=True)
+        for step, accuracy in measured:
+            if first < step <= finished:
+                run.progress.recall(step, {ACCURACY: accuracy})
 
     def after(self, step: int) -> bool:
         """Run what is due after this step; True if anything was."""

@@ -76,6 +76,15 @@ def test_plain_lines(
         assert stream.getvalue() == "".join(f"{line}\n" for line in [*lines, *at_end])
 
 
+def test_the_accuracy_of_an_earlier_start_is_shown_with_its_step() -> None:
+    stream = io.StringIO()
+    progress = Progress("plain", 9, stream)
+    progress.recall(5, ACCURACY)
+    assert not stream.getvalue()
+    progress.update(7, {"train_actor_training/loss": 0.5})
+    assert stream.getvalue() == "step 7/9 | loss 0.5 | accuracy 0.250 (step 5)\n"
+
+
 def test_a_wait_has_one_line_when_it_is_over() -> None:
     """None where it was short, failed, or was shown before."""
     stream, now = io.StringIO(), SimpleNamespace(seconds=0.0)
