@@ -168,6 +168,9 @@ def _jsonl_row(row: Row, line: bytes) -> Row:
             _refuse_lone_surrogates(values)
     except _RepeatedKeyError as error:
         raise row.fault("repeated-key", f"the key {error} occurs twice in one object", "keep one") from error
+    except UnicodeDecodeError as error:
+        remedy = "write the file in UTF-8, and neither compressed nor in another format"
+        raise row.fault("not-utf8", "this is not UTF-8 text", remedy) from error
     except (ValueError, RecursionError) as error:
         remedy = f"{_CUT_OFF}; {_ONE_OBJECT}" if _is_cut_off(line, error) else _ONE_OBJECT
         why = f"{error.msg}: column {error.colno}" if isinstance(error, json.JSONDecodeError) else str(error)

@@ -324,6 +324,14 @@ def test_a_bad_row_is_named_by_file_and_line(
         PromptSource([path], TOKENIZER, CONFIG.model_copy(update=changes), seed=0)
 
 
+def test_a_binary_file_is_one_problem(tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_bytes(b"\x28\xb5\x2f\xfd\n\xff\n{\xfe\n")
+    with pytest.raises(ConfigError) as caught:
+        PromptSource([path], TOKENIZER, CONFIG, seed=0)
+    assert [problem.code for problem in caught.value.problems] == ["not-utf8"]
+
+
 def test_all_bad_rows_are_listed_and_alike_ones_together(tmp_path: Path) -> None:
     rows = [
         '{"prompt": "a", "answer": "b"}',
@@ -347,7 +355,7 @@ def test_all_bad_rows_are_listed_and_alike_ones_together(tmp_path: Path) -> None
 
 
 UNUSABLE = [("csv", b"x", "file-type"), ("parquet", b"x", "damaged-parquet"), ("jsonl", None, "file-not-readable")]
-UNUSABLE += [("jsonl", b'{"prompt": "\xff", "answer": "1"}\n', "not-json")]
+UNUSABLE += [("jsonl", b'{"prompt": "\xff", "answer": "1"}\n', "not-utf8")]
 
 
 @pytest.mark.parametrize("response", [None, "", 5])
