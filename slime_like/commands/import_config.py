@@ -5,9 +5,9 @@ from pathlib import Path
 
 from slime_like.commands.command import Command, given_path
 from slime_like.config.foreign.imported import Imported
-from slime_like.config.foreign.launch_script import commands
-from slime_like.config.foreign.slime import is_slime, read_slime
-from slime_like.config.foreign.verl import is_verl, read_verl_script, read_verl_yaml
+from slime_like.config.foreign.launch_script import launches
+from slime_like.config.foreign.slime import read_slime, starts_slime
+from slime_like.config.foreign.verl import read_verl_script, read_verl_yaml, starts_verl
 from slime_like.config.reading.yaml_text import read_document
 from slime_like.errors import ConfigError
 
@@ -16,7 +16,7 @@ def imported_config(path: Path) -> Imported:
     """Read settings of verl or slime.
 
     Raises:
-        ConfigError: the file cannot be read, has settings of neither, or a value of another kind.
+        ConfigError: the file cannot be read, has settings of neither, or starts several trainers.
     """
     try:
         content = path.read_text(encoding="utf-8")
@@ -24,23 +24,20 @@ def imported_config(path: Path) -> Imported:
         why = getattr(error, "strerror", None) or "it is no text"
         remedy = "give verl's YAML, or a launch script of verl or slime"
         raise ConfigError(f"FILE={path} cannot be read ({why}); {remedy}", code="file-not-readable") from error
-    try:
-        if path.suffix in (".yaml", ".yml"):
-            document = read_document(content, str(path))
-            if document.problems:
-                raise ConfigError(document.problems)
-            if isinstance(document.data, dict) and "actor_rollout_ref" in document.data:
-                return read_verl_yaml(document.data)
-        else:
-            words = commands(content)
-            if is_verl(words):
-                return read_verl_script(words)
-            if is_slime(words):
-                return read_slime(words)
-    except (TypeError, ValueError) as error:
-        raise ConfigError(
-            f"FILE={path}: a value is of another kind than expected ({error})", code="foreign-value"
-        ) from error
+    if path.suffix in (".yaml", ".yml"):
+        document = read_document(content, str(path))
+        if document.problems:
+            raise ConfigError(document.problems)
+        if isinstance(document.data, dict) and "actor_rollout_ref" in document.data:
+            return read_verl_yaml(document.data)
+    else:
+        for starts, read in ((starts_verl, read_verl_script), (starts_slime, read_slime)):
+            found = launches(content, starts)
+            if len(found) > 1:
+                problem = f"starts the trainer in {len(found)} places; give a script that has one of them"
+                raise ConfigError(f"FILE={path} {problem}", code="foreign-several")
+            if found:
+                return read(found[0])
     problem = "has no settings of verl's PPO trainer or of slime; give verl's YAML, or a launch script of either"
     raise ConfigError(f"FILE={path} {problem}", code="foreign-unknown")
 

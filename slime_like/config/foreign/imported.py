@@ -2,18 +2,19 @@
 
 import math
 import re
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import yaml
 
 from slime_like.config.reading.fields import all_fields
-from slime_like.config.reading.yaml_text import read_value
 
-_SECRET = re.compile(r"(?:^|[-_.])(?:wandb[-_]key|api[-_]?key|access[-_]key|token|secret|password)$", re.IGNORECASE)
 UNKNOWN_VALUE = "its value is known only when the script runs"
 ELSEWHERE = "another file defines this array; add its settings"
+IDLE = "the command that starts the trainer does not take it"
+_LONGEST = 300
+"""Characters of a comment's part."""
 
 
 @dataclass(slots=True)
@@ -40,26 +41,18 @@ class Imported:
         """Leave a setting to the user."""
         self.open_points[setting] = why
 
-    def account_for(self, settings: Mapping[str, str]) -> None:
-        """List settings that were read, by name with their text, if nothing names them."""
-        for name, setting in settings.items():
-            if not self.mentions(name):
-                self.needless[setting] = "read together with others"
-
-    def forget(self, names: Collection[str]) -> None:
-        """Drop values that settings of these names would have had a part in: their defaults are no one's choice."""
-        words = [re.compile(rf"(?<![\w.-]){re.escape(name)}(?![\w-])") for name in names]
-        self.values = {
-            field: (value, origin)
-            for field, (value, origin) in self.values.items()
-            if not any(word.search(origin) for word in words)
-        }
+    def add(self, other: "Imported") -> None:
+        """Take over all that another one has."""
+        self.values |= other.values
+        self.open_points |= other.open_points
+        self.needless |= other.needless
 
     def mentions(self, name: str) -> bool:
         """Whether a value, what is to decide or what is needless names the setting."""
         word = re.compile(rf"(?<![\w.-]){re.escape(name)}(?![\w-])")
-        return any(
-            map(word.search, [*(origin for _, origin in self.values.values()), *self.open_points, *self.needless])
+        points = [*self.open_points.items(), *self.needless.items()]
+        return any(map(word.search, [origin for _, origin in self.values.values()])) or any(
+            word.search(setting) or word.search(why) for setting, why in points
         )
 
     def text(self) -> str:
@@ -70,8 +63,14 @@ class Imported:
         ]
         for title, points in (("To decide", self.open_points), ("Needs no setting here", self.needless)):
             lines += [f"#\n# {title}:"] * bool(points)
-            lines += [f"# - {setting}: {why}" for setting, why in points.items()]
+            lines += [f"# - {_one_line(setting)}: {_one_line(why)}" for setting, why in points.items()]
         return "\n".join([*lines, *_section("", dict(sorted(self.values.items(), key=_order)), 0)]) + "\n"
+
+
+def _one_line(text: str) -> str:
+    """Text of a file for a comment: a line's end in it would begin a setting, and other signs are no YAML."""
+    shown = "".join(sign if sign.isprintable() else repr(sign)[1:-1] for sign in text)
+    return shown if len(shown) <= _LONGEST else f"{shown[:_LONGEST]}..."
 
 
 def _order(item: tuple[str, Any]) -> tuple[int, str]:
@@ -93,104 +92,13 @@ def _section(prefix: str, values: Mapping[str, tuple[Any, str]], depth: int) -> 
             below = {other: one for other, one in values.items() if other.startswith(f"{prefix}{head}.")}
             lines += [f"{indent}{head}:", *_section(f"{prefix}{head}.", below, depth + 1)]
         else:
-            shown = yaml.safe_dump(value, default_flow_style=True, width=math.inf).removesuffix("...\n").strip()
-            lines.append(f"{indent}{head}: {shown}  # {origin}")
+            lines.append(f"{indent}{head}: {_in_yaml(value)}  # {_one_line(origin)}")
     return lines
 
 
-@dataclass(frozen=True, slots=True)
-class Given:
-    """Settings of a source by name, each used at most once: what is left over is unknown."""
-
-    values: dict[str, Any]
-    unknown: frozenset[str] = frozenset()
-    taken: dict[str, Any] = field(default_factory=dict)
-
-    def take(self, name: str, default: Any = None) -> Any:
-        """The value given, and take it away; ``default`` where there is none. One that is not known stays."""
-        if name in self.unknown:
-            return default
-        value = self.values.pop(name, None)
-        if value is None:
-            return default
-        self.taken[name] = value
-        return value
-
-    def known(self, name: str, default: Any) -> Any:
-        """The value given, which stays; ``default`` where there is none, or none that is known."""
-        return self.values[name] if self.has(name) else default
-
-    def has(self, name: str) -> bool:
-        return self.values.get(name) is not None and name not in self.unknown
-
-
-def take_direct(
-    given: Given,
-    imported: Imported,
-    direct: Mapping[str, tuple[str, Callable[[Any], Any]]],
-    shown: Callable[[str], str],
-) -> None:
-    """Take over all settings that are one field here; those whose value is not of that kind are left to decide."""
-    for name, (target, convert) in direct.items():
-        if not given.has(name):
-            continue
-        value = given.take(name)
-        try:
-            imported.set(target, convert(value), shown(name))
-        except (TypeError, ValueError):
-            imported.decide(f"{shown(name)}={value}", f"not a value of {target}")
-
-
-def printable(name: str, value: Any) -> Any:
-    """The value, but of a credential: what is printed becomes a file."""
-    return "..." if _SECRET.search(name) else value
-
-
-def scalar(value: Any) -> Any:
-    """Text of a command line as YAML reads it; other values as they are."""
-    if not isinstance(value, str):
-        return value
-    try:
-        return read_value(value)
-    except yaml.YAMLError:
-        return value
-
-
-def whole(value: Any) -> int:
-    """A whole number. Raises ``ValueError``, ``TypeError``."""
-    number = scalar(value)
-    if isinstance(number, bool) or int(number) != float(number):
-        raise ValueError(value)
-    return int(number)
-
-
-def number(value: Any) -> float:
-    """A number. Raises ``ValueError``, ``TypeError``."""
-    found = scalar(value)
-    if isinstance(found, bool):
-        raise ValueError(value)
-    return float(found)
-
-
-def flag(value: Any) -> bool:
-    """True or false. Raises ``ValueError``."""
-    found = str(value).lower()
-    if found not in ("true", "false"):
-        raise ValueError(value)
-    return found == "true"
-
-
-def texts(value: Any) -> list[str]:
-    """A text, or a list of them, as lists of paths are written. Raises ``ValueError``."""
-    found = scalar(value)
-    items = found if isinstance(found, list) else [found]
-    if not items or not all(isinstance(item, str) for item in items):
-        raise ValueError(value)
-    return items
-
-
-def text(value: Any) -> str:
-    """A text. Raises ``ValueError``."""
-    if not isinstance(value, str) or not value:
-        raise ValueError(value)
-    return value
+def _in_yaml(value: Any) -> str:
+    """The value in one line."""
+    is_plain = not isinstance(value, str) or value.isprintable()
+    style = None if is_plain else '"'
+    shown = yaml.safe_dump(value, default_flow_style=True, default_style=style, width=math.inf, allow_unicode=False)
+    return shown.removesuffix("...\n").strip()

@@ -1,29 +1,30 @@
-"""Arguments that a launch script passes, without running it: literal variables are replaced, commands are not run."""
+"""The commands of a script that start a trainer, read in order and not run.
+
+A variable has the value that it has where the command stands. What is assigned in a branch, a loop or a function is
+known only when the script runs, and so is what a command prints.
+"""
 
 import re
-import shlex
-from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 
-from slime_like.config.foreign.shell_text import OPENS, expanded, unmarked, with_arithmetic_marked
+from slime_like.config.foreign.shell_values import SPLIT, Variables, as_written, is_known
+from slime_like.config.foreign.shell_words import QUOTED, Array, Operator, tokens
 
-_ASSIGNMENT = re.compile(r"(?:export\s+)?([A-Za-z_]\w*)=(.*)", re.DOTALL)
-_ARRAY = re.compile(
-    r"""^[ \t]*(?:export[ \t]+|declare[ \t]+-a[ \t]+)?([A-Za-z_]\w*)\+?=\(((?:"[^"]*"|'[^']*'|[^()"'])*)\)""",
-    re.MULTILINE,
-)
-_ELEMENTS = re.compile(r"\$\{([A-Za-z_]\w*)\[[@*]\]\}")
-_COMMAND = re.compile(r"\$\([^()]*\)|`[^`]*`")
-_OUTPUT = "$\0"  # of a command, while words are found: it has no parentheses
-_DYNAMIC = re.compile(rf"\$[{{\w@*#?!\0{OPENS}]")
+_ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)(\+?)=(.*)", re.DOTALL)
+_ELEMENTS = re.compile(rf"[${QUOTED}]\{{([A-Za-z_]\w*)\[[@*]\]\}}")
+_OWN_ARGUMENTS = re.compile(rf"[${QUOTED}](?:[@*]|\{{[@*][^}}]*\}})")
+_BEGIN, _END = {"if", "while", "until", "for", "select", "case", "function", "{"}, {"fi", "done", "esac", "}"}
+_BEFORE_COMMANDS = {"if", "while", "until", "then", "else", "elif", "do", "!", "time", "{"}
+_DECLARE = {"export", "declare", "local", "readonly", "typeset"}
 
 
 @dataclass(frozen=True, slots=True)
 class Argument:
-    """One word of a command line.
+    """One word of a command.
 
     Attributes:
-        text: with literal variables replaced.
+        text: with known variables replaced.
         known: false where a part of it is only known when the script runs.
     """
 
@@ -31,64 +32,127 @@ class Argument:
     known: bool = True
 
 
-def commands(script: str) -> list[list[Argument]]:
-    """The words of each array and each command line of a script, in order; comments are left out.
+@dataclass(frozen=True, slots=True)
+class Launch:
+    """A command that starts a trainer.
 
-    Where a command takes the elements of an array of the script, the array stands by itself; of one that is not there,
-    so does its name, as a word that is not known.
+    Attributes:
+        words: with the elements of the script's arrays in their places.
+        absent: arrays that it takes and that another file defines, as they are written.
+        idle: arrays of the script that no command and no other array takes.
     """
-    text = with_arithmetic_marked("\n".join(_without_comment(line) for line in script.splitlines()))
-    text = _COMMAND.sub(lambda _: _OUTPUT, text)
-    arrays = [(match[1], _words(match[2])) for match in _ARRAY.finditer(text)]
-    lines = [_words(line) for line in _ARRAY.sub("", text).replace("\\\n", " ").splitlines()]
-    variables, found = dict(_assignments(lines)), {name for name, _ in arrays}
-    parts = [part for words in (*(words for _, words in arrays), *lines) for part in _apart(words, found)]
-    return [[_replaced(word, variables) for word in words] for words in parts]
+
+    words: tuple[Argument, ...]
+    absent: tuple[str, ...]
+    idle: tuple[str, ...] = ()
 
 
-def _apart(words: Sequence[str], arrays: Collection[str]) -> Iterator[list[str]]:
-    """The words without the elements of arrays; an array that is not in the script is a part by itself."""
-    rest = []
+@dataclass(frozen=True, slots=True)
+class _Statement:
+    words: tuple[str | Array, ...]
+    is_certain: bool
+
+
+def launches(script: str, starts: Callable[[Sequence[Argument]], bool]) -> list[Launch]:
+    """The commands whose words ``starts`` a trainer, in order."""
+    state, found = _State(), []
+    for statement in _statements(script):
+        words = _assigned(list(statement.words), statement.is_certain, state)
+        if not words:
+            continue
+        if words[0] in ("for", "select", "read", "unset"):
+            for name in filter(str.isidentifier, (word for word in words[1:] if isinstance(word, str))):
+                state.variables.values[name] = None
+        absent: list[str] = []
+        command = [each for word in words if isinstance(word, str) for each in state.arguments(word, absent)]
+        if starts(command):
+            found.append(Launch(tuple(command), tuple(absent)))
+    idle = tuple(f"${{{name}[@]}}" for name in state.arrays if name not in state.taken)
+    return [replace(launch, idle=idle) for launch in found]
+
+
+@dataclass(slots=True)
+class _State:
+    """Variables and arrays where the script has come to, and which of these were taken."""
+
+    variables: Variables = field(default_factory=Variables)
+    arrays: dict[str, tuple[Argument, ...]] = field(default_factory=dict)
+    taken: set[str] = field(default_factory=set)
+
+    def arguments(self, word: str, absent: list[str]) -> Iterator[Argument]:
+        """What a word of a command becomes: the elements of an array, or what its value is split into."""
+        if (elements := _ELEMENTS.fullmatch(word)) is not None:
+            self.taken.add(elements[1])
+            if elements[1] in self.arrays:
+                yield from self.arrays[elements[1]]
+            else:
+                absent.append(as_written(word))
+            return
+        text = self.variables.expanded(word)
+        if _OWN_ARGUMENTS.fullmatch(word) or (not text and word[:1] == "$"):
+            return
+        yield from (Argument(as_written(part), is_known(part)) for part in text.split(SPLIT))
+
+    def set_array(self, array: Array, is_certain: bool) -> None:
+        absent: list[str] = []
+        added = [each for word in array.words for each in self.arguments(word, absent)]
+        added += [Argument(name, known=False) for name in absent]
+        before = self.arrays.get(array.name, ())
+        if is_certain:
+            self.arrays[array.name] = (*(before if array.appends else ()), *added)
+        else:
+            certain = before if array.appends else tuple(replace(each, known=False) for each in before)
+            self.arrays[array.name] = (*certain, *(replace(each, known=False) for each in added))
+
+
+def _assigned(words: list[str | Array], is_certain: bool, state: _State) -> list[str | Array]:
+    """Follow the assignments that a statement consists of; the words of a command, which may have some of its own."""
+    if words and words[0] in _DECLARE:
+        words = [word for word in words[1:] if not (isinstance(word, str) and word.startswith("-"))]
+    own = 0
+    while own < len(words) and (isinstance(words[own], Array) or _ASSIGNMENT.fullmatch(str(words[own]))):
+        own += 1
+    if own < len(words):
+        return words[own:]
     for word in words:
-        elements = _ELEMENTS.fullmatch(word)
-        if elements is None:
-            rest.append(word)
-        elif elements[1] not in arrays:
-            yield [word]
-    yield rest
+        if isinstance(word, Array):
+            state.set_array(word, is_certain)
+        elif match := _ASSIGNMENT.fullmatch(word):
+            state.variables.assign(match[1], match[3], bool(match[2]))
+            if not is_certain:
+                state.variables.values[match[1]] = None
+    return []
 
 
-def _without_comment(line: str) -> str:
-    """The line up to a ``#`` that begins a word outside of quotes."""
-    quote = ""
-    for place, character in enumerate(line):
-        if quote:
-            quote = "" if character == quote else quote
-        elif character in "'\"":
-            quote = character
-        elif character == "#" and (place == 0 or line[place - 1].isspace()):
-            return line[:place]
-    return line
+def _statements(script: str) -> Iterator[_Statement]:
+    """Commands and assignments; one that may not run, or not only once, is not certain."""
+    inside: list[str] = []
+    words: list[str | Array] = []
+    before = "\n"
+    for token in [*tokens(script), Operator("\n")]:
+        if not isinstance(token, Operator):
+            words.append(token)
+            continue
+        if words:
+            words = _without_keywords(words, inside)
+            yield _Statement(tuple(words), not inside and before not in ("&&", "||"))
+        if token.text == "(":
+            inside.append("(")
+        elif token.text == ")" and inside[-1:] == ["("]:
+            inside.pop()
+        if words or token.text != "\n":
+            before = token.text
+        words = []
 
 
-def _assignments(lines: Sequence[Sequence[str]]) -> Iterator[tuple[str, str]]:
-    for words in lines:
-        if len(words) in (1, 2) and (match := _ASSIGNMENT.fullmatch(" ".join(words))):
-            yield match[1], match[2]
-
-
-def _words(line: str) -> list[str]:
-    try:
-        return shlex.split(line.strip())
-    except ValueError:  # a quote that is closed on another line
-        return line.split()
-
-
-def _replaced(word: str, variables: dict[str, str]) -> Argument:
-    text = expanded(word, variables)
-    return Argument(unmarked(text).replace(_OUTPUT, "$(command)"), _DYNAMIC.search(text) is None)
-
-
-def absent_arrays(parts: Sequence[Sequence[Argument]]) -> list[str]:
-    """Arrays that a command takes the elements of and that another file defines."""
-    return [part[0].text for part in parts if len(part) == 1 and _ELEMENTS.fullmatch(part[0].text)]
+def _without_keywords(words: list[str | Array], inside: list[str]) -> list[str | Array]:
+    """The command behind words such as ``then``; what begins or ends a branch is noted in ``inside``."""
+    while words and isinstance(words[0], str):
+        if words[0] in _END and inside:
+            inside.pop()
+        elif words[0] in _BEGIN:
+            inside.append(words[0])
+        if words[0] not in _BEFORE_COMMANDS | _END:
+            break
+        words = words[1:]
+    return words

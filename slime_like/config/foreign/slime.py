@@ -1,24 +1,17 @@
 """Settings of slime's launch scripts (``train.py --hf-checkpoint ... --rollout-batch-size ...``)."""
 
+import re
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
-from slime_like.config.foreign.imported import (
-    ELSEWHERE,
-    UNKNOWN_VALUE,
-    Given,
-    Imported,
-    number,
-    printable,
-    scalar,
-    take_direct,
-    text,
-    texts,
-    whole,
-)
-from slime_like.config.foreign.launch_script import Argument, absent_arrays
+from slime_like.config.foreign.given import Given
+from slime_like.config.foreign.imported import ELSEWHERE, IDLE, Imported
+from slime_like.config.foreign.launch_script import Argument, Launch
+from slime_like.config.foreign.slime_rules import RULES
+from slime_like.config.foreign.values import number, scalar, text, texts, whole
 
+_PROGRAM = re.compile(r"(?:.*/)?train(?:_async)?\.py")
 _DIRECT = MappingProxyType(
     {
         "hf-checkpoint": ("model.path", text),
@@ -70,7 +63,13 @@ _SWITCHES: Mapping[str, tuple[str, Any]] = MappingProxyType(
 )
 # Where slime and Megatron-LM take another value than this project if none is given; the objective depends on them.
 _DEFAULTS: Mapping[str, str] = MappingProxyType(
-    {"weight-decay": "0.01", "adam-beta2": "0.999", "lr-decay-style": "linear", "eps-clip": "0.2"}
+    {
+        "weight-decay": "0.01",
+        "adam-beta2": "0.999",
+        "lr-decay-style": "linear",
+        "eps-clip": "0.2",
+        "advantage-estimator": "grpo",
+    }
 )
 _NEEDLESS: Mapping[str, str] = MappingProxyType(
     {
@@ -89,212 +88,77 @@ _NEEDLESS: Mapping[str, str] = MappingProxyType(
         "wandb-group": "not used",
         "optimizer": "AdamW",
         "micro-batch-size": "sequences are always packed",
+        **dict.fromkeys(
+            [
+                *("swiglu", "num-layers", "hidden-size", "ffn-hidden-size", "num-attention-heads"),
+                *("group-query-attention", "num-query-groups", "kv-channels", "qk-layernorm", "normalization"),
+                *("norm-epsilon", "rotary-base", "use-rotary-position-embeddings", "disable-bias-linear"),
+                *("add-qkv-bias", "vocab-size", "max-position-embeddings", "untie-embeddings-and-output-weights"),
+                "make-vocab-size-divisible-by",
+            ],
+            "config.json of the model has it",
+        ),
     }
 )
 _PAIRS = {"attention-dropout": "0", "hidden-dropout": "0", "expert-tensor-parallel-size": "1"}
-_KL_ESTIMATORS = {"k1": "k1", "k2": "k2", "k3": "k3", "low_var_kl": "low_var_kl"}
-_ADVANTAGES = {
-    "grpo": "grpo",
-    "gspo": "grpo",
-    "reinforce_plus_plus": "reinforce_pp",
-    "reinforce_plus_plus_baseline": "reinforce_pp_baseline",
-}
 
 
-def is_slime(commands: Sequence[Sequence[Argument]]) -> bool:
-    """Whether these are the words of one of slime's launch scripts."""
-    return any(word.text in ("--rollout-batch-size", "--prompt-data") for words in commands for word in words)
+def starts_slime(words: Sequence[Argument]) -> bool:
+    """Whether a command starts slime's trainer."""
+    return any(_PROGRAM.fullmatch(word.text) for word in words)
 
 
-def read_slime(commands: Sequence[Sequence[Argument]]) -> Imported:
+def read_slime(launch: Launch) -> Imported:
     """Take over what has one meaning here."""
-    given, imported = _given(commands), Imported("slime")
-    defaults = {name: value for name, value in _DEFAULTS.items() if name not in given.values}
-    given.values.update(defaults)
-
-    def shown(name: str) -> str:
-        return f"--{name}" + (", its default" if name in defaults else "")
-
-    _sampling(given, imported)
-    _model_and_data(given, imported)
-    _objective(given, imported)
-    _layout(given, imported)
-    _schedule(given, imported, shown)
-    take_direct(given, imported, _DIRECT, shown)
-    for name, (target, value) in _SWITCHES.items():
-        if given.has(name):
-            given.take(name)
-            imported.set(target, value, shown(name))
+    program = max(place for place, word in enumerate(launch.words) if _PROGRAM.fullmatch(word.text))
+    given, imported = _given(launch.words[program + 1 :]), Imported("slime")
+    for targets, rule in RULES.items():
+        given.apply(imported, targets, rule)
+    given.take_direct(imported, _DIRECT)
+    given.take_switches(imported, _SWITCHES)
     _rest(given, imported)
+    if launch.words[program].text.endswith("train_async.py"):
+        imported.set("rollout.max_staleness", 1, "train_async.py")
     imported.set("rollout.engine", "sglang", "slime's engine")
-    for array in absent_arrays(commands):
+    imported.set("reward.functions", [], "to decide")
+    imported.decide("run_dir", "a new directory of this run")
+    for array in launch.absent:
         imported.decide(array, ELSEWHERE)
+    first = launch.words[program + 1 : program + 2]
+    if first and not first[0].known and not first[0].text.startswith("--"):
+        imported.decide(first[0].text, "further arguments, known only when the script runs")
+    imported.needless |= dict.fromkeys(launch.idle, IDLE)
     return imported
 
 
-def _given(commands: Sequence[Sequence[Argument]]) -> Given:
-    """Options by name, each with all words up to the next one; "true" without any. Of a command line that starts
-    something else first, those of the trainer."""
-    values: dict[str, Any] = {}
+def _given(words: Sequence[Argument]) -> Given:
+    """Options by name, each with all words up to the next one; "" without any."""
+    values: dict[str, str] = {}
     unknown = set[str]()
-    for words in commands:
-        if [word.text for word in words[:1]] == ["ray"] and [word.text for word in words[1:2]] != ["job"]:
-            continue
-        programs = [place for place, word in enumerate(words) if word.text.endswith("train.py")]
-        name = ""
-        for word in words[programs[-1] + 1 if programs else 0 :]:
-            if word.text.startswith("--"):
-                name, _, first = word.text[2:].partition("=")
-                values[name] = first
-            elif name:
-                values[name] = f"{values[name]} {word.text}".strip()
-            if name and not word.known:
-                unknown.add(name)
-    return Given({key: value or "true" for key, value in values.items()}, frozenset(unknown))
-
-
-def _model_and_data(given: Given, imported: Imported) -> None:
-    for name, target in (("apply-chat-template", "data.apply_chat_template"), ("rollout-shuffle", "data.shuffle")):
-        is_on = given.has(name)
-        given.take(name)
-        imported.set(target, is_on, f"--{name}" if is_on else f"without --{name}")
-    if given.has("eval-prompt-data"):
-        pairs = given.take("eval-prompt-data").split()
-        if len(pairs) % 2:
-            imported.decide(f"--eval-prompt-data {' '.join(pairs)}", "expected pairs of a name and a path")
-        else:
-            imported.set("evaluation.files", pairs[1::2], "--eval-prompt-data")
-    for name, remedy in (("rm-type", "reward.functions"), ("custom-rm-path", "a function of prompt, response, answer")):
-        if given.has(name):
-            imported.decide(
-                f"--{name} {given.take(name)}", f"rewards have other names and arguments here; set {remedy}"
-            )
-    imported.decide("run_dir", "a new directory of this run")
-
-
-def _objective(given: Given, imported: Imported) -> None:
-    estimator = given.take("advantage-estimator", "grpo")
-    if estimator in _ADVANTAGES:
-        keeps_mean = given.has("disable-grpo-std-normalization") and estimator in ("grpo", "gspo")
-        given.take("disable-grpo-std-normalization")
-        imported.set(
-            "algorithm.advantage",
-            "grpo_mean_only" if keeps_mean else _ADVANTAGES[estimator],
-            "--advantage-estimator" + (", --disable-grpo-std-normalization" if keeps_mean else ""),
-        )
-        imported.set("algorithm.loss", "gspo" if estimator == "gspo" else "ppo_clip", "--advantage-estimator")
-    else:
-        imported.decide(f"--advantage-estimator {estimator}", "needs a critic, or is not supported")
-    per_token = given.has("calculate-per-token-loss")
-    given.take("calculate-per-token-loss")
-    origin = "--calculate-per-token-loss" if per_token else "without --calculate-per-token-loss"
-    imported.set("algorithm.reduction", "tokens" if per_token else "samples", origin)
-    low = given.take("eps-clip")
-    imported.set("algorithm.clip_low", number(low), "--eps-clip")
-    is_given = given.has("eps-clip-high")
-    high = given.take("eps-clip-high", low)
-    imported.set("algorithm.clip_high", number(high), "--eps-clip-high" if is_given else "--eps-clip")
-    _kl(given, imported)
-    if given.has("use-tis"):
-        given.take("use-tis")
-        imported.set("algorithm.importance_correction", "truncate", "--use-tis")
-        imported.set("algorithm.importance_high", number(given.take("tis-clip", "2.0")), "--tis-clip")
-
-
-def _kl(given: Given, imported: Imported) -> None:
-    coefficient, kind = given.take("kl-loss-coef", "0"), given.take("kl-loss-type")
-    if given.has("use-kl-loss"):
-        given.take("use-kl-loss")
-        imported.set("algorithm.kl_coef", number(coefficient), "--use-kl-loss, --kl-loss-coef")
-    if kind in _KL_ESTIMATORS:
-        imported.set("algorithm.kl_estimator", _KL_ESTIMATORS[kind], "--kl-loss-type")
-    elif kind is not None:
-        imported.decide(f"--kl-loss-type {kind}", "not an estimator here")
-
-
-def _layout(given: Given, imported: Imported) -> None:
-    """Data parallelism and engines follow from the number of GPUs."""
-    axes = [
-        whole(given.values.get(f"{axis}-parallel-size", "1")) for axis in ("tensor-model", "pipeline-model", "context")
-    ]
-    nodes, per_node = given.take("actor-num-nodes", "1"), given.values.get("actor-num-gpus-per-node")
-    if per_node is not None:
-        gpus = whole(nodes) * whole(per_node)
-        ranks = axes[0] * axes[1] * axes[2]
-        if gpus % ranks:
-            imported.decide("trainer.parallel.data", f"{gpus} GPUs are no multiple of {ranks} ranks of one replica")
-        else:
-            imported.set("trainer.parallel.data", gpus // ranks, "GPUs of --actor-num-nodes over the other axes")
-        engine_gpus = whole(given.take("rollout-num-gpus", gpus)) if not given.has("colocate") else gpus
-        per_engine = whole(given.take("rollout-num-gpus-per-engine", "1"))
-        imported.set("rollout.tensor", per_engine, "--rollout-num-gpus-per-engine")
-        imported.set("rollout.num_engines", max(1, engine_gpus // per_engine), "GPUs of the engines")
-        total = gpus if given.has("colocate") else gpus + engine_gpus
-        imported.set("cluster.nodes", max(1, -(-total // whole(per_node))), "all GPUs over those of a node")
-        given.take("rollout-num-gpus")
-    else:
-        imported.decide("trainer.parallel.data, rollout.num_engines", "the script names no number of GPUs")
-    if given.has("max-tokens-per-gpu"):
-        tokens = whole(given.take("max-tokens-per-gpu")) * axes[2]
-        origin = "--max-tokens-per-gpu" + (" times --context-parallel-size" if axes[2] > 1 else "")
-        imported.set("trainer.target_tokens_per_batch", tokens, origin)
-    granularity = given.take("recompute-granularity")
-    if granularity in ("full", "selective"):
-        imported.set("trainer.recompute", granularity, "--recompute-granularity")
-
-
-def _sampling(given: Given, imported: Imported) -> None:
-    if given.has("eval-prompt-data") and not given.has("eval-temperature"):
-        origin = "--rollout-temperature, in evaluations too"
-        imported.set("evaluation.temperature", number(given.values.get("rollout-temperature", "1.0")), origin)
-    if given.has("rollout-stop-token-ids"):
-        ids = [whole(each) for each in given.take("rollout-stop-token-ids").split()]
-        imported.set("rollout.stop_token_ids", ids, "--rollout-stop-token-ids")
-    choice = given.take("dynamic-sampling-filter-path")
-    if choice is not None and choice.rpartition(".")[2] == "check_reward_nonzero_std":
-        imported.set("rollout.drop_zero_spread", True, "--dynamic-sampling-filter-path")
-    elif choice is not None:
-        why = "groups are left out by the spread of their rewards alone, rollout.drop_zero_spread"
-        imported.decide(f"--dynamic-sampling-filter-path {choice}", why)
-
-
-def _schedule(given: Given, imported: Imported, shown: Any) -> None:
-    style = given.take("lr-decay-style")
-    if style in ("constant", "linear", "cosine"):
-        imported.set("trainer.optimizer.decay", style, shown("lr-decay-style"))
-    elif style is not None:
-        imported.decide(f"--lr-decay-style {style}", "use constant, linear or cosine in trainer.optimizer.decay")
-    if given.has("num-steps-per-rollout"):
-        updates = whole(given.take("num-steps-per-rollout"))
-        imported.set("algorithm.minibatches", updates, "--num-steps-per-rollout")
-        given.take("global-batch-size")
-    elif all(given.has(name) for name in ("global-batch-size", "rollout-batch-size", "n-samples-per-prompt")):
-        samples = whole(given.values["rollout-batch-size"]) * whole(given.values["n-samples-per-prompt"])
-        size = whole(given.take("global-batch-size"))
-        if samples % size:
-            imported.decide(f"--global-batch-size {size}", f"does not divide the {samples} samples of a step")
-        else:
-            imported.set("algorithm.minibatches", samples // size, "samples of a step over --global-batch-size")
+    name = ""
+    for word in words:
+        if re.match(r"--\w", word.text):
+            name, _, values[name] = word.text[2:].partition("=")
+            unknown.discard(name)
+        elif name:
+            values[name] = f"{values[name]} {word.text}" if values[name] else word.text
+        if name and not word.known:
+            unknown.add(name)
+    defaults = {name: value for name, value in _DEFAULTS.items() if name not in values}
+    return Given(values, frozenset(unknown), defaults, prefix="--", between=" ")
 
 
 def _rest(given: Given, imported: Imported) -> None:
-    read = {name: value for name, value in given.taken.items() if name not in _DEFAULTS}
-    imported.account_for({f"--{name}": _setting(name, value) for name, value in read.items()})
-    imported.forget([f"--{name}" for name in given.unknown])
-    for name, value in given.values.items():
-        setting = _setting(name, value)
-        if name in given.unknown:
-            imported.decide(setting, UNKNOWN_VALUE)
-        elif name in _NEEDLESS:
+    fields = {name: target for name, (target, _) in _DIRECT.items()}
+    for name in given.close(imported, fields):
+        setting = given.setting(name)
+        argument = name.removeprefix("sglang-").replace("-", "_")
+        if name in _NEEDLESS:
             imported.needless[setting] = _NEEDLESS[name]
-        elif name in _PAIRS and number(value) == float(_PAIRS[name]):
+        elif name in _PAIRS and scalar(given.values[name]) == scalar(_PAIRS[name]):
             imported.needless[setting] = "the only value here"
-        elif name.startswith("sglang-"):
-            argument = name.removeprefix("sglang-").replace("-", "_")
-            imported.set(f"rollout.engine_args.{argument}", scalar(value), f"--{name}")
+        elif name.startswith("sglang-") and argument.isidentifier():
+            value = given.values[name]
+            imported.set(f"rollout.engine_args.{argument}", value == "" or scalar(value), f"--{name}")
         else:
             imported.decide(setting, "no counterpart is known")
-
-
-def _setting(name: str, value: str) -> str:
-    return f"--{name}" + ("" if value == "true" else f" {printable(name, value)}")

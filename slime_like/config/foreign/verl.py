@@ -2,37 +2,19 @@
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from types import MappingProxyType
 from typing import Any
 
-from slime_like.config.foreign.imported import (
-    ELSEWHERE,
-    UNKNOWN_VALUE,
-    Given,
-    Imported,
-    flag,
-    number,
-    printable,
-    take_direct,
-    text,
-    texts,
-    whole,
-)
-from slime_like.config.foreign.launch_script import Argument, absent_arrays
-from slime_like.config.foreign.verl_engines import ROLLOUT, read_dropped_groups, read_engine, read_layout, read_turns
-from slime_like.config.foreign.verl_objective import (
-    ACTOR,
-    read_correction,
-    read_objective,
-    read_optimizer,
-    read_rewards,
-)
+from slime_like.config.foreign.given import Given, Rule
+from slime_like.config.foreign.imported import ELSEWHERE, IDLE, Imported
+from slime_like.config.foreign.launch_script import Argument, Launch
+from slime_like.config.foreign.values import flag, number, text, texts, whole
+from slime_like.config.foreign.verl_engines import ENGINE_RULES, ROLLOUT
+from slime_like.config.foreign.verl_objective import ACTOR, OBJECTIVE_RULES
 
-_OVERRIDE = re.compile(
-    r"\+*((?:actor_rollout_ref|algorithm|data|trainer|critic|reward_model|reward|custom_reward_function"
-    r"|ray_kwargs|global_profiler)(?:\.\w+)+)=(.*)",
-    re.DOTALL,
-)
+_OVERRIDE = re.compile(r"\+*([A-Za-z_]\w*(?:\.\w+)+)=(.*)", re.DOTALL)
+_REFERENCE, _MOST_REFERENCES = re.compile(r"\$\{([\w.]+)\}"), 10
 _DIRECT = MappingProxyType(
     {
         "actor_rollout_ref.model.path": ("model.path", text),
@@ -53,16 +35,18 @@ _DIRECT = MappingProxyType(
         f"{ACTOR}.grad_clip": ("trainer.optimizer.clip_grad", number),
         f"{ACTOR}.optim.clip_grad": ("trainer.optimizer.clip_grad", number),
         f"{ACTOR}.optim.lr": ("trainer.optimizer.lr", number),
+        f"{ACTOR}.optim.min_lr": ("trainer.optimizer.min_lr", number),
         f"{ACTOR}.optim.weight_decay": ("trainer.optimizer.weight_decay", number),
         f"{ACTOR}.megatron.tensor_model_parallel_size": ("trainer.parallel.tensor", whole),
         f"{ACTOR}.megatron.pipeline_model_parallel_size": ("trainer.parallel.pipeline", whole),
-        f"{ACTOR}.megatron.context_parallel_size": ("trainer.parallel.context", whole),
+        f"{ACTOR}.megatron.virtual_pipeline_model_parallel_size": ("trainer.parallel.virtual_pipeline", whole),
+        f"{ACTOR}.megatron.sequence_parallel": ("trainer.parallel.sequence", flag),
         f"{ACTOR}.megatron.expert_model_parallel_size": ("trainer.parallel.expert", whole),
-        f"{ACTOR}.ulysses_sequence_parallel_size": ("trainer.parallel.context", whole),
         f"{ACTOR}.checkpoint.async_save": ("checkpoint.async_save", flag),
         f"{ROLLOUT}.temperature": ("rollout.temperature", number),
         f"{ROLLOUT}.top_p": ("rollout.top_p", number),
         f"{ROLLOUT}.top_k": ("rollout.top_k", whole),
+        f"{ROLLOUT}.min_p": ("rollout.min_p", number),
         f"{ROLLOUT}.n": ("rollout.samples_per_prompt", whole),
         f"{ROLLOUT}.max_model_len": ("rollout.max_model_len", whole),
         f"{ROLLOUT}.val_kwargs.n": ("evaluation.samples_per_prompt", whole),
@@ -96,6 +80,8 @@ _NEEDLESS: Mapping[str, str] = MappingProxyType(
         "actor_rollout_ref.ref.log_prob_max_token_len_per_gpu": "as trainer.target_tokens_per_batch",
         "actor_rollout_ref.ref.log_prob_use_dynamic_bsz": "sequences are always packed",
         f"{ROLLOUT}.mode": "engines are asynchronous",
+        f"{ROLLOUT}.prompt_length": "data.max_prompt_length",
+        f"{ROLLOUT}.response_length": "data.max_response_length",
         **dict.fromkeys(
             [
                 f"{ACTOR}.{section}.{kind}_offload"
@@ -116,28 +102,30 @@ _NEEDLESS: Mapping[str, str] = MappingProxyType(
 _NEEDLESS_PARTS = ("critic.", "ray_kwargs.", "global_profiler.", "actor_rollout_ref.ref.", f"{ACTOR}.profiler.")
 
 
-def is_verl(commands: Sequence[Sequence[Argument]]) -> bool:
-    """Whether these are the words of a launch script of verl."""
-    begins = ("actor_rollout_ref.", "+actor_rollout_ref.")
-    return any(word.text.startswith(begins) for words in commands for word in words)
+def starts_verl(words: Sequence[Argument]) -> bool:
+    """Whether a command has settings of verl's trainer."""
+    return any(word.text.lstrip("+").startswith("actor_rollout_ref.") for word in words)
 
 
-def read_verl_script(commands: Sequence[Sequence[Argument]]) -> Imported:
+def read_verl_script(launch: Launch) -> Imported:
     """Take over the overrides that have one meaning here."""
-    words = [word for words in commands for word in words]
-    found = [(match, word.known) for word in words if (match := _OVERRIDE.fullmatch(word.text))]
+    found = [(match, word.known) for word in launch.words if (match := _OVERRIDE.fullmatch(word.text))]
     unknown = frozenset(match[1] for match, known in found if not known)
     imported = _read(Given({match[1]: match[2] for match, _ in found}, unknown))
-    for array in absent_arrays(commands):
+    for word in launch.words:
+        if not word.known and not _OVERRIDE.fullmatch(word.text):
+            imported.decide(word.text, "further arguments, known only when the script runs")
+    for array in launch.absent:
         imported.decide(array, ELSEWHERE)
+    imported.needless |= dict.fromkeys(launch.idle, IDLE)
     return imported
 
 
 def read_verl_yaml(data: Mapping[str, Any]) -> Imported:
-    """Take over what has one meaning here; interpolations are known to verl alone."""
+    """Take over what has one meaning here; of interpolations those that name another setting of the file."""
     values = dict(_flat(data, ""))
-    unknown = frozenset(name for name, value in values.items() if isinstance(value, str) and "${" in value)
-    return _read(Given(values, unknown))
+    values = {name: _interpolated(value, values) for name, value in values.items()}
+    return _read(Given(values, frozenset(name for name, value in values.items() if "${" in str(value))))
 
 
 def _flat(data: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, Any]]:
@@ -148,53 +136,70 @@ def _flat(data: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, Any]]:
             yield f"{prefix}{name}", value
 
 
+def _interpolated(value: Any, values: Mapping[str, Any], depth: int = 0) -> Any:
+    """The value of the setting that it names, as often as that one names another; itself where it names none."""
+    found = _REFERENCE.fullmatch(value) if isinstance(value, str) else None
+    if found is None or found[1] not in values or depth == _MOST_REFERENCES:
+        return value
+    return _interpolated(values[found[1]], values, depth + 1)
+
+
 def _read(given: Given) -> Imported:
     imported = Imported("verl")
-    defaults = {name: value for name, value in _DEFAULTS.items() if name not in given.values}
-    given.values.update(defaults)
-    read_objective(given, imported)
-    read_correction(given, imported)
-    read_turns(given, imported)
-    read_rewards(given, imported)
-    read_engine(given, imported)
-    read_dropped_groups(given, imported)
-    read_layout(given, imported)
-    read_optimizer(given, imported)  # behind the number of updates of a step
-    _intervals(given, imported)
-    take_direct(given, imported, _DIRECT, lambda name: name + (", its default" if name in defaults else ""))
+    given.defaults = {name: value for name, value in _DEFAULTS.items() if name not in given.values}
+    for targets, rule in {**OBJECTIVE_RULES, **ENGINE_RULES, **_RULES}.items():
+        given.apply(imported, targets, rule)
+    given.take_direct(imported, _DIRECT)
+    imported.set("cluster.placement", "colocated", "verl's hybrid engine")
     imported.set("data.answer_key", "reward_model.ground_truth", "where verl's rows have it")
-    if "steps" not in imported.values:
-        epochs = given.take("trainer.total_epochs")
-        imported.decide("steps", f"rows over data.train_batch_size, times {epochs or 'the'} epochs")
+    imported.set("reward.functions", [], "to decide")
     if "run_dir" not in imported.values:
         imported.decide("run_dir", "a new directory of this run")
     _rest(given, imported)
     return imported
 
 
-def _intervals(given: Given, imported: Imported) -> None:
-    for name, target in (("save_freq", "checkpoint.every"), ("test_freq", "evaluation.every")):
-        value = given.take(f"trainer.{name}")
-        if value is not None:
-            imported.set(target, max(0, whole(value)), f"trainer.{name}")
-    logger = str(given.take("trainer.logger", ""))
-    if "wandb" in logger:
+def _interval(given: Given, imported: Imported, name: str, target: str) -> None:
+    if given.has(name):
+        imported.set(target, max(0, whole(given.get(name))), name)
+
+
+def _logger(given: Given, imported: Imported) -> None:
+    if "wandb" in str(given.get("trainer.logger", "")):
         imported.set("logging.wandb", True, "trainer.logger")
-    mode = given.take("trainer.resume_mode", "auto")
+
+
+def _resume(given: Given, imported: Imported) -> None:
+    mode = given.get("trainer.resume_mode", "auto")
     if mode in ("auto", "disable"):
         imported.set("resume", "auto" if mode == "auto" else "never", "trainer.resume_mode")
     else:
         imported.decide(f"trainer.resume_mode={mode}", "its checkpoints cannot be read here; start from a model")
 
 
+def _steps(given: Given, imported: Imported) -> None:
+    if not given.has("trainer.total_training_steps"):
+        epochs = given.get("trainer.total_epochs")
+        imported.decide("steps", f"rows over data.train_batch_size, times {epochs or 'the'} epochs")
+    else:
+        given.unused(imported, "trainer.total_training_steps stands beside it", "trainer.total_epochs")
+
+
+_RULES: Mapping[str, Rule] = MappingProxyType(
+    {
+        "checkpoint.every": partial(_interval, name="trainer.save_freq", target="checkpoint.every"),
+        "evaluation.every": partial(_interval, name="trainer.test_freq", target="evaluation.every"),
+        "logging.wandb": _logger,
+        "resume": _resume,
+        "steps": _steps,
+    }
+)
+
+
 def _rest(given: Given, imported: Imported) -> None:
-    imported.account_for({name: f"{name}={printable(name, value)}" for name, value in given.taken.items()})
-    imported.forget(given.unknown)
-    for name, value in given.values.items():
-        setting = f"{name}={printable(name, value)}"
-        if name in given.unknown:
-            imported.decide(setting, UNKNOWN_VALUE)
-        elif name in _NEEDLESS:
+    for name in given.close(imported, {name: target for name, (target, _) in _DIRECT.items()}):
+        setting = given.setting(name)
+        if name in _NEEDLESS:
             imported.needless[setting] = _NEEDLESS[name]
         elif name.startswith(_NEEDLESS_PARTS):
             imported.needless[setting] = "this part has no counterpart"

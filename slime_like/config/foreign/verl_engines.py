@@ -1,124 +1,203 @@
-"""Engines of verl's PPO trainer, what they sample, and how its GPUs are divided."""
+"""How engines, and the division of GPUs, follow from settings of verl's PPO trainer."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping
+from functools import partial
+from types import MappingProxyType
 
-from slime_like.config.foreign.imported import Given, Imported, flag, number, scalar, whole
-from slime_like.config.foreign.verl_objective import ACTOR
+from slime_like.config.foreign.given import Given, Rule
+from slime_like.config.foreign.imported import Imported
+from slime_like.config.foreign.values import flag, number, scalar, whole
+from slime_like.config.foreign.verl_objective import ACTOR, updates_of_a_step
 
 ROLLOUT = "actor_rollout_ref.rollout"
+_MEGATRON_AXES = tuple(
+    f"{ACTOR}.megatron.{axis}_parallel_size" for axis in ("tensor_model", "pipeline_model", "context")
+)
+_ULYSSES = f"{ACTOR}.ulysses_sequence_parallel_size"
+_ENGINE_ARGUMENTS = {
+    "gpu_memory_utilization": ("gpu_memory_utilization", "mem_fraction_static"),
+    "max_num_seqs": ("max_num_seqs", "max_running_requests"),
+    "enforce_eager": ("enforce_eager", "disable_cuda_graph"),
+    "max_num_batched_tokens": ("max_num_batched_tokens", None),
+}
+"""verl's name, to vLLM's argument and SGLang's."""
 
 
-def read_engine(given: Given, imported: Imported) -> None:
-    engine = given.take(f"{ROLLOUT}.name")
-    _evaluation(given, imported)
-    if engine not in ("vllm", "sglang"):
+def _engine(given: Given, imported: Imported) -> None:
+    engine = given.get(f"{ROLLOUT}.name")
+    if engine in ("vllm", "sglang"):
+        imported.set("rollout.engine", engine, f"{ROLLOUT}.name")
+    else:
         shown = f"{ROLLOUT}.name" + ("" if engine is None else f"={engine}")
         imported.decide(shown, "use vllm, sglang or transformers in rollout.engine")
+
+
+def _engine_argument(given: Given, imported: Imported, name: str) -> None:
+    setting = f"{ROLLOUT}.{name}"
+    value = given.get(setting)
+    if value is None:
         return
-    memory, sequences = given.take(f"{ROLLOUT}.gpu_memory_utilization"), given.take(f"{ROLLOUT}.max_num_seqs")
-    eager, batched = given.take(f"{ROLLOUT}.enforce_eager"), given.take(f"{ROLLOUT}.max_num_batched_tokens")
-    imported.set("rollout.engine", engine, f"{ROLLOUT}.name")
-    sources = ("gpu_memory_utilization", "max_num_seqs", "enforce_eager", "max_num_batched_tokens")
-    names: Sequence[str] = sources
-    values = (memory, sequences, eager, batched)
-    if engine == "sglang":
-        names = ("mem_fraction_static", "max_running_requests", "disable_cuda_graph")
-        if batched is not None:
-            imported.decide(f"{ROLLOUT}.max_num_batched_tokens={batched}", "an argument of vLLM's alone")
-    for name, value, source in zip(names, values, sources, strict=False):
-        if value is not None:
-            imported.set(f"rollout.engine_args.{name}", scalar(value), f"{ROLLOUT}.{source}")
+    engine = given.get(f"{ROLLOUT}.name")
+    argument = _ENGINE_ARGUMENTS[name][engine == "sglang"] if engine in ("vllm", "sglang") else None
+    if argument is None:
+        imported.decide(f"{setting}={value}", "set it in rollout.engine_args, where the engine has such an argument")
+    else:
+        imported.set(f"rollout.engine_args.{argument}", scalar(value), setting)
 
 
-def _evaluation(given: Given, imported: Imported) -> None:
-    if flag(given.take(f"{ROLLOUT}.val_kwargs.do_sample", False)):
-        imported.set(
-            "evaluation.temperature",
-            number(given.take(f"{ROLLOUT}.val_kwargs.temperature", 1.0)),
-            f"{ROLLOUT}.val_kwargs.temperature",
-        )
-    given.take(f"{ROLLOUT}.val_kwargs.temperature")
+def _own_arguments(given: Given, imported: Imported) -> None:
+    """``engine_kwargs`` of the engine that is used; those of another one have no effect."""
+    engine, prefix = given.get(f"{ROLLOUT}.name"), f"{ROLLOUT}.engine_kwargs."
+    for name in [name for name in given.values if name.startswith(prefix)]:
+        owner, _, argument = name.removeprefix(prefix).partition(".")
+        if owner != engine:
+            given.unused(imported, f"{ROLLOUT}.name={engine}", name)
+        elif not argument.isidentifier():
+            imported.decide(given.setting(name), "set it in rollout.engine_args")
+        else:
+            imported.set(f"rollout.engine_args.{argument}", scalar(given.get(name)), name)
+
+
+def _evaluation_temperature(given: Given, imported: Imported) -> None:
+    name = f"{ROLLOUT}.val_kwargs.temperature"
+    if not flag(given.get(f"{ROLLOUT}.val_kwargs.do_sample", False)):
+        given.unused(imported, f"{ROLLOUT}.val_kwargs.do_sample is off", name)
+        return
+    imported.set("evaluation.temperature", number(given.get(name, 1.0)), name)
+
+
+def _evaluation_support(given: Given, imported: Imported) -> None:
     for name, whole_distribution in (("top_p", 1.0), ("top_k", -1.0)):
-        value = given.take(f"{ROLLOUT}.val_kwargs.{name}")
+        setting = f"{ROLLOUT}.val_kwargs.{name}"
+        value = given.get(setting)
         if value is not None and number(value) != whole_distribution:
-            imported.decide(f"{ROLLOUT}.val_kwargs.{name}={value}", "evaluations draw from the whole distribution")
+            imported.decide(f"{setting}={value}", "evaluations draw from the whole distribution")
 
 
-def read_dropped_groups(given: Given, imported: Imported) -> None:
+def _dropped_groups(given: Given, imported: Imported) -> None:
     """verl bounds batches of prompts, this project prompts that were left out. Of 0 there is no bound."""
-    most = whole(given.take("algorithm.filter_groups.max_num_gen_batches", 0))
-    if not flag(given.known("algorithm.filter_groups.enable", False)):
-        imported.needless |= (
-            {f"algorithm.filter_groups.max_num_gen_batches={most}": "filter_groups is off"} if most else {}
-        )
+    name = "algorithm.filter_groups.max_num_gen_batches"
+    if not flag(given.get("algorithm.filter_groups.enable", False)):
+        given.unused(imported, "algorithm.filter_groups.enable is off", name, "algorithm.filter_groups.metric")
         return
-    batch = given.known("data.train_batch_size", None)
-    sampled = given.known("data.gen_batch_size", batch)
-    if "data.gen_batch_size" in given.unknown:
-        imported.decide("rollout.max_drops_per_step", "data.gen_batch_size, which it depends on, is not known here")
-    elif most > 0 and batch is not None:
+    most, batch = whole(given.get(name, 0)), given.get("data.train_batch_size")
+    sampled = given.get("data.gen_batch_size", batch)
+    if most > 0 and batch is not None:
         origin = "max_num_gen_batches times the prompts of one, less those of a step"
         imported.set("rollout.max_drops_per_step", max(1, most * whole(sampled) - whole(batch)), origin)
     else:
         imported.decide("rollout.max_drops_per_step", "verl has no bound here; set one")
 
 
-def read_layout(given: Given, imported: Imported) -> None:
-    """verl's trainer and engines share their GPUs; data parallelism and the number of engines follow."""
-    imported.set("cluster.placement", "colocated", "verl's hybrid engine")
-    strategy = given.take(f"{ACTOR}.strategy", "fsdp")
-    is_megatron = strategy == "megatron" or any(name.startswith(f"{ACTOR}.megatron.") for name in given.values)
-    imported.set("trainer.backend", "megatron" if is_megatron else "fsdp", f"{ACTOR}.strategy")
-    names = (
-        [
-            "megatron.tensor_model_parallel_size",
-            "megatron.pipeline_model_parallel_size",
-            "megatron.context_parallel_size",
-        ]
-        if is_megatron
-        else ["ulysses_sequence_parallel_size"]
-    )
-    sizes = [whole(given.known(f"{ACTOR}.{name}", 1)) for name in names]
-    ranks, context = 1, sizes[-1]
-    for size in sizes:
-        ranks *= size
-    tokens = given.take(f"{ACTOR}.ppo_max_token_len_per_gpu")
-    if tokens is not None:
-        origin = f"{ACTOR}.ppo_max_token_len_per_gpu" + (" times context parallelism" if context > 1 else "")
-        imported.set("trainer.target_tokens_per_batch", whole(tokens) * context, origin)
-    counts = {"trainer.nnodes": 1, "trainer.n_gpus_per_node": 8, **{f"{ACTOR}.{name}": 1 for name in names}}
-    open_counts = [name for name in counts if name in given.unknown]
-    gpus = whole(given.known("trainer.nnodes", 1)) * whole(given.known("trainer.n_gpus_per_node", 8))
-    engine = whole(given.take(f"{ROLLOUT}.tensor_model_parallel_size", 2))
-    imported.set("rollout.tensor", engine, f"{ROLLOUT}.tensor_model_parallel_size")
-    for target, parts, what in (
-        ("trainer.parallel.data", ranks, "ranks of a replica"),
-        ("rollout.num_engines", engine, "GPUs of an engine"),
-    ):
-        if open_counts:
-            imported.decide(target, f"GPUs over {what}, and {', '.join(open_counts)} is not known here")
-        elif gpus % parts:
-            imported.decide(target, f"{gpus} GPUs are no multiple of {parts} {what}")
-        else:
-            imported.set(target, gpus // parts, f"GPUs over {what}")
-    batch, size = given.known("data.train_batch_size", None), given.take(f"{ACTOR}.ppo_mini_batch_size")
-    if batch is None and size is not None:
-        imported.decide(f"{ACTOR}.ppo_mini_batch_size={size}", "set algorithm.minibatches, updates of a step")
-    if batch is not None and size is not None:
-        if whole(batch) % whole(size):
-            imported.decide(f"{ACTOR}.ppo_mini_batch_size={size}", f"does not divide data.train_batch_size={batch}")
-        else:
-            origin = f"data.train_batch_size over {ACTOR}.ppo_mini_batch_size"
-            imported.set("algorithm.minibatches", whole(batch) // whole(size), origin)
-    if flag(given.take(f"{ACTOR}.use_prefix_grouper", False)):
-        imported.set("trainer.share_prefixes", "prompts", f"{ACTOR}.use_prefix_grouper")
-    if flag(given.take("actor_rollout_ref.model.enable_gradient_checkpointing", True)):
-        imported.set("trainer.recompute", "full", "actor_rollout_ref.model.enable_gradient_checkpointing")
-
-
-def read_turns(given: Given, imported: Imported) -> None:
+def _turns(given: Given, imported: Imported) -> None:
     for name in [name for name in given.values if name.startswith(f"{ROLLOUT}.multi_turn.")]:
-        value = given.take(name)
-        if value is not None:
+        if given.note(name):
             why = "conversations are rollout.environment's, with max_turns, or rollout.agent's"
-            imported.decide(f"{name}={value}", why)
+            imported.decide(given.setting(name), why)
+
+
+def _is_megatron(given: Given) -> bool:
+    strategy = given.get(f"{ACTOR}.strategy", "fsdp")
+    return strategy == "megatron" or any(name.startswith(f"{ACTOR}.megatron.") for name in given.values)
+
+
+def _backend(given: Given, imported: Imported) -> None:
+    imported.set("trainer.backend", "megatron" if _is_megatron(given) else "fsdp", f"{ACTOR}.strategy")
+
+
+def _axes(given: Given) -> tuple[str, ...]:
+    return _MEGATRON_AXES if _is_megatron(given) else (_ULYSSES,)
+
+
+def _context(given: Given, imported: Imported) -> None:
+    """Both backends have one name for it here; verl reads that of its strategy alone."""
+    name = _axes(given)[-1]
+    if given.has(name):
+        imported.set("trainer.parallel.context", whole(given.get(name)), name)
+    if _is_megatron(given):
+        given.unused(imported, "the strategy is megatron", _ULYSSES)
+
+
+def _token_budget(given: Given, imported: Imported) -> None:
+    name = f"{ACTOR}.ppo_max_token_len_per_gpu"
+    if given.has(name):
+        context = whole(given.get(_axes(given)[-1], 1))
+        origin = name + (" times context parallelism" if context > 1 else "")
+        imported.set("trainer.target_tokens_per_batch", whole(given.get(name)) * context, origin)
+
+
+def _gpus(given: Given) -> int:
+    return whole(given.get("trainer.nnodes", 1)) * whole(given.get("trainer.n_gpus_per_node", 8))
+
+
+def _divided(imported: Imported, target: str, gpus: int, parts: int, what: str) -> None:
+    if gpus % parts:
+        imported.decide(target, f"{gpus} GPUs are no multiple of {parts} {what}")
+    else:
+        imported.set(target, gpus // parts, f"GPUs over {what}")
+
+
+def _data_parallel(given: Given, imported: Imported) -> None:
+    ranks = 1
+    for axis in _axes(given):
+        ranks *= whole(given.get(axis, 1))
+    _divided(imported, "trainer.parallel.data", _gpus(given), ranks, "ranks of a replica")
+
+
+def _engine_size(given: Given, imported: Imported) -> None:
+    name = f"{ROLLOUT}.tensor_model_parallel_size"
+    imported.set("rollout.tensor", whole(given.get(name, 2)), name)
+
+
+def _engines(given: Given, imported: Imported) -> None:
+    engine = whole(given.get(f"{ROLLOUT}.tensor_model_parallel_size", 2))
+    _divided(imported, "rollout.num_engines", _gpus(given), engine, "GPUs of an engine")
+
+
+def _minibatches(given: Given, imported: Imported) -> None:
+    name = f"{ACTOR}.ppo_mini_batch_size"
+    updates = updates_of_a_step(given)
+    if updates is not None:
+        imported.set("algorithm.minibatches", updates, f"data.train_batch_size over {name}")
+    elif given.has(name):
+        imported.decide(given.setting(name), "set algorithm.minibatches, updates of a step")
+
+
+def _shared_prefixes(given: Given, imported: Imported) -> None:
+    if flag(given.get(f"{ACTOR}.use_prefix_grouper", False)):
+        imported.set("trainer.share_prefixes", "prompts", f"{ACTOR}.use_prefix_grouper")
+
+
+def _recompute(given: Given, imported: Imported) -> None:
+    name = f"{ACTOR}.megatron.override_transformer_config.recompute_granularity"
+    general = "actor_rollout_ref.model.enable_gradient_checkpointing"
+    if given.has(name):
+        granularity = given.get(name)
+        if granularity not in ("full", "selective"):
+            raise ValueError(granularity)
+        imported.set("trainer.recompute", granularity, name)
+    elif flag(given.get(general, True)):
+        imported.set("trainer.recompute", "full", general)
+
+
+ENGINE_RULES: Mapping[str, Rule] = MappingProxyType(
+    {
+        "rollout.engine": _engine,
+        **{f"rollout.engine_args, for {name}": partial(_engine_argument, name=name) for name in _ENGINE_ARGUMENTS},
+        "rollout.engine_args": _own_arguments,
+        "evaluation.temperature": _evaluation_temperature,
+        "evaluation.temperature alone": _evaluation_support,
+        "rollout.max_drops_per_step": _dropped_groups,
+        "rollout.environment": _turns,
+        "trainer.backend": _backend,
+        "trainer.parallel.context": _context,
+        "trainer.target_tokens_per_batch": _token_budget,
+        "trainer.parallel.data": _data_parallel,
+        "rollout.tensor": _engine_size,
+        "rollout.num_engines": _engines,
+        "algorithm.minibatches": _minibatches,
+        "trainer.share_prefixes": _shared_prefixes,
+        "trainer.recompute": _recompute,
+    }
+)
+"""By the fields here that a rule decides."""

@@ -1,10 +1,15 @@
-"""Objective and optimizer of verl's PPO trainer."""
+"""How the objective and the optimizer follow from settings of verl's PPO trainer."""
 
-from typing import Any
+from collections.abc import Mapping
+from functools import partial
+from types import MappingProxyType
 
-from slime_like.config.foreign.imported import Given, Imported, flag, number, scalar, whole
+from slime_like.config.foreign.given import Given, Rule
+from slime_like.config.foreign.imported import Imported
+from slime_like.config.foreign.values import flag, number, scalar, unless_null, whole
 
 ACTOR = "actor_rollout_ref.actor"
+OPTIMIZER = f"{ACTOR}.optim"
 
 _ADVANTAGES = {
     "grpo": "grpo",
@@ -14,91 +19,109 @@ _ADVANTAGES = {
 }
 _REDUCTIONS = {"token-mean": "tokens", "seq-mean-token-mean": "samples"}
 _ESTIMATORS = {"kl": "k1", "k1": "k1", "mse": "k2", "k2": "k2", "k3": "k3", "low_var_kl": "low_var_kl"}
+_STYLES = (f"{OPTIMIZER}.lr_scheduler_type", f"{OPTIMIZER}.lr_decay_style", f"{OPTIMIZER}.warmup_style")
+_OVERLONG = (
+    "reward_model.overlong_buffer",
+    "reward_model.reward_kwargs.overlong_buffer_cfg",
+    "reward.reward_kwargs.overlong_buffer_cfg",
+)
 
 
-def read_objective(given: Given, imported: Imported) -> None:
-    estimator = given.take("algorithm.adv_estimator", "gae")
-    if estimator in _ADVANTAGES:
-        with_std = flag(given.take("algorithm.norm_adv_by_std_in_grpo", True))
-        name = "grpo_mean_only" if estimator == "grpo" and not with_std else _ADVANTAGES[estimator]
-        imported.set("algorithm.advantage", name, "algorithm.adv_estimator, norm_adv_by_std_in_grpo")
-    else:
+def _advantage(given: Given, imported: Imported) -> None:
+    estimator = given.get("algorithm.adv_estimator", "gae")
+    if estimator not in _ADVANTAGES:
         imported.decide(f"algorithm.adv_estimator={estimator}", "needs a critic, or is not supported")
-    mode = given.take(f"{ACTOR}.policy_loss.loss_mode", "vanilla")
+        return
+    with_std = flag(given.get("algorithm.norm_adv_by_std_in_grpo", True))
+    name = "grpo_mean_only" if estimator == "grpo" and not with_std else _ADVANTAGES[estimator]
+    imported.set("algorithm.advantage", name, "algorithm.adv_estimator, norm_adv_by_std_in_grpo")
+
+
+def _loss(given: Given, imported: Imported) -> None:
+    mode = given.get(f"{ACTOR}.policy_loss.loss_mode", "vanilla")
     if mode in ("vanilla", "gspo"):
         imported.set("algorithm.loss", "gspo" if mode == "gspo" else "ppo_clip", f"{ACTOR}.policy_loss.loss_mode")
     else:
         imported.decide(f"{ACTOR}.policy_loss.loss_mode={mode}", "not supported")
-    reduction = given.take(f"{ACTOR}.loss_agg_mode", "token-mean")
+
+
+def _reduction(given: Given, imported: Imported) -> None:
+    reduction = given.get(f"{ACTOR}.loss_agg_mode", "token-mean")
     if reduction in _REDUCTIONS:
         imported.set("algorithm.reduction", _REDUCTIONS[reduction], f"{ACTOR}.loss_agg_mode")
     else:
         imported.decide(f"{ACTOR}.loss_agg_mode={reduction}", "see algorithm.reduction, and constant_length")
-    if given.has(f"{ACTOR}.clip_ratio"):
-        value = given.take(f"{ACTOR}.clip_ratio")
-        if not given.has(f"{ACTOR}.clip_ratio_low") or not given.has(f"{ACTOR}.clip_ratio_high"):
-            why = "versions of verl differ in which bounds it sets; set algorithm.clip_low and algorithm.clip_high"
-            imported.decide(f"{ACTOR}.clip_ratio={value}", why)
-    _kl(given, imported)
 
 
-def _kl(given: Given, imported: Imported) -> None:
-    for switch, coefficient, kind, target, estimator in (
-        (f"{ACTOR}.use_kl_loss", f"{ACTOR}.kl_loss_coef", f"{ACTOR}.kl_loss_type", "kl_coef", "kl_estimator"),
-        (
-            "algorithm.use_kl_in_reward", "algorithm.kl_ctrl.kl_coef", "algorithm.kl_penalty", "kl_reward_coef",
-            "kl_reward_estimator",
-        ),
-    ):  # fmt: skip
-        is_on, value, name = flag(given.take(switch, False)), given.take(coefficient), given.take(kind)
-        if not is_on:
-            unused = {coefficient: value, kind: name}
-            imported.needless |= {
-                f"{key}={each}": f"{switch} is off" for key, each in unused.items() if each is not None
-            }
-            continue
-        if value is None:
-            imported.decide(coefficient, f"{switch} is on; set algorithm.{target}")
-        else:
-            imported.set(f"algorithm.{target}", number(value), f"{switch}, {coefficient}")
-        if name in _ESTIMATORS:
-            imported.set(f"algorithm.{estimator}", _ESTIMATORS[name], kind)
-        elif name is not None:
-            imported.decide(f"{kind}={name}", f"set algorithm.{estimator}")
+def _clip(given: Given, imported: Imported) -> None:
+    name = f"{ACTOR}.clip_ratio"
+    if given.has(name) and not (given.has(f"{name}_low") and given.has(f"{name}_high")):
+        why = "versions of verl differ in which bounds it sets; set algorithm.clip_low and algorithm.clip_high"
+        imported.decide(f"{name}={given.get(name)}", why)
+    else:
+        given.unused(imported, f"{name}_low and {name}_high stand beside it", name)
 
 
-def read_correction(given: Given, imported: Imported) -> None:
+def _kl(given: Given, imported: Imported, names: tuple[str, str, str], targets: tuple[str, str]) -> None:
+    (switch, coefficient, kind), (target, estimator) = names, targets
+    if not flag(given.get(switch, False)):
+        given.unused(imported, f"{switch} is off", coefficient, kind)
+        return
+    value, name = given.get(coefficient), given.get(kind)
+    if value is None:
+        imported.decide(coefficient, f"{switch} is on; set {target}")
+    else:
+        imported.set(target, number(value), f"{switch}, {coefficient}")
+    if name in _ESTIMATORS:
+        imported.set(estimator, _ESTIMATORS[name], kind)
+    else:
+        imported.decide(kind if name is None else f"{kind}={name}", f"set {estimator}")
+
+
+def _correction(given: Given, imported: Imported) -> None:
     """Importance weights of engine to trainer."""
     prefix = "algorithm.rollout_correction"
-    names = ("rollout_is", "rollout_rs", "rollout_is_threshold", "rollout_token_veto_threshold")
-    level, rejection, high, veto = (_unless_null(given.take(f"{prefix}.{name}")) for name in names)
-    bounds = [_unless_null(given.take(f"{prefix}.rollout_rs_threshold{end}")) for end in ("", "_lower")]
-    is_normalized = flag(given.take(f"{prefix}.rollout_is_batch_normalize", False))
-    if rejection is not None:
-        shown = ", ".join(str(bound) for bound in bounds if bound is not None)
-        why = "algorithm.importance_correction: mask also weighs what it keeps, by the ratio"
-        imported.decide(f"{prefix}.rollout_rs={rejection}{f' ({shown})' if shown else ''}", why)
-    if level in ("token", "sequence"):
-        imported.set("algorithm.importance_correction", "truncate", f"{prefix}.rollout_is")
-        imported.set("algorithm.importance_level", level, f"{prefix}.rollout_is")
-        imported.set("algorithm.importance_high", number(high or 2.0), f"{prefix}.rollout_is_threshold")
-        if is_normalized:
-            imported.set("algorithm.importance_normalize", True, f"{prefix}.rollout_is_batch_normalize")
-        if veto is not None:
-            imported.set("algorithm.importance_veto", number(veto), f"{prefix}.rollout_token_veto_threshold")
-    elif level is not None or veto is not None:
+    level, veto = (
+        unless_null(given.get(f"{prefix}.{name}")) for name in ("rollout_is", "rollout_token_veto_threshold")
+    )
+    others = (f"{prefix}.rollout_is_threshold", f"{prefix}.rollout_is_batch_normalize")
+    if level is None and veto is None:
+        given.unused(imported, f"{prefix}.rollout_is is null", *others)
+        return
+    if level not in ("token", "sequence"):
         imported.decide(f"{prefix}.rollout_is={level}, rollout_token_veto_threshold={veto}", "no counterpart is known")
-    _earlier_correction(given, imported)
+        return
+    imported.set("algorithm.importance_correction", "truncate", f"{prefix}.rollout_is")
+    imported.set("algorithm.importance_level", level, f"{prefix}.rollout_is")
+    imported.set("algorithm.importance_high", number(given.get(others[0]) or 2.0), others[0])
+    if flag(given.get(others[1], False)):
+        imported.set("algorithm.importance_normalize", True, others[1])
+    if veto is not None:
+        imported.set("algorithm.importance_veto", number(veto), f"{prefix}.rollout_token_veto_threshold")
+
+
+def _rejection(given: Given, imported: Imported) -> None:
+    prefix = "algorithm.rollout_correction.rollout_rs"
+    bounds = [unless_null(given.get(f"{prefix}_threshold{end}")) for end in ("", "_lower")]
+    rejection = unless_null(given.get(prefix))
+    if rejection is None:
+        given.unused(imported, f"{prefix} is null", f"{prefix}_threshold", f"{prefix}_threshold_lower")
+        return
+    shown = ", ".join(str(bound) for bound in bounds if bound is not None)
+    why = "algorithm.importance_correction: mask also weighs what it keeps, by the ratio"
+    imported.decide(f"{prefix}={rejection}{f' ({shown})' if shown else ''}", why)
 
 
 def _earlier_correction(given: Given, imported: Imported) -> None:
     """The same as earlier versions of verl name it: weights need a threshold and ``rollout_is: true``."""
     prefix = "algorithm.rollout_is"
-    high, is_on = _unless_null(given.take(f"{prefix}_threshold")), flag(given.take(prefix, False))
-    level, mode = given.take(f"{prefix}_level", "token"), given.take(f"{prefix}_mode", "truncate")
-    low, veto = (_unless_null(given.take(f"{prefix}_{name}")) for name in ("threshold_lower", "veto_threshold"))
-    if not is_on or high is None:
+    names = [f"{prefix}_{end}" for end in ("threshold", "level", "mode", "threshold_lower", "veto_threshold")]
+    high = unless_null(given.get(names[0]))
+    if high is None or not flag(given.get(prefix, False)):
+        given.unused(imported, f"{prefix} is off, or has no threshold", prefix, *names)
         return
+    level, mode = given.get(names[1], "token"), given.get(names[2], "truncate")
+    low, veto = (unless_null(given.get(name)) for name in names[3:])
     if mode not in ("truncate", "mask") or level not in ("token", "sequence", "geometric"):
         imported.decide(f"{prefix}_mode={mode}, {prefix}_level={level}", "set algorithm.importance_correction")
         return
@@ -107,60 +130,120 @@ def _earlier_correction(given: Given, imported: Imported) -> None:
     imported.set("algorithm.importance_high", number(high), f"{prefix}_threshold")
     if mode == "mask":
         bound = number(low) if low is not None else 1 / number(high)
-        imported.set(
-            "algorithm.importance_low", bound, f"{prefix}_threshold_lower" + ", else 1 / threshold" * (low is None)
-        )
+        origin = f"{prefix}_threshold_lower" + ", else 1 / threshold" * (low is None)
+        imported.set("algorithm.importance_low", bound, origin)
     if veto is not None:
         imported.set("algorithm.importance_veto", number(veto), f"{prefix}_veto_threshold")
 
 
-def _unless_null(value: Any) -> Any:
-    return None if value in ("null", "None", "none", "") else value
+def _overlong(given: Given, imported: Imported) -> None:
+    for part in _OVERLONG:
+        if not flag(given.get(f"{part}.enable", False)):
+            given.unused(imported, f"{part}.enable is off", f"{part}.len", f"{part}.penalty_factor", f"{part}.log")
+            continue
+        given.unused(imported, "not used", f"{part}.log")
+        imported.set("algorithm.overlong_buffer", whole(given.get(f"{part}.len")), f"{part}.len")
+        origin = f"{part}.penalty_factor"
+        imported.set("algorithm.overlong_factor", number(given.get(origin, 1.0)), origin)
 
 
-def read_rewards(given: Given, imported: Imported) -> None:
-    for part in ("reward_model.overlong_buffer", "reward_model.reward_kwargs.overlong_buffer_cfg"):
-        is_on = flag(given.take(f"{part}.enable", False))
-        length, factor = given.take(f"{part}.len"), given.take(f"{part}.penalty_factor")
-        given.take(f"{part}.log")
-        if is_on and length is not None:
-            imported.set("algorithm.overlong_buffer", whole(length), f"{part}.len")
-            origin = f"{part}.penalty_factor"
-            imported.set("algorithm.overlong_factor", number(factor if factor is not None else 1.0), origin)
-    path, name = given.take("custom_reward_function.path"), given.take("custom_reward_function.name")
-    given_manager = given.take("reward_model.reward_manager")
-    manager = f", reward_manager={given_manager}" if given_manager is not None else ""
-    if path is not None:
-        why = "a function of prompt, response, answer in reward.functions; verl's has other arguments"
-        imported.decide(f"custom_reward_function.path={path}, name={name}{manager}", why)
-    else:
-        imported.decide(f"the reward of each data_source{manager}", "choose reward.functions")
+def _rewards(given: Given, imported: Imported) -> None:
+    managers = [given.get(f"{part}.reward_manager") for part in ("reward_model", "reward")]
+    manager = "".join(f", reward_manager={name}" for name in managers if name is not None)
+    for part in ("custom_reward_function", "reward.custom_reward_function"):
+        path, name = given.get(f"{part}.path"), given.get(f"{part}.name")
+        if path is not None:
+            why = "a function of prompt, response, answer in reward.functions; verl's has other arguments"
+            imported.decide(f"{part}.path={path}, name={name}{manager}", why)
+            return
+    imported.decide(f"the reward of each data_source{manager}", "choose reward.functions")
 
 
-def read_optimizer(given: Given, imported: Imported) -> None:
-    prefix = f"{ACTOR}.optim"
-    steps = given.take(f"{prefix}.lr_warmup_steps")
-    ratio = given.take(f"{prefix}.lr_warmup_steps_ratio")
-    updates = imported.values.get("algorithm.minibatches", (None,))[0]
-    epochs = whole(given.known(f"{ACTOR}.ppo_epochs", 1))
-    if steps is not None and whole(steps) > 0 and updates is None:
+def updates_of_a_step(given: Given) -> int | None:
+    """Of one epoch; ``None`` where the file does not tell.
+
+    Raises:
+        ValueError: the batch is no multiple of the minibatch.
+    """
+    batch, size = given.get("data.train_batch_size"), given.get(f"{ACTOR}.ppo_mini_batch_size")
+    if batch is None or size is None:
+        return None
+    if whole(batch) % whole(size):
+        raise ValueError(f"it does not divide data.train_batch_size={batch}")
+    return whole(batch) // whole(size)
+
+
+def _warm_up(given: Given, imported: Imported) -> None:
+    """verl's schedule advances once in a training step, this project's with every update."""
+    steps, ratio = given.get(f"{OPTIMIZER}.lr_warmup_steps"), given.get(f"{OPTIMIZER}.lr_warmup_steps_ratio")
+    if steps is None or whole(steps) < 0:
+        if ratio is not None and number(ratio) > 0:
+            imported.decide(f"{OPTIMIZER}.lr_warmup_steps_ratio={ratio}", "set trainer.optimizer.warmup_steps")
+        return
+    updates, epochs = updates_of_a_step(given), whole(given.get(f"{ACTOR}.ppo_epochs", 1))
+    if updates is None and whole(steps) > 0:
         why = "trainer.optimizer.warmup_steps counts updates, and how many a step has is not known here"
-        imported.decide(f"{prefix}.lr_warmup_steps={steps}", why)
-    elif steps is not None and whole(steps) >= 0:
-        # verl's schedule advances once in a training step, this project's with every update.
-        origin = f"{prefix}.lr_warmup_steps" + (f" times the {(updates or 1) * epochs} updates of a step")
-        imported.set("trainer.optimizer.warmup_steps", whole(steps) * (updates or 1) * epochs, origin)
-    elif ratio is not None and number(ratio) > 0:
-        imported.decide(f"{prefix}.lr_warmup_steps_ratio={ratio}", "set trainer.optimizer.warmup_steps")
-    style = given.take(f"{prefix}.lr_scheduler_type", given.take(f"{prefix}.warmup_style"))
-    if style in ("constant", "cosine"):
-        imported.set("trainer.optimizer.decay", style, f"{prefix}.warmup_style")
-    elif style is not None:
-        imported.decide(f"{prefix}.lr_scheduler_type={style}", "use constant, linear or cosine")
-    betas = scalar(given.take(f"{prefix}.betas", [0.9, 0.999]))
-    if isinstance(betas, list) and len(betas) == 2:
-        imported.set("trainer.optimizer.beta1", number(betas[0]), f"{prefix}.betas")
-        imported.set("trainer.optimizer.beta2", number(betas[1]), f"{prefix}.betas")
-    lr, least = given.known(f"{prefix}.lr", None), given.take(f"{prefix}.min_lr_ratio")
-    if lr is not None and least is not None and number(least) > 0:
-        imported.set("trainer.optimizer.min_lr", number(least) * number(lr), f"{prefix}.min_lr_ratio times lr")
+        imported.decide(f"{OPTIMIZER}.lr_warmup_steps={steps}", why)
+    else:
+        count = (updates or 1) * epochs
+        origin = f"{OPTIMIZER}.lr_warmup_steps times the {count} updates of a step"
+        imported.set("trainer.optimizer.warmup_steps", whole(steps) * count, origin)
+
+
+def _decay(given: Given, imported: Imported) -> None:
+    name = next(filter(given.has, _STYLES), None)
+    if name is None:
+        return
+    style = given.get(name)
+    given.unused(imported, f"{name} stands beside it", *(other for other in _STYLES if other != name))
+    if style in ("constant", "cosine", "linear"):
+        imported.set("trainer.optimizer.decay", style, name)
+    else:
+        imported.decide(f"{name}={style}", "use constant, linear or cosine in trainer.optimizer.decay")
+
+
+def _betas(given: Given, imported: Imported) -> None:
+    betas = scalar(given.get(f"{OPTIMIZER}.betas", [0.9, 0.999]))
+    if not isinstance(betas, list) or len(betas) != 2:
+        raise ValueError(betas)
+    for number_of, beta in enumerate(betas, start=1):
+        imported.set(f"trainer.optimizer.beta{number_of}", number(beta), f"{OPTIMIZER}.betas")
+
+
+def _least_rate(given: Given, imported: Imported) -> None:
+    least = given.get(f"{OPTIMIZER}.min_lr_ratio")
+    if least is not None and number(least) > 0 and given.has(f"{OPTIMIZER}.lr"):
+        rate = number(least) * number(given.get(f"{OPTIMIZER}.lr"))
+        imported.set("trainer.optimizer.min_lr", rate, f"{OPTIMIZER}.min_lr_ratio times lr")
+
+
+_KL_LOSS = partial(
+    _kl,
+    names=(f"{ACTOR}.use_kl_loss", f"{ACTOR}.kl_loss_coef", f"{ACTOR}.kl_loss_type"),
+    targets=("algorithm.kl_coef", "algorithm.kl_estimator"),
+)
+_KL_REWARD = partial(
+    _kl,
+    names=("algorithm.use_kl_in_reward", "algorithm.kl_ctrl.kl_coef", "algorithm.kl_penalty"),
+    targets=("algorithm.kl_reward_coef", "algorithm.kl_reward_estimator"),
+)
+OBJECTIVE_RULES: Mapping[str, Rule] = MappingProxyType(
+    {
+        "algorithm.advantage": _advantage,
+        "algorithm.loss": _loss,
+        "algorithm.reduction": _reduction,
+        "algorithm.clip_low, clip_high": _clip,
+        "algorithm.kl_coef, kl_estimator": _KL_LOSS,
+        "algorithm.kl_reward_coef, kl_reward_estimator": _KL_REWARD,
+        "algorithm.importance_correction and its bounds": _correction,
+        "algorithm.importance_correction: mask": _rejection,
+        "algorithm.importance_correction and its bounds, as earlier": _earlier_correction,
+        "algorithm.overlong_buffer, overlong_factor": _overlong,
+        "reward.functions": _rewards,
+        "trainer.optimizer.warmup_steps": _warm_up,
+        "trainer.optimizer.decay": _decay,
+        "trainer.optimizer.beta1, beta2": _betas,
+        "trainer.optimizer.min_lr": _least_rate,
+    }
+)
+"""By the fields here that a rule decides."""

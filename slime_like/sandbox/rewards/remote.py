@@ -3,7 +3,6 @@
 import json
 import math
 import os
-import re
 import time
 import urllib.request
 from collections.abc import Container, Mapping
@@ -12,10 +11,10 @@ from urllib.error import HTTPError, URLError
 from urllib.parse import parse_qsl, urlsplit
 
 from slime_like.interfaces.reward import RewardResult
+from slime_like.system.credentials import is_credential
 
 MAX_BYTES = 1 << 20
 _PAUSE_S = 0.1
-_CREDENTIAL = re.compile("auth|cookie|key$|token$|secret|password|credential", re.IGNORECASE)
 
 
 class _NoRedirect(urllib.request.HTTPRedirectHandler):
@@ -106,7 +105,7 @@ def check_service(
         raise ValueError("url is neither http nor https")
     parts = urlsplit(url)
     queried = [name for name, _ in parse_qsl(parts.query, keep_blank_values=True)]
-    if "@" in parts.netloc or any(map(_CREDENTIAL.search, queried)):
+    if "@" in parts.netloc or any(map(is_credential, queried)):
         raise ValueError("url holds a credential, which would be saved; send it by headers_from")
     if isinstance(timeout_s, bool) or not isinstance(timeout_s, int | float) or not 0 < timeout_s < math.inf:
         raise ValueError(f"timeout_s={timeout_s!r} must be a number of seconds above 0")
@@ -115,7 +114,7 @@ def check_service(
             isinstance(given, Mapping) and all(isinstance(one, str) for one in given.values())
         ):
             raise ValueError(f"{option} must be a mapping of names to text")
-    if found := [name for name in headers or {} if _CREDENTIAL.search(name)]:
+    if found := [name for name in headers or {} if is_credential(name)]:
         raise ValueError(f"headers: {found[0]} is a credential; use headers_from: {{{found[0]}: ENVIRONMENT_VARIABLE}}")
     for name, variable in (headers_from or {}).items():
         value = os.environ.get(variable)

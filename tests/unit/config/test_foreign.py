@@ -6,10 +6,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from slime_like.commands.import_config import imported_config
 from slime_like.config.foreign.imported import Imported
-from slime_like.config.foreign.launch_script import commands
 from slime_like.config.reading.load import load_config
 from slime_like.errors import ConfigError
 from tests.support.rejections import Rejects
@@ -171,13 +171,16 @@ def _imported(tmp_path: Path, name: str, content: str) -> Imported:
     [
         (
             "run.sh", SLIME, OF_SLIME,
-            ["--rm-type math", "run_dir", "--eval-top-p 0.7", "--sglang-cuda-graph-bs 1 2 $(command)"],
+            [
+                "--rm-type math", "run_dir", "--eval-top-p 0.7", "--sglang-cuda-graph-bs 1 2 $(command)",
+                "data.max_prompt_tokens",
+            ],
         ),
         (
             "run.sh", VERL, OF_VERL,
             [
                 "the reward of each data_source", "run_dir", "data.val_files=$HOME/test.parquet",
-                "trainer.unheard_of=3", "actor_rollout_ref.rollout.val_kwargs.top_p=0.7",
+                "trainer.unheard_of=3", "some.other=1", "actor_rollout_ref.rollout.val_kwargs.top_p=0.7",
             ],
         ),
         (
@@ -199,18 +202,19 @@ def test_what_settings_become(
     assert sorted(imported.open_points) == sorted(to_decide)
     result = tmp_path / "mine.yaml"
     result.write_text(imported.text())
-    config = load_config(result, [], run_dir=tmp_path / "run")
+    with pytest.raises(ConfigError):  # nobody has chosen the reward
+        load_config(result, [], run_dir=tmp_path / "run")
+    config = load_config(result, ["--reward.functions", "[{name: math_verify}]"], run_dir=tmp_path / "run")
     assert {field: attrgetter(field)(config) for field in expected} == expected
     assert all(f"# - {point}: " in result.read_text() for point in to_decide)
 
 
-def _settings(script: str) -> dict[str, str]:
-    words = [word.text for line in commands(script) for word in line]
-    if "data.train_batch_size=64" in words:
-        pairs = [word.lstrip("+").partition("=") for word in words if re.match(r"\+?[a-z_]+\.", word)]
-        return {name: value for name, _, value in pairs if not name.startswith(("verl.", "some."))}
-    names = [word for word in words if re.match("--[a-z]", word) and word.partition("=")[0] not in RAY]
-    return dict.fromkeys(names, "")
+def _settings(script: str) -> list[str]:
+    """Names of the settings that the script gives, by a reading of its text alone."""
+    text = re.sub(r"^\s*#.*", "", script, flags=re.MULTILINE)
+    if "algorithm.adv_estimator" in text:
+        return re.findall(r"(?<![\w.])[a-z_]+(?:\.\w+)+(?==)", text)
+    return [name for name in re.findall(r"--[a-z][a-z0-9-]*", text) if name not in RAY]
 
 
 RAY = {"--head", "--node-ip-address", "--num-gpus", "--disable-usage-stats", "--address"}
@@ -221,16 +225,25 @@ def test_every_setting_is_in_what_is_printed(tmp_path: Path, script: str) -> Non
     settings = _settings(script)
     assert len(settings) > 25
     printed = _imported(tmp_path, "run.sh", script).text()
-    found = {name: re.search(rf"{re.escape(name.rpartition('.')[2])}(?![\w-])", printed) for name in settings}
-    assert [name for name, place in found.items() if place is None] == []
+    assert [name for name in settings if not re.search(rf"(?<![\w.-]){re.escape(name)}(?![\w-])", printed)] == []
 
 
-def test_what_is_known_only_when_the_script_runs_leaves_no_value(tmp_path: Path) -> None:
-    for name, value in _settings(VERL).items():
-        imported = _imported(tmp_path, "run.sh", VERL.replace(f"{name}={value}", f"{name}=$(choose)"))
-        if f"{name}={value}" in VERL:
-            assert f"{name}=$(command)" in imported.open_points
-            assert [origin for _, origin in imported.values.values() if re.search(rf"{name}(?![\w-])", origin)] == []
+@pytest.mark.parametrize("script", [SLIME, VERL], ids=["slime", "verl"])
+def test_what_is_known_only_when_the_script_runs_changes_no_value(tmp_path: Path, script: str) -> None:
+    """Whatever depends on a setting, also as one of several, is left out with it."""
+    known, tried = _imported(tmp_path, "run.sh", script).values, 0
+    for name in _settings(script):
+        pattern = re.compile(rf"(?<![\w.-]){re.escape(name)}[= ](?!-|$)(\"[^\"]*\"|[^\s\\]+)", re.MULTILINE)
+        if (match := pattern.search(script)) is None:
+            continue
+        tried += 1
+        changed = script[: match.start(1)] + "$(choose)" + script[match.end(1) :]
+        imported = _imported(tmp_path, "run.sh", changed)
+        other = {field: value for field, (value, _) in imported.values.items() if value != known[field][0]}
+        assert other == {}, name
+        points = [*imported.open_points, *imported.needless]
+        assert any(name in point and "$(command)" in point for point in points), name
+    assert tried > 25
 
 
 DAPO = r"""
@@ -242,7 +255,7 @@ MODEL=${MODEL:-"${HOME_OF}/models/${project}"}
 OUT=${OUT:="/out/$project"}
 python3 -m recipe.dapo.main_dapo data.train_batch_size=64 data.max_prompt_length=${prompt_length} \
     data.max_response_length=$(( prompt_length*(3 + 7) / 2 )) data.gen_batch_size=$((64 * $NNODES)) \
-    actor_rollout_ref.model.path="${MODEL}" trainer.nnodes="${NNODES}" trainer.default_local_dir=${OUT} \
+    actor_rollout_ref.model.path="${MODEL}" trainer.nnodes="${NNODES}" trainer.default_local_dir="${OUT}" \
     actor_rollout_ref.rollout.gpu_memory_utilization=0.8 actor_rollout_ref.actor.ppo_mini_batch_size=$((1 << 4)) \
     actor_rollout_ref.actor.optim.lr_warmup_steps=10
 """
@@ -255,10 +268,59 @@ def test_defaults_and_arithmetic_of_a_shell(tmp_path: Path) -> None:
     assert (values["cluster.nodes"], values["run_dir"]) == (2, "/out/DAPO test")
     assert {
         "actor_rollout_ref.model.path=${SCRATCH}/verl/models/DAPO test", "actor_rollout_ref.rollout.name",
-        "actor_rollout_ref.rollout.gpu_memory_utilization=0.8", "actor_rollout_ref.actor.optim.lr_warmup_steps=10",
-        "actor_rollout_ref.actor.ppo_mini_batch_size=$((1<<4))",
+        "actor_rollout_ref.rollout.gpu_memory_utilization=0.8", "trainer.optimizer.warmup_steps",
+        "actor_rollout_ref.actor.ppo_mini_batch_size=$((1<<4))", "algorithm.minibatches",
     } <= imported.open_points.keys()  # fmt: skip
     assert "data.gen_batch_size=128" in imported.needless and "model.path" not in values
+
+
+@pytest.mark.parametrize(
+    "before",
+    [
+        'if [ -n "$DEBUG" ]; then\n  LR=2\nfi', "[ -z $X ] && LR=2", "[ -z $X ] || LR=2", "setup() {\n LR=2\n}",
+        "for LR in 2 3; do true; done", "case $MODE in\n a) LR=2;;\n b) LR=3;;\nesac", "while read LR; do :; done",
+        "read LR", "LR=$(choose)", "LR=`choose`", "if a; then LR=2; else LR=3; fi", "(LR=2)", "unset LR", 'LR="$OTHER"',
+    ],
+)  # fmt: skip
+def test_what_a_script_may_not_assign_is_not_known(tmp_path: Path, before: str) -> None:
+    script = f'LR=1\n{before}\npython3 train.py --prompt-data d --lr "$LR" --seed 3\n'
+    imported = _imported(tmp_path, "run.sh", script)
+    assert "trainer.optimizer.lr" not in imported.values and imported.values["seed"][0] == 3
+    assert any(point.startswith("--lr ") for point in imported.open_points)
+
+
+@pytest.mark.parametrize("added", ["if a; then ARGS+=(--lr 2); fi", "a && ARGS=(--seed 4)", "a || ARGS+=(--seed 3)"])
+def test_an_array_that_a_branch_changes(tmp_path: Path, added: str) -> None:
+    script = f"ARGS=(--seed 3 --lr 1)\n{added}\npython3 train.py --prompt-data d ${{ARGS[@]}}\n"
+    values = {name: value for name, (value, _) in _imported(tmp_path, "run.sh", script).values.items()}
+    assert (values.get("seed", 3), values.get("trainer.optimizer.lr", 1)) == (3, 1)
+    assert len(values.keys() & {"seed", "trainer.optimizer.lr"}) < 2
+
+
+def test_of_a_script_the_trainer_s_command_alone_counts(tmp_path: Path) -> None:
+    script = """
+CKPT=(--hf-checkpoint /mine) OTHER=(--lr 5)
+python tools/convert.py --hf-checkpoint /another
+ray job submit --runtime-env-json='{"a": 1}' -- python3 train_async.py --prompt-data d ${CKPT[@]} > log 2>&1
+python3 eval.py --lr 5
+"""
+    imported = _imported(tmp_path, "run.sh", script)
+    values = {name: value for name, (value, _) in imported.values.items()}
+    assert values["model.path"] == "/mine" and values["rollout.max_staleness"] == 1
+    assert "trainer.optimizer.lr" not in values and "${OTHER[@]}" in imported.needless
+
+
+def test_hostile_scripts_end_soon(tmp_path: Path) -> None:
+    bomb = "X0=" + "a" * 50 + "".join(f"\nX{n + 1}={f'$X{n}' * 50}" for n in range(9))
+    deep = "${A:-" * 5_000 + "1" + "}" * 5_000
+    for lr in (f"{bomb}\nLR=$X9", f"LR={deep}", "LR=" + "$(" * 9_000, "LR=$((" + "(" * 9_000, 'LR="${' * 9_000):
+        script = 'python train.py --prompt-data d --seed 3 --lr "$LR"\n'
+        assert "trainer.optimizer.lr" not in _imported(tmp_path, "run.sh", f"{script}{lr}\n").values
+        try:
+            imported = _imported(tmp_path, "run.sh", f"{lr}\n{script}")
+        except ConfigError:
+            continue  # what is not closed takes the rest
+        assert "trainer.optimizer.lr" not in imported.values and imported.values["seed"][0] == 3
 
 
 def test_no_credential_is_printed(tmp_path: Path) -> None:
@@ -268,23 +330,57 @@ def test_no_credential_is_printed(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
+    "given",
+    [
+        "--openai-key hidden", "--custom-secret-key hidden", "--passwd hidden", "--wandb-host https://me:hidden@host",
+        "--rm-url http://me:hid@den@host/x", """--env '{"WANDB_API_KEY": "hidden", "a": 1}'""", "--env A_TOKEN=hidden",
+    ],
+)  # fmt: skip
+def test_no_credential_inside_of_a_value_is_printed(tmp_path: Path, given: str) -> None:
+    base = "wandb login hidden\nexport WANDB_API_KEY=hidden\npython train_async.py --prompt-data d "
+    printed = _imported(tmp_path, "run.sh", base + given).text()
+    assert given.split()[0] in printed and "hid" not in printed
+
+
+@pytest.mark.parametrize(
+    "text", ["a\nreward: {functions: []}\nb", "a\x1b[2Jb", "a # b", "a: b\t", "'\"", "\u2028x: 1", "e\u0301"]
+)
+def test_no_value_becomes_another_setting(tmp_path: Path, text: str) -> None:
+    yaml_file = {"actor_rollout_ref": {"model": {"path": text}}, "trainer": {"note": text, text: 1}}
+    quoted = text.replace("'", "'\\''")
+    script = f"python train.py --prompt-data d --hf-checkpoint '{quoted}' --note '{quoted}' --sglang-x '{quoted}'"
+    for name, content in (("a.yaml", yaml.safe_dump(yaml_file)), ("run.sh", script)):
+        imported = _imported(tmp_path, name, content)
+        document = yaml.safe_load(imported.text())
+        assert document["model"]["path"] == text
+        assert set(document) == {field.partition(".")[0] for field in imported.values}
+        assert document["reward"] == {"functions": []}
+        assert all(line.isprintable() for line in imported.text().split("\n"))
+
+
+@pytest.mark.parametrize(
     ("given", "point"),
     [
         ("--advantage-estimator ppo", "--advantage-estimator ppo"),
         ("--global-batch-size 48", "--global-batch-size 48"),
-        ("--kl-loss-type mse", "--kl-loss-type mse"),
+        ("--use-kl-loss --kl-loss-type mse", "--kl-loss-type mse"),
         ("--lr-decay-style WSD", "--lr-decay-style WSD"),
         ("--actor-num-gpus-per-node 3 --actor-num-nodes 1 --tensor-model-parallel-size 2", "trainer.parallel.data"),
         ("--eval-prompt-data aime", "--eval-prompt-data aime"),
         ("--num-layers-per-virtual-pipeline-stage 2", "--num-layers-per-virtual-pipeline-stage 2"),
         ("--lr $LR", "--lr $LR"),
         ("--dynamic-sampling-filter-path mine.filter", "--dynamic-sampling-filter-path mine.filter"),
-        ("--rollout-temperature hot", "--rollout-temperature=hot"),
+        ("--rollout-temperature hot", "--rollout-temperature hot"),
+        ("--eps-clip wide", "algorithm.clip_low"),
+        ("--num-steps-per-rollout 2 --global-batch-size 8", "--global-batch-size 8"),
+        ("--num-epoch 2", "steps"),
+        ("--use-kl-loss", "--kl-loss-type"),
+        ("$EXTRA", "$EXTRA"),
     ],
 )
 def test_what_has_no_one_meaning_is_left_to_decide(tmp_path: Path, given: str, point: str) -> None:
-    base = "python train.py --hf-checkpoint m --prompt-data d --rollout-batch-size 4 --n-samples-per-prompt 8 "
-    assert point in _imported(tmp_path, "run.sh", base + given).open_points
+    base = " --hf-checkpoint m --prompt-data d --rollout-batch-size 4 --n-samples-per-prompt 8"
+    assert point in _imported(tmp_path, "run.sh", f"python train.py {given}{base}").open_points
 
 
 def test_arrays_of_one_line_and_of_other_files(tmp_path: Path) -> None:
@@ -308,8 +404,7 @@ def test_files_of_neither_are_rejected(tmp_path: Path, rejects: Rejects) -> None
         ("run.sh", "'"),
         ("a.yaml", "steps: 3"),
         ("a.yaml", "a: [1"),
-        ("run.sh", "python train.py --prompt-data d --eps-clip wide"),
-        ("a.yaml", "actor_rollout_ref: {actor: {use_kl_loss: maybe}}"),
+        ("run.sh", "python train.py --lr 1\npython train.py --lr 2"),
     ):
         with rejects(ConfigError):
             _imported(tmp_path, name, content)

@@ -1,0 +1,126 @@
+"""Settings as a file gives them, and rules that read them: a rule whose settings are not all known sets nothing."""
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from slime_like.config.foreign.imported import UNKNOWN_VALUE, Imported
+from slime_like.system.credentials import without_credentials
+
+
+class NotKnownError(Exception):
+    """A rule needs a setting, given as the message, whose value is not known."""
+
+
+@dataclass(slots=True)
+class Given:
+    """Settings of a source by name.
+
+    Attributes:
+        values: of each setting that the file has.
+        unknown: settings that the file has, with a value that it does not tell.
+        defaults: the source's own, where the file has none.
+        prefix, between: what stands before a name there, and between it and its value.
+    """
+
+    values: Mapping[str, Any]
+    unknown: frozenset[str] = frozenset()
+    defaults: Mapping[str, Any] = field(default_factory=dict)
+    prefix: str = ""
+    between: str = "="
+    _read: set[str] = field(default_factory=set)
+    _done: set[str] = field(default_factory=set)
+
+    def get(self, name: str, default: Any = None) -> Any:
+        """The value given; ``default`` where there is none.
+
+        Raises:
+            NotKnownError: there is one, which is not known.
+        """
+        if not self.has(name):
+            return default
+        self._read.add(name)
+        if name in self.unknown:
+            raise NotKnownError(name)
+        return self.values[name] if name in self.values else self.defaults[name]
+
+    def has(self, name: str) -> bool:
+        """Whether there is a value, known or not."""
+        return self.values.get(name) is not None or name in self.defaults
+
+    def note(self, name: str) -> bool:
+        """Whether there is a switch; it counts as read."""
+        self._read.update({name} & self.values.keys())
+        return self.has(name)
+
+    def setting(self, name: str) -> str:
+        """The setting as the file has it, without credentials."""
+        value = without_credentials(name, self.values[name])
+        return f"{self.prefix}{name}" + ("" if value == "" else f"{self.between}{value}")
+
+    def origin(self, name: str) -> str:
+        """What names the setting, and whether its value is the source's default."""
+        return f"{self.prefix}{name}" + ("" if name in self.values else ", its default")
+
+    def unused(self, imported: Imported, why: str, *names: str) -> None:
+        """List settings that have no effect there, whatever their values are."""
+        for name in filter(self.values.__contains__, names):
+            self._read.add(name)
+            imported.needless[self.setting(name)] = why
+
+    def apply(self, imported: Imported, targets: str, rule: "Rule") -> None:
+        """Take over what a rule sets, if all settings that it asks for are known and of their kinds.
+
+        Args:
+            targets: fields here that the rule decides, for what is said where it cannot.
+        """
+        self._read.clear()
+        draft = Imported(imported.source)
+        try:
+            rule(self, draft)
+        except NotKnownError as missing:
+            why = f"depends on {self.prefix}{missing}, {UNKNOWN_VALUE.replace('its', 'whose')}"
+        except (TypeError, ValueError) as error:
+            why = f"cannot be taken over ({error})"
+        else:
+            self._done |= self._read
+            imported.add(draft)
+            return
+        read = sorted(name for name in self._read - self.unknown if name in self.values)
+        imported.decide(targets, why + "".join(f", {self.setting(name)}" for name in read))
+
+    def take_direct(self, imported: Imported, direct: "Mapping[str, tuple[str, Callable[[Any], Any]]]") -> None:
+        """Take over all settings that are one field here."""
+        for name, (target, convert) in direct.items():
+            if not self.has(name) or name in self.unknown:
+                continue
+            self._done.add(name)
+            try:
+                imported.set(target, convert(self.get(name)), self.origin(name))
+            except (TypeError, ValueError):
+                imported.decide(self.setting(name), f"not a value of {target}")
+
+    def take_switches(self, imported: Imported, switches: Mapping[str, tuple[str, Any]]) -> None:
+        """Take over what is there without a value."""
+        for name in filter(self.values.__contains__, switches):
+            self._done.add(name)
+            imported.set(*switches[name], self.origin(name))
+
+    def close(self, imported: Imported, fields: Mapping[str, str]) -> Iterable[str]:
+        """List what was read and is nowhere named, and what is not known; return the names that nothing has read.
+
+        Args:
+            fields: of names that are one field here, that field.
+        """
+        for name in filter(self.values.__contains__, sorted(self._done - self.unknown)):
+            if not imported.mentions(f"{self.prefix}{name}"):
+                imported.needless[self.setting(name)] = "read together with others"
+        for name in filter(self.unknown.__contains__, self.values):
+            if name not in self._done:
+                remedy = f"; set {fields[name]}" if name in fields else ""
+                imported.decide(self.setting(name), UNKNOWN_VALUE + remedy)
+        rest = (name for name in self.values if name not in self._done | self.unknown)
+        return [name for name in rest if not imported.mentions(f"{self.prefix}{name}")]
+
+
+Rule = Callable[[Given, Imported], None]

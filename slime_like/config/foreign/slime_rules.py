@@ -1,0 +1,254 @@
+"""How fields here follow from settings of slime, where one is not simply another."""
+
+from collections.abc import Mapping
+from types import MappingProxyType
+
+from slime_like.config.foreign.given import Given, Rule
+from slime_like.config.foreign.imported import Imported
+from slime_like.config.foreign.values import number, whole
+
+_KL_ESTIMATORS = {"k1": "k1", "k2": "k2", "k3": "k3", "low_var_kl": "low_var_kl"}
+_ADVANTAGES = {
+    "grpo": "grpo",
+    "gspo": "grpo",
+    "reinforce_plus_plus": "reinforce_pp",
+    "reinforce_plus_plus_baseline": "reinforce_pp_baseline",
+}
+
+
+def _chat_template(given: Given, imported: Imported) -> None:
+    _is_on(given, imported, "apply-chat-template", "data.apply_chat_template")
+
+
+def _shuffle(given: Given, imported: Imported) -> None:
+    _is_on(given, imported, "rollout-shuffle", "data.shuffle")
+
+
+def _is_on(given: Given, imported: Imported, name: str, target: str) -> None:
+    is_on = given.note(name)
+    imported.set(target, is_on, f"--{name}" if is_on else f"without --{name}")
+
+
+def _prompt_length(given: Given, imported: Imported) -> None:
+    if not given.has("rollout-max-prompt-len"):
+        imported.decide("data.max_prompt_tokens", "slime bounds prompts by --rollout-max-prompt-len alone")
+
+
+def _held_out(given: Given, imported: Imported) -> None:
+    pairs = given.get("eval-prompt-data", "").split()
+    if len(pairs) % 2:
+        imported.decide(given.setting("eval-prompt-data"), "expected pairs of a name and a path")
+    elif pairs:
+        imported.set("evaluation.files", pairs[1::2], "--eval-prompt-data")
+
+
+def _evaluation_temperature(given: Given, imported: Imported) -> None:
+    if given.has("eval-prompt-data") and not given.has("eval-temperature"):
+        origin = "--rollout-temperature, in evaluations too"
+        imported.set("evaluation.temperature", number(given.get("rollout-temperature", "1.0")), origin)
+
+
+def _rewards(given: Given, imported: Imported) -> None:
+    names = [name for name in ("rm-type", "custom-rm-path") if given.note(name)]
+    for name in names:
+        imported.decide(given.setting(name), "rewards have other names and arguments here; set reward.functions")
+    if not names:
+        imported.decide("reward.functions", "the script names no reward")
+
+
+def _advantage(given: Given, imported: Imported) -> None:
+    estimator = given.get("advantage-estimator")
+    if estimator not in _ADVANTAGES:
+        imported.decide(f"--advantage-estimator {estimator}", "needs a critic, or is not supported")
+        return
+    keeps_mean = given.note("disable-grpo-std-normalization") and estimator in ("grpo", "gspo")
+    origin = given.origin("advantage-estimator") + (", --disable-grpo-std-normalization" if keeps_mean else "")
+    imported.set("algorithm.advantage", "grpo_mean_only" if keeps_mean else _ADVANTAGES[estimator], origin)
+
+
+def _loss(given: Given, imported: Imported) -> None:
+    estimator = given.get("advantage-estimator")
+    if estimator in _ADVANTAGES:
+        loss = "gspo" if estimator == "gspo" else "ppo_clip"
+        imported.set("algorithm.loss", loss, given.origin("advantage-estimator"))
+
+
+def _reduction(given: Given, imported: Imported) -> None:
+    per_token = given.note("calculate-per-token-loss")
+    origin = "--calculate-per-token-loss" if per_token else "without --calculate-per-token-loss"
+    imported.set("algorithm.reduction", "tokens" if per_token else "samples", origin)
+
+
+def _clip_low(given: Given, imported: Imported) -> None:
+    imported.set("algorithm.clip_low", number(given.get("eps-clip")), given.origin("eps-clip"))
+
+
+def _clip_high(given: Given, imported: Imported) -> None:
+    name = "eps-clip-high" if given.has("eps-clip-high") else "eps-clip"
+    imported.set("algorithm.clip_high", number(given.get(name)), given.origin(name))
+
+
+def _tis(given: Given, imported: Imported) -> None:
+    if given.note("use-tis"):
+        imported.set("algorithm.importance_correction", "truncate", "--use-tis")
+        origin = "--tis-clip" if given.has("tis-clip") else "--tis-clip, its default"
+        imported.set("algorithm.importance_high", number(given.get("tis-clip", "2.0")), origin)
+    else:
+        given.unused(imported, "without --use-tis", "tis-clip")
+
+
+def _kl(given: Given, imported: Imported) -> None:
+    if not given.note("use-kl-loss"):
+        given.unused(imported, "without --use-kl-loss", "kl-loss-coef", "kl-loss-type")
+        return
+    imported.set("algorithm.kl_coef", number(given.get("kl-loss-coef", "0")), "--use-kl-loss, --kl-loss-coef")
+    kind = given.get("kl-loss-type")
+    if kind in _KL_ESTIMATORS:
+        imported.set("algorithm.kl_estimator", _KL_ESTIMATORS[kind], "--kl-loss-type")
+    else:
+        shown = "--kl-loss-type" + ("" if kind is None else f" {kind}")
+        imported.decide(shown, "set algorithm.kl_estimator")
+
+
+def _axis(given: Given, axis: str) -> int:
+    return whole(given.get(f"{axis}-parallel-size", "1"))
+
+
+def _gpus(given: Given) -> int:
+    """Of the trainer."""
+    return whole(given.get("actor-num-nodes", "1")) * whole(given.get("actor-num-gpus-per-node"))
+
+
+def _engine_gpus(given: Given) -> int:
+    gpus = _gpus(given)
+    return gpus if given.note("colocate") else whole(given.get("rollout-num-gpus", gpus))
+
+
+def _data_parallel(given: Given, imported: Imported) -> None:
+    if not given.has("actor-num-gpus-per-node"):
+        imported.decide("trainer.parallel.data", "the script names no number of GPUs")
+        return
+    gpus = _gpus(given)
+    ranks = _axis(given, "tensor-model") * _axis(given, "pipeline-model") * _axis(given, "context")
+    if gpus % ranks:
+        imported.decide("trainer.parallel.data", f"{gpus} GPUs are no multiple of {ranks} ranks of one replica")
+    else:
+        imported.set("trainer.parallel.data", gpus // ranks, "GPUs of --actor-num-nodes over the other axes")
+
+
+def _engine_size(given: Given, imported: Imported) -> None:
+    per_engine = whole(given.get("rollout-num-gpus-per-engine", "1"))
+    imported.set("rollout.tensor", per_engine, "--rollout-num-gpus-per-engine")
+
+
+def _engines(given: Given, imported: Imported) -> None:
+    if not given.has("actor-num-gpus-per-node"):
+        imported.decide("rollout.num_engines", "the script names no number of GPUs")
+        return
+    engine_gpus = _engine_gpus(given)
+    if given.note("colocate"):
+        given.unused(imported, "--colocate: engines have the trainer's GPUs", "rollout-num-gpus")
+    per_engine = whole(given.get("rollout-num-gpus-per-engine", "1"))
+    imported.set("rollout.num_engines", max(1, engine_gpus // per_engine), "GPUs of the engines")
+
+
+def _nodes(given: Given, imported: Imported) -> None:
+    if given.has("actor-num-gpus-per-node"):
+        total = _gpus(given) + (0 if given.note("colocate") else _engine_gpus(given))
+        nodes = max(1, -(-total // whole(given.get("actor-num-gpus-per-node"))))
+        imported.set("cluster.nodes", nodes, "all GPUs over those of a node")
+
+
+def _token_budget(given: Given, imported: Imported) -> None:
+    tokens = given.get("max-tokens-per-gpu")
+    if tokens is not None:
+        context = _axis(given, "context")
+        origin = "--max-tokens-per-gpu" + (" times --context-parallel-size" if context > 1 else "")
+        imported.set("trainer.target_tokens_per_batch", whole(tokens) * context, origin)
+
+
+def _recompute(given: Given, imported: Imported) -> None:
+    granularity = given.get("recompute-granularity")
+    if granularity in ("full", "selective"):
+        imported.set("trainer.recompute", granularity, "--recompute-granularity")
+    elif granularity is not None:
+        imported.decide(given.setting("recompute-granularity"), "use full or selective in trainer.recompute")
+
+
+def _stop_tokens(given: Given, imported: Imported) -> None:
+    ids = [whole(each) for each in given.get("rollout-stop-token-ids", "").split()]
+    if ids:
+        imported.set("rollout.stop_token_ids", ids, "--rollout-stop-token-ids")
+
+
+def _dropped(given: Given, imported: Imported) -> None:
+    choice = given.get("dynamic-sampling-filter-path")
+    if choice is not None and choice.rpartition(".")[2] == "check_reward_nonzero_std":
+        imported.set("rollout.drop_zero_spread", True, "--dynamic-sampling-filter-path")
+    elif choice is not None:
+        why = "groups are left out by the spread of their rewards alone, rollout.drop_zero_spread"
+        imported.decide(f"--dynamic-sampling-filter-path {choice}", why)
+
+
+def _decay(given: Given, imported: Imported) -> None:
+    style = given.get("lr-decay-style")
+    if style in ("constant", "linear", "cosine"):
+        imported.set("trainer.optimizer.decay", style, given.origin("lr-decay-style"))
+    else:
+        imported.decide(f"--lr-decay-style {style}", "use constant, linear or cosine in trainer.optimizer.decay")
+
+
+def _minibatches(given: Given, imported: Imported) -> None:
+    size, samples = given.get("global-batch-size"), None
+    if size is not None and given.has("rollout-batch-size") and given.has("n-samples-per-prompt"):
+        samples = whole(given.get("rollout-batch-size")) * whole(given.get("n-samples-per-prompt"))
+    if given.has("num-steps-per-rollout"):
+        updates = whole(given.get("num-steps-per-rollout"))
+        if samples is not None and samples != updates * whole(size):
+            why = f"times --num-steps-per-rollout {updates} is not the {samples} samples of a step; set one"
+            imported.decide(f"--global-batch-size {size}", why)
+        else:
+            imported.set("algorithm.minibatches", updates, "--num-steps-per-rollout")
+    elif samples is not None:
+        if samples % whole(size):
+            imported.decide(f"--global-batch-size {size}", f"does not divide the {samples} samples of a step")
+        else:
+            origin = "samples of a step over --global-batch-size"
+            imported.set("algorithm.minibatches", samples // whole(size), origin)
+
+
+def _steps(given: Given, imported: Imported) -> None:
+    if not given.has("num-rollout"):
+        epochs = given.get("num-epoch")
+        imported.decide("steps", f"rows over --rollout-batch-size, times {epochs or 'the'} epochs of --num-epoch")
+
+
+RULES: Mapping[str, Rule] = MappingProxyType(
+    {
+        "data.apply_chat_template": _chat_template,
+        "data.shuffle": _shuffle,
+        "data.max_prompt_tokens": _prompt_length,
+        "evaluation.files": _held_out,
+        "evaluation.temperature": _evaluation_temperature,
+        "reward.functions": _rewards,
+        "algorithm.advantage": _advantage,
+        "algorithm.loss": _loss,
+        "algorithm.reduction": _reduction,
+        "algorithm.clip_low": _clip_low,
+        "algorithm.clip_high": _clip_high,
+        "algorithm.importance_correction, importance_high": _tis,
+        "algorithm.kl_coef, kl_estimator": _kl,
+        "trainer.parallel.data": _data_parallel,
+        "rollout.tensor": _engine_size,
+        "rollout.num_engines": _engines,
+        "cluster.nodes": _nodes,
+        "trainer.target_tokens_per_batch": _token_budget,
+        "trainer.recompute": _recompute,
+        "rollout.stop_token_ids": _stop_tokens,
+        "rollout.drop_zero_spread": _dropped,
+        "trainer.optimizer.decay": _decay,
+        "algorithm.minibatches": _minibatches,
+        "steps": _steps,
+    }
+)
+"""By the fields here that a rule decides."""

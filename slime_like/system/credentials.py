@@ -1,0 +1,28 @@
+"""Credentials in settings and text: they are neither saved nor printed."""
+
+import re
+from typing import Any
+
+_NAME = re.compile(r"auth|cookie|key$|token$|secret|passw|credential", re.IGNORECASE)
+_KEY_OF_ROWS = re.compile(
+    r"(?:^|[-_.])(?:input|label|prompt|answer|response|messages|images?|videos?|audio|tools?|metadata|reward|reward_fn"
+    r"|data|group|environment)[-_]key$"
+)
+_NAMED_VALUE = re.compile(
+    r"""(["']?[\w.-]*(?:key|token|secret|passw(?:or)?d|credential)["']?\s*[:=]\s*)("[^"]*"|'[^']*'|[^\s,;&}]+)""",
+    re.IGNORECASE,
+)
+_USER_OF_URL = re.compile(r"(?<=//)[^/\s]*@")
+
+
+def is_credential(name: str) -> bool:
+    """Whether what has this name is one, by the words in it; keys of a data file's rows are none."""
+    return _NAME.search(name) is not None and _KEY_OF_ROWS.search(name) is None
+
+
+def without_credentials(name: str, value: Any) -> str:
+    """The value of a setting as it may be printed: without what its name, or a name inside of it, calls a credential,
+    and without the user of a URL."""
+    if is_credential(name):
+        return "..."
+    return _USER_OF_URL.sub("...@", _NAMED_VALUE.sub(r"\1...", str(value)))
