@@ -59,7 +59,7 @@ COMMAND = Command(
     _run,
     "Print a configuration made from verl's YAML, or from a launch script of verl or slime, which is read and\n"
     "not run. Each line names its origin. What has to be decided, and what needs no setting here, stands above\n"
-    "as comments: nothing is guessed. Then: slime-like plan.",
+    "as comments: nothing is guessed. Choose the reward, then: slime-like plan.",
     _add_arguments,
     takes_flags=False,
 )

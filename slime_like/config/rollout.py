@@ -94,7 +94,7 @@ class RolloutConfig(Section):
     """Leave out tokens less likely than this share of the likeliest one's probability, before `top_k` and `top_p`."""
     stop_token_ids: tuple[int, ...] = Field((), description="Token ids that end a response; []: the model's EOS ids.")
     max_model_len: int | None = Field(None, ge=2)
-    """Longest sequence of an engine; none: prompt limit plus response limit."""
+    """Longest sequence of an engine; none: prompt limit plus response limit, the longer of training and evaluation."""
     max_concurrent_requests: int = Field(1024, ge=1, description="Concurrent requests per engine.")
     max_staleness: int = Field(0, ge=0)
     """How many training steps old the weights of a response's first token may be. 0: sampling and training alternate

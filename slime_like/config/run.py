@@ -266,5 +266,8 @@ class RunConfig(Section):
 
     @property
     def max_model_len(self) -> int:
-        """Longest sequence, prompt and response together."""
-        return self.rollout.max_model_len or self.data.max_prompt_tokens + self.rollout.max_new_tokens
+        """Longest sequence, prompt and response together, of training and evaluation."""
+        response, held_out = self.rollout.max_new_tokens, self.evaluation
+        if held_out.files and not self.rollout.agent.is_set:  # an agent's rows may be as long as this
+            response = max(response, held_out.max_new_tokens or 0)
+        return self.rollout.max_model_len or self.data.max_prompt_tokens + response

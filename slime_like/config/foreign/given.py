@@ -1,6 +1,7 @@
 """Settings as a file gives them, and rules that read them: a rule whose settings are not all known sets nothing."""
 
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -30,6 +31,7 @@ class Given:
     between: str = "="
     _read: set[str] = field(default_factory=set)
     _done: set[str] = field(default_factory=set)
+    _skips_unknown: bool = False
 
     def get(self, name: str, default: Any = None) -> Any:
         """The value given; ``default`` where there is none.
@@ -40,6 +42,8 @@ class Given:
         if not self.has(name):
             return default
         self._read.add(name)
+        if name in self.unknown and self._skips_unknown:
+            return default
         if name in self.unknown:
             raise NotKnownError(name)
         return self.values[name] if name in self.values else self.defaults[name]
@@ -86,8 +90,16 @@ class Given:
             self._done |= self._read
             imported.add(draft)
             return
-        read = sorted(name for name in self._read - self.unknown if name in self.values)
+        self._read_on(rule)
+        read = sorted(name for name in self._read - self.unknown - self._done if name in self.values)
         imported.decide(targets, why + "".join(f", {self.setting(name)}" for name in read))
+
+    def _read_on(self, rule: "Rule") -> None:
+        """Note what the rule reads beside the setting that ended it."""
+        self._skips_unknown = True
+        with suppress(TypeError, ValueError, NotKnownError):
+            rule(self, Imported(""))
+        self._skips_unknown = False
 
     def take_direct(self, imported: Imported, direct: "Mapping[str, tuple[str, Callable[[Any], Any]]]") -> None:
         """Take over all settings that are one field here."""

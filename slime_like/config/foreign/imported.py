@@ -13,8 +13,6 @@ from slime_like.config.reading.fields import all_fields
 UNKNOWN_VALUE = "its value is known only when the script runs"
 ELSEWHERE = "another file defines this array; add its settings"
 IDLE = "the command that starts the trainer does not take it"
-_LONGEST = 300
-"""Characters of a comment's part."""
 
 
 @dataclass(slots=True)
@@ -69,8 +67,7 @@ class Imported:
 
 def _one_line(text: str) -> str:
     """Text of a file for a comment: a line's end in it would begin a setting, and other signs are no YAML."""
-    shown = "".join(sign if sign.isprintable() else repr(sign)[1:-1] for sign in text)
-    return shown if len(shown) <= _LONGEST else f"{shown[:_LONGEST]}..."
+    return "".join(sign if sign.isprintable() else repr(sign)[1:-1] for sign in text)
 
 
 def _order(item: tuple[str, Any]) -> tuple[int, str]:

@@ -199,16 +199,15 @@ def _decay(given: Given, imported: Imported) -> None:
 
 
 def _minibatches(given: Given, imported: Imported) -> None:
-    size, samples = given.get("global-batch-size"), None
+    updates, size, samples = given.get("num-steps-per-rollout"), given.get("global-batch-size"), None
     if size is not None and given.has("rollout-batch-size") and given.has("n-samples-per-prompt"):
         samples = whole(given.get("rollout-batch-size")) * whole(given.get("n-samples-per-prompt"))
-    if given.has("num-steps-per-rollout"):
-        updates = whole(given.get("num-steps-per-rollout"))
-        if samples is not None and samples != updates * whole(size):
+    if updates is not None:
+        if samples is not None and samples != whole(updates) * whole(size):
             why = f"times --num-steps-per-rollout {updates} is not the {samples} samples of a step; set one"
             imported.decide(f"--global-batch-size {size}", why)
         else:
-            imported.set("algorithm.minibatches", updates, "--num-steps-per-rollout")
+            imported.set("algorithm.minibatches", whole(updates), "--num-steps-per-rollout")
     elif samples is not None:
         if samples % whole(size):
             imported.decide(f"--global-batch-size {size}", f"does not divide the {samples} samples of a step")

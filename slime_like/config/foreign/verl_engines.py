@@ -90,10 +90,15 @@ def _dropped_groups(given: Given, imported: Imported) -> None:
 
 
 def _turns(given: Given, imported: Imported) -> None:
-    for name in [name for name in given.values if name.startswith(f"{ROLLOUT}.multi_turn.")]:
-        if given.note(name):
-            why = "conversations are rollout.environment's, with max_turns, or rollout.agent's"
-            imported.decide(given.setting(name), why)
+    switch = f"{ROLLOUT}.multi_turn.enable"
+    names = [name for name in given.values if name.startswith(f"{ROLLOUT}.multi_turn.")]
+    if not flag(given.get(switch, False)):
+        given.unused(imported, f"{switch} is off", *names)
+        return
+    for name in filter(given.note, names):
+        imported.decide(
+            given.setting(name), "conversations are rollout.environment's, with max_turns, or rollout.agent's"
+        )
 
 
 def _is_megatron(given: Given) -> bool:

@@ -263,7 +263,9 @@ FAULTS: dict[str, list[str]] = {
     "rollout.length": ["--data.max_prompt_tokens 1800", "--rollout.max_model_len 700"],
     "trainer.token-budget": ["--trainer.target_tokens_per_batch 700"],
     "rollout.max-model-len": ["--rollout.max_model_len 4096"],
-    "evaluation.length": ["--evaluation.files TMP/train.jsonl --evaluation.max_new_tokens 300"],
+    "evaluation.length": [
+        "--evaluation.files TMP/train.jsonl --evaluation.max_new_tokens 300 --rollout.max_model_len 768"
+    ],
     "rollout.stop-tokens": ["--rollout.stop_token_ids 2 300"],
     "trainer.layout": ["--trainer.parallel.tensor 3"],
     "trainer.share-prefixes": [

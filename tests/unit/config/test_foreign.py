@@ -160,6 +160,49 @@ OF_VERL_YAML: dict[str, Any] = {
 }  # fmt: skip
 
 
+VERL_OTHERWISE = """
+my: {lr: 3.0e-06}
+data: {train_files: ["${oc.env:HOME}/a.parquet", b.parquet], max_response_length: 512}
+actor_rollout_ref:
+  actor:
+    strategy: megatron
+    ulysses_sequence_parallel_size: 1
+    ppo_max_token_len_per_gpu: 100
+    optim: {lr: "${my.lr}", min_lr: 1.0e-07, lr_decay_style: linear}
+    megatron:
+      context_parallel_size: 2
+      sequence_parallel: true
+      virtual_pipeline_model_parallel_size: 2
+      override_transformer_config: {recompute_granularity: selective}
+  rollout:
+    name: sglang
+    min_p: 0.05
+    engine_kwargs: {sglang: {attention_backend: triton}, vllm: {swap_space: 4}}
+    multi_turn: {enable: false, max_assistant_turns: 3}
+reward:
+  reward_kwargs: {overlong_buffer_cfg: {enable: true, len: 64, penalty_factor: 0.5}}
+  custom_reward_function: {path: mine.py, name: score}
+"""
+
+
+def test_other_layouts_of_verl_s_settings(tmp_path: Path) -> None:
+    """Interpolations of the file's own settings, and names of later versions."""
+    imported = _imported(tmp_path, "a.yaml", VERL_OTHERWISE)
+    expected = {
+        "trainer.optimizer.lr": 3e-6, "trainer.optimizer.min_lr": 1e-7, "trainer.optimizer.decay": "linear",
+        "trainer.parallel.context": 2, "trainer.target_tokens_per_batch": 200, "trainer.parallel.data": 4,
+        "trainer.parallel.sequence": True, "trainer.parallel.virtual_pipeline": 2, "trainer.recompute": "selective",
+        "rollout.min_p": 0.05, "rollout.engine_args.attention_backend": "triton", "algorithm.overlong_buffer": 64,
+        "algorithm.overlong_factor": 0.5,
+    }  # fmt: skip
+    assert {name: imported.values[name][0] for name in expected} == expected
+    assert "data.train" not in imported.values and "rollout.engine_args.swap_space" not in imported.values
+    assert {
+        "data.train_files=['${oc.env:HOME}/a.parquet', 'b.parquet']",
+        "reward.custom_reward_function.path=mine.py, name=score",
+    } <= set(imported.open_points)
+
+
 def _imported(tmp_path: Path, name: str, content: str) -> Imported:
     path = tmp_path / name
     path.write_text(content)

@@ -117,6 +117,22 @@ def test_flags_set_their_field(tmp_path: Path, flags: list[str], name: str, valu
     assert type(found) is type(value)
 
 
+@pytest.mark.parametrize(
+    ("flags", "longest"),
+    [
+        ("", 128 + 32),
+        ("--evaluation.max_new_tokens 64", 128 + 32),  # nothing is evaluated
+        ("--evaluation.max_new_tokens 64 --evaluation.files a.jsonl", 128 + 64),
+        ("--evaluation.max_new_tokens 16 --evaluation.files a.jsonl", 128 + 32),
+        ("--evaluation.max_new_tokens 64 --evaluation.files a.jsonl --rollout.max_model_len 170", 170),
+    ],
+)
+def test_engines_hold_the_longest_sequence_of_training_and_evaluation(tmp_path: Path, flags: str, longest: int) -> None:
+    base = "data: {train: [a.jsonl], max_prompt_tokens: 128}\nrollout: {max_new_tokens: 32}"
+    path = write(tmp_path, f"run_dir: a\nmodel: {{path: b}}\n{base}")
+    assert load_config(path, shlex.split(flags)).max_model_len == longest
+
+
 def test_relative_paths_are_relative_to_the_current_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "deep").mkdir()
     path = write(tmp_path / "deep", "run_dir: runs/a\nmodel: {path: model}\ndata: {train: [a.jsonl]}")
