@@ -40,7 +40,7 @@ Token = str | Array | Operator
 
 def tokens(script: str) -> Iterator[Token]:
     """Words, arrays and operators of a script in order; comments, redirections and here-documents are left out."""
-    yield from _Reader(_MARKS.sub("?", script)).tokens()
+    yield from _Reader(_MARKS.sub("?", script.replace("\r\n", "\n"))).tokens()
 
 
 class _Reader:

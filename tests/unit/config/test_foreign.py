@@ -366,6 +366,13 @@ def test_hostile_scripts_end_soon(tmp_path: Path) -> None:
         assert "trainer.optimizer.lr" not in imported.values and imported.values["seed"][0] == 3
 
 
+def test_lines_may_end_as_on_windows(tmp_path: Path) -> None:
+    imported = _imported(tmp_path, "run.sh", SLIME)
+    path = tmp_path / "windows.sh"
+    path.write_bytes(SLIME.replace("\n", "\r\n").encode())
+    assert imported_config(path).text() == imported.text()
+
+
 def test_no_credential_is_printed(tmp_path: Path) -> None:
     script = "KEY=sk-1\npython train.py --hf-checkpoint m --prompt-data d --rollout-batch-size 4 --wandb-key ${KEY}"
     printed = _imported(tmp_path, "run.sh", script).text()
