@@ -13,6 +13,7 @@ SPLIT = "\5"
 _NAME = re.compile(r"[A-Za-z_]\w*")
 _BARE_NAME = re.compile(r"(?<![\w$\4])[A-Za-z_]\w*")
 _DEFAULT = re.compile(r"(:?)([-=])")
+_WHOLE_NUMBERS = re.compile(r"[\d()*/%+-]+")
 _BLANKS = re.compile(r"\s+")
 _UNKNOWN = re.compile(rf"[${QUOTED}][{{\w@*#?!{OUTPUT}{OPENS}]")
 _LONGEST, _LONGEST_ARITHMETIC = 10_000, 200
@@ -104,7 +105,7 @@ class Variables:
         """The number; ``None`` of more than whole numbers and their operators."""
         text = _BARE_NAME.sub(lambda name: self.values.get(name[0]) or name[0], self.expanded(expression))
         try:
-            if len(text) > _LONGEST_ARITHMETIC or "#" in text:
+            if len(text) > _LONGEST_ARITHMETIC or not _WHOLE_NUMBERS.fullmatch(text):
                 return None
             return str(_number(ast.parse(text, mode="eval").body))
         except (ArithmeticError, SyntaxError, ValueError):
