@@ -83,8 +83,8 @@ def supports_of(token_ids: np.ndarray, logprobs: np.ndarray, engine: str) -> Sup
             f"{engine} drew a token from more than the {token_ids.shape[1]} likeliest ones (their probability is "
             f"{mass.min():.4f})",
             code="support-incomplete",
-            remedy="many logits are equal: use another rollout.top_k, or, where the engine's head computes in bfloat16, "
-            "let it compute in float32 (vLLM: rollout.engine_args.hf_overrides.head_dtype)",
+            remedy="many logits are equal: use another rollout.top_k, or, where the engine's head computes in "
+            "bfloat16, let it compute in float32 (vLLM: rollout.engine_args.hf_overrides.head_dtype)",
         )
     return Supports(token_ids[is_kept].astype(np.int32), is_kept.sum(1).astype(np.int32))
 

@@ -50,6 +50,7 @@ from slime_like.orchestration.run.start_notes import (
     memory_notes,
     precision_notes,
     processor_notes,
+    support_notes,
 )
 from slime_like.orchestration.trainer.batcher import ExperienceBatcher, require_token_ratios
 from slime_like.orchestration.trainer.checkpoint import UNUSABLE, Checkpoint
@@ -151,7 +152,11 @@ def _open_rl(base: _Base) -> Run:
     datasets = held_out(config, base.tokenizer)
     if config.cluster.address is None:  # one host, whose devices are known before Ray starts
         _require_usable(config, on_cuda=local_gpus() > 0, hosts=1)
-    notes = (*data_notes(config, prompts), *held_out_notes(prompts, datasets))
+    notes = (
+        *data_notes(config, prompts),
+        *held_out_notes(prompts, datasets),
+        *support_notes(config, ModelDimensions.from_checkpoint(config.model.path)),
+    )
     placed = base.place("starting Ray, trainers and engines", *notes)
     placement, trainers, progress = placed.placement, placed.trainers, placed.progress
     _require_usable(config, on_cuda=placement.device == "GPU", hosts=placement.num_nodes)

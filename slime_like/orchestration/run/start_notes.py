@@ -125,6 +125,17 @@ def checkpoint_notes(config: RunConfig) -> Iterator[str]:
         )
 
 
+def support_notes(config: RunConfig, dimensions: ModelDimensions) -> Iterator[str]:
+    """What bounds ``top_p`` or ``min_p`` beside them, in a vocabulary that has more tokens."""
+    rollout = config.rollout
+    if rollout.top_k <= 0 and 0 < rollout.bounded_top_k < dimensions.vocab_size:
+        cut = f"rollout.top_p={rollout.top_p:g}" if rollout.top_p < 1.0 else f"rollout.min_p={rollout.min_p:g}"
+        yield (
+            f"{cut} is drawn from the {rollout.bounded_top_k} likeliest tokens, the most that training reads; set "
+            "rollout.top_k for fewer"
+        )
+
+
 def precision_notes(config: RunConfig) -> Iterator[str]:
     """Weights of ``model.path`` that are computed in fewer bits than they are stored in."""
     with suppress(WeightFilesError):  # reported where the weights are loaded

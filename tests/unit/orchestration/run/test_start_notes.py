@@ -23,6 +23,7 @@ from slime_like.orchestration.run.start_notes import (
     memory_notes,
     precision_notes,
     processor_notes,
+    support_notes,
 )
 from tests.unit.checks.checkpoint import write_checkpoint
 
@@ -81,6 +82,23 @@ def test_settings_that_do_little_or_cut_unevenly(algorithm: dict[str, Any], coun
 )
 def test_runs_that_may_lose_every_step_say_so(settings: dict[str, Any], count: int) -> None:
     assert len(list(checkpoint_notes(config(**settings)))) == count
+
+
+@pytest.mark.parametrize(
+    ("rollout", "vocabulary", "count"),
+    [
+        ({}, 9000, 0),
+        ({"top_p": 0.9}, 9000, 1),
+        ({"min_p": 0.1}, 9000, 1),
+        ({"top_p": 0.9, "top_k": 20}, 9000, 0),
+        ({"top_p": 0.9}, 512, 0),
+        ({"top_p": 0.9}, 513, 1),
+    ],
+)
+def test_what_bounds_top_p(tmp_path: Path, rollout: dict[str, Any], vocabulary: int, count: int) -> None:
+    write_checkpoint(tmp_path, vocab_size=vocabulary)
+    dimensions = ModelDimensions.from_checkpoint(tmp_path)
+    assert len(list(support_notes(config(rollout=rollout), dimensions))) == count
 
 
 def test_a_warm_up_that_outlasts_the_run() -> None:
