@@ -24,14 +24,15 @@ from slime_like.orchestration.rollout.scoring import Scorer
 from slime_like.orchestration.run.engines import launch_engines
 from slime_like.orchestration.run.start_notes import precision_notes
 from slime_like.orchestration.trainer.alone import run_directory
+from slime_like.system.whole_file import whole_file
 
 
-def evaluate(config: RunConfig, temporary: bool = False, output: Path | None = None) -> EvaluationResult:
+def evaluate(config: RunConfig, temporary: bool = False, keep_all: bool = False) -> EvaluationResult:
     """Sample ``evaluation.samples_per_prompt`` responses to every held-out prompt from ``model.path`` and score them.
 
     Args:
         temporary: the user named no run directory; it is removed after success.
-        output: a JSONL file for all responses, a row each with the columns of the held-out table.
+        keep_all: the result has all responses, for ``write_responses``.
 
     Raises:
         SlimeLikeError: in one sentence; every process has ended by then.
@@ -54,12 +55,16 @@ def evaluate(config: RunConfig, temporary: bool = False, output: Path | None = N
         with progress.waiting("engines", len(engines.supervisor.engines)) as waiting:
             engines.supervisor.start(waiting.left)
         scorer = Scorer(config, pool, tokenizer)
-        result = Evaluator(config, engines, scorer, datasets).run(0, progress, keep_all=output is not None)
-    if output is not None:
-        rows = held_out_rows(0, result.samples, lambda tokens: tokenizer.decode(tokens))
-        lines = (json.dumps({key: row[key] for key in row if key != "Step"}, ensure_ascii=False) for row in rows)
-        output.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
-    return result
+        return Evaluator(config, engines, scorer, datasets).run(0, progress, keep_all)
+
+
+def write_responses(config: RunConfig, result: EvaluationResult, output: Path) -> None:
+    """Write the result's responses as JSONL, a row each with the columns of the held-out table but for the step."""
+    rows = held_out_rows(0, result.samples, load_tokenizer(config.model.path).decode)
+    with whole_file(output) as file:
+        for row in rows:
+            del row["Step"]
+            file.write(json.dumps(row, ensure_ascii=False) + "\n")
 
 
 def engines_alone(config: RunConfig) -> RunConfig:

@@ -6,7 +6,7 @@ What runs beside what: all ranks work on one window of rows; the next is read wh
 import json
 import time
 from collections.abc import Iterable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TextIO
@@ -26,6 +26,7 @@ from slime_like.orchestration.run.start_notes import precision_notes
 from slime_like.orchestration.trainer.alone import run_directory, trainers_alone
 from slime_like.orchestration.trainer.group import TrainerGroup
 from slime_like.orchestration.trainer.scoring import score_sequences, window_tokens
+from slime_like.system.whole_file import whole_file
 from slime_like.system.words import counted
 
 
@@ -67,7 +68,7 @@ def score(config: RunConfig, source: Path, output: Path, weights: Path | None, t
             trainers = stack.enter_context(trainers_alone(config))
         with progress.waiting("trainer ranks", ranks) as waiting:
             trainers.setup_for_scoring(weights, waiting.left)
-        out = stack.enter_context(_whole_or_nothing(output))
+        out = stack.enter_context(whole_file(output))
         return _run(config, trainers, rows, num_rows, out, progress)
 
 
@@ -117,16 +118,3 @@ def output_line(name: str | int, scored: ScoredLogprobs) -> str:
 
 def _shortest(values: Tensor) -> list[float]:
     return [float(text) for text in values.numpy().astype(np.float32).astype("U").tolist()]
-
-
-@contextmanager
-def _whole_or_nothing(path: Path) -> Iterator[TextIO]:
-    """A file that appears under its name when it is complete; what a failure leaves is removed. Links are followed."""
-    path = path.resolve()
-    partial = path.with_name(f".{path.name}.partial")
-    try:
-        with partial.open("w", encoding="utf-8") as file:
-            yield file
-        partial.replace(path)
-    finally:
-        partial.unlink(missing_ok=True)

@@ -5,9 +5,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from slime_like.checks.definition import RANKS, loading_needs
-from slime_like.checks.directories import directory_problem
 from slime_like.checks.earlier_run import backend_problem
 from slime_like.commands.command import Command, has_flag, temporary_run_dir
+from slime_like.commands.output_file import output_problem
 from slime_like.commands.reference import fields_help
 from slime_like.commands.weights_source import WeightsSource, find_weights
 from slime_like.config import RunConfig
@@ -44,16 +44,8 @@ def _file_problems(source: Path, output: Path) -> list[str]:
         problems.append(f"--input {source} is of an unknown type; give a {' or '.join(SUFFIXES)} file")
     elif not source.is_file():
         problems.append(f"--input {source} does not exist; give an existing file")
-    if output.is_dir():
-        problems.append(f"--output {output} is a directory; give a file")
-    elif not output.absolute().parent.is_dir():
-        problems.append(f"--output {output}: its directory does not exist; make it first")
-    elif output.exists() and not output.is_file():
-        problems.append(f"--output {output} is a device or a pipe, and would be replaced; give a file")
-    elif source.is_file() and output.exists() and output.samefile(source):
-        problems.append(f"--output {output} is the input; give another file")
-    elif problem := directory_problem(output.resolve().parent):
-        problems.append(f"--output {output}: its directory {problem}")
+    if problem := output_problem(output, {"--input": [source]}):
+        problems.append(problem)
     return problems
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 from slime_like.checks.definition import NeedsOf, evaluation_needs, training_needs
 from slime_like.commands.command import Command, given_path, temporary_run_dir
 from slime_like.commands.failure import traceback_kept
+from slime_like.commands.output_file import output_problem
 from slime_like.commands.reading import read_config
 from slime_like.commands.reference import fields_help
 from slime_like.config import RunConfig
@@ -23,7 +24,8 @@ _FILE = {"[CONFIG.yaml]": "configuration file"}
 
 
 def _train(arguments: argparse.Namespace, flags: list[str]) -> int:
-    config = _loaded(arguments.config, flags, training_needs)
+    config = read_config(arguments.config, flags, training_needs)
+    _require_valid(config, training_needs)
     with permanent_allocations():
         from slime_like.train import train  # imports torch and Ray: only once the configuration is right
 
@@ -46,16 +48,17 @@ def _train(arguments: argparse.Namespace, flags: list[str]) -> int:
 
 def _evaluate(arguments: argparse.Namespace, flags: list[str]) -> int:
     temporary = temporary_run_dir("eval")
-    if arguments.output is not None and not arguments.output.absolute().parent.is_dir():
-        raise ConfigError(f"--output {arguments.output}: its directory does not exist; make it first", code="no-output")
-    config = _loaded(arguments.config, flags, evaluation_needs, temporary)
+    config = read_config(arguments.config, flags, evaluation_needs, temporary)
+    if arguments.output is not None:
+        _require_output(arguments.output, config, arguments.config)
+    _require_valid(config, evaluation_needs)
     from slime_like.checks.engine_install import version_warning
-    from slime_like.evaluate import evaluate
+    from slime_like.evaluate import evaluate, write_responses
 
     if warning := version_warning(config.rollout.python, config.rollout.engine):
         print(f"slime-like: {warning}", file=sys.stderr)
     with traceback_kept(config.run_dir):
-        result = evaluate(config, temporary=config.run_dir == temporary, output=arguments.output)
+        result = evaluate(config, temporary=config.run_dir == temporary, keep_all=arguments.output is not None)
     for name, part in {"held-out": result.overall, **result.datasets}.items():
         passes = "".join(f", pass@{k} {value:.3f}" for k, value in part.pass_at.items())
         print(f"{name} accuracy: {part.accuracy:.3f}{passes} over {counted(part.num_responses, 'response')}")
@@ -63,21 +66,29 @@ def _evaluate(arguments: argparse.Namespace, flags: list[str]) -> int:
             f"{name} response length: {part.response_length_mean:.1f} tokens, {part.truncated_fraction:.1%} truncated"
         )
     if arguments.output is not None:
+        write_responses(config, result, arguments.output)
         print(f"responses: {arguments.output}")
     return 0
+
+
+def _require_output(output: Path, config: RunConfig, config_file: Path | None) -> None:
+    read = {
+        "evaluation.files": config.evaluation.files,
+        "data.train": config.data.training_files,
+        "the configuration": () if config_file is None else (config_file,),
+    }
+    if problem := output_problem(output, read):
+        raise ConfigError(problem, code="file-unusable")
 
 
 def _add_output(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--output", type=given_path, metavar="FILE", help="write all responses as JSONL, a row each")
 
 
-def _loaded(path: Path | None, flags: list[str], needs_of: NeedsOf, run_dir: Path | None = None) -> RunConfig:
-    """Args: ``run_dir`` is the run directory where none is named."""
+def _require_valid(config: RunConfig, needs_of: NeedsOf) -> None:
     from slime_like.checks.check import require_valid
 
-    config = read_config(path, flags, needs_of, run_dir)
     require_valid(config, needs_of(config))
-    return config
 
 
 TRAIN = Command(

@@ -38,8 +38,10 @@ class _Logprobs(NamedTuple):
 
 
 class HeldOutSample(NamedTuple):
-    """A response to a held-out prompt; ``prompt_id`` counts the prompts from 0, in every evaluation alike."""
+    """A response to a held-out prompt; ``prompt_id`` counts the prompts of all data sets from 0, in every evaluation
+    alike."""
 
+    dataset: str
     prompt_id: int
     prompt_tokens: list[int]
     response_tokens: list[int]
@@ -54,6 +56,7 @@ def held_out_rows(step: int, samples: Sequence[HeldOutSample], decode: Decode) -
         {
             "Sequence ID": sample.prompt_id,
             "Step": step,
+            "Dataset": sample.dataset,
             "Prompt": decode(sample.prompt_tokens),
             "Response": decode(sample.response_tokens),
             "Answer": sample.answer,

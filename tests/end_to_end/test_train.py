@@ -65,6 +65,7 @@ def test_rl_runs_and_every_claim_of_a_step_holds(tiny: Tiny, tmp_path: Path, eng
     table = (run_dir / "tables" / "held_out_debug_table.jsonl").read_text().splitlines()
     held_out = [json.loads(line) for line in table]
     assert [(row["step"], row["Sequence ID"]) for row in held_out] == [(step, i) for step in (0, 2) for i in range(4)]
+    assert {row["Dataset"] for row in held_out} == {"eval"}
     asked = [json.loads(line) for line in (tiny.data / "eval.jsonl").read_text().splitlines()[:4]]
     for row, question in zip(held_out, asked * 2, strict=True):
         assert question["prompt"] in row["Prompt"] and row["Answer"] == question["answer"]

@@ -66,15 +66,21 @@ class Evaluator:
         ]
         remaining = iter(samples_of)
         results = {name: _figures([next(remaining) for _ in dataset]) for name, dataset in self._datasets.items()}
-        firsts = [samples[:1] for samples in samples_of[: self._config.debug.samples_per_step]]
-        shown = [_shown(sample) for samples in (samples_of if keep_all else firsts) for sample in samples]
+        named = list(zip(self._names(), samples_of, strict=True))
+        firsts = [(name, samples[:1]) for name, samples in named[: self._config.debug.samples_per_step]]
+        shown = [_shown(name, sample) for name, samples in (named if keep_all else firsts) for sample in samples]
         return EvaluationResult(_figures(samples_of), results if len(results) > 1 else {}, shown)
 
+    def _names(self) -> list[str]:
+        """Of every prompt's data set."""
+        return [name for name, dataset in self._datasets.items() for _ in dataset]
 
-def _shown(sample: tuple[Rollout[UnscoredTrajectory], RewardOutcome]) -> HeldOutSample:
+
+def _shown(dataset: str, sample: tuple[Rollout[UnscoredTrajectory], RewardOutcome]) -> HeldOutSample:
     rollout, outcome = sample
     last = rollout.last
     return HeldOutSample(
+        dataset,
         rollout.group_id,
         last.prompt_tokens.tolist(),
         last.response_tokens.tolist(),

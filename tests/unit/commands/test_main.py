@@ -8,8 +8,10 @@ import stat
 import sys
 import tempfile
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 
@@ -26,6 +28,7 @@ from slime_like.errors import ConfigError, DataError, Problem, RewardError, Slim
 from slime_like.evaluate import engines_alone
 from slime_like.examples import tiny_model
 from slime_like.observability.records import EvaluationRecord
+from slime_like.observability.tables import HeldOutSample
 from slime_like.orchestration.cluster.bundles import bundle_sizes
 from slime_like.orchestration.rollout.evaluation import EvaluationResult
 from tests.support.rejections import Rejects
@@ -142,12 +145,12 @@ def test_eval_does_not_look_at_what_only_training_uses(
     seen: list[tuple[RunConfig, bool]] = []
     figures = EvaluationRecord(accuracy=0.5, num_responses=2, response_length_mean=3.0, truncated_fraction=0.0)
 
-    def evaluate(config: RunConfig, temporary: bool, output: Path | None) -> EvaluationResult:
-        assert output is None
+    def evaluate(config: RunConfig, temporary: bool, keep_all: bool) -> EvaluationResult:
+        assert not keep_all
         seen.append((config, temporary))
         return EvaluationResult(figures, {}, [])
 
-    monkeypatch.setitem(sys.modules, "slime_like.evaluate", SimpleNamespace(evaluate=evaluate))
+    monkeypatch.setattr("slime_like.evaluate.evaluate", evaluate)
     needed = ["--model.path", "model", "--evaluation.files", "eval.jsonl", "--data.max_prompt_tokens", "512"]
     assert main(["eval", *needed, *flags]) == 0
     [(config, temporary)] = seen
@@ -157,6 +160,61 @@ def test_eval_does_not_look_at_what_only_training_uses(
     assert seen[1][0].run_dir == tmp_path / "kept" and not seen[1][1]
     if "sft" not in flags:  # demonstrations that a model was trained on are no reason not to sample from it
         assert main(["train", *needed, "--data.train", "eval.jsonl", "--run_dir", "run", *flags]) == 2
+
+
+def test_eval_writes_every_response_after_it_has_printed_the_accuracy(
+    tmp_path: Path, sound: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Figures are worth more than the file: what fails while it is written, fails behind them."""
+    for name in ("a", "b"):
+        (tmp_path / f"{name}.jsonl").write_text("{}\n")
+    figures = EvaluationRecord(accuracy=0.5, num_responses=2, response_length_mean=3.0, truncated_fraction=0.0)
+    samples = [HeldOutSample(name, i, [40, 41], [42], "7", i > 0, "stop") for i, name in enumerate("ab")]
+    result = EvaluationResult(figures, {"a": figures, "b": figures}, samples)
+
+    def evaluate(config: RunConfig, temporary: bool, keep_all: bool) -> EvaluationResult:
+        return result if keep_all else replace(result, samples=[])
+
+    monkeypatch.setattr("slime_like.evaluate.evaluate", evaluate)
+    monkeypatch.setattr("slime_like.evaluate.load_tokenizer", lambda path: SimpleNamespace(decode=str))
+    flags = ["--model.path", "model", "--evaluation.files", "a.jsonl", "b.jsonl", "--output", "out.jsonl"]
+    assert main(["eval", *flags]) == 0
+    rows = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]
+    shared = {"Prompt": "[40, 41]", "Response": "[42]", "Answer": "7", "Finish Reason": "stop"}
+    assert rows == [
+        {"Sequence ID": 0, "Dataset": "a", "Success": False, **shared},
+        {"Sequence ID": 1, "Dataset": "b", "Success": True, **shared},
+    ]
+    assert capsys.readouterr().out.endswith("\nresponses: out.jsonl\n")
+    monkeypatch.setattr("slime_like.evaluate.whole_file", Mock(side_effect=OSError(28, "No space left on device")))
+    assert main(["eval", *flags]) == 1
+    printed = capsys.readouterr()
+    assert "held-out accuracy: 0.500" in printed.out and "No space left on device" in printed.err
+
+
+@pytest.mark.parametrize(
+    "output",
+    [
+        "model",
+        "no/out.jsonl",
+        "eval.jsonl",
+        "model/../eval.jsonl",
+        "train.jsonl",
+        "mine.yaml",
+        "/dev/null",
+        "/proc/out",
+    ],
+)
+def test_eval_rejects_an_output_that_it_cannot_or_must_not_write(
+    tmp_path: Path, sound: list[str], monkeypatch: pytest.MonkeyPatch, rejects: Rejects, output: str
+) -> None:
+    """Before anything starts: an evaluation may take hours."""
+    (tmp_path / "eval.jsonl").write_text("{}\n")
+    (tmp_path / "mine.yaml").write_text("seed: 1\n")
+    monkeypatch.setattr("slime_like.evaluate.evaluate", Mock(side_effect=AssertionError("started")))
+    with rejects(ConfigError, "file-unusable"):
+        run(["eval", "mine.yaml", *sound[1:], "--evaluation.files", "eval.jsonl", "--output", output])
+    assert (tmp_path / "eval.jsonl").read_text() == "{}\n"
 
 
 @pytest.mark.parametrize(("error", "code", "text"), ENDS, ids=[type(case[0]).__name__ + str(case[1]) for case in ENDS])

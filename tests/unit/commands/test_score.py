@@ -15,7 +15,7 @@ from slime_like.config.reading.load import load_config, save_config
 from slime_like.data.token_rows import TokenRow
 from slime_like.errors import ConfigError, DataError
 from slime_like.interfaces import ScoredLogprobs
-from slime_like.score import _whole_or_nothing, output_line, windows
+from slime_like.score import output_line, windows
 from tests.support.rejections import Rejects
 from tests.unit.checks.checkpoint import write_checkpoint
 from tests.unit.orchestration.trainer.test_scoring import sequence
@@ -116,19 +116,3 @@ def test_numbers_are_short_and_exact() -> None:
     assert output_line(7, ScoredLogprobs(torch.tensor([-0.1]), torch.tensor([2.0]))) == (
         '{"id": 7, "logprobs": [-0.1], "entropy": [2.0]}\n'
     )
-
-
-def test_the_output_appears_whole_or_not_at_all_and_behind_its_link(tmp_path: Path) -> None:
-    (tmp_path / "there").mkdir()
-    target, link = tmp_path / "there" / "out.jsonl", tmp_path / "out.jsonl"
-    target.write_text("earlier")
-    link.symlink_to(target)
-    with pytest.raises(KeyboardInterrupt), _whole_or_nothing(link) as file:
-        file.write("half")
-        raise KeyboardInterrupt
-    assert target.read_text() == "earlier"
-    with _whole_or_nothing(link) as file:
-        file.write("whole")
-        assert target.read_text() == "earlier"
-    assert link.is_symlink() and target.read_text() == "whole"
-    assert list(target.parent.iterdir()) == [target]

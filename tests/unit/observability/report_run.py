@@ -49,7 +49,9 @@ def write_run(run_dir: Path) -> Path:
             logger.log(step, step_metrics(record(step)))
         if step in ACCURACIES:
             logger.log(step, evaluation_metrics(evaluation(ACCURACIES[step])))
-            held_out = [HeldOutSample(i, [i], [step % 7, i], HOSTILE[i], step > i, "stop") for i in range(SAMPLES)]
+            held_out = [
+                HeldOutSample("eval", i, [i], [step % 7, i], HOSTILE[i], step > i, "stop") for i in range(SAMPLES)
+            ]
             logger.log_table(step, HELD_OUT_TABLE, held_out_rows(step, held_out, decode))
         if step and step % TABLES_EVERY == 0:
             log_tables(logger, step)

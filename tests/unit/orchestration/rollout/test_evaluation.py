@@ -90,6 +90,8 @@ def test_each_file_and_all_of_them(tmp_path: Path) -> None:
     assert [sample.prompt_id for sample in result.samples] == [0, 1, 2, 3]
     every = evaluator(files).run(3, SILENT, keep_all=True).samples
     assert len(every) == 32 and sum(sample.success for sample in every) == 6
+    assert [sample.dataset for sample in every] == ["a"] * 8 + ["b"] * 24
+    assert all(sample.dataset == sample.answer for sample in every)  # rows answer with the name of their file
 
 
 def test_names_differ() -> None:
