@@ -1,10 +1,9 @@
 """A step's figures to the log and to the screen; with sampled responses also tables, warnings and curves."""
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -16,13 +15,12 @@ from slime_like.observability.names import step_metrics
 from slime_like.observability.phases import PhaseTimes
 from slime_like.observability.records import RewardRecord, RolloutRecord, StepRecord
 from slime_like.observability.tables import SAMPLE_TABLE, TOKEN_TABLE, Decode, Row, per_sample_rows, per_token_rows
-from slime_like.orchestration.rollout.failures import by_reason, failure_text
 from slime_like.orchestration.rollout.rows import Rollout, rollouts_of, trained_spans
 from slime_like.orchestration.run.rollout_side import RolloutFigures
 from slime_like.orchestration.run.run import Run
+from slime_like.orchestration.run.scoring_failures import ScoringFailures
 from slime_like.orchestration.run.step import TrainedStep
 from slime_like.orchestration.trainer.group_training import GroupTraining
-from slime_like.system.words import counted
 from slime_like.trajectory import GRPOStats, ScoredTrajectory
 
 # Asking every rank for its memory costs a round trip; peaks do not change every step.
@@ -118,30 +116,21 @@ class ResponseRecorder(StepRecorder):
         turns = f"rollout.environment.max_turns={run.config.rollout.environment.max_turns}"
         sooner = "most of them before the environment ended them; raise it, or let the environment end sooner"
         self._turns = Truncation("used up their turns", turns, sooner)
-        self._failures: list[str] = []
-        self._failed_steps = 0
-        self._responses = 0
+        self._failures = ScoringFailures()
 
     def sampled(
         self, step: int, trajectories: Sequence[ScoredTrajectory], times: PhaseTimes, figures: RolloutFigures
     ) -> tuple[RewardRecord, RolloutRecord]:
         functions, rollouts = self._run.config.reward.functions, rollouts_of(trajectories)
         metadata = [rollout.last.reward_metadata for rollout in rollouts]
-        failures = [entry["reason"] for entry in metadata if "reason" in entry]
-        self._failures += failures
-        self._responses += len(rollouts)
-        if failures:
-            self._failed_steps += 1
-            # The first, second, fourth, eighth and so on: a function that fails now and then does so in every step.
-            is_told = self._failed_steps & (self._failed_steps - 1) == 0
-            self.note(_failure_note(step, metadata) if is_told else None)
+        self.note(self._failures.add(step, metadata))
         rewards = RewardRecord(
             func_names=[function.label for function in functions],
             weights=[function.weight for function in functions],
             rewards=torch.stack([rollout.last.rewards for rollout in rollouts]),
             successes=torch.stack([rollout.last.successes for rollout in rollouts]),
             group_ids=[rollout.group_id for rollout in rollouts],
-            failures=failures,
+            failures=[entry["reason"] for entry in metadata if "reason" in entry],
         )
         record = RolloutRecord(
             finish_reasons=[rollout.finish_reason for rollout in rollouts],
@@ -169,10 +158,7 @@ class ResponseRecorder(StepRecorder):
         self.note(self._flat_steps.add(step, flat=nothing_to_learn))
 
     def finish(self) -> None:
-        self.note(self._flat_steps.at_end())
-        if self._failures:
-            share = f"{len(self._failures)} of {counted(self._responses, 'response')}"
-            self.note(f"all steps: scoring failed for {share} ({by_reason(self._failures)}); they got reward 0")
+        self.note(self._flat_steps.at_end(), self._failures.at_end())
 
     def draw(self, metrics: Path, run_dir: Path) -> dict[str, Path]:
         curve = run_dir / "reward_curve.png"
@@ -217,14 +203,6 @@ def _spread_over_prompts(trajectories: Sequence[ScoredTrajectory]) -> list[Rollo
         return taken[rollout.group_id]
 
     return sorted(rollouts_of(trajectories), key=turn)
-
-
-def _failure_note(step: int, metadata: Sequence[Mapping[str, Any]]) -> str:
-    failures = sum("reason" in entry for entry in metadata)
-    return (
-        f"step {step}, reward: scoring failed for {failures} of {counted(len(metadata), 'response')} "
-        f"({failure_text(metadata)}); they got reward 0"
-    )
 
 
 def _staleness(rollout: Rollout[ScoredTrajectory], step: int) -> int:
