@@ -114,7 +114,7 @@ class ResponseRecorder(StepRecorder):
         shorter = "most of them before an answer; raise the limit, or ask for shorter responses"
         self._truncation = Truncation("were cut off", _limits(run.config), shorter)
         turns = f"rollout.environment.max_turns={run.config.rollout.environment.max_turns}"
-        sooner = "most of them before the environment ended them; raise it, or let the environment end sooner"
+        sooner = "before the environment ended them; raise it, or let the environment end sooner"
         self._turns = Truncation("used up their turns", turns, sooner)
         self._failures = ScoringFailures()
 

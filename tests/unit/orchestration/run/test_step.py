@@ -66,6 +66,21 @@ def test_limits_that_cut_responses_off_are_those_of_the_run(tmp_path: Path, flag
     assert f"(limits: {limits})" in note
 
 
+def test_conversations_whose_turns_are_used_up(tmp_path: Path) -> None:
+    """By definition of the finish reason, the environment has ended none of them."""
+    flags = ["--rollout.environment.name", "calculator", "--rollout.environment.max_turns", "3"]
+    given = ["--run_dir", str(tmp_path), "--model.path", str(tmp_path), "--debug.samples_per_step", "0", *flags]
+    notes: list[str] = []
+    run: Any = SimpleNamespace(config=load_config(None, given), progress=SimpleNamespace(note=notes.append))
+    ended, used_up = group(1, 0.5)
+    batch = [ended, replace(used_up, finish_reason="turns")]
+    step_recorder(run).finish_step(1, TrainedStep(batch, [grpo_stats()], None, PackTokens(16, 0)))
+    assert notes == [
+        "step 1: 50% of the responses used up their turns (limits: rollout.environment.max_turns=3), before the "
+        "environment ended them; raise it, or let the environment end sooner"
+    ]
+
+
 @pytest.mark.parametrize(("every", "steps"), [(3, [3, 6, 9, 10]), (0, [10]), (5, [5, 10])])
 def test_milestones(every: int, steps: list[int]) -> None:
     assert [step for step in range(1, 11) if is_due(step, every, last=10)] == steps
