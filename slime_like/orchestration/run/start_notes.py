@@ -7,6 +7,7 @@ from itertools import islice
 
 from slime_like.checks.fsdp import BACKEND as FSDP
 from slime_like.checks.rows import answered_samples
+from slime_like.checks.schedule import total_updates
 from slime_like.config import RunConfig
 from slime_like.data.prompts import Prompt, PromptSource
 from slime_like.errors import ConfigError
@@ -101,8 +102,8 @@ def algorithm_notes(config: RunConfig) -> Iterator[str]:
             "almost nothing: the geometric mean of a response's ratios stays within hundredths of 1; set bounds as "
             "near, e.g. 0.99 and 1.01"
         )
-    updates, warmup = config.steps * algorithm.minibatches * algorithm.epochs, config.trainer.optimizer.warmup_steps
-    if warmup >= updates:
+    updates, warmup = total_updates(config), config.trainer.optimizer.warmup_steps
+    if warmup > updates:
         yield (
             f"trainer.optimizer.warmup_steps={warmup} lasts longer than the run's {counted(updates, 'update')}: the "
             "learning rate never reaches trainer.optimizer.lr"

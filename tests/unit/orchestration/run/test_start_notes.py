@@ -9,6 +9,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from backends.fsdp.optimizer import learning_rate
 from slime_like.config import DataConfig, RunConfig
 from slime_like.data.prompts import PromptSource
 from slime_like.errors import ConfigError
@@ -101,10 +102,13 @@ def test_what_bounds_top_p(tmp_path: Path, rollout: dict[str, Any], vocabulary: 
     assert len(list(support_notes(config(rollout=rollout), dimensions))) == count
 
 
-def test_a_warm_up_that_outlasts_the_run() -> None:
-    for warmup, count in ((19, 0), (20, 1)):
-        found = config(trainer={"optimizer": {"warmup_steps": warmup}}, algorithm={"minibatches": 4})
-        assert len([note for note in algorithm_notes(found) if "never reaches" in note]) == count
+@pytest.mark.parametrize(("warmup", "reported"), [(0, False), (39, False), (40, False), (41, True)])
+def test_a_warm_up_that_outlasts_the_run(warmup: int, reported: bool) -> None:
+    """40 updates; that which ends with the last one has brought the learning rate to its value."""
+    algorithm = {"minibatches": 4, "epochs": 2}
+    found = config(trainer={"optimizer": {"warmup_steps": warmup}}, algorithm=algorithm)
+    assert any("never reaches" in note for note in algorithm_notes(found)) == reported
+    assert (max(learning_rate(found, update) for update in range(1, 41)) < found.trainer.optimizer.lr) == reported
 
 
 def test_bfloat16_without_its_instructions() -> None:
