@@ -44,6 +44,7 @@ _WRITTEN = (
 """Besides the model; ``METRICS_FILE``, which every run writes at its start, tells a run's files from others."""
 
 _READ = ("model.path", "model.weights", "reference.path", "evaluation.files", "debug.load_rollouts")
+_OF_TRAINING = {"train", "mixture", "shuffle"}  # fields of data that held-out files are not read by
 _MAX_NAMED = 8  # changed settings named in one sentence
 
 
@@ -130,7 +131,8 @@ def _measured_by(config: RunConfig) -> tuple[object, ...]:
     return (
         [function.model_dump(include={"name", "options"}) for function in config.reward.functions[:1]],
         config.evaluation.model_dump(exclude={"every"}),
-        config.data.model_dump(exclude={"train", "mixture", "shuffle"}),
+        # A held-out file is read as the first of the mixture's sources that its rows are like: their order counts.
+        list(dict.fromkeys(part.model_dump_json(exclude=_OF_TRAINING) for part in config.data.parts)),
         config.rollout.environment,
         config.rollout.agent,
         config.rollout.max_new_tokens,

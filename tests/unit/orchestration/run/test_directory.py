@@ -118,6 +118,33 @@ def test_accuracies_compare_where_the_same_was_measured(tmp_path: Path, run_dir:
     assert measured_otherwise_until(config(tmp_path, evaluation={"temperature": 1.0})) == 4
 
 
+def test_accuracies_compare_where_held_out_files_are_read_alike(tmp_path: Path, run_dir: Path) -> None:
+    """In a mixture by the formats of its sources in their order, and by the keys of data; not by names and weights."""
+
+    def mixed(*formats: str | None, weight: float = 1.0, name: str = "s", **data: Any) -> RunConfig:
+        files = [tmp_path / f"{name}.jsonl"]
+        sources = [
+            {"name": f"{name}{number}", "files": files, "weight": weight, "format": each}
+            for number, each in enumerate(formats)
+        ]
+        return config(tmp_path, data={"mixture": sources, **data})
+
+    prepare_run_dir(mixed("math", None))  # settings of the steps after the third
+    write_checkpoint(run_dir, 4)
+    prepare_run_dir(mixed("math", "gsm8k"))
+    assert measured_otherwise_until(mixed("math", "gsm8k")) == 4
+    for alike in (
+        mixed("math", None),
+        mixed("math", "keys", weight=3.0, name="other"),
+        mixed("math", "math", None),
+        mixed("math", "keys", format="gsm8k"),
+    ):
+        assert measured_otherwise_until(alike) == 3  # the first steps had no mixture
+    for other in (mixed(None, "math"), mixed("math"), mixed("math", None, prompt_key="q"), mixed("math", "openr1")):
+        assert measured_otherwise_until(other) == 4
+    assert measured_otherwise_until(config(tmp_path)) == 4  # as the first steps, but not the fourth
+
+
 def test_what_is_refused_changes_nothing(tmp_path: Path, run_dir: Path) -> None:
     """Data that do not fit, for example, are found between these two; the next start reports the true settings."""
     before = sorted(path.name for path in run_dir.iterdir())
