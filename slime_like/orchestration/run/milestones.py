@@ -112,7 +112,8 @@ class Milestones:
     def _save(self, step: int) -> None:
         run, config = self._run, self._run.config
         run.devices.training(keep_weights=step < config.steps)
-        state = run.rollout.state_dict() | run.reference.state_dict() | {BACKEND: config.trainer.backend}
+        state = run.rollout.state_dict() | run.reference.state_dict() | run.custom_code.state_dict()
+        state |= {BACKEND: config.trainer.backend}
         if not config.checkpoint.async_save:
             with run.progress.waiting(_WRITING):
                 saved = run.checkpoints.save(step, state)

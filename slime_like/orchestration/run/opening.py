@@ -34,6 +34,7 @@ from slime_like.orchestration.rollout.evaluation import Evaluator, held_out
 from slime_like.orchestration.rollout.requests import stop_tokens
 from slime_like.orchestration.rollout.scoring import Scorer
 from slime_like.orchestration.rollout.source import source_class
+from slime_like.orchestration.run.custom_code import CustomCode
 from slime_like.orchestration.run.directory import find_checkpoint, make_run_dir, record_settings
 from slime_like.orchestration.run.engines import require_servable, start_engines
 from slime_like.orchestration.run.lock import RunLock
@@ -89,12 +90,12 @@ def _open(config: RunConfig, stack: ExitStack) -> Run:
     if config.rollout.agent.is_set and not config.supervised:
         require_token_ratios(config)
     lock = stack.enter_context(RunLock(config.run_dir))
-    checkpoint, tokenizer = find_checkpoint(config), load_tokenizer(config.model.path)
+    checkpoint, tokenizer, code = find_checkpoint(config), load_tokenizer(config.model.path), CustomCode(config)
     damaged: dict[Path, str] = {}
     while True:
         try:
             with ExitStack() as attempt:
-                run = _open_from(_Base(config, attempt, lock, checkpoint, tokenizer))
+                run = _open_from(_Base(config, attempt, lock, checkpoint, tokenizer, code))
                 stack.push(attempt.pop_all())
                 return run
         except CheckpointError as error:
@@ -194,6 +195,7 @@ class _Base:
     lock: RunLock
     checkpoint: Checkpoint | None
     tokenizer: Any
+    custom_code: CustomCode
 
     def prompts(self, *files: str, need_responses: bool) -> PromptSource:
         """The training prompts, at the checkpoint's position if there is one; ``files`` must be in it."""
@@ -289,6 +291,7 @@ class _Placed:
             trainers=self.trainers,
             devices=devices,
             reference=reference,
+            custom_code=base.custom_code,
             checkpoints=self.checkpoints,
             metrics=self.metrics,
             progress=self.progress,
@@ -306,3 +309,5 @@ def _restore(run: Run, checkpoint: Checkpoint) -> None:
     run.progress.note(f"resumed from {checkpoint.path} after step {checkpoint.step}")
     if changed := record_settings(run.config, checkpoint):
         run.progress.note(f"settings that differ from the earlier start: {'; '.join(changed)}")
+    if changed := list(run.custom_code.changes(checkpoint)):
+        run.progress.note("; ".join(changed))
