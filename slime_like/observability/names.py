@@ -25,6 +25,8 @@ REWARD = "ref_actor_rewards/total_reward_mean"
 LOSS = "train_actor_training/loss"
 KL = "train_actor_training/kl_loss"
 ACCURACY = "evaluation/accuracy"
+FAILURES = "ref_actor_rewards/scoring_failures"
+HELD_OUT_FAILURES = "evaluation/scoring_failures"
 IDLE_TIME = "train_actor_performance/time_idle (s)"
 ROLLOUT_SPEED = "rollout/tokens_per_second"
 SCORING_SPEED = "score/tokens_per_second"
@@ -101,7 +103,7 @@ def reward_metrics(record: RewardRecord) -> dict[str, float]:
         "ref_actor_rewards/rewards_mean": float(rewards.mean()),
         "ref_actor_rewards/successes_mean": float(successes.mean()),
         REWARD: float(_totals(record).mean()),
-        "ref_actor_rewards/scoring_failures": float(len(record.failures)),
+        FAILURES: float(len(record.failures)),
     }
     for name, reward, success in zip(record.func_names, rewards.mean(axis=0), successes.mean(axis=0), strict=True):
         metrics[f"{_REWARD_OF}{name}_mean"] = float(reward)

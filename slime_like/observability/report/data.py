@@ -12,7 +12,7 @@ from slime_like.errors import ConfigError, SlimeLikeError
 from slime_like.observability.curve import running_mean, smoothing_window
 from slime_like.observability.json_lines import damaged_line, is_size, newest_lines
 from slime_like.observability.metrics import METRICS_FILE, current_records, read_metrics, series
-from slime_like.observability.names import ACCURACY, LOSS, REWARD, ROLLOUT_SPEED, STEP_TIME
+from slime_like.observability.names import ACCURACY, FAILURES, HELD_OUT_FAILURES, LOSS, REWARD, ROLLOUT_SPEED, STEP_TIME
 from slime_like.observability.progress import DRIVER_LOG, FAILED
 from slime_like.observability.tables import TOKEN_TABLE
 from slime_like.system.words import counted
@@ -162,10 +162,22 @@ def _results(run: RunData) -> list[tuple[str, str]]:
         text = f"{means[window - 1]:.3f} → {means[-1]:.3f} (first and last {counted(window, 'step')})"
         alone = f"{means[-1]:.3f} (of {counted(window, 'step')})"
         entries.append(("mean reward", text if len(rewards) > window else alone))
+    entries.append(("scoring failures", _scoring_failures(run)))
     bad = run.non_finite_steps(LOSS)
     if bad:
         entries.append(("loss", f"NaN or infinite at {counted(len(bad), 'step')}, first at step {bad[0]}"))
     return entries
+
+
+def _scoring_failures(run: RunData) -> str:
+    """Responses that got reward 0 because a function or the environment failed; "" where there are none."""
+    parts = []
+    for name, what, when in ((FAILURES, "response", "step"), (HELD_OUT_FAILURES, "held-out response", "evaluation")):
+        failed = {step: round(number) for step, number in run.by_step(name).items() if number > 0}
+        if failed:
+            first = f"first at step {min(failed)}"
+            parts.append(f"{counted(sum(failed.values()), what)} in {counted(len(failed), when)}, {first}")
+    return "; ".join(parts)
 
 
 def _speed(run: RunData) -> list[tuple[str, str]]:

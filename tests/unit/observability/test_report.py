@@ -14,7 +14,7 @@ from rich.console import Console
 from slime_like.commands.root import run
 from slime_like.errors import SlimeLikeError
 from slime_like.observability.metrics import MetricLogger
-from slime_like.observability.names import ACCURACY, REWARD, step_metrics
+from slime_like.observability.names import ACCURACY, REWARD, STEP_TIME, step_metrics
 from slime_like.observability.report import data as report_data
 from slime_like.observability.report.data import read_run, summary
 from slime_like.observability.report.panels import panels, phase_picture
@@ -271,6 +271,22 @@ def test_a_loss_that_is_nan_is_seen(tmp_path: Path, logger: MetricLogger) -> Non
     assert dict(summary(read_run(tmp_path)))["loss"] == "NaN or infinite at 2 steps, first at step 2"
     html = write_report(tmp_path).read_text()
     assert html.count('<path class="non-finite"') == 2 and "NaN or infinite at 2 steps (marked)" in html
+
+
+def test_failures_of_rewards_are_counted(tmp_path: Path, logger: MetricLogger, run_dir: Path) -> None:
+    """On page and terminal alike; a step that was run again counts once, and a run without any has no such line."""
+    name = "ref_actor_rewards/scoring_failures"
+    logger.log(0, {"evaluation/scoring_failures": 0})
+    for step, failures in ((1, 0), (2, 3), (3, 7), (3, 1), (4, 0)):
+        logger.log(step, {name: failures, STEP_TIME: 1.0})
+    said = "4 responses in 2 steps, first at step 2"
+    assert dict(summary(read_run(tmp_path)))["scoring failures"] == said
+    logger.log(4, {"evaluation/scoring_failures": 1})
+    said += "; 1 held-out response in 1 evaluation, first at step 4"
+    assert said in Page(write_report(tmp_path).read_text()).texts
+    print_report(tmp_path, Console(file=(stream := io.StringIO()), width=200))
+    assert f"scoring failures │ {said}" in stream.getvalue()
+    assert "scoring failures" not in dict(summary(read_run(run_dir)))
 
 
 def test_custom_tables_are_shown(tmp_path: Path, logger: MetricLogger) -> None:
