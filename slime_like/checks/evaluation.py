@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 
+from slime_like.checks.sampling import temperature_problem
 from slime_like.config.rollout import MIN_TEMPERATURE
 from slime_like.config.run import RunConfig
 
@@ -32,6 +33,8 @@ def held_out_sampling_problems(config: RunConfig) -> Iterator[str]:
             f"evaluation.temperature={evaluation.temperature} is lower than engines sample at; use 0 (greedy), or at "
             f"least {MIN_TEMPERATURE}"
         )
+    if evaluation.files and (problem := temperature_problem(config, "evaluation.temperature", evaluation.temperature)):
+        yield problem
     if evaluation.temperature == 0 and evaluation.samples_per_prompt > 1:
         yield (
             f"evaluation.samples_per_prompt={evaluation.samples_per_prompt} at evaluation.temperature=0 samples the "

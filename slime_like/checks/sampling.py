@@ -6,11 +6,26 @@ from slime_like.config.algorithm import BATCH_ADVANTAGES, GROUP_ADVANTAGES
 from slime_like.config.rollout import LARGEST_SUPPORT
 from slime_like.config.run import RunConfig
 
+VLLM_MAX_TEMPERATURE = 2.0
+"""vLLM's ``SamplingParams._verify_args`` (vllm/sampling_params.py, from 0.32.0) rejects a request above it."""
+
+
+def temperature_problem(config: RunConfig, field: str, temperature: float) -> str | None:
+    """Why the engine does not sample at the temperature, with the remedy; ``None`` where it does."""
+    if config.rollout.engine != "vllm" or temperature <= VLLM_MAX_TEMPERATURE:
+        return None
+    return (
+        f"{field}={temperature} is more than rollout.engine=vllm samples at; use at most {VLLM_MAX_TEMPERATURE:g}, "
+        "or rollout.engine: sglang"
+    )
+
 
 def sampling_problems(config: RunConfig) -> Iterator[str]:
     """Training needs samples of the whole distribution, in groups that can be compared; ahead of it only with care."""
     rollout, algorithm, ahead = config.rollout, config.algorithm, config.rollout.max_staleness
     yield from _truncation_problems(config)
+    if problem := temperature_problem(config, "rollout.temperature", rollout.temperature):
+        yield problem
     if rollout.samples_per_prompt == 1 and algorithm.advantage in GROUP_ADVANTAGES:
         yield (
             f"rollout.samples_per_prompt=1 gives algorithm.advantage={algorithm.advantage} nothing to compare, so that "

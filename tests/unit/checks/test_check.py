@@ -1,8 +1,10 @@
 """Faults across fields and against files, found before anything starts."""
 
 import json
+import re
 import shlex
 from collections.abc import Callable
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -303,6 +305,26 @@ def test_kept_rollouts_must_cover_what_is_left_to_train(tmp_path: Path, flags: l
     (checkpoints / "latest").symlink_to("step-000002")
     assert check(load_config(None, flags)) == []
     rejected([*flags, "--resume", "never"], "debug.load-rollouts")
+
+
+def test_the_highest_temperature_is_vllms_own(flags: list[str], rejected: Rejected) -> None:
+    """Its source is searched for the bound: an import takes seconds. An evaluation does not sample at training's."""
+    spec = find_spec("vllm")
+    if spec is None or spec.origin is None:
+        pytest.skip("needs vLLM")
+    source = (Path(spec.origin).parent / "sampling_params.py").read_text(encoding="utf-8")
+    (bound,) = re.findall(r"if self\.temperature > (\S+):\n\s+raise VLLMValidationError", source)
+    held_out = ["--evaluation.files", flags[flags.index("--data.train") + 1]]
+    flags += ["--rollout.engine", "vllm"]
+    above = str(float(bound) + 0.1)
+    for field, code, more in (("rollout", "rollout.sampling", []), ("evaluation", "evaluation.sampling", held_out)):
+        name = f"--{field}.temperature"
+        assert check(load_config(None, [*flags, *more, name, bound])) == []
+        rejected([*flags, *more, name, above], code)
+        assert check(load_config(None, [*flags, *more, name, above, "--rollout.engine", "sglang"])) == []
+    config = load_config(None, [*flags, *held_out, "--rollout.temperature", above])
+    assert check(config, evaluation_needs(config)) == []
+    assert check(load_config(None, [*flags, "--evaluation.temperature", above])) == []
 
 
 _CUSTOM = ("loss", "advantage", "kl_estimator", "importance_correction")
