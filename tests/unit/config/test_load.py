@@ -302,6 +302,17 @@ def test_a_section_of_verl_leads_to_its_import(tmp_path: Path) -> None:
     assert found.field == "actor_rollout_ref" and str(found).endswith("slime-like import-config FILE")
 
 
+@pytest.mark.parametrize("content", ["set -e\npython train.py --n: [8\n", "#!/bin/bash\npython train.py\n", "# none\n"])
+def test_a_launch_script_leads_to_its_import(tmp_path: Path, rejects: Rejects, content: str) -> None:
+    """Whether or not its text happens to be YAML; a configuration of that name stays one."""
+    script = tmp_path / "run 8b.sh"
+    script.write_text(content)
+    with rejects(ConfigError, "file-content"):
+        load_config(script, [])
+    script.write_text(HEAD)
+    assert load_config(script, []).run_dir == Path("/x")
+
+
 def test_a_path_with_the_other_ending_is_suggested(tmp_path: Path) -> None:
     (tmp_path / "mine.yaml").touch()
     with pytest.raises(ConfigError) as caught:
