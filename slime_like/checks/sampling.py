@@ -54,7 +54,7 @@ def sampling_problems(config: RunConfig) -> Iterator[str]:
         )
     if rollout.drop_zero_spread and rollout.samples_per_prompt == 1:
         yield (
-            "rollout.drop_zero_spread=True drops every group of rollout.samples_per_prompt=1; use at least 2 samples, "
+            "rollout.drop_zero_spread=true drops every group of rollout.samples_per_prompt=1; use at least 2 samples, "
             "or drop_zero_spread: false"
         )
 

@@ -17,6 +17,7 @@ FLAG = "--"
 
 _LONGEST_VALUE = 80
 _NAMED = re.compile(r"([a-z_][\w.]*)=")
+_PYTHON_NAMES = re.compile(r"(?<!')\b(?:True|False|None)\b(?!')")  # those in quotes are text
 _NO_SECTION = "is one value where a section belongs; write its fields below it"
 _FAULTS = {
     "value_error": ("field-value", "{error}"),
@@ -148,12 +149,18 @@ def _fault(name: str, detail: ErrorDetails) -> tuple[str, str]:
         if wrong is _NO_SECTION:
             fields = [field for field in all_fields() if field.startswith(f"{name}.")]
             wrong += "".join(f", e.g. `{field.removeprefix(f'{name}.')}: ...`" for field in fields[:1])
-        wrong = wrong.format_map({key: value_text(part) for key, part in context.items()})
+        wrong = wrong.format_map({key: _context_text(key, part) for key, part in context.items()})
     else:
         field = all_fields().get(name)
         expected = field.type_text if field is not None else detail["msg"].removeprefix("Input should be ")
         code, wrong = "field-type", f"must be of type {expected}"
     return code, f"{name}={_shown(value)} {wrong}"
+
+
+def _context_text(key: str, value: Any) -> str:
+    """A part of pydantic's context, as one writes it in YAML. Choices are one text, with Python's names of values."""
+    text = value_text(value)
+    return _PYTHON_NAMES.sub(lambda found: found[0].lower(), text) if key == "expected" else text
 
 
 def _is_section_value(value: Any) -> bool:

@@ -2,8 +2,9 @@
 
 import re
 import shlex
+from operator import attrgetter
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, get_origin
 
 import pytest
 import yaml
@@ -226,6 +227,28 @@ def test_what_is_wrong_is_refused_with_place_value_and_remedy(
     with rejects(ConfigError, code) as caught:
         load_config(path, shlex.split(flags))
     assert [problem.field for problem in caught.value.problems] == [field]
+
+
+CHOICES = [field.name for field in all_fields().values() if get_origin(field.item) is Literal and field.kind == "text"]
+
+
+@pytest.mark.parametrize("name", CHOICES)
+def test_every_choice_that_a_message_offers_is_accepted_as_it_is_written(name: str) -> None:
+    """As a flag in a shell; a choice may still need another field beside it."""
+    with pytest.raises(ConfigError) as caught:
+        load_config(None, [f"--{name}", "no-such"])
+    (found,) = (str(problem) for problem in caught.value.problems if problem.field == name)
+    listed = found.partition("must be one of: ")[2]
+    choices = re.split(", | or ", listed.partition(";")[0])
+    assert len(choices) > 1
+    for choice in choices:
+        codes = list[str]()
+        try:
+            config = load_config(None, shlex.split(f"--run_dir /x --model.path /y --{name} {choice}"))
+            assert value_text(attrgetter(name)(config)) == choice.strip("'")
+        except ConfigError as error:
+            codes = [problem.code for problem in error.problems]
+        assert set(codes) <= {"fields-conflict"}, choice
 
 
 def test_synonyms_lead_to_fields() -> None:
