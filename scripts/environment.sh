@@ -106,18 +106,27 @@ ensure_browser() {
     fi
 }
 
-# One script at a time changes an environment; others wait.
+# One script at a time changes an environment; others wait. A complete one may be read-only or another user's.
 ensure_environment() { # $1: runtime (default) | dev | bench | tasks
+    is_complete "${1:-runtime}" && return 0
+    { : >>"$VENV.lock"; } 2>/dev/null ||
+        die "the ${1:-runtime} environment in $VENV is not complete, and $VENV.lock cannot be written; run this as the owner of $REPO, or in a copy of it"
     (
         flock -n 9 || { say "another script installs into $VENV; waiting for it"; flock -w 3600 9 || die "$VENV is in use for an hour; end what installs there"; }
         install_environment "$@"
     ) 9>"$VENV.lock"
 }
 
+environment_key() { cat "$REPO/constraints.txt" "$REPO/pyproject.toml" "$REPO/scripts/environment.sh" | sha256sum | cut -d' ' -f1; }
+
+is_complete() { # $1: runtime | dev | bench | tasks
+    local stamp="$VENV/.slime-like-$1"
+    [ -f "$stamp" ] && [ "$(cat "$stamp")" = "$(environment_key)" ]
+}
+
 install_environment() { # $1: runtime (default) | dev | bench | tasks
-    local want="${1:-runtime}" stamp="$VENV/.slime-like-${1:-runtime}" key
-    key=$(cat "$REPO/constraints.txt" "$REPO/pyproject.toml" "$REPO/scripts/environment.sh" | sha256sum | cut -d' ' -f1)
-    [ -f "$stamp" ] && [ "$(cat "$stamp")" = "$key" ] && return 0
+    local want="${1:-runtime}"
+    is_complete "$want" && return 0
     if [ "$want" = dev ]; then
         install_environment runtime
         say "installing the test tools"
@@ -143,6 +152,6 @@ install_environment() { # $1: runtime (default) | dev | bench | tasks
         say "installing slime-like itself"
         "$VENV/bin/pip" install -qq --no-deps --no-build-isolation --editable "$REPO"
     fi
-    printf '%s' "$key" >"$stamp"
+    environment_key >"$VENV/.slime-like-$want"
     say "the $want environment is ready"
 }
