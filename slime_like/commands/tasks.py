@@ -53,7 +53,7 @@ def _run(given: argparse.Namespace, _: list[str]) -> int:
         raise ConfigError(f"OUT={out} cannot be written ({error.strerror})", code="output-unusable") from error
     print(f"{out}: {counted(given.count, 'row')} of {given.task}; reward.functions: {_TAGGED}")
     if (different := len({json.dumps(json.loads(line)["prompt"]) for line in lines})) < given.count:
-        print(f"These settings have few questions: {counted(different, 'different prompt')}")
+        print(f"different prompts: {different} of {given.count}")
     if given.plain:
         print(f"Without tags the reward needs the pattern of an answer, e.g. of the last number: {_NUMBER}")
     return 0

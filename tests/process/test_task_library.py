@@ -63,6 +63,7 @@ def test_the_command_writes_the_same_rows_again(tmp_path: Path, capsys: pytest.C
     arguments = ["--count", "5", "--seed", "3", "--levels", "0", "2"]
     for name in ("a.jsonl", "b.jsonl"):
         assert main(["make-tasks", "chain_sum", str(tmp_path / name), *arguments]) == 0
+    assert "different" not in capsys.readouterr().out
     assert (tmp_path / "a.jsonl").read_text() == (tmp_path / "b.jsonl").read_text()
     rows = [json.loads(line) for line in (tmp_path / "a.jsonl").read_text().splitlines()]
     assert [message["role"] for message in rows[0]["prompt"]] == ["system", "user"]
@@ -109,13 +110,17 @@ def _questions(path: Path) -> list[str]:
     return [json.loads(json.loads(line)["answer"])["question"] for line in path.read_text().splitlines()]
 
 
-def test_held_out_rows_are_not_those_of_training(tmp_path: Path, rejects: Rejects) -> None:
+def test_held_out_rows_are_not_those_of_training(
+    tmp_path: Path, rejects: Rejects, capsys: pytest.CaptureFixture[str]
+) -> None:
     """The library's own seeds n and n + 1 give the same rows but one; a task of 200 questions repeats them anyway."""
     seeds = [{row["answer"] for row in task_rows("chain_sum", 50, seed)} for seed in (1, 2)]
     assert not seeds[0] & seeds[1]
     small = ["--plain", "--set", "min_terms=2", "max_terms=2", "min_digits=1", "max_digits=1"]
     train, held = tmp_path / "train.jsonl", tmp_path / "held.jsonl"
     assert main(["make-tasks", "chain_sum", str(train), "--count", "100", *small]) == 0
+    different = len(set(_questions(train)))  # whether that is enough is not for the command to say
+    assert 50 < different < 100 and f"\ndifferent prompts: {different} of 100\n" in capsys.readouterr().out
     rest = ["make-tasks", "chain_sum", str(held), "--exclude", str(train), *small]
     assert main([*rest, "--count", "100"]) == 0
     assert len(_questions(held)) == 100 and not set(_questions(train)) & set(_questions(held))
