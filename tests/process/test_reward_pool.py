@@ -12,6 +12,8 @@ from pathlib import Path
 import pytest
 import uvloop
 
+from slime_like.checks.own_answers import score_own_answers
+from slime_like.checks.rows import answered_samples
 from slime_like.config import RewardConfig, RunConfig
 from slime_like.config.rollout import RewardFunction
 from slime_like.errors import RewardError
@@ -30,6 +32,12 @@ from slime_like.interfaces import RewardResult
 
 def key_of(text):
     return json.loads(text)["key"]
+
+def ends(prompt, response, answer, *, end):
+    return float(response.endswith(end))
+
+def number(prompt, response, answer):
+    return float(response)
 
 def act(prompt, response, answer, *, log=None):
     if log:
@@ -136,6 +144,36 @@ def test_rows_whose_answer_earns_nothing_are_reported(user_config: Config, tmp_p
         data.write_text("".join(json.dumps({"prompt": "good", "answer": each}) + "\n" for each in ("raise", "x")))
         (note,) = answer_notes(config, pool)
         assert note.startswith("rewards fail on 1 of the first 2 rows") and "no such thing" in note
+
+
+LATEX = [r"\sqrt{3}", "[2,5)", "(3,4)", r"\text{Evelyn}", "x^2+1", "7"]
+
+
+@pytest.mark.parametrize(
+    ("function", "answers", "wrong"),
+    [
+        ({"name": "math_verify"}, LATEX, []),
+        ({"name": "math_verify", "options": {"require_boxed": True}}, LATEX, []),
+        ({"name": "user_rewards:ends", "options": {"end": "$"}}, ["1", "2"], []),
+        ({"name": "user_rewards:ends", "options": {"end": "?"}}, ["1", "2?"], ["1"]),
+        ({"name": "user_rewards:number"}, ["0"] * 12, ["0"] * 12),  # raises on every form but the bare one
+    ],
+)
+def test_an_answer_that_succeeds_in_one_form_is_no_complaint(
+    user_config: Config, tmp_path: Path, function: dict[str, object], answers: list[str], wrong: list[str]
+) -> None:
+    data = tmp_path / "train.jsonl"
+    data.write_text("".join(json.dumps({"prompt": f"Q{i}", "answer": each}) + "\n" for i, each in enumerate(answers)))
+    reward = user_config().model_copy(update={"functions": (RewardFunction.model_validate(function),)})
+    config = RunConfig.model_validate(
+        {"run_dir": tmp_path, "model": {"path": tmp_path}, "data": {"train": [data]}, "reward": reward}
+    )
+    with RewardPool(reward) as pool:
+        scored = score_own_answers(pool, list(answered_samples(config)))
+        notes = list(answer_notes(config, pool))
+    assert [own.item.answer for own in scored if not own.is_success] == wrong
+    assert all(own.item.response == own.item.answer for own in scored if not own.is_success)
+    assert len(notes) == bool(wrong)
 
 
 @pytest.mark.parametrize("workers", [1, 3])
@@ -406,6 +444,8 @@ def test_close_leaves_no_process_even_where_one_hangs(user_config: Config, rejec
 
 ORPHAN = """
 import sys, threading, time
+from slime_like.checks.own_answers import score_own_answers
+from slime_like.checks.rows import answered_samples
 from slime_like.config import RewardConfig, RunConfig
 from slime_like.config.rollout import RewardFunction
 from slime_like.sandbox.rewards.pool import RewardItem, RewardPool

@@ -6,6 +6,7 @@ from contextlib import suppress
 from itertools import islice
 
 from slime_like.checks.fsdp import BACKEND as FSDP
+from slime_like.checks.own_answers import score_own_answers
 from slime_like.checks.rows import answered_samples
 from slime_like.checks.schedule import total_updates
 from slime_like.config import RunConfig
@@ -63,25 +64,24 @@ def held_out_notes(prompts: PromptSource, datasets: Mapping[str, Sequence[Prompt
 def answer_notes(config: RunConfig, rewards: RewardPool) -> Iterator[str]:
     """Rows whose own answer, as the response, the first reward function does not count as a success.
 
-    A custom function may want more than the bare answer; that is for its author to judge. Services are not asked.
+    A custom function may want more than the answer; that is for its author to judge. Services are not asked.
     """
     names, first = [function.name for function in config.reward.functions], config.reward.functions[0]
     if SERVICES & set(names) or not (accepts_answers(first) or ":" in names[0]):
         return
-    samples = list(islice(answered_samples(config), _ANSWERS))
-    outcomes = rewards.score(samples)
-    failed = [outcome.metadata for outcome in outcomes if "reason" in outcome.metadata]
+    answers = score_own_answers(rewards, list(islice(answered_samples(config), _ANSWERS)))
+    failed = [own.outcome.metadata for own in answers if own.has_failed]
     if failed:
-        rows = f"{len(failed)} of the first {counted(len(samples), 'row')}"
+        rows = f"{len(failed)} of the first {counted(len(answers), 'row')}"
         yield f"rewards fail on {rows}, with the row's answer as the response ({failure_text(failed)})"
-    sound = [pair for pair in zip(samples, outcomes, strict=True) if "reason" not in pair[1].metadata]
-    wrong = [item.answer for item, outcome in sound if not outcome.successes[0]]
+    wrong = [own.item.answer for own in answers if not (own.is_success or own.has_failed)]
     if wrong:
         shown = wrong[0][:_SHOWN_CHARS] + ("..." if len(wrong[0]) > _SHOWN_CHARS else "")
-        rows = "the first row" if len(samples) == 1 else f"{len(wrong)} of the first {len(samples)} rows"
+        rows = "the first row" if len(answers) == 1 else f"{len(wrong)} of the first {len(answers)} rows"
         yield (
             f"reward function {names[0]} gives no success to the answer of {rows} when the response is that answer, "
-            f"e.g. {shown!r}: with this function and these answers, no response to such a row may succeed"
+            rf"bare, in \boxed{{}} or in $$, e.g. {shown!r}: with this function and these answers, no response to such "
+            "a row may succeed"
         )
 
 

@@ -15,9 +15,11 @@ from jinja2 import TemplateError
 
 from slime_like.checks.check import check_machine, check_settings
 from slime_like.checks.definition import training_needs
+from slime_like.checks.own_answers import OwnAnswer, score_own_answers
 from slime_like.checks.rows import answered_samples
 from slime_like.config import RunConfig
 from slime_like.config.reading.load import save_config
+from slime_like.config.rollout import RewardFunction
 from slime_like.data.prompts import PromptSource
 from slime_like.data.token_budget import TokenBudget
 from slime_like.data.tokenizer import load_tokenizer, token_names
@@ -37,6 +39,7 @@ STEPS = 3
 _DROPPED = 0.05
 """Share of prompts over the limit above which the limit, or the data, is taken for a mistake."""
 _ANSWERS = 32
+_SHOWN_CHARS = 60
 _CODE = re.compile(r"\[([a-z][a-z.-]+)\]")
 _WEIGHTS_AND_ROWS = {
     "model.weight-files",
@@ -200,37 +203,44 @@ def _answers(config: RunConfig) -> Iterator[Finding]:
         return
     yield from _alike(config)
     samples = list(islice(answered_samples(config), _ANSWERS))
-    strangers = list(_with_another_answer(samples))
     try:
         with RewardPool(config.reward) as pool:
-            outcomes = pool.score(samples)
-            of_strangers = pool.score(strangers)
+            answers = score_own_answers(pool, samples)
+            of_strangers = pool.score(list(_with_another_answer(answers)))
     except SlimeLikeError as error:
         yield Finding("FOUND", "rewards", _listed(error))
         return
-    failed = [outcome.metadata for outcome in outcomes if "reason" in outcome.metadata]
+    failed = [own.outcome.metadata for own in answers if own.has_failed]
     if failed:
         yield Finding("FOUND", "rewards", f"scoring failed for {len(failed)} own answers ({failure_text(failed)})")
-    right = sum(outcome.successes[0] > 0 for outcome in outcomes)
-    text = f"{right} of {counted(len(samples), 'own answer')} of the data are successes of {names[0]}"
-    if right == 0 and accepts_answers(config.reward.functions[0]):
-        wrong = f", e.g. {samples[0].answer[:60]!r}: no response can succeed; set data.answer_key or data.format"
-        yield Finding("FOUND", "rewards", text + wrong)
-    elif names[0] in REGISTERED and not accepts_answers(config.reward.functions[0]):
-        yield Finding("ok", "rewards", f"{counted(len(samples), 'row')} scored; {names[0]} takes no bare answer")
-    else:
-        none = ": is that meant? A function that needs more than the bare answer may be right" if right == 0 else ""
-        yield Finding("ok" if right == len(samples) else "note", "rewards", text + none)
-    if right and [outcome.rewards for outcome in outcomes] == [outcome.rewards for outcome in of_strangers]:
+    yield _successes(config.reward.functions[0], answers)
+    is_any_right = any(own.is_success for own in answers)
+    if is_any_right and [own.outcome.rewards for own in answers] == [outcome.rewards for outcome in of_strangers]:
         text = f"another row's answer gets the same reward as a row's own, in each of {len(samples)} rows"
         yield Finding("note", "rewards", f"{text}: no reward depends on the answer")
 
 
-def _with_another_answer(samples: Sequence[RewardItem]) -> Iterator[RewardItem]:
-    """Each sample with the answer of another row as the response; none where all answers are alike."""
-    for sample in samples:
-        others = (each.answer for each in samples if each.answer.strip() != sample.answer.strip())
-        yield from (replace(sample, response=other) for other in islice(others, 1))
+def _successes(function: RewardFunction, answers: Sequence[OwnAnswer]) -> Finding:
+    """How many rows' own answers the first reward function counts as successes."""
+    wrong = [own.item.answer for own in answers if not own.is_success]
+    text = f"{len(answers) - len(wrong)} of {counted(len(answers), 'own answer')} of the data are successes of "
+    text += function.name
+    none_is_right = len(wrong) == len(answers)
+    if none_is_right and accepts_answers(function):
+        cause = f", e.g. {wrong[0][:_SHOWN_CHARS]!r}: no response can succeed; set data.answer_key or data.format"
+        return Finding("FOUND", "rewards", text + cause)
+    if function.name in REGISTERED and not accepts_answers(function):
+        return Finding("ok", "rewards", f"{counted(len(answers), 'row')} scored; {function.name} takes no bare answer")
+    if none_is_right:
+        text += ": is that meant? A function that needs more than the answer may be right"
+    return Finding("note" if wrong else "ok", "rewards", text)
+
+
+def _with_another_answer(answers: Sequence[OwnAnswer]) -> Iterator[RewardItem]:
+    """Each row with the answer of another row as the response; none where all answers are alike."""
+    for own in answers:
+        others = (each.item.answer for each in answers if each.item.answer.strip() != own.item.answer.strip())
+        yield from map(own.with_response, islice(others, 1))
 
 
 def _alike(config: RunConfig) -> Iterator[Finding]:
