@@ -23,6 +23,8 @@ _SCIENTIFIC = re.compile(r"(?<![\w.])[-+]?\d+(?:\.\d+)?[eE][-+]?\d{1,3}(?!\w)")
 _WORDS = re.compile(r"[^\W\d_]+(?: [^\W\d_]+)*")
 _INTEGER = re.compile(r"-?[0-9]{1,18}")
 _NUMBER = re.compile(r"-?[\d,]*\.?\d+%?")
+# A dollar sign of LaTeX, one before a number, and a negative space: none is part of a number's value.
+_MONEY = re.compile(r"(?<!\\)\\[$!]|^\$(?=[\d.,]+$)")
 # Markdown's bold: `**` with an operand on both sides is a power.
 _BOLD = re.compile(r"(?<![\w)}])\*\*(?=\S)|(?<=\S)\*\*(?![\w({-])")
 _BOXED_WORDS = re.compile(r"\\boxed\{(?:\\text\{)?([^{}]*)\}")
@@ -54,7 +56,7 @@ def math_verify(
     """
     tail = _tail(response, max_chars)
     metadata: dict[str, Any] = {"cut_chars": len(response) - len(tail)} if len(tail) < len(response) else {}
-    reason = _why_wrong(tail, answer.strip(), require_boxed, allow_arithmetic)
+    reason = _why_wrong(_without_money(tail), _without_money(answer), require_boxed, allow_arithmetic)
     if reason is not None:
         metadata["reason"] = reason
     return RewardResult(reward=float(reason is None), success=reason is None, metadata=metadata)
@@ -109,6 +111,10 @@ def _tail(text: str, max_chars: int) -> str:
 
 def _depth(text: str) -> int:
     return max(accumulate((_NESTING.get(character, 0) for character in text), initial=0))
+
+
+def _without_money(text: str) -> str:
+    return _MONEY.sub("", text.strip()).strip()
 
 
 def _plain_decimals(text: str) -> str:
