@@ -1,12 +1,13 @@
 r"""Rows of published data sets, as their files have them: where prompt and answer stand.
 
 - ``gsm8k`` (openai/gsm8k): ``question``; ``answer``, whose part behind ``####`` is the answer.
-- ``math`` (hendrycks/competition_math, MATH-500): ``problem``; ``answer``, else the last ``\boxed{}`` of ``solution``.
+- ``math`` (hendrycks/competition_math, MATH-500): ``problem``; ``answer``, else the last box of ``solution``.
 - ``dapo`` (BytedTsinghua-SIA/DAPO-Math-17k and other files for verl): ``prompt``, chat messages;
   ``reward_model.ground_truth``.
 - ``openr1`` (open-r1/OpenR1-Math-220k): ``problem``, ``answer``.
 """
 
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from itertools import islice
@@ -17,7 +18,10 @@ from slime_like.config import DataConfig
 from slime_like.data.rows import Row, read_rows
 from slime_like.errors import DataError
 
-_BOXED = r"\boxed{"
+_BOX = re.compile(r"\\boxed(?![A-Za-z])\s*")
+_FRAME = re.compile(r"\\fbox(?![A-Za-z])\s*")
+_END = re.compile(r"[$\n]|\\[])]")
+"""Of a formula or line."""
 
 
 def in_format(row: Row, config: DataConfig) -> Row:
@@ -70,15 +74,21 @@ def _is_of(row: Row, name: str) -> bool:
 
 
 def boxed(text: str) -> str | None:
-    r"""Content of the last ``\boxed{}``, with its own braces; ``None`` without one that is closed."""
-    start = text.rfind(_BOXED)
-    if start < 0:
+    r"""Content of the last ``\boxed{}``, with its own braces, else of the last ``\fbox{}``.
+
+    Without braces (``$\boxed 9$``) it ends with the formula or line. ``None`` without a box that is closed.
+    """
+    boxes = list(_BOX.finditer(text)) or list(_FRAME.finditer(text))
+    if not boxes:
         return None
-    begin, depth = start + len(_BOXED), 1
+    begin = boxes[-1].end()
+    if not text.startswith("{", begin):
+        return _END.split(text[begin:], maxsplit=1)[0].strip().removesuffix(".") or None
+    depth = 0
     for place in range(begin, len(text)):
         depth += {"{": 1, "}": -1}.get(text[place], 0)
         if depth == 0:
-            return text[begin:place].strip()
+            return text[begin + 1 : place].strip()
     return None
 
 

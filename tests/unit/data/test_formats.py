@@ -149,6 +149,18 @@ def test_thousands_are_written_without_a_comma(tmp_path: Path) -> None:
         ("\\boxed{ x^{2} }", "x^{2}"),
         ("\\boxed{2", None),
         ("boxed{2}", None),
+        ("so $x = \\boxed 9$ is it, as $y$ is", "9"),  # as in MATH's algebra
+        ("so $\\boxed{1}$, or $\\boxed \\frac{1}{2}.$ Good.", "\\frac{1}{2}"),
+        ("it is \\(\\boxed 12\\).", "12"),
+        ("it is \\boxed 0.5.", "0.5"),
+        ("it is \\boxed 7\nas said", "7"),
+        ("\\boxed {2}", "2"),
+        ("\\boxed9", "9"),
+        ("\\boxed", None),
+        ("\\boxedness{2}", None),
+        ("are $\\fbox{3}$", "3"),
+        ("\\boxed{4}, not \\fbox{3}", "4"),
+        ("\\fbox{3", None),
     ],
 )
 def test_the_last_box_is_read_with_its_braces(text: str, expected: str | None) -> None:
