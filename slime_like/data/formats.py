@@ -101,9 +101,9 @@ def _gsm8k(row: Row) -> tuple[Any, Any]:
 
 def _math(row: Row) -> tuple[Any, Any]:
     answer = row.get("answer")
-    if answer is None:
+    if _is_blank(answer):
         answer = boxed(str(_value(row, "solution")))
-    if answer is None:
+    if _is_blank(answer):
         raise row.fault("not-in-format", r"`solution` has no \boxed{}", "add an `answer`, or remove the row")
     return _value(row, "problem"), answer
 
@@ -113,15 +113,23 @@ def _dapo(row: Row) -> tuple[Any, Any]:
 
 
 def _openr1(row: Row) -> tuple[Any, Any]:
-    return _value(row, "problem"), _value(row, "answer")
+    answer = _value(row, "answer")
+    if _is_blank(answer):
+        raise row.fault("not-in-format", "`answer` is empty", "give the answer, or remove the row")
+    return _value(row, "problem"), answer
 
 
 _FORMATS: Mapping[str, Callable[[Row], tuple[Any, Any]]] = {
     "gsm8k": _gsm8k,
-    "math": _math,
     "dapo": _dapo,
     "openr1": _openr1,
+    "math": _math,
 }
+"""The more specific one first: a row with a `problem` and an `answer` is of the last two."""
+
+
+def _is_blank(answer: Any) -> bool:
+    return answer is None or (isinstance(answer, str) and not answer.strip())
 
 
 def _value(row: Row, key: str) -> Any:

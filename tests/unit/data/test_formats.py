@@ -101,7 +101,11 @@ def test_published_rows_are_taken_as_they_are(tmp_path: Path, name: str, suffix:
         ("math", {"problem": "1+1?", "solution": "It is 2."}, "not-in-format"),
         ("math", {"problem": "1+1?", "solution": "It is \\boxed{\\frac{2}{1}."}, "not-in-format"),
         ("dapo", GSM8K, "not-in-format"),
+        ("math", {"problem": "1+1?", "solution": "It is \\boxed{}."}, "not-in-format"),
+        ("math", {"problem": "1+1?", "solution": "It is 2.", "answer": ""}, "not-in-format"),
         ("openr1", {"problem": "1+1?", "answer": ["2"]}, "bad-answer"),
+        ("openr1", OPENR1 | {"answer": ""}, "not-in-format"),
+        ("openr1", OPENR1 | {"answer": " \n"}, "not-in-format"),
         ("keys", {"prompt": [{"role": "system", "content": "Be long."}], "answer": "2"}, "two-system-prompts"),
     ],
 )
@@ -111,7 +115,7 @@ def test_rows_of_another_format_are_named(tmp_path: Path, name: str, row: dict[s
     assert (caught.value.code, caught.value.who) == (code, f"{tmp_path / 'a.jsonl'}:1")
 
 
-@pytest.mark.parametrize(("row", "name"), [(GSM8K, "gsm8k"), (MATH, "math"), (OPENR1, "math"), ({"a": 1}, None)])
+@pytest.mark.parametrize(("row", "name"), [(GSM8K, "gsm8k"), (MATH, "math"), (OPENR1, "openr1"), ({"a": 1}, None)])
 def test_rows_without_a_prompt_lead_to_their_format(tmp_path: Path, row: dict[str, Any], name: str | None) -> None:
     with pytest.raises(DataError) as caught:
         prompts(jsonl(tmp_path / "a.jsonl", row))
@@ -133,6 +137,11 @@ def test_held_out_files_of_a_mixture_have_the_format_of_the_source_that_they_are
     assert caught.value.code == "no-source"
     single = DataConfig(format="math")
     assert held_out_settings(single, files["gsm8k"]) is single
+
+
+def test_an_empty_answer_of_math_is_read_from_the_solution(tmp_path: Path) -> None:
+    (found,) = prompts(jsonl(tmp_path / "a.jsonl", MATH | {"answer": ""}), format="math")
+    assert found.answer == PUBLISHED["math"][2]
 
 
 def test_thousands_are_written_without_a_comma(tmp_path: Path) -> None:
