@@ -76,11 +76,11 @@ class DataConfig(Section):
     or directories of one split, as Hugging Face's `datasets` saves them."""
     mixture: tuple[DataSource, ...] = ()
     """Training data of several sources, instead of `train`. Each has `name`, `files`, `weight` (1: its share of the
-    prompts) and `format`; metrics of each are in `sources/NAME/`. A held-out file is read as the first source that its
-    first row is like."""
+    prompts) and `format`; metrics of each are in `sources/NAME/`."""
     format: DataFormat = "keys"
-    """Where rows of `train` and `evaluation.files` have prompt and answer: under the keys below, or as the data set of
-    this name is published."""
+    """Where rows have prompt and answer: under the keys below, or as the data set of this name is published. A held-out
+    file whose first row is not like the training data (of a mixture, the first source that fits) is read in the format
+    that it has."""
     system_prompt: str | None = Field(None, description="A system message before every prompt.")
     prompt_key: str = Field("prompt", description="Row key of the prompt: text or a list of chat messages.")
     answer_key: str = Field("answer", description="Row key of the ground-truth answer.")

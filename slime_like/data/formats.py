@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from slime_like.config import DataConfig
-from slime_like.data.rows import Row, read_rows
+from slime_like.data.rows import BadRows, Row, read_rows
 from slime_like.errors import DataError
 
 _BOX = re.compile(r"\\boxed(?![A-Za-z])\s*")
@@ -42,27 +42,36 @@ def fitting_format(row: Row) -> str | None:
 
 
 def held_out_settings(config: DataConfig, file: Path) -> DataConfig:
-    """What a held-out file is read with: in a mixture, as the first of its sources that the first row is like.
+    """What a held-out file is read with, by its first row: as the training data, or the first of their sources, that
+    the row is like; else in the format that it is of.
 
     Raises:
-        DataError: the file cannot be read, or its first row is like no source.
+        DataError: the file cannot be read, or its first row is of no format.
     """
-    if not config.mixture:
-        return config
-    for row in islice(read_rows(file), 1):
-        part = next((part for part in config.parts if _is_like(row, part)), None)
-        if part is None:
-            forms = ", ".join(dict.fromkeys(part.format for part in config.parts))
-            problem = f"is like no row of data.mixture's sources, of formats {forms}"
-            raise row.fault("no-source", problem, "give rows in one of these")
-        return part
+    for row in islice(read_rows(file, BadRows()), 1):
+        if (part := next((part for part in config.parts if _is_like(row, part)), None)) is not None:
+            return part
+        by_keys = config.parts[0].model_copy(update={"format": "keys"})
+        name = "keys" if _is_like(row, by_keys) else fitting_format(row)
+        if name is not None:
+            return by_keys.model_copy(update={"format": name})
+        if config.mixture or config.format != "keys":
+            raise _of_no_format(row, config)
     return config.parts[0]
 
 
+def _of_no_format(row: Row, config: DataConfig) -> DataError:
+    forms = ", ".join(dict.fromkeys(part.format for part in config.parts))
+    problem = f"fits neither the format of the training data ({forms}) nor another ({', '.join(['keys', *_FORMATS])})"
+    keys = f"data.prompt_key={config.prompt_key} and data.answer_key={config.answer_key}"
+    return row.fault("no-source", problem, f"give rows in one of these; keys: {keys}")
+
+
 def _is_like(row: Row, config: DataConfig) -> bool:
-    if config.format == "keys":
-        return None not in (row.get(config.prompt_key), row.get(config.answer_key))
-    return _is_of(row, config.format)
+    if config.format != "keys":
+        return _is_of(row, config.format)
+    has_prompt = any(row.get(key) is not None for key in (config.prompt_key, config.token_ids_key))
+    return has_prompt and row.get(config.answer_key) is not None
 
 
 def _is_of(row: Row, name: str) -> bool:

@@ -13,6 +13,7 @@ from slime_like.data.formats import boxed, held_out_settings
 from slime_like.data.prompts import Prompt, PromptSource
 from slime_like.errors import DataError
 from tests.support import templates
+from tests.support.rejections import Rejects
 from tests.support.templates import tokenizer_of
 
 # In the forms that are published; texts are shortened.
@@ -132,11 +133,52 @@ def test_held_out_files_of_a_mixture_have_the_format_of_the_source_that_they_are
     assert {name: held_out_settings(mixture, path).format for name, path in files.items()} == {
         "gsm8k": "gsm8k", "dapo": "dapo", "keys": "keys",
     }  # fmt: skip
-    with pytest.raises(DataError) as caught:
-        held_out_settings(mixture, jsonl(tmp_path / "math.jsonl", MATH))
-    assert caught.value.code == "no-source"
-    single = DataConfig(format="math")
-    assert held_out_settings(single, files["gsm8k"]) is single
+
+
+PLAIN, TOKENS = {"prompt": "1+1?", "answer": "2"}, {"input_token_ids": [5, 6], "answer": "2"}
+
+
+@pytest.mark.parametrize(
+    ("settings", "row", "read_as"),
+    [
+        ({"format": "gsm8k"}, GSM8K, "gsm8k"),
+        ({"format": "gsm8k"}, MATH, "math"),
+        ({"format": "gsm8k"}, PLAIN, "keys"),
+        ({"format": "gsm8k"}, TOKENS, "keys"),
+        ({"format": "math"}, OPENR1, "math"),  # which the training data's format reads
+        ({"format": "openr1"}, MATH, "math"),
+        ({}, TOKENS, "keys"),
+        ({}, DAPO, "dapo"),
+        ({"prompt_key": "question"}, GSM8K, "keys"),  # the solution is the answer: so are the training data read
+        ({"prompt_key": "question"}, OPENR1, "openr1"),
+        ({"prompt_key": "question"}, PLAIN, "keys"),  # rejected below, by its keys
+        ({"mixture": True}, MATH, "math"),
+        ({"mixture": True}, PLAIN, "keys"),
+    ],
+)
+def test_held_out_rows_that_the_training_settings_do_not_fit_are_read_in_their_own_format(
+    tmp_path: Path, settings: dict[str, Any], row: dict[str, Any], read_as: str
+) -> None:
+    if "mixture" in settings:
+        sources = (("a", "gsm8k", GSM8K), ("b", "dapo", DAPO))
+        files = {name: [jsonl(tmp_path / f"{name}.jsonl", each)] for name, _, each in sources}
+        settings = {"mixture": [{"name": name, "files": files[name], "format": form} for name, form, _ in sources]}
+    config, path = DataConfig(**settings), jsonl(tmp_path / "held.jsonl", "no object", row)
+    found = held_out_settings(config, path)
+    assert found.format == read_as
+    assert (found.prompt_key, found.mixture) == (config.prompt_key, ())
+    assert (found is config) == (read_as == config.format and not config.mixture)
+
+
+@pytest.mark.parametrize("settings", [{"format": "gsm8k"}, {"mixture": [{"name": "a", "files": ["a.jsonl"]}]}])
+def test_held_out_rows_of_no_format_are_rejected(tmp_path: Path, rejects: Rejects, settings: dict[str, Any]) -> None:
+    path = jsonl(tmp_path / "held.jsonl", {"text": "1+1?", "answer": "2"})
+    with rejects(DataError, code="no-source"):
+        held_out_settings(DataConfig(**settings), path)
+    keys = DataConfig()
+    assert held_out_settings(keys, path) is keys
+    with rejects(DataError, code="no-prompt"):
+        prompts(path)
 
 
 def test_an_empty_answer_of_math_is_read_from_the_solution(tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from slime_like.checks.rows import answered_samples, held_out_row_problems
 from slime_like.config import RunConfig
 from slime_like.config.reading.load import load_config
 from slime_like.evaluate import engines_alone
@@ -92,6 +93,30 @@ def test_each_file_and_all_of_them(tmp_path: Path) -> None:
     assert len(every) == 32 and sum(sample.success for sample in every) == 6
     assert [sample.dataset for sample in every] == ["a"] * 8 + ["b"] * 24
     assert all(sample.dataset == sample.answer for sample in every)  # rows answer with the name of their file
+
+
+def test_a_file_of_another_data_set_than_the_training_data(tmp_path: Path) -> None:
+    """Trained on GSM8K's rows, evaluated on MATH's and on plain ones."""
+    rows = {
+        "train": {"question": "1+1?", "answer": "It is 2.\n#### 2"},
+        "math": {"problem": "1+2?", "solution": "It is $\\boxed{3}$."},
+        "plain": {"prompt": "1+3?", "answer": "4"},
+    }
+    files = {name: tmp_path / f"{name}.jsonl" for name in rows}
+    for name, file in files.items():
+        file.write_text(json.dumps(rows[name]))
+    config = RunConfig.model_validate(
+        {
+            "run_dir": tmp_path / "run", "model": {"path": write_checkpoint(tmp_path / "model")},
+            "data": {"train": [files["train"]], "format": "gsm8k"}, "evaluation": {"files": list(files.values())},
+        }
+    )  # fmt: skip
+    datasets = held_out(config, byte_tokenizer())
+    assert {name: [prompt.answer for prompt in found] for name, found in datasets.items()} == {
+        "train": ["2"], "math": ["3"], "plain": ["4"],
+    }  # fmt: skip
+    assert list(held_out_row_problems(config)) == []
+    assert [sample.answer for sample in answered_samples(config)] == ["2", "2", "3", "4"]
 
 
 def test_names_differ() -> None:
