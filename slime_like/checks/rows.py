@@ -85,15 +85,20 @@ def _bad_rows(data: DataConfig, files: Sequence[Path], need_response: bool) -> I
 
 
 def answered_samples(config: RunConfig) -> Iterator[RewardItem]:
-    """Text of each row (of chat messages, their contents), with its answer as the response; of a file, up to the first
-    row that cannot be read."""
+    """Rows of all training and held-out files."""
     for data in (*config.data.parts, *_held_out_parts(config)):
-        encoder = RowEncoder(_AnyTokenizer(), data, need_response=False)
-        for file in data.train:
-            with suppress(DataError):
-                for row in read_rows(file):
-                    answer = encoder.encode(row).answer
-                    yield RewardItem(_prompt_text(row, data), answer, answer)
+        yield from samples_of(data)
+
+
+def samples_of(data: DataConfig) -> Iterator[RewardItem]:
+    """Text of each row of ``data.train`` (of chat messages, their contents), with its answer as the response; of a
+    file, up to the first row that cannot be read."""
+    encoder = RowEncoder(_AnyTokenizer(), data, need_response=False)
+    for file in data.train:
+        with suppress(DataError):
+            for row in read_rows(file):
+                answer = encoder.encode(row).answer
+                yield RewardItem(_prompt_text(row, data), answer, answer)
 
 
 def _held_out_parts(config: RunConfig) -> Iterator[DataConfig]:

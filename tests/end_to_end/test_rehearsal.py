@@ -11,8 +11,11 @@ from slime_like.commands.main import main
 from slime_like.config import RunConfig
 from slime_like.config.reading.load import load_config
 from slime_like.examples.tiny_model import CHAT_TEMPLATE, byte_tokenizer, make_tiny_model
+from slime_like.sandbox.rewards.pool import RewardItem
 from slime_like.verification.rehearsal import rehearsal
-from slime_like.verification.rehearsal.rehearsal import Finding, rehearse
+from slime_like.verification.rehearsal.answers import asked_answers
+from slime_like.verification.rehearsal.finding import Finding
+from slime_like.verification.rehearsal.rehearsal import rehearse
 from slime_like.verification.rehearsal.small_recipe import RANKS, small_recipe
 from tests.conftest import Tiny
 
@@ -151,6 +154,65 @@ def test_what_is_right_in_form_and_no_task_is_noted(recipe: Recipe, monkeypatch:
     ]  # fmt: skip
     for stage, words in parts:
         assert [stage for name, text in notes if name == stage and words in text] == [stage]
+
+
+ASKED = "How many clips did Natalia sell altogether in April and May, 48 and 24?"
+
+
+@pytest.mark.parametrize(
+    ("rows", "kind", "words"),
+    [
+        (
+            [(ASKED, ASKED), (f"{ASKED} ", ASKED)],
+            "FOUND",
+            "2 of 2 answers of the data equal their prompt, e.g. 'How many",
+        ),
+        ([(ASKED, ASKED), (ASKED, "72")], "note", "1 of 2 answers of the data equal their prompt"),
+        ([(f"Think. {ASKED}", ASKED), (ASKED, "72")], "note", "1 of 2 answers of the data stand in their prompt"),
+        ([("Is 7 prime, yes or no?", "yes"), ("", "")], None, ""),
+    ],
+)
+def test_an_answer_that_is_its_prompt_is_found(rows: list[tuple[str, str]], kind: str | None, words: str) -> None:
+    items = [RewardItem(prompt, answer, answer) for prompt, answer in rows]
+    findings = [(finding.kind, finding.text) for finding in asked_answers(items, "the data")]
+    assert [each for each, _ in findings] == [kind] * (kind is not None)
+    assert all(words in text for _, text in findings)
+
+
+def test_the_wrong_answer_key_is_found_though_every_answer_is_right_by_itself(
+    recipe: Recipe, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rehearsal, "SmallRun", lambda *_: NoRun())
+    recipe.flags += ["--data.answer_key", "prompt", "--reward.functions", "[{name: exact_match}]"]
+    (recipe.directory / "out").mkdir()
+    findings = list(rehearse(recipe.config, recipe.directory / "out"))
+    assert [stage for stage, _ in found(findings)] == ["answers"]
+    assert "48 of 48 answers of the data equal their prompt, e.g. '0+0='" in found(findings)[0][1]
+
+
+def test_a_source_of_which_no_answer_succeeds_is_named(recipe: Recipe, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first source has more rows than are tried of all data without sources; the last has LaTeX alone."""
+    monkeypatch.setattr(rehearsal, "SmallRun", lambda *_: NoRun())
+    deep = "(" * 30 + "1" + ")" * 30  # of a response, math_verify reads 24 levels
+    answers = {"broken": [deep] * 8, "half": ["7", deep], "latex": [r"\sqrt{3}", "[2,5)", "(3,4)"]}
+    for name, texts in answers.items():
+        rows = [{"prompt": f"{name} {i}?", "answer": text} for i, text in enumerate(texts)]
+        recipe.write(recipe.directory / f"{name}.jsonl", rows)
+    files = {"sums": recipe.train} | {name: recipe.directory / f"{name}.jsonl" for name in answers}
+    mixture = [{"name": name, "files": [str(file)]} for name, file in files.items()]
+    recipe.flags += ["--data.train", "[]", "--data.mixture", json.dumps(mixture)]
+    recipe.flags += ["--reward.functions", "[{name: math_verify}]"]
+    (recipe.directory / "out").mkdir()
+    findings = list(rehearse(recipe.config, recipe.directory / "out"))
+    texts = {
+        finding.text.split("source ")[1].split()[0]: finding for finding in findings if "of source" in finding.text
+    }
+    assert {name: finding.kind for name, finding in texts.items()} == {
+        "sums": "ok", "broken": "FOUND", "half": "note", "latex": "ok",
+    }  # fmt: skip
+    assert "0 of 8 own answers" in texts["broken"].text and "e.g. '((((" in texts["broken"].text
+    assert "1 of 2 own answers" in texts["half"].text and "e.g. '((((" in texts["half"].text
+    assert found(findings) == [("rewards", texts["broken"].text)]
 
 
 def test_a_reward_that_no_answer_changes_is_noted(recipe: Recipe, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,22 +4,17 @@ A small random model like the real one trains a few steps under the recipe; the 
 """
 
 import re
-from collections import Counter
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
-from itertools import islice
+from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from jinja2 import TemplateError
 
 from slime_like.checks.check import check_machine, check_settings
 from slime_like.checks.definition import training_needs
-from slime_like.checks.own_answers import OwnAnswer, score_own_answers
-from slime_like.checks.rows import answered_samples
 from slime_like.config import RunConfig
 from slime_like.config.reading.load import save_config
-from slime_like.config.rollout import RewardFunction
 from slime_like.data.prompts import PromptSource
 from slime_like.data.token_budget import TokenBudget
 from slime_like.data.tokenizer import load_tokenizer, token_names
@@ -27,19 +22,16 @@ from slime_like.errors import ConfigError, SlimeLikeError
 from slime_like.examples.look_alike import make_look_alike
 from slime_like.models.dimensions import ModelDimensions
 from slime_like.orchestration.rollout.evaluation import held_out
-from slime_like.orchestration.rollout.failures import failure_text
 from slime_like.orchestration.rollout.requests import stop_tokens
-from slime_like.sandbox.rewards.pool import RewardItem, RewardPool
-from slime_like.sandbox.rewards.registry import REGISTERED, SERVICES, accepts_answers
 from slime_like.system.words import counted
+from slime_like.verification.rehearsal.answers import answer_findings
+from slime_like.verification.rehearsal.finding import Finding, listed
 from slime_like.verification.rehearsal.small_recipe import changes, layers_of, small_recipe
 from slime_like.verification.rehearsal.small_run import SmallRun
 
 STEPS = 3
 _DROPPED = 0.05
 """Share of prompts over the limit above which the limit, or the data, is taken for a mistake."""
-_ANSWERS = 32
-_SHOWN_CHARS = 60
 _CODE = re.compile(r"\[([a-z][a-z.-]+)\]")
 _WEIGHTS_AND_ROWS = {
     "model.weight-files",
@@ -50,15 +42,6 @@ _WEIGHTS_AND_ROWS = {
 }
 """What a machine may lack: the weights are not needed, and rows are a stage of their own."""
 _USER, _ASSISTANT = "What is asked.", "What is answered."
-
-
-@dataclass(frozen=True, slots=True)
-class Finding:
-    """One line of the table: ``stage`` is what was tried."""
-
-    kind: Literal["ok", "FOUND", "note"]
-    stage: str
-    text: str
 
 
 def rehearse(config: RunConfig, directory: Path, steps: int = STEPS) -> Iterator[Finding]:
@@ -90,13 +73,13 @@ def _stages(config: RunConfig, directory: Path, steps: int) -> Iterator[Finding]
         tokenizer = load_tokenizer(config.model.path)
         yield from _rows(config, tokenizer)
     except SlimeLikeError as error:
-        yield Finding("FOUND", "rows", _listed(error))
+        yield Finding("FOUND", "rows", listed(error))
         yield Finding("note", "not tried", "template, rewards and the small run, which need rows")
         return
     yield from _template(config, tokenizer)
     can_score = not any("[reward." in finding.text for finding in settings)
     if not config.supervised and can_score:
-        yield from _answers(config)
+        yield from answer_findings(config)
     model = directory / "model"
     ends = [token for token in stop_tokens(config) if 0 <= token < dimensions.vocab_size]
     make_look_alike(config.model.path, model, layers_of(config, dimensions), ends=ends)
@@ -110,11 +93,6 @@ def _stages(config: RunConfig, directory: Path, steps: int) -> Iterator[Finding]
     yield Finding("ok", "small recipe", f"{parameters / 1e6:.1f}M parameters; {shown}")
     for is_sound, stage, text in SmallRun(small, directory).stages():
         yield Finding("ok" if is_sound else "FOUND" if is_sound is False else "note", stage, text)
-
-
-def _listed(error: SlimeLikeError) -> str:
-    problems = error.problems if isinstance(error, ConfigError) else [error]
-    return "; ".join(f"{problem} [{problem.code}]" for problem in problems)
 
 
 def _settings(config: RunConfig, dimensions: ModelDimensions) -> Iterator[Finding]:
@@ -193,65 +171,3 @@ def _template(config: RunConfig, tokenizer: Any) -> Iterator[Finding]:
         yield Finding("FOUND", "chat template", text + remedy)
     else:
         yield Finding("ok", "chat template", f"an answer ends with {end.strip()!r}, a stop token")
-
-
-def _answers(config: RunConfig) -> Iterator[Finding]:
-    """The first rows' own answers as responses, through the reward functions."""
-    names = [function.name for function in config.reward.functions]
-    if SERVICES & set(names) or all(function.is_given for function in config.reward.functions):
-        yield Finding("note", "rewards", "services, environments and agents are tried in the small run alone")
-        return
-    yield from _alike(config)
-    samples = list(islice(answered_samples(config), _ANSWERS))
-    try:
-        with RewardPool(config.reward) as pool:
-            answers = score_own_answers(pool, samples)
-            of_strangers = pool.score(list(_with_another_answer(answers)))
-    except SlimeLikeError as error:
-        yield Finding("FOUND", "rewards", _listed(error))
-        return
-    failed = [own.outcome.metadata for own in answers if own.has_failed]
-    if failed:
-        yield Finding("FOUND", "rewards", f"scoring failed for {len(failed)} own answers ({failure_text(failed)})")
-    yield _successes(config.reward.functions[0], answers)
-    is_any_right = any(own.is_success for own in answers)
-    if is_any_right and [own.outcome.rewards for own in answers] == [outcome.rewards for outcome in of_strangers]:
-        text = f"another row's answer gets the same reward as a row's own, in each of {len(samples)} rows"
-        yield Finding("note", "rewards", f"{text}: no reward depends on the answer")
-
-
-def _successes(function: RewardFunction, answers: Sequence[OwnAnswer]) -> Finding:
-    """How many rows' own answers the first reward function counts as successes."""
-    wrong = [own.item.answer for own in answers if not own.is_success]
-    text = f"{len(answers) - len(wrong)} of {counted(len(answers), 'own answer')} of the data are successes of "
-    text += function.name
-    none_is_right = len(wrong) == len(answers)
-    if none_is_right and accepts_answers(function):
-        cause = f", e.g. {wrong[0][:_SHOWN_CHARS]!r}: no response can succeed; set data.answer_key or data.format"
-        return Finding("FOUND", "rewards", text + cause)
-    if function.name in REGISTERED and not accepts_answers(function):
-        return Finding("ok", "rewards", f"{counted(len(answers), 'row')} scored; {function.name} takes no bare answer")
-    if none_is_right:
-        text += ": is that meant? A function that needs more than the answer may be right"
-    return Finding("note" if wrong else "ok", "rewards", text)
-
-
-def _with_another_answer(answers: Sequence[OwnAnswer]) -> Iterator[RewardItem]:
-    """Each row with the answer of another row as the response; none where all answers are alike."""
-    for own in answers:
-        others = (each.item.answer for each in answers if each.item.answer.strip() != own.item.answer.strip())
-        yield from map(own.with_response, islice(others, 1))
-
-
-def _alike(config: RunConfig) -> Iterator[Finding]:
-    """Rows that are right in form, and still no task or no measure: empty or equal answers, trained held-out rows."""
-    of_training = config.model_copy(update={"evaluation": config.evaluation.model_copy(update={"files": ()})})
-    rows = list(answered_samples(of_training))
-    answers = Counter(sample.answer.strip() for sample in rows)
-    if empty := answers.pop("", 0):
-        yield Finding("note", "answers", f"{counted(empty, 'row')} of {empty + answers.total()} have an empty answer")
-    if len(answers) == 1 and answers.total() > 1:
-        yield Finding("note", "answers", f"all {answers.total()} answers are {next(iter(answers))!r:.60}")
-    prompts = {sample.prompt for sample in rows}
-    if known := sum(sample.prompt in prompts for sample in islice(answered_samples(config), len(rows), None)):
-        yield Finding("note", "held-out rows", f"{counted(known, 'prompt')} of them stand in the training data too")
