@@ -21,6 +21,11 @@ from slime_like.sandbox.environments.registry import build_environment
 from slime_like.sandbox.rewards.pool import start_problems
 from slime_like.sandbox.rewards.registry import OF_ROWS, REGISTERED, SERVICES, resolve_reward, try_options
 
+_UNCLEAR = re.compile(r"(?<=//)[^/]*[?#][^/]*@.*")
+"""A password, or a query, with any sign in it."""
+_USER = re.compile(r"(?<=//)[^/]*@")
+_QUERY = re.compile(r"\?.*")
+
 
 def backend_name_problems(config: RunConfig) -> Iterator[str]:
     return _unknown("trainer.backend", config.trainer.backend, installed_names(BACKEND_GROUP))
@@ -103,7 +108,7 @@ def _shown(options: Mapping[str, Any]) -> dict[str, Any]:
     """What may be printed of them: headers, and a URL's user and query, may be credentials."""
     hidden: dict[str, Any] = {name: "..." for name in options if name == "headers"}
     if isinstance(url := options.get("url"), str):
-        hidden["url"] = re.sub(r"(?<=//)[^/@]*@|\?.*", lambda found: "...@" if found[0][-1] == "@" else "?...", url)
+        hidden["url"] = _QUERY.sub("?...", _USER.sub("...@", _UNCLEAR.sub("...", url)))
     return {**options, **hidden}
 
 
