@@ -30,7 +30,7 @@ def bare_answer(answer: str | None) -> str | None:
     """The answer itself where the row's is a task in JSON, as reasoning-gym's are."""
     try:
         found = json.loads(answer or "")
-    except ValueError:
+    except (ValueError, RecursionError):  # of brackets alone, nested too deeply for the reader
         return answer
     return str(found["answer"]) if isinstance(found, dict) and {"answer", "task"} <= found.keys() else answer
 

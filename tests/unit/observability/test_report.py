@@ -428,6 +428,7 @@ def test_the_answer_of_a_task_is_shown_by_itself() -> None:
         ("12", "12"),
         ('{"answer": "x"}', '{"answer": "x"}'),
         ("a {b", "a {b"),
+        ("[" * 100_000, "[" * 100_000),
         (None, None),
     ):
         assert bare_answer(answer) == shown
