@@ -7,7 +7,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
@@ -225,6 +225,25 @@ def test_a_daemon_that_dies_while_ray_starts_is_named_at_once(tmp_path: Path, mo
     assert time.monotonic() - began < 25
     starting._guard.wait(60)  # it ends what Ray's failed start leaves
     assert _children("raylet") == []
+
+
+def test_a_gcs_that_dies_before_it_listens_is_named_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(services, "start_gcs_server", _started_to_die(services.start_gcs_server))
+    began, starting = time.monotonic(), Cluster(ClusterConfig(), tmp_path / "logs", slots=1)
+    with pytest.raises(SlimeLikeError) as caught:
+        starting.__enter__()
+    assert caught.value.code == "ray-not-started" and "gcs_server ended by itself with -9" in caught.value.problem
+    assert time.monotonic() - began < 25
+    starting._guard.wait(60)
+
+
+def _started_to_die(start: Callable[..., Any]) -> Callable[..., Any]:
+    def start_and_kill(*arguments: Any, **options: Any) -> Any:
+        started = start(*arguments, **options)
+        _children("gcs_server")[0].kill()
+        return started
+
+    return start_and_kill
 
 
 def _children(name: str) -> list[psutil.Process]:

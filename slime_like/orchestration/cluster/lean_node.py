@@ -2,6 +2,7 @@
 
 import os
 import secrets
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -20,6 +21,7 @@ from slime_like.orchestration.cluster.orphan_reaper import ended_agent
 from slime_like.system.disk import write_private
 
 _LOOPBACK = "127.0.0.1"
+_GCS_START_S, _LOOK_EVERY_MS = 120.0, 1000
 VITAL = ("gcs_server", "raylet")
 _TOKEN_SETTINGS = ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN_PATH", "RAY_AUTH_TOKEN")
 
@@ -30,7 +32,7 @@ class LeanNode(ray._private.node.Node):
     def __init__(self, ray_params: RayParams, **options: Any) -> None:
         ray_params.update_if_absent(node_ip_address=_LOOPBACK)  # else Ray listens on all addresses
         ray_params.update(no_monitor=True, include_log_monitor=False)
-        get_node = services.get_node
+        get_node, wait_for_port = services.get_node, ray._private.node.wait_for_persisted_port
 
         def get_living_node(*arguments: Any) -> Any:
             """Ray asks until its node is there, for 30 s, also where the node has ended."""
@@ -38,9 +40,22 @@ class LeanNode(ray._private.node.Node):
                 raise SlimeLikeError(died, code="ray-died")
             return get_node(*arguments)
 
+        def wait_for_living_port(*arguments: Any, timeout_ms: int) -> Any:
+            """Ray waits 30 s for the GCS, on a busy machine too few, and also where it has ended."""
+            deadline = time.monotonic() + max(timeout_ms / 1000, _GCS_START_S)
+            while True:
+                try:
+                    return wait_for_port(*arguments, timeout_ms=_LOOK_EVERY_MS if timeout_ms else 0)
+                except RuntimeError:
+                    if (died := self.ended_daemon()) is not None:
+                        raise SlimeLikeError(died, code="ray-died") from None
+                    if not timeout_ms or time.monotonic() >= deadline:
+                        raise
+
         with (
             _replaced(services, "ConsolePopen", _SeparateGroupProcess),
             _replaced(services, "get_node", get_living_node),
+            _replaced(ray._private.node, "wait_for_persisted_port", wait_for_living_port),
         ):
             super().__init__(ray_params, **options)
 

@@ -15,6 +15,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 import psutil  # type: ignore[import-untyped]
@@ -126,16 +127,21 @@ def end_orphans(driver: int, private: Path) -> None:
 
 
 def end_writers(directories: Callable[[], Sequence[Path]], but: int, quiet_s: float) -> None:
-    """Kill every process but ``but`` that writes below ``directories``, until none has shown up for ``quiet_s``."""
+    """Kill every process but ``but`` that writes below ``directories``, until none has shown up for ``quiet_s``.
+
+    One has to be seen twice: what ``but`` starts anew has its files too, until it runs its own program.
+    """
     quiet_since = time.monotonic()
     deadline = quiet_since + _GIVE_UP_S
+    seen: list[psutil.Process] = []
     while time.monotonic() - quiet_since < quiet_s and time.monotonic() < deadline:
-        for process in writers_below(directories(), but):
+        found = writers_below(directories(), but)
+        for process in found:
             quiet_since = time.monotonic()
-            try:
-                process.kill()  # psutil checks the start time, so a reused process id is safe
-            except psutil.NoSuchProcess:
-                continue
+            with suppress(psutil.NoSuchProcess):
+                if process in seen:
+                    process.kill()  # psutil checks the start time, so a reused process id is safe
+        seen = found
         time.sleep(_LOOK_EVERY_S)
 
 
