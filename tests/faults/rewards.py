@@ -7,8 +7,8 @@ from slime_like.interfaces.reward import RewardResult
 
 
 def hangs_once(prompt: str, response: str, answer: str, marker: str) -> RewardResult:
-    """The first call with a wrong response never returns; ``marker`` is the file that remembers it."""
-    if response != answer and not Path(marker).exists():
+    """The first call with a response that lacks the answer never returns; ``marker`` is the file that remembers it."""
+    if answer not in response and not Path(marker).exists():
         Path(marker).touch()
         while True:
             time.sleep(1)
