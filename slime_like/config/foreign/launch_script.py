@@ -13,7 +13,6 @@ from slime_like.config.foreign.shell_words import QUOTED, Array, Operator, token
 
 _ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)(\+?)=(.*)", re.DOTALL)
 _ELEMENTS = re.compile(rf"[${QUOTED}]\{{([A-Za-z_]\w*)\[[@*]\]\}}")
-_OWN_ARGUMENTS = re.compile(rf"[${QUOTED}](?:[@*]|\{{[@*][^}}]*\}})")
 _BEGIN, _END = {"if", "while", "until", "for", "select", "case", "function", "{"}, {"fi", "done", "esac", "}"}
 _BEFORE_COMMANDS = {"if", "while", "until", "then", "else", "elif", "do", "!", "time", "{"}
 _DECLARE = {"export", "declare", "local", "readonly", "typeset"}
@@ -89,7 +88,7 @@ class _State:
                 absent.append(as_written(word))
             return
         text = self.variables.expanded(word)
-        if _OWN_ARGUMENTS.fullmatch(word) or (not text and word[:1] == "$"):
+        if not text and word[:1] == "$":
             return
         yield from (Argument(as_written(part), is_known(part)) for part in text.split(SPLIT))
 

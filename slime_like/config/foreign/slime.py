@@ -10,7 +10,9 @@ from slime_like.config.foreign.imported import ELSEWHERE, IDLE, Imported
 from slime_like.config.foreign.launch_script import Argument, Launch
 from slime_like.config.foreign.slime_rules import RULES
 from slime_like.config.foreign.values import number, scalar, text, texts, whole
+from slime_like.system.credentials import is_credential
 
+_VARIABLE = re.compile(r"\$(?:\w+|[@*]|\{[^{}]*\})")
 _PROGRAM = re.compile(r"(?:.*/)?train(?:_async)?\.py")
 _DIRECT = MappingProxyType(
     {
@@ -36,7 +38,6 @@ _DIRECT = MappingProxyType(
         "context-parallel-size": ("trainer.parallel.context", whole),
         "expert-model-parallel-size": ("trainer.parallel.expert", whole),
         "entropy-coef": ("algorithm.entropy_coef", number),
-        "kl-coef": ("algorithm.kl_reward_coef", number),
         "eps-clip-c": ("algorithm.dual_clip", number),
         "lr": ("trainer.optimizer.lr", number),
         "min-lr": ("trainer.optimizer.min_lr", number),
@@ -71,6 +72,8 @@ _DEFAULTS: Mapping[str, str] = MappingProxyType(
         "advantage-estimator": "grpo",
     }
 )
+_DEFAULTS_OF_SLIME = {name: _DEFAULTS[name] for name in ("eps-clip", "advantage-estimator")}
+"""With another trainer than Megatron-LM's."""
 _NEEDLESS: Mapping[str, str] = MappingProxyType(
     {
         "load": "a run resumes from its own run_dir, and starts from model.path",
@@ -111,7 +114,8 @@ def starts_slime(words: Sequence[Argument]) -> bool:
 def read_slime(launch: Launch) -> Imported:
     """Take over what has one meaning here."""
     program = max(place for place, word in enumerate(launch.words) if _PROGRAM.fullmatch(word.text))
-    given, imported = _given(launch.words[program + 1 :]), Imported("slime")
+    imported, further = Imported("slime"), list[str]()
+    given = _given(launch.words[program + 1 :], further)
     for targets, rule in RULES.items():
         given.apply(imported, targets, rule)
     given.take_direct(imported, _DIRECT)
@@ -124,15 +128,15 @@ def read_slime(launch: Launch) -> Imported:
     imported.decide("run_dir", "a new directory of this run")
     for array in launch.absent:
         imported.decide(array, ELSEWHERE)
-    first = launch.words[program + 1 : program + 2]
-    if first and not first[0].known and not first[0].text.startswith("--"):
-        imported.decide(first[0].text, "further arguments, known only when the script runs")
+    for word in further:
+        imported.decide(word, "further arguments, known only when the script runs; they may set what stands below")
     imported.needless |= dict.fromkeys(launch.idle, IDLE)
     return imported
 
 
-def _given(words: Sequence[Argument]) -> Given:
-    """Options by name, each with all words up to the next one; "" without any."""
+def _given(words: Sequence[Argument], further: list[str]) -> Given:
+    """Options by name, each with all words up to the next one; "" without any. ``further`` gets variables that stand
+    behind a whole option, or before the first."""
     values: dict[str, str] = {}
     unknown = set[str]()
     name = ""
@@ -140,11 +144,15 @@ def _given(words: Sequence[Argument]) -> Given:
         if re.match(r"--\w", word.text):
             name, _, values[name] = word.text[2:].partition("=")
             unknown.discard(name)
+        elif not word.known and _VARIABLE.fullmatch(word.text) and (not name or values[name]):
+            further.append(word.text)
+            continue
         elif name:
             values[name] = f"{values[name]} {word.text}" if values[name] else word.text
         if name and not word.known:
             unknown.add(name)
-    defaults = {name: value for name, value in _DEFAULTS.items() if name not in values}
+    own = _DEFAULTS if values.get("train-backend", "megatron") == "megatron" else _DEFAULTS_OF_SLIME
+    defaults = {name: value for name, value in own.items() if name not in values}
     return Given(values, frozenset(unknown), defaults, prefix="--", between=" ")
 
 
@@ -157,7 +165,7 @@ def _rest(given: Given, imported: Imported) -> None:
             imported.needless[setting] = _NEEDLESS[name]
         elif name in _PAIRS and scalar(given.values[name]) == scalar(_PAIRS[name]):
             imported.needless[setting] = "the only value here"
-        elif name.startswith("sglang-") and argument.isidentifier():
+        elif name.startswith("sglang-") and argument.isidentifier() and not is_credential(name):
             value = given.values[name]
             imported.set(f"rollout.engine_args.{argument}", value == "" or scalar(value), f"--{name}")
         else:

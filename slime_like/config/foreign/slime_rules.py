@@ -110,6 +110,30 @@ def _kl(given: Given, imported: Imported) -> None:
         imported.decide(shown, "set algorithm.kl_estimator")
 
 
+def _kl_reward(given: Given, imported: Imported) -> None:
+    """slime's GRPO and GSPO take the reward alone; of the others' the estimator is that of the loss."""
+    if not given.has("kl-coef"):
+        return
+    estimator = given.get("advantage-estimator")
+    if estimator in ("grpo", "gspo"):
+        given.unused(imported, f"no part of the advantages of {estimator}", "kl-coef")
+        return
+    kind = given.get("kl-loss-type", "k1")
+    imported.set("algorithm.kl_reward_coef", number(given.get("kl-coef")), "--kl-coef")
+    if kind in _KL_ESTIMATORS:
+        imported.set("algorithm.kl_reward_estimator", _KL_ESTIMATORS[kind], "--kl-loss-type")
+    else:
+        imported.decide(f"--kl-loss-type {kind}", "set algorithm.kl_reward_estimator")
+
+
+def _backend(given: Given, imported: Imported) -> None:
+    backend = given.get("train-backend")
+    if backend in ("fsdp", "megatron"):
+        imported.set("trainer.backend", backend, "--train-backend")
+    elif backend is not None:
+        imported.decide(given.setting("train-backend"), "set trainer.backend")
+
+
 def _axis(given: Given, axis: str) -> int:
     return whole(given.get(f"{axis}-parallel-size", "1"))
 
@@ -168,9 +192,11 @@ def _token_budget(given: Given, imported: Imported) -> None:
 
 
 def _recompute(given: Given, imported: Imported) -> None:
-    granularity = given.get("recompute-granularity")
+    granularity = "full" if given.note("gradient-checkpointing") else given.get("recompute-granularity")
     if granularity in ("full", "selective"):
-        imported.set("trainer.recompute", granularity, "--recompute-granularity")
+        is_general = given.has("gradient-checkpointing")
+        origin = "--gradient-checkpointing" if is_general else "--recompute-granularity"
+        imported.set("trainer.recompute", granularity, origin)
     elif granularity is not None:
         imported.decide(given.setting("recompute-granularity"), "use full or selective in trainer.recompute")
 
@@ -192,6 +218,8 @@ def _dropped(given: Given, imported: Imported) -> None:
 
 def _decay(given: Given, imported: Imported) -> None:
     style = given.get("lr-decay-style")
+    if style is None:
+        return
     if style in ("constant", "linear", "cosine"):
         imported.set("trainer.optimizer.decay", style, given.origin("lr-decay-style"))
     else:
@@ -237,6 +265,8 @@ RULES: Mapping[str, Rule] = MappingProxyType(
         "algorithm.clip_high": _clip_high,
         "algorithm.importance_correction, importance_high": _tis,
         "algorithm.kl_coef, kl_estimator": _kl,
+        "algorithm.kl_reward_coef, kl_reward_estimator": _kl_reward,
+        "trainer.backend": _backend,
         "trainer.parallel.data": _data_parallel,
         "rollout.tensor": _engine_size,
         "rollout.num_engines": _engines,

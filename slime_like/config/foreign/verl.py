@@ -114,7 +114,9 @@ def read_verl_script(launch: Launch) -> Imported:
     imported = _read(Given({match[1]: match[2] for match, _ in found}, unknown))
     for word in launch.words:
         if not word.known and not _OVERRIDE.fullmatch(word.text):
-            imported.decide(word.text, "further arguments, known only when the script runs")
+            imported.decide(word.text, "further arguments, known only when the script runs; they may set what is below")
+        elif re.match(r"--config-(path|name|dir)\b", word.text):
+            imported.decide(word.text, "another file's settings are the defaults; the values below are verl's own")
     for array in launch.absent:
         imported.decide(array, ELSEWHERE)
     imported.needless |= dict.fromkeys(launch.idle, IDLE)

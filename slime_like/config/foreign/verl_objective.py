@@ -47,7 +47,10 @@ def _loss(given: Given, imported: Imported) -> None:
 
 def _reduction(given: Given, imported: Imported) -> None:
     reduction = given.get(f"{ACTOR}.loss_agg_mode", "token-mean")
-    if reduction in _REDUCTIONS:
+    if given.get(f"{ACTOR}.policy_loss.loss_mode") == "gspo" and reduction != "seq-mean-token-mean":
+        why = "versions of verl differ in whether gspo heeds it; set algorithm.reduction (samples, as GSPO's paper)"
+        imported.decide(f"{ACTOR}.loss_agg_mode={reduction}", why)
+    elif reduction in _REDUCTIONS:
         imported.set("algorithm.reduction", _REDUCTIONS[reduction], f"{ACTOR}.loss_agg_mode")
     else:
         imported.decide(f"{ACTOR}.loss_agg_mode={reduction}", "see algorithm.reduction, and constant_length")

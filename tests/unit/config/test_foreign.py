@@ -223,7 +223,8 @@ def _imported(tmp_path: Path, name: str, content: str) -> Imported:
             "run.sh", VERL, OF_VERL,
             [
                 "the reward of each data_source", "run_dir", "data.val_files=$HOME/test.parquet",
-                "trainer.unheard_of=3", "some.other=1", "actor_rollout_ref.rollout.val_kwargs.top_p=0.7",
+                "trainer.unheard_of=3", "some.other=1", "$@", "--config-name=ppo",
+                "actor_rollout_ref.rollout.val_kwargs.top_p=0.7",
             ],
         ),
         (
@@ -232,6 +233,7 @@ def _imported(tmp_path: Path, name: str, content: str) -> Imported:
                 "custom_reward_function.path=mine.py, name=compute_score", "steps",
                 "algorithm.rollout_correction.rollout_rs=geometric (1.001)",
                 "actor_rollout_ref.rollout.multi_turn.enable=True", "run_dir",
+                "actor_rollout_ref.actor.loss_agg_mode=token-mean",
                 "actor_rollout_ref.rollout.response_length=${data.max_response_length}",
             ],
         ),
@@ -364,6 +366,30 @@ def test_hostile_scripts_end_soon(tmp_path: Path) -> None:
         except ConfigError:
             continue  # what is not closed takes the rest
         assert "trainer.optimizer.lr" not in imported.values and imported.values["seed"][0] == 3
+
+
+@pytest.mark.parametrize(
+    ("given", "values", "points"),
+    [
+        ("--kl-coef 0.1", {"algorithm.kl_reward_coef": None}, []),  # slime's GRPO takes the reward alone
+        (
+            "--kl-coef 0.1 --kl-loss-type k2 --advantage-estimator reinforce_plus_plus",
+            {"algorithm.kl_reward_coef": 0.1, "algorithm.kl_reward_estimator": "k2"}, [],
+        ),
+        (
+            "--train-backend fsdp --gradient-checkpointing",
+            {"trainer.backend": "fsdp", "trainer.recompute": "full", "trainer.optimizer.beta2": None}, [],
+        ),
+        ('--lr 2 $EXTRA --seed 3 "$@"', {"trainer.optimizer.lr": 2.0, "seed": 3}, ["$EXTRA", "$@"]),
+        ("--sglang-api-key hidden", {"rollout.engine_args.api_key": None}, ["--sglang-api-key ..."]),
+    ],
+)  # fmt: skip
+def test_what_depends_on_other_settings_of_slime(
+    tmp_path: Path, given: str, values: dict[str, Any], points: list[str]
+) -> None:
+    imported = _imported(tmp_path, "run.sh", f"python3 train.py --prompt-data d {given}")
+    assert {name: imported.values.get(name, (None,))[0] for name in values} == values
+    assert set(points) <= set(imported.open_points) and "hidden" not in imported.text()
 
 
 def test_lines_may_end_as_on_windows(tmp_path: Path) -> None:
