@@ -14,7 +14,7 @@ _COPIES_OF_GLOO = ("gloo:", "c10d::")
 """Ranges in which gloo copies what it sends; NCCL sends from the tensors themselves."""
 
 _ATTENTION = "aten::_scaled_dot_product_flash_attention_for_cpu"
-"""The operator, and its backward, whose workspaces depend on the processor: with AMX it packs keys and values anew."""
+"""Attention and its backward. Their workspaces depend on the processor: with AMX they hold packed keys and values."""
 
 
 @dataclass(frozen=True)

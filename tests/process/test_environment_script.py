@@ -1,4 +1,4 @@
-"""The environment of the scripts: a complete one is used as it is, whoever owns it."""
+"""Scripts use a complete environment without writing to it, also where another user owns it."""
 
 import hashlib
 import shutil

@@ -2,7 +2,7 @@
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,8 +11,9 @@ import yaml
 from slime_like.config.reading.fields import all_fields
 
 UNKNOWN_VALUE = "its value is known only when the script runs"
-ELSEWHERE = "another file defines this array; add its settings"
-IDLE = "the command that starts the trainer does not take it"
+_ELSEWHERE = "another file defines this array; add its settings"
+_IDLE = "the command that starts the trainer does not take it"
+_FURTHER = "further arguments, known only when the script runs; they may set what stands below"
 
 
 @dataclass(slots=True)
@@ -38,6 +39,17 @@ class Imported:
     def decide(self, setting: str, why: str) -> None:
         """Leave a setting to the user."""
         self.open_points[setting] = why
+
+    def list_arguments(self, absent: Iterable[str], idle: Iterable[str], further: Iterable[str]) -> None:
+        """List what a launch script passes, or only defines, without a value here.
+
+        Args:
+            absent: arrays that the command takes and another file defines.
+            idle: arrays that the command does not take.
+            further: arguments that are known only when the script runs.
+        """
+        self.open_points |= dict.fromkeys(absent, _ELSEWHERE) | dict.fromkeys(further, _FURTHER)
+        self.needless |= dict.fromkeys(idle, _IDLE)
 
     def add(self, other: "Imported") -> None:
         """Take over all that another one has."""

@@ -105,7 +105,8 @@ class _State:
 
 
 def _assigned(words: list[str | Array], is_certain: bool, state: _State) -> list[str | Array]:
-    """Follow the assignments that a statement consists of; the words of a command, which may have some of its own."""
+    """Carry out a statement of assignments and return no words; of a command, return its words without the assignments
+    that precede it, which hold for that command alone."""
     if words and words[0] in _DECLARE:
         words = [word for word in words[1:] if not (isinstance(word, str) and word.startswith("-"))]
     own = 0

@@ -41,7 +41,7 @@ def is_known(text: str) -> bool:
 
 def as_written(text: str) -> str:
     """The text as somebody would write it, without marks."""
-    plain = text.replace(f"{OPENS}", "((").replace(CLOSES, "))").replace(OUTPUT, "(command)").replace(SPLIT, " ")
+    plain = text.replace(OPENS, "((").replace(CLOSES, "))").replace(OUTPUT, "(command)").replace(SPLIT, " ")
     return plain.replace(LITERAL, "$").replace(QUOTED, "$")
 
 

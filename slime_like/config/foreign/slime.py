@@ -6,7 +6,7 @@ from types import MappingProxyType
 from typing import Any
 
 from slime_like.config.foreign.given import Given
-from slime_like.config.foreign.imported import ELSEWHERE, IDLE, Imported
+from slime_like.config.foreign.imported import Imported
 from slime_like.config.foreign.launch_script import Argument, Launch
 from slime_like.config.foreign.slime_rules import RULES
 from slime_like.config.foreign.values import number, scalar, text, texts, whole
@@ -126,11 +126,7 @@ def read_slime(launch: Launch) -> Imported:
     imported.set("rollout.engine", "sglang", "slime's engine")
     imported.set("reward.functions", [], "to decide")
     imported.decide("run_dir", "a new directory of this run")
-    for array in launch.absent:
-        imported.decide(array, ELSEWHERE)
-    for word in further:
-        imported.decide(word, "further arguments, known only when the script runs; they may set what stands below")
-    imported.needless |= dict.fromkeys(launch.idle, IDLE)
+    imported.list_arguments(launch.absent, launch.idle, further)
     return imported
 
 

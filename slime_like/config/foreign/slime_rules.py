@@ -192,11 +192,10 @@ def _token_budget(given: Given, imported: Imported) -> None:
 
 
 def _recompute(given: Given, imported: Imported) -> None:
-    granularity = "full" if given.note("gradient-checkpointing") else given.get("recompute-granularity")
+    name = "gradient-checkpointing" if given.note("gradient-checkpointing") else "recompute-granularity"
+    granularity = "full" if name == "gradient-checkpointing" else given.get(name)
     if granularity in ("full", "selective"):
-        is_general = given.has("gradient-checkpointing")
-        origin = "--gradient-checkpointing" if is_general else "--recompute-granularity"
-        imported.set("trainer.recompute", granularity, origin)
+        imported.set("trainer.recompute", granularity, f"--{name}")
     elif granularity is not None:
         imported.decide(given.setting("recompute-granularity"), "use full or selective in trainer.recompute")
 

@@ -7,7 +7,7 @@ from types import MappingProxyType
 from typing import Any
 
 from slime_like.config.foreign.given import Given, Rule
-from slime_like.config.foreign.imported import ELSEWHERE, IDLE, Imported
+from slime_like.config.foreign.imported import Imported
 from slime_like.config.foreign.launch_script import Argument, Launch
 from slime_like.config.foreign.values import flag, number, text, texts, whole
 from slime_like.config.foreign.verl_engines import ENGINE_RULES, ROLLOUT
@@ -113,13 +113,10 @@ def read_verl_script(launch: Launch) -> Imported:
     unknown = frozenset(match[1] for match, known in found if not known)
     imported = _read(Given({match[1]: match[2] for match, _ in found}, unknown))
     for word in launch.words:
-        if not word.known and not _OVERRIDE.fullmatch(word.text):
-            imported.decide(word.text, "further arguments, known only when the script runs; they may set what is below")
-        elif re.match(r"--config-(path|name|dir)\b", word.text):
+        if re.match(r"--config-(path|name|dir)\b", word.text):
             imported.decide(word.text, "another file's settings are the defaults; the values below are verl's own")
-    for array in launch.absent:
-        imported.decide(array, ELSEWHERE)
-    imported.needless |= dict.fromkeys(launch.idle, IDLE)
+    further = [word.text for word in launch.words if not (word.known or _OVERRIDE.fullmatch(word.text))]
+    imported.list_arguments(launch.absent, launch.idle, further)
     return imported
 
 

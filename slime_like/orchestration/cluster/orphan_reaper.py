@@ -129,7 +129,8 @@ def end_orphans(driver: int, private: Path) -> None:
 def end_writers(directories: Callable[[], Sequence[Path]], but: int, quiet_s: float) -> None:
     """Kill every process but ``but`` that writes below ``directories``, until none has shown up for ``quiet_s``.
 
-    One has to be seen twice: what ``but`` starts anew has its files too, until it runs its own program.
+    A process is killed when two looks in a row find it: a new child of ``but`` holds the files of ``but`` between fork
+    and exec.
     """
     quiet_since = time.monotonic()
     deadline = quiet_since + _GIVE_UP_S

@@ -247,7 +247,7 @@ def test_what_settings_become(
     assert sorted(imported.open_points) == sorted(to_decide)
     result = tmp_path / "mine.yaml"
     result.write_text(imported.text())
-    with pytest.raises(ConfigError):  # nobody has chosen the reward
+    with pytest.raises(ConfigError):  # reward.functions is empty until the user names one
         load_config(result, [], run_dir=tmp_path / "run")
     config = load_config(result, ["--reward.functions", "[{name: math_verify}]"], run_dir=tmp_path / "run")
     assert {field: attrgetter(field)(config) for field in expected} == expected
