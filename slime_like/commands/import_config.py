@@ -1,11 +1,13 @@
 """``slime-like import-config``."""
 
 import argparse
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from slime_like.commands.command import Command, given_path
 from slime_like.config.foreign.imported import Imported
-from slime_like.config.foreign.launch_script import launches
+from slime_like.config.foreign.launch_script import Argument, Launch, launches
+from slime_like.config.foreign.shell_words import UnclosedQuoteError
 from slime_like.config.foreign.slime import read_slime, starts_slime
 from slime_like.config.foreign.verl import read_verl_script, read_verl_yaml, starts_verl
 from slime_like.config.reading.yaml_text import read_document
@@ -32,14 +34,25 @@ def imported_config(path: Path) -> Imported:
             return read_verl_yaml(document.data)
     else:
         for starts, read in ((starts_verl, read_verl_script), (starts_slime, read_slime)):
-            found = launches(content, starts)
+            found = _launches(content, starts, path)
             if len(found) > 1:
                 problem = f"starts the trainer in {len(found)} places; give a script that has one of them"
                 raise ConfigError(f"FILE={path} {problem}", code="foreign-several")
             if found:
                 return read(found[0])
-    problem = "has no settings of verl's PPO trainer or of slime; give verl's YAML, or a launch script of either"
+    problem = (
+        "starts neither verl's PPO trainer nor slime's; give verl's YAML, or the launch script that has the command "
+        "itself, not inside quotes as of bash -c"
+    )
     raise ConfigError(f"FILE={path} {problem}", code="foreign-unknown")
+
+
+def _launches(script: str, starts: Callable[[Sequence[Argument]], bool], path: Path) -> list[Launch]:
+    try:
+        return launches(script, starts)
+    except UnclosedQuoteError as error:
+        problem = f"a quote in line {error} is not closed; bash -n FILE shows what a shell says of it"
+        raise ConfigError(f"FILE={path} {problem}", code="foreign-unclosed") from error
 
 
 def _add_arguments(parser: argparse.ArgumentParser) -> None:

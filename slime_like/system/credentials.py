@@ -13,6 +13,10 @@ _NAMED_VALUE = re.compile(
     re.IGNORECASE,
 )
 _USER_OF_URL = re.compile(r"(?<=//)[^/\s]*@")
+_BY_FORM = re.compile(
+    r"(?<![\w-])(?:(?<=Bearer )\S+|(?<=Basic )\S+|hf_\w{16,}|sk-[\w-]{16,}|gh[pousr]_\w{16,}|AKIA[0-9A-Z]{16}"
+    r"|(?<=Signature=)[^\s&]+|(?<=sig=)[^\s&]+)"
+)
 
 
 def is_credential(name: str) -> bool:
@@ -21,8 +25,9 @@ def is_credential(name: str) -> bool:
 
 
 def without_credentials(name: str, value: Any) -> str:
-    """The value of a setting as it may be printed: without what its name, or a name inside of it, calls a credential,
-    and without the user of a URL."""
+    """The value of a setting as it may be printed: without what its name, a name inside of it or its form shows to be a
+    credential, and without the user of a URL."""
     if is_credential(name):
         return "..."
-    return _USER_OF_URL.sub("...@", _NAMED_VALUE.sub(r"\1...", str(value)))
+    named = _NAMED_VALUE.sub(r"\1...", str(value))
+    return _USER_OF_URL.sub("...@", _BY_FORM.sub("...", named))

@@ -1,4 +1,8 @@
-"""Settings as a file gives them, and rules that read them: a rule whose settings are not all known sets nothing."""
+"""Settings as a file gives them, and rules that read them: a rule whose settings are not all known sets nothing.
+
+What a value depends on beside the file is said with it: variables that a script takes from outside, and arguments that
+are added when it runs, where they may hold a setting that the file does not have.
+"""
 
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
@@ -6,11 +10,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from slime_like.config.foreign.imported import UNKNOWN_VALUE, Imported
+from slime_like.config.foreign.launch_script import Argument
 from slime_like.system.credentials import without_credentials
 
 
 class NotKnownError(Exception):
-    """A rule needs a setting, given as the message, whose value is not known."""
+    """A rule needs a setting, given as the message, that is not known."""
 
 
 @dataclass(slots=True)
@@ -22,6 +27,9 @@ class Given:
         unknown: settings that the file has, with a value that it does not tell.
         defaults: the source's own, where the file has none.
         prefix, between: what stands before a name there, and between it and its value.
+        chosen: of a setting, the variables whose defaults its value has.
+        further: arguments that are known only when the script runs.
+        is_based: whether another file, of which nothing is known, has the settings that this one does not.
     """
 
     values: Mapping[str, Any]
@@ -29,7 +37,11 @@ class Given:
     defaults: Mapping[str, Any] = field(default_factory=dict)
     prefix: str = ""
     between: str = "="
+    chosen: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    further: tuple[str, ...] = ()
+    is_based: bool = False
     _read: set[str] = field(default_factory=set)
+    _absent: set[str] = field(default_factory=set)
     _done: set[str] = field(default_factory=set)
     _skips_unknown: bool = False
 
@@ -37,7 +49,7 @@ class Given:
         """The value given; ``default`` where there is none.
 
         Raises:
-            NotKnownError: there is one, which is not known.
+            NotKnownError: there is one, which is not known, or another file may have one.
         """
         if not self.has(name):
             return default
@@ -49,8 +61,20 @@ class Given:
         return self.values[name] if name in self.values else self.defaults[name]
 
     def has(self, name: str) -> bool:
-        """Whether there is a value, known or not."""
-        return self.values.get(name) is not None or name in self.defaults
+        """Whether there is a value, known or not.
+
+        Raises:
+            NotKnownError: this file has none, and another one may.
+        """
+        if self._is_there(name):
+            return True
+        self._absent.add(name)
+        if self.is_based and not self._skips_unknown:
+            raise NotKnownError(name)
+        return False
+
+    def _is_there(self, name: str) -> bool:
+        return self.values.get(name) is not None or (name in self.defaults and not self.is_based)
 
     def note(self, name: str) -> bool:
         """Whether there is a switch; it counts as read."""
@@ -66,6 +90,14 @@ class Given:
         """What names the setting, and whether its value is the source's default."""
         return f"{self.prefix}{name}" + ("" if name in self.values else ", its default")
 
+    def _conditions(self, read: Iterable[str], absent: Iterable[str]) -> str:
+        """On what else, beside settings of the file, a value depends."""
+        variables = dict.fromkeys(f"${name}" for each in sorted(read) for name in self.chosen.get(each, ()))
+        parts = [f"{variable} is not set" for variable in variables]
+        if self.further and any(absent):
+            parts.append(f"{' or '.join(self.further)} has no other")
+        return f", if {' and '.join(parts)}" if parts else ""
+
     def unused(self, imported: Imported, why: str, *names: str) -> None:
         """List settings that have no effect there, whatever their values are."""
         for name in filter(self.values.__contains__, names):
@@ -79,20 +111,25 @@ class Given:
             targets: fields here that the rule decides, for what is said where it cannot.
         """
         self._read.clear()
+        self._absent.clear()
         draft = Imported(imported.source)
         try:
             rule(self, draft)
         except NotKnownError as missing:
-            why = f"depends on {self.prefix}{missing}, {UNKNOWN_VALUE.replace('its', 'whose')}"
+            why = f"depends on {self.prefix}{missing}, {self._cause(str(missing))}"
         except (TypeError, ValueError) as error:
             why = f"cannot be taken over ({error})"
         else:
             self._done |= self._read
-            imported.add(draft)
+            absent = self._absent | {name for name in self._read if name not in self.values}
+            imported.add(draft, self._conditions(self._read, absent))
             return
         self._read_on(rule)
         read = sorted(name for name in self._read - self.unknown - self._done if name in self.values)
         imported.decide(targets, why + "".join(f", {self.setting(name)}" for name in read))
+
+    def _cause(self, missing: str) -> str:
+        return UNKNOWN_VALUE.replace("its", "whose") if missing in self.values else "which another file may set"
 
     def _read_on(self, rule: "Rule") -> None:
         """Note what the rule reads beside the setting that ended it."""
@@ -104,11 +141,12 @@ class Given:
     def take_direct(self, imported: Imported, direct: "Mapping[str, tuple[str, Callable[[Any], Any]]]") -> None:
         """Take over all settings that are one field here."""
         for name, (target, convert) in direct.items():
-            if not self.has(name) or name in self.unknown:
+            if not self._is_there(name) or name in self.unknown:
                 continue
             self._done.add(name)
+            conditions = self._conditions([name], [name] * (name not in self.values))
             try:
-                imported.set(target, convert(self.get(name)), self.origin(name))
+                imported.set(target, convert(self.get(name)), self.origin(name) + conditions)
             except (TypeError, ValueError):
                 imported.decide(self.setting(name), f"not a value of {target}")
 
@@ -133,6 +171,27 @@ class Given:
                 imported.decide(self.setting(name), UNKNOWN_VALUE + remedy)
         rest = (name for name in self.values if name not in self._done | self.unknown)
         return [name for name in rest if not imported.mentions(f"{self.prefix}{name}")]
+
+
+def given_by_words(found: Iterable[tuple[str, Argument]], defaults: Mapping[str, Any], **source: Any) -> Given:
+    """Settings of a command line: of one that stands there several times the last counts.
+
+    Args:
+        found: name and value in order; what may not be passed stands beside what is passed before it.
+        defaults: the source's own.
+        source: other attributes of ``Given``.
+    """
+    values, unknown, chosen = dict[str, str](), set[str](), dict[str, tuple[str, ...]]()
+    for name, argument in found:
+        if argument.known:
+            unknown.discard(name)
+            values[name] = argument.text
+        else:
+            unknown.add(name)
+            values[name] = f"{values[name]} or {argument.text}" if name in values else argument.text
+        chosen[name] = argument.defaults
+    own = {name: value for name, value in defaults.items() if name not in values}
+    return Given(values, frozenset(unknown), own, chosen=chosen, **source)
 
 
 Rule = Callable[[Given, Imported], None]

@@ -8,12 +8,16 @@ from typing import Any
 
 import yaml
 
+from slime_like.config.foreign.launch_script import Launch
 from slime_like.config.reading.fields import all_fields
+from slime_like.system.credentials import without_credentials
 
-UNKNOWN_VALUE = "its value is known only when the script runs"
+_TO_DECIDE = "To decide"
+UNKNOWN_VALUE = "its value is not in the file"
 _ELSEWHERE = "another file defines this array; add its settings"
 _IDLE = "the command that starts the trainer does not take it"
-_FURTHER = "further arguments, known only when the script runs; they may set what stands below"
+_FURTHER = "further arguments, known only when the script runs; add what they set, or change"
+_CUT = "a shell does not pass it, as the command ends before it; set what it was to set"
 
 
 @dataclass(slots=True)
@@ -24,42 +28,55 @@ class Imported:
         source: the project's name.
         values: field here, to its value and what it was there.
         open_points: what somebody has to decide: a setting there, and why it has no value here.
+        unmatched: settings there that have no counterpart here, or none that is known.
         needless: settings there that need none here, and why.
     """
 
     source: str
     values: dict[str, tuple[Any, str]] = field(default_factory=dict)
     open_points: dict[str, str] = field(default_factory=dict)
+    unmatched: list[str] = field(default_factory=list)
     needless: dict[str, str] = field(default_factory=dict)
 
     def set(self, name: str, value: Any, origin: str) -> None:
-        """Take over a value."""
-        self.values[name] = (value, origin)
+        """Take over a value; one that holds a credential is left to the user."""
+        shown = without_credentials(name, value)
+        if shown == str(value):
+            self.values[name] = (value, origin)
+        else:
+            self.decide(f"{origin}: {shown}", f"holds a credential; set {name}")
+
+    def leave_reward(self) -> None:
+        """Write the reward's field, which has to be filled in."""
+        self.set("reward.functions", [], "to decide, as [{name: math_verify}]")
 
     def decide(self, setting: str, why: str) -> None:
         """Leave a setting to the user."""
         self.open_points[setting] = why
 
-    def list_arguments(self, absent: Iterable[str], idle: Iterable[str], further: Iterable[str]) -> None:
-        """List what a launch script passes, or only defines, without a value here.
+    def list_arguments(self, launch: Launch, further: Iterable[str]) -> None:
+        """List what a launch script passes, or only has, without a value here.
 
         Args:
-            absent: arrays that the command takes and another file defines.
-            idle: arrays that the command does not take.
             further: arguments that are known only when the script runs.
         """
-        self.open_points |= dict.fromkeys(absent, _ELSEWHERE) | dict.fromkeys(further, _FURTHER)
-        self.needless |= dict.fromkeys(idle, _IDLE)
+        self.open_points |= dict.fromkeys(launch.absent, _ELSEWHERE) | dict.fromkeys(further, _FURTHER)
+        self.open_points |= {without_credentials("", text): _CUT for text in launch.cut}
+        self.needless |= dict.fromkeys(launch.idle, _IDLE)
 
-    def add(self, other: "Imported") -> None:
-        """Take over all that another one has."""
-        self.values |= other.values
+    def add(self, other: "Imported", conditions: str = "") -> None:
+        """Take over all that another one has, with the conditions of its values."""
+        self.values |= {name: (value, origin + conditions) for name, (value, origin) in other.values.items()}
         self.open_points |= other.open_points
         self.needless |= other.needless
 
     def mentions(self, name: str) -> bool:
-        """Whether a value, what is to decide or what is needless names the setting."""
-        word = re.compile(rf"(?<![\w.-]){re.escape(name)}(?![\w-])")
+        """Whether a value, what is to decide or what is needless names the setting; a name that is a usual word, at the
+        beginning alone."""
+        if name.isidentifier():
+            origins = [origin for _, origin in self.values.values()]
+            return any(re.match(rf"{name}(?!\w)", text) for text in (*origins, *self.open_points, *self.needless))
+        word = re.compile(rf"(?<![\w.-]){re.escape(name)}(?![\w-]|\.\w)")
         points = [*self.open_points.items(), *self.needless.items()]
         return any(map(word.search, [origin for _, origin in self.values.values()])) or any(
             word.search(setting) or word.search(why) for setting, why in points
@@ -71,9 +88,12 @@ class Imported:
             f"# Imported from settings of {self.source}. Each comment names the setting there; where the file does not",
             f"# give it, the value is {self.source}'s default.",
         ]
-        for title, points in (("To decide", self.open_points), ("Needs no setting here", self.needless)):
+        for title, points in ((_TO_DECIDE, self.open_points), ("Needs no setting here", self.needless)):
             lines += [f"#\n# {title}:"] * bool(points)
             lines += [f"# - {_one_line(setting)}: {_one_line(why)}" for setting, why in points.items()]
+            if title == _TO_DECIDE and self.unmatched:
+                lines += ["#\n# No counterpart is known; see whether the run depends on:"]
+                lines += [f"# - {_one_line(setting)}" for setting in self.unmatched]
         return "\n".join([*lines, *_section("", dict(sorted(self.values.items(), key=_order)), 0)]) + "\n"
 
 

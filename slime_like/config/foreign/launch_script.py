@@ -1,18 +1,19 @@
 """The commands of a script that start a trainer, read in order and not run.
 
 A variable has the value that it has where the command stands. What is assigned in a branch, a loop or a function is
-known only when the script runs, and so is what a command prints.
+known only when the script runs, and so are what a command prints and the arguments of a function.
 """
 
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
-from slime_like.config.foreign.shell_values import SPLIT, Variables, as_written, is_known
+from slime_like.config.foreign.shell_values import SPLIT, Variables, as_written, defaulted, is_known
 from slime_like.config.foreign.shell_words import QUOTED, Array, Operator, tokens
 
 _ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)(\+?)=(.*)", re.DOTALL)
 _ELEMENTS = re.compile(rf"[${QUOTED}]\{{([A-Za-z_]\w*)\[[@*]\]\}}")
+_SUBSCRIPT, _NO_NAME = re.compile(r"\[[^]]*\]="), re.compile(r"-|\+*[\w.]+=")
 _BEGIN, _END = {"if", "while", "until", "for", "select", "case", "function", "{"}, {"fi", "done", "esac", "}"}
 _BEFORE_COMMANDS = {"if", "while", "until", "then", "else", "elif", "do", "!", "time", "{"}
 _DECLARE = {"export", "declare", "local", "readonly", "typeset"}
@@ -24,11 +25,13 @@ class Argument:
 
     Attributes:
         text: with known variables replaced.
-        known: false where a part of it is only known when the script runs.
+        known: false where a part of it, or whether it is passed, is only known when the script runs.
+        defaults: variables that the script does not set and whose defaults are in it.
     """
 
     text: str
     known: bool = True
+    defaults: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,11 +42,13 @@ class Launch:
         words: with the elements of the script's arrays in their places.
         absent: arrays that it takes and that another file defines, as they are written.
         idle: arrays of the script that no command and no other array takes.
+        cut: what stands where a command's name is expected, as behind a comment between continued lines.
     """
 
     words: tuple[Argument, ...]
     absent: tuple[str, ...]
     idle: tuple[str, ...] = ()
+    cut: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,8 +58,12 @@ class _Statement:
 
 
 def launches(script: str, starts: Callable[[Sequence[Argument]], bool]) -> list[Launch]:
-    """The commands whose words ``starts`` a trainer, in order."""
-    state, found = _State(), []
+    """The commands whose words ``starts`` a trainer, in order.
+
+    Raises:
+        UnclosedQuoteError: a script that no shell reads.
+    """
+    state, found, cut = _State(), list[Launch](), list[str]()
     for statement in _statements(script):
         words = _assigned(list(statement.words), statement.is_certain, state)
         if not words:
@@ -64,10 +73,12 @@ def launches(script: str, starts: Callable[[Sequence[Argument]], bool]) -> list[
                 state.variables.values[name] = None
         absent: list[str] = []
         command = [each for word in words if isinstance(word, str) for each in state.arguments(word, absent)]
-        if starts(command):
+        if statement.is_certain and command and _NO_NAME.match(command[0].text):
+            cut.append(" ".join(each.text for each in command))
+        elif starts(command):
             found.append(Launch(tuple(command), tuple(absent)))
     idle = tuple(f"${{{name}[@]}}" for name in state.arrays if name not in state.taken)
-    return [replace(launch, idle=idle) for launch in found]
+    return [replace(launch, idle=idle, cut=tuple(cut)) for launch in found]
 
 
 @dataclass(slots=True)
@@ -88,13 +99,19 @@ class _State:
                 absent.append(as_written(word))
             return
         text = self.variables.expanded(word)
-        if not text and word[:1] == "$":
-            return
-        yield from (Argument(as_written(part), is_known(part)) for part in text.split(SPLIT))
+        defaults = defaulted(text)
+        if as_written(text) or word[:1] != "$":
+            yield from (Argument(as_written(part), is_known(part), defaults) for part in text.split(SPLIT))
+        elif defaults:
+            yield Argument(as_written(word), known=False)
 
     def set_array(self, array: Array, is_certain: bool) -> None:
         absent: list[str] = []
-        added = [each for word in array.words for each in self.arguments(word, absent)]
+        added = [
+            replace(each, known=False) if _SUBSCRIPT.match(word) else each
+            for word in array.words
+            for each in self.arguments(word, absent)
+        ]
         added += [Argument(name, known=False) for name in absent]
         before = self.arrays.get(array.name, ())
         if is_certain:
@@ -118,9 +135,7 @@ def _assigned(words: list[str | Array], is_certain: bool, state: _State) -> list
         if isinstance(word, Array):
             state.set_array(word, is_certain)
         elif match := _ASSIGNMENT.fullmatch(word):
-            state.variables.assign(match[1], match[3], bool(match[2]))
-            if not is_certain:
-                state.variables.values[match[1]] = None
+            state.variables.assign(match[1], match[3], appends=bool(match[2]), is_certain=is_certain)
     return []
 
 

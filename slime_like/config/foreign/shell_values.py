@@ -7,14 +7,16 @@ from dataclasses import dataclass, field
 
 from slime_like.config.foreign.shell_words import CLOSES, LITERAL, OPENS, OUTPUT, QUOTED
 
-SPLIT = "\5"
-"""Where a value of several words is split: it stands outside of quotes."""
+SPLIT, PERHAPS, _DEFAULTED = "\5", "\6", "\7"
+"""Marks in values: where one of several words is split, as it stands outside of quotes; before a word that only a
+branch adds; and around the name of a variable whose default follows, as the script does not set it."""
 
 _NAME = re.compile(r"[A-Za-z_]\w*")
 _BARE_NAME = re.compile(r"(?<![\w$\4])[A-Za-z_]\w*")
 _DEFAULT = re.compile(r"(:?)([-=])")
 _WHOLE_NUMBERS = re.compile(r"[\d()*/%+-]+")
-_BLANKS = re.compile(r"\s+")
+_BLANKS, _WORD = re.compile(r"\s+"), re.compile(r"\S+")
+_DEFAULT_OF = re.compile(rf"{_DEFAULTED}(\w+){_DEFAULTED}")
 _UNKNOWN = re.compile(rf"[${QUOTED}][{{\w@*#?!{OUTPUT}{OPENS}]")
 _LONGEST, _LONGEST_ARITHMETIC = 10_000, 200
 """Characters of a value, and of arithmetic, that are taken; longer ones are known only when the script runs."""
@@ -36,12 +38,24 @@ _OPERATORS = {
 
 def is_known(text: str) -> bool:
     """Whether nothing is left in it that a shell would replace."""
-    return _UNKNOWN.search(text) is None
+    return PERHAPS not in text and _UNKNOWN.search(text) is None
+
+
+def defaulted(text: str) -> tuple[str, ...]:
+    """Variables whose defaults are in it, as the script does not set them."""
+    return tuple(dict.fromkeys(_DEFAULT_OF.findall(text)))
 
 
 def as_written(text: str) -> str:
     """The text as somebody would write it, without marks."""
-    plain = text.replace(OPENS, "((").replace(CLOSES, "))").replace(OUTPUT, "(command)").replace(SPLIT, " ")
+    plain = (
+        _DEFAULT_OF.sub("", text)
+        .replace(PERHAPS, "")
+        .replace(OPENS, "((")
+        .replace(CLOSES, "))")
+        .replace(OUTPUT, "(command)")
+        .replace(SPLIT, " ")
+    )
     return plain.replace(LITERAL, "$").replace(QUOTED, "$")
 
 
@@ -51,11 +65,12 @@ class Variables:
 
     values: dict[str, str | None] = field(default_factory=dict)
 
-    def assign(self, name: str, text: str, appends: bool = False) -> None:
-        """``NAME=text``, or ``NAME+=text``. A variable without a value is the user's, so that its default counts."""
-        value = self.expanded(text).replace(SPLIT, " ")
+    def assign(self, name: str, text: str, *, appends: bool, is_certain: bool) -> None:
+        """``NAME=text``, or ``NAME+=text``; what may not be assigned leaves the words that stay whatever happens."""
+        added = self.expanded(text).replace(SPLIT, " ")
         before = self.values.get(name, "" if appends else None)
-        self.values[name] = value if not appends else None if before is None else before + value
+        value = added if not appends else None if before is None else before + added
+        self.values[name] = value if is_certain else _perhaps(before, value)
 
     def expanded(self, text: str, depth: int = 0) -> str:
         """The text with what is known of it replaced, and the rest as it stands."""
@@ -93,23 +108,42 @@ class Variables:
         sign = _DEFAULT.match(rest)
         if rest and sign is None:
             return None
-        value = self.values.get(name[0])
-        if sign is None or (name[0] in self.values and value is None) or value or (value == "" and not sign[1]):
+        is_set, value = name[0] in self.values, self.values.get(name[0])
+        if sign is None or (is_set and value is None):
+            return value
+        if value is not None and PERHAPS in value:  # what is left of it may be nothing
+            return None
+        if value is not None and (_DEFAULT_OF.sub("", value) or not sign[1]):
             return value
         default = self.expanded(rest[sign.end() :], depth + 1).replace(SPLIT, " ")
+        if not is_set:
+            default = f"{_DEFAULTED}{name[0]}{_DEFAULTED}{default}"
         if sign[2] == "=":
             self.values[name[0]] = default
         return default
 
     def _arithmetic(self, expression: str) -> str | None:
         """The number; ``None`` of more than whole numbers and their operators."""
-        text = _BARE_NAME.sub(lambda name: self.values.get(name[0]) or name[0], self.expanded(expression))
+        own = self.expanded(expression)
+        marked = _BARE_NAME.sub(lambda name: self.values.get(name[0]) or name[0], _DEFAULT_OF.sub("", own))
+        marks = [mark[0] for mark in _DEFAULT_OF.finditer(own + marked)]
+        text = _DEFAULT_OF.sub("", marked)
         try:
             if len(text) > _LONGEST_ARITHMETIC or not _WHOLE_NUMBERS.fullmatch(text):
                 return None
-            return str(_number(ast.parse(text, mode="eval").body))
+            return "".join([*marks, str(_number(ast.parse(text, mode="eval").body))])
         except (ArithmeticError, SyntaxError, ValueError):
             return None
+
+
+def _perhaps(before: str | None, value: str | None) -> str | None:
+    """The value of which what follows ``before`` may be absent; ``None`` where more than that may change."""
+    if before is None or value is None or not value.startswith(before):
+        return None
+    added = value[len(before) :]
+    if before and not before[-1].isspace() and added and not added[0].isspace():
+        return None
+    return before + _WORD.sub(rf"{PERHAPS}\g<0>", added)
 
 
 def _closing(text: str, start: int) -> int:

@@ -11,12 +11,17 @@ from dataclasses import dataclass
 
 OUTPUT, OPENS, CLOSES, LITERAL, QUOTED = "\0", "\1", "\2", "\3", "\4"
 
-_MARKS = re.compile("[\0-\5]")
+_MARKS = re.compile("[\0-\7]")
 _ENDS = " \t\r\n;&|<>()"
 _REDIRECTION, _OPERATOR = re.compile(r"&?[<>][<>&|]*"), re.compile(r"[;&|]+|[()]")
+_ANSI_QUOTED = re.compile(r"\$'((?:[^'\\]|\\.)*)'", re.DOTALL)
 _ARRAY = re.compile(r"([A-Za-z_]\w*)(\+?)=")
 _DEEPEST = 20
 """Nested ``${...}`` that are read; one below is known only when the script runs."""
+
+
+class UnclosedQuoteError(Exception):
+    """A quote that begins in the line given is not closed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +44,11 @@ Token = str | Array | Operator
 
 
 def tokens(script: str) -> Iterator[Token]:
-    """Words, arrays and operators of a script in order; comments, redirections and here-documents are left out."""
+    """Words, arrays and operators of a script in order; comments, redirections and here-documents are left out.
+
+    Raises:
+        UnclosedQuoteError: a script that no shell reads.
+    """
     yield from _Reader(_MARKS.sub("?", script.replace("\r\n", "\n"))).tokens()
 
 
@@ -123,18 +132,28 @@ class _Reader:
         sign = self._text[self._place]
         if sign == "'":
             start, self._place = self._place + 1, self._found("'", 1) + 1
+            self._check_closed(start - 1)
             return self._text[start : self._place - 1].replace("$", LITERAL)
         if sign == '"':
             return self._double_quoted()
         if sign == "\\":
             self._place += 2
             return self._text[self._place - 1 : self._place].replace("\n", "").replace("$", LITERAL)
+        if quoted := _ANSI_QUOTED.match(self._text, self._place):
+            self._place = quoted.end()
+            return f"{QUOTED}{OUTPUT}" if "\\" in quoted[1] else quoted[1].replace("$", LITERAL)
         if sign in "$`":
             return self._replaced_part("$")
         self._place += 1
         return sign
 
+    def _check_closed(self, start: int) -> None:
+        """Raise if the quote that begins at ``start`` has taken the rest of the script."""
+        if self._place > len(self._text) and self._depth == 0:
+            raise UnclosedQuoteError(self._text.count("\n", 0, start) + 1)
+
     def _double_quoted(self) -> str:
+        start = self._place
         self._place += 1
         parts = []
         while self._place < len(self._text) and self._text[self._place] != '"':
@@ -148,6 +167,7 @@ class _Reader:
                 parts.append(sign)
                 self._place += 1
         self._place += 1
+        self._check_closed(start)
         return "".join(parts)
 
     def _replaced_part(self, sign: str) -> str:

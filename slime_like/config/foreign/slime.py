@@ -2,22 +2,24 @@
 
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from types import MappingProxyType
 from typing import Any
 
-from slime_like.config.foreign.given import Given
+from slime_like.config.foreign.given import Given, given_by_words
 from slime_like.config.foreign.imported import Imported
 from slime_like.config.foreign.launch_script import Argument, Launch
-from slime_like.config.foreign.slime_rules import RULES
-from slime_like.config.foreign.values import number, scalar, text, texts, whole
+from slime_like.config.foreign.slime_rules import RULES, WITHOUT_VALUE
+from slime_like.config.foreign.values import number, scalar, text, whole
 from slime_like.system.credentials import is_credential
 
-_VARIABLE = re.compile(r"\$(?:\w+|[@*]|\{[^{}]*\})")
+_VARIABLE = re.compile(r"\$(?:\w+|[@*]|\{[^{}]*\}|\(command\))")
+_MODEL = "${MODEL_ARGS[@]}"
+"""The model's shape, from a file of slime's ``scripts/models``."""
 _PROGRAM = re.compile(r"(?:.*/)?train(?:_async)?\.py")
 _DIRECT = MappingProxyType(
     {
         "hf-checkpoint": ("model.path", text),
-        "prompt-data": ("data.train", texts),
         "input-key": ("data.prompt_key", text),
         "label-key": ("data.answer_key", text),
         "rollout-max-prompt-len": ("data.max_prompt_tokens", whole),
@@ -49,7 +51,6 @@ _DIRECT = MappingProxyType(
         "clip-grad": ("trainer.optimizer.clip_grad", number),
         "seed": ("seed", whole),
         "save-interval": ("checkpoint.every", whole),
-        "actor-num-gpus-per-node": ("cluster.gpus_per_node", whole),
         "wandb-project": ("logging.wandb_project", text),
     }
 )
@@ -87,7 +88,6 @@ _NEEDLESS: Mapping[str, str] = MappingProxyType(
         "attention-softmax-in-fp32": "always",
         "attention-backend": "trainer.attention chooses what is installed",
         "overlap-cpu-optimizer-d2h-h2d": "part of trainer.optimizer.offload",
-        "num-gpus-per-node": "the cluster's nodes are asked",
         "wandb-group": "not used",
         "optimizer": "AdamW",
         "micro-batch-size": "sequences are always packed",
@@ -115,41 +115,43 @@ def read_slime(launch: Launch) -> Imported:
     """Take over what has one meaning here."""
     program = max(place for place, word in enumerate(launch.words) if _PROGRAM.fullmatch(word.text))
     imported, further = Imported("slime"), list[str]()
-    given = _given(launch.words[program + 1 :], further)
+    given = _given(launch, launch.words[program + 1 :], further)
     for targets, rule in RULES.items():
         given.apply(imported, targets, rule)
     given.take_direct(imported, _DIRECT)
     given.take_switches(imported, _SWITCHES)
     _rest(given, imported)
-    if launch.words[program].text.endswith("train_async.py"):
+    if "rollout.engine" in imported.values and launch.words[program].text.endswith("train_async.py"):
         imported.set("rollout.max_staleness", 1, "train_async.py")
-    imported.set("rollout.engine", "sglang", "slime's engine")
-    imported.set("reward.functions", [], "to decide")
     imported.decide("run_dir", "a new directory of this run")
-    imported.list_arguments(launch.absent, launch.idle, further)
+    imported.list_arguments(launch, further)
     return imported
 
 
-def _given(words: Sequence[Argument], further: list[str]) -> Given:
+def _given(launch: Launch, words: Sequence[Argument], further: list[str]) -> Given:
     """Options by name, each with all words up to the next one; "" without any. ``further`` gets variables that stand
     behind a whole option, or before the first."""
-    values: dict[str, str] = {}
-    unknown = set[str]()
-    name = ""
+    found: list[tuple[str, Argument]] = []
     for word in words:
+        is_variable = not word.known and _VARIABLE.fullmatch(word.text) is not None
         if re.match(r"--\w", word.text):
-            name, _, values[name] = word.text[2:].partition("=")
-            unknown.discard(name)
-        elif not word.known and _VARIABLE.fullmatch(word.text) and (not name or values[name]):
+            name, _, value = word.text[2:].partition("=")
+            found.append((name, replace(word, text=value)))
+        elif is_variable and (not found or _is_whole(*found[-1])):
             further.append(word.text)
-            continue
-        elif name:
-            values[name] = f"{values[name]} {word.text}" if values[name] else word.text
-        if name and not word.known:
-            unknown.add(name)
-    own = _DEFAULTS if values.get("train-backend", "megatron") == "megatron" else _DEFAULTS_OF_SLIME
-    defaults = {name: value for name, value in own.items() if name not in values}
-    return Given(values, frozenset(unknown), defaults, prefix="--", between=" ")
+        elif found:
+            name, before = found[-1]
+            text = f"{before.text} {word.text}" if before.text else word.text
+            found[-1] = name, Argument(text, before.known and word.known, before.defaults + word.defaults)
+    backend = next((value.text for name, value in reversed(found) if name == "train-backend"), "megatron")
+    others = [array for array in launch.absent if array != _MODEL]
+    own = _DEFAULTS if backend == "megatron" else _DEFAULTS_OF_SLIME
+    return given_by_words(found, own, prefix="--", between=" ", further=(*others, *further))
+
+
+def _is_whole(name: str, value: Argument) -> bool:
+    """Whether the option takes no further word."""
+    return name in _SWITCHES or name in WITHOUT_VALUE or (name in _DIRECT and value.text != "")
 
 
 def _rest(given: Given, imported: Imported) -> None:
@@ -165,4 +167,4 @@ def _rest(given: Given, imported: Imported) -> None:
             value = given.values[name]
             imported.set(f"rollout.engine_args.{argument}", value == "" or scalar(value), f"--{name}")
         else:
-            imported.decide(setting, "no counterpart is known")
+            imported.unmatched.append(setting)

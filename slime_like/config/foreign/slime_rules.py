@@ -1,12 +1,21 @@
 """How fields here follow from settings of slime, where one is not simply another."""
 
+import re
 from collections.abc import Mapping
 from types import MappingProxyType
 
 from slime_like.config.foreign.given import Given, Rule
 from slime_like.config.foreign.imported import Imported
-from slime_like.config.foreign.values import number, whole
+from slime_like.config.foreign.values import number, texts, whole
 
+WITHOUT_VALUE = frozenset(
+    (
+        *("apply-chat-template", "rollout-shuffle", "use-kl-loss", "use-tis", "calculate-per-token-loss"),
+        *("disable-grpo-std-normalization", "gradient-checkpointing"),
+    )
+)
+"""Switches that the rules read."""
+_SLICE = re.compile(r"@\[[^]]*\]$")
 _KL_ESTIMATORS = {"k1": "k1", "k2": "k2", "k3": "k3", "low_var_kl": "low_var_kl"}
 _ADVANTAGES = {
     "grpo": "grpo",
@@ -14,6 +23,10 @@ _ADVANTAGES = {
     "reinforce_plus_plus": "reinforce_pp",
     "reinforce_plus_plus_baseline": "reinforce_pp_baseline",
 }
+
+
+def _is_supervised(given: Given) -> bool:
+    return bool(given.get("loss-type") == "sft_loss")
 
 
 def _chat_template(given: Given, imported: Imported) -> None:
@@ -34,12 +47,24 @@ def _prompt_length(given: Given, imported: Imported) -> None:
         imported.decide("data.max_prompt_tokens", "slime bounds prompts by --rollout-max-prompt-len alone")
 
 
+def _training_data(given: Given, imported: Imported) -> None:
+    if given.has("prompt-data"):
+        _set_files(given, imported, "prompt-data", "data.train", texts(given.get("prompt-data")))
+
+
 def _held_out(given: Given, imported: Imported) -> None:
     pairs = given.get("eval-prompt-data", "").split()
     if len(pairs) % 2:
         imported.decide(given.setting("eval-prompt-data"), "expected pairs of a name and a path")
     elif pairs:
-        imported.set("evaluation.files", pairs[1::2], "--eval-prompt-data")
+        _set_files(given, imported, "eval-prompt-data", "evaluation.files", pairs[1::2])
+
+
+def _set_files(given: Given, imported: Imported, name: str, target: str, paths: list[str]) -> None:
+    if any(map(_SLICE.search, paths)):
+        imported.decide(given.setting(name), f"rows of a file are not chosen here; write them to one for {target}")
+    else:
+        imported.set(target, paths, f"--{name}")
 
 
 def _evaluation_temperature(given: Given, imported: Imported) -> None:
@@ -52,11 +77,16 @@ def _rewards(given: Given, imported: Imported) -> None:
     names = [name for name in ("rm-type", "custom-rm-path") if given.note(name)]
     for name in names:
         imported.decide(given.setting(name), "rewards have other names and arguments here; set reward.functions")
+    if _is_supervised(given):
+        return
+    imported.leave_reward()
     if not names:
         imported.decide("reward.functions", "the script names no reward")
 
 
 def _advantage(given: Given, imported: Imported) -> None:
+    if given.get("loss-type", "policy_loss") != "policy_loss":
+        return
     estimator = given.get("advantage-estimator")
     if estimator not in _ADVANTAGES:
         imported.decide(f"--advantage-estimator {estimator}", "needs a critic, or is not supported")
@@ -67,8 +97,12 @@ def _advantage(given: Given, imported: Imported) -> None:
 
 
 def _loss(given: Given, imported: Imported) -> None:
-    estimator = given.get("advantage-estimator")
-    if estimator in _ADVANTAGES:
+    estimator, kind = given.get("advantage-estimator"), given.get("loss-type", "policy_loss")
+    if kind == "sft_loss":
+        imported.set("algorithm.loss", "sft", "--loss-type")
+    elif kind != "policy_loss":
+        imported.decide(given.setting("loss-type"), "set algorithm.loss")
+    elif estimator in _ADVANTAGES:
         loss = "gspo" if estimator == "gspo" else "ppo_clip"
         imported.set("algorithm.loss", loss, given.origin("advantage-estimator"))
 
@@ -80,10 +114,15 @@ def _reduction(given: Given, imported: Imported) -> None:
 
 
 def _clip_low(given: Given, imported: Imported) -> None:
+    if _is_supervised(given):
+        given.unused(imported, "--loss-type sft_loss", "eps-clip", "eps-clip-high")
+        return
     imported.set("algorithm.clip_low", number(given.get("eps-clip")), given.origin("eps-clip"))
 
 
 def _clip_high(given: Given, imported: Imported) -> None:
+    if _is_supervised(given):
+        return
     name = "eps-clip-high" if given.has("eps-clip-high") else "eps-clip"
     imported.set("algorithm.clip_high", number(given.get(name)), given.origin(name))
 
@@ -160,12 +199,21 @@ def _data_parallel(given: Given, imported: Imported) -> None:
         imported.set("trainer.parallel.data", gpus // ranks, "GPUs of --actor-num-nodes over the other axes")
 
 
+def _engine(given: Given, imported: Imported) -> None:
+    if not _is_supervised(given):
+        imported.set("rollout.engine", "sglang", "slime's engine")
+
+
 def _engine_size(given: Given, imported: Imported) -> None:
+    if _is_supervised(given):
+        return
     per_engine = whole(given.get("rollout-num-gpus-per-engine", "1"))
     imported.set("rollout.tensor", per_engine, "--rollout-num-gpus-per-engine")
 
 
 def _engines(given: Given, imported: Imported) -> None:
+    if _is_supervised(given):
+        return
     if not given.has("actor-num-gpus-per-node"):
         imported.decide("rollout.num_engines", "the script names no number of GPUs")
         return
@@ -176,11 +224,27 @@ def _engines(given: Given, imported: Imported) -> None:
     imported.set("rollout.num_engines", max(1, engine_gpus // per_engine), "GPUs of the engines")
 
 
+def _of_a_node(given: Given) -> str:
+    """The option with a node's GPUs: where engines have some of their own, the trainer's need not be all."""
+    is_shared = given.note("colocate") or _is_supervised(given)
+    return "actor-num-gpus-per-node" if is_shared else "num-gpus-per-node"
+
+
+def _gpus_per_node(given: Given, imported: Imported) -> None:
+    name = _of_a_node(given)
+    if given.has(name):
+        imported.set("cluster.gpus_per_node", whole(given.get(name)), f"--{name}")
+
+
 def _nodes(given: Given, imported: Imported) -> None:
-    if given.has("actor-num-gpus-per-node"):
-        total = _gpus(given) + (0 if given.note("colocate") else _engine_gpus(given))
-        nodes = max(1, -(-total // whole(given.get("actor-num-gpus-per-node"))))
-        imported.set("cluster.nodes", nodes, "all GPUs over those of a node")
+    if not given.has("actor-num-gpus-per-node"):
+        return
+    name = _of_a_node(given)
+    total = _gpus(given) + (0 if name.startswith("actor") else _engine_gpus(given))
+    if given.has(name):
+        imported.set("cluster.nodes", max(1, -(-total // whole(given.get(name)))), "all GPUs over those of a node")
+    else:
+        imported.decide("cluster.nodes, cluster.gpus_per_node", f"{total} GPUs in all; --{name} is not given")
 
 
 def _token_budget(given: Given, imported: Imported) -> None:
@@ -227,8 +291,8 @@ def _decay(given: Given, imported: Imported) -> None:
 
 def _minibatches(given: Given, imported: Imported) -> None:
     updates, size, samples = given.get("num-steps-per-rollout"), given.get("global-batch-size"), None
-    if size is not None and given.has("rollout-batch-size") and given.has("n-samples-per-prompt"):
-        samples = whole(given.get("rollout-batch-size")) * whole(given.get("n-samples-per-prompt"))
+    if size is not None and given.has("rollout-batch-size"):
+        samples = whole(given.get("rollout-batch-size")) * whole(given.get("n-samples-per-prompt", "1"))
     if updates is not None:
         if samples is not None and samples != whole(updates) * whole(size):
             why = f"times --num-steps-per-rollout {updates} is not the {samples} samples of a step; set one"
@@ -241,6 +305,8 @@ def _minibatches(given: Given, imported: Imported) -> None:
         else:
             origin = "samples of a step over --global-batch-size"
             imported.set("algorithm.minibatches", samples // whole(size), origin)
+    elif size is not None:
+        imported.decide(given.setting("global-batch-size"), "set algorithm.minibatches, updates of a step")
 
 
 def _steps(given: Given, imported: Imported) -> None:
@@ -254,6 +320,7 @@ RULES: Mapping[str, Rule] = MappingProxyType(
         "data.apply_chat_template": _chat_template,
         "data.shuffle": _shuffle,
         "data.max_prompt_tokens": _prompt_length,
+        "data.train": _training_data,
         "evaluation.files": _held_out,
         "evaluation.temperature": _evaluation_temperature,
         "reward.functions": _rewards,
@@ -267,8 +334,10 @@ RULES: Mapping[str, Rule] = MappingProxyType(
         "algorithm.kl_reward_coef, kl_reward_estimator": _kl_reward,
         "trainer.backend": _backend,
         "trainer.parallel.data": _data_parallel,
+        "rollout.engine": _engine,
         "rollout.tensor": _engine_size,
         "rollout.num_engines": _engines,
+        "cluster.gpus_per_node": _gpus_per_node,
         "cluster.nodes": _nodes,
         "trainer.target_tokens_per_batch": _token_budget,
         "trainer.recompute": _recompute,

@@ -1,5 +1,6 @@
 """Values of other projects' settings: text of a command line, or what YAML has."""
 
+import math
 from typing import Any
 
 import yaml
@@ -18,18 +19,20 @@ def scalar(value: Any) -> Any:
 
 
 def whole(value: Any) -> int:
-    """A whole number. Raises ``ValueError``, ``TypeError``."""
-    number = scalar(value)
-    if isinstance(number, bool) or int(number) != float(number):
-        raise ValueError(value)
-    return int(number)
+    """A whole number. Raises ``ValueError``."""
+    found = scalar(value)
+    if isinstance(found, float) and found.is_integer():
+        return int(found)
+    if type(found) is not int:
+        raise ValueError(f"{value} is no whole number")
+    return found
 
 
 def number(value: Any) -> float:
-    """A number. Raises ``ValueError``, ``TypeError``."""
+    """A number. Raises ``ValueError``."""
     found = scalar(value)
-    if isinstance(found, bool):
-        raise ValueError(value)
+    if type(found) not in (int, float) or not math.isfinite(found):
+        raise ValueError(f"{value} is no number")
     return float(found)
 
 
@@ -37,7 +40,7 @@ def flag(value: Any) -> bool:
     """True or false. Raises ``ValueError``."""
     found = str(value).lower()
     if found not in ("true", "false"):
-        raise ValueError(value)
+        raise ValueError(f"{value} is neither true nor false")
     return found == "true"
 
 
@@ -46,14 +49,14 @@ def texts(value: Any) -> list[str]:
     found = scalar(value)
     items = found if isinstance(found, list) else [found]
     if not items or not all(isinstance(item, str) for item in items):
-        raise ValueError(value)
+        raise ValueError(f"{value} is no list of paths")
     return items
 
 
 def text(value: Any) -> str:
     """A text. Raises ``ValueError``."""
     if not isinstance(value, str) or not value:
-        raise ValueError(value)
+        raise ValueError(f"{value} is no text")
     return value
 
 

@@ -1,20 +1,27 @@
 """Settings of verl's PPO trainer: its YAML, or overrides in a launch script (``data.train_batch_size=...``)."""
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from types import MappingProxyType
 from typing import Any
 
-from slime_like.config.foreign.given import Given, Rule
+from slime_like.config.foreign.given import Given, Rule, given_by_words
 from slime_like.config.foreign.imported import Imported
+from slime_like.config.foreign.interpolation import interpolated
 from slime_like.config.foreign.launch_script import Argument, Launch
 from slime_like.config.foreign.values import flag, number, text, texts, whole
 from slime_like.config.foreign.verl_engines import ENGINE_RULES, ROLLOUT
 from slime_like.config.foreign.verl_objective import ACTOR, OBJECTIVE_RULES
+from slime_like.system.credentials import without_credentials
 
-_OVERRIDE = re.compile(r"\+*([A-Za-z_]\w*(?:\.\w+)+)=(.*)", re.DOTALL)
-_REFERENCE, _MOST_REFERENCES = re.compile(r"\$\{([\w.]+)\}"), 10
+_OVERRIDE = re.compile(r"\+*([A-Za-z_][\w/@:]*(?:\.\w+)*)=(.*)", re.DOTALL)
+_DOTTED = re.compile(r"\+*[a-z_]+\.[\w.]+=")
+_PROGRAM = re.compile(r"(?:.*[./])?main_(?:ppo|dapo)(?:\.py)?")
+_BASE = re.compile(r"(--(?:config-name|config-path|config-dir)|-cn|-cp|-cd)(?:=(.*))?")
+_MEGATRON = "ppo_megatron_trainer"
+_OWN_BASES = ("ppo_trainer", _MEGATRON, "_self_")
 _DIRECT = MappingProxyType(
     {
         "actor_rollout_ref.model.path": ("model.path", text),
@@ -29,7 +36,6 @@ _DIRECT = MappingProxyType(
         "data.seed": ("seed", whole),
         f"{ACTOR}.clip_ratio_low": ("algorithm.clip_low", number),
         f"{ACTOR}.clip_ratio_high": ("algorithm.clip_high", number),
-        f"{ACTOR}.clip_ratio_c": ("algorithm.dual_clip", number),
         f"{ACTOR}.entropy_coeff": ("algorithm.entropy_coef", number),
         f"{ACTOR}.ppo_epochs": ("algorithm.epochs", whole),
         f"{ACTOR}.grad_clip": ("trainer.optimizer.clip_grad", number),
@@ -61,6 +67,7 @@ _DIRECT = MappingProxyType(
 )
 # What verl takes if nothing is given, where it differs from this project and the objective depends on it.
 _DEFAULTS: Mapping[str, Any] = MappingProxyType({f"{ACTOR}.clip_ratio_c": 3.0, f"{ACTOR}.optim.weight_decay": 0.01})
+_BASED = "its settings count where these say nothing; import what verl prints with --cfg job --resolve instead"
 _NEEDLESS: Mapping[str, str] = MappingProxyType(
     {
         "data.truncation": "longer prompts are left out, never cut",
@@ -91,7 +98,6 @@ _NEEDLESS: Mapping[str, str] = MappingProxyType(
             "colocated trainers keep their state in host memory while engines sample",
         ),
         f"{ROLLOUT}.free_cache_engine": "colocated engines sleep during training",
-        "actor_rollout_ref.hybrid_engine": "cluster.placement",
         "trainer.experiment_name": "run_dir names the run",
         "trainer.val_before_train": "evaluation runs before and after training",
         "trainer.critic_warmup": "there is no critic",
@@ -99,6 +105,8 @@ _NEEDLESS: Mapping[str, str] = MappingProxyType(
         "trainer.device": "found out at the start",
     }
 )
+_MOST_OF_A_PART = 3
+"""Settings of a part that are listed one by one."""
 _NEEDLESS_PARTS = ("critic.", "ray_kwargs.", "global_profiler.", "actor_rollout_ref.ref.", f"{ACTOR}.profiler.")
 
 
@@ -109,53 +117,72 @@ def starts_verl(words: Sequence[Argument]) -> bool:
 
 def read_verl_script(launch: Launch) -> Imported:
     """Take over the overrides that have one meaning here."""
-    found = [(match, word.known) for word in launch.words if (match := _OVERRIDE.fullmatch(word.text))]
-    unknown = frozenset(match[1] for match, known in found if not known)
-    imported = _read(Given({match[1]: match[2] for match, _ in found}, unknown))
-    for word in launch.words:
-        if re.match(r"--config-(path|name|dir)\b", word.text):
-            imported.decide(word.text, "another file's settings are the defaults; the values below are verl's own")
-    further = [word.text for word in launch.words if not (word.known or _OVERRIDE.fullmatch(word.text))]
-    imported.list_arguments(launch.absent, launch.idle, further)
+    imported, found, further, bases = Imported("verl"), list[tuple[str, Argument]](), list[str](), list[str]()
+    before, words = _split_at_program(launch.words)
+    if before and not _PROGRAM.fullmatch(before[-1].text):
+        bases.append(before[-1].text)
+    rest = iter(words)
+    for word in rest:
+        if match := _OVERRIDE.fullmatch(word.text):
+            found.append((match[1], replace(word, text=match[2])))
+        elif (option := _BASE.fullmatch(word.text)) is not None:
+            bases.append(word.text if option[2] is not None else f"{word.text} {next(rest, word).text}")
+        elif word.known:
+            imported.unmatched.append(without_credentials("", word.text))
+        else:
+            further.append(word.text)
+    defaults = dict(_DEFAULTS)
+    for own in filter(_is_own, bases):
+        imported.needless[own] = "verl's own"
+        defaults |= {f"{ACTOR}.strategy": "megatron"} if _MEGATRON in own else {}
+    others = ", ".join(base for base in bases if not _is_own(base))
+    given = given_by_words(found, defaults, further=(*launch.absent, *further), is_based=others != "")
+    _read(given, imported, others)
+    imported.list_arguments(launch, further)
     return imported
+
+
+def _split_at_program(words: Sequence[Argument]) -> tuple[Sequence[Argument], Sequence[Argument]]:
+    """The words up to the program, verl's or another one, and its arguments."""
+    first = next(place for place, word in enumerate(words) if _DOTTED.match(word.text))
+    known = [place for place in range(first) if _PROGRAM.fullmatch(words[place].text)]
+    others = [place for place in range(first) if not re.match(r"-|\+*[\w@/:]+=", words[place].text)]
+    end = (known or others or [-1])[-1] + 1
+    return words[:end], words[end:]
+
+
+def _is_own(base: str) -> bool:
+    """Whether it is a configuration that verl has for its trainer."""
+    option, _, name = base.replace(" ", "=", 1).partition("=")
+    if option in ("--config-path", "-cp"):  # beside verl's program
+        return name.strip("./") == "config"
+    return option in ("--config-name", "-cn") and name.removesuffix(".yaml") in _OWN_BASES
 
 
 def read_verl_yaml(data: Mapping[str, Any]) -> Imported:
     """Take over what has one meaning here; of interpolations those that name another setting of the file."""
-    values = dict(_flat(data, ""))
-    values = {name: _interpolated(value, values) for name, value in values.items()}
-    return _read(Given(values, frozenset(name for name, value in values.items() if "${" in str(value))))
-
-
-def _flat(data: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, Any]]:
-    for name, value in data.items():
-        if isinstance(value, Mapping):
-            yield from _flat(value, f"{prefix}{name}.")
-        elif name != "_target_" and value not in (None, {}, []):
-            yield f"{prefix}{name}", value
-
-
-def _interpolated(value: Any, values: Mapping[str, Any], depth: int = 0) -> Any:
-    """The value of the setting that it names, as often as that one names another; itself where it names none."""
-    found = _REFERENCE.fullmatch(value) if isinstance(value, str) else None
-    if found is None or found[1] not in values or depth == _MOST_REFERENCES:
-        return value
-    return _interpolated(values[found[1]], values, depth + 1)
-
-
-def _read(given: Given) -> Imported:
+    listed = data.get("defaults") or []
+    others = [each for each in (listed if isinstance(listed, list) else [listed]) if each not in _OWN_BASES]
+    values = {name: value for name, value in interpolated(data).items() if name.partition(".")[0] != "defaults"}
+    unknown = frozenset(name for name, value in values.items() if "${" in str(value))
+    base = "defaults: " + ", ".join(map(str, others)) if others else ""
+    defaults = {name: value for name, value in _DEFAULTS.items() if name not in values}
     imported = Imported("verl")
-    given.defaults = {name: value for name, value in _DEFAULTS.items() if name not in given.values}
+    _read(Given(values, unknown, defaults, is_based=base != ""), imported, base)
+    return imported
+
+
+def _read(given: Given, imported: Imported, base: str) -> None:
+    if base:
+        imported.decide(base, _BASED)
     for targets, rule in {**OBJECTIVE_RULES, **ENGINE_RULES, **_RULES}.items():
         given.apply(imported, targets, rule)
     given.take_direct(imported, _DIRECT)
-    imported.set("cluster.placement", "colocated", "verl's hybrid engine")
     imported.set("data.answer_key", "reward_model.ground_truth", "where verl's rows have it")
-    imported.set("reward.functions", [], "to decide")
+    imported.leave_reward()
     if "run_dir" not in imported.values:
         imported.decide("run_dir", "a new directory of this run")
     _rest(given, imported)
-    return imported
 
 
 def _interval(given: Given, imported: Imported, name: str, target: str) -> None:
@@ -196,11 +223,15 @@ _RULES: Mapping[str, Rule] = MappingProxyType(
 
 
 def _rest(given: Given, imported: Imported) -> None:
+    parts = dict[str, list[str]]()
     for name in given.close(imported, {name: target for name, (target, _) in _DIRECT.items()}):
         setting = given.setting(name)
         if name in _NEEDLESS:
             imported.needless[setting] = _NEEDLESS[name]
-        elif name.startswith(_NEEDLESS_PARTS):
-            imported.needless[setting] = "this part has no counterpart"
+        elif part := next(filter(name.startswith, _NEEDLESS_PARTS), ""):
+            parts.setdefault(part, []).append(setting)
         else:
-            imported.decide(setting, "no counterpart is known")
+            imported.unmatched.append(setting)
+    for part, settings in parts.items():
+        shown = settings if len(settings) <= _MOST_OF_A_PART else [f"{part}* ({len(settings)} settings)"]
+        imported.needless |= dict.fromkeys(shown, "this part has no counterpart")

@@ -13,6 +13,7 @@ ROLLOUT = "actor_rollout_ref.rollout"
 _MEGATRON_AXES = tuple(
     f"{ACTOR}.megatron.{axis}_parallel_size" for axis in ("tensor_model", "pipeline_model", "context")
 )
+_ENGINE_GPUS = f"{ROLLOUT}.tensor_model_parallel_size"
 _ULYSSES = f"{ACTOR}.ulysses_sequence_parallel_size"
 _ENGINE_ARGUMENTS = {
     "gpu_memory_utilization": ("gpu_memory_utilization", "mem_fraction_static"),
@@ -101,13 +102,36 @@ def _turns(given: Given, imported: Imported) -> None:
         )
 
 
+def _strategy(given: Given) -> str:
+    """``model_engine`` chooses it in later versions; settings of Megatron-LM alone choose it, too."""
+    if not given.has(f"{ACTOR}.strategy"):
+        engine = given.get("model_engine")
+        if engine is not None and engine != "dp":
+            return str(engine)
+        if any(name.startswith(f"{ACTOR}.megatron.") for name in given.values):
+            return "megatron"
+    return str(given.get(f"{ACTOR}.strategy", "fsdp"))
+
+
 def _is_megatron(given: Given) -> bool:
-    strategy = given.get(f"{ACTOR}.strategy", "fsdp")
-    return strategy == "megatron" or any(name.startswith(f"{ACTOR}.megatron.") for name in given.values)
+    return _strategy(given) == "megatron"
 
 
 def _backend(given: Given, imported: Imported) -> None:
-    imported.set("trainer.backend", "megatron" if _is_megatron(given) else "fsdp", f"{ACTOR}.strategy")
+    strategy = _strategy(given)
+    name = "model_engine" if given.has("model_engine") and not given.has(f"{ACTOR}.strategy") else f"{ACTOR}.strategy"
+    if strategy in ("fsdp", "fsdp2", "megatron"):
+        imported.set("trainer.backend", "megatron" if strategy == "megatron" else "fsdp", name)
+    else:
+        imported.decide(f"{name}={strategy}", "use fsdp or megatron in trainer.backend")
+
+
+def _placement(given: Given, imported: Imported) -> None:
+    name = "actor_rollout_ref.hybrid_engine"
+    if flag(given.get(name, True)):
+        imported.set("cluster.placement", "colocated", "verl's hybrid engine")
+    else:
+        imported.decide(given.setting(name), "set cluster.placement")
 
 
 def _axes(given: Given) -> tuple[str, ...]:
@@ -150,12 +174,17 @@ def _data_parallel(given: Given, imported: Imported) -> None:
 
 
 def _engine_size(given: Given, imported: Imported) -> None:
-    name = f"{ROLLOUT}.tensor_model_parallel_size"
-    imported.set("rollout.tensor", whole(given.get(name, 2)), name)
+    if not given.has(_ENGINE_GPUS) and _is_megatron(given):
+        imported.decide("rollout.tensor", f"versions of verl differ in {_ENGINE_GPUS}, which is not given")
+    else:
+        imported.set("rollout.tensor", whole(given.get(_ENGINE_GPUS, 2)), _ENGINE_GPUS)
 
 
 def _engines(given: Given, imported: Imported) -> None:
-    engine = whole(given.get(f"{ROLLOUT}.tensor_model_parallel_size", 2))
+    if not given.has(_ENGINE_GPUS) and _is_megatron(given):
+        imported.decide("rollout.num_engines", "GPUs over rollout.tensor")
+        return
+    engine = whole(given.get(_ENGINE_GPUS, 2))
     _divided(imported, "rollout.num_engines", _gpus(given), engine, "GPUs of an engine")
 
 
@@ -195,6 +224,7 @@ ENGINE_RULES: Mapping[str, Rule] = MappingProxyType(
         "rollout.max_drops_per_step": _dropped_groups,
         "rollout.environment": _turns,
         "trainer.backend": _backend,
+        "cluster.placement": _placement,
         "trainer.parallel.context": _context,
         "trainer.target_tokens_per_batch": _token_budget,
         "trainer.parallel.data": _data_parallel,

@@ -17,6 +17,7 @@ _ADVANTAGES = {
     "reinforce_plus_plus": "reinforce_pp",
     "reinforce_plus_plus_baseline": "reinforce_pp_baseline",
 }
+_LOSS = f"{ACTOR}.policy_loss.loss_mode"
 _REDUCTIONS = {"token-mean": "tokens", "seq-mean-token-mean": "samples"}
 _ESTIMATORS = {"kl": "k1", "k1": "k1", "mse": "k2", "k2": "k2", "k3": "k3", "low_var_kl": "low_var_kl"}
 _STYLES = (f"{OPTIMIZER}.lr_scheduler_type", f"{OPTIMIZER}.lr_decay_style", f"{OPTIMIZER}.warmup_style")
@@ -31,6 +32,7 @@ def _advantage(given: Given, imported: Imported) -> None:
     estimator = given.get("algorithm.adv_estimator", "gae")
     if estimator not in _ADVANTAGES:
         imported.decide(f"algorithm.adv_estimator={estimator}", "needs a critic, or is not supported")
+        given.unused(imported, "of grpo alone", "algorithm.norm_adv_by_std_in_grpo")
         return
     with_std = flag(given.get("algorithm.norm_adv_by_std_in_grpo", True))
     name = "grpo_mean_only" if estimator == "grpo" and not with_std else _ADVANTAGES[estimator]
@@ -38,16 +40,24 @@ def _advantage(given: Given, imported: Imported) -> None:
 
 
 def _loss(given: Given, imported: Imported) -> None:
-    mode = given.get(f"{ACTOR}.policy_loss.loss_mode", "vanilla")
+    mode = given.get(_LOSS, "vanilla")
     if mode in ("vanilla", "gspo"):
-        imported.set("algorithm.loss", "gspo" if mode == "gspo" else "ppo_clip", f"{ACTOR}.policy_loss.loss_mode")
+        imported.set("algorithm.loss", "gspo" if mode == "gspo" else "ppo_clip", _LOSS)
     else:
-        imported.decide(f"{ACTOR}.policy_loss.loss_mode={mode}", "not supported")
+        imported.decide(f"{_LOSS}={mode}", "not supported")
+
+
+def _dual_clip(given: Given, imported: Imported) -> None:
+    name = f"{ACTOR}.clip_ratio_c"
+    if given.get(_LOSS, "vanilla") == "vanilla":
+        imported.set("algorithm.dual_clip", number(given.get(name)), given.origin(name))
+    else:
+        given.unused(imported, f"{_LOSS} has no such bound", name)
 
 
 def _reduction(given: Given, imported: Imported) -> None:
     reduction = given.get(f"{ACTOR}.loss_agg_mode", "token-mean")
-    if given.get(f"{ACTOR}.policy_loss.loss_mode") == "gspo" and reduction != "seq-mean-token-mean":
+    if given.get(_LOSS) == "gspo" and reduction != "seq-mean-token-mean":
         why = "versions of verl differ in whether gspo heeds it; set algorithm.reduction (samples, as GSPO's paper)"
         imported.decide(f"{ACTOR}.loss_agg_mode={reduction}", why)
     elif reduction in _REDUCTIONS:
@@ -236,6 +246,7 @@ OBJECTIVE_RULES: Mapping[str, Rule] = MappingProxyType(
         "algorithm.loss": _loss,
         "algorithm.reduction": _reduction,
         "algorithm.clip_low, clip_high": _clip,
+        "algorithm.dual_clip": _dual_clip,
         "algorithm.kl_coef, kl_estimator": _KL_LOSS,
         "algorithm.kl_reward_coef, kl_reward_estimator": _KL_REWARD,
         "algorithm.importance_correction and its bounds": _correction,

@@ -79,7 +79,7 @@ OF_SLIME: dict[str, Any] = {
 
 VERL = r"""set -x
 train_files="['/data/a.parquet', '/data/b.parquet']"
-python3 -m verl.trainer.main_ppo --config-name=ppo \
+python3 -m verl.trainer.main_ppo --config-name=ppo_trainer \
     algorithm.adv_estimator=grpo \
     algorithm.norm_adv_by_std_in_grpo=False \
     data.train_files="$train_files" \
@@ -223,7 +223,7 @@ def _imported(tmp_path: Path, name: str, content: str) -> Imported:
             "run.sh", VERL, OF_VERL,
             [
                 "the reward of each data_source", "run_dir", "data.val_files=$HOME/test.parquet",
-                "trainer.unheard_of=3", "some.other=1", "$@", "--config-name=ppo",
+                "trainer.unheard_of=3", "some.other=1", "$@",
                 "actor_rollout_ref.rollout.val_kwargs.top_p=0.7",
             ],
         ),
@@ -244,14 +244,14 @@ def test_what_settings_become(
     tmp_path: Path, name: str, content: str, expected: dict[str, Any], to_decide: list[str]
 ) -> None:
     imported = _imported(tmp_path, name, content)
-    assert sorted(imported.open_points) == sorted(to_decide)
+    assert sorted([*imported.open_points, *imported.unmatched]) == sorted(to_decide)
     result = tmp_path / "mine.yaml"
     result.write_text(imported.text())
     with pytest.raises(ConfigError):  # reward.functions is empty until the user names one
         load_config(result, [], run_dir=tmp_path / "run")
     config = load_config(result, ["--reward.functions", "[{name: math_verify}]"], run_dir=tmp_path / "run")
     assert {field: attrgetter(field)(config) for field in expected} == expected
-    assert all(f"# - {point}: " in result.read_text() for point in to_decide)
+    assert all(re.search(rf"^# - {re.escape(point)}(: |$)", result.read_text(), re.MULTILINE) for point in to_decide)
 
 
 def _settings(script: str) -> list[str]:
@@ -286,7 +286,7 @@ def test_what_is_known_only_when_the_script_runs_changes_no_value(tmp_path: Path
         imported = _imported(tmp_path, "run.sh", changed)
         other = {field: value for field, (value, _) in imported.values.items() if value != known[field][0]}
         assert other == {}, name
-        points = [*imported.open_points, *imported.needless]
+        points = [*imported.open_points, *imported.unmatched, *imported.needless]
         assert any(name in point and "$(command)" in point for point in points), name
     assert tried > 25
 
@@ -360,12 +360,12 @@ def test_hostile_scripts_end_soon(tmp_path: Path) -> None:
     deep = "${A:-" * 5_000 + "1" + "}" * 5_000
     for lr in (f"{bomb}\nLR=$X9", f"LR={deep}", "LR=" + "$(" * 9_000, "LR=$((" + "(" * 9_000, 'LR="${' * 9_000):
         script = 'python train.py --prompt-data d --seed 3 --lr "$LR"\n'
-        assert "trainer.optimizer.lr" not in _imported(tmp_path, "run.sh", f"{script}{lr}\n").values
-        try:
-            imported = _imported(tmp_path, "run.sh", f"{lr}\n{script}")
-        except ConfigError:
-            continue  # what is not closed takes the rest
-        assert "trainer.optimizer.lr" not in imported.values and imported.values["seed"][0] == 3
+        for content in (f"{script}{lr}\n", f"{lr}\n{script}"):
+            try:
+                imported = _imported(tmp_path, "run.sh", content)
+            except ConfigError:
+                continue  # what is not closed takes the rest
+            assert "trainer.optimizer.lr" not in imported.values and imported.values["seed"][0] == 3
 
 
 @pytest.mark.parametrize(
@@ -381,6 +381,23 @@ def test_hostile_scripts_end_soon(tmp_path: Path) -> None:
             {"trainer.backend": "fsdp", "trainer.recompute": "full", "trainer.optimizer.beta2": None}, [],
         ),
         ('--lr 2 $EXTRA --seed 3 "$@"', {"trainer.optimizer.lr": 2.0, "seed": 3}, ["$EXTRA", "$@"]),
+        (
+            "--rollout-batch-size 8 --global-batch-size 8 --loss-type sft_loss --actor-num-gpus-per-node 4",
+            {
+                "algorithm.loss": "sft", "algorithm.advantage": None, "rollout.engine": None, "rollout.tensor": None,
+                "algorithm.minibatches": 1, "cluster.nodes": 1, "cluster.gpus_per_node": 4, "reward.functions": None,
+            },
+            [],
+        ),
+        (  # engines beside the trainer: of how many nodes is not told
+            "--actor-num-gpus-per-node 4 --rollout-num-gpus 4",
+            {"cluster.nodes": None, "cluster.gpus_per_node": None, "rollout.num_engines": 4},
+            ["cluster.nodes, cluster.gpus_per_node"],
+        ),
+        (
+            "--actor-num-gpus-per-node 4 --rollout-num-gpus 4 --num-gpus-per-node 8",
+            {"cluster.nodes": 1, "cluster.gpus_per_node": 8}, [],
+        ),
         ("--sglang-api-key hidden", {"rollout.engine_args.api_key": None}, ["--sglang-api-key ..."]),
     ],
 )  # fmt: skip
@@ -389,7 +406,8 @@ def test_what_depends_on_other_settings_of_slime(
 ) -> None:
     imported = _imported(tmp_path, "run.sh", f"python3 train.py --prompt-data d {given}")
     assert {name: imported.values.get(name, (None,))[0] for name in values} == values
-    assert set(points) <= set(imported.open_points) and "hidden" not in imported.text()
+    listed = {*imported.open_points, *imported.unmatched}
+    assert set(points) <= listed and "hidden" not in imported.text()
 
 
 def test_lines_may_end_as_on_windows(tmp_path: Path) -> None:
@@ -397,6 +415,120 @@ def test_lines_may_end_as_on_windows(tmp_path: Path) -> None:
     path = tmp_path / "windows.sh"
     path.write_bytes(SLIME.replace("\n", "\r\n").encode())
     assert imported_config(path).text() == imported.text()
+
+
+BRANCHES = r"""
+GRPO="--eps-clip 0.3 --lr 1e-6"
+if [ -n "$KL" ]; then GRPO="$GRPO --use-kl-loss --kl-loss-coef 0.1"; else GRPO+=" --kl-loss-coef 0.2 --lr 2e-6"; fi
+NODES=${NODES:-2} SEED=${SEED:-7} GPUS=8
+ARGS=()
+a && ARGS+=(--seed 4) || ARGS+=(--rollout-temperature 2)
+python3 train.py --prompt-data d --seed 3 $GRPO --actor-num-nodes $NODES --actor-num-gpus-per-node $GPUS \
+   --num-rollout $SEED ${ARGS[@]} --colocate $(more) ${EXTRA:-} \
+   # --rollout-top-k 20 \
+   --rollout-top-p 0.5
+"""
+
+
+def test_what_a_branch_adds_is_listed_and_the_rest_is_kept(tmp_path: Path) -> None:
+    imported = _imported(tmp_path, "run.sh", BRANCHES)
+    values = {name: value for name, (value, _) in imported.values.items()}
+    assert (values["algorithm.clip_low"], values["steps"], values["cluster.nodes"]) == (0.3, 7, 2)
+    assert not values.keys() & {"seed", "trainer.optimizer.lr", "algorithm.kl_coef", "rollout.top_p"}
+    points = imported.open_points
+    assert {"--seed 3 or 4", "--rollout-temperature 2", "--lr 1e-6 or 2e-6", "--rollout-top-p 0.5"} <= points.keys()
+    assert {"$(command)", "${EXTRA:-}"} <= points.keys()
+    assert any("--kl-loss-coef 0.1 or 0.2" in point for point in [*points, *points.values()])
+
+
+def test_on_what_else_a_value_depends_stands_beside_it(tmp_path: Path) -> None:
+    """Variables of whose defaults the script makes use, and arguments that may hold what the script does not."""
+    origins = {name: origin for name, (_, origin) in _imported(tmp_path, "run.sh", BRANCHES).values.items()}
+    assert "$NODES" in origins["cluster.nodes"] and "$NODES" in origins["trainer.parallel.data"]
+    assert "$SEED" in origins["steps"] and "$SEED" not in origins["cluster.nodes"]
+    for name in ("trainer.optimizer.weight_decay", "algorithm.reduction", "trainer.parallel.data"):
+        assert "$(command)" in origins[name] and "${EXTRA:-}" in origins[name]
+    for name in ("cluster.gpus_per_node", "data.train"):
+        assert "$" not in origins[name]
+
+
+@pytest.mark.parametrize("base", ["--config-name=mine", "--config-path /x --config-name=ppo_trainer"])
+def test_of_another_base_configuration_nothing_is_assumed(tmp_path: Path, base: str) -> None:
+    """Whatever that file sets beside these settings, the values written hold."""
+    based = _imported(tmp_path, "run.sh", VERL.replace("--config-name=ppo_trainer", base))
+    assert {"algorithm.dual_clip", "rollout.tensor", "trainer.optimizer.weight_decay", "resume"}.isdisjoint(
+        based.values
+    )
+    assert len(based.values) > 20
+    others = [
+        "actor_rollout_ref.actor.strategy=megatron", "actor_rollout_ref.actor.use_kl_loss=True", "data.seed=3",
+        "actor_rollout_ref.actor.ppo_epochs=2", "actor_rollout_ref.actor.policy_loss.loss_mode=gspo",
+        "trainer.nnodes=2",
+        "actor_rollout_ref.rollout.tensor_model_parallel_size=4", "actor_rollout_ref.hybrid_engine=False",
+        "trainer.resume_mode=disable", "actor_rollout_ref.actor.optim.betas=[0.8,0.9]", "model_engine=megatron",
+        "actor_rollout_ref.actor.megatron.context_parallel_size=2", "algorithm.norm_adv_by_std_in_grpo=True",
+        "actor_rollout_ref.model.enable_gradient_checkpointing=False", "custom_reward_function.path=a.py",
+    ]  # fmt: skip
+    for other in others:
+        first = VERL.replace("--config-name=ppo_trainer", other)  # what the script sets counts
+        values = _imported(tmp_path, "run.sh", first).values
+        changed = {field for field, (value, _) in based.values.items() if values.get(field, (None,))[0] != value}
+        assert changed == set(), other
+
+
+def test_programs_and_engines_of_verl(tmp_path: Path) -> None:
+    settings = "model_engine=megatron data.train_batch_size=8 actor_rollout_ref.rollout.name=vllm ~trainer.x -m"
+    imported = _imported(tmp_path, "run.sh", f"python3 -m verl.trainer.main_ppo {settings}")
+    assert imported.values["trainer.backend"][0] == "megatron"
+    assert {"~trainer.x", "-m"} == set(imported.unmatched) and "rollout.tensor" in imported.open_points
+    named = settings.replace("model_engine=megatron", "--config-name ppo_megatron_trainer")
+    assert _imported(tmp_path, "run.sh", f"python -m verl.trainer.main_ppo {named}").values.keys() == (
+        imported.values.keys()
+    )
+    other = _imported(tmp_path, "run.sh", f"ray job submit -- python3 -m recipe.prime.main_prime {settings}")
+    assert "recipe.prime.main_prime" in other.open_points and "cluster.placement" not in other.values
+    gspo = f"{settings} actor_rollout_ref.actor.policy_loss.loss_mode=gspo actor_rollout_ref.actor.clip_ratio_c=4"
+    imported = _imported(tmp_path, "run.sh", f"python3 -m verl.trainer.main_ppo {gspo}")
+    assert "algorithm.dual_clip" not in imported.values
+    assert "actor_rollout_ref.actor.clip_ratio_c=4" in imported.needless
+
+
+REFERENCES = """
+defaults: [ppo_trainer, _self_]
+base_dir: /data
+its: 3
+a: {path: "${base_dir}/a", none: null, b: {up: "${..path}", same: "${.up}", more: [1, "${its}"]}}
+data: {train_files: ["${a.path}/t.parquet"], val_files: "${a.b.same}/v.parquet", seed: "${oc.select:its,5}"}
+actor_rollout_ref:
+  actor: {optim: {lr: "${oc.select:not.there, 1e-5}"}, ppo_epochs: "${oc.select:a.none,4}", nothing: "${actor}"}
+  rollout: [1, 2]
+"""
+
+
+def test_references_of_a_yaml_file_are_followed(tmp_path: Path) -> None:
+    imported = _imported(tmp_path, "a.yaml", REFERENCES)
+    values = {name: value for name, (value, _) in imported.values.items()}
+    assert values["data.train"] == ["/data/a/t.parquet"] and values["evaluation.files"] == ["/data/a/v.parquet"]
+    assert (values["seed"], values["trainer.optimizer.lr"]) == (3, 1e-5) and "algorithm.epochs" not in values
+    points = [*imported.open_points, *imported.unmatched]
+    assert {"base_dir=/data", "its=3", "actor_rollout_ref.rollout=[1, 2]", "a.b.more=[1, 3]"} <= set(points)
+    assert "actor_rollout_ref.actor.nothing=${actor}" in points and not any("defaults" in point for point in points)
+    based = _imported(tmp_path, "b.yaml", REFERENCES.replace("ppo_trainer", "mine"))
+    assert "defaults: mine" in based.open_points and "algorithm.dual_clip" not in based.values
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        "--rm-url 'Bearer 0123456789abcdef'", "--note hf_abcdefghijklmnopqrstuvwxyz0123456789",
+        "--note sk-abcdefghijklmnopqrstuvwxyz0123456789", "--hf-checkpoint https://me:abcdef@host/x",
+        "--hf-checkpoint 'https://h/x?X-Amz-Signature=abcdef0123'", "--sglang-x 'token=abcdef'",
+    ],
+)  # fmt: skip
+def test_no_value_with_a_credential_is_taken_over(tmp_path: Path, given: str) -> None:
+    imported = _imported(tmp_path, "run.sh", f"python train.py --prompt-data d {given}")
+    printed = imported.text()
+    assert given.split()[0] in printed and "abcdef" not in printed and "model.path" not in imported.values
 
 
 def test_no_credential_is_printed(tmp_path: Path) -> None:
@@ -450,13 +582,17 @@ def test_no_value_becomes_another_setting(tmp_path: Path, text: str) -> None:
         ("--eps-clip wide", "algorithm.clip_low"),
         ("--num-steps-per-rollout 2 --global-batch-size 8", "--global-batch-size 8"),
         ("--num-epoch 2", "steps"),
+        ("--loss-type custom_loss", "--loss-type custom_loss"),
         ("--use-kl-loss", "--kl-loss-type"),
         ("$EXTRA", "$EXTRA"),
+        ("--eval-prompt-data a /b.jsonl@[0:100]", "--eval-prompt-data a /b.jsonl@[0:100]"),
+        ("--rollout-stop-token-ids 1 2 $MORE", "--rollout-stop-token-ids 1 2 $MORE"),
     ],
 )
 def test_what_has_no_one_meaning_is_left_to_decide(tmp_path: Path, given: str, point: str) -> None:
     base = " --hf-checkpoint m --prompt-data d --rollout-batch-size 4 --n-samples-per-prompt 8"
-    assert point in _imported(tmp_path, "run.sh", f"python train.py {given}{base}").open_points
+    imported = _imported(tmp_path, "run.sh", f"python train.py {given}{base}")
+    assert point in [*imported.open_points, *imported.unmatched]
 
 
 def test_arrays_of_one_line_and_of_other_files(tmp_path: Path) -> None:
