@@ -56,7 +56,7 @@ def start_weight_problems(config: RunConfig) -> Iterator[str]:
             "to-megatron` wrote, or a run's checkpoints/step-N"
         )
     elif weights is not None and is_converted(weights):
-        theirs, ours = (_sizes(directory / "config.json") for directory in (weights / MODEL, config.model.path))
+        theirs, ours = (_description(directory / "config.json") for directory in (weights / MODEL, config.model.path))
         other = [
             f"{key} {theirs[key]} there, {ours[key]} in model.path"
             for key in _SIZES
@@ -66,7 +66,7 @@ def start_weight_problems(config: RunConfig) -> Iterator[str]:
             yield f"model.weights={weights} is of another model ({', '.join(other)}); give the model.path that it is of"
 
 
-def _sizes(file: Path) -> dict[str, Any]:
+def _description(file: Path) -> dict[str, Any]:
     """A model's configuration; empty where it cannot be read, which other checks report."""
     try:
         found = json.loads(file.read_text(encoding="utf-8"))

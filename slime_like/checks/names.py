@@ -1,7 +1,6 @@
 """Names of what is looked up when the run starts: built-in parts, and the user's code with its options."""
 
 import inspect
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from difflib import get_close_matches
 from typing import Any
@@ -20,11 +19,7 @@ from slime_like.sandbox.environments.registry import REGISTERED as ENVIRONMENTS
 from slime_like.sandbox.environments.registry import build_environment
 from slime_like.sandbox.rewards.pool import start_problems
 from slime_like.sandbox.rewards.registry import OF_ROWS, REGISTERED, SERVICES, resolve_reward, try_options
-
-_UNCLEAR = re.compile(r"(?<=//)[^/]*[?#][^/]*@.*")
-"""A password, or a query, with any sign in it."""
-_USER = re.compile(r"(?<=//)[^/]*@")
-_QUERY = re.compile(r"\?.*")
+from slime_like.system.credentials import shown_url
 
 
 def backend_name_problems(config: RunConfig) -> Iterator[str]:
@@ -108,7 +103,7 @@ def _shown(options: Mapping[str, Any]) -> dict[str, Any]:
     """What may be printed of them: headers, and a URL's user and query, may be credentials."""
     hidden: dict[str, Any] = {name: "..." for name in options if name == "headers"}
     if isinstance(url := options.get("url"), str):
-        hidden["url"] = _QUERY.sub("?...", _USER.sub("...@", _UNCLEAR.sub("...", url)))
+        hidden["url"] = shown_url(url)
     return {**options, **hidden}
 
 

@@ -13,6 +13,9 @@ _NAMED_VALUE = re.compile(
     re.IGNORECASE,
 )
 _USER_OF_URL = re.compile(r"(?<=//)[^/\s]*@")
+_UNCLEAR = re.compile(r"(?<=//)[^/]*[?#][^/]*@.*")
+"""A password, or a query, with any sign in it."""
+_QUERY = re.compile(r"\?.*")
 _BY_FORM = re.compile(
     r"(?<![\w-])(?:(?<=Bearer )\S+|(?<=Basic )\S+|hf_\w{16,}|sk-[\w-]{16,}|gh[pousr]_\w{16,}|AKIA[0-9A-Z]{16}"
     r"|(?<=Signature=)[^\s&]+|(?<=sig=)[^\s&]+)"
@@ -22,6 +25,11 @@ _BY_FORM = re.compile(
 def is_credential(name: str) -> bool:
     """Whether what has this name is one, by the words in it; keys of a data file's rows are none."""
     return _NAME.search(name) is not None and _KEY_OF_ROWS.search(name) is None
+
+
+def shown_url(url: str) -> str:
+    """A URL as it may be printed: without its user, and without its query."""
+    return _QUERY.sub("?...", _USER_OF_URL.sub("...@", _UNCLEAR.sub("...", url)))
 
 
 def without_credentials(name: str, value: Any) -> str:
