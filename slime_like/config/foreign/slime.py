@@ -9,7 +9,8 @@ from typing import Any
 from slime_like.config.foreign.given import Given, given_by_words
 from slime_like.config.foreign.imported import Imported
 from slime_like.config.foreign.launch_script import Argument, Launch
-from slime_like.config.foreign.slime_rules import RULES, WITHOUT_VALUE
+from slime_like.config.foreign.slime_engines import ENGINE_RULES
+from slime_like.config.foreign.slime_objective import OBJECTIVE_RULES, WITHOUT_VALUE
 from slime_like.config.foreign.values import number, scalar, text, whole
 from slime_like.system.credentials import is_credential
 
@@ -116,7 +117,7 @@ def read_slime(launch: Launch) -> Imported:
     program = max(place for place, word in enumerate(launch.words) if _PROGRAM.fullmatch(word.text))
     imported, further = Imported("slime"), list[str]()
     given = _given(launch, launch.words[program + 1 :], further)
-    for targets, rule in RULES.items():
+    for targets, rule in {**OBJECTIVE_RULES, **ENGINE_RULES}.items():
         given.apply(imported, targets, rule)
     given.take_direct(imported, _DIRECT)
     given.take_switches(imported, _SWITCHES)

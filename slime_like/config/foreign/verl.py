@@ -1,8 +1,6 @@
 """Settings of verl's PPO trainer: its YAML, or overrides in a launch script (``data.train_batch_size=...``)."""
 
-import re
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from functools import partial
 from types import MappingProxyType
 from typing import Any
@@ -12,16 +10,11 @@ from slime_like.config.foreign.imported import Imported
 from slime_like.config.foreign.interpolation import interpolated
 from slime_like.config.foreign.launch_script import Argument, Launch
 from slime_like.config.foreign.values import flag, number, text, texts, whole
+from slime_like.config.foreign.verl_command import MEGATRON, OWN_BASES, read_command
 from slime_like.config.foreign.verl_engines import ENGINE_RULES, ROLLOUT
 from slime_like.config.foreign.verl_objective import ACTOR, OBJECTIVE_RULES
 from slime_like.system.credentials import without_credentials
 
-_OVERRIDE = re.compile(r"\+*([A-Za-z_][\w/@:]*(?:\.\w+)*)=(.*)", re.DOTALL)
-_DOTTED = re.compile(r"\+*[a-z_]+\.[\w.]+=")
-_PROGRAM = re.compile(r"(?:.*[./])?main_(?:ppo|dapo)(?:\.py)?")
-_BASE = re.compile(r"(--(?:config-name|config-path|config-dir)|-cn|-cp|-cd)(?:=(.*))?")
-_MEGATRON = "ppo_megatron_trainer"
-_OWN_BASES = ("ppo_trainer", _MEGATRON, "_self_")
 _DIRECT = MappingProxyType(
     {
         "actor_rollout_ref.model.path": ("model.path", text),
@@ -117,52 +110,22 @@ def starts_verl(words: Sequence[Argument]) -> bool:
 
 def read_verl_script(launch: Launch) -> Imported:
     """Take over the overrides that have one meaning here."""
-    imported, found, further, bases = Imported("verl"), list[tuple[str, Argument]](), list[str](), list[str]()
-    before, words = _split_at_program(launch.words)
-    if before and not _PROGRAM.fullmatch(before[-1].text):
-        bases.append(before[-1].text)
-    rest = iter(words)
-    for word in rest:
-        if match := _OVERRIDE.fullmatch(word.text):
-            found.append((match[1], replace(word, text=match[2])))
-        elif (option := _BASE.fullmatch(word.text)) is not None:
-            bases.append(word.text if option[2] is not None else f"{word.text} {next(rest, word).text}")
-        elif word.known:
-            imported.unmatched.append(without_credentials("", word.text))
-        else:
-            further.append(word.text)
-    defaults = dict(_DEFAULTS)
-    for own in filter(_is_own, bases):
-        imported.needless[own] = "verl's own"
-        defaults |= {f"{ACTOR}.strategy": "megatron"} if _MEGATRON in own else {}
-    others = ", ".join(base for base in bases if not _is_own(base))
-    given = given_by_words(found, defaults, further=(*launch.absent, *further), is_based=others != "")
-    _read(given, imported, others)
-    imported.list_arguments(launch, further)
+    imported, command = Imported("verl"), read_command(launch.words)
+    imported.unmatched += [without_credentials("", word) for word in command.others]
+    imported.needless |= dict.fromkeys(command.own_bases, "verl's own")
+    is_megatron = any(MEGATRON in base for base in command.own_bases)
+    defaults = {**_DEFAULTS, **({f"{ACTOR}.strategy": "megatron"} if is_megatron else {})}
+    further, base = (*launch.absent, *command.further), ", ".join(command.bases)
+    given = given_by_words(command.overrides, defaults, further=further, is_based=base != "")
+    _read(given, imported, base)
+    imported.list_arguments(launch, command.further)
     return imported
-
-
-def _split_at_program(words: Sequence[Argument]) -> tuple[Sequence[Argument], Sequence[Argument]]:
-    """The words up to the program, verl's or another one, and its arguments."""
-    first = next(place for place, word in enumerate(words) if _DOTTED.match(word.text))
-    known = [place for place in range(first) if _PROGRAM.fullmatch(words[place].text)]
-    others = [place for place in range(first) if not re.match(r"-|\+*[\w@/:]+=", words[place].text)]
-    end = (known or others or [-1])[-1] + 1
-    return words[:end], words[end:]
-
-
-def _is_own(base: str) -> bool:
-    """Whether it is a configuration that verl has for its trainer."""
-    option, _, name = base.replace(" ", "=", 1).partition("=")
-    if option in ("--config-path", "-cp"):  # beside verl's program
-        return name.strip("./") == "config"
-    return option in ("--config-name", "-cn") and name.removesuffix(".yaml") in _OWN_BASES
 
 
 def read_verl_yaml(data: Mapping[str, Any]) -> Imported:
     """Take over what has one meaning here; of interpolations those that name another setting of the file."""
     listed = data.get("defaults") or []
-    others = [each for each in (listed if isinstance(listed, list) else [listed]) if each not in _OWN_BASES]
+    others = [each for each in (listed if isinstance(listed, list) else [listed]) if each not in OWN_BASES]
     values = {name: value for name, value in interpolated(data).items() if name.partition(".")[0] != "defaults"}
     unknown = frozenset(name for name, value in values.items() if "${" in str(value))
     base = "defaults: " + ", ".join(map(str, others)) if others else ""
