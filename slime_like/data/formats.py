@@ -7,7 +7,6 @@ r"""Rows of published data sets, as their files have them: where prompt and answ
 - ``openr1`` (open-r1/OpenR1-Math-220k): ``problem``, ``answer``.
 """
 
-import re
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from itertools import islice
@@ -17,11 +16,7 @@ from typing import Any
 from slime_like.config import DataConfig
 from slime_like.data.rows import BadRows, Row, read_rows
 from slime_like.errors import DataError
-
-_BOX = re.compile(r"\\boxed(?![A-Za-z])\s*")
-_FRAME = re.compile(r"\\fbox(?![A-Za-z])\s*")
-_END = re.compile(r"[$\n]|\\[])]")
-"""Of a formula or line."""
+from slime_like.system.latex import boxed
 
 
 def in_format(row: Row, config: DataConfig) -> Row:
@@ -80,25 +75,6 @@ def _is_of(row: Row, name: str) -> bool:
     except DataError:
         return False
     return True
-
-
-def boxed(text: str) -> str | None:
-    r"""Content of the last ``\boxed{}``, with its own braces, else of the last ``\fbox{}``.
-
-    Without braces (``$\boxed 9$``) it ends with the formula or line. ``None`` without a box that is closed.
-    """
-    boxes = list(_BOX.finditer(text)) or list(_FRAME.finditer(text))
-    if not boxes:
-        return None
-    begin = boxes[-1].end()
-    if not text.startswith("{", begin):
-        return _END.split(text[begin:], maxsplit=1)[0].strip().removesuffix(".") or None
-    depth = 0
-    for place in range(begin, len(text)):
-        depth += {"{": 1, "}": -1}.get(text[place], 0)
-        if depth == 0:
-            return text[begin + 1 : place].strip()
-    return None
 
 
 def _gsm8k(row: Row) -> tuple[Any, Any]:

@@ -10,8 +10,8 @@ _MARKER = "####"
 _NUMBER = re.compile(r"[-+]?\$?(?:[0-9]{1,3}(?:,[0-9]{3})+|[0-9]{1,100})(?:\.[0-9]{1,100})?")
 _LETTERS = "ABCDEFGHIJ"
 _LETTER = rf"\**\(?([{_LETTERS}])\)?\**"
-_BOXED_LETTER = re.compile(rf"\\boxed\{{\s*(?:\\text\{{)?\s*{_LETTER}[.\s]*\}}")
-_NAMED_LETTER = re.compile(rf"(?i:answer|choice|option)\**(?i:\s+is)?\s*:?\s*\**\s*{_LETTER}(?![\w'])")
+_BOXED_LETTER = re.compile(rf"\\boxed\{{\s*(?:\\text\{{)?\s*{_LETTER}(?:[.\s]*|(?:[.:]|(?<=\)))[^{{}}]*)\}}")
+_NAMED_LETTER = re.compile(rf"(?i:answer|choice|option)\**(?i:\s+is)?\s*:?\s*\**\s*{_LETTER}(?![\w'])(?!(?<=I)\s[a-z])")
 _BARE_LETTER = re.compile(rf"{_LETTER}(?:[).:](?:\s.*)?)?")
 _TRUE_LETTER = re.compile(rf"\(?([{_LETTERS}])\)?\.?", re.IGNORECASE)
 

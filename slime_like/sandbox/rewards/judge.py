@@ -40,7 +40,7 @@ def judge(
     url: str,
     model: str,
     instructions: str | None = None,
-    pattern: str = r"(?i)score:\s*\**(\d+(?:\.\d+)?)",
+    pattern: str = r"(?i)score:[\s*]*(\d+(?:\.\d+)?)",
     best: float = 10.0,
     success_from: float = 0.5,
     max_tokens: int = 512,
@@ -55,7 +55,8 @@ def judge(
     Args:
         url: of the API, e.g. ``http://127.0.0.1:8000/v1``; ``/chat/completions`` is appended.
         model: its name there.
-        instructions: replaces the built-in user message; may contain ``{prompt}``, ``{response}`` and ``{answer}``.
+        instructions: replaces the built-in user message; contains ``{response}``, and may contain ``{prompt}`` and
+            ``{answer}``.
         pattern: a regular expression; the first group of its last match is the score.
         best: the score that becomes 1.
         success_from: the lowest reward that is a success.
@@ -68,7 +69,15 @@ def judge(
         OSError: no such host, or another status that is not 2xx.
         ValueError: the answer is no completion, or has no score; options of another kind.
     """
-    check_judge(url=url, model=model, pattern=pattern, best=best, timeout_s=timeout_s, headers_from=headers_from)
+    check_judge(
+        url=url,
+        model=model,
+        instructions=instructions,
+        pattern=pattern,
+        best=best,
+        timeout_s=timeout_s,
+        headers_from=headers_from,
+    )
     message = _filled(instructions or _INSTRUCTIONS, {"prompt": prompt, "response": response, "answer": answer})
     body = {
         "model": model,
@@ -89,6 +98,7 @@ def check_judge(
     *,
     url: str,
     model: str,
+    instructions: str | None = None,
     pattern: str = "()",
     best: float = 10.0,
     timeout_s: float = 30.0,
@@ -99,6 +109,8 @@ def check_judge(
     check_service(url, timeout_s, headers_from=headers_from)
     if not isinstance(model, str) or not model:
         raise ValueError(f"model={model!r} must be the name of a model")
+    if instructions is not None and "{response}" not in instructions:
+        raise ValueError("instructions do not contain {response}: each response would get the same score")
     if re.compile(pattern).groups != 1:
         raise ValueError(f"pattern={pattern!r} must have one group, the score")
     if isinstance(best, bool) or not isinstance(best, int | float) or not best > 0:

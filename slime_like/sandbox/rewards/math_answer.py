@@ -12,6 +12,7 @@ from itertools import accumulate
 from typing import Any
 
 from slime_like.interfaces.reward import RewardResult
+from slime_like.system.latex import boxed
 
 # Both functions warn that their alarm is off; here the pool bounds the time.
 logging.getLogger("math_verify").setLevel(logging.ERROR)
@@ -22,11 +23,15 @@ _MAX_ANSWER_CHARS = 1024
 _SCIENTIFIC = re.compile(r"(?<![\w.])[-+]?\d+(?:\.\d+)?[eE][-+]?\d{1,3}(?!\w)")
 _WORDS = re.compile(r"[^\W\d_]+(?: [^\W\d_]+)*")
 _INTEGER = re.compile(r"-?[0-9]{1,18}")
-_NUMBER = re.compile(r"-?[\d,]*\.?\d+%?")
+_NUMBER = re.compile(r"-?(?:\d{1,3}(?:,\d{3})+|\d*)(?:\.\d+)?%?(?<=[\d%])")
 # A dollar sign of LaTeX, one before a number, and a negative space: none is part of a number's value.
 _MONEY = re.compile(r"(?<!\\)\\[$!]|^\$(?=[\d.,]+$)")
 # Markdown's bold: `**` with an operand on both sides is a power.
 _BOLD = re.compile(r"(?<![\w)}])\*\*(?=\S)|(?<=\S)\*\*(?![\w({-])")
+# What else may stand around a number alone: a tag, quotes, brackets, a sign of a list or heading, a name's colon.
+_TAG = re.compile(r"</?[A-Za-z][\w-]{0,30}>")
+_WRAPPED = re.compile(r"""(?:(?<=[\s:])|^)["'`(\[{*#~]+(-?\d[\d,]*(?:\.\d+)?%?)["'`)\]}*]*(?=[\s.,;:!?]|$)""")
+_AFTER_COLON = re.compile(r"(?<=[A-Za-z]):(?=-?[\d.])")
 _BOXED_WORDS = re.compile(r"\\boxed\{(?:\\text\{)?([^{}]*)\}")
 # A sum, a difference or a product, but no sign at the front and no power of ten (1.5 \times 10^3).
 _ARITHMETIC = re.compile(r"(?<=[\w)}])\s*[+\-\u2212]|(?:\*(?!\*)|\u00d7|\\cdot|\\times)(?!\s*10\s*(?:\^|\*\*))")
@@ -44,7 +49,8 @@ def math_verify(
     r"""1 where the response's final answer equals ``answer``, else 0.
 
     Numbers, fractions, expressions, sets and intervals are compared by value, in plain text or LaTeX; an answer of
-    words alone is compared as text. The final answer is the last ``\boxed{}``, else the last mathematical expression.
+    words alone is compared as text. The final answer is the last ``\boxed{}``, or several beside each other; without a
+    box the last mathematical expression.
 
     Args:
         max_chars: characters parsed, from the response's end; the metadata reports a cut.
@@ -54,8 +60,9 @@ def math_verify(
     Raises:
         ValueError: the ground truth itself cannot be parsed.
     """
-    tail = _tail(response, max_chars)
-    metadata: dict[str, Any] = {"cut_chars": len(response) - len(tail)} if len(tail) < len(response) else {}
+    ended = response.rstrip()
+    tail = _tail(ended, max_chars)
+    metadata: dict[str, Any] = {"cut_chars": len(ended) - len(tail)} if len(tail) < len(ended) else {}
     reason = _why_wrong(_without_money(tail), _without_money(answer), require_boxed, allow_arithmetic)
     if reason is not None:
         metadata["reason"] = reason
@@ -63,7 +70,8 @@ def math_verify(
 
 
 def _why_wrong(response: str, answer: str, require_boxed: bool, allow_arithmetic: bool) -> str | None:
-    if require_boxed and "\\boxed{" not in response:
+    box = boxed(response)
+    if require_boxed and (box is None or "\\boxed" not in response):
         return "not boxed"
     if _depth(response) > _MAX_DEPTH:
         return "nested too deeply"
@@ -74,12 +82,19 @@ def _why_wrong(response: str, answer: str, require_boxed: bool, allow_arithmetic
         return None if int(answer) == int(bare) else "wrong"
     from math_verify import parse, verify  # and sympy with it: the driver looks at the options only, and judges nothing
 
-    parsed = parse(_plain_decimals(_BOLD.sub("", response)), parsing_timeout=None)
-    if not parsed:
-        return "no answer found"
-    if not allow_arithmetic and _NUMBER.fullmatch(answer) and _ARITHMETIC.search(str(parsed[-1])):
-        return "arithmetic left undone"
-    return None if verify(_ground_truth(answer), parsed, timeout_seconds=None) else "wrong"
+    reason: str | None = "no answer found"
+    # First all boxes that stand beside each other, as a set has them; then the last alone.
+    for text in (_spelt_out(response), *([] if box is None else [f"\\boxed{{{_plain_decimals(box)}}}"])):
+        parsed = parse(text, parsing_timeout=None)
+        if parsed:
+            is_number = not allow_arithmetic and _NUMBER.fullmatch(answer)
+            if is_number and _ARITHMETIC.search(str(parsed[-1])):
+                reason = "arithmetic left undone"
+            elif verify(_ground_truth(answer), parsed, timeout_seconds=None):
+                return None
+            else:
+                reason = "wrong"
+    return reason
 
 
 @lru_cache(maxsize=4096)
@@ -115,6 +130,12 @@ def _depth(text: str) -> int:
 
 def _without_money(text: str) -> str:
     return _MONEY.sub("", text.strip()).strip()
+
+
+def _spelt_out(response: str) -> str:
+    """Without what keeps math-verify from a number: markup, signs around it, a minus sign that is no hyphen."""
+    plain = _TAG.sub(" ", _BOLD.sub("", response.replace("\u2212", "-")))
+    return _plain_decimals(_AFTER_COLON.sub(": ", _WRAPPED.sub(r" \1 ", plain)))
 
 
 def _plain_decimals(text: str) -> str:

@@ -1,0 +1,27 @@
+"""Answers in LaTeX."""
+
+import re
+
+_BOX = re.compile(r"\\boxed(?![A-Za-z])\s*")
+_FRAME = re.compile(r"\\fbox(?![A-Za-z])\s*")
+_END = re.compile(r"[$\n]|\\[])]")
+"""Of a formula or line."""
+
+
+def boxed(text: str) -> str | None:
+    r"""Content of the last ``\boxed{}``, with its own braces, else of the last ``\fbox{}``.
+
+    Without braces (``$\boxed 9$``) it ends with the formula or line. ``None`` without a box that is closed.
+    """
+    boxes = list(_BOX.finditer(text)) or list(_FRAME.finditer(text))
+    if not boxes:
+        return None
+    begin = boxes[-1].end()
+    if not text.startswith("{", begin):
+        return _END.split(text[begin:], maxsplit=1)[0].strip().removesuffix(".") or None
+    depth = 0
+    for place in range(begin, len(text)):
+        depth += {"{": 1, "}": -1}.get(text[place], 0)
+        if depth == 0:
+            return text[begin + 1 : place].strip()
+    return None
