@@ -51,6 +51,7 @@ CHECKS: Sequence[Check] = (
     Check("model.weights-backend", {"files", "trainer"}, earlier_run.weight_backend_problems),
     Check("model.converted", {"files"}, earlier_run.converted_problems),
     Check("rollout.agent-server", {"files", "engine"}, agent.server_problems),
+    Check("rollout.engine-installed", {"files", "engine"}, names.engine_installation_problems),
     Check("custom.code", {"files", "engine"}, names.custom_code_problems),
     Check("trainer.attention", {"files", "trainer"}, packages.attention_problems),
     Check("trainer.cpu-kernels", {"files", "run"}, packages.compiler_problems),

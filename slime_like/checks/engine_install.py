@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -89,6 +90,11 @@ def interpreter_problems(path: Path, engine: str) -> list[str]:
         wanted = " or ".join(TESTED[engine].distributions)
         return [f"{field} has no {wanted}, which rollout.engine={engine} needs; install it there"]
     return []
+
+
+def is_installed(engine: str) -> bool:
+    """Whether this environment has the package of a known engine; one of somebody else is taken to be there."""
+    return engine not in TESTED or _installed(engine, _packages(None)) is not None or find_spec(engine) is not None
 
 
 def version_warning(path: Path | None, engine: str) -> str | None:

@@ -5,7 +5,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from difflib import get_close_matches
 from typing import Any
 
-from slime_like.checks.engine_install import interpreter_problems
+from slime_like.checks.engine_install import interpreter_problems, is_installed
 from slime_like.checks.rows import answered_samples, first_task
 from slime_like.config.algorithm import ADVANTAGES, CORRECTIONS, KL_ESTIMATORS, LOSSES
 from slime_like.config.reading.problems import meant_value
@@ -44,6 +44,16 @@ def interpreter_name_problems(config: RunConfig) -> list[str]:
     return [] if path is None else interpreter_problems(path, config.rollout.engine)
 
 
+def engine_installation_problems(config: RunConfig) -> Iterator[str]:
+    """This environment has a known engine's package."""
+    engine = config.rollout.engine
+    if config.rollout.python is None and not is_installed(engine):
+        yield (
+            f"rollout.engine={engine} is not installed here; install this distribution with the extra [{engine}], or "
+            "set rollout.python to a Python that has it"
+        )
+
+
 def loss_name_problems(config: RunConfig) -> Iterator[str]:
     return _unknown_or_not_importable("algorithm.loss", config.algorithm.loss, [*LOSSES])
 
@@ -63,6 +73,8 @@ def correction_name_problems(config: RunConfig) -> Iterator[str]:
 
 def reward_problems(config: RunConfig) -> Iterator[str]:
     """Registered functions are found and their options tried; the source of a custom one is looked through."""
+    if config.reward.functions and not any(function.weight for function in config.reward.functions):
+        yield "reward.functions: every weight is 0, so that each reward is 0; give a function a weight"
     names = [function.name for function in config.reward.functions]
     labels = [function.label for function in config.reward.functions]
     if config.rollout.agent.is_set and "functions" not in config.reward.model_fields_set:

@@ -24,11 +24,16 @@ class OwnAnswer:
     @property
     def has_failed(self) -> bool:
         """Whether there is no result."""
-        return "reason" in self.outcome.metadata
+        return has_failed(self.outcome)
 
     def with_response(self, answer: str) -> RewardItem:
         """The row with another answer as the response, in the same form."""
         return replace(self.item, response=answer.join(self.form))
+
+
+def has_failed(outcome: RewardOutcome) -> bool:
+    """Whether scoring gave no result."""
+    return "reason" in outcome.metadata
 
 
 def score_own_answers(pool: RewardPool, items: Sequence[RewardItem]) -> list[OwnAnswer]:

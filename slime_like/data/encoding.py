@@ -153,6 +153,9 @@ class RowEncoder:
             raise row.fault("bad-prompt", problem)
         for unlikely in filter(None, (role_problem(message["role"]) for message in messages)):
             raise row.fault("bad-prompt", f"{key!r}: {unlikely}")
+        if messages[-1]["role"] == "assistant":
+            problem = f"{key!r} ends with the assistant's message, behind which a second one would begin"
+            raise row.fault("bad-prompt", problem, "remove that message, or set data.messages_key for demonstrations")
         if not self._config.apply_chat_template:
             remedy = "set data.apply_chat_template: true, or give text"
             raise row.fault("template-needed", f"{key!r} is a list of messages", remedy)

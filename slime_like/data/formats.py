@@ -94,7 +94,10 @@ def _math(row: Row) -> tuple[Any, Any]:
 
 
 def _dapo(row: Row) -> tuple[Any, Any]:
-    return _value(row, "prompt"), _value(row, "reward_model.ground_truth")
+    answer = _value(row, "reward_model.ground_truth")
+    if _is_blank(answer):
+        raise row.fault("not-in-format", "`reward_model.ground_truth` is empty", "give the answer, or remove the row")
+    return _value(row, "prompt"), answer
 
 
 def _openr1(row: Row) -> tuple[Any, Any]:

@@ -122,7 +122,8 @@ def data_files(path: Path) -> list[Path]:
     """
     is_pattern = any(sign in path.name for sign in "*?[") and not path.exists()
     if is_pattern:
-        found = sorted(path.parent.glob(path.name))
+        matches = sorted(path.parent.glob(path.name))
+        found = [file for match in matches for file in (data_files(match) if match.is_dir() else [match])]
     elif not path.is_dir():
         return [path]
     elif (path / "dataset_dict.json").is_file():

@@ -13,9 +13,9 @@ from slime_like.config.reading.load import load_config
 from slime_like.examples.tiny_model import CHAT_TEMPLATE, byte_tokenizer, make_tiny_model
 from slime_like.sandbox.rewards.pool import RewardItem
 from slime_like.verification.rehearsal import rehearsal
-from slime_like.verification.rehearsal.answers import asked_answers
 from slime_like.verification.rehearsal.finding import Finding
 from slime_like.verification.rehearsal.rehearsal import rehearse
+from slime_like.verification.rehearsal.rows import asked_answers
 from slime_like.verification.rehearsal.small_recipe import RANKS, small_recipe
 from tests.conftest import Tiny
 
@@ -157,6 +157,63 @@ def test_what_is_right_in_form_and_no_task_is_noted(recipe: Recipe, monkeypatch:
 
 
 ASKED = "How many clips did Natalia sell altogether in April and May, 48 and 24?"
+
+
+RANDOM = """
+import random
+
+def judge(prompt, response, answer):
+    return random.random()
+"""
+HELD = "def judge(prompt, response, answer):\n    return float(response in answer)\n"
+LONG = "She sold 48 clips in April and half as many in May, 72 in all. "
+
+
+def _same_prompts(recipe: Recipe) -> None:
+    recipe.write(recipe.train, [{"prompt": "Add.", "answer": str(a)} for a in range(12)])
+
+
+def _conflicts(recipe: Recipe) -> None:
+    recipe.write(recipe.train, [{"prompt": f"{a % 4}+1=", "answer": str(a)} for a in range(12)])
+
+
+def _scored_by(code: str) -> Callable[[Recipe], None]:
+    def put(recipe: Recipe) -> None:
+        recipe.custom(code)
+        recipe.flags += ["--reward.functions", json.dumps([{"name": f"{recipe.directory}/mine.py:judge"}])]
+
+    return put
+
+
+def _answered_by(text: str, *flags: str) -> Callable[[Recipe], None]:
+    def put(recipe: Recipe) -> None:
+        recipe.write(recipe.train, [{"prompt": f"{a}+1=", "answer": text + str(a + 1)} for a in range(12)])
+        recipe.flags += flags
+
+    return put
+
+
+@pytest.mark.parametrize(
+    ("put", "kind", "stage", "words"),
+    [
+        (_same_prompts, "note", "prompts", "all 12 prompts are 'Add.'"),
+        (_conflicts, "note", "prompts", "4 prompts stand in several rows, with different answers"),
+        (_conflicts, "note", "prompts", "12 rows have 4 different prompts"),
+        (_scored_by(RANDOM), "FOUND", "rewards", "got another reward when scored a second time"),
+        (_scored_by(HELD), "note", "rewards", "an empty response gets no lower reward"),
+        (_answered_by(f"{LONG}#### "), "FOUND", "answers", "12 of 12 answers of the data are whole solutions"),
+        (_answered_by("So the result is "), "note", "answers", "12 of 12 answers of the data are sentences"),
+        (_answered_by("1000", "--rollout.max_new_tokens", "1"), "note", "answers", "max_new_tokens=1; raise it"),
+    ],
+)
+def test_rows_and_rewards_that_teach_nothing_are_told(
+    put: Callable[[Recipe], None], kind: str, stage: str, words: str, recipe: Recipe, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rehearsal, "SmallRun", lambda *_: NoRun())
+    put(recipe)
+    (recipe.directory / "out").mkdir()
+    findings = list(rehearse(recipe.config, recipe.directory / "out"))
+    assert any((each.kind, each.stage) == (kind, stage) and words in each.text for each in findings)
 
 
 @pytest.mark.parametrize(

@@ -1,26 +1,26 @@
-"""The rows' answers, tried as responses and looked at beside their prompts."""
+"""The rows' answers, tried as responses."""
 
-from collections import Counter
+import time
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from itertools import islice
-from typing import Literal
 
-from slime_like.checks.own_answers import OwnAnswer, score_own_answers
+from slime_like.checks.own_answers import OwnAnswer, has_failed, score_own_answers
 from slime_like.checks.rows import answered_samples, samples_of
-from slime_like.config import DataConfig, RunConfig
+from slime_like.config import RunConfig
 from slime_like.config.rollout import RewardFunction
 from slime_like.errors import SlimeLikeError
 from slime_like.orchestration.rollout.failures import failure_text
-from slime_like.sandbox.rewards.pool import RewardItem, RewardPool
+from slime_like.sandbox.rewards.pool import RewardItem, RewardOutcome, RewardPool
 from slime_like.sandbox.rewards.registry import REGISTERED, SERVICES, accepts_answers
 from slime_like.system.words import counted
 from slime_like.verification.rehearsal.finding import Finding, listed
+from slime_like.verification.rehearsal.rows import SHOWN_CHARS, sources_of
 
 _ANSWERS = 32
 _ANSWERS_OF_SOURCE = 16
-_SHOWN_CHARS = 60
-_LONG_CHARS = 40
-"""An answer that a prompt holds by chance, as a choice or a name, is shorter."""
+_SLOW_STEP_S = 60.0
+"""Of scoring, in a step."""
 
 
 def answer_findings(config: RunConfig) -> Iterator[Finding]:
@@ -29,37 +29,79 @@ def answer_findings(config: RunConfig) -> Iterator[Finding]:
     if SERVICES & set(names) or all(function.is_given for function in config.reward.functions):
         yield Finding("note", "rewards", "services, environments and agents are tried in the small run alone")
         return
-    yield from _alike(config)
     samples = _first_samples(config)
     try:
         with RewardPool(config.reward) as pool:
-            answers = score_own_answers(pool, [sample for of_source in samples.values() for sample in of_source])
+            pool.start()
+            answers = score_own_answers(pool, [sample for _, of_source in samples for sample in of_source])
+            begun = time.monotonic()
+            again = pool.score([own.with_response(own.item.answer) for own in answers])
+            seconds = time.monotonic() - begun
             of_strangers = pool.score(list(_with_another_answer(answers)))
+            of_silence = pool.score([replace(own.item, response="") for own in answers])
     except SlimeLikeError as error:
         yield Finding("FOUND", "rewards", listed(error))
         return
-    failed = [own.outcome.metadata for own in answers if own.has_failed]
+    tried = [*(own.outcome for own in answers), *again]
+    failed = [outcome.metadata for outcome in tried if has_failed(outcome)]
     if failed:
-        yield Finding("FOUND", "rewards", f"scoring failed for {len(failed)} own answers ({failure_text(failed)})")
+        text = f"scoring failed for {len(failed)} of {counted(len(tried), 'own answer')}"
+        yield Finding("FOUND", "rewards", f"{text} ({failure_text(failed)})")
     left = iter(answers)
-    for source, of_source in samples.items():
+    for source, of_source in samples:
         yield _successes(config.reward.functions[0], list(islice(left, len(of_source))), source)
-    is_any_right = any(own.is_success for own in answers)
-    if is_any_right and [own.outcome.rewards for own in answers] == [outcome.rewards for outcome in of_strangers]:
+    yield from _inconstant(answers, again)
+    if any(own.is_success for own in answers) and not _takes_no_answer(config.reward.functions[0]):
+        yield from _independent(config, answers, of_strangers, of_silence)
+    yield from _slow(config, seconds / max(1, len(answers)))
+
+
+def _inconstant(answers: Sequence[OwnAnswer], again: Sequence[RewardOutcome]) -> Iterator[Finding]:
+    pairs = [(own.outcome, other) for own, other in zip(answers, again, strict=True)]
+    sound = [(first, second) for first, second in pairs if not (has_failed(first) or has_failed(second))]
+    if changed := sum(first.rewards != second.rewards for first, second in sound):
+        text = f"{changed} of {counted(len(sound), 'response')} got another reward when scored a second time"
+        yield Finding("FOUND", "rewards", f"{text}; let it depend on prompt, response and answer alone")
+
+
+def _independent(
+    config: RunConfig,
+    answers: Sequence[OwnAnswer],
+    of_strangers: Sequence[RewardOutcome],
+    of_silence: Sequence[RewardOutcome],
+) -> Iterator[Finding]:
+    """Rewards that another answer, or none, earns too."""
+    weights = [function.weight for function in config.reward.computed]
+    own = [_total(each.outcome, weights) for each in answers]
+    meant = "is that meant? Look at the function, and at data.answer_key"
+    if own == [_total(each, weights) for each in of_strangers]:
         text = f"another row's answer gets the same reward as a row's own, in each of {len(answers)} rows"
-        yield Finding("note", "rewards", f"{text}: no reward depends on the answer")
+        yield Finding("note", "rewards", f"{text}: no reward depends on the answer; {meant}")
+    if all(silent >= said for silent, said in zip((_total(each, weights) for each in of_silence), own, strict=True)):
+        text = f"an empty response gets no lower reward than a row's own answer, in each of {len(answers)} rows"
+        yield Finding("note", "rewards", f"{text}; {meant}")
 
 
-def _first_samples(config: RunConfig) -> dict[str, list[RewardItem]]:
+def _total(outcome: RewardOutcome, weights: Sequence[float]) -> float:
+    return sum(weight * reward for weight, reward in zip(weights, outcome.rewards, strict=True))
+
+
+def _slow(config: RunConfig, seconds: float) -> Iterator[Finding]:
+    responses = config.rollout.prompts_per_step * config.rollout.samples_per_prompt
+    if (step := seconds * responses) > _SLOW_STEP_S:
+        text = f"scoring takes {seconds:.2g} s a response with {counted(config.reward.workers, 'worker')}"
+        yield Finding("note", "rewards", f"{text}: {step:.0f} s for a step's {responses}; raise reward.workers")
+
+
+def _first_samples(config: RunConfig) -> list[tuple[str, list[RewardItem]]]:
     """By source of the mixture: one may be right where another's key or format is wrong."""
     if not config.data.mixture:
-        return {"the data": list(islice(answered_samples(config), _ANSWERS))}
-    return {source: list(islice(samples_of(part), _ANSWERS_OF_SOURCE)) for source, part in _sources(config).items()}
+        return [("the data", list(islice(answered_samples(config), _ANSWERS)))]
+    return [(source, list(islice(samples_of(part), _ANSWERS_OF_SOURCE))) for source, part in sources_of(config)]
 
 
-def _sources(config: RunConfig) -> dict[str, DataConfig]:
-    names = [f"source {source.name}" for source in config.data.mixture] or ["the data"]
-    return dict(zip(names, config.data.parts, strict=True))
+def _takes_no_answer(function: RewardFunction) -> bool:
+    return function.name in REGISTERED and not accepts_answers(function)
 
 
 def _successes(function: RewardFunction, answers: Sequence[OwnAnswer], source: str) -> Finding:
@@ -67,12 +109,12 @@ def _successes(function: RewardFunction, answers: Sequence[OwnAnswer], source: s
     wrong = [own.item.answer for own in answers if not own.is_success]
     right = len(answers) - len(wrong)
     text = f"{right} of {counted(len(answers), 'own answer')} of {source} are successes of {function.name}"
-    if function.name in REGISTERED and not accepts_answers(function):
+    if _takes_no_answer(function):
         scored = f"{counted(len(answers), 'row')} of {source} scored; {function.name} takes no bare answer"
         return Finding("ok", "rewards", scored)
     if not wrong:
         return Finding("ok", "rewards", text)
-    example = f"e.g. {wrong[0][:_SHOWN_CHARS]!r}"
+    example = f"e.g. {wrong[0][:SHOWN_CHARS]!r}"
     if right:
         return Finding("note", "rewards", f"{text}; the others are not, {example}")
     if accepts_answers(function):
@@ -87,36 +129,3 @@ def _with_another_answer(answers: Sequence[OwnAnswer]) -> Iterator[RewardItem]:
     for own in answers:
         others = (each.item.answer for each in answers if each.item.answer.strip() != own.item.answer.strip())
         yield from map(own.with_response, islice(others, 1))
-
-
-def _alike(config: RunConfig) -> Iterator[Finding]:
-    """Rows that are right in form, and still no task or no measure: empty or equal answers, answers that are asked,
-    trained held-out rows."""
-    rows: list[RewardItem] = []
-    for source, part in _sources(config).items():
-        of_source = list(samples_of(part))
-        yield from asked_answers(of_source, source)
-        rows += of_source
-    answers = Counter(sample.answer.strip() for sample in rows)
-    if empty := answers.pop("", 0):
-        yield Finding("note", "answers", f"{counted(empty, 'row')} of {empty + answers.total()} have an empty answer")
-    if len(answers) == 1 and answers.total() > 1:
-        yield Finding("note", "answers", f"all {answers.total()} answers are {next(iter(answers))!r:.60}")
-    prompts = {sample.prompt for sample in rows}
-    if known := sum(sample.prompt in prompts for sample in islice(answered_samples(config), len(rows), None)):
-        yield Finding("note", "held-out rows", f"{counted(known, 'prompt')} of them stand in the training data too")
-
-
-def asked_answers(rows: Sequence[RewardItem], source: str) -> Iterator[Finding]:
-    """Answers that their prompts hold: with a wrong key, each answer is right by itself."""
-    texts = [(row.answer.strip(), row.prompt.strip()) for row in rows]
-    equal = [answer for answer, prompt in texts if answer and answer == prompt]
-    held = [answer for answer, prompt in texts if len(answer) >= _LONG_CHARS and answer in prompt and answer != prompt]
-    share = f"of {counted(len(rows), 'answer')} of {source}"
-    if equal:
-        text = f"{len(equal)} {share} equal their prompt, e.g. {equal[0][:_SHOWN_CHARS]!r}"
-        kind: Literal["FOUND", "note"] = "FOUND" if len(equal) == len(rows) else "note"
-        yield Finding(kind, "answers", f"{text}; set data.answer_key or data.format")
-    if held:
-        text = f"{len(held)} {share} stand in their prompt word by word, e.g. {held[0][:_SHOWN_CHARS]!r}"
-        yield Finding("note", "answers", f"{text}: is data.answer_key right?")

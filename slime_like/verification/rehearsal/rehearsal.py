@@ -26,12 +26,15 @@ from slime_like.orchestration.rollout.requests import stop_tokens
 from slime_like.system.words import counted
 from slime_like.verification.rehearsal.answers import answer_findings
 from slime_like.verification.rehearsal.finding import Finding, listed
+from slime_like.verification.rehearsal.rows import row_findings
 from slime_like.verification.rehearsal.small_recipe import changes, layers_of, small_recipe
 from slime_like.verification.rehearsal.small_run import SmallRun
 
 STEPS = 3
 _DROPPED = 0.05
 """Share of prompts over the limit above which the limit, or the data, is taken for a mistake."""
+_LEAST_KNOWN = 0.5
+"""Share of a model's vocabulary that its tokenizer has at least."""
 _CODE = re.compile(r"\[([a-z][a-z.-]+)\]")
 _WEIGHTS_AND_ROWS = {
     "model.weight-files",
@@ -41,6 +44,7 @@ _WEIGHTS_AND_ROWS = {
     "evaluation.files",
 }
 """What a machine may lack: the weights are not needed, and rows are a stage of their own."""
+_CORRECT = "correct chat_template among the tokenizer's files (tokenizer_config.json, or chat_template.jinja)"
 _USER, _ASSISTANT = "What is asked.", "What is answered."
 
 
@@ -71,6 +75,7 @@ def _stages(config: RunConfig, directory: Path, steps: int) -> Iterator[Finding]
     yield from settings
     try:
         tokenizer = load_tokenizer(config.model.path)
+        yield from _vocabulary(config, tokenizer, dimensions)
         yield from _rows(config, tokenizer)
     except SlimeLikeError as error:
         yield Finding("FOUND", "rows", listed(error))
@@ -78,6 +83,8 @@ def _stages(config: RunConfig, directory: Path, steps: int) -> Iterator[Finding]
         return
     yield from _template(config, tokenizer)
     can_score = not any("[reward." in finding.text for finding in settings)
+    if not config.supervised:
+        yield from row_findings(config, tokenizer)
     if not config.supervised and can_score:
         yield from answer_findings(config)
     model = directory / "model"
@@ -107,6 +114,14 @@ def _settings(config: RunConfig, dimensions: ModelDimensions) -> Iterator[Findin
     for problem in check_machine(config, dimensions, training_needs(config)):
         if problem.code not in _WEIGHTS_AND_ROWS:
             yield Finding("note", "this machine", f"{problem.text} [{problem.code}]")
+
+
+def _vocabulary(config: RunConfig, tokenizer: Any, dimensions: ModelDimensions) -> Iterator[Finding]:
+    """A checkpoint's vocabulary is padded; one that is far larger, or smaller, is of another tokenizer."""
+    known, size = len(tokenizer), dimensions.vocab_size
+    if known > size or known < _LEAST_KNOWN * size:
+        text = f"the tokenizer in {config.model.path} has {known} tokens, and config.json a vocabulary of {size}"
+        yield Finding("note", "tokenizer", f"{text}: is it the model's?")
 
 
 def _rows(config: RunConfig, tokenizer: Any) -> Iterator[Finding]:
@@ -144,18 +159,20 @@ def _template(config: RunConfig, tokenizer: Any) -> Iterator[Finding]:
         prompt = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
         plain, whole = (tokenizer.apply_chat_template(each, tokenize=False) for each in (messages, answered))
     except (TemplateError, ValueError, TypeError, KeyError) as error:
-        yield Finding("FOUND", "chat template", f"fails on a plain conversation ({type(error).__name__}: {error})")
+        yield Finding(
+            "FOUND", "chat template", f"fails on a plain conversation ({type(error).__name__}: {error}); {_CORRECT}"
+        )
         return
     for message in messages:
         if message["content"].strip() not in prompt:
-            yield Finding("FOUND", "chat template", f"a prompt does not hold the {message['role']} message")
+            yield Finding("FOUND", "chat template", f"a prompt does not hold the {message['role']} message; {_CORRECT}")
     if prompt == plain and whole.startswith(prompt) and not whole[len(prompt) :].lstrip().startswith(_ASSISTANT):
         header = whole[len(prompt) :].partition(_ASSISTANT)[0]
-        text = f"no generation prompt: the model itself would have to begin an answer with {header!r:.60}"
+        text = f"no generation prompt: the model itself would have to begin an answer with {header!r:.60}; {_CORRECT}"
         yield Finding("FOUND", "chat template", text)
     begin = tokenizer.encode(prompt, add_special_tokens=False)[:2]
     if len(begin) > 1 and begin[0] == begin[1] == tokenizer.bos_token_id:
-        yield Finding("FOUND", "chat template", f"{tokenizer.bos_token!r} stands twice at the beginning")
+        yield Finding("FOUND", "chat template", f"{tokenizer.bos_token!r} stands twice at the beginning; {_CORRECT}")
     _, said, end = whole.rpartition(_ASSISTANT)
     stops = set(stop_tokens(config))
     closing = tokenizer.encode(end, add_special_tokens=False) if said else []

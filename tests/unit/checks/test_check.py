@@ -13,6 +13,7 @@ import torch
 
 from slime_like.algorithms.advantages import ESTIMATORS, compute_advantages
 from slime_like.algorithms.losses.policy import POLICY_LOSSES
+from slime_like.checks import names
 from slime_like.checks.check import check, require_valid
 from slime_like.checks.definition import CONVERSION, evaluation_needs
 from slime_like.checks.layout import layers_per_stage
@@ -150,6 +151,8 @@ FAULTS: dict[str, list[str]] = {
         "--reward.functions '[{name: \"mine:\"}]'",
         "--reward.functions '[{name: length, options: {limit: 1}}, {name: length, options: {limit: 1}}]'",
         "--reward.functions '[{name: format}]'",
+        "--reward.functions '[{name: math_verify, weight: 0}]'",
+        "--reward.functions '[{name: judge, options: {url: \"http://127.0.0.1/v1\", model: m, instructions: Good}}]'",
         "--reward.functions '[{name: length, options: {limit: 4, max: 5}}]'",
         "--reward.functions '[{name: judge, options: {url: \"http://127.0.0.1/v1\", model: m}}]'",
         "--reward.functions '[{name: http, options: {url: \"http://127.0.0.1\", timeout_s: 9}}]' --reward.timeout_s 9",
@@ -325,6 +328,13 @@ def test_the_highest_temperature_is_vllms_own(flags: list[str], rejected: Reject
     config = load_config(None, [*flags, *held_out, "--rollout.temperature", above])
     assert check(config, evaluation_needs(config)) == []
     assert check(load_config(None, [*flags, "--evaluation.temperature", above])) == []
+
+
+def test_an_engine_that_is_not_installed_is_named_before_anything_starts(
+    flags: list[str], rejected: Rejected, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(names, "is_installed", lambda engine: False)
+    rejected([*flags, "--rollout.engine", "sglang"], "rollout.engine-installed")
 
 
 _CUSTOM = ("loss", "advantage", "kl_estimator", "importance_correction")

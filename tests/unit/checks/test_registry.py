@@ -34,6 +34,7 @@ _SUPERVISED = f"""
 """
 _ENGINES = """
     model.weight-files rollout.python rollout.engine rollout.engine-args evaluation.sampling reward.functions
+    rollout.engine-installed
     rollout.environment rollout.tensor rollout.length evaluation.length rollout.max-model-len reward.custom
     rollout.environment-custom custom.code rollout.agent rollout.agent-server rollout.agent-custom
 """

@@ -104,6 +104,8 @@ def test_published_rows_are_taken_as_they_are(tmp_path: Path, name: str, suffix:
         ("dapo", GSM8K, "not-in-format"),
         ("math", {"problem": "1+1?", "solution": "It is \\boxed{}."}, "not-in-format"),
         ("math", {"problem": "1+1?", "solution": "It is 2.", "answer": ""}, "not-in-format"),
+        ("dapo", {"prompt": "1+1?", "reward_model": {"ground_truth": " "}}, "not-in-format"),
+        ("keys", {"prompt": [{"role": "assistant", "content": "Hi."}], "answer": "2"}, "bad-prompt"),
         ("openr1", {"problem": "1+1?", "answer": ["2"]}, "bad-answer"),
         ("openr1", OPENR1 | {"answer": ""}, "not-in-format"),
         ("openr1", OPENR1 | {"answer": " \n"}, "not-in-format"),
@@ -232,7 +234,7 @@ def test_directories_and_patterns_stand_for_their_files(tmp_path: Path) -> None:
     names = [{"filename": f"data-0000{part}-of-00002.arrow"} for part in range(2)]
     (saved / "state.json").write_text(json.dumps({"_data_files": names, "_split": "train"}))
     (tmp_path / "saved" / "dataset_dict.json").write_text(json.dumps({"splits": ["train", "test"]}))
-    for path in (saved, shards, shards / "train-*.parquet"):
+    for path in (saved, shards, shards / "train-*.parquet", saved.parent / "trai*"):
         assert [prompt.answer for prompt in prompts(path)] == ["0", "1", "2", "3", "4", "5"], path
     (shards / "test-00000-of-00001.parquet").touch()
     (tmp_path / "none").mkdir()

@@ -80,6 +80,8 @@ def test_gsm8k(response: str, answer: str, marked: bool, right: bool) -> None:
         (r"\boxed{B}", "B", True), (r"$\boxed{\text{B}}$", "B", True), (r"\boxed{(B)}", "B", True),
         ("A is wrong.\nThe answer is B", "B", True), ("The answer is A. No, the answer is B", "B", True),
         ("Choice (J)", "J", True), ("A: no\nB: yes\n\nB", "B", True), (r"answer is A, so \boxed{B}", "B", True),
+        (r"\boxed{B. 42}", "B", True), (r"\boxed{(B) 42}", "B", True), ("The answer is I.", "I", True),
+        ("The answer is I don't know", "I", False), (r"\boxed{A dog}", "A", False), (r"\boxed{Bananas}", "B", False),
         ("A", "B", False), ("", "B", False), ("b", "B", False), ("AB", "B", False), ("Paris", "B", False),
         ("A blue sky", "A", False), ("I am sure", "I", False), ("The answer is a number", "A", False),
         ("The answer is Blue", "B", False), ("B or C", "B", False),

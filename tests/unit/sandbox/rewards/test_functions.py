@@ -24,6 +24,12 @@ RIGHT = [
     ("$12.50", r"\boxed{\$12.50}"), ("$12.50", "It costs $12.50."), (r"-\$5", r"\boxed{-5}"),
     (r"\$x+1", r"\boxed{1+x}"), (r"\text{\$5}", r"\boxed{5}"), (r"$\$18.90$", r"\boxed{18.9}"),
     (r"\boxed{\$18.90}", "18.9"), ("36", r"It costs \$36."), (r"\$36", r"**\$36**"), ("18.90", r"$\$18.90$"),
+    ("2,3,5", r"\boxed{2,3,5}"), ("1,2", r"\boxed{2, 1}"), ("2,3", r"\boxed{x=2 \text{ or } x=3}"),
+    ("3,7", r"\boxed{3} and \boxed{7}"), ("7", "\\boxed{3}\n\\boxed{7}"), ("7", r"\boxed{3}. \boxed{7}"),
+    ("7", "<think>\\boxed{3}? No, 7.</think>\n\\boxed{7}"), ("7", "I write \\boxed{answer}.\nSo \\boxed{7}"),
+    ("5", "<answer>5</answer>"), ("5", "I see 3. <answer>5</answer>"), ("-5", "<answer>-5</answer>"), ("5", "Answer:5"),
+    ("5", "**Answer:**5"), ("5", "(5)"), ("5", "[5]"), ("5", '"5"'), ("5", "*5*"), ("5", "`5`"), ("5", "#5"),
+    ("5", "So (5)."), ("-5", "it is \u22125"), ("1,234.5", "1234.5"), ("7", "The answer: 7" + " " * 5000),
     ("46", "no 45\n" + "filler " * 2000 + "\nthe answer is 46"), ("46", "46\x1c"), ("46", "\x1f46"), ("46", "46\x00"),
 ]  # fmt: skip
 WRONG = [
@@ -36,6 +42,9 @@ WRONG = [
     (r"\$18.90", r"\boxed{-18.90}"), (r"\$18.90", r"\boxed{9.45*2}"), ("$36", r"\boxed{18*2}"), (r"\$36", "$"),
     (r"\$32,\!348", r"\boxed{348}"), (r"\$32,\!348", "32.348"), (r"32,\!348", r"\boxed{32347+1}"),
     (r"-\$5", r"\boxed{5}"), (r"\$36", r"\boxed{\$}"), (r"\$36", r"\$18+\$18"),
+    ("1,2", r"\boxed{1.2}"), ("2,3,5", r"\boxed{2.3}"), ("-1,4", r"\boxed{-1.4}"), ("3", r"\boxed{3}. \boxed{7}"),
+    ("7", "\\boxed{7}\n\\boxed{3}"), ("5", "it is \u22125"), ("12", "<answer>5+7</answer>"),
+    ("5", "<answer>-5</answer>"),
     ("46", "46 it is\n" + "filler " * 2000), ("46", "4\x1e"), ("46", "\x1f4"), ("46", "4\x1f6"),
 ]  # fmt: skip
 
@@ -50,6 +59,7 @@ def test_options_of_math_verify() -> None:
     assert math_verify("", "12+34", "46", allow_arithmetic=True).success
     assert not math_verify("", "46", "46", require_boxed=True).success
     assert math_verify("", r"\boxed{46}", "46", require_boxed=True).success
+    assert math_verify("", r"$\boxed 46$", "46", require_boxed=True).success
     cut = math_verify("", "1 " * 40 + "46", "46", max_chars=20)
     assert cut.success
     assert cut.metadata == {"cut_chars": 62}

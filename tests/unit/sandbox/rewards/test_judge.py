@@ -26,7 +26,12 @@ class _Server(BaseHTTPRequestHandler):
         self.asked[word] += 1
         self.send_response(503 if word == "busy" and self.asked[word] < 3 else 404 if word == "gone" else 200)
         self.end_headers()
-        verdict = {"good": "It is.\nScore: 9", "bad": "No.\n**Score: 2.5**", "over": "Score: 3\nScore: 99"}
+        verdict = {
+            "good": "It is.\nScore: 9",
+            "bad": "No.\n**Score: 2.5**",
+            "over": "Score: 3\nScore: 99",
+            "bold": "**Score:** 7",
+        }
         completion = {"choices": [{"message": {"role": "assistant", "content": verdict.get(word, word)}}]}
         self.wfile.write(b"what?" if word == "garbage" else json.dumps(completion).encode())
 
@@ -53,6 +58,7 @@ def test_the_score_is_scaled_and_bounded(url: str, monkeypatch: pytest.MonkeyPat
     assert (bad.reward, bad.success) == (0.25, False)
     assert judge("2 + 2?", "bad", "4", url=url, model="m", success_from=0.25).success
     assert judge("2 + 2?", "over", "4", url=url, model="m").reward == 1.0
+    assert judge("2 + 2?", "bold", "4", url=url, model="m").reward == 0.7
     assert judge("2 + 2?", "mark 7", "4", url=url, model="m", pattern=r"mark (\d)", best=7).reward == 1.0
 
 
