@@ -3,22 +3,27 @@
 import re
 from typing import Any
 
-_NAME = re.compile(r"auth|cookie|key$|token$|secret|passw|credential", re.IGNORECASE)
+_NAME = re.compile(r"auth|cookie|keys?$|token$|secret|passw|pwd|credential", re.IGNORECASE)
 _KEY_OF_ROWS = re.compile(
     r"(?:^|[-_.])(?:input|label|prompt|answer|response|messages|images?|videos?|audio|tools?|metadata|reward|reward_fn"
     r"|data|group|environment)[-_]key$"
 )
+_WORDS_FOR_ONE = r"(?:key|token|secret|passw(?:or)?d|pwd|credential)s?(?:_value)?"
+_PLAIN_VALUE = r"(?!\d+(?:\.\d+)?(?:[\s,;&}\]]|$)|(?:true|false|null|none)\b)"
 _NAMED_VALUE = re.compile(
-    r"""(["']?[\w.-]*(?:key|token|secret|passw(?:or)?d|credential)["']?\s*[:=]\s*)("[^"]*"|'[^']*'|[^\s,;&}]+)""",
+    rf"""(\\*["']?(?P<name>[\w.-]*{_WORDS_FOR_ONE})\\*["']?\s*[:=]\s*){_PLAIN_VALUE}"""
+    r"""(\\*"[^"]*"|'[^']*'|[^\s,;&}]+)""",
     re.IGNORECASE,
 )
-_USER_OF_URL = re.compile(r"(?<=//)[^/\s]*@")
+_OPTION = re.compile(rf"(--?(?P<name>[\w-]*{_WORDS_FOR_ONE})\s+){_PLAIN_VALUE}([^\s-]\S*)", re.IGNORECASE)
+_USER_OF_URL = re.compile(r"(?<=//)(?:[^/\s]*|[^/\s:@]+:\S*)@")
 _UNCLEAR = re.compile(r"(?<=//)[^/]*[?#][^/]*@.*")
 """A password, or a query, with any sign in it."""
 _QUERY = re.compile(r"\?.*")
 _BY_FORM = re.compile(
-    r"(?<![\w-])(?:(?<=Bearer )\S+|(?<=Basic )\S+|hf_\w{16,}|sk-[\w-]{16,}|gh[pousr]_\w{16,}|AKIA[0-9A-Z]{16}"
-    r"|(?<=Signature=)[^\s&]+|(?<=sig=)[^\s&]+)"
+    r"(?<![\w-])(?:(?<=Bearer )\S+|(?<=Basic )\S+|(?<=: Token )\S+|hf_\w{16,}|sk-[\w-]{16,}|gh[pousr]_\w{16,}"
+    r"|github_pat_\w{16,}|xox[abp]-[\w-]{10,}|AIza[\w-]{16,}|glpat-[\w-]{10,}|AKIA[0-9A-Z]{16}"
+    r"|eyJ[\w-]+\.[\w-]+\.[\w-]*|[0-9a-f]{40}\b|(?<=Signature=)[^\s&]+|(?<=sig=)[^\s&]+)"
 )
 
 
@@ -37,5 +42,7 @@ def without_credentials(name: str, value: Any) -> str:
     credential, and without the user of a URL."""
     if is_credential(name):
         return "..."
-    named = _NAMED_VALUE.sub(r"\1...", str(value))
+    named = str(value)
+    for pattern in (_NAMED_VALUE, _OPTION):
+        named = pattern.sub(lambda found: found[0] if _KEY_OF_ROWS.search(found["name"]) else f"{found[1]}...", named)
     return _USER_OF_URL.sub("...@", _BY_FORM.sub("...", named))

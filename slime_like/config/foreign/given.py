@@ -77,13 +77,19 @@ class Given:
         return self.values.get(name) is not None or (name in self.defaults and not self.is_based)
 
     def note(self, name: str) -> bool:
-        """Whether there is a switch; it counts as read."""
+        """Whether there is a switch; it counts as read.
+
+        Raises:
+            NotKnownError: it may be there, or another file may have it.
+        """
         self._read.update({name} & self.values.keys())
+        if name in self.unknown and not self._skips_unknown:
+            raise NotKnownError(name)
         return self.has(name)
 
     def setting(self, name: str) -> str:
         """The setting as the file has it, without credentials."""
-        value = without_credentials(name, self.values[name])
+        value = without_credentials(name, self.values.get(name, self.defaults.get(name)))
         return f"{self.prefix}{name}" + ("" if value == "" else f"{self.between}{value}")
 
     def origin(self, name: str) -> str:
@@ -152,7 +158,9 @@ class Given:
 
     def take_switches(self, imported: Imported, switches: Mapping[str, tuple[str, Any]]) -> None:
         """Take over what is there without a value."""
-        for name in filter(self.values.__contains__, switches):
+        for name in switches:
+            if name not in self.values or name in self.unknown:
+                continue
             self._done.add(name)
             imported.set(*switches[name], self.origin(name))
 

@@ -17,6 +17,7 @@ UNKNOWN_VALUE = "its value is not in the file"
 _ELSEWHERE = "another file defines this array; add its settings"
 _IDLE = "the command that starts the trainer does not take it"
 _FURTHER = "further arguments, known only when the script runs; add what they set, or change"
+_SOURCED = "this file is not read; it may set what the command takes"
 _CUT = "a shell does not pass it, as the command ends before it; set what it was to set"
 
 
@@ -61,14 +62,14 @@ class Imported:
             further: arguments that are known only when the script runs.
         """
         self.open_points |= dict.fromkeys(launch.absent, _ELSEWHERE) | dict.fromkeys(further, _FURTHER)
-        self.open_points |= {without_credentials("", text): _CUT for text in launch.cut}
+        self.open_points |= dict.fromkeys(launch.cut, _CUT) | dict.fromkeys(launch.sourced, _SOURCED)
         self.needless |= dict.fromkeys(launch.idle, _IDLE)
 
     def add(self, other: "Imported", conditions: str = "") -> None:
         """Take over all that another one has, with the conditions of its values."""
         self.values |= {name: (value, origin + conditions) for name, (value, origin) in other.values.items()}
-        self.open_points |= other.open_points
-        self.needless |= other.needless
+        self.open_points |= {setting: why + conditions for setting, why in other.open_points.items()}
+        self.needless |= {setting: why + conditions for setting, why in other.needless.items()}
 
     def mentions(self, name: str) -> bool:
         """Whether a value, what is to decide or what is needless names the setting; a name that is a usual word, at the
@@ -92,14 +93,16 @@ class Imported:
             lines += [f"#\n# {title}:"] * bool(points)
             lines += [f"# - {_one_line(setting)}: {_one_line(why)}" for setting, why in points.items()]
             if title == _TO_DECIDE and self.unmatched:
-                lines += ["#\n# No counterpart is known; see whether the run depends on:"]
+                lines += ["#\n# Not read; see whether the run depends on:"]
                 lines += [f"# - {_one_line(setting)}" for setting in self.unmatched]
         return "\n".join([*lines, *_section("", dict(sorted(self.values.items(), key=_order)), 0)]) + "\n"
 
 
 def _one_line(text: str) -> str:
-    """Text of a file for a comment: a line's end in it would begin a setting, and other signs are no YAML."""
-    return "".join(sign if sign.isprintable() else repr(sign)[1:-1] for sign in text)
+    """Text of a file for a comment: without credentials; a line's end in it would begin a setting, and other signs are
+    no YAML."""
+    shown = "".join(sign if sign.isprintable() else repr(sign)[1:-1] for sign in text)
+    return without_credentials("", shown)
 
 
 def _order(item: tuple[str, Any]) -> tuple[int, str]:

@@ -16,8 +16,8 @@ def interpolated(data: Mapping[str, Any]) -> dict[str, Any]:
 
     A reference that names no single setting of the file stays in its text.
     """
-    values = dict(_flat(data, ""))
-    found = {name: _replaced(name, value, values, 0) for name, value in values.items()}
+    references = _References(dict(_flat(data, "")))
+    found = {name: references.value(name) for name in references.values}
     return {name: value for name, value in found.items() if value not in (None, {}, [])}
 
 
@@ -29,29 +29,49 @@ def _flat(data: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, Any]]:
             yield f"{prefix}{name}", value
 
 
-def _replaced(name: str, value: Any, values: Mapping[str, Any], depth: int) -> Any:
-    """The value, with the values of what it names in the places of the references."""
-    if isinstance(value, list):
-        return [_replaced(name, each, values, depth) for each in value]
-    if not isinstance(value, str) or depth == _DEEPEST:
-        return value
-    if (whole := _REFERENCE.fullmatch(value)) is not None:
-        return _named(name, whole, values, depth)
+class _References:
+    """Values with what they name in the places of references; each is worked out once.
 
-    def text(found: re.Match[str]) -> str:
-        inner = _named(name, found, values, depth)
-        return found[0] if inner is None or isinstance(inner, list | Mapping) else str(inner)
+    Args:
+        values: as they are written, by dotted name.
+    """
 
-    longer = _REFERENCE.sub(text, value)
-    return longer if len(longer) <= _LONGEST else value
+    def __init__(self, values: Mapping[str, Any]) -> None:
+        self.values = values
+        self._done: dict[str, Any] = {}
+        self._open: list[str] = []
 
+    def value(self, name: str) -> Any:
+        """The setting's value; as it is written where its references lead back to it, or too deep."""
+        if name in self._open or len(self._open) >= _DEEPEST:
+            return self.values[name]
+        if name not in self._done:
+            self._open.append(name)
+            self._done[name] = self._replaced(name, self.values[name])
+            self._open.pop()
+        return self._done[name]
 
-def _named(name: str, found: re.Match[str], values: Mapping[str, Any], depth: int) -> Any:
-    """What a reference stands for in the setting ``name``; its own text where the file does not tell."""
-    select, dots, target, default = found.groups()
-    if dots:  # one is the section of the setting itself
-        target = ".".join([*name.split(".")[: -len(dots)], target])
-    if target in values:
-        return _replaced(target, values[target], values, depth + 1)
-    is_section = any(other.startswith(f"{target}.") for other in values)
-    return scalar(default) if select and default is not None and not is_section else found[0]
+    def _replaced(self, name: str, value: Any) -> Any:
+        if isinstance(value, list):
+            return [self._replaced(name, each) for each in value]
+        if not isinstance(value, str):
+            return value
+        if (whole := _REFERENCE.fullmatch(value)) is not None:
+            return self._named(name, whole)
+
+        def text(found: re.Match[str]) -> str:
+            inner = self._named(name, found)
+            return found[0] if inner is None or isinstance(inner, list | Mapping) else str(inner)
+
+        longer = _REFERENCE.sub(text, value)
+        return longer if len(longer) <= _LONGEST else value
+
+    def _named(self, name: str, found: re.Match[str]) -> Any:
+        """What a reference in the setting ``name`` stands for; its own text where the file does not tell."""
+        select, dots, target, default = found.groups()
+        if dots:  # one is the section of the setting itself
+            target = ".".join([*name.split(".")[: -len(dots)], target])
+        if target in self.values:
+            return self.value(target)
+        is_section = any(other.startswith(f"{target}.") for other in self.values)
+        return scalar(default) if select and default is not None and not is_section else found[0]

@@ -15,6 +15,10 @@ _ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)(\+?)=(.*)", re.DOTALL)
 _ELEMENTS = re.compile(rf"[${QUOTED}]\{{([A-Za-z_]\w*)\[[@*]\]\}}")
 _SUBSCRIPT, _NO_NAME = re.compile(r"\[[^]]*\]="), re.compile(r"-|\+*[\w.]+=")
 _BEGIN, _END = {"if", "while", "until", "for", "select", "case", "function", "{"}, {"fi", "done", "esac", "}"}
+_REPEATED = {"while", "until", "for", "select", "function", "{"}
+_ASSIGNING = {"for", "select", "read", "unset", "let", "mapfile", "readarray", "getopts"}
+_NAME, _EVALUATED = re.compile(r"[A-Za-z_]\w*"), re.compile(r"([A-Za-z_]\w*)\+?=")
+_COUNTED = re.compile(r"(?:\+\+|--)([A-Za-z_]\w*)|([A-Za-z_]\w*)(?:\+\+|--)")
 _BEFORE_COMMANDS = {"if", "while", "until", "then", "else", "elif", "do", "!", "time", "{"}
 _DECLARE = {"export", "declare", "local", "readonly", "typeset"}
 
@@ -43,18 +47,23 @@ class Launch:
         absent: arrays that it takes and that another file defines, as they are written.
         idle: arrays of the script that no command and no other array takes.
         cut: what stands where a command's name is expected, as behind a comment between continued lines.
+        sourced: files whose commands the script takes as its own.
     """
 
     words: tuple[Argument, ...]
     absent: tuple[str, ...]
     idle: tuple[str, ...] = ()
     cut: tuple[str, ...] = ()
+    sourced: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class _Statement:
+    """Words, whether they run for sure, and whether what stands below may run before them."""
+
     words: tuple[str | Array, ...]
     is_certain: bool
+    is_repeated: bool
 
 
 def launches(script: str, starts: Callable[[Sequence[Argument]], bool]) -> list[Launch]:
@@ -63,14 +72,19 @@ def launches(script: str, starts: Callable[[Sequence[Argument]], bool]) -> list[
     Raises:
         UnclosedQuoteError: a script that no shell reads.
     """
-    state, found, cut = _State(), list[Launch](), list[str]()
-    for statement in _statements(script):
+    state, found, cut, sourced = _State(), list[Launch](), list[str](), list[str]()
+    statements = list(_statements(script))
+    for place, statement in enumerate(statements):
         words = _assigned(list(statement.words), statement.is_certain, state)
         if not words:
             continue
-        if words[0] in ("for", "select", "read", "unset"):
-            for name in filter(str.isidentifier, (word for word in words[1:] if isinstance(word, str))):
-                state.variables.values[name] = None
+        for name in _assigned_by_command([str(word) for word in words]):
+            state.forget(name)
+        if words[0] in ("source", "."):
+            sourced.append(" ".join(as_written(str(word)) for word in words))
+        if statement.is_repeated and any(_may_start(word) for word in words):
+            for name in _names_assigned(statements[place + 1 :]):
+                state.forget(name)
         absent: list[str] = []
         command = [each for word in words if isinstance(word, str) for each in state.arguments(word, absent)]
         if statement.is_certain and command and _NO_NAME.match(command[0].text):
@@ -78,7 +92,33 @@ def launches(script: str, starts: Callable[[Sequence[Argument]], bool]) -> list[
         elif starts(command):
             found.append(Launch(tuple(command), tuple(absent)))
     idle = tuple(f"${{{name}[@]}}" for name in state.arrays if name not in state.taken)
-    return [replace(launch, idle=idle, cut=tuple(cut)) for launch in found]
+    return [replace(launch, idle=idle, cut=tuple(cut), sourced=tuple(sourced)) for launch in found]
+
+
+def _assigned_by_command(words: Sequence[str]) -> Iterator[str]:
+    """Variables that a builtin command, or arithmetic, sets."""
+    first, text = words[0], " ".join(words[1:])
+    if first in _ASSIGNING:
+        yield from _NAME.findall(text)
+    elif first == "eval":
+        yield from _EVALUATED.findall(text)
+    elif first == "printf" and words[1:2] == ["-v"]:
+        yield from words[2:3]
+    elif counted := _COUNTED.fullmatch(first):
+        yield counted[1] or counted[2]
+
+
+def _may_start(word: str | Array) -> bool:
+    return isinstance(word, str) and (".py" in word or "=" in word)
+
+
+def _names_assigned(statements: Sequence[_Statement]) -> Iterator[str]:
+    for statement in statements:
+        for word in statement.words:
+            if isinstance(word, Array):
+                yield word.name
+            elif match := _ASSIGNMENT.fullmatch(word):
+                yield match[1]
 
 
 @dataclass(slots=True)
@@ -104,6 +144,12 @@ class _State:
             yield from (Argument(as_written(part), is_known(part), defaults) for part in text.split(SPLIT))
         elif defaults:
             yield Argument(as_written(word), known=False)
+
+    def forget(self, name: str) -> None:
+        """Nothing is known of the variable, or array, any more."""
+        self.variables.values[name] = None
+        if name in self.arrays:
+            self.arrays[name] = tuple(replace(each, known=False) for each in self.arrays[name])
 
     def set_array(self, array: Array, is_certain: bool) -> None:
         absent: list[str] = []
@@ -150,7 +196,8 @@ def _statements(script: str) -> Iterator[_Statement]:
             continue
         if words:
             words = _without_keywords(words, inside)
-            yield _Statement(tuple(words), not inside and before not in ("&&", "||"))
+            is_repeated = any(each in _REPEATED for each in inside)
+            yield _Statement(tuple(words), not inside and before not in ("&&", "||"), is_repeated)
         if token.text == "(":
             inside.append("(")
         elif token.text == ")" and inside[-1:] == ["("]:

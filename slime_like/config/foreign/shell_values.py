@@ -118,6 +118,8 @@ class Variables:
         default = self.expanded(rest[sign.end() :], depth + 1).replace(SPLIT, " ")
         if not is_set:
             default = f"{_DEFAULTED}{name[0]}{_DEFAULTED}{default}"
+        elif value:  # the marks of what may not be empty
+            default = value + default
         if sign[2] == "=":
             self.values[name[0]] = default
         return default

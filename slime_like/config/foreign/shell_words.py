@@ -15,6 +15,7 @@ _MARKS = re.compile("[\0-\7]")
 _ENDS = " \t\r\n;&|<>()"
 _REDIRECTION, _OPERATOR = re.compile(r"&?[<>][<>&|]*"), re.compile(r"[;&|]+|[()]")
 _ANSI_QUOTED = re.compile(r"\$'((?:[^'\\]|\\.)*)'", re.DOTALL)
+_BRACES = re.compile(r"\{[^{}\s'\"$`\\]*(?:,|\.\.)[^{}\s'\"$`\\]*\}")
 _ARRAY = re.compile(r"([A-Za-z_]\w*)(\+?)=")
 _DEEPEST = 20
 """Nested ``${...}`` that are read; one below is known only when the script runs."""
@@ -103,8 +104,11 @@ class _Reader:
         self._here.clear()
 
     def _word_or_array(self) -> Iterator[Token]:
+        is_remark = self._text.startswith("`#", self._place)
         word = self._word()
         following = self._text[self._place : self._place + 1]
+        if is_remark and not word:
+            return
         if following == "(" and (match := _ARRAY.fullmatch(word)):
             yield Array(match[1], bool(match[2]), tuple(self._elements()))
         elif not (following in ("<", ">") and word.isdigit()):  # 2>file
@@ -144,6 +148,9 @@ class _Reader:
             return f"{QUOTED}{OUTPUT}" if "\\" in quoted[1] else quoted[1].replace("$", LITERAL)
         if sign in "$`":
             return self._replaced_part("$")
+        if several := _BRACES.match(self._text, self._place):  # becomes several words
+            self._place = several.end()
+            return f"${OUTPUT}"
         self._place += 1
         return sign
 
@@ -175,7 +182,7 @@ class _Reader:
         start = self._place
         if self._text[start] == "`":
             self._place = self._found("`", 1) + 1
-            return sign + OUTPUT
+            return "" if self._text.startswith("`#", start) else sign + OUTPUT  # of a comment: nothing
         opening = self._text[start + 1 : start + 2]
         if opening not in ("(", "{"):
             self._place += 1

@@ -11,22 +11,21 @@ from slime_like.config.foreign.imported import Imported
 from slime_like.config.foreign.launch_script import Argument, Launch
 from slime_like.config.foreign.slime_engines import ENGINE_RULES
 from slime_like.config.foreign.slime_objective import OBJECTIVE_RULES, WITHOUT_VALUE
-from slime_like.config.foreign.values import number, scalar, text, whole
+from slime_like.config.foreign.values import natural, number, scalar, text, whole
 from slime_like.system.credentials import is_credential
 
 _VARIABLE = re.compile(r"\$(?:\w+|[@*]|\{[^{}]*\}|\(command\))")
 _MODEL = "${MODEL_ARGS[@]}"
 """The model's shape, from a file of slime's ``scripts/models``."""
+_OTHER_FILE = "custom-config-path"
 _PROGRAM = re.compile(r"(?:.*/)?train(?:_async)?\.py")
 _DIRECT = MappingProxyType(
     {
         "hf-checkpoint": ("model.path", text),
-        "input-key": ("data.prompt_key", text),
-        "label-key": ("data.answer_key", text),
         "rollout-max-prompt-len": ("data.max_prompt_tokens", whole),
         "num-rollout": ("steps", whole),
-        "rollout-batch-size": ("rollout.prompts_per_step", whole),
-        "n-samples-per-prompt": ("rollout.samples_per_prompt", whole),
+        "rollout-batch-size": ("rollout.prompts_per_step", natural),
+        "n-samples-per-prompt": ("rollout.samples_per_prompt", natural),
         "rollout-max-response-len": ("rollout.max_new_tokens", whole),
         "rollout-temperature": ("rollout.temperature", number),
         "rollout-top-p": ("rollout.top_p", number),
@@ -35,7 +34,6 @@ _DIRECT = MappingProxyType(
         "eval-interval": ("evaluation.every", whole),
         "n-samples-per-eval-prompt": ("evaluation.samples_per_prompt", whole),
         "eval-max-response-len": ("evaluation.max_new_tokens", whole),
-        "eval-temperature": ("evaluation.temperature", number),
         "tensor-model-parallel-size": ("trainer.parallel.tensor", whole),
         "pipeline-model-parallel-size": ("trainer.parallel.pipeline", whole),
         "context-parallel-size": ("trainer.parallel.context", whole),
@@ -60,22 +58,28 @@ _SWITCHES: Mapping[str, tuple[str, Any]] = MappingProxyType(
         "sequence-parallel": ("trainer.parallel.sequence", True),
         "optimizer-cpu-offload": ("trainer.optimizer.offload", True),
         "use-wandb": ("logging.wandb", True),
+        "use-tensorboard": ("logging.tensorboard", True),
         "async-save": ("checkpoint.async_save", True),
         "colocate": ("cluster.placement", "colocated"),
     }
 )
-# Where slime and Megatron-LM take another value than this project if none is given; the objective depends on them.
-_DEFAULTS: Mapping[str, str] = MappingProxyType(
+# What slime takes if nothing is given, where it differs from this project and the run depends on it.
+_DEFAULTS_OF_SLIME: Mapping[str, str] = MappingProxyType(
     {
-        "weight-decay": "0.01",
-        "adam-beta2": "0.999",
-        "lr-decay-style": "linear",
+        "n-samples-per-prompt": "1",
         "eps-clip": "0.2",
         "advantage-estimator": "grpo",
+        "kl-loss-type": "k1",
+        "kl-loss-coef": "0.0",
+        "actor-num-gpus-per-node": "8",
+        "num-gpus-per-node": "8",
+        "seed": "1234",
     }
 )
-_DEFAULTS_OF_SLIME = {name: _DEFAULTS[name] for name in ("eps-clip", "advantage-estimator")}
-"""With another trainer than Megatron-LM's."""
+_DEFAULTS: Mapping[str, str] = MappingProxyType(
+    {**_DEFAULTS_OF_SLIME, "weight-decay": "0.01", "adam-beta2": "0.999", "lr-decay-style": "linear"}
+)
+"""With those of Megatron-LM, the usual trainer."""
 _NEEDLESS: Mapping[str, str] = MappingProxyType(
     {
         "load": "a run resumes from its own run_dir, and starts from model.path",
@@ -117,6 +121,8 @@ def read_slime(launch: Launch) -> Imported:
     program = max(place for place, word in enumerate(launch.words) if _PROGRAM.fullmatch(word.text))
     imported, further = Imported("slime"), list[str]()
     given = _given(launch, launch.words[program + 1 :], further)
+    if given.is_based:
+        imported.decide(given.setting(_OTHER_FILE), "its settings count before these, and where these say nothing")
     for targets, rule in {**OBJECTIVE_RULES, **ENGINE_RULES}.items():
         given.apply(imported, targets, rule)
     given.take_direct(imported, _DIRECT)
@@ -124,6 +130,8 @@ def read_slime(launch: Launch) -> Imported:
     _rest(given, imported)
     if "rollout.engine" in imported.values and launch.words[program].text.endswith("train_async.py"):
         imported.set("rollout.max_staleness", 1, "train_async.py")
+    if imported.values.get("algorithm.loss", ("",))[0] != "sft":
+        imported.leave_reward()
     imported.decide("run_dir", "a new directory of this run")
     imported.list_arguments(launch, further)
     return imported
@@ -147,7 +155,9 @@ def _given(launch: Launch, words: Sequence[Argument], further: list[str]) -> Giv
     backend = next((value.text for name, value in reversed(found) if name == "train-backend"), "megatron")
     others = [array for array in launch.absent if array != _MODEL]
     own = _DEFAULTS if backend == "megatron" else _DEFAULTS_OF_SLIME
-    return given_by_words(found, own, prefix="--", between=" ", further=(*others, *further))
+    is_based = any(name == _OTHER_FILE for name, _ in found)
+    further_words = (*others, *further)
+    return given_by_words(found, own, prefix="--", between=" ", further=further_words, is_based=is_based)
 
 
 def _is_whole(name: str, value: Argument) -> bool:
@@ -165,7 +175,10 @@ def _rest(given: Given, imported: Imported) -> None:
         elif name in _PAIRS and scalar(given.values[name]) == scalar(_PAIRS[name]):
             imported.needless[setting] = "the only value here"
         elif name.startswith("sglang-") and argument.isidentifier() and not is_credential(name):
-            value = given.values[name]
-            imported.set(f"rollout.engine_args.{argument}", value == "" or scalar(value), f"--{name}")
+            value, target = given.values[name], f"rollout.engine_args.{argument}"
+            if " " in value:
+                imported.decide(setting, f"set {target} to a list, or a text")
+            else:
+                imported.set(target, value == "" or scalar(value), f"--{name}")
         else:
             imported.unmatched.append(setting)

@@ -6,12 +6,12 @@ from types import MappingProxyType
 
 from slime_like.config.foreign.given import Given, Rule
 from slime_like.config.foreign.imported import Imported
-from slime_like.config.foreign.values import number, texts, whole
+from slime_like.config.foreign.values import number, text, texts, whole
 
 WITHOUT_VALUE = frozenset(
     (
         *("apply-chat-template", "rollout-shuffle", "use-kl-loss", "use-tis", "calculate-per-token-loss"),
-        *("disable-grpo-std-normalization", "gradient-checkpointing"),
+        *("disable-grpo-std-normalization", "disable-rewards-normalization", "gradient-checkpointing"),
     )
 )
 """Switches that the rules read."""
@@ -31,7 +31,28 @@ def is_supervised(given: Given) -> bool:
 
 
 def _chat_template(given: Given, imported: Imported) -> None:
-    _is_on(given, imported, "apply-chat-template", "data.apply_chat_template")
+    if is_supervised(given):  # conversations
+        given.unused(imported, "--loss-type sft_loss", "apply-chat-template")
+    else:
+        _is_on(given, imported, "apply-chat-template", "data.apply_chat_template")
+
+
+def _row_keys(given: Given, imported: Imported) -> None:
+    prompt = text(given.get("input-key", "input"))
+    if is_supervised(given):
+        imported.set("data.messages_key", prompt, "--input-key")
+        given.unused(imported, "--loss-type sft_loss", "label-key")
+        return
+    imported.set("data.prompt_key", prompt, "--input-key")
+    if given.has("label-key"):
+        imported.set("data.answer_key", text(given.get("label-key")), "--label-key")
+    else:
+        imported.decide("data.answer_key", "--label-key is not given, and rows need an answer here")
+
+
+def _response_length(given: Given, imported: Imported) -> None:
+    if not (given.has("rollout-max-response-len") or is_supervised(given)):
+        imported.decide("rollout.max_new_tokens", "--rollout-max-response-len is not given")
 
 
 def _shuffle(given: Given, imported: Imported) -> None:
@@ -45,7 +66,7 @@ def _is_on(given: Given, imported: Imported, name: str, target: str) -> None:
 
 def _prompt_length(given: Given, imported: Imported) -> None:
     if not given.has("rollout-max-prompt-len"):
-        imported.decide("data.max_prompt_tokens", "slime bounds prompts by --rollout-max-prompt-len alone")
+        imported.decide("data.max_prompt_tokens", "--rollout-max-prompt-len is not given")
 
 
 def _training_data(given: Given, imported: Imported) -> None:
@@ -54,6 +75,12 @@ def _training_data(given: Given, imported: Imported) -> None:
 
 
 def _held_out(given: Given, imported: Imported) -> None:
+    if given.has("eval-config"):
+        why = "this file names the held-out data; set evaluation.files and what it has for each"
+        imported.decide(given.setting("eval-config"), why)
+        given.get("eval-config")
+        given.unused(imported, "--eval-config counts", "eval-prompt-data")
+        return
     pairs = given.get("eval-prompt-data", "").split()
     if len(pairs) % 2:
         imported.decide(given.setting("eval-prompt-data"), "expected pairs of a name and a path")
@@ -69,7 +96,17 @@ def _set_files(given: Given, imported: Imported, name: str, target: str, paths: 
 
 
 def _evaluation_temperature(given: Given, imported: Imported) -> None:
-    if given.has("eval-prompt-data") and not given.has("eval-temperature"):
+    bounds = [name for name in ("eval-top-p", "eval-top-k") if given.has(name)]
+    for name in bounds:
+        given.get(name)
+        imported.decide(given.setting(name), "evaluations draw from the whole distribution, or are greedy")
+    if given.get("eval-top-k") == "1":
+        imported.set("evaluation.temperature", 0.0, "--eval-top-k 1")
+        given.unused(imported, "--eval-top-k 1", "eval-temperature")
+        return
+    if given.has("eval-temperature"):
+        imported.set("evaluation.temperature", number(given.get("eval-temperature")), "--eval-temperature")
+    elif given.has("eval-prompt-data"):
         origin = "--rollout-temperature, in evaluations too"
         imported.set("evaluation.temperature", number(given.get("rollout-temperature", "1.0")), origin)
 
@@ -78,10 +115,7 @@ def _rewards(given: Given, imported: Imported) -> None:
     names = [name for name in ("rm-type", "custom-rm-path") if given.note(name)]
     for name in names:
         imported.decide(given.setting(name), "rewards have other names and arguments here; set reward.functions")
-    if is_supervised(given):
-        return
-    imported.leave_reward()
-    if not names:
+    if not (names or is_supervised(given)):
         imported.decide("reward.functions", "the script names no reward")
 
 
@@ -90,7 +124,10 @@ def _advantage(given: Given, imported: Imported) -> None:
         return
     estimator = given.get("advantage-estimator")
     if estimator not in _ADVANTAGES:
-        imported.decide(f"--advantage-estimator {estimator}", "needs a critic, or is not supported")
+        imported.decide(f"--advantage-estimator {estimator}", "set algorithm.advantage and algorithm.loss")
+        return
+    if given.note("disable-rewards-normalization"):
+        imported.decide("--disable-rewards-normalization", "set algorithm.advantage; pass_through takes raw rewards")
         return
     keeps_mean = given.note("disable-grpo-std-normalization") and estimator in ("grpo", "gspo")
     origin = given.origin("advantage-estimator") + (", --disable-grpo-std-normalization" if keeps_mean else "")
@@ -129,7 +166,11 @@ def _clip_high(given: Given, imported: Imported) -> None:
 
 
 def _tis(given: Given, imported: Imported) -> None:
-    if given.note("use-tis"):
+    if given.note("use-tis") and number(given.get("tis-clip-low", "0")) > 0:
+        low, high = given.get("tis-clip-low"), given.get("tis-clip", "2.0")
+        why = f"set algorithm.importance_correction, importance_low and importance_high ({high})"
+        imported.decide(f"--use-tis --tis-clip-low {low}", why)
+    elif given.note("use-tis"):
         imported.set("algorithm.importance_correction", "truncate", "--use-tis")
         origin = "--tis-clip" if given.has("tis-clip") else "--tis-clip, its default"
         imported.set("algorithm.importance_high", number(given.get("tis-clip", "2.0")), origin)
@@ -181,6 +222,13 @@ def _dropped(given: Given, imported: Imported) -> None:
         imported.decide(f"--dynamic-sampling-filter-path {choice}", why)
 
 
+def _warm_up(given: Given, imported: Imported) -> None:
+    name = "lr-warmup-fraction"
+    if given.has(name) and not given.has("lr-warmup-iters"):
+        given.get(name)
+        imported.decide(given.setting(name), "set trainer.optimizer.warmup_steps, a number of updates")
+
+
 def _decay(given: Given, imported: Imported) -> None:
     style = given.get("lr-decay-style")
     if style is None:
@@ -220,6 +268,9 @@ def _steps(given: Given, imported: Imported) -> None:
 OBJECTIVE_RULES: Mapping[str, Rule] = MappingProxyType(
     {
         "data.apply_chat_template": _chat_template,
+        "data.prompt_key, answer_key": _row_keys,
+        "rollout.max_new_tokens": _response_length,
+        "trainer.optimizer.warmup_steps": _warm_up,
         "data.shuffle": _shuffle,
         "data.max_prompt_tokens": _prompt_length,
         "data.train": _training_data,

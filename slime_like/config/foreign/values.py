@@ -28,6 +28,14 @@ def whole(value: Any) -> int:
     return found
 
 
+def natural(value: Any) -> int:
+    """A whole number above 0. Raises ``ValueError``."""
+    found = whole(value)
+    if found <= 0:
+        raise ValueError(f"{value} is not above 0")
+    return found
+
+
 def number(value: Any) -> float:
     """A number. Raises ``ValueError``."""
     found = scalar(value)

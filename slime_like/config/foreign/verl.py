@@ -9,7 +9,7 @@ from slime_like.config.foreign.given import Given, Rule, given_by_words
 from slime_like.config.foreign.imported import Imported
 from slime_like.config.foreign.interpolation import interpolated
 from slime_like.config.foreign.launch_script import Argument, Launch
-from slime_like.config.foreign.values import flag, number, text, texts, whole
+from slime_like.config.foreign.values import flag, natural, number, text, texts, whole
 from slime_like.config.foreign.verl_command import MEGATRON, OWN_BASES, read_command
 from slime_like.config.foreign.verl_engines import ENGINE_RULES, ROLLOUT
 from slime_like.config.foreign.verl_objective import ACTOR, OBJECTIVE_RULES
@@ -24,15 +24,13 @@ _DIRECT = MappingProxyType(
         "data.prompt_key": ("data.prompt_key", text),
         "data.max_prompt_length": ("data.max_prompt_tokens", whole),
         "data.max_response_length": ("rollout.max_new_tokens", whole),
-        "data.train_batch_size": ("rollout.prompts_per_step", whole),
+        "data.train_batch_size": ("rollout.prompts_per_step", natural),
         "data.shuffle": ("data.shuffle", flag),
         "data.seed": ("seed", whole),
         f"{ACTOR}.clip_ratio_low": ("algorithm.clip_low", number),
         f"{ACTOR}.clip_ratio_high": ("algorithm.clip_high", number),
         f"{ACTOR}.entropy_coeff": ("algorithm.entropy_coef", number),
         f"{ACTOR}.ppo_epochs": ("algorithm.epochs", whole),
-        f"{ACTOR}.grad_clip": ("trainer.optimizer.clip_grad", number),
-        f"{ACTOR}.optim.clip_grad": ("trainer.optimizer.clip_grad", number),
         f"{ACTOR}.optim.lr": ("trainer.optimizer.lr", number),
         f"{ACTOR}.optim.min_lr": ("trainer.optimizer.min_lr", number),
         f"{ACTOR}.optim.weight_decay": ("trainer.optimizer.weight_decay", number),
@@ -55,11 +53,24 @@ _DIRECT = MappingProxyType(
         "trainer.default_local_dir": ("run_dir", text),
         "trainer.max_actor_ckpt_to_keep": ("checkpoint.keep", whole),
         "trainer.project_name": ("logging.wandb_project", text),
-        "algorithm.filter_groups.enable": ("rollout.drop_zero_spread", flag),
     }
 )
-# What verl takes if nothing is given, where it differs from this project and the objective depends on it.
-_DEFAULTS: Mapping[str, Any] = MappingProxyType({f"{ACTOR}.clip_ratio_c": 3.0, f"{ACTOR}.optim.weight_decay": 0.01})
+# What verl takes if nothing is given, where it differs from this project and the run depends on it.
+_DEFAULTS: Mapping[str, Any] = MappingProxyType(
+    {
+        "data.train_batch_size": 1024,
+        "data.max_prompt_length": 512,
+        "data.max_response_length": 512,
+        f"{ROLLOUT}.n": 1,
+        f"{ACTOR}.ppo_mini_batch_size": 256,
+        f"{ACTOR}.clip_ratio_c": 3.0,
+        f"{ACTOR}.kl_loss_coef": 0.001,
+        f"{ACTOR}.kl_loss_type": "low_var_kl",
+        f"{ACTOR}.optim.weight_decay": 0.01,
+        "algorithm.kl_ctrl.kl_coef": 0.001,
+        "algorithm.kl_penalty": "kl",
+    }
+)
 _BASED = "its settings count where these say nothing; import what verl prints with --cfg job --resolve instead"
 _NEEDLESS: Mapping[str, str] = MappingProxyType(
     {
@@ -117,7 +128,7 @@ def read_verl_script(launch: Launch) -> Imported:
     defaults = {**_DEFAULTS, **({f"{ACTOR}.strategy": "megatron"} if is_megatron else {})}
     further, base = (*launch.absent, *command.further), ", ".join(command.bases)
     given = given_by_words(command.overrides, defaults, further=further, is_based=base != "")
-    _read(given, imported, base)
+    _read(given, imported, base, is_dapo=command.is_dapo)
     imported.list_arguments(launch, command.further)
     return imported
 
@@ -135,11 +146,12 @@ def read_verl_yaml(data: Mapping[str, Any]) -> Imported:
     return imported
 
 
-def _read(given: Given, imported: Imported, base: str) -> None:
+def _read(given: Given, imported: Imported, base: str, is_dapo: bool = False) -> None:
     if base:
         imported.decide(base, _BASED)
     for targets, rule in {**OBJECTIVE_RULES, **ENGINE_RULES, **_RULES}.items():
         given.apply(imported, targets, rule)
+    given.apply(imported, "rollout.drop_zero_spread", partial(_zero_spread, is_dapo=is_dapo))
     given.take_direct(imported, _DIRECT)
     imported.set("data.answer_key", "reward_model.ground_truth", "where verl's rows have it")
     imported.leave_reward()
@@ -153,8 +165,35 @@ def _interval(given: Given, imported: Imported, name: str, target: str) -> None:
         imported.set(target, max(0, whole(given.get(name))), name)
 
 
+def _zero_spread(given: Given, imported: Imported, is_dapo: bool) -> None:
+    name = "algorithm.filter_groups.enable"
+    if is_dapo or not flag(given.get(name, False)):
+        imported.set("rollout.drop_zero_spread", flag(given.get(name, False)), name)
+    else:
+        why = "versions of verl's trainer differ in whether they read it, as recipe.dapo does"
+        imported.decide(given.setting(name), f"{why}; set rollout.drop_zero_spread")
+
+
+def _held_out_rows(given: Given, imported: Imported) -> None:
+    name = "data.val_max_samples"
+    if given.has(name) and whole(given.get(name)) > 0:
+        imported.set("evaluation.max_prompts", whole(given.get(name)), name)
+
+
+def _reference(given: Given, imported: Imported) -> None:
+    """Another model than the policy's; verl loads it where a divergence is computed."""
+    name, switches = "actor_rollout_ref.ref.model.path", ("algorithm.use_kl_in_reward", f"{ACTOR}.use_kl_loss")
+    if not given.has(name) or given.get(name) == given.get("actor_rollout_ref.model.path"):
+        return
+    is_used = {flag(given.get(switch, False)) for switch in switches}
+    if True in is_used:
+        imported.set("reference.path", text(given.get(name)), name)
+    else:
+        given.unused(imported, f"neither {' nor '.join(switches)} is on", name)
+
+
 def _logger(given: Given, imported: Imported) -> None:
-    if "wandb" in str(given.get("trainer.logger", "")):
+    if "wandb" in texts(given.get("trainer.logger", "console")):
         imported.set("logging.wandb", True, "trainer.logger")
 
 
@@ -168,8 +207,8 @@ def _resume(given: Given, imported: Imported) -> None:
 
 def _steps(given: Given, imported: Imported) -> None:
     if not given.has("trainer.total_training_steps"):
-        epochs = given.get("trainer.total_epochs")
-        imported.decide("steps", f"rows over data.train_batch_size, times {epochs or 'the'} epochs")
+        epochs = given.get("trainer.total_epochs", 30)
+        imported.decide("steps", f"rows over data.train_batch_size, times {epochs} epochs")
     else:
         given.unused(imported, "trainer.total_training_steps stands beside it", "trainer.total_epochs")
 
@@ -178,6 +217,8 @@ _RULES: Mapping[str, Rule] = MappingProxyType(
     {
         "checkpoint.every": partial(_interval, name="trainer.save_freq", target="checkpoint.every"),
         "evaluation.every": partial(_interval, name="trainer.test_freq", target="evaluation.every"),
+        "evaluation.max_prompts": _held_out_rows,
+        "reference.path": _reference,
         "logging.wandb": _logger,
         "resume": _resume,
         "steps": _steps,

@@ -13,6 +13,7 @@ _OVERRIDE = re.compile(r"\+*([A-Za-z_][\w/@:]*(?:\.\w+)*)=(.*)", re.DOTALL)
 _SECTION = re.compile(r"\+*[a-z_]+\.[\w.]+=")
 _ASSIGNMENT = re.compile(r"\+*[\w@/:]+=")
 _PROGRAM = re.compile(r"(?:.*[./])?main_(?:ppo|dapo)(?:\.py)?")
+_DAPO = re.compile(r"(?:.*[./])?main_dapo(?:\.py)?")
 _BASE = re.compile(r"(--(?:config-name|config-path|config-dir)|-cn|-cp|-cd)(?:=(.*))?")
 
 
@@ -26,6 +27,7 @@ class Command:
         bases: what chooses another one, as does another program.
         further: words that are known only when the script runs.
         others: words that are none of these.
+        is_dapo: whether the program is verl's recipe of DAPO.
     """
 
     overrides: list[tuple[str, Argument]] = field(default_factory=list)
@@ -33,12 +35,13 @@ class Command:
     bases: list[str] = field(default_factory=list)
     further: list[str] = field(default_factory=list)
     others: list[str] = field(default_factory=list)
+    is_dapo: bool = False
 
 
 def read_command(words: Sequence[Argument]) -> Command:
     """Sort the words behind the program."""
     end = _arguments_begin(words)
-    command = Command()
+    command = Command(is_dapo=end > 0 and _DAPO.fullmatch(words[end - 1].text) is not None)
     if end and not _PROGRAM.fullmatch(words[end - 1].text):
         command.bases.append(words[end - 1].text)
     rest = iter(words[end:])

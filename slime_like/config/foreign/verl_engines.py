@@ -14,6 +14,8 @@ _MEGATRON_AXES = tuple(
     f"{ACTOR}.megatron.{axis}_parallel_size" for axis in ("tensor_model", "pipeline_model", "context")
 )
 _ENGINE_GPUS = f"{ROLLOUT}.tensor_model_parallel_size"
+_OWN_NODES = (f"{ROLLOUT}.nnodes", "rollout.nnodes")
+_ULYSSES_OF_FSDP = f"{ACTOR}.fsdp_config.ulysses_sequence_parallel_size"
 _ULYSSES = f"{ACTOR}.ulysses_sequence_parallel_size"
 _ENGINE_ARGUMENTS = {
     "gpu_memory_utilization": ("gpu_memory_utilization", "mem_fraction_static"),
@@ -60,11 +62,14 @@ def _own_arguments(given: Given, imported: Imported) -> None:
 
 
 def _evaluation_temperature(given: Given, imported: Imported) -> None:
-    name = f"{ROLLOUT}.val_kwargs.temperature"
-    if not flag(given.get(f"{ROLLOUT}.val_kwargs.do_sample", False)):
-        given.unused(imported, f"{ROLLOUT}.val_kwargs.do_sample is off", name)
-        return
-    imported.set("evaluation.temperature", number(given.get(name, 1.0)), name)
+    """Greedy by default, in both projects."""
+    name, switch = f"{ROLLOUT}.val_kwargs.temperature", f"{ROLLOUT}.val_kwargs.do_sample"
+    temperature = number(given.get(name, 0))
+    if flag(given.get(switch, False)) or temperature == 0:
+        imported.set("evaluation.temperature", temperature, name)
+    else:
+        why = f"versions of verl differ in whether it counts while {switch} is off; set evaluation.temperature"
+        imported.decide(given.setting(name), why)
 
 
 def _evaluation_support(given: Given, imported: Imported) -> None:
@@ -104,7 +109,7 @@ def _turns(given: Given, imported: Imported) -> None:
 
 def _strategy(given: Given) -> str:
     """``model_engine`` chooses it in later versions; settings of Megatron-LM alone choose it, too."""
-    if not given.has(f"{ACTOR}.strategy"):
+    if f"{ACTOR}.strategy" not in given.values:
         engine = given.get("model_engine")
         if engine is not None and engine != "dp":
             return str(engine)
@@ -119,23 +124,37 @@ def _is_megatron(given: Given) -> bool:
 
 def _backend(given: Given, imported: Imported) -> None:
     strategy = _strategy(given)
-    name = "model_engine" if given.has("model_engine") and not given.has(f"{ACTOR}.strategy") else f"{ACTOR}.strategy"
+    is_chosen = f"{ACTOR}.strategy" not in given.values and "model_engine" in given.values
+    name = "model_engine" if is_chosen else f"{ACTOR}.strategy"
     if strategy in ("fsdp", "fsdp2", "megatron"):
         imported.set("trainer.backend", "megatron" if strategy == "megatron" else "fsdp", name)
     else:
         imported.decide(f"{name}={strategy}", "use fsdp or megatron in trainer.backend")
 
 
+def _apart(given: Given) -> list[str]:
+    """Settings of verl's asynchronous trainers."""
+    counts = [name for name in _OWN_NODES if str(given.get(name, 0)) != "0"]
+    mode = "trainer.v1.trainer_mode"
+    modes = [mode] * (given.get(mode, "sync") != "sync")
+    return [*counts, *modes, *(name for name in given.values if name.startswith("async_training."))]
+
+
 def _placement(given: Given, imported: Imported) -> None:
     name = "actor_rollout_ref.hybrid_engine"
-    if flag(given.get(name, True)):
+    if apart := _apart(given):
+        why = "engines seem to have GPUs of their own, and to sample ahead; set cluster.placement, rollout.num_engines"
+        imported.decide(", ".join(map(given.setting, apart)), f"{why} and rollout.max_staleness")
+    elif flag(given.get(name, True)):
         imported.set("cluster.placement", "colocated", "verl's hybrid engine")
     else:
         imported.decide(given.setting(name), "set cluster.placement")
 
 
 def _axes(given: Given) -> tuple[str, ...]:
-    return _MEGATRON_AXES if _is_megatron(given) else (_ULYSSES,)
+    if _is_megatron(given):
+        return _MEGATRON_AXES
+    return (_ULYSSES_OF_FSDP if whole(given.get(_ULYSSES_OF_FSDP, 1)) > 1 else _ULYSSES,)
 
 
 def _context(given: Given, imported: Imported) -> None:
@@ -143,16 +162,18 @@ def _context(given: Given, imported: Imported) -> None:
     name = _axes(given)[-1]
     if given.has(name):
         imported.set("trainer.parallel.context", whole(given.get(name)), name)
-    if _is_megatron(given):
-        given.unused(imported, "the strategy is megatron", _ULYSSES)
+    for other in {_ULYSSES, _ULYSSES_OF_FSDP} - {name}:
+        given.unused(imported, f"{name} counts", other)
 
 
 def _token_budget(given: Given, imported: Imported) -> None:
-    name = f"{ACTOR}.ppo_max_token_len_per_gpu"
-    if given.has(name):
+    name, switch = f"{ACTOR}.ppo_max_token_len_per_gpu", f"{ACTOR}.use_dynamic_bsz"
+    if not given.has(name) and not flag(given.get(switch, False)):
+        imported.decide("trainer.target_tokens_per_batch", f"{switch} is off: verl counts sequences")
+    else:
         context = whole(given.get(_axes(given)[-1], 1))
         origin = name + (" times context parallelism" if context > 1 else "")
-        imported.set("trainer.target_tokens_per_batch", whole(given.get(name)) * context, origin)
+        imported.set("trainer.target_tokens_per_batch", whole(given.get(name, 16384)) * context, origin)
 
 
 def _gpus(given: Given) -> int:
@@ -181,6 +202,12 @@ def _engine_size(given: Given, imported: Imported) -> None:
 
 
 def _engines(given: Given, imported: Imported) -> None:
+    replicas = f"{ROLLOUT}.data_parallel_size"
+    if _apart(given):
+        return  # as the placement says
+    if given.has(replicas) and whole(given.get(replicas)) != 1:
+        imported.decide(given.setting(replicas), "set rollout.num_engines, the replicas of all engines")
+        return
     if not given.has(_ENGINE_GPUS) and _is_megatron(given):
         imported.decide("rollout.num_engines", "GPUs over rollout.tensor")
         return
@@ -205,13 +232,14 @@ def _shared_prefixes(given: Given, imported: Imported) -> None:
 def _recompute(given: Given, imported: Imported) -> None:
     name = f"{ACTOR}.megatron.override_transformer_config.recompute_granularity"
     general = "actor_rollout_ref.model.enable_gradient_checkpointing"
-    if given.has(name):
+    if _is_megatron(given):
         granularity = given.get(name)
-        if granularity not in ("full", "selective"):
-            raise ValueError(granularity)
-        imported.set("trainer.recompute", granularity, name)
-    elif flag(given.get(general, True)):
-        imported.set("trainer.recompute", "full", general)
+        if granularity not in ("full", "selective", None):
+            raise ValueError(f"{granularity} is neither full nor selective")
+        imported.set("trainer.recompute", granularity or "none", name)
+        given.unused(imported, f"{name} counts", general)
+    else:
+        imported.set("trainer.recompute", "full" if flag(given.get(general, True)) else "none", general)
 
 
 ENGINE_RULES: Mapping[str, Rule] = MappingProxyType(

@@ -6,20 +6,22 @@ from types import MappingProxyType
 
 from slime_like.config.foreign.given import Given, Rule
 from slime_like.config.foreign.imported import Imported
-from slime_like.config.foreign.values import flag, number, scalar, unless_null, whole
+from slime_like.config.foreign.values import flag, natural, number, scalar, unless_null, whole
 
 ACTOR = "actor_rollout_ref.actor"
 OPTIMIZER = f"{ACTOR}.optim"
 
 _ADVANTAGES = {
     "grpo": "grpo",
+    "grpo_vectorized": "grpo",
     "rloo": "rloo",
+    "rloo_vectorized": "rloo",
     "reinforce_plus_plus": "reinforce_pp",
     "reinforce_plus_plus_baseline": "reinforce_pp_baseline",
 }
 _LOSS = f"{ACTOR}.policy_loss.loss_mode"
 _REDUCTIONS = {"token-mean": "tokens", "seq-mean-token-mean": "samples"}
-_ESTIMATORS = {"kl": "k1", "k1": "k1", "mse": "k2", "k2": "k2", "k3": "k3", "low_var_kl": "low_var_kl"}
+_ESTIMATORS = {"kl": "k1", "k1": "k1", "mse": "k2", "k2": "k2", "k3": "low_var_kl", "low_var_kl": "low_var_kl"}
 _STYLES = (f"{OPTIMIZER}.lr_scheduler_type", f"{OPTIMIZER}.lr_decay_style", f"{OPTIMIZER}.warmup_style")
 _OVERLONG = (
     "reward_model.overlong_buffer",
@@ -31,11 +33,11 @@ _OVERLONG = (
 def _advantage(given: Given, imported: Imported) -> None:
     estimator = given.get("algorithm.adv_estimator", "gae")
     if estimator not in _ADVANTAGES:
-        imported.decide(f"algorithm.adv_estimator={estimator}", "needs a critic, or is not supported")
+        imported.decide(f"algorithm.adv_estimator={estimator}", "set algorithm.advantage; there is no critic here")
         given.unused(imported, "of grpo alone", "algorithm.norm_adv_by_std_in_grpo")
         return
     with_std = flag(given.get("algorithm.norm_adv_by_std_in_grpo", True))
-    name = "grpo_mean_only" if estimator == "grpo" and not with_std else _ADVANTAGES[estimator]
+    name = "grpo_mean_only" if _ADVANTAGES[estimator] == "grpo" and not with_std else _ADVANTAGES[estimator]
     imported.set("algorithm.advantage", name, "algorithm.adv_estimator, norm_adv_by_std_in_grpo")
 
 
@@ -44,7 +46,7 @@ def _loss(given: Given, imported: Imported) -> None:
     if mode in ("vanilla", "gspo"):
         imported.set("algorithm.loss", "gspo" if mode == "gspo" else "ppo_clip", _LOSS)
     else:
-        imported.decide(f"{_LOSS}={mode}", "not supported")
+        imported.decide(f"{_LOSS}={mode}", "set algorithm.loss, and its bounds")
 
 
 def _dual_clip(given: Given, imported: Imported) -> None:
@@ -149,6 +151,25 @@ def _earlier_correction(given: Given, imported: Imported) -> None:
         imported.set("algorithm.importance_veto", number(veto), f"{prefix}_veto_threshold")
 
 
+def _oldest_correction(given: Given, imported: Imported) -> None:
+    """Weights of tokens, as verl first had them."""
+    name = f"{ACTOR}.tis_imp_ratio_cap"
+    if given.has(name) and number(given.get(name)) > 0:
+        imported.set("algorithm.importance_correction", "truncate", name)
+        imported.set("algorithm.importance_high", number(given.get(name)), name)
+
+
+def _clip_grad(given: Given, imported: Imported) -> None:
+    """The trainers read one of two settings; which one, depends on version and trainer."""
+    names = (f"{ACTOR}.grad_clip", f"{OPTIMIZER}.clip_grad")
+    bounds = {name: number(given.get(name)) for name in names if given.has(name)}
+    if len(set(bounds.values())) == 1:
+        imported.set("trainer.optimizer.clip_grad", next(iter(bounds.values())), ", ".join(bounds))
+    elif bounds:
+        shown = ", ".join(f"{name}={bound}" for name, bound in bounds.items())
+        imported.decide(shown, "set trainer.optimizer.clip_grad")
+
+
 def _overlong(given: Given, imported: Imported) -> None:
     for part in _OVERLONG:
         if not flag(given.get(f"{part}.enable", False)):
@@ -181,9 +202,9 @@ def updates_of_a_step(given: Given) -> int | None:
     batch, size = given.get("data.train_batch_size"), given.get(f"{ACTOR}.ppo_mini_batch_size")
     if batch is None or size is None:
         return None
-    if whole(batch) % whole(size):
-        raise ValueError(f"it does not divide data.train_batch_size={batch}")
-    return whole(batch) // whole(size)
+    if natural(batch) % natural(size):
+        raise ValueError(f"{ACTOR}.ppo_mini_batch_size={size} does not divide data.train_batch_size={batch}")
+    return natural(batch) // natural(size)
 
 
 def _warm_up(given: Given, imported: Imported) -> None:
@@ -225,8 +246,8 @@ def _betas(given: Given, imported: Imported) -> None:
 
 def _least_rate(given: Given, imported: Imported) -> None:
     least = given.get(f"{OPTIMIZER}.min_lr_ratio")
-    if least is not None and number(least) > 0 and given.has(f"{OPTIMIZER}.lr"):
-        rate = number(least) * number(given.get(f"{OPTIMIZER}.lr"))
+    if least is not None and number(least) > 0:
+        rate = number(least) * number(given.get(f"{OPTIMIZER}.lr", 1e-6))
         imported.set("trainer.optimizer.min_lr", rate, f"{OPTIMIZER}.min_lr_ratio times lr")
 
 
@@ -252,6 +273,8 @@ OBJECTIVE_RULES: Mapping[str, Rule] = MappingProxyType(
         "algorithm.importance_correction and its bounds": _correction,
         "algorithm.importance_correction: mask": _rejection,
         "algorithm.importance_correction and its bounds, as earlier": _earlier_correction,
+        "algorithm.importance_correction, importance_high, of old versions": _oldest_correction,
+        "trainer.optimizer.clip_grad": _clip_grad,
         "algorithm.overlong_buffer, overlong_factor": _overlong,
         "reward.functions": _rewards,
         "trainer.optimizer.warmup_steps": _warm_up,

@@ -120,7 +120,7 @@ OF_VERL: dict[str, Any] = {
     "algorithm.importance_high": 3.0, "algorithm.importance_veto": 1e-4,
     "rollout.max_drops_per_step": 10 * 96 - 64,
     "rollout.engine_args": {"gpu_memory_utilization": 0.6, "max_num_batched_tokens": 8192},
-    "algorithm.overlong_buffer": 256, "algorithm.overlong_factor": 0.5, "rollout.drop_zero_spread": True, "steps": 200,
+    "algorithm.overlong_buffer": 256, "algorithm.overlong_factor": 0.5, "steps": 200,
     "checkpoint.every": 0, "evaluation.every": 5, "cluster.gpus_per_node": 4, "cluster.placement": "colocated",
     "trainer.optimizer.warmup_steps": 10 * 4, "trainer.optimizer.weight_decay": 0.01, "trainer.optimizer.beta2": 0.999,
     "resume": "auto",
@@ -216,7 +216,7 @@ def _imported(tmp_path: Path, name: str, content: str) -> Imported:
             "run.sh", SLIME, OF_SLIME,
             [
                 "--rm-type math", "run_dir", "--eval-top-p 0.7", "--sglang-cuda-graph-bs 1 2 $(command)",
-                "data.max_prompt_tokens",
+                "data.max_prompt_tokens", "source $DIR/models/some.sh",
             ],
         ),
         (
@@ -224,6 +224,7 @@ def _imported(tmp_path: Path, name: str, content: str) -> Imported:
             [
                 "the reward of each data_source", "run_dir", "data.val_files=$HOME/test.parquet",
                 "trainer.unheard_of=3", "some.other=1", "$@",
+                "algorithm.filter_groups.enable=True",
                 "actor_rollout_ref.rollout.val_kwargs.top_p=0.7",
             ],
         ),
@@ -233,7 +234,7 @@ def _imported(tmp_path: Path, name: str, content: str) -> Imported:
                 "custom_reward_function.path=mine.py, name=compute_score", "steps",
                 "algorithm.rollout_correction.rollout_rs=geometric (1.001)",
                 "actor_rollout_ref.rollout.multi_turn.enable=True", "run_dir",
-                "actor_rollout_ref.actor.loss_agg_mode=token-mean",
+                "actor_rollout_ref.actor.loss_agg_mode=token-mean", "trainer.target_tokens_per_batch",
                 "actor_rollout_ref.rollout.response_length=${data.max_response_length}",
             ],
         ),
@@ -324,7 +325,8 @@ def test_defaults_and_arithmetic_of_a_shell(tmp_path: Path) -> None:
     [
         'if [ -n "$DEBUG" ]; then\n  LR=2\nfi', "[ -z $X ] && LR=2", "[ -z $X ] || LR=2", "setup() {\n LR=2\n}",
         "for LR in 2 3; do true; done", "case $MODE in\n a) LR=2;;\n b) LR=3;;\nesac", "while read LR; do :; done",
-        "read LR", "LR=$(choose)", "LR=`choose`", "if a; then LR=2; else LR=3; fi", "(LR=2)", "unset LR", 'LR="$OTHER"',
+        "read LR", "LR=$(choose)", 'eval "LR=2"', "let LR=2", "printf -v LR %s 2", "((LR++))", "LR={1,2}",
+        "LR=`choose`", "if a; then LR=2; else LR=3; fi", "(LR=2)", "unset LR", 'LR="$OTHER"',
     ],
 )  # fmt: skip
 def test_what_a_script_may_not_assign_is_not_known(tmp_path: Path, before: str) -> None:
@@ -386,17 +388,44 @@ def test_hostile_scripts_end_soon(tmp_path: Path) -> None:
             {
                 "algorithm.loss": "sft", "algorithm.advantage": None, "rollout.engine": None, "rollout.tensor": None,
                 "algorithm.minibatches": 1, "cluster.nodes": 1, "cluster.gpus_per_node": 4, "reward.functions": None,
+                "data.messages_key": "input", "data.prompt_key": None, "data.apply_chat_template": None,
             },
             [],
         ),
-        (  # engines beside the trainer: of how many nodes is not told
-            "--actor-num-gpus-per-node 4 --rollout-num-gpus 4",
-            {"cluster.nodes": None, "cluster.gpus_per_node": None, "rollout.num_engines": 4},
-            ["cluster.nodes, cluster.gpus_per_node"],
+        (
+            "--rollout-batch-size 8 --global-batch-size 8",
+            {
+                "rollout.samples_per_prompt": 1, "seed": 1234, "data.prompt_key": "input", "algorithm.minibatches": 1,
+                "trainer.parallel.data": 8, "data.answer_key": None, "rollout.max_new_tokens": None,
+            },
+            ["data.answer_key", "rollout.max_new_tokens"],
+        ),
+        ("--eval-prompt-data a /b --eval-top-k 1 --eval-temperature 0.8", {"evaluation.temperature": 0.0}, []),
+        ("--use-kl-loss", {"algorithm.kl_coef": 0.0, "algorithm.kl_estimator": "k1"}, []),
+        (
+            "--use-tis --tis-clip-low 0.5", {"algorithm.importance_correction": None},
+            ["--use-tis --tis-clip-low 0.5"],
         ),
         (
-            "--actor-num-gpus-per-node 4 --rollout-num-gpus 4 --num-gpus-per-node 8",
-            {"cluster.nodes": 1, "cluster.gpus_per_node": 8}, [],
+            "--disable-rewards-normalization", {"algorithm.advantage": None}, ["--disable-rewards-normalization"],
+        ),
+        (
+            "--custom-config-path a.yaml --rollout-batch-size 8",
+            {"rollout.samples_per_prompt": None, "algorithm.loss": None, "rollout.prompts_per_step": 8},
+            ["--custom-config-path a.yaml"],
+        ),
+        (
+            "--eval-config a.yaml --eval-prompt-data a /b --lr-warmup-fraction 0.1 --sglang-some 1 2",
+            {"evaluation.files": None, "rollout.engine_args.some": None},
+            ["--eval-config a.yaml", "--lr-warmup-fraction 0.1", "--sglang-some 1 2"],
+        ),
+        (
+            "--actor-num-gpus-per-node 4 --rollout-num-gpus 4",
+            {"cluster.nodes": 1, "cluster.gpus_per_node": 8, "rollout.num_engines": 4}, [],
+        ),
+        (
+            "--actor-num-gpus-per-node 4 --rollout-num-gpus 8 --num-gpus-per-node 4",
+            {"cluster.nodes": 3, "cluster.gpus_per_node": 4}, [],
         ),
         ("--sglang-api-key hidden", {"rollout.engine_args.api_key": None}, ["--sglang-api-key ..."]),
     ],
@@ -476,6 +505,100 @@ def test_of_another_base_configuration_nothing_is_assumed(tmp_path: Path, base: 
         assert changed == set(), other
 
 
+def test_a_launch_in_a_function_takes_what_is_assigned_before_the_function_is_called(tmp_path: Path) -> None:
+    script = "LR=1\nSEED=3\nrun() {\n python3 train.py --prompt-data d --lr $LR --seed $SEED\n}\nLR=2\nrun\n"
+    values = _imported(tmp_path, "run.sh", script).values
+    assert "trainer.optimizer.lr" not in values and values["seed"][0] == 3
+
+
+def test_switches_of_a_branch_are_not_taken_for_given(tmp_path: Path) -> None:
+    switches = [
+        "--use-tis", "--colocate", "--calculate-per-token-loss", "--apply-chat-template", "--sequence-parallel",
+        "--disable-grpo-std-normalization", "--rollout-shuffle", "--gradient-checkpointing", "--use-wandb",
+    ]  # fmt: skip
+    script = "A=()\nif x; then A+=({}); fi\npython3 train.py --prompt-data d --train-backend fsdp ${{A[@]}}\n"
+    none = _imported(tmp_path, "run.sh", script.format("")).values
+    for switch in switches:
+        imported = _imported(tmp_path, "run.sh", script.format(switch))
+        assert {name for name, each in imported.values.items() if each[0] != none.get(name, (None,))[0]} == set()
+        given = _imported(tmp_path, "run.sh", f"python3 train.py --prompt-data d --train-backend fsdp {switch}")
+        changed = {name for name, each in given.values.items() if each[0] != none.get(name, (None,))[0]}
+        assert changed and changed.isdisjoint(imported.values)
+        assert any(switch in point for point in [*imported.open_points, *imported.open_points.values()])
+
+
+@pytest.mark.parametrize(
+    ("given", "values"),
+    [
+        (
+            "",
+            {
+                "rollout.samples_per_prompt": 1, "rollout.prompts_per_step": 1024, "algorithm.minibatches": 4,
+                "data.max_prompt_tokens": 512, "rollout.max_new_tokens": 512, "evaluation.temperature": 0.0,
+                "trainer.target_tokens_per_batch": None, "trainer.recompute": "full",
+            },
+        ),
+        (
+            "{actor}.use_kl_loss=True actor_rollout_ref.ref.model.path=/other",
+            {"reference.path": "/other", "algorithm.kl_coef": 0.001, "algorithm.kl_estimator": "low_var_kl"},
+        ),
+        ("actor_rollout_ref.ref.model.path=/other", {"reference.path": None}),
+        (
+            "{actor}.fsdp_config.ulysses_sequence_parallel_size=4 {actor}.use_dynamic_bsz=True",
+            {
+                "trainer.parallel.context": 4, "trainer.parallel.data": 2,
+                "trainer.target_tokens_per_batch": 4 * 16384,
+            },
+        ),
+        ("trainer.v1.trainer_mode=separate_async", {"cluster.placement": None, "rollout.num_engines": None}),
+        ("{rollout}.nnodes=1", {"cluster.placement": None, "rollout.num_engines": None}),
+        ("async_training.staleness_threshold=1", {"cluster.placement": None, "rollout.num_engines": None}),
+        ("{rollout}.data_parallel_size=2", {"rollout.num_engines": None, "cluster.placement": "colocated"}),
+        ("{rollout}.val_kwargs.do_sample=True", {"evaluation.temperature": 0.0}),
+        ("{rollout}.val_kwargs.do_sample=True {rollout}.val_kwargs.temperature=1", {"evaluation.temperature": 1.0}),
+        ("{rollout}.val_kwargs.temperature=0.6", {"evaluation.temperature": None}),
+        ("algorithm.adv_estimator=rloo_vectorized", {"algorithm.advantage": "rloo"}),
+        ("algorithm.adv_estimator=gae", {"algorithm.advantage": None}),
+        ("{actor}.policy_loss.loss_mode=cispo", {"algorithm.loss": None, "algorithm.dual_clip": None}),
+        ("{actor}.tis_imp_ratio_cap=3", {"algorithm.importance_high": 3.0}),
+        ("{actor}.optim.min_lr_ratio=0.1", {"trainer.optimizer.min_lr": 1e-7}),
+        ("{actor}.grad_clip=0.5", {"trainer.optimizer.clip_grad": 0.5}),
+        ("{actor}.grad_clip=0.5 {actor}.optim.clip_grad=1", {"trainer.optimizer.clip_grad": None}),
+        ("data.train_batch_size=0", {"rollout.prompts_per_step": None, "algorithm.minibatches": None}),
+        ("{actor}.use_kl_loss=True {actor}.kl_loss_type=k3", {"algorithm.kl_estimator": "low_var_kl"}),
+        ("data.val_max_samples=7", {"evaluation.max_prompts": 7}),
+        ("model.path={{a,b}} actor_rollout_ref.model.path=/m/{{a,b}}", {"model.path": None}),
+    ],
+)  # fmt: skip
+def test_what_verl_s_settings_mean_together(tmp_path: Path, given: str, values: dict[str, Any]) -> None:
+    base = "python3 -m verl.trainer.main_ppo {rollout}.name=vllm "
+    names = {"actor": "actor_rollout_ref.actor", "rollout": "actor_rollout_ref.rollout"}
+    imported = _imported(tmp_path, "run.sh", (base + given).format(**names))
+    assert {name: imported.values.get(name, (None,))[0] for name in values} == values
+    printed = imported.text()
+    given_names = re.findall(r"[\w.]+(?==)", given.format(**names))
+    assert [name for name in given_names if name not in printed] == []
+
+
+def test_groups_are_left_out_where_the_recipe_does_it(tmp_path: Path) -> None:
+    given = "algorithm.filter_groups.enable=True actor_rollout_ref.rollout.n=4"
+    for program, value in (("recipe.dapo.main_dapo", True), ("verl.trainer.main_ppo", None)):
+        values = _imported(tmp_path, "run.sh", f"python3 -m {program} {given}").values
+        assert values.get("rollout.drop_zero_spread", (None,))[0] is value
+
+
+def test_an_empty_default_is_the_user_s_to_fill(tmp_path: Path) -> None:
+    script = "N=${N:-}\npython -m verl.trainer.main_ppo actor_rollout_ref.rollout.n=4 trainer.n_gpus_per_node=${N:-8}"
+    value, origin = _imported(tmp_path, "run.sh", script).values["cluster.gpus_per_node"]
+    assert value == 8 and "$N is not set" in origin
+
+
+def test_references_that_multiply_end_soon(tmp_path: Path) -> None:
+    levels = "".join(f"  l{n + 1}: {' '.join([f'${{a.l{n}}}'] * 8)!r}\n" for n in range(9))
+    content = f"a:\n  l0: {'x' * 50}\n  c: ${{a.c}}\n{levels}actor_rollout_ref: {{rollout: {{n: 4}}}}\n"
+    assert _imported(tmp_path, "a.yaml", content).values["rollout.samples_per_prompt"][0] == 4
+
+
 def test_programs_and_engines_of_verl(tmp_path: Path) -> None:
     settings = "model_engine=megatron data.train_batch_size=8 actor_rollout_ref.rollout.name=vllm ~trainer.x -m"
     imported = _imported(tmp_path, "run.sh", f"python3 -m verl.trainer.main_ppo {settings}")
@@ -523,6 +646,11 @@ def test_references_of_a_yaml_file_are_followed(tmp_path: Path) -> None:
         "--rm-url 'Bearer 0123456789abcdef'", "--note hf_abcdefghijklmnopqrstuvwxyz0123456789",
         "--note sk-abcdefghijklmnopqrstuvwxyz0123456789", "--hf-checkpoint https://me:abcdef@host/x",
         "--hf-checkpoint 'https://h/x?X-Amz-Signature=abcdef0123'", "--sglang-x 'token=abcdef'",
+        "--dynamic-sampling-filter-path https://u:abcdef@h/x", "--kl-loss-type https://u:abcdef@h --use-kl-loss",
+        "--lr https://u:abcdef@h", "--lr-decay-style api_keys=abcdef", "--note pwd=abcdef$X",
+        "--note github_pat_abcdef0123456789",
+        r"""--train-env-vars '{"a": "{\"api_key\": \"abcdef\"}"}'""", "--note 'Authorization: Token abcdef'",
+        "--note https://u:abc/abcdef@h/x", "--seed 1\n--password abcdef",
     ],
 )  # fmt: skip
 def test_no_value_with_a_credential_is_taken_over(tmp_path: Path, given: str) -> None:
@@ -583,7 +711,6 @@ def test_no_value_becomes_another_setting(tmp_path: Path, text: str) -> None:
         ("--num-steps-per-rollout 2 --global-batch-size 8", "--global-batch-size 8"),
         ("--num-epoch 2", "steps"),
         ("--loss-type custom_loss", "--loss-type custom_loss"),
-        ("--use-kl-loss", "--kl-loss-type"),
         ("$EXTRA", "$EXTRA"),
         ("--eval-prompt-data a /b.jsonl@[0:100]", "--eval-prompt-data a /b.jsonl@[0:100]"),
         ("--rollout-stop-token-ids 1 2 $MORE", "--rollout-stop-token-ids 1 2 $MORE"),
