@@ -30,7 +30,9 @@ def imported_config(path: Path) -> Imported:
         document = read_document(content, str(path))
         if document.problems:
             raise ConfigError(document.problems)
-        if isinstance(document.data, dict) and "actor_rollout_ref" in document.data:
+        if isinstance(document.data, dict) and (
+            "actor_rollout_ref" in document.data or "actor_rollout_ref" in str(document.data.get("defaults"))
+        ):
             return read_verl_yaml(document.data)
     else:
         for starts, read in ((starts_verl, read_verl_script), (starts_slime, read_slime)):

@@ -14,6 +14,7 @@ from slime_like.config.foreign.shell_words import QUOTED, Array, Operator, token
 _ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)(\+?)=(.*)", re.DOTALL)
 _ELEMENTS = re.compile(rf"[${QUOTED}]\{{([A-Za-z_]\w*)\[[@*]\]\}}")
 _SUBSCRIPT, _NO_NAME = re.compile(r"\[[^]]*\]="), re.compile(r"-|\+*[\w.]+=")
+_ONE_ELEMENT = re.compile(r"\{([A-Za-z_]\w*)\[")
 _BEGIN, _END = {"if", "while", "until", "for", "select", "case", "function", "{"}, {"fi", "done", "esac", "}"}
 _REPEATED = {"while", "until", "for", "select", "function", "{"}
 _ASSIGNING = {"for", "select", "read", "unset", "let", "mapfile", "readarray", "getopts"}
@@ -138,6 +139,7 @@ class _State:
             else:
                 absent.append(as_written(word))
             return
+        self.taken |= set(_ONE_ELEMENT.findall(word))
         text = self.variables.expanded(word)
         defaults = defaulted(text)
         if as_written(text) or word[:1] != "$":

@@ -82,7 +82,10 @@ class Variables:
                 continue
             end, value = self._reference(text, place, depth)
             kept = text[place:end] if value is None else value
-            parts.append(kept if text[place] == QUOTED or value is None else _BLANKS.sub(SPLIT, kept))
+            is_whole = (
+                text[place] == QUOTED or value is None or (_UNKNOWN.search(kept) is not None and PERHAPS not in kept)
+            )
+            parts.append(kept if is_whole else _BLANKS.sub(SPLIT, kept))
             place = end
         whole = "".join(parts)
         return whole if len(whole) <= _LONGEST else f"${OUTPUT}"

@@ -17,6 +17,11 @@ from slime_like.system.credentials import is_credential
 _VARIABLE = re.compile(r"\$(?:\w+|[@*]|\{[^{}]*\}|\(command\))")
 _MODEL = "${MODEL_ARGS[@]}"
 """The model's shape, from a file of slime's ``scripts/models``."""
+_SEVERAL = {
+    *("eval-prompt-data", "rollout-stop", "rollout-stop-token-ids", "rollout-external-engine-addrs"),
+    *("only-train-params-name-list", "freeze-params-name-list"),
+}
+"""Options that take several words."""
 _OTHER_FILE = "custom-config-path"
 _PROGRAM = re.compile(r"(?:.*/)?train(?:_async)?\.py")
 _DIRECT = MappingProxyType(
@@ -146,7 +151,7 @@ def _given(launch: Launch, words: Sequence[Argument], further: list[str]) -> Giv
         if re.match(r"--\w", word.text):
             name, _, value = word.text[2:].partition("=")
             found.append((name, replace(word, text=value)))
-        elif is_variable and (not found or _is_whole(*found[-1])):
+        elif is_variable and (word.text in ("$@", "$*") or not found or _is_whole(*found[-1])):
             further.append(word.text)
         elif found:
             name, before = found[-1]
@@ -162,7 +167,8 @@ def _given(launch: Launch, words: Sequence[Argument], further: list[str]) -> Giv
 
 def _is_whole(name: str, value: Argument) -> bool:
     """Whether the option takes no further word."""
-    return name in _SWITCHES or name in WITHOUT_VALUE or (name in _DIRECT and value.text != "")
+    takes_several = name in _SEVERAL or name.startswith("sglang-")
+    return name in _SWITCHES or name in WITHOUT_VALUE or (value.text != "" and not takes_several)
 
 
 def _rest(given: Given, imported: Imported) -> None:

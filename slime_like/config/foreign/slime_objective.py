@@ -11,7 +11,12 @@ from slime_like.config.foreign.values import number, text, texts, whole
 WITHOUT_VALUE = frozenset(
     (
         *("apply-chat-template", "rollout-shuffle", "use-kl-loss", "use-tis", "calculate-per-token-loss"),
-        *("disable-grpo-std-normalization", "disable-rewards-normalization", "gradient-checkpointing"),
+        *(
+            "normalize-advantages",
+            "disable-grpo-std-normalization",
+            "disable-rewards-normalization",
+            "gradient-checkpointing",
+        ),
     )
 )
 """Switches that the rules read."""
@@ -128,6 +133,13 @@ def _advantage(given: Given, imported: Imported) -> None:
         return
     if given.note("disable-rewards-normalization"):
         imported.decide("--disable-rewards-normalization", "set algorithm.advantage; pass_through takes raw rewards")
+        return
+    is_reinforce = estimator.startswith("reinforce")
+    if is_reinforce != given.note("normalize-advantages"):
+        shown = f"--advantage-estimator {estimator}, {'without' if is_reinforce else 'with'} --normalize-advantages"
+        imported.decide(
+            shown, "set algorithm.advantage: reinforce_pp and reinforce_pp_baseline divide by the deviation"
+        )
         return
     keeps_mean = given.note("disable-grpo-std-normalization") and estimator in ("grpo", "gspo")
     origin = given.origin("advantage-estimator") + (", --disable-grpo-std-normalization" if keeps_mean else "")

@@ -10,7 +10,7 @@ from slime_like.config.foreign.imported import Imported
 from slime_like.config.foreign.interpolation import interpolated
 from slime_like.config.foreign.launch_script import Argument, Launch
 from slime_like.config.foreign.values import flag, natural, number, text, texts, whole
-from slime_like.config.foreign.verl_command import MEGATRON, OWN_BASES, read_command
+from slime_like.config.foreign.verl_command import MEGATRON, OWN_BASES, is_program, read_command
 from slime_like.config.foreign.verl_engines import ENGINE_RULES, ROLLOUT
 from slime_like.config.foreign.verl_objective import ACTOR, OBJECTIVE_RULES
 from slime_like.system.credentials import without_credentials
@@ -37,7 +37,6 @@ _DIRECT = MappingProxyType(
         f"{ACTOR}.megatron.tensor_model_parallel_size": ("trainer.parallel.tensor", whole),
         f"{ACTOR}.megatron.pipeline_model_parallel_size": ("trainer.parallel.pipeline", whole),
         f"{ACTOR}.megatron.virtual_pipeline_model_parallel_size": ("trainer.parallel.virtual_pipeline", whole),
-        f"{ACTOR}.megatron.sequence_parallel": ("trainer.parallel.sequence", flag),
         f"{ACTOR}.megatron.expert_model_parallel_size": ("trainer.parallel.expert", whole),
         f"{ACTOR}.checkpoint.async_save": ("checkpoint.async_save", flag),
         f"{ROLLOUT}.temperature": ("rollout.temperature", number),
@@ -116,7 +115,7 @@ _NEEDLESS_PARTS = ("critic.", "ray_kwargs.", "global_profiler.", "actor_rollout_
 
 def starts_verl(words: Sequence[Argument]) -> bool:
     """Whether a command has settings of verl's trainer."""
-    return any(word.text.lstrip("+").startswith("actor_rollout_ref.") for word in words)
+    return any(word.text.lstrip("+").startswith("actor_rollout_ref.") or is_program(word.text) for word in words)
 
 
 def read_verl_script(launch: Launch) -> Imported:
@@ -210,7 +209,10 @@ def _steps(given: Given, imported: Imported) -> None:
         epochs = given.get("trainer.total_epochs", 30)
         imported.decide("steps", f"rows over data.train_batch_size, times {epochs} epochs")
     else:
-        given.unused(imported, "trainer.total_training_steps stands beside it", "trainer.total_epochs")
+        name = "trainer.total_epochs"
+        if name in given.values:
+            given.get(name)
+            imported.decide(given.setting(name), "verl ends with these, if that is sooner; here steps alone counts")
 
 
 _RULES: Mapping[str, Rule] = MappingProxyType(

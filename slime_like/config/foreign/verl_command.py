@@ -38,6 +38,11 @@ class Command:
     is_dapo: bool = False
 
 
+def is_program(text: str) -> bool:
+    """Whether the word names verl's PPO trainer, or its recipe of DAPO."""
+    return _PROGRAM.fullmatch(text) is not None
+
+
 def read_command(words: Sequence[Argument]) -> Command:
     """Sort the words behind the program."""
     end = _arguments_begin(words)
@@ -60,7 +65,8 @@ def read_command(words: Sequence[Argument]) -> Command:
 
 def _arguments_begin(words: Sequence[Argument]) -> int:
     """Where the program's arguments begin: behind verl's, or else behind the last word that may be a program."""
-    first = next(place for place, word in enumerate(words) if _SECTION.match(word.text))
+    sections = (place for place, word in enumerate(words) if _SECTION.match(word.text))
+    first = next(sections, len(words))
     programs = [place for place in range(first) if _PROGRAM.fullmatch(words[place].text)]
     others = [place for place in range(first) if not re.match(rf"-|{_ASSIGNMENT.pattern}", words[place].text)]
     return (programs or others or [-1])[-1] + 1

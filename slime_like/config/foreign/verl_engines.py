@@ -166,6 +166,14 @@ def _context(given: Given, imported: Imported) -> None:
         given.unused(imported, f"{name} counts", other)
 
 
+def _sequence(given: Given, imported: Imported) -> None:
+    """Megatron's, by default; without tensor parallelism there is nothing to divide."""
+    name = f"{ACTOR}.megatron.sequence_parallel"
+    if _is_megatron(given):
+        is_on = flag(given.get(name, True)) and whole(given.get(_MEGATRON_AXES[0], 1)) > 1
+        imported.set("trainer.parallel.sequence", is_on, name)
+
+
 def _token_budget(given: Given, imported: Imported) -> None:
     name, switch = f"{ACTOR}.ppo_max_token_len_per_gpu", f"{ACTOR}.use_dynamic_bsz"
     if not given.has(name) and not flag(given.get(switch, False)):
@@ -253,6 +261,7 @@ ENGINE_RULES: Mapping[str, Rule] = MappingProxyType(
         "rollout.environment": _turns,
         "trainer.backend": _backend,
         "cluster.placement": _placement,
+        "trainer.parallel.sequence": _sequence,
         "trainer.parallel.context": _context,
         "trainer.target_tokens_per_batch": _token_budget,
         "trainer.parallel.data": _data_parallel,

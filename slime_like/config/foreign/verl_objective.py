@@ -36,6 +36,10 @@ def _advantage(given: Given, imported: Imported) -> None:
         imported.decide(f"algorithm.adv_estimator={estimator}", "set algorithm.advantage; there is no critic here")
         given.unused(imported, "of grpo alone", "algorithm.norm_adv_by_std_in_grpo")
         return
+    if estimator == "reinforce_plus_plus" and flag(given.get("algorithm.use_kl_in_reward", False)):
+        why = "verl sums and whitens rewards, with the KL's, from each token on; set algorithm.advantage"
+        imported.decide(f"algorithm.adv_estimator={estimator}, with algorithm.use_kl_in_reward", why)
+        return
     with_std = flag(given.get("algorithm.norm_adv_by_std_in_grpo", True))
     name = "grpo_mean_only" if _ADVANTAGES[estimator] == "grpo" and not with_std else _ADVANTAGES[estimator]
     imported.set("algorithm.advantage", name, "algorithm.adv_estimator, norm_adv_by_std_in_grpo")

@@ -8,10 +8,18 @@ from slime_like.interfaces.reward import RewardResult
 NO_MATCH = "no match of the pattern"
 _MARKER = "####"
 _NUMBER = re.compile(r"[-+]?\$?(?:[0-9]{1,3}(?:,[0-9]{3})+|[0-9]{1,100})(?:\.[0-9]{1,100})?")
+# A second value, or arithmetic left undone.
+_CONTINUED = re.compile(r"[ \t]*(?:[-+*/^:=\u00d7][ \t]*[\d(]|\d|or\b)|[eE][-+]?\d")
 _LETTERS = "ABCDEFGHIJ"
 _LETTER = rf"\**\(?([{_LETTERS}])\)?\**"
-_BOXED_LETTER = re.compile(rf"\\boxed\{{\s*(?:\\text\{{)?\s*{_LETTER}(?:[.\s]*|(?:[.:]|(?<=\)))[^{{}}]*)\}}")
-_NAMED_LETTER = re.compile(rf"(?i:answer|choice|option)\**(?i:\s+is)?\s*:?\s*\**\s*{_LETTER}(?![\w'])(?!(?<=I)\s[a-z])")
+_BOXED_LETTER = re.compile(
+    rf"\\boxed\{{\s*(?:\\(?:text|textbf|mathrm|mathbf)\{{)?\s*{_LETTER}(?:[.\s]*|(?:[.:]|(?<=\)))[^{{}}]*|\s*\\text\{{[^{{}}]*)\}}"
+)
+_NAMED_LETTERS = [
+    re.compile(rf"(?i:{name})\**(?i:\s+is)?\s*:?\s*\**\s*{_LETTER}(?![\w'])(?!(?<=I)\s[a-z])")
+    for name in ("answer", "choice|option")
+]
+_ANSWER_TAG = re.compile(r"</?answer>", re.IGNORECASE)
 _BARE_LETTER = re.compile(rf"{_LETTER}(?:[).:](?:\s.*)?)?")
 _TRUE_LETTER = re.compile(rf"\(?([{_LETTERS}])\)?\.?", re.IGNORECASE)
 
@@ -50,11 +58,14 @@ def gsm8k(prompt: str, response: str, answer: str, *, require_marker: bool = Tru
     Raises:
         ValueError: ``answer`` has no number there.
     """
-    wanted = _NUMBER.match(answer.rpartition(_MARKER)[2].strip())
+    wanted = _NUMBER.match(answer.rpartition(_MARKER)[2].strip().replace("\u2212", "-"))
     if wanted is None:
         raise ValueError(f"the answer {answer[-40:]!r} has no number after {_MARKER}")
     if _MARKER in response:
-        found = _NUMBER.match(response.rpartition(_MARKER)[2].strip(" \t*:"))
+        last = response.rpartition(_MARKER)[2].strip(" \t*:$").removeprefix("\\boxed{").replace("\u2212", "-")
+        found = _NUMBER.match(last)
+        if found is not None and _CONTINUED.match(last, found.end()):
+            return RewardResult(0.0, False, {"reason": f"more than a number after {_MARKER}"})
     else:
         numbers = [] if require_marker else list(_NUMBER.finditer(response))
         found = numbers[-1] if numbers else None
@@ -66,8 +77,8 @@ def gsm8k(prompt: str, response: str, answer: str, *, require_marker: bool = Tru
 def multiple_choice(prompt: str, response: str, answer: str) -> RewardResult:
     r"""1 where the response chooses the letter (A to J) of ``answer``, else 0.
 
-    The choice is the last letter in ``\boxed{}``; else the last one called answer, choice or option; else that of the
-    last line: ``(B)``, ``B.``, ``B) Paris``.
+    The choice is the last letter in ``\boxed{}``; else the last one called answer, else choice or option; else that of
+    the last line: ``(B)``, ``B.``, ``B) Paris``. What stands before ``</think>`` does not count.
 
     Raises:
         ValueError: ``answer`` is no letter. Numbers begin at 0 in some data sets and at 1 in others.
@@ -75,8 +86,9 @@ def multiple_choice(prompt: str, response: str, answer: str) -> RewardResult:
     wanted = _TRUE_LETTER.fullmatch(answer.strip())
     if wanted is None:
         raise ValueError(f"the answer {answer[:40]!r} is no letter from A to J")
-    letters = _BOXED_LETTER.findall(response) or _NAMED_LETTER.findall(response)
-    lines = response.strip().splitlines()
+    said = _ANSWER_TAG.sub(" ", response.rpartition("</think>")[2])
+    letters = next(filter(None, (each.findall(said) for each in (_BOXED_LETTER, *_NAMED_LETTERS))), [])
+    lines = said.strip().splitlines()
     if not letters and lines and (bare := _BARE_LETTER.fullmatch(lines[-1].strip())):
         letters = [bare.group(1)]
     if not letters:

@@ -40,7 +40,7 @@ def judge(
     url: str,
     model: str,
     instructions: str | None = None,
-    pattern: str = r"(?i)score:[\s*]*(\d+(?:\.\d+)?)",
+    pattern: str = r"(?i)score[\s*_`]*:[\s*_`\[]*(\d+(?:\.\d+)?)",
     best: float = 10.0,
     success_from: float = 0.5,
     max_tokens: int = 512,

@@ -26,12 +26,23 @@ _INTEGER = re.compile(r"-?[0-9]{1,18}")
 _NUMBER = re.compile(r"-?(?:\d{1,3}(?:,\d{3})+|\d*)(?:\.\d+)?%?(?<=[\d%])")
 # A dollar sign of LaTeX, one before a number, and a negative space: none is part of a number's value.
 _MONEY = re.compile(r"(?<!\\)\\[$!]|^\$(?=[\d.,]+$)")
+_THIN_SPACE = re.compile(r"(?<=\d)(?:\\[,;: ]|~)(?=\d{3}(?!\d))")
 # Markdown's bold: `**` with an operand on both sides is a power.
 _BOLD = re.compile(r"(?<![\w)}])\*\*(?=\S)|(?<=\S)\*\*(?![\w({-])")
 # What else may stand around a number alone: a tag, quotes, brackets, a sign of a list or heading, a name's colon.
 _TAG = re.compile(r"</?[A-Za-z][\w-]{0,30}>")
-_WRAPPED = re.compile(r"""(?:(?<=[\s:])|^)["'`(\[{*#~]+(-?\d[\d,]*(?:\.\d+)?%?)["'`)\]}*]*(?=[\s.,;:!?]|$)""")
+_SIGNED = r"(-?(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d+)?%?)"
+_WRAPPED = re.compile(rf"""(?:(?<=[\s:])|^)(?:["'`*#~]+{_SIGNED}["'`*]*|[(\[{{]{_SIGNED}[)\]}}])(?=[\s.,;:!?]|$)""")
 _AFTER_COLON = re.compile(r"(?<=[A-Za-z]):(?=-?[\d.])")
+_PLAIN = r"-?\d+(?:\.\d+)?(?:/\d+)?"
+_VALUE = rf"(?:{_PLAIN}|-?(?:oo|inf|infinity|[a-z]))"
+_LISTED = rf"(?:[a-z]\s?=\s?)?{_PLAIN}(?:(?:,\s?|\s(?:or|and)\s)(?:[a-z]\s?=\s?)?{_PLAIN})+"
+_THOUSANDS = r"(?!-?\d{1,3}(?:,\d{3})+(?:\.\d+)?[.!]?$)"
+# What ends a response in plain text: a list, or values in brackets.
+_GROUP = re.compile(rf"(?:^|[\s:])({_THOUSANDS}{_LISTED}|[\[({{]\s?{_VALUE}(?:,\s?{_VALUE})+\s?[\])}}])[.!]?$")
+_VARIABLE, _INFINITY = re.compile(r"[a-z]\s?=\s?"), re.compile(r"\b(?:oo|inf|infinity)\b")
+# Plain text that is one expression, without words.
+_EXPRESSION = re.compile(r"(?!.*[A-Za-z]{2})[-+*/^=().\w\s]{1,80}")
 _BOXED_WORDS = re.compile(r"\\boxed\{(?:\\text\{)?([^{}]*)\}")
 # A sum, a difference or a product, but no sign at the front and no power of ten (1.5 \times 10^3).
 _ARITHMETIC = re.compile(r"(?<=[\w)}])\s*[+\-\u2212]|(?:\*(?!\*)|\u00d7|\\cdot|\\times)(?!\s*10\s*(?:\^|\*\*))")
@@ -48,9 +59,9 @@ def math_verify(
 ) -> RewardResult:
     r"""1 where the response's final answer equals ``answer``, else 0.
 
-    Numbers, fractions, expressions, sets and intervals are compared by value, in plain text or LaTeX; an answer of
-    words alone is compared as text. The final answer is the last ``\boxed{}``, or several beside each other; without a
-    box the last mathematical expression.
+    Numbers, expressions, sets, tuples and intervals are compared by value; an answer of words alone as text. The final
+    answer is the last ``\boxed{}``, or several beside each other; else the last LaTeX between dollar signs; else the
+    last number, or the list, tuple or interval at the end. What stands before ``</think>`` does not count.
 
     Args:
         max_chars: characters parsed, from the response's end; the metadata reports a cut.
@@ -60,7 +71,7 @@ def math_verify(
     Raises:
         ValueError: the ground truth itself cannot be parsed.
     """
-    ended = response.rstrip()
+    ended = response.rpartition("</think>")[2].rstrip()
     tail = _tail(ended, max_chars)
     metadata: dict[str, Any] = {"cut_chars": len(ended) - len(tail)} if len(tail) < len(ended) else {}
     reason = _why_wrong(_without_money(tail), _without_money(answer), require_boxed, allow_arithmetic)
@@ -84,7 +95,7 @@ def _why_wrong(response: str, answer: str, require_boxed: bool, allow_arithmetic
 
     reason: str | None = "no answer found"
     # First all boxes that stand beside each other, as a set has them; then the last alone.
-    for text in (_spelt_out(response), *([] if box is None else [f"\\boxed{{{_plain_decimals(box)}}}"])):
+    for text in _candidates(response, box):
         parsed = parse(text, parsing_timeout=None)
         if parsed:
             is_number = not allow_arithmetic and _NUMBER.fullmatch(answer)
@@ -129,13 +140,26 @@ def _depth(text: str) -> int:
 
 
 def _without_money(text: str) -> str:
-    return _MONEY.sub("", text.strip()).strip()
+    return _THIN_SPACE.sub("", _MONEY.sub("", text.strip())).strip()
+
+
+def _candidates(response: str, box: str | None) -> list[str]:
+    """Texts of which any may be right."""
+    spelt_out = _spelt_out(response)
+    if box is not None:
+        return [spelt_out, f"\\boxed{{{_plain_decimals(box)}}}"]
+    if "$" not in response and (group := _GROUP.search(spelt_out)):  # whose last number alone would be read
+        values = _VARIABLE.sub("", group[1]).replace(" or ", ",").replace(" and ", ",")
+        latex = _INFINITY.sub(r"\\infty", values).replace("{", r"\{").replace("}", r"\}")
+        return [rf"\boxed{{{latex}}}"]
+    bare = spelt_out.strip().rstrip(".")
+    return [spelt_out, *([f"\\boxed{{{bare}}}"] if _EXPRESSION.fullmatch(bare) else [])]
 
 
 def _spelt_out(response: str) -> str:
     """Without what keeps math-verify from a number: markup, signs around it, a minus sign that is no hyphen."""
     plain = _TAG.sub(" ", _BOLD.sub("", response.replace("\u2212", "-")))
-    return _plain_decimals(_AFTER_COLON.sub(": ", _WRAPPED.sub(r" \1 ", plain)))
+    return _plain_decimals(_AFTER_COLON.sub(": ", _WRAPPED.sub(lambda found: f" {found[1] or found[2]} ", plain)))
 
 
 def _plain_decimals(text: str) -> str:

@@ -112,6 +112,8 @@ def _successes(function: RewardFunction, answers: Sequence[OwnAnswer], source: s
     if _takes_no_answer(function):
         scored = f"{counted(len(answers), 'row')} of {source} scored; {function.name} takes no bare answer"
         return Finding("ok", "rewards", scored)
+    if forms := sorted({"...".join(own.form) for own in answers if own.is_success and any(own.form)}):
+        text += f" (some only as {' or '.join(forms)})"
     if not wrong:
         return Finding("ok", "rewards", text)
     example = f"e.g. {wrong[0][:SHOWN_CHARS]!r}"

@@ -43,7 +43,9 @@ def row_findings(config: RunConfig, tokenizer: Any) -> Iterator[Finding]:
         rows += of_source
     answers = Counter(sample.answer.strip() for sample in rows)
     if empty := answers.pop("", 0):
-        yield Finding("note", "answers", f"{counted(empty, 'row')} of {empty + answers.total()} have an empty answer")
+        yield Finding(
+            "note", "answers", f"{counted(empty, 'row')} of {empty + answers.total()} have an empty answer; remove them"
+        )
     if len(answers) == 1 and answers.total() > 1:
         yield Finding("note", "answers", f"all {answers.total()} answers are {next(iter(answers))!r:.60}")
     yield from _prompts(rows)
@@ -63,7 +65,11 @@ def _prompts(rows: Sequence[RewardItem]) -> Iterator[Finding]:
         yield Finding("note", "prompts", f"{shown}; is data.prompt_key right?")
         return
     if several := sum(len(each) > 1 for each in answers.values()):
-        yield Finding("note", "prompts", f"{counted(several, 'prompt')} stand in several rows, with different answers")
+        yield Finding(
+            "note",
+            "prompts",
+            f"{counted(several, 'prompt')} stand in several rows, with different answers; keep one of each",
+        )
     if len(rows) - len(answers) > _REPEATED * len(rows):
         yield Finding("note", "prompts", f"{len(rows)} rows have {counted(len(answers), 'different prompt')}")
 
@@ -91,7 +97,7 @@ def _whole_solutions(config: RunConfig, rows: Sequence[RewardItem], source: str)
     if solutions:
         text = f"{len(solutions)} of {counted(len(rows), 'answer')} of {source} are whole solutions"
         kind: Literal["FOUND", "note"] = "FOUND" if accepts_answers(first) else "note"
-        remedy = "set data.format, whose rows' last number or box is the answer"
+        remedy = "let the answer be the number behind ####, or the last box, alone, as data.format takes it from rows"
         yield Finding(kind, "answers", f"{text}, e.g. {solutions[0][:SHOWN_CHARS]!r}; {remedy}")
     elif first.name == "math_verify" and (said := list(filter(_is_sentence, answers))):
         text = (

@@ -191,7 +191,7 @@ def test_other_layouts_of_verl_s_settings(tmp_path: Path) -> None:
     expected = {
         "trainer.optimizer.lr": 3e-6, "trainer.optimizer.min_lr": 1e-7, "trainer.optimizer.decay": "linear",
         "trainer.parallel.context": 2, "trainer.target_tokens_per_batch": 200, "trainer.parallel.data": 4,
-        "trainer.parallel.sequence": True, "trainer.parallel.virtual_pipeline": 2, "trainer.recompute": "selective",
+        "trainer.parallel.sequence": False, "trainer.parallel.virtual_pipeline": 2, "trainer.recompute": "selective",
         "rollout.min_p": 0.05, "rollout.engine_args.attention_backend": "triton", "algorithm.overlong_buffer": 64,
         "algorithm.overlong_factor": 0.5,
     }  # fmt: skip
@@ -375,14 +375,23 @@ def test_hostile_scripts_end_soon(tmp_path: Path) -> None:
     [
         ("--kl-coef 0.1", {"algorithm.kl_reward_coef": None}, []),  # slime's GRPO takes the reward alone
         (
-            "--kl-coef 0.1 --kl-loss-type k2 --advantage-estimator reinforce_plus_plus",
-            {"algorithm.kl_reward_coef": 0.1, "algorithm.kl_reward_estimator": "k2"}, [],
+            "--kl-coef 0.1 --kl-loss-type k2 --advantage-estimator reinforce_plus_plus --normalize-advantages",
+            {
+                "algorithm.kl_reward_coef": 0.1, "algorithm.kl_reward_estimator": "k2",
+                "algorithm.advantage": "reinforce_pp",
+            },
+            [],
+        ),
+        (
+            "--advantage-estimator reinforce_plus_plus", {"algorithm.advantage": None},
+            ["--advantage-estimator reinforce_plus_plus, without --normalize-advantages"],
         ),
         (
             "--train-backend fsdp --gradient-checkpointing",
             {"trainer.backend": "fsdp", "trainer.recompute": "full", "trainer.optimizer.beta2": None}, [],
         ),
         ('--lr 2 $EXTRA --seed 3 "$@"', {"trainer.optimizer.lr": 2.0, "seed": 3}, ["$EXTRA", "$@"]),
+        ('--eps-clip 0.3 $EXTRA --use-tis "$@"', {"algorithm.clip_low": 0.3}, ["$EXTRA", "$@"]),
         (
             "--rollout-batch-size 8 --global-batch-size 8 --loss-type sft_loss --actor-num-gpus-per-node 4",
             {
@@ -561,6 +570,11 @@ def test_switches_of_a_branch_are_not_taken_for_given(tmp_path: Path) -> None:
         ("algorithm.adv_estimator=gae", {"algorithm.advantage": None}),
         ("{actor}.policy_loss.loss_mode=cispo", {"algorithm.loss": None, "algorithm.dual_clip": None}),
         ("{actor}.tis_imp_ratio_cap=3", {"algorithm.importance_high": 3.0}),
+        ("{actor}.megatron.tensor_model_parallel_size=2", {"trainer.parallel.sequence": True}),
+        (
+            "algorithm.adv_estimator=reinforce_plus_plus algorithm.use_kl_in_reward=True",
+            {"algorithm.advantage": None, "algorithm.kl_reward_coef": 0.001},
+        ),
         ("{actor}.optim.min_lr_ratio=0.1", {"trainer.optimizer.min_lr": 1e-7}),
         ("{actor}.grad_clip=0.5", {"trainer.optimizer.clip_grad": 0.5}),
         ("{actor}.grad_clip=0.5 {actor}.optim.clip_grad=1", {"trainer.optimizer.clip_grad": None}),
@@ -578,6 +592,15 @@ def test_what_verl_s_settings_mean_together(tmp_path: Path, given: str, values: 
     printed = imported.text()
     given_names = re.findall(r"[\w.]+(?==)", given.format(**names))
     assert [name for name in given_names if name not in printed] == []
+
+
+def test_a_program_without_settings_of_the_actor_is_verl_s(tmp_path: Path) -> None:
+    based = _imported(tmp_path, "run.sh", "python3 -m verl.trainer.main_ppo --config-path=/my --config-name=my_ppo")
+    assert based.open_points.keys() >= {"--config-path=/my, --config-name=my_ppo"}
+    arrays = _imported(tmp_path, "run.sh", "source a.sh\npython3 -m verl.trainer.main_ppo data.seed=3 ${ARGS[@]} $@")
+    assert arrays.values["seed"][0] == 3 and {"source a.sh", "${ARGS[@]}", "$@"} <= arrays.open_points.keys()
+    raw = _imported(tmp_path, "a.yaml", "defaults: [{actor@actor_rollout_ref.actor: dp_actor}, _self_]")
+    assert "algorithm.loss" not in raw.values
 
 
 def test_groups_are_left_out_where_the_recipe_does_it(tmp_path: Path) -> None:

@@ -30,7 +30,7 @@ class _Server(BaseHTTPRequestHandler):
             "good": "It is.\nScore: 9",
             "bad": "No.\n**Score: 2.5**",
             "over": "Score: 3\nScore: 99",
-            "bold": "**Score:** 7",
+            "bold": "**Score**: `7`",
         }
         completion = {"choices": [{"message": {"role": "assistant", "content": verdict.get(word, word)}}]}
         self.wfile.write(b"what?" if word == "garbage" else json.dumps(completion).encode())
