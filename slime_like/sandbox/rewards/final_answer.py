@@ -11,13 +11,14 @@ _NUMBER = re.compile(r"[-+]?\$?(?:[0-9]{1,3}(?:,[0-9]{3})+|[0-9]{1,100})(?:\.[0-
 # A second value, or arithmetic left undone.
 _CONTINUED = re.compile(r"[ \t]*(?:[-+*/^:=\u00d7][ \t]*[\d(]|\d|or\b)|[eE][-+]?\d")
 _LETTERS = "ABCDEFGHIJ"
-_LETTER = rf"\**\(?([{_LETTERS}])\)?\**"
-_BOXED_LETTER = re.compile(
-    rf"\\boxed\{{\s*(?:\\(?:text|textbf|mathrm|mathbf)\{{)?\s*{_LETTER}(?:[.\s]*|(?:[.:]|(?<=\)))[^{{}}]*|\s*\\text\{{[^{{}}]*)\}}"
-)
+# Repeats are bounded: of several unbounded ones beside each other, a hostile response tries every division.
+_STARS, _GAP = r"\*{0,4}", r"\s{0,4}"
+_LETTER = rf"{_STARS}\(?([{_LETTERS}])\)?{_STARS}"
+_FONT, _MORE = r"\\(?:text|textbf|mathrm|mathbf)\{", r"(?:[.:]|(?<=\)))[^{}]*|\s*\\text\{[^{}]*"
+_BOXED_LETTER = re.compile(rf"\\boxed\{{{_GAP}(?:{_FONT})?{_GAP}{_LETTER}(?:[.\s]*|{_MORE})\}}")
+_IS = rf"{_STARS}(?i:\s{{1,4}}is)?{_GAP}:?{_GAP}{_STARS}{_GAP}"
 _NAMED_LETTERS = [
-    re.compile(rf"(?i:{name})\**(?i:\s+is)?\s*:?\s*\**\s*{_LETTER}(?![\w'])(?!(?<=I)\s[a-z])")
-    for name in ("answer", "choice|option")
+    re.compile(rf"(?i:{name}){_IS}{_LETTER}(?![\w'])(?!(?<=I)\s[a-z])") for name in ("answer", "choice|option")
 ]
 _ANSWER_TAG = re.compile(r"</?answer>", re.IGNORECASE)
 _BARE_LETTER = re.compile(rf"{_LETTER}(?:[).:](?:\s.*)?)?")

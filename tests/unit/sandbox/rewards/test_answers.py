@@ -86,6 +86,7 @@ def test_gsm8k(response: str, answer: str, marked: bool, right: bool) -> None:
         ("Choice (J)", "J", True), ("A: no\nB: yes\n\nB", "B", True), (r"answer is A, so \boxed{B}", "B", True),
         ("The answer is C because option B is too small.", "C", True), ("<think>option A</think>\n\nC", "C", True),
         ("Answer: C. Choice D needs more.", "D", False), ("The answer is B, not option C.", "C", False),
+        ("answer" + "*" * 4000, "A", False), ("\\boxed{" + " " * 4000, "A", False),
         ("<answer>B</answer>", "B", True), (r"\boxed{\textbf{(B)}}", "B", True), (r"\boxed{BC}", "B", False),
         (r"\boxed{B. 42}", "B", True), (r"\boxed{(B) 42}", "B", True), ("The answer is I.", "I", True),
         ("The answer is I don't know", "I", False), (r"\boxed{A dog}", "A", False), (r"\boxed{Bananas}", "B", False),
