@@ -48,7 +48,7 @@ def row_findings(config: RunConfig, tokenizer: Any) -> Iterator[Finding]:
         )
     if len(answers) == 1 and answers.total() > 1:
         yield Finding("note", "answers", f"all {answers.total()} answers are {next(iter(answers))!r:.60}")
-    yield from _prompts(rows)
+    yield from _prompts(rows, has_bare_answers=accepts_answers(config.reward.functions[0]))
     if config.evaluation.files:
         prompts = {sample.prompt for sample in rows}
         held_out = islice(answered_samples(config), len(rows), None)
@@ -56,7 +56,8 @@ def row_findings(config: RunConfig, tokenizer: Any) -> Iterator[Finding]:
             yield Finding("note", "held-out rows", f"{counted(known, 'prompt')} of them stand in the training data too")
 
 
-def _prompts(rows: Sequence[RewardItem]) -> Iterator[Finding]:
+def _prompts(rows: Sequence[RewardItem], has_bare_answers: bool) -> Iterator[Finding]:
+    """Solutions, or tasks with their settings, may differ where the answer does not."""
     answers = defaultdict[str, set[str]](set)
     for row in rows:
         answers[row.prompt].add(row.answer.strip())
@@ -64,7 +65,7 @@ def _prompts(rows: Sequence[RewardItem]) -> Iterator[Finding]:
         shown = f"all {len(rows)} prompts are {next(iter(answers))[:SHOWN_CHARS]!r}"
         yield Finding("note", "prompts", f"{shown}; is data.prompt_key right?")
         return
-    if several := sum(len(each) > 1 for each in answers.values()):
+    if has_bare_answers and (several := sum(len(each) > 1 for each in answers.values())):
         yield Finding(
             "note",
             "prompts",
