@@ -83,15 +83,14 @@ def launches(script: str, starts: Callable[[Sequence[Argument]], bool]) -> list[
             state.forget(name)
         if words[0] in ("source", "."):
             sourced.append(" ".join(as_written(str(word)) for word in words))
-        if statement.is_repeated and any(_may_start(word) for word in words):
-            for name in _names_assigned(statements[place + 1 :]):
-                state.forget(name)
-        absent: list[str] = []
-        command = [each for word in words if isinstance(word, str) for each in state.arguments(word, absent)]
-        if statement.is_certain and command and _NO_NAME.match(command[0].text):
-            cut.append(" ".join(each.text for each in command))
-        elif starts(command):
-            found.append(Launch(tuple(command), tuple(absent)))
+        launch = state.command(words)
+        if statement.is_certain and launch.words and _NO_NAME.match(launch.words[0].text):
+            cut.append(" ".join(each.text for each in launch.words))
+        elif starts(launch.words):
+            if statement.is_repeated:
+                for name in _names_assigned(statements[place + 1 :]):
+                    state.forget(name)
+            found.append(state.command(words))
     idle = tuple(f"${{{name}[@]}}" for name in state.arrays if name not in state.taken)
     return [replace(launch, idle=idle, cut=tuple(cut), sourced=tuple(sourced)) for launch in found]
 
@@ -107,10 +106,6 @@ def _assigned_by_command(words: Sequence[str]) -> Iterator[str]:
         yield from words[2:3]
     elif counted := _COUNTED.fullmatch(first):
         yield counted[1] or counted[2]
-
-
-def _may_start(word: str | Array) -> bool:
-    return isinstance(word, str) and (".py" in word or "=" in word)
 
 
 def _names_assigned(statements: Sequence[_Statement]) -> Iterator[str]:
@@ -129,6 +124,12 @@ class _State:
     variables: Variables = field(default_factory=Variables)
     arrays: dict[str, tuple[Argument, ...]] = field(default_factory=dict)
     taken: set[str] = field(default_factory=set)
+
+    def command(self, words: Sequence[str | Array]) -> Launch:
+        """A command as it stands there."""
+        absent: list[str] = []
+        found = [each for word in words if isinstance(word, str) for each in self.arguments(word, absent)]
+        return Launch(tuple(found), tuple(absent))
 
     def arguments(self, word: str, absent: list[str]) -> Iterator[Argument]:
         """What a word of a command becomes: the elements of an array, or what its value is split into."""

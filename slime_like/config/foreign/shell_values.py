@@ -15,7 +15,9 @@ _NAME = re.compile(r"[A-Za-z_]\w*")
 _BARE_NAME = re.compile(r"(?<![\w$\4])[A-Za-z_]\w*")
 _DEFAULT = re.compile(r"(:?)([-=])")
 _WHOLE_NUMBERS = re.compile(r"[\d()*/%+-]+")
-_BLANKS, _WORD = re.compile(r"\s+"), re.compile(r"\S+")
+_WORD = re.compile(r"\S+")
+_BLANKS = re.compile(rf"([${QUOTED}]\{{[^{{}}]*\}})|\s+")
+"""Where a value is split: not inside of what is left to replace."""
 _DEFAULT_OF = re.compile(rf"{_DEFAULTED}(\w+){_DEFAULTED}")
 _UNKNOWN = re.compile(rf"[${QUOTED}][{{\w@*#?!{OUTPUT}{OPENS}]")
 _LONGEST, _LONGEST_ARITHMETIC = 10_000, 200
@@ -82,10 +84,8 @@ class Variables:
                 continue
             end, value = self._reference(text, place, depth)
             kept = text[place:end] if value is None else value
-            is_whole = (
-                text[place] == QUOTED or value is None or (_UNKNOWN.search(kept) is not None and PERHAPS not in kept)
-            )
-            parts.append(kept if is_whole else _BLANKS.sub(SPLIT, kept))
+            is_whole = text[place] == QUOTED or value is None
+            parts.append(kept if is_whole else _BLANKS.sub(lambda found: found[1] or SPLIT, kept))
             place = end
         whole = "".join(parts)
         return whole if len(whole) <= _LONGEST else f"${OUTPUT}"

@@ -610,6 +610,14 @@ def test_groups_are_left_out_where_the_recipe_does_it(tmp_path: Path) -> None:
         assert values.get("rollout.drop_zero_spread", (None,))[0] is value
 
 
+def test_words_of_a_value_with_an_unknown_part(tmp_path: Path) -> None:
+    script = 'S=${X:?need it}\nA="--lr 2 --save-interval ${Y:?no way} --seed 3 --load $S/m"\n'
+    imported = _imported(tmp_path, "run.sh", f"{script}python3 train.py --prompt-data d $A --ref-load $S\n")
+    values = {name: value for name, (value, _) in imported.values.items()}
+    assert (values["trainer.optimizer.lr"], values["seed"]) == (2.0, 3) and "checkpoint.every" not in values
+    assert not any(point.endswith("it}") for point in imported.unmatched)
+
+
 def test_an_empty_default_is_the_user_s_to_fill(tmp_path: Path) -> None:
     script = "N=${N:-}\npython -m verl.trainer.main_ppo actor_rollout_ref.rollout.n=4 trainer.n_gpus_per_node=${N:-8}"
     value, origin = _imported(tmp_path, "run.sh", script).values["cluster.gpus_per_node"]
