@@ -11,10 +11,12 @@ import torch.distributed as dist
 
 from backends.common.process.rendezvous import join_world
 from slime_like.config import RunConfig
+from slime_like.errors import TrainerError
 from slime_like.interfaces import RankPlacement
 from slime_like.system.json_collectives import all_gather_json, gather_json, scatter_json
 from tests.parallel.ranks import run_ranks
 from tests.support.forged import Program
+from tests.support.rejections import Rejects
 
 CPU = torch.device("cpu")
 LARGE = 300_000
@@ -98,3 +100,11 @@ def test_values_arrive_as_they_are_and_execute_nothing(tmp_path: Path) -> None:
     assert not (tmp_path / "executed").exists()
     pickle.loads(pickle.dumps(Program(tmp_path / "executed")))
     assert (tmp_path / "executed").exists()
+
+
+def test_ranks_that_do_not_come_to_the_file_are_reported(tmp_path: Path, rejects: Rejects) -> None:
+    trainer = {"parallel": {"data": 2}, "start_timeout_s": 0.1}
+    config = RunConfig(run_dir=tmp_path, model={"path": tmp_path}, trainer=trainer)
+    placement = RankPlacement(0, 2, 0, "127.0.0.1", 21_000, store=tmp_path / "store", key="k")
+    with rejects(TrainerError, "no-rendezvous"):
+        join_world(config, placement)

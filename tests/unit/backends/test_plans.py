@@ -1,7 +1,6 @@
 """Plans and results of a save are the same after they went from rank to rank as plain values."""
 
 import json
-from pathlib import Path
 
 import pytest
 import torch
@@ -11,11 +10,6 @@ from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.storage import WriteResult
 
 from backends.common.checkpoint.plans import plan_from_plain, plan_to_plain, results_from_plain, results_to_plain
-from backends.common.process.rendezvous import join_world
-from slime_like.config import RunConfig
-from slime_like.errors import TrainerError
-from slime_like.interfaces import RankPlacement
-from tests.support.rejections import Rejects
 
 
 def test_torchs_global_plan_of_plain_plans_is_that_of_its_own() -> None:
@@ -49,11 +43,3 @@ def test_results() -> None:
     ]
     found = results_from_plain(json.loads(json.dumps(results_to_plain(results))))
     assert found == results and found[0].index.index == 3
-
-
-def test_ranks_that_do_not_come_to_the_file_are_reported(tmp_path: Path, rejects: Rejects) -> None:
-    trainer = {"parallel": {"data": 2}, "start_timeout_s": 0.1}
-    config = RunConfig(run_dir=tmp_path, model={"path": tmp_path}, trainer=trainer)
-    placement = RankPlacement(0, 2, 0, "127.0.0.1", 21_000, store=tmp_path / "store", key="k")
-    with rejects(TrainerError, "no-rendezvous"):
-        join_world(config, placement)
