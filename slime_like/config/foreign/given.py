@@ -198,8 +198,7 @@ def given_by_words(found: Iterable[tuple[str, Argument]], defaults: Mapping[str,
             unknown.add(name)
             values[name] = f"{values[name]} or {argument.text}" if name in values else argument.text
         chosen[name] = argument.defaults
-    own = {name: value for name, value in defaults.items() if name not in values}
-    return Given(values, frozenset(unknown), own, chosen=chosen, **source)
+    return Given(values, frozenset(unknown), defaults, chosen=chosen, **source)
 
 
 Rule = Callable[[Given, Imported], None]

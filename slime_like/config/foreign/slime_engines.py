@@ -69,7 +69,7 @@ def _engines(given: Given, imported: Imported) -> None:
 
 
 def _of_a_node(given: Given) -> str:
-    """The option with a node's GPUs: where engines have some of their own, the trainer's need not be all."""
+    """Return the option that gives the GPUs of a node. With separate engines, a node may have more than the trainer."""
     is_shared = given.note("colocate") or is_supervised(given)
     return "actor-num-gpus-per-node" if is_shared else "num-gpus-per-node"
 

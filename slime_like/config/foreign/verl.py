@@ -13,7 +13,6 @@ from slime_like.config.foreign.values import flag, natural, number, text, texts,
 from slime_like.config.foreign.verl_command import MEGATRON, OWN_BASES, is_program, read_command
 from slime_like.config.foreign.verl_engines import ENGINE_RULES, ROLLOUT
 from slime_like.config.foreign.verl_objective import ACTOR, OBJECTIVE_RULES
-from slime_like.system.credentials import without_credentials
 
 _DIRECT = MappingProxyType(
     {
@@ -121,7 +120,7 @@ def starts_verl(words: Sequence[Argument]) -> bool:
 def read_verl_script(launch: Launch) -> Imported:
     """Take over the overrides that have one meaning here."""
     imported, command = Imported("verl"), read_command(launch.words)
-    imported.unmatched += [without_credentials("", word) for word in command.others]
+    imported.unmatched += command.others
     imported.needless |= dict.fromkeys(command.own_bases, "verl's own")
     is_megatron = any(MEGATRON in base for base in command.own_bases)
     defaults = {**_DEFAULTS, **({f"{ACTOR}.strategy": "megatron"} if is_megatron else {})}
@@ -139,9 +138,8 @@ def read_verl_yaml(data: Mapping[str, Any]) -> Imported:
     values = {name: value for name, value in interpolated(data).items() if name.partition(".")[0] != "defaults"}
     unknown = frozenset(name for name, value in values.items() if "${" in str(value))
     base = "defaults: " + ", ".join(map(str, others)) if others else ""
-    defaults = {name: value for name, value in _DEFAULTS.items() if name not in values}
     imported = Imported("verl")
-    _read(Given(values, unknown, defaults, is_based=base != ""), imported, base)
+    _read(Given(values, unknown, _DEFAULTS, is_based=base != ""), imported, base)
     return imported
 
 

@@ -12,8 +12,7 @@ OWN_BASES = ("ppo_trainer", MEGATRON, "_self_")
 _OVERRIDE = re.compile(r"\+*([A-Za-z_][\w/@:]*(?:\.\w+)*)=(.*)", re.DOTALL)
 _SECTION = re.compile(r"\+*[a-z_]+\.[\w.]+=")
 _ASSIGNMENT = re.compile(r"\+*[\w@/:]+=")
-_PROGRAM = re.compile(r"(?:.*[./])?main_(?:ppo|dapo)(?:\.py)?")
-_DAPO = re.compile(r"(?:.*[./])?main_dapo(?:\.py)?")
+_PROGRAM = re.compile(r"(?:.*[./])?main_(ppo|dapo)(?:\.py)?")
 _BASE = re.compile(r"(--(?:config-name|config-path|config-dir)|-cn|-cp|-cd)(?:=(.*))?")
 
 
@@ -46,8 +45,10 @@ def is_program(text: str) -> bool:
 def read_command(words: Sequence[Argument]) -> Command:
     """Sort the words behind the program."""
     end = _arguments_begin(words)
-    command = Command(is_dapo=end > 0 and _DAPO.fullmatch(words[end - 1].text) is not None)
-    if end and not _PROGRAM.fullmatch(words[end - 1].text):
+    command = Command()
+    if end and (program := _PROGRAM.fullmatch(words[end - 1].text)):
+        command.is_dapo = program[1] == "dapo"
+    elif end:
         command.bases.append(words[end - 1].text)
     rest = iter(words[end:])
     for word in rest:

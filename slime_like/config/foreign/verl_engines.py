@@ -143,7 +143,7 @@ def _apart(given: Given) -> list[str]:
 def _placement(given: Given, imported: Imported) -> None:
     name = "actor_rollout_ref.hybrid_engine"
     if apart := _apart(given):
-        why = "engines seem to have GPUs of their own, and to sample ahead; set cluster.placement, rollout.num_engines"
+        why = "verl samples asynchronously, on separate GPUs; set cluster.placement, rollout.num_engines"
         imported.decide(", ".join(map(given.setting, apart)), f"{why} and rollout.max_staleness")
     elif flag(given.get(name, True)):
         imported.set("cluster.placement", "colocated", "verl's hybrid engine")
