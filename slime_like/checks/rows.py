@@ -84,6 +84,19 @@ def _bad_rows(data: DataConfig, files: Sequence[Path], need_response: bool) -> I
         yield f"{', '.join(map(str, files))}: no rows; give a file with rows"
 
 
+def sources_of(config: RunConfig) -> list[tuple[str, DataConfig]]:
+    """The mixture's sources by name, or all data."""
+    names = [f"source {source.name}" for source in config.data.mixture] or ["the data"]
+    return list(zip(names, config.data.parts, strict=True))
+
+
+def first_samples(config: RunConfig, most: int, most_of_source: int) -> list[tuple[str, list[RewardItem]]]:
+    """By source of the mixture: one may be right where another's key or format is wrong."""
+    if not config.data.mixture:
+        return [("the data", list(islice(answered_samples(config), most)))]
+    return [(source, list(islice(samples_of(part), most_of_source))) for source, part in sources_of(config)]
+
+
 def answered_samples(config: RunConfig) -> Iterator[RewardItem]:
     """Rows of all training and held-out files."""
     for data in (*config.data.parts, *_held_out_parts(config)):

@@ -23,7 +23,8 @@ reward:
 ```
 
 A response's reward is the weighted sum. The overlong penalty and the KL in the reward, if set, are
-subtracted; then advantages are computed. A function of weight 0 is only logged. Means are in
+subtracted; then advantages are computed. A function of weight 0 is only logged. Included functions that
+look for an answer skip what stands before `</think>`. Means are in
 [`ref_actor_rewards/`](metrics.md#ref_actor_rewards).
 
 ## A custom function
@@ -50,9 +51,9 @@ A [group function](extending.md#a-reward-of-a-whole-group) receives all response
 Modules beside the file can be imported.
 
 **Before a run starts** parameters and options are checked, and each custom function is called once,
-with the first row's text and its answer as the response. Once engines and workers are up, before the
-first step, answers of the first 16 rows that the first function, if it is custom or compares with
-answers, does not count as successes are reported.
+with the first row's text and its answer as the response. Before the first step, answers of the first
+rows that the first function, if it is custom or compares with answers, does not count as successes
+are reported.
 
 **Limits.** Functions run in `reward.workers` processes, with `reward.timeout_s` for a response (or
 a group) and `reward.memory_mb`. A call that raises, hangs or exceeds the memory gives its response

@@ -166,6 +166,7 @@ def judge(prompt, response, answer):
     return random.random()
 """
 HELD = "def judge(prompt, response, answer):\n    return float(response in answer)\n"
+AGAINST = "def judge(prompt, response, answer):\n    return -float(response == answer), response == answer\n"
 LONG = "She sold 48 clips in April and half as many in May, 72 in all. "
 
 
@@ -201,6 +202,7 @@ def _answered_by(text: str, *flags: str) -> Callable[[Recipe], None]:
         (_conflicts, "note", "prompts", "12 rows have 4 different prompts"),
         (_scored_by(RANDOM), "FOUND", "rewards", "got another reward when scored a second time"),
         (_scored_by(HELD), "note", "rewards", "an empty response gets no lower reward"),
+        (_scored_by(AGAINST), "FOUND", "rewards", "another row's answer gets a higher reward than a row's own"),
         (_answered_by(f"{LONG}#### "), "FOUND", "answers", "12 of 12 answers of the data are whole solutions"),
         (_answered_by("So the result is "), "note", "answers", "12 of 12 answers of the data are sentences"),
         (_answered_by("1000", "--rollout.max_new_tokens", "1"), "note", "answers", "max_new_tokens=1; raise it"),

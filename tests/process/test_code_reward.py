@@ -32,6 +32,8 @@ _TESTS = "assert f(2) == 4\nassert f(-1) == 1"
         (_code("def f(x):\n    print('noise')\n    return x * x"), _TESTS, True),
         (_code("class A:\n    def f(self, x): return x * x"), "assert A().f(3) == 9", True),
         (_code("for _ in range(2): print(input())"), '{"inputs": ["a\\nb"], "outputs": ["a \\nb\\n"]}', True),
+        ("```sh\nls\n```\n" + _code("def f(x): return x * x") + "\nOutput:\n```\n4\n```", _TESTS, True),
+        (_code("def f(x): return x * x") + "</think>" + _code("def f(x): return x"), _TESTS, False),
         (_code("def f(x): return x"), _TESTS, False),
         ("```json\n{}\n```", _TESTS, False),
         ("", _TESTS, False),

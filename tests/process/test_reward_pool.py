@@ -144,6 +144,14 @@ def test_rows_whose_answer_earns_nothing_are_reported(user_config: Config, tmp_p
         data.write_text("".join(json.dumps({"prompt": "good", "answer": each}) + "\n" for each in ("raise", "x")))
         (note,) = answer_notes(config, pool)
         assert note.startswith("rewards fail on 1 of the first 2 rows") and "no such thing" in note
+        sources = {"many": ["good"] * 20, "other": ["good", "bad"]}
+        for name, prompts in sources.items():
+            lines = [json.dumps({"prompt": prompt, "answer": prompt}) for prompt in prompts]
+            (tmp_path / f"{name}.jsonl").write_text("\n".join(lines))
+        mixture = [{"name": name, "files": [tmp_path / f"{name}.jsonl"]} for name in sources]
+        of_sources = RunConfig.model_validate({**config.model_dump(), "data": {"mixture": mixture}})
+        (note,) = answer_notes(of_sources, pool)
+        assert "1 of the first 2 rows of source other" in note
 
 
 LATEX = [r"\sqrt{3}", "[2,5)", "(3,4)", r"\text{Evelyn}", "x^2+1", "7"]

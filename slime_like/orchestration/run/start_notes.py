@@ -7,7 +7,7 @@ from itertools import islice
 
 from slime_like.checks.fsdp import BACKEND as FSDP
 from slime_like.checks.own_answers import score_own_answers
-from slime_like.checks.rows import answered_samples
+from slime_like.checks.rows import first_samples
 from slime_like.checks.schedule import total_updates
 from slime_like.config import RunConfig
 from slime_like.data.prompts import Prompt, PromptSource
@@ -19,7 +19,7 @@ from slime_like.sandbox.rewards.pool import RewardPool
 from slime_like.sandbox.rewards.registry import SERVICES, accepts_answers
 from slime_like.system.words import counted
 
-_ANSWERS = 16
+_ANSWERS, _ANSWERS_OF_SOURCE = 16, 8
 _SHOWN_CHARS = 40
 
 _GSPO_LARGE = 0.01
@@ -69,20 +69,24 @@ def answer_notes(config: RunConfig, rewards: RewardPool) -> Iterator[str]:
     names, first = [function.name for function in config.reward.functions], config.reward.functions[0]
     if SERVICES & set(names) or not (accepts_answers(first) or ":" in names[0]):
         return
-    answers = score_own_answers(rewards, list(islice(answered_samples(config), _ANSWERS)))
+    samples = first_samples(config, _ANSWERS, _ANSWERS_OF_SOURCE)
+    answers = score_own_answers(rewards, [sample for _, of_source in samples for sample in of_source])
     failed = [own.outcome.metadata for own in answers if own.has_failed]
     if failed:
         rows = f"{len(failed)} of the first {counted(len(answers), 'row')}"
         yield f"rewards fail on {rows}, with the row's answer as the response ({failure_text(failed)})"
-    wrong = [own.item.answer for own in answers if not (own.is_success or own.has_failed)]
-    if wrong:
-        shown = wrong[0][:_SHOWN_CHARS] + ("..." if len(wrong[0]) > _SHOWN_CHARS else "")
-        rows = "the first row" if len(answers) == 1 else f"{len(wrong)} of the first {len(answers)} rows"
-        yield (
-            f"reward function {names[0]} gives no success to the answer of {rows} when the response is that answer, "
-            rf"bare, in \boxed{{}} or in $$, e.g. {shown!r}: with this function and these answers, no response to such "
-            "a row may succeed"
-        )
+    left = iter(answers)
+    for source, of_source in samples:
+        of_rows = list(islice(left, len(of_source)))
+        wrong = [own.item.answer for own in of_rows if not (own.is_success or own.has_failed)]
+        if wrong:
+            shown = wrong[0][:_SHOWN_CHARS] + ("..." if len(wrong[0]) > _SHOWN_CHARS else "")
+            rows = "the first row" if len(of_rows) == 1 else f"{len(wrong)} of the first {len(of_rows)} rows"
+            yield (
+                f"reward function {names[0]} gives no success to the answer of {rows} of {source} when the response is "
+                rf"that answer, bare, in \boxed{{}} or in $$, e.g. {shown!r}: with this function and these answers, no "
+                "response to such a row may succeed"
+            )
 
 
 def algorithm_notes(config: RunConfig) -> Iterator[str]:

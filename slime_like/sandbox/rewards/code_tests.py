@@ -2,7 +2,6 @@
 
 import json
 import os
-import re
 import secrets
 import subprocess
 import sys
@@ -15,8 +14,9 @@ from typing import IO, Any
 
 from slime_like.interfaces.reward import RewardResult
 from slime_like.sandbox import confined
+from slime_like.sandbox.rewards.response_parts import after_thinking, last_block
 
-_BLOCK = re.compile(r"```(?:python|py)?[ \t]*\r?\n(.*?)```", re.DOTALL)
+_PYTHON = ("python", "py", "python3")
 _OUTPUT_BYTES = 1 << 20
 _DETAIL_CHARS = 300
 _FEWEST_SECONDS = 0.01
@@ -48,10 +48,10 @@ def code_tests(
 ) -> RewardResult:
     """1 where the Python code of the response passes the tests in ``answer``, else 0.
 
-    The code is the response's last fenced block. ``answer`` is Python with ``assert``, a JSON list of such texts, or
-    ``{"inputs": [...], "outputs": [...]}``: standard input and output of one run each. The code can compute and print;
-    it has no network, no files but Python's own, no processes. Python tests share its process, so that code can deceive
-    them; it cannot deceive outputs.
+    The code is the response's last fenced block of Python. ``answer`` is Python with ``assert``, a JSON list of such
+    texts, or ``{"inputs": [...], "outputs": [...]}``: standard input and output of one run each. The code can compute
+    and print; it has no network, no files but Python's own, no processes. Python tests share its process, so that code
+    can deceive them; it cannot deceive outputs.
 
     Args:
         timeout_s: bound on all tests of a response; keep it below ``reward.timeout_s``.
@@ -63,16 +63,16 @@ def code_tests(
         OSError: the kernel cannot confine a process (Linux 5.13 or newer is needed).
     """
     tests = _tests(answer)
-    blocks = _BLOCK.findall(response)
-    if not blocks:
+    code = last_block(after_thinking(response), _PYTHON)
+    if code is None:
         return RewardResult(0.0, False, {"reason": "no code block"})
     try:
-        compile(blocks[-1], "response.py", "exec")
+        compile(code, "response.py", "exec")
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
         return RewardResult(0.0, False, {"reason": "no Python", "detail": _cut(str(error))})
     deadline, passed, first = time.monotonic() + timeout_s, 0, ""
     for test in tests:
-        fault = _fault(blocks[-1], test, deadline, memory_mb)
+        fault = _fault(code, test, deadline, memory_mb)
         passed += not fault
         first = first or fault
         if fault and not partial:
@@ -89,6 +89,8 @@ def _tests(answer: str) -> Sequence[_Test]:
     except ValueError:
         given = [answer]
     if isinstance(given, dict) and set(given) >= {"inputs", "outputs"}:
+        if name := given.get("fn_name"):
+            raise ValueError(f"tests that call a function (fn_name={name!r}) must be Python with assert")
         inputs, outputs = given["inputs"], given["outputs"]
         if not (_are_texts(inputs) and _are_texts(outputs) and len(inputs) == len(outputs)):
             raise ValueError("inputs and outputs of the tests must be lists of text of one length")

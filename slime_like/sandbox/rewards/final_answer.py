@@ -4,6 +4,7 @@ import re
 from decimal import Decimal
 
 from slime_like.interfaces.reward import RewardResult
+from slime_like.sandbox.rewards.response_parts import after_thinking, last_match
 
 NO_MATCH = "no match of the pattern"
 _MARKER = "####"
@@ -25,12 +26,6 @@ _BARE_LETTER = re.compile(rf"{_LETTER}(?:[).:](?:\s.*)?)?")
 _TRUE_LETTER = re.compile(rf"\(?([{_LETTERS}])\)?\.?", re.IGNORECASE)
 
 
-def last_match(pattern: str, text: str) -> str | None:
-    """The first group, if the regular expression has one, of its last match in ``text``; none without a match."""
-    matches = list(re.finditer(pattern, text))
-    return (matches[-1].group(1 if matches[-1].re.groups else 0) or "") if matches else None
-
-
 def exact_match(
     prompt: str, response: str, answer: str, *, pattern: str | None = None, ignore_case: bool = False
 ) -> RewardResult:
@@ -41,7 +36,7 @@ def exact_match(
             compared instead of the whole response.
         ignore_case: compare without regard to case.
     """
-    found = response if pattern is None else last_match(pattern, response)
+    found = after_thinking(response) if pattern is None else last_match(pattern, response)
     if found is None:
         return RewardResult(0.0, False, {"reason": NO_MATCH})
     given, wanted = (" ".join(text.split()) for text in (found, answer))
@@ -62,13 +57,14 @@ def gsm8k(prompt: str, response: str, answer: str, *, require_marker: bool = Tru
     wanted = _NUMBER.match(answer.rpartition(_MARKER)[2].strip().replace("\u2212", "-"))
     if wanted is None:
         raise ValueError(f"the answer {answer[-40:]!r} has no number after {_MARKER}")
-    if _MARKER in response:
-        last = response.rpartition(_MARKER)[2].strip(" \t*:$").removeprefix("\\boxed{").replace("\u2212", "-")
+    said = after_thinking(response)
+    if _MARKER in said:
+        last = said.rpartition(_MARKER)[2].strip(" \t*:$").removeprefix("\\boxed{").replace("\u2212", "-")
         found = _NUMBER.match(last)
         if found is not None and _CONTINUED.match(last, found.end()):
             return RewardResult(0.0, False, {"reason": f"more than a number after {_MARKER}"})
     else:
-        numbers = [] if require_marker else list(_NUMBER.finditer(response))
+        numbers = [] if require_marker else list(_NUMBER.finditer(said))
         found = numbers[-1] if numbers else None
     if found is None:
         return RewardResult(0.0, False, {"reason": f"no number after {_MARKER}" if require_marker else "no number"})
@@ -79,7 +75,7 @@ def multiple_choice(prompt: str, response: str, answer: str) -> RewardResult:
     r"""1 where the response chooses the letter (A to J) of ``answer``, else 0.
 
     The choice is the last letter in ``\boxed{}``; else the last one called answer, else choice or option; else that of
-    the last line: ``(B)``, ``B.``, ``B) Paris``. What stands before ``</think>`` does not count.
+    the last line: ``(B)``, ``B.``, ``B) Paris``.
 
     Raises:
         ValueError: ``answer`` is no letter. Numbers begin at 0 in some data sets and at 1 in others.
@@ -87,7 +83,7 @@ def multiple_choice(prompt: str, response: str, answer: str) -> RewardResult:
     wanted = _TRUE_LETTER.fullmatch(answer.strip())
     if wanted is None:
         raise ValueError(f"the answer {answer[:40]!r} is no letter from A to J")
-    said = _ANSWER_TAG.sub(" ", response.rpartition("</think>")[2])
+    said = _ANSWER_TAG.sub(" ", after_thinking(response))
     letters = next(filter(None, (each.findall(said) for each in (_BOXED_LETTER, *_NAMED_LETTERS))), [])
     lines = said.strip().splitlines()
     if not letters and lines and (bare := _BARE_LETTER.fullmatch(lines[-1].strip())):

@@ -1,19 +1,18 @@
 """Reward for JSON that has the form of a schema."""
 
 import json
-import re
 from collections.abc import Mapping
 from functools import lru_cache
 from typing import Any
 
 from slime_like.interfaces.reward import RewardResult
+from slime_like.sandbox.rewards.response_parts import after_thinking, last_block
 
-_BLOCK = re.compile(r"```(?:json)?[ \t]*\r?\n(.*?)```", re.DOTALL)
 _PATH_CHARS = 100
 
 
 def json_schema(prompt: str, response: str, answer: str, *, schema: Mapping[str, Any] | None = None) -> RewardResult:
-    """1 where the response, or its last fenced block, is JSON that a JSON Schema admits, else 0.
+    """1 where the response, or its last fenced block of JSON, is JSON that a JSON Schema admits, else 0.
 
     Args:
         schema: for all rows; default: ``answer``, as JSON. ``$ref`` must stay inside it.
@@ -22,9 +21,10 @@ def json_schema(prompt: str, response: str, answer: str, *, schema: Mapping[str,
         ValueError: there is no schema, or it is none.
     """
     validator = _validator(answer if schema is None else json.dumps(schema))
-    blocks = _BLOCK.findall(response)
+    said = after_thinking(response)
+    block = last_block(said, ("json",))
     try:
-        value = json.loads(blocks[-1] if blocks else response, parse_constant=_refuse)
+        value = json.loads(said if block is None else block, parse_constant=_refuse)
     except (ValueError, RecursionError):
         return RewardResult(0.0, False, {"reason": "no JSON"})
     try:

@@ -8,6 +8,7 @@ from functools import lru_cache
 
 from slime_like.interfaces.reward import RewardResult
 from slime_like.sandbox.rewards.remote import MAX_BYTES, check_service, post, secret_headers
+from slime_like.sandbox.rewards.response_parts import after_thinking
 
 _BUSY = frozenset({429, 502, 503, 504})
 _SHOWN_CHARS = 200
@@ -87,7 +88,8 @@ def judge(
     }
     headers = tuple(sorted((headers_from or {}).items()))
     text = _completion(f"{url.rstrip('/')}/chat/completions", json.dumps(body), headers, timeout_s)
-    scores = re.findall(pattern, text)
+    verdict = after_thinking(text)
+    scores = [] if "<think>" in verdict else re.findall(pattern, verdict)  # it was cut off while it thought
     if not scores:
         raise ValueError(f"{url} answered {text[-_SHOWN_CHARS:]!r}, which has no score as in pattern")
     reward = min(max(float(scores[-1]) / best, 0.0), 1.0)

@@ -6,8 +6,10 @@ from collections.abc import Sequence
 from fractions import Fraction
 
 from slime_like.interfaces.reward import RewardResult, group_reward
+from slime_like.sandbox.rewards.response_parts import after_thinking
+from slime_like.system.latex import boxed
 
-_BOXED = re.compile(r"\\boxed\{([^{}]*)\}")
+_FRACTION = re.compile(r"\\[dt]?frac\{(\d+)\}\{(\d+)\}")
 _NUMBER = re.compile(r"[-+]?\d[\d,]*(?:\.\d+)?(?:/\d+)?")
 _MAX_CHARS = 4096
 _MAX_DIGITS = 200
@@ -30,7 +32,7 @@ def majority(
         min_share: no reward if the most frequent answer has a smaller share of the responses.
         require_answer: without box and number there is no answer; false: the whole text is the answer.
     """
-    answers = [_final_answer(response[-_MAX_CHARS:], require_answer) for response in responses]
+    answers = [_final_answer(after_thinking(response)[-_MAX_CHARS:], require_answer) for response in responses]
     counts = Counter(answer for answer in answers if answer is not None).most_common(2)
     tied = len(counts) == 2 and counts[0][1] == counts[1][1]
     enough = bool(counts) and counts[0][1] >= min_share * len(responses)
@@ -44,9 +46,9 @@ def majority(
 
 
 def _final_answer(response: str, require_answer: bool) -> str | None:
-    boxed, numbers = _BOXED.findall(response), _NUMBER.findall(response)
-    if boxed:
-        return _plain(boxed[-1].strip())
+    box, numbers = boxed(response), _NUMBER.findall(response)
+    if box is not None:
+        return _plain(_FRACTION.sub(r"\1/\2", "".join(box.split())))
     if numbers:
         return _plain(numbers[-1])
     text = " ".join(response.split()).casefold()

@@ -12,6 +12,7 @@ from itertools import accumulate
 from typing import Any
 
 from slime_like.interfaces.reward import RewardResult
+from slime_like.sandbox.rewards.response_parts import after_thinking
 from slime_like.system.latex import boxed
 
 # Both functions warn that their alarm is off; here the pool bounds the time.
@@ -61,7 +62,7 @@ def math_verify(
 
     Numbers, expressions, sets, tuples and intervals are compared by value; an answer of words alone as text. The final
     answer is the last ``\boxed{}``, or several beside each other; else the last LaTeX between dollar signs; else the
-    last number, or the list, tuple or interval at the end. What stands before ``</think>`` does not count.
+    last number, or the list, tuple or interval at the end.
 
     Args:
         max_chars: characters parsed, from the response's end; the metadata reports a cut.
@@ -71,7 +72,7 @@ def math_verify(
     Raises:
         ValueError: the ground truth itself cannot be parsed.
     """
-    ended = response.rpartition("</think>")[2].rstrip()
+    ended = after_thinking(response).rstrip()
     tail = _tail(ended, max_chars)
     metadata: dict[str, Any] = {"cut_chars": len(ended) - len(tail)} if len(tail) < len(ended) else {}
     reason = _why_wrong(_without_money(tail), _without_money(answer), require_boxed, allow_arithmetic)

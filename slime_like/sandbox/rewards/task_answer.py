@@ -4,7 +4,8 @@ import json
 from typing import Any
 
 from slime_like.interfaces.reward import RewardResult
-from slime_like.sandbox.rewards.final_answer import NO_MATCH, last_match
+from slime_like.sandbox.rewards.final_answer import NO_MATCH
+from slime_like.sandbox.rewards.response_parts import after_thinking, last_match
 
 
 def reasoning_gym(
@@ -24,7 +25,7 @@ def reasoning_gym(
     from reasoning_gym.factory import get_score_answer_fn  # and all tasks with it: seconds
 
     entry = _entry(answer)
-    given = response if pattern is None else last_match(pattern, response)
+    given = after_thinking(response) if pattern is None else last_match(pattern, response)
     if given is None:
         return RewardResult(0.0, False, {"reason": NO_MATCH})
     try:

@@ -6,7 +6,7 @@ from dataclasses import replace
 from itertools import islice
 
 from slime_like.checks.own_answers import OwnAnswer, has_failed, score_own_answers
-from slime_like.checks.rows import answered_samples, samples_of
+from slime_like.checks.rows import first_samples
 from slime_like.config import RunConfig
 from slime_like.config.rollout import RewardFunction
 from slime_like.errors import SlimeLikeError
@@ -15,7 +15,7 @@ from slime_like.sandbox.rewards.pool import RewardItem, RewardOutcome, RewardPoo
 from slime_like.sandbox.rewards.registry import REGISTERED, SERVICES, accepts_answers
 from slime_like.system.words import counted
 from slime_like.verification.rehearsal.finding import Finding, listed
-from slime_like.verification.rehearsal.rows import SHOWN_CHARS, sources_of
+from slime_like.verification.rehearsal.rows import SHOWN_CHARS
 
 _ANSWERS = 32
 _ANSWERS_OF_SOURCE = 16
@@ -29,7 +29,7 @@ def answer_findings(config: RunConfig) -> Iterator[Finding]:
     if SERVICES & set(names) or all(function.is_given for function in config.reward.functions):
         yield Finding("note", "rewards", "services, environments and agents are tried in the small run alone")
         return
-    samples = _first_samples(config)
+    samples = first_samples(config, _ANSWERS, _ANSWERS_OF_SOURCE)
     try:
         with RewardPool(config.reward) as pool:
             pool.start()
@@ -73,8 +73,12 @@ def _independent(
     """Rewards that another answer, or none, earns too."""
     weights = [function.weight for function in config.reward.computed]
     own = [_total(each.outcome, weights) for each in answers]
+    others = [_total(each, weights) for each in of_strangers]
     meant = "is that meant? Look at the function, and at data.answer_key"
-    if own == [_total(each, weights) for each in of_strangers]:
+    if others and all(other > said for other, said in zip(others, own, strict=True)):
+        text = f"another row's answer gets a higher reward than a row's own, in each of {len(answers)} rows"
+        yield Finding("FOUND", "rewards", f"{text}; look at the weights in reward.functions, and at custom functions")
+    if own == others:
         text = f"another row's answer gets the same reward as a row's own, in each of {len(answers)} rows"
         yield Finding("note", "rewards", f"{text}: no reward depends on the answer; {meant}")
     if all(silent >= said for silent, said in zip((_total(each, weights) for each in of_silence), own, strict=True)):
@@ -91,13 +95,6 @@ def _slow(config: RunConfig, seconds: float) -> Iterator[Finding]:
     if (step := seconds * responses) > _SLOW_STEP_S:
         text = f"scoring takes {seconds:.2g} s a response with {counted(config.reward.workers, 'worker')}"
         yield Finding("note", "rewards", f"{text}: {step:.0f} s for a step's {responses}; raise reward.workers")
-
-
-def _first_samples(config: RunConfig) -> list[tuple[str, list[RewardItem]]]:
-    """By source of the mixture: one may be right where another's key or format is wrong."""
-    if not config.data.mixture:
-        return [("the data", list(islice(answered_samples(config), _ANSWERS)))]
-    return [(source, list(islice(samples_of(part), _ANSWERS_OF_SOURCE))) for source, part in sources_of(config)]
 
 
 def _takes_no_answer(function: RewardFunction) -> bool:

@@ -6,8 +6,8 @@ from collections.abc import Iterator, Sequence
 from itertools import islice
 from typing import Any, Literal
 
-from slime_like.checks.rows import answered_samples, samples_of
-from slime_like.config import DataConfig, RunConfig
+from slime_like.checks.rows import answered_samples, samples_of, sources_of
+from slime_like.config import RunConfig
 from slime_like.sandbox.rewards.pool import RewardItem
 from slime_like.sandbox.rewards.registry import accepts_answers
 from slime_like.system.latex import boxed
@@ -23,12 +23,6 @@ _REPEATED = 0.1
 _MEASURED = 1000
 """Answers whose tokens are counted."""
 _COMMAND, _WORDS = re.compile(r"\\[A-Za-z]+"), re.compile(r"(?:\b[A-Za-z]{2,}\b\W+){3,}")
-
-
-def sources_of(config: RunConfig) -> list[tuple[str, DataConfig]]:
-    """The mixture's sources by name, or all data."""
-    names = [f"source {source.name}" for source in config.data.mixture] or ["the data"]
-    return list(zip(names, config.data.parts, strict=True))
 
 
 def row_findings(config: RunConfig, tokenizer: Any) -> Iterator[Finding]:

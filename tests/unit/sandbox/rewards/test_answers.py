@@ -34,6 +34,7 @@ _FINAL = r"Answer: (.*)"
         ("Paris", "Paris", _FINAL, False, False), ("Answer: Paris\nAnswer: Rome", "Paris", _FINAL, False, False),
         ("Answer: Paris, France", "Paris", _FINAL, False, False), ("answer: Paris", "Paris", _FINAL, False, False),
         ("46 is what I say, 47", "46", r"\d+", False, False), ("<a>46", "46", "<a>(.*?)</a>", False, False),
+        ("Rome?</think>\nParis", "Paris", None, False, True), ("Paris</think>Rome", "Paris", None, False, False),
         ("\x00", "Paris", None, True, False), ("Pari\u0301s", "Paris", None, True, False),
     ],
 )  # fmt: skip
@@ -48,7 +49,8 @@ _TRUTH = "Each has 552.\nSo 2 * 552 = <<2*552=1104>>1104.\n#### 1,104"
     ("response", "answer", "marked", "right"),
     [
         ("#### 1104", _TRUTH, True, True), ("so 2 * 552\n#### 1,104", _TRUTH, True, True),
-        ("####1104", _TRUTH, True, True),
+        ("####1104", _TRUTH, True, True), ("#### 3?</think>#### 1104", _TRUTH, True, True),
+        ("#### 1104</think>Done.", _TRUTH, True, False), ("1104</think>3", _TRUTH, False, False),
         ("#### 1104.0", _TRUTH, True, True), ("#### $1,104.00", _TRUTH, True, True),
         ("#### 1104 apples", _TRUTH, True, True), (r"#### \boxed{1104}", _TRUTH, True, True),
         ("#### \u22127", "-7", True, True), ("#### 1104 - all of them", _TRUTH, True, True),
@@ -107,6 +109,7 @@ def test_multiple_choice(response: str, answer: str, right: bool) -> None:
         ("gsm8k", "no number"), ("gsm8k", "5 #### five"), ("multiple_choice", "2"), ("multiple_choice", "Paris"),
         ("json_schema", "3"), ("json_schema", "{"), ("json_schema", '{"type": "thing"}'), ("code", "def f("),
         ("code", "[]"), ("code", '{"inputs": ["1"], "outputs": []}'), ("code", "[1]"), ("code", " "),
+        ("code", '{"inputs": ["1"], "outputs": ["1"], "fn_name": "f"}'),
     ],
 )  # fmt: skip
 def test_a_ground_truth_that_cannot_be_one_is_an_error(rejects: Rejects, name: str, answer: str) -> None:
@@ -131,6 +134,8 @@ _SCHEMA = {
         ('```json\n[]\n```\nno:\n```json\n{"name": "a"}\n```', True), ('{"name": "a", "ages": [0]}', True),
         ('{"name":\n"a"}', True), ('{"ages": [1], "name": "a"}', True), ('{"name": "a", "ages": [1.0]}', True),
         ('{"name": "\\u00e9"}', True), ('```json \n{"name": "a"}\n```', True),
+        ('[]</think>{"name": "a"}', True), ('{"name": "a"}</think>[]', False),
+        ('```sh\nls\n```\nso:\n```JSON\n{"name": "a"}\n```\n```\n[]\n```', True),
         ('{"name": 1}', False), ("{}", False), ("[]", False), ('"a"', False), ("", False), ("null", False),
         ('{"name": "a", "more": 1}', False), ('{"name": "a", "ages": [-1]}', False),
         ('{"name": "a", "ages": [1.5]}', False),

@@ -31,6 +31,8 @@ class _Server(BaseHTTPRequestHandler):
             "bad": "No.\n**Score: 2.5**",
             "over": "Score: 3\nScore: 99",
             "bold": "**Score**: `7`",
+            "thought": "<think>Score: 3?</think>\nScore: 8",
+            "cut off": "<think>Score: 3? No, Score: 9, but",
         }
         completion = {"choices": [{"message": {"role": "assistant", "content": verdict.get(word, word)}}]}
         self.wfile.write(b"what?" if word == "garbage" else json.dumps(completion).encode())
@@ -59,6 +61,7 @@ def test_the_score_is_scaled_and_bounded(url: str, monkeypatch: pytest.MonkeyPat
     assert judge("2 + 2?", "bad", "4", url=url, model="m", success_from=0.25).success
     assert judge("2 + 2?", "over", "4", url=url, model="m").reward == 1.0
     assert judge("2 + 2?", "bold", "4", url=url, model="m").reward == 0.7
+    assert judge("2 + 2?", "thought", "4", url=url, model="m").reward == 0.8
     assert judge("2 + 2?", "mark 7", "4", url=url, model="m", pattern=r"mark (\d)", best=7).reward == 1.0
 
 
@@ -84,6 +87,8 @@ def test_equal_pairs_are_asked_once_and_a_busy_server_again(url: str) -> None:
 def test_what_is_no_verdict_is_an_error(url: str) -> None:
     with pytest.raises(ValueError, match="no score"):
         judge("2 + 2?", "I cannot say", "4", url=url, model="m")
+    with pytest.raises(ValueError, match="no score"):
+        judge("2 + 2?", "cut off", "4", url=url, model="m")
     with pytest.raises(ValueError, match="no chat completion"):
         judge("2 + 2?", "garbage", "4", url=url, model="m")
     with pytest.raises(OSError, match="404"):

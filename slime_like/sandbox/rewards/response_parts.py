@@ -1,0 +1,53 @@
+"""The parts of a response that count: what stands behind its thinking, and fenced blocks."""
+
+import re
+import textwrap
+from collections.abc import Container, Iterator
+
+_THINKING_END = "</think>"
+_OPENING = re.compile(r"(`{3,})[ \t]*([^\s`]*)[^`]*$")
+
+
+def after_thinking(response: str) -> str:
+    """The text behind the last ``</think>``; without one, all of it."""
+    return response.rpartition(_THINKING_END)[2]
+
+
+def last_match(pattern: str, response: str) -> str | None:
+    """The first group, if the regular expression has one, of its last match; ``None`` without a match.
+
+    A match inside the thinking does not count; one that begins there does, if there is none behind.
+    """
+    said = after_thinking(response)
+    begin = len(response) - len(said)
+    matches = list(re.finditer(pattern, said))
+    matches = matches or [match for match in re.finditer(pattern, response) if match.end() >= begin]
+    return (matches[-1].group(1 if matches[-1].re.groups else 0) or "") if matches else None
+
+
+def last_block(text: str, languages: Container[str]) -> str | None:
+    """The last fenced block of one of the languages (in lower case), else the last one without a language."""
+    blocks = list(_blocks(text))
+    of_language = [body for language, body in blocks if language in languages]
+    unnamed = [body for language, body in blocks if not language]
+    return next((found[-1] for found in (of_language, unnamed) if found), None)
+
+
+def _blocks(text: str) -> Iterator[tuple[str, str]]:
+    """Language and text of each closed block.
+
+    A block may open behind other text. It closes where a line begins or ends with its fence; one that is followed by
+    a language opens the next block.
+    """
+    fence, language, body = "", "", list[str]()
+    for line in text.replace("\r\n", "\n").split("\n"):
+        opening, bare = _OPENING.search(line), line.strip()
+        begins = bool(fence) and bare.startswith(fence)
+        if opening and (not fence or (begins and bare.lstrip("`")[:1].isalpha())):
+            fence, language, body = opening[1], opening[2].lower(), []
+        elif begins or (fence and bare.endswith(fence)):
+            lines = body if begins else [*body, line.rstrip().removesuffix(fence)]
+            yield language, textwrap.dedent("".join(f"{each}\n" for each in lines))  # in a list it is indented
+            fence = ""
+        else:
+            body.append(line)
