@@ -3,33 +3,45 @@
 import re
 from typing import Any
 
-_NAME = re.compile(r"auth|cookie|keys?$|token$|secret|passw|pwd|credential", re.IGNORECASE)
-_KEY_OF_ROWS = re.compile(
-    r"(?:^|[-_.])(?:input|label|prompt|answer|response|messages|images?|videos?|audio|tools?|metadata|reward|reward_fn"
-    r"|data|group|environment)[-_]key$"
-)
-_WORDS_FOR_ONE = r"(?:key|token|secret|passw(?:or)?d|pwd|credential)s?(?:_value)?"
-_PLAIN_VALUE = r"(?!\d+(?:\.\d+)?(?:[\s,;&}\]]|$)|(?:true|false|null|none)\b)"
-_NAMED_VALUE = re.compile(
-    rf"""(\\*["']?(?P<name>[\w.-]*{_WORDS_FOR_ONE})\\*["']?\s*[:=]\s*){_PLAIN_VALUE}"""
-    r"""(\\*"[^"]*"|'[^']*'|[^\s,;&}]+)""",
+_SECRET = re.compile(
+    r"auth(?!or(?!iz))|cookie|secret|passw(?:or)?d|pass(?:phrase|code)|credential|(?<!^)(?<!^old)pwd$"
+    r"|(?:api|access|private|encryption|signing)[-_.]?keys?",
     re.IGNORECASE,
 )
-_OPTION = re.compile(rf"(--?(?P<name>[\w-]*{_WORDS_FOR_ONE})\s+){_PLAIN_VALUE}([^\s-]\S*)", re.IGNORECASE)
-_USER_OF_URL = re.compile(r"(?<=//)(?:[^/\s]*|[^/\s:@]+:\S*)@")
+_KEY = re.compile(r"(?:^|[-_.]|[a-z](?=[KT])|[A-Z](?=[KT][A-Z]))(?i:key|tokens?)(?i:_value)?$|^(?i:(?:old)?pwd)$")
+_PUBLIC_KEY = re.compile(
+    r"(?:^|[-_.])(?:input|label|prompt|answer|response|messages|images?|videos?|audio|tools?|metadata|reward|reward_fn"
+    r"|data|group|environment|sort)[-_]key$|(?:^|[-_.])(?:pad|eos|bos|unk|sep|cls|mask|stop|special)[-_]tokens?$",
+    re.IGNORECASE,
+)
+"""Keys of a data file's rows, and tokens of a vocabulary."""
+_PLAIN_VALUE = re.compile(r"\d{1,9}|\d+\.\d+|true|false|null|none|/\S*", re.IGNORECASE)
+"""What a setting whose name ends with key or token may be: ``max_tokens=512``; or a working directory."""
+_NAMES = (
+    re.compile(r"""(?<![\w.\\-])\\*["']?(?P<name>[\w.-]+)\\*["']?\s*(?P<sign>[:=])\s*"""),
+    re.compile(r"(?<![\w.\\-])--?(?P<name>\w[\w.-]*)(?P<sign>\s)\s*"),
+)
+_QUOTED = r"""\\*"[^"]*"|'[^']*'|\[[^\]]*\]"""
+_SCHEME = r"(?:(?i:bearer|basic|token)\s+)?"
+_VALUES = {
+    "=": re.compile(rf"{_QUOTED}|{_SCHEME}[^\s;&}}]+"),
+    ":": re.compile(rf"{_QUOTED}|{_SCHEME}[^\s,;&}}]+"),
+    " ": re.compile(rf"{_QUOTED}|[^\s-]\S*"),
+}
+_USER_OF_URL = re.compile(r"(?<=//)(?:[^/\s]*|[^/\s:@]+:\S{0,500})@")
 _UNCLEAR = re.compile(r"(?<=//)[^/]*[?#][^/]*@.*")
 """A password, or a query, with any sign in it."""
 _QUERY = re.compile(r"\?.*")
 _BY_FORM = re.compile(
-    r"(?<![\w-])(?:(?<=Bearer )\S+|(?<=Basic )\S+|(?<=: Token )\S+|hf_\w{16,}|sk-[\w-]{16,}|gh[pousr]_\w{16,}"
-    r"|github_pat_\w{16,}|xox[abp]-[\w-]{10,}|AIza[\w-]{16,}|glpat-[\w-]{10,}|AKIA[0-9A-Z]{16}"
-    r"|eyJ[\w-]+\.[\w-]+\.[\w-]*|[0-9a-f]{40}\b|(?<=Signature=)[^\s&]+|(?<=sig=)[^\s&]+)"
+    r"(?<![\w-])(?:(?<=(?i:bearer) )\S+|(?<=(?i:basic) )\S+|(?<=: Token )\S+|hf_\w{16,}|sk-[\w-]{16,}|gh[pousr]_\w{16,}"
+    r"|github_pat_\w{16,}|xox[abp]-[\w-]{10,}|AIza[\w-]{16,}|glpat-[\w-]{10,}|A[KS]IA[0-9A-Z]{16}|nvapi-[\w-]{16,}"
+    r"|eyJ[\w-]+\.[\w-]+\.[\w-]*|(?<!/)[0-9a-f]{40}(?![\w/])|(?<=Signature=)[^\s&]+|(?<=sig=)[^\s&]+)"
 )
 
 
 def is_credential(name: str) -> bool:
     """Whether what has this name is one, by the words in it; keys of a data file's rows are none."""
-    return _NAME.search(name) is not None and _KEY_OF_ROWS.search(name) is None
+    return _may_name_credential(name) and (_SECRET.search(name) is not None or not name.endswith(("s", "S")))
 
 
 def shown_url(url: str) -> str:
@@ -42,7 +54,24 @@ def without_credentials(name: str, value: Any) -> str:
     credential, and without the user of a URL."""
     if is_credential(name):
         return "..."
-    named = str(value)
-    for pattern in (_NAMED_VALUE, _OPTION):
-        named = pattern.sub(lambda found: found[0] if _KEY_OF_ROWS.search(found["name"]) else f"{found[1]}...", named)
-    return _USER_OF_URL.sub("...@", _BY_FORM.sub("...", named))
+    shown = str(value)
+    for names in _NAMES:
+        shown = _without_named(names, shown)
+    return _USER_OF_URL.sub("...@", _BY_FORM.sub("...", shown))
+
+
+def _without_named(names: re.Pattern[str], text: str) -> str:
+    """Without the values behind these names."""
+    kept, place = list[str](), 0
+    for found in names.finditer(text):
+        if found.end() < place or not _may_name_credential(found["name"]):
+            continue
+        value = _VALUES.get(found["sign"], _VALUES[" "]).match(text, found.end())
+        if value and not (_SECRET.search(found["name"]) is None and _PLAIN_VALUE.fullmatch(value[0].strip("\"'"))):
+            kept += [text[place : found.end()], "..."]
+            place = value.end()
+    return "".join([*kept, text[place:]])
+
+
+def _may_name_credential(name: str) -> bool:
+    return bool(_SECRET.search(name) or _KEY.search(name)) and _PUBLIC_KEY.search(name) is None
