@@ -1,5 +1,6 @@
 """Reward for Python code that passes tests, in a process that can do nothing but compute and print."""
 
+import ast
 import json
 import os
 import secrets
@@ -102,7 +103,19 @@ def _tests(answer: str) -> Sequence[_Test]:
             compile(source, "tests.py", "exec")
         except (SyntaxError, ValueError) as error:
             raise ValueError(f"the tests are no Python: {error}") from error
+        if not any(map(_is_run, ast.parse(source).body)):
+            raise ValueError(
+                f"the tests {source.strip()[:40]!r} only define, so that every program passes; end them with asserts "
+                "or calls, e.g. check(NAME)"
+            )
     return [_Test(source) for source in given]
+
+
+def _is_run(node: ast.AST) -> bool:
+    """Whether it, or what runs with it, asserts, raises or calls."""
+    if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
+        return False
+    return isinstance(node, ast.Assert | ast.Raise | ast.Call) or any(map(_is_run, ast.iter_child_nodes(node)))
 
 
 def _are_texts(value: Any) -> bool:

@@ -1,4 +1,4 @@
-"""Rewards that compare a response's final answer as text, as a number, or as a letter."""
+"""Rewards that compare a response's final answer as text, or as a number."""
 
 import re
 from decimal import Decimal
@@ -10,20 +10,8 @@ NO_MATCH = "no match of the pattern"
 _MARKER = "####"
 _NUMBER = re.compile(r"[-+]?\$?(?:[0-9]{1,3}(?:,[0-9]{3})+|[0-9]{1,100})(?:\.[0-9]{1,100})?")
 # A second value, or arithmetic left undone.
-_CONTINUED = re.compile(r"[ \t]*(?:[-+*/^:=\u00d7][ \t]*[\d(]|\d|or\b)|[eE][-+]?\d")
-_LETTERS = "ABCDEFGHIJ"
-# Repeats are bounded: of several unbounded ones beside each other, a hostile response tries every division.
-_STARS, _GAP = r"\*{0,4}", r"\s{0,4}"
-_LETTER = rf"{_STARS}\(?([{_LETTERS}])\)?{_STARS}"
-_FONT, _MORE = r"\\(?:text|textbf|mathrm|mathbf)\{", r"(?:[.:]|(?<=\)))[^{}]*|\s*\\text\{[^{}]*"
-_BOXED_LETTER = re.compile(rf"\\boxed\{{{_GAP}(?:{_FONT})?{_GAP}{_LETTER}(?:[.\s]*|{_MORE})\}}")
-_IS = rf"{_STARS}(?i:\s{{1,4}}is)?{_GAP}:?{_GAP}{_STARS}{_GAP}"
-_NAMED_LETTERS = [
-    re.compile(rf"(?i:{name}){_IS}{_LETTER}(?![\w'])(?!(?<=I)\s[a-z])") for name in ("answer", "choice|option")
-]
-_ANSWER_TAG = re.compile(r"</?answer>", re.IGNORECASE)
-_BARE_LETTER = re.compile(rf"{_LETTER}(?:[).:](?:\s.*)?)?")
-_TRUE_LETTER = re.compile(rf"\(?([{_LETTERS}])\)?\.?", re.IGNORECASE)
+_BETWEEN = r"[-+*/^:;,=x\u00d7\u00f7\u2013]|\*\*|\\(?:times|cdot|div)|and|or|to"
+_CONTINUED = re.compile(rf"[ \t]*(?:(?:{_BETWEEN})[ \t]*[\d(]|\d)|\.\d|[eE][-+]?\d")
 
 
 def exact_match(
@@ -59,7 +47,13 @@ def gsm8k(prompt: str, response: str, answer: str, *, require_marker: bool = Tru
         raise ValueError(f"the answer {answer[-40:]!r} has no number after {_MARKER}")
     said = after_thinking(response)
     if _MARKER in said:
-        last = said.rpartition(_MARKER)[2].strip(" \t*:$").removeprefix("\\boxed{").replace("\u2212", "-")
+        last = (
+            said.rpartition(_MARKER)[2]
+            .strip(" \t*:$")
+            .removeprefix("\\boxed{")
+            .removeprefix("\\")
+            .replace("\u2212", "-")
+        )
         found = _NUMBER.match(last)
         if found is not None and _CONTINUED.match(last, found.end()):
             return RewardResult(0.0, False, {"reason": f"more than a number after {_MARKER}"})
@@ -69,28 +63,6 @@ def gsm8k(prompt: str, response: str, answer: str, *, require_marker: bool = Tru
     if found is None:
         return RewardResult(0.0, False, {"reason": f"no number after {_MARKER}" if require_marker else "no number"})
     return _result(_value(found.group()) == _value(wanted.group()))
-
-
-def multiple_choice(prompt: str, response: str, answer: str) -> RewardResult:
-    r"""1 where the response chooses the letter (A to J) of ``answer``, else 0.
-
-    The choice is the last letter in ``\boxed{}``; else the last one called answer, else choice or option; else that of
-    the last line: ``(B)``, ``B.``, ``B) Paris``.
-
-    Raises:
-        ValueError: ``answer`` is no letter. Numbers begin at 0 in some data sets and at 1 in others.
-    """
-    wanted = _TRUE_LETTER.fullmatch(answer.strip())
-    if wanted is None:
-        raise ValueError(f"the answer {answer[:40]!r} is no letter from A to J")
-    said = _ANSWER_TAG.sub(" ", after_thinking(response))
-    letters = next(filter(None, (each.findall(said) for each in (_BOXED_LETTER, *_NAMED_LETTERS))), [])
-    lines = said.strip().splitlines()
-    if not letters and lines and (bare := _BARE_LETTER.fullmatch(lines[-1].strip())):
-        letters = [bare.group(1)]
-    if not letters:
-        return RewardResult(0.0, False, {"reason": "no choice found"})
-    return _result(letters[-1] == wanted.group(1).upper())
 
 
 def _result(succeeds: bool) -> RewardResult:

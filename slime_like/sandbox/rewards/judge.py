@@ -48,7 +48,7 @@ def judge(
     timeout_s: float = 30.0,
     headers_from: Mapping[str, str] | None = None,
 ) -> RewardResult:
-    r"""The score that a judging model writes, divided by ``best`` and bounded to 0 to 1.
+    r"""The score that a judging model writes, divided by ``best``.
 
     One greedy chat completion per pair of prompt and response. A server that is busy or out of reach is asked again
     until ``timeout_s``.
@@ -68,7 +68,7 @@ def judge(
     Raises:
         TimeoutError: no answer in time.
         OSError: no such host, or another status that is not 2xx.
-        ValueError: the answer is no completion, or has no score; options of another kind.
+        ValueError: the answer is no completion, or has no score from 0 to ``best``; options of another kind.
     """
     check_judge(
         url=url,
@@ -88,11 +88,12 @@ def judge(
     }
     headers = tuple(sorted((headers_from or {}).items()))
     text = _completion(f"{url.rstrip('/')}/chat/completions", json.dumps(body), headers, timeout_s)
-    verdict = after_thinking(text)
-    scores = [] if "<think>" in verdict else re.findall(pattern, verdict)  # it was cut off while it thought
+    scores = re.findall(pattern, after_thinking(text))
     if not scores:
         raise ValueError(f"{url} answered {text[-_SHOWN_CHARS:]!r}, which has no score as in pattern")
-    reward = min(max(float(scores[-1]) / best, 0.0), 1.0)
+    reward = float(scores[-1]) / best
+    if not 0 <= reward <= 1:
+        raise ValueError(f"{url} gave the score {scores[-1]}, which is not from 0 to best={best:g}")
     return RewardResult(reward, reward >= success_from, {"judgement": text[-_SHOWN_CHARS:]})
 
 

@@ -34,19 +34,34 @@ _BOLD = re.compile(r"(?<![\w)}])\*\*(?=\S)|(?<=\S)\*\*(?![\w({-])")
 _TAG = re.compile(r"</?[A-Za-z][\w-]{0,30}>")
 _SIGNED = r"(-?(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d+)?%?)"
 _WRAPPED = re.compile(rf"""(?:(?<=[\s:])|^)(?:["'`*#~]+{_SIGNED}["'`*]*|[(\[{{]{_SIGNED}[)\]}}])(?=[\s.,;:!?]|$)""")
+_BULLET = re.compile(r"""^\s*-\s+(?=["'`*#~(\[{<])""", re.MULTILINE)
+# A line that begins with a sign, or a number, does not go on with what the line before ends with.
+_NEXT_LINE = re.compile(r"(?<=\d)([.,;:!?]?)\s*\n\s*(?=[-\d])")
 _AFTER_COLON = re.compile(r"(?<=[A-Za-z]):(?=-?[\d.])")
 _PLAIN = r"-?\d+(?:\.\d+)?(?:/\d+)?"
 _VALUE = rf"(?:{_PLAIN}|-?(?:oo|inf|infinity|[a-z]))"
-_LISTED = rf"(?:[a-z]\s?=\s?)?{_PLAIN}(?:(?:,\s?|\s(?:or|and)\s)(?:[a-z]\s?=\s?)?{_PLAIN})+"
+_NEXT = r"(?:,?\s(?:or|and)\s|,\s?)"
+_NUMBERS = rf"(?:[a-z]\s?=\s?)?{_PLAIN}(?:{_NEXT}{_PLAIN})+"
+_SAME_VARIABLE = rf"(?P<variable>[a-z])\s?=\s?{_PLAIN}(?:{_NEXT}(?P=variable)\s?=\s?{_PLAIN})+"
+_BRACKETS = rf"[\[({{]\s?{_VALUE}(?:,\s?{_VALUE})+\s?[\])}}]"
+_IN_BRACKETS = rf"{_BRACKETS}(?:(?:{_NEXT}|\s?[U\u222a]\s?){_BRACKETS})*"
 _THOUSANDS = r"(?!-?\d{1,3}(?:,\d{3})+(?:\.\d+)?[.!]?$)"
-# What ends a response in plain text: a list, or values in brackets.
-_GROUP = re.compile(rf"(?:^|[\s:])({_THOUSANDS}{_LISTED}|[\[({{]\s?{_VALUE}(?:,\s?{_VALUE})+\s?[\])}}])[.!]?$")
+# What ends a response in plain text: a list that begins a line or follows a word for it (behind others, as in
+# "in 2020, 5", its parts do not belong together), or values in brackets.
+_GROUP = re.compile(
+    rf"(?:(?:^|[\n:]|\bare\s|\banswer is\s)\s?(?P<numbers>{_THOUSANDS}{_NUMBERS})"
+    rf"|(?:^|[\s:])(?:(?P<named>{_SAME_VARIABLE})|(?<!gcd )(?<!lcm )(?<!max )(?<!min )(?P<brackets>{_IN_BRACKETS})))"
+    r"[.!]?$"
+)
+_CONJUNCTION, _UNION = re.compile(r",?\s(?:or|and)\s"), re.compile(r"[U\u222a]\s?")
 _VARIABLE, _INFINITY = re.compile(r"[a-z]\s?=\s?"), re.compile(r"\b(?:oo|inf|infinity)\b")
 # Plain text that is one expression, without words.
 _EXPRESSION = re.compile(r"(?!.*[A-Za-z]{2})[-+*/^=().\w\s]{1,80}")
 _BOXED_WORDS = re.compile(r"\\boxed\{(?:\\text\{)?([^{}]*)\}")
 # A sum, a difference or a product, but no sign at the front and no power of ten (1.5 \times 10^3).
 _ARITHMETIC = re.compile(r"(?<=[\w)}])\s*[+\-\u2212]|(?:\*(?!\*)|\u00d7|\\cdot|\\times)(?!\s*10\s*(?:\^|\*\*))")
+# But no degrees, and no power of ten.
+_QUOTIENT_OR_POWER = re.compile(r"\d\s*/\s*\d|\\[dt]?frac|(?<!\b10)(?<!\b10\s)(?:\^|\*\*)\s*\{?\d")
 
 
 def math_verify(
@@ -99,8 +114,7 @@ def _why_wrong(response: str, answer: str, require_boxed: bool, allow_arithmetic
     for text in _candidates(response, box):
         parsed = parse(text, parsing_timeout=None)
         if parsed:
-            is_number = not allow_arithmetic and _NUMBER.fullmatch(answer)
-            if is_number and _ARITHMETIC.search(str(parsed[-1])):
+            if not allow_arithmetic and _is_undone(str(parsed[-1]), answer):
                 reason = "arithmetic left undone"
             elif verify(_ground_truth(answer), parsed, timeout_seconds=None):
                 return None
@@ -127,6 +141,16 @@ def _ground_truth(answer: str) -> Any:
     return parsed
 
 
+def _is_undone(given: str, answer: str) -> bool:
+    """Whether a rational number is given as a sum, difference or product; an integer, as a quotient or power. A ground
+    truth that is written so itself may be."""
+    truth = _ground_truth(answer)[0]
+    is_integer, is_fraction = (getattr(truth, f"is_{kind}", False) for kind in ("Integer", "Rational"))
+    undone = [_ARITHMETIC] * (is_fraction or getattr(truth, "is_Float", False)) + [_QUOTIENT_OR_POWER] * is_integer
+    last = given.rpartition("=")[2]
+    return any(form.search(last) is not None and form.search(answer) is None for form in undone)
+
+
 def _tail(text: str, max_chars: int) -> str:
     """The end of the text, from a white space on, so that no number is cut in two."""
     if len(text) <= max_chars:
@@ -150,8 +174,9 @@ def _candidates(response: str, box: str | None) -> list[str]:
     if box is not None:
         return [spelt_out, f"\\boxed{{{_plain_decimals(box)}}}"]
     if "$" not in response and (group := _GROUP.search(spelt_out)):  # whose last number alone would be read
-        values = _VARIABLE.sub("", group[1]).replace(" or ", ",").replace(" and ", ",")
-        latex = _INFINITY.sub(r"\\infty", values).replace("{", r"\{").replace("}", r"\}")
+        values = _VARIABLE.sub("", group["numbers"] or group["named"] or group["brackets"])
+        latex = _INFINITY.sub(r"\\infty", _UNION.sub(r"\\cup ", _CONJUNCTION.sub(",", values)))
+        latex = latex.replace("{", r"\{").replace("}", r"\}")
         return [rf"\boxed{{{latex}}}"]
     bare = spelt_out.strip().rstrip(".")
     return [spelt_out, *([f"\\boxed{{{bare}}}"] if _EXPRESSION.fullmatch(bare) else [])]
@@ -159,7 +184,8 @@ def _candidates(response: str, box: str | None) -> list[str]:
 
 def _spelt_out(response: str) -> str:
     """Without what keeps math-verify from a number: markup, signs around it, a minus sign that is no hyphen."""
-    plain = _TAG.sub(" ", _BOLD.sub("", response.replace("\u2212", "-")))
+    plain = _NEXT_LINE.sub(r"\1;\n", _BULLET.sub("", response.replace("\u2212", "-")))
+    plain = _TAG.sub(" ", _BOLD.sub("", plain))
     return _plain_decimals(_AFTER_COLON.sub(": ", _WRAPPED.sub(lambda found: f" {found[1] or found[2]} ", plain)))
 
 

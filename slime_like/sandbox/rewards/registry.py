@@ -23,7 +23,7 @@ REGISTERED: Mapping[str, str] = {
     "majority": "slime_like.sandbox.rewards.majority:majority",
     "exact_match": "slime_like.sandbox.rewards.final_answer:exact_match",
     "gsm8k": "slime_like.sandbox.rewards.final_answer:gsm8k",
-    "multiple_choice": "slime_like.sandbox.rewards.final_answer:multiple_choice",
+    "multiple_choice": "slime_like.sandbox.rewards.letter_answer:multiple_choice",
     "json_schema": "slime_like.sandbox.rewards.json_answer:json_schema",
     "code": "slime_like.sandbox.rewards.code_tests:code_tests",
     "reasoning_gym": "slime_like.sandbox.rewards.task_answer:reasoning_gym",

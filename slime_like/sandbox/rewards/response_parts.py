@@ -4,13 +4,12 @@ import re
 import textwrap
 from collections.abc import Container, Iterator
 
-_THINKING_END = "</think>"
 _OPENING = re.compile(r"(`{3,})[ \t]*([^\s`]*)[^`]*$")
 
 
 def after_thinking(response: str) -> str:
-    """The text behind the last ``</think>``; without one, all of it."""
-    return response.rpartition(_THINKING_END)[2]
+    """The text behind the last ``</think>``, or all; of thinking that does not end, nothing."""
+    return response.rpartition("</think>")[2].partition("<think>")[0]
 
 
 def last_match(pattern: str, response: str) -> str | None:

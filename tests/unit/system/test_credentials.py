@@ -13,7 +13,8 @@ from slime_like.system.credentials import is_credential, without_credentials
         "secret_key_base=hid", 'api_keys=["a","hid"]', "--password 'a hid'", "password=se,hid", "bearer hid",
         "nvapi-abcdefghijklmnop", "--sglang-api-key hid", "env={A: {HF_TOKEN: hid, B: 1}}", 'env="API_KEY=hid"',
         "apiKey: hid", "MYSQL_PWD=hid", "hfToken=hid", "APIKEY=hid", "http://u:hid@h/x", r'{\"api_key\": \"hid\"}',
-        "x=0123456789012345678901234567890123456789", "--wandb-key=hid", "wandb_key: hid", "pwd=hid", "Authorization: Token hid", "auth=Bearer hid",
+        "x=0123456789012345678901234567890123456789", "--wandb-key=hid", "wandb_key: hid",
+        "pwd=hid", "Authorization: Token hid", "auth=Bearer hid",
     ],
 )  # fmt: skip
 def test_a_credential_is_not_printed(text: str) -> None:

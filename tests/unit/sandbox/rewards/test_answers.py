@@ -5,8 +5,9 @@ import json
 import pytest
 
 from slime_like.interfaces.reward import RewardResult
-from slime_like.sandbox.rewards.final_answer import exact_match, gsm8k, multiple_choice
+from slime_like.sandbox.rewards.final_answer import exact_match, gsm8k
 from slime_like.sandbox.rewards.json_answer import json_schema
+from slime_like.sandbox.rewards.letter_answer import multiple_choice
 from slime_like.sandbox.rewards.registry import resolve_reward, try_options
 from tests.support.rejections import Rejects
 
@@ -69,6 +70,11 @@ _TRUTH = "Each has 552.\nSo 2 * 552 = <<2*552=1104>>1104.\n#### 1,104"
         ("#### 1104/2", _TRUTH, True, False), ("#### 1104 or 1105", _TRUTH, True, False),
         ("#### 1104:30", _TRUTH, True, False), ("#### 1104-3", _TRUTH, True, False),
         ("#### 1104e2", _TRUTH, True, False),
+        (r"#### \$1104", _TRUTH, True, True), ("#### 1104 or so", _TRUTH, True, True),
+        ("#### 1104 and 6", _TRUTH, True, False), ("#### 1104, 6", _TRUTH, True, False),
+        ("#### 7,6", "7", True, False), ("#### 1104 to 1110", _TRUTH, True, False),
+        ("#### 1104;6", _TRUTH, True, False), ("#### 5**2", "5", True, False), (r"#### 5 \times 2", "5", True, False),
+        ("#### 5x2", "5", True, False), ("#### 5.5.5", "5.5", True, False),
         ("#### 2*552", _TRUTH, True, False), ("#### \u0661\u0661x", _TRUTH, True, False),
     ],
 )  # fmt: skip
@@ -92,6 +98,19 @@ def test_gsm8k(response: str, answer: str, marked: bool, right: bool) -> None:
         ("<answer>B</answer>", "B", True), (r"\boxed{\textbf{(B)}}", "B", True), (r"\boxed{BC}", "B", False),
         (r"\boxed{B. 42}", "B", True), (r"\boxed{(B) 42}", "B", True), ("The answer is I.", "I", True),
         ("The answer is I don't know", "I", False), (r"\boxed{A dog}", "A", False), (r"\boxed{Bananas}", "B", False),
+        ("Answer: $B$", "B", True), (r"Answer: \(B\)", "B", True), (r"Answer: \textbf{B}", "B", True),
+        ('Answer: "B"', "B", True), ("answer is `B`.", "B", True), ("Answer: [B]", "B", True),
+        ('{"answer": "B"}', "B", True), ("The answer is: Rome (B)", "B", True), ("I choose B.", "B", True),
+        ("B is correct, as Rome is the capital.", "B", True), ("So (B) is the answer", "B", True),
+        ("B\n\nBecause it is Rome.", "B", True), ("(B) Rome is the capital.\nHope this helps!", "B", True),
+        ("The answer should be **B**", "B", True), ("The answer is A because of C.", "A", True),
+        ("A) x\nB) y\n\nB", "B", True), ("The answer is A, I think.", "A", True),
+        ("The answer is B, not C.", "B", True),
+        ("A) x\nB) y", "B", False), ("The wrong answer is B", "B", False), ("Not the answer: B", "B", False),
+        ("The answer is B? No, it is C.", "B", False), ("Answer: A lot of things", "A", False),
+        ("The answer is A or B", "A", False), ("The answer is A or B", "B", False), ("Answer: A/B", "A", False),
+        ("Answer: A, B", "A", False), ("Answer: A and B", "A", False), ("The answer is A good one", "A", False),
+        ("The answer is not B", "B", False), ("B is not correct", "B", False), ("A, B is correct", "B", False),
         ("A", "B", False), ("", "B", False), ("b", "B", False), ("AB", "B", False), ("Paris", "B", False),
         ("A blue sky", "A", False), ("I am sure", "I", False), ("The answer is a number", "A", False),
         ("The answer is Blue", "B", False), ("B or C", "B", False),
@@ -110,6 +129,9 @@ def test_multiple_choice(response: str, answer: str, right: bool) -> None:
         ("json_schema", "3"), ("json_schema", "{"), ("json_schema", '{"type": "thing"}'), ("code", "def f("),
         ("code", "[]"), ("code", '{"inputs": ["1"], "outputs": []}'), ("code", "[1]"), ("code", " "),
         ("code", '{"inputs": ["1"], "outputs": ["1"], "fn_name": "f"}'),
+        ("code", "M = {'a': 1}\n\ndef check(candidate):\n    assert candidate(2) == 4"),
+        ("code", "class T:\n    def test(self):\n        assert f(2) == 4"), ("code", "# nothing"),
+        ("code", json.dumps(["assert f(2) == 4", "x = 1"])),
     ],
 )  # fmt: skip
 def test_a_ground_truth_that_cannot_be_one_is_an_error(rejects: Rejects, name: str, answer: str) -> None:

@@ -59,7 +59,6 @@ def test_the_score_is_scaled_and_bounded(url: str, monkeypatch: pytest.MonkeyPat
     bad = judge("2 + 2?", "bad", "4", url=url, model="m")
     assert (bad.reward, bad.success) == (0.25, False)
     assert judge("2 + 2?", "bad", "4", url=url, model="m", success_from=0.25).success
-    assert judge("2 + 2?", "over", "4", url=url, model="m").reward == 1.0
     assert judge("2 + 2?", "bold", "4", url=url, model="m").reward == 0.7
     assert judge("2 + 2?", "thought", "4", url=url, model="m").reward == 0.8
     assert judge("2 + 2?", "mark 7", "4", url=url, model="m", pattern=r"mark (\d)", best=7).reward == 1.0
@@ -89,6 +88,8 @@ def test_what_is_no_verdict_is_an_error(url: str) -> None:
         judge("2 + 2?", "I cannot say", "4", url=url, model="m")
     with pytest.raises(ValueError, match="no score"):
         judge("2 + 2?", "cut off", "4", url=url, model="m")
+    with pytest.raises(ValueError, match="99, which is not from 0 to best=10"):
+        judge("2 + 2?", "over", "4", url=url, model="m")
     with pytest.raises(ValueError, match="no chat completion"):
         judge("2 + 2?", "garbage", "4", url=url, model="m")
     with pytest.raises(OSError, match="404"):
