@@ -150,7 +150,7 @@ def test_what_is_right_in_form_and_no_task_is_noted(recipe: Recipe, monkeypatch:
     notes = [(finding.stage, finding.text) for finding in findings if finding.kind == "note"]
     parts = [
         ("this machine", "[run_dir]"), ("answers", "1 row of 12"), ("answers", "all 11 answers are '4'"),
-        ("held-out rows", "8 prompts"),
+        ("held-out rows", "8 of 8 held-out prompts"),
     ]  # fmt: skip
     for stage, words in parts:
         assert [stage for name, text in notes if name == stage and words in text] == [stage]
@@ -194,6 +194,18 @@ def _answered_by(text: str, *flags: str) -> Callable[[Recipe], None]:
     return put
 
 
+def _tested_by(tests: str) -> Callable[[Recipe], None]:
+    def put(recipe: Recipe) -> None:
+        recipe.write(recipe.train, [{"prompt": f"{a}*x=", "answer": tests} for a in range(12)])
+        recipe.flags += ["--reward.functions", "[{name: code}]"]
+
+    return put
+
+
+def _late(recipe: Recipe) -> None:
+    recipe.flags += ["--trainer.optimizer.warmup_steps", "500"]
+
+
 @pytest.mark.parametrize(
     ("put", "kind", "stage", "words"),
     [
@@ -205,6 +217,14 @@ def _answered_by(text: str, *flags: str) -> Callable[[Recipe], None]:
         (_scored_by(AGAINST), "FOUND", "rewards", "another row's answer gets a higher reward than a row's own"),
         (_answered_by(f"{LONG}#### "), "FOUND", "answers", "12 of 12 answers of the data are whole solutions"),
         (_answered_by("So the result is "), "note", "answers", "12 of 12 answers of the data are sentences"),
+        (
+            _tested_by("def check(f):\n    assert f(2) == 4"),
+            "FOUND",
+            "settings",
+            "only define, so that every program passes",
+        ),
+        (_tested_by("print('tested')"), "FOUND", "rewards", "the tests of 12 of 20 rows pass for an empty program"),
+        (_late, "note", "settings", "trainer.optimizer.warmup_steps=500 lasts longer than the run's"),
         (_answered_by("1000", "--rollout.max_new_tokens", "1"), "note", "answers", "max_new_tokens=1; raise it"),
     ],
 )
@@ -247,6 +267,20 @@ def test_the_wrong_answer_key_is_found_though_every_answer_is_right_by_itself(
     findings = list(rehearse(recipe.config, recipe.directory / "out"))
     assert [stage for stage, _ in found(findings)] == ["answers"]
     assert "48 of 48 answers of the data equal their prompt, e.g. '0+0='" in found(findings)[0][1]
+
+
+def test_answers_from_which_the_reward_takes_its_part_are_no_finding(
+    recipe: Recipe, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rehearsal, "SmallRun", lambda *_: NoRun())
+    recipe.flags += ["--reward.functions", "[{name: math_verify}]"]
+    recipe.flags += ["--rollout.max_new_tokens", "24"]
+    boxed = [{"prompt": f"{a}+1=", "answer": f"{LONG}So it is $\\boxed{{{a + 1}}}$."} for a in range(6)]
+    in_dollars = [{"prompt": f"{a}+2=", "answer": f"${a + 2}$ apples are left"} for a in range(6)]
+    recipe.write(recipe.train, boxed + in_dollars)
+    (recipe.directory / "out").mkdir()
+    findings = list(rehearse(recipe.config, recipe.directory / "out"))
+    assert [each for each in findings if each.stage == "answers"] == []
 
 
 def test_a_source_of_which_no_answer_succeeds_is_named(recipe: Recipe, monkeypatch: pytest.MonkeyPatch) -> None:

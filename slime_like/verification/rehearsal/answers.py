@@ -19,6 +19,7 @@ from slime_like.verification.rehearsal.rows import SHOWN_CHARS
 
 _ANSWERS = 32
 _ANSWERS_OF_SOURCE = 16
+_EMPTY_PROGRAM = "```python\npass\n```"
 _SLOW_STEP_S = 60.0
 """Of scoring, in a step."""
 
@@ -38,7 +39,8 @@ def answer_findings(config: RunConfig) -> Iterator[Finding]:
             again = pool.score([own.with_response(own.item.answer) for own in answers])
             seconds = time.monotonic() - begun
             of_strangers = pool.score(list(_with_another_answer(answers)))
-            of_silence = pool.score([replace(own.item, response="") for own in answers])
+            nothing = _EMPTY_PROGRAM if names[0] == "code" else ""
+            of_silence = pool.score([replace(own.item, response=nothing) for own in answers])
     except SlimeLikeError as error:
         yield Finding("FOUND", "rewards", listed(error))
         return
@@ -51,6 +53,9 @@ def answer_findings(config: RunConfig) -> Iterator[Finding]:
     for source, of_source in samples:
         yield _successes(config.reward.functions[0], list(islice(left, len(of_source))), source)
     yield from _inconstant(answers, again)
+    if names[0] == "code" and (passed := sum(outcome.successes[0] > 0 for outcome in of_silence)):
+        text = f"the tests of {passed} of {counted(len(answers), 'row')} pass for an empty program"
+        yield Finding("FOUND", "rewards", f"{text}; let them call what they test")
     if any(own.is_success for own in answers) and not _takes_no_answer(config.reward.functions[0]):
         yield from _independent(config, answers, of_strangers, of_silence)
     yield from _slow(config, seconds / max(1, len(answers)))

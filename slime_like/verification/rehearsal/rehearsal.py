@@ -23,6 +23,12 @@ from slime_like.examples.look_alike import make_look_alike
 from slime_like.models.dimensions import ModelDimensions
 from slime_like.orchestration.rollout.evaluation import held_out
 from slime_like.orchestration.rollout.requests import stop_tokens
+from slime_like.orchestration.run.start_notes import (
+    algorithm_notes,
+    checkpoint_notes,
+    held_out_notes,
+    support_notes,
+)
 from slime_like.system.words import counted
 from slime_like.verification.rehearsal.answers import answer_findings
 from slime_like.verification.rehearsal.finding import Finding, listed
@@ -111,6 +117,8 @@ def _settings(config: RunConfig, dimensions: ModelDimensions) -> Iterator[Findin
         ranks = config.trainer.parallel.world_size
         text = f"{counted(ranks, 'trainer rank')}; no rule is broken; whether GPUs suffice says slime-like plan"
         yield Finding("ok", "settings", text)
+    for note in (*algorithm_notes(config), *checkpoint_notes(config), *support_notes(config, dimensions)):
+        yield Finding("note", "settings", note)
     for problem in check_machine(config, dimensions, training_needs(config)):
         if problem.code not in _WEIGHTS_AND_ROWS:
             yield Finding("note", "this machine", f"{problem.text} [{problem.code}]")
@@ -139,8 +147,9 @@ def _rows(config: RunConfig, tokenizer: Any) -> Iterator[Finding]:
     raise_it = f"={config.data.max_prompt_tokens}; raise it, or look at the longest rows" if share > _DROPPED else ""
     yield Finding("FOUND" if share > _DROPPED else "ok", "rows", text + raise_it)
     if config.evaluation.files:
-        prompts = sum(len(each) for each in held_out(config, tokenizer).values())
-        yield Finding("ok", "held-out rows", counted(prompts, "prompt"))
+        datasets = held_out(config, tokenizer)
+        yield Finding("ok", "held-out rows", counted(sum(map(len, datasets.values())), "prompt"))
+        yield from (Finding("note", "held-out rows", note) for note in held_out_notes(source, datasets))
     else:
         yield Finding("note", "held-out rows", "none: nothing will say whether unseen prompts are solved")
 

@@ -3,10 +3,9 @@
 import re
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
-from itertools import islice
 from typing import Any, Literal
 
-from slime_like.checks.rows import answered_samples, samples_of, sources_of
+from slime_like.checks.rows import samples_of, sources_of
 from slime_like.config import RunConfig
 from slime_like.sandbox.rewards.pool import RewardItem
 from slime_like.sandbox.rewards.registry import accepts_answers
@@ -26,8 +25,7 @@ _COMMAND, _WORDS = re.compile(r"\\[A-Za-z]+"), re.compile(r"(?:\b[A-Za-z]{2,}\b\
 
 
 def row_findings(config: RunConfig, tokenizer: Any) -> Iterator[Finding]:
-    """Of all rows: empty or equal answers, answers that are asked or whole solutions, repeated prompts, trained
-    held-out rows."""
+    """Of all rows: empty or equal answers, answers that are asked or whole solutions, repeated prompts."""
     rows: list[RewardItem] = []
     for source, part in sources_of(config):
         of_source = list(samples_of(part))
@@ -43,11 +41,6 @@ def row_findings(config: RunConfig, tokenizer: Any) -> Iterator[Finding]:
     if len(answers) == 1 and answers.total() > 1:
         yield Finding("note", "answers", f"all {answers.total()} answers are {next(iter(answers))!r:.60}")
     yield from _prompts(rows, has_bare_answers=accepts_answers(config.reward.functions[0]))
-    if config.evaluation.files:
-        prompts = {sample.prompt for sample in rows}
-        held_out = islice(answered_samples(config), len(rows), None)
-        if known := sum(sample.prompt in prompts for sample in held_out):
-            yield Finding("note", "held-out rows", f"{counted(known, 'prompt')} of them stand in the training data too")
 
 
 def _prompts(rows: Sequence[RewardItem], has_bare_answers: bool) -> Iterator[Finding]:
@@ -86,9 +79,12 @@ def asked_answers(rows: Sequence[RewardItem], source: str) -> Iterator[Finding]:
 
 def _whole_solutions(config: RunConfig, rows: Sequence[RewardItem], source: str) -> Iterator[Finding]:
     """Answers that hold more than an answer: a response would have to be the same text."""
-    first = config.reward.functions[0]
-    answers = [row.answer for row in rows]
-    solutions = [] if first.name == "gsm8k" else [answer for answer in answers if _is_solution(answer)]
+    first, answers = config.reward.functions[0], [row.answer for row in rows]
+    if first.name == "gsm8k":  # which takes the number behind ####
+        return
+    if first.name == "math_verify":  # which takes the mathematics in these
+        answers = [answer for answer in answers if "$" not in answer and "\\boxed" not in answer]
+    solutions = [answer for answer in answers if _is_solution(answer)]
     if solutions:
         text = f"{len(solutions)} of {counted(len(rows), 'answer')} of {source} are whole solutions"
         kind: Literal["FOUND", "note"] = "FOUND" if accepts_answers(first) else "note"
@@ -118,7 +114,8 @@ def _too_long(config: RunConfig, tokenizer: Any, rows: Sequence[RewardItem], sou
     limit, measured, first = config.rollout.max_new_tokens, rows[:_MEASURED], config.reward.functions[0]
     if first.name not in ("exact_match", "math_verify") or not accepts_answers(first):
         return
-    longer = sum(len(tokenizer.encode(row.answer, add_special_tokens=False)) > limit for row in measured)
+    texts = [(boxed(row.answer) if first.name == "math_verify" else None) or row.answer for row in measured]
+    longer = sum(len(tokenizer.encode(text, add_special_tokens=False)) > limit for text in texts)
     if longer:
         is_hopeless = first.name == "exact_match" and longer == len(measured)
         kind: Literal["FOUND", "note"] = "FOUND" if is_hopeless else "note"
