@@ -51,7 +51,7 @@ class ReferenceConfig(Section):
     left."""
 
 
-DataFormat = Literal["keys", "gsm8k", "math", "dapo", "openr1"]
+DataFormat = Literal["keys", "gsm8k", "math", "dapo", "openr1", "choices"]
 
 
 class DataSource(Section):

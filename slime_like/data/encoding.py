@@ -133,11 +133,8 @@ class RowEncoder:
         key = self._config.prompt_key
         prompt = row.get(key)
         if prompt is None:
-            present = ", ".join(list(map(repr, row.values))[:_SHOWN]) or "none"
-            problem = f"has neither {key!r} nor {self._config.token_ids_key!r}; its keys: {present}"
-            form = fitting_format(row)
-            remedy = f", or data.format to {form}, whose rows have these" if form is not None else ""
-            raise row.fault("no-prompt", problem, f"set data.prompt_key to its key{remedy}")
+            problem = f"has neither {key!r} nor {self._config.token_ids_key!r}; its keys: {_present(row)}"
+            raise row.fault("no-prompt", problem, f"set data.prompt_key to its key{_or_format(row)}")
         if isinstance(prompt, str) and not prompt:
             raise row.fault("empty-prompt", f"{key!r} is empty", "remove the row")
         self._require_text(row, key, prompt)
@@ -178,6 +175,9 @@ class RowEncoder:
         value = row.get(self._config.answer_key)
         if value is None and self._need_response:
             return ""
+        if value is None:
+            problem = f"has no answer {self._config.answer_key!r}; its keys: {_present(row)}"
+            raise row.fault("bad-answer", problem, f"set data.answer_key to its key{_or_format(row)}")
         if isinstance(value, bool) or not isinstance(value, str | int | float):
             problem = f"the answer {self._config.answer_key!r} {_found(value)}"
             raise row.fault("bad-answer", problem, "give text or a number, or set data.answer_key")
@@ -230,6 +230,15 @@ def _texts(value: Any) -> Iterator[str]:
 
 def _found(value: Any) -> str:
     return "is missing" if value is None else "is empty" if value == "" else f"is a {type(value).__name__}"
+
+
+def _present(row: Row) -> str:
+    return ", ".join(list(map(repr, row.values))[:_SHOWN]) or "none"
+
+
+def _or_format(row: Row) -> str:
+    form = fitting_format(row)
+    return f", or data.format to {form}, whose rows have these" if form is not None else ""
 
 
 def _is_message(message: Any) -> bool:

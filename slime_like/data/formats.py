@@ -5,6 +5,7 @@ r"""Rows of published data sets, as their files have them: where prompt and answ
 - ``dapo`` (BytedTsinghua-SIA/DAPO-Math-17k and other files for verl): ``prompt``, chat messages;
   ``reward_model.ground_truth``.
 - ``openr1`` (open-r1/OpenR1-Math-220k): ``problem``, ``answer``.
+- ``choices`` (MMLU, MMLU-Pro, ARC, MedQA, CommonsenseQA): a question with its choices; the answer is a letter.
 """
 
 from collections.abc import Callable, Mapping
@@ -14,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from slime_like.config import DataConfig
+from slime_like.data.choices import question_and_letter
 from slime_like.data.rows import BadRows, Row, read_rows
 from slime_like.errors import DataError
 from slime_like.system.latex import boxed
@@ -107,7 +109,14 @@ def _openr1(row: Row) -> tuple[Any, Any]:
     return _value(row, "problem"), answer
 
 
+def _choices(row: Row) -> tuple[Any, Any]:
+    if (found := question_and_letter(row.values)) is None:
+        raise _unfit(row, "has no question with 2 to 10 choices and one answer among them")
+    return found
+
+
 _FORMATS: Mapping[str, Callable[[Row], tuple[Any, Any]]] = {
+    "choices": _choices,
     "gsm8k": _gsm8k,
     "dapo": _dapo,
     "openr1": _openr1,

@@ -3,10 +3,13 @@
 import re
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
+from itertools import islice
 from typing import Any, Literal
 
 from slime_like.checks.rows import samples_of, sources_of
-from slime_like.config import RunConfig
+from slime_like.config import DataConfig, RunConfig
+from slime_like.data.choices import question_and_letter
+from slime_like.data.rows import read_rows
 from slime_like.sandbox.rewards.pool import RewardItem
 from slime_like.sandbox.rewards.registry import accepts_answers
 from slime_like.system.latex import boxed
@@ -29,6 +32,7 @@ def row_findings(config: RunConfig, tokenizer: Any) -> Iterator[Finding]:
     rows: list[RewardItem] = []
     for source, part in sources_of(config):
         of_source = list(samples_of(part))
+        yield from _hidden_choices(part, source)
         yield from asked_answers(of_source, source)
         yield from _whole_solutions(config, of_source, source)
         yield from _too_long(config, tokenizer, of_source, source)
@@ -41,6 +45,17 @@ def row_findings(config: RunConfig, tokenizer: Any) -> Iterator[Finding]:
     if len(answers) == 1 and answers.total() > 1:
         yield Finding("note", "answers", f"all {answers.total()} answers are {next(iter(answers))!r:.60}")
     yield from _prompts(rows, has_bare_answers=accepts_answers(config.reward.functions[0]))
+
+
+def _hidden_choices(part: DataConfig, source: str) -> Iterator[Finding]:
+    """Choices in a column of their own, of which a prompt under a key has none."""
+    for file in part.train[:1]:
+        for row in islice(read_rows(file), 1):
+            found = question_and_letter(row.values) if part.format == "keys" else None
+            prompt = str(row.get(part.prompt_key))
+            if found is not None and not all(line[3:] in prompt for line in found[0].splitlines()[-2:]):
+                text = f"rows of {source} have choices, which {part.prompt_key!r} does not show"
+                yield Finding("FOUND", "prompts", f"{text}; set data.format: choices")
 
 
 def _prompts(rows: Sequence[RewardItem], has_bare_answers: bool) -> Iterator[Finding]:
