@@ -2,17 +2,21 @@
 
 import math
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import yaml
 
 from slime_like.config.foreign.launch_script import Launch
-from slime_like.config.reading.fields import all_fields
+from slime_like.config.reading.fields import UNDECIDED, all_fields
 from slime_like.system.credentials import without_credentials
 
 _TO_DECIDE = "To decide"
+_TO_SET, _JOINED = re.compile(r"\bset [^;]*"), re.compile(r", and |, | and ")
+_NAMES = re.compile(
+    rf"(?<![\w./-])(?P<first>[a-z_][a-z_0-9.]*\w)(?P<others>(?:(?:{_JOINED.pattern})[a-z_0-9]+(?![\w.]))*)(?![\w/=-])"
+)
 UNKNOWN_VALUE = "its value is not in the file"
 _ELSEWHERE = "another file defines this array; add its settings"
 _IDLE = "the command that starts the trainer does not take it"
@@ -95,7 +99,27 @@ class Imported:
             if title == _TO_DECIDE and self.unmatched:
                 lines += ["#\n# Not read; see whether the run depends on:"]
                 lines += [f"# - {_one_line(setting)}" for setting in self.unmatched]
-        return "\n".join([*lines, *_section("", dict(sorted(self.values.items(), key=_order)), 0)]) + "\n"
+        values = dict.fromkeys(self.undecided, (UNDECIDED, "to decide")) | self.values
+        return "\n".join([*lines, *_section("", dict(sorted(values.items(), key=_order)), 0)]) + "\n"
+
+    @property
+    def undecided(self) -> frozenset[str]:
+        """Fields that what is to be decided names: a configuration that has none of its own values for them is
+        rejected."""
+        found = set[str]()
+        for setting, why in self.open_points.items():
+            demand = _TO_SET.search(why)
+            found |= {*_fields_in(setting), *_fields_in(demand[0] if demand else "")}
+        return frozenset(name for name in found if not any(f"{each}.".startswith(f"{name}.") for each in self.values))
+
+
+def _fields_in(text: str) -> Iterator[str]:
+    """Names of fields, also of those that follow one of their section, as in ``data.prompt_key, answer_key``."""
+    fields = all_fields()
+    for found in _NAMES.finditer(text):
+        section = found["first"].rpartition(".")[0]
+        others = [f"{section}.{word}" for word in _JOINED.split(found["others"])]
+        yield from (name for name in (found["first"], *others) if name in fields)
 
 
 def _one_line(text: str) -> str:

@@ -5,7 +5,7 @@ known only when the script runs, and so are what a command prints and the argume
 """
 
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 from slime_like.config.foreign.shell_values import SPLIT, Variables, as_written, defaulted, is_known
@@ -76,7 +76,8 @@ def launches(script: str, starts: Callable[[Sequence[Argument]], bool]) -> list[
     state, found, cut, sourced = _State(), list[Launch](), list[str](), list[str]()
     statements = list(_statements(script))
     for place, statement in enumerate(statements):
-        words = _assigned(list(statement.words), statement.is_certain, state)
+        state.variables.is_certain = statement.is_certain
+        words = _assigned(list(statement.words), state)
         if not words:
             continue
         for name in _assigned_by_command([str(word) for word in words]):
@@ -136,7 +137,8 @@ class _State:
         if (elements := _ELEMENTS.fullmatch(word)) is not None:
             self.taken.add(elements[1])
             if elements[1] in self.arrays:
-                yield from self.arrays[elements[1]]
+                found = self.arrays[elements[1]]
+                yield from found if word[0] == QUOTED else _split(found)
             else:
                 absent.append(as_written(word))
             return
@@ -144,7 +146,9 @@ class _State:
         text = self.variables.expanded(word)
         defaults = defaulted(text)
         if as_written(text) or word[:1] != "$":
-            yield from (Argument(as_written(part), is_known(part), defaults) for part in text.split(SPLIT))
+            parts = text.split(SPLIT)
+            whole = [part for part in parts if part] if len(parts) > 1 else parts
+            yield from (Argument(as_written(part), is_known(part), defaults) for part in whole)
         elif defaults:
             yield Argument(as_written(word), known=False)
 
@@ -154,7 +158,7 @@ class _State:
         if name in self.arrays:
             self.arrays[name] = tuple(replace(each, known=False) for each in self.arrays[name])
 
-    def set_array(self, array: Array, is_certain: bool) -> None:
+    def set_array(self, array: Array) -> None:
         absent: list[str] = []
         added = [
             replace(each, known=False) if _SUBSCRIPT.match(word) else each
@@ -163,14 +167,20 @@ class _State:
         ]
         added += [Argument(name, known=False) for name in absent]
         before = self.arrays.get(array.name, ())
-        if is_certain:
+        if self.variables.is_certain:
             self.arrays[array.name] = (*(before if array.appends else ()), *added)
         else:
             certain = before if array.appends else tuple(replace(each, known=False) for each in before)
             self.arrays[array.name] = (*certain, *(replace(each, known=False) for each in added))
 
 
-def _assigned(words: list[str | Array], is_certain: bool, state: _State) -> list[str | Array]:
+def _split(elements: Iterable[Argument]) -> Iterator[Argument]:
+    """Elements that stand outside of quotes: each becomes its words."""
+    for element in elements:
+        yield from (replace(element, text=word) for word in element.text.split()) if element.known else [element]
+
+
+def _assigned(words: list[str | Array], state: _State) -> list[str | Array]:
     """Carry out a statement of assignments and return no words; of a command, return its words without the assignments
     that precede it, which hold for that command alone."""
     if words and words[0] in _DECLARE:
@@ -182,9 +192,9 @@ def _assigned(words: list[str | Array], is_certain: bool, state: _State) -> list
         return words[own:]
     for word in words:
         if isinstance(word, Array):
-            state.set_array(word, is_certain)
+            state.set_array(word)
         elif match := _ASSIGNMENT.fullmatch(word):
-            state.variables.assign(match[1], match[3], appends=bool(match[2]), is_certain=is_certain)
+            state.variables.assign(match[1], match[3], appends=bool(match[2]))
     return []
 
 

@@ -66,13 +66,15 @@ class Variables:
     """Values at one place of a script; ``None``: known only when it runs."""
 
     values: dict[str, str | None] = field(default_factory=dict)
+    is_certain: bool = True
+    """Whether the command that stands there runs."""
 
-    def assign(self, name: str, text: str, *, appends: bool, is_certain: bool) -> None:
+    def assign(self, name: str, text: str, *, appends: bool) -> None:
         """``NAME=text``, or ``NAME+=text``; what may not be assigned leaves the words that stay whatever happens."""
         added = self.expanded(text).replace(SPLIT, " ")
         before = self.values.get(name, "" if appends else None)
         value = added if not appends else None if before is None else before + added
-        self.values[name] = value if is_certain else _perhaps(before, value)
+        self.values[name] = value if self.is_certain else _perhaps(before, value)
 
     def expanded(self, text: str, depth: int = 0) -> str:
         """The text with what is known of it replaced, and the rest as it stands."""
@@ -124,7 +126,7 @@ class Variables:
         elif value:  # the marks of what may not be empty
             default = value + default
         if sign[2] == "=":
-            self.values[name[0]] = default
+            self.values[name[0]] = default if self.is_certain else None
         return default
 
     def _arithmetic(self, expression: str) -> str | None:

@@ -113,12 +113,27 @@ _NEEDLESS: Mapping[str, str] = MappingProxyType(
         ),
     }
 )
+_OF_SLIME = {
+    *("hf-checkpoint", "prompt-data", "num-rollout", "rollout-batch-size", "advantage-estimator", "custom-config-path"),
+    *(
+        "actor-num-gpus-per-node",
+        "rollout-num-gpus",
+        "rollout-num-gpus-per-engine",
+        "n-samples-per-prompt",
+        "loss-type",
+    ),
+}
+"""Options of which a run has at least one."""
 _PAIRS = {"attention-dropout": "0", "hidden-dropout": "0", "expert-tensor-parallel-size": "1"}
 
 
 def starts_slime(words: Sequence[Argument]) -> bool:
-    """Whether a command starts slime's trainer."""
-    return any(_PROGRAM.fullmatch(word.text) for word in words)
+    """Whether a command starts slime's trainer, and not another ``train.py``."""
+    program = next((place for place, word in enumerate(words) if _PROGRAM.fullmatch(word.text)), None)
+    if program is None:
+        return False
+    names = {word.text.removeprefix("--").partition("=")[0] for word in words[program + 1 :] if word.known}
+    return bool(names & _OF_SLIME) or any(not word.known or word.text.startswith("$") for word in words[program + 1 :])
 
 
 def read_slime(launch: Launch) -> Imported:

@@ -248,7 +248,7 @@ def _decay(given: Given, imported: Imported) -> None:
     if style in ("constant", "linear", "cosine"):
         imported.set("trainer.optimizer.decay", style, given.origin("lr-decay-style"))
     else:
-        imported.decide(f"--lr-decay-style {style}", "use constant, linear or cosine in trainer.optimizer.decay")
+        imported.decide(f"--lr-decay-style {style}", "set trainer.optimizer.decay to constant, linear or cosine")
 
 
 def _minibatches(given: Given, imported: Imported) -> None:

@@ -30,7 +30,6 @@ _DIRECT = MappingProxyType(
         f"{ACTOR}.clip_ratio_high": ("algorithm.clip_high", number),
         f"{ACTOR}.entropy_coeff": ("algorithm.entropy_coef", number),
         f"{ACTOR}.ppo_epochs": ("algorithm.epochs", whole),
-        f"{ACTOR}.optim.lr": ("trainer.optimizer.lr", number),
         f"{ACTOR}.optim.min_lr": ("trainer.optimizer.min_lr", number),
         f"{ACTOR}.optim.weight_decay": ("trainer.optimizer.weight_decay", number),
         f"{ACTOR}.megatron.tensor_model_parallel_size": ("trainer.parallel.tensor", whole),

@@ -211,20 +211,38 @@ def updates_of_a_step(given: Given) -> int | None:
     return natural(batch) // natural(size)
 
 
+def _rate(given: Given, imported: Imported) -> None:
+    name, rank = f"{OPTIMIZER}.lr", "actor_rollout_ref.model.lora_rank"
+    if given.has(rank) and whole(given.get(rank)) > 0:
+        why = "all weights are trained here, for which a rate of adapters is too high; set trainer.optimizer.lr"
+        imported.decide(
+            f"{given.setting(rank)}, {given.setting(name)}" if given.has(name) else given.setting(rank), why
+        )
+        given.get(name)
+    elif given.has(name):
+        imported.set("trainer.optimizer.lr", number(given.get(name)), given.origin(name))
+
+
 def _warm_up(given: Given, imported: Imported) -> None:
     """verl's schedule advances once in a training step, this project's with every update."""
     steps, ratio = given.get(f"{OPTIMIZER}.lr_warmup_steps"), given.get(f"{OPTIMIZER}.lr_warmup_steps_ratio")
     if steps is None or whole(steps) < 0:
-        if ratio is not None and number(ratio) > 0:
-            imported.decide(f"{OPTIMIZER}.lr_warmup_steps_ratio={ratio}", "set trainer.optimizer.warmup_steps")
-        return
+        total = given.get("trainer.total_training_steps")
+        if ratio is None or number(ratio) <= 0:
+            return
+        if total is None:
+            why = "set trainer.optimizer.warmup_steps, a number of updates"
+            imported.decide(f"{OPTIMIZER}.lr_warmup_steps_ratio={ratio}", why)
+            return
+        steps = int(number(ratio) * whole(total))
     updates, epochs = updates_of_a_step(given), whole(given.get(f"{ACTOR}.ppo_epochs", 1))
     if updates is None and whole(steps) > 0:
-        why = "trainer.optimizer.warmup_steps counts updates, and how many a step has is not known here"
+        why = "how many updates a step has is not known here; set trainer.optimizer.warmup_steps, a number of updates"
         imported.decide(f"{OPTIMIZER}.lr_warmup_steps={steps}", why)
     else:
         count = (updates or 1) * epochs
-        origin = f"{OPTIMIZER}.lr_warmup_steps times the {count} updates of a step"
+        origin = f"{OPTIMIZER}.lr_warmup_steps{'' if given.has(f'{OPTIMIZER}.lr_warmup_steps') else '_ratio'}"
+        origin += f", {steps} steps, times the {count} updates of a step"
         imported.set("trainer.optimizer.warmup_steps", whole(steps) * count, origin)
 
 
@@ -237,7 +255,7 @@ def _decay(given: Given, imported: Imported) -> None:
     if style in ("constant", "cosine", "linear"):
         imported.set("trainer.optimizer.decay", style, name)
     else:
-        imported.decide(f"{name}={style}", "use constant, linear or cosine in trainer.optimizer.decay")
+        imported.decide(f"{name}={style}", "set trainer.optimizer.decay to constant, linear or cosine")
 
 
 def _betas(given: Given, imported: Imported) -> None:
@@ -282,6 +300,7 @@ OBJECTIVE_RULES: Mapping[str, Rule] = MappingProxyType(
         "algorithm.overlong_buffer, overlong_factor": _overlong,
         "reward.functions": _rewards,
         "trainer.optimizer.warmup_steps": _warm_up,
+        "trainer.optimizer.lr": _rate,
         "trainer.optimizer.decay": _decay,
         "trainer.optimizer.beta1, beta2": _betas,
         "trainer.optimizer.min_lr": _least_rate,

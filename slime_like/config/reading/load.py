@@ -1,6 +1,6 @@
 """Conversion between YAML files or flags and a validated ``RunConfig``."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from shlex import quote
 from typing import Any
@@ -9,7 +9,7 @@ from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
 from slime_like.config.base import absolute_path
-from slime_like.config.reading.fields import Field, all_fields, section_names
+from slime_like.config.reading.fields import UNDECIDED, Field, all_fields, section_names
 from slime_like.config.reading.flags import read_flags
 from slime_like.config.reading.problems import describe_all
 from slime_like.config.reading.rest import forget, places_of, without, wrong_places
@@ -40,11 +40,24 @@ def load_config(path: Path | None, overrides: Sequence[str] = (), run_dir: Path 
     data.setdefault("model", {})  # so that what is reported missing is model.path
     if run_dir is not None:
         data.setdefault("run_dir", str(run_dir))
+    undecided = list(_undecided(data, origins))
+    data = without(data, places_of(undecided))
+    problems += undecided
     _make_paths_absolute(data, all_fields())
     config = _validated(data, origins, problems)
     if problems or config is None:
         raise ConfigError(problems, rest=config)
     return config
+
+
+def _undecided(data: dict[str, Any], origins: dict[str, str], prefix: str = "") -> Iterator[Problem]:
+    for key, value in data.items():
+        name = f"{prefix}{key}"
+        if isinstance(value, dict):
+            yield from _undecided(value, origins, f"{name}.")
+        elif value == UNDECIDED:
+            text = f"{origins.get(name, '')}{name}={UNDECIDED} is to be decided; give a value, or remove it for the default"
+            yield Problem("field-undecided", text, name)
 
 
 def _validated(data: dict[str, Any], origins: dict[str, str], problems: list[Problem]) -> RunConfig | None:

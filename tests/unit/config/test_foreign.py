@@ -10,6 +10,7 @@ import yaml
 
 from slime_like.commands.import_config import imported_config
 from slime_like.config.foreign.imported import Imported
+from slime_like.config.reading.fields import UNDECIDED
 from slime_like.config.reading.load import load_config
 from slime_like.errors import ConfigError
 from tests.support.rejections import Rejects
@@ -248,11 +249,20 @@ def test_what_settings_become(
     assert sorted([*imported.open_points, *imported.unmatched]) == sorted(to_decide)
     result = tmp_path / "mine.yaml"
     result.write_text(imported.text())
-    with pytest.raises(ConfigError):  # reward.functions is empty until the user names one
-        load_config(result, [], run_dir=tmp_path / "run")
-    config = load_config(result, ["--reward.functions", "[{name: math_verify}]"], run_dir=tmp_path / "run")
+    choice = ["--reward.functions", "[{name: math_verify}]"]
+    with pytest.raises(ConfigError) as caught:
+        load_config(result, choice, run_dir=tmp_path / "run")
+    assert {problem.field for problem in caught.value.problems} == imported.undecided != set()
+    defaults = yaml.safe_load(result.read_text().replace(f": {UNDECIDED}", ": # decided by its default"))
+    result.write_text(yaml.safe_dump(_without_nothing(defaults)))
+    config = load_config(result, choice, run_dir=tmp_path / "run")
     assert {field: attrgetter(field)(config) for field in expected} == expected
-    assert all(re.search(rf"^# - {re.escape(point)}(: |$)", result.read_text(), re.MULTILINE) for point in to_decide)
+    assert all(re.search(rf"^# - {re.escape(point)}(: |$)", imported.text(), re.MULTILINE) for point in to_decide)
+
+
+def _without_nothing(data: dict[str, Any]) -> dict[str, Any]:
+    kept = {key: _without_nothing(value) if isinstance(value, dict) else value for key, value in data.items()}
+    return {key: value for key, value in kept.items() if value is not None}
 
 
 def _settings(script: str) -> list[str]:
@@ -720,7 +730,7 @@ def test_no_value_becomes_another_setting(tmp_path: Path, text: str) -> None:
         imported = _imported(tmp_path, name, content)
         document = yaml.safe_load(imported.text())
         assert document["model"]["path"] == text
-        assert set(document) == {field.partition(".")[0] for field in imported.values}
+        assert set(document) == {field.partition(".")[0] for field in {*imported.values, *imported.undecided}}
         assert document["reward"] == {"functions": []}
         assert all(line.isprintable() for line in imported.text().split("\n"))
 
@@ -782,3 +792,43 @@ def test_files_of_neither_are_rejected(tmp_path: Path, rejects: Rejects) -> None
     for path in (tmp_path / "latin.sh", tmp_path / "absent.sh", tmp_path):
         with pytest.raises(ConfigError):
             imported_config(path)
+
+
+@pytest.mark.parametrize(
+    ("script", "expected"),
+    [
+        ('EXTRA=""; EXTRA+=" --use-kl-loss"; {} --hf-checkpoint /m $EXTRA', ("/m", 8)),
+        ('if [ -n "$D" ]; then : "${{N:=4}}"; else : "${{N:=8}}"; fi; {} --n-samples-per-prompt $N', (None, None)),
+        ('prepare() {{ : "${{N:=4}}"; }}\nN=${{N:-8}}; {} --n-samples-per-prompt $N', (None, None)),
+        ('test -n "$B" && echo ${{N:=5}}; {} --n-samples-per-prompt ${{N:-8}}', (None, None)),
+        ('A="--hf-checkpoint /m"; ARGS=("$A" --n-samples-per-prompt\\ 6); {} ${{ARGS[@]}}', ("/m", 6)),
+    ],
+)
+def test_a_shell_splits_and_sets(tmp_path: Path, script: str, expected: tuple[str | None, int | None]) -> None:
+    """As bash does; ``None``: not known before it runs."""
+    command = "python3 train.py --prompt-data d --num-rollout 9"
+    if "--n-samples" not in script:
+        command += " --n-samples-per-prompt 8"
+    values = _imported(tmp_path, "run.sh", script.format(command)).values
+    names = ("model.path", "rollout.samples_per_prompt")
+    assert tuple(values[name][0] if name in values else None for name in names) == expected
+
+
+def test_another_train_py_is_no_launch_of_slime(tmp_path: Path, rejects: Rejects) -> None:
+    path = tmp_path / "run.sh"
+    path.write_text("python train.py --config foo.yaml\n")
+    with rejects(ConfigError, code="foreign-unknown"):
+        imported_config(path)
+
+
+def test_a_rate_of_adapters_and_a_critic_leave_their_fields_undecided(tmp_path: Path) -> None:
+    script = (
+        "python3 -m verl.trainer.main_ppo algorithm.adv_estimator=gae actor_rollout_ref.model.lora_rank=64 "
+        "actor_rollout_ref.actor.optim.lr=3e-5 actor_rollout_ref.actor.optim.lr_warmup_steps_ratio=0.05 "
+        "trainer.total_training_steps=500 data.train_batch_size=1024 actor_rollout_ref.actor.ppo_mini_batch_size=256"
+    )
+    imported = _imported(tmp_path, "run.sh", script)
+    assert {"algorithm.advantage", "trainer.optimizer.lr"} <= imported.undecided
+    assert imported.values["trainer.optimizer.warmup_steps"][0] == 100
+    written = yaml.safe_load(imported.text())
+    assert written["algorithm"]["advantage"] == written["trainer"]["optimizer"]["lr"] == UNDECIDED
