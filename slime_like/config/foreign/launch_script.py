@@ -91,7 +91,9 @@ def launches(script: str, starts: Callable[[Sequence[Argument]], bool]) -> list[
             if statement.is_repeated:
                 for name in _names_assigned(statements[place + 1 :]):
                     state.forget(name)
-            found.append(state.command(words))
+                launch = state.command(words)
+            if starts(launch.words):
+                found.append(launch)
     idle = tuple(f"${{{name}[@]}}" for name in state.arrays if name not in state.taken)
     return [replace(launch, idle=idle, cut=tuple(cut), sourced=tuple(sourced)) for launch in found]
 
