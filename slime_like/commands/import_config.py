@@ -53,7 +53,7 @@ def _launches(script: str, starts: Callable[[Sequence[Argument]], bool], path: P
     try:
         return launches(script, starts)
     except UnclosedQuoteError as error:
-        problem = f"a quote in line {error} is not closed; bash -n FILE shows what a shell says of it"
+        problem = f"a quote in line {error} is not closed; bash -n FILE shows how a shell reads it"
         raise ConfigError(f"FILE={path} {problem}", code="foreign-unclosed") from error
 
 

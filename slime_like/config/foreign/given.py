@@ -1,6 +1,6 @@
 """Settings as a file gives them, and rules that read them: a rule whose settings are not all known sets nothing.
 
-What a value depends on beside the file is said with it: variables that a script takes from outside, and arguments that
+With a value stands what it depends on beside the file: variables that a script takes from outside, and arguments that
 are added when it runs, where they may hold a setting that the file does not have.
 """
 
@@ -24,7 +24,7 @@ class Given:
 
     Attributes:
         values: of each setting that the file has.
-        unknown: settings that the file has, with a value that it does not tell.
+        unknown: settings that the file has, with a value that is not in it.
         defaults: the source's own, where the file has none.
         prefix, between: what stands before a name there, and between it and its value.
         chosen: of a setting, the variables whose defaults its value has.
@@ -114,7 +114,7 @@ class Given:
         """Take over what a rule sets, if all settings that it asks for are known and of their kinds.
 
         Args:
-            targets: fields here that the rule decides, for what is said where it cannot.
+            targets: fields here that the rule decides; named where it cannot.
         """
         self._read.clear()
         self._absent.clear()
@@ -135,7 +135,7 @@ class Given:
         imported.decide(targets, why + "".join(f", {self.setting(name)}" for name in read))
 
     def _cause(self, missing: str) -> str:
-        return UNKNOWN_VALUE.replace("its", "whose") if missing in self.values else "which another file may set"
+        return "whose value is not in the file" if missing in self.values else "which another file may set"
 
     def _read_on(self, rule: "Rule") -> None:
         """Note what the rule reads beside the setting that ended it."""

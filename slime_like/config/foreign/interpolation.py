@@ -67,7 +67,7 @@ class _References:
         return longer if len(longer) <= _LONGEST else value
 
     def _named(self, name: str, found: re.Match[str]) -> Any:
-        """What a reference in the setting ``name`` stands for; its own text where the file does not tell."""
+        """What a reference in the setting ``name`` stands for; its own text where that is not in the file."""
         select, dots, target, default = found.groups()
         if dots:  # one is the section of the setting itself
             target = ".".join([*name.split(".")[: -len(dots)], target])

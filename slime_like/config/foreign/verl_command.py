@@ -1,4 +1,4 @@
-"""A command that starts verl's trainer, or one built on it: its overrides, and what else it says of them."""
+"""A command that starts verl's trainer, or one built on it: its overrides, and what they are added to."""
 
 import re
 from collections.abc import Sequence

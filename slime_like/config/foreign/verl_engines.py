@@ -212,7 +212,7 @@ def _engine_size(given: Given, imported: Imported) -> None:
 def _engines(given: Given, imported: Imported) -> None:
     replicas = f"{ROLLOUT}.data_parallel_size"
     if _apart(given):
-        return  # as the placement says
+        return  # the placement has the reason
     if given.has(replicas) and whole(given.get(replicas)) != 1:
         imported.decide(given.setting(replicas), "set rollout.num_engines, the replicas of all engines")
         return

@@ -198,7 +198,7 @@ def _rewards(given: Given, imported: Imported) -> None:
 
 
 def updates_of_a_step(given: Given) -> int | None:
-    """Of one epoch; ``None`` where the file does not tell.
+    """Of one epoch; ``None`` where that is not in the file.
 
     Raises:
         ValueError: the batch is no multiple of the minibatch.

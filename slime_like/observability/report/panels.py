@@ -30,7 +30,10 @@ _EQUAL, _CLOSE = 1e-6, 0.05
 
 @dataclass(frozen=True, slots=True)
 class PanelSpec:
-    """One picture: its title, what it shows, and (metric, label) of each curve; ``always``: drawn also if constant."""
+    """One picture: its title, what it shows, and (metric, label) of each curve.
+
+    ``always``: drawn also if constant. ``computed_where_asked``: 0 throughout is no measurement.
+    """
 
     title: str
     caption: str
@@ -38,6 +41,7 @@ class PanelSpec:
     smooth: bool = False
     dots: bool = False
     always: bool = False
+    computed_where_asked: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,6 +122,7 @@ _SPECS = (
         "KL to the reference",
         "Estimates in nats per token.",
         ((f"{_TRAINING}approx_policy_kls", "approximate KL"), (f"{_TRAINING}kl_loss", "KL loss")),
+        computed_where_asked=True,
     ),
     PanelSpec("Entropy", "Mean entropy of the policy, nats per token.", ((f"{_TRAINING}entropy", "entropy"),)),
     PanelSpec("Gradient norm", "Global norm before clipping.", ((f"{_TRAINING}grad_norm", "gradient norm"),)),
@@ -147,7 +152,8 @@ def panels(run: RunData) -> tuple[list[Panel], list[Panel], list[str]]:
     for spec in _specs(run):
         bad = sorted({step for name, _ in spec.metrics for step in run.non_finite_steps(name)})
         panel = Panel(spec, _lines(run, spec), bad, steps)
-        if panel.lines or bad:
+        is_absent = spec.computed_where_asked and not any(any(line.values) for line in panel.lines)
+        if bad or (panel.lines and not is_absent):
             (constant if panel.says_nothing else drawn).append(panel)
         else:
             missing.append(spec.title)

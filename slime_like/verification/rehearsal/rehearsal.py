@@ -115,7 +115,7 @@ def _settings(config: RunConfig, dimensions: ModelDimensions) -> Iterator[Findin
         yield Finding("FOUND", "settings", f"{problem.text} [{problem.code}]")
     if not problems:
         ranks = config.trainer.parallel.world_size
-        text = f"{counted(ranks, 'trainer rank')}; no rule is broken; whether GPUs suffice says slime-like plan"
+        text = f"{counted(ranks, 'trainer rank')}; no rule is broken; slime-like plan computes whether GPUs suffice"
         yield Finding("ok", "settings", text)
     for note in (*algorithm_notes(config), *checkpoint_notes(config), *support_notes(config, dimensions)):
         yield Finding("note", "settings", note)
