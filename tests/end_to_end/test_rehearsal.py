@@ -12,7 +12,7 @@ from slime_like.config import RunConfig
 from slime_like.config.reading.load import load_config
 from slime_like.examples.tiny_model import CHAT_TEMPLATE, byte_tokenizer, make_tiny_model
 from slime_like.sandbox.rewards.pool import RewardItem
-from slime_like.verification.rehearsal import rehearsal
+from slime_like.verification.rehearsal import answers, rehearsal
 from slime_like.verification.rehearsal.finding import Finding
 from slime_like.verification.rehearsal.rehearsal import rehearse
 from slime_like.verification.rehearsal.rows import asked_answers
@@ -275,6 +275,18 @@ def test_the_wrong_answer_key_is_found_though_every_answer_is_right_by_itself(
     assert "48 of 48 answers of the data equal their prompt, e.g. '0+0='" in found(findings)[0][1]
 
 
+def test_slow_rewards_and_another_vocabulary_are_noted(recipe: Recipe, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rehearsal, "SmallRun", lambda *_: NoRun())
+    monkeypatch.setattr(answers, "_SLOW_STEP_S", 0.0)
+    path = recipe.model / "config.json"
+    settings = json.loads(path.read_text())
+    path.write_text(json.dumps(settings | {"vocab_size": 3 * settings["vocab_size"]}))
+    (recipe.directory / "out").mkdir()
+    notes = [each for each in rehearse(recipe.config, recipe.directory / "out") if each.kind == "note"]
+    assert sum(each.stage == "tokenizer" and "is it the model's?" in each.text for each in notes) == 1
+    assert sum(each.stage == "rewards" and "raise reward.workers" in each.text for each in notes) == 1
+
+
 def test_answers_from_which_the_reward_takes_its_part_are_no_finding(
     recipe: Recipe, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -293,11 +305,11 @@ def test_a_source_of_which_no_answer_succeeds_is_named(recipe: Recipe, monkeypat
     """The first source has more rows than are tried of all data without sources; the last has LaTeX alone."""
     monkeypatch.setattr(rehearsal, "SmallRun", lambda *_: NoRun())
     deep = "(" * 30 + "1" + ")" * 30  # of a response, math_verify reads 24 levels
-    answers = {"broken": [deep] * 8, "half": ["7", deep], "latex": [r"\sqrt{3}", "[2,5)", "(3,4)"]}
-    for name, texts in answers.items():
+    texts_of = {"broken": [deep] * 8, "half": ["7", deep], "latex": [r"\sqrt{3}", "[2,5)", "(3,4)"]}
+    for name, texts in texts_of.items():
         rows = [{"prompt": f"{name} {i}?", "answer": text} for i, text in enumerate(texts)]
         recipe.write(recipe.directory / f"{name}.jsonl", rows)
-    files = {"sums": recipe.train} | {name: recipe.directory / f"{name}.jsonl" for name in answers}
+    files = {"sums": recipe.train} | {name: recipe.directory / f"{name}.jsonl" for name in texts_of}
     mixture = [{"name": name, "files": [str(file)]} for name, file in files.items()]
     recipe.flags += ["--data.train", "[]", "--data.mixture", json.dumps(mixture)]
     recipe.flags += ["--reward.functions", "[{name: math_verify}]"]

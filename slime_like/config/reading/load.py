@@ -56,8 +56,8 @@ def _undecided(data: dict[str, Any], origins: dict[str, str], prefix: str = "") 
         if isinstance(value, dict):
             yield from _undecided(value, origins, f"{name}.")
         elif value == UNDECIDED:
-            text = f"{origins.get(name, '')}{name}={UNDECIDED} is to be decided; give a value, or remove it for the default"
-            yield Problem("field-undecided", text, name)
+            text = f"{origins.get(name, '')}{name}={UNDECIDED} is to be decided"
+            yield Problem("field-undecided", f"{text}; give a value, or remove it for the default", name)
 
 
 def _validated(data: dict[str, Any], origins: dict[str, str], problems: list[Problem]) -> RunConfig | None:

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from slime_like.checks import engine_install
 from slime_like.checks.names import reward_problems
 from slime_like.config.reading.load import load_config
 from tests.unit.checks.checkpoint import sound_flags
@@ -29,3 +30,13 @@ def test_no_credential_of_a_url_is_printed(tmp_path: Path, url: str, shown: str)
     (problem,) = reward_problems(config)
     assert f"'url': '{shown}'" in problem
     assert "hid" not in problem and "den" not in problem
+
+
+@pytest.mark.parametrize(("packages", "expected"), [({}, False), ({"vllm": "0.1"}, True)])
+def test_an_engine_is_installed_where_its_package_is(
+    monkeypatch: pytest.MonkeyPatch, packages: dict[str, str], expected: bool
+) -> None:
+    monkeypatch.setattr(engine_install, "_packages", lambda _: packages)
+    monkeypatch.setattr(engine_install, "find_spec", lambda _: None)
+    assert engine_install.is_installed("vllm") is expected
+    assert engine_install.is_installed("my.module:engine")  # its own module is looked for elsewhere
