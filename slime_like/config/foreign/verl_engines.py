@@ -128,8 +128,10 @@ def _backend(given: Given, imported: Imported) -> None:
     name = "model_engine" if is_chosen else f"{ACTOR}.strategy"
     if strategy in ("fsdp", "fsdp2", "megatron"):
         imported.set("trainer.backend", "megatron" if strategy == "megatron" else "fsdp", name)
+        if strategy != "megatron":
+            imported.set("trainer.fsdp.accumulate", "sharded", f"{name}: gradients are sharded in each micro-batch")
     else:
-        imported.decide(f"{name}={strategy}", "use fsdp or megatron in trainer.backend")
+        imported.decide(f"{name}={strategy}", "set trainer.backend to fsdp or megatron")
 
 
 def _apart(given: Given) -> list[str]:
