@@ -360,7 +360,7 @@ def test_hostile_answers_cost_a_step_a_bounded_time(monkeypatch: pytest.MonkeyPa
     """One may take the whole bound, the next a tenth; then the step's rest has a reason. The next step is scored."""
     monkeypatch.setattr(time_budget, "_FULL_TIMEOUTS", 1)
     monkeypatch.setattr(time_budget, "_MAX_TIMEOUTS", 2)
-    towers = [rf"\boxed{{{base}^{{9^{{9^9}}}}}}" for base in range(2, 6)]
+    towers = [rf"\boxed{{{base}99999999!}}" for base in range(2, 6)]
     with RewardPool(RewardConfig(timeout_s=3.0), step_responses=8) as pool:
         pool.start()
         first = [pool.score(items(response))[0] for response in ("46", towers[0], "46", towers[1])]

@@ -11,7 +11,7 @@ _MARKER = "####"
 _NUMBER = re.compile(r"[-+]?\$?(?:[0-9]{1,3}(?:,[0-9]{3})+|[0-9]{1,100})(?:\.[0-9]{1,100})?")
 # A second value, or arithmetic left undone.
 _BETWEEN = r"[-+*/^:;,=x\u00d7\u00f7\u2013]|\*\*|\\(?:times|cdot|div)|and|or|to"
-_CONTINUED = re.compile(rf"[ \t]*(?:(?:{_BETWEEN})[ \t]*[\d(]|\d)|\.\d|[eE][-+]?\d")
+_CONTINUED = re.compile(rf"[ \t]*(?:(?:{_BETWEEN})[ \t]*[-$*(]{{0,4}}\d|\d|\(?or\b[^\n]*\d)|\.\d|[eE][-+]?\d")
 
 
 def exact_match(
@@ -49,7 +49,7 @@ def gsm8k(prompt: str, response: str, answer: str, *, require_marker: bool = Tru
     if _MARKER in said:
         last = (
             said.rpartition(_MARKER)[2]
-            .strip(" \t*:$")
+            .strip(" \t\r\n*:$`(")
             .removeprefix("\\boxed{")
             .removeprefix("\\")
             .replace("\u2212", "-")

@@ -42,17 +42,24 @@ _PLAIN = r"-?\d+(?:\.\d+)?(?:/\d+)?"
 _VALUE = rf"(?:{_PLAIN}|-?(?:oo|inf|infinity|[a-z]))"
 _NEXT = r"(?:,?\s(?:or|and)\s|,\s?)"
 _NUMBERS = rf"(?:[a-z]\s?=\s?)?{_PLAIN}(?:{_NEXT}{_PLAIN})+"
-_SAME_VARIABLE = rf"(?P<variable>[a-z])\s?=\s?{_PLAIN}(?:{_NEXT}(?P=variable)\s?=\s?{_PLAIN})+"
+_NAMED = rf"[a-z]\s?=\s?{_PLAIN}(?:{_NEXT}[a-z]\s?=\s?{_PLAIN})+"
 _BRACKETS = rf"[\[({{]\s?{_VALUE}(?:,\s?{_VALUE})+\s?[\])}}]"
 _IN_BRACKETS = rf"{_BRACKETS}(?:(?:{_NEXT}|\s?[U\u222a]\s?){_BRACKETS})*"
 _THOUSANDS = r"(?!-?\d{1,3}(?:,\d{3})+(?:\.\d+)?[.!]?$)"
-# What ends a response in plain text: a list that begins a line or follows a word for it (behind others, as in
-# "in 2020, 5", its parts do not belong together), or values in brackets.
+# What ends a response in plain text: values in brackets, or a list.
 _GROUP = re.compile(
-    rf"(?:(?:^|[\n:]|\bare\s|\banswer is\s)\s?(?P<numbers>{_THOUSANDS}{_NUMBERS})"
-    rf"|(?:^|[\s:])(?:(?P<named>{_SAME_VARIABLE})|(?<!gcd )(?<!lcm )(?<!max )(?<!min )(?P<brackets>{_IN_BRACKETS})))"
-    r"[.!]?$"
+    rf"(?:^|[\s:])(?:(?P<numbers>{_THOUSANDS}{_NUMBERS})|(?P<named>{_NAMED})"
+    rf"|(?<!gcd )(?<!lcm )(?<!max )(?<!min )(?P<brackets>{_IN_BRACKETS}))[.!]?$"
 )
+_GROUP_CHARS = 300
+# Begins a sentence in which a number stands before a comma by chance: in 2020, 5.
+_ASIDE = re.compile(
+    r"(?:after|as|at|because|before|by|during|for|from|given|if|in|let|on|once|since|suppose|when|where|while|with)\b"
+    r"[^.!?;:\n]*$",
+    re.IGNORECASE,
+)
+_SENTENCE = re.compile(r"[.!?;:\n]\s+")
+_SYMBOL = re.compile(r"\s*[A-Za-z]?(?:_\{?\w\}?)?\s*")
 _CONJUNCTION, _UNION = re.compile(r",?\s(?:or|and)\s"), re.compile(r"[U\u222a]\s?")
 _VARIABLE, _INFINITY = re.compile(r"[a-z]\s?=\s?"), re.compile(r"\b(?:oo|inf|infinity)\b")
 # Plain text that is one expression, without words.
@@ -61,7 +68,7 @@ _BOXED_WORDS = re.compile(r"\\boxed\{(?:\\text\{)?([^{}]*)\}")
 # A sum, a difference or a product, but no sign at the front and no power of ten (1.5 \times 10^3).
 _ARITHMETIC = re.compile(r"(?<=[\w)}])\s*[+\-\u2212]|(?:\*(?!\*)|\u00d7|\\cdot|\\times)(?!\s*10\s*(?:\^|\*\*))")
 # But no degrees, and no power of ten.
-_QUOTIENT_OR_POWER = re.compile(r"\d\s*/\s*\d|\\[dt]?frac|(?<!\b10)(?<!\b10\s)(?:\^|\*\*)\s*\{?\d")
+_QUOTIENT_OR_POWER = re.compile(r"\d\s*/\s*\d|\\[dt]?frac|(?<!(?<!\d)10)(?<!(?<!\d)10\s)(?:\^|\*\*)\s*\{?\d")
 
 
 def math_verify(
@@ -147,8 +154,8 @@ def _is_undone(given: str, answer: str) -> bool:
     truth = _ground_truth(answer)[0]
     is_integer, is_fraction = (getattr(truth, f"is_{kind}", False) for kind in ("Integer", "Rational"))
     undone = [_ARITHMETIC] * (is_fraction or getattr(truth, "is_Float", False)) + [_QUOTIENT_OR_POWER] * is_integer
-    last = given.rpartition("=")[2]
-    return any(form.search(last) is not None and form.search(answer) is None for form in undone)
+    sides = [side for side in given.split("=") if not _SYMBOL.fullmatch(side)]
+    return any(all(map(form.search, sides)) and form.search(answer) is None for form in undone)
 
 
 def _tail(text: str, max_chars: int) -> str:
@@ -173,13 +180,25 @@ def _candidates(response: str, box: str | None) -> list[str]:
     spelt_out = _spelt_out(response)
     if box is not None:
         return [spelt_out, f"\\boxed{{{_plain_decimals(box)}}}"]
-    if "$" not in response and (group := _GROUP.search(spelt_out)):  # whose last number alone would be read
-        values = _VARIABLE.sub("", group["numbers"] or group["named"] or group["brackets"])
-        latex = _INFINITY.sub(r"\\infty", _UNION.sub(r"\\cup ", _CONJUNCTION.sub(",", values)))
-        latex = latex.replace("{", r"\{").replace("}", r"\}")
+    if "$" not in response and (latex := _group(spelt_out[-_GROUP_CHARS:])):  # whose last number alone would be read
         return [rf"\boxed{{{latex}}}"]
     bare = spelt_out.strip().rstrip(".")
     return [spelt_out, *([f"\\boxed{{{bare}}}"] if _EXPRESSION.fullmatch(bare) else [])]
+
+
+def _group(text: str) -> str | None:
+    """The list, tuple, interval or union at the end, in LaTeX; values of several variables are a tuple."""
+    group = _GROUP.search(text)
+    if group is None:
+        return None
+    found = group["numbers"] or group["named"] or group["brackets"]
+    is_joined = _CONJUNCTION.search(found) is not None
+    if not (is_joined or group["brackets"]) and _ASIDE.match(_SENTENCE.split(text[: group.start()])[-1].lstrip()):
+        return None
+    values = _UNION.sub(r"\\cup ", _CONJUNCTION.sub(",", _VARIABLE.sub("", found)))
+    if group["named"] and len(set(_VARIABLE.findall(found))) > 1:
+        values = f"({values})"
+    return _INFINITY.sub(r"\\infty", values).replace("{", r"\{").replace("}", r"\}")
 
 
 def _spelt_out(response: str) -> str:

@@ -4,12 +4,13 @@ import re
 import textwrap
 from collections.abc import Container, Iterator
 
+_THINKING, _THOUGHT = (re.compile(rf"(?<!['\"`]){tag}(?!['\"`])") for tag in ("<think>", "</think>"))
 _OPENING = re.compile(r"(`{3,})[ \t]*([^\s`]*)[^`]*$")
 
 
 def after_thinking(response: str) -> str:
-    """The text behind the last ``</think>``, or all; of thinking that does not end, nothing."""
-    return response.rpartition("</think>")[2].partition("<think>")[0]
+    """The text behind the last ``</think>``, or all; of thinking that does not end, nothing. Quoted tags are text."""
+    return _THINKING.split(response[_answer_begin(response) :], maxsplit=1)[0]
 
 
 def last_match(pattern: str, response: str) -> str | None:
@@ -17,11 +18,15 @@ def last_match(pattern: str, response: str) -> str | None:
 
     A match inside the thinking does not count; one that begins there does, if there is none behind.
     """
-    said = after_thinking(response)
-    begin = len(response) - len(said)
-    matches = list(re.finditer(pattern, said))
-    matches = matches or [match for match in re.finditer(pattern, response) if match.end() >= begin]
+    begin = _answer_begin(response)
+    matches = list(re.finditer(pattern, after_thinking(response)))
+    if begin and not matches:
+        matches = [match for match in re.finditer(pattern, response) if match.end() >= begin]
     return (matches[-1].group(1 if matches[-1].re.groups else 0) or "") if matches else None
+
+
+def _answer_begin(response: str) -> int:
+    return max((end.end() for end in _THOUGHT.finditer(response)), default=0)
 
 
 def last_block(text: str, languages: Container[str]) -> str | None:
