@@ -5,22 +5,27 @@ from typing import Any
 
 LETTERS = "ABCDEFGHIJ"
 _QUESTIONS = "question", "question_stem"
+_PASSAGES = "article", "passage", "context", "text"
+"""What a question is about."""
 _CHOICES = "choices", "options"
 _ANSWERS = "answerKey", "answer_idx", "answer"
 
 
 def question_and_letter(row: Mapping[str, Any]) -> tuple[str, str] | None:
-    """The question with a line for each choice (``A. ...``), and the letter of the right one; ``None`` of other rows.
+    """The passage, if any, and the question, with a line for each choice (``A. ...``); and the letter of the right one.
+    ``None`` of other rows.
 
     The answer is a choice's label or text; a number counts the choices from 0 unless these have labels.
     """
     question = next((row[key] for key in _QUESTIONS if isinstance(row.get(key), str)), None)
     choices = next((found for key in _CHOICES if (found := _labelled(row.get(key)))), None)
     answer = next((row[key] for key in _ANSWERS if row.get(key) is not None), None)
-    if question is None or choices is None or (place := _place(answer, *choices)) is None:
+    if question is None or not question.strip() or choices is None or (place := _place(answer, *choices)) is None:
         return None
     lines = [f"{letter}. {text}" for letter, text in zip(LETTERS, choices[1], strict=False)]
-    return "\n".join([question.strip(), "", *lines]), LETTERS[place]
+    passage = next((row[key].strip() for key in _PASSAGES if isinstance(row.get(key), str) and row[key].strip()), None)
+    asked = question.strip() if passage is None else f"{passage}\n\n{question.strip()}"
+    return "\n".join([asked, "", *lines]), LETTERS[place]
 
 
 def _labelled(choices: Any) -> tuple[Sequence[str], Sequence[str]] | None:

@@ -111,7 +111,9 @@ def _openr1(row: Row) -> tuple[Any, Any]:
 
 def _choices(row: Row) -> tuple[Any, Any]:
     if (found := question_and_letter(row.values)) is None:
-        raise _unfit(row, "has no question with 2 to 10 choices and one answer among them")
+        problem = "has no `question` with 2 to 10 `choices` or `options` and an `answer`, `answer_idx` or `answerKey`"
+        remedy = "give them: choices as a list, by letter, or as text and label; the answer as a label, text, or index"
+        raise row.fault("not-in-format", problem, remedy)
     return found
 
 

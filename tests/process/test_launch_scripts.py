@@ -3,7 +3,6 @@
 import subprocess
 
 from slime_like.config.foreign.launch_script import launches
-from slime_like.config.foreign.slime import starts_slime
 
 BASH = r"""
 A=4; B="two words"; C='$A'; D=${A}x; E="$A $B"
@@ -29,7 +28,7 @@ A=99
 def test_words_are_those_of_a_shell() -> None:
     shown = r"""python3() { [ "$1" != train.py ] || { shift; printf '%s\0' "$@"; }; }"""
     done = subprocess.run(["bash", "-c", shown + BASH], capture_output=True, text=True, timeout=20, check=True)
-    [launch] = launches(BASH, starts_slime)
+    [launch] = launches(BASH, lambda words: any(word.text == "train.py" for word in words))
     words = [word.text for word in launch.words if word.known][2:]
     assert words == [word for word in done.stdout.split("\0")[:-1] if word != "1"]
     assert [word.text for word in launch.words if not word.known] == ["$((10#1+0))"]

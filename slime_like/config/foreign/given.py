@@ -128,6 +128,8 @@ class Given:
         else:
             self._done |= self._read
             absent = self._absent | {name for name in self._read if name not in self.values}
+            if draft.open_points:
+                draft.leave(targets)
             imported.add(draft, self._conditions(self._read, absent))
             return
         self._read_on(rule)
@@ -154,7 +156,7 @@ class Given:
             try:
                 imported.set(target, convert(self.get(name)), self.origin(name) + conditions)
             except (TypeError, ValueError):
-                imported.decide(self.setting(name), f"not a value of {target}")
+                imported.decide(self.setting(name), f"no value of that field; set {target}")
 
     def take_switches(self, imported: Imported, switches: Mapping[str, tuple[str, Any]]) -> None:
         """Take over what is there without a value."""

@@ -35,6 +35,7 @@ class Imported:
         open_points: what somebody has to decide: a setting there, and why it has no value here.
         unmatched: settings there that have no counterpart here, or none that is known.
         needless: settings there that need none here, and why.
+        left: fields here that a rule left to the user.
     """
 
     source: str
@@ -42,6 +43,7 @@ class Imported:
     open_points: dict[str, str] = field(default_factory=dict)
     unmatched: list[str] = field(default_factory=list)
     needless: dict[str, str] = field(default_factory=dict)
+    left: frozenset[str] = frozenset()
 
     def set(self, name: str, value: Any, origin: str) -> None:
         """Take over a value; one that holds a credential is left to the user."""
@@ -74,6 +76,11 @@ class Imported:
         self.values |= {name: (value, origin + conditions) for name, (value, origin) in other.values.items()}
         self.open_points |= {setting: why + conditions for setting, why in other.open_points.items()}
         self.needless |= {setting: why + conditions for setting, why in other.needless.items()}
+        self.left |= other.left
+
+    def leave(self, targets: str) -> None:
+        """Leave the fields that are named to the user where they have no value."""
+        self.left |= frozenset(_fields_in(targets)) - self.values.keys()
 
     def mentions(self, name: str) -> bool:
         """Whether a value, what is to decide or what is needless names the setting; a name that is a usual word, at the
@@ -106,7 +113,7 @@ class Imported:
     def undecided(self) -> frozenset[str]:
         """Fields that what is to be decided names: a configuration that has none of its own values for them is
         rejected."""
-        found = set[str]()
+        found = {*self.left}
         for setting, why in self.open_points.items():
             demand = _TO_SET.search(why)
             found |= {*_fields_in(setting), *_fields_in(demand[0] if demand else "")}

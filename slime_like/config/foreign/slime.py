@@ -115,13 +115,7 @@ _NEEDLESS: Mapping[str, str] = MappingProxyType(
 )
 _OF_SLIME = {
     *("hf-checkpoint", "prompt-data", "num-rollout", "rollout-batch-size", "advantage-estimator", "custom-config-path"),
-    *(
-        "actor-num-gpus-per-node",
-        "rollout-num-gpus",
-        "rollout-num-gpus-per-engine",
-        "n-samples-per-prompt",
-        "loss-type",
-    ),
+    *("actor-num-gpus-per-node", "rollout-num-gpus", "rollout-num-gpus-per-engine", "n-samples-per-prompt"),
 }
 """Options of which a run has at least one."""
 _PAIRS = {"attention-dropout": "0", "hidden-dropout": "0", "expert-tensor-parallel-size": "1"}
@@ -133,7 +127,7 @@ def starts_slime(words: Sequence[Argument]) -> bool:
     if program is None:
         return False
     names = {word.text.removeprefix("--").partition("=")[0] for word in words[program + 1 :] if word.known}
-    return bool(names & _OF_SLIME) or any(not word.known or word.text.startswith("$") for word in words[program + 1 :])
+    return bool(names & _OF_SLIME)
 
 
 def read_slime(launch: Launch) -> Imported:
@@ -191,7 +185,9 @@ def _rest(given: Given, imported: Imported) -> None:
     for name in given.close(imported, fields):
         setting = given.setting(name)
         argument = name.removeprefix("sglang-").replace("-", "_")
-        if name in _NEEDLESS:
+        if name == "custom-generate-function-path":
+            imported.decide(setting, "set rollout.environment.name, or rollout.agent.name in its place")
+        elif name in _NEEDLESS:
             imported.needless[setting] = _NEEDLESS[name]
         elif name in _PAIRS and scalar(given.values[name]) == scalar(_PAIRS[name]):
             imported.needless[setting] = "the only value here"

@@ -260,7 +260,7 @@ ENGINE_RULES: Mapping[str, Rule] = MappingProxyType(
         "evaluation.temperature": _evaluation_temperature,
         "evaluation.temperature alone": _evaluation_support,
         "rollout.max_drops_per_step": _dropped_groups,
-        "rollout.environment": _turns,
+        "rollout.environment.name": _turns,
         "trainer.backend": _backend,
         "cluster.placement": _placement,
         "trainer.parallel.sequence": _sequence,

@@ -212,8 +212,9 @@ def updates_of_a_step(given: Given) -> int | None:
 
 
 def _rate(given: Given, imported: Imported) -> None:
-    name, rank = f"{OPTIMIZER}.lr", "actor_rollout_ref.model.lora_rank"
-    if given.has(rank) and whole(given.get(rank)) > 0:
+    name, ranks = f"{OPTIMIZER}.lr", ("actor_rollout_ref.model.lora_rank", "actor_rollout_ref.model.lora.rank")
+    rank = next((each for each in ranks if given.has(each) and whole(given.get(each)) > 0), None)
+    if rank is not None:
         why = "all weights are trained here, for which a rate of adapters is too high; set trainer.optimizer.lr"
         imported.decide(
             f"{given.setting(rank)}, {given.setting(name)}" if given.has(name) else given.setting(rank), why

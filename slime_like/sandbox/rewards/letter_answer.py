@@ -55,9 +55,9 @@ _BEFORE, _BEHIND = 160, 80
 def multiple_choice(prompt: str, response: str, answer: str) -> RewardResult:
     r"""1 where the response chooses the letter (A to J) of ``answer``, else 0.
 
-    The choice is the letter in the last ``\boxed{}``; else the last one called the answer; else that of a last line
-    which is a conclusion (``So B.``); else the last one that is chosen or called correct; else that of the only line
-    that begins with a choice (``B) Paris``). Several letters in one place, and those that are denied, are none.
+    The choice is the letter in the last box; else the last one called the answer; else that of a concluding last line
+    (``So B.``); else the last one chosen or called correct; else that of the only line with a choice (``B) Paris``).
+    Several together, or denied ones, are none.
 
     Raises:
         ValueError: ``answer`` is no letter. Numbers begin at 0 in some data sets and at 1 in others.

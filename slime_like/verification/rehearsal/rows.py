@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from slime_like.checks.rows import samples_of, sources_of
 from slime_like.config import DataConfig, RunConfig
-from slime_like.data.choices import question_and_letter
+from slime_like.data.choices import LETTERS, question_and_letter
 from slime_like.data.rows import read_rows
 from slime_like.sandbox.rewards.pool import RewardItem
 from slime_like.sandbox.rewards.registry import accepts_answers
@@ -44,6 +44,9 @@ def row_findings(config: RunConfig, tokenizer: Any) -> Iterator[Finding]:
         )
     if len(answers) == 1 and answers.total() > 1:
         yield Finding("note", "answers", f"all {answers.total()} answers are {next(iter(answers))!r:.60}")
+    if answers and config.reward.functions[0].name in ("math_verify", "gsm8k") and all(map(_is_letter, answers)):
+        text = "all answers are letters, which multiple_choice finds in a response"
+        yield Finding("note", "answers", f"{text}; set reward.functions")
     yield from _prompts(rows, has_bare_answers=accepts_answers(config.reward.functions[0]))
 
 
@@ -116,6 +119,10 @@ def _is_solution(answer: str) -> bool:
     box = boxed(answer)
     before, mark, _ = answer.rpartition("####")
     return len(before) >= _LONG_CHARS if mark else box is not None and len(answer) - len(box) >= _LONG_CHARS
+
+
+def _is_letter(answer: str) -> bool:
+    return len(answer) == 1 and answer in LETTERS
 
 
 def _is_sentence(answer: str) -> bool:

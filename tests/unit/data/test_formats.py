@@ -78,9 +78,12 @@ CHOICES: dict[str, dict[str, Any]] = {
         "answer_idx": "B",
         "answer": _TEXTS[1],
     },
+    "race": {"article": "On plants.", "question": _STEM, "options": _TEXTS, "answer": "B"},
     "text": {"question": _STEM, "choices": _TEXTS, "answer": "Carbon dioxide"},
 }
-PUBLISHED |= {f"choices-{name}": (row, _SHOWN, "B") for name, row in CHOICES.items()}
+PUBLISHED |= {
+    f"choices-{name}": (row, "On plants.\n\n" * ("article" in row) + _SHOWN, "B") for name, row in CHOICES.items()
+}
 TOKENIZER = tokenizer_of(templates.SOUND)
 
 

@@ -14,7 +14,10 @@ from slime_like.system.credentials import is_credential, without_credentials
         "nvapi-abcdefghijklmnop", "--sglang-api-key hid", "env={A: {HF_TOKEN: hid, B: 1}}", 'env="API_KEY=hid"',
         "apiKey: hid", "MYSQL_PWD=hid", "hfToken=hid", "APIKEY=hid", "http://u:hid@h/x", r'{\"api_key\": \"hid\"}',
         "x=0123456789012345678901234567890123456789", "--wandb-key=hid", "wandb_key: hid",
-        "pwd=hid", "Authorization: Token hid", "auth=Bearer hid",
+        "+judge.hftoken=hid", "special_token=hid", "a.wandbkey=hid", "apitoken=hid", "HF_TOKEN=/hid",
+        "HF_TOKEN_2=hid",
+        "DB_PASS=hid", "jwt=hid", "PASSWORD+=hid", "os.environ['API_KEY'] = 'hid'", 'password="a\\"hid"',
+        "gsk_0123456789abcdef", "TOKEN=123456", "pwd=hid", "Authorization: Token hid", "auth=Bearer hid",
     ],
 )  # fmt: skip
 def test_a_credential_is_not_printed(text: str) -> None:
@@ -27,6 +30,7 @@ def test_a_credential_is_not_printed(text: str) -> None:
     [
         "monkey=banana", "turkey: x", "pad_token=<pad>", "eos_token: </s>", "max_tokens=512", "num_tokens: 16777216",
         "prompt_key=question", "sort_keys=1", "author=me", "pwd=/x", "OLDPWD=/y", "bypass_warmup=1", "key=none",
+        "question_key=q", "stop_token=</s>", "use_auth=false",
         "/cache/hub/models--Qwen--Qwen2.5-7B/snapshots/a09a35458c702b33eeacc393d103063234e8bc28",
         "snapshots/a09a35458c702b33eeacc393d103063234e8bc28/train.parquet", "--max-tokens-per-gpu 9216", "tokenizer=/x",
     ],

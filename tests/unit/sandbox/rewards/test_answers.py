@@ -151,6 +151,7 @@ def test_multiple_choice(response: str, answer: str, right: bool) -> None:
         ("code", '{"inputs": ["1"], "outputs": ["1"], "fn_name": "f"}'),
         ("code", "M = {'a': 1}\n\ndef check(candidate):\n    assert candidate(2) == 4"),
         ("code", "class T:\n    def test(self):\n        assert f(2) == 4"), ("code", "# nothing"),
+        ("code", "import sys\nsys.setrecursionlimit(9)\n\ndef check(c):\n    assert c(2) == 4"),
         ("code", json.dumps(["assert f(2) == 4", "x = 1"])),
     ],
 )  # fmt: skip
