@@ -60,7 +60,7 @@ a group) and `reward.memory_mb`. A call that raises, hangs or exceeds the memory
 a tenth (not with `code`, `majority`, `reasoning_gym`, services, custom ones); after 100 the step's
 rest fails with the reason `budget`. A custom function that fails on every response to 8 prompts (or
 groups) in a row ends the run, with file and line. What functions print is in
-`worker_logs/reward-0.log` and so on. Equal responses to one prompt are scored once:
+`worker_logs/reward-0.log` etc. Equal responses to one prompt are scored once:
 functions must be deterministic.
 
 ## Included functions
