@@ -24,14 +24,15 @@ _JOINED = re.compile(
 )
 _VERB = re.compile(r"[ \t]*(?:is|are|was|has|needs|would|does|cannot|can't|isn't|seems|looks)\b")
 _NEGATION = re.compile(
-    r"n't\b|\b(?:not|never|no|neither|nor|wrong|incorrect|false|doubt|whether|eliminate|exclude|avoid|but|except|if|rule|least|possible)\b",
+    r"n't\b|\b(?:not|never|no|neither|nor|wrong|incorrect|false|doubt|whether|eliminate|exclude|avoid|but|except|if|rule|"
+    r"least|possible)\b",
     re.IGNORECASE,
 )
 _BUT = re.compile(r"\bbut\b")
 _CLAUSE_END = re.compile(r"[.!?;\n]|,\s|\b(?:no|wait)\b(?=,)", re.IGNORECASE)
 _FILLERS = (
-    r"(?:\s|[:=,\u2013\u2014-]|\b(?:has|here|is|are|would|should|must|will|be|to|the|this|question|clearly|most|likely|indeed|thus|therefore|"
-    r"definitely|then|hence|simply|option|choice|correct|right|one|letter|as|follows)\b)"
+    r"(?:\s|[:=,\u2013\u2014-]|\b(?:has|here|is|are|would|should|must|will|be|to|the|this|question|clearly|most|likely|"
+    r"indeed|thus|therefore|definitely|then|hence|simply|option|choice|correct|right|one|letter|as|follows)\b)"
 )
 _ANSWER = re.compile(rf"\b(?:answer|ans|response)\b['\"]?{_FILLERS}{{0,12}}$", re.IGNORECASE)
 _ANSWER_IN_WORDS = re.compile(r"\banswer\b(?:\s(?:is|would be|should be))?:?\s[^.?!\n(]{1,60}$", re.IGNORECASE)
