@@ -186,7 +186,7 @@ def _rest(given: Given, imported: Imported) -> None:
         setting = given.setting(name)
         argument = name.removeprefix("sglang-").replace("-", "_")
         if name == "custom-generate-function-path":
-            imported.decide(setting, "set rollout.environment.name, or rollout.agent.name in its place")
+            imported.decide(setting, "set rollout.environment.name; or rollout.agent.name instead")
         elif name in _NEEDLESS:
             imported.needless[setting] = _NEEDLESS[name]
         elif name in _PAIRS and scalar(given.values[name]) == scalar(_PAIRS[name]):

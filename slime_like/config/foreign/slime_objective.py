@@ -102,6 +102,9 @@ def _set_files(given: Given, imported: Imported, name: str, target: str, paths: 
 
 def _evaluation_temperature(given: Given, imported: Imported) -> None:
     bounds = [name for name in ("eval-top-p", "eval-top-k") if given.has(name)]
+    if "eval-top-p" in bounds and number(given.get("eval-top-p")) == 1:
+        bounds.remove("eval-top-p")
+        given.unused(imported, "the whole distribution", "eval-top-p")
     for name in bounds:
         given.get(name)
         imported.decide(given.setting(name), "evaluations draw from the whole distribution, or are greedy")

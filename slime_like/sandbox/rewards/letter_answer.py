@@ -20,21 +20,29 @@ _AFTER_A_CHOICE = re.compile(
 )
 """Words that may follow a letter; behind others, A is an article and I a pronoun."""
 _JOINED = re.compile(
-    r"[ \t]*(?:,?[ \t]*(?:or|and|maybe|perhaps|not)\b|[,;/|&+(-])?[ \t]*(?:(?:or|maybe|perhaps|possibly)\b[ \t]*){0,2}"
+    r"[ \t]*(?:,?[ \t]*(?:or|and|maybe|perhaps|not)\b|[,;/|&+-]|\((?![A-J]\)))?[ \t]*"
+    r"(?:(?:or|maybe|perhaps|possibly)\b[ \t]*){0,2}"
 )
 _VERB = re.compile(r"[ \t]*(?:is|are|was|has|needs|would|does|cannot|can't|isn't|seems|looks)\b")
 _NEGATION = re.compile(
-    r"n't\b|\b(?:not|never|no|neither|nor|wrong|incorrect|false|doubt|whether|eliminate|exclude|avoid|but|except|if|rule|"
-    r"least|possible)\b",
+    r"n't\b|\b(?:not|never|no|neither|nor|wrong|incorrect|false|doubt|whether|eliminat\w*|exclud\w*|avoid|but|except|if|rule|tempted|"
+    r"mistake|might|claims|told|least|possible)\b",
     re.IGNORECASE,
 )
 _BUT = re.compile(r"\bbut\b")
 _CLAUSE_END = re.compile(r"[.!?;\n]|,\s|\b(?:no|wait)\b(?=,)", re.IGNORECASE)
 _FILLERS = (
     r"(?:\s|[:=,\u2013\u2014-]|\b(?:has|here|is|are|would|should|must|will|be|to|the|this|question|clearly|most|likely|"
-    r"indeed|thus|therefore|definitely|then|hence|simply|option|choice|correct|right|one|letter|as|follows)\b)"
+    r"indeed|thus|therefore|definitely|actually|really|then|hence|simply|option|choice|correct|right|one|letter|as|follows)\b)"
 )
-_ANSWER = re.compile(rf"\b(?:answer|ans|response)\b['\"]?{_FILLERS}{{0,12}}$", re.IGNORECASE)
+_ANSWER = re.compile(rf"\b(?:answer|ans|response)\b['\"]?({_FILLERS}{{0,12}})$", re.IGNORECASE)
+_LINK = re.compile(r"[:=\n\u2013\u2014-]|\b(?:has|is|are|would|should|must|will)\b", re.IGNORECASE)
+_NAMED = re.compile(r"\b(?:option|choice)\s?$", re.IGNORECASE)
+_IS, _DENIED = (
+    re.compile(r"\bis\s?$"),
+    re.compile(r"n't\b|\b(?:wrong|incorrect|false|least|if|might|possible|no)\b", re.IGNORECASE),
+)
+_LOOKED_AT = re.compile(r"\b(?:consider|look|check|examine|evaluate|analy[sz]e)\b", re.IGNORECASE)
 _ANSWER_IN_WORDS = re.compile(r"\banswer\b(?:\s(?:is|would be|should be))?:?\s[^.?!\n(]{1,60}$", re.IGNORECASE)
 _CHOSEN = re.compile(
     r"\b(?:choose|chose|pick|select|go with|(?:correct|right|best|my|final) (?:choice|option)(?: is|:))"
@@ -48,7 +56,8 @@ _CONCLUSION = re.compile(
     rf"(?:{_FILLERS}|\b(?:so|it|it's|final|finally|answer|i|i'd|i'll|think|believe|go|with|choose|pick|my)\b|\*)*",
     re.IGNORECASE,
 )
-_CHOICE_LINE = re.compile(r"[(\[{]?([A-J])(?:[)\]}]?[.:]?|(?:[)\]}]?[.:]|[)\]}])\s.*|[)\]}]?(?: -|,)\s.*)")
+_CHOICE_LINE = re.compile(r"[(\[{]?([A-J])(?:[)\]}]?[.:]?|(?:[)\]}]?[.:]|[)\]}])\s(?P<text>.*)|[)\]}]?(?: -|,)\s.*)")
+_LIST = re.compile(r"\s*(?:or\b|and\b|[,/&|]|[(\[]?[A-J][)\]]?\s*(?:[.;/|]|$))")
 _BEFORE, _BEHIND = 160, 80
 """Characters around a letter that are looked at."""
 
@@ -89,7 +98,7 @@ def _chosen(response: str) -> str | None:
         return letter
     if claimed := [found[2] for found in mentions if _is_chosen(text, found)]:
         return claimed[-1]
-    return _of_lines(lines)
+    return _of_lines(lines) or (_of_option(lines[-1]) if lines else None)
 
 
 def _plain(text: str) -> str:
@@ -123,7 +132,10 @@ def _goes_on(text: str, found: re.Match[str]) -> bool:
     follower = _LETTER.match(behind, link.end()) if link else None
     if link is None or follower is None or "not" in link[0] or _is_word(behind, follower):
         return False
-    return not ("or" not in link[0].split() and _VERB.match(behind, follower.end()))
+    words = link[0].split()
+    if words in ([], ["("]) and (words or (found[3] and not found[1])):  # an option's own text: D) A and B
+        return False
+    return not ("or" not in words and _VERB.match(behind, follower.end()))
 
 
 def _clause(text: str, found: re.Match[str]) -> str:
@@ -134,7 +146,7 @@ def _clause(text: str, found: re.Match[str]) -> str:
 def _is_answer(text: str, found: re.Match[str]) -> bool:
     before = text[max(0, found.start() - _BEFORE) : found.start()]
     claim = _ANSWER.search(before)
-    if claim is None:
+    if claim is None or not (_LINK.search(claim[1]) or _CONFIRMED.match(text, found.end())):
         return False
     clause = _BUT.split(_CLAUSE_END.split(before[: claim.start()])[-1])[-1]
     return _NEGATION.search(clause) is None
@@ -164,11 +176,27 @@ def _of_conclusion(line: str) -> str | None:
     return letters[0][2] if _CONCLUSION.fullmatch(line[: letters[0].start()]) else None
 
 
+def _of_option(line: str) -> str | None:
+    """The only letter of the line, as an option's name (``this corresponds to option C``) or behind ``is``."""
+    found = [each for each in _LETTER.finditer(line) if not _is_word(line, each)]
+    if len({each[2] for each in found}) != 1 or _LOOKED_AT.search(line) or line.endswith("?"):
+        return None
+    before = [line[: each.start()] for each in found]
+    is_named = any(map(_NAMED.search, before)) and not _NEGATION.search(line)
+    is_called = any(map(_IS.search, before)) and not _DENIED.search(line)
+    return found[0][2] if is_named or is_called else None
+
+
 def _of_line(line: str) -> str | None:
-    """The letter that the line is, or begins with, where no other follows."""
+    """The letter that the line is, or begins with: what follows is the option's own text, unless that goes on as a
+    list."""
     found = _CHOICE_LINE.fullmatch(line.strip())
+    if found is None:
+        return None
+    if found["text"] is not None:
+        return None if _LIST.match(found["text"]) else found[1]
     others = {each[2] for each in _LETTER.finditer(line) if not _is_word(line, each)}
-    return found[1] if found and others <= {found[1]} else None
+    return found[1] if others <= {found[1]} else None
 
 
 def _of_lines(lines: list[str]) -> str | None:

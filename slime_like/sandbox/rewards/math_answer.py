@@ -37,6 +37,7 @@ _WRAPPED = re.compile(rf"""(?:(?<=[\s:])|^)(?:["'`*#~]+{_SIGNED}["'`*]*|[(\[{{]{
 _BULLET = re.compile(r"""^\s*-\s+(?=["'`*#~(\[{<])""", re.MULTILINE)
 # A line that begins with a sign, or a number, does not go on with what the line before ends with.
 _NEXT_LINE = re.compile(r"(?<=\d)([.,;:!?]?)\s*\n\s*(?=[-\d])")
+_FULL_STOP = re.compile(r"(?<=/\d)\.(?=\s|$)|(?<=/\d\d)\.(?=\s|$)|(?<=/\d\d\d)\.(?=\s|$)")
 _AFTER_COLON = re.compile(r"(?<=[A-Za-z]):(?=-?[\d.])")
 _PLAIN = r"-?\d+(?:\.\d+)?(?:/\d+)?"
 _VALUE = rf"(?:{_PLAIN}|-?(?:oo|inf|infinity|[a-z]))"
@@ -54,10 +55,11 @@ _GROUP = re.compile(
 _GROUP_CHARS = 300
 # Begins a sentence in which a number stands before a comma by chance: in 2020, 5.
 _ASIDE = re.compile(
-    r"(?:after|as|at|because|before|by|during|for|from|given|if|in|let|on|once|since|suppose|when|where|while|with)\b"
+    r"(?:(?:and|but|hence|now|so|then|therefore|thus),?\s+)?(?:\w{2,}ing|after|as|at|because|before|by|during|for|from|given|if|in|let|on|once|since|suppose|when|where|while|with)\b"
     r"[^.!?;:\n]*$",
     re.IGNORECASE,
 )
+_LAST_COMMA = re.compile(r",\s?(?!(?:or|and)\s)[^,\s]+(?:\s?=\s?[^,\s]+)?$")
 _SENTENCE = re.compile(r"[.!?;:\n]\s+")
 _SYMBOL = re.compile(r"\s*[A-Za-z]?(?:_\{?\w\}?)?\s*")
 _CONJUNCTION, _UNION = re.compile(r",?\s(?:or|and)\s"), re.compile(r"[U\u222a]\s?")
@@ -179,7 +181,7 @@ def _candidates(response: str, box: str | None) -> list[str]:
     """Texts of which any may be right."""
     spelt_out = _spelt_out(response)
     if box is not None:
-        return [spelt_out, f"\\boxed{{{_plain_decimals(box)}}}"]
+        return [spelt_out, f"\\boxed{{{_plain_decimals(box.rstrip('.'))}}}"]
     if "$" not in response and (latex := _group(spelt_out[-_GROUP_CHARS:])):  # whose last number alone would be read
         return [rf"\boxed{{{latex}}}"]
     bare = spelt_out.strip().rstrip(".")
@@ -192,8 +194,8 @@ def _group(text: str) -> str | None:
     if group is None:
         return None
     found = group["numbers"] or group["named"] or group["brackets"]
-    is_joined = _CONJUNCTION.search(found) is not None
-    if not (is_joined or group["brackets"]) and _ASIDE.match(_SENTENCE.split(text[: group.start()])[-1].lstrip()):
+    ends_with_comma = _LAST_COMMA.search(found) is not None
+    if ends_with_comma and not group["brackets"] and _ASIDE.match(_SENTENCE.split(text[: group.start()])[-1].lstrip()):
         return None
     values = _UNION.sub(r"\\cup ", _CONJUNCTION.sub(",", _VARIABLE.sub("", found)))
     if group["named"] and len(set(_VARIABLE.findall(found))) > 1:
@@ -204,7 +206,7 @@ def _group(text: str) -> str | None:
 def _spelt_out(response: str) -> str:
     """Without what keeps math-verify from a number: markup, signs around it, a minus sign that is no hyphen."""
     plain = _NEXT_LINE.sub(r"\1;\n", _BULLET.sub("", response.replace("\u2212", "-")))
-    plain = _TAG.sub(" ", _BOLD.sub("", plain))
+    plain = _FULL_STOP.sub(" ;", _TAG.sub(" ", _BOLD.sub("", plain)))
     return _plain_decimals(_AFTER_COLON.sub(": ", _WRAPPED.sub(lambda found: f" {found[1] or found[2]} ", plain)))
 
 

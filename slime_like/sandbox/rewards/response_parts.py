@@ -4,13 +4,16 @@ import re
 import textwrap
 from collections.abc import Container, Iterator
 
-_THINKING, _THOUGHT = (re.compile(rf"(?<!['\"`]){tag}(?!['\"`])") for tag in ("<think>", "</think>"))
+_THOUGHT = "</think>"
+_QUOTED_TAG = re.compile(r"""(?<!`)`</?think>`(?!`)|(["'])</?think>\1""")
 _OPENING = re.compile(r"(`{3,})[ \t]*([^\s`]*)[^`]*$")
 
 
 def after_thinking(response: str) -> str:
     """The text behind the last ``</think>``, or all; of thinking that does not end, nothing. Quoted tags are text."""
-    return _THINKING.split(response[_answer_begin(response) :], maxsplit=1)[0]
+    begin = _answer_begin(response)
+    end = _without_quoted(response).find("<think>", begin)
+    return response[begin:] if end < 0 else response[begin:end]
 
 
 def last_match(pattern: str, response: str) -> str | None:
@@ -26,7 +29,13 @@ def last_match(pattern: str, response: str) -> str | None:
 
 
 def _answer_begin(response: str) -> int:
-    return max((end.end() for end in _THOUGHT.finditer(response)), default=0)
+    place = _without_quoted(response).rfind(_THOUGHT)
+    return 0 if place < 0 else place + len(_THOUGHT)
+
+
+def _without_quoted(response: str) -> str:
+    """The text, as long as it was, without quoted tags."""
+    return _QUOTED_TAG.sub(lambda found: " " * len(found[0]), response)
 
 
 def last_block(text: str, languages: Container[str]) -> str | None:

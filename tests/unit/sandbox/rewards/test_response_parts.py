@@ -2,7 +2,7 @@
 
 import pytest
 
-from slime_like.sandbox.rewards.response_parts import last_block, last_match
+from slime_like.sandbox.rewards.response_parts import after_thinking, last_block, last_match
 
 _PYTHON = ("python", "py")
 
@@ -26,6 +26,20 @@ _PYTHON = ("python", "py")
 )  # fmt: skip
 def test_the_last_block_of_a_language(text: str, block: str | None) -> None:
     assert last_block(text, _PYTHON) == block
+
+
+@pytest.mark.parametrize(
+    ("response", "answer"),
+    [
+        ("a", "a"), ("<think>a</think>b", "b"), ("a</think>b</think>c", "c"), ("a<think>b", "a"), ("<think>b", ""),
+        ('<think>"Paris"</think>Paris', "Paris"), ("<think>`a</think>b", "b"),
+        ("<think>```a```</think>```b```", "```b```"),
+        ('<think>`so 5', ""), ('{"t": "</think>"}', '{"t": "</think>"}'), ("I wrote `<think>`.", "I wrote `<think>`."),
+        ("S = '</think>'", "S = '</think>'"),
+    ],
+)  # fmt: skip
+def test_the_answer_stands_behind_the_thinking(response: str, answer: str) -> None:
+    assert after_thinking(response) == answer
 
 
 @pytest.mark.parametrize(
