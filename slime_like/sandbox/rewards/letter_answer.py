@@ -58,7 +58,7 @@ _CONCLUSION = re.compile(
 )
 _CHOICE_LINE = re.compile(r"[(\[{]?([A-J])(?:[)\]}]?[.:]?|(?:[)\]}]?[.:]|[)\]}])\s(?P<text>.*)|[)\]}]?(?: -|,)\s.*)")
 _LIST = re.compile(r"\s*(?:or\b|and\b|[,/&|]|[(\[]?[A-J][)\]]?\s*(?:[.;/|]|$))")
-_BEFORE, _BEHIND = 160, 80
+_BEFORE, _BEHIND, _NEAR = 160, 80, 20
 """Characters around a letter that are looked at."""
 
 
@@ -181,7 +181,7 @@ def _of_option(line: str) -> str | None:
     found = [each for each in _LETTER.finditer(line) if not _is_word(line, each)]
     if len({each[2] for each in found}) != 1 or _LOOKED_AT.search(line) or line.endswith("?"):
         return None
-    before = [line[: each.start()] for each in found]
+    before = [line[max(0, each.start() - _NEAR) : each.start()] for each in found]
     is_named = any(map(_NAMED.search, before)) and not _NEGATION.search(line)
     is_called = any(map(_IS.search, before)) and not _DENIED.search(line)
     return found[0][2] if is_named or is_called else None
