@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import islice
 
 from slime_like.sandbox.rewards.pool import RewardItem, RewardOutcome, RewardPool
 
@@ -34,6 +35,18 @@ class OwnAnswer:
 def has_failed(outcome: RewardOutcome) -> bool:
     """Whether scoring gave no result."""
     return "reason" in outcome.metadata
+
+
+def own_answers_by_source(
+    pool: RewardPool, samples: Sequence[tuple[str, Sequence[RewardItem]]]
+) -> list[tuple[str, list[OwnAnswer]]]:
+    """``score_own_answers`` of all sources' rows in one call, by source.
+
+    Raises:
+        RewardError: as ``RewardPool.score``.
+    """
+    answers = iter(score_own_answers(pool, [sample for _, of_source in samples for sample in of_source]))
+    return [(source, list(islice(answers, len(of_source)))) for source, of_source in samples]
 
 
 def score_own_answers(pool: RewardPool, items: Sequence[RewardItem]) -> list[OwnAnswer]:

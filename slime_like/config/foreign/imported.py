@@ -111,8 +111,7 @@ class Imported:
 
     @property
     def undecided(self) -> frozenset[str]:
-        """Fields that what is to be decided names: a configuration that has none of its own values for them is
-        rejected."""
+        """Fields without a value that an open point names; a configuration is rejected until the user sets them."""
         found = {*self.left}
         for setting, why in self.open_points.items():
             demand = _TO_SET.search(why)

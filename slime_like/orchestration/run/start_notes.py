@@ -3,10 +3,9 @@
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from itertools import islice
 
 from slime_like.checks.fsdp import BACKEND as FSDP
-from slime_like.checks.own_answers import score_own_answers
+from slime_like.checks.own_answers import own_answers_by_source
 from slime_like.checks.rows import first_samples
 from slime_like.checks.schedule import total_updates
 from slime_like.config import RunConfig
@@ -69,15 +68,13 @@ def answer_notes(config: RunConfig, rewards: RewardPool) -> Iterator[str]:
     names, first = [function.name for function in config.reward.functions], config.reward.functions[0]
     if SERVICES & set(names) or not (accepts_answers(first) or ":" in names[0]):
         return
-    samples = first_samples(config, _ANSWERS, _ANSWERS_OF_SOURCE)
-    answers = score_own_answers(rewards, [sample for _, of_source in samples for sample in of_source])
+    by_source = own_answers_by_source(rewards, first_samples(config, _ANSWERS, _ANSWERS_OF_SOURCE))
+    answers = [own for _, of_source in by_source for own in of_source]
     failed = [own.outcome.metadata for own in answers if own.has_failed]
     if failed:
         rows = f"{len(failed)} of the first {counted(len(answers), 'row')}"
         yield f"rewards fail on {rows}, with the row's answer as the response ({failure_text(failed)})"
-    left = iter(answers)
-    for source, of_source in samples:
-        of_rows = list(islice(left, len(of_source)))
+    for source, of_rows in by_source:
         wrong = [own.item.answer for own in of_rows if not (own.is_success or own.has_failed)]
         if wrong:
             shown = wrong[0][:_SHOWN_CHARS] + ("..." if len(wrong[0]) > _SHOWN_CHARS else "")

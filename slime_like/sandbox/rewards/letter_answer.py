@@ -138,13 +138,17 @@ def _goes_on(text: str, found: re.Match[str]) -> bool:
     return not ("or" not in words and _VERB.match(behind, follower.end()))
 
 
+def _before(text: str, found: re.Match[str]) -> str:
+    return text[max(0, found.start() - _BEFORE) : found.start()]
+
+
 def _clause(text: str, found: re.Match[str]) -> str:
     """What stands before the letter, of its clause."""
-    return _CLAUSE_END.split(text[max(0, found.start() - _BEFORE) : found.start()])[-1]
+    return _CLAUSE_END.split(_before(text, found))[-1]
 
 
 def _is_answer(text: str, found: re.Match[str]) -> bool:
-    before = text[max(0, found.start() - _BEFORE) : found.start()]
+    before = _before(text, found)
     claim = _ANSWER.search(before)
     if claim is None or not (_LINK.search(claim[1]) or _CONFIRMED.match(text, found.end())):
         return False
@@ -154,7 +158,7 @@ def _is_answer(text: str, found: re.Match[str]) -> bool:
 
 def _is_in_words(text: str, found: re.Match[str]) -> bool:
     """``The answer is: Rome (B)``."""
-    before = text[max(0, found.start() - _BEFORE) : found.start()]
+    before = _before(text, found)
     return (
         found[1] == "(" and _ANSWER_IN_WORDS.search(before) is not None and not _NEGATION.search(_clause(text, found))
     )
@@ -201,7 +205,8 @@ def _of_line(line: str) -> str | None:
 
 def _of_lines(lines: list[str]) -> str | None:
     """The letter of the lines that begin with a choice; of several, that of a last line that repeats one."""
-    letters = [letter for letter in map(_of_line, lines) if letter]
-    if len(set(letters)) == 1:
-        return letters[0]
-    return letters[-1] if letters.count(letters[-1] if letters else "") > 1 and _of_line(lines[-1]) else None
+    letters = [_of_line(line) for line in lines]
+    chosen = {letter for letter in letters if letter}
+    if len(chosen) == 1:
+        return chosen.pop()
+    return letters[-1] if letters and letters.count(letters[-1]) > 1 else None

@@ -37,7 +37,7 @@ _WRAPPED = re.compile(rf"""(?:(?<=[\s:])|^)(?:["'`*#~]+{_SIGNED}["'`*]*|[(\[{{]{
 _BULLET = re.compile(r"""^\s*-\s+(?=["'`*#~(\[{<])""", re.MULTILINE)
 # A line that begins with a sign, or a number, does not go on with what the line before ends with.
 _NEXT_LINE = re.compile(r"(?<=\d)([.,;:!?]?)\s*\n\s*(?=[-\d])")
-_FULL_STOP = re.compile(r"(?<=/\d)\.(?=\s|$)|(?<=/\d\d)\.(?=\s|$)|(?<=/\d\d\d)\.(?=\s|$)")
+_FULL_STOP = re.compile(r"(/\d{1,3})\.(?=\s|$)")
 _AFTER_COLON = re.compile(r"(?<=[A-Za-z]):(?=-?[\d.])")
 _PLAIN = r"-?\d+(?:\.\d+)?(?:/\d+)?"
 _VALUE = rf"(?:{_PLAIN}|-?(?:oo|inf|infinity|[a-z]))"
@@ -55,7 +55,8 @@ _GROUP = re.compile(
 _GROUP_CHARS = 300
 # Begins a sentence in which a number stands before a comma by chance: in 2020, 5.
 _ASIDE = re.compile(
-    r"(?:(?:and|but|hence|now|so|then|therefore|thus),?\s+)?(?:\w{2,}ing|after|as|at|because|before|by|during|for|from|given|if|in|let|on|once|since|suppose|when|where|while|with)\b"
+    r"(?:(?:and|but|hence|now|so|then|therefore|thus),?\s+)?(?:\w{2,}ing|after|as|at|because|before|by|during|for|from|"
+    r"given|if|in|let|on|once|since|suppose|when|where|while|with)\b"
     r"[^.!?;:\n]*$",
     re.IGNORECASE,
 )
@@ -206,7 +207,7 @@ def _group(text: str) -> str | None:
 def _spelt_out(response: str) -> str:
     """Without what keeps math-verify from a number: markup, signs around it, a minus sign that is no hyphen."""
     plain = _NEXT_LINE.sub(r"\1;\n", _BULLET.sub("", response.replace("\u2212", "-")))
-    plain = _FULL_STOP.sub(" ;", _TAG.sub(" ", _BOLD.sub("", plain)))
+    plain = _FULL_STOP.sub(r"\1 ;", _TAG.sub(" ", _BOLD.sub("", plain)))
     return _plain_decimals(_AFTER_COLON.sub(": ", _WRAPPED.sub(lambda found: f" {found[1] or found[2]} ", plain)))
 
 

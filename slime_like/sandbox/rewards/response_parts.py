@@ -11,9 +11,8 @@ _OPENING = re.compile(r"(`{3,})[ \t]*([^\s`]*)[^`]*$")
 
 def after_thinking(response: str) -> str:
     """The text behind the last ``</think>``, or all; of thinking that does not end, nothing. Quoted tags are text."""
-    begin = _answer_begin(response)
-    end = _without_quoted(response).find("<think>", begin)
-    return response[begin:] if end < 0 else response[begin:end]
+    begin, end = _answer_span(response)
+    return response[begin:end]
 
 
 def last_match(pattern: str, response: str) -> str | None:
@@ -21,21 +20,19 @@ def last_match(pattern: str, response: str) -> str | None:
 
     A match inside the thinking does not count; one that begins there does, if there is none behind.
     """
-    begin = _answer_begin(response)
-    matches = list(re.finditer(pattern, after_thinking(response)))
+    begin, end = _answer_span(response)
+    matches = list(re.finditer(pattern, response[begin:end]))
     if begin and not matches:
         matches = [match for match in re.finditer(pattern, response) if match.end() >= begin]
     return (matches[-1].group(1 if matches[-1].re.groups else 0) or "") if matches else None
 
 
-def _answer_begin(response: str) -> int:
-    place = _without_quoted(response).rfind(_THOUGHT)
-    return 0 if place < 0 else place + len(_THOUGHT)
-
-
-def _without_quoted(response: str) -> str:
-    """The text, as long as it was, without quoted tags."""
-    return _QUOTED_TAG.sub(lambda found: " " * len(found[0]), response)
+def _answer_span(response: str) -> tuple[int, int]:
+    unquoted = _QUOTED_TAG.sub(lambda found: " " * len(found[0]), response)
+    thought = unquoted.rfind(_THOUGHT)
+    begin = 0 if thought < 0 else thought + len(_THOUGHT)
+    thinking = unquoted.find("<think>", begin)
+    return begin, len(response) if thinking < 0 else thinking
 
 
 def last_block(text: str, languages: Container[str]) -> str | None:

@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import islice
 
-from slime_like.checks.own_answers import OwnAnswer, has_failed, score_own_answers
+from slime_like.checks.own_answers import OwnAnswer, has_failed, own_answers_by_source
 from slime_like.checks.rows import first_samples
 from slime_like.config import RunConfig
 from slime_like.config.rollout import RewardFunction
@@ -34,7 +34,8 @@ def answer_findings(config: RunConfig) -> Iterator[Finding]:
     try:
         with RewardPool(config.reward) as pool:
             pool.start()
-            answers = score_own_answers(pool, [sample for _, of_source in samples for sample in of_source])
+            by_source = own_answers_by_source(pool, samples)
+            answers = [own for _, of_source in by_source for own in of_source]
             begun = time.monotonic()
             again = pool.score([own.with_response(own.item.answer) for own in answers])
             seconds = time.monotonic() - begun
@@ -49,9 +50,8 @@ def answer_findings(config: RunConfig) -> Iterator[Finding]:
     if failed:
         text = f"scoring failed for {len(failed)} of {counted(len(tried), 'own answer')}"
         yield Finding("FOUND", "rewards", f"{text} ({failure_text(failed)})")
-    left = iter(answers)
-    for source, of_source in samples:
-        yield _successes(config.reward.functions[0], list(islice(left, len(of_source))), source)
+    for source, of_source in by_source:
+        yield _successes(config.reward.functions[0], of_source, source)
     yield from _inconstant(answers, again)
     if names[0] == "code" and (passed := sum(outcome.successes[0] > 0 for outcome in of_silence)):
         text = f"the tests of {passed} of {counted(len(answers), 'row')} pass for an empty program"

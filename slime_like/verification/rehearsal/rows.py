@@ -51,10 +51,10 @@ def row_findings(config: RunConfig, tokenizer: Any) -> Iterator[Finding]:
 
 
 def _hidden_choices(part: DataConfig, source: str) -> Iterator[Finding]:
-    """Choices in a column of their own, of which a prompt under a key has none."""
-    for file in part.train[:1]:
+    """Rows whose prompt does not show the choices that stand in another column."""
+    for file in part.train[:1] if part.format == "keys" else ():
         for row in islice(read_rows(file), 1):
-            found = question_and_letter(row.values) if part.format == "keys" else None
+            found = question_and_letter(row.values)
             prompt = str(row.get(part.prompt_key))
             if found is not None and not all(line[3:] in prompt for line in found[0].splitlines()[-2:]):
                 text = f"rows of {source} have choices, which {part.prompt_key!r} does not show"
