@@ -96,13 +96,7 @@ LANES = {
 WAITING, COMPUTING = ("hosts", "faults", "end_to_end"), ("engines", "mutation", "parallel")
 
 
-def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption(rejections.WRITE, action="store_true", help="rewrite tests/sentences.json for the tests that run")
-
-
 def pytest_configure(config: pytest.Config) -> None:
-    if config.getoption(rejections.WRITE) and config.getoption("numprocesses", None):
-        raise pytest.UsageError(f"{rejections.WRITE} needs one process; add -n 0")
     for lane, description in LANES.items():
         config.addinivalue_line("markers", f"{lane}: {description}")
 
@@ -187,29 +181,6 @@ def trained(tiny: Tiny, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return run_dir
 
 
-@pytest.fixture(scope="session")
-def _sentences(request: pytest.FixtureRequest) -> Iterator[dict[str, list[str]] | None]:
-    """The golden file's; ``None`` while it is rewritten."""
-    yield None if request.config.getoption(rejections.WRITE) else rejections.read()
-
-
-@pytest.fixture(scope="session")
-def _rewritten(request: pytest.FixtureRequest) -> Iterator[dict[str, list[str]]]:
-    rewritten: dict[str, list[str]] = {}
-    yield rewritten
-    if request.config.getoption(rejections.WRITE):
-        rejections.write(rewritten)
-
-
 @pytest.fixture
-def rejects(
-    request: pytest.FixtureRequest,
-    tmp_path_factory: pytest.TempPathFactory,
-    _sentences: dict[str, list[str]] | None,
-    _rewritten: dict[str, list[str]],
-) -> Iterator[rejections.Rejects]:
-    test = request.node.nodeid
-    expected = None if _sentences is None else _sentences.get(test, [])
-    expecting = rejections.Rejects(test, expected, tmp_path_factory.getbasetemp())
-    yield expecting
-    _rewritten[test] = expecting.sentences
+def rejects() -> rejections.Rejects:
+    return rejections.Rejects()
