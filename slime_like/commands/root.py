@@ -8,7 +8,6 @@ from collections.abc import Sequence
 from slime_like import __version__
 from slime_like.commands import (
     convert,
-    import_config,
     launch,
     plan,
     rehearse,
@@ -39,7 +38,6 @@ COMMANDS: Sequence[Command] = (
     *convert.COMMANDS,
     tiny_model.COMMAND,
     tasks.COMMAND,
-    import_config.COMMAND,
     report.COMMAND,
 )
 _GROUPS = {

@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from shlex import quote
 from typing import Any
 
 from pydantic import ValidationError
@@ -101,9 +100,6 @@ def _read(path: Path | None) -> Document:
         remedy = f"did you mean {other}?" if other.is_file() else "give a YAML configuration file"
         raise ConfigError(f"{path}: cannot be read ({reason}); {remedy}", code="file-unreadable") from error
     document = read_document(text, str(path))
-    if path.suffix == ".sh" and not isinstance(document.data, dict):
-        remedy = f"if it launches another project's run, convert it: slime-like import-config {quote(str(path))}"
-        raise ConfigError(f"{path}: is a shell script, not a YAML configuration; {remedy}", code="file-content")
     if document.data is None and not document.problems:
         document.problems.append(Problem("file-content", f"{path}: holds no settings; give `key: value` lines"))
     if not isinstance(document.data, dict | None):

@@ -64,7 +64,7 @@ def describe_all(details: Sequence[ErrorDetails], origins: dict[str, str]) -> li
 def did_you_mean(name: str, known: Sequence[str], flag: bool = False) -> str:
     """``did you mean X?``, or where to find the names when nothing is near."""
     if name in SECTIONS:
-        return "if the file is verl's, convert it: slime-like import-config FILE"
+        return "verl uses this name; docs/coming_from.md lists the field here for each of verl's names"
     parts = name.replace("-", "_").split(".")
     if absent := ABSENT.get(".".join(parts[-2:]), ABSENT.get(parts[-1])):
         return absent
