@@ -18,7 +18,6 @@ from slime_like.commands import (
     train,
     verify,
     verify_engine,
-    verify_template,
 )
 from slime_like.commands.command import Command
 from slime_like.config.reading.flags import sets_field
@@ -33,7 +32,6 @@ COMMANDS: Sequence[Command] = (
     rehearse.COMMAND,
     score.COMMAND,
     verify.COMMAND,
-    verify_template.COMMAND,
     verify_engine.COMMAND,
     *convert.COMMANDS,
     tiny_model.COMMAND,
@@ -41,7 +39,7 @@ COMMANDS: Sequence[Command] = (
     report.COMMAND,
 )
 _GROUPS = {
-    "verify": ("compare parallel layouts with one rank, try an engine, or judge a chat template", None),
+    "verify": ("compare parallel layouts with one rank, or try an engine", None),
     "convert": ("convert checkpoints between Hugging Face and Megatron, or compare them", convert.DESCRIPTION),
 }
 _OPTION = re.compile(r"^--\w[\w-]*(?=$|=)")
