@@ -1,6 +1,6 @@
 """The calculator as a program that is an agent: any language would do. It calls the model by Anthropic's client.
 
-``rollout.agent.command: [python, -m, slime_like.examples.calculator_program, "{task_file}", "{result_file}"]``; address
+``rollout.agent.command: [python, docs/examples/agents/calculator_program.py, "{task_file}", "{result_file}"]``; address
 and key are in the variables ``ANTHROPIC_BASE_URL`` and ``ANTHROPIC_API_KEY``, where the client looks for them.
 """
 
