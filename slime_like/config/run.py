@@ -51,7 +51,7 @@ class ReferenceConfig(Section):
     left."""
 
 
-DataFormat = Literal["keys", "gsm8k", "math", "dapo", "openr1", "choices"]
+DataFormat = Literal["keys", "gsm8k", "math", "dapo", "openr1"]
 
 
 class DataSource(Section):

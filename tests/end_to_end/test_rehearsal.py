@@ -202,11 +202,6 @@ def _tested_by(tests: str) -> Callable[[Recipe], None]:
     return put
 
 
-def _unasked(recipe: Recipe) -> None:
-    rows = [{"question": f"{a}+1=", "choices": ["7", str(a + 1)], "answer": "B"} for a in range(12)]
-    recipe.write(recipe.train, [{**row, "prompt": row["question"]} for row in rows])
-
-
 def _late(recipe: Recipe) -> None:
     recipe.flags += ["--trainer.optimizer.warmup_steps", "500"]
 
@@ -229,7 +224,6 @@ def _late(recipe: Recipe) -> None:
             "only define, so that every program passes",
         ),
         (_tested_by("print('tested')"), "FOUND", "rewards", "the tests of 12 of 20 rows pass for an empty program"),
-        (_unasked, "FOUND", "prompts", "have choices, which 'prompt' does not show; set data.format: choices"),
         (_late, "note", "settings", "trainer.optimizer.warmup_steps=500 lasts longer than the run's"),
         (_answered_by("1000", "--rollout.max_new_tokens", "1"), "note", "answers", "max_new_tokens=1; raise it"),
     ],

@@ -3,13 +3,10 @@
 import re
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
-from itertools import islice
 from typing import Any, Literal
 
 from slime_like.checks.rows import samples_of, sources_of
-from slime_like.config import DataConfig, RunConfig
-from slime_like.data.choices import LETTERS, question_and_letter
-from slime_like.data.rows import read_rows
+from slime_like.config import RunConfig
 from slime_like.sandbox.rewards.pool import RewardItem
 from slime_like.sandbox.rewards.registry import accepts_answers
 from slime_like.system.latex import boxed
@@ -32,7 +29,6 @@ def row_findings(config: RunConfig, tokenizer: Any) -> Iterator[Finding]:
     rows: list[RewardItem] = []
     for source, part in sources_of(config):
         of_source = list(samples_of(part))
-        yield from _hidden_choices(part, source)
         yield from asked_answers(of_source, source)
         yield from _whole_solutions(config, of_source, source)
         yield from _too_long(config, tokenizer, of_source, source)
@@ -48,17 +44,6 @@ def row_findings(config: RunConfig, tokenizer: Any) -> Iterator[Finding]:
         text = "all answers are letters, which multiple_choice finds in a response"
         yield Finding("note", "answers", f"{text}; set reward.functions")
     yield from _prompts(rows, has_bare_answers=accepts_answers(config.reward.functions[0]))
-
-
-def _hidden_choices(part: DataConfig, source: str) -> Iterator[Finding]:
-    """Rows whose prompt does not show the choices that stand in another column."""
-    for file in part.train[:1] if part.format == "keys" else ():
-        for row in islice(read_rows(file), 1):
-            found = question_and_letter(row.values)
-            prompt = str(row.get(part.prompt_key))
-            if found is not None and not all(line[3:] in prompt for line in found[0].splitlines()[-2:]):
-                text = f"rows of {source} have choices, which {part.prompt_key!r} does not show"
-                yield Finding("FOUND", "prompts", f"{text}; set data.format: choices")
 
 
 def _prompts(rows: Sequence[RewardItem], has_bare_answers: bool) -> Iterator[Finding]:
@@ -122,7 +107,7 @@ def _is_solution(answer: str) -> bool:
 
 
 def _is_letter(answer: str) -> bool:
-    return len(answer) == 1 and answer in LETTERS
+    return len(answer) == 1 and answer in "ABCDEFGHIJ"
 
 
 def _is_sentence(answer: str) -> bool:
