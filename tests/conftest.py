@@ -90,7 +90,7 @@ LANES = {
     "process": "starts processes, or takes longer than a second",
     "benchmarks": "the arithmetic of the benchmarks",
     "gpu": "needs a CUDA device",
-    "unit": "one process, at most a second a test",
+    "unit": "one process, well below a second a test",
 }
 """Marker of every test, named like its folder. The short ones come last: no file runs alone at the end."""
 WAITING, COMPUTING = ("hosts", "faults", "end_to_end"), ("engines", "mutation", "parallel")
