@@ -7,7 +7,8 @@ from difflib import get_close_matches
 from types import ModuleType
 from typing import Any
 
-from slime_like.config.reading.yaml_text import read_value
+import yaml
+
 from slime_like.errors import ConfigError
 
 _CHECKED_ROWS = 8
@@ -86,7 +87,7 @@ def imported_library() -> ModuleType:
 def _dataset(
     library: ModuleType, task: str, level: int | None, settings: Mapping[str, str], size: int, seed: int
 ) -> Any:
-    given = {name: read_value(text) for name, text in settings.items()}
+    given = {name: yaml.safe_load(text) for name, text in settings.items()}
     _require_settings(task, given, library.factory.DATASETS[task][1])
     given |= {"size": max(1, size), "seed": seed}
     try:
