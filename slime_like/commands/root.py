@@ -8,7 +8,6 @@ from collections.abc import Sequence
 from slime_like import __version__
 from slime_like.commands import (
     convert,
-    import_config,
     launch,
     plan,
     rehearse,
@@ -19,7 +18,6 @@ from slime_like.commands import (
     train,
     verify,
     verify_engine,
-    verify_template,
 )
 from slime_like.commands.command import Command
 from slime_like.config.reading.fields import all_fields
@@ -34,16 +32,14 @@ COMMANDS: Sequence[Command] = (
     rehearse.COMMAND,
     score.COMMAND,
     verify.COMMAND,
-    verify_template.COMMAND,
     verify_engine.COMMAND,
     *convert.COMMANDS,
     tiny_model.COMMAND,
     tasks.COMMAND,
-    import_config.COMMAND,
     report.COMMAND,
 )
 _GROUPS = {
-    "verify": ("compare parallel layouts with one rank, try an engine, or judge a chat template", None),
+    "verify": ("compare parallel layouts with one rank, or try an engine", None),
     "convert": ("convert checkpoints between Hugging Face and Megatron, or compare them", convert.DESCRIPTION),
 }
 _OPTION = re.compile(r"^--\w[\w-]*(?=$|=)")
