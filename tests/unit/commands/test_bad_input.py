@@ -70,7 +70,7 @@ TOGETHER: list[tuple[str, bool, list[str], list[str]]] = [
     ('{"prompt": "a"}', False, ["--rollout.top_p", "5"], ["field-range"]),
     ("", True, ["--rollout.engine", "x"], ["rollout.engine", "model.family", NO_TOKENIZER, BAD_ROW]),
     ('{"prompt": "a"}', False, NO_MODEL.split(), ["model.path", "trainer.layout", "trainer.token-budget", BAD_ROW]),
-    ("{}", False, ["--rollout.max_new_token", "8", "--algorithm.clip_low", "-1"], ["field-range", "field-unknown"]),
+    ("{}", False, ["--rollout.max_new_token", "8", "--algorithm.clip_low", "-1"], ["field-unknown", "field-range"]),
 ]
 
 
@@ -133,7 +133,7 @@ def test_the_sentence_names_what_is_there_instead(
     (tmp_path / "train.jsonl").write_text('{"question": "1+1=", "answer": "2"}\n')
     for flags, codes in (
         (["--model.path", "Qwen/Qwen2.5-0.5B"], ["model.path", "data.rows"]),
-        (["--rollout-batch-size", "8"], ["field-unknown", "data.rows"]),
+        (["--rollout-batch-size", "8"], ["field-unknown"]),
         (["--resume", "first"], ["resume", "data.rows"]),
     ):
         with rejects(ConfigError) as caught:
