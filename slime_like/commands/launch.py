@@ -6,11 +6,10 @@ import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from slime_like.checks.definition import training_needs
 from slime_like.commands.command import Command, has_flag
-from slime_like.commands.reading import read_config
 from slime_like.config import RunConfig
 from slime_like.config.launch import DEFAULT_PORT, LaunchOptions
+from slime_like.config.reading.load import load_config
 from slime_like.errors import ConfigError
 from slime_like.system.node_list import expand_node_list
 from slime_like.system.words import counted
@@ -74,7 +73,7 @@ def _run(given: argparse.Namespace, flags: list[str]) -> int:
             raise ConfigError(problem, code="flag-excluded")
     names = _slurm_names(given.slurm_nodes)
     options = _options(given, names, tuple(flags))
-    config = read_config(options.config, flags, training_needs)
+    config = load_config(options.config, flags)
     if given.dry_run:
         print(*_dry_run(options, config, names), sep="\n")
         return 0

@@ -9,7 +9,7 @@ from pathlib import Path
 from threading import Event
 
 from slime_like.commands.command import Command, given_path
-from slime_like.commands.reading import read_config
+from slime_like.config.reading.load import load_config
 from slime_like.errors import ConfigError
 from slime_like.system.words import counted
 
@@ -29,7 +29,7 @@ def _run(options: argparse.Namespace, flags: list[str]) -> int:
             f"--small_steps={options.small_steps} must be at least {_LEAST_STEPS}: before and after the kill",
             code="argument-value",
         )
-    config = read_config(options.config, flags, lambda _: frozenset())
+    config = load_config(options.config, flags)
     from slime_like.verification.rehearsal.rehearsal import rehearse
 
     found, kept = 0, Event()

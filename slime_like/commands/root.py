@@ -20,7 +20,7 @@ from slime_like.commands import (
     verify_engine,
 )
 from slime_like.commands.command import Command
-from slime_like.config.reading.flags import sets_field
+from slime_like.config.reading.fields import all_fields
 from slime_like.errors import REFUSED
 from slime_like.system.interrupts import InterruptHandler
 
@@ -58,7 +58,11 @@ def run(argv: Sequence[str]) -> int:
         sys.path.append("")  # custom code in the current directory is found, behind everything that is installed
     options, flags = named[0].parse(argv[len(named[0].words) :])
     # What is unknown is named as it was given.
-    return named[0].run(options, [flag if sets_field(flag) else given.get(flag, flag) for flag in flags])
+    return named[0].run(options, [given.get(flag, flag) if _name(flag) not in all_fields() else flag for flag in flags])
+
+
+def _name(flag: str) -> str:
+    return flag.removeprefix("--").partition("=")[0]
 
 
 def _with_underscores(argument: str) -> str:

@@ -7,7 +7,7 @@ from typing import Literal, Self
 from pydantic import Field, field_validator
 
 from slime_like.config.algorithm import AlgorithmConfig
-from slime_like.config.base import Section, absolute_path
+from slime_like.config.base import Section
 from slime_like.config.gpus import GpuName
 from slime_like.config.rollout import RewardConfig, RolloutConfig, SyncConfig
 from slime_like.config.trainer import ParallelConfig, TrainerConfig
@@ -61,11 +61,6 @@ class DataSource(Section):
     files: tuple[Path, ...] = Field(min_length=1, description="As `data.train`.")
     weight: float = Field(1.0, gt=0, description="Share of the prompts, relative to the other sources.")
     format: DataFormat | None = Field(None, description="As `data.format`, which is the default.")
-
-    @field_validator("files")
-    @classmethod
-    def _absolute(cls, files: tuple[Path, ...]) -> tuple[Path, ...]:
-        return tuple(map(absolute_path, files))
 
 
 class DataConfig(Section):

@@ -5,7 +5,8 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from types import ModuleType
 from typing import Any
 
-from slime_like.config.reading.yaml_text import read_value
+from omegaconf import OmegaConf
+
 from slime_like.errors import ConfigError
 
 _CHECKED_ROWS = 8
@@ -79,7 +80,8 @@ def imported_library() -> ModuleType:
 def _dataset(
     library: ModuleType, task: str, level: int | None, settings: Mapping[str, str], size: int, seed: int
 ) -> Any:
-    given = {name: read_value(text) for name, text in settings.items()}
+    written = OmegaConf.from_dotlist([f"{name}={text}" for name, text in settings.items()])
+    given: dict[str, Any] = dict(OmegaConf.to_container(written))  # type: ignore[arg-type]
     given |= {"size": max(1, size), "seed": seed}
     try:
         if level is None:

@@ -94,10 +94,6 @@ def sections(model: type[BaseModel] = RunConfig, prefix: str = "", description: 
         yield from sections(*section)
 
 
-UNDECIDED = "???"
-"""In a file, the value of a field that its user has to decide."""
-
-
 def all_fields() -> dict[str, Field]:
     """Return the leaves by dotted name."""
     return {field.name: field for section in _of_a_run() for field in section.fields}

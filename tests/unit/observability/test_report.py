@@ -299,7 +299,7 @@ def test_custom_tables_are_shown(tmp_path: Path, logger: MetricLogger) -> None:
         ({"metrics.jsonl": '{"step": 1}\n[2]\n'}, "damaged-line"),
         ({"metrics.jsonl": '{"step": 1}\n{"st\n'}, "damaged-line"),
         ({"metrics.jsonl": '{"step": 1}\n', "config.yaml": "a: [\n"}, "yaml-syntax"),
-        ({"metrics.jsonl": '{"step": 1}\n', "config.yaml": "- a\n"}, "config"),
+        ({"metrics.jsonl": '{"step": 1}\n', "config.yaml": "- a\n"}, "file-content"),
         ({"metrics.jsonl": '{"step": 1}\n', "tables/t.jsonl": '{"step": 1}\n{}\n'}, "damaged-line"),
         ({"metrics.jsonl": '{"step": 1}\n', "tables/t.jsonl": '{"s\n'}, "damaged-line"),
     ],
