@@ -43,8 +43,8 @@ class SeededSampler(Sampler):
         logprobs = (logits / sampling_info.temperatures).log_softmax(dim=-1)
         tokens = logits.argmax(dim=-1)
         if not sampling_info.is_all_greedy:
-            numbers, wanted = uniforms(sampling_info.sampling_seed, positions), _wanted(top_logprobs_nums, logits.device)
-            drawn = draw(logprobs, numbers, _limits(sampling_info), wanted)
+            numbers = uniforms(sampling_info.sampling_seed, positions)
+            drawn = draw(logprobs, numbers, _limits(sampling_info), _wanted(top_logprobs_nums, logits.device))
             tokens = torch.where(sampling_info.top_ks == 1, tokens, drawn)
         if return_logprob:
             result = self.output_logprob_processor.compute_logprobs(
