@@ -206,6 +206,6 @@ class SyncConfig(Section):
     probe_tolerance: float | None = Field(None, gt=0)
     """Largest gap of the probe's logprobs between engine and trainer. float32: largest difference; default: 3e-5 per
     layer times the standard deviation of the trainer's logprobs, at least 1e-4. bfloat16: median difference over that
-    standard deviation; default: 0.11 (mixture of experts: 0.35), and after the first sync at most three times as much
+    standard deviation; default: 0.11 (mixture of experts: 0.3), and after the first sync at most three times as much
     as then, or 0.05."""
     timeout_s: float = Field(300.0, gt=0, description="Timeout of one sync.")
