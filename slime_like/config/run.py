@@ -221,6 +221,11 @@ class RunConfig(Section):
         in_use = self.algorithm.needs_reference and not self.supervised and self.debug.load_rollouts is None
         return self.reference.workers if in_use and self.reference.placement == "workers" else 0
 
+    def bucket_bytes(self, on_gpus: bool) -> int:
+        """Return the largest bucket of a weight sync. GPUs that engines share have room: their KV cache is away."""
+        roomy = on_gpus and self.cluster.placement == "colocated"
+        return int((self.sync.bucket_mb or (1024 if roomy else 256)) * 2**20)
+
     @property
     def samples_after_saves(self) -> bool:
         """True if sampling follows a checkpoint, without a weight sync between them."""
