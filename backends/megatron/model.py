@@ -172,6 +172,8 @@ def _parallelism(config: RunConfig, dtype: torch.dtype) -> dict[str, Any]:
         "variable_seq_lengths": not interleaved,
         "overlap_p2p_comm": overlapped,
         "batch_p2p_comm": not overlapped,
+        # Only old versions of torch need the device synchronized after batched messages.
+        "batch_p2p_sync": False,
     }
 
 
