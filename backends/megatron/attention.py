@@ -26,8 +26,15 @@ def attention_of(trainer: TrainerConfig, dimensions: ModelDimensions, on_cuda: b
         return trainer.attention
     if trainer.share_prefixes:
         return "allgather"
-    can_run = on_cuda and dimensions.latent is None and has_transformer_engine()
-    return "transformer_engine" if can_run else "ring"
+    return "transformer_engine" if uses_transformer_engine(trainer, dimensions, on_cuda) else "ring"
+
+
+def uses_transformer_engine(trainer: TrainerConfig, dimensions: ModelDimensions, on_cuda: bool) -> bool:
+    """Return whether Transformer Engine's modules make up the layers. ``auto`` takes them wherever they can run, also
+    around the attention of shared prefixes."""
+    if trainer.attention != "auto":
+        return trainer.attention == "transformer_engine"
+    return on_cuda and dimensions.latent is None and has_transformer_engine()
 
 
 def context_layout_of(attention: Attention) -> Layout:

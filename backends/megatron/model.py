@@ -10,11 +10,11 @@ from megatron.core.transformer.enums import ModelType
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 from torch import Tensor
 
-from backends.megatron.attention import attention_of
+from backends.megatron.attention import attention_of, uses_transformer_engine
 from backends.megatron.experts import can_be_grouped
 from backends.megatron.head import LogprobModel
 from backends.megatron.parallel import expert_tensor_size
-from backends.megatron.specs import block_spec, is_fused
+from backends.megatron.specs import Layers, block_spec, is_fused
 from slime_like.checks.layout import layers_per_stage
 from slime_like.config import RunConfig
 from slime_like.models.dimensions import ModelDimensions
@@ -198,7 +198,10 @@ def build_chunks(config: RunConfig, dimensions: ModelDimensions) -> list[Logprob
     """This rank's model chunks, one per virtual pipeline stage, weights still unset (vocabulary padding is zero)."""
     as_gpu = torch.cuda.is_available() or config.trainer.cpu_kernels == "off"
     transformer = transformer_config(config, dimensions, as_gpu)
-    chunks = _build(config, dimensions, transformer, is_fused(config.trainer, transformer.params_dtype))
+    layers: Layers = "kernels" if is_fused(config.trainer, transformer.params_dtype) else "local"
+    if uses_transformer_engine(config.trainer, dimensions, torch.cuda.is_available()):
+        layers = "transformer_engine"
+    chunks = _build(config, dimensions, transformer, layers)
     if torch.cuda.is_available():
         for chunk in chunks:
             chunk.cuda(torch.cuda.current_device())
@@ -210,16 +213,16 @@ def build_meta_chunks(config: RunConfig, dimensions: ModelDimensions) -> list[Lo
     transformer = transformer_config(config, dimensions, as_gpu=True)
     on_host = replace(transformer, use_cpu_initialization=True, perform_initialization=False)
     with torch.device("meta"):
-        return _build(config, dimensions, on_host, fused=False)
+        return _build(config, dimensions, on_host, "local")
 
 
 def _build(
-    config: RunConfig, dimensions: ModelDimensions, transformer: TransformerConfig, fused: bool
+    config: RunConfig, dimensions: ModelDimensions, transformer: TransformerConfig, layers: Layers
 ) -> list[LogprobModel]:
     virtual = config.trainer.parallel.virtual_pipeline
     attention = attention_of(config.trainer, dimensions, torch.cuda.is_available())
     rows = None
-    if fused:
+    if layers == "kernels":
         from slime_like.cpu.kernels.operators import FusedLogitRows  # needs Numba
 
         rows = FusedLogitRows()
@@ -228,7 +231,7 @@ def _build(
         place: dict[str, Any] = {"vp_stage": stage, "ignore_virtual": stage is None}
         model = LogprobModel(
             config=transformer,
-            transformer_layer_spec=block_spec(transformer, attention, fused, stage),
+            transformer_layer_spec=block_spec(transformer, attention, layers, stage),
             vocab_size=padded_vocab_size(dimensions.vocab_size, config.trainer.parallel.tensor),
             max_sequence_length=dimensions.max_position_embeddings,
             pre_process=parallel_state.is_pipeline_first_stage(**place),
