@@ -59,8 +59,7 @@ def transformer_config(config: RunConfig, dimensions: ModelDimensions, as_gpu: b
         bias_activation_fusion=as_gpu,
         bias_dropout_fusion=False,
         masked_softmax_fusion=False,
-        # Without Transformer Engine Megatron's own layers need APEX for it. Transformer Engine's, with it, write over
-        # the sums so far in the first micro-batch of a schedule: a step here is several windows, each a schedule.
+        # Megatron's own layers need APEX for it; Transformer Engine's get it in ``_build``.
         gradient_accumulation_fusion=False,
         # Its kernels take one table for all positions; here every micro-batch has its own (``rotary.py``).
         apply_rope_fusion=False,
@@ -242,6 +241,10 @@ def _build(
             position_embedding_type="none",
             vp_stage=stage,
         )
+        if layers == "transformer_engine":
+            from backends.megatron.transformer_engine import add_weight_gradients_in_float32
+
+            add_weight_gradients_in_float32(model)
         model.true_vocab_size = dimensions.vocab_size
         model.chunk_tokens = config.trainer.head_chunk_tokens
         model.entropy_gradient = config.algorithm.entropy_coef > 0

@@ -57,6 +57,9 @@ def _trained(placement: RankPlacement, config: RunConfig, packs: Any, denominato
 
     class Exporting(MegatronTrainer):
         def shutdown(self) -> None:
+            linear = [m for m in self.chunks[0].modules() if hasattr(m, "fuse_wgrad_accumulation")]
+            assert len(linear) == 4 * self.dimensions.num_layers
+            assert all(module.fuse_wgrad_accumulation for module in linear)
             exported.update(exported_from(self))
             super().shutdown()
 
