@@ -12,7 +12,12 @@ from backends.common.step.balance import RoutedTokens
 from backends.common.step.packs import ResponseRows
 from backends.megatron.rotary import apply_rotary
 from slime_like.algorithms.context import Layout
-from slime_like.checks.packages import attention_problems, has_transformer_engine, missing_flash_attention
+from slime_like.checks.packages import (
+    attention_problems,
+    has_transformer_engine,
+    missing_compiler,
+    missing_flash_attention,
+)
 from slime_like.config import RunConfig, TrainerConfig
 from slime_like.models.dimensions import ModelDimensions
 
@@ -50,7 +55,7 @@ def machine_problems(config: RunConfig, on_cuda: bool) -> list[str]:
             "trainer.attention=transformer_engine needs a CUDA device, and there is none; use trainer.attention=auto, "
             "which is Transformer Engine where it can run"
         )
-    return [*problems, *missing_flash_attention(config, on_cuda)]
+    return [*problems, *missing_flash_attention(config, on_cuda), *missing_compiler(on_cuda)]
 
 
 @dataclass

@@ -221,6 +221,7 @@ def test_a_machine_without_it_is_rejected(monkeypatch: pytest.MonkeyPatch, tmp_p
     def problems(attention: Any, on_cuda: bool, *found: str) -> str:
         monkeypatch.setattr("slime_like.checks.packages.find_spec", lambda name: name in found or None)
         monkeypatch.setattr("slime_like.checks.packages.has_transformer_engine", lambda: "transformer_engine" in found)
+        monkeypatch.setattr("backends.megatron.attention.missing_compiler", lambda on_cuda: ())
         config = RunConfig(run_dir=tmp_path, model={"path": tmp_path}, trainer={"attention": attention})
         return " ".join(machine_problems(config, on_cuda))
 
