@@ -61,7 +61,7 @@ def transformer_config(config: RunConfig, dimensions: ModelDimensions, as_gpu: b
         masked_softmax_fusion=False,
         # Megatron's own layers need APEX for it; Transformer Engine's get it in ``_build``.
         gradient_accumulation_fusion=False,
-        # Its kernels take one table for all positions; here every micro-batch has its own (``rotary.py``).
+        # Its kernels take angles. Ours takes cosines rounded to the model's type, like the tables of engines.
         apply_rope_fusion=False,
         persist_layer_norm=False,
     )
@@ -124,7 +124,7 @@ def _experts(config: RunConfig, dimensions: ModelDimensions, grouped: bool) -> d
         "moe_token_dispatcher_type": "alltoall",
         # One product for all experts. On a CPU a loop over them is faster, which copies no weights.
         "moe_grouped_gemm": grouped,
-        "moe_permute_fusion": False,
+        "moe_permute_fusion": False,  # ``Dispatcher`` permutes
         "expert_model_parallel_size": config.trainer.parallel.expert,
         "expert_tensor_parallel_size": expert_tensor_size(config.trainer.parallel),
         "moe_shared_expert_intermediate_size": dimensions.moe_shared_ffn_hidden_size or None,
