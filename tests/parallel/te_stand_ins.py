@@ -6,6 +6,7 @@ and arguments are those that ``megatron.core.extensions.transformer_engine`` rel
 not tested by them.
 """
 
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -32,6 +33,35 @@ class _ExtraState:
         assert state is None, "Megatron's linear layers fill in None; our checkpoints hold no extra states"
 
 
+class _AddsToSums(torch.nn.Module):
+    """Adds gradients of its weights to Megatron's sums if it is asked to, as Transformer Engine's linear layers do.
+
+    In the micro-batch that a schedule calls its first, it overwrites them unless the cache of transposes is disabled
+    (``accumulate_wgrad_into_param_main_grad`` in their backward). Autograd is given a gradient of garbage.
+    """
+
+    def __init__(self, *arguments: Any, config: Any, **options: Any) -> None:
+        super().__init__(*arguments, config=config, **options)
+        self.fuse_wgrad_accumulation = config.gradient_accumulation_fusion
+        self.disable_parameter_transpose_cache = config.disable_parameter_transpose_cache
+        self.is_first_microbatch = self._overwrites = True
+        self.register_forward_pre_hook(self._started)
+        for weight in self.parameters():
+            weight.register_hook(partial(self._added, weight))
+
+    def _started(self, *unused: Any) -> None:
+        self._overwrites = self.is_first_microbatch and not self.disable_parameter_transpose_cache
+        self.is_first_microbatch = False
+
+    def _added(self, weight: Any, gradient: Tensor) -> Tensor:
+        if not self.fuse_wgrad_accumulation:
+            return gradient
+        assert weight.main_grad.dtype == torch.float32
+        weight.main_grad.mul_(0.0 if self._overwrites else 1.0).add_(gradient)
+        weight.grad_added_to_main_grad = True
+        return torch.full_like(gradient, torch.nan)
+
+
 class Norm(_ExtraState, torch.nn.Module):
     """Root mean square norm. Megatron-core 0.19 says whether a residual passes it."""
 
@@ -44,7 +74,15 @@ class Norm(_ExtraState, torch.nn.Module):
         return _normed(x, self.weight, self.eps)
 
 
-class LayerNormColumnParallelLinear(_ExtraState, ColumnParallelLinear):
+class Column(_AddsToSums, ColumnParallelLinear):
+    """Transformer Engine's has the names of Megatron's."""
+
+
+class Row(_AddsToSums, RowParallelLinear):
+    """Transformer Engine's has the names of Megatron's."""
+
+
+class LayerNormColumnParallelLinear(_ExtraState, Column):
     """The norm's weight is a parameter of the matrix that it feeds."""
 
     def __init__(self, input_size: int, output_size: int, *, config: Any, **options: Any) -> None:
@@ -56,7 +94,7 @@ class LayerNormColumnParallelLinear(_ExtraState, ColumnParallelLinear):
         return super().forward(_normed(x, self.layer_norm_weight, self.eps))
 
 
-class _GroupedLinear(torch.nn.Module):
+class _GroupedLinear(_AddsToSums):
     """Experts one after the other, by numbers of rows that the host knows; a state for each beside its weight."""
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
@@ -128,7 +166,7 @@ def install() -> None:
     provider.TELayerNormColumnParallelLinear = LayerNormColumnParallelLinear
     provider.TEColumnParallelGroupedLinear = ColumnParallelGroupedLinear
     provider.TERowParallelGroupedLinear = RowParallelGroupedLinear
-    provider.TEColumnParallelLinear, provider.TERowParallelLinear = ColumnParallelLinear, RowParallelLinear
+    provider.TEColumnParallelLinear, provider.TERowParallelLinear = Column, Row
     provider.is_te_min_version = lambda *version: True
     gpt_layer_specs.TESpecProvider = provider.TESpecProvider
 
