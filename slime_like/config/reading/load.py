@@ -9,10 +9,11 @@ from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
 from slime_like.config.base import absolute_path
+from slime_like.config.filling import AUTO, FILLING, fill
 from slime_like.config.reading.fields import UNDECIDED, Field, all_fields, section_names
 from slime_like.config.reading.flags import read_flags
 from slime_like.config.reading.problems import describe_all
-from slime_like.config.reading.rest import forget, places_of, without, wrong_places
+from slime_like.config.reading.rest import Place, forget, places_of, without, wrong_places
 from slime_like.config.reading.yaml_text import Document, read_document, write_text
 from slime_like.config.run import RunConfig
 from slime_like.errors import ConfigError, Problem
@@ -44,10 +45,21 @@ def load_config(path: Path | None, overrides: Sequence[str] = (), run_dir: Path 
     data = without(data, places_of(undecided))
     problems += undecided
     _make_paths_absolute(data, all_fields())
-    config = _validated(data, origins, problems)
+    places = {name: tuple(name.split(".")) for name in FILLING}
+    filling = {name: place for name, place in places.items() if _value_at(data, place) == AUTO}
+    config = _validated(without(data, filling.values()), origins, problems)
     if problems or config is None:
-        raise ConfigError(problems, rest=config)
-    return config
+        raise ConfigError(problems, rest=config and forget(config, filling.values()))
+    try:
+        return fill(config, filling) if filling else config
+    except ConfigError as error:
+        raise ConfigError(error.problems, rest=forget(config, filling.values())) from error
+
+
+def _value_at(data: Any, place: Place) -> Any:
+    for key in place:
+        data = data.get(key) if isinstance(data, dict) else None
+    return data
 
 
 def _undecided(data: dict[str, Any], origins: dict[str, str], prefix: str = "") -> Iterator[Problem]:
