@@ -9,7 +9,7 @@ from tests.unit.planning.test_references import REFUSED, planned
 def test_a_larger_reference_is_planned_with_its_own_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its GPUs hold its weights, however small the policy is."""
     flags = ["--reference.path", str(MODELS / "Qwen3-4B"), "--reference.parallel.tensor", "4"]
-    plan = planned(monkeypatch, *flags, "--cluster.nodes", "2")
+    plan = planned(monkeypatch, *flags, "--cluster.nodes", "2", "--algorithm.minibatches", "1")
     assert plan.problems == [] and plan.gpus_in_use == 16  # a policy that fills what references leave
     (kind,) = plan.references
     assert kind.estimate.memory.parameters * 4 == pytest.approx(PUBLISHED["Qwen3-4B"], rel=0.01)

@@ -82,7 +82,7 @@ def _is_worked_out_by_hand(plan: Plan, layout: ParallelConfig) -> None:
     vocabulary = -(-151_936 // (128 * tensor)) * 128 * tensor * 5120  # padded to a multiple of 128 on each rank
     layers = 64 // pipeline
     first = (vocabulary + layers * layer) // tensor + layers * norms
-    ends = [kind for kind in plan.kinds if kind.ranks[0] == 0 or kind.ranks[-1] == layout.world_size - 1]
+    ends = (plan.kinds[0], plan.kinds[-1])
     for kind, expected in zip(ends, (first, first + 5120), strict=True):  # the last norm
         memory = kind.estimate.memory
         assert (memory.parameters, memory.parameter_bytes) == (expected, 2 * expected)
