@@ -77,6 +77,7 @@ CHECKS: Sequence[Check] = (
     Check("rollout.stream", {"training"}, sampling.streaming_problems),
     Check("trainer.offload", {"training"}, offload.megatron_offload_problems),
     Check("rollout.engine-args", {"engine"}, engine_arguments.engine_problems),
+    Check("cluster.gpus-idle", {"training"}, weight_sync.idle_gpu_problems),
     Check("cluster.placement", {"training", "engine"}, weight_sync.colocation_problems),
     Check("sync.transport", {"training", "engine"}, weight_sync.transport_problems),
     Check("rollout.sampling", {"training", "engine"}, sampling.sampling_problems),

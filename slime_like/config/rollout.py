@@ -80,7 +80,9 @@ class RolloutConfig(Section):
     python: Path | None = None
     """Python interpreter of the engines, if their packages conflict with the trainer's. Its environment needs the
     engine and the same version of slime-like. none: the run's interpreter."""
-    num_engines: int = Field(1, ge=1, description="Number of engines; requests go to the least loaded one.")
+    num_engines: int = Field(1, ge=1)
+    """Number of engines; requests go to the least loaded one. auto: fill the cluster, or the trainer's GPUs if
+    colocated."""
     tensor: int = Field(1, ge=1, description="Tensor parallelism of one engine.")
     prompts_per_step: int = Field(64, ge=1, description="Prompt groups per training step.")
     samples_per_prompt: int = Field(8, ge=1, description="Responses per prompt (group size).")

@@ -155,11 +155,13 @@ class ClusterConfig(Section):
     """The Ray cluster."""
 
     address: str | None = Field(None, description="Address of a running Ray cluster; none: start one on this machine.")
-    object_store_mb: int = Field(512, ge=80, description="Object store of a Ray cluster started here, in MiB.")
+    object_store_mb: int = Field(512, ge=80)
+    """Object store of a Ray cluster started here, in MiB per node. A step's packs pass through node 0's."""
     placement: Literal["separate", "colocated"] = "separate"
     """separate: engines have separate devices. colocated: engines and trainer ranks use the same devices in turn."""
-    nodes: int | None = Field(None, ge=1, description="Nodes assumed by `slime-like plan`; none: as many as needed.")
-    gpus_per_node: int = Field(8, ge=1, description="GPUs per node assumed by `slime-like plan`.")
+    nodes: int | None = Field(None, ge=1, description="Nodes; `slime-like launch` sets it. none: as many as needed.")
+    gpus_per_node: int = Field(8, ge=1, description="GPUs per node; `slime-like launch` counts them.")
+    allow_idle_gpus: bool = Field(False, description="Accept GPUs of `nodes` that nothing uses.")
     gpu: GpuName = Field("h100-80gb", description="GPU assumed by `slime-like plan`.")
     gpu_memory_gib: float | None = Field(None, gt=0, description="GPU memory in GiB for the plan; none: as `gpu`.")
     host_memory_gib: float | None = Field(None, gt=0, description="Node memory in GiB for the plan; none: unchecked.")

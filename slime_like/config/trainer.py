@@ -13,7 +13,7 @@ class ParallelConfig(Section):
     tensor: int = Field(1, ge=1, description="Tensor-parallel size.")
     pipeline: int = Field(1, ge=1, description="Pipeline-parallel size.")
     context: int = Field(1, ge=1, description="Context-parallel size.")
-    data: int = Field(1, ge=1, description="Data-parallel size.")
+    data: int = Field(1, ge=1, description="Data-parallel size. auto, in `trainer` only: fill the cluster.")
     expert: int = Field(1, ge=1, description="Expert-parallel size (MoE models).")
     sequence: bool = Field(False, description="Sequence parallelism inside the tensor-parallel group.")
     virtual_pipeline: int = Field(1, ge=1, description="Model chunks per pipeline stage (interleaved schedule).")

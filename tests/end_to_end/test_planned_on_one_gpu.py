@@ -15,6 +15,9 @@ from tests.unit.planning.test_arithmetic import MODELS, PUBLISHED
 
 Capture = pytest.CaptureFixture[str]
 ONE_GPU = ["--cluster.gpus_per_node", "1", "--cluster.nodes", "1"]
+# Eight GPUs, of which engines and trainer have four each.
+ONE_GPU += ["--cluster.placement", "separate", "--rollout.num_engines", "4", "--rollout.tensor", "1"]
+ONE_GPU += ["--trainer.parallel.data", "2"]
 # Qwen3-4B with 2 of its 36 layers, all alike: parameters, 18 bytes each, are most of what a trainer holds.
 LAYER = 2560 * 128 * (32 + 8 + 8) + 32 * 128 * 2560 + 3 * 2560 * 9728 + 2 * 2560 + 2 * 128
 PARAMETERS = 151_936 * 2560 + 2 * LAYER + 2560

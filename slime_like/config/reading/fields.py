@@ -15,6 +15,7 @@ from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
 from slime_like.config.base import split_optional
+from slime_like.config.filling import AUTO, FILLING
 from slime_like.config.run import RunConfig
 
 Kind = Literal["text", "many", "entries", "sections"]
@@ -126,7 +127,7 @@ def _leaf(name: str, info: FieldInfo, description: str) -> Field:
     annotation, optional = split_optional(info.annotation)
     kind, item = _kind(annotation)
     default = info.get_default(call_default_factory=True, validated_data={})
-    type_text = _type_text(annotation) + (" or none" if optional else "")
+    type_text = _type_text(annotation) + (" or none" if optional else f" or {AUTO}" if name in FILLING else "")
     return Field(name, kind, type_text, item, optional, default, description)
 
 

@@ -13,6 +13,7 @@ from omegaconf.errors import OmegaConfBaseException
 from pydantic import ValidationError
 from yaml import YAMLError
 
+from slime_like.config.filling import AUTO, FILLING, fill
 from slime_like.config.reading.fields import all_fields
 from slime_like.config.reading.problems import describe
 from slime_like.config.run import RunConfig
@@ -48,6 +49,7 @@ def load_config(path: Path | None, overrides: Sequence[str] = (), run_dir: Path 
             problems.append(Problem("flag-value", f"--{name}: {error}", name))
     data, undecided = _merged(parts, path)
     problems += [Problem("field-undecided", f"{name}=??? is to be decided; give a value", name) for name in undecided]
+    filling = [name for name in FILLING if _take_auto(data, name.split("."))]
     try:
         config = RunConfig.model_validate(data)
     except ValidationError as error:
@@ -55,7 +57,17 @@ def load_config(path: Path | None, overrides: Sequence[str] = (), run_dir: Path 
         problems += [problem for problem in found if problem.field not in undecided]
     if problems:
         raise ConfigError(problems)
-    return config
+    return fill(config, filling) if filling else config
+
+
+def _take_auto(data: Any, keys: Sequence[str]) -> bool:
+    """Remove the value below these keys if it is ``auto``, and return whether it was."""
+    for key in keys[:-1]:
+        data = data.get(key) if isinstance(data, dict) else None
+    if not isinstance(data, dict) or data.get(keys[-1]) != AUTO:
+        return False
+    del data[keys[-1]]
+    return True
 
 
 def save_config(config: RunConfig, path: Path) -> None:

@@ -47,7 +47,7 @@ def small_recipe(config: RunConfig, model: Path, run_dir: Path, steps: int) -> R
         "checkpoint": {"every": 1, "keep": 2, "export_hf": True},
         "logging": {"wandb": False, "progress": "plain"},
         "debug": {"save_rollouts": None, "load_rollouts": None, "samples_per_step": 4, "tables_every": 1},
-        "cluster": {"address": None},
+        "cluster": {"address": None, "nodes": None},
     }
     return RunConfig.model_validate(_merged(raw, more))
 

@@ -89,10 +89,12 @@ def test_slurm_variables_assign_the_ranks(tmp_path: Path, capsys: pytest.Capture
     said = capsys.readouterr().out
     assert "nodes:    4 (gpu08, gpu09, gpu10, gpu11)" in said and "this one: node 2" in said
     assert "listens on gpu08:6380" in said
-    assert "5 needed, 4 x 8 there; 4 trainer ranks in 1 group (each stays on one node)" in said
+    assert "5 needed, 4 x 8 there (27 IDLE); 4 trainer ranks in 1 group (each stays on one node)" in said
+    assert "not yet:  cluster.nodes=4 times cluster.gpus_per_node=8: 27 of 32 GPUs are idle" in said
     plan = str(tmp_path / ".run.cluster" / "plan.json")
     assert f"{shlex.join([plan, *flags])} --cluster.nodes 4 --cluster.gpus_per_node 8" in said
-    assert f"slime-like train {shlex.join(flags)} --cluster.address" in said
+    size = ["--cluster.nodes", "4", "--cluster.gpus_per_node", "8"]
+    assert f"slime-like train {shlex.join([*flags, *size])} --cluster.address" in said
     assert "not yet:  model.path" in said
     assert list(tmp_path.iterdir()) == []  # nothing was written
 
