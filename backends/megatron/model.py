@@ -42,7 +42,7 @@ def transformer_config(config: RunConfig, dimensions: ModelDimensions, as_gpu: b
         **_latent_attention(dimensions),
         **_experts(config, dimensions, as_gpu and can_be_grouped(config, dimensions)),
         **_parallelism(config, dtype),
-        **_stages(config, dimensions.num_layers),
+        **_stages(config, dimensions),
         **_RECOMPUTE[config.trainer.recompute],
         params_dtype=dtype,
         bf16=dtype == torch.bfloat16,
@@ -175,10 +175,10 @@ def _parallelism(config: RunConfig, dtype: torch.dtype) -> dict[str, Any]:
     }
 
 
-def _stages(config: RunConfig, num_layers: int) -> dict[str, Any]:
+def _stages(config: RunConfig, dimensions: ModelDimensions) -> dict[str, Any]:
     """Layers of each stage, given only if they do not divide evenly: Megatron assumes that they do."""
     parallel = config.trainer.parallel
-    layers = layers_per_stage(num_layers, parallel.pipeline * parallel.virtual_pipeline)
+    layers = layers_per_stage(dimensions, parallel.pipeline * parallel.virtual_pipeline)
     if len(set(layers)) == 1:
         return {}
     stages = [["decoder"] * count for count in layers]
