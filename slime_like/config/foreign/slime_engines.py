@@ -99,13 +99,16 @@ def _token_budget(given: Given, imported: Imported) -> None:
         imported.set("trainer.target_tokens_per_batch", whole(tokens) * context, origin)
 
 
+_RECOMPUTE = {"full": "full", "selective": "none"}  # flash attention recomputes by itself
+
+
 def _recompute(given: Given, imported: Imported) -> None:
     name = "gradient-checkpointing" if given.note("gradient-checkpointing") else "recompute-granularity"
     granularity = "full" if name == "gradient-checkpointing" else given.get(name)
-    if granularity in ("full", "selective"):
-        imported.set("trainer.recompute", granularity, f"--{name}")
+    if granularity in _RECOMPUTE:
+        imported.set("trainer.recompute", _RECOMPUTE[granularity], f"--{name}")
     elif granularity is not None:
-        imported.decide(given.setting("recompute-granularity"), "use full or selective in trainer.recompute")
+        imported.decide(given.setting("recompute-granularity"), "use full or none in trainer.recompute")
 
 
 ENGINE_RULES: Mapping[str, Rule] = MappingProxyType(

@@ -246,7 +246,7 @@ def _recompute(given: Given, imported: Imported) -> None:
         granularity = given.get(name)
         if granularity not in ("full", "selective", None):
             raise ValueError(f"{granularity} is neither full nor selective")
-        imported.set("trainer.recompute", granularity or "none", name)
+        imported.set("trainer.recompute", "full" if granularity == "full" else "none", name)
         given.unused(imported, f"{name} counts", general)
     else:
         imported.set("trainer.recompute", "full" if flag(given.get(general, True)) else "none", general)

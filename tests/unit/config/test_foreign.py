@@ -192,7 +192,7 @@ def test_other_layouts_of_verl_s_settings(tmp_path: Path) -> None:
     expected = {
         "trainer.optimizer.lr": 3e-6, "trainer.optimizer.min_lr": 1e-7, "trainer.optimizer.decay": "linear",
         "trainer.parallel.context": 2, "trainer.target_tokens_per_batch": 200, "trainer.parallel.data": 4,
-        "trainer.parallel.sequence": False, "trainer.parallel.virtual_pipeline": 2, "trainer.recompute": "selective",
+        "trainer.parallel.sequence": False, "trainer.parallel.virtual_pipeline": 2, "trainer.recompute": "none",
         "rollout.min_p": 0.05, "rollout.engine_args.attention_backend": "triton", "algorithm.overlong_buffer": 64,
         "algorithm.overlong_factor": 0.5,
     }  # fmt: skip
