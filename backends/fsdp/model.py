@@ -17,7 +17,7 @@ from backends.fsdp.names import checkpoint_names
 from backends.fsdp.output import Output
 from backends.fsdp.parallel import Groups
 from slime_like.algorithms.head import fused_logprobs
-from slime_like.config import RunConfig
+from slime_like.config import RunConfig, TrainerConfig
 from slime_like.errors import ConfigError
 from slime_like.models.dimensions import HEADS, keeps_type
 from slime_like.system.words import counted
@@ -157,7 +157,7 @@ def build(config: RunConfig, groups: Groups, device: torch.device) -> LogprobMod
     _require_nothing_else(model.hugging_face)
     # They follow from the configuration alone and are in no checkpoint, or, as routers' biases, will be read from it.
     buffers = {name: buffer.to(device) for name, buffer in model.named_buffers()}
-    recompute_layers(model, config.trainer.recompute)
+    recompute_layers(model, config.trainer)
     _shard(model, config, groups)
     model.to_empty(device=torch.device("cpu") if config.trainer.optimizer.offload else device)
     for name, buffer in buffers.items():
@@ -177,7 +177,7 @@ def sharded_meta_model(config: RunConfig, groups: Groups) -> LogprobModel:
     optimizer = config.trainer.optimizer.model_copy(update={"offload": False})
     config = config.model_copy(update={"trainer": config.trainer.model_copy(update={"optimizer": optimizer})})
     model = meta_model(config, torch.float32)
-    recompute_layers(model, config.trainer.recompute)
+    recompute_layers(model, config.trainer)
     _shard(model, config, groups)
     return model
 
@@ -224,19 +224,10 @@ def computes_alike(other: Path, config: RunConfig) -> bool:
     return all(name in _SAYS_NOTHING or name.endswith("_token_id") for name in differing)
 
 
-def recompute_layers(model: LogprobModel, what: str) -> None:
-    """Recompute whole layers in backward, or their MLPs alone, whose activations are the widest."""
-    for layer in model.layers:
-        if what == "full":
-            recompute(layer)
-        elif what == "selective":
-            mlp = getattr(layer, "mlp", None)
-            if not isinstance(mlp, nn.Module):
-                raise ConfigError(
-                    f"trainer.recompute=selective recomputes MLPs, and {type(layer).__name__} has no module of "
-                    "that name; use full or none"
-                )
-            recompute(mlp)
+def recompute_layers(model: LogprobModel, trainer: TrainerConfig) -> None:
+    """Recompute the first layers in backward."""
+    for layer in model.layers[: trainer.recomputed_layers(len(model.layers))]:
+        recompute(layer)
 
 
 def _shard(model: LogprobModel, config: RunConfig, groups: Groups) -> None:

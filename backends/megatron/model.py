@@ -42,8 +42,8 @@ def transformer_config(config: RunConfig, dimensions: ModelDimensions, as_gpu: b
         **_latent_attention(dimensions),
         **_experts(config, dimensions, as_gpu and can_be_grouped(config, dimensions)),
         **_parallelism(config, dtype),
-        **_stages(config, dimensions.num_layers),
-        **_RECOMPUTE[config.trainer.recompute],
+        **_stages(config, dimensions),
+        **_recompute(config.trainer.recomputed_layers(dimensions.num_layers)),
         params_dtype=dtype,
         bf16=dtype == torch.bfloat16,
         # Weights come from the checkpoint; what it does not fill (vocabulary padding) is zeroed after construction.
@@ -176,21 +176,21 @@ def _parallelism(config: RunConfig, dtype: torch.dtype) -> dict[str, Any]:
     }
 
 
-def _stages(config: RunConfig, num_layers: int) -> dict[str, Any]:
+def _stages(config: RunConfig, dimensions: ModelDimensions) -> dict[str, Any]:
     """Layers of each stage, given only if they do not divide evenly: Megatron assumes that they do."""
     parallel = config.trainer.parallel
-    layers = layers_per_stage(num_layers, parallel.pipeline * parallel.virtual_pipeline)
+    layers = layers_per_stage(dimensions, parallel.pipeline * parallel.virtual_pipeline)
     if len(set(layers)) == 1:
         return {}
     stages = [["decoder"] * count for count in layers]
     return {"pipeline_model_parallel_layout": [["embedding", *stages[0]], *stages[1:-1], [*stages[-1], "loss"]]}
 
 
-_RECOMPUTE: dict[str, dict[str, Any]] = {
-    "none": {},
-    "full": {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
-    "selective": {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]},
-}
+def _recompute(layers: int) -> dict[str, Any]:
+    """The first ``layers`` of every model chunk, or all that it has."""
+    if layers == 0:
+        return {}
+    return {"recompute_granularity": "full", "recompute_method": "block", "recompute_num_layers": layers}
 
 
 def build_chunks(config: RunConfig, dimensions: ModelDimensions) -> list[LogprobModel]:

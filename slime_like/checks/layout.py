@@ -28,15 +28,21 @@ def _layout_problems(parallel: ParallelConfig, dimensions: ModelDimensions) -> I
     yield from _expert_problems(parallel, dimensions)
 
 
-def layers_per_stage(num_layers: int, num_stages: int) -> list[int]:
-    """Layers of every pipeline stage (model chunk, where stages hold several), in the model's order.
+def layers_per_stage(dimensions: ModelDimensions, num_stages: int) -> list[int]:
+    """Return the layers of every pipeline stage (or model chunk, if stages hold several), in the model's order.
 
-    As even as can be. Middle stages take a spare layer first, then the first one; the last has the head to compute.
+    The split minimizes the longest stage. The head counts as as many layers as have its matrix products. Middle stages
+    take a spare layer before the first one, which also has the embedding.
     """
-    layers = [num_layers // num_stages] * num_stages
-    order = [*range(1, num_stages - 1), 0]
-    for stage in order[: num_layers % num_stages]:
+    head = dimensions.vocab_size * dimensions.hidden_size
+    costs = [1.0] * num_stages
+    costs[-1] += head * dimensions.num_layers / (dimensions.active_parameters - head)
+    layers = [1] * num_stages
+    order = [*range(1, num_stages - 1), 0, num_stages - 1]
+    for _ in range(dimensions.num_layers - num_stages):
+        stage = min(order, key=costs.__getitem__)
         layers[stage] += 1
+        costs[stage] += 1.0
     return layers
 
 

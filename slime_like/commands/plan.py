@@ -3,10 +3,8 @@
 import argparse
 import json
 import logging
-import shlex
 import sys
 import warnings
-from collections.abc import Container, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -55,9 +53,7 @@ def _run(options: argparse.Namespace, flags: list[str]) -> int:
     warnings.filterwarnings("ignore", module=r"torch\.distributed", category=FutureWarning)
     from slime_like.planning.plan import make_plan
     from slime_like.planning.planned_run import PlannedRun
-    from slime_like.planning.remedy import find_remedy
     from slime_like.planning.search import search
-    from slime_like.planning.settings import flags as changed_flags
     from slime_like.planning.table import print_candidates, print_plan
 
     planned = PlannedRun.of(config, options.mean_prompt, options.mean_response)
@@ -68,33 +64,12 @@ def _run(options: argparse.Namespace, flags: list[str]) -> int:
         print_candidates(found, config.cluster.host_memory_gib is not None)
         return 0 if found else _DOES_NOT_FIT
     plan = make_plan(planned, options.preflight, _note)
-    plan.remedy = find_remedy(planned, plan, _note)
     _clear_note()
     _write(options.output, plan.to_json())
     if not plan.kinds:  # there is nothing to show but what is wrong
         raise ConfigError(plan.problems, code="plan-rejected")
-    changes = {} if plan.remedy is None else plan.remedy.changes
-    print_plan(config, plan, _command(options, [*without_flags(flags, changes), *changed_flags(changes)]))
+    print_plan(config, plan)
     return 0 if plan.fits and not plan.problems else _DOES_NOT_FIT
-
-
-def _command(options: argparse.Namespace, flags: Sequence[str]) -> list[str]:
-    """This command with other flags, as a shell reads it."""
-    means = {"--mean_prompt": options.mean_prompt, "--mean_response": options.mean_response}
-    given = [word for name, tokens in means.items() if tokens is not None for word in (name, str(tokens))]
-    config = [str(options.config)] if options.config else []
-    return list(map(shlex.quote, ["slime-like", "plan", *config, *given, *flags]))
-
-
-def without_flags(flags: Sequence[str], names: Container[str]) -> list[str]:
-    """``flags`` without those of these fields, and their values."""
-    kept, drop = [], False
-    for word in flags:
-        if word.startswith("--"):
-            drop = word[2:].partition("=")[0].replace("-", "_") in names
-        if not drop:
-            kept.append(word)
-    return kept
 
 
 def _require_output(output: Path | None) -> None:

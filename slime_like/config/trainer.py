@@ -2,7 +2,7 @@
 
 from typing import Any, Literal
 
-from pydantic import Field
+from pydantic import Field, field_validator
 
 from slime_like.config.base import Section
 
@@ -78,8 +78,9 @@ class TrainerConfig(Section):
     """Attention and its context parallelism: Transformer Engine (CUDA only), the llama3 path of ring-flash-attn, our
     zigzag ring, or our all-gather of keys and values. auto: Transformer Engine if installed on a CUDA machine, else
     ring. fsdp supports allgather (its auto) and ring_flash_attn."""
-    recompute: Literal["none", "selective", "full"] = "none"
-    """Recompute activations in backward. full: whole layers. selective: core attention (megatron) or MLP (fsdp)."""
+    recompute: Literal["none", "full", "auto"] | int = "none"
+    """Recompute layers in backward instead of keeping their activations. N: the first N layers of every pipeline stage
+    (megatron: of every model chunk of a stage). auto: as few as fit `cluster.gpu`, planned when training starts."""
     activation_offload: bool = False
     """Keep saved activations in host memory; works with any `recompute`."""
     head_chunk_tokens: int | None = Field(None, ge=1)
@@ -94,3 +95,19 @@ class TrainerConfig(Section):
     cpu_kernels: Literal["auto", "off"] = "auto"
     """auto: numba kernels, if installed, for megatron's layers on at most two threads, and for decoding by the
     transformers engine. off: torch's operators, as on a GPU."""
+
+    @field_validator("recompute", mode="before")
+    @classmethod
+    def _layers(cls, value: Any) -> Any:
+        text = str(value)
+        if text in ("none", "full", "auto"):
+            return text
+        if isinstance(value, bool) or not text.isdecimal() or int(text) < 1:
+            raise ValueError("must be none, full, auto or a number of layers from 1 on")
+        return int(text)
+
+    def recomputed_layers(self, layers: int) -> int:
+        """Return how many of the ``layers`` of a stage are recomputed; none while ``auto`` is not replaced."""
+        if isinstance(self.recompute, int):
+            return min(self.recompute, layers)
+        return layers if self.recompute == "full" else 0

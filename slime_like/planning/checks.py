@@ -63,7 +63,7 @@ def placement_problems(config: RunConfig) -> Iterator[str]:
     if nodes is not None and needed.total > nodes * per_node:
         yield (
             f"cluster.nodes={nodes} times cluster.gpus_per_node={per_node}: needs {needed}, has {nodes * per_node}; "
-            f"{_fewer_gpus(config, nodes * per_node)}use {nodes_needed(config)} nodes"
+            f"use {nodes_needed(config)} nodes"
         )
     sizes = [("trainer.parallel.tensor", config.trainer.parallel.tensor)]
     if not config.supervised and not config.debug.load_rollouts:
@@ -76,22 +76,6 @@ def placement_problems(config: RunConfig) -> Iterator[str]:
                 f"{field}={size} does not divide cluster.gpus_per_node={per_node}, so that a tensor-parallel group "
                 f"would lie on two nodes; use {', '.join(map(str, divisors(per_node)))}"
             )
-
-
-def _fewer_gpus(config: RunConfig, gpus: int) -> str:
-    """How the run fits on so many GPUs, with a trailing "or"; empty where one replica is too large for them."""
-    parallel, rollout = config.trainer.parallel, config.rollout
-    replica = parallel.world_size // parallel.data
-    replicas = min(gpus // replica, parallel.data)
-    ranks = replicas * replica
-    if ranks < rollout.tensor or not ranks or num_reference_ranks(config) or config.supervised:
-        return ""
-    changes = ["cluster.placement=colocated"]
-    if parallel.data > replicas:
-        changes.append(f"trainer.parallel.data={replicas}")
-    if rollout.num_engines * rollout.tensor > ranks:
-        changes.append(f"rollout.num_engines={ranks // rollout.tensor}")
-    return f"share them ({', '.join(changes)}), or "
 
 
 def tensor_problems(path: Path, expected: dict[str, tuple[int, ...]]) -> Iterator[str]:

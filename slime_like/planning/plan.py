@@ -25,7 +25,6 @@ from slime_like.planning.estimates import Note, estimated_kinds, plannable_backe
 from slime_like.planning.generation import predict_generation
 from slime_like.planning.memory import engine_phase, host_memory, reference_phase, trainer_phases
 from slime_like.planning.planned_run import PlannedRun
-from slime_like.planning.remedies import misfits
 from slime_like.planning.result import KindPlan, Plan
 from slime_like.planning.step_time import predict, reference_seconds, traffic_per_step
 from slime_like.planning.units import count_text, traffic_text
@@ -66,8 +65,7 @@ def make_plan(run: PlannedRun, preflight: bool = False, note: Note = lambda _: N
         note("proving that every tensor has its place")
         _prove(plan, config, backend)
         _work_out(plan, run, backend, note)
-        too_large = misfits(plan, config)
-        plan.cures = too_large
+        too_large = plan.misfits(config)
         plan.size_problems += too_large
         plan.problems += too_large
     plan.seconds = time.monotonic() - started

@@ -1,18 +1,21 @@
 """The result of planning."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from slime_like.config import RunConfig
 from slime_like.interfaces.estimate import RankEstimate, RankKind
 from slime_like.planning.engine_search import EngineChoice
 from slime_like.planning.engines import EnginePlan
 from slime_like.planning.generation import Generation
 from slime_like.planning.hardware import Hardware
-from slime_like.planning.memory import HostMemory, PhaseMemory
+from slime_like.planning.memory import HostMemory, Item, PhaseMemory
 from slime_like.planning.planned_run import Workload
-from slime_like.planning.settings import Changes
 from slime_like.planning.step_time import LinkTraffic, StepTime
+from slime_like.planning.units import memory_text
+
+_CURE = "docs/tuning.md lists the settings that lower it, and slime-like plan --search the layouts that fit"
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,24 +28,6 @@ class KindPlan:
     traffic: tuple[LinkTraffic, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class Remedy:
-    """Settings with which a run fits that does not; found and checked by planning it with them.
-
-    Attributes:
-        changes: fields and values; empty where no settings fit.
-        reason: why no settings fit; "" otherwise.
-        tightest, seconds, host_bytes: with the changes: the phase with least free memory, the predicted step, and
-            the host memory of a node.
-    """
-
-    changes: Changes
-    reason: str = ""
-    tightest: PhaseMemory | None = None
-    seconds: float = 0.0
-    host_bytes: int = 0
-
-
 @dataclass(slots=True)
 class Plan:
     """Result of ``slime-like plan``.
@@ -53,9 +38,7 @@ class Plan:
         engine_phase: the GPU of an engine that has its own.
         faster_engines: other engines on the same GPUs, where generation dominates and they would shorten it.
         problems: what keeps the run from this cluster, each with a remedy; empty where it may start.
-        size_problems: of these, what other layouts and settings may cure: too few GPUs, too little memory.
-        cures: of what is too large, the settings that make it smaller.
-        remedy: settings that cure them; none where there is nothing to cure, or other problems as well.
+        size_problems: of these, too few GPUs and too little memory.
         notes: what could not be judged here, or is worth knowing.
         seconds: that planning took.
     """
@@ -75,8 +58,6 @@ class Plan:
     transport: str | None = None
     problems: list[str] = field(default_factory=list)
     size_problems: list[str] = field(default_factory=list)
-    cures: Mapping[str, str] = field(default_factory=dict)
-    remedy: Remedy | None = None
     notes: list[str] = field(default_factory=list)
     seconds: float = 0.0
 
@@ -90,10 +71,28 @@ class Plan:
         """Phase with the least free memory."""
         return min(self.phases, key=lambda phase: phase.margin, default=None)
 
-    @property
-    def described(self) -> list[str]:
-        """The problems, with what makes smaller what is too large."""
-        return [f"{text}; {self.cures[text]}" if text in self.cures else text for text in self.problems]
+    def misfits(self, config: RunConfig) -> list[str]:
+        """Describe what is too large."""
+        return [f"{text}; {_CURE}" for text in self._misfits(config)]
+
+    def _misfits(self, config: RunConfig) -> Iterator[str]:
+        for phase in self.phases:
+            if not phase.fits:
+                needed, missing = memory_text(phase.total), memory_text(-phase.margin)
+                yield (
+                    f"GPU memory, {phase.place}: {needed} are needed, {missing} more than the GPU's "
+                    f"{memory_text(phase.capacity)}; {_largest(phase.items)}"
+                )
+        if self.engine is not None and self.engine.longest_sequences < 1:
+            yield (
+                f"the KV cache of an engine holds {self.engine.kv_tokens:,} tokens, less than one sequence of "
+                f"{config.max_model_len:,}"
+            )
+        if self.host is not None and not self.host.fits:
+            yield (
+                f"host memory: a node needs {memory_text(self.host.total)}, more than cluster.host_memory_gib="
+                f"{config.cluster.host_memory_gib:g}; {_largest(self.host.items)}"
+            )
 
     @property
     def fits(self) -> bool:
@@ -120,3 +119,8 @@ class Plan:
         if self.step is not None:
             written["step"]["total"] = self.step.total
         return {"verdict": "fits" if self.fits and not self.problems else "does not fit", **written}
+
+
+def _largest(items: Sequence[Item]) -> str:
+    largest = max(items, key=lambda item: item.nbytes)
+    return f"most of it is {largest.name}, {memory_text(largest.nbytes)}"

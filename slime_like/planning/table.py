@@ -21,18 +21,14 @@ _WIDTH = 80
 _MOST_PHASES = 4
 
 
-def print_plan(config: RunConfig, plan: Plan, command: Sequence[str] = (), stream: TextIO | None = None) -> None:
-    """Print the plan, the verdict first.
-
-    Args:
-        command: the command that plans with the remedy's changes.
-    """
+def print_plan(config: RunConfig, plan: Plan, stream: TextIO | None = None) -> None:
+    """Print the plan, the verdict first."""
     console = _console(stream or sys.stdout)
     for line in (verdict.verdict(plan), verdict.host_verdict(plan), _subject(config, plan)):
         if line:
             console.print(line, markup=False)
-    for line in (*verdict.problems(plan), *verdict.remedy(plan, list(command))):
-        console.print(line, markup=False, soft_wrap=line.startswith("  "))  # a command is copied in one piece
+    for problem in plan.problems:
+        console.print(f"problem: {problem}", markup=False)
     if not plan.size_problems:
         console.print()
         for line in (*verdict.step_lines(plan), *verdict.waves(config, plan)):

@@ -12,9 +12,6 @@ from slime_like.planning.units import count_text, memory_text, seconds_text, sig
 _SHORT_S = 1.0
 """A predicted step below this is shorter than what is not predicted: launches of kernels, calls between processes."""
 
-_LONG_S = 3600.0
-"""A predicted step from this on is remarked on, where this program proposes it."""
-
 PHASES = {
     "generation": "generation",
     "references": "reference workers (beside generation)",
@@ -91,8 +88,6 @@ def waves(config: RunConfig, plan: Plan) -> Iterator[str]:
         )
     better = plan.faster_engines
     if better is None:
-        if found.waves > 1 and step.generation > step.total / 2:
-            yield "Engines of another number or size are not much faster; add GPUs, or lower rollout.max_new_tokens."
         return
     once = f"{better.generation.at_once:,} of {better.generation.sequences:,} sequences at once"
     left = f"{memory_text(better.tightest.margin)} GPU memory free"
@@ -107,24 +102,3 @@ def _limit(config: RunConfig, plan: Plan, found: Generation) -> str:
     assert plan.engine is not None and plan.workload is not None
     fitting = int(plan.engine.kv_tokens / plan.workload.mean_length)
     return "more do not fit its KV cache" if found.at_once >= fitting else "its limit of concurrent requests"
-
-
-def problems(plan: Plan) -> Iterator[str]:
-    """Each problem; with what makes it smaller only where no remedy for all of them was looked for."""
-    yield from (f"problem: {text}" for text in (plan.described if plan.remedy is None else plan.problems))
-
-
-def remedy(plan: Plan, command: list[str]) -> Iterator[str]:
-    """The remedy of a run that does not fit; ``command`` is the planned one with the changes."""
-    found = plan.remedy
-    if found is None:
-        return
-    if not found.changes or found.tightest is None:
-        yield f"No setting fits these GPUs. {found.reason}."
-        return
-    free, seconds = memory_text(found.tightest.margin), seconds_text(found.seconds)
-    host = f", {memory_text(found.host_bytes)} of host memory per node" if found.host_bytes else ""
-    yield f"This fits, with {free} GPU memory free{host} and a step of {seconds}:"
-    yield f"  {' '.join(command)}"
-    if found.seconds >= _LONG_S:
-        yield "So long a step is hardly of use: add GPUs, or lower rollout.prompts_per_step or rollout.max_new_tokens."

@@ -27,7 +27,6 @@ def test_a_larger_reference_is_planned_with_its_own_sizes(monkeypatch: pytest.Mo
             [
                 "has 152064 tokens and model.path 151936",
                 "GPU memory, reference scoring: ",
-                "a larger reference.parallel.tensor",
             ],
         ),
     ],
@@ -38,5 +37,5 @@ def test_what_is_wrong_with_them_is_a_problem(
     """On a machine that is not one of the cluster's, too."""
     plan = planned(monkeypatch, "--cluster.nodes", "2", *flags)
     for word in words:
-        assert [problem for problem in plan.described if word in problem], plan.described
+        assert [problem for problem in plan.problems if word in problem], plan.problems
         assert not [note for note in plan.notes if word in note]

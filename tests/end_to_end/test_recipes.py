@@ -14,7 +14,6 @@ from slime_like.planning.bounds import least_kept_bytes
 from slime_like.planning.estimates import plannable_backend
 from slime_like.planning.plan import make_plan
 from slime_like.planning.planned_run import PlannedRun
-from slime_like.planning.remedies import host_remedy, remedy
 from slime_like.planning.result import Plan
 from slime_like.planning.search import search
 from slime_like.planning.units import memory_text, seconds_text
@@ -80,10 +79,9 @@ def _is_worked_out_by_hand(plan: Plan, layout: ParallelConfig) -> None:
     attention = 5120 * (64 + 8 + 8) * 128 + 64 * 128 * 5120
     layer, norms = attention + 3 * 5120 * 25_600, 2 * 5120 + 2 * 128
     vocabulary = -(-151_936 // (128 * tensor)) * 128 * tensor * 5120  # padded to a multiple of 128 on each rank
-    layers = 64 // pipeline
-    first = (vocabulary + layers * layer) // tensor + layers * norms
-    ends = (plan.kinds[0], plan.kinds[-1])
-    for kind, expected in zip(ends, (first, first + 5120), strict=True):  # the last norm
+    assert pipeline == 2
+    held = [(vocabulary + layers * layer) // tensor + layers * norms for layers in (33, 31)]  # the head is 1.6 layers
+    for kind, expected in zip((plan.kinds[0], plan.kinds[-1]), (held[0], held[1] + 5120), strict=True):  # the last norm
         memory = kind.estimate.memory
         assert (memory.parameters, memory.parameter_bytes) == (expected, 2 * expected)
         assert memory.gradient_bytes == pytest.approx(4 * expected, rel=1e-5)
@@ -130,22 +128,16 @@ def test_code_that_is_elsewhere_does_not_keep_a_run_from_fitting(small: list[str
     assert run(["plan", "configs/qwen2.5_0.5b.yaml", *small, *named, "--preflight"]) == 1
 
 
-def test_settings_for_one_problem_give_way_to_those_that_fit(small: list[str], tmp_path: Path) -> None:
-    output = tmp_path / "plan.json"
-    flags = [*small, "--cluster.gpu_memory_gib", "5", "--output", str(output)]
-    assert run(["plan", "configs/qwen2.5_0.5b.yaml", *flags]) == 1
-    plan = json.loads(output.read_text())
-    assert plan["remedy"] is not None and set(plan["cures"]) <= set(plan["problems"])
-    assert not [cure for cure in plan["cures"].values() if cure in " ".join(plan["problems"])]
-
-
 @pytest.mark.parametrize(
     ("flags", "words"),
     [
         (["--cluster.gpu_memory_gib", "5"], ["training", "more than the GPU's 5.00 GiB"]),
         (["--cluster.nodes", "1", "--trainer.parallel.data", "16"], ["use 2 nodes"]),
         (["--rollout.max_new_tokens", "32000"], ["max_position_embeddings", "target_tokens_per_batch"]),
-        (["--cluster.host_memory_gib", "0.25"], ["cluster.host_memory_gib=0.25; most of it is", "async_save"]),
+        (
+            ["--cluster.host_memory_gib", "0.25"],
+            ["cluster.host_memory_gib=0.25; most of it is checkpoint save", "docs/tuning.md"],
+        ),
         (["--preflight"], ["data.train=", "no *.safetensors file"]),
     ],
 )
@@ -171,15 +163,6 @@ def test_everything_wrong_is_listed(small: list[str], flags: list[str], words: l
 def test_options_that_contradict_are_refused(flags: list[str], words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         run(["plan", "configs/qwen2.5_0.5b.yaml", *flags])
-
-
-def test_what_a_gpu_is_too_small_for_has_a_remedy_of_its_own(small: list[str]) -> None:
-    """A larger layout would not make an assumed reserve smaller, nor an embedding."""
-    config = _config(small)
-    assert "cluster.gpu" in remedy("trainer reserve (assumed)", config) and "tensor" not in remedy(
-        "sync buffers", config
-    )
-    assert host_remedy("sync.delta: senders' copies") == "use sync.delta: never"
 
 
 def test_layout_that_the_model_refuses_is_no_table(capsys: Capture) -> None:

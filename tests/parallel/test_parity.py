@@ -75,7 +75,10 @@ LAYOUTS: dict[str, Settings] = {
         "overlap_bucket_params": 20_000,
     },
     "full-recompute": {"recompute": "full"},
-    "selective-recompute": {"recompute": "selective"},
+    "block-recompute": {"recompute": 3},
+    "pp3-uneven-block-recompute": {"pipeline": 3, "recompute": 1},
+    "pp2-interleaved-block-recompute": {"pipeline": 2, "virtual_pipeline": 2, "recompute": 1},
+    "tp2-pp2-sp-block-recompute": {"tensor": 2, "pipeline": 2, "sequence": True, "recompute": 1},
     "tp2-pp2-sp-full-recompute": {"tensor": 2, "pipeline": 2, "sequence": True, "recompute": "full"},
 }
 # By the kernels for a CPU; all layouts above are computed by torch's operators.
@@ -84,6 +87,7 @@ LAYOUTS |= {
     "single-kernels": KERNELS,
     "tp2-sp-kernels": LAYOUTS["tp2-sp"] | KERNELS,
     "full-recompute-kernels": LAYOUTS["full-recompute"] | KERNELS,
+    "block-recompute-kernels": LAYOUTS["block-recompute"] | KERNELS,
     "pp2-interleaved-dp2-distributed-overlap-kernels": LAYOUTS["pp2-interleaved-dp2-distributed-overlap"] | KERNELS,
 }
 
@@ -119,6 +123,7 @@ def test_layout_computes_the_reference(layout: str, cases: Any, tmp_path: Path) 
         ("qwen3_moe", "pp2-interleaved"),
         ("qwen3_moe", "cp2-ep2-distributed-overlap"),
         ("qwen3_moe", "full-recompute"),
+        ("qwen3_moe", "block-recompute"),
         ("qwen3_moe", "single-kernels"),
         ("qwen2", "tp4-sp-shared-kv-heads"),
         ("deepseek_v3", "single"),
@@ -128,7 +133,7 @@ def test_layout_computes_the_reference(layout: str, cases: Any, tmp_path: Path) 
         ("deepseek_v3", "cp2-ep2-distributed"),
         ("deepseek_v3", "cp2-allgather"),
         ("deepseek_v3", "cp2-ring-flash-attn"),
-        ("deepseek_v3", "full-recompute"),
+        ("deepseek_v3", "block-recompute"),
         ("deepseek_v3_direct", "tp2-sp"),
     ],
 )

@@ -50,7 +50,7 @@ LAYOUTS: dict[str, Settings] = {
     "cp4": {"context": 4},
     "tp2-sp-cp2": {"tensor": 2, "sequence": True, "context": 2},
     "full-recompute": {"recompute": "full"},
-    "selective-recompute": {"recompute": "selective"},
+    "block-recompute": {"recompute": 2},
     "offload": {"activation_offload": True},
     "ep2": {"data": 2, "expert": 2},
     "tp2-sp-ep2": {"tensor": 2, "sequence": True, "expert": 2},

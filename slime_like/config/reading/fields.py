@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from functools import cache
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, Literal, get_args, get_origin
+from types import UnionType
+from typing import Any, Literal, Union, get_args, get_origin
 
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
@@ -145,6 +146,8 @@ def _type_text(annotation: Any) -> str:
     origin, arguments = get_origin(annotation), get_args(annotation)
     if origin is Literal:
         return " | ".join("false" if argument is False else str(argument) for argument in arguments)
+    if origin in (Union, UnionType):
+        return " | ".join(map(_type_text, arguments))
     if origin is dict:
         return "mapping"
     if origin is tuple:

@@ -29,6 +29,8 @@ from slime_like.models.dimensions import ModelDimensions
 from tests.support.rejections import Rejects
 from tests.unit.checks.checkpoint import DEEPSEEK_V3, EXPERTS, sound_flags, write_checkpoint, write_weights
 
+ROOT = Path(__file__).parents[3]
+
 Rejected = Callable[[list[str], str], Problem]
 
 
@@ -397,12 +399,48 @@ def test_a_reference_with_another_vocabulary_is_refused(tmp_path: Path, flags: l
     assert check(load_config(None, [*flags, "--algorithm.kl_coef", "0"])) == []
 
 
+def layered(layers: int, vocab_size: int) -> ModelDimensions:
+    """Layers of 16 * 16 * 4 + 16 * 64 * 3 = 4,096 elements in matrix products."""
+    return ModelDimensions(
+        family="qwen3",
+        num_layers=layers,
+        hidden_size=16,
+        num_heads=1,
+        num_kv_heads=1,
+        head_dim=16,
+        ffn_hidden_size=64,
+        vocab_size=vocab_size,
+        max_position_embeddings=64,
+        tied_embeddings=False,
+        eos_token_ids=(0,),
+    )
+
+
 @pytest.mark.parametrize(
-    ("layers", "stages", "expected"),
-    [(12, 4, [3, 3, 3, 3]), (3, 2, [2, 1]), (61, 4, [15, 16, 15, 15]), (63, 4, [16, 16, 16, 15]), (7, 1, [7])],
+    ("layers", "vocab_size", "stages", "expected"),
+    [
+        (12, 1, 4, [3, 3, 3, 3]),
+        (61, 1, 4, [15, 16, 15, 15]),
+        (63, 1, 4, [16, 16, 16, 15]),
+        (7, 1024, 1, [7]),
+        (3, 1024, 2, [2, 1]),
+        (12, 256, 4, [3, 4, 3, 2]),  # 1 layer: 12 + 1 on 4 stages
+        (64, 410, 2, [33, 31]),  # 1.6 layers: 33 and 32.6
+        (24, 2329, 2, [17, 7]),  # 9.1 layers: 17 and 16.1
+        (4, 4096, 3, [1, 2, 1]),  # more than all layers: every stage has one
+    ],
 )
-def test_layers_spread_over_stages(layers: int, stages: int, expected: list[int]) -> None:
-    assert layers_per_stage(layers, stages) == expected
+def test_layers_spread_over_stages_beside_the_head(
+    layers: int, vocab_size: int, stages: int, expected: list[int]
+) -> None:
+    assert layers_per_stage(layered(layers, vocab_size), stages) == expected
+
+
+def test_a_published_model_weighs_its_head() -> None:
+    """By hand: a layer has 2 x 5120 x 128 x 72 + 3 x 5120 x 25600, the head 151936 x 5120: 1.6 layers."""
+    model = ModelDimensions.from_checkpoint(ROOT / "configs" / "models" / "Qwen3-32B")
+    assert layers_per_stage(model, 2) == [33, 31]
+    assert layers_per_stage(model, 4) == [16, 17, 16, 15]
 
 
 # Changes of config.json, the layout, and the axis that is wrong.

@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from slime_like.checks.weight_sync import colocation_problems
 from slime_like.config import RunConfig
 from slime_like.interfaces.estimate import RankEstimate, RankKind, Traffic, TrainerMemory, Work
 from slime_like.models.dimensions import ModelDimensions
@@ -246,40 +245,6 @@ def test_headers_are_compared_by_name_and_shape(tmp_path: Path) -> None:
 
 def test_installed_versions_suit() -> None:
     assert not list(checks.version_problems())
-
-
-@pytest.mark.parametrize("gpus", [1, 2, 3, 4, 8])
-@pytest.mark.parametrize("layout", [{"data": 4}, {"data": 1}, {"tensor": 2, "data": 2}, {"pipeline": 8}])
-@pytest.mark.parametrize(("engines", "tensor"), [(4, 1), (1, 1), (2, 2)])
-def test_what_shares_the_gpus_that_there_are_fits(gpus: int, layout: dict[str, int], engines: int, tensor: int) -> None:
-    """The remedy's own settings, where it has some, are enough; it has none where one replica is too large."""
-    run = config(
-        trainer={"parallel": layout},
-        rollout={"num_engines": engines, "tensor": tensor},
-        cluster={"nodes": 1, "gpus_per_node": gpus},
-    )
-    problems = [problem for problem in checks.placement_problems(run) if problem.startswith("cluster.nodes=")]
-    needed = checks.gpus_needed(run).total
-    assert bool(problems) is (needed > gpus)
-    replica = layout.get("tensor", 1) * layout.get("pipeline", 1)
-    fits = min(gpus // replica, layout.get("data", 1)) * replica >= tensor
-    for problem in problems:
-        assert ("share them (" in problem) is fits
-        if fits:
-            settings = problem.split("share them (")[1].split(")")[0].split(", ")
-            shared = load_changed(run, dict(setting.split("=") for setting in settings))
-            assert checks.gpus_needed(shared).total <= gpus and not list(colocation_problems(shared))
-
-
-def load_changed(run: RunConfig, changes: dict[str, str]) -> RunConfig:
-    values = run.model_dump(mode="json", exclude_unset=True)
-    for name, value in changes.items():
-        *path, leaf = name.split(".")
-        section = values
-        for part in path:
-            section = section.setdefault(part, {})
-        section[leaf] = int(value) if value.isdigit() else value
-    return RunConfig.model_validate(values)
 
 
 @pytest.mark.parametrize(("dtype", "kept", "exported"), [("float32", 16, 4), ("bfloat16", 14, 2)])

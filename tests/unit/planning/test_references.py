@@ -13,7 +13,6 @@ from slime_like.planning.hardware import GIB, Hardware
 from slime_like.planning.memory import reference_phase
 from slime_like.planning.plan import make_plan
 from slime_like.planning.planned_run import PlannedRun
-from slime_like.planning.remedies import remedy
 from slime_like.planning.result import Plan
 from slime_like.planning.search import trainer_gpus
 from slime_like.planning.step_time import predict, reference_seconds
@@ -73,29 +72,3 @@ def planned(monkeypatch: pytest.MonkeyPatch, *flags: str) -> Plan:
     small = "--trainer.target_tokens_per_batch 2048 --rollout.max_new_tokens 512 --algorithm.kl_coef 0.1"
     workers = [*small.split(), "--reference.placement", "workers", *flags]
     return make_plan(PlannedRun.of(load_config(ROOT / "configs" / "qwen2.5_0.5b.yaml", workers)))
-
-
-@pytest.mark.parametrize(
-    ("backend", "item", "words"),
-    [
-        ("megatron", "gradients", "a larger trainer.parallel.tensor or pipeline"),
-        ("fsdp", "gradients", "trainer.fsdp.accumulate: sharded"),
-        ("fsdp", "parameters", "more trainer.parallel.data"),
-        ("fsdp", "head", "lower trainer.head_chunk_tokens"),
-    ],
-)
-def test_remedies_are_those_that_the_backend_has(backend: str, item: str, words: str) -> None:
-    found = remedy(item, config(trainer={"backend": backend}))
-    assert words in found
-    assert backend == "megatron" or not any(axis in found for axis in ("tensor", "pipeline"))
-
-
-def test_one_gpu_has_nothing_to_split_over() -> None:
-    """No remedy asks for further GPUs, and there is one for every item."""
-    for trainer in ({}, {"recompute": "full"}, {"backend": "fsdp"}):
-        one = config(trainer=trainer, cluster={"gpus_per_node": 1})
-        for item in ("weights", "gradients", "optimizer state", "activations", "head", "KV cache", "engine weights"):
-            found = remedy(item, one)
-            assert not {"parallel", "rollout.tensor", "context"} & set(found.replace(".", " ").split()) and found
-            assert "rollout.tensor" not in found
-    assert "trainer.parallel" in remedy("weights", config(cluster={"gpus_per_node": 2}))
