@@ -21,10 +21,10 @@ class ActivationOffload:
     Weights stay where they are.
     """
 
-    def __init__(self, modules: Sequence[torch.nn.Module]) -> None:
+    def __init__(self, modules: Sequence[torch.nn.Module], pool: HostPool) -> None:
         self._modules = list(modules)
         self._weights: set[int] = set()
-        self._pool = HostPool()
+        self._pool = pool
 
     @cached_property
     def _stream(self) -> torch.cuda.Stream:
