@@ -6,6 +6,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
+# The server of forks imports modules that ask whether there is a device. Without this, torch would initialise CUDA to
+# answer, and no fork could use it.
+os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
+
 import pytest
 import torch
 from hypothesis import HealthCheck, Phase, settings

@@ -46,10 +46,10 @@ class ActivationOffload:
     advantage. Weights stay where they are. With ``trainer.recompute: full`` only the inputs of layers are saved.
     """
 
-    def __init__(self, modules: Sequence[torch.nn.Module]) -> None:
+    def __init__(self, modules: Sequence[torch.nn.Module], pool: HostPool) -> None:
         self._modules = list(modules)
         self._weights: set[int] = set()
-        self._pool = HostPool()
+        self._pool = pool
         self._last: Saved | None = None
 
     @cached_property

@@ -104,6 +104,10 @@ class StoringTrainer(TrainerBackend):
     def onload(self) -> None:
         self.state.onload()
 
+    def shutdown(self) -> None:
+        if hasattr(self, "state"):  # the set-up may have failed before
+            self.state.close()
+
 
 @dataclass(frozen=True, slots=True)
 class _StartedSave:

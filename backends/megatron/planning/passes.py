@@ -12,6 +12,7 @@ from megatron.core.transformer.moe import token_dispatcher
 from torch import Tensor
 
 from backends.common.step.trace import HEAD, META, Counted, Trace
+from backends.common.trainer.host_memory import HostPool
 from backends.megatron import router
 from backends.megatron.activations import ActivationOffload, Saved
 from backends.megatron.head import LogprobModel
@@ -90,7 +91,7 @@ class Passes:
 
     def _train(self, chunk: LogprobModel, wrapped: Any, pack: PackedTrajectory) -> tuple[PassMemory, Counted, int]:
         trace = self._trace
-        base, host = trace.restart(), _OffloadedShapes([wrapped])
+        base, host = trace.restart(), _OffloadedShapes([wrapped], HostPool())
         batch = self._builder.build([pack])[0]
         with host.saving() if self._config.trainer.activation_offload else contextlib.nullcontext():
             output = self._forward(chunk, wrapped, batch)
