@@ -77,7 +77,8 @@ class ActivationOffload:
     def _to_device(self, saved: Tensor | Saved) -> Tensor:
         if isinstance(saved, Tensor):
             return saved
-        ahead, needed = 0, saved
+        ahead = 0
+        needed: Saved | None = saved
         while needed is not None and ahead <= AHEAD_BYTES:
             if needed.fetched is None:
                 needed.fetched = self._fetch(needed)

@@ -46,4 +46,4 @@ def add_weight_gradients_in_float32(model: nn.Module) -> None:
             # A layer that is told of a schedule's first micro-batch overwrites the sums. One step here is several
             # windows, each a schedule; with this switch no layer is told.
             require(module, "disable_parameter_transpose_cache")
-            module.fuse_wgrad_accumulation = module.disable_parameter_transpose_cache = True
+            vars(module).update(fuse_wgrad_accumulation=True, disable_parameter_transpose_cache=True)

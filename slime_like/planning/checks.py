@@ -13,7 +13,6 @@ from slime_like.config import RunConfig
 from slime_like.config.filling import gpus_needed
 from slime_like.models.dimensions import ModelDimensions
 from slime_like.models.weight_files import header_shapes
-from slime_like.orchestration.cluster.bundles import num_reference_ranks
 from slime_like.planning.units import memory_text, traffic_text
 
 _OPTIMIZER_BYTES = 12
