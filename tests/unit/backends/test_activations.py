@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from backends.common.trainer.host_memory import HostPool
 from backends.megatron import activations
 from backends.megatron.activations import ActivationOffload, Saved
 
@@ -14,7 +15,7 @@ class Logged(ActivationOffload):
     """Writes down which saved tensor, by its number in the forward pass, is fetched and which is taken."""
 
     def __init__(self) -> None:
-        super().__init__([])
+        super().__init__([], HostPool())
         self.log: list[str] = []
 
     def _fetch(self, saved: Saved) -> Tensor:
