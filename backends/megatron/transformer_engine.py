@@ -12,7 +12,6 @@ from megatron.core.extensions.transformer_engine import TEDotProductAttention
 from torch import Tensor, nn
 
 from backends.megatron.attention import PackedLayout
-from backends.megatron.installed import require
 
 
 class RotatedDotProductAttention(TEDotProductAttention):
@@ -39,11 +38,11 @@ def add_weight_gradients_in_float32(model: nn.Module) -> None:
     """Make linear layers add weight gradients to Megatron's float32 sums within their matrix products.
 
     Otherwise every micro-batch's gradient is rounded to the model's type first. Megatron's own setting,
-    ``gradient_accumulation_fusion``, also applies to its output layer, which requires APEX for it.
+    ``gradient_accumulation_fusion``, also applies to its output layer, which requires APEX for it. Layers that compute
+    in FP8 would need ``disable_parameter_transpose_cache``, too: in the first micro-batch of a schedule, of which a
+    step here has several, they overwrite the sums.
     """
+    module: Any
     for module in model.modules():
         if hasattr(module, "fuse_wgrad_accumulation"):
-            # A layer that is told of a schedule's first micro-batch overwrites the sums. One step here is several
-            # windows, each a schedule; with this switch no layer is told.
-            require(module, "disable_parameter_transpose_cache")
-            vars(module).update(fuse_wgrad_accumulation=True, disable_parameter_transpose_cache=True)
+            module.fuse_wgrad_accumulation = True

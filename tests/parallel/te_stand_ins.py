@@ -34,30 +34,20 @@ class _ExtraState:
 
 
 class _AddsToSums(torch.nn.Module):
-    """Adds gradients of its weights to Megatron's sums if it is asked to, as Transformer Engine's linear layers do.
-
-    In the micro-batch that a schedule calls its first, it overwrites them unless the cache of transposes is disabled
-    (``accumulate_wgrad_into_param_main_grad`` in their backward). Autograd is given a gradient of garbage.
-    """
+    """Adds gradients of its weights to Megatron's sums if it is asked to, as Transformer Engine's linear layers do, and
+    gives autograd garbage in their place."""
 
     def __init__(self, *arguments: Any, config: Any, **options: Any) -> None:
         super().__init__(*arguments, config=config, **options)
         self.fuse_wgrad_accumulation = config.gradient_accumulation_fusion
-        self.disable_parameter_transpose_cache = config.disable_parameter_transpose_cache
-        self.is_first_microbatch = self._overwrites = True
-        self.register_forward_pre_hook(self._started)
         for weight in self.parameters():
             weight.register_hook(partial(self._added, weight))
-
-    def _started(self, *unused: Any) -> None:
-        self._overwrites = self.is_first_microbatch and not self.disable_parameter_transpose_cache
-        self.is_first_microbatch = False
 
     def _added(self, weight: Any, gradient: Tensor) -> Tensor:
         if not self.fuse_wgrad_accumulation:
             return gradient
         assert weight.main_grad.dtype == torch.float32
-        weight.main_grad.mul_(0.0 if self._overwrites else 1.0).add_(gradient)
+        weight.main_grad.add_(gradient)
         weight.grad_added_to_main_grad = True
         return torch.full_like(gradient, torch.nan)
 
