@@ -25,7 +25,7 @@ from tests.support.properties import examples
 from tests.support.rejections import Rejects
 
 ROW = 16384
-BLOCK = 16 * ROW
+BLOCK = 4 * ROW
 MASK = 2**64 - 1
 
 
