@@ -53,6 +53,10 @@ def fused_logprobs(
     The logits exist for ``chunk_tokens`` tokens at a time, in forward and again in backward; sums are kept in float32
     (float64 for float64 input). Forward calls ``all_reduce_max`` once and ``all_reduce_sum`` once.
 
+    Memory besides weight, hidden states and their float32 gradients: on a device at most 8 bytes per logit of a chunk,
+    or 6 in bfloat16 with Triton's kernels. On a CPU the default chunks need at most an eighth of the float32 logits of
+    all tokens from 2,560 tokens on, or a few MiB.
+
     ``hidden`` is an input replicated over the tensor-parallel ranks. Its gradient is complete: backward sums the ranks'
     parts itself, with one call of ``all_reduce_sum``. A gather in front of this function (sequence parallelism) must
     therefore split in its backward, not reduce-scatter. The gradient of ``weight`` is this shard's own.
@@ -67,18 +71,14 @@ def fused_logprobs(
         vocab_start: global id of ``weight``'s first row.
         vocab_size: true size of the whole vocabulary; columns at or beyond it never enter a log-sum-exp.
         all_reduce_max, all_reduce_sum: reduce in place over the tensor-parallel group, if ``weight`` is a part.
-        chunk_tokens: tokens whose logits exist at the same time. On a device, none takes the tokens whose float32
-            logits fit into 1 GiB, but at least 1,024 and at most 2,048. On a CPU, none takes a twentieth of the tokens,
-            but at least 128 or what 1 MiB holds of float32 logits, and at most 1,024. See ``Memory``.
+        chunk_tokens: tokens whose logits exist at the same time. ``None`` takes, on a device, the tokens whose float32
+            logits fit into 1 GiB, but at least 1,024 and at most 2,048. On a CPU it takes a twentieth of the tokens,
+            but at least 128 or what 1 MiB holds of float32 logits, and at most 1,024.
         softcap: c, if the logits are ``c * tanh(hidden @ weight.T / c)`` (Gemma 2, arXiv:2408.00118, section 2).
         rows: what computes logits on a CPU instead of torch's operators, in float32; without a softcap.
         supports: (N, K) of truncated sampling, as in ``forbid_outside``: log-sum-exps, entropies and gradients are over
             these tokens alone, and a target outside of them has a logprob of -inf. Without ``rows``.
         check_values: False where targets and temperatures were checked before they went to a device: reading waits.
-
-    Memory, next to weight, hidden states and their float32 gradients: on a device 6 bytes per logit of a chunk for
-    bfloat16, or 8 for float32 or with a gradient of entropies; on a CPU at most an eighth of the float32 logits of all
-    tokens from 2,560 tokens on, or a few MiB.
 
     Returns:
         Logprobs and entropies, (N,) float32 (float64 for float64 input), with gradients to ``hidden`` and ``weight``.
@@ -236,12 +236,12 @@ def _logit_gradient(
     """Of one chunk of tokens, (n, V): the gradient of ``hidden @ columns.T``, in the type of ``hidden``."""
     if rows is not None:
         return rows.to_gradient(hidden @ columns.t(), temperatures, *given)
-    dtype, on_device = given[1][1].dtype, row_kernels(hidden.device) == "triton"
+    dtype, by_triton = given[1][1].dtype, row_kernels(hidden.device) == "triton"
     x = _logits(hidden, columns, dtype, softcap)
-    slope = None if softcap is None or on_device else (x / softcap).square_().neg_().add_(1)  # 1 - tanh^2
+    slope = None if softcap is None or by_triton else (x / softcap).square_().neg_().add_(1)  # 1 - tanh^2
     if kept is not None:
         forbid_outside(x, *kept)
-    if on_device:
+    if by_triton:
         from slime_like.algorithms import softmax_kernels  # needs Triton
 
         return softmax_kernels.logit_gradient(x, temperatures, *given, hidden.dtype, softcap)

@@ -115,16 +115,15 @@ def test_interpreted_kernels_give_the_head_of_whole_logits(
     options = {"vocab_size": columns, "softcap": softcap, "supports": supports}
     found = interpreter.submit(_head, case, with_entropy, **options).result(timeout=60)
     expected = _dense(case, columns, with_entropy, softcap, supports)
-    assert {
-        name: _gap(found[name], expected[name]) for name in expected if _gap(found[name], expected[name]) > bound
-    } == {}
+    gaps = {name: _gap(found[name], expected[name]) for name in expected}
+    assert {name: gap for name, gap in gaps.items() if not gap <= bound} == {}  # nan, too, is a gap
     assert not found["weight"][columns:].any()
 
 
 def _rows(x: Tensor, column: Tensor, grads: tuple[Any, ...], dtype: torch.dtype) -> Arrays:
     from slime_like.algorithms import softmax_kernels
 
-    ones = torch.ones(len(x))
+    ones, x = torch.ones(len(x)), torch.nn.functional.pad(x, (0, 3))[:, : x.shape[1]]  # rows of a wider tensor
     maximum, (total, weighted_sum, target) = softmax_kernels.row_sums(x, ones, column)
     softmax = maximum, total.log(), total.log() - weighted_sum / total
     dx = softmax_kernels.logit_gradient(x, ones, column, softmax, grads, dtype)
