@@ -110,6 +110,7 @@ class RankEstimate:
         micro_batch_tokens: tokens of that micro-batch, over all context ranks.
         longest: its longest sequence, in tokens, to which ``attention_flops`` belong; of a pack that shares prefixes,
             the length of sequences that would cost as much per token.
+        communicators: groups of several ranks that the rank is in; NCCL has buffers for each.
         layers: which implementation of the layers this is true of, e.g. "local layers, ring attention".
     """
 
@@ -120,4 +121,5 @@ class RankEstimate:
     update: Work
     micro_batch_tokens: int
     longest: int
+    communicators: int
     layers: str

@@ -9,14 +9,22 @@ from slime_like.config.gpus import GPUS, Gpu
 
 GIB = 2**30
 
-TRAINER_RESERVE_BYTES = 2 * GIB
-"""Of every trainer's GPU: CUDA's context, cuBLAS workspaces, NCCL's buffers."""
+CONTEXT_BYTES = 3 * GIB // 2
+"""Memory of a process on a GPU before its first tensor: CUDA's context and cuBLAS workspaces."""
 
-ENGINE_RESERVE_BYTES = 3 * GIB
-"""Of every engine's GPU, beside weights and KV cache: CUDA's context, CUDA graphs, a prefill's activations."""
+COMMUNICATOR_BYTES = 2 * GIB // 5
+"""NCCL's buffers for one group of ranks. Ranks of tensor 2, pipeline 2, data 2, expert 2 are in 16 groups, and with
+their context have been seen to take 7 to 10 GB (verl issue 6266)."""
 
-SLEEPING_ENGINE_BYTES = GIB
-"""What a sleeping engine keeps of a GPU: CUDA's context and graphs."""
+ENGINE_COMMUNICATORS = 2
+"""Groups that a rank of an engine of several GPUs is in: all ranks, and its tensor-parallel group."""
+
+GRAPHS_BYTES = GIB
+"""CUDA graphs of an engine. Asleep with its context and groups, vLLM's engines of two GPUs have been seen to keep 2.4
+to 7.4 GB (NeMo-RL issue 223)."""
+
+PREFILL_BYTES = GIB // 2
+"""Activations of an engine's prefill."""
 
 HOST_MEMORY_GB_PER_S = 200.0
 """Of a node, in the update of offloaded optimizer state."""
@@ -67,6 +75,11 @@ class Hardware:
     def memory_bytes(self) -> int:
         """Memory of one GPU."""
         return int(self.gpu.memory_gib * GIB)
+
+    @staticmethod
+    def process_bytes(communicators: int) -> int:
+        """Memory that a process takes of its GPU beside its tensors, with so many groups of several ranks."""
+        return CONTEXT_BYTES + communicators * COMMUNICATOR_BYTES
 
     def crosses_nodes(self, ranks: Sequence[int]) -> bool:
         """Return whether these trainer ranks, numbered along nodes, lie on several."""

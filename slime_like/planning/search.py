@@ -19,7 +19,7 @@ from slime_like.planning.bounds import least_bytes
 from slime_like.planning.engine_search import faster_engines
 from slime_like.planning.engines import plan_engine
 from slime_like.planning.estimates import Note, end_kinds, estimated_kinds, plannable_backend
-from slime_like.planning.hardware import TRAINER_RESERVE_BYTES
+from slime_like.planning.hardware import CONTEXT_BYTES
 from slime_like.planning.memory import PhaseMemory, host_memory, trainer_phases
 from slime_like.planning.planned_run import PlannedRun, Workload
 from slime_like.planning.settings import Changes, changed, flags
@@ -84,7 +84,7 @@ def search(run: PlannedRun, wanted: int, note: Note = lambda _: None) -> list[Ca
             code="backend-not-searched",
         )
     backend = plannable_backend(run.config)
-    room = run.hardware.memory_bytes - TRAINER_RESERVE_BYTES
+    room = run.hardware.memory_bytes - CONTEXT_BYTES
     possible = [tried for tried in _admitted(run) if least_bytes(tried) < room]
     found: list[Candidate] = []
     refusals: list[list[str]] = []

@@ -45,6 +45,8 @@ EIGHT_LONG_SAMPLES: dict[str, Any] = {
     "data": {"max_prompt_tokens": 2048},
     "rollout": {"prompts_per_step": 1, "samples_per_prompt": 8, "max_new_tokens": 2048},
 }
+# GiB of ``estimate`` beside its tensors: a context, and NCCL's buffers of five groups.
+RESERVE = 1.5 + 5 * 0.4
 # Of ``estimate`` on H100s: products, then attention or the context's messages, then the tensor's messages.
 ONE_PASS_S = 4e12 / (989e12 * 0.5) + max(1e12 / (989e12 * 0.4), 1e9 / (50e9 * 0.7)) + 1e9 / (450e9 * 0.7)
 
@@ -59,12 +61,12 @@ def planned_run(**sections: Any) -> PlannedRun:
 
 
 def estimate(**memory: int) -> RankEstimate:
-    """A rank with round numbers; of its messages those of tensor parallelism stay within a node of eight."""
+    """A rank with round numbers, in five groups; tensor parallelism's messages stay within a node of eight."""
     sizes = dict.fromkeys(TrainerMemory.__dataclass_fields__, 0)
     sizes |= {"parameter_bytes": 4 * GIB, "gradient_bytes": 8 * GIB, "optimizer_bytes": 6 * GIB} | memory
     work = Work(4e12, 1e12, (Traffic("tensor", (0, 7), 10**9, 5), Traffic("context", (7, 8), 10**9, 5)))
     update = Work(0.0, 0.0, (Traffic("data", (7, 8), 10**9, 1),))
-    return RankEstimate(0, TrainerMemory(**sizes), work, work, update, 8192, 4096, "local layers")
+    return RankEstimate(0, TrainerMemory(**sizes), work, work, update, 8192, 4096, 5, "local layers")
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
@@ -99,7 +101,15 @@ def test_activations_and_the_optimizers_temporaries_are_not_there_at_once() -> N
     run = planned_run(rollout={"tensor": 4})
     for memory in ({"activation_bytes": 5 * GIB, "update_bytes": 2 * GIB}, {"update_bytes": 5 * GIB}):
         training = trainer_phases(run, None, RankKind("all", (0,)), estimate(**memory))[0]
-        assert training.total / GIB == pytest.approx(4 + 8 + 6 + 5 * 1.05 + 2)
+        assert training.total / GIB == pytest.approx(4 + 8 + 6 + 5 * 1.05 + RESERVE)
+
+
+@pytest.mark.parametrize(("tensor", "kept"), [(1, 1.5 + 1), (2, 1.5 + 1 + 2 * 0.4)])
+def test_a_sleeping_engine_keeps_its_context_graphs_and_groups(tensor: int, kept: float) -> None:
+    run = planned_run(rollout={"tensor": tensor}, cluster={"placement": "colocated"})
+    training, *_ = trainer_phases(run, plan_engine(run), RankKind("all", (0,)), estimate())
+    sleeping = next(item for item in training.items if item.name.startswith("sleeping engine"))
+    assert sleeping.nbytes / GIB == pytest.approx(kept)
 
 
 def test_colocated_devices_never_hold_optimizer_and_cache_at_once() -> None:
