@@ -33,7 +33,7 @@ def print_plan(config: RunConfig, plan: Plan, stream: TextIO | None = None) -> N
         console.print()
         for line in (*verdict.step_lines(plan), *verdict.waves(config, plan)):
             console.print(line, markup=False)
-    for table in (_memory(plan), _host(plan), _time(plan), _traffic(plan), _ranks(config, plan)):
+    for table in (_memory(plan), _host(plan), _time(plan), _traffic(plan), _ranks(plan)):
         if table is not None:
             _print_table(console, table)
     console.print()
@@ -61,7 +61,7 @@ def print_candidates(found: Sequence[Candidate], host: bool, stream: TextIO | No
         sizes = [str(getattr(layout.parallel, name)) for name in ("tensor", "pipeline", "context", "data", "expert")]
         times = seconds_text(layout.step.total), seconds_text(layout.seconds)
         left = memory_text(layout.tightest.margin), layout.tightest.phase
-        table.add_row(*sizes, layout.recompute, layout.engines, *times, *left)
+        table.add_row(*sizes, str(layout.recompute), layout.engines, *times, *left)
     _print_table(console, table)
     console.print()
     console.print(f"the first: {found[0].flags}", markup=False, soft_wrap=True)
@@ -174,9 +174,9 @@ def _traffic(plan: Plan) -> Table | None:
     return table
 
 
-def _ranks(config: RunConfig, plan: Plan) -> Table:
+def _ranks(plan: Plan) -> Table:
     title = (
-        f"Ranks (recompute: {config.trainer.recompute}) and their largest micro-batch: its tokens, TFLOP and "
+        f"Ranks (recompute: {plan.recompute}) and their largest micro-batch: its tokens, TFLOP and "
         "activations saved for the backward pass, and the number of micro-batches in flight"
     )
     columns = ("kind", "ranks", "parameters", "tokens", "TFLOP", "saved", "in flight")
