@@ -35,14 +35,14 @@ FRAGMENTATION = 0.05
 
 @dataclass(frozen=True, slots=True)
 class Efficiency:
-    """Shares of the data sheet's figures that are assumed, not measured: of the dense bfloat16 rate in matrix products
-    and in flash attention, of memory bandwidth in decoding and in the optimizer, of a link's bandwidth in collectives.
+    """Assumed shares: of the ceiling of bfloat16 products in a model's products and in flash attention; of the data
+    sheet's memory bandwidth in decoding, in small kernels and in the optimizer; of a link's bandwidth in collectives.
     """
 
-    matmul: float = 0.5
-    attention: float = 0.4
+    matmul: float = 0.8
+    attention: float = 0.63
     memory: float = 0.6
-    link: float = 0.7
+    link: float = 0.8
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +68,7 @@ class Hardware:
             sheet.tflops,
             sheet.memory_gb_per_s,
             cluster.nvlink_gb_per_s or sheet.nvlink_gb_per_s,
+            sheet.measured_tflops,
         )
         return cls(gpu, cluster.gpus_per_node, cluster.nodes, cluster.network_gb_per_s)
 
@@ -91,10 +92,10 @@ class Hardware:
         return nbytes / (rate * 1e9 * self.efficiency.link)
 
     def matmul_seconds(self, flops: float) -> float:
-        return flops / (self.gpu.tflops * 1e12 * self.efficiency.matmul)
+        return flops / (self.gpu.ceiling_tflops * 1e12 * self.efficiency.matmul)
 
     def attention_seconds(self, flops: float) -> float:
-        return flops / (self.gpu.tflops * 1e12 * self.efficiency.attention)
+        return flops / (self.gpu.ceiling_tflops * 1e12 * self.efficiency.attention)
 
     def memory_seconds(self, nbytes: float) -> float:
         """Time in which a GPU reads or writes so many bytes of its memory."""
