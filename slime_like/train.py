@@ -21,6 +21,7 @@ from slime_like.orchestration.run.recorder import step_recorder
 from slime_like.orchestration.run.run import Run
 from slime_like.orchestration.run.step import TrainedStep, score, update
 from slime_like.orchestration.trainer.batcher import WindowStream
+from slime_like.planning.recompute import chosen_recompute
 
 
 def train(config: RunConfig) -> TrainSummary:
@@ -32,6 +33,7 @@ def train(config: RunConfig) -> TrainSummary:
         SlimeLikeError: anything a user can act on, in one sentence; every process of the run has ended by then.
     """
     started = time.monotonic()
+    config = chosen_recompute(config)
     train_step = _train_on_stream if config.rollout.stream else _train_on_batch
     with open_run(config) as run:
         recorder = step_recorder(run)

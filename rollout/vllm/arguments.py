@@ -122,6 +122,9 @@ def _defaults(config: RunConfig, cpu: bool) -> dict[str, Any]:
         "generation_config": "vllm",
         "max_num_seqs": sequences_at_once(config),
     }
+    if not cpu and config.rollout.tensor > 1 and config.cluster.placement == "colocated":
+        # A sleeping engine gives up NCCL's buffers, too; vLLM leaves them where NCCL is older than 2.29.7.
+        defaults["enable_nccl_comm_suspend"] = True
     if cpu:
         defaults |= {
             "enforce_eager": True,

@@ -29,12 +29,14 @@ class Traffic:
         ranks: the group's members; which of them share a node decides the link.
         nbytes: bytes that leave this rank (a ring all-reduce of n bytes over k ranks sends 2 n (k - 1) / k).
         calls: messages or collectives.
+        hidden_bytes: of these bytes, those of collectives that run beside a matrix product.
     """
 
     axis: Axis
     ranks: tuple[int, ...]
     nbytes: int
     calls: int
+    hidden_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,11 +47,16 @@ class Work:
         matmul_flops: of matrix products, 2 m n k each; they grow with the tokens.
         attention_flops: of causal attention; they grow with the tokens times the sequences' length.
         traffic: what it sends meanwhile.
+        kernel_bytes: read and written by all other kernels, each on its own; they grow with the tokens.
+        head_flops, head_bytes: of ``matmul_flops`` and ``kernel_bytes``, the head's.
     """
 
     matmul_flops: float
     attention_flops: float
     traffic: tuple[Traffic, ...] = ()
+    kernel_bytes: float = 0.0
+    head_flops: float = 0.0
+    head_bytes: float = 0.0
 
     @property
     def flops(self) -> float:
@@ -110,6 +117,7 @@ class RankEstimate:
         micro_batch_tokens: tokens of that micro-batch, over all context ranks.
         longest: its longest sequence, in tokens, to which ``attention_flops`` belong; of a pack that shares prefixes,
             the length of sequences that would cost as much per token.
+        communicators: groups of several ranks that the rank is in; NCCL has buffers for each.
         layers: which implementation of the layers this is true of, e.g. "local layers, ring attention".
     """
 
@@ -120,4 +128,5 @@ class RankEstimate:
     update: Work
     micro_batch_tokens: int
     longest: int
+    communicators: int
     layers: str

@@ -19,8 +19,8 @@ def least_bytes(run: PlannedRun) -> float:
 
 
 def least_kept_bytes(run: PlannedRun) -> float:
-    """Less than what the first stage keeps for backward, of all micro-batches under way, in 16 bits: with full
-    recomputation the inputs of layers, without it those of matrix products, of attention and of SwiGLU.
+    """Less than what the first stage keeps for backward, of all micro-batches under way, in 16 bits: the inputs of
+    layers that are recomputed; of others those of matrix products, of attention and of SwiGLU.
 
     It takes no time to work out; to follow layers without recomputation until they turn out too large takes most.
     """
@@ -32,8 +32,9 @@ def least_kept_bytes(run: PlannedRun) -> float:
     dense = hidden + 3 * dimensions.ffn_hidden_size
     products = [routed] * bool(dimensions.expert_layers)
     products += [dense] * (len(dimensions.expert_layers) < dimensions.num_layers)
-    kept = hidden if config.trainer.recompute == "full" else of_attention + min(products)
     layers = dimensions.num_layers // layout.pipeline
+    recomputed = config.trainer.recomputed_layers(layers)
+    kept = recomputed * hidden + (layers - recomputed) * (of_attention + min(products))
     under_way = min(Workload.of(config).micro_batches, layout.pipeline)
     tokens = _FILLED * config.trainer.target_tokens_per_batch / (layout.context * layout.tensor)
-    return 2 * tokens * kept * layers * under_way
+    return 2 * tokens * kept * under_way

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from slime_like.checks.engine_arguments import DEFAULT_SHARES, SHARES
 from slime_like.config import RunConfig
 from slime_like.models.dimensions import ModelDimensions
-from slime_like.planning.hardware import ENGINE_RESERVE_BYTES
+from slime_like.planning.hardware import ENGINE_COMMUNICATORS, GRAPHS_BYTES, PREFILL_BYTES
 from slime_like.planning.planned_run import PlannedRun
 
 _DEFAULT_SHARE = 0.9
@@ -20,7 +20,8 @@ class EnginePlan:
 
     Attributes:
         gpus: of one engine (``rollout.tensor``).
-        reserve_bytes: context, graphs and activations, assumed.
+        sleeping_bytes: context, groups and graphs, assumed; a sleeping engine keeps them.
+        reserve_bytes: the same and a prefill's activations.
         kv_bytes_per_token: of each GPU; KV heads are repeated where there are fewer than GPUs.
         kv_tokens: tokens that the cache of the whole engine holds.
         longest_sequences: sequences of ``rollout.max_model_len`` that it holds at once.
@@ -30,6 +31,7 @@ class EnginePlan:
     gpus: int
     weight_bytes: int
     kv_bytes: int
+    sleeping_bytes: int
     reserve_bytes: int
     kv_bytes_per_token: int
     kv_tokens: int
@@ -43,14 +45,17 @@ def plan_engine(run: PlannedRun) -> EnginePlan:
     per_token = run.dimensions.num_layers * _cached_elements(run.dimensions, rollout.tensor) * run.element_bytes
     given = rollout.own_engine_args.get("kv_cache_memory_bytes")
     taken = int(engine_share(run.config) * run.hardware.memory_bytes)
-    cache = int(given) if given is not None else taken - weights - ENGINE_RESERVE_BYTES
+    sleeping = run.hardware.process_bytes(ENGINE_COMMUNICATORS if rollout.tensor > 1 else 0) + GRAPHS_BYTES
+    reserve = sleeping + PREFILL_BYTES
+    cache = int(given) if given is not None else taken - weights - reserve
     tokens = max(0, cache) // per_token
     limit = min(rollout.max_concurrent_requests * rollout.samples_per_prompt, _MOST_AT_ONCE)
     return EnginePlan(
         gpus=rollout.tensor,
         weight_bytes=weights,
         kv_bytes=cache,
-        reserve_bytes=ENGINE_RESERVE_BYTES,
+        sleeping_bytes=sleeping,
+        reserve_bytes=reserve,
         kv_bytes_per_token=per_token,
         kv_tokens=tokens,
         longest_sequences=tokens // run.config.max_model_len,

@@ -9,14 +9,22 @@ from slime_like.config.gpus import GPUS, Gpu
 
 GIB = 2**30
 
-TRAINER_RESERVE_BYTES = 2 * GIB
-"""Of every trainer's GPU: CUDA's context, cuBLAS workspaces, NCCL's buffers."""
+CONTEXT_BYTES = 3 * GIB // 2
+"""Memory of a process on a GPU before its first tensor: CUDA's context and cuBLAS workspaces."""
 
-ENGINE_RESERVE_BYTES = 3 * GIB
-"""Of every engine's GPU, beside weights and KV cache: CUDA's context, CUDA graphs, a prefill's activations."""
+COMMUNICATOR_BYTES = 2 * GIB // 5
+"""NCCL's buffers for one group of ranks. Ranks of tensor 2, pipeline 2, data 2, expert 2 are in 16 groups, and with
+their context have been seen to take 7 to 10 GB (verl issue 6266)."""
 
-SLEEPING_ENGINE_BYTES = GIB
-"""What a sleeping engine keeps of a GPU: CUDA's context and graphs."""
+ENGINE_COMMUNICATORS = 2
+"""Groups that a rank of an engine of several GPUs is in: all ranks, and its tensor-parallel group."""
+
+GRAPHS_BYTES = GIB
+"""CUDA graphs of an engine. Asleep with its context and groups, vLLM's engines of two GPUs have been seen to keep 2.4
+to 7.4 GB (NeMo-RL issue 223)."""
+
+PREFILL_BYTES = GIB // 2
+"""Activations of an engine's prefill."""
 
 HOST_MEMORY_GB_PER_S = 200.0
 """Of a node, in the update of offloaded optimizer state."""
@@ -27,14 +35,14 @@ FRAGMENTATION = 0.05
 
 @dataclass(frozen=True, slots=True)
 class Efficiency:
-    """Shares of the data sheet's figures that are assumed, not measured: of the dense bfloat16 rate in matrix products
-    and in flash attention, of memory bandwidth in decoding and in the optimizer, of a link's bandwidth in collectives.
+    """Assumed shares: of the ceiling of bfloat16 products in a model's products and in flash attention; of the data
+    sheet's memory bandwidth in decoding, in small kernels and in the optimizer; of a link's bandwidth in collectives.
     """
 
-    matmul: float = 0.5
-    attention: float = 0.4
+    matmul: float = 0.8
+    attention: float = 0.63
     memory: float = 0.6
-    link: float = 0.7
+    link: float = 0.8
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +68,7 @@ class Hardware:
             sheet.tflops,
             sheet.memory_gb_per_s,
             cluster.nvlink_gb_per_s or sheet.nvlink_gb_per_s,
+            sheet.measured_tflops,
         )
         return cls(gpu, cluster.gpus_per_node, cluster.nodes, cluster.network_gb_per_s)
 
@@ -67,6 +76,11 @@ class Hardware:
     def memory_bytes(self) -> int:
         """Memory of one GPU."""
         return int(self.gpu.memory_gib * GIB)
+
+    @staticmethod
+    def process_bytes(communicators: int) -> int:
+        """Memory that a process takes of its GPU beside its tensors, with so many groups of several ranks."""
+        return CONTEXT_BYTES + communicators * COMMUNICATOR_BYTES
 
     def crosses_nodes(self, ranks: Sequence[int]) -> bool:
         """Return whether these trainer ranks, numbered along nodes, lie on several."""
@@ -78,10 +92,10 @@ class Hardware:
         return nbytes / (rate * 1e9 * self.efficiency.link)
 
     def matmul_seconds(self, flops: float) -> float:
-        return flops / (self.gpu.tflops * 1e12 * self.efficiency.matmul)
+        return flops / (self.gpu.ceiling_tflops * 1e12 * self.efficiency.matmul)
 
     def attention_seconds(self, flops: float) -> float:
-        return flops / (self.gpu.tflops * 1e12 * self.efficiency.attention)
+        return flops / (self.gpu.ceiling_tflops * 1e12 * self.efficiency.attention)
 
     def memory_seconds(self, nbytes: float) -> float:
         """Time in which a GPU reads or writes so many bytes of its memory."""

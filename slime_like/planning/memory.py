@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from slime_like.checks.engine_arguments import can_keep_weights
 from slime_like.interfaces.estimate import RankEstimate, RankKind, TrainerMemory
 from slime_like.planning.engines import EnginePlan
-from slime_like.planning.hardware import FRAGMENTATION, SLEEPING_ENGINE_BYTES, TRAINER_RESERVE_BYTES, Hardware
+from slime_like.planning.hardware import FRAGMENTATION, Hardware
 from slime_like.planning.planned_run import PlannedRun
 from slime_like.planning.save import save_bytes
 from slime_like.weights.transports.registry import use_delta
@@ -19,14 +19,14 @@ REFERENCE_SCORING = "reference scoring"
 _ONLY_KIND = re.compile(r"(, )?(stage 1 of 1|all ranks)$")
 """Names of a kind of ranks that is the only one."""
 
+TRAINING = "training"
 GENERATION, WEIGHT_SYNC = "generation", "weight sync"
 """Phases in which engines are awake."""
 
 ENGINES = "engines"
 """GPUs of engines that have their own."""
 
-TRAINER_RESERVE = "trainer reserve (assumed)"
-ENGINE_RESERVE = "engine reserve (assumed)"
+ENGINE_RESERVE = "engine's reserve (assumed)"
 ACTIVATIONS, HEAD = "activations", "head"
 OPTIMIZER_STEP = "optimizer step's temporaries"
 
@@ -77,11 +77,11 @@ def trainer_phases(
 ) -> list[PhaseMemory]:
     """The GPU of one kind of trainer ranks, with the engine's share where they are colocated."""
     config, shared = run.config, engine if run.colocated else None
-    sleeping = [Item("sleeping engine (assumed)", SLEEPING_ENGINE_BYTES)] if shared is not None else []
-    reserve = Item(TRAINER_RESERVE, TRAINER_RESERVE_BYTES)
+    sleeping = [Item("sleeping engine (assumed)", shared.sleeping_bytes)] if shared is not None else []
+    reserve = _trainer_reserve(estimate)
     memory = estimate.memory
     training = replace(memory, gradient_bytes=memory.gradient_bytes + memory.window_gradient_bytes)
-    found = [("training", [*_state(training), *_training(memory), *sleeping, reserve])]
+    found = [(TRAINING, [*_state(training), *_training(memory), *sleeping, reserve])]
     if config.reference_in_trainer or config.algorithm.scores_policy:
         found.append(("scoring", [*_state(memory), *_scoring(memory, config.reference_in_trainer), *sleeping, reserve]))
     weights = Item("parameters", memory.parameter_bytes)
@@ -109,7 +109,7 @@ def engine_phase(run: PlannedRun, engine: EnginePlan) -> PhaseMemory:
 def reference_phase(hardware: Hardware, kind: RankKind, estimate: RankEstimate) -> PhaseMemory:
     """The GPU of a reference worker's rank: weights and a pass without gradients; it has no optimizer."""
     weights = Item("parameters", estimate.memory.parameter_bytes)
-    items = (weights, *_scoring(estimate.memory), Item(TRAINER_RESERVE, TRAINER_RESERVE_BYTES))
+    items = (weights, *_scoring(estimate.memory), _trainer_reserve(estimate))
     return PhaseMemory(kind.name, REFERENCE_SCORING, items, hardware.memory_bytes)
 
 
@@ -128,6 +128,10 @@ def bucket_bytes(run: PlannedRun) -> int:
     """A bucket, or the largest tensor where that alone is larger: the embedding."""
     embedding = run.dimensions.vocab_size * run.dimensions.hidden_size * run.element_bytes
     return max(run.config.bucket_bytes(on_gpus=True), embedding)
+
+
+def _trainer_reserve(estimate: RankEstimate) -> Item:
+    return Item("trainer's CUDA and NCCL (assumed)", Hardware.process_bytes(estimate.communicators))
 
 
 def _state(memory: TrainerMemory) -> Iterator[Item]:

@@ -25,6 +25,7 @@ from slime_like.planning.estimates import Note, estimated_kinds, plannable_backe
 from slime_like.planning.generation import predict_generation
 from slime_like.planning.memory import engine_phase, host_memory, reference_phase, trainer_phases
 from slime_like.planning.planned_run import PlannedRun
+from slime_like.planning.recompute import chosen_recompute
 from slime_like.planning.result import KindPlan, Plan
 from slime_like.planning.step_time import predict, reference_seconds, traffic_per_step
 from slime_like.planning.units import count_text, traffic_text
@@ -44,11 +45,11 @@ def make_plan(run: PlannedRun, preflight: bool = False, note: Note = lambda _: N
     Raises:
         ConfigError: the backend is unknown or cannot be planned.
     """
-    started, config = time.monotonic(), run.config
-    backend = plannable_backend(config)
+    started, backend = time.monotonic(), plannable_backend(run.config)
+    config = chosen_recompute(run.config)
     dimensions = counted_dimensions(config, run.dimensions, backend)
-    run = replace(run, dimensions=dimensions)
-    plan = Plan(run.hardware, checks.planned_nodes(config), checks.gpus_needed(config).total)
+    run = replace(run, config=config, dimensions=dimensions)
+    plan = Plan(run.hardware, checks.planned_nodes(config), checks.gpus_needed(config).total, config.trainer.recompute)
     found = [*map(str, check_settings(config, dimensions, training_needs(config))), *backend.check(config)]
     found += reference_problems(config, dimensions)
     if _plans_references(config):

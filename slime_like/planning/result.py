@@ -33,6 +33,7 @@ class Plan:
     """Result of ``slime-like plan``.
 
     Attributes:
+        recompute: layers of a stage that are recomputed.
         kinds, references: every kind of rank of the trainer, and of a reference worker; empty without workers, or
             where the layout itself is rejected.
         engine_phase: the GPU of an engine that has its own.
@@ -46,6 +47,7 @@ class Plan:
     hardware: Hardware
     nodes: int
     gpus_in_use: int
+    recompute: int | str = "none"
     kinds: list[KindPlan] = field(default_factory=list)
     references: list[KindPlan] = field(default_factory=list)
     engine: EnginePlan | None = None

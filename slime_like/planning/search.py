@@ -13,19 +13,19 @@ from slime_like.checks.transport import chosen_transport
 from slime_like.config import ParallelConfig, RunConfig
 from slime_like.errors import ConfigError
 from slime_like.interfaces import TrainerBackend
-from slime_like.interfaces.estimate import RankEstimate, RankKind
 from slime_like.planning import checks
 from slime_like.planning.bounds import least_bytes
 from slime_like.planning.engine_search import faster_engines
 from slime_like.planning.engines import plan_engine
-from slime_like.planning.estimates import Note, end_kinds, estimated_kinds, plannable_backend
-from slime_like.planning.hardware import TRAINER_RESERVE_BYTES
-from slime_like.planning.memory import PhaseMemory, host_memory, trainer_phases
+from slime_like.planning.estimates import Note, plannable_backend
+from slime_like.planning.hardware import CONTEXT_BYTES
+from slime_like.planning.memory import PhaseMemory, host_memory
 from slime_like.planning.planned_run import PlannedRun, Workload
+from slime_like.planning.recompute import fewest_recomputed, with_recompute
 from slime_like.planning.settings import Changes, changed, flags
 from slime_like.planning.step_time import StepTime, predict
 
-_RECOMPUTE_COST = 4 / 3
+_RECOMPUTE_COST = 1 / 3
 """One more forward pass beside forward and backward."""
 
 
@@ -39,7 +39,7 @@ class Candidate:
     """
 
     parallel: ParallelConfig
-    recompute: str
+    recompute: str | int
     engines: str
     engine_changes: Changes
     tightest: PhaseMemory
@@ -84,8 +84,7 @@ def search(run: PlannedRun, wanted: int, note: Note = lambda _: None) -> list[Ca
             code="backend-not-searched",
         )
     backend = plannable_backend(run.config)
-    room = run.hardware.memory_bytes - TRAINER_RESERVE_BYTES
-    possible = [tried for tried in _admitted(run) if least_bytes(tried) < room]
+    possible = [tried for tried in _admitted(run) if _room(tried, "full") > 0]
     found: list[Candidate] = []
     refusals: list[list[str]] = []
     for index, tried in enumerate(sorted(possible, key=_rough_time), start=1):
@@ -127,11 +126,11 @@ def _admitted(run: PlannedRun) -> Iterator[PlannedRun]:
                         tensor=tensor, pipeline=pipeline, context=context, data=data, expert=expert, sequence=tensor > 1
                     )
                     if not layout_problems(parallel, run.dimensions):
-                        yield from (_with(run, parallel, recompute) for recompute in ("none", "full"))
+                        yield _with(run, parallel)
 
 
-def _with(run: PlannedRun, parallel: ParallelConfig, recompute: str) -> PlannedRun:
-    trainer = run.config.trainer.model_copy(update={"parallel": parallel, "recompute": recompute})
+def _with(run: PlannedRun, parallel: ParallelConfig) -> PlannedRun:
+    trainer = run.config.trainer.model_copy(update={"parallel": parallel})
     config = run.config.model_copy(update={"trainer": trainer})
     return replace(
         run, config=config, workload=Workload.of(config, run.workload.mean_prompt, run.workload.mean_response)
@@ -157,20 +156,23 @@ def _rough_time(run: PlannedRun) -> float:
     idle = (micro_batches + layout.pipeline - 1) / micro_batches
     talk = 1 + 0.06 * (layout.tensor - 1) + 0.04 * (layout.context - 1)
     work = micro_batches / (layout.tensor * layout.pipeline * layout.context)
-    return work * idle * talk * (_RECOMPUTE_COST if config.trainer.recompute == "full" else 1.0)
+    none, full = _room(run, "none"), _room(run, "full")
+    recomputed = 0.0 if none > 0 else none / (none - full)
+    return work * idle * talk * (1 + _RECOMPUTE_COST * recomputed)
+
+
+def _room(run: PlannedRun, recompute: str) -> float:
+    """Return GPU memory that is left at most."""
+    return run.hardware.memory_bytes - CONTEXT_BYTES - least_bytes(with_recompute(run, recompute))
 
 
 def _candidate(run: PlannedRun, backend: type[TrainerBackend]) -> Candidate | None:
     """The layout with the fastest engines on its GPUs, or with those of the configuration where they are as fast."""
-    config = run.config
-    engine = plan_engine(run) if run.has_engines else None
-    found: list[tuple[RankKind, RankEstimate]] = []
-    phases: list[PhaseMemory] = []
-    for kind in end_kinds(config, backend):
-        found += estimated_kinds(config, backend, [kind])
-        phases += trainer_phases(run, engine, *found[-1])
-        if not all(phase.fits for phase in phases):
-            return None
+    fitted = fewest_recomputed(run, backend)
+    if fitted is None or not all(phase.fits for phase in fitted.phases):
+        return None
+    run, found, phases = fitted.run, fitted.found, fitted.phases
+    config, engine = run.config, plan_engine(run) if run.has_engines else None
     estimates = [estimate for _, estimate in found]
     transport = None
     if engine is not None:

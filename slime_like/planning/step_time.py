@@ -1,6 +1,7 @@
 """Predicted time of a step, from the ranks' computation and messages and assumed hardware figures."""
 
 import math
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -16,8 +17,12 @@ from slime_like.planning.planned_run import PlannedRun
 SYNC_GB_PER_S = {"nccl": 40.0, "colocated": 40.0, "shared_memory": 8.0, "gloo": 2.0, "directory": 1.0}
 """Assumed speeds of weight transports; between nodes NCCL's, which colocated uses, is bounded by the network too."""
 
-_HIDDEN = frozenset({"context"})
-"""Axes whose messages travel while attention computes; what takes longer than it shows."""
+PRODUCTS, ATTENTION, HEAD, KERNELS = "matrix products", "attention", "head", "small kernels"
+TENSOR, MESSAGES = "tensor-parallel messages", "other messages"
+
+_KERNEL_BYTES = 0.5
+"""Share of the traced bytes of small kernels that is left once they are fused (assumed: Transformer Engine, torch's
+compiler)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +37,8 @@ class StepTime:
         after_last: of scoring and training, what cannot begin before the last sample is there: all of it, or with
             ``rollout.stream`` the last micro-batch and the update.
         model_flops: of scoring and training, on all ranks, recomputation not counted.
-        utilisation: of all trainer GPUs' data-sheet rate while they train.
+        utilisation: of the ceiling of all trainer GPUs' matrix products, while they train.
+        lost: the other seconds of training, by what takes them.
     """
 
     generation: float
@@ -45,6 +51,7 @@ class StepTime:
     after_last: float
     model_flops: float
     utilisation: float
+    lost: dict[str, float]
 
     @property
     def total(self) -> float:
@@ -77,17 +84,14 @@ def predict(
     bubble = (layout.pipeline - 1) / layout.virtual_pipeline
     slots = workload.micro_batches + bubble
     slot = max(pass_seconds(run, estimate, estimate.training) for estimate in estimates)
-    update = max(_update_seconds(run, estimate) for estimate in estimates)
+    update = max(sum(_update_parts(run, estimate)) for estimate in estimates)
     training = updates * (slots * slot + update)
     scores = int(config.reference_in_trainer) + int(algorithm.scores_policy and not config.supervised)
     forward_slots = workload.micro_batches * algorithm.minibatches + layout.pipeline - 1
     score_slot = scores * max(pass_seconds(run, estimate, estimate.forward) for estimate in estimates)
     scoring = forward_slots * score_slot
-    useful = 6.0 * dimensions.active_parameters + 6.0 * dimensions.num_layers * workload.attention_length * (
-        dimensions.num_heads * dimensions.head_dim
-    )
-    flops = useful * workload.tokens * algorithm.epochs
-    peak = layout.world_size * hardware.gpu.tflops * 1e12
+    flops = (6.0 * dimensions.active_parameters + _attention_flops(run)) * workload.tokens * algorithm.epochs
+    ceiling = layout.world_size * hardware.gpu.ceiling_tflops * 1e12
     return StepTime(
         generation=0.0 if engine is None else predict_generation(run, engine).seconds,
         scoring=scoring,
@@ -98,8 +102,53 @@ def predict(
         overlapped=config.rollout.max_staleness > 0,
         after_last=(1 + bubble) * (score_slot + slot) + update if config.rollout.stream else scoring + training,
         model_flops=flops * (1 + scores / 3),
-        utilisation=flops / (training * peak),
+        utilisation=flops / (training * ceiling),
+        lost=_lost_seconds(run, estimates, training, flops / ceiling),
     )
+
+
+def _lost_seconds(
+    run: PlannedRun, estimates: Sequence[RankEstimate], training: float, useful: float
+) -> dict[str, float]:
+    """Divide training's seconds beyond the ``useful`` ones, at the ceiling; stages count by their mean."""
+    workload, parallel, algorithm = run.workload, run.config.trainer.parallel, run.config.algorithm
+    updates = algorithm.epochs * algorithm.minibatches
+    times = updates * workload.micro_batches / len(estimates)
+    total: Counter[str] = Counter()
+    for estimate in estimates:
+        passed, again = pass_parts(run, estimate, estimate.training), pass_parts(run, estimate, estimate.forward)
+        share = _recomputed(estimate)
+        for name, seconds in passed.items():
+            repeated = 0.0 if name == HEAD else share * again[name]
+            total[name] += times * (seconds - repeated)
+            total["recomputation"] += times * repeated
+    slot = max(pass_seconds(run, estimate, estimate.training) for estimate in estimates)
+    total["pipeline bubble"] = updates * (parallel.pipeline - 1) / parallel.virtual_pipeline * slot
+    slowest = max((_update_parts(run, estimate) for estimate in estimates), key=sum)
+    total["data-parallel exchange"], total["optimizer"] = (updates * seconds for seconds in slowest)
+    at_ceiling = _useful_shares(run, useful)
+    lost = {name: seconds - at_ceiling.get(name, 0.0) for name, seconds in total.items()}
+    return lost | {"stages of unequal length, rounding": training - useful - sum(lost.values())}
+
+
+def _useful_shares(run: PlannedRun, useful: float) -> dict[str, float]:
+    """Seconds at the ceiling of layers' products, of attention and of the head."""
+    dimensions = run.dimensions
+    head = 6.0 * dimensions.vocab_size * dimensions.hidden_size
+    parts = {PRODUCTS: 6.0 * dimensions.active_parameters - head, ATTENTION: _attention_flops(run), HEAD: head}
+    return {name: useful * flops / sum(parts.values()) for name, flops in parts.items()}
+
+
+def _attention_flops(run: PlannedRun) -> float:
+    """Floating-point operations of attention per token, forward and backward."""
+    dimensions = run.dimensions
+    return 6.0 * dimensions.num_layers * run.workload.attention_length * dimensions.num_heads * dimensions.head_dim
+
+
+def _recomputed(estimate: RankEstimate) -> float:
+    """Share of the layers' forward pass that training repeats: it has three times its products otherwise."""
+    forward = estimate.forward.matmul_flops - estimate.forward.head_flops
+    return max(0.0, (estimate.training.matmul_flops - estimate.training.head_flops) / forward - 3) if forward else 0.0
 
 
 def reference_seconds(run: PlannedRun, estimates: Sequence[RankEstimate]) -> float:
@@ -128,16 +177,39 @@ def traffic_per_step(run: PlannedRun, estimate: RankEstimate) -> list[LinkTraffi
 
 
 def pass_seconds(run: PlannedRun, estimate: RankEstimate, work: Work) -> float:
-    """One micro-batch, as far as it is filled. Attention is scaled from the longest sequence to the mean one."""
+    """One micro-batch, as far as it is filled."""
+    computing = sum(pass_parts(run, estimate, work).values())
+    return max(computing, run.hardware.host_seconds(_streamed_bytes(run, estimate, work is estimate.training)))
+
+
+def pass_parts(run: PlannedRun, estimate: RankEstimate, work: Work) -> dict[str, float]:
+    """Seconds of one micro-batch, as far as it is filled, by what takes them.
+
+    Attention is scaled from the longest sequence to the mean one. Messages of context parallelism travel while it
+    computes, and asynchronous collectives while products do; what takes longer than these shows.
+    """
     hardware, workload = run.hardware, run.workload
     shorter = workload.attention_length / estimate.longest
     if workload.sharing == 1:
         shorter = min(1.0, shorter)
     attention = hardware.attention_seconds(work.attention_flops * shorter)
-    hidden = sum(hardware.link_seconds(t.nbytes, t.ranks) for t in work.traffic if t.axis in _HIDDEN)
-    shown = sum(hardware.link_seconds(t.nbytes, t.ranks) for t in work.traffic if t.axis not in _HIDDEN)
-    computing = workload.filled * (hardware.matmul_seconds(work.matmul_flops) + max(attention, hidden) + shown)
-    return max(computing, hardware.host_seconds(_streamed_bytes(run, estimate, work is estimate.training)))
+    shown, context, hidden = {TENSOR: 0.0, MESSAGES: 0.0}, 0.0, 0.0
+    for sent in work.traffic:
+        if sent.axis == "context":
+            context += hardware.link_seconds(sent.nbytes, sent.ranks)
+            continue
+        hidden += hardware.link_seconds(sent.hidden_bytes, sent.ranks)
+        name = TENSOR if sent.axis == "tensor" else MESSAGES
+        shown[name] += hardware.link_seconds(sent.nbytes - sent.hidden_bytes, sent.ranks)
+    kernels, head = (_KERNEL_BYTES * nbytes for nbytes in (work.kernel_bytes - work.head_bytes, work.head_bytes))
+    parts = {
+        PRODUCTS: max(hardware.matmul_seconds(work.matmul_flops - work.head_flops), hidden),
+        ATTENTION: max(attention, context),
+        HEAD: hardware.matmul_seconds(work.head_flops) + hardware.memory_seconds(head),
+        KERNELS: hardware.memory_seconds(kernels),
+        **shown,
+    }
+    return {name: workload.filled * seconds for name, seconds in parts.items()}
 
 
 def _streamed_bytes(run: PlannedRun, estimate: RankEstimate, training: bool) -> float:
@@ -152,8 +224,8 @@ def _streamed_bytes(run: PlannedRun, estimate: RankEstimate, training: bool) -> 
     return weights * (1 + int(trainer.fsdp.reshard_after_forward) + int(trainer.fsdp.accumulate == "sharded"))
 
 
-def _update_seconds(run: PlannedRun, estimate: RankEstimate) -> float:
-    """Sums over replicas, and the optimizer, which reads and writes its state once.
+def _update_parts(run: PlannedRun, estimate: RankEstimate) -> tuple[float, float]:
+    """Seconds of the sums over replicas, and of the optimizer, which reads and writes its state once.
 
     Of offloaded state, gradients come and weights go, both float32: half of what lies in host memory. The node's
     processors read all of it, and write all but the gradients.
@@ -163,7 +235,7 @@ def _update_seconds(run: PlannedRun, estimate: RankEstimate) -> float:
     seconds = hardware.memory_seconds(2 * memory.optimizer_bytes + memory.gradient_bytes)
     ranks = min(hardware.gpus_per_node, run.config.trainer.parallel.world_size)
     on_host = hardware.host_update_seconds(7 / 4 * memory.host_optimizer_bytes, ranks)
-    return sending + seconds + hardware.host_seconds(memory.host_optimizer_bytes / 2) + on_host
+    return sending, seconds + hardware.host_seconds(memory.host_optimizer_bytes / 2) + on_host
 
 
 def _sync_seconds(run: PlannedRun, transport: str) -> float:

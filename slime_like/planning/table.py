@@ -13,12 +13,14 @@ from slime_like.planning import verdict
 from slime_like.planning.memory import ENGINES, PhaseMemory
 from slime_like.planning.result import Plan
 from slime_like.planning.search import Candidate
-from slime_like.planning.step_time import SYNC_GB_PER_S
+from slime_like.planning.step_time import ATTENTION, HEAD, PRODUCTS, SYNC_GB_PER_S
 from slime_like.planning.units import count_text, memory_text, seconds_text, significant, traffic_text
 from slime_like.system.console import Console
 
 _WIDTH = 80
 _MOST_PHASES = 4
+_LEAST_SHOWN = 0.005
+_LOST = {name: f"{name} below the ceiling" for name in (PRODUCTS, ATTENTION, HEAD)}
 
 
 def print_plan(config: RunConfig, plan: Plan, stream: TextIO | None = None) -> None:
@@ -33,7 +35,7 @@ def print_plan(config: RunConfig, plan: Plan, stream: TextIO | None = None) -> N
         console.print()
         for line in (*verdict.step_lines(plan), *verdict.waves(config, plan)):
             console.print(line, markup=False)
-    for table in (_memory(plan), _host(plan), _time(plan), _traffic(plan), _ranks(config, plan)):
+    for table in (_memory(plan), _host(plan), _time(plan), _lost(plan), _traffic(plan), _ranks(plan)):
         if table is not None:
             _print_table(console, table)
     console.print()
@@ -61,7 +63,7 @@ def print_candidates(found: Sequence[Candidate], host: bool, stream: TextIO | No
         sizes = [str(getattr(layout.parallel, name)) for name in ("tensor", "pipeline", "context", "data", "expert")]
         times = seconds_text(layout.step.total), seconds_text(layout.seconds)
         left = memory_text(layout.tightest.margin), layout.tightest.phase
-        table.add_row(*sizes, layout.recompute, layout.engines, *times, *left)
+        table.add_row(*sizes, str(layout.recompute), layout.engines, *times, *left)
     _print_table(console, table)
     console.print()
     console.print(f"the first: {found[0].flags}", markup=False, soft_wrap=True)
@@ -158,6 +160,23 @@ def _time(plan: Plan) -> Table | None:
     return table
 
 
+def _lost(plan: Plan) -> Table | None:
+    """Where the seconds of training go; what takes less than half a percent is not shown."""
+    step = plan.step
+    if step is None or not step.training:
+        return None
+    gpu = plan.hardware.gpu
+    known = "measured" if gpu.measured_tflops else f"assumed from the data sheet's {gpu.tflops:g}, not measured"
+    title = f"Training: share of {gpu.ceiling_tflops:.0f} TFLOP/s per GPU ({known}), and what takes the rest"
+    table = _table(title, ("", "share"), left=("",))
+    table.add_row("the model's products and attention, at the ceiling", f"{step.utilisation:.0%}")
+    table.add_section()
+    for name, seconds in sorted(step.lost.items(), key=lambda item: -item[1]):
+        if abs(share := seconds / step.training) >= _LEAST_SHOWN:
+            table.add_row(_LOST.get(name, name), f"{share:.1%}")
+    return table
+
+
 def _traffic(plan: Plan) -> Table | None:
     most: dict[tuple[str, str], tuple[float, float, str]] = {}
     for rank in plan.kinds:
@@ -174,9 +193,9 @@ def _traffic(plan: Plan) -> Table | None:
     return table
 
 
-def _ranks(config: RunConfig, plan: Plan) -> Table:
+def _ranks(plan: Plan) -> Table:
     title = (
-        f"Ranks (recompute: {config.trainer.recompute}) and their largest micro-batch: its tokens, TFLOP and "
+        f"Ranks (recompute: {plan.recompute}) and their largest micro-batch: its tokens, TFLOP and "
         "activations saved for the backward pass, and the number of micro-batches in flight"
     )
     columns = ("kind", "ranks", "parameters", "tokens", "TFLOP", "saved", "in flight")
@@ -229,7 +248,7 @@ def _assumptions(config: RunConfig, plan: Plan) -> Iterator[str]:
     rate = "" if plan.transport is None else f"{SYNC_GB_PER_S[plan.transport]:g} GB/s"
     sync = f", weight sync by {plan.transport} at {rate}" if rate else ""
     yield (
-        f"assumed, not measured: {share.matmul:.0%} of {sheet.tflops:g} TFLOP/s in matrix products, "
+        f"assumed, not measured: {share.matmul:.0%} of {sheet.ceiling_tflops:.0f} TFLOP/s in matrix products, "
         f"{share.attention:.0%} in attention, {share.memory:.0%} of {sheet.memory_gb_per_s:,g} GB/s memory bandwidth, "
         f"{share.link:.0%} of links ({nvlink}network {plan.hardware.network_gb_per_s:g}, host "
         f"{plan.hardware.host_gb_per_s:g} GB/s per GPU){sync}"

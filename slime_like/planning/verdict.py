@@ -64,7 +64,7 @@ def step_lines(plan: Plan) -> Iterator[str]:
 
 def _detail(longest: str, plan: Plan, step: StepTime) -> str:
     if longest == "training":
-        return f"; {step.utilisation:.0%} of the GPUs' data-sheet rate"
+        return f"; {step.utilisation:.0%} of the GPUs' matrix-product ceiling"
     if longest != "generation" or plan.generation is None:
         return ""
     found = plan.generation

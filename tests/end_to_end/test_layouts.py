@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import yaml
 
 from slime_like.data.dump import dump_path, load_trajectories
 from tests.conftest import Tiny
@@ -21,7 +22,7 @@ LAYOUTS = {
     "fsdp on two ranks": ("--trainer.backend", "fsdp", "--trainer.parallel.data", "2"),
     "colocated": (
         "--trainer.parallel.data", "2", "--rollout.num_engines", "2", "--cluster.placement", "colocated",
-        "--sync.transport", "colocated",
+        "--sync.transport", "colocated", "--trainer.recompute", "auto",
     ),
 }  # fmt: skip
 
@@ -52,6 +53,7 @@ def test_a_layout_does_what_one_rank_does(tiny: Tiny, tmp_path: Path, one_rank: 
     finished = run(flags(tiny, tmp_path, *LAYOUTS[layout]), tmp_path / "log")
     assert finished.code == 0, finished.stderr
     assert finished.left_behind == []
+    assert yaml.safe_load((tmp_path / "run" / "config.yaml").read_text())["trainer"]["recompute"] == "none"
     for step in (1, 2):
         ours, theirs = (load_trajectories(dump_path(root / "rollouts", step)) for root in (tmp_path, one_rank))
         assert [t.sequence_id for t in ours] == [t.sequence_id for t in theirs]

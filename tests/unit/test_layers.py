@@ -13,8 +13,8 @@ PACKAGES = ("slime_like", "backends", "rollout")
 # From the top down; rooms of one layer do not import each other. A room is a module or a package.
 LAYERS = (
     "slime_like.commands",
-    "slime_like.train slime_like.evaluate slime_like.score slime_like.verification slime_like.launch"
-    " slime_like.planning",
+    "slime_like.train slime_like.evaluate slime_like.score slime_like.verification slime_like.launch",
+    "slime_like.planning",
     "slime_like.orchestration.run",
     "slime_like.orchestration.reference slime_like.orchestration.weight_sync",
     "slime_like.orchestration.rollout",

@@ -106,6 +106,11 @@ def _meet(placement: RankPlacement, timeout: timedelta) -> dist.Store:
     )
 
 
+def communicators() -> int:
+    """Count the groups of several ranks that this rank is in."""
+    return sum(len(ranks) > 1 for ranks in dist.distributed_c10d._world.pg_group_ranks.values())
+
+
 @contextlib.contextmanager
 def fake_world(rank: int, world_size: int, leave: Callable[[], None]) -> Iterator[None]:
     """Be ``rank`` of ``world_size``: collectives return at once and do nothing; ``leave`` dissolves the groups."""

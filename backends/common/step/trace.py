@@ -28,8 +28,8 @@ HEAD = "head"
 
 _aten = torch.ops.aten
 
-Groups = dict[tuple[int, ...], tuple[int, int]]
-"""Ranks of a process group to (bytes sent, calls)."""
+Groups = dict[tuple[int, ...], tuple[int, int, int]]
+"""Ranks of a process group to (bytes sent, calls, bytes of asynchronous calls)."""
 
 
 @dataclass(slots=True)
@@ -39,22 +39,26 @@ class Counted:
     matmul_flops: float = 0.0
     attention_flops: float = 0.0
     sent: Groups = field(default_factory=dict)
+    kernel_bytes: float = 0.0
+    head_flops: float = 0.0
+    head_bytes: float = 0.0
 
-    def add_sent(self, ranks: Sequence[int], nbytes: int, count: int = 1) -> None:
-        """Add ``count`` messages or collectives of ``nbytes`` in all."""
-        before, calls = self.sent.get(tuple(ranks), (0, 0))
-        self.sent[tuple(ranks)] = before + nbytes, calls + count
+    def add_sent(self, ranks: Sequence[int], nbytes: int, count: int = 1, hidden: int = 0) -> None:
+        """Add ``count`` messages or collectives of ``nbytes`` in all, ``hidden`` of them of asynchronous ones."""
+        sent = self.sent.get(tuple(ranks), (0, 0, 0))
+        self.sent[tuple(ranks)] = sent[0] + nbytes, sent[1] + count, sent[2] + hidden
 
     def work(self, axes: Mapping[tuple[int, ...], Axis], default: Axis, further: Sequence[Traffic]) -> Work:
         """This work, with ``further`` messages; ``axes`` belong to groups, ``default`` to all others."""
         sent = (Traffic(axes.get(ranks, default), ranks, *figures) for ranks, figures in self.sent.items())
-        return Work(self.matmul_flops, self.attention_flops, (*sent, *further))
+        kernels = self.kernel_bytes, self.head_flops, self.head_bytes
+        return Work(self.matmul_flops, self.attention_flops, (*sent, *further), *kernels)
 
     def add(self, other: Self) -> None:
-        self.matmul_flops += other.matmul_flops
-        self.attention_flops += other.attention_flops
-        for ranks, (nbytes, calls) in other.sent.items():
-            self.add_sent(ranks, nbytes, calls)
+        for name in ("matmul_flops", "attention_flops", "kernel_bytes", "head_flops", "head_bytes"):
+            setattr(self, name, getattr(self, name) + getattr(other, name))
+        for ranks, figures in other.sent.items():
+            self.add_sent(ranks, *figures)
 
 
 @dataclass(slots=True)
@@ -182,9 +186,22 @@ class Trace(TorchDispatchMode):
                 return out
             args, given = tree_map_only(Tensor, _shape_of, (args, given))
         out = func(*args, **given)
-        _count_flops(func._overloadpacket, args, inputs, out, self.counted)
+        before = self.counted.matmul_flops
+        if not _count_flops(func._overloadpacket, args, inputs, out, self.counted):
+            self._count_bytes(func, inputs, out)
+        if self._label == HEAD:
+            self.counted.head_flops += self.counted.matmul_flops - before
         self._follow(inputs, out)
         return out
+
+    def _count_bytes(self, func: Any, inputs: list[Tensor], out: Any) -> None:
+        if func.is_view or func._overloadpacket in _NO_KERNEL:
+            return
+        made = sum(tensor.nbytes for tensor in ([out] if isinstance(out, Tensor) else _tensors(out)))
+        read = made if func._overloadpacket in _PICKS else sum(tensor.nbytes for tensor in inputs)
+        self.counted.kernel_bytes += made + read
+        if self._label == HEAD:
+            self.counted.head_bytes += made + read
 
     def _follow(self, inputs: list[Tensor], out: Any) -> None:
         """Note storages of ``out`` that no input has."""
@@ -250,8 +267,14 @@ Backward needs five products: the scores again, and the gradients of scores, val
 """
 
 
-def _count_flops(operator: Any, args: tuple[Any, ...], inputs: list[Tensor], out: Any, counted: Counted) -> None:
-    if operator in _MATMULS:  # 2 m n k for each product of the batch; the two factors are the last tensors of ``args``
+_NO_KERNEL = frozenset({_aten.empty, _aten.empty_like, _aten.empty_strided, _aten.new_empty, _aten._unsafe_view})
+_PICKS = frozenset({_aten.embedding, _aten.index_select, _aten.gather, _aten.index})
+"""Operators that read no more than they return."""
+
+
+def _count_flops(operator: Any, args: tuple[Any, ...], inputs: list[Tensor], out: Any, counted: Counted) -> bool:
+    """Count matrix products and attention; return whether the operator is one of them."""
+    if operator in _MATMULS:  # 2 m n k for each of the batch's products; the factors are the last two of ``args``
         counted.matmul_flops += 2.0 * math.prod(out.shape) * _tensors(args)[-2].shape[-1]
     elif operator is _aten._grouped_mm:  # (T, K) rows, (E, K, N) experts; or (K, T), (T, N) for the weights' gradient
         counted.matmul_flops += 2.0 * inputs[0].numel() * inputs[1].shape[-1]
@@ -266,6 +289,9 @@ def _count_flops(operator: Any, args: tuple[Any, ...], inputs: list[Tensor], out
             pairs = sum(lengths) * query.shape[1] * query.shape[2]
         causal = len(args) > mask and args[mask]
         counted.attention_flops += products * 2.0 * pairs * (0.5 if causal else 1.0)
+    else:
+        return False
+    return True
 
 
 # ----------------------------------------------------------------------------------------------------------- messages
@@ -279,7 +305,10 @@ def _count_message(func: Any, args: tuple[Any, ...], counted: Counted) -> None:
         raise NotImplementedError(f"planning: nothing is known of how many bytes the collective c10d.{name} sends")
     argument, factor = _SENT[name]
     nbytes = sum(tensor.numel() * tensor.element_size() for tensor in _tensors(args[argument : argument + 1]))
-    counted.add_sent(dist.get_process_group_ranks(group), round(nbytes * factor(group.size())))
+    sent = round(nbytes * factor(group.size()))
+    asynchronous = any(argument.name == "async_op" for argument in func._schema.arguments)
+    hidden = sent if asynchronous and not any(value is False for value in args) else 0
+    counted.add_sent(dist.get_process_group_ranks(group), sent, hidden=hidden)
 
 
 def _group(value: Any) -> Any:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from backends.common.process.rendezvous import fake_world
+from backends.common.process.rendezvous import communicators, fake_world
 from backends.common.step.trace import HEAD, Counted, Trace
 from backends.common.step.worst_batch import attention_length, worst_packs
 from backends.fsdp import parallel
@@ -81,6 +81,7 @@ class _Rank:
             update=Work(0.0, 0.0, () if self._sums_always else sums),
             micro_batch_tokens=worst.pack.packed_seq_len - worst.pack.shared_tokens,
             longest=attention_length(worst.pack),
+            communicators=communicators(),
             layers=f"Hugging Face's layers, {'ring_flash_attn' if self._by_package else 'allgather'} attention",
         )
 

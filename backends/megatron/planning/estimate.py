@@ -10,6 +10,7 @@ import torch
 from megatron.core import parallel_state
 from megatron.core.distributed import finalize_model_grads
 
+from backends.common.process.rendezvous import communicators
 from backends.common.step.trace import Counted, Trace
 from backends.common.step.worst_batch import attention_length, worst_packs
 from backends.megatron.attention import Attention, context_layout_of
@@ -104,6 +105,7 @@ class _Rank:
             update=update.work(_axes(_replicas()), "world", ()),
             micro_batch_tokens=pack.packed_seq_len - pack.shared_tokens,
             longest=attention_length(pack),
+            communicators=communicators(),
             layers=f"local layers, {attention} attention",
         )
 

@@ -5,7 +5,7 @@ import torch
 import torch.distributed as dist
 
 from backends.common.process.rendezvous import fake_world
-from backends.common.step.trace import META, Trace
+from backends.common.step.trace import HEAD, META, Trace
 
 
 def test_storages_count_while_they_live_and_once() -> None:
@@ -67,6 +67,19 @@ def test_matrix_products() -> None:
     assert trace.counted.matmul_flops == 2 * 3 * 5 * 7 * (3 + 2 + 1)
 
 
+def test_bytes_of_other_kernels() -> None:
+    """A product and a view move none; an addition reads both and writes one, a lookup reads what it returns."""
+    x, table = torch.empty(10, 4, device=META), torch.empty(1000, 4, device=META)
+    with Trace() as trace:
+        (x + x.view(10, 4)) @ torch.empty(4, 4, device=META)
+        torch.nn.functional.embedding(torch.empty(10, dtype=torch.int64, device=META), table)
+        with trace.label(HEAD):
+            x.mul_(2.0)
+            x @ torch.empty(4, 4, device=META)
+    assert trace.counted.kernel_bytes == (3 + 2 + 2) * 160
+    assert (trace.counted.head_bytes, trace.counted.head_flops) == (2 * 160, 2 * 10 * 4 * 4)
+
+
 @pytest.mark.parametrize("causal", [True, False])
 def test_attention_of_segments(causal: bool) -> None:
     """Two products forward, five backward; half of them under a causal mask."""
@@ -90,10 +103,13 @@ def test_messages_by_group() -> None:
             parts = list(whole.chunk(4))  # so do experts that tensor-parallel ranks share
             dist.all_gather(parts, x, group=group)
             dist.reduce_scatter(x, parts, group=group)
+            dist.all_gather_into_tensor(whole, x, group=group, async_op=True).wait()
+            dist.reduce_scatter_tensor(x, whole, group=group, async_op=True).wait()
             operations = [dist.P2POp(dist.isend, x, 2, group), dist.P2POp(dist.irecv, x, 0, group)]
             for work in dist.batch_isend_irecv(operations):
                 work.wait()
-    assert trace.counted.sent == {(0, 1, 2, 3): (128 * 2 * 3 // 4 + 4 * 3 * 128 + 128, 6)}
+    hidden = 2 * 3 * 128
+    assert trace.counted.sent == {(0, 1, 2, 3): (128 * 2 * 3 // 4 + 4 * 3 * 128 + 128 + hidden, 8, hidden)}
 
 
 def test_resized_and_relabelled_storages_count_as_they_are() -> None:

@@ -34,10 +34,10 @@ def choice(run: PlannedRun, one: RankEstimate) -> EngineChoice | None:
 
 
 def test_waves_follow_from_the_cache() -> None:
-    """0.8 x 79.1 - 15.26 - 3 GiB hold 42 sequences at 64 KiB a token; each engine has 128."""
+    """0.8 x 79.1 - 15.26 - 3.8 GiB hold 41 sequences at 64 KiB a token; each engine has 128."""
     run = shared(8, 4, 0.8)
     found = predict_generation(run, plan_engine(run))
-    kv_tokens = (0.8 * 79.1 - 32_762_123_264 * 2 / 4 / GIB - 3) * GIB / (64 * 1024)
+    kv_tokens = (0.8 * 79.1 - 32_762_123_264 * 2 / 4 / GIB - 3.8) * GIB / (64 * 1024)
     assert (found.sequences, found.at_once, found.waves) == (128, int(kv_tokens / 17_408), 4)
     # A wave has 32 on average, each with a prompt and half of a response in the cache.
     assert found.cache == pytest.approx(32 * (1024 + 8192) * 64 * 1024 / (3350e9 * 0.6))

@@ -16,7 +16,7 @@ from slime_like.planning.planned_run import PlannedRun
 from slime_like.planning.result import Plan
 from slime_like.planning.search import trainer_gpus
 from slime_like.planning.step_time import predict, reference_seconds
-from tests.unit.planning.test_arithmetic import EIGHT_LONG_SAMPLES, ONE_PASS_S, config, estimate, planned_run
+from tests.unit.planning.test_arithmetic import EIGHT_LONG_SAMPLES, ONE_PASS_S, RESERVE, config, estimate, planned_run
 
 ROOT = Path(__file__).parents[3]
 REFUSED = ("--trainer.parallel.tensor", "3")  # nothing is worked out then, which takes seconds
@@ -38,7 +38,7 @@ def test_their_gpus_are_counted() -> None:
 def test_they_hold_weights_and_a_pass_without_gradients() -> None:
     figures = estimate(forward_bytes=10 * GIB, communication_bytes=GIB)
     phase = reference_phase(Hardware.of(config()), RankKind("reference", (0,)), figures)
-    assert phase.total / GIB == pytest.approx(4 + 10 * 1.05 + 1 + 2)
+    assert phase.total / GIB == pytest.approx(4 + 10 * 1.05 + 1 + RESERVE)
     assert not any("gradients" in item.name or "optimizer" in item.name for item in phase.items)
 
 

@@ -13,7 +13,7 @@ from slime_like.planning.memory import HostMemory, Item, trainer_phases
 from slime_like.planning.result import KindPlan, Plan
 from slime_like.planning.settings import flags
 from slime_like.planning.step_time import predict
-from tests.unit.planning.test_arithmetic import GIB, estimate
+from tests.unit.planning.test_arithmetic import GIB, RESERVE, estimate
 from tests.unit.planning.test_engine_search import shared
 
 RUN = shared(8, 4, 0.8)
@@ -38,8 +38,8 @@ def plan() -> Plan:
 
 
 def test_first_lines(plan: Plan) -> None:
-    """Least is left beside the engine: a GPU's fifth, without the trainer's 2 GiB."""
-    assert verdict.verdict(plan) == f"fits. Least free GPU memory: {0.2 * 79.1 - 2:.1f} GiB (generation)."
+    """Least is left beside the engine: a GPU's fifth, without the trainer's process."""
+    assert verdict.verdict(plan) == f"fits. Least free GPU memory: {0.2 * 79.1 - RESERVE:.1f} GiB (generation)."
     assert "NOT checked: 916 GiB per node" in verdict.host_verdict(plan)
     plan.host = HostMemory((Item("reference weights", 900 * GIB),), 1000 * GIB)
     assert "900 GiB per node; 100 GiB are left" in verdict.host_verdict(plan)
@@ -49,7 +49,7 @@ def test_first_lines(plan: Plan) -> None:
 
 def test_waves_have_a_cause_and_a_remedy(plan: Plan) -> None:
     cause, flagged, effect = verdict.waves(RUN.config, plan)
-    assert "42 of its 128 sequences at once (more do not fit its KV cache)" in cause and "4 waves" in cause
+    assert "41 of its 128 sequences at once (more do not fit its KV cache)" in cause and "4 waves" in cause
     assert plan.faster_engines is not None and " ".join(flags(plan.faster_engines.changes)) in flagged
     assert (
         plan.step is not None

@@ -87,6 +87,22 @@ def test_the_head_s_logits_are_float32_on_a_gpu_or_truncated(given: dict[str, An
 
 
 @pytest.mark.parametrize(
+    ("tensor", "placement", "cpu", "suspends"),
+    [
+        (2, "colocated", False, True),
+        (1, "colocated", False, False),
+        (2, "separate", False, False),
+        (2, "colocated", True, False),
+    ],
+)
+def test_sleeping_ranks_of_several_gpus_give_up_nccl_s_buffers(
+    tensor: int, placement: str, cpu: bool, suspends: bool
+) -> None:
+    config = RunConfig.model_validate(_config(tensor).model_dump() | {"cluster": {"placement": placement}})
+    assert arguments.given_arguments(config, cpu).get("enable_nccl_comm_suspend", False) is suspends
+
+
+@pytest.mark.parametrize(
     ("engine", "expected"),
     [
         ("vllm", {"gpu_memory_utilization": 0.7, "max_num_seqs": 4}),
