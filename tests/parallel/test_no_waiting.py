@@ -6,7 +6,8 @@ Stages of a pipeline exchange activations without waiting. What Megatron reads w
 is named line by line.
 """
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -89,14 +90,9 @@ def _windows(
     trainer.setup()
     packs = _packs()
     try:
-        with pytest.MonkeyPatch.context() as patch, StrictDevice(allowed) as device:
+        with pytest.MonkeyPatch.context() as patch, strict_windows(allowed) as device:
             if bug is not None:
                 bug(patch)
-            # Up to here packs are the host's; the stand-in of flash-attn, too, which is no kernel of a device.
-            patch.setattr(BatchBuilder, "build", _as_method(device, BatchBuilder.build))
-            patch.setattr(FsdpTrainer, "_batch", _as_method(device, FsdpTrainer._batch))
-            patch.setattr(flash_attn_on_cpu, "_parts", device.on_host(flash_attn_on_cpu._parts))
-            patch.setattr(BalanceLoss, "of_step", device.on_host(BalanceLoss.of_step))
             trainer.score(packs)
             trainer.begin_step(6.0, 60)
             trainer.accumulate(packs[:2])
@@ -104,6 +100,17 @@ def _windows(
     finally:
         trainer.shutdown()
     return device.watched, set(device.allowed)
+
+
+@contextlib.contextmanager
+def strict_windows(allowed: frozenset[str] = frozenset()) -> Iterator[StrictDevice]:
+    with pytest.MonkeyPatch.context() as patch, StrictDevice(allowed) as device:
+        # Up to here packs are the host's; the stand-in of flash-attn, too, which is no kernel of a device.
+        patch.setattr(BatchBuilder, "build", _as_method(device, BatchBuilder.build))
+        patch.setattr(FsdpTrainer, "_batch", _as_method(device, FsdpTrainer._batch))
+        patch.setattr(flash_attn_on_cpu, "_parts", device.on_host(flash_attn_on_cpu._parts))
+        patch.setattr(BalanceLoss, "of_step", device.on_host(BalanceLoss.of_step))
+        yield device
 
 
 def _as_method(device: StrictDevice, method: Callable[..., Any]) -> Callable[..., Any]:
