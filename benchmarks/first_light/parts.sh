@@ -47,7 +47,7 @@ part() { # $1: name, $2: seconds, then the command
         124 | 137) outcome="stopped after $limit s" ;;
         *) outcome="failed ($code)" ;;
     esac
-    row "$1" "$outcome" "$((SECONDS - start))" "$(paste -sd';' <<<"$found" | sed 's/;/; /g')"
+    row "$1" "$outcome" "$((SECONDS - start))" "$(paste -sd';' <<<"$found" | sed 's/; */; /g')"
     if [[ "$outcome" == passed || "$outcome" == skipped ]]; then rm -f "$KEPT/failed/$(slug "$1")"; else
         BAD=1
         remember "$@"
