@@ -37,4 +37,5 @@ part "warm start" 120 bash "$TRAIN" configs/quickstart_warm_start.yaml "$KEPT/wa
 part "RL, colocated" 180 bash "$TRAIN" configs/quickstart.yaml "$KEPT/rl" "${given[@]}" \
     --model.path "$KEPT/warm/hf" --data.train "$data/train.jsonl" --evaluation.files "$data/eval.jsonl" --steps 15 \
     --rollout.engine transformers --cluster.placement colocated
+part "models of the next scripts" 100 python3 -m benchmarks.first_light.inputs "$KEPT/models" "${SHAPES[@]}"
 finish

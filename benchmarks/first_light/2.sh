@@ -5,7 +5,8 @@ NUMBER=2 TOTAL=465
 source "$(dirname "$0")/parts.sh"
 
 seconds=$((TOTAL - SECONDS - 15))
-part "trainer" "$seconds" python3 -m benchmarks.first_light.trainer --models "$KEPT/models" --result "$OUT/trainer.md" --seconds "$((seconds - 5))"
+part "trainer" "$seconds" python3 -m benchmarks.first_light.trainer --models "$KEPT/models" \
+    --shapes "${SHAPES[@]}" --result "$OUT/trainer.md" --seconds "$((seconds - 5))"
 for table in "$OUT/profile.md" "$OUT/trainer.md"; do
     [ ! -f "$table" ] || { echo && cat "$table"; }
 done

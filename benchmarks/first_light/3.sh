@@ -5,14 +5,14 @@ NUMBER=3 TOTAL=545
 source "$(dirname "$0")/parts.sh"
 
 export VLLM_LOGGING_LEVEL=INFO # what it says of its memory
-shape=1.7b tokens=512 engine=vllm
+shape=${SHAPES[2]} tokens=512 engine=vllm
 graphs='{vllm: {compilation_config: {mode: 0, cudagraph_mode: FULL_DECODE_ONLY}, gpu_memory_utilization: 0.5}}'
-[ "$GPUS" -gt 0 ] || { shape=tiny tokens=32 engine=transformers; }
+[ "$GPUS" -gt 0 ] || { tokens=32 engine=transformers; }
 model="$KEPT/models/$shape"
 
 part "vLLM imports" 90 python3 -m benchmarks.first_light.vllm_imports
 [ ! -f "$KEPT/failed/$(slug "vLLM imports")" ] || engine=transformers
-part "model" 90 python3 -m benchmarks.first_light.inputs "$shape" "$model"
+part "model" 90 python3 -m benchmarks.first_light.inputs "$KEPT/models" "$shape"
 run() { # $1: name of the part, $2: run, $3: seconds, $4: engine, then further settings
     part "$1" "$3" bash "$TRAIN" configs/one_gpu.yaml "$KEPT/$2" --model.path "$model" --data.train "$model/data/train.jsonl" \
         --data.max_prompt_tokens 64 --rollout.max_new_tokens "$tokens" --rollout.engine "$4" --rollout.engine_args "$graphs" \

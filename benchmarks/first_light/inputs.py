@@ -1,4 +1,4 @@
-"""Make a random model of a shape, with sums as prompts: ``python -m benchmarks.first_light.inputs SHAPE DIR``."""
+"""Make random models, each with sums as prompts: ``python -m benchmarks.first_light.inputs DIR SHAPE...``."""
 
 import sys
 from pathlib import Path
@@ -10,10 +10,12 @@ from slime_like.examples.tiny_model import make_arithmetic_data
 
 def main() -> None:
     """A checkpoint that an earlier script made stays."""
-    shape, directory = sys.argv[1], Path(sys.argv[2])
-    if not (directory / "tokenizer.json").exists():  # written last
-        write_checkpoint(shape, directory, dtype())
-    make_arithmetic_data(directory / "data")
+    directory, *shapes = sys.argv[1:]
+    for shape in dict.fromkeys(shapes):
+        model = Path(directory, shape)
+        if not (model / "tokenizer.json").exists():  # written last
+            write_checkpoint(shape, model, dtype())
+        make_arithmetic_data(model / "data")
 
 
 if __name__ == "__main__":

@@ -17,7 +17,13 @@ export PYTORCH_NVML_BASED_CUDA_CHECK=1
 export NCCL_SOCKET_IFNAME=lo GLOO_SOCKET_IFNAME=lo RAY_USAGE_STATS_ENABLED=0 RAY_DISABLE_IMPORT_WARNING=1
 export VLLM_USE_FLASHINFER_SAMPLER=0 VLLM_NO_USAGE_STATS=1
 GPUS=$(nvidia-smi -L 2>/dev/null | grep -c '^GPU')
-[ "$GPUS" -gt 0 ] || TOTAL=$((10 * TOTAL)) # a processor takes longer
+SHAPES=(4b 32b-tp8 1.7b moe) # a large model, a tensor-parallel shard, a small one, experts
+if [ "$GPUS" = 0 ]; then
+    TOTAL=$((10 * TOTAL)) # a processor takes longer
+    SHAPES=(tiny tiny tiny tiny-moe)
+elif [ "$(nvidia-smi --query-gpu=memory.total --format=csv,noheader,nounits | head -1)" -lt 100000 ]; then
+    SHAPES[0]=8b-l12
+fi
 if [ -f "build/first_light/$NUMBER.tar.xz" ]; then tar -C "$SITE" -xJf "build/first_light/$NUMBER.tar.xz"; fi
 
 ROWS=()

@@ -20,7 +20,7 @@ from torch.profiler import ProfilerActivity, profile
 from benchmarks.trainer.batch import group_pack, pack_of_one
 from benchmarks.trainer.jobs import ceiling, dtype, measured_on, run_config, step_packs, workload
 from benchmarks.trainer.measure import SideError, in_process
-from benchmarks.trainer.shapes import write_checkpoint
+from benchmarks.trainer.shapes import SHAPES, write_checkpoint
 from benchmarks.trainer.sides import BackendSide, Side
 from benchmarks.trainer.table import Row, render
 from slime_like.models.dimensions import ModelDimensions
@@ -28,8 +28,6 @@ from slime_like.trajectory import PackedTrajectory
 from slime_like.weights.checksums import tensor_checksums
 
 _REPEATS, _ROW_S, _KERNELS = 3, 150.0, 15
-_ROOM_FOR_4B = 100e9
-"""Bytes of device memory."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +58,7 @@ def main() -> None:
     assert products is not None
     print(f"figures: ceiling {products / 1e12:.1f} TFLOP/s", flush=True)
     rows: list[Row] = []
-    for case in _cases():
+    for case in _cases(*options.shapes):
         if (left := end - time.monotonic()) < options.least_seconds:
             print(f"figures: no time left for {case.shape}, {case.side}, {case.named}")
             continue
@@ -76,20 +74,15 @@ def main() -> None:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", type=Path, required=True, help="where checkpoints are made, or already are")
+    parser.add_argument("--shapes", nargs=4, choices=SHAPES, required=True, help="large, tensor shard, small, experts")
     parser.add_argument("--result", type=Path, required=True, help="the table's file")
     parser.add_argument("--seconds", type=float, required=True, help="for all rows")
     parser.add_argument("--least-seconds", type=float, default=25.0, help="no row starts with less")
     return parser
 
 
-def _cases() -> Iterator[_Case]:
-    if not torch.cuda.is_available():
-        return _cases_of("tiny", "tiny", "tiny", "tiny-moe", 96, 64)
-    large = "4b" if (in_process(_device_bytes) or 0) > _ROOM_FOR_4B else "8b-l12"
-    return _cases_of(large, "32b-tp8", "1.7b", "moe", 8192, 4096)
-
-
-def _cases_of(large: str, shard: str, small: str, moe: str, tokens: int, prompt: int) -> Iterator[_Case]:
+def _cases(large: str, shard: str, small: str, moe: str) -> Iterator[_Case]:
+    tokens, prompt = (8192, 4096) if torch.cuda.is_available() else (96, 64)
     full = partial(step_packs, tokens=tokens, count=2)
     yield _Case(large, "megatron", full, tokens, named="head as by default", afterwards=_profile_and_move)
     yield _Case(large, "megatron", full, tokens, named="head 2,048", settings={"head_chunk_tokens": 2048})
@@ -104,10 +97,6 @@ def _cases_of(large: str, shard: str, small: str, moe: str, tokens: int, prompt:
         sharing = {"share_prefixes": "prompts" if shared else False}
         yield _Case(small, "megatron", group, 9 * prompt, "full", named, sharing)
     yield _Case(moe, "megatron", full, tokens)
-
-
-def _device_bytes() -> int:
-    return torch.cuda.get_device_properties(0).total_memory
 
 
 def _row(case: _Case, models: Path, seconds: float) -> Row:

@@ -108,9 +108,10 @@ def _report(
         f"{datetime.date.today()}, {describe_machine()}, load average {load:.1f} at the start, `{command}`.\n"
         f"{options.shape}, {options.prompts} prompts a step, {SAMPLES_PER_PROMPT} samples each. {options.rounds} "
         f"rounds: TRL runs, then ours; a run's figure is its median over the steps after the first {_WARMUP_STEPS}, "
-        "and what is shown the median of the rounds. Ratio: ours over TRL's in the same round, so that it stays what it is where the machine's speed "
-        f"drifts from round to round. Ours: {options.processes} {options.engine} engines and as many data-parallel "
-        "ranks in turn; TRL: one process with all cores' threads.\n\n"
+        "and what is shown the median of the rounds. Ratio: ours over TRL's in the same round, so that it stays what "
+        "it is where the machine's speed drifts from round to round. "
+        f"Ours: {options.processes} {options.engine} engines and as many data-parallel ranks in turn; TRL: one process "
+        "with all cores' threads.\n\n"
         f"{render(comparisons)}"
     )
 
