@@ -1,7 +1,7 @@
 """Cut CUDA libraries down to what a Hopper GPU runs: ``python -m benchmarks.first_light.hopper LIBRARY...``.
 
-A library has one fat binary per source file, with code for several architectures. The driver chooses an entry by its
-header and reads no other, so the other entries are overwritten with zeros, which compress to nothing.
+A library has one fat binary per source file, with code for several architectures. Those that Hopper runs move to the
+front of it, and zeros, which compress to nothing, take the rest.
 """
 
 import struct
@@ -10,16 +10,16 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-ARCHITECTURE = 90
+_HOPPER = 90
 _MAGIC = 0xBA55ED50
+_HEADER = "<IHHQ"
 _PTX, _ELF = 1, 2
 
 
 class _Entry(NamedTuple):
     kind: int
     architecture: int
-    start: int
-    end: int
+    content: bytes
 
 
 def main() -> None:
@@ -32,44 +32,42 @@ def main() -> None:
 
 
 def cut(data: bytearray) -> int:
-    """Empty every entry that Hopper has no use for.
+    """Drop every entry that Hopper has no use for, and return the number of bytes.
 
-    Returns:
-        bytes emptied.
+    Raises:
+        ValueError: ``data`` is not a library with fat binaries.
     """
-    dropped = 0
-    for entries in _fat_binaries(data):
-        native = [entry for entry in entries if (entry.kind, entry.architecture) == (_ELF, ARCHITECTURE)]
-        # Without machine code for it, the driver compiles the newest PTX that is not newer than the GPU.
-        ptx = [entry for entry in entries if entry.kind == _PTX and entry.architecture <= ARCHITECTURE]
-        kept = native or sorted(ptx, key=lambda entry: entry.architecture)[-1:]
-        for entry in entries:
-            if entry not in kept:
-                data[entry.start : entry.end] = bytes(entry.end - entry.start)
-                dropped += entry.end - entry.start
-    return dropped
-
-
-def _fat_binaries(data: bytearray) -> Iterator[list[_Entry]]:
     position, end = _section(data, b".nv_fatbin")
+    dropped = 0
     while position < end:
         if not any(data[position : position + 4]):  # alignment
             position += 4
             continue
-        magic, _, header, size = struct.unpack_from("<IHHQ", data, position)
+        magic, version, header, size = struct.unpack_from(_HEADER, data, position)
         if magic != _MAGIC:
             raise ValueError(f"{magic:#x} at {position} does not start a fat binary")
-        stop = position + header + size
-        yield list(_entries(data, position + header, stop))
+        start, stop = position + header, position + header + size
+        kept = b"".join(entry.content for entry in _needed([*_entries(data, start, stop)]))
+        struct.pack_into(_HEADER, data, position, magic, version, header, len(kept))
+        data[start:stop] = kept.ljust(size, b"\0")
+        dropped += size - len(kept)
         position = stop
+    return dropped
+
+
+def _needed(entries: list[_Entry]) -> list[_Entry]:
+    native = [entry for entry in entries if (entry.kind, entry.architecture) == (_ELF, _HOPPER)]
+    # Without machine code for it, the driver compiles the newest PTX that is not newer than the GPU.
+    ptx = [entry for entry in entries if entry.kind == _PTX and entry.architecture <= _HOPPER]
+    return native or sorted(ptx, key=lambda entry: entry.architecture)[-1:]
 
 
 def _entries(data: bytearray, position: int, stop: int) -> Iterator[_Entry]:
     while position < stop:
         kind, _, header, size, _, _, _, _, architecture = struct.unpack_from("<HHIQIIHHI", data, position)
-        start = position + header
-        yield _Entry(kind, architecture, start, start + size)
-        position = start + size
+        end = position + header + size
+        yield _Entry(kind, architecture, bytes(data[position:end]))
+        position = end
 
 
 def _section(data: bytearray, wanted: bytes) -> tuple[int, int]:

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Packs what a GPU machine with torch and transformers, but no package index, needs for 1.sh to 4.sh: three archives, each below
 # 55 MB, in build/first_light. N.sh unpacks N.tar.xz; each needs the earlier ones. For Python 3.12 and Hopper GPUs. A few minutes.
-#   bash benchmarks/first_light/pack.sh
+#   bash benchmarks/first_light/pack.sh [NUMBER...]      default: 1 2 3
 #   1.tar.xz  Ray without its Java part, Megatron-core, pydantic, math-verify, TRL, this project's entry points
 #   2.tar.xz  Python packages that vLLM imports
 #   3.tar.xz  vLLM for CUDA without what only other GPUs or quantized models use
@@ -37,36 +37,35 @@ install() { # $1: site; then requirements
         "${platforms[@]}" --platform manylinux2014_x86_64 --platform manylinux1_x86_64 --target "$1" "${@:2}"
 }
 
-pack() { # $1: folder of wheels, $2: site; a wheel's scripts and data are left out
-    local wheel
-    for wheel in "$1"/*.whl; do "$python" -m zipfile -e "$wheel" "$2"; done
-    rm -rf "$2"/*.data
-}
-
 pack() { # $1: number; its site is $WORK/$1
     tar -C "$WORK/$1" --sort=name --owner=0 --group=0 --exclude='*.js.map' -cf - . | xz -T0 -6 >"$OUT/$1.tar.xz"
     say "$(du -m "$OUT/$1.tar.xz" | cut -f1) MB in $OUT/$1.tar.xz"
 }
 
-mkdir -p "$OUT"
-install "$WORK/1" $(pinned "${BASE[@]}")
-rm -rf "$WORK"/1/ray/{jars,rllib}
-"$python" -m pip wheel -q --no-deps -w "$WORK/own" "$REPO"
-rm -rf "$REPO/slime_like.egg-info" "$REPO/build/lib" "$REPO"/build/bdist.*
-install "$WORK/1" "$WORK"/own/*.whl
-rm -rf "$WORK"/1/{slime_like,backends,rollout} # the clone has them
-pack 1
+fill_1() {
+    install "$WORK/1" $(pinned "${BASE[@]}")
+    rm -rf "$WORK"/1/ray/{jars,rllib}
+    "$python" -m pip wheel -q --no-deps -w "$WORK/own" "$REPO"
+    rm -rf "$REPO/slime_like.egg-info" "$REPO/build/lib" "$REPO"/build/bdist.*
+    install "$WORK/1" "$WORK"/own/*.whl
+    rm -rf "$WORK"/1/{slime_like,backends,rollout} # the clone has them
+}
 
-install "$WORK/2" $(pinned "${ENGINE[@]}") "$TVM_FFI"
-pack 2
+fill_2() { install "$WORK/2" $(pinned "${ENGINE[@]}") "$TVM_FFI"; }
 
-install "$WORK/3" vllm==0.32.0
-(
-    cd "$WORK/3/vllm"
+fill_3() {
+    install "$WORK/3" vllm==0.32.0
+    local vllm="$WORK/3/vllm"
     # Rust's front end; FlashAttention 2; kernels for DeepSeek, Kimi and 4-bit weights; CUTLASS's headers.
-    rm -rf vllm-rs vllm_flash_attn/_vllm_fa2_C.abi3.so _{deepselect,flashkda,flashmla,flashmla_extension,qutlass}_C.abi3.so \
-        third_party/{deep_gemm,fmha_sm100,tml_fa4} entrypoints/serve/instrumentator/static
-    cd "$REPO"
-    "$python" -m benchmarks.first_light.hopper "$WORK"/3/vllm/_{moe_,}C_stable_libtorch.abi3.so
-)
-pack 3
+    rm -rf "$vllm"/{vllm-rs,vllm_flash_attn/_vllm_fa2_C.abi3.so,third_party/{deep_gemm,fmha_sm100,tml_fa4}} \
+        "$vllm"/_{deepselect,flashkda,flashmla,flashmla_extension,qutlass}_C.abi3.so \
+        "$vllm/entrypoints/serve/instrumentator/static"
+    (cd "$REPO" && "$python" -m benchmarks.first_light.hopper "$vllm"/_{moe_,}C_stable_libtorch.abi3.so)
+}
+
+mkdir -p "$OUT"
+[ $# -gt 0 ] || set -- 1 2 3
+for number in "$@"; do
+    "fill_$number"
+    pack "$number"
+done
