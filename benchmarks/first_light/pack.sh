@@ -12,7 +12,7 @@ WORK="$(mktemp -d)"
 trap 'rm -rf "$WORK"' EXIT
 python="$(find_python)"
 
-BASE=(ray megatron-core pydantic pydantic_core annotated-types typing-inspection typing_extensions jsonschema
+BASE=(ray megatron-core omegaconf plotly pydantic pydantic_core annotated-types typing-inspection typing_extensions jsonschema
     jsonschema-specifications referencing rpds-py math-verify latex2sympy2_extended antlr4-python3-runtime trl datasets dill
     multiprocess)
 # Versions are those of the CPU build, whose dependencies are the same; only this one is pinned otherwise for CUDA.
