@@ -32,13 +32,11 @@ def _filling(config: RunConfig, gpus: int) -> str:
         for names in choices
         if gpus_needed(fill(sized, names)).total == gpus
     ]
-    nodes, rest = divmod(gpus_needed(config).total, config.cluster.gpus_per_node)
-    if not rest:
-        remedies.append(f"use {counted(nodes, 'node')}")
     if not remedies:
         ranks = config.trainer.parallel.world_size // config.trainer.parallel.data
         remedies.append(f"choose tensor * pipeline * context of trainer.parallel, now {ranks}, to divide the GPUs")
-    return ", ".join(remedies)
+    nodes, rest = divmod(gpus_needed(config).total, config.cluster.gpus_per_node)
+    return ", ".join([*remedies, *([] if rest else [f"use {counted(nodes, 'node')}"])])
 
 
 def colocation_problems(config: RunConfig) -> Iterator[str]:
