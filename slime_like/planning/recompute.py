@@ -80,8 +80,13 @@ def _layers(run: PlannedRun) -> int:
 def _tried(run: PlannedRun, backend: type[TrainerBackend], layers: int) -> Fitted:
     run = with_recompute(run, layers or "none")
     engine = plan_engine(run) if run.has_engines else None
-    found = estimated_kinds(run.config, backend, end_kinds(run.config, backend))
-    phases = [phase for kind in found for phase in trainer_phases(run, engine, *kind)]
+    found: list[tuple[RankKind, RankEstimate]] = []
+    phases: list[PhaseMemory] = []
+    for kind in end_kinds(run.config, backend):  # a second one that fits would change nothing
+        found += estimated_kinds(run.config, backend, [kind])
+        phases += trainer_phases(run, engine, *found[-1])
+        if min(map(_spare, phases)) < 0:
+            break
     return Fitted(run, found, phases, min(map(_spare, phases)))
 
 

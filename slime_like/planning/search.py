@@ -34,11 +34,13 @@ class Candidate:
     """A layout that fits, with engines; its phase with least memory left, and the predicted step.
 
     Attributes:
+        tokens: of a micro-batch (``trainer.target_tokens_per_batch``).
         engines: their number and GPUs each, e.g. "8 x 4"; "" where the run has none.
         engine_changes: settings of engines that differ from the configuration's.
     """
 
     parallel: ParallelConfig
+    tokens: int
     recompute: str | int
     engines: str
     engine_changes: Changes
@@ -55,7 +57,8 @@ class Candidate:
         """The layout as flags."""
         fields = ("tensor", "sequence", "pipeline", "virtual_pipeline", "context", "data", "expert")
         sizes = [f"--trainer.parallel.{name} {str(getattr(self.parallel, name)).lower()}" for name in fields]
-        return " ".join([*sizes, f"--trainer.recompute {self.recompute}", *flags(self.engine_changes)])
+        sizes += [f"--trainer.target_tokens_per_batch {self.tokens}", f"--trainer.recompute {self.recompute}"]
+        return " ".join([*sizes, *flags(self.engine_changes)])
 
     def to_json(self) -> dict[str, Any]:
         """Convert to JSON values, with derived figures."""
@@ -126,11 +129,12 @@ def _admitted(run: PlannedRun) -> Iterator[PlannedRun]:
                         tensor=tensor, pipeline=pipeline, context=context, data=data, expert=expert, sequence=tensor > 1
                     )
                     if not layout_problems(parallel, run.dimensions):
-                        yield _with(run, parallel)
+                        for tokens in {config.trainer.target_tokens_per_batch, config.longest_row}:
+                            yield _with(run, parallel, tokens)
 
 
-def _with(run: PlannedRun, parallel: ParallelConfig) -> PlannedRun:
-    trainer = run.config.trainer.model_copy(update={"parallel": parallel})
+def _with(run: PlannedRun, parallel: ParallelConfig, tokens: int) -> PlannedRun:
+    trainer = run.config.trainer.model_copy(update={"parallel": parallel, "target_tokens_per_batch": tokens})
     config = run.config.model_copy(update={"trainer": trainer})
     return replace(
         run, config=config, workload=Workload.of(config, run.workload.mean_prompt, run.workload.mean_response)
@@ -154,8 +158,8 @@ def _rough_time(run: PlannedRun) -> float:
     config, layout = run.config, run.config.trainer.parallel
     micro_batches = Workload.of(config).micro_batches
     idle = (micro_batches + layout.pipeline - 1) / micro_batches
-    talk = 1 + 0.06 * (layout.tensor - 1) + 0.04 * (layout.context - 1)
-    work = micro_batches / (layout.tensor * layout.pipeline * layout.context)
+    talk = 1 + 0.025 * (layout.tensor - 1) + 0.01 * (layout.context - 1)
+    work = micro_batches * config.trainer.target_tokens_per_batch / (layout.tensor * layout.pipeline * layout.context)
     none, full = _room(run, "none"), _room(run, "full")
     recomputed = 0.0 if none > 0 else none / (none - full)
     return work * idle * talk * (1 + _RECOMPUTE_COST * recomputed)
@@ -188,4 +192,6 @@ def _candidate(run: PlannedRun, backend: type[TrainerBackend]) -> Candidate | No
         return None
     rollout = run.config.rollout
     engines = "" if engine is None else f"{rollout.num_engines} x {rollout.tensor}"
-    return Candidate(config.trainer.parallel, config.trainer.recompute, engines, changes, tightest, step)
+    trainer = config.trainer
+    sizes = trainer.parallel, trainer.target_tokens_per_batch, trainer.recompute
+    return Candidate(*sizes, engines, changes, tightest, step)

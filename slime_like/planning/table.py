@@ -57,13 +57,13 @@ def print_candidates(found: Sequence[Candidate], host: bool, stream: TextIO | No
     if not host:
         console.print("warning: host memory was NOT checked: give --cluster.host_memory_gib")
     title = "Layouts that fit, fastest first: tensor (t), pipeline (p), context (c), data (d), expert (e)"
-    columns = ("t", "p", "c", "d", "e", "recompute", "engines", "step", "trainer", "free", "in")
-    table = _table(title, columns, left=("recompute", "in"))
+    columns = ("t", "p", "c", "d", "e", "tokens", "recompute", "engines", "step", "trainer", "ceiling", "free")
+    table = _table(title, columns, left=())
     for layout in found:
         sizes = [str(getattr(layout.parallel, name)) for name in ("tensor", "pipeline", "context", "data", "expert")]
         times = seconds_text(layout.step.total), seconds_text(layout.seconds)
-        left = memory_text(layout.tightest.margin), layout.tightest.phase
-        table.add_row(*sizes, str(layout.recompute), layout.engines, *times, *left)
+        left = f"{layout.step.utilisation:.0%}", memory_text(layout.tightest.margin)
+        table.add_row(*sizes, f"{layout.tokens:,}", str(layout.recompute), layout.engines, *times, *left)
     _print_table(console, table)
     console.print()
     console.print(f"the first: {found[0].flags}", markup=False, soft_wrap=True)
