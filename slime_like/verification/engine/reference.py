@@ -27,6 +27,7 @@ class Reference:
         self.directory = directory
         self.rounded_to = rounded_to
         self._config = transformers.AutoConfig.from_pretrained(directory)
+        self.vocab_size: int = self._config.vocab_size
         self.use({})
 
     def use(self, weights: Mapping[str, Tensor]) -> None:
