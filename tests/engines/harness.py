@@ -16,7 +16,7 @@ from slime_like.config import DataConfig, ModelConfig, RolloutConfig, RunConfig
 from slime_like.errors import EngineError
 from slime_like.examples.tiny_model import make_tiny_model
 from slime_like.interfaces import Generation, RolloutEngine, UpdateReceipt
-from slime_like.orchestration.weight_sync import ProbeGap
+from slime_like.orchestration.rollout.sync_probe import ProbeGap
 from slime_like.verification.engine import driven
 from slime_like.verification.engine.driven import DrivenEngine
 from slime_like.verification.engine.reference import Reference
