@@ -17,6 +17,8 @@ _LISTED = {
     "old gap, max": _TRAINING + "old_gap_max",
     "probe gap": "weights/probe_gap",
     "accuracy": ACCURACY,
+    "trainer's memory, GiB": "train_actor_performance/memory/peak_gpu (GiB)",
+    "trainer's host memory, GiB": "train_actor_performance/memory/peak_rss (GiB)",
 }
 """Shown at the first record, at the last, and at the largest."""
 _TIMED = {
@@ -31,9 +33,12 @@ def main() -> None:
     """Medians leave out the first step, which warms up."""
     run_dir = Path(sys.argv[1])
     columns = defaultdict[str, list[float]](list)
-    for record in read_metrics(run_dir / "metrics.jsonl"):
+    metrics = run_dir / "metrics.jsonl"
+    for record in read_metrics(metrics) if metrics.exists() else ():
         for name, value in record.items():
             columns[name].append(value)
+    if not columns[STEP_TIME]:
+        sys.exit("figures: no step ended")
     print(f"figures: {len(columns[STEP_TIME])} steps; {_medians(columns)}")
     if speeds := columns[ROLLOUT_SPEED]:
         print(f"figures: rollout {median(speeds[1:] or speeds):,.0f} tokens/s")

@@ -2,7 +2,7 @@
 # Trains, then prints figures of the run: train.sh CONFIG RUN_DIR ARGUMENT...
 rm -rf "$2"
 if command -v nvidia-smi >/dev/null; then
-    nvidia-smi --query-compute-apps=pid,used_memory --format=csv,noheader,nounits -lms 500 >"$2.memory" 2>&1 &
+    stdbuf -oL nvidia-smi --query-compute-apps=pid,used_memory --format=csv,noheader,nounits -lms 500 >"$2.memory" 2>&1 &
     watch=$!
 fi
 python3 -m slime_like.commands.main train "$1" --run_dir "$2" --resume never --logging.progress plain "${@:3}"
