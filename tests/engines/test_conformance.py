@@ -50,6 +50,8 @@ def subject(engine: EngineUnderTest, models: list[Path], prompts: list[list[int]
 @pytest.mark.parametrize("claim", CLAIMS, ids=lambda claim: claim.__name__)
 def test_claim(claim: Claim, engine: EngineUnderTest, subject: Subject) -> None:
     """The list of ``slime-like verify engine``. Its claims about supports hold for each of these engines."""
+    if not is_float32(engine.reference):
+        pytest.skip("the claims have bounds for float32 alone")
     subject.reference.use(engine.reference.weights)
     subject.others = engine.references[1 - engine.current].weights
     try:
@@ -60,6 +62,33 @@ def test_claim(claim: Claim, engine: EngineUnderTest, subject: Subject) -> None:
 
 
 # ------------------------------------------------------------------------------------------------------------ sampling
+@pytest.mark.parametrize("cut", [{}, {"top_p": 0.9, "top_k": 40}], ids=["whole", "truncated"])
+def test_logprobs_before_and_after_an_update(
+    engine: EngineUnderTest, prompts: list[list[int]], cut: dict[str, Any]
+) -> None:
+    """Of prompts, and of samples over the whole vocabulary or over their supports, within the precision's bounds."""
+    for _ in range(2):
+        for prompt, temperature in zip(prompts, (1.0, 0.7, 0.0 if not cut else 1.3), strict=False):
+            (found,) = engine.generate(
+                prompt, temperature=temperature, max_new_tokens=24, stop_token_ids=NO_STOP, prompt_logprobs=True, **cut
+            )
+            assert found.prompt_logprobs is not None
+            expected = engine.reference.logprobs(prompt[:1], np.asarray(prompt[1:]), 1.0)
+            check_gaps(engine.reference, found.prompt_logprobs, expected)
+            if not cut:
+                check_logprobs(engine.reference, prompt, found, temperature)
+                continue
+            assert found.supports is not None and found.supports.hold(found.token_ids).all()
+            rows = (engine.reference.logits(prompt, found.token_ids.tolist())[:-1].double() / temperature).unbind()
+            over = [
+                row[torch.as_tensor(ids).long()].logsumexp(0) for row, ids in zip(rows, found.supports, strict=True)
+            ]
+            drawn = [row[token] for row, token in zip(rows, found.token_ids.tolist(), strict=True)]
+            expected = np.array([float(one - other) for one, other in zip(drawn, over, strict=True)])
+            check_gaps(engine.reference, found.logprobs, expected, temperature)
+        engine.run(engine.load(1 - engine.current))
+
+
 def test_samples_follow_the_distribution(engine: EngineUnderTest, prompts: list[list[int]]) -> None:
     """Pearson's chi-square over the twenty likeliest tokens and the rest; 45.3 is its 99.9 % quantile at 20 degrees."""
     count, prompt, temperature = 1500, prompts[1], 0.7
