@@ -100,6 +100,30 @@ def test_slurm_variables_assign_the_ranks(tmp_path: Path, capsys: pytest.Capture
 
 
 @pytest.mark.parametrize(
+    ("gpus", "recipe", "size"),
+    [
+        (4, ["--cluster.gpus_per_node", "8"], "--cluster.gpus_per_node 4 --cluster"),  # this node's own
+        (0, ["--cluster.gpus_per_node", "8"], "--cluster.gpus_per_node 8 --cluster"),
+        (
+            0,
+            [],
+            "--cluster.gpus_per_node 3 --cluster.allow_idle_gpus true --cluster",
+        ),  # CPU slots, of which one is left
+    ],
+)
+def test_a_launch_sets_the_size_of_its_cluster(
+    gpus: int, recipe: list[str], size: str, tmp_path: Path, capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    monkeypatch.setattr("slime_like.commands.launch.local_gpus", lambda: gpus)
+    flags = ["--run_dir", str(tmp_path / "run"), "--model.path", str(tmp_path), "--trainer.parallel.pipeline", "4"]
+    options = ["--nodes", "2", "--head", "10.0.0.1", "--dry_run"]
+    assert run(["launch", *options, "--", *flags, *recipe]) == 0
+    (train,) = (line for line in capsys.readouterr().out.splitlines() if line.startswith("train:"))
+    assert f"--cluster.nodes 2 {size}.address" in train
+
+
+@pytest.mark.parametrize(
     "arguments",
     [
         ["--slurm_nodes", "gpu[1-"],
