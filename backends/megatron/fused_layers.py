@@ -132,7 +132,7 @@ class FusedSelfAttention(SelfAttention):
         return self.linear_proj(context.unsqueeze(1))
 
     def _is_fused(self, hidden_states: Tensor, layout: PackedLayout) -> bool:
-        if layout.interleaved or self.checkpoint_core_attention:
+        if layout.interleaved:
             return False
         # With more ranks than KV heads a rank has a part of a group's queries.
         whole_groups = self.config.num_query_groups >= self.world_size
