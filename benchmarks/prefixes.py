@@ -44,8 +44,7 @@ _HUNDRED_MILLION = {
 }
 MODELS: dict[str, tuple[dict[str, Any], int, int]] = {"tiny": ({}, 4, 11), "100m": (_HUNDRED_MILLION, 1, 5)}
 """By name: sizes beside the tiny Qwen3's, groups of a step, pairs."""
-SIDES = {"megatron": ("megatron", "off"), "fsdp": ("fsdp", "off"), "megatron, CPU kernels": ("megatron", "auto")}
-"""Backend and ``trainer.cpu_kernels``."""
+SIDES = ("megatron", "fsdp")
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,21 +94,20 @@ def measure(directory: Path, model: str, side: str, shape: Shape) -> Ratios:
     """One row of the table."""
     warnings.simplefilter("ignore")  # Megatron's, of packages that are not installed
     sizes, groups, pairs = MODELS[model]
-    backend, kernels = SIDES[side]
     if not directory.exists():
         make_tiny_model(directory, dtype="float32", max_position_embeddings=4096, **sizes)
-    threads = {"cpu_threads": 1, "cpu_kernels": kernels, "target_tokens_per_batch": 65536}
+    threads = {"cpu_threads": 1, "target_tokens_per_batch": 65536}
     config = RunConfig(
         run_dir=directory / "run",
         model={"path": directory, "dtype": "float32"},
         # So small a rate that all steps compute the same.
-        trainer={"backend": backend, "share_prefixes": "prompts", "optimizer": {"lr": 1e-12}, **threads},
+        trainer={"backend": side, "share_prefixes": "prompts", "optimizer": {"lr": 1e-12}, **threads},
     )
     vocabulary = json.loads((directory / "config.json").read_text())["vocab_size"]
     rows = _rows(shape, groups, vocabulary)
     copied, shared = pack_sequences(rows), pack_sequences(rows, sharing="prompts")
     torch.set_num_threads(1)
-    trainer = load_backend(backend)(config, RankPlacement(0, 1, 0, "127.0.0.1", free_port()))
+    trainer = load_backend(side)(config, RankPlacement(0, 1, 0, "127.0.0.1", free_port()))
     trainer.setup()
     norms, kept = [], []
     for pack in (copied, shared, copied, shared):

@@ -20,10 +20,7 @@ if [ "${1:-}" = explore ]; then
 fi
 "$VENV/bin/ruff" check .
 "$VENV/bin/ruff" format --check .
-# Compiled once, on the core that mypy leaves, and not by every process that collects tests.
-"$VENV/bin/python" -c 'from slime_like.cpu.kernels import decode_attention, decode_heads, draw, operators' &
 "$VENV/bin/mypy"
-wait $!
 if [ "${1:-}" = fast ]; then
     exec "${PYTEST[@]}" -n 2 --dist loadfile tests/unit --unit-limit 1 "${@:2}"
 fi

@@ -70,13 +70,12 @@ def write_responses(config: RunConfig, result: EvaluationResult, output: Path) -
 def engines_alone(config: RunConfig) -> RunConfig:
     """The run's configuration as engines see it that no trainer shares devices or weights with: they exist whatever the
     run trains and how, on devices that they keep, and batches are not those of a step."""
-    trainer = config.trainer
     samples = RolloutConfig.model_fields["samples_per_prompt"].get_default()
     return config.model_copy(
         update={
             "rollout": config.rollout.model_copy(update={"samples_per_prompt": samples}),
             "cluster": config.cluster.model_copy(update={"placement": "separate"}),
-            "trainer": TrainerConfig(start_timeout_s=trainer.start_timeout_s, cpu_kernels=trainer.cpu_kernels),
+            "trainer": TrainerConfig(start_timeout_s=config.trainer.start_timeout_s),
             "reference": ReferenceConfig(),
             "sync": SyncConfig(),
             "algorithm": AlgorithmConfig(),

@@ -59,7 +59,6 @@ class Tiny:
             # An untrained model never adds right; letters it does write, by chance: something to learn.
             "--reward.functions", "[{name: math_verify}, {name: format, options: {pattern: '.*[a-m].*'}}]",
             "--trainer.cpu_threads", "1",
-            "--trainer.cpu_kernels", "off",
             "--logging.progress", "plain",
             "--logging.tensorboard", "false",
             *more,
@@ -75,7 +74,6 @@ class Tiny:
             "--trainer.optimizer.warmup_steps", "0",
             "--trainer.optimizer.decay", "constant",
             "--trainer.cpu_threads", "1",
-            "--trainer.cpu_kernels", "off",
             "--logging.progress", "plain",
             *more,
         ]  # fmt: skip

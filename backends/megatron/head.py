@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -12,9 +12,6 @@ from torch import Tensor
 
 from backends.megatron.attention import PackedLayout
 from slime_like.algorithms.head import fused_logprobs
-
-if TYPE_CHECKING:
-    from slime_like.cpu.kernels.operators import FusedLogitRows  # needs Numba
 
 
 class LogprobModel(GPTModel):
@@ -27,14 +24,12 @@ class LogprobModel(GPTModel):
         true_vocab_size: the vocabulary without padding.
         chunk_tokens: tokens whose logits exist at once.
         entropy_gradient: the loss has an entropy term.
-        rows: what computes logits, if torch's operators do not.
         gather_weight: called before the output weight is read: it may still be on its way from other ranks.
     """
 
     true_vocab_size: int
     chunk_tokens: int | None
     entropy_gradient: bool
-    rows: "FusedLogitRows | None"
     gather_weight: Callable[[], None] | None = None
 
     def _postprocess(
@@ -50,10 +45,7 @@ class LogprobModel(GPTModel):
             hidden_states = gather_from_sequence_parallel_region(
                 hidden_states, tensor_parallel_output_grad=False, group=self.pg_collection.tp
             )
-        selected = hidden_states.squeeze(1)
-        if not getattr(self.decoder.layers[-1], "scores", False):  # else the last layer returns those rows only
-            selected = selected.index_select(0, responses.index)
-        selected = responses.spread(selected)
+        selected = responses.spread(hidden_states.squeeze(1).index_select(0, responses.index))
         if self.gather_weight is not None:
             self.gather_weight()
         weight = self.output_weight()
@@ -68,8 +60,6 @@ class LogprobModel(GPTModel):
             all_reduce_max=partial(_all_reduce, group, dist.ReduceOp.MAX),
             all_reduce_sum=partial(_all_reduce, group, dist.ReduceOp.SUM),
             chunk_tokens=self.chunk_tokens,
-            # On the meta device there are shapes only; rows compute whole vocabularies.
-            rows=self.rows if selected.is_cpu and responses.supports is None else None,
             supports=responses.supports,
             check_values=False,  # `require_computable` has
         )

@@ -14,7 +14,7 @@ from backends.megatron.attention import attention_of, uses_transformer_engine
 from backends.megatron.experts import can_be_grouped
 from backends.megatron.head import LogprobModel
 from backends.megatron.parallel import expert_tensor_size
-from backends.megatron.specs import Layers, block_spec, is_fused
+from backends.megatron.specs import Layers, block_spec
 from slime_like.checks.layout import layers_per_stage
 from slime_like.config import RunConfig
 from slime_like.models.dimensions import ModelDimensions
@@ -29,18 +29,14 @@ def padded_vocab_size(vocab_size: int, tensor_size: int) -> int:
     return -(-vocab_size // multiple) * multiple
 
 
-def transformer_config(config: RunConfig, dimensions: ModelDimensions, as_gpu: bool) -> TransformerConfig:
-    """Megatron's configuration of this model under the run's parallel layout.
-
-    Args:
-        as_gpu: operators are those that a GPU has.
-    """
+def transformer_config(config: RunConfig, dimensions: ModelDimensions) -> TransformerConfig:
+    """Megatron's configuration of this model under the run's parallel layout."""
     dtype = getattr(torch, config.model.dtype)
     kind = TransformerConfig if dimensions.latent is None else MLATransformerConfig
     return kind(
         **_architecture(dimensions),
         **_latent_attention(dimensions),
-        **_experts(config, dimensions, as_gpu and can_be_grouped(config, dimensions)),
+        **_experts(config, dimensions),
         **_parallelism(config, dtype),
         **_stages(config, dimensions),
         **_recompute(config.trainer.recomputed_layers(dimensions.num_layers)),
@@ -55,8 +51,8 @@ def transformer_config(config: RunConfig, dimensions: ModelDimensions, as_gpu: b
         use_cpu_initialization=not torch.cuda.is_available(),
         # The loss is a weighted sum; its gradient is neither averaged over micro-batches nor over ranks.
         calculate_per_token_loss=True,
-        # SwiGLU in one pass, compiled by torch. It also keeps less for the backward pass.
-        bias_activation_fusion=as_gpu,
+        # SwiGLU in one pass, compiled by torch on a GPU. It also keeps less for the backward pass.
+        bias_activation_fusion=True,
         bias_dropout_fusion=False,
         masked_softmax_fusion=False,
         # Megatron's own layers need APEX for it; Transformer Engine's get it in ``_build``.
@@ -109,7 +105,7 @@ def _latent_attention(dimensions: ModelDimensions) -> dict[str, Any]:
     }
 
 
-def _experts(config: RunConfig, dimensions: ModelDimensions, grouped: bool) -> dict[str, Any]:
+def _experts(config: RunConfig, dimensions: ModelDimensions) -> dict[str, Any]:
     if dimensions.num_experts == 0:
         # Pipelines of variable lengths ask for this dispatcher even of dense models.
         return {"moe_token_dispatcher_type": "alltoall"}
@@ -122,8 +118,8 @@ def _experts(config: RunConfig, dimensions: ModelDimensions, grouped: bool) -> d
         # Our own (router.py): Megatron's depends on how tokens are spread over micro-batches.
         "moe_router_load_balancing_type": "none",
         "moe_token_dispatcher_type": "alltoall",
-        # One product for all experts. On a CPU a loop over them is faster, which copies no weights.
-        "moe_grouped_gemm": grouped,
+        # One product for all experts.
+        "moe_grouped_gemm": can_be_grouped(config, dimensions),
         "moe_permute_fusion": False,  # ``Dispatcher`` permutes
         "expert_model_parallel_size": config.trainer.parallel.expert,
         "expert_tensor_parallel_size": expert_tensor_size(config.trainer.parallel),
@@ -195,11 +191,9 @@ def _recompute(layers: int) -> dict[str, Any]:
 
 def build_chunks(config: RunConfig, dimensions: ModelDimensions) -> list[LogprobModel]:
     """This rank's model chunks, one per virtual pipeline stage, weights still unset (vocabulary padding is zero)."""
-    as_gpu = torch.cuda.is_available() or config.trainer.cpu_kernels == "off"
-    transformer = transformer_config(config, dimensions, as_gpu)
-    layers: Layers = "kernels" if is_fused(config.trainer, transformer.params_dtype) else "local"
-    if uses_transformer_engine(config.trainer, dimensions, torch.cuda.is_available()):
-        layers = "transformer_engine"
+    transformer = transformer_config(config, dimensions)
+    has_engine = uses_transformer_engine(config.trainer, dimensions, torch.cuda.is_available())
+    layers: Layers = "transformer_engine" if has_engine else "local"
     chunks = _build(config, dimensions, transformer, layers)
     if torch.cuda.is_available():
         for chunk in chunks:
@@ -209,7 +203,7 @@ def build_chunks(config: RunConfig, dimensions: ModelDimensions) -> list[Logprob
 
 def build_meta_chunks(config: RunConfig, dimensions: ModelDimensions) -> list[LogprobModel]:
     """The same chunks with shapes only, of torch's operators: neither memory nor a device is touched."""
-    transformer = transformer_config(config, dimensions, as_gpu=True)
+    transformer = transformer_config(config, dimensions)
     on_host = replace(transformer, use_cpu_initialization=True, perform_initialization=False)
     with torch.device("meta"):
         return _build(config, dimensions, on_host, "local")
@@ -220,11 +214,6 @@ def _build(
 ) -> list[LogprobModel]:
     virtual = config.trainer.parallel.virtual_pipeline
     attention = attention_of(config.trainer, dimensions, torch.cuda.is_available())
-    rows = None
-    if layers == "kernels":
-        from slime_like.cpu.kernels.operators import FusedLogitRows  # needs Numba
-
-        rows = FusedLogitRows()
     chunks = []
     for stage in [None] if virtual == 1 else range(virtual):
         place: dict[str, Any] = {"vp_stage": stage, "ignore_virtual": stage is None}
@@ -248,7 +237,6 @@ def _build(
         model.true_vocab_size = dimensions.vocab_size
         model.chunk_tokens = config.trainer.head_chunk_tokens
         model.entropy_gradient = config.algorithm.entropy_coef > 0
-        model.rows = rows
         model.model_type = ModelType.encoder_or_decoder
         with torch.no_grad():
             for name, parameter in model.named_parameters():

@@ -2,7 +2,6 @@
 
 from typing import Any, Literal
 
-import torch
 from megatron.core.models.gpt.gpt_layer_specs import (
     get_gpt_layer_local_spec,
     get_gpt_layer_with_transformer_engine_spec,
@@ -18,11 +17,9 @@ from backends.megatron.latent_attention import LatentNorm, PackedLatentAttention
 from backends.megatron.norm import RMSNorm
 from backends.megatron.router import BalancedMoELayer, BalancedRouter, RoutedLayer
 from backends.megatron.versions.layers import set_experts
-from slime_like.config.trainer import TrainerConfig
-from slime_like.cpu.choice import kernels_are_used
 
-Layers = Literal["transformer_engine", "kernels", "local"]
-"""Modules of the layers: Transformer Engine's, ours with the kernels for a CPU, or ours of torch's operators."""
+Layers = Literal["transformer_engine", "local"]
+"""Modules of the layers: Transformer Engine's, or ours of torch's operators."""
 
 
 def block_spec(
@@ -39,11 +36,7 @@ def block_spec(
         norm = TENorm
         specs = [transformer_engine_layer_spec(config, count, attention) for count in experts]
     else:
-        if layers == "kernels":
-            from backends.megatron.fused_layers import FusedNorm
-
-            norm = FusedNorm
-        specs = [local_layer_spec(config, count, layers == "kernels") for count in experts]
+        specs = [local_layer_spec(config, count) for count in experts]
     return TransformerBlockSubmodules(layer_specs=specs, layer_norm=norm)
 
 
@@ -53,17 +46,7 @@ def _experts_of(config: TransformerConfig, layer: int) -> int | None:
     return config.num_moe_experts if isinstance(pattern, int) or pattern[layer] else None
 
 
-_MOST_THREADS = 2
-"""Of torch up to which the kernels were measured, and are faster than its operators."""
-
-
-def is_fused(trainer: TrainerConfig, dtype: torch.dtype) -> bool:
-    """Return whether the CPU's kernels compute the layers; other runs do not import their compiler."""
-    on_cpu = not torch.cuda.is_available() and torch.get_num_threads() <= _MOST_THREADS
-    return on_cpu and dtype in (torch.float32, torch.bfloat16) and kernels_are_used(trainer.cpu_kernels)
-
-
-def local_layer_spec(config: TransformerConfig, num_experts: int | None, fused: bool) -> ModuleSpec:
+def local_layer_spec(config: TransformerConfig, num_experts: int | None) -> ModuleSpec:
     """One transformer layer: packed attention, and a norm that allows sequence parallelism."""
     spec = get_gpt_layer_local_spec(
         num_experts=num_experts,
@@ -84,10 +67,6 @@ def local_layer_spec(config: TransformerConfig, num_experts: int | None, fused: 
         attention.submodules.core_attention = PackedCoreAttention
         if config.qk_layernorm:
             attention.submodules.q_layernorm = attention.submodules.k_layernorm = RMSNorm
-    if fused:
-        from backends.megatron.fused_layers import fuse
-
-        fuse(spec)
     return _with_balanced_experts(spec, num_experts, GroupedExperts if config.moe_grouped_gemm else None)
 
 

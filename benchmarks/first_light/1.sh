@@ -17,7 +17,7 @@ from pathlib import Path
 def of(name):
     try: return f"{name} {version(name)}"
     except PackageNotFoundError: return f"no {name}"
-names = "torch transformers numpy triton numba ray megatron-core pydantic trl slime-like nvidia-nccl-cu13 setuptools".split()
+names = "torch transformers numpy triton ray megatron-core pydantic trl slime-like nvidia-nccl-cu13 setuptools".split()
 headers = Path(sysconfig.get_path("include"), "Python.h").exists()
 print(f"figures: Python {platform.python_version()} with{'' if headers else 'out'} headers,", ", ".join(map(of, names)))
 END

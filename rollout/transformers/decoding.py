@@ -9,7 +9,6 @@ from torch import Tensor
 from transformers import Cache, DynamicCache
 
 from rollout.transformers.kv_cache import KeyValueCache
-from rollout.transformers.plain_decoder import not_plain
 from rollout.transformers.samples import Sample, draw_tokens
 
 _PREFILL_TOKENS = 16384
@@ -19,24 +18,10 @@ _SCORED_TOKENS = 512
 
 
 class DecodeBatch:
-    """Samples that step together. Finished rows leave at once; samples that are added join with the next step.
+    """Samples that step together. Finished rows leave at once; samples that are added join with the next step."""
 
-    Args:
-        kernels: Numba kernels compute what they serve of ``model`` and draw on a CPU; else torch does everything.
-    """
-
-    def __init__(self, model: Any, kernels: bool) -> None:
+    def __init__(self, model: Any) -> None:
         self._model = model
-        self._decoder = None
-        self._draw = draw_tokens
-        if kernels and not_plain(model) is None:
-            from rollout.transformers.fused_decoder import FusedDecoder
-
-            self._decoder = FusedDecoder(model)
-        if kernels and model.device.type == "cpu":
-            from rollout.transformers.drawing import draw_tokens_fused
-
-            self._draw = draw_tokens_fused
         self.samples: list[Sample] = []  # the rows of the cache, then those that wait for their prefill
         self._cache: KeyValueCache | None = None
 
@@ -50,7 +35,7 @@ class DecodeBatch:
             logits = [self._decode(self._cache)] if self._cache is not None else []
             if rows < len(self.samples):
                 logits += self._prefill_waiting(rows)
-            tokens, logprobs = self._draw(torch.cat(logits), self.samples)
+            tokens, logprobs = draw_tokens(torch.cat(logits), self.samples)
         for sample, token, logprob in zip(self.samples, tokens, logprobs, strict=True):
             sample.append(token, logprob, version)
         self.drop_finished()
@@ -75,8 +60,6 @@ class DecodeBatch:
     def _decode(self, cache: KeyValueCache) -> Tensor:
         """(rows, V) logits after the last token of every row of the cache."""
         last = torch.tensor([sample.token_ids[-1] for sample in self.samples[: len(cache.lengths)]])
-        if self._decoder is not None:
-            return self._decoder.logits(last, cache)
         mask, positions = cache.begin_token()
         logits = self._forward(last[:, None].to(self._model.device), mask, positions, cache.layers)
         cache.end_token()
@@ -118,12 +101,9 @@ class DecodeBatch:
     def _prefill_rows(self, ids: Tensor, mask: Tensor, score: bool) -> tuple[Tensor, DynamicCache, np.ndarray]:
         """Logits (n, V) after the last column, the cache, and, scored, (n, width - 1) logprobs of each next token."""
         columns = range(ids.shape[1]) if score else (-1,)
-        if self._decoder is not None:
-            logits, cache = self._decoder.prefill(ids, mask, columns)
-        else:
-            # Without the model's configuration a layer keeps all columns; a sliding window's mask hides the old ones.
-            cache = DynamicCache()
-            logits = self._forward(ids, mask, (mask.cumsum(dim=1) - 1).clamp_min(0), cache, columns)
+        # Without the model's configuration a layer keeps all columns; a sliding window's mask hides the old ones.
+        cache = DynamicCache()
+        logits = self._forward(ids, mask, (mask.cumsum(dim=1) - 1).clamp_min(0), cache, columns)
         if not score:
             return logits[:, -1], cache, np.empty((len(ids), 0), dtype=np.float32)
         logprobs = logits[:, :-1].float().log_softmax(dim=-1).gather(2, ids[:, 1:, None])[..., 0]

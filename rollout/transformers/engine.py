@@ -20,11 +20,10 @@ from rollout.requests import sample_seed, stop_ids
 from rollout.transformers import weights
 from rollout.transformers.samples import Sample
 from slime_like.config import RunConfig
-from slime_like.cpu.choice import kernels_are_used
-from slime_like.cpu.onednn import use_onednn
 from slime_like.errors import EngineError
 from slime_like.interfaces import BucketMetadata, Generation, GenerationRequest, PauseMode
 from slime_like.system.memory import keep_freed_memory
+from slime_like.system.onednn import use_onednn
 
 if TYPE_CHECKING:
     from rollout.transformers.scheduler import DecodeScheduler
@@ -148,8 +147,7 @@ class TransformersEngine(EngineBase["DecodeScheduler"]):
             )
         self._model = model.eval().requires_grad_(False)
         self._move(_device())
-        kernels = kernels_are_used(self._config.trainer.cpu_kernels)
-        return DecodeScheduler(model, int(arguments.get("max_batch_size", _MAX_BATCH_SIZE)), kernels)
+        return DecodeScheduler(model, int(arguments.get("max_batch_size", _MAX_BATCH_SIZE)))
 
     def _move(self, device: str) -> None:
         self._model.to(device)

@@ -120,17 +120,13 @@ class KeyValueCache:
 
     def begin_token(self) -> tuple[Tensor, Tensor]:
         """Make room for one token of every row; gives mask (rows, width + 1) and positions (rows, 1), int64."""
-        width = self.make_room()
-        positions = self.lengths[:, None]
-        columns = torch.arange(width + 1, device=positions.device)
-        return (columns >= width - positions).long(), positions
-
-    def make_room(self) -> int:
-        """Make room for one more column in every buffer; returns its index."""
         if self._extent.width == self.buffers[0].keys.shape[2]:
             longest = int(self.lengths.max())  # rows that have left may have been longer
             self._resize(self._extent.rows, longest, longest)
-        return self._extent.width
+        width = self._extent.width
+        positions = self.lengths[:, None]
+        columns = torch.arange(width + 1, device=positions.device)
+        return (columns >= width - positions).long(), positions
 
     def end_token(self) -> None:
         """Every layer has written it."""

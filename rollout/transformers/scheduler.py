@@ -58,7 +58,7 @@ class _Inbox(queue.SimpleQueue[Callable[[], None]]):
 class DecodeScheduler:
     """Owns the thread. Public methods may be called from any thread and never wait for a step."""
 
-    def __init__(self, model: Any, max_batch_size: int, kernels: bool) -> None:
+    def __init__(self, model: Any, max_batch_size: int) -> None:
         self._max_batch_size = max_batch_size
         self._inbox = _Inbox()
         self._error: EngineError | None = None
@@ -66,7 +66,7 @@ class DecodeScheduler:
         self._version = 0
         self._waiting: list[_PendingRequest] = []
         self._running: list[_PendingRequest] = []
-        self._batch = DecodeBatch(model, kernels)
+        self._batch = DecodeBatch(model)
         self._pause_mode: PauseMode | None = None
         self._pause_waiters: list[Future[None]] = []
         self._stopping = False

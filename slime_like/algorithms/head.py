@@ -1,7 +1,7 @@
 """The vocabulary-parallel head: from hidden states to logprobs and entropies without [N, V]."""
 
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -15,9 +15,6 @@ from slime_like.algorithms.tensor_checks import (
     require_tensors,
 )
 from slime_like.algorithms.vocabulary_shard import Reduce, Sums, VocabularyShard, no_reduction
-
-if TYPE_CHECKING:
-    from slime_like.cpu.kernels.operators import FusedLogitRows  # needs Numba, which this layer does not
 
 _HAS_TRITON = find_spec("triton") is not None
 _WEIGHT_BLOCK = 8192
@@ -44,7 +41,6 @@ def fused_logprobs(
     all_reduce_sum: Reduce = no_reduction,
     chunk_tokens: int | None = None,
     softcap: float | None = None,
-    rows: "FusedLogitRows | None" = None,
     supports: Tensor | None = None,
     check_values: bool = True,
 ) -> tuple[Tensor, Tensor]:
@@ -75,9 +71,8 @@ def fused_logprobs(
             logits fit into 1 GiB, but at least 1,024 and at most 2,048. On a CPU it takes a twentieth of the tokens,
             but at least 128 or what 1 MiB holds of float32 logits, and at most 1,024.
         softcap: c, if the logits are ``c * tanh(hidden @ weight.T / c)`` (Gemma 2, arXiv:2408.00118, section 2).
-        rows: what computes logits on a CPU instead of torch's operators, in float32; without a softcap.
         supports: (N, K) of truncated sampling, as in ``forbid_outside``: log-sum-exps, entropies and gradients are over
-            these tokens alone, and a target outside of them has a logprob of -inf. Without ``rows``.
+            these tokens alone, and a target outside of them has a logprob of -inf.
         check_values: False where targets and temperatures were checked before they went to a device: reading waits.
 
     Returns:
@@ -85,21 +80,22 @@ def fused_logprobs(
 
     Raises:
         ValueError: what is no tensor, hidden states of another type than the weight, shapes that do not fit, a target
-            beyond the vocabulary, a temperature that is not positive, a part of the vocabulary without reductions, a
-            chunk below 1, ``rows`` for what they do not compute.
+            beyond the vocabulary, a temperature or softcap that is not positive, a part of the vocabulary without
+            reductions, a chunk below 1.
     """
     if isinstance(temperatures, int | float):
         temperatures = expanded_temperatures(temperatures, targets)
     _check_inputs(hidden, weight, targets, temperatures)
-    _check_options(hidden, softcap, rows)
+    if softcap is not None and not softcap > 0:
+        raise ValueError(f"softcap={softcap} must be a number above 0, or none")
     chunk_tokens = default_chunk(hidden.shape[0], weight) if chunk_tokens is None else chunk_tokens
     reductions = all_reduce_max, all_reduce_sum
     shard = VocabularyShard.of(targets, weight.shape[0], vocab_start, vocab_size, chunk_tokens, reductions)
     if check_values:
         _check_values(targets, temperatures, vocab_size)
-    if supports is not None and (rows is not None or supports.ndim != 2 or len(supports) != hidden.shape[0]):
-        raise ValueError(f"supports {tuple(supports.shape)} must be ({hidden.shape[0]}, K), and without rows")
-    return _FusedLogprobs.apply(hidden, weight, targets, temperatures, shard, softcap, rows, supports)
+    if supports is not None and (supports.ndim != 2 or len(supports) != hidden.shape[0]):
+        raise ValueError(f"supports {tuple(supports.shape)} must be ({hidden.shape[0]}, K)")
+    return _FusedLogprobs.apply(hidden, weight, targets, temperatures, shard, softcap, supports)
 
 
 def _check_inputs(hidden: Tensor, weight: Tensor, targets: Tensor, temperatures: Tensor) -> None:
@@ -138,17 +134,6 @@ def row_kernels(device: torch.device) -> Literal["triton", "torch"]:
     return "triton" if device.type == "cuda" and _HAS_TRITON else "torch"
 
 
-def _check_options(hidden: Tensor, softcap: float | None, rows: "FusedLogitRows | None") -> None:
-    if softcap is not None and not softcap > 0:
-        raise ValueError(f"softcap={softcap} must be a number above 0, or none")
-    of_type = hidden.dtype in (torch.float32, torch.bfloat16)
-    if rows is not None and (softcap is not None or not of_type or hidden.device.type != "cpu"):
-        raise ValueError(
-            f"rows are for float32 or bfloat16 on a CPU without a softcap; hidden is {hidden.dtype} on "
-            f"{hidden.device}, softcap={softcap}: leave them out"
-        )
-
-
 def _logits(hidden: Tensor, weight: Tensor, dtype: torch.dtype, softcap: float | None) -> Tensor:
     logits = _product(hidden, weight.t()).to(dtype)
     return logits if softcap is None else logits.div_(softcap).tanh_().mul_(softcap)
@@ -180,15 +165,12 @@ class _FusedLogprobs(torch.autograd.Function):
         temperatures: Tensor,
         shard: VocabularyShard,
         softcap: float | None,
-        rows: "FusedLogitRows | None",
         supports: Tensor | None,
     ) -> tuple[Tensor, Tensor]:
         dtype = compute_dtype(hidden.dtype)
         columns = weight[: shard.columns]
 
         def sums_of(part: slice, column: Tensor) -> tuple[Tensor, Sums]:
-            if rows is not None:
-                return rows.sums(hidden[part] @ columns.t(), temperatures[part], column)
             x = _logits(hidden[part], columns, dtype, softcap)
             if supports is not None:
                 forbid_outside(x, supports[part], shard.start)
@@ -196,7 +178,7 @@ class _FusedLogprobs(torch.autograd.Function):
 
         maximum, log_total, entropy, logprobs = shard.scores(targets, dtype, sums_of)
         ctx.save_for_backward(hidden, weight, targets, temperatures, maximum, log_total, entropy)
-        ctx.shard, ctx.softcap, ctx.rows, ctx.supports = shard, softcap, rows, supports  # ids of no graph
+        ctx.shard, ctx.softcap, ctx.supports = shard, softcap, supports  # ids of no graph
         ctx.set_materialize_grads(False)
         return logprobs, entropy.clone()
 
@@ -209,7 +191,7 @@ class _FusedLogprobs(torch.autograd.Function):
         columns = weight[: ctx.shard.columns]
         for part, given in ctx.shard.gradients(targets, softmax, grads):
             kept = None if ctx.supports is None else (ctx.supports[part], ctx.shard.start)
-            dx = _logit_gradient(hidden[part], columns, temperatures[part], given, ctx.softcap, ctx.rows, kept)
+            dx = _logit_gradient(hidden[part], columns, temperatures[part], given, ctx.softcap, kept)
             if d_hidden is not None:
                 d_hidden[part] = _product(dx, columns)
             if d_weight is not None:
@@ -220,7 +202,7 @@ class _FusedLogprobs(torch.autograd.Function):
         return (
             None if d_hidden is None else d_hidden.to(hidden.dtype),
             None if d_weight is None else d_weight.to(weight.dtype),
-            *(None,) * 6,
+            *(None,) * 5,
         )
 
 
@@ -230,12 +212,9 @@ def _logit_gradient(
     temperatures: Tensor,
     given: tuple[Tensor, RowValues, RowGradients],
     softcap: float | None,
-    rows: "FusedLogitRows | None",
     kept: tuple[Tensor, int] | None,
 ) -> Tensor:
     """Of one chunk of tokens, (n, V): the gradient of ``hidden @ columns.T``, in the type of ``hidden``."""
-    if rows is not None:
-        return rows.to_gradient(hidden @ columns.t(), temperatures, *given)
     dtype, by_triton = given[1][1].dtype, row_kernels(hidden.device) == "triton"
     x = _logits(hidden, columns, dtype, softcap)
     slope = None if softcap is None or by_triton else (x / softcap).square_().neg_().add_(1)  # 1 - tanh^2

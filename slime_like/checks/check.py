@@ -53,7 +53,6 @@ CHECKS: Sequence[Check] = (
     Check("rollout.engine-installed", {"files", "engine"}, names.engine_installation_problems),
     Check("custom.code", {"files", "engine"}, names.custom_code_problems),
     Check("trainer.attention", {"files", "trainer"}, packages.attention_problems),
-    Check("trainer.cpu-kernels", {"files", "run"}, packages.compiler_problems),
     Check("cluster.visible-devices", {"files", "run"}, environment.device_problems),
     Check("sync.directory", {"files", "training", "engine"}, directories.sync_directory_problems),
     Check("model.weight-files", {"files", "model", "weights"}, model_directories.model_weight_problems),

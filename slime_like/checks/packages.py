@@ -9,7 +9,6 @@ from shutil import which
 
 from slime_like.checks.fsdp import BACKEND as FSDP
 from slime_like.config.run import RunConfig
-from slime_like.cpu.choice import kernels_are_used
 
 _PACKAGES = {
     "transformer_engine": (
@@ -79,15 +78,6 @@ def rejected_on_cuda(config: RunConfig) -> Iterator[str]:
     """What runs on a CPU alone."""
     if config.model.dtype == "float32":
         yield "model.dtype=float32 cannot run on CUDA: its attention kernels are bfloat16; set bfloat16"
-
-
-def compiler_problems(config: RunConfig) -> Iterator[str]:
-    value = os.environ.get("NUMBA_DISABLE_JIT", "")
-    if value.strip("0") and kernels_are_used(config.trainer.cpu_kernels):
-        yield (
-            f"NUMBA_DISABLE_JIT={value} in the environment keeps Numba from compiling the kernels for a CPU, which do "
-            "not run uncompiled; unset it, or use trainer.cpu_kernels=off"
-        )
 
 
 def logging_problems(config: RunConfig) -> Iterator[str]:

@@ -92,9 +92,6 @@ class TrainerConfig(Section):
     start_timeout_s: float = Field(600.0, gt=0, description="Timeout of the start of all ranks.")
     step_timeout_s: float = Field(3600.0, gt=0, description="Timeout of one call of a rank, collectives included.")
     cpu_threads: int | None = Field(None, ge=1, description="Threads per rank on CPU; none shares a node's cores.")
-    cpu_kernels: Literal["auto", "off"] = "auto"
-    """auto: numba kernels, if installed, for megatron's layers on at most two threads, and for decoding by the
-    transformers engine. off: torch's operators, as on a GPU."""
 
     @field_validator("recompute", mode="before")
     @classmethod

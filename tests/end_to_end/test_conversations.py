@@ -116,7 +116,7 @@ def test_an_agent_trains_as_the_environment_that_it_imitates(
             "train", f"configs/{recipe}.yaml", "--run_dir", str(run_dir), "--model.path", str(imitator),
             "--data.train", str(imitator / "data" / "train.jsonl"), "--steps", "2", "--evaluation.files", "[]",
             "--rollout.prompts_per_step", "8", "--debug.save_rollouts", str(dump), "--trainer.cpu_threads", "1",
-            "--trainer.optimizer.warmup_steps", "0", "--trainer.cpu_kernels", "off", "--logging.progress", "plain",
+            "--trainer.optimizer.warmup_steps", "0", "--logging.progress", "plain",
             "--logging.tensorboard", "false",
         ]  # fmt: skip
         finished = run([*flags, *more, *sampling], tmp_path / f"{recipe}-log")

@@ -19,10 +19,8 @@ def test_from_hugging_face_through_a_run_and_back(
     assert main(["convert", "check", str(converted), str(tiny.model)]) == 0
     shutil.copytree(tiny.model, tmp_path / "model", ignore=shutil.ignore_patterns("*.safetensors"))
     flags = ["--model.path", str(tmp_path / "model"), "--model.weights", str(converted), "--steps", "1"]
-    flags += ["--trainer.cpu_kernels", "off"]
     finished = run(tiny.sft_flags(run_dir, *flags, "--trainer.parallel.pipeline", "2"), tmp_path / "log")
     assert finished.code == 0, finished.stderr
-    assert "CPU operators: only torch's (trainer.cpu_kernels=off)" in finished.stderr
     assert main(["convert", "to-hf", str(run_dir / "checkpoints" / "latest"), str(back)]) == 0
     assert main(["convert", "check", str(back), str(run_dir / "hf")]) == 0
     assert capsys.readouterr().out.count("bit for bit") == 2

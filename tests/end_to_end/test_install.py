@@ -6,7 +6,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-from tests.conftest import Tiny
 from tests.unit.observability.report_run import write_run
 
 REPO = Path(__file__).resolve().parents[2]
@@ -49,8 +48,8 @@ def test_a_normal_install_works_from_another_directory(tmp_path: Path) -> None:
     assert found["loaded"] == ["MegatronTrainer", "FsdpTrainer", "VllmEngine", "SglangEngine", "TransformersEngine"]
     assert found["entry_points"] == ["fsdp", "megatron", "sglang", "slime-like", "transformers", "vllm"]
 
-    numba = [requirement for requirement in found["requires"] if requirement.startswith("numba")]
-    assert numba and all("extra ==" in requirement for requirement in numba)  # a light install has none
+    heavy = [each for each in found["requires"] if each.startswith(("torch", "megatron-core"))]
+    assert heavy and all("extra ==" in each for each in heavy)  # a light install has none
 
     script = target / "bin" / "slime-like"
     helped = subprocess.run(
@@ -66,13 +65,3 @@ def test_a_normal_install_works_from_another_directory(tmp_path: Path) -> None:
     )  # fmt: skip
     page = (run_dir / "report.html").read_text()
     assert "--paper: #fff" in page and '"use strict";' in page  # style and script are files of the package
-
-
-def test_a_plan_needs_no_numba(tiny: Tiny) -> None:
-    hidden = "import sys; sys.modules['numba'] = None; from slime_like.commands.main import main; sys.exit(main())"
-    planned = subprocess.run(
-        [sys.executable, "-c", hidden, "plan", "configs/quickstart.yaml", "--model.path", str(tiny.model),
-         "--model.dtype", "bfloat16"],
-        cwd=REPO, capture_output=True, text=True, timeout=120,
-    )  # fmt: skip
-    assert planned.returncode == 0, planned.stderr

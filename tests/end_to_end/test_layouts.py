@@ -30,7 +30,7 @@ LAYOUTS = {
 def flags(tiny: Tiny, root: Path, *layout: str) -> list[str]:
     return tiny.rl_flags(
         root / "run", "--rollout.engine", "transformers", "--algorithm.kl_coef", "0.01", "--checkpoint.every", "1",
-        "--trainer.cpu_kernels", "off", "--algorithm.minibatches", "2", "--algorithm.epochs", "2",
+        "--algorithm.minibatches", "2", "--algorithm.epochs", "2",
         "--evaluation.every", "1", "--trainer.target_tokens_per_batch", "256",
         # AdamW's first step is a gradient's sign: where that is rounding, weights differ by twice the rate, and one
         # draw in ten thousand falls on the other side of its boundary.

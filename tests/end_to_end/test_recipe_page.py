@@ -55,7 +55,6 @@ def small(recipe: dict[str, Any], tiny: Tiny, model: Path, run_dir: Path) -> dic
         "trainer": {
             "target_tokens_per_batch": 256,
             "cpu_threads": 1,
-            "cpu_kernels": "off",
             "optimizer": {"warmup_steps": 0},
         },
         "checkpoint": {"export_hf": False},

@@ -60,7 +60,7 @@ def test_a_hugging_face_model_is_scored_on_two_tensor_ranks(tiny: Tiny, tmp_path
         [
             "score", str(tiny.model), "--input", str(tmp_path / "in.jsonl"), "--output", str(tmp_path / "out.jsonl"),
             "--model.dtype", "float32", "--trainer.parallel.tensor", "2", "--trainer.parallel.sequence", "true",
-            "--trainer.target_tokens_per_batch", "64", "--trainer.cpu_kernels", "off", "--logging.progress", "plain",
+            "--trainer.target_tokens_per_batch", "64", "--logging.progress", "plain",
         ],
         tmp_path / "log",
         TIMEOUT_S,
@@ -84,7 +84,6 @@ def test_a_training_checkpoint_is_scored_under_another_layout(tiny: Tiny, traine
             "score", str(tmp_path / "step"), "--input", str(tmp_path / "in.jsonl"), "--output",
             str(tmp_path / "out.jsonl"), "--model.path", str(tmp_path / "dimensions"), "--model.dtype", "float32",
             "--trainer.parallel.pipeline", "2", "--trainer.target_tokens_per_batch", "256",
-            "--trainer.cpu_kernels", "off",
         ],
         tmp_path / "log",
         TIMEOUT_S,

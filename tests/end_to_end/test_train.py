@@ -34,12 +34,12 @@ def steps_of(run_dir: Path) -> list[dict[str, Any]]:
 def test_rl_runs_and_every_claim_of_a_step_holds(tiny: Tiny, tmp_path: Path, engine: str) -> None:
     """Also with the KL term on, so that the reference model is loaded and scored. One update a step: its ratio is 1.
 
-    With CPU kernels. Most other tests in this folder run with the transformers engine.
+    Most other tests in this folder run with the transformers engine.
     """
     run_dir = tmp_path / "run"
     flags = ["--rollout.engine", engine, "--algorithm.kl_coef", "0.01", "--algorithm.minibatches", "1"]
     flags += ["--trainer.target_tokens_per_batch", "256", "--algorithm.old_logprobs", "score"]
-    flags += ["--trainer.cpu_kernels", "auto", "--logging.tensorboard", "true"]
+    flags += ["--logging.tensorboard", "true"]
     halves = [{"name": name, "files": [str(tiny.data / f"{name}.jsonl")]} for name in ("train", "sft")]
     flags += ["--data.train", "[]", "--data.mixture", json.dumps([{**halves[0], "weight": 3}, halves[1]])]
     finished = run(tiny.rl_flags(run_dir, *flags), tmp_path / "log")
@@ -123,10 +123,8 @@ def test_what_a_run_leaves_is_whole(tiny: Tiny, tmp_path: Path) -> None:
     written = conversations(tiny, data)
     flags = ["--data.train", str(data), "--data.messages_key", "messages", "--data.shuffle", "false"]
     flags += ["--rollout.prompts_per_step", str(SFT_ROWS), "--trainer.optimizer.eps", str(SFT_EPSILON)]
-    flags += ["--trainer.cpu_kernels", "auto"]
     finished = run(tiny.sft_flags(run_dir, *flags), tmp_path / "log", forked=False)
     assert finished.code == 0, finished.stderr
-    assert "CPU operators: Numba kernels" in finished.stderr
     assert finished.left_behind == []
     losses = [row["train_actor_training/loss"] for row in steps_of(run_dir)]
     assert len(losses) == 20

@@ -17,7 +17,7 @@ TIMEOUT_S = 270.0
 def test_sound_layouts_are_the_same(tmp_path: Path) -> None:
     """The command creates its model."""
     finished = run(
-        ["verify", "layouts", "--layouts", "tp2-sp", "--steps", "1", "--trainer.cpu_kernels", "off"],
+        ["verify", "layouts", "--layouts", "tp2-sp", "--steps", "1"],
         tmp_path / "log",
         TIMEOUT_S,
     )
@@ -45,8 +45,7 @@ def test_a_fault_of_one_layout_is_found_and_named(tiny: Tiny, tmp_path: Path, mo
     monkeypatch.setenv("PYTHONPATH", f"{installed.parent}:{REPO}")
     finished = run(
         ["verify", "layouts", "--model", str(tiny.model), "--layouts", "tp2-sp", "--steps", "1",
-         "--trainer.backend", "faulty", "--batch", str(rollouts), "--trainer.target_tokens_per_batch", "192",
-         "--trainer.cpu_kernels", "off"],
+         "--trainer.backend", "faulty", "--batch", str(rollouts), "--trainer.target_tokens_per_batch", "192",],
         tmp_path / "log",
         TIMEOUT_S,
     )  # fmt: skip

@@ -99,12 +99,12 @@ def case_of(
 def parity_config(
     checkpoint: Path, run_dir: Path, layout: Settings, dtype: str = "float32", **algorithm: float
 ) -> RunConfig:
-    """The run's configuration under ``layout``, computed by torch's operators if it does not ask for others."""
+    """The run's configuration under ``layout``."""
     settings = dict(layout)
     of_optimizer = ("distributed", "overlap", "overlap_bucket_params", "clip_grad")
     optimizer = {"distributed": False} | {name: settings.pop(name) for name in of_optimizer if name in settings}
-    of_trainer = ("recompute", "attention", "activation_offload", "cpu_kernels", "share_prefixes")
-    options = {"cpu_kernels": "off"} | {name: settings.pop(name) for name in of_trainer if name in settings}
+    of_trainer = ("recompute", "attention", "activation_offload", "share_prefixes")
+    options = {name: settings.pop(name) for name in of_trainer if name in settings}
     return RunConfig(
         run_dir=run_dir,
         steps=STEPS,

@@ -52,7 +52,6 @@ def _config(
             "backend": backend,
             "parallel": layout,
             "attention": attention,
-            "cpu_kernels": "off",
             "optimizer": {"lr": 1e-3},
             "step_timeout_s": 60.0,
             "cpu_threads": 1,

@@ -81,15 +81,6 @@ LAYOUTS: dict[str, Settings] = {
     "tp2-pp2-sp-block-recompute": {"tensor": 2, "pipeline": 2, "sequence": True, "recompute": 1},
     "tp2-pp2-sp-full-recompute": {"tensor": 2, "pipeline": 2, "sequence": True, "recompute": "full"},
 }
-# By the kernels for a CPU; all layouts above are computed by torch's operators.
-KERNELS: Settings = {"cpu_kernels": "auto"}
-LAYOUTS |= {
-    "single-kernels": KERNELS,
-    "tp2-sp-kernels": LAYOUTS["tp2-sp"] | KERNELS,
-    "full-recompute-kernels": LAYOUTS["full-recompute"] | KERNELS,
-    "block-recompute-kernels": LAYOUTS["block-recompute"] | KERNELS,
-    "pp2-interleaved-dp2-distributed-overlap-kernels": LAYOUTS["pp2-interleaved-dp2-distributed-overlap"] | KERNELS,
-}
 
 
 @pytest.fixture(scope="module")
@@ -124,7 +115,6 @@ def test_layout_computes_the_reference(layout: str, cases: Any, tmp_path: Path) 
         ("qwen3_moe", "cp2-ep2-distributed-overlap"),
         ("qwen3_moe", "full-recompute"),
         ("qwen3_moe", "block-recompute"),
-        ("qwen3_moe", "single-kernels"),
         ("qwen2", "tp4-sp-shared-kv-heads"),
         ("deepseek_v3", "single"),
         ("deepseek_v3", "tp2-sp"),

@@ -35,8 +35,7 @@ CASES: dict[str, dict[str, Any]] = {
 def _config(model: Path, root: Path, case: dict[str, Any]) -> RunConfig:
     optimizer = {"lr": 1e-3, "warmup_steps": 2, **case.get("optimizer", {})}
     trainer = {"backend": case.get("backend", "megatron"), "optimizer": optimizer, "cpu_threads": 1}
-    # Numba's kernels see weights as NumPy arrays, whose memory cannot be taken away.
-    trainer |= {"parallel": {"data": case.get("data", 1)}, "step_timeout_s": 60.0, "cpu_kernels": "off"}
+    trainer |= {"parallel": {"data": case.get("data", 1)}, "step_timeout_s": 60.0}
     trainer["activation_offload"] = case.get("activation_offload", False)
     model_settings = {"path": model, "dtype": case.get("dtype", "bfloat16")}
     return RunConfig(run_dir=root, steps=4, model=model_settings, trainer=trainer)

@@ -41,7 +41,6 @@ def cases(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 LAYOUTS: dict[str, Settings] = {
     "single": {},
-    "single-kernels": {"cpu_kernels": "auto"},
     "tp2-sp": {"tensor": 2, "sequence": True},
     "pp2": {"pipeline": 2},
     "pp2-interleaved": {"pipeline": 2, "virtual_pipeline": 2},

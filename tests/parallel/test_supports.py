@@ -21,7 +21,7 @@ from tests.parallel.tiny import VOCAB, scored_sequences
 
 WIDTH = 9
 LAYOUTS: dict[str, Settings] = {
-    "single-kernels": {"cpu_kernels": "auto"},
+    "single": {},
     "tp2-sp": {"tensor": 2, "sequence": True},
     "pp2-recompute": {"pipeline": 2, "recompute": "full"},
     "cp2": {"context": 2},

@@ -208,8 +208,8 @@ def _scored(index: int, prompt: int, response: int, generator: torch.Generator, 
 def tiny_config(
     model: Path, run_dir: Path, layout: dict[str, Any] | None = None, dtype: str = "float32", **sections: Any
 ) -> RunConfig:
-    """A run on one thread a rank, by torch's operators, with a time limit for tests; ``sections`` add and change."""
-    trainer = {"parallel": layout or {}, "step_timeout_s": 60.0, "cpu_threads": 1, "cpu_kernels": "off"}
+    """A run on one thread a rank, with a time limit for tests; ``sections`` add and change."""
+    trainer = {"parallel": layout or {}, "step_timeout_s": 60.0, "cpu_threads": 1}
     trainer |= sections.pop("trainer", {})
     return RunConfig(run_dir=run_dir, model={"path": model, "dtype": dtype}, trainer=trainer, **sections)
 

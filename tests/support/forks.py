@@ -21,7 +21,6 @@ PRELOADED = [
     "torch._dynamo",  # which optimizers import
     "backends.fsdp.trainer",
     "backends.megatron.trainer",
-    "backends.megatron.fused_layers",
     "transformers.models.deepseek_v3.modeling_deepseek_v3",
     "transformers.models.llama.modeling_llama",
     "transformers.models.qwen2.modeling_qwen2",

@@ -11,12 +11,12 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from backends.common.process.received_objects import read_listed_objects
 from slime_like.config import RunConfig
-from slime_like.cpu.onednn import use_onednn
 from slime_like.errors import TrainerError
 from slime_like.interfaces import RankPlacement
 from slime_like.system.gpus import stay_near
 from slime_like.system.memory import keep_freed_memory
 from slime_like.system.network import listen
+from slime_like.system.onednn import use_onednn
 from slime_like.system.words import counted
 from slime_like.weights.transports.device_memory import gpu_uuid
 

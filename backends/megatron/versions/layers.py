@@ -3,20 +3,9 @@
 import functools
 from typing import Any
 
-from megatron.core.transformer.mlp import MLP
 from megatron.core.transformer.moe.moe_layer import MoELayer
 
 from backends.megatron.installed import IS_NEW, absent, require
-
-
-def is_dense(layer: Any) -> bool:
-    """Return whether the layer's MLP is Megatron's dense one."""
-    return _built(layer) is MLP
-
-
-def set_dense(layer: Any, module: type[MLP]) -> None:
-    """Build ``module``, which brings its own submodules, as the layer's MLP."""
-    layer.mlp = functools.partial(_without_context, module) if IS_NEW else module
 
 
 def set_experts(layer: Any, module: Any, router: type, experts: type | None) -> None:
@@ -40,7 +29,3 @@ def _built(layer: Any) -> object:
     """The class of the layer's MLP."""
     made: object = layer.mlp.func if IS_NEW else layer.mlp.module
     return getattr(made, "__self__", made)
-
-
-def _without_context(module: Any, config: Any, **unused: Any) -> Any:
-    return module(config)

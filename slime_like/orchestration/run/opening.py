@@ -12,7 +12,6 @@ import torch
 
 from slime_like.checks.transport import chosen_transport
 from slime_like.config import RunConfig
-from slime_like.cpu.choice import operators_note
 from slime_like.data.ledger import FILE_NAME as LEDGER
 from slime_like.data.ledger import Ledger
 from slime_like.data.prompts import PromptSource
@@ -237,9 +236,8 @@ class _Base:
         with progress.waiting("starting Ray"):
             cluster = stack.enter_context(Cluster(config.cluster, logs, slots, bucket_directories, progress.note))
             placement = stack.enter_context(Placement(config))
-        if placement.device == "CPU":
-            machine = [] if is_alone else list(_machine_notes(config, placement.num_nodes))
-            for note in (operators_note(config.trainer.cpu_kernels), *machine):
+        if placement.device == "CPU" and not is_alone:
+            for note in _machine_notes(config, placement.num_nodes):
                 progress.note(note)
         trainers = TrainerGroup(config, placement)
         checkpoints = CheckpointStore(

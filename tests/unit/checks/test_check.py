@@ -538,15 +538,6 @@ def test_of_another_family_what_is_not_known_is_refused(flags: list[str], reject
     assert [problem.code for problem in caught.value.problems] == codes
 
 
-def test_numba_must_be_able_to_compile(flags: list[str], rejected: Rejected, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("NUMBA_DISABLE_JIT", "1")
-    rejected(flags, "trainer.cpu-kernels")
-    assert check(load_config(None, [*flags, "--trainer.cpu_kernels", "off"])) == []
-    for value in ("0", ""):
-        monkeypatch.setenv("NUMBA_DISABLE_JIT", value)
-        assert check(load_config(None, flags)) == []
-
-
 def test_where_nothing_is_trained_no_trainer_need_compute_the_model(flags: list[str], tmp_path: Path) -> None:
     write_checkpoint(tmp_path / "model", use_sliding_window=True, sliding_window=200)
     flags = [*flags, "--evaluation.files", str(tmp_path / "train.jsonl")]

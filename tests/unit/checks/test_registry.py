@@ -25,7 +25,7 @@ _CONVERSION = """
     trainer.backend-args trainer.fsdp trainer.share-prefixes model.family trainer.layout trainer.latent-attention
     algorithm.balancing
 """
-_RANKS = f"{_CONVERSION} run_dir trainer.cpu-kernels cluster.visible-devices"
+_RANKS = f"{_CONVERSION} run_dir cluster.visible-devices"
 _SUPERVISED = f"""
     {_RANKS} reference.model debug.save-rollouts data.train evaluation.files logging.packages resume debug.load-rollouts
     data.messages-key data.prompts data.mixture data.mixture-files
@@ -44,7 +44,7 @@ _TRAINING = f"""
 """
 _EVALUATION = f"""
     {_ENGINES} evaluation.no-files evaluation.weights model.path run_dir evaluation.files model.weights model.converted
-    trainer.cpu-kernels cluster.visible-devices rollout.stop-tokens
+    cluster.visible-devices rollout.stop-tokens
 """
 _SFT = ["--algorithm.loss", "sft"]
 _WEIGHTS = ["--model.weights", "converted"]

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from slime_like.cpu.onednn import product, replaced_products
+from slime_like.system.onednn import product, replaced_products
 
 _M, _K, _N = 300, 130, 90
 

@@ -1,1 +1,0 @@
-"""Code that exists for a CPU alone: Numba kernels, oneDNN products."""

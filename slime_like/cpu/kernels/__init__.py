@@ -1,1 +1,0 @@
-"""Kernels for a CPU, compiled by Numba: attention, norms, SwiGLU, sampling, and decoding."""

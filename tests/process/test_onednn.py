@@ -1,0 +1,26 @@
+"""Products by oneDNN replace torch's own for as long as asked."""
+
+from tests.process.conftest import python
+
+WHICH = """
+import gc, torch
+from slime_like.system.onednn import replaced_products
+
+def by_onednn():
+    a = torch.ones(300, 300)
+    with torch.profiler.profile() as profile:
+        torch.mm(a, a)
+    return "mkldnn::_linear_pointwise" in [event.key for event in profile.key_averages()]
+
+print(by_onednn())
+kept = replaced_products()
+print(by_onednn())
+del kept
+gc.collect()
+print(by_onednn())
+"""
+
+
+def test_large_products_go_to_onednn_while_it_lasts() -> None:
+    """In a separate process: in this one an engine may have asked for it, for good."""
+    assert python(WHICH).split() == ["False", "True", "False"]
