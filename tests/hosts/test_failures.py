@@ -183,7 +183,7 @@ def test_a_plan_that_is_refused(ended: Ended, network: Network) -> None:
     for line in ended.said["plan"]:
         assert f"{here(network, 0)}, slime-like plan: " in line, ended.output["plan"]
         assert "more than the GPU's" in line
-    assert "Ray" not in ended.output["plan"]
+    assert "Ray's head" not in ended.output["plan"]
 
 
 def test_a_wrong_address(ended: Ended, network: Network) -> None:

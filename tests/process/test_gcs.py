@@ -37,7 +37,7 @@ def test_values_are_stored_once_and_members_listed_for_who_has_the_token() -> No
 def test_a_gcs_that_does_not_answer_is_given_up(
     listens: bool, refused: bool, bound_s: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Earlier where nothing listens: then its process has ended."""
+    """Earlier if nothing listens: then its process has ended."""
     for name, seconds in (("_CALL_S", 0.2), ("_REFUSED_S", 0.2)):
         monkeypatch.setattr(gcs, name, seconds)
     with socket.socket() as holder:
@@ -59,4 +59,6 @@ def test_rays_health_checks_fail_within_the_bound_on_silence(silence_s: float, m
         int(given[f"RAY_health_check_{name}"]) for name in ("period_ms", "timeout_ms", "failure_threshold")
     )
     assert timeout >= 1000 and silence_s * 900 <= checks * (period + timeout) <= silence_s * 1000
+    keepalives = [int(given[f"RAY_grpc_client_keepalive_{name}_ms"]) for name in ("time", "timeout")]
+    assert 0 < sum(keepalives) < silence_s * 1000
     assert given["RAY_AUTH_MODE"] == "token" and given["RAY_AUTH_TOKEN_PATH"] == "/k" and "RAY_ADDRESS" not in given

@@ -8,7 +8,7 @@ import sys
 import tempfile
 import uuid
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack, nullcontext
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, Self
 
@@ -19,7 +19,7 @@ from slime_like.config import ClusterConfig
 from slime_like.errors import LIKELY_KILLER, SlimeLikeError, with_notes
 from slime_like.orchestration.cluster import orphan_reaper
 from slime_like.orchestration.cluster.daemons import DaemonWatch
-from slime_like.orchestration.cluster.lean_node import lean_start, own_messages, own_node, own_signals, own_token
+from slime_like.orchestration.cluster.lean_node import lean_start, own_node, own_token
 from slime_like.orchestration.cluster.node import session_directory
 from slime_like.orchestration.cluster.object_store import object_store_problem
 from slime_like.orchestration.cluster.ray_session import (
@@ -87,13 +87,12 @@ class Cluster:
         if self._config.address is not None:
             _require_reachable(self._config.address)
         self._private = make_private(Path(os.environ.get("RAY_TMPDIR", tempfile.gettempdir())))
-        self._guard = orphan_reaper.start(
-            os.getpid(), self._private, self._logs, self.run_name, self._bucket_directories
-        )
+        self._leftovers = (os.getpid(), self._private, self._logs, self.run_name, self._bucket_directories)
+        self._guard = orphan_reaper.start(*self._leftovers)
         try:
             if self._config.address is None:
                 self._settings.enter_context(own_token(self._private))
-            with own_signals(), own_messages(), lean_start() if self._config.address is None else nullcontext():
+            with lean_start(own=self._config.address is None):
                 ray.init(**self._arguments())
             take_signals_back()
             raise_if_interrupted()
@@ -160,11 +159,8 @@ class Cluster:
             in_order = False
             raise
         finally:
-            if in_order:
-                orphan_reaper.dismiss(self._guard)
-            elif not orphan_reaper.hand_over(self._guard):
-                driver = os.getpid()
-                orphan_reaper.clean_up(driver, self._private, self._logs, self.run_name, self._bucket_directories)
+            if not orphan_reaper.dismiss(self._guard, in_order) and not in_order:
+                orphan_reaper.clean_up(*self._leftovers)
 
     def _arguments(self) -> dict[str, Any]:
         shared: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR, "configure_logging": True}

@@ -1,12 +1,12 @@
-"""Ray's processes of one node, without those that a run does not need, and outside of the driver's process group."""
+"""Ray's processes on one node: only those a run needs, in process groups of their own."""
 
 import os
 import secrets
-import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 # Neither `ray.init` nor `ray start` can leave processes out, and start three times as long and listen with them.
 import ray._private.node
@@ -21,54 +21,37 @@ from slime_like.orchestration.cluster.orphan_reaper import ended_agent
 from slime_like.system.disk import write_private
 
 _LOOPBACK = "127.0.0.1"
-_GCS_START_S, _LOOK_EVERY_MS = 120.0, 1000
+_GCS_START_S = "60"
 VITAL = ("gcs_server", "raylet")
 _TOKEN_SETTINGS = ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN_PATH", "RAY_AUTH_TOKEN")
 
 
 class LeanNode(ray._private.node.Node):
-    """Neither an autoscaler's monitor, a server of pages and job requests, nor a log monitor."""
+    """A Ray node without the autoscaler's monitor, the dashboard, and the log monitor.
+
+    ``timeout`` and shells send SIGTERM to the whole process group of a command. Ray shields its daemons from SIGINT
+    only, and its driver waits a minute for lost daemons and then ends without any cleanup. So each daemon gets its own
+    process group. The kernel still ends it with its parent (``PR_SET_PDEATHSIG``).
+    """
 
     def __init__(self, ray_params: RayParams, **options: Any) -> None:
+        """Start the node; ``SlimeLikeError`` names a daemon that ended meanwhile."""
         ray_params.update_if_absent(node_ip_address=_LOOPBACK)  # else Ray listens on all addresses
         ray_params.update(no_monitor=True, include_log_monitor=False)
-        get_node, wait_for_port = services.get_node, ray._private.node.wait_for_persisted_port
-
-        def get_living_node(*arguments: Any) -> Any:
-            """Ray asks until its node is there, for 30 s, also where the node has ended."""
+        os.environ.setdefault("RAY_gcs_server_port_wait_time_s", _GCS_START_S)  # Ray's 30 s are short on a busy machine
+        try:
+            with _replaced(services, "ConsolePopen", partial(services.ConsolePopen, process_group=0)):
+                super().__init__(ray_params, **options)
+        except Exception as error:  # Ray raises Exception itself
             if (died := self.ended_daemon()) is not None:
-                raise SlimeLikeError(died, code="ray-died")
-            return get_node(*arguments)
-
-        def wait_for_living_port(*arguments: Any, timeout_ms: int) -> Any:
-            """Ray waits 30 s for the GCS, on a busy machine too few, and also where it has ended."""
-            deadline = time.monotonic() + max(timeout_ms / 1000, _GCS_START_S)
-            while True:
-                try:
-                    return wait_for_port(*arguments, timeout_ms=_LOOK_EVERY_MS if timeout_ms else 0)
-                except RuntimeError:
-                    if (died := self.ended_daemon()) is not None:
-                        raise SlimeLikeError(died, code="ray-died") from None
-                    if not timeout_ms or time.monotonic() >= deadline:
-                        raise
-
-        with (
-            _replaced(services, "ConsolePopen", _SeparateGroupProcess),
-            _replaced(services, "get_node", get_living_node),
-            _replaced(ray._private.node, "wait_for_persisted_port", wait_for_living_port),
-        ):
-            super().__init__(ray_params, **options)
-
-    @classmethod
-    def start(cls, head: bool, **parameters: Any) -> Self:
-        """Start one that ends with this process; ``parameters`` as in ``RayParams``."""
-        return cls(RayParams(**parameters), head=head, shutdown_at_exit=False, spawn_reaper=True)
+                raise SlimeLikeError(died, code="ray-died") from error
+            raise
 
     def start_api_server(self, **_: Any) -> None:
         """Start none."""
 
     def ended_daemon(self) -> str | None:
-        """Which of Ray's vital daemons ended by itself, if one did; of a raylet that ended with its agent, that."""
+        """Return which of Ray's vital daemons ended by itself, if one did, and the agent that a raylet ended with."""
         for kind, process in self.dead_processes():
             if kind in VITAL:
                 agent = ended_agent(Path(self.get_logs_dir_path())) if kind == "raylet" else None
@@ -83,22 +66,19 @@ def own_node() -> LeanNode | None:
     return node if isinstance(node, LeanNode) else None
 
 
-class _SeparateGroupProcess(services.ConsolePopen):
-    """Process of a daemon of Ray that gets no signal sent to the driver's process group.
-
-    ``timeout`` and shells send SIGTERM to the whole group. Ray shields its daemons from SIGINT only; once they are
-    gone, its driver waits a minute for them and then ends the process without any cleaning up. They still end with the
-    driver: that is the kernel's business (``PR_SET_PDEATHSIG``), not the group's.
-    """
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs, process_group=0)
-
-
 @contextmanager
-def lean_start() -> Iterator[None]:
-    """Inside, a cluster that ``ray.init`` starts is a ``LeanNode`` on loopback."""
-    with _replaced(ray._private.node, "Node", LeanNode):
+def lean_start(own: bool) -> Iterator[None]:
+    """Change what ``ray.init`` does inside.
+
+    Ray installs no handler of SIGTERM: its handler raises ``SystemExit``, which destructors and a fork's callbacks
+    ignore, so the signal would be lost. Ray prints no paragraph on every worker's death: the run reports it in a
+    sentence. With ``own``, the cluster it starts is a ``LeanNode`` on loopback.
+    """
+    with ExitStack() as stack:
+        stack.enter_context(_replaced(ray._private.utils, "set_sigterm_handler", lambda _: None))
+        stack.enter_context(_replaced(ray._private.worker, "listen_error_messages", lambda *_: None))
+        if own:
+            stack.enter_context(_replaced(ray._private.node, "Node", LeanNode))
         yield
 
 
@@ -126,21 +106,6 @@ def _read_token_settings() -> None:
     """Ray's core reads the variables once, and keeps the token that it found."""
     Config.initialize("")
     AuthenticationTokenLoader.instance().reset_cache()
-
-
-@contextmanager
-def own_signals() -> Iterator[None]:
-    """Inside, Ray installs no handler of SIGTERM: that raises ``SystemExit``, and the signal is lost where that
-    reaches a destructor or a fork's callback, which ignore exceptions."""
-    with _replaced(ray._private.utils, "set_sigterm_handler", lambda _: None):
-        yield
-
-
-@contextmanager
-def own_messages() -> Iterator[None]:
-    """Inside, Ray starts no thread that prints a paragraph on every worker's death: the run says it in a sentence."""
-    with _replaced(ray._private.worker, "listen_error_messages", lambda *_: None):
-        yield
 
 
 @contextmanager

@@ -50,24 +50,22 @@ def start(
     return subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True)
 
 
-def dismiss(guard: subprocess.Popen[bytes]) -> None:
-    """Tell the guard that the driver ends in good order."""
-    guard.send_signal(signal.SIGCONT)  # had it been stopped
-    try:
-        guard.communicate(b"done\n", timeout=10)
-    except (BrokenPipeError, subprocess.TimeoutExpired):
-        guard.kill()
-        guard.wait()
+def dismiss(guard: subprocess.Popen[bytes], in_order: bool) -> bool:
+    """Report to the guard how the driver ends. After a failure the guard removes what may be left, if it lives.
 
-
-def hand_over(guard: subprocess.Popen[bytes]) -> bool:
-    """Leave to the guard what may be left of a run that failed; false if it was killed itself."""
+    Returns:
+        Whether the guard heard it.
+    """
     assert guard.stdin is not None
     guard.send_signal(signal.SIGCONT)  # had it been stopped
     try:
-        guard.stdin.write(b"failed\n")
+        guard.stdin.write(b"done\n" if in_order else b"failed\n")
         guard.stdin.close()
-    except BrokenPipeError:
+        if in_order:
+            guard.wait(10)
+    except (BrokenPipeError, subprocess.TimeoutExpired):
+        guard.kill()
+        guard.wait()
         return False
     return True
 
@@ -109,21 +107,15 @@ def _end_of(log: Path) -> str:
 
 
 def clean_up(driver: int, private: Path, logs: Path, run_name: str, bucket_directories: Sequence[Path]) -> None:
-    """End what is left of the run's processes, and remove its shared memory and Ray's files."""
-    end_orphans(driver, private)
+    """End what is left of the run's processes, and remove its shared memory and Ray's files.
+
+    Every process of a Ray session writes its log in the session's directory, whoever started it and whatever its name.
+    """
+    end_writers(lambda: sessions(private), driver, _QUIET_S)
     cleanup(run_name, bucket_directories)
     for session in sessions(private):
         put_away(session, logs)
     remove_private(private)
-
-
-def end_orphans(driver: int, private: Path) -> None:
-    """Kill what belongs to the driver's Ray session, until nothing more of it has shown up for a while.
-
-    Every process of a session writes its log in the session's directory, whenever it was started and whatever it calls
-    itself. Processes that only read there are left alone.
-    """
-    end_writers(lambda: sessions(private), driver, _QUIET_S)
 
 
 def end_writers(directories: Callable[[], Sequence[Path]], but: int, quiet_s: float) -> None:

@@ -54,7 +54,8 @@ class Ready:
 
 
 def ray_environment(token_file: Path, silence_s: float) -> dict[str, str]:
-    """Environment of Ray and of the driver: token authentication, and health checks that fail within ``silence_s``."""
+    """Return the environment of Ray and the driver: token authentication, and checks that fail within ``silence_s``."""
+    check_ms = round(1000 * silence_s / _CHECKS)
     kept = {name: value for name, value in os.environ.items() if name not in ("RAY_ADDRESS", "RAY_AUTH_TOKEN")}
     return kept | {
         "RAY_AUTH_MODE": "token",
@@ -63,7 +64,10 @@ def ray_environment(token_file: Path, silence_s: float) -> dict[str, str]:
         "RAY_health_check_initial_delay_ms": "1000",
         "RAY_health_check_period_ms": "1000",
         "RAY_health_check_failure_threshold": str(_CHECKS),
-        "RAY_health_check_timeout_ms": str(max(500, round(1000 * silence_s / _CHECKS) - 1000)),
+        "RAY_health_check_timeout_ms": str(max(500, check_ms - 1000)),
+        # A connection without traffic, such as one that waits for a lost host, fails within 2 of 3 parts of the bound.
+        "RAY_grpc_client_keepalive_time_ms": str(check_ms),
+        "RAY_grpc_client_keepalive_timeout_ms": str(check_ms),
     }
 
 

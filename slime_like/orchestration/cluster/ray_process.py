@@ -13,6 +13,8 @@ import sys
 from dataclasses import asdict
 from pathlib import Path
 
+from ray._private.parameter import RayParams
+
 from slime_like.errors import LaunchError
 from slime_like.orchestration.cluster.bundles import RANK_LABEL
 from slime_like.orchestration.cluster.lean_node import LeanNode
@@ -48,8 +50,7 @@ def main(spec: RayNodeSpec) -> int:
 
 
 def _start(spec: RayNodeSpec) -> LeanNode:
-    return LeanNode.start(
-        head=spec.gcs is None,
+    parameters = RayParams(
         gcs_server_port=spec.port if spec.gcs is None else None,
         gcs_address=spec.gcs,
         redis_address=spec.gcs,
@@ -60,6 +61,7 @@ def _start(spec: RayNodeSpec) -> LeanNode:
         object_store_memory=spec.object_store_mb * 1024 * 1024,
         labels={RANK_LABEL: str(spec.rank)},
     )
+    return LeanNode(parameters, head=spec.gcs is None, shutdown_at_exit=False, spawn_reaper=True)
 
 
 def _stay(node: LeanNode) -> str:

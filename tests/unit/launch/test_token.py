@@ -9,6 +9,7 @@ import pytest
 from slime_like.config.launch import launch_directory
 from slime_like.errors import LaunchError
 from slime_like.orchestration.cluster.token import await_token, create_token
+from tests.support.rejections import Rejects
 
 
 def test_made_once_and_found_by_who_waits(tmp_path: Path) -> None:
@@ -25,11 +26,15 @@ def test_made_once_and_found_by_who_waits(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("mode", "text"), [(0o640, "x" * 32), (0o604, "x" * 32), (0o600, "short")])
-def test_an_unsafe_key_is_refused(tmp_path: Path, mode: int, text: str) -> None:
+def test_an_unsafe_key_is_refused(tmp_path: Path, mode: int, text: str, rejects: Rejects) -> None:
     path = tmp_path / "key"
     path.write_text(text)
     path.chmod(mode)
     for read in (create_token, lambda path: await_token(path, 1)):
-        with pytest.raises(LaunchError) as caught:
+        with rejects(LaunchError, "key-short" if text == "short" else "key-unsafe"):
             read(path)
-        assert caught.value.code == ("key-short" if text == "short" else "key-unsafe")
+
+
+def test_a_key_that_nobody_creates_is_given_up(tmp_path: Path, rejects: Rejects) -> None:
+    with rejects(LaunchError, "key-missing"):
+        await_token(tmp_path / "key", 0.0)
