@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Packs what a GPU machine with torch and transformers, but no package index, needs for 1.sh to 4.sh: three archives, each below
-# 55 MB, in build/first_light. N.sh unpacks N.tar.xz; each needs the earlier ones. For Python 3.12 and Hopper GPUs. A few minutes.
+# Packs what a GPU machine with torch and transformers, but no package index, needs for 1.sh to 4.sh: three archives, each below 50
+# MB, in build/first_light. The scripts unpack what they find there; N.sh needs 1.tar.xz to N.tar.xz. For Python 3.12 and Hopper GPUs.
 #   bash benchmarks/first_light/pack.sh [NUMBER...]      default: 1 2 3
 #   1.tar.xz  Ray without its Java part, Megatron-core, pydantic, math-verify, TRL, this project's entry points
 #   2.tar.xz  Python packages that vLLM imports

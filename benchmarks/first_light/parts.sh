@@ -24,7 +24,10 @@ if [ "$GPUS" = 0 ]; then
 elif [ "$(nvidia-smi --query-gpu=memory.total --format=csv,noheader,nounits | head -1)" -lt 100000 ]; then
     SHAPES[0]=8b-l12
 fi
-if [ -f "build/first_light/$NUMBER.tar.xz" ]; then tar -C "$SITE" -xJf "build/first_light/$NUMBER.tar.xz"; fi
+for archive in build/first_light/[1-3].tar.xz; do
+    [ "$archive" -nt "$KEPT/${archive##*/}" ] || continue # unpacked before, or there is none
+    tar -C "$SITE" -xJf "$archive" && touch "$KEPT/${archive##*/}"
+done
 
 ROWS=()
 BAD=0
