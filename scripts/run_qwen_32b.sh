@@ -11,12 +11,13 @@
 # NODES, NODE_RANK   how many nodes, and which one this is, from 0; default: Slurm's
 # NODE_ADDR   this node's address; default: found by route to HEAD_ADDR
 # PORT        of Ray on node 0, 6380; TOKEN_FILE: the key they share; default: made beside run_dir
-# GPUS_PER_NODE      what the plan counts with; default: the GPUs of this node, else the recipe's
+# GPUS_PER_NODE      GPUs of every node; default: this node's, else the recipe's
 # NODES_TIMEOUT_S    bound on waiting for all nodes, 600
 # SILENCE_S   a node that does not answer for so long is lost, 30
 # PLAN=0      trains without planning first
 # DRY_RUN=1   prints what would run, and starts nothing
 #
+# The run uses every GPU of these nodes; GPUs that its layout would leave idle are an error (cluster.allow_idle_gpus).
 # Further arguments are flags of `slime-like train`. Restart to resume from the last checkpoint.
 set -euo pipefail
 REPO="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Environment with test tools, ruff, mypy, then tests.
 #   bash scripts/test.sh            every test, three files at a time: much of it is waiting for processes
-#   bash scripts/test.sh fast       tests/unit alone: one process, at most a second a test; under two minutes
+#   bash scripts/test.sh fast       tests/unit alone: one process per test file; tests over a second are listed; under two minutes
 #   bash scripts/test.sh explore    property tests alone, each with ten times the examples, newly drawn;
 #                                   --hypothesis-seed 7 draws the same ones again
 #   bash scripts/test.sh ARGUMENTS  arguments of pytest, e.g. -n 0 tests/parallel, or -m 'engines or faults'

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import TypeVar
 
 FAILED, REFUSED, INTERRUPTED, OUTPUT_CLOSED = 1, 2, 130, 141
 """Exit codes of a command, or a node of a launch, that did not succeed."""
@@ -81,16 +81,13 @@ class ConfigError(SlimeLikeError):
 
     Args:
         problems: every fault found; plain sentences get ``code``, or the class's.
-        rest: the configuration without the fields that are wrong, for further checks; reading one of them raises
-            ``slime_like.config.base.UnknownField``.
     """
 
     code = "config"
 
-    def __init__(self, problems: str | Iterable[Problem | str], rest: Any = None, *, code: str | None = None) -> None:
+    def __init__(self, problems: str | Iterable[Problem | str], *, code: str | None = None) -> None:
         given = [problems] if isinstance(problems, str) else problems
         self.problems = [one if isinstance(one, Problem) else Problem(code or self.code, one) for one in given]
-        self.rest = rest
         codes = {problem.code for problem in self.problems}
         super().__init__("\n".join(map(str, self.problems)), code=codes.pop() if len(codes) == 1 else code)
 

@@ -6,6 +6,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
+# The server of forks imports modules that ask whether there is a device. Without this, torch would initialise CUDA to
+# answer, and no fork could use it.
+os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
+
 import pytest
 import torch
 from hypothesis import HealthCheck, Phase, settings
@@ -90,7 +94,7 @@ LANES = {
     "process": "starts processes, or takes longer than a second",
     "benchmarks": "the arithmetic of the benchmarks",
     "gpu": "needs a CUDA device",
-    "unit": "one process, at most a second a test",
+    "unit": "one process, well below a second a test",
 }
 """Marker of every test, named like its folder. The short ones come last: no file runs alone at the end."""
 WAITING, COMPUTING = ("hosts", "faults", "end_to_end"), ("engines", "mutation", "parallel")

@@ -162,3 +162,4 @@ class FsdpTrainer(TrainerBase):
 
     def shutdown(self) -> None:
         parallel.leave()
+        super().shutdown()

@@ -1,8 +1,12 @@
 """Offload of saved activations to host memory (``trainer.activation_offload``)."""
 
+from __future__ import annotations
+
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,53 +16,94 @@ from backends.common.trainer.host_memory import HostPool
 SMALLEST_BYTES = 1 << 16
 """Less is not worth a copy."""
 
+AHEAD_BYTES = 1 << 28
+"""Backward finds this much on the device before it asks for it: several layers' inputs under full recompute."""
 
-class ActivationOffload:
-    """Copies saved tensors to (pinned) host memory in forward, and back when backward asks for them.
 
-    On CUDA the copies run on a separate stream: to the host behind the computation that follows; back in time for
-    the operation that asked, so that backward waits for them. On a CPU the very same copies are made, to no advantage.
-    Weights stay where they are.
+@dataclass(slots=True, eq=False)
+class Saved:
+    """A tensor in host memory.
+
+    Attributes:
+        copy: the host's.
+        before: the tensor that was saved before it in the same forward pass, and that backward needs after it.
+        fetched: the copy back on the device, from when it is started until backward takes it.
+        ready: the end of that copy, on CUDA.
     """
 
-    def __init__(self, modules: Sequence[torch.nn.Module]) -> None:
+    copy: Any
+    device: torch.device
+    nbytes: int
+    before: Saved | None
+    fetched: Tensor | None = None
+    ready: torch.cuda.Event | None = None
+
+
+class ActivationOffload:
+    """Copies saved tensors to (pinned) host memory in forward, and back in backward, ahead of what asks for them.
+
+    On CUDA the copies run on a separate stream, behind computation. On a CPU the very same copies are made, to no
+    advantage. Weights stay where they are. With ``trainer.recompute: full`` only the inputs of layers are saved.
+    """
+
+    def __init__(self, modules: Sequence[torch.nn.Module], pool: HostPool) -> None:
         self._modules = list(modules)
         self._weights: set[int] = set()
-        self._pool = HostPool()
+        self._pool = pool
+        self._last: Saved | None = None
 
     @cached_property
     def _stream(self) -> torch.cuda.Stream:
         return torch.cuda.Stream()
 
-    def saving(self) -> contextlib.AbstractContextManager[None]:
+    @contextlib.contextmanager
+    def saving(self) -> Iterator[None]:
         """Around a forward pass."""
         # Weights and views of them share storages, which move when a trainer is offloaded: look each time.
         self._weights = {p.untyped_storage()._cdata for module in self._modules for p in module.parameters()}
-        return torch.autograd.graph.saved_tensors_hooks(self._to_host, self._to_device)
+        with torch.autograd.graph.saved_tensors_hooks(self._to_host, self._to_device):
+            yield
+        self._last = None
 
     def _stays(self, tensor: Tensor) -> bool:
         return tensor.nbytes < SMALLEST_BYTES or tensor.untyped_storage()._cdata in self._weights
 
-    def _to_host(self, tensor: Tensor) -> Tensor | tuple[Tensor, torch.device]:
+    def _to_host(self, tensor: Tensor) -> Tensor | Saved:
         if self._stays(tensor):
             return tensor
+        self._last = Saved(self._copy(tensor), tensor.device, tensor.nbytes, self._last)
+        return self._last
+
+    def _to_device(self, saved: Tensor | Saved) -> Tensor:
+        if isinstance(saved, Tensor):
+            return saved
+        ahead = 0
+        needed: Saved | None = saved
+        while needed is not None and ahead <= AHEAD_BYTES:
+            if needed.fetched is None:
+                needed.fetched = self._fetch(needed)
+            ahead, needed = ahead + needed.nbytes, needed.before
+        tensor, saved.fetched = saved.fetched, None
+        assert tensor is not None
+        if saved.ready is not None:
+            torch.cuda.current_stream().wait_event(saved.ready)
+            tensor.record_stream(torch.cuda.current_stream())
+        return tensor
+
+    def _copy(self, tensor: Tensor) -> Any:
         host = self._pool.take(tensor.nbytes).view(tensor.dtype).view(tensor.shape)
         if not tensor.is_cuda:
-            return host.copy_(tensor), tensor.device
+            return host.copy_(tensor)
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):
             host.copy_(tensor, non_blocking=True)
         tensor.record_stream(self._stream)  # its memory is not to be used again before the copy is done
-        return host, tensor.device
+        return host
 
-    def _to_device(self, saved: Tensor | tuple[Tensor, torch.device]) -> Tensor:
-        if isinstance(saved, Tensor):
-            return saved
-        host, device = saved
-        if device.type != "cuda":
-            return host
+    def _fetch(self, saved: Saved) -> Tensor:
+        if saved.device.type != "cuda":
+            return saved.copy
         with torch.cuda.stream(self._stream):
-            tensor = host.to(device, non_blocking=True)
-        torch.cuda.current_stream().wait_stream(self._stream)
-        tensor.record_stream(torch.cuda.current_stream())
+            tensor = saved.copy.to(saved.device, non_blocking=True)
+            saved.ready = self._stream.record_event()
         return tensor

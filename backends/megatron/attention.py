@@ -12,7 +12,12 @@ from backends.common.step.balance import RoutedTokens
 from backends.common.step.packs import ResponseRows
 from backends.megatron.rotary import apply_rotary
 from slime_like.algorithms.context import Layout
-from slime_like.checks.packages import attention_problems, has_transformer_engine, missing_flash_attention
+from slime_like.checks.packages import (
+    attention_problems,
+    has_transformer_engine,
+    missing_compiler,
+    missing_flash_attention,
+)
 from slime_like.config import RunConfig, TrainerConfig
 from slime_like.models.dimensions import ModelDimensions
 
@@ -26,8 +31,15 @@ def attention_of(trainer: TrainerConfig, dimensions: ModelDimensions, on_cuda: b
         return trainer.attention
     if trainer.share_prefixes:
         return "allgather"
-    can_run = on_cuda and dimensions.latent is None and has_transformer_engine()
-    return "transformer_engine" if can_run else "ring"
+    return "transformer_engine" if uses_transformer_engine(trainer, dimensions, on_cuda) else "ring"
+
+
+def uses_transformer_engine(trainer: TrainerConfig, dimensions: ModelDimensions, on_cuda: bool) -> bool:
+    """Return whether Transformer Engine's modules make up the layers. ``auto`` takes them wherever they can run, also
+    around the attention of shared prefixes."""
+    if trainer.attention != "auto":
+        return trainer.attention == "transformer_engine"
+    return on_cuda and dimensions.latent is None and has_transformer_engine()
 
 
 def context_layout_of(attention: Attention) -> Layout:
@@ -43,7 +55,7 @@ def machine_problems(config: RunConfig, on_cuda: bool) -> list[str]:
             "trainer.attention=transformer_engine needs a CUDA device, and there is none; use trainer.attention=auto, "
             "which is Transformer Engine where it can run"
         )
-    return [*problems, *missing_flash_attention(config, on_cuda)]
+    return [*problems, *missing_flash_attention(config, on_cuda), *missing_compiler(on_cuda)]
 
 
 @dataclass

@@ -1,12 +1,65 @@
 """Megatron's dispatcher of tokens to experts, which waits for the device only where ranks exchange tokens."""
 
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Self
 
 import torch
 from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
 from torch import Tensor
 
 from backends.megatron.experts import GroupedExperts
+
+
+@dataclass(frozen=True, slots=True)
+class Routes:
+    """Rows of tokens in the order of experts; every token has equally many.
+
+    Attributes:
+        tokens: (R,) the token of each row.
+        rows: (T, R / T) the rows of each token.
+    """
+
+    tokens: Tensor
+    rows: Tensor
+
+    @classmethod
+    def of(cls, tokens: Tensor, per_token: int) -> Self:
+        """Create routes from the token of each row."""
+        return cls(tokens, tokens.argsort(stable=True).view(-1, per_token))
+
+    def summed(self, rows: Tensor) -> Tensor:
+        """Add the (R, H) rows of each token, to (T, H).
+
+        In a fixed order and rounded once. Megatron's ``unpermute`` adds atomically, so that a GPU's results would
+        differ from run to run.
+        """
+        return rows.index_select(0, self.rows.flatten()).view(*self.rows.shape, -1).sum(1)
+
+
+class ToExperts(torch.autograd.Function):
+    """(T, H) tokens to (R, H) rows."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, routes: Routes) -> Tensor:
+        ctx.routes = routes
+        return hidden.index_select(0, routes.tokens)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        return ctx.routes.summed(grads[0]), None
+
+
+class FromExperts(torch.autograd.Function):
+    """(R, H) rows to the sums of each token's, (T, H)."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, routes: Routes) -> Tensor:
+        ctx.routes = routes
+        return routes.summed(rows)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        return grads[0].index_select(0, ctx.routes.tokens), None
 
 
 class Dispatcher(MoEAlltoAllTokenDispatcher):
@@ -37,9 +90,13 @@ class Dispatcher(MoEAlltoAllTokenDispatcher):
         self.hidden_shape_before_permute = hidden.shape
         # Megatron's ``permute`` selects by masks, whose entries the host would wait for.
         routes = torch.nonzero_static(routing_map.mT.flatten(), size=self.num_out_tokens).squeeze(1)
-        tokens = routes % len(hidden)
-        self.reversed_local_input_permutation_mapping = tokens
-        return hidden.index_select(0, tokens), probs.mT.flatten().index_select(0, routes)
+        self._routes = Routes.of(routes % len(hidden), self.config.moe_router_topk)
+        return ToExperts.apply(hidden, self._routes), probs.mT.flatten().index_select(0, routes)
+
+    def combine_postprocess(self, permutated_local_input_tokens: Tensor) -> Tensor:
+        """Sums of each token's rows, in the shape in which the tokens came."""
+        combined: Tensor = FromExperts.apply(permutated_local_input_tokens, self._routes)
+        return combined.view(self.hidden_shape)
 
     def dispatch_postprocess(self, global_input_tokens: Tensor, global_probs: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Rows in the order of local experts, number of each one's, and probabilities of the rows."""

@@ -10,11 +10,11 @@ from megatron.core.transformer.enums import ModelType
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 from torch import Tensor
 
-from backends.megatron.attention import attention_of
+from backends.megatron.attention import attention_of, uses_transformer_engine
 from backends.megatron.experts import can_be_grouped
 from backends.megatron.head import LogprobModel
 from backends.megatron.parallel import expert_tensor_size
-from backends.megatron.specs import block_spec, is_fused
+from backends.megatron.specs import Layers, block_spec, is_fused
 from slime_like.checks.layout import layers_per_stage
 from slime_like.config import RunConfig
 from slime_like.models.dimensions import ModelDimensions
@@ -59,10 +59,9 @@ def transformer_config(config: RunConfig, dimensions: ModelDimensions, as_gpu: b
         bias_activation_fusion=as_gpu,
         bias_dropout_fusion=False,
         masked_softmax_fusion=False,
-        # Without Transformer Engine Megatron's own layers need APEX for it. Transformer Engine's, with it, write over
-        # the sums so far in the first micro-batch of a schedule: a step here is several windows, each a schedule.
+        # Megatron's own layers need APEX for it; Transformer Engine's get it in ``_build``.
         gradient_accumulation_fusion=False,
-        # Its kernels take one table for all positions; here every micro-batch has its own (``rotary.py``).
+        # Its kernels take angles. Ours takes cosines rounded to the model's type, like the tables of engines.
         apply_rope_fusion=False,
         persist_layer_norm=False,
     )
@@ -125,7 +124,7 @@ def _experts(config: RunConfig, dimensions: ModelDimensions, grouped: bool) -> d
         "moe_token_dispatcher_type": "alltoall",
         # One product for all experts. On a CPU a loop over them is faster, which copies no weights.
         "moe_grouped_gemm": grouped,
-        "moe_permute_fusion": False,
+        "moe_permute_fusion": False,  # ``Dispatcher`` permutes
         "expert_model_parallel_size": config.trainer.parallel.expert,
         "expert_tensor_parallel_size": expert_tensor_size(config.trainer.parallel),
         "moe_shared_expert_intermediate_size": dimensions.moe_shared_ffn_hidden_size or None,
@@ -172,6 +171,8 @@ def _parallelism(config: RunConfig, dtype: torch.dtype) -> dict[str, Any]:
         "variable_seq_lengths": not interleaved,
         "overlap_p2p_comm": overlapped,
         "batch_p2p_comm": not overlapped,
+        # Only old versions of torch need the device synchronized after batched messages.
+        "batch_p2p_sync": False,
     }
 
 
@@ -196,7 +197,10 @@ def build_chunks(config: RunConfig, dimensions: ModelDimensions) -> list[Logprob
     """This rank's model chunks, one per virtual pipeline stage, weights still unset (vocabulary padding is zero)."""
     as_gpu = torch.cuda.is_available() or config.trainer.cpu_kernels == "off"
     transformer = transformer_config(config, dimensions, as_gpu)
-    chunks = _build(config, dimensions, transformer, is_fused(config.trainer, transformer.params_dtype))
+    layers: Layers = "kernels" if is_fused(config.trainer, transformer.params_dtype) else "local"
+    if uses_transformer_engine(config.trainer, dimensions, torch.cuda.is_available()):
+        layers = "transformer_engine"
+    chunks = _build(config, dimensions, transformer, layers)
     if torch.cuda.is_available():
         for chunk in chunks:
             chunk.cuda(torch.cuda.current_device())
@@ -208,16 +212,16 @@ def build_meta_chunks(config: RunConfig, dimensions: ModelDimensions) -> list[Lo
     transformer = transformer_config(config, dimensions, as_gpu=True)
     on_host = replace(transformer, use_cpu_initialization=True, perform_initialization=False)
     with torch.device("meta"):
-        return _build(config, dimensions, on_host, fused=False)
+        return _build(config, dimensions, on_host, "local")
 
 
 def _build(
-    config: RunConfig, dimensions: ModelDimensions, transformer: TransformerConfig, fused: bool
+    config: RunConfig, dimensions: ModelDimensions, transformer: TransformerConfig, layers: Layers
 ) -> list[LogprobModel]:
     virtual = config.trainer.parallel.virtual_pipeline
     attention = attention_of(config.trainer, dimensions, torch.cuda.is_available())
     rows = None
-    if fused:
+    if layers == "kernels":
         from slime_like.cpu.kernels.operators import FusedLogitRows  # needs Numba
 
         rows = FusedLogitRows()
@@ -226,7 +230,7 @@ def _build(
         place: dict[str, Any] = {"vp_stage": stage, "ignore_virtual": stage is None}
         model = LogprobModel(
             config=transformer,
-            transformer_layer_spec=block_spec(transformer, attention, fused, stage),
+            transformer_layer_spec=block_spec(transformer, attention, layers, stage),
             vocab_size=padded_vocab_size(dimensions.vocab_size, config.trainer.parallel.tensor),
             max_sequence_length=dimensions.max_position_embeddings,
             pre_process=parallel_state.is_pipeline_first_stage(**place),
@@ -237,6 +241,10 @@ def _build(
             position_embedding_type="none",
             vp_stage=stage,
         )
+        if layers == "transformer_engine":
+            from backends.megatron.transformer_engine import add_weight_gradients_in_float32
+
+            add_weight_gradients_in_float32(model)
         model.true_vocab_size = dimensions.vocab_size
         model.chunk_tokens = config.trainer.head_chunk_tokens
         model.entropy_gradient = config.algorithm.entropy_coef > 0

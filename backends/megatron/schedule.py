@@ -1,23 +1,46 @@
 """Running windows of micro-batches through Megatron's own schedules."""
 
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from megatron.core import parallel_state
 from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
+from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.module import MegatronModule
 from torch import Tensor
 
 from backends.common.step.balance import BalanceLoss
 from backends.megatron.activations import ActivationOffload
+from backends.megatron.installed import require
 from backends.megatron.micro_batch import BatchBuilder, ModelInput
 from slime_like.trajectory import PackedTrajectory
 
 LossFunction = Callable[[ModelInput, Tensor, Tensor], Tensor]
 """(micro-batch, (R,) logprobs, (R,) entropies) to the weighted sum of the pack's per-token losses."""
+
+
+class PipelineMessages(P2PCommunicator):
+    """Messages between the stages of one window.
+
+    Every stage builds the same micro-batches and so knows the shape of each message. Megatron would send the shapes
+    ahead of each message and synchronize the device to read them.
+    """
+
+    def __init__(self, config: Any, tokens: Iterable[int]) -> None:
+        require(P2PCommunicator, "_communicate_shapes")
+        super().__init__(parallel_state.get_pipeline_model_parallel_group(), config)
+        shapes = [(count, 1, config.hidden_size) for count in tokens]
+        self._from_previous, self._from_next = iter(shapes), iter(shapes)
+
+    def _communicate_shapes(
+        self, tensor_send_next: Any, tensor_send_prev: Any, recv_prev: bool, recv_next: bool
+    ) -> tuple[Any, Any]:
+        """Return the shapes to receive. 1F1B keeps the order of the micro-batches in both directions."""
+        return next(self._from_previous) if recv_prev else None, next(self._from_next) if recv_next else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +82,8 @@ class Schedule:
                 output = model(tokens, positions, None, packed_seq_params=batch.layout)
             return output, lambda *values, **options: after(batch, *values, **options)
 
+        config = self.chunks[0].config
+        shards = config.tensor_model_parallel_size if config.sequence_parallel else 1
         return get_forward_backward_func()(
             forward_step_func=forward,
             data_iterator=[iter(batches) for _ in self.chunks],
@@ -68,4 +93,6 @@ class Schedule:
             micro_batch_size=1,
             forward_only=forward_only,
             collect_non_loss_data=forward_only,
+            p2p_communicator=PipelineMessages(config, (len(batch.shard.tokens) // shards for batch in batches)),
+            pg_collection=ProcessGroupCollection.use_mpu_process_groups(),
         )

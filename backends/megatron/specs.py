@@ -1,6 +1,6 @@
 """Layer specs: which modules Megatron's transformer is made of. Checkpoints know their tensors by the same names."""
 
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from megatron.core.models.gpt.gpt_layer_specs import (
@@ -21,33 +21,30 @@ from backends.megatron.versions.layers import set_experts
 from slime_like.config.trainer import TrainerConfig
 from slime_like.cpu.choice import kernels_are_used
 
+Layers = Literal["transformer_engine", "kernels", "local"]
+"""Modules of the layers: Transformer Engine's, ours with the kernels for a CPU, or ours of torch's operators."""
+
 
 def block_spec(
-    config: TransformerConfig, attention: Attention, fused: bool, vp_stage: int | None = None
+    config: TransformerConfig, attention: Attention, layers: Layers, vp_stage: int | None = None
 ) -> TransformerBlockSubmodules:
-    """All layers of this rank's (virtual) pipeline stage, the final norm included.
-
-    Transformer Engine's attention comes with its layers; every other one with ours.
-
-    Args:
-        fused: the CPU's kernels compute what they serve of our layers.
-    """
+    """Return the spec of all layers of this rank's (virtual) pipeline stage, the final norm included."""
     first = get_transformer_layer_offset(config, vp_stage=vp_stage)
     numbers = range(first, first + get_num_layers_to_build(config, vp_stage=vp_stage))
     experts = [_experts_of(config, number) for number in numbers]
     norm: Any = RMSNorm
-    if attention == "transformer_engine":
+    if layers == "transformer_engine":
         from megatron.core.extensions.transformer_engine import TENorm
 
         norm = TENorm
-        layers = [transformer_engine_layer_spec(config, count) for count in experts]
+        specs = [transformer_engine_layer_spec(config, count, attention) for count in experts]
     else:
-        if fused:
+        if layers == "kernels":
             from backends.megatron.fused_layers import FusedNorm
 
             norm = FusedNorm
-        layers = [local_layer_spec(config, count, fused) for count in experts]
-    return TransformerBlockSubmodules(layer_specs=layers, layer_norm=norm)
+        specs = [local_layer_spec(config, count, layers == "kernels") for count in experts]
+    return TransformerBlockSubmodules(layer_specs=specs, layer_norm=norm)
 
 
 def _experts_of(config: TransformerConfig, layer: int) -> int | None:
@@ -94,9 +91,11 @@ def local_layer_spec(config: TransformerConfig, num_experts: int | None, fused: 
     return _with_balanced_experts(spec, num_experts, GroupedExperts if config.moe_grouped_gemm else None)
 
 
-def transformer_engine_layer_spec(config: TransformerConfig, num_experts: int | None) -> ModuleSpec:
-    """One transformer layer of Transformer Engine's modules: norms fused into the matrices they feed, its attention,
-    its grouped products of experts.
+def transformer_engine_layer_spec(
+    config: TransformerConfig, num_experts: int | None, attention: Attention
+) -> ModuleSpec:
+    """Return one transformer layer of Transformer Engine's modules: norms fused into the matrices they feed, grouped
+    products of experts, and its attention unless ``attention`` is another.
 
     Not for latent attention. Raises ImportError, with the package's name, where Transformer Engine is not installed.
     """
@@ -106,7 +105,8 @@ def transformer_engine_layer_spec(config: TransformerConfig, num_experts: int | 
     spec = get_gpt_layer_with_transformer_engine_spec(
         num_experts=num_experts, moe_grouped_gemm=config.moe_grouped_gemm, qk_layernorm=config.qk_layernorm
     )
-    spec.submodules.self_attention.submodules.core_attention = RotatedDotProductAttention
+    core_attention = RotatedDotProductAttention if attention == "transformer_engine" else PackedCoreAttention
+    spec.submodules.self_attention.submodules.core_attention = core_attention
     return _with_balanced_experts(spec, num_experts, None)
 
 

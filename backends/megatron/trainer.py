@@ -94,7 +94,9 @@ class MegatronTrainer(TrainerBase):
     def _prepare_training(self) -> Optimizer:
         self.wrapped = self.state.wrapped = wrap_for_data_parallel(self.config, self.chunks)
         optimizer = self.state.optimizer = Optimizer(self.config, self.wrapped)
-        activations = ActivationOffload(self.chunks) if self.config.trainer.activation_offload else None
+        activations = (
+            ActivationOffload(self.chunks, self.state.activations) if self.config.trainer.activation_offload else None
+        )
         self._schedule = Schedule(self.wrapped, self._batch_builder(), activations)
         self._communication = Communication(self.wrapped)
         self._communication.attach()
@@ -148,3 +150,4 @@ class MegatronTrainer(TrainerBase):
 
     def shutdown(self) -> None:
         parallel.leave()
+        super().shutdown()

@@ -1,1 +1,1 @@
-"""First run on a machine with a GPU: tests, benchmark and engines, each bounded in time, and one report."""
+"""What one GPU shows of this project, in four calls of at most ten minutes each."""

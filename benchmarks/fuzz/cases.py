@@ -18,7 +18,6 @@ from benchmarks.fuzz.sound import ROWS, STEP, Sound
 from slime_like.checks.check import require_valid
 from slime_like.checks.definition import training_needs
 from slime_like.commands.main import main
-from slime_like.commands.reading import read_config
 from slime_like.config import DataConfig
 from slime_like.config.reading.load import load_config
 from slime_like.data.ledger import FILE_NAME, Ledger
@@ -141,7 +140,7 @@ def _configuration(directory: Path, sound: Sound, draw: random.Random) -> Read:
         path.write_text(text, errors="replace")
 
     def read() -> int:
-        config = read_config(path, [], training_needs)
+        config = load_config(path)
         require_valid(config, training_needs(config))
         return 0
 

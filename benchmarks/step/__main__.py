@@ -8,10 +8,13 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+import torch
+
 from benchmarks.step import ours, trl_side
 from benchmarks.step.machine import describe_machine, load_average
 from benchmarks.step.table import Comparison, Round, render
-from benchmarks.step.workload import Workload, make_inputs
+from benchmarks.step.workload import NUM_PROMPTS, SAMPLES_PER_PROMPT, Workload, make_inputs
+from benchmarks.trainer.shapes import SHAPES
 from slime_like.errors import SlimeLikeError
 
 _STEPS = {4: 24, 64: 14, 256: 9}
@@ -47,6 +50,8 @@ def _parser() -> argparse.ArgumentParser:
         default=list(_STEPS),
         help="length limits to compare (default: %(default)s)",
     )
+    parser.add_argument("--shape", choices=SHAPES, default="tiny", help="of the model (default: %(default)s)")
+    parser.add_argument("--prompts", type=int, default=NUM_PROMPTS, help="of a step (default: %(default)s)")
     parser.add_argument("--steps", type=int, help="steps of each run (default: 24, 14 and 9 for 4, 64 and 256 tokens)")
     parser.add_argument(
         "--rounds", type=int, default=3, help="runs of each system, in turns (default: %(default)s); a drift hits both"
@@ -66,12 +71,21 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _compare(options: argparse.Namespace) -> list[Comparison]:
-    model, prompts = make_inputs(options.out / "model")
+    model, prompts = make_inputs(options.out / "model", options.shape)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
     comparisons = []
     for limit in options.new_tokens:
         steps = options.steps or _STEPS.get(limit, 20)
         workload = Workload(
-            model, prompts, limit, steps, _WARMUP_STEPS, engine=options.engine, processes=options.processes
+            model,
+            prompts,
+            limit,
+            steps,
+            _WARMUP_STEPS,
+            prompts_per_step=options.prompts,
+            engine=options.engine,
+            processes=options.processes,
+            device=device,
         )
         directory = options.out / f"{limit}-tokens"
         rounds = [_round(workload, directory / f"round-{number}") for number in range(1, options.rounds + 1)]
@@ -92,11 +106,12 @@ def _report(
     command = " ".join(["python -m benchmarks.step", *(sys.argv[1:] if arguments is None else arguments)])
     return (
         f"{datetime.date.today()}, {describe_machine()}, load average {load:.1f} at the start, `{command}`.\n"
-        f"256 sequences (32 prompts, 8 samples each) a step, float32. {options.rounds} rounds: TRL runs, then ours; a "
-        f"run's figure is its median over the steps after the first {_WARMUP_STEPS}, and what is shown the median of "
-        "the rounds. Ratio: ours over TRL's in the same round, so that it stays what it is where the machine's speed "
-        f"drifts from round to round. Ours: {options.processes} {options.engine} engines and as many data-parallel "
-        "ranks in turn; TRL: one process with all cores' threads.\n\n"
+        f"{options.shape}, {options.prompts} prompts a step, {SAMPLES_PER_PROMPT} samples each. {options.rounds} "
+        f"rounds: TRL runs, then ours; a run's figure is its median over the steps after the first {_WARMUP_STEPS}, "
+        "and what is shown the median of the rounds. Ratio: ours over TRL's in the same round, so that it stays what "
+        "it is where the machine's speed drifts from round to round. "
+        f"Ours: {options.processes} {options.engine} engines and as many data-parallel ranks in turn; TRL: one process "
+        "with all cores' threads.\n\n"
         f"{render(comparisons)}"
     )
 

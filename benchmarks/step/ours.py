@@ -17,7 +17,7 @@ def flags(workload: Workload, run_dir: Path) -> list[str]:
         "steps": workload.steps,
         "seed": workload.seed,
         "model.path": workload.model,
-        "model.dtype": "float32",
+        "model.dtype": "bfloat16" if workload.device == "cuda" else "float32",
         "data.train": workload.prompts,
         "data.apply_chat_template": "false",
         "data.shuffle": "false",
@@ -32,6 +32,8 @@ def flags(workload: Workload, run_dir: Path) -> list[str]:
         "trainer.optimizer.lr": workload.learning_rate,
         "logging.tensorboard": "false",
         "logging.progress": "off",
+        "cluster.placement": "colocated" if workload.device == "cuda" else "separate",
+        "checkpoint.export_hf": "false",
     }
     return [part for name, value in settings.items() for part in (f"--{name}", str(value))]
 
@@ -39,6 +41,6 @@ def flags(workload: Workload, run_dir: Path) -> list[str]:
 def measure(workload: Workload, directory: Path) -> Measurement:
     """Train in a separate process, in ``directory``."""
     run_dir = directory / "ours"
-    command = [str(Path(sys.executable).parent / "slime-like"), "train", *flags(workload, run_dir)]
+    command = [sys.executable, "-m", "slime_like.commands.main", "train", *flags(workload, run_dir)]
     run_bounded(command, directory / "ours.log")
     return from_run(run_dir, workload.warmup_steps)

@@ -30,6 +30,7 @@ class Workload:
         seed: of sampling.
         engine: our inference engine.
         processes: our engines, and our data-parallel trainer ranks; they work in turns. The other system has threads.
+        device: cuda (bfloat16, with main weights in float32) or cpu (float32).
     """
 
     model: Path
@@ -43,6 +44,7 @@ class Workload:
     seed: int = 0
     engine: str = "transformers"
     processes: int = 1
+    device: str = "cpu"
 
     @property
     def sequences(self) -> int:
@@ -60,14 +62,15 @@ class Workload:
         return cls(**{**fields, "model": Path(fields["model"]), "prompts": Path(fields["prompts"])})
 
 
-def make_inputs(directory: Path) -> tuple[Path, Path]:
-    """An untrained tiny model, which rarely ends a response by itself, and sums as prompts.
+def make_inputs(directory: Path, shape: str) -> tuple[Path, Path]:
+    """Make an untrained model, which rarely ends a response by itself, and sums as prompts.
 
     Returns:
         (model, prompts).
     """
-    from slime_like.examples.tiny_model import make_arithmetic_data, make_tiny_model
+    from benchmarks.trainer.shapes import write_checkpoint
+    from slime_like.examples.tiny_model import make_arithmetic_data
 
-    make_tiny_model(directory)
+    write_checkpoint(shape, directory, "float32")
     make_arithmetic_data(directory / "data")
     return directory, directory / "data" / "train.jsonl"

@@ -19,13 +19,19 @@ from pathlib import Path
 import torch
 
 from benchmarks.step.machine import processor_name
-from benchmarks.trainer.batch import QUICKSTART_BUDGET
-from benchmarks.trainer.jobs import BACKENDS, HUGGING_FACE, ceiling, measured, planned_bytes, step_packs
+from benchmarks.trainer.jobs import (
+    BACKENDS,
+    HUGGING_FACE,
+    ceiling,
+    dtype,
+    measured,
+    run_config,
+    step_packs,
+    workload,
+)
 from benchmarks.trainer.measure import SideError, in_process
 from benchmarks.trainer.shapes import SHAPES, write_checkpoint
 from benchmarks.trainer.table import Row, Workload, render
-from benchmarks.trainer.work import step_flops
-from slime_like.config import RunConfig
 from slime_like.models.dimensions import ModelDimensions
 
 RECOMPUTE = ("none", "full")
@@ -57,7 +63,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 def _parser() -> argparse.ArgumentParser:
     on_cuda = torch.cuda.is_available()
     parser = argparse.ArgumentParser(prog="python -m benchmarks.trainer", description=__doc__)
-    shapes = [shape for shape in SHAPES if (shape != "tiny") == on_cuda]
+    shapes = ["0.6b", "1.7b", "4b"] if on_cuda else ["tiny"]
     parser.add_argument("--shapes", nargs="+", choices=SHAPES, default=shapes, help="default: %(default)s")
     parser.add_argument(
         "--tokens",
@@ -91,52 +97,27 @@ def _positive(text: str) -> int:
 
 
 def _rows(options: argparse.Namespace, directory: Path) -> Iterator[Row]:
-    dtype = "bfloat16" if torch.cuda.is_available() else "float32"
     for shape in options.shapes:
         model = directory / shape
-        write_checkpoint(shape, model, dtype)
+        write_checkpoint(shape, model, dtype())
+        dimensions = ModelDimensions.from_checkpoint(model)
         for tokens in options.tokens or [None]:
-            work = _workload(shape, model, tokens, options.micro_batches)
+            packs = step_packs(dimensions, tokens, options.micro_batches)
+            work = workload(shape, dimensions, packs, tokens)
             for side in options.backend:
                 yield _row(side, work, model, tokens, options)
 
 
 def _row(side: str, work: Workload, model: Path, tokens: int | None, options: argparse.Namespace) -> Row:
     for recompute in options.recompute:
-        config = _config(model, work, side, recompute, options.threads)
+        config = run_config(model, work, side, recompute, cpu_threads=options.threads)
         try:
-            figures = in_process(measured, side, config, tokens, options.micro_batches, options.repeats)
-            if figures is not None:
-                planned = in_process(planned_bytes, config) if side in BACKENDS else None
-                return Row(work, side, recompute, figures, planned)
+            found = in_process(measured, side, config, tokens, options.micro_batches, options.repeats)
+            if found is not None:
+                return Row(work, side, recompute, *found)
         except SideError as error:
             return Row(work, side, recompute, None, failed=str(error))
     return Row(work, side, recompute, None)
-
-
-def _workload(shape: str, model: Path, tokens: int | None, count: int) -> Workload:
-    dimensions = ModelDimensions.from_checkpoint(model)
-    packs = step_packs(dimensions, tokens, count)
-    real = sum(pack.actual_total_tokens for pack in packs)
-    longest = [max(int(getattr(pack, name).max()) for pack in packs) for name in ("prompt_lens", "response_lens")]
-    flops = step_flops(dimensions, packs)
-    return Workload(shape, tokens or QUICKSTART_BUDGET, len(packs), real, flops, *longest)
-
-
-def _config(model: Path, work: Workload, side: str, recompute: str, threads: int | None) -> RunConfig:
-    backend = side if side in BACKENDS else BACKENDS[0]
-    return RunConfig(
-        run_dir=model.parent / "run",
-        model={"path": model, "dtype": "bfloat16" if torch.cuda.is_available() else "float32"},
-        data={"max_prompt_tokens": work.longest_prompt},
-        rollout={"max_new_tokens": work.longest_response},
-        trainer={
-            "backend": backend,
-            "target_tokens_per_batch": work.pack_tokens,
-            "cpu_threads": threads,
-            "recompute": recompute,
-        },
-    )
 
 
 def _head(options: argparse.Namespace, arguments: Sequence[str] | None, products: float) -> str:

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from slime_like.algorithms import pack_sequences, partition_by_tokens
 from slime_like.examples.tiny_model import VOCAB_SIZE
+from slime_like.models.dimensions import ModelDimensions
 from slime_like.trajectory import PackedTrajectory, ScoredTrajectory
 
 QUICKSTART_BUDGET = 8192
@@ -60,6 +61,20 @@ def full_packs(tokens: int, count: int, vocab_size: int) -> list[PackedTrajector
             )
         )
     return packs
+
+
+def pack_of_one(dimensions: ModelDimensions, tokens: int) -> list[PackedTrajectory]:
+    """A pack of a single sequence, a quarter of it the prompt."""
+    generator = torch.Generator().manual_seed(0)
+    return [pack_sequences([_sequence(0, tokens // 4, tokens - tokens // 4, dimensions.vocab_size, generator)])]
+
+
+def group_pack(dimensions: ModelDimensions, prompt: int, response: int, shared: bool) -> list[PackedTrajectory]:
+    """A pack of eight responses to one prompt, which it contains once if ``shared``."""
+    generator = torch.Generator().manual_seed(0)
+    group = [_sequence(index, prompt, response, dimensions.vocab_size, generator) for index in range(_GROUP)]
+    alike = [replace(sequence, prompt_tokens=group[0].prompt_tokens) for sequence in group]
+    return [pack_sequences(alike, sharing="prompts" if shared else None)]
 
 
 def padded_batches(sequences: Sequence[ScoredTrajectory], budget: int) -> list[PaddedBatch]:

@@ -1,13 +1,17 @@
 """What runs in separate processes: importable there, as the command's own module is not."""
 
+from collections.abc import Callable, Sequence
 from functools import partial
+from pathlib import Path
+from typing import Any
 
 import torch
 
-from benchmarks.trainer.batch import full_packs, quickstart_packs
+from benchmarks.trainer.batch import QUICKSTART_BUDGET, full_packs, quickstart_packs
 from benchmarks.trainer.measure import Figures, measure
 from benchmarks.trainer.sides import BackendSide, HuggingFaceSide, Side
-from benchmarks.trainer.work import matmul_ceiling
+from benchmarks.trainer.table import Workload
+from benchmarks.trainer.work import matmul_ceiling, step_flops
 from slime_like.config import RunConfig
 from slime_like.cpu.onednn import use_onednn
 from slime_like.models.dimensions import ModelDimensions
@@ -25,10 +29,53 @@ def step_packs(dimensions: ModelDimensions, tokens: int | None, count: int) -> l
     return quickstart_packs() if tokens is None else full_packs(tokens, count, dimensions.vocab_size)
 
 
-def measured(side: str, config: RunConfig, tokens: int | None, count: int, repeats: int) -> Figures:
-    """A side's times and memory."""
+def workload(
+    shape: str, dimensions: ModelDimensions, packs: Sequence[PackedTrajectory], budget: int | None
+) -> Workload:
+    """Describe a step on ``packs``."""
+    real = sum(pack.actual_total_tokens for pack in packs)
+    longest = [max(int(getattr(pack, name).max()) for pack in packs) for name in ("prompt_lens", "response_lens")]
+    flops = step_flops(dimensions, packs)
+    return Workload(shape, budget or QUICKSTART_BUDGET, len(packs), real, flops, *longest)
+
+
+def run_config(model: Path, work: Workload, side: str, recompute: str, **trainer: Any) -> RunConfig:
+    """Return the configuration of one rank that trains on ``work``; ``trainer`` has more of its settings."""
+    return RunConfig(
+        run_dir=model.parent / "run",
+        model={"path": model, "dtype": dtype()},
+        data={"max_prompt_tokens": work.longest_prompt},
+        rollout={"max_new_tokens": work.longest_response},
+        trainer={
+            "backend": side if side in BACKENDS else BACKENDS[0],
+            "target_tokens_per_batch": work.pack_tokens,
+            "recompute": recompute,
+            **trainer,
+        },
+    )
+
+
+def dtype() -> str:
+    """Return the precision of this machine's device."""
+    return "bfloat16" if torch.cuda.is_available() else "float32"
+
+
+def measured(side: str, config: RunConfig, tokens: int | None, count: int, repeats: int) -> tuple[Figures, int | None]:
+    """Return a side's times and memory, and its planned peak."""
     packs = step_packs(ModelDimensions.from_checkpoint(config.model.path), tokens, count)
-    return measure(partial(_side, side, config, packs), repeats)
+    return measured_on(packs, side, config, repeats)
+
+
+def measured_on(
+    packs: list[PackedTrajectory],
+    side: str,
+    config: RunConfig,
+    repeats: int,
+    afterwards: Callable[[Side], object] | None = None,
+) -> tuple[Figures, int | None]:
+    """Return what ``measured`` does, of a step on ``packs``; ``afterwards`` is called with the side."""
+    figures = measure(partial(_side, side, config, packs), repeats, afterwards)
+    return figures, planned_bytes(config) if side in BACKENDS else None
 
 
 def planned_bytes(config: RunConfig) -> int:

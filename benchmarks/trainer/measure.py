@@ -1,6 +1,7 @@
 """Times and memory of one side, in a separate process."""
 
 import multiprocessing
+import os
 import resource
 import statistics
 import time
@@ -15,6 +16,15 @@ from slime_like.errors import TrainerError
 
 _WARM_UP = 2
 _TIMEOUT_S = 1800.0
+_IMPORTED = [
+    "backends.fsdp.trainer",
+    "backends.megatron.trainer",
+    "benchmarks.trainer.jobs",
+    "torch._dynamo",
+    "transformers.models.qwen3.modeling_qwen3",
+    "transformers.models.qwen3_moe.modeling_qwen3_moe",
+]
+"""Modules that every process of a benchmark needs."""
 _Result = TypeVar("_Result")
 
 
@@ -48,8 +58,8 @@ class Figures:
         return self.forward_backward_s + self.update_s
 
 
-def measure(make: Callable[[], Side], repeats: int) -> Figures:
-    """Start a side, and run ``repeats`` steps after two to warm up."""
+def measure(make: Callable[[], Side], repeats: int, afterwards: Callable[[Side], object] | None = None) -> Figures:
+    """Start a side, and run ``repeats`` steps after two to warm up; then call ``afterwards`` with it."""
     started = time.perf_counter()
     side = make()
     start_s = time.perf_counter() - started
@@ -62,6 +72,8 @@ def measure(make: Callable[[], Side], repeats: int) -> Figures:
         parts["update"].append(_seconds(side, lambda: norms.append(side.update())))
         parts["processor"].append(time.process_time() - used)
     peak = _peak_bytes(side.device)
+    if afterwards is not None:
+        afterwards(side)
     side.close()
     middle = {name: statistics.median(values[_WARM_UP:]) for name, values in parts.items()}
     return Figures(
@@ -88,17 +100,21 @@ def _peak_bytes(device: torch.device) -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
-def in_process(function: Callable[..., _Result], *arguments: Any) -> _Result | None:
-    """What ``function`` returns in a fresh process, which ends with it; ``None`` where the device's memory ran out.
+def in_process(function: Callable[..., _Result], *arguments: Any, timeout_s: float = _TIMEOUT_S) -> _Result | None:
+    """Return what ``function`` returns in a new process, or ``None`` if the device's memory ran out.
+
+    Processes are forked from a server that has imported everything and has not initialized CUDA.
 
     Raises:
         SideError: the process ended otherwise, or not in time.
     """
-    context = multiprocessing.get_context("spawn")
+    os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")  # else a question for devices initializes CUDA
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(_IMPORTED)
     results = context.SimpleQueue()
     process = context.Process(target=_deliver, args=(results, function, *arguments), daemon=True)
     process.start()
-    process.join(_TIMEOUT_S)
+    process.join(timeout_s)
     if process.exitcode != 0:
         process.kill()
         raise SideError("did not end in time" if process.exitcode is None else f"ended with {process.exitcode}")

@@ -49,26 +49,26 @@ class BackendSide:
     def __init__(self, backend: str, config: RunConfig, packs: Sequence[PackedTrajectory]) -> None:
         self._packs = list(packs)
         self._denominator = _response_tokens(packs)
-        self._trainer = load_backend(backend)(config, RankPlacement(0, 1, 0, "127.0.0.1", free_port()))
-        self._trainer.setup()
+        self.trainer = load_backend(backend)(config, RankPlacement(0, 1, 0, "127.0.0.1", free_port()))
+        self.trainer.setup()
         self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
     def score(self) -> None:
-        self._trainer.score(self._packs)
+        self.trainer.score(self._packs)
 
     def forward_backward(self) -> None:
         for pack in self._packs:
             pack.old_logprobs = None  # those of the pass itself
-        self._trainer.begin_step(self._denominator, real_tokens(self._packs))
-        self._trainer.accumulate(self._packs, last=True)
+        self.trainer.begin_step(self._denominator, real_tokens(self._packs))
+        self.trainer.accumulate(self._packs, last=True)
 
     def update(self) -> float:
-        stats = self._trainer.finish_step(self._denominator)
+        stats = self.trainer.finish_step(self._denominator)
         assert stats is not None  # the only rank has the step's figures
         return float(stats.grad_norm)
 
     def close(self) -> None:
-        self._trainer.shutdown()
+        self.trainer.shutdown()
 
 
 class HuggingFaceSide:

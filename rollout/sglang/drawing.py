@@ -9,11 +9,11 @@ _CHUNK_BYTES = 128 * 2**20
 
 
 class Limits(NamedTuple):
-    """(B,) each, applied in the order min-p, top-k, top-p."""
+    """(B,) each, applied in the order min-p, top-k, top-p. ``min_ps`` is ``None`` if all are 0."""
 
     top_ks: Tensor
     top_ps: Tensor
-    min_ps: Tensor
+    min_ps: Tensor | None
 
 
 def draw(
@@ -39,7 +39,8 @@ def draw(
         part = slice(start, start + rows)
         probabilities = logprobs[part].double().exp_()
         if limits is not None:
-            _truncate(probabilities, *(each[part] for each in limits))
+            least = None if limits.min_ps is None else limits.min_ps[part]
+            _truncate(probabilities, limits.top_ks[part], limits.top_ps[part], least)
         if limits is not None and supported is not None:
             within = logprobs[part] - probabilities.sum(dim=-1, keepdim=True).log().float()
             within.masked_fill_(probabilities == 0, float("-inf"))
@@ -80,9 +81,9 @@ def _signed(value: int) -> int:
     return value - (1 << 64) if value >= 1 << 63 else value
 
 
-def _truncate(probabilities: Tensor, top_ks: Tensor, top_ps: Tensor, min_ps: Tensor) -> None:
+def _truncate(probabilities: Tensor, top_ks: Tensor, top_ps: Tensor, min_ps: Tensor | None) -> None:
     """Zero, in place, what the limits leave out."""
-    if (min_ps > 0).any():
+    if min_ps is not None:
         least = probabilities.amax(dim=-1, keepdim=True) * min_ps[:, None]
         probabilities.masked_fill_(probabilities < least, 0.0)
     ordered = probabilities.sort(dim=-1, descending=True)

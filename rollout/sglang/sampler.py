@@ -42,9 +42,9 @@ class SeededSampler(Sampler):
         logits = self._preprocess_logits(logits_output.next_token_logits, sampling_info).float()
         logprobs = (logits / sampling_info.temperatures).log_softmax(dim=-1)
         tokens = logits.argmax(dim=-1)
-        wanted = torch.tensor([number > 0 for number in top_logprobs_nums], device=logits.device)
         if not sampling_info.is_all_greedy:
-            drawn = draw(logprobs, uniforms(sampling_info.sampling_seed, positions), _limits(sampling_info), wanted)
+            numbers = uniforms(sampling_info.sampling_seed, positions)
+            drawn = draw(logprobs, numbers, _limits(sampling_info), _wanted(top_logprobs_nums, logits.device))
             tokens = torch.where(sampling_info.top_ks == 1, tokens, drawn)
         if return_logprob:
             result = self.output_logprob_processor.compute_logprobs(
@@ -54,8 +54,16 @@ class SeededSampler(Sampler):
         return tokens.to(torch.int32)
 
 
+def _wanted(top_logprobs_nums: list[int], device: torch.device) -> Tensor | None:
+    """Return which requests ask for likeliest tokens, (B,) bool, or ``None`` if none does; never waits for a GPU."""
+    if not any(top_logprobs_nums):
+        return None
+    flags = torch.tensor([number > 0 for number in top_logprobs_nums], pin_memory=device.type == "cuda")
+    return flags.to(device, non_blocking=True)
+
+
 def _limits(info: SamplingBatchInfo) -> Limits | None:
-    """``None`` where no request cuts anything."""
+    """Return ``None`` if no request cuts anything, which SGLang notes on the host."""
     if not (info.need_top_k_sampling or info.need_top_p_sampling or info.need_min_p_sampling):
         return None
-    return Limits(info.top_ks, info.top_ps, info.min_ps)
+    return Limits(info.top_ks, info.top_ps, info.min_ps if info.need_min_p_sampling else None)

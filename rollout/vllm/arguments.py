@@ -80,6 +80,11 @@ def given_arguments(config: RunConfig, cpu: bool) -> dict[str, Any]:
     return given
 
 
+def returns_masks(config: RunConfig) -> bool:
+    """Return whether the engine returns supports as masks; if not, they are read off the likeliest logprobs."""
+    return bool(given_arguments(config, on_cpu()).get("return_sampling_mask", False))
+
+
 def sleep_level(keep_weights: bool, is_whole: bool, dimensions: ModelDimensions) -> int:
     """1 keeps the weights in host memory, 2 drops them.
 
@@ -128,4 +133,13 @@ def _defaults(config: RunConfig, cpu: bool) -> dict[str, Any]:
             "kv_cache_memory_bytes": _CPU_KV_CACHE_BYTES,
             "max_num_batched_tokens": max(_CPU_BATCHED_TOKENS, config.max_model_len),
         }
+    elif _masks_pay(config):
+        defaults["return_sampling_mask"] = True
     return defaults
+
+
+def _masks_pay(config: RunConfig) -> bool:
+    """Return whether training truncates while nothing samples the whole vocabulary, whose mask vLLM would list token by
+    token. Only vLLM's model runner V2 has masks."""
+    v1 = os.environ.get("VLLM_USE_V2_MODEL_RUNNER") == "0"
+    return config.rollout.bounded_top_k > 0 and config.evaluation.temperature == 0 and not v1

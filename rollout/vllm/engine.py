@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from rollout.arguments import on_cpu, require_sleep_mode
 from rollout.base import EngineBase, MemoryPart
 from rollout.ranks import common_checksums
-from rollout.vllm.arguments import SLEEP_ARGUMENT, sleep_level
+from rollout.vllm.arguments import SLEEP_ARGUMENT, returns_masks, sleep_level
 from rollout.vllm.core import EngineCore
 from slime_like.config import RunConfig
 from slime_like.errors import EngineError
@@ -25,8 +25,9 @@ if TYPE_CHECKING:
 class VllmEngine(EngineBase["AsyncLLM"]):
     """One vLLM engine of ``config.rollout.tensor`` ranks.
 
-    Evaluation that truncates the distribution gets NaN logprobs: vLLM knows only those of the truncated one. On a CPU
-    there is no memory to give back: ``sleep`` and ``wake`` change the state only.
+    Evaluation that truncates the distribution gets NaN logprobs: vLLM knows only those of the truncated one. So does
+    greedy evaluation of an engine that returns masks. On a CPU there is no memory to give back: ``sleep`` and ``wake``
+    change the state only.
     """
 
     returns_supports = True
@@ -34,6 +35,7 @@ class VllmEngine(EngineBase["AsyncLLM"]):
     def __init__(self, config: RunConfig, engine_index: int) -> None:
         super().__init__(config, engine_index, "vLLM")
         self._core = EngineCore(config, engine_index, self._faults)
+        self._masks = False
 
     @staticmethod
     def refusal(dimensions: ModelDimensions, on_cuda: bool) -> str | None:
@@ -50,7 +52,7 @@ class VllmEngine(EngineBase["AsyncLLM"]):
             output = await self._run(llm, request)
         from rollout.vllm.sampling import generations
 
-        return generations(request, output, self._state.version)
+        return generations(request, output, self._state.version, self._masks)
 
     async def abort(self, request_id: str | None = None) -> None:
         llm = self._alive()
@@ -68,6 +70,7 @@ class VllmEngine(EngineBase["AsyncLLM"]):
     # ------------------------------------------------------------------------------------------------- see EngineHooks
     async def _start(self) -> None:
         await self._core.start()
+        self._masks = returns_masks(self._config)  # asked only now: the start prepares how CUDA is looked for
 
     async def stop(self) -> None:
         await self._core.stop()
@@ -127,7 +130,7 @@ class VllmEngine(EngineBase["AsyncLLM"]):
 
         prompt = tokens_input(list(request.prompt_tokens))
         try:
-            parameters = sampling_params(request, self._dimensions)
+            parameters = sampling_params(request, self._dimensions, self._masks)
             async for output in llm.generate(prompt, parameters, request.request_id):
                 if output.finished:
                     return output

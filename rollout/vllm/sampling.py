@@ -8,7 +8,7 @@ import numpy as np
 
 from rollout.requests import finish_reason, sample_seed, stop_ids, supports_of, weight_versions
 from slime_like.errors import EngineError
-from slime_like.interfaces import Generation, GenerationRequest
+from slime_like.interfaces import Generation, GenerationRequest, Supports
 from slime_like.models.dimensions import ModelDimensions
 
 if TYPE_CHECKING:
@@ -20,26 +20,35 @@ MOST_TIES = 16
 """vLLM keeps all tokens that tie with the last one of the top k; so many more are asked for."""
 
 
-def sampling_params(request: GenerationRequest, dimensions: ModelDimensions) -> SamplingParams:
-    """vLLM's parameters. One final output per request; stop ids are explicit, so that EOS is one like any other."""
+def sampling_params(request: GenerationRequest, dimensions: ModelDimensions, masks: bool = False) -> SamplingParams:
+    """Return vLLM's parameters. One final output per request; stop ids are explicit, so EOS is one like any other.
+
+    Args:
+        masks: vLLM returns each token's support (``return_sampling_mask``). It then rejects greedy requests and those
+            without a ``top_k``, which are put in other words: the likeliest token, and the whole vocabulary.
+    """
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind
 
     sampling = request.sampling
+    greedy = sampling.temperature == 0
+    temperature, top_k = sampling.temperature, sampling.top_k
+    if masks:
+        temperature, top_k = (1.0, 1) if greedy else (temperature, top_k if top_k > 0 else dimensions.vocab_size)
     return SamplingParams(
         # vLLM samples greedily once; `generations` repeats the result.
-        n=request.num_samples if sampling.temperature > 0 else 1,
-        temperature=sampling.temperature,
+        n=1 if greedy else request.num_samples,
+        temperature=temperature,
         top_p=sampling.top_p,
-        top_k=sampling.top_k,
+        top_k=top_k,
         min_p=sampling.min_p,
         # vLLM adds the sample's index itself.
         seed=None if request.seed is None else sample_seed(request.seed, 0),
         max_tokens=sampling.max_new_tokens,
         stop_token_ids=list(stop_ids(sampling, dimensions)),
         ignore_eos=True,
-        # The likeliest tokens of the truncated distribution are those that it has.
-        logprobs=min(sampling.top_k + MOST_TIES, dimensions.vocab_size) if sampling.wants_supports else 0,
+        # Without masks, the likeliest tokens of the truncated distribution are those that it has.
+        logprobs=min(top_k + MOST_TIES, dimensions.vocab_size) if sampling.wants_supports and not masks else 0,
         prompt_logprobs=0 if request.prompt_logprobs else None,
         flat_logprobs=True,
         detokenize=False,
@@ -48,22 +57,33 @@ def sampling_params(request: GenerationRequest, dimensions: ModelDimensions) -> 
     )
 
 
-def generations(request: GenerationRequest, output: RequestOutput, version: int) -> list[Generation]:
-    """One per sample, in order; ``version`` is served now, for responses that ended before their first token."""
+def generations(
+    request: GenerationRequest, output: RequestOutput, version: int, masks: bool = False
+) -> list[Generation]:
+    """Return one per sample, in order.
+
+    Args:
+        version: served now, for responses that ended before their first token.
+        masks: as for ``sampling_params``.
+    """
     prompt_logprobs = _prompt_logprobs(output) if request.prompt_logprobs else None
     samples = output.outputs if request.sampling.temperature > 0 else output.outputs * request.num_samples
-    return [_generation(request, sample, prompt_logprobs, version) for sample in samples]
+    return [_generation(request, sample, prompt_logprobs, version, masks) for sample in samples]
 
 
 def _generation(
-    request: GenerationRequest, sample: CompletionOutput, prompt_logprobs: np.ndarray | None, version: int
+    request: GenerationRequest,
+    sample: CompletionOutput,
+    prompt_logprobs: np.ndarray | None,
+    version: int,
+    masks: bool,
 ) -> Generation:
     token_ids = np.asarray(sample.token_ids, dtype=np.int64)
     ids, logprobs = _logprobs(sample.logprobs, len(token_ids))
     supports = None
     if request.sampling.wants_supports:
-        supports = supports_of(ids[:, 1:], logprobs[:, 1:], "vLLM")
-    elif request.sampling.truncates:
+        supports = _masked(sample, token_ids) if masks else supports_of(ids[:, 1:], logprobs[:, 1:], "vLLM")
+    elif request.sampling.truncates or (masks and request.sampling.temperature == 0):
         # vLLM's are those of the truncated distribution; the contract's, over the whole vocabulary, are not known.
         logprobs.fill(np.nan)
     spans = ((span.start, span.end, span.version) for span in sample.weight_versions or ())
@@ -75,6 +95,16 @@ def _generation(
         prompt_logprobs=prompt_logprobs,
         supports=supports,
     )
+
+
+def _masked(sample: CompletionOutput, token_ids: np.ndarray) -> Supports:
+    """Return vLLM's own supports: for each token the ids that top-k, top-p and min-p have left."""
+    masks = [] if sample.sampling_mask is None else sample.sampling_mask.token_ids
+    supports = Supports.of([np.asarray(mask, np.int32) for mask in masks])
+    if len(masks) != len(token_ids) or not all(masks) or not supports.hold(token_ids).all():
+        problem = f"vLLM returned supports of {len(masks)} tokens for {len(token_ids)}, or of other tokens"
+        raise EngineError(problem, code="engine-version", remedy="set rollout.engine_args.return_sampling_mask: false")
+    return supports
 
 
 def _logprobs(flat: Any, count: int) -> tuple[np.ndarray, np.ndarray]:

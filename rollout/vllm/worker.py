@@ -25,7 +25,9 @@ from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, i
 from rollout.ranks import RankAnswer, attempt
 from rollout.receiving import WeightReceiver
 from rollout.vllm.arguments import BACKEND
+from slime_like.system.gpus import stay_near
 from slime_like.system.memory import keep_freed_memory
+from slime_like.weights.transports.device_memory import gpu_uuid
 from slime_like.weights.wire import metadata_from_wire
 
 if TYPE_CHECKING:
@@ -62,6 +64,8 @@ class BucketTransferEngine(WeightTransferEngine[ConnectInfo, BucketInfo]):
         _end_with_parent()
         if self.device.type == "cpu":
             keep_freed_memory()
+        else:  # SGLang's workers do this themselves
+            stay_near(f"GPU-{gpu_uuid(self.device.index)}")
 
     def init_transfer_engine(self, init_info: ConnectInfo) -> None:
         self.receiver.connect(init_info.transport, init_info.rendezvous)

@@ -1,6 +1,7 @@
 """The vocabulary-parallel head: from hidden states to logprobs and entropies without [N, V]."""
 
-from typing import TYPE_CHECKING, Any
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor
@@ -18,11 +19,17 @@ from slime_like.algorithms.vocabulary_shard import Reduce, Sums, VocabularyShard
 if TYPE_CHECKING:
     from slime_like.cpu.kernels.operators import FusedLogitRows  # needs Numba, which this layer does not
 
+_HAS_TRITON = find_spec("triton") is not None
 _WEIGHT_BLOCK = 8192
 _CACHED_ELEMENTS = 2**18
 _LEAST_TOKENS = 128
 """In micro-batches of 2,048 tokens on two cores, training of 135M parameters with 49,152 tokens takes 0.91 of its time
 with 64."""
+
+_DEVICE_TOKENS = 1024, 2048
+_DEVICE_ELEMENTS = 2**28
+"""Logits of a chunk on a device: 1 GiB in float32. Every chunk reads and writes the weight's float32 gradient, which
+takes 180 / tokens of the time of its four products on an H100 (3.3 TB/s, 600 TFLOP/s)."""
 
 
 def fused_logprobs(
@@ -46,6 +53,10 @@ def fused_logprobs(
     The logits exist for ``chunk_tokens`` tokens at a time, in forward and again in backward; sums are kept in float32
     (float64 for float64 input). Forward calls ``all_reduce_max`` once and ``all_reduce_sum`` once.
 
+    Memory besides weight, hidden states and their float32 gradients: on a device at most 8 bytes per logit of a chunk,
+    or 6 in bfloat16 with Triton's kernels. On a CPU the default chunks need at most an eighth of the float32 logits of
+    all tokens from 2,560 tokens on, or a few MiB.
+
     ``hidden`` is an input replicated over the tensor-parallel ranks. Its gradient is complete: backward sums the ranks'
     parts itself, with one call of ``all_reduce_sum``. A gather in front of this function (sequence parallelism) must
     therefore split in its backward, not reduce-scatter. The gradient of ``weight`` is this shard's own.
@@ -60,10 +71,9 @@ def fused_logprobs(
         vocab_start: global id of ``weight``'s first row.
         vocab_size: true size of the whole vocabulary; columns at or beyond it never enter a log-sum-exp.
         all_reduce_max, all_reduce_sum: reduce in place over the tensor-parallel group, if ``weight`` is a part.
-        chunk_tokens: tokens whose logits exist at once; none takes a twentieth of them, but at least 128 (for less a
-            matrix product does not pay) or what 1 MiB holds of float32 logits, and at most 1,024. Head and gradients
-            then need, besides weight, hidden states and their gradients, at most an eighth of what float32 logits of
-            all tokens would take from 2,560 tokens on, or a few MiB.
+        chunk_tokens: tokens whose logits exist at the same time. ``None`` takes, on a device, the tokens whose float32
+            logits fit into 1 GiB, but at least 1,024 and at most 2,048. On a CPU it takes a twentieth of the tokens,
+            but at least 128 or what 1 MiB holds of float32 logits, and at most 1,024.
         softcap: c, if the logits are ``c * tanh(hidden @ weight.T / c)`` (Gemma 2, arXiv:2408.00118, section 2).
         rows: what computes logits on a CPU instead of torch's operators, in float32; without a softcap.
         supports: (N, K) of truncated sampling, as in ``forbid_outside``: log-sum-exps, entropies and gradients are over
@@ -82,7 +92,7 @@ def fused_logprobs(
         temperatures = expanded_temperatures(temperatures, targets)
     _check_inputs(hidden, weight, targets, temperatures)
     _check_options(hidden, softcap, rows)
-    chunk_tokens = _default_chunk(hidden.shape[0], weight.shape[0]) if chunk_tokens is None else chunk_tokens
+    chunk_tokens = default_chunk(hidden.shape[0], weight) if chunk_tokens is None else chunk_tokens
     reductions = all_reduce_max, all_reduce_sum
     shard = VocabularyShard.of(targets, weight.shape[0], vocab_start, vocab_size, chunk_tokens, reductions)
     if check_values:
@@ -114,8 +124,18 @@ def _check_values(targets: Tensor, temperatures: Tensor, vocab_size: int) -> Non
     require_known_targets(targets, vocab_size)
 
 
-def _default_chunk(tokens: int, columns: int) -> int:
-    return min(max(_LEAST_TOKENS, _CACHED_ELEMENTS // max(1, columns), -(-tokens // 20)), 1024)
+def default_chunk(tokens: int, weight: Tensor) -> int:
+    """Return the ``chunk_tokens`` of ``fused_logprobs`` for this many tokens. Shapes ("meta") stand for a device."""
+    columns = max(1, weight.shape[0])
+    if not weight.is_cpu:
+        least, most = _DEVICE_TOKENS
+        return min(max(least, _DEVICE_ELEMENTS // columns), most)
+    return min(max(_LEAST_TOKENS, _CACHED_ELEMENTS // columns, -(-tokens // 20)), 1024)
+
+
+def row_kernels(device: torch.device) -> Literal["triton", "torch"]:
+    """Return what computes rows of logits on ``device``: Triton's kernels on CUDA if Triton is installed."""
+    return "triton" if device.type == "cuda" and _HAS_TRITON else "torch"
 
 
 def _check_options(hidden: Tensor, softcap: float | None, rows: "FusedLogitRows | None") -> None:
@@ -129,13 +149,9 @@ def _check_options(hidden: Tensor, softcap: float | None, rows: "FusedLogitRows 
         )
 
 
-def _scaled_logits(
-    hidden: Tensor, weight: Tensor, temperatures: Tensor, dtype: torch.dtype, softcap: float | None
-) -> Tensor:
+def _logits(hidden: Tensor, weight: Tensor, dtype: torch.dtype, softcap: float | None) -> Tensor:
     logits = _product(hidden, weight.t()).to(dtype)
-    if softcap is not None:
-        logits.div_(softcap).tanh_().mul_(softcap)
-    return logits.div_(temperatures.to(dtype)[:, None])
+    return logits if softcap is None else logits.div_(softcap).tanh_().mul_(softcap)
 
 
 def _product(a: Tensor, b: Tensor) -> Tensor:
@@ -145,10 +161,13 @@ def _product(a: Tensor, b: Tensor) -> Tensor:
     return a @ b
 
 
-def _softcap_slope(scaled: Tensor, temperatures: Tensor, softcap: float) -> Tensor:
-    """Derivative of the soft cap, from capped and scaled logits: ``1 - tanh^2``."""
-    slope = scaled * (temperatures.to(scaled.dtype)[:, None] / softcap)
-    return slope.square_().neg_().add_(1)
+def _row_sums(x: Tensor, temperatures: Tensor, column: Tensor, forbids: bool) -> tuple[Tensor, Sums]:
+    """``row_sums`` of ``x / temperatures``, in the memory of the logits ``x``."""
+    if row_kernels(x.device) == "triton":
+        from slime_like.algorithms import softmax_kernels  # needs Triton
+
+        return softmax_kernels.row_sums(x, temperatures, column)
+    return row_sums(x.div_(temperatures.to(x.dtype)[:, None]), column, overwrite=True, forbids=forbids)
 
 
 class _FusedLogprobs(torch.autograd.Function):
@@ -170,10 +189,10 @@ class _FusedLogprobs(torch.autograd.Function):
         def sums_of(part: slice, column: Tensor) -> tuple[Tensor, Sums]:
             if rows is not None:
                 return rows.sums(hidden[part] @ columns.t(), temperatures[part], column)
-            x = _scaled_logits(hidden[part], columns, temperatures[part], dtype, softcap)
+            x = _logits(hidden[part], columns, dtype, softcap)
             if supports is not None:
                 forbid_outside(x, supports[part], shard.start)
-            return row_sums(x, column, overwrite=True)
+            return _row_sums(x, temperatures[part], column, supports is not None)
 
         maximum, log_total, entropy, logprobs = shard.scores(targets, dtype, sums_of)
         ctx.save_for_backward(hidden, weight, targets, temperatures, maximum, log_total, entropy)
@@ -217,11 +236,17 @@ def _logit_gradient(
     """Of one chunk of tokens, (n, V): the gradient of ``hidden @ columns.T``, in the type of ``hidden``."""
     if rows is not None:
         return rows.to_gradient(hidden @ columns.t(), temperatures, *given)
-    x = _scaled_logits(hidden, columns, temperatures, given[1][1].dtype, softcap)
-    slope = None if softcap is None else _softcap_slope(x, temperatures, softcap)
+    dtype, by_triton = given[1][1].dtype, row_kernels(hidden.device) == "triton"
+    x = _logits(hidden, columns, dtype, softcap)
+    slope = None if softcap is None or by_triton else (x / softcap).square_().neg_().add_(1)  # 1 - tanh^2
     if kept is not None:
         forbid_outside(x, *kept)
-    dx = logit_gradient(x, temperatures, *given, overwrite=True)
+    if by_triton:
+        from slime_like.algorithms import softmax_kernels  # needs Triton
+
+        return softmax_kernels.logit_gradient(x, temperatures, *given, hidden.dtype, softcap)
+    x.div_(temperatures.to(dtype)[:, None])
+    dx = logit_gradient(x, temperatures, *given, overwrite=True, forbids=kept is not None)
     return (dx if slope is None else dx.mul_(slope)).to(hidden.dtype)
 
 
@@ -236,12 +261,15 @@ def _zeros_for_sums(weight: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _add_weight_gradient(d_weight: Tensor, dx: Tensor, hidden: Tensor) -> None:
-    """Add ``dx.T @ hidden``, (V, H), without a second tensor of that size.
-
-    Products as ``_product`` makes them, sums in the precision of ``d_weight``, a block of the vocabulary at a time. A
-    block's product is made by itself and then added: one that adds to what is there rounds at every token of all
-    chunks, by which float32 lost a digit over 1,400 tokens.
-    """
+    """Add ``dx.T @ hidden``, (V, H), without a second tensor of that size."""
+    if not d_weight.is_cpu:  # a device adds the finished sum over the chunk's tokens to what is there, once
+        if d_weight.dtype == hidden.dtype:
+            d_weight.addmm_(dx.t(), hidden)
+        else:
+            torch.addmm(d_weight, dx.t(), hidden, out_dtype=d_weight.dtype, out=d_weight)
+        return
+    # A CPU's product rounds at every token if it adds to what is there, by which float32 lost a digit over 1,400
+    # tokens. A block of the vocabulary is therefore made by itself and then added.
     in_columns = d_weight.stride(1) > 1
     for block, part in zip(d_weight.split(_WEIGHT_BLOCK), dx.split(_WEIGHT_BLOCK, dim=1), strict=True):
-        block += (hidden.t() @ part.contiguous()).t() if in_columns else _product(part.t(), hidden)
+        block += (hidden.t() @ part.contiguous()).t() if in_columns else part.t() @ hidden

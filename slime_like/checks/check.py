@@ -26,9 +26,8 @@ from slime_like.checks import (
     schedule,
     weight_sync,
 )
-from slime_like.checks.definition import RANKS, Check, Needs, NeedsOf, training_needs
+from slime_like.checks.definition import Check, Needs, training_needs
 from slime_like.checks.model_directories import find_dimensions
-from slime_like.config.base import UnknownField
 from slime_like.config.run import RunConfig
 from slime_like.errors import ConfigError, Problem
 from slime_like.models.dimensions import ModelDimensions
@@ -78,6 +77,7 @@ CHECKS: Sequence[Check] = (
     Check("rollout.stream", {"training"}, sampling.streaming_problems),
     Check("trainer.offload", {"training"}, offload.megatron_offload_problems),
     Check("rollout.engine-args", {"engine"}, engine_arguments.engine_problems),
+    Check("cluster.gpus-idle", {"training"}, weight_sync.idle_gpu_problems),
     Check("cluster.placement", {"training", "engine"}, weight_sync.colocation_problems),
     Check("sync.transport", {"training", "engine"}, weight_sync.transport_problems),
     Check("rollout.sampling", {"training", "engine"}, sampling.sampling_problems),
@@ -118,7 +118,7 @@ def selected(needs: Needs) -> list[Check]:
 def check(config: RunConfig, needs: Needs | None = None) -> list[Problem]:
     """Every problem that is found without reading rows; ``needs`` default to those of training."""
     needs = training_needs(config) if needs is None else needs
-    return _run(selected(needs), config, _dimensions(config))
+    return _run(selected(needs), config, find_dimensions(config.model.path, "model.path")[0])
 
 
 def require_valid(config: RunConfig, needs: Needs | None = None) -> None:
@@ -130,18 +130,6 @@ def require_valid(config: RunConfig, needs: Needs | None = None) -> None:
     needs = training_needs(config) if needs is None else needs
     if problems := check(config, needs):
         raise ConfigError(problems + _check_rows(config, needs))
-
-
-def complete(error: ConfigError, needs_of: NeedsOf) -> ConfigError:
-    """The error of a configuration with wrong fields, and the problems that are found without them."""
-    config = error.rest
-    if config is None:
-        return error
-    try:
-        needs = needs_of(config)
-    except UnknownField:  # algorithm.loss: with engines, or supervised
-        needs = RANKS
-    return ConfigError([*error.problems, *check(config, needs), *_check_rows(config, needs)])
 
 
 def check_settings(config: RunConfig, dimensions: ModelDimensions, needs: Needs) -> list[Problem]:
@@ -162,10 +150,3 @@ def _check_rows(config: RunConfig, needs: Needs) -> list[Problem]:
 
 def _run(checks: Iterable[Check], config: RunConfig, dimensions: ModelDimensions | None) -> list[Problem]:
     return [problem for one in checks for problem in one.find(config, dimensions)]
-
-
-def _dimensions(config: RunConfig) -> ModelDimensions | None:
-    try:
-        return find_dimensions(config.model.path, "model.path")[0]
-    except UnknownField:
-        return None

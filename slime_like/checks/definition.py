@@ -7,7 +7,6 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Literal, NoReturn
 
-from slime_like.config.base import UnknownField
 from slime_like.config.run import RunConfig
 from slime_like.errors import Problem
 from slime_like.models.dimensions import ModelDimensions
@@ -69,15 +68,19 @@ class Check:
     run: Callable[..., Iterable[str]]
 
     def find(self, config: RunConfig, dimensions: ModelDimensions | None) -> Iterator[Problem]:
-        """Find what can be found without settings that have no value, nor the model's sizes where they are ``None``."""
-        with suppress(UnknownField):
+        """Find what can be found without the model's sizes if they are ``None``."""
+        with suppress(SizesUnknown):
             for text in self.run(config, dimensions or _UnknownSizes()) if "model" in self.needs else self.run(config):
                 field = _FIELD.match(text)
                 yield Problem(self.code, text, field.group() if field else "")
+
+
+class SizesUnknown(Exception):
+    """A check read a size of a model that cannot be read; it ends there."""
 
 
 class _UnknownSizes:
     """Sizes of a model that cannot be read."""
 
     def __getattr__(self, name: str) -> NoReturn:
-        raise UnknownField(name)
+        raise SizesUnknown(name)

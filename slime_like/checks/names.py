@@ -8,7 +8,6 @@ from typing import Any
 from slime_like.checks.engine_install import interpreter_problems, is_installed
 from slime_like.checks.rows import answered_samples, first_task
 from slime_like.config.algorithm import ADVANTAGES, CORRECTIONS, KL_ESTIMATORS, LOSSES
-from slime_like.config.reading.problems import meant_value
 from slime_like.config.rollout import AGENT, ENVIRONMENT, EnvironmentConfig
 from slime_like.config.run import RunConfig
 from slime_like.plugins.entry_points import BACKEND_GROUP, ENGINE_GROUP, installed_names
@@ -196,5 +195,5 @@ def _unknown_or_not_importable(field: str, name: str, known: Sequence[str]) -> I
 
 def _unknown(field: str, name: str, known: Sequence[str], otherwise: str = "") -> Iterator[str]:
     if name not in known:
-        use = f"{', '.join(known) or '(none is installed)'}{otherwise}{meant_value(name, known)}"
+        use = f"{', '.join(known) or '(none is installed)'}{otherwise}"
         yield f"{field}={name} is unknown; use one of: {use}"

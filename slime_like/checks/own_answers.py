@@ -16,7 +16,6 @@ class OwnAnswer:
 
     item: RewardItem
     outcome: RewardOutcome
-    form: tuple[str, str] = _FORMS[0]
 
     @property
     def is_success(self) -> bool:
@@ -26,10 +25,6 @@ class OwnAnswer:
     def has_failed(self) -> bool:
         """Whether there is no result."""
         return has_failed(self.outcome)
-
-    def with_response(self, answer: str) -> RewardItem:
-        """The row with another answer as the response, in the same form."""
-        return replace(self.item, response=answer.join(self.form))
 
 
 def has_failed(outcome: RewardOutcome) -> bool:
@@ -61,8 +56,8 @@ def score_own_answers(pool: RewardPool, items: Sequence[RewardItem]) -> list[Own
     unsolved = [index for index, own in enumerate(found) if not (own.is_success or own.has_failed)]
     tried = [(index, form) for index in unsolved for form in _FORMS]
     written = [replace(items[index], response=items[index].answer.join(form)) for index, form in tried]
-    for (index, form), item, outcome in zip(tried, written, pool.score(written), strict=True):
-        other = OwnAnswer(item, outcome, form)
+    for (index, _), item, outcome in zip(tried, written, pool.score(written), strict=True):
+        other = OwnAnswer(item, outcome)
         if other.is_success and not found[index].is_success:
             found[index] = other
     return found

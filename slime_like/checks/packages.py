@@ -1,9 +1,11 @@
 """Packages that settings need, and what keeps them from working. They are looked up, not imported."""
 
 import os
+import sysconfig
 from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
+from shutil import which
 
 from slime_like.checks.fsdp import BACKEND as FSDP
 from slime_like.config.run import RunConfig
@@ -59,6 +61,18 @@ def missing_flash_attention(config: RunConfig, on_cuda: bool) -> Iterator[str]:
             "trainer.attention=ring_flash_attn needs flash-attn 2 on CUDA, which is not installed; "
             f"pip install flash-attn, or use trainer.attention={others}"
         )
+
+
+def missing_compiler(on_cuda: bool) -> Iterator[str]:
+    """Can Triton, which Megatron's SwiGLU runs on, compile on this rank's machine? Asked before a model is loaded."""
+    if not on_cuda:
+        return
+    remedy = "install gcc and python3-dev"
+    if not (os.environ.get("CC") or which("gcc") or which("clang")):
+        yield f"Triton compiles kernels in the first step, and there is no C compiler; {remedy}, or set CC"
+    include = sysconfig.get_path("include", "posix_prefix")  # where Triton looks, and its compiler in CPATH
+    if not any(Path(place, "Python.h").is_file() for place in [include, *os.environ.get("CPATH", "").split(":")]):
+        yield f"{include}: Triton compiles kernels with Python.h, which is not there; {remedy}"
 
 
 def rejected_on_cuda(config: RunConfig) -> Iterator[str]:

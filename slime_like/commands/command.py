@@ -9,6 +9,7 @@ from itertools import takewhile
 from pathlib import Path
 
 from slime_like.config.base import require_path
+from slime_like.config.reading.load import is_assignment
 from slime_like.errors import ConfigError
 
 
@@ -74,7 +75,7 @@ class Command:
         if not self.takes_flags:
             own = list(takewhile(lambda argument: argument != "--", arguments))
             return parser.parse_args(own), list(arguments[len(own) + 1 :])
-        leading = list(takewhile(lambda argument: not argument.startswith("--"), arguments))
+        leading = list(takewhile(lambda one: not one.startswith("--") and not is_assignment(one), arguments))
         required = [name for name in self.paths if not name.startswith("[")]
         if len(leading) < len(required):
             missing = "are missing; they come" if len(required) > 1 else "is missing; it comes"

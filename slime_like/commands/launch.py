@@ -4,14 +4,15 @@ import argparse
 import shlex
 import sys
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 
-from slime_like.checks.definition import training_needs
 from slime_like.commands.command import Command, has_flag
-from slime_like.commands.reading import read_config
 from slime_like.config import RunConfig
 from slime_like.config.launch import DEFAULT_PORT, LaunchOptions
+from slime_like.config.reading.load import load_config
 from slime_like.errors import ConfigError
+from slime_like.system.gpus import local_gpus
 from slime_like.system.node_list import expand_node_list
 from slime_like.system.words import counted
 
@@ -48,7 +49,7 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="FILE",
         help="key shared by all nodes (default: created beside run_dir)",
     )
-    add("--gpus_per_node", type=int, metavar="M", help="devices per node, for the plan (default: this node's)")
+    add("--gpus_per_node", type=int, metavar="M", help="GPUs per node (default: this node's, else the recipe's)")
     for name, what in (
         ("nodes_timeout_s", "timeout for all nodes to join"),
         ("ray_timeout_s", "timeout for Ray to start on a node"),
@@ -73,8 +74,7 @@ def _run(given: argparse.Namespace, flags: list[str]) -> int:
             problem = f"{name} cannot be set: launch starts the cluster; use slime-like train to join one"
             raise ConfigError(problem, code="flag-excluded")
     names = _slurm_names(given.slurm_nodes)
-    options = _options(given, names, tuple(flags))
-    config = read_config(options.config, flags, training_needs)
+    options, config = _sized(_options(given, names, tuple(flags)), given.gpus_per_node)
     if given.dry_run:
         print(*_dry_run(options, config, names), sep="\n")
         return 0
@@ -111,27 +111,48 @@ def _options(given: argparse.Namespace, names: list[str], flags: tuple[str, ...]
         "head": given.head or (names[0] if names else ""),
         "token_file": given.token_file.absolute() if given.token_file else None,
     }
-    del own["slurm_nodes"], own["dry_run"]
+    del own["slurm_nodes"], own["dry_run"], own["gpus_per_node"]
     return LaunchOptions(flags=flags, **own)
+
+
+def _sized(options: LaunchOptions, gpus_per_node: int | None) -> tuple[LaunchOptions, RunConfig]:
+    """Add the cluster's size to the flags, and read the configuration with them.
+
+    A node has the GPUs that were given, else those of this node, else the recipe's. Without any, it has as many CPU
+    slots as the run needs.
+    """
+    size = ["--cluster.nodes", str(options.nodes)]
+    if devices := gpus_per_node or local_gpus():
+        size += ["--cluster.gpus_per_node", str(devices)]
+    config = load_config(options.config, [*options.flags, *size])
+    if not devices and "gpus_per_node" in config.cluster.model_fields_set:
+        size += ["--cluster.gpus_per_node", str(config.cluster.gpus_per_node)]
+    elif not devices:
+        from slime_like.orchestration.cluster.bundles import slots_per_node
+
+        size += ["--cluster.gpus_per_node", str(slots_per_node(config, options.nodes))]
+        size += ["--cluster.allow_idle_gpus", "true"]  # slots are not hardware
+        config = load_config(options.config, [*options.flags, *size])
+    return replace(options, flags=(*options.flags, *size)), config
 
 
 def _dry_run(options: LaunchOptions, config: RunConfig, names: Sequence[str]) -> Iterator[str]:
     """Describe the launch and its problems on this node; nothing is started, resolved or written."""
     from slime_like.checks.check import check
     from slime_like.launch.commands import plan_arguments, train_arguments
-    from slime_like.orchestration.cluster.bundles import devices_per_node, pieces_of
+    from slime_like.orchestration.cluster.bundles import pieces_of
 
-    parallel = config.trainer.parallel
-    devices = devices_per_node(config, options.nodes, options.gpus_per_node)
+    parallel, devices = config.trainer.parallel, config.cluster.gpus_per_node
     yield f"nodes:    {options.nodes}" + (f" ({', '.join(names)})" if names else "")
     yield f"this one: node {options.node_rank}" + (", which leads" if options.leads else "")
-    pieces = pieces_of(config)
+    pieces, engines = pieces_of(config), counted(config.rollout.num_engines, "engine")
     needed = sum(pieces.bundles)
-    few = " (TOO FEW)" if needed > options.nodes * devices else ""
+    idle = options.nodes * devices - needed
+    amiss = " (TOO FEW)" if idle < 0 else f" ({idle} IDLE)" if idle else ""
     yield (
-        f"devices:  {needed} needed, {options.nodes} x {devices} there{few}; "
+        f"devices:  {needed} needed, {options.nodes} x {devices} there{amiss}; "
         f"{counted(parallel.world_size, 'trainer rank')} in {counted(len(pieces.ranks), 'group')} (each stays on one "
-        f"node), placement {config.cluster.placement}"
+        f"node), trainer.parallel.data {parallel.data}, {engines}, placement {config.cluster.placement}"
     )
     if options.nodes > 1:
         head = f"{options.head}:{options.port}"

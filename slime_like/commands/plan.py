@@ -8,11 +8,10 @@ import warnings
 from pathlib import Path
 from typing import Any
 
-from slime_like.checks.definition import training_needs
 from slime_like.checks.directories import directory_problem
 from slime_like.commands.command import Command, at_least_one, given_path, temporary_run_dir
-from slime_like.commands.reading import read_config
 from slime_like.config import RunConfig
+from slime_like.config.reading.load import load_config
 from slime_like.errors import ConfigError
 
 _DOES_NOT_FIT = 1
@@ -46,7 +45,7 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
 def _run(options: argparse.Namespace, flags: list[str]) -> int:
     _require_output(options.output)
     run_dir = None if options.config else temporary_run_dir("plan")
-    config = read_config(options.config, flags, lambda config: training_needs(config) - {"files"}, run_dir)
+    config = load_config(options.config, flags, run_dir)
     _require_possible(options, config)
     # Megatron remarks on every package that would make training faster; nothing is trained here.
     logging.getLogger("megatron").setLevel(logging.ERROR)

@@ -16,12 +16,13 @@ _INTRODUCTION = """\
 
 Generated from the models in `slime_like/config` by `python -m slime_like.commands.reference`; change it there.
 
-One YAML file describes a run. Every key is also a flag of `slime-like train`, as `--trainer.parallel.tensor 2` or
-`--trainer.parallel.tensor=2`. Flags override the file, later flags override earlier ones.
+One YAML file describes a run. Every key is also a flag of `slime-like train`: `--trainer.parallel.tensor 2`,
+`--trainer.parallel.tensor=2` or `trainer.parallel.tensor=2`. Flags override the file, and later flags earlier ones.
 
 - Lists take several values: `--data.train a.jsonl b.jsonl`.
 - Switches take `true` or `false`.
-- Mappings take one entry per flag: `--rollout.engine_args.block_size 32`.
+- Mappings take one entry per flag, `--rollout.engine_args.block_size 32`, and merge with the file's.
+- `${steps}` refers to another field; `???` marks a field that every run has to set.
 - Lists of sections are YAML text: `--reward.functions '[{name: math_verify}, {name: length, options: {limit: 400}}]'`.
 
 Relative paths are relative to the current directory. The run directory has the resolved configuration as `config.yaml`.

@@ -8,10 +8,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from threading import Event
 
-from slime_like.checks.definition import Needs
 from slime_like.commands.command import Command, given_path
-from slime_like.commands.reading import read_config
-from slime_like.config import RunConfig
+from slime_like.config.reading.load import load_config
 from slime_like.errors import ConfigError
 from slime_like.system.words import counted
 
@@ -31,26 +29,19 @@ def _run(options: argparse.Namespace, flags: list[str]) -> int:
             f"--small_steps={options.small_steps} must be at least {_LEAST_STEPS}: before and after the kill",
             code="argument-value",
         )
-    config = read_config(options.config, flags, _needs)
+    config = load_config(options.config, flags)
     from slime_like.verification.rehearsal.rehearsal import rehearse
 
-    found, noted, kept = 0, 0, Event()
+    found, kept = 0, Event()
     with _directory(options.directory, kept) as directory:
-        for finding in rehearse(config, directory, options.small_steps):
-            found += finding.kind == "FOUND"
-            noted += finding.kind == "note"
-            print(f"{finding.kind:5}  {finding.stage:13}  {finding.text}", flush=True)
-        faults = f"{counted(found, 'fault')} found" if found else "nothing found"
-        print(f"rehearsal: {faults}" + (f"; {counted(noted, 'note')} above to read" if noted else ""))
+        for is_sound, stage, text in rehearse(config, directory, options.small_steps):
+            found += not is_sound
+            print(f"{'ok' if is_sound else 'FOUND':5}  {stage:11}  {text}", flush=True)
+        print(f"rehearsal: {counted(found, 'fault')} found" if found else "rehearsal: nothing found")
         if found and options.directory is None:
             kept.set()
             print(f"rehearsal: recipe and logs are in {directory}")
     return _FOUND if found else 0
-
-
-def _needs(config: RunConfig) -> Needs:
-    """Fields alone: the rehearsal itself finds the rest."""
-    return frozenset()
 
 
 @contextlib.contextmanager
@@ -77,12 +68,12 @@ def _directory(given: Path | None, kept: Event) -> Iterator[Path]:
 
 COMMAND = Command(
     "rehearse",
-    "try a recipe on this machine with a small model: data, template, rewards, steps, kill, resume, export",
+    "try a recipe on this machine with a small model: steps, kill, resume, export",
     _run,
     "Run a recipe small on this machine before a cluster is rented. The real tokenizer, rows, template,\n"
     "rewards, environment and loss meet a small random model like the real one, whose weights are not needed;\n"
     "every parallel axis is kept at size 2 where eight ranks suffice. Steps, evaluation and a checkpoint, then\n"
-    "kill -9, resume and export. Prints one line for each thing tried. Exit code 1: something was FOUND.",
+    "kill -9, resume and export. Prints one line per stage. Exit code 1: a stage FOUND a fault.",
     _add_arguments,
     usage="[--directory DIR] [--small_steps N] [--section.field VALUE ...]",
     paths={"[CONFIG.yaml]": "configuration of the real run"},

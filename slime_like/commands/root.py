@@ -8,7 +8,6 @@ from collections.abc import Sequence
 from slime_like import __version__
 from slime_like.commands import (
     convert,
-    import_config,
     launch,
     plan,
     rehearse,
@@ -19,10 +18,9 @@ from slime_like.commands import (
     train,
     verify,
     verify_engine,
-    verify_template,
 )
 from slime_like.commands.command import Command
-from slime_like.config.reading.flags import sets_field
+from slime_like.config.reading.fields import all_fields
 from slime_like.errors import REFUSED
 from slime_like.system.interrupts import InterruptHandler
 
@@ -34,16 +32,14 @@ COMMANDS: Sequence[Command] = (
     rehearse.COMMAND,
     score.COMMAND,
     verify.COMMAND,
-    verify_template.COMMAND,
     verify_engine.COMMAND,
     *convert.COMMANDS,
     tiny_model.COMMAND,
     tasks.COMMAND,
-    import_config.COMMAND,
     report.COMMAND,
 )
 _GROUPS = {
-    "verify": ("compare parallel layouts with one rank, try an engine, or judge a chat template", None),
+    "verify": ("compare parallel layouts with one rank, or try an engine", None),
     "convert": ("convert checkpoints between Hugging Face and Megatron, or compare them", convert.DESCRIPTION),
 }
 _OPTION = re.compile(r"^--\w[\w-]*(?=$|=)")
@@ -62,7 +58,11 @@ def run(argv: Sequence[str]) -> int:
         sys.path.append("")  # custom code in the current directory is found, behind everything that is installed
     options, flags = named[0].parse(argv[len(named[0].words) :])
     # What is unknown is named as it was given.
-    return named[0].run(options, [flag if sets_field(flag) else given.get(flag, flag) for flag in flags])
+    return named[0].run(options, [given.get(flag, flag) if _name(flag) not in all_fields() else flag for flag in flags])
+
+
+def _name(flag: str) -> str:
+    return flag.removeprefix("--").partition("=")[0]
 
 
 def _with_underscores(argument: str) -> str:

@@ -8,9 +8,9 @@ from slime_like.checks.definition import NeedsOf, evaluation_needs, training_nee
 from slime_like.commands.command import Command, given_path, temporary_run_dir
 from slime_like.commands.failure import traceback_kept
 from slime_like.commands.output_file import output_problem
-from slime_like.commands.reading import read_config
 from slime_like.commands.reference import fields_help
 from slime_like.config import RunConfig
+from slime_like.config.reading.load import load_config
 from slime_like.errors import ConfigError
 from slime_like.system.memory import permanent_allocations
 from slime_like.system.words import counted
@@ -24,7 +24,7 @@ _FILE = {"[CONFIG.yaml]": "configuration file"}
 
 
 def _train(arguments: argparse.Namespace, flags: list[str]) -> int:
-    config = read_config(arguments.config, flags, training_needs)
+    config = load_config(arguments.config, flags)
     _require_valid(config, training_needs)
     with permanent_allocations():
         from slime_like.train import train  # imports torch and Ray: only once the configuration is right
@@ -48,7 +48,7 @@ def _train(arguments: argparse.Namespace, flags: list[str]) -> int:
 
 def _evaluate(arguments: argparse.Namespace, flags: list[str]) -> int:
     temporary = temporary_run_dir("eval")
-    config = read_config(arguments.config, flags, evaluation_needs, temporary)
+    config = load_config(arguments.config, flags, temporary)
     if arguments.output is not None:
         _require_output(arguments.output, config, arguments.config)
     _require_valid(config, evaluation_needs)

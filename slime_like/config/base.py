@@ -3,9 +3,9 @@
 import os
 from pathlib import Path
 from types import UnionType
-from typing import TYPE_CHECKING, Any, Union, get_args, get_origin
+from typing import Any, Union, get_args, get_origin
 
-from pydantic import BaseModel, ConfigDict, ValidationInfo, field_validator
+from pydantic import BaseModel, ConfigDict, ValidationInfo, field_validator, model_validator
 
 _MAX_NAME_BYTES, _MAX_PATH_BYTES = 255, 4000
 _WORDS = {"true": True, "false": False}
@@ -55,8 +55,9 @@ def absolute_code(name: str | None) -> str | None:
     return f"{path.parent.resolve() / path.name if '..' in path.parts else path}:{attribute}"
 
 
-class UnknownField(Exception):
-    """What is read has no value, since the one that was given is rejected: a check that needs it ends here."""
+def _path(value: Any) -> Any:
+    require_path(value)
+    return absolute_path(Path(value)) if isinstance(value, str) else value
 
 
 class Section(BaseModel):
@@ -82,19 +83,18 @@ class Section(BaseModel):
             if not isinstance(value, bool) and not (isinstance(value, str) and value in _WORDS):
                 raise ValueError("is neither true nor false; use one of these two")
             return value if isinstance(value, bool) else _WORDS[value]
+        if value is False and "off" in get_args(annotation):
+            return "off"  # YAML 1.1 reads it as a switch
         if any(each is False for each in get_args(annotation)):  # names, or switched off
             return False if value == "false" else str(value) if value == 0 and value is not False else value
         if isinstance(value, bool) and annotation in (int, float):
             raise ValueError("must be a number")
         if Path in (annotation, *get_args(annotation)):
-            for path in value if isinstance(value, list | tuple) else (value,):
-                require_path(path)
+            return [_path(one) for one in value] if isinstance(value, list | tuple) else _path(value)
         return value
 
-    if not TYPE_CHECKING:  # a type checker would accept any attribute
-
-        def __getattr__(self, name: str) -> Any:
-            """Called for what is not there: a field that was taken out, or no field at all."""
-            if name in type(self).model_fields:
-                raise UnknownField(name)
-            return super().__getattr__(name)
+    @model_validator(mode="before")
+    @classmethod
+    def _empty(cls, data: Any) -> Any:
+        """``rollout:`` with nothing below it means the section's defaults."""
+        return {} if data is None else data

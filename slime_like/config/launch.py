@@ -15,10 +15,9 @@ class LaunchOptions:
 
     Attributes:
         config: YAML file; ``None`` starts from the defaults.
-        flags: of ``slime-like train``.
+        flags: of ``slime-like train``, the cluster's size among them.
         address: "" is the address on the way to ``head``.
         token_file: ``None`` is beside the run directory.
-        gpus_per_node: ``None`` counts this node's.
     """
 
     config: Path | None
@@ -29,7 +28,6 @@ class LaunchOptions:
     address: str = ""
     port: int = DEFAULT_PORT
     token_file: Path | None = None
-    gpus_per_node: int | None = None
     nodes_timeout_s: float = 600.0
     ray_timeout_s: float = 120.0
     silence_s: float = 30.0

@@ -7,7 +7,7 @@ from typing import Literal, Self
 from pydantic import Field, field_validator
 
 from slime_like.config.algorithm import AlgorithmConfig
-from slime_like.config.base import Section, absolute_path
+from slime_like.config.base import Section
 from slime_like.config.gpus import GpuName
 from slime_like.config.rollout import RewardConfig, RolloutConfig, SyncConfig
 from slime_like.config.trainer import ParallelConfig, TrainerConfig
@@ -51,7 +51,7 @@ class ReferenceConfig(Section):
     left."""
 
 
-DataFormat = Literal["keys", "gsm8k", "math", "dapo", "openr1", "choices"]
+DataFormat = Literal["keys", "gsm8k", "math", "dapo", "openr1"]
 
 
 class DataSource(Section):
@@ -61,11 +61,6 @@ class DataSource(Section):
     files: tuple[Path, ...] = Field(min_length=1, description="As `data.train`.")
     weight: float = Field(1.0, gt=0, description="Share of the prompts, relative to the other sources.")
     format: DataFormat | None = Field(None, description="As `data.format`, which is the default.")
-
-    @field_validator("files")
-    @classmethod
-    def _absolute(cls, files: tuple[Path, ...]) -> tuple[Path, ...]:
-        return tuple(map(absolute_path, files))
 
 
 class DataConfig(Section):
@@ -160,11 +155,13 @@ class ClusterConfig(Section):
     """The Ray cluster."""
 
     address: str | None = Field(None, description="Address of a running Ray cluster; none: start one on this machine.")
-    object_store_mb: int = Field(512, ge=80, description="Object store of a Ray cluster started here, in MiB.")
+    object_store_mb: int = Field(512, ge=80)
+    """Object store of a Ray cluster started here, in MiB per node. A step's packs pass through node 0's."""
     placement: Literal["separate", "colocated"] = "separate"
     """separate: engines have separate devices. colocated: engines and trainer ranks use the same devices in turn."""
-    nodes: int | None = Field(None, ge=1, description="Nodes assumed by `slime-like plan`; none: as many as needed.")
-    gpus_per_node: int = Field(8, ge=1, description="GPUs per node assumed by `slime-like plan`.")
+    nodes: int | None = Field(None, ge=1, description="Nodes; `slime-like launch` sets it. none: as many as needed.")
+    gpus_per_node: int = Field(8, ge=1, description="GPUs per node; `slime-like launch` counts them.")
+    allow_idle_gpus: bool = Field(False, description="Accept GPUs of `nodes` that nothing uses.")
     gpu: GpuName = Field("h100-80gb", description="GPU assumed by `slime-like plan`.")
     gpu_memory_gib: float | None = Field(None, gt=0, description="GPU memory in GiB for the plan; none: as `gpu`.")
     host_memory_gib: float | None = Field(None, gt=0, description="Node memory in GiB for the plan; none: unchecked.")
@@ -225,6 +222,11 @@ class RunConfig(Section):
         """Workers that hold a reference, where rollouts are sampled."""
         in_use = self.algorithm.needs_reference and not self.supervised and self.debug.load_rollouts is None
         return self.reference.workers if in_use and self.reference.placement == "workers" else 0
+
+    def bucket_bytes(self, on_gpus: bool) -> int:
+        """Return the largest bucket of a weight sync. GPUs that engines share have room: their KV cache is away."""
+        roomy = on_gpus and self.cluster.placement == "colocated"
+        return int((self.sync.bucket_mb or (1024 if roomy else 256)) * 2**20)
 
     @property
     def samples_after_saves(self) -> bool:

@@ -13,7 +13,7 @@ class ParallelConfig(Section):
     tensor: int = Field(1, ge=1, description="Tensor-parallel size.")
     pipeline: int = Field(1, ge=1, description="Pipeline-parallel size.")
     context: int = Field(1, ge=1, description="Context-parallel size.")
-    data: int = Field(1, ge=1, description="Data-parallel size.")
+    data: int = Field(1, ge=1, description="Data-parallel size. auto, in `trainer` only: fill the cluster.")
     expert: int = Field(1, ge=1, description="Expert-parallel size (MoE models).")
     sequence: bool = Field(False, description="Sequence parallelism inside the tensor-parallel group.")
     virtual_pipeline: int = Field(1, ge=1, description="Model chunks per pipeline stage (interleaved schedule).")
@@ -84,8 +84,8 @@ class TrainerConfig(Section):
     activation_offload: bool = False
     """Keep saved activations in host memory; works with any `recompute`."""
     head_chunk_tokens: int | None = Field(None, ge=1)
-    """Tokens whose logits are computed at once. none: a twentieth of a micro-batch, at least 128 and 1 MiB of logits,
-    at most 1,024."""
+    """Tokens whose logits exist at the same time. none: on a GPU 1,024 to 2,048, by 1 GiB of logits; on a CPU a
+    twentieth of a micro-batch, at least 128 and 1 MiB of logits, at most 1,024."""
     rendezvous_port: int | None = Field(None, ge=1024, le=65535)
     """Port on rank 0's host where ranks meet; none: a free one, or a private file in a cluster of one host that the run
     starts."""

@@ -5,7 +5,6 @@ r"""Rows of published data sets, as their files have them: where prompt and answ
 - ``dapo`` (BytedTsinghua-SIA/DAPO-Math-17k and other files for verl): ``prompt``, chat messages;
   ``reward_model.ground_truth``.
 - ``openr1`` (open-r1/OpenR1-Math-220k): ``problem``, ``answer``.
-- ``choices`` (MMLU, MMLU-Pro, ARC, MedQA, CommonsenseQA): a question with its choices; the answer is a letter.
 """
 
 from collections.abc import Callable, Mapping
@@ -15,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 from slime_like.config import DataConfig
-from slime_like.data.choices import question_and_letter
 from slime_like.data.rows import BadRows, Row, read_rows
 from slime_like.errors import DataError
 from slime_like.system.latex import boxed
@@ -109,16 +107,7 @@ def _openr1(row: Row) -> tuple[Any, Any]:
     return _value(row, "problem"), answer
 
 
-def _choices(row: Row) -> tuple[Any, Any]:
-    if (found := question_and_letter(row.values)) is None:
-        problem = "has no `question` with 2 to 10 `choices` or `options` and an `answer`, `answer_idx` or `answerKey`"
-        remedy = "give them: choices as a list, by letter, or as text and label; the answer as a label, text, or index"
-        raise row.fault("not-in-format", problem, remedy)
-    return found
-
-
 _FORMATS: Mapping[str, Callable[[Row], tuple[Any, Any]]] = {
-    "choices": _choices,
     "gsm8k": _gsm8k,
     "dapo": _dapo,
     "openr1": _openr1,

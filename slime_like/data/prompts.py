@@ -1,6 +1,7 @@
 """PromptSource: an endless, shuffled, resumable stream of prompts, of one source or of a mixture."""
 
 import hashlib
+import heapq
 import json
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -137,6 +138,10 @@ class PromptSource:
         known = {prompt.tokens for prompt in prompts}
         rows = {tokens for source in self._sources for row in source if (tokens := tuple(row.tokens)) in known}
         return len(rows)
+
+    def longest(self, n: int) -> list[Sequence[int]]:
+        """Return the token ids of the ``n`` longest prompts, or of all if there are fewer."""
+        return heapq.nlargest(n, (row.tokens for source in self._sources for row in source), key=len)
 
     def source_of(self, group_id: int) -> str | None:
         """Name of the source of a prompt that was issued; ``None`` without a mixture."""

@@ -156,13 +156,9 @@ def _read_jsonl(path: Path, bad: BadRows | None) -> Iterator[Row]:
                 row = _jsonl_row(Row(path, number, {}), line)
             if row is not None:
                 yield row
-            elif _begins_array(line):
-                return  # its other lines are no rows either
 
 
 def _jsonl_row(row: Row, line: bytes) -> Row:
-    if _begins_array(line):
-        raise row.fault("json-array", "a JSON array begins here, as in a .json file", _ONE_OBJECT)
     try:
         values = _parse(line.decode("utf-8"))
         if b"\\ud" in line.lower():
@@ -173,32 +169,14 @@ def _jsonl_row(row: Row, line: bytes) -> Row:
         remedy = "write the file in UTF-8, and neither compressed nor in another format"
         raise row.fault("not-utf8", "this is not UTF-8 text", remedy) from error
     except (ValueError, RecursionError) as error:
-        remedy = f"{_CUT_OFF}; {_ONE_OBJECT}" if _is_cut_off(line, error) else _ONE_OBJECT
         why = f"{error.msg}: column {error.colno}" if isinstance(error, json.JSONDecodeError) else str(error)
-        raise row.fault("not-json", f"no valid JSON ({why})", remedy) from error
+        raise row.fault("not-json", f"no valid JSON ({why})", _ONE_OBJECT) from error
     if not isinstance(values, dict):
         raise row.fault("no-object", f"holds a {type(values).__name__}", _ONE_OBJECT)
     return replace(row, values=values)
 
 
 _ONE_OBJECT = "one object per line belongs here"
-_CUT_OFF = (
-    "the line ends before its object is closed, so the file looks cut off: write or copy it again, or remove the line"
-)
-
-
-def _begins_array(line: bytes) -> bool:
-    """Return whether a JSON array begins in a line and goes on in the next."""
-    text = line.strip()
-    return text == b"[" or (text.startswith(b"[") and text.endswith(b","))
-
-
-def _is_cut_off(line: bytes, error: Exception) -> bool:
-    """Return whether a line ends inside the object that it begins."""
-    text = line.strip()
-    message = error.msg if isinstance(error, json.JSONDecodeError) else ""
-    unclosed = not text.endswith(b"}") and message != "Extra data"
-    return text.startswith(b"{") and (unclosed or message.startswith("Unterminated string"))
 
 
 def _refuse_constant(name: str) -> None:

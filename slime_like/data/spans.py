@@ -19,7 +19,7 @@ Range = tuple[int, int]
 
 _MARKS = re.compile(r"\{%-?\s*generation\s*-?%\}")
 _THINKING = re.compile(r"<think>.*?</think>", re.DOTALL)
-_TEMPLATE = "give model.path a chat template that renders history as it was sampled (`slime-like verify template`)"
+_TEMPLATE = "give model.path a chat template that renders history as it was sampled"
 
 
 class SpanFault(Exception):
@@ -51,11 +51,11 @@ class ChatTemplate:
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
 
-    def render(self, messages: Messages, tools: Tools = None, prompt: bool = False, **variables: Any) -> str:
+    def render(self, messages: Messages, tools: Tools = None, prompt: bool = False) -> str:
         """Render messages, with the generation prompt if ``prompt``. Raises ``SpanFault``: they are rejected."""
         try:
             text: str = self._tokenizer.apply_chat_template(
-                messages, tools=tools, tokenize=False, add_generation_prompt=prompt, **variables
+                messages, tools=tools, tokenize=False, add_generation_prompt=prompt
             )
         except Exception as error:  # templates are programs of the checkpoint and raise what they like
             said, remedy = template_fault(error)
@@ -100,14 +100,14 @@ class ConversationEncoder:
     """
 
     def __init__(self, tokenizer: Any, stop_token_ids: Sequence[int] = ()) -> None:
-        self.template = ChatTemplate(tokenizer)
+        self._template = ChatTemplate(tokenizer)
         if tokenizer.chat_template is None:
             raise SpanFault("no-chat-template", "the tokenizer has no chat template", "give it one")
         eos = tokenizer.eos_token_id
-        self.stops = frozenset(stop_token_ids) or frozenset(() if eos is None else (eos,))
-        if not self.stops:
+        self._stops = frozenset(stop_token_ids) or frozenset(() if eos is None else (eos,))
+        if not self._stops:
             raise SpanFault("no-eos", "the tokenizer has no EOS token to end a turn with", "set eos_token in its files")
-        self._stop_names = token_names(tokenizer, self.stops)
+        self._stop_names = token_names(tokenizer, self._stops)
         self._backend = _untrimmed(tokenizer)
 
     def encode(self, messages: Messages, tools: Tools = None) -> EncodedConversation:
@@ -116,15 +116,15 @@ class ConversationEncoder:
         Raises:
             SpanFault: the template rejects it, or a span cannot be found exactly.
         """
-        text = self.template.render(messages, tools)
-        turns = find_turns(self.template, text, messages, tools)
-        _require_rendered(self.template, text, turns, messages, tools)
+        text = self._template.render(messages, tools)
+        turns = _find_turns(self._template, text, messages, tools)
+        _require_rendered(self._template, text, turns, messages, tools)
         encoding = self._backend.encode(text, add_special_tokens=False)
         tokens, offsets = encoding.ids, encoding.offsets
         starts = [start for start, _ in offsets]
-        ends = [self.end_of_turn(text, turn, tokens, offsets, starts) for turn in turns]
+        ends = [self._end_of_turn(text, turn, tokens, offsets, starts) for turn in turns]
         characters = [(start, end) for (start, _), end in zip(turns, ends, strict=True)]
-        marks = self.template.marks(messages, tools)
+        marks = self._template.marks(messages, tools)
         if marks is not None:
             _require_agreement(marks, characters, turns)
             characters = marks
@@ -133,17 +133,12 @@ class ConversationEncoder:
             raise SpanFault("no-prompt", "no token stands before the first turn of the assistant")
         return EncodedConversation(text, tokens, tuple(spans), tuple(characters))
 
-    def tokenize(self, text: str) -> list[int]:
-        """Encode rendered text, control tokens included."""
-        ids: list[int] = self._backend.encode(text, add_special_tokens=False).ids
-        return ids
-
-    def end_of_turn(
+    def _end_of_turn(
         self, text: str, turn: Range, tokens: Sequence[int], offsets: Sequence[Range], starts: Sequence[int]
     ) -> int:
         """Return the character behind the stop token that ends a turn."""
         for index in range(bisect_left(starts, turn[0]), bisect_left(starts, turn[1])):
-            if tokens[index] not in self.stops:
+            if tokens[index] not in self._stops:
                 continue
             end = offsets[index][1]
             if text[end : turn[1]].strip():
@@ -171,7 +166,7 @@ def _untrimmed(tokenizer: Any) -> Any:
     return copy
 
 
-def find_turns(template: ChatTemplate, text: str, messages: Messages, tools: Tools) -> list[Range]:
+def _find_turns(template: ChatTemplate, text: str, messages: Messages, tools: Tools) -> list[Range]:
     """Return the characters of each turn of the assistant, from behind the generation prompt to where the next message
     begins.
 

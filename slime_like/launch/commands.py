@@ -8,7 +8,6 @@ from slime_like.config import RunConfig
 from slime_like.config.launch import LaunchOptions, launch_directory
 from slime_like.errors import FAILED, LaunchError
 from slime_like.launch.exit import Verdict
-from slime_like.orchestration.cluster.bundles import devices_per_node
 from slime_like.system.subcommand import Child
 
 _STOP_S = 10.0
@@ -21,10 +20,8 @@ def train_arguments(options: LaunchOptions, cluster: str | None) -> list[str]:
 
 def plan_arguments(options: LaunchOptions, config: RunConfig) -> list[str]:
     """Build the arguments of ``plan`` for the started cluster; the plan is also written to a file."""
-    devices = devices_per_node(config, options.nodes, options.gpus_per_node)
     preflight = ["--preflight", "--output", str(_plan_path(config))]
-    size = ["--cluster.nodes", str(options.nodes), "--cluster.gpus_per_node", str(devices)]
-    return ["plan", *([str(options.config)] if options.config else []), *preflight, *options.flags, *size]
+    return ["plan", *([str(options.config)] if options.config else []), *preflight, *options.flags]
 
 
 def run_plan(options: LaunchOptions, config: RunConfig, environment: Mapping[str, str]) -> Verdict:

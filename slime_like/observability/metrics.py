@@ -9,7 +9,6 @@ from typing import Any
 
 from slime_like.config import LoggingConfig
 from slime_like.errors import ConfigError, DataError
-from slime_like.observability.aliases import with_aliases
 from slime_like.observability.json_lines import damaged_line, open_for_append, read_lines, write_lines
 from slime_like.observability.tables import SAMPLE_TABLE, reading_order
 
@@ -44,8 +43,8 @@ class MetricLogger:
         self._file = open_for_append(run_dir / METRICS_FILE)
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
-        """Record ``values`` at ``step``, also under their aliases; several calls may share a step."""
-        numbers = with_aliases({name: float(value) for name, value in values.items()})
+        """Record ``values`` at ``step``; several calls may share a step."""
+        numbers = {name: float(value) for name, value in values.items()}
         write_lines(self._file, [{"step": step, "time": time.time(), **numbers}])
         for tracker in self._trackers:
             tracker.log(step, numbers)

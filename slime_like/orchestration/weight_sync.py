@@ -1,33 +1,27 @@
 """Weights from the trainer to every engine: versioned, streamed in buckets, and verified before they are used."""
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Self
 
 import numpy as np
 
 from slime_like.checks.transport import chosen_transport
 from slime_like.config import RunConfig
 from slime_like.errors import EngineError, WeightSyncError
-from slime_like.interfaces import BucketMetadata, GenerationRequest, SamplingParams, UpdateReceipt
-from slime_like.models.dimensions import ModelDimensions
+from slime_like.interfaces import BucketMetadata, UpdateReceipt
 from slime_like.observability.records import SyncRecord
 from slime_like.orchestration.cluster.placement import Placement
 from slime_like.orchestration.rollout.colocation import Turns
 from slime_like.orchestration.rollout.engine_group import EngineAnswers
 from slime_like.orchestration.rollout.supervisor import EngineSupervisor
+from slime_like.orchestration.rollout.sync_probe import Probe
 from slime_like.orchestration.trainer.calls import Pending
 from slime_like.orchestration.trainer.group_export import GroupExport
 from slime_like.system.words import counted
 from slime_like.weights.delta import is_base_lost
 from slime_like.weights.transports.colocated import join_buckets
 from slime_like.weights.transports.registry import join_rendezvous, use_delta
-
-_FLOAT32_BOUND = 1e-4
-_FLOAT32_ROUNDINGS = 256
-_BFLOAT16_BOUND = 0.11
-_LEAST_SPREAD = 0.05
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,11 +34,13 @@ class SyncReport(SyncRecord):
     Attributes:
         gather_s: seconds spent waiting for the trainers to gather and write buckets.
         probe_gap: largest engine-to-trainer logprob difference of the probe; ``None`` when not verified.
+        note: what the user should know of the probe; empty if nothing.
     """
 
     transport: str
     gather_s: float
     probe_gap: float | None
+    note: str = ""
 
     def __str__(self) -> str:
         share = 100 * self.verification_s / self.total_s
@@ -80,60 +76,12 @@ class _Sent:
         self.compared += bucket.compared
 
 
-@dataclass(frozen=True, slots=True)
-class ProbeGap:
-    """Result of the probe.
-
-    In float32 the largest difference counts. Rounding grows with depth and with the spread of the logprobs (their
-    standard deviation): the bound is 256 units of rounding (2^-23) times both, at least 1e-4. SmolLM2-135M (30 layers,
-    spread 2.7) in float32 differs by 2e-5 to 3e-4 from itself in float64, after small changes of its weights; with one
-    tensor zeroed or permuted by 0.6 to 18; its bound is 2.5e-3.
-
-    In bfloat16 the largest says little: a logit of 16 is rounded to eighths, and a trained model's logprob of one
-    random token in sixty may be off by 3 where both sides are sound, which also makes most of a mean. There the median
-    of the differences counts, as a share of the spread. SmolLM2-135M in vLLM, before and after some steps of training:
-    0.018 to 0.022, while the largest was 0.3 to 3.6; with one of 25 matrices permuted, at least 0.13. The bound is five
-    times the former.
-
-    Attributes:
-        largest: largest difference of a token's logprob, in nats.
-        share: median of the differences over the spread of the trainer's logprobs (or 0.05).
-        bound: on ``largest`` in float32, on ``share`` in bfloat16.
-        in_float32: which of both counts.
-    """
-
-    largest: float
-    share: float
-    bound: float
-    in_float32: bool
-
-    @classmethod
-    def between(cls, got: np.ndarray, expected: np.ndarray, dtype: str, layers: int, bound: float | None) -> Self:
-        """Of an engine's logprobs (n,) and the trainer's; without a ``bound``, the one for ``dtype`` and ``layers``."""
-        in_float32 = dtype == "float32"
-        gaps = np.abs(got.astype(np.float64) - expected)
-        spread = float(np.std(expected, dtype=np.float64))
-        share = float(np.median(gaps) / max(spread, _LEAST_SPREAD))
-        if bound is None and in_float32:
-            bound = max(_FLOAT32_BOUND, _FLOAT32_ROUNDINGS * float(np.finfo(np.float32).eps) * layers * spread)
-        return cls(float(gaps.max()), share, _BFLOAT16_BOUND if bound is None else bound, in_float32)
-
-    @property
-    def is_sound(self) -> bool:
-        """False for what is not a number, too."""
-        return (self.largest if self.in_float32 else self.share) <= self.bound
-
-    def __str__(self) -> str:
-        if self.in_float32:
-            return f"by up to {self.largest:.2e} (bound {self.bound:.0e})"
-        return (
-            f"by up to {self.largest:.2e}, with a median of {self.share:.2f} of how much the trainer's vary "
-            f"(bound {self.bound:g})"
-        )
-
-
 class WeightSync:
-    """Moves the policy's weights; one object for the run."""
+    """Moves the policy's weights; one object for the run.
+
+    Args:
+        prompts: token ids of text for the probe.
+    """
 
     def __init__(
         self,
@@ -143,6 +91,7 @@ class WeightSync:
         placement: Placement,
         turns: Turns,
         run_name: str,
+        prompts: Sequence[Sequence[int]] = (),
     ) -> None:
         self._config = config
         self._turns = turns
@@ -150,9 +99,7 @@ class WeightSync:
         self._supervisor = supervisor
         self._engines = supervisor.engines
         self._run_name = run_name
-        dimensions = ModelDimensions.from_checkpoint(config.model.path)
-        self._probe = probe_sequences(config, dimensions.vocab_size)
-        self._layers = dimensions.num_layers
+        self._probe = Probe(config, prompts)
         self._transport = chosen_transport(config, placement.device == "GPU", placement.num_nodes)
         self._delta = use_delta(config.sync.delta, self._transport, config.model.dtype)
         self._version = 0
@@ -196,7 +143,8 @@ class WeightSync:
         sent, receipts = self._transfer_or_resend(version)
         self._turns.end_sync()  # trainers that leave the device score the probe before: they work in order
         verifying = time.perf_counter()
-        gap = None if sent.expected is None else self._verify(version, sent, receipts, sent.expected)
+        expected = sent.expected
+        gap, note = (None, "") if expected is None else self._verify(version, sent, receipts, expected)
         finished = time.perf_counter()
         hash_s = sent.hash_s + max(receipt.hash_s for receipt in receipts)
         return SyncReport(
@@ -208,6 +156,7 @@ class WeightSync:
             gather_s=sent.gather_s,
             verification_s=hash_s + (0.0 if gap is None else finished - verifying),
             probe_gap=gap,
+            note=note,
         )
 
     def _transfer_or_resend(self, version: int) -> tuple[_Sent, list[UpdateReceipt]]:
@@ -242,7 +191,7 @@ class WeightSync:
             gathered_next = self._trainers.next_buckets
             if not buckets and self._config.sync.verify:
                 # Trainers are done, while engines still load the last buckets and make the version current.
-                sent.expected = self._trainers.start_probe(self._probe)
+                sent.expected = self._trainers.start_probe(self._probe.sequences)
             if loading is not None:
                 loading.result()
             if not buckets:
@@ -252,29 +201,16 @@ class WeightSync:
                 sent.add(bucket)
             loading = self._engines.update(buckets)
 
-    def _verify(self, version: int, sent: _Sent, receipts: list[UpdateReceipt], expected: Pending[np.ndarray]) -> float:
-        """Compare hashes, then teacher-forced logprobs of fixed tokens: the engine *uses* what arrived."""
+    def _verify(
+        self, version: int, sent: _Sent, receipts: list[UpdateReceipt], expected: Pending[np.ndarray]
+    ) -> tuple[float, str]:
+        """Compare hashes, then logprobs of fixed tokens: the engine *uses* what arrived. Return the probe's verdict."""
         for engine, receipt in enumerate(receipts):
             compare_checksums(sent.checksums, receipt, engine)
-        dtype, bound = self._config.model.dtype, self._config.sync.probe_tolerance
-        asked = [self._engines.probe(_probe_request(version, i, tokens)) for i, tokens in enumerate(self._probe)]
+        asked = [self._engines.probe(request) for request in self._probe.requests(version)]
         wanted, answers = expected.result(), [answers.result() for answers in asked]
-        worst = 0.0
-        for engine in range(len(self._engines)):
-            got = np.concatenate([_prompt_logprobs(answer[engine][0], engine) for answer in answers])
-            gap = ProbeGap.between(got, wanted, dtype, self._layers, bound)
-            if not gap.is_sound:
-                raise WeightSyncError(
-                    f"engine {engine}'s logprobs differ from the trainer's {gap}: "
-                    "it does not serve the weights it received",
-                    code="probe-gap",
-                    who=f"weight sync to version {version}",
-                    remedy="compare weights/probe_gap of earlier steps: if it has grown little by little this is "
-                    "rounding, and a larger sync.probe_tolerance lets the run go on; if it has jumped, report this, "
-                    "with the engine's version and log",
-                )
-            worst = max(worst, gap.largest)
-        return worst
+        by_engine = [[answer[engine][0] for answer in answers] for engine in range(len(self._engines))]
+        return self._probe.judge(version, by_engine, wanted)
 
 
 def compare_checksums(sent: dict[str, int], receipt: UpdateReceipt, engine: int) -> None:
@@ -294,24 +230,3 @@ def compare_checksums(sent: dict[str, int], receipt: UpdateReceipt, engine: int)
                 code="tensors-differ",
                 who=f"weight sync to version {receipt.version}, engine {engine}",
             )
-
-
-def probe_sequences(config: RunConfig, vocab_size: int) -> list[list[int]]:
-    """Fixed pseudo-random token sequences, the same in every run of a model."""
-    length = min(32, config.max_model_len - 1)
-    generator = np.random.default_rng(20_240_607)
-    return [generator.integers(0, vocab_size, length).tolist() for _ in range(2)]
-
-
-def _probe_request(version: int, index: int, tokens: list[int]) -> GenerationRequest:
-    sampling = SamplingParams(temperature=0.0, max_new_tokens=1, training=False)
-    return GenerationRequest(f"probe-{version}-{index}", tokens, sampling, prompt_logprobs=True)
-
-
-def _prompt_logprobs(generation: object, engine: int) -> np.ndarray:
-    logprobs = getattr(generation, "prompt_logprobs", None)
-    if logprobs is None:
-        raise WeightSyncError(
-            f"engine {engine} returned no prompt logprobs for the probe; its adapter must", code="no-probe-logprobs"
-        )
-    return np.asarray(logprobs, dtype=np.float64)

@@ -3,7 +3,6 @@
 import shutil
 import socket
 from collections.abc import Iterator
-from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, metadata, requires, version
 from pathlib import Path
 
@@ -11,38 +10,18 @@ from packaging.requirements import Requirement
 
 from slime_like.checks.layout import divisors
 from slime_like.config import RunConfig
+from slime_like.config.filling import gpus_needed
 from slime_like.models.dimensions import ModelDimensions
 from slime_like.models.weight_files import header_shapes
-from slime_like.orchestration.cluster.bundles import bundle_sizes, num_reference_ranks
-from slime_like.planning.units import count_text, traffic_text
+from slime_like.planning.units import memory_text, traffic_text
 
 _OPTIMIZER_BYTES = 12
 """Of a parameter in a checkpoint, beside its weight: main weight and two moments in float32."""
 
+_TOKEN_BYTES, _RESPONSE_BYTES = 17, 33
+"""Of a token in a pack, and of a token of a response in addition."""
+
 _SHOWN = 5
-
-
-@dataclass(frozen=True, slots=True)
-class GpusNeeded:
-    """GPUs of trainer ranks, of engines that do not share them, and of reference workers."""
-
-    trainers: int
-    engines: int
-    references: int
-
-    @property
-    def total(self) -> int:
-        return self.trainers + self.engines + self.references
-
-    def __str__(self) -> str:
-        parts = ((self.trainers, "trainer ranks"), (self.engines, "engines"), (self.references, "reference workers"))
-        named = " + ".join(f"{count} for {whose}" for count, whose in parts if count)
-        return f"{count_text(self.total, 'GPU')} ({named})"
-
-
-def gpus_needed(config: RunConfig) -> GpusNeeded:
-    trainers, references = config.trainer.parallel.world_size, num_reference_ranks(config)
-    return GpusNeeded(trainers, sum(bundle_sizes(config)) - trainers - references, references)
 
 
 def nodes_needed(config: RunConfig) -> int:
@@ -52,6 +31,28 @@ def nodes_needed(config: RunConfig) -> int:
 
 def planned_nodes(config: RunConfig) -> int:
     return config.cluster.nodes or nodes_needed(config)
+
+
+def object_store_notes(config: RunConfig) -> Iterator[str]:
+    """Warn if node 0's object store does not hold a step's packs, which Ray then keeps on disk."""
+    largest, store = largest_batch_bytes(config), config.cluster.object_store_mb * 2**20
+    if config.cluster.address is None and largest > store:
+        yield (
+            f"cluster.object_store_mb={config.cluster.object_store_mb}: a step's packs take up to "
+            f"{memory_text(largest)}, and what the store does not hold goes to disk; set at least "
+            f"{-(-largest // 2**20)}"
+        )
+
+
+def largest_batch_bytes(config: RunConfig) -> int:
+    """Count the bytes of a step's packs (``PackedTrajectory``) whose sequences are all as long as allowed."""
+    rollout, algorithm, prompt = config.rollout, config.algorithm, config.data.max_prompt_tokens
+    samples = rollout.prompts_per_step * (1 if config.supervised else rollout.samples_per_prompt)
+    response = config.longest_row - prompt
+    scored = algorithm.needs_reference + algorithm.scores_policy
+    support = 1 + rollout.bounded_top_k if rollout.bounded_top_k > 0 else 0
+    per_token = _RESPONSE_BYTES + 4 * (scored + support)
+    return samples * ((prompt + response) * _TOKEN_BYTES + response * per_token)
 
 
 def placement_problems(config: RunConfig) -> Iterator[str]:

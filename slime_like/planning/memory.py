@@ -121,13 +121,13 @@ def received_bytes(run: PlannedRun) -> int:
 def _sending_bytes(run: PlannedRun) -> int:
     """A bucket, of several ranks its shards, and two that engines take in turn, of which one at most is large."""
     alone = run.config.trainer.parallel.world_size == 1
-    return (2 if alone else 3) * bucket_bytes(run) + int(run.config.sync.bucket_mb * 2**20)
+    return (2 if alone else 3) * bucket_bytes(run) + run.config.bucket_bytes(on_gpus=True)
 
 
 def bucket_bytes(run: PlannedRun) -> int:
     """A bucket, or the largest tensor where that alone is larger: the embedding."""
     embedding = run.dimensions.vocab_size * run.dimensions.hidden_size * run.element_bytes
-    return max(int(run.config.sync.bucket_mb * 2**20), embedding)
+    return max(run.config.bucket_bytes(on_gpus=True), embedding)
 
 
 def _trainer_reserve(estimate: RankEstimate) -> Item:

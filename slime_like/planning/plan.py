@@ -59,6 +59,7 @@ def make_plan(run: PlannedRun, preflight: bool = False, note: Note = lambda _: N
     found += [*plan.size_problems, *checks.version_problems()]
     if not preflight or local_gpus():  # a cluster of CPUs may run what is planned for GPUs
         found += rejected_on_cuda(config)
+    plan.notes += checks.object_store_notes(config)
     plan.problems += dict.fromkeys(found)  # the configuration and the backend may find the same
     _judge_machine(plan, config, dimensions, preflight)
     if not layout_problems(config.trainer.parallel, dimensions) and not list(prefix_problems(config)):

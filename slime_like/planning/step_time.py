@@ -1,7 +1,7 @@
 """Predicted time of a step, from the ranks' computation and messages and assumed hardware figures."""
 
 import math
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -114,7 +114,7 @@ def _lost_seconds(
     workload, parallel, algorithm = run.workload, run.config.trainer.parallel, run.config.algorithm
     updates = algorithm.epochs * algorithm.minibatches
     times = updates * workload.micro_batches / len(estimates)
-    total: Counter[str] = Counter()
+    total = defaultdict[str, float](float)
     for estimate in estimates:
         passed, again = pass_parts(run, estimate, estimate.training), pass_parts(run, estimate, estimate.forward)
         share = _recomputed(estimate)

@@ -3,21 +3,17 @@
 Not covered: times, CUDA, and the trainers themselves, whose gradient norm the table shows beside Hugging Face's.
 """
 
-from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModelForCausalLM
 
-from benchmarks.trainer import __main__ as command
 from benchmarks.trainer.batch import full_packs, padded_batches, quickstart_packs
-from benchmarks.trainer.measure import Figures, SideError, _deliver
+from benchmarks.trainer.measure import _deliver
 from benchmarks.trainer.sides import HuggingFaceSide
-from benchmarks.trainer.table import Row, Workload, render
 from benchmarks.trainer.work import step_flops
 from slime_like.algorithms.packing.pack import pack_sequences, unpack_sequences
 from slime_like.errors import TrainerError
@@ -93,55 +89,6 @@ def test_main_weights_are_updated_in_float32(model: Path) -> None:
     changes = [float((main - old).abs().max()) for main, old in zip(side._main, before, strict=True)]
     assert all(main.dtype == torch.float32 for main in side._main)
     assert max(changes) == pytest.approx(1e-6, rel=0.05)
-
-
-def test_the_table_says_what_did_not_fit() -> None:
-    work = Workload("4b", 8192, 4, 32768, 6e14, 512, 1536)
-    figures = Figures(1.0, 0.1, 0.8, 0.2, 1.0, 3 << 30, 2.5)
-    rows = [
-        Row(work, "megatron", "none", figures, 5 << 29),
-        Row(work, "hf-packed", "full", None),
-        Row(work, "fsdp", "none", None, failed="ended with 1"),
-    ]
-    text = render(rows, ceiling=1e15)
-    ours, theirs, failed = text.splitlines()[2:]
-    assert "| 4b | 8,192 | megatron | none | 32,768 | 0.800 | 0.200 | 75.0% | 60.0% | 3.00 | 2.50 |" in ours
-    assert "| 4b | 8,192 | hf-packed | full | out of memory |" in theirs
-    assert "| 4b | 8,192 | fsdp | none | ended with 1 |" in failed
-    assert len({line.count("|") for line in text.splitlines()}) == 1
-
-
-def test_recompute_is_tried_where_memory_runs_out_and_a_failure_leaves_the_others(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    tried: list[tuple[str, str]] = []
-
-    def in_process(function: Callable[..., Any], *arguments: Any) -> Any:
-        if function is command.ceiling:
-            return 1e12
-        if function is command.planned_bytes:
-            return 3 << 30
-        side, config, tokens = arguments[:3]
-        assert function is command.measured and tokens == TOKENS == config.trainer.target_tokens_per_batch
-        assert config.data.max_prompt_tokens + config.rollout.max_new_tokens <= TOKENS // 4 + 1
-        tried.append((side, config.trainer.recompute))
-        if side == "fsdp":
-            raise SideError("ended with 1")
-        enough = side == "megatron" and config.trainer.recompute == "full"
-        return Figures(1.0, 0.1, 0.8, 0.2, 1.0, 1 << 30, 2.5) if enough else None
-
-    monkeypatch.setattr(command, "in_process", in_process)
-    arguments = f"--shapes tiny --tokens {TOKENS} --micro-batches 2 --result".split()
-    with pytest.raises(SystemExit) as ended:
-        command.main([*arguments, str(tmp_path / "r.md"), "--backend", "megatron", "fsdp", "hf-padded"])
-    assert ended.value.code == 1
-    megatron, padded = ([(side, recompute) for recompute in ("none", "full")] for side in ("megatron", "hf-padded"))
-    assert tried == [*megatron, ("fsdp", "none"), *padded]
-    report = (tmp_path / "r.md").read_text()
-    assert report.strip() in capsys.readouterr().out
-    assert "--tokens 96" in report and "Matrix products: 1.00 TFLOP/s" in report
-    for row in ("megatron | full | 192 |", "fsdp | none | ended with 1 |", "hf-padded | full | out of memory |"):
-        assert f"| tiny | {TOKENS} | {row}" in report
 
 
 def test_memory_that_ran_out_is_known_behind_a_trainers_sentence() -> None:

@@ -8,13 +8,14 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from safetensors.torch import load_file, save_file
 
 from rollout.sglang.engine import SglangEngine
 from rollout.transformers.engine import TransformersEngine
 from rollout.vllm.engine import VllmEngine
 from slime_like.examples.tiny_model import make_tiny_model
-from tests.engines.harness import RARE_ID, EngineUnderTest, Reference, run_config, started
+from tests.engines.harness import PRECISION, RARE_ID, EngineUnderTest, Reference, run_config, started
 
 ENGINES = {"vllm": VllmEngine, "sglang": SglangEngine, "transformers": TransformersEngine}
 EOS_IDS = list(range(200, 230))
@@ -44,14 +45,14 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
 
 @pytest.fixture(scope="session")
 def references(models: list[Path]) -> list[Reference]:
-    return [Reference(model) for model in models]
+    return [Reference(model, rounded_to=getattr(torch, PRECISION)) for model in models]
 
 
 @pytest.fixture(scope="module", params=list(ENGINES))
 def engine(
     request: pytest.FixtureRequest, references: list[Reference], tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[EngineUnderTest]:
-    config = run_config(references[0].directory, tmp_path_factory.mktemp("run"))
+    config = run_config(references[0].directory, tmp_path_factory.mktemp("run"), dtype=PRECISION)
     with started(ENGINES[request.param](config, 0), references) as under_test:
         yield under_test
 

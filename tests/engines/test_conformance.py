@@ -1,4 +1,4 @@
-"""What every engine promises, asked of every engine; Hugging Face's forward is the judge.
+"""The claims of ``slime-like verify engine`` and more, on every engine; transformers' forward pass is the judge.
 
 One engine is started per module and kind, so tests leave it idle and unpaused; only the last one kills it. Not covered
 here: refused starts (``test_lifecycle.py``), speed, tensor parallelism.
@@ -22,36 +22,71 @@ from slime_like.errors import EngineError, WeightSyncError
 from slime_like.examples.tiny_model import byte_tokenizer
 from slime_like.interfaces import ConversationTask, EngineHealth, Generation, GenerationRequest, PauseMode
 from slime_like.orchestration.rollout import engine_actor
+from slime_like.verification.engine.claims import CLAIMS, Claim, truncated_sampling
+from slime_like.verification.engine.reference import Reference
+from slime_like.verification.engine.subject import Subject
 from slime_like.weights.transport import TransportSettings
 from tests.engines.conftest import EOS_IDS
-from tests.engines.harness import NO_STOP, TOLERANCE, EngineUnderTest, check_logprobs, run_config
+from tests.engines.harness import (
+    NO_STOP,
+    EngineUnderTest,
+    check_gaps,
+    check_logprobs,
+    is_float32,
+    run_config,
+    same_ids,
+)
 
 COLD = 0.05
 """With ``NO_STOP`` and this temperature responses end at their length."""
 
 
+# -------------------------------------------------------------------------------------------------------------- claims
+@pytest.fixture(scope="module")
+def subject(engine: EngineUnderTest, models: list[Path], prompts: list[list[int]]) -> Subject:
+    return Subject(engine, Reference(models[0]), Reference(models[1]).weights, prompts[:8])
+
+
+@pytest.mark.parametrize("claim", CLAIMS, ids=lambda claim: claim.__name__)
+def test_claim(claim: Claim, engine: EngineUnderTest, subject: Subject) -> None:
+    """The list of ``slime-like verify engine``. Its claims about supports hold for each of these engines."""
+    if not is_float32(engine.reference):
+        pytest.skip("the claims have bounds for float32 alone")
+    subject.reference.use(engine.reference.weights)
+    subject.others = engine.references[1 - engine.current].weights
+    try:
+        gap = claim(subject)
+    finally:
+        engine.run(engine.load(engine.current))
+    assert claim is not truncated_sampling or gap is not None
+
+
 # ------------------------------------------------------------------------------------------------------------ sampling
-@pytest.mark.parametrize("temperature", [1.0, 0.7, 0.0])
-def test_logprobs_are_of_scaled_logits(engine: EngineUnderTest, prompts: list[list[int]], temperature: float) -> None:
-    requests = [engine.request(p, temperature=temperature, max_new_tokens=24, num_samples=2) for p in prompts]
-    for prompt, generations in zip(prompts, engine.generate_all(requests), strict=True):
-        for generation in generations:
-            check_logprobs(engine.reference, prompt, generation, temperature)
-
-
-def test_mixed_temperatures_in_one_batch(engine: EngineUnderTest, prompts: list[list[int]]) -> None:
-    temperatures = [(0.0, 0.5, 1.0, 1.5)[i % 4] for i in range(len(prompts))]
-    requests = [engine.request(p, temperature=t, max_new_tokens=8) for p, t in zip(prompts, temperatures, strict=True)]
-    results = engine.generate_all(requests)
-    for prompt, temperature, (generation,) in zip(prompts, temperatures, results, strict=True):
-        check_logprobs(engine.reference, prompt, generation, temperature)
-
-
-def test_greedy_takes_the_most_likely_token(engine: EngineUnderTest, prompts: list[list[int]]) -> None:
-    (generation,) = engine.generate(prompts[0], temperature=0.0, max_new_tokens=24, stop_token_ids=NO_STOP)
-    logits = engine.reference.logits(prompts[0], generation.token_ids.tolist())[:-1]
-    chosen = logits.gather(1, torch.from_numpy(generation.token_ids)[:, None])[:, 0]
-    assert (logits.max(dim=-1).values - chosen).max() < TOLERANCE
+@pytest.mark.parametrize("cut", [{}, {"top_p": 0.9, "top_k": 40}], ids=["whole", "truncated"])
+def test_logprobs_before_and_after_an_update(
+    engine: EngineUnderTest, prompts: list[list[int]], cut: dict[str, Any]
+) -> None:
+    """Of prompts, and of samples over the whole vocabulary or over their supports, within the precision's bounds."""
+    for _ in range(2):
+        for prompt, temperature in zip(prompts, (1.0, 0.7, 0.0 if not cut else 1.3), strict=False):
+            (found,) = engine.generate(
+                prompt, temperature=temperature, max_new_tokens=24, stop_token_ids=NO_STOP, prompt_logprobs=True, **cut
+            )
+            assert found.prompt_logprobs is not None
+            expected = engine.reference.logprobs(prompt[:1], np.asarray(prompt[1:]), 1.0)
+            check_gaps(engine.reference, found.prompt_logprobs, expected)
+            if not cut:
+                check_logprobs(engine.reference, prompt, found, temperature)
+                continue
+            assert found.supports is not None and found.supports.hold(found.token_ids).all()
+            rows = (engine.reference.logits(prompt, found.token_ids.tolist())[:-1].double() / temperature).unbind()
+            over = [
+                row[torch.as_tensor(ids).long()].logsumexp(0) for row, ids in zip(rows, found.supports, strict=True)
+            ]
+            drawn = [row[token] for row, token in zip(rows, found.token_ids.tolist(), strict=True)]
+            expected = np.array([float(one - other) for one, other in zip(drawn, over, strict=True)])
+            check_gaps(engine.reference, found.logprobs, expected, temperature)
+        engine.run(engine.load(1 - engine.current))
 
 
 def test_samples_follow_the_distribution(engine: EngineUnderTest, prompts: list[list[int]]) -> None:
@@ -90,60 +125,18 @@ def test_the_longest_sequence(engine: EngineUnderTest) -> None:
     check_logprobs(engine.reference, prompt, generation, COLD)
 
 
-def test_a_seed_gives_the_same_ids_beside_any_requests(engine: EngineUnderTest, prompts: list[list[int]]) -> None:
-    def seeded(prompt: list[int], seed: int, count: int) -> GenerationRequest:
-        return engine.request(prompt, seed=seed, num_samples=count, max_new_tokens=12, stop_token_ids=NO_STOP)
-
-    alone = engine.generate_all([seeded(prompts[4], 7, 2)])[0]
-    others = [seeded(p, i, 3) for i, p in enumerate(prompts)]
-    others.append(engine.request(prompts[0], temperature=0.0, max_new_tokens=12, stop_token_ids=NO_STOP))
-    others.append(engine.request(prompts[1], top_k=5, max_new_tokens=12, stop_token_ids=NO_STOP, training=False))
-    crowd = engine.generate_all([*others, seeded(prompts[4], 7, 4)])[-1]
-    ids = [generation.token_ids.tolist() for generation in crowd]
-    assert [generation.token_ids.tolist() for generation in alone] == ids[:2]
-    assert len({tuple(sample) for sample in ids}) == 4
-    other = engine.generate_all([seeded(prompts[4], 8, 4)])[0]
-    assert not {tuple(sample) for sample in ids} & {tuple(g.token_ids.tolist()) for g in other}
-
-
-def test_without_a_seed_samples_differ(engine: EngineUnderTest, prompts: list[list[int]]) -> None:
-    drawn = [engine.generate(prompts[4], max_new_tokens=12, stop_token_ids=NO_STOP)[0] for _ in range(2)]
-    assert drawn[0].token_ids.tolist() != drawn[1].token_ids.tolist()
-
-
 def test_evaluation_may_truncate_the_distribution(engine: EngineUnderTest, prompts: list[list[int]]) -> None:
     options: dict[str, Any] = {"max_new_tokens": 1, "num_samples": 64, "seed": 1, "training": False}
-    top = set(engine.reference.logits(prompts[5])[0].topk(3).indices.tolist())
-    assert {int(g.token_ids[0]) for g in engine.generate(prompts[5], top_k=3, **options)} == top
-    likeliest = int(engine.reference.logits(prompts[5])[0].argmax())
-    assert {int(g.token_ids[0]) for g in engine.generate(prompts[5], top_p=1e-4, **options)} == {likeliest}
 
+    def edge(prompt: list[int], count: int) -> float:
+        """What rounding must not bridge."""
+        values = engine.reference.logits(prompt)[0].topk(count + 1).values
+        return float(values[-2] - values[-1])
 
-@pytest.mark.parametrize(("top_p", "top_k", "min_p"), [(0.9, 40, 0.0), (1.0, 5, 0.0), (0.5, 512, 0.0), (0.9, 40, 0.2)])
-def test_training_on_a_truncated_distribution_gets_its_supports(
-    engine: EngineUnderTest, prompts: list[list[int]], top_p: float, top_k: int, min_p: float
-) -> None:
-    """The smallest sets that reach top-p among the top-k of what is likely enough, logprobs over them, and the tokens
-    that evaluation draws."""
-    options: dict[str, Any] = {"temperature": 0.7, "max_new_tokens": 12, "num_samples": 2, "seed": 4}
-    options |= {"top_p": top_p, "top_k": top_k, "min_p": min_p, "stop_token_ids": NO_STOP}
-    evaluated = engine.generate(prompts[3], training=False, **options)
-    for generation, other in zip(engine.generate(prompts[3], **options), evaluated, strict=True):
-        assert generation.token_ids.tolist() == other.token_ids.tolist() and other.supports is None
-        assert generation.supports is not None and generation.supports.hold(generation.token_ids).all()
-        logits = engine.reference.logits(prompts[3], generation.token_ids.tolist())[:-1] / 0.7
-        for row, support, token, logprob in zip(
-            logits.double().softmax(-1), generation.supports, generation.token_ids, generation.logprobs, strict=True
-        ):
-            likeliest = row.sort(descending=True)
-            enough = int((likeliest.values >= min_p * likeliest.values[0]).sum())
-            mass = likeliest.values[: min(top_k, enough)]
-            count = 1 + int(((mass / mass.sum()).cumsum(0) < top_p).sum()) if top_p < 1 else len(mass)
-            kept = set(support.tolist())
-            assert abs(len(kept) - count) <= 1 and token in kept  # one at the edge may round to either side
-            assert kept - set(likeliest.indices[: count + 1].tolist()) == set()
-            expected = float(row[int(token)].log() - row[sorted(kept)].sum().log())
-            assert abs(float(logprob) - expected) < TOLERANCE
+    for count, cut in ((3, {"top_k": 3}), (1, {"top_p": 1e-4})):
+        prompt = max(prompts, key=lambda prompt: edge(prompt, count))
+        likeliest = set(engine.reference.logits(prompt)[0].topk(count).indices.tolist())
+        assert {int(g.token_ids[0]) for g in engine.generate(prompt, **cut, **options)} == likeliest
 
 
 def test_requests_of_one_batch_keep_as_many_logprobs_as_they_asked_for(
@@ -153,23 +146,14 @@ def test_requests_of_one_batch_keep_as_many_logprobs_as_they_asked_for(
     cuts: list[dict[str, Any]] = [{}, {"top_k": 3}, {"top_k": 60}, {"top_p": 0.5, "top_k": 512}]
     options: dict[str, Any] = {"max_new_tokens": 9, "stop_token_ids": NO_STOP, "seed": 2}
     together = engine.generate_all([engine.request(prompts[2], **options, **cut) for cut in cuts])
-    for cut, (found,) in zip(cuts, together, strict=True):
-        (alone,) = engine.generate(prompts[2], **options, **cut)
-        assert found.token_ids.tolist() == alone.token_ids.tolist()
-        assert np.abs(found.logprobs - alone.logprobs).max() < TOLERANCE
+    apart = [engine.generate(prompts[2], **options, **cut)[0] for cut in cuts]
+    for cut, (found,), alone in zip(cuts, together, apart, strict=True):
         assert (found.supports is None) == (alone.supports is None) == (not cut)
-        if found.supports is not None and alone.supports is not None:
+    for found, alone in same_ids(engine.reference, [found for (found,) in together], apart):
+        check_gaps(engine.reference, found.logprobs, alone.logprobs)
+        if found.supports is not None and alone.supports is not None and is_float32(engine.reference):
             pairs = zip(found.supports, alone.supports, strict=True)
-            assert [set(one.tolist()) for one, _ in pairs] == [set(other.tolist()) for other in alone.supports]
-
-
-def test_prompt_logprobs_are_teacher_forced(engine: EngineUnderTest, prompts: list[list[int]]) -> None:
-    for prompt in prompts[:6]:
-        (generation,) = engine.generate(prompt, temperature=0.5, max_new_tokens=1, prompt_logprobs=True)
-        expected = engine.reference.logprobs(prompt[:1], np.asarray(prompt[1:]), 1.0)
-        assert generation.prompt_logprobs is not None
-        assert generation.prompt_logprobs.shape == (len(prompt) - 1,)
-        assert np.abs(generation.prompt_logprobs - expected).max() < TOLERANCE
+            assert all(set(one.tolist()) == set(other.tolist()) for one, other in pairs)
 
 
 def test_many_requests_at_once(engine: EngineUnderTest, prompts: list[list[int]]) -> None:
@@ -225,28 +209,9 @@ def long_request(engine: EngineUnderTest, prompt: list[int], **fields: Any) -> G
     return engine.request(prompt, max_new_tokens=long(engine), stop_token_ids=NO_STOP, temperature=COLD, **fields)
 
 
-def test_abort_one(engine: EngineUnderTest, prompts: list[list[int]]) -> None:
-    async def scenario(delay_s: float) -> tuple[list[Generation], list[Generation]]:
-        doomed, spared = (long_request(engine, prompt, num_samples=2) for prompt in prompts[6:8])
-        tasks = [asyncio.create_task(engine.engine.generate(request)) for request in (doomed, spared)]
-        await asyncio.sleep(delay_s)
-        await engine.engine.abort(doomed.request_id)
-        return await tasks[0], await tasks[1]
-
-    for delay_s in HALFWAY_S:
-        doomed, spared = engine.run(scenario(delay_s))
-        if all(0 < len(generation.token_ids) < long(engine) for generation in doomed):
-            break
-    for generation in doomed:
-        assert generation.finish_reason == "abort"
-        assert 0 < len(generation.token_ids) < long(engine)
-        check_logprobs(engine.reference, prompts[6], generation, COLD)
-    assert all(g.finish_reason == "length" for g in spared)
-
-
-@pytest.mark.parametrize(("mode", "finish"), [("abort", "abort"), ("wait", "length"), ("keep", "length")])
+@pytest.mark.parametrize(("mode", "finish"), [("abort", "abort"), ("wait", "length")])
 def test_pause(engine: EngineUnderTest, prompts: list[list[int]], mode: PauseMode, finish: str) -> None:
-    """A request ends at once, or is waited for, or is frozen and goes on."""
+    """A request ends immediately, or is waited for."""
 
     async def scenario() -> tuple[bool, Generation]:
         task = asyncio.create_task(engine.engine.generate(long_request(engine, prompts[6])))
@@ -363,56 +328,6 @@ def test_a_request_id_runs_once(engine: EngineUnderTest, prompts: list[list[int]
 
 
 # ------------------------------------------------------------------------------------------------------------- weights
-def test_update_while_idle(engine: EngineUnderTest, prompts: list[list[int]]) -> None:
-    shared = prompts[0] + prompts[1] + prompts[2]  # longer than a cache block: a stale prefix would show
-    before = engine.generate(shared[:90], max_new_tokens=16, stop_token_ids=NO_STOP, seed=3)[0]
-    check_logprobs(engine.reference, shared[:90], before)
-    receipt, sent = engine.run(engine.load(1 - engine.current))
-    after = engine.generate(shared[:90], max_new_tokens=16, stop_token_ids=NO_STOP, seed=3)[0]
-    check_logprobs(engine.reference, shared[:90], after)
-    assert before.token_ids.tolist() != after.token_ids.tolist()
-    assert set(after.weight_versions.tolist()) == {engine.version}
-    assert receipt.version == engine.version
-    assert receipt.checksums == sent == engine.run(engine.engine.checksums())
-    assert engine.run(engine.engine.health()).weight_version == engine.version
-
-
-def test_prompt_logprobs_follow_an_update(engine: EngineUnderTest, prompts: list[list[int]]) -> None:
-    engine.run(engine.load(1 - engine.current, buckets=1))
-    test_prompt_logprobs_are_teacher_forced(engine, prompts)
-
-
-@pytest.mark.parametrize("caller_pauses", [True, False])
-def test_update_amid_requests(engine: EngineUnderTest, prompts: list[list[int]], caller_pauses: bool) -> None:
-    """Tokens before the update follow the old weights, tokens after it the new ones, and the versions say where."""
-
-    async def scenario(delay_s: float) -> list[list[Generation]]:
-        requests = [long_request(engine, prompt, num_samples=2) for prompt in prompts[:3]]
-        tasks = [asyncio.create_task(engine.engine.generate(request)) for request in requests]
-        await asyncio.sleep(delay_s)
-        if caller_pauses:
-            await engine.engine.pause("keep")
-        await engine.load(1 - engine.current)
-        if caller_pauses:
-            await engine.engine.resume()
-        return list(await asyncio.gather(*tasks))
-
-    for delay_s in HALFWAY_S:
-        old, old_version = engine.reference, engine.version
-        results = engine.run(scenario(delay_s))
-        if all(len(set(g.weight_versions.tolist())) == 2 for generations in results for g in generations):
-            break
-    for prompt, generations in zip(prompts[:3], results, strict=True):
-        for generation in generations:
-            versions = generation.weight_versions.tolist()
-            switch = versions.count(old_version)
-            assert 0 < switch < len(versions)
-            assert versions == [old_version] * switch + [engine.version] * (len(versions) - switch)
-            before = old.logprobs(prompt, generation.token_ids, COLD)[:switch]
-            after = engine.reference.logprobs(prompt, generation.token_ids, COLD)[switch:]
-            assert np.abs(generation.logprobs - np.concatenate((before, after))).max() < 10 * TOLERANCE
-
-
 @pytest.mark.parametrize("transport", ["gloo", "directory"])
 def test_update_over_a_network_or_a_directory_with_changes_alone(
     engine: EngineUnderTest, prompts: list[list[int]], transport: str, tmp_path: Path
@@ -426,42 +341,6 @@ def test_update_over_a_network_or_a_directory_with_changes_alone(
             (after,) = engine.generate(prompts[0], max_new_tokens=8)
             check_logprobs(engine.reference, prompts[0], after)
             assert set(after.weight_versions.tolist()) == {engine.version}
-
-
-Sent = Callable[[dict[str, torch.Tensor]], dict[str, torch.Tensor]]
-LEFT_OUT = "model.layers.1.mlp.up_proj.weight"
-
-
-@pytest.mark.parametrize(
-    ("sent", "tampered", "message"),
-    [
-        (lambda whole: whole, True, "arrived damaged"),
-        (lambda whole: {n: t for n, t in whole.items() if n != LEFT_OUT}, False, rf"1 missing \({LEFT_OUT}\)"),
-        (lambda whole: {"model.norm.bias": torch.zeros(4)}, False, "no tensor model.norm.bias"),
-        (lambda whole: {"model.norm.weight": torch.zeros(3)}, False, "has shape"),
-    ],
-    ids=["damaged", "incomplete", "unknown tensor", "wrong shape"],
-)
-def test_an_update_that_fails(
-    engine: EngineUnderTest, prompts: list[list[int]], sent: Sent, tampered: bool, message: str
-) -> None:
-    """It raises, sampling is rejected until a whole update comes, and then all is well."""
-
-    async def scenario() -> None:
-        await engine.engine.begin_update(engine.version + 1)
-        tamper = engine.flip_a_bit if tampered else None
-        await engine.send(list(sent(engine.reference.weights).items()), tamper=tamper)
-        await engine.engine.finish_update(engine.version + 1)
-
-    with pytest.raises(WeightSyncError, match=message):
-        engine.run(scenario())
-    with pytest.raises(EngineError, match="mixed weights"):
-        engine.generate(prompts[0], max_new_tokens=1)
-    with pytest.raises(EngineError, match="mixed weights"):
-        engine.run(engine.engine.resume())
-    engine.run(engine.load(engine.current))
-    (generation,) = engine.generate(prompts[0], max_new_tokens=8)
-    check_logprobs(engine.reference, prompts[0], generation)
 
 
 def test_an_update_that_is_begun_anew(engine: EngineUnderTest, prompts: list[list[int]]) -> None:
@@ -621,7 +500,7 @@ def test_conversations_go_on_through_a_weight_update(
                 sampled[start:end] = True
             known = {old: before.logprobs(prompt, ids, 1.0), new: after.logprobs(prompt, ids, 1.0)}
             expected = np.where(versions == old, known[old], known[new])
-            assert np.abs(generation.logprobs - expected)[sampled].max() < TOLERANCE
+            check_gaps(engine.reference, generation.logprobs[sampled], expected[sampled])
             assert (generation.logprobs[~sampled] == 0).all()
             assert (np.diff(versions) >= 0).all() and set(versions.tolist()) <= {old, new}
             spanning += len(set(versions.tolist())) > 1
@@ -650,9 +529,10 @@ def test_an_agent_samples_what_the_environment_does(
     for one, other in zip(expected, found, strict=True):
         assert one.conversation is not None and other.conversation is not None
         assert other.segments == () and other.conversation.failure is None
-        assert one.token_ids.tolist() == other.token_ids.tolist()
+    for one, other in same_ids(engine.reference, expected, found):
+        assert one.conversation is not None and other.conversation is not None
         assert one.conversation.turns == other.conversation.turns
-        np.testing.assert_allclose(one.logprobs, other.logprobs, atol=TOLERANCE)
+        check_gaps(engine.reference, one.logprobs, other.logprobs)
     assert sum(len(one.conversation.turns) > 1 for one in expected if one.conversation is not None) > 1
 
 

@@ -1,6 +1,7 @@
 """The transformers engine with models that the conformance tests have not, sampled from before and after an update."""
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,6 +13,7 @@ from tests.engines.harness import (
     TOLERANCE,
     EngineUnderTest,
     Reference,
+    check_gaps,
     check_logprobs,
     run_config,
     started,
@@ -54,6 +56,28 @@ def test_bfloat16(models: list[Path], prompts: list[list[int]], tmp_path: Path) 
                 found = gaps(engine, judges[which], prompts, temperature)
                 assert found.max() < LARGEST and found.mean() < MEAN
             assert gaps(engine, judges[1 - which], prompts, 1.0).mean() > 10 * MEAN  # the bound tells models apart
+        check_the_median(engine, judges[1], prompts)
+
+
+def check_the_median(engine: EngineUnderTest, judge: Reference, prompts: list[list[int]]) -> None:
+    """The bounds of conformance in this precision hold, and with one matrix of another model they do not."""
+    options: dict[str, Any] = {"max_new_tokens": 24, "prompt_logprobs": True, "stop_token_ids": NO_STOP}
+
+    def check(prompt: list[int], temperature: float) -> None:
+        (generation,) = engine.generate(prompt, temperature=temperature, **options)
+        assert generation.prompt_logprobs is not None
+        check_logprobs(judge, prompt, generation, temperature)
+        check_gaps(judge, generation.prompt_logprobs, judge.logprobs(prompt[:1], np.asarray(prompt[1:]), 1.0))
+
+    long = max(prompts, key=len)
+    for temperature in (1.0, 0.7, 0.05, 0.0):
+        check(long, temperature)
+    for name in ("model.layers.0.self_attn.o_proj.weight", "model.layers.1.mlp.down_proj.weight", "lm_head.weight"):
+        right = judge.weights[name]
+        judge.use({name: right.roll(1, 0)})
+        with pytest.raises(AssertionError):
+            check(long, 1.0)
+        judge.use({name: right})
 
 
 @pytest.mark.parametrize("family", ["qwen2", "deepseek_v3"])

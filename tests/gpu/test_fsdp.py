@@ -29,7 +29,7 @@ def test_scoring_training_and_offloading(family: str, offload: bool, tmp_path: P
     case = Case(checkpoint, sequences, ReferenceStep([], [], 0.0, 0.0, {}))
     config = fsdp_config(case, tmp_path / "run", {"offload": offload}, "bfloat16")
     reference = Reference(checkpoint, config.algorithm)
-    reference.model.bfloat16().double()
+    reference.round_weights()
     expected = torch.cat([reference.score(sequence)[0].detach() for sequence in sequences])
     trainer = FsdpTrainer(config, RankPlacement(0, 1, 0, "127.0.0.1", _free_port()))
     trainer.setup()

@@ -33,7 +33,7 @@ def test_gradients_a_step_and_offloading(settings: Settings, tmp_path: Path) -> 
     layout = {"attention": "ring", **settings}
     config = parity_config(checkpoint, tmp_path / "run", layout, "bfloat16", clip_low=0.99, clip_high=100.0)
     reference = Reference(checkpoint, config.algorithm)
-    reference.model.bfloat16().double()
+    reference.round_weights()
     denominator, pack = samples_with_loss(sequences), pack_sequences(sequences)
     expected = reference.step(sequences, denominator).gradients
     trainer = MegatronTrainer(config, RankPlacement(0, 1, 0, "127.0.0.1", _free_port()))

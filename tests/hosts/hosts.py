@@ -106,7 +106,7 @@ class Host:
 
     def start(self, arguments: Sequence[str], log: Path, environment: Mapping[str, str] | None = None) -> Running:
         # Another machine has not what engines set in this process when other tests started them in it.
-        kept = {name: os.environ[name] for name in ("PATH", "HOME", "LANG") if name in os.environ}
+        kept = {name: os.environ[name] for name in ("PATH", "HOME", "LANG", "PYTHONPATH") if name in os.environ}
         variables = [f"{name}={value}" for name, value in {**kept, **(environment or {}), _MARK: self._mark}.items()]
         with log.open("w") as out:
             process = subprocess.Popen(

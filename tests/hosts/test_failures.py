@@ -39,17 +39,19 @@ class Cases:
     def port(self, name: str) -> int:
         return PORT + 1 + list(self.runs).index(name)
 
-    def begin(self, name: str, rank: int, run_dir: Path | None = None, **environment: str) -> None:
+    def begin(
+        self, name: str, rank: int, run_dir: Path | None = None, flags: tuple[str, ...] = (), **environment: str
+    ) -> None:
         """Node ``rank`` of case ``name``."""
         self.runs.setdefault(name, {})
-        flags = ("--run_dir", str(run_dir or self._network.shared / name))
+        flags = ("--run_dir", str(run_dir or self._network.shared / name), *flags)
         variables = {"PORT": str(self.port(name)), **environment}
         host = self._network.nodes[rank]
         self.runs[name][rank] = start(host, rank, self._network, self._tiny, name, flags, **variables)
 
-    def both(self, name: str, run_dir: Path | None = None, **environment: str) -> None:
+    def both(self, name: str, run_dir: Path | None = None, flags: tuple[str, ...] = (), **environment: str) -> None:
         for rank in range(2):
-            self.begin(name, rank, run_dir, **environment)
+            self.begin(name, rank, run_dir, flags, **environment)
 
     def launcher(self, name: str, rank: int) -> psutil.Process:
         """Python's process behind the script; not a child of it, which has its command line until it runs another."""
@@ -99,7 +101,8 @@ def _begin_waiting(cases: Cases, network: Network) -> Running:
     cases.both("never", NODES="3", NODES_TIMEOUT_S="75")  # in which both start Ray, while all the others start
     cases.both("lost", NODES="3")
     cases.both("stopped", NODES="3")
-    cases.both("plan", PLAN="1", GPUS_PER_NODE="-1", SILENCE_S="10")
+    small = ("--cluster.gpu_memory_gib", "0.001")
+    cases.both("plan", flags=small, PLAN="1", ENGINE="transformers", SILENCE_S="10")
     cases.begin("no such address", 0, HEAD_ADDR=NOWHERE, NODE_ADDR="")
     other_key = _key(network, "other")
     cases.begin("other key", 0)
@@ -176,10 +179,10 @@ def test_node_0_is_killed_outright(ended: Ended, network: Network) -> None:
 
 def test_a_plan_that_is_refused(ended: Ended, network: Network) -> None:
     """Rejected before Ray starts; both early and late nodes report it."""
-    assert ended.codes["plan"] == [2, 2]
+    assert ended.codes["plan"] == [1, 1]
     for line in ended.said["plan"]:
         assert f"{here(network, 0)}, slime-like plan: " in line, ended.output["plan"]
-        assert "cluster.gpus_per_node=-1" in line
+        assert "more than the GPU's" in line
     assert "Ray" not in ended.output["plan"]
 
 

@@ -126,8 +126,8 @@ MUTATIONS = [
     Mutation(
         "the head scores without the sampling temperature",
         "head.py",
-        "return logits.div_(temperatures.to(dtype)[:, None])",
-        "return logits",
+        "row_sums(x.div_(temperatures.to(x.dtype)[:, None]), column",
+        "row_sums(x, column",
         "test_head.py::test_any_sharding_of_the_head_equals_the_whole",
     ),
     Mutation(

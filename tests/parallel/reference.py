@@ -48,6 +48,11 @@ class Reference:
             if name.endswith("mlp.gate"):
                 module.register_forward_hook(lambda _, __, output: self._routed.append((output[0], output[2])))
 
+    def round_weights(self) -> None:
+        """To bfloat16, as a trainer of this precision reads them. Tables, as of angles, it has in float32."""
+        for parameter in self.model.parameters():
+            parameter.data = parameter.data.bfloat16().double()
+
     def step(self, sequences: list[ScoredTrajectory], denominator: float) -> ReferenceStep:
         """Forward and backward over all sequences."""
         self.model.zero_grad()

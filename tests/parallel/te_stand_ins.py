@@ -6,6 +6,7 @@ and arguments are those that ``megatron.core.extensions.transformer_engine`` rel
 not tested by them.
 """
 
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -32,6 +33,25 @@ class _ExtraState:
         assert state is None, "Megatron's linear layers fill in None; our checkpoints hold no extra states"
 
 
+class _AddsToSums(torch.nn.Module):
+    """Adds gradients of its weights to Megatron's sums if it is asked to, as Transformer Engine's linear layers do, and
+    gives autograd garbage in their place."""
+
+    def __init__(self, *arguments: Any, config: Any, **options: Any) -> None:
+        super().__init__(*arguments, config=config, **options)
+        self.fuse_wgrad_accumulation = config.gradient_accumulation_fusion
+        for weight in self.parameters():
+            weight.register_hook(partial(self._added, weight))
+
+    def _added(self, weight: Any, gradient: Tensor) -> Tensor:
+        if not self.fuse_wgrad_accumulation:
+            return gradient
+        assert weight.main_grad.dtype == torch.float32
+        weight.main_grad.add_(gradient)
+        weight.grad_added_to_main_grad = True
+        return torch.full_like(gradient, torch.nan)
+
+
 class Norm(_ExtraState, torch.nn.Module):
     """Root mean square norm. Megatron-core 0.19 says whether a residual passes it."""
 
@@ -44,7 +64,15 @@ class Norm(_ExtraState, torch.nn.Module):
         return _normed(x, self.weight, self.eps)
 
 
-class LayerNormColumnParallelLinear(_ExtraState, ColumnParallelLinear):
+class Column(_AddsToSums, ColumnParallelLinear):
+    """Transformer Engine's has the names of Megatron's."""
+
+
+class Row(_AddsToSums, RowParallelLinear):
+    """Transformer Engine's has the names of Megatron's."""
+
+
+class LayerNormColumnParallelLinear(_ExtraState, Column):
     """The norm's weight is a parameter of the matrix that it feeds."""
 
     def __init__(self, input_size: int, output_size: int, *, config: Any, **options: Any) -> None:
@@ -56,7 +84,7 @@ class LayerNormColumnParallelLinear(_ExtraState, ColumnParallelLinear):
         return super().forward(_normed(x, self.layer_norm_weight, self.eps))
 
 
-class _GroupedLinear(torch.nn.Module):
+class _GroupedLinear(_AddsToSums):
     """Experts one after the other, by numbers of rows that the host knows; a state for each beside its weight."""
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
@@ -128,7 +156,7 @@ def install() -> None:
     provider.TELayerNormColumnParallelLinear = LayerNormColumnParallelLinear
     provider.TEColumnParallelGroupedLinear = ColumnParallelGroupedLinear
     provider.TERowParallelGroupedLinear = RowParallelGroupedLinear
-    provider.TEColumnParallelLinear, provider.TERowParallelLinear = ColumnParallelLinear, RowParallelLinear
+    provider.TEColumnParallelLinear, provider.TERowParallelLinear = Column, Row
     provider.is_te_min_version = lambda *version: True
     gpt_layer_specs.TESpecProvider = provider.TESpecProvider
 

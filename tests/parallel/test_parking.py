@@ -21,6 +21,7 @@ from slime_like.interfaces import RankPlacement
 from tests.parallel.ranks import run_each
 from tests.parallel.steps import exported_from, same_bits
 from tests.parallel.tiny import scored_sequences
+from tests.support.locked import Locked
 
 CASES: dict[str, dict[str, Any]] = {
     "megatron-float32": {"dtype": "float32", "optimizer": {"distributed": False}},
@@ -36,6 +37,7 @@ def _config(model: Path, root: Path, case: dict[str, Any]) -> RunConfig:
     trainer = {"backend": case.get("backend", "megatron"), "optimizer": optimizer, "cpu_threads": 1}
     # Numba's kernels see weights as NumPy arrays, whose memory cannot be taken away.
     trainer |= {"parallel": {"data": case.get("data", 1)}, "step_timeout_s": 60.0, "cpu_kernels": "off"}
+    trainer["activation_offload"] = case.get("activation_offload", False)
     model_settings = {"path": model, "dtype": case.get("dtype", "bfloat16")}
     return RunConfig(run_dir=root, steps=4, model=model_settings, trainer=trainer)
 
@@ -94,6 +96,33 @@ def test_training_goes_on_as_if_it_had_not_been_interrupted(name: str, tmp_path:
     for (norms, weights), (expected_norms, expected) in zip(parked, plain, strict=True):
         assert norms == expected_norms
         same_bits(weights, expected)
+
+
+def _locked_memory(placement: RankPlacement, config: RunConfig, directory: Path) -> tuple[int, Locked]:
+    """Ranges that CUDA would have locked before the trainer's end, and its table after it, the trainer still there."""
+    with pytest.MonkeyPatch.context() as patch:
+        trainer = (MegatronTrainer if config.trainer.backend == "megatron" else FsdpTrainer)(config, placement)
+        trainer.setup()
+        patch.setattr("backends.megatron.activations.SMALLEST_BYTES", 1)
+        locked = Locked()
+        locked.use(patch)
+        _step(trainer)
+        trainer.state.reference_copies()
+        trainer.start_save(directory).finish()
+        trainer.state.park(keep_weights=False)
+        held = len(locked.ranges)
+        trainer.shutdown()
+        assert trainer.state.parking.host_bytes == 0
+    return held, locked
+
+
+@pytest.mark.parametrize(("backend", "ranges"), [("megatron", 5), ("fsdp", 4)])
+def test_a_trainers_end_unlocks_host_memory(backend: str, ranges: int, qwen3: Path, tmp_path: Path) -> None:
+    config = _config(qwen3, tmp_path, {"backend": backend, "activation_offload": backend == "megatron"})
+    tasks = [(config, tmp_path / f"save{number}") for number in range(2)]
+    (results,) = zip(*run_each(_locked_memory, 1, tmp_path / "ranks", tasks), strict=True)
+    for held, locked in results:
+        assert held == ranges and locked.ranges == {} and locked.late == []
 
 
 def test_host_memory_is_reused_and_grows_to_what_is_parked() -> None:

@@ -29,7 +29,7 @@ LAYOUTS: dict[str, Settings] = {
 }
 
 
-def _with_supports(sequence: ScoredTrajectory, generator: torch.Generator) -> ScoredTrajectory:
+def with_supports(sequence: ScoredTrajectory, generator: torch.Generator) -> ScoredTrajectory:
     supports = list[torch.Tensor]()
     for number, token in enumerate(sequence.response_tokens.tolist()):
         kept = []
@@ -52,13 +52,13 @@ def _with_supports(sequence: ScoredTrajectory, generator: torch.Generator) -> Sc
 def case(tmp_path_factory: pytest.TempPathFactory) -> Case:
     generator = torch.Generator().manual_seed(0)
     sequences = scored_sequences([pair for pack in PACKS for pair in pack], fully_masked=MASKED)
-    return case_of([_with_supports(one, generator) for one in sequences], "qwen3", tmp_path_factory.mktemp("qwen3"), 1)
+    return case_of([with_supports(one, generator) for one in sequences], "qwen3", tmp_path_factory.mktemp("qwen3"), 1)
 
 
 @pytest.fixture(scope="module")
 def sharing(tmp_path_factory: pytest.TempPathFactory) -> Case:
     generator = torch.Generator().manual_seed(1)
-    sequences = [_with_supports(one, generator) for one in sharing_sequences()]
+    sequences = [with_supports(one, generator) for one in sharing_sequences()]
     return shared_case("qwen3", tmp_path_factory.mktemp("sharing"), 1, sequences=sequences)
 
 

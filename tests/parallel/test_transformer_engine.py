@@ -11,8 +11,9 @@ from typing import Any, Literal
 import pytest
 from torch import Tensor
 
-from backends.megatron import checkpoint, trainer
-from backends.megatron.attention import attention_of, context_layout_of, machine_problems
+from backends.megatron import attention, checkpoint, trainer
+from backends.megatron import model as construction
+from backends.megatron.attention import attention_of, context_layout_of, machine_problems, uses_transformer_engine
 from backends.megatron.trainer import MegatronTrainer
 from slime_like.algorithms.packing.pack import pack_sequences
 from slime_like.checks.packages import has_transformer_engine
@@ -21,6 +22,7 @@ from slime_like.interfaces import RankPlacement
 from tests.parallel import te_stand_ins
 from tests.parallel.assembly import stacked_experts
 from tests.parallel.parity import (
+    Case,
     Settings,
     check_scores,
     check_tensors,
@@ -29,6 +31,7 @@ from tests.parallel.parity import (
     run_case,
 )
 from tests.parallel.ranks import run_each, run_ranks
+from tests.parallel.shared_prefixes import shared_case
 from tests.parallel.steps import RankResult, assert_close, exported_from, running, take_step, train_rank
 from tests.parallel.tiny import save_checkpoint as save_tiny
 from tests.parallel.tiny import scored_sequences
@@ -41,6 +44,8 @@ UPDATE_BOUND = 1e-4
 def _install() -> None:
     """Make this rank's machine one that has what it lacks."""
     te_stand_ins.install()
+    attention.has_transformer_engine = lambda: True
+    construction.uses_transformer_engine = lambda *arguments: uses_transformer_engine(*arguments[:2], on_cuda=True)
     trainer.machine_problems = lambda *arguments: []  # type: ignore[assignment]
 
 
@@ -52,6 +57,9 @@ def _trained(placement: RankPlacement, config: RunConfig, packs: Any, denominato
 
     class Exporting(MegatronTrainer):
         def shutdown(self) -> None:
+            linear = [m for m in self.chunks[0].modules() if hasattr(m, "fuse_wgrad_accumulation")]
+            assert len(linear) == 4 * self.dimensions.num_layers
+            assert all(module.fuse_wgrad_accumulation for module in linear)
             exported.update(exported_from(self))
             super().shutdown()
 
@@ -73,8 +81,16 @@ def _trained(placement: RankPlacement, config: RunConfig, packs: Any, denominato
 )
 def test_its_layers_compute_the_reference(family: str, layout: Settings, tmp_path: Path) -> None:
     case = make_case(family, tmp_path / "model", steps=1)
-    layout = layout | {"attention": "transformer_engine"}
-    results: list[RankResult] = run_case(case, layout, tmp_path, _trained, steps=1)
+    _check(case, layout | {"attention": "transformer_engine"}, tmp_path)
+
+
+def test_its_layers_take_the_attention_of_shared_prefixes(tmp_path: Path) -> None:
+    case = shared_case("qwen3", tmp_path / "model", 1)
+    _check(case, {"share_prefixes": "tree", "attention": "auto", "tensor": 2, "sequence": True}, tmp_path)
+
+
+def _check(case: Case, layout: Settings, directory: Path) -> None:
+    results: list[RankResult] = run_case(case, layout, directory, _trained, steps=1)
     check_scores(case, results)
     weights = stacked_experts(results[0].weights)
     changes = {name: weights[name].double() - case.initial[name] for name in case.initial}
@@ -205,6 +221,7 @@ def test_a_machine_without_it_is_rejected(monkeypatch: pytest.MonkeyPatch, tmp_p
     def problems(attention: Any, on_cuda: bool, *found: str) -> str:
         monkeypatch.setattr("slime_like.checks.packages.find_spec", lambda name: name in found or None)
         monkeypatch.setattr("slime_like.checks.packages.has_transformer_engine", lambda: "transformer_engine" in found)
+        monkeypatch.setattr("backends.megatron.attention.missing_compiler", lambda on_cuda: ())
         config = RunConfig(run_dir=tmp_path, model={"path": tmp_path}, trainer={"attention": attention})
         return " ".join(machine_problems(config, on_cuda))
 

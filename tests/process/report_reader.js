@@ -44,12 +44,6 @@ choose("shade", "Abs Diff Pi-Ref"); seen.without = tokens().map((token) => token
 seen.background = page.defaultView.getComputedStyle(tokens()[0]).backgroundColor;
 seen.details = page.querySelectorAll("#token-details tbody tr").length;
 
-const titles = [...page.querySelectorAll("figure h3")].map((one) => one.textContent);
-const figure = page.getElementById("chart-" + titles.indexOf("Loss")), svg = figure.querySelector("svg");
-const box = svg.getBoundingClientRect(), readout = figure.querySelector(".readout");
-svg.dispatchEvent(new PointerEvent("pointermove", { clientX: box.right - box.width * 0.03, clientY: box.top + 20 }));
-seen.readout = [readout.textContent];
-svg.dispatchEvent(new PointerEvent("pointerleave"));
-seen.readout.push(readout.textContent);
+seen.drawn = [...page.querySelectorAll(".chart")].map((chart) => chart.querySelectorAll(".trace").length);
 seen.title = [seen.title, page.title];
 document.getElementById("seen").textContent = JSON.stringify(seen);

@@ -312,7 +312,8 @@ def test_a_command_is_an_agent(tmp_path: Path) -> None:
 
 
 def test_the_example_of_a_program_uses_the_calculator() -> None:
-    command = [sys.executable, "-m", "slime_like.examples.calculator_program", "{task_file}", "{result_file}"]
+    program = Path(__file__).parents[2] / "docs" / "examples" / "agents" / "calculator_program.py"
+    command = [sys.executable, str(program), "{task_file}", "{result_file}"]
     asked = GenerationRequest(
         "r", PROMPT, SamplingParams(max_new_tokens=50), 1, task=ConversationTask("408", {}, MESSAGES)
     )

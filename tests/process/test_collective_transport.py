@@ -4,6 +4,7 @@ Without GPUs only gloo runs; NCCL shares all but the forming of the group and th
 mapped by another process is tested here as well, since its test needs the same engine.
 """
 
+import multiprocessing
 import os
 import signal
 import socket
@@ -38,11 +39,12 @@ def new_sender(timeout_s: float = TIMEOUT_S, address: str = "127.0.0.1", transpo
 class Engine:
     """A receiver in a separate process that is controlled through a pipe.
 
-    Forked from a clean server: senders and their groups have threads here, and a fork of these may hang.
+    Forked from a clean server: senders and their groups have threads here, and a fork of these may hang. One that uses
+    a device is a new interpreter, whatever the server's modules have done to CUDA.
     """
 
     def __init__(self, rendezvous: dict[str, Any], transport: str = "gloo") -> None:
-        context = clean_forks()
+        context: Any = clean_forks() if transport == "gloo" else multiprocessing.get_context("spawn")
         self._connection, theirs = context.Pipe()
         self.process = context.Process(target=_serve, args=(theirs, rendezvous, transport), daemon=True)
         self.process.start()

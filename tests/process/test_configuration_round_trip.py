@@ -1,13 +1,15 @@
 """A configuration that is written reads back equal, whatever its values."""
 
+from pathlib import Path
 from typing import Any
 
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from slime_like.config.reading.yaml_text import read_document, write_text
+from slime_like.config import RunConfig
+from slime_like.config.reading.load import load_config, save_config
 from tests.support.properties import examples
-from tests.unit.config.test_load import KEYS, PLAIN, value_types
+from tests.unit.config.test_load import KEYS, MINIMAL, PLAIN, value_types
 
 
 @examples(100)
@@ -15,8 +17,10 @@ from tests.unit.config.test_load import KEYS, PLAIN, value_types
 @example(
     entries={"a": "\x85", "b": "off", "c": "5e-4", "d": "010", "e": "2024-01-01", "f": "none", "g": "<<", "h": "\u2028"}
 )
-def test_what_is_written_reads_back_equal(entries: dict[str, Any]) -> None:
-    document = read_document(write_text(entries), "x.yaml")
-    assert document.problems == []
-    assert document.data == entries
-    assert value_types(document.data) == value_types(entries)
+@example(entries={"a": "${steps}", "b": "\\${x}", "c": "${", "d": "\\\\${x}${y}", "e": "1:30"})
+def test_what_is_written_reads_back_equal(entries: dict[str, Any], tmp_path_factory: Any) -> None:
+    path: Path = tmp_path_factory.mktemp("round") / "config.yaml"
+    save_config(RunConfig.model_validate(MINIMAL | {"rollout": {"engine_args": entries}}), path)
+    found = load_config(path).rollout.engine_args
+    assert found == entries
+    assert value_types(found) == value_types(entries)

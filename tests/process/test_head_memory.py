@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from slime_like.algorithms.head import fused_logprobs
+from slime_like.algorithms.head import default_chunk, fused_logprobs
 
 TOKENS, VOCABULARY, WIDTH = 4096, 32_000, 16
 
@@ -53,3 +53,32 @@ def test_forward_and_backward_take_at_most_an_eighth_of_the_logits(dtype: torch.
     gradients = 4 * (hidden.numel() + weight.numel())
     logits = 4 * TOKENS * VOCABULARY
     assert logits / 40 < live.peak - gradients <= logits / 8
+
+
+@pytest.mark.parametrize(("dtype", "factor", "per_logit"), [(torch.bfloat16, 0.0, 6), (torch.float32, 0.1, 8)])
+def test_a_device_holds_the_logits_of_one_chunk(dtype: torch.dtype, factor: float, per_logit: int) -> None:
+    """Shapes stand for a device. Chunks are of 1,766 tokens, 1 GiB of float32 logits."""
+    tokens, vocabulary, width = 4096, 152_000, 1024
+    with torch.device("meta"):
+        hidden, weight = (torch.ones(n, width, dtype=dtype, requires_grad=True) for n in (tokens, vocabulary))
+        targets, temperatures = torch.ones(tokens, dtype=torch.int64), torch.ones(tokens)
+    with LiveBytes() as live:
+        logprobs, entropy = fused_logprobs(
+            hidden, weight, targets, temperatures, vocab_size=vocabulary, check_values=False
+        )
+        (logprobs.sum() + (factor * entropy.sum() if factor else 0)).backward()
+    chunk = default_chunk(tokens, weight)
+    of_size = (hidden.element_size() + 4) * (hidden.numel() + weight.numel())  # its views are counted, and gradients
+    assert chunk == 1766 and per_logit - 0.1 < (live.peak - of_size) / (chunk * vocabulary) < per_logit + 0.1
+
+
+@pytest.mark.parametrize(
+    ("tokens", "columns", "device", "expected"),
+    [
+        (8192, 151_936, "meta", 1766), (8192, 18_992, "meta", 2048), (8192, 262_144, "meta", 1024),
+        (8, 0, "meta", 2048),
+        (8192, 49_152, "cpu", 410), (30_000, 49_152, "cpu", 1024), (2048, 512, "cpu", 512), (10, 49_152, "cpu", 128),
+    ],
+)  # fmt: skip
+def test_default_chunks(tokens: int, columns: int, device: str, expected: int) -> None:
+    assert default_chunk(tokens, torch.empty(columns, 1, device=device)) == expected

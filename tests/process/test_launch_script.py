@@ -20,10 +20,11 @@ from slime_like.launch.commands import why_it_does_not_fit
 REPO = Path(__file__).parents[2]
 
 
-def dry_run(**variables: str) -> subprocess.CompletedProcess[str]:
-    environment = {name: os.environ[name] for name in ("PATH", "HOME") if name in os.environ}
+def dry_run(*flags: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    environment = {name: os.environ[name] for name in ("PATH", "HOME", "PYTHONPATH") if name in os.environ}
     environment |= {"SLIME": str(Path(sys.executable).with_name("slime-like")), "DRY_RUN": "1", **variables}
     command = ["bash", str(REPO / "scripts" / "run_qwen_32b.sh"), "--run_dir", "/shared/runs/first", "--seed", "7"]
+    command += flags
     return subprocess.run(command, env=environment, capture_output=True, text=True, check=False, cwd="/")
 
 
@@ -36,8 +37,22 @@ def test_slurms_variables_suffice(recipe: str, engine: str, nodes: str) -> None:
     assert done.returncode == 0, done.stderr
     assert f"nodes:    {nodes} (gpu1, " in done.stdout and "this one: node 3" in done.stdout
     assert f"slime-like train configs/{recipe}.yaml --rollout.engine {engine} --run_dir /shared" in done.stdout
-    assert "--seed 7 --cluster.address" in done.stdout
-    assert f"--cluster.nodes {nodes} --cluster.gpus_per_node 8" in done.stdout
+    assert f"--seed 7 --cluster.nodes {nodes} --cluster.gpus_per_node 8 --cluster.address" in done.stdout
+
+
+@pytest.mark.parametrize(("nodes", "gpus"), [("8", 64), ("5", 40)])
+def test_every_gpu_of_the_nodes_is_used(nodes: str, gpus: int) -> None:
+    done = dry_run(NODES=nodes, HEAD_ADDR="10.0.0.1", GPUS_PER_NODE="8")
+    assert done.returncode == 0, done.stderr
+    assert f"devices:  {gpus} needed, {nodes} x 8 there; {gpus} trainer ranks" in done.stdout
+    assert "GPUs are idle" not in done.stdout
+
+
+def test_gpus_that_would_be_idle_are_named() -> None:
+    done = dry_run("--trainer.parallel.tensor", "8", NODES="5", HEAD_ADDR="10.0.0.1", GPUS_PER_NODE="8")
+    assert "devices:  32 needed, 5 x 8 there (8 IDLE); 32 trainer ranks" in done.stdout
+    assert "not yet:  cluster.nodes=5 times cluster.gpus_per_node=8: 8 of 40 GPUs are idle" in done.stdout
+    assert "trainer.parallel, now 32, to divide the GPUs, use 4 nodes, or set" in done.stdout
 
 
 def test_given_variables_take_precedence() -> None:
@@ -172,8 +187,12 @@ def test_the_manifest_fits_its_recipe() -> None:
     plan, train = (next(c for c in commands if c[:2] == ["slime-like", name]) for name in ("plan", "train"))
     assert plan[plan.index("--cluster.nodes") + 1] == str(len(gpus))
     assert {plan[plan.index("--cluster.gpus_per_node") + 1]} == {str(count) for count in gpus}
+    assert (
+        plan[plan.index("--cluster.nodes") :]
+        == train[train.index("--cluster.nodes") : train.index("--cluster.address")]
+    )
     config = load_config(REPO / train[2], train[3:])
-    assert config.cluster.address == "auto" and config.trainer.parallel.world_size <= sum(gpus)
+    assert config.cluster.address == "auto" and config.trainer.parallel.world_size == sum(gpus)
 
 
 def test_a_plan_says_why_in_one_sentence(tmp_path: Path) -> None:

@@ -96,7 +96,7 @@ def test_options_of_the_reward(rejects: Rejects) -> None:
         ("chain_sm", "a.jsonl"), ("chain_sum", "a.txt"), ("chain_sum", "no/such/a.jsonl"),
         ("chain_sum", "a.jsonl", "--levels", "99"), ("chain_sum", "a.jsonl", "--set", "max_terms"),
         ("chain_sum", "a.jsonl", "--set", "max_terms=x"), ("chain_sum", "a.jsonl", "--set", "nonsense=1"),
-        ("chain_sum", "a.jsonl", "--set", "allow_negation=3"), ("chain_sum", "a.jsonl", "--set", "max_terms=1"),
+        ("chain_sum", "a.jsonl", "--set", "max_terms=1"),
     ],
     ids=" ".join,
 )  # fmt: skip

@@ -72,10 +72,6 @@ MERGES_TOOLS = (
 
 STRIPS = chatml(content="{{ message.content | trim }}")
 
-TWO_BOS = chatml(head="{{ bos_token }}{{ bos_token }}")
-
-DATED = chatml(head="<|im_start|>system\nToday is {{ strftime_now('%d %B %Y') }}.<|im_end|>\n")
-
 COUNTS = chatml(head="<|im_start|>system\n{{ messages | length }} messages follow.<|im_end|>\n")
 """A header that depends on the history."""
 

@@ -1,4 +1,4 @@
-"""A unit test starts no process; with ``--unit-limit`` it fails when it takes longer."""
+"""A unit test starts no process; with ``--unit-limit`` the run ends with a list of the tests that took longer."""
 
 import multiprocessing.util
 import sys
@@ -11,10 +11,11 @@ import pytest
 
 _STARTS = ("subprocess.Popen", "os.fork", "os.forkpty", "os.posix_spawn", "os.system")
 _RUNNING: list[str] = []
+_SLOW = "seconds over the limit"
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--unit-limit", type=float, default=None, help="Seconds that a unit test may take.")
+    parser.addoption("--unit-limit", type=float, default=None, help="Report unit tests that take more seconds.")
 
 
 def _refuse_process(event: str, _: tuple[Any, ...]) -> None:
@@ -48,4 +49,15 @@ def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
     yield
     took = _seconds() - started
     if limit is not None and took > limit:
-        pytest.fail(f"took {took:.2f} s, more than {limit:g} s; make it shorter, or move it to tests/process")
+        item.user_properties.append((_SLOW, took))  # which workers of xdist send along with the report
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    reports = [report for reports in terminalreporter.stats.values() for report in reports]
+    tests = [report for report in reports if isinstance(report, pytest.TestReport) and report.when == "call"]
+    slow = [(took, test.nodeid) for test in tests for name, took in test.user_properties if name == _SLOW]
+    if slow:
+        limit = config.getoption("--unit-limit")
+        terminalreporter.section(f"over {limit:g} s; make them shorter, or move them to tests/process")
+        for took, name in sorted(slow, reverse=True):
+            terminalreporter.line(f"{took:.2f} s  {name}")

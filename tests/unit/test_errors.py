@@ -7,7 +7,6 @@ from collections.abc import Callable
 import pytest
 from ray.exceptions import RayError, RayTaskError
 
-from slime_like.config import RunConfig
 from slime_like.errors import ConfigError, Problem, SlimeLikeError, TrainerError
 
 
@@ -28,7 +27,6 @@ ERRORS: list[SlimeLikeError] = [
     ConfigError("a=1 is wrong"),
     ConfigError(
         ["two\nlines", Problem("field-range", "steps=0 is out of range", "steps")],
-        rest=RunConfig(run_dir="/x", model={"path": "/y"}),
         code="plan-rejected",
     ),
 ]

@@ -14,18 +14,23 @@ from slime_like.config import RunConfig
 from slime_like.cpu.onednn import use_onednn
 from slime_like.errors import TrainerError
 from slime_like.interfaces import RankPlacement
+from slime_like.system.gpus import stay_near
 from slime_like.system.memory import keep_freed_memory
 from slime_like.system.network import listen
 from slime_like.system.words import counted
+from slime_like.weights.transports.device_memory import gpu_uuid
 
 
 def prepare_processor(config: RunConfig, placement: RankPlacement) -> None:
-    """``trainer.cpu_threads``; by default ranks share their node's cores evenly.
+    """``trainer.cpu_threads``; by default ranks share their node's cores evenly, on a GPU those of its NUMA node.
 
     On a GPU an offloaded optimizer computes there.
     """
-    torch.set_num_threads(config.trainer.cpu_threads or share_of_cores(placement, len(os.sched_getaffinity(0))))
-    if not torch.cuda.is_available():
+    share, on_cuda = share_of_cores(placement, len(os.sched_getaffinity(0))), torch.cuda.is_available()
+    if on_cuda:
+        stay_near(f"GPU-{gpu_uuid(placement.local_rank)}")
+    torch.set_num_threads(config.trainer.cpu_threads or min(share, len(os.sched_getaffinity(0))))
+    if not on_cuda:
         use_onednn()
         keep_freed_memory()
 

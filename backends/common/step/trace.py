@@ -274,8 +274,8 @@ _PICKS = frozenset({_aten.embedding, _aten.index_select, _aten.gather, _aten.ind
 
 def _count_flops(operator: Any, args: tuple[Any, ...], inputs: list[Tensor], out: Any, counted: Counted) -> bool:
     """Count matrix products and attention; return whether the operator is one of them."""
-    if operator in _MATMULS:  # 2 m n k for each of the batch's products; the two factors are the last two inputs
-        counted.matmul_flops += 2.0 * math.prod(out.shape) * inputs[-2].shape[-1]
+    if operator in _MATMULS:  # 2 m n k for each of the batch's products; the factors are the last two of ``args``
+        counted.matmul_flops += 2.0 * math.prod(out.shape) * _tensors(args)[-2].shape[-1]
     elif operator is _aten._grouped_mm:  # (T, K) rows, (E, K, N) experts; or (K, T), (T, N) for the weights' gradient
         counted.matmul_flops += 2.0 * inputs[0].numel() * inputs[1].shape[-1]
     elif operator in _ATTENTION:

@@ -1,5 +1,6 @@
-"""Host memory for what comes from a device: pinned once, for copies of full speed, and used again."""
+"""Host memory for what comes from a device: locked once, for copies of full speed, and used again."""
 
+import mmap
 import weakref
 from bisect import insort
 from collections import deque
@@ -10,20 +11,18 @@ from typing import Self
 import torch
 from torch import Tensor
 
+from slime_like.system.pinning import LockedMemory
+
 _ALIGNMENT = 512
 _SEGMENT_BYTES = 256 << 20
 
 
 class HostMemory:
-    """One piece of host memory, pinned where there is a GPU, and handed out from its beginning."""
+    """One piece of host memory, locked where there is a GPU, and handed out from its beginning."""
 
     def __init__(self, nbytes: int) -> None:
-        self._memory = torch.empty(nbytes, dtype=torch.uint8)
+        self._memory = _new_memory(nbytes)
         self._used = 0
-        self._is_pinned = torch.cuda.is_available() and nbytes > 0
-        if self._is_pinned:
-            # Registered, for torch's pinned allocator rounds every block up to a power of two.
-            torch.cuda.check_error(torch.cuda.cudart().cudaHostRegister(self._memory.data_ptr(), nbytes, 0))
 
     @property
     def nbytes(self) -> int:
@@ -37,37 +36,32 @@ class HostMemory:
         """(nbytes,) uint8 with a storage of that size: what is saved of it is no more than itself."""
         start = self._used
         self._used += rounded(nbytes)
-        if nbytes == 0:
-            return torch.empty(0, dtype=torch.uint8)
-        return torch.frombuffer(self._memory.numpy(), dtype=torch.uint8, count=nbytes, offset=start)
+        return self._memory.tensor(start, nbytes) if nbytes else torch.empty(0, dtype=torch.uint8)
 
     def clear(self) -> None:
         """Hand it out from the beginning again."""
         self._used = 0
 
-    def release(self) -> None:
-        """Give it back to the system; what was taken must not be used any more."""
-        if self._is_pinned:
-            torch.cuda.check_error(torch.cuda.cudart().cudaHostUnregister(self._memory.data_ptr()))
-            self._is_pinned = False
-        self._memory, self._used = torch.empty(0, dtype=torch.uint8), 0
+    def close(self) -> None:
+        """Unlock it; its pages go back to the system with the last tensor that was taken."""
+        self._memory.let_go()
 
 
 class HostCopies:
     """Copies of tensors in host memory of their size; the next ones take the same memory.
 
-    A checkpoint's state, or a reference's weights, have one size throughout a run, so that memory is pinned once.
+    A checkpoint's state, or a reference's weights, have one size throughout a run, so that memory is locked once.
     """
 
     def __init__(self) -> None:
-        self._memory = HostMemory(0)
+        self._memory: HostMemory | None = None
 
     def of(self, tensors: Iterable[Tensor]) -> list[Tensor]:
         """Contiguous copies of tensors on any device; those made before are overwritten."""
         sources = [tensor.detach() for tensor in tensors]
         needed = sum(rounded(source.nbytes) for source in sources)
-        if needed > self._memory.nbytes:
-            self._memory.release()
+        if self._memory is None or needed > self._memory.nbytes:
+            self.close()
             self._memory = HostMemory(needed)
         self._memory.clear()
         copies = []
@@ -77,9 +71,15 @@ class HostCopies:
         wait_for_device()
         return copies
 
+    def close(self) -> None:
+        """Drop the memory; see ``HostMemory.close``."""
+        if self._memory is not None:
+            self._memory.close()
+        self._memory = None
+
 
 class HostPool:
-    """Pieces of host memory for tensors that come and go, from segments that are pinned once and stay.
+    """Pieces of host memory for tensors that come and go, from segments that are locked once and stay.
 
     torch's own pinned memory comes in powers of two, and a new size takes the system milliseconds.
     """
@@ -91,7 +91,7 @@ class HostPool:
     @property
     def nbytes(self) -> int:
         """Held in all, also while no piece is in use."""
-        return sum(len(segment.memory) for segment in self._segments)
+        return sum(segment.memory.nbytes for segment in self._segments)
 
     def take(self, nbytes: int) -> Tensor:
         """(nbytes,) uint8, at least one; its memory is another piece's once no tensor uses it."""
@@ -104,6 +104,12 @@ class HostPool:
         assert piece is not None
         return piece
 
+    def close(self) -> None:
+        """Drop the segments; see ``HostMemory.close``."""
+        for segment in self._segments:
+            segment.memory.let_go()
+        self._segments = []
+
 
 @dataclass(frozen=True, slots=True)
 class _Segment:
@@ -114,13 +120,13 @@ class _Segment:
         returned: the same, of pieces that are not in use any more: written by whichever thread dropped one last.
     """
 
-    memory: Tensor
+    memory: LockedMemory
     free: list[tuple[int, int]]
     returned: deque[tuple[int, int]]
 
     @classmethod
     def of(cls, nbytes: int) -> Self:
-        return cls(HostMemory(nbytes).take(nbytes), [(0, nbytes)], deque())
+        return cls(_new_memory(nbytes), [(0, nbytes)], deque())
 
     def take(self, nbytes: int) -> Tensor | None:
         """``None`` if no place is large enough."""
@@ -131,7 +137,7 @@ class _Segment:
             return None
         start, end = self.free[place]
         self.free[place : place + 1] = [(start + needed, end)] if start + needed < end else []
-        part = self.memory.numpy()[start : start + nbytes]
+        part = self.memory.part(start, nbytes)
         # The tensor's storage holds the array: it lives as long as any tensor or view that uses the memory.
         weakref.finalize(part, self.returned.append, (start, start + needed)).atexit = False
         return torch.frombuffer(part, dtype=torch.uint8)
@@ -146,6 +152,10 @@ class _Segment:
                 start = joined.pop()[0]
             joined.append((start, end))
         self.free[:] = joined
+
+
+def _new_memory(nbytes: int) -> LockedMemory:
+    return LockedMemory(mmap.mmap(-1, max(nbytes, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS))
 
 
 def wait_for_device() -> None:

@@ -1,4 +1,4 @@
-"""Device memory given up for a while; its contents wait in host memory that is pinned once and used again.
+"""Device memory given up for a while; its contents wait in host memory that is locked once and used again.
 
 Storages are emptied and filled again in place, so that tensors, their views and autograd's gradient accumulators stay
 the same objects. Assigning ``parameter.data`` on another device would drop a parameter's accumulator (torch,
@@ -58,6 +58,12 @@ class Parking:
         self._parked = []
         for arena in self._arenas:
             arena.clear()
+
+    def close(self) -> None:
+        """Drop the memory with what is parked; see ``HostMemory.close``."""
+        for arena in self._arenas:
+            arena.close()
+        self._arenas, self._parked = [], []
 
     def _free(self, parked: list[_Parked]) -> None:
         wait_for_device()

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from backends.common.checkpoint.rank_writing import RankWriting
-from backends.common.trainer.host_memory import HostCopies
+from backends.common.trainer.host_memory import HostCopies, HostPool, wait_for_device
 from backends.common.trainer.parking import Parking
 from slime_like.interfaces import WeightBucket
 
@@ -24,12 +24,20 @@ class TrainerState(ABC):
         parking: where the state is while it is not on the device.
         snapshot: where it waits to be written behind training's back.
         reference: where the frozen reference's weights are.
+        activations: where activations wait for backward.
     """
 
     def __init__(self) -> None:
         self.parking = Parking()
         self.snapshot = HostCopies()
         self.reference = HostCopies()
+        self.activations = HostPool()
+
+    def close(self) -> None:
+        """Let go of all host memory, with what is parked there. A save under way still reads its copies."""
+        wait_for_device()
+        for memory in (self.parking, self.snapshot, self.reference, self.activations):
+            memory.close()
 
     @abstractmethod
     def weights(self) -> list[Tensor]:

@@ -5,6 +5,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
+
 from backends.common.checkpoint.rank_writing import RankWriting
 from backends.common.trainer.state import TrainerState
 from slime_like.config import RunConfig
@@ -59,7 +61,7 @@ class StoringTrainer(TrainerBackend):
 
     @property
     def _bucket_bytes(self) -> int:
-        return int(self.config.sync.bucket_mb * 2**20)
+        return self.config.bucket_bytes(on_gpus=torch.cuda.is_available())
 
     def export_weights(self) -> Iterator[WeightBucket]:
         self.settle_weights()
@@ -101,6 +103,10 @@ class StoringTrainer(TrainerBackend):
 
     def onload(self) -> None:
         self.state.onload()
+
+    def shutdown(self) -> None:
+        if hasattr(self, "state"):  # the set-up may have failed before
+            self.state.close()
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,8 +12,9 @@ from megatron.core.transformer.moe import token_dispatcher
 from torch import Tensor
 
 from backends.common.step.trace import HEAD, META, Counted, Trace
+from backends.common.trainer.host_memory import HostPool
 from backends.megatron import router
-from backends.megatron.activations import ActivationOffload
+from backends.megatron.activations import ActivationOffload, Saved
 from backends.megatron.head import LogprobModel
 from backends.megatron.micro_batch import BatchBuilder, ModelInput
 from backends.megatron.patch import Patch, applied
@@ -90,7 +91,7 @@ class Passes:
 
     def _train(self, chunk: LogprobModel, wrapped: Any, pack: PackedTrajectory) -> tuple[PassMemory, Counted, int]:
         trace = self._trace
-        base, host = trace.restart(), _OffloadedShapes([wrapped])
+        base, host = trace.restart(), _OffloadedShapes([wrapped], HostPool())
         batch = self._builder.build([pack])[0]
         with host.saving() if self._config.trainer.activation_offload else contextlib.nullcontext():
             output = self._forward(chunk, wrapped, batch)
@@ -129,16 +130,15 @@ class _OffloadedShapes(ActivationOffload):
 
     nbytes = 0
 
-    def _to_host(self, tensor: Tensor) -> Any:
-        if not tensor.is_meta or self._stays(tensor):
-            return tensor
+    def _stays(self, tensor: Tensor) -> bool:
+        return not tensor.is_meta or super()._stays(tensor)
+
+    def _copy(self, tensor: Tensor) -> Any:
         self.nbytes += tensor.nbytes
         return tensor.shape, tensor.stride(), tensor.dtype
 
-    def _to_device(self, saved: Any) -> Tensor:
-        if isinstance(saved, Tensor):
-            return saved
-        shape, stride, dtype = saved
+    def _fetch(self, saved: Saved) -> Tensor:
+        shape, stride, dtype = saved.copy
         return torch.empty_strided(shape, stride, dtype=dtype, device=META)
 
 

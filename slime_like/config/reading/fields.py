@@ -16,6 +16,7 @@ from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
 from slime_like.config.base import split_optional
+from slime_like.config.filling import AUTO, FILLING
 from slime_like.config.run import RunConfig
 
 Kind = Literal["text", "many", "entries", "sections"]
@@ -95,10 +96,6 @@ def sections(model: type[BaseModel] = RunConfig, prefix: str = "", description: 
         yield from sections(*section)
 
 
-UNDECIDED = "???"
-"""In a file, the value of a field that its user has to decide."""
-
-
 def all_fields() -> dict[str, Field]:
     """Return the leaves by dotted name."""
     return {field.name: field for section in _of_a_run() for field in section.fields}
@@ -131,7 +128,7 @@ def _leaf(name: str, info: FieldInfo, description: str) -> Field:
     annotation, optional = split_optional(info.annotation)
     kind, item = _kind(annotation)
     default = info.get_default(call_default_factory=True, validated_data={})
-    type_text = _type_text(annotation) + (" or none" if optional else "")
+    type_text = _type_text(annotation) + (" or none" if optional else f" or {AUTO}" if name in FILLING else "")
     return Field(name, kind, type_text, item, optional, default, description)
 
 

@@ -1,146 +1,178 @@
-"""Conversion between YAML files or flags and a validated ``RunConfig``."""
+"""Read a validated ``RunConfig`` from a YAML file and flags, and write one.
 
+OmegaConf merges the file with the flags and resolves ``${other.field}``; pydantic validates the result.
+"""
+
+import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from shlex import quote
 from typing import Any
 
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
 from pydantic import ValidationError
-from pydantic_core import ErrorDetails
+from yaml import YAMLError
 
-from slime_like.config.base import absolute_path
-from slime_like.config.reading.fields import UNDECIDED, Field, all_fields, section_names
-from slime_like.config.reading.flags import read_flags
-from slime_like.config.reading.problems import describe_all
-from slime_like.config.reading.rest import forget, places_of, without, wrong_places
-from slime_like.config.reading.yaml_text import Document, read_document, write_text
+from slime_like.config.filling import AUTO, FILLING, fill
+from slime_like.config.reading.fields import all_fields
+from slime_like.config.reading.problems import describe
 from slime_like.config.run import RunConfig
 from slime_like.errors import ConfigError, Problem
 
+_ASSIGNMENT = re.compile(r"([a-z_]+)(\.[\w.\[\]-]+)?=")
+_ESCAPED = re.compile(r"(\\*)\$\{")
+
 
 def load_config(path: Path | None, overrides: Sequence[str] = (), run_dir: Path | None = None) -> RunConfig:
-    """Read ``path`` (if any), apply the flags in order, validate.
+    """Read ``path`` if there is one, apply the flags in order, and validate.
 
-    Relative paths, in the file and in flags alike, are relative to the current directory; in the result every path is
+    Relative paths are relative to the current directory, in the file and in flags. All paths of the result are
     absolute.
 
     Args:
-        path: YAML file; ``None`` starts from the defaults alone.
-        overrides: flags as on a command line: ``--rollout.engine sglang``, ``--trainer.parallel.tensor=2``,
-            ``--data.train a.jsonl b.jsonl``, ``--rollout.engine_args.key value``; the last one wins.
-        run_dir: the run directory where neither names one; none makes it an error.
+        path: YAML file; ``None`` starts from the defaults.
+        overrides: flags as on a command line: ``--rollout.engine sglang``, ``rollout.engine=sglang``,
+            ``--data.train a.jsonl b.jsonl``, ``--rollout.engine_args.key value``. The last one wins; mappings merge.
+        run_dir: the run directory if neither names one.
 
     Raises:
         ConfigError: with every problem found, each naming field, value and remedy.
     """
-    document = _read(path)
-    origins = {key: f"{path}:{line}: " for key, line in document.lines.items()}
-    data = _without_empty_sections(document.data or {}, "", section_names())
-    problems = document.problems + read_flags(overrides, data, origins)
-    data.setdefault("model", {})  # so that what is reported missing is model.path
-    if run_dir is not None:
-        data.setdefault("run_dir", str(run_dir))
-    undecided = list(_undecided(data, origins))
-    data = without(data, places_of(undecided))
-    problems += undecided
-    _make_paths_absolute(data, all_fields())
-    config = _validated(data, origins, problems)
-    if problems or config is None:
-        raise ConfigError(problems, rest=config)
-    return config
-
-
-def _undecided(data: dict[str, Any], origins: dict[str, str], prefix: str = "") -> Iterator[Problem]:
-    for key, value in data.items():
-        name = f"{prefix}{key}"
-        if isinstance(value, dict):
-            yield from _undecided(value, origins, f"{name}.")
-        elif value == UNDECIDED:
-            text = f"{origins.get(name, '')}{name}={UNDECIDED} is to be decided"
-            yield Problem("field-undecided", f"{text}; give a value, or remove it for the default", name)
-
-
-def _validated(data: dict[str, Any], origins: dict[str, str], problems: list[Problem]) -> RunConfig | None:
-    """The configuration, or what is right of it; appends to ``problems``.
-
-    Pydantic compares the fields of a section only where each of them is right. What is wrong is therefore taken out,
-    and the rest validated again.
-    """
-    wrong, rest, reported = places_of(problems), data, list[ErrorDetails]()
-    config: RunConfig | None = None
-    while config is None:
+    problems: list[Problem] = []
+    parts = [OmegaConf.create({"model": {}} | ({} if run_dir is None else {"run_dir": str(run_dir)}))]
+    if path is not None:
+        parts.append(_read(path))
+    for name, values in _settings(overrides, problems):
         try:
-            config = RunConfig.model_validate(rest)
-        except ValidationError as error:
-            details = error.errors()
-            found = wrong_places(details)
-            if reported and found <= wrong:
-                break
-            # Later, a conflict with a default that stands in for a wrong value does not count.
-            new = [one for one in details if one not in reported and wrong.isdisjoint(wrong_places([one]))]
-            reported += new if reported else details
-            wrong |= found
-            rest = without(data, wrong)
-    problems += describe_all(reported, origins)
-    return forget(config, wrong) if config is not None and wrong else config
+            parts.append(_setting(name, values))
+        except ValueError as error:
+            problems.append(Problem("flag-value", f"--{name}: {error}", name))
+    data, undecided = _merged(parts, path)
+    problems += [Problem("field-undecided", f"{name}=??? is to be decided; give a value", name) for name in undecided]
+    filling = [name for name in FILLING if _take_auto(data, name.split("."))]
+    try:
+        config = RunConfig.model_validate(data)
+    except ValidationError as error:
+        found = describe(error.errors())
+        problems += [problem for problem in found if problem.field not in undecided]
+    if problems:
+        raise ConfigError(problems)
+    return fill(config, filling) if filling else config
+
+
+def _take_auto(data: Any, keys: Sequence[str]) -> bool:
+    """Remove the value below these keys if it is ``auto``, and return whether it was."""
+    for key in keys[:-1]:
+        data = data.get(key) if isinstance(data, dict) else None
+    if not isinstance(data, dict) or data.get(keys[-1]) != AUTO:
+        return False
+    del data[keys[-1]]
+    return True
 
 
 def save_config(config: RunConfig, path: Path) -> None:
-    """Write every field, defaults included; ``load_config(path)`` gives an equal configuration."""
-    path.write_text(write_text(config.model_dump(mode="json")), encoding="utf-8")
+    """Write every field, defaults included. ``load_config(path)`` gives an equal configuration."""
+    path.write_text(OmegaConf.to_yaml(OmegaConf.create(_escaped(config.model_dump(mode="json")))), encoding="utf-8")
 
 
-def _read(path: Path | None) -> Document:
-    if path is None:
-        return Document()
+def read_yaml(path: Path) -> dict[str, Any]:
+    """Return a YAML file's mapping as plain values, interpolations resolved.
+
+    Raises:
+        ConfigError: ``file-unreadable``, ``yaml-syntax``, or ``file-content`` if it holds something else.
+    """
+    return _merged([_read(path)], path)[0]
+
+
+def is_assignment(argument: str) -> bool:
+    """Return whether a command-line argument is ``name=value`` of a field."""
+    found = _ASSIGNMENT.match(argument)
+    return found is not None and found[1] in RunConfig.model_fields
+
+
+def _read(path: Path) -> DictConfig:
     try:
-        text = path.read_text(encoding="utf-8")
+        read = OmegaConf.create(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError) as error:
-        reason = getattr(error, "strerror", None) or str(error)
         other = path.with_suffix({".yml": ".yaml", ".yaml": ".yml"}.get(path.suffix, ".yaml"))
-        remedy = f"did you mean {other}?" if other.is_file() else "give a YAML configuration file"
+        remedy = f"did you mean {other}?" if other.is_file() else "give the path of a YAML configuration file"
+        reason = getattr(error, "strerror", None) or error
         raise ConfigError(f"{path}: cannot be read ({reason}); {remedy}", code="file-unreadable") from error
-    document = read_document(text, str(path))
-    if path.suffix == ".sh" and not isinstance(document.data, dict):
-        remedy = f"if it launches another project's run, convert it: slime-like import-config {quote(str(path))}"
-        raise ConfigError(f"{path}: is a shell script, not a YAML configuration; {remedy}", code="file-content")
-    if document.data is None and not document.problems:
-        document.problems.append(Problem("file-content", f"{path}: holds no settings; give `key: value` lines"))
-    if not isinstance(document.data, dict | None):
-        found = type(document.data).__name__
-        document.problems.append(Problem("file-content", f"{path}:1: holds a {found}; give `key: value` lines"))
-        document.data = None
-    if document.data is None and document.problems:
-        raise ConfigError(document.problems)
-    return document
+    except (YAMLError, OmegaConfBaseException, ValueError, RecursionError) as error:
+        raise ConfigError(f"{path}: is not valid YAML ({_reason(error)}); correct it", code="yaml-syntax") from error
+    if not isinstance(read, DictConfig) or not read:
+        raise ConfigError(f"{path}: holds no settings; give `key: value` lines", code="file-content")
+    return read
 
 
-def _without_empty_sections(data: dict[Any, Any], prefix: str, known: set[str]) -> dict[Any, Any]:
-    """``rollout:`` with nothing below it means the section's defaults."""
-    cleaned = {}
-    for key, value in data.items():
-        name = f"{prefix}{key}"
-        if name in known and value is None:
-            value = {}
-        cleaned[key] = _without_empty_sections(value, f"{name}.", known) if isinstance(value, dict) else value
-    return cleaned
+def _merged(parts: Sequence[DictConfig], path: Path | None) -> tuple[dict[str, Any], list[str]]:
+    """Return plain values, interpolations resolved, and the names of the fields that are still ``???``."""
+    try:
+        merged = OmegaConf.merge(*parts)
+        plain: Any = OmegaConf.to_container(merged, resolve=True)
+        return plain, sorted(OmegaConf.missing_keys(merged))
+    except OmegaConfBaseException as error:
+        where = "" if path is None else f"{path}: "
+        raise ConfigError(f"{where}{_reason(error)}; correct the interpolation", code="yaml-syntax") from error
 
 
-def _make_paths_absolute(data: dict[str, Any], fields: dict[str, Field]) -> None:
-    for field in fields.values():
-        if field.item is not Path:
-            continue
-        *parents, leaf = field.name.split(".")
-        section: Any = data
-        for parent in parents:
-            section = section.get(parent) if isinstance(section, dict) else None
-        if isinstance(section, dict) and leaf in section:
-            section[leaf] = _absolute(section[leaf], field.optional)
+def _settings(arguments: Sequence[str], problems: list[Problem]) -> Iterator[tuple[str, list[str]]]:
+    """Yield name and values of ``--name value ...``, ``--name=value`` and ``name=value``, in order."""
+    given: list[tuple[str, list[str]]] = []
+    for argument in arguments:
+        if argument.startswith("--") or is_assignment(argument):
+            name, equals, value = argument.removeprefix("--").partition("=")
+            given.append((_with_underscores(name), [value] if equals else []))
+        elif given:
+            given[-1][1].append(argument)
+        else:
+            problems.append(Problem("flag-missing", f"{argument!r} is not a flag; write --section.field value"))
+    yield from given
 
 
-def _absolute(value: Any, optional: bool) -> Any:
-    if isinstance(value, list | tuple):
-        return [_absolute(item, optional) for item in value]
-    if not isinstance(value, str) or not value or (optional and value.lower() == "none"):
-        return value  # validation says what is wrong with it, if anything is
-    return str(absolute_path(Path(value)))
+def _with_underscores(name: str) -> str:
+    """Return the name with underscores for dashes in the part that names a field, but not in the keys below it."""
+    parts = name.split(".")
+    for end in range(len(parts), 0, -1):
+        if (field := ".".join(parts[:end]).replace("-", "_")) in all_fields():
+            return ".".join([field, *parts[end:]])
+    return name
+
+
+def _setting(name: str, values: list[str]) -> DictConfig:
+    """Return the configuration of one flag. Text stays text, so that pydantic alone converts it; the rest is YAML."""
+    field = all_fields().get(name)
+    if not values:
+        raise ValueError(f"the value is missing; give one of type {field.type_text}" if field else "has no value")
+    if field is not None and field.kind == "many" and not (len(values) == 1 and values[0][:1] == "["):
+        one = OmegaConf.create({})
+        OmegaConf.update(one, name, [] if [value.lower() for value in values] == ["none"] else values)
+        return one
+    if len(values) > 1:
+        given = " ".join(values)
+        raise ValueError(f"takes one value, got {len(values)} ({given}); quote it, and put the file before all flags")
+    if field is not None and field.kind == "text":
+        one = OmegaConf.create({})
+        OmegaConf.update(one, name, values[0])
+        return one
+    try:
+        return OmegaConf.from_dotlist([f"{name}={values[0]}"])
+    except (YAMLError, OmegaConfBaseException, ValueError, RecursionError) as error:
+        raise ValueError(f"{values[0]!r} is not valid YAML ({_reason(error)}); correct it") from error
+
+
+def _escaped(value: Any) -> Any:
+    """Return ``value`` with ``${`` escaped in all text: it was resolved already."""
+    if isinstance(value, dict):
+        return {key: _escaped(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_escaped(item) for item in value]
+    return _ESCAPED.sub(r"\1\1\\${", value) if isinstance(value, str) else value
+
+
+def _reason(error: Exception) -> str:
+    if isinstance(error, RecursionError):
+        return "nested too deep"
+    mark = getattr(error, "problem_mark", None)
+    where = "" if mark is None else f"line {mark.line + 1}: "
+    return where + (getattr(error, "problem", None) or str(error).splitlines()[0])

@@ -7,7 +7,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from slime_like.config.reading.yaml_text import read_document
+from slime_like.config.reading.load import read_yaml
 from slime_like.errors import ConfigError, SlimeLikeError
 from slime_like.observability.curve import running_mean, smoothing_window
 from slime_like.observability.json_lines import damaged_line, is_size, newest_lines
@@ -214,17 +214,11 @@ def _failure(log: Path) -> str | None:
 def _read_config(path: Path) -> tuple[str | None, dict[str, Any]]:
     if not path.is_file():
         return None, {}
-    text = path.read_text(encoding="utf-8", errors="replace")
-    document = read_document(text, str(path))
-    if document.problems:
-        raise ConfigError(document.problems)
-    if not isinstance(document.data, dict):
-        remedy = "restore the run's configuration or remove the file"
-        raise ConfigError([f"{path}:1: holds no `key: value` lines; {remedy}"])
-    if wrong := _wrong_settings(document.data):
+    config = read_yaml(path)
+    if wrong := _wrong_settings(config):
         remedy = "restore the run's configuration or remove the file"
         raise ConfigError([f"{path}: {problem}; {remedy}" for problem in wrong])
-    return text, document.data
+    return path.read_text(encoding="utf-8"), config
 
 
 def _wrong_settings(config: Mapping[str, Any]) -> list[str]:

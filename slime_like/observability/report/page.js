@@ -9,41 +9,18 @@
   };
   const short = (value) => (typeof value === "number" ? String(Number(value.toPrecision(5))) : String(value));
 
-  // Curves: the values at the step under the pointer.
-  const nearest = (steps, wanted) => {
-    let low = 0, high = steps.length - 1;
-    while (low < high) {
-      const middle = (low + high) >> 1;
-      if (steps[middle] < wanted) low = middle + 1; else high = middle;
-    }
-    return low > 0 && wanted - steps[low - 1] < steps[low] - wanted ? low - 1 : low;
+  const colour = getComputedStyle(document.body).color, clear = "rgba(0,0,0,0)", grid = "rgba(128,128,128,.25)";
+  const layout = {
+    height: 260, margin: { l: 60, r: 12, t: 8, b: 34 }, hovermode: "x unified", font: { color: colour, size: 11 },
+    paper_bgcolor: clear, plot_bgcolor: clear, legend: { orientation: "h", y: 1.02, yanchor: "bottom" },
   };
-  data("chart-data").forEach((chart, index) => {
-    const figure = document.getElementById("chart-" + index);
-    const svg = figure.querySelector("svg"), cursor = svg.querySelector(".cursor");
-    const readout = figure.querySelector(".readout"), legend = [...readout.childNodes];
-    const place = (step) =>
-      chart.left + ((step - chart.low) / (chart.high - chart.low)) * (chart.right - chart.left);
-    svg.addEventListener("pointermove", (event) => {
-      const box = svg.getBoundingClientRect();
-      const across = ((event.clientX - box.left) / box.width) * svg.viewBox.baseVal.width;
-      const wanted = chart.low + ((across - chart.left) / (chart.right - chart.left)) * (chart.high - chart.low);
-      const found = chart.lines.filter((line) => line.steps.length).map((line) => {
-        const at = nearest(line.steps, wanted);
-        return { label: line.label, step: line.steps[at], value: line.values[at] };
-      });
-      if (!found.length) return;
-      cursor.setAttribute("x1", place(found[0].step));
-      cursor.setAttribute("x2", place(found[0].step));
-      const figures = found.map((point) => point.label + " " + short(point.value));
-      readout.textContent = "step " + found[0].step + ": " + figures.join(", ");
-    });
-    svg.addEventListener("pointerleave", () => {
-      cursor.setAttribute("x1", -9);
-      cursor.setAttribute("x2", -9);
-      readout.replaceChildren(...legend);
-    });
-  });
+  for (const [id, figure] of Object.entries(data("chart-data"))) {
+    const axes = {
+      xaxis: { gridcolor: grid, zeroline: false, tickformat: "d", ...figure.layout.xaxis },
+      yaxis: { gridcolor: grid, zeroline: false, ...figure.layout.yaxis },
+    };
+    Plotly.newPlot(id, figure.data, { showlegend: true, ...layout, ...figure.layout, ...axes }, { responsive: true, displayModeBar: false });
+  }
 
   // Tables: sort by a column (empty cells last either way), filter by text.
   const compare = (first, second) => {

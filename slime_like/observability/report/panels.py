@@ -1,10 +1,11 @@
-"""Panels of a report: curves, and the time by phase."""
+"""Panels of a report: curves, and the time by phase. Each is a figure of plotly, as plain values for JSON."""
 
-import math
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import dataclass
+from html import escape
+from statistics import median
+from typing import Any, NamedTuple
 
 from slime_like.observability.curve import running_mean, smoothing_window
 from slime_like.observability.metrics import current_records
@@ -19,20 +20,21 @@ from slime_like.observability.names import (
     source_means,
 )
 from slime_like.observability.phases import PHASES
-from slime_like.observability.report.charts import Line, chart_data, line_chart, stacked_bars
 from slime_like.observability.report.data import RunData
 
 _TRAINING = "train_actor_training/"
-
-# Curves are one, or hide one another, where they differ by less than this fraction of a picture's height.
-_EQUAL, _CLOSE = 1e-6, 0.05
+_COLOURS = ("#3f8fc9", "#d55e00", "#0a8a63", "#a5579a", "#b58900", "#8d9299", "#6b7178")
+_CUT_AT_MEDIANS = 3.0
+"""The first steps compile and warm up. Bars are drawn up to this many medians, so that they do not flatten the rest."""
 
 
 @dataclass(frozen=True, slots=True)
 class PanelSpec:
     """One picture: its title, what it shows, and (metric, label) of each curve.
 
-    ``always``: drawn also if constant. ``computed_where_asked``: 0 throughout is no measurement.
+    Attributes:
+        always: draw it even if its values do not change.
+        computed_where_asked: values of 0 throughout mean that nothing was measured.
     """
 
     title: str
@@ -44,20 +46,44 @@ class PanelSpec:
     computed_where_asked: bool = False
 
 
+class Line(NamedTuple):
+    """One curve: values at rising steps."""
+
+    label: str
+    steps: Sequence[int]
+    values: Sequence[float]
+    colour: str
+    faint: bool = False
+
+
 @dataclass(frozen=True, slots=True)
 class Panel:
-    """A picture with its data; ``steps`` are the run's, so that all pictures have the same axis."""
+    """A picture with its data; ``steps`` are the run's first and last, so that all pictures have the same axis."""
 
     spec: PanelSpec
     lines: list[Line]
     non_finite_steps: list[int]
-    steps: list[int]
+    steps: tuple[int, int]
 
-    def svg(self) -> str:
-        return line_chart(self.lines, self.steps, self.non_finite_steps, self.spec.title)
-
-    def data(self) -> dict[str, Any]:
-        return chart_data(self.lines, self.steps)
+    def figure(self) -> dict[str, Any]:
+        """Return traces and layout for ``Plotly.newPlot``. A mark on the axis shows each step that was not finite."""
+        traces = [
+            {
+                "x": line.steps,
+                "y": [float(f"{value:.6g}") for value in line.values],  # without noise of floats
+                "name": escape(line.label),  # plotly reads markup in it
+                "mode": "lines+markers" if self.spec.dots or len(line.values) == 1 else "lines",
+                "opacity": 0.4 if line.faint else 1.0,
+                "line": {"color": line.colour},
+            }
+            for line in self.lines
+        ]
+        marks = [
+            {"type": "line", "x0": step, "x1": step, "yref": "paper", "y0": 0, "y1": 0.08, "line": {"color": "#d55e00"}}
+            for step in self.non_finite_steps
+        ]
+        first, last = self.steps
+        return {"data": traces, "layout": {"shapes": marks, "xaxis": {"range": [first - 0.5, last + 0.5]}}}
 
     @property
     def says_nothing(self) -> bool:
@@ -86,8 +112,21 @@ class PhasePicture:
     parts: list[tuple[str, list[float]]]
     shares: list[tuple[str, float]]
 
-    def svg(self) -> str:
-        return stacked_bars(self.steps, self.parts, "s", "Seconds of each phase by training step")
+    def figure(self) -> dict[str, Any]:
+        """Return stacked bars for ``Plotly.newPlot``, one per step."""
+        bars = [
+            {
+                "type": "bar",
+                "x": self.steps,
+                "y": seconds,
+                "name": f"{phase} {share:.1f}%",
+                "marker": {"color": colour, "line": {"width": 0}},
+            }
+            for (phase, seconds), (_, share), colour in zip(self.parts, self.shares, _COLOURS, strict=False)
+        ]
+        totals = [sum(each) for each in zip(*(seconds for _, seconds in self.parts), strict=True)]
+        top = 1.04 * min(max(totals), _CUT_AT_MEDIANS * median(totals)) or 1.0
+        return {"data": bars, "layout": {"barmode": "stack", "bargap": 0.1, "yaxis": {"range": [0, top]}}}
 
 
 _REWARD = PanelSpec(
@@ -146,12 +185,12 @@ _SPECS = (
 
 
 def panels(run: RunData) -> tuple[list[Panel], list[Panel], list[str]]:
-    """The pictures to draw, those whose values stay the same, and the titles of those without data."""
+    """Return the pictures to draw, the pictures whose values stay the same, and the titles without data."""
     drawn, constant, missing = list[Panel](), list[Panel](), list[str]()
     steps = [record["step"] for record in current_records(run.records)]
     for spec in _specs(run):
         bad = sorted({step for name, _ in spec.metrics for step in run.non_finite_steps(name)})
-        panel = Panel(spec, _lines(run, spec), bad, steps)
+        panel = Panel(spec, _lines(run, spec), bad, (min(steps), max(steps)))
         is_absent = spec.computed_where_asked and not any(any(line.values) for line in panel.lines)
         if bad or (panel.lines and not is_absent):
             (constant if panel.says_nothing else drawn).append(panel)
@@ -193,27 +232,12 @@ def _specs(run: RunData) -> list[PanelSpec]:
 
 
 def _lines(run: RunData, spec: PanelSpec) -> list[Line]:
-    """The curves of one picture. Equal ones are one; one that would hide another is dashed."""
     lines: list[Line] = []
-    for colour, (name, label) in enumerate(spec.metrics):
+    for (name, label), colour in zip(spec.metrics, _COLOURS * len(spec.metrics), strict=False):
         steps, values = run.series(name)
-        distances = [_distance(line, steps, values) for line in lines]
-        nearest = min(distances, default=math.inf)
-        if nearest < _EQUAL:
-            same = distances.index(nearest)
-            lines[same] = replace(lines[same], label=f"{lines[same].label} = {label}")
-        elif values:
-            dashed = nearest < _CLOSE
-            lines.append(Line(label, steps, values, colour, dots=spec.dots, faint=spec.smooth, dashed=dashed))
+        if values:
+            lines.append(Line(label, steps, values, colour, faint=spec.smooth))
         if values and spec.smooth:
             window = smoothing_window(len(values))
             lines.append(Line(f"running mean over {window} steps", steps, running_mean(values, window), colour))
     return lines
-
-
-def _distance(line: Line, steps: Sequence[int], values: Sequence[float]) -> float:
-    """The largest difference between two curves, as a fraction of the picture's height; infinite at other steps."""
-    if list(line.steps) != list(steps):
-        return math.inf
-    height = max(*line.values, *values) - min(*line.values, *values)
-    return max(abs(one - other) for one, other in zip(line.values, values, strict=True)) / (height or 1.0)

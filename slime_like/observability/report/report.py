@@ -1,20 +1,21 @@
 """A run's report: one self-contained HTML page, or its essentials on a terminal.
 
-A model's output is hostile text. It reaches the page escaped, or as JSON that the script shows as text; the page's
-content security policy admits the page's style and script by hash, and neither the network nor any other script.
+A model's output is hostile text. It reaches the page escaped, or as JSON that the script shows as text. The page's
+content security policy admits plotly and the page's script by hash, and neither the network nor any other script.
 """
 
 import base64
 import hashlib
 import json
 import os
+from collections.abc import Sequence
 from importlib.resources import files
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from slime_like.errors import SlimeLikeError
 from slime_like.observability.report.data import Row, RunData, StoredTable, read_run, summary
-from slime_like.observability.report.panels import panels, phase_picture
+from slime_like.observability.report.panels import Panel, PhasePicture, panels, phase_picture
 from slime_like.observability.report.text import last_user_message, shortened, spelled_out
 from slime_like.observability.tables import HELD_OUT_TABLE, SAMPLE_TABLE, TOKEN_TABLE, reading_order, said
 
@@ -84,6 +85,7 @@ def print_and_write_report(run_dir: Path, output: Path | None = None) -> Path:
 # --------------------------------------------------------------------------------------------------------------- page
 def _render_page(run: RunData) -> str:
     from jinja2 import Environment
+    from plotly.offline import get_plotlyjs
 
     # No template inheritance and no loader: the one template is a file of this package.
     environment = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
@@ -95,7 +97,7 @@ def _render_page(run: RunData) -> str:
         "said": said,
         "by_prompt": _by_prompt,
     }
-    drawn, constant, missing = panels(run)
+    (drawn, constant, missing), phases = panels(run), phase_picture(run)
     tokens = run.tables.get(TOKEN_TABLE)
     samples = _token_samples(tokens)
     return environment.from_string(_asset("page.html")).render(
@@ -104,7 +106,7 @@ def _render_page(run: RunData) -> str:
         drawn=drawn,
         constant=constant,
         missing=missing,
-        phases=phase_picture(run),
+        phases=phases,
         tables=[table for name, table in run.tables.items() if name != TOKEN_TABLE],
         tokens=tokens,
         samples={key: index for index, key in enumerate(samples)},
@@ -112,11 +114,18 @@ def _render_page(run: RunData) -> str:
         held_out_table=HELD_OUT_TABLE,
         titles={SAMPLE_TABLE: "Samples", HELD_OUT_TABLE: "Held-out responses, from evaluation to evaluation"},
         long_text=_LONG_TEXT,
-        chart_data=[panel.data() for panel in drawn],
+        chart_data=_charts(drawn, phases),
         token_data=_token_data(samples),
         style=f"\n{_asset('page.css')}",
+        plotly=get_plotlyjs(),
         script=f"\n{_asset('page.js')}",
     )
+
+
+def _charts(drawn: Sequence[Panel], phases: PhasePicture | None) -> dict[str, Any]:
+    """Figures by the id of the element that they are drawn in."""
+    figures = {f"chart-{index}": panel.figure() for index, panel in enumerate(drawn)}
+    return figures | ({"phases": phases.figure()} if phases else {})
 
 
 def _asset(name: str) -> str:

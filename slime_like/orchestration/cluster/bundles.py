@@ -1,11 +1,10 @@
-"""Bundles of devices of a run, their nodes, and the devices of a node; counted without torch or Ray."""
+"""Bundles of devices of a run, and their nodes; counted without torch or Ray."""
 
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from slime_like.config import RunConfig
-from slime_like.system.gpus import local_gpus
 
 RANK_LABEL = "slime-like.io/node-rank"
 """Label of Ray's nodes: the order in which they are filled."""
@@ -131,11 +130,3 @@ def slots_per_node(config: RunConfig, nodes: int) -> int:
     while not fits_on_nodes(config, [slots] * nodes):
         slots += step
     return slots
-
-
-def devices_per_node(config: RunConfig, nodes: int, given: int | None) -> int:
-    """Devices that a plan counts with: those given, else this node's GPUs, else those of the recipe, else CPU slots."""
-    count = given or local_gpus()
-    if not count and "gpus_per_node" in config.cluster.model_fields_set:
-        count = config.cluster.gpus_per_node
-    return count or slots_per_node(config, nodes)

@@ -165,7 +165,8 @@ def _open_rl(base: _Base) -> Run:
     engines, rewards, pool, devices = start_engines(config, stack, placement, trainers, progress)
     for note in answer_notes(config, rewards):
         progress.note(note)
-    sync = WeightSync(config, trainers.export, engines.supervisor, placement, devices, placed.run_name)
+    export, texts = trainers.export, prompts.longest(2)
+    sync = WeightSync(config, export, engines.supervisor, placement, devices, placed.run_name, texts)
     with progress.waiting("connecting trainers and engines"):
         sync.connect()
     scorer = Scorer(config, rewards, base.tokenizer)

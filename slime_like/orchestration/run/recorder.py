@@ -7,10 +7,8 @@ from pathlib import Path
 
 import torch
 
-from slime_like.config import RunConfig
 from slime_like.data.dump import dump_path, save_trajectories
 from slime_like.observability.curve import plot_reward_curve
-from slime_like.observability.flat_reward import FlatSteps, Truncation
 from slime_like.observability.names import step_metrics
 from slime_like.observability.phases import PhaseTimes
 from slime_like.observability.records import RewardRecord, RolloutRecord, StepRecord
@@ -25,6 +23,8 @@ from slime_like.trajectory import GRPOStats, ScoredTrajectory
 
 # Asking every rank for its memory costs a round trip; peaks do not change every step.
 _MEMORY_EVERY = 10
+# Consecutive steps without a policy gradient before a warning.
+_WARN_AFTER = 5
 
 
 class StepRecorder:
@@ -109,13 +109,7 @@ class ResponseRecorder(StepRecorder):
 
     def __init__(self, run: Run) -> None:
         super().__init__(run)
-        tables = run.config.run_dir / "tables" / f"{SAMPLE_TABLE}.jsonl"
-        self._flat_steps = FlatSteps(str(tables) if run.config.debug.samples_per_step else None)
-        shorter = "most of them before an answer; raise the limit, or ask for shorter responses"
-        self._truncation = Truncation("were cut off", _limits(run.config), shorter)
-        turns = f"rollout.environment.max_turns={run.config.rollout.environment.max_turns}"
-        sooner = "before the environment ended them; raise it, or let the environment end sooner"
-        self._turns = Truncation("used up their turns", turns, sooner)
+        self._flat_steps = 0
         self._failures = ScoringFailures()
 
     def sampled(
@@ -151,14 +145,16 @@ class ResponseRecorder(StepRecorder):
             tables = debug_tables(step, trajectories, training, trained.updates[-1], run.decode, limit)
             for name, rows in tables.items():
                 run.metrics.log_table(step, name, rows)
-        ends = [rollout.finish_reason for rollout in rollouts_of(trajectories)]
-        self.note(self._truncation.add(step, ends.count("length") / len(ends)))
-        self.note(self._turns.add(step, ends.count("turns") / len(ends)))
-        nothing_to_learn = not any(bool(trajectory.advantages.any()) for trajectory in trajectories)
-        self.note(self._flat_steps.add(step, flat=nothing_to_learn))
+        has_gradient = any(bool(trajectory.advantages.any()) for trajectory in trajectories)
+        self._flat_steps = 0 if has_gradient else self._flat_steps + 1
+        if self._flat_steps == _WARN_AFTER:
+            self.note(
+                f"steps {step - _WARN_AFTER + 1} to {step}: the responses to each prompt all got the same reward, so "
+                "there was no policy gradient; use prompts that are solved sometimes, or more samples of each prompt"
+            )
 
     def finish(self) -> None:
-        self.note(self._flat_steps.at_end(), self._failures.at_end())
+        self.note(self._failures.at_end())
 
     def draw(self, metrics: Path, run_dir: Path) -> dict[str, Path]:
         curve = run_dir / "reward_curve.png"
@@ -216,12 +212,3 @@ def _turns(rollout: Rollout[ScoredTrajectory]) -> int:
     if len(rollout.rows) > 1:
         return sum(len(trained_spans(row.loss_mask)) for row in rollout.rows)
     return len(rollout.last.reward_metadata.get("conversation", {"turns": ()})["turns"])
-
-
-def _limits(config: RunConfig) -> str:
-    """Settings that cut responses off, with their values. A conversation of ``max_turns`` turns counts as ended."""
-    limits = {"max_new_tokens": config.rollout.max_new_tokens, "max_model_len": config.max_model_len}
-    environment = config.rollout.environment
-    if environment.name is not None and environment.max_turn_tokens is not None:
-        limits["environment.max_turn_tokens"] = environment.max_turn_tokens
-    return ", ".join(f"rollout.{name}={value}" for name, value in limits.items())

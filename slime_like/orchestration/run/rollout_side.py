@@ -108,6 +108,7 @@ class EngineSide(RolloutSide):
         self._devices = devices
         self._references = references
         self._dropped_prompts = 0
+        self._sync_notes: list[str] = []
 
     def start(self, version: int) -> None:
         self.sync(version)
@@ -118,6 +119,7 @@ class EngineSide(RolloutSide):
 
     def sync(self, version: int) -> None:
         self._report = self._sync.run(version)
+        self._sync_notes += filter(None, [self._report.note])
 
     def advance(self, step: int, trajectories: Sequence[ScoredTrajectory]) -> None:
         self.source.trained(trajectories, step)
@@ -137,6 +139,7 @@ class EngineSide(RolloutSide):
         queued, ready = self.source.store.sizes()
         before, self._dropped_prompts = self._dropped_prompts, self._prompts.dropped_prompts
         reference, notes = _reference_work(self._references, step_s)
+        notes, self._sync_notes = self._sync_notes + notes, []
         return RolloutFigures(
             queued_groups=queued,
             ready_groups=ready,

@@ -90,7 +90,7 @@ class TrainerRank:
 
     def _open_parts(self, backend: TrainerBackend, place: RankCoordinates) -> RankCoordinates:
         training = RankTraining(self._config, backend, place)
-        export = RankExport(self._config.sync, backend, place, training)
+        export = RankExport(self._config, backend, place, training)
         self._parts |= {RankTraining.__name__: training, RankExport.__name__: export}
         return place
 

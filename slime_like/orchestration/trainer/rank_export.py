@@ -4,9 +4,10 @@ from collections import deque
 from collections.abc import Iterator
 from typing import Any
 
+import torch
 from torch import Tensor
 
-from slime_like.config import SyncConfig
+from slime_like.config import RunConfig
 from slime_like.interfaces import BucketMetadata, RankCoordinates, TrainerBackend, WeightBucket
 from slime_like.orchestration.cluster.node import node_address
 from slime_like.orchestration.trainer.rank_training import RankTraining
@@ -22,7 +23,7 @@ class RankExport:
     """Gathers the buckets of one rank's backend, once it is set up, and sends them to the engines or to the driver."""
 
     def __init__(
-        self, config: SyncConfig, backend: TrainerBackend, place: RankCoordinates, training: RankTraining
+        self, config: RunConfig, backend: TrainerBackend, place: RankCoordinates, training: RankTraining
     ) -> None:
         self._config = config
         self._backend = backend
@@ -47,12 +48,12 @@ class RankExport:
             return None
         settings = TransportSettings(
             address=node_address(),
-            directory=self._config.directory,
-            timeout_s=self._config.timeout_s,
+            directory=self._config.sync.directory,
+            timeout_s=self._config.sync.timeout_s,
             delta=delta,
             stage=self._stage,
             gathers=self._gathers,
-            keep_nbytes=int(_KEEP * self._config.bucket_mb * 2**20),
+            keep_nbytes=int(_KEEP * self._config.bucket_bytes(on_gpus=torch.cuda.is_available())),
         )
         self._sender = open_sender(name, session, settings)
         return self._sender.rendezvous()

@@ -1,21 +1,19 @@
-"""What an engine must hold to be trained with, each claim a function that tries it; Hugging Face's forward judges."""
+"""Claims that an engine must satisfy before it can be trained with; transformers' forward pass is the judge.
+
+Each claim is a function that checks it. ``slime-like verify engine`` and the tests of engines run the same list.
+"""
 
 import asyncio
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from slime_like.errors import WeightSyncError
+from slime_like.errors import EngineError, WeightSyncError
 from slime_like.interfaces import Generation
-from slime_like.verification.engine.driven import DrivenEngine
-from slime_like.verification.engine.reference import Reference
-
-TOLERANCE = 1e-4
-"""Nats, in float32; at low temperatures more, since they scale the logits' rounding."""
+from slime_like.verification.engine.subject import COLD, TOLERANCE, Refuted, Subject
 
 _MOVES = 100 * TOLERANCE
 """A change of a tensor is large enough if the reference's logprobs change by so much."""
@@ -24,53 +22,9 @@ _FOLLOWS = 0.02
 _DRAWS = 8
 
 _TOKENS = 16
-_COLD = 0.05
 _HALFWAY_S = (0.1, 0.02, 0.005, 0.002, 0.05, 0.01, 0.2, 0.4, 0.8, 1.6)
-_LASTING: dict[str, Any] = {"max_new_tokens": 200, "temperature": _COLD}
-
-
-class Refuted(Exception):
-    """An engine does not hold a claim; the message says what was found."""
-
-
-@dataclass(slots=True)
-class Subject:
-    """An engine, the weights that it ought to serve, and what it is asked.
-
-    Attributes:
-        others: other weights of the same model.
-    """
-
-    engine: DrivenEngine
-    reference: Reference
-    others: dict[str, Tensor]
-    prompts: Sequence[list[int]]
-
-    def gap(self, prompt: list[int], generation: Generation, temperature: float) -> float:
-        """Largest difference of the sampled tokens' logprobs from the reference's, relative to rounding at this
-        temperature."""
-        expected = self.reference.logprobs(prompt, generation.token_ids, temperature)
-        largest = float(np.abs(generation.logprobs - expected).max(initial=0.0))
-        return largest / max(1.0, 0.5 / (temperature or 1.0))
-
-    def load(self, weights: dict[str, Tensor]) -> None:
-        """Update the engine, whole, and expect these weights from now on."""
-        receipt, sent = self.engine.run(self.engine.update(weights))
-        if receipt.checksums != sent:
-            raise Refuted("hashes of the received tensors are not those that were sent")
-        self.reference.use(weights)
-
-    def probe(self) -> np.ndarray:
-        """Logprobs of all prompts' tokens, and of some that are sampled behind each, less the reference's."""
-        options: dict[str, Any] = {"max_new_tokens": 4, "prompt_logprobs": True, "seed": 1}
-        requests = [self.engine.request(prompt, **options) for prompt in self.prompts]
-        gaps = []
-        for prompt, (generation,) in zip(self.prompts, self.engine.generate_all(requests), strict=True):
-            ids = np.concatenate((prompt[1:], generation.token_ids)).astype(np.int64)
-            assert generation.prompt_logprobs is not None  # asked for
-            found = np.concatenate((generation.prompt_logprobs, generation.logprobs))
-            gaps.append(found - self.reference.logprobs(prompt[:1], ids, 1.0))
-        return np.concatenate(gaps)
+_CUTS = ((0.9, 40, 0.0), (1.0, 5, 0.0), (0.5, 512, 0.0), (0.9, 40, 0.2))
+"""top_p, top_k and min_p."""
 
 
 def _bounded(gap: float, what: str) -> float:
@@ -80,13 +34,12 @@ def _bounded(gap: float, what: str) -> float:
 
 
 def sampled_logprobs(subject: Subject) -> float:
-    """Logprobs of sampled tokens are those of the temperature-scaled logits."""
-    gaps = []
-    for temperature in (1.0, 0.7, 0.0):
-        options: dict[str, Any] = {"temperature": temperature, "max_new_tokens": _TOKENS}
-        requests = [subject.engine.request(prompt, **options) for prompt in subject.prompts]
-        for prompt, (generation,) in zip(subject.prompts, subject.engine.generate_all(requests), strict=True):
-            gaps.append(subject.gap(prompt, generation, temperature))
+    """Logprobs of sampled tokens are of the temperature-scaled logits, with several temperatures in one batch."""
+    asked = [(prompt, temperature) for prompt in subject.prompts for temperature in (1.0, 0.7, 0.0)]
+    options: dict[str, Any] = {"max_new_tokens": _TOKENS, "num_samples": 2}
+    requests = [subject.engine.request(prompt, temperature=value, **options) for prompt, value in asked]
+    answers = zip(asked, subject.engine.generate_all(requests), strict=True)
+    gaps = [subject.gap(prompt, each, value) for (prompt, value), answer in answers for each in answer]
     return _bounded(max(gaps), "logprobs")
 
 
@@ -105,21 +58,20 @@ def greedy(subject: Subject) -> float:
 
 
 def seeds(subject: Subject) -> None:
-    """A seed gives the same tokens alone and beside others; another seed, and none, give others."""
+    """A seed gives the same samples alone and beside others; another seed, and none, give others."""
 
-    def ids(seed: int | None, beside: bool) -> list[int]:
+    def drawn(seed: int | None, samples: int, beside: bool = False) -> list[tuple[int, ...]]:
         # Rounding depends on the batch: of many tokens that are about as likely, it would choose another one.
-        options: dict[str, Any] = {"seed": seed, "max_new_tokens": _TOKENS, "temperature": 0.3}
-        requests = [subject.engine.request(subject.prompts[1], **options)]
+        options: dict[str, Any] = {"max_new_tokens": _TOKENS, "temperature": 0.3, "stop_token_ids": subject.last_id}
+        requests = [subject.engine.request(subject.prompts[1], seed=seed, num_samples=samples, **options)]
         requests += [subject.engine.request(prompt, max_new_tokens=_TOKENS) for prompt in subject.prompts if beside]
-        return subject.engine.generate_all(requests)[0][0].token_ids.tolist()
+        return [tuple(each.token_ids.tolist()) for each in subject.engine.generate_all(requests)[0]]
 
-    alone = ids(7, beside=False)
-    if ids(7, beside=True) != alone:
+    alone, crowd = drawn(7, 2), drawn(7, 4, beside=True)
+    if crowd[:2] != alone:
         raise Refuted("the same seed gave other tokens beside other requests")
-    for seed in (8, None):
-        if ids(seed, beside=False) == alone:
-            raise Refuted(f"seed {seed} gave the tokens of seed 7")
+    if len({*crowd, *drawn(8, 2), *drawn(None, 1), *drawn(None, 1)}) < 8:
+        raise Refuted("two samples of a request, of two seeds, or of requests without one are equal")
 
 
 def stop_tokens(subject: Subject) -> None:
@@ -138,38 +90,53 @@ def stop_tokens(subject: Subject) -> None:
 
 
 def truncated_sampling(subject: Subject) -> float | None:
-    """Where it returns supports, they are the likeliest tokens, and logprobs are over them."""
+    """Supports are the smallest sets that top-p, top-k and min-p allow, logprobs are over them, and evaluation draws
+    the same tokens."""
     if not getattr(subject.engine.engine, "returns_supports", False):
         return None
-    gaps, cut = [], {"temperature": 0.7, "top_k": 20, "top_p": 0.9, "max_new_tokens": _TOKENS}
-    requests = [subject.engine.request(prompt, **cut) for prompt in subject.prompts]
-    for prompt, (generation,) in zip(subject.prompts, subject.engine.generate_all(requests), strict=True):
+    gaps, prompt = [0.0], subject.prompts[3 % len(subject.prompts)]
+    for top_p, top_k, min_p in _CUTS:
+        options: dict[str, Any] = {"top_p": top_p, "top_k": top_k, "min_p": min_p, "temperature": 0.7, "seed": 4}
+        options |= {"max_new_tokens": _TOKENS, "stop_token_ids": subject.last_id}
+        (generation,) = subject.engine.generate(prompt, **options)
+        (evaluated,) = subject.engine.generate(prompt, training=False, **options)
+        if generation.token_ids.tolist() != evaluated.token_ids.tolist():
+            raise Refuted("evaluation drew other tokens with the same seed")
         if generation.supports is None:
-            raise Refuted("it returned none")
-        logits, expected = subject.reference.logits(prompt, generation.token_ids.tolist())[:-1] / 0.7, []
-        for row, token, support in zip(logits, generation.token_ids.tolist(), generation.supports, strict=True):
-            kept = torch.from_numpy(support).long()
-            outside = row.index_fill(0, kept, float("-inf"))
-            if token not in kept or float(outside.max() - row[kept].min()) > TOLERANCE:
-                raise Refuted(f"token {token} was drawn from {kept.tolist()}, not from the likeliest tokens")
-            expected.append(float(row[token] - row[kept].logsumexp(0)))
-        gaps.append(float(np.abs(generation.logprobs - expected).max()))
+            raise Refuted("it returned no supports")
+        logits = subject.reference.logits(prompt, generation.token_ids.tolist())[:-1].double() / 0.7
+        tokens = zip(logits, generation.supports, generation.token_ids, generation.logprobs, strict=True)
+        gaps += [_support_gap(*each, top_p, top_k, min_p) for each in tokens]
     return _bounded(max(gaps), "logprobs over supports")
 
 
+def _support_gap(
+    logits: Tensor, support: np.ndarray, token: int, logprob: float, top_p: float, top_k: int, min_p: float
+) -> float:
+    """Require that a support has the likeliest tokens, as many as the cut leaves; return the logprob's distance."""
+    likeliest = logits.softmax(0).sort(descending=True)
+    mass = likeliest.values[likeliest.values >= min_p * likeliest.values[0]][:top_k]
+    count = 1 + int(((mass / mass.sum()).cumsum(0) < top_p).sum()) if top_p < 1 else len(mass)
+    kept = support.tolist()
+    is_close = abs(len(kept) - count) <= 1 and set(kept) <= set(likeliest.indices[: count + 1].tolist())
+    if not is_close or token not in kept:  # a token at the edge may round to either side
+        raise Refuted(f"token {token} was drawn from {kept[:20]}, not from the {count} likeliest tokens")
+    return abs(float(logprob) - float(logits[token] - logits[kept].logsumexp(0)))
+
+
 def abort_and_pause(subject: Subject) -> float:
-    """An aborted request returns what it has sampled; a frozen one goes on."""
+    """An aborted request returns what it has sampled, another one goes on; so does a frozen one."""
     engine = subject.engine
 
-    async def aborted(prompt: list[int], delay_s: float) -> Generation:
-        request = engine.request(prompt, **_LASTING)
-        task = asyncio.create_task(engine.engine.generate(request))
+    async def aborted(prompt: list[int], delay_s: float) -> tuple[Generation, Generation]:
+        doomed, spared = subject.lasting(prompt), subject.lasting(prompt)
+        tasks = [asyncio.create_task(engine.engine.generate(request)) for request in (doomed, spared)]
         await asyncio.sleep(delay_s)
-        await engine.engine.abort(request.request_id)
-        return (await task)[0]
+        await engine.engine.abort(doomed.request_id)
+        return (await tasks[0])[0], (await tasks[1])[0]
 
     async def frozen(prompt: list[int], delay_s: float) -> Generation:
-        task = asyncio.create_task(engine.engine.generate(engine.request(prompt, **_LASTING)))
+        task = asyncio.create_task(engine.engine.generate(subject.lasting(prompt)))
         await asyncio.sleep(delay_s)
         await engine.engine.pause("keep")
         await asyncio.sleep(delay_s)
@@ -177,15 +144,15 @@ def abort_and_pause(subject: Subject) -> float:
         return (await task)[0]
 
     for prompt, delay_s in _attempts(subject):
-        ended = engine.run(aborted(prompt, delay_s))
+        ended, spared = engine.run(aborted(prompt, delay_s))
         if ended.finish_reason == "abort" and len(ended.token_ids):
             break
     else:
         raise Refuted(f"no request was aborted halfway, {min(_HALFWAY_S)} to {max(_HALFWAY_S)} s after its start")
     whole = engine.run(frozen(prompt, delay_s))
-    if whole.finish_reason == "abort":
-        raise Refuted("a request that was frozen has ended")
-    gap = max(subject.gap(prompt, generation, _COLD) for generation in (ended, whole))
+    if "abort" in (spared.finish_reason, whole.finish_reason):
+        raise Refuted("a request that was frozen, or beside an aborted one, has ended")
+    gap = max(subject.gap(prompt, generation, COLD) for generation in (ended, spared, whole))
     return _bounded(gap, "logprobs after abort or pause")
 
 
@@ -195,36 +162,54 @@ def _attempts(subject: Subject) -> Iterator[tuple[list[int], float]]:
 
 
 def idle_update(subject: Subject) -> float:
-    """After an update all logprobs are of the new weights, cached prefixes included."""
+    """After an update all logprobs are of the new weights, cached prefixes included, and so are version and hashes."""
     subject.probe()  # fills caches
-    old = dict(subject.reference.weights)
-    subject.load(subject.others)
-    subject.others = old
+    engine = subject.engine
+    receipt, sent = engine.run(engine.update(subject.others))
+    subject.swap()
+    health, hashes = engine.run(engine.engine.health()), engine.run(engine.engine.checksums())
+    if not receipt.checksums == sent == hashes:
+        raise Refuted("the hashes of the engine's tensors differ from the hashes of the sent ones")
+    (generation,) = engine.generate(subject.prompts[0], max_new_tokens=4)
+    versions = {receipt.version, health.weight_version, *generation.weight_versions.tolist()}
+    if versions != {engine.version}:
+        raise Refuted(f"after update {engine.version} it reports the versions {sorted(versions)}")
     return _bounded(float(np.abs(subject.probe()).max()), "logprobs after an update")
 
 
 def update_amid_requests(subject: Subject) -> float:
-    """Tokens before an update are of the old weights, later ones of the new, and their versions say where."""
+    """Tokens before an update are of the old weights, later ones of the new, and their versions say where, whether the
+    caller pauses the engine or not."""
+    return max(_updated_amid(subject, pauses) for pauses in (False, True))
+
+
+def _updated_amid(subject: Subject, pauses: bool) -> float:
     engine = subject.engine
 
     async def scenario(prompt: list[int], delay_s: float) -> Generation:
-        task = asyncio.create_task(engine.engine.generate(engine.request(prompt, **_LASTING)))
+        task = asyncio.create_task(engine.engine.generate(subject.lasting(prompt)))
         await asyncio.sleep(delay_s)
+        if pauses:
+            await engine.engine.pause("keep")
         await engine.update(subject.others)
+        if pauses:
+            await engine.engine.resume()
         return (await task)[0]
 
     for prompt, delay_s in _attempts(subject):
-        version, before = engine.version, dict(subject.reference.weights)
+        version = engine.version
         generation = engine.run(scenario(prompt, delay_s))
-        old = subject.reference.logprobs(prompt, generation.token_ids, _COLD)
-        subject.reference.use(subject.others)
-        new, subject.others = subject.reference.logprobs(prompt, generation.token_ids, _COLD), before
-        is_old = generation.weight_versions == version
-        if 0 < is_old.sum() < len(is_old):
-            if set(generation.weight_versions[~is_old].tolist()) != {engine.version}:
-                raise Refuted(f"tokens after the update have versions {set(generation.weight_versions.tolist())}")
-            gap = float(np.abs(generation.logprobs - np.where(is_old, old, new)).max())
-            return _bounded(gap * 2 * _COLD, "logprobs around an update")
+        old = subject.reference.logprobs(prompt, generation.token_ids, COLD)
+        subject.swap()
+        new = subject.reference.logprobs(prompt, generation.token_ids, COLD)
+        versions = generation.weight_versions.tolist()
+        before = versions.count(version)
+        if 0 < before < len(versions):
+            if versions != [version] * before + [engine.version] * (len(versions) - before):
+                raise Refuted(f"tokens around update {engine.version} have the versions {sorted(set(versions))}")
+            expected = np.concatenate((old[:before], new[before:]))
+            gap = float(np.abs(generation.logprobs - expected).max())
+            return _bounded(gap * 2 * COLD, "logprobs around an update")
     raise Refuted("no update came in the middle of a response")
 
 
@@ -274,7 +259,7 @@ def _expected(subject: Subject) -> np.ndarray:
 
 
 def broken_updates(subject: Subject) -> float:
-    """An update with a tensor missing, damaged, unknown or misshapen is rejected; the next one heals it."""
+    """An update with a missing, damaged, unknown or misshapen tensor is rejected. Only a whole update heals it."""
     weights = dict(subject.reference.weights)
     name, tensor = next(reversed(weights.items()))
     faults: dict[str, dict[str, Tensor]] = {
@@ -286,7 +271,9 @@ def broken_updates(subject: Subject) -> float:
     for what, sent in faults.items():
         if not _is_rejected(subject, sent, tampered=what == "with a damaged tensor"):
             raise Refuted(f"an update {what} was accepted")
-    subject.load(weights)
+        if _samples(subject):
+            raise Refuted(f"it sampled after an update {what}")
+        subject.load(weights)
     return _bounded(float(np.abs(subject.probe()).max()), "logprobs after rejected updates")
 
 
@@ -303,6 +290,14 @@ def _is_rejected(subject: Subject, weights: dict[str, Tensor], tampered: bool) -
     except WeightSyncError:
         return True
     return False
+
+
+def _samples(subject: Subject) -> bool:
+    try:
+        subject.engine.generate(subject.prompts[0], max_new_tokens=1)
+    except EngineError:
+        return False
+    return True
 
 
 def sleep_and_wake(subject: Subject) -> float:

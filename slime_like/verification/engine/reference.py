@@ -11,21 +11,23 @@ from torch import Tensor
 
 
 class Reference:
-    """One checkpoint in one file: unbatched, uncached, float32.
+    """One checkpoint in one file: unbatched, uncached, in float32; in float64 where its weights are rounded.
 
     Args:
         rounded_to: what its weights are rounded to before that.
 
     Attributes:
         weights: by name, as a trainer of this precision sends them.
+        rounded_to: that precision.
     """
 
     def __init__(self, directory: Path, rounded_to: torch.dtype = torch.float32) -> None:
         read = load_file(directory / "model.safetensors")
         self.weights = {name: tensor.to(rounded_to) for name, tensor in read.items()}
         self.directory = directory
-        self._rounded_to = rounded_to
+        self.rounded_to = rounded_to
         self._config = transformers.AutoConfig.from_pretrained(directory)
+        self.vocab_size: int = self._config.vocab_size
         self.use({})
 
     def use(self, weights: Mapping[str, Tensor]) -> None:
@@ -36,9 +38,9 @@ class Reference:
         self._model = (
             transformers.MODEL_FOR_CAUSAL_LM_MAPPING[type(self._config)]
             .from_pretrained(
-                None, config=self._config, state_dict=state, dtype=self._rounded_to, attn_implementation="eager"
+                None, config=self._config, state_dict=state, dtype=self.rounded_to, attn_implementation="eager"
             )
-            .float()
+            .to(torch.float32 if self.rounded_to == torch.float32 else torch.float64)
         )
 
     @torch.no_grad()

@@ -1,98 +1,65 @@
-"""A recipe run small on this machine: what only rows, templates, rewards and restarts show, and no plan.
+"""A recipe run small on this machine: steps, a kill, a resume and an export.
 
-A small random model like the real one trains a few steps under the recipe; the run is killed, resumed and exported.
+A small random model like the real one trains under the recipe's method, rows, template and rewards.
 """
 
+import os
 import re
-from collections.abc import Iterator
-from dataclasses import replace
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import NamedTuple
 
-from jinja2 import TemplateError
+import transformers
 
-from slime_like.checks.check import check_machine, check_settings
+from slime_like.checks.check import check_settings
 from slime_like.checks.definition import training_needs
 from slime_like.config import RunConfig
 from slime_like.config.reading.load import save_config
-from slime_like.data.prompts import PromptSource
-from slime_like.data.token_budget import TokenBudget
-from slime_like.data.tokenizer import load_tokenizer, token_names
+from slime_like.data.ledger import audit_run
+from slime_like.data.tokenizer import load_tokenizer
 from slime_like.errors import ConfigError, SlimeLikeError
 from slime_like.examples.look_alike import make_look_alike
+from slime_like.examples.tiny_model import without_progress_bar
 from slime_like.models.dimensions import ModelDimensions
-from slime_like.orchestration.rollout.evaluation import held_out
+from slime_like.observability.metrics import METRICS_FILE, read_metrics
 from slime_like.orchestration.rollout.requests import stop_tokens
-from slime_like.orchestration.run.start_notes import (
-    algorithm_notes,
-    checkpoint_notes,
-    held_out_notes,
-    support_notes,
-)
+from slime_like.system.interrupts import raise_if_interrupted
 from slime_like.system.words import counted
-from slime_like.verification.rehearsal.answers import answer_findings
-from slime_like.verification.rehearsal.finding import Finding, listed
-from slime_like.verification.rehearsal.rows import row_findings
-from slime_like.verification.rehearsal.small_recipe import changes, layers_of, small_recipe
-from slime_like.verification.rehearsal.small_run import SmallRun
+from slime_like.verification.rehearsal.small_recipe import layers_of, small_recipe
 
 STEPS = 3
-_DROPPED = 0.05
-"""Share of prompts over the limit above which the limit, or the data, is taken for a mistake."""
-_LEAST_KNOWN = 0.5
-"""Share of a model's vocabulary that its tokenizer has at least."""
-_CODE = re.compile(r"\[([a-z][a-z.-]+)\]")
-_WEIGHTS_AND_ROWS = {
-    "model.weight-files",
-    "reference.weight-files",
-    "data.train",
-    "data.mixture-files",
-    "evaluation.files",
-}
-"""What a machine may lack: the weights are not needed, and rows are a stage of their own."""
-_CORRECT = "correct chat_template among the tokenizer's files (tokenizer_config.json, or chat_template.jinja)"
-_USER, _ASSISTANT = "What is asked.", "What is answered."
+_START_S, _REST_S, _STOP_S = 900.0, 1800.0, 120.0
+_LOOK_EVERY_S = 0.2
+_ERROR = re.compile(r"^(?:slime-like: |  - )(.*\[[a-z][a-z.-]+\])$", re.MULTILINE)
+_FAILURES = ("ref_actor_rewards/scoring_failures", "evaluation/scoring_failures")
 
 
-def rehearse(config: RunConfig, directory: Path, steps: int = STEPS) -> Iterator[Finding]:
-    """Try the recipe, what costs least first. Without usable rows there is no small run.
+class Outcome(NamedTuple):
+    """One line of a rehearsal."""
 
-    What is found a second time, as a later stage meets it, is a note.
+    is_sound: bool
+    stage: str
+    text: str
+
+
+def rehearse(config: RunConfig, directory: Path, steps: int = STEPS) -> Iterator[Outcome]:
+    """Run a recipe small, in stages. A failed start or resume ends the rehearsal.
 
     Args:
-        directory: the small model, the small recipe and its run go there; it exists and is empty.
+        directory: empty; receives the small model, the small recipe, its run and the logs.
         steps: training steps of the small run, at least 2.
 
     Raises:
-        ConfigError: the model's configuration cannot be read or is of no known family, or the recipe cannot be made
-            small.
+        ConfigError: the real recipe's settings break a rule, or it cannot be made small.
     """
-    seen = set[str]()
-    for finding in _stages(config, directory, steps):
-        codes = set(_CODE.findall(finding.text)) if finding.kind == "FOUND" else set[str]()
-        is_known = bool(codes) and codes <= seen
-        seen |= codes
-        yield replace(finding, kind="note", text=f"again: {finding.text}") if is_known else finding
-
-
-def _stages(config: RunConfig, directory: Path, steps: int) -> Iterator[Finding]:
     dimensions = ModelDimensions.from_checkpoint(config.model.path)
-    settings = list(_settings(config, dimensions))
-    yield from settings
-    try:
-        tokenizer = load_tokenizer(config.model.path)
-        yield from _vocabulary(config, tokenizer, dimensions)
-        yield from _rows(config, tokenizer)
-    except SlimeLikeError as error:
-        yield Finding("FOUND", "rows", listed(error))
-        yield Finding("note", "not tried", "template, rewards and the small run, which need rows")
-        return
-    yield from _template(config, tokenizer)
-    can_score = not any("[reward." in finding.text for finding in settings)
-    if not config.supervised:
-        yield from row_findings(config, tokenizer)
-    if not config.supervised and can_score:
-        yield from answer_findings(config)
+    if problems := check_settings(config, dimensions, training_needs(config)):
+        raise ConfigError(problems)
+    yield Outcome(True, "settings", f"no rule is broken on {counted(config.trainer.parallel.world_size, 'rank')}")
     model = directory / "model"
     ends = [token for token in stop_tokens(config) if 0 <= token < dimensions.vocab_size]
     make_look_alike(config.model.path, model, layers_of(config, dimensions), ends=ends)
@@ -101,99 +68,77 @@ def _stages(config: RunConfig, directory: Path, steps: int) -> Iterator[Finding]
     except ValueError as error:
         raise ConfigError(f"this recipe cannot be made small ({error})", code="rehearsal-size") from error
     save_config(small, directory / "recipe.yaml")
-    parameters = ModelDimensions.from_checkpoint(model).num_parameters
-    shown = ", ".join(changes(config, small)) or "steps and batch alone"
-    yield Finding("ok", "small recipe", f"{parameters / 1e6:.1f}M parameters; {shown}")
-    for is_sound, stage, text in SmallRun(small, directory).stages():
-        yield Finding("ok" if is_sound else "FOUND" if is_sound is False else "note", stage, text)
+    latest = small.run_dir / "checkpoints" / "latest"
+    problem = _train(directory, "first.log", _START_S, stop=latest.exists)
+    yield Outcome(problem is None, "first steps", problem or "a checkpoint is written; the run is killed")
+    if problem is None:
+        problem = _train(directory, "second.log", _REST_S)
+        yield Outcome(problem is None, "resume", problem or f"finished {steps} steps")
+    if problem is None:
+        yield from _records(small)
+        yield _export(small)
 
 
-def _settings(config: RunConfig, dimensions: ModelDimensions) -> Iterator[Finding]:
-    """Of the real recipe at its size, whatever machine it is for."""
-    problems = check_settings(config, dimensions, training_needs(config))
-    for problem in problems:
-        yield Finding("FOUND", "settings", f"{problem.text} [{problem.code}]")
-    if not problems:
-        ranks = config.trainer.parallel.world_size
-        text = f"{counted(ranks, 'trainer rank')}; no rule is broken; slime-like plan computes whether GPUs suffice"
-        yield Finding("ok", "settings", text)
-    for note in (*algorithm_notes(config), *checkpoint_notes(config), *support_notes(config, dimensions)):
-        yield Finding("note", "settings", note)
-    for problem in check_machine(config, dimensions, training_needs(config)):
-        if problem.code not in _WEIGHTS_AND_ROWS:
-            yield Finding("note", "this machine", f"{problem.text} [{problem.code}]")
+def _train(directory: Path, name: str, timeout_s: float, stop: Callable[[], bool] = lambda: False) -> str | None:
+    """Run ``slime-like train`` until it ends, or kill it once ``stop()`` is true. Return the problem, if any."""
+    log, end = directory / name, time.monotonic() + timeout_s
+    with _child(["train", str(directory / "recipe.yaml")], log) as process:
+        while process.poll() is None and not stop():
+            raise_if_interrupted()
+            if time.monotonic() > end:
+                return f"not done after {timeout_s:.0f} s; see {log}"
+            time.sleep(_LOOK_EVERY_S)
+        if process.poll() is None:
+            process.kill()
+            process.wait(_STOP_S)
+            return None
+    if process.returncode == 0:
+        return None
+    said = _ERROR.findall(log.read_text(encoding="utf-8", errors="replace"))
+    return "; ".join(said) or f"ended with exit code {process.returncode}; see {log}"
 
 
-def _vocabulary(config: RunConfig, tokenizer: Any, dimensions: ModelDimensions) -> Iterator[Finding]:
-    """A checkpoint's vocabulary is padded; one that is far larger, or smaller, is of another tokenizer."""
-    known, size = len(tokenizer), dimensions.vocab_size
-    if known > size or known < _LEAST_KNOWN * size:
-        text = f"the tokenizer in {config.model.path} has {known} tokens, and config.json a vocabulary of {size}"
-        yield Finding("note", "tokenizer", f"{text}: is it the model's?")
-
-
-def _rows(config: RunConfig, tokenizer: Any) -> Iterator[Finding]:
-    """Every row, read and encoded as the run does it.
-
-    Raises:
-        SlimeLikeError: a file or row that the run would reject.
-    """
-    stops = stop_tokens(config) if config.data.messages_key is not None else ()
-    excess = TokenBudget(config.trainer).excess
-    source = PromptSource((), tokenizer, config.data, config.seed, config.supervised, stops, excess)
-    rows, dropped = source.num_rows, source.dropped_prompts
-    share = dropped / (rows + dropped)
-    text = f"{counted(rows, 'row')} in use, {dropped} ({share:.1%}) over data.max_prompt_tokens"
-    raise_it = f"={config.data.max_prompt_tokens}; raise it, or look at the longest rows" if share > _DROPPED else ""
-    yield Finding("FOUND" if share > _DROPPED else "ok", "rows", text + raise_it)
-    if config.evaluation.files:
-        datasets = held_out(config, tokenizer)
-        yield Finding("ok", "held-out rows", counted(sum(map(len, datasets.values())), "prompt"))
-        yield from (Finding("note", "held-out rows", note) for note in held_out_notes(source, datasets))
-    else:
-        yield Finding("note", "held-out rows", "none: nothing will say whether unseen prompts are solved")
-
-
-def _template(config: RunConfig, tokenizer: Any) -> Iterator[Finding]:
-    """Does a prompt hold what it is made of, and does what ends an answer stop the engines?"""
-    data = config.data
-    if not data.apply_chat_template:
-        yield Finding("note", "chat template", "not applied; what ends an answer is not looked for")
-        return
-    messages = [{"role": "user", "content": _USER}]
-    if data.system_prompt is not None:
-        messages.insert(0, {"role": "system", "content": data.system_prompt})
-    answered = [*messages, {"role": "assistant", "content": _ASSISTANT}]
+@contextmanager
+def _child(arguments: list[str], log: Path) -> Iterator["subprocess.Popen[bytes]"]:
+    """Run a command of ``slime-like`` that has ended when the context is left."""
+    command = [sys.executable, "-m", "slime_like.commands.child_main", str(os.getpid()), *arguments]
+    with log.open("wb") as file:
+        process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=file, stderr=file, start_new_session=True)
     try:
-        prompt = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-        plain, whole = (tokenizer.apply_chat_template(each, tokenize=False) for each in (messages, answered))
-    except (TemplateError, ValueError, TypeError, KeyError) as error:
-        yield Finding(
-            "FOUND", "chat template", f"fails on a plain conversation ({type(error).__name__}: {error}); {_CORRECT}"
-        )
+        yield process
+    finally:
+        if process.poll() is None:
+            process.terminate()
+            try:
+                process.wait(_STOP_S)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait(_STOP_S)
+
+
+def _records(config: RunConfig) -> Iterator[Outcome]:
+    """Check that every step was logged, every response was scored and every group is accounted for."""
+    records = read_metrics(config.run_dir / METRICS_FILE)
+    trained = sorted({record["step"] for record in records if "train_actor_training/loss" in record})
+    yield Outcome(trained == list(range(1, config.steps + 1)), "metrics", f"logged steps: {trained}")
+    if config.supervised:
         return
-    for message in messages:
-        if message["content"].strip() not in prompt:
-            yield Finding("FOUND", "chat template", f"a prompt does not hold the {message['role']} message; {_CORRECT}")
-    if prompt == plain and whole.startswith(prompt) and not whole[len(prompt) :].lstrip().startswith(_ASSISTANT):
-        header = whole[len(prompt) :].partition(_ASSISTANT)[0]
-        text = f"no generation prompt: the model itself would have to begin an answer with {header!r:.60}; {_CORRECT}"
-        yield Finding("FOUND", "chat template", text)
-    begin = tokenizer.encode(prompt, add_special_tokens=False)[:2]
-    if len(begin) > 1 and begin[0] == begin[1] == tokenizer.bos_token_id:
-        yield Finding("FOUND", "chat template", f"{tokenizer.bos_token!r} stands twice at the beginning; {_CORRECT}")
-    _, said, end = whole.rpartition(_ASSISTANT)
-    stops = set(stop_tokens(config))
-    closing = tokenizer.encode(end, add_special_tokens=False) if said else []
-    if not said:
-        yield Finding("note", "chat template", "renders no assistant message; what ends an answer is unknown")
-    elif not stops & set(closing):
-        names = token_names(tokenizer, stops)
-        text = f"an answer ends with {end!r}, which holds no stop token ({names}): responses would run to their limit; "
-        one = tokenizer.encode(end.strip(), add_special_tokens=False)
-        remedy = (
-            f"set rollout.stop_token_ids to [{one[0]}]" if len(one) == 1 else "correct the template: that is no token"
-        )
-        yield Finding("FOUND", "chat template", text + remedy)
-    else:
-        yield Finding("ok", "chat template", f"an answer ends with {end.strip()!r}, a stop token")
+    failed = sum(int(record.get(name, 0)) for record in records for name in _FAILURES)
+    where = f"; the reasons are in {config.run_dir / 'driver.log'}" if failed else ""
+    yield Outcome(not failed, "scoring", f"{counted(failed, 'response')} failed{where}")
+    audit = audit_run(config.run_dir)
+    text = f"{counted(audit.issued, 'group')} issued, {audit.trained} trained"
+    yield Outcome(not audit.problems, "ledger", "; ".join([text, *audit.problems]))
+
+
+def _export(config: RunConfig) -> Outcome:
+    """Load the exported model as a user would."""
+    path = config.run_dir / "hf"
+    try:
+        with without_progress_bar():
+            model = transformers.AutoModelForCausalLM.from_pretrained(path)
+        load_tokenizer(path)
+        same = ModelDimensions.from_checkpoint(path) == ModelDimensions.from_checkpoint(config.model.path)
+    except (OSError, ValueError, KeyError, SlimeLikeError) as error:
+        return Outcome(False, "export", f"{path} cannot be loaded ({type(error).__name__}: {error})")
+    return Outcome(same, "export", f"transformers loads {path}, {type(model).__name__}")

@@ -47,7 +47,7 @@ def small_recipe(config: RunConfig, model: Path, run_dir: Path, steps: int) -> R
         "checkpoint": {"every": 1, "keep": 2, "export_hf": True},
         "logging": {"wandb": False, "progress": "plain"},
         "debug": {"save_rollouts": None, "load_rollouts": None, "samples_per_step": 4, "tables_every": 1},
-        "cluster": {"address": None},
+        "cluster": {"address": None, "nodes": None},
     }
     return RunConfig.model_validate(_merged(raw, more))
 
@@ -117,17 +117,6 @@ def layers_of(config: RunConfig, dimensions: ModelDimensions) -> int:
     return max(2, chunks - min(1, dimensions.dense_layers))
 
 
-def changes(before: RunConfig, after: RunConfig) -> list[str]:
-    """What differs, as "field: before -> after"; paths and defaults of this machine are left out."""
-    first, second = (_flat(one.model_dump(mode="json")) for one in (before, after))
-    shown = ("trainer.parallel.", "rollout.tensor", "rollout.num_engines", "rollout.max_new_tokens", "model.dtype")
-    return [
-        f"{name} {first.get(name)} -> {value}"
-        for name, value in second.items()
-        if first.get(name) != value and name.startswith(shown)
-    ]
-
-
 def _small_axes(parallel: dict[str, Any]) -> dict[str, Any]:
     small = {**parallel, **{axis: min(2, parallel[axis]) for axis in _AXES}}
     while small["tensor"] * small["pipeline"] * small["context"] * small["data"] > RANKS:
@@ -141,10 +130,3 @@ def _merged(base: dict[str, Any], more: dict[str, Any]) -> dict[str, Any]:
         nested = isinstance(value, dict) and value and isinstance(both.get(key), dict)
         both[key] = _merged(both[key], value) if nested else value
     return both
-
-
-def _flat(raw: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    flat: dict[str, Any] = {}
-    for key, value in raw.items():
-        flat |= _flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value}
-    return flat

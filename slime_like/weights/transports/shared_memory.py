@@ -17,11 +17,11 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from slime_like.errors import WeightSyncError
 from slime_like.interfaces import BucketMetadata, WeightBucket
+from slime_like.system.pinning import LockedMemory
 from slime_like.weights.buckets import bucket_nbytes, read_bucket, write_bucket
 from slime_like.weights.transport import TransportSettings
 from slime_like.weights.transports.leftovers import (
@@ -32,7 +32,6 @@ from slime_like.weights.transports.leftovers import (
     not_in_flight,
     require_transport,
 )
-from slime_like.weights.transports.pinning import pin, unpin
 
 NAME = "shared_memory"
 _GRANULE = 1 << 20
@@ -154,8 +153,16 @@ class Segment:
     def __init__(self, path: Path, descriptor: int, nbytes: int) -> None:
         self.path = path
         self.nbytes = nbytes
-        self.buffer = torch.frombuffer(mmap.mmap(descriptor, nbytes), dtype=torch.uint8)
-        self._pinned = pin(self.buffer)
+        try:
+            self._memory = LockedMemory(mmap.mmap(descriptor, nbytes))
+        except RuntimeError as error:
+            raise WeightSyncError(
+                f"CUDA cannot lock {nbytes} bytes of shared memory ({error})",
+                code="not-pinned",
+                who="weight sync",
+                remedy="or lower sync.bucket_mb",
+            ) from error
+        self.buffer = self._memory.tensor(0, nbytes)
 
     @property
     def name(self) -> str:
@@ -210,9 +217,7 @@ class Segment:
 
     def let_go(self) -> None:
         """Unlock it: nothing is copied from or to it any more."""
-        if self._pinned:
-            self._pinned = False
-            unpin(self.buffer)
+        self._memory.let_go()
 
     def remove(self) -> None:
         """Let it go, and remove the file."""

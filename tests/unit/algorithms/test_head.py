@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from slime_like.algorithms import fused_logprobs, logprobs_and_entropy, vocab_parallel_logprobs
 from tests.support.properties import examples
@@ -76,7 +77,8 @@ def run_sharded(
             all_reduce_sum=group.reduction(rank, lambda parts: parts.sum(0)),
             **options,
         )
-        weighted(case, scores).backward()
+        with torch.autograd.set_multithreading_enabled(False):  # ranks on one device would share one thread, and wait
+            weighted(case, scores).backward()
         return (*(x.detach() for x in scores), *(leaf.grad for leaf in leaves))
 
     return group.run(body)
@@ -292,30 +294,52 @@ def test_the_weight_gradient_of_many_tokens_keeps_its_digits_behind_a_heavy_one(
     assert (gradients[0] - gradients[1]).norm() < 6e-7 * gradients[1].norm()
 
 
-class _Products(TorchDispatchMode):
-    """Result types of all matrix products, in order."""
+class _Traffic(TorchDispatchMode):
+    """Result types of all matrix products, in order, and bytes that operators read and write; views are free."""
 
     def __init__(self) -> None:
         super().__init__()
         self.types: list[torch.dtype] = []
+        self.nbytes = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         if func.overloadpacket in (torch.ops.aten.mm, torch.ops.aten.addmm):
             self.types.append(result.dtype)
+        if not func.is_view:
+            read = tree_leaves((args, {name: each for name, each in (kwargs or {}).items() if name != "out"}))
+            self.nbytes += sum(each.nbytes for each in [*read, *tree_leaves(result)] if isinstance(each, Tensor))
         return result
 
 
-def test_products_on_a_device_are_rounded_to_bfloat16_nowhere() -> None:
-    """Forward, recomputed, and both gradients; shapes stand for a device."""
+def _traffic(tokens: int, vocabulary: int, width: int, entropy: bool) -> _Traffic:
+    """Forward and backward of the head in bfloat16; shapes stand for a device."""
     with torch.device("meta"):
-        hidden, weight = (torch.ones(n, 8, dtype=torch.bfloat16, requires_grad=True) for n in (4, 32))
-        targets, temperatures = torch.ones(4, dtype=torch.int64), torch.ones(4)
-    with _Products() as products:
-        logprobs, _ = fused_logprobs(hidden, weight, targets, temperatures, vocab_size=32, check_values=False)
-        logprobs.sum().backward()
-    assert products.types == [torch.float32] * 4
+        hidden, weight = (torch.ones(n, width, dtype=torch.bfloat16, requires_grad=True) for n in (tokens, vocabulary))
+        targets, temperatures = torch.ones(tokens, dtype=torch.int64), torch.ones(tokens)
+    with _Traffic() as traffic:
+        scores = fused_logprobs(hidden, weight, targets, temperatures, vocab_size=vocabulary, check_values=False)
+        (scores[0].sum() + (scores[1].sum() if entropy else 0)).backward()
     assert weight.grad is not None and weight.grad.dtype == torch.bfloat16
+    return traffic
+
+
+def test_products_on_a_device_are_rounded_to_bfloat16_nowhere() -> None:
+    """Forward, recomputed, and both gradients."""
+    assert _traffic(4, 32, 8, entropy=False).types == [torch.float32] * 4
+
+
+@pytest.mark.parametrize(("entropy", "per_logit"), [(False, 110), (True, 130)])
+def test_bytes_that_the_head_moves_on_a_device(entropy: bool, per_logit: int) -> None:
+    """Besides products: passes over a chunk's logits, and one read and one write of the weight's float32 gradient."""
+    tokens, vocabulary, width = 8192, 2**17, 1024
+    chunks = tokens // 2048
+    found = _traffic(tokens, vocabulary, width, entropy)
+    assert len(found.types) == 4 * chunks
+    # Three products of a chunk read the weight (2 bytes), one reads and writes its gradient (4 bytes each). 16 more are
+    # for clearing and rounding the gradient, and for hidden states.
+    per_weight = chunks * (3 * 2 + 2 * 4) + 16
+    assert found.nbytes < per_logit * tokens * vocabulary + per_weight * vocabulary * width
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -1,11 +1,16 @@
 """Copies in host memory that is used again: of any kind of tensor, and no larger in a file than they are."""
 
+import gc
 import io
 import random
 
+import pytest
 import torch
+from torch import Tensor
 
-from backends.common.trainer.host_memory import HostCopies, HostPool
+from backends.common.trainer.host_memory import HostCopies, HostMemory, HostPool
+from backends.common.trainer.parking import Parking
+from tests.support.locked import Locked
 
 
 def test_copies_take_the_same_memory_again() -> None:
@@ -56,3 +61,63 @@ def test_a_piece_larger_than_a_segment_has_its_own() -> None:
     address = large.data_ptr()
     del large
     assert pool.take(4000).data_ptr() == address and pool.nbytes == 5120 + 1024
+
+
+@pytest.fixture
+def locked(monkeypatch: pytest.MonkeyPatch) -> Locked:
+    locked = Locked()
+    locked.use(monkeypatch)
+    return locked
+
+
+def _used(number: int) -> tuple[tuple[Parking, HostCopies, HostPool], list[Tensor]]:
+    """What a trainer keeps host memory by, each used; and tensors that look into it."""
+    parking, copies, pool = Parking(), HostCopies(), HostPool(1 << 12)
+    parking.park([torch.ones(1000), torch.ones(100)])
+    made = copies.of([torch.full((700,), float(number))])
+    made += copies.of([torch.full((7000,), float(number))])
+    pieces = [pool.take(nbytes).fill_(number) for nbytes in (100, 5000)]
+    return (parking, copies, pool), [made[-1][-10:], *(piece[-10:] for piece in pieces)]
+
+
+@pytest.mark.parametrize("closes", [True, False])
+def test_memory_is_unlocked_before_it_is_unmapped(closes: bool, locked: Locked) -> None:
+    """The second trainer's worth gets addresses of the first's."""
+    for number in (1, 2):
+        holders, views = _used(number)
+        assert len(locked.ranges) == 4 and locked.total == 5 * number  # the larger copies replaced the smaller
+        if closes:
+            for holder in holders:
+                holder.close()
+            assert locked.ranges == {}
+        del holders
+        gc.collect()
+        assert len(locked.ranges) == (0 if closes else 3)  # what is looked into stays mapped, and locked
+        assert all(bool((view == number).all()) for view in views)
+        del views
+        assert locked.ranges == {} and locked.late == []
+
+
+def test_used_again_after_its_end(locked: Locked) -> None:
+    (parking, copies, pool), _ = _used(1)
+    for holder in (parking, copies, pool):
+        holder.close()
+        holder.close()
+    kept = torch.arange(5.0)
+    parking.park([kept])
+    parking.restore()
+    assert torch.equal(kept, torch.arange(5.0)) and len(locked.ranges) == 1
+
+
+def test_memory_that_cuda_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
+    refusing = Locked(error=2)
+    refusing.use(monkeypatch)
+    with pytest.raises(RuntimeError, match="cudaHostRegister: CUDA error 2"):
+        HostMemory(100)
+
+
+def test_pages_are_not_shared(locked: Locked) -> None:
+    """The stand-in refuses what CUDA does: a page that is locked already."""
+    small = [HostMemory(100) for _ in range(3)]
+    (address, _), *_ = locked.ranges.items()
+    assert len(locked.ranges) == len(small) and locked.cudaHostRegister(address, 100, 1) == 712

@@ -62,7 +62,9 @@ def test_matrix_products() -> None:
     with Trace() as trace:
         (a @ b).sum().backward()
         torch.bmm(torch.empty(2, 3, 5, device=META), torch.empty(2, 5, 7, device=META))
-    assert trace.counted.matmul_flops == 2 * 3 * 5 * 7 * (3 + 2)
+        total = torch.empty(3, 7, device=META)
+        torch.addmm(total, a.detach().bfloat16(), b.detach().bfloat16(), out_dtype=torch.float32, out=total)
+    assert trace.counted.matmul_flops == 2 * 3 * 5 * 7 * (3 + 2 + 1)
 
 
 def test_bytes_of_other_kernels() -> None:

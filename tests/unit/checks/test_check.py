@@ -228,8 +228,8 @@ FAULTS: dict[str, list[str]] = {
     "rollout.agent": [
         "--rollout.agent.max_calls 3",
         f"{AGENT} --rollout.agent.name my_agent",
-        f"{AGENT} --rollout.agent.name slime_like.examples.calculator_agent:solver",
-        f"{AGENT} --rollout.agent.name slime_like.examples.calculator_agent:solve --rollout.agent.command [sh]",
+        f"{AGENT} --rollout.agent.name slime_like.examples.calculator:solver",
+        f"{AGENT} --rollout.agent.name docs/examples/agents/calculator_agent.py:solve --rollout.agent.command [sh]",
         f"{AGENT} --rollout.agent.command '[sh, \"{{url}}\"]'",
         f"{AGENT} --rollout.agent.command [sh] --rollout.agent.options.x y",
         f"{AGENT} --rollout.agent.command [sh] --rollout.environment.name calculator",

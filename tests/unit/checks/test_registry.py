@@ -30,7 +30,7 @@ _SUPERVISED = f"""
     {_RANKS} reference.model debug.save-rollouts data.train evaluation.files logging.packages resume debug.load-rollouts
     data.messages-key data.prompts data.mixture data.mixture-files
     reference.weight-files algorithm.loss algorithm.kl-estimator algorithm.importance-correction algorithm.minibatches
-    trainer.schedule rollout.stream trainer.offload rollout.stop-tokens
+    trainer.schedule rollout.stream trainer.offload rollout.stop-tokens cluster.gpus-idle
 """
 _ENGINES = """
     model.weight-files rollout.python rollout.engine rollout.engine-args evaluation.sampling reward.functions

@@ -63,23 +63,14 @@ def test_a_bad_row_to_evaluate_on_is_refused_as_early_as_one_to_train_on(
 
 
 BAD_ROW, NO_TOKENIZER = "evaluation.rows", "model.tokenizer"
-WRONG = "--data.train x.jsonl --rollout.engine x --rollout.top_k 50 --trainer.parallel.pipeline 13 --resume x"
 NO_MODEL = "--model.path x --trainer.parallel.sequence true --trainer.target_tokens_per_batch 600"
-RANGES = "--algorithm.clip_low -1 --algorithm.importance_low 5 --trainer.parallel.sequence true --rollout.top_k 600"
-MEANT = "--rollout.max_new_token 8 --trainer.target_tokens_per_batch 600"
-OF_WRONG = ["data.train", "resume", "rollout.engine", "rollout.sampling", "trainer.layout"]
-# what stands in the held-out file, whether the model is foreign, flags, and the codes of all problems in one list
+# what the held-out file has, whether the model is foreign, flags, and the codes of all problems in one list
 TOGETHER: list[tuple[str, bool, list[str], list[str]]] = [
     ('{"prompt": "a"}', False, ["--rollout.top_k", "600"], ["rollout.sampling", BAD_ROW]),
-    ('{"prompt": "a"}', False, ["--rollout.top_p", "5"], ["field-range", BAD_ROW]),
-    ('{"prompt": "a"}', False, ["--rollout.topp", "5"], ["field-unknown", BAD_ROW]),
-    ('{"prompt": "a"}', True, ["--rollout.top_p", "5"], ["field-range", "model.family", NO_TOKENIZER, BAD_ROW]),
+    ('{"prompt": "a"}', False, ["--rollout.top_p", "5"], ["field-range"]),
     ("", True, ["--rollout.engine", "x"], ["rollout.engine", "model.family", NO_TOKENIZER, BAD_ROW]),
-    ('{"prompt": "a", "answer": "b"}', False, WRONG.split(), OF_WRONG),
     ('{"prompt": "a"}', False, NO_MODEL.split(), ["model.path", "trainer.layout", "trainer.token-budget", BAD_ROW]),
-    ("", False, RANGES.split(), ["field-range", "fields-conflict", "rollout.sampling", "trainer.layout", BAD_ROW]),
-    ("{}", False, MEANT.split(), ["field-unknown", BAD_ROW]),
-    ('{"prompt": "a", "answer": "b"}', True, ["--steps", "0"], ["field-range", "model.family", NO_TOKENIZER]),
+    ("{}", False, ["--rollout.max_new_token", "8", "--algorithm.clip_low", "-1"], ["field-unknown", "field-range"]),
 ]
 
 
@@ -142,7 +133,7 @@ def test_the_sentence_names_what_is_there_instead(
     (tmp_path / "train.jsonl").write_text('{"question": "1+1=", "answer": "2"}\n')
     for flags, codes in (
         (["--model.path", "Qwen/Qwen2.5-0.5B"], ["model.path", "data.rows"]),
-        (["--rollout-batch-size", "8"], ["field-unknown", "data.rows"]),
+        (["--rollout-batch-size", "8"], ["field-unknown"]),
         (["--resume", "first"], ["resume", "data.rows"]),
     ):
         with rejects(ConfigError) as caught:

@@ -62,28 +62,6 @@ PUBLISHED = {
     "dapo": (DAPO, DAPO["prompt"][0]["content"], "34"),  # type: ignore[index]
     "openr1": (OPENR1, OPENR1["problem"], OPENR1["answer"]),
 }
-_STEM, _SHOWN = (
-    "Which gas do plants take in?",
-    "Which gas do plants take in?\n\nA. Oxygen\nB. Carbon dioxide\nC. Helium",
-)
-_TEXTS = ["Oxygen", "Carbon dioxide", "Helium"]
-CHOICES: dict[str, dict[str, Any]] = {
-    "mmlu": {"question": _STEM, "subject": "biology", "choices": _TEXTS, "answer": 1},
-    "mmlu_pro": {"question_id": 1, "question": _STEM, "options": _TEXTS, "answer": "B", "answer_index": 1},
-    "arc": {"id": "1", "question": _STEM, "choices": {"text": _TEXTS, "label": ["1", "2", "3"]}, "answerKey": "2"},
-    "openbook": {"question_stem": _STEM, "choices": {"text": _TEXTS, "label": ["A", "B", "C"]}, "answerKey": "B"},
-    "medqa": {
-        "question": _STEM,
-        "options": dict(zip("ABC", _TEXTS, strict=True)),
-        "answer_idx": "B",
-        "answer": _TEXTS[1],
-    },
-    "race": {"article": "On plants.", "question": _STEM, "options": _TEXTS, "answer": "B"},
-    "text": {"question": _STEM, "choices": _TEXTS, "answer": "Carbon dioxide"},
-}
-PUBLISHED |= {
-    f"choices-{name}": (row, "On plants.\n\n" * ("article" in row) + _SHOWN, "B") for name, row in CHOICES.items()
-}
 TOKENIZER = tokenizer_of(templates.SOUND)
 
 
@@ -107,7 +85,6 @@ def test_published_rows_are_taken_as_they_are(tmp_path: Path, name: str, suffix:
         pyarrow.parquet.write_table(pyarrow.Table.from_pylist([row]), path)
     else:
         jsonl(path, row)
-    name = name.partition("-")[0]
     (plain,) = prompts(path, format=name)
     assert plain.answer == answer and plain.messages == [{"role": "user", "content": question}]
     (led,) = prompts(path, format=name, system_prompt="Be brief.")
@@ -130,13 +107,6 @@ def test_published_rows_are_taken_as_they_are(tmp_path: Path, name: str, suffix:
         ("dapo", {"prompt": "1+1?", "reward_model": {"ground_truth": " "}}, "not-in-format"),
         ("keys", {"prompt": [{"role": "assistant", "content": "Hi."}], "answer": "2"}, "bad-prompt"),
         ("openr1", {"problem": "1+1?", "answer": ["2"]}, "bad-answer"),
-        ("choices", GSM8K, "not-in-format"),
-        ("choices", CHOICES["mmlu"] | {"answer": 3}, "not-in-format"),
-        ("choices", CHOICES["mmlu"] | {"answer": -1}, "not-in-format"),
-        ("choices", CHOICES["mmlu"] | {"choices": ["x", "x"], "answer": "x"}, "not-in-format"),
-        ("choices", CHOICES["mmlu"] | {"choices": [str(n) for n in range(11)]}, "not-in-format"),
-        ("choices", CHOICES["arc"] | {"answerKey": "4"}, "not-in-format"),
-        ("choices", CHOICES["medqa"] | {"options": ["Oxygen", 2]}, "not-in-format"),
         ("openr1", OPENR1 | {"answer": ""}, "not-in-format"),
         ("openr1", OPENR1 | {"answer": " \n"}, "not-in-format"),
         ("keys", {"prompt": [{"role": "system", "content": "Be long."}], "answer": "2"}, "two-system-prompts"),
@@ -150,7 +120,7 @@ def test_rows_of_another_format_are_named(tmp_path: Path, name: str, row: dict[s
 
 @pytest.mark.parametrize(
     ("row", "name"),
-    [(GSM8K, "gsm8k"), (MATH, "math"), (OPENR1, "openr1"), (CHOICES["arc"], "choices"), ({"a": 1}, None)],
+    [(GSM8K, "gsm8k"), (MATH, "math"), (OPENR1, "openr1"), ({"a": 1}, None)],
 )
 def test_rows_without_a_prompt_lead_to_their_format(tmp_path: Path, row: dict[str, Any], name: str | None) -> None:
     with pytest.raises(DataError) as caught:

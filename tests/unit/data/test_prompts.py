@@ -210,6 +210,13 @@ def mixture(tmp_path_factory: pytest.TempPathFactory) -> DataConfig:
     return DataConfig.model_validate({"max_prompt_tokens": 32, "mixture": sources})
 
 
+def test_the_longest_prompts_are_those_of_any_source(mixture: DataConfig) -> None:
+    source = PromptSource((), TOKENIZER, mixture, seed=3)
+    lengths = sorted((len(prompt.tokens) for prompt in {p.tokens: p for p in source.next(150)}.values()), reverse=True)
+    assert [len(tokens) for tokens in source.longest(2)] == lengths[:2]
+    assert text(source.longest(1)[0]).endswith("apples?<assistant>") and len(source.longest(100)) == 18
+
+
 def test_a_mixture_has_its_shares_after_any_number_of_prompts(mixture: DataConfig) -> None:
     source = PromptSource((), TOKENIZER, mixture, seed=3)
     prompts, issued = source.next(150), dict.fromkeys(("sums", "gsm8k", "words"), 0)
@@ -279,8 +286,6 @@ FAULTY: list[tuple[str, dict[str, Any], str]] = [
     ('{"prompt": "a", answer: "b"}', {}, "not-json"),
     ('{"prompt": "a", "answer": "b"}\nnonsense', {}, "not-json"),
     ("[1]", {}, "no-object"),
-    ('[\n  {"prompt": "a",\n  "answer": "b"}\n]\n', {}, "json-array"),
-    ('[{"prompt": "a", "answer": "b"},\n{"prompt": "a", "answer": "b"}]', {}, "json-array"),
     (r'{"prompt": "a\ud800b", "answer": "b"}', {}, "not-json"),
     (r'{"prompt": "a", "answer": "b", "x": [{"\uDFFF": 1}]}', {}, "not-json"),
     ('{"prompt": "a", "answer": NaN}', {}, "not-json"),

@@ -89,12 +89,38 @@ def test_slurm_variables_assign_the_ranks(tmp_path: Path, capsys: pytest.Capture
     said = capsys.readouterr().out
     assert "nodes:    4 (gpu08, gpu09, gpu10, gpu11)" in said and "this one: node 2" in said
     assert "listens on gpu08:6380" in said
-    assert "5 needed, 4 x 8 there; 4 trainer ranks in 1 group (each stays on one node)" in said
+    assert "5 needed, 4 x 8 there (27 IDLE); 4 trainer ranks in 1 group (each stays on one node)" in said
+    assert "not yet:  cluster.nodes=4 times cluster.gpus_per_node=8: 27 of 32 GPUs are idle" in said
     plan = str(tmp_path / ".run.cluster" / "plan.json")
     assert f"{shlex.join([plan, *flags])} --cluster.nodes 4 --cluster.gpus_per_node 8" in said
-    assert f"slime-like train {shlex.join(flags)} --cluster.address" in said
+    size = ["--cluster.nodes", "4", "--cluster.gpus_per_node", "8"]
+    assert f"slime-like train {shlex.join([*flags, *size])} --cluster.address" in said
     assert "not yet:  model.path" in said
     assert list(tmp_path.iterdir()) == []  # nothing was written
+
+
+@pytest.mark.parametrize(
+    ("gpus", "recipe", "size"),
+    [
+        (4, ["--cluster.gpus_per_node", "8"], "--cluster.gpus_per_node 4 --cluster"),  # this node's own
+        (0, ["--cluster.gpus_per_node", "8"], "--cluster.gpus_per_node 8 --cluster"),
+        (
+            0,
+            [],
+            "--cluster.gpus_per_node 3 --cluster.allow_idle_gpus true --cluster",
+        ),  # CPU slots, of which one is left
+    ],
+)
+def test_a_launch_sets_the_size_of_its_cluster(
+    gpus: int, recipe: list[str], size: str, tmp_path: Path, capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    monkeypatch.setattr("slime_like.commands.launch.local_gpus", lambda: gpus)
+    flags = ["--run_dir", str(tmp_path / "run"), "--model.path", str(tmp_path), "--trainer.parallel.pipeline", "4"]
+    options = ["--nodes", "2", "--head", "10.0.0.1", "--dry_run"]
+    assert run(["launch", *options, "--", *flags, *recipe]) == 0
+    (train,) = (line for line in capsys.readouterr().out.splitlines() if line.startswith("train:"))
+    assert f"--cluster.nodes 2 {size}.address" in train
 
 
 @pytest.mark.parametrize(

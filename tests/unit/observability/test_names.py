@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 
-from slime_like.observability.aliases import alias_of, with_aliases
 from slime_like.observability.names import IDLE_TIME, evaluation_metrics, step_metrics, sync_metrics
 from slime_like.observability.phases import PhaseTimes
 from slime_like.observability.records import EvaluationRecord, SyncRecord
@@ -120,29 +119,6 @@ def test_the_page_of_figures_names_what_is_logged_and_nothing_else() -> None:
     logged = {*RL_FIGURES, *evaluation_metrics(evaluation), *sync_metrics(sync)}
     assert sorted(name for name in logged if not any(re.fullmatch(each, name) for each in described)) == []
     assert sorted(each for each in described if not any(re.fullmatch(each, name) for name in logged)) == []
-
-
-def test_the_page_of_figures_names_every_alias() -> None:
-    """In the column behind the names, in their order; names of the same quantity share one."""
-    page = (Path(__file__).parents[3] / "docs" / "metrics.md").read_text(encoding="utf-8")
-    for prefix, section in re.findall(r"^## `(\w+/)`\n(.*?)(?=^## )", page, re.DOTALL | re.MULTILINE):
-        for names, second in re.findall(r"^\| (`.*?) \|(?: (.*?) \|)?", section, re.MULTILINE):
-            expected = dict.fromkeys(alias_of(prefix + name) for name in re.findall(r"`([^`]+)`", names))
-            stated = re.findall(r"`([^`]+)`", second) if "| alias |" in section else []
-            assert stated == [alias for alias in expected if alias is not None], names
-
-
-def test_an_alias_is_plain_and_has_its_metric_s_value() -> None:
-    logged = step_metrics(rl_record())
-    both = with_aliases(logged)
-    assert {name: both[name] for name in logged} == logged
-    assert not [name for name in both.keys() - logged.keys() if re.search(r"[^a-z_/]", name)]
-    assert (both["reward/mean"], both["time/step_s"], both["reward/math_verify/mean"]) == (1.2, 8.0, 0.6)
-    for name, value in logged.items():
-        alias = alias_of(name)
-        assert alias not in logged
-        assert alias is None or both[alias] == pytest.approx(value), name
-        assert alias is not None or not re.search(r"[^a-z0-9_/]", name), f"{name} is not plain and has no alias"
 
 
 def test_a_supervised_step_claims_nothing_about_rollouts() -> None:

@@ -74,7 +74,7 @@ def page(run_dir: Path) -> Page:
 def test_nothing_is_fetched_and_no_text_becomes_markup(page: Page) -> None:
     assert {name for name, _ in page.tags}.isdisjoint({"img", "link", "iframe", "object", "embed", "br", "b", "i"})
     assert [attributes.get("id") for name, attributes in page.tags if name == "script"] == [
-        "chart-data", "token-data", None,
+        "chart-data", "token-data", None, None,
     ]  # fmt: skip
     for name, attributes in page.tags:
         assert {"src", "href", "style", "action"}.isdisjoint(attributes), name
@@ -108,17 +108,20 @@ def test_every_sample_and_token_is_there(page: Page) -> None:
 
 def test_curves_carry_the_logged_values(page: Page, run_dir: Path) -> None:
     titles = [panel.spec.title for panel in panels(read_run(run_dir))[0]]
-    charts = dict(zip(titles, json.loads(page.blocks["chart-data"]), strict=True))
+    *drawn, phases = json.loads(page.blocks["chart-data"]).values()
+    charts = dict(zip(titles, drawn, strict=True))
     assert titles == ["Reward", "Reward functions", "Held-out accuracy", "Loss"]  # nothing else changes in this run
-    assert {(chart["low"], chart["high"]) for chart in charts.values()} == {(-0.5, STEPS + 0.5)}  # evaluated at step 0
-    loss, policy = charts["Loss"]["lines"]
-    assert loss["steps"] == list(range(1, STEPS + 1))
-    assert loss["values"] == pytest.approx([1 / step for step in range(1, STEPS + 1)], rel=1e-5)
-    assert policy["values"] == pytest.approx([0.5 / step for step in range(1, STEPS + 1)], rel=1e-5)
-    assert charts["Held-out accuracy"]["lines"][0]["values"] == [0.25, 0.5, 0.875]
-    assert charts["Reward"]["lines"][0]["values"] == pytest.approx([1.2] * STEPS)  # as advantages have it: weighted
-    assert [line["label"] for line in charts["Reward functions"]["lines"]] == ["math_verify", "length"]
-    assert page.count("svg") == len(titles) + 1
+    ranges = [chart["layout"]["xaxis"]["range"] for chart in drawn]
+    assert ranges == [[-0.5, STEPS + 0.5]] * len(titles)  # evaluated at step 0
+    loss, policy = charts["Loss"]["data"]
+    assert loss["x"] == list(range(1, STEPS + 1))
+    assert loss["y"] == pytest.approx([1 / step for step in range(1, STEPS + 1)], rel=1e-5)
+    assert policy["y"] == pytest.approx([0.5 / step for step in range(1, STEPS + 1)], rel=1e-5)
+    assert charts["Held-out accuracy"]["data"][0]["y"] == [0.25, 0.5, 0.875]
+    assert charts["Reward"]["data"][0]["y"] == pytest.approx([1.2] * STEPS)  # as advantages have it: weighted
+    assert [line["name"] for line in charts["Reward functions"]["data"]] == ["math_verify", "length"]
+    assert {bars["name"]: sum(bars["y"]) for bars in phases["data"]}["generate 50.0%"] == pytest.approx(4.0 * STEPS)
+    assert sum(attributes.get("class") == "chart" for _, attributes in page.tags) == len(titles) + 1
 
 
 def test_constant_metrics_are_one_line(page: Page, run_dir: Path) -> None:
@@ -137,24 +140,6 @@ def test_sources_of_a_mixture_have_a_picture(tmp_path: Path, logger: MetricLogge
     assert [[(line.label, list(line.values)) for line in panel.lines] for panel in drawn] == [
         [("sums", [1, 2]), ("words", [0.5, 0.5])]
     ]
-
-
-@pytest.mark.parametrize(
-    ("policy", "drawn"),
-    [
-        (0.0, [("loss = policy loss", False)]),
-        (1e-3, [("loss", False), ("policy loss", True)]),
-        (0.5, [("loss", False), ("policy loss", False)]),
-    ],
-)
-def test_no_curve_hides_another(
-    tmp_path: Path, logger: MetricLogger, policy: float, drawn: list[tuple[str, bool]]
-) -> None:
-    """On-policy without KL the loss is its policy term; with a small KL it is nearly so, and the second is dashed."""
-    for step in (1, 2, 3):
-        logger.log(step, {"train_actor_training/loss": step, "train_actor_training/policy_loss": step + policy})
-    (panel,) = panels(read_run(tmp_path))[0]
-    assert [(line.label, line.dashed) for line in panel.lines] == drawn
 
 
 def test_a_sample_is_read_from_left_to_right(page: Page) -> None:
@@ -272,7 +257,9 @@ def test_a_loss_that_is_nan_is_seen(tmp_path: Path, logger: MetricLogger) -> Non
         logger.log(step, {"train_actor_training/loss": 1.0 if step == 1 else math.nan})
     assert dict(summary(read_run(tmp_path)))["loss"] == "NaN or infinite at 2 steps, first at step 2"
     html = write_report(tmp_path).read_text()
-    assert html.count('<path class="non-finite"') == 2 and "NaN or infinite at 2 steps (marked)" in html
+    assert "NaN or infinite at 2 steps (marked)" in html
+    figures = json.loads(Page(html).blocks["chart-data"])
+    assert [mark["x0"] for mark in figures["chart-0"]["layout"]["shapes"]] == [2, 3]
 
 
 def test_failures_of_rewards_are_counted(tmp_path: Path, logger: MetricLogger, run_dir: Path) -> None:
@@ -312,7 +299,7 @@ def test_custom_tables_are_shown(tmp_path: Path, logger: MetricLogger) -> None:
         ({"metrics.jsonl": '{"step": 1}\n[2]\n'}, "damaged-line"),
         ({"metrics.jsonl": '{"step": 1}\n{"st\n'}, "damaged-line"),
         ({"metrics.jsonl": '{"step": 1}\n', "config.yaml": "a: [\n"}, "yaml-syntax"),
-        ({"metrics.jsonl": '{"step": 1}\n', "config.yaml": "- a\n"}, "config"),
+        ({"metrics.jsonl": '{"step": 1}\n', "config.yaml": "- a\n"}, "file-content"),
         ({"metrics.jsonl": '{"step": 1}\n', "tables/t.jsonl": '{"step": 1}\n{}\n'}, "damaged-line"),
         ({"metrics.jsonl": '{"step": 1}\n', "tables/t.jsonl": '{"s\n'}, "damaged-line"),
     ],

@@ -1,6 +1,8 @@
 """A weight-sync check that cannot fail is worse than none: hashes that differ, and the probe's verdict on a model."""
 
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -10,8 +12,10 @@ from transformers import AutoModelForCausalLM
 
 from slime_like.errors import WeightSyncError
 from slime_like.examples.tiny_model import make_tiny_model
-from slime_like.interfaces import UpdateReceipt
-from slime_like.orchestration.weight_sync import ProbeGap, compare_checksums
+from slime_like.interfaces import Generation, UpdateReceipt
+from slime_like.orchestration.rollout.sync_probe import Probe, ProbeGap, probe_sequences
+from slime_like.orchestration.weight_sync import compare_checksums
+from tests.engines.harness import run_config
 from tests.support.rejections import Rejects
 
 SENT = {"a.weight": 1, "b.weight": 2}
@@ -139,3 +143,171 @@ def test_each_precision_has_its_sentence() -> None:
         "by up to 5.00e-01 (bound 1e-04)",
         "by up to 5.00e-01, with a median of 0.50 of how much the trainer's vary (bound 0.11)",
     ]
+
+
+# ------------------------------------------------------------------------------------- the run's own bound in bfloat16
+Change = Callable[[Any], None]
+
+
+class Run:
+    """Syncs of one model: the trainer in float32, the engine in bfloat16 with a change of its weights."""
+
+    def __init__(self, directory: Path, **sync: Any) -> None:
+        self._directory = directory
+        config = run_config(directory, directory / "run", dtype="bfloat16")
+        self.config = config.model_copy(update={"sync": config.sync.model_copy(update=sync)})
+        self.probe = Probe(self.config, ())
+        self.expected = self.logprobs(torch.float32, sound)
+
+    def sync(self, change: Change, version: int = 1) -> tuple[float, str]:
+        return self.probe.judge(version, [answers(self.logprobs(torch.bfloat16, change))], self.expected)
+
+    def logprobs(self, dtype: torch.dtype, change: Change) -> np.ndarray:
+        model = AutoModelForCausalLM.from_pretrained(self._directory, dtype=torch.float32)
+        tokens = torch.tensor(self.probe.sequences)
+        with torch.no_grad():
+            change(model)
+            logits = model.to(dtype)(tokens).logits.float()
+        return np.asarray(logits[:, :-1].log_softmax(-1).gather(2, tokens[:, 1:, None]).flatten().numpy())
+
+
+def answers(logprobs: np.ndarray) -> list[Generation]:
+    """An engine's, to the probe's two requests."""
+    nothing = np.empty(0)
+    halves = np.split(logprobs, 2)
+    return [Generation(nothing, nothing, nothing, "length", prompt_logprobs=half) for half in halves]
+
+
+def sound(model: Any) -> None:
+    """The engine's rounding only."""
+
+
+def routers_moved(model: Any, size: float = 1e-3) -> None:
+    generator = torch.Generator().manual_seed(3)
+    routers = [weight for name, weight in model.named_parameters() if name.endswith("mlp.gate.weight")]
+    assert len(routers) == LAYERS
+    for weight in routers:
+        weight += size * torch.randn(weight.shape, generator=generator)
+
+
+def other_experts(model: Any) -> None:
+    """As much noise as large models have whose engines choose other experts than the trainer: 0.37 nats."""
+    routers_moved(model, 0.07)
+
+
+def queries_and_keys_swapped(model: Any) -> None:
+    for layer in model.model.layers:
+        query, key = layer.self_attn.q_proj.weight, layer.self_attn.k_proj.weight
+        both = query[: len(key)].clone(), key.clone()
+        query[: len(key)], key[:] = both[1], both[0]
+
+
+def keys_and_values_swapped(model: Any) -> None:
+    for layer in model.model.layers:
+        key, value = layer.self_attn.k_proj.weight, layer.self_attn.v_proj.weight
+        both = key.clone(), value.clone()
+        key[:], value[:] = both[1], both[0]
+
+
+def a_layer_not_loaded(model: Any) -> None:
+    for weight in model.model.layers[1].parameters():
+        weight.zero_()
+
+
+def the_head_zeroed(model: Any) -> None:
+    model.lm_head.weight.zero_()
+
+
+def one_matrix_wrong(model: Any) -> None:
+    weight = model.model.layers[1].self_attn.v_proj.weight
+    weight.copy_(weight.roll(len(weight) // 2, 0))
+
+
+GROSS = [queries_and_keys_swapped, keys_and_values_swapped, a_layer_not_loaded, the_head_zeroed]
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Run]:
+    """New runs of a family's model, which is made once."""
+    made = {family: tmp_path_factory.mktemp(family) for family in ("qwen3", "qwen3_moe")}
+    for family, directory in made.items():
+        make_tiny_model(directory, family)
+    return lambda family, **sync: Run(made[family], **sync)
+
+
+@pytest.mark.parametrize("change", [sound, routers_moved, other_experts])
+def test_a_sound_mixture_of_experts_is_never_rejected(runs: Callable[..., Run], change: Change) -> None:
+    """Not at the first sync, and not at later ones, whose noise is of the same kind."""
+    run = runs("qwen3_moe")
+    run.sync(change)
+    assert run.sync(change, 2)[1] == ""
+
+
+def test_the_noise_of_other_experts_is_that_of_large_models(runs: Callable[..., Run]) -> None:
+    run = runs("qwen3_moe")
+    assert np.abs(run.logprobs(torch.bfloat16, other_experts) - run.expected).mean() > 0.37
+
+
+@pytest.mark.parametrize("family", ["qwen3", "qwen3_moe"])
+@pytest.mark.parametrize("change", GROSS)
+def test_a_gross_fault_fails_the_first_sync(
+    runs: Callable[..., Run], family: str, change: Change, rejects: Rejects
+) -> None:
+    """Hashes are right where an engine puts the bytes in the wrong place."""
+    run = runs(family)
+    with rejects(WeightSyncError, "probe-gap"):
+        run.sync(change)
+    assert run.probe.baseline is None  # a rejected sync is no measure of later ones
+
+
+@pytest.mark.parametrize("family", ["qwen3", "qwen3_moe"])
+@pytest.mark.parametrize("change", [one_matrix_wrong, *GROSS])
+def test_one_wrong_matrix_fails_a_later_sync(
+    runs: Callable[..., Run], family: str, change: Change, rejects: Rejects
+) -> None:
+    run = runs(family)
+    _, note = run.sync(sound)
+    assert run.probe.baseline is not None and f"{run.probe.baseline:.3f}" in note and "0.050" in note
+    with rejects(WeightSyncError, "probe-gap"):
+        run.sync(change, 2)
+    assert run.sync(sound, 3)[1] == ""
+
+
+def test_a_gap_that_grows_is_noted_before_it_fails(runs: Callable[..., Run], rejects: Rejects) -> None:
+    """Noted above 2, and rejected above 3 times the first one; below 0.05 nothing is."""
+    probe = runs("qwen3_moe").probe
+    expected = np.linspace(-9, -1, 62)
+
+    def sync(share: float) -> str:
+        return probe.judge(1, [answers(expected + share * expected.std())], expected)[1]
+
+    sync(0.004)
+    assert probe.baseline == pytest.approx(0.004)
+    assert [bool(sync(share)) for share in (0.033, 0.034, 0.049)] == [False, True, True]
+    with rejects(WeightSyncError, "probe-gap"):
+        sync(0.051)
+    probe.baseline = 0.08
+    assert [bool(sync(share)) for share in (0.15, 0.17, 0.23)] == [False, True, True]
+    with rejects(WeightSyncError, "probe-gap"):
+        sync(0.25)
+    probe.baseline = 0.3  # what the first sync may have stays the most
+    assert sync(0.29) == ""
+    with rejects(WeightSyncError, "probe-gap"):
+        sync(0.31)
+
+
+def test_a_tolerance_of_the_user_s_takes_the_place_of_every_bound(runs: Callable[..., Run], rejects: Rejects) -> None:
+    run = runs("qwen3", probe_tolerance=5.0)
+    assert run.sync(sound)[1] == "" and run.probe.baseline is None
+    run.sync(the_head_zeroed, 2)
+    with rejects(WeightSyncError, "probe-gap"):
+        runs("qwen3", probe_tolerance=1e-3).sync(sound)
+
+
+def test_the_probe_is_the_middle_of_the_longest_prompts(runs: Callable[..., Run]) -> None:
+    config = runs("qwen3").config
+    long, longer, short = list(range(40)), list(range(100)), [1, 2, 3]
+    assert probe_sequences(config, 264, [longer, long]) == [longer[34:66], long[4:36]]
+    first, second = probe_sequences(config, 264, [long, short])
+    assert first == long[4:36] and len(second) == 32 and second != short
+    assert probe_sequences(config, 264) == probe_sequences(config, 264, [short]) != [first, second]

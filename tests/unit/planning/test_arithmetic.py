@@ -122,6 +122,23 @@ def test_colocated_devices_never_hold_optimizer_and_cache_at_once() -> None:
     assert "policy, swapped out" in phases["scoring"]
 
 
+@pytest.mark.parametrize(
+    ("placement", "bucket_mb", "on_gpus", "expected"),
+    [
+        ("colocated", None, True, 1024),
+        ("colocated", None, False, 256),
+        ("separate", None, True, 256),
+        ("colocated", 0.5, True, 0.5),
+        ("separate", 64.0, False, 64),
+    ],
+)
+def test_buckets_are_large_where_the_cache_is_away(
+    placement: str, bucket_mb: float | None, on_gpus: bool, expected: float
+) -> None:
+    run = planned_run(cluster={"placement": placement}, sync={"bucket_mb": bucket_mb})
+    assert run.config.bucket_bytes(on_gpus) == expected * 2**20
+
+
 def test_host_memory_of_changes_only_syncs() -> None:
     run = planned_run(rollout={"tensor": 4, "num_engines": 2}, trainer={"parallel": {"data": 8}})
     engine = plan_engine(run)

@@ -66,7 +66,7 @@ def test_a_package_that_is_installed_editable_is_found(monkeypatch: pytest.Monke
 
     monkeypatch.setattr(sys, "path", [part for part in sys.path if "site-packages" in part])
     monkeypatch.setattr(sys, "meta_path", [PathFinder, Finder])
-    assert import_path_problem("slime_like.examples.calculator_agent:solve") is None
+    assert import_path_problem("slime_like.examples.calculator:Calculator") is None
 
 
 def test_a_file_is_imported_once_with_the_files_beside_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

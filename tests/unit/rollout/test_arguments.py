@@ -46,6 +46,29 @@ def test_a_device_is_looked_for_without_initialising_cuda(monkeypatch: pytest.Mo
 
 
 @pytest.mark.parametrize(
+    ("rollout", "temperature", "runner", "masks"),
+    [
+        ({"top_p": 0.9}, 0.0, None, True),
+        ({"top_k": 50}, 0.0, "1", True),
+        ({"top_k": 50}, 0.0, "0", False),  # only model runner V2 has them
+        ({"top_k": 50}, 1.0, None, False),  # evaluation samples the whole vocabulary
+        ({"top_k": 50, "engine_args": {"return_sampling_mask": False}}, 0.0, None, False),
+        ({}, 0.0, None, False),
+    ],
+)
+def test_truncated_training_on_a_gpu_gets_masks(
+    monkeypatch: pytest.MonkeyPatch, rollout: dict[str, Any], temperature: float, runner: str | None, masks: bool
+) -> None:
+    config = RunConfig(
+        run_dir=Path("run"), model={"path": "model"}, rollout=rollout, evaluation={"temperature": temperature}
+    )
+    monkeypatch.setattr(os, "environ", {} if runner is None else {"VLLM_USE_V2_MODEL_RUNNER": runner})
+    for cpu in (True, False):
+        monkeypatch.setattr(arguments, "on_cpu", lambda cpu=cpu: cpu)
+        assert arguments.returns_masks(config) is (masks and not cpu)
+
+
+@pytest.mark.parametrize(
     ("given", "expected"),
     [
         ({}, {"head_dtype": "float32"}),

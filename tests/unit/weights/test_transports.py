@@ -13,6 +13,7 @@ from slime_like.weights.transport import Receiver, Sender, TransportSettings
 from slime_like.weights.transports import directory, shared_memory
 from slime_like.weights.transports.leftovers import cleanup
 from slime_like.weights.transports.registry import open_receiver, open_sender
+from tests.support.locked import Locked
 from tests.support.rejections import Rejects
 from tests.support.weight_buckets import bucket, left, refused, require_received
 
@@ -97,30 +98,6 @@ def test_a_receiver_takes_buckets_of_its_session_and_transport(
             stranger.receive(metadata)
 
 
-class Locked:
-    """As CUDA's runtime: the locked ranges of this process, by their addresses."""
-
-    def __init__(self, error: int = 0) -> None:
-        self.ranges: dict[int, int] = {}
-        self._error = error
-
-    def cudaHostRegister(self, address: int, nbytes: int, flags: int) -> int:
-        mapped = [line for line in Path("/proc/self/maps").read_text().splitlines() if "/dev/shm" in line]
-        assert any(int(line.split("-")[0], 16) == address for line in mapped) and flags == 1
-        self.ranges[address] = nbytes
-        return self._error
-
-    def cudaHostUnregister(self, address: int) -> int:
-        """Only what is mapped still."""
-        assert any(line.startswith(f"{address:x}-") for line in Path("/proc/self/maps").read_text().splitlines())
-        return self.ranges.pop(address) and 0
-
-    def use(self, patch: pytest.MonkeyPatch) -> None:
-        patch.setattr("torch.cuda.is_initialized", lambda: True)
-        patch.setattr("torch.cuda.cudart", lambda: self)
-        patch.setattr("torch.cuda.check_error", lambda code: None)
-
-
 def test_shared_memory_is_locked_for_cuda_on_both_sides(session: str, monkeypatch: pytest.MonkeyPatch) -> None:
     locked = Locked()
     locked.use(monkeypatch)
@@ -135,8 +112,13 @@ def test_shared_memory_is_locked_for_cuda_on_both_sides(session: str, monkeypatc
         assert sorted(locked.ranges.values()) == expected
     receiver.close()
     assert len(locked.ranges) == 2
+    dropped = open_receiver("shared_memory", sender.rendezvous())
+    require_received(dropped.receive(metadata), bucket(0, 30))
+    assert len(locked.ranges) == 3
+    del dropped
+    assert len(locked.ranges) == 2
     sender.close()
-    assert locked.ranges == {}
+    assert locked.ranges == {} and locked.late == []
 
 
 def test_memory_that_cuda_does_not_lock(session: str, monkeypatch: pytest.MonkeyPatch, rejects: Rejects) -> None:

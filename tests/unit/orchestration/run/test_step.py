@@ -1,6 +1,5 @@
 """What a step's record says aloud, with stand-ins for everything that a run holds open; which steps are milestones."""
 
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -44,41 +43,6 @@ def test_steps_with_equal_rewards_are_reported_once(tmp_path: Path) -> None:
         )
     assert len(notes) == 1
     assert notes[0].startswith("steps 7 to 11: the responses to each prompt all got the same reward")
-
-
-@pytest.mark.parametrize(
-    ("flags", "limits"),
-    [
-        ([], "rollout.max_new_tokens=256, rollout.max_model_len=1280"),
-        (
-            ["--rollout.environment.name", "calculator", "--rollout.environment.max_turn_tokens", "9"],
-            "rollout.max_new_tokens=256, rollout.max_model_len=1280, rollout.environment.max_turn_tokens=9",
-        ),
-    ],
-)
-def test_limits_that_cut_responses_off_are_those_of_the_run(tmp_path: Path, flags: list[str], limits: str) -> None:
-    given = ["--run_dir", str(tmp_path), "--model.path", str(tmp_path), "--debug.samples_per_step", "0", *flags]
-    notes: list[str] = []
-    run: Any = SimpleNamespace(config=load_config(None, given), progress=SimpleNamespace(note=notes.append))
-    cut = [replace(trajectory, finish_reason="length") for trajectory in group(1, 0.5)]
-    step_recorder(run).finish_step(1, TrainedStep(cut, [grpo_stats()], None, PackTokens(16, 0)))
-    (note,) = notes
-    assert f"(limits: {limits})" in note
-
-
-def test_conversations_whose_turns_are_used_up(tmp_path: Path) -> None:
-    """By definition of the finish reason, the environment has ended none of them."""
-    flags = ["--rollout.environment.name", "calculator", "--rollout.environment.max_turns", "3"]
-    given = ["--run_dir", str(tmp_path), "--model.path", str(tmp_path), "--debug.samples_per_step", "0", *flags]
-    notes: list[str] = []
-    run: Any = SimpleNamespace(config=load_config(None, given), progress=SimpleNamespace(note=notes.append))
-    ended, used_up = group(1, 0.5)
-    batch = [ended, replace(used_up, finish_reason="turns")]
-    step_recorder(run).finish_step(1, TrainedStep(batch, [grpo_stats()], None, PackTokens(16, 0)))
-    assert notes == [
-        "step 1: 50% of the responses used up their turns (limits: rollout.environment.max_turns=3), before the "
-        "environment ended them; raise it, or let the environment end sooner"
-    ]
 
 
 @pytest.mark.parametrize(("every", "steps"), [(3, [3, 6, 9, 10]), (0, [10]), (5, [5, 10])])

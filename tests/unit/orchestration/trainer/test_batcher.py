@@ -6,6 +6,7 @@ and full micro-batches in every window but the last.
 
 import random
 from collections.abc import Iterable, Sequence
+from dataclasses import fields
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,7 @@ from slime_like.orchestration.trainer.batcher import (
     bundles_of,
     split_by_group,
 )
+from slime_like.planning.checks import largest_batch_bytes, object_store_notes
 from slime_like.trajectory import PackedTrajectory, ScoredTrajectory
 from tests.support.properties import examples
 from tests.support.rejections import Rejects
@@ -395,3 +397,24 @@ def test_packs_of_any_rows_keep_the_budget(seed: int, share: str, replicas: int)
     packs = all_packs(sharing(64, replicas, share).batch(rows).replicas)
     assert carried(packs) == sorted(row.sequence_id for row in rows)
     assert all(computed_tokens(pack) <= 64 for pack in packs)
+
+
+def test_a_plan_counts_the_bytes_of_packs() -> None:
+    """A batch of longest sequences without padding, whose logprobs a reference and the trainer have scored."""
+    rollout = {"prompts_per_step": 3, "samples_per_prompt": 2, "max_new_tokens": 56}
+    settings = config(
+        rollout=rollout, data={"max_prompt_tokens": 40}, algorithm={"kl_coef": 0.1, "minibatches": 3},
+        trainer={"target_tokens_per_batch": 96},
+    )  # fmt: skip
+    batch = [trajectory(group, index, 40, 56) for group in range(3) for index in range(2)]
+    for each in batch:
+        each.logprobs = each.ref_logprobs = each.old_logprobs = torch.zeros(56)
+        each.weight_versions = torch.zeros(56, dtype=torch.int64)
+    packs = all_packs(ExperienceBatcher(settings, 1, pad_token_id=0).batch(batch).replicas)
+    values = [getattr(pack, field.name) for pack in packs for field in fields(pack)]
+    per_token = [value for value in values if isinstance(value, torch.Tensor) and len(value) in (56, 96)]
+    assert largest_batch_bytes(settings) == sum(tensor.nbytes for tensor in per_token)
+    assert not list(object_store_notes(settings))
+    (note,) = object_store_notes(config(rollout=rollout | {"max_new_tokens": 10**7}))
+    assert note.startswith("cluster.object_store_mb=512: a step's packs take up to 2.79 GiB")  # 6 x 10**7 x 50 bytes
+    assert note.endswith("set at least 2862")

@@ -1,0 +1,116 @@
+"""Time and memory of the head's forward and backward: ``python -m benchmarks.head [--device cuda]``.
+
+Each row is one chunk size with one kind of row kernels. On CUDA the default shape is the head of Qwen3-4B in bfloat16
+with a pack of 8,192 tokens; on a CPU it is a tiny one in float32. The fastest of ``--repeats`` runs counts.
+"""
+
+import argparse
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from slime_like.algorithms import head
+
+SHAPES = {"cuda": (8192, 151_936, 2560), "cpu": (512, 2048, 64)}
+CHUNKS = {"cuda": (308, 1024, 0, 2048), "cpu": (64, 0)}
+"""0 is the default of ``fused_logprobs``."""
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One measurement. ``peak_bytes`` is the most memory that CUDA tensors took, inputs and gradients included."""
+
+    chunk: int
+    kernels: str
+    ms: float
+    tflops: float
+    peak_bytes: int | None
+
+    def line(self, tokens: int) -> str:
+        memory = "" if self.peak_bytes is None else f"{self.peak_bytes / 2**30:8.2f} GiB"
+        return (
+            f"{self.chunk:6,} tokens  {self.kernels:6}  {self.ms:9.2f} ms  {self.ms / tokens:.6f} ms/token  "
+            f"{self.tflops:7.2f} TFLOP/s  {memory}".rstrip()
+        )
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Print a row as soon as it is measured."""
+    options = _parser().parse_args(arguments)
+    device = torch.device(options.device)
+    shape = tuple(options.shape or SHAPES[device.type])
+    print(f"{shape[0]:,} tokens, {shape[1]:,} x {shape[2]:,} weight, {_machine(device)}", flush=True)
+    for row in rows(device, shape, options.chunks or CHUNKS[device.type], options.entropy, options.repeats):
+        print(row.line(shape[0]), flush=True)
+
+
+def rows(
+    device: torch.device, shape: Sequence[int], chunks: Sequence[int], entropy: bool, repeats: int
+) -> Iterator[Row]:
+    """Measure every chunk size, with each kind of kernels that ``device`` has."""
+    tokens, vocabulary, width = shape
+    dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
+    g = torch.Generator(device).manual_seed(0)
+    hidden = torch.randn(tokens, width, generator=g, device=device).to(dtype).requires_grad_()
+    weight = torch.randn(vocabulary, width, generator=g, device=device).mul_(width**-0.5).to(dtype).requires_grad_()
+    targets = torch.randint(vocabulary, (tokens,), generator=g, device=device)
+    installed = head.row_kernels
+    for kernels in dict.fromkeys((installed(device), "torch")):
+        head.row_kernels = lambda _, kernels=kernels: kernels
+        for chunk in chunks:
+            taken = chunk or head.default_chunk(tokens, weight)
+            times = [_run(hidden, weight, targets, taken, entropy) for _ in range(repeats + 1)][1:]
+            seconds = min(times)
+            # Forward, forward again, and both gradients.
+            flops = 4 * 2 * tokens * vocabulary * width
+            yield Row(taken, kernels, seconds * 1e3, flops / seconds / 1e12, _peak(device))
+    head.row_kernels = installed
+
+
+def _run(hidden: Tensor, weight: Tensor, targets: Tensor, chunk: int, entropy: bool) -> float:
+    """Seconds of one forward and backward, with the device idle at both ends."""
+    hidden.grad = weight.grad = None
+    _synchronize(hidden.device)
+    start = time.perf_counter()
+    logprobs, entropies = head.fused_logprobs(
+        hidden, weight, targets, 0.7, vocab_size=len(weight), chunk_tokens=chunk, check_values=False
+    )
+    (logprobs.sum() + entropies.sum() if entropy else logprobs.sum()).backward()
+    _synchronize(hidden.device)
+    return time.perf_counter() - start
+
+
+def _synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def _peak(device: torch.device) -> int | None:
+    """Return the highest memory since the last call."""
+    if device.type != "cuda":
+        return None
+    peak = torch.cuda.max_memory_allocated(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    return peak
+
+
+def _machine(device: torch.device) -> str:
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else f"{torch.get_num_threads()} CPU threads"
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.head", description=__doc__)
+    add = parser.add_argument
+    add("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="default: %(default)s")
+    add("--shape", type=int, nargs=3, metavar=("TOKENS", "VOCABULARY", "WIDTH"), help="default: by device")
+    add("--chunks", type=int, nargs="+", help="tokens per chunk; 0 is the default chunk")
+    add("--entropy", action="store_true", help="entropies have a gradient, too")
+    add("--repeats", type=int, default=5, help="default: %(default)s")
+    return parser
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,85 @@
+"""GPUs that a configuration uses, and the sizes that make it use all of its cluster."""
+
+from collections.abc import Collection
+from dataclasses import dataclass
+
+from slime_like.config.run import RunConfig
+from slime_like.errors import ConfigError
+from slime_like.system.words import counted
+
+AUTO = "auto"
+REPLICAS, ENGINES = "trainer.parallel.data", "rollout.num_engines"
+FILLING = (REPLICAS, ENGINES)
+"""Fields that accept ``auto``. A ``RunConfig`` holds the numbers that it resolves to."""
+
+
+@dataclass(frozen=True, slots=True)
+class GpusNeeded:
+    """GPUs of trainer ranks, of engines that do not share them, and of reference workers."""
+
+    trainers: int
+    engines: int
+    references: int
+
+    @property
+    def total(self) -> int:
+        return self.trainers + self.engines + self.references
+
+    def __str__(self) -> str:
+        parts = ((self.trainers, "trainer ranks"), (self.engines, "engines"), (self.references, "reference workers"))
+        named = " + ".join(f"{count} for {whose}" for count, whose in parts if count)
+        return f"{counted(self.total, 'GPU')} ({named})"
+
+
+def gpus_needed(config: RunConfig) -> GpusNeeded:
+    """Count the GPUs that a training run uses."""
+    engines = config.rollout.num_engines * config.rollout.tensor if has_own_engines(config) else 0
+    references = config.reference_workers * config.reference.parallel.world_size
+    return GpusNeeded(config.trainer.parallel.world_size, engines, references)
+
+
+def has_own_engines(config: RunConfig) -> bool:
+    """Return whether the run has engines on GPUs that no trainer rank uses."""
+    return not (config.supervised or config.debug.load_rollouts) and config.cluster.placement == "separate"
+
+
+def fill(config: RunConfig, names: Collection[str]) -> RunConfig:
+    """Replace these fields with the largest sizes that fit the cluster, at least 1.
+
+    Replicas get the GPUs that separate engines and reference workers leave. Separate engines get the GPUs that the
+    trainer and the reference workers leave; colocated engines get those of the trainer.
+
+    Raises:
+        ConfigError: the cluster's size is not given, or separate engines and replicas are both to fill it.
+    """
+    _require_determined(config, names)
+    rollout, trainer, cluster = config.rollout, config.trainer, config.cluster
+    if REPLICAS in names:
+        needed, parallel = gpus_needed(config), trainer.parallel
+        left = (cluster.nodes or 0) * cluster.gpus_per_node - needed.engines - needed.references
+        data = max(1, left // (parallel.world_size // parallel.data))
+        trainer = trainer.model_copy(update={"parallel": parallel.model_copy(update={"data": data})})
+        config = config.model_copy(update={"trainer": trainer})
+    if ENGINES in names:
+        needed, gpus = gpus_needed(config), trainer.parallel.world_size
+        if has_own_engines(config):
+            gpus = (cluster.nodes or 0) * cluster.gpus_per_node - needed.trainers - needed.references
+        rollout = rollout.model_copy(update={"num_engines": max(1, gpus // rollout.tensor)})
+        config = config.model_copy(update={"rollout": rollout})
+    return config
+
+
+def _require_determined(config: RunConfig, names: Collection[str]) -> None:
+    cluster, given = config.cluster, " and ".join(f"{name}={AUTO}" for name in FILLING if name in names)
+    if cluster.nodes is None or "gpus_per_node" not in cluster.model_fields_set:
+        raise ConfigError(
+            f"{given}: cluster.nodes and cluster.gpus_per_node, which are to be filled, are not both given; give both "
+            "(without GPUs: trainer ranks and engine ranks per node), or a number",
+            code="auto-without-size",
+        )
+    if set(FILLING) <= set(names) and has_own_engines(config):
+        raise ConfigError(
+            f"{given}: with cluster.placement=separate, either takes what the other leaves; give a number for one of "
+            "them, or set cluster.placement=colocated",
+            code="auto-ambiguous",
+        )

@@ -1,0 +1,178 @@
+"""The probe of a weight sync: text whose logprobs engines and trainer must agree on."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Self
+
+import numpy as np
+
+from slime_like.config import RunConfig
+from slime_like.errors import WeightSyncError
+from slime_like.interfaces import Generation, GenerationRequest, SamplingParams
+from slime_like.models.dimensions import ModelDimensions
+
+_FLOAT32_BOUND = 1e-4
+_FLOAT32_ROUNDINGS = 256
+_BFLOAT16_BOUND = 0.11
+_ROUTED_BOUND = 0.3
+_LEAST_BOUND = 0.05
+_LEAST_SPREAD = 0.05
+_NOTED, _FAILS = 2.0, 3.0
+
+
+@dataclass(frozen=True, slots=True)
+class ProbeGap:
+    """Result of the probe.
+
+    In float32 the largest difference counts. Rounding grows with depth and with the spread of the logprobs (their
+    standard deviation): the bound is 256 units of rounding (2^-23) times both, at least 1e-4. SmolLM2-135M (30 layers,
+    spread 2.7) in float32 differs by 2e-5 to 3e-4 from itself in float64, after small changes of its weights; with one
+    tensor zeroed or permuted by 0.6 to 18; its bound is 2.5e-3.
+
+    In bfloat16 the largest says little: a logit of 16 is rounded to eighths, and a trained model's logprob of one
+    random token in sixty may be off by 3 where both sides are sound, which also makes most of a mean. There the median
+    of the differences counts, as a share of the spread. SmolLM2-135M in vLLM, before and after some steps of training:
+    0.018 to 0.022, while the largest was 0.3 to 3.6; with one of 25 matrices permuted, at least 0.13. The bound is five
+    times the former.
+
+    A mixture of experts chooses other experts where its router's logits nearly tie, and large ones differ by 0.37 nats
+    in the mean (radixark/miles#2722), where the logprobs of text have a spread of about 2. So its bound is 0.3. A tiny
+    trained one, on text: 0.004 to 0.007; with noise of 0.1 on its routers' weights 0.09 to 0.16; with queries and
+    keys swapped 0.55 to 1.1, keys and values 0.9 to 3.5, heads reordered 0.33 to 0.6. With one of four layers missing
+    it has 0.11 to 0.26, no more than such routers: only a later sync, compared with the first, shows that.
+
+    Attributes:
+        largest: largest difference of a token's logprob, in nats.
+        share: median of the differences over the spread of the trainer's logprobs (or 0.05).
+        bound: on ``largest`` in float32, on ``share`` in bfloat16.
+        in_float32: which of both counts.
+    """
+
+    largest: float
+    share: float
+    bound: float
+    in_float32: bool
+
+    @classmethod
+    def between(cls, got: np.ndarray, expected: np.ndarray, dtype: str, layers: int, bound: float | None) -> Self:
+        """Of an engine's logprobs (n,) and the trainer's; without a ``bound``, the one for ``dtype`` and ``layers``."""
+        in_float32 = dtype == "float32"
+        gaps = np.abs(got.astype(np.float64) - expected)
+        spread = float(np.std(expected, dtype=np.float64))
+        share = float(np.median(gaps) / max(spread, _LEAST_SPREAD))
+        if bound is None and in_float32:
+            bound = max(_FLOAT32_BOUND, _FLOAT32_ROUNDINGS * float(np.finfo(np.float32).eps) * layers * spread)
+        return cls(float(gaps.max()), share, _BFLOAT16_BOUND if bound is None else bound, in_float32)
+
+    @property
+    def is_sound(self) -> bool:
+        """False for what is not a number, too."""
+        return (self.largest if self.in_float32 else self.share) <= self.bound
+
+    def __str__(self) -> str:
+        if self.in_float32:
+            return f"by up to {self.largest:.2e} (bound {self.bound:.0e})"
+        return (
+            f"by up to {self.largest:.2e}, with a median of {self.share:.2f} of how much the trainer's vary "
+            f"(bound {self.bound:g})"
+        )
+
+
+class Probe:
+    """Fixed tokens and the run's bounds on how engines and trainer may differ on them.
+
+    In bfloat16 the first sync that is sound gives the run's baseline. Later ones must stay within three times of it (or
+    0.05), and within the bound that the first one had. A run that is resumed takes a new baseline.
+
+    Attributes:
+        sequences: token ids.
+        baseline: the largest share of any engine at the first sync; ``None`` before it.
+    """
+
+    def __init__(self, config: RunConfig, prompts: Sequence[Sequence[int]]) -> None:
+        dimensions = ModelDimensions.from_checkpoint(config.model.path)
+        self.sequences = probe_sequences(config, dimensions.vocab_size, prompts)
+        self.baseline: float | None = None
+        self._dtype, self._layers = config.model.dtype, dimensions.num_layers
+        self._given = config.sync.probe_tolerance
+        self._first = _ROUTED_BOUND if dimensions.num_experts else _BFLOAT16_BOUND
+
+    def requests(self, version: int) -> list[GenerationRequest]:
+        sampling = SamplingParams(temperature=0.0, max_new_tokens=1, training=False)
+        return [
+            GenerationRequest(f"probe-{version}-{index}", tokens, sampling, prompt_logprobs=True)
+            for index, tokens in enumerate(self.sequences)
+        ]
+
+    def judge(self, version: int, answers: Sequence[Sequence[Generation]], expected: np.ndarray) -> tuple[float, str]:
+        """Compare each engine's answers to ``requests`` with the trainer's logprobs.
+
+        Returns:
+            The largest difference, in nats, and a note for the user, empty if there is nothing to say.
+
+        Raises:
+            WeightSyncError: an engine's logprobs are not the trainer's.
+        """
+        bound = self._bound()
+        gaps = []
+        for engine, generations in enumerate(answers):
+            got = np.concatenate([_prompt_logprobs(generation, engine) for generation in generations])
+            gaps.append(ProbeGap.between(got, expected, self._dtype, self._layers, bound))
+            if not gaps[-1].is_sound:
+                raise WeightSyncError(
+                    f"engine {engine}'s logprobs differ from the trainer's {gaps[-1]}: "
+                    "it does not serve the weights it received",
+                    code="probe-gap",
+                    who=f"weight sync to version {version}",
+                    remedy="compare weights/probe_gap of earlier steps: if it has grown little by little this is "
+                    "rounding, and a larger sync.probe_tolerance lets the run go on; if it has jumped, report this, "
+                    "with the engine's version and log",
+                )
+        return max(gap.largest for gap in gaps), self._note(max(gap.share for gap in gaps))
+
+    def _bound(self) -> float | None:
+        """Return the bound on this sync; ``None`` for the one that depends on the logprobs."""
+        if self._given is not None or self._dtype == "float32":
+            return self._given
+        return self._first if self.baseline is None else min(self._first, self._from_baseline(_FAILS))
+
+    def _from_baseline(self, times: float) -> float:
+        """Return so many times the baseline, or the same share of ``_LEAST_BOUND`` if that is more."""
+        return times * max(self.baseline or 0.0, _LEAST_BOUND / _FAILS)
+
+    def _note(self, share: float) -> str:
+        """Take the first ``share`` as the baseline, and compare later ones with it."""
+        if self._given is not None or self._dtype == "float32":
+            return ""
+        if self.baseline is None:
+            self.baseline = share
+            return (
+                f"weight sync: engines and trainer differ by a median of {share:.3f} of how much logprobs vary; later "
+                f"syncs of this run fail above {self._bound():.3f}"
+            )
+        if share <= self._from_baseline(_NOTED):
+            return ""
+        return (
+            f"weight sync: engines and trainer differ by a median of {share:.3f} of how much logprobs vary, after "
+            f"{self.baseline:.3f} at the first sync; the run fails above {self._bound():.3f}"
+        )
+
+
+def probe_sequences(config: RunConfig, vocab_size: int, prompts: Sequence[Sequence[int]] = ()) -> list[list[int]]:
+    """Return two sequences of at most 32 tokens: the middles of ``prompts``, or random tokens if those are shorter.
+
+    Text tells more than random tokens. In tiny trained models, faults of attention are up to three times as large on
+    it, and noise from routers is a third.
+    """
+    length = min(32, config.max_model_len - 1)
+    middles = [list(prompt[(len(prompt) - length) // 2 :][:length]) for prompt in prompts if len(prompt) >= length]
+    generator = np.random.default_rng(20_240_607)
+    return (middles + [generator.integers(0, vocab_size, length).tolist() for _ in range(2)])[:2]
+
+
+def _prompt_logprobs(generation: Generation, engine: int) -> np.ndarray:
+    if generation.prompt_logprobs is None:
+        raise WeightSyncError(
+            f"engine {engine} returned no prompt logprobs for the probe; its adapter must", code="no-probe-logprobs"
+        )
+    return np.asarray(generation.prompt_logprobs, dtype=np.float64)

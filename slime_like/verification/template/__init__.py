@@ -1,1 +1,0 @@
-"""Judging a chat template on random histories."""

@@ -1,0 +1,274 @@
+"""What a trainer promises on one device, in bfloat16: each check is one rank's, on a GPU where there is one.
+
+Gradients and logprobs are compared with the float64 reference on rounded weights, whole sequence by whole sequence;
+what is moved or saved is compared bit for bit.
+"""
+
+import contextlib
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from backends.common.checkpoint.rank_writing import RankWriting
+from backends.fsdp.trainer import FsdpTrainer
+from backends.megatron import model
+from backends.megatron.experts import GroupedLinear
+from backends.megatron.trainer import MegatronTrainer
+from slime_like.algorithms.packing.pack import pack_sequences, real_tokens
+from slime_like.config import RunConfig
+from slime_like.interfaces import RankPlacement
+from slime_like.trajectory import PackedTrajectory, ScoredTrajectory
+from tests.parallel.assembly import stacked_experts
+from tests.parallel.fsdp_steps import fsdp_config
+from tests.parallel.parity import Case, check_tensors, parity_config, samples_with_loss
+from tests.parallel.reference import Reference, ReferenceStep
+from tests.parallel.shared_prefixes import SharedCase, sharing_sequences
+from tests.parallel.steps import exported_gradients
+from tests.parallel.test_no_waiting import strict_windows
+from tests.parallel.test_supports import with_supports
+from tests.parallel.tiny import save_checkpoint, scored_sequences
+
+Trainer = MegatronTrainer | FsdpTrainer
+
+MEAN_BOUND = 1e-2
+"""Nats per token; half of it was seen."""
+GRADIENT_BOUND = 0.1
+"""Relative by norm; half of it was seen, and what is not reduced or read wrongly is off by tens of percent."""
+ROUTED_MEAN_BOUND, ROUTED_GRADIENT_BOUND = 0.04, 0.3
+"""Of a mixture of experts, of which rounding sends some tokens to other experts."""
+LENGTHS = [(5, 9), (3, 1), (11, 6), (60, 2), (2, 150)]
+# Opened wide: a ratio that rounding moves over the clip's edge would change the gradient by a jump.
+WIDE = {"clip_low": 0.99, "clip_high": 100.0}
+UNTESTED = ReferenceStep([], [], 0.0, 0.0, {})
+
+
+@contextlib.contextmanager
+def _running(placement: RankPlacement, config: RunConfig) -> Iterator[Trainer]:
+    trainer = (MegatronTrainer if config.trainer.backend == "megatron" else FsdpTrainer)(config, placement)
+    trainer.setup()
+    try:
+        yield trainer
+    finally:
+        trainer.shutdown()
+
+
+def _config(backend: str, checkpoint: Path, root: Path, settings: dict[str, Any], **algorithm: float) -> RunConfig:
+    options = {**WIDE, **algorithm}
+    if backend == "megatron":
+        return parity_config(checkpoint, root / "run", settings, "bfloat16", **options)
+    return fsdp_config(Case(checkpoint, [], UNTESTED), root / "run", settings, "bfloat16", **options)
+
+
+@contextlib.contextmanager
+def _unwaiting() -> Iterator[None]:
+    """The host must not wait for its device."""
+    if not torch.cuda.is_available():
+        with strict_windows():
+            yield
+        return
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def _gradients(trainer: Trainer, packs: list[PackedTrajectory], denominator: float, waits: bool) -> dict[str, Tensor]:
+    trainer.begin_step(denominator, real_tokens(packs))
+    with contextlib.nullcontext() if waits else _unwaiting():
+        trainer.accumulate(packs, last=True)
+    exported = exported_gradients(trainer, denominator)
+    return stacked_experts({name: tensor.float().cpu() for name, tensor in exported.items()})
+
+
+def _step(trainer: Trainer, packs: list[PackedTrajectory], denominator: float) -> None:
+    trainer.begin_step(denominator, real_tokens(packs))
+    trainer.accumulate(packs, last=True)
+    trainer.finish_step(denominator)
+
+
+def _logprobs(trainer: Trainer, packs: list[PackedTrajectory], weights: Any = "policy") -> Tensor:
+    scored = trainer.score(packs, weights)
+    assert scored is not None
+    return torch.cat([each.logprobs.cpu() for each in scored])
+
+
+def _check_step(
+    placement: RankPlacement,
+    root: Path,
+    family: str,
+    sequences: list[ScoredTrajectory],
+    packs: list[PackedTrajectory],
+    backend: str = "megatron",
+    settings: dict[str, Any] | None = None,
+    waits: bool = False,
+    seen: Callable[[Trainer], None] = lambda trainer: None,
+) -> None:
+    """Logprobs and gradients are the reference's; these twice, the second time without the host waiting."""
+    checkpoint, denominator = save_checkpoint(family, root / "model"), samples_with_loss(sequences)
+    bounds = (MEAN_BOUND, GRADIENT_BOUND) if family == "qwen3" else (ROUTED_MEAN_BOUND, ROUTED_GRADIENT_BOUND)
+    config = _config(backend, checkpoint, root, settings or {})
+    reference = Reference(checkpoint, config.algorithm)
+    reference.round_weights()
+    expected = reference.step(sequences, denominator)
+    with _running(placement, config) as trainer:
+        seen(trainer)
+        gaps = (_logprobs(trainer, packs).double() - torch.cat(expected.logprobs)).abs()
+        assert float(gaps.mean()) < bounds[0]
+        for may_wait in (True, waits):  # kernels are compiled in the first
+            check_tensors(_gradients(trainer, packs, denominator, may_wait), expected.gradients, bounds[1])
+
+
+# ------------------------------------------------------------------------------------------------------- the arithmetic
+def shared_prefixes(placement: RankPlacement, root: Path, backend: str) -> None:
+    sequences = sharing_sequences()
+    packs = SharedCase(root, sequences, UNTESTED).packs()
+    assert sum(pack.shared_tokens for pack in packs) > 100
+    _check_step(placement, root, "qwen3", sequences, packs, backend, {"share_prefixes": "tree"})
+
+
+def experts(placement: RankPlacement, root: Path, grouped: bool) -> None:
+    """Megatron's, by one product for all, or one after the other, which the host must know the sizes for."""
+
+    def seen(trainer: Trainer) -> None:
+        assert isinstance(trainer, MegatronTrainer)
+        assert any(isinstance(m, GroupedLinear) for m in trainer.chunks[0].modules()) == grouped
+
+    sequences = scored_sequences(LENGTHS)
+    with pytest.MonkeyPatch.context() as patch:
+        if not grouped:
+            patch.setattr(model, "can_be_grouped", lambda config, dimensions: False)
+        packs = [pack_sequences(sequences)]
+        _check_step(placement, root, "qwen3_moe", sequences, packs, waits=not grouped, seen=seen)
+
+
+def latent_attention(placement: RankPlacement, root: Path, backend: str) -> None:
+    sequences = scored_sequences(LENGTHS)
+    packs = [pack_sequences(sequences)]
+    _check_step(placement, root, "deepseek_v3", sequences, packs, backend)
+
+
+def supports(placement: RankPlacement, root: Path, backend: str) -> None:
+    generator = torch.Generator().manual_seed(0)
+    sequences = [with_supports(one, generator) for one in scored_sequences(LENGTHS)]
+    _check_step(placement, root, "qwen3", sequences, [pack_sequences(sequences)], backend)
+
+
+# ------------------------------------------------------------------------------------------------------------ the state
+def _state(trainer: Trainer) -> list[Tensor]:
+    """Weights, and all that the optimizer keeps."""
+    if isinstance(trainer, MegatronTrainer):
+        parts = [part.optimizer for part in trainer.optimizer.parts]
+        main = [(part, weight) for part in parts for group in part.param_groups for weight in group["params"]]
+        # By name: loading changes their order.
+        moments = [torch.as_tensor(value) for part, weight in main for _, value in sorted(part.state[weight].items())]
+        return [*trainer.state.weights(), *(weight for _, weight in main), *moments]
+    moments = [moment for kinds in trainer.optimizer.moments.values() for moment in kinds.values()]
+    return [*trainer.state.weights(), *moments]
+
+
+def _copies(tensors: list[Tensor]) -> list[Tensor]:
+    return [tensor.detach().cpu().clone() for tensor in tensors]
+
+
+def _same(tensors: list[Tensor], copies: list[Tensor]) -> bool:
+    return all(torch.equal(tensor.cpu(), copy) for tensor, copy in zip(tensors, copies, strict=True))
+
+
+def saving_behind(placement: RankPlacement, root: Path, backend: str) -> None:
+    """Nothing is written before a further step has changed the state, and what is written is that of the call."""
+    gate, write = threading.Event(), RankWriting.write
+
+    def late(writing: RankWriting) -> None:
+        assert gate.wait(60)
+        write(writing)
+
+    packs = [pack_sequences(scored_sequences(LENGTHS))]
+    config = _config(backend, save_checkpoint("qwen3", root / "model"), root, {})
+    with _running(placement, config) as trainer, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(RankWriting, "write", late)
+        _step(trainer, packs, 5.0)
+        expected = _copies(_state(trainer))
+        save = trainer.start_save(root / "save")
+        _step(trainer, packs, 5.0)
+        assert not save.is_written() and not _same(_state(trainer), expected)
+        gate.set()
+        save.finish()
+        trainer.load(root / "save")
+        assert _same(_state(trainer), expected)
+
+
+def reference_model(placement: RankPlacement, root: Path, backend: str) -> None:
+    """It scores with its own weights, before training and after it, and leaves the policy as it is."""
+    sequences = scored_sequences(LENGTHS)
+    packs = [pack_sequences(sequences)]
+    other = save_checkpoint("qwen3", root / "other", seed=1)
+    config = _config(backend, save_checkpoint("qwen3", root / "model"), root, {}, kl_coef=0.1)
+    config = RunConfig(**{**dict(config), "reference": {"path": other}})
+    judge = Reference(other, config.algorithm)
+    judge.round_weights()
+    expected = torch.cat([judge.score(sequence)[0].detach() for sequence in sequences])
+    with _running(placement, config) as trainer:
+        policy, found = _logprobs(trainer, packs), _logprobs(trainer, packs, "reference")
+        assert float((found.double() - expected).abs().mean()) < MEAN_BOUND
+        assert torch.equal(_logprobs(trainer, packs), policy) and not torch.equal(found, policy)
+        _step(trainer, packs, 5.0)
+        kept = _copies(_state(trainer))
+        assert torch.equal(_logprobs(trainer, packs, "reference"), found) and _same(_state(trainer), kept)
+        assert not torch.equal(_logprobs(trainer, packs), policy)
+
+
+def leaving_and_returning(placement: RankPlacement, root: Path, backend: str) -> None:
+    """Twice, in two stages: no bytes on the device meanwhile, every bit afterwards, and the gradients of before."""
+    packs = [pack_sequences(scored_sequences(LENGTHS))]
+    config = _config(backend, save_checkpoint("qwen3", root / "model"), root, {})
+    with _running(placement, config) as trainer:
+        _step(trainer, packs, 5.0)
+        kept, gradients = _copies(_state(trainer)), _gradients(trainer, packs, 5.0, waits=True)
+        for _ in range(2):
+            held, nbytes = _device_bytes(trainer), sum(tensor.nbytes for tensor in _state(trainer) if tensor.ndim)
+            _leave(trainer, keep_weights=True)
+            assert _same(trainer.state.weights(), kept[: len(trainer.state.weights())])
+            _leave(trainer, keep_weights=False)
+            assert held - _device_bytes(trainer) >= nbytes
+            trainer.onload()
+            assert _same(_state(trainer), kept)
+            # On a GPU attention adds up gradients in any order.
+            check_tensors(_gradients(trainer, packs, 5.0, waits=True), gradients, 1e-2)
+
+
+def _leave(trainer: Trainer, keep_weights: bool) -> None:
+    if torch.cuda.is_available():
+        trainer.offload(keep_weights)
+    else:
+        trainer.state.park(keep_weights)
+
+
+def _device_bytes(trainer: Trainer) -> int:
+    if torch.cuda.is_available():
+        return torch.cuda.memory_allocated()
+    storages = {tensor.untyped_storage() for tensor in _state(trainer)}
+    return sum({storage.data_ptr(): storage.nbytes() for storage in storages if storage.nbytes()}.values())
+
+
+ARITHMETIC = (shared_prefixes, supports, latent_attention)
+STATE = (saving_behind, reference_model, leaving_and_returning)
+CHECKS: dict[str, tuple[Callable[..., None], Any]] = {
+    **{
+        f"{check.__name__}-{backend}": (check, backend)
+        for check in ARITHMETIC + STATE
+        for backend in ("megatron", "fsdp")
+    },
+    "experts-grouped": (experts, True),
+    "experts-sequential": (experts, False),
+}
+
+
+def run_check(placement: RankPlacement, name: str, root: Path) -> None:
+    check, option = CHECKS[name]
+    check(placement, root / name, option)

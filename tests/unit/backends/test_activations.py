@@ -1,0 +1,55 @@
+"""Saved activations come back to the device ahead of the operator that needs them."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from backends.common.trainer.host_memory import HostPool
+from backends.megatron import activations
+from backends.megatron.activations import ActivationOffload, Saved
+
+SIZE = 64
+
+
+class Logged(ActivationOffload):
+    """Writes down which saved tensor, by its number in the forward pass, is fetched and which is taken."""
+
+    def __init__(self) -> None:
+        super().__init__([], HostPool())
+        self.log: list[str] = []
+
+    def _fetch(self, saved: Saved) -> Tensor:
+        self.log.append(f"fetch {_number(saved)}")
+        return super()._fetch(saved)
+
+    def _to_device(self, saved: Tensor | Saved) -> Tensor:
+        tensor = super()._to_device(saved)
+        assert isinstance(saved, Saved) and saved.fetched is None
+        self.log.append(f"take {_number(saved)}")
+        return tensor
+
+
+def _number(saved: Saved) -> int:
+    return 0 if saved.before is None else 1 + _number(saved.before)
+
+
+def test_the_tensors_needed_next_are_fetched_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(activations, "SMALLEST_BYTES", 1)
+    monkeypatch.setattr(activations, "AHEAD_BYTES", 2 * SIZE * 4)
+    offload = Logged()
+    for _ in range(2):  # a second forward pass does not fetch what the first one saved
+        x = torch.linspace(-2, 1, SIZE, requires_grad=True)
+        with offload.saving():
+            y = x
+            for _ in range(5):
+                y = torch.sigmoid(y)  # saves its result
+        y.sum().backward()
+        ahead = ["fetch 4", "fetch 3", "fetch 2", "take 4", "fetch 1", "take 3", "fetch 0"]
+        assert offload.log == [*ahead, "take 2", "take 1", "take 0"]
+        offload.log.clear()
+        plain = x.detach().requires_grad_()
+        y = plain
+        for _ in range(5):
+            y = torch.sigmoid(y)
+        y.sum().backward()
+        assert torch.equal(x.grad, plain.grad)

@@ -1,0 +1,119 @@
+"""Sizes that fill the cluster, GPUs that stay idle, and what the recipes make of both."""
+
+import shlex
+from pathlib import Path
+
+import pytest
+
+from slime_like.checks.check import check_settings
+from slime_like.checks.definition import training_needs
+from slime_like.checks.weight_sync import idle_gpu_problems
+from slime_like.config import RunConfig
+from slime_like.config.filling import AUTO, ENGINES, REPLICAS, gpus_needed
+from slime_like.config.reading.load import load_config, save_config
+from slime_like.errors import ConfigError
+from slime_like.models.dimensions import ModelDimensions
+from tests.support.rejections import Rejects
+
+ROOT = Path(__file__).parents[3]
+CONFIGS = sorted((ROOT / "configs").glob("*.yaml"))
+GPU_RECIPES = [path for path in CONFIGS if "gpus_per_node" in path.read_text()]
+BOTH = f"--{REPLICAS} {AUTO} --{ENGINES} {AUTO}"
+WORKERS = "--reference.placement workers --reference.workers 2 --reference.parallel.tensor 4 --algorithm.kl_coef 0.1"
+SIZE = "--cluster.gpus_per_node 8 --cluster.nodes"
+
+
+def load(flags: str) -> RunConfig:
+    return load_config(None, ["--run_dir", "/x", "--model.path", "/y", *shlex.split(flags)])
+
+
+@pytest.mark.parametrize(
+    ("placement", "flags", "data", "engines"),
+    [
+        ("colocated", f"{BOTH} {SIZE} 1", 8, 8),
+        ("colocated", f"{BOTH} {SIZE} 8 --trainer.parallel.tensor 8 --rollout.tensor 8", 8, 8),
+        ("colocated", f"{BOTH} {SIZE} 8 --trainer.parallel.pipeline 2 --trainer.parallel.context 4", 8, 64),
+        ("colocated", f"{BOTH} {SIZE} 5 --trainer.parallel.tensor 8 --trainer.parallel.pipeline 4", 1, 32),
+        ("colocated", f"{BOTH} {SIZE} 5 --trainer.parallel.tensor 2 --trainer.parallel.pipeline 4", 5, 40),
+        ("colocated", f"{BOTH} {SIZE} 2 --trainer.parallel.tensor 2 --rollout.tensor 4 {WORKERS}", 4, 2),
+        ("colocated", f"--{ENGINES} {AUTO} {SIZE} 2 --{REPLICAS} 6 --rollout.tensor 4", 6, 1),
+        ("separate", f"--{REPLICAS} {AUTO} {SIZE} 1 --{ENGINES} 4 --trainer.parallel.tensor 2", 2, 4),
+        ("separate", f"--{REPLICAS} {AUTO} {SIZE} 3 --{ENGINES} 2 --rollout.tensor 4 {WORKERS}", 8, 2),
+        ("separate", f"--{ENGINES} {AUTO} {SIZE} 2 --{REPLICAS} 4 --rollout.tensor 4", 4, 3),
+        ("separate", f"--{ENGINES} {AUTO} {SIZE} 4 --{REPLICAS} 2 --rollout.tensor 8 {WORKERS}", 2, 2),
+        ("separate", f"{BOTH} {SIZE} 1 --algorithm.loss sft", 8, 8),  # without engines their number means nothing
+        ("separate", f"--{REPLICAS} {AUTO} {SIZE} 1 --{ENGINES} 9", 1, 9),  # too few GPUs are rejected as ever
+    ],
+)
+def test_auto_fills_the_cluster(placement: str, flags: str, data: int, engines: int, tmp_path: Path) -> None:
+    config = load(f"{flags} --cluster.placement {placement}")
+    assert (config.trainer.parallel.data, config.rollout.num_engines) == (data, engines)
+    save_config(config, tmp_path / "config.yaml")
+    assert load_config(tmp_path / "config.yaml") == config  # as numbers
+
+
+@pytest.mark.parametrize(
+    ("flags", "code", "named"),
+    [
+        (f"--{REPLICAS} {AUTO}", "auto-without-size", [REPLICAS, "cluster.nodes"]),
+        (f"--{ENGINES} {AUTO} --cluster.nodes 1", "auto-without-size", [ENGINES, "cluster.gpus_per_node"]),
+        (f"{BOTH} {SIZE} 2", "auto-ambiguous", [REPLICAS, ENGINES, "cluster.placement=colocated"]),
+        (f"--reference.parallel.data {AUTO}", "field-type", ["reference.parallel.data"]),
+    ],
+)
+def test_what_auto_cannot_mean_is_rejected(flags: str, code: str, named: list[str], rejects: Rejects) -> None:
+    with rejects(ConfigError) as caught:
+        load(flags)
+    (problem,) = caught.value.problems
+    assert problem.code == code and all(name in problem.text for name in named)
+
+
+def test_a_wrong_field_leaves_auto_open() -> None:
+    """It is not a problem of its own."""
+    with pytest.raises(ConfigError) as caught:
+        load(f"{BOTH} {SIZE} 1 --cluster.placement colocated --rollout.tensor none")
+    assert [problem.field for problem in caught.value.problems] == ["rollout.tensor"]
+
+
+@pytest.mark.parametrize(
+    ("flags", "idle", "remedies"),
+    [
+        ("--cluster.placement colocated --trainer.parallel.tensor 8", "8 of 16",
+         [f"{REPLICAS}={AUTO} and {ENGINES}={AUTO}", "use 1 node,"]),
+        ("--trainer.parallel.data 4 --rollout.num_engines 4", "8 of 16",
+         [f"{REPLICAS}={AUTO}, set {ENGINES}={AUTO}", "use 1 node,"]),
+        ("--trainer.parallel.tensor 3 --rollout.num_engines 4", "9 of 16", [f"{REPLICAS}={AUTO}", f"{ENGINES}={AUTO}"]),
+        ("--cluster.placement colocated --trainer.parallel.tensor 5", "11 of 16", ["trainer.parallel, now 5,"]),
+        ("--algorithm.loss sft", "15 of 16", [f"{REPLICAS}={AUTO}"]),
+    ],
+)  # fmt: skip
+def test_idle_gpus_are_a_problem(flags: str, idle: str, remedies: list[str]) -> None:
+    config = load(f"{SIZE} 2 {flags}")
+    (problem,) = idle_gpu_problems(config)
+    assert f"{idle} GPUs are idle" in problem and problem.startswith("cluster.nodes=2 times cluster.gpus_per_node=8: ")
+    assert problem.endswith("cluster.allow_idle_gpus=true") and all(remedy in problem for remedy in remedies)
+    assert not list(idle_gpu_problems(load(f"{SIZE} 2 {flags} --cluster.allow_idle_gpus true")))
+    assert not list(idle_gpu_problems(load(flags)))  # nothing is known of the cluster
+
+
+@pytest.mark.parametrize("nodes", [1, 2, 5, 8])
+@pytest.mark.parametrize("path", GPU_RECIPES, ids=lambda path: path.stem)
+def test_recipes_use_every_gpu(path: Path, nodes: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And are accepted on another number of nodes than they name, as far as settings go."""
+    monkeypatch.chdir(ROOT)
+    config = load_config(path, ["--cluster.nodes", str(nodes)])
+    assert gpus_needed(config).total == nodes * config.cluster.gpus_per_node
+    found = check_settings(
+        config, ModelDimensions.from_checkpoint(config.model.path), training_needs(config) - {"code"}
+    )
+    assert found == []
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
+def test_no_recipe_has_a_bound_without_effect(path: Path) -> None:
+    """With one update per batch every ratio is 1, so a loss that clips ratios never does."""
+    algorithm = load_config(path).algorithm
+    several = algorithm.epochs * algorithm.minibatches > 1
+    assert several or algorithm.loss in ("policy_gradient", "sft")
+    if not several:
+        assert not {"clip_low", "clip_high", "dual_clip"} & algorithm.model_fields_set

@@ -1,0 +1,96 @@
+"""SGLang's sampler on a device that cannot be read: whatever a batch asks for, the host never waits for a token."""
+
+import sys
+from collections.abc import Iterator
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.parallel.strict import StrictDevice, WaitsForDevice
+
+ROWS, VOCABULARY = 5, 101
+
+
+class _Processor:
+    """Stand-in for SGLang's, which runs after the draw."""
+
+    def __init__(self) -> None:
+        self.logprobs: Tensor | None = None
+
+    def compute_logprobs(self, logprobs: Tensor, *_: Any) -> Any:
+        self.logprobs = logprobs
+        return SimpleNamespace(write_output_to=lambda output: None)
+
+
+class _Sampler:
+    """What is used of SGLang's base class."""
+
+    def __init__(self) -> None:
+        self.output_logprob_processor = _Processor()
+
+    def _preprocess_logits(self, logits: Tensor, info: Any) -> Tensor:
+        return logits
+
+
+@pytest.fixture
+def sampler(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """SGLang itself need not be installed, and takes seconds to import."""
+    package = ModuleType("sglang.srt.layers.sampler")
+    package.Sampler = _Sampler  # type: ignore[attr-defined]
+    for name in ("sglang", "sglang.srt", "sglang.srt.layers"):
+        monkeypatch.setitem(sys.modules, name, ModuleType(name))
+    monkeypatch.setitem(sys.modules, package.__name__, package)
+    monkeypatch.delitem(sys.modules, "rollout.sglang.sampler", raising=False)
+    from rollout.sglang.sampler import SeededSampler
+
+    yield SeededSampler()
+    sys.modules.pop("rollout.sglang.sampler", None)
+
+
+def info(min_p: float = 0.0, top_k: int = VOCABULARY, greedy: bool = False) -> Any:
+    return SimpleNamespace(
+        temperatures=torch.ones(ROWS, 1),
+        top_ks=torch.full((ROWS,), 1 if greedy else top_k, dtype=torch.int32),
+        top_ps=torch.ones(ROWS),
+        min_ps=torch.full((ROWS,), min_p),
+        is_all_greedy=greedy,
+        need_top_k_sampling=top_k < VOCABULARY,
+        need_top_p_sampling=False,
+        need_min_p_sampling=min_p > 0,
+        sampling_seed=torch.arange(ROWS),
+    )
+
+
+def forward(sampler: Any, sampling: Any, numbers: list[int]) -> Tensor:
+    logits = 3 * torch.randn((ROWS, VOCABULARY), generator=torch.Generator().manual_seed(0))
+    output = SimpleNamespace(next_token_logits=logits)
+    tokens: Tensor = sampler.forward(output, sampling, True, numbers, [[]] * ROWS, torch.arange(ROWS))
+    return tokens
+
+
+@pytest.mark.parametrize("numbers", [[0] * ROWS, [0, 20, 0, 20, 20]], ids=["evaluation", "supports"])
+@pytest.mark.parametrize(
+    "options", [{}, {"top_k": 20}, {"top_k": 20, "min_p": 0.02}, {"greedy": True}], ids=["whole", "top_k", "min_p", "0"]
+)
+def test_the_host_never_waits(sampler: Any, options: dict[str, Any], numbers: list[int]) -> None:
+    sampling = info(**options)
+    with StrictDevice() as device:
+        tokens = forward(sampler, sampling, numbers)
+    assert device.watched > 10
+    logprobs = sampler.output_logprob_processor.logprobs
+    assert tokens.dtype == torch.int32 and torch.isfinite(logprobs.gather(1, tokens[:, None].long())).all()
+    cut = "top_k" in options
+    for row, number in zip(logprobs, numbers, strict=True):
+        assert row.exp().sum().item() == pytest.approx(1.0, abs=1e-5)
+        assert (int(row.isfinite().sum()) <= 20) is (cut and number > 0)
+
+
+def test_the_device_notices_a_copy_that_waits(sampler: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The check can fail: flags copied from memory that is not pinned, as they were once."""
+    module = sys.modules["rollout.sglang.sampler"]
+    monkeypatch.setattr(module, "_wanted", lambda numbers, device: torch.tensor(numbers, device=device) > 0)
+    with StrictDevice(), pytest.raises(WaitsForDevice):
+        forward(sampler, info(top_k=20), [20] * ROWS)
