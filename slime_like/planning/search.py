@@ -14,7 +14,7 @@ from slime_like.config import ParallelConfig, RunConfig
 from slime_like.errors import ConfigError
 from slime_like.interfaces import TrainerBackend
 from slime_like.planning import checks
-from slime_like.planning.bounds import least_bytes
+from slime_like.planning.bounds import least_bytes, least_kept_bytes
 from slime_like.planning.engine_search import faster_engines
 from slime_like.planning.engines import plan_engine
 from slime_like.planning.estimates import Note, plannable_backend
@@ -25,8 +25,9 @@ from slime_like.planning.recompute import fewest_recomputed, with_recompute
 from slime_like.planning.settings import Changes, changed, flags
 from slime_like.planning.step_time import StepTime, predict
 
-_RECOMPUTE_COST = 1 / 3
-"""One more forward pass beside forward and backward."""
+_GROUPS = 16
+_UNSEEN = 0.8
+"""Groups of a rank, and activations beyond their bound, as a share of it, that the order of the search counts with."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,15 +155,41 @@ def _shared(refusals: Sequence[list[str]]) -> list[str]:
 
 
 def _rough_time(run: PlannedRun) -> float:
-    """Estimate a sort key of layouts: idle stages, recomputation, and messages of tensor and context parallelism."""
-    config, layout = run.config, run.config.trainer.parallel
-    micro_batches = Workload.of(config).micro_batches
-    idle = (micro_batches + layout.pipeline - 1) / micro_batches
-    talk = 1 + 0.025 * (layout.tensor - 1) + 0.01 * (layout.context - 1)
-    work = micro_batches * config.trainer.target_tokens_per_batch / (layout.tensor * layout.pipeline * layout.context)
-    none, full = _room(run, "none"), _room(run, "full")
-    recomputed = 0.0 if none > 0 else none / (none - full)
-    return work * idle * talk * (1 + _RECOMPUTE_COST * recomputed)
+    """Guess the seconds of training, as a sort key: layers' products, attention or the context's keys and values, other
+    messages, recomputation and idle stages."""
+    config, dimensions, hardware = run.config, run.dimensions, run.hardware
+    layout, workload = config.trainer.parallel, Workload.of(config)
+    forwards = 3 + _likely_recomputed(run)
+    tokens = config.trainer.target_tokens_per_batch / layout.context
+    heads = dimensions.num_heads * dimensions.head_dim / layout.tensor
+    cached = max(1.0, dimensions.num_kv_heads / layout.tensor) * 2 * dimensions.head_dim * run.element_bytes * tokens
+    hidden = dimensions.hidden_size * run.element_bytes * tokens * (layout.tensor - 1) / layout.tensor
+    parameters = dimensions.active_parameters / dimensions.num_layers / layout.tensor
+    products = hardware.matmul_seconds(2 * forwards * parameters * tokens)
+    attention = hardware.attention_seconds(2 * forwards * workload.attention_length * heads * tokens)
+    # Keys and values go round in forward, and with their gradients in backward.
+    context = hardware.link_seconds(
+        4 * (layout.context - 1) * cached, range(0, layout.tensor * layout.context, layout.tensor)
+    )
+    # Four gathers and scatters in each forward, and two in backward that no product hides.
+    messages = hardware.link_seconds((4 * (forwards - 2) + 2) * hidden, range(layout.tensor))
+    if layout.expert > 1:  # tokens go to their experts and come back
+        routed = dimensions.moe_top_k * dimensions.hidden_size * run.element_bytes * tokens / layout.tensor
+        share = (layout.expert - 1) / layout.expert
+        messages += hardware.link_seconds(2 * (forwards - 1) * share * routed, range(layout.expert))
+    slots = workload.micro_batches + layout.pipeline - 1
+    return slots * dimensions.num_layers / layout.pipeline * (products + max(attention, context) + messages)
+
+
+def _likely_recomputed(run: PlannedRun) -> float:
+    """Guess the share of layers that must be recomputed, of bounds as far below what is traced as they mostly are."""
+    taken = run.hardware.process_bytes(_GROUPS)
+    taken += plan_engine(run).sleeping_bytes if run.colocated and run.has_engines else 0
+    none, full = (
+        _room(run, recompute) - taken - _UNSEEN * least_kept_bytes(with_recompute(run, recompute))
+        for recompute in ("none", "full")
+    )
+    return min(1.0, max(0.0, none / (none - full)))
 
 
 def _room(run: PlannedRun, recompute: str) -> float:
