@@ -89,10 +89,6 @@ class TrainerBackend(Protocol):
     def __init__(self, config: RunConfig, placement: RankPlacement) -> None: ...
 
     @staticmethod
-    def check(config: RunConfig) -> list[str]:
-        """Problems with this configuration that need neither device nor process group, each with a remedy."""
-
-    @staticmethod
     def planner() -> Planner:
         """Estimates for ``slime-like plan``; a backend without this method can train and not be planned."""
 

@@ -7,10 +7,10 @@ from typing import Any
 
 from slime_like.checks.check import check_settings
 from slime_like.checks.definition import training_needs
-from slime_like.checks.fsdp import BACKEND as FSDP
 from slime_like.checks.layout import divisors, layout_problems
 from slime_like.checks.transport import chosen_transport
 from slime_like.config import ParallelConfig, RunConfig
+from slime_like.config.trainer import FSDP
 from slime_like.errors import ConfigError
 from slime_like.interfaces import TrainerBackend
 from slime_like.planning import checks
@@ -145,7 +145,7 @@ def _with(run: PlannedRun, parallel: ParallelConfig, tokens: int) -> PlannedRun:
 def _problems(run: PlannedRun, backend: type[TrainerBackend]) -> list[str]:
     config = run.config
     settings = check_settings(config, run.dimensions, training_needs(config) - {"code"})  # the same for all
-    return [*map(str, settings), *backend.check(config), *checks.placement_problems(config)]
+    return [*map(str, settings), *checks.placement_problems(config)]
 
 
 def _shared(refusals: Sequence[list[str]]) -> list[str]:

@@ -67,7 +67,7 @@ REFUSED: list[tuple[str, str]] = [
     ("model --model.path model", "flag-excluded"),
     ("model --trainer.parallel.tensor 3", "trainer.layout"),
     ("model --trainer.backend none_such", "trainer.backend"),
-    ("run/checkpoints/step-000002 --trainer.backend fsdp", "model.weights-backend"),
+    ("run/checkpoints/step-000002 --trainer.backend fsdp", "model.weights"),
     ("model --trainer.paralel.tensor 2", "field-unknown"),
     ("model --input in.txt", "file-unusable"),
     ("model --input none.jsonl", "file-unusable"),

@@ -17,7 +17,7 @@ from slime_like.orchestration.trainer.checkpoint import Checkpoint, write_state
 FIELDS: dict[str, dict[str, Any]] = {
     "reward.functions.1": {"reward": {"functions": [{"name": "math_verify"}, {"name": "NAME"}]}},
     "rollout.environment.name": {"rollout": {"environment": {"name": "NAME"}}},
-    "rollout.agent.name": {"rollout": {"agent": {"name": "NAME"}}},
+    "rollout.agent.name": {"rollout": {"agent": {"name": "NAME"}}, "reward": {"functions": [{"name": "agent"}]}},
     "algorithm.loss": {"algorithm": {"loss": "NAME"}},
     "algorithm.advantage": {"algorithm": {"advantage": "NAME"}},
     "algorithm.kl_estimator": {"algorithm": {"kl_estimator": "NAME"}},

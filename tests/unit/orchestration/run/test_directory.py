@@ -114,7 +114,7 @@ def test_accuracies_compare_where_the_same_was_measured(tmp_path: Path, run_dir:
     settings = config(tmp_path, reward={"functions": [second]})
     prepare_run_dir(settings)
     assert measured_otherwise_until(settings) == 4
-    assert measured_otherwise_until(config(tmp_path, evaluation={"every": 7})) == 0
+    assert measured_otherwise_until(config(tmp_path, evaluation={"max_prompts": None})) == 0
     assert measured_otherwise_until(config(tmp_path, evaluation={"temperature": 1.0})) == 4
 
 

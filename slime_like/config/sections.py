@@ -1,0 +1,210 @@
+"""Smaller sections of the configuration: models, data, evaluation, checkpoints, logging, the cluster."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Literal
+
+from pydantic import Field, field_validator
+
+from slime_like.config.base import Section
+from slime_like.config.gpus import GpuName
+from slime_like.config.rollout import MIN_TEMPERATURE
+from slime_like.config.trainer import ParallelConfig
+
+
+class ModelConfig(Section):
+    """The policy's starting point. Every dimension is read from the checkpoint's own ``config.json``."""
+
+    path: Path = Field(description="Hugging Face checkpoint directory of the initial policy.")
+    weights: Path | None = None
+    """Load the policy's weights from this checkpoint: output of `slime-like convert to-megatron`, or a run's
+    checkpoints/step-N. `path` still provides dimensions, tokenizer and the engines' first weights."""
+    dtype: Literal["float32", "bfloat16"] = "bfloat16"
+    """Precision of weights and activations in trainer and engine."""
+    trust_remote_code: bool = Field(False, description="Run Python code from the checkpoint.")
+
+
+class ReferenceConfig(Section):
+    """The reference policy of the KL term. Used only when a KL coefficient is above 0."""
+
+    path: Path | None = Field(None, description="Hugging Face checkpoint of the reference; none: the initial policy.")
+    placement: Literal["trainer", "workers"] = "trainer"
+    """trainer: the trainer ranks swap in the reference, which must have the policy's sizes. workers: separate devices
+    score groups while others are sampled."""
+    update_interval: int = Field(0, ge=0)
+    """Every so many steps the policy becomes the reference; 0: never. Workers may score groups sampled ahead with an
+    earlier reference."""
+    workers: int = Field(1, ge=1, description="Number of reference workers; each group goes to the least busy one.")
+    parallel: ParallelConfig = Field(ParallelConfig(), description="Layout of each reference worker.")
+    max_worker_restarts: int = Field(2, ge=0)
+    """Restarts of failed reference workers in a run; their groups go to others, or wait. The run fails when none is
+    left."""
+
+
+DataFormat = Literal["keys", "gsm8k", "math", "dapo", "openr1"]
+
+
+class DataSource(Section):
+    """One source of a mixture."""
+
+    name: str = Field(pattern=r"^[\w.-]+$", description="In metrics.")
+    files: tuple[Path, ...] = Field(min_length=1, description="As `data.train`.")
+    weight: float = Field(1.0, gt=0, description="Share of the prompts, relative to the other sources.")
+    format: DataFormat | None = Field(None, description="As `data.format`, which is the default.")
+
+
+class DataConfig(Section):
+    """Prompt files (JSONL or Parquet) and the keys inside their rows; a dotted key leads into nested objects."""
+
+    train: tuple[Path, ...] = ()
+    """Training data, read in this order: files (.jsonl, .parquet or .arrow; also as a pattern, `data/train-*.parquet`)
+    or directories of one split, as Hugging Face's `datasets` saves them."""
+    mixture: tuple[DataSource, ...] = ()
+    """Training data of several sources, instead of `train`. Each has `name`, `files`, `weight` (1: its share of the
+    prompts) and `format`; metrics of each are in `sources/NAME/`."""
+    format: DataFormat = "keys"
+    """Where rows have prompt and answer: under the keys below, or as the data set of this name is published. A held-out
+    file whose first row is not like the training data (of a mixture, the first source that fits) is read in the format
+    that it has."""
+    system_prompt: str | None = Field(None, description="A system message before every prompt.")
+    prompt_key: str = Field("prompt", description="Row key of the prompt: text or a list of chat messages.")
+    answer_key: str = Field("answer", description="Row key of the ground-truth answer.")
+    response_key: str = Field("response", description="Row key of the demonstration (supervised only).")
+    messages_key: str | None = None
+    """Row key of a conversation, a list of chat messages, instead of `response_key`: the assistant's turns carry loss
+    (supervised only). `tools` of the row and tool calls are rendered."""
+    token_ids_key: str = "input_token_ids"
+    """Row key of a tokenized prompt; takes precedence over the text."""
+    environment_key: str | None = None
+    """Row key of a mapping for rollout.environment; optional in a row."""
+    apply_chat_template: bool = Field(True, description="Apply the tokenizer's chat template to prompts.")
+    allow_special_tokens: bool = False
+    """Accept special tokens spelled in prompts and demonstrations, for templates written by hand."""
+    max_prompt_tokens: int = Field(1024, ge=1, description="Longer prompts are dropped and counted, never truncated.")
+    shuffle: bool = Field(True, description="Shuffle every epoch, by `seed` and epoch.")
+
+    def conflicts(self) -> Iterator[str]:
+        names = [source.name for source in self.mixture]
+        if names and self.train:
+            yield "train and data.mixture are both set; name the files of data.train as a source, or remove one"
+        for name in sorted({name for name in names if names.count(name) > 1}):
+            yield f"mixture: several sources are named {name}; give each another name"
+        field, default = f"messages_key={self.messages_key}", type(self).model_fields["response_key"].default
+        if self.messages_key is not None and self.response_key != default:
+            yield f"{field} and data.response_key={self.response_key}: a run has one kind of demonstration; remove one"
+        if self.messages_key is not None and not self.apply_chat_template:
+            yield f"{field} needs the chat template; set data.apply_chat_template: true"
+        if self.system_prompt is not None and not self.apply_chat_template:
+            yield "system_prompt needs the chat template; set data.apply_chat_template: true, or remove it"
+        for name, is_set in (("system_prompt", self.system_prompt is not None), ("format", self.format != "keys")):
+            if self.messages_key is not None and is_set:
+                yield f"{name} is for prompts, and data.messages_key is set, whose rows are conversations; remove one"
+
+    @property
+    def parts(self) -> tuple["DataConfig", ...]:
+        """The settings of each source of the mixture, its files as ``train``; without a mixture these alone."""
+        return tuple(
+            self.model_copy(update={"train": one.files, "mixture": (), "format": one.format or self.format})
+            for one in self.mixture
+        ) or (self,)
+
+    @property
+    def training_files(self) -> tuple[Path, ...]:
+        """Of all sources."""
+        return tuple(file for part in self.parts for file in part.train)
+
+
+class EvaluationConfig(Section):
+    """Held-out evaluation during training."""
+
+    files: tuple[Path, ...] = Field((), description="Held-out files, reported together and one by one; [] for none.")
+    every: int = Field(0, ge=0, description="Evaluation interval in steps; 0: before and after training only.")
+    max_prompts: int | None = Field(None, ge=1, description="Use at most this number of prompts of each file.")
+    temperature: float = Field(0.0, ge=0.0, description="0 is greedy.")
+    samples_per_prompt: int = Field(1, ge=1, description="Responses per prompt; above 1 also gives pass@k.")
+    max_new_tokens: int | None = Field(None, ge=1, description="Length limit; none: `rollout.max_new_tokens`.")
+
+    def conflicts(self) -> Iterator[str]:
+        if self.every > 0 and not self.files:
+            yield f"every={self.every}, but evaluation.files is empty; give held-out files, or every: 0"
+        if 0 < self.temperature < MIN_TEMPERATURE:
+            yield (
+                f"temperature={self.temperature} is lower than engines sample at; use 0 (greedy), or at least "
+                f"{MIN_TEMPERATURE}"
+            )
+        if self.temperature == 0 and self.samples_per_prompt > 1:
+            yield (
+                f"samples_per_prompt={self.samples_per_prompt} at evaluation.temperature=0 samples the same response "
+                "again and again; use 1, or a temperature above 0"
+            )
+
+
+class CheckpointConfig(Section):
+    """Checkpoints and the exported model."""
+
+    every: int = Field(0, ge=0, description="Checkpoint interval in steps; 0: at the end only.")
+    keep: int = Field(2, ge=1, description="Checkpoints kept; older ones are removed after a save.")
+    async_save: bool = False
+    """Copy the state to host memory and write it during training. A save takes effect at the end of the step in which
+    it is complete."""
+    export_hf: bool = Field(True, description="Write a Hugging Face model at the end.")
+
+
+class LoggingConfig(Section):
+    """Destinations of metrics; `metrics.jsonl` is always written."""
+
+    tensorboard: bool = Field(True, description="Write a TensorBoard log.")
+    wandb: bool = Field(False, description="Log to Weights & Biases (needs the package).")
+    wandb_project: str = Field("slime-like", description="Weights & Biases project.")
+    progress: Literal["auto", "live", "plain", "off"] = "auto"
+    """Progress display; auto: live on a terminal, plain lines elsewhere."""
+
+
+class DebugConfig(Section):
+    """Switches for experiments on the method, and what is kept to inspect a run."""
+
+    shuffle_advantages: bool = False
+    """Permute advantages over a batch's samples: a control run, which must not learn."""
+    samples_per_step: int = Field(4, ge=0, description="Samples per logged step in the debug tables; 0: none.")
+    tables_every: int = Field(10, ge=1, description="Interval of debug tables in steps.")
+    save_rollouts: Path | None = Field(None, description="Directory for every step's scored rollouts.")
+    load_rollouts: Path | None = None
+    """Train on the saved rollouts of this directory, without engines. Rewards and advantages are the saved ones."""
+
+    def conflicts(self) -> Iterator[str]:
+        if self.load_rollouts is not None and self.shuffle_advantages:
+            yield (
+                "shuffle_advantages=true permutes advantages as they are computed, and debug.load_rollouts="
+                f"{self.load_rollouts} has saved ones; sample again, or set it to false"
+            )
+
+
+class ClusterConfig(Section):
+    """The Ray cluster."""
+
+    address: str | None = Field(None, description="Address of a running Ray cluster; none: start one on this machine.")
+    object_store_mb: int = Field(512, ge=80)
+    """Object store of a Ray cluster started here, in MiB per node. A step's packs pass through node 0's."""
+    placement: Literal["separate", "colocated"] = "separate"
+    """separate: engines have separate devices. colocated: engines and trainer ranks use the same devices in turn."""
+    nodes: int | None = Field(None, ge=1, description="Nodes; `slime-like launch` sets it. none: as many as needed.")
+    gpus_per_node: int = Field(8, ge=1, description="GPUs per node; `slime-like launch` counts them.")
+    allow_idle_gpus: bool = Field(False, description="Accept GPUs of `nodes` that nothing uses.")
+    gpu: GpuName = Field("h100-80gb", description="GPU assumed by `slime-like plan`.")
+    gpu_memory_gib: float | None = Field(None, gt=0, description="GPU memory in GiB for the plan; none: as `gpu`.")
+    host_memory_gib: float | None = Field(None, gt=0, description="Node memory in GiB for the plan; none: unchecked.")
+    nvlink_gb_per_s: float | None = Field(None, gt=0)
+    """GB/s from a GPU inside its node, for the plan; none: as `gpu`."""
+    network_gb_per_s: float = Field(50.0, gt=0)
+    """GB/s from a GPU to other nodes, for the plan; 50 is 400 Gb/s."""
+
+    @field_validator("address")
+    @classmethod
+    def _of_a_cluster(cls, address: str | None) -> str | None:
+        """A Ray client is no node: it has no session directory, and the run's process needs the one of its node."""
+        if address is not None and address.startswith("ray://"):
+            raise ValueError(
+                "is a Ray client's address, which is not supported; start the run on a node of the cluster, and give "
+                "auto or the HOST:PORT that `ray start --head` printed"
+            )
+        return address
