@@ -123,9 +123,7 @@ class Cluster:
             raise with_notes(
                 SlimeLikeError(f"{died}{then}", code="ray-died", who="cluster", remedy=remedy), error
             ) from error
-        if not isinstance(error, SlimeLikeError):
-            return
-        if ended is not None:
+        if ended is not None and isinstance(error, SlimeLikeError):
             raise with_notes(
                 SlimeLikeError(f"{ended}; then: {error}", code="worker-stopped", who="cluster"), error
             ) from error
