@@ -13,13 +13,7 @@ from torch import Tensor
 
 from slime_like.algorithms.packing.pack import response_logit_index, response_tokens
 from slime_like.algorithms.softmax import compute_dtype, logit_gradient, row_sums
-from slime_like.algorithms.tensor_checks import (
-    expanded_temperatures,
-    require_known_targets,
-    require_targets,
-    require_temperatures,
-    require_tensors,
-)
+from slime_like.algorithms.tensor_checks import expanded_temperatures, require_alike, require_known_targets
 from slime_like.algorithms.vocabulary_shard import Reduce, Sums, VocabularyShard, no_reduction
 from slime_like.trajectory import PackedTrajectory
 
@@ -39,8 +33,7 @@ def selective_log_softmax(logits: Tensor, targets: Tensor) -> Tensor:
         (...) float32, or float64 for float64 logits.
 
     Raises:
-        ValueError: what is no tensor, shapes that do not fit, no vocabulary, logits that are no floats, targets that
-            are no integers, or one that is not below V.
+        ValueError: shapes that do not fit, or a target that is not below V.
 
     Example:
         >>> selective_log_softmax(torch.zeros(2, 8), torch.tensor([0, -100]))
@@ -63,8 +56,7 @@ def logprobs_and_entropy(
         Logprobs and entropies, (...) float32, or float64 for float64 logits.
 
     Raises:
-        ValueError: what is no tensor, shapes that do not fit, no vocabulary, logits that are no floats, targets that
-            are no integers, one that is not below V, or a temperature that is not positive.
+        ValueError: shapes that do not fit, a target that is not below V, or a temperature that is not positive.
 
     Example:
         >>> logprobs, entropy = logprobs_and_entropy(logits, targets, 0.7)
@@ -94,13 +86,12 @@ def compute_response_logprobs(logits: Tensor, packed: PackedTrajectory, temperat
     Example:
         >>> compute_response_logprobs(logits, packed, temperature=None)
     """
-    require_tensors(logits=logits)
     if logits.ndim != 2 or logits.shape[0] != packed.packed_seq_len:
         raise ValueError(
             f"logits have shape {tuple(logits.shape)}, the pack has {packed.packed_seq_len} tokens; give (T, V)"
         )
     scale, targets = _scale(packed, temperature), response_tokens(packed)
-    _check_scoring(logits, targets)
+    require_known_targets(targets, logits.shape[-1])
     return _Scored.apply(logits, targets, scale, response_logit_index(packed), _whole(logits), False)[0]
 
 
@@ -135,18 +126,11 @@ def vocab_parallel_logprobs(
         Logprobs and entropies, (N,) float32 (float64 for float64 logits), differentiable with respect to ``logits``.
 
     Raises:
-        ValueError: what is no tensor, shapes that do not fit, a target beyond the vocabulary, a temperature that is
-            not positive, a part of the vocabulary without reductions, a chunk below 1.
+        ValueError: shapes that do not fit, a target beyond the vocabulary, a temperature that is not positive, a part
+            of the vocabulary without reductions.
     """
-    require_tensors(logits=logits, targets=targets)
+    require_alike(targets=targets, logits=logits[:, 0])
     temperatures = expanded_temperatures(temperatures, targets)
-    if not logits.is_floating_point():
-        raise ValueError(f"logits are {logits.dtype}; give floats")
-    if logits.ndim != 2 or not targets.shape == temperatures.shape == logits.shape[:1]:
-        raise ValueError(
-            f"logits {tuple(logits.shape)}, targets {tuple(targets.shape)} and temperatures "
-            f"{tuple(temperatures.shape)} do not fit; give (N, V), (N,), (N,)"
-        )
     reductions = all_reduce_max, all_reduce_sum
     shard = VocabularyShard.of(targets, logits.shape[1], vocab_start, vocab_size, chunk_tokens, reductions)
     require_known_targets(targets, vocab_size)
@@ -156,7 +140,6 @@ def vocab_parallel_logprobs(
 def _scale(packed: PackedTrajectory, temperature: float | None) -> Tensor | None:
     """(R,) float64 divisors of the logits; ``None`` where all are 1."""
     if temperature is None:
-        require_temperatures(packed.temperatures)
         per_token = packed.temperatures.repeat_interleave(packed.response_lens, output_size=packed.targets.numel())
         return per_token.to(torch.float64)
     if not 0 < temperature < math.inf:
@@ -171,29 +154,11 @@ def _scale(packed: PackedTrajectory, temperature: float | None) -> Tensor | None
     return None if temperature == 1.0 else packed.temperatures.new_full(shape, temperature, dtype=torch.float64)
 
 
-def _check_scoring(logits: Tensor, targets: Tensor) -> None:
-    """Reject inputs that a kernel would index out of range, or not check at all."""
-    if logits.shape[-1] < 1:
-        raise ValueError(f"logits have shape {tuple(logits.shape)}; give (..., V) with a vocabulary V of 1 or more")
-    if not logits.is_floating_point():
-        raise ValueError(f"logits are {logits.dtype}; give floats")
-    require_targets(targets)
-    if targets.numel() and int(targets.max()) >= logits.shape[-1]:
-        raise ValueError(
-            f"targets reach up to {int(targets.max())}, logits have {logits.shape[-1]} columns; give the whole "
-            "vocabulary's"
-        )
-
-
 def _select(
     logits: Tensor, targets: Tensor, temperatures: Tensor | float | None, with_entropy: bool
 ) -> tuple[Tensor, Tensor]:
-    require_tensors(logits=logits, targets=targets)
-    if logits.ndim < 1 or logits.shape[:-1] != targets.shape:
-        raise ValueError(
-            f"targets have shape {tuple(targets.shape)}, logits {tuple(logits.shape)}; give (...) and (..., V)"
-        )
-    _check_scoring(logits, targets)
+    require_alike(targets=targets, logits=logits[..., 0])
+    require_known_targets(targets, logits.shape[-1])
     scale = None if temperatures is None else expanded_temperatures(temperatures, targets).reshape(-1)
     flat = logits.reshape(-1, logits.shape[-1])
     logprobs, entropy = _Scored.apply(flat, targets.reshape(-1), scale, None, _whole(flat), with_entropy)
