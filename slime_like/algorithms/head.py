@@ -78,8 +78,9 @@ def fused_logprobs(
             of the vocabulary without reductions.
     """
     if check_values:
-        temperatures = expanded_temperatures(temperatures, targets)
         require_known_targets(targets, vocab_size)
+    if check_values or not isinstance(temperatures, Tensor):
+        temperatures = expanded_temperatures(temperatures, targets)
     require_alike(targets=targets, temperatures=temperatures, hidden=hidden[:, 0])
     chunk_tokens = default_chunk(hidden.shape[0], weight) if chunk_tokens is None else chunk_tokens
     reductions = all_reduce_max, all_reduce_sum
