@@ -20,7 +20,6 @@ from slime_like.algorithms.logprobs import (
     compute_response_logprobs,
     logprobs_and_entropy,
     selective_log_softmax,
-    vocab_parallel_logprobs,
 )
 from slime_like.algorithms.losses import (
     BatchLoss,
@@ -110,6 +109,5 @@ __all__ = [
     "unpack_response_logprobs",
     "unpack_sequences",
     "value_loss",
-    "vocab_parallel_logprobs",
     "zero_weight_pack",
 ]

@@ -14,7 +14,7 @@ from torch import Tensor
 from slime_like.algorithms.packing.pack import response_logit_index, response_tokens
 from slime_like.algorithms.softmax import compute_dtype, logit_gradient, row_sums
 from slime_like.algorithms.tensor_checks import expanded_temperatures, require_alike, require_known_targets
-from slime_like.algorithms.vocabulary_shard import Reduce, Sums, VocabularyShard, no_reduction
+from slime_like.algorithms.vocabulary_shard import Sums, VocabularyShard
 from slime_like.trajectory import PackedTrajectory
 
 # Elements of one chunk of logits. On a CPU a chunk and its scratch should stay in the cache; an accelerator wants work.
@@ -95,48 +95,6 @@ def compute_response_logprobs(logits: Tensor, packed: PackedTrajectory, temperat
     return _Scored.apply(logits, targets, scale, response_logit_index(packed), _whole(logits), False)[0]
 
 
-def vocab_parallel_logprobs(
-    logits: Tensor,
-    targets: Tensor,
-    temperatures: Tensor | float,
-    *,
-    vocab_start: int = 0,
-    vocab_size: int,
-    all_reduce_max: Reduce = no_reduction,
-    all_reduce_sum: Reduce = no_reduction,
-    chunk_tokens: int = 1024,
-) -> tuple[Tensor, Tensor]:
-    """Logprob of ``targets`` and entropy (nats), from this rank's columns of the logits.
-
-    The split of Megatron-LM's vocabulary-parallel cross entropy (arXiv:1909.08053, section 3), in one pass: forward
-    calls ``all_reduce_max`` once and ``all_reduce_sum`` once, backward neither. No softmax is kept: it is computed
-    again, ``chunk_tokens`` tokens at a time. Where logits do not exist yet, ``fused_logprobs`` never makes them.
-
-    Args:
-        logits: (N, V_local), possibly with columns of padding at the end of the vocabulary.
-        targets: (N,) int64, global token ids; a negative one gives logprob 0 without gradient.
-        temperatures: what the logits are divided by, positive: a number, or a tensor that expands to (N,).
-        vocab_start: global id of the first column.
-        vocab_size: true size of the whole vocabulary; columns at or beyond it never enter a log-sum-exp.
-        all_reduce_max, all_reduce_sum: reduce a tensor in place over the tensor-parallel group; needed where ``logits``
-            do not have the whole vocabulary's columns.
-        chunk_tokens: tokens whose softmax exists at once.
-
-    Returns:
-        Logprobs and entropies, (N,) float32 (float64 for float64 logits), differentiable with respect to ``logits``.
-
-    Raises:
-        ValueError: shapes that do not fit, a target beyond the vocabulary, a temperature that is not positive, a part
-            of the vocabulary without reductions.
-    """
-    require_alike(targets=targets, logits=logits[:, 0])
-    temperatures = expanded_temperatures(temperatures, targets)
-    reductions = all_reduce_max, all_reduce_sum
-    shard = VocabularyShard.of(targets, logits.shape[1], vocab_start, vocab_size, chunk_tokens, reductions)
-    require_known_targets(targets, vocab_size)
-    return _Scored.apply(logits, targets, temperatures, None, shard, True)
-
-
 def _scale(packed: PackedTrajectory, temperature: float | None) -> Tensor | None:
     """(R,) float64 divisors of the logits; ``None`` where all are 1."""
     if temperature is None:
@@ -186,7 +144,7 @@ class _Scored(torch.autograd.Function):
         dtype = compute_dtype(logits.dtype)
 
         def sums_of(part: slice, column: Tensor) -> tuple[Tensor, Sums]:
-            x = _scaled_rows(logits, rows, part, temperatures, shard.columns, dtype)
+            x = _scaled_rows(logits, rows, part, temperatures, dtype)
             if with_entropy:
                 return row_sums(x, column, overwrite=temperatures is not None)
             maximum = x.amax(1)
@@ -206,19 +164,19 @@ class _Scored(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         logits, targets, temperatures, rows, *softmax = ctx.saved_tensors
         shard: VocabularyShard = ctx.shard
-        all_written = rows is None and shard.columns == logits.shape[1] and any(grad is not None for grad in grads)
+        all_written = rows is None and any(grad is not None for grad in grads)
         grad_logits = torch.empty_like(logits) if all_written else torch.zeros_like(logits)
         for part, given in shard.gradients(targets, softmax, grads):
             scale = None if temperatures is None else temperatures[part]
-            x = _scaled_rows(logits, rows, part, temperatures, shard.columns, softmax[1].dtype)
+            x = _scaled_rows(logits, rows, part, temperatures, softmax[1].dtype)
             dx = logit_gradient(x, scale, *given, overwrite=temperatures is not None)
-            grad_logits[part if rows is None else rows[part], : shard.columns] = dx.to(grad_logits.dtype)
+            grad_logits[part if rows is None else rows[part]] = dx.to(grad_logits.dtype)
         return grad_logits, *(None,) * 5
 
 
 def _scaled_rows(
-    logits: Tensor, rows: Tensor | None, part: slice, temperatures: Tensor | None, columns: int, dtype: torch.dtype
+    logits: Tensor, rows: Tensor | None, part: slice, temperatures: Tensor | None, dtype: torch.dtype
 ) -> Tensor:
     """(n, V) scaled logits in the computing precision; without temperatures perhaps a view, not to be written to."""
-    x = logits[part if rows is None else rows[part], :columns].to(dtype)
+    x = logits[part if rows is None else rows[part]].to(dtype)
     return x if temperatures is None else x / temperatures[part].to(dtype)[:, None]

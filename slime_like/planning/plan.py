@@ -52,7 +52,7 @@ def make_plan(run: PlannedRun, preflight: bool = False, note: Note = lambda _: N
         of_workers = backend.check(worker_config(config))
         found += [problem.replace("trainer.parallel", "reference.parallel") for problem in of_workers]
     plan.size_problems += checks.placement_problems(config)
-    found += [*plan.size_problems, *checks.version_problems()]
+    found += plan.size_problems
     if not preflight or local_gpus():  # a cluster of CPUs may run what is planned for GPUs
         found += rejected_on_cuda(config)
     plan.notes += checks.object_store_notes(config)

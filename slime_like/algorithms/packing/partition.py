@@ -19,7 +19,6 @@ def partition_by_tokens(
     num_ranks: int,
     *,
     costs: Sequence[float] | Tensor | None = None,
-    equal_counts: bool | None = None,
 ) -> Partition:
     """Choose a rank and a micro-batch for every sequence.
 
@@ -27,23 +26,21 @@ def partition_by_tokens(
     first-fit-decreasing finds, and spread evenly over so many: the largest decides how much memory a step takes, and
     the smallest still costs what every micro-batch does. For equal counts the ranks with fewer micro-batches split
     theirs; one with too few sequences for that is given the cheapest of the others. Where there are too few sequences
-    altogether, all are laid into micro-batches first, and those are shared out evenly.
+    altogether, all are laid into micro-batches first, and those are shared out evenly. Where no equal counts exist
+    (three sequences of the budget's size for two ranks), a rank has fewer: fill it up with ``zero_weight_pack``.
 
     Args:
         lengths: (N,) tokens each sequence occupies, layout padding counted (``padded_length``).
         max_tokens: budget of one micro-batch.
         num_ranks: data-parallel ranks; each gets at least one sequence.
         costs: (N,) what to balance ranks by, e.g. ``training_flops``; none means tokens.
-        equal_counts: True: the same number of micro-batches on every rank, or an error. None: the same number wherever
-            the sequences can be laid out so; if not (three of the budget's size for two ranks), a rank has fewer, to be
-            filled up with ``zero_weight_pack``. False: as few as possible on each rank by itself.
 
     Returns:
         ``[rank][micro_batch]`` lists of indices into ``lengths``, ascending; every index exactly once.
 
     Raises:
-        ValueError: a sequence over the budget (its index is named) or without tokens, fewer sequences than ranks, or no
-            equal counts where asked for.
+        ValueError: a sequence over the budget (its index is named) or without tokens, or fewer sequences than
+            ranks.
 
     Example:
         >>> partition_by_tokens([5, 3, 4, 2], max_tokens=8, num_ranks=2)
@@ -60,15 +57,8 @@ def partition_by_tokens(
     shares = balance(costs, num_ranks)
     bins = [first_fit_decreasing([lengths[i] for i in share], max_tokens) for share in shares]
     partition = [[[share[k] for k in bin_] for bin_ in rank] for share, rank in zip(shares, bins, strict=True)]
-    if equal_counts is not False and not _even_out(partition, lengths, costs):
-        evened = _even_partition(lengths, max_tokens, num_ranks, costs)
-        if evened is None and equal_counts:
-            raise ValueError(
-                f"{len(lengths)} sequences cannot be laid into equally many micro-batches of {max_tokens} tokens on "
-                f"each of {num_ranks} ranks; give more sequences or a larger budget, or leave equal_counts out and "
-                "fill up with zero_weight_pack"
-            )
-        partition = evened or partition
+    if not _even_out(partition, lengths, costs):
+        partition = _even_partition(lengths, max_tokens, num_ranks, costs) or partition
     return [sorted(sorted(members) for members in _levelled(batches, lengths)) for batches in partition]
 
 

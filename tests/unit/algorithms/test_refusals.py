@@ -35,7 +35,6 @@ from slime_like.algorithms import (
     token_weights,
     unpack_response_logprobs,
     value_loss,
-    vocab_parallel_logprobs,
 )
 from slime_like.algorithms.advantages import Groups
 from slime_like.algorithms.losses import LossSums, PolicyTerms, kl_estimate
@@ -118,9 +117,8 @@ CALLS: dict[str, Callable[[], object]] = {
     "a step without loss": lambda: step_denominator("tokens", [0, 0], [1, 2]),
     "sums of no step": lambda: LossSums.zeros().to_stats(0.0, 0.0, 0.0),
     "an id beyond the logits": lambda: selective_log_softmax(LOGITS, BEYOND),
-    "an id beyond the vocabulary": lambda: vocab_parallel_logprobs(LOGITS, BEYOND, 1.0, vocab_size=5),
     "an id beyond the head": lambda: fused_logprobs(LOGITS, torch.ones(5, 5), BEYOND, 1.0, vocab_size=5),
-    "a part taken for the whole": lambda: vocab_parallel_logprobs(LOGITS, IDS, 1.0, vocab_size=9),
+    "a part taken for the whole": lambda: fused_logprobs(LOGITS, torch.ones(5, 5), IDS, 1.0, vocab_size=9),
     "a temperature of 0": lambda: logprobs_and_entropy(LOGITS, IDS, torch.tensor([1.0, 0.0])),
     "a temperature of NaN": lambda: compute_response_logprobs(torch.zeros(30, 29), PLAIN, NAN),
     "another temperature than the sampled": lambda: compute_response_logprobs(torch.zeros(30, 29), PACK, 0.5),

@@ -286,10 +286,6 @@ def test_headers_are_compared_by_name_and_shape(tmp_path: Path) -> None:
         assert any(words in problem for problem in problems), words
 
 
-def test_installed_versions_suit() -> None:
-    assert not list(checks.version_problems())
-
-
 @pytest.mark.parametrize(("dtype", "kept", "exported"), [("float32", 16, 4), ("bfloat16", 14, 2)])
 def test_disk_of_a_run(tmp_path: Path, dtype: str, kept: int, exported: int) -> None:
     """A checkpoint of SmolLM2-135M (134,515,008 parameters) took 2,153,947,633 bytes in float32, else 1,884,919,318."""
