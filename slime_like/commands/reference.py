@@ -1,33 +1,14 @@
 """Every field and every name as text: ``slime-like train --help``, ``docs/configuration.md`` and ``docs/rewards.md``.
 
-``python -m slime_like.commands.reference`` writes the pages.
+``python -m slime_like.commands.reference`` writes what follows the introductions of the pages.
 """
 
 import sys
 import textwrap
 from pathlib import Path
 
-from slime_like.commands.parts import Part, named_parts
-from slime_like.commands.rewards_page import rewards_text
+from slime_like.commands.parts import Option, Part, named_parts
 from slime_like.config.reading.fields import Field, SectionDoc, sections
-
-_INTRODUCTION = """\
-# Configuration reference
-
-Generated from the models in `slime_like/config` by `python -m slime_like.commands.reference`; change it there.
-
-One YAML file describes a run. Every key is also a flag of `slime-like train`: `--trainer.parallel.tensor 2`,
-`--trainer.parallel.tensor=2` or `trainer.parallel.tensor=2`. Flags override the file, and later flags earlier ones.
-
-- Lists take several values: `--data.train a.jsonl b.jsonl`.
-- Switches take `true` or `false`.
-- Mappings take one entry per flag, `--rollout.engine_args.block_size 32`, and merge with the file's.
-- `${steps}` refers to another field; `???` marks a field that every run has to set.
-- Lists of sections are YAML text: `--reward.functions '[{name: math_verify}, {name: length, options: {limit: 400}}]'`.
-
-Relative paths are relative to the current directory. The run directory has the resolved configuration as `config.yaml`.
-Below, each key is followed by its type and default. A field whose default is `none` can be set to `none`.
-"""
 
 _NAMES = """\
 ## Names
@@ -72,9 +53,8 @@ def _options(part: Part) -> str:
 
 
 def reference_text() -> str:
-    """The whole page, Markdown."""
-    parts = [_INTRODUCTION]
-    parts += [_section(section) for section in sections() if section.fields]
+    """Return the fields and names, Markdown."""
+    parts = [_section(section) for section in sections() if section.fields]
     names = [
         f"`{setting}`\n\n" + "\n".join(_item(part.name, part.summary + _options(part)) for part in named) + "\n"
         for setting, named in named_parts().items()
@@ -100,10 +80,35 @@ def _item(name: str, meaning: str, note: str = "") -> str:
     return textwrap.fill(text, 100, subsequent_indent="  ", break_on_hyphens=False, break_long_words=False)
 
 
+def rewards_text() -> str:
+    """Return the included reward functions, Markdown."""
+    return "## Included functions\n\n" + "\n".join(_reward(part) for part in named_parts()["reward.functions"])
+
+
+def _reward(part: Part) -> str:
+    paragraphs = [f"### `{part.name}`", part.summary, *([part.details] if part.details else [])]
+    if part.options:
+        rows = "\n".join(map(_row, part.options))
+        paragraphs.append(f"| option | type | default | meaning |\n|---|---|---|---|\n{rows}")
+    return "\n\n".join(paragraphs) + "\n"
+
+
+def _row(option: Option) -> str:
+    default = "required" if option.default is None else f"`{option.default}`"
+    meaning = option.meaning[:1].upper() + option.meaning[1:]
+    return f"| `{option.name}` | {option.type_text} | {default} | {meaning} |"
+
+
+def page_text(path: Path) -> str:
+    """Return the page with its introduction as it is, and the rest generated."""
+    text = rewards_text() if path.stem == "rewards" else reference_text()
+    introduction, _, _ = path.read_text(encoding="utf-8").partition(text[: text.index("\n") + 1])
+    return introduction + text
+
+
 def main() -> int:
-    for name, text in (("configuration", reference_text()), ("rewards", rewards_text())):
-        path = Path("docs") / f"{name}.md"
-        path.write_text(text, encoding="utf-8")
+    for path in (Path("docs/configuration.md"), Path("docs/rewards.md")):
+        path.write_text(page_text(path), encoding="utf-8")
         print(path)
     return 0
 
