@@ -16,8 +16,8 @@ _INTRODUCTION = """\
 
 Generated from the models in `slime_like/config` by `python -m slime_like.commands.reference`; change it there.
 
-One YAML file describes a run. Every key is also a flag of `slime-like train`: `--trainer.parallel.tensor 2`,
-`--trainer.parallel.tensor=2` or `trainer.parallel.tensor=2`. Flags override the file, and later flags earlier ones.
+One YAML file describes a run. Every key is also a flag: `--trainer.parallel.tensor 2` or `trainer.parallel.tensor=2`.
+Flags override the file.
 
 - Lists take several values: `--data.train a.jsonl b.jsonl`.
 - Switches take `true` or `false`.
@@ -25,16 +25,13 @@ One YAML file describes a run. Every key is also a flag of `slime-like train`: `
 - `${steps}` refers to another field; `???` marks a field that every run has to set.
 - Lists of sections are YAML text: `--reward.functions '[{name: math_verify}, {name: length, options: {limit: 400}}]'`.
 
-Relative paths are relative to the current directory. The run directory has the resolved configuration as `config.yaml`.
-Below, each key is followed by its type and default. A field whose default is `none` can be set to `none`.
+Relative paths start at the current directory. Each key is followed by its type and default.
 """
 
 _NAMES = """\
 ## Names
 
-Built-in names, with options and their defaults; [rewards](rewards.md) have a page. Losses, advantage estimators and
-environments may also be custom code, `package.module:name` or `path/to/file.py:name`; engines and backends are entry
-points: [extending](extending.md).
+These names are built in; [rewards](rewards.md) have a page, and [you can add more](extending.md).
 """
 
 
