@@ -19,7 +19,6 @@ from slime_like.models.dimensions import HEADS, ModelDimensions
 from slime_like.models.weight_files import WeightFilesError
 from slime_like.orchestration.reference.config import worker_config
 from slime_like.planning import checks
-from slime_like.planning.engine_search import faster_engines
 from slime_like.planning.engines import plan_engine
 from slime_like.planning.estimates import Note, estimated_kinds, plannable_backend
 from slime_like.planning.generation import predict_generation
@@ -30,9 +29,6 @@ from slime_like.planning.result import KindPlan, Plan
 from slime_like.planning.step_time import predict, reference_seconds, traffic_per_step
 from slime_like.planning.units import count_text, traffic_text
 from slime_like.system.gpus import local_gpus
-
-_DOMINATES = 0.5
-"""Share of a step from which on generation decides its length."""
 
 
 def make_plan(run: PlannedRun, preflight: bool = False, note: Note = lambda _: None) -> Plan:
@@ -56,7 +52,7 @@ def make_plan(run: PlannedRun, preflight: bool = False, note: Note = lambda _: N
         of_workers = backend.check(worker_config(config))
         found += [problem.replace("trainer.parallel", "reference.parallel") for problem in of_workers]
     plan.size_problems += checks.placement_problems(config)
-    found += [*plan.size_problems, *checks.version_problems()]
+    found += plan.size_problems
     if not preflight or local_gpus():  # a cluster of CPUs may run what is planned for GPUs
         found += rejected_on_cuda(config)
     plan.notes += checks.object_store_notes(config)
@@ -154,8 +150,6 @@ def _work_out(plan: Plan, run: PlannedRun, backend: type[TrainerBackend], note: 
     plan.host = host_memory(run, estimates, plan.engine, plan.transport)
     scoring = reference_seconds(run, [kind.estimate for kind in plan.references])
     plan.step = predict(run, estimates, plan.engine, plan.transport, scoring)
-    if plan.fits and plan.step.generation >= _DOMINATES * plan.step.total:
-        plan.faster_engines = faster_engines(run, found, plan.transport, plan.step, scoring)
 
 
 def _work_out_references(plan: Plan, config: RunConfig, backend: type[TrainerBackend], note: Note) -> None:

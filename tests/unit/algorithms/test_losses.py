@@ -2,7 +2,7 @@
 
 import math
 from dataclasses import fields, replace
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import torch
@@ -10,7 +10,12 @@ from pydantic import ValidationError
 from torch import Tensor
 
 from slime_like.algorithms import LossInputs, LossSums, build_loss, value_loss
-from slime_like.algorithms.losses import kl_estimate
+from slime_like.algorithms.advantages import ESTIMATORS
+from slime_like.algorithms.importance import CORRECTIONS, LEVELS
+from slime_like.algorithms.losses import POLICY_LOSSES, kl_estimate
+from slime_like.algorithms.losses.kl import KL_ESTIMATORS
+from slime_like.algorithms.reduction import REDUCTIONS
+from slime_like.config import algorithm
 from slime_like.config.algorithm import AlgorithmConfig
 from tests.support.rejections import Rejects
 
@@ -284,3 +289,27 @@ def test_value_loss() -> None:
     assert clipped.clipped.item() == 2
     assert not torch.autograd.grad(clipped.loss, values)[0].any()
     assert value_loss(values, old, returns, mask, weights, clip=9.0).clipped.item() == 0  # within reach: a draw
+
+
+def test_a_masked_value_has_no_effect() -> None:
+    """Neither on the critic's loss nor on its gradient, in any of the four tensors."""
+    mask = torch.tensor([True, False, True])
+    clean = torch.tensor([[0.5, 0.7, -0.3], [0.1, 0.2, 0.3], [1.0, 2.0, 3.0], [1.0, 1.0, 1.0]])
+    dirty = clean.masked_fill(~mask, float("nan")).requires_grad_()
+    expected, found = (value_loss(*rows[:3], mask, rows[3], clip=0.2) for rows in (clean, dirty))
+    assert torch.equal(found.loss, expected.loss) and torch.equal(found.clipped, expected.clipped)
+    (gradient,) = torch.autograd.grad(found.loss, dirty)
+    assert bool(torch.isfinite(gradient[0]).all()) and gradient[0, 1] == 0
+
+
+def test_the_configuration_offers_what_is_registered() -> None:
+    fields = AlgorithmConfig.model_fields
+    assert set(POLICY_LOSSES) == set(algorithm.LOSSES)
+    assert set(ESTIMATORS) == set(algorithm.ADVANTAGES)
+    assert {"none", *CORRECTIONS} == set(algorithm.CORRECTIONS)
+    for registry, field in (
+        (KL_ESTIMATORS, "kl_reward_estimator"),
+        (REDUCTIONS, "reduction"),
+        (LEVELS, "importance_level"),
+    ):
+        assert set(get_args(fields[field].annotation)) == set(registry), field
