@@ -7,15 +7,13 @@ import sys
 import textwrap
 from pathlib import Path
 
-from slime_like.commands.parts import Option, Part, named_parts
+from slime_like.commands.parts import Part, named_parts
 from slime_like.config.reading.fields import Field, SectionDoc, sections
 
 _NAMES = """\
 ## Names
 
-Built-in names, with options and their defaults; [rewards](rewards.md) have a page. Losses, advantage estimators and
-environments may also be custom code, `package.module:name` or `path/to/file.py:name`; engines and backends are entry
-points: [extending](extending.md).
+These names are built in. [Rewards](rewards.md) have a page, and [you can add more](extending.md).
 """
 
 
@@ -70,9 +68,16 @@ def _section(section: SectionDoc) -> str:
 
 
 def _field(field: Field) -> str:
-    default = "required" if field.required else f"`{field.default_text}`"
     kind = field.type_text.removesuffix(" or none").replace("true | false", "switch").replace(" | ", ", ")
-    return _item(field.name, field.description, f" ({kind}; {default})")
+    return _item(field.name, field.description, _note(kind, None if field.required else field.default_text))
+
+
+def _note(kind: str, default: str | None) -> str:
+    """Return type and default. The type is left out if the default shows it."""
+    if default is None:
+        return f" ({kind}; required)"
+    shown = kind in ("switch", "integer", "number", "text") and default != "none"
+    return f" (`{default}`)" if shown else f" ({kind}; `{default}`)"
 
 
 def _item(name: str, meaning: str, note: str = "") -> str:
@@ -87,16 +92,11 @@ def rewards_text() -> str:
 
 def _reward(part: Part) -> str:
     paragraphs = [f"### `{part.name}`", part.summary, *([part.details] if part.details else [])]
-    if part.options:
-        rows = "\n".join(map(_row, part.options))
-        paragraphs.append(f"| option | type | default | meaning |\n|---|---|---|---|\n{rows}")
-    return "\n\n".join(paragraphs) + "\n"
-
-
-def _row(option: Option) -> str:
-    default = "required" if option.default is None else f"`{option.default}`"
-    meaning = option.meaning[:1].upper() + option.meaning[1:]
-    return f"| `{option.name}` | {option.type_text} | {default} | {meaning} |"
+    options = (
+        _item(option.name, option.meaning[:1].upper() + option.meaning[1:], _note(option.type_text, option.default))
+        for option in part.options
+    )
+    return "\n\n".join([*paragraphs, "\n".join(options)] if part.options else paragraphs) + "\n"
 
 
 def page_text(path: Path) -> str:
