@@ -68,8 +68,8 @@ class DataConfig(Section):
     """Training data, read in this order: .jsonl, .parquet or .arrow files, patterns such as `data/train-*.parquet`, or
     directories that Hugging Face's `datasets` saved."""
     mixture: tuple[DataSource, ...] = ()
-    """Several sources instead of `train`. Each has a `name`, `files`, a `weight` (its relative share of the prompts) and
-    a `format`. Metrics are in `sources/NAME/`."""
+    """Several sources instead of `train`. Each has a `name`, `files`, a `weight` (its relative share of the prompts)
+    and a `format`. Metrics are in `sources/NAME/`."""
     format: DataFormat = "keys"
     """Form of the rows: the keys below, or the published form of the named data set. Held-out files may have another
     form."""
