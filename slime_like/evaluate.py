@@ -22,7 +22,6 @@ from slime_like.orchestration.cluster.placement import Placement
 from slime_like.orchestration.rollout.evaluation import EvaluationResult, Evaluator, held_out
 from slime_like.orchestration.rollout.scoring import Scorer
 from slime_like.orchestration.run.engines import launch_engines
-from slime_like.orchestration.run.start_notes import precision_notes
 from slime_like.orchestration.trainer.alone import run_directory
 from slime_like.system.whole_file import whole_file
 
@@ -43,8 +42,6 @@ def evaluate(config: RunConfig, temporary: bool = False, keep_all: bool = False)
     with ExitStack() as stack:
         run_dir = stack.enter_context(run_directory(config.run_dir, temporary))
         progress = stack.enter_context(Progress(config.logging.progress, total_steps=0))
-        for note in precision_notes(config):
-            progress.note(note)
         slots = sum(bundle_sizes(config, with_trainers=False))
         with progress.waiting("starting Ray"):
             stack.enter_context(Cluster(config.cluster, run_dir / "evaluation_worker_logs", slots, note=progress.note))
@@ -79,6 +76,7 @@ def engines_alone(config: RunConfig) -> RunConfig:
             "reference": ReferenceConfig(),
             "sync": SyncConfig(),
             "algorithm": AlgorithmConfig(),
+            "data": config.data.model_copy(update={"messages_key": None}),  # held-out rows are no demonstrations
             "debug": DebugConfig(),
         }
     )

@@ -22,7 +22,6 @@ from slime_like.models.dimensions import ModelDimensions
 from slime_like.observability.names import SCORING_SPEED
 from slime_like.observability.progress import Progress
 from slime_like.orchestration.cluster.cluster import Cluster
-from slime_like.orchestration.run.start_notes import precision_notes
 from slime_like.orchestration.trainer.alone import run_directory, trainers_alone
 from slime_like.orchestration.trainer.group import TrainerGroup
 from slime_like.orchestration.trainer.scoring import score_sequences, window_tokens
@@ -60,8 +59,6 @@ def score(config: RunConfig, source: Path, output: Path, weights: Path | None, t
         run_dir = stack.enter_context(run_directory(config.run_dir, temporary))
         progress = stack.enter_context(Progress(config.logging.progress, num_rows, unit="sequence"))
         ranks = config.trainer.parallel.world_size
-        for note in precision_notes(config) if weights is None else ():
-            progress.note(note)
         progress.note(f"starting Ray and {counted(ranks, 'trainer rank')}; their logs: {run_dir / 'worker_logs'}")
         with progress.waiting("starting Ray"):
             stack.enter_context(Cluster(config.cluster, run_dir / "worker_logs", ranks, note=progress.note))

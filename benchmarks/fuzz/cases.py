@@ -27,7 +27,7 @@ from slime_like.models.converted import DESCRIPTION, write_description
 from slime_like.observability.report.report import REPORT_FILE
 from slime_like.orchestration.run.directory import find_checkpoint
 from slime_like.orchestration.trainer.checkpoint import write_state
-from tests.support.forged_runs import VALUES, damaged_bytes, forge_file
+from tests.support.forged_runs import VALUES, damaged_bytes
 
 Read = Callable[[], int]
 """Gives the damaged input to its reader; the command's exit code."""
@@ -42,10 +42,7 @@ def _command(*arguments: str | Path) -> Read:
 def _report(directory: Path, sound: Sound, draw: random.Random) -> Read:
     run_dir = shutil.copytree(sound.run, directory / "run")
     for _ in range(draw.randrange(1, 4)):
-        if draw.random() < 0.7:
-            forge_file(run_dir, draw)
-        else:
-            damage(any_file(run_dir, draw), draw)
+        damage(any_file(run_dir, draw), draw)
     if draw.random() < 0.2:
         damage(run_dir / FILE_NAME, draw) if (run_dir / FILE_NAME).is_file() else None
         return _command("report", run_dir, "--audit")

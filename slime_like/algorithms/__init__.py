@@ -2,7 +2,6 @@
 
 from slime_like.algorithms.advantages import ESTIMATORS, AdvantageEstimator, Groups, compute_advantages, find_estimator
 from slime_like.algorithms.bounds import LOG_RATIO_BOUND, LOGPROB_BOUND, bounded_exp, bounded_logprobs, log_ratio
-from slime_like.algorithms.catalogue import CATALOGUE, describe, find
 from slime_like.algorithms.context import (
     ContextShard,
     merge_from_context_parallel,
@@ -21,7 +20,6 @@ from slime_like.algorithms.logprobs import (
     compute_response_logprobs,
     logprobs_and_entropy,
     selective_log_softmax,
-    vocab_parallel_logprobs,
 )
 from slime_like.algorithms.losses import (
     BatchLoss,
@@ -56,7 +54,6 @@ from slime_like.algorithms.segments import masked_segment_mean, masked_segment_s
 from slime_like.algorithms.shaping import kl_penalty, overlong_penalty
 
 __all__ = [
-    "CATALOGUE",
     "ESTIMATORS",
     "LOGPROB_BOUND",
     "LOG_RATIO_BOUND",
@@ -79,8 +76,6 @@ __all__ = [
     "build_loss",
     "compute_advantages",
     "compute_response_logprobs",
-    "describe",
-    "find",
     "find_estimator",
     "fused_logprobs",
     "gae",
@@ -114,6 +109,5 @@ __all__ = [
     "unpack_response_logprobs",
     "unpack_sequences",
     "value_loss",
-    "vocab_parallel_logprobs",
     "zero_weight_pack",
 ]

@@ -6,10 +6,8 @@ has advantage exactly 0: float noise divided by float noise teaches nothing.
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from numbers import Integral
 from types import MappingProxyType
 from typing import Any, Literal, get_args
 
@@ -31,7 +29,7 @@ class AdvantageEstimator:
             training loop gives either kind all samples of a step at once, unless the first kind is streamed.
 
     Raises:
-        ValueError: another scope, or something that cannot be called.
+        ValueError: another scope.
     """
 
     compute: Callable[..., Tensor]
@@ -40,11 +38,6 @@ class AdvantageEstimator:
     def __post_init__(self) -> None:
         if self.scope not in get_args(Scope):
             raise ValueError(f"scope={self.scope!r} of an advantage estimator is none; use 'group' or 'batch'")
-        if not callable(self.compute):
-            raise ValueError(
-                f"compute of an advantage estimator is a {type(self.compute).__name__}, which cannot be called; give a "
-                "function of rewards and groups"
-            )
 
     def __call__(self, rewards: Tensor, groups: Groups, **options: Any) -> Tensor:
         return self.compute(rewards, groups, **options)
@@ -79,12 +72,7 @@ class Groups:
         Args:
             values: (N,).
             ddof: 1 divides by n - 1 (of a sample), 0 by n (of a whole population).
-
-        Raises:
-            ValueError: another ``ddof``.
         """
-        if ddof not in (0, 1):
-            raise ValueError(f"ddof={ddof} is not supported; use 1 (of a sample) or 0 (of a population)")
         squares = self._sum((values - self.mean(values)).square())
         return (squares / (self.sizes - ddof).clamp_min(1)).sqrt()[self.index]
 
@@ -107,15 +95,10 @@ def _one_group(values: Tensor) -> Groups:
 
 def _integer_ids(group_ids: Sequence[int] | Tensor) -> Tensor:
     """(N,) int64; cutting 1.2 and 1.7 down to 1 would merge two groups."""
-    if not isinstance(group_ids, Tensor):
-        group_ids = list(group_ids)
-        for index, group_id in enumerate(group_ids):
-            if not isinstance(group_id, Integral):
-                raise ValueError(f"group id {index} is {group_id!r}; give an integer for every sample")
-        return torch.tensor(group_ids, dtype=torch.int64)
-    if group_ids.is_floating_point() or group_ids.is_complex() or group_ids.dtype == torch.bool:
-        raise ValueError(f"group_ids are {group_ids.dtype}; give integers")
-    return group_ids.to(torch.int64)
+    ids = group_ids if isinstance(group_ids, Tensor) else torch.tensor(list(group_ids))
+    if ids.numel() and ids.is_floating_point():
+        raise ValueError(f"group_ids are {ids.dtype}; give integers")
+    return ids.to(torch.int64)
 
 
 def compute_advantages(
@@ -148,26 +131,19 @@ def compute_advantages(
         (N,) in the dtype of ``rewards``, float32 for integers, on their device.
 
     Raises:
-        ValueError: unknown estimator (the known ones are listed) or option (the same), shapes that differ, group ids
-            that are no integers, a reward that is not finite, an ``eps`` below 0, or a custom estimator whose
-            advantages are not one finite number per sample.
+        ValueError: unknown estimator (the known ones are listed), shapes that differ, group ids that are no integers,
+            or advantages that are not one finite number per sample.
 
     Example:
         >>> compute_advantages(torch.tensor([1.0, 0.0, 1.0, 1.0]), [7, 7, 9, 9])
         tensor([ 0.7071, -0.7071,  0.0000,  0.0000])
     """
-    if not isinstance(rewards, Tensor):
-        raise ValueError(f"rewards are a {type(rewards).__name__}; give a tensor (N,)")
     groups = Groups(group_ids, rewards.device)
     if rewards.ndim != 1 or rewards.shape != groups.index.shape:
         raise ValueError(
             f"rewards have shape {tuple(rewards.shape)}, group_ids {tuple(groups.index.shape)}; give (N,) of both"
         )
-    if not bool(torch.isfinite(rewards).all()):
-        where = int((~torch.isfinite(rewards)).nonzero()[0])
-        raise ValueError(f"reward {where} is {float(rewards[where])}; every reward must be finite")
     found = find_estimator(estimator)
-    _check_options(estimator, found, options)
     dtype = rewards.dtype if rewards.is_floating_point() else torch.float32
     if not rewards.numel():
         return rewards.to(dtype)
@@ -188,17 +164,6 @@ def _check_computed(estimator: str, advantages: object, rewards: Tensor) -> None
             f"advantage estimator {estimator!r} gave sample {where} the advantage {float(advantages[where])}; every "
             "one must be finite, also in a group of one or without spread"
         )
-
-
-def _check_options(name: str, estimator: AdvantageEstimator, options: Mapping[str, Any]) -> None:
-    parameters = list(inspect.signature(estimator.compute).parameters.values())
-    known = [parameter.name for parameter in parameters[2:]]
-    takes_any = any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters)
-    if not takes_any and (unknown := [option for option in options if option not in known]):
-        offer = f"it has {', '.join(known)}" if known else "it has none"
-        raise ValueError(f"advantage estimator {name!r} has no option {unknown[0]!r}; {offer}")
-    if not options.get("eps", 0.0) >= 0:
-        raise ValueError(f"eps={options['eps']} must be 0 or more")
 
 
 def find_estimator(name: str) -> AdvantageEstimator:

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from slime_like.algorithms.segments import require_lengths
-from slime_like.algorithms.tensor_checks import require_alike, require_bool_mask, require_tensors
+from slime_like.algorithms.tensor_checks import require_alike, require_bool_mask
 
 
 @dataclass(slots=True)
@@ -44,13 +44,11 @@ def gae(
         Advantages and ``advantages + values``, in the dtype of ``values``, without graph.
 
     Raises:
-        ValueError: what is no tensor, shapes that do not fit together, a mask that is not bool, values that are
-            no floats, or a ``gamma`` or ``lam`` outside 0 to 1.
+        ValueError: shapes that do not fit together, or a mask that is not bool.
     """
-    _check_inputs(rewards, values, loss_mask, response_lens, token_rewards)
-    for name, factor in (("gamma", gamma), ("lam", lam)):
-        if not 0 <= factor <= 1:
-            raise ValueError(f"{name}={factor} must be 0 to 1")
+    require_bool_mask(loss_mask)
+    require_lengths(response_lens, values.numel())
+    require_alike(values=values, loss_mask=loss_mask, token_rewards=token_rewards)
     row = torch.arange(response_lens.numel(), device=values.device).repeat_interleave(response_lens)[loss_mask]
     counts = torch.bincount(row, minlength=response_lens.numel())
     column = torch.arange(row.numel(), device=row.device) - (counts.cumsum(0) - counts)[row]
@@ -70,30 +68,6 @@ def gae(
     returns = torch.zeros_like(advantages)
     returns[loss_mask] = (flat + carried).to(values.dtype)
     return AdvantagesAndReturns(advantages, returns)
-
-
-def _check_inputs(
-    rewards: Tensor, values: Tensor, loss_mask: Tensor, response_lens: Tensor, token_rewards: Tensor | None
-) -> None:
-    require_tensors(
-        rewards=rewards,
-        values=values,
-        loss_mask=loss_mask,
-        response_lens=response_lens,
-        token_rewards=token_rewards,
-    )
-    if values.shape != loss_mask.shape or int(response_lens.sum()) != values.numel():
-        raise ValueError(
-            f"values {tuple(values.shape)}, loss_mask {tuple(loss_mask.shape)} and response_lens adding up to "
-            f"{int(response_lens.sum())} do not fit; give one value and one mask entry per response token"
-        )
-    require_bool_mask(loss_mask)
-    require_lengths(response_lens, values.numel())
-    if not values.is_floating_point():
-        raise ValueError(f"values are {values.dtype}, which would round the advantages; give floats")
-    require_alike(values=values, token_rewards=token_rewards)
-    if rewards.shape != response_lens.shape:
-        raise ValueError(f"rewards {tuple(rewards.shape)} need one entry per sequence, {tuple(response_lens.shape)}")
 
 
 def _sweep(rewards: Tensor, values: Tensor, gamma: float, lam: float) -> Tensor:

@@ -8,12 +8,7 @@ from torch import Tensor
 
 from slime_like.algorithms.softmax import RowGradients, RowValues, compute_dtype, logit_gradient, row_sums
 from slime_like.algorithms.supports import forbid_outside
-from slime_like.algorithms.tensor_checks import (
-    expanded_temperatures,
-    require_known_targets,
-    require_temperatures,
-    require_tensors,
-)
+from slime_like.algorithms.tensor_checks import expanded_temperatures, require_alike, require_known_targets
 from slime_like.algorithms.vocabulary_shard import Reduce, Sums, VocabularyShard, no_reduction
 
 _HAS_TRITON = find_spec("triton") is not None
@@ -79,45 +74,18 @@ def fused_logprobs(
         Logprobs and entropies, (N,) float32 (float64 for float64 input), with gradients to ``hidden`` and ``weight``.
 
     Raises:
-        ValueError: what is no tensor, hidden states of another type than the weight, shapes that do not fit, a target
-            beyond the vocabulary, a temperature or softcap that is not positive, a part of the vocabulary without
-            reductions, a chunk below 1.
+        ValueError: shapes that do not fit, a target beyond the vocabulary, a temperature that is not positive, a part
+            of the vocabulary without reductions.
     """
-    if isinstance(temperatures, int | float):
+    if check_values:
+        require_known_targets(targets, vocab_size)
+    if check_values or not isinstance(temperatures, Tensor):
         temperatures = expanded_temperatures(temperatures, targets)
-    _check_inputs(hidden, weight, targets, temperatures)
-    if softcap is not None and not softcap > 0:
-        raise ValueError(f"softcap={softcap} must be a number above 0, or none")
+    require_alike(targets=targets, temperatures=temperatures, hidden=hidden[:, 0])
     chunk_tokens = default_chunk(hidden.shape[0], weight) if chunk_tokens is None else chunk_tokens
     reductions = all_reduce_max, all_reduce_sum
     shard = VocabularyShard.of(targets, weight.shape[0], vocab_start, vocab_size, chunk_tokens, reductions)
-    if check_values:
-        _check_values(targets, temperatures, vocab_size)
-    if supports is not None and (supports.ndim != 2 or len(supports) != hidden.shape[0]):
-        raise ValueError(f"supports {tuple(supports.shape)} must be ({hidden.shape[0]}, K)")
     return _FusedLogprobs.apply(hidden, weight, targets, temperatures, shard, softcap, supports)
-
-
-def _check_inputs(hidden: Tensor, weight: Tensor, targets: Tensor, temperatures: Tensor) -> None:
-    require_tensors(hidden=hidden, weight=weight, targets=targets, temperatures=temperatures)
-    if hidden.dtype != weight.dtype or not hidden.is_floating_point():
-        raise ValueError(
-            f"hidden is {hidden.dtype}, weight {weight.dtype}; give floats of one type, e.g. hidden.to(weight.dtype)"
-        )
-    if hidden.ndim != 2 or weight.ndim != 2 or hidden.shape[1] != weight.shape[1]:
-        raise ValueError(
-            f"hidden {tuple(hidden.shape)} and weight {tuple(weight.shape)} do not fit; give (N, H), (V, H)"
-        )
-    count = hidden.shape[0]
-    if targets.shape != (count,) or temperatures.shape != (count,):
-        raise ValueError(
-            f"targets {tuple(targets.shape)} and temperatures {tuple(temperatures.shape)} must be ({count},), as hidden"
-        )
-
-
-def _check_values(targets: Tensor, temperatures: Tensor, vocab_size: int) -> None:
-    require_temperatures(temperatures)
-    require_known_targets(targets, vocab_size)
 
 
 def default_chunk(tokens: int, weight: Tensor) -> int:

@@ -19,7 +19,6 @@ from slime_like.algorithms.bounds import bounded_exp, log_ratio
 from slime_like.algorithms.segments import (
     masked_segment_mean,
     masked_segment_sum,
-    require_lengths,
     spread_over_tokens,
 )
 from slime_like.algorithms.tensor_checks import require_alike, require_bool_mask, require_per_token
@@ -81,37 +80,15 @@ def importance_weights(
         The factors, the ratios they were made from, and where the two differ; nothing has a graph.
 
     Raises:
-        ValueError: unknown correction or level (the known ones are listed), bounds that leave no room, a veto that is
-            not above 0, tensors that would be broadcast, a mask that is not bool, no ``response_lens`` where needed, or
-            a custom correction that does not return weights of 0 or more and bools, one of each per token.
+        ValueError: unknown correction or level (the known ones are listed), tensors that would be broadcast, a mask
+            that is not bool, no ``response_lens`` where needed, or a custom correction that does not return weights of
+            0 or more and bools, one of each per token.
 
     Example:
         >>> importance_weights(old_logprobs, behaviour_logprobs, loss_mask, None, "truncate", high=2.0).weights
     """
-    _check_shapes(loss_mask, old_logprobs=old_logprobs, behaviour_logprobs=behaviour_logprobs)
-    if response_lens is not None:
-        require_lengths(response_lens, loss_mask.numel())
-    return weights_by_ratio(
-        old_logprobs, behaviour_logprobs, loss_mask, response_lens, correction, level, low=low, high=high, veto=veto
-    )
-
-
-def weights_by_ratio(
-    old_logprobs: Tensor,
-    behaviour_logprobs: Tensor,
-    loss_mask: Tensor,
-    response_lens: Tensor | None,
-    correction: str | Correction,
-    level: str,
-    low: float,
-    high: float,
-    veto: float | None,
-) -> ImportanceWeights:
-    """``importance_weights`` of tensors that have been checked."""
-    if not 0 <= low <= high:
-        raise ValueError(f"low={low} and high={high} leave no ratio; give 0 <= low <= high")
-    if veto is not None and not 0 < veto < math.inf:
-        raise ValueError(f"veto={veto} is no ratio; give one above 0, e.g. 1e-4, or None for no veto")
+    require_bool_mask(loss_mask)
+    require_alike(loss_mask=loss_mask, old_logprobs=old_logprobs, behaviour_logprobs=behaviour_logprobs)
     correct = find_correction(correction) if isinstance(correction, str) else correction
     per_level = resolve("importance level", level, LEVELS)
     if response_lens is None and (level != "token" or veto is not None):
@@ -135,8 +112,8 @@ def configured_weights(
     response_lens: Tensor | None,
     correction: Correction | None = None,
 ) -> ImportanceWeights:
-    """``weights_by_ratio`` of the correction, level, bounds and veto in ``config``, or of this ``correction``."""
-    return weights_by_ratio(
+    """``importance_weights`` of the correction, level, bounds and veto in ``config``, or of this ``correction``."""
+    return importance_weights(
         old_logprobs,
         behaviour_logprobs,
         loss_mask,
@@ -164,9 +141,9 @@ def mean_weight(weights: Tensor, loss_mask: Tensor, token_weights: Tensor) -> fl
         The mean; 1 where no token has a weight, so that nothing is divided by 0.
 
     Raises:
-        ValueError: what is no tensor or would be broadcast, or a mask that is not bool.
+        ValueError: tensors that would be broadcast.
     """
-    _check_shapes(loss_mask, weights=weights, token_weights=token_weights)
+    require_alike(loss_mask=loss_mask, weights=weights, token_weights=token_weights)
     counted = torch.where(loss_mask, token_weights, 0.0).double()
     total = float((counted * torch.where(loss_mask, weights, 0.0)).sum())
     return total / float(counted.sum()) if total > 0 else 1.0
@@ -225,34 +202,12 @@ def off_policy_sequence_mask(
         Which tokens stay; those that carry no loss stay or go with their sequence.
 
     Raises:
-        ValueError: what is no tensor or would be broadcast, a mask that is not bool, or a threshold that is not finite.
+        ValueError: tensors that would be broadcast.
     """
-    _check_shapes(loss_mask, logprobs=logprobs, sampled_logprobs=sampled_logprobs, advantages=advantages)
-    require_lengths(response_lens, loss_mask.numel())
-    return near_policy_mask(logprobs, sampled_logprobs, advantages, loss_mask, response_lens, threshold)
-
-
-def near_policy_mask(
-    logprobs: Tensor,
-    sampled_logprobs: Tensor,
-    advantages: Tensor,
-    loss_mask: Tensor,
-    response_lens: Tensor,
-    threshold: float,
-) -> Tensor:
-    """``off_policy_sequence_mask`` of tensors that have been checked."""
-    if not math.isfinite(threshold):
-        raise ValueError(f"off-policy threshold={threshold} would keep all sequences or none; give nats per token")
+    require_alike(loss_mask=loss_mask, logprobs=logprobs, sampled_logprobs=sampled_logprobs, advantages=advantages)
     divergence = masked_segment_mean(log_ratio(sampled_logprobs, logprobs).detach(), loss_mask, response_lens)
     negative = masked_segment_mean(advantages, loss_mask, response_lens) < 0
     return ~spread_over_tokens(negative & (divergence > threshold), response_lens, logprobs.numel())
-
-
-def _check_shapes(loss_mask: Tensor, **tensors: Tensor) -> None:
-    require_bool_mask(loss_mask)
-    require_alike(loss_mask=loss_mask, **tensors)
-    if loss_mask.ndim != 1:
-        raise ValueError(f"loss_mask has shape {tuple(loss_mask.shape)}; give one entry per response token, (R,)")
 
 
 # ---------------------------------------------------------------------------------------------------------- corrections

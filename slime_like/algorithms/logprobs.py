@@ -13,14 +13,8 @@ from torch import Tensor
 
 from slime_like.algorithms.packing.pack import response_logit_index, response_tokens
 from slime_like.algorithms.softmax import compute_dtype, logit_gradient, row_sums
-from slime_like.algorithms.tensor_checks import (
-    expanded_temperatures,
-    require_known_targets,
-    require_targets,
-    require_temperatures,
-    require_tensors,
-)
-from slime_like.algorithms.vocabulary_shard import Reduce, Sums, VocabularyShard, no_reduction
+from slime_like.algorithms.tensor_checks import expanded_temperatures, require_alike, require_known_targets
+from slime_like.algorithms.vocabulary_shard import Sums, VocabularyShard
 from slime_like.trajectory import PackedTrajectory
 
 # Elements of one chunk of logits. On a CPU a chunk and its scratch should stay in the cache; an accelerator wants work.
@@ -39,8 +33,7 @@ def selective_log_softmax(logits: Tensor, targets: Tensor) -> Tensor:
         (...) float32, or float64 for float64 logits.
 
     Raises:
-        ValueError: what is no tensor, shapes that do not fit, no vocabulary, logits that are no floats, targets that
-            are no integers, or one that is not below V.
+        ValueError: shapes that do not fit, or a target that is not below V.
 
     Example:
         >>> selective_log_softmax(torch.zeros(2, 8), torch.tensor([0, -100]))
@@ -63,8 +56,7 @@ def logprobs_and_entropy(
         Logprobs and entropies, (...) float32, or float64 for float64 logits.
 
     Raises:
-        ValueError: what is no tensor, shapes that do not fit, no vocabulary, logits that are no floats, targets that
-            are no integers, one that is not below V, or a temperature that is not positive.
+        ValueError: shapes that do not fit, a target that is not below V, or a temperature that is not positive.
 
     Example:
         >>> logprobs, entropy = logprobs_and_entropy(logits, targets, 0.7)
@@ -94,69 +86,18 @@ def compute_response_logprobs(logits: Tensor, packed: PackedTrajectory, temperat
     Example:
         >>> compute_response_logprobs(logits, packed, temperature=None)
     """
-    require_tensors(logits=logits)
     if logits.ndim != 2 or logits.shape[0] != packed.packed_seq_len:
         raise ValueError(
             f"logits have shape {tuple(logits.shape)}, the pack has {packed.packed_seq_len} tokens; give (T, V)"
         )
     scale, targets = _scale(packed, temperature), response_tokens(packed)
-    _check_scoring(logits, targets)
+    require_known_targets(targets, logits.shape[-1])
     return _Scored.apply(logits, targets, scale, response_logit_index(packed), _whole(logits), False)[0]
-
-
-def vocab_parallel_logprobs(
-    logits: Tensor,
-    targets: Tensor,
-    temperatures: Tensor | float,
-    *,
-    vocab_start: int = 0,
-    vocab_size: int,
-    all_reduce_max: Reduce = no_reduction,
-    all_reduce_sum: Reduce = no_reduction,
-    chunk_tokens: int = 1024,
-) -> tuple[Tensor, Tensor]:
-    """Logprob of ``targets`` and entropy (nats), from this rank's columns of the logits.
-
-    The split of Megatron-LM's vocabulary-parallel cross entropy (arXiv:1909.08053, section 3), in one pass: forward
-    calls ``all_reduce_max`` once and ``all_reduce_sum`` once, backward neither. No softmax is kept: it is computed
-    again, ``chunk_tokens`` tokens at a time. Where logits do not exist yet, ``fused_logprobs`` never makes them.
-
-    Args:
-        logits: (N, V_local), possibly with columns of padding at the end of the vocabulary.
-        targets: (N,) int64, global token ids; a negative one gives logprob 0 without gradient.
-        temperatures: what the logits are divided by, positive: a number, or a tensor that expands to (N,).
-        vocab_start: global id of the first column.
-        vocab_size: true size of the whole vocabulary; columns at or beyond it never enter a log-sum-exp.
-        all_reduce_max, all_reduce_sum: reduce a tensor in place over the tensor-parallel group; needed where ``logits``
-            do not have the whole vocabulary's columns.
-        chunk_tokens: tokens whose softmax exists at once.
-
-    Returns:
-        Logprobs and entropies, (N,) float32 (float64 for float64 logits), differentiable with respect to ``logits``.
-
-    Raises:
-        ValueError: what is no tensor, shapes that do not fit, a target beyond the vocabulary, a temperature that is
-            not positive, a part of the vocabulary without reductions, a chunk below 1.
-    """
-    require_tensors(logits=logits, targets=targets)
-    temperatures = expanded_temperatures(temperatures, targets)
-    if not logits.is_floating_point():
-        raise ValueError(f"logits are {logits.dtype}; give floats")
-    if logits.ndim != 2 or not targets.shape == temperatures.shape == logits.shape[:1]:
-        raise ValueError(
-            f"logits {tuple(logits.shape)}, targets {tuple(targets.shape)} and temperatures "
-            f"{tuple(temperatures.shape)} do not fit; give (N, V), (N,), (N,)"
-        )
-    reductions = all_reduce_max, all_reduce_sum
-    shard = VocabularyShard.of(targets, logits.shape[1], vocab_start, vocab_size, chunk_tokens, reductions)
-    require_known_targets(targets, vocab_size)
-    return _Scored.apply(logits, targets, temperatures, None, shard, True)
 
 
 def _scale(packed: PackedTrajectory, temperature: float | None) -> Tensor | None:
     """(R,) float64 divisors of the logits; ``None`` where all are 1."""
     if temperature is None:
-        require_temperatures(packed.temperatures)
         per_token = packed.temperatures.repeat_interleave(packed.response_lens, output_size=packed.targets.numel())
         return per_token.to(torch.float64)
     if not 0 < temperature < math.inf:
@@ -171,29 +112,11 @@ def _scale(packed: PackedTrajectory, temperature: float | None) -> Tensor | None
     return None if temperature == 1.0 else packed.temperatures.new_full(shape, temperature, dtype=torch.float64)
 
 
-def _check_scoring(logits: Tensor, targets: Tensor) -> None:
-    """Reject inputs that a kernel would index out of range, or not check at all."""
-    if logits.shape[-1] < 1:
-        raise ValueError(f"logits have shape {tuple(logits.shape)}; give (..., V) with a vocabulary V of 1 or more")
-    if not logits.is_floating_point():
-        raise ValueError(f"logits are {logits.dtype}; give floats")
-    require_targets(targets)
-    if targets.numel() and int(targets.max()) >= logits.shape[-1]:
-        raise ValueError(
-            f"targets reach up to {int(targets.max())}, logits have {logits.shape[-1]} columns; give the whole "
-            "vocabulary's"
-        )
-
-
 def _select(
     logits: Tensor, targets: Tensor, temperatures: Tensor | float | None, with_entropy: bool
 ) -> tuple[Tensor, Tensor]:
-    require_tensors(logits=logits, targets=targets)
-    if logits.ndim < 1 or logits.shape[:-1] != targets.shape:
-        raise ValueError(
-            f"targets have shape {tuple(targets.shape)}, logits {tuple(logits.shape)}; give (...) and (..., V)"
-        )
-    _check_scoring(logits, targets)
+    require_alike(targets=targets, logits=logits[..., 0])
+    require_known_targets(targets, logits.shape[-1])
     scale = None if temperatures is None else expanded_temperatures(temperatures, targets).reshape(-1)
     flat = logits.reshape(-1, logits.shape[-1])
     logprobs, entropy = _Scored.apply(flat, targets.reshape(-1), scale, None, _whole(flat), with_entropy)
@@ -221,7 +144,7 @@ class _Scored(torch.autograd.Function):
         dtype = compute_dtype(logits.dtype)
 
         def sums_of(part: slice, column: Tensor) -> tuple[Tensor, Sums]:
-            x = _scaled_rows(logits, rows, part, temperatures, shard.columns, dtype)
+            x = _scaled_rows(logits, rows, part, temperatures, dtype)
             if with_entropy:
                 return row_sums(x, column, overwrite=temperatures is not None)
             maximum = x.amax(1)
@@ -241,19 +164,19 @@ class _Scored(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         logits, targets, temperatures, rows, *softmax = ctx.saved_tensors
         shard: VocabularyShard = ctx.shard
-        all_written = rows is None and shard.columns == logits.shape[1] and any(grad is not None for grad in grads)
+        all_written = rows is None and any(grad is not None for grad in grads)
         grad_logits = torch.empty_like(logits) if all_written else torch.zeros_like(logits)
         for part, given in shard.gradients(targets, softmax, grads):
             scale = None if temperatures is None else temperatures[part]
-            x = _scaled_rows(logits, rows, part, temperatures, shard.columns, softmax[1].dtype)
+            x = _scaled_rows(logits, rows, part, temperatures, softmax[1].dtype)
             dx = logit_gradient(x, scale, *given, overwrite=temperatures is not None)
-            grad_logits[part if rows is None else rows[part], : shard.columns] = dx.to(grad_logits.dtype)
+            grad_logits[part if rows is None else rows[part]] = dx.to(grad_logits.dtype)
         return grad_logits, *(None,) * 5
 
 
 def _scaled_rows(
-    logits: Tensor, rows: Tensor | None, part: slice, temperatures: Tensor | None, columns: int, dtype: torch.dtype
+    logits: Tensor, rows: Tensor | None, part: slice, temperatures: Tensor | None, dtype: torch.dtype
 ) -> Tensor:
     """(n, V) scaled logits in the computing precision; without temperatures perhaps a view, not to be written to."""
-    x = logits[part if rows is None else rows[part], :columns].to(dtype)
+    x = logits[part if rows is None else rows[part]].to(dtype)
     return x if temperatures is None else x / temperatures[part].to(dtype)[:, None]

@@ -20,13 +20,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from operator import index
 from types import MappingProxyType
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from slime_like.algorithms.segments import segment_sum
-from slime_like.algorithms.tensor_checks import require_tensors
 from slime_like.plugins.resolve import resolve
 
 Counts = Sequence[int]
@@ -107,8 +106,8 @@ def token_weights(
         One weight per row; 0 for a row without loss-carrying tokens.
 
     Raises:
-        ValueError: unknown reduction, lists of different lengths, a count or a group that is no whole number, a
-            rollout that is neither a whole number nor text or that has rows in several groups, a negative count, or
+        TypeError: a count, a group or a rollout that is no whole number.
+        ValueError: unknown reduction, lists of different lengths, a rollout that has rows in several groups, or
             ``constant`` without its length.
 
     Example:
@@ -167,23 +166,16 @@ def sum_of_sample_mean(
         tokens, inf and nan too, has no effect.
 
     Raises:
-        ValueError: values that are not (R,), lengths that do not add up to R, or masks of another length.
+        ValueError: lengths that do not add up to R, or masks of another length.
 
     Example:
         >>> sum_of_sample_mean(torch.tensor([1.0, 3.0, 5.0]), [2, 1], [torch.ones(2), torch.ones(1)])
         tensor(7.)
     """
-    require_tensors(x=x)
-    if not isinstance(loss_masks, Tensor) and not all(isinstance(mask, Tensor) for mask in loss_masks):
-        raise ValueError("loss_masks must be tensors; give one tensor (response_len,) per sample")
-    if x.ndim != 1:
-        raise ValueError(f"x has shape {tuple(x.shape)}; give the values of all samples end to end, (R,)")
     lengths = response_lengths.tolist() if isinstance(response_lengths, Tensor) else list(response_lengths)
     masks = [loss_masks] if isinstance(loss_masks, Tensor) else list(loss_masks)
     expected = [sum(lengths)] if isinstance(loss_masks, Tensor) else lengths
     if sum(lengths) != x.numel() or [mask.numel() for mask in masks] != expected:
-        if lengths and min(lengths) < 0:
-            raise ValueError(f"response_lengths has {min(lengths)} for a sample; a length is 0 or more")
         raise ValueError(
             f"x has {x.numel()} values, response_lengths add up to {sum(lengths)}; every mask needs its sample's length"
         )
@@ -221,10 +213,9 @@ def _checked(
         raise ValueError(
             f"{len(loss_token_counts)} token counts but {len(group_ids)} group ids; give one of each per sample"
         )
-    counts, groups = _integers(loss_token_counts, "token count"), _integers(group_ids, "group id")
-    if odd := [sample for sample, count in enumerate(counts) if count < 0]:
-        raise ValueError(f"sample {odd[0]} has {counts[odd[0]]} loss-carrying tokens; a count is 0 or more")
-    ids = range(len(counts)) if rollout_ids is None else _rollout_ids(rollout_ids)
+    counts, groups = list(map(index, _listed(loss_token_counts))), list(map(index, _listed(group_ids)))
+    ids = range(len(counts)) if rollout_ids is None else _listed(rollout_ids)
+    ids = [each if isinstance(each, str) else index(each) for each in ids]
     return resolve("reduction", reduction, REDUCTIONS), _by_rollout(counts, groups, ids)
 
 
@@ -248,20 +239,9 @@ def _by_rollout(counts: list[int], groups: list[int], ids: Sequence[int | str]) 
     return rows
 
 
-def _rollout_ids(ids: RolloutIds) -> list[int | str]:
-    values = ids.tolist() if isinstance(ids, Tensor) else ids
-    return [each if isinstance(each, str) else _integers([each], "rollout id")[0] for each in values]
-
-
-def _integers(values: Sequence[int] | Tensor, what: str) -> list[int]:
-    """Convert to Python integers, since tensors do not compare equal as keys."""
-    integers = []
-    for sample, value in enumerate(values.tolist() if isinstance(values, Tensor) else values):
-        try:
-            integers.append(index(value))
-        except TypeError as error:
-            raise ValueError(f"{what} of sample {sample} is {value!r}; give a whole number") from error
-    return integers
+def _listed(values: RolloutIds) -> Sequence[Any]:
+    """Convert to Python numbers, since tensors do not compare equal as keys."""
+    return values.tolist() if isinstance(values, Tensor) else values
 
 
 def _tokens_per_group(counts: Sequence[int], group_ids: Sequence[int]) -> Counter[int]:

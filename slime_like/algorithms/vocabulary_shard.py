@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 
 from slime_like.algorithms.softmax import RowGradients, RowValues
-from slime_like.algorithms.tensor_checks import require_targets
 
 Reduce = Callable[[Tensor], object]
 Sums = Tensor | tuple[Tensor, Tensor | float, Tensor]
@@ -46,16 +45,8 @@ class VocabularyShard:
         """The shard of a rank that holds ``held_columns`` from ``start`` on, padding included.
 
         Raises:
-            ValueError: targets that are no integers, no vocabulary, a first column below 0, a chunk below 1, a part of
-                the vocabulary without reductions, which would be taken for the whole.
+            ValueError: a part of the vocabulary without reductions, which would be taken for the whole.
         """
-        if start < 0:
-            raise ValueError(f"vocab_start={start} is not a token id; give that of the first column")
-        if chunk_tokens < 1:
-            raise ValueError(f"chunk_tokens={chunk_tokens} holds no token; give 1 or more")
-        if vocab_size < 1:
-            raise ValueError(f"vocab_size={vocab_size} must be the number of tokens, above 0")
-        require_targets(targets)
         columns = max(0, min(vocab_size - start, held_columns))
         if columns < vocab_size and no_reduction in reductions:
             raise ValueError(

@@ -13,7 +13,18 @@ from slime_like.errors import SlimeLikeError, with_notes
 from slime_like.plugins.traceback import causes, full_traceback
 
 _OF_TRAINING = frozenset(
-    ["torch", "ray", "grpc", "megatron", "transformers", "math_verify", "pyarrow", "matplotlib", "tensorboard"]
+    [
+        "torch",
+        "ray",
+        "grpc",
+        "filelock",
+        "megatron",
+        "transformers",
+        "math_verify",
+        "pyarrow",
+        "matplotlib",
+        "tensorboard",
+    ]
 )
 _INSTALL = "install the extra train: pip install -e '.[train]' in the clone"
 TRACEBACK_FILE = "traceback.txt"

@@ -101,7 +101,7 @@ def _tree(module: str) -> ast.Module:
     return ast.parse(_ROOT.joinpath(*module.split(".")).with_suffix(".py").read_text(encoding="utf-8"))
 
 
-_TYPES = {"int": "integer", "float": "number", "bool": "true or false", "str": "text"}
+_TYPES = {"int": "integer", "float": "number", "bool": "switch", "str": "text"}
 
 
 def _options(node: ast.AST, documentation: str) -> Iterator[Option]:

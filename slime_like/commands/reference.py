@@ -1,6 +1,6 @@
 """Every field and every name as text: ``slime-like train --help``, ``docs/configuration.md`` and ``docs/rewards.md``.
 
-``python -m slime_like.commands.reference`` writes the pages.
+``python -m slime_like.commands.reference`` writes what follows the introductions of the pages.
 """
 
 import sys
@@ -8,33 +8,12 @@ import textwrap
 from pathlib import Path
 
 from slime_like.commands.parts import Part, named_parts
-from slime_like.commands.rewards_page import rewards_text
 from slime_like.config.reading.fields import Field, SectionDoc, sections
-
-_INTRODUCTION = """\
-# Configuration reference
-
-Generated from the models in `slime_like/config` by `python -m slime_like.commands.reference`; change it there.
-
-One YAML file describes a run. Every key is also a flag of `slime-like train`: `--trainer.parallel.tensor 2`,
-`--trainer.parallel.tensor=2` or `trainer.parallel.tensor=2`. Flags override the file, and later flags earlier ones.
-
-- Lists take several values: `--data.train a.jsonl b.jsonl`.
-- Switches take `true` or `false`.
-- Mappings take one entry per flag, `--rollout.engine_args.block_size 32`, and merge with the file's.
-- `${steps}` refers to another field; `???` marks a field that every run has to set.
-- Lists of sections are YAML text: `--reward.functions '[{name: math_verify}, {name: length, options: {limit: 400}}]'`.
-
-Relative paths are relative to the current directory. The run directory has the resolved configuration as `config.yaml`.
-Below, each key is followed by its type and default. A field whose default is `none` can be set to `none`.
-"""
 
 _NAMES = """\
 ## Names
 
-Built-in names, with options and their defaults; [rewards](rewards.md) have a page. Losses, advantage estimators and
-environments may also be custom code, `package.module:name` or `path/to/file.py:name`; engines and backends are entry
-points: [extending](extending.md).
+These names are built in. [Rewards](rewards.md) have a page, and [you can add more](extending.md).
 """
 
 
@@ -72,9 +51,8 @@ def _options(part: Part) -> str:
 
 
 def reference_text() -> str:
-    """The whole page, Markdown."""
-    parts = [_INTRODUCTION]
-    parts += [_section(section) for section in sections() if section.fields]
+    """Return the fields and names, Markdown."""
+    parts = [_section(section) for section in sections() if section.fields]
     names = [
         f"`{setting}`\n\n" + "\n".join(_item(part.name, part.summary + _options(part)) for part in named) + "\n"
         for setting, named in named_parts().items()
@@ -90,9 +68,16 @@ def _section(section: SectionDoc) -> str:
 
 
 def _field(field: Field) -> str:
-    default = "required" if field.required else f"`{field.default_text}`"
     kind = field.type_text.removesuffix(" or none").replace("true | false", "switch").replace(" | ", ", ")
-    return _item(field.name, field.description, f" ({kind}; {default})")
+    return _item(field.name, field.description, _note(kind, None if field.required else field.default_text))
+
+
+def _note(kind: str, default: str | None) -> str:
+    """Return type and default. The type is left out if the default shows it."""
+    if default is None:
+        return f" ({kind}; required)"
+    shown = kind in ("switch", "integer", "number", "text") and default != "none"
+    return f" (`{default}`)" if shown else f" ({kind}; `{default}`)"
 
 
 def _item(name: str, meaning: str, note: str = "") -> str:
@@ -100,10 +85,30 @@ def _item(name: str, meaning: str, note: str = "") -> str:
     return textwrap.fill(text, 100, subsequent_indent="  ", break_on_hyphens=False, break_long_words=False)
 
 
+def rewards_text() -> str:
+    """Return the included reward functions, Markdown."""
+    return "## Included functions\n\n" + "\n".join(_reward(part) for part in named_parts()["reward.functions"])
+
+
+def _reward(part: Part) -> str:
+    paragraphs = [f"### `{part.name}`", part.summary, *([part.details] if part.details else [])]
+    options = (
+        _item(option.name, option.meaning[:1].upper() + option.meaning[1:], _note(option.type_text, option.default))
+        for option in part.options
+    )
+    return "\n\n".join([*paragraphs, "\n".join(options)] if part.options else paragraphs) + "\n"
+
+
+def page_text(path: Path) -> str:
+    """Return the page with its introduction as it is, and the rest generated."""
+    text = rewards_text() if path.stem == "rewards" else reference_text()
+    introduction, _, _ = path.read_text(encoding="utf-8").partition(text[: text.index("\n") + 1])
+    return introduction + text
+
+
 def main() -> int:
-    for name, text in (("configuration", reference_text()), ("rewards", rewards_text())):
-        path = Path("docs") / f"{name}.md"
-        path.write_text(text, encoding="utf-8")
+    for path in (Path("docs/configuration.md"), Path("docs/rewards.md")):
+        path.write_text(page_text(path), encoding="utf-8")
         print(path)
     return 0
 

@@ -61,29 +61,27 @@ class AlgorithmConfig(Section):
     dual_clip: float | None = Field(None, gt=1, description="Dual-clip bound for negative advantages; none: off.")
     kl_coef: float = Field(0.0, ge=0, description="Coefficient of the KL to the reference in the loss; 0: off.")
     kl_estimator: str = "k3"
-    """KL(policy || reference) in the loss: k1, k2, k3, low_var_kl (k3, at most 10) or custom code. k2 has the exact
-    reverse-KL gradient; k3 is biased; k1 has zero expected gradient unless kl_importance_weighted."""
+    """KL(policy || reference) in the loss: k1, k2, k3, low_var_kl (k3, at most 10) or custom code. Only k2 has the
+    exact reverse-KL gradient on-policy."""
     kl_importance_weighted: bool = False
     """Multiply the KL by pi / pi_old: unbiased gradient for k1 and k3, also off-policy."""
     entropy_coef: float = Field(0.0, ge=0, description="Coefficient of the entropy bonus.")
     moe_aux_loss_coef: float = Field(0.0, ge=0)
     """Coefficient of the load-balancing loss of mixture-of-experts layers."""
     importance_correction: str = "none"
-    """Importance weights of engine to trainer: none, truncate (also tis), clip, mask (also mis, icepop) or custom
-    code."""
+    """Importance weights from engine to trainer: none, truncate (tis), clip, mask (mis, icepop) or custom code."""
     importance_level: Literal["token", "sequence", "geometric"] = "token"
     """Ratio per token, product over the sequence, or its geometric mean."""
-    importance_low: float = Field(0.5, ge=0, description="Lower bound on ratios; not of `truncate`.")
+    importance_low: float = Field(0.5, ge=0, description="Lower bound on ratios, except for `truncate`.")
     importance_high: float = Field(2.0, gt=0, description="Upper bound on ratios.")
     importance_veto: float | None = Field(None, gt=0)
-    """Sequences with a token's ratio below this, e.g. 1e-4, weigh 0; none: off."""
+    """Sequences that contain a ratio below this, e.g. 1e-4, get weight 0; none: off."""
     importance_normalize: bool = False
     """Divide advantages by the batch's mean weight."""
     off_policy_mask: float | None = Field(None, ge=0)
-    """Mask sequences with negative advantage if the policy has moved further than this since sampling, in nats per
-    token; none: off."""
+    """Mask sequences with a negative advantage if the policy has moved by more nats per token since sampling."""
     kl_reward_coef: float = Field(0.0, ge=0)
-    """Coefficient of the KL to the reference, summed over a response and subtracted from its reward; 0: off."""
+    """Coefficient of the KL to the reference that is subtracted from a response's reward; 0: off."""
     kl_reward_estimator: Literal["k1", "k2", "k3", "low_var_kl"] = "k1"
     """Estimator of that KL; k1 and k3 are unbiased."""
     overlong_buffer: int | None = Field(None, ge=1)
@@ -92,8 +90,8 @@ class AlgorithmConfig(Section):
     epochs: int = Field(1, ge=1, description="Passes over one batch (ppo_epochs).")
     minibatches: int = Field(1, ge=1, description="Optimizer steps per pass.")
     old_logprobs: Literal["auto", "score"] = "auto"
-    """score: always compute old logprobs in an extra forward pass before the first update. auto: only if a step has
-    several updates or kl_reward_coef is set; else the update's forward pass gives them."""
+    """score: compute old logprobs in an extra forward pass before the first update. auto: only if the update's forward
+    pass cannot give them."""
     advantage_eps: float = Field(1e-6, ge=0, description="Groups with at most this reward spread have advantage 0.")
 
     @property

@@ -39,11 +39,11 @@ class EnvironmentConfig(Section):
     max_observation_tokens: int = Field(256, ge=1)
     """Longer observations are cut to this number of tokens."""
     template: str | None = None
-    """Text between two turns, with {observation} in it; none: the chat template's role tool."""
+    """Text between two turns, which contains {observation}; none: the chat template's role tool."""
     workers: int = Field(1, ge=1, description="Worker processes per engine.")
     start_timeout_s: float = Field(120.0, gt=0, description="Timeout of a worker's start.")
     timeout_s: float = Field(10.0, gt=0)
-    """Timeout of one step, also of its CPU time. The sample then gets reward 0."""
+    """Timeout of one step. The sample then gets reward 0."""
     memory_mb: int = Field(1024, ge=128, description="Address-space limit of one worker, beyond its start-up size.")
 
     _absolute = field_validator("name")(absolute_code)
@@ -60,17 +60,17 @@ class AgentConfig(Section):
     """
 
     name: str | None = None
-    """`package.module:name` or `path/to/file.py:name` of an `async def`; none: no agent, or a command."""
+    """`package.module:name` or `path/to/file.py:name` of an `async def`."""
     options: dict[str, Any] = Field(default_factory=dict, description="Keyword arguments of the agent.")
     command: tuple[str, ...] = ()
-    """Program with arguments instead of a name; {base_url}, {key}, {task_file} and {result_file} are filled in."""
+    """Program and arguments, instead of a name; {base_url}, {key}, {task_file} and {result_file} are filled in."""
     max_calls: int = Field(64, ge=1, description="Calls of the model per rollout.")
     tool_parser: Literal["auto", "none", "hermes", "qwen3_coder"] = "auto"
-    """Form of tool calls in the model's text; auto: that of the chat template."""
-    workers: int = Field(8, ge=1, description="Worker processes per engine; each runs one rollout at a time.")
+    """Form of tool calls in the model's text; auto: the chat template's form."""
+    workers: int = Field(8, ge=1, description="Worker processes per engine, with one rollout each at a time.")
     start_timeout_s: float = Field(120.0, gt=0, description="Timeout of a worker's start.")
     timeout_s: float = Field(600.0, gt=0)
-    """Timeout of one rollout, also of its CPU time. The sample then gets reward 0."""
+    """Timeout of one rollout. The sample then gets reward 0."""
     memory_mb: int = Field(4096, ge=128, description="Address-space limit of one worker, beyond its start-up size.")
 
     _absolute = field_validator("name")(absolute_code)
@@ -98,13 +98,12 @@ class RolloutConfig(Section):
     """Inference engines and sampling."""
 
     engine: str = "vllm"
-    """vllm, sglang, transformers, or a custom one (entry-point group slime_like.engines)."""
+    """vllm, sglang, transformers or a custom engine."""
     python: Path | None = None
-    """Python interpreter of the engines, if their packages conflict with the trainer's. Its environment needs the
-    engine and the same version of slime-like. none: the run's interpreter."""
+    """Python interpreter of the engines, if their packages conflict with the trainer's. It needs the same version of
+    slime-like."""
     num_engines: int = Field(1, ge=1)
-    """Number of engines; requests go to the least loaded one. auto: fill the cluster, or the trainer's GPUs if
-    colocated."""
+    """Number of engines. auto: fill the cluster, or the trainer's GPUs if colocated."""
     tensor: int = Field(1, ge=1, description="Tensor parallelism of one engine.")
     prompts_per_step: int = Field(64, ge=1, description="Prompt groups per training step.")
     samples_per_prompt: int = Field(8, ge=1, description="Responses per prompt (group size).")
@@ -112,35 +111,33 @@ class RolloutConfig(Section):
     temperature: float = Field(1.0, ge=MIN_TEMPERATURE, description="Sampling temperature of training rollouts.")
     top_p: float = Field(1.0, gt=0.0, le=1.0, description="Nucleus sampling of training rollouts.")
     top_k: int = Field(-1, ge=-1)
-    """Top-k sampling of training rollouts, up to 512; -1 or 0: off, or 512 with `top_p` or `min_p`. Logprobs, entropies
-    and KL are then over the tokens that each token was drawn from, as the engine reports them."""
+    """Top-k sampling of training rollouts, up to 512; -1 or 0: off, or 512 with `top_p` or `min_p`."""
     min_p: float = Field(0.0, ge=0.0, le=1.0)
-    """Leave out tokens less likely than this share of the likeliest one's probability, before `top_k` and `top_p`."""
+    """Lowest probability of a sampled token, relative to the likeliest one."""
     stop_token_ids: tuple[int, ...] = Field((), description="Token ids that end a response; []: the model's EOS ids.")
     max_model_len: int | None = Field(None, ge=2)
-    """Longest sequence of an engine; none: prompt limit plus response limit, the longer of training and evaluation."""
+    """Longest sequence of an engine; none: the prompt limit plus the response limit."""
     max_concurrent_requests: int = Field(1024, ge=1, description="Concurrent requests per engine.")
     max_staleness: int = Field(0, ge=0)
-    """How many training steps old the weights of a response's first token may be. 0: sampling and training alternate
-    (on-policy). Above 0 they overlap, and responses in progress continue with new weights."""
+    """Largest age, in training steps, of the weights that sample a response's first token. 0: sampling and training
+    alternate (on-policy). Above 0 they overlap."""
     stream: bool = False
-    """Train on full micro-batches while the rest of the step is still being generated. The update equals that of the
-    whole batch. Requires one update per step and a group-scoped advantage."""
+    """Train on full micro-batches while the rest of the step is still being generated. The update is the same."""
     oversample: float = Field(1.0, ge=1)
-    """Ratio of sampled to trained groups; the rest is aborted when enough are ready. Requires max_staleness 0."""
+    """Ratio of started to trained groups; the slowest ones are aborted."""
     drop_zero_spread: bool = False
-    """DAPO's dynamic sampling: replace groups whose samples all have the same reward (before the overlong penalty)."""
+    """Replace groups whose samples all have the same reward (DAPO's dynamic sampling)."""
     max_drops_per_step: int = Field(1000, ge=1)
-    """The run fails if drop_zero_spread drops more groups than this in one step."""
+    """Number of groups that a step may replace before the run fails."""
     max_engine_restarts: int = Field(2, ge=0)
-    """Restarts of dead engines in a run. Their requests restart on other engines. 0: the first death fails the run."""
+    """Restarts of dead engines in a run. 0: the first death fails the run."""
     environment: EnvironmentConfig = EnvironmentConfig()
     """Answers the model's turns in conversations."""
     agent: AgentConfig = AgentConfig()
     """Calls the model itself, in place of an environment."""
     engine_args: dict[str, Any] = Field(default_factory=dict)
-    """Further arguments of the engine, passed unchanged. Unknown ones are rejected. Those under an engine's name, e.g.
-    `vllm: {max_num_seqs: 64}`, are for that engine alone, and others win over them."""
+    """Further arguments of the engine, passed unchanged. Arguments under an engine's name, e.g. `vllm: {max_num_seqs:
+    64}`, are for that engine only."""
     start_timeout_s: float | None = Field(None, gt=0)
     """Timeout of an engine's start; none: 1200 on GPUs, 300 on CPUs."""
     request_timeout_s: float | None = Field(None, gt=0)
@@ -233,11 +230,11 @@ class RewardConfig(Section):
     """Reward functions and the processes they run in."""
 
     functions: tuple[RewardFunction, ...] = Field((RewardFunction(name="math_verify"),), min_length=1)
-    """Reward functions; the total is their weighted sum."""
+    """Reward functions, which are added by weight."""
     workers: int = Field(1, ge=1, description="Reward worker processes.")
     start_timeout_s: float = Field(120.0, gt=0, description="Timeout of a reward worker's start.")
     timeout_s: float = Field(5.0, gt=0)
-    """Timeout of scoring one response (one group, for a group reward). The reward is then 0."""
+    """Timeout of scoring one response, or one group. The reward is then 0."""
     memory_mb: int = Field(2048, ge=128)
     """Address-space limit of one reward worker, beyond its start-up size."""
 
@@ -264,22 +261,21 @@ class SyncConfig(Section):
     """Weight transfer from trainer to engines."""
 
     transport: Literal["auto", "shared_memory", "gloo", "nccl", "colocated", "directory"] = "auto"
-    """How weights travel. auto: nccl between GPUs; colocated if engines share the trainers' GPUs; on CPUs
+    """How weights travel. auto: colocated if engines share the trainers' GPUs, else nccl between GPUs; on CPUs
     shared_memory inside a host, gloo between hosts."""
     directory: Path | None = None
-    """For transport directory: a directory that trainers and engines both see."""
+    """Directory that trainers and engines both see, for the transport `directory`."""
     bucket_mb: float | None = Field(None, gt=0)
     """Largest bucket in MiB; a larger tensor travels alone. none: 1024 if engines share the trainers' GPUs, else
     256."""
     delta: Literal["auto", "always", "never"] = "auto"
-    """Send only changed elements; the result is bit-identical. Both sides keep a copy of the weights in host memory.
-    auto: for 16-bit models over gloo or a directory."""
+    """Send only changed elements. Both sides keep a copy of the weights in host memory. auto: for 16-bit models over
+    gloo or a directory."""
     verify: bool = Field(True, description="Compare hashes of all tensors, and probe logprobs, after every sync.")
     probe_tolerance: float | None = Field(None, gt=0)
-    """Largest gap of the probe's logprobs between engine and trainer. float32: largest difference; default: 3e-5 per
-    layer times the standard deviation of the trainer's logprobs, at least 1e-4. bfloat16: median difference over that
-    standard deviation; default: 0.11 (mixture of experts: 0.3), and after the first sync at most three times as much
-    as then, or 0.05."""
+    """Largest gap between logprobs of engine and trainer on the probe. float32: the largest difference; default: 3e-5
+    per layer times the standard deviation of the trainer's logprobs, at least 1e-4. bfloat16: the median difference
+    over that standard deviation; default: 0.11 (0.3 for a mixture of experts), later three times the first sync's."""
     timeout_s: float = Field(300.0, gt=0, description="Timeout of one sync.")
 
     def conflicts(self) -> Iterator[str]:

@@ -40,8 +40,8 @@ class RunConfig(Section):
     steps: int = Field(100, ge=1, le=MAX_STEPS, description="Training steps.")
     seed: int = Field(0, ge=0, le=MAX_SEED, description="Seed of data order, sampling and initialization.")
     resume: str = "auto"
-    """auto: resume from the latest checkpoint of the run directory; without one, start over. never: start over. PATH:
-    resume from this checkpoint. Starting over renames an earlier run of the directory to RUN_DIR.1, RUN_DIR.2, ..."""
+    """auto: resume from the run's latest checkpoint, if there is one. never: start over, and rename an earlier run to
+    RUN_DIR.1. PATH: resume from this checkpoint."""
     model: ModelConfig = Field(description="The policy.")
     reference: ReferenceConfig = Field(ReferenceConfig(), description="The reference policy.")
     data: DataConfig = Field(DataConfig(), description="Training prompts.")

@@ -17,8 +17,8 @@ class ModelConfig(Section):
 
     path: Path = Field(description="Hugging Face checkpoint directory of the initial policy.")
     weights: Path | None = None
-    """Load the policy's weights from this checkpoint: output of `slime-like convert to-megatron`, or a run's
-    checkpoints/step-N. `path` still provides dimensions, tokenizer and the engines' first weights."""
+    """Checkpoint with the policy's weights, from `slime-like convert to-megatron` or a run's checkpoints/step-N. `path`
+    still provides the dimensions, the tokenizer and the engines' first weights."""
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
     """Precision of weights and activations in trainer and engine."""
     trust_remote_code: bool = Field(False, description="Run Python code from the checkpoint.")
@@ -30,15 +30,13 @@ class ReferenceConfig(Section):
     path: Path | None = Field(None, description="Hugging Face checkpoint of the reference; none: the initial policy.")
     placement: Literal["trainer", "workers"] = "trainer"
     """trainer: the trainer ranks swap in the reference, which must have the policy's sizes. workers: separate devices
-    score groups while others are sampled."""
+    score groups during sampling."""
     update_interval: int = Field(0, ge=0)
-    """Every so many steps the policy becomes the reference; 0: never. Workers may score groups sampled ahead with an
-    earlier reference."""
-    workers: int = Field(1, ge=1, description="Number of reference workers; each group goes to the least busy one.")
+    """Interval in steps at which the policy becomes the reference; 0: never."""
+    workers: int = Field(1, ge=1, description="Number of reference workers.")
     parallel: ParallelConfig = Field(ParallelConfig(), description="Layout of each reference worker.")
     max_worker_restarts: int = Field(2, ge=0)
-    """Restarts of failed reference workers in a run; their groups go to others, or wait. The run fails when none is
-    left."""
+    """Restarts of failed reference workers in a run. The run fails when no worker is left."""
 
 
 DataFormat = Literal["keys", "gsm8k", "math", "dapo", "openr1"]
@@ -57,31 +55,30 @@ class DataConfig(Section):
     """Prompt files (JSONL or Parquet) and the keys inside their rows; a dotted key leads into nested objects."""
 
     train: tuple[Path, ...] = ()
-    """Training data, read in this order: files (.jsonl, .parquet or .arrow; also as a pattern, `data/train-*.parquet`)
-    or directories of one split, as Hugging Face's `datasets` saves them."""
+    """Training data, read in this order: .jsonl, .parquet or .arrow files, patterns such as `data/train-*.parquet`, or
+    directories that Hugging Face's `datasets` saved."""
     mixture: tuple[DataSource, ...] = ()
-    """Training data of several sources, instead of `train`. Each has `name`, `files`, `weight` (1: its share of the
-    prompts) and `format`; metrics of each are in `sources/NAME/`."""
+    """Several sources instead of `train`. Each has a `name`, `files`, a `weight` (its relative share of the prompts)
+    and a `format`. Metrics are in `sources/NAME/`."""
     format: DataFormat = "keys"
-    """Where rows have prompt and answer: under the keys below, or as the data set of this name is published. A held-out
-    file whose first row is not like the training data (of a mixture, the first source that fits) is read in the format
-    that it has."""
+    """Form of the rows: the keys below, or the published form of the named data set. Held-out files may have another
+    form."""
     system_prompt: str | None = Field(None, description="A system message before every prompt.")
     prompt_key: str = Field("prompt", description="Row key of the prompt: text or a list of chat messages.")
     answer_key: str = Field("answer", description="Row key of the ground-truth answer.")
     response_key: str = Field("response", description="Row key of the demonstration (supervised only).")
     messages_key: str | None = None
-    """Row key of a conversation, a list of chat messages, instead of `response_key`: the assistant's turns carry loss
-    (supervised only). `tools` of the row and tool calls are rendered."""
+    """Row key of a list of chat messages whose assistant turns carry loss, instead of `response_key` (supervised
+    only)."""
     token_ids_key: str = "input_token_ids"
-    """Row key of a tokenized prompt; takes precedence over the text."""
+    """Row key of a tokenized prompt, which replaces the text."""
     environment_key: str | None = None
-    """Row key of a mapping for rollout.environment; optional in a row."""
+    """Row key of an optional mapping for the environment or agent."""
     apply_chat_template: bool = Field(True, description="Apply the tokenizer's chat template to prompts.")
     allow_special_tokens: bool = False
-    """Accept special tokens spelled in prompts and demonstrations, for templates written by hand."""
+    """Accept text that spells special tokens, for templates written by hand."""
     max_prompt_tokens: int = Field(1024, ge=1, description="Longer prompts are dropped and counted, never truncated.")
-    shuffle: bool = Field(True, description="Shuffle every epoch, by `seed` and epoch.")
+    shuffle: bool = Field(True, description="Shuffle every epoch.")
 
     def conflicts(self) -> Iterator[str]:
         names = [source.name for source in self.mixture]
@@ -117,9 +114,9 @@ class DataConfig(Section):
 class EvaluationConfig(Section):
     """Held-out evaluation during training."""
 
-    files: tuple[Path, ...] = Field((), description="Held-out files, reported together and one by one; [] for none.")
-    every: int = Field(0, ge=0, description="Evaluation interval in steps; 0: before and after training only.")
-    max_prompts: int | None = Field(None, ge=1, description="Use at most this number of prompts of each file.")
+    files: tuple[Path, ...] = Field((), description="Held-out files.")
+    every: int = Field(0, ge=0, description="Interval in steps; 0: before and after training only.")
+    max_prompts: int | None = Field(None, ge=1, description="Prompts used per file; none: all.")
     temperature: float = Field(0.0, ge=0.0, description="0 is greedy.")
     samples_per_prompt: int = Field(1, ge=1, description="Responses per prompt; above 1 also gives pass@k.")
     max_new_tokens: int | None = Field(None, ge=1, description="Length limit; none: `rollout.max_new_tokens`.")
@@ -145,8 +142,7 @@ class CheckpointConfig(Section):
     every: int = Field(0, ge=0, description="Checkpoint interval in steps; 0: at the end only.")
     keep: int = Field(2, ge=1, description="Checkpoints kept; older ones are removed after a save.")
     async_save: bool = False
-    """Copy the state to host memory and write it during training. A save takes effect at the end of the step in which
-    it is complete."""
+    """Copy the state to host memory and write it during training."""
     export_hf: bool = Field(True, description="Write a Hugging Face model at the end.")
 
 
@@ -157,19 +153,19 @@ class LoggingConfig(Section):
     wandb: bool = Field(False, description="Log to Weights & Biases (needs the package).")
     wandb_project: str = Field("slime-like", description="Weights & Biases project.")
     progress: Literal["auto", "live", "plain", "off"] = "auto"
-    """Progress display; auto: live on a terminal, plain lines elsewhere."""
+    """Progress display; auto: live on a terminal, else plain lines."""
 
 
 class DebugConfig(Section):
     """Switches for experiments on the method, and what is kept to inspect a run."""
 
     shuffle_advantages: bool = False
-    """Permute advantages over a batch's samples: a control run, which must not learn."""
+    """Permute advantages over a batch: a control run, which must not learn."""
     samples_per_step: int = Field(4, ge=0, description="Samples per logged step in the debug tables; 0: none.")
     tables_every: int = Field(10, ge=1, description="Interval of debug tables in steps.")
     save_rollouts: Path | None = Field(None, description="Directory for every step's scored rollouts.")
     load_rollouts: Path | None = None
-    """Train on the saved rollouts of this directory, without engines. Rewards and advantages are the saved ones."""
+    """Directory of saved rollouts to train on, without engines."""
 
     def conflicts(self) -> Iterator[str]:
         if self.load_rollouts is not None and self.shuffle_advantages:
@@ -184,9 +180,9 @@ class ClusterConfig(Section):
 
     address: str | None = Field(None, description="Address of a running Ray cluster; none: start one on this machine.")
     object_store_mb: int = Field(512, ge=80)
-    """Object store of a Ray cluster started here, in MiB per node. A step's packs pass through node 0's."""
+    """Object store of a Ray cluster started here, in MiB per node."""
     placement: Literal["separate", "colocated"] = "separate"
-    """separate: engines have separate devices. colocated: engines and trainer ranks use the same devices in turn."""
+    """separate: engines have separate devices. colocated: engines and trainer ranks take turns on the same devices."""
     nodes: int | None = Field(None, ge=1, description="Nodes; `slime-like launch` sets it. none: as many as needed.")
     gpus_per_node: int = Field(8, ge=1, description="GPUs per node; `slime-like launch` counts them.")
     allow_idle_gpus: bool = Field(False, description="Accept GPUs of `nodes` that nothing uses.")

@@ -34,19 +34,18 @@ class OptimizerConfig(Section):
     min_lr: float = Field(0.0, ge=0, description="Learning rate at the end of the decay.")
     warmup_steps: int = Field(0, ge=0, description="Optimizer steps of linear warm-up.")
     decay: Literal["constant", "linear", "cosine"] = Field("constant", description="Decay after the warm-up.")
-    weight_decay: float = Field(0.0, ge=0, description="Decoupled weight decay; never applied to norms and biases.")
+    weight_decay: float = Field(0.0, ge=0, description="Decoupled weight decay, except for norms and biases.")
     final_weight_decay: float | None = Field(None, ge=0)
-    """Weight decay of the last optimizer step, reached linearly; none: constant."""
+    """Weight decay of the last step, reached linearly; none: constant."""
     beta1: float = Field(0.9, ge=0, lt=1, description="AdamW beta1.")
     beta2: float = Field(0.95, ge=0, lt=1, description="AdamW beta2.")
     eps: float = Field(1e-8, gt=0, description="AdamW epsilon.")
     clip_grad: float = Field(1.0, gt=0, description="Global gradient-norm bound.")
     distributed: bool = Field(True, description="Shard optimizer state over data-parallel ranks.")
     offload: bool = False
-    """Keep main weights and moments in host memory and update them on the CPU. megatron requires `distributed` and
-    `model.dtype: bfloat16`."""
+    """Keep main weights and moments in host memory and update them on the CPU."""
     overlap: bool = False
-    """Sum gradients during the last backward pass, and gather sharded weights during the next forward pass."""
+    """Sum gradients during the last backward pass, and gather weights during the next forward pass."""
     overlap_bucket_params: int | None = Field(None, ge=1)
     """Parameters per message of `overlap`; none: the larger of 40 M and 1 M per replica."""
 
@@ -70,44 +69,40 @@ class FsdpConfig(Section):
     """Settings of the backend `fsdp`."""
 
     reshard_after_forward: bool = True
-    """Free gathered weights after a layer's forward pass. false: less communication, but each rank holds the whole
-    model."""
+    """Free gathered weights after a layer's forward pass. false: less communication, more memory."""
     accumulate: Literal["whole", "sharded"] = "whole"
-    """whole: each rank accumulates float32 gradients of the whole model, summed once per window. sharded: ranks sum
-    after every micro-batch and hold only their shard."""
+    """whole: each rank keeps float32 gradients of the whole model, summed once per window. sharded: each rank keeps its
+    shard, summed after every micro-batch."""
 
 
 class TrainerConfig(Section):
     """Trainer ranks."""
 
     backend: str = "megatron"
-    """megatron; fsdp (Hugging Face's models under FSDP2); or a custom one (entry-point group slime_like.backends)."""
+    """megatron, fsdp (Hugging Face's models under FSDP2) or a custom backend."""
     parallel: ParallelConfig = Field(ParallelConfig(), description="Parallel layout.")
     optimizer: OptimizerConfig = Field(OptimizerConfig(), description="Optimizer.")
     fsdp: FsdpConfig = Field(FsdpConfig(), description="Settings of the backend fsdp.")
     backend_args: dict[str, Any] = Field(default_factory=dict, description="Settings of a custom backend.")
     target_tokens_per_batch: int = Field(8192, ge=16)
-    """Token budget of one packed micro-batch; every prompt plus response must fit."""
+    """Token budget of one packed micro-batch; every sequence must fit."""
     share_prefixes: Literal[False, "prompts", "tree"] = False
-    """Compute what sequences of a group begin with once per micro-batch. prompts: equal prompts. tree: also histories
-    of rollouts' rows. `attention: auto` then is allgather, which context ranks require."""
+    """Compute a prefix that sequences of a group share once per micro-batch. prompts: equal prompts. tree: also
+    histories of an agent's rows."""
     balance: Literal["tokens", "flops"] = "tokens"
-    """Balance tokens or FLOPs over data-parallel replicas; attention's FLOPs are quadratic in length."""
+    """Quantity that is balanced over data-parallel replicas."""
     attention: Literal["auto", "transformer_engine", "ring_flash_attn", "ring", "allgather"] = "auto"
-    """Attention and its context parallelism: Transformer Engine (CUDA only), the llama3 path of ring-flash-attn, our
-    zigzag ring, or our all-gather of keys and values. auto: Transformer Engine if installed on a CUDA machine, else
-    ring. fsdp supports allgather (its auto) and ring_flash_attn."""
+    """Attention and its context parallelism. auto: Transformer Engine if it is installed on a CUDA machine, else ring;
+    allgather for fsdp and for shared prefixes."""
     recompute: Literal["none", "full", "auto"] | int = "none"
-    """Recompute layers in backward instead of keeping their activations. N: the first N layers of every pipeline stage
-    (megatron: of every model chunk of a stage). auto: as few as fit `cluster.gpu`, planned when training starts."""
+    """Layers that are recomputed in backward. N: the first N layers of every stage or model chunk. auto: as few as fit
+    `cluster.gpu`, by the plan."""
     activation_offload: bool = False
-    """Keep saved activations in host memory; works with any `recompute`."""
+    """Keep saved activations in host memory."""
     head_chunk_tokens: int | None = Field(None, ge=1)
-    """Tokens whose logits exist at the same time. none: on a GPU 1,024 to 2,048, by 1 GiB of logits; on a CPU a
-    twentieth of a micro-batch, at least 128 and 1 MiB of logits, at most 1,024."""
+    """Tokens whose logits exist at the same time; none: 1,024 to 2,048 on a GPU, 128 to 1,024 on a CPU."""
     rendezvous_port: int | None = Field(None, ge=1024, le=65535)
-    """Port on rank 0's host where ranks meet; none: a free one, or a private file in a cluster of one host that the run
-    starts."""
+    """Port on rank 0's host where ranks meet; none: a free one, or a private file on one host."""
     start_timeout_s: float = Field(600.0, gt=0, description="Timeout of the start of all ranks.")
     step_timeout_s: float = Field(3600.0, gt=0, description="Timeout of one call of a rank, collectives included.")
     cpu_threads: int | None = Field(None, ge=1, description="Threads per rank on CPU; none shares a node's cores.")

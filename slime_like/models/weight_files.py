@@ -2,8 +2,6 @@
 
 import json
 import re
-from collections import Counter
-from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +15,6 @@ _MAX_HEADER = 100_000_000
 """The format's bound on the header, in bytes."""
 
 _SHOWN = 5
-_TORCH_NAMES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 
 _LAYER = re.compile(r"\D*?\.(\d+)\.")
 """The first number in a name is the layer's: model.layers.3., transformer.h.3., gpt_neox.layers.3."""
@@ -62,20 +59,6 @@ def header_shapes(directory: Path) -> dict[str, tuple[int, ...]]:
     """
     headers = map(_header, weight_files(directory))
     return {name: tuple(entry["shape"]) for header in headers for name, entry in header.items()}
-
-
-def stored_dtype(directory: Path) -> str:
-    """Type of most of the stored numbers, as torch names it where both know it ("float32").
-
-    Raises:
-        WeightFilesError: a file is missing or damaged.
-    """
-    sizes: Counter[str] = Counter()
-    for file in weight_files(directory):
-        for entry in _header(file).values():
-            sizes[entry["dtype"]] += prod(entry["shape"])
-    most = max(sizes, key=lambda dtype: sizes[dtype], default="")
-    return _TORCH_NAMES.get(most, most)
 
 
 def weight_files(directory: Path) -> list[Path]:

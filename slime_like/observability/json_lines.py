@@ -1,6 +1,7 @@
 """Files of JSON objects, one a line, each with its step; they may grow while they are read."""
 
 import json
+import math
 import mmap
 import os
 import sys
@@ -11,12 +12,8 @@ from typing import Any
 
 from slime_like.errors import DataError, SlimeLikeError
 
-MAX_STEP = 10**12
 NEWEST_BYTES = 2**25
 """How much of a table's end is read."""
-_MAX_LINE_BYTES = 2**26
-_MAX_NUMBER = 1e300
-"""Millions of numbers below it have a finite sum."""
 _BLOCK_BYTES = 2**22
 
 
@@ -26,11 +23,9 @@ def read_lines(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
     Raises:
         DataError: a finished line is not a JSON object with a step.
     """
-    number = 0
     with path.open("rb") as file:
-        while line := file.readline(_MAX_LINE_BYTES):
-            number += 1
-            record = _read_object(line, f"{path}:{number}", len(line) == _MAX_LINE_BYTES)
+        for number, line in enumerate(file, start=1):
+            record = _read_object(line, f"{path}:{number}")
             if record is not None:
                 yield number, record
             if not line.endswith(b"\n"):  # a writer may have finished it by now, but its beginning has been read
@@ -86,16 +81,6 @@ def write_lines(file: FileIO, records: Iterable[Mapping[str, Any]]) -> None:
         ) from error
 
 
-def damaged_line(problem: str, who: str) -> DataError:
-    """The error for a line that no run has written."""
-    return DataError(problem, code="damaged-line", who=who, remedy="restore or remove the file")
-
-
-def is_size(value: Any) -> bool:
-    """Whether it is a whole number from 0 to ``MAX_STEP``."""
-    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= MAX_STEP
-
-
 def _read(file: Any, start: int, length: int) -> bytes:
     file.seek(start)
     return bytes(file.read(length))
@@ -108,33 +93,38 @@ def _last_line(path: Path) -> tuple[int, bytes]:
         return whole, content[whole:]
 
 
-def _read_object(line: bytes, where: str, too_long: bool = False) -> dict[str, Any] | None:
-    """``None`` for a line that is still being written."""
-    record = None if too_long else _parse_object(line)
-    if record is not None and is_size(record.get("step")):
+def _read_object(line: bytes, where: str) -> dict[str, Any] | None:
+    """Return the object, or ``None`` for a line that is still being written."""
+    record = _parse_object(line)
+    if record is not None and isinstance(record.get("step"), int):
         return record
-    if line.endswith(b"\n") or too_long:
-        raise damaged_line("this line is not a JSON object with a step", where)
+    if line.endswith(b"\n"):
+        raise DataError(
+            "this line is not a JSON object with a step",
+            code="damaged-line",
+            who=where,
+            remedy="restore or remove the file",
+        )
     return None
 
 
 def _parse_object(line: bytes) -> dict[str, Any] | None:
     try:
-        record = json.loads(line.decode(errors="replace"))
-        return _finite(record) if isinstance(record, dict) else None
-    except (ValueError, RecursionError):  # also thousands of digits, or of brackets
+        record = json.loads(line, object_hook=_interned, parse_constant=lambda _: None)
+        return record if isinstance(record, dict) else None
+    except (ValueError, RecursionError):
         return None
 
 
+def _interned(record: dict[str, Any]) -> dict[str, Any]:
+    """Names repeat on every line."""
+    return {sys.intern(name): value for name, value in record.items()}
+
+
 def _finite(value: Any) -> Any:
-    """``value`` with every number that is not finite, or too large for a sum, as ``None``."""
+    """Return ``value`` with every number that is not finite as ``None``."""
     if isinstance(value, dict):
-        return {
-            sys.intern(name): item  # names repeat on every line
-            if (item.__class__ is float and -_MAX_NUMBER <= item <= _MAX_NUMBER) or item.__class__ is str
-            else _finite(item)
-            for name, item in value.items()
-        }
+        return {name: _finite(item) for name, item in value.items()}
     if isinstance(value, list | tuple):
         return [_finite(item) for item in value]
-    return None if isinstance(value, int | float) and not abs(value) <= _MAX_NUMBER else value
+    return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -9,11 +9,10 @@ from typing import Any
 
 from slime_like.config import LoggingConfig
 from slime_like.errors import ConfigError, DataError
-from slime_like.observability.json_lines import damaged_line, open_for_append, read_lines, write_lines
+from slime_like.observability.json_lines import open_for_append, read_lines, write_lines
 from slime_like.observability.tables import SAMPLE_TABLE, reading_order
 
 METRICS_FILE = "metrics.jsonl"
-_FIGURES = {int, float, type(None)}
 
 
 class MetricLogger:
@@ -77,9 +76,9 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
         raise DataError("there is no such metrics file", code="no-metrics", who=str(path), remedy=remedy)
     records = []
     for number, record in read_lines(path):
-        if others := {*map(type, record.values())} - _FIGURES:
-            wrong = next(name for name, value in record.items() if type(value) in others)
-            raise damaged_line(f"{wrong} must be a number", f"{path}:{number}")
+        if wrong := [name for name, value in record.items() if not isinstance(value, int | float | None)]:
+            problem, remedy = f"{wrong[0]} must be a number", "restore or remove the file"
+            raise DataError(problem, code="damaged-line", who=f"{path}:{number}", remedy=remedy)
         records.append(record)
     return records
 

@@ -3,10 +3,7 @@
 import shutil
 import socket
 from collections.abc import Iterator
-from importlib.metadata import PackageNotFoundError, metadata, requires, version
 from pathlib import Path
-
-from packaging.requirements import Requirement
 
 from slime_like.checks.layout import divisors
 from slime_like.config import RunConfig
@@ -101,25 +98,6 @@ def tensor_problems(path: Path, expected: dict[str, tuple[int, ...]]) -> Iterato
             f"{list(found[first])}, should be {list(expected[first])}); use the config.json and the weights of the "
             "same model"
         )
-
-
-def version_problems() -> Iterator[str]:
-    """Installed packages whose version this distribution does not take. What is not installed is not judged here."""
-    extras = ["", *(metadata("slime-like").get_all("Provides-Extra") or ())]
-    for text in requires("slime-like") or []:
-        requirement = Requirement(text)
-        marker = requirement.marker
-        if marker is not None and not any(marker.evaluate({"extra": extra}) for extra in extras):
-            continue  # of another Python
-        try:
-            installed = version(requirement.name)
-        except PackageNotFoundError:
-            continue
-        if not requirement.specifier.contains(installed, prereleases=True):
-            yield (
-                f"{requirement.name} {installed} is installed, but slime-like needs {requirement.specifier}; "
-                f"pip install '{requirement.name}{requirement.specifier}'"
-            )
 
 
 def disk_bytes(config: RunConfig, dimensions: ModelDimensions) -> int:

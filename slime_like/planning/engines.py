@@ -77,8 +77,3 @@ def engine_share(config: RunConfig) -> float:
     default = DEFAULT_SHARES.get(engine, _DEFAULT_SHARE)
     given = config.rollout.own_engine_args.get(SHARES.get(engine, ""), default)
     return given if isinstance(given, int | float) else default  # a check names what is no share
-
-
-def share_setting(config: RunConfig) -> str:
-    """The setting that ``engine_share`` reads, as a flag's name."""
-    return f"rollout.engine_args.{SHARES.get(config.rollout.engine, 'gpu_memory_utilization')}"

@@ -18,7 +18,6 @@ from slime_like.models.dimensions import HEADS, ModelDimensions
 from slime_like.models.weight_files import WeightFilesError
 from slime_like.orchestration.reference.config import worker_config
 from slime_like.planning import checks
-from slime_like.planning.engine_search import faster_engines
 from slime_like.planning.engines import plan_engine
 from slime_like.planning.estimates import Note, estimated_kinds, plannable_backend
 from slime_like.planning.generation import predict_generation
@@ -29,9 +28,6 @@ from slime_like.planning.result import KindPlan, Plan
 from slime_like.planning.step_time import predict, reference_seconds, traffic_per_step
 from slime_like.planning.units import count_text, traffic_text
 from slime_like.system.gpus import local_gpus
-
-_DOMINATES = 0.5
-"""Share of a step from which on generation decides its length."""
 
 
 def make_plan(run: PlannedRun, preflight: bool = False, note: Note = lambda _: None) -> Plan:
@@ -52,7 +48,7 @@ def make_plan(run: PlannedRun, preflight: bool = False, note: Note = lambda _: N
     found = list(map(str, check_settings(config, dimensions, training_needs(config))))
     found += reference_problems(config, dimensions)
     plan.size_problems += checks.placement_problems(config)
-    found += [*plan.size_problems, *checks.version_problems()]
+    found += plan.size_problems
     if not preflight or local_gpus():  # a cluster of CPUs may run what is planned for GPUs
         found += rejected_on_cuda(config)
     plan.notes += checks.object_store_notes(config)
@@ -150,8 +146,6 @@ def _work_out(plan: Plan, run: PlannedRun, backend: type[TrainerBackend], note: 
     plan.host = host_memory(run, estimates, plan.engine, plan.transport)
     scoring = reference_seconds(run, [kind.estimate for kind in plan.references])
     plan.step = predict(run, estimates, plan.engine, plan.transport, scoring)
-    if plan.fits and plan.step.generation >= _DOMINATES * plan.step.total:
-        plan.faster_engines = faster_engines(run, found, plan.transport, plan.step, scoring)
 
 
 def _work_out_references(plan: Plan, config: RunConfig, backend: type[TrainerBackend], note: Note) -> None:

@@ -6,7 +6,6 @@ from typing import Any
 
 from slime_like.config import RunConfig
 from slime_like.interfaces.estimate import RankEstimate, RankKind
-from slime_like.planning.engine_search import EngineChoice
 from slime_like.planning.engines import EnginePlan
 from slime_like.planning.generation import Generation
 from slime_like.planning.hardware import Hardware
@@ -37,7 +36,6 @@ class Plan:
         kinds, references: every kind of rank of the trainer, and of a reference worker; empty without workers, or
             where the layout itself is rejected.
         engine_phase: the GPU of an engine that has its own.
-        faster_engines: other engines on the same GPUs, where generation dominates and they would shorten it.
         problems: what keeps the run from this cluster, each with a remedy; empty where it may start.
         size_problems: of these, too few GPUs and too little memory.
         notes: what could not be judged here, or is worth knowing.
@@ -53,7 +51,6 @@ class Plan:
     engine: EnginePlan | None = None
     engine_phase: PhaseMemory | None = None
     generation: Generation | None = None
-    faster_engines: EngineChoice | None = None
     host: HostMemory | None = None
     workload: Workload | None = None
     step: StepTime | None = None

@@ -15,14 +15,12 @@ from slime_like.errors import ConfigError
 from slime_like.interfaces import TrainerBackend
 from slime_like.planning import checks
 from slime_like.planning.bounds import least_bytes, least_kept_bytes
-from slime_like.planning.engine_search import faster_engines
 from slime_like.planning.engines import plan_engine
 from slime_like.planning.estimates import Note, plannable_backend
 from slime_like.planning.hardware import CONTEXT_BYTES
 from slime_like.planning.memory import PhaseMemory, host_memory
 from slime_like.planning.planned_run import PlannedRun, Workload
 from slime_like.planning.recompute import fewest_recomputed, with_recompute
-from slime_like.planning.settings import Changes, changed, flags
 from slime_like.planning.step_time import StepTime, predict
 
 _GROUPS = 16
@@ -36,15 +34,13 @@ class Candidate:
 
     Attributes:
         tokens: of a micro-batch (``trainer.target_tokens_per_batch``).
-        engines: their number and GPUs each, e.g. "8 x 4"; "" where the run has none.
-        engine_changes: settings of engines that differ from the configuration's.
+        engines: their number and GPUs each, e.g. "8 x 4"; "" if the run has none.
     """
 
     parallel: ParallelConfig
     tokens: int
     recompute: str | int
     engines: str
-    engine_changes: Changes
     tightest: PhaseMemory
     step: StepTime
 
@@ -59,7 +55,7 @@ class Candidate:
         fields = ("tensor", "sequence", "pipeline", "virtual_pipeline", "context", "data", "expert")
         sizes = [f"--trainer.parallel.{name} {str(getattr(self.parallel, name)).lower()}" for name in fields]
         sizes += [f"--trainer.target_tokens_per_batch {self.tokens}", f"--trainer.recompute {self.recompute}"]
-        return " ".join([*sizes, *flags(self.engine_changes)])
+        return " ".join(sizes)
 
     def to_json(self) -> dict[str, Any]:
         """Convert to JSON values, with derived figures."""
@@ -198,7 +194,7 @@ def _room(run: PlannedRun, recompute: str) -> float:
 
 
 def _candidate(run: PlannedRun, backend: type[TrainerBackend]) -> Candidate | None:
-    """The layout with the fastest engines on its GPUs, or with those of the configuration where they are as fast."""
+    """Return the layout with the fewest recomputed layers, or ``None`` if it does not fit."""
     fitted = fewest_recomputed(run, backend)
     if fitted is None or not all(phase.fits for phase in fitted.phases):
         return None
@@ -211,14 +207,10 @@ def _candidate(run: PlannedRun, backend: type[TrainerBackend]) -> Candidate | No
             transport = chosen_transport(config, on_cuda=True, num_hosts=checks.planned_nodes(config))
     step = predict(run, estimates, engine, transport)
     tightest = min(phases, key=lambda phase: phase.margin)
-    changes: Changes = {}
-    if engine is not None and (choice := faster_engines(run, found, transport, step)) is not None:
-        run, changes, step, tightest = changed(run, choice.changes), choice.changes, choice.step, choice.tightest
-        engine = choice.engine
     if not host_memory(run, estimates, engine, transport).fits:
         return None
     rollout = run.config.rollout
     engines = "" if engine is None else f"{rollout.num_engines} x {rollout.tensor}"
     trainer = config.trainer
     sizes = trainer.parallel, trainer.target_tokens_per_batch, trainer.recompute
-    return Candidate(*sizes, engines, changes, tightest, step)
+    return Candidate(*sizes, engines, tightest, step)

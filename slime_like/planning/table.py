@@ -14,7 +14,7 @@ from slime_like.planning.memory import ENGINES, PhaseMemory
 from slime_like.planning.result import Plan
 from slime_like.planning.search import Candidate
 from slime_like.planning.step_time import ATTENTION, HEAD, PRODUCTS, SYNC_GB_PER_S
-from slime_like.planning.units import count_text, memory_text, seconds_text, significant, traffic_text
+from slime_like.planning.units import count_text, memory_text, seconds_text
 from slime_like.system.console import Console
 
 _WIDTH = 80
@@ -35,7 +35,7 @@ def print_plan(config: RunConfig, plan: Plan, stream: TextIO | None = None) -> N
         console.print()
         for line in (*verdict.step_lines(plan), *verdict.waves(config, plan)):
             console.print(line, markup=False)
-    for table in (_memory(plan), _host(plan), _time(plan), _lost(plan), _traffic(plan), _ranks(plan)):
+    for table in (_memory(plan), _time(plan), _lost(plan)):
         if table is not None:
             _print_table(console, table)
     console.print()
@@ -133,20 +133,6 @@ def _tightest_of_each_phase(phases: Sequence[PhaseMemory]) -> list[PhaseMemory]:
     return [phase for phase in found.values() if phase in tightest]
 
 
-def _host(plan: Plan) -> Table | None:
-    if plan.host is None or not plan.host.items:
-        return None
-    table = _table("Host memory of a node, without the processes themselves", ["", "per node"], left=[""])
-    for item in plan.host.items:
-        table.add_row(item.name, memory_text(item.nbytes))
-    table.add_section()
-    table.add_row("sum", memory_text(plan.host.total))
-    if plan.host.capacity is not None:
-        table.add_row("node", memory_text(plan.host.capacity))
-        table.add_row("free", memory_text(plan.host.capacity - plan.host.total))
-    return table
-
-
 def _time(plan: Plan) -> Table | None:
     step = plan.step
     if step is None:
@@ -177,45 +163,6 @@ def _lost(plan: Plan) -> Table | None:
     return table
 
 
-def _traffic(plan: Plan) -> Table | None:
-    most: dict[tuple[str, str], tuple[float, float, str]] = {}
-    for rank in plan.kinds:
-        for sent in rank.traffic:
-            key = (sent.axis, sent.link)
-            if sent.nbytes > most.get(key, (0.0, 0.0, ""))[0]:
-                most[key] = sent.nbytes, sent.calls, rank.kind.name
-    if not most:
-        return None
-    columns = ("axis", "link", "sent", "messages", "most by")
-    table = _table("Traffic: sent by one rank while a step trains", columns, left=("axis", "link", "most by"))
-    for (axis, link), (nbytes, calls, kind) in most.items():
-        table.add_row(axis, link, traffic_text(nbytes), f"{calls:,.0f}", kind)
-    return table
-
-
-def _ranks(plan: Plan) -> Table:
-    title = (
-        f"Ranks (recompute: {plan.recompute}) and their largest micro-batch: its tokens, TFLOP and "
-        "activations saved for the backward pass, and the number of micro-batches in flight"
-    )
-    columns = ("kind", "ranks", "parameters", "tokens", "TFLOP", "saved", "in flight")
-    table = _table(title, columns, left=("kind",))
-    for kind in (*plan.kinds, *plan.references):
-        estimate, memory = kind.estimate, kind.estimate.memory
-        trained = kind in plan.kinds  # nothing is kept for a reference's backward pass
-        work = estimate.training if trained else estimate.forward
-        table.add_row(
-            kind.kind.name,
-            f"{len(kind.kind.ranks):,}",
-            f"{memory.parameters:,}",
-            f"{estimate.micro_batch_tokens:,}",
-            significant(work.flops / 1e12),
-            memory_text(memory.saved_bytes) if trained else "",
-            str(memory.in_flight) if trained else "",
-        )
-    return table
-
-
 def _workings(config: RunConfig, plan: Plan) -> Iterator[str]:
     """What the figures follow from."""
     engine, work, step = plan.engine, plan.workload, plan.step
@@ -239,7 +186,7 @@ def _workings(config: RunConfig, plan: Plan) -> Iterator[str]:
             yield "one call of each agent; give --mean_prompt and --mean_response for rows of several"
         yield from _assumptions(config, plan)
     layers = {kind.estimate.layers for kind in plan.kinds}
-    yield f"planned layers: {', '.join(sorted(layers))}; Transformer Engine's keep less"
+    yield f"planned layers: {', '.join(sorted(layers))}; Transformer Engine's keep less; recompute: {plan.recompute}"
 
 
 def _assumptions(config: RunConfig, plan: Plan) -> Iterator[str]:

@@ -1,11 +1,10 @@
-"""The verdict on a plan in sentences: does it fit, what limits the step, and what would change that."""
+"""The verdict on a plan in sentences: does it fit, and what limits the step."""
 
 from collections.abc import Iterator
 
 from slime_like.config import RunConfig
 from slime_like.planning.generation import Generation
 from slime_like.planning.result import Plan
-from slime_like.planning.settings import flags
 from slime_like.planning.step_time import StepTime
 from slime_like.planning.units import count_text, memory_text, seconds_text, significant
 
@@ -76,26 +75,14 @@ def _detail(longest: str, plan: Plan, step: StepTime) -> str:
 
 
 def waves(config: RunConfig, plan: Plan) -> Iterator[str]:
-    """Why generation takes several waves, and engines that are faster on the same GPUs."""
-    found, step = plan.generation, plan.step
-    if found is None or step is None or plan.engine is None:
-        return
-    if found.waves > 1:
+    """Say why generation takes several waves."""
+    found = plan.generation
+    if found is not None and found.waves > 1:
         yield (
             f"{count_text(config.rollout.num_engines, 'engine')}: each decodes {found.at_once:,} of its "
             f"{found.sequences:,} sequences at once ({_limit(config, plan, found)}), so generation takes "
             f"{found.waves} waves."
         )
-    better = plan.faster_engines
-    if better is None:
-        return
-    once = f"{better.generation.at_once:,} of {better.generation.sequences:,} sequences at once"
-    left = f"{memory_text(better.tightest.margin)} GPU memory free"
-    yield f"Faster: {' '.join(flags(better.changes))}"
-    yield (
-        f"  gives {once}, {count_text(better.generation.waves, 'wave')}, a step of {seconds_text(better.step.total)} "
-        f"instead of {seconds_text(step.total)}, and {left}."
-    )
 
 
 def _limit(config: RunConfig, plan: Plan, found: Generation) -> str:

@@ -31,7 +31,7 @@ RECIPES = {
     "qwen3_4b": 8,
     "qwen3_8b": 8,
     "qwen3_30b_a3b": 16,
-    "qwen3_32b": 32,
+    "qwen3_32b": 64,
     "qwen2.5_32b": 32,
 }
 
@@ -59,7 +59,6 @@ def test_recipe_fits_the_gpus_it_names(name: str) -> None:
     assert plan.fits
     assert plan.gpus_in_use == plan.nodes * plan.hardware.gpus_per_node == RECIPES[name]
     assert plan.step is not None and plan.step.total > 0
-    assert plan.faster_engines is None
     first = plan.kinds[0].estimate.memory  # what the search need not follow to know that it is too large
     assert 0.4 < least_kept_bytes(planned) / (first.saved_bytes * first.in_flight) < 1
     dense = config.trainer.parallel.expert == 1
@@ -79,9 +78,9 @@ def _is_worked_out_by_hand(plan: Plan, layout: ParallelConfig) -> None:
     attention = 5120 * (64 + 8 + 8) * 128 + 64 * 128 * 5120
     layer, norms = attention + 3 * 5120 * 25_600, 2 * 5120 + 2 * 128
     vocabulary = -(-151_936 // (128 * tensor)) * 128 * tensor * 5120  # padded to a multiple of 128 on each rank
-    assert pipeline == 2
-    held = [(vocabulary + layers * layer) // tensor + layers * norms for layers in (33, 31)]  # the head is 1.6 layers
-    for kind, expected in zip((plan.kinds[0], plan.kinds[-1]), (held[0], held[1] + 5120), strict=True):  # the last norm
+    assert pipeline == 1
+    expected = (2 * vocabulary + 64 * layer) // tensor + 64 * norms + 5120  # embedding, head, and the last norm
+    for kind in plan.kinds:
         memory = kind.estimate.memory
         assert (memory.parameters, memory.parameter_bytes) == (expected, 2 * expected)
         assert memory.gradient_bytes == pytest.approx(4 * expected, rel=1e-5)

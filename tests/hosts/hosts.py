@@ -179,14 +179,13 @@ class Network:
 
     Attributes:
         nodes: the cluster's two.
-        outsider: reaches node 0 by its other network, as ``outside_address``; ``None`` on loopback.
+        outsider: is routed to the cluster's network by node 0's other one; ``None`` on loopback.
         shared: directory that both nodes see under the same path.
         why_loopback: why these are no hosts but addresses; "" where they are.
     """
 
     nodes: list[Host]
     outsider: Host | None
-    outside_address: str
     shared: Path
     why_loopback: str = ""
 
@@ -202,7 +201,7 @@ def two_hosts(shared: Path) -> Iterator[Network]:
             ]  # Ray would replace 127.0.0.1
             for node in nodes:
                 stack.callback(node.power_off)
-            yield Network(nodes, None, "", shared, why)
+            yield Network(nodes, None, shared, why)
             return
         first, second, outsider = (
             _boot(stack, name, address)
@@ -214,7 +213,7 @@ def two_hosts(shared: Path) -> Iterator[Network]:
         outsider.run(["ip", "route", "add", "10.77.0.0/24", "via", "192.168.77.1"])
         for node in (first, second):
             _furnish(node, shared)
-        yield Network([first, second], outsider, "192.168.77.1", shared)
+        yield Network([first, second], outsider, shared)
 
 
 def _boot(stack: ExitStack, name: str, address: str) -> Host:

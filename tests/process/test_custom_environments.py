@@ -30,7 +30,10 @@ class Rounds:
     ("options", "words"),
     [
         ({"rounds": 9}, []),
-        ({"turns": 3}, ["rollout.environment: options of environment 'rounds_of:Rounds'", "turns"]),
+        (
+            {"turns": 3},
+            ["rollout.environment: environment 'rounds_of:Rounds' cannot be called with its options", "turns"],
+        ),
         ({"rounds": 10}, ["rollout.environment: environment 'rounds_of:Rounds'", "at most 9"]),
     ],
 )

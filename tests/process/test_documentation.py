@@ -1,8 +1,7 @@
 """Examples of the pages run, configuration fragments are valid, and links, files and keys exist.
 
-Python blocks of ``docs/extending.md`` are whole files named in their first line; beside those of ``docs/examples`` they
-are written to a directory and the ``try_*.py`` ones are executed, with the entry points of the TOML blocks installed
-beside them. Each example states what it proves.
+Python blocks of ``docs/extending.md`` are whole files named in their first line. They are written to a directory next
+to the files of ``docs/examples``. The ``try_*.py`` files run there, with the entry points of the TOML blocks installed.
 """
 
 import importlib
@@ -79,8 +78,9 @@ def test_example_runs(example: str, project: Path) -> None:
 
 
 def test_every_example_is_tried() -> None:
-    """A file that no ``try_*.py`` stands beside would rot unseen."""
-    assert {f"try_{name}" for name in extensions() if not name.startswith("try_")} == set(EXAMPLES)
+    """Each file has a ``try_*.py``. The run from Python has a test below."""
+    tried = {f"try_{name}" for name in extensions() if not name.startswith("try_") and name != "train.py"}
+    assert tried == set(EXAMPLES)
     assert len(EXAMPLES) == 8
 
 
@@ -90,13 +90,7 @@ def test_configuration_fragments_are_valid(block: str, tmp_path: Path) -> None:
     RunConfig(**{"run_dir": tmp_path, "model": {"path": tmp_path}, **fragment})
 
 
-@pytest.mark.parametrize("name", ["try_algorithms.py", "try_rewards.py"])
-def test_library_example_runs(name: str, tmp_path: Path) -> None:
-    (tmp_path / name).write_text(named_files("library")[name], encoding="utf-8")
-    runpy.run_path(str(tmp_path / name), run_name="__main__")
-
-
-def test_library_trains_what_it_loads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_from_python_trains_what_it_loads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The run itself is the command's."""
     trained: list[RunConfig] = []
 
@@ -107,7 +101,7 @@ def test_library_trains_what_it_loads(tmp_path: Path, monkeypatch: pytest.Monkey
     monkeypatch.setattr("slime_like.train.train", train)
     monkeypatch.setattr("slime_like.checks.check.require_valid", trained.append)
     monkeypatch.chdir(DOCS.parent)
-    (tmp_path / "train.py").write_text(named_files("library")["train.py"], encoding="utf-8")
+    (tmp_path / "train.py").write_text(named_files()["train.py"], encoding="utf-8")
     runpy.run_path(str(tmp_path / "train.py"), run_name="__main__")
     assert [config.run_dir for config in trained] == [DOCS.parent / "runs" / "mine"] * 2
 

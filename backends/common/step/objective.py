@@ -37,7 +37,7 @@ class Objective:
         if pack.old_logprobs is None and self._freezes:
             # The only update of its batch starts from the very weights that old logprobs are of.
             given.old_logprobs = pack.old_logprobs = logprobs.detach().float()
-        output = self._loss.of_checked_lengths(
+        output = self._loss(
             LossInputs(
                 logprobs=logprobs,
                 entropy=entropy,

@@ -6,7 +6,7 @@ Trainers do not use it: they compose ``Loss`` (``loss.py``) of a policy term (``
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, NamedTuple, Self
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,21 +18,15 @@ from slime_like.algorithms.losses.sums import LossOutput
 from slime_like.algorithms.losses.types import LossInputs
 from slime_like.algorithms.reduction import RolloutIds, step_denominator, token_weights
 from slime_like.algorithms.segments import require_lengths, spread_over_tokens
-from slime_like.algorithms.tensor_checks import expanded_temperatures, require_alike, require_bool_mask, require_tensors
+from slime_like.algorithms.tensor_checks import expanded_temperatures, require_alike
 
 if TYPE_CHECKING:
     from slime_like.config.algorithm import AlgorithmConfig  # needs pydantic, which this layer does not
 
 
 class BatchLoss(NamedTuple):
-    """The mean loss of a whole batch.
-
-    Attributes:
-        loss: with graph; everything else is detached.
-        policy_loss, kl_loss: means of the policy term, and of the KL without its coefficient.
-        ratio, clip_fraction: mean of pi / pi_old, and fraction of clipped tokens, over loss-carrying tokens.
-        logprobs: like ``targets``; 0 where these are negative.
-    """
+    """Means of a whole batch: ``loss`` with graph, policy term, KL without its coefficient, pi / pi_old and fraction of
+    clipped tokens over loss-carrying tokens; and ``logprobs``, like the targets, 0 where these are negative."""
 
     loss: Tensor
     policy_loss: Tensor
@@ -41,27 +35,16 @@ class BatchLoss(NamedTuple):
     clip_fraction: Tensor
     logprobs: Tensor
 
-    @classmethod
-    def of_sums(cls, output: LossOutput, denominator: float, logprobs: Tensor) -> Self:
-        """The means of ``output``'s sums."""
-        stats = output.sums.to_stats(denominator, 0.0, 0.0)
-        means = stats.policy_loss, stats.kl_loss, stats.ratios, stats.clipfrac
-        return cls(output.loss / denominator, *means, logprobs.detach())
-
 
 class GRPOLoss:
     """``build_loss(config)`` for direct use: from logprobs, or from logits in one tensor or in chunks.
-
-    Args:
-        config: the objective; ``loss``, clip bounds, KL, entropy and ``reduction`` are taken from it.
 
     Example:
         >>> GRPOLoss(AlgorithmConfig(kl_coef=0.1)).forward(logits, targets, ref_logprobs, advantages).loss.backward()
     """
 
     def __init__(self, config: AlgorithmConfig) -> None:
-        self.config = config
-        self.loss = build_loss(config)
+        self.config, self.loss = config, build_loss(config)
 
     def compute_loss_from_logprobs(
         self,
@@ -76,39 +59,33 @@ class GRPOLoss:
         token_weights: Tensor | None = None,
         response_lens: Tensor | None = None,
     ) -> LossOutput:
-        """The weighted sum and its metrics, undivided.
+        """Return the weighted sum, undivided, with its metrics; ``step_denominator`` is what to divide by.
 
         Args:
-            logprobs: (R,) with graph; every other per-token tensor is (R,) too.
-            advantages: (R,); each sequence's advantage on its tokens.
-            old_logprobs, ref_logprobs, behaviour_logprobs, entropy: where the configured loss needs them.
-            loss_mask: bool; none means that every token carries loss.
-            token_weights: none means weight 1.
+            logprobs: (R,) with graph. Every other tensor is (R,) too, as ``LossInputs`` describes it.
+            loss_mask: bool; by default every token carries loss.
+            token_weights: by default 1.
             response_lens: (S,), for losses with a ratio per sequence.
 
-        Returns:
-            ``loss``, with graph, and ``sums``: divide by ``step_denominator``, after the sums of all micro-batches.
-
         Raises:
-            ValueError: an input that the configured loss needs is missing, or a mask is not bool. A ratio
+            ValueError: an input that the configured loss needs is missing, or inputs do not fit together. A ratio
                 against a detached copy of the same logprobs would be 1 by construction, so it is never made up here.
         """
-        require_tensors(logprobs=logprobs)
-        mask = torch.ones_like(logprobs, dtype=torch.bool) if loss_mask is None else loss_mask
-        weights = torch.ones_like(logprobs) if token_weights is None else token_weights
-        return self.loss(
-            LossInputs(
-                logprobs=logprobs,
-                entropy=entropy,
-                old_logprobs=old_logprobs,
-                behaviour_logprobs=behaviour_logprobs,
-                ref_logprobs=ref_logprobs,
-                advantages=advantages,
-                loss_mask=mask,
-                token_weights=weights,
-                response_lens=response_lens,
-            )
+        if response_lens is not None:
+            require_lengths(response_lens, logprobs.numel())
+        ones = torch.ones_like(logprobs)
+        inputs = LossInputs(
+            logprobs=logprobs,
+            entropy=entropy,
+            old_logprobs=old_logprobs,
+            behaviour_logprobs=behaviour_logprobs,
+            ref_logprobs=ref_logprobs,
+            advantages=advantages,
+            loss_mask=ones.bool() if loss_mask is None else loss_mask,
+            token_weights=ones if token_weights is None else token_weights,
+            response_lens=response_lens,
         )
+        return self.loss(inputs)
 
     def forward(
         self,
@@ -125,63 +102,61 @@ class GRPOLoss:
         rollout_ids: RolloutIds | None = None,
         temperature: float | Tensor = 1.0,
     ) -> BatchLoss:
-        """The mean loss of a whole batch, packed (R) or padded (B, T).
+        """Return the mean loss of a whole batch, packed (R) or padded (B, T).
 
         Args:
             pi_logits: (R, V) or (B, T, V), scoring ``targets`` (already shifted); or a list of chunks along the token
                 axis, of any sizes.
             targets: (R,) or (B, T) int64; a negative id carries no loss.
-            ref_logprobs: as ``targets``; may be none where ``kl_coef`` is 0.
-            advantages: as ``targets``, or one per sequence: (B,) for padded input, (S,) for packed with
-                ``response_lens``; none where the loss uses none (sft).
-            padding_masks: as ``targets``, bool, True where the token carries loss.
-            old_logprobs: as ``targets``. None declares that these very weights drew the samples and are updated once:
+            ref_logprobs, behaviour_logprobs: like ``targets``, if the configured loss needs them.
+            advantages: like ``targets``, or one per sequence: (B,), or (S,) with ``response_lens``.
+            padding_masks: like ``targets``, bool, True where the token carries loss.
+            old_logprobs: like ``targets``. None declares that these very weights drew the samples and are updated once:
                 then pi_old is the current policy, the ratio is 1 and nothing can be clipped.
-            behaviour_logprobs: as ``targets``.
-            response_lens: (S,) for packed input, where the loss or the reduction is per sequence; refused for padded
-                input, whose rows are sequences already and whose padding is marked in ``padding_masks``.
-            group_ids: of every sequence, for the reduction "groups".
-            rollout_ids: of every sequence, where several are rows of one rollout; see ``token_weights``.
-            temperature: what the logits are divided by: a number, or a tensor that expands to ``targets``.
+            response_lens: (S,) for packed input, if the loss or the reduction is per sequence.
+            group_ids, rollout_ids: one per sequence, for ``token_weights``.
+            temperature: divisor of the logits: a number, or a tensor that expands to ``targets``.
 
         Raises:
-            ValueError: no tensor, shapes that do not fit, a mask that is not bool, a temperature that is not positive,
-                something missing that the configuration needs, or ratios per sequence where rollouts have several rows.
+            ValueError: shapes that do not fit, a temperature that is not positive, something missing that the
+                configuration needs, or ratios per sequence although rollouts have several rows.
         """
-        require_tensors(targets=targets, advantages=advantages)
-        _check_input(targets)
-        given = {"old_logprobs": old_logprobs, "ref_logprobs": ref_logprobs, "behaviour_logprobs": behaviour_logprobs}
-        # Before flattening, after which (T, B) looks like (B, T).
-        require_alike(targets=targets, padding_masks=padding_masks, **given)
         logprobs, entropy = _score(pi_logits, targets, temperature)
-        mask = _loss_mask(targets, padding_masks)
-        lengths = _sequence_lengths(targets, response_lens)
-        weights, denominator = self._reduce(mask, lengths, group_ids, rollout_ids)
+        mask = targets >= 0 if padding_masks is None else (targets >= 0) & padding_masks
+        is_padded = targets.ndim == 2 and response_lens is None
+        lengths = torch.full_like(targets[:, 0], targets.shape[1]) if is_padded else response_lens
+        if advantages is not None and lengths is not None and advantages.shape == lengths.shape != targets.shape:
+            advantages = spread_over_tokens(advantages, lengths).view_as(targets)
+        given = {"ref_logprobs": ref_logprobs, "advantages": advantages, "behaviour_logprobs": behaviour_logprobs}
         given["old_logprobs"] = logprobs.detach() if old_logprobs is None else old_logprobs
-        given["advantages"] = None if advantages is None else _broadcast(advantages, targets, lengths)
+        require_alike(targets=targets, padding_masks=padding_masks, **given)  # flattened, (T, B) looks like (B, T)
         flat = {name: None if values is None else values.flatten() for name, values in given.items()}
-        self._normalise(flat, mask, lengths, weights)
+        weights, denominator = self._reduce(mask.flatten(), lengths, group_ids, rollout_ids)
+        self._normalise(flat, mask.flatten(), lengths, weights)
         output = self.compute_loss_from_logprobs(
             logprobs.flatten(),
             **flat,
             entropy=entropy.flatten(),
-            loss_mask=mask,
+            loss_mask=mask.flatten(),
             token_weights=weights.to(logprobs.dtype),
             response_lens=lengths,
         )
-        return BatchLoss.of_sums(output, denominator, logprobs)
+        stats = output.sums.to_stats(denominator, 0.0, 0.0)
+        means = stats.policy_loss, stats.kl_loss, stats.ratios, stats.clipfrac
+        return BatchLoss(output.loss / denominator, *means, logprobs.detach())
 
     __call__ = forward
 
     def _normalise(self, flat: dict[str, Tensor | None], mask: Tensor, lengths: Tensor | None, weights: Tensor) -> None:
-        """Where configured, divide advantages by the mean importance weight of this batch."""
+        """Divide advantages by the mean importance weight of this batch, if configured."""
         old, behaviour, advantages = flat["old_logprobs"], flat["behaviour_logprobs"], flat["advantages"]
         if self.config.importance_correction == "none" or not self.config.importance_normalize:
             return
-        if old is None or behaviour is None or advantages is None:
-            return  # the loss itself names what is missing
-        made = configured_weights(self.config, old, behaviour, mask, lengths)
-        flat["advantages"] = advantages / mean_weight(made.weights, mask, weights)
+        if (
+            old is not None and behaviour is not None and advantages is not None
+        ):  # the loss itself names what is missing
+            made = configured_weights(self.config, old, behaviour, mask, lengths)
+            flat["advantages"] = advantages / mean_weight(made.weights, mask, weights)
 
     def _reduce(
         self,
@@ -190,76 +165,31 @@ class GRPOLoss:
         group_ids: Sequence[int] | Tensor | None,
         rollout_ids: RolloutIds | None,
     ) -> tuple[Tensor, float]:
+        """Return the weight of every token, and the denominator of the batch."""
         reduction = self.config.reduction
-        sizes = [mask.numel()] if lengths is None else lengths.tolist()
-        if lengths is None and reduction != "tokens":
-            raise ValueError(f"reduction {reduction!r} is per sequence; give response_lens, or reduction 'tokens'")
-        if reduction == "groups" and group_ids is None:
-            raise ValueError("reduction 'groups' needs group_ids, one for each sequence")
+        for name, needed, given in (
+            ("response_lens", reduction != "tokens", lengths),
+            ("group_ids", reduction == "groups", group_ids),
+        ):
+            if needed and given is None:
+                raise ValueError(f"reduction {reduction!r} needs {name}; give them, or use the reduction 'tokens'")
         if rollout_ids is not None and (settings := self.config.per_sequence):
             raise ValueError(
                 f"{', '.join(settings)}: ratios per sequence, which rows of a rollout do not have; use losses and "
                 "corrections per token, or give no rollout_ids"
             )
+        sizes = [mask.numel()] if lengths is None else lengths.tolist()
         counts = [int(part.sum()) for part in mask.split(sizes)]
-        groups = [0] * len(counts) if group_ids is None else list(group_ids)  # one group: other reductions ignore it
+        groups = [0] * len(counts) if group_ids is None else group_ids  # one group: other reductions ignore it
         weights = token_weights(reduction, counts, groups, self.config.constant_length, rollout_ids)
         per_token = spread_over_tokens(weights, torch.tensor(sizes, device=mask.device))
         return per_token, step_denominator(reduction, counts, groups, rollout_ids)
 
 
-def _check_input(targets: Tensor) -> None:
-    if targets.ndim not in (1, 2):
-        raise ValueError(f"targets have shape {tuple(targets.shape)}; give (R,) for a pack, (B, T) for padded input")
-
-
 def _score(pi_logits: Tensor | Sequence[Tensor], targets: Tensor, temperature: float | Tensor) -> tuple[Tensor, Tensor]:
-    """Logprobs and entropies; targets are cut at the chunks' own offsets, so the two cannot drift apart."""
+    """Return logprobs and entropies; targets are cut at the chunks' own offsets, so the two cannot drift apart."""
     chunks = [pi_logits] if isinstance(pi_logits, Tensor) else list(pi_logits)
-    for chunk in chunks:
-        require_tensors(pi_logits=chunk)
-        if chunk.ndim != targets.ndim + 1:
-            raise ValueError(
-                f"pi_logits have shape {tuple(chunk.shape)}, targets {tuple(targets.shape)}; give (R, V) for a pack, "
-                "(B, T, V) for padded input"
-            )
     sizes = [chunk.shape[-2] for chunk in chunks]
-    if sum(sizes) != targets.shape[-1]:
-        raise ValueError(f"chunks of {sizes} tokens do not cover targets of shape {tuple(targets.shape)}")
     parts = (values.split(sizes, dim=-1) for values in (targets, expanded_temperatures(temperature, targets)))
     scores = [logprobs_and_entropy(*given) for given in zip(chunks, *parts, strict=True)]
     return torch.cat([s[0] for s in scores], dim=-1), torch.cat([s[1] for s in scores], dim=-1)
-
-
-def _sequence_lengths(targets: Tensor, response_lens: Tensor | None) -> Tensor | None:
-    if targets.ndim == 1:
-        if response_lens is not None:
-            require_lengths(response_lens, targets.numel())
-        return response_lens
-    if response_lens is not None:
-        raise ValueError(
-            f"response_lens belong to packed targets (R,), these are {tuple(targets.shape)}; mark the padding of their "
-            "rows in padding_masks"
-        )
-    return torch.full((targets.shape[0],), targets.shape[1], dtype=torch.int64, device=targets.device)
-
-
-def _loss_mask(targets: Tensor, padding_masks: Tensor | None) -> Tensor:
-    """(tokens,) True where a token carries loss."""
-    mask = targets >= 0
-    if padding_masks is not None:
-        require_bool_mask(padding_masks, "padding_masks")
-        mask = mask & padding_masks
-    return mask.flatten()
-
-
-def _broadcast(advantages: Tensor, targets: Tensor, lengths: Tensor | None) -> Tensor:
-    if targets.ndim == 1 and lengths is not None and advantages.shape == lengths.shape != targets.shape:
-        return spread_over_tokens(advantages, lengths)
-    rows = advantages[:, None] if targets.ndim == 2 and advantages.ndim == 1 else advantages
-    if rows.ndim != targets.ndim or rows.shape not in (targets.shape, (*targets.shape[:1], 1)):
-        raise ValueError(
-            f"advantages {tuple(advantages.shape)} do not fit targets {tuple(targets.shape)}; give one per target, or "
-            "one per sequence, (B,) for padded targets (B, T), (S,) for packed ones with response_lens"
-        )
-    return rows.expand(targets.shape)

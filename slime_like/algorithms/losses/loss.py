@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, cast
 
@@ -15,13 +14,12 @@ from slime_like.algorithms.importance import (
     ImportanceWeights,
     configured_weights,
     find_correction,
-    near_policy_mask,
+    off_policy_sequence_mask,
 )
 from slime_like.algorithms.losses.kl import KLEstimator, find_kl_estimator, kl_estimate
 from slime_like.algorithms.losses.policy import POLICY_LOSSES, PolicyLoss, required, token_ratio
 from slime_like.algorithms.losses.sums import LossOutput, LossSums
 from slime_like.algorithms.losses.types import LossInputs, PolicyTerms
-from slime_like.algorithms.segments import require_lengths
 from slime_like.plugins.resolve import resolve_callable
 
 if TYPE_CHECKING:
@@ -72,7 +70,7 @@ class Loss:
         kl_estimator, correction: what computes the two; none means those that the configuration names.
 
     Raises:
-        ValueError: a coefficient or threshold that is negative or not finite, or an unknown estimator or correction.
+        ValueError: an unknown estimator or correction.
 
     Attributes:
         name: of the policy term.
@@ -89,7 +87,6 @@ class Loss:
         kl_estimator: KLEstimator | None = None,
         correction: Correction | None = None,
     ) -> None:
-        _check_coefficients(config)
         self._config, self._policy = config, policy
         corrects = config.importance_correction != "none"
         self._correct = (correction or find_correction(config.importance_correction)) if corrects else None
@@ -111,17 +108,9 @@ class Loss:
             The weighted sum, undivided, with graph, and the metrics.
 
         Raises:
-            ValueError: an input that this loss needs is missing, or has another shape or type than it says; lengths
-                are not those of the tokens; or the custom policy term returns something else than (R,) values in
-                ``PolicyTerms``.
+            ValueError: an input that this loss needs is missing, or has another shape or type than it says; or the
+                custom policy term returns something else than (R,) values in ``PolicyTerms``.
         """
-        inputs.check_shapes()
-        if inputs.response_lens is not None:
-            require_lengths(inputs.response_lens, inputs.logprobs.numel())
-        return self.of_checked_lengths(inputs)
-
-    def of_checked_lengths(self, inputs: LossInputs) -> LossOutput:
-        """The same of lengths that were checked before they went to a device, where reading them would wait for it."""
         self._check(inputs)
         inputs = inputs.cleaned()
         terms = self._policy(inputs)
@@ -164,7 +153,7 @@ class Loss:
         sampled = inputs.behaviour_logprobs if inputs.behaviour_logprobs is not None else inputs.old_logprobs
         if sampled is None:
             raise ValueError("off_policy_mask needs behaviour_logprobs or old_logprobs; the micro-batch has neither")
-        keep = near_policy_mask(
+        keep = off_policy_sequence_mask(
             inputs.logprobs,
             sampled,
             required(inputs, "advantages"),
@@ -179,14 +168,6 @@ class Loss:
             return None
         kl = kl_estimate(inputs.logprobs, required(inputs, "ref_logprobs"), self._kl_estimator)
         return token_ratio(inputs) * kl if self._config.kl_importance_weighted else kl
-
-
-def _check_coefficients(config: AlgorithmConfig) -> None:
-    """Reject a NaN, which is not above 0: the term would be left out silently."""
-    for name in ("kl_coef", "entropy_coef", "off_policy_mask"):
-        value = getattr(config, name)
-        if not (value is None and name == "off_policy_mask") and not 0 <= value < math.inf:
-            raise ValueError(f"{name}={value} must be a finite number, 0 or more")
 
 
 def check_terms(name: str, terms: PolicyTerms, inputs: LossInputs) -> None:

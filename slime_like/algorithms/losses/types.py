@@ -40,7 +40,7 @@ class LossInputs:
     response_lens: Tensor | None = None
 
     def check_shapes(self) -> None:
-        """Raises ``ValueError`` where something is no tensor or would be broadcast, or a mask is no mask."""
+        """Raise ``ValueError`` if something would be broadcast, or a mask is not bool."""
         require_alike(**{name: getattr(self, name) for name in (*_PER_TOKEN, "loss_mask", "token_weights")})
         require_bool_mask(self.loss_mask)
 

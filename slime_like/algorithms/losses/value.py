@@ -40,14 +40,12 @@ def value_loss(
         The loss and how often the clip took hold; whatever stands on masked tokens, inf and nan too, has no effect.
 
     Raises:
-        ValueError: what is no tensor, shapes that differ, a mask that is not bool, or a negative ``clip``.
+        ValueError: shapes that differ, or a mask that is not bool.
     """
     require_bool_mask(loss_mask)
     require_alike(
         values=values, old_values=old_values, returns=returns, token_weights=token_weights, loss_mask=loss_mask
     )
-    if clip is not None and not clip >= 0:
-        raise ValueError(f"clip={clip} bounds no change of a value; give 0 or more, or None for no clipping")
     values, old_values, returns, token_weights = (
         torch.where(loss_mask, tensor, 0.0) for tensor in (values, old_values, returns, token_weights)
     )

@@ -2,7 +2,7 @@
 
 Torch joins what is a tensor for every sequence; it refuses pieces that differ in their number of dimensions, lie on
 different devices, or would lose something by conversion (numbers as bools, fractions as integers). Its message about a
-thousand tensors at once names none: ``faults`` finds the one.
+thousand tensors at once names none.
 """
 
 import math
@@ -14,7 +14,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from slime_like.algorithms.packing.faults import negative_id
 from slime_like.algorithms.packing.layout import Array, PackLengths, layout, masked_targets, masked_weights
 from slime_like.trajectory import PackedTrajectory, ScoredTrajectory, TensorField, Trajectory, tensor_fields
 
@@ -55,7 +54,11 @@ def _tokens(sequences: Sequence[Trajectory], lengths: PackLengths, pad_token_id:
     _joined(pieces, tokens[: lengths.actual])
     tokens[lengths.actual :] = pad_token_id
     if tokens.numpy().min() < 0:  # a tenth of the time of torch's
-        raise ValueError(negative_id(sequences))
+        sequence = int(np.searchsorted(lengths.ends, int(tokens.argmin()), side="right"))
+        raise ValueError(
+            f"sequence {sequences[sequence].sequence_id!r} has the token {int(tokens.min())}; give ids of the "
+            "vocabulary, and set loss_mask to False where they carry no loss"
+        )
     return tokens
 
 
@@ -83,17 +86,20 @@ def _present(sequences: Sequence[Trajectory]) -> dict[str, TensorField]:
     found = {name: each for name, each in RESPONSE_FIELDS.items() if name != "loss_mask" and hasattr(first, name)}
     absent = [name for name in found if getattr(first, name) is None]
     if absent and len(set(map(attrgetter(*absent), sequences))) > 1:
-        raise TypeError(f"not all sequences are without {', '.join(absent)}")
+        raise ValueError(f"only some sequences of the pack have {' or '.join(absent)}; give it to all or to none")
     return {name: each for name, each in found.items() if name not in absent or not each.optional}
 
 
 def _per_response(sequences: Sequence[Trajectory], lengths: PackLengths, name: str, described: TensorField) -> Tensor:
     counts = lengths.response_list
-    if described.over == "supports":
-        counts = [int(sequence.support_sizes.sum()) for sequence in sequences]  # type: ignore[union-attr]
-    values = _gathered(sequences, name, counts, len if described.entry_ndim else Tensor.numel)
-    entry = values[0].shape[1:] if described.entry_ndim else ()
-    return _joined(values, torch.empty(sum(counts), *entry, dtype=described.dtype))
+    try:
+        if described.over == "supports":
+            counts = [int(sequence.support_sizes.sum()) for sequence in sequences]  # type: ignore[union-attr]
+        values = _gathered(sequences, name, counts, len if described.entry_ndim else Tensor.numel)
+        entry = values[0].shape[1:] if described.entry_ndim else ()
+        return _joined(values, torch.empty(sum(counts), *entry, dtype=described.dtype))
+    except (AttributeError, RuntimeError, TypeError) as error:
+        raise ValueError(f"{name} cannot be packed ({error}); give all sequences tensors of one kind") from error
 
 
 def _require_finite(

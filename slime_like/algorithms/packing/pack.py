@@ -3,6 +3,7 @@
 Everything is built on the CPU from index arithmetic, concatenated once and, for another device, moved in one copy.
 """
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import accumulate
@@ -12,18 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from slime_like.algorithms.packing.faults import (
-    check_arguments,
-    check_sizes,
-    checked_device,
-    checked_list,
-    first_fault,
-    repeated_id,
-)
 from slime_like.algorithms.packing.fields import RESPONSE_FIELDS, pack_tensors, token_weights_of
 from slime_like.algorithms.packing.layout import PackLengths
 from slime_like.algorithms.packing.prefixes import Sharing, tree
-from slime_like.algorithms.tensor_checks import require_tensors
 from slime_like.trajectory import PackedTrajectory, ScoredTrajectory, Trajectory, UnscoredTrajectory, tensor_fields
 
 _ALIGNMENT = 8
@@ -63,28 +55,23 @@ def pack_sequences(
         The pack. Padding is a separate segment: it belongs to no sequence, mask, mean or count.
 
     Raises:
-        ValueError: nothing to pack, an empty prompt or response, tensors that do not fit their stated length, fields
-            that only some sequences have, a field of another type or shape than described, an id that two
-            sequences have, a negative token id, an advantage, a reward or a loss-carrying token's logprob that is not
-            finite, a negative weight, a temperature that is not positive, or more tokens than the budget: the message
-            names the sequence. A device that is not there, or a number that should be whole.
+        ValueError: nothing to pack, an empty prompt or response, tensors that do not fit their stated length, a field
+            that only some sequences have, an id that two of them have, a negative token id, an advantage, a reward or a
+            loss-carrying token's logprob that is not finite, a negative weight, a temperature that is not positive, or
+            more tokens than the budget.
+        TypeError, RuntimeError: a field of another type or shape than described.
 
     Example:
         >>> packed = pack_sequences(trajectories, pad_token_id=0, target_tokens_per_batch=4096)
     """
-    sequences = checked_list(sequences)
-    check_arguments(target_tokens_per_batch, pad_token_id, ignore_index)
-    target = checked_device(device)
-    try:
-        lengths = _checked_lengths(sequences, target_tokens_per_batch, pad_token_id)
-        tensors = pack_tensors(sequences, lengths, pad_token_id, ignore_index)
-        tensors |= tree(sequences, lengths, sharing)
-    except (TypeError, AttributeError, RuntimeError, ValueError) as error:
-        # Torch's message about a thousand tensors at once names none of them; looking at each costs as much as packing.
-        if fault := first_fault(sequences):
-            raise ValueError(fault) from error
-        raise
-    values: dict[str, Any] = dict.fromkeys(RESPONSE_FIELDS) | move_together(tensors, target)
+    sequences = list(sequences)
+    if len(set(map(type, sequences))) != 1:
+        raise ValueError("a pack has sequences of one kind, at least one; pack scored and unscored ones by themselves")
+    if ignore_index >= 0:
+        raise ValueError(f"ignore_index={ignore_index} is the id of a token; give a negative one")
+    lengths = _checked_lengths(sequences, target_tokens_per_batch, pad_token_id)
+    tensors = pack_tensors(sequences, lengths, pad_token_id, ignore_index) | tree(sequences, lengths, sharing)
+    values: dict[str, Any] = dict.fromkeys(RESPONSE_FIELDS) | move_together(tensors, torch.device(device))
     return PackedTrajectory(
         **values | _plain_values(sequences),
         max_seqlen=int(lengths.total.max()),
@@ -95,12 +82,25 @@ def pack_sequences(
 
 
 def _checked_lengths(sequences: list[Trajectory], budget: int | None, pad_token_id: int) -> PackLengths:
-    sequence_ids = [s.sequence_id for s in sequences]
-    if len(set(sequence_ids)) < len(sequence_ids):
-        raise ValueError(repeated_id(sequence_ids))
-    prompts, responses = [s.prompt_len for s in sequences], [s.response_len for s in sequences]
-    lengths = PackLengths(prompts, responses, budget)
-    check_sizes(sequences, prompts, responses, lengths.packed, pad_token_id)
+    (twice, count), *_ = Counter(s.sequence_id for s in sequences).most_common(1)
+    if count > 1:
+        raise ValueError(
+            f"{count} sequences have the id {twice!r}; give every sequence an id that is unique over the run"
+        )
+    for sequence in sequences:
+        if min(sequence.prompt_len, sequence.response_len) < 1:
+            raise ValueError(
+                f"sequence {sequence.sequence_id!r} has an empty prompt or response; drop it before packing"
+            )
+    lengths = PackLengths([s.prompt_len for s in sequences], [s.response_len for s in sequences], budget)
+    if lengths.padding < 0:
+        longest = max(sequences, key=lambda sequence: sequence.total_len)
+        raise ValueError(
+            f"{len(sequences)} sequences have {lengths.actual} tokens, {longest.sequence_id!r} alone "
+            f"{longest.total_len}, over the budget of {budget}; pack fewer (partition_by_tokens chooses) or raise it"
+        )
+    if lengths.padding and pad_token_id < 0:
+        raise ValueError(f"pad_token_id={pad_token_id} is not a token id; give one of the vocabulary, e.g. 0")
     return lengths
 
 
@@ -158,7 +158,6 @@ def unpack_response_logprobs(packed: PackedTrajectory, response_logprobs: Tensor
     Raises:
         ValueError: not exactly R values.
     """
-    require_tensors(response_logprobs=response_logprobs)
     lengths = packed.response_lens.tolist()
     if response_logprobs.ndim != 1 or response_logprobs.numel() != sum(lengths):
         raise ValueError(

@@ -1,9 +1,7 @@
 """Distributing sequences over data-parallel ranks and token-bounded micro-batches. Nothing is dropped."""
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from numbers import Integral
 from typing import TypeVar
 
 from torch import Tensor
@@ -21,7 +19,6 @@ def partition_by_tokens(
     num_ranks: int,
     *,
     costs: Sequence[float] | Tensor | None = None,
-    equal_counts: bool | None = None,
 ) -> Partition:
     """Choose a rank and a micro-batch for every sequence.
 
@@ -29,23 +26,21 @@ def partition_by_tokens(
     first-fit-decreasing finds, and spread evenly over so many: the largest decides how much memory a step takes, and
     the smallest still costs what every micro-batch does. For equal counts the ranks with fewer micro-batches split
     theirs; one with too few sequences for that is given the cheapest of the others. Where there are too few sequences
-    altogether, all are laid into micro-batches first, and those are shared out evenly.
+    altogether, all are laid into micro-batches first, and those are shared out evenly. Where no equal counts exist
+    (three sequences of the budget's size for two ranks), a rank has fewer: fill it up with ``zero_weight_pack``.
 
     Args:
         lengths: (N,) tokens each sequence occupies, layout padding counted (``padded_length``).
         max_tokens: budget of one micro-batch.
         num_ranks: data-parallel ranks; each gets at least one sequence.
         costs: (N,) what to balance ranks by, e.g. ``training_flops``; none means tokens.
-        equal_counts: True: the same number of micro-batches on every rank, or an error. None: the same number wherever
-            the sequences can be laid out so; if not (three of the budget's size for two ranks), a rank has fewer, to be
-            filled up with ``zero_weight_pack``. False: as few as possible on each rank by itself.
 
     Returns:
         ``[rank][micro_batch]`` lists of indices into ``lengths``, ascending; every index exactly once.
 
     Raises:
-        ValueError: a sequence over the budget (its index is named), a length that is no whole number or below 1, fewer
-            sequences than ranks, or no equal counts where asked for.
+        ValueError: a sequence over the budget (its index is named) or without tokens, or fewer sequences than
+            ranks.
 
     Example:
         >>> partition_by_tokens([5, 3, 4, 2], max_tokens=8, num_ranks=2)
@@ -53,20 +48,17 @@ def partition_by_tokens(
     """
     lengths = _as_list(lengths)
     costs = lengths if costs is None else _as_list(costs)
-    _check(lengths, max_tokens, num_ranks)
-    _check_shares(lengths, num_ranks, costs)
+    _check(lengths, max_tokens)
+    if len(lengths) < num_ranks:
+        raise ValueError(
+            f"{len(lengths)} sequences cannot give each of {num_ranks} ranks at least one; collect more, or use fewer "
+            "ranks"
+        )
     shares = balance(costs, num_ranks)
     bins = [first_fit_decreasing([lengths[i] for i in share], max_tokens) for share in shares]
     partition = [[[share[k] for k in bin_] for bin_ in rank] for share, rank in zip(shares, bins, strict=True)]
-    if equal_counts is not False and not _even_out(partition, lengths, costs):
-        evened = _even_partition(lengths, max_tokens, num_ranks, costs)
-        if evened is None and equal_counts:
-            raise ValueError(
-                f"{len(lengths)} sequences cannot be laid into equally many micro-batches of {max_tokens} tokens on "
-                f"each of {num_ranks} ranks; give more sequences or a larger budget, or leave equal_counts out and "
-                "fill up with zero_weight_pack"
-            )
-        partition = evened or partition
+    if not _even_out(partition, lengths, costs):
+        partition = _even_partition(lengths, max_tokens, num_ranks, costs) or partition
     return [sorted(sorted(members) for members in _levelled(batches, lengths)) for batches in partition]
 
 
@@ -93,11 +85,10 @@ def partition_full_batches(lengths: Sequence[int] | Tensor, max_tokens: int, num
         Indices into ``lengths``: the full micro-batches of every rank, and the spare ones.
 
     Raises:
-        ValueError: a sequence over the budget (its index is named), a length that is no whole number or below 1, or no
-            rank at all.
+        ValueError: a sequence over the budget (its index is named) or without tokens.
     """
     lengths = _as_list(lengths)
-    _check(lengths, max_tokens, num_ranks)
+    _check(lengths, max_tokens)
     full: list[list[int]] = []
     current: list[int] = []
     used = 0
@@ -132,20 +123,8 @@ def training_flops(
 
     Returns:
         (N,) FLOPs.
-
-    Raises:
-        ValueError: a negative size or length.
     """
-    if min(attention_width, active_parameters, num_layers) < 0:
-        raise ValueError(
-            f"attention_width={attention_width}, active_parameters={active_parameters}, num_layers={num_layers}: none "
-            "can be negative"
-        )
-    lengths = _as_list(lengths)
-    for index, length in enumerate(lengths):
-        if not 0 <= length < math.inf:
-            raise ValueError(f"sequence {index} has length {length}; give the number of its tokens, 0 or more")
-    return [6.0 * active_parameters * n + 6.0 * num_layers * attention_width * n * n for n in lengths]
+    return [6.0 * active_parameters * n + 6.0 * num_layers * attention_width * n * n for n in _as_list(lengths)]
 
 
 def _levelled(bins: list[list[int]], lengths: Sequence[int]) -> list[list[int]]:
@@ -216,31 +195,11 @@ def _as_list(values: Sequence[_Number] | Tensor) -> list[_Number]:
     return found if isinstance(found, list) else [found]
 
 
-def _check(lengths: Sequence[int], max_tokens: int, num_ranks: int) -> None:
-    for name, number in (("max_tokens", max_tokens), ("num_ranks", num_ranks)):
-        if not isinstance(number, Integral):
-            raise ValueError(f"{name}={number!r} must be an integer")
+def _check(lengths: Sequence[int], max_tokens: int) -> None:
     for index, length in enumerate(lengths):
-        if not isinstance(length, Integral):
-            raise ValueError(f"sequence {index} has length {length!r}; give whole numbers of tokens")
         if length > max_tokens:
             raise ValueError(
                 f"sequence {index} occupies {length} tokens, over the budget of {max_tokens}; raise max_tokens"
             )
         if length < 1:
             raise ValueError(f"sequence {index} has length {length}; every sequence needs at least one token")
-    if num_ranks < 1:
-        raise ValueError(f"num_ranks={num_ranks} leaves no rank to give sequences to; use 1 or more")
-
-
-def _check_shares(lengths: Sequence[int], num_ranks: int, costs: Sequence[float]) -> None:
-    if len(lengths) < num_ranks:
-        raise ValueError(
-            f"{len(lengths)} sequences cannot give each of {num_ranks} ranks at least one; collect more, or use fewer "
-            "ranks"
-        )
-    if len(costs) != len(lengths):
-        raise ValueError(f"{len(costs)} costs for {len(lengths)} sequences; give one each")
-    for index, cost in enumerate(costs):
-        if not 0 <= cost < math.inf:
-            raise ValueError(f"sequence {index} has cost {cost}; give a finite one, 0 or more")

@@ -1,7 +1,6 @@
 """A run's essentials as tables on a terminal."""
 
 from statistics import fmean
-from textwrap import wrap
 from typing import Any
 
 from rich import box
@@ -17,9 +16,6 @@ from slime_like.system.words import counted
 
 _NEWEST_SAMPLES = 4
 _MAX_TEXT = 240
-_WIDTH_OF_VALUES = 46
-"""Four columns of numbers such as 1.234e-05, with gaps."""
-_SHORTEST_NAME = 16
 
 
 def show(run: RunData, console: Console) -> None:
@@ -27,7 +23,7 @@ def show(run: RunData, console: Console) -> None:
     console.print(_labelled(f"Run {run.run_dir.name}", [summary(run)]))
     drawn, constant, _ = panels(run)
     if run.trained_steps:
-        console.print(_metrics(key_metrics(run, drawn), console.width))
+        console.print(_metrics(key_metrics(run, drawn)))
     if constant:
         console.print(Text(f"The same at every step: {'; '.join(panel.values for panel in constant)}\n"))
     if picture := phase_picture(run):
@@ -51,27 +47,11 @@ def _printable(value: Any) -> Text:
     return Text(spelled_out(shortened(text, _MAX_TEXT), one_line=True))
 
 
-def _metrics(logged: list[tuple[str, list[float]]], width: int) -> Table:
-    """Metrics under the heading of their section: a whole name is wide."""
-    room = max(_SHORTEST_NAME, width - _WIDTH_OF_VALUES)
+def _metrics(logged: list[tuple[str, list[float]]]) -> Table:
     table = _new_table("Metrics by training step", "metric", "first", "last", "lowest", "highest")
-    sections: dict[str, list[tuple[str, list[float]]]] = {}
     for name, values in logged:
-        section, _, metric = name.rpartition("/")
-        sections.setdefault(section, []).append((metric, values))
-    for section, rows in sections.items():
-        table.add_row(_printable(f"{section}/"), style="bold")
-        for metric, values in rows:
-            numbers = (values[0], values[-1], min(values), max(values))
-            table.add_row(_broken(metric, room), *map(_printable, numbers))
+        table.add_row(*map(_printable, (name, values[0], values[-1], min(values), max(values))))
     return table
-
-
-def _broken(name: str, width: int) -> Text:
-    """A metric's name in lines of at most ``width`` characters, broken behind underscores."""
-    name = spelled_out(name, one_line=True)
-    lines = [name] if len(name) <= width else wrap(name.replace("_", "_ "), width, break_on_hyphens=False)
-    return Text("\n".join(line.replace("_ ", "_") for line in lines))
 
 
 def _phases(picture: PhasePicture) -> Table:

@@ -8,9 +8,9 @@ from statistics import median
 from typing import Any
 
 from slime_like.config.reading.load import read_yaml
-from slime_like.errors import ConfigError, SlimeLikeError
+from slime_like.errors import SlimeLikeError
 from slime_like.observability.curve import running_mean, smoothing_window
-from slime_like.observability.json_lines import damaged_line, is_size, newest_lines
+from slime_like.observability.json_lines import newest_lines
 from slime_like.observability.metrics import METRICS_FILE, current_records, read_metrics, series
 from slime_like.observability.names import ACCURACY, FAILURES, HELD_OUT_FAILURES, LOSS, REWARD, ROLLOUT_SPEED, STEP_TIME
 from slime_like.observability.progress import DRIVER_LOG, FAILED
@@ -214,26 +214,7 @@ def _failure(log: Path) -> str | None:
 def _read_config(path: Path) -> tuple[str | None, dict[str, Any]]:
     if not path.is_file():
         return None, {}
-    config = read_yaml(path)
-    if wrong := _wrong_settings(config):
-        remedy = "restore the run's configuration or remove the file"
-        raise ConfigError([f"{path}: {problem}; {remedy}" for problem in wrong])
-    return path.read_text(encoding="utf-8"), config
-
-
-def _wrong_settings(config: Mapping[str, Any]) -> list[str]:
-    """Problems of settings that the summary calculates with."""
-    parts = {name: config.get(name, {}) for name in ("model", "algorithm", "trainer", "rollout")}
-    if isinstance(parts["trainer"], dict):
-        parts["trainer.parallel"] = parts["trainer"].get("parallel", {})
-    if wrong := [f"{name} must be a section" for name, part in parts.items() if not isinstance(part, dict)]:
-        return wrong
-    sizes = {"steps": config.get("steps", 0)}
-    sizes |= {
-        f"trainer.parallel.{axis}": parts["trainer.parallel"].get(axis, 1) for axis in (*_AXES.values(), "expert")
-    }
-    sizes |= {f"rollout.{name}": parts["rollout"].get(name, 1) for name in ("num_engines", "tensor")}
-    return [f"{name} must be a whole number" for name, size in sizes.items() if not is_size(size)]
+    return path.read_text(encoding="utf-8"), read_yaml(path)
 
 
 def _read_table(path: Path) -> StoredTable:
@@ -242,7 +223,6 @@ def _read_table(path: Path) -> StoredTable:
     rows: list[Row] = []
     columns: dict[str, None] = {}
     for row in newest:
-        _require_key(path, row)
         if rows and rows[-1]["step"] > row["step"]:  # resumed from an earlier step: what followed it is run again
             while rows and rows[-1]["step"] >= row["step"]:
                 rows.pop()
@@ -253,11 +233,3 @@ def _read_table(path: Path) -> StoredTable:
     # By what they describe, so that a step that was logged twice shows its second logging.
     kept = {(row["step"], row.get("Sequence ID", i), row.get("Token Position")): row for i, row in enumerate(rows)}
     return StoredTable(path.stem, list(columns), list(kept.values()), left_out)
-
-
-def _require_key(path: Path, row: Row) -> None:
-    """Reject a row that does not name its sample and token as a run does."""
-    if isinstance(row.get("Sequence ID"), list | dict):
-        raise damaged_line("Sequence ID must be text or a number", str(path))
-    if not is_size(row.get("Token Position", 0)):
-        raise damaged_line("Token Position must be a whole number", str(path))

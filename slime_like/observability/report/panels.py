@@ -1,6 +1,5 @@
 """Panels of a report: curves, and the time by phase. Each is a figure of plotly, as plain values for JSON."""
 
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from html import escape
@@ -212,14 +211,9 @@ def phase_picture(run: RunData) -> PhasePicture | None:
 
 
 def key_metrics(run: RunData, drawn: Sequence[Panel]) -> list[tuple[str, list[float]]]:
-    """(name, values) of the step time, and of every metric that a picture of ``drawn`` shows.
-
-    Behind a name that differs from another in its section alone stands the label of its curve.
-    """
-    shown = [(STEP_TIME, ""), *(curve for panel in drawn for curve in panel.spec.metrics)]
-    last = Counter(name.rpartition("/")[2] for name, _ in shown)
-    full = {name: f"{name} ({label})" if last[name.rpartition("/")[2]] > 1 else name for name, label in shown}
-    return [(full[name], values) for name, _ in shown if (values := run.series(name)[1])]
+    """Return name and values of the step time, and of every metric that a picture of ``drawn`` shows."""
+    shown = [STEP_TIME, *(name for panel in drawn for name, _ in panel.spec.metrics)]
+    return [(name, values) for name in shown if (values := run.series(name)[1])]
 
 
 def _specs(run: RunData) -> list[PanelSpec]:

@@ -1,4 +1,4 @@
-"""The Ray cluster of a run: one of our own on loopback, or a running one that we join."""
+"""The Ray cluster of a run: a new one on loopback, or a running one that the run joins."""
 
 import logging
 import os
@@ -37,18 +37,18 @@ from slime_like.weights.transports.leftovers import SHARED_MEMORY, cleanup
 _REACH_S = 10.0
 _ANSWER_S = 30.0
 _ASK = "import sys; from ray._raylet import GcsClient; GcsClient(address=sys.argv[1])"
-"""In a process, since the call has no bound."""
+"""Runs in a process, since the call has no bound."""
 
 
 class Cluster:
     """Context manager: Ray is up inside and, if started here, gone outside, whatever happened in between.
 
     Args:
-        config: where the cluster is, or how large one of our own becomes.
-        logs: becomes a link to the workers' logs, and in the end, in a cluster of our own, a directory with them.
-        slots: CPU slots the run needs; a cluster of our own offers as many, however few cores the machine has.
-        bucket_directories: where weight buckets lie besides shared memory.
-        note: called with sentences about workers that are stopped, from another thread.
+        config: address of the cluster, or size of a new one.
+        logs: path that links to the workers' logs; for a new cluster, a directory with these logs after the run.
+        slots: CPU slots the run needs; a new cluster offers this many even on a machine with fewer cores.
+        bucket_directories: directories of weight buckets besides shared memory.
+        note: called with sentences about stopped workers, from another thread.
 
     Attributes:
         run_name: unique; shared memory and weight buckets whose name begins with it are removed at the end.
@@ -123,15 +123,13 @@ class Cluster:
             raise with_notes(
                 SlimeLikeError(f"{died}{then}", code="ray-died", who="cluster", remedy=remedy), error
             ) from error
-        if not isinstance(error, SlimeLikeError):
-            return
-        if ended is not None:
+        if ended is not None and isinstance(error, SlimeLikeError):
             raise with_notes(
                 SlimeLikeError(f"{ended}; then: {error}", code="worker-stopped", who="cluster"), error
             ) from error
 
     def _cause_of(self, error: BaseException | None) -> str | None:
-        """Which daemon's end or stop the error is a consequence of, if it is."""
+        """Return the daemon whose end or stop caused the error, if one did."""
         if self._daemons is None:
             return None
         self._daemons.close()
@@ -172,15 +170,15 @@ class Cluster:
             "_temp_dir": str(self._private / RAY_DIRECTORY),
             "num_cpus": max(self._slots, len(os.sched_getaffinity(0))),
             "object_store_memory": self._config.object_store_mb * 1024 * 1024,
-            # Every actor here has a separate environment or starts at once: what idles in advance serves none.
-            # Without the GCS nothing can go on, and Ray would wait a minute for it to come back.
+            # Every actor here has a separate environment or starts immediately: idle workers would serve none.
+            # Nothing works without the GCS, and Ray would wait a minute for it to return.
             "_system_config": {"prestart_worker_first_driver": False, "gcs_rpc_server_reconnect_timeout_s": 15},
         }
 
 
 def _require_reachable(address: str) -> None:
-    """Check the address before Ray does, which tries for minutes. What "auto" means is Ray's to find: a variable, a
-    file of the last cluster, or a running process. A cluster answers only those who have its token."""
+    """Check the address before Ray does, which tries for minutes. Ray resolves "auto" from a variable, a file of the
+    last cluster, or a running process. A cluster answers only clients that have its token."""
     try:
         found = services.get_ray_address_from_environment(address, None)
         host, _, port = found.rpartition(":")

@@ -1,7 +1,9 @@
-"""Ray's daemons of a run's own cluster: one that ends or is stopped ends the run by its name, whatever that waits for.
+"""Watch over Ray's daemons in a cluster that the run started. A daemon that ends or is stopped ends the run by name.
 
-Without its raylet a driver waits for ever where it waits for an object of a worker that died with it. Without the GCS
-Ray ends the driver after a while, which then cannot clean up.
+Without its raylet, a driver that waits for a lost worker's object waits forever. Without the GCS, Ray ends the driver
+after a while, and the driver cannot clean up. State calls and ``ray.put`` release the interpreter, so this thread runs
+while they hang. The driver cannot be interrupted then: once the stopped daemon is killed, Ray ends the driver, and the
+orphan reaper reports the daemon.
 """
 
 import signal
@@ -17,28 +19,28 @@ from slime_like.orchestration.cluster.lean_node import VITAL, LeanNode
 from slime_like.orchestration.cluster.stopped import Stopped, StopWatch, as_stopped
 
 _AGENT = "RuntimeEnvAgent"
-"""No worker starts without it. A run goes on without Ray's other agents as long as they live."""
+"""Agent without which no worker starts. A run does not need Ray's other agents to respond."""
 
 _LOOK_EVERY_S = 0.5
 _LOOKS_PER_STOP = 10
-"""Looks at deaths per look at stops, which reads about all processes of the host."""
+"""Checks for deaths per check for stops, which reads all processes of the host."""
 
 _GRACE_S = 3.0
-"""From a death until the run is interrupted: what fails by itself within this time has more to say."""
+"""Time from a death to the interrupt: a failure by itself within this time explains more."""
 
 _FAILS_BEFORE_S = 0.5
-"""How long a daemon may outlive the first failure that its death causes."""
+"""Time that a daemon may outlive the first failure its death causes."""
 
 
 class DaemonWatch:
-    """Looks at the daemons in a thread, from its making on.
+    """Thread that checks the daemons.
 
     Args:
-        node: whose daemons.
-        note: called with sentences about stopped ones, from that thread.
+        node: node of the daemons.
+        note: called with sentences about stopped daemons, from that thread.
 
     Attributes:
-        interrupted: it has interrupted the main thread, as Ctrl-C does; never where another thread has made it.
+        interrupted: the watch has interrupted the main thread like Ctrl-C. Only a watch made there can.
     """
 
     def __init__(self, node: LeanNode, note: Callable[[str], None]) -> None:
@@ -51,12 +53,12 @@ class DaemonWatch:
         self.interrupted = False
         self._died: str | None = None
         self._deaf = self._may_interrupt and signal.getsignal(signal.SIGINT) is signal.SIG_IGN
-        if self._deaf:  # a script's command with "&" starts so; of all its interrupts only that of this watch counts
+        if self._deaf:  # a script's command with "&" starts like this; only this watch's interrupt counts
             signal.signal(signal.SIGINT, self._hear)
         self._thread.start()
 
     def close(self) -> None:
-        """End the thread. An interrupt of its making that comes now has found the run ending already."""
+        """End the thread. If it interrupts now, the run is already ending."""
         try:
             with self._deciding:
                 self._over.set()
@@ -69,9 +71,9 @@ class DaemonWatch:
             signal.signal(signal.SIGINT, signal.SIG_IGN)
 
     def cause(self) -> str | None:
-        """Which daemon a failure now is a consequence of. Waits a moment for one that is about to end.
+        """Return the daemon that caused a failure now, if one did. Wait a moment for one that is about to end.
 
-        What has interrupted the run is never looked for again: a busy machine may let the moment pass unused.
+        The daemon that interrupted the run is known already: a busy machine may let the moment pass unused.
         """
         until = time.monotonic() + _FAILS_BEFORE_S
         while True:
@@ -83,7 +85,7 @@ class DaemonWatch:
             time.sleep(_LOOK_EVERY_S / 5)
 
     def end_stopped(self) -> None:
-        """Kill what is stopped: nothing that asks it ends."""
+        """Kill stopped daemons: requests to them would never return."""
         for one in self._stopped():
             one.kill()
 
@@ -109,7 +111,7 @@ class DaemonWatch:
         with self._deciding:
             if self._may_interrupt and not self._over.is_set():
                 self._died, self.interrupted = died, True
-                # Of a signal to the process, a thread that does not run just then may be the one to take note.
+                # A signal to the process may be delivered to a thread that does not run just then.
                 signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
 
     def _hear(self, number: int, frame: FrameType | None) -> None:
@@ -127,7 +129,7 @@ class DaemonWatch:
                 with suppress(psutil.NoSuchProcess):
                     process = psutil.Process(info.process.pid)
                     yield kind, process
-                    # A stopped raylet's children are its agents and the workers, which are looked at elsewhere.
+                    # A raylet's children are its agents, and the workers, which StoppedWorkers checks.
                     for child in process.children():
                         with suppress(psutil.NoSuchProcess):
                             if _AGENT in " ".join(child.cmdline()):

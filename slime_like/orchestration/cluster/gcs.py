@@ -1,7 +1,7 @@
 """Client of Ray's GCS for the nodes of a launch: membership, health, and a few small values.
 
-Ray's own clients try for a minute and then end the process, or raise what does not name the node. These calls of its
-gRPC services have a bound each and raise why they failed.
+Ray's own clients try for a minute and then end the process, or raise errors that do not name the node. These calls of
+its gRPC services each have a bound, and raise the reason why they failed.
 """
 
 import json
@@ -11,9 +11,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-os.environ.setdefault("GRPC_VERBOSITY", "ERROR")  # else a connection that ends is a line on the terminal
+os.environ.setdefault("GRPC_VERBOSITY", "ERROR")  # else each lost connection prints a line
 
-# Ray's public clients need a node of Ray on this machine, have no bound, and end the process where the GCS is gone.
+# Ray's public clients need a Ray node on this machine, have no bound, and end the process when the GCS is gone.
 import grpc  # type: ignore[import-untyped]
 from ray.core.generated import gcs_service_pb2 as messages
 from ray.core.generated.gcs_pb2 import GcsNodeInfo
@@ -64,7 +64,7 @@ class Member:
 
 
 class Gcs:
-    """Calls of the GCS at ADDRESS:PORT, each tried for ``silence_s`` seconds, or less where nothing listens."""
+    """Client of the GCS at ADDRESS:PORT; tries each call for ``silence_s`` seconds, or less if nothing listens."""
 
     def __init__(self, address: str, token: str, silence_s: float) -> None:
         channel = grpc.insecure_channel(address, options=[("grpc.max_reconnect_backoff_ms", 1000)])
@@ -74,13 +74,13 @@ class Gcs:
         self._silence_s = silence_s
 
     def get(self, key: str) -> Any:
-        """A value; ``None`` where there is none."""
+        """Return a value, or ``None`` if there is none."""
         request = messages.InternalKVGetRequest(namespace=_NAMESPACE, key=key.encode())
         value = self._call(self._values.InternalKVGet, request).value
         return json.loads(value) if value else None
 
     def put_new(self, key: str, value: Any) -> bool:
-        """Store a value, unless there is one already; whether it was stored."""
+        """Store a value unless there is one already; return whether it was stored."""
         request = messages.InternalKVPutRequest(
             namespace=_NAMESPACE, key=key.encode(), value=json.dumps(value).encode(), overwrite=False
         )

@@ -1,8 +1,7 @@
 """Ray's processes on one node: only those a run needs, in process groups of their own."""
 
 import os
-import secrets
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
@@ -18,7 +17,7 @@ from ray._raylet import AuthenticationTokenLoader, Config  # type: ignore[attr-d
 
 from slime_like.errors import SlimeLikeError
 from slime_like.orchestration.cluster.orphan_reaper import ended_agent
-from slime_like.system.disk import write_private
+from slime_like.orchestration.cluster.token import create_token
 
 _LOOPBACK = "127.0.0.1"
 _GCS_START_S = "60"
@@ -84,26 +83,24 @@ def lean_start(own: bool) -> Iterator[None]:
 
 @contextmanager
 def own_token(directory: Path) -> Iterator[None]:
-    """Inside, a cluster that this process starts asks for a new token, which is in a file of ``directory``.
+    """Inside, a cluster that this process starts requires a new token, which is in a file of ``directory``.
 
-    By default Ray takes one of the user for all clusters, from a file that others may read.
+    By default, Ray uses one token per user for all clusters, from a file that others may read.
     """
-    path = directory / "token"
-    write_private(path, secrets.token_urlsafe(32))
-    before = {name: os.environ.pop(name, None) for name in _TOKEN_SETTINGS}
-    os.environ.update(RAY_AUTH_MODE="token", RAY_AUTH_TOKEN_PATH=str(path))
-    _read_token_settings()
+    create_token(path := directory / "token")
+    before = {name: os.environ[name] for name in _TOKEN_SETTINGS if name in os.environ}
+    _use_token({"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(path)})
     try:
         yield
     finally:
-        for name in _TOKEN_SETTINGS:
-            os.environ.pop(name, None)
-        os.environ.update({name: value for name, value in before.items() if value is not None})
-        _read_token_settings()
+        _use_token(before)
 
 
-def _read_token_settings() -> None:
-    """Ray's core reads the variables once, and keeps the token that it found."""
+def _use_token(settings: Mapping[str, str]) -> None:
+    """Set the variables, which Ray's core would read only once."""
+    for name in _TOKEN_SETTINGS:
+        os.environ.pop(name, None)
+    os.environ.update(settings)
     Config.initialize("")
     AuthenticationTokenLoader.instance().reset_cache()
 

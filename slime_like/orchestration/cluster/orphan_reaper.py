@@ -1,11 +1,10 @@
-"""A small process that outlives a killed driver just long enough to remove what it leaves behind.
+"""A small process that outlives a killed driver just long enough to clean up after it.
 
-A driver that ends in any other way cleans up itself. One that is killed outright takes its Ray cluster's main daemons
-along (the kernel sees to that), but Ray's agents wait a minute for them to come back, and shared memory and Ray's files
-stay for ever.
+A driver that ends in any other way cleans up itself. If it is killed, the kernel kills the main daemons of its Ray
+cluster, but Ray's agents wait a minute for them to return, and shared memory and Ray's files stay forever.
 
 Run as ``python -m ... DRIVER_PID PRIVATE_DIRECTORY LOGS RUN_NAME BUCKET_DIRECTORY...`` with a pipe as standard input.
-``done`` on it means all is well; ``failed`` that the driver is ending with a message of its error; end of file alone
+``done`` means that all is well, ``failed`` that the driver is ending and reports its error. End of file without either
 means that the driver was killed, which only this process can report.
 """
 
@@ -35,7 +34,7 @@ _KILLED_MESSAGE = (
 _BY_KERNEL = "most often by the kernel because memory ran out (see dmesg)"
 _AGENT = re.compile(r"agent_name = (\w+)")
 _LOST = {"raylet": re.compile("connection to the plasma store"), "gcs_server": re.compile("connect to GCS (at|within)")}
-"""What the end of the driver's log says where Ray ended the driver, by the daemon that it had lost."""
+"""Last words in the driver's log when Ray ends the driver, by the daemon it has lost."""
 
 _END_BYTES = 4096
 
@@ -43,7 +42,7 @@ _END_BYTES = 4096
 def start(
     driver: int, private: Path, logs: Path, run_name: str, bucket_directories: Sequence[Path] = (SHARED_MEMORY,)
 ) -> subprocess.Popen[bytes]:
-    """Start a guard before anything else is started; keep the result, and ``dismiss`` it at the end."""
+    """Start a guard before anything else; keep the result, and ``dismiss`` it at the end."""
     arguments = map(str, (driver, private, logs.absolute(), run_name, *bucket_directories))
     command = [sys.executable, "-m", __name__, *arguments]
     # A separate session: Ctrl-C on the terminal is handled by the driver.
@@ -84,7 +83,7 @@ def watch(driver: int, private: Path, logs: Path, run_name: str, bucket_director
 
 
 def lost_daemon(logs: Path) -> str | None:
-    """Which of Ray's daemons had ended when Ray ended the driver, by Ray's logs; ``None`` if Ray did not."""
+    """Return the daemon whose loss made Ray end the driver, by Ray's logs; ``None`` if Ray did not end it."""
     driver = "".join(map(_end_of, logs.glob("python-core-driver-*.log")))
     for kind, lost in _LOST.items():
         if lost.search(driver):
@@ -94,7 +93,7 @@ def lost_daemon(logs: Path) -> str | None:
 
 
 def ended_agent(logs: Path) -> str | None:
-    """The agent whose end was that of the raylet, if one was."""
+    """Return the agent that the raylet ended with, if it did."""
     log = logs / "raylet.err"
     names = _AGENT.findall(log.read_text(errors="replace")) if log.exists() else []
     return names[-1] if names else None
@@ -139,9 +138,9 @@ def end_writers(directories: Callable[[], Sequence[Path]], but: int, quiet_s: fl
 
 
 def writers_below(directories: Sequence[Path], but: int) -> list[psutil.Process]:
-    """Living processes other than ``but`` that have a file below ``directories`` open for writing.
+    """Return the living processes other than ``but`` that have a file below ``directories`` open for writing.
 
-    Python's resource trackers are left out: killed, they would leave behind what they are there to remove.
+    Python's resource trackers are left out: if they were killed, the resources they remove would stay.
     """
     places = tuple(f"{directory.resolve()}/" for directory in directories)
     found = []

@@ -31,9 +31,9 @@ class RayNodeSpec:
 
     Attributes:
         gcs: ADDRESS:PORT of the head to join; ``None`` makes this node the head.
-        directory: for its sockets and logs; on this host alone.
+        directory: directory of its sockets and logs, on this host only.
         slots: CPU slots to offer; ``None`` is one per core.
-        port: of the GCS, on the head; 0 is any that is free.
+        port: port of the GCS on the head; 0 is any free port.
     """
 
     rank: int
@@ -47,7 +47,7 @@ class RayNodeSpec:
 
 @dataclass(frozen=True, slots=True)
 class Ready:
-    """Ray runs."""
+    """Address of the GCS and directory of the logs, once Ray runs."""
 
     gcs: str
     logs: str
@@ -72,7 +72,7 @@ def ray_environment(token_file: Path, silence_s: float) -> dict[str, str]:
 
 
 def node_spec(config: RunConfig, nodes: int, place: Place, gcs: str | None, port: int) -> RayNodeSpec:
-    """One of ``nodes`` nodes, with a new directory whose path is short, as those of the sockets in it must be."""
+    """Return the specification of one of ``nodes`` nodes, with a new directory: paths of sockets must be short."""
     slots = None if local_gpus() else slots_per_node(config, nodes)
     directory = tempfile.mkdtemp(prefix="slime-", dir="/tmp")
     return RayNodeSpec(place.rank, place.address, gcs, directory, slots, config.cluster.object_store_mb, port)
@@ -87,7 +87,7 @@ class RayNode:
         self._timeout_s = timeout_s
 
     def __enter__(self) -> Self:
-        # Not in the directory: at the end, processes that write there are taken for parts of Ray.
+        # Not in the directory: processes that write there are killed at the end.
         self._log = tempfile.TemporaryFile("w+", encoding="utf-8")
         self._process = subprocess.Popen(
             [sys.executable, "-m", "slime_like.orchestration.cluster.ray_process", json.dumps(asdict(self._spec))],
@@ -140,7 +140,7 @@ class RayNode:
         return Ready(**json.loads(line))
 
     def problem(self) -> str | None:
-        """Reason why Ray has ended here by itself, as a sentence; ``None`` while it runs."""
+        """Return why Ray has ended here by itself, as a sentence; ``None`` while it runs."""
         if self._process.poll() is None:
             return None
         return f"Ray ended on {self._spec.address} by itself: {self._last_output()}"

@@ -1,8 +1,8 @@
 """The process that holds this node's part of Ray, started by ``ray_node`` and ended through its standard input.
 
-``ray start`` would do, but it starts more than a run needs (an autoscaler's monitor that listens on every interface, a
-server for remote clients, a log monitor), and leaves it running when it is killed. Here Ray's daemons end with this
-process, whatever ends it, and this process ends with the pipe that is its standard input.
+``ray start`` would start more than a run needs: an autoscaler's monitor that listens on every interface, a server for
+remote clients, and a log monitor. When killed, it leaves them running. Here Ray's daemons end with this process,
+whatever ends it, and this process ends with the pipe that is its standard input.
 """
 
 import json
@@ -27,7 +27,7 @@ _LOOK_EVERY_S = 0.5
 
 
 def main(spec: RayNodeSpec) -> int:
-    """Start, print ``Ready`` on standard output, and stay until standard input ends or a daemon does; the exit code."""
+    """Start, print ``Ready``, and stay until standard input or a daemon ends; return the exit code."""
     directory = Path(spec.directory)
     node: LeanNode | None = None
     try:
@@ -36,7 +36,7 @@ def main(spec: RayNodeSpec) -> int:
         node = _start(spec)
         print(json.dumps(asdict(Ready(node.gcs_address, node.get_logs_dir_path()))), flush=True)
         died = _stay(node)
-    except Exception as error:  # ours, or of Ray's own making, of any class
+    except Exception as error:  # Ray raises any class
         died = " ".join(str(error).split())[:300] or type(error).__name__
     finally:
         if node is not None:
@@ -65,7 +65,7 @@ def _start(spec: RayNodeSpec) -> LeanNode:
 
 
 def _stay(node: LeanNode) -> str:
-    """Wait for standard input to end (""), or for a daemon of Ray to end by itself (which one)."""
+    """Wait for standard input or a daemon of Ray to end; return the sentence about the daemon, else ""."""
     while not select.select([sys.stdin], [], [], _LOOK_EVERY_S)[0]:
         if (died := node.ended_daemon()) is not None:
             return died

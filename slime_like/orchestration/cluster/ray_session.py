@@ -120,11 +120,9 @@ def _remove(session: Path) -> None:
 
 
 def keep_logs_only(session: Path) -> None:
-    """End of a session whose logs stay where they are."""
+    """Remove everything of an ended session but its logs, which stay where they are."""
     for entry in session.iterdir():
-        if entry.name == _LOGS:
-            continue
-        if entry.is_dir() and not entry.is_symlink():
-            shutil.rmtree(entry, ignore_errors=True)  # as above
-        else:
+        if entry.is_symlink() or not entry.is_dir():
             entry.unlink(missing_ok=True)
+        elif entry.name != _LOGS:
+            shutil.rmtree(entry, ignore_errors=True)  # a daemon may be writing

@@ -1,7 +1,7 @@
 """Workers that are stopped (SIGSTOP) instead of dead: reported, then ended, so that no run waits hours for them.
 
-A stopped process answers nothing, and Ray does not take it for dead. One that computes for long, or that a debugger
-traces, is not stopped, and is left alone.
+A stopped process does not answer, and Ray does not consider it dead. A process that computes for a long time, or that a
+debugger traces, is not stopped.
 """
 
 import os
@@ -22,10 +22,11 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 LOOK_EVERY_S = 15.0
 REPORT_AFTER_S = 30.0
 END_AFTER_S = 75.0
-"""Since it was first seen. With one look more before and after, reported within 60 s and ended within 120 s."""
+"""Seconds since it was first seen stopped. With one more look before and after, a report comes within 60 s, the end
+within 120 s."""
 
 _RECENT_S = 60.0
-"""A failure within this time of a worker's end is a consequence of it."""
+"""A failure this soon after a worker's end is attributed to it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +55,7 @@ class Stopped:
 
 
 def stopped_processes(workers: Collection[int], node: str, end: Collection[Stopped] = ()) -> list[Stopped]:
-    """The stopped ones among these processes of this node and all that they started; those in ``end`` are ended."""
+    """Return the stopped ones of these processes of this node and their descendants; kill those in ``end``."""
     found = [found for worker in workers for process in _family(worker) if (found := as_stopped(process, node))]
     for one in found:
         if one in end:
@@ -70,7 +71,7 @@ def _family(worker: int) -> Iterator[psutil.Process]:
 
 
 def as_stopped(process: psutil.Process, node: str, role: str | None = None) -> Stopped | None:
-    """The process if it is stopped; by default its role is that of its log."""
+    """Return the process if it is stopped; by default, its role is the name of its log."""
     with suppress(psutil.NoSuchProcess):
         if process.status() == psutil.STATUS_STOPPED:
             return Stopped(node, process.pid, process.create_time(), role or _role(process.pid))
@@ -78,17 +79,17 @@ def as_stopped(process: psutil.Process, node: str, role: str | None = None) -> S
 
 
 def _role(process: int) -> str:
-    """Of ``node.use_log``: workers and what they start print to a log that is named after the role."""
+    """Return the role: workers and their children print to a log that ``node.use_log`` names after it."""
     with suppress(OSError):
         return Path(f"/proc/{process}/fd/1").readlink().stem
     return "a worker"
 
 
 class StopWatch:
-    """What has been stopped for how long, and what is to be done about it.
+    """Record of stopped processes, which decides when to report and to end them.
 
     Attributes:
-        ended: processes that were to be ended, and when.
+        ended: processes to be ended, and when that was decided.
     """
 
     def __init__(self) -> None:
@@ -97,7 +98,7 @@ class StopWatch:
         self.ended: dict[Stopped, float] = {}
 
     def look(self, found: Collection[Stopped], now: float) -> tuple[list[str], list[Stopped]]:
-        """Sentences to report, and processes to end, by what is stopped now. Times are in seconds."""
+        """Return the sentences to report and the processes to end, given what is stopped now. Times are in seconds."""
         self._since = {one: self._since.get(one, now) for one in found}
         self._reported &= self._since.keys()
         notes, end = [], []
@@ -117,7 +118,7 @@ class StopWatch:
         return notes, end
 
     def recently_ended(self, now: float) -> str | None:
-        """Who was ended shortly before ``now``, and why."""
+        """Return which process was ended shortly before ``now``, and why."""
         last = max(self.ended, key=lambda one: self.ended[one], default=None)
         if last is None or now - self.ended[last] > _RECENT_S:
             return None
@@ -125,7 +126,7 @@ class StopWatch:
 
 
 class StoppedWorkers:
-    """Looks at the workers of this process's job on all nodes, every ``LOOK_EVERY_S`` seconds, in a thread.
+    """Thread that checks the workers of this process's job on all nodes every ``LOOK_EVERY_S`` seconds.
 
     Args:
         note: called with a sentence, from that thread.
@@ -140,7 +141,7 @@ class StoppedWorkers:
         self._thread.start()
 
     def close(self, wait: bool) -> str | None:
-        """End the thread, and ``wait`` for it, unless Ray cannot answer it; who was ended shortly before."""
+        """End the thread; return which worker was ended shortly before. Do not ``wait`` if Ray cannot answer."""
         self._over.set()
         if wait:
             self._thread.join(LOOK_EVERY_S)
@@ -151,7 +152,7 @@ class StoppedWorkers:
         while not self._over.wait(LOOK_EVERY_S):
             try:
                 found = self._find(end)
-            except Exception as error:  # of whatever class Ray's lost daemons cause; what they cause else ends the run
+            except Exception as error:  # Ray raises any class after losing a daemon, which ends the run elsewhere
                 if not self._over.is_set():
                     self._note(f"stopped workers are no longer looked for ({type(error).__name__}: {error})")
                 return
@@ -178,7 +179,7 @@ class StoppedWorkers:
 
 
 def _workers_of(job: ray.JobID) -> Mapping[str, tuple[str, list[int]]]:
-    """Per node, by its id: its address, and the processes of the job's living actors there."""
+    """Return, by node id, the node's address and the processes of the job's living actors there."""
     nodes: dict[str, tuple[str, list[int]]] = {}
     for actor in state.actors(None, job, "ALIVE").values():
         nodes.setdefault(actor["Address"]["NodeID"], (actor["Address"]["IPAddress"], []))[1].append(actor["Pid"])

@@ -112,7 +112,7 @@ class Milestones:
     def _save(self, step: int) -> None:
         run, config = self._run, self._run.config
         run.devices.training(keep_weights=step < config.steps)
-        state = run.rollout.state_dict() | run.reference.state_dict() | run.custom_code.state_dict()
+        state = run.rollout.state_dict() | run.reference.state_dict()
         state |= {BACKEND: config.trainer.backend}
         if not config.checkpoint.async_save:
             with run.progress.waiting(_WRITING):

@@ -33,7 +33,6 @@ from slime_like.orchestration.rollout.evaluation import Evaluator, held_out
 from slime_like.orchestration.rollout.requests import stop_tokens
 from slime_like.orchestration.rollout.scoring import Scorer
 from slime_like.orchestration.rollout.source import source_class
-from slime_like.orchestration.run.custom_code import CustomCode
 from slime_like.orchestration.run.directory import find_checkpoint, make_run_dir, record_settings
 from slime_like.orchestration.run.engines import require_servable, start_engines
 from slime_like.orchestration.run.lock import RunLock
@@ -43,13 +42,10 @@ from slime_like.orchestration.run.sources import DemonstrationSource, DumpedSour
 from slime_like.orchestration.run.start_notes import (
     algorithm_notes,
     checkpoint_notes,
-    core_notes,
     data_notes,
     held_out_notes,
     memory_notes,
-    precision_notes,
     processor_notes,
-    support_notes,
 )
 from slime_like.orchestration.trainer.batcher import ExperienceBatcher, require_token_ratios
 from slime_like.orchestration.trainer.checkpoint import UNUSABLE, Checkpoint
@@ -88,12 +84,12 @@ def _open(config: RunConfig, stack: ExitStack) -> Run:
     if config.rollout.agent.is_set and not config.supervised:
         require_token_ratios(config)
     lock = stack.enter_context(RunLock(config.run_dir))
-    checkpoint, tokenizer, code = find_checkpoint(config), load_tokenizer(config.model.path), CustomCode(config)
+    checkpoint, tokenizer = find_checkpoint(config), load_tokenizer(config.model.path)
     damaged: dict[Path, str] = {}
     while True:
         try:
             with ExitStack() as attempt:
-                run = _open_from(_Base(config, attempt, lock, checkpoint, tokenizer, code))
+                run = _open_from(_Base(config, attempt, lock, checkpoint, tokenizer))
                 stack.push(attempt.pop_all())
                 return run
         except CheckpointError as error:
@@ -151,11 +147,7 @@ def _open_rl(base: _Base) -> Run:
     datasets = held_out(config, base.tokenizer)
     if config.cluster.address is None:  # one host, whose devices are known before Ray starts
         _require_usable(config, on_cuda=local_gpus() > 0, hosts=1)
-    notes = (
-        *data_notes(config, prompts),
-        *held_out_notes(prompts, datasets),
-        *support_notes(config, ModelDimensions.from_checkpoint(config.model.path)),
-    )
+    notes = (*data_notes(config, prompts), *held_out_notes(prompts, datasets))
     placed = base.place("starting Ray, trainers and engines", *notes)
     placement, trainers, progress = placed.placement, placed.trainers, placed.progress
     _require_usable(config, on_cuda=placement.device == "GPU", hosts=placement.num_nodes)
@@ -192,7 +184,6 @@ class _Base:
     lock: RunLock
     checkpoint: Checkpoint | None
     tokenizer: Any
-    custom_code: CustomCode
 
     def prompts(self, *files: str, need_responses: bool) -> PromptSource:
         """The training prompts, at the checkpoint's position if there is one; ``files`` must be in it."""
@@ -223,10 +214,9 @@ class _Base:
         progress = stack.enter_context(Progress(config.logging.progress, config.steps, log=log))
         why = ", since it completed no checkpoint" if config.resume == "auto" else ""
         moved = f"the earlier run of {config.run_dir} is now {aside}{why}" if aside is not None else ""
-        precision = precision_notes(config) if config.model.weights is None else ()
         damaged = "" if self.checkpoint is None else self.checkpoint.passed_over
         settings = (*algorithm_notes(config), *checkpoint_notes(config))
-        for note in filter(None, (self.lock.warning, moved, damaged, *notes, *settings, *precision, *machine, start)):
+        for note in filter(None, (self.lock.warning, moved, damaged, *notes, *settings, *machine, start)):
             progress.note(note)
         bucket_directories = [config.sync.directory] if config.sync.directory else []
         logs, slots = config.run_dir / "worker_logs", sum(bundle_sizes(config))
@@ -250,7 +240,6 @@ class _Base:
 def _machine_notes(config: RunConfig, num_nodes: int) -> Iterator[str]:
     """What this machine has too little of."""
     if num_nodes == 1:
-        yield from core_notes(config)
         yield from processor_notes(config, torch.cpu.get_capabilities())
         yield from memory_notes(config, ModelDimensions.from_checkpoint(config.model.path), available_memory())
 
@@ -287,7 +276,6 @@ class _Placed:
             trainers=self.trainers,
             devices=devices,
             reference=reference,
-            custom_code=base.custom_code,
             checkpoints=self.checkpoints,
             metrics=self.metrics,
             progress=self.progress,
@@ -305,5 +293,3 @@ def _restore(run: Run, checkpoint: Checkpoint) -> None:
     run.progress.note(f"resumed from {checkpoint.path} after step {checkpoint.step}")
     if changed := record_settings(run.config, checkpoint):
         run.progress.note(f"settings that differ from the earlier start: {'; '.join(changed)}")
-    if changed := list(run.custom_code.changes(checkpoint)):
-        run.progress.note("; ".join(changed))

@@ -8,7 +8,6 @@ from slime_like.observability.metrics import MetricLogger
 from slime_like.observability.progress import Progress
 from slime_like.orchestration.reference.refresh import Reference
 from slime_like.orchestration.rollout.colocation import Turns
-from slime_like.orchestration.run.custom_code import CustomCode
 from slime_like.orchestration.run.rollout_side import RolloutSide
 from slime_like.orchestration.trainer.batcher import ExperienceBatcher
 from slime_like.orchestration.trainer.checkpoints import CheckpointStore
@@ -25,7 +24,6 @@ class Run:
         rollout: gives a step's trajectories; syncs and evaluates where engines run.
         devices: moves trainers and engines, where they share devices.
         reference: refreshes the reference's weights where ``reference.update_interval`` is set.
-        custom_code: digests of the user's source files at the start.
     """
 
     config: RunConfig
@@ -36,7 +34,6 @@ class Run:
     trainers: TrainerGroup
     devices: Turns
     reference: Reference
-    custom_code: CustomCode
     checkpoints: CheckpointStore
     metrics: MetricLogger
     progress: Progress

@@ -1,24 +1,18 @@
 """What a user should know before the first step, although nothing of it is an error."""
 
-import os
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
 
 from slime_like.config import RunConfig
 from slime_like.config.trainer import FSDP
 from slime_like.data.prompts import Prompt, PromptSource
 from slime_like.errors import ConfigError
 from slime_like.models.dimensions import ModelDimensions
-from slime_like.models.weight_files import WeightFilesError, stored_dtype
 from slime_like.system.words import counted
 
 _GSPO_LARGE = 0.01
 """The paper's bounds are 3e-4 and 4e-4 (arXiv:2507.18071, section 5.1), PPO's 0.2."""
 
 _BFLOAT16 = ("avx512_bf16", "amx_bf16")
-
-_GEOMETRIC_WIDE = 0.1
-"""Errors of single tokens, of either sign, average out over a response."""
 
 _PROCESS_BYTES = 400 * 2**20
 """Of a rank, without what depends on the model: libraries and their work space."""
@@ -52,7 +46,7 @@ def held_out_notes(prompts: PromptSource, datasets: Mapping[str, Sequence[Prompt
 
 
 def algorithm_notes(config: RunConfig) -> Iterator[str]:
-    """Optimizer steps of different sizes; bounds that clip nothing."""
+    """Warn of bounds that clip nothing, and of a warm-up that outlasts the run."""
     algorithm = config.algorithm
     if algorithm.loss == "gspo" and min(algorithm.clip_low, algorithm.clip_high) >= _GSPO_LARGE:
         yield (
@@ -60,26 +54,11 @@ def algorithm_notes(config: RunConfig) -> Iterator[str]:
             "almost nothing: the ratio of a sequence varies far less than that of a token; the GSPO paper uses 3e-4 "
             "and 4e-4, with reduction: samples"
         )
-    low, high = algorithm.importance_low, algorithm.importance_high
-    masks_geometric = algorithm.importance_correction != "none" and algorithm.importance_level == "geometric"
-    if masks_geometric and min(1 - low, high - 1) >= _GEOMETRIC_WIDE:
-        yield (
-            f"algorithm.importance_level=geometric with importance_low={low:g} and importance_high={high:g} bounds "
-            "almost nothing: the geometric mean of a response's ratios stays within hundredths of 1; set bounds as "
-            "near, e.g. 0.99 and 1.01"
-        )
     updates, warmup = config.total_updates, config.trainer.optimizer.warmup_steps
     if warmup > updates:
         yield (
             f"trainer.optimizer.warmup_steps={warmup} lasts longer than the run's {counted(updates, 'update')}: the "
             "learning rate never reaches trainer.optimizer.lr"
-        )
-    prompts, minibatches = config.rollout.prompts_per_step, config.algorithm.minibatches
-    if prompts % minibatches:
-        sizes = f"{prompts // minibatches} or {prompts // minibatches + 1}"
-        yield (
-            f"algorithm.minibatches={minibatches} does not divide rollout.prompts_per_step={prompts}: optimizer "
-            f"steps have {sizes} prompts"
         )
 
 
@@ -90,28 +69,6 @@ def checkpoint_notes(config: RunConfig) -> Iterator[str]:
             f"a checkpoint is written after step {config.steps} alone: a run that ends before loses all steps; set "
             "checkpoint.every (0 if that is meant)"
         )
-
-
-def support_notes(config: RunConfig, dimensions: ModelDimensions) -> Iterator[str]:
-    """What bounds ``top_p`` or ``min_p`` beside them, in a vocabulary that has more tokens."""
-    rollout = config.rollout
-    if rollout.top_k <= 0 and 0 < rollout.bounded_top_k < dimensions.vocab_size:
-        cut = f"rollout.top_p={rollout.top_p:g}" if rollout.top_p < 1.0 else f"rollout.min_p={rollout.min_p:g}"
-        yield (
-            f"{cut} is drawn from the {rollout.bounded_top_k} likeliest tokens, the most that training reads; set "
-            "rollout.top_k for fewer"
-        )
-
-
-def precision_notes(config: RunConfig) -> Iterator[str]:
-    """Weights of ``model.path`` that are computed in fewer bits than they are stored in."""
-    with suppress(WeightFilesError):  # reported where the weights are loaded
-        stored, computed = stored_dtype(config.model.path), config.model.dtype
-        if computed == "bfloat16" and stored in ("float16", "float32", "float64"):
-            yield (
-                f"model.dtype={computed} rounds the weights of {config.model.path}, which are stored in {stored}; "
-                "set model.dtype: float32 to avoid it"
-            )
 
 
 def memory_notes(config: RunConfig, dimensions: ModelDimensions, available: int) -> Iterator[str]:
@@ -151,12 +108,3 @@ def processor_notes(config: RunConfig, capabilities: Mapping[str, object]) -> It
             "model.dtype=bfloat16: this processor has no instructions for it (AVX-512 BF16, AMX), and takes many times "
             "as long as in float32; set model.dtype: float32"
         )
-
-
-def core_notes(config: RunConfig) -> Iterator[str]:
-    """More processes that compute at the same time than cores; for CPUs."""
-    cores = len(os.sched_getaffinity(0))
-    engine_ranks = 0 if config.supervised else config.rollout.num_engines * config.rollout.tensor
-    for number, what in ((config.trainer.parallel.world_size, "trainer ranks"), (engine_ranks, "engine ranks")):
-        if number > cores:
-            yield f"{number} {what} share {counted(cores, 'core')}: they slow each other down"

@@ -15,7 +15,7 @@ from slime_like.system.disk import length_fault
 TRAINER, STATE = "trainer", "state.json"
 NAME = re.compile(r"step-\d{6,}")
 """A copy that somebody made under another name is not ours to remove."""
-FILES, LENGTHS, CUSTOM_CODE = "files", "lengths", "custom_code"
+FILES, LENGTHS = "files", "lengths"
 _CHECKSUM = "crc32"
 
 UNUSABLE = ("checkpoint-damaged", "checkpoint-incomplete", "checkpoint-not-whole")
@@ -119,14 +119,14 @@ class Checkpoint:
 
 def _state_problem(state: dict[str, Any]) -> str | None:
     """What no run has written, although the checksum fits."""
-    step, data, code = state["step"], state.get("data", {}), state.get(CUSTOM_CODE, {})
+    step, data = state["step"], state.get("data", {})
     if not isinstance(step, int) or isinstance(step, bool) or step < 0:
         return "its step must be a whole number"
     for name in (FILES, LENGTHS):
         entries = state.get(name, {})
         if not isinstance(entries, dict) or not all(isinstance(value, int) for value in entries.values()):
             return f"{name} must be a mapping of whole numbers"
-    return None if isinstance(data, dict) and isinstance(code, dict) else "data and custom_code must be mappings"
+    return None if isinstance(data, dict) else "data must be a mapping"
 
 
 def _no_checkpoint(path: Path, why: str) -> CheckpointError:

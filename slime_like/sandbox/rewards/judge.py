@@ -2,12 +2,11 @@
 
 import json
 import re
-import urllib.request
 from collections.abc import Mapping
 from functools import lru_cache
 
 from slime_like.interfaces.reward import RewardResult
-from slime_like.sandbox.rewards.remote import MAX_BYTES, check_service, post, secret_headers
+from slime_like.sandbox.rewards.remote import check_service, post
 from slime_like.sandbox.rewards.response_parts import after_thinking
 
 _BUSY = frozenset({429, 502, 503, 504})
@@ -70,15 +69,7 @@ def judge(
         OSError: no such host, or another status that is not 2xx.
         ValueError: the answer is no completion, or has no score from 0 to ``best``; options of another kind.
     """
-    check_judge(
-        url=url,
-        model=model,
-        instructions=instructions,
-        pattern=pattern,
-        best=best,
-        timeout_s=timeout_s,
-        headers_from=headers_from,
-    )
+    check_judge(url, model, instructions, pattern, best, timeout_s=timeout_s, headers_from=headers_from)
     message = _filled(instructions or _INSTRUCTIONS, {"prompt": prompt, "response": response, "answer": answer})
     body = {
         "model": model,
@@ -98,12 +89,12 @@ def judge(
 
 
 def check_judge(
-    *,
     url: str,
     model: str,
     instructions: str | None = None,
     pattern: str = "()",
     best: float = 10.0,
+    *,
     timeout_s: float = 30.0,
     headers_from: Mapping[str, str] | None = None,
     **_: object,
@@ -127,14 +118,11 @@ def _filled(instructions: str, values: Mapping[str, str]) -> str:
 
 @lru_cache(maxsize=4096)
 def _completion(url: str, body: str, headers_from: tuple[tuple[str, str], ...], timeout_s: float) -> str:
-    headers = {"Content-Type": "application/json", **secret_headers(dict(headers_from))}
-    content = post(urllib.request.Request(url, body.encode(), headers), timeout_s, retried=_BUSY)
+    answer = post(url, body, timeout_s, headers_from=dict(headers_from), retried=_BUSY)
     try:
-        if len(content) > MAX_BYTES:
-            raise ValueError(f"more than {MAX_BYTES} bytes")
-        text = json.loads(content)["choices"][0]["message"]["content"]
+        text = answer["choices"][0]["message"]["content"]
         if not isinstance(text, str):
-            raise TypeError("its content is no text")
-    except (ValueError, LookupError, TypeError) as error:
-        raise ValueError(f"{url} answered {content[:100]!r}, which is no chat completion") from error
+            raise TypeError("its content is not text")
+    except (LookupError, TypeError) as error:
+        raise ValueError(f"{url} answered {str(answer)[:100]}, which is not a chat completion") from error
     return text

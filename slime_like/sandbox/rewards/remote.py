@@ -13,7 +13,7 @@ from urllib.parse import parse_qsl, urlsplit
 from slime_like.interfaces.reward import RewardResult
 from slime_like.system.credentials import is_credential
 
-MAX_BYTES = 1 << 20
+_MAX_BYTES = 1 << 20
 _PAUSE_S = 0.1
 
 
@@ -58,31 +58,53 @@ def remote(
         ValueError: an answer that is not such JSON, or options of another kind.
     """
     check_service(url, timeout_s, headers, headers_from)
-    secret = secret_headers(headers_from or {})
-    body = json.dumps({"prompt": prompt, "response": response, "answer": answer}).encode()
-    request = urllib.request.Request(url, body, {"Content-Type": "application/json", **(headers or {}), **secret})
-    return _result(url, post(request, timeout_s))
+    body = json.dumps({"prompt": prompt, "response": response, "answer": answer})
+    values = post(url, body, timeout_s, headers, headers_from)
+    try:
+        reward = float(values.pop("reward"))
+        success = values.pop("success", reward > 0)
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"{url} answered {str(values)[:100]}; it must be JSON with a number as reward") from error
+    if success not in (True, False):  # "false" would be a success
+        raise ValueError(f"{url} answered success={success!r}; it must be true or false")
+    return RewardResult(reward, bool(success), values)
 
 
-def secret_headers(headers_from: Mapping[str, str]) -> dict[str, str]:
-    """Headers whose values are in environment variables."""
-    return {name: os.environ[variable] for name, variable in headers_from.items()}
+def post(
+    url: str,
+    body: str,
+    timeout_s: float,
+    headers: Mapping[str, str] | None = None,
+    headers_from: Mapping[str, str] | None = None,
+    retried: Container[int] = (),
+) -> Any:
+    """Return the value of the JSON that the service answers.
 
-
-def post(request: urllib.request.Request, timeout_s: float, retried: Container[int] = ()) -> bytes:
-    """The service's answer, at most one byte more than ``MAX_BYTES``.
-
-    A refused or broken connection is retried, since the service may be starting; so are answers of status ``retried``.
+    A refused or broken connection is retried, because the service may be starting; so are answers of status
+    ``retried``.
 
     Raises:
-        TimeoutError: none within ``timeout_s``.
+        TimeoutError: no answer within ``timeout_s``.
         OSError: no such host, or another status that is not 2xx.
+        ValueError: the answer is not JSON, or longer than 1 MiB.
     """
+    secret = {name: os.environ[variable] for name, variable in (headers_from or {}).items()}
+    sent = {"Content-Type": "application/json", **(headers or {}), **secret}
+    content = _posted(urllib.request.Request(url, body.encode(), sent), timeout_s, retried)
+    if len(content) > _MAX_BYTES:
+        raise ValueError(f"{url} answered more than {_MAX_BYTES} bytes")
+    try:
+        return json.loads(content)
+    except ValueError as error:
+        raise ValueError(f"{url} answered {content[:100]!r}; it must be JSON") from error
+
+
+def _posted(request: urllib.request.Request, timeout_s: float, retried: Container[int]) -> bytes:
     url, deadline = request.full_url, time.monotonic() + timeout_s
     while True:
         try:
             with _OPENER.open(request, timeout=max(deadline - time.monotonic(), _PAUSE_S)) as reply:
-                return reply.read(MAX_BYTES + 1)
+                return reply.read(_MAX_BYTES + 1)
         except OSError as error:
             reason = error.reason if isinstance(error, URLError) else error  # the connection's error is inside
             is_busy = isinstance(error, HTTPError) and error.code in retried
@@ -121,17 +143,3 @@ def check_service(
         if not value or not value.isprintable():
             problem = "holds characters that a header cannot have" if value else "is not set"
             raise ValueError(f"headers_from: the environment variable of {name}, {variable}, {problem}")
-
-
-def _result(url: str, content: bytes) -> RewardResult:
-    if len(content) > MAX_BYTES:
-        raise ValueError(f"{url} answered more than {MAX_BYTES} bytes")
-    try:
-        values: dict[str, Any] = json.loads(content)
-        reward = float(values.pop("reward"))
-        success = values.pop("success", reward > 0)
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ValueError(f"{url} answered {content[:100]!r}; it must be JSON with a number as reward") from error
-    if success not in (True, False):  # "false" would be a success
-        raise ValueError(f"{url} answered success={success!r}; it must be true or false")
-    return RewardResult(reward, bool(success), values)

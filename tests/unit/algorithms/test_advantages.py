@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from slime_like.algorithms import ESTIMATORS, AdvantageEstimator, compute_advantages, find_estimator, gae
+from slime_like.algorithms.advantages import Groups
 from tests.support.properties import examples
-from tests.support.rejections import Rejects
 from tests.unit.algorithms.cases import gae_by_definition
 
 BY_GROUP = {
@@ -88,10 +88,24 @@ DOUBLED = AdvantageEstimator(lambda rewards, groups: 2 * rewards, "group")
 BARE = lambda rewards, groups: rewards  # noqa: E731
 
 
-def test_import_path(rejects: Rejects) -> None:
+def test_import_path() -> None:
     assert compute_advantages(torch.tensor([3]), [0], f"{__name__}:DOUBLED").tolist() == [6.0]
-    with rejects(ValueError):
+    with pytest.raises(ValueError, match="must be an AdvantageEstimator, which declares its"):
         find_estimator(f"{__name__}:BARE")
+
+
+def test_no_rewards_have_float_advantages() -> None:
+    assert compute_advantages(torch.zeros(0, dtype=torch.int64), []).dtype == torch.float32
+    assert compute_advantages(torch.zeros(0, dtype=torch.float64), []).dtype == torch.float64
+
+
+def test_groups_live_where_the_values_do() -> None:
+    """The meta device stands in for a GPU. It cannot count distinct ids; that it was asked to is what is seen here."""
+    rewards = torch.zeros(2, device="meta", dtype=torch.float64)
+    with pytest.raises(NotImplementedError, match="_unique2"):
+        compute_advantages(rewards, [0, 0])
+    with pytest.raises(NotImplementedError, match="_unique2"):  # the whole batch as a group
+        ESTIMATORS["reinforce_pp"](rewards, Groups([0, 0]))
 
 
 # ------------------------------------------------------------------------------------------------------------------ GAE

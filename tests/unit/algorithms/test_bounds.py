@@ -11,17 +11,17 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from slime_like.algorithms import (
-    CATALOGUE,
     GRPOLoss,
     LossInputs,
     LossOutput,
     build_loss,
-    find,
+    importance,
     importance_weights,
     kl_penalty,
     off_policy_sequence_mask,
 )
-from slime_like.algorithms.losses import kl_estimate
+from slime_like.algorithms.losses import POLICY_LOSSES, kl_estimate
+from slime_like.algorithms.losses.kl import KL_ESTIMATORS, k3
 from slime_like.config.algorithm import AlgorithmConfig
 from tests.support.properties import examples
 
@@ -29,9 +29,9 @@ INF = math.inf
 LOGPROBS = st.one_of(
     st.floats(width=32, allow_nan=False), st.sampled_from([-INF, -1000.0, -88.8, -20.0, -0.0]), st.floats(-30, 0)
 )
-CORRECTIONS = sorted(CATALOGUE["importance correction"])
-LEVELS = sorted(CATALOGUE["importance level"])
-ESTIMATORS = sorted(CATALOGUE["KL estimator"])
+CORRECTIONS = sorted(importance.CORRECTIONS)
+LEVELS = sorted(importance.LEVELS)
+ESTIMATORS = sorted(KL_ESTIMATORS)
 PARTS = st.sampled_from(list(itertools.product(CORRECTIONS, LEVELS, ESTIMATORS)))
 ROWS = st.lists(st.tuples(*[LOGPROBS] * 4, st.sampled_from([-1.5, 0.0, 1.5])), min_size=2, max_size=4)
 EXTREMES = [
@@ -79,7 +79,7 @@ def require_finite(loss: str, rows: Sequence[Sequence[float]], parts: tuple[str,
     assert is_finite(*loss_of(config, rows))
 
 
-@pytest.mark.parametrize("loss", CATALOGUE["loss"])
+@pytest.mark.parametrize("loss", POLICY_LOSSES)
 @given(ROWS, PARTS)
 @examples(25)
 def test_every_float32_gives_finite_numbers(
@@ -90,7 +90,7 @@ def test_every_float32_gives_finite_numbers(
 
 @pytest.mark.parametrize("rows", EXTREMES, ids=["1000", "inf", "largest"])
 def test_extremes_of_every_combination(rows: list[tuple[float, ...]]) -> None:
-    for loss, *parts in itertools.product(CATALOGUE["loss"], CORRECTIONS, LEVELS, ESTIMATORS):
+    for loss, *parts in itertools.product(POLICY_LOSSES, CORRECTIONS, LEVELS, ESTIMATORS):
         require_finite(loss, rows, tuple(parts))
 
 
@@ -166,7 +166,7 @@ def test_the_parts_alone(rows: list[tuple[float, float]]) -> None:
     assert bool(kept[0]) == (mean <= 0.1) or mean == pytest.approx(0.1, rel=1e-3)
 
 
-@pytest.mark.parametrize("name", CATALOGUE["loss"])
+@pytest.mark.parametrize("name", POLICY_LOSSES)
 def test_a_masked_vocabulary(name: str) -> None:
     """Logits of -inf, at a target too: from logits to their gradient."""
     logits = torch.randn(4, 6, generator=torch.Generator().manual_seed(0))
@@ -190,6 +190,6 @@ def test_a_masked_vocabulary(name: str) -> None:
 
 def test_a_fault_stays_one() -> None:
     """NaN logprobs, of broken weights, are not bounded away: trainers reject the loss."""
-    for name in CATALOGUE["loss"]:
+    for name in POLICY_LOSSES:
         assert not torch.isfinite(loss_of(AlgorithmConfig(loss=name), [(math.nan, -1, -1, -1, 1.0)] * 2)[0].loss)
-    assert torch.isnan(find("KL estimator", "k3")(torch.tensor([math.nan]))).all()
+    assert torch.isnan(k3(torch.tensor([math.nan]))).all()

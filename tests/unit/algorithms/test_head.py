@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from slime_like.algorithms import fused_logprobs, logprobs_and_entropy, vocab_parallel_logprobs
+from slime_like.algorithms import fused_logprobs, logprobs_and_entropy
 from tests.support.properties import examples
 from tests.unit.algorithms.cases import SHARDED, close, dense_scores
 
@@ -149,26 +149,6 @@ def test_any_sharding_over_supports_equals_the_whole(count, vocab_size, extra, r
     assert close(gradient[:vocab_size], leaves[1].grad, tolerance) and not gradient[vocab_size:].any()
 
 
-@given(count=st.integers(0, 30), **SHARDED)
-@examples(40)
-def test_any_sharding_of_logits_equals_the_whole(count, vocab_size, extra, ranks, chunk, dtype) -> None:  # type: ignore[no-untyped-def]
-    """Without a reduction in their backward."""
-    case = make_case(count, vocab_size, -(-(vocab_size + extra) // ranks) * ranks, dtype)
-    logits = 3 * case["hidden"] @ case["weight"].T
-    leaf = logits[:, :vocab_size].double().requires_grad_()
-    options = {"vocab_size": vocab_size, "chunk_tokens": chunk}
-    expected = dense_scores(leaf / case["temperatures"].double()[:, None], case["targets"])
-    weighted(case, expected).backward()
-    # Logits of a few dozen nats: float32 holds them, and so their difference from the log-sum-exp, to about 1e-5.
-    tolerance = 1e-5 if dtype == torch.float32 else 1e-12
-    by_rank = run_sharded(case, vocab_parallel_logprobs, lambda part: [logits[:, part]], ranks, **options)
-    for *found, _ in by_rank:
-        for ours, theirs in zip(found, expected, strict=True):
-            assert close(ours, theirs.detach(), tolerance)
-    gradient = torch.cat([found[2] for found in by_rank], dim=1)
-    assert close(gradient[:, :vocab_size], leaf.grad, tolerance) and not gradient[:, vocab_size:].any()
-
-
 def test_bfloat16() -> None:
     case = make_case(20, 30, 32, torch.float64)
     hidden = case["hidden"].bfloat16().requires_grad_()
@@ -201,16 +181,13 @@ def test_capped_logits_are_those_of_the_formula(chunk: int) -> None:
         torch.testing.assert_close(ours, expected, rtol=1e-10, atol=1e-12)
 
 
-@pytest.mark.parametrize("fused", [True, False])
-def test_ignored_targets_and_one_temperature(fused: bool) -> None:
+def test_ignored_targets_and_one_temperature() -> None:
     """A pack's targets can be scored as they are: -100 has logprob 0 and no gradient, its entropy is computed."""
     case = make_case(6, 9, 9, torch.float64)
     ignored = torch.tensor([False, True, False, False, True, False])
     targets, results = case["targets"].masked_fill(ignored, -100), []
     hidden, weight = (case[name].clone().requires_grad_() for name in ("hidden", "weight"))
-    first = (hidden, weight) if fused else (hidden @ weight.T,)
-    form = fused_logprobs if fused else vocab_parallel_logprobs
-    logprobs, entropy = form(*first, targets, 0.7, vocab_size=9, chunk_tokens=4)
+    logprobs, entropy = fused_logprobs(hidden, weight, targets, 0.7, vocab_size=9, chunk_tokens=4)
     dense_logprobs, dense_entropy = dense_scores(hidden @ weight.T / 0.7, case["targets"])
     expected = dense_logprobs.masked_fill(ignored, 0.0)
     assert close(logprobs, expected.detach(), 1e-12) and close(entropy, dense_entropy.detach(), 1e-12)
@@ -230,17 +207,13 @@ def test_frozen_weight_gets_no_gradient() -> None:
 
 
 # -------------------------------------------------------------------------------------------------------- large logits
-def by_columns(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-    return vocab_parallel_logprobs(logits, targets, torch.ones(len(targets)), vocab_size=logits.shape[1])
-
-
 def by_head(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
     """The logits as hidden states, the identity as head."""
     weight = torch.eye(logits.shape[1])
     return fused_logprobs(logits, weight, targets, torch.ones(len(targets)), vocab_size=logits.shape[1])
 
 
-@pytest.mark.parametrize("form", [logprobs_and_entropy, by_columns, by_head])
+@pytest.mark.parametrize("form", [logprobs_and_entropy, by_head])
 @pytest.mark.parametrize("use", [(1.0, 0.0), (1.0, 0.3), (0.0, 1.0)], ids=["logprobs", "both", "entropy"])
 def test_large_logits_keep_their_gradient(form: Scores, use: tuple[float, float]) -> None:
     """Logits of 150 to 160 nats: a float32 log-sum-exp of that size is rounded by up to 8e-6, the gradient by 1e-6.
@@ -261,7 +234,7 @@ def test_large_logits_keep_their_gradient(form: Scores, use: tuple[float, float]
     assert (gradient - expected).abs().max() < 6e-7
 
 
-@pytest.mark.parametrize("form", [logprobs_and_entropy, by_columns])
+@pytest.mark.parametrize("form", [logprobs_and_entropy])
 def test_a_forbidden_token_has_no_gradient_however_large_that_of_the_entropy(form: Scores) -> None:
     """A logit of -inf times a factor above 1 would leave the range of float32, and inf times 0 is nan."""
     logits = torch.tensor([[float("-inf"), 1.0, 2.0]])

@@ -12,7 +12,6 @@ from slime_like.algorithms.packing.balance import balance
 from slime_like.algorithms.packing.bins import first_fit_decreasing, pack_into
 from slime_like.algorithms.packing.partition import training_flops
 from tests.support.properties import examples
-from tests.support.rejections import Rejects
 
 
 @given(
@@ -76,14 +75,13 @@ def test_equal_spreads_are_merged_from_the_larger_sum(costs: list[int], parts: i
 def test_equal_counts_wherever_they_exist(lengths: list[int], ranks: int, by_cost: bool) -> None:
     """They do if the fewest micro-batches, rounded up to whole rounds, leave none empty: the others can be split."""
     costs = [float(n * n) for n in lengths] if by_cost else None
-    possible = len(lengths) >= ranks and -(-fewest_bins(lengths, 64) // ranks) * ranks <= len(lengths)
-    if not possible:
-        with pytest.raises(ValueError, match=r"at least one|leave equal_counts out"):
-            partition_by_tokens(lengths, 64, ranks, costs=costs, equal_counts=True)
+    possible = -(-fewest_bins(lengths, 64) // ranks) * ranks <= len(lengths)
+    if len(lengths) < ranks:
+        with pytest.raises(ValueError, match=r"at least one"):
+            partition_by_tokens(lengths, 64, ranks, costs=costs)
         return
-    partition = partition_by_tokens(lengths, 64, ranks, costs=costs, equal_counts=True)
-    assert partition == partition_by_tokens(lengths, 64, ranks, costs=costs)
-    assert len({len(bins) for bins in partition}) == 1
+    partition = partition_by_tokens(lengths, 64, ranks, costs=costs)
+    assert (len({len(bins) for bins in partition}) == 1) == possible
     assert sorted(i for bins in partition for batch in bins for i in batch) == list(range(len(lengths)))
     assert all(batch and sum(lengths[i] for i in batch) <= 64 for bins in partition for batch in bins)
 
@@ -96,7 +94,7 @@ def test_the_exhaustive_search_beats_first_fit_decreasing() -> None:
     assert bins is not None and sorted(i for members in bins for i in members) == list(range(8))
     assert all(sum(lengths[i] for i in members) <= 20 for members in bins)
     assert pack_into(lengths, 20, 2) is None and pack_into([1], 20, 3) == [[0]]
-    partition = partition_by_tokens([*lengths, 20, 20, 20], 20, 6, equal_counts=True)
+    partition = partition_by_tokens([*lengths, 20, 20, 20], 20, 6)
     assert [len(bins) for bins in partition] == [1] * 6
 
 
@@ -142,15 +140,12 @@ def test_balance_by_flops_differs_from_tokens() -> None:
 
     assert imbalance(flops) < imbalance(None)
     # Equal counts move little: the rank with the long sequence is given the cheapest of the others.
-    partition = partition_by_tokens(lengths, 4096, 2, costs=flops, equal_counts=True)
+    partition = partition_by_tokens(lengths, 4096, 2, costs=flops)
     assert sorted(sum(map(len, bins)) for bins in partition) == [2, 23]
 
 
-def test_equal_counts_can_be_switched_off_and_demanded(rejects: Rejects) -> None:
-    assert len(set(map(len, partition_by_tokens([1, 1, 1, 1, 7, 10], 10, 2, equal_counts=False)))) == 2
+def test_three_of_the_budgets_size_leave_one_rank_with_fewer() -> None:
     assert sorted(map(len, partition_by_tokens([60, 60, 60], 64, 2))) == [1, 2]
-    with rejects(ValueError):
-        partition_by_tokens([60, 60, 60], 64, 2, equal_counts=True)
 
 
 def test_tensors_are_welcome() -> None:

@@ -5,7 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from slime_like.algorithms import spread_over_tokens, step_denominator, sum_of_sample_mean, token_weights
+from slime_like.algorithms import kl_penalty, spread_over_tokens, step_denominator, sum_of_sample_mean, token_weights
 from tests.support.properties import examples
 from tests.unit.algorithms.cases import CONSTANT_LENGTH, REDUCTIONS, mean_by_definition
 
@@ -75,3 +75,14 @@ def test_per_sequence_values_on_their_tokens() -> None:
     x, mask = torch.arange(7.0), torch.tensor([True, False, True, True, False, True, True])
     parts = list(mask.split([3, 1, 3]))
     assert sum_of_sample_mean(x, [3, 1, 3], mask) == sum_of_sample_mean(x, [3, 1, 3], parts) == 1 + 3 + 5.5
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision_adds_up(dtype: torch.dtype) -> None:
+    """4,096 equal values: sums in the values' own type would stand still."""
+    values = torch.full((4096,), 0.1, dtype=dtype)
+    mean = sum_of_sample_mean(values, [4096], [torch.ones(4096)])
+    assert float(mean) == pytest.approx(float(values[0]), rel=1e-6)
+    mask = torch.ones(4096, dtype=torch.bool)
+    per_token, total = kl_penalty(values, torch.zeros_like(values), mask, torch.tensor([4096]), coefficient=1.0)
+    assert float(total) == pytest.approx(float(per_token.double().sum()), rel=1e-6)

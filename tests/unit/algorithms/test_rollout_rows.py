@@ -162,9 +162,8 @@ def test_a_published_example() -> None:
 
 
 def test_rollouts_that_do_not_fit_are_refused() -> None:
-    for wrong in (["a"], ["a", 1.5], ["a", None]):
-        with pytest.raises(ValueError, match="rollout id"):
-            token_weights("tokens", [1, 2], [0, 0], rollout_ids=wrong)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="rollout id"):
+        token_weights("tokens", [1, 2], [0, 0], rollout_ids=["a"])
     with pytest.raises(ValueError, match=r"row 1 of rollout 'a' is in group 1, another of its rows in 0"):
         step_denominator("samples", [1, 2], [0, 1], ["a", "a"])
 

@@ -16,11 +16,11 @@ from tests.unit.checks.checkpoint import sound_flags
     ("url", "shown"),
     [
         ("https://u:hid@den@h/x", "https://...@h/x"),
-        ("https://u:hidden@h:80/x@y", "https://...@h:80/x@y"),
+        ("https://u:hidden@h:80/x@y", "https://..."),
         ("https://hid@den@@h", "https://...@h"),
         ("https://u:hid?den@h/x", "https://..."),
         ("https://u:hid#den@h/x", "https://..."),
-        ("https://h/x?api_key=hid@den", "https://h/x?..."),
+        ("https://h/x?api_key=hid@den", "https://..."),
         ("https://u:hidden@h/x?token=hidden", "https://...@h/x?..."),
         ("https://h?token=hid@den", "https://..."),
     ],

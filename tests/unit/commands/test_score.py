@@ -90,11 +90,16 @@ def test_refusals(root: Path, rejects: Rejects, arguments: str, code: str) -> No
     assert not (root / "out.jsonl").exists()
 
 
-@pytest.mark.parametrize("more", [None, '{"id": 2, "prompt_tokens": [1], "response_tokens": [300]}'])
-def test_a_bad_row_is_rejected_before_anything_starts(root: Path, rejects: Rejects, more: str | None) -> None:
+@pytest.mark.parametrize(
+    ("more", "code"),
+    [(None, "empty-input"), ('{"id": 2, "prompt_tokens": [1], "response_tokens": [300]}', "unknown-token-id")],
+)
+def test_a_bad_row_is_rejected_before_anything_starts(
+    root: Path, rejects: Rejects, more: str | None, code: str
+) -> None:
     rows = root / "in.jsonl"
     rows.write_text("\n" if more is None else f"{rows.read_text()}{more}\n")
-    with rejects(DataError):
+    with rejects(DataError, code):
         run(["score", "model", "--input", "in.jsonl", "--output", "out.jsonl"])
 
 

@@ -302,8 +302,11 @@ def test_messages_of_sharegpt_are_taken_as_they_are(tmp_path: Path) -> None:
 
 
 def test_a_template_that_does_not_fit_is_named_with_the_row(tmp_path: Path, rejects: Rejects) -> None:
-    for template, messages in ((templates.DROPS_THINKING, THOUGHT), (templates.NO_END, TWO)):
-        with rejects(DataError):
+    for template, messages, code in (
+        (templates.DROPS_THINKING, THOUGHT, "thinking-dropped"),
+        (templates.NO_END, TWO, "no-end-of-turn"),
+    ):
+        with rejects(DataError, code):
             source_of(tmp_path / "rows.jsonl", [{"messages": messages}], tokenizer=tokenizer_of(template))
 
 

@@ -294,6 +294,8 @@ def test_custom_tables_are_shown(tmp_path: Path, logger: MetricLogger) -> None:
         ({"metrics.jsonl": '{"st'}, "no-step-logged"),
         ({"metrics.jsonl": "", "driver.log": "starting Ray\nfailed: engine 0: out of memory"}, "no-step-logged"),
         ({"metrics.jsonl": '{"a": 1}\n'}, "damaged-line"),
+        ({"metrics.jsonl": '{"step": 1, "a": "text"}\n'}, "damaged-line"),
+        ({"metrics.jsonl": '{"step": 1, "a": ' + "[" * 100_000 + "\n"}, "damaged-line"),
         # Only what follows the last newline may be half a record; a broken line that was ended is damage.
         ({"metrics.jsonl": '{"step": 1, "a"\n{"step": 2}\n'}, "damaged-line"),
         ({"metrics.jsonl": '{"step": 1}\n[2]\n'}, "damaged-line"),
@@ -326,7 +328,7 @@ def test_the_output_file(tmp_path: Path, run_dir: Path, rejects: Rejects, capsys
 
 # ------------------------------------------------------------------------------------------------------------ terminal
 @pytest.mark.parametrize("width", [72, 80, 200])
-def test_the_terminal_gets_the_essentials_no_control_character_and_no_broken_word(run_dir: Path, width: int) -> None:
+def test_the_terminal_gets_the_essentials_and_no_control_character(run_dir: Path, width: int) -> None:
     stream = io.StringIO()
     print_report(run_dir, Console(file=stream, width=width, force_terminal=False))
     printed, lines = stream.getvalue(), stream.getvalue().splitlines()
@@ -335,24 +337,7 @@ def test_the_terminal_gets_the_essentials_no_control_character_and_no_broken_wor
     for text in ("0.250 (step 0) → 0.875 (step 30)", "generate", "50.0%"):
         assert text in printed
     names = [line.strip().split("  ")[0] for line in lines]
-    sections = ("train_actor_performance/", "total_step_time (s)"), ("train_actor_training/", "loss")
-    for section, metric in sections:
-        assert names[names.index(section) + 1] == metric
-
-
-def test_long_names_are_broken_behind_underscores_and_equal_ones_have_labels(
-    tmp_path: Path, logger: MetricLogger
-) -> None:
-    for step in (1, 2):
-        speeds = {"rollout/tokens_per_second": 9.0 + step, "train_actor_performance/tokens_per_second": step}
-        names = ("correct_in_the_form_that_was_asked_for", "short")
-        means = {f"ref_actor_rewards/rewards_func_{name}_mean": step / 3 for name in names}
-        logger.log(step, {"train_actor_training/loss": 1.0 / step, **speeds, **means})
-    print_report(tmp_path, Console(file=(stream := io.StringIO()), width=80))
-    names = [re.split(r" {2,}", line.strip())[0] for line in stream.getvalue().splitlines()]
-    assert {"tokens_per_second (whole step)", "tokens_per_second (generation)"} <= set(names)
-    first = names.index("rewards_func_correct_in_the_")
-    assert names[first + 1 : first + 3] == ["form_that_was_asked_for_mean", "rewards_func_short_mean"]
+    assert width < 200 or {"train_actor_performance/total_step_time (s)", "train_actor_training/loss"} <= set(names)
 
 
 def test_the_terminal_shows_what_was_asked_answered_and_right(

@@ -6,73 +6,41 @@ from slime_like.sandbox.rewards.majority import majority
 from slime_like.sandbox.rewards.math_answer import math_verify
 from slime_like.sandbox.rewards.registry import REGISTERED, resolve_reward, try_options
 from slime_like.sandbox.rewards.response_shape import response_format, response_length
-from tests.support.rejections import Rejects
 
 # ground truth, response
 RIGHT = [
-    ("46", "46"), ("46", " 46\n"), ("46", "046"), ("46", "46."), ("46", "12+34=46"), ("46", "The answer is 46."),
-    ("46", r"so \boxed{46}"), ("46", "$46$"), ("-3", "-3"), ("0", "0"), ("46", "46.0"), ("0.5", "1/2"),
-    ("1000", "1,000"), ("1,000", "1000"), ("1000", "1e3"), ("1e3", "1000"), ("1.5e-2", "0.015"),
-    ("1000", r"$10^3$"), ("1500", r"\boxed{1.5 \times 10^3}"),
-    (r"\frac{1}{2}", "0.5"), (r"\frac{1}{2}", r"\boxed{\frac{2}{4}}"), (r"$\frac12$", r"\boxed{1/2}"),
-    (r"\boxed{7}", "7"), ("x^2+1", r"\boxed{1+x^2}"), (r"2\sqrt{3}", r"\boxed{\sqrt{12}}"), ("x=3", r"\boxed{3}"),
-    ("(1,2)", r"\boxed{(1,2)}"), (r"\{1,2\}", r"\boxed{\{2,1\}}"), ("50%", r"\boxed{50\%}"),
-    ("46", "first 12, then 46"), ("46", "**46**"), ("46", "The answer is **46**."), ("46", "so 2 * 23 = **46**"),
-    ("Paris", r"\boxed{\text{Paris}}"), ("Paris", "paris."), ("B", "(B)"), ("True", "true"),
-    (r"\$18.90", r"\boxed{18.90}"), (r"\$18.90", r"\boxed{\$18.90}"), (r"\$18.90", "18.9"), (r"\$36", r"\boxed{\$ 36}"),
-    (r"\$32,\!348", r"\boxed{32348}"), (r"\$32,\!348", r"\boxed{\$32,\!348}"), (r"32,\!348", "32,348"),
-    ("$12.50", r"\boxed{\$12.50}"), ("$12.50", "It costs $12.50."), (r"-\$5", r"\boxed{-5}"),
-    (r"\$x+1", r"\boxed{1+x}"), (r"\text{\$5}", r"\boxed{5}"), (r"$\$18.90$", r"\boxed{18.9}"),
-    (r"\boxed{\$18.90}", "18.9"), ("36", r"It costs \$36."), (r"\$36", r"**\$36**"), ("18.90", r"$\$18.90$"),
-    ("2,3,5", r"\boxed{2,3,5}"), ("1,2", r"\boxed{2, 1}"), ("2,3", r"\boxed{x=2 \text{ or } x=3}"),
-    ("3,7", r"\boxed{3} and \boxed{7}"), ("7", "\\boxed{3}\n\\boxed{7}"), ("7", r"\boxed{3}. \boxed{7}"),
-    ("7", "<think>\\boxed{3}? No, 7.</think>\n\\boxed{7}"), ("7", "I write \\boxed{answer}.\nSo \\boxed{7}"),
-    ("5", "<answer>5</answer>"), ("5", "I see 3. <answer>5</answer>"), ("-5", "<answer>-5</answer>"), ("5", "Answer:5"),
-    ("5", "**Answer:**5"), ("5", "(5)"), ("5", "[5]"), ("5", '"5"'), ("5", "*5*"), ("5", "`5`"), ("5", "#5"),
-    ("5", "So (5)."), ("-5", "it is \u22125"), ("1,234.5", "1234.5"), ("7", "The answer: 7" + " " * 5000),
-    ("(2,1)", "(2,1)"), ("(2,1)", "The point is (2, 1)."), ("[2,5)", "[2,5)"), (r"\{1,2,3\}", "{3, 2, 1}"),
-    ("1,2", "2, 1"), ("1,2", "x = 1 or x = 2"), ("x^2+1", "1+x^2"), ("x=3", "x=3"), (r"[2,\infty)", "[2, oo)"),
-    ("5", "(5), as asked"), ("1234567", "It is 1,234,567."), ("10000", r"\boxed{10\,000}"), (r"10\,000", "10000"),
-    ("9", "<think>\\boxed{8}</think>The answer is 9."), ("12", "It is 12, as a and b are even"),
-    ("300000000", r"\boxed{3\times10^8}"), ("2000", r"$2\times10^3$"), ("46", r"\boxed{46 = \frac{92}{2}}"),
-    ("2,3", "We get 2 and 3."), ("2,3", "Thus x can be 2 or 3."), ("2,3,5", "This gives 2, 3, 5."),
-    ("(2,3)", "x = 2, y = 3"), ("(2,3)", "The answer is x = 2 and y = 3."), ("5", "I know it. In 2020, 5."),
-    ("7/24", "The answer is 7/24."), ("13", r"\boxed{13.}"), ("11", "Hence when x = 3, y = 11."),
-    ("25", "Multiplying by 5, 25."), ("11", "Adding 5 and 6, 11"),
-    ("5", "In 2020, 5."), ("284", "For n = 3, 284."), ("60", "Since 3 < 4, 60"), ("-216", "For n = 3, x = -216."),
-    ("2020", "On May 3, 2020"), ("282", "- **282**"), ("-282", "- (-282)"), ("188", "- <answer>188</answer>"),
-    (r"\{(1,2),(3,4)\}", "(1,2) or (3,4)"), (r"\{(1,2),(3,4)\}", "The points are (1,2), (3,4)."),
-    (r"(-\infty,1)\cup(2,\infty)", "(-oo, 1) U (2, oo)"), ("5,6", "The answers are 5, or 6."), ("1,2", "x = 1, x = 2"),
-    ("-9/5", "We have x > 2.\n\n-9/5"), ("2923/100", "2 + 3 = 5.\n2923/100"), ("5", "Here 3 is needed:\n5"),
-    ("25", "100/4 = 25"), ("46", "$12+34=46$"), ("1024", r"\boxed{2^{10}=1024}"), ("1000000", "10^6"),
-    ("60", r"\boxed{60^{\circ}}"), (r"\frac{100}{4}", "100/4"), ("3/2", r"\boxed{1\frac{1}{2}}"),
-    ("46", "no 45\n" + "filler " * 2000 + "\nthe answer is 46"), ("46", "46\x1c"), ("46", "\x1f46"), ("46", "46\x00"),
+    ("46", " 046.\n"), ("46", "12+34=46"), ("46", "The answer is 46."), ("46", "46.0"), ("46", "$46$"),
+    ("46", "first 12, then **46**"), ("46", "no 45\n" + "filler " * 2000 + "\nthe answer is 46"), ("46", "46\x1c"),
+    ("46", "\x1f46"), ("46", "46\x00"), ("46", r"\boxed{46 = \frac{92}{2}}"), ("46", "It is 46.\nHope it helps!"),
+    ("-3", "-3"), ("-5", "it is \u22125"), ("0.5", "1/2"), ("1/3", "0.333333"), ("7/24", "The answer is 7/24."),
+    ("1000", "1,000"), ("1,234.5", "1234.5"), ("1e3", "1000"), ("1.5e-2", "0.015"), ("1000", r"$10^3$"),
+    ("1500", r"\boxed{1.5 \times 10^3}"), ("10000", r"\boxed{10\,000}"), ("50%", r"\boxed{50\%}"),
+    (r"\frac{1}{2}", "0.5"), (r"$\frac12$", r"\boxed{1/2}"), ("3/2", r"\boxed{1\frac{1}{2}}"), (r"\boxed{7}", "7"),
+    ("x^2+1", "1+x^2"), (r"2\sqrt{3}", r"\boxed{\sqrt{12}}"), ("x=3", r"\boxed{3}"), ("(2,1)", "(2, 1)"),
+    (r"\{1,2\}", r"\boxed{\{2,1\}}"), ("1,2", "2, 1"), ("2,3", r"\boxed{x=2 \text{ or } x=3}"), ("[2,5)", "[2,5)"),
+    (r"[2,\infty)", r"\boxed{[2,\infty)}"), (r"(-\infty,1)\cup(2,\infty)", r"$(-\infty,1)\cup(2,\infty)$"),
+    ("Paris", r"\boxed{\text{Paris}}"), ("Paris", "paris."), ("B", "(B)"), (r"\$18.90", r"\boxed{\$18.90}"),
+    (r"\$32,\!348", "32,348"), ("$12.50", "It costs $12.50."), (r"-\$5", r"\boxed{-5}"), (r"$\$18.90$", "18.9"),
+    ("7", r"\boxed{3}. \boxed{7}"), ("7", "<think>\\boxed{3}? No, 7.</think>\n\\boxed{7}"),
+    ("5", "I see 3. <answer>5</answer>"), ("5", "Answer:5"), ("5", '"5"'), ("5", "`5`"), ("5", "# 5"), ("5", "(5)"),
+    ("-5", "<answer>-5</answer>"), ("282", "- **282**"), ("7", "The answer: 7" + " " * 5000), ("13", r"\boxed{13.}"),
+    ("-9/5", "We have x > 2.\n\n-9/5"), ("25", "100/4 = 25"), ("1024", r"\boxed{2^{10}=1024}"), ("1000000", "10^6"),
+    (r"\frac{100}{4}", "100/4"), ("60", r"\boxed{60^{\circ}}"), ("6.6e-34", r"\boxed{6.6\times10^{-34}}"),
+    ("0.00033333", r"\boxed{\frac{1}{3000}}"), ("0", r"$\sin(\pi)$"),
 ]  # fmt: skip
 WRONG = [
     ("46", "45"), ("46", "-46"), ("46", ""), ("46", "no idea"), ("46", "4 6"), ("46", "12+34"), ("46", "$12+34$"),
-    ("46", r"\boxed{12+34}"), ("46", "2*23"), ("46", r"\boxed{2\cdot 23}"), ("46", "50-4"), ("1", "1e3"), ("1e3", "1"),
+    ("46", r"\boxed{2\cdot 23}"), ("46", "50-4"), ("46", "**12+34**"), ("46", "x = 12+34"), ("46", r"\boxed{}"),
+    ("46", "\x00\ud800"), ("46", "46 it is\n" + "filler 5 " * 2000), ("46", "4\x1f6"), ("46", "4\x1e"), ("1", "1e3"),
+    ("8", "2**3"), ("3", "5 **2"), ("1024", "2^10"), ("25", "100/4"), ("25", r"\boxed{\frac{100}{4}}"),
+    ("5/6", "1/2+1/3"), (r"\frac{5}{6}", "7/6 - 1/3"), ("5", "it is \u22125"), ("-282", "- **282**"),
     (r"\frac{1}{2}", r"\boxed{\frac{1}{3}}"), ("x^2+1", r"\boxed{x^2-1}"), ("(1,2)", r"\boxed{[1,2]}"),
-    ("Paris", "Pairs"), ("Paris", r"\boxed{Rome}"), ("A", r"\boxed{B}"), ("46", r"\boxed{}"), ("46", "\x00\ud800"),
-    ("8", "2**3"), ("46", "**12+34**"), ("46", "**2*23**"), ("3", "5 **2"),
-    (r"\$18.90", r"\boxed{18.09}"), (r"\$18.90", r"\boxed{\$1890}"), (r"\$18.90", "18"), (r"\$36", r"It costs \$63."),
-    (r"\$18.90", r"\boxed{-18.90}"), (r"\$18.90", r"\boxed{9.45*2}"), ("$36", r"\boxed{18*2}"), (r"\$36", "$"),
-    (r"\$32,\!348", r"\boxed{348}"), (r"\$32,\!348", "32.348"), (r"32,\!348", r"\boxed{32347+1}"),
-    (r"-\$5", r"\boxed{5}"), (r"\$36", r"\boxed{\$}"), (r"\$36", r"\$18+\$18"),
-    ("1,2", r"\boxed{1.2}"), ("2,3,5", r"\boxed{2.3}"), ("-1,4", r"\boxed{-1.4}"), ("3", r"\boxed{3}. \boxed{7}"),
-    ("7", "\\boxed{7}\n\\boxed{3}"), ("5", "it is \u22125"), ("12", "<answer>5+7</answer>"),
-    ("5", "<answer>-5</answer>"),
-    ("1", "The point is (2, 1)."), ("5", "[2, 5)."), ("5", "(2, 5)"), ("3", "{1, 2, 3}"), ("2", "1, 2"),
-    ("345", "12,345"),
-    ("2", "x = 1 or x = 2"), ("(1,2)", "(2,1)"), ("x^2+1", "x^2-1"), ("0", r"\boxed{10\,000}"),
-    ("8", "<think>\\boxed{8}</think>The answer is 9."),
-    ("47", "Either 46 or 47"), ("47", "I think it is 46 or 47."), ("47", "between 46 and 47"), ("47", "Maybe 46, 47"),
-    ("7", "Guess 1, 2, 3, 4, 5, 6, 7"), ("3", "Thus a = 2, b = 3."), ("(3,2)", "x = 2, y = 3"), ("46", "x = 12+34"),
-    ("-282", "- **282**"), ("-282", "- `282`"), ("282", "- (-282)"), ("-188", "- <answer>188</answer>"),
-    ("(3,4)", "(1,2) or (3,4)"), ("(3,4)", "The points are (1,2), (3,4)"), (r"(2,\infty)", "(-oo, 1) U (2, oo)"),
-    ("(4,6)", "gcd (4, 6)"), ("6", "5, or 6"), ("5/6", "1/2+1/3"), (r"\frac{5}{6}", "7/6 - 1/3"),
-    ("5/6", r"\boxed{1/2+1/3}"), ("$46$", "12+34"), ("1024", "2^10"), ("25", "100/4"), ("25", r"\boxed{\frac{100}{4}}"),
-    ("1/5", "We have x > 2.\n\n-9/5"), ("2923", "2 + 3 = 5.\n2923/100"), ("5", r"<think>\boxed{5}"),
-    ("46", "46 it is\n" + "filler " * 2000), ("46", "4\x1e"), ("46", "\x1f4"), ("46", "4\x1f6"),
+    ("(1,2)", "(2,1)"), ("2", "1, 2"), ("3", "{1, 2, 3}"), ("345", "12,345"), ("1,2", r"\boxed{1.2}"),
+    ("Paris", r"\boxed{Rome}"), ("A", r"\boxed{B}"), (r"\$18.90", r"\boxed{\$1890}"), (r"\$36", "$"),
+    (r"\$32,\!348", "32.348"), ("3", r"\boxed{3}. \boxed{7}"), ("8", "<think>\\boxed{8}</think>The answer is 9."),
+    ("5", r"<think>\boxed{5}"), ("1/5", "We have x > 2.\n\n-9/5"), ("12", "<answer>5+7</answer>"),
+    ("6.6e-34", "9.1e-31"), (r"6.6\times10^{-34}", r"\boxed{9.1\times10^{-31}}"), ("0", r"\boxed{1e-9}"),
+    ("x=1e-9", r"\boxed{x=2e-9}"),
 ]  # fmt: skip
 
 
@@ -95,45 +63,20 @@ def test_options_of_math_verify() -> None:
 
 
 @pytest.mark.parametrize("answer", ["", "(" * 40 + "1" + ")" * 40, "1+" * 600 + "1"], ids=lambda a: repr(a[:9]))
-def test_a_ground_truth_that_cannot_be_parsed_is_an_error(rejects: Rejects, answer: str) -> None:
-    with rejects(ValueError):
+def test_a_ground_truth_that_cannot_be_parsed_is_an_error(answer: str) -> None:
+    with pytest.raises(ValueError, match="the ground truth '"):
         math_verify("", "46", answer)
 
 
 @pytest.mark.parametrize(
     ("pattern", "response", "reward"),
     [
-        (r"<think>.+</think>.*", "<think>a\nb</think>46", 1.0),
-        (r"<think>.+</think>.*", "x<think>a</think>46", 0.0),
-        (r"\d+", "46", 1.0),
-        (r"\d+", "46\n", 0.0),
-        (r"\d+", "", 0.0),
-        (r"\d*", "", 1.0),
-        (r"\d+", "46 ", 0.0),
-        (r"\d+\s*", "46 \n", 1.0),
-        (r"\d+", "\u0664\u0666", 1.0),  # Arabic digits are digits
-        (r"[0-9]+", "\u0664\u0666", 0.0),
-        (r"yes|no", "yes", 1.0),
-        (r"yes|no", "no", 1.0),
-        (r"yes|no", "yes, no", 0.0),
-        (r"(?i)yes", "YES", 1.0),
-        (r"yes", "YES", 0.0),
-        (r"^yes$", "yes", 1.0),
-        (r"^yes$", "yes\n", 0.0),  # the whole response, whatever the signs would take
-        (r"[^\n]{1,5}", "abcde", 1.0),
-        (r"[^\n]{1,5}", "abcdef", 0.0),
-        (r".*\\boxed\{.+\}.*", r"so \boxed{46}.", 1.0),
-        (r".*\\boxed\{.+\}.*", r"so \boxed{}.", 0.0),
-        (r".*\\boxed\{.+\}.*", "so 46", 0.0),
-        (r"<answer>[^<]*</answer>", "<answer>46</answer>", 1.0),
-        (r"<answer>[^<]*</answer>", "<answer>46</answer><answer>47</answer>", 0.0),
-        (r"<answer>[^<]*</answer>", "<answer>46", 0.0),
-        (r"(?s:.*)Answer: \S+", "a\nb\nAnswer: 46", 1.0),
-        (r"(?s:.*)Answer: \S+", "Answer:", 0.0),
-        (r"(\w+) \1", "ha ha", 1.0),
-        (r"(\w+) \1", "ha he", 0.0),
+        (r"<think>.+</think>.*", "<think>a\nb</think>46", 1.0), (r"<think>.+</think>.*", "x<think>a</think>46", 0.0),
+        (r"\d+", "\u0664\u0666", 1.0), (r"[0-9]+", "\u0664\u0666", 0.0), (r"\d+", "46\n", 0.0), (r"\d+", "", 0.0),
+        (r"\d*", "", 1.0), (r"yes|no", "no", 1.0), (r"yes|no", "yes, no", 0.0), (r"^yes$", "yes\n", 0.0),
+        (r"[^\n]{1,5}", "abcdef", 0.0), (r"(?s:.*)Answer: \S+", "a\nb\nAnswer: 46", 1.0), (r"(\w+) \1", "ha he", 0.0),
     ],
-)
+)  # fmt: skip
 def test_format(pattern: str, response: str, reward: float) -> None:
     result = response_format("", response, "", pattern=pattern)
     assert (result.reward, result.success) == (reward, reward == 1.0)
@@ -157,15 +100,15 @@ def test_names_and_import_paths_lead_to_functions() -> None:
 @pytest.mark.parametrize(
     "name", ["maths", "no.such.module:f", "slime_like.interfaces.reward:nothing", "slime_like:__version__"]
 )
-def test_a_name_that_leads_nowhere_is_rejected(rejects: Rejects, name: str) -> None:
-    with rejects(ValueError):
+def test_a_name_that_leads_nowhere_is_rejected(name: str) -> None:
+    with pytest.raises(ValueError, match="reward function '"):
         resolve_reward(name)
 
 
-def test_options_a_function_does_not_take_are_rejected(rejects: Rejects) -> None:
+def test_options_a_function_does_not_take_are_rejected() -> None:
     try_options("length", response_length, {"limit": 3})
     for options in ({}, {"limit": 3, "most": 4}, {"response": "x", "limit": 3}):
-        with rejects(ValueError):
+        with pytest.raises(ValueError, match="it takes prompt: str, response: str, answer"):
             try_options("length", response_length, options)
 
 

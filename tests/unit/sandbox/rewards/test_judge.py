@@ -90,7 +90,7 @@ def test_what_is_no_verdict_is_an_error(url: str) -> None:
         judge("2 + 2?", "cut off", "4", url=url, model="m")
     with pytest.raises(ValueError, match="99, which is not from 0 to best=10"):
         judge("2 + 2?", "over", "4", url=url, model="m")
-    with pytest.raises(ValueError, match="no chat completion"):
+    with pytest.raises(ValueError, match="must be JSON"):
         judge("2 + 2?", "garbage", "4", url=url, model="m")
     with pytest.raises(OSError, match="404"):
         judge("2 + 2?", "gone", "4", url=url, model="m")

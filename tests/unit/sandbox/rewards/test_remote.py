@@ -11,7 +11,6 @@ import pytest
 from slime_like.interfaces.reward import RewardResult
 from slime_like.sandbox.rewards.registry import try_options
 from slime_like.sandbox.rewards.remote import remote
-from tests.support.rejections import Rejects
 from tests.support.reward_service import Service
 from tests.support.reward_service import url as url
 
@@ -30,7 +29,7 @@ def test_the_service_sees_everything_and_its_answer_becomes_the_result(
 
 def test_a_service_that_fails(url: str) -> None:
     for asked in ("text", "list", "none"):
-        with pytest.raises(ValueError, match=r"it must be JSON with a number as reward"):
+        with pytest.raises(ValueError, match="it must be JSON"):
             remote("p", asked, "a", url=url)
     with pytest.raises(OSError, match=f"{url}: HTTP Error 503"):
         remote("p", "busy", "a", url=url)
@@ -80,9 +79,8 @@ def test_a_service_that_is_restarted_costs_no_reward() -> None:
         {"url": "http://a/?api_key=SECRET"},
     ],
 )
-def test_other_options_are_rejected_before_anything_starts(rejects: Rejects, options: dict[str, Any]) -> None:
+def test_other_options_are_rejected_before_anything_starts(options: dict[str, Any]) -> None:
     for request in (lambda: try_options("http", remote, options), lambda: remote("p", "r", "a", **options)):
-        with rejects(ValueError):
+        with pytest.raises(ValueError, match=r"url|timeout_s|headers") as caught:
             request()
-    (sentence,) = rejects.sentences
-    assert "SECRET" not in sentence
+        assert "SECRET" not in str(caught.value)

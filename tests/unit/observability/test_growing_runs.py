@@ -1,25 +1,19 @@
-"""Run directories that no run has written, or that a run is writing: a report, or one sentence."""
+"""Files that a run is writing, or that are large or damaged."""
 
 import io
-import json
 import os
-import random
 import shutil
 import threading
 from pathlib import Path
 
 import pytest
-from rich.console import Console
 
-from slime_like.errors import DataError, SlimeLikeError
+from slime_like.errors import DataError
 from slime_like.observability import json_lines
 from slime_like.observability.json_lines import newest_lines, read_lines
 from slime_like.observability.metrics import METRICS_FILE
-from slime_like.observability.names import STEP_TIME
 from slime_like.observability.report.data import read_run
-from slime_like.observability.report.report import print_report, write_report
 from slime_like.observability.tables import HELD_OUT_TABLE, SAMPLE_TABLE, TOKEN_TABLE
-from tests.support.forged_runs import forge_file
 from tests.support.rejections import Rejects
 from tests.unit.observability.report_run import SAMPLES, STEPS, TOKENS, write_run
 
@@ -27,96 +21,6 @@ from tests.unit.observability.report_run import SAMPLES, STEPS, TOKENS, write_ru
 @pytest.fixture(scope="module")
 def sound(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_run(tmp_path_factory.mktemp("runs") / "sound")
-
-
-def judge(run_dir: Path) -> str | None:
-    """The code of the one sentence; ``None`` for a report. Terminal and page agree."""
-    codes = set[str | None]()
-    for report in (
-        lambda: print_report(run_dir, Console(file=io.StringIO(), width=100)),
-        lambda: write_report(run_dir),
-    ):
-        try:
-            report()
-            codes.add(None)
-        except SlimeLikeError as error:
-            assert all(len(line) < 600 for line in str(error).split("\n"))
-            codes.add(error.code)
-    (code,) = codes
-    return code
-
-
-@pytest.mark.parametrize("seed", range(8))
-def test_forged_files_are_a_report_or_one_sentence(sound: Path, tmp_path: Path, seed: int) -> None:
-    run_dir, draw = shutil.copytree(sound, tmp_path / "run"), random.Random(seed)
-    for _ in range(3):
-        forge_file(run_dir, draw)
-    judge(run_dir)
-
-
-@pytest.mark.parametrize(
-    ("line", "code"),
-    [
-        ('{"step": 1, "x": "text"}', "damaged-line"),
-        ('{"step": 1, "x": ' + "1" * 5000 + "}", "damaged-line"),
-        ('{"step": ' + "1" * 400 + "}", "damaged-line"),
-        ('{"step": 1, "x": ' + "[" * 100_000 + "]" * 100_000 + "}", "damaged-line"),
-        ('{"step": 1, "x": ' + "[" * 600 + "]" * 600 + "}", "damaged-line"),
-        ('{"step": true}', "damaged-line"),
-        ('{"step": 1, "train_actor_training/loss": 1e308}', None),
-        ('{"step": 1, "train_actor_training/loss": NaN}', None),
-        ('{"step": 1, "train_actor_training/loss": ' + "9" * 400 + "}", None),
-    ],
-)
-def test_a_line_of_metrics(line: str, code: str | None, tmp_path: Path) -> None:
-    """A number too large for sums counts as not finite; a value that is no number was not logged by a run."""
-    (tmp_path / METRICS_FILE).write_text(line + "\n")
-    assert judge(tmp_path) == code
-    if code is None:
-        assert "NaN or infinite at 1 step" in (tmp_path / "report.html").read_text()
-
-
-@pytest.mark.parametrize(
-    "lines",
-    [
-        ('"train_actor_training/loss": 0', '"train_actor_training/loss": 5e-324'),
-        (f'"{STEP_TIME}": 1, "train_actor_performance/tokens_per_second": 1',
-         f'"{STEP_TIME}": -1, "train_actor_performance/tokens_per_second": 1'),
-    ],
-)  # fmt: skip
-def test_numbers_that_do_not_divide(lines: tuple[str, ...], tmp_path: Path) -> None:
-    text = "".join(f'{{"step": {step}, {line}}}\n' for step, line in enumerate(lines))
-    (tmp_path / METRICS_FILE).write_text(text)
-    assert judge(tmp_path) is None
-
-
-@pytest.mark.parametrize(
-    ("table", "row", "code"),
-    [
-        (SAMPLE_TABLE, {"Sequence ID": ["a"]}, "damaged-line"),
-        (TOKEN_TABLE, {"Sequence ID": "a", "Token Position": "first"}, "damaged-line"),
-        (TOKEN_TABLE, {"Sequence ID": "a"}, None),
-        (SAMPLE_TABLE, {}, None),
-        (HELD_OUT_TABLE, {"Sequence ID": "a"}, None),
-        (HELD_OUT_TABLE, {"Prompt": 3, "Response": [1]}, None),
-        (SAMPLE_TABLE, {"Prompt": 3, "Response": [1, {"a": None}], "Reward_x": "high"}, None),
-    ],
-)
-def test_a_row_of_a_table(table: str, row: dict[str, object], code: str | None, sound: Path, tmp_path: Path) -> None:
-    run_dir = shutil.copytree(sound, tmp_path / "run")
-    with (run_dir / "tables" / f"{table}.jsonl").open("a") as file:
-        file.write(json.dumps({"step": STEPS, **row}) + "\n")
-    assert judge(run_dir) == code
-
-
-@pytest.mark.parametrize(
-    "config",
-    ["model: 3", "trainer: {parallel: {tensor: two}}", "rollout: []", "steps: 1e999", "trainer: {parallel: 1}"],
-)
-def test_a_configuration_that_no_run_wrote(config: str, sound: Path, tmp_path: Path) -> None:
-    run_dir = shutil.copytree(sound, tmp_path / "run")
-    (run_dir / "config.yaml").write_text(config)
-    assert judge(run_dir) == "config"
 
 
 def test_only_files_are_tables(sound: Path, tmp_path: Path) -> None:
