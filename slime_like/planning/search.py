@@ -89,7 +89,7 @@ def search(run: PlannedRun, wanted: int, note: Note = lambda _: None) -> list[Ca
     refusals: list[list[str]] = []
     for index, tried in enumerate(sorted(possible, key=_rough_time), start=1):
         note(f"layout {index} of {len(possible)}, {len(found)} fit")
-        if problems := _problems(tried, backend):
+        if problems := _problems(tried):
             refusals.append(problems)
             continue
         if candidate := _candidate(tried, backend):
@@ -138,7 +138,7 @@ def _with(run: PlannedRun, parallel: ParallelConfig, tokens: int) -> PlannedRun:
     )
 
 
-def _problems(run: PlannedRun, backend: type[TrainerBackend]) -> list[str]:
+def _problems(run: PlannedRun) -> list[str]:
     config = run.config
     settings = check_settings(config, run.dimensions, training_needs(config) - {"code"})  # the same for all
     return [*map(str, settings), *checks.placement_problems(config)]
