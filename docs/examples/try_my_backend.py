@@ -19,7 +19,7 @@ with tempfile.TemporaryDirectory() as directory:
         run_dir=directory,
         model=ModelConfig(path=model, dtype="float32"),
         algorithm=AlgorithmConfig(loss="sft"),
-        trainer={"optimizer": {"lr": 1e-3}, "backend_args": {"amsgrad": True}},
+        trainer={"backend": "plain", "optimizer": {"lr": 1e-3}, "backend_args": {"amsgrad": True}},
     )
     trainer, scorer = (load_backend("plain")(config, RankPlacement(0, 1, 0, "127.0.0.1", 0)) for _ in range(2))
     trainer.setup()
