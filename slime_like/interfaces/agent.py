@@ -51,7 +51,7 @@ class AgentResult:
 
 
 class Agent(Protocol):
-    """Called once per rollout, in a worker process, with ``rollout.agent.options`` as keyword arguments.
+    """Function called once per rollout, in a worker process, with ``rollout.agent.options`` as keyword arguments.
 
     An exception ends only that rollout, which then gets reward 0.
     """

@@ -12,7 +12,7 @@ from slime_like.config import RunConfig
 DtypeChoice = Literal["auto", "float32", "bfloat16", "float16"]
 
 Report = Callable[[int, int], None]
-"""Called with the bytes done and the total bytes."""
+"""Callback that receives the bytes done and the total bytes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +73,7 @@ class TensorSource(Protocol):
 
 
 class Converter(Protocol):
-    """Converts on disk between Hugging Face's format and a backend's format.
+    """Converter on disk between Hugging Face's format and a backend's format.
 
     Errors: ``CheckpointError`` lists the tensors. The output appears whole or not at all. An interrupted conversion's
     finished files are kept next to it, and the next conversion of the same kind uses them.

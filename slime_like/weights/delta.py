@@ -169,7 +169,7 @@ class _Outgoing:
 
 
 class DeltaSender:
-    """Sends through ``inner``. Keeps a copy of every sent tensor in host memory.
+    """Sender through ``inner``, with a copy of every sent tensor in host memory.
 
     ``metadata.entries`` describe the whole tensors, including checksums; ``metadata.location`` describes what is sent.
     Every change names the checksum of its base, so a receiver with a different base notices. After a failed sync, the
@@ -240,7 +240,7 @@ def is_base_lost(error: BaseException) -> bool:
 
 
 class DeltaReceiver:
-    """Keeps a copy of every tensor in host memory. The whole tensors it yields are views of these copies.
+    """Receiver with a copy of every tensor in host memory. The whole tensors it yields are views of these copies.
 
     A wrong copy is always detected: changes are rejected if the copy's checksum differs from the sender's, and the
     receiver compares the hash of the result with the entry.

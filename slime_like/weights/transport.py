@@ -34,7 +34,7 @@ class TransportSettings:
 
 
 class Sender(Protocol):
-    """Lives in a trainer rank and is used from one thread. Errors are ``WeightSyncError``.
+    """Sending end in a trainer rank, used from one thread. Errors are ``WeightSyncError``.
 
     Two buckets may be in flight: the sender gathers and writes one while receivers read the other.
     """
@@ -60,7 +60,7 @@ class Sender(Protocol):
 
 
 class Receiver(Protocol):
-    """Lives in an engine's worker. Errors are ``WeightSyncError``."""
+    """Receiving end in an engine's worker. Errors are ``WeightSyncError``."""
 
     def receive(self, metadata: BucketMetadata) -> Iterator[tuple[str, Tensor]]:
         """Yield the bucket's tensors as zero-copy views, valid until the next ``receive`` or ``release``."""

@@ -76,7 +76,7 @@ def _parts(
     """List query rows with the keys that they see, each key in one part: masked squares, and rectangles of queries with
     the keys before the first of them.
 
-    The arguments are those of flash-attn's functions without their tensors; results are always ``deterministic``.
+    Arguments are flash-attn's, without the tensors; results are always ``deterministic``.
 
     Raises:
         NotImplementedError: another kind of attention.

@@ -166,7 +166,7 @@ def _varlen_options(pairing: Pairing) -> dict[str, Any]:
 
 
 class NarrowValues:
-    """Wraps a kernel that needs heads of one width, for narrower values. Zero padding doesn't change the result."""
+    """Wrapper that lets a kernel for heads of one width take narrower values. Zero padding doesn't change results."""
 
     def __init__(self, kernel: AttentionKernel) -> None:
         self._kernel = kernel

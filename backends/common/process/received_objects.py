@@ -17,7 +17,7 @@ DTYPES = frozenset(name for name in dir(torch) if isinstance(getattr(torch, name
 
 
 class ListedUnpickler(pickle.Unpickler):
-    """Reads objects of listed classes.
+    """Unpickler of listed classes.
 
     Attributes:
         listed: full names by module. Whole modules would admit callables that call others.
@@ -34,7 +34,7 @@ class ListedUnpickler(pickle.Unpickler):
 
 
 class _ReceivedUnpickler(ListedUnpickler):
-    """Also reads errors of any class that is already imported, because ranks raise each other's errors."""
+    """Unpickler that also reads errors of any imported class, because ranks raise each other's errors."""
 
     whole = "what ranks exchange"
     listed: ClassVar[Mapping[str, frozenset[str]]] = {

@@ -1,6 +1,6 @@
 """The router's load-balancing loss: a mean over the real tokens of a step, whatever the layout and the micro-batches.
 
-For one layer and one sequence s of T_s tokens, with E experts of which every token chooses k (DeepSeek-V3,
+For one layer and one sequence s of T_s tokens, with E experts and k choices per token (DeepSeek-V3,
 arXiv:2412.19437, eqs. 17 to 20; Switch Transformer, arXiv:2101.03961, eqs. 4 to 6, on one sequence):
 
     L_s = E * sum_e f_e * P_e,   f_e = (tokens of s that go to expert e) / (k * T_s),   P_e = mean over s of p_e

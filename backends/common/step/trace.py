@@ -70,7 +70,7 @@ class _Live:
 
 
 class Trace(TorchDispatchMode):
-    """Counts, inside its ``with`` block, storages that come and go, floating-point operations and messages.
+    """Counter, inside its ``with`` block, of live storages, floating-point operations and messages.
 
     Only storages created inside count. Each counts once, however many tensors share it, until the last of them is gone.
     If a real tensor meets a meta tensor in an operation, its shape is used. So small tensors whose values determine the

@@ -184,7 +184,7 @@ class CollectiveSender:
 
 
 class CollectiveReceiver:
-    """Joins one sender's broadcasts."""
+    """Member of one sender's broadcasts."""
 
     def __init__(self, backend: str, rendezvous: Mapping[str, Any], worker: int) -> None:
         self._backend = backend

@@ -164,7 +164,7 @@ def join_buckets(buckets: Sequence[BucketMetadata | None]) -> list[BucketMetadat
 
 
 class ColocatedReceiver:
-    """Maps the memory of the trainer rank on its device. Read the views before the bucket is released.
+    """Receiver that maps its device's trainer rank's memory. Read the views before the bucket is released.
 
     Args:
         worker: number of this worker in its engine.

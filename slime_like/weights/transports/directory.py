@@ -31,7 +31,7 @@ _LOOK_EVERY_S = 0.05
 
 
 class DirectorySender:
-    """Writes one file per bucket."""
+    """Sender that writes one file per bucket."""
 
     def __init__(self, _: str, session: str, settings: TransportSettings) -> None:
         if settings.directory is None:
@@ -97,7 +97,7 @@ class DirectorySender:
 
 
 class DirectoryReceiver:
-    """Maps the files named by buckets."""
+    """Receiver that maps the files named by buckets."""
 
     def __init__(self, _: str, rendezvous: Mapping[str, Any], worker: int) -> None:
         self._session = rendezvous["session"]

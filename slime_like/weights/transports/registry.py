@@ -1,4 +1,4 @@
-"""Transports by name: where each one works, how ``auto`` chooses, senders, and receivers for several senders."""
+"""Transports by name: their reach, the choice of ``auto``, senders, and receivers for several senders."""
 
 import importlib
 from collections.abc import Iterator, Mapping, Sequence

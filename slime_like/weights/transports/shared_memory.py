@@ -38,7 +38,7 @@ _GRANULE = 1 << 20
 
 
 class SharedMemorySender:
-    """Writes buckets into two segments in turn. Use from one thread."""
+    """Sender that writes buckets into two segments in turn. Use from one thread."""
 
     def __init__(self, _: str, session: str, settings: TransportSettings) -> None:
         check_session(session)
@@ -92,7 +92,7 @@ class SharedMemorySender:
 
 
 class SharedMemoryReceiver:
-    """Maps the segments named by buckets. One receiver serves any number of senders of its session."""
+    """Receiver that maps segments named by buckets. It serves any number of senders of its session."""
 
     def __init__(self, _: str, rendezvous: Mapping[str, Any], worker: int) -> None:
         self._segments = SegmentMap(rendezvous["session"], Path(rendezvous["directory"]))
@@ -109,7 +109,7 @@ class SharedMemoryReceiver:
 
 
 class Segments:
-    """Creates one sender's segments. Their names identify the sender."""
+    """Factory of one sender's segments. Their names identify the sender."""
 
     def __init__(self, session: str) -> None:
         # The process id is not enough: a receiver may still map segments of an earlier sender of this process.
