@@ -1,4 +1,4 @@
-"""Buckets for engines on the trainers' devices: each worker maps those of the trainer rank on its own device.
+"""Buckets that engine workers map from the trainer rank on the same device.
 
 The first rank of a pipeline stage gathers a bucket, and all ranks get it by the trainers' own collectives (NCCL or
 gloo), also on other hosts. A rank holds it where the worker on its device maps it: in GPU memory, on a CPU in shared

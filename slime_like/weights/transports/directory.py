@@ -1,4 +1,4 @@
-"""Buckets as files of a directory that trainers and engines both see, such as a shared file system.
+"""Buckets as files of a shared directory.
 
 A file is written under a temporary name and renamed, so that a receiver never opens half of one; it is removed when
 every receiver is done with it.

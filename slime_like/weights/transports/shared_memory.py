@@ -1,4 +1,4 @@
-"""Buckets through POSIX shared memory, for trainers and engines on one host.
+"""Buckets in POSIX shared memory, inside one host.
 
 The sender owns two segments under ``/dev/shm`` and writes them in turn, so that the next bucket can be gathered while
 engines still read the last one. Segments are plain files (created with mode 0600, their pages reserved at once so that
