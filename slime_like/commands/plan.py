@@ -121,9 +121,9 @@ COMMAND = Command(
     "plan",
     "does a run fit a cluster, and how long does a step take? Needs no GPU and no weights",
     _run,
-    "Plan a run on a cluster from this machine: the memory of every kind of rank and of the engines,\n"
-    "traffic, the predicted time of a step, and all problems that would stop the run at its start. The\n"
-    "model's config.json suffices. Exit code 0: fits. 1: does not fit. 2: the layout is invalid.",
+    "Plan a run on a cluster from this machine: the memory of ranks and engines, the predicted time of a\n"
+    "step, and all problems that would stop the run at its start. --output adds every kind of rank and its\n"
+    "traffic. The model's config.json suffices. Exit code 0: fits. 1: does not fit. 2: the layout is invalid.",
     _add_arguments,
     "[--output FILE] [--search] [--section.field VALUE ...]",
     {"[CONFIG.yaml]": "configuration file"},

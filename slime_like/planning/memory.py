@@ -9,7 +9,6 @@ from slime_like.interfaces.estimate import RankEstimate, RankKind, TrainerMemory
 from slime_like.planning.engines import EnginePlan
 from slime_like.planning.hardware import FRAGMENTATION, Hardware
 from slime_like.planning.planned_run import PlannedRun
-from slime_like.planning.save import save_bytes
 from slime_like.weights.transports.registry import use_delta
 from slime_like.weights.transports.shared_memory import NAME as SHARED_MEMORY
 
@@ -212,3 +211,18 @@ def host_memory(
         items.append(Item("Ray's object store", config.cluster.object_store_mb * 2**20))
     capacity = config.cluster.host_memory_gib
     return HostMemory(tuple(item for item in items if item.nbytes), None if capacity is None else int(capacity * 2**30))
+
+
+def save_bytes(run: PlannedRun, memory: TrainerMemory) -> int:
+    """Host memory of one rank's save, above what it holds while it trains.
+
+    Assumed: a save copies one tensor at a time to host memory and writes it. The largest is the embedding's main
+    weight, float32, of which a rank holds at most its tensor-parallel share. An asynchronous save first copies all
+    that it writes: weights, main weights and both moments. Of state that is offloaded already, gradients are the
+    fourth part, and are not saved.
+    """
+    embedding = run.dimensions.vocab_size * run.dimensions.hidden_size // run.config.trainer.parallel.tensor
+    in_flight = embedding * 4
+    if not run.config.checkpoint.async_save:
+        return in_flight
+    return in_flight + memory.parameter_bytes + memory.optimizer_bytes + 3 * memory.host_optimizer_bytes // 4

@@ -14,7 +14,7 @@ from slime_like.planning.memory import ENGINES, PhaseMemory
 from slime_like.planning.result import Plan
 from slime_like.planning.search import Candidate
 from slime_like.planning.step_time import ATTENTION, HEAD, PRODUCTS, SYNC_GB_PER_S
-from slime_like.planning.units import count_text, memory_text, seconds_text, significant
+from slime_like.planning.units import count_text, memory_text, seconds_text
 from slime_like.system.console import Console
 
 _WIDTH = 80
@@ -35,7 +35,7 @@ def print_plan(config: RunConfig, plan: Plan, stream: TextIO | None = None) -> N
         console.print()
         for line in (*verdict.step_lines(plan), *verdict.waves(config, plan)):
             console.print(line, markup=False)
-    for table in (_memory(plan), _time(plan), _lost(plan), _ranks(plan)):
+    for table in (_memory(plan), _time(plan), _lost(plan)):
         if table is not None:
             _print_table(console, table)
     console.print()
@@ -163,29 +163,6 @@ def _lost(plan: Plan) -> Table | None:
     return table
 
 
-def _ranks(plan: Plan) -> Table:
-    title = (
-        f"Ranks (recompute: {plan.recompute}) and their largest micro-batch: its tokens, TFLOP and "
-        "activations saved for the backward pass, and the number of micro-batches in flight"
-    )
-    columns = ("kind", "ranks", "parameters", "tokens", "TFLOP", "saved", "in flight")
-    table = _table(title, columns, left=("kind",))
-    for kind in (*plan.kinds, *plan.references):
-        estimate, memory = kind.estimate, kind.estimate.memory
-        trained = kind in plan.kinds  # nothing is kept for a reference's backward pass
-        work = estimate.training if trained else estimate.forward
-        table.add_row(
-            kind.kind.name,
-            f"{len(kind.kind.ranks):,}",
-            f"{memory.parameters:,}",
-            f"{estimate.micro_batch_tokens:,}",
-            significant(work.flops / 1e12),
-            memory_text(memory.saved_bytes) if trained else "",
-            str(memory.in_flight) if trained else "",
-        )
-    return table
-
-
 def _workings(config: RunConfig, plan: Plan) -> Iterator[str]:
     """What the figures follow from."""
     engine, work, step = plan.engine, plan.workload, plan.step
@@ -209,7 +186,7 @@ def _workings(config: RunConfig, plan: Plan) -> Iterator[str]:
             yield "one call of each agent; give --mean_prompt and --mean_response for rows of several"
         yield from _assumptions(config, plan)
     layers = {kind.estimate.layers for kind in plan.kinds}
-    yield f"planned layers: {', '.join(sorted(layers))}; Transformer Engine's keep less"
+    yield f"planned layers: {', '.join(sorted(layers))}; Transformer Engine's keep less; recompute: {plan.recompute}"
 
 
 def _assumptions(config: RunConfig, plan: Plan) -> Iterator[str]:

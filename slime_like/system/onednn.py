@@ -71,16 +71,21 @@ def product(a: Tensor, b: Tensor) -> Tensor:
     """(M, K) times (K, N), contiguous.
 
     oneDNN reads one factor row by row, the other in any order. Where neither lies in rows, the smaller one is copied,
-    or of a long K, as that of a weight's gradient, one block of ``a`` after the other.
+    in blocks where K is long, as in a weight's gradient.
     """
     if a.is_contiguous():
         return _linear(a, b.t())
-    if a.shape[1] > _INNER_BLOCK and not b.t().is_contiguous():
-        pairs = zip(a.split(_INNER_BLOCK, dim=1), b.split(_INNER_BLOCK), strict=True)
-        return reduce(Tensor.add_, (_linear(left.contiguous(), right.t()) for left, right in pairs))
-    if a.numel() < b.numel() and not b.t().is_contiguous():
-        return _linear(a.contiguous(), b.t())
-    return _linear(b.t().contiguous(), a).t().contiguous()
+    if b.t().is_contiguous():
+        return _linear(b.t(), a).t().contiguous()
+    if a.numel() > b.numel():
+        return _blocks(b.t(), a.t()).t().contiguous()
+    return _blocks(a, b)
+
+
+def _blocks(a: Tensor, b: Tensor) -> Tensor:
+    """The same, with ``a`` copied into rows, of a long K one block that stays in the cache after the other."""
+    pairs = zip(a.split(_INNER_BLOCK, dim=1), b.split(_INNER_BLOCK), strict=True)
+    return reduce(Tensor.add_, (_linear(left.contiguous(), right.t()) for left, right in pairs))
 
 
 def _linear(x: Tensor, weight: Tensor) -> Tensor:

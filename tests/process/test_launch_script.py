@@ -49,7 +49,8 @@ def test_every_gpu_of_the_nodes_is_used(nodes: str, gpus: int) -> None:
 
 
 def test_gpus_that_would_be_idle_are_named() -> None:
-    done = dry_run("--trainer.parallel.tensor", "8", NODES="5", HEAD_ADDR="10.0.0.1", GPUS_PER_NODE="8")
+    replica = ("--trainer.parallel.pipeline", "2", "--trainer.parallel.context", "2")  # of 32 GPUs
+    done = dry_run(*replica, NODES="5", HEAD_ADDR="10.0.0.1", GPUS_PER_NODE="8")
     assert "devices:  32 needed, 5 x 8 there (8 IDLE); 32 trainer ranks" in done.stdout
     assert "not yet:  cluster.nodes=5 times cluster.gpus_per_node=8: 8 of 40 GPUs are idle" in done.stdout
     assert "trainer.parallel, now 32, to divide the GPUs, use 4 nodes, or set" in done.stdout

@@ -17,9 +17,8 @@ from slime_like.planning import checks
 from slime_like.planning.engines import plan_engine
 from slime_like.planning.generation import predict_generation
 from slime_like.planning.hardware import GIB, Hardware
-from slime_like.planning.memory import host_memory, trainer_phases
+from slime_like.planning.memory import host_memory, save_bytes, trainer_phases
 from slime_like.planning.planned_run import PlannedRun
-from slime_like.planning.save import save_bytes
 from slime_like.planning.step_time import pass_parts, predict, traffic_per_step
 from tests.parallel.tiny import save_checkpoint
 
