@@ -1,4 +1,4 @@
-"""The FSDP2 trainer: one object per rank, which implements ``slime_like.interfaces.TrainerBackend``."""
+"""The FSDP2 trainer on Hugging Face's models, one object per rank."""
 
 from collections.abc import Sequence
 

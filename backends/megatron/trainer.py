@@ -1,4 +1,4 @@
-"""The Megatron-core trainer: one object per rank, which implements ``slime_like.interfaces.TrainerBackend``."""
+"""The Megatron-core trainer, one object per rank."""
 
 import contextlib
 from collections.abc import Sequence

@@ -1,4 +1,4 @@
-"""Buckets by broadcast, over gloo (hosts) or NCCL (GPUs): one sender, any number of receivers, on any host.
+"""Buckets by broadcast between hosts, over gloo or NCCL.
 
 The process group is a separate object, never torch's default group, which trainers and engines use themselves. Members
 find each other through a store that the sender serves on one given interface. Names in it begin with a random key:

@@ -1,4 +1,4 @@
-"""Buckets for engines on the trainers' devices: each worker maps the buckets of the trainer rank on its device.
+"""Buckets that engine workers map from the trainer rank on the same device.
 
 The first rank of a pipeline stage gathers a bucket. All ranks, also on other hosts, receive it through the trainers'
 collectives (NCCL or gloo). Each rank holds it in memory that the worker on its device can map: GPU memory, or shared

@@ -1,4 +1,4 @@
-"""Buckets as files in a directory that trainers and engines share, such as a shared file system.
+"""Buckets as files of a shared directory.
 
 Each file is written under a temporary name and then renamed, so a receiver never opens a partial file. It is removed
 when every receiver has finished with it.

@@ -1,4 +1,4 @@
-"""Buckets in POSIX shared memory, for trainers and engines on one host.
+"""Buckets in POSIX shared memory, inside one host.
 
 The sender owns two segments under ``/dev/shm`` and writes them in turn, so it can gather the next bucket while engines
 still read the last one. Segments are plain files with mode 0600. Their pages are reserved on creation, so a full
