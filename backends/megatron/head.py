@@ -8,10 +8,32 @@ import torch
 import torch.distributed as dist
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
+from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import Tensor
 
 from backends.megatron.attention import PackedLayout
 from slime_like.algorithms.head import fused_logprobs
+
+
+class ScoredLayer(TransformerLayer):
+    """A dense layer that, as the model's last one, leaves out the MLP of tokens that the head does not score.
+
+    Attributes:
+        scores: it is that layer. Of sequence-parallel tokens a rank does not have the head's rows: there all stay.
+    """
+
+    def __init__(self, config: Any, *arguments: Any, **options: Any) -> None:
+        super().__init__(config, *arguments, **options)
+        self.scores = self.layer_number == config.num_layers and not config.sequence_parallel
+
+    def forward(self, *arguments: Any, **options: Any) -> Any:
+        """(T, 1, H), or in the last layer (r, 1, H) where r is not 0, and no context."""
+        responses = PackedLayout.given(options["packed_seq_params"]).responses
+        if not self.scores or responses is None or len(responses.index) == 0:
+            return super().forward(*arguments, **options)
+        options.pop("dynamic_inference_decode_only", None)
+        hidden, context = self._forward_attention(*arguments, **options)
+        return self._forward_mlp(hidden.index_select(0, responses.index)), context
 
 
 class LogprobModel(GPTModel):
@@ -45,7 +67,10 @@ class LogprobModel(GPTModel):
             hidden_states = gather_from_sequence_parallel_region(
                 hidden_states, tensor_parallel_output_grad=False, group=self.pg_collection.tp
             )
-        selected = responses.spread(hidden_states.squeeze(1).index_select(0, responses.index))
+        selected = hidden_states.squeeze(1)
+        if not (getattr(self.decoder.layers[-1], "scores", False) and len(responses.index)):
+            selected = selected.index_select(0, responses.index)
+        selected = responses.spread(selected)
         if self.gather_weight is not None:
             self.gather_weight()
         weight = self.output_weight()

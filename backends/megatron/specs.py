@@ -13,6 +13,7 @@ from megatron.core.transformer.transformer_layer import get_transformer_layer_of
 
 from backends.megatron.attention import Attention, PackedCoreAttention, RotatedCoreAttention
 from backends.megatron.experts import GroupedExperts
+from backends.megatron.head import ScoredLayer
 from backends.megatron.latent_attention import LatentNorm, PackedLatentAttention
 from backends.megatron.norm import RMSNorm
 from backends.megatron.router import BalancedMoELayer, BalancedRouter, RoutedLayer
@@ -55,6 +56,7 @@ def local_layer_spec(config: TransformerConfig, num_experts: int | None) -> Modu
         multi_latent_attention=config.multi_latent_attention,
         normalization="RMSNorm",
     )
+    spec.module = ScoredLayer
     spec.submodules.input_layernorm = RMSNorm
     spec.submodules.pre_mlp_layernorm = RMSNorm
     spec.submodules.sharded_state_dict_keys_map = fused_norm_names(config, num_experts)
