@@ -16,17 +16,10 @@ from slime_like.algorithms.head import fused_logprobs
 
 
 class ScoredLayer(TransformerLayer):
-<<<<<<< HEAD
     """A dense layer that, as the model's last one, skips the MLP for tokens that the head does not score.
 
     Attributes:
         scores: this is the last layer. With sequence parallelism it skips none: a rank lacks the head's rows.
-=======
-    """A dense layer that, as the model's last one, leaves out the MLP of tokens that the head does not score.
-
-    Attributes:
-        scores: it is that layer. Of sequence-parallel tokens a rank does not have the head's rows: there all stay.
->>>>>>> refs/heads/kern
     """
 
     def __init__(self, config: Any, *arguments: Any, **options: Any) -> None:
@@ -34,22 +27,12 @@ class ScoredLayer(TransformerLayer):
         self.scores = self.layer_number == config.num_layers and not config.sequence_parallel
 
     def forward(self, *arguments: Any, **options: Any) -> Any:
-<<<<<<< HEAD
-        """Return (T, 1, H), or in the last layer (r, 1, H), and no context."""
-        if not self.scores:
-            return super().forward(*arguments, **options)
-        options.pop("dynamic_inference_decode_only", None)
-        hidden, context = self._forward_attention(*arguments, **options)
-        responses = PackedLayout.given(options["packed_seq_params"]).responses
-        assert responses is not None
-=======
-        """(T, 1, H), or in the last layer (r, 1, H) where r is not 0, and no context."""
+        """Return (T, 1, H), or in the last layer (r, 1, H) if r is not 0, and no context."""
         responses = PackedLayout.given(options["packed_seq_params"]).responses
         if not self.scores or responses is None or len(responses.index) == 0:
             return super().forward(*arguments, **options)
         options.pop("dynamic_inference_decode_only", None)
         hidden, context = self._forward_attention(*arguments, **options)
->>>>>>> refs/heads/kern
         return self._forward_mlp(hidden.index_select(0, responses.index)), context
 
 
@@ -85,11 +68,7 @@ class LogprobModel(GPTModel):
                 hidden_states, tensor_parallel_output_grad=False, group=self.pg_collection.tp
             )
         selected = hidden_states.squeeze(1)
-<<<<<<< HEAD
-        if not getattr(self.decoder.layers[-1], "scores", False):
-=======
         if not (getattr(self.decoder.layers[-1], "scores", False) and len(responses.index)):
->>>>>>> refs/heads/kern
             selected = selected.index_select(0, responses.index)
         selected = responses.spread(selected)
         if self.gather_weight is not None:
