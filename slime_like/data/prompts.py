@@ -264,7 +264,7 @@ def _digest(file: Path) -> bytes:
 
 
 def _fingerprint(digests: Iterable[bytes], mixture: list[Any]) -> str:
-    """Hash the contents of the files in order (SHA-256), and the names and shares of a mixture. File names don't count."""
+    """Hash the file contents in order (SHA-256), and the names and shares of a mixture. File names don't count."""
     total = hashlib.sha256(json.dumps(mixture).encode() if mixture else b"")
     for digest in digests:
         total.update(digest)
