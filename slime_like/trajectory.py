@@ -207,7 +207,7 @@ class ScoredTrajectory(UnscoredTrajectory, ScoredFields):
         advantages: scalar float32, the advantage of this sequence.
         token_weight: weight of every unmasked response token in the loss sum (``reduction`` in ``AlgorithmConfig``).
             The sum is divided once per optimizer step by one denominator.
-        reward_metadata: ``{"func_names": [...], ...}``. With an environment also ``conversation``: ``turns``, like in
+        reward_metadata: ``{"func_names": [...], ...}``. With an environment also ``conversation``: ``turns``, as in
             ``Conversation``, and what the steps reported.
         conversation: always ``None``.
     """
