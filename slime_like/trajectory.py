@@ -155,8 +155,7 @@ class UnscoredTrajectory(SampledFields):
     @classmethod
     def unsampled(cls, sequence_id: str, prompt_tokens: Tensor, response_tokens: Tensor, **others: Any) -> Self:
         """Build a demonstration, probe or file row, which no policy sampled. By default, all response tokens carry
-        loss.
-        """
+        loss."""
         every = torch.ones(len(response_tokens), dtype=torch.bool)
         absent = {"logprobs": None, "answer": "", "policy_version": 0, "group_id": 0, "loss_mask": every}
         return cls(
@@ -334,7 +333,7 @@ class GRPOStats(TensorsAsArrays):
         approx_policy_kls: mean k3 estimate of KL(pi_current || pi_ref) over loss-carrying tokens; 0 without one.
         entropy: mean over loss-carrying tokens, in nats.
         old_gap_max: largest |current - old| logprob. The first micro-step proves with it that both mean the same.
-        engine_gap_mean, engine_gap_max: |behaviour - old| logprob over loss-carrying tokens.
+        engine_gap_mean, engine_gap_max: |behavior - old| logprob over loss-carrying tokens.
         grad_norm, learning_rate: global gradient norm before clipping; learning rate of this step.
         num_tokens: number of loss-carrying tokens of the step.
         importance_weight, importance_clipfrac: mean importance weight; fraction that was changed. 0 without weights.

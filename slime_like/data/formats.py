@@ -1,6 +1,6 @@
 r"""Row formats of published datasets: where they keep the prompt and the answer.
 
-- ``gsm8k`` (openai/gsm8k): ``question``; ``answer``, of which the part after ``####`` is the answer.
+- ``gsm8k`` (openai/gsm8k): ``question``; the answer is the part of ``answer`` after ``####``.
 - ``math`` (hendrycks/competition_math, MATH-500): ``problem``; ``answer``, or the last box of ``solution``.
 - ``dapo`` (BytedTsinghua-SIA/DAPO-Math-17k and other files for verl): ``prompt``, chat messages;
   ``reward_model.ground_truth``.

@@ -62,8 +62,7 @@ def _message(row: Row, where: str, given: Any) -> Message:
 
 def role_problem(role: str) -> str | None:
     """Describe a role that is probably misspelled or another project's name. Templates render any role, and the model
-    would learn it. Other roles are up to the template.
-    """
+    would learn it. Other roles are up to the template."""
     near = get_close_matches(role.lower(), _ROLES, n=1, cutoff=0.75)
     meant = _ELSEWHERE.get(role.lower()) or next(iter(near), role)
     return None if role == meant else f"the role {role!r} is unknown; did you mean {meant!r}?"

@@ -151,8 +151,7 @@ class ConversationEncoder:
 
 def _untrimmed(tokenizer: Any) -> Any:
     """Copy the tokenizer's backend without post-processing, which may trim white space off the offsets. That would hide
-    tokens that straddle a border. Ids are the same.
-    """
+    tokens that straddle a border. Ids are the same."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None:
         problem = "the tokenizer gives no character offsets"
@@ -237,8 +236,7 @@ def _require_rendered(
 
 def _without_calls(messages: Messages) -> Iterator[tuple[int, str, Messages]]:
     """Yield conversations that lack one part of a tool call: (message number, missing part, messages). Names and
-    arguments may occur elsewhere in the text, so a search proves nothing.
-    """
+    arguments may occur elsewhere in the text, so a search proves nothing."""
     for index, message in enumerate(messages):
         calls = message.get("tool_calls", [])
         for place, call in enumerate(calls):

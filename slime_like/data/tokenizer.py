@@ -50,8 +50,7 @@ def template_fault(error: Exception) -> tuple[str, str]:
 
 def _tokenizer_class(path: Path) -> Any:
     """Return the generic class if the checkpoint names it. ``AutoTokenizer`` finds all others, but imports every model
-    and torch's compiler, which takes seconds.
-    """
+    and torch's compiler, which takes seconds."""
     named = json.loads((path / "tokenizer_config.json").read_text())
     if named.get("tokenizer_class") == "TokenizersBackend" and "auto_map" not in named:
         from transformers import PreTrainedTokenizerFast

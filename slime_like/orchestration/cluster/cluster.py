@@ -178,8 +178,7 @@ class Cluster:
 
 def _require_reachable(address: str) -> None:
     """Check the address first, since Ray tries for minutes. Ray resolves "auto" from a variable, the last cluster's
-    file, or a running process. A cluster only answers clients with its token.
-    """
+    file, or a running process. A cluster only answers clients with its token."""
     try:
         found = services.get_ray_address_from_environment(address, None)
         host, _, port = found.rpartition(":")

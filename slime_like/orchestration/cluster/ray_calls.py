@@ -46,7 +46,7 @@ def gather(
     """Wait for all references. The first failure ends the wait.
 
     Args:
-        names: name of the actor behind each reference, for messages ("trainer rank 3").
+        names: name of the actor that answers each reference, for messages ("trainer rank 3").
         phase: what the actors are doing, for messages ("scoring").
         timeout_s: bound on the whole wait, in seconds.
         watch: called every few seconds of waiting; raises if an answer needs a dead worker.

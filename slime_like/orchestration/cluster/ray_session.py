@@ -19,8 +19,7 @@ _ROLE_LOG = re.compile(r"(trainer|engine|reference|reward|environment|agent)-[\d
 _REMOVALS = 20
 _MEETING = "vllm_dist_*"
 """Files at which vLLM's ranks meet. Their shared memory is named after them. A started engine removes that memory
-itself, but one that is killed while starting cannot.
-"""
+itself, but one that is killed while starting cannot."""
 
 
 def make_private(parent: Path) -> Path:

@@ -23,8 +23,7 @@ LOOK_EVERY_S = 15.0
 REPORT_AFTER_S = 30.0
 END_AFTER_S = 75.0
 """Seconds since a process was first seen stopped. With one more check on either side, the report comes within 60 s and
-the end within 120 s.
-"""
+the end within 120 s."""
 
 _RECENT_S = 60.0
 """Time within which a failure is attributed to an ended worker."""

@@ -10,7 +10,7 @@ def by_reason(reasons: Sequence[str]) -> str:
 
 
 def failure_text(metadata: Iterable[Mapping[str, Any]]) -> str:
-    """Format ``by_reason`` of the failed responses with the first one's detail."""
+    """Format ``by_reason`` of the failed responses with the detail of the first one."""
     failed = [entry for entry in metadata if "reason" in entry]
     details = [entry["detail"] for entry in failed if "detail" in entry]
     return by_reason([entry["reason"] for entry in failed]) + (f", first: {details[0]}" if details else "")

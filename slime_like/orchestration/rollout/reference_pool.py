@@ -24,8 +24,7 @@ _REQUESTS_PER_WORKER = 2
 
 class ReferenceWorker(Protocol):
     """Worker that scores with the reference. It holds all weights before it joins a pool. One thread calls all methods
-    except ``close``; they raise ``SlimeLikeError`` if the worker has failed.
-    """
+    except ``close``; they raise ``SlimeLikeError`` if the worker has failed."""
 
     @property
     def name(self) -> str: ...

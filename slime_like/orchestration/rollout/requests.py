@@ -49,8 +49,7 @@ def build_requests(
     prompts: Sequence[Prompt], sampling: SamplingParams, num_samples: int, seed: int, label: str
 ) -> list[GenerationRequest]:
     """Build one request per prompt, in order. Seeds depend only on the run's seed and the group id, so a resumed run
-    samples the same as an uninterrupted one.
-    """
+    samples the same as an uninterrupted one."""
     return [
         GenerationRequest(
             request_id=f"{label}-{prompt.group_id}",

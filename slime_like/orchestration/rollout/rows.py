@@ -39,8 +39,7 @@ class Rollout(Generic[Row]):
     @property
     def length(self) -> int:
         """Number of tokens for limits: a single row's response, including observations. With several rows, which repeat
-        each other, only sampled tokens count.
-        """
+        each other, only sampled tokens count."""
         return self.last.response_len if len(self.rows) == 1 else self.sampled_len
 
     @property

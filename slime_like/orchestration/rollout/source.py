@@ -135,8 +135,7 @@ class SynchronousSource(RolloutSource):
 
     def _collect(self) -> list[GroupedUnscoredTrajectories]:
         """Return the next samples, or nothing after a while. The wait is short if reference workers or streamed
-        trainers may finish first.
-        """
+        trainers may finish first."""
         raise_if_interrupted()
         try:
             others = self._pipeline.num_referred or self._rollout.stream

@@ -1,4 +1,4 @@
-"""Probe of a weight sync: text on whose logprobs engines and trainer must agree."""
+"""Probe of a weight sync: text for which the logprobs of engines and trainer must agree."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -30,15 +30,15 @@ class ProbeGap:
     permuted, it differs by 0.6 to 18. Its bound is 2.5e-3.
 
     In bfloat16, the largest difference says little. A logit of 16 is rounded to eighths, and a trained model's logprob
-    of one random token in sixty may be off by 3 on sound sides. Such tokens also dominate a mean. So the median
-    difference counts, as a share of the spread. For SmolLM2-135M in vLLM, before and after some training steps, it was
-    0.018 to 0.022, with a largest difference of 0.3 to 3.6. With one of 25 matrices permuted, it was at least 0.13. The
-    bound is five times the sound value.
+    of one random token in sixty may be off by 3 even if both sides are sound. Such tokens also dominate a mean. So the
+    median difference counts, as a share of the spread. For SmolLM2-135M in vLLM, before and after some training steps,
+    it was 0.018 to 0.022, with a largest difference of 0.3 to 3.6. With one of 25 matrices permuted, it was at least
+    0.13. The bound is five times the sound value.
 
     A mixture of experts chooses other experts if its router's logits nearly tie. Large ones differ by 0.37 nats on
     average (radixark/miles#2722), and logprobs of text have a spread of about 2, so the bound is 0.3. A tiny trained
-    one has 0.004 to 0.007 on text; with noise of 0.1 on its routers' weights, 0.09 to 0.16. Swapped queries and keys
-    give 0.55 to 1.1, keys and values 0.9 to 3.5, reordered heads 0.33 to 0.6. With one of four layers missing it has
+    one differs by 0.004 to 0.007 on text; with noise of 0.1 on its routers' weights, 0.09 to 0.16. Swapped queries and
+    keys give 0.55 to 1.1, keys and values 0.9 to 3.5, reordered heads 0.33 to 0.6. One of four layers missing gives
     0.11 to 0.26, no more than such routers: only a later sync, compared with the first, reveals that.
 
     Attributes:

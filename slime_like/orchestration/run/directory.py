@@ -202,8 +202,7 @@ def _is_empty_directory(path: Path) -> bool:
 
 def _require_room_for_export(config: RunConfig, resumes_here: bool) -> None:
     """Reject files that the export must not replace, before the first step. If the run resumes in this directory, a
-    model there is from an earlier start.
-    """
+    model there is from an earlier start."""
     export = config.run_dir / EXPORT
     read = export.resolve() == config.model.path.resolve()
     earlier = resumes_here and not read and (export / "config.json").is_file()

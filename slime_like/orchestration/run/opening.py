@@ -103,8 +103,7 @@ def _older(
     config: RunConfig, checkpoint: Checkpoint | None, error: CheckpointError, damaged: dict[Path, str]
 ) -> Checkpoint | None:
     """Return the checkpoint to resume from instead of one whose damage shows when it is read, or ``None``. Only the
-    ranks read all of it, so the run must be opened again.
-    """
+    ranks read all of it, so the run must be opened again."""
     if checkpoint is None or config.resume != "auto" or error.code not in UNUSABLE:
         return None
     damaged[checkpoint.path] = error.problem
@@ -177,7 +176,7 @@ def _require_usable(config: RunConfig, on_cuda: bool, hosts: int) -> None:
     require_servable(config, on_cuda)
 
 
-# ---------------------------------------------------------------------------------------------------- what they share
+# ------------------------------------------------------------------------------------------------------- shared parts
 @dataclass(frozen=True, slots=True)
 class _Base:
     """A run before anything is written or started. ``stack`` closes what is opened."""

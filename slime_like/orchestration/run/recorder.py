@@ -86,7 +86,7 @@ class StepRecorder:
         for sentence in filter(None, sentences):
             self._run.progress.note(sentence)
 
-    # -------------------------------------------------------------------- what sampled responses have in addition
+    # ---------------------------------------------------------------------------- additions for sampled responses
     def sampled(
         self, step: int, trajectories: Sequence[ScoredTrajectory], times: PhaseTimes, figures: RolloutFigures
     ) -> tuple[RewardRecord | None, RolloutRecord | None]:

@@ -43,8 +43,7 @@ class TrainedStep:
 
 def score(run: Run, trajectories: Sequence[ScoredTrajectory], step: int, clock: PhaseClock) -> ReferenceRecord | None:
     """Freeze old logprobs if they are needed before the first update. Freeze reference logprobs on the trainers if a KL
-    term in loss or reward needs them and trajectories have none. Supervised steps need neither.
-    """
+    term in loss or reward needs them and trajectories have none. Supervised steps need neither."""
     config, training, record = run.config, run.trainers.training, None
     if config.supervised:
         return None
