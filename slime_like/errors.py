@@ -1,11 +1,14 @@
 """Errors for users: one sentence with problem, place and remedy. The CLI prints no traceback for them."""
 
+import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TypeVar
 
 FAILED, REFUSED, INTERRUPTED, OUTPUT_CLOSED = 1, 2, 130, 141
 """Exit codes of a command, or of a launched node, that did not succeed."""
+
+_FIELD = re.compile(r"[a-z_]+(?:\.\w+)+|[a-z_]+(?==)")
 
 LIKELY_KILLER = "most often the kernel's out-of-memory killer ended it (see dmesg)"
 """Likely cause if a process ended without an exception."""
@@ -74,6 +77,12 @@ class Problem:
 
     def __str__(self) -> str:
         return self.text
+
+
+def field_of(sentence: str) -> str:
+    """Return the field that a sentence starts with: a dotted name, or a name and its value; else an empty string."""
+    found = _FIELD.match(sentence)
+    return found.group() if found else ""
 
 
 class ConfigError(SlimeLikeError):

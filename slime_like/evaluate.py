@@ -11,7 +11,7 @@ from pathlib import Path
 from slime_like.config import RunConfig
 from slime_like.config.algorithm import AlgorithmConfig
 from slime_like.config.rollout import RolloutConfig, SyncConfig
-from slime_like.config.run import DebugConfig, ReferenceConfig
+from slime_like.config.sections import DebugConfig, ReferenceConfig
 from slime_like.config.trainer import TrainerConfig
 from slime_like.data.tokenizer import load_tokenizer
 from slime_like.observability.progress import Progress
@@ -75,6 +75,7 @@ def engines_alone(config: RunConfig) -> RunConfig:
             "reference": ReferenceConfig(),
             "sync": SyncConfig(),
             "algorithm": AlgorithmConfig(),
+            "data": config.data.model_copy(update={"messages_key": None}),  # held-out rows are no demonstrations
             "debug": DebugConfig(),
         }
     )

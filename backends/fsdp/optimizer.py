@@ -9,7 +9,6 @@ from torch import Tensor, nn
 
 from backends.fsdp.model import LogprobModel
 from backends.fsdp.weights import shard_of
-from slime_like.checks.schedule import total_updates
 from slime_like.config import RunConfig
 
 
@@ -126,7 +125,7 @@ def learning_rate(config: RunConfig, update: int) -> float:
         return settings.lr * update / warmup
     if settings.decay == "constant":
         return settings.lr
-    end = max(total_updates(config), warmup + 1)
+    end = max(config.total_updates, warmup + 1)
     if update > end:
         return settings.min_lr
     passed = (update - warmup) / (end - warmup)
@@ -139,5 +138,5 @@ def weight_decay(config: RunConfig, update: int) -> float:
     settings = config.trainer.optimizer
     if settings.final_weight_decay is None:
         return settings.weight_decay
-    passed = min(1.0, update / total_updates(config))
+    passed = min(1.0, update / config.total_updates)
     return settings.weight_decay + passed * (settings.final_weight_decay - settings.weight_decay)

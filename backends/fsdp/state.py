@@ -16,7 +16,6 @@ from backends.fsdp.model import LogprobModel, computes_alike
 from backends.fsdp.optimizer import Optimizer
 from backends.fsdp.parallel import Groups
 from backends.fsdp.weights import checkpoint_shapes, export_buckets, load_hf_weights, shard_of
-from slime_like.checks.schedule import schedule
 from slime_like.config import RunConfig
 from slime_like.interfaces import WeightBucket
 from slime_like.models.dimensions import ModelDimensions
@@ -65,7 +64,7 @@ class FsdpState(TrainerState):
         On other ranks, restore everything but random states, which belong to the old ranks.
         """
         opened = self._open(directory)
-        common, now = opened.common, schedule(self._config)
+        common, now = opened.common, self._config.schedule
         require_schedule(directory, common["schedule"], now, sorted(common["schedule"].keys() | now.keys()))
         state = checkpoint.training_state(self.model, self.optimizer)
         learned = {name: value for name, value in state.items() if not name.startswith(checkpoint.RANDOM)}
@@ -84,7 +83,7 @@ class FsdpState(TrainerState):
         self.model.shard_weights()
         state = checkpoint.training_state(self.model, self.optimizer)
         common = checkpoint.plain_values(self._groups)
-        common |= {"schedule": schedule(self._config), "updates": self.optimizer.updates}
+        common |= {"schedule": self._config.schedule, "updates": self.optimizer.updates}
         return checkpoint.CheckpointWriter(directory, state, common, self._device, copies)
 
     def export_weights(self, bucket_bytes: int) -> Iterator[WeightBucket]:

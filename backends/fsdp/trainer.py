@@ -17,16 +17,11 @@ from backends.fsdp.optimizer import Optimizer
 from backends.fsdp.own_forward import require_own_forward
 from backends.fsdp.parallel import Groups
 from backends.fsdp.state import FsdpState
-from slime_like.checks.families import family_problems, latent_problems
-from slime_like.checks.fsdp import fsdp_problems
 from slime_like.checks.packages import attention_problems, missing_flash_attention
-from slime_like.checks.prefixes import prefix_problems
-from slime_like.checks.schedule import schedule_problems
 from slime_like.config import RunConfig
-from slime_like.errors import ConfigError, TrainerError
+from slime_like.errors import TrainerError
 from slime_like.interfaces import Planner, RankPlacement, ScoredLogprobs
 from slime_like.interfaces.conversion import Converter
-from slime_like.models.dimensions import ModelDimensions
 from slime_like.trajectory import GRPOStats, PackedTrajectory
 
 
@@ -43,16 +38,6 @@ class FsdpTrainer(TrainerBase):
         self._by_package = config.trainer.attention == "ring_flash_attn"
 
     @staticmethod
-    def check(config: RunConfig) -> list[str]:
-        checks = schedule_problems, fsdp_problems, attention_problems, prefix_problems
-        problems = [problem for check in checks for problem in check(config)]
-        try:
-            dimensions = ModelDimensions.from_checkpoint(config.model.path)
-        except ConfigError as error:
-            return [*problems, *map(str, error.problems)]
-        return [*problems, *family_problems(config, dimensions), *latent_problems(config, dimensions)]
-
-    @staticmethod
     def planner() -> Planner:
         from backends.fsdp.planning import estimate
 
@@ -66,7 +51,7 @@ class FsdpTrainer(TrainerBase):
 
     # ------------------------------------------------------------------------------------------------------------ start
     def _machine_problems(self) -> list[str]:
-        return list(missing_flash_attention(self.config, torch.cuda.is_available()))
+        return [*attention_problems(self.config), *missing_flash_attention(self.config, torch.cuda.is_available())]
 
     def _build(self) -> None:
         # gloo in addition to NCCL, to measure gradients in host memory.

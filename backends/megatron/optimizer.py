@@ -10,7 +10,6 @@ from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler, get_canonical_lr_for_logging
 
 from backends.megatron.head import LogprobModel
-from slime_like.checks.schedule import total_updates
 from slime_like.config import RunConfig
 
 
@@ -88,11 +87,11 @@ class Optimizer:
             max_lr=settings.lr,
             min_lr=settings.min_lr,
             lr_warmup_steps=settings.warmup_steps,
-            lr_decay_steps=max(total_updates(config), settings.warmup_steps + 1),
+            lr_decay_steps=max(config.total_updates, settings.warmup_steps + 1),
             lr_decay_style=settings.decay,
             start_wd=settings.weight_decay,
             end_wd=settings.final_weight_decay if grows else settings.weight_decay,
-            wd_incr_steps=total_updates(config) if grows else 1,
+            wd_incr_steps=config.total_updates if grows else 1,
             wd_incr_style="linear" if grows else "constant",
         )
 

@@ -18,19 +18,11 @@ from backends.megatron.micro_batch import BatchBuilder, ModelInput
 from backends.megatron.model import build_chunks
 from backends.megatron.optimizer import Optimizer, wrap_for_data_parallel
 from backends.megatron.overlap import Communication
-from backends.megatron.rotary import Rotary
 from backends.megatron.schedule import Schedule
 from backends.megatron.state import MegatronState
-from slime_like.checks.families import family_problems, latent_problems
-from slime_like.checks.layout import layout_problems
-from slime_like.checks.offload import offload_problems
-from slime_like.checks.prefixes import prefix_problems
-from slime_like.checks.schedule import schedule_problems
 from slime_like.config import RunConfig
-from slime_like.errors import ConfigError
 from slime_like.interfaces import Planner, RankPlacement, ScoredLogprobs
 from slime_like.interfaces.conversion import Converter
-from slime_like.models.dimensions import ModelDimensions
 from slime_like.trajectory import PackedTrajectory
 
 
@@ -54,19 +46,6 @@ class MegatronTrainer(TrainerBase):
     def runtime(self) -> contextlib.AbstractContextManager[None]:
         """Return the context for Megatron-core on this machine."""
         return megatron_runtime()
-
-    @staticmethod
-    def check(config: RunConfig) -> list[str]:
-        problems = [*schedule_problems(config), *offload_problems(config), *prefix_problems(config)]
-        try:
-            dimensions = ModelDimensions.from_checkpoint(config.model.path)
-            if foreign := [*family_problems(config, dimensions)]:
-                return problems + foreign
-            Rotary.of(dimensions)
-        except ConfigError as error:
-            return [*problems, *map(str, error.problems)]
-        problems += latent_problems(config, dimensions)
-        return problems + layout_problems(config.trainer.parallel, dimensions)
 
     @staticmethod
     def planner() -> Planner:

@@ -1,14 +1,12 @@
 """What a check is: a stable code, what it needs of a command, and the function that finds problems."""
 
-import re
 from collections.abc import Callable, Iterable, Iterator
 from collections.abc import Set as AbstractSet
-from contextlib import suppress
 from dataclasses import dataclass
-from typing import Literal, NoReturn
+from typing import Literal
 
 from slime_like.config.run import RunConfig
-from slime_like.errors import Problem
+from slime_like.errors import Problem, field_of
 from slime_like.models.dimensions import ModelDimensions
 
 Need = Literal[
@@ -19,10 +17,9 @@ Need = Literal[
     "trainer",  # trainer ranks compute the model
     "training",  # an objective, its data and its schedule
     "engine",  # engines sample, and rewards judge
-    "data",  # rows and their tokens
+    "data",  # prompts
     "code",  # rewards of the user are imported, by a worker
     "evaluation",  # held-out accuracy alone
-    "rows",  # each row is read
 ]
 Needs = AbstractSet[Need]
 NeedsOf = Callable[[RunConfig], Needs]
@@ -49,10 +46,6 @@ def loading_needs(config: RunConfig, needs: Needs) -> Needs:
     return needs | {"weights"} if config.model.weights is None else needs
 
 
-_FIELD = re.compile(r"[a-z_]+(?:\.\w+)+|[a-z_]+(?==)")
-"""The field with which a sentence begins: its dotted name, or a name and its value."""
-
-
 @dataclass(frozen=True, slots=True)
 class Check:
     """A check of the configuration, or of the files that it names.
@@ -68,19 +61,10 @@ class Check:
     run: Callable[..., Iterable[str]]
 
     def find(self, config: RunConfig, dimensions: ModelDimensions | None) -> Iterator[Problem]:
-        """Find what can be found without the model's sizes if they are ``None``."""
-        with suppress(SizesUnknown):
-            for text in self.run(config, dimensions or _UnknownSizes()) if "model" in self.needs else self.run(config):
-                field = _FIELD.match(text)
-                yield Problem(self.code, text, field.group() if field else "")
-
-
-class SizesUnknown(Exception):
-    """A check read a size of a model that cannot be read; it ends there."""
-
-
-class _UnknownSizes:
-    """Sizes of a model that cannot be read."""
-
-    def __getattr__(self, name: str) -> NoReturn:
-        raise SizesUnknown(name)
+        """Find problems; none that depend on the model's sizes if they are ``None``."""
+        if "model" not in self.needs:
+            found = self.run(config)
+        else:
+            found = () if dimensions is None else self.run(config, dimensions)
+        for text in found:
+            yield Problem(self.code, text, field_of(text))

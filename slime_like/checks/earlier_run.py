@@ -3,7 +3,6 @@
 import json
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any
 
 from slime_like.config.run import RunConfig
 from slime_like.data.dump_names import rollouts_name
@@ -13,7 +12,6 @@ BACKEND = "backend"
 """In a checkpoint's ``state.json``: whose files it holds."""
 
 _STATE = "state.json"
-_SIZES = ("num_hidden_layers", "hidden_size", "num_attention_heads", "intermediate_size", "vocab_size")
 
 
 def backend_problem(checkpoint: Path, backend: str, field: str) -> str | None:
@@ -49,38 +47,15 @@ def _written_by(checkpoint: Path) -> str | None:
 
 
 def start_weight_problems(config: RunConfig) -> Iterator[str]:
+    """Only the backend that wrote a checkpoint reads it."""
     weights = config.model.weights
     if weights is not None and not (weights / WEIGHTS).is_dir():
         yield (
             f"model.weights={weights} is not a checkpoint (no trainer/ in it); give what `slime-like convert "
             "to-megatron` wrote, or a run's checkpoints/step-N"
         )
-    elif weights is not None and is_converted(weights):
-        theirs, ours = (_description(directory / "config.json") for directory in (weights / MODEL, config.model.path))
-        other = [
-            f"{key} {theirs[key]} there, {ours[key]} in model.path"
-            for key in _SIZES
-            if key in theirs and key in ours and theirs[key] != ours[key]
-        ]
-        if other:
-            yield f"model.weights={weights} is of another model ({', '.join(other)}); give the model.path that it is of"
-
-
-def _description(file: Path) -> dict[str, Any]:
-    """A model's configuration; empty where it cannot be read, which other checks report."""
-    try:
-        found = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError):
-        return {}
-    return found if isinstance(found, dict) else {}
-
-
-def weight_backend_problems(config: RunConfig) -> Iterator[str]:
-    """Only the backend that wrote a checkpoint reads it."""
-    weights = config.model.weights
-    if weights is not None and (weights / WEIGHTS).is_dir():
-        problem = backend_problem(weights, config.trainer.backend, "model.weights")
-        yield from () if problem is None else (problem,)
+    elif weights is not None and (problem := backend_problem(weights, config.trainer.backend, "model.weights")):
+        yield problem
 
 
 def converted_problems(config: RunConfig) -> Iterator[str]:
@@ -97,23 +72,8 @@ def converted_problems(config: RunConfig) -> Iterator[str]:
             yield f"{name} {problem}"
 
 
-def resume_problems(config: RunConfig) -> Iterator[str]:
-    path = Path(config.resume)
-    if config.resume in ("auto", "never") or (path / _STATE).is_file():
-        return  # what is in a checkpoint is read, and compared, when the run starts
-    if path.is_dir():
-        inside = path / "checkpoints" / "latest"
-        remedy = f"resume={inside}" if (inside / _STATE).is_file() else "the path of a run's checkpoints/step-N"
-        yield f"resume={config.resume} is not a checkpoint ({_STATE} is missing in it); give {remedy}"
-        return
-    yield (
-        f"resume={config.resume} is neither auto nor never, nor a directory; give the path of a checkpoint, such as "
-        f"{config.run_dir / 'checkpoints' / 'latest'}"
-    )
-
-
 def kept_rollout_problems(config: RunConfig) -> Iterator[str]:
-    """Rollouts of an earlier run must cover this one's steps; without an engine nothing can be evaluated."""
+    """Check that the rollouts cover this run's steps. Without an engine nothing can be evaluated."""
     directory = config.debug.load_rollouts
     if directory is None:
         return
@@ -121,11 +81,6 @@ def kept_rollout_problems(config: RunConfig) -> Iterator[str]:
         yield (
             f"debug.load_rollouts={directory} starts no engine, so evaluation.files cannot be sampled; set "
             "evaluation.files: none and evaluation.every: 0 (and use slime-like eval on the exported model)"
-        )
-    if config.debug.shuffle_advantages:
-        yield (
-            "debug.shuffle_advantages=true permutes advantages as they are computed, and debug.load_rollouts="
-            f"{directory} has saved ones; sample again, or set it to false"
         )
     if not directory.is_dir():
         yield f"debug.load_rollouts={directory} is not a directory; give one that debug.save_rollouts filled"

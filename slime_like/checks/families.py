@@ -6,17 +6,19 @@ from slime_like.config.run import RunConfig
 from slime_like.models.dimensions import ModelDimensions
 
 
-def balancing_problems(config: RunConfig, dimensions: ModelDimensions) -> Iterator[str]:
-    coefficient = config.algorithm.moe_aux_loss_coef
-    if coefficient > 0 and dimensions.num_experts == 0:
-        yield f"algorithm.moe_aux_loss_coef={coefficient:g}, but the model has no experts to balance; set it to 0"
-
-
 def family_problems(config: RunConfig, dimensions: ModelDimensions) -> Iterator[str]:
-    """Why the configured trainer cannot train this model, each with the remedy; nothing for the known families.
+    """Yield why the configured trainer cannot train this model, each with the remedy.
 
     What sizes do not show is checked on transformers' modules when the trainer starts.
     """
+    coefficient = config.algorithm.moe_aux_loss_coef
+    if coefficient > 0 and dimensions.num_experts == 0:
+        yield f"algorithm.moe_aux_loss_coef={coefficient:g}, but the model has no experts to balance; set it to 0"
+    if dimensions.latent is not None and config.trainer.attention == "transformer_engine":
+        yield (
+            "trainer.attention=transformer_engine is not supported for latent attention (DeepSeek-V3's); use auto, "
+            "ring or allgather"
+        )
     if dimensions.foreign is None:
         return
     if config.trainer.backend == "megatron":
@@ -33,17 +35,8 @@ def family_problems(config: RunConfig, dimensions: ModelDimensions) -> Iterator[
             f"config.json), which packed attention does not support; keep both within {reach} tokens, where it makes "
             "no difference"
         )
-    if config.algorithm.moe_aux_loss_coef > 0:
+    if coefficient > 0:
         yield (
-            f"algorithm.moe_aux_loss_coef={config.algorithm.moe_aux_loss_coef:g}: how routers of {config.model.path} "
+            f"algorithm.moe_aux_loss_coef={coefficient:g}: how routers of {config.model.path} "
             "choose is not known, so that they cannot be balanced; set it to 0"
-        )
-
-
-def latent_problems(config: RunConfig, dimensions: ModelDimensions) -> Iterator[str]:
-    """Why latent attention (DeepSeek-V3's) cannot be trained as configured, with the remedy."""
-    if dimensions.latent is not None and config.trainer.attention == "transformer_engine":
-        yield (
-            "trainer.attention=transformer_engine is not supported for latent attention (DeepSeek-V3's); use auto, "
-            "ring or allgather"
         )

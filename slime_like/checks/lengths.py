@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from slime_like.config.run import RunConfig
 from slime_like.models.dimensions import ModelDimensions
 
-_RAISE = ", or raise it"
+_RAISE, _BUDGET = ", or raise it", "trainer.target_tokens_per_batch"
 
 
 def stop_token_problems(config: RunConfig, dimensions: ModelDimensions) -> Iterator[str]:
@@ -17,39 +17,27 @@ def stop_token_problems(config: RunConfig, dimensions: ModelDimensions) -> Itera
             )
 
 
-def rollout_length_problems(config: RunConfig, dimensions: ModelDimensions) -> Iterator[str]:
-    return _served(config, "rollout", config.rollout.max_new_tokens, dimensions)
-
-
-def budget_problems(config: RunConfig) -> Iterator[str]:
-    budget = config.trainer.target_tokens_per_batch
-    return _too_long(
-        config, "rollout", config.rollout.max_new_tokens, "trainer.target_tokens_per_batch", budget, _RAISE
-    )
-
-
-def agent_length_problems(config: RunConfig) -> Iterator[str]:
-    """Rows of an agent may be as long as the engine's longest sequence."""
-    longest, budget = config.max_model_len, config.trainer.target_tokens_per_batch
-    if config.rollout.agent.is_set and longest > budget:
-        yield (
-            f"rollout.max_model_len={longest} is more than trainer.target_tokens_per_batch={budget}, which must hold a "
-            "rollout.agent's whole history; lower it, or raise the other"
-        )
-
-
-def held_out_length_problems(config: RunConfig, dimensions: ModelDimensions) -> Iterator[str]:
-    response = config.evaluation.max_new_tokens
+def length_problems(config: RunConfig, dimensions: ModelDimensions) -> Iterator[str]:
+    yield from _served(config, "rollout", config.rollout.max_new_tokens, dimensions)
+    response, longest = config.evaluation.max_new_tokens, config.rollout.max_model_len
     if config.evaluation.files and response is not None:
         yield from _served(config, "evaluation", response, dimensions)
-
-
-def served_length_problems(config: RunConfig, dimensions: ModelDimensions) -> Iterator[str]:
-    longest = config.rollout.max_model_len
     if longest is not None and longest > dimensions.max_position_embeddings:
         yield (
             f"rollout.max_model_len={longest} is more than the model's "
             f"max_position_embeddings={dimensions.max_position_embeddings}; use at most that"
+        )
+
+
+def budget_problems(config: RunConfig) -> Iterator[str]:
+    """Rows of an agent may be as long as the engine's longest sequence."""
+    longest, budget, field = config.max_model_len, config.trainer.target_tokens_per_batch, _BUDGET
+    if not config.rollout.agent.is_set:
+        yield from _too_long(config, "rollout", config.rollout.max_new_tokens, field, budget, _RAISE)
+    elif longest > budget:
+        yield (
+            f"rollout.max_model_len={longest} is more than {field}={budget}, which must hold a rollout.agent's whole "
+            "history; lower it, or raise the other"
         )
 
 

@@ -5,8 +5,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from slime_like.checks.directories import missing
-from slime_like.checks.fsdp import BACKEND as FSDP
-from slime_like.checks.fsdp import axis_problems
 from slime_like.checks.layout import layout_problems
 from slime_like.config.run import RunConfig
 from slime_like.errors import ConfigError
@@ -70,19 +68,8 @@ def reference_problems(config: RunConfig, policy: ModelDimensions) -> Iterator[s
             "the policy's sizes"
         )
     if config.reference.placement == "workers":
-        yield from _reference_workers(config, reference)
-
-
-def _reference_workers(config: RunConfig, dimensions: ModelDimensions) -> Iterator[str]:
-    problems = layout_problems(config.reference.parallel, dimensions)
-    yield from (problem.replace("trainer.parallel", "reference.parallel") for problem in problems)
-    if config.trainer.backend == FSDP:
-        yield from axis_problems(config.reference.parallel, "reference.parallel")
-    if config.debug.load_rollouts is not None:
-        yield (
-            f"reference.placement=workers scores groups as they are sampled, and debug.load_rollouts="
-            f"{config.debug.load_rollouts} samples none; use placement: trainer"
-        )
+        problems = layout_problems(config.reference.parallel, reference)
+        yield from (problem.replace("trainer.parallel", "reference.parallel") for problem in problems)
 
 
 def reference_weight_problems(config: RunConfig, _: ModelDimensions) -> list[str]:
@@ -92,12 +79,3 @@ def reference_weight_problems(config: RunConfig, _: ModelDimensions) -> list[str
         return []
     reference = find_dimensions(path, "reference.path")[0]
     return [] if reference is None else weight_problems(path, "reference.path", reference)
-
-
-def unused_reference_problems(config: RunConfig) -> Iterator[str]:
-    """Workers for a model that nothing needs."""
-    if config.reference.placement == "workers" and not config.algorithm.needs_reference:
-        yield (
-            "reference.placement=workers starts none: algorithm.kl_coef and algorithm.kl_reward_coef are 0, so that no "
-            "reference is needed; set one of them, or remove it"
-        )

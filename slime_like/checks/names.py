@@ -1,22 +1,23 @@
 """Names of what is looked up when the run starts: built-in parts, and the user's code with its options."""
 
 import inspect
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from difflib import get_close_matches
 from typing import Any
 
-from slime_like.checks.engine_install import interpreter_problems, is_installed
-from slime_like.checks.rows import answered_samples, first_task
+from slime_like.checks.engine_install import is_installed
+from slime_like.checks.rows import first_row
 from slime_like.config.algorithm import ADVANTAGES, CORRECTIONS, KL_ESTIMATORS, LOSSES
-from slime_like.config.rollout import AGENT, ENVIRONMENT, EnvironmentConfig
+from slime_like.config.rollout import AGENT, ENVIRONMENT
 from slime_like.config.run import RunConfig
 from slime_like.plugins.entry_points import BACKEND_GROUP, ENGINE_GROUP, installed_names
-from slime_like.plugins.import_path import CUSTOM, absence_problem, import_path_problem, source_problem
+from slime_like.plugins.import_path import CUSTOM, import_path_problem
 from slime_like.sandbox.environments.observations import PLACE
 from slime_like.sandbox.environments.pool import start_problems as start_problems_of_environment
 from slime_like.sandbox.environments.registry import REGISTERED as ENVIRONMENTS
 from slime_like.sandbox.environments.registry import build_environment
-from slime_like.sandbox.rewards.pool import start_problems
+from slime_like.sandbox.rewards.pool import RewardItem, start_problems
 from slime_like.sandbox.rewards.registry import OF_ROWS, REGISTERED, SERVICES, resolve_reward, try_options
 from slime_like.system.credentials import shown_url
 
@@ -25,89 +26,49 @@ def backend_name_problems(config: RunConfig) -> Iterator[str]:
     return _unknown("trainer.backend", config.trainer.backend, installed_names(BACKEND_GROUP))
 
 
-def backend_argument_problems(config: RunConfig) -> Iterator[str]:
-    """Settings of a custom backend, given to a built-in one."""
-    backend = config.trainer.backend
-    if backend in ("megatron", "fsdp") and config.trainer.backend_args:
-        yield f"trainer.backend_args are a custom backend's, trainer.backend={backend} reads none; remove them"
-
-
 def engine_name_problems(config: RunConfig) -> Iterator[str]:
-    """Engines of this environment; those of another are ``interpreter_name_problems``'s."""
+    """Engines of this environment. Another environment's engines are found when they start."""
     if config.rollout.python is None:
         yield from _unknown("rollout.engine", config.rollout.engine, installed_names(ENGINE_GROUP))
 
 
-def interpreter_name_problems(config: RunConfig) -> list[str]:
-    path = config.rollout.python
-    return [] if path is None else interpreter_problems(path, config.rollout.engine)
-
-
 def engine_installation_problems(config: RunConfig) -> Iterator[str]:
-    """This environment has a known engine's package."""
-    engine = config.rollout.engine
-    if config.rollout.python is None and not is_installed(engine):
+    """The interpreter can be started, or this environment has a known engine's package."""
+    engine, python = config.rollout.engine, config.rollout.python
+    if python is None and not is_installed(engine):
         yield (
             f"rollout.engine={engine} is not installed here; install this distribution with the extra [{engine}], or "
             "set rollout.python to a Python that has it"
         )
+    elif python is not None and not (python.is_file() and os.access(python, os.X_OK)):
+        yield f"rollout.python={python} is not a program; give the path of a Python, such as VENV/bin/python"
 
 
-def loss_name_problems(config: RunConfig) -> Iterator[str]:
-    return _unknown_or_not_importable("algorithm.loss", config.algorithm.loss, [*LOSSES])
+def algorithm_name_problems(config: RunConfig) -> Iterator[str]:
+    known = {"loss": LOSSES, "kl_estimator": KL_ESTIMATORS, "importance_correction": CORRECTIONS}
+    for field, names in known.items():
+        yield from _unknown_or_not_importable(f"algorithm.{field}", getattr(config.algorithm, field), [*names])
 
 
 def advantage_name_problems(config: RunConfig) -> Iterator[str]:
     return _unknown_or_not_importable("algorithm.advantage", config.algorithm.advantage, [*ADVANTAGES])
 
 
-def kl_name_problems(config: RunConfig) -> Iterator[str]:
-    return _unknown_or_not_importable("algorithm.kl_estimator", config.algorithm.kl_estimator, KL_ESTIMATORS)
-
-
-def correction_name_problems(config: RunConfig) -> Iterator[str]:
-    name = config.algorithm.importance_correction
-    return _unknown_or_not_importable("algorithm.importance_correction", name, CORRECTIONS)
-
-
 def reward_problems(config: RunConfig) -> Iterator[str]:
-    """Registered functions are found and their options tried; the source of a custom one is looked through."""
-    if config.reward.functions and not any(function.weight for function in config.reward.functions):
-        yield "reward.functions: every weight is 0, so that each reward is 0; give a function a weight"
-    names = [function.name for function in config.reward.functions]
-    labels = [function.label for function in config.reward.functions]
-    if config.rollout.agent.is_set and "functions" not in config.reward.model_fields_set:
-        yield (
-            f"reward.functions is not set, so that {names[0]} would judge and the reward that rollout.agent returns "
-            "would not count; set it, e.g. to [{name: agent}]"
-        )
+    """Registered functions are found and their options tried."""
     for index, function in enumerate(config.reward.functions):
         field = f"reward.functions.{index}.name={function.name}"
-        if names.index(function.name) != index:
-            yield f"{field} is used twice; keep one"
-        elif labels.index(function.label) != index:
-            yield f"{field} is {function.label} in metrics, as another function is; rename one of them"
-        elif function.is_given:
-            if function.name == ENVIRONMENT and config.rollout.environment.name is None:
-                yield f"{field} needs an environment that gives rewards; set rollout.environment.name"
-            if function.name == AGENT and not config.rollout.agent.is_set:
-                yield f"{field} needs an agent that gives rewards; set rollout.agent.name"
-            if function.options:
-                yield f"reward.functions.{index}.options={dict(function.options)}: {function.name} takes none"
-        elif function.name not in REGISTERED:
-            if not all(function.name.partition(":")):
-                known = (*REGISTERED, ENVIRONMENT, AGENT)
-                near = "".join(f"did you mean {name}? Else " for name in get_close_matches(function.name, known, n=1))
-                yield f"{field} is unknown; {near}use {', '.join(known)} or {CUSTOM}"
-            elif problem := source_problem(function.name):
-                yield f"{field} {problem}"
-        else:
+        if function.name in REGISTERED:
             try:
                 try_options(function.name, resolve_reward(function.name), function.options)
             except ValueError as error:
                 yield f"reward.functions.{index}.options={_shown(function.options)} do not fit: {error}"
             else:
                 yield from _too_patient(config, index)
+        elif ":" not in function.name and not function.is_given:
+            known = (*REGISTERED, ENVIRONMENT, AGENT)
+            near = "".join(f"did you mean {name}? Else " for name in get_close_matches(function.name, known, n=1))
+            yield f"{field} is unknown; {near}use {', '.join(known)} or {CUSTOM}"
 
 
 def _shown(options: Mapping[str, Any]) -> dict[str, Any]:
@@ -132,14 +93,15 @@ def _too_patient(config: RunConfig, index: int) -> Iterator[str]:
 
 
 def custom_code_problems(config: RunConfig) -> Iterator[str]:
-    """Modules of custom rewards, environments and agents that are not on this machine."""
-    environment, agent = config.rollout.environment.name, config.rollout.agent.name
+    """Modules of custom rewards, environments and agents must be on this machine."""
     named = {f"reward.functions.{index}.name": one.name for index, one in enumerate(config.reward.functions)}
-    named |= {"rollout.environment.name": environment} if environment is not None else {}
-    named |= {"rollout.agent.name": agent} if agent is not None else {}
+    named["rollout.environment.name"] = config.rollout.environment.name or ""
     for field, name in named.items():
-        if problem := absence_problem(name):
+        if ":" in name and (problem := import_path_problem(name)):
             yield f"{field}={name} {problem}"
+    agent = config.rollout.agent.name
+    if agent is not None and (problem := import_path_problem(agent)):
+        yield f"rollout.agent.name={agent} {problem}"
 
 
 def custom_reward_problems(config: RunConfig) -> Iterator[str]:
@@ -147,19 +109,16 @@ def custom_reward_problems(config: RunConfig) -> Iterator[str]:
     are included ones that need answers of a certain form."""
     names = enumerate(function.name for function in config.reward.functions)
     found = [index for index, name in names if name in OF_ROWS or (":" in name and not import_path_problem(name))]
-    sample = next(answered_samples(config), None) if found else None
+    row = first_row(config) if found else None
+    sample = None if row is None else RewardItem(row.prompt, row.answer, row.answer)
     for index in found:
         yield from start_problems(config.reward, index, sample)
 
 
 def environment_problems(config: RunConfig) -> Iterator[str]:
-    """Built-in environments are made, the source of a custom one is looked through."""
+    """Built-in environments are made."""
     environment, prefix = config.rollout.environment, "rollout.environment"
     if environment.name is None:
-        defaults = EnvironmentConfig()  # which a run's config.yaml writes out
-        changed = sorted(key for key, value in environment if value != getattr(defaults, key))
-        if changed:
-            yield f"{prefix}.{changed[0]} is set, but {prefix}.name is none; name an environment, or leave it out"
         return
     if environment.name in ENVIRONMENTS:
         try:
@@ -168,13 +127,8 @@ def environment_problems(config: RunConfig) -> Iterator[str]:
             yield f"{prefix}.options={dict(environment.options)} do not fit: {error}"
     elif ":" not in environment.name:
         yield f"{prefix}.name={environment.name} is unknown; use {', '.join(ENVIRONMENTS)} or {CUSTOM}"
-    elif problem := source_problem(environment.name):
-        yield f"{prefix}.name={environment.name} {problem}"
     if environment.template is not None and environment.template.count(PLACE) != 1:
         yield f"{prefix}.template={environment.template!r} must hold {PLACE} once; put it where the observation belongs"
-    limit, most = environment.max_turn_tokens, config.rollout.max_new_tokens
-    if limit is not None and limit > most:
-        yield f"{prefix}.max_turn_tokens={limit} is more than rollout.max_new_tokens={most}, a whole response; lower it"
 
 
 def custom_environment_problems(config: RunConfig) -> list[str]:
@@ -183,7 +137,7 @@ def custom_environment_problems(config: RunConfig) -> list[str]:
     environment = config.rollout.environment
     if environment.name is None or ":" not in environment.name or import_path_problem(environment.name):
         return []
-    return start_problems_of_environment(environment, first_task(config))
+    return start_problems_of_environment(environment, first_row(config))
 
 
 def _unknown_or_not_importable(field: str, name: str, known: Sequence[str]) -> Iterator[str]:

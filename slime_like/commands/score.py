@@ -57,7 +57,7 @@ def _checked(source: WeightsSource, flags: Sequence[str]) -> RunConfig:
     problems = check(config, loading_needs(config, RANKS) if source.weights is None else RANKS)
     if source.weights is not None:
         problem = backend_problem(source.weights.parent, config.trainer.backend, "CHECKPOINT")
-        problems += [] if problem is None else [Problem("model.weights-backend", problem)]
+        problems += [] if problem is None else [Problem("model.weights", problem)]
     if problems:
         raise ConfigError(problems)
     return config

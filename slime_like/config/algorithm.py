@@ -1,8 +1,9 @@
 """The RL objective."""
 
-from typing import Literal, Self
+from collections.abc import Iterator
+from typing import Literal
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, field_validator
 
 from slime_like.config.base import Section, absolute_code
 
@@ -112,27 +113,32 @@ class AlgorithmConfig(Section):
 
     _absolute = field_validator("loss", "advantage", "kl_estimator", "importance_correction")(absolute_code)
 
-    @model_validator(mode="after")
-    def _fits_together(self) -> Self:
+    def row_conflicts(self) -> Iterator[str]:
+        """Yield settings that rollouts of several rows cannot have, as whole sentences: rows are trained apart."""
+        remedies = {"loss": "use one per token, e.g. ppo_clip or cispo", "importance_level": "use token"}
+        for setting in self.per_sequence:
+            yield (
+                f"algorithm.{setting} needs all tokens of a sequence together, but rollouts of several rows are "
+                f"trained row by row; {remedies.get(setting.partition('=')[0], 'set it to none')}"
+            )
+
+    def conflicts(self) -> Iterator[str]:
         if self.kl_coef > 0 and self.kl_estimator == "k1" and not self.kl_importance_weighted:
-            raise ValueError(
+            yield (
                 f"kl_estimator=k1 has zero expected gradient in a loss with kl_coef={self.kl_coef:g}; use k2, k3, or "
                 "set kl_importance_weighted: true"
             )
         if (self.reduction == "constant") != (self.constant_length is not None):
             length = "none" if self.constant_length is None else self.constant_length
-            raise ValueError(
+            yield (
                 f"reduction={self.reduction} and constant_length={length} do not go together; "
                 "constant_length is the divisor of reduction `constant`, and of no other"
             )
         for name, value in (("veto", self.importance_veto), ("normalize", self.importance_normalize or None)):
             if self.importance_correction == "none" and value is not None:
-                raise ValueError(
+                yield (
                     f"importance_{name}={str(value).lower()} needs importance weights, but importance_correction=none; "
                     "set it, e.g. to truncate"
                 )
         if self.importance_low > self.importance_high:
-            raise ValueError(
-                f"importance_low={self.importance_low} is above importance_high={self.importance_high}; swap them"
-            )
-        return self
+            yield f"importance_low={self.importance_low} is above importance_high={self.importance_high}; swap them"

@@ -1,11 +1,16 @@
 """Base class of the configuration sections."""
 
 import os
+from collections.abc import Iterator
 from pathlib import Path
 from types import UnionType
-from typing import Any, Union, get_args, get_origin
+from typing import Any, Self, Union, get_args, get_origin
 
 from pydantic import BaseModel, ConfigDict, ValidationInfo, field_validator, model_validator
+from pydantic_core import PydanticCustomError
+
+CONFLICT = "fields-conflict"
+"""Pydantic's type, and our code, of errors about several fields."""
 
 _MAX_NAME_BYTES, _MAX_PATH_BYTES = 255, 4000
 _WORDS = {"true": True, "false": False}
@@ -92,6 +97,23 @@ class Section(BaseModel):
         if Path in (annotation, *get_args(annotation)):
             return [_path(one) for one in value] if isinstance(value, list | tuple) else _path(value)
         return value
+
+    def conflicts(self) -> Iterator[str]:
+        """Yield combinations of fields that exclude each other; each sentence starts with a field of this section."""
+        return iter(())
+
+    def all_conflicts(self) -> Iterator[str]:
+        """Yield the conflicts of nested sections, too. Pydantic does not validate a ``model_copy``."""
+        for name, value in self:
+            if isinstance(value, Section):
+                yield from (f"{name}.{text}" for text in value.all_conflicts())
+        yield from self.conflicts()
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Self:
+        if found := list(self.conflicts()):
+            raise PydanticCustomError(CONFLICT, "{conflicts}", {"conflicts": found})
+        return self
 
     @model_validator(mode="before")
     @classmethod

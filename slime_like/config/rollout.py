@@ -1,5 +1,6 @@
 """Settings of sampling, rewards and weight sync."""
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal
 
@@ -9,6 +10,9 @@ from slime_like.config.base import Section, absolute_code
 
 LARGEST_SUPPORT = 512
 """The largest ``top_k`` of training: the trainer reads as many ids for a token."""
+
+VLLM_MAX_TEMPERATURE = 2.0
+"""vLLM's ``SamplingParams._verify_args`` (vllm/sampling_params.py, from 0.32.0) rejects a request above it."""
 
 MIN_TEMPERATURE = 0.01
 """Lowest temperature above greedy that engines apply exactly."""
@@ -44,6 +48,10 @@ class EnvironmentConfig(Section):
 
     _absolute = field_validator("name")(absolute_code)
 
+    def conflicts(self) -> Iterator[str]:
+        if self.name is None and (changed := _changed(self)):
+            yield f"{changed} is set, but rollout.environment.name is none; name an environment, or leave it out"
+
 
 class AgentConfig(Section):
     """Agents that call the model themselves, through an endpoint of OpenAI's and Anthropic's protocols.
@@ -70,6 +78,20 @@ class AgentConfig(Section):
     @property
     def is_set(self) -> bool:
         return self.name is not None or bool(self.command)
+
+    def conflicts(self) -> Iterator[str]:
+        if not self.is_set and (changed := _changed(self)):
+            yield f"{changed} is set, but rollout.agent.name and command are not; set one, or leave it out"
+        if self.name is not None and self.command:
+            yield f"name={self.name} and rollout.agent.command are both set; remove one"
+        elif self.command and self.options:
+            yield f"options={dict(self.options)}: a command takes none; give it arguments"
+
+
+def _changed(section: Section) -> str:
+    """Return the first field, by name, that differs from its default. A run's config.yaml has the defaults, too."""
+    defaults = type(section).model_construct()
+    return next((key for key, value in sorted(section) if value != getattr(defaults, key)), "")
 
 
 class RolloutConfig(Section):
@@ -128,6 +150,41 @@ class RolloutConfig(Section):
                 raise ValueError(f"{name}={arguments[name]} must be a mapping: arguments of this engine alone")
         return arguments
 
+    def conflicts(self) -> Iterator[str]:
+        yield from self._truncation_conflicts()
+        turn = self.environment.max_turn_tokens
+        if turn is not None and turn > self.max_new_tokens:
+            yield (
+                f"environment.max_turn_tokens={turn} is more than rollout.max_new_tokens={self.max_new_tokens}, a "
+                "whole response; lower it"
+            )
+        if self.agent.is_set and self.environment.name is not None:
+            yield "agent and rollout.environment are both set; a rollout has one of them, remove the other"
+        if self.oversample > 1 and self.max_staleness > 0:
+            yield (
+                f"oversample={self.oversample:g} aborts what is late, but with rollout.max_staleness="
+                f"{self.max_staleness} it is trained later instead; use oversample: 1, or max_staleness: 0"
+            )
+        if self.drop_zero_spread and self.samples_per_prompt == 1:
+            yield (
+                "drop_zero_spread=true drops every group of rollout.samples_per_prompt=1; use at least 2 samples, or "
+                "drop_zero_spread: false"
+            )
+
+    def _truncation_conflicts(self) -> Iterator[str]:
+        """Truncated samples are trained on over the tokens they were drawn from, if the engine reports these."""
+        if self.bounded_top_k == -1:
+            return
+        cut = f"top_p={self.top_p:g}, top_k={self.top_k} and min_p={self.min_p:g}"
+        whole = "or use top_p: 1, top_k: -1 and min_p: 0"
+        if self.top_k > LARGEST_SUPPORT:
+            yield f"{cut}: training reads what a distribution was cut to; use top_k up to {LARGEST_SUPPORT}, {whole}"
+        if self.top_k == 1 or self.min_p == 1:
+            yield f"{cut}: every sample of a prompt is its likeliest response, with no gradient; use more, {whole}"
+        if self.engine not in ENGINES:
+            names = ", ".join(ENGINES)
+            yield f"{cut}: rollout.engine={self.engine} does not say what it cut to; use one of {names}, {whole}"
+
     @property
     def bounded_top_k(self) -> int:
         """``top_k`` of training: what cuts the distribution is bounded by what the trainer reads; -1: nothing does."""
@@ -180,6 +237,19 @@ class RewardConfig(Section):
     memory_mb: int = Field(2048, ge=128)
     """Memory limit of a worker."""
 
+    def conflicts(self) -> Iterator[str]:
+        if not any(function.weight for function in self.functions):
+            yield "functions: every weight is 0, so that each reward is 0; give a function a weight"
+        names, labels = [one.name for one in self.functions], [one.label for one in self.functions]
+        for index, function in enumerate(self.functions):
+            field = f"functions.{index}.name={function.name}"
+            if names.index(function.name) != index:
+                yield f"{field} is used twice; keep one"
+            elif labels.index(function.label) != index:
+                yield f"{field} is {function.label} in metrics, as another function is; rename one of them"
+            if function.is_given and function.options:
+                yield f"functions.{index}.options={dict(function.options)}: {function.name} takes none; remove them"
+
     @property
     def computed(self) -> tuple[RewardFunction, ...]:
         """The functions that reward workers call: all but what was returned during generation."""
@@ -201,3 +271,14 @@ class SyncConfig(Section):
     probe_tolerance: float | None = Field(None, gt=0)
     """Largest gap of logprobs; none: by precision and depth."""
     timeout_s: float = Field(300.0, gt=0, description="Timeout of one sync.")
+
+    def conflicts(self) -> Iterator[str]:
+        if self.transport == "directory" and self.directory is None:
+            yield (
+                "transport=directory needs sync.directory, one that trainers and engines both see; give one, or use "
+                "transport: auto"
+            )
+        if self.transport != "directory" and self.directory is not None:
+            yield f"directory={self.directory} is used by sync.transport=directory only, and not by {self.transport}"
+        if self.transport == "colocated" and self.delta == "always":
+            yield "transport=colocated carries whole tensors, but sync.delta=always asks for changes; use delta: auto"

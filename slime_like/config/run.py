@@ -1,16 +1,26 @@
 """The whole configuration of one run."""
 
 import math
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Literal, Self
+from typing import Any, Self
 
-from pydantic import Field, field_validator
+from pydantic import Field
 
-from slime_like.config.algorithm import AlgorithmConfig
+from slime_like.config.algorithm import BATCH_ADVANTAGES, GROUP_ADVANTAGES, AlgorithmConfig
 from slime_like.config.base import Section
-from slime_like.config.gpus import GpuName
-from slime_like.config.rollout import RewardConfig, RolloutConfig, SyncConfig
-from slime_like.config.trainer import ParallelConfig, TrainerConfig
+from slime_like.config.rollout import AGENT, ENVIRONMENT, VLLM_MAX_TEMPERATURE, RewardConfig, RolloutConfig, SyncConfig
+from slime_like.config.sections import (
+    CheckpointConfig,
+    ClusterConfig,
+    DataConfig,
+    DebugConfig,
+    EvaluationConfig,
+    LoggingConfig,
+    ModelConfig,
+    ReferenceConfig,
+)
+from slime_like.config.trainer import FSDP, TrainerConfig
 
 MAX_STEPS = 999_999
 """Checkpoints and kept rollouts are named by step, in six digits that sort."""
@@ -20,157 +30,6 @@ MAX_SEED = 2**32 - 1
 
 _TOKEN_S, _LEAST_REQUEST_S = 0.2, 600.0
 _START_S, _GPU_START_S = 300.0, 1200.0
-
-
-class ModelConfig(Section):
-    """The policy's starting point. Every dimension is read from the checkpoint's own ``config.json``."""
-
-    path: Path = Field(description="Hugging Face checkpoint directory of the initial policy.")
-    weights: Path | None = None
-    """Checkpoint with the policy's weights, from `slime-like convert to-megatron` or a run's checkpoints/step-N."""
-    dtype: Literal["float32", "bfloat16"] = "bfloat16"
-    """Precision in trainer and engine."""
-    trust_remote_code: bool = Field(False, description="Run Python code from the checkpoint.")
-
-
-class ReferenceConfig(Section):
-    """The reference policy of the KL term. Used only when a KL coefficient is above 0."""
-
-    path: Path | None = Field(None, description="Hugging Face checkpoint; none: the initial policy.")
-    placement: Literal["trainer", "workers"] = "trainer"
-    """trainer: the trainer ranks swap in the reference. workers: separate devices score groups during sampling."""
-    update_interval: int = Field(0, ge=0)
-    """Steps after which the policy becomes the reference; 0: never."""
-    workers: int = Field(1, ge=1, description="Number of reference workers.")
-    parallel: ParallelConfig = Field(ParallelConfig(), description="Layout of each reference worker.")
-    max_worker_restarts: int = Field(2, ge=0)
-    """Restarts of failed workers in a run."""
-
-
-DataFormat = Literal["keys", "gsm8k", "math", "dapo", "openr1"]
-
-
-class DataSource(Section):
-    """One source of a mixture."""
-
-    name: str = Field(pattern=r"^[\w.-]+$", description="In metrics.")
-    files: tuple[Path, ...] = Field(min_length=1, description="As `data.train`.")
-    weight: float = Field(1.0, gt=0, description="Share of the prompts, relative to the other sources.")
-    format: DataFormat | None = Field(None, description="As `data.format`, which is the default.")
-
-
-class DataConfig(Section):
-    """Prompt files (JSONL or Parquet) and the keys inside their rows; a dotted key leads into nested objects."""
-
-    train: tuple[Path, ...] = ()
-    """Training data: .jsonl, .parquet or .arrow files, patterns, or directories that Hugging Face's `datasets`
-    saved."""
-    mixture: tuple[DataSource, ...] = ()
-    """Several sources instead of `train`, each with a relative share of the prompts."""
-    format: DataFormat = "keys"
-    """Form of the rows: the keys below, or a data set's published form."""
-    system_prompt: str | None = Field(None, description="A system message before every prompt.")
-    prompt_key: str = Field("prompt", description="Row key of the prompt, text or chat messages.")
-    answer_key: str = Field("answer", description="Row key of the ground-truth answer.")
-    response_key: str = Field("response", description="Row key of the demonstration (supervised only).")
-    messages_key: str | None = None
-    """Row key of a conversation whose assistant turns carry loss (supervised only)."""
-    token_ids_key: str = "input_token_ids"
-    """Row key of a tokenized prompt, which replaces the text."""
-    environment_key: str | None = None
-    """Row key of a mapping for the environment or agent."""
-    apply_chat_template: bool = Field(True, description="Apply the tokenizer's chat template to prompts.")
-    allow_special_tokens: bool = False
-    """Accept text that spells special tokens."""
-    max_prompt_tokens: int = Field(1024, ge=1, description="Longer prompts are dropped and counted, never truncated.")
-    shuffle: bool = Field(True, description="Shuffle every epoch.")
-
-    @property
-    def parts(self) -> tuple["DataConfig", ...]:
-        """The settings of each source of the mixture, its files as ``train``; without a mixture these alone."""
-        return tuple(
-            self.model_copy(update={"train": one.files, "mixture": (), "format": one.format or self.format})
-            for one in self.mixture
-        ) or (self,)
-
-    @property
-    def training_files(self) -> tuple[Path, ...]:
-        """Of all sources."""
-        return tuple(file for part in self.parts for file in part.train)
-
-
-class EvaluationConfig(Section):
-    """Held-out evaluation during training."""
-
-    files: tuple[Path, ...] = Field((), description="Held-out files.")
-    every: int = Field(0, ge=0, description="Interval in steps; 0: before and after training only.")
-    max_prompts: int | None = Field(None, ge=1, description="Prompts used per file; none: all.")
-    temperature: float = Field(0.0, ge=0.0, description="0 is greedy.")
-    samples_per_prompt: int = Field(1, ge=1, description="Responses per prompt; above 1 also gives pass@k.")
-    max_new_tokens: int | None = Field(None, ge=1, description="Length limit; none: `rollout.max_new_tokens`.")
-
-
-class CheckpointConfig(Section):
-    """Checkpoints and the exported model."""
-
-    every: int = Field(0, ge=0, description="Checkpoint interval in steps; 0: at the end only.")
-    keep: int = Field(2, ge=1, description="Checkpoints kept; older ones are removed after a save.")
-    async_save: bool = False
-    """Write checkpoints during training."""
-    export_hf: bool = Field(True, description="Write a Hugging Face model at the end.")
-
-
-class LoggingConfig(Section):
-    """Destinations of metrics; `metrics.jsonl` is always written."""
-
-    tensorboard: bool = Field(True, description="Write a TensorBoard log.")
-    wandb: bool = Field(False, description="Log to Weights & Biases (needs the package).")
-    wandb_project: str = Field("slime-like", description="Weights & Biases project.")
-    progress: Literal["auto", "live", "plain", "off"] = "auto"
-    """Progress display; auto: live on a terminal, else plain lines."""
-
-
-class DebugConfig(Section):
-    """Switches for experiments on the method, and what is kept to inspect a run."""
-
-    shuffle_advantages: bool = False
-    """Permute advantages: a control run, which must not learn."""
-    samples_per_step: int = Field(4, ge=0, description="Samples per logged step in the debug tables; 0: none.")
-    tables_every: int = Field(10, ge=1, description="Interval of debug tables in steps.")
-    save_rollouts: Path | None = Field(None, description="Directory for every step's scored rollouts.")
-    load_rollouts: Path | None = None
-    """Directory of saved rollouts to train on, without engines."""
-
-
-class ClusterConfig(Section):
-    """The Ray cluster."""
-
-    address: str | None = Field(None, description="Address of a running Ray cluster.")
-    object_store_mb: int = Field(512, ge=80)
-    """Ray's object store, in MiB per node."""
-    placement: Literal["separate", "colocated"] = "separate"
-    """colocated: engines and trainer ranks take turns on the same devices."""
-    nodes: int | None = Field(None, ge=1, description="Nodes; `slime-like launch` sets it. none: as many as needed.")
-    gpus_per_node: int = Field(8, ge=1, description="GPUs per node; `slime-like launch` counts them.")
-    allow_idle_gpus: bool = Field(False, description="Accept GPUs of `nodes` that nothing uses.")
-    gpu: GpuName = Field("h100-80gb", description="GPU assumed by `slime-like plan`.")
-    gpu_memory_gib: float | None = Field(None, gt=0, description="GPU memory in GiB, for the plan.")
-    host_memory_gib: float | None = Field(None, gt=0, description="Node memory in GiB, for the plan.")
-    nvlink_gb_per_s: float | None = Field(None, gt=0)
-    """GB/s between GPUs of a node, for the plan."""
-    network_gb_per_s: float = Field(50.0, gt=0)
-    """GB/s between nodes per GPU, for the plan."""
-
-    @field_validator("address")
-    @classmethod
-    def _of_a_cluster(cls, address: str | None) -> str | None:
-        """A Ray client is no node: it has no session directory, and the run's process needs the one of its node."""
-        if address is not None and address.startswith("ray://"):
-            raise ValueError(
-                "is a Ray client's address, which is not supported; start the run on a node of the cluster, and give "
-                "auto or the HOST:PORT that `ray start --head` printed"
-            )
-        return address
 
 
 class RunConfig(Section):
@@ -264,3 +123,172 @@ class RunConfig(Section):
         if held_out.files and not self.rollout.agent.is_set:  # an agent's rows may be as long as this
             response = max(response, held_out.max_new_tokens or 0)
         return self.rollout.max_model_len or self.data.max_prompt_tokens + response
+
+    @property
+    def total_updates(self) -> int:
+        """Optimizer steps of the whole run."""
+        return self.steps * self.algorithm.epochs * self.algorithm.minibatches
+
+    @property
+    def schedule(self) -> dict[str, Any]:
+        """Settings that determine the learning rate and weight decay of every update. A resumed run keeps them."""
+        settings = self.trainer.optimizer
+        found = {name: getattr(settings, name) for name in ("lr", "min_lr", "warmup_steps", "decay", "weight_decay")}
+        if settings.final_weight_decay is not None:
+            found["final_weight_decay"] = settings.final_weight_decay
+        return found | ({"updates": self.total_updates} if settings.depends_on_length else {})
+
+    def conflicts(self) -> Iterator[str]:
+        yield from self._trainer_conflicts()
+        if self.supervised:
+            return
+        yield from self._sampling_conflicts()
+        yield from self._placement_conflicts()
+        if self.rollout.stream:
+            yield from (f"rollout.stream=true {text}, or rollout.stream: false" for text in self._streaming_conflicts())
+        if self.rollout.agent.is_set:
+            yield from self._agent_conflicts()
+
+    def _sampling_conflicts(self) -> Iterator[str]:
+        rollout, algorithm = self.rollout, self.algorithm
+        if self.data.messages_key is not None:
+            yield (
+                f"data.messages_key={self.data.messages_key}: conversations are demonstrations; set algorithm.loss: "
+                "sft, or remove it"
+            )
+        held_out = self.evaluation.temperature if self.evaluation.files else 0
+        for field, value in (("rollout", rollout.temperature), ("evaluation", held_out)):
+            if rollout.engine == "vllm" and value > VLLM_MAX_TEMPERATURE:
+                yield (
+                    f"{field}.temperature={value} is more than rollout.engine=vllm samples at; use at most "
+                    f"{VLLM_MAX_TEMPERATURE:g}, or rollout.engine: sglang"
+                )
+        if rollout.samples_per_prompt == 1 and algorithm.advantage in GROUP_ADVANTAGES:
+            yield (
+                f"rollout.samples_per_prompt=1 gives algorithm.advantage={algorithm.advantage} nothing to compare, so "
+                "that every advantage is 0; use at least 2, or advantage: reinforce_pp"
+            )
+        buffer = algorithm.overlong_buffer
+        if buffer is not None and buffer > rollout.max_new_tokens:
+            yield (
+                f"algorithm.overlong_buffer={buffer} is more than rollout.max_new_tokens={rollout.max_new_tokens}, "
+                "below which the penalty grows; use at most that"
+            )
+        if rollout.max_staleness > 0 and self.cluster.placement == "colocated":
+            yield (
+                f"rollout.max_staleness={rollout.max_staleness} lets engines and trainers work at the same time, but "
+                "with cluster.placement=colocated they take turns on the same devices; use placement: separate, or "
+                "max_staleness: 0"
+            )
+        if rollout.max_staleness > 0 and "importance_correction" not in algorithm.model_fields_set:
+            yield (
+                f"rollout.max_staleness={rollout.max_staleness} trains on samples of older weights, which biases the "
+                "gradient unless algorithm.importance_correction corrects for it; set it to truncate or mask, or to "
+                "none if that is meant"
+            )
+        if rollout.bounded_top_k != -1 and self.trainer.backend not in ("megatron", FSDP):
+            yield (
+                f"trainer.backend={self.trainer.backend} does not read supports, which top_p, top_k and min_p of "
+                "rollout need; use megatron or fsdp, or top_p: 1, top_k: -1 and min_p: 0"
+            )
+        rewards = {function.name for function in self.reward.functions}
+        if ENVIRONMENT in rewards and rollout.environment.name is None:
+            yield "reward.functions: environment needs an environment that gives rewards; set rollout.environment.name"
+        if AGENT in rewards and not rollout.agent.is_set:
+            yield "reward.functions: agent needs an agent that gives rewards; set rollout.agent.name"
+
+    def _placement_conflicts(self) -> Iterator[str]:
+        sync, colocated, debug = self.sync, self.cluster.placement == "colocated", self.debug
+        if sync.transport == "nccl" and colocated:
+            yield (
+                "sync.transport=nccl needs a separate device for every process, but with cluster.placement=colocated "
+                "engines share the trainers' devices; use auto"
+            )
+        if sync.transport == "colocated" and not colocated:
+            yield "sync.transport=colocated needs cluster.placement=colocated, engines on trainers' devices; use auto"
+        if self.reference.placement == "workers" and not self.algorithm.needs_reference:
+            yield (
+                "reference.placement=workers starts none: algorithm.kl_coef and algorithm.kl_reward_coef are 0, so no "
+                "reference is needed; set one of them, or remove it"
+            )
+        elif self.reference.placement == "workers" and debug.load_rollouts is not None:
+            yield (
+                "reference.placement=workers scores groups as they are sampled, and debug.load_rollouts="
+                f"{debug.load_rollouts} samples none; use placement: trainer"
+            )
+
+    def _trainer_conflicts(self) -> Iterator[str]:
+        trainer, optimizer, dtype = self.trainer, self.trainer.optimizer, self.model.dtype
+        if self.reference_workers:
+            yield from (f"reference.{text}" for text in trainer.layout_conflicts(self.reference.parallel))
+        if trainer.attention == "transformer_engine" and dtype == "float32":
+            yield (
+                "trainer.attention=transformer_engine computes in bfloat16, and model.dtype=float32; set "
+                "model.dtype=bfloat16, or use another attention on a CPU"
+            )
+        if optimizer.offload and trainer.backend == "megatron" and dtype == "float32":
+            yield (
+                "trainer.optimizer.offload: Megatron's host optimizer takes no float32 weights; set model.dtype: "
+                "bfloat16 (main weights are float32 all the same)"
+            )
+        updates = self.total_updates
+        if optimizer.decay != "constant" and optimizer.warmup_steps >= updates:
+            yield (
+                f"trainer.optimizer.warmup_steps={optimizer.warmup_steps} leaves nothing of the run's {updates} "
+                f"optimizer steps to decay={optimizer.decay}; use at most {updates - 1}, or "
+                "trainer.optimizer.decay: constant"
+            )
+
+    def _streaming_conflicts(self) -> Iterator[str]:
+        """Settings with which a step's gradient cannot be summed before its last sample is known."""
+        algorithm = self.algorithm
+        if self.cluster.placement == "colocated":
+            yield (
+                "runs trainers and engines at the same time, but with cluster.placement=colocated they use the same "
+                "devices in turn; use placement: separate"
+            )
+        if algorithm.epochs * algorithm.minibatches > 1:
+            yield (
+                f"trains while others are sampled, but several updates need the whole batch: "
+                f"algorithm.epochs={algorithm.epochs}, algorithm.minibatches={algorithm.minibatches}; set both to 1"
+            )
+        if algorithm.advantage in BATCH_ADVANTAGES:
+            yield (
+                f"needs advantages before the batch is complete, and algorithm.advantage={algorithm.advantage} "
+                "normalizes over all of it; use one that compares within groups"
+            )
+        if algorithm.kl_reward_coef > 0:
+            yield (
+                f"computes advantages before the KL is known, but algorithm.kl_reward_coef={algorithm.kl_reward_coef:g}"
+                " subtracts it from the rewards; use kl_coef instead"
+            )
+        if algorithm.importance_normalize:
+            yield (
+                "trains before all importance weights are known, and algorithm.importance_normalize=true divides by "
+                "their mean; set it to false"
+            )
+        if algorithm.moe_aux_loss_coef > 0:
+            yield (
+                f"does not know the denominator of the loss that algorithm.moe_aux_loss_coef="
+                f"{algorithm.moe_aux_loss_coef:g} adds while gradients are summed; set it to 0"
+            )
+        if self.debug.shuffle_advantages:
+            yield (
+                "does not wait for the whole batch, whose advantages debug.shuffle_advantages=true permutes; set it to "
+                "false"
+            )
+
+    def _agent_conflicts(self) -> Iterator[str]:
+        """A history that is not only appended to makes several rows, in different packs and on different ranks."""
+        algorithm = self.algorithm
+        yield from algorithm.row_conflicts()
+        if "functions" not in self.reward.model_fields_set:
+            yield (
+                f"reward.functions is not set, so {self.reward.functions[0].name} would judge and the reward that "
+                "rollout.agent returns would not count; set it, e.g. to [{name: agent}]"
+            )
+        if algorithm.overlong_buffer is not None:
+            yield (
+                f"algorithm.overlong_buffer={algorithm.overlong_buffer} penalizes the length of one response, and "
+                "rollout.agent has several; remove it"
+            )

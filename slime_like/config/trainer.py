@@ -1,10 +1,14 @@
 """The trainer: layout, optimizer, memory."""
 
+from collections.abc import Iterator
 from typing import Any, Literal
 
 from pydantic import Field, field_validator
 
 from slime_like.config.base import Section
+
+FSDP = "fsdp"
+"""The name of the FSDP2 backend."""
 
 
 class ParallelConfig(Section):
@@ -44,6 +48,21 @@ class OptimizerConfig(Section):
     """Sum gradients during backward, and gather weights during forward."""
     overlap_bucket_params: int | None = Field(None, ge=1)
     """Parameters per message of `overlap`."""
+
+    @property
+    def depends_on_length(self) -> bool:
+        """True if the schedule depends on where the run ends: such a run cannot be made longer."""
+        return self.decay != "constant" or self.final_weight_decay is not None
+
+    def conflicts(self) -> Iterator[str]:
+        if self.min_lr > self.lr:
+            yield f"min_lr={self.min_lr:g} is above trainer.optimizer.lr={self.lr:g}; use at most the peak rate"
+        final = self.final_weight_decay
+        if final is not None and final < self.weight_decay:
+            yield (
+                f"final_weight_decay={final:g} is below trainer.optimizer.weight_decay={self.weight_decay:g}, and "
+                "weight decay only grows; use at least that"
+            )
 
 
 class FsdpConfig(Section):
@@ -93,6 +112,65 @@ class TrainerConfig(Section):
         if isinstance(value, bool) or not text.isdecimal() or int(text) < 1:
             raise ValueError("must be none, full, auto or a number of layers from 1 on")
         return int(text)
+
+    def conflicts(self) -> Iterator[str]:
+        if self.backend == FSDP:
+            yield from self._fsdp_conflicts()
+        elif self.backend == "megatron":
+            if self.fsdp != FsdpConfig():
+                yield "fsdp is set, but trainer.backend=megatron does not read it; use trainer.backend=fsdp"
+            if self.optimizer.offload and not self.optimizer.distributed:
+                # Megatron's other optimizers replace parameters under the host optimizer: it would update old copies.
+                yield "optimizer.offload needs trainer.optimizer.distributed, also on one rank; set distributed: true"
+        if self.backend in ("megatron", FSDP) and self.backend_args:
+            yield f"backend_args are a custom backend's, trainer.backend={self.backend} reads none; remove them"
+        if self.share_prefixes:
+            setting = f"share_prefixes={self.share_prefixes}"
+            if self.backend not in ("megatron", FSDP):
+                yield f"{setting} is not supported by trainer.backend={self.backend}; set it to false"
+            if self.attention == "transformer_engine":
+                yield (
+                    f"{setting} merges partial results of attention, and trainer.attention=transformer_engine returns "
+                    "them without the sums that takes; use trainer.attention=auto, which then is allgather"
+                )
+        yield from self.layout_conflicts(self.parallel)
+
+    def layout_conflicts(self, parallel: ParallelConfig) -> Iterator[str]:
+        """Yield what this trainer cannot do under a layout: its own, or that of the reference workers."""
+        ring = self.attention in ("ring", "ring_flash_attn")
+        if self.share_prefixes and parallel.context > 1 and ring:
+            yield (
+                f"parallel.context={parallel.context} with trainer.share_prefixes={self.share_prefixes} is not "
+                f"supported by trainer.attention={self.attention}, which sends keys around; use "
+                "trainer.attention=auto, which then is allgather"
+            )
+        for axis in ("tensor", "pipeline", "expert", "virtual_pipeline"):
+            if self.backend == FSDP and (size := getattr(parallel, axis)) > 1:
+                yield (
+                    f"parallel.{axis}={size}: trainer.backend=fsdp supports data and context ranks only, and shards "
+                    f"the model over all of them; set {axis} to 1 and raise data, or use trainer.backend=megatron"
+                )
+        if self.backend == FSDP and parallel.sequence:
+            yield (
+                "parallel.sequence=true belongs to tensor parallelism, which trainer.backend=fsdp does not have; set "
+                "it to false"
+            )
+
+    def _fsdp_conflicts(self) -> Iterator[str]:
+        if self.attention in ("ring", "transformer_engine"):
+            yield (
+                f"attention={self.attention} is not supported by trainer.backend=fsdp; use auto (allgather), or "
+                "ring_flash_attn"
+            )
+        if not self.optimizer.distributed:
+            yield "optimizer.distributed=false: trainer.backend=fsdp always shards optimizer state; leave it true"
+        if self.optimizer.overlap_bucket_params is not None:
+            yield ("optimizer.overlap_bucket_params: with trainer.backend=fsdp every layer is a message; leave it out")
+        if self.activation_offload:
+            yield (
+                "activation_offload is not supported by trainer.backend=fsdp; use trainer.recompute=full, or "
+                "trainer.backend=megatron"
+            )
 
     def recomputed_layers(self, layers: int) -> int:
         """Return how many of the ``layers`` of a stage are recomputed; none while ``auto`` is not replaced."""

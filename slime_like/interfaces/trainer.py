@@ -89,10 +89,6 @@ class TrainerBackend(Protocol):
     def __init__(self, config: RunConfig, placement: RankPlacement) -> None: ...
 
     @staticmethod
-    def check(config: RunConfig) -> list[str]:
-        """List problems with this configuration that need neither device nor process group, each with a remedy."""
-
-    @staticmethod
     def planner() -> Planner:
         """Return the estimates for ``slime-like plan``. A backend without this method can train but not be planned."""
 

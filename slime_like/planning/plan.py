@@ -6,13 +6,12 @@ from math import prod
 
 from slime_like.checks.check import check_machine, check_settings
 from slime_like.checks.definition import training_needs
-from slime_like.checks.fsdp import BACKEND as FSDP
 from slime_like.checks.layout import layout_problems
 from slime_like.checks.model_directories import reference_problems
 from slime_like.checks.packages import rejected_on_cuda
-from slime_like.checks.prefixes import prefix_problems
 from slime_like.checks.transport import chosen_transport
 from slime_like.config import RunConfig
+from slime_like.config.trainer import FSDP
 from slime_like.errors import CheckpointError, ConfigError
 from slime_like.interfaces import TrainerBackend
 from slime_like.models.dimensions import HEADS, ModelDimensions
@@ -46,19 +45,16 @@ def make_plan(run: PlannedRun, preflight: bool = False, note: Note = lambda _: N
     dimensions = counted_dimensions(config, run.dimensions, backend)
     run = replace(run, config=config, dimensions=dimensions)
     plan = Plan(run.hardware, checks.planned_nodes(config), checks.gpus_needed(config).total, config.trainer.recompute)
-    found = [*map(str, check_settings(config, dimensions, training_needs(config))), *backend.check(config)]
+    found = list(map(str, check_settings(config, dimensions, training_needs(config))))
     found += reference_problems(config, dimensions)
-    if _plans_references(config):
-        of_workers = backend.check(worker_config(config))
-        found += [problem.replace("trainer.parallel", "reference.parallel") for problem in of_workers]
     plan.size_problems += checks.placement_problems(config)
     found += plan.size_problems
     if not preflight or local_gpus():  # a cluster of CPUs may run what is planned for GPUs
         found += rejected_on_cuda(config)
     plan.notes += checks.object_store_notes(config)
-    plan.problems += dict.fromkeys(found)  # the configuration and the backend may find the same
+    plan.problems += dict.fromkeys(found)
     _judge_machine(plan, config, dimensions, preflight)
-    if not layout_problems(config.trainer.parallel, dimensions) and not list(prefix_problems(config)):
+    if not layout_problems(config.trainer.parallel, dimensions):
         note("proving that every tensor has its place")
         _prove(plan, config, backend)
         _work_out(plan, run, backend, note)

@@ -3,9 +3,9 @@
 import math
 from dataclasses import dataclass, replace
 
-from slime_like.checks.fsdp import BACKEND as FSDP
 from slime_like.checks.layout import layers_per_stage, layout_problems
 from slime_like.config import RunConfig
+from slime_like.config.trainer import FSDP
 from slime_like.interfaces import TrainerBackend
 from slime_like.interfaces.estimate import RankEstimate, RankKind
 from slime_like.planning.engines import plan_engine

@@ -7,10 +7,10 @@ from typing import Any
 
 from slime_like.checks.check import check_settings
 from slime_like.checks.definition import training_needs
-from slime_like.checks.fsdp import BACKEND as FSDP
 from slime_like.checks.layout import divisors, layout_problems
 from slime_like.checks.transport import chosen_transport
 from slime_like.config import ParallelConfig, RunConfig
+from slime_like.config.trainer import FSDP
 from slime_like.errors import ConfigError
 from slime_like.interfaces import TrainerBackend
 from slime_like.planning import checks
@@ -89,7 +89,7 @@ def search(run: PlannedRun, wanted: int, note: Note = lambda _: None) -> list[Ca
     refusals: list[list[str]] = []
     for index, tried in enumerate(sorted(possible, key=_rough_time), start=1):
         note(f"layout {index} of {len(possible)}, {len(found)} fit")
-        if problems := _problems(tried, backend):
+        if problems := _problems(tried):
             refusals.append(problems)
             continue
         if candidate := _candidate(tried, backend):
@@ -138,10 +138,10 @@ def _with(run: PlannedRun, parallel: ParallelConfig, tokens: int) -> PlannedRun:
     )
 
 
-def _problems(run: PlannedRun, backend: type[TrainerBackend]) -> list[str]:
+def _problems(run: PlannedRun) -> list[str]:
     config = run.config
     settings = check_settings(config, run.dimensions, training_needs(config) - {"code"})  # the same for all
-    return [*map(str, settings), *backend.check(config), *checks.placement_problems(config)]
+    return [*map(str, settings), *checks.placement_problems(config)]
 
 
 def _shared(refusals: Sequence[list[str]]) -> list[str]:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from slime_like.checks.engine_arguments import copies_weights
-from slime_like.checks.fsdp import BACKEND as FSDP
+from slime_like.config.trainer import FSDP
 from slime_like.interfaces.estimate import RankEstimate, Work
 from slime_like.orchestration.reference.config import worker_config
 from slime_like.orchestration.trainer.scoring import packs_per_request

@@ -4,8 +4,8 @@ import re
 from dataclasses import dataclass
 from typing import Any, get_args
 
-from slime_like.checks.fsdp import BACKEND as FSDP
 from slime_like.config import ParallelConfig, RunConfig, TrainerConfig
+from slime_like.config.trainer import FSDP
 from slime_like.errors import ConfigError
 
 ONE_RANK = "single"

@@ -13,11 +13,8 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from slime_like.checks.fsdp import fsdp_problems
 from slime_like.checks.layout import layout_problems
-from slime_like.checks.offload import megatron_offload_problems
 from slime_like.checks.packages import attention_problems
-from slime_like.checks.prefixes import prefix_problems
 from slime_like.config import RunConfig
 from slime_like.errors import ConfigError, TrainerError
 from slime_like.interfaces import ScoredLogprobs
@@ -141,13 +138,7 @@ def model_misfit(layout: Layout, dimensions: ModelDimensions, sequences: int) ->
 
 def setting_misfit(config: RunConfig) -> str | None:
     """Why a layout's attention cannot be used in this environment, or does not go with another setting; or ``None``."""
-    problems = [
-        *attention_problems(config),
-        *fsdp_problems(config),
-        *megatron_offload_problems(config),
-        *prefix_problems(config),
-    ]
-    return next(iter(problems), None)
+    return next(iter([*attention_problems(config), *config.all_conflicts()]), None)
 
 
 def device_misfit(layout: Layout, resources: Mapping[str, float]) -> str | None:

@@ -30,7 +30,7 @@ def test_too_short_a_run_and_a_step_without_phases_are_refused(tmp_path: Path, r
     run_dir = write_run(tmp_path, [(1.0, 0.1)] * 5)
     with rejects(DataError, "too-few-steps"):
         phase_report(run_dir / "metrics.jsonl")
-    with rejects(SystemExit):
+    with pytest.raises(SystemExit, match="run more steps"):
         main([str(run_dir)])
     (run_dir / "metrics.jsonl").write_text('{"step": 1, "train_actor_performance/total_step_time (s)": 1.0}\n')
     with rejects(DataError, "figure-missing"):

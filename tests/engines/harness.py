@@ -12,7 +12,7 @@ import psutil
 import pytest
 import torch
 
-from slime_like.config import DataConfig, ModelConfig, RolloutConfig, RunConfig
+from slime_like.config import DataConfig, ModelConfig, RewardConfig, RewardFunction, RolloutConfig, RunConfig
 from slime_like.errors import EngineError
 from slime_like.examples.tiny_model import make_tiny_model
 from slime_like.interfaces import Generation, RolloutEngine, UpdateReceipt
@@ -41,6 +41,7 @@ def run_config(
         model=ModelConfig(path=model, dtype=dtype),
         data=DataConfig(max_prompt_tokens=100),
         rollout=RolloutConfig(**({"max_new_tokens": MAX_NEW_TOKENS} | defaults | rollout)),
+        reward=RewardConfig(functions=(RewardFunction(name="math_verify"),)),
     )
 
 

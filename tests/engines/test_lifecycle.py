@@ -1,7 +1,6 @@
 """Starts that are refused, and requests that take too long."""
 
 import asyncio
-from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +9,6 @@ import pytest
 from rollout.sglang.engine import SglangEngine
 from rollout.transformers.engine import TransformersEngine
 from rollout.vllm.engine import VllmEngine
-from slime_like.checks.engine_arguments import arguments_in_source
 from slime_like.errors import CheckpointError, ConfigError, EngineError
 from slime_like.interfaces import GenerationRequest, RolloutEngine, SamplingParams
 from slime_like.system.processes import new_children, process_ids
@@ -43,13 +41,6 @@ def test_a_start_that_cannot_succeed(
     with pytest.raises(EngineError, match=message):
         asyncio.run(kind(run_config(models[0], tmp_path, **rollout), 0).start())
     assert new_children(before) == []
-
-
-def test_the_arguments_that_are_known_before_a_start_are_those_of_the_engine() -> None:
-    """SGLang's: ``test_sglang.py``."""
-    from vllm.engine.arg_utils import AsyncEngineArgs
-
-    assert arguments_in_source("vllm") == {field.name for field in fields(AsyncEngineArgs)}
 
 
 @pytest.mark.parametrize("kind", [VllmEngine, SglangEngine, TransformersEngine])

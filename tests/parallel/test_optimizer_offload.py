@@ -104,9 +104,3 @@ def test_the_update_and_its_checkpoints_are_those_of_the_device(layout: str, tmp
     first, *_, last = on_host[0]
     mains = [name for name in first if name.startswith("param.")]
     assert min(float((last[name] - first[name]).abs().max()) for name in mains) > 100 * bound
-
-
-def test_what_megatrons_host_optimizer_cannot_do_is_refused(tmp_path: Path) -> None:
-    whole, precision = MegatronTrainer.check(_config(tmp_path, "single", "float32", True, distributed=False))
-    assert whole.startswith("trainer.optimizer.offload needs trainer.optimizer.distributed")
-    assert precision.startswith("trainer.optimizer.offload: Megatron's host optimizer takes no float32 weights")

@@ -105,7 +105,7 @@ def test_a_cluster_is_private_and_places_what_fits(tmp_path: Path, rejects: Reje
                 strategies.append(placement.engine_options(0)["scheduling_strategy"])
                 strategies += [placement.reference_options(i, 0)["scheduling_strategy"] for i in range(2)]
                 assert [strategy.placement_group_bundle_index for strategy in strategies] == [0, 1, 2, 3, 4, 5]
-        with rejects(SlimeLikeError):
+        with rejects(SlimeLikeError, "too-few-devices"):
             Placement(larger).__enter__()
     assert not ray.is_initialized() and not private.exists()
     logs = list((fits.run_dir / "worker_logs").rglob("*"))

@@ -9,7 +9,17 @@ from hypothesis import strategies as st
 from slime_like.config import RunConfig
 from slime_like.config.reading.load import load_config, save_config
 from tests.support.properties import examples
-from tests.unit.config.test_load import KEYS, MINIMAL, PLAIN, value_types
+from tests.unit.config.test_load import MINIMAL
+
+PLAIN = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text()
+KEYS = st.text("abcXYZ_", min_size=1)
+
+
+def value_types(data: Any) -> Any:
+    """1, 1.0 and True are equal in Python, and not the same here."""
+    if isinstance(data, dict):
+        return {key: value_types(value) for key, value in data.items()}
+    return [value_types(item) for item in data] if isinstance(data, list) else type(data)
 
 
 @examples(100)

@@ -339,7 +339,7 @@ def test_templates_come_from_the_chat_template_or_are_given(rejects: Rejects) ->
     silent.chat_template = "{% for m in messages %}{% if m.role != 'tool' %}{{ m.content }}{% endif %}{% endfor %}"
     for template in (silent.chat_template, None):
         silent.chat_template = template
-        with rejects(ConfigError):
+        with rejects(ConfigError, "config"):
             ObservationEncoder(silent, None, 10)
 
 

@@ -1,7 +1,6 @@
 """Worker processes: order, limits, replacement, and nothing left behind."""
 
 import asyncio
-import json
 import os
 import signal
 import subprocess
@@ -12,12 +11,9 @@ from pathlib import Path
 import pytest
 import uvloop
 
-from slime_like.checks.own_answers import score_own_answers
-from slime_like.checks.rows import answered_samples
-from slime_like.config import RewardConfig, RunConfig
+from slime_like.config import RewardConfig
 from slime_like.config.rollout import RewardFunction
 from slime_like.errors import RewardError
-from slime_like.orchestration.run.start_notes import answer_notes
 from slime_like.sandbox.process import WorkerProcess
 from slime_like.sandbox.rewards import time_budget
 from slime_like.sandbox.rewards.pool import RewardItem, RewardOutcome, RewardPool
@@ -32,12 +28,6 @@ from slime_like.interfaces import RewardResult
 
 def key_of(text):
     return json.loads(text)["key"]
-
-def ends(prompt, response, answer, *, end):
-    return float(response.endswith(end))
-
-def number(prompt, response, answer):
-    return float(response)
 
 def act(prompt, response, answer, *, log=None):
     if log:
@@ -125,63 +115,6 @@ def test_what_a_function_prints_is_kept(user_config: Config, tmp_path: Path) -> 
         pool.score(items("x"))
     (kept,) = logs.iterdir()
     assert kept.name == "reward-0.log" and kept.read_text().endswith("more noisethinking\n")
-
-
-def test_rows_whose_answer_earns_nothing_are_reported(user_config: Config, tmp_path: Path) -> None:
-    """The function counts a prompt that is "good" as a success, so that two of three rows are none."""
-    data = tmp_path / "train.jsonl"
-    rows = [{"prompt": prompt, "answer": f"{prompt} answer"} for prompt in ("good", "bad", "worse")]
-    data.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
-    reward = user_config()
-    config = RunConfig.model_validate(
-        {"run_dir": tmp_path, "model": {"path": tmp_path}, "data": {"train": [data]}, "reward": reward}
-    )
-    with RewardPool(reward) as pool:
-        (note,) = answer_notes(config, pool)
-        assert "user_rewards:act" in note and "2 of the first 3 rows" in note and "'bad answer'" in note
-        data.write_text(f"{json.dumps(rows[0])}\n")
-        assert list(answer_notes(config, pool)) == []
-        data.write_text("".join(json.dumps({"prompt": "good", "answer": each}) + "\n" for each in ("raise", "x")))
-        (note,) = answer_notes(config, pool)
-        assert note.startswith("rewards fail on 1 of the first 2 rows") and "no such thing" in note
-        sources = {"many": ["good"] * 20, "other": ["good", "bad"]}
-        for name, prompts in sources.items():
-            lines = [json.dumps({"prompt": prompt, "answer": prompt}) for prompt in prompts]
-            (tmp_path / f"{name}.jsonl").write_text("\n".join(lines))
-        mixture = [{"name": name, "files": [tmp_path / f"{name}.jsonl"]} for name in sources]
-        of_sources = RunConfig.model_validate({**config.model_dump(), "data": {"mixture": mixture}})
-        (note,) = answer_notes(of_sources, pool)
-        assert "1 of the first 2 rows of source other" in note
-
-
-LATEX = [r"\sqrt{3}", "[2,5)", "(3,4)", r"\text{Evelyn}", "x^2+1", "7"]
-
-
-@pytest.mark.parametrize(
-    ("function", "answers", "wrong"),
-    [
-        ({"name": "math_verify"}, LATEX, []),
-        ({"name": "math_verify", "options": {"require_boxed": True}}, LATEX, []),
-        ({"name": "user_rewards:ends", "options": {"end": "$"}}, ["1", "2"], []),
-        ({"name": "user_rewards:ends", "options": {"end": "?"}}, ["1", "2?"], ["1"]),
-        ({"name": "user_rewards:number"}, ["0"] * 12, ["0"] * 12),  # raises on every form but the bare one
-    ],
-)
-def test_an_answer_that_succeeds_in_one_form_is_no_complaint(
-    user_config: Config, tmp_path: Path, function: dict[str, object], answers: list[str], wrong: list[str]
-) -> None:
-    data = tmp_path / "train.jsonl"
-    data.write_text("".join(json.dumps({"prompt": f"Q{i}", "answer": each}) + "\n" for i, each in enumerate(answers)))
-    reward = user_config().model_copy(update={"functions": (RewardFunction.model_validate(function),)})
-    config = RunConfig.model_validate(
-        {"run_dir": tmp_path, "model": {"path": tmp_path}, "data": {"train": [data]}, "reward": reward}
-    )
-    with RewardPool(reward) as pool:
-        scored = score_own_answers(pool, list(answered_samples(config)))
-        notes = list(answer_notes(config, pool))
-    assert [own.item.answer for own in scored if not own.is_success] == wrong
-    assert all(own.item.response == own.item.answer for own in scored if not own.is_success)
-    assert len(notes) == bool(wrong)
 
 
 @pytest.mark.parametrize("workers", [1, 3])
@@ -452,8 +385,6 @@ def test_close_leaves_no_process_even_where_one_hangs(user_config: Config, rejec
 
 ORPHAN = """
 import sys, threading, time
-from slime_like.checks.own_answers import score_own_answers
-from slime_like.checks.rows import answered_samples
 from slime_like.config import RewardConfig, RunConfig
 from slime_like.config.rollout import RewardFunction
 from slime_like.sandbox.rewards.pool import RewardItem, RewardPool

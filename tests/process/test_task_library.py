@@ -78,7 +78,7 @@ def test_the_command_writes_the_same_rows_again(tmp_path: Path, capsys: pytest.C
     assert json.loads(row["answer"])["metadata"]["num_terms"] == 2
 
 
-def test_options_of_the_reward(rejects: Rejects) -> None:
+def test_options_of_the_reward() -> None:
     answer = next(iter(task_rows("chain_sum", 1, seed=1)))["answer"]
     right = json.loads(answer)["answer"]
     assert reward("", f"<final>{right}</final>", answer, pattern="<final>(.*)</final>").success
@@ -86,7 +86,7 @@ def test_options_of_the_reward(rejects: Rejects) -> None:
     assert reward("", f"4 + 5 = {right}, not 1{right}. It is {right}.", answer, pattern=r"-?\d+").success
     assert reward("", right, answer).metadata == {"reason": "no match of the pattern"}
     for wrong in ("46", "{}", "[1]", "text"):
-        with rejects(ValueError):
+        with pytest.raises(ValueError, match="is not of a row of `slime-like make-tasks`"):
             reward("", "<answer>1</answer>", wrong)
 
 

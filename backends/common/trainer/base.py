@@ -110,7 +110,7 @@ class TrainerBase(StoringTrainer):
         return self.coordinates
 
     def _open(self) -> None:
-        problems, on_cuda = self.check(self.config) + self._machine_problems(), torch.cuda.is_available()
+        problems, on_cuda = self._machine_problems(), torch.cuda.is_available()
         if on_cuda:
             problems += [*rejected_on_cuda(self.config), *allocator_problems(self.config, os.environ)]
         if problems:

@@ -5,11 +5,11 @@ from collections.abc import Sequence
 from difflib import get_close_matches
 from typing import Any
 
-from pydantic import BaseModel
 from pydantic_core import ErrorDetails
 
+from slime_like.config.base import CONFLICT
 from slime_like.config.reading.fields import all_fields, is_section, section_names, value_text
-from slime_like.errors import Problem
+from slime_like.errors import Problem, field_of
 
 _LONGEST_VALUE = 80
 _PYTHON_NAMES = re.compile(r"(?<!')\b(?:True|False|None)\b(?!')")  # names in quotes are text
@@ -42,6 +42,10 @@ def describe(details: Sequence[ErrorDetails]) -> list[Problem]:
         if detail["type"] == "too_short" and inside:
             continue  # pydantic counts the faulty items as absent
         name = ".".join(str(part) for part in location)
+        if detail["type"] == CONFLICT:
+            texts = [f"{name}.{text}" if name else text for text in detail["ctx"]["conflicts"]]
+            problems += [Problem(CONFLICT, text, field_of(text)) for text in texts]
+            continue
         problems.append(Problem(*_fault(name, detail), name))
     return problems
 
@@ -62,8 +66,6 @@ def _fault(name: str, detail: ErrorDetails) -> tuple[str, str]:
         return "field-missing", f"{name} is missing{hint}"
     if kind == "extra_forbidden":
         return "field-unknown", f"{name} is unknown; {did_you_mean(name, _known(name))}"
-    if kind == "value_error" and isinstance(value, dict | BaseModel):  # the sentence begins with one of its fields
-        return "fields-conflict", f"{name}.{context['error']}" if name else str(context["error"])
     if kind in _FAULTS:
         code, wrong = _FAULTS[kind]
         if wrong is _NO_SECTION:

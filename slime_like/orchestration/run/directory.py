@@ -7,7 +7,6 @@ from pathlib import Path
 from types import MappingProxyType
 
 from slime_like.checks.earlier_run import backend_problem
-from slime_like.checks.schedule import depends_on_length, schedule
 from slime_like.config import RunConfig
 from slime_like.config.reading.fields import all_fields, value_text
 from slime_like.config.reading.load import load_config, save_config
@@ -150,7 +149,7 @@ def _require_resumable(checkpoint: Checkpoint, config: RunConfig) -> None:
         raise ConfigError(problem)
     has_finished = checkpoint.step >= config.steps and (config.run_dir / SUMMARY_FILE).exists()
     if has_finished and _lies_in_run_dir(config, checkpoint):
-        longer = "" if depends_on_length(config) else "raise steps, "
+        longer = "" if config.trainer.optimizer.depends_on_length else "raise steps, "
         raise ConfigError(
             f"steps={config.steps}: the run in {config.run_dir} has finished {counted(checkpoint.step, 'step')}; "
             f"{longer}choose another run_dir, or set resume: never to start over"
@@ -168,7 +167,7 @@ def _changed_schedule(checkpoint: Checkpoint, config: RunConfig) -> list[str]:
         before = load_config(checkpoint.path.parents[1] / CONFIG_FILE, [])
     except (ConfigError, OSError):
         return []
-    old, new = schedule(before), schedule(config)
+    old, new = before.schedule, config.schedule
     return [f"{name} {old.get(name)}, now {new.get(name)}" for name in {**old, **new} if old.get(name) != new.get(name)]
 
 

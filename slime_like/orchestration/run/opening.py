@@ -41,7 +41,6 @@ from slime_like.orchestration.run.run import Run
 from slime_like.orchestration.run.sources import DemonstrationSource, DumpedSource
 from slime_like.orchestration.run.start_notes import (
     algorithm_notes,
-    answer_notes,
     checkpoint_notes,
     data_notes,
     held_out_notes,
@@ -153,8 +152,6 @@ def _open_rl(base: _Base) -> Run:
     _require_usable(config, on_cuda=placement.device == "GPU", hosts=placement.num_nodes)
     placed.launch_trainers()
     engines, rewards, pool, devices = start_engines(config, stack, placement, trainers, progress)
-    for note in answer_notes(config, rewards):
-        progress.note(note)
     export, texts = trainers.export, prompts.longest(2)
     sync = WeightSync(config, export, engines.supervisor, placement, devices, placed.run_name, texts)
     with progress.waiting("connecting trainers and engines"):

@@ -2,21 +2,12 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 
-from slime_like.checks.fsdp import BACKEND as FSDP
-from slime_like.checks.own_answers import own_answers_by_source
-from slime_like.checks.rows import first_samples
-from slime_like.checks.schedule import total_updates
 from slime_like.config import RunConfig
+from slime_like.config.trainer import FSDP
 from slime_like.data.prompts import Prompt, PromptSource
 from slime_like.errors import ConfigError
 from slime_like.models.dimensions import ModelDimensions
-from slime_like.orchestration.rollout.failures import failure_text
-from slime_like.sandbox.rewards.pool import RewardPool
-from slime_like.sandbox.rewards.registry import SERVICES, accepts_answers
 from slime_like.system.words import counted
-
-_ANSWERS, _ANSWERS_OF_SOURCE = 16, 8
-_SHOWN_CHARS = 40
 
 _GSPO_LARGE = 0.01
 """GSPO's paper uses 3e-4 and 4e-4 (arXiv:2507.18071, section 5.1), PPO uses 0.2."""
@@ -54,32 +45,6 @@ def held_out_notes(prompts: PromptSource, datasets: Mapping[str, Sequence[Prompt
             )
 
 
-def answer_notes(config: RunConfig, rewards: RewardPool) -> Iterator[str]:
-    """Yield notes on rows whose own answer the first reward function does not accept as a response.
-
-    A custom function may want more than the answer; that is for its author to judge. Services are not asked.
-    """
-    names, first = [function.name for function in config.reward.functions], config.reward.functions[0]
-    if SERVICES & set(names) or not (accepts_answers(first) or ":" in names[0]):
-        return
-    by_source = own_answers_by_source(rewards, first_samples(config, _ANSWERS, _ANSWERS_OF_SOURCE))
-    answers = [own for _, of_source in by_source for own in of_source]
-    failed = [own.outcome.metadata for own in answers if own.has_failed]
-    if failed:
-        rows = f"{len(failed)} of the first {counted(len(answers), 'row')}"
-        yield f"rewards fail on {rows}, with the row's answer as the response ({failure_text(failed)})"
-    for source, of_rows in by_source:
-        wrong = [own.item.answer for own in of_rows if not (own.is_success or own.has_failed)]
-        if wrong:
-            shown = wrong[0][:_SHOWN_CHARS] + ("..." if len(wrong[0]) > _SHOWN_CHARS else "")
-            rows = "the first row" if len(of_rows) == 1 else f"{len(wrong)} of the first {len(of_rows)} rows"
-            yield (
-                f"reward function {names[0]} gives no success to the answer of {rows} of {source} when the response is "
-                rf"that answer, bare, in \boxed{{}} or in $$, e.g. {shown!r}: with this function and these answers, no "
-                "response to such a row may succeed"
-            )
-
-
 def algorithm_notes(config: RunConfig) -> Iterator[str]:
     """Warn about bounds that clip nothing, and about a warm-up that outlasts the run."""
     algorithm = config.algorithm
@@ -89,7 +54,7 @@ def algorithm_notes(config: RunConfig) -> Iterator[str]:
             "almost nothing: the ratio of a sequence varies far less than that of a token; the GSPO paper uses 3e-4 "
             "and 4e-4, with reduction: samples"
         )
-    updates, warmup = total_updates(config), config.trainer.optimizer.warmup_steps
+    updates, warmup = config.total_updates, config.trainer.optimizer.warmup_steps
     if warmup > updates:
         yield (
             f"trainer.optimizer.warmup_steps={warmup} lasts longer than the run's {counted(updates, 'update')}: the "

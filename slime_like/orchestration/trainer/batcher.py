@@ -17,7 +17,6 @@ from slime_like.algorithms.packing.partition import (
 )
 from slime_like.algorithms.packing.prefixes import Sharing
 from slime_like.algorithms.reduction import step_denominator, token_weights
-from slime_like.checks.sampling import rejected_for_several_rows
 from slime_like.config import RunConfig, TrainerConfig
 from slime_like.data.token_budget import TokenBudget
 from slime_like.errors import ConfigError, DataError, SlimeLikeError
@@ -234,7 +233,7 @@ def require_token_ratios(config: RunConfig) -> None:
     Raises:
         ConfigError: with every setting that has such a ratio.
     """
-    problems, name = list(rejected_for_several_rows(config)), config.algorithm.loss
+    problems, name = list(config.algorithm.row_conflicts()), config.algorithm.loss
     if ":" in name and _may_be_per_sequence(name):
         problems.append(
             f"algorithm.loss={name} may need all tokens of a sequence at once, but rollouts of several rows are "

@@ -16,7 +16,6 @@ from slime_like.algorithms import (
 )
 from slime_like.algorithms import logprobs as logprobs_module
 from tests.support.properties import examples
-from tests.support.rejections import Rejects
 from tests.unit.algorithms.cases import SHAPES, VOCABULARY, batch, close, dense_scores, shapes
 
 TOLERANCE = {torch.float32: 2e-6, torch.float64: 1e-13}
@@ -108,13 +107,13 @@ def test_response_logprobs_of_each_sequence_alone(
     assert close(torch.autograd.grad((actual * weights).sum(), logits)[0], reference, 1e-13)
 
 
-def test_another_temperature_than_the_one_that_sampled_is_refused(rejects: Rejects) -> None:
+def test_another_temperature_than_the_one_that_sampled_is_refused() -> None:
     """Neither by default nor by a number; what says nothing (temperature 1) takes any."""
     sampled = [replace(s, temperature=0.7 if i == 2 else 1.0) for i, s in enumerate(batch(SHAPES))]
     packed = pack_sequences(sampled)
     logits = torch.randn(30, VOCABULARY)
     for arguments in ((), (1.0,), (0.9,)):
-        with rejects(ValueError):
+        with pytest.raises(ValueError, match="s own, or a pack with other `temperatures` to"):
             compute_response_logprobs(logits, packed, *arguments)
     parts = compute_response_logprobs(logits, packed, None).split(packed.response_lens.tolist())
     everywhere = compute_response_logprobs(logits, packed, 0.7).split(packed.response_lens.tolist())

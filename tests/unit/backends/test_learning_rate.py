@@ -8,7 +8,6 @@ import pytest
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
 from backends.fsdp.optimizer import learning_rate, weight_decay
-from slime_like.checks.schedule import total_updates
 from slime_like.config import RunConfig
 
 
@@ -26,7 +25,7 @@ def _scheduler(groups: list[dict[str, Any]], **settings: Any) -> OptimizerParamS
 @pytest.mark.parametrize("warmup", [0, 1, 4])
 def test_rates_are_megatrons(decay: str, warmup: int) -> None:
     config = _config({"lr": 3e-4, "min_lr": 1e-5, "warmup_steps": warmup, "decay": decay}, minibatches=2)
-    group, updates = {"lr": 0.0}, total_updates(config)
+    group, updates = {"lr": 0.0}, config.total_updates
     rates = {"max_lr": 3e-4, "min_lr": 1e-5, "lr_warmup_steps": warmup, "lr_decay_steps": updates}
     scheduler = _scheduler([group], **rates, lr_decay_style=decay, wd_incr_style="constant")
     for update in range(1, updates + 3):

@@ -8,6 +8,7 @@ import pytest
 from slime_like.checks import engine_install
 from slime_like.checks.names import reward_problems
 from slime_like.config.reading.load import load_config
+from slime_like.weights.transports.libraries import Libraries
 from tests.unit.checks.checkpoint import sound_flags
 
 
@@ -32,11 +33,24 @@ def test_no_credential_of_a_url_is_printed(tmp_path: Path, url: str, shown: str)
     assert "hid" not in problem and "den" not in problem
 
 
-@pytest.mark.parametrize(("packages", "expected"), [({}, False), ({"vllm": "0.1"}, True)])
+@pytest.mark.parametrize(("installed", "expected"), [({}, False), ({"vllm": "0.1"}, True)])
 def test_an_engine_is_installed_where_its_package_is(
-    monkeypatch: pytest.MonkeyPatch, packages: dict[str, str], expected: bool
+    monkeypatch: pytest.MonkeyPatch, installed: dict[str, str], expected: bool
 ) -> None:
-    monkeypatch.setattr(engine_install, "_packages", lambda _: packages)
+    monkeypatch.setattr(engine_install, "_versions", lambda _, __: installed)
     monkeypatch.setattr(engine_install, "find_spec", lambda _: None)
     assert engine_install.is_installed("vllm") is expected
     assert engine_install.is_installed("my.module:engine")  # its own module is looked for elsewhere
+
+
+def test_the_packages_of_another_interpreter_are_read_without_starting_it(tmp_path: Path) -> None:
+    python = tmp_path / "bin" / "python"
+    for name, version in (("vllm", "0.33.1"), ("torch", "2.14.1"), ("nvidia_nccl_cu13", "2.30.7")):
+        place = tmp_path / "lib" / "python3.12" / "site-packages" / f"{name}-{version}.dist-info"
+        place.mkdir(parents=True)
+        (place / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name.replace('_', '-')}\nVersion: {version}\n")
+    assert engine_install.engine_libraries(python) == Libraries("2.14.1", "2.30.7")
+    warning = "vllm 0.33.1 has not been tested with rollout.engine=vllm; tested: 0.32"
+    assert engine_install.version_warning(python, "vllm") == warning
+    assert engine_install.version_warning(python, "sglang") is None
+    assert engine_install.engine_libraries(tmp_path / "none" / "bin" / "python") == Libraries("")

@@ -10,7 +10,7 @@ from safetensors.torch import save_file
 
 from slime_like.checks.check import check, require_valid
 from slime_like.checks.definition import CONVERSION
-from slime_like.checks.earlier_run import backend_problem, start_weight_problems
+from slime_like.checks.earlier_run import backend_problem
 from slime_like.commands.convert import size_in_bytes, size_text
 from slime_like.commands.main import main
 from slime_like.commands.root import run
@@ -78,9 +78,9 @@ def test_refusals(root: Path, rejects: Rejects, arguments: str, code: str) -> No
 @pytest.mark.parametrize(
     ("text", "size"), [("500MB", 500_000_000), ("1.5GiB", 1_610_612_736), ("2 gb", 2_000_000_000), ("123456", 123_456)]
 )
-def test_sizes(rejects: Rejects, text: str, size: int) -> None:
+def test_sizes(text: str, size: int) -> None:
     assert size_in_bytes(text) == size
-    with rejects(ArgumentTypeError):
+    with pytest.raises(ArgumentTypeError, match="is not a size; give one such"):
         size_in_bytes(f"{text}x")
 
 
@@ -114,8 +114,8 @@ def test_weights_to_start_from_must_be_a_checkpoint(root: Path, rejects: Rejects
         return load_config(None, flags.split())
 
     assert check(of("meg", "megatron"), CONVERSION) == []
-    for weights, backend, code in (("notes", "megatron", "model.weights"), ("meg", "fsdp", "model.weights-backend")):
-        with rejects(ConfigError, code) as caught:
+    for weights, backend in (("notes", "megatron"), ("meg", "fsdp")):
+        with rejects(ConfigError, "model.weights") as caught:
             require_valid(of(weights, backend), CONVERSION)
         assert [problem.field for problem in caught.value.problems] == ["model.weights"]
 
@@ -137,21 +137,5 @@ def test_a_checkpoint_that_does_not_say_who_wrote_it_is_believed(tmp_path: Path)
 def test_engines_are_not_evaluated_with_weights_that_they_do_not_load(root: Path, rejects: Rejects) -> None:
     (root / "rows.jsonl").write_text('{"prompt": "a", "answer": "b"}\n')
     flags = "--run_dir run --model.path model --evaluation.files rows.jsonl --data.max_prompt_tokens 64"
-    with rejects(ConfigError, "evaluation.weights"):
+    with rejects(ConfigError, "evaluation"):
         run(["eval", *flags.split(), "--model.weights", "meg"])
-
-
-def test_weights_of_another_model_are_named_by_what_differs(tmp_path: Path) -> None:
-    for name, hidden in (("model", 64), ("weights/model", 32), ("same/model", 64)):
-        (tmp_path / name).mkdir(parents=True)
-        sizes = {"hidden_size": hidden, "num_hidden_layers": 2}
-        (tmp_path / name / "config.json").write_text(json.dumps(sizes))
-        (tmp_path / name).parent.joinpath("trainer").mkdir(exist_ok=True)
-    found = {
-        name: list(
-            start_weight_problems(RunConfig(run_dir=tmp_path, model={"path": tmp_path / "model", "weights": path}))
-        )
-        for name in ("weights", "same")
-        for path in [tmp_path / name]
-    }
-    assert found["same"] == [] and "hidden_size 32 there, 64 in model.path" in found["weights"][0]

@@ -67,7 +67,7 @@ REFUSED: list[tuple[str, str]] = [
     ("model --model.path model", "flag-excluded"),
     ("model --trainer.parallel.tensor 3", "trainer.layout"),
     ("model --trainer.backend none_such", "trainer.backend"),
-    ("run/checkpoints/step-000002 --trainer.backend fsdp", "model.weights-backend"),
+    ("run/checkpoints/step-000002 --trainer.backend fsdp", "model.weights"),
     ("model --trainer.paralel.tensor 2", "field-unknown"),
     ("model --input in.txt", "file-unusable"),
     ("model --input none.jsonl", "file-unusable"),
@@ -90,11 +90,16 @@ def test_refusals(root: Path, rejects: Rejects, arguments: str, code: str) -> No
     assert not (root / "out.jsonl").exists()
 
 
-@pytest.mark.parametrize("more", [None, '{"id": 2, "prompt_tokens": [1], "response_tokens": [300]}'])
-def test_a_bad_row_is_rejected_before_anything_starts(root: Path, rejects: Rejects, more: str | None) -> None:
+@pytest.mark.parametrize(
+    ("more", "code"),
+    [(None, "empty-input"), ('{"id": 2, "prompt_tokens": [1], "response_tokens": [300]}', "unknown-token-id")],
+)
+def test_a_bad_row_is_rejected_before_anything_starts(
+    root: Path, rejects: Rejects, more: str | None, code: str
+) -> None:
     rows = root / "in.jsonl"
     rows.write_text("\n" if more is None else f"{rows.read_text()}{more}\n")
-    with rejects(DataError):
+    with rejects(DataError, code):
         run(["score", "model", "--input", "in.jsonl", "--output", "out.jsonl"])
 
 

@@ -7,7 +7,7 @@ import pytest
 
 from slime_like.checks.check import check_settings
 from slime_like.checks.definition import training_needs
-from slime_like.checks.weight_sync import idle_gpu_problems
+from slime_like.checks.devices import idle_gpu_problems
 from slime_like.config import RunConfig
 from slime_like.config.filling import AUTO, ENGINES, REPLICAS, gpus_needed
 from slime_like.config.reading.load import load_config, save_config
@@ -62,10 +62,9 @@ def test_auto_fills_the_cluster(placement: str, flags: str, data: int, engines: 
     ],
 )
 def test_what_auto_cannot_mean_is_rejected(flags: str, code: str, named: list[str], rejects: Rejects) -> None:
-    with rejects(ConfigError) as caught:
+    with rejects(ConfigError, code) as caught:
         load(flags)
-    (problem,) = caught.value.problems
-    assert problem.code == code and all(name in problem.text for name in named)
+    assert all(name in str(caught.value) for name in named)
 
 
 def test_a_wrong_field_leaves_auto_open() -> None:
@@ -76,22 +75,16 @@ def test_a_wrong_field_leaves_auto_open() -> None:
 
 
 @pytest.mark.parametrize(
-    ("flags", "idle", "remedies"),
+    ("flags", "idle"),
     [
-        ("--cluster.placement colocated --trainer.parallel.tensor 8", "8 of 16",
-         [f"{REPLICAS}={AUTO} and {ENGINES}={AUTO}", "use 1 node,"]),
-        ("--trainer.parallel.data 4 --rollout.num_engines 4", "8 of 16",
-         [f"{REPLICAS}={AUTO}, set {ENGINES}={AUTO}", "use 1 node,"]),
-        ("--trainer.parallel.tensor 3 --rollout.num_engines 4", "9 of 16", [f"{REPLICAS}={AUTO}", f"{ENGINES}={AUTO}"]),
-        ("--cluster.placement colocated --trainer.parallel.tensor 5", "11 of 16", ["trainer.parallel, now 5,"]),
-        ("--algorithm.loss sft", "15 of 16", [f"{REPLICAS}={AUTO}"]),
+        ("--cluster.placement colocated --trainer.parallel.tensor 8", "8 of 16"),
+        ("--trainer.parallel.data 4 --rollout.num_engines 4", "8 of 16"),
+        ("--algorithm.loss sft", "15 of 16"),
     ],
-)  # fmt: skip
-def test_idle_gpus_are_a_problem(flags: str, idle: str, remedies: list[str]) -> None:
-    config = load(f"{SIZE} 2 {flags}")
-    (problem,) = idle_gpu_problems(config)
-    assert f"{idle} GPUs are idle" in problem and problem.startswith("cluster.nodes=2 times cluster.gpus_per_node=8: ")
-    assert problem.endswith("cluster.allow_idle_gpus=true") and all(remedy in problem for remedy in remedies)
+)
+def test_idle_gpus_are_a_problem(flags: str, idle: str) -> None:
+    (problem,) = idle_gpu_problems(load(f"{SIZE} 2 {flags}"))
+    assert problem.startswith(f"cluster.nodes=2 times cluster.gpus_per_node=8: {idle} GPUs are idle")
     assert not list(idle_gpu_problems(load(f"{SIZE} 2 {flags} --cluster.allow_idle_gpus true")))
     assert not list(idle_gpu_problems(load(flags)))  # nothing is known of the cluster
 

@@ -12,7 +12,6 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from slime_like.checks.rows import conversation_problems, prompt_problems
 from slime_like.config import DataConfig
 from slime_like.config.reading.load import load_config
 from slime_like.data.prompts import PromptSource
@@ -303,8 +302,11 @@ def test_messages_of_sharegpt_are_taken_as_they_are(tmp_path: Path) -> None:
 
 
 def test_a_template_that_does_not_fit_is_named_with_the_row(tmp_path: Path, rejects: Rejects) -> None:
-    for template, messages in ((templates.DROPS_THINKING, THOUGHT), (templates.NO_END, TWO)):
-        with rejects(DataError):
+    for template, messages, code in (
+        (templates.DROPS_THINKING, THOUGHT, "thinking-dropped"),
+        (templates.NO_END, TWO, "no-end-of-turn"),
+    ):
+        with rejects(DataError, code):
             source_of(tmp_path / "rows.jsonl", [{"messages": messages}], tokenizer=tokenizer_of(template))
 
 
@@ -329,19 +331,3 @@ def test_a_demonstration_over_the_token_budget_is_found_before_the_start(tmp_pat
     rows[1]["messages"][0]["content"] = "a" * 300
     source = source_of(tmp_path / "rows.jsonl", rows, excess=TokenBudget(trainer).excess)
     assert (source.num_rows, source.dropped_prompts) == (1, 1)
-
-
-@pytest.mark.parametrize(
-    ("flags", "number"),
-    [("", 0), ("--data.response_key said", 1), ("--data.apply_chat_template false", 1), ("--algorithm.loss gspo", 1)],
-)
-def test_settings_that_exclude_conversations(tmp_path: Path, flags: str, number: int) -> None:
-    given = ["--model.path", "m", "--data.messages_key", "chat", "--algorithm.loss", "sft", *flags.split()]
-    problems = list(conversation_problems(load_config(None, given, tmp_path)))
-    assert len(problems) == number and all(text.startswith("data.messages_key=chat") for text in problems)
-
-
-def test_prompts_settings_do_not_go_with_conversations(tmp_path: Path) -> None:
-    given = ["--model.path", "m", "--data.messages_key", "chat", "--data.format", "math", "--data.system_prompt", "a"]
-    assert len(list(prompt_problems(load_config(None, [*given, "--algorithm.loss", "sft"], tmp_path)))) == 2
-    assert list(prompt_problems(load_config(None, given, tmp_path))) == []

@@ -39,9 +39,9 @@ def test_the_seed_decides_and_overrides_are_fields_of_the_configuration(tmp_path
     tensors = load_file(tmp_path / "a" / "model.safetensors")
     assert "lm_head.weight" not in tensors and "model.layers.1.mlp.up_proj.weight" not in tensors
     assert tensors["model.norm.weight"].dtype == torch.bfloat16
-    with rejects(ConfigError):
+    with rejects(ConfigError, "config"):
         make_tiny_model(tmp_path / "d", "qwen3", hiden_size=4)
-    with rejects(ConfigError):
+    with rejects(ConfigError, "config"):
         make_tiny_model(tmp_path / "d", "gpt2")
     assert not (tmp_path / "d").exists()
 
@@ -86,5 +86,5 @@ def test_arithmetic_rows_are_right_and_held_out_pairs_are_unseen(tmp_path: Path)
 
 
 def test_more_rows_than_problems_are_rejected(tmp_path: Path, rejects: Rejects) -> None:
-    with rejects(ConfigError):
+    with rejects(ConfigError, "config"):
         make_arithmetic_data(tmp_path, num_train=90, num_eval=20, max_number=10)

@@ -32,7 +32,7 @@ def options(**fields: object) -> LaunchOptions:
     ],
 )
 def test_refused(fields: dict[str, object], rejects: Rejects) -> None:
-    with rejects(ConfigError):
+    with rejects(ConfigError, "option-range"):
         options(**fields)
 
 
@@ -124,15 +124,15 @@ def test_a_launch_sets_the_size_of_its_cluster(
 
 
 @pytest.mark.parametrize(
-    "arguments",
+    ("arguments", "code"),
     [
-        ["--slurm_nodes", "gpu[1-"],
-        ["--slurm_nodes", "gpu[1-2]", "--nodes", "3"],
-        ["--head", "10.0.0.1"],
-        ["--nodes", "2", "--silence_s", "3"],
-        ["--", "--cluster.address", "10.0.0.1:1"],
+        (["--slurm_nodes", "gpu[1-"], "node-list"),
+        (["--slurm_nodes", "gpu[1-2]", "--nodes", "3"], "options-conflict"),
+        (["--head", "10.0.0.1"], "nodes-missing"),
+        (["--nodes", "2", "--silence_s", "3"], "option-range"),
+        (["--", "--cluster.address", "10.0.0.1:1"], "flag-excluded"),
     ],
 )
-def test_contradictions_are_refused(arguments: list[str], rejects: Rejects) -> None:
-    with rejects(ConfigError):
+def test_contradictions_are_refused(arguments: list[str], code: str, rejects: Rejects) -> None:
+    with rejects(ConfigError, code):
         run(["launch", *arguments])

@@ -150,7 +150,7 @@ def test_a_tracker_without_its_package_is_a_configuration_error(
 ) -> None:
     monkeypatch.delitem(sys.modules, "torch.utils.tensorboard", raising=False)
     monkeypatch.setitem(sys.modules, tracker, None)  # how Python itself marks a module that cannot be imported
-    with rejects(ConfigError):
+    with rejects(ConfigError, "config"):
         MetricLogger(LoggingConfig(**{"tensorboard": False, tracker: True}), tmp_path)
 
 

@@ -43,7 +43,7 @@ def test_one_rank_leaves_the_attention_alone(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["", "tp", "tp0", "tp2-", "tp2-tp2", "tp2-tensor", "TP2", "single-tp2", "sp-sp"])
 def test_other_names_are_refused(rejects: Rejects, name: str) -> None:
-    with rejects(ConfigError):
+    with rejects(ConfigError, "config"):
         parse_layout(name)
 
 

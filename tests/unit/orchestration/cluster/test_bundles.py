@@ -32,9 +32,7 @@ def config(tmp_path: Path, **sections: Any) -> RunConfig:
         ({"trainer": {"parallel": {"tensor": 4}}, "cluster": {"placement": "colocated"}}, [1, 1, 1, 1]),
         ({"trainer": {"parallel": {"data": 2}}, "algorithm": {"loss": "sft"}}, [1, 1]),
         ({"debug": {"load_rollouts": "rollouts"}}, [1]),
-        ({"reference": REFERENCES}, [1, 1]),  # no reference is needed
         ({"reference": REFERENCES, "algorithm": {"kl_coef": 0.1}, "rollout": {"tensor": 2}}, [1, 2, 1, 1, 1, 1]),
-        ({"reference": REFERENCES, "algorithm": {"kl_coef": 0.1}, "debug": {"load_rollouts": "rollouts"}}, [1]),
     ],
 )
 def test_bundles(tmp_path: Path, sections: dict[str, Any], expected: list[int]) -> None:

@@ -104,7 +104,7 @@ def test_a_users_estimator_that_fails_is_named(users_code: Path, name: str, fail
 def test_a_users_estimator_says_whether_it_streams(users_code: Path, rejects: Rejects) -> None:
     require_group_scope(config(advantage="own_estimators:groupwise"))
     for refused in ("batchwise", "short"):
-        with rejects(ConfigError):
+        with rejects(ConfigError, "config"):
             require_group_scope(config(advantage=f"own_estimators:{refused}"))
 
 

@@ -179,7 +179,7 @@ def test_what_is_not_a_death_is_raised(alive: bool, error: SlimeLikeError, rejec
     client, (engine,) = started("a")
     engine.alive = alive
     engine.ends("a", error=error)
-    with rejects(type(error)):
+    with rejects(type(error), error.code):
         client.poll(0.0)
 
 

@@ -203,7 +203,11 @@ def test_a_conversation_belongs_to_the_last_row() -> None:
     answers = [generation(segment("p", "AxB"), segment("q", "CxD"), conversation=talk), plain("E")]
     group = to_group(Prompt((1,), "", 7, 0, 0), answers, 1.0)
     empty = SimpleNamespace(score=lambda items, groups: [RewardOutcome((), ()) for _ in items])
-    scorer = Scorer(config(reward={"functions": functions}), cast(Any, empty), Tokenizer())
+    scorer = Scorer(
+        config(reward={"functions": functions}, rollout={"environment": {"name": "calculator"}}),
+        cast(Any, empty),
+        Tokenizer(),
+    )
     group.trajectories[-1].conversation = Conversation(((0, 1),), reward=0.75)
     (rewarded,) = scorer.rewards([group])
     assert rewarded.rewards.tolist() == [[0.25], [0.75]] and rewarded.successes.tolist() == [[1.0], [0.0]]

@@ -293,7 +293,7 @@ def test_an_error_of_the_thread_reaches_the_loop(run_dir: Path, rejects: Rejects
     client = ShuffledClient(0)
     made, _ = source(run_dir, client, max_staleness=1)
     client.poll = Mock(side_effect=EngineError("engine 0 refused"))  # type: ignore[method-assign]
-    with rejects(EngineError):
+    with rejects(EngineError, "engine"):
         next(batches(made, client))
     made.close()
 

@@ -252,7 +252,7 @@ def test_without_a_restart_left_the_first_death_ends_the_run(
 ) -> None:
     first = make(placement).engines.calls + 1
     for dies_at in range(first, first + calls_of(make, placement, 1)):
-        with rejects(EngineError):
+        with rejects(EngineError, "engine"):
             make(placement, restarts=0, dies_at=dies_at).go()
 
 
@@ -261,7 +261,7 @@ def test_deaths_beyond_the_budget_replace_nothing(make: Callable[..., Run], reje
     for engine in run.engines.all:
         engine.alive = False
     assert not run.supervisor.find_dead(EngineError("both died"))
-    with rejects(EngineError):
+    with rejects(EngineError, "engine"):
         run.sync.run(0)
 
 
@@ -272,7 +272,7 @@ def test_a_failure_of_an_engine_that_lives_is_raised(
     assert not run.supervisor.lose(run.supervisor.serving[0], EngineError("refused"))
     assert len(run.supervisor.serving) == 2
     monkeypatch.setattr(run.engines, "call_each", lambda *_, **__: {1: EngineError("engine 1 has no memory left")})
-    with rejects(EngineError):
+    with rejects(EngineError, "engine"):
         run.supervisor.sleep(keep_weights=True)
 
 

@@ -114,7 +114,7 @@ def test_accuracies_compare_where_the_same_was_measured(tmp_path: Path, run_dir:
     settings = config(tmp_path, reward={"functions": [second]})
     prepare_run_dir(settings)
     assert measured_otherwise_until(settings) == 4
-    assert measured_otherwise_until(config(tmp_path, evaluation={"every": 7})) == 0
+    assert measured_otherwise_until(config(tmp_path, evaluation={"max_prompts": None})) == 0
     assert measured_otherwise_until(config(tmp_path, evaluation={"temperature": 1.0})) == 4
 
 
@@ -271,7 +271,7 @@ def test_a_finished_run_is_refused_and_an_unfinished_end_is_not(tmp_path: Path, 
     write_checkpoint(tmp_path / "run", 5)
     assert prepare_run_dir(config(tmp_path))[0] is not None
     (tmp_path / "run" / SUMMARY_FILE).touch()
-    with rejects(ConfigError):
+    with rejects(ConfigError, "config"):
         prepare_run_dir(config(tmp_path))
     assert prepare_run_dir(config(tmp_path, steps=6))[0] is not None
 
@@ -293,11 +293,11 @@ def test_another_schedule_is_refused_before_trainers_start(
 
     prepare_run_dir(scheduled(**before))
     write_checkpoint(tmp_path / "run", 5)
-    with rejects(ConfigError):
+    with rejects(ConfigError, "config"):
         find_checkpoint(scheduled(**now))
     assert find_checkpoint(scheduled(**before)) is not None
     (tmp_path / "run" / SUMMARY_FILE).touch()
-    with rejects(ConfigError):  # offers more steps only where the rate does not depend on them
+    with rejects(ConfigError, "config"):  # offers more steps only where the rate does not depend on them
         find_checkpoint(scheduled(**before))
 
 

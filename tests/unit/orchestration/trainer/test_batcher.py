@@ -277,7 +277,7 @@ def test_the_last_window_may_leave_replicas_without_samples_only_if_they_have_ha
 
 
 def test_a_sequence_over_the_budget_is_named_as_it_arrives(rejects: Rejects) -> None:
-    with rejects(DataError):
+    with rejects(DataError, "over-token-budget"):
         WindowStream(batcher(1)).add([trajectory(0, 0, 11, 30)])
 
 

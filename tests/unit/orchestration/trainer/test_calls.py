@@ -123,7 +123,7 @@ def test_ranks_are_idle_when_all_have_answered_for_their_windows(cluster: Cluste
     assert training.is_idle()
     failing = GroupTraining(ranks(cluster, [lambda *rest: OUT_OF_MEMORY] * 2))
     failing.send_window([[]])
-    with rejects(TrainerError):
+    with rejects(TrainerError, "trainer"):
         failing.is_idle()
 
 
@@ -134,20 +134,20 @@ def test_a_failed_window_ends_the_stream(cluster: Cluster, rejects: Rejects) -> 
     training = GroupTraining(ranks(cluster, [lambda *rest: None, answer]))
     training.begin_stream()
     training.send_window([[]])
-    with rejects(TrainerError):
+    with rejects(TrainerError, "trainer"):
         training.send_window([[]])
     training.set_advantages({})  # raised once: a failing run may still commit a checkpoint that is written
     training = GroupTraining(ranks(cluster, [lambda *rest: None, answer]))
     training.send_window([[]], last=True)
-    with rejects(TrainerError):
+    with rejects(TrainerError, "trainer"):
         training.finish_stream(1.0)
     assert cluster.phases[-1][0] == "training on a window"
 
 
-def test_a_call_reaches_the_part_that_has_the_method(tmp_path: Path, rejects: Rejects) -> None:
+def test_a_call_reaches_the_part_that_has_the_method(tmp_path: Path) -> None:
     rank = TrainerRank(RunConfig(run_dir=tmp_path, model=cast(Any, {"path": tmp_path})), 3)
     for method in (TrainerBackend.save, RankTraining.load_batch, RankExport.next_bucket):
-        with rejects(RuntimeError):
+        with pytest.raises(RuntimeError, match="trainer rank 3 is used before setup"):
             rank.call(method.__qualname__, tmp_path)
     assert rank.call(TrainerRank.peak_memory_bytes.__qualname__)["rss"] > 0
     with pytest.MonkeyPatch.context() as patch:
@@ -160,7 +160,7 @@ def test_a_call_reaches_the_part_that_has_the_method(tmp_path: Path, rejects: Re
     rank.call(TrainerBackend.save.__qualname__, tmp_path)
     backend.save.assert_called_once_with(tmp_path)
     rank.call(RankTraining.load_batch.__qualname__, [])
-    with rejects(RuntimeError):
+    with pytest.raises(RuntimeError, match="a bucket is asked for before begin_export"):
         rank.call(RankExport.next_bucket.__qualname__)
     rank.call(TrainerRank.shutdown.__qualname__)
     backend.shutdown.assert_called_once_with()

@@ -64,7 +64,7 @@ def test_a_sequence_over_the_budget_is_named(rejects: Rejects) -> None:
     """Padded for context parallelism, nine tokens take sixteen."""
     scorer = TokenScorer(1)
     assert len(score_sequences(scorer, [sequence(0, 4, 5)], trainer(16, context=4))) == 1
-    with rejects(DataError):
+    with rejects(DataError, "over-token-budget"):
         score_sequences(scorer, [sequence(0, 4, 5), sequence(1, 4, 13)], trainer(16, context=4))
 
 

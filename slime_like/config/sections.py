@@ -1,0 +1,201 @@
+"""Smaller sections of the configuration: models, data, evaluation, checkpoints, logging, the cluster."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Literal
+
+from pydantic import Field, field_validator
+
+from slime_like.config.base import Section
+from slime_like.config.gpus import GpuName
+from slime_like.config.rollout import MIN_TEMPERATURE
+from slime_like.config.trainer import ParallelConfig
+
+
+class ModelConfig(Section):
+    """The policy's starting point. Every dimension is read from the checkpoint's own ``config.json``."""
+
+    path: Path = Field(description="Hugging Face checkpoint directory of the initial policy.")
+    weights: Path | None = None
+    """Checkpoint with the policy's weights, from `slime-like convert to-megatron` or a run's checkpoints/step-N."""
+    dtype: Literal["float32", "bfloat16"] = "bfloat16"
+    """Precision in trainer and engine."""
+    trust_remote_code: bool = Field(False, description="Run Python code from the checkpoint.")
+
+
+class ReferenceConfig(Section):
+    """The reference policy of the KL term. Used only when a KL coefficient is above 0."""
+
+    path: Path | None = Field(None, description="Hugging Face checkpoint; none: the initial policy.")
+    placement: Literal["trainer", "workers"] = "trainer"
+    """trainer: the trainer ranks swap in the reference. workers: separate devices score groups during sampling."""
+    update_interval: int = Field(0, ge=0)
+    """Steps after which the policy becomes the reference; 0: never."""
+    workers: int = Field(1, ge=1, description="Number of reference workers.")
+    parallel: ParallelConfig = Field(ParallelConfig(), description="Layout of each reference worker.")
+    max_worker_restarts: int = Field(2, ge=0)
+    """Restarts of failed workers in a run."""
+
+
+DataFormat = Literal["keys", "gsm8k", "math", "dapo", "openr1"]
+
+
+class DataSource(Section):
+    """One source of a mixture."""
+
+    name: str = Field(pattern=r"^[\w.-]+$", description="In metrics.")
+    files: tuple[Path, ...] = Field(min_length=1, description="As `data.train`.")
+    weight: float = Field(1.0, gt=0, description="Share of the prompts, relative to the other sources.")
+    format: DataFormat | None = Field(None, description="As `data.format`, which is the default.")
+
+
+class DataConfig(Section):
+    """Prompt files (JSONL or Parquet) and the keys inside their rows; a dotted key leads into nested objects."""
+
+    train: tuple[Path, ...] = ()
+    """Training data: .jsonl, .parquet or .arrow files, patterns, or directories that Hugging Face's `datasets`
+    saved."""
+    mixture: tuple[DataSource, ...] = ()
+    """Several sources instead of `train`, each with a relative share of the prompts."""
+    format: DataFormat = "keys"
+    """Form of the rows: the keys below, or a data set's published form."""
+    system_prompt: str | None = Field(None, description="A system message before every prompt.")
+    prompt_key: str = Field("prompt", description="Row key of the prompt, text or chat messages.")
+    answer_key: str = Field("answer", description="Row key of the ground-truth answer.")
+    response_key: str = Field("response", description="Row key of the demonstration (supervised only).")
+    messages_key: str | None = None
+    """Row key of a conversation whose assistant turns carry loss (supervised only)."""
+    token_ids_key: str = "input_token_ids"
+    """Row key of a tokenized prompt, which replaces the text."""
+    environment_key: str | None = None
+    """Row key of a mapping for the environment or agent."""
+    apply_chat_template: bool = Field(True, description="Apply the tokenizer's chat template to prompts.")
+    allow_special_tokens: bool = False
+    """Accept text that spells special tokens."""
+    max_prompt_tokens: int = Field(1024, ge=1, description="Longer prompts are dropped and counted, never truncated.")
+    shuffle: bool = Field(True, description="Shuffle every epoch.")
+
+    def conflicts(self) -> Iterator[str]:
+        names = [source.name for source in self.mixture]
+        if names and self.train:
+            yield "train and data.mixture are both set; name the files of data.train as a source, or remove one"
+        for name in sorted({name for name in names if names.count(name) > 1}):
+            yield f"mixture: several sources are named {name}; give each another name"
+        field, default = f"messages_key={self.messages_key}", type(self).model_fields["response_key"].default
+        if self.messages_key is not None and self.response_key != default:
+            yield f"{field} and data.response_key={self.response_key}: a run has one kind of demonstration; remove one"
+        if self.messages_key is not None and not self.apply_chat_template:
+            yield f"{field} needs the chat template; set data.apply_chat_template: true"
+        if self.system_prompt is not None and not self.apply_chat_template:
+            yield "system_prompt needs the chat template; set data.apply_chat_template: true, or remove it"
+        for name, is_set in (("system_prompt", self.system_prompt is not None), ("format", self.format != "keys")):
+            if self.messages_key is not None and is_set:
+                yield f"{name} is for prompts, and data.messages_key is set, whose rows are conversations; remove one"
+
+    @property
+    def parts(self) -> tuple["DataConfig", ...]:
+        """The settings of each source of the mixture, its files as ``train``; without a mixture these alone."""
+        return tuple(
+            self.model_copy(update={"train": one.files, "mixture": (), "format": one.format or self.format})
+            for one in self.mixture
+        ) or (self,)
+
+    @property
+    def training_files(self) -> tuple[Path, ...]:
+        """Of all sources."""
+        return tuple(file for part in self.parts for file in part.train)
+
+
+class EvaluationConfig(Section):
+    """Held-out evaluation during training."""
+
+    files: tuple[Path, ...] = Field((), description="Held-out files.")
+    every: int = Field(0, ge=0, description="Interval in steps; 0: before and after training only.")
+    max_prompts: int | None = Field(None, ge=1, description="Prompts used per file; none: all.")
+    temperature: float = Field(0.0, ge=0.0, description="0 is greedy.")
+    samples_per_prompt: int = Field(1, ge=1, description="Responses per prompt; above 1 also gives pass@k.")
+    max_new_tokens: int | None = Field(None, ge=1, description="Length limit; none: `rollout.max_new_tokens`.")
+
+    def conflicts(self) -> Iterator[str]:
+        if self.every > 0 and not self.files:
+            yield f"every={self.every}, but evaluation.files is empty; give held-out files, or every: 0"
+        if 0 < self.temperature < MIN_TEMPERATURE:
+            yield (
+                f"temperature={self.temperature} is lower than engines sample at; use 0 (greedy), or at least "
+                f"{MIN_TEMPERATURE}"
+            )
+        if self.temperature == 0 and self.samples_per_prompt > 1:
+            yield (
+                f"samples_per_prompt={self.samples_per_prompt} at evaluation.temperature=0 samples the same response "
+                "again and again; use 1, or a temperature above 0"
+            )
+
+
+class CheckpointConfig(Section):
+    """Checkpoints and the exported model."""
+
+    every: int = Field(0, ge=0, description="Checkpoint interval in steps; 0: at the end only.")
+    keep: int = Field(2, ge=1, description="Checkpoints kept; older ones are removed after a save.")
+    async_save: bool = False
+    """Write checkpoints during training."""
+    export_hf: bool = Field(True, description="Write a Hugging Face model at the end.")
+
+
+class LoggingConfig(Section):
+    """Destinations of metrics; `metrics.jsonl` is always written."""
+
+    tensorboard: bool = Field(True, description="Write a TensorBoard log.")
+    wandb: bool = Field(False, description="Log to Weights & Biases (needs the package).")
+    wandb_project: str = Field("slime-like", description="Weights & Biases project.")
+    progress: Literal["auto", "live", "plain", "off"] = "auto"
+    """Progress display; auto: live on a terminal, else plain lines."""
+
+
+class DebugConfig(Section):
+    """Switches for experiments on the method, and what is kept to inspect a run."""
+
+    shuffle_advantages: bool = False
+    """Permute advantages: a control run, which must not learn."""
+    samples_per_step: int = Field(4, ge=0, description="Samples per logged step in the debug tables; 0: none.")
+    tables_every: int = Field(10, ge=1, description="Interval of debug tables in steps.")
+    save_rollouts: Path | None = Field(None, description="Directory for every step's scored rollouts.")
+    load_rollouts: Path | None = None
+    """Directory of saved rollouts to train on, without engines."""
+
+    def conflicts(self) -> Iterator[str]:
+        if self.load_rollouts is not None and self.shuffle_advantages:
+            yield (
+                "shuffle_advantages=true permutes advantages as they are computed, and debug.load_rollouts="
+                f"{self.load_rollouts} has saved ones; sample again, or set it to false"
+            )
+
+
+class ClusterConfig(Section):
+    """The Ray cluster."""
+
+    address: str | None = Field(None, description="Address of a running Ray cluster.")
+    object_store_mb: int = Field(512, ge=80)
+    """Ray's object store, in MiB per node."""
+    placement: Literal["separate", "colocated"] = "separate"
+    """colocated: engines and trainer ranks take turns on the same devices."""
+    nodes: int | None = Field(None, ge=1, description="Nodes; `slime-like launch` sets it. none: as many as needed.")
+    gpus_per_node: int = Field(8, ge=1, description="GPUs per node; `slime-like launch` counts them.")
+    allow_idle_gpus: bool = Field(False, description="Accept GPUs of `nodes` that nothing uses.")
+    gpu: GpuName = Field("h100-80gb", description="GPU assumed by `slime-like plan`.")
+    gpu_memory_gib: float | None = Field(None, gt=0, description="GPU memory in GiB, for the plan.")
+    host_memory_gib: float | None = Field(None, gt=0, description="Node memory in GiB, for the plan.")
+    nvlink_gb_per_s: float | None = Field(None, gt=0)
+    """GB/s between GPUs of a node, for the plan."""
+    network_gb_per_s: float = Field(50.0, gt=0)
+    """GB/s between nodes per GPU, for the plan."""
+
+    @field_validator("address")
+    @classmethod
+    def _of_a_cluster(cls, address: str | None) -> str | None:
+        """A Ray client is no node: it has no session directory, and the run's process needs the one of its node."""
+        if address is not None and address.startswith("ray://"):
+            raise ValueError(
+                "is a Ray client's address, which is not supported; start the run on a node of the cluster, and give "
+                "auto or the HOST:PORT that `ray start --head` printed"
+            )
+        return address
