@@ -132,7 +132,7 @@ def _row(leaf: Turn, trained: set[Turn]) -> Row:
     for turn in branch:
         first, end = len(turn.prompt.token_ids) - start, len(turn.token_ids) - start
         versions[first:end] = turn.generation.weight_versions
-        versions[end:] = turn.generation.weight_versions[-1]  # text up to the next turn
+        versions[end:] = turn.generation.weight_versions[-1]  # tokens up to the next turn
         turns.append((first, end))
         if turn not in trained:
             logprobs[first:end], mask[first:end] = turn.generation.logprobs, True

@@ -135,7 +135,7 @@ class PromptSource:
         return sum(map(len, self._sources))
 
     def num_shared(self, prompts: Iterable[Prompt]) -> int:
-        """Count the rows that have one of ``prompts``."""
+        """Count the distinct ``prompts`` that are also a row."""
         known = {prompt.tokens for prompt in prompts}
         rows = {tokens for source in self._sources for row in source if (tokens := tuple(row.tokens)) in known}
         return len(rows)

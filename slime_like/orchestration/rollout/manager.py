@@ -42,7 +42,7 @@ class RolloutManager:
         self._registry = LeastLoaded(config.rollout.max_concurrent_requests)
 
     def acquire(self, tokens: int) -> int | None:
-        """Charge an engine with room with ``tokens``, and return it. Raises ``NoEngineLeft`` if no engine serves."""
+        """Charge ``tokens`` to an engine with room, and return it. Raises ``NoEngineLeft`` if no engine serves."""
         with self._lock:
             serving = self.supervisor.serving
             if not serving:

@@ -36,7 +36,7 @@ class LeastLoaded:
         return self._workers[worker].outstanding_tokens
 
     def acquire(self, tokens: int) -> int | None:
-        """Charge the worker with the fewest outstanding tokens and with room; return ``None`` if all are full."""
+        """Charge ``tokens`` to the least loaded worker with room, and return it; ``None`` if all are full."""
         free = [index for index, worker in self._workers.items() if worker.outstanding_requests < self._capacity]
         if not free:
             return None
