@@ -154,7 +154,8 @@ def _dry_run(options: LaunchOptions, config: RunConfig, names: Sequence[str]) ->
     yield (
         f"devices:  {needed} needed, {options.nodes} x {devices} there{amiss}; "
         f"{counted(parallel.world_size, 'trainer rank')} in {counted(len(pieces.ranks), 'group')}"
-        f"{' (each stays on one node)' if fits else ''}, trainer.parallel.data {parallel.data}, {engines}, placement {config.cluster.placement}"
+        f"{' (each stays on one node)' if fits else ''}, trainer.parallel.data {parallel.data}, {engines}, placement "
+        f"{config.cluster.placement}"
     )
     if options.nodes > 1:
         head = f"{options.head}:{options.port}"
