@@ -1,4 +1,4 @@
-"""Errors for users: one sentence with the problem, the place and the remedy. The CLI prints no traceback for them."""
+"""Errors for users: one sentence with problem, place and remedy. The CLI prints no traceback for them."""
 
 import re
 from collections.abc import Iterable
@@ -6,24 +6,24 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 FAILED, REFUSED, INTERRUPTED, OUTPUT_CLOSED = 1, 2, 130, 141
-"""Exit codes of a command, or a node of a launch, that did not succeed."""
+"""Exit codes of a command, or of a launched node, that did not succeed."""
 
 _FIELD = re.compile(r"[a-z_]+(?:\.\w+)+|[a-z_]+(?==)")
 
 LIKELY_KILLER = "most often the kernel's out-of-memory killer ended it (see dmesg)"
-"""Likely cause, where a process ended without an exception."""
+"""Likely cause if a process ended without an exception."""
 
 
 class SlimeLikeError(Exception):
-    """Base of every error meant for a user; ``str(error)`` is one sentence, ``who, phase: problem; remedy``.
+    """Base class of errors meant for users. ``str(error)`` is one sentence, ``who, phase: problem; remedy``.
 
     Attributes:
-        code: stable name of the fault, for scripts and tests; the command prints it behind the sentence.
-        who: the rank, engine, node, file or field at fault.
+        code: stable name of the fault, for scripts and tests; the command prints it after the sentence.
+        who: rank, engine, node, file or field at fault.
         phase: what was being done.
         problem: what is wrong, with the values concerned.
         remedy: what the user can do.
-        users_traceback: of the user's own code, where that is what raised; the command keeps it in a file.
+        users_traceback: traceback of the user's own code, if that raised; the command saves it to a file.
     """
 
     code = "failed"
@@ -38,7 +38,7 @@ class SlimeLikeError(Exception):
         remedy: str = "",
         users_traceback: str | None = None,
     ) -> None:
-        super().__init__(problem)  # alone: pickle calls the class with it, and restores the attributes
+        super().__init__(problem)  # only the problem: pickle calls the class with it, then restores the attributes
         self.problem = problem
         self.code = code or self.code
         self.who = who
@@ -55,7 +55,7 @@ _Raised = TypeVar("_Raised", bound=BaseException)
 
 
 def with_notes(error: _Raised, original: BaseException) -> _Raised:
-    """The error, with the notes of the one that it is raised from."""
+    """Copy the notes of ``original`` to ``error`` and return it."""
     for note in getattr(original, "__notes__", ()):
         error.add_note(note)
     return error
@@ -66,9 +66,9 @@ class Problem:
     """One fault of a configuration.
 
     Attributes:
-        code: of the check that found it, or of the kind of fault.
+        code: code of the check that found it, or of the kind of fault.
         text: one sentence with field, value and remedy.
-        field: dotted name of the setting, where the sentence begins with one.
+        field: dotted name of the setting, if the sentence begins with one.
     """
 
     code: str
@@ -89,7 +89,7 @@ class ConfigError(SlimeLikeError):
     """The configuration is rejected.
 
     Args:
-        problems: every fault found; plain sentences get ``code``, or the class's.
+        problems: all faults found; plain sentences get ``code``, or the class's code.
     """
 
     code = "config"
@@ -102,8 +102,7 @@ class ConfigError(SlimeLikeError):
 
 
 class DataError(SlimeLikeError):
-    """A data file or row is unusable; the message begins with ``file:line:``, or ``file:`` where it is
-    about the whole of it."""
+    """A data file or row is unusable. The message begins with ``file:line:``, or ``file:`` for the whole file."""
 
     code = "data"
 
@@ -121,41 +120,41 @@ class EngineError(SlimeLikeError):
 
 
 class TrainerError(SlimeLikeError):
-    """A trainer rank failed: the message names rank and phase."""
+    """A trainer rank failed. The message names the rank and phase."""
 
     code = "trainer"
 
 
 class WeightSyncError(SlimeLikeError):
-    """Weights did not arrive as sent; the message names the tensor and the engine."""
+    """Weights did not arrive as sent. The message names the tensor and the engine."""
 
     code = "weight-sync"
 
 
 class RewardError(SlimeLikeError):
-    """Reward workers or the advantage estimator cannot go on (one bad answer costs only one sample: no error)."""
+    """Reward workers or the advantage estimator cannot continue. A single bad answer costs only its sample."""
 
     code = "reward"
 
 
 class EnvironmentFailure(SlimeLikeError):
-    """An environment or its workers cannot go on (one failed step costs only one conversation: no error)."""
+    """An environment or its workers cannot continue. A single failed step costs only its conversation."""
 
     code = "environment"
 
 
 class AgentFailure(SlimeLikeError):
-    """An agent or its workers cannot go on (one failed run costs only one rollout: no error)."""
+    """An agent or its workers cannot continue. A single failed run costs only its rollout."""
 
     code = "agent"
 
 
 class LaunchError(SlimeLikeError):
-    """The nodes of a cluster did not come together, or one of them was lost; the message names it."""
+    """The nodes of a cluster did not come together, or one was lost. The message names it."""
 
     code = "launch"
 
 
 def exit_code(error: SlimeLikeError) -> int:
-    """Return the command's exit code for an error: what was given is rejected, or the run failed."""
+    """Return the command's exit code for an error: bad input is rejected, anything else is a failed run."""
     return REFUSED if isinstance(error, ConfigError | DataError) else FAILED

@@ -1,7 +1,7 @@
-"""Held-out accuracy of a Hugging Face model, by the engines and rewards that training uses; no trainer is started.
+"""Held-out accuracy of a Hugging Face model, with the engines and rewards that training uses. No trainer is started.
 
-What runs beside what: engines and reward workers start at the same time; all engines sample at the same time. Responses
-are rewarded, by all reward workers at the same time, when the last one is sampled.
+Engines and reward workers start concurrently, and all engines sample concurrently. After the last response is sampled,
+all reward workers score in parallel.
 """
 
 import json
@@ -30,11 +30,11 @@ def evaluate(config: RunConfig, temporary: bool = False, keep_all: bool = False)
     """Sample ``evaluation.samples_per_prompt`` responses to every held-out prompt from ``model.path`` and score them.
 
     Args:
-        temporary: the user named no run directory; it is removed after success.
-        keep_all: the result has all responses, for ``write_responses``.
+        temporary: whether the user named no run directory; it is removed after success.
+        keep_all: whether the result keeps all responses, for ``write_responses``.
 
     Raises:
-        SlimeLikeError: in one sentence; every process has ended by then.
+        SlimeLikeError: in one sentence; all processes have ended.
     """
     config = engines_alone(config)
     tokenizer = load_tokenizer(config.model.path)
@@ -48,7 +48,7 @@ def evaluate(config: RunConfig, temporary: bool = False, keep_all: bool = False)
             placement = stack.enter_context(Placement(config, with_trainers=False))
         engines, pool = launch_engines(config, stack, placement, progress.note)
         with progress.waiting("starting reward workers"):
-            pool.start()  # engines load the model meanwhile
+            pool.start()  # engines load the model in the meantime
         with progress.waiting("engines", len(engines.supervisor.engines)) as waiting:
             engines.supervisor.start(waiting.left)
         scorer = Scorer(config, pool, tokenizer)
@@ -56,7 +56,7 @@ def evaluate(config: RunConfig, temporary: bool = False, keep_all: bool = False)
 
 
 def write_responses(config: RunConfig, result: EvaluationResult, output: Path) -> None:
-    """Write the result's responses as JSONL, a row each with the columns of the held-out table but for the step."""
+    """Write the responses as JSONL, one row each, with the columns of the held-out table except the step."""
     rows = held_out_rows(0, result.samples, load_tokenizer(config.model.path).decode)
     with whole_file(output) as file:
         for row in rows:
@@ -65,8 +65,7 @@ def write_responses(config: RunConfig, result: EvaluationResult, output: Path) -
 
 
 def engines_alone(config: RunConfig) -> RunConfig:
-    """The run's configuration as engines see it that no trainer shares devices or weights with: they exist whatever the
-    run trains and how, on devices that they keep, and batches are not those of a step."""
+    """Return the configuration of engines without trainers: separate devices and default training settings."""
     samples = RolloutConfig.model_fields["samples_per_prompt"].get_default()
     return config.model_copy(
         update={

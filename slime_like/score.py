@@ -1,6 +1,6 @@
-"""Per-token logprobs and entropies of given sequences, by the trainer itself, under any layout. No engine starts.
+"""Per-token logprobs and entropies of given sequences, computed by the trainer under any layout. No engine starts.
 
-What runs beside what: all ranks work on one window of rows; the next is read when its output is written.
+All ranks work on one window of rows. The next window is read after its output is written.
 """
 
 import json
@@ -31,7 +31,7 @@ from slime_like.system.words import counted
 
 @dataclass(frozen=True, slots=True)
 class ScoreSummary:
-    """``mean_logprob`` over all response tokens; ``wall_s`` without the start of the ranks."""
+    """Totals of a run: ``mean_logprob`` over all response tokens, ``wall_s`` without the start of the ranks."""
 
     rows: int
     tokens: int
@@ -40,16 +40,16 @@ class ScoreSummary:
 
 
 def score(config: RunConfig, source: Path, output: Path, weights: Path | None, temporary: bool) -> ScoreSummary:
-    """Check every row, then score them in windows: memory holds one window of packs, not the file.
+    """Check every row, then score the rows in windows. Memory holds one window of packs, not the file.
 
     Args:
         source: token rows, see ``slime_like.data.token_rows``.
-        output: gets ``{"id", "logprobs", "entropy"}`` per row, in the input's order; it appears whole or not at all.
-        weights: a training checkpoint's ``trainer`` directory; ``None`` means the weights of ``model.path``.
-        temporary: the configuration's ``run_dir`` is to be made, and removed after success.
+        output: file that gets ``{"id", "logprobs", "entropy"}`` per row, in input order; written whole or not at all.
+        weights: ``trainer`` directory of a training checkpoint; ``None`` means the weights of ``model.path``.
+        temporary: whether to create ``run_dir`` and remove it after success.
 
     Raises:
-        SlimeLikeError: in one sentence; every process has ended by then, and ``output`` is as it was.
+        SlimeLikeError: in one sentence; all processes have ended, and ``output`` is unchanged.
     """
     rows = TokenRows(source, ModelDimensions.from_checkpoint(config.model.path), config.trainer)
     num_rows = rows.count()
@@ -94,7 +94,7 @@ def _run(
 
 
 def windows(rows: Iterable[TokenRow], max_tokens: int) -> Iterator[list[TokenRow]]:
-    """Consecutive rows of at most ``max_tokens`` tokens together (a longer one stands alone)."""
+    """Yield consecutive rows with at most ``max_tokens`` tokens in total. A longer row comes by itself."""
     window: list[TokenRow] = []
     tokens = 0
     for row in rows:
@@ -108,7 +108,7 @@ def windows(rows: Iterable[TokenRow], max_tokens: int) -> Iterator[list[TokenRow
 
 
 def output_line(name: str | int, scored: ScoredLogprobs) -> str:
-    """One row of the output; every number is the shortest decimal that reads back as the same float32."""
+    """Format one row of the output. Each number is the shortest decimal that reads back as the same float32."""
     row = {"id": name, "logprobs": _shortest(scored.logprobs), "entropy": _shortest(scored.entropy)}
     return json.dumps(row, allow_nan=False) + "\n"
 

@@ -1,14 +1,14 @@
-"""The training loop: rollouts, score, train, sync, save.
+"""The training loop: sample, score, train, sync, save.
 
-What runs beside what:
+Work that runs concurrently:
 
-- With ``rollout.max_staleness`` above 0, a thread samples and rewards later steps beside this whole loop.
+- With ``rollout.max_staleness`` above 0, a thread samples and rewards later steps while this loop runs.
 - With ``rollout.stream``, trainer ranks accumulate windows of a step while its other groups are still being sampled.
-- Reference workers score groups beside the sampling of others.
-- In a sync, trainer ranks gather the next bucket while engines load the one before.
-- With ``checkpoint.async_save``, ranks write a checkpoint's files beside the steps that follow it.
+- Reference workers score groups while other groups are sampled.
+- During a sync, trainer ranks gather the next bucket while engines load the previous one.
+- With ``checkpoint.async_save``, ranks write a checkpoint's files during the following steps.
 
-Everything else waits: on shared devices (``cluster.placement: colocated``) trainers and engines take turns.
+Everything else waits. On shared devices (``cluster.placement: colocated``), trainers and engines take turns.
 """
 
 import time
@@ -25,12 +25,12 @@ from slime_like.planning.recompute import chosen_recompute
 
 
 def train(config: RunConfig) -> TrainSummary:
-    """Run ``config.steps`` training steps; RL, or supervised with ``algorithm.loss: sft``.
+    """Run ``config.steps`` training steps: RL, or supervised with ``algorithm.loss: sft``.
 
-    Call ``slime_like.checks.check.require_valid`` first, as the command does: it finds all problems before Ray starts.
+    Call ``slime_like.checks.check.require_valid`` first, like the command: it finds all problems before Ray starts.
 
     Raises:
-        SlimeLikeError: anything a user can act on, in one sentence; every process of the run has ended by then.
+        SlimeLikeError: anything a user can act on, in one sentence; all processes have ended.
     """
     started = time.monotonic()
     config = chosen_recompute(config)
@@ -50,18 +50,18 @@ def train(config: RunConfig) -> TrainSummary:
             run.rollout.advance(step, trained.trajectories)
             recorder.record(step, trained, clock.finish())
             if milestones.after(step):
-                clock.finish()  # milestones belong to no step
+                clock.finish()  # milestones are not part of a step
         return milestones.finish(wall_s=time.monotonic() - started)
 
 
 def _train_on_batch(run: Run, step: int, clock: PhaseClock) -> TrainedStep:
-    """The whole batch first, then as many optimizer steps as it serves."""
+    """Sample the whole batch, then run its optimizer steps."""
     with run.rollout.sampling(run.progress):
         trajectories = run.rollout.source.next_batch(step, clock)
     batch = run.batcher.batch(trajectories)
     with clock.phase("sync"):
         run.devices.training()
-    run.trainers.training.load_batch(batch.replicas)  # travels while the next call is on its way
+    run.trainers.training.load_batch(batch.replicas)  # sent while the next call is on its way
     with run.progress.waiting("training"):
         reference = score(run, trajectories, step, clock)
         with clock.phase("train"):
@@ -70,10 +70,10 @@ def _train_on_batch(run: Run, step: int, clock: PhaseClock) -> TrainedStep:
 
 
 def _train_on_stream(run: Run, step: int, clock: PhaseClock) -> TrainedStep:
-    """Run one optimizer step: trainers work on its full windows while its other groups are being sampled.
+    """Run one optimizer step. Trainers process full windows while other groups are still being sampled.
 
-    Each window costs time. So trainers get one when they would idle, with all that is full by then, and the rest is the
-    last; where all groups are there at once, that is the whole batch.
+    Each window has a cost. Trainers therefore get one only when they would idle, with everything that is full by then.
+    The rest is the last window. If all groups are ready together, the last window is the whole batch.
     """
     windows, training, source = WindowStream(run.batcher), run.trainers.training, run.rollout.source
     training.begin_stream()

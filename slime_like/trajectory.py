@@ -1,8 +1,8 @@
-"""The data that crosses the system: one dataclass per stage of a sample's life.
+"""Data that crosses the system: one dataclass per stage of a sample's life.
 
-An ``UnscoredTrajectory`` leaves an engine, a ``ScoredTrajectory`` waits in the replay buffer, a ``PackedTrajectory``
-reaches a trainer. Lengths are always data: nothing is ever inferred from a token's value (a pad id may equal EOS, and 0
-is an ordinary token).
+An engine returns an ``UnscoredTrajectory``, the replay buffer holds a ``ScoredTrajectory``, and a trainer receives a
+``PackedTrajectory``. Lengths are always stored. Nothing is inferred from a token's value: a pad id may equal EOS, and 0
+is an ordinary token.
 """
 
 from collections.abc import Mapping
@@ -16,14 +16,14 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True)
 class TensorField:
-    """Description of a trajectory's tensor, from which packing, unpacking, checks, dumps and tables follow.
+    """Description of a trajectory's tensor. Packing, unpacking, checks, dumps and tables are derived from it.
 
     Attributes:
-        dtype: of the packed and the unpacked tensor: a float type takes all numbers, an integer type all integers.
+        dtype: dtype of the packed and unpacked tensor. A float dtype accepts any number, an integer dtype any integer.
         over: what the first dimension counts: tokens of the prompt, of the response or of its supports, reward
             functions, or nothing (one number per sequence).
-        optional: ``None`` is allowed, in all sequences of a pack or in none.
-        entry_ndim: further dimensions, of the same size in every sequence of a pack.
+        optional: whether the tensor may be ``None``, in all sequences of a pack or in none.
+        entry_ndim: number of further dimensions, with the same size in every sequence of a pack.
     """
 
     dtype: torch.dtype
@@ -37,27 +37,27 @@ class TensorField:
 
 
 def _tensor(dtype: torch.dtype, **description: Any) -> dict[str, TensorField]:
-    """Metadata of a dataclass field; the arguments are those of ``TensorField``."""
+    """Return the metadata of a dataclass field. The arguments are the attributes of ``TensorField``."""
     return {"tensor": TensorField(dtype, **description)}
 
 
 def tensor_fields(cls: type) -> Mapping[str, TensorField]:
-    """Descriptions of a trajectory's tensors by name; of a pack, those of its tensors per response token."""
+    """Return the descriptions of a trajectory's tensors by name; for a pack, of its tensors per response token."""
     return {each.name: each.metadata["tensor"] for each in fields(cls) if "tensor" in each.metadata}
 
 
 @dataclass(kw_only=True)
 class SampledFields:
-    """Response tensors of every trajectory, (response_len,), and of its pack, (R,). A new one needs one line here.
+    """Response tensors of every trajectory, (response_len,), and of its pack, (R,). A new tensor needs one line here.
 
     Attributes:
-        loss_mask: True where the token carries loss; False on tool output and observations.
-        logprobs: the behaviour policy's log-softmax of the temperature-scaled logits over the whole vocabulary, 0 where
-            ``loss_mask`` is False; ``None`` for supervised demonstrations, which no policy sampled.
-        weight_versions: the version that sampled each token, on observations that of the turn before; ``None`` for
-            demonstrations.
-        support_ids, support_sizes: the ids that each token was drawn from, end to end, and how many these are (0: the
-            whole vocabulary), where sampling is truncated: then all logprobs are over them. ``None``: it is not.
+        loss_mask: True if the token carries loss; False on tool output and observations.
+        logprobs: the behavior policy's log-softmax of the temperature-scaled logits over the whole vocabulary, 0 where
+            ``loss_mask`` is False. ``None`` for supervised demonstrations, which no policy sampled.
+        weight_versions: weight version that sampled each token; observations have the version of the turn before.
+            ``None`` for demonstrations.
+        support_ids, support_sizes: ids that each token was drawn from, concatenated, and their number per token (0: the
+            whole vocabulary). Set if sampling is truncated: all logprobs are then over these ids. Otherwise ``None``.
     """
 
     __slots__ = ()
@@ -70,11 +70,11 @@ class SampledFields:
 
 @dataclass(kw_only=True)
 class ScoredFields:
-    """Response tensors that scored trajectories and their packs have in addition. A new one needs one line here.
+    """Additional response tensors of scored trajectories and their packs. A new tensor needs one line here.
 
     Attributes:
-        ref_logprobs: under the reference model; ``None`` when no reference is in use.
-        old_logprobs: under the trainer's weights at the start of the step; ``None`` until the batch is scored.
+        ref_logprobs: logprobs under the reference model; ``None`` without a reference.
+        old_logprobs: logprobs under the trainer's weights at the start of the step; ``None`` until the batch is scored.
     """
 
     __slots__ = ()
@@ -87,10 +87,10 @@ class Conversation:
     """Turns of a conversation's response.
 
     Attributes:
-        turns: ``[start, end)`` of every turn in the response's tokens: those were sampled, the others are observations.
-        reward, success: sum over the environment's steps; of its last step.
-        failure: ``reason``, ``function`` and ``detail`` of the step that had no outcome; ``None`` where all had one.
-        metadata: of every step, in order.
+        turns: ``[start, end)`` of every sampled turn in the response's tokens. The other tokens are observations.
+        reward, success: sum over the environment's steps; success of the last step.
+        failure: ``reason``, ``function`` and ``detail`` of the step that had no outcome; ``None`` if all had one.
+        metadata: metadata of every step, in order.
     """
 
     turns: tuple[tuple[int, int], ...]
@@ -101,10 +101,10 @@ class Conversation:
 
 
 class TensorsAsArrays:
-    """A dataclass whose tensors, on the CPU, are pickled as NumPy's arrays.
+    """Dataclass that pickles its CPU tensors as NumPy arrays.
 
-    The bytes of an array travel beside the pickle, by shared memory between Ray's processes of one host. Of a tensor
-    torch makes an archive: 0.2 ms on either side, whatever its size.
+    Ray passes an array's bytes next to the pickle, in shared memory between processes of one host. For a tensor, torch
+    builds an archive, which costs 0.2 ms on either side regardless of size.
     """
 
     __slots__ = ()
@@ -115,25 +115,25 @@ class TensorsAsArrays:
 
     def __setstate__(self, state: list[Any]) -> None:
         for each, value in zip(fields(cast(Any, self)), state, strict=True):
-            # A copy, for what came through Ray is read-only shared memory.
+            # Copy: data that came through Ray is read-only shared memory.
             setattr(self, each.name, torch.from_numpy(value.copy()) if isinstance(value, np.ndarray) else value)
 
 
 @dataclass(slots=True, kw_only=True)
 class UnscoredTrajectory(SampledFields):
-    """One row of a rollout, as an engine returned it; most rollouts have one. Tensors live on the CPU, never padded.
+    """One row of a rollout, as an engine returned it. Most rollouts have one row. Tensors are on the CPU, never padded.
 
     Attributes:
         prompt_tokens, response_tokens: int64, exactly the ids that the model saw and sampled, EOS included.
         prompt_len, response_len: number of tokens, at least 1 each.
-        answer: ground truth answer.
-        sequence_id: unique over the run: "GROUP-SAMPLE", or "GROUP-SAMPLE.ROW" where a rollout has several rows.
-        rollout_id: shared by a rollout's rows, which have one reward; the row's ``sequence_id`` unless given.
+        answer: ground-truth answer.
+        sequence_id: unique in the run: "GROUP-SAMPLE", or "GROUP-SAMPLE.ROW" if a rollout has several rows.
+        rollout_id: shared by a rollout's rows, which have one reward; defaults to the row's ``sequence_id``.
         group_id: shared by the rollouts of one prompt.
         policy_version: weight version of the first response token.
-        temperature: sampling temperature, the one every logprob of this sequence is scored with.
+        temperature: sampling temperature; all logprobs of this sequence are scored with it.
         finish_reason: "stop", "length", "abort" or "turns".
-        conversation: its turns, where an environment took part.
+        conversation: turns of the conversation, if an environment took part.
     """
 
     prompt_tokens: Tensor = field(metadata=_tensor(torch.int64, over="prompt"))
@@ -154,8 +154,8 @@ class UnscoredTrajectory(SampledFields):
 
     @classmethod
     def unsampled(cls, sequence_id: str, prompt_tokens: Tensor, response_tokens: Tensor, **others: Any) -> Self:
-        """A demonstration, probe or row of a file: no policy sampled it. Every response token carries loss, unless
-        ``others`` have a ``loss_mask``."""
+        """Build a demonstration, probe or file row, which no policy sampled. By default, all response tokens carry
+        loss."""
         every = torch.ones(len(response_tokens), dtype=torch.bool)
         absent = {"logprobs": None, "answer": "", "policy_version": 0, "group_id": 0, "loss_mask": every}
         return cls(
@@ -173,21 +173,21 @@ class UnscoredTrajectory(SampledFields):
 
     @property
     def sampled_len(self) -> int:
-        """Response tokens that the model sampled; all of a demonstration's that carry loss."""
+        """Number of response tokens that the model sampled; in a demonstration, of all tokens that carry loss."""
         return int(self.loss_mask.sum())
 
     def response_tensors(self) -> dict[str, Tensor | None]:
-        """Return the tensors with one number per response token, ``None`` for absent ones."""
+        """Return the tensors with one number per response token; absent ones are ``None``."""
         described = tensor_fields(type(self)).items()
         return {name: getattr(self, name) for name, each in described if each.over == "response" and each.ndim == 1}
 
 
 @dataclass(slots=True)
 class GroupedUnscoredTrajectories:
-    """All samples of one prompt: the unit that rewards and group advantages are computed on.
+    """All samples of one prompt: the unit for rewards and group advantages.
 
-    ``trajectories`` are the rows of its rollouts, one rollout after the other; ``total_tokens`` is the sum of
-    ``prompt_len + response_len``; ``prompt_tokens`` are for reward functions, as rows may have other prompts.
+    ``trajectories`` holds the rows of its rollouts, one rollout after the other. ``total_tokens`` is the sum of
+    ``prompt_len + response_len``. ``prompt_tokens`` is for reward functions, since rows may have other prompts.
     """
 
     trajectories: list[UnscoredTrajectory]
@@ -198,15 +198,15 @@ class GroupedUnscoredTrajectories:
 
 @dataclass(slots=True, kw_only=True)
 class ScoredTrajectory(UnscoredTrajectory, ScoredFields):
-    """One sequence with everything the loss needs, unpacked, on the CPU.
+    """One sequence with everything the loss needs; unpacked, on the CPU.
 
     Attributes:
         rewards: (num_funcs,) float32, one entry per reward function, unweighted.
-        successes: (num_funcs,) float32, 1 where the function counts the sample as solved.
-        advantages: scalar float32 of this sequence.
-        token_weight: weight of every unmasked response token in the loss sum (``reduction`` in ``AlgorithmConfig``);
-            the sum is divided once per optimizer step by one denominator.
-        reward_metadata: ``{"func_names": [...], ...}``; with an environment also ``conversation``: ``turns``, as in
+        successes: (num_funcs,) float32, 1 if the function counts the sample as solved.
+        advantages: scalar float32, the advantage of this sequence.
+        token_weight: weight of every unmasked response token in the loss sum (``reduction`` in ``AlgorithmConfig``).
+            The sum is divided once per optimizer step by one denominator.
+        reward_metadata: ``{"func_names": [...], ...}``. With an environment also ``conversation``: ``turns``, as in
             ``Conversation``, and what the steps reported.
         conversation: always ``None``.
     """
@@ -220,13 +220,13 @@ class ScoredTrajectory(UnscoredTrajectory, ScoredFields):
 
     @classmethod
     def of(cls, sample: UnscoredTrajectory, **scores: Any) -> Self:
-        """``sample`` with its scores: the fields that only scored trajectories have, by name."""
+        """Add scores to ``sample``: the fields that only scored trajectories have, by name."""
         shared = (each.name for each in fields(UnscoredTrajectory) if each.name != "conversation")
         return cls(**{name: getattr(sample, name) for name in shared}, **scores)
 
     @classmethod
     def unrewarded(cls, sequence_id: str, prompt_tokens: Tensor, response_tokens: Tensor, **others: Any) -> Self:
-        """``unsampled``, and without a reward."""
+        """Like ``unsampled``, and without a reward."""
         return cls.unsampled(
             sequence_id,
             prompt_tokens,
@@ -242,34 +242,34 @@ class ScoredTrajectory(UnscoredTrajectory, ScoredFields):
 
 @dataclass(slots=True, kw_only=True)
 class PackedTrajectory(TensorsAsArrays, SampledFields, ScoredFields):
-    """One THD micro-batch: sequences laid end to end on one token axis, padding (if any) as a separate segment.
+    """One THD micro-batch: sequences concatenated along one token axis, with any padding as a separate segment.
 
     T is ``packed_seq_len``, S the number of real sequences, R = ``sum(response_lens)``. ``cu_seqlens``,
-    ``sequence_map``, ``prompt_lens`` and ``response_lens`` describe the real sequences only. Trailing padding has
+    ``sequence_map``, ``prompt_lens`` and ``response_lens`` describe only the real sequences. Trailing padding has
     ``sequence_mask == -1``, position ids from 0, and attends only to itself. Fields of ``SampledFields`` and
-    ``ScoredFields`` are those of all sequences end to end, (R,), ``None`` where the sequences have none.
+    ``ScoredFields`` concatenate all sequences, (R,); they are ``None`` if the sequences have none.
 
     Attributes:
         tokens: (T,) int64, ``[P1, R1, P2, R2, ..., PAD...]``.
         position_ids: (T,) int32, from 0 in every sequence and in the padding.
-        response_mask: (T,) bool, True where the token is of a response.
-        sequence_mask: (T,) int32, index of the sequence, -1 in the padding.
-        cu_seqlens: (S+1,) int32, true boundaries of the real sequences.
-        max_seqlen, prompt_lens, response_lens: of the longest real sequence; (S,) int64 of each.
+        response_mask: (T,) bool, True if the token belongs to a response.
+        sequence_mask: (T,) int32, index of the sequence, or -1 in the padding.
+        cu_seqlens: (S+1,) int32, boundaries of the real sequences.
+        max_seqlen, prompt_lens, response_lens: length of the longest real sequence; (S,) int64 lengths of each.
         sequence_map: (S, 2) int64, ``[start, end)`` in ``tokens``.
         packed_seq_len, actual_total_tokens: T with padding, and without.
         targets: (R,) int64, the response tokens, aligned with the logits at ``[start+prompt_len-1, end-1)`` of each
             sequence; ``ignore_index`` where ``loss_mask`` is False.
-        token_weights: (R,) float64, 0 where ``loss_mask`` is False; 1/3 as float32 alone would cost a loss 1e-8.
+        token_weights: (R,) float64, 0 where ``loss_mask`` is False. Rounding 1/3 to float32 would cost a loss 1e-8.
         temperatures: (S,) float64.
         advantages: (R,) float32, each sequence's advantage repeated over its response; ``None`` if unscored.
         rewards, successes, reward_metadata: per sequence, (S, num_funcs) float32; ``None`` if unscored.
-        conversations: per sequence; ``None`` if scored, when their turns are in ``reward_metadata``.
-        sequence_weights, sequence_temperatures: Python floats as they came in, also of fully masked sequences.
-        is_filler: the pack only evens out micro-batch counts; its tokens belong to no sample of the step.
-        segment_parents, segment_lengths: (N,) int64, where sequences share prefixes (``packing.prefixes``): the pack as
-            segments, each of which continues its parent (-1: none); the rest of the pack describes whole sequences.
-        segment_places: (actual_total_tokens,) int64, place of every token among the tokens of the segments.
+        conversations: per sequence; ``None`` if scored, since ``reward_metadata`` then has their turns.
+        sequence_weights, sequence_temperatures: Python floats as given, also for fully masked sequences.
+        is_filler: whether the pack only evens out micro-batch counts; its tokens belong to no sample of the step.
+        segment_parents, segment_lengths: (N,) int64, set if sequences share prefixes (``packing.prefixes``): the pack
+            as segments that continue their parents (-1: none). All other fields describe whole sequences.
+        segment_places: (actual_total_tokens,) int64, position of every token among the tokens of the segments.
     """
 
     tokens: Tensor
@@ -311,12 +311,12 @@ class PackedTrajectory(TensorsAsArrays, SampledFields, ScoredFields):
 
     @property
     def shared_tokens(self) -> int:
-        """Tokens of prefixes that are not computed again."""
+        """Number of prefix tokens that are not computed again."""
         return 0 if self.segment_lengths is None else self.actual_total_tokens - int(self.segment_lengths.sum())
 
     @property
     def attention_mask(self) -> Tensor:
-        """Dense block-diagonal causal mask (T, T), bool, True where attention is allowed. O(T^2): display and tests."""
+        """Dense block-diagonal causal mask, (T, T) bool, True where allowed. Takes O(T^2): for display and tests."""
         position = torch.arange(self.packed_seq_len, device=self.tokens.device)
         same_sequence = self.sequence_mask[:, None] == self.sequence_mask[None, :]
         return same_sequence & (position[:, None] >= position[None, :])
@@ -328,18 +328,18 @@ class GRPOStats(TensorsAsArrays):
 
     Attributes:
         loss: total loss, ``sum(token_weights * per_token_loss) / denominator``.
-        policy_loss, kl_loss: the policy-gradient part of ``loss``; the KL part, before its coefficient.
-        ratios, clipfrac: mean over loss-carrying tokens of pi_current / pi_old; fraction that was clipped.
-        approx_policy_kls: mean k3 estimate of KL(pi_current || pi_ref) over loss-carrying tokens; 0 without reference.
-        entropy: mean over loss-carrying tokens, nats.
-        old_gap_max: largest |current - old| logprob, the first micro-step's proof that both mean the same.
-        engine_gap_mean, engine_gap_max: |behaviour - old| logprob over loss-carrying tokens.
-        grad_norm, learning_rate: global gradient norm before clipping; the rate this step used.
-        num_tokens: loss-carrying tokens of the step.
-        importance_weight, importance_clipfrac: mean importance weight, and fraction that was changed; 0 without any.
-        bounded_fraction: fraction of loss-carrying tokens with a logprob, or a log ratio, that was bounded.
-        moe_aux_loss: balancing loss of a mixture of experts, mean over layers and real tokens, before its coefficient;
-            1 is an even load; 0 where the objective has none. It is no part of ``loss``.
+        policy_loss, kl_loss: policy-gradient part of ``loss``; KL part before its coefficient.
+        ratios, clipfrac: mean of pi_current / pi_old over loss-carrying tokens; fraction that was clipped.
+        approx_policy_kls: mean k3 estimate of KL(pi_current || pi_ref) over loss-carrying tokens; 0 without one.
+        entropy: mean over loss-carrying tokens, in nats.
+        old_gap_max: largest |current - old| logprob. The first micro-step proves with it that both mean the same.
+        engine_gap_mean, engine_gap_max: |behavior - old| logprob over loss-carrying tokens.
+        grad_norm, learning_rate: global gradient norm before clipping; learning rate of this step.
+        num_tokens: number of loss-carrying tokens of the step.
+        importance_weight, importance_clipfrac: mean importance weight; fraction that was changed. 0 without weights.
+        bounded_fraction: fraction of loss-carrying tokens with a bounded logprob or log ratio.
+        moe_aux_loss: balancing loss of a mixture of experts, mean over layers and real tokens, before its coefficient.
+            1 is an even load; 0 if the objective has none. Not part of ``loss``.
         metadata: debug data, e.g. ``pi_logprobs`` (total_response_tokens,).
     """
 

@@ -1,1 +1,1 @@
-"""Parts shared by trainer backends: attention kernels, files, checks. Imports no backend."""
+"""Code shared by trainer backends: attention kernels, files, checks. Imports no backend."""

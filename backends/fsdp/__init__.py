@@ -1,1 +1,1 @@
-"""A trainer on Hugging Face's own models, sharded by FSDP2."""
+"""A trainer for Hugging Face models, sharded by FSDP2."""

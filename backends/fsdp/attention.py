@@ -10,7 +10,7 @@ from backends.common.attention.choice import AnyAttention
 from slime_like.errors import TrainerError
 
 NAME = "slime_like_packed"
-"""Under which transformers knows it. No mask function is registered for the name, so that no mask is ever made."""
+"""Name of the attention in transformers. No mask function is registered for it, so no mask is ever created."""
 
 _KEPT = "slime_like_boundaries"
 
@@ -33,15 +33,15 @@ _HARMLESS = frozenset(
         "logits_to_keep",
     }
 )
-"""What models hand down besides, none of which changes attention. All else must be empty: it could."""
+"""Further arguments that models pass down without effect on attention. All others must be empty."""
 
 
 @dataclass(frozen=True, slots=True)
 class Boundaries:
-    """Boundaries of one micro-batch's sequences; handed from the model's call down to every layer.
+    """Boundaries of one micro-batch's sequences, passed from the model's call down to every layer.
 
     Attributes:
-        longest: tokens of the longest sequence, which no sliding window may be narrower than.
+        longest: tokens of the longest sequence; no sliding window may be narrower.
     """
 
     attention: AnyAttention
@@ -58,13 +58,13 @@ def forward(
     packed: Boundaries | None = None,
     **options: Any,
 ) -> tuple[Tensor, None]:
-    """Attention function of the model's layers: (1, H, T, D) rotated queries, (1, G, T, D) keys and values.
+    """Compute attention for the model's layers: (1, H, T, D) rotated queries, (1, G, T, D) keys and values.
 
     Returns:
         (1, T, H, D), and no weights.
 
     Raises:
-        TrainerError: the micro-batch's boundaries did not arrive, or the model asks for another kind of attention.
+        TrainerError: the micro-batch's boundaries did not arrive, or the model requests another kind of attention.
     """
     packed = getattr(module, _KEPT, None) if packed is None else packed
     if packed is None or attention_mask is not None or query.shape[0] != 1:
@@ -83,7 +83,7 @@ def forward(
 
 
 def hand_on(layer: torch.nn.Module) -> None:
-    """Have a layer's attention find the boundaries of the call it is in: some layers hand it only what they know."""
+    """Let a layer's attention find the current call's boundaries: some layers pass down only arguments they know."""
 
     def keep(_: torch.nn.Module, arguments: tuple[Any, ...], options: dict[str, Any]) -> None:
         for module in attentions:
@@ -101,7 +101,7 @@ def _require_plain(
     is_causal: bool | None = None,
     **options: Any,
 ) -> None:
-    """Refuse what these kernels would leave out. A window that is as wide as every sequence leaves nothing out."""
+    """Reject what these kernels would ignore. A window at least as wide as every sequence can be ignored."""
     others = [name for name, value in options.items() if value is not None and name not in _HARMLESS]
     if dropout:
         others.append("dropout")

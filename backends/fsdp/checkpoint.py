@@ -1,4 +1,4 @@
-"""Training state on disk through torch's distributed checkpointing: readable on as many ranks and on others."""
+"""Training state on disk through torch's distributed checkpointing, readable on any number of ranks."""
 
 import json
 import math
@@ -32,18 +32,18 @@ from slime_like.errors import CheckpointError
 from slime_like.system.json_collectives import gather_json, scatter_json
 
 MODEL, MOMENTS, RANDOM = "model.", "optimizer.", "random."
-"""What the names of the stored tensors begin with."""
+"""Prefixes of the stored tensors' names."""
 
 _COMMON = "common.json"
 PLAIN_FILES = (".metadata", _COMMON)
-"""What is written beside the data files; every rank reads them as a whole."""
+"""Files written next to the data files. Every rank reads them whole."""
 
 
 class StoredCheckpoint:
-    """A checkpoint opened for reading: its small files, after comparing them with their checksums.
+    """A checkpoint opened for reading, with its small files verified against their checksums.
 
     Raises:
-        CheckpointError: no whole checkpoint, or damaged.
+        CheckpointError: the checkpoint is incomplete or damaged.
     """
 
     def __init__(self, directory: Path) -> None:
@@ -61,13 +61,13 @@ class StoredCheckpoint:
         tensors = {name: entry for name, entry in metadata.items() if isinstance(entry, TensorStorageMetadata)}
         for name, entry in tensors.items():
             elements, stored = math.prod(entry.size), sum(math.prod(chunk.sizes) for chunk in entry.chunks)
-            if stored != elements:  # torch's reader would leave the rest as it found the memory
+            if stored != elements:  # torch's reader would leave the rest of the memory unchanged
                 raise damaged(directory, f"{name}: {stored} of {elements} elements are stored")
         self.shapes: dict[str, Shape] = {name: tuple(entry.size) for name, entry in tensors.items()}
         self.dtypes = {name: entry.properties.dtype for name, entry in tensors.items()}
 
     def require(self, state: dict[str, Tensor], kinds: set[str] | None = None) -> None:
-        """Refuse a checkpoint that has not exactly the tensors of ``state``, of the given ``kinds`` (none: model and
+        """Reject a checkpoint unless its tensors are exactly ``state``'s, among the given ``kinds`` (None: model and
         optimizer).
         """
         prefixes = tuple(kinds or (MODEL, MOMENTS))
@@ -83,10 +83,10 @@ class StoredCheckpoint:
             )
 
     def read(self, state: dict[str, Tensor], alone: bool = False) -> None:
-        """Fill the tensors of ``state``. Collective over the world, unless read ``alone``.
+        """Fill the tensors of ``state``. Collective over the world, unless ``alone``.
 
         Raises:
-            CheckpointError: a piece is not as it was written; on every rank.
+            CheckpointError: a piece differs from what was written; raised on every rank.
         """
         reader = VerifyingReader(self._directory, self.checksums)
         try:
@@ -96,12 +96,12 @@ class StoredCheckpoint:
 
 
 class CheckpointWriter(RankWriting):
-    """One checkpoint on its way to disk: planned when made, then written, then finished.
+    """A checkpoint being written: planned on creation, then written, then finished.
 
     Args:
-        state: tensors by name; sharded ones are written once, each rank its part.
+        state: tensors by name; sharded tensors are written once, each rank its part.
         common: plain values, the same on every rank.
-        copies: where to copy every tensor now, so that the state may change before it is written.
+        copies: memory for an immediate copy of every tensor, so that the state may change before it is written.
     """
 
     plain_files = PLAIN_FILES
@@ -125,7 +125,7 @@ class CheckpointWriter(RankWriting):
             self._entries = [(item, next(made) if isinstance(data, Tensor) else data) for item, data in self._entries]
 
     def _plan(self, state: dict[str, Tensor]) -> tuple[DefaultSavePlanner, SavePlan]:
-        """Plan this rank's files. Rank 0 merges all plans, and keeps the index."""
+        """Plan this rank's files. Rank 0 merges all plans and keeps the index."""
         planner = DefaultSavePlanner()
         planner.set_up_planner(state, is_coordinator=dist.get_rank() == 0)
         plans = gather_json(plan_to_plain(planner.create_local_plan()), self._device)
@@ -166,7 +166,7 @@ def model_state(model: LogprobModel) -> dict[str, Tensor]:
 
 
 def training_state(model: LogprobModel, optimizer: Optimizer) -> dict[str, Tensor]:
-    """The very tensors of model and optimizer, as sharded ones: writing reads them, loading fills them."""
+    """Return the tensors of model and optimizer, not copies, as sharded ones. Saving reads and loading fills them."""
     state, parameters = model_state(model), model.parameters_by_name()
     for name, moments in optimizer.moments.items():
         for kind, value in moments.items():
@@ -175,7 +175,7 @@ def training_state(model: LogprobModel, optimizer: Optimizer) -> dict[str, Tenso
 
 
 def _like(parameter: nn.Parameter | Tensor, local: Tensor) -> Tensor:
-    """``local`` as this rank's rows of a tensor that is sharded like ``parameter``."""
+    """Wrap ``local`` as this rank's rows of a tensor sharded like ``parameter``."""
     assert isinstance(parameter, DTensor)
     shape, stride = parameter.shape, parameter.stride()
     return DTensor.from_local(
@@ -198,7 +198,7 @@ def set_random_state(state: dict[str, Tensor]) -> None:
 
 
 def plain_values(groups: Groups) -> dict[str, Any]:
-    """What is written beside the model's tensors."""
+    """Return the plain values written next to the model's tensors."""
     return {"backend": "fsdp", "format": FORMAT, "layout": layout(groups)}
 
 

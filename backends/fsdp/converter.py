@@ -19,13 +19,13 @@ class FsdpConverter(HuggingFaceConverter):
     """See ``slime_like.interfaces.conversion.Converter``."""
 
     def prove(self, config: RunConfig) -> dict[str, tuple[int, ...]]:
-        """Nothing is cut or arranged: a model's own parameters are the tensors."""
+        """Return the model's parameters as the tensors: nothing is split or rearranged."""
         return checkpoint_shapes(meta_model(config, torch.float32))
 
     def to_checkpoint(
         self, config: RunConfig, output: Path, options: ConversionOptions, report: Report
     ) -> ConversionSummary:
-        """Raises ConfigError: there is nothing to convert to."""
+        """Raise ConfigError: there is nothing to convert to."""
         raise ConfigError(
             "trainer.backend=fsdp starts from Hugging Face checkpoints as they are; give the directory as model.path"
         )
@@ -35,9 +35,9 @@ class FsdpConverter(HuggingFaceConverter):
 
 
 class FsdpSource:
-    """A training checkpoint of this backend; tensors that make up one parameter are read together.
+    """A training checkpoint of this backend. Tensors of one parameter are read together.
 
-    Weights are float32 there, whatever they were computed with.
+    Weights are stored as float32, whatever type they were computed with.
     """
 
     def __init__(self, checkpoint: Path) -> None:
@@ -55,7 +55,7 @@ class FsdpSource:
                 self._parameters[next(iter(shapes))] = stored
 
     def read(self, names: list[str]) -> dict[str, Tensor]:
-        """Names must be one of ``groups``."""
+        """Read tensors. ``names`` must be one of ``groups``."""
         stored = self._parameters[names[0]]
         values = torch.empty(self._checkpoint.shapes[stored], dtype=self._checkpoint.dtypes[stored])
         self._checkpoint.read({stored: values}, alone=True)

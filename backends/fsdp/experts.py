@@ -1,4 +1,4 @@
-"""Experts of transformers' models by our grouped product: an implementation of experts under a name."""
+"""Experts implementation for transformers' models with our grouped product, registered by name."""
 
 from typing import Any
 
@@ -12,17 +12,17 @@ NAME = "slime_like_grouped"
 
 
 def register() -> None:
-    """Make the implementation known to transformers."""
+    """Register the implementation with transformers."""
     ExpertsInterface.register(NAME, forward)
 
 
 def forward(experts: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-    """As transformers' ``grouped_mm_experts_forward``, whose gradients of experts without tokens depend on the GPU.
+    """Replace transformers' ``grouped_mm_experts_forward``, whose gradients of idle experts depend on the GPU.
 
     Args:
         experts: a module of transformers' class decorator, with weights of all experts in one tensor.
         hidden_states: (T, H).
-        top_k_index, top_k_weights: (T, k) experts of every token, and their shares.
+        top_k_index, top_k_weights: (T, k) experts of every token, and their weights.
 
     Returns:
         (T, H).
@@ -34,7 +34,7 @@ def forward(experts: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weig
     inner = _linear(experts, "gate_up_proj" if experts.has_gate else "up_proj", rows, ends, chosen)
     inner = experts._apply_gate(inner) if experts.has_gate else experts.act_fn(inner)
     out = _linear(experts, "down_proj", inner, ends, chosen) * top_k_weights.flatten().index_select(0, order)[:, None]
-    # Every token's k results side by side again; their sum is float32 inside.
+    # Put every token's k results side by side again; they are summed in float32 internally.
     whole = out.index_select(0, order.argsort()).view(*top_k_index.shape, -1).sum(dim=1)
     return whole.to(hidden_states.dtype)
 

@@ -15,7 +15,7 @@ from slime_like.trajectory import PackedTrajectory
 
 @dataclass(slots=True)
 class ModelInput(MicroBatch):
-    """One pack on this rank's device; ``routed`` where the objective balances routers."""
+    """One pack on this rank's device; ``routed`` is set if the objective balances routers."""
 
     boundaries: Boundaries
     responses: ResponseRows
@@ -29,9 +29,9 @@ def model_input(
     by_package: bool = False,
     balance: BalanceLoss | None = None,
 ) -> ModelInput:
-    """Cut this rank's part out of ``pack``, which is the same on every rank that shares it.
+    """Take this rank's part of ``pack``, which is the same on every rank that shares it.
 
-    ``by_package``: several context ranks attend by ring-flash-attn instead of our own all-gather.
+    ``by_package``: several context ranks attend with ring-flash-attn instead of our all-gather.
     """
     shard = split_for_context_parallel(pack, context.size(), context.rank(), layout="contiguous")
     attention = choose_attention("ring_flash_attn" if by_package else "allgather", shard, context)

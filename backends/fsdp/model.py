@@ -1,4 +1,4 @@
-"""A Hugging Face causal language model that ends in response logprobs instead of logits: [T, V] never exists."""
+"""A Hugging Face causal language model that returns response logprobs instead of logits: [T, V] never exists."""
 
 import contextlib
 from collections.abc import Iterator
@@ -24,16 +24,16 @@ from slime_like.system.words import counted
 
 _PREFIX = "hugging_face."
 _SAYS_NOTHING = frozenset({"_name_or_path", "dtype", "torch_dtype", "transformers_version", "use_cache"})
-"""Settings of a configuration that change no logprob."""
+"""Configuration settings that change no logprob."""
 
 
 class LogprobModel(nn.Module):
-    """The root of what is sharded. Its forward pass returns logprobs and entropies of response tokens.
+    """The root module of sharding. Its forward pass returns logprobs and entropies of response tokens.
 
     Attributes:
-        names: what checkpoints call its parameters, by module name.
-        chunk_tokens: tokens whose logits exist at once.
-        entropy_gradient: the loss has an entropy term. An entropy that only is reported must cost no gradient.
+        names: its parameters' names in checkpoints, by module name.
+        chunk_tokens: tokens whose logits exist at the same time.
+        entropy_gradient: the loss has an entropy term. A merely reported entropy must cost no gradient.
     """
 
     def __init__(
@@ -56,9 +56,9 @@ class LogprobModel(nn.Module):
         return layers
 
     def forward(self, tokens: Tensor, *part: Any) -> tuple[Tensor, ...]:
-        """What ``score_part`` returns of one rank's part of a pack; of ``tokens`` alone, the model's own (T, V) logits.
+        """Return ``score_part`` of one rank's part of a pack or, given only ``tokens``, the model's (T, V) logits.
 
-        FSDP gathers the root's weights around this method alone.
+        FSDP gathers the root's weights only around this method.
         """
         if part:
             return self.score_part(tokens, *part)
@@ -67,16 +67,16 @@ class LogprobModel(nn.Module):
     def score_part(
         self, tokens: Tensor, positions: Tensor, boundaries: attention.Boundaries, rows: ResponseRows, routers: bool
     ) -> tuple[Tensor, ...]:
-        """One rank's part of a pack.
+        """Score one rank's part of a pack.
 
         Args:
             tokens, positions: (T_local,) ids, and positions that begin at 0 in every sequence.
-            boundaries: what attention reads.
+            boundaries: input of attention.
             rows: the local positions that predict the r response tokens.
             routers: also return router logits.
 
         Returns:
-            (2, r) logprobs and entropies (nats); behind it, if asked for, (T_local, E) router logits of every layer.
+            (2, r) logprobs and entropies (nats); then, if requested, (T_local, E) router logits of every layer.
         """
         options = {"output_router_logits": True} if routers else {}
         output = self.hugging_face.base_model(
@@ -93,25 +93,25 @@ class LogprobModel(nn.Module):
             chunk_tokens=self.chunk_tokens,
             softcap=self.output.cap,
             supports=rows.supports,
-            check_values=False,  # `require_computable` has
+            check_values=False,  # `require_computable` checks them
         )
         scored = torch.stack([logprobs, entropy if self.entropy_gradient else entropy.detach()])
         return (scored, *output.router_logits) if routers else (scored,)
 
     def parameters_by_name(self) -> dict[str, nn.Parameter]:
-        """Every parameter, sharded, under the name that checkpoints have for it; a tied head is not named twice."""
+        """Return every sharded parameter by its name in checkpoints. A tied head is not named twice."""
         self.shard_weights()
         return {self.names[name.removeprefix(_PREFIX)]: parameter for name, parameter in self.named_parameters()}
 
     def kept_by_name(self) -> dict[str, Tensor]:
-        """Routers' biases under the names that checkpoints have for them: whole on every rank, float32, never trained.
+        """Return the routers' biases by their names in checkpoints: whole on every rank, float32, never trained.
 
-        Nothing else of a checkpoint is no parameter (``build`` sees to it).
+        ``build`` ensures that a checkpoint has no other tensors besides parameters.
         """
         return {self.names[name]: buffer for name, buffer in routing_biases(self.hugging_face).items()}
 
     def own_logits(self, tokens: Tensor) -> Tensor:
-        """(T, V) logits of one sequence as transformers computes them; attention, masks and experts too. Collective."""
+        """Compute one sequence's (T, V) logits with transformers' attention, masks and experts. Collective."""
         self.hugging_face.set_attn_implementation("eager")
         self.hugging_face.set_experts_implementation("eager")
         try:
@@ -121,22 +121,22 @@ class LogprobModel(nn.Module):
             self.hugging_face.set_experts_implementation(experts.NAME)
 
     def tied_names(self) -> set[str]:
-        """Names of parameters that are other ones' memory: a checkpoint may have them, and need not."""
+        """Return names of parameters that share another one's memory. A checkpoint may have them, but needn't."""
         every = {name for name, _ in self.named_parameters(remove_duplicate=False)}
         tied = {name.removeprefix(_PREFIX) for name in every - {name for name, _ in self.named_parameters()}}
         return tied | set(HEADS) if tied & set(HEADS) else tied
 
     def shard_weights(self) -> None:
-        """Free whatever gathered weights a forward pass has left behind, of every layer.
+        """Free all gathered weights that a forward pass left behind, in every layer.
 
-        Not called reshard: FSDP makes the root a class with a method of that name, which frees the root alone.
+        Not named reshard, because FSDP gives the root's class a method of that name, which frees only the root.
         """
         for module in self.modules():
             if isinstance(module, FSDPModule):
                 module.reshard()
 
     def sum_gradients(self, now: bool) -> None:
-        """Choose whether the next backward pass sums gradients over ranks or adds them up locally."""
+        """Choose whether the next backward pass sums gradients over ranks or accumulates them locally."""
         for module in self.modules():
             if isinstance(module, FSDPModule):
                 module.set_requires_gradient_sync(now, recurse=False)
@@ -144,18 +144,18 @@ class LogprobModel(nn.Module):
 
 
 def build(config: RunConfig, groups: Groups, device: torch.device) -> LogprobModel:
-    """The model of ``config.model.path``, sharded over all ranks, its weights still unset.
+    """Build the model of ``config.model.path``, sharded over all ranks, without weights.
 
-    No rank ever holds it whole: it is made without memory, cut, and only then given some. Master weights and their
-    gradients are float32; they are gathered, and computed with, in ``model.dtype``.
+    No rank ever holds the whole model: it is created without memory, sharded, and then allocated. Master weights and
+    their gradients are float32; weights are gathered, and computed with, in ``model.dtype``.
 
     Raises:
-        ConfigError: a model that cannot be cut, read or written.
+        ConfigError: the model cannot be sharded, read or written.
     """
     with _parameters_on_meta():
         model = _model(config, torch.float32)
     _require_nothing_else(model.hugging_face)
-    # They follow from the configuration alone and are in no checkpoint, or, as routers' biases, will be read from it.
+    # Buffers follow from the configuration, except routers' biases, which are read from the checkpoint later.
     buffers = {name: buffer.to(device) for name, buffer in model.named_buffers()}
     recompute_layers(model, config.trainer)
     _shard(model, config, groups)
@@ -167,13 +167,13 @@ def build(config: RunConfig, groups: Groups, device: torch.device) -> LogprobMod
 
 
 def meta_model(config: RunConfig, dtype: torch.dtype) -> LogprobModel:
-    """The model of ``config.json`` as shapes alone."""
+    """Build the model of ``config.json`` as shapes only."""
     with torch.device("meta"):
         return _model(config, dtype)
 
 
 def sharded_meta_model(config: RunConfig, groups: Groups) -> LogprobModel:
-    """The model of ``build`` as shapes alone, sharded; state that is offloaded stays with all else."""
+    """Build the model of ``build`` as sharded shapes only. Offloaded state stays with everything else."""
     optimizer = config.trainer.optimizer.model_copy(update={"offload": False})
     config = config.model_copy(update={"trainer": config.trainer.model_copy(update={"optimizer": optimizer})})
     model = meta_model(config, torch.float32)
@@ -183,7 +183,7 @@ def sharded_meta_model(config: RunConfig, groups: Groups) -> LogprobModel:
 
 
 def _model(config: RunConfig, dtype: torch.dtype) -> LogprobModel:
-    """Made by transformers from ``config.json``, wherever the context puts its tensors."""
+    """Create the model with transformers from ``config.json``, on the context's device."""
     AttentionInterface.register(attention.NAME, attention.forward)
     experts.register()
     path, remote = config.model.path, config.model.trust_remote_code
@@ -196,16 +196,16 @@ def _model(config: RunConfig, dtype: torch.dtype) -> LogprobModel:
             trust_remote_code=remote,
         )
     except (ValueError, ImportError, KeyError) as error:
-        # A model with a class for each kind of attention looks the name up in its table.
+        # A model with one class per kind of attention looks the name up in its table.
         unknown_attention = isinstance(error, KeyError) and error.args == (attention.NAME,)
         reason = "its attention has another class" if unknown_attention else f"{type(error).__name__}: {error}"
         raise ConfigError(
             f"model.path={path}: transformers has no causal language model for it whose attention can be replaced "
             f"({reason}); use another, with model.trust_remote_code if it brings own code"
         ) from error
-    # transformers leaves a padding token's embedding without gradient; here a token's id says nothing about it.
+    # transformers leaves a padding token's embedding without gradient; here, padding is not marked by a token id.
     hugging_face.get_input_embeddings().padding_idx = None
-    hugging_face.eval()  # no dropout: old and current logprobs mean the same
+    hugging_face.eval()  # no dropout: old and current logprobs must be comparable
     if hugging_face.base_model is hugging_face:
         raise ConfigError(
             f"model.path={path}: {type(hugging_face).__name__} has no part without its head; use another model"
@@ -215,7 +215,7 @@ def _model(config: RunConfig, dtype: torch.dtype) -> LogprobModel:
 
 
 def computes_alike(other: Path, config: RunConfig) -> bool:
-    """Return whether another checkpoint's configuration computes the same function as that of ``model.path``."""
+    """Return whether another checkpoint's configuration computes the same function as ``model.path``'s."""
     remote = config.model.trust_remote_code
     ours, theirs = (
         AutoConfig.from_pretrained(path, trust_remote_code=remote).to_dict() for path in (config.model.path, other)
@@ -231,7 +231,7 @@ def recompute_layers(model: LogprobModel, trainer: TrainerConfig) -> None:
 
 
 def _shard(model: LogprobModel, config: RunConfig, groups: Groups) -> None:
-    """Every layer is gathered by itself; embedding, last norm and head together, by the root."""
+    """Shard the model. Each layer is gathered separately; the root gathers embedding, last norm and head together."""
     dtype = getattr(torch, config.model.dtype)
     precision = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
     on_host = config.trainer.optimizer.offload
@@ -242,16 +242,16 @@ def _shard(model: LogprobModel, config: RunConfig, groups: Groups) -> None:
     fully_shard(model, **options)
     for module in model.modules():
         if isinstance(module, FSDPModule):
-            # FSDP takes means over ranks. A step's gradients are sums, divided once, by the step's own denominator.
+            # FSDP averages over ranks. A step's gradients are sums, divided once by the step's denominator.
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
 
 
 @contextlib.contextmanager
 def _parameters_on_meta() -> Iterator[None]:
-    """Inside, modules are made with parameters without memory; buffers get theirs, and their values.
+    """Inside, new modules get parameters without memory, but real buffers.
 
-    A parameter's memory exists for a moment, untouched; only one at a time.
+    Only one parameter at a time has memory, briefly and untouched.
     """
     register = nn.Module.register_parameter
 
@@ -268,12 +268,12 @@ def _parameters_on_meta() -> Iterator[None]:
 
 
 def routing_biases(hugging_face: nn.Module) -> dict[str, Tensor]:
-    """Buffers that have a part in routers' choices alone, by module name, in the order of the layers."""
+    """Return buffers that affect only routers' choices, by module name, in layer order."""
     return {name: buffer for name, buffer in hugging_face.named_buffers() if keeps_type(name)}
 
 
 def _require_nothing_else(hugging_face: nn.Module) -> None:
-    """Refuse tensors of a checkpoint that would neither be loaded nor reach engines."""
+    """Reject checkpoint tensors that would neither be loaded nor reach engines."""
     known = {name for name, _ in hugging_face.named_parameters(remove_duplicate=False)}
     others = [name for name in hugging_face.state_dict() if name not in known | set(routing_biases(hugging_face))]
     if others:
@@ -284,7 +284,7 @@ def _require_nothing_else(hugging_face: nn.Module) -> None:
 
 
 def _layers_name(hugging_face: Any) -> str:
-    """Find the decoder's layers: the outermost list of as many modules as the configuration has layers."""
+    """Find the decoder's layers: the outermost module list with as many entries as the configuration has layers."""
     count = hugging_face.config.get_text_config().num_hidden_layers
     for name, module in hugging_face.named_modules():
         if isinstance(module, nn.ModuleList) and len(module) == count:

@@ -1,8 +1,8 @@
-"""A model's parameters, and its routers' biases, as the tensors of its Hugging Face checkpoint.
+"""A model's parameters and routers' biases as tensors of its Hugging Face checkpoint.
 
-Most are one tensor under the same name. transformers keeps the experts of a layer in two stacks, (E, 2I, H) with the
-gate's rows above those of the up projection, and (E, H, I); checkpoints have every expert's matrices by themselves.
-Reading and writing follow the same pieces, so that they cannot disagree.
+Most are one tensor with the same name. transformers keeps a layer's experts in two stacks, (E, 2I, H), with the gate's
+rows above the up projection's, and (E, H, I). Checkpoints store each expert's matrices separately. Reading and writing
+use the same pieces, so they cannot disagree.
 """
 
 import re
@@ -25,7 +25,7 @@ _MATRICES = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj"
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """Rows of one stored tensor from ``start`` on, and where they lie in the model's memory."""
+    """Rows of one stored tensor from ``start`` on, as a view of the model's memory."""
 
     name: str
     start: int
@@ -33,12 +33,12 @@ class Piece:
 
 
 def stored_shapes(name: str, shape: Shape) -> dict[str, Shape]:
-    """Names and shapes of the stored tensors that make up the parameter ``name``."""
+    """Return names and shapes of the stored tensors that make up the parameter ``name``."""
     return {piece.name: tuple(piece.view.shape) for piece in pieces(name, torch.empty(shape, device="meta"))}
 
 
 def pieces(name: str, values: Tensor, start: int = 0) -> list[Piece]:
-    """The stored tensors in ``values``, the parameter's entries from ``start`` along its first axis on."""
+    """List the stored tensors in ``values``, the parameter's entries from ``start`` along its first axis."""
     stack = _STACK.fullmatch(name)
     if stack is None:
         return [Piece(name, start, values)]
@@ -51,15 +51,15 @@ def pieces(name: str, values: Tensor, start: int = 0) -> list[Piece]:
 
 
 def checkpoint_names(hugging_face: Any, kept: Mapping[str, Tensor], path: Path) -> dict[str, str]:
-    """Return the tensors' names in checkpoints, by module name; a stack of experts keeps the latter.
+    """Return the tensors' names in checkpoints, by module name. A stack of experts keeps its module name.
 
-    transformers defines the arrangement of every family's checkpoints.
+    transformers defines every family's checkpoint layout.
 
     Args:
-        kept: tensors of its checkpoint that are no parameters, by module name.
+        kept: checkpoint tensors that are not parameters, by module name.
 
     Raises:
-        ConfigError: it would store other tensors, of these names or shapes, than ``stored_shapes`` says.
+        ConfigError: transformers would store other names or shapes than ``stored_shapes``.
     """
     values = {**dict(hugging_face.named_parameters()), **kept}
     theirs = _stored(hugging_face, values)
@@ -77,7 +77,7 @@ def checkpoint_names(hugging_face: Any, kept: Mapping[str, Tensor], path: Path) 
 
 
 def _renamed(hugging_face: Any, name: str, value: Tensor, stored: dict[str, Shape]) -> str:
-    """Of a parameter that is one stored tensor under another name, that name."""
+    """Return the other name under which a parameter is stored as one tensor, or ``name`` if there is none."""
     if name in stored or _STACK.fullmatch(name):
         return name
     alone = _stored(hugging_face, {name: value})

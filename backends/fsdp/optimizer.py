@@ -15,14 +15,14 @@ from slime_like.config import RunConfig
 class Optimizer:
     """AdamW with decoupled weight decay (none on norms and biases), global clipping and the run's schedule.
 
-    Everything is elementwise, and so works on this rank's rows alone; only the norm needs the other ranks.
+    Everything is elementwise and needs only this rank's rows, except the norm, which needs the other ranks.
     """
 
     def __init__(self, config: RunConfig, model: LogprobModel, device: torch.device) -> None:
         self._config = config
         self._device = device
         self._parameters = model.parameters_by_name()
-        # The very memory of the shards, without their distributed type, whose every operation costs.
+        # The shards' memory without their distributed type, because each operation on that type is slow.
         self._shards = {name: nn.Parameter(shard_of(p).detach()) for name, p in self._parameters.items()}
         settings = config.trainer.optimizer
         groups: list[dict[str, Any]] = []
@@ -37,7 +37,7 @@ class Optimizer:
             fused=True,
         )
         self.updates = 0
-        # AdamW's state before its first step, to save it or to load into it.
+        # Create AdamW's state before its first step, to save it or load into it.
         for shard in self._shards.values():
             self.adamw.state[shard] = {
                 "step": torch.tensor(0.0, device=shard.device),
@@ -60,13 +60,13 @@ class Optimizer:
         }
 
     def set_updates(self, updates: int) -> None:
-        """Go to where a checkpoint was written."""
+        """Move to the position of a checkpoint."""
         self.updates = updates
         for state in self.adamw.state.values():
             state["step"].fill_(float(updates))
 
     def gradients(self) -> dict[str, Tensor]:
-        """This rank's rows of every gradient, in float32; zeros where no micro-batch reached a parameter."""
+        """Return this rank's rows of every gradient, in float32; zeros if no micro-batch reached a parameter."""
         found = {}
         for name, parameter in self._parameters.items():
             gradient = parameter.grad
@@ -80,7 +80,7 @@ class Optimizer:
 
     @torch.no_grad()
     def gradient_norm(self) -> float:
-        """Norm of the whole gradient: every element lies on exactly one rank. Collective over the world."""
+        """Return the norm of the whole gradient. Every element is on exactly one rank. Collective over the world."""
         gradients = [gradient for gradient in self.gradients().values() if gradient.numel()]
         total = torch.zeros((), dtype=torch.float32, device=self._device)
         if gradients:
@@ -105,7 +105,7 @@ class Optimizer:
         self.adamw.zero_grad()
 
     def zero_gradients(self) -> None:
-        """Forget all gradients."""
+        """Clear all gradients."""
         for parameter in self._parameters.values():
             parameter.grad = None
 
@@ -115,7 +115,7 @@ def _decays(name: str, parameter: Tensor) -> bool:
 
 
 def learning_rate(config: RunConfig, update: int) -> float:
-    """Rate of optimizer step ``update`` (from 1): linear warm-up from 0, then the decay to ``min_lr`` at the run's end.
+    """Return the rate of step ``update`` (from 1): linear warm-up from 0, then decay to ``min_lr`` at the run's end.
 
     Step n of the warm-up runs at n / warmup_steps of the peak rate; the cosine is half a period.
     """
@@ -134,7 +134,7 @@ def learning_rate(config: RunConfig, update: int) -> float:
 
 
 def weight_decay(config: RunConfig, update: int) -> float:
-    """Weight decay of optimizer step ``update`` (from 1): constant, or linear towards ``final_weight_decay``."""
+    """Return the weight decay of step ``update`` (from 1): constant, or linear towards ``final_weight_decay``."""
     settings = config.trainer.optimizer
     if settings.final_weight_decay is None:
         return settings.weight_decay

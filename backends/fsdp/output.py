@@ -9,20 +9,20 @@ from torch import Tensor, nn
 from slime_like.errors import ConfigError
 
 _FACTORS = (("logits_scaling", -1), ("logit_scale", 1), ("lm_head_multiplier", 1))
-"""Names under which configurations have a factor of the logits, and the power that it enters with."""
+"""Names of logit factors in configurations, and the power that each one is applied with."""
 
 _COLUMNS = 8
-"""What matrix products want the hidden size to be a multiple of."""
+"""Multiple that matrix products require of the hidden size."""
 
 
 @dataclass(frozen=True, slots=True)
 class Output:
-    """``logits = cap * tanh((factor * (hidden @ weight.T + bias)) / cap)``; without a cap, its argument times ``cap``.
+    """``logits = cap * tanh((factor * (hidden @ weight.T + bias)) / cap)``; without a cap, only the factor applies.
 
-    Whether a model's own head is that is compared when the trainer starts (``backends.fsdp.own_forward``).
+    When the trainer starts, ``backends.fsdp.own_forward`` checks that the model's head computes this.
 
     Attributes:
-        factor: of the logits, before the cap.
+        factor: factor of the logits, before the cap.
         cap: bound that logits approach.
     """
 
@@ -31,10 +31,10 @@ class Output:
 
     @classmethod
     def of(cls, config: Any) -> Self:
-        """From a transformers configuration.
+        """Read factor and cap from a transformers configuration.
 
         Raises:
-            ConfigError: factor and cap at once, whose order is not known; or one that is not a number above 0.
+            ConfigError: both factor and cap are set, whose order is unknown; or one is not a number above 0.
         """
         factor = 1.0
         for name, power in _FACTORS:
@@ -47,7 +47,7 @@ class Output:
         return cls(factor, cap)
 
     def projection(self, head: nn.Module, hidden: Tensor) -> tuple[Tensor, Tensor]:
-        """Hidden states and weights whose product is the logits; a bias is a further column of both."""
+        """Return hidden states and weights whose product is the logits. A bias becomes an additional column of both."""
         weight: Tensor = head.weight  # type: ignore[assignment]
         bias = getattr(head, "bias", None)
         if bias is None:

@@ -1,10 +1,10 @@
-"""Check of the replaced attention and head against the model's unchanged forward pass, when a trainer starts.
+"""Check, when a trainer starts, of the replaced attention and head against the model's unchanged forward pass.
 
-A pack of a few short sequences goes through packed attention and the chunked head, and each of them by itself through
-the model as transformers computes it, with its masks and logits: logits that are scaled on the way show, and
-positions that are not counted from the sequence's beginning. The pack goes through once more with other tokens in its
-first sequence, which the others must not notice: layers that mix neighbours by something else than transformers'
-attention interface show, convolutions and recurrences above all.
+A pack of a few short sequences runs through packed attention and the chunked head. Each sequence also runs through the
+model as transformers computes it, with its masks and logits. This reveals scaled logits, and positions that are not
+counted from the sequence's beginning. The pack runs once more with other tokens in its first sequence, which must not
+affect the others. This reveals layers that mix tokens outside transformers' attention interface, above all convolutions
+and recurrences.
 """
 
 from collections.abc import Callable, Sequence
@@ -20,13 +20,13 @@ from slime_like.models.dimensions import ModelDimensions
 from slime_like.trajectory import PackedTrajectory, ScoredTrajectory
 
 LENGTHS = ((3, 14), (1, 6), (9, 8))
-"""Prompt and response tokens."""
+"""Numbers of prompt and response tokens."""
 
 BOUNDS = {torch.float32: 1e-3, torch.bfloat16: 0.25, torch.float16: 0.25}
-"""Largest mean difference of logprobs (nats). In 16 bits two ways to compute one function differ by some hundredths."""
+"""Largest mean difference of logprobs (nats). In 16 bits, equivalent computations differ by a few hundredths."""
 
 LEAKS = {torch.float32: 1e-4, torch.bfloat16: 0.05, torch.float16: 0.05}
-"""Largest difference of any logprob (nats) between two packs that differ in another sequence; shapes are the same."""
+"""Largest difference of any logprob (nats) between two packs of equal shapes that differ in another sequence."""
 
 
 @torch.no_grad()
@@ -37,16 +37,16 @@ def require_own_forward(
     score: Callable[[Sequence[PackedTrajectory]], list[ScoredLogprobs]],
     device: torch.device,
 ) -> None:
-    """Refuse a model that ``score`` computes otherwise than transformers does. Collective.
+    """Reject a model if ``score`` and transformers compute different results. Collective.
 
     Raises:
-        ConfigError: the logprobs differ, or a sequence of a pack notices the one before it.
+        ConfigError: the logprobs differ, or a sequence of a pack affects the next one.
     """
     path, dtype = config.model.path, getattr(torch, config.model.dtype)
     pack, changed = (_probe(dimensions, seed) for seed in (0, 1))
     ours, others = (scored.logprobs.double() for scored in score([pack, changed]))
     gap = float((ours - others)[int(pack.response_lens[0]) :].abs().max())
-    if not gap <= LEAKS[dtype]:  # NaN is no agreement either
+    if not gap <= LEAKS[dtype]:  # also rejects NaN
         raise ConfigError(
             f"model.path={path}: in its layers a sequence notices the one before it in a micro-batch (logprobs change "
             f"by {gap:.3g} nats), as with convolutions or recurrences over tokens, which trainer.backend=fsdp does not "
@@ -69,7 +69,7 @@ def require_own_forward(
 
 
 def _probe(dimensions: ModelDimensions, seed: int) -> PackedTrajectory:
-    """The sequences, the same on every rank, none longer than the model's reach. ``seed`` makes the first's tokens."""
+    """Build the sequences, the same on every rank, within the model's reach. ``seed`` determines the first's tokens."""
     most = max(2, dimensions.attention_reach or max(map(sum, LENGTHS)))
     sequences = []
     for index, (prompt_len, response_len) in enumerate(LENGTHS):

@@ -1,7 +1,7 @@
-"""Process groups of one trainer rank: replicas of the data, and context ranks inside each.
+"""Process groups of one trainer rank: data replicas, and the context ranks inside each.
 
-Rank = data * context size + context, as in the other trainer. Weights, gradients and optimizer state are sharded over
-all ranks, whatever the layout is.
+Rank = data * context size + context, as in the Megatron trainer. Weights, gradients and optimizer state are sharded
+over all ranks in every layout.
 """
 
 from dataclasses import dataclass
@@ -20,7 +20,7 @@ from slime_like.interfaces import RankCoordinates
 class Groups:
     """The process groups of one rank.
 
-    ``mesh`` has all ranks, over which everything is sharded; ``replicas`` one rank of every replica.
+    ``mesh`` has all ranks, and everything is sharded over it; ``replicas`` has one rank of every replica.
     """
 
     mesh: DeviceMesh
@@ -29,13 +29,13 @@ class Groups:
 
     @property
     def coordinates(self) -> RankCoordinates:
-        """This rank's place on every axis."""
+        """This rank's position on every axis."""
         data, context = self.replicas.rank(), self.context.rank()
         return RankCoordinates(0, 0, context, data, 0, self.replicas.size())
 
 
 def build_groups(config: RunConfig) -> Groups:
-    """The groups of the configured layout, each with the step's time limit, inside a world that exists. Collective."""
+    """Build the layout's groups in an existing world, each with the step's time limit. Collective."""
     parallel, timeout = config.trainer.parallel, timedelta(seconds=config.trainer.step_timeout_s)
     context = [[data * parallel.context + index for index in range(parallel.context)] for data in range(parallel.data)]
     context_group, _ = dist.new_subgroups_by_enumeration(context, timeout=timeout)
@@ -46,7 +46,7 @@ def build_groups(config: RunConfig) -> Groups:
 
 
 def rows_of_rank(parameter: Tensor) -> range:
-    """This rank's rows of a parameter: FSDP cuts the first axis as ``torch.chunk`` does."""
+    """Return this rank's rows of a parameter. FSDP splits the first axis like ``torch.chunk``."""
     count = parameter.shape[0]
     each = -(-count // dist.get_world_size())
     return range(min(dist.get_rank() * each, count), min((dist.get_rank() + 1) * each, count))

@@ -59,9 +59,9 @@ class FsdpState(TrainerState):
         checkpoint.CheckpointWriter(directory, checkpoint.model_state(self.model), common, self._device).write_all()
 
     def load(self, directory: Path) -> None:
-        """On the ranks that wrote it everything comes back bit for bit, random state included.
+        """Restore everything bit for bit on the ranks that wrote it, including random state.
 
-        On other ranks weights, optimizer and schedule do; random states belong to the old ranks and stay as they are.
+        On other ranks, restore everything but random states, which belong to the old ranks.
         """
         opened = self._open(directory)
         common, now = opened.common, self._config.schedule

@@ -1,4 +1,4 @@
-"""The FSDP2 trainer: one object per rank, behind ``slime_like.interfaces.TrainerBackend``."""
+"""The FSDP2 trainer on Hugging Face's models, one object per rank."""
 
 from collections.abc import Sequence
 
@@ -54,7 +54,7 @@ class FsdpTrainer(TrainerBase):
         return [*attention_problems(self.config), *missing_flash_attention(self.config, torch.cuda.is_available())]
 
     def _build(self) -> None:
-        # gloo beside NCCL: gradients that live in host memory are measured there.
+        # gloo in addition to NCCL, to measure gradients in host memory.
         join_world(self.config, self.placement, cuda_backend="cpu:gloo,cuda:nccl")
         self.groups = parallel.build_groups(self.config)
         self.coordinates, self.replicas = self.groups.coordinates, self.groups.replicas
@@ -80,7 +80,7 @@ class FsdpTrainer(TrainerBase):
         self.optimizer.zero_gradients()
 
     def accumulate(self, micro_batches: Sequence[PackedTrajectory], last: bool = False) -> None:
-        """Forward and backward of one window. Ranks sum their gradients in its last backward pass."""
+        """Run forward and backward for one window. Ranks sum their gradients in its last backward pass."""
         self._step.open_window(len(micro_batches), last)
         always = self.config.trainer.fsdp.accumulate == "sharded"
         with self._phase("accumulate"):
@@ -89,7 +89,7 @@ class FsdpTrainer(TrainerBase):
                 self._loss(self._batch(pack, self._step.balance)).backward()
 
     def _batch(self, pack: PackedTrajectory, balance: BalanceLoss | None = None) -> ModelInput:
-        """This rank's part of a pack whose sequences all layers see whole."""
+        """Return this rank's part of a pack. All layers must be able to attend to its whole sequences."""
         reach = self.dimensions.attention_reach
         if reach is not None and pack.max_seqlen > reach:
             raise TrainerError(
@@ -102,7 +102,7 @@ class FsdpTrainer(TrainerBase):
         return model_input(pack, self.device, self.groups.context, self._by_package, balance)
 
     def _loss(self, batch: ModelInput) -> Tensor:
-        """The pack's weighted sum and, behind it, its share of the routers' loss."""
+        """Return the pack's weighted sum plus its share of the routers' loss."""
         scored, *routers = self._forward(batch, routers=batch.routed is not None)
         logprobs, entropy = batch.whole(scored)
         loss = self._objective.add(self._step, batch.given, batch.pack, logprobs, entropy)
@@ -119,7 +119,7 @@ class FsdpTrainer(TrainerBase):
         return result
 
     def finalize_gradients(self, denominator: float) -> None:
-        """Gradients are summed over all ranks already: divide them once."""
+        """Divide gradients, which are already summed over all ranks."""
         self.optimizer.scale(1.0 / denominator)
 
     def finish_step(self, denominator: float) -> GRPOStats | None:

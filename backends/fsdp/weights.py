@@ -1,4 +1,4 @@
-"""Weights in and out of the ranks' shards, under the names of Hugging Face's checkpoints."""
+"""Loading and exporting of the ranks' weight shards, under Hugging Face checkpoint names."""
 
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -18,14 +18,14 @@ from slime_like.models.dimensions import EMBEDDING, HEADS, ModelDimensions
 
 
 def shard_of(parameter: Tensor) -> Tensor:
-    """This rank's rows; a view."""
+    """Return a view of this rank's rows."""
     if not isinstance(parameter, DTensor):
         raise TypeError(f"a {type(parameter).__name__} is not a sharded tensor")
     return parameter.to_local()
 
 
 def checkpoint_shapes(model: LogprobModel) -> dict[str, Shape]:
-    """Names and shapes of a whole checkpoint of this model."""
+    """Return names and shapes of a whole checkpoint of this model."""
     shapes: dict[str, Shape] = {}
     for name, tensor in (model.parameters_by_name() | model.kept_by_name()).items():
         shapes |= stored_shapes(name, tuple(tensor.shape))
@@ -33,13 +33,13 @@ def checkpoint_shapes(model: LogprobModel) -> dict[str, Shape]:
 
 
 def load_hf_weights(model: LogprobModel, directory: Path, device: torch.device) -> None:
-    """Fill every parameter and router's bias from a Hugging Face checkpoint. Collective over the world.
+    """Fill every parameter and router bias from a Hugging Face checkpoint. Collective over the world.
 
-    Each rank reads its rows alone.
+    Each rank reads only its rows.
 
     Raises:
-        CheckpointError: missing or unexpected tensors, wrong shapes, damaged files, NaN or infinity; on every
-            rank, even if only one found it.
+        CheckpointError: missing or unexpected tensors, wrong shapes, damaged files, NaN or infinity; on every rank,
+            even if only one found it.
     """
     what = f"loading {directory}"
     with together(lambda: _open_checked(model, directory), what, device) as checkpoint:
@@ -51,7 +51,7 @@ def _open_checked(model: LogprobModel, directory: Path) -> HfCheckpoint:
     expected = checkpoint_shapes(model)
     dimensions, tied = ModelDimensions.from_checkpoint(directory), model.tied_names()
     checkpoint.require(expected, tied | {name for name in checkpoint.shapes() if dimensions.is_draft(name)})
-    if dist.get_rank() == 0 and EMBEDDING in expected:  # the only one that reads more than its part
+    if dist.get_rank() == 0 and EMBEDDING in expected:  # only this rank reads more than its part
         checkpoint.require_copies(tied.intersection(HEADS, checkpoint.shapes()), EMBEDDING)
     return checkpoint
 
@@ -75,15 +75,15 @@ def export_buckets(
     device: torch.device,
     rows: Mapping[str, Tensor] | None = None,
 ) -> Iterator[WeightBucket]:
-    """Stream all tensors in ``dtype``, at most ``bucket_bytes`` a bucket; a single larger parameter travels alone.
-    Routers' biases keep their float32: rounded, they would choose other experts.
+    """Stream all tensors in ``dtype``, at most ``bucket_bytes`` per bucket. A single larger parameter gets its own
+    bucket. Router biases stay in float32: rounding would change the chosen experts.
 
-    Collective over the world: the first rank yields the tensors, the others as many empty buckets. One parameter is
-    whole at a time beside the bucket; no rank ever holds the model.
+    Collective over the world: the first rank yields the tensors, the others the same number of empty buckets. Besides
+    the bucket, only one parameter is whole at a time; no rank ever holds the model.
 
     Args:
-        rows: this rank's rows of something else of every parameter's shape, such as its gradient; by the model's names.
-            Routers' biases have none.
+        rows: this rank's rows of other tensors with the parameters' shapes, such as gradients, by model name. Router
+            biases have none.
     """
     bucket: list[tuple[str, Tensor]] = []
     nbytes = 0
@@ -105,7 +105,7 @@ def export_buckets(
 
 
 def _joined(shard: Tensor, shape: torch.Size, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """The tensor of ``shape`` of which each rank has its ``own`` rows."""
+    """Gather the tensor of ``shape`` from each rank's rows."""
     size, shard = dist.get_world_size(), shard.to(device, dtype)
     if size == 1:
         return shard

@@ -1,4 +1,4 @@
-"""Megatron-core trains: every module here is imported with it, and it with its compiled functions deferred."""
+"""A Megatron-core trainer. Importing any module here imports Megatron-core, with deferred compilation."""
 
 import contextlib
 import functools
@@ -10,10 +10,10 @@ import torch
 
 @contextlib.contextmanager
 def deferred_compile() -> Iterator[None]:
-    """Inside, what is decorated with ``torch.compile`` is compiled when it is first called.
+    """Inside, compile functions decorated with ``torch.compile`` on their first call.
 
-    Megatron-core decorates functions as it is imported, and ``torch.compile`` loads the compiler right away: 2 of the 6
-    CPU seconds that a rank takes to import, for functions that a CPU never calls.
+    Megatron-core decorates functions on import, and ``torch.compile`` loads the compiler immediately. This takes 2 of
+    the 6 CPU seconds of a rank's imports, for functions that a CPU never calls.
     """
     compile_now: Callable[..., Any] = torch.compile
 

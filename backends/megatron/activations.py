@@ -14,10 +14,10 @@ from torch import Tensor
 from backends.common.trainer.host_memory import HostPool
 
 SMALLEST_BYTES = 1 << 16
-"""Less is not worth a copy."""
+"""Smaller tensors are not worth a copy."""
 
 AHEAD_BYTES = 1 << 28
-"""Backward finds this much on the device before it asks for it: several layers' inputs under full recompute."""
+"""Bytes that backward finds on the device in advance: several layers' inputs under full recompute."""
 
 
 @dataclass(slots=True, eq=False)
@@ -25,9 +25,9 @@ class Saved:
     """A tensor in host memory.
 
     Attributes:
-        copy: the host's.
-        before: the tensor that was saved before it in the same forward pass, and that backward needs after it.
-        fetched: the copy back on the device, from when it is started until backward takes it.
+        copy: the copy in host memory.
+        before: the tensor saved before it in the same forward pass; backward needs it next.
+        fetched: the copy back on the device, from its start until backward takes it.
         ready: the end of that copy, on CUDA.
     """
 
@@ -40,10 +40,10 @@ class Saved:
 
 
 class ActivationOffload:
-    """Copies saved tensors to (pinned) host memory in forward, and back in backward, ahead of what asks for them.
+    """Offload of saved tensors to (pinned) host memory in forward, and back in backward before they are needed.
 
-    On CUDA the copies run on a separate stream, behind computation. On a CPU the very same copies are made, to no
-    advantage. Weights stay where they are. With ``trainer.recompute: full`` only the inputs of layers are saved.
+    On CUDA the copies run on a separate stream and overlap with computation. A CPU makes the same copies, without
+    benefit. Weights stay in place. With ``trainer.recompute: full``, only the inputs of layers are saved.
     """
 
     def __init__(self, modules: Sequence[torch.nn.Module], pool: HostPool) -> None:
@@ -58,8 +58,8 @@ class ActivationOffload:
 
     @contextlib.contextmanager
     def saving(self) -> Iterator[None]:
-        """Around a forward pass."""
-        # Weights and views of them share storages, which move when a trainer is offloaded: look each time.
+        """Wrap a forward pass."""
+        # Weights and their views share storages, which move when a trainer is offloaded, so look them up each time.
         self._weights = {p.untyped_storage()._cdata for module in self._modules for p in module.parameters()}
         with torch.autograd.graph.saved_tensors_hooks(self._to_host, self._to_device):
             yield
@@ -97,7 +97,7 @@ class ActivationOffload:
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):
             host.copy_(tensor, non_blocking=True)
-        tensor.record_stream(self._stream)  # its memory is not to be used again before the copy is done
+        tensor.record_stream(self._stream)  # its memory must not be reused before the copy is done
         return host
 
     def _fetch(self, saved: Saved) -> Tensor:

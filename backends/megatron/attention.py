@@ -1,4 +1,4 @@
-"""Packed core attention, which Megatron's attention layer calls between its projections, and the choice of it."""
+"""Packed core attention, which Megatron's attention layer calls between its projections, and how it is chosen."""
 
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, Self
@@ -25,8 +25,8 @@ Attention = Literal["transformer_engine", "ring_flash_attn", "ring", "allgather"
 
 
 def attention_of(trainer: TrainerConfig, dimensions: ModelDimensions, on_cuda: bool) -> Attention:
-    """Return the configured attention; ``auto`` is Transformer Engine where it can run, and the ring elsewhere. Where
-    sequences share prefixes it is the all-gather."""
+    """Return the configured attention. ``auto`` is Transformer Engine if it can run, otherwise the ring, and the
+    all-gather if sequences share prefixes."""
     if trainer.attention != "auto":
         return trainer.attention
     if trainer.share_prefixes:
@@ -35,20 +35,20 @@ def attention_of(trainer: TrainerConfig, dimensions: ModelDimensions, on_cuda: b
 
 
 def uses_transformer_engine(trainer: TrainerConfig, dimensions: ModelDimensions, on_cuda: bool) -> bool:
-    """Return whether Transformer Engine's modules make up the layers. ``auto`` takes them wherever they can run, also
-    around the attention of shared prefixes."""
+    """Return whether the layers use Transformer Engine's modules. ``auto`` uses them whenever they can run, even around
+    the attention of shared prefixes."""
     if trainer.attention != "auto":
         return trainer.attention == "transformer_engine"
     return on_cuda and dimensions.latent is None and has_transformer_engine()
 
 
 def context_layout_of(attention: Attention) -> Layout:
-    """How a pack is cut for it: zigzag for rings (Transformer Engine's is one), contiguous where keys are gathered."""
+    """Return the layout of packs: zigzag for rings (Transformer Engine's is one), contiguous for gathered keys."""
     return "contiguous" if attention in ("allgather", "ring_flash_attn") else "zigzag"
 
 
 def machine_problems(config: RunConfig, on_cuda: bool) -> list[str]:
-    """Why this rank's machine cannot run what was asked for, each with a remedy."""
+    """List reasons why this rank's machine cannot run the requested attention, each with a remedy."""
     problems, attention = list(attention_problems(config)), config.trainer.attention
     if attention == "transformer_engine" and not on_cuda:
         problems.append(
@@ -60,11 +60,11 @@ def machine_problems(config: RunConfig, on_cuda: bool) -> list[str]:
 
 @dataclass
 class PackedLayout(PackedSeqParams):
-    """Layer inputs of one micro-batch besides hidden states; it travels with the micro-batch.
+    """Layer inputs of one micro-batch besides hidden states, passed along with the micro-batch.
 
     Attributes:
         cos, sin: (T_local, 1, rotary_dim / 2) rotary table of the local tokens.
-        interleaved: it turns neighbouring elements, not those half a head apart.
+        interleaved: rotate adjacent elements instead of elements half a head apart.
         attention: computes within the sequences' boundaries; None for Transformer Engine's.
         routed: tokens of the routers' balancing loss, in training with one.
     """
@@ -78,13 +78,13 @@ class PackedLayout(PackedSeqParams):
 
     @classmethod
     def given(cls, packed_seq_params: Self | None) -> Self:
-        """Check the layout that a layer was called with."""
+        """Check the layout passed to a layer."""
         if packed_seq_params is None or packed_seq_params.cos is None:
             raise ValueError("attention needs the micro-batch's PackedLayout as packed_seq_params")
         return packed_seq_params
 
     def rotated(self, *heads: Tensor) -> tuple[Tensor, ...]:
-        """Queries or keys, (T_local, heads, rotary_dim) each, turned to their positions."""
+        """Rotate queries or keys, (T_local, heads, rotary_dim) each, to their positions."""
         assert self.cos is not None and self.sin is not None
         return tuple(apply_rotary(x, self.cos, self.sin, self.interleaved) for x in heads)
 
@@ -92,11 +92,11 @@ class PackedLayout(PackedSeqParams):
 class PackedCoreAttention(torch.nn.Module):
     """Causal attention inside every sequence of a pack, with rotary embedding, on one rank or over the context group.
 
-    A drop-in for Megatron's ``core_attention``. It takes (T, H, D) queries and (T, G, D) keys and values and reads
-    boundaries and angles from the micro-batch's ``PackedLayout`` only.
+    A drop-in replacement for Megatron's ``core_attention``. It takes (T, H, D) queries and (T, G, D) keys and values,
+    and reads boundaries and angles only from the micro-batch's ``PackedLayout``.
 
     Attributes:
-        rotates: queries and keys come without rotary embedding.
+        rotates: queries and keys arrive without rotary embedding.
     """
 
     rotates: ClassVar[bool] = True
@@ -124,7 +124,7 @@ class PackedCoreAttention(torch.nn.Module):
         attention_bias: Tensor | None = None,
         packed_seq_params: PackedLayout | None = None,
     ) -> Tensor:
-        """Returns (T, H * D), D being that of the values."""
+        """Return (T, H * D), where D is the values' head size."""
         layout = PackedLayout.given(packed_seq_params)
         if self.rotates:
             query, key = layout.rotated(query, key)
@@ -135,6 +135,6 @@ class PackedCoreAttention(torch.nn.Module):
 
 
 class RotatedCoreAttention(PackedCoreAttention):
-    """The same for queries and keys that have their rotary embedding."""
+    """Packed attention for queries and keys that already have rotary embedding."""
 
     rotates = False

@@ -1,4 +1,4 @@
-"""Training state on disk through Megatron's distributed checkpointing: readable under the same layout and others."""
+"""Training state on disk through Megatron's distributed checkpointing, readable under any layout."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -26,39 +26,39 @@ from backends.megatron.versions.loading import loading_together
 from slime_like.errors import CheckpointError
 
 _METADATA = {"chained_optim_avoid_prefix": True}
-"""Keys of optimizer state that do not depend on how parameters are spread over Megatron's optimizers."""
+"""Setting for optimizer keys that don't depend on how parameters are spread over Megatron's optimizers."""
 
 _EXTRA_STATE = "_extra_state"
-"""Stands in the keys of what modules of Transformer Engine keep beside weights: scales of 8-bit training, which is not
-done here. Local modules have none to write, and could not read any."""
+"""Part of the keys of Transformer Engine's additional state: scales of 8-bit training, which is not done here. Local
+modules neither write nor read it."""
 
 
 def plan_checkpoint(
     directory: Path, model_chunks: Sequence[GPTModel], optimizer: Optimizer, copies: HostCopies | None = None
 ) -> CheckpointWriter:
-    """A writer of model, optimizer, schedule and random state into ``directory``. Collective over the world.
+    """Return a writer of model, optimizer, schedule and random state into ``directory``. Collective over the world.
 
-    The caller owns naming and atomicity; all ranks must share the file system.
+    The caller handles naming and atomicity; all ranks must share the file system.
 
     Args:
-        copies: where to keep the state as it is now: it may change before it is written.
+        copies: memory for a copy of the current state, which may change before it is written.
 
     Raises:
-        CheckpointError: the disk refused; on every rank, even if only one could not write.
+        CheckpointError: the disk rejected a write; on every rank, even if only one could not write.
     """
     _fill_adam_state(optimizer)
     state = _sharded_state(model_chunks, optimizer, loading=False)
     state |= {"scheduler": optimizer.scheduler.state_dict(), "format": FORMAT, "layout": _layout()}
     state |= {"adam_step": _adam_step(optimizer), "random": _sharded_random_state()}
-    state["extra"] = {}  # versions before this one read it
+    state["extra"] = {}  # earlier versions read it
     return CheckpointWriter(directory, state, next(model_chunks[0].parameters()).device, copies)
 
 
 def load_checkpoint(directory: Path, model_chunks: Sequence[GPTModel], optimizer: Optimizer) -> None:
-    """Read what a writer of ``plan_checkpoint`` wrote, in place. Collective over the world.
+    """Read in place what a writer of ``plan_checkpoint`` wrote. Collective over the world.
 
-    Under the layout that wrote it everything comes back bit for bit, random state included. Under another layout
-    weights, optimizer and schedule do; random states belong to the ranks of the old layout and stay as they are.
+    The same layout restores everything bit for bit, including random state. Another layout restores weights, optimizer
+    and schedule; random states belong to the ranks of the old layout and are not restored.
 
     Raises:
         CheckpointError: no checkpoint there, damaged, of another model, or with another learning-rate schedule.
@@ -76,7 +76,7 @@ def load_checkpoint(directory: Path, model_chunks: Sequence[GPTModel], optimizer
         problem = f"is of another model or optimizer; only one of both has {listed(differing)}"
         raise _of_another_model(directory, problem, "model.path and trainer.optimizer settings")
     _fill_weights(directory, model_chunks, loaded)
-    if not optimizer.is_distributed:  # the distributed one's state was read in place
+    if not optimizer.is_distributed:  # the distributed optimizer's state was read in place
         optimizer.megatron.load_state_dict(loaded["optimizer"])
     _set_adam_step(optimizer, loaded["adam_step"])
     _restore_schedule(directory, optimizer.scheduler, loaded["scheduler"])
@@ -91,7 +91,7 @@ def save_weights(directory: Path, model_chunks: Sequence[GPTModel]) -> None:
 
 
 def load_weights(directory: Path, model_chunks: Sequence[GPTModel]) -> None:
-    """Read the model's weights alone, in place, under this layout or another. Collective over the world.
+    """Read only the model's weights, in place, under any layout. Collective over the world.
 
     Raises:
         CheckpointError: no checkpoint there, damaged, or of another model.
@@ -119,7 +119,7 @@ def _of_another_model(directory: Path, problem: str, settings: str = "model.path
 
 
 class _Reader(VerifyingReader):
-    """Reads the metadata once, and compares every piece with its checksum."""
+    """Reader that caches the metadata, and compares every piece with its checksum."""
 
     _metadata: Metadata | None = None
 
@@ -130,22 +130,22 @@ class _Reader(VerifyingReader):
 
 
 def _read(directory: Path, state: dict[str, Any], checksums: Checksums) -> tuple[dict[str, Any], set[str], set[str]]:
-    """What ``state`` asks for, the keys that only the checkpoint has, and those that it lacks."""
+    """Return the values for ``state``, the keys that only the checkpoint has, and the keys that it lacks."""
     try:
         with loading_together(lambda path: _Reader(path, checksums)):
             loaded, unread, absent = dist_checkpointing.load(state, str(directory), strict=StrictHandling.RETURN_ALL)
     except (CheckpointingException, CheckpointException, *UNREADABLE) as error:
         cause = cause_of(error)
-        # Shapes and names that differ are plain errors of these kinds.
+        # Differing shapes and names raise plain errors of these types.
         if not isinstance(cause, CheckpointingException | KeyError | ValueError):
             raise damaged(directory, brief(cause)) from error
         raise _of_another_model(directory, f"does not fit this model ({brief(cause)})") from error
-    # Checkpoints that were written with modules of Transformer Engine's kind may hold what is no weight.
+    # Ignore additional state that Transformer Engine's modules may have written: it holds no weights.
     return loaded, {key for key in unread if _EXTRA_STATE not in key}, absent
 
 
 def _read_common(directory: Path, model_chunks: Sequence[GPTModel]) -> tuple[Checksums, dict[str, Any]]:
-    """Checksums and plain values. Collective over the world."""
+    """Read checksums and plain values. Collective over the world."""
 
     def read() -> tuple[Checksums, dict[str, Any]]:
         checksums = Checksums.read(directory)
@@ -163,9 +163,9 @@ def _read_common(directory: Path, model_chunks: Sequence[GPTModel]) -> tuple[Che
 
 
 def _restore_schedule(directory: Path, scheduler: Any, saved: dict[str, Any]) -> None:
-    """Go to the saved position of the *configured* schedule, which must be the saved one."""
+    """Restore the saved position in the *configured* schedule, which must equal the saved schedule."""
     now = scheduler.state_dict()
-    # A constant rate does not depend on where the run ends: such a run may be made longer.
+    # A constant rate does not depend on the run's end, so such a run may be extended.
     free = {"num_steps", "lr_decay_steps"} if now["lr_decay_style"] == "constant" else {"num_steps"}
     require_schedule(directory, saved, now, [key for key in now if key not in free])
     scheduler.num_steps = 0
@@ -183,7 +183,7 @@ def _sharded_state(model_chunks: Sequence[GPTModel], optimizer: Optimizer, loadi
 
 
 def _sharded_models(model_chunks: Sequence[GPTModel]) -> dict[str, Any]:
-    """Weights alone. Keys inside are the modules', those inside their values the names that all layer specs share."""
+    """Return only weights. Outer keys are the modules' names; keys inside the values are common to all layer specs."""
     metadata = {"dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True), **_METADATA}
     states = [chunk.sharded_state_dict(metadata=metadata) for chunk in model_chunks]
     return {
@@ -194,7 +194,7 @@ def _sharded_models(model_chunks: Sequence[GPTModel]) -> dict[str, Any]:
 
 def _without_settings(value: Any) -> Any:
     """Keep only tensors for the disk. Everything else (parameter groups) follows from configuration and schedule, and
-    is laid out differently where, say, experts have a separate optimizer."""
+    its layout varies, for example if experts have a separate optimizer."""
     if isinstance(value, dict):
         return {key: _without_settings(entry) for key, entry in value.items()}
     if isinstance(value, list):
@@ -203,7 +203,7 @@ def _without_settings(value: Any) -> Any:
 
 
 def _fill_adam_state(optimizer: Optimizer) -> None:
-    """Give AdamW the state it otherwise makes in its first step: there is something to save, or to load into."""
+    """Create AdamW's state, which normally appears in its first step, so it can be saved or loaded into."""
     for part in optimizer.parts:
         if not isinstance(part.optimizer, torch.optim.Optimizer):
             part.init_state_fn(part.optimizer, part.config)
@@ -227,7 +227,7 @@ def _fill_torch_state(optimizer: torch.optim.Optimizer) -> None:
 
 
 def _adam_step(optimizer: Optimizer) -> int:
-    """Updates taken so far. torch's AdamW counts them per parameter, fused ones per group."""
+    """Return the number of updates so far. torch's AdamW counts them per parameter, fused optimizers per group."""
     steps = {
         int(holder["step"])
         for part in optimizer.parts
@@ -238,7 +238,7 @@ def _adam_step(optimizer: Optimizer) -> int:
 
 
 def _set_adam_step(optimizer: Optimizer, step: int) -> None:
-    """Megatron restores one counter that all parameters share, but torch's AdamW advances each parameter's own."""
+    """Set every step counter. Megatron restores one shared counter, but torch's AdamW has one per parameter."""
     for part in optimizer.parts:
         for state in part.optimizer.state.values():
             if "step" in state:
@@ -259,7 +259,7 @@ def _layout() -> dict[str, int]:
 
 
 def _sharded_random_state() -> ShardedObject:
-    """torch's generators and Megatron's named ones, one entry per rank."""
+    """Return torch's generators and Megatron's named ones, one entry per rank."""
     state = {
         "cpu": torch.get_rng_state(),
         "cuda": torch.cuda.get_rng_state() if torch.cuda.is_available() else None,

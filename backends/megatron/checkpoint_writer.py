@@ -1,4 +1,4 @@
-"""Writing a distributed checkpoint in Megatron's format: by the rank itself, at once or behind its back."""
+"""Writing of a distributed checkpoint in Megatron's format, by the rank itself, immediately or in the background."""
 
 import contextlib
 from collections.abc import Iterator
@@ -24,15 +24,15 @@ from backends.megatron.versions.saving import ASYNC_OPTIONS, PlainValues, saving
 from slime_like.errors import CheckpointError
 
 PLAIN_FILES = (".metadata", "common.pt", "metadata.json")
-"""What Megatron and torch write beside the data files; every rank reads them as a whole."""
+"""Files that Megatron and torch write next to the data files. Every rank reads them whole."""
 
 
 class CheckpointWriter(RankWriting):
-    """One checkpoint on its way to disk: planned when made, then written, then finished.
+    """A checkpoint being written: planned on creation, then written, then finished.
 
     Args:
         state: Megatron's sharded state.
-        copies: where to copy every tensor now, so that the state may change before it is written.
+        copies: memory for an immediate copy of every tensor, so that the state may change before it is written.
     """
 
     plain_files = PLAIN_FILES
@@ -60,7 +60,7 @@ class CheckpointWriter(RankWriting):
 
 @contextlib.contextmanager
 def _refused_by_disk(path: Path) -> Iterator[None]:
-    """One sentence about a disk that refuses, or about what Megatron does not like to write to."""
+    """Turn a rejected write, by the disk or by Megatron, into one sentence."""
     try:
         with refused_by_disk(path):
             yield
@@ -71,20 +71,20 @@ def _refused_by_disk(path: Path) -> Iterator[None]:
 
 
 def _save_common(common_state_dict: dict[str, Any], checkpoint_dir: str | Path) -> None:
-    """Write ``common.pt`` as Megatron does, through a stream that tells what the system refused."""
+    """Write ``common.pt`` like Megatron, through a stream that keeps the system's error."""
     if dist.get_rank() == 0:
         with (Path(checkpoint_dir) / COMMON_STATE_FNAME).open("wb") as file:
             save_to_stream(common_state_dict, file)
 
 
 class _InProcessSave(PlainValues, TorchDistSaveShardedStrategy):
-    """Megatron's torch_dist format, written by the rank itself instead of by processes forked and spawned for it.
+    """Megatron's torch_dist format, written by the rank itself instead of by forked and spawned processes.
 
-    Forking a process that has threads (Ray's actors do) may hang, and spawning needs an importable main module.
+    Forking a process with threads (such as a Ray actor) may hang, and spawning needs an importable main module.
     """
 
     writer: FileSystemWriterAsync
-    """Of the save that was planned."""
+    """Writer of the planned save."""
 
     save_common = staticmethod(_save_common)
 
@@ -95,14 +95,14 @@ class _InProcessSave(PlainValues, TorchDistSaveShardedStrategy):
         return AsyncRequest(None, (), [lambda: save_state_dict_async_finalize(*save_state_dict_ret)])
 
     def take_snapshot(self, copies: HostCopies) -> None:
-        """Copy every tensor that is to be written; objects are serialised already."""
+        """Copy every tensor to be written. Objects are already serialized."""
         files = [tensors for _, _, (_, tensors) in self.writer.write_buckets or []]
         made = iter(copies.of(tensor for tensors in files for _, tensor in tensors))
         for tensors in files:
             tensors[:] = [(item, next(made)) for item, _ in tensors]
 
     def write(self) -> dict[str, list[Piece]]:
-        """Write this rank's files, flushed to disk; their pieces. Needs neither CUDA nor another rank."""
+        """Write this rank's files, flushed to disk; return their pieces. Needs neither CUDA nor another rank."""
         written: dict[str, list[Piece]] = {}
         results: dict[int, list[WriteResult]] = {}
         for index, (path, key, (objects, tensors)) in enumerate(self.writer.write_buckets or []):

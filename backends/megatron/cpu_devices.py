@@ -1,4 +1,4 @@
-"""CUDA's devices, streams and literal ``device="cuda"``, redirected to a device that is there."""
+"""Redirection of CUDA's devices, streams and literal ``device="cuda"`` to an available device."""
 
 import contextlib
 import functools
@@ -26,11 +26,11 @@ def device_patches(target: str) -> list[Patch]:
 
 # ------------------------------------------------------------------------------------------------ device and streams
 def synchronized() -> None:
-    """Stands where the host of a GPU waits for it."""
+    """Do nothing, where the host of a GPU would wait for it."""
 
 
 class _Done:
-    """A stream whose work is done, or an event that has happened: the CPU runs operations in program order."""
+    """A finished stream or event: the CPU runs operations in program order."""
 
     def __init__(self, *unused: Any, **options: Any) -> None:
         pass
@@ -57,13 +57,13 @@ _METHODS = ("new_empty", "new_full", "new_ones", "new_tensor", "new_zeros", "to"
 
 
 def _literal_patches(target: str) -> list[Patch]:
-    """``device="cuda"``, ``Tensor.cuda()`` and pinned memory become their equivalents on ``target``.
+    """Convert ``device="cuda"``, ``Tensor.cuda()`` and pinned memory to their equivalents on ``target``.
 
-    Functions are replaced where Megatron looks them up. A ``TorchFunctionMode`` would see every operation, but costs
-    each of them some microseconds: of a small model's forward and backward 3 %.
+    Functions are replaced in the places where Megatron looks them up. A ``TorchFunctionMode`` would see every
+    operation, but add some microseconds to each: 3 % of a small model's forward and backward.
     """
-    # Who recognises functions when he is first asked has to know them as they are.
-    _device_constructors()  # what ``with torch.device(...)`` applies to
+    # Code that records functions on first use must see the originals.
+    _device_constructors()  # the functions that ``with torch.device(...)`` applies to
     redirected = functools.partial(_redirected, target=torch.device(target))
     factories = [Patch(torch, name, redirected(getattr(torch, name))) for name in _FACTORIES]
     methods = [Patch(torch.Tensor, name, redirected(getattr(torch.Tensor, name))) for name in _METHODS]
@@ -72,7 +72,7 @@ def _literal_patches(target: str) -> list[Patch]:
 
 
 def _redirected(make: Callable[..., Any], target: torch.device) -> Callable[..., Any]:
-    """``make`` with ``target`` for any CUDA device among its arguments, and without pinned memory."""
+    """Wrap ``make``: replace any CUDA device in its arguments by ``target``, and drop pinned memory."""
 
     @functools.wraps(make)
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -83,7 +83,7 @@ def _redirected(make: Callable[..., Any], target: torch.device) -> Callable[...,
         return make(*(target if _is_cuda(value) else value for value in args), **kwargs)
 
     if (operator := _find_builtin(make)) is not None:
-        _register_builtin(call, operator)  # torch.jit.script compiles what is imported meanwhile as it always does
+        _register_builtin(call, operator)  # so that torch.jit.script still compiles whatever is imported meanwhile
     return call
 
 
@@ -98,7 +98,7 @@ def _itself(tensor: torch.Tensor, *unused: Any, **options: Any) -> torch.Tensor:
 
 
 def _type_on_cuda(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-    """Megatron's optimizer accepts parameters by type name ("torch.cuda.FloatTensor")."""
+    """Return CUDA type names: Megatron's optimizer accepts parameters by type name ("torch.cuda.FloatTensor")."""
     found = _TYPE(tensor, *args, **kwargs)
     if not isinstance(found, str):
         return found

@@ -1,8 +1,8 @@
-"""Every adaptation of Megatron-core to machines without CUDA, in one place, and active only there.
+"""All adaptations of Megatron-core to machines without CUDA. They are active only there.
 
-Megatron-core computes on any device, but reaches for CUDA in fixed spots: the current device, streams, the tracker of
-random states, and literal ``device="cuda"``. ``megatron_runtime`` redirects those spots to the CPU for the length of a
-``with`` block and puts the originals back afterwards. Where CUDA is available it does nothing.
+Megatron-core computes on any device, but uses CUDA in fixed places: the current device, streams, the tracker of random
+states, and literal ``device="cuda"``. ``megatron_runtime`` redirects these to the CPU inside a ``with`` block, and
+restores the originals afterwards. If CUDA is available, it does nothing.
 """
 
 import contextlib
@@ -28,10 +28,10 @@ from slime_like.errors import TrainerError
 
 @contextlib.contextmanager
 def megatron_runtime(on_meta: bool = False) -> Iterator[None]:
-    """Inside, Megatron-core builds, steps and checkpoints on this machine. Wrap all of that in it; it may be nested.
+    """Wrap everything in which Megatron-core builds, steps and checkpoints on this machine. May be nested.
 
     Args:
-        on_meta: what would be made on a GPU gets a shape only, on every machine, one with CUDA too.
+        on_meta: GPU tensors become shapes only, on every machine, even one with CUDA.
     """
     with contextlib.ExitStack() as stack:
         if on_meta or not torch.cuda.is_available():
@@ -48,7 +48,7 @@ def _patches(on_meta: bool) -> tuple[Patch, ...]:
         Patch(random, "_get_cuda_rng_state", lambda *_, **__: torch.get_rng_state()),
         Patch(random, "_set_cuda_rng_state", lambda state, *_, **__: torch.set_rng_state(state)),
         Patch(p2p_communication, "_batched_p2p_ops", _tagged_p2p_ops),
-        # Read by the router, but bound only where Transformer Engine imports.
+        # The router reads it, but it is bound only if Transformer Engine can be imported.
         Patch(moe_utils, "te_general_gemm", None, adds=True),
         Patch(token_dispatcher, "maybe_move_tensor_to_cpu", _as_host_tensor),
         *(Patch(fused_bias_swiglu, name, getattr(fused_bias_swiglu, name).__wrapped__) for name in _COMPILED),
@@ -64,7 +64,7 @@ def _patches(on_meta: bool) -> tuple[Patch, ...]:
 
 
 _COMPILED = ("swiglu", "weighted_swiglu", "weighted_swiglu_back")
-"""Operators of SwiGLU that torch compiles for a GPU in seconds; for a CPU that takes a compiler and half a minute."""
+"""SwiGLU operators that torch compiles within seconds for a GPU. For a CPU this takes half a minute and a compiler."""
 
 
 def _coalescing_manager(group: dist.ProcessGroup, async_ops: bool = False) -> Any:
@@ -74,7 +74,7 @@ def _coalescing_manager(group: dist.ProcessGroup, async_ops: bool = False) -> An
 
 
 def _unless_alone(collective: Any) -> Any:
-    """``collective`` of several ranks. Of one, the part is the whole already; Gloo would copy it twice."""
+    """Skip ``collective`` for a single rank, whose part is the whole. Gloo would copy it twice."""
 
     def call(*tensors: torch.Tensor, group: dist.ProcessGroup, **options: Any) -> Any:
         return None if group.size() == 1 else collective(*tensors, group=group, **options)
@@ -83,7 +83,7 @@ def _unless_alone(collective: Any) -> Any:
 
 
 def _swiglu_back(grad: torch.Tensor, gate_up: torch.Tensor) -> torch.Tensor:
-    """Gradient of ``silu(gate) * up`` in three passes, written where it belongs; Megatron's, uncompiled, takes ten."""
+    """Compute the gradient of ``silu(gate) * up`` in place in three passes. Megatron's, uncompiled, takes ten."""
     gate, up = gate_up.chunk(2, dim=-1)
     out = torch.empty_like(gate_up)
     gate_grad, up_grad = out.chunk(2, dim=-1)
@@ -122,10 +122,10 @@ _ACTIVATION_TAG, _GRADIENT_TAG = 1, 2
 def _tagged_p2p_ops(
     *, group: dist.ProcessGroup, prev_pipeline_rank: int, next_pipeline_rank: int, **tensors: torch.Tensor | None
 ) -> list[Any]:
-    """Megatron's batched messages, with a tag for each direction.
+    """Create Megatron's batched messages, with one tag per direction.
 
-    Of two stages each is the other's next and previous one. Untagged, an activation and a gradient sent in one batch
-    could be received as each other.
+    With two stages, each is both the next and the previous one of the other. Without tags, an activation and a gradient
+    in one batch could be mistaken for each other.
     """
     messages = (
         (dist.isend, tensors["tensor_send_prev"], prev_pipeline_rank, _GRADIENT_TAG),
@@ -146,10 +146,10 @@ def _as_host_tensor(tensor: Any, as_numpy: bool = False, record_stream: bool = F
 
 
 def _set_main_param_and_states(self: Any, model_param: torch.nn.Parameter, tensors: dict[str, torch.Tensor]) -> None:
-    """Copy a checkpoint's tensors into torch's AdamW, whose per-parameter state also holds a ``step`` they lack."""
+    """Copy a checkpoint's tensors into torch's AdamW, which also has a ``step`` per parameter that they lack."""
     group_index, group_order = self.model_param_group_index_map[model_param]
     main = self.optimizer.param_groups[group_index]["params"][group_order]
-    if hasattr(self.optimizer, "sub_optimizers"):  # optimizer state in host memory: taken over from here afterwards
+    if hasattr(self.optimizer, "sub_optimizers"):  # optimizer state in host memory, copied from here later
         for name, value in tensors.items():
             self.optimizer.state[main]["master_param" if name == "param" else name] = value
         return
@@ -160,10 +160,10 @@ def _set_main_param_and_states(self: Any, model_param: torch.nn.Parameter, tenso
 
 
 def _all_on_host(self: Any, offload_fraction: float) -> tuple[Any, ...]:
-    """Split of parameters between device and host where they are on a "device" that is the CPU: all go to the host.
+    """Assign all parameters to the host if their "device" is the CPU.
 
-    Megatron's own asks each parameter whether it is on a CUDA device, and gives a host copy to those alone. Its step
-    looks the others' copies up all the same: a KeyError.
+    Megatron's method creates host copies only for parameters on a CUDA device. Its step looks up the others' copies
+    anyway, and raises KeyError.
     """
     copies = {
         parameter: parameter.detach().clone().float() for group in self.param_groups for parameter in group["params"]

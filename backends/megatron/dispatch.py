@@ -1,4 +1,4 @@
-"""Megatron's dispatcher of tokens to experts, which waits for the device only where ranks exchange tokens."""
+"""Megatron's token dispatcher to experts, which waits for the device only if ranks exchange tokens."""
 
 from dataclasses import dataclass
 from typing import Any, Self
@@ -12,7 +12,7 @@ from backends.megatron.experts import GroupedExperts
 
 @dataclass(frozen=True, slots=True)
 class Routes:
-    """Rows of tokens in the order of experts; every token has equally many.
+    """Rows of tokens in the order of experts. Every token has the same number of rows.
 
     Attributes:
         tokens: (R,) the token of each row.
@@ -30,14 +30,14 @@ class Routes:
     def summed(self, rows: Tensor) -> Tensor:
         """Add the (R, H) rows of each token, to (T, H).
 
-        In a fixed order and rounded once. Megatron's ``unpermute`` adds atomically, so that a GPU's results would
-        differ from run to run.
+        Sums in a fixed order and rounds once. Megatron's ``unpermute`` adds atomically, so a GPU's results would differ
+        between runs.
         """
         return rows.index_select(0, self.rows.flatten()).view(*self.rows.shape, -1).sum(1)
 
 
 class ToExperts(torch.autograd.Function):
-    """(T, H) tokens to (R, H) rows."""
+    """Expansion of (T, H) tokens to (R, H) rows."""
 
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, routes: Routes) -> Tensor:
@@ -50,7 +50,7 @@ class ToExperts(torch.autograd.Function):
 
 
 class FromExperts(torch.autograd.Function):
-    """(R, H) rows to the sums of each token's, (T, H)."""
+    """Sum of (R, H) rows by token, to (T, H)."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, routes: Routes) -> Tensor:
@@ -63,12 +63,12 @@ class FromExperts(torch.autograd.Function):
 
 
 class Dispatcher(MoEAlltoAllTokenDispatcher):
-    """Every token goes to ``moe_router_topk`` experts, so that the host knows how many rows there are.
+    """Dispatcher of every token to ``moe_router_topk`` experts, so the host knows the number of rows.
 
-    Between ranks the host has to know how many go where; Megatron waits for that once in a layer's forward pass.
+    Between ranks, the host must know how many rows go where. Megatron waits for this once per layer in forward.
 
     Attributes:
-        counts_stay: the experts take their numbers of tokens as a tensor on the device.
+        counts_stay: the experts accept their numbers of tokens as a tensor on the device.
     """
 
     counts_stay = False
@@ -82,24 +82,24 @@ class Dispatcher(MoEAlltoAllTokenDispatcher):
         return self.ep_size == self.tp_size == 1
 
     def dispatch_preprocess(self, hidden_states: Tensor, routing_map: Tensor, probs: Tensor) -> tuple[Tensor, Tensor]:
-        """Rows of tokens (..., H) in the order of experts, and their probabilities, by (T, E) map and probabilities."""
+        """Return rows of tokens (..., H) in the order of experts and their probabilities, from the (T, E) inputs."""
         self.hidden_shape, self.probs, self.routing_map = hidden_states.shape, probs, routing_map
         hidden = hidden_states.view(-1, hidden_states.shape[-1])
         counts = self.preprocess(routing_map)
         self.tokens_per_expert = self._maybe_dtoh_and_synchronize("before_permutation_1", counts)
         self.hidden_shape_before_permute = hidden.shape
-        # Megatron's ``permute`` selects by masks, whose entries the host would wait for.
+        # Megatron's ``permute`` selects by masks, and the host would wait for their values.
         routes = torch.nonzero_static(routing_map.mT.flatten(), size=self.num_out_tokens).squeeze(1)
         self._routes = Routes.of(routes % len(hidden), self.config.moe_router_topk)
         return ToExperts.apply(hidden, self._routes), probs.mT.flatten().index_select(0, routes)
 
     def combine_postprocess(self, permutated_local_input_tokens: Tensor) -> Tensor:
-        """Sums of each token's rows, in the shape in which the tokens came."""
+        """Return the sum of each token's rows, in the tokens' original shape."""
         combined: Tensor = FromExperts.apply(permutated_local_input_tokens, self._routes)
         return combined.view(self.hidden_shape)
 
     def dispatch_postprocess(self, global_input_tokens: Tensor, global_probs: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Rows in the order of local experts, number of each one's, and probabilities of the rows."""
+        """Return rows in the order of local experts, the number of rows per expert, and the rows' probabilities."""
         if not (self._is_alone and self.counts_stay):
             rows: tuple[Tensor, Tensor, Tensor] = super().dispatch_postprocess(global_input_tokens, global_probs)
             return rows
@@ -107,7 +107,7 @@ class Dispatcher(MoEAlltoAllTokenDispatcher):
         return global_input_tokens, counts, global_probs
 
     def combine_preprocess(self, hidden_states: Tensor) -> Tensor:
-        """Rows in the order in which they came."""
+        """Return rows in their original order."""
         if self._is_alone and self.counts_stay:
             return hidden_states
         rows: Tensor = super().combine_preprocess(hidden_states)

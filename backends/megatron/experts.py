@@ -1,7 +1,7 @@
-"""Experts computed together: one grouped product for all of a rank's, where Megatron's own layers loop over them.
+"""Experts computed together: one grouped product for all experts of a rank, where Megatron's layers loop over them.
 
-Parameters have the names of Transformer Engine's grouped modules and, in checkpoints, those of all the others. Each
-expert's weights stay a parameter; what a product takes as one tensor is put together for its length.
+Parameters have the names of Transformer Engine's grouped modules and, in checkpoints, the common names. Each expert's
+weights remain one parameter; a product that needs a single tensor stacks them temporarily.
 """
 
 from typing import Any
@@ -30,10 +30,10 @@ def can_be_grouped(config: RunConfig, dimensions: ModelDimensions) -> bool:
 
 
 class GroupedLinear(torch.nn.Module):
-    """The same linear layer of all of a rank's experts.
+    """The same linear layer of all experts of a rank.
 
     Attributes:
-        axis: of a weight, (output size, input size), that expert-tensor-parallel ranks split.
+        axis: axis of a weight, (output size, input size), that expert-tensor-parallel ranks split.
     """
 
     axis: int
@@ -55,17 +55,17 @@ class GroupedLinear(torch.nn.Module):
         device = None if config.use_cpu_initialization else torch.cuda.current_device()
         for number in range(num_gemms):
             weight: Any = torch.nn.Parameter(torch.empty(shape, dtype=config.params_dtype, device=device))
-            # What Megatron's optimizer and DDP ask of a parameter.
+            # Attributes that Megatron's optimizer and DDP require of a parameter.
             set_tensor_model_parallel_attributes(weight, is_parallel=True, dim=self.axis, stride=1)
             weight.allreduce = config.expert_model_parallel_size == 1
             self.register_parameter(f"weight{number}", weight)
 
     def forward(self, x: Tensor, ends: Tensor) -> tuple[Tensor, None]:
-        """(T, input size) rows in the order of experts and the (E,) int32 ends of their groups; no bias."""
+        """Multiply (T, input size) rows in the order of experts, given the (E,) int32 ends of their groups; no bias."""
         return grouped_linear(x, ends, list(self.parameters())), None
 
     def sharded_state_dict(self, prefix: str = "", sharded_offsets: Any = (), metadata: Any = None) -> dict[str, Any]:
-        """Every expert's weight as a part of the one tensor on disk that holds those of all."""
+        """Describe every expert's weight as a part of the one tensor on disk that holds all of them."""
         groups = self._groups
         first, total = groups.ep.rank() * self.num_gemms, groups.ep.size() * self.num_gemms
         state: dict[str, Any] = {}
@@ -78,26 +78,26 @@ class GroupedLinear(torch.nn.Module):
                 tp_group=groups.expt_tp,
                 dp_cp_group=metadata["dp_cp_group"],
             ).values()
-            # Copies are with the data-parallel ranks that hold the same experts.
+            # Data-parallel ranks with the same experts hold the copies.
             sharded.replica_id = (*sharded.replica_id[:2], groups.expt_dp.rank())
             state[f"{prefix}weight{number}"] = sharded
         return state
 
 
 class ColumnGroupedLinear(GroupedLinear):
-    """Expert-tensor-parallel ranks have other outputs."""
+    """Layer with outputs split between expert-tensor-parallel ranks."""
 
     axis = 0
 
 
 class RowGroupedLinear(GroupedLinear):
-    """Expert-tensor-parallel ranks have other inputs; their sum is the dispatcher's."""
+    """Layer with inputs split between expert-tensor-parallel ranks; the dispatcher sums the results."""
 
     axis = 1
 
 
 class GroupedExperts(TEGroupedMLP):
-    """Megatron's grouped experts with torch's product: it reads how many tokens an expert has on the device."""
+    """Megatron's grouped experts with torch's product, which reads the experts' token counts on the device."""
 
     def __init__(
         self, num_local_experts: int, config: TransformerConfig, pg_collection: Any = None, **unused: Any
@@ -106,7 +106,7 @@ class GroupedExperts(TEGroupedMLP):
         super().__init__(num_local_experts, config, parts, pg_collection)
 
     def forward(self, rows: Tensor, tokens_per_expert: Tensor, probs: Tensor) -> tuple[Tensor, None]:
-        """(T, H) rows in the order of experts, (E,) numbers of each one's, (T,) their probabilities; returns (T, H)."""
+        """Map (T, H) rows in the order of experts to (T, H), given (E,) rows per expert and (T,) probabilities."""
         ends = tokens_per_expert.to(rows.device, non_blocking=True).cumsum(0, dtype=torch.int32)
         gate_up, _ = self.linear_fc1(rows, ends)
         activated = weighted_bias_swiglu_impl(gate_up, None, probs.unsqueeze(-1))

@@ -1,4 +1,4 @@
-"""Megatron's GPT model whose last stage ends in response logprobs instead of logits: [T, V] never exists."""
+"""Megatron's GPT model, whose last stage returns response logprobs instead of logits: [T, V] never exists."""
 
 from collections.abc import Callable
 from functools import partial
@@ -16,10 +16,10 @@ from slime_like.algorithms.head import fused_logprobs
 
 
 class ScoredLayer(TransformerLayer):
-    """A dense layer that, as the model's last one, leaves out the MLP of tokens that the head does not score.
+    """A dense layer that, as the model's last one, skips the MLP for tokens that the head does not score.
 
     Attributes:
-        scores: it is that layer. Of sequence-parallel tokens a rank does not have the head's rows: there all stay.
+        scores: this is the last layer. With sequence parallelism it skips none: a rank lacks the head's rows.
     """
 
     def __init__(self, config: Any, *arguments: Any, **options: Any) -> None:
@@ -27,27 +27,26 @@ class ScoredLayer(TransformerLayer):
         self.scores = self.layer_number == config.num_layers and not config.sequence_parallel
 
     def forward(self, *arguments: Any, **options: Any) -> Any:
-        """(T, 1, H), or in the last layer (r, 1, H), and no context."""
-        if not self.scores:
+        """Return (T, 1, H), or in the last layer (r, 1, H) if r is not 0, and no context."""
+        responses = PackedLayout.given(options["packed_seq_params"]).responses
+        if not self.scores or responses is None or len(responses.index) == 0:
             return super().forward(*arguments, **options)
         options.pop("dynamic_inference_decode_only", None)
         hidden, context = self._forward_attention(*arguments, **options)
-        responses = PackedLayout.given(options["packed_seq_params"]).responses
-        assert responses is not None
         return self._forward_mlp(hidden.index_select(0, responses.index)), context
 
 
 class LogprobModel(GPTModel):
-    """GPTModel whose forward returns, on the last pipeline stage, (2, r): logprobs and entropies (nats).
+    """GPTModel whose forward returns (2, r) on the last pipeline stage: logprobs and entropies (nats).
 
     r is the number of response tokens that this context-parallel rank scores; the rows come with the micro-batch
-    (``PackedLayout.responses``). Stages before the last return hidden states as usual.
+    (``PackedLayout.responses``). Earlier stages return hidden states as usual.
 
     Attributes:
         true_vocab_size: the vocabulary without padding.
-        chunk_tokens: tokens whose logits exist at once.
+        chunk_tokens: tokens whose logits exist at the same time.
         entropy_gradient: the loss has an entropy term.
-        gather_weight: called before the output weight is read: it may still be on its way from other ranks.
+        gather_weight: called before the output weight is read, which may still be arriving from other ranks.
     """
 
     true_vocab_size: int
@@ -64,12 +63,12 @@ class LogprobModel(GPTModel):
             raise ValueError("LogprobModel needs the micro-batch's response rows in packed_seq_params.responses")
         responses = packed_seq_params.responses
         if self.config.sequence_parallel:
-            # The head returns the whole gradient of its input on every rank: each takes back its part.
+            # The head returns the whole gradient of its input on every rank; each rank takes back its part.
             hidden_states = gather_from_sequence_parallel_region(
                 hidden_states, tensor_parallel_output_grad=False, group=self.pg_collection.tp
             )
         selected = hidden_states.squeeze(1)
-        if not getattr(self.decoder.layers[-1], "scores", False):
+        if not (getattr(self.decoder.layers[-1], "scores", False) and len(responses.index)):
             selected = selected.index_select(0, responses.index)
         selected = responses.spread(selected)
         if self.gather_weight is not None:
@@ -87,13 +86,13 @@ class LogprobModel(GPTModel):
             all_reduce_sum=partial(_all_reduce, group, dist.ReduceOp.SUM),
             chunk_tokens=self.chunk_tokens,
             supports=responses.supports,
-            check_values=False,  # `require_computable` has
+            check_values=False,  # `require_computable` checks them
         )
-        # An entropy that only is reported must not cost a gradient.
+        # A merely reported entropy must not cost a gradient.
         return torch.stack([logprobs, entropy if self.entropy_gradient else entropy.detach()])
 
     def output_weight(self) -> Tensor:
-        """(V_local, H), the head's own or the embedding's."""
+        """Return (V_local, H), the head's weight or the embedding's."""
         if self.share_embeddings_and_output_weights:
             return self.shared_embedding_or_output_weight()
         return self.output_layer.weight

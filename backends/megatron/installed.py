@@ -8,7 +8,7 @@ from packaging.version import Version
 from slime_like.errors import TrainerError
 
 SUPPORTED = ("0.16.1", "0.19.2")
-"""Versions that the adaptations were written for: the newest for Python 3.11, and the newest for 3.12."""
+"""Versions that the adaptations support: the newest for Python 3.11, and the newest for 3.12."""
 
 INSTALLED = Version(version("megatron-core"))
 
@@ -16,13 +16,13 @@ IS_NEW = INSTALLED.release >= (0, 19)
 
 
 def require(owner: Any, name: str) -> None:
-    """Raises TrainerError when the installed version does not define the adapted ``owner.name``."""
+    """Raise TrainerError if the installed version does not define the adapted ``owner.name``."""
     if not hasattr(owner, name):
         raise absent(f"{getattr(owner, '__name__', repr(owner))}.{name}")
 
 
 def absent(spot: str) -> TrainerError:
-    """The error about an adapted spot that the installed version does not have."""
+    """Return the error for an adapted symbol that the installed version lacks."""
     return TrainerError(
         f"{spot} does not exist in megatron-core {INSTALLED} (the adaptations were written for "
         f"{' and '.join(SUPPORTED)})",

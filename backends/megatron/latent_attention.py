@@ -1,8 +1,8 @@
 """Multi-head latent attention (DeepSeek-V2, https://arxiv.org/abs/2405.04434, section 2.1) on packed sequences.
 
-Projections, their parameters and their sharding are Megatron's. What lies between them is ours: Megatron rotates by
-positions that it counts itself, right for its context parallelism only, and its local layers lose the other ranks'
-part of the shared key's gradient under tensor parallelism.
+Megatron provides projections, parameters and sharding. The code between the projections is ours for two reasons.
+Megatron's positions are correct only for its context parallelism. Under tensor parallelism, its local layers lose other
+ranks' part of the shared key's gradient.
 """
 
 from typing import Any
@@ -27,7 +27,7 @@ _NORM_EPS = 1e-6
 
 
 class LatentNorm(RMSNorm):
-    """The norm of a compressed query, key or value, whose eps the published models do not take from ``config.json``."""
+    """Norm of a compressed query, key or value. The published models do not take its eps from ``config.json``."""
 
     def __init__(self, config: Any, hidden_size: int, **unused: Any) -> None:
         super().__init__(config, hidden_size, _NORM_EPS)
@@ -37,7 +37,7 @@ class PackedLatentAttention(AsSpecified, MLASelfAttention):
     """Megatron's layer, with angles from the micro-batch's ``PackedLayout``."""
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
-        # Megatron takes the module that wraps the package for the package, and fails where it is not installed.
+        # Megatron mistakes the module that wraps the package for the package, and fails if it is not installed.
         installed = multi_latent_attention.HAVE_TE and has_transformer_engine()
         with applied(Patch(multi_latent_attention, "HAVE_TE", installed)):
             super().__init__(*arguments, **options)
@@ -50,7 +50,7 @@ class PackedLatentAttention(AsSpecified, MLASelfAttention):
         packed_seq_params: PackedLayout | None = None,
         **unused: Any,
     ) -> tuple[Tensor, Tensor, Tensor, None, None]:
-        """(T, H, nope + rope) queries and keys and (T, H, value_dim) values of this rank's heads.
+        """Return (T, H, nope + rope) queries and keys and (T, H, value_dim) values of this rank's heads.
 
         ``hidden_states``: (T, 1, hidden), or this tensor-parallel rank's part of them under sequence parallelism.
         """
@@ -60,7 +60,7 @@ class PackedLatentAttention(AsSpecified, MLASelfAttention):
         compressed, key_turning = self._compressed(self.linear_kv_down_proj, hidden_states).split(
             [config.kv_lora_rank, parts[1]], dim=-1
         )
-        # Every rank uses the shared part of the key for its heads alone: their gradients add up.
+        # Every rank uses the shared part of the key for its heads only, so their gradients add up.
         key_turning = copy_to_tensor_model_parallel_region(key_turning)
         keys_and_values, _ = self.linear_kv_up_proj(self.kv_layernorm(self._scattered(compressed)))
         key, value = self._heads(keys_and_values).split([parts[0], config.v_head_dim], dim=-1)
@@ -78,12 +78,12 @@ class PackedLatentAttention(AsSpecified, MLASelfAttention):
         return query
 
     def _compressed(self, projection: torch.nn.Module, hidden_states: Tensor) -> Tensor:
-        """(T, 1, rank), whole on every rank; Megatron's local layers share the work of computing it."""
+        """Return (T, 1, rank), whole on every rank. Megatron's local layers share the work of computing it."""
         projected, _ = projection(hidden_states)
         return gather_from_tensor_model_parallel_region(projected)
 
     def _scattered(self, compressed: Tensor) -> Tensor:
-        """This rank's tokens where the next projection gathers them."""
+        """Return this rank's tokens if the next projection gathers them."""
         return scatter_to_sequence_parallel_region(compressed) if self.config.sequence_parallel else compressed
 
     def _heads(self, x: Tensor) -> Tensor:

@@ -20,13 +20,13 @@ from slime_like.trajectory import PackedTrajectory
 
 @dataclass(slots=True)
 class ModelInput(MicroBatch):
-    """One pack on this rank's device; ``layout`` is what the layers read beside hidden states."""
+    """One pack on this rank's device. ``layout`` holds the layers' inputs besides hidden states."""
 
     layout: PackedLayout
 
 
 class BatchBuilder:
-    """Makes micro-batches for this rank of the configured layout, whose groups exist."""
+    """Builder of micro-batches for this rank of the configured layout, whose groups must exist."""
 
     def __init__(self, config: RunConfig, dimensions: ModelDimensions, device: torch.device) -> None:
         self._device = device
@@ -34,16 +34,16 @@ class BatchBuilder:
         self._dtype = getattr(torch, config.model.dtype)
         self._rotary = Rotary.of(dimensions, device)
         self._context_group = parallel_state.get_context_parallel_group()
-        # It decides how packs are cut over those ranks.
+        # The attention determines how packs are split over these ranks.
         self._attention = attention_of(config.trainer, dimensions, torch.cuda.is_available())
         layout = config.trainer.parallel
-        # Ranks that share a context shard's tokens between them; local token counts are multiples of their number.
+        # Ranks that share a context shard's tokens; local token counts are multiples of their number.
         self._sequence_group = parallel_state.get_tensor_model_parallel_group() if layout.sequence else None
-        # Interleaved schedules take multiples of the pipeline's size, all of one length.
+        # Interleaved schedules need a multiple of the pipeline's size, all of the same length.
         self._multiple = layout.pipeline if layout.virtual_pipeline > 1 else None
 
     def build(self, packs: Sequence[PackedTrajectory], balance: BalanceLoss | None = None) -> list[ModelInput]:
-        """Cut this rank's part out of every pack. Where it must, it fills up with packs of no weight, and pads."""
+        """Take this rank's part of every pack. If required, adds packs without weight, and pads."""
         missing = -len(packs) % (self._multiple or 1)
         given = [*packs, *(zero_weight_pack(packs[0]) for _ in range(missing))]
         for pack in given:
@@ -69,7 +69,7 @@ class BatchBuilder:
         return ModelInput(pack, moved, shard, self._context_group, layout)
 
     def _layout(self, pack: PackedTrajectory, shard: ContextShard, balance: BalanceLoss | None) -> PackedLayout:
-        """What follows from boundaries and rows; the rotary table is the device's business."""
+        """Compute everything that follows from boundaries and rows, except the rotary table."""
         boundaries, name = shard.cu_seqlens_padded, self._attention
         return PackedLayout(
             qkv_format="thd",
@@ -80,14 +80,14 @@ class BatchBuilder:
             max_seqlen_q=shard.max_seqlen_padded,
             max_seqlen_kv=shard.max_seqlen_padded,
             interleaved=self._rotary.interleaved,
-            # Transformer Engine's reads the fields that Megatron itself knows.
+            # Transformer Engine's attention reads the fields that Megatron defines.
             attention=None if name == "transformer_engine" else choose_attention(name, shard, self._context_group),
             responses=ResponseRows.of(pack, shard),
             routed=None if balance is None else RoutedTokens.of(pack, shard, self._rows(shard), balance),
         )
 
     def _rows(self, shard: ContextShard) -> slice:
-        """The part of the local token axis that this rank's layers work on outside attention."""
+        """Return the part of the local token axis that this rank's layers process outside attention."""
         if self._sequence_group is None:
             return slice(None)
         count = shard.tokens.numel() // self._sequence_group.size()

@@ -20,17 +20,17 @@ from slime_like.config import RunConfig
 from slime_like.models.dimensions import ModelDimensions
 
 VOCAB_MULTIPLE = 128
-"""The vocabulary is padded to a multiple of this times the tensor-parallel size, as Megatron's own tools do."""
+"""The vocabulary is padded to a multiple of this times the tensor-parallel size, like in Megatron's tools."""
 
 
 def padded_vocab_size(vocab_size: int, tensor_size: int) -> int:
-    """Rows of the whole embedding, padding included."""
+    """Return the rows of the whole embedding, including padding."""
     multiple = VOCAB_MULTIPLE * tensor_size
     return -(-vocab_size // multiple) * multiple
 
 
 def transformer_config(config: RunConfig, dimensions: ModelDimensions) -> TransformerConfig:
-    """Megatron's configuration of this model under the run's parallel layout."""
+    """Build Megatron's configuration of this model under the run's parallel layout."""
     dtype = getattr(torch, config.model.dtype)
     kind = TransformerConfig if dimensions.latent is None else MLATransformerConfig
     return kind(
@@ -42,22 +42,22 @@ def transformer_config(config: RunConfig, dimensions: ModelDimensions) -> Transf
         **_recompute(config.trainer.recomputed_layers(dimensions.num_layers)),
         params_dtype=dtype,
         bf16=dtype == torch.bfloat16,
-        # Weights come from the checkpoint; what it does not fill (vocabulary padding) is zeroed after construction.
-        # Megatron marks tensor-parallel weights only where it initialises them, and clipping relies on those marks.
+        # Weights come from the checkpoint; the rest (vocabulary padding) is zeroed after construction. Megatron marks
+        # tensor-parallel weights only when it initializes them, and clipping relies on these marks.
         perform_initialization=True,
         init_method=_unset,
         output_layer_init_method=_unset,
         embedding_init_method=_unset,
         use_cpu_initialization=not torch.cuda.is_available(),
-        # The loss is a weighted sum; its gradient is neither averaged over micro-batches nor over ranks.
+        # The loss is a weighted sum, so its gradient is averaged over neither micro-batches nor ranks.
         calculate_per_token_loss=True,
         # SwiGLU in one pass, compiled by torch on a GPU. It also keeps less for the backward pass.
         bias_activation_fusion=True,
         bias_dropout_fusion=False,
         masked_softmax_fusion=False,
-        # Megatron's own layers need APEX for it; Transformer Engine's get it in ``_build``.
+        # Megatron's layers need APEX for it; Transformer Engine's get it in ``_build``.
         gradient_accumulation_fusion=False,
-        # Its kernels take angles. Ours takes cosines rounded to the model's type, like the tables of engines.
+        # The fused kernels take angles. Ours takes cosines rounded to the model's type, like the tables of engines.
         apply_rope_fusion=False,
         persist_layer_norm=False,
     )
@@ -98,7 +98,7 @@ def _latent_attention(dimensions: ModelDimensions) -> dict[str, Any]:
         "qk_pos_emb_head_dim": latent.rope_dim,
         "v_head_dim": latent.value_dim,
         "qk_layernorm": True,
-        # Of Megatron's own rotary embedding only the softmax's scale is used, which YaRN changes.
+        # Megatron's rotary embedding provides only the softmax's scale, which YaRN changes.
         "rope_type": "rope",
         "rotary_scaling_factor": scaling.get("factor", 1.0),
         "mscale_all_dim": scaling.get("mscale_all_dim", 0.0),
@@ -107,15 +107,15 @@ def _latent_attention(dimensions: ModelDimensions) -> dict[str, Any]:
 
 def _experts(config: RunConfig, dimensions: ModelDimensions) -> dict[str, Any]:
     if dimensions.num_experts == 0:
-        # Pipelines of variable lengths ask for this dispatcher even of dense models.
+        # Pipelines with variable lengths require this dispatcher even for dense models.
         return {"moe_token_dispatcher_type": "alltoall"}
     return {
         "num_moe_experts": dimensions.num_experts,
         "moe_router_topk": dimensions.moe_top_k,
         "moe_ffn_hidden_size": dimensions.moe_ffn_hidden_size,
-        # Normalised top-k probabilities are a softmax over the chosen experts only.
+        # Normalized top-k probabilities are a softmax over only the chosen experts.
         "moe_router_pre_softmax": not dimensions.moe_norm_topk_prob,
-        # Our own (router.py): Megatron's depends on how tokens are spread over micro-batches.
+        # Ours is in router.py: Megatron's loss depends on how tokens are spread over micro-batches.
         "moe_router_load_balancing_type": "none",
         "moe_token_dispatcher_type": "alltoall",
         # One product for all experts.
@@ -124,7 +124,7 @@ def _experts(config: RunConfig, dimensions: ModelDimensions) -> dict[str, Any]:
         "expert_model_parallel_size": config.trainer.parallel.expert,
         "expert_tensor_parallel_size": expert_tensor_size(config.trainer.parallel),
         "moe_shared_expert_intermediate_size": dimensions.moe_shared_ffn_hidden_size or None,
-        # A list alone, even of equal layers, would store every layer under a name of its number.
+        # A list, even of equal layers, would store every layer under a separate name.
         **({"moe_layer_freq": _expert_pattern(dimensions)} if dimensions.dense_layers else {}),
         **_sigmoid_router(dimensions),
     }
@@ -135,7 +135,7 @@ def _expert_pattern(dimensions: ModelDimensions) -> list[int]:
 
 
 def _sigmoid_router(dimensions: ModelDimensions) -> dict[str, Any]:
-    """The bias is no setting: ``BalancedRouter`` holds it, and nothing updates it."""
+    """Return a sigmoid router's settings. The bias is not one: ``BalancedRouter`` holds it, and nothing updates it."""
     if not dimensions.moe_sigmoid:
         return {}
     grouped = dimensions.moe_groups > 1
@@ -144,7 +144,7 @@ def _sigmoid_router(dimensions: ModelDimensions) -> dict[str, Any]:
         "moe_router_num_groups": dimensions.moe_groups if grouped else None,
         "moe_router_group_topk": dimensions.moe_top_groups if grouped else None,
         "moe_router_topk_scaling_factor": dimensions.moe_scaling,
-        # As the published model, and engines: choices by groups are too close for less.
+        # Like the published model and engines: choices by groups are too close for lower precision.
         "moe_router_dtype": "fp32",
     }
 
@@ -152,8 +152,8 @@ def _sigmoid_router(dimensions: ModelDimensions) -> dict[str, Any]:
 def _parallelism(config: RunConfig, dtype: torch.dtype) -> dict[str, Any]:
     parallel = config.trainer.parallel
     interleaved = parallel.virtual_pipeline > 1
-    # Two stages are each other's next and previous at once: batched NCCL messages of both directions would be confused
-    # (on the CPU they carry tags). Micro-batches are padded to one length, for shapes are sent the same way.
+    # Two stages are each other's next and previous: batched NCCL messages of both directions would be confused (on the
+    # CPU they have tags). Shapes are sent the same way, so micro-batches are padded to one length.
     overlapped = interleaved and torch.cuda.is_available()
     return {
         "tensor_model_parallel_size": parallel.tensor,
@@ -162,18 +162,18 @@ def _parallelism(config: RunConfig, dtype: torch.dtype) -> dict[str, Any]:
         "context_parallel_size": parallel.context,
         "sequence_parallel": parallel.sequence,
         "pipeline_dtype": dtype,
-        # What has been sent to the next stage is needed there only; an overlapped schedule may still be sending it.
+        # Only the next stage needs what was sent to it, but an overlapped schedule may still be sending it.
         "deallocate_pipeline_outputs": parallel.pipeline > 1 and not overlapped,
         "variable_seq_lengths": not interleaved,
         "overlap_p2p_comm": overlapped,
         "batch_p2p_comm": not overlapped,
-        # Only old versions of torch need the device synchronized after batched messages.
+        # Only old torch versions need a device synchronization after batched messages.
         "batch_p2p_sync": False,
     }
 
 
 def _stages(config: RunConfig, dimensions: ModelDimensions) -> dict[str, Any]:
-    """Layers of each stage, given only if they do not divide evenly: Megatron assumes that they do."""
+    """Return the layers of each stage if they do not divide evenly; Megatron assumes that they do."""
     parallel = config.trainer.parallel
     layers = layers_per_stage(dimensions, parallel.pipeline * parallel.virtual_pipeline)
     if len(set(layers)) == 1:
@@ -183,14 +183,14 @@ def _stages(config: RunConfig, dimensions: ModelDimensions) -> dict[str, Any]:
 
 
 def _recompute(layers: int) -> dict[str, Any]:
-    """The first ``layers`` of every model chunk, or all that it has."""
+    """Recompute the first ``layers`` of every model chunk, or all layers if it has fewer."""
     if layers == 0:
         return {}
     return {"recompute_granularity": "full", "recompute_method": "block", "recompute_num_layers": layers}
 
 
 def build_chunks(config: RunConfig, dimensions: ModelDimensions) -> list[LogprobModel]:
-    """This rank's model chunks, one per virtual pipeline stage, weights still unset (vocabulary padding is zero)."""
+    """Build this rank's model chunks, one per virtual pipeline stage, without weights (vocabulary padding is zero)."""
     transformer = transformer_config(config, dimensions)
     has_engine = uses_transformer_engine(config.trainer, dimensions, torch.cuda.is_available())
     layers: Layers = "transformer_engine" if has_engine else "local"
@@ -202,7 +202,7 @@ def build_chunks(config: RunConfig, dimensions: ModelDimensions) -> list[Logprob
 
 
 def build_meta_chunks(config: RunConfig, dimensions: ModelDimensions) -> list[LogprobModel]:
-    """The same chunks with shapes only, of torch's operators: neither memory nor a device is touched."""
+    """Build the same chunks with torch's operators and shapes only, without using memory or a device."""
     transformer = transformer_config(config, dimensions)
     on_host = replace(transformer, use_cpu_initialization=True, perform_initialization=False)
     with torch.device("meta"):
@@ -226,7 +226,7 @@ def _build(
             post_process=parallel_state.is_pipeline_last_stage(**place),
             parallel_output=True,
             share_embeddings_and_output_weights=dimensions.tied_embeddings,
-            # Attention rotates by the positions that come with the micro-batch; the model keeps no table.
+            # Attention rotates by the micro-batch's positions; the model keeps no table.
             position_embedding_type="none",
             vp_stage=stage,
         )

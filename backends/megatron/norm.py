@@ -1,4 +1,4 @@
-"""RMSNorm for Megatron's layer specs: computes in fp32, keeps the model's dtype, and knows sequence parallelism."""
+"""RMSNorm for Megatron's layer specs: computes in fp32, keeps the model's dtype, and supports sequence parallelism."""
 
 from typing import Any
 
@@ -7,7 +7,7 @@ from torch import Tensor
 
 
 def _has_fused(x: Tensor) -> bool:
-    """Whether torch has the norm's forward and backward in one pass each: on a GPU (shapes stand for one)."""
+    """Return whether torch has one-pass forward and backward for the norm: on a GPU, which shapes represent."""
     return not x.is_cpu
 
 
@@ -23,7 +23,7 @@ class _RMSNormFunction(torch.autograd.Function):
             rstd = torch.linalg.vecdot(wide, wide).div_(x.shape[-1]).add_(eps).rsqrt_().unsqueeze(-1)
             normed = (wide * rstd).to(x.dtype)
         ctx.save_for_backward(x, weight, rstd)
-        # Hugging Face rounds before it multiplies by the weight; the same rounding keeps both models alike in bf16.
+        # Hugging Face rounds before it multiplies by the weight. The same rounding keeps both models alike in bf16.
         return normed.mul_(weight) if normed.dtype == weight.dtype else normed * weight
 
     @staticmethod
@@ -44,7 +44,7 @@ class _RMSNormFunction(torch.autograd.Function):
 
 
 class RMSNorm(torch.nn.Module):
-    """Root mean square normalisation (https://arxiv.org/abs/1910.07467, eq. 4) over the last axis.
+    """Root mean square normalization (https://arxiv.org/abs/1910.07467, eq. 4) over the last axis.
 
     Megatron reduces the gradient of a weight marked ``sequence_parallel`` over the tensor-parallel group.
     """
@@ -57,5 +57,5 @@ class RMSNorm(torch.nn.Module):
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 
     def forward(self, x: Tensor) -> Tensor:
-        """(..., hidden_size) to the same shape and dtype."""
+        """Normalize (..., hidden_size), keeping shape and dtype."""
         return _RMSNormFunction.apply(x, self.weight, self.eps)

@@ -1,4 +1,4 @@
-"""AdamW on Megatron's optimizers, its schedule, and a step that refuses to update on a bad gradient."""
+"""AdamW on Megatron's optimizers, its schedule, and a step that rejects a bad gradient."""
 
 from typing import Any
 
@@ -14,7 +14,7 @@ from slime_like.config import RunConfig
 
 
 def wrap_for_data_parallel(config: RunConfig, chunks: list[LogprobModel]) -> list[DistributedDataParallel]:
-    """Megatron's DDP around every chunk: gradients add up in fp32 buffers and are summed over replicas."""
+    """Wrap every chunk in Megatron's DDP: gradients accumulate in fp32 buffers and are summed over replicas."""
     optimizer = config.trainer.optimizer
     settings = DistributedDataParallelConfig(
         grad_reduce_in_fp32=True,
@@ -32,7 +32,7 @@ def wrap_for_data_parallel(config: RunConfig, chunks: list[LogprobModel]) -> lis
 
 
 def megatron_settings(config: RunConfig) -> MegatronOptimizerConfig:
-    """Megatron's configuration of the optimizer."""
+    """Build Megatron's configuration of the optimizer."""
     settings = config.trainer.optimizer
     dtype = getattr(torch, config.model.dtype)
     result = MegatronOptimizerConfig(
@@ -52,8 +52,8 @@ def megatron_settings(config: RunConfig) -> MegatronOptimizerConfig:
         optimizer_offload_fraction=1.0 if settings.offload else 0.0,
     )
     if settings.offload:
-        # Main weights live in the host optimizer alone, not on the device too. Set afterwards, for Megatron's check of
-        # this switch asks for Transformer Engine, which its host optimizer does without.
+        # Main weights are only in the host optimizer, not also on the device. Set afterwards, because Megatron's check
+        # of this switch requires Transformer Engine, which its host optimizer does not need.
         result.use_precision_aware_optimizer = True
         result.use_precision_aware_optimizer_no_fp8_or_ds_fp8 = True
         result.store_param_remainders = False
@@ -124,9 +124,9 @@ class Optimizer:
 
 
 def _fuse(adamw: torch.optim.AdamW) -> None:
-    """Have torch's AdamW, Megatron's choice where Transformer Engine is missing, update in one pass over memory.
+    """Make torch's AdamW, Megatron's choice without Transformer Engine, update in one pass over memory.
 
-    By default it makes temporaries of all parameters on a GPU. Fused, ``step`` lies beside the parameter.
+    Its default allocates temporaries of all parameters on a GPU. Fused, ``step`` is on the parameter's device.
     """
     for group in adamw.param_groups:
         group["fused"] = True

@@ -1,9 +1,9 @@
-"""State of Megatron's distributed optimizer for a checkpoint, in the shape of the parameters and without a copy.
+"""State of Megatron's distributed optimizer for a checkpoint, in the parameters' shapes and without a copy.
 
-A data-parallel rank holds a flat range of every parameter's elements. Megatron's own reshardable format gathers all
-ranges on every rank, in host memory: 12 bytes per parameter and rank, twice. Here a range is described by the few boxes
-of the parameter that it consists of. Each rank writes its own ones, and reads straight into its state. Keys and global
-shapes are those of Megatron's format ``fully_reshardable``, so that either reads what the other wrote.
+A data-parallel rank holds a flat range of every parameter's elements. Megatron's reshardable format gathers all ranges
+in every rank's host memory: 12 bytes per parameter and rank, twice. Here, a few boxes of the parameter describe a
+range. Each rank writes its boxes, and reads directly into its state. Keys and global shapes match Megatron's format
+``fully_reshardable``, so either can read what the other wrote.
 """
 
 import math
@@ -16,15 +16,15 @@ from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTenso
 from torch import Tensor
 
 _COUNTER = "step"
-"""Entry of an optimizer's state that is no tensor of the parameter's shape; saved once for all."""
+"""Entry of an optimizer's state without the parameter's shape; saved once for all parameters."""
 
 
 def sharded_optimizer_state(part: Any, model: Mapping[str, Any]) -> dict[str, ShardedTensor]:
-    """Describe main weights and moments that this rank holds, by views of them.
+    """Describe this rank's main weights and moments by views of them.
 
     Args:
-        part: Megatron's ``DistributedOptimizer``, its state filled.
-        model: sharded state of the model chunks, whose entries hold the parameters themselves.
+        part: Megatron's ``DistributedOptimizer`` with filled state.
+        model: sharded state of the model chunks, whose entries hold the parameters.
     """
     tensors = (entry for entry in nested_values(dict(model)) if isinstance(entry, ShardedTensor | ShardedTensorFactory))
     described = {entry.data: entry for entry in tensors}
@@ -43,7 +43,7 @@ def sharded_optimizer_state(part: Any, model: Mapping[str, Any]) -> dict[str, Sh
 def _pieces(
     prefix: str, parameter: ShardedTensor | ShardedTensorFactory, tensor: Tensor, start: int
 ) -> Iterator[ShardedTensor]:
-    """Describe ``tensor``, the elements of the parameter from ``start`` on, box by box."""
+    """Describe ``tensor``, the parameter's elements from ``start`` on, box by box."""
     flat = tensor.detach().view(-1)
     for part, first in _parts(parameter):
         count = math.prod(part.local_shape)
@@ -70,9 +70,9 @@ def _pieces(
 
 
 def _parts(parameter: ShardedTensor | ShardedTensorFactory) -> Iterator[tuple[ShardedTensor, int]]:
-    """A parameter's parts that are tensors on disk, each with the number of elements before it.
+    """Yield a parameter's parts that are tensors on disk, each with the number of elements before it.
 
-    Gate and up projection, one parameter here, are two parts of the tensor on disk.
+    Gate and up projection are one parameter here, but two parts of the tensor on disk.
     """
     if isinstance(parameter, ShardedTensor):
         yield parameter, 0
@@ -88,9 +88,9 @@ def _sum(left: tuple[int, ...], right: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def boxes(start: int, stop: int, shape: tuple[int, ...]) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
-    """Cover the elements ``start`` to ``stop`` of a row-major tensor by boxes, as (offsets, sizes), in their order.
+    """Cover the elements ``start`` to ``stop`` of a row-major tensor by ordered boxes, as (offsets, sizes).
 
-    At most ``2 * len(shape) - 1`` boxes: the rest of a row, whole rows, the beginning of a row, and so in each row.
+    At most ``2 * len(shape) - 1`` boxes: the end of a row, whole rows, the start of a row, and recursively in each row.
     """
     row = math.prod(shape[1:])
     while start < stop:

@@ -1,9 +1,9 @@
-"""Communication of gradients and weights behind computation (``trainer.optimizer.overlap``).
+"""Overlap of gradient and weight communication with computation (``trainer.optimizer.overlap``).
 
-Gradients are summed over replicas once per step, bucket by bucket. With overlap a bucket's sum starts as soon as the
-last micro-batch of the step has filled it, which only the caller of ``accumulate`` can know to be the last; where it
-does not say so, the sums start when the step ends, and nothing but time is lost. Sharded weights are gathered when the
-next forward pass reaches them; whatever else reads weights settles them first.
+Gradients are summed over replicas once per step, bucket by bucket. With overlap, a bucket's sum starts as soon as the
+step's last micro-batch has filled it. Only the caller of ``accumulate`` knows which one is last. If it does not say so,
+the sums start at the end of the step, which costs only time. Sharded weights are gathered when the next forward pass
+reaches them; any other reader of weights settles them first.
 """
 
 import contextlib
@@ -17,12 +17,12 @@ from megatron.core.distributed import DistributedDataParallel
 
 @dataclass(frozen=True, slots=True)
 class Communication:
-    """Messages of Megatron's DDP wrappers of one rank's chunks. Collective over the replicas of a shard."""
+    """Messages of Megatron's DDP wrappers for one rank's chunks. Collective over the replicas of a shard."""
 
     chunks: Sequence[DistributedDataParallel]
 
     def attach(self) -> None:
-        """The head reads its weight without calling the layer that owns it, and so has to ask for it."""
+        """Let the head request its weight, because it reads it without calling the layer that owns it."""
         for chunk in self.chunks:
             if chunk.ddp_config.overlap_param_gather and chunk.module.post_process:
                 group = chunk.param_to_bucket_group[chunk.module.output_weight()]
@@ -37,7 +37,7 @@ class Communication:
 
     @contextlib.contextmanager
     def window(self, last: bool) -> Iterator[None]:
-        """Around a window's schedule. In the step's last one Megatron may send what its last micro-batch completes."""
+        """Wrap a window's schedule. In the step's last window, Megatron may send completed buckets."""
         config = self.chunks[0].config
         with contextlib.ExitStack() as stack:
             if last:
@@ -48,13 +48,13 @@ class Communication:
             yield
 
     def start_sums(self) -> None:
-        """Start whatever has not started during the backward pass. In a first step Megatron does so itself."""
+        """Start sums that did not start during backward. In a first step, Megatron starts them itself."""
         for group in self._groups():
             if group.ddp_config.overlap_grad_reduce and not group.is_first_batch and group.grad_reduce_handle is None:
                 group.start_grad_sync()
 
     def settle_weights(self) -> None:
-        """Gather weights that no forward pass has asked for since the last update, and wait for those under way."""
+        """Gather weights that no forward pass has requested since the last update, and wait for running gathers."""
         for group in self._groups():
             if group.ddp_config.overlap_param_gather and (
                 not group.param_gather_dispatched or group.param_gather_handle is not None
@@ -62,7 +62,7 @@ class Communication:
                 group.start_param_sync(force_sync=True)
 
     def gather_gradients(self) -> None:
-        """Make the sums whole where the optimizer is sharded, and each rank has finished those of its shard alone."""
+        """Gather the sums if the optimizer is sharded, because each rank has finished only its shard's."""
         for group in self._groups():
             if not group.ddp_config.use_distributed_optimizer:
                 continue

@@ -14,7 +14,7 @@ from slime_like.interfaces import RankCoordinates, RankPlacement
 
 
 def expert_tensor_size(parallel: ParallelConfig) -> int:
-    """Tensor-parallel size inside one expert: whole experts with expert parallelism, else as the dense layers."""
+    """Return the tensor-parallel size inside one expert: 1 with expert parallelism, else as in the dense layers."""
     return 1 if parallel.expert > 1 else parallel.tensor
 
 
@@ -26,10 +26,10 @@ def initialize(config: RunConfig, placement: RankPlacement) -> RankCoordinates:
 
 
 def _build_groups(config: RunConfig, with_devices: bool = True) -> None:
-    """Megatron's groups of the configured layout, inside a world that exists.
+    """Build Megatron's groups of the configured layout inside an existing world.
 
     Args:
-        with_devices: also groups that exchange host memory beside CUDA devices, and random states on the device.
+        with_devices: also build host-memory groups for CUDA machines, and random states on the device.
     """
     parallel = config.trainer.parallel
     virtual = parallel.virtual_pipeline if parallel.virtual_pipeline > 1 else None
@@ -48,7 +48,7 @@ def _build_groups(config: RunConfig, with_devices: bool = True) -> None:
 
 
 def coordinates() -> RankCoordinates:
-    """This rank's place on every axis, read from Megatron's groups."""
+    """Return this rank's position on every axis, read from Megatron's groups."""
     return RankCoordinates(
         tensor=parallel_state.get_tensor_model_parallel_rank(),
         pipeline=parallel_state.get_pipeline_model_parallel_rank(),
@@ -68,10 +68,10 @@ def leave() -> None:
 
 @contextlib.contextmanager
 def alone_as(config: RunConfig, rank: int, on_meta: bool = False) -> Iterator[None]:
-    """Be ``rank`` of the layout without the others, in this process: collectives return at once and do nothing.
+    """Act as ``rank`` of the layout without the others, in this process: collectives return immediately and do nothing.
 
     Args:
-        on_meta: what Megatron would make on a GPU gets a shape only; models can then be run.
+        on_meta: GPU tensors become shapes only; models can then be run.
     """
     with fake_world(rank, config.trainer.parallel.world_size, leave), megatron_runtime(on_meta):
         _build_groups(config, with_devices=False)

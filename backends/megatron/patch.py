@@ -1,4 +1,4 @@
-"""Replacing a symbol of a library for the length of a ``with`` block."""
+"""Temporary replacement of a library's symbol inside a ``with`` block."""
 
 import contextlib
 from collections.abc import Iterator
@@ -10,7 +10,7 @@ from backends.megatron.installed import require
 
 @dataclass(frozen=True, slots=True)
 class Patch:
-    """Replace ``owner.name`` by ``value``. ``adds`` marks a name that the library fails to define itself."""
+    """Replacement of ``owner.name`` by ``value``. ``adds`` marks a name that the library fails to define itself."""
 
     owner: Any
     name: str
@@ -18,17 +18,17 @@ class Patch:
     adds: bool = False
 
     def check(self) -> None:
-        """Raises TrainerError when the installed Megatron-core does not have the symbol."""
+        """Raise TrainerError if the installed Megatron-core does not have the symbol."""
         if not self.adds:
             require(self.owner, self.name)
 
 
 @contextlib.contextmanager
 def applied(patch: Patch) -> Iterator[None]:
-    """Inside, the patch is in place."""
+    """Apply the patch inside the block."""
     patch.check()
     missing = object()
-    original = vars(patch.owner).get(patch.name, missing)  # what a class inherits is not put back
+    original = vars(patch.owner).get(patch.name, missing)  # inherited values are not restored
     setattr(patch.owner, patch.name, patch.value)
     try:
         yield

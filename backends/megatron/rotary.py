@@ -18,7 +18,7 @@ class Rotary:
     Attributes:
         inv_freq: (rotary_dim / 2,) float32 angles per position.
         magnitude: factor of cosines and sines.
-        interleaved: neighbouring elements are turned, not those half a head apart.
+        interleaved: rotate adjacent elements instead of elements half a head apart.
     """
 
     inv_freq: Tensor
@@ -27,12 +27,12 @@ class Rotary:
 
     @classmethod
     def of(cls, dimensions: ModelDimensions, device: torch.device | None = None) -> Self:
-        """Create a model's, scaled if it asks for that (https://arxiv.org/abs/2104.09864, section 3.4.2).
+        """Create a model's rotary embedding, scaled if configured (https://arxiv.org/abs/2104.09864, section 3.4.2).
 
-        Computed in float32 as engines and Hugging Face do: at position 10^5 one unit in the last place is 0.01 rad.
+        Computed in float32, like engines and Hugging Face: at position 10^5, one unit in the last place is 0.01 rad.
 
         Raises:
-            ConfigError: a scaling that is not computed here.
+            ConfigError: an unsupported scaling.
         """
         exponent = torch.arange(0, dimensions.rotary_dim, 2, dtype=torch.float32) / dimensions.rotary_dim
         periods = dimensions.rope_theta**exponent
@@ -53,7 +53,7 @@ class Rotary:
 
 
 def _yarn_magnitude(scaling: dict[str, Any]) -> float:
-    """Factor of cosines and sines (https://arxiv.org/abs/2309.00071, section 3.4)."""
+    """Return the factor of cosines and sines (https://arxiv.org/abs/2309.00071, section 3.4)."""
     if scaling.get("attention_factor") is not None:
         return float(scaling["attention_factor"])
     if scaling.get("mscale") and scaling.get("mscale_all_dim"):
@@ -66,9 +66,9 @@ def _mscale(factor: float, weight: float) -> float:
 
 
 def _yarn(periods: Tensor, dimensions: ModelDimensions, scaling: dict[str, Any]) -> Tensor:
-    """Dimensions that turn rarely within the original context are divided by the factor, those that turn often kept.
+    """Divide dimensions that rotate rarely within the original context by the factor; keep those that rotate often.
 
-    Section 3.2 of the paper, with the ramp over dimensions, between whole ones, as all published models have it.
+    Section 3.2 of the paper, with the ramp over dimensions, between whole ones, like in all published models.
     """
     context = scaling["original_max_position_embeddings"]
 
@@ -83,12 +83,12 @@ def _yarn(periods: Tensor, dimensions: ModelDimensions, scaling: dict[str, Any])
     low, high = max(low, 0), min(high, dimensions.rotary_dim - 1)
     steps = torch.arange(len(periods), dtype=torch.float32) - low
     kept = 1 - (steps / (high - low if high > low else 1e-3)).clamp(0.0, 1.0)
-    # In the order that engines and Hugging Face round in.
+    # Same rounding order as engines and Hugging Face.
     return 1.0 / (scaling["factor"] * periods) * (1 - kept) + 1.0 / periods * kept
 
 
 def _llama3(frequencies: Tensor, scaling: dict[str, Any]) -> Tensor:
-    """Long wavelengths are divided by the factor, short ones kept, those between blended (Llama 3.1's own rule)."""
+    """Divide long wavelengths by the factor, keep short ones, and blend those between (Llama 3.1's rule)."""
     context = scaling["original_max_position_embeddings"]
     low, high = scaling["low_freq_factor"], scaling["high_freq_factor"]
     wavelength = 2 * math.pi / frequencies
@@ -97,7 +97,7 @@ def _llama3(frequencies: Tensor, scaling: dict[str, Any]) -> Tensor:
 
 
 def rotary_table(inv_freq: Tensor, position_ids: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """cos and sin, each (T, 1, rotary_dim / 2) in ``dtype``, of the positions (T,)."""
+    """Return cos and sin, each (T, 1, rotary_dim / 2) in ``dtype``, of the positions (T,)."""
     angles = torch.outer(position_ids.to(inv_freq.dtype), inv_freq).unsqueeze(1)
     return angles.cos().to(dtype), angles.sin().to(dtype)
 

@@ -13,11 +13,11 @@ from backends.common.step.balance import RoutedTokens
 from backends.megatron.dispatch import Dispatcher
 
 EXPERT_BIAS = "expert_bias"
-"""The one weight that is no parameter: float32 whatever the model's type, without a gradient."""
+"""The only weight that is not a parameter: always float32, without a gradient."""
 
 
 class _AddLoss(torch.autograd.Function):
-    """Hands ``x`` on and makes the scalar ``loss`` part of the objective."""
+    """Identity of ``x`` that adds the scalar ``loss`` to the objective."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, loss: Tensor) -> Tensor:
@@ -29,11 +29,11 @@ class _AddLoss(torch.autograd.Function):
 
 
 class BalancedRouter(TopKRouter):
-    """Megatron's top-k router, whose probabilities carry the balancing loss where a micro-batch brings one.
+    """Megatron's top-k router, whose probabilities carry the balancing loss if the micro-batch has one.
 
-    A router of sigmoids has a bias that chooses experts and has no part in their weights. It comes with the checkpoint
-    and stays as it is: engines route by it too, and its rule of change follows a load that small batches of
-    responses do not have.
+    A sigmoid router has a bias that affects the choice of experts but not their weights. It comes with the checkpoint
+    and never changes: engines route by it, too, and its update rule would follow a load that small batches of responses
+    do not represent.
     """
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
@@ -44,13 +44,13 @@ class BalancedRouter(TopKRouter):
             self.register_buffer(EXPERT_BIAS, zeros)
 
     def _apply_expert_bias(self, *arguments: Any, **options: Any) -> None:
-        """Counts loads for that rule, which is not run. Megatron's is compiled: 2 s of a core in every rank's first
-        step, and on a CPU in need of a C++ compiler."""
+        """Skip the load counts for the unused update rule. Megatron's version is compiled, which takes 2 s of a core in
+        every rank's first step and, on a CPU, a C++ compiler."""
 
     def routing(self, logits: Tensor, padding_mask: Any = None) -> tuple[Tensor, Tensor]:
-        """(t, E) probabilities and routing map. ``padding_mask`` is the micro-batch's ``RoutedTokens``, or ``None``.
+        """Return (t, E) probabilities and routing map. ``padding_mask`` is the micro-batch's ``RoutedTokens`` or None.
 
-        Under full recompute a layer runs twice; the run that autograd sees is the one that counts.
+        Under full recompute a layer runs twice; only the run under autograd counts.
         """
         probs, routing_map = super().routing(logits)
         if padding_mask is None or not torch.is_grad_enabled():
@@ -62,7 +62,7 @@ class BalancedRouter(TopKRouter):
 
 
 class BalancedMoELayer(MoELayer):
-    """Megatron's mixture of experts, whose router gets the sequence of every token."""
+    """Megatron's mixture of experts, whose router receives every token's sequence."""
 
     def __init__(self, *arguments: Any, pg_collection: Any = None, **options: Any) -> None:
         groups = get_default_pg_collection() if pg_collection is None else pg_collection
@@ -72,7 +72,7 @@ class BalancedMoELayer(MoELayer):
         self.token_dispatcher.serve(self.experts)
 
     def forward(self, hidden_states: Tensor, intermediate_tensors: Any = None, padding_mask: Any = None) -> Any:
-        """As Megatron's, which knows a boolean padding mask only and would turn ``RoutedTokens`` into one."""
+        """Run like Megatron's, which accepts only a boolean padding mask and would convert ``RoutedTokens`` to one."""
         shared = self.shared_experts_compute(hidden_states)
         probs, routing_map = self.route(hidden_states, padding_mask)
         routed, probs = self.preprocess(hidden_states, probs, routing_map)
@@ -82,9 +82,9 @@ class BalancedMoELayer(MoELayer):
 
 
 class RoutedLayer(TransformerLayer):
-    """Megatron's layer, which tells its mixture of experts what the micro-batch says of the tokens."""
+    """Megatron's layer, which passes the micro-batch's token information to its mixture of experts."""
 
     def forward(self, *arguments: Any, **options: Any) -> Any:
-        """(hidden states, context), as Megatron's."""
+        """Return (hidden states, context), like Megatron's."""
         options["padding_mask"] = options["packed_seq_params"].routed
         return super().forward(*arguments, **options)

@@ -1,4 +1,4 @@
-"""Running windows of micro-batches through Megatron's own schedules."""
+"""Running of micro-batch windows through Megatron's schedules."""
 
 import contextlib
 from collections.abc import Callable, Iterable, Sequence
@@ -20,14 +20,14 @@ from backends.megatron.micro_batch import BatchBuilder, ModelInput
 from slime_like.trajectory import PackedTrajectory
 
 LossFunction = Callable[[ModelInput, Tensor, Tensor], Tensor]
-"""(micro-batch, (R,) logprobs, (R,) entropies) to the weighted sum of the pack's per-token losses."""
+"""Function from (micro-batch, (R,) logprobs, (R,) entropies) to the weighted sum of per-token losses."""
 
 
 class PipelineMessages(P2PCommunicator):
     """Messages between the stages of one window.
 
-    Every stage builds the same micro-batches and so knows the shape of each message. Megatron would send the shapes
-    ahead of each message and synchronize the device to read them.
+    Every stage builds the same micro-batches, so it knows the shape of each message. Megatron would send shapes ahead
+    of each message and synchronize the device to read them.
     """
 
     def __init__(self, config: Any, tokens: Iterable[int]) -> None:
@@ -47,7 +47,7 @@ class PipelineMessages(P2PCommunicator):
 class Schedule:
     """Megatron's forward-backward function for this rank's chunks (plain, 1F1B or interleaved).
 
-    Training needs chunks inside Megatron's DDP, scoring takes them bare as well.
+    Training needs chunks inside Megatron's DDP; scoring also accepts bare chunks.
     """
 
     chunks: Sequence[MegatronModule]
@@ -55,18 +55,18 @@ class Schedule:
     offload: ActivationOffload | None = None
 
     def train(self, packs: Sequence[PackedTrajectory], loss: LossFunction, balance: BalanceLoss | None = None) -> None:
-        """Forward and backward of one window; ``loss`` is called on the last stage, once per micro-batch."""
+        """Run forward and backward for one window. ``loss`` is called on the last stage, once per micro-batch."""
 
         def reduce(batch: ModelInput, output: Tensor) -> tuple[Tensor, Tensor, None]:
             logprobs, entropy = batch.whole(output)
-            # No tokens are counted: the schedule then leaves the sum as it is, and the step is scaled at its end.
+            # Zero tokens: the schedule then leaves the sum unscaled, and the step is scaled at its end.
             return loss(batch, logprobs, entropy), torch.zeros((), dtype=torch.int, device=output.device), None
 
         self._run(self.builder.build(packs, balance), reduce, forward_only=False)
 
     @torch.no_grad()
     def score(self, packs: Sequence[PackedTrajectory]) -> list[tuple[Tensor, Tensor]] | None:
-        """(R,) logprobs and entropies of every pack on the last stage, ``None`` on the others."""
+        """Return (R,) logprobs and entropies of every pack on the last stage, ``None`` on the others."""
 
         def collect(batch: ModelInput, output: Tensor, non_loss_data: bool) -> tuple[Tensor, Tensor]:
             return batch.whole(output)

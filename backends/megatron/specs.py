@@ -1,4 +1,4 @@
-"""Layer specs: which modules Megatron's transformer is made of. Checkpoints know their tensors by the same names."""
+"""Layer specs: the modules of Megatron's transformer. Tensors have the same names in checkpoints under all specs."""
 
 from typing import Any, Literal
 
@@ -20,13 +20,13 @@ from backends.megatron.router import BalancedMoELayer, BalancedRouter, RoutedLay
 from backends.megatron.versions.layers import set_experts
 
 Layers = Literal["transformer_engine", "local"]
-"""Modules of the layers: Transformer Engine's, or ours of torch's operators."""
+"""Modules of the layers: Transformer Engine's, or ours, built from torch's operators."""
 
 
 def block_spec(
     config: TransformerConfig, attention: Attention, layers: Layers, vp_stage: int | None = None
 ) -> TransformerBlockSubmodules:
-    """Return the spec of all layers of this rank's (virtual) pipeline stage, the final norm included."""
+    """Return the spec of all layers of this rank's (virtual) pipeline stage, including the final norm."""
     first = get_transformer_layer_offset(config, vp_stage=vp_stage)
     numbers = range(first, first + get_num_layers_to_build(config, vp_stage=vp_stage))
     experts = [_experts_of(config, number) for number in numbers]
@@ -42,13 +42,13 @@ def block_spec(
 
 
 def _experts_of(config: TransformerConfig, layer: int) -> int | None:
-    """Number of the layer's experts; ``None`` where it is dense."""
+    """Return the number of the layer's experts; ``None`` if it is dense."""
     pattern = config.moe_layer_freq
     return config.num_moe_experts if isinstance(pattern, int) or pattern[layer] else None
 
 
 def local_layer_spec(config: TransformerConfig, num_experts: int | None) -> ModuleSpec:
-    """One transformer layer: packed attention, and a norm that allows sequence parallelism."""
+    """Return one transformer layer: packed attention, and a norm that supports sequence parallelism."""
     spec = get_gpt_layer_local_spec(
         num_experts=num_experts,
         moe_grouped_gemm=False,
@@ -78,9 +78,9 @@ def transformer_engine_layer_spec(
     """Return one transformer layer of Transformer Engine's modules: norms fused into the matrices they feed, grouped
     products of experts, and its attention unless ``attention`` is another.
 
-    Not for latent attention. Raises ImportError, with the package's name, where Transformer Engine is not installed.
+    Not for latent attention. Raises ImportError, with the package's name, if Transformer Engine is not installed.
     """
-    # Imports Transformer Engine, which is there on some machines only.
+    # Imports Transformer Engine, which only some machines have.
     from backends.megatron.transformer_engine import RotatedDotProductAttention
 
     spec = get_gpt_layer_with_transformer_engine_spec(
@@ -92,10 +92,10 @@ def transformer_engine_layer_spec(
 
 
 def fused_norm_names(config: TransformerConfig, num_experts: int | None) -> dict[str, str]:
-    """Local names of norms to canonical ones: Transformer Engine's, which keeps a norm's weight in the matrix it feeds.
+    """Map norms' local names to Transformer Engine's, which are canonical: a norm is part of the matrix it feeds.
 
-    A mixture of experts has no one matrix behind its norm, nor has latent attention behind the layer's; there the norm
-    stands alone in both specs.
+    A norm before a mixture of experts, or a layer's norm before latent attention, does not feed a single matrix. It is
+    a separate module in both specs.
     """
     if config.multi_latent_attention:
         names = {

@@ -24,7 +24,7 @@ class MegatronState(TrainerState):
     """See ``TrainerState``.
 
     Attributes:
-        wrapped, optimizer: the same chunks inside Megatron's DDP, and what updates them, in a trainer that trains.
+        wrapped, optimizer: the same chunks inside Megatron's DDP, and their optimizer, in a trainer that trains.
     """
 
     wrapped: list[DistributedDataParallel]
@@ -71,7 +71,7 @@ class MegatronState(TrainerState):
         self.parking.discard(buffer.grad_data for chunk in self.wrapped for buffer in _buffers(chunk))
         weights = self.weights()
         of_weights = {weight.untyped_storage().data_ptr() for weight in weights}
-        # In float32 the main weights are the weights. With trainer.optimizer.offload neither they nor moments are here.
+        # In float32, main weights are the weights. With trainer.optimizer.offload, they and moments are elsewhere.
         self.parking.park(
             tensor
             for tensor in self._optimizer_tensors()

@@ -1,4 +1,4 @@
-"""The Megatron-core trainer: one object per rank, behind ``slime_like.interfaces.TrainerBackend``."""
+"""The Megatron-core trainer, one object per rank."""
 
 import contextlib
 from collections.abc import Sequence
@@ -44,7 +44,7 @@ class MegatronTrainer(TrainerBase):
 
     @property
     def runtime(self) -> contextlib.AbstractContextManager[None]:
-        """Megatron-core on this machine."""
+        """Return the context for Megatron-core on this machine."""
         return megatron_runtime()
 
     @staticmethod
@@ -95,7 +95,7 @@ class MegatronTrainer(TrainerBase):
         self.optimizer.megatron.zero_grad()
 
     def accumulate(self, micro_batches: Sequence[PackedTrajectory], last: bool = False) -> None:
-        """Forward and backward of one window through Megatron's schedule."""
+        """Run forward and backward for one window through Megatron's schedule."""
         self._step.open_window(len(micro_batches), last)
         with self._phase("accumulate"), self._communication.window(last):
             self._schedule.train(micro_batches, self._micro_batch_loss, self._step.balance)
@@ -104,7 +104,7 @@ class MegatronTrainer(TrainerBase):
         return self._objective.add(self._step, batch.given, batch.pack, logprobs, entropy)
 
     def finalize_gradients(self, denominator: float) -> None:
-        """Sum gradients over data and context ranks, of shared weights over their groups; scale by 1/denominator."""
+        """Sum gradients over data and context ranks, and shared weights over their groups; scale by 1/denominator."""
         with self._phase("finalize_gradients"):
             self._communication.start_sums()
             finalize_model_grads(self.wrapped, None)
@@ -120,9 +120,9 @@ class MegatronTrainer(TrainerBase):
         return [ScoredLogprobs(logprobs.float(), entropy.float()) for logprobs, entropy in scored]
 
     def settle_weights(self) -> None:
-        """Make every weight of this rank whole: with ``trainer.optimizer.overlap`` an update's may still be on its way.
+        """Make every weight of this rank whole: with ``trainer.optimizer.overlap``, an update may still be in progress.
 
-        Every method here that reads weights does so itself. Collective.
+        Every method here that reads weights calls it. Collective.
         """
         with self._phase("gathering weights"):
             self._communication.settle_weights()

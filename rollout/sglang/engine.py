@@ -1,4 +1,4 @@
-"""SGLang behind ``RolloutEngine``: its engine, in separate processes."""
+"""SGLang, in separate processes."""
 
 import asyncio
 import os

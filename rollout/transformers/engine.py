@@ -1,4 +1,4 @@
-"""A plain Hugging Face model behind ``RolloutEngine``: slow, simple, and needing nothing but transformers.
+"""A plain Hugging Face model: slow, but it needs only transformers.
 
 It runs inside the process that owns it; decoding happens in a thread, so that the event loop stays free.
 """

@@ -1,4 +1,4 @@
-"""vLLM behind ``RolloutEngine``: its AsyncLLM, with the engine core in a separate process."""
+"""vLLM, with the engine core in a separate process."""
 
 from __future__ import annotations
 

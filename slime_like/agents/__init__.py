@@ -1,1 +1,1 @@
-"""The endpoint for agents that own their loop: recorded turns, tool calls, protocols, sessions, the server."""
+"""Endpoint for agents that run their own loop: recorded turns, tool calls, protocols, sessions and the server."""

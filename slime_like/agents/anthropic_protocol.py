@@ -1,4 +1,4 @@
-"""``/v1/messages`` as Anthropic's clients use it."""
+"""The ``/v1/messages`` protocol, as Anthropic's clients use it."""
 
 import json
 import secrets
@@ -18,7 +18,7 @@ class _Text(BaseModel):
 
 
 class _Thinking(BaseModel):
-    """Not sent by this endpoint: thoughts of another model, which are left out."""
+    """Thinking from another model. This endpoint never sends it, and leaves it out of prompts."""
 
     type: Literal["thinking", "redacted_thinking"]
 
@@ -63,7 +63,7 @@ class _Request(BaseModel):
 
 
 def read_call(body: Any) -> Call:
-    """The call in a request's body. Raises ``CallRejected``."""
+    """Parse a request's body. Raises ``CallRejected``."""
     request: _Request = parse(_Request, body)
     choice = "auto" if request.tool_choice is None else request.tool_choice.type
     if request.messages[-1].role == "assistant":
@@ -83,7 +83,7 @@ def _text(content: str | list[_Text] | None) -> str:
 
 
 def _canonical(message: _Message) -> Iterator[Message]:
-    """Each result of a tool is a separate message; text between them is another."""
+    """Yield canonical messages. Each tool result becomes a separate message, and so does the text between results."""
     if isinstance(message.content, str):
         yield Message(message.role, message.content)
         return
@@ -109,7 +109,7 @@ def _function(tool: _Tool) -> dict[str, Any]:
 
 
 def answer(call: Call, turn: Turn) -> dict[str, Any]:
-    """The answer, not streamed."""
+    """Build the non-streaming answer."""
     reply = turn.forms[0]
     content: list[dict[str, Any]] = [{"type": "text", "text": reply.content}] if reply.content else []
     content += [
@@ -130,7 +130,7 @@ def answer(call: Call, turn: Turn) -> dict[str, Any]:
 
 
 def events(call: Call, turn: Turn) -> Iterator[str]:
-    """The answer as server-sent events, in one burst."""
+    """Yield the answer as server-sent events, in one burst."""
     whole = answer(call, turn)
     content, usage = whole["content"], whole["usage"]
     stop = {"stop_reason": whole["stop_reason"], "stop_sequence": None}
@@ -160,6 +160,6 @@ _KINDS = {
 
 
 def error_body(rejected: CallRejected) -> dict[str, Any]:
-    """A rejection as Anthropic's clients read it; its code stands before the problem."""
+    """Build the body of a rejection as Anthropic's clients expect it, with the code in front of the problem."""
     kind = _KINDS.get(rejected.status, "invalid_request_error" if rejected.status < 500 else "api_error")
     return {"type": "error", "error": {"type": kind, "message": f"{rejected.code}: {rejected.problem}"}}

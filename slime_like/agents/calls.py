@@ -1,4 +1,4 @@
-"""A call of an agent, whatever protocol it speaks, and its rejection."""
+"""Calls of agents in a form shared by all protocols, and their rejection."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -11,20 +11,20 @@ from slime_like.agents.messages import Message, Tool
 _SHOWN_CHARS = 80
 
 _LABELS = {"user", "metadata", "store", "safety_identifier", "prompt_cache_key"}
-"""For the books of a service: they ask nothing of the model."""
+"""Bookkeeping fields of a service. They don't change what the model samples."""
 _SHAPING = {"guided_json", "guided_regex", "guided_choice", "guided_grammar", "structured_outputs", "functions",
             "continue_final_message", "prompt_logprobs", "top_logprobs"}  # fmt: skip
-"""An answer without them would not be what the client counts on."""
+"""Fields that change the answer. A client that sends one counts on it, so the call is rejected."""
 
 FORCED = "tool_choice"
-"""A call of a tool cannot be forced on a model that is trained on what it samples: a wish, as settings of sampling."""
+"""Forced tool choice: recorded but ignored, like sampling settings. Training needs freely sampled tokens."""
 
 
 class CallRejected(Exception):
-    """A call that has no answer.
+    """A call that gets no answer.
 
     Attributes:
-        status: of HTTP.
+        status: HTTP status.
         code: stable name of the reason.
         problem: one sentence.
         retry: whether the client should try again.
@@ -43,10 +43,10 @@ class Call:
     """A request for one turn.
 
     Attributes:
-        model: the name that the client gave; the answer repeats it.
-        stream: the answer is a stream of server-sent events.
-        usage_chunk: a stream of the OpenAI protocol ends with the number of tokens.
-        ignored: settings that the client asked for; those of the run hold.
+        model: name that the client gave; the answer repeats it.
+        stream: whether to answer with a stream of server-sent events.
+        usage_chunk: whether an OpenAI-protocol stream ends with token counts.
+        ignored: settings that the client asked for; the run's settings apply instead.
     """
 
     messages: tuple[Message, ...]
@@ -58,14 +58,14 @@ class Call:
 
 
 def parse(model: type[BaseModel], body: Any) -> Any:
-    """``body`` as a ``model``. Raises ``CallRejected`` with the first field that is wrong."""
+    """Parse ``body`` as a ``model``. Raises ``CallRejected`` with the first invalid field."""
     if not isinstance(body, dict):
         raise CallRejected(400, "invalid_request", f"the body is a {type(body).__name__}; give a JSON object")
     try:
         return model.model_validate(body)
     except ValidationError as error:
         errors = error.errors(include_url=False, include_input=False, include_context=False)
-        # Of the forms that a field may have, the one that fits best; its name in this program is none of the field's.
+        # Report the best-fitting alternative of a union. Its class name and "str" are not part of the field's name.
         first = max(errors, key=lambda each: len(each["loc"]))
         names = (str(part) for part in first["loc"])
         field_name = ".".join(name for name in names if "[" not in name and name != "str") or "body"
@@ -73,10 +73,10 @@ def parse(model: type[BaseModel], body: Any) -> Any:
 
 
 def wishes(request: BaseModel, forced: Any = None) -> dict[str, Any]:
-    """What a body asks for that this endpoint does not read, short enough to be kept; ``forced``: a tool.
+    """Return requested settings that this endpoint does not read, shortened. ``forced`` is a forced tool choice.
 
     Raises:
-        CallRejected: a setting among them would change what the model samples.
+        CallRejected: a setting would change what the model samples.
     """
     given = {name: value for name, value in (request.model_extra or {}).items() if value is not None}
     for name in sorted(_SHAPING & given.keys()):
@@ -89,7 +89,7 @@ def wishes(request: BaseModel, forced: Any = None) -> dict[str, Any]:
 
 
 def unsupported(setting: str, value: Any) -> CallRejected:
-    """Rejection of a setting that would change what the model samples from."""
+    """Build the rejection of a setting that would change what the model samples from."""
     return CallRejected(
         400, "unsupported_parameter", f"{setting}={str(value)[:_SHOWN_CHARS]!r} is not supported; leave it out"
     )

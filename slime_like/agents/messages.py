@@ -1,4 +1,4 @@
-"""Chat messages, the same for every protocol: what a request's history is compared and rendered by."""
+"""Chat messages that all protocols share. Request histories are compared and rendered in this form."""
 
 import json
 from collections.abc import Mapping
@@ -7,15 +7,15 @@ from functools import cached_property
 from typing import Any
 
 Tool = Mapping[str, Any]
-"""A tool's description as chat templates take it: ``{"type": "function", "function": {"name": ...}}``."""
+"""A tool's description in the form that chat templates accept: ``{"type": "function", "function": {"name": ...}}``."""
 
 
 @dataclass(frozen=True)
 class ToolCall:
-    """A call of a tool, without the id that names it on the wire.
+    """A tool call, without its wire id.
 
     Attributes:
-        arguments: a mapping; text where the client sent what is none.
+        arguments: a mapping, or the client's text if it is not a mapping.
     """
 
     name: str
@@ -24,11 +24,12 @@ class ToolCall:
 
 @dataclass(frozen=True)
 class Message:
-    """One message.
+    """One chat message.
 
     Attributes:
         role: "system", "user", "assistant" or "tool".
-        is_sampled: the content is what the model sampled, special tokens included, which a client never sends.
+        is_sampled: whether the content is exactly what the model sampled, special tokens included. Clients never send
+            it.
     """
 
     role: str
@@ -38,12 +39,12 @@ class Message:
 
     @cached_property
     def key(self) -> str:
-        """Equal for messages that mean the same: the order and spelling of arguments does not count."""
+        """Key that is equal for messages with the same meaning. Order and spelling of arguments don't matter."""
         calls = [[call.name, call.arguments] for call in self.tool_calls]
         return json.dumps([self.role, self.content, calls], sort_keys=True)
 
     def for_template(self) -> dict[str, Any]:
-        """The message in the form that chat templates of Hugging Face take."""
+        """Return the message in the form that Hugging Face chat templates accept."""
         shown: dict[str, Any] = {"role": self.role, "content": self.content}
         if self.tool_calls:
             shown["tool_calls"] = [

@@ -1,4 +1,4 @@
-"""``/v1/chat/completions`` as OpenAI's clients use it."""
+"""The ``/v1/chat/completions`` protocol, as OpenAI's clients use it."""
 
 import json
 import secrets
@@ -70,7 +70,7 @@ class _Request(BaseModel):
 
 
 def read_call(body: Any) -> Call:
-    """The call in a request's body. Raises ``CallRejected``."""
+    """Parse a request's body. Raises ``CallRejected``."""
     request: _Request = parse(_Request, body)
     _require_supported(request)
     tools = [] if request.tool_choice == "none" else request.tools or []
@@ -95,7 +95,7 @@ def _require_supported(request: _Request) -> None:
 
 
 def _arguments(text: str) -> dict[str, Any] | str:
-    """Arguments as a mapping; text that is none stays text."""
+    """Parse arguments as a mapping, or return the text unchanged if it is not one."""
     try:
         value = json.loads(text)
     except ValueError:
@@ -104,7 +104,7 @@ def _arguments(text: str) -> dict[str, Any] | str:
 
 
 def answer(call: Call, turn: Turn) -> dict[str, Any]:
-    """The answer, not streamed."""
+    """Build the non-streaming answer."""
     prompt, sampled = len(turn.prompt.token_ids), len(turn.generation.token_ids)
     return {
         "id": f"chatcmpl-{secrets.token_hex(12)}",
@@ -136,7 +136,7 @@ def _reply(message: Message) -> dict[str, Any]:
 
 
 def events(call: Call, turn: Turn) -> Iterator[str]:
-    """The answer as server-sent events, in one burst."""
+    """Yield the answer as server-sent events, in one burst."""
     whole = answer(call, turn)
     (choice,) = whole.pop("choices")
     usage = whole.pop("usage")
@@ -160,11 +160,11 @@ _KINDS = {401: "authentication_error", 403: "permission_error", 404: "not_found_
 
 
 def error_body(rejected: CallRejected) -> dict[str, Any]:
-    """A rejection as OpenAI's clients read it."""
+    """Build the body of a rejection as OpenAI's clients expect it."""
     kind = _KINDS.get(rejected.status, "invalid_request_error" if rejected.status < 500 else "server_error")
     return {"error": {"message": rejected.problem, "type": kind, "param": None, "code": rejected.code}}
 
 
 def model_list(name: str) -> dict[str, Any]:
-    """The answer of ``/v1/models``: the policy alone."""
+    """Build the answer of ``/v1/models``, which lists only the policy."""
     return {"object": "list", "data": [{"id": name, "object": "model", "created": 0, "owned_by": "slime-like"}]}

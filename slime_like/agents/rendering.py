@@ -1,4 +1,4 @@
-"""Messages as text and token ids, by the chat template."""
+"""Rendering of messages to text and token ids with the chat template."""
 
 from collections.abc import Mapping, Sequence
 from functools import cached_property
@@ -8,27 +8,27 @@ from slime_like.agents.messages import Message, Tool
 from slime_like.models.special_tokens import special_token_pattern
 
 _CUT = "\ufdd0"
-"""Where text is cut before it is encoded. Unicode reserves this number: no text has it."""
+"""Mark at which text is cut before encoding. It is a Unicode noncharacter, so text never contains it."""
 
 _NO_PARAMETERS: dict[str, Any] = {"type": "object", "properties": {}}
 
 _CONTEXT_TOKENS = 16
-"""Tokens before a continuation that decide how it is decoded: a space at its front, a character cut in two."""
+"""Tokens in front of a continuation that affect its decoding, such as a leading space or a split character."""
 
 
 class TemplateFault(ValueError):
-    """The chat template rejects the messages; the text is what it reported."""
+    """The chat template rejects the messages. The error's text is what the template reported."""
 
 
 class Rendering:
-    """Text of a prompt, cut where a client's text spells a special token: encoded apart, it becomes none."""
+    """Text of a prompt in pieces. Cuts split special tokens that a client spells, so they encode as plain text."""
 
     def __init__(self, pieces: Sequence[str]) -> None:
         self.pieces = tuple(pieces)
         self.text = "".join(pieces)
 
     def after(self, prefix: str) -> "Rendering | None":
-        """What follows ``prefix``; ``None`` where the text does not begin with it."""
+        """Return the text after ``prefix``, or ``None`` if the text does not start with it."""
         if not self.text.startswith(prefix):
             return None
         rest, left = [], len(prefix)
@@ -39,36 +39,36 @@ class Rendering:
 
 
 class ChatFormat:
-    """A tokenizer and its chat template."""
+    """A tokenizer with its chat template."""
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
         self._special = special_token_pattern(tokenizer)
 
     def render(self, messages: Sequence[Message], tools: Sequence[Tool]) -> Rendering:
-        """Text that ends where the model's next turn begins. Raises ``TemplateFault``."""
+        """Render messages up to where the model's next turn begins. Raises ``TemplateFault``."""
         shown = [m.for_template() if m.is_sampled else self._cut_special(m.for_template()) for m in messages]
         described = [self._cut_special(tool) for tool in tools]
         try:
             text: str = self._tokenizer.apply_chat_template(
                 shown, tools=described or None, tokenize=False, add_generation_prompt=True
             )
-        except Exception as error:  # templates are programs of the checkpoint and raise what they like
+        except Exception as error:  # templates are programs of the checkpoint and can raise anything
             raise TemplateFault(f"{type(error).__name__}: {error}".replace(_CUT, "")) from error
         return Rendering(text.split(_CUT))
 
     @cached_property
     def renders_tools(self) -> bool:
-        """Whether a prompt differs by the tools that it is given."""
+        """True if the template includes the given tools in the prompt."""
         asked = [Message("user", "a")]
         tool = {"type": "function", "function": {"name": "f", "description": "b", "parameters": _NO_PARAMETERS}}
         try:
             return self.render(asked, [tool]).text != self.render(asked, []).text
-        except TemplateFault:  # a call says what is wrong
+        except TemplateFault:  # a call reports the problem
             return True
 
     def encode(self, rendering: Rendering) -> list[int]:
-        """Token ids of the text, as a sampled turn's are never made."""
+        """Encode the text. Sampled turns are never encoded like this."""
         return [
             token
             for piece in rendering.pieces
@@ -77,9 +77,9 @@ class ChatFormat:
         ]
 
     def extend(self, tokens: Sequence[int], text: str, rendering: Rendering) -> list[int] | None:
-        """``tokens``, and the ids of what follows their ``text`` in the rendering.
+        """Return ``tokens`` extended with the ids of the text that follows ``text`` in the rendering.
 
-        ``None`` where the rendering does not begin with that text, or the new ids read differently behind ``tokens``.
+        Returns ``None`` if the rendering does not start with ``text``, or the new ids decode differently there.
         """
         rest = rendering.after(text)
         if rest is None:
@@ -90,7 +90,7 @@ class ChatFormat:
         return [*tokens, *new]
 
     def continuation(self, before: Sequence[int], tokens: Sequence[int], visible: bool = False) -> str:
-        """Text that ``tokens`` add behind ``before``; with ``visible``, without special tokens."""
+        """Decode the text that ``tokens`` add after ``before``. If ``visible``, special tokens are left out."""
         context = list(before[-_CONTEXT_TOKENS:])
         start, whole = self._decode(context, visible), self._decode([*context, *tokens], visible)
         return whole.removeprefix(start) if whole.startswith(start) else self._decode(tokens, visible)
@@ -102,7 +102,7 @@ class ChatFormat:
         return text
 
     def _cut_special(self, value: Any) -> Any:
-        """``value`` with a cut behind the first character of every special token in its texts."""
+        """Insert a cut after the first character of every special token that ``value`` spells."""
         if isinstance(value, str):
             whole = value.encode("utf-8", "replace").decode().replace(_CUT, "\ufffd")
             return self._special.sub(lambda found: found[0][:1] + _CUT + found[0][1:], whole)

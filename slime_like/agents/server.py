@@ -1,4 +1,4 @@
-"""HTTP server through which agents call the model. Listens on loopback alone; a key opens one session."""
+"""HTTP server through which agents call the model. It listens on loopback only, and each key opens one session."""
 
 import asyncio
 import json
@@ -14,7 +14,7 @@ from slime_like.agents.turns import Turn
 from slime_like.system.network import listen
 
 MODEL = "policy"
-"""Name of the model in ``/v1/models``; calls may give any."""
+"""Model name in ``/v1/models``. Calls may give any name."""
 
 _ADDRESS = "127.0.0.1"
 _SERVED = "POST /v1/chat/completions, POST /v1/messages and GET /v1/models are"
@@ -26,7 +26,7 @@ _Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
 class _WireProtocol(Protocol):
-    """The functions of a protocol's module."""
+    """Functions of a protocol module."""
 
     def read_call(self, body: Any) -> Call: ...
 
@@ -38,7 +38,7 @@ class _WireProtocol(Protocol):
 
 
 class AgentServer:
-    """Sessions by their keys, and the server that finds them. Belongs to one event loop."""
+    """Sessions by key, and the server that looks them up. Belongs to one event loop."""
 
     def __init__(self) -> None:
         self._sessions: dict[str, Session] = {}
@@ -46,7 +46,7 @@ class AgentServer:
         self.base_url = ""
 
     async def start(self) -> None:
-        """Listen; ``base_url`` then has the address."""
+        """Start listening and set ``base_url`` to the address."""
         app = web.Application(client_max_size=_MAX_BODY_BYTES, middlewares=[_errors])
         for prefix in ("", "/v1"):
             app.router.add_post(f"{prefix}/chat/completions", self._handler(openai_protocol))
@@ -70,7 +70,7 @@ class AgentServer:
         self._sessions[session.key] = session
 
     def close_session(self, key: str) -> None:
-        """Forget the key; calls that still wait are rejected."""
+        """Forget the key and reject calls that are still waiting."""
         self._sessions.pop(key).close()
 
     def _session(self, request: web.Request) -> Session:
@@ -111,7 +111,7 @@ async def _json(request: web.Request) -> Any:
         return json.loads(body)
     except RecursionError as error:
         raise CallRejected(400, "invalid_json", "the body is nested too deep") from error
-    except ValueError as error:  # of JSON, or of its encoding
+    except ValueError as error:  # invalid JSON or invalid encoding
         raise CallRejected(400, "invalid_json", f"the body is no JSON ({error})") from error
 
 
@@ -125,7 +125,7 @@ async def _stream(request: web.Request, events: Iterator[str]) -> web.StreamResp
 
 @web.middleware
 async def _errors(request: web.Request, handler: _Handler) -> web.StreamResponse:
-    """Give every error the form of the protocol."""
+    """Convert every error to the protocol's format."""
     try:
         return await handler(request)
     except CallRejected as error:

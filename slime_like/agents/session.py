@@ -1,4 +1,4 @@
-"""One rollout of an agent: its key, its calls and their limits."""
+"""One rollout of an agent: its key, calls and limits."""
 
 import asyncio
 import secrets
@@ -15,19 +15,19 @@ from slime_like.errors import SlimeLikeError
 from slime_like.interfaces import Generation
 
 _CONCURRENT_CALLS = 16
-"""Calls of one session that may wait for the engine at once."""
+"""Limit on the calls of one session that wait for the engine at the same time."""
 
 _CLOSED = CallRejected(401, "session_closed", "the rollout of this key has ended")
 
 
 @dataclass(frozen=True, slots=True)
 class SampleCall:
-    """What the engine is asked for.
+    """A request to the engine.
 
     Attributes:
-        number: of the call in its session, from 0.
-        turn: how many turns of the model its history has.
-        repeat: how many calls of the session had the same prompt before it.
+        number: index of the call in its session, from 0.
+        turn: number of assistant turns in its history.
+        repeat: number of earlier calls in the session with the same prompt.
     """
 
     token_ids: list[int]
@@ -42,7 +42,7 @@ Sample = Callable[[SampleCall], Awaitable[Generation]]
 
 @dataclass(frozen=True, slots=True)
 class SessionLimits:
-    """Limits of one session: calls, tokens of one turn, tokens of prompt and turn together."""
+    """Limits of one session: number of calls, tokens per turn, and tokens of prompt plus turn."""
 
     max_calls: int
     max_new_tokens: int
@@ -54,13 +54,13 @@ class Session:
 
     Args:
         sample: asks the engine; its ``SlimeLikeError`` ends the rollout.
-        parser: of tool calls.
+        parser: name of the tool-call parser.
 
     Attributes:
-        key: the client's; cannot be guessed.
-        failure: set where the engine failed.
-        ignored: what clients asked for in vain.
-        rejections: calls without an answer, by code.
+        key: the client's API key; cannot be guessed.
+        failure: set if the engine fails.
+        ignored: settings that clients asked for and did not get.
+        rejections: number of rejected calls, by code.
     """
 
     def __init__(self, chat: ChatFormat, sample: Sample, parser: str, limits: SessionLimits) -> None:
@@ -78,13 +78,13 @@ class Session:
         self._closed = False
 
     def close(self) -> None:
-        """Reject further calls, and those that still wait."""
+        """Reject further and waiting calls."""
         self._closed = True
         for running in self._running:
             running.cancel()
 
     async def call(self, call: Call) -> Turn:
-        """Sample and record one turn; a call that is cancelled is not recorded. Raises ``CallRejected``."""
+        """Sample and record one turn. A cancelled call is not recorded. Raises ``CallRejected``."""
         self._require_room()
         self.ignored |= call.ignored
         if call.tools and not self._chat.renders_tools:
@@ -108,11 +108,11 @@ class Session:
             raise CallRejected(429, "too_many_calls", problem, retry=True)
 
     def _asked(self, prompt: Prompt) -> SampleCall:
-        """Raises ``CallRejected`` where the prompt leaves no room for a token."""
+        """Build the engine request. Raises ``CallRejected`` if the prompt leaves no room for a token."""
         longest = self._limits.max_model_len
         room = longest - len(prompt.token_ids)
         if room < 1:
-            # In words that harnesses look for.
+            # Harnesses look for this wording.
             problem = f"prompt is too long: {len(prompt.token_ids)} tokens > {longest - 1} maximum"
             limit = f"the maximum context length is rollout.max_model_len={longest}"
             raise CallRejected(400, "context_length_exceeded", f"{problem}; {limit}")
@@ -129,7 +129,7 @@ class Session:
         except asyncio.CancelledError:
             if self._closed:
                 raise _CLOSED from None
-            raise  # the client is gone
+            raise  # the client has disconnected
         except SlimeLikeError as error:
             if not self.failure.done():
                 self.failure.set_result(error)

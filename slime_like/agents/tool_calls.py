@@ -1,4 +1,4 @@
-"""Tool calls in a model's text, by the form that it was taught. What does not parse stays text."""
+"""Tool calls in a model's text, in the format that the model was taught. Text that does not parse stays text."""
 
 import json
 import re
@@ -8,7 +8,7 @@ from typing import Any
 from slime_like.agents.messages import Message, Tool, ToolCall
 
 Parser = Callable[[str, Sequence[Tool]], ToolCall | None]
-"""The call inside one ``<tool_call>`` block; ``None`` where it holds none."""
+"""Parser of one ``<tool_call>`` block. Returns ``None`` if the block holds no call."""
 
 _BLOCK = re.compile(r"<tool_call>(.*?)</tool_call>", re.DOTALL)
 _FUNCTION = re.compile(r"\s*<function=([^>\n]+)>(.*)</function>\s*", re.DOTALL)
@@ -16,7 +16,7 @@ _PARAMETER = re.compile(r"<parameter=([^>\n]+)>(.*?)</parameter>", re.DOTALL)
 
 
 def parse_reply(parser: str, text: str, tools: Sequence[Tool]) -> Message:
-    """The model's turn as a message; without tools, or with parser "none", it is all text."""
+    """Convert the model's turn to a message. Without tools, or with parser "none", the whole turn is text."""
     find = PARSERS[parser]
     if find is None or not tools:
         return Message("assistant", text)
@@ -32,14 +32,14 @@ def parse_reply(parser: str, text: str, tools: Sequence[Tool]) -> Message:
 
 
 def parser_of_template(template: str) -> str:
-    """The parser for the form that a chat template shows the model."""
+    """Return the name of the parser for the format that a chat template shows the model."""
     if "<tool_call>" not in template:
         return "none"
     return "qwen3_coder" if "<function=" in template else "hermes"
 
 
 def _hermes(block: str, tools: Sequence[Tool]) -> ToolCall | None:
-    """``{"name": ..., "arguments": {...}}``."""
+    """Parse ``{"name": ..., "arguments": {...}}``."""
     try:
         call = json.loads(block)
     except (ValueError, RecursionError):
@@ -51,7 +51,7 @@ def _hermes(block: str, tools: Sequence[Tool]) -> ToolCall | None:
 
 
 def _qwen3_coder(block: str, tools: Sequence[Tool]) -> ToolCall | None:
-    """``<function=NAME><parameter=KEY>VALUE</parameter></function>``; the tool's schema types the values."""
+    """Parse ``<function=NAME><parameter=KEY>VALUE</parameter></function>``. The tool's schema gives the value types."""
     function = _FUNCTION.fullmatch(block)
     if function is None:
         return None
@@ -61,7 +61,7 @@ def _qwen3_coder(block: str, tools: Sequence[Tool]) -> ToolCall | None:
 
 
 def _types(name: str, tools: Iterable[Tool]) -> dict[str, Any]:
-    """Parameter types of a tool's JSON schema; a tool with another form of schema has none."""
+    """Return the parameter types in a tool's JSON schema; empty for other kinds of schemas."""
     for tool in tools:
         function = tool["function"]
         parameters = function.get("parameters")

@@ -1,8 +1,8 @@
-"""The turns of one rollout as a tree of token ids, and the rows that are trained on.
+"""Turns of one rollout as a tree of token ids, and the rows to train on.
 
-An agent sends the whole history with every call. Where the history begins with messages of a recorded turn, the turn's
-ids stay as they are and only what follows is encoded. Otherwise the call forks: its prompt is encoded whole, as the
-prompt of another row. Sampled ids are never encoded again.
+An agent sends the whole history with every call. If the history starts with the messages of a recorded turn, that
+turn's ids are reused unchanged and only the rest is encoded. Otherwise the call forks: its whole prompt is encoded, as
+the prompt of another row. Sampled ids are never encoded again.
 """
 
 from collections.abc import Iterator, Sequence
@@ -20,10 +20,10 @@ class Prompt:
     """Input of one call.
 
     Attributes:
-        text: what the ids stand for.
-        messages: as they were rendered.
-        keys: of the messages that the client sent.
-        parent: the turn whose ids the prompt begins with.
+        text: text that the ids decode to.
+        messages: messages as rendered.
+        keys: keys of the messages that the client sent.
+        parent: turn whose ids the prompt starts with.
     """
 
     token_ids: list[int]
@@ -38,10 +38,10 @@ class Turn:
     """One sampled turn.
 
     Attributes:
-        token_ids: the prompt's ids and the sampled ones.
-        text: what they stand for.
-        keys: of all messages up to the reply.
-        forms: of the reply: what the client got, and the text as it was sampled, where that is another.
+        token_ids: prompt ids followed by sampled ids.
+        text: text that the ids decode to.
+        keys: keys of all messages up to and including the reply.
+        forms: the reply as sent to the client, and as sampled.
     """
 
     prompt: Prompt
@@ -54,7 +54,7 @@ class Turn:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """A branch of the tree from its root to a leaf.
+    """A branch of the tree, from its root to a leaf.
 
     Attributes:
         turns: ``[start, end)`` of every sampled turn in the segment's ``token_ids``.
@@ -65,14 +65,14 @@ class Row:
 
 
 class TurnTree:
-    """All turns of one rollout, in the order in which they were sampled."""
+    """All turns of one rollout, in sampling order."""
 
     def __init__(self, chat: ChatFormat) -> None:
         self._chat = chat
         self.turns: list[Turn] = []
 
     def prompt(self, messages: Sequence[Message], tools: Sequence[Tool]) -> Prompt:
-        """The prompt of a call. Raises ``TemplateFault`` where the messages cannot be rendered."""
+        """Build the prompt of a call. Raises ``TemplateFault`` if the messages cannot be rendered."""
         keys = tuple(message.key for message in messages)
         for turn in self._longest(keys):
             for reply in turn.forms:
@@ -83,9 +83,9 @@ class TurnTree:
         return Prompt(self._chat.encode(rendering), rendering.text, tuple(messages), keys)
 
     def record(self, prompt: Prompt, generation: Generation, reply: Message) -> Turn:
-        """Add a turn, of which the client gets ``reply``."""
+        """Add a turn. The client receives ``reply``."""
         tokens = generation.token_ids.tolist()
-        ended = not self._chat.continuation([], tokens[-1:], visible=True)  # by a token that is no part of the message
+        ended = not self._chat.continuation([], tokens[-1:], visible=True)  # the end token is not part of the message
         sampled = self._chat.continuation(prompt.token_ids, tokens[:-1] if ended else tokens)
         turn = Turn(
             prompt,
@@ -99,13 +99,13 @@ class TurnTree:
         return turn
 
     def rows(self) -> list[Row]:
-        """One row per leaf, in the order of sampling. A turn that several rows share carries loss in the first."""
+        """Return one row per leaf, in sampling order. A shared turn carries loss only in the first row."""
         parents = {turn.prompt.parent for turn in self.turns}
         trained: set[Turn] = set()
         return [_row(leaf, trained) for leaf in self.turns if leaf not in parents]
 
     def _longest(self, keys: tuple[str, ...]) -> list[Turn]:
-        """The turns whose messages are the longest recorded beginning of ``keys``, the latest first."""
+        """Return the turns with the longest matching history, latest first."""
         found = [turn for turn in self.turns if keys[: len(turn.keys)] == turn.keys]
         longest = max((len(turn.keys) for turn in found), default=0)
         return [turn for turn in reversed(found) if len(turn.keys) == longest]
@@ -115,14 +115,14 @@ class TurnTree:
     ) -> Prompt | None:
         try:
             rendering = self._chat.render(shown, tools)
-        except TemplateFault:  # of this form of the reply; what the client sent is rendered in any case
+        except TemplateFault:  # this form of the reply fails; the client's own messages are rendered in any case
             return None
         tokens = self._chat.extend(turn.token_ids, turn.text, rendering)
         return None if tokens is None else Prompt(tokens, rendering.text, shown, keys, turn)
 
 
 def _row(leaf: Turn, trained: set[Turn]) -> Row:
-    """The row of a leaf; its turns are added to those that are trained."""
+    """Build the row of a leaf, and add its turns to ``trained``."""
     branch = list(_branch(leaf))[::-1]
     start = len(branch[0].prompt.token_ids)
     tokens = np.array(leaf.token_ids[start:], np.int64)
@@ -132,7 +132,7 @@ def _row(leaf: Turn, trained: set[Turn]) -> Row:
     for turn in branch:
         first, end = len(turn.prompt.token_ids) - start, len(turn.token_ids) - start
         versions[first:end] = turn.generation.weight_versions
-        versions[end:] = turn.generation.weight_versions[-1]  # of what follows, until the next turn
+        versions[end:] = turn.generation.weight_versions[-1]  # tokens up to the next turn
         turns.append((first, end))
         if turn not in trained:
             logprobs[first:end], mask[first:end] = turn.generation.logprobs, True

@@ -179,19 +179,19 @@ def find_estimator(name: str) -> AdvantageEstimator:
 
 
 def _grpo(rewards: Tensor, groups: Groups, eps: float = 1e-6, ddof: int = 1) -> Tensor:
-    """``(r - mean_g) / std_g`` (GRPO: DeepSeekMath, arXiv:2402.03300, section 4.1.2)."""
+    """``(r - mean_g) / std_g`` (DeepSeekMath, arXiv:2402.03300, section 4.1.2)."""
     flat = groups.flat(rewards, eps)
     spread = groups.std(rewards, ddof).masked_fill(flat, 1.0)
     return ((rewards - groups.mean(rewards)) / spread).masked_fill(flat, 0.0)
 
 
 def _mean_only(rewards: Tensor, groups: Groups, eps: float = 1e-6) -> Tensor:
-    """``r - mean_g``: Dr. GRPO (arXiv:2503.20783, section 3.2), which together with reduction "constant" it is."""
+    """``r - mean_g`` (Dr. GRPO, arXiv:2503.20783, section 3.2, with reduction "constant")."""
     return (rewards - groups.mean(rewards)).masked_fill(groups.flat(rewards, eps), 0.0)
 
 
 def _rloo(rewards: Tensor, groups: Groups, eps: float = 1e-6) -> Tensor:
-    """``r - mean of the group's other samples`` (RLOO: Ahmadian et al., arXiv:2402.14740, eq. 9)."""
+    """``r - mean of the group's other samples`` (arXiv:2402.14740, eq. 9)."""
     # r - (n mean - r) / (n - 1) = n / (n - 1) * (r - mean)
     sizes = groups.sizes[groups.index]
     return _mean_only(rewards, groups, eps) * sizes / (sizes - 1).clamp_min(1)
@@ -203,7 +203,7 @@ def _reinforce_pp(rewards: Tensor, groups: Groups, eps: float = 1e-6, ddof: int 
 
 
 def _reinforce_pp_baseline(rewards: Tensor, groups: Groups, eps: float = 1e-6, ddof: int = 1) -> Tensor:
-    """``(r - mean_g) / std of r - mean_g over the batch`` (REINFORCE++ baseline form, arXiv:2501.03262, section 3)."""
+    """``(r - mean_g) / std over the batch`` (REINFORCE++ with baseline, arXiv:2501.03262, section 3)."""
     centred = _mean_only(rewards, groups, eps)
     if float(centred.max() - centred.min()) <= eps:
         return torch.zeros_like(centred)
@@ -212,7 +212,7 @@ def _reinforce_pp_baseline(rewards: Tensor, groups: Groups, eps: float = 1e-6, d
 
 
 def _pass_through(rewards: Tensor, groups: Groups, eps: float = 1e-6) -> Tensor:
-    """``r``: the reward itself (REINFORCE without baseline: Williams 1992)."""
+    """``r`` (REINFORCE without baseline: Williams 1992)."""
     return rewards
 
 

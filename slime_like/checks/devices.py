@@ -4,6 +4,7 @@ from collections.abc import Iterator
 
 from slime_like.config.filling import AUTO, ENGINES, REPLICAS, gpus_needed
 from slime_like.config.run import RunConfig
+from slime_like.system.words import counted
 
 
 def idle_gpu_problems(config: RunConfig) -> Iterator[str]:
@@ -13,10 +14,17 @@ def idle_gpu_problems(config: RunConfig) -> Iterator[str]:
         return
     gpus = cluster.nodes * cluster.gpus_per_node
     if needed.total < gpus:
+        replica = config.trainer.parallel.world_size // config.trainer.parallel.data
+        if gpus % replica and cluster.placement == "colocated":
+            remedy = f"choose tensor * pipeline * context of trainer.parallel, now {replica}, to divide the GPUs"
+        else:
+            remedy = f"set {REPLICAS}={AUTO} or {ENGINES}={AUTO}"
+        if (fewer := -(-needed.total // cluster.gpus_per_node)) < cluster.nodes:
+            remedy += f", use {counted(fewer, 'node')}"
         yield (
             f"cluster.nodes={cluster.nodes} times cluster.gpus_per_node={cluster.gpus_per_node}: "
-            f"{gpus - needed.total} of {gpus} GPUs are idle, as the run uses {needed}; set {REPLICAS}={AUTO} or "
-            f"{ENGINES}={AUTO}, use fewer nodes, or set cluster.allow_idle_gpus=true"
+            f"{gpus - needed.total} of {gpus} GPUs are idle, as the run uses {needed}; {remedy}, or "
+            "set cluster.allow_idle_gpus=true"
         )
 
 

@@ -141,6 +141,7 @@ def _dry_run(options: LaunchOptions, config: RunConfig, names: Sequence[str]) ->
     from slime_like.checks.check import check
     from slime_like.launch.commands import plan_arguments, train_arguments
     from slime_like.orchestration.cluster.bundles import pieces_of
+    from slime_like.planning.checks import placement_problems
 
     parallel, devices = config.trainer.parallel, config.cluster.gpus_per_node
     yield f"nodes:    {options.nodes}" + (f" ({', '.join(names)})" if names else "")
@@ -149,10 +150,12 @@ def _dry_run(options: LaunchOptions, config: RunConfig, names: Sequence[str]) ->
     needed = sum(pieces.bundles)
     idle = options.nodes * devices - needed
     amiss = " (TOO FEW)" if idle < 0 else f" ({idle} IDLE)" if idle else ""
+    fits = idle >= 0 and max(parallel.tensor, config.rollout.tensor) <= devices
     yield (
         f"devices:  {needed} needed, {options.nodes} x {devices} there{amiss}; "
-        f"{counted(parallel.world_size, 'trainer rank')} in {counted(len(pieces.ranks), 'group')} (each stays on one "
-        f"node), trainer.parallel.data {parallel.data}, {engines}, placement {config.cluster.placement}"
+        f"{counted(parallel.world_size, 'trainer rank')} in {counted(len(pieces.ranks), 'group')}"
+        f"{' (each stays on one node)' if fits else ''}, trainer.parallel.data {parallel.data}, {engines}, placement "
+        f"{config.cluster.placement}"
     )
     if options.nodes > 1:
         head = f"{options.head}:{options.port}"
@@ -164,7 +167,7 @@ def _dry_run(options: LaunchOptions, config: RunConfig, names: Sequence[str]) ->
     address = "ADDRESS_OF_RAYS_HEAD" if options.nodes > 1 else None
     yield f"train:    {_shown(train_arguments(options, address))}"
     yield f"run_dir:  {config.run_dir} (resume: {config.resume})"
-    for problem in check(config):
+    for problem in (*(() if fits else placement_problems(config)), *check(config)):
         yield f"not yet:  {problem}"
 
 

@@ -63,8 +63,7 @@ def reference_text() -> str:
 
 def _section(section: SectionDoc) -> str:
     heading = f"## `{section.name}`" if section.name else "## The run"
-    introduction = f"\n{section.description}\n" if section.description else ""
-    return f"{heading}\n{introduction}\n" + "\n".join(_field(field) for field in section.fields) + "\n"
+    return f"{heading}\n\n" + "\n".join(_field(field) for field in section.fields) + "\n"
 
 
 def _field(field: Field) -> str:

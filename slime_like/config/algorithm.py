@@ -44,30 +44,24 @@ CORRECTIONS = ("none", "truncate", "clip", "mask", "tis", "mis", "icepop")
 class AlgorithmConfig(Section):
     """Loss, advantages, reduction."""
 
-    loss: str = Field(
-        "ppo_clip", description=f"Loss: {', '.join(LOSSES)}, `package.module:name` or `path/to/file.py:name`."
-    )
-    advantage: str = Field(
-        "grpo",
-        description=f"Advantage estimator: {', '.join(ADVANTAGES)}, `package.module:name` or `path/to/file.py:name`.",
-    )
+    loss: str = Field("ppo_clip", description="Loss: a name or custom code.")
+    advantage: str = Field("grpo", description="Advantage estimator: a name or custom code.")
     reduction: Literal["tokens", "samples", "groups", "constant"] = "tokens"
-    """Mean of the loss over an optimizer step. tokens: over all tokens. samples: of per-sample means. groups: of
-    per-group token means. constant: of per-sample sums over constant_length (Dr. GRPO)."""
+    """Mean of the loss: over all tokens, of per-sample means, of per-group token means, or of per-sample sums over
+    constant_length."""
     constant_length: int | None = Field(None, ge=1)
-    """Divisor of reduction `constant`; usually rollout.max_new_tokens."""
-    clip_low: float = Field(0.2, ge=0, le=1, description="Ratios below 1 - clip_low are clipped; 1: no lower bound.")
+    """Divisor of reduction `constant`."""
+    clip_low: float = Field(0.2, ge=0, le=1, description="Ratios below 1 - clip_low are clipped.")
     clip_high: float = Field(0.2, ge=0, description="Ratios above 1 + clip_high are clipped.")
     dual_clip: float | None = Field(None, gt=1, description="Dual-clip bound for negative advantages; none: off.")
-    kl_coef: float = Field(0.0, ge=0, description="Coefficient of the KL to the reference in the loss; 0: off.")
+    kl_coef: float = Field(0.0, ge=0, description="Coefficient of the KL to the reference in the loss.")
     kl_estimator: str = "k3"
-    """KL(policy || reference) in the loss: k1, k2, k3, low_var_kl (k3, at most 10) or custom code. Only k2 has the
-    exact reverse-KL gradient on-policy."""
+    """KL estimator in the loss: k1, k2, k3, low_var_kl (k3, at most 10) or custom code."""
     kl_importance_weighted: bool = False
-    """Multiply the KL by pi / pi_old: unbiased gradient for k1 and k3, also off-policy."""
+    """Multiply the KL by pi / pi_old, for an unbiased gradient."""
     entropy_coef: float = Field(0.0, ge=0, description="Coefficient of the entropy bonus.")
     moe_aux_loss_coef: float = Field(0.0, ge=0)
-    """Coefficient of the load-balancing loss of mixture-of-experts layers."""
+    """Coefficient of the experts' load-balancing loss."""
     importance_correction: str = "none"
     """Importance weights from engine to trainer: none, truncate (tis), clip, mask (mis, icepop) or custom code."""
     importance_level: Literal["token", "sequence", "geometric"] = "token"
@@ -75,24 +69,23 @@ class AlgorithmConfig(Section):
     importance_low: float = Field(0.5, ge=0, description="Lower bound on ratios, except for `truncate`.")
     importance_high: float = Field(2.0, gt=0, description="Upper bound on ratios.")
     importance_veto: float | None = Field(None, gt=0)
-    """Sequences that contain a ratio below this, e.g. 1e-4, get weight 0; none: off."""
+    """Sequences that contain a ratio below this get weight 0."""
     importance_normalize: bool = False
     """Divide advantages by the batch's mean weight."""
     off_policy_mask: float | None = Field(None, ge=0)
-    """Mask sequences with a negative advantage if the policy has moved by more nats per token since sampling."""
+    """Mask sequences with a negative advantage if the policy has moved by more nats per token than this."""
     kl_reward_coef: float = Field(0.0, ge=0)
-    """Coefficient of the KL to the reference that is subtracted from a response's reward; 0: off."""
+    """Coefficient of the KL that is subtracted from a reward."""
     kl_reward_estimator: Literal["k1", "k2", "k3", "low_var_kl"] = "k1"
     """Estimator of that KL; k1 and k3 are unbiased."""
     overlong_buffer: int | None = Field(None, ge=1)
-    """DAPO's overlong penalty grows over this many tokens below rollout.max_new_tokens; none: off."""
-    overlong_factor: float = Field(1.0, gt=0, description="Penalty of a response of rollout.max_new_tokens tokens.")
+    """Tokens below the limit over which DAPO's overlong penalty grows."""
+    overlong_factor: float = Field(1.0, gt=0, description="Largest overlong penalty.")
     epochs: int = Field(1, ge=1, description="Passes over one batch (ppo_epochs).")
     minibatches: int = Field(1, ge=1, description="Optimizer steps per pass.")
     old_logprobs: Literal["auto", "score"] = "auto"
-    """score: compute old logprobs in an extra forward pass before the first update. auto: only if the update's forward
-    pass cannot give them."""
-    advantage_eps: float = Field(1e-6, ge=0, description="Groups with at most this reward spread have advantage 0.")
+    """score: compute old logprobs in an extra forward pass. auto: only if the update's pass cannot give them."""
+    advantage_eps: float = Field(1e-6, ge=0, description="Groups with at most this spread have advantage 0.")
 
     @property
     def needs_reference(self) -> bool:

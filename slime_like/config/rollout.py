@@ -31,20 +31,20 @@ class EnvironmentConfig(Section):
     """
 
     name: str | None = None
-    """calculator, `package.module:name` or `path/to/file.py:name`; none: single-turn responses."""
+    """calculator or custom code; none: single-turn responses."""
     options: dict[str, Any] = Field(default_factory=dict, description="Keyword arguments of the environment.")
     max_turns: int = Field(4, ge=1, description="Turns of the model per conversation.")
     max_turn_tokens: int | None = Field(None, ge=1)
-    """Token limit of one turn; none: the rest of the response."""
+    """Token limit of one turn."""
     max_observation_tokens: int = Field(256, ge=1)
-    """Longer observations are cut to this number of tokens."""
+    """Tokens to which longer observations are cut."""
     template: str | None = None
-    """Text between two turns, which contains {observation}; none: the chat template's role tool."""
+    """Text between two turns, with {observation}; none: the chat template's role tool."""
     workers: int = Field(1, ge=1, description="Worker processes per engine.")
     start_timeout_s: float = Field(120.0, gt=0, description="Timeout of a worker's start.")
     timeout_s: float = Field(10.0, gt=0)
     """Timeout of one step. The sample then gets reward 0."""
-    memory_mb: int = Field(1024, ge=128, description="Address-space limit of one worker, beyond its start-up size.")
+    memory_mb: int = Field(1024, ge=128, description="Memory limit of a worker.")
 
     _absolute = field_validator("name")(absolute_code)
 
@@ -60,18 +60,18 @@ class AgentConfig(Section):
     """
 
     name: str | None = None
-    """`package.module:name` or `path/to/file.py:name` of an `async def`."""
+    """Custom code, an `async def`."""
     options: dict[str, Any] = Field(default_factory=dict, description="Keyword arguments of the agent.")
     command: tuple[str, ...] = ()
-    """Program and arguments, instead of a name; {base_url}, {key}, {task_file} and {result_file} are filled in."""
+    """Program with arguments such as {base_url}, {key}, {task_file} and {result_file}, instead of a name."""
     max_calls: int = Field(64, ge=1, description="Calls of the model per rollout.")
     tool_parser: Literal["auto", "none", "hermes", "qwen3_coder"] = "auto"
-    """Form of tool calls in the model's text; auto: the chat template's form."""
-    workers: int = Field(8, ge=1, description="Worker processes per engine, with one rollout each at a time.")
+    """Form of tool calls; auto: the chat template's."""
+    workers: int = Field(8, ge=1, description="Worker processes per engine.")
     start_timeout_s: float = Field(120.0, gt=0, description="Timeout of a worker's start.")
     timeout_s: float = Field(600.0, gt=0)
     """Timeout of one rollout. The sample then gets reward 0."""
-    memory_mb: int = Field(4096, ge=128, description="Address-space limit of one worker, beyond its start-up size.")
+    memory_mb: int = Field(4096, ge=128, description="Memory limit of a worker.")
 
     _absolute = field_validator("name")(absolute_code)
 
@@ -100,48 +100,47 @@ class RolloutConfig(Section):
     engine: str = "vllm"
     """vllm, sglang, transformers or a custom engine."""
     python: Path | None = None
-    """Python interpreter of the engines, if their packages conflict with the trainer's. It needs the same version of
-    slime-like."""
+    """Python interpreter of the engines, if their packages conflict with the trainer's."""
     num_engines: int = Field(1, ge=1)
     """Number of engines. auto: fill the cluster, or the trainer's GPUs if colocated."""
     tensor: int = Field(1, ge=1, description="Tensor parallelism of one engine.")
     prompts_per_step: int = Field(64, ge=1, description="Prompt groups per training step.")
     samples_per_prompt: int = Field(8, ge=1, description="Responses per prompt (group size).")
     max_new_tokens: int = Field(256, ge=1, description="Token limit of a response.")
-    temperature: float = Field(1.0, ge=MIN_TEMPERATURE, description="Sampling temperature of training rollouts.")
-    top_p: float = Field(1.0, gt=0.0, le=1.0, description="Nucleus sampling of training rollouts.")
+    temperature: float = Field(1.0, ge=MIN_TEMPERATURE, description="Sampling temperature in training.")
+    top_p: float = Field(1.0, gt=0.0, le=1.0, description="Nucleus sampling.")
     top_k: int = Field(-1, ge=-1)
-    """Top-k sampling of training rollouts, up to 512; -1 or 0: off, or 512 with `top_p` or `min_p`."""
+    """Top-k sampling, at most 512; -1: off."""
     min_p: float = Field(0.0, ge=0.0, le=1.0)
-    """Lowest probability of a sampled token, relative to the likeliest one."""
-    stop_token_ids: tuple[int, ...] = Field((), description="Token ids that end a response; []: the model's EOS ids.")
+    """Lowest probability of a token, relative to the likeliest one."""
+    stop_token_ids: tuple[int, ...] = Field((), description="Token ids that end a response; []: EOS.")
     max_model_len: int | None = Field(None, ge=2)
-    """Longest sequence of an engine; none: the prompt limit plus the response limit."""
+    """Longest sequence; none: prompt limit plus response limit."""
     max_concurrent_requests: int = Field(1024, ge=1, description="Concurrent requests per engine.")
     max_staleness: int = Field(0, ge=0)
-    """Largest age, in training steps, of the weights that sample a response's first token. 0: sampling and training
-    alternate (on-policy). Above 0 they overlap."""
+    """Largest age, in training steps, of the weights that sample a response's first token. 0: on-policy. Above 0,
+    sampling and training overlap."""
     stream: bool = False
-    """Train on full micro-batches while the rest of the step is still being generated. The update is the same."""
+    """Train on full micro-batches while the rest of the step is generated."""
     oversample: float = Field(1.0, ge=1)
-    """Ratio of started to trained groups; the slowest ones are aborted."""
+    """Ratio of started to trained groups."""
     drop_zero_spread: bool = False
     """Replace groups whose samples all have the same reward (DAPO's dynamic sampling)."""
     max_drops_per_step: int = Field(1000, ge=1)
-    """Number of groups that a step may replace before the run fails."""
+    """Groups that a step may replace before the run fails."""
     max_engine_restarts: int = Field(2, ge=0)
-    """Restarts of dead engines in a run. 0: the first death fails the run."""
+    """Restarts of dead engines in a run."""
     environment: EnvironmentConfig = EnvironmentConfig()
     """Answers the model's turns in conversations."""
     agent: AgentConfig = AgentConfig()
     """Calls the model itself, in place of an environment."""
     engine_args: dict[str, Any] = Field(default_factory=dict)
-    """Further arguments of the engine, passed unchanged. Arguments under an engine's name, e.g. `vllm: {max_num_seqs:
-    64}`, are for that engine only."""
+    """Further arguments of the engine. Those under an engine's name, e.g. `vllm: {max_num_seqs: 64}`, are only for
+    it."""
     start_timeout_s: float | None = Field(None, gt=0)
-    """Timeout of an engine's start; none: 1200 on GPUs, 300 on CPUs."""
+    """Timeout of a start; none: 1200 on GPUs, 300 on CPUs."""
     request_timeout_s: float | None = Field(None, gt=0)
-    """Timeout of one request; none: 0.2 per token of the longest response, at least 600."""
+    """Timeout of a request; none: 0.2 per token, at least 600."""
 
     @field_validator("engine_args")
     @classmethod
@@ -231,12 +230,12 @@ class RewardConfig(Section):
 
     functions: tuple[RewardFunction, ...] = Field((RewardFunction(name="math_verify"),), min_length=1)
     """Reward functions, which are added by weight."""
-    workers: int = Field(1, ge=1, description="Reward worker processes.")
-    start_timeout_s: float = Field(120.0, gt=0, description="Timeout of a reward worker's start.")
+    workers: int = Field(1, ge=1, description="Worker processes.")
+    start_timeout_s: float = Field(120.0, gt=0, description="Timeout of a worker's start.")
     timeout_s: float = Field(5.0, gt=0)
-    """Timeout of scoring one response, or one group. The reward is then 0."""
+    """Timeout of scoring one response or group."""
     memory_mb: int = Field(2048, ge=128)
-    """Address-space limit of one reward worker, beyond its start-up size."""
+    """Memory limit of a worker."""
 
     def conflicts(self) -> Iterator[str]:
         if not any(function.weight for function in self.functions):
@@ -261,21 +260,16 @@ class SyncConfig(Section):
     """Weight transfer from trainer to engines."""
 
     transport: Literal["auto", "shared_memory", "gloo", "nccl", "colocated", "directory"] = "auto"
-    """How weights travel. auto: colocated if engines share the trainers' GPUs, else nccl between GPUs; on CPUs
-    shared_memory inside a host, gloo between hosts."""
+    """How weights travel. auto: by device, host and placement."""
     directory: Path | None = None
-    """Directory that trainers and engines both see, for the transport `directory`."""
+    """Directory of the transport `directory`."""
     bucket_mb: float | None = Field(None, gt=0)
-    """Largest bucket in MiB; a larger tensor travels alone. none: 1024 if engines share the trainers' GPUs, else
-    256."""
+    """Largest bucket in MiB; none: 1024 on shared GPUs, else 256."""
     delta: Literal["auto", "always", "never"] = "auto"
-    """Send only changed elements. Both sides keep a copy of the weights in host memory. auto: for 16-bit models over
-    gloo or a directory."""
-    verify: bool = Field(True, description="Compare hashes of all tensors, and probe logprobs, after every sync.")
+    """Send only changed elements, and keep copies in host memory. auto: for 16-bit models over gloo or a directory."""
+    verify: bool = Field(True, description="Verify hashes and logprobs after every sync.")
     probe_tolerance: float | None = Field(None, gt=0)
-    """Largest gap between logprobs of engine and trainer on the probe. float32: the largest difference; default: 3e-5
-    per layer times the standard deviation of the trainer's logprobs, at least 1e-4. bfloat16: the median difference
-    over that standard deviation; default: 0.11 (0.3 for a mixture of experts), later three times the first sync's."""
+    """Largest gap of logprobs; none: by precision and depth."""
     timeout_s: float = Field(300.0, gt=0, description="Timeout of one sync.")
 
     def conflicts(self) -> Iterator[str]:

@@ -36,12 +36,12 @@ class RunConfig(Section):
     """Root of the configuration; YAML keys and command-line flags mirror these names."""
 
     run_dir: Path
-    """Directory of the run: configuration, metrics, logs, checkpoints."""
+    """Directory that the run writes."""
     steps: int = Field(100, ge=1, le=MAX_STEPS, description="Training steps.")
     seed: int = Field(0, ge=0, le=MAX_SEED, description="Seed of data order, sampling and initialization.")
     resume: str = "auto"
-    """auto: resume from the run's latest checkpoint, if there is one. never: start over, and rename an earlier run to
-    RUN_DIR.1. PATH: resume from this checkpoint."""
+    """auto: resume from the latest checkpoint, if any. never: start over and rename the earlier run. PATH: resume from
+    that checkpoint."""
     model: ModelConfig = Field(description="The policy.")
     reference: ReferenceConfig = Field(ReferenceConfig(), description="The reference policy.")
     data: DataConfig = Field(DataConfig(), description="Training prompts.")

@@ -17,26 +17,24 @@ class ModelConfig(Section):
 
     path: Path = Field(description="Hugging Face checkpoint directory of the initial policy.")
     weights: Path | None = None
-    """Checkpoint with the policy's weights, from `slime-like convert to-megatron` or a run's checkpoints/step-N. `path`
-    still provides the dimensions, the tokenizer and the engines' first weights."""
+    """Checkpoint with the policy's weights, from `slime-like convert to-megatron` or a run's checkpoints/step-N."""
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
-    """Precision of weights and activations in trainer and engine."""
+    """Precision in trainer and engine."""
     trust_remote_code: bool = Field(False, description="Run Python code from the checkpoint.")
 
 
 class ReferenceConfig(Section):
     """The reference policy of the KL term. Used only when a KL coefficient is above 0."""
 
-    path: Path | None = Field(None, description="Hugging Face checkpoint of the reference; none: the initial policy.")
+    path: Path | None = Field(None, description="Hugging Face checkpoint; none: the initial policy.")
     placement: Literal["trainer", "workers"] = "trainer"
-    """trainer: the trainer ranks swap in the reference, which must have the policy's sizes. workers: separate devices
-    score groups during sampling."""
+    """trainer: the trainer ranks swap in the reference. workers: separate devices score groups during sampling."""
     update_interval: int = Field(0, ge=0)
-    """Interval in steps at which the policy becomes the reference; 0: never."""
+    """Steps after which the policy becomes the reference; 0: never."""
     workers: int = Field(1, ge=1, description="Number of reference workers.")
     parallel: ParallelConfig = Field(ParallelConfig(), description="Layout of each reference worker.")
     max_worker_restarts: int = Field(2, ge=0)
-    """Restarts of failed reference workers in a run. The run fails when no worker is left."""
+    """Restarts of failed workers in a run."""
 
 
 DataFormat = Literal["keys", "gsm8k", "math", "dapo", "openr1"]
@@ -55,28 +53,25 @@ class DataConfig(Section):
     """Prompt files (JSONL or Parquet) and the keys inside their rows; a dotted key leads into nested objects."""
 
     train: tuple[Path, ...] = ()
-    """Training data, read in this order: .jsonl, .parquet or .arrow files, patterns such as `data/train-*.parquet`, or
-    directories that Hugging Face's `datasets` saved."""
+    """Training data: .jsonl, .parquet or .arrow files, patterns, or directories that Hugging Face's `datasets`
+    saved."""
     mixture: tuple[DataSource, ...] = ()
-    """Several sources instead of `train`. Each has a `name`, `files`, a `weight` (its relative share of the prompts)
-    and a `format`. Metrics are in `sources/NAME/`."""
+    """Several sources instead of `train`, each with a relative share of the prompts."""
     format: DataFormat = "keys"
-    """Form of the rows: the keys below, or the published form of the named data set. Held-out files may have another
-    form."""
+    """Form of the rows: the keys below, or a data set's published form."""
     system_prompt: str | None = Field(None, description="A system message before every prompt.")
-    prompt_key: str = Field("prompt", description="Row key of the prompt: text or a list of chat messages.")
+    prompt_key: str = Field("prompt", description="Row key of the prompt, text or chat messages.")
     answer_key: str = Field("answer", description="Row key of the ground-truth answer.")
     response_key: str = Field("response", description="Row key of the demonstration (supervised only).")
     messages_key: str | None = None
-    """Row key of a list of chat messages whose assistant turns carry loss, instead of `response_key` (supervised
-    only)."""
+    """Row key of a conversation whose assistant turns carry loss (supervised only)."""
     token_ids_key: str = "input_token_ids"
     """Row key of a tokenized prompt, which replaces the text."""
     environment_key: str | None = None
-    """Row key of an optional mapping for the environment or agent."""
+    """Row key of a mapping for the environment or agent."""
     apply_chat_template: bool = Field(True, description="Apply the tokenizer's chat template to prompts.")
     allow_special_tokens: bool = False
-    """Accept text that spells special tokens, for templates written by hand."""
+    """Accept text that spells special tokens."""
     max_prompt_tokens: int = Field(1024, ge=1, description="Longer prompts are dropped and counted, never truncated.")
     shuffle: bool = Field(True, description="Shuffle every epoch.")
 
@@ -142,7 +137,7 @@ class CheckpointConfig(Section):
     every: int = Field(0, ge=0, description="Checkpoint interval in steps; 0: at the end only.")
     keep: int = Field(2, ge=1, description="Checkpoints kept; older ones are removed after a save.")
     async_save: bool = False
-    """Copy the state to host memory and write it during training."""
+    """Write checkpoints during training."""
     export_hf: bool = Field(True, description="Write a Hugging Face model at the end.")
 
 
@@ -160,7 +155,7 @@ class DebugConfig(Section):
     """Switches for experiments on the method, and what is kept to inspect a run."""
 
     shuffle_advantages: bool = False
-    """Permute advantages over a batch: a control run, which must not learn."""
+    """Permute advantages: a control run, which must not learn."""
     samples_per_step: int = Field(4, ge=0, description="Samples per logged step in the debug tables; 0: none.")
     tables_every: int = Field(10, ge=1, description="Interval of debug tables in steps.")
     save_rollouts: Path | None = Field(None, description="Directory for every step's scored rollouts.")
@@ -178,21 +173,21 @@ class DebugConfig(Section):
 class ClusterConfig(Section):
     """The Ray cluster."""
 
-    address: str | None = Field(None, description="Address of a running Ray cluster; none: start one on this machine.")
+    address: str | None = Field(None, description="Address of a running Ray cluster.")
     object_store_mb: int = Field(512, ge=80)
-    """Object store of a Ray cluster started here, in MiB per node."""
+    """Ray's object store, in MiB per node."""
     placement: Literal["separate", "colocated"] = "separate"
-    """separate: engines have separate devices. colocated: engines and trainer ranks take turns on the same devices."""
+    """colocated: engines and trainer ranks take turns on the same devices."""
     nodes: int | None = Field(None, ge=1, description="Nodes; `slime-like launch` sets it. none: as many as needed.")
     gpus_per_node: int = Field(8, ge=1, description="GPUs per node; `slime-like launch` counts them.")
     allow_idle_gpus: bool = Field(False, description="Accept GPUs of `nodes` that nothing uses.")
     gpu: GpuName = Field("h100-80gb", description="GPU assumed by `slime-like plan`.")
-    gpu_memory_gib: float | None = Field(None, gt=0, description="GPU memory in GiB for the plan; none: as `gpu`.")
-    host_memory_gib: float | None = Field(None, gt=0, description="Node memory in GiB for the plan; none: unchecked.")
+    gpu_memory_gib: float | None = Field(None, gt=0, description="GPU memory in GiB, for the plan.")
+    host_memory_gib: float | None = Field(None, gt=0, description="Node memory in GiB, for the plan.")
     nvlink_gb_per_s: float | None = Field(None, gt=0)
-    """GB/s from a GPU inside its node, for the plan; none: as `gpu`."""
+    """GB/s between GPUs of a node, for the plan."""
     network_gb_per_s: float = Field(50.0, gt=0)
-    """GB/s from a GPU to other nodes, for the plan; 50 is 400 Gb/s."""
+    """GB/s between nodes per GPU, for the plan."""
 
     @field_validator("address")
     @classmethod

@@ -17,10 +17,10 @@ class ParallelConfig(Section):
     tensor: int = Field(1, ge=1, description="Tensor-parallel size.")
     pipeline: int = Field(1, ge=1, description="Pipeline-parallel size.")
     context: int = Field(1, ge=1, description="Context-parallel size.")
-    data: int = Field(1, ge=1, description="Data-parallel size. auto, in `trainer` only: fill the cluster.")
-    expert: int = Field(1, ge=1, description="Expert-parallel size (MoE models).")
+    data: int = Field(1, ge=1, description="Data-parallel size. auto: fill the cluster.")
+    expert: int = Field(1, ge=1, description="Expert-parallel size.")
     sequence: bool = Field(False, description="Sequence parallelism inside the tensor-parallel group.")
-    virtual_pipeline: int = Field(1, ge=1, description="Model chunks per pipeline stage (interleaved schedule).")
+    virtual_pipeline: int = Field(1, ge=1, description="Model chunks per pipeline stage.")
 
     @property
     def world_size(self) -> int:
@@ -43,11 +43,11 @@ class OptimizerConfig(Section):
     clip_grad: float = Field(1.0, gt=0, description="Global gradient-norm bound.")
     distributed: bool = Field(True, description="Shard optimizer state over data-parallel ranks.")
     offload: bool = False
-    """Keep main weights and moments in host memory and update them on the CPU."""
+    """Keep optimizer state in host memory, and update on the CPU."""
     overlap: bool = False
-    """Sum gradients during the last backward pass, and gather weights during the next forward pass."""
+    """Sum gradients during backward, and gather weights during forward."""
     overlap_bucket_params: int | None = Field(None, ge=1)
-    """Parameters per message of `overlap`; none: the larger of 40 M and 1 M per replica."""
+    """Parameters per message of `overlap`."""
 
     @property
     def depends_on_length(self) -> bool:
@@ -69,10 +69,9 @@ class FsdpConfig(Section):
     """Settings of the backend `fsdp`."""
 
     reshard_after_forward: bool = True
-    """Free gathered weights after a layer's forward pass. false: less communication, more memory."""
+    """Free gathered weights after a layer's forward pass."""
     accumulate: Literal["whole", "sharded"] = "whole"
-    """whole: each rank keeps float32 gradients of the whole model, summed once per window. sharded: each rank keeps its
-    shard, summed after every micro-batch."""
+    """Each rank keeps float32 gradients of the whole model, or only its shard."""
 
 
 class TrainerConfig(Section):
@@ -87,22 +86,19 @@ class TrainerConfig(Section):
     target_tokens_per_batch: int = Field(8192, ge=16)
     """Token budget of one packed micro-batch; every sequence must fit."""
     share_prefixes: Literal[False, "prompts", "tree"] = False
-    """Compute a prefix that sequences of a group share once per micro-batch. prompts: equal prompts. tree: also
-    histories of an agent's rows."""
+    """Compute shared prefixes once per micro-batch: equal prompts, or also histories of an agent."""
     balance: Literal["tokens", "flops"] = "tokens"
     """Quantity that is balanced over data-parallel replicas."""
     attention: Literal["auto", "transformer_engine", "ring_flash_attn", "ring", "allgather"] = "auto"
-    """Attention and its context parallelism. auto: Transformer Engine if it is installed on a CUDA machine, else ring;
-    allgather for fsdp and for shared prefixes."""
+    """Attention and its context parallelism. auto: by machine and backend."""
     recompute: Literal["none", "full", "auto"] | int = "none"
-    """Layers that are recomputed in backward. N: the first N layers of every stage or model chunk. auto: as few as fit
-    `cluster.gpu`, by the plan."""
+    """Layers that are recomputed in backward. N: the first N of every stage or model chunk. auto: as few as fit."""
     activation_offload: bool = False
     """Keep saved activations in host memory."""
     head_chunk_tokens: int | None = Field(None, ge=1)
-    """Tokens whose logits exist at the same time; none: 1,024 to 2,048 on a GPU, 128 to 1,024 on a CPU."""
+    """Tokens whose logits exist at the same time."""
     rendezvous_port: int | None = Field(None, ge=1024, le=65535)
-    """Port on rank 0's host where ranks meet; none: a free one, or a private file on one host."""
+    """Port on rank 0's host where ranks meet."""
     start_timeout_s: float = Field(600.0, gt=0, description="Timeout of the start of all ranks.")
     step_timeout_s: float = Field(3600.0, gt=0, description="Timeout of one call of a rank, collectives included.")
     cpu_threads: int | None = Field(None, ge=1, description="Threads per rank on CPU; none shares a node's cores.")

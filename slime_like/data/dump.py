@@ -1,4 +1,4 @@
-"""Scored trajectories on disk: a step's rollouts, to be trained on again without any engine."""
+"""Scored trajectories on disk: the rollouts of a step, to train on again without engines."""
 
 from collections.abc import Sequence
 from dataclasses import fields
@@ -13,18 +13,17 @@ from slime_like.trajectory import ScoredTrajectory
 
 _VERSION = 1
 _DAMAGE = (UnpicklingError, RuntimeError, EOFError, OSError, LookupError, TypeError, ValueError, AttributeError)
-"""What torch, or the construction of trajectories, raises on a file that is something else."""
+"""Errors that torch or the trajectory constructor raises on a file of another kind."""
 _SAVE_AGAIN = "save it again with debug.save_rollouts"
 _FIELDS = tuple(field.name for field in fields(ScoredTrajectory) if field.init)
 
 
 def dump_path(directory: Path, step: int) -> Path:
-    """Path of the rollouts of ``step`` in ``directory``."""
     return directory / rollouts_name(step)
 
 
 def save_trajectories(path: Path, trajectories: Sequence[ScoredTrajectory]) -> None:
-    """Write plain tensors, numbers and text only, so that reading needs no trust in the file."""
+    """Write only plain tensors, numbers and text, so the file can be read without trusting it."""
     rows = [{name: getattr(trajectory, name) for name in _FIELDS} for trajectory in trajectories]
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_suffix(".partial")
@@ -33,10 +32,10 @@ def save_trajectories(path: Path, trajectories: Sequence[ScoredTrajectory]) -> N
 
 
 def load_trajectories(path: Path) -> list[ScoredTrajectory]:
-    """Read what ``save_trajectories`` wrote, every field equal.
+    """Read a file written by ``save_trajectories``; every field is equal.
 
     Raises:
-        DataError: the file is missing, damaged, or of another version of this format.
+        DataError: the file is missing, damaged, or of another format version.
     """
     if not path.is_file():
         remedy = "debug.load_rollouts needs one file per step, from step 1 on"
@@ -48,7 +47,7 @@ def load_trajectories(path: Path) -> list[ScoredTrajectory]:
             raise DataError(problem, code="dump-version", who=str(path))
         trajectories = [ScoredTrajectory(**row) for row in content["trajectories"]]
     except _DAMAGE as error:
-        reason = str(error).partition("\n")[0].partition(". ")[0]  # torch goes on about trusting the file
+        reason = str(error).partition("\n")[0].partition(". ")[0]  # the rest is advice on trusting the file
         problem = f"damaged rollout dump ({type(error).__name__}: {reason})"
         raise DataError(problem, code="damaged-dump", who=str(path), remedy=_SAVE_AGAIN) from error
     if not trajectories:

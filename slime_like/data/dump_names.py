@@ -1,6 +1,6 @@
-"""File names of kept rollouts, without torch."""
+"""File names of saved rollouts, without torch."""
 
 
 def rollouts_name(step: int) -> str:
-    """File name of the rollouts of ``step``."""
+    """Return the file name of the rollouts of ``step``."""
     return f"step-{step:06d}.pt"

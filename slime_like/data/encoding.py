@@ -1,4 +1,4 @@
-"""Encoding of a row's text as token ids."""
+"""Encoding of rows to token ids."""
 
 import json
 import math
@@ -18,17 +18,17 @@ from slime_like.data.tokenizer import template_fault
 from slime_like.models.special_tokens import special_token_pattern
 
 _SHOWN = 10
-"""Keys of a row without a prompt that are named."""
+"""Limit on the keys named in an error about a row without a prompt."""
 
 
 @dataclass(frozen=True, slots=True)
 class EncodedRow:
-    """Token ids of a prompt, its ground truth, the demonstration where the row has one (EOS included), the row's
-    settings for an environment, and its chat messages as JSON where they are kept. Ids are machine integers: a million
-    prompts as Python's would fill the memory.
+    """Token ids of a prompt, with its answer, settings for an environment, and chat messages as JSON if they are kept.
+    Ids are machine integers: Python integers for a million prompts would fill the memory.
 
     Attributes:
-        spans: ``[start, end)`` in ``response_tokens`` of what carries loss; ``None``: all of it.
+        response_tokens: ids of the demonstration, EOS included; ``None`` if the row has none.
+        spans: ``[start, end)`` in ``response_tokens`` of the tokens that carry loss; ``None`` means all.
     """
 
     tokens: Sequence[int]
@@ -47,9 +47,9 @@ class RowEncoder:
     """Encodes rows by the keys of ``DataConfig``. Every fault is a ``DataError`` that names file and line.
 
     Args:
-        need_response: every row must have a demonstration: a response, or a conversation if ``messages_key`` is set.
-        stop_token_ids: tokens that may end a turn of the assistant; none: the tokenizer's EOS token.
-        keep_messages: rows keep their chat messages, for agents.
+        need_response: whether all rows must have a demonstration: a response, or with ``messages_key`` a conversation.
+        stop_token_ids: tokens that may end an assistant turn; by default, the tokenizer's EOS token.
+        keep_messages: whether rows keep their chat messages, for agents.
     """
 
     def __init__(
@@ -83,13 +83,13 @@ class RowEncoder:
         return EncodedRow(array("i", tokens), answer, response and array("i", response), environment, messages=messages)
 
     def _messages(self, row: Row) -> str | None:
-        """``None`` where the row has token ids alone."""
+        """Return the messages as JSON, or ``None`` if the row only has token ids."""
         if row.get(self._config.token_ids_key) is not None:
             return None
         return json.dumps(self._as_messages(row, row.get(self._config.prompt_key)))
 
     def _as_messages(self, row: Row, prompt: Any) -> Any:
-        """Chat messages of a prompt, behind the system prompt where one is set."""
+        """Return the chat messages of a prompt, with the system prompt in front if one is set."""
         messages, system = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt, self._system
         if not system or not isinstance(messages, list):
             return messages
@@ -161,7 +161,7 @@ class RowEncoder:
             raise row.fault("no-chat-template", "the tokenizer has no chat template", remedy)
         try:
             text = self._tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-        except Exception as error:  # templates are programs of the checkpoint and raise what they like
+        except Exception as error:  # templates are programs of the checkpoint and can raise anything
             said, remedy = template_fault(error)
             raise row.fault("template-failed", f"the chat template rejects {key!r} ({said})", remedy) from error
         return self._tokenizer.encode(text, add_special_tokens=False)
@@ -171,7 +171,7 @@ class RowEncoder:
             require_text(row, key, value, self._special)
 
     def _answer(self, row: Row) -> str:
-        """Text, or a number written out; only where demonstrations are trained on may it be missing."""
+        """Return the answer as text. Only demonstrations may have none."""
         value = row.get(self._config.answer_key)
         if value is None and self._need_response:
             return ""
@@ -187,7 +187,7 @@ class RowEncoder:
         return str(value)
 
     def _response_tokens(self, row: Row) -> list[int] | None:
-        """Encoded apart from the prompt, so that the boundary lies where it lies in a rollout; EOS ends it."""
+        """Encode the response separately from the prompt, so the boundary is the same as in a rollout. EOS ends it."""
         key = self._config.response_key
         value = row.get(key)
         if not self._need_response and not isinstance(value, str):
@@ -204,9 +204,9 @@ class RowEncoder:
 
 
 def require_text(row: Row, key: str, value: Any, special: re.Pattern[str]) -> None:
-    """Reject text that would end a turn, or speak as somebody else.
+    """Reject text that would end a turn or speak for someone else.
 
-    It is not encoded as plain text instead: a template that was written by hand would lose its meaning unnoticed.
+    Such text is not encoded as plain text instead: a hand-written template would silently lose its meaning.
     """
     found = next(filter(None, map(special.search, _texts(value))), None)
     if found is not None:
@@ -216,7 +216,7 @@ def require_text(row: Row, key: str, value: Any, special: re.Pattern[str]) -> No
 
 
 def _texts(value: Any) -> Iterator[str]:
-    """Yield every text of a prompt: a template may show any field of a message, and names of fields."""
+    """Yield every text of a prompt. A template may show any field of a message, and field names too."""
     left = [value]
     while left:
         match left.pop():

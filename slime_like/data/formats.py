@@ -1,7 +1,7 @@
-r"""Rows of published data sets, as their files have them: where prompt and answer stand.
+r"""Row formats of published datasets: where they keep the prompt and the answer.
 
-- ``gsm8k`` (openai/gsm8k): ``question``; ``answer``, whose part behind ``####`` is the answer.
-- ``math`` (hendrycks/competition_math, MATH-500): ``problem``; ``answer``, else the last box of ``solution``.
+- ``gsm8k`` (openai/gsm8k): ``question``; the answer is the part of ``answer`` after ``####``.
+- ``math`` (hendrycks/competition_math, MATH-500): ``problem``; ``answer``, or the last box of ``solution``.
 - ``dapo`` (BytedTsinghua-SIA/DAPO-Math-17k and other files for verl): ``prompt``, chat messages;
   ``reward_model.ground_truth``.
 - ``openr1`` (open-r1/OpenR1-Math-220k): ``problem``, ``answer``.
@@ -20,10 +20,10 @@ from slime_like.system.latex import boxed
 
 
 def in_format(row: Row, config: DataConfig) -> Row:
-    """The row with its prompt and answer under the configured keys; other keys stay.
+    """Return the row with its prompt and answer under the configured keys. Other keys stay.
 
     Raises:
-        DataError: it is not of ``data.format``.
+        DataError: the row does not have the format ``data.format``.
     """
     if config.format == "keys":
         return row
@@ -32,16 +32,16 @@ def in_format(row: Row, config: DataConfig) -> Row:
 
 
 def fitting_format(row: Row) -> str | None:
-    """The first of the formats that the row is of."""
+    """Return the first format that fits the row, or ``None``."""
     return next((name for name in _FORMATS if _is_of(row, name)), None)
 
 
 def held_out_settings(config: DataConfig, file: Path) -> DataConfig:
-    """What a held-out file is read with, by its first row: as the training data, or the first of their sources, that
-    the row is like; else in the format that it is of.
+    """Choose the settings to read a held-out file with, by its first row: the first training source that fits it, or
+    else the format that it has.
 
     Raises:
-        DataError: the file cannot be read, or its first row is of no format.
+        DataError: the file cannot be read, or its first row has no known format.
     """
     for row in islice(read_rows(file, BadRows()), 1):
         if (part := next((part for part in config.parts if _is_like(row, part)), None)) is not None:
@@ -113,7 +113,7 @@ _FORMATS: Mapping[str, Callable[[Row], tuple[Any, Any]]] = {
     "openr1": _openr1,
     "math": _math,
 }
-"""The more specific one first: a row with a `problem` and an `answer` is of the last two."""
+"""Formats, more specific ones first: a row with a `problem` and an `answer` fits the last two."""
 
 
 def _is_blank(answer: Any) -> bool:

@@ -1,8 +1,7 @@
-"""Ledger: what became of every prompt group of a run, as events in SQLite.
+"""Ledger of a run's prompt groups: everything that happened to them, as events in SQLite.
 
-Events are only ever added. So the ledger can be audited: that a group was trained once is something its events show,
-not something a column was set to. A checkpoint holds a copy; going on from it brings the copy back, and with it the
-truth that whatever happened since has to happen again.
+Events are only added, so the ledger can be audited: its events show that a group was trained once. A checkpoint holds a
+copy. Resuming restores the copy, so whatever happened after the checkpoint happens again.
 """
 
 import shutil
@@ -21,7 +20,7 @@ from slime_like.errors import DataError
 
 FILE_NAME = "ledger.sqlite"
 _MODE = 0o600
-"""Of it and of SQLite's files beside it: who may read them may also lock them, and so end the run."""
+"""Mode of the ledger and of SQLite's files next to it. Whoever can read them can lock them, and so end the run."""
 
 ISSUED, REISSUED, GENERATED, SCORED, TRAINED, DROPPED = (
     "issued", "reissued", "generated", "scored", "trained", "dropped",
@@ -45,9 +44,9 @@ _BUSY_TIMEOUT_S = 10.0
 
 @dataclass(frozen=True, slots=True)
 class Audit:
-    """Summary of a run's events: counts of groups, the dropped ones by reason, and the groups that have not ended.
+    """Summary of a run's events: numbers of groups, dropped groups by reason, and groups that have not ended.
 
-    ``problems`` has a sentence for everything that does not add up.
+    ``problems`` has a sentence for every inconsistency.
     """
 
     issued: int
@@ -58,21 +57,21 @@ class Audit:
 
     @property
     def holds(self) -> bool:
-        """issued = trained + dropped + in flight, and every group's events are in order."""
+        """True if issued = trained + dropped + in flight, and every group's events are in order."""
         return not self.problems
 
 
 class Ledger:
-    """The events of one run. May be used from several threads.
+    """Events of one run. May be used from several threads.
 
-    A write-ahead log lets others read meanwhile. It needs memory that processes share, so while a run writes, its
-    ledger is read on the same host; a file system that cannot map a file is rejected.
+    A write-ahead log lets others read while the run writes. It needs memory shared between processes, so the ledger of
+    an active run can only be read on the same host. A file system that cannot map files is rejected.
 
     Args:
-        path: the database; made where it does not exist.
+        path: the database; created if missing.
 
     Raises:
-        DataError: the file cannot be opened, is no ledger, or cannot have a write-ahead log.
+        DataError: the file cannot be opened, is not a ledger, or cannot have a write-ahead log.
     """
 
     def __init__(self, path: Path) -> None:
@@ -85,7 +84,7 @@ class Ledger:
             mode = self._database.execute("PRAGMA journal_mode = WAL").fetchone()[0]
             if mode != "wal":
                 raise sqlite3.OperationalError(f"no write-ahead log here, but {mode}")
-            # A killed process loses nothing; a power failure may lose the newest events.
+            # A killed process loses nothing. A power failure may lose the newest events.
             self._database.execute("PRAGMA synchronous = NORMAL")
             self._database.executescript(_SCHEMA)
         except (sqlite3.Error, OSError) as error:
@@ -93,22 +92,22 @@ class Ledger:
 
     @classmethod
     def begin(cls, run_dir: Path) -> Self:
-        """An empty ledger for a start of the run in ``run_dir``; what an earlier start left is removed."""
+        """Create an empty ledger for the run in ``run_dir``, and remove what an earlier start left."""
         for path in run_dir.glob(f"{FILE_NAME}*"):
             path.unlink()
         return cls(run_dir / FILE_NAME)
 
     # -------------------------------------------------------------------------------------------------------- events
     def issued(self, group_ids: Iterable[int], version: int) -> None:
-        """Sent to an engine that serves weight ``version``."""
+        """Record groups sent to an engine that serves weight ``version``."""
         self._add(group_ids, ISSUED, version=version)
 
     def reissued(self, group_ids: Iterable[int], version: int, reason: str) -> None:
-        """Sent again from the beginning: nothing of it had been trained."""
+        """Record groups sent again from the beginning; nothing of them had been trained."""
         self._add(group_ids, REISSUED, version=version, reason=reason)
 
     def generated(self, group_ids: Iterable[int], version: int) -> None:
-        """Record that all samples were generated."""
+        """Record that all samples are generated."""
         self._add(group_ids, GENERATED, version=version)
 
     def scored(self, group_ids: Iterable[int]) -> None:
@@ -120,7 +119,7 @@ class Ledger:
         self._add(group_ids, TRAINED, step=step)
 
     def dropped(self, group_ids: Iterable[int], reason: str) -> None:
-        """Record that it will never be trained."""
+        """Record that the groups will never be trained."""
         self._add(group_ids, DROPPED, reason=reason)
 
     def _add(self, group_ids: Iterable[int], state: str, **details: int | str) -> None:
@@ -133,18 +132,18 @@ class Ledger:
 
     # ----------------------------------------------------------------------------------------------------- snapshots
     def snapshot(self, path: Path) -> None:
-        """Copy everything up to now into the new file ``path``. Raises ``DataError`` where the disk refuses."""
+        """Copy all events so far into the new file ``path``. Raises ``DataError`` if the disk refuses."""
         with self._lock, _refused_by_disk(path), closing(sqlite3.connect(path)) as copy:
             self._database.backup(copy)
-            copy.execute("PRAGMA journal_mode = DELETE")  # one file, which can be read where nothing may be written
+            copy.execute("PRAGMA journal_mode = DELETE")  # a single file, readable where nothing may be written
 
     def count(self) -> int:
-        """Number of the latest event, counted from 1 without gaps; 0 without events."""
+        """Return the number of the latest event, counted from 1 without gaps, or 0 without events."""
         with self._lock:
             return int(self._database.execute("SELECT coalesce(max(number), 0) FROM events").fetchone()[0])
 
     def restore(self, path: Path, count: int | None = None) -> None:
-        """Become what ``snapshot`` copied, without its events after the first ``count``; later events are forgotten.
+        """Replace the ledger with a copy made by ``snapshot``, limited to its first ``count`` events.
 
         Raises:
             DataError: there is no snapshot at ``path``, or it is damaged.
@@ -163,7 +162,7 @@ class Ledger:
             raise _unusable(path, error, "the ledger is damaged: resume from another checkpoint") from error
 
     def close(self) -> None:
-        """Close the file; may be called twice."""
+        """Close the file. May be called twice."""
         with self._lock:
             self._database.close()
 
@@ -179,7 +178,7 @@ def _read_only(path: Path) -> str:
 
 @contextmanager
 def _refused_by_disk(path: Path) -> Iterator[None]:
-    """Turn SQLite's errors of a failed write into one sentence."""
+    """Turn SQLite's write errors into one sentence."""
     try:
         yield
     except sqlite3.Error as error:
@@ -193,7 +192,7 @@ def audit_run(run_dir: Path) -> Audit:
     """Follow every group of a finished or running run through its events.
 
     Raises:
-        DataError: the run has no ledger, or it cannot be read.
+        DataError: the run has no ledger, or the ledger cannot be read.
     """
     path = run_dir / FILE_NAME
     if not path.is_file():
@@ -207,12 +206,12 @@ def audit_run(run_dir: Path) -> Audit:
 
 
 def _readable(path: Path, stack: ExitStack) -> sqlite3.Connection:
-    """Open a ledger for reading, whether it is written to or its writer was killed.
+    """Open a ledger for reading, whether its writer is running or was killed.
 
-    SQLite may have to write beside the file before it can be read. Where that is refused, a copy is read.
+    SQLite may have to write next to the file before it can read it. If that is refused, this reads a copy.
 
     Raises:
-        DataError: it cannot be copied.
+        DataError: the ledger cannot be copied.
     """
     uri = _read_only(path)
     database = stack.enter_context(closing(sqlite3.connect(uri, uri=True, timeout=_BUSY_TIMEOUT_S)))
@@ -235,12 +234,12 @@ _HISTORIES = f"""
 SELECT group_id, group_concat(state, ' '), max(reason) FILTER (WHERE state = '{DROPPED}')
 FROM events INDEXED BY events_of_group GROUP BY group_id ORDER BY group_id
 """
-"""The index gives a group's states in the order of their numbers."""
+"""Histories of all groups. The index returns a group's states in the order of their numbers."""
 
 
 def _audit(database: sqlite3.Connection) -> Audit:
-    """Follow the groups, holding one at a time. Few orders of states occur in a run, each of them many times."""
-    ended: dict[str, str | None] = {}  # how a group with these states has ended, where nothing is wrong with them
+    """Audit the groups one at a time. A run has few different state sequences, each of them many times."""
+    ended: dict[str, str | None] = {}  # final state of groups with these states, if they are consistent
     ends: Counter[str | None] = Counter()
     dropped: Counter[str] = Counter()
     in_flight: list[int] = []
@@ -272,7 +271,7 @@ class _Event(NamedTuple):
 
 
 def _problems(group: int, history: Sequence[_Event]) -> list[str]:
-    """List impossible orders of one group's events."""
+    """List inconsistencies in one group's events."""
     states = [event.state for event in history]
     found = []
     if states[0] != ISSUED or states.count(ISSUED) != 1:

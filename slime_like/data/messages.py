@@ -1,4 +1,4 @@
-"""Conversations of rows: chat messages in one form, whatever wrote the file."""
+"""Conversations of rows, as chat messages in one form for all kinds of files."""
 
 import json
 from difflib import get_close_matches
@@ -7,11 +7,11 @@ from typing import Any
 from slime_like.data.rows import Row
 
 TOOLS_KEY = "tools"
-"""Row key of the tool definitions of a conversation."""
+"""Row key of a conversation's tool definitions."""
 
 _ROLES = ("system", "developer", "user", "assistant", "tool")
 _ELSEWHERE = {"human": "user", "gpt": "assistant", "chatgpt": "assistant", "bot": "assistant", "ai": "assistant"}
-"""Roles as other files call them."""
+"""Role names that other files use."""
 
 Message = dict[str, Any]
 Messages = list[Message]
@@ -20,12 +20,11 @@ Messages = list[Message]
 def read_conversation(row: Row, key: str) -> tuple[Messages, list[dict[str, Any]] | None]:
     """Return the messages under ``key``, and the row's tools if it has any.
 
-    Messages with ``from`` and ``value``, as ShareGPT's files have them, are taken as such with ``role`` and
-    ``content``. Keys without a value are left out: Parquet gives every message the keys of all others. Arguments of
-    tool calls and tools that are JSON text are parsed.
+    ShareGPT messages, with ``from`` and ``value``, are converted to ``role`` and ``content``. Keys without a value are
+    dropped, since Parquet gives every message the keys of all others. Tools and tool-call arguments in JSON are parsed.
 
     Raises:
-        DataError: no list of messages, or one without an assistant's.
+        DataError: there is no list of messages, or it has no assistant message.
     """
     given = row.get(key)
     if given is None:
@@ -62,8 +61,8 @@ def _message(row: Row, where: str, given: Any) -> Message:
 
 
 def role_problem(role: str) -> str | None:
-    """A role that is most likely misspelt, or another project's name of one: templates render any, and the model would
-    learn it. Other roles are the template's affair."""
+    """Describe a role that is probably misspelled or another project's name. Templates render any role, and the model
+    would learn it. Other roles are up to the template."""
     near = get_close_matches(role.lower(), _ROLES, n=1, cutoff=0.75)
     meant = _ELSEWHERE.get(role.lower()) or next(iter(near), role)
     return None if role == meant else f"the role {role!r} is unknown; did you mean {meant!r}?"
@@ -93,7 +92,7 @@ def _tools(row: Row) -> list[dict[str, Any]] | None:
 
 
 def _parsed(value: Any) -> Any:
-    """The value that JSON text stands for; other values, and other text, as they are."""
+    """Parse JSON text. Return other values and other text unchanged."""
     if not isinstance(value, str):
         return value
     try:

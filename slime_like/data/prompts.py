@@ -1,4 +1,4 @@
-"""PromptSource: an endless, shuffled, resumable stream of prompts, of one source or of a mixture."""
+"""PromptSource: an endless, shuffled, resumable stream of prompts from one source or a mixture."""
 
 import hashlib
 import heapq
@@ -17,20 +17,20 @@ from slime_like.data.rows import BadRows, data_files, read_rows
 from slime_like.errors import DataError
 
 _SHOWN_DIGITS = 12
-"""Of a content's checksum."""
+"""Digits of a content checksum to show."""
 
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """One prompt, encoded.
+    """One encoded prompt.
 
     Attributes:
-        group_id: unique over the run, also across epochs and restarts: how many prompts were issued before this one.
-        epoch, row: of its source; ``row`` is the index among the rows that are in use, in file order.
-        response_tokens: the demonstration, EOS included; ``None`` where the row has none.
-        spans: ``[start, end)`` in ``response_tokens`` of what carries loss; ``None``: all of it.
+        group_id: number of prompts issued before this one; unique in the run, across epochs and restarts.
+        epoch, row: epoch of the prompt's source; index among the source's usable rows, in file order.
+        response_tokens: the demonstration, EOS included; ``None`` if the row has none.
+        spans: ``[start, end)`` in ``response_tokens`` of the tokens that carry loss; ``None`` means all.
         environment: the row's settings for an environment, expressible in JSON.
-        messages: of the row, where they are kept.
+        messages: the row's chat messages, if they are kept.
     """
 
     tokens: tuple[int, ...]
@@ -48,7 +48,7 @@ class _Rows:
     """Rows of one source, epoch after epoch.
 
     Args:
-        seed: with the epoch's number, of the epoch's order; ``None`` keeps the order of the files.
+        seed: seed of an epoch's order, together with its number; ``None`` keeps the file order.
     """
 
     def __init__(self, rows: Sequence[EncodedRow], seed: list[int] | None) -> None:
@@ -63,7 +63,7 @@ class _Rows:
         return iter(self._rows)
 
     def next(self) -> tuple[int, int, EncodedRow]:
-        """Epoch, index and row."""
+        """Return epoch, index and row."""
         epoch, position = divmod(self.issued, len(self._rows))
         if self._seed is not None and epoch != self._order[0]:
             first, *others = self._seed
@@ -74,27 +74,28 @@ class _Rows:
 
 
 class PromptSource:
-    """Prompts of all files, epoch after epoch; the order depends on the seed and the epoch's number alone.
+    """Prompts of all files, epoch after epoch. Their order depends only on the seed and the epoch's number.
 
-    Of a mixture, the next prompt is of the source that has had least of its share so far: after any number of prompts
-    each has had its share, to a prompt.
+    In a mixture, the next prompt comes from the source that lacks most of its share. So each source always has its
+    share, to within one prompt.
 
-    Rows are checked and encoded when the source is made, so that a bad row is found before anything else starts.
+    Rows are checked and encoded on construction, so a bad row is found before anything else starts.
 
     Args:
-        files: as of ``config.train``, read in this order, instead of what ``config`` names; none: its training data.
+        files: files like ``config.train``, read in this order; if empty, the training data of ``config`` is read.
         tokenizer: Hugging Face tokenizer.
-        need_responses: every row must have a demonstration (supervised mode).
-        stop_token_ids: tokens that may end a turn of a demonstrated conversation; none: the tokenizer's EOS token.
-        excess: why a demonstration of so many tokens, prompt included, is rejected; ``None`` if it is not.
-        keep_messages: prompts keep their chat messages, for agents.
+        need_responses: whether every row must have a demonstration (supervised mode).
+        stop_token_ids: tokens that may end a turn of a demonstrated conversation; by default, the tokenizer's EOS
+            token.
+        excess: reason to reject a demonstration with this many tokens, prompt included; ``None`` to accept it.
+        keep_messages: whether prompts keep their chat messages, for agents.
 
     Attributes:
-        dropped_prompts: rows whose prompt is over ``max_prompt_tokens``; they are left out whole, never cut.
+        dropped_prompts: number of rows whose prompt is over ``max_prompt_tokens``; they are left out whole, never cut.
 
     Raises:
-        DataError: no usable row, or a bad one (``file:line: reason``).
-        ConfigError: several bad rows, a problem for each.
+        DataError: there is no usable row, or a bad one (``file:line: reason``).
+        ConfigError: there are several bad rows; one problem for each.
     """
 
     def __init__(
@@ -122,7 +123,7 @@ class PromptSource:
             rows = self._read(part.train, RowEncoder(tokenizer, part, need_responses, stop_token_ids, keep_messages))
             order = [seed, number] if self._names else [seed]
             self._sources.append(_Rows(rows, order if config.shuffle else None))
-        self._issued = array("H")  # of which source, by group id
+        self._issued = array("H")  # source of every prompt, by group id
         self._mixture = [[name, share] for name, share in zip(self._names, self._shares, strict=False)]
         self._digests = [(file, _digest(file)) for path in self._files for file in data_files(path)]
         mixture = [self._names, self._shares] if self._names else []
@@ -130,11 +131,11 @@ class PromptSource:
 
     @property
     def num_rows(self) -> int:
-        """Rows of all sources."""
+        """Number of rows of all sources."""
         return sum(map(len, self._sources))
 
     def num_shared(self, prompts: Iterable[Prompt]) -> int:
-        """How many of ``prompts`` are those of a row."""
+        """Count the distinct ``prompts`` that are also a row."""
         known = {prompt.tokens for prompt in prompts}
         rows = {tokens for source in self._sources for row in source if (tokens := tuple(row.tokens)) in known}
         return len(rows)
@@ -144,15 +145,15 @@ class PromptSource:
         return heapq.nlargest(n, (row.tokens for source in self._sources for row in source), key=len)
 
     def source_of(self, group_id: int) -> str | None:
-        """Name of the source of a prompt that was issued; ``None`` without a mixture."""
+        """Return the name of the source of an issued prompt; ``None`` without a mixture."""
         return self._names[self._issued[group_id]] if self._names else None
 
     def next(self, n: int) -> list[Prompt]:
-        """The next ``n`` prompts; a batch may continue in the next epoch."""
+        """Return the next ``n`` prompts. A batch may continue in the next epoch."""
         return [self._issue() for _ in range(n)]
 
     def state_dict(self) -> dict[str, Any]:
-        """The position, and the identity of the data that it belongs to; expressible in JSON."""
+        """Return the position and the identity of its data, expressible in JSON."""
         return {
             "issued": len(self._issued),
             "seed": self._seed,
@@ -166,7 +167,7 @@ class PromptSource:
         """Resume exactly where ``state_dict`` was taken.
 
         Raises:
-            DataError: other files (by content), another seed or another selection of rows than then.
+            DataError: the files (by content), the seed or the selection of rows differ.
         """
         here = self.state_dict()
         names = ", ".join(self._changed(state.get("files", [])))
@@ -194,13 +195,13 @@ class PromptSource:
             self._choose().issued += 1
 
     def _changed(self, digests: Sequence[str]) -> list[str]:
-        """Files whose content is not that of the checkpoint, where it says; else all."""
+        """List the files whose content differs from the checkpoint's, or all files if it doesn't say."""
         pairs = zip(self._digests, digests, strict=False)
         changed = [str(file) for (file, digest), before in pairs if digest.hex()[:_SHOWN_DIGITS] != before]
         return changed if changed and len(digests) == len(self._digests) else [str(file) for file in self._files]
 
     def _choose(self) -> _Rows:
-        """The source of the next prompt."""
+        """Return the source of the next prompt."""
         total = len(self._issued) + 1
         lacks = [share * total - source.issued for share, source in zip(self._shares, self._sources, strict=True)]
         chosen = lacks.index(max(lacks))
@@ -257,14 +258,13 @@ def _short(value: Any) -> Any:
 
 
 def _digest(file: Path) -> bytes:
-    """SHA-256 of the content."""
+    """Return the SHA-256 of the content."""
     with file.open("rb") as data:
         return hashlib.file_digest(data, "sha256").digest()
 
 
 def _fingerprint(digests: Iterable[bytes], mixture: list[Any]) -> str:
-    """SHA-256 over the contents of the files, in order, and over names and shares of a mixture; names of files do not
-    count."""
+    """Hash the file contents in order (SHA-256), and the names and shares of a mixture. File names don't count."""
     total = hashlib.sha256(json.dumps(mixture).encode() if mixture else b"")
     for digest in digests:
         total.update(digest)

@@ -1,4 +1,4 @@
-"""Rows of prompt files, one at a time, each with the place it came from."""
+"""Rows of prompt files, one at a time, each with its location."""
 
 import json
 import re
@@ -18,14 +18,14 @@ _MOST_SHOWN, _MOST_LINES = 20, 8
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One row and where it stands: line of a JSONL file, or row number (from 1) of a Parquet file."""
+    """One row with its location: the line of a JSONL file, or the row number (from 1) of a Parquet file."""
 
     path: Path
     line: int
     values: dict[str, Any]
 
     def get(self, key: str) -> Any:
-        """The value under ``key``, or, where there is no such key, under the dotted path it spells; else ``None``."""
+        """Return the value under ``key``, or under the dotted path that it spells; ``None`` if there is neither."""
         if key in self.values:
             return self.values[key]
         value: Any = self.values
@@ -37,7 +37,7 @@ class Row:
         return DataError(problem, code=code, who=f"{self.path}:{self.line}", remedy=remedy)
 
     def token_ids(self, key: str, given: Any, vocab_size: int, owner: str) -> list[int]:
-        """Return ``given``, what stands under ``key``, if it is a list of ids that the ``owner`` has."""
+        """Return ``given``, the value under ``key``, if it is a list of ids that the ``owner`` has."""
         if not isinstance(given, list) or any(isinstance(t, bool) or not isinstance(t, int) for t in given):
             raise self.fault("bad-token-ids", f"{key!r} must be a list of integers", "give token ids")
         outside = [token for token in given if not 0 <= token < vocab_size]
@@ -48,7 +48,7 @@ class Row:
 
 
 class BadRows:
-    """Faults of single rows, collected so that all are reported at once; rows with the same fault share a sentence."""
+    """Faults of single rows, collected to report them together. Rows with the same fault share a sentence."""
 
     def __init__(self) -> None:
         self._alike: dict[tuple[str, str], list[DataError]] = {}
@@ -65,7 +65,7 @@ class BadRows:
             self._alike.setdefault((fault.code, fault.problem), []).append(fault)
 
     def problems(self) -> list[Problem]:
-        """One per kind of fault, up to twenty, and how many more there are."""
+        """Return one problem per kind of fault, up to twenty, and the number of remaining kinds."""
         shown = [Problem(faults[0].code, _sentence(faults)) for faults in list(self._alike.values())[:_MOST_SHOWN]]
         more = len(self._alike) - len(shown)
         return [*shown, *([Problem("bad-rows", f"and {counted(more, 'more kind')} of bad rows")] if more > 0 else [])]
@@ -86,13 +86,13 @@ def _sentence(faults: Sequence[DataError]) -> str:
 
 
 def read_rows(path: Path, bad: BadRows | None = None) -> Iterator[Row]:
-    """All rows of a file, or of the files that a pattern or directory stands for, in order; empty lines are skipped.
+    """Yield the rows of a file, or of all files of a pattern or directory, in order. Empty lines are skipped.
 
     Args:
-        bad: collects lines that are no JSON object, and reading goes on.
+        bad: collects lines that are not JSON objects instead of raising.
 
     Raises:
-        DataError: the file cannot be read, or a line is no JSON object.
+        DataError: the file cannot be read, or a line is not a JSON object.
     """
     readers: dict[str, Callable[[Path], Iterator[Row]]] = {
         ".jsonl": partial(_read_jsonl, bad=bad),
@@ -114,11 +114,11 @@ def read_rows(path: Path, bad: BadRows | None = None) -> Iterator[Row]:
 
 
 def data_files(path: Path) -> list[Path]:
-    """The files that a path of the configuration stands for: itself, those of a pattern (``train-*.parquet``), or those
-    of a directory, which has one split, in order.
+    """List the files that a path of the configuration names: itself, the matches of a pattern (``train-*.parquet``), or
+    the files of a directory with one split, in order.
 
     Raises:
-        DataError: no file, or files of several splits.
+        DataError: there is no file, or there are several splits.
     """
     is_pattern = any(sign in path.name for sign in "*?[") and not path.exists()
     if is_pattern:
@@ -129,7 +129,7 @@ def data_files(path: Path) -> list[Path]:
     elif (path / "dataset_dict.json").is_file():
         splits = ", ".join(json.loads((path / "dataset_dict.json").read_text(encoding="utf-8"))["splits"])
         raise DataError(f"has splits ({splits})", code="several-splits", who=str(path), remedy=f"give {path}/SPLIT")
-    elif (path / "state.json").is_file():  # of ``Dataset.save_to_disk``
+    elif (path / "state.json").is_file():  # a directory written by ``Dataset.save_to_disk``
         state = json.loads((path / "state.json").read_text(encoding="utf-8"))
         found = [path / file["filename"] for file in state["_data_files"]]
     else:
@@ -180,16 +180,16 @@ _ONE_OBJECT = "one object per line belongs here"
 
 
 def _refuse_constant(name: str) -> None:
-    """Reject ``NaN`` and ``Infinity``, which Python reads although they are not JSON."""
+    """Reject ``NaN`` and ``Infinity``, which Python accepts although they are not JSON."""
     raise ValueError(f"{name} is not a JSON number")
 
 
 class _RepeatedKeyError(ValueError):
-    """A repeated key, given as the message."""
+    """A repeated key; the message is the key."""
 
 
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Reject repeated keys: Python keeps the last of them, other readers the first."""
+    """Reject repeated keys: Python keeps the last value, other readers keep the first."""
     values = dict(pairs)
     if len(values) != len(pairs):
         keys = [key for key, _ in pairs]
@@ -198,7 +198,7 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 _DECODER = json.JSONDecoder(object_pairs_hook=_object, parse_constant=_refuse_constant)
-"""One for all lines: ``json.loads`` makes a new one with every call that has such arguments."""
+"""Shared decoder. With these arguments, ``json.loads`` would build a new one per call."""
 
 
 def _parse(text: str) -> Any:
@@ -208,7 +208,7 @@ def _parse(text: str) -> Any:
 
 
 def _refuse_lone_surrogates(values: Any) -> None:
-    r"""Escapes of half a character, such as ``\ud800``, are no text: no tokenizer takes them."""
+    r"""Reject escapes of half a character, such as ``\ud800``, which no tokenizer accepts."""
     try:
         json.dumps(values, ensure_ascii=False).encode("utf-8")
     except UnicodeEncodeError as error:
@@ -250,6 +250,6 @@ def _read_arrow(path: Path) -> Iterator[Row]:
 
 
 def _damaged(path: Path, number: int, problem: str) -> DataError:
-    """Error at the last row that could be read, or about the file alone where none could."""
+    """Build the error for the last readable row, or for the file if no row was readable."""
     who = f"{path}:{number}" if number else str(path)
     return DataError(problem, code=f"damaged-{path.suffix[1:]}", who=who, remedy="write it again")

@@ -1,8 +1,8 @@
 """Assistant spans of a conversation: the tokens that carry loss.
 
-The conversation is rendered once by the chat template and encoded once. Renderings of its prefixes say where in that
-text each turn of the assistant begins (behind the generation prompt) and ends (at its end-of-turn token), and the
-tokenizer's offsets say which tokens these characters are.
+The chat template renders the conversation once, and the text is encoded once. Renderings of prefixes show where each
+assistant turn begins (after the generation prompt) and ends (at its end-of-turn token). The tokenizer's offsets map
+these characters to tokens.
 """
 
 import re
@@ -23,7 +23,7 @@ _TEMPLATE = "give model.path a chat template that renders history as it was samp
 
 
 class SpanFault(Exception):
-    """Why the spans of a conversation cannot be found exactly; ``code`` is stable."""
+    """Reason why the spans of a conversation cannot be found exactly. ``code`` is stable."""
 
     def __init__(self, code: str, problem: str, remedy: str = _TEMPLATE) -> None:
         super().__init__(problem)
@@ -35,8 +35,8 @@ class EncodedConversation:
     """A conversation as text and as tokens.
 
     Attributes:
-        spans: ``[start, end)`` in ``tokens`` of what carries loss, in order, one per turn of the assistant.
-        characters: the same in ``text``.
+        spans: ``[start, end)`` in ``tokens`` of the parts that carry loss, in order, one per assistant turn.
+        characters: the same parts in ``text``.
     """
 
     text: str
@@ -46,18 +46,16 @@ class EncodedConversation:
 
 
 class ChatTemplate:
-    """A tokenizer's chat template."""
-
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
 
     def render(self, messages: Messages, tools: Tools = None, prompt: bool = False) -> str:
-        """Render messages, with the generation prompt if ``prompt``. Raises ``SpanFault``: they are rejected."""
+        """Render messages, with the generation prompt if ``prompt``. Raises ``SpanFault`` on rejection."""
         try:
             text: str = self._tokenizer.apply_chat_template(
                 messages, tools=tools, tokenize=False, add_generation_prompt=prompt
             )
-        except Exception as error:  # templates are programs of the checkpoint and raise what they like
+        except Exception as error:  # templates are programs of the checkpoint and can raise anything
             said, remedy = template_fault(error)
             first = "the first message" if len(messages) == 1 else f"the first {len(messages)} messages"
             what = first if messages else "an assistant's turn without a prompt"
@@ -65,8 +63,7 @@ class ChatTemplate:
         return text
 
     def marks(self, messages: Messages, tools: Tools = None) -> list[Range] | None:
-        """Characters between the template's ``{% generation %}`` markers, joined where they touch; ``None`` where it
-        has no markers."""
+        """Return the characters between ``{% generation %}`` markers, adjacent ranges joined; ``None`` without any."""
         from transformers.utils.chat_template_utils import render_jinja_template
 
         template = self._tokenizer.get_chat_template(None, tools)
@@ -89,14 +86,14 @@ class ChatTemplate:
 
 
 class ConversationEncoder:
-    """Finds the assistant's spans of conversations.
+    """Finds the assistant spans of conversations.
 
     Args:
         tokenizer: Hugging Face tokenizer with a chat template.
-        stop_token_ids: tokens at which engines end a response; none: the tokenizer's EOS token.
+        stop_token_ids: tokens at which engines end a response; by default, the tokenizer's EOS token.
 
     Raises:
-        SpanFault: no chat template, no stop token, or a tokenizer that gives no offsets.
+        SpanFault: there is no chat template or stop token, or the tokenizer gives no offsets.
     """
 
     def __init__(self, tokenizer: Any, stop_token_ids: Sequence[int] = ()) -> None:
@@ -136,7 +133,7 @@ class ConversationEncoder:
     def _end_of_turn(
         self, text: str, turn: Range, tokens: Sequence[int], offsets: Sequence[Range], starts: Sequence[int]
     ) -> int:
-        """Return the character behind the stop token that ends a turn."""
+        """Return the index of the character after the stop token that ends a turn."""
         for index in range(bisect_left(starts, turn[0]), bisect_left(starts, turn[1])):
             if tokens[index] not in self._stops:
                 continue
@@ -153,8 +150,8 @@ class ConversationEncoder:
 
 
 def _untrimmed(tokenizer: Any) -> Any:
-    """A copy of the tokenizer's backend whose offsets hold every character: post-processing may trim white space off
-    them, which would hide tokens that straddle a border. Ids are the same."""
+    """Copy the tokenizer's backend without post-processing, which may trim white space off the offsets. That would hide
+    tokens that straddle a border. Ids are the same."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None:
         problem = "the tokenizer gives no character offsets"
@@ -167,8 +164,8 @@ def _untrimmed(tokenizer: Any) -> Any:
 
 
 def _find_turns(template: ChatTemplate, text: str, messages: Messages, tools: Tools) -> list[Range]:
-    """Return the characters of each turn of the assistant, from behind the generation prompt to where the next message
-    begins.
+    """Return the characters of each assistant turn, from the end of the generation prompt to the start of the next
+    message.
 
     Args:
         text: the whole conversation, rendered.
@@ -205,7 +202,7 @@ def _turn_start(template: ChatTemplate, text: str, before: Messages, message: Me
 
 
 def _changed_turn(number: int, message: Message, alone: str, followed: str) -> SpanFault:
-    """The fault of a turn whose rendering changes; ``alone`` and ``followed`` begin behind the generation prompt."""
+    """Build the fault of a changed turn. ``alone`` and ``followed`` start after the generation prompt."""
     block = _THINKING.search(alone)
     thinking = block[0] if block else message.get("reasoning_content", "").strip()
     if thinking and thinking not in followed[: len(alone)]:
@@ -217,9 +214,9 @@ def _changed_turn(number: int, message: Message, alone: str, followed: str) -> S
 def _require_rendered(
     template: ChatTemplate, text: str, turns: Sequence[Range], messages: Messages, tools: Tools
 ) -> None:
-    """Reject what the template leaves out: the model would learn other turns, or to answer what it was never shown."""
+    """Reject templates that leave something out. The model would learn other turns, or answers to what it never saw."""
     assistant = [(number, message) for number, message in enumerate(messages, start=1) if _is_assistant(message)]
-    behind = 0  # what a generation prompt anticipates, such as "<think>", stands before the turn
+    behind = 0  # text that a generation prompt anticipates, such as "<think>", is in front of the turn
     for (_, end), (number, message) in zip(turns, assistant, strict=True):
         rendered = _squeezed(text[behind:end])
         for part in (message["content"], message.get("reasoning_content", "")):
@@ -238,8 +235,8 @@ def _require_rendered(
 
 
 def _without_calls(messages: Messages) -> Iterator[tuple[int, str, Messages]]:
-    """Conversations that lack one thing which an answer does besides its text: (number of the message, what, all
-    messages). Names and arguments may stand elsewhere in the text, so that looking for them there proves nothing."""
+    """Yield conversations that lack one part of a tool call: (message number, missing part, messages). Names and
+    arguments may occur elsewhere in the text, so a search proves nothing."""
     for index, message in enumerate(messages):
         calls = message.get("tool_calls", [])
         for place, call in enumerate(calls):
@@ -271,7 +268,7 @@ def _squeezed(text: str) -> str:
 
 
 def _require_agreement(marks: Sequence[Range], found: Sequence[Range], turns: Sequence[Range]) -> None:
-    """Reject ``{% generation %}`` markers that begin elsewhere than the turn, or end before its stop token."""
+    """Reject ``{% generation %}`` markers that start elsewhere than the turn or end before its stop token."""
     agree = len(marks) == len(found) and all(
         mark[0] == span[0] and span[1] <= mark[1] <= turn[1]
         for mark, span, turn in zip(marks, found, turns, strict=True)

@@ -12,7 +12,7 @@ from slime_like.errors import ConfigError
 _CHECKED_ROWS = 8
 _DRAWS_PER_ROW = 50
 _SEED_STRIDE = 10_000_019
-"""The library draws a row from the seed and the row's number added: neighbouring seeds give each other's rows."""
+"""Distance between seeds. The library adds a row's number to the seed, so neighboring seeds would share rows."""
 
 
 def task_rows(
@@ -24,20 +24,20 @@ def task_rows(
     system: bool = True,
     other: Collection[str] = (),
 ) -> Iterator[dict[str, Any]]:
-    """Rows of one task: chat messages as ``prompt``, and as ``answer`` what the reward ``reasoning_gym`` needs.
+    """Yield rows of one task: chat messages as ``prompt``; as ``answer``, the input of the reward ``reasoning_gym``.
 
     Args:
-        task: its name in the library.
-        count: rows in all.
-        seed: of the generator; the same seed gives the same rows.
-        levels: of the task's curriculum, in order, with equal parts of the rows each; none: its default settings.
-        settings: of the task, as text that YAML reads.
-        system: begin each prompt with the library's request for ``<answer>`` tags.
+        task: name in the library.
+        count: total number of rows.
+        seed: seed of the generator; the same seed gives the same rows.
+        levels: levels of the task's curriculum, in order, with equal numbers of rows; empty means its default settings.
+        settings: settings of the task, as YAML text.
+        system: whether each prompt begins with the library's request for ``<answer>`` tags.
         other: questions that no row may have.
 
     Raises:
-        ConfigError: the library is not installed, or has no such task, level or setting; or the task's own answer does
-            not survive being written as JSON; or hardly any question is not in ``other``.
+        ConfigError: the library is not installed, or lacks the task, level or setting; the task's answer does not
+            survive JSON; or almost every question is in ``other``.
     """
     library = imported_library()
     if task not in library.factory.DATASETS:
@@ -63,7 +63,7 @@ def task_rows(
 
 
 def imported_library() -> ModuleType:
-    """Import reasoning-gym. Raises ``ConfigError`` where it is not installed."""
+    """Import reasoning-gym. Raises ``ConfigError`` if it is not installed."""
     try:
         import reasoning_gym
         import reasoning_gym.factory
@@ -104,7 +104,7 @@ def _dataset(
 
 
 def _require_judged(library: ModuleType, row: Mapping[str, Any]) -> None:
-    """Require that the library's answer is judged right when read from JSON. Some tasks have no answer."""
+    """Require that the library accepts its own answer after JSON. Some tasks have no answer."""
     if row["answer"] is None:
         return
     try:

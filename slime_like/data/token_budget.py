@@ -1,4 +1,4 @@
-"""Sizes of sequences in a micro-batch, and whether they fit."""
+"""Sizes of sequences in a micro-batch, and a check that they fit."""
 
 from collections.abc import Sequence
 
@@ -9,17 +9,17 @@ from slime_like.trajectory import Trajectory
 
 
 class TokenBudget:
-    """``trainer.target_tokens_per_batch``, and the padding that ``trainer.parallel.context`` adds to a sequence."""
+    """The ``trainer.target_tokens_per_batch`` limit, and the padding that ``trainer.parallel.context`` adds."""
 
     def __init__(self, trainer: TrainerConfig) -> None:
         self._context = trainer.parallel.context
         self._tokens = trainer.target_tokens_per_batch
 
     def padded_lengths(self, sequences: Sequence[Trajectory]) -> list[int]:
-        """Tokens that each takes of a micro-batch.
+        """Return the number of tokens that each sequence takes of a micro-batch.
 
         Raises:
-            DataError: a sequence does not fit one; it is named.
+            DataError: a sequence does not fit; the message names it.
         """
         for sequence in sequences:
             if excess := self.excess(sequence.total_len):
@@ -27,7 +27,7 @@ class TokenBudget:
         return [padded_length(sequence.total_len, self._context) for sequence in sequences]
 
     def excess(self, tokens: int) -> str | None:
-        """Why a sequence of so many tokens does not fit a micro-batch; ``None`` if it does."""
+        """Return why a sequence of this many tokens does not fit a micro-batch, or ``None`` if it does."""
         padded = padded_length(tokens, self._context)
         if padded <= self._tokens:
             return None

@@ -1,4 +1,4 @@
-"""Rows of token ids to be scored: ``{"id", "prompt_tokens", "response_tokens"}`` and, optionally, ``"temperature"``."""
+"""Rows of token ids to score: ``{"id", "prompt_tokens", "response_tokens"}`` and optionally ``"temperature"``."""
 
 import math
 from collections.abc import Iterator
@@ -17,17 +17,17 @@ from slime_like.trajectory import UnscoredTrajectory
 
 @dataclass(frozen=True, slots=True)
 class TokenRow:
-    """One row: its ``id`` as it stands in the file, and the sequence (named by file and line)."""
+    """One row: its ``id`` from the file, and its sequence, named by file and line."""
 
     id: str | int
     sequence: UnscoredTrajectory
 
 
 class TokenRows:
-    """The rows of one ``.jsonl`` or ``.parquet`` file, read again in every pass and never held all at once.
+    """Rows of one ``.jsonl`` or ``.parquet`` file. They are read again in every pass and never all held in memory.
 
-    Every sequence must fit the model that ``dimensions`` describe, and one micro-batch of ``trainer``'s. Iterating
-    and ``count`` raise ``DataError`` (``file:line: reason``) at the first bad row.
+    Every sequence must fit the model with these ``dimensions`` and one of ``trainer``'s micro-batches. Iteration and
+    ``count`` raise ``DataError`` (``file:line: reason``) at the first bad row.
     """
 
     def __init__(self, path: Path, dimensions: ModelDimensions, trainer: TrainerConfig) -> None:
@@ -36,7 +36,7 @@ class TokenRows:
         self._budget = TokenBudget(trainer)
 
     def count(self) -> int:
-        """Check every row and count them."""
+        """Check and count all rows."""
         return sum(1 for _ in self)
 
     def __iter__(self) -> Iterator[TokenRow]:

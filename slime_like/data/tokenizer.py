@@ -9,23 +9,23 @@ from slime_like.errors import DataError
 
 
 def load_tokenizer(path: Path) -> Any:
-    """The Hugging Face tokenizer of a checkpoint directory; nothing is downloaded, no code of the checkpoint is run.
+    """Load the tokenizer of a checkpoint directory. Nothing is downloaded, and no code of the checkpoint runs.
 
     Raises:
-        DataError: there is none, or it cannot be read.
+        DataError: there is no tokenizer, or it cannot be read.
     """
     if problem := missing_tokenizer(path):
         raise DataError(problem, code="no-tokenizer")
     try:
         return _tokenizer_class(Path(path)).from_pretrained(str(path), local_files_only=True, trust_remote_code=False)
-    except Exception as error:  # damaged files raise what the parser met first
+    except Exception as error:  # damaged files raise whatever the parser met first
         _require_config(path)
         problem, remedy = f"its tokenizer cannot be loaded ({_one_line(error)})", "copy the checkpoint's files again"
         raise DataError(problem, code="damaged-tokenizer", who=str(path), remedy=remedy) from error
 
 
 def missing_tokenizer(path: Path) -> str | None:
-    """Why a checkpoint directory has no tokenizer at all; ``None`` where it has one, good or bad."""
+    """Return why a checkpoint directory has no tokenizer at all, or ``None`` if it has one, good or bad."""
     if (Path(path) / "tokenizer_config.json").is_file():
         return None
     if not Path(path).exists():
@@ -34,13 +34,13 @@ def missing_tokenizer(path: Path) -> str | None:
 
 
 def token_names(tokenizer: Any, ids: Collection[int]) -> str:
-    """As the tokenizer spells them, in order; the number of one that it does not have."""
+    """List the tokens' spellings in order. An id that the tokenizer does not have is shown as a number."""
     known = zip(sorted(ids), tokenizer.convert_ids_to_tokens(sorted(ids)), strict=True)
     return ", ".join(str(token) if name is None else repr(name) for token, name in known)
 
 
 def template_fault(error: Exception) -> tuple[str, str]:
-    """What a chat template raised, and the remedy: templates are programs of the checkpoint."""
+    """Return the error of a chat template and its remedy. Templates are programs of the checkpoint."""
     from jinja2 import TemplateSyntaxError
 
     if isinstance(error, TemplateSyntaxError):
@@ -49,8 +49,8 @@ def template_fault(error: Exception) -> tuple[str, str]:
 
 
 def _tokenizer_class(path: Path) -> Any:
-    """The generic class where the checkpoint names it: ``AutoTokenizer``, which finds the others, imports every model,
-    every way to generate and torch's compiler, seconds of a start."""
+    """Return the generic class if the checkpoint names it. ``AutoTokenizer`` finds all others, but imports every model
+    and torch's compiler, which takes seconds."""
     named = json.loads((path / "tokenizer_config.json").read_text())
     if named.get("tokenizer_class") == "TokenizersBackend" and "auto_map" not in named:
         from transformers import PreTrainedTokenizerFast
@@ -62,7 +62,7 @@ def _tokenizer_class(path: Path) -> Any:
 
 
 def _require_config(path: Path) -> None:
-    """Reject a ``config.json`` that cannot be read: the tokenizer is chosen by it."""
+    """Reject an unreadable ``config.json``, since it selects the tokenizer."""
     from transformers import AutoConfig
 
     try:

@@ -7,7 +7,7 @@ from slime_like.interfaces import Step, Task
 
 
 class Calculator:
-    """A turn that holds an expression between ``opening`` and ``closing`` gets its value; any other turn is the answer.
+    """Calculates the expression between ``opening`` and ``closing``; a turn without one is the answer.
 
     Of several expressions in one turn the last counts. One that has no value gets the reason, so that the model may try
     again. The environment's reward is 1 where the answer is a number equal to the row's, else 0.

@@ -1,7 +1,7 @@
-"""Messages between an engine's owner and the process it has started, and the socket pair that carries them.
+"""Messages between an engine's owner and the process it started, and the socket pair that carries them.
 
-Both processes run this package and one has started the other, so that messages are pickled: nothing else can reach the
-pair, which has no address.
+Messages are pickled. This is safe because both processes run this package, and nothing else can reach the socket pair:
+it has no address.
 """
 
 import os
@@ -21,7 +21,7 @@ from slime_like.errors import ConfigError, EngineError, SlimeLikeError
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """Run a method of what the process serves; ``number`` comes back with the answer."""
+    """Call of a method on the served object. The answer repeats ``number``."""
 
     number: int
     method: str
@@ -30,7 +30,7 @@ class Call:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """A call's result, or its failure."""
+    """Result or failure of a call."""
 
     number: int
     value: Any = None
@@ -38,7 +38,7 @@ class Answer:
 
 
 class Link:
-    """One end. A separate thread receives, so that the other side's end is noticed whatever this process does."""
+    """One end of the socket pair. A separate thread receives, so this end always notices when the other side ends."""
 
     def __init__(
         self, connection: Connection, on_message: Callable[[Any], object], on_close: Callable[[], object]
@@ -49,13 +49,13 @@ class Link:
         threading.Thread(target=self._receive, name="engine-link", daemon=True).start()
 
     def send(self, message: Any) -> None:
-        """Raises ``OSError`` if the other side has ended."""
+        """Send a message. Raises ``OSError`` if the other side has ended."""
         self._connection.send(message)
 
     def close(self) -> None:
-        """Hang up: both sides' ``on_close`` are called."""
+        """Hang up, which calls ``on_close`` on both sides."""
         with suppress(OSError), socket.socket(fileno=os.dup(self._connection.fileno())) as pair:
-            pair.shutdown(socket.SHUT_RDWR)  # closing the descriptor would not wake the thread that reads from it
+            pair.shutdown(socket.SHUT_RDWR)  # closing the descriptor would not wake the reading thread
 
     def _receive(self) -> None:
         while True:
@@ -69,7 +69,7 @@ class Link:
 
 
 def portable(error: BaseException) -> SlimeLikeError:
-    """The error with all its fields as any process can unpickle it: of a class of this package."""
+    """Convert an error, with all its fields, to a class of this package, which any process can unpickle."""
     if not isinstance(error, SlimeLikeError):
         return EngineError(one_line(error), code="unexpected")
     known = getattr(errors, type(error).__name__, None) is type(error) and not isinstance(error, ConfigError)
@@ -85,18 +85,18 @@ def portable(error: BaseException) -> SlimeLikeError:
 
 
 def one_line(error: BaseException) -> str:
-    """The error on one line, with its type unless it is this distribution's."""
+    """Format the error on one line, with its type unless the error is from this package."""
     text = str(error) if isinstance(error, SlimeLikeError) else f"{type(error).__name__}: {_error_text(error)}"
     return " ".join(text.split())[:500]
 
 
 def code_of(error: BaseException, other: str) -> str:
-    """The error's code; ``other`` for errors that are not this distribution's."""
+    """Return the error's code, or ``other`` for errors from outside this package."""
     return error.code if isinstance(error, SlimeLikeError) else other
 
 
 def _error_text(error: BaseException) -> str:
-    """The text of an error; of pydantic's without the count and the addresses."""
+    """Return an error's text. For pydantic errors, leave out the count and the URLs."""
     if not isinstance(error, ValidationError):
         return str(error)
     details = error.errors(include_url=False, include_context=False, include_input=False)

@@ -1,4 +1,4 @@
-"""A process that serves something, as seen from its owner: started, called, watched, and ended by id."""
+"""A serving process as its owner sees it: started, called, watched, and ended by process id."""
 
 import asyncio
 import itertools
@@ -24,10 +24,10 @@ class ChildProcess:
     """One process and its children. Belongs to one event loop.
 
     Args:
-        interpreter: the Python that runs it.
-        module: what it runs as ``python -m``, with a descriptor and a scratch directory as its arguments; it makes an
-            ``Owner`` of them.
-        environment: makes its variables of the scratch directory.
+        interpreter: path of the Python that runs it.
+        module: module to run with ``python -m``. Its arguments are a descriptor and a scratch directory, for an
+            ``Owner``.
+        environment: function from the scratch directory to the process's environment.
     """
 
     def __init__(self, interpreter: str, module: str, environment: Callable[[Path], Mapping[str, str]]) -> None:
@@ -42,23 +42,23 @@ class ChildProcess:
             stdin=subprocess.DEVNULL,
             pass_fds=(theirs.fileno(),),
             env=environment(self._scratch),
-            start_new_session=True,  # Ctrl-C on the terminal is the owner's business
+            start_new_session=True,  # the owner handles Ctrl-C on the terminal
         )
         theirs.close()
         self.process_ids: tuple[int, ...] = (self._process.pid,)
         self._link = Link(ours, self._in_loop(self._answered), self._in_loop(self._closed))
 
     async def start(self, *what: Any) -> None:
-        """Tell it what to serve, and wait until it does; raises as ``call``."""
+        """Tell the process what to serve, and wait until it is ready. Raises like ``call``."""
         await self.call("start", *what)
         self.note_processes()
 
     async def call(self, method: str, *arguments: Any) -> Any:
-        """Call the method there and return its result.
+        """Call the method in the process and return its result.
 
         Raises:
-            SlimeLikeError: the method failed; class and fields are those of its error.
-            ProcessEnded: the process is gone.
+            SlimeLikeError: the method failed; class and fields are the original error's.
+            ProcessEnded: the process has ended.
         """
         if not self.alive:
             raise ProcessEnded
@@ -73,21 +73,21 @@ class ChildProcess:
             del self._waiting[number]
 
     async def generate(self, request: GenerationRequest) -> list[Generation]:
-        """Call ``generate``; the request is aborted there if the caller gives up. Raises as ``call``."""
+        """Call ``generate``. If the caller gives up, the process aborts the request. Raises like ``call``."""
         try:
             samples: list[Generation] = await self.call("generate", request)
             return samples
         except asyncio.CancelledError:
-            with suppress(OSError):  # it has just ended
+            with suppress(OSError):  # the process has just ended
                 self._link.send(Call(next(self._numbers), "abort", (request.request_id,)))
             raise
 
     def note_processes(self) -> None:
-        """Look up its children, while that is possible."""
+        """Record the process's children while they can still be found."""
         self.process_ids = tuple(dict.fromkeys((*self.process_ids, *descendants(self._process.pid))))
 
     def end(self, grace_s: float) -> None:
-        """Hang up, at which it ends with all it has, and end by id what is left after ``grace_s``. Blocks."""
+        """Hang up, which ends the process and its children. After ``grace_s``, kill what is left by id. Blocks."""
         self.note_processes()
         self.alive = False
         self._link.close()
@@ -100,7 +100,7 @@ class ChildProcess:
         shutil.rmtree(self._scratch, ignore_errors=True)
 
     def _in_loop(self, handler: Callable[..., None]) -> Callable[..., None]:
-        """``handler``, called in the event loop from the link's thread."""
+        """Wrap ``handler`` so that the link's thread runs it in the event loop."""
 
         def deliver(*arguments: Any) -> None:
             if not self._loop.is_closed():
@@ -110,7 +110,7 @@ class ChildProcess:
 
     def _answered(self, answer: Answer) -> None:
         future = self._waiting.get(answer.number)
-        if future is None or future.done():  # its caller has given up
+        if future is None or future.done():  # the caller has given up
             return
         if answer.error is None:
             future.set_result(answer.value)

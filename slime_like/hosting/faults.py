@@ -1,4 +1,4 @@
-"""Errors of an engine that does not start, is not running, or has died."""
+"""Errors of an engine that did not start, is not running, or has died."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -8,7 +8,7 @@ from slime_like.errors import LIKELY_KILLER, EngineError
 
 @dataclass(frozen=True, slots=True)
 class EngineFaults:
-    """Errors of the engine ``name``, whose log is in ``run_dir``."""
+    """Errors of the engine ``name``. Its log is in ``run_dir``."""
 
     name: str
     run_dir: Path
@@ -32,7 +32,7 @@ class EngineFaults:
         return EngineError(f"{self.name} is not running", code="engine-not-running", remedy="call start first")
 
     def died(self, when: str = "") -> EngineError:
-        """Build the error of a dead process; ``when`` it died, where that is known ("during resume")."""
+        """Build the error of a dead process. ``when`` says when it died, if known ("during resume")."""
         if when:
             return EngineError(f"{self.name} died {when}", code="engine-died", remedy=self.likely_cause)
         return EngineError("its process has died", code="engine-died", who=self.name, remedy=self.likely_cause)

@@ -1,4 +1,4 @@
-"""A rollout engine that lives in another interpreter (``rollout.python``), behind ``RolloutEngine`` as any other."""
+"""A rollout engine in another interpreter (``rollout.python``), with the usual ``RolloutEngine`` interface."""
 
 import asyncio
 import dataclasses
@@ -17,17 +17,17 @@ _MODULE = "slime_like.hosting.main"
 _END_S = 5.0
 _HEALTH_TIMEOUT_S = 15.0
 _SLACK_S = 15.0
-"""The engine bounds every call itself and says more about it; this much later we give up on its process."""
+"""Extra time before the owner gives up on the process. The engine bounds every call itself, with a better message."""
 _SAMPLING_CALLS = frozenset({"generate", "pause", "resume", "sleep", "wake"})
-"""Bounded by ``rollout.request_timeout_s``; all others by ``sync.timeout_s``."""
+"""Calls bounded by ``rollout.request_timeout_s``. ``sync.timeout_s`` bounds all others."""
 
 T = TypeVar("T")
 
 
 class HostedEngine:
-    """Passes every call on to a process of the other interpreter, where the engine's own class answers it.
+    """Engine proxy that forwards every call to the engine's own class in a process of the other interpreter.
 
-    The process needs this distribution's light part, in this very version, and the engine. It ends with its owner.
+    The interpreter needs the engine and the light part of this very package version. The process ends with its owner.
     """
 
     def __init__(self, config: RunConfig, engine_index: int) -> None:
@@ -86,13 +86,13 @@ class HostedEngine:
         return received
 
     async def health(self) -> EngineHealth:
-        """Return the engine's health; dead if its process does not answer."""
+        """Return the engine's health. An engine whose process does not answer is dead."""
         process = self._process
         if process is None:
             return EngineHealth(False, self._version, 0, 0)
         try:
             found: EngineHealth = await asyncio.wait_for(process.call("health"), _HEALTH_TIMEOUT_S)
-        except Exception:  # whatever a dead or hung process answers, the answer to "alive?" is no
+        except Exception:  # any failure means that the engine is not alive
             return EngineHealth(False, self._version, 0, 0, process.process_ids)
         ids = tuple(dict.fromkeys((*process.process_ids, *found.process_ids)))
         return dataclasses.replace(found, process_ids=ids)
@@ -104,7 +104,7 @@ class HostedEngine:
         await self._call("wake", tuple(parts))
 
     async def stop(self) -> None:
-        """The engine in good order, then its process, by id. May be called twice."""
+        """Stop the engine in good order, then end its process by id. May be called twice."""
         try:
             if self._process is not None and self._process.alive:
                 await self._call("stop")
@@ -137,5 +137,5 @@ class HostedEngine:
 
 
 def _environment(scratch: Path) -> dict[str, str]:
-    """Copy this environment without variables that redirect another interpreter."""
+    """Copy this environment without the variables that redirect another interpreter."""
     return {name: value for name, value in os.environ.items() if name not in ("PYTHONHOME", "VIRTUAL_ENV")}

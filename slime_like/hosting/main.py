@@ -11,7 +11,7 @@ from slime_like.interfaces import load_engine
 
 
 async def main(descriptor: int, scratch: Path) -> None:
-    """Serve the engine that the first call names, until the owner at the other end of the descriptor ends."""
+    """Serve the engine that the first call names until the owner at the other end of the descriptor ends."""
     owner = Owner(Connection(descriptor), scratch)
     with owner.starting() as (settings, engine_index):
         config = RunConfig.model_validate(settings)

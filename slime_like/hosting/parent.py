@@ -1,4 +1,4 @@
-"""The process that started this one, as seen from here: calls come in, answers go out, and its end is ours."""
+"""The process that started this one, as seen from here: calls come in, answers go out, and both end together."""
 
 import asyncio
 import os
@@ -17,11 +17,11 @@ from slime_like.system.processes import descendants, end_processes
 
 
 class Owner:
-    """Receives from its construction on, so that the owner's end ends this process even while its engine starts.
+    """Owner of this process. It receives from construction on, so its end is noticed even while the engine starts.
 
     Args:
         connection: this side of the socket pair.
-        scratch: a directory of this process, removed at its end.
+        scratch: directory of this process, removed when it ends.
     """
 
     def __init__(self, connection: Connection, scratch: Path) -> None:
@@ -34,9 +34,9 @@ class Owner:
 
     @contextmanager
     def starting(self) -> Iterator[tuple[Any, ...]]:
-        """Wait for the first call and give its arguments; inside, what it asks for is started.
+        """Wait for the first call and yield its arguments; start what it asks for inside.
 
-        The call is answered at the end. An error inside is the answer, and ends this process.
+        The call is answered on exit. An error inside becomes the answer and ends this process.
         """
         call = self._calls.get()
         try:
@@ -47,7 +47,7 @@ class Owner:
         self._answer(Answer(call.number))
 
     async def serve(self, host: object) -> None:
-        """Answer calls with the methods of ``host``, until the owner ends."""
+        """Answer calls with the methods of ``host`` until the owner ends."""
         loop = asyncio.get_running_loop()
         tasks: set[asyncio.Task[None]] = set()
 
@@ -62,9 +62,9 @@ class Owner:
         await asyncio.Event().wait()
 
     def end_with(self, processes: Sequence[BaseProcess]) -> None:
-        """End this process as soon as one of ``processes`` has ended.
+        """End this process as soon as one of ``processes`` ends.
 
-        The files they share need no name any more, and without one nothing of them can be left.
+        The files they share are open by now and no longer need names. Unlinking them here means nothing is left behind.
         """
         self._remove_files()
 
@@ -75,15 +75,15 @@ class Owner:
         threading.Thread(target=watch, name="watch-schedulers", daemon=True).start()
 
     def end(self) -> NoReturn:
-        """End all children, by process id, remove what they left on disk, and end this process. From any thread."""
-        self._ending.acquire()  # for good: a second caller must not end the process half-way
+        """End all children by process id, remove their files, and end this process. Callable from any thread."""
+        self._ending.acquire()  # never released: a second caller must not end the process halfway through
         end_processes(descendants(os.getpid()), grace_s=0.0)
         self._remove_files()
         shutil.rmtree(self._scratch, ignore_errors=True)
-        os._exit(1)  # an exception in this thread would not end the main thread, which may be inside native code
+        os._exit(1)  # an exception here would not end the main thread, which may be inside native code
 
     def will_remove(self, path: Path) -> None:
-        """A file that children make outside ``scratch``."""
+        """Remember to remove a file that children create outside ``scratch``."""
         self._files.append(path)
 
     def _remove_files(self) -> None:
@@ -99,5 +99,5 @@ class Owner:
             self._answer(Answer(call.number, value))
 
     def _answer(self, answer: Answer) -> None:
-        with suppress(OSError):  # the owner has ended, and so shall we
+        with suppress(OSError):  # the owner has ended, and this process will too
             self._link.send(answer)

@@ -1,9 +1,9 @@
-"""The interfaces of the system: trainer backend, rollout engine, weights, rewards, environments.
+"""The system's interfaces: trainer backend, rollout engine, weights, rewards, environments.
 
-Implementations are found by entry point (groups ``slime_like.backends`` and ``slime_like.engines``), so that a custom
-package can add one. No module here imports Ray, Megatron or an engine.
+Implementations are found by entry point (groups ``slime_like.backends`` and ``slime_like.engines``), so other packages
+can add their own. No module here imports Ray, Megatron or an engine.
 
-A name is imported when it is first used: a reward function that takes ``RewardResult`` from here must not bring torch
+Names are imported on first use, so that a reward function that imports ``RewardResult`` from here doesn't pull torch
 into the reward workers.
 """
 

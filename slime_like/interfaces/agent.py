@@ -11,13 +11,13 @@ class AgentTask:
     """Task of one rollout, and access to the model.
 
     Attributes:
-        prompt: the row's prompt as text, special tokens included.
-        messages: the row's prompt as chat messages; empty where the row has token ids.
+        prompt: the row's prompt as text, including special tokens.
+        messages: the row's prompt as chat messages; empty if the row has token ids.
         answer: the row's ground truth.
-        fields: the row's own settings (``data.environment_key``), empty where there are none.
-        base_url: ``http://HOST:PORT``. OpenAI's clients need ``base_url + "/v1"``, Anthropic's this one.
-        key: API key of this rollout alone.
-        model: a name for the calls; any other serves as well.
+        fields: the row's settings (``data.environment_key``); empty if it has none.
+        base_url: ``http://HOST:PORT``. OpenAI clients need ``base_url + "/v1"``, Anthropic clients ``base_url``.
+        key: API key for this rollout only.
+        model: model name for the calls; any other name works, too.
     """
 
     prompt: str
@@ -34,9 +34,9 @@ class AgentResult:
     """Result of one rollout.
 
     Attributes:
-        reward: finite; the reward function ``agent``.
+        reward: finite; the value of the reward function ``agent``.
         success: the rollout counts as solved.
-        metadata: whatever explains the reward; small, and expressible in JSON.
+        metadata: anything that explains the reward; small, and JSON-serializable.
     """
 
     reward: float
@@ -51,9 +51,9 @@ class AgentResult:
 
 
 class Agent(Protocol):
-    """Called once per rollout, in a worker process, with ``rollout.agent.options`` as keyword arguments.
+    """Function called once per rollout, in a worker process, with ``rollout.agent.options`` as keyword arguments.
 
-    What it raises ends that one rollout, which then gets reward 0.
+    An exception ends only that rollout, which then gets reward 0.
     """
 
     def __call__(self, task: AgentTask, /, **options: Any) -> Awaitable[AgentResult]: ...

@@ -1,4 +1,4 @@
-"""The border to whatever converts checkpoints: what ``slime-like convert`` asks of a trainer backend."""
+"""Interface of checkpoint conversion: what ``slime-like convert`` requires from a trainer backend."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ from slime_like.config import RunConfig
 DtypeChoice = Literal["auto", "float32", "bfloat16", "float16"]
 
 Report = Callable[[int, int], None]
-"""Called with the bytes done and the bytes in all."""
+"""Callback that receives the bytes done and the total bytes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,10 +20,10 @@ class ConversionOptions:
     """Options of a conversion.
 
     Attributes:
-        dtype: of the weights that are written; "auto" keeps every tensor's.
-        max_file_bytes: largest data file, unless one parameter alone is larger.
-        workers: threads; each holds one parameter in memory.
-        allow_nan: convert tensors with NaN or infinity, too.
+        dtype: type of the written weights; "auto" keeps each tensor's type.
+        max_file_bytes: largest data file, unless a single parameter is larger.
+        workers: number of threads; each holds one parameter in memory.
+        allow_nan: also convert tensors with NaN or infinity.
     """
 
     dtype: DtypeChoice
@@ -34,7 +34,7 @@ class ConversionOptions:
 
 @dataclass(frozen=True, slots=True)
 class ConversionSummary:
-    """Summary of the written files; ``reused`` of the ``files`` were there from an interrupted start."""
+    """Summary of the written files. ``reused`` of the ``files`` came from an interrupted run."""
 
     tensors: int
     nbytes: int
@@ -51,11 +51,11 @@ class TensorInfo:
 
 
 class TensorSource(Protocol):
-    """A checkpoint's tensors under Hugging Face's names. Threads may share it.
+    """A checkpoint's tensors under Hugging Face names. Safe to share between threads.
 
     Attributes:
-        tensors: everything there is.
-        groups: the same names, those together that are read together.
+        tensors: all tensors in the checkpoint.
+        groups: the same names, grouped by what is read together.
     """
 
     @property
@@ -65,49 +65,49 @@ class TensorSource(Protocol):
     def groups(self) -> list[list[str]]: ...
 
     def read(self, names: list[str]) -> dict[str, Tensor]:
-        """Values of the named tensors.
+        """Return the values of the named tensors.
 
         Raises:
-            CheckpointError: damaged.
+            CheckpointError: the checkpoint is damaged.
         """
 
 
 class Converter(Protocol):
-    """Converts between Hugging Face's format and a backend's own, from disk to disk.
+    """Converter on disk between Hugging Face's format and a backend's format.
 
-    Errors: ``CheckpointError`` lists the tensors. The output appears whole or not at all; what an interrupted
-    conversion has finished is kept beside it and used by the next one of the same kind.
+    Errors: ``CheckpointError`` lists the tensors. The output appears whole or not at all. An interrupted conversion's
+    finished files are kept next to it, and the next conversion of the same kind uses them.
     """
 
     def prove(self, config: RunConfig) -> dict[str, tuple[int, ...]]:
-        """Prove on shapes alone that every element of the model's tensors has one place under the run's layout.
+        """Prove from shapes that each element of the model's tensors has exactly one place in the run's layout.
 
-        Needs ``config.json`` of ``config.model.path`` alone.
+        Needs only ``config.json`` of ``config.model.path``.
 
         Returns:
-            Shape of every tensor that a Hugging Face directory of the model must hold.
+            Shape of every tensor that a Hugging Face directory of the model must contain.
 
         Raises:
-            CheckpointError: tensors of which some element has no place, or two.
+            CheckpointError: an element of a tensor has no place, or two.
         """
 
     def to_checkpoint(
         self, config: RunConfig, output: Path, options: ConversionOptions, report: Report
     ) -> ConversionSummary:
-        """``config.model.path`` to a checkpoint of this backend, laid out as ``config.trainer.parallel``."""
+        """Convert ``config.model.path`` to a checkpoint of this backend, in the layout ``config.trainer.parallel``."""
 
     def to_hugging_face(
         self, config: RunConfig, checkpoint: Path, output: Path, options: ConversionOptions, report: Report
     ) -> ConversionSummary:
-        """A checkpoint of this backend, under any layout, to a Hugging Face directory.
+        """Convert a checkpoint of this backend, in any layout, to a Hugging Face directory.
 
         Args:
-            checkpoint: what ``TrainerBackend.save`` or ``to_checkpoint`` wrote; ``config.model.path`` gives dimensions,
-                configuration and tokenizer.
+            checkpoint: written by ``TrainerBackend.save`` or ``to_checkpoint``; ``config.model.path`` provides
+                dimensions, configuration and tokenizer.
         """
 
     def open_checkpoint(self, config: RunConfig, checkpoint: Path) -> TensorSource:
-        """A checkpoint of this backend to compare with another one."""
+        """Open a checkpoint of this backend for a comparison."""
 
     def open_hugging_face(self, directory: Path) -> TensorSource:
-        """A Hugging Face directory of any family, to compare with another one."""
+        """Open a Hugging Face directory of any family for a comparison."""

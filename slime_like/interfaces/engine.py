@@ -21,11 +21,11 @@ class SamplingParams:
 
     Attributes:
         temperature: 0 means greedy.
-        min_p, top_k, top_p: 0.0, -1 and 1.0 switch them off; applied in this order, ``min_p`` relative to the likeliest
-            token. Other values are rejected while ``training`` unless the adapter returns the supports, and logprobs
-            over them.
+        min_p, top_k, top_p: 0.0, -1 and 1.0 turn them off. They apply in this order; ``min_p`` is relative to the
+        likeliest token. With ``training``, other values require an adapter that returns the supports and logprobs over
+        them.
         max_new_tokens: length limit of the response.
-        stop_token_ids: sampling one of these ends the response; it stays in it (EOS too).
+        stop_token_ids: sampling one of these ends the response, which includes it (EOS, too).
         training: True for rollouts that will be trained on.
     """
 
@@ -39,12 +39,12 @@ class SamplingParams:
 
     @property
     def truncates(self) -> bool:
-        """True where tokens are drawn from a part of the vocabulary."""
+        """True if tokens are sampled from only part of the vocabulary."""
         return self.top_p < 1.0 or self.top_k > 0 or self.min_p > 0.0
 
     @property
     def wants_supports(self) -> bool:
-        """True where what is sampled is trained on, and tokens are drawn from a part of the vocabulary."""
+        """True if the samples are trained on and come from only part of the vocabulary."""
         return self.training and self.truncates
 
 
@@ -54,7 +54,7 @@ class ConversationTask:
 
     Attributes:
         answer: ground truth.
-        fields: the row's own settings, expressible in JSON.
+        fields: the row's settings, JSON-serializable.
         messages: the prompt as chat messages, for an agent.
     """
 
@@ -65,17 +65,17 @@ class ConversationTask:
 
 @dataclass(frozen=True, slots=True)
 class GenerationRequest:
-    """Token ids in; ``num_samples`` generations out.
+    """A prompt's token ids and how to sample ``num_samples`` generations from them.
 
     Attributes:
-        request_id: unique over the run, names the request in ``abort``.
+        request_id: unique within the run; names the request in ``abort``.
         prompt_tokens: the prompt's ids.
-        sampling: how to sample.
-        num_samples: responses wanted.
-        seed: seed of sample i is derived from ``(seed, i)``; the same seed gives the same ids on the same engine.
+        sampling: sampling parameters.
+        num_samples: number of responses.
+        seed: sample i uses a seed derived from ``(seed, i)``; the same seed gives the same ids on the same engine.
         prompt_logprobs: also return the teacher-forced logprob (temperature 1) of every prompt token but the first.
-        task: makes a conversation of every sample where ``rollout.environment`` or ``rollout.agent`` is set. Engines
-            do not look at it: what reaches them is one request per turn.
+        task: turns every sample into a conversation if ``rollout.environment`` or ``rollout.agent`` is set. Engines
+            ignore it, because they receive one request per turn.
     """
 
     request_id: str
@@ -89,7 +89,7 @@ class GenerationRequest:
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """One training row of a rollout: a prompt as it was seen, and what followed it.
+    """One training row of a rollout: a prompt as the model saw it, and the tokens that followed.
 
     Attributes:
         prompt_tokens: (p,) int64.
@@ -97,8 +97,8 @@ class Segment:
         logprobs: (n,) float32, 0 where ``loss_mask`` is False.
         weight_versions: (n,) int64.
         loss_mask: (n,) bool, True where the model sampled the token and this row trains it.
-        supports: as of ``Generation``.
-        finish_reason: of its last turn; ``None``: the rollout's.
+        supports: as in ``Generation``.
+        finish_reason: of the row's last turn; ``None`` means the rollout's.
     """
 
     prompt_tokens: np.ndarray
@@ -112,23 +112,22 @@ class Segment:
 
 @dataclass(slots=True)
 class Generation:
-    """One response. In a conversation, ``token_ids`` are all of it after the prompt, observations included.
+    """One response. In a conversation, ``token_ids`` holds everything after the prompt, including observations.
 
     Attributes:
-        token_ids: (n,) int64, the sampled ids themselves, EOS included.
+        token_ids: (n,) int64, the sampled ids themselves, including EOS.
         logprobs: (n,) float32, log-softmax of the temperature-scaled logits over the whole vocabulary at the sampled
-            id; at temperature 0, of the unscaled logits. 0 on observations.
-        weight_versions: (n,) int64, the weight version that sampled each token, on observations that of the turn
-            before.
-        finish_reason: "stop", "length" (a limit of tokens), "abort", or "turns": the environment had not ended the
-            conversation after its last turn.
-        prompt_logprobs: (prompt_len - 1,) float32 if asked for.
-        conversation: ``None`` where the response is a single turn of no environment.
-        segments: rows of a rollout whose history is not one sequence. Where given, they are all that is trained, and
-            ``token_ids``, ``logprobs`` and ``weight_versions`` are those of the last one. Empty: the generation itself
-            is the one row.
-        supports: what each token was drawn from, where training truncates the distribution; ``logprobs`` are then over
-            these. Observations have none.
+            id; unscaled logits at temperature 0. Observations have 0.
+        weight_versions: (n,) int64, the weight version that sampled each token; observations have the previous turn's.
+        finish_reason: "stop", "length" (a token limit), "abort", or "turns": the last turn was used up before the
+            environment ended the conversation.
+        prompt_logprobs: (prompt_len - 1,) float32 if requested.
+        conversation: ``None`` if the response is a single turn without an environment.
+        segments: rows of a rollout whose history is not one sequence. If present, only these are trained, and
+            ``token_ids``, ``logprobs`` and ``weight_versions`` belong to the last one. If empty, the generation is the
+            row.
+        supports: the tokens that each token was drawn from, if training truncates the distribution; ``logprobs`` are
+            then over these. Observations have none.
     """
 
     token_ids: np.ndarray
@@ -143,7 +142,7 @@ class Generation:
 
 @dataclass(frozen=True, slots=True)
 class EngineHealth:
-    """Alive, serving ``weight_version``, with ``outstanding_tokens`` still promised to requests."""
+    """Health of an engine. ``outstanding_tokens`` are still promised to requests."""
 
     alive: bool
     weight_version: int
@@ -156,27 +155,27 @@ PauseMode = Literal["abort", "wait", "keep"]
 
 
 class RolloutEngine(Protocol):
-    """One inference engine (of one or more devices). All methods are coroutines of one event loop.
+    """One inference engine on one or more devices. All methods are coroutines of one event loop.
 
-    Errors: every method raises ``EngineError`` with one sentence; nothing is answered with made-up data.
+    Errors: every method raises ``EngineError`` with one sentence. Engines never return made-up data.
     """
 
     def __init__(self, config: RunConfig, engine_index: int) -> None: ...
 
     async def start(self) -> None:
-        """Load the model of ``config.model.path`` as weight version 0."""
+        """Load the model in ``config.model.path`` as weight version 0."""
 
     async def generate(self, request: GenerationRequest) -> list[Generation]:
-        """All ``num_samples`` responses of one request, in sample order. Many requests may run at once."""
+        """Return all ``num_samples`` responses of one request, in sample order. Many requests may run concurrently."""
 
     async def abort(self, request_id: str | None = None) -> None:
-        """End one request (or all): its ``generate`` returns what was sampled, finish reason "abort"."""
+        """End one request, or all. Its ``generate`` returns what was sampled, with finish reason "abort"."""
 
     async def pause(self, mode: PauseMode = "keep") -> None:
-        """Stop sampling. "abort": end running requests; "wait": let them finish; "keep": freeze them."""
+        """Stop sampling. "abort" ends running requests, "wait" lets them finish, "keep" freezes them."""
 
     async def resume(self) -> None:
-        """Sample again. Requests frozen by "keep" go on under the current weights, their caches recomputed."""
+        """Resume sampling. Requests frozen by "keep" continue under the current weights, with recomputed caches."""
 
     async def connect(self, transport: str, rendezvous: dict[str, Any]) -> None:
         """Join the weight transport before the first update."""
@@ -185,32 +184,32 @@ class RolloutEngine(Protocol):
         """Open an update to ``version``."""
 
     async def update(self, bucket: BucketMetadata) -> None:
-        """Fetch one bucket, hash its bytes as received, load it."""
+        """Fetch one bucket, hash the received bytes, and load it."""
 
     async def finish_update(self, version: int) -> UpdateReceipt:
-        """Make the new weights current, flush every cache, return the hashes. Fails if a tensor is missing."""
+        """Make the new weights current, flush all caches, and return the hashes. Fails if a tensor is missing."""
 
     async def checksums(self) -> dict[str, int]:
-        """Hashes received in the last finished update."""
+        """Return the hashes received in the last finished update."""
 
     async def health(self) -> EngineHealth: ...
 
     async def sleep(self, keep_weights: bool = True) -> None:
-        """Give the device's memory back (colocated mode); running requests end as aborted.
+        """Release the device's memory (colocated mode). Running requests end as aborted.
 
-        Also called with "weights" alone awake, when a weight update has failed: parts that are asleep stay so.
+        Also called when a weight update failed with only "weights" awake; sleeping parts then stay asleep.
 
         Args:
-            keep_weights: remember them; otherwise nothing can be sampled before the next update is finished.
+            keep_weights: keep a copy of the weights; otherwise sampling must wait for the next finished update.
         """
 
     async def wake(self, parts: Sequence[Literal["weights", "kv_cache"]]) -> None:
-        """Take it again. With "weights" alone the engine can be updated; it samples when both are back."""
+        """Reclaim device memory. With only "weights" awake, the engine accepts updates; with both, it samples."""
 
     async def stop(self) -> None:
-        """End the engine and every process it started."""
+        """Stop the engine and every process it started."""
 
 
 def load_engine(name: str) -> type[RolloutEngine]:
-    """The engine class registered as ``name``; raises as ``load_backend``."""
+    """Return the engine class registered as ``name``; raises like ``load_backend``."""
     return load_installed(ENGINE_GROUP, name, "rollout.engine")

@@ -1,4 +1,4 @@
-"""Interface of environments: two functions over a state expressible in JSON."""
+"""Interface of environments: two functions over a JSON-serializable state."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -10,9 +10,9 @@ class Task:
     """Task of a conversation.
 
     Attributes:
-        prompt: the prompt's text, special tokens included.
+        prompt: the prompt's text, including special tokens.
         answer: the row's ground truth.
-        fields: the row's own settings (``data.environment_key``), empty where there are none.
+        fields: the row's settings (``data.environment_key``); empty if it has none.
     """
 
     prompt: str
@@ -22,15 +22,15 @@ class Task:
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """The environment's word on one turn of the model.
+    """The environment's reply to one turn of the model.
 
     Attributes:
-        state: what the next ``step`` is given; expressible in JSON.
-        observation: text that the model reads before its next turn; not looked at where ``done``.
+        state: passed to the next ``step``; JSON-serializable.
+        observation: text that the model reads before its next turn; ignored if ``done``.
         done: the conversation has ended.
-        reward: finite; the sum over a conversation is the reward function ``environment``.
-        success: the conversation counts as solved; that of the last step counts.
-        metadata: whatever explains the step; small, and expressible in JSON.
+        reward: finite; the sum over a conversation is the value of the reward function ``environment``.
+        success: the conversation counts as solved; the last step decides.
+        metadata: anything that explains the step; small, and JSON-serializable.
     """
 
     state: Any = None
@@ -42,23 +42,23 @@ class Step:
 
 
 class Environment(Protocol):
-    """Made once per worker process, with ``rollout.environment.options`` as keyword arguments.
+    """Created once per worker process, with ``rollout.environment.options`` as keyword arguments.
 
-    It keeps nothing of a conversation between two calls: whatever it needs to remember is in the state, and every step
-    may be taken by another worker. So a worker that hangs or dies costs the one conversation whose step it took, and a
-    group that is sampled again starts over. What cannot be written down (a running program, a browser) lives
-    in a service, and its address in the state.
+    It stores nothing about a conversation between calls: everything to remember is in the state, and each step may run
+    in a different worker. A worker that hangs or dies therefore costs only the current step's conversation, and a group
+    that is sampled again starts over. Keep anything that can't be serialized (a running program, a browser) in a
+    service, and the service's address in the state.
 
-    What ``step`` raises ends that one conversation, which then gets reward 0.
+    An exception in ``step`` ends only that conversation, which then gets reward 0.
     """
 
     def reset(self, task: Task) -> Any:
-        """The state in which a conversation begins. Tried once before a run starts, for the first row."""
+        """Return a conversation's initial state. Tried once before a run starts, with the first row."""
 
     def step(self, state: Any, response: str) -> Step:
-        """Answer the text of one whole turn of the model, special tokens left out.
+        """Answer the text of one whole turn of the model, without special tokens.
 
-        With a parameter ``truncated`` the environment is also given a turn that a token limit cut off, with
-        ``truncated=True``; it is ``False`` for whole turns. The conversation then ends, and the reward counts. Without
-        that parameter a conversation whose turn is cut off ends with the rewards of the turns before.
+        If it has a parameter ``truncated``, the environment also receives turns cut off by a token limit, with
+        ``truncated=True``; whole turns get ``False``. The conversation then ends, and the reward counts. Without the
+        parameter, a conversation with a cut-off turn ends with the rewards of the earlier turns.
         """

@@ -1,4 +1,4 @@
-"""The border to whatever a trainer backend knows before it runs: memory, work and traffic of a rank. Sizes only."""
+"""Interface of estimates: memory, work and traffic of a rank, as a trainer backend knows them before a run."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -8,12 +8,11 @@ Axis = Literal["tensor", "pipeline", "context", "data", "expert", "embedding", "
 
 @dataclass(frozen=True, slots=True)
 class RankKind:
-    """Ranks that hold and do the same; the first one is estimated for all.
+    """Ranks with the same contents and work. The first one is estimated on behalf of all.
 
     Attributes:
-        name: what sets them apart, e.g. "stage 1 of 4".
-        ranks: theirs, in the order of the layout; ``ranks[0]`` needs the most of them, where rounding makes a
-            difference.
+        name: what distinguishes them, e.g. "stage 1 of 4".
+        ranks: their numbers in layout order; ``ranks[0]`` needs the most if rounding makes a difference.
     """
 
     name: str
@@ -22,14 +21,14 @@ class RankKind:
 
 @dataclass(frozen=True, slots=True)
 class Traffic:
-    """Messages of one rank to its group.
+    """Messages from one rank to its group.
 
     Attributes:
-        axis: the parallel axis the group belongs to.
-        ranks: the group's members; which of them share a node decides the link.
+        axis: the group's parallel axis.
+        ranks: the group's members; the link depends on which of them share a node.
         nbytes: bytes that leave this rank (a ring all-reduce of n bytes over k ranks sends 2 n (k - 1) / k).
-        calls: messages or collectives.
-        hidden_bytes: of these bytes, those of collectives that run beside a matrix product.
+        calls: number of messages or collectives.
+        hidden_bytes: the part of ``nbytes`` whose collectives overlap with a matrix product.
     """
 
     axis: Axis
@@ -41,14 +40,14 @@ class Traffic:
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """Computation and messages of one rank, once.
+    """Computation and messages of one rank for one pass.
 
     Attributes:
-        matmul_flops: of matrix products, 2 m n k each; they grow with the tokens.
-        attention_flops: of causal attention; they grow with the tokens times the sequences' length.
-        traffic: what it sends meanwhile.
-        kernel_bytes: read and written by all other kernels, each on its own; they grow with the tokens.
-        head_flops, head_bytes: of ``matmul_flops`` and ``kernel_bytes``, the head's.
+        matmul_flops: FLOPs of matrix products, 2 m n k each; proportional to the tokens.
+        attention_flops: FLOPs of causal attention; proportional to the tokens times the sequences' length.
+        traffic: messages sent during the pass.
+        kernel_bytes: bytes read and written by all other kernels, counted per kernel; proportional to the tokens.
+        head_flops, head_bytes: the head's part of ``matmul_flops`` and ``kernel_bytes``.
     """
 
     matmul_flops: float
@@ -65,26 +64,26 @@ class Work:
 
 @dataclass(frozen=True, slots=True)
 class TrainerMemory:
-    """One rank's memory, in bytes. Device memory unless said otherwise.
+    """One rank's memory, in bytes. Device memory unless stated otherwise.
 
     Attributes:
-        parameters: number of this rank's parameters, padding included.
-        parameter_bytes: their storage.
+        parameters: number of this rank's parameters, including padding.
+        parameter_bytes: parameter storage.
         gradient_bytes: gradient storage, for the length of a run (offloading empties it).
-        window_gradient_bytes: further gradients at training's highest moment: whole ones before they are summed over
-            ranks, and their messages.
+        window_gradient_bytes: further gradients at training's peak: whole gradients before the sum over ranks, and
+            their messages.
         optimizer_bytes: main weights and moments on the device, after the first update.
-        activation_bytes: largest sum of what forward keeps for backward and of temporaries, over a window of worst
-            micro-batches, apart from the head's.
-        head_bytes: what the head adds at that moment.
+        activation_bytes: peak of temporaries and activations kept for backward, over a window of worst micro-batches,
+            without the head.
+        head_bytes: what the head adds at that peak.
         saved_bytes: activations that one micro-batch keeps between its forward and its backward.
-        in_flight: micro-batches (of all chunks) whose activations are kept at once.
-        forward_bytes: as ``activation_bytes``, head included, in a pass without gradients, above
+        in_flight: micro-batches (of all chunks) whose activations are kept at the same time.
+        forward_bytes: like ``activation_bytes``, but with the head and without gradients, on top of
             ``communication_bytes``.
         update_bytes: temporaries of the optimizer's step.
-        communication_bytes: standing buffers of collectives that the framework itself makes; whole weights that it
-            has gathered at training's highest moment.
-        host_optimizer_bytes, host_reference_bytes, host_activation_bytes: what is kept in host memory instead.
+        communication_bytes: permanent buffers of the framework's collectives, and whole weights gathered at training's
+            peak.
+        host_optimizer_bytes, host_reference_bytes, host_activation_bytes: kept in host memory instead.
     """
 
     parameters: int
@@ -109,16 +108,16 @@ class RankEstimate:
     """A backend's estimate of one rank.
 
     Attributes:
-        rank: whose.
-        memory: what it needs.
+        rank: the estimated rank.
+        memory: its memory.
         forward: one worst micro-batch without gradients, all chunks of the rank.
         training: forward, recomputation and backward of one worst micro-batch, all chunks of the rank.
-        update: what an optimizer step adds once, whatever the number of micro-batches.
+        update: added once per optimizer step, whatever the number of micro-batches.
         micro_batch_tokens: tokens of that micro-batch, over all context ranks.
-        longest: its longest sequence, in tokens, to which ``attention_flops`` belong; of a pack that shares prefixes,
-            the length of sequences that would cost as much per token.
-        communicators: groups of several ranks that the rank is in; NCCL has buffers for each.
-        layers: which implementation of the layers this is true of, e.g. "local layers, ring attention".
+        longest: tokens of its longest sequence, which ``attention_flops`` assumes; for a pack with shared prefixes, the
+            length of sequences with the same cost per token.
+        communicators: groups of several ranks that include this rank; NCCL has buffers for each.
+        layers: the implementation of the layers that was estimated, e.g. "local layers, ring attention".
     """
 
     rank: int

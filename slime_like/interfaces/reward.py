@@ -17,10 +17,10 @@ class RewardResult:
     Attributes:
         reward: finite number, unweighted.
         success: the function counts the sample as solved.
-        metadata: whatever explains the reward; small, and expressible in JSON.
+        metadata: anything that explains the reward; small, and JSON-serializable.
 
     Raises:
-        TypeError: a field has another type. Raised here, where the traceback has the line that made the result.
+        TypeError: a field has another type. Raised here, so the traceback shows the line that made the result.
     """
 
     reward: float
@@ -30,7 +30,7 @@ class RewardResult:
     def __post_init__(self) -> None:
         for name, value, wanted in (("reward", self.reward, "a number"), ("success", self.success, "true or false")):
             try:
-                math.isfinite(value)  # takes what other libraries call a number or a bool, too
+                math.isfinite(value)  # also accepts other libraries' numbers and bools
             except TypeError as error:
                 raise TypeError(_of_another_kind(name, value, wanted)) from error
         if not isinstance(self.metadata, dict):
@@ -38,14 +38,14 @@ class RewardResult:
 
 
 def as_result(value: Any) -> RewardResult:
-    """The result that a reward function's return value stands for.
+    """Convert a reward function's return value to a result.
 
     Args:
         value: a ``RewardResult``; a number (success: above 0) or a bool; ``(reward, success)``; a mapping with
             ``reward`` or ``score``, and ``success`` if it is not "above 0", whose other entries are metadata.
 
     Raises:
-        TypeError: anything else.
+        TypeError: ``value`` is anything else.
     """
     if isinstance(value, RewardResult):
         return value
@@ -53,7 +53,7 @@ def as_result(value: Any) -> RewardResult:
         rest = {str(key): item for key, item in value.items() if key not in (given[0], "success")}
         reward = value[given[0]]
         return replace(as_result((reward, value.get("success", _is_positive(reward)))), metadata=rest)
-    if isinstance(value, tuple) and len(value) == 2:  # a list has the rewards of several responses
+    if isinstance(value, tuple) and len(value) == 2:  # a list holds the rewards of several responses
         return RewardResult(*value)
     if isinstance(value, str | bytes | list | tuple | Mapping) or value is None:
         raise TypeError(
@@ -67,7 +67,7 @@ def _is_positive(value: Any) -> bool:
     try:
         return bool(value > 0)
     except (TypeError, ValueError, RuntimeError):
-        return False  # no number: RewardResult says so
+        return False  # not a number: RewardResult reports it
 
 
 def _of_another_kind(name: str, value: Any, wanted: str) -> str:
@@ -75,11 +75,11 @@ def _of_another_kind(name: str, value: Any, wanted: str) -> str:
 
 
 def group_reward(function: GroupFunction) -> GroupFunction:
-    """Declares a reward function that is given all responses to one prompt at once.
+    """Declare a reward function that receives all responses to one prompt together.
 
-    ``reward(prompt: str, responses: Sequence[str], answer: str, **options) -> list``, one result for each response, in
-    their order, of any kind that ``as_result`` takes. If it raises, or takes longer than ``reward.timeout_s``, the
-    whole group gets reward 0.
+    Its signature is ``reward(prompt: str, responses: Sequence[str], answer: str, **options) -> list``. It returns one
+    result per response, in order, of any kind that ``as_result`` accepts. If it raises, or takes longer than
+    ``reward.timeout_s``, the whole group gets reward 0.
     """
     setattr(function, GROUP_MARK, True)
     return function

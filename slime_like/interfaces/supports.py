@@ -1,4 +1,4 @@
-"""What tokens of truncated sampling were drawn from."""
+"""Supports of truncated sampling: the tokens that each token was drawn from."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -9,11 +9,11 @@ import numpy as np
 
 @dataclass(frozen=True, slots=True)
 class Supports:
-    """The tokens that each of n tokens was drawn from, end to end; most have a few, and the longest hundreds.
+    """The support of each of n tokens, concatenated. Most have a few tokens, the longest hundreds.
 
     Attributes:
         token_ids: (sum of ``sizes``,) int32.
-        sizes: (n,) int32; 0: the whole vocabulary.
+        sizes: (n,) int32; 0 means the whole vocabulary.
     """
 
     token_ids: np.ndarray
@@ -21,18 +21,18 @@ class Supports:
 
     @classmethod
     def of(cls, parts: Sequence[np.ndarray]) -> Self:
-        """Of one token's ids after the other's."""
+        """Concatenate the ids of one token after another."""
         sizes = np.array([len(part) for part in parts], np.int32)
         return cls(np.concatenate([np.zeros(0, np.int32), *parts]).astype(np.int32), sizes)
 
     @classmethod
     def whole(cls, count: int) -> Self:
-        """Of ``count`` tokens that nobody sampled, or that were drawn from the whole vocabulary."""
+        """Create supports for ``count`` tokens that nobody sampled, or that were drawn from the whole vocabulary."""
         return cls(np.zeros(0, np.int32), np.zeros(count, np.int32))
 
     @classmethod
     def joined(cls, parts: Sequence["Supports"]) -> Self:
-        """Of the tokens of one part after the other's."""
+        """Concatenate the supports of several parts."""
         return cls(np.concatenate([part.token_ids for part in parts]), np.concatenate([part.sizes for part in parts]))
 
     def __len__(self) -> int:
@@ -42,11 +42,11 @@ class Supports:
         return iter(np.split(self.token_ids, np.cumsum(self.sizes)[:-1]) if len(self) else ())
 
     def first(self, count: int) -> "Supports":
-        """Of the first ``count`` tokens."""
+        """Return the supports of the first ``count`` tokens."""
         return Supports(self.token_ids[: int(self.sizes[:count].sum())], self.sizes[:count])
 
     def hold(self, token_ids: np.ndarray) -> np.ndarray:
-        """(n,) bool: whether each token is among those that it was drawn from."""
+        """Return whether each token is in its support, (n,) bool."""
         owners = np.repeat(np.arange(len(self)), self.sizes)
         found = np.zeros(len(self), bool)
         found[owners[self.token_ids == token_ids[owners]]] = True

@@ -16,11 +16,11 @@ from slime_like.trajectory import GRPOStats, PackedTrajectory
 
 @dataclass(frozen=True, slots=True)
 class RankPlacement:
-    """Placement of one trainer rank: its rank, its device and the rendezvous.
+    """Placement of one trainer rank: its number, device and rendezvous.
 
-    ``local_rank`` is the index of its device among those that its process can see. ``ranks_on_node`` share its node's
-    cores; by default all ranks. ``store`` is a file for torch's ``FileStore``, where all ranks are on one host and meet
-    without a port. Names of their keys begin with ``key``, which is random.
+    ``local_rank`` is the index of its device among the devices its process can see. ``ranks_on_node`` ranks share the
+    node's cores; by default all ranks do. If all ranks are on one host, ``store`` is a file for torch's ``FileStore``,
+    so they meet without a port. Their keys' names begin with ``key``, which is random.
     """
 
     rank: int
@@ -35,7 +35,7 @@ class RankPlacement:
 
 @dataclass(frozen=True, slots=True)
 class RankCoordinates:
-    """A rank's place on every parallel axis, and each axis' size where others need it."""
+    """A rank's position on every parallel axis, and the size of the data axis."""
 
     tensor: int
     pipeline: int
@@ -47,7 +47,7 @@ class RankCoordinates:
 
 @dataclass(slots=True)
 class ScoredLogprobs:
-    """(R,) float32 response logprobs and entropies of one pack, in the pack's own order."""
+    """(R,) float32 response logprobs and entropies of one pack, in the pack's order."""
 
     logprobs: Tensor
     entropy: Tensor
@@ -57,23 +57,23 @@ class Planner(Protocol):
     """Estimates of a backend's ranks on GPUs, computed in this process without touching a device."""
 
     def rank_kinds(self, config: RunConfig) -> list[RankKind]:
-        """Group the layout's ranks by what they hold and do; every rank belongs to one kind."""
+        """Group the layout's ranks by contents and work. Every rank belongs to one kind."""
 
     def estimate(self, config: RunConfig, rank: int) -> RankEstimate:
-        """Memory, work and traffic of one rank. Needs ``config.json`` of ``config.model.path`` alone.
+        """Estimate memory, work and traffic of one rank. Needs only ``config.json`` of ``config.model.path``.
 
         Parameters, gradients and optimizer state are exact.
         """
 
 
 class PendingSave(Protocol):
-    """One rank's part of a save that was started."""
+    """One rank's part of a started save."""
 
     def is_written(self) -> bool:
         """Return whether this rank has written its part. Not collective; never waits.
 
         Raises:
-            CheckpointError: it could not.
+            CheckpointError: the write failed.
         """
 
     def finish(self) -> None:
@@ -83,45 +83,45 @@ class PendingSave(Protocol):
 class TrainerBackend(Protocol):
     """One trainer rank. Every method is collective: all ranks call it, in the same order.
 
-    Errors: ``TrainerError`` names the rank and the phase. A non-finite loss or gradient norm raises; it never updates.
+    Errors: ``TrainerError`` names the rank and the phase. A non-finite loss or gradient norm raises and never updates.
     """
 
     def __init__(self, config: RunConfig, placement: RankPlacement) -> None: ...
 
     @staticmethod
     def planner() -> Planner:
-        """Estimates for ``slime-like plan``; a backend without this method can train and not be planned."""
+        """Return the estimates for ``slime-like plan``. A backend without this method can train but not be planned."""
 
     def setup(self) -> RankCoordinates:
         """Meet the other ranks, build this rank's shard, load ``config.model.path``."""
 
     def setup_for_scoring(self, checkpoint: Path | None = None) -> RankCoordinates:
-        """Set up as ``setup`` does, without gradients, optimizer and reference; ``score`` and exports may follow.
+        """Set up like ``setup``, but without gradients, optimizer and reference. ``score`` and exports may follow.
 
         Args:
-            checkpoint: directory that ``save`` wrote, under any layout, to take the weights from; ``config.model.path``
-                then gives the dimensions only and needs no weights. None takes the weights from there, too.
+            checkpoint: directory written by ``save``, in any layout, to read the weights from; ``config.model.path``
+                then gives only the dimensions and needs no weights. If None, it gives the weights, too.
         """
 
     def begin_step(self, denominator: float | None = None, tokens: int | None = None) -> None:
         """Zero the gradients and the step's sums.
 
-        Both arguments are needed only where the objective has a term with another denominator
-        (``algorithm.moe_aux_loss_coef``), whose share in the gradient must be right while it is accumulated.
+        Both arguments are needed only if the objective has a term with another denominator
+        (``algorithm.moe_aux_loss_coef``), whose share of the gradient must be correct during accumulation.
 
         Args:
-            denominator: what ``finish_step`` will be given.
+            denominator: the value that ``finish_step`` will receive.
             tokens: real tokens of this replica's packs in the whole step (``algorithms.packing.real_tokens``).
         """
 
     def accumulate(self, micro_batches: Sequence[PackedTrajectory], last: bool = False) -> None:
-        """Forward and backward of one window. Windows have the same number of micro-batches on every rank.
+        """Run forward and backward for one window. Windows have the same number of micro-batches on every rank.
 
-        Every context- and model-parallel rank of a replica is given the same full packs and takes its part. They lie
-        on the host, where they are checked and cut: the host need not wait for a device then.
-        Gradients are those of ``sum(token_weights * per_token_loss)``: nothing is divided yet.
-        ``last`` says that no window of this step follows: communication may then start before ``finish_step``.
-        Where ``algorithm.scores_policy`` is false, a pack without old logprobs is given those of this very pass.
+        Every context- and model-parallel rank of a replica receives the same full packs and takes its part. Packs are
+        on the host, where they are checked and split, so the host never has to wait for a device. Gradients are of
+        ``sum(token_weights * per_token_loss)``: nothing is divided yet. ``last`` means that no other window of this
+        step follows: communication may then start before ``finish_step``. If ``algorithm.scores_policy`` is false, a
+        pack without old logprobs receives this pass's logprobs.
         """
 
     def finish_step(self, denominator: float) -> GRPOStats | None:
@@ -133,50 +133,50 @@ class TrainerBackend(Protocol):
     def score(
         self, micro_batches: Sequence[PackedTrajectory], weights: Literal["policy", "reference"] = "policy"
     ) -> list[ScoredLogprobs] | None:
-        """Response logprobs and entropy of every pack, without gradient, at each sequence's own temperature.
+        """Return each pack's response logprobs and entropy, without gradient, at each sequence's temperature.
 
         The result is whole on every rank of the last pipeline stage, ``None`` elsewhere.
         """
 
     def export_weights(self) -> Iterator[WeightBucket]:
-        """Hugging-Face-named buckets of at most ``config.sync.bucket_mb``.
+        """Yield buckets with Hugging Face names, each at most ``config.sync.bucket_mb``.
 
-        Collective inside the tensor- and expert-parallel groups of a stage: all their ranks exhaust it in step. The
-        one that sends yields tensors, those that only take part in its gathers yield empty buckets, others nothing.
+        Collective within a stage's tensor- and expert-parallel groups: all their ranks iterate in step. The sending
+        rank yields tensors, ranks that only take part in its gathers yield empty buckets, others nothing.
         """
 
     def export_gradients(self, denominator: float) -> Iterator[WeightBucket]:
-        """End a step without an update: yield its gradients, as ``export_weights`` gives weights, in float32.
+        """End a step without an update: yield its gradients in float32, like ``export_weights`` yields weights.
 
-        Reduced and divided by ``denominator``, not clipped. Nothing is updated: the next step starts from zero.
+        They are reduced and divided by ``denominator``, but not clipped. The next step starts from zero.
         """
 
     def export_hf(self, directory: Path) -> None:
         """Write a complete Hugging Face checkpoint (sharded safetensors, index, config, tokenizer)."""
 
     def save(self, directory: Path) -> None:
-        """Write this model, optimizer, scheduler and random state; the caller owns naming and atomicity."""
+        """Write this model, optimizer, scheduler and random state. The caller handles naming and atomicity."""
 
     def start_save(self, directory: Path) -> PendingSave:
-        """Start a save of the present state, whose files may be written while training continues.
+        """Start a save of the current state. Its files may be written while training continues.
 
-        Used with ``checkpoint.async_save``. The pending save is finished before the next one starts.
+        Used with ``checkpoint.async_save``. The pending save finishes before the next one starts.
         """
 
     def load(self, directory: Path) -> None: ...
 
     def save_weights(self, directory: Path) -> None:
-        """Write the weights alone, for ``load_weights`` and ``setup_for_scoring``."""
+        """Write only the weights, for ``load_weights`` and ``setup_for_scoring``."""
 
     def load_weights(self, directory: Path, weights: Literal["policy", "reference"]) -> None:
-        """Read the weights that ``save`` or ``save_weights`` wrote, under any layout.
+        """Read weights written by ``save`` or ``save_weights``, in any layout.
 
-        Into the policy, for a trainer that only scores, or into what ``score`` takes for the reference: the policy
-        then stays as it is.
+        "policy" is for a trainer that only scores. "reference" loads what ``score`` uses as the reference and leaves
+        the policy unchanged.
         """
 
     def offload(self, keep_weights: bool = False) -> None:
-        """Move gradients, optimizer state and, unless ``keep_weights``, weights to host memory; may be repeated."""
+        """Move gradients, optimizer state and, unless ``keep_weights``, weights to host memory. May be repeated."""
 
     def onload(self) -> None: ...
 
@@ -185,7 +185,7 @@ class TrainerBackend(Protocol):
 
 
 def load_backend(name: str) -> type[TrainerBackend]:
-    """The trainer class registered as ``name``.
+    """Return the trainer class registered as ``name``.
 
     Raises:
         ConfigError: no such entry point; the message lists the known ones.

@@ -1,4 +1,4 @@
-"""Weights on their way from a trainer to the engines: tensors, buckets, receipts."""
+"""Weights sent from a trainer to the engines: tensors, buckets, receipts."""
 
 from dataclasses import dataclass, field
 from typing import Any
@@ -14,7 +14,7 @@ class TensorEntry:
         name: Hugging Face parameter name.
         dtype: torch dtype name without the prefix, e.g. "bfloat16".
         shape: full (unsharded) shape.
-        offset, nbytes: where its bytes lie in the bucket.
+        offset, nbytes: position of its bytes in the bucket.
         checksum: ``slime_like.weights.checksums.tensor_checksum`` of the bytes as sent.
     """
 
@@ -28,17 +28,17 @@ class TensorEntry:
 
 @dataclass(frozen=True, slots=True)
 class BucketMetadata:
-    """What an engine needs to fetch one bucket: small, picklable, sent by RPC while the bytes go by the transport.
+    """Information an engine needs to fetch one bucket. It is small and sent by RPC; the transport carries the bytes.
 
     Attributes:
         transport: name of the transport that carries the bytes.
-        location: the transport's own handle (a shared-memory name, a tag, ...).
+        location: the transport's handle (a shared-memory name, a tag, ...).
         entries: the tensors inside, in order.
         hash_s: seconds that the sender spent hashing.
-        saved_nbytes: bytes of the tensors that need not travel, because only changes do.
-        compared, changed: elements that were compared with the last sync, and those of them that differ.
+        saved_nbytes: bytes of tensors that need not be sent, because only changes are.
+        compared, changed: elements compared with the last sync, and how many of them differ.
 
-    What follows the entries is the sender's report, and not sent to engines.
+    The fields after ``entries`` are the sender's report and are not sent to engines.
     """
 
     transport: str
@@ -56,7 +56,7 @@ class BucketMetadata:
 
 @dataclass(slots=True)
 class WeightBucket:
-    """Full, Hugging-Face-named tensors on their way out of a trainer rank; valid until the next one is asked for."""
+    """Full tensors with Hugging Face names, from a trainer rank; valid until the next bucket is requested."""
 
     tensors: list[tuple[str, Tensor]]
 
@@ -66,9 +66,9 @@ class UpdateReceipt:
     """An engine's report of one finished update.
 
     Attributes:
-        version: what it serves now.
-        checksums: the hash of every tensor's bytes as its worker received them.
-        hash_s: seconds that the worker spent hashing; 0 where the engine does not measure it.
+        version: the version now served.
+        checksums: hash of every tensor's bytes as its worker received them.
+        hash_s: seconds that the worker spent hashing; 0 if the engine does not measure it.
     """
 
     version: int

@@ -1,6 +1,6 @@
-"""Reading of a checkpoint's ``config.json`` into the names of ``ModelDimensions``.
+"""Read a checkpoint's ``config.json`` into the names of ``ModelDimensions``.
 
-Every reader raises ``KeyError`` for a key that is missing, ``ValueError`` for a value of the wrong kind, and
+Every reader raises ``KeyError`` for a missing key, ``ValueError`` for a value of the wrong kind, and
 ``UnsupportedError`` for a feature outside this project's formulas.
 """
 
@@ -12,18 +12,18 @@ from typing import Any
 
 from slime_like.errors import ConfigError
 
-MISTRAL_WINDOW = 4096  # of a config.json without one, as in transformers; null means none
+MISTRAL_WINDOW = 4096  # default if config.json has none, as in transformers; null means no window
 
 
 class UnsupportedError(Exception):
-    """A feature outside this project's formulas; the rest of a sentence about ``config.json``."""
+    """A feature outside this project's formulas; the message completes a sentence about ``config.json``."""
 
 
 def read_object(path: Path) -> dict[str, Any]:
-    """A JSON file that holds an object.
+    """Read a JSON file that holds an object.
 
     Raises:
-        ConfigError: it holds something else.
+        ConfigError: the file holds something else.
     """
     try:
         raw = json.loads(path.read_text(encoding="utf-8"))
@@ -54,7 +54,7 @@ def sizes(raw: dict[str, Any]) -> dict[str, Any]:
 
 
 def _shape(raw: dict[str, Any], feed_forward: int | None = None) -> dict[str, int]:
-    """Sizes that every decoder has; ``feed_forward`` times the hidden size is that of an MLP without a size."""
+    """Read the sizes that every decoder has. An MLP without a size is ``feed_forward`` times the hidden size."""
     hidden, heads, layers = (_count(raw, key) for key in ("hidden_size", "num_attention_heads", "num_hidden_layers"))
     return {
         "num_layers": layers,
@@ -74,17 +74,17 @@ _SCALINGS: dict[str, tuple[str, ...]] = {
     "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
     "yarn": ("factor", "original_max_position_embeddings"),
 }
-"""Scalings of rotary embedding that are computed here, and what they cannot do without."""
+"""Supported scalings of rotary embedding, and the parameters each one requires."""
 
 _BIASED_OUTPUT = ("llama", "qwen3", "qwen3_moe")
-"""Families whose ``attention_bias`` gives the output projection a bias, too."""
+"""Families whose ``attention_bias`` also gives the output projection a bias."""
 
 
 def rope(raw: dict[str, Any]) -> dict[str, Any]:
-    """Both spellings: ``rope_theta`` with ``rope_scaling``, and transformers 5's ``rope_parameters``."""
+    """Read either spelling: ``rope_theta`` with ``rope_scaling``, or transformers 5's ``rope_parameters``."""
     readings = [_rope(raw, key) for key in ("rope_parameters", "rope_scaling") if raw.get(key)] or [_rope(raw, "")]
     if readings[0] != readings[-1]:
-        # transformers reads rope_scaling then, and with it loses the rope_theta that stands in rope_parameters
+        # transformers then reads rope_scaling, and loses the rope_theta in rope_parameters
         raise ValueError("rope_parameters and rope_scaling contradict each other; keep one, with its rope_theta")
     return readings[0]
 
@@ -104,7 +104,7 @@ def _rope(raw: dict[str, Any], key: str) -> dict[str, Any]:
 
 
 def features(raw: dict[str, Any], family: str) -> dict[str, Any]:
-    """Biases, norms and experts of a family with grouped-query attention."""
+    """Read biases, norms and experts of a family with grouped-query attention."""
     if family in _BIASED_OUTPUT and _flag(raw, "attention_bias"):
         raise UnsupportedError("its attention's output projection has a bias (attention_bias=true)")
     if family == "llama" and _flag(raw, "mlp_bias"):
@@ -132,12 +132,12 @@ class LatentAttention:
     """Sizes of multi-head latent attention (DeepSeek-V2, arXiv:2405.04434, section 2.1).
 
     Attributes:
-        query_rank: of the compressed query; ``None`` where queries are projected at once.
-        kv_rank: of what the keys and values of all heads are made from.
-        nope_dim, rope_dim: a query or key head's parts without and with rotary embedding; all heads share the latter
-            part of the key.
-        value_dim: of a value head.
-        interleaved: rotary embedding turns neighbouring elements, not those half a head apart.
+        query_rank: rank of the compressed query; ``None`` if queries are projected directly.
+        kv_rank: rank of the compressed keys and values, shared by all heads.
+        nope_dim, rope_dim: parts of a query or key head without and with rotary embedding; all heads share the key's
+        rotary part.
+        value_dim: size of a value head.
+        interleaved: rotary embedding rotates adjacent elements instead of elements half a head apart.
     """
 
     query_rank: int | None
@@ -149,7 +149,7 @@ class LatentAttention:
 
 
 def latent_features(raw: dict[str, Any]) -> dict[str, Any]:
-    """DeepSeek-V3's: latent attention, leading dense layers, shared experts, sigmoid routers that choose by groups."""
+    """Read DeepSeek-V3's latent attention, leading dense layers, shared experts, and group-limited sigmoid routers."""
     layers, experts, top_k = (
         _count(raw, key) for key in ("num_hidden_layers", "n_routed_experts", "num_experts_per_tok")
     )
@@ -195,7 +195,7 @@ def latent_features(raw: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-# Other spellings of GPT-2's descendants and of mixtures of experts; the first one that is given counts.
+# Other spellings, from GPT-2's descendants and mixtures of experts; the first one present counts.
 _SPELLINGS = {
     "num_hidden_layers": ("n_layer", "n_layers", "num_layers"),
     "hidden_size": ("n_embd", "d_model"),
@@ -207,7 +207,7 @@ _SPELLINGS = {
 
 
 def any_model(raw: dict[str, Any]) -> dict[str, Any]:
-    """Sizes that every decoder's configuration has, whatever its layers are."""
+    """Read the sizes that every decoder's configuration has, whatever its layers are."""
     given = dict(raw)
     for name, others in _SPELLINGS.items():
         given[name] = next((raw[each] for each in (name, *others) if raw.get(each) is not None), None)
@@ -215,7 +215,7 @@ def any_model(raw: dict[str, Any]) -> dict[str, Any]:
     experts = _count(given, "num_experts", 0, least=0)
     return {
         **shape,
-        # transformers' default, which it leaves out of the file.
+        # transformers leaves this default out of the file.
         "tied_embeddings": _flag(raw, "tie_word_embeddings", default=True),
         "num_experts": experts,
         "moe_top_k": _count(given, "num_experts_per_tok", 1) if experts else 0,
@@ -226,7 +226,7 @@ def any_model(raw: dict[str, Any]) -> dict[str, Any]:
 
 
 def _attention_reach(raw: dict[str, Any]) -> int | None:
-    """The narrowest window or chunk of any layer, where one is used."""
+    """Return the narrowest window or chunk of any layer, or ``None`` if no layer uses one."""
     kinds = raw.get("layer_types")
     slides = "sliding_attention" in kinds if isinstance(kinds, list) else raw.get("use_sliding_window") is not False
     keys = ("sliding_window", "attention_chunk_size") if slides else ("attention_chunk_size",)
@@ -234,7 +234,7 @@ def _attention_reach(raw: dict[str, Any]) -> int | None:
 
 
 def eos_ids(raw: dict[str, Any], directory: Path, vocab_size: int) -> tuple[int, ...]:
-    """Tokens that end a response; ``generation_config.json`` decides where it names any."""
+    """Read the tokens that end a response; ``generation_config.json`` takes precedence if it names any."""
     ids = _eos_ids(raw, "", vocab_size)
     generation = directory / "generation_config.json"
     if generation.is_file():
@@ -259,7 +259,7 @@ def _eos_ids(raw: dict[str, Any], where: str, vocab_size: int) -> tuple[int, ...
 
 
 def _count(raw: dict[str, Any], key: str, default: int | None = None, least: int = 1) -> int:
-    """A whole number. Raises ``KeyError`` without one, and ``ValueError`` for what else stands there."""
+    """Read a whole number. Raises ``KeyError`` if it is missing, and ``ValueError`` for any other value."""
     value = default if raw.get(key) is None else raw[key]
     if value is None:
         raise KeyError(key)
@@ -269,7 +269,7 @@ def _count(raw: dict[str, Any], key: str, default: int | None = None, least: int
 
 
 def _number(raw: dict[str, Any], key: str) -> float:
-    """A finite number above 0; raises as ``_count``."""
+    """Read a finite number above 0; raises like ``_count``."""
     value = raw.get(key)
     if value is None:
         raise KeyError(key)

@@ -1,7 +1,7 @@
 """Checkpoints of `slime-like convert to-megatron`: their contents, and checks of their small files.
 
-The weights have separate checksums, compared as they are read. Here are the others: the model's configuration and
-tokenizer, and the description itself. Needs neither torch nor Ray.
+The weights have separate checksums, which are compared on reading. This module checks the rest: the model's
+configuration and tokenizer, and the description itself. Needs neither torch nor Ray.
 """
 
 import errno
@@ -15,7 +15,7 @@ from typing import Any
 from slime_like.system.disk import length_fault
 
 WEIGHTS, MODEL, DESCRIPTION = "trainer", "model", "conversion.json"
-"""Megatron's files, what else a Hugging Face directory holds, and what it was made of."""
+"""Megatron's files, the rest of the Hugging Face directory, and the description of the source."""
 
 CONVERT_AGAIN = "convert the model again"
 
@@ -24,10 +24,10 @@ _FILES, _OWN = "files", "crc32"
 
 
 def write_description(checkpoint: Path, facts: Mapping[str, Any]) -> None:
-    """Write the description: ``facts``, and length and CRC-32 of every file of the model, which must be there already.
+    """Write the description: ``facts``, and length and CRC-32 of every file of the model, which must already exist.
 
     Raises:
-        OSError: the disk refused.
+        OSError: the disk rejected the write.
     """
     files = {f"{MODEL}/{file.name}": whole_file(file) for file in sorted((checkpoint / MODEL).iterdir())}
     content = {"format": _FORMAT, **facts, _FILES: files}
@@ -35,13 +35,13 @@ def write_description(checkpoint: Path, facts: Mapping[str, Any]) -> None:
 
 
 def is_converted(checkpoint: Path) -> bool:
-    """Return whether it is a converted checkpoint, even a damaged one, and not a run's."""
+    """Return whether this is a converted checkpoint, even a damaged one, and not a run's."""
     has_both = (checkpoint / WEIGHTS).is_dir() and (checkpoint / MODEL).is_dir()
     return (checkpoint / DESCRIPTION).is_file() or (has_both and not (checkpoint / "state.json").is_file())
 
 
 def training_checkpoint(path: Path) -> Path | None:
-    """The checkpoint, a converted one or a run's, that ``path`` or its parent is; ``None`` of everything else."""
+    """Return the converted or run checkpoint that ``path`` or its parent is; ``None`` for everything else."""
     root = path.parent if path.name == WEIGHTS else path
     if (path / "config.json").is_file() or not (root / WEIGHTS).is_dir():
         return None
@@ -49,21 +49,21 @@ def training_checkpoint(path: Path) -> Path | None:
 
 
 def damage_remedy(weights: Path, otherwise: str) -> str:
-    """Remedy for damage in ``weights``, Megatron's files; ``otherwise`` where a run wrote them."""
+    """Return the remedy for damage in ``weights``, Megatron's files; ``otherwise`` if a run wrote them."""
     return CONVERT_AGAIN if weights.name == WEIGHTS and is_converted(weights.parent) else otherwise
 
 
 def converted_problem(checkpoint: Path) -> str | None:
-    """Describe its damaged or missing small files, with the remedy; ``None`` if there are none.
+    """Describe damaged or missing small files, with the remedy; ``None`` if there are none.
 
-    Checkpoints of the first format recorded nothing of them, and are taken as they are.
+    Checkpoints of the first format recorded nothing about them, and are accepted unchecked.
     """
     faults = ", ".join(_faults(checkpoint))
     return f"is damaged ({faults}); put back what was written, or {CONVERT_AGAIN}" if faults else None
 
 
 def _faults(checkpoint: Path) -> Iterator[str]:
-    if not (checkpoint / DESCRIPTION).is_file():  # a pipe would never end
+    if not (checkpoint / DESCRIPTION).is_file():  # reading a pipe would never end
         yield f"{DESCRIPTION} is missing"
         return
     try:
@@ -90,7 +90,7 @@ def _faults(checkpoint: Path) -> Iterator[str]:
 
 
 def whole_file(path: Path) -> list[int]:
-    """Length and CRC-32 (ISO 3309) of a small file. Raises ``OSError``, also for what is no file: a pipe never ends."""
+    """Return length and CRC-32 (ISO 3309) of a small file. Raises ``OSError``, also for a pipe: it never ends."""
     if not path.is_file():
         raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), path)
     content = path.read_bytes()

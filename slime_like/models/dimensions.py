@@ -1,4 +1,4 @@
-"""A model's dimensions, read from the checkpoint's ``config.json`` and typed nowhere else. Imports no torch."""
+"""A model's dimensions, read from the checkpoint's ``config.json`` and stated nowhere else. Doesn't import torch."""
 
 import re
 from dataclasses import dataclass
@@ -20,13 +20,13 @@ FAMILIES = {
 }
 
 OTHER = "other"
-"""The family of a causal language model that transformers supports, and this project's formulas do not."""
+"""The family of causal language models that transformers supports, but this project's formulas do not."""
 
 EMBEDDING = "model.embed_tokens.weight"
 """Name of the input embedding in the known families, and in most others."""
 
 HEADS = ("lm_head.weight", "embed_out.weight")
-"""Names of output projections; a tied one may be stored all the same."""
+"""Names of output projections. A tied one may be stored anyway."""
 
 _CAUSAL = ("ForCausalLM", "LMHeadModel")
 _LAYER = re.compile(r"model\.layers\.(\d+)\.")
@@ -41,23 +41,23 @@ class ModelDimensions:
         rope_scaling: the checkpoint's scaling parameters (with their "rope_type"), or ``None``.
         qkv_bias: query, key and value projections have biases (the output projection never has one here).
         qk_norm: queries and keys pass a per-head RMSNorm.
-        eos_token_ids: from ``generation_config.json`` where present, else from ``config.json``.
+        eos_token_ids: from ``generation_config.json`` if present, else from ``config.json``.
         num_experts: 0 for dense models; the ``moe_*`` fields are meaningful only above 0.
-        latent: sizes of latent attention, where the model has it. ``head_dim`` is then that of queries and keys.
-        dense_layers: the first layers, which have no experts though the others do.
-        moe_shared_ffn_hidden_size: of the experts that every token goes to, together.
-        moe_sigmoid: a router's scores are sigmoids, and a bias that is no parameter has a part in the choice alone
-            (DeepSeek-V3, arXiv:2412.19437, section 2.1.2); else they are a softmax.
+        latent: sizes of latent attention, if the model has it. ``head_dim`` then applies to queries and keys only.
+        dense_layers: number of leading layers without experts in a mixture of experts.
+        moe_shared_ffn_hidden_size: total size of the experts that every token goes to.
+        moe_sigmoid: a router's scores are sigmoids, and a bias that is not a parameter affects only the choice
+            (DeepSeek-V3, arXiv:2412.19437, section 2.1.2); otherwise scores are a softmax.
         moe_groups, moe_top_groups: experts are chosen from the best groups only.
         moe_scaling: factor of the chosen experts' weights.
-        draft_layers: layers for multi-token prediction that may be stored behind the model's own, and are not read.
-        foreign: why the model is of the family ``OTHER``: the beginning of a sentence; ``None`` for all others. Of such
-            a model only sizes, lengths and token ids are known, numbers of parameters are estimated as if it were a
-            Llama, and ``norm_eps`` and ``rope_theta`` are 0.
-        attention_reach: keys that some layers' queries see at most, in tokens (sliding window, chunked attention);
-            ``None`` where every one sees all before it.
-        counted: parameters, and those of the matrix products that one token goes through, counted on the model itself
-            (planning does so for foreign models).
+        draft_layers: layers for multi-token prediction that may be stored after the model's layers, and are not read.
+        foreign: the reason why the family is ``OTHER``, as the beginning of a sentence; ``None`` for all others. Such a
+            model has only sizes, lengths and token ids; parameters are estimated as for a Llama, and ``norm_eps`` and
+            ``rope_theta`` are 0.
+        attention_reach: the most keys that some layers' queries see, in tokens (sliding window, chunked attention);
+            ``None`` if every query sees all earlier tokens.
+        counted: parameters in total, and in the matrix products that one token goes through. Planning counts them on
+            the model itself for foreign models.
     """
 
     family: str
@@ -94,22 +94,22 @@ class ModelDimensions:
 
     @property
     def rotary_dim(self) -> int:
-        """Elements of a query or key head that carry rotary embedding."""
+        """Number of elements with rotary embedding in a query or key head."""
         return self.head_dim if self.latent is None else self.latent.rope_dim
 
     @property
     def value_dim(self) -> int:
-        """Elements of a value head."""
+        """Number of elements in a value head."""
         return self.head_dim if self.latent is None else self.latent.value_dim
 
     @property
     def expert_layers(self) -> range:
-        """Numbers of the layers with experts."""
+        """Indices of the layers with experts."""
         return range(self.dense_layers, self.num_layers) if self.num_experts else range(0)
 
     @property
     def attention_parameters(self) -> int:
-        """Elements of one layer's attention matrices."""
+        """Number of elements in one layer's attention matrices."""
         if self.latent is None:
             return 2 * self.hidden_size * self.head_dim * (self.num_heads + self.num_kv_heads)
         latent = self.latent
@@ -120,7 +120,7 @@ class ModelDimensions:
         return query + keys + self.num_heads * latent.value_dim * self.hidden_size
 
     def mlp_parameters(self, experts: int) -> int:
-        """Elements of all layers' feed-forward matrices, ``experts`` of each layer's experts and routers included."""
+        """Return the elements of all layers' feed-forward matrices, with ``experts`` experts per layer and routers."""
         of_experts = len(self.expert_layers)
         routed = 3 * experts * self.moe_ffn_hidden_size + 3 * self.moe_shared_ffn_hidden_size + self.num_experts
         dense = 3 * self.ffn_hidden_size
@@ -128,7 +128,7 @@ class ModelDimensions:
 
     @property
     def active_parameters(self) -> int:
-        """Parameters of the matrix products one token goes through: all layers, ``moe_top_k`` experts, the head."""
+        """Parameters in the matrix products of one token: all layers, ``moe_top_k`` experts, the head."""
         if self.counted is not None:
             return self.counted[1]
         attention = self.num_layers * self.attention_parameters
@@ -140,19 +140,19 @@ class ModelDimensions:
         return found is not None and 0 <= int(found[1]) - self.num_layers < self.draft_layers
 
     def is_ignored(self, name: str) -> bool:
-        """Return whether the Hugging Face tensor is stored by some checkpoints without being a weight of this model."""
+        """Return whether some checkpoints store this Hugging Face tensor without it being a weight of this model."""
         tied_head = self.tied_embeddings and name in HEADS
         return tied_head or name.endswith("rotary_emb.inv_freq") or self.is_draft(name)
 
     @property
     def num_parameters(self) -> int:
-        """Number of parameters, as a Hugging Face checkpoint has them; a tied embedding counts once."""
+        """Number of parameters in a Hugging Face checkpoint; a tied embedding counts once."""
         if self.counted is not None:
             return self.counted[0]
         queries, keys = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
         layer = self.attention_parameters + 2 * self.hidden_size
         layer += (queries + 2 * keys) * self.qkv_bias + 2 * self.head_dim * self.qk_norm
-        if self.latent is not None:  # norms of what is compressed
+        if self.latent is not None:  # norms of the compressed parts
             layer += self.latent.kv_rank + (self.latent.query_rank or 0)
         routing_biases = len(self.expert_layers) * self.num_experts * self.moe_sigmoid
         outer = self.vocab_size * self.hidden_size * (1 if self.tied_embeddings else 2) + self.hidden_size
@@ -163,7 +163,7 @@ class ModelDimensions:
         """Read ``config.json`` (and ``generation_config.json``) of a Hugging Face checkpoint.
 
         Raises:
-            ConfigError: file missing, not JSON, no causal language model, sizes that are missing or wrong.
+            ConfigError: file missing, not JSON, not a causal language model, or sizes missing or wrong.
         """
         path = Path(directory) / "config.json"
         if not path.is_file():
@@ -219,7 +219,7 @@ def _of_known(raw: dict[str, Any], architecture: str) -> dict[str, Any]:
 def keeps_type(name: str) -> bool:
     """Return whether the Hugging Face tensor keeps its type on disk.
 
-    Routers' biases do: rounded, they would choose other experts.
+    Router biases do: rounding would change the chosen experts.
     """
     return name.endswith(".e_score_correction_bias")
 

@@ -5,7 +5,7 @@ from typing import Any
 
 
 def special_token_pattern(tokenizer: Any) -> re.Pattern[str]:
-    """Pattern of the special tokens' spellings, longer ones first; it matches nothing if there are none."""
+    """Return a pattern of the special tokens' spellings, longest first. It matches nothing if there are none."""
     added = (token.content for token in tokenizer.added_tokens_decoder.values() if token.special)
     spelled = sorted(filter(None, {*tokenizer.all_special_tokens, *added}), key=len, reverse=True)
     return re.compile("|".join(map(re.escape, spelled)) or "(?!)")

@@ -1,4 +1,4 @@
-"""Check that a Hugging Face checkpoint's weights are complete, from file sizes and headers, without torch."""
+"""Check from file sizes and headers, without torch, that a Hugging Face checkpoint's weights are complete."""
 
 import json
 import re
@@ -12,12 +12,12 @@ SINGLE = "model.safetensors"
 _AGAIN = "copy or download it again"
 _LENGTH_BYTES = 8
 _MAX_HEADER = 100_000_000
-"""The format's bound on the header, in bytes."""
+"""The format's limit on the header, in bytes."""
 
 _SHOWN = 5
 
 _LAYER = re.compile(r"\D*?\.(\d+)\.")
-"""The first number in a name is the layer's: model.layers.3., transformer.h.3., gpt_neox.layers.3."""
+"""The first number in a name is the layer's index: model.layers.3., transformer.h.3., gpt_neox.layers.3."""
 
 
 class WeightFilesError(ValueError):
@@ -31,8 +31,8 @@ def _damaged(problem: object) -> WeightFilesError:
 def weight_file_problems(directory: Path, dimensions: ModelDimensions) -> list[str]:
     """List problems of the safetensors files of ``directory``, each with its remedy.
 
-    Names, shapes and values are compared when they are loaded; here a file that is missing or cut off is found, and a
-    ``config.json`` with another number of layers than is stored.
+    Finds files that are missing or cut off, and a ``config.json`` with another number of layers than is stored. Names,
+    shapes and values are compared on loading.
     """
     try:
         files = weight_files(directory)
@@ -52,7 +52,7 @@ def weight_file_problems(directory: Path, dimensions: ModelDimensions) -> list[s
 
 
 def header_shapes(directory: Path) -> dict[str, tuple[int, ...]]:
-    """Shape of every tensor in the safetensors files of ``directory``, from their headers.
+    """Return the shape of every tensor in the safetensors files of ``directory``, from their headers.
 
     Raises:
         WeightFilesError: a file is missing or damaged.
@@ -62,13 +62,13 @@ def header_shapes(directory: Path) -> dict[str, tuple[int, ...]]:
 
 
 def weight_files(directory: Path) -> list[Path]:
-    """The safetensors files of the model: those of the index, else ``model.safetensors``, else all.
+    """List the model's safetensors files: the index's, else ``model.safetensors``, else all.
 
-    Others may lie beside them: some publishers add the same weights under other names (``consolidated.safetensors``).
+    Other files may exist: some publishers add the same weights under other names (``consolidated.safetensors``).
 
     Raises:
-        WeightFilesError: no file, an index that cannot be read, or an index beside a ``model.safetensors`` that it does
-            not list: transformers would read the one, vLLM the other.
+        WeightFilesError: no file, an unreadable index, or an index that does not list an existing
+            ``model.safetensors``: transformers would read one, vLLM the other.
     """
     index, single = directory / INDEX, directory / SINGLE
     if not index.is_file():
@@ -107,7 +107,7 @@ def file_problem(file: Path) -> str | None:
 
 
 def _header(file: Path) -> dict[str, Any]:
-    """The tensors' types, shapes and places by name. The file must be exactly as long as its header says."""
+    """Read the tensors' types, shapes and positions by name. The file's length must match its header."""
     try:
         size = file.stat().st_size
         length, header = _read_header(file, size)

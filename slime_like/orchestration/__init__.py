@@ -1,6 +1,6 @@
-"""Ray: the processes of a run, and what they do together."""
+"""Orchestration of a run's processes with Ray."""
 
 import os
 
-# Ray prints a paragraph for each dead actor; its logs have them too, and the run reports one sentence.
+# Ray prints a paragraph per dead actor. Its logs have the same text, and the run reports one sentence.
 os.environ.setdefault("RAY_DEDUP_LOGS_SKIP_REGEX", "^")

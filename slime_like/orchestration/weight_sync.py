@@ -1,4 +1,4 @@
-"""Weights from the trainer to every engine: versioned, streamed in buckets, and verified before they are used."""
+"""Transfer of weights from the trainer to all engines: versioned, streamed in buckets, and verified before use."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -29,12 +29,12 @@ class SyncReport(SyncRecord):
     """One finished sync.
 
     ``verification_s`` is an upper bound: hashing on the slowest trainer and on the slowest engine, which other work
-    partly hides, and the engines' part of the probe.
+    partly hides, plus the engines' part of the probe.
 
     Attributes:
         gather_s: seconds spent waiting for the trainers to gather and write buckets.
-        probe_gap: largest engine-to-trainer logprob difference of the probe; ``None`` when not verified.
-        note: what the user should know of the probe; empty if nothing.
+        probe_gap: largest engine-to-trainer logprob difference of the probe; ``None`` if not verified.
+        note: note on the probe for the user; empty if there is none.
     """
 
     transport: str
@@ -53,10 +53,10 @@ class SyncReport(SyncRecord):
 
 @dataclass(slots=True)
 class _Sent:
-    """Sent part of a sync.
+    """Totals of the part of a sync that is already sent.
 
     Attributes:
-        expected: the trainers' logprobs of the probe; ``None`` until all is sent, or without one.
+        expected: the trainers' logprobs of the probe; ``None`` until everything is sent, or without a probe.
     """
 
     checksums: dict[str, int] = field(default_factory=dict)
@@ -77,7 +77,7 @@ class _Sent:
 
 
 class WeightSync:
-    """Moves the policy's weights; one object for the run.
+    """Sync of the policy's weights; one object per run.
 
     Args:
         prompts: token ids of text for the probe.
@@ -104,21 +104,21 @@ class WeightSync:
         self._delta = use_delta(config.sync.delta, self._transport, config.model.dtype)
         self._version = 0
         supervisor.replace_and_sync = lambda: self.run(self._version)
-        self._connected: int | None = None  # the generation of engines that have joined the transport
+        self._connected: int | None = None  # generation of the engines that have joined the transport
 
     def connect(self) -> None:
-        """Open the transport on both sides, again if it was open. Replaced engines join by this, too."""
+        """Open the transport on both sides, even if it is already open. Replaced engines join this way, too."""
         rendezvous = self._trainers.open_transport(self._transport, self._run_name, self._delta)
         self._engines.connect(self._transport, join_rendezvous(rendezvous))
         self._connected = self._supervisor.generation
 
     def run(self, version: int) -> SyncReport:
-        """Send the current weights as ``version``; engines that have died are replaced before.
+        """Send the current weights as ``version``, after replacing dead engines.
 
-        After a sync that failed, engines sample nothing until one succeeds, and that one sends everything.
+        After a failed sync, engines sample nothing until another sync succeeds. That sync sends all weights.
 
         Raises:
-            WeightSyncError: a tensor's bytes arrived changed, or the engine's logprobs are not the trainer's.
+            WeightSyncError: a tensor arrived changed, or an engine's logprobs differ from the trainer's.
         """
         self._version = version
         while True:
@@ -131,7 +131,7 @@ class WeightSync:
                     continue
                 report = self._send(version)
             except (EngineError, WeightSyncError) as error:
-                # Over a network an engine's death shows at the sender and at other engines, too, perhaps first.
+                # Over a network, an engine's death may first show at the sender or at other engines.
                 if not self._supervisor.find_dead(error):
                     raise
                 continue  # an engine that has half of the weights gets all of them, from the first bucket
@@ -141,7 +141,7 @@ class WeightSync:
     def _send(self, version: int) -> SyncReport:
         started = time.perf_counter()
         sent, receipts = self._transfer_or_resend(version)
-        self._turns.end_sync()  # trainers that leave the device score the probe before: they work in order
+        self._turns.end_sync()  # trainers score the probe before they leave the device, since they work in order
         verifying = time.perf_counter()
         expected = sent.expected
         gap, note = (None, "") if expected is None else self._verify(version, sent, receipts, expected)
@@ -160,7 +160,7 @@ class WeightSync:
         )
 
     def _transfer_or_resend(self, version: int) -> tuple[_Sent, list[UpdateReceipt]]:
-        """Transfer; once more, with everything, if an engine no longer holds what the changes are made for."""
+        """Transfer. If an engine has lost the base of the changes, transfer everything once more."""
         try:
             return self._transfer(version)
         except WeightSyncError as error:
@@ -171,7 +171,7 @@ class WeightSync:
     def _transfer(self, version: int) -> tuple[_Sent, list[UpdateReceipt]]:
         if self._connected != self._supervisor.generation:
             self.connect()
-        generation, self._connected = self._connected, None  # until this has gone well
+        generation, self._connected = self._connected, None  # until the transfer has succeeded
         first = self._trainers.start_export()
         self._engines.begin_update(version)
         sent = self._stream(first.result)
@@ -190,7 +190,7 @@ class WeightSync:
             sent.gather_s += time.perf_counter() - started
             gathered_next = self._trainers.next_buckets
             if not buckets and self._config.sync.verify:
-                # Trainers are done, while engines still load the last buckets and make the version current.
+                # Trainers are done while engines still load the last buckets and activate the version.
                 sent.expected = self._trainers.start_probe(self._probe.sequences)
             if loading is not None:
                 loading.result()
@@ -204,7 +204,7 @@ class WeightSync:
     def _verify(
         self, version: int, sent: _Sent, receipts: list[UpdateReceipt], expected: Pending[np.ndarray]
     ) -> tuple[float, str]:
-        """Compare hashes, then logprobs of fixed tokens: the engine *uses* what arrived. Return the probe's verdict."""
+        """Compare hashes, then logprobs, which prove that engines use what arrived. Return the probe's verdict."""
         for engine, receipt in enumerate(receipts):
             compare_checksums(sent.checksums, receipt, engine)
         asked = [self._engines.probe(request) for request in self._probe.requests(version)]

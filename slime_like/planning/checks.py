@@ -59,7 +59,7 @@ def placement_problems(config: RunConfig) -> Iterator[str]:
     if nodes is not None and needed.total > nodes * per_node:
         yield (
             f"cluster.nodes={nodes} times cluster.gpus_per_node={per_node}: needs {needed}, has {nodes * per_node}; "
-            f"use {nodes_needed(config)} nodes"
+            f"use {nodes_needed(config)} nodes, or a smaller trainer.parallel (data=auto takes what fits)"
         )
     sizes = [("trainer.parallel.tensor", config.trainer.parallel.tensor)]
     if not config.supervised and not config.debug.load_rollouts:

@@ -1,4 +1,4 @@
-"""Weights on their way from trainer ranks to engines.
+"""Transfer of weights from trainer ranks to engines.
 
-``orchestration/weight_sync.py`` drives, ``orchestration/trainer/rank_export.py`` sends.
+``orchestration/weight_sync.py`` drives it; ``orchestration/trainer/rank_export.py`` sends the weights.
 """

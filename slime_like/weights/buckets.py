@@ -1,4 +1,4 @@
-"""Tensors in one flat byte buffer: where each one lies, how it gets in, and how it is seen again without a copy."""
+"""Pack tensors into one flat byte buffer, and read them back from it without a copy."""
 
 import math
 from collections.abc import Iterator, Sequence
@@ -11,16 +11,16 @@ from slime_like.interfaces import TensorEntry, WeightBucket
 from slime_like.weights.checksums import as_bytes, copy_hashed, timed_checksum
 
 ALIGNMENT = 64
-"""Every tensor starts at a multiple of this: a cache line, and a multiple of every element size."""
+"""Alignment of every tensor's start, in bytes: a cache line, and a multiple of every element size."""
 
 
 def bucket_nbytes(bucket: WeightBucket) -> int:
-    """Bytes of the buffer that holds ``bucket``, alignment included."""
+    """Return the size in bytes of the buffer that holds ``bucket``, including alignment."""
     return sum(_aligned(tensor.nbytes) for _, tensor in bucket.tensors)
 
 
 def place_tensors(bucket: WeightBucket) -> Iterator[tuple[str, Tensor, int]]:
-    """Name, contiguous tensor and offset of everything in ``bucket``, in the order of the buffer.
+    """Yield the name, contiguous tensor and offset of each tensor in ``bucket``, in buffer order.
 
     Raises:
         WeightSyncError: a name occurs twice.
@@ -35,21 +35,21 @@ def place_tensors(bucket: WeightBucket) -> Iterator[tuple[str, Tensor, int]]:
 
 
 def describe(name: str, tensor: Tensor, offset: int, checksum: int) -> TensorEntry:
-    """``tensor`` as it lies at ``offset``."""
+    """Return the entry for ``tensor`` at ``offset``."""
     dtype = str(tensor.dtype).removeprefix("torch.")
     return TensorEntry(name, dtype, tuple(tensor.shape), offset, tensor.nbytes, checksum)
 
 
 def describe_hashed(name: str, tensor: Tensor, offset: int) -> tuple[TensorEntry, float]:
-    """``tensor`` as it lies at ``offset``, and the seconds spent hashing it."""
+    """Return the entry for ``tensor`` at ``offset``, and the seconds spent hashing it."""
     checksum, hash_s = timed_checksum(tensor)
     return describe(name, tensor, offset, checksum), hash_s
 
 
 def write_bucket(bucket: WeightBucket, buffer: Tensor) -> tuple[tuple[TensorEntry, ...], float]:
-    """Copy every tensor of ``bucket`` into ``buffer`` (uint8, 1-D); describe them, and give the seconds of hashing.
+    """Copy every tensor of ``bucket`` into ``buffer`` (uint8, 1-D); return the entries and the seconds spent hashing.
 
-    The checksum is taken of the source tensor, so that it also guards the copy.
+    The checksum is computed from the source tensor, so it also guards the copy.
 
     Raises:
         WeightSyncError: the buffer is too small, or a name occurs twice.
@@ -66,7 +66,7 @@ def write_bucket(bucket: WeightBucket, buffer: Tensor) -> tuple[tuple[TensorEntr
 
 
 def read_bucket(entries: Sequence[TensorEntry], buffer: Tensor) -> Iterator[tuple[str, Tensor]]:
-    """Views into ``buffer`` (uint8, 1-D), in the order of ``entries``.
+    """Yield views into ``buffer`` (uint8, 1-D), in the order of ``entries``.
 
     Raises:
         WeightSyncError: an entry contradicts itself or reaches beyond the buffer.

@@ -24,7 +24,7 @@ STEP = 0x9E3779B97F4A7C15
 
 _ROW_BYTES = 4 * ROW_WORDS
 _HOST_ROWS, _DEVICE_ROWS = 4, 2048
-"""Rows multiplied together: products of 128 KiB, and of 64 MiB. Larger ones on the host would fault in new pages each
+"""Rows multiplied together: products of 128 KiB and of 64 MiB. On the host, larger products fault in new pages each
 time, which is eight times as slow."""
 
 
@@ -36,13 +36,13 @@ def as_bytes(tensor: Tensor) -> Tensor:
 def tensor_checksum(tensor: Tensor) -> int:
     """Return the hash of ``tensor``'s bytes in row-major order, in [0, 2**64).
 
-    Shape and dtype don't enter: only bytes, their positions, and their number.
+    The hash depends on the bytes, their positions and their number, but not on shape or dtype.
     """
     return tensor_checksums([tensor])[0]
 
 
 def tensor_checksums(tensors: Sequence[Tensor]) -> list[int]:
-    """Return the ``tensor_checksum`` of each; waits for a device once."""
+    """Return each tensor's ``tensor_checksum``; waits for a device once."""
     data = [as_bytes(tensor) for tensor in tensors]
     rows = [_row_sums(each) for each in data]
     if not rows:
@@ -89,7 +89,7 @@ def _mixed(values: np.ndarray) -> np.ndarray:
 
 
 def timed_checksum(tensor: Tensor) -> tuple[int, float]:
-    """Return ``tensor_checksum``, and the seconds it took."""
+    """Return ``tensor_checksum`` and the seconds it took."""
     started = time.perf_counter()
     return tensor_checksum(tensor), time.perf_counter() - started
 
@@ -99,14 +99,14 @@ def copy_hashed(
 ) -> tuple[list[int], float]:
     """Copy each source into its target; return the ``tensor_checksum`` of sources or targets, and the seconds it took.
 
-    On return everything has been copied.
+    All copies have finished when this returns.
 
     Args:
-        of_targets: hash what the copies have written, not what they read.
+        of_targets: hash the written copies instead of the sources.
     """
     hashed = targets if of_targets else sources
     for source, target, counted in zip(sources, targets, hashed, strict=True):
-        # A hash on the device follows the copy there, and is waited for.
+        # The hash on the device runs after the copy, and we wait for the hash.
         target.copy_(source, non_blocking=counted.device.type != "cpu")
     started = time.perf_counter()
     return tensor_checksums(hashed), time.perf_counter() - started

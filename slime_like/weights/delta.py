@@ -1,16 +1,16 @@
-"""Sparse weight sync: only what changed since the last one, bit for bit what a whole one would bring.
+"""Sparse weight sync: send only the elements that changed since the last sync. The result is bit-identical.
 
-In 16-bit formats most weights stay as they are in one step at a small learning rate: the step is smaller than half the
-distance to the next number that the format has.
+In 16-bit formats, one step at a small learning rate leaves most weights unchanged: the step is smaller than half the
+distance to the next representable number.
 
-Of a tensor, the elements that differ from an earlier copy travel. They are compared as integers: a NaN equals itself,
-and -0.0 is not 0.0. They are taken in blocks of ``BLOCK``, so that a place in a block is a 16-bit number:
+For each tensor, the elements that differ from an earlier copy are sent. They are compared as integers: a NaN equals
+itself, and -0.0 is not 0.0. Positions are relative to blocks of ``BLOCK`` elements, so each fits in 16 bits:
 
     values   (k,) the new elements, in order
-    offsets  (k,) uint16, their places in their blocks
-    counts   (blocks,) int32, how many fall into each
+    offsets  (k,) uint16, positions within the blocks
+    counts   (blocks,) int32, number of changes in each block
 
-each part filled up to a multiple of 8 bytes. ``k`` and the tensor's shape travel with the metadata.
+Each part is padded to a multiple of 8 bytes. ``k`` and the tensor's shape are sent with the metadata.
 """
 
 from collections.abc import Iterator
@@ -28,23 +28,23 @@ from slime_like.weights.wire import metadata_from_wire, metadata_to_wire
 
 BLOCK = 65536
 _GROUP = 16 * BLOCK
-"""Elements compared at once: few enough for a cache, enough to make calls cheap."""
+"""Elements compared at a time: few enough for a cache, enough to make calls cheap."""
 
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _BASE_LOST = "delta base lost"
-"""In the message itself: engines hand errors of their workers on as text."""
+"""Marker inside the message, because engines pass on their workers' errors as text."""
 
 
 @dataclass(slots=True)
 class HeldTensor:
-    """What a receiver holds of one tensor, on either side: the copy and its checksum."""
+    """A copy of one tensor as a receiver holds it, and its checksum. The sender keeps the same record."""
 
     tensor: Tensor
     checksum: int
 
 
 def as_integers(tensor: Tensor) -> Tensor:
-    """(n,) a view of a contiguous tensor's elements as integers of their size."""
+    """View a contiguous tensor's elements as (n,) integers of the same size."""
     if tensor.element_size() not in _INTEGERS:
         raise WeightSyncError(
             f"elements of {tensor.dtype} cannot be compared",
@@ -56,19 +56,19 @@ def as_integers(tensor: Tensor) -> Tensor:
 
 
 def changes_nbytes(count: int, elements: int, element_size: int) -> int:
-    """Bytes of ``count`` changes among ``elements``."""
+    """Return the encoded size in bytes of ``count`` changes among ``elements``."""
     return _padded(count * element_size) + _padded(2 * count) + _padded(4 * _blocks(elements))
 
 
 def find_changes(new: Tensor, base: Tensor) -> Tensor:
-    """(k,) int64, ascending: where two integer tensors of one length differ."""
+    """Return the positions where two integer tensors of the same length differ, (k,) int64, ascending."""
     groups = zip(new.split(_GROUP), base.split(_GROUP), strict=True)
     found = [_differences(words, other) + index * _GROUP for index, (words, other) in enumerate(groups)]
     return torch.cat(found) if found else torch.empty(0, dtype=torch.int64, device=new.device)
 
 
 def encode_changes(new: Tensor, places: Tensor) -> Tensor:
-    """(n,) uint8: the elements of integer tensor ``new`` at ``places`` (ascending)."""
+    """Encode the elements of integer tensor ``new`` at ``places`` (ascending) as (n,) uint8."""
     counts = torch.bincount(places // BLOCK, minlength=_blocks(new.numel())).to(torch.int32)
     parts = (new[places], (places % BLOCK).to(torch.uint16), counts)
     encoded = new.new_zeros(changes_nbytes(len(places), new.numel(), new.element_size()), dtype=torch.uint8)
@@ -81,10 +81,10 @@ def encode_changes(new: Tensor, places: Tensor) -> Tensor:
 
 
 def apply_changes(base: Tensor, encoded: Tensor, count: int) -> None:
-    """Overwrite integer tensor ``base`` at the places that ``encoded`` names.
+    """Overwrite integer tensor ``base`` at the positions in ``encoded``.
 
     Raises:
-        WeightSyncError: the bytes are none that ``encode_changes`` makes for a tensor of this size.
+        WeightSyncError: ``encode_changes`` cannot produce these bytes for a tensor of this size.
     """
     if encoded.numel() != changes_nbytes(count, base.numel(), base.element_size()):
         raise _damaged(f"{count} changes of {base.numel()} elements cannot be {encoded.numel()} bytes")
@@ -106,7 +106,7 @@ def _damaged(problem: str) -> WeightSyncError:
 
 
 def _differences(new: Tensor, base: Tensor) -> Tensor:
-    """(k,) int64. By words of 8 bytes first, where there are any: most hold no change."""
+    """Return the positions that differ, (k,) int64. Compares 8-byte words first if possible: most hold no change."""
     per_word = 8 // new.element_size()
     if not (_has_words(new, per_word) and _has_words(base, per_word)):
         return (new != base).nonzero().flatten()
@@ -136,12 +136,12 @@ def _padded(nbytes: int) -> int:
 # --------------------------------------------------------------------------------------------------------------- sender
 @dataclass(frozen=True, slots=True)
 class _Outgoing:
-    """One tensor and how it travels: as a whole without a base, or where too much of it has changed.
+    """One tensor and how it is sent: whole if it has no base or if too much of it changed.
 
     Attributes:
         base: the receivers' copy.
-        places: (k,) where it differs from its base; ``None`` without one.
-        changes: (n,) uint8, what is sent instead of the tensor; ``None`` if that would be no less.
+        places: (k,) positions that differ from the base; ``None`` without a base.
+        changes: (n,) uint8, sent instead of the tensor; ``None`` if that saves nothing.
     """
 
     name: str
@@ -160,7 +160,7 @@ class _Outgoing:
         return None if self.changes is None or self.places is None else len(self.places)
 
     def entry(self, sent: TensorEntry) -> tuple[TensorEntry, float]:
-        """That of the whole tensor; hashed only if neither what was ``sent`` nor the base has the same bytes."""
+        """Return the whole tensor's entry. Hashes it only if neither ``sent`` nor the base has the same bytes."""
         if self.changes is None:
             return sent, 0.0
         if self.base is not None and self.num_changes == 0:
@@ -169,11 +169,11 @@ class _Outgoing:
 
 
 class DeltaSender:
-    """Sends through ``inner``. Keeps a copy, in host memory, of every tensor it has sent.
+    """Sender through ``inner``, with a copy of every sent tensor in host memory.
 
-    ``metadata.entries`` describe the whole tensors, checksums included; what travels is in ``metadata.location``.
-    Every change names the checksum of the tensor it is made for, so that a receiver that holds another one notices.
-    After a failed sync the receivers' copies are unknown: open a new sender, which has sent nothing yet.
+    ``metadata.entries`` describe the whole tensors, including checksums; ``metadata.location`` describes what is sent.
+    Every change names the checksum of its base, so a receiver with a different base notices. After a failed sync, the
+    receivers' copies are unknown: open a new sender, which starts without any.
     """
 
     def __init__(self, inner: Sender) -> None:
@@ -235,15 +235,15 @@ class DeltaSender:
 
 # ------------------------------------------------------------------------------------------------------------- receiver
 def is_base_lost(error: BaseException) -> bool:
-    """Return whether a sync failed because a receiver lacks the base of the changes; a whole sync helps."""
+    """Return whether a sync failed because a receiver lacks the base of the changes. A whole sync fixes this."""
     return _BASE_LOST in str(error)
 
 
 class DeltaReceiver:
-    """Keeps a copy, in host memory, of every tensor. The whole tensors it yields are views of these copies.
+    """Receiver with a copy of every tensor in host memory. The whole tensors it yields are views of these copies.
 
-    A wrong copy cannot go unnoticed: changes are rejected where the copy's checksum is not that of the sender's, and
-    the receiver compares the hash of the result with the entry.
+    A wrong copy is always detected: changes are rejected if the copy's checksum differs from the sender's, and the
+    receiver compares the hash of the result with the entry.
     """
 
     def __init__(self, inner: Receiver) -> None:
@@ -255,7 +255,7 @@ class DeltaReceiver:
         payloads = self._inner.receive(metadata_from_wire(location["inner"]))
         parts = zip(metadata.entries, location["changes"], location["bases"], payloads, strict=True)
         for entry, changes, base, (_, payload) in parts:
-            # Until the copy is what the entry says it is not to be built upon.
+            # Until the copy matches its entry, nothing may be built on it.
             held = self._held.pop(entry.name, None)
             whole = changes is None
             tensor = payload.to("cpu", copy=True) if whole else _changed(entry, held, base, payload, changes)

@@ -1,4 +1,4 @@
-"""Names and shapes of the tensors of a complete model, from its Hugging Face checkpoint."""
+"""Names and shapes of a complete model's tensors, from its Hugging Face checkpoint."""
 
 from collections.abc import Collection
 from pathlib import Path
@@ -9,12 +9,12 @@ from slime_like.models.weight_files import WeightFilesError, header_shapes
 
 
 def expected_tensors(directory: Path) -> dict[str, tuple[int, ...]]:
-    """Name and shape of every tensor that a full weight update of this model carries. Reads headers only.
+    """Return the name and shape of every tensor in a full weight update of this model. Reads headers only.
 
-    Stored tensors that are no separate weights are left out (``ModelDimensions.is_ignored``).
+    Leaves out stored tensors that are not separate weights (``ModelDimensions.is_ignored``).
 
     Raises:
-        CheckpointError: no safetensors file there, or a damaged one.
+        CheckpointError: the directory has no safetensors file, or a damaged one.
     """
     try:
         shapes = header_shapes(Path(directory))
@@ -25,7 +25,7 @@ def expected_tensors(directory: Path) -> dict[str, tuple[int, ...]]:
 
 
 def require_complete(received: Collection[str], expected: Collection[str], engine: str) -> None:
-    """Refuse an update that lacks tensors or brings unknown ones.
+    """Reject an update that lacks tensors or contains unknown ones.
 
     Raises:
         WeightSyncError: names the first few tensors.

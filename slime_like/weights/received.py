@@ -1,4 +1,4 @@
-"""Verification of received buckets: every tensor is hashed and compared with the sender's checksum."""
+"""Verification of received buckets: hash every tensor and compare it with the sender's checksum."""
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -15,13 +15,13 @@ Named = Iterable[tuple[str, Tensor]]
 
 @dataclass(slots=True)
 class Arrivals:
-    """One update's tensors as they were received.
+    """The received tensors of one update.
 
-    All methods take a bucket's entries and its tensors, and raise ``WeightSyncError`` where one is not what was sent.
+    All methods take a bucket's entries and tensors, and raise ``WeightSyncError`` on a mismatch.
 
     Attributes:
-        checksums: by name.
-        hash_s: seconds spent on them.
+        checksums: checksum by tensor name.
+        hash_s: seconds spent hashing.
     """
 
     checksums: dict[str, int] = field(default_factory=dict)
@@ -30,16 +30,16 @@ class Arrivals:
     def copies(
         self, entries: Sequence[TensorEntry], tensors: Named, device: torch.device | str
     ) -> list[tuple[str, Tensor]]:
-        """Copies of ``tensors`` on ``device``. What is hashed are the copies, all of them before any is handed out."""
+        """Return copies of ``tensors`` on ``device``. Hashes all copies before it returns any."""
         named = list(tensors)
         copies = [(name, torch.empty_like(tensor, device=device)) for name, tensor in named]
         self._copy(entries, named, [copy for _, copy in copies], of_targets=True)
         return copies
 
     def load(self, entries: Sequence[TensorEntry], tensors: Named, destination: Callable[[str], Tensor]) -> None:
-        """Copy ``tensors`` to where they are served from.
+        """Copy ``tensors`` to their serving location.
 
-        If it raises, damaged bytes may lie there: the update has failed, and nothing may be sampled until a whole one.
+        If this raises, that memory may hold damaged bytes: nothing may be sampled until a whole update succeeds.
         """
         named = list(tensors)
         self._copy(entries, named, [destination(name) for name, _ in named])
@@ -57,7 +57,7 @@ class Arrivals:
             self.compare(entry, name, checksum)
 
     def compare(self, entry: TensorEntry, name: str, found: int) -> None:
-        """Note the hash that was ``found``, if it is the sender's."""
+        """Record the hash ``found`` if it matches the sender's."""
         if name != entry.name or found != entry.checksum:
             raise WeightSyncError(
                 f"tensor {name} arrived damaged: hash {found:#018x}, sent {entry.checksum:#018x}", code="damaged-tensor"

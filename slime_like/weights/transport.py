@@ -1,4 +1,4 @@
-"""Interface of weight transports, from a trainer rank into an engine's worker."""
+"""Interface of weight transports, which move weights from a trainer rank to an engine's worker."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -12,16 +12,16 @@ from slime_like.interfaces import BucketMetadata, WeightBucket
 
 @dataclass(frozen=True, slots=True)
 class TransportSettings:
-    """Settings of a sender; every transport takes what it needs.
+    """Settings of a sender. Each transport uses the ones it needs.
 
     Attributes:
-        address: of the interface that network transports listen on, and reach receivers by.
-        directory: where the directory transport puts its files.
+        address: interface that network transports listen on, and reach receivers by.
+        directory: where the directory transport writes its files.
         timeout_s: bound on every wait for a receiver.
         delta: send only what changed since the last finished sync.
         stage: pipeline stage of the sending rank.
-        gathers: it is the rank of its stage that gathers the buckets.
-        keep_nbytes: larger device buffers are freed with the bucket they were made for.
+        gathers: this rank gathers the buckets of its stage.
+        keep_nbytes: device buffers larger than this are freed with their bucket.
     """
 
     address: str = "127.0.0.1"
@@ -34,39 +34,39 @@ class TransportSettings:
 
 
 class Sender(Protocol):
-    """Lives in a trainer rank; used from one thread. Errors are ``WeightSyncError``.
+    """Sending end in a trainer rank, used from one thread. Errors are ``WeightSyncError``.
 
-    Two buckets may be in flight, so that one is gathered and written while receivers take the other.
+    Two buckets may be in flight: the sender gathers and writes one while receivers read the other.
     """
 
     def rendezvous(self) -> dict[str, Any]:
-        """Address of this sender for receivers: plain values only, they travel by RPC."""
+        """Return this sender's address for receivers, as plain values only, because it is sent by RPC."""
 
     def send(self, bucket: WeightBucket) -> BucketMetadata:
-        """Put the bucket where receivers can fetch it, without waiting for them. It stays there until ``release``."""
+        """Make the bucket available to receivers without waiting for them. It stays available until ``release``."""
 
     def release(self, metadata: BucketMetadata) -> None:
-        """Release a bucket that every receiver has finished, or failed.
+        """Release a bucket after every receiver has finished it or failed.
 
         Raises:
-            WeightSyncError: a receiver was not reached; the bucket is released all the same.
+            WeightSyncError: a receiver was not reached. The bucket is released anyway.
         """
 
     def rest(self) -> None:
-        """Free device memory until the next sync: no bucket is in flight, and receivers have rested."""
+        """Free device memory until the next sync. No bucket is in flight, and receivers have called ``rest``."""
 
     def close(self) -> None:
-        """Give everything back. May be called twice, and never waits for a receiver."""
+        """Release everything. May be called twice; never waits for a receiver."""
 
 
 class Receiver(Protocol):
-    """Lives in an engine's worker. Errors are ``WeightSyncError``."""
+    """Receiving end in an engine's worker. Errors are ``WeightSyncError``."""
 
     def receive(self, metadata: BucketMetadata) -> Iterator[tuple[str, Tensor]]:
-        """The bucket's tensors as zero-copy views, valid until the next ``receive`` and only before ``release``."""
+        """Yield the bucket's tensors as zero-copy views, valid until the next ``receive`` or ``release``."""
 
     def rest(self) -> None:
-        """Free device memory until the next sync: what was received is no longer read."""
+        """Free device memory until the next sync. Received tensors are no longer read."""
 
     def close(self) -> None:
-        """Give everything back. May be called twice."""
+        """Release everything. May be called twice."""

@@ -1,4 +1,4 @@
-"""Bucket metadata as plain values, for RPC layers that carry nothing else (and should: no pickle)."""
+"""Bucket metadata as plain values, for RPC layers that carry nothing else (by design: no pickle)."""
 
 from dataclasses import asdict
 from typing import Any
@@ -16,7 +16,7 @@ def metadata_to_wire(metadata: BucketMetadata) -> dict[str, Any]:
 
 
 def metadata_from_wire(wire: dict[str, Any]) -> BucketMetadata:
-    """Inverse of ``metadata_to_wire``; lists that JSON or msgpack made of tuples become tuples again."""
+    """Invert ``metadata_to_wire``. Lists that JSON or msgpack made from tuples become tuples again."""
     try:
         entries = tuple(TensorEntry(**{**entry, "shape": tuple(entry["shape"])}) for entry in wire["entries"])
         return BucketMetadata(wire["transport"], wire["location"], entries)

@@ -1,9 +1,9 @@
-"""All-gather context parallelism, as Llama 3 trained (https://arxiv.org/abs/2407.21783, section 3.3.2).
+"""All-gather context parallelism, as in Llama 3 (https://arxiv.org/abs/2407.21783, section 3.3.2).
 
-Every rank holds one contiguous part of the pack, and keys and values are gathered whole. A sequence that lies inside
-one part needs nothing but that part; only the sequence that reaches in from earlier ranks sees gathered keys: those
-between its start and the part's start, without a mask. Both pieces are merged by their log-sum-exp. Keys and values
-travel while a rank computes with its part, and so do their gradients.
+Every rank holds one contiguous part of the pack, and gathers all keys and values. A sequence inside one part needs only
+that part. Only a sequence that continues from earlier ranks uses gathered keys: those between its start and the part's
+start, without a mask. The two results are merged by their log-sum-exp. Communication of keys, values and their
+gradients overlaps with a rank's local computation.
 """
 
 from collections.abc import Sequence
@@ -19,7 +19,7 @@ from backends.common.attention.packed_attention import PackedAttention
 
 
 class _OnItsWay(NamedTuple):
-    """Result of a collective that runs; its input must live until then."""
+    """Result of a running collective. Its input must stay alive until the collective ends."""
 
     work: dist.Work
     result: Tensor
@@ -31,13 +31,13 @@ class _OnItsWay(NamedTuple):
 
 
 def gather(x: Tensor, group: dist.ProcessGroup) -> _OnItsWay:
-    """Every rank's part of ``x``."""
+    """Start gathering every rank's part of ``x``."""
     x, whole = x.contiguous(), x.new_empty(x.shape[0] * group.size(), *x.shape[1:])
     return _OnItsWay(dist.all_gather_into_tensor(whole, x, group=group, async_op=True), whole, x)
 
 
 def sum_parts(x: Tensor, group: dist.ProcessGroup) -> _OnItsWay:
-    """Sum over ranks of the gradient ``x`` of a gathered tensor, this rank's part of it."""
+    """Start summing the gradient ``x`` of a gathered tensor over ranks; returns this rank's part."""
     part = x.new_empty(x.shape[0] // group.size(), *x.shape[1:])
     return _OnItsWay(dist.reduce_scatter_tensor(part, x, group=group, async_op=True), part, x)
 
@@ -48,8 +48,8 @@ class AllGatherAttention(PackedAttention):
 
     Attributes:
         local: boundaries of the sequences, or pieces of them, inside the part.
-        prefix: earlier tokens, on the whole axis, of the sequence that reaches in; its end is where the part begins.
-        reaching_in: boundaries of that sequence's first piece alone, and of its earlier tokens; None if there is none.
+        prefix: earlier tokens, on the whole axis, of the sequence that continues into the part; ends at its start.
+        reaching_in: boundaries of that sequence's first piece, and of its earlier tokens; None if there is none.
         group: ranks that hold the other parts.
     """
 
@@ -60,7 +60,7 @@ class AllGatherAttention(PackedAttention):
 
     @classmethod
     def of(cls, cu_seqlens_padded: Tensor, cu_seqlens_local: Tensor, begin: int, group: dist.ProcessGroup) -> Self:
-        """From the boundaries of the whole pack, those clipped to the part, and the part's first position."""
+        """Create it from the boundaries of the whole pack, the boundaries clipped to the part, and the part's start."""
         local = Segments.of(cu_seqlens_local)
         start = max(boundary for boundary in cu_seqlens_padded.tolist() if boundary <= begin)
         reaching_in = None
@@ -71,7 +71,7 @@ class AllGatherAttention(PackedAttention):
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, ...]:
         kernel = kernel_for(q.device.type)
-        # Every rank joins the gathers, also the first, whose queries need nothing of them.
+        # Every rank joins the gathers, even the first, whose queries don't use them.
         gathering = [gather(x, self.group) for x in (k, v)]
         out, lse = kernel.forward(q, k, v, Pairing(self.local, self.local, True, scale))
         keys, values = (whole.wait()[self.prefix] for whole in gathering)

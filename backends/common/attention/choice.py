@@ -1,4 +1,4 @@
-"""The packed attention of one micro-batch, by its name in ``trainer.attention``."""
+"""Choice of a micro-batch's packed attention by its name in ``trainer.attention``."""
 
 from typing import Literal
 
@@ -20,7 +20,7 @@ AnyAttention = PackedAttention | RingFlashAttention
 def choose_attention(
     name: Literal["ring", "allgather", "ring_flash_attn"], shard: ContextShard, group: dist.ProcessGroup
 ) -> AnyAttention:
-    """Attention of ``shard`` with the other parts of its pack, which the other ranks of ``group`` hold."""
+    """Return the attention of ``shard`` with the parts of its pack on the other ranks of ``group``."""
     boundaries, size = shard.cu_seqlens_padded, group.size()
     if shard.parents is not None:
         return _of_prefixes(name, shard, shard.parents, group)
@@ -30,7 +30,7 @@ def choose_attention(
         return RingAttention(RingSegments.of(boundaries, size), group)
     if name == "ring_flash_attn":
         return RingFlashAttention(Llama3Segments.of(boundaries, group.rank(), size), group)
-    # Boundaries of the whole pack: what reaches in from other ranks begins there.
+    # Boundaries of the whole pack: a sequence from earlier ranks begins there.
     begin = group.rank() * shard.tokens.numel()
     return AllGatherAttention.of(boundaries, shard.cu_seqlens_local, begin, group)
 

@@ -1,11 +1,11 @@
-"""The part of flash-attn that ring-flash-attn calls, on the CPU: the same two functions, computed by our own kernel.
+"""The part of flash-attn that ring-flash-attn calls, on the CPU: the same two functions, computed by our kernel.
 
-flash-attn exists for CUDA only. These stand-ins take the same arguments by the same names and mean the same by them;
-what the llama3 path never asks for (dropout, windows, soft caps, slopes, attention without a mask) they refuse.
+flash-attn exists for CUDA only. These stand-ins take the same arguments, with the same names and meanings. They reject
+what the llama3 path never requests: dropout, windows, soft caps, slopes, attention without a mask.
 
-A causal mask is aligned to the last key, as in flash-attn since 2.1: of a segment with more keys than queries the
-queries are the last ones. Our kernels know squares under a mask and rectangles without one, so that such a segment is
-one of each, merged by the log-sum-exp.
+A causal mask is aligned to the last key, as in flash-attn since 2.1: if a segment has more keys than queries, the
+queries are its last tokens. Our kernels support masked squares and unmasked rectangles, so such a segment becomes one
+of each, merged by the log-sum-exp.
 """
 
 from collections.abc import Sequence
@@ -20,7 +20,7 @@ from backends.common.attention.kernels import CpuFlash, Pairing, Saved, Segments
 
 
 def flash_attn_modules() -> dict[str, ModuleType]:
-    """By name, the modules that the llama3 path's import looks for; they hold these two functions and nothing else."""
+    """Return, by name, the modules that the llama3 path imports. They contain only these two functions."""
     package, interface = ModuleType("flash_attn"), ModuleType("flash_attn.flash_attn_interface")
     for function in (_flash_attn_varlen_forward, _flash_attn_varlen_backward):
         setattr(interface, function.__name__, function)
@@ -28,7 +28,7 @@ def flash_attn_modules() -> dict[str, ModuleType]:
 
 
 def _flash_attn_varlen_forward(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> tuple[Tensor, ...]:
-    """(Tq, H, D) output, (H, Tq) log-sum-exp, and two empty tensors where flash-attn has dropout's mask and state."""
+    """Return (Tq, H, D) output, (H, Tq) log-sum-exp, and two empty tensors for flash-attn's dropout mask and state."""
     kernel, ((_, keys, pairing), *far) = CpuFlash(), _parts(**options)
     out, lse = kernel.forward(q, k[keys], v[keys], pairing)
     for rows, keys, pairing in far:
@@ -49,7 +49,7 @@ def _flash_attn_varlen_backward(
     dv: Tensor,
     **options: Any,
 ) -> None:
-    """Writes ``dq``, ``dk`` and ``dv``."""
+    """Write ``dq``, ``dk`` and ``dv``."""
     dq.zero_()
     for rows, keys, pairing in _parts(**options):
         saved = Saved(q[rows], k[keys], v[keys], out[rows], softmax_lse[:, rows].contiguous())
@@ -73,14 +73,14 @@ def _parts(
     deterministic: bool = False,
     rng_state: Tensor | None = None,
 ) -> list[tuple[Tensor, Tensor, Pairing]]:
-    """Rows of queries and of the keys that they see, every key in one part: squares under a mask, and rectangles of
-    queries with the keys before the first of them.
+    """List query rows with the keys that they see, each key in one part: masked squares, and rectangles of queries with
+    the keys before the first of them.
 
-    The arguments are those of flash-attn's functions beside their tensors; this is always ``deterministic``.
+    Arguments are flash-attn's, without the tensors; results are always ``deterministic``.
 
     Raises:
         NotImplementedError: another kind of attention.
-        ValueError: flash-attn would read wrong rows, or skip some, silently.
+        ValueError: flash-attn would silently read wrong rows or skip some.
     """
     asked = {
         "dropout_p": dropout_p != 0,

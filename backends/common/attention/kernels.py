@@ -1,8 +1,8 @@
-"""Variable-length attention kernels behind one signature, each with its log-sum-exp: what a ring needs.
+"""Variable-length attention kernels with one signature. Each returns its log-sum-exp, which a ring needs.
 
 Shapes: q (Tq, H, D); k and v (Tk, G, D) with G dividing H (grouped-query attention); out like q; lse (H, Tq) float32.
-Through ``kernel_for`` values may have narrower heads than queries and keys; out has theirs.
-Kernels are plain forward and backward functions; autograd is the caller's business.
+Through ``kernel_for``, values may have narrower heads than queries and keys; out then has the values' width. Kernels
+are plain forward and backward functions; the caller handles autograd.
 """
 
 import importlib
@@ -27,20 +27,20 @@ class Segments:
 
     @classmethod
     def of(cls, cu_seqlens: Tensor) -> Self:
-        """From (S+1,) int32 boundaries; empty segments are left out, kernels need not know them."""
+        """Create it from (S+1,) int32 boundaries. Leaves out empty segments."""
         cu_seqlens = torch.unique_consecutive(cu_seqlens)
         host = tuple(cu_seqlens.tolist())
         longest = max((end - start for start, end in pairwise(host)), default=0)
         return cls(host, cu_seqlens, longest)
 
     def divided(self, parts: int) -> Self:
-        """Boundaries of the axis that keeps 1/parts of every segment; lengths must be divisible."""
+        """Return the boundaries after keeping 1/parts of every segment. Lengths must be divisible."""
         return type(self)(tuple(value // parts for value in self.host), self.device // parts, self.longest // parts)
 
 
 @dataclass(frozen=True, slots=True)
 class Pairing:
-    """Segment i of the queries attends to segment i of the keys; ``causal`` needs equal lengths of both."""
+    """Pairs of segments: query segment i attends to key segment i. ``causal`` requires equal lengths."""
 
     q: Segments
     k: Segments
@@ -49,7 +49,7 @@ class Pairing:
 
 
 class Saved(NamedTuple):
-    """Inputs and results of a forward pass; ``out`` and ``lse`` may cover more keys than ``k`` holds, as in a ring."""
+    """Inputs and results of a forward pass. In a ring, ``out`` and ``lse`` may cover more keys than ``k`` holds."""
 
     q: Tensor
     k: Tensor
@@ -62,22 +62,22 @@ class AttentionKernel(Protocol):
     """One implementation of packed attention."""
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, pairing: Pairing) -> tuple[Tensor, Tensor]:
-        """Returns (out, lse)."""
+        """Return (out, lse)."""
 
     def backward(self, grad: Tensor, saved: Saved, pairing: Pairing) -> tuple[Tensor, Tensor, Tensor]:
-        """Gradients of q, k and v."""
+        """Return the gradients of q, k and v."""
 
 
 _SHORT = 256
-"""Tokens of a segment up to which the operator's backward for a CPU takes longer in bfloat16 than in float32: at 24
-tokens five times as long."""
+"""Segment length, in tokens, up to which the CPU operator's backward is slower in bfloat16 than in float32: five times
+as slow at 24 tokens."""
 
 
 class CpuFlash:
     """torch's flash attention for CPU. Runs in float32, float64 and bfloat16.
 
-    The operator knows batches, not boundaries: segments of equal lengths go through one call together, read where they
-    lie if they are neighbours. At tens of tokens per sequence a call per segment would cost more than the arithmetic.
+    The operator takes batches, not boundaries, so segments of equal length share one call and are read in place if they
+    are adjacent. At tens of tokens per sequence, one call per segment would cost more than the arithmetic.
     """
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, pairing: Pairing) -> tuple[Tensor, Tensor]:
@@ -108,7 +108,7 @@ class CpuFlash:
 
 
 class CudaFlash:
-    """torch's own flash attention for CUDA (bfloat16 and float16); grouped heads are read in place."""
+    """torch's flash attention for CUDA (bfloat16 and float16). Grouped heads are read in place."""
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, pairing: Pairing) -> tuple[Tensor, Tensor]:
         out, lse, *_ = torch.ops.aten._flash_attention_forward(
@@ -117,7 +117,7 @@ class CudaFlash:
         return out, lse
 
     def backward(self, grad: Tensor, saved: Saved, pairing: Pairing) -> tuple[Tensor, Tensor, Tensor]:
-        # Without dropout the random state is never read; the operator still wants its two tensors.
+        # Without dropout the random state is never read, but the operator still requires its two tensors.
         unused = torch.zeros(2, dtype=torch.uint64, device=grad.device)
         dq, dk, dv = torch.ops.aten._flash_attention_backward(
             grad, *saved, *_boundaries(pairing), 0.0, pairing.causal, unused, unused[:0], scale=pairing.scale
@@ -130,10 +130,10 @@ def _boundaries(pairing: Pairing) -> tuple[Tensor, Tensor, int, int]:
 
 
 class FlashAttention:
-    """The package flash-attn (2.7 and later, CUDA, bfloat16 and float16); grouped heads are read in place."""
+    """The flash-attn package (2.7 and later, CUDA, bfloat16 and float16). Grouped heads are read in place."""
 
     def __init__(self) -> None:
-        # The package needs CUDA to be imported.
+        # Importing the package requires CUDA.
         interface = importlib.import_module("flash_attn.flash_attn_interface")
         self._forward = interface._flash_attn_varlen_forward
         self._backward = interface._flash_attn_varlen_backward
@@ -149,7 +149,7 @@ class FlashAttention:
 
 
 def _varlen_options(pairing: Pairing) -> dict[str, Any]:
-    """Common arguments of flash-attn's two functions."""
+    """Return the common arguments of flash-attn's two functions."""
     return {
         "cu_seqlens_q": pairing.q.device,
         "cu_seqlens_k": pairing.k.device,
@@ -166,7 +166,7 @@ def _varlen_options(pairing: Pairing) -> dict[str, Any]:
 
 
 class NarrowValues:
-    """A kernel that requires heads of one width, for narrower values: zeros beside them change nothing."""
+    """Wrapper that lets a kernel for heads of one width take narrower values. Zero padding doesn't change results."""
 
     def __init__(self, kernel: AttentionKernel) -> None:
         self._kernel = kernel
@@ -188,9 +188,9 @@ def _as_wide(x: Tensor, like: Tensor) -> Tensor:
 
 @cache
 def kernel_for(device_type: str) -> AttentionKernel:
-    """On CUDA flash-attn where it is installed, else torch's own flash kernel; torch's for the CPU elsewhere.
+    """Return flash-attn on CUDA if installed, else torch's flash kernel; torch's CPU kernel elsewhere.
 
-    Shapes ("meta") stand for tensors on CUDA.
+    Shapes ("meta") represent tensors on CUDA.
     """
     if device_type == "meta":
         return NarrowValues(CudaFlash())
@@ -201,7 +201,7 @@ def kernel_for(device_type: str) -> AttentionKernel:
 
 @dataclass(frozen=True, slots=True)
 class _Rows:
-    """The tokens of some segments of one length: a slice of the flat axis where they are neighbours, else an index."""
+    """Tokens of several segments of one length: a slice of the flat axis if they are adjacent, else an index."""
 
     where: slice | Tensor
     length: int
@@ -213,7 +213,7 @@ class _Rows:
         return cls((torch.tensor(starts)[:, None] + torch.arange(length)).flatten(), length)
 
     def of(self, x: Tensor) -> Tensor:
-        """(T, heads, ...) to (segments, heads, length, ...)."""
+        """Reshape (T, heads, ...) to (segments, heads, length, ...)."""
         return x[self.where].unflatten(0, (-1, self.length)).transpose(1, 2)
 
     def put(self, whole: Tensor, part: Tensor) -> None:
@@ -221,9 +221,9 @@ class _Rows:
         whole[self.where] = part.transpose(1, 2).flatten(0, 1)
 
 
-@lru_cache(maxsize=64)  # all layers of a micro-batch ask for the same ones, forwards and backwards
+@lru_cache(maxsize=64)  # all layers of a micro-batch request the same ones, forward and backward
 def _alike(q_boundaries: tuple[int, ...], k_boundaries: tuple[int, ...]) -> list[tuple[_Rows, _Rows]]:
-    """Queries and keys of segments whose query lengths agree, and whose key lengths agree."""
+    """Group segments by query length and key length; return each group's queries and keys."""
     starts: dict[tuple[int, int], tuple[list[int], list[int]]] = {}
     pairs = zip(pairwise(q_boundaries), pairwise(k_boundaries), strict=True)
     for (q_start, q_end), (k_start, k_end) in pairs:
@@ -247,9 +247,9 @@ def _sum_heads(x: Tensor, groups: int) -> Tensor:
 def merged_attention(
     accumulated: tuple[Tensor, Tensor] | None, part: tuple[Tensor, Tensor], rows: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """Softmax-weighted mean of two partial results (out, lse) over the same queries, in the precision of the lse.
+    """Return the softmax-weighted mean of two partial results (out, lse) over the same queries, in the lse's precision.
 
-    ``part`` covers the queries ``rows`` of ``accumulated`` (none: all of them).
+    ``part`` covers the queries ``rows`` of ``accumulated`` (None: all of them).
     """
     part_out, part_lse = part[0].to(part[1].dtype), part[1]
     if accumulated is None:

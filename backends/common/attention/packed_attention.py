@@ -1,4 +1,4 @@
-"""Causal attention inside every sequence of a pack: what all ways to share it among context ranks have in common."""
+"""Causal attention inside every sequence of a pack: the base of all ways to share it among context ranks."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
@@ -15,18 +15,18 @@ class PackedAttention(ABC):
     """Boundaries of one micro-batch's sequences, and how ranks compute attention inside them."""
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
-        """(T, H, D) queries, (T, G, D) keys and values of the local tokens in, (T, H, D) out; differentiable."""
+        """Map the local tokens' (T, H, D) queries, (T, G, D) keys and values to (T, H, D) outputs; differentiable."""
         return _Attend.apply(q, k, v, self, scale)
 
     @abstractmethod
     def forward(self, q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, ...]:
-        """Output in the type of q, its log-sum-exp, and what else ``backward`` needs."""
+        """Return the output in the type of q, its log-sum-exp, and whatever else ``backward`` needs."""
 
     @abstractmethod
     def backward(
         self, grad: Tensor, saved: Saved, scale: float, more: Sequence[Tensor]
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Gradients of q, k and v; ``more`` is what else ``forward`` returned."""
+        """Return the gradients of q, k and v. ``more`` holds the rest of what ``forward`` returned."""
 
 
 class _Attend(torch.autograd.Function):

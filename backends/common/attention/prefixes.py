@@ -1,10 +1,10 @@
-"""Attention where sequences share prefixes, each computed once: causal inside of segments, whole to what they continue.
+"""Attention over sequences with shared prefixes, each computed once: causal within a segment, full over its prefixes.
 
-All that continues a segment, directly or not, follows it at once on the token axis. So one call per level of the tree
-lets every query see the segments of that level that it continues; results are merged by their log-sum-exp, as in a ring
-(https://arxiv.org/abs/2310.01889), and gradients of keys and values add up. With context ranks every rank holds one
-contiguous part of the axis, and keys and values are gathered whole, as in ``allgather``; the earlier part of a segment
-that reaches in from other ranks is one level more.
+All descendants of a segment directly follow it on the token axis. So one call per level of the tree lets every query
+see its prefix segment of that level. Results are merged by their log-sum-exp, as in a ring
+(https://arxiv.org/abs/2310.01889), and gradients of keys and values add up. With context ranks, every rank holds one
+contiguous part of the axis and gathers all keys and values, as in ``allgather``. The earlier part of a segment that
+continues from other ranks is one more level.
 """
 
 from collections.abc import Sequence
@@ -27,8 +27,8 @@ class Tree(NamedTuple):
     """Segments of the whole axis.
 
     Attributes:
-        boundaries: (S + 1,) of them.
-        parents: (S,) those that they continue, -1 for none.
+        boundaries: (S + 1,) segment boundaries.
+        parents: (S,) the segment that each one continues, -1 for none.
         longest: tokens of the longest path.
     """
 
@@ -38,7 +38,7 @@ class Tree(NamedTuple):
 
     @classmethod
     def of(cls, segments: Sequence[range], parents: Sequence[int]) -> Self:
-        """From segments of one axis, of which every one comes after its parent."""
+        """Create it from the segments of one axis. Each comes after its parent."""
         paths: list[int] = []
         for one, parent in zip(segments, parents, strict=True):
             paths.append(len(one) + (paths[parent] if parent >= 0 else 0))
@@ -46,7 +46,7 @@ class Tree(NamedTuple):
 
 
 class _Seen(NamedTuple):
-    """Queries, and keys that every one of them sees: tokens of the whole axis."""
+    """Queries and the keys that all of them see, as tokens of the whole axis."""
 
     queries: range
     keys: range
@@ -72,9 +72,9 @@ class PrefixAttention(PackedAttention):
     Attributes:
         tree: all segments.
         local: boundaries of the segments, or pieces of them, on this rank.
-        levels: what queries see besides.
+        levels: what queries see in other segments.
         far: tokens of the whole axis that the levels read.
-        group: ranks that hold the other parts; ``None`` where there is one.
+        group: ranks that hold the other parts; ``None`` if there is only one part.
     """
 
     tree: Tree
@@ -85,7 +85,7 @@ class PrefixAttention(PackedAttention):
 
     @classmethod
     def of(cls, boundaries: Tensor, parents: Tensor, part: range, group: dist.ProcessGroup) -> Self:
-        """From all segments' boundaries, the segments that they continue, and the ``part`` of the axis held here."""
+        """Create it from all segments' boundaries and parents, and the ``part`` of the axis on this rank."""
         segments = [range(*ends) for ends in pairwise(boundaries.tolist())]
         tree = Tree.of(segments, parents.tolist())
         levels = [_reaching_in(segments, part), *_levels(segments, tree.parents)]
@@ -103,7 +103,7 @@ class PrefixAttention(PackedAttention):
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, ...]:
         kernel = kernel_for(q.device.type)
-        # Every rank joins the gathers, also one whose queries need nothing of them.
+        # Every rank joins the gathers, even if its queries don't use them.
         gathering = [] if self.group is None else [gather(x, self.group) for x in (k, v)]
         out, lse = kernel.forward(q, k, v, Pairing(self.local, self.local, True, scale))
         out = out.to(lse.dtype)
@@ -134,7 +134,7 @@ class PrefixAttention(PackedAttention):
         return of_q, of_k, of_v
 
     def _spread(self, gradient: Tensor, local: Tensor) -> Tensor:
-        """The gradient of ``far`` among zeros for the whole axis, of which every rank has as much as of ``local``."""
+        """Place the gradient of ``far`` among zeros for the whole axis. Every rank's part has the size of ``local``."""
         assert self.group is not None
         whole = gradient.new_zeros(local.shape[0] * self.group.size(), *gradient.shape[1:])
         whole[self.far] = gradient
@@ -142,7 +142,7 @@ class PrefixAttention(PackedAttention):
 
 
 def _reaching_in(segments: Sequence[range], part: range) -> list[_Seen]:
-    """The earlier tokens of the segment that the part begins inside of."""
+    """Return the earlier tokens of the segment that the part begins inside."""
     return [
         _Seen(range(part.start, one.stop), range(one.start, part.start))
         for one in segments
@@ -151,7 +151,7 @@ def _reaching_in(segments: Sequence[range], part: range) -> list[_Seen]:
 
 
 def _levels(segments: Sequence[range], parents: Sequence[int]) -> list[list[_Seen]]:
-    """By depth, the segments that others continue, each with all tokens that do."""
+    """List, by depth, the segments that others continue, each with all tokens that continue it."""
     depths, stops = list[int](), [one.stop for one in segments]
     for parent in parents:
         depths.append(0 if parent < 0 else depths[parent] + 1)
@@ -166,7 +166,7 @@ def _levels(segments: Sequence[range], parents: Sequence[int]) -> list[list[_See
 
 
 def _level(level: Sequence[_Seen], part: range, needed: Sequence[range], device: torch.device) -> Level:
-    """On this rank's queries, and on the ``needed`` tokens end to end."""
+    """Map the level to this rank's queries and to the concatenated ``needed`` tokens."""
     begins = list(accumulate(map(len, needed), initial=0))
     queries, keys = [_moved(queries, -part.start) for queries, _ in level], []
     for _, span in level:
@@ -177,7 +177,7 @@ def _level(level: Sequence[_Seen], part: range, needed: Sequence[range], device:
 
 
 def _copied(x: Tensor, rows: Rows) -> Tensor:
-    """``rows`` of x alone: a view would keep all of it."""
+    """Copy only ``rows`` of x: a view would keep all of it alive."""
     return x[rows].clone() if isinstance(rows, slice) else x[rows]
 
 
@@ -190,7 +190,7 @@ def _moved(span: range, by: int) -> range:
 
 
 def _joined(spans: Sequence[range]) -> list[range]:
-    """Their union, in order."""
+    """Return their union, in order."""
     joined: list[range] = []
     for span in sorted(spans, key=lambda each: each.start):
         if joined and span.start <= joined[-1].stop:
@@ -201,7 +201,7 @@ def _joined(spans: Sequence[range]) -> list[range]:
 
 
 def _rows(spans: Sequence[range], device: torch.device) -> Rows:
-    """A slice where they are neighbours: it copies nothing."""
+    """Return a slice if the spans are adjacent, because it needs no copy, else an index."""
     if not spans:
         return slice(0, 0)
     if all(one.stop == following.start for one, following in pairwise(spans)):

@@ -1,9 +1,9 @@
 """Zigzag ring attention over the context-parallel group, exact, on any kernel that returns its log-sum-exp.
 
-Every rank holds, of every sequence, the chunks ``r`` and ``2n-1-r`` of 2n equal ones: the same work on every rank. In n
-steps keys and values travel once around the ring, and partial results are merged by their log-sum-exp
-(https://arxiv.org/abs/2310.01889). Seen from rank r, keys of a rank s < r are needed in their first half by all of its
-queries; keys of a rank s > r wholly, by the second half of its queries.
+Every sequence is cut into 2n equal chunks. Rank r holds chunks ``r`` and ``2n-1-r``, which balances the work. In n
+steps, keys and values travel once around the ring, and partial results are merged by their log-sum-exp
+(https://arxiv.org/abs/2310.01889). On rank r, all queries need the first half of the keys of a rank s < r. The second
+half of its queries needs all keys of a rank s > r.
 """
 
 from collections.abc import Iterator, Sequence
@@ -20,11 +20,11 @@ from backends.common.attention.packed_attention import PackedAttention
 
 @dataclass(frozen=True, slots=True)
 class RingSegments:
-    """Positions of every sequence's local tokens, and their two halves, on this rank's token axis.
+    """Positions of every sequence's local tokens, and of their two halves, on this rank's token axis.
 
     Attributes:
-        whole: boundaries of the local chunks of every sequence.
-        half: boundaries after keeping one half of each.
+        whole: boundaries of each sequence's local chunks.
+        half: boundaries after keeping one half of each sequence.
         front, back: (T / 2,) int64 rows of the first and the second halves.
     """
 
@@ -35,7 +35,7 @@ class RingSegments:
 
     @classmethod
     def of(cls, cu_seqlens_padded: Tensor, ring_size: int) -> Self:
-        """From the padded boundaries of the whole pack, each length a multiple of ``2 * ring_size``."""
+        """Create it from the whole pack's padded boundaries. Each length is a multiple of ``2 * ring_size``."""
         full = Segments.of(cu_seqlens_padded)
         whole, half = full.divided(ring_size), full.divided(2 * ring_size)
         rows = torch.arange(whole.host[-1], device=cu_seqlens_padded.device)
@@ -47,10 +47,10 @@ class RingSegments:
 
 
 class _Exchange:
-    """One hop: sends tensors to the next rank while those of the previous rank arrive.
+    """One hop: sends tensors to the next rank while the previous rank's tensors arrive.
 
-    Every tensor has a tag from ``first_tag`` on, so that two exchanges under way at once cannot be confused (backends
-    without tags deliver in the order of the calls, which is the same on every rank).
+    Tensors have tags from ``first_tag`` up, so two concurrent exchanges cannot be confused. Backends without tags
+    deliver in call order, which is the same on every rank.
     """
 
     def __init__(self, tensors: list[Tensor], group: dist.ProcessGroup, first_tag: int = 0) -> None:
@@ -71,7 +71,7 @@ class _Exchange:
 
 
 class RingStep(NamedTuple):
-    """Computation of one ring step: which query rows, which key rows (None: all), and their pairing."""
+    """Computation of one ring step: query rows, key rows (None: all), and their pairing."""
 
     q_rows: Tensor | None
     k_rows: Tensor | None
@@ -79,7 +79,7 @@ class RingStep(NamedTuple):
 
 
 def ring_step(step: int, rank: int, size: int, segments: RingSegments, scale: float) -> RingStep:
-    """Computation of ``rank`` in ``step`` of a ring of ``size``, with the keys of rank ``(rank - step) % size``."""
+    """Return ``rank``'s computation in ``step`` of a ring of ``size``, with rank ``(rank - step) % size``'s keys."""
     whole, half = segments.whole, segments.half
     if step == 0:
         return RingStep(None, None, Pairing(whole, whole, True, scale))
@@ -101,13 +101,13 @@ def _add(target: Tensor, rows: Tensor | None, value: Tensor) -> None:
 
 @dataclass(frozen=True, slots=True)
 class RingAttention(PackedAttention):
-    """Attention of zigzag chunks; the keys and values of ``group`` travel around it."""
+    """Attention of zigzag chunks. The keys and values travel around the ``group``."""
 
     segments: RingSegments
     group: dist.ProcessGroup
 
     def _steps(self, scale: float) -> Iterator[tuple[RingStep, bool]]:
-        """Every step, and whether another one follows."""
+        """Yield every step, and whether another one follows."""
         size = self.group.size()
         for step in range(size):
             yield ring_step(step, self.group.rank(), size, self.segments, scale), step + 1 < size
@@ -140,7 +140,7 @@ class RingAttention(PackedAttention):
             )
             _add(dq, mine, parts[0])
             if homeward is not None:
-                # These gradients belong to the keys in hand; they arrive one hop after them.
+                # These gradients belong to the current keys; they arrive one hop later.
                 dk, dv = homeward.wait()
             _add(dk, theirs, parts[1])
             _add(dv, theirs, parts[2])

@@ -1,9 +1,8 @@
 """The llama3-style path of the package ring-flash-attn: contiguous parts of a pack, keys and values gathered by head.
 
-The package is called as it is. Everything that it would otherwise keep in a module-level global, or take a default for,
-is given explicitly: boundaries come with the micro-batch, and the mask, the scale and the process group with every call
-(its defaults are no mask, and the whole world). It gathers ``heads_k_stride`` heads of keys and values at a time,
-and the next ones while these are computed with.
+The package is used unchanged. Its module-level globals and defaults (no mask, the whole world) are never relied on:
+boundaries come with the micro-batch; mask, scale and process group with every call. It gathers ``heads_k_stride`` heads
+of keys and values at a time, and overlaps the next gather with computation.
 """
 
 import contextlib
@@ -30,10 +29,10 @@ PACKAGE = "ring_flash_attn"
 
 @dataclass(frozen=True, slots=True)
 class Llama3Segments:
-    """Boundaries on one rank's contiguous part of a pack, as the package wants them: int32, and the longest of each.
+    """Boundaries in one rank's contiguous part of a pack, in the package's form: int32, and the longest length of each.
 
-    Queries are the part's sequences, or pieces of them; ``cu_seqlens_k`` counts the keys that they see from the first
-    one's start, and ``keys`` is where these lie on the whole axis.
+    Queries are the part's sequences, or pieces of them. ``cu_seqlens_k`` counts the keys they see from the first
+    sequence's start, and ``keys`` is their slice of the whole axis.
     """
 
     cu_seqlens_q: Tensor
@@ -44,21 +43,21 @@ class Llama3Segments:
 
     @classmethod
     def of(cls, cu_seqlens_padded: Tensor, rank: int, size: int) -> Self:
-        """From (S+1,) int32 boundaries of the whole pack, its length a multiple of ``size``."""
+        """Create it from (S+1,) int32 boundaries of the whole pack, whose length is a multiple of ``size``."""
         prepare = llama3_module(cu_seqlens_padded.device.type).llama3_flash_attn_prepare_cu_seqlens
-        # Boundaries without empty segments: the package looks for the part's first and last one by bisection.
+        # Drop empty segments: the package finds the part's first and last segments by bisection.
         return cls(*prepare(torch.unique_consecutive(cu_seqlens_padded), True, rank, size))
 
 
 @dataclass(frozen=True, slots=True)
 class RingFlashAttention:
-    """Attention of a contiguous part of the pack; differentiable, with the package's own backward pass.
+    """Attention of a contiguous part of the pack. Differentiable, with the package's backward pass.
 
-    The package gathers keys and values in one buffer: values narrower than keys are filled up with zeros on the way.
+    The package gathers keys and values in one buffer, so values narrower than keys are padded with zeros.
 
     Attributes:
         group: ranks that hold the other parts.
-        heads_k_stride: heads of k and v gathered together; must divide their number. One takes the least memory.
+        heads_k_stride: heads of k and v gathered together; must divide their number. One uses the least memory.
     """
 
     segments: Llama3Segments
@@ -66,7 +65,7 @@ class RingFlashAttention:
     heads_k_stride: int = 1
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
-        """(T, H, D) queries, (T, G, D) keys and values of the local tokens in, (T, H, D) out."""
+        """Compute (T, H, D) outputs from the local tokens' (T, H, D) queries and (T, G, D) keys and values."""
         segments, width = self.segments, v.shape[-1]
         out: Tensor = llama3_module(q.device.type).llama3_flash_attn_varlen_func(
             *(q, k, F.pad(v, (0, k.shape[-1] - width))),
@@ -84,10 +83,10 @@ class RingFlashAttention:
 
 @cache
 def llama3_module(device_type: str) -> ModuleType:
-    """The package's module for this kind of device: over flash-attn itself on CUDA, over our kernel on the CPU.
+    """Return the package's module for this kind of device: over flash-attn on CUDA, over our kernel on the CPU.
 
-    The module is loaded for us alone. The package's own ``__init__`` cannot be run: it imports every form of ring
-    attention, and an adapter that transformers 5 no longer fits.
+    This is a private copy of the module. The package's ``__init__`` cannot run: it imports every form of ring
+    attention, and an adapter that is incompatible with transformers 5.
 
     Raises:
         TrainerError: the package is missing, or flash-attn on CUDA.
@@ -117,7 +116,7 @@ def _require_installed(module: str, distribution: str) -> ModuleSpec:
 
 @contextlib.contextmanager
 def _private_imports(modules: dict[str, ModuleType]) -> Iterator[None]:
-    """Imports find ``modules``, and what is imported below their names meanwhile is forgotten again afterwards."""
+    """Let imports find ``modules``; afterwards, forget everything imported below their names."""
     roots = {name.partition(".")[0] for name in modules}
 
     def taken_out() -> dict[str, ModuleType]:

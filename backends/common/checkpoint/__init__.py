@@ -1,1 +1,1 @@
-"""Files of a training checkpoint: data, checksums, partial output, writing in the background."""
+"""Files of a training checkpoint: data, checksums, partial output, background writing."""

@@ -1,4 +1,4 @@
-"""One data file of a distributed checkpoint in torch's format, with the checksum of every piece in it."""
+"""One data file of a distributed checkpoint in torch's format, with a checksum for each piece."""
 
 import contextlib
 import os
@@ -19,14 +19,14 @@ from slime_like.system.disk import refusal
 
 
 def write_data_file(path: Path, key: str, entries: Sequence[tuple[Any, Any]]) -> tuple[list[Piece], list[WriteResult]]:
-    """Write tensors and serialised objects one behind the other, flushed to disk.
+    """Write tensors and serialized objects one after the other, flushed to disk.
 
     Args:
-        key: its name in the checkpoint's index.
+        key: the file's name in the checkpoint's index.
         entries: torch's write items, each with its tensor or its ``BytesIO``.
 
     Raises:
-        OSError: the disk refused.
+        OSError: the disk rejected the write.
     """
     pieces: list[Piece] = []
     results = []
@@ -36,7 +36,7 @@ def write_data_file(path: Path, key: str, entries: Sequence[tuple[Any, Any]]) ->
             if isinstance(data, Tensor):
                 save_to_stream(data.to("cpu"), stream)
             else:
-                with data.getbuffer() as view:  # Python 3.12.1 crashes collecting one that a traceback holds
+                with data.getbuffer() as view:  # Python 3.12.1 crashes when it collects a view held by a traceback
                     stream.write(view)
             piece = stream.piece(_name(item.index))
             pieces.append(piece)
@@ -59,14 +59,14 @@ def refused_by_disk(path: Path) -> Iterator[None]:
 
 
 def save_to_stream(value: Any, stream: Any) -> None:
-    """torch's own format, through anything with ``write`` and ``flush``.
+    """Save in torch's format through anything with ``write`` and ``flush``.
 
     Raises:
-        OSError: the disk refused. (Given a path instead, torch does not tell what the system said.)
+        OSError: the disk rejected the write. (Given a path, torch would hide the system's message.)
     """
     try:
         torch_save(value, stream)
-    except RuntimeError as error:  # torch's own words, raised over those of the system
+    except RuntimeError as error:  # torch's message hides the system's
         cause = error_of_system(error)
         if cause is None:
             raise

@@ -1,9 +1,9 @@
-"""Checksums of a training checkpoint: of every piece in its data files, and of the small files beside them.
+"""Checksums of a training checkpoint: one for each piece in its data files, and one for each small file.
 
-torch stores a CRC-32 with every tensor and compares none when it loads, so that a flipped byte becomes a weight. Here
-the CRC-32 (ISO 3309, zlib's) of the bytes as they are written goes into one more file, and every piece that a rank is
-about to load is compared first: under any layout, before anything is unpickled. A CRC finds damage and mix-ups, not
-forgery; ``unpickling.py`` keeps what is forged from being executed.
+torch stores a CRC-32 with every tensor but never compares it on loading, so a flipped byte becomes a wrong weight.
+Here, one more file stores the CRC-32 (ISO 3309, as in zlib) of the written bytes. A rank compares every piece before it
+loads it, under any layout, and before anything is unpickled. A CRC finds damage and mix-ups, but not forgery;
+``unpickling.py`` prevents forged content from being executed.
 """
 
 import json
@@ -24,15 +24,15 @@ from slime_like.models.converted import damage_remedy, whole_file
 from slime_like.system.disk import length_fault
 
 CHECKSUMS_FILE = "checksums.json"
-"""Written last: a checkpoint without it is not whole."""
+"""Written last: a checkpoint without it is incomplete."""
 
 _READ_BYTES = 4 << 20
 _SHOWN = 2
-"""Tensors that a sentence names; the directory and the file stand in it, too."""
+"""Number of tensors that a message names; it also names the directory and the file."""
 
 
 class Piece(NamedTuple):
-    """One stored tensor, part of a tensor, or object: ``length`` bytes from ``offset`` of a data file on."""
+    """One stored tensor, part of a tensor, or object: ``length`` bytes of a data file, starting at ``offset``."""
 
     name: str
     offset: int
@@ -40,7 +40,7 @@ class Piece(NamedTuple):
     crc32: int
 
     def is_in(self, file: IO[bytes]) -> bool:
-        """Return whether its place in an open file holds these bytes; read in bounded memory."""
+        """Return whether an open file holds these bytes at this place. Reads in bounded memory."""
         file.seek(self.offset)
         crc32, left = 0, self.length
         while left and (block := file.read(min(left, _READ_BYTES))):
@@ -49,7 +49,7 @@ class Piece(NamedTuple):
 
 
 class ChecksumStream:
-    """A binary file opened for writing that also sums up what passes: torch saves to it as to any stream."""
+    """A binary file opened for writing that also computes checksums. torch saves to it like to any stream."""
 
     def __init__(self, file: BinaryIO) -> None:
         self._file = file
@@ -64,7 +64,7 @@ class ChecksumStream:
         self._file.flush()
 
     def piece(self, name: str) -> Piece:
-        """End a piece: what was written since the last one."""
+        """End a piece: everything written since the previous one."""
         end = self._file.tell()
         piece = Piece(name, self._start, end - self._start, self._crc32)
         self._start, self._crc32 = end, 0
@@ -72,7 +72,7 @@ class ChecksumStream:
 
 
 class Checksums:
-    """The checksums of one checkpoint directory: pieces by data file, length and CRC-32 of the other files."""
+    """Checksums of one checkpoint directory: pieces by data file, length and CRC-32 of the other files."""
 
     def __init__(self, directory: Path, pieces: Mapping[str, Sequence[Piece]], files: Mapping[str, list[int]]) -> None:
         self._directory = directory
@@ -84,7 +84,7 @@ class Checksums:
 
     @classmethod
     def of_directory(cls, directory: Path, pieces: Mapping[str, Sequence[Piece]], plain_files: Sequence[str]) -> Self:
-        """Create it with the checksums of the plain files beside the data files, which it reads."""
+        """Create it for a directory; reads the plain files next to the data files and computes their checksums."""
         return cls(directory, pieces, {name: whole_file(directory / name) for name in plain_files})
 
     @classmethod
@@ -92,10 +92,10 @@ class Checksums:
         """Read what ``write`` wrote.
 
         Raises:
-            CheckpointError: no whole checkpoint, or the checksums themselves are damaged.
+            CheckpointError: the checkpoint is incomplete, or the checksums themselves are damaged.
         """
         path = directory / CHECKSUMS_FILE
-        if not path.is_file():  # a pipe would never end
+        if not path.is_file():  # reading a pipe would never end
             raise not_whole(directory, f"{CHECKSUMS_FILE} is missing")
         try:
             text = path.read_bytes()
@@ -113,7 +113,7 @@ class Checksums:
             raise damaged(directory, f"{CHECKSUMS_FILE} cannot be read: {type(error).__name__}") from error
 
     def write(self) -> None:
-        """Make the checkpoint whole. Raises OSError where the disk refuses."""
+        """Complete the checkpoint. Raises OSError if the disk rejects the write."""
         pieces: dict[str, list[Piece]] = {}
         for (file, _), piece in self._pieces.items():
             pieces.setdefault(file, []).append(piece)
@@ -122,7 +122,7 @@ class Checksums:
         (self._directory / CHECKSUMS_FILE).write_bytes(_text(whole))
 
     def verify_plain_files(self, names: Sequence[str]) -> None:
-        """Refuse files that are missing or differ, of those that are read as a whole."""
+        """Reject missing or changed files among those that are read as a whole."""
         for name in names:
             try:
                 found = whole_file(self._directory / name)
@@ -143,7 +143,7 @@ class Checksums:
                 raise damaged(self._directory, f"{name} {fault or 'is not as it was written'}")
 
     def verify_lengths(self) -> None:
-        """Refuse data files that are missing, cut off or longer than written, whether what they lack is read or not."""
+        """Reject data files that are missing, cut off or longer than written, even if the affected part is not read."""
         missing = sorted(name for name in self._lengths if not (self._directory / name).is_file())
         if missing:
             raise damaged(self._directory, f"files that its index lists are missing: {listed(missing)}")
@@ -151,7 +151,7 @@ class Checksums:
             self._verify_length(name, (self._directory / name).stat().st_size)
 
     def require_files(self, names: Collection[str]) -> None:
-        """Reject names of data files that have no checksums, or are no files there."""
+        """Reject names that have no checksums or are not files in the directory."""
         known = (name for name in names if name in self._lengths and (self._directory / name).is_file())
         if missing := sorted({*names} - {*known}):
             raise damaged(self._directory, f"files that its index lists are missing: {listed(missing)}")
@@ -160,7 +160,7 @@ class Checksums:
         fault = length_fault(found, self._lengths.get(name, found))
         if fault is None:
             return
-        # A tensor may lie in several pieces, whose names tell where they begin.
+        # A tensor may span several pieces, whose names contain their start.
         lost = dict.fromkeys(
             piece.name.partition(" from [")[0]
             for (file, offset), piece in sorted(self._pieces.items())
@@ -170,7 +170,7 @@ class Checksums:
         raise damaged(self._directory, f"{name} {fault}{lacks}")
 
     def verify_piece(self, file: IO[bytes], name: str, offset: int, length: int) -> None:
-        """Refuse ``length`` bytes at ``offset`` of the open data file ``name`` that are not those written."""
+        """Reject ``length`` bytes at ``offset`` of the open data file ``name`` if they differ from what was written."""
         piece = self._pieces.get((name, offset))
         if piece is None or piece.length != length:
             raise damaged(self._directory, f"{name} holds no piece of {length} bytes at byte {offset}")
@@ -179,7 +179,7 @@ class Checksums:
             raise self._differs(name, piece)
 
     def verify_bytes(self, content: bytes, name: str, offset: int) -> None:
-        """Compare bytes that were read at ``offset`` of the data file ``name``; raises as ``verify_piece``."""
+        """Compare bytes read at ``offset`` of the data file ``name``; raises like ``verify_piece``."""
         piece = self._pieces.get((name, offset))
         if piece is None:
             raise damaged(self._directory, f"{name} holds no piece at byte {offset}")
@@ -192,13 +192,13 @@ class Checksums:
 
 
 def damaged(directory: Path, reason: str) -> CheckpointError:
-    """The one sentence about a damaged checkpoint, with the remedy for a run's or a converted one."""
+    """Return the error for a damaged checkpoint, with the remedy for a run's or a converted one."""
     remedy = damage_remedy(directory, f"resume from a checkpoint before {directory.parent.name}")  # step-N/trainer
     return CheckpointError(f"is damaged ({reason})", code="checkpoint-damaged", who=str(directory), remedy=remedy)
 
 
 def not_whole(directory: Path, reason: str) -> CheckpointError:
-    """The one sentence about a checkpoint that lacks what is written last, or was never one."""
+    """Return the error for a directory that is not a checkpoint, or lacks the file that is written last."""
     return CheckpointError(
         f"not a whole training checkpoint ({reason})",
         code="checkpoint-not-whole",
@@ -208,7 +208,7 @@ def not_whole(directory: Path, reason: str) -> CheckpointError:
 
 
 class VerifyingReader(FileSystemReader):
-    """torch's reader of a checkpoint, which compares each piece once before it is loaded, and executes none."""
+    """torch's checkpoint reader, which verifies each piece before loading it, and executes none."""
 
     def __init__(self, path: str | Path, checksums: Checksums) -> None:
         super().__init__(path)

@@ -1,4 +1,4 @@
-"""A directory in the making: hidden until it is whole, gone on with after an interruption."""
+"""A directory being written: hidden until complete, resumed after an interruption."""
 
 import contextlib
 import fcntl
@@ -18,11 +18,11 @@ _JOURNAL = "journal.jsonl"
 
 
 class FinishedFile(NamedTuple):
-    """A data file that is whole and durable: its name relative to the output, and its pieces in their order.
+    """A complete, durable data file: its name relative to the output, and its pieces in order.
 
     Attributes:
         nan: Hugging Face tensors with NaN or infinity in them.
-        too_large: those with values that became infinite.
+        too_large: Hugging Face tensors with values that became infinite.
     """
 
     name: str
@@ -42,11 +42,11 @@ class FinishedFile(NamedTuple):
 
 @dataclass(slots=True)
 class PartialOutput:
-    """Where a conversion writes: beside ``final``, under a hidden name, with a journal of the files that are done.
+    """Output directory of a conversion: next to ``final``, under a hidden name, with a journal of finished files.
 
     Attributes:
-        final: appears whole, by one rename.
-        finished: files of an earlier, interrupted start that are still as they were written, by name.
+        final: appears complete, by one rename.
+        finished: unchanged files of an earlier, interrupted run, by name.
     """
 
     final: Path
@@ -58,17 +58,17 @@ class PartialOutput:
         return self.final.parent / f".{self.final.name}.partial"
 
     def add(self, file: FinishedFile) -> None:
-        """Note that a file is whole: it will not be written again."""
+        """Record a complete file: it will not be written again."""
         assert self._journal is not None
         self._journal.write(file.to_json() + "\n")
         self._journal.flush()
         os.fsync(self._journal.fileno())
 
     def commit(self) -> None:
-        """Show the output under its name; what was there before goes.
+        """Move the output to its final name, replacing what was there.
 
         Raises:
-            OSError: the disk refused.
+            OSError: the disk rejected the write.
         """
         (self.path / _JOURNAL).unlink()
         for path in sorted(self.path.rglob("*")):
@@ -79,12 +79,12 @@ class PartialOutput:
 
 @contextlib.contextmanager
 def partial_output(final: Path, request: Mapping[str, Any]) -> Iterator[PartialOutput]:
-    """Open the output of ``request`` (plain JSON: all that decides what is written), fresh or where it was left.
+    """Open the output of ``request`` (plain JSON: everything that determines the output), new or resumed.
 
-    What an error or an interruption leaves stays hidden; the same request continues it, another one clears it.
+    After an error or an interruption the output stays hidden; the same request resumes it, another one clears it.
 
     Raises:
-        CheckpointError: the disk refuses, or another process is writing the same output.
+        CheckpointError: the disk rejects a write, or another process is writing the same output.
     """
     output = PartialOutput(Path(final))
     wanted = json.dumps(request, sort_keys=True)
@@ -103,7 +103,7 @@ def partial_output(final: Path, request: Mapping[str, Any]) -> Iterator[PartialO
                         shutil.rmtree(path)
                     elif path.name != _JOURNAL:
                         path.unlink()
-            # Rewritten: what is not whole any more, and a line that was cut off, must not stay in it.
+            # Rewrite it without files that are no longer complete, and without a line that was cut off.
             lock.truncate(0)
             lock.write("\n".join([wanted, *(file.to_json() for file in output.finished.values())]) + "\n")
             lock.flush()
@@ -129,14 +129,14 @@ def _still_whole(directory: Path, lines: Sequence[str]) -> dict[str, FinishedFil
         try:
             file = FinishedFile.from_json(line)
         except (ValueError, KeyError, TypeError):
-            continue  # the line that was being written when the process ended
+            continue  # the line being written when the process ended
         if _as_written(directory / file.name, file.pieces):
             finished[file.name] = file
     return finished
 
 
 def _as_written(path: Path, pieces: Sequence[Piece]) -> bool:
-    """Return whether all pieces hold the bytes that were written, with nothing behind them."""
+    """Return whether all pieces hold the bytes that were written, with nothing after them."""
     if not path.is_file():
         return False
     end = max((piece.offset + piece.length for piece in pieces), default=0)

@@ -1,4 +1,4 @@
-"""torch's plans and results of a save of tensors as plain values, in which ranks exchange them."""
+"""torch's plans and results for saving tensors, as plain values that ranks can exchange."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -11,23 +11,23 @@ from torch.distributed.checkpoint.storage import WriteResult
 
 
 def plan_to_plain(plan: SavePlan) -> dict[str, Any]:
-    """What a plan consists of: items that are tensors, and where they stand in the state.
+    """Convert a plan to plain values: its tensor items, and their places in the state.
 
     Raises:
-        TypeError: an item is no tensor.
+        TypeError: an item is not a tensor.
     """
     return {"items": [_item_to_plain(item) for item in plan.items], "names": plan.planner_data}
 
 
 def plan_from_plain(plain: dict[str, Any]) -> SavePlan:
-    """Inverse of ``plan_to_plain``."""
+    """Invert ``plan_to_plain``."""
     names = plain["names"]
     paths = None if names is None else {name: tuple(path) for name, path in names.items()}
     return SavePlan([_item_from_plain(*item) for item in plain["items"]], planner_data=paths)
 
 
 def results_to_plain(results: Sequence[WriteResult]) -> list[Any]:
-    """What was written where."""
+    """Convert write results to plain values."""
     return [
         [_index_to_plain(one.index), one.size_in_bytes, one.storage_data.relative_path, one.storage_data.offset]
         for one in results
@@ -35,7 +35,7 @@ def results_to_plain(results: Sequence[WriteResult]) -> list[Any]:
 
 
 def results_from_plain(plain: Sequence[Any]) -> list[WriteResult]:
-    """Inverse of ``results_to_plain``."""
+    """Invert ``results_to_plain``."""
     return [
         WriteResult(_index_from_plain(*index), size, _StorageInfo(path, offset, size))
         for index, size, path, offset in plain

@@ -1,4 +1,4 @@
-"""A rank's own part of writing a checkpoint: at once, or in a thread behind the rank's back."""
+"""A rank's part of writing a checkpoint: immediately, or in a background thread."""
 
 import threading
 from abc import ABC, abstractmethod
@@ -16,14 +16,14 @@ from slime_like.system.json_collectives import gather_json
 
 
 class RankWriting(ABC):
-    """One rank's files below ``directory``. What goes wrong is kept for ``is_written`` and ``finish``.
+    """One rank's files below ``directory``. Failures are kept for ``is_written`` and ``finish``.
 
     Args:
-        directory: made here; shared by all ranks.
-        device: where this rank's small collectives run.
+        directory: created here; shared by all ranks.
+        device: device of this rank's small collectives.
 
     Attributes:
-        plain_files: names of what is written beside the data files.
+        plain_files: names of files written next to the data files.
     """
 
     plain_files: ClassVar[tuple[str, ...]]
@@ -53,16 +53,16 @@ class RankWriting(ABC):
 
     @abstractmethod
     def _write_index(self) -> None:
-        """Write what readers find the pieces by, when every rank has written its files. Collective."""
+        """Write the index that readers use to find pieces, after every rank has written its files. Collective."""
 
     def finish(self, timeout_s: float = 0.0) -> None:
-        """Wait for every rank's files, then write what makes the checkpoint whole. Collective.
+        """Wait for every rank's files, then write what completes the checkpoint. Collective.
 
         Args:
             timeout_s: bound on the wait for files that are written in the background.
 
         Raises:
-            CheckpointError: a rank could not write, or not in time; on every rank.
+            CheckpointError: a rank failed to write, or ran out of time; raised on every rank.
         """
         what = f"writing {self._directory}"
         together(lambda: self._join(timeout_s), what, self._device)
@@ -77,7 +77,7 @@ class RankWriting(ABC):
                 Checksums.of_directory(self._directory, everyones, self.plain_files).write()
 
     def write(self) -> None:
-        """Write this rank's files now; a failure is kept for ``finish``, where all ranks hear of it."""
+        """Write this rank's files now. A failure is kept for ``finish``, which reports it to all ranks."""
         try:
             self._write()
         except Exception as error:
@@ -90,17 +90,17 @@ class RankWriting(ABC):
 
     def write_in_background(self) -> None:
         """Write this rank's files in a thread."""
-        # A thread, not a process: forking one that has threads, as Ray's actors do, may hang. It ends with the process.
+        # A thread, because forking a process with threads, such as a Ray actor, may hang. It ends with the process.
         self._thread = threading.Thread(target=self.write, name=f"writing {self._directory}", daemon=True)
         self._thread.start()
 
     @property
     def is_running(self) -> bool:
-        """Whether files are being written in the background."""
+        """True while files are being written in the background."""
         return self._thread is not None and self._thread.is_alive()
 
     def is_written(self, timeout_s: float = 0.0) -> bool:
-        """Return whether this rank has written all its files; raises what kept them from it. Not collective."""
+        """Return whether this rank has written all its files; raises the failure, if any. Not collective."""
         if self._thread is not None:
             self._thread.join(timeout_s)
             if self._thread.is_alive():

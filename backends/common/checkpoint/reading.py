@@ -1,4 +1,4 @@
-"""Faults of a training checkpoint that is read, as sentences."""
+"""Faults found while reading a training checkpoint, as sentences."""
 
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -11,11 +11,11 @@ from slime_like.errors import CheckpointError
 
 FORMAT = 1
 UNREADABLE = (OSError, RuntimeError, ValueError, EOFError, LookupError, AttributeError, UnpicklingError)
-"""What torch, pickle and JSON raise on a file that is missing, cut off or overwritten."""
+"""Errors that torch, pickle and JSON raise for a file that is missing, cut off or overwritten."""
 
 
 def cause_of(error: BaseException) -> BaseException:
-    """What a rank met, which torch wraps; raised here where it is a ``CheckpointError``."""
+    """Return a rank's error, which torch wraps; raise it if it is a ``CheckpointError``."""
     cause = next(iter(error.failures.values()))[0] if isinstance(error, CheckpointException) else error
     if isinstance(cause, CheckpointError):
         raise cause from error
@@ -23,13 +23,13 @@ def cause_of(error: BaseException) -> BaseException:
 
 
 def brief(error: BaseException) -> str:
-    """Type and the message's first sentence: torch's next ones guess at what may have happened."""
+    """Return the error's type and its message's first sentence: torch's later sentences are guesses."""
     text = " ".join(str(error).split()).partition(". ")[0]
     return f"{type(error).__name__}: {text}" if text else type(error).__name__
 
 
 def require_format(directory: Path, common: Mapping[str, Any]) -> None:
-    """Refuse the plain values of a checkpoint in another format."""
+    """Reject a checkpoint's plain values if they have another format."""
     if common.get("format") != FORMAT:
         raise CheckpointError(
             f"has checkpoint format {common.get('format')}, this version reads {FORMAT}",
@@ -40,7 +40,7 @@ def require_format(directory: Path, common: Mapping[str, Any]) -> None:
 
 
 def require_schedule(directory: Path, saved: Mapping[str, Any], now: Mapping[str, Any], keys: Iterable[str]) -> None:
-    """Refuse a checkpoint that was trained with other values of the schedule's ``keys``."""
+    """Reject a checkpoint that was trained with other values of the schedule's ``keys``."""
     differing = [f"{key} {saved.get(key)} (now {now.get(key)})" for key in keys if saved.get(key) != now.get(key)]
     if differing:
         raise CheckpointError(

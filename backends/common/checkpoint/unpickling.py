@@ -1,7 +1,7 @@
-"""What torch pickles in a training checkpoint, read as data: a forged pickle would be a program.
+"""Reading of torch's pickles in a training checkpoint as data, because a forged pickle could run code.
 
-torch unpickles its index and the objects beside the tensors with any class that they name. Checksums find damage, not
-a forgery that has its own checksums.
+torch unpickles its index, and objects next to the tensors, with any class they name. Checksums find damage, but not a
+forgery with matching checksums.
 """
 
 import io
@@ -26,7 +26,7 @@ from backends.common.process.received_objects import DTYPES, ListedUnpickler
 
 _INDEX: Mapping[str, frozenset[str]] = {
     "pathlib": frozenset(["PosixPath"]),
-    "pathlib._local": frozenset(["PosixPath"]),  # from Python 3.13 on
+    "pathlib._local": frozenset(["PosixPath"]),  # since Python 3.13
     "torch": DTYPES | {"Size"},
     "torch.distributed.checkpoint.filesystem": frozenset(["_StorageInfo"]),
     "torch.distributed.checkpoint.metadata": frozenset(
@@ -46,7 +46,7 @@ _INDEX: Mapping[str, frozenset[str]] = {
     ),
     "torch.serialization": frozenset(["_get_layout"]),
 }
-"""Per module, full names of what torch's index consists of."""
+"""Full names of the classes in torch's index, by module."""
 
 
 class _IndexUnpickler(ListedUnpickler):
@@ -57,7 +57,7 @@ def read_index(file: IO[bytes]) -> Metadata:
     """Read torch's index, ``.metadata``.
 
     Raises:
-        UnpicklingError: it is none, names anything that torch's index does not consist of, or its parts do not fit.
+        UnpicklingError: it is not an index, names anything foreign to torch's index, or its parts do not fit together.
     """
     try:
         index = _IndexUnpickler(file).load()
@@ -66,13 +66,13 @@ def read_index(file: IO[bytes]) -> Metadata:
         _require_parts(index)
     except UnpicklingError:
         raise
-    except Exception as error:  # a forged pickle, or an object in it that lacks its fields, raises what it likes
+    except Exception as error:  # a forged pickle, or an object that lacks its fields, may raise anything
         raise UnpicklingError(f"{type(error).__name__}: {error}") from error
     return index
 
 
 def _require_parts(index: Metadata) -> None:
-    """Raise ``UnpicklingError`` unless every entry is one, and has its places in data files."""
+    """Raise ``UnpicklingError`` unless every entry is valid and has places in data files."""
     entries, places = index.state_dict_metadata, index.storage_data
     if not isinstance(entries, dict) or not isinstance(places, dict):
         raise UnpicklingError("it lists no entries")
@@ -89,13 +89,13 @@ def _require_parts(index: Metadata) -> None:
 
 
 def _part_bytes(entry: TensorStorageMetadata) -> dict[torch.Size, int]:
-    """What the pieces of a tensor need by offset: a forged shape must not ask for more memory than there are bytes."""
+    """Return each piece's size by offset, so that a forged shape cannot request more memory than there are bytes."""
     itemsize = entry.properties.dtype.itemsize
     return {chunk.offsets: math.prod(chunk.sizes) * itemsize for chunk in entry.chunks}
 
 
 def _is_tensor(entry: Any) -> bool:
-    """Whether a tensor's shape is one, and its pieces lie in it."""
+    """Return whether a tensor's shape is valid, and its pieces are inside it."""
     if not isinstance(entry, TensorStorageMetadata) or not _are_sizes(entry.size):
         return False
     typed = isinstance(entry.properties, TensorProperties) and isinstance(entry.properties.dtype, torch.dtype)
@@ -118,7 +118,7 @@ def _are_sizes(value: Any) -> bool:
 
 
 def _is_place(key: Any, info: Any) -> bool:
-    """Whether it is bytes of a file in the checkpoint's directory."""
+    """Return whether it describes bytes of a file in the checkpoint's directory."""
     if not (isinstance(key, MetadataIndex) and isinstance(key.fqn, str) and isinstance(info, _StorageInfo)):
         return False
     numbers = (info.offset, info.length)
@@ -126,14 +126,14 @@ def _is_place(key: Any, info: Any) -> bool:
 
 
 def is_file_name(name: Any) -> bool:
-    """Whether it names a file in a directory, and leads nowhere else."""
+    """Return whether it names a file in a directory, and nothing outside."""
     return isinstance(name, str) and 0 < len(name) < 256 and name not in (".", "..") and not {"/", "\0"} & {*name}
 
 
 class DataPlanner:
     """A planner whose objects are data: tensors, numbers, texts, lists and mappings of them.
 
-    It is what torch's reader uses of a ``LoadPlanner``; torch's would unpickle objects with any class.
+    Implements the part of a ``LoadPlanner`` that torch's reader uses. torch's planner would unpickle any class.
     """
 
     def __init__(self, planner: LoadPlanner) -> None:

@@ -1,4 +1,4 @@
-"""Parts shared by conversions in both directions: requests and failures."""
+"""Code shared by conversions in both directions: requests and failures."""
 
 import contextlib
 import os
@@ -26,13 +26,13 @@ Item = TypeVar("Item")
 
 
 def fingerprint(directory: Path) -> list[list[Any]]:
-    """Name, size and time of every file: has a directory changed since?"""
+    """Return name, size and time of every file, to detect changes in a directory."""
     files = sorted(path for path in directory.iterdir() if path.is_file())
     return [[path.name, path.stat().st_size, path.stat().st_mtime_ns] for path in files]
 
 
 def in_files(items: Sequence[Item], nbytes: Callable[[Item], int], max_bytes: int) -> list[list[Item]]:
-    """Consecutive items, at most ``max_bytes`` a file; a larger one stands alone."""
+    """Group consecutive items into files of at most ``max_bytes``; a larger item gets a file of its own."""
     files: list[list[Item]] = []
     room = 0
     for item in items:
@@ -46,7 +46,7 @@ def in_files(items: Sequence[Item], nbytes: Callable[[Item], int], max_bytes: in
 
 @contextlib.contextmanager
 def refused_by_disk(path: Path, tensors: Sequence[str] = ()) -> Iterator[None]:
-    """One sentence about a disk that refuses. torch reports a failed write as a RuntimeError."""
+    """Turn a rejected write into one sentence. torch reports it as a RuntimeError."""
     try:
         yield
     except (OSError, RuntimeError) as error:
@@ -78,7 +78,7 @@ Job = TypeVar("Job", bound=FileJob)
 
 @dataclass(frozen=True, slots=True)
 class FileFaults:
-    """Names of one file's tensors with NaN or infinity in them, and of those with values that became infinite."""
+    """Names of one file's tensors with NaN or infinity, and of tensors with values that became infinite."""
 
     nan: list[str] = field(default_factory=list)
     too_large: list[str] = field(default_factory=list)
@@ -93,7 +93,7 @@ class FileFaults:
 
 @dataclass(frozen=True, slots=True)
 class Conversion(ABC, Generic[Job]):
-    """One conversion on its way to disk."""
+    """A conversion to disk."""
 
     source: Path
     partial: PartialOutput
@@ -101,13 +101,13 @@ class Conversion(ABC, Generic[Job]):
 
     @abstractmethod
     def _pieces(self, job: Job, stream: ChecksumStream, faults: FileFaults, tracker: Tracker) -> Iterator[Piece]:
-        """Read, arrange and write what the file of ``job`` holds."""
+        """Read, arrange and write the content of ``job``'s file."""
 
     def write_files(self, jobs: Sequence[Job], report: Report) -> tuple[dict[str, FinishedFile], int]:
-        """Write every file that an interrupted start has not finished: all of them by name, and how many it had.
+        """Write all unfinished files; return all files by name, and how many were already finished.
 
         Raises:
-            CheckpointError: the disk has no room for what is missing, or tensors have values that may not be written.
+            CheckpointError: the disk is too small for the missing files, or tensors have forbidden values.
         """
         files = dict(self.partial.finished)
         reused = len(files)
@@ -131,7 +131,7 @@ class Conversion(ABC, Generic[Job]):
         return files, reused
 
     def _write(self, job: Job, tracker: Tracker) -> FinishedFile:
-        """Write one file; durable when this returns."""
+        """Write one file. It is durable when this returns."""
         faults, path = FileFaults(), self.partial.path / job.name
         with refused_by_disk(path, job.tensors), path.open("wb") as file:
             pieces = tuple(self._pieces(job, ChecksumStream(file), faults, tracker))
@@ -141,7 +141,7 @@ class Conversion(ABC, Generic[Job]):
 
 
 def _overflows(before: Tensor, after: Tensor) -> bool:
-    """Return whether a cast made a finite number infinite. float16 ends at 65504, bfloat16 where float32 does."""
+    """Return whether a cast made a finite number infinite. float16 ends at 65504, bfloat16 at float32's limit."""
     if torch.finfo(after.dtype).max >= torch.finfo(before.dtype).max:
         return False
     infinite = after.isinf()
@@ -149,7 +149,7 @@ def _overflows(before: Tensor, after: Tensor) -> bool:
 
 
 def _require_whole_values(files: Sequence[FinishedFile], source: Path, options: ConversionOptions) -> None:
-    """Refuse, with all their names, tensors that the type cannot hold, or with NaN or infinity unless allowed."""
+    """Reject, by name, tensors that the type cannot hold, or with NaN or infinity unless allowed."""
     names = sorted({name for file in files for name in file.too_large})
     if names:
         raise CheckpointError(
@@ -169,7 +169,7 @@ def _require_whole_values(files: Sequence[FinishedFile], source: Path, options: 
 
 
 def common_dtype(dtypes: Sequence[tuple[torch.dtype, int]]) -> torch.dtype:
-    """The type that most bytes have."""
+    """Return the type of the most bytes."""
     totals: Counter[torch.dtype] = Counter()
     for dtype, nbytes in dtypes:
         totals[dtype] += nbytes

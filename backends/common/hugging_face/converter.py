@@ -1,4 +1,4 @@
-"""The part of ``slime-like convert`` that is the same for every backend: Hugging Face's side."""
+"""Hugging Face's side of ``slime-like convert``, the same for every backend."""
 
 import json
 from collections.abc import Iterator, Sequence
@@ -73,7 +73,7 @@ class HuggingFaceConverter(Converter):
 
 
 class HuggingFaceSource:
-    """The safetensors files of a directory, whatever the model is."""
+    """The safetensors files of a directory, for any model."""
 
     def __init__(self, directory: Path) -> None:
         self._checkpoint = HfCheckpoint(directory)
@@ -93,7 +93,7 @@ class HuggingFaceSource:
 # ------------------------------------------------------------------------------------------------------------- writing
 @dataclass(frozen=True, slots=True)
 class _Group:
-    """Tensors that are read together, and the type that they are written in."""
+    """Tensors that are read together, and the type they are written in."""
 
     shapes: dict[str, Shape]
     dtype: torch.dtype
@@ -124,7 +124,7 @@ def _type_of(source: TensorSource, name: str, wanted: torch.dtype | None) -> tor
 
 def _jobs(groups: Sequence[_Group], max_bytes: int) -> list[_Job]:
     files = in_files(groups, lambda group: group.nbytes, max_bytes)
-    # Wide types first: every tensor then begins at a multiple of its element size.
+    # Wide types first, so that every tensor begins at a multiple of its element size.
     ordered = [sorted(file, key=lambda group: -group.dtype.itemsize) for file in files]
     return [_Job(file_name(number, len(files)), file) for number, file in enumerate(ordered, start=1)]
 
@@ -146,7 +146,7 @@ class _ToHuggingFace(Conversion[_Job]):
 
 
 def _header(job: _Job) -> bytes:
-    """The safetensors format: length, names with types, shapes and places, filled up to a multiple of 8 bytes."""
+    """Return a safetensors header: length, names with types, shapes and places, padded to a multiple of 8 bytes."""
     described: dict[str, object] = {"__metadata__": {"format": "pt"}}
     type_names = {dtype: name for name, dtype in DTYPES.items()}
     offset = 0

@@ -1,4 +1,4 @@
-"""A complete Hugging Face directory in the making: files of tensors, then index, configuration and tokenizer."""
+"""Writing of a complete Hugging Face directory: files of tensors, then index, configuration and tokenizer."""
 
 import json
 import shutil
@@ -17,7 +17,7 @@ from slime_like.models.weight_files import INDEX
 from slime_like.system.disk import replace_directory, sync
 
 SHARD_BYTES = 1 << 30
-"""Largest safetensors file; a sender holds one file's tensors at a time."""
+"""Size limit of a safetensors file. A sender holds one file's tensors at a time."""
 
 _DRAFT_LAYERS, _QUANTISATION = "num_nextn_predict_layers", "quantization_config"
 _COPIED = (
@@ -42,20 +42,19 @@ def write_hf_directory(
     dtype: torch.dtype,
     device: torch.device,
 ) -> None:
-    """Write all ranks' tensors as sharded safetensors with an index; configuration and tokenizer come from
-    ``source_dir``.
+    """Write all ranks' tensors as sharded safetensors with an index, and ``source_dir``'s configuration and tokenizer.
 
     Collective over the world; ``directory`` must be on a file system that all senders share. Everything is written to a
-    temporary directory beside it and renamed at the end. An earlier checkpoint there is replaced.
+    temporary directory next to it and renamed at the end. An earlier checkpoint there is replaced.
 
     Args:
         buckets: what this rank sends, each at most as large as a file may be; ranks that only take part yield empty
             ones. Always exhausted, so that no rank waits in a gather.
         expected: names of the whole model's tensors.
-        stage: number of this rank among those that send.
+        stage: index of this rank among the senders.
 
     Raises:
-        CheckpointError: the disk refused, or ``directory`` is something else than a checkpoint; nothing is left behind.
+        CheckpointError: the disk rejected a write, or ``directory`` is not a checkpoint. Nothing is left behind.
     """
     directory, source_dir = Path(directory), Path(source_dir)
     partial = directory.parent / f".{directory.name}.partial"
@@ -85,9 +84,9 @@ def _prepare(partial: Path, directory: Path, source_dir: Path) -> None:
 
 
 def _write_files(buckets: Iterable[WeightBucket], partial: Path, stage: int) -> None:
-    """Write this rank's tensors; ranks that only hand over shards write nothing.
+    """Write this rank's tensors. Ranks that only provide shards write nothing.
 
-    A failed write must not leave the others waiting for shards: the export is finished before the error is raised.
+    A failed write must not leave the others waiting for shards, so the export finishes before the error is raised.
     """
     problem: CheckpointError | None = None
     for number, bucket in enumerate(buckets):
@@ -105,7 +104,7 @@ def _write_files(buckets: Iterable[WeightBucket], partial: Path, stage: int) -> 
 
 
 def _finish(partial: Path, directory: Path, source_dir: Path, expected: Collection[str], dtype: torch.dtype) -> None:
-    """Number the files, write the index, copy the rest, check that nothing is missing, and show the directory."""
+    """Number the files, write the index, copy the rest, check completeness, and publish the directory."""
     try:
         weight_map, total = _number_files(partial)
         missing = sorted(set(expected) - weight_map.keys())
@@ -115,7 +114,7 @@ def _finish(partial: Path, directory: Path, source_dir: Path, expected: Collecti
         write_index(partial, weight_map, total)
         copy_companions(source_dir, partial, dtype)
         for file in partial.glob("*.safetensors"):
-            shutil.copymode(partial / "config.json", file)  # safetensors makes files that only their owner reads
+            shutil.copymode(partial / "config.json", file)  # safetensors creates files that only their owner can read
         for file in partial.iterdir():
             sync(file)
         replace_directory(partial, directory)
@@ -124,7 +123,7 @@ def _finish(partial: Path, directory: Path, source_dir: Path, expected: Collecti
 
 
 def _number_files(partial: Path) -> tuple[dict[str, str], int]:
-    """Rename the stages' files as transformers does; each tensor's file, and the bytes of all tensors."""
+    """Rename the stages' files like transformers does; return each tensor's file, and the bytes of all tensors."""
     files = sorted(partial.glob("stage-*.safetensors"))
     weight_map: dict[str, str] = {}
     total = 0
@@ -139,23 +138,23 @@ def _number_files(partial: Path) -> tuple[dict[str, str], int]:
 
 
 def file_name(number: int, count: int) -> str:
-    """Name of file ``number`` (from 1) of ``count``, as transformers gives it."""
+    """Return transformers' name for file ``number`` (from 1) of ``count``."""
     return f"model-{number:05d}-of-{count:05d}.safetensors" if count > 1 else "model.safetensors"
 
 
 def write_index(directory: Path, weight_map: Mapping[str, str], total: int) -> None:
-    """Write which file each tensor is in, where there are several, and the bytes of all."""
+    """Write each tensor's file and the total bytes, if there are several files."""
     if len(set(weight_map.values())) > 1:
         index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
         (directory / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
 
 
 def copy_companions(source_dir: Path, partial: Path, dtype: torch.dtype) -> None:
-    """Copy configuration and tokenizer. The configuration names the weights' type, and neither a quantisation nor
+    """Copy configuration and tokenizer. The copied configuration names the weights' type, but neither quantization nor
     layers that are not written.
 
-    Layers for multi-token prediction, which some models store behind their own, are not even read. Weights converted
-    back to 16 bits often lie beside a ``config.json`` that still names 8.
+    Layers for multi-token prediction, which some models store after their other layers, are never read. Weights
+    converted back to 16 bits often come with a ``config.json`` that still names 8.
     """
     for pattern in _COPIED:
         for file in source_dir.glob(pattern):

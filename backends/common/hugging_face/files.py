@@ -1,4 +1,4 @@
-"""Reading slices of a Hugging Face checkpoint's safetensors files."""
+"""Reading of slices from a Hugging Face checkpoint's safetensors files."""
 
 import contextlib
 from collections.abc import Collection, Mapping
@@ -16,16 +16,16 @@ from slime_like.models.weight_files import WeightFilesError, file_problem, weigh
 Shape = tuple[int, ...]
 
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-"""Floating-point types by safetensors' names."""
+"""Floating-point types by their safetensors names."""
 
 _COMPARED = 1 << 22
-"""Elements of a tensor that are compared at a time."""
+"""Number of tensor elements compared at a time."""
 
 
 class HfCheckpoint(contextlib.ExitStack):
-    """The tensors of one checkpoint, opened for reading; nothing is read before it is asked for.
+    """Tensors of one checkpoint, opened for reading. A context manager that closes the files.
 
-    A context manager that closes the files. Opening reads headers only.
+    Opening reads only headers; values are read on request.
 
     Raises:
         CheckpointError: no safetensors file, a listed one missing, one damaged or cut off, or a tensor stored twice.
@@ -60,10 +60,10 @@ class HfCheckpoint(contextlib.ExitStack):
         self._slices |= {name: reader.get_slice(name) for name in names}
 
     def require(self, expected: Mapping[str, Shape], ignored: set[str]) -> None:
-        """Refuse a checkpoint whose tensors are not exactly ``expected``.
+        """Reject a checkpoint whose tensors are not exactly ``expected``.
 
         Args:
-            ignored: names that may be present without a use.
+            ignored: names that may be present but are not used.
         """
         present = {name for name in self._slices if not name.endswith("rotary_emb.inv_freq")} - ignored
         stored = {name: self._slices[name] for name in expected if name in self._slices}
@@ -88,9 +88,9 @@ class HfCheckpoint(contextlib.ExitStack):
             )
 
     def require_copies(self, copies: Collection[str], original: str) -> None:
-        """Refuse a checkpoint whose tied tensors are stored with other bits than ``original``.
+        """Reject a checkpoint whose tied tensors differ from ``original`` in any bit.
 
-        Its ``config.json`` says that they are one; transformers would believe the file, and engines the configuration.
+        Its ``config.json`` says that they are one tensor. transformers would use the file, engines the configuration.
         """
         different = sorted(name for name in copies if not self._same(name, original))
         if different:
@@ -103,7 +103,7 @@ class HfCheckpoint(contextlib.ExitStack):
             )
 
     def _same(self, one: str, other: str) -> bool:
-        """The same bits, read a few rows at a time."""
+        """Return whether two tensors have the same bits. Reads a few rows at a time."""
         if (self.dtype(one), self.shapes()[one]) != (self.dtype(other), self.shapes()[other]):
             return False
         rows, columns = self.shapes()[one]
@@ -116,16 +116,16 @@ class HfCheckpoint(contextlib.ExitStack):
         return True
 
     def shapes(self) -> dict[str, Shape]:
-        """Name and shape of everything that is stored."""
+        """Return name and shape of every stored tensor."""
         return {name: tuple(part.get_shape()) for name, part in self._slices.items()}
 
     def dtype(self, name: str) -> str:
-        """The type of a tensor in safetensors' terms: "BF16", "F32", ..."""
+        """Return a tensor's type by its safetensors name: "BF16", "F32", ..."""
         dtype: str = self._slices[name].get_dtype()
         return dtype
 
     def read(self, name: str, axis: int, start: int, length: int) -> Tensor:
-        """``length`` entries from ``start`` along ``axis`` (0 or 1), in the file's own type. Reads no more than that.
+        """Read ``length`` entries from ``start`` along ``axis`` (0 or 1), in the file's type. Reads nothing else.
 
         Raises:
             CheckpointError: the range holds NaN or infinity.
@@ -141,20 +141,20 @@ class HfCheckpoint(contextlib.ExitStack):
         return values
 
     def read_unchecked(self, name: str, axis: int, start: int, length: int) -> Tensor:
-        """The same, whatever the values are."""
+        """Read like ``read``, but accept any values."""
         part = self._slices[name]
         stop = start + length
         values: Tensor = part[start:stop] if axis == 0 else part[:, start:stop]
         return values
 
     def read_whole(self, name: str) -> Tensor:
-        """A tensor of any type and number of axes, whatever its values are."""
+        """Read a tensor of any type and number of axes, with any values."""
         values: Tensor = self._slices[name][...]
         return values
 
 
 def is_not_finite(values: Tensor) -> bool:
-    """NaN or infinity anywhere? The sum tells at the price of one pass; only what it suspects is looked at again."""
+    """Return whether there is NaN or infinity. The sum costs one pass; only suspicious tensors get a second."""
     return not bool(values.sum().isfinite()) and not bool(values.isfinite().all())
 
 

@@ -1,4 +1,4 @@
-"""All ranks fail together: a fault found by one rank must not leave the others waiting in a collective."""
+"""All ranks fail together: a fault on one rank must not leave the others waiting in a collective."""
 
 from collections.abc import Callable, Mapping
 from typing import TypeVar
@@ -12,7 +12,7 @@ Result = TypeVar("Result")
 
 
 def rank_error(phase: str, problem: str, *, code: str, remedy: str) -> TrainerError:
-    """Error of this rank of the world."""
+    """Return an error of this rank."""
     return TrainerError(problem, code=code, who=f"rank {dist.get_rank()}", phase=phase, remedy=remedy)
 
 
@@ -20,7 +20,7 @@ def together(action: Callable[[], Result], what: str, device: torch.device) -> R
     """Run ``action`` on every rank of the world. Collective.
 
     Raises:
-        CheckpointError: this rank's own, or one that points to the rank that failed.
+        CheckpointError: this rank's error, or one that names the rank that failed.
     """
     problem: CheckpointError | None = None
     try:
@@ -41,11 +41,11 @@ def together(action: Callable[[], Result], what: str, device: torch.device) -> R
 
 
 def listed_by_kind(found: Mapping[str, list[str]]) -> str:
-    """Kinds of faults, each with the names that have it; empty if none has."""
+    """List the kinds of faults, each with the affected names; empty if there are none."""
     return "; ".join(f"{kind}: {listed(names)}" for kind, names in found.items() if names)
 
 
 def listed(names: list[str], limit: int = 20) -> str:
-    """Names for an error message: all of a few, the first of many."""
+    """List names for an error message: all of them, or the first ``limit``."""
     shown = ", ".join(names[:limit])
     return shown if len(names) <= limit else f"{shown}, ... ({len(names)} in all)"

@@ -1,6 +1,6 @@
-"""Objects that torch's collectives exchange between ranks, read as data: a pickle of a stranger would be a program.
+"""Reading of objects from torch's collectives as data, because a stranger's pickle could run code.
 
-torch's and Megatron's checkpoints use these collectives; this project's own values travel as JSON
+torch's and Megatron's checkpoints use these collectives; this project's values are sent as JSON
 (``slime_like.system.json_collectives``).
 """
 
@@ -17,11 +17,11 @@ DTYPES = frozenset(name for name in dir(torch) if isinstance(getattr(torch, name
 
 
 class ListedUnpickler(pickle.Unpickler):
-    """Reads objects of listed classes.
+    """Unpickler of listed classes.
 
     Attributes:
-        listed: per module, full names. Whole modules would admit what calls others.
-        whole: of what a class that is not listed is no part.
+        listed: full names by module. Whole modules would admit callables that call others.
+        whole: the data that unlisted classes are not part of, for messages.
     """
 
     listed: ClassVar[Mapping[str, frozenset[str]]]
@@ -34,7 +34,7 @@ class ListedUnpickler(pickle.Unpickler):
 
 
 class _ReceivedUnpickler(ListedUnpickler):
-    """Also reads errors, of any class that is imported already: ranks raise each other's."""
+    """Unpickler that also reads errors of any imported class, because ranks raise each other's errors."""
 
     whole = "what ranks exchange"
     listed: ClassVar[Mapping[str, frozenset[str]]] = {
@@ -70,6 +70,6 @@ class _ReceivedUnpickler(ListedUnpickler):
 
 
 def read_listed_objects() -> None:
-    """Have torch's collectives of objects in this process read listed classes alone."""
+    """Make this process's object collectives in torch read only listed classes."""
     assert issubclass(distributed_c10d._unpickler, pickle.Unpickler)
     distributed_c10d._unpickler = _ReceivedUnpickler

@@ -22,9 +22,9 @@ from slime_like.weights.transports.device_memory import gpu_uuid
 
 
 def prepare_processor(config: RunConfig, placement: RankPlacement) -> None:
-    """``trainer.cpu_threads``; by default ranks share their node's cores evenly, on a GPU those of its NUMA node.
+    """Apply ``trainer.cpu_threads``. By default, ranks share the cores of their node, or of their GPU's NUMA node.
 
-    On a GPU an offloaded optimizer computes there.
+    An offloaded optimizer computes on these threads.
     """
     share, on_cuda = share_of_cores(placement, len(os.sched_getaffinity(0))), torch.cuda.is_available()
     if on_cuda:
@@ -43,10 +43,10 @@ def join_world(config: RunConfig, placement: RankPlacement, cuda_backend: str = 
     """Meet the other ranks of the configured layout, each on its device.
 
     Args:
-        cuda_backend: torch's name of the collectives where there are CUDA devices; gloo elsewhere.
+        cuda_backend: torch's name of the collectives for CUDA devices; gloo is used elsewhere.
 
     Raises:
-        TrainerError: the world's size is not that of the layout, or the others did not come in time.
+        TrainerError: the world's size differs from the layout's, or the other ranks did not arrive in time.
     """
     parallel = config.trainer.parallel
     if placement.world_size != parallel.world_size:
@@ -74,8 +74,8 @@ def join_world(config: RunConfig, placement: RankPlacement, cuda_backend: str = 
             remedy="check that all ranks start and that the port is free",
         ) from error
     read_listed_objects()
-    # Without `device_id`: with it torch (2.13, 2.14: `_new_process_group_helper`) splits the world's communicator for
-    # every group, and for a new gloo group only on ranks that are not in it, which would wait for the others.
+    # No `device_id`: with it torch (2.13, 2.14: `_new_process_group_helper`) splits the world's communicator for every
+    # group, and for a new gloo group only on ranks outside it, which would wait for the others.
     dist.init_process_group(
         cuda_backend if on_cuda else "gloo",
         store=store,
@@ -86,7 +86,7 @@ def join_world(config: RunConfig, placement: RankPlacement, cuda_backend: str = 
 
 
 def _meet(placement: RankPlacement, timeout: timedelta) -> dist.Store:
-    """A store that all ranks have opened."""
+    """Return a store that all ranks have opened."""
     if placement.store is not None:
         file = dist.FileStore(str(placement.store), placement.world_size)
         if file.add("opened", 1) == placement.world_size:
@@ -101,21 +101,21 @@ def _meet(placement: RankPlacement, timeout: timedelta) -> dist.Store:
         placement.world_size,
         is_master=is_master,
         timeout=timeout,
-        # By itself the store would listen on every interface of the machine.
+        # By default, the store would listen on every interface of the machine.
         master_listen_fd=None if listener is None else listener.detach(),
     )
 
 
 def communicators() -> int:
-    """Count the groups of several ranks that this rank is in."""
+    """Count the groups of several ranks that include this rank."""
     return sum(len(ranks) > 1 for ranks in dist.distributed_c10d._world.pg_group_ranks.values())
 
 
 @contextlib.contextmanager
 def fake_world(rank: int, world_size: int, leave: Callable[[], None]) -> Iterator[None]:
-    """Be ``rank`` of ``world_size``: collectives return at once and do nothing; ``leave`` dissolves the groups."""
+    """Act as ``rank`` of ``world_size``: collectives do nothing. ``leave`` dissolves the groups."""
     dist.init_process_group("cpu:fake,cuda:fake,meta:fake", rank=rank, world_size=world_size, store=FakeStore())
-    # Named for several kinds of devices, a group has no single kind, and torch warns when it is dissolved.
+    # A group named for several kinds of devices has no single kind, and torch warns when it is dissolved.
     world = dist.group.WORLD
     assert world is not None
     world._set_default_backend(dist.ProcessGroup.BackendType.CUSTOM)

@@ -1,16 +1,16 @@
 """The router's load-balancing loss: a mean over the real tokens of a step, whatever the layout and the micro-batches.
 
-For one layer and one sequence s of T_s tokens, with E experts of which every token takes k (DeepSeek-V3,
+For one layer and one sequence s of T_s tokens, with E experts and k choices per token (DeepSeek-V3,
 arXiv:2412.19437, eqs. 17 to 20; Switch Transformer, arXiv:2101.03961, eqs. 4 to 6, on one sequence):
 
     L_s = E * sum_e f_e * P_e,   f_e = (tokens of s that go to expert e) / (k * T_s),   P_e = mean over s of p_e
 
-where p is the softmax of a token's logits, or, if the model's router has sigmoids, their share of the sum. It is 1
-where the load is even. A layer's loss is the mean of L_s over all tokens of the step, sum_s T_s * L_s / sum_s T_s; the
-objective gets ``coefficient`` times the sum over layers. A sequence lies in one pack, so that its f is known as soon as
-its layer has run: neither packing, nor windows, nor any parallel axis can show in the result. Prompt and masked tokens
-count, for they are routed too; padding and fillers do not. Sequences that share prefixes (``trainer.share_prefixes``)
-count as one, whose shared tokens count once.
+Here p is the softmax of a token's logits or, for sigmoid routers, the sigmoids divided by their sum. L_s is 1 for an
+even load. A layer's loss is the mean of L_s over all tokens of the step, sum_s T_s * L_s / sum_s T_s; the objective
+gets ``coefficient`` times the sum over layers. A sequence is in one pack, so its f is known as soon as its layer has
+run: neither packing, windows nor any parallel axis affects the result. Prompt and masked tokens count, because they are
+routed, too; padding and fillers do not. Sequences with shared prefixes (``trainer.share_prefixes``) count as one, and
+their shared tokens count once.
 """
 
 from collections.abc import Sequence
@@ -28,7 +28,7 @@ from slime_like.models.dimensions import ModelDimensions
 from slime_like.trajectory import PackedTrajectory
 
 _RANKED_BY = 2
-"""Groups of experts are ranked by the sum of so many of their scores, as in DeepSeek-V3."""
+"""Number of top scores whose sum ranks a group of experts, as in DeepSeek-V3."""
 
 
 @dataclass(slots=True)
@@ -36,8 +36,8 @@ class BalanceLoss:
     """One step's balancing loss on one rank.
 
     Attributes:
-        scale: what ``sum_s T_s * L_s`` is multiplied by in the accumulated gradient. Gradients are divided by the
-            objective's denominator when a step ends; the scale takes that out again and puts the tokens in its place.
+        scale: factor of ``sum_s T_s * L_s`` in the accumulated gradient. Gradients are divided by the objective's
+            denominator at the end of a step; the scale replaces that divisor with the number of tokens.
         tokens: real tokens of the whole step.
         sums: detached float64 shares of ``sum_s T_s * L_s``, one per layer and micro-batch that ran on this rank.
     """
@@ -55,10 +55,10 @@ class BalanceLoss:
         replicas: dist.ProcessGroup,
         device: torch.device,
     ) -> Self:
-        """For a step whose gradients will be divided by ``denominator``; ``tokens`` are this replica's. Collective.
+        """Create it for a step that divides gradients by ``denominator``; ``tokens`` are this replica's. Collective.
 
         Raises:
-            TrainerError: the step did not begin with what the loss needs.
+            TrainerError: the step began without the arguments that the loss needs.
         """
         if denominator is None or tokens is None:
             raise rank_error(
@@ -72,7 +72,7 @@ class BalanceLoss:
         return cls(coefficient * denominator / int(total), int(total))
 
     def mean(self, layers: int, device: torch.device) -> Tensor:
-        """Over layers and tokens, without coefficient: 1 is an even load. Collective over the world."""
+        """Return the mean over layers and tokens, without coefficient: 1 is an even load. Collective over the world."""
         total = torch.zeros((), dtype=torch.float64, device=device)
         if self.sums:
             total += torch.stack(self.sums).sum()
@@ -82,11 +82,11 @@ class BalanceLoss:
 
 @dataclass(frozen=True, slots=True)
 class RoutedTokens:
-    """Sequences of a router's tokens; travel with the micro-batch.
+    """Sequences of a router's tokens, passed along with the micro-batch.
 
     Attributes:
-        sequence: (t,) int64, the sequence in its pack of every local token; S for padding and in fillers. Those that
-            share prefixes are one.
+        sequence: (t,) int64, each local token's sequence in its pack; S for padding and in fillers. Sequences that
+            share prefixes count as one.
         lengths: (S,) tokens of every sequence, on all ranks together.
     """
 
@@ -106,7 +106,7 @@ class RoutedTokens:
         return cls(torch.where(is_real, sequence, len(lengths)), lengths, loss)
 
     def layer_loss(self, logits: Tensor, chosen: Tensor, sigmoid: bool, top_k: int, group: dist.ProcessGroup) -> Tensor:
-        """One layer's scaled loss of this rank's tokens; ``loss`` keeps its share.
+        """Return one layer's scaled loss of this rank's tokens; ``loss`` records its share.
 
         Args:
             logits: (t, E) of the router.
@@ -121,14 +121,14 @@ class RoutedTokens:
         else:
             probability = logits.softmax(dim=-1, dtype=torch.float32)
         load = self._load(chosen, top_k, group)
-        # The sum over tokens of <f of its sequence, its p> is sum_s T_s * <f, P>: every rank adds its own tokens.
+        # The sum over tokens of <f of its sequence, its p> is sum_s T_s * <f, P>: every rank adds its tokens.
         loss = logits.shape[-1] * (probability * load[self.sequence]).sum()
         self.loss.sums.append(loss.detach().double())
         return self.loss.scale * loss
 
     @torch.no_grad()
     def _load(self, chosen: Tensor, top_k: int, group: dist.ProcessGroup) -> Tensor:
-        """(S + 1, E) float32: the share f of every expert in every sequence's choices; 0 for padding."""
+        """Return (S + 1, E) float32: the share f of every expert in every sequence's choices; 0 for padding."""
         count = len(self.lengths)
         load = torch.zeros(count + 1, chosen.shape[1], dtype=torch.float32, device=chosen.device)
         load.index_add_(0, self.sequence, chosen.float())
@@ -146,11 +146,11 @@ def balance_loss(
     tokens: RoutedTokens,
     context: dist.ProcessGroup,
 ) -> Tensor:
-    """Balancing loss of one micro-batch from what routers return: this rank's tokens' share, summed over layers.
+    """Compute one micro-batch's balancing loss from the routers' logits: this rank's tokens' share, summed over layers.
 
     Args:
-        biases: (E,) of every layer with experts, added to sigmoids for the choice; not used for a softmax.
-        logits: (T_local, E) of every layer with experts.
+        biases: (E,) for every layer with experts, added to sigmoids for the choice; not used for a softmax.
+        logits: (T_local, E) for every layer with experts.
         context: the ranks that hold parts of the same sequences.
     """
     total = torch.zeros((), dtype=torch.float32, device=logits[0].device)
@@ -162,7 +162,7 @@ def balance_loss(
 
 @torch.no_grad()
 def _chosen(dimensions: ModelDimensions, logits: Tensor, bias: Tensor | None) -> Tensor:
-    """(T, E) bool, the highest scores; sigmoids, which have a bias, within the best groups of experts.
+    """Mark the highest scores, (T, E) bool. Sigmoids, which have a bias, choose within the best groups of experts.
 
     DeepSeek-V3, arXiv:2412.19437, eq. 16, and section 2.1.2 for groups.
     """
@@ -177,5 +177,5 @@ def _chosen(dimensions: ModelDimensions, logits: Tensor, bias: Tensor | None) ->
 
 
 def _marked(scores: Tensor, count: int) -> Tensor:
-    """Mark the ``count`` highest of the last axis."""
+    """Mark the ``count`` highest scores along the last axis."""
     return torch.zeros_like(scores, dtype=torch.bool).scatter_(-1, scores.topk(count, dim=-1).indices, True)

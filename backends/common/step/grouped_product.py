@@ -1,4 +1,4 @@
-"""The linear layers of all experts as one product of torch, forward and backward, without the host counting rows."""
+"""Linear layers of all experts as one grouped product, forward and backward, without counting rows on the host."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -8,16 +8,16 @@ import torch.nn.functional as F
 from torch import Tensor
 
 ALIGNMENT = 16
-"""Bytes that torch's grouped product wants every row to be a multiple of."""
+"""Row alignment in bytes that torch's grouped product requires."""
 
 
 def grouped_linear(x: Tensor, ends: Tensor, weights: Tensor | Sequence[Tensor]) -> Tensor:
-    """Each expert's rows times its weight, transposed.
+    """Multiply each expert's rows by its transposed weight.
 
     Args:
         x: (T, K) rows in the order of experts.
-        ends: (E,) int32 number of rows up to the end of each expert's, on the device of ``x``.
-        weights: (E, N, K); or E of (N, K), which are put together for the length of a product.
+        ends: (E,) int32 end of each expert's rows, on the device of ``x``.
+        weights: (E, N, K); or E of (N, K), which are stacked for the duration of a product.
 
     Returns:
         (T, N).
@@ -48,7 +48,7 @@ class _GroupedLinear(torch.autograd.Function):
 
 
 def _product(rows: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
-    if len(rows) == 0:  # no strides of nothing suit every kernel
+    if len(rows) == 0:  # no strides of an empty tensor suit every kernel
         return rows.new_zeros(0, weights.shape[-1])
     if _has_no_shapes(rows):
         return rows @ weights[0]
@@ -56,20 +56,20 @@ def _product(rows: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
 
 
 def _weight_gradients(grad: Tensor, x: Tensor, ends: Tensor) -> Tensor:
-    """(E, N, K)."""
+    """Return (E, N, K) gradients."""
     if len(x) == 0:
         return x.new_zeros(len(ends), grad.shape[1], x.shape[1])
     if _has_no_shapes(x):
         return (grad.mT @ x).new_empty(len(ends), grad.shape[1], x.shape[1])
     found = F.grouped_mm(grad.mT, x, offs=ends)
-    # On some GPUs torch 2.13 leaves what was in memory where an expert has no rows (pytorch issue 172439).
+    # On some GPUs, torch 2.13 leaves uninitialized memory for experts without rows (pytorch issue 172439).
     idle = ends.diff(prepend=ends.new_zeros(1)) == 0
     return found.masked_fill_(idle[:, None, None], 0.0)
 
 
 def _has_no_shapes(rows: Tensor) -> bool:
-    """Whether torch's grouped product cannot follow these: of shapes alone it takes bfloat16 only.
+    """Return whether torch's grouped product cannot trace these rows: for shapes it accepts only bfloat16.
 
-    A product with one expert's weights stands for it: as many operations, the same result but for its experts.
+    The product with one expert's weights replaces it: same operations and, except for the experts axis, same result.
     """
     return rows.is_meta and rows.dtype != torch.bfloat16

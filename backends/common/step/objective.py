@@ -1,4 +1,4 @@
-"""Objective: one pack's share of the step's loss, from its logprobs."""
+"""Objective: one pack's share of the step's loss, computed from its logprobs."""
 
 from collections.abc import Callable
 from typing import Any, NoReturn, TypeVar, cast
@@ -18,7 +18,7 @@ from slime_like.trajectory import PackedTrajectory
 
 
 class Objective:
-    """The configured loss, and where its old logprobs come from."""
+    """The configured loss, and the source of its old logprobs."""
 
     def __init__(self, config: RunConfig) -> None:
         self._loss = configured_loss(config.algorithm)
@@ -27,15 +27,15 @@ class Objective:
     def add(
         self, step: StepSums, given: PackedTrajectory, pack: PackedTrajectory, logprobs: Tensor, entropy: Tensor
     ) -> Tensor:
-        """The weighted sum of the pack's per-token losses, to run backward from; ``step`` takes in its metrics.
+        """Return the weighted sum of the pack's per-token losses, for backward; ``step`` accumulates its metrics.
 
         Args:
-            given: the pack as the trainer was given it; old logprobs that are those of this pass are written into it.
-            pack: the same on this rank's device.
-            logprobs, entropy: (R,) of the whole pack.
+            given: the pack as the trainer received it; if this pass provides its old logprobs, they are stored here.
+            pack: the same pack on this rank's device.
+            logprobs, entropy: (R,) for the whole pack.
         """
         if pack.old_logprobs is None and self._freezes:
-            # The only update of its batch starts from the very weights that old logprobs are of.
+            # The batch's only update starts from the weights that the old logprobs describe.
             given.old_logprobs = pack.old_logprobs = logprobs.detach().float()
         output = self._loss(
             LossInputs(
@@ -58,8 +58,8 @@ def configured_loss(config: AlgorithmConfig) -> Loss:
     """Build the configured loss, as ``build_loss`` does.
 
     Raises:
-        TrainerError: a user's own part cannot be imported or built; in a call of it, it raised or returned something
-            else than it must.
+        TrainerError: a user's part cannot be imported or built; or, when called, it raised or returned something
+            invalid.
     """
     policy = _UsersPolicy(config) if ":" in config.loss else find_policy(config.loss)(config)
     estimator = _users_function("algorithm.kl_estimator", config.kl_estimator, find_kl_estimator)
@@ -68,7 +68,7 @@ def configured_loss(config: AlgorithmConfig) -> Loss:
 
 
 class _UsersPolicy:
-    """A user's policy term; our own errors, which say everything, pass as they are."""
+    """A user's policy term. Our errors pass through unchanged, because they are complete."""
 
     def __init__(self, config: AlgorithmConfig) -> None:
         self._path = config.loss
@@ -92,7 +92,7 @@ _Part = TypeVar("_Part", bound=Callable[..., Any])
 
 
 def _users_function(setting: str, path: str, find: Callable[[str], _Part]) -> _Part | None:
-    """A user's function under an import path, whose errors name it; ``None`` for a built-in part."""
+    """Return a user's function by import path, with errors that name it; ``None`` for a built-in part."""
     if ":" not in path:
         return None
     try:

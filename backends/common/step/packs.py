@@ -1,8 +1,8 @@
-"""A pack on its way into a model.
+"""Transfer of a pack into a model.
 
-Whatever follows from lengths, masks and boundaries is computed and checked on the host, where packs arrive, and goes to
-the device together, in one copy. From then on a micro-batch runs forward and backward without the host reading
-anything back: it would wait for all work that it has given to the device.
+Everything derived from lengths, masks and boundaries is computed and checked on the host, where packs arrive, and is
+moved to the device in one copy. From then on, a micro-batch runs forward and backward without reading anything back to
+the host, which would wait for all queued device work.
 """
 
 from collections.abc import Callable
@@ -29,9 +29,9 @@ class ResponseRows:
     """Rows of the local token axis whose hidden state predicts a response token.
 
     Attributes:
-        index: int64, in order, each once.
-        targets, temperatures: (r,) int64 ids of the tokens that they predict, and float64.
-        repeats: (r,) int64, for each of these its entry of ``index``, where sequences share rows; else ``None``.
+        index: int64, sorted, each once.
+        targets, temperatures: (r,) int64 ids of the predicted tokens, and float64.
+        repeats: (r,) int64 entry of ``index`` for each predicted token if sequences share rows; else ``None``.
         supports: (r, K) int32 of truncated sampling, else ``None``.
     """
 
@@ -43,7 +43,7 @@ class ResponseRows:
 
     @classmethod
     def of(cls, pack: PackedTrajectory, shard: ContextShard) -> Self:
-        """Those of this rank's ``shard`` of ``pack``."""
+        """Return the rows of ``pack`` that belong to this rank's ``shard``."""
         temperatures = pack.temperatures.repeat_interleave(pack.response_lens, output_size=pack.targets.numel())
         of_tokens = response_tokens(pack)[shard.response_slot], temperatures[shard.response_slot]
         supports = None
@@ -55,13 +55,13 @@ class ResponseRows:
         return cls(index, *of_tokens, repeats, supports)
 
     def spread(self, scored: Tensor) -> Tensor:
-        """(r, H) from the hidden states of ``index``, differentiable: the gradients of a shared row add up."""
+        """Expand the hidden states of ``index`` to (r, H). Differentiable: gradients of a shared row add up."""
         return scored if self.repeats is None else scored.index_select(0, self.repeats)
 
 
 @dataclass(slots=True)
 class MicroBatch:
-    """The pack as ``given`` to the trainer, the same on this rank's device, whole, and this rank's part of it.
+    """The pack as ``given`` to the trainer, the whole pack on this rank's device, and this rank's part of it.
 
     ``context``: ranks that share the pack.
     """
@@ -72,18 +72,18 @@ class MicroBatch:
     context: dist.ProcessGroup
 
     def whole(self, part: Tensor) -> tuple[Tensor, Tensor]:
-        """(R,) logprobs and entropies of the pack from this context rank's (2, r), differentiable."""
+        """Join this context rank's (2, r) into the pack's (R,) logprobs and entropies; differentiable."""
         scattered = torch.stack([self.shard.scatter(part[0]), self.shard.scatter(part[1])])
         logprobs, entropy = join_context_parts(scattered, self.context)
         return logprobs, entropy
 
 
 def require_computable(pack: PackedTrajectory, vocab_size: int) -> None:
-    """Check, where the pack lies, the values by which kernels index and divide: nothing later waits to read them.
+    """Check the values that kernels index and divide by, on the host: later, reading them would wait for the device.
 
     Raises:
-        TrainerError: a token outside the vocabulary; the message names the sequence.
-        ValueError: temperatures that scale no logits, or lengths that are not those of the targets.
+        TrainerError: a token is outside the vocabulary; the message names the sequence.
+        ValueError: temperatures that cannot scale logits, or lengths that don't match the targets.
     """
     require_temperatures(pack.temperatures)
     require_lengths(pack.response_lens, pack.targets.numel())
@@ -107,7 +107,7 @@ def require_computable(pack: PackedTrajectory, vocab_size: int) -> None:
 
 
 def _is_drawn(pack: PackedTrajectory) -> bool:
-    """Whether every token that carries loss is in its support."""
+    """Return whether every token that carries loss is in its support."""
     assert pack.support_ids is not None and pack.support_sizes is not None
     carrying = pack.loss_mask.nonzero()[:, 0]
     supports = padded(pack.support_ids, pack.support_sizes, carrying)
@@ -115,10 +115,10 @@ def _is_drawn(pack: PackedTrajectory) -> bool:
 
 
 def on_device(value: _Value, device: torch.device) -> _Value:
-    """Copy of a dataclass, or of a tuple of some, whose tensors lie on ``device``; itself where they do.
+    """Copy a dataclass, or a tuple of them, with its tensors on ``device``. Unchanged if they are there already.
 
-    All tensors of the host, at any depth of dataclasses and tuples, go over in one copy, from pinned memory, for which
-    the host does not wait. Tensors that are one object stay one. What has no tensors is not copied.
+    All host tensors, at any depth of dataclasses and tuples, move in one copy from pinned memory, without a wait on the
+    host. Tensors that are one object stay one. Parts without tensors are not copied.
     """
     if device.type == "cpu":
         return value
@@ -131,7 +131,7 @@ def on_device(value: _Value, device: torch.device) -> _Value:
 
 
 def _each_tensor(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
-    """``value`` with every tensor changed; the same object where none is."""
+    """Apply ``change`` to every tensor in ``value``; return the same object if nothing changes."""
     if isinstance(value, Tensor):
         return change(value)
     if type(value) is tuple:
@@ -158,9 +158,9 @@ class _SumForward(torch.autograd.Function):
 
 
 def join_context_parts(part: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """The sum over the context group of parts that are zero where another rank's tokens stand.
+    """Sum parts over the context group. Each part is zero at other ranks' tokens.
 
-    Every rank computes the same loss of the whole result. In backward each keeps the gradient as it is, and so takes
-    its own tokens' share of it: the sum over ranks, which data-parallel reduction makes, is the gradient once.
+    Every rank computes the same loss of the whole result. In backward, each keeps the gradient unchanged and so takes
+    its tokens' share: data-parallel reduction, the sum over ranks, then yields the gradient once.
     """
     return part if group.size() == 1 else _SumForward.apply(part, group)

@@ -1,4 +1,4 @@
-"""The sums of one optimizer step on one rank, and what all ranks must agree on before they update."""
+"""One optimizer step's sums on one rank, and the checks that all ranks must agree on before they update."""
 
 import math
 from dataclasses import dataclass, field
@@ -18,11 +18,11 @@ class StepSums:
     """Sums accumulated since ``begin_step``.
 
     Attributes:
-        denominator: what gradients will be divided by, where it is known at the beginning.
-        balance: the routers' loss, where the objective has one.
+        denominator: divisor of the gradients, if known when the step begins.
+        balance: the routers' loss, if the objective has one.
         sums: metrics of this rank's micro-batches (last pipeline stage only).
         losses: detached loss of every micro-batch, in order.
-        complete: the step's last window has been given.
+        complete: the step's last window has been opened.
     """
 
     denominator: float | None = None
@@ -32,12 +32,12 @@ class StepSums:
     complete: bool = False
 
     def add(self, loss: Tensor, sums: LossSums) -> None:
-        """Take in one micro-batch."""
+        """Add one micro-batch."""
         self.losses.append(loss.detach())
         self.sums = sums if self.sums is None else self.sums.add(sums)
 
     def open_window(self, count: int, last: bool) -> None:
-        """Accept a window of ``count`` micro-batches; refuse an empty one, and any after the step's ``last``."""
+        """Accept a window of ``count`` micro-batches. Rejects empty windows, and any after the step's ``last``."""
         if self.complete:
             raise rank_error(
                 "accumulate",
@@ -55,7 +55,7 @@ class StepSums:
         self.complete = last
 
     def require_denominator(self, denominator: float) -> None:
-        """Refuse a denominator that no step can have, or not the one that the step began with."""
+        """Reject a denominator that is not positive, or differs from the one given when the step began."""
         if not denominator > 0:
             raise rank_error(
                 "finish_step",
@@ -73,7 +73,7 @@ class StepSums:
 
 
 def require_finite_losses(step: StepSums, device: torch.device) -> None:
-    """Raise on every rank if any rank saw a loss that is not finite; the error names the first such rank."""
+    """Raise on every rank if any rank has a loss that is not finite. The error names the first such rank."""
     bad = (~torch.isfinite(torch.stack(step.losses))).nonzero().flatten().tolist() if step.losses else []
     mine = torch.tensor(bad[:1] or [-1], dtype=torch.int64, device=device)
     everyone = torch.empty(dist.get_world_size(), dtype=torch.int64, device=device)
@@ -90,7 +90,7 @@ def require_finite_losses(step: StepSums, device: torch.device) -> None:
 
 
 def require_finite_norm(norm: float) -> None:
-    """The norm is the same on every rank, so that all raise."""
+    """Raise if the norm is not finite. It is the same on every rank, so all ranks raise."""
     if not math.isfinite(norm):
         raise rank_error(
             "gradient reduction",
@@ -101,7 +101,7 @@ def require_finite_norm(norm: float) -> None:
 
 
 def reduced_over_data(sums: LossSums, replicas: dist.ProcessGroup) -> LossSums:
-    """Summed over data-parallel replicas; context ranks of one replica hold the same metrics and count once."""
+    """Sum over data-parallel replicas. One replica's context ranks hold the same metrics and count once."""
     if replicas.size() == 1:
         return sums
     totals, maxima = sums.to_vectors()

@@ -1,8 +1,7 @@
-"""Following a computation on shapes: how much memory it would hold, what it would compute, what it would send.
+"""Tracing of a computation on shapes: how much memory it would use, what it would compute, what it would send.
 
-Tensors on torch's meta device have shapes and storages of a size, but no memory. A ``Trace`` sees every operation on
-them, as it sees those on real tensors: it needs neither the model's memory nor a GPU, and runs the very code that
-trains.
+Tensors on torch's meta device have shapes and storage sizes, but no memory. A ``Trace`` sees every operation on them,
+like on real tensors: it needs neither the model's memory nor a GPU, and runs the actual training code.
 """
 
 import contextlib
@@ -29,12 +28,12 @@ HEAD = "head"
 _aten = torch.ops.aten
 
 Groups = dict[tuple[int, ...], tuple[int, int, int]]
-"""Ranks of a process group to (bytes sent, calls, bytes of asynchronous calls)."""
+"""Bytes sent, calls, and bytes of asynchronous calls, keyed by the ranks of a process group."""
 
 
 @dataclass(slots=True)
 class Counted:
-    """Floating-point operations as ``slime_like.interfaces.estimate.Work`` has them, and messages of this rank."""
+    """Floating-point operations as in ``slime_like.interfaces.estimate.Work``, and this rank's messages."""
 
     matmul_flops: float = 0.0
     attention_flops: float = 0.0
@@ -44,12 +43,12 @@ class Counted:
     head_bytes: float = 0.0
 
     def add_sent(self, ranks: Sequence[int], nbytes: int, count: int = 1, hidden: int = 0) -> None:
-        """Add ``count`` messages or collectives of ``nbytes`` in all, ``hidden`` of them of asynchronous ones."""
+        """Add ``count`` messages or collectives of ``nbytes`` in total, of which ``hidden`` are asynchronous."""
         sent = self.sent.get(tuple(ranks), (0, 0, 0))
         self.sent[tuple(ranks)] = sent[0] + nbytes, sent[1] + count, sent[2] + hidden
 
     def work(self, axes: Mapping[tuple[int, ...], Axis], default: Axis, further: Sequence[Traffic]) -> Work:
-        """This work, with ``further`` messages; ``axes`` belong to groups, ``default`` to all others."""
+        """Return this work, with ``further`` messages. ``axes`` maps groups to axes; all others get ``default``."""
         sent = (Traffic(axes.get(ranks, default), ranks, *figures) for ranks, figures in self.sent.items())
         kernels = self.kernel_bytes, self.head_flops, self.head_bytes
         return Work(self.matmul_flops, self.attention_flops, (*sent, *further), *kernels)
@@ -63,7 +62,7 @@ class Counted:
 
 @dataclass(slots=True)
 class _Live:
-    """A storage that exists: its present size, and the label that it counts under."""
+    """A live storage: its current size, and the label it counts under."""
 
     reference: weakref.ref[Any]
     nbytes: int
@@ -71,17 +70,17 @@ class _Live:
 
 
 class Trace(TorchDispatchMode):
-    """Counts, inside its ``with`` block, storages that come and go, floating-point operations and messages.
+    """Counter, inside its ``with`` block, of live storages, floating-point operations and messages.
 
-    Only storages that are made inside count, each once however many tensors share it, until the last of them is gone.
-    A real tensor that meets a meta tensor in an operation is taken by its shape: small tensors whose values decide
-    what is computed (boundaries, rows, routes) may therefore stay real.
+    Only storages created inside count. Each counts once, however many tensors share it, until the last of them is gone.
+    If a real tensor meets a meta tensor in an operation, its shape is used. So small tensors whose values determine the
+    computation (boundaries, rows, routes) may stay real.
 
     Attributes:
-        live: bytes of all storages made inside that still exist.
-        labelled: of these, by the label under which they were made.
+        live: bytes of all live storages created inside.
+        labelled: the same bytes, by the label under which they were created.
         peak: largest ``live`` since ``restart_peak``.
-        peak_labelled: what ``labelled`` was then.
+        peak_labelled: ``labelled`` at that moment.
         counted: work and messages; may be replaced by a new one.
     """
 
@@ -96,12 +95,12 @@ class Trace(TorchDispatchMode):
         self._storages: dict[int, _Live] = {}
 
     def restart_peak(self) -> None:
-        """The present moment is the highest so far."""
+        """Reset the peak to the current memory."""
         self.peak, self.peak_labelled = self.live, dict(self.labelled)
 
     @contextlib.contextmanager
     def label(self, name: str) -> Iterator[None]:
-        """Storages made inside are also counted under ``name``."""
+        """Count storages created inside also under ``name``."""
         before, self._label = self._label, name
         try:
             yield
@@ -109,7 +108,7 @@ class Trace(TorchDispatchMode):
             self._label = before
 
     def relabel(self, tensor: Tensor, name: str) -> None:
-        """Count a storage made inside under ``name`` from here on."""
+        """Count a storage created inside under ``name`` from now on."""
         found = self._storages[tensor.untyped_storage()._cdata]
         self._change(-found.nbytes, found.label)
         found.label = name
@@ -117,7 +116,7 @@ class Trace(TorchDispatchMode):
 
     @contextlib.contextmanager
     def counting(self, counted: Counted) -> Iterator[None]:
-        """Inside, work and messages are added to ``counted``."""
+        """Add work and messages inside the block to ``counted``."""
         before, self.counted = self.counted, counted
         try:
             yield
@@ -126,7 +125,7 @@ class Trace(TorchDispatchMode):
 
     @contextlib.contextmanager
     def resizes_followed(self) -> Iterator[None]:
-        """Inside, storages that are emptied and filled again count with their present size."""
+        """Inside, count storages that are emptied and refilled with their current size."""
         storage_class: Any = torch.UntypedStorage
         original = storage_class.resize_
 
@@ -145,14 +144,14 @@ class Trace(TorchDispatchMode):
             storage_class.resize_ = original
 
     def restart(self) -> int:
-        """Count work and the peak from here on; bytes that are there now."""
+        """Restart the counts of work and the peak; return the current bytes."""
         self.counted = Counted()
         self.restart_peak()
         return self.live
 
     @contextlib.contextmanager
     def head_labelled(self) -> Iterator[None]:
-        """Inside, storages that the head makes are also counted under ``HEAD``."""
+        """Count storages that the head creates inside also under ``HEAD``."""
 
         def labelled(original: Callable[..., Any]) -> Any:
             def call(*arguments: Any) -> Any:
@@ -180,7 +179,7 @@ class Trace(TorchDispatchMode):
             return func(*args, **given)
         inputs = [*_tensors(args), *_tensors(given.values())]
         if any(value.is_meta for value in inputs) and not all(value.is_meta for value in inputs):
-            if func is _aten.masked_select.default:  # the mask's values decide the shape
+            if func is _aten.masked_select.default:  # the mask's values determine the shape
                 out = args[0].new_empty(int(args[1].sum()))
                 self._follow([], out)
                 return out
@@ -204,7 +203,7 @@ class Trace(TorchDispatchMode):
             self.counted.head_bytes += made + read
 
     def _follow(self, inputs: list[Tensor], out: Any) -> None:
-        """Note storages of ``out`` that no input has."""
+        """Record the storages of ``out`` that no input has."""
         made = [out] if isinstance(out, Tensor) else _tensors(out)
         old = {value.untyped_storage()._cdata for value in inputs}
         for tensor in made:
@@ -230,7 +229,7 @@ class Trace(TorchDispatchMode):
 
 
 def _tensors(values: Any) -> list[Tensor]:
-    """List the tensors among arguments or results of an operation, also inside lists."""
+    """List the tensors among an operation's arguments or results, including inside lists."""
     found: list[Tensor] = []
     for value in values if isinstance(values, Iterable) else ():
         if isinstance(value, Tensor):
@@ -260,8 +259,8 @@ _ATTENTION: dict[Any, tuple[int, int, int | None, int]] = {
     _aten._scaled_dot_product_flash_attention_for_cpu: (2, 0, None, 4),
     _aten._scaled_dot_product_flash_attention_for_cpu_backward: (5, 1, None, 7),
 }
-"""Products of queries with keys, or as large as these, and the places of the queries and of both boundaries (None: of
-a batch) among the inputs, and of the mask among the arguments, which end before it where there is none.
+"""For each operator: number of products as large as queries times keys; positions of the queries and of both boundaries
+(None: of a batch) among the inputs, and of the mask among the arguments, which may end before it.
 
 Backward needs five products: the scores again, and the gradients of scores, values, queries and keys.
 """
@@ -274,7 +273,7 @@ _PICKS = frozenset({_aten.embedding, _aten.index_select, _aten.gather, _aten.ind
 
 def _count_flops(operator: Any, args: tuple[Any, ...], inputs: list[Tensor], out: Any, counted: Counted) -> bool:
     """Count matrix products and attention; return whether the operator is one of them."""
-    if operator in _MATMULS:  # 2 m n k for each of the batch's products; the factors are the last two of ``args``
+    if operator in _MATMULS:  # 2 m n k for each product of the batch; the factors are the last two of ``args``
         counted.matmul_flops += 2.0 * math.prod(out.shape) * _tensors(args)[-2].shape[-1]
     elif operator is _aten._grouped_mm:  # (T, K) rows, (E, K, N) experts; or (K, T), (T, N) for the weights' gradient
         counted.matmul_flops += 2.0 * inputs[0].numel() * inputs[1].shape[-1]
@@ -296,7 +295,7 @@ def _count_flops(operator: Any, args: tuple[Any, ...], inputs: list[Tensor], out
 
 # ----------------------------------------------------------------------------------------------------------- messages
 def _count_message(func: Any, args: tuple[Any, ...], counted: Counted) -> None:
-    """Bytes that leave this rank, by the ring algorithms that NCCL is modelled on (bandwidth terms alone)."""
+    """Count the bytes that leave this rank, by the ring algorithms of NCCL (bandwidth terms only)."""
     group = next((found for value in args if (found := _group(value)) is not None), None)
     name = func._overloadpacket.__name__
     if group is None or name in _NOTHING_SENT or group.size() == 1:
@@ -316,11 +315,11 @@ def _group(value: Any) -> Any:
         return None
     try:
         return dist.ProcessGroup.unbox(value)
-    except RuntimeError:  # a reduction's name travels as an object, too
+    except RuntimeError:  # a reduction's name is passed as an object, too
         return None
 
 
-# torch has no meta kernels of these; the group moves nothing anyway.
+# torch has no meta kernels for these, but the group moves nothing anyway.
 _NOT_ON_META = frozenset(
     {"allreduce_coalesced_", "allgather_into_tensor_coalesced_", "reduce_scatter_tensor_coalesced_"}
 )
@@ -328,7 +327,7 @@ _NOT_ON_META = frozenset(
 _NOTHING_SENT = frozenset({"recv_", "recv_any_source_", "barrier", "monitored_barrier_"})
 
 
-# The argument whose size decides, and how many times its bytes one rank of so many sends.
+# The argument whose size counts, and the multiple of its bytes that one rank sends, given the number of ranks.
 _SENT: dict[str, tuple[int, Callable[[int], float]]] = {
     "send": (0, lambda ranks: 1.0),
     "broadcast_": (0, lambda ranks: 1.0),

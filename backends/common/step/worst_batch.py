@@ -1,4 +1,4 @@
-"""The micro-batches that need most memory, within the run's limits of lengths and tokens."""
+"""The micro-batches that need the most memory within the run's limits of lengths and tokens."""
 
 from dataclasses import replace
 
@@ -11,12 +11,12 @@ from slime_like.trajectory import PackedTrajectory, ScoredTrajectory
 
 
 def worst_packs(config: RunConfig, layout: Layout) -> list[PackedTrajectory]:
-    """Packs that fill ``trainer.target_tokens_per_batch``; one of them needs most.
+    """Return packs that fill ``trainer.target_tokens_per_batch``. One of them needs the most memory.
 
-    What layers keep depends on the number of tokens, what the head needs on that of responses: the first pack has the
-    shortest prompts and the longest responses. Where keys are gathered, a rank also keeps those of the sequence that
-    reaches in from earlier ranks: there a second pack has the longest sequences. Where samples share their prompt, the
-    last pack has groups with the longest ones.
+    Layers' memory depends on the number of tokens, the head's on the number of responses: the first pack has the
+    shortest prompts and the longest responses. If keys are gathered, a rank also keeps keys of the sequence that
+    continues from earlier ranks, so a second pack has the longest sequences. If samples share their prompt, the last
+    pack has groups with the longest prompts.
     """
     budget, context = config.trainer.target_tokens_per_batch, config.trainer.parallel.context
     response = budget - 1 if config.supervised else config.rollout.max_new_tokens
@@ -30,8 +30,8 @@ def worst_packs(config: RunConfig, layout: Layout) -> list[PackedTrajectory]:
 
 
 def attention_length(pack: PackedTrajectory) -> int:
-    """Length of sequences, by themselves, whose attention would take as much per token; the longest one's where nothing
-    is shared."""
+    """Return the length of separate sequences whose attention would cost as much per token; the longest one's if
+    nothing is shared."""
     if pack.segment_parents is None or pack.segment_lengths is None:
         return pack.max_seqlen
     lengths, before, pairs = pack.segment_lengths.tolist(), list[int](), 0
@@ -42,9 +42,9 @@ def attention_length(pack: PackedTrajectory) -> int:
 
 
 def _filled(budget: int, prompt: int, response: int, context: int, layout: Layout, width: int) -> PackedTrajectory:
-    """As many sequences as fit, and the rest of the budget as one more. Padding that the layout adds counts.
+    """Fill a pack with as many sequences as fit, and one for the rest of the budget. The layout's padding counts.
 
-    ``width``: of the supports of truncated sampling; 0: none.
+    ``width`` is the width of truncated sampling's supports; 0 means none.
     """
     sequences: list[ScoredTrajectory] = []
     room = budget
@@ -61,7 +61,7 @@ def _filled(budget: int, prompt: int, response: int, context: int, layout: Layou
 
 
 def _filled_with_groups(budget: int, prompt: int, response: int, samples: int, width: int) -> PackedTrajectory:
-    """As many samples as fit, each group's prompt once, and the rest of the budget as one more."""
+    """Fill a pack with as many samples as fit, each group's prompt once, and one for the rest of the budget."""
     sequences: list[ScoredTrajectory] = []
     room = budget
     while True:

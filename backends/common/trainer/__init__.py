@@ -1,1 +1,1 @@
-"""A trainer rank, whatever computes its model."""
+"""A trainer rank, independent of what computes its model."""

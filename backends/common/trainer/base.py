@@ -1,4 +1,4 @@
-"""A trainer rank's start, step and scoring, whatever computes its model."""
+"""A trainer rank's start, step and scoring, independent of what computes its model."""
 
 import os
 from abc import abstractmethod
@@ -27,14 +27,14 @@ from slime_like.trajectory import GRPOStats, PackedTrajectory
 
 
 class StepOptimizer(Protocol):
-    """The optimizer as a step uses it."""
+    """The optimizer interface that a step uses."""
 
     @property
     def learning_rate(self) -> float:
         """Rate of the last update."""
 
     def gradient_norm(self) -> float:
-        """Global norm of the finished gradients, before clipping. Collective."""
+        """Return the global norm of the finished gradients, before clipping. Collective."""
 
     def update(self, gradient_norm: float) -> None:
         """Clip by the measured norm and take one step at the schedule's next rate."""
@@ -67,27 +67,27 @@ class TrainerBase(StoringTrainer):
 
     @abstractmethod
     def _build(self) -> None:
-        """Join the other ranks and make ``state``, weights still unset, ``coordinates``, ``device``, ``replicas``."""
+        """Join the other ranks and create ``state`` without weights, ``coordinates``, ``device`` and ``replicas``."""
 
     @abstractmethod
     def _prepare_training(self) -> StepOptimizer:
-        """Make what training needs beside loaded weights."""
+        """Create what training needs in addition to loaded weights."""
 
     @abstractmethod
     def _prepare_scoring(self) -> None:
-        """Make what scoring alone needs beside loaded weights."""
+        """Create what scoring needs in addition to loaded weights."""
 
     @abstractmethod
     def _zero_gradients(self) -> None:
-        """Forget whatever an earlier step has left."""
+        """Clear everything left by an earlier step."""
 
     @abstractmethod
     def finalize_gradients(self, denominator: float) -> None:
-        """Make this rank's gradients those of the step: summed over ranks, divided by ``denominator``."""
+        """Make this rank's gradients the step's gradients: summed over ranks, divided by ``denominator``."""
 
     @abstractmethod
     def _score(self, micro_batches: Sequence[PackedTrajectory]) -> list[ScoredLogprobs] | None:
-        """``score`` with the weights that are in place."""
+        """Run ``score`` with the current weights."""
 
     # ------------------------------------------------------------------------------------------------------------ start
     def setup(self) -> RankCoordinates:
@@ -129,10 +129,10 @@ class TrainerBase(StoringTrainer):
             self.state.load_weights(weights / "trainer")
 
     def _configured_reference(self) -> list[Tensor] | None:
-        """Host copies of the run's frozen reference, weights for the same modules; None where the trainer holds none.
+        """Return host copies of the frozen reference's weights, for the same modules; None if the trainer holds none.
 
         Raises:
-            ConfigError: it is another model.
+            ConfigError: the reference is a different model.
         """
         if not self.config.reference_in_trainer:
             return None

@@ -1,4 +1,4 @@
-"""Host memory for what comes from a device: locked once, for copies of full speed, and used again."""
+"""Host memory for device data: locked once, so that copies run at full speed, and reused."""
 
 import mmap
 import weakref
@@ -18,7 +18,7 @@ _SEGMENT_BYTES = 256 << 20
 
 
 class HostMemory:
-    """One piece of host memory, locked where there is a GPU, and handed out from its beginning."""
+    """One piece of host memory, handed out from its beginning and locked if there is a GPU."""
 
     def __init__(self, nbytes: int) -> None:
         self._memory = _new_memory(nbytes)
@@ -33,31 +33,31 @@ class HostMemory:
         return self.nbytes - self._used
 
     def take(self, nbytes: int) -> Tensor:
-        """(nbytes,) uint8 with a storage of that size: what is saved of it is no more than itself."""
+        """Take (nbytes,) uint8 with a storage of that size, so saving it writes nothing else."""
         start = self._used
         self._used += rounded(nbytes)
         return self._memory.tensor(start, nbytes) if nbytes else torch.empty(0, dtype=torch.uint8)
 
     def clear(self) -> None:
-        """Hand it out from the beginning again."""
+        """Start handing out from the beginning again."""
         self._used = 0
 
     def close(self) -> None:
-        """Unlock it; its pages go back to the system with the last tensor that was taken."""
+        """Unlock it. Its pages are freed with the last tensor that was taken."""
         self._memory.let_go()
 
 
 class HostCopies:
-    """Copies of tensors in host memory of their size; the next ones take the same memory.
+    """Host copies of tensors. Later copies reuse the same memory.
 
-    A checkpoint's state, or a reference's weights, have one size throughout a run, so that memory is locked once.
+    A checkpoint's state and a reference's weights keep their size throughout a run, so memory is locked once.
     """
 
     def __init__(self) -> None:
         self._memory: HostMemory | None = None
 
     def of(self, tensors: Iterable[Tensor]) -> list[Tensor]:
-        """Contiguous copies of tensors on any device; those made before are overwritten."""
+        """Make contiguous copies of tensors on any device. Overwrites the previous copies."""
         sources = [tensor.detach() for tensor in tensors]
         needed = sum(rounded(source.nbytes) for source in sources)
         if self._memory is None or needed > self._memory.nbytes:
@@ -79,9 +79,9 @@ class HostCopies:
 
 
 class HostPool:
-    """Pieces of host memory for tensors that come and go, from segments that are locked once and stay.
+    """Pieces of host memory for short-lived tensors, from segments that are locked once and kept.
 
-    torch's own pinned memory comes in powers of two, and a new size takes the system milliseconds.
+    torch's pinned memory comes in powers of two, and each new size takes the system milliseconds.
     """
 
     def __init__(self, segment_bytes: int = _SEGMENT_BYTES) -> None:
@@ -90,11 +90,11 @@ class HostPool:
 
     @property
     def nbytes(self) -> int:
-        """Held in all, also while no piece is in use."""
+        """Total bytes held, even while no piece is in use."""
         return sum(segment.memory.nbytes for segment in self._segments)
 
     def take(self, nbytes: int) -> Tensor:
-        """(nbytes,) uint8, at least one; its memory is another piece's once no tensor uses it."""
+        """Take (nbytes,) uint8, at least one byte. The memory is reused once no tensor uses it."""
         for segment in self._segments:
             if (piece := segment.take(nbytes)) is not None:
                 return piece
@@ -113,11 +113,11 @@ class HostPool:
 
 @dataclass(frozen=True, slots=True)
 class _Segment:
-    """Memory of which pieces are taken, lowest place first.
+    """Memory whose pieces are taken from the lowest free place.
 
     Attributes:
-        free: (start, end) of what is not in use, in order.
-        returned: the same, of pieces that are not in use any more: written by whichever thread dropped one last.
+        free: (start, end) of unused ranges, in order.
+        returned: (start, end) of pieces no longer in use; appended by whichever thread drops the last reference.
     """
 
     memory: LockedMemory
@@ -129,7 +129,7 @@ class _Segment:
         return cls(_new_memory(nbytes), [(0, nbytes)], deque())
 
     def take(self, nbytes: int) -> Tensor | None:
-        """``None`` if no place is large enough."""
+        """Take a piece; ``None`` if no place is large enough."""
         self._collect()
         needed = rounded(nbytes)
         place = next((place for place, (start, end) in enumerate(self.free) if end - start >= needed), None)
@@ -138,12 +138,12 @@ class _Segment:
         start, end = self.free[place]
         self.free[place : place + 1] = [(start + needed, end)] if start + needed < end else []
         part = self.memory.part(start, nbytes)
-        # The tensor's storage holds the array: it lives as long as any tensor or view that uses the memory.
+        # The tensor's storage holds the array, which lives as long as any tensor or view that uses the memory.
         weakref.finalize(part, self.returned.append, (start, start + needed)).atexit = False
         return torch.frombuffer(part, dtype=torch.uint8)
 
     def _collect(self) -> None:
-        """Join what was returned with its neighbours."""
+        """Merge returned pieces with their neighbors."""
         while self.returned:
             insort(self.free, self.returned.popleft())
         joined: list[tuple[int, int]] = []
@@ -159,11 +159,11 @@ def _new_memory(nbytes: int) -> LockedMemory:
 
 
 def wait_for_device() -> None:
-    """Wait for all copies under way."""
+    """Wait for all running copies."""
     if torch.cuda.is_available():
         torch.cuda.synchronize()
 
 
 def rounded(nbytes: int) -> int:
-    """Bytes that a piece of ``nbytes`` takes."""
+    """Return the bytes that a piece of ``nbytes`` takes."""
     return -(-nbytes // _ALIGNMENT) * _ALIGNMENT

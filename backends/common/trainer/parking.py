@@ -1,8 +1,8 @@
-"""Device memory given up for a while; its contents wait in host memory that is locked once and used again.
+"""Temporary release of device memory. Its contents wait in host memory that is locked once and reused.
 
-Storages are emptied and filled again in place, so that tensors, their views and autograd's gradient accumulators stay
-the same objects. Assigning ``parameter.data`` on another device would drop a parameter's accumulator (torch,
-``VariableHooks::set_data``), and with it the hook by which Megatron's DDP receives the gradient.
+Storages are emptied and refilled in place, so tensors, their views and autograd's gradient accumulators stay the same
+objects. Assigning ``parameter.data`` on another device would drop the parameter's accumulator (torch,
+``VariableHooks::set_data``), and with it the hook through which Megatron's DDP receives the gradient.
 """
 
 from collections.abc import Iterable, Iterator
@@ -22,7 +22,7 @@ class _Parked:
 
 
 class Parking:
-    """Host memory for what leaves the device; it grows to the most that was parked at a time."""
+    """Host memory for what leaves the device. It grows to the most that was parked at a time."""
 
     def __init__(self) -> None:
         self._arenas: list[HostMemory] = []
@@ -30,11 +30,11 @@ class Parking:
 
     @property
     def host_bytes(self) -> int:
-        """Host memory held, also while nothing is parked."""
+        """Host memory held, even while nothing is parked."""
         return sum(arena.nbytes for arena in self._arenas)
 
     def park(self, tensors: Iterable[Tensor]) -> None:
-        """Copy what the tensors' storages hold to the host and free the storages; those parked already are left."""
+        """Copy the tensors' storages to the host and free them. Skips storages that are already parked."""
         storages = list(_filled(tensors))
         parked = []
         for storage, place in zip(storages, self._places(storages), strict=True):
@@ -43,24 +43,24 @@ class Parking:
         self._free(parked)
 
     def discard(self, tensors: Iterable[Tensor]) -> None:
-        """Free the tensors' storages without their contents: ``restore`` fills them with zeros."""
+        """Free the tensors' storages without saving them: ``restore`` fills them with zeros."""
         self._free([_Parked(storage, storage.nbytes(), None) for storage in _filled(tensors)])
 
     def restore(self) -> None:
-        """Give all storages their memory and contents again."""
+        """Restore all storages' memory and contents."""
         for one in self._parked:
             one.storage.resize_(one.nbytes)
             if one.contents is None:
                 _bytes_of(one.storage).zero_()
             else:
                 _bytes_of(one.storage).copy_(one.contents, non_blocking=True)
-        wait_for_device()  # the host memory may be written again afterwards
+        wait_for_device()  # the host memory may be overwritten afterwards
         self._parked = []
         for arena in self._arenas:
             arena.clear()
 
     def close(self) -> None:
-        """Drop the memory with what is parked; see ``HostMemory.close``."""
+        """Drop the memory and everything parked in it; see ``HostMemory.close``."""
         for arena in self._arenas:
             arena.close()
         self._arenas, self._parked = [], []
@@ -72,7 +72,7 @@ class Parking:
         self._parked += parked
 
     def _places(self, storages: list[UntypedStorage]) -> Iterator[Tensor]:
-        """Room in host memory for each storage."""
+        """Yield room in host memory for each storage."""
         left = sum(rounded(storage.nbytes()) for storage in storages)
         for storage in storages:
             needed = rounded(storage.nbytes())
@@ -85,7 +85,7 @@ class Parking:
 
 
 def _filled(tensors: Iterable[Tensor]) -> Iterator[UntypedStorage]:
-    """Each storage of the tensors that holds memory, once."""
+    """Yield each storage of the tensors that holds memory, once."""
     seen = set()
     for tensor in tensors:
         storage = tensor.untyped_storage()

@@ -1,4 +1,4 @@
-"""Interface of a rank's weights and optimizer state to a trainer: where they come from and where they go."""
+"""Interface of a rank's weights and optimizer state: loading, saving, exporting and offloading."""
 
 import contextlib
 from abc import ABC, abstractmethod
@@ -15,16 +15,16 @@ from slime_like.interfaces import WeightBucket
 
 
 class TrainerState(ABC):
-    """One rank's shard of the weights and of the optimizer's state. All methods but ``weights`` are collective.
+    """One rank's shard of the weights and the optimizer state. All methods but ``weights`` are collective.
 
     The optimizer's part exists in a trainer that trains; ``load``, ``plan_save``, ``export_gradients``, ``offload`` and
     ``onload`` need it.
 
     Attributes:
-        parking: where the state is while it is not on the device.
-        snapshot: where it waits to be written behind training's back.
-        reference: where the frozen reference's weights are.
-        activations: where activations wait for backward.
+        parking: holds the state while it is not on the device.
+        snapshot: holds the state until it is written in the background.
+        reference: holds the frozen reference's weights.
+        activations: holds activations until backward.
     """
 
     def __init__(self) -> None:
@@ -34,28 +34,28 @@ class TrainerState(ABC):
         self.activations = HostPool()
 
     def close(self) -> None:
-        """Let go of all host memory, with what is parked there. A save under way still reads its copies."""
+        """Release all host memory, including parked state. A running save still reads its copies."""
         wait_for_device()
         for memory in (self.parking, self.snapshot, self.reference, self.activations):
             memory.close()
 
     @abstractmethod
     def weights(self) -> list[Tensor]:
-        """This rank's part of every weight that a checkpoint holds, as the model's own memory."""
+        """Return this rank's part of every weight that a checkpoint holds, as the model's memory, not a copy."""
 
     def reference_copies(self) -> list[Tensor]:
-        """The present weights as those of the reference, whose memory they take."""
+        """Copy the current weights into the reference's memory."""
         return self.reference.of(self.weights())
 
     @torch.no_grad()
     def _fill(self, values: Sequence[Tensor]) -> None:
-        # Behind whatever else the device computes; the values are not changed before the next pass is done.
+        # Queued after the device's other work; the values don't change before the next pass is done.
         for weight, value in zip(self.weights(), values, strict=True):
             weight.copy_(value, non_blocking=True)
 
     @contextlib.contextmanager
     def preserved(self) -> Iterator[None]:
-        """Inside, the model's weights may be overwritten; afterwards the present ones are back, bit for bit."""
+        """Restore the current weights, bit for bit, after a block that may overwrite them."""
         saved = [weight.detach().to("cpu", copy=True) for weight in self.weights()]
         try:
             yield
@@ -64,9 +64,9 @@ class TrainerState(ABC):
 
     @contextlib.contextmanager
     def replaced(self, frozen: Sequence[Tensor]) -> Iterator[None]:
-        """Inside, the model computes with ``frozen`` in its own storage; afterwards its weights are back bit for bit.
+        """Inside, the model computes with ``frozen`` in its storage; afterwards its weights are restored bit for bit.
 
-        They stay on the device meanwhile.
+        The weights stay on the device meanwhile.
         """
         policy = [weight.detach().clone() for weight in self.weights()]
         self._fill(frozen)
@@ -77,7 +77,7 @@ class TrainerState(ABC):
 
     @abstractmethod
     def is_same_model(self, path: Path) -> bool:
-        """True where the Hugging Face model of ``path`` computes as this one, with other weights."""
+        """Return whether the Hugging Face model in ``path`` computes like this one, except for the weights."""
 
     @abstractmethod
     def load_hugging_face(self, path: Path) -> None:
@@ -85,38 +85,38 @@ class TrainerState(ABC):
 
     @abstractmethod
     def load_weights(self, directory: Path) -> None:
-        """Read the weights that ``plan_save`` or ``save_weights`` wrote, under any layout."""
+        """Read weights written by ``plan_save`` or ``save_weights``, in any layout."""
 
     @abstractmethod
     def save_weights(self, directory: Path) -> None:
-        """Write the weights alone."""
+        """Write only the weights."""
 
     @abstractmethod
     def load(self, directory: Path) -> None:
-        """Read what a writer of ``plan_save`` wrote, under any layout."""
+        """Read what a writer from ``plan_save`` wrote, in any layout."""
 
     @abstractmethod
     def plan_save(self, directory: Path, copies: HostCopies | None = None) -> RankWriting:
-        """A writer of weights, optimizer, schedule and random state.
+        """Return a writer of weights, optimizer, schedule and random state.
 
         Args:
-            copies: where to keep the state as it is now: it may change before it is written.
+            copies: memory for a copy of the current state, which may change before it is written.
         """
 
     @abstractmethod
     def export_weights(self, bucket_bytes: int) -> Iterator[WeightBucket]:
-        """Hugging-Face-named buckets of at most ``bucket_bytes``."""
+        """Yield buckets with Hugging Face names, each at most ``bucket_bytes``."""
 
     @abstractmethod
     def export_gradients(self, bucket_bytes: int) -> Iterator[WeightBucket]:
-        """Finished gradients, as ``export_weights`` gives weights."""
+        """Yield finished gradients, like ``export_weights`` yields weights."""
 
     @abstractmethod
     def export_hugging_face(self, directory: Path) -> None:
         """Write a complete Hugging Face checkpoint."""
 
     def offload(self, keep_weights: bool) -> None:
-        """Free the device, apart from the weights if they are kept; gradients are dropped: a step must not be open."""
+        """Free the device, except for kept weights. Gradients are dropped, so no step may be open."""
         if torch.cuda.is_available():
             self.park(keep_weights)
             torch.cuda.empty_cache()

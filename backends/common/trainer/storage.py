@@ -1,4 +1,4 @@
-"""A trainer rank's weights and optimizer state to disk, to engines and to host memory."""
+"""Transfer of a trainer rank's weights and optimizer state to disk, to engines and to host memory."""
 
 import contextlib
 from collections.abc import Iterator
@@ -15,7 +15,7 @@ from slime_like.interfaces import PendingSave, RankPlacement, TrainerBackend, We
 
 
 class StoringTrainer(TrainerBackend):
-    """The part of ``TrainerBackend`` that moves the state and computes nothing; see there for its methods."""
+    """The part of ``TrainerBackend`` that moves the state and computes nothing. See there for its methods."""
 
     state: TrainerState
 
@@ -26,12 +26,12 @@ class StoringTrainer(TrainerBackend):
 
     @property
     def runtime(self) -> contextlib.AbstractContextManager[None]:
-        """A new context in which a phase runs."""
+        """Return a new context in which a phase runs."""
         return contextlib.nullcontext()
 
     @contextlib.contextmanager
     def _phase(self, name: str) -> Iterator[None]:
-        """The backend's runtime; a failed collective or kernel comes out as an error that names rank and phase."""
+        """Enter the backend's runtime. A failed collective or kernel becomes an error that names rank and phase."""
         try:
             with self.runtime:
                 yield
@@ -48,9 +48,9 @@ class StoringTrainer(TrainerBackend):
             ) from error
 
     def settle_weights(self) -> None:
-        """Make every weight of this rank whole, where an update may still be on its way. Collective.
+        """Make every weight of this rank whole if an update may still be in progress. Collective.
 
-        Every method here that reads weights does so itself.
+        Every method here that reads weights calls it.
         """
 
     @contextlib.contextmanager
@@ -105,7 +105,7 @@ class StoringTrainer(TrainerBackend):
         self.state.onload()
 
     def shutdown(self) -> None:
-        if hasattr(self, "state"):  # the set-up may have failed before
+        if hasattr(self, "state"):  # set-up may have failed earlier
             self.state.close()
 
 

@@ -1,5 +1,5 @@
-"""One rank on GPUs, worked out without one: its rows of every parameter, and steps of the sharded model followed on
-shapes, as FSDP's own code gathers weights and sums gradients."""
+"""Estimate of one rank on GPUs, without GPUs: its rows of every parameter, and traced steps of the sharded model on
+shapes, in which FSDP's code gathers weights and sums gradients."""
 
 from dataclasses import dataclass
 
@@ -20,7 +20,7 @@ from slime_like.trajectory import PackedTrajectory
 
 
 def rank_kinds(config: RunConfig) -> list[RankKind]:
-    """All ranks are alike. The last context rank keeps most of the gathered keys; it stands first."""
+    """Return one kind for all ranks. The last context rank keeps most of the gathered keys, so it comes first."""
     layout = config.trainer.parallel
     ranks = list(range(layout.world_size))
     ranks.insert(0, ranks.pop(layout.context - 1))
@@ -35,14 +35,14 @@ def estimate(config: RunConfig, rank: int) -> RankEstimate:
 
 @dataclass(frozen=True, slots=True)
 class _Followed:
-    """A micro-batch that was scored, and trained in a window of several, in bytes above the shards.
+    """A traced micro-batch, scored, and trained in a window of several. In bytes on top of the shards.
 
     Attributes:
-        forward_peak, peak: the highest moments of scoring and of training.
+        forward_peak, peak: peaks of scoring and of training.
         labelled: parts of ``peak``.
         saved: activations kept from forward to backward.
         scoring, training: work of the model itself.
-        score_gathers, train_gathers, sums: messages of weights, and of gradients where they are summed.
+        score_gathers, train_gathers, sums: messages of weights, and of gradients if they are summed.
     """
 
     pack: PackedTrajectory
@@ -58,7 +58,7 @@ class _Followed:
 
 
 class _Rank:
-    """This process as one rank, on shapes."""
+    """This process acting as one rank, on shapes."""
 
     def __init__(self, config: RunConfig, groups: Groups) -> None:
         self._config, self._groups = config, groups
@@ -94,7 +94,7 @@ class _Rank:
         return self._config.trainer.fsdp.accumulate == "sharded"
 
     def _follow(self, pack: PackedTrajectory) -> _Followed:
-        """Score; then train a window of two: the second runs beside the first one's gradients, and sums."""
+        """Score, then train a window of two. The second runs with the first one's gradients in memory, and sums."""
         trace, shapes = self._trace, self._shapes
         base = trace.restart()
         with torch.no_grad():
@@ -116,7 +116,7 @@ class _Rank:
         return _Followed(pack, forward_peak, peak, labelled, saved, scoring, training, *gathers, sums)
 
     def _train(self, pack: PackedTrajectory, last: bool) -> int:
-        """Forward and backward; bytes of activations kept between them."""
+        """Run forward and backward; return the bytes of activations kept between them."""
         self._model.sum_gradients(last or self._sums_always)
         before = self._activations()
         loss = self._loss(pack)
@@ -158,5 +158,5 @@ class _Rank:
 
 
 def _messages(counted: Counted) -> tuple[Traffic, ...]:
-    """Messages of FSDP, which shards over all ranks."""
+    """Return FSDP's messages, which go to all ranks."""
     return counted.work({}, "data", ()).traffic

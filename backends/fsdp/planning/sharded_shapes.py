@@ -1,4 +1,4 @@
-"""A sharded model on shapes: FSDP's own code gathers, frees and sums, and every storage and message is followed."""
+"""A sharded model on shapes: FSDP's code gathers, frees and sums, and every storage and message is traced."""
 
 import contextlib
 from collections.abc import Callable, Iterator
@@ -14,11 +14,11 @@ from backends.fsdp.parallel import Groups
 from slime_like.config import RunConfig
 
 GATHERED, GRADIENTS = "gathered", "gradients"
-"""Labels of whole weights and the buffers they come in; of float32 gradients, whole or summed, and their messages."""
+"""Labels of gathered weights with their buffers, and of float32 gradients, whole or summed, with their messages."""
 
 
 class ShardedShapes:
-    """A model whose parameters' shards, and all that FSDP makes of them, are on torch's meta device."""
+    """A model whose parameter shards, and everything FSDP makes from them, are on torch's meta device."""
 
     def __init__(self, config: RunConfig, groups: Groups, trace: Trace) -> None:
         self.model: LogprobModel = sharded_meta_model(config, groups)
@@ -30,26 +30,26 @@ class ShardedShapes:
 
     @contextlib.contextmanager
     def followed(self) -> Iterator[None]:
-        """Inside, passes of the model run, and the trace sees them."""
+        """Let the trace see the model's passes inside the block."""
         with self._trace, self._trace.head_labelled(), self._trace.resizes_followed(), _meta_has_streams():
             yield
 
     def take_messages(self) -> tuple[Counted, Counted]:
-        """Messages of weights and of gradients since the last call."""
+        """Return messages of weights and of gradients since the last call."""
         found = self._messages
         self._messages = {label: Counted() for label in found}
         return found[GATHERED], found[GRADIENTS]
 
     def _label_gradient(self, parameter: Tensor) -> None:
         assert parameter.grad is not None
-        if parameter.grad.dtype == torch.float32:  # others are cast as soon as their layer has all
+        if parameter.grad.dtype == torch.float32:  # others are cast as soon as their layer has all of them
             self._trace.relabel(parameter.grad, GRADIENTS)
 
     def _sharded(self) -> list[FSDPModule]:
         return [module for module in self.model.modules() if isinstance(module, FSDPModule)]
 
     def _put_on_meta(self, group: Any) -> None:
-        """FSDP takes its device from the ranks' mesh, and refuses shards without memory in its first pass."""
+        """Move a group to meta. FSDP takes its device from the ranks' mesh, and rejects shards without memory."""
         group.device = META
         for parameter in group.fsdp_params:
             parameter.device = META
@@ -67,7 +67,7 @@ class ShardedShapes:
         return noted
 
     def _hooked(self, group: Any, wait_for_unshard: Callable[..., Any]) -> Callable[..., None]:
-        """Gradients count as such as soon as autograd has them. Whole parameters exist from the first gathering on."""
+        """Label gradients as soon as autograd has them. Whole parameters exist only after the first gather."""
         hooked: list[Any] = []
 
         def waited(*arguments: Any) -> None:
@@ -81,7 +81,7 @@ class ShardedShapes:
         return waited
 
     def _moved_to_host(self, group: Any, post_backward: Callable[..., Any]) -> Callable[..., None]:
-        """Offloaded, summed gradients leave the device at once."""
+        """Move offloaded, summed gradients off the device immediately."""
 
         def moved(*arguments: Any) -> None:
             post_backward(*arguments)
@@ -92,13 +92,13 @@ class ShardedShapes:
 
 
 def _group(module: FSDPModule) -> Any:
-    """The parameters that FSDP gathers together."""
+    """Return the parameters that FSDP gathers together."""
     return module._get_fsdp_state()._fsdp_param_group
 
 
 @contextlib.contextmanager
 def _meta_has_streams() -> Iterator[None]:
-    """FSDP finds a device's streams in torch's module of its name. Those of a CPU, which do nothing, serve shapes."""
+    """Provide streams for meta. FSDP finds a device's streams in torch's module of its name; the CPU's do nothing."""
     module: Any = torch
     module.meta = torch.cpu
     try:

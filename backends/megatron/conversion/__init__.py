@@ -1,7 +1,7 @@
 """Hugging Face weights to Megatron's shards and back.
 
-One table of rules per model family (``families/``) says which tensors make up which parameter; ``transforms`` says how
-they lie in it. Loading, exporting and saving all follow those two, for any parallel layout.
+One table of rules per model family (``families/``) lists the tensors of each parameter; ``transforms`` defines their
+layout in it. Loading, exporting and saving all follow these two, for any parallel layout.
 """
 
 from backends.megatron.conversion.export import export_buckets, export_gradients, save_hf

@@ -1,4 +1,4 @@
-"""From the ranks' shards to full tensors under Hugging Face names, streamed in buckets."""
+"""Export of the ranks' shards as full tensors under Hugging Face names, streamed in buckets."""
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -25,22 +25,22 @@ _ALIGNMENT = 64
 
 
 Empty = Callable[..., Tensor]
-"""Makes a tensor of a shape and a ``dtype`` whose values are not set yet."""
+"""Factory of a tensor with a shape, a ``dtype`` and undefined values."""
 
 
 def export_buckets(
     model_chunks: Sequence[GPTModel], dimensions: ModelDimensions, bucket_bytes: int
 ) -> Iterator[WeightBucket]:
-    """Stream this pipeline stage's tensors in the parameters' own type, at most ``bucket_bytes`` a bucket.
+    """Stream this pipeline stage's tensors in the parameters' type, at most ``bucket_bytes`` per bucket.
 
-    A single larger tensor travels alone. The first rank of each stage yields the tensors. The ranks that hold other
-    shards of them take part bucket by bucket: they yield as many buckets, empty ones. All other ranks yield nothing.
-    A tensor may be a view of the model's own memory: it is valid until the next bucket is asked for.
+    A single larger tensor gets its own bucket. The first rank of each stage yields the tensors. Ranks with other shards
+    of them take part bucket by bucket: they yield the same number of empty buckets. All other ranks yield nothing. A
+    tensor may be a view of the model's memory, so it is valid only until the next bucket is requested.
 
-    Shards are gathered for many parameters at once, as many as fill a bucket.
+    Shards of as many parameters as fill a bucket are gathered together.
 
     Raises:
-        CheckpointError: a parameter that no rule covers.
+        CheckpointError: no rule covers a parameter.
     """
     yield from _stream(_exported(model_chunks, dimensions), bucket_bytes)
 
@@ -48,9 +48,9 @@ def export_buckets(
 def export_gradients(
     model_chunks: Sequence[GPTModel], dimensions: ModelDimensions, bucket_bytes: int
 ) -> Iterator[WeightBucket]:
-    """As ``export_buckets``, what Megatron's DDP has added up for each parameter (``main_grad``), whole on every rank.
+    """Export like ``export_buckets``, but the gradient sums of Megatron's DDP (``main_grad``), whole on every rank.
 
-    What lies in memory like a parameter is exported like one. Weights that no gradient reaches are left out.
+    A gradient has its parameter's memory layout, so it is exported like one. Weights without gradients are left out.
     """
     trained: list[Any] = [item for item in _exported(model_chunks, dimensions) if item.parameter.requires_grad]
     yield from _stream([replace(item, parameter=item.parameter.main_grad) for item in trained], bucket_bytes)
@@ -63,10 +63,10 @@ def save_hf(
     directory: Path,
     shard_bytes: int = SHARD_BYTES,
 ) -> None:
-    """Write the weights as sharded safetensors with an index; configuration and tokenizer come from ``source_dir``.
+    """Write the weights as sharded safetensors with an index, and ``source_dir``'s configuration and tokenizer.
 
-    Visible only once it is whole. Collective over the world; ``directory`` must be on a file system that all pipeline
-    stages share.
+    The directory appears only once it is complete. Collective over the world; ``directory`` must be on a file system
+    that all pipeline stages share.
     """
     parameter = next(model_chunks[0].parameters())
     write_hf_directory(
@@ -85,7 +85,7 @@ def _exported(model_chunks: Sequence[GPTModel], dimensions: ModelDimensions) -> 
 
 
 def _stream(exported: Sequence[Placement], bucket_bytes: int) -> Iterator[WeightBucket]:
-    """The tensors that ``exported`` place, gathered and merged."""
+    """Gather, merge and yield the tensors of ``exported``."""
     first = parallel_state.get_data_parallel_rank(with_context_parallel=True) == 0
     first_of_experts = parallel_state.get_expert_data_parallel_rank() == 0
     if not (first or first_of_experts):
@@ -106,12 +106,12 @@ def _stream(exported: Sequence[Placement], bucket_bytes: int) -> Iterator[Weight
 
 
 def _dense(placements: Sequence[Placement]) -> list[Placement]:
-    """Those that tensor-parallel ranks hold parts of."""
+    """Return parameters that are split over tensor-parallel ranks."""
     return [item for item in placements if item.expert is None and item.rule.transform.sharded]
 
 
 def _expert(placements: Sequence[Placement]) -> list[Placement]:
-    """Those of which expert-parallel ranks hold others."""
+    """Return parameters of experts, which differ between expert-parallel ranks."""
     return [item for item in placements if item.expert is not None]
 
 
@@ -123,13 +123,13 @@ def _gathered_bytes(placement: Placement) -> int:
 def _open(
     takes_part: bool, group: dist.ProcessGroup, batches: Iterable[list[Placement]], device: torch.device
 ) -> Gather | None:
-    """``None`` for ranks whose shards another replica sends, and where nothing of the kind is gathered."""
+    """Open a gather; ``None`` for ranks whose shards another replica sends, or if there is nothing to gather."""
     largest = max((packed_bytes([item.parameter.data for item in batch]) for batch in batches), default=0)
     return open_gather(group, largest, device) if takes_part and largest else None
 
 
 def _gathered(placements: Sequence[Placement], gather: Gather | None) -> dict[str, list[Tensor]]:
-    """On the first rank of the group, every rank's shard of each parameter, by name."""
+    """Return, on the group's first rank, every rank's shard of each parameter, by name."""
     if gather is None or not placements:
         return {}
     by_rank = gather([item.parameter.data for item in placements])
@@ -139,7 +139,7 @@ def _gathered(placements: Sequence[Placement], gather: Gather | None) -> dict[st
 
 
 class _Arena:
-    """Memory for a batch's tensors, used again for the next one: fresh memory costs as much as the copy into it."""
+    """Memory for a batch's tensors, reused for the next batch: new memory costs as much as the copy into it."""
 
     def __init__(self, device: torch.device) -> None:
         self._memory = torch.empty(0, dtype=torch.uint8, device=device)
@@ -151,7 +151,7 @@ class _Arena:
     def empty(self, shape: Shape, *, dtype: torch.dtype) -> Tensor:
         nbytes = math.prod(shape) * dtype.itemsize
         if self._used + nbytes > self._memory.numel():
-            # What was handed out keeps its memory; the new one serves as large a batch in full.
+            # Tensors already handed out keep the old memory; the new one fits a whole batch of this size.
             self._memory = torch.empty(2 * self._used + nbytes, dtype=torch.uint8, device=self._memory.device)
             self._used = 0
         start = self._used
@@ -160,7 +160,7 @@ class _Arena:
 
 
 def _buckets(parts: Iterable[tuple[str, Tensor | None, int]], bucket_bytes: int) -> Iterator[WeightBucket]:
-    """Parts without a tensor, on ranks that only take part, count in the buckets' sizes alone."""
+    """Group parts into buckets. Parts without a tensor, on ranks that only take part, count only by size."""
     bucket: list[tuple[str, Tensor]] = []
     room = bucket_bytes
     for name, tensor, nbytes in parts:
@@ -176,7 +176,7 @@ def _buckets(parts: Iterable[tuple[str, Tensor | None, int]], bucket_bytes: int)
 def _tensors(
     placement: Placement, shards: dict[str, list[Tensor]], sends: bool, arena: _Arena
 ) -> Iterator[tuple[str, Tensor | None, int]]:
-    """Name, full tensor (on the sender) and its size in bytes, in the same order on every rank of the stage."""
+    """Yield name, full tensor (on the sender) and its size in bytes, in the same order on every rank of the stage."""
     experts = _expert_numbers(placement)
     names = [name for expert in experts for name in placement.source_names(expert)]
     sizes = [math.prod(shape) * placement.parameter.element_size() for shape in placement.shapes * len(experts)]
@@ -192,7 +192,7 @@ def _tensors(
 
 
 def _expert_numbers(placement: Placement) -> list[int | None]:
-    """The experts that stand at this parameter's place on the expert-parallel ranks, in rank order."""
+    """Return the experts at this parameter's position on the expert-parallel ranks, in rank order."""
     if placement.expert is None:
         return [None]
     count = local_experts(placement.dimensions)
@@ -201,10 +201,10 @@ def _expert_numbers(placement: Placement) -> list[int | None]:
 
 
 def merge_shards(placement: Placement, shards: Sequence[Tensor], empty: Empty = torch.empty) -> list[Tensor]:
-    """Full Hugging Face tensors from the shards of all tensor-parallel ranks; views where nothing has to move.
+    """Merge the shards of all tensor-parallel ranks into full Hugging Face tensors; views if nothing has to move.
 
     Args:
-        empty: makes the tensors that do not, from shape and type.
+        empty: creates tensors that are not views, from shape and type.
     """
     parts: list[list[tuple[Piece, Tensor]]] = [[] for _ in placement.shapes]
     for rank, shard in enumerate(shards):

@@ -1,4 +1,4 @@
-"""Shards of many parameters on their way to the rank that puts them together: one exchange for a whole batch."""
+"""Gathering of many parameters' shards on the rank that merges them: one exchange for a whole batch."""
 
 import contextlib
 import functools
@@ -22,21 +22,21 @@ _CPU = torch.device("cpu")
 
 
 Gather = Callable[[Sequence[Tensor]], list[list[Tensor]] | None]
-"""This rank's shards to every rank's, by rank, on the group's first rank; ``None`` on the others. Collective.
+"""Gather of this rank's shards. The group's first rank gets all shards by rank, others ``None``. Collective.
 
-What came with one call is valid until the next one."""
+The result of one call is valid until the next call."""
 
 
 def packed_bytes(shards: Sequence[Tensor]) -> int:
-    """Room that a batch takes."""
+    """Return the room that a batch takes."""
     return sum(_room(shard) for shard in shards)
 
 
 def open_gather(group: dist.ProcessGroup | None, nbytes: int, device: torch.device) -> Gather:
-    """What moves batches of at most ``nbytes`` within ``group`` fastest. Opening it is collective over the group.
+    """Return the fastest way to gather batches of at most ``nbytes`` within ``group``. Collective over the group.
 
-    Ranks on one host's CPU read each other's memory, which is freed with the gather and the tensors that it returned;
-    all others exchange messages.
+    Ranks on one host's CPU read each other's memory, which is freed with the gather and the tensors it returned. All
+    others exchange messages.
     """
     if group is None or group.size() == 1:
         return _alone
@@ -61,7 +61,7 @@ def _pack(shards: Sequence[Tensor], buffer: Tensor) -> None:
 
 
 def _unpack(like: Sequence[Tensor], buffer: Tensor) -> list[Tensor]:
-    """Views of ``buffer``, (n,) uint8, with the types and shapes of ``like``, one behind the other."""
+    """Return consecutive views of ``buffer``, (n,) uint8, with the types and shapes of ``like``."""
     views, offset = [], 0
     for shard in like:
         views.append(buffer[offset : offset + shard.nbytes].view(shard.dtype).view(shard.shape))
@@ -70,7 +70,7 @@ def _unpack(like: Sequence[Tensor], buffer: Tensor) -> list[Tensor]:
 
 
 def _by_messages(group: dist.ProcessGroup, shards: Sequence[Tensor]) -> list[list[Tensor]] | None:
-    """One gather of the process group's backend."""
+    """Gather with the process group's backend."""
     packed = torch.empty(packed_bytes(shards), dtype=torch.uint8, device=shards[0].device)
     _pack(shards, packed)
     if group.rank() > 0:
@@ -84,9 +84,9 @@ def _by_messages(group: dist.ProcessGroup, shards: Sequence[Tensor]) -> list[lis
 class _Segments:
     """Memory of every other rank that the first rank maps, in two halves that are filled in turn.
 
-    A rank fills a half, then all meet, then the first one reads it while the others fill the next half. At the next
-    meeting it is done with the first, which may be filled again. The memory has no name in the file system: it is gone
-    with the last process that maps it, however that ends.
+    A rank fills a half and all ranks meet. Then the first rank reads it while the others fill the other half. At the
+    next meeting it has finished with the first half, which may be filled again. The memory has no name in the file
+    system, so it is freed with the last process that maps it, however that process ends.
 
     Attributes:
         everyone_sees: the first rank could map every segment; the same on all ranks.
@@ -111,7 +111,7 @@ class _Segments:
         dist.barrier(self._group)
         if not first:
             return None
-        # The first rank's own shards need not move at all.
+        # The first rank's shards need not move.
         return [list(shards), *(_unpack(shards, self._buffer(rank)) for rank in range(1, self._group.size()))]
 
     def _buffer(self, rank: int) -> Tensor:
@@ -122,7 +122,7 @@ class _Segments:
 
 
 class _Offer(NamedTuple):
-    """Where a process' segment can be found, and the characters that it begins with."""
+    """Location of a process's segment, and the characters that it begins with."""
 
     host: str
     path: str
@@ -131,7 +131,7 @@ class _Offer(NamedTuple):
 
 @contextlib.contextmanager
 def _offered(size: int) -> Iterator[_Offer]:
-    """Memory that processes may map inside the block; too little of it where the system grants none."""
+    """Provide memory that processes may map inside the block; too little of it if the system denies the request."""
     token = secrets.token_hex(_TOKEN_BYTES // 2)
     descriptor = os.memfd_create("slime-like-export", os.MFD_CLOEXEC)
     try:
@@ -144,12 +144,12 @@ def _offered(size: int) -> Iterator[_Offer]:
 
 
 def _map(offer: _Offer, size: int) -> mmap.mmap | None:
-    """A process' segment; ``None`` if it cannot be reached from here, or has not the size."""
+    """Map a process's segment; ``None`` if it cannot be reached from here, or is too small."""
     if offer.host != socket.gethostname():
         return None
     try:
         with Path(offer.path).open("r+b", buffering=0) as file:
             segment = mmap.mmap(file.fileno(), size)
     except (OSError, ValueError):
-        return None  # also a process of the same number on another machine of the same name
+        return None  # or a process with the same number on another machine with the same name
     return segment if segment[:_TOKEN_BYTES] == offer.token.encode() else None

@@ -1,4 +1,4 @@
-"""From a Hugging Face checkpoint into this rank's model chunks."""
+"""Loading of a Hugging Face checkpoint into this rank's model chunks."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -16,7 +16,7 @@ from slime_like.models.dimensions import EMBEDDING, HEADS, ModelDimensions
 
 
 def load_hf_weights(model_chunks: Sequence[GPTModel], hf_dir: Path, dimensions: ModelDimensions) -> None:
-    """Fill every parameter of ``model_chunks`` from ``hf_dir``, cast to the parameter's own type.
+    """Fill every parameter of ``model_chunks`` from ``hf_dir``, cast to the parameter's type.
 
     Collective over the world. A rank reads only its slices, one at a time. Every parameter element is written once
     (vocabulary padding with zero), and every tensor of the checkpoint is used by some rank.
@@ -29,13 +29,13 @@ def load_hf_weights(model_chunks: Sequence[GPTModel], hf_dir: Path, dimensions: 
     what = f"loading {hf_dir}"
     placements = together(lambda: place_parameters(model_chunks, dimensions), what, device)
     _require_all_used(placements, dimensions, device)
-    first = dist.get_rank() == 0  # the only one that reads more than its own part
+    first = dist.get_rank() == 0  # only this rank reads more than its part
     with together(lambda: open_checked(hf_dir, dimensions, first), what, device) as checkpoint:
         together(lambda: _fill_all(placements, checkpoint), what, device)
 
 
 def open_checked(hf_dir: Path, dimensions: ModelDimensions, compares_copies: bool) -> HfCheckpoint:
-    """Open a checkpoint that must have the model's tensors; comparing copies reads whole ones."""
+    """Open a checkpoint that must have exactly the model's tensors. Comparing copies reads whole tensors."""
     checkpoint = HfCheckpoint(hf_dir)
     ignored = {name for name in checkpoint.shapes() if dimensions.is_ignored(name)}
     checkpoint.require(family_of(dimensions).hf_shapes(dimensions), ignored)
@@ -45,7 +45,7 @@ def open_checked(hf_dir: Path, dimensions: ModelDimensions, compares_copies: boo
 
 
 def _require_all_used(placements: Sequence[Placement], dimensions: ModelDimensions, device: torch.device) -> None:
-    """Every Hugging Face tensor of the model must have a place on some rank: each rank marks those. Collective."""
+    """Require a place on some rank for every Hugging Face tensor of the model. Collective."""
     names = sorted(family_of(dimensions).hf_shapes(dimensions))
     sources = {name for placement in placements for name in placement.source_names()}
     used = torch.tensor([name in sources for name in names], dtype=torch.uint8, device=device)

@@ -1,4 +1,4 @@
-"""Rules of this rank's parameters, under global layer and expert numbers."""
+"""Matching of this rank's parameters to rules, under global layer and expert numbers."""
 
 import re
 from collections.abc import Iterator, Sequence
@@ -21,17 +21,17 @@ _FUSED_NAMES = (
     (r"(decoder\.layers\.\d+\.)mlp\.linear_fc1\.layer_norm_weight", r"\1pre_mlp_layernorm.weight"),
     (r"(.+\.experts\.)(linear_fc[12])\.weight(\d+)", r"\1local_experts.\3.\2.weight"),
 )
-"""Where Transformer Engine fuses modules or experts are grouped, their names, and the canonical ones."""
+"""Names in which Transformer Engine fuses modules or groups experts, and the canonical names."""
 
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """One parameter of this rank, or buffer that is a weight.
+    """One parameter of this rank, or a buffer that is a weight.
 
     Attributes:
         name: Megatron's name with global layer and expert numbers.
-        layer, expert: those numbers; ``None`` where the rule has none.
-        tp: this rank's place in the group that shards the parameter (the expert's own group for experts).
+        layer, expert: these numbers; ``None`` if the rule has none.
+        tp: this rank's position in the group that shards the parameter (for experts, their tensor-parallel group).
     """
 
     name: str
@@ -48,17 +48,17 @@ class Placement:
         return self.rule.shapes(self.dimensions)
 
     def source_names(self, expert: int | None = None) -> list[str]:
-        """Hugging Face names; of another ``expert`` than this rank's if given."""
+        """Return the Hugging Face names, for another ``expert`` if given."""
         number = self.expert if expert is None else expert
         return [source.name.format(layer=self.layer, expert=number) for source in self.rule.sources]
 
     def pieces(self, rank: int | None = None) -> tuple[Piece, ...]:
-        """Pieces of this rank's shard, or of another ``rank``'s of the same group."""
+        """Return the pieces of this rank's shard, or of another ``rank``'s in the same group."""
         tp = self.tp if rank is None else TensorRank(rank, self.tp.size)
         return self.rule.transform.pieces(Sources(self.shapes, tp, self.dimensions), tuple(self.parameter.shape))
 
     def check(self) -> None:
-        """Every element of the parameter must have exactly one source."""
+        """Require exactly one source for every element of the parameter."""
         actual = tuple(self.parameter.shape)
         wanted = self.rule.transform.shard_shape(Sources(self.shapes, self.tp, self.dimensions), actual)
         covered = sum(piece.numel(self.shapes) for piece in self.pieces()) if actual == wanted else -1
@@ -72,10 +72,10 @@ class Placement:
 
 
 def place_parameters(model_chunks: Sequence[GPTModel], dimensions: ModelDimensions) -> list[Placement]:
-    """Every parameter of this rank with its rule.
+    """Match every parameter of this rank to its rule.
 
     Raises:
-        CheckpointError: parameters that no rule covers, or of a wrong shape.
+        CheckpointError: no rule covers a parameter, or its shape is wrong.
     """
     rules = family_of(dimensions).rules_for(dimensions)
     placements: list[Placement] = []
@@ -116,7 +116,7 @@ def _global_parameters(model_chunks: Sequence[GPTModel], dimensions: ModelDimens
 
 
 def named_weights(chunk: GPTModel) -> Iterator[tuple[str, Tensor]]:
-    """All that a checkpoint holds of a chunk: parameters, and the buffers that are weights."""
+    """Yield everything a checkpoint holds of a chunk: parameters, and buffers that are weights."""
     yield from chunk.named_parameters()
     yield from ((name, buffer) for name, buffer in chunk.named_buffers() if name.endswith(f".{EXPERT_BIAS}"))
 
@@ -128,7 +128,7 @@ def _canonical(name: str) -> str:
 
 
 def _global_layer(name: str, chunk: GPTModel) -> str:
-    """Megatron names layers by their place in the chunk; each layer knows its number in the model, from 1."""
+    """Replace the layer's index in the chunk, which Megatron uses, by its index in the model."""
     return re.sub(
         r"^decoder\.layers\.(\d+)\.",
         lambda match: f"decoder.layers.{chunk.decoder.layers[int(match[1])].layer_number - 1}.",
@@ -145,5 +145,5 @@ def _global_expert(name: str, dimensions: ModelDimensions) -> str:
 
 
 def local_experts(dimensions: ModelDimensions) -> int:
-    """Experts per expert-parallel rank; they are consecutive."""
+    """Return the number of experts per expert-parallel rank. They are consecutive."""
     return dimensions.num_experts // parallel_state.get_expert_model_parallel_world_size()

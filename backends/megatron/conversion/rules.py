@@ -1,4 +1,4 @@
-"""Rules: which Hugging Face tensors make up which Megatron parameter, for one family of models."""
+"""Rules of one model family: the Hugging Face tensors of each Megatron parameter."""
 
 import re
 from collections.abc import Callable, Iterator
@@ -14,7 +14,7 @@ OUTPUT_LAYER = "output_layer.weight"
 
 
 class HfTensor(NamedTuple):
-    """A Hugging Face tensor: its name, with ``{layer}`` and ``{expert}`` to fill in, and its shape in named sizes."""
+    """A Hugging Face tensor: its name, with placeholders ``{layer}`` and ``{expert}``, and its shape in named sizes."""
 
     name: str
     sizes: tuple[str, ...]
@@ -25,7 +25,7 @@ class HfTensor(NamedTuple):
 
 
 def hf(name: str, *sizes: str) -> HfTensor:
-    """Short form for rule tables, with names of ``_named_sizes``."""
+    """Create an ``HfTensor`` with names of ``_named_sizes``; short for rule tables."""
     return HfTensor(name, sizes)
 
 
@@ -55,17 +55,17 @@ def _latent_sizes(dimensions: ModelDimensions, latent: LatentAttention) -> dict[
 
 
 def every_layer(dimensions: ModelDimensions) -> range:
-    """Layers of a rule by default: all of them."""
+    """Return all layers, a rule's default."""
     return range(dimensions.num_layers)
 
 
 @dataclass(frozen=True)
 class Rule:
-    """One Megatron parameter (per layer, per expert) and the Hugging Face tensors it is made of.
+    """One Megatron parameter (per layer, per expert) and its Hugging Face tensors.
 
     Attributes:
         megatron: Megatron's canonical name with global layer and expert numbers.
-        sources: in the order that the transform counts them.
+        sources: in the order in which the transform counts them.
         exported: False for the second copy of a tied embedding.
     """
 
@@ -81,7 +81,7 @@ class Rule:
 
     @cached_property
     def pattern(self) -> re.Pattern[str]:
-        """Matches Megatron names; groups ``layer`` and ``expert`` where the rule has them."""
+        """Pattern of Megatron names, with groups ``layer`` and ``expert`` if the rule has them."""
         escaped = re.escape(self.megatron)
         for number in ("layer", "expert"):
             escaped = escaped.replace(rf"\{{{number}\}}", rf"(?P<{number}>\d+)")
@@ -91,7 +91,7 @@ class Rule:
         return tuple(source.shape(dimensions) for source in self.sources)
 
     def instances(self, dimensions: ModelDimensions) -> Iterator[tuple[int | None, int | None]]:
-        """Every (layer, expert) that the rule stands for; ``None`` where it has no such number."""
+        """Return every (layer, expert) that the rule covers; ``None`` for a number it does not have."""
         layers = self.layers(dimensions) if "{layer}" in self.megatron else (None,)
         experts = range(dimensions.num_experts) if self.per_expert else (None,)
         return ((layer, expert) for layer in layers for expert in experts)
@@ -105,14 +105,14 @@ class Family:
     rules: tuple[Rule, ...]
 
     def rules_for(self, dimensions: ModelDimensions) -> tuple[Rule, ...]:
-        """The rules of one model. A tied head is read from the embedding and never exported."""
+        """Return the rules of one model. A tied head is read from the embedding and never exported."""
         rules = (rule for rule in self.rules if any(True for _ in rule.instances(dimensions)))
         if not dimensions.tied_embeddings:
             return tuple(rules)
         return tuple(TIED_OUTPUT if rule.megatron == OUTPUT_LAYER else rule for rule in rules)
 
     def hf_shapes(self, dimensions: ModelDimensions) -> dict[str, Shape]:
-        """Name and shape of every Hugging Face tensor of the model."""
+        """Return the name and shape of every Hugging Face tensor of the model."""
         return {
             source.name.format(layer=layer, expert=expert): shape
             for rule in self.rules_for(dimensions)

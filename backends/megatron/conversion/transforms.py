@@ -1,8 +1,8 @@
 """Layout of Hugging Face tensors inside Megatron's tensor-parallel shards.
 
-A transform names, for one tensor-parallel rank, the *pieces*: which range of which Hugging Face tensor stands in which
-view of the rank's Megatron tensor. Reading copies every piece in, writing copies the same pieces out, so both
-directions come from one declaration and cannot disagree.
+For one tensor-parallel rank, a transform lists the *pieces*: each maps a range of a Hugging Face tensor to a view of
+the rank's Megatron tensor. Reading copies every piece in, and writing copies the same pieces out. So one declaration
+defines both directions, which cannot disagree.
 """
 
 import math
@@ -29,9 +29,9 @@ class TensorRank:
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """``length`` entries from ``start`` along ``axis`` of source tensor ``source`` stand in ``view(shard)``.
+    """A copy: ``length`` entries from ``start`` along ``axis`` of source tensor ``source`` are in ``view(shard)``.
 
-    The view has the elements of that range in row-major order; its shape may group the range's rows.
+    The view has the range's elements in row-major order; its shape may group the range's rows.
     """
 
     source: int
@@ -47,7 +47,7 @@ class Piece:
 
 @dataclass(frozen=True, slots=True)
 class Sources:
-    """Shapes of the Hugging Face tensors that make up one parameter, and the rank that holds a part of it."""
+    """Shapes of one parameter's Hugging Face tensors, and the rank that holds a part of it."""
 
     shapes: Sequence[Shape]
     tp: TensorRank
@@ -55,12 +55,12 @@ class Sources:
 
 
 class Transform(ABC):
-    """See the module's text.
+    """A layout, as the module's docstring describes it.
 
     Attributes:
         pads: the shard may have elements without a counterpart; they are zero.
         sharded: tensor-parallel ranks hold different parts.
-        axis: along which they do.
+        axis: the axis that is split between them.
     """
 
     pads: ClassVar[bool] = False
@@ -68,14 +68,14 @@ class Transform(ABC):
     axis: int = 0
 
     def shard_shape(self, sources: Sources, actual: Shape) -> Shape:
-        """Shape that the Megatron shard must have. ``actual`` is what it has; only padding may depend on it."""
+        """Return the required shape of the Megatron shard. Only padding may depend on ``actual``, its current shape."""
         length = sum(shape[self.axis] for shape in sources.shapes) // (sources.tp.size if self.sharded else 1)
         shape = sources.shapes[0]
         return (*shape[: self.axis], length, *shape[self.axis + 1 :])
 
     @abstractmethod
     def pieces(self, sources: Sources, shard: Shape) -> tuple[Piece, ...]:
-        """Pieces of this rank's shard, whose shape is ``shard``."""
+        """Return the pieces of this rank's shard, which has shape ``shard``."""
 
 
 def _whole(tensor: Tensor) -> Tensor:
@@ -83,7 +83,7 @@ def _whole(tensor: Tensor) -> Tensor:
 
 
 class Replicated(Transform):
-    """Every tensor-parallel rank has the whole tensor."""
+    """The whole tensor on every tensor-parallel rank."""
 
     sharded = False
 
@@ -114,8 +114,8 @@ class GateUp(Transform):
 class GroupedQkv(Transform):
     """Query, key and value interleaved by query group: each group holds its query heads, one key, one value head.
 
-    Ranks hold equal parts: whole groups, or, where there are more ranks than groups, so many rows of one. Weights and
-    biases alike: heads are counted in rows.
+    Ranks hold equal parts: whole groups or, if there are more ranks than groups, an equal number of one group's rows.
+    This applies to weights and biases, because heads are counted in rows.
     """
 
     def pieces(self, sources: Sources, shard: Shape) -> tuple[Piece, ...]:
@@ -134,14 +134,14 @@ class GroupedQkv(Transform):
 
 
 def _rows_of_one_group(sources: Sources) -> Iterator[Piece]:
-    """Of several ranks that share a query group: the consecutive rows of query, key and value in one rank's part."""
+    """Yield one rank's consecutive query, key and value rows, if several ranks share a query group."""
     groups = sources.dimensions.num_kv_heads
     sharing = sources.tp.size // groups
     group, part = divmod(sources.tp.rank, sharing)
     per_group = [shape[0] // groups for shape in sources.shapes]
     length = sum(per_group) // sharing
     begin, end = part * length, (part + 1) * length
-    first = 0  # of the source's rows, within the group
+    first = 0  # first row of the source within the group
     for source, rows in enumerate(per_group):
         start, stop = max(begin, first), min(end, first + rows)
         if start < stop:
@@ -151,7 +151,7 @@ def _rows_of_one_group(sources: Sources) -> Iterator[Piece]:
 
 
 class Vocabulary(Transform):
-    """Rows of an embedding or head; Megatron pads their number so that all ranks have equally many."""
+    """Rows of an embedding or head. Megatron pads their number so that all ranks have the same."""
 
     pads = True
 
@@ -171,5 +171,5 @@ def _rows(start: int, length: int) -> View:
 
 
 def _group_heads(groups: int, head_dim: int, first: int, count: int) -> View:
-    """(rows, ...) of a fused tensor to (groups, count, head_dim, ...): heads ``first`` to ``first + count``."""
+    """View (rows, ...) of a fused tensor as (groups, count, head_dim, ...): heads ``first`` to ``first + count``."""
     return lambda tensor: tensor.view(groups, -1, head_dim, *tensor.shape[1:]).narrow(1, first, count)

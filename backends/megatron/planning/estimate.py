@@ -1,4 +1,4 @@
-"""One rank on GPUs, worked out without one: its real shard, DDP and optimizer on shapes, and a step followed."""
+"""Estimate of one rank on GPUs, without GPUs: its real shard, DDP and optimizer on shapes, and a traced step."""
 
 import contextlib
 from collections.abc import Iterable, Iterator, Sequence
@@ -27,9 +27,9 @@ from slime_like.models.dimensions import ModelDimensions
 
 
 def rank_kinds(config: RunConfig) -> list[RankKind]:
-    """Ranks of one pipeline stage are alike: stages differ in layers, ends, and micro-batches under way.
+    """Group ranks by pipeline stage: stages differ in layers, ends, and micro-batches in flight.
 
-    Where keys are gathered the last context rank keeps most of them; it then stands first.
+    If keys are gathered, the last context rank keeps most of them, so it comes first.
     """
     layout = config.trainer.parallel
     size = layout.tensor * layout.context * layout.data
@@ -44,7 +44,7 @@ def rank_kinds(config: RunConfig) -> list[RankKind]:
 
 
 def planned_attention(config: RunConfig) -> Attention:
-    """The attention whose layers are followed. Transformer Engine's need CUDA to be built; ours stand for them."""
+    """Return the traced attention. Transformer Engine's layers need CUDA, so ours represent them."""
     asked = config.trainer.attention
     if asked == "auto" and config.trainer.share_prefixes:
         return "allgather"
@@ -58,7 +58,7 @@ def estimate(config: RunConfig, rank: int) -> RankEstimate:
 
 
 def holdings(config: RunConfig, rank: int) -> Holdings:
-    """Memory that ``rank`` holds throughout a run; exact, and faster than ``estimate``."""
+    """Return the memory that ``rank`` holds throughout a run. Exact, and faster than ``estimate``."""
     with _rank_alone(config, rank) as followed:
         return followed.holdings()
 
@@ -72,7 +72,7 @@ def _rank_alone(config: RunConfig, rank: int) -> Iterator["_Rank"]:
 
 
 class _Rank:
-    """This process as one rank, on shapes."""
+    """This process acting as one rank, on shapes."""
 
     def __init__(self, config: RunConfig) -> None:
         self._config = config
@@ -84,7 +84,7 @@ class _Rank:
         self._communication.attach()
         self._trace = Trace()
         with self._trace:
-            self._communication.settle_weights()  # else the first forward pass would do so
+            self._communication.settle_weights()  # otherwise the first forward pass would do so
 
     def estimate(self, rank: int) -> RankEstimate:
         passes = Passes(self._config, self._dimensions, self._trace)
@@ -116,7 +116,7 @@ class _Rank:
     def _memory(
         self, per_pack: Sequence[Sequence[ChunkPasses]], worst: int, peak: WindowPeak, standing: int, update_bytes: int
     ) -> TrainerMemory:
-        """``per_pack[worst]`` needs most in training; scoring may need most with another pack."""
+        """Sum up the memory. ``per_pack[worst]`` needs most in training; another pack may in scoring."""
         passes = per_pack[worst]
         held = holdings_of(self._chunks, self._wrapped, self._optimizer)
         return TrainerMemory(
@@ -133,7 +133,7 @@ class _Rank:
         )
 
     def _update(self) -> tuple[Counted, int]:
-        """Sums over replicas, the optimizer's step, and the gathering of sharded weights, each followed once."""
+        """Trace once the sums over replicas, the optimizer's step, and the gathering of sharded weights."""
         trace = self._trace
         trace.restart()
         with trace, torch.no_grad():
@@ -141,7 +141,7 @@ class _Rank:
             for chunk in self._wrapped:
                 chunk.zero_grad_buffer()
             if self._config.trainer.optimizer.offload:
-                # Its arithmetic is the processor's; what it holds is counted from its parameters.
+                # The processor does its arithmetic; its memory is counted from its parameters.
                 for chunk in self._wrapped:
                     chunk.start_param_sync(force_sync=True)
                 return trace.counted, 0
@@ -153,8 +153,8 @@ class _Rank:
         return trace.counted, trace.peak - trace.live
 
     def _handed_on(self, tokens: int) -> tuple[Traffic, ...]:
-        """Hidden states to the next stage, their gradients to the previous one; the schedule, which sends them, is not
-        followed."""
+        """Return hidden states sent to the next stage and gradients to the previous one. The schedule, which sends
+        them, is not traced."""
         layout, chunks = self._config.trainer.parallel, len(self._chunks)
         if layout.pipeline == 1:
             return ()
@@ -168,7 +168,7 @@ class _Rank:
 
 
 def _make_moments(adamw: torch.optim.Optimizer) -> None:
-    """A first step, for shapes: fused AdamW, which does not take them, has no temporaries."""
+    """Create the moments of a first step, for shapes. Fused AdamW does not accept shapes, and has no temporaries."""
     for group in adamw.param_groups:
         for parameter in group["params"]:
             adamw.state[parameter] = {name: torch.zeros_like(parameter) for name in ("exp_avg", "exp_avg_sq")}
@@ -182,7 +182,7 @@ def _total(chunks: Iterable[Counted]) -> Counted:
 
 
 def _axes(last: Sequence[tuple[Axis, Any]] = ()) -> dict[tuple[int, ...], Axis]:
-    """Which axis a group of this rank belongs to; of several with the same ranks, the one named last."""
+    """Return each group's axis; of several with the same ranks, the last one counts."""
     state = parallel_state
     groups: list[tuple[Axis, Any]] = [
         ("world", torch.distributed.group.WORLD),
@@ -201,7 +201,7 @@ def _axes(last: Sequence[tuple[Axis, Any]] = ()) -> dict[tuple[int, ...], Axis]:
 
 
 def _replicas() -> list[tuple[Axis, Any]]:
-    """Groups over which gradients are summed and optimizer state is sharded."""
+    """Return the groups over which gradients are summed and optimizer state is sharded."""
     state = parallel_state
     return [
         ("data", state.get_data_parallel_group(with_context_parallel=False)),

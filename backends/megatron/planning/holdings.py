@@ -14,7 +14,7 @@ from backends.megatron.optimizer import Optimizer
 
 @dataclass(frozen=True, slots=True)
 class Holdings:
-    """One rank's, in bytes but for ``parameters``, their number; see ``TrainerMemory``."""
+    """One rank's memory, in bytes, except for ``parameters``, their number; see ``TrainerMemory``."""
 
     parameters: int
     parameter_bytes: int
@@ -24,7 +24,7 @@ class Holdings:
 
 
 _HOST_COPIES = 4
-"""Of every parameter that is updated in host memory, float32 each: main weight, gradient, both moments."""
+"""float32 copies of every parameter updated in host memory: main weight, gradient, both moments."""
 
 
 def holdings_of(
@@ -44,14 +44,14 @@ def holdings_of(
 
 
 def _storage_bytes(tensors: Iterable[Tensor], without: Iterable[Tensor] = ()) -> int:
-    """Bytes of the tensors' storages, each once, apart from those that ``without`` has a part in."""
+    """Return the bytes of the tensors' storages, each once, except storages shared with ``without``."""
     known = {tensor.untyped_storage()._cdata for tensor in without}
     found = {tensor.untyped_storage()._cdata: tensor.untyped_storage().nbytes() for tensor in tensors}
     return sum(nbytes for key, nbytes in found.items() if key not in known)
 
 
 def _optimizer_bytes(optimizer: Optimizer, weights: Sequence[Tensor]) -> tuple[int, int]:
-    """Bytes of main weights and of the optimizer's state (after its first step) on the device and in host memory."""
+    """Return the bytes of main weights and optimizer state (after its first step) on the device and in host memory."""
     parts = [part.optimizer for part in optimizer.parts]
     on_host = [part for part in parts if isinstance(part, HybridDeviceOptimizer)]
     held = [tensor for part in parts if part not in on_host for tensor in (*_parameters(part), *_state(part))]
@@ -64,6 +64,6 @@ def _parameters(optimizer: Any) -> Iterator[Tensor]:
 
 
 def _state(optimizer: Any) -> Iterator[Tensor]:
-    """Moments. The step's number, one scalar for every parameter, is left out."""
+    """Yield moments. Leaves out the step's number, one scalar per parameter."""
     for state in optimizer.state.values():
         yield from (value for name, value in state.items() if isinstance(value, Tensor) and name != "step")

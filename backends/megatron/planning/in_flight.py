@@ -1,21 +1,21 @@
-"""Activations that a pipeline stage keeps at once, under Megatron's schedules."""
+"""Activations that a pipeline stage keeps at the same time, under Megatron's schedules."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 WINDOWS_OF_STAGES = 4
-"""Micro-batches in a window, in pipeline sizes: enough for the largest number under way."""
+"""Micro-batches in a window, in pipeline sizes: enough for the largest number in flight."""
 
 
 @dataclass(frozen=True, slots=True)
 class PassMemory:
-    """Memory of one chunk's pass over one micro-batch, in bytes above what was there before.
+    """Memory of one chunk's pass over one micro-batch, in bytes on top of what was there before.
 
     Attributes:
         saved: kept from forward to backward.
-        forward, backward: highest during each; during backward, with its saved activations.
-        head_forward, head_backward: of these, what the head has at that moment.
+        forward, backward: peak during each; backward's includes its saved activations.
+        head_forward, head_backward: the head's part of these peaks.
     """
 
     saved: int
@@ -27,7 +27,7 @@ class PassMemory:
 
 @dataclass(frozen=True, slots=True)
 class WindowPeak:
-    """The highest moment of a window: bytes in all, the head's among them, and micro-batches whose activations lie."""
+    """The peak of a window: total bytes, the head's part of them, and micro-batches with live activations."""
 
     nbytes: int
     head: int
@@ -35,7 +35,7 @@ class WindowPeak:
 
 
 def schedule(stage: int, stages: int, chunks: int) -> Iterator[tuple[Literal["forward", "backward"], int]]:
-    """(pass, chunk) in the order in which ``stage`` runs them: 1F1B, interleaved where a stage has several chunks.
+    """Yield (pass, chunk) in the order of ``stage``: 1F1B, interleaved if a stage has several chunks.
 
     Source: Megatron-core's ``pipeline_parallel.schedules`` (Narayanan et al., arXiv:2104.04473, section 2.2).
     """
@@ -51,12 +51,12 @@ def schedule(stage: int, stages: int, chunks: int) -> Iterator[tuple[Literal["fo
 
 
 def _chunk(step: int, stages: int, chunks: int) -> int:
-    """A stage runs a chunk for as many micro-batches as there are stages, then the next one."""
+    """Return a step's chunk. A stage runs each chunk for as many micro-batches as there are stages."""
     return step % (stages * chunks) // stages
 
 
 def window_peak(stage: int, stages: int, passes: Sequence[PassMemory]) -> WindowPeak:
-    """The highest moment of a window of equal micro-batches; ``passes`` has one entry per chunk of the stage."""
+    """Return the peak of a window of equal micro-batches; ``passes`` has one entry per chunk of the stage."""
     peak, live, under_way = WindowPeak(0, 0, 0), 0, 0
     for direction, chunk in schedule(stage, stages, len(passes)):
         chunk_pass = passes[chunk]

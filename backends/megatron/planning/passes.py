@@ -1,4 +1,4 @@
-"""Forward and backward of one rank's chunks over one micro-batch, on shapes: the code that trains, followed."""
+"""Forward and backward of one rank's chunks over one micro-batch on shapes, traced in the training code."""
 
 import contextlib
 from collections.abc import Iterator
@@ -29,8 +29,8 @@ class ChunkPasses:
     """Passes of one chunk over one micro-batch.
 
     Attributes:
-        memory: of training.
-        forward_only: bytes at the highest moment of a pass without gradients.
+        memory: memory of training.
+        forward_only: peak bytes of a pass without gradients.
         scoring, training: work of a pass without gradients, and of forward, recomputation and backward.
         host_bytes: activations kept in host memory (``trainer.activation_offload``).
     """
@@ -43,10 +43,10 @@ class ChunkPasses:
 
 
 class Passes:
-    """Runs passes of one rank's chunks, inside ``alone_as(..., on_meta=True)``.
+    """Runner of one rank's passes, inside ``alone_as(..., on_meta=True)``.
 
     Attributes:
-        standing: bytes of buffers that Megatron makes in its first pass and keeps.
+        standing: bytes of buffers that Megatron creates in its first pass and keeps.
     """
 
     def __init__(self, config: RunConfig, dimensions: ModelDimensions, trace: Trace) -> None:
@@ -54,10 +54,10 @@ class Passes:
         self._dtype = getattr(torch, config.model.dtype)
         self._hidden_size = dimensions.hidden_size
         layout = config.trainer.parallel
-        # An interleaved pipeline may still be sending what it has handed on (see model.py): it keeps its outputs.
+        # An interleaved pipeline keeps its outputs, because it may still be sending them (see model.py).
         self._frees_output = layout.pipeline > 1 and layout.virtual_pipeline == 1
         self._sequence_size = layout.tensor if layout.sequence else 1
-        # Boundaries and rows stay real: their values decide which shapes there are.
+        # Boundaries and rows stay real: their values determine shapes.
         self._builder = BatchBuilder(config, dimensions, torch.device("cpu"))
         self.standing = 0
 
@@ -126,7 +126,7 @@ class Passes:
 
 
 class _OffloadedShapes(ActivationOffload):
-    """On shapes: bytes leave the device's count for the host's."""
+    """Activation offload on shapes: bytes move from the device's count to the host's."""
 
     nbytes = 0
 
@@ -143,7 +143,7 @@ class _OffloadedShapes(ActivationOffload):
 
 
 def _even_routes() -> list[Patch]:
-    """Shapes route nowhere: every expert is given the same number of tokens, on every rank the same."""
+    """Route evenly, because shapes have no routes: every expert gets the same number of tokens."""
     routing, gather = router.BalancedRouter.routing, token_dispatcher.gather_from_sequence_parallel_region
 
     def even(self: Any, logits: Tensor, padding_mask: Any = None) -> tuple[Tensor, Tensor]:
@@ -151,7 +151,7 @@ def _even_routes() -> list[Patch]:
         return probs, even_routing_map(probs.shape[0], probs.shape[1], self.topk)
 
     def gather_counts(counts: Tensor, *arguments: Any, group: Any = None, **options: Any) -> Tensor:
-        """Counts of routes, which decide shapes, are real; all else is gathered as ever."""
+        """Gather counts of routes, which determine shapes, as real values; gather everything else as usual."""
         if counts.is_meta:
             return gather(counts, *arguments, group=group, **options)
         return counts.repeat(group.size())
@@ -163,7 +163,7 @@ def _even_routes() -> list[Patch]:
 
 
 def even_routing_map(tokens: int, experts: int, top_k: int) -> Tensor:
-    """(tokens, experts) bool: every token has ``top_k`` experts, and experts' loads differ by one at most."""
+    """Return (tokens, experts) bool: every token has ``top_k`` experts, and experts' loads differ by at most one."""
     routes = torch.zeros(tokens, experts, dtype=torch.bool)
     chosen = torch.arange(tokens * top_k).view(tokens, top_k) % experts
     return routes.scatter_(1, chosen, True)

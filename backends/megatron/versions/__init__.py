@@ -1,1 +1,1 @@
-"""Places where the supported versions of Megatron-core differ: one file for each, chosen by what is installed."""
+"""Differences between the supported versions of Megatron-core: one file each, selected by the installed version."""

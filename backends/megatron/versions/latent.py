@@ -1,4 +1,4 @@
-"""Modules of latent attention: 0.16 builds those of the spec, 0.19 chooses some by itself."""
+"""Modules of latent attention: 0.16 builds the spec's modules, 0.19 chooses some itself."""
 
 from typing import Any
 
@@ -13,7 +13,7 @@ if IS_NEW:
 
 
 class AsSpecified:
-    """Builds the spec's modules in 0.19, too, which would take Transformer Engine's for some norms of queries."""
+    """Mixin that builds the spec's modules in 0.19, too, instead of Transformer Engine's for some query norms."""
 
     def _resolve_qk_norm_config(self, submodules: Any) -> dict[str, Any]:
         return {name: getattr(submodules, name) for name in _PARTS}

@@ -26,6 +26,6 @@ def set_experts(layer: Any, module: Any, router: type, experts: type | None) -> 
 
 
 def _built(layer: Any) -> object:
-    """The class of the layer's MLP."""
+    """Return the class of the layer's MLP."""
     made: object = layer.mlp.func if IS_NEW else layer.mlp.module
     return getattr(made, "__self__", made)

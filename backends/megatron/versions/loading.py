@@ -1,7 +1,7 @@
-"""Reading a checkpoint as one: a rank that finds damage must not leave the others in their next collective.
+"""Collective reading of a checkpoint: a rank that finds damage must not leave the others in their next collective.
 
-0.16 reads with torch's collective ``load_state_dict``, which raises on every rank what any rank found. 0.19 lets every
-rank read for itself.
+0.16 reads with torch's collective ``load_state_dict``, which raises any rank's error on every rank. 0.19 lets every
+rank read independently.
 """
 
 import contextlib
@@ -20,7 +20,7 @@ from backends.megatron.patch import Patch, applied
 
 @contextlib.contextmanager
 def loading_together(reader: Callable[[Path], StorageReader]) -> Iterator[None]:
-    """Inside, ``dist_checkpointing.load`` is collective, and reads with ``reader`` of the directory."""
+    """Inside, ``dist_checkpointing.load`` is collective and reads the directory with ``reader``."""
     with contextlib.ExitStack() as stack:
         stack.enter_context(applied(Patch(torch_strategy, "_get_filesystem_reader", lambda path, **_: reader(path))))
         if IS_NEW:

@@ -1,7 +1,7 @@
 """Plain values and results of a save: both versions write the same files.
 
-0.16 writes plain values (``common.pt``) by a separate strategy. 0.19 would make them one more object of the sharded
-state, and reads ``common.pt`` where there is one; written as before, either version reads the other's checkpoints.
+0.16 writes plain values (``common.pt``) with a separate strategy. 0.19 would store them as another object of the
+sharded state, but reads ``common.pt`` if it exists. Written the old way, either version reads the other's checkpoints.
 """
 
 import contextlib
@@ -17,19 +17,19 @@ from backends.megatron.installed import IS_NEW, absent
 from backends.megatron.patch import Patch, applied
 
 SaveCommon = Callable[[dict[str, Any], "str | Path"], None]
-"""Writes plain values into a checkpoint's directory."""
+"""Writer of plain values into a checkpoint's directory."""
 
 ASYNC_OPTIONS: dict[str, Any] = {"async_strategy": "mcore"} if IS_NEW else {}
-"""Of ``dist_checkpointing.save``: not by the package that 0.19 prefers."""
+"""Options of ``dist_checkpointing.save``: don't use the package that 0.19 prefers."""
 
 _COMMON = "common_state"
 
 
 @contextlib.contextmanager
 def saving_in_process(save_common: SaveCommon) -> Iterator[None]:
-    """Inside, results pass through a queue of this process, not of a manager process that Megatron would spawn.
+    """Inside, pass results through a queue of this process, not of a manager process that Megatron would spawn.
 
-    ``save`` takes no strategy for plain values as an argument.
+    ``save`` has no argument for the strategy of plain values.
     """
     with contextlib.ExitStack() as stack:
         name = "get_write_results_queue" if IS_NEW else "_get_write_results_queue"
@@ -52,12 +52,12 @@ def _saved_by(save_common: SaveCommon) -> Iterator[None]:
 
 
 class PlainValues:
-    """Of a strategy for sharded state: takes the plain values out of it where Megatron put them there."""
+    """Mixin of a strategy for sharded state: removes the plain values if Megatron added them to the state."""
 
     save_common: SaveCommon
 
     def async_save(self, sharded_state_dict: dict[str, Any], checkpoint_dir: Path, *strategy: Any) -> Any:
-        """As Megatron's."""
+        """Run like Megatron's."""
         if IS_NEW:
             if _COMMON not in sharded_state_dict:
                 raise absent(f"serialization.save's {_COMMON!r}")

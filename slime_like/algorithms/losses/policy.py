@@ -62,7 +62,7 @@ class PPOClip:
 
 
 class GSPO(PPOClip):
-    """Group sequence policy optimisation (arXiv:2507.18071 eq. 5 to 7): one ratio per sequence.
+    """Group sequence policy optimization (arXiv:2507.18071 eq. 5 to 7): one ratio per sequence.
 
     ``s = exp(mean over loss-carrying tokens of (log pi - log pi_old))``, clipped as in PPO. Every token of a sequence
     carries the sequence's loss, so that reduction "samples" gives the paper's objective. Clip bounds are far smaller
@@ -95,7 +95,7 @@ class CISPO(PPOClip):
 
 
 class SFT:
-    """Supervised: the negative log-likelihood, ``-log pi`` (InstructGPT, arXiv:2203.02155, section 3.1, step 1)."""
+    """Supervised: the negative log-likelihood, ``-log pi`` (InstructGPT, arXiv:2203.02155, section 3.1)."""
 
     name = "sft"
     needs_old = False
@@ -109,7 +109,7 @@ class SFT:
 
 
 class PolicyGradient(SFT):
-    """REINFORCE (Williams 1992): ``-A log pi``. No ratio, nothing clipped; exact on samples of the current policy."""
+    """REINFORCE (Williams 1992): ``-A log pi``, exact on samples of the current policy."""
 
     name = "policy_gradient"
     needs_advantages = True

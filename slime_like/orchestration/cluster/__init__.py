@@ -1,1 +1,1 @@
-"""Ray: session, placement, nodes, calls, health, clean-up of orphaned processes."""
+"""Ray cluster of a run: session, placement, nodes, calls, health, and cleanup of orphaned processes."""

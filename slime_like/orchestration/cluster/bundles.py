@@ -1,4 +1,4 @@
-"""Bundles of devices of a run, and their nodes; counted without torch or Ray."""
+"""Device bundles of a run, and their nodes. Counting them needs neither torch nor Ray."""
 
 import math
 from collections.abc import Sequence
@@ -7,17 +7,17 @@ from dataclasses import dataclass
 from slime_like.config import RunConfig
 
 RANK_LABEL = "slime-like.io/node-rank"
-"""Label of Ray's nodes: the order in which they are filled."""
+"""Label of Ray nodes with the order in which they are filled."""
 
 
 @dataclass(frozen=True, slots=True)
 class Pieces:
-    """A run's devices in pieces that must lie on one node each.
+    """A run's devices in pieces. Each piece must be on one node.
 
     Attributes:
-        ranks: trainer ranks in runs of neighbours, in rank order: a tensor-parallel group, or as many as make up a
-            colocated engine, which must not be divided either.
-        engines: ``rollout.tensor`` of each separate engine; colocated ones use the devices of trainer ranks.
+        ranks: sizes of groups of consecutive trainer ranks: a tensor-parallel group, or the ranks of a colocated
+            engine, which must not be split either.
+        engines: ``rollout.tensor`` of each separate engine. Colocated engines use the devices of trainer ranks.
         references: ranks of the reference workers, by tensor-parallel group.
     """
 
@@ -27,12 +27,12 @@ class Pieces:
 
     @property
     def bundles(self) -> list[int]:
-        """Devices of every bundle: one for each trainer rank, then each engine's, then one for each reference rank."""
+        """Devices per bundle: one for each trainer rank, then each engine's, then one for each reference rank."""
         return [1] * sum(self.ranks) + [*self.engines] + [1] * sum(self.references)
 
 
 def pieces_of(config: RunConfig, with_trainers: bool = True, with_engines: bool = True) -> Pieces:
-    """Pieces of a run. Evaluation runs without trainers, scoring and verification without engines."""
+    """Compute a run's pieces. Evaluation has no trainers, scoring and verification have no engines."""
     parallel, group, tensor = config.trainer.parallel, config.reference.parallel.tensor, config.rollout.tensor
     colocated = with_trainers and config.cluster.placement == "colocated"
     samples = with_engines and not config.supervised and not config.debug.load_rollouts
@@ -47,12 +47,12 @@ def pieces_of(config: RunConfig, with_trainers: bool = True, with_engines: bool 
 
 
 def bundle_sizes(config: RunConfig, with_trainers: bool = True, with_engines: bool = True) -> list[int]:
-    """``Pieces.bundles`` of a run."""
+    """Return ``Pieces.bundles`` of a run."""
     return pieces_of(config, with_trainers, with_engines).bundles
 
 
 def num_reference_ranks(config: RunConfig) -> int:
-    """Number of ranks of all reference workers."""
+    """Return the number of ranks of all reference workers."""
     return config.reference_workers * config.reference.parallel.world_size
 
 
@@ -65,7 +65,7 @@ class NodeRoom:
 
 
 class NoRoomError(Exception):
-    """A piece that must lie on one node, of ``size`` devices, fits on none."""
+    """A piece of ``size`` devices that must be on one node fits on no node."""
 
     def __init__(self, size: int) -> None:
         self.size = size
@@ -73,10 +73,10 @@ class NoRoomError(Exception):
 
 
 def assign_nodes(pieces: Pieces, nodes: Sequence[NodeRoom]) -> list[int]:
-    """Index of the node of every bundle.
+    """Return the node index of every bundle.
 
-    Ranks fill nodes in order and never go back, so that neighbours stay together and a pipeline's stages follow the
-    nodes; engines take the first room that is left, and after them the groups of reference ranks.
+    Ranks fill nodes in order and never go back, so neighbors stay together and pipeline stages follow the nodes.
+    Engines take the first remaining room, then groups of reference ranks do.
 
     Raises:
         NoRoomError: a piece fits nowhere.
@@ -96,7 +96,7 @@ def assign_nodes(pieces: Pieces, nodes: Sequence[NodeRoom]) -> list[int]:
 
 
 def fits_on_nodes(config: RunConfig, devices: Sequence[int]) -> bool:
-    """Return whether the run fits on empty nodes with so many devices each."""
+    """Return whether the run fits on empty nodes with these numbers of devices."""
     try:
         assign_nodes(pieces_of(config), [NodeRoom("", count) for count in devices])
     except NoRoomError:
@@ -105,7 +105,7 @@ def fits_on_nodes(config: RunConfig, devices: Sequence[int]) -> bool:
 
 
 def along_devices(nodes: Sequence[str], devices: Sequence[int]) -> list[int]:
-    """Indices of bundles in the order of their nodes, as these come first in ``nodes``, and then of their devices."""
+    """Sort bundle indices by node, in order of first appearance in ``nodes``, and then by device."""
     first = {node: index for index, node in reversed(list(enumerate(nodes)))}
     return sorted(range(len(nodes)), key=lambda bundle: (first[nodes[bundle]], devices[bundle]))
 
@@ -118,10 +118,10 @@ def _first_with_room(free: Sequence[int], size: int, start: int) -> int:
 
 
 def slots_per_node(config: RunConfig, nodes: int) -> int:
-    """CPU slots that each of several nodes without GPUs must offer so that ranks and engines are spread evenly.
+    """Return the number of CPU slots that each node without GPUs must offer to spread ranks and engines evenly.
 
-    What must not be divided between nodes (a tensor-parallel group, an engine) is placed whole, and divides a node's
-    slots, as it must divide its GPUs.
+    Tensor-parallel groups and engines must not be split between nodes. Their sizes must divide a node's slots, like
+    they must divide its GPUs.
     """
     pieces = pieces_of(config)
     sizes = [*pieces.ranks, *pieces.engines, *pieces.references]

@@ -1,4 +1,4 @@
-"""The Ray cluster of a run: a new one on loopback, or a running one that the run joins."""
+"""Ray cluster of a run: a new one on loopback, or a running cluster that the run joins."""
 
 import logging
 import os
@@ -37,21 +37,21 @@ from slime_like.weights.transports.leftovers import SHARED_MEMORY, cleanup
 _REACH_S = 10.0
 _ANSWER_S = 30.0
 _ASK = "import sys; from ray._raylet import GcsClient; GcsClient(address=sys.argv[1])"
-"""Runs in a process, since the call has no bound."""
+"""Program that runs in a separate process, since the call has no bound."""
 
 
 class Cluster:
-    """Context manager: Ray is up inside and, if started here, gone outside, whatever happened in between.
+    """Context manager for Ray. Ray runs inside; outside, a cluster started here is gone, whatever happened.
 
     Args:
         config: address of the cluster, or size of a new one.
         logs: path that links to the workers' logs; for a new cluster, a directory with these logs after the run.
-        slots: CPU slots the run needs; a new cluster offers this many even on a machine with fewer cores.
+        slots: CPU slots that the run needs; a new cluster offers at least this many, even with fewer cores.
         bucket_directories: directories of weight buckets besides shared memory.
         note: called with sentences about stopped workers, from another thread.
 
     Attributes:
-        run_name: unique; shared memory and weight buckets whose name begins with it are removed at the end.
+        run_name: unique name; shared memory and weight buckets whose name starts with it are removed at the end.
     """
 
     def __init__(
@@ -101,9 +101,9 @@ class Cluster:
             self._stopped = StoppedWorkers(self._note)
             if (node := own_node()) is not None:
                 self._daemons = DaemonWatch(node, self._note)
-        except Exception as error:  # Ray raises what it likes, Exception itself among it
+        except Exception as error:  # Ray can raise any class, including Exception itself
             self._end(in_order=False)
-            raise_if_interrupted()  # it may have made an error of Ctrl-C
+            raise_if_interrupted()  # it may have turned Ctrl-C into an error
             where = self._config.address or "on this machine"
             raise SlimeLikeError(
                 f"Ray did not start ({where}): {error}", code="ray-not-started", who="cluster"
@@ -140,11 +140,11 @@ class Cluster:
         return found
 
     def resources(self) -> dict[str, float]:
-        """Amount of each of Ray's resources, used or not."""
+        """Return the total amount of each Ray resource."""
         return ray.cluster_resources()
 
     def _end(self, in_order: bool) -> None:
-        """Shut Ray down; after an interrupted start the orphan reaper looks once more."""
+        """Shut Ray down. After an interrupted start, the orphan reaper checks once more."""
         try:
             ray.shutdown()
             self._settings.close()
@@ -170,15 +170,15 @@ class Cluster:
             "_temp_dir": str(self._private / RAY_DIRECTORY),
             "num_cpus": max(self._slots, len(os.sched_getaffinity(0))),
             "object_store_memory": self._config.object_store_mb * 1024 * 1024,
-            # Every actor here has a separate environment or starts immediately: idle workers would serve none.
-            # Nothing works without the GCS, and Ray would wait a minute for it to return.
+            # Idle workers would serve no actor: all have a separate environment or start immediately.
+            # Nothing works without the GCS, and Ray would wait a minute for its return.
             "_system_config": {"prestart_worker_first_driver": False, "gcs_rpc_server_reconnect_timeout_s": 15},
         }
 
 
 def _require_reachable(address: str) -> None:
-    """Check the address before Ray does, which tries for minutes. Ray resolves "auto" from a variable, a file of the
-    last cluster, or a running process. A cluster answers only clients that have its token."""
+    """Check the address first, since Ray tries for minutes. Ray resolves "auto" from a variable, the last cluster's
+    file, or a running process. A cluster only answers clients with its token."""
     try:
         found = services.get_ray_address_from_environment(address, None)
         host, _, port = found.rpartition(":")

@@ -26,7 +26,7 @@ _LOOKS_PER_STOP = 10
 """Checks for deaths per check for stops, which reads all processes of the host."""
 
 _GRACE_S = 3.0
-"""Time from a death to the interrupt: a failure by itself within this time explains more."""
+"""Time from a daemon's death to the interrupt. A failure that appears by itself in this time explains more."""
 
 _FAILS_BEFORE_S = 0.5
 """Time that a daemon may outlive the first failure its death causes."""
@@ -53,12 +53,12 @@ class DaemonWatch:
         self.interrupted = False
         self._died: str | None = None
         self._deaf = self._may_interrupt and signal.getsignal(signal.SIGINT) is signal.SIG_IGN
-        if self._deaf:  # a script's command with "&" starts like this; only this watch's interrupt counts
+        if self._deaf:  # scripts start background commands ("&") like this; only this watch's interrupt counts then
             signal.signal(signal.SIGINT, self._hear)
         self._thread.start()
 
     def close(self) -> None:
-        """End the thread. If it interrupts now, the run is already ending."""
+        """End the thread. If it interrupts just now, the run is ending already."""
         try:
             with self._deciding:
                 self._over.set()
@@ -71,9 +71,9 @@ class DaemonWatch:
             signal.signal(signal.SIGINT, signal.SIG_IGN)
 
     def cause(self) -> str | None:
-        """Return the daemon that caused a failure now, if one did. Wait a moment for one that is about to end.
+        """Return the daemon that caused a failure, if any. Wait a moment for one that is about to end.
 
-        The daemon that interrupted the run is known already: a busy machine may let the moment pass unused.
+        A daemon that interrupted the run is already known, since a busy machine may let the moment pass.
         """
         until = time.monotonic() + _FAILS_BEFORE_S
         while True:
@@ -111,7 +111,7 @@ class DaemonWatch:
         with self._deciding:
             if self._may_interrupt and not self._over.is_set():
                 self._died, self.interrupted = died, True
-                # A signal to the process may be delivered to a thread that does not run just then.
+                # The process could deliver its signal to a thread that is not running.
                 signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
 
     def _hear(self, number: int, frame: FrameType | None) -> None:
@@ -129,7 +129,7 @@ class DaemonWatch:
                 with suppress(psutil.NoSuchProcess):
                     process = psutil.Process(info.process.pid)
                     yield kind, process
-                    # A raylet's children are its agents, and the workers, which StoppedWorkers checks.
+                    # A raylet's children are its agents and the workers. StoppedWorkers checks the workers.
                     for child in process.children():
                         with suppress(psutil.NoSuchProcess):
                             if _AGENT in " ".join(child.cmdline()):

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-os.environ.setdefault("GRPC_VERBOSITY", "ERROR")  # else each lost connection prints a line
+os.environ.setdefault("GRPC_VERBOSITY", "ERROR")  # otherwise each lost connection prints a line
 
 # Ray's public clients need a Ray node on this machine, have no bound, and end the process when the GCS is gone.
 import grpc  # type: ignore[import-untyped]
@@ -92,7 +92,7 @@ class Gcs:
         return {int(node.labels[RANK_LABEL]): _member(node) for node in found if RANK_LABEL in node.labels}
 
     def _call(self, method: Callable[..., Any], request: Any) -> Any:
-        """Raises ``UnreachableError``: no answer in time; ``WrongTokenError``: the token is rejected."""
+        """Call the GCS. Raises ``UnreachableError`` (no answer in time) or ``WrongTokenError`` (token rejected)."""
         began = time.monotonic()
         while True:
             try:

@@ -1,4 +1,4 @@
-"""Ray's processes on one node: only those a run needs, in process groups of their own."""
+"""Ray's processes on one node: only the ones that a run needs, in separate process groups."""
 
 import os
 from collections.abc import Iterator, Mapping
@@ -7,7 +7,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-# Neither `ray.init` nor `ray start` can leave processes out, and start three times as long and listen with them.
+# `ray.init` and `ray start` cannot leave processes out. With all of them, starting takes three times as long.
 import ray._private.node
 import ray._private.utils
 import ray._private.worker
@@ -34,23 +34,23 @@ class LeanNode(ray._private.node.Node):
     """
 
     def __init__(self, ray_params: RayParams, **options: Any) -> None:
-        """Start the node; ``SlimeLikeError`` names a daemon that ended meanwhile."""
-        ray_params.update_if_absent(node_ip_address=_LOOPBACK)  # else Ray listens on all addresses
+        """Start the node. A ``SlimeLikeError`` names a daemon that ended in the meantime."""
+        ray_params.update_if_absent(node_ip_address=_LOOPBACK)  # otherwise Ray listens on all addresses
         ray_params.update(no_monitor=True, include_log_monitor=False)
         os.environ.setdefault("RAY_gcs_server_port_wait_time_s", _GCS_START_S)  # Ray's 30 s are short on a busy machine
         try:
             with _replaced(services, "ConsolePopen", partial(services.ConsolePopen, process_group=0)):
                 super().__init__(ray_params, **options)
-        except Exception as error:  # Ray raises Exception itself
+        except Exception as error:  # Ray can raise Exception itself
             if (died := self.ended_daemon()) is not None:
                 raise SlimeLikeError(died, code="ray-died") from error
             raise
 
     def start_api_server(self, **_: Any) -> None:
-        """Start none."""
+        """Do nothing."""
 
     def ended_daemon(self) -> str | None:
-        """Return which of Ray's vital daemons ended by itself, if one did, and the agent that a raylet ended with."""
+        """Return the vital Ray daemon that ended by itself, if any, with the agent that a raylet ended with."""
         for kind, process in self.dead_processes():
             if kind in VITAL:
                 agent = ended_agent(Path(self.get_logs_dir_path())) if kind == "raylet" else None
@@ -60,7 +60,7 @@ class LeanNode(ray._private.node.Node):
 
 
 def own_node() -> LeanNode | None:
-    """Return the node of the cluster that this process started, if it did."""
+    """Return the node of a cluster that this process started, or ``None``."""
     node = ray._private.worker._global_node
     return node if isinstance(node, LeanNode) else None
 
@@ -83,7 +83,7 @@ def lean_start(own: bool) -> Iterator[None]:
 
 @contextmanager
 def own_token(directory: Path) -> Iterator[None]:
-    """Inside, a cluster that this process starts requires a new token, which is in a file of ``directory``.
+    """Require a new token, from a file in ``directory``, for a cluster that this process starts inside.
 
     By default, Ray uses one token per user for all clusters, from a file that others may read.
     """
@@ -97,7 +97,7 @@ def own_token(directory: Path) -> Iterator[None]:
 
 
 def _use_token(settings: Mapping[str, str]) -> None:
-    """Set the variables, which Ray's core would read only once."""
+    """Set the variables. Ray's core would otherwise read them only once."""
     for name in _TOKEN_SETTINGS:
         os.environ.pop(name, None)
     os.environ.update(settings)

@@ -1,4 +1,4 @@
-"""The node that a worker runs on, as the cluster knows it."""
+"""The cluster node that a worker runs on."""
 
 import os
 import socket
@@ -15,28 +15,28 @@ from slime_like.system.network import interface_of
 
 
 def node_address() -> str:
-    """This node's address in the cluster."""
+    """Return this node's address in the cluster."""
     address: str = ray.util.get_node_ip_address()
     return address
 
 
 def session_directory() -> Path:
-    """Directory of Ray's files of this cluster on this node."""
+    """Return the directory of the cluster's Ray files on this node."""
     this = ray.get_runtime_context().get_node_id()
     (socket_file,) = (node["RayletSocketName"] for node in ray.nodes() if node["NodeID"] == this)
     return Path(socket_file).parent.parent
 
 
 def logs_directory() -> Path:
-    """Where the logs of this cluster's processes on this node are, Ray's and the run's."""
+    """Return the directory of the logs of Ray and the run on this node."""
     return session_directory() / "logs"
 
 
 def require_own_devices() -> None:
-    """Reject a node whose Ray shows every process all GPUs. Call before CUDA is initialised.
+    """Reject a node where Ray shows all GPUs to every process. Call before CUDA is initialized.
 
     Raises:
-        SlimeLikeError: this process was given GPUs, and sees others.
+        SlimeLikeError: this process was given GPUs and sees others.
     """
     given = ray.get_runtime_context().get_accelerator_ids().get("GPU")
     if given and (problem := visible_device_problem(os.environ)):
@@ -44,21 +44,21 @@ def require_own_devices() -> None:
 
 
 def use_session_directory() -> None:
-    """Temporary files of this process and its children go with Ray's session, however they end.
+    """Put temporary files of this process and its children into Ray's session, which is always removed.
 
-    Engines make sockets and files that they leave behind. What torch compiles stays where it is found again.
+    Engines leave sockets and files behind. Code compiled by torch stays in its cache for later runs.
     """
     caches = os.environ.get("XDG_CACHE_HOME") or Path("~/.cache").expanduser()
-    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", f"{caches}/torchinductor")  # torch's default others can make
+    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", f"{caches}/torchinductor")  # others can create torch's default
     os.environ["TMPDIR"] = str(session_directory())
-    tempfile.tempdir = None  # what was found before
+    tempfile.tempdir = None  # clear the cached value
 
 
 def use_log(role: str) -> Path:
-    """Have all that this process and its children print go to ROLE.log among the cluster's logs; their directory.
+    """Redirect the output of this process and its children to ROLE.log, and return the log directory.
 
-    Ray's own files, named after worker ids, keep what was printed before. A process that takes the role of an earlier
-    one writes to ROLE.2.log, the next to ROLE.3.log.
+    Ray's own files, named after worker ids, keep earlier output. A process that takes over a role writes to ROLE.2.log,
+    the next one to ROLE.3.log.
     """
     directory = logs_directory()
     with open_log(directory, role) as file:
@@ -69,10 +69,10 @@ def use_log(role: str) -> Path:
 
 
 def use_cluster_interface(gloo: bool) -> None:
-    """Have collectives of this process and its children go through the cluster's own network; what is set stays.
+    """Route collectives of this process and its children through the cluster's network. Existing settings stay.
 
     Args:
-        gloo: gloo, too; an engine's ranks share a host, and keep theirs on loopback.
+        gloo: whether to route gloo, too. An engine's ranks share a host and use gloo on loopback.
 
     Raises:
         SlimeLikeError: no interface has the address that Ray uses.
@@ -86,4 +86,4 @@ def use_cluster_interface(gloo: bool) -> None:
         )
     if gloo:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
-    os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={interface}")  # NCCL would take every name that begins so
+    os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={interface}")  # "=": NCCL would otherwise match prefixes

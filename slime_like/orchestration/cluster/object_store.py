@@ -1,4 +1,4 @@
-"""Check that this machine has room for Ray's object store, before Ray starts."""
+"""Check for room for Ray's object store on this machine, before Ray starts."""
 
 import shutil
 from pathlib import Path
@@ -9,19 +9,19 @@ from slime_like.config import ClusterConfig
 
 _MIB = 2**20
 _LEFT_FOR_WORK = 100 * _MIB
-"""Memory that Ray requires to be left beside the store."""
+"""Memory that Ray requires in addition to the store."""
 
 _ON_DISK = 10**10
-"""A store up to this size Ray keeps on disk where /dev/shm has no room for it; a larger one it refuses."""
+"""Largest store that Ray keeps on disk if /dev/shm has no room for it. Ray refuses larger ones."""
 
 _CGROUPS = (("memory.max", "memory.current", ""), ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_"))
-"""Of version 2 and 1: files with limit and usage, prefix of the fields in memory.stat."""
+"""Files with limit and usage, and the prefix of fields in memory.stat, for cgroup versions 2 and 1."""
 
 _DEFAULT = ClusterConfig().object_store_mb
 
 
 def object_store_problem(size_mb: int) -> str | None:
-    """Reason why a store of ``cluster.object_store_mb`` does not fit here, in one sentence; ``None`` where it does."""
+    """Return why a store of ``cluster.object_store_mb`` does not fit here, in one sentence, or ``None``."""
     memory, shared = available_memory(), shutil.disk_usage("/dev/shm").free
     field, nbytes = f"cluster.object_store_mb={size_mb}", size_mb * _MIB
     if nbytes > memory - _LEFT_FOR_WORK:
@@ -38,7 +38,7 @@ def object_store_problem(size_mb: int) -> str | None:
 
 
 def available_memory(cgroup: Path = Path("/sys/fs/cgroup")) -> int:
-    """Bytes that are not in use, of the container where this is one, else of the machine; files' caches are free."""
+    """Return the unused bytes of the container, or of the machine outside of one. File caches count as unused."""
     memory = psutil.virtual_memory()
     for directory, (limit, usage, prefix) in zip((cgroup, cgroup / "memory"), _CGROUPS, strict=True):
         if (directory / usage).is_file():

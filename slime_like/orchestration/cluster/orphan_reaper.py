@@ -34,7 +34,7 @@ _KILLED_MESSAGE = (
 _BY_KERNEL = "most often by the kernel because memory ran out (see dmesg)"
 _AGENT = re.compile(r"agent_name = (\w+)")
 _LOST = {"raylet": re.compile("connection to the plasma store"), "gcs_server": re.compile("connect to GCS (at|within)")}
-"""Last words in the driver's log when Ray ends the driver, by the daemon it has lost."""
+"""Last messages in the driver's log when Ray ends the driver, by lost daemon."""
 
 _END_BYTES = 4096
 
@@ -42,21 +42,21 @@ _END_BYTES = 4096
 def start(
     driver: int, private: Path, logs: Path, run_name: str, bucket_directories: Sequence[Path] = (SHARED_MEMORY,)
 ) -> subprocess.Popen[bytes]:
-    """Start a guard before anything else; keep the result, and ``dismiss`` it at the end."""
+    """Start a guard before anything else. Keep the result, and ``dismiss`` it at the end."""
     arguments = map(str, (driver, private, logs.absolute(), run_name, *bucket_directories))
     command = [sys.executable, "-m", __name__, *arguments]
-    # A separate session: Ctrl-C on the terminal is handled by the driver.
+    # Separate session: the driver handles Ctrl-C on the terminal.
     return subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True)
 
 
 def dismiss(guard: subprocess.Popen[bytes], in_order: bool) -> bool:
-    """Report to the guard how the driver ends. After a failure the guard removes what may be left, if it lives.
+    """Tell the guard how the driver ends. After a failure, a living guard removes what is left.
 
     Returns:
-        Whether the guard heard it.
+        True if the guard received the message.
     """
     assert guard.stdin is not None
-    guard.send_signal(signal.SIGCONT)  # had it been stopped
+    guard.send_signal(signal.SIGCONT)  # it may have been stopped
     try:
         guard.stdin.write(b"done\n" if in_order else b"failed\n")
         guard.stdin.close()
@@ -74,16 +74,16 @@ def watch(driver: int, private: Path, logs: Path, run_name: str, bucket_director
     word = sys.stdin.readline()
     if word == "done\n":
         return
-    time.sleep(_GRACE_S)  # what notices by itself may end by itself
+    time.sleep(_GRACE_S)  # processes that notice the end by themselves may end by themselves
     cause = next((found for session in sessions(private) if (found := lost_daemon(session / "logs"))), None)
     clean_up(driver, private, logs, run_name, bucket_directories)
-    if not word:  # last, for the terminal may be gone as well
+    if not word:  # last, since the terminal may be gone, too
         cause = f"by Ray, because {cause} (logs in {logs}/ray)" if cause else _BY_KERNEL
         print(_KILLED_MESSAGE.format(driver=driver, cause=cause), file=sys.stderr)
 
 
 def lost_daemon(logs: Path) -> str | None:
-    """Return the daemon whose loss made Ray end the driver, by Ray's logs; ``None`` if Ray did not end it."""
+    """Return the daemon whose loss made Ray end the driver, according to Ray's logs, or ``None``."""
     driver = "".join(map(_end_of, logs.glob("python-core-driver-*.log")))
     for kind, lost in _LOST.items():
         if lost.search(driver):
@@ -93,7 +93,7 @@ def lost_daemon(logs: Path) -> str | None:
 
 
 def ended_agent(logs: Path) -> str | None:
-    """Return the agent that the raylet ended with, if it did."""
+    """Return the agent that the raylet ended with, or ``None``."""
     log = logs / "raylet.err"
     names = _AGENT.findall(log.read_text(errors="replace")) if log.exists() else []
     return names[-1] if names else None
@@ -106,9 +106,9 @@ def _end_of(log: Path) -> str:
 
 
 def clean_up(driver: int, private: Path, logs: Path, run_name: str, bucket_directories: Sequence[Path]) -> None:
-    """End what is left of the run's processes, and remove its shared memory and Ray's files.
+    """End the run's remaining processes, and remove its shared memory and Ray's files.
 
-    Every process of a Ray session writes its log in the session's directory, whoever started it and whatever its name.
+    Every process of a Ray session writes its log into the session's directory, whatever its parent and name.
     """
     end_writers(lambda: sessions(private), driver, _QUIET_S)
     cleanup(run_name, bucket_directories)
@@ -118,10 +118,10 @@ def clean_up(driver: int, private: Path, logs: Path, run_name: str, bucket_direc
 
 
 def end_writers(directories: Callable[[], Sequence[Path]], but: int, quiet_s: float) -> None:
-    """Kill every process but ``but`` that writes below ``directories``, until none has shown up for ``quiet_s``.
+    """Kill all processes except ``but`` that write below ``directories``, until none has appeared for ``quiet_s``.
 
-    A process is killed when two looks in a row find it: a new child of ``but`` holds the files of ``but`` between fork
-    and exec.
+    A process is killed when two consecutive checks find it. Between fork and exec, a new child of ``but`` still holds
+    the files of ``but``.
     """
     quiet_since = time.monotonic()
     deadline = quiet_since + _GIVE_UP_S
@@ -140,7 +140,7 @@ def end_writers(directories: Callable[[], Sequence[Path]], but: int, quiet_s: fl
 def writers_below(directories: Sequence[Path], but: int) -> list[psutil.Process]:
     """Return the living processes other than ``but`` that have a file below ``directories`` open for writing.
 
-    Python's resource trackers are left out: if they were killed, the resources they remove would stay.
+    Python's resource trackers are left out. Without them, the resources that they remove would stay.
     """
     places = tuple(f"{directory.resolve()}/" for directory in directories)
     found = []
@@ -149,7 +149,7 @@ def writers_below(directories: Sequence[Path], but: int) -> list[psutil.Process]
             writes = any(file.path.startswith(places) and file.mode != "r" for file in process.open_files())
             if process.pid != but and writes and not is_tracker(process):
                 found.append(process)
-        except (psutil.NoSuchProcess, psutil.AccessDenied):  # it ended, or is another user's
+        except (psutil.NoSuchProcess, psutil.AccessDenied):  # it ended, or belongs to another user
             continue
     return found
 

@@ -1,4 +1,4 @@
-"""This node in a cluster of several: its rank, its address, and the interface that has it."""
+"""This node in a multi-node cluster: its rank, its address, and the address's network interface."""
 
 import socket
 import sys
@@ -15,7 +15,7 @@ class Place:
     """This node in its cluster.
 
     Attributes:
-        address: its address, on which everything of the run that others must reach listens.
+        address: its address. Everything that other nodes must reach listens there.
     """
 
     rank: int
@@ -33,15 +33,15 @@ class Place:
 
 
 def find_place(rank: int, head_name: str, address: str) -> Place:
-    """Resolve node 0's address and find that of this node.
+    """Resolve the addresses of node 0 and of this node.
 
     Args:
-        head_name: node 0's address, or a name of it (HEAD_ADDR).
-        address: this node's (NODE_ADDR); "" is the one on the way to node 0.
+        head_name: address or name of node 0 (HEAD_ADDR).
+        address: address of this node (NODE_ADDR); "" selects the address on the way to node 0.
 
     Raises:
-        ConfigError: node 0's name is unknown, its address is not this host's (on node 0), cannot be reached from here,
-            or is loopback although other nodes must reach it.
+        ConfigError: node 0's name is unknown or cannot be reached; on node 0, its address is not this host's; or it is
+            loopback although other nodes must reach it.
     """
     head = _resolved_head(head_name, address)
     node = address or (head if rank == 0 else _address_towards(head))
@@ -67,10 +67,10 @@ def find_place(rank: int, head_name: str, address: str) -> Place:
 def _resolved_head(name: str, address: str) -> str:
     try:
         head = resolve(name)
-    except (OSError, UnicodeError) as error:  # the latter of what can be no name
+    except (OSError, UnicodeError) as error:  # UnicodeError: the text cannot be a name
         why = getattr(error, "strerror", None) or str(error)
         raise ConfigError(f"HEAD_ADDR={name} cannot be resolved ({why}); give node 0's address") from error
-    if is_loopback(head) and head != name and not address:  # a number means several nodes on one machine
+    if is_loopback(head) and head != name and not address:  # a numeric address means several nodes on one machine
         raise ConfigError(
             f"HEAD_ADDR={name} is {head} here, which no other node can reach; give the address that node 0 has in "
             "the cluster"

@@ -1,4 +1,4 @@
-"""Places of trainer ranks and engines: one Ray placement group over the cluster, its bundles in the order of nodes."""
+"""Placement of trainer ranks and engines: one Ray placement group over the cluster, with bundles in node order."""
 
 import ipaddress
 import time
@@ -27,15 +27,15 @@ from slime_like.system.words import counted
 
 _LOOK_EVERY_S = 0.5
 _PIN = 0.001
-"""Of a node's own resource, which Ray calls node:ADDRESS and has 1.0 of: enough to pin a bundle there."""
+"""Amount of a node's own resource (node:ADDRESS, 1.0 per node) that pins a bundle to the node."""
 
 
 class Placement:
-    """Context manager: devices are reserved inside and free outside.
+    """Context manager that reserves devices inside.
 
-    A device is a GPU where the cluster has any, and a CPU slot elsewhere. Ranks are numbered along nodes, and inside a
-    node along its devices. A tensor-parallel group never lies on two nodes, nor do the ranks whose devices a colocated
-    engine uses. Nodes come in the order that the cluster's start has given them, else in that of their addresses.
+    A device is a GPU if the cluster has any, otherwise a CPU slot. Ranks are numbered along nodes, and along devices
+    within a node. A tensor-parallel group is always on one node, and so are the ranks that share devices with a
+    colocated engine. Nodes are in the order given at the cluster's start, or else in address order.
     """
 
     def __init__(self, config: RunConfig, with_trainers: bool = True, with_engines: bool = True) -> None:
@@ -46,7 +46,7 @@ class Placement:
         self._shared = with_trainers and with_engines and config.cluster.placement == "colocated"
         self._group: PlacementGroup | None = None
         self._order: list[int] = []
-        self._nodes: list[str] = []  # of every bundle
+        self._nodes: list[str] = []  # node of every bundle
 
     def __enter__(self) -> Self:
         self._require_enough()
@@ -72,16 +72,16 @@ class Placement:
 
     @property
     def device(self) -> str:
-        """Ray's name of the resource that ranks and engines are given: "GPU" or "CPU"."""
+        """Name of Ray's resource for ranks and engines: "GPU" or "CPU"."""
         return "GPU" if ray.cluster_resources().get("GPU", 0) > 0 else "CPU"
 
     @property
     def num_nodes(self) -> int:
-        """Nodes in use."""
+        """Number of nodes in use."""
         return len(set(self._nodes))
 
     def ranks_on_node(self, rank: int, reference: int | None = None) -> int:
-        """Trainer ranks on the node of ``rank``; of a reference worker's rank, ranks of all reference workers there."""
+        """Count the trainer ranks on the node of ``rank``; for a reference worker's rank, all reference ranks there."""
         trainers, references = self._order[: self._num_ranks], self._order[self._first_reference :]
         bundle, group = self._order[rank], trainers
         if reference is not None:
@@ -89,9 +89,9 @@ class Placement:
         return sum(self._nodes[other] == self._nodes[bundle] for other in group)
 
     def ranks_beside_engine(self, engine: int) -> int:
-        """Ranks that compute while ``engine`` samples, on its node: of all engines, with staleness also trainers.
+        """Count ranks that compute on an engine's node while it samples: all engines', with staleness trainers', too.
 
-        Trainers of streamed steps compute beside engines for a part of a step only.
+        Trainers of streamed steps compute next to engines only for a part of a step.
         """
         config, node = self._config, self._nodes[self._engine_bundle(engine)]
         engines = range(config.rollout.num_engines)
@@ -101,15 +101,15 @@ class Placement:
         return ranks + sum(self._nodes[bundle] == node for bundle in self._order[: self._num_ranks])
 
     def trainer_options(self, rank: int) -> dict[str, Any]:
-        """Ray options of one trainer rank's actor."""
+        """Return the Ray options of a trainer rank's actor."""
         return self._in_bundle(self._order[rank], gpus=1)
 
     def engine_options(self, engine: int) -> dict[str, Any]:
-        """Ray options of one engine's actor. A colocated one owns no device: the caller names the one to use."""
+        """Return the Ray options of an engine's actor. A colocated engine owns no device: the caller names one."""
         return self._in_bundle(self._engine_bundle(engine), gpus=0 if self._shared else self._config.rollout.tensor)
 
     def reference_options(self, worker: int, rank: int) -> dict[str, Any]:
-        """Ray options of one rank of one reference worker."""
+        """Return the Ray options of a rank of a reference worker."""
         return self._in_bundle(self._reference_bundle(worker, rank), gpus=1)
 
     def _engine_bundle(self, engine: int) -> int:
@@ -123,13 +123,13 @@ class Placement:
         return self._order[self._first_reference + worker * self._config.reference.parallel.world_size + rank]
 
     def shared_ranks(self, engine: int) -> range:
-        """Trainer ranks whose devices a colocated engine uses."""
+        """Return the trainer ranks whose devices a colocated engine uses."""
         tensor = self._config.rollout.tensor
         return range(engine * tensor, (engine + 1) * tensor)
 
     def _in_bundle(self, bundle: int, gpus: int) -> dict[str, Any]:
         return {
-            # CPU ranks share the cores; the reservation is the bundle itself.
+            # CPU ranks share the cores. The bundle itself is the reservation.
             "num_cpus": 0,
             "num_gpus": gpus if self.device == "GPU" else 0,
             "scheduling_strategy": PlacementGroupSchedulingStrategy(
@@ -154,7 +154,7 @@ class Placement:
         return "bundles of " + ", ".join(f"{count} x {size}" for size, count in Counter(self._sizes).items())
 
     def _await_room(self, deadline: float) -> list[str]:
-        """Address of the node of every bundle, as soon as there is room for all."""
+        """Wait for room for all bundles, and return the address of each bundle's node."""
         while True:
             nodes = node_rooms(self.device)
             try:
@@ -190,9 +190,9 @@ class Placement:
         )
 
     def _order_by_device(self, wanted: Sequence[str]) -> list[int]:
-        """Bundles of trainer ranks along the devices of each node, then those of engines as they are.
+        """Return bundles of trainer ranks sorted by device within each node, then engine bundles unchanged.
 
-        A task inside each bundle reports the device that the bundle has reserved.
+        A task inside each bundle reports the bundle's device.
         """
         ranks = list(range(self._num_ranks))
         if self.device == "GPU":
@@ -204,8 +204,8 @@ class Placement:
 
 
 def node_rooms(device: str) -> list[NodeRoom]:
-    """Free devices of every living node, in the order of nodes."""
-    # `ray.available_resources` adds up all nodes, and `ray.util.state` asks a server that runs do not start.
+    """Return the free devices of all living nodes, in node order."""
+    # `ray.available_resources` sums over all nodes, and `ray.util.state` needs a server that runs don't start.
     free = ray._private.state.available_resources_per_node()
     nodes = sorted((node for node in ray.nodes() if node["Alive"]), key=_position)
     return [NodeRoom(node["NodeManagerAddress"], int(free.get(node["NodeID"], {}).get(device, 0))) for node in nodes]
@@ -217,6 +217,6 @@ def _position(node: dict[str, Any]) -> tuple[int, int, str]:
 
 
 def _own_device() -> int:
-    """The device that the calling task was given, in the node's own numbering."""
+    """Return the device assigned to the calling task, in the node's own numbering."""
     name = ray.get_runtime_context().get_accelerator_ids()["GPU"][0]
     return int(name) if name.isdecimal() else 0  # an identifier has no order

@@ -1,4 +1,4 @@
-"""Bounded Ray calls whose failures read as one sentence: who, where, in which phase."""
+"""Bounded Ray calls. Failures read as one sentence: who, where, in which phase."""
 
 import copy
 import re
@@ -16,21 +16,21 @@ from slime_like.orchestration.cluster.lean_node import own_node
 from slime_like.system.interrupts import raise_if_interrupted
 
 _READY_TIMEOUT_S = 60.0
-"""For a value that is there already, and is only fetched."""
+"""Bound for fetching a value that is already there."""
 
 _LOOK_EVERY_S = 5.0
-"""Between looks at whether the user has interrupted."""
+"""Time between checks for an interrupt."""
 
 _ASK_EVERY_S = 2.0
 
 _ROLE = re.compile(r"(trainer|reference|engine) (?:worker |rank )?(\d+).*")
-"""Of an actor's name in messages; after a restart its log has a number behind that ("engine-0.2.log")."""
+"""Pattern of an actor's name in messages. After a restart, its log has a number ("engine-0.2.log")."""
 
 _Error = TypeVar("_Error", bound=SlimeLikeError)
 
 
 def watch_none() -> None:
-    """Check no other worker while waiting."""
+    """Don't check other workers while waiting."""
 
 
 def gather(
@@ -43,21 +43,21 @@ def gather(
     watch: Callable[[], None] = watch_none,
     left: Callable[[Sequence[str]], None] = ignore_answers,
 ) -> list[Any]:
-    """Wait for every reference; the first failure ends the wait.
+    """Wait for all references. The first failure ends the wait.
 
     Args:
-        names: who answers each reference, for messages ("trainer rank 3").
-        phase: what they were doing, for messages ("scoring").
+        names: name of the actor that answers each reference, for messages ("trainer rank 3").
+        phase: what the actors are doing, for messages ("scoring").
         timeout_s: bound on the whole wait, in seconds.
-        watch: called every few seconds of waiting; raises where an answer needs a dead worker.
-        left: called with the names that have not answered yet, at first and after every answer.
+        watch: called every few seconds of waiting; raises if an answer needs a dead worker.
+        left: called with the names that have not answered yet, first at the start and then after every answer.
     """
     waiting = dict(zip(references, names, strict=True))
     values: dict[Any, Any] = {}
     deadline = time.monotonic() + timeout_s
     left(list(waiting.values()))
     while waiting:
-        # One at a time: a dead rank leaves its peers hanging in a collective, so its failure must be seen first.
+        # Wait for one at a time: a dead rank's peers hang in a collective, so its failure must be seen first.
         remaining = max(0.0, deadline - time.monotonic())
         ready, _ = ray.wait(list(waiting), num_returns=1, timeout=min(remaining, _LOOK_EVERY_S))
         raise_if_interrupted()
@@ -77,7 +77,7 @@ def gather(
 
 
 def wait_for_end(references: Sequence[Any], timeout_s: float) -> None:
-    """Wait for calls that end actors, but not where Ray's own daemons have ended: these answer for none."""
+    """Wait for calls that end actors, unless Ray's own daemons have ended: then no answer comes."""
     node, deadline = own_node(), time.monotonic() + timeout_s
     while references and (remaining := deadline - time.monotonic()) > 0:
         _, references = ray.wait(references, num_returns=len(references), timeout=min(remaining, _ASK_EVERY_S))
@@ -88,14 +88,14 @@ def wait_for_end(references: Sequence[Any], timeout_s: float) -> None:
 def one(
     reference: Any, name: str, *, phase: str, timeout_s: float = _READY_TIMEOUT_S, error: type[SlimeLikeError]
 ) -> Any:
-    """The value of one reference, one that is there already unless a bound is given; or a sentence about why not."""
+    """Fetch the value of one reference, ready unless a bound is given, or raise a sentence about the failure."""
     try:
         return ray.get(reference, timeout=timeout_s)
     except GetTimeoutError as cause:
         raise error(f"{name} gave no answer within {timeout_s:.0f} s while {phase}", code="no-answer") from cause
     except RayTaskError as cause:
         original = cause.cause
-        if isinstance(original, SlimeLikeError):  # its class stays, so that exit code and remedy survive
+        if isinstance(original, SlimeLikeError):  # keep the class, so exit code and remedy survive
             raise located(original, name, phase) from cause
         what = f"{type(original).__name__}: {_first_line(original)}"
         raise error(f"{name} failed while {phase}: {what}", code="worker-failed") from cause
@@ -113,8 +113,8 @@ def one(
 
 
 def located(original: _Error, name: str, phase: str) -> _Error:
-    """The same error, saying who was doing what."""
-    if name in str(original) or isinstance(original, ConfigError):  # whose sentences name fields
+    """Return the same error with who was doing what."""
+    if name in str(original) or isinstance(original, ConfigError):  # ConfigError names fields already
         return original
     within = ", ".join(filter(None, (original.who, original.phase)))
     same = copy.copy(original)
@@ -124,7 +124,7 @@ def located(original: _Error, name: str, phase: str) -> _Error:
 
 
 def _death(cause: RayActorError, name: str) -> str:
-    """Describe an actor's death, of which Ray reports only the process id. Its log is named by ``node.use_log``."""
+    """Describe an actor's death. Ray reports only the process id. ``node.use_log`` names the log."""
     process = re.search(r"^\s*pid: (\d+)$", str(cause), re.MULTILINE)
     if process is None or "worker process has died" not in str(cause):
         return _first_line(cause)
@@ -133,7 +133,7 @@ def _death(cause: RayActorError, name: str) -> str:
 
 
 def _memory(cause: OutOfMemoryError) -> str:
-    """Say what Ray's memory monitor saw; in its message it stands between addresses and advice on Ray's own options."""
+    """Describe what Ray's memory monitor saw, without the addresses and Ray options in its message."""
     used = re.search(r"([\d.]+GB) used / ([\d.]+GB)", str(cause))
     seen = f" ({used[1]} of {used[2]} were used)" if used else ""
     return f"Ray ended its process because the node was running out of memory{seen}"
@@ -145,10 +145,10 @@ def _first_line(error: BaseException | None) -> str:
 
 
 class Liveness:
-    """Repeated check of actors that never waits for an answer: a busy actor answers later.
+    """Repeated check of actors that never waits for an answer: busy actors answer later.
 
     Args:
-        actors: Ray actors that run one call after the other.
+        actors: Ray actors that run one call at a time.
     """
 
     def __init__(self, actors: Sequence[Any], names: Sequence[str], phase: str, error: type[SlimeLikeError]) -> None:
@@ -160,7 +160,7 @@ class Liveness:
         self._lock = threading.Lock()
 
     def check(self) -> None:
-        """Read the answers to the last check, and ask again; at most every other second. From any thread.
+        """Read the answers to the last check and ask again, at most every two seconds. Callable from any thread.
 
         Raises:
             error: an actor has died.

@@ -1,4 +1,4 @@
-"""This node's Ray processes: started, watched and ended by process id."""
+"""This node's Ray processes: started, watched, and ended by process id."""
 
 import contextlib
 import json
@@ -47,7 +47,7 @@ class RayNodeSpec:
 
 @dataclass(frozen=True, slots=True)
 class Ready:
-    """Address of the GCS and directory of the logs, once Ray runs."""
+    """Address of the GCS and directory of the logs, reported once Ray runs."""
 
     gcs: str
     logs: str
@@ -65,21 +65,21 @@ def ray_environment(token_file: Path, silence_s: float) -> dict[str, str]:
         "RAY_health_check_period_ms": "1000",
         "RAY_health_check_failure_threshold": str(_CHECKS),
         "RAY_health_check_timeout_ms": str(max(500, check_ms - 1000)),
-        # A connection without traffic, such as one that waits for a lost host, fails within 2 of 3 parts of the bound.
+        # An idle connection, such as one that waits for a lost host, fails within two thirds of the bound.
         "RAY_grpc_client_keepalive_time_ms": str(check_ms),
         "RAY_grpc_client_keepalive_timeout_ms": str(check_ms),
     }
 
 
 def node_spec(config: RunConfig, nodes: int, place: Place, gcs: str | None, port: int) -> RayNodeSpec:
-    """Return the specification of one of ``nodes`` nodes, with a new directory: paths of sockets must be short."""
+    """Return the specification of one of ``nodes`` nodes, in a new directory with a short path, as sockets need."""
     slots = None if local_gpus() else slots_per_node(config, nodes)
     directory = tempfile.mkdtemp(prefix="slime-", dir="/tmp")
     return RayNodeSpec(place.rank, place.address, gcs, directory, slots, config.cluster.object_store_mb, port)
 
 
 class RayNode:
-    """Context manager: starts Ray on this node; outside, nothing of it is left."""
+    """Context manager that runs Ray on this node. Nothing is left outside."""
 
     def __init__(self, spec: RayNodeSpec, environment: Mapping[str, str], timeout_s: float) -> None:
         self._spec = spec
@@ -95,7 +95,7 @@ class RayNode:
             stdout=subprocess.PIPE,
             stderr=self._log,
             env=dict(self._environment),
-            start_new_session=True,  # Ctrl-C on the terminal is the launcher's business
+            start_new_session=True,  # the launcher handles Ctrl-C on the terminal
         )
         return self
 
@@ -112,9 +112,7 @@ class RayNode:
         self._log.close()
 
     def wait_ready(self, watch: Callable[[], None] = lambda: None) -> Ready:
-        """
-        Args:
-            watch: called meanwhile, and may raise.
+        """Wait until Ray runs. ``watch`` is called while waiting, and may raise.
 
         Raises:
             LaunchError: Ray did not start, or not in time.
@@ -140,7 +138,7 @@ class RayNode:
         return Ready(**json.loads(line))
 
     def problem(self) -> str | None:
-        """Return why Ray has ended here by itself, as a sentence; ``None`` while it runs."""
+        """Return why Ray has ended by itself, as a sentence, or ``None`` while it runs."""
         if self._process.poll() is None:
             return None
         return f"Ray ended on {self._spec.address} by itself: {self._last_output()}"

@@ -1,8 +1,8 @@
-"""The process that holds this node's part of Ray, started by ``ray_node`` and ended through its standard input.
+"""Process that holds this node's part of Ray. ``ray_node`` starts it, and ends it through standard input.
 
-``ray start`` would start more than a run needs: an autoscaler's monitor that listens on every interface, a server for
-remote clients, and a log monitor. When killed, it leaves them running. Here Ray's daemons end with this process,
-whatever ends it, and this process ends with the pipe that is its standard input.
+``ray start`` would also start an autoscaler monitor that listens on every interface, a server for remote clients, and a
+log monitor. When killed, it leaves them running. Here, Ray's daemons always end with this process, and this process
+ends with the pipe on its standard input.
 """
 
 import json
@@ -27,7 +27,7 @@ _LOOK_EVERY_S = 0.5
 
 
 def main(spec: RayNodeSpec) -> int:
-    """Start, print ``Ready``, and stay until standard input or a daemon ends; return the exit code."""
+    """Start Ray, print ``Ready``, and wait until standard input or a daemon ends. Return the exit code."""
     directory = Path(spec.directory)
     node: LeanNode | None = None
     try:
@@ -36,7 +36,7 @@ def main(spec: RayNodeSpec) -> int:
         node = _start(spec)
         print(json.dumps(asdict(Ready(node.gcs_address, node.get_logs_dir_path()))), flush=True)
         died = _stay(node)
-    except Exception as error:  # Ray raises any class
+    except Exception as error:  # Ray can raise any class
         died = " ".join(str(error).split())[:300] or type(error).__name__
     finally:
         if node is not None:
@@ -65,7 +65,7 @@ def _start(spec: RayNodeSpec) -> LeanNode:
 
 
 def _stay(node: LeanNode) -> str:
-    """Wait for standard input or a daemon of Ray to end; return the sentence about the daemon, else ""."""
+    """Wait for standard input or a Ray daemon to end. Return a sentence about the daemon, or ""."""
     while not select.select([sys.stdin], [], [], _LOOK_EVERY_S)[0]:
         if (died := node.ended_daemon()) is not None:
             return died

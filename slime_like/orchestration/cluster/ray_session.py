@@ -1,4 +1,4 @@
-"""Files of a Ray session: logs are kept in the run's directory, all else is removed."""
+"""Files of a Ray session. Logs are kept in the run's directory, everything else is removed."""
 
 import re
 import shutil
@@ -11,21 +11,21 @@ from slime_like.errors import SlimeLikeError
 from slime_like.weights.transports.leftovers import SHARED_MEMORY
 
 RAY_DIRECTORY = "r"
-"""Name of Ray's directory in the private one."""
+"""Name of Ray's directory in the private directory."""
 _LOGS = "logs"
 _RAY_LOGS = "ray"
 _ROLE_LOG = re.compile(r"(trainer|engine|reference|reward|environment|agent)-[\d-]+(\.\d+)?\.log")
-"""A name that ``disk.open_log`` gives to the output of a process of the run."""
+"""Pattern of the log names that ``disk.open_log`` gives to processes of the run."""
 _REMOVALS = 20
 _MEETING = "vllm_dist_*"
-"""Files at which vLLM's ranks meet; what they share in memory is named after them. An engine that has started removes
-that itself, one that was killed while it started cannot."""
+"""Files at which vLLM's ranks meet. Their shared memory is named after them. A started engine removes that memory
+itself, but one that is killed while starting cannot."""
 
 
 def make_private(parent: Path) -> Path:
-    """Create a directory that no other user can enter, for everything that Ray writes.
+    """Create a directory for all of Ray's files that no other user can enter.
 
-    Ray opens its own directories, sockets among them, to every user of the machine, and paths of sockets must be short.
+    Ray opens its own directories, including sockets, to every user of the machine. Socket paths must be short.
 
     Raises:
         SlimeLikeError: ``parent`` refuses it.
@@ -41,18 +41,18 @@ def make_private(parent: Path) -> Path:
 
 
 def sessions(private: Path) -> list[Path]:
-    """List the directories of the clusters that were started below ``private``."""
+    """List the directories of clusters started below ``private``."""
     return list((private / RAY_DIRECTORY).glob("session_[0-9]*"))
 
 
 def remove_private(private: Path) -> None:
-    """Remove it, unless logs of a session could not be put away."""
+    """Remove the private directory, unless it still has a session's logs."""
     if not sessions(private):
         _remove(private)
 
 
 def make_room(logs: Path) -> None:
-    """Let a new session's logs be called ``logs``: those of earlier starts become ``logs.1``, ``logs.2`` and so on."""
+    """Free the name ``logs`` for a new session. Logs of earlier starts become ``logs.1``, ``logs.2`` and so on."""
     if logs.is_symlink():
         logs.unlink()
     elif logs.exists():
@@ -63,15 +63,15 @@ def make_room(logs: Path) -> None:
 
 
 def link_logs(session: Path, logs: Path) -> None:
-    """Make the logs of a session findable while it lives."""
+    """Link to the session's logs while it is running."""
     logs.symlink_to(session / _LOGS)
 
 
 def put_away(session: Path, logs: Path) -> None:
-    """End of a session: its logs take the place of the link to them, and its directory and shared memory go.
+    """End a session: move its logs to the link's place, and remove its directory and shared memory.
 
-    Logs of trainer ranks, engines and reference workers stand in ``logs`` itself, those of Ray in ``logs/ray``, without
-    the empty ones. If there is no room for them, logs and link stay as they are.
+    Logs of trainer ranks, engines and reference workers go into ``logs``, Ray's non-empty logs into ``logs/ray``. If
+    there is no room, logs and link stay.
     """
     for meeting in session.glob(_MEETING):
         for shared in SHARED_MEMORY.glob(f"{meeting.name}-*"):
@@ -80,7 +80,7 @@ def put_away(session: Path, logs: Path) -> None:
         moving = logs.with_name(f".{logs.name}-moving")
         try:
             shutil.move(session / _LOGS, moving)
-        except OSError:  # the run has ended already, and its error is what counts
+        except OSError:  # the run has already ended, and its error matters more
             shutil.rmtree(moving, ignore_errors=True)
             return
         with suppress(OSError):
@@ -104,14 +104,14 @@ def _set_ray_logs_apart(logs: Path) -> None:
 
 
 def _close_to_others(logs: Path) -> None:
-    """Take the right to write from other users; Ray gives it."""
+    """Remove other users' write permission, which Ray grants."""
     for path in (logs, *logs.rglob("*")):
         if not path.is_symlink():
             path.chmod(path.stat().st_mode & 0o755)
 
 
 def _remove(session: Path) -> None:
-    """Remove it, again if something of it is left: a daemon that ends this moment may still write a file."""
+    """Remove a directory, with retries: a daemon that is ending may still write a file."""
     for _ in range(_REMOVALS):
         shutil.rmtree(session, ignore_errors=True)
         if not session.exists():
@@ -120,7 +120,7 @@ def _remove(session: Path) -> None:
 
 
 def keep_logs_only(session: Path) -> None:
-    """Remove everything of an ended session but its logs, which stay where they are."""
+    """Remove everything of an ended session except its logs."""
     for entry in session.iterdir():
         if entry.is_symlink() or not entry.is_dir():
             entry.unlink(missing_ok=True)

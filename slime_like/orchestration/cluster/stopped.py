@@ -1,4 +1,4 @@
-"""Workers that are stopped (SIGSTOP) instead of dead: reported, then ended, so that no run waits hours for them.
+"""Detection of workers that are stopped (SIGSTOP), not dead. They are reported, then ended, so no run waits for hours.
 
 A stopped process does not answer, and Ray does not consider it dead. A process that computes for a long time, or that a
 debugger traces, is not stopped.
@@ -22,11 +22,11 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 LOOK_EVERY_S = 15.0
 REPORT_AFTER_S = 30.0
 END_AFTER_S = 75.0
-"""Seconds since it was first seen stopped. With one more look before and after, a report comes within 60 s, the end
-within 120 s."""
+"""Seconds since a process was first seen stopped. With one more check on either side, the report comes within 60 s and
+the end within 120 s."""
 
 _RECENT_S = 60.0
-"""A failure this soon after a worker's end is attributed to it."""
+"""Time within which a failure is attributed to an ended worker."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,10 +34,10 @@ class Stopped:
     """A stopped process of a worker.
 
     Attributes:
-        node: address.
-        process: its id there.
-        started: when it started, in seconds since the epoch; ids are used again.
-        role: what the worker's log is named after, e.g. "trainer-0".
+        node: address of the node.
+        process: process id on the node.
+        started: start time in seconds since the epoch, since ids are reused.
+        role: name of the worker's log, e.g. "trainer-0".
     """
 
     node: str
@@ -49,13 +49,13 @@ class Stopped:
         return f"process {self.process} of {self.role} on {self.node}"
 
     def kill(self) -> None:
-        """End it, on its node."""
+        """Kill the process. Call on its node."""
         with suppress(ProcessLookupError):
             os.kill(self.process, signal.SIGKILL)
 
 
 def stopped_processes(workers: Collection[int], node: str, end: Collection[Stopped] = ()) -> list[Stopped]:
-    """Return the stopped ones of these processes of this node and their descendants; kill those in ``end``."""
+    """Return the stopped processes among these workers and their descendants on this node; kill those in ``end``."""
     found = [found for worker in workers for process in _family(worker) if (found := as_stopped(process, node))]
     for one in found:
         if one in end:
@@ -79,7 +79,7 @@ def as_stopped(process: psutil.Process, node: str, role: str | None = None) -> S
 
 
 def _role(process: int) -> str:
-    """Return the role: workers and their children print to a log that ``node.use_log`` names after it."""
+    """Return the role. ``node.use_log`` names the log of workers and their children after it."""
     with suppress(OSError):
         return Path(f"/proc/{process}/fd/1").readlink().stem
     return "a worker"
@@ -98,7 +98,7 @@ class StopWatch:
         self.ended: dict[Stopped, float] = {}
 
     def look(self, found: Collection[Stopped], now: float) -> tuple[list[str], list[Stopped]]:
-        """Return the sentences to report and the processes to end, given what is stopped now. Times are in seconds."""
+        """Return sentences to report and processes to end, given the processes found stopped at ``now`` (seconds)."""
         self._since = {one: self._since.get(one, now) for one in found}
         self._reported &= self._since.keys()
         notes, end = [], []
@@ -118,7 +118,7 @@ class StopWatch:
         return notes, end
 
     def recently_ended(self, now: float) -> str | None:
-        """Return which process was ended shortly before ``now``, and why."""
+        """Return the process that was ended shortly before ``now``, and why."""
         last = max(self.ended, key=lambda one: self.ended[one], default=None)
         if last is None or now - self.ended[last] > _RECENT_S:
             return None
@@ -136,12 +136,12 @@ class StoppedWorkers:
         self._note = note
         self._watch = StopWatch()
         self._over = threading.Event()
-        self._asked: dict[str, Any] = {}  # by node: answers that were not there in time
+        self._asked: dict[str, Any] = {}  # answers that were not there in time, by node
         self._thread = threading.Thread(target=self._run, name="stopped-workers", daemon=True)
         self._thread.start()
 
     def close(self, wait: bool) -> str | None:
-        """End the thread; return which worker was ended shortly before. Do not ``wait`` if Ray cannot answer."""
+        """End the thread and return the worker that was ended shortly before. ``wait`` needs a Ray that can answer."""
         self._over.set()
         if wait:
             self._thread.join(LOOK_EVERY_S)
@@ -152,7 +152,7 @@ class StoppedWorkers:
         while not self._over.wait(LOOK_EVERY_S):
             try:
                 found = self._find(end)
-            except Exception as error:  # Ray raises any class after losing a daemon, which ends the run elsewhere
+            except Exception as error:  # Ray can raise any class after losing a daemon, which ends the run elsewhere
                 if not self._over.is_set():
                     self._note(f"stopped workers are no longer looked for ({type(error).__name__}: {error})")
                 return
@@ -179,7 +179,7 @@ class StoppedWorkers:
 
 
 def _workers_of(job: ray.JobID) -> Mapping[str, tuple[str, list[int]]]:
-    """Return, by node id, the node's address and the processes of the job's living actors there."""
+    """Return by node id the node's address and the processes of the job's living actors."""
     nodes: dict[str, tuple[str, list[int]]] = {}
     for actor in state.actors(None, job, "ALIVE").values():
         nodes.setdefault(actor["Address"]["NodeID"], (actor["Address"]["IPAddress"], []))[1].append(actor["Pid"])

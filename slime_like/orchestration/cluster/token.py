@@ -1,4 +1,4 @@
-"""Ray's token: the secret that the nodes of a run share, in a file that only its owner may read."""
+"""Ray's token: a secret that the nodes of a run share, in a file that only its owner may read."""
 
 import os
 import secrets
@@ -15,10 +15,10 @@ _SHORTEST = 16
 
 
 def create_token(path: Path) -> str:
-    """Token in the file, which node 0 makes where there is none.
+    """Return the token in the file. Node 0 creates a missing file.
 
     Raises:
-        LaunchError: it cannot be made, or others may read it.
+        LaunchError: the file cannot be created, or others may read it.
     """
     try:
         if not path.exists():
@@ -31,10 +31,10 @@ def create_token(path: Path) -> str:
 
 
 def await_token(path: Path, timeout_s: float, watch: Callable[[], None] = lambda: None) -> str:
-    """Token in the file, once node 0 has made it. ``watch`` is called meanwhile, and may raise.
+    """Wait for node 0 to create the file, and return its token. ``watch`` is called while waiting, and may raise.
 
     Raises:
-        LaunchError: there is no file in time, or others may read it.
+        LaunchError: the file does not appear in time, or others may read it.
     """
     for _ in polls(_POLL_S, timeout_s):
         if path.exists():

@@ -1,10 +1,10 @@
-"""The configuration that the trainer ranks of a reference worker are given. Pure: no Ray."""
+"""Configuration for the trainer ranks of a reference worker. Needs no Ray."""
 
 from slime_like.config import RunConfig
 
 
 def worker_config(config: RunConfig) -> RunConfig:
-    """The run's configuration as a worker's trainer ranks see it: the reference is their policy."""
+    """Return the configuration for a worker's trainer ranks, which load the reference as their policy."""
     path, model = config.reference.path, config.model
     if path is not None:
         model = model.model_copy(update={"path": path, "weights": None})

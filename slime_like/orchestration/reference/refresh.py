@@ -1,4 +1,4 @@
-"""The run's reference: refresh from the policy (``reference.update_interval``), hand-over, resumption."""
+"""The run's reference: refresh from the policy (``reference.update_interval``), handover and resumption."""
 
 import shutil
 from pathlib import Path
@@ -12,23 +12,23 @@ from slime_like.orchestration.trainer.group import TrainerGroup
 from slime_like.system.disk import link_tree
 
 REFERENCE = "reference"
-"""Name of the directory, in a run's and in a checkpoint's."""
+"""Name of the directory in a run's directory and in a checkpoint."""
 _PARTIAL = ".partial"
 _STEP = "reference_step"
 
 
 class Reference:
-    """Reference that is replaced by the policy every ``reference.update_interval`` steps; 0 keeps the first.
+    """Reference that the policy replaces every ``reference.update_interval`` steps. 0 keeps the first reference.
 
-    Its weights are written to ``RUN_DIR/reference/step-N``, and trainer ranks or reference workers read them from
-    there: so they have the very weights that a resumed run or a restarted worker will have. Checkpoints hold links to
-    these files. In a run without a reference nothing happens.
+    Its weights are written to ``RUN_DIR/reference/step-N``. Trainer ranks or reference workers read them from there, so
+    a resumed run or a restarted worker has the same weights. Checkpoints hold links to these files. A run without a
+    reference does nothing.
 
     Args:
-        trainers: hold the policy, and the reference where there is no ``pool``.
+        trainers: hold the policy, and without a ``pool`` the reference.
 
     Attributes:
-        step: after which the reference was refreshed last; ``None`` while it is the one that the run began with.
+        step: step of the last refresh; ``None`` while the run still has its first reference.
     """
 
     def __init__(self, config: RunConfig, trainers: TrainerGroup, pool: ReferencePool | None = None) -> None:
@@ -40,7 +40,7 @@ class Reference:
         self.step: int | None = None
 
     def refresh(self, step: int) -> None:
-        """Replace the reference by the weights after training step ``step``, where a refresh is due.
+        """Replace the reference with the weights after training step ``step``, if a refresh is due.
 
         Raises:
             CheckpointError: the disk refused.
@@ -48,23 +48,23 @@ class Reference:
         if not self._exists or not self._interval or step % self._interval:
             return
         partial = self._root / _PARTIAL
-        shutil.rmtree(partial, ignore_errors=True)  # of a start that was killed
+        shutil.rmtree(partial, ignore_errors=True)  # left by a killed start
         self._trainers.ranks.call("saving weights", TrainerBackend.save_weights, partial)
         self._adopt(partial, step)
 
     def state_dict(self) -> dict[str, Any]:
-        """State for checkpoints besides ``files``; expressible in JSON."""
+        """Return the state that checkpoints save besides ``files``; expressible in JSON."""
         return {_STEP: self.step}
 
     def files(self) -> Path | None:
-        """Directory that checkpoints must hold; ``None`` before the first refresh."""
+        """Return the directory that checkpoints must hold, or ``None`` before the first refresh."""
         return None if self.step is None else self._place(self.step)
 
     def restore(self, checkpoint: Checkpoint) -> None:
-        """Take the reference that the checkpoint's run had then.
+        """Restore the reference from the checkpoint.
 
         Raises:
-            CheckpointError: its weights are missing, or damaged.
+            CheckpointError: its weights are missing or damaged.
         """
         step = checkpoint.state.get(_STEP)
         if step is None or not self._exists:

@@ -21,7 +21,7 @@ from slime_like.trajectory import UnscoredTrajectory
 
 
 class RankedReference:
-    """One worker: as many trainer ranks as ``reference.parallel`` has."""
+    """One worker, with the trainer ranks of ``reference.parallel``."""
 
     def __init__(self, config: RunConfig, placement: Placement, index: int) -> None:
         self._config = worker_config(config)
@@ -37,11 +37,10 @@ class RankedReference:
         return TrainerGroup(self._config, self._placement, self._index)
 
     def launch(self) -> None:
-        """Create the ranks; they import in the background until ``setup`` waits for them."""
+        """Create the ranks. They import in the background until ``setup`` waits for them."""
         self._trainers.launch()
 
     def setup(self) -> None:
-        """Load the weights."""
         self._trainers.setup_for_scoring(self._weights)
 
     def use(self, weights: Path) -> None:
@@ -71,7 +70,7 @@ class RankedReference:
 
 
 def launch_references(config: RunConfig, stack: ExitStack, placement: Placement) -> list[RankedReference]:
-    """Workers on their way up; ``stack`` ends them."""
+    """Launch the workers without waiting for them. ``stack`` ends them."""
     workers = [RankedReference(config, placement, index) for index in range(config.reference_workers)]
     for worker in workers:
         stack.callback(worker.close)
@@ -82,7 +81,7 @@ def launch_references(config: RunConfig, stack: ExitStack, placement: Placement)
 def reference_pool(
     config: RunConfig, workers: list[RankedReference], left: Callable[[Sequence[str]], None] = ignore_answers
 ) -> ReferencePool | None:
-    """A pool that each has joined after it loaded its weights; none without workers.
+    """Build a pool, which each worker joins after loading its weights; ``None`` without workers.
 
     Args:
         left: called with the workers that are not ready yet.

@@ -1,1 +1,1 @@
-"""Path from prompts to scored groups: engines, requests, rewards, advantages, staleness."""
+"""Path from prompts to scored groups: engines, requests, rewards, advantages and staleness."""

@@ -1,4 +1,4 @@
-"""Advantages from rewards: weights, the overlong penalty, the KL penalty, the estimator."""
+"""Advantages from rewards: weights, overlong penalty, KL penalty and estimator."""
 
 from collections.abc import Sequence
 
@@ -17,16 +17,16 @@ from slime_like.trajectory import ScoredTrajectory
 
 
 def weighted_rewards(config: RunConfig, rewards: Tensor) -> Tensor:
-    """(N,) weighted sum of (N, num_funcs) rewards, without penalties."""
+    """Return the (N,) weighted sums of (N, num_funcs) rewards, without penalties."""
     return rewards @ torch.tensor([function.weight for function in config.reward.functions], dtype=torch.float32)
 
 
 def total_rewards(config: RunConfig, rewards: Tensor, response_lens: Sequence[int]) -> Tensor:
-    """(N,) input of the estimator: the weighted rewards minus the overlong penalty.
+    """Return the (N,) input of the estimator: weighted rewards minus the overlong penalty.
 
     Args:
-        rewards: (N, num_funcs), a row per rollout.
-        response_lens: of each rollout; see ``Rollout.length``.
+        rewards: (N, num_funcs), one row per rollout.
+        response_lens: length of each rollout; see ``Rollout.length``.
     """
     totals = weighted_rewards(config, rewards)
     buffer = config.algorithm.overlong_buffer
@@ -37,10 +37,10 @@ def total_rewards(config: RunConfig, rewards: Tensor, response_lens: Sequence[in
 
 
 def step_advantages(config: RunConfig, totals: Tensor, group_ids: Sequence[int], step: int) -> Tensor:
-    """(N,) advantages of all rollouts of a step; the estimator gets the whole step, whatever its scope.
+    """Return the (N,) advantages of a step's rollouts. The estimator gets the whole step, whatever its scope.
 
     Raises:
-        RewardError: the estimator, which may be a user's, failed, or did not return one finite number per rollout.
+        RewardError: the estimator, possibly a user's, failed or did not return one finite number per rollout.
     """
     name = config.algorithm.advantage
     try:
@@ -60,10 +60,10 @@ def step_advantages(config: RunConfig, totals: Tensor, group_ids: Sequence[int],
 
 
 def require_group_scope(config: RunConfig) -> None:
-    """Require an estimator that compares within groups: streaming needs advantages before the batch is complete.
+    """Require an estimator that compares within groups. Streaming needs advantages before the batch is complete.
 
     Raises:
-        ConfigError: the estimator cannot be loaded, or has another scope.
+        ConfigError: the estimator cannot be loaded or has another scope.
     """
     name = config.algorithm.advantage
     try:
@@ -86,11 +86,11 @@ def _format_error(name: str, error: Exception) -> str:
 def penalise_kl(
     config: RunConfig, trainers: GroupTraining, trajectories: Sequence[ScoredTrajectory], step: int
 ) -> None:
-    """Subtract each rollout's KL to the reference, summed over its rows, from its reward; replace its advantage, here
-    and on the trainers.
+    """Subtract each rollout's KL to the reference, summed over its rows, from its reward. Replace its advantage, also
+    on the trainers.
 
-    The batch must be loaded and scored, so that reference logprobs exist. Logprobs are those frozen at the start of the
-    step: the penalty applies to the policy that sampled.
+    The batch must be loaded and scored, so reference logprobs exist. Logprobs are frozen at the start of the step, so
+    the penalty applies to the policy that sampled.
     """
     algorithm = config.algorithm
     frozen = trainers.response_logprobs([trajectory.sequence_id for trajectory in trajectories])
@@ -117,9 +117,9 @@ def penalise_kl(
 
 
 def normalise_importance(config: RunConfig, trainers: GroupTraining, trajectories: Sequence[ScoredTrajectory]) -> None:
-    """Divide advantages on the trainers by the mean importance weight of the batch, which must be loaded and scored.
+    """Divide advantages on the trainers by the batch's mean importance weight. The batch must be loaded and scored.
 
-    Every built-in policy term is proportional to positive factors of advantages, so that this divides the weights.
+    All built-in policy terms are proportional to positive factors of advantages, so this normalizes the weights.
 
     Raises:
         TrainerError: a custom correction failed.
@@ -128,7 +128,7 @@ def normalise_importance(config: RunConfig, trainers: GroupTraining, trajectorie
     lengths = torch.tensor([trajectory.response_len for trajectory in trajectories])
     mask = torch.cat([trajectory.loss_mask for trajectory in trajectories])
     old = torch.cat([frozen[trajectory.sequence_id].policy for trajectory in trajectories])
-    behaviour = torch.cat([t.logprobs for t in trajectories if t.logprobs is not None])  # all: engines sampled them
+    behaviour = torch.cat([t.logprobs for t in trajectories if t.logprobs is not None])  # not None: engines sampled
     name = config.algorithm.importance_correction
     try:
         weights = configured_weights(config.algorithm, old, behaviour, mask, lengths).weights

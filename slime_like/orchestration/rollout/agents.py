@@ -26,7 +26,7 @@ _SUSPICIOUS_ROLLOUTS = 8
 
 @dataclass(frozen=True, slots=True)
 class _Outcome:
-    """The end of a rollout; ``failure`` is the reason where the agent had no result."""
+    """End of a rollout. ``failure`` is the reason if the agent had no result."""
 
     result: AgentResult = field(default_factory=lambda: AgentResult(0.0))
     failure: dict[str, str] | None = None
@@ -36,13 +36,13 @@ class _Outcome:
 class AgentRollouts:
     """Agents in worker processes, and the server through which they call the engine.
 
-    The agent owns the history: every call brings all of it. What was sampled is kept as token ids and becomes the rows
-    of the rollout. A weight update freezes calls that run; later ones wait for it.
+    The agent owns the history, and every call sends all of it. Sampled tokens are kept as ids and become the rollout's
+    rows. A weight update freezes running calls. Later calls wait for it.
 
     Args:
-        generate: of the engine; waits while weights are updated.
-        version: of the weights that the engine serves.
-        logs: for what agents print.
+        generate: ``generate`` of the engine; waits during weight updates.
+        version: returns the weight version that the engine serves.
+        logs: directory and name of the log for output of agents.
     """
 
     def __init__(
@@ -67,7 +67,7 @@ class AgentRollouts:
         self._silent = FailureBudget(_SUSPICIOUS_ROLLOUTS, first_only=True)
 
     async def start(self) -> None:
-        """Raises ``AgentFailure`` where the agent or the tokenizer cannot be used."""
+        """Start server and workers. Raises ``AgentFailure`` if the agent or the tokenizer cannot be used."""
         template = self._tokenizer.chat_template
         if not isinstance(template, str):
             problem = "the tokenizer has no chat template, which rollout.agent needs"
@@ -85,7 +85,7 @@ class AgentRollouts:
         """Run one rollout per sample, in sample order. The request must have a task.
 
         Raises:
-            EngineError: as the engine's ``generate``.
+            EngineError: see the engine's ``generate``.
             AgentFailure: the agent has failed.
         """
         if request.request_id in self._running:
@@ -97,7 +97,7 @@ class AgentRollouts:
             del self._running[request.request_id]
 
     async def abort(self, request_id: str) -> None:
-        """End the rollouts of one request: ``run`` returns them as they are, finish reason "abort"."""
+        """End the rollouts of one request. ``run`` returns them unfinished, with finish reason "abort"."""
         if (running := self._running.get(request_id)) is not None:
             running.set()
 
@@ -115,7 +115,7 @@ class AgentRollouts:
         return _generation(request, session, outcome)
 
     def _require_calls(self, has_called: bool) -> None:
-        """Reject an agent that ends, again and again, before it has called the model: it has nothing to train on."""
+        """Reject an agent that repeatedly ends without calling the model, since it yields nothing to train on."""
         self._silent.record(has_called)
         if self._silent.exhausted:
             raise AgentFailure(
@@ -126,7 +126,7 @@ class AgentRollouts:
             )
 
     def _report(self, ignored: Mapping[str, Any]) -> None:
-        """Write each setting of sampling that an agent asked for into the engine's log, once."""
+        """Log each sampling setting that an agent asks for, once."""
         for name in sorted(ignored.keys() - self._reported):
             print(f"agents ask for {name}={ignored[name]!r}; the run's own setting holds", flush=True)
             self._reported.add(name)
@@ -144,7 +144,7 @@ class AgentRollouts:
         return AgentTask(prompt, task.messages, task.answer, dict(task.fields), self._server.base_url, key)
 
     async def _outcome(self, session: Session, task: AgentTask, aborted: asyncio.Event) -> _Outcome:
-        """Wait for the agent, the engine's failure or the request's end, whatever is first."""
+        """Wait for the agent, an engine failure or the request's end, whichever comes first."""
         agent = asyncio.ensure_future(self._pool.solve(task))
         ended = asyncio.ensure_future(aborted.wait())
         awaited: set[asyncio.Future[Any]] = {agent, ended, session.failure}
@@ -181,7 +181,7 @@ class AgentRollouts:
 
 
 def _generation(request: GenerationRequest, session: Session, outcome: _Outcome) -> Generation:
-    """The rollout's rows; one that continues the request's own prompt is a plain response."""
+    """Build the rollout's result from its rows. A single row with the request's own prompt is a plain response."""
     rows = session.tree.rows()
     last = rows[-1].segment
     is_plain = len(rows) == 1 and last.prompt_tokens.tolist() == list(request.prompt_tokens)
@@ -201,7 +201,7 @@ def _generation(request: GenerationRequest, session: Session, outcome: _Outcome)
 
 
 def _untrained(request: GenerationRequest, eos: int, version: int, outcome: _Outcome) -> Generation:
-    """A rollout without a call: one token that carries no loss, so that its reward counts in the group."""
+    """Build a rollout without calls: one token that carries no loss, so its reward counts in the group."""
     return Generation(
         token_ids=np.array([eos], np.int64),
         logprobs=np.zeros(1, np.float32),

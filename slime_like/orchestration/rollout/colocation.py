@@ -1,4 +1,4 @@
-"""Turns of trainers and engines on the devices that they share (``cluster.placement: colocated``)."""
+"""Turns of trainers and engines on shared devices (``cluster.placement: colocated``)."""
 
 from typing import Literal
 
@@ -7,7 +7,7 @@ from slime_like.orchestration.trainer.group import TrainerGroup
 
 
 class Turns:
-    """Separate devices: nothing moves. Each method is called before a phase; what must move has moved on return."""
+    """Turns on separate devices, where nothing moves. Each method runs before a phase, and returns after the move."""
 
     def starting_engines(self) -> None:
         """Prepare the devices for starting engines."""
@@ -16,7 +16,7 @@ class Turns:
         """Prepare the devices for scoring, training and saving.
 
         Args:
-            keep_weights: engines keep theirs, for sampling that follows without a weight sync.
+            keep_weights: whether engines keep their weights, to sample again without a weight sync.
         """
 
     def generation(self) -> None:
@@ -30,12 +30,12 @@ class Turns:
 
 
 class SharedDevices(Turns):
-    """Takes turns, so that a device never holds optimizer state and KV cache at once.
+    """Turns on shared devices. A device never holds optimizer state and KV cache at the same time.
 
-    A sync is the hand-over: gradients and optimizer state leave, engine weights come, buckets travel, trainer weights
+    A sync hands over: gradients and optimizer state leave, engine weights come, buckets are sent, trainer weights
     leave, the KV cache comes.
 
-    Engines that have died leave the pool when they are found dead; the others go on.
+    Dead engines leave the pool as soon as their death is detected. The others continue.
     """
 
     def __init__(self, trainers: TrainerGroup, engines: EngineSupervisor) -> None:
@@ -44,7 +44,7 @@ class SharedDevices(Turns):
         self._turn: Literal["trainers", "engines"] = "trainers"
 
     def starting_engines(self) -> None:
-        """Trainers leave: an engine that starts takes all the memory that it is allowed."""
+        """Take trainers off the devices: a starting engine takes all the memory that it is allowed."""
         if self._turn != "engines":
             self._trainers.offload()
             self._turn = "engines"

@@ -20,20 +20,20 @@ Abort = Callable[[str], Awaitable[None]]
 
 @dataclass(slots=True)
 class _Running:
-    """The conversations of one request: the turns at the engine, and whether they were aborted."""
+    """Conversations of one request: turns that the engine is sampling, and whether they were aborted."""
 
     turns: set[str] = field(default_factory=set)
     aborted: bool = False
 
 
 class _Response:
-    """The prompt's continuation so far, token by token."""
+    """Continuation of the prompt so far, token by token."""
 
     def __init__(self) -> None:
         self.tokens: list[int] = []
         self._logprobs: list[np.ndarray] = []
         self._versions: list[np.ndarray] = []
-        self._supports: list[Supports] = []  # none where nothing is truncated
+        self._supports: list[Supports] = []  # empty if nothing is truncated
         self._turns: list[tuple[int, int]] = []
         self._steps: list[dict[str, Any]] = []
         self._reward = 0.0
@@ -45,7 +45,7 @@ class _Response:
         return len(self.tokens)
 
     def sampled(self, generation: Generation) -> None:
-        """Append a turn of the model; a turn that was aborted before its first token is ignored."""
+        """Append a turn of the model. A turn aborted before its first token is ignored."""
         if len(generation.token_ids) == 0:
             return
         self._turns.append((self.length, self.length + len(generation.token_ids)))
@@ -73,7 +73,7 @@ class _Response:
         return self.finished("stop")
 
     def finished(self, reason: Any) -> Generation:
-        """Build the response up to the last sampled token: an observation without an answer cannot be trained on."""
+        """Build the response up to the last sampled token. An observation without an answer cannot be trained on."""
         length = self._turns[-1][1] if self._turns else 0
         return Generation(
             token_ids=np.asarray(self.tokens[:length], np.int64),
@@ -88,15 +88,15 @@ class _Response:
 
 
 class Conversations:
-    """Turns of the model through one engine and turns of the environment through its workers.
+    """Turns of the model, from one engine, and turns of the environment, from its workers.
 
-    A turn's prompt is the token ids of everything before it, exactly as they were sampled: nothing is encoded again.
-    The samples of a request run independently. A weight update freezes running turns, which continue under the new
-    weights, as any request; later turns are sampled by the new weights alone.
+    A turn's prompt is the token ids of everything before it, exactly as sampled. Nothing is encoded again. The samples
+    of a request run independently. A weight update freezes running turns, which then continue with the new weights,
+    like any request. Later turns use only the new weights.
 
     Args:
-        generate, abort: methods of the engine; ``generate`` waits while weights are updated.
-        logs: for what the environment prints.
+        generate, abort: methods of the engine; ``generate`` waits during weight updates.
+        logs: directory and name of the log for the environment's output.
     """
 
     def __init__(
@@ -116,7 +116,7 @@ class Conversations:
         self._running: dict[str, _Running] = {}
 
     async def start(self) -> None:
-        """Raises ``EnvironmentFailure`` if the environment cannot be used."""
+        """Start the workers. Raises ``EnvironmentFailure`` if the environment cannot be used."""
         await self._pool.start()
 
     async def close(self) -> None:
@@ -125,10 +125,10 @@ class Conversations:
     async def run(self, request: GenerationRequest) -> list[Generation]:
         """Run one conversation per sample, in sample order. The request must have a task.
 
-        ``request.sampling.max_new_tokens`` bounds a whole response, observations included.
+        ``request.sampling.max_new_tokens`` bounds a whole response, including observations.
 
         Raises:
-            EngineError: as the engine's ``generate``.
+            EngineError: see the engine's ``generate``.
             EnvironmentFailure: the environment has failed.
         """
         if request.request_id in self._running:
@@ -140,7 +140,7 @@ class Conversations:
             del self._running[request.request_id]
 
     async def abort(self, request_id: str) -> None:
-        """End the conversations of one request: ``run`` returns them as they are, finish reason "abort"."""
+        """End the conversations of one request. ``run`` returns them unfinished, with finish reason "abort"."""
         running = self._running.get(request_id)
         if running is None:
             return

@@ -30,12 +30,12 @@ from slime_like.orchestration.rollout.agents import AgentRollouts
 from slime_like.orchestration.rollout.conversations import Conversations
 
 _TOGETHER_S = 0.001
-"""Requests that end with the same token do so one after the other, within less."""
+"""Wait for requests that end with the same token. They end one after the other, within less time."""
 
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """The result of one request: its responses, or the error."""
+    """Result of one request: its responses or its error."""
 
     request_id: str
     generations: list[Generation] = field(default_factory=list)
@@ -46,13 +46,13 @@ class Mailbox(asyncio.Queue[Answer]):
     """Answers for one asker. Belongs to one event loop.
 
     Attributes:
-        expected: answers that have not been taken, those included that are not ready.
+        expected: number of answers not taken yet, including those that are not ready.
     """
 
     expected = 0
 
     async def take(self) -> list[Answer]:
-        """Wait for an answer; return all that are ready."""
+        """Wait for an answer, and return all answers that are ready."""
         answers = [await self.get()]
         await asyncio.sleep(_TOGETHER_S)
         while not self.empty():
@@ -64,15 +64,15 @@ class Mailbox(asyncio.Queue[Answer]):
 class EngineActor:
     """One engine, and the conversations or agents that it samples for.
 
-    Its methods are coroutines: Ray makes an asynchronous actor.
+    Its methods are coroutines, so Ray makes it an asynchronous actor.
 
-    Requests that come while weights are updated wait until the update is finished, or has failed. The next turn of a
-    conversation may come at any time.
+    Requests that arrive during a weight update wait until it finishes or fails. The next turn of a conversation may
+    arrive at any time.
     """
 
     def __init__(self, config: RunConfig, index: int, shared_devices: str = "") -> None:
         self._logs = use_log(f"engine-{index}")
-        if shared_devices:  # Ray assigns no device to a colocated engine; CUDA is not initialised yet
+        if shared_devices:  # Ray assigns no device to a colocated engine; CUDA is not initialized yet
             os.environ["CUDA_VISIBLE_DEVICES"] = shared_devices
         require_own_devices()
         use_cluster_interface(gloo=False)  # weights come from other hosts
@@ -83,7 +83,7 @@ class EngineActor:
         self._engine: RolloutEngine = (HostedEngine if python is not None else load_engine(name))(config, index)
         self._conversations: Conversations | AgentRollouts | None = None
         self._mailboxes: dict[str, Mailbox] = {}
-        self._tasks: set[asyncio.Task[None]] = set()  # the event loop itself forgets them
+        self._tasks: set[asyncio.Task[None]] = set()  # keeps them alive; the event loop does not
         self._updated = asyncio.Event()
         self._updated.set()
 
@@ -123,8 +123,8 @@ class EngineActor:
             task.add_done_callback(self._tasks.discard)
 
     async def answers(self, asker: str) -> list[Answer]:
-        """The answers to ``asker``'s requests that are ready, as soon as one is."""
-        mailbox = self._mailboxes.setdefault(asker, Mailbox())  # large requests may come later than this
+        """Return the answers to ``asker``'s requests that are ready, as soon as one is."""
+        mailbox = self._mailboxes.setdefault(asker, Mailbox())  # large requests may arrive after this call
         answers = await mailbox.take()
         if mailbox.expected == 0:
             del self._mailboxes[asker]
@@ -135,17 +135,17 @@ class EngineActor:
             mailbox.put_nowait(Answer(request.request_id, await self.generate(request)))
         except SlimeLikeError as error:
             mailbox.put_nowait(Answer(request.request_id, error=error))
-        except Exception as error:  # raised again where the answer is read; as what it is it may not cross processes
+        except Exception as error:  # raised again by the reader; this class may not cross processes
             failure = EngineError(
                 f"{request.request_id} failed: {type(error).__name__}: {error}", code="request-failed"
             )
             mailbox.put_nowait(Answer(request.request_id, error=failure))
 
     async def generate(self, request: GenerationRequest) -> list[Generation]:
-        """A request with a task becomes conversations where the run has an environment, or rollouts of its agent."""
+        """Sample a request. With a task, it becomes conversations with the environment, or rollouts of the agent."""
         talks = self._conversations if request.task is not None else None
         answer = self._sample(request) if talks is None else talks.run(request)
-        if isinstance(talks, AgentRollouts):  # their limits bound them, and they wait for workers
+        if isinstance(talks, AgentRollouts):  # they have their own limits, and wait for workers
             return await answer
         timeout = self._config.request_timeout_s
         try:
@@ -158,7 +158,7 @@ class EngineActor:
             ) from error
 
     async def _sample(self, request: GenerationRequest) -> list[Generation]:
-        await self._updated.wait()  # bounded by the request's own time
+        await self._updated.wait()  # the request's own timeout bounds this
         return await self._engine.generate(request)
 
     async def abort(self, request_id: str) -> None:
@@ -187,7 +187,7 @@ class EngineActor:
 
     @asynccontextmanager
     async def _opened_by_failure(self) -> AsyncIterator[None]:
-        """Open the gate after a failed update: the engine rejects requests with the reason."""
+        """Open the gate after a failed update. The engine then rejects requests with the reason."""
         try:
             yield
         except BaseException:

@@ -25,11 +25,11 @@ _JOINING = "joining the weight transport"
 
 @dataclass(frozen=True, slots=True)
 class EngineAnswers:
-    """Answers that several engines owe.
+    """Pending answers of several engines.
 
     Attributes:
-        references: by the engine's name.
-        timeout_s: the bound where ``result`` is given none.
+        references: references by engine name.
+        timeout_s: default bound of ``result``.
     """
 
     references: dict[str, Any]
@@ -40,17 +40,17 @@ class EngineAnswers:
     def result(
         self, timeout_s: float | None = None, left: Callable[[Sequence[str]], None] = ignore_answers
     ) -> list[Any]:
-        """Wait for all of them, in the order of the engines. Raises ``EngineError``: the first failure."""
+        """Wait for all answers, in engine order. Raises ``EngineError`` for the first failure."""
         bound = timeout_s or self.timeout_s
         asked, names = list(self.references.values()), list(self.references)
         return gather(asked, names, phase=self.phase, timeout_s=bound, error=EngineError, watch=self.watch, left=left)
 
 
 class EngineGroup:
-    """One actor per engine, numbered from 0. A call that fails on one engine raises its first failure.
+    """One actor per engine, numbered from 0. If a call fails on some engines, the first failure is raised.
 
     Args:
-        watch: called whenever engines are waited for; raises where an actor that they depend on has died.
+        watch: called while waiting for engines; raises if an actor that they depend on has died.
     """
 
     def __init__(self, config: RunConfig, placement: Placement, watch: Callable[[], None] = watch_none) -> None:
@@ -71,10 +71,10 @@ class EngineGroup:
 
     # ------------------------------------------------------------------------------------------------ start and end
     def launch(self, shared_devices: Sequence[str] = ()) -> None:
-        """Create the actors; they import in the background until ``start`` waits for them.
+        """Create the actors. They import in the background until ``start`` waits for them.
 
         Args:
-            shared_devices: the device of every trainer rank, for colocated engines.
+            shared_devices: device of every trainer rank, for colocated engines.
         """
         self._shared_devices = shared_devices
         for index in range(self._config.rollout.num_engines):
@@ -91,14 +91,14 @@ class EngineGroup:
         return actor.remote(self._config, index, devices)
 
     def _environment(self, index: int) -> dict[str, str]:
-        """Threads on a CPU, read when torch is imported: Ray would set one. What the user has set stays."""
+        """Return CPU thread settings, which torch reads on import. Ray would set one thread. The user's values stay."""
         if self._placement.device == "GPU" or _THREADS in os.environ:
             return {}
         cores = len(os.sched_getaffinity(0))
         return {_THREADS: str(max(1, cores // self._placement.ranks_beside_engine(index)))}
 
     def start(self, left: Callable[[Sequence[str]], None] = ignore_answers) -> None:
-        """Wait until every engine has loaded the model; bounded by ``rollout.start_timeout_s``.
+        """Wait until every engine has loaded the model, within ``rollout.start_timeout_s``.
 
         Args:
             left: called with the engines that are not ready yet.
@@ -106,7 +106,7 @@ class EngineGroup:
         self._start(range(len(self)), "starting", left)
 
     def restart_engines(self, indexes: Sequence[int]) -> None:
-        """End these engines, and start others in their places. Raises ``EngineError``: one did not start."""
+        """End these engines and start others in their places. Raises ``EngineError`` if one does not start."""
         for index in indexes:
             old = self._actors[index]
             wait_for_end([old.stop.remote()], _STOP_TIMEOUT_S)
@@ -117,13 +117,13 @@ class EngineGroup:
     def _start(
         self, indexes: Iterable[int], phase: str, left: Callable[[Sequence[str]], None] = ignore_answers
     ) -> None:
-        # The engine bounds its start; the slack here is for the actor's imports.
+        # The engine bounds its start. The extra time is for the actor's imports.
         bound = self._config.engine_start_timeout_s + 120
         self._ask("start", phase=phase, indexes=indexes).result(bound, left)
 
     @staticmethod
     def is_alive(actor: Any) -> bool:
-        """Ask an engine's actor, within a bound; False without an answer."""
+        """Ask an engine's actor, within a bound. Return False without an answer."""
         try:
             health: EngineHealth = ray.get(actor.health.remote(), timeout=_HEALTH_TIMEOUT_S)
         except RayError:  # a dead actor, or one that does not answer
@@ -131,7 +131,7 @@ class EngineGroup:
         return health.alive
 
     def shutdown(self, timeout_s: float = 30.0) -> None:
-        """Stop every engine and its processes; an unresponsive actor is killed."""
+        """Stop every engine and its processes. Unresponsive actors are killed."""
         references = [actor.stop.remote() for actor in self._actors]
         wait_for_end(references, timeout_s)
         for actor in self._actors:
@@ -140,7 +140,7 @@ class EngineGroup:
 
     # ------------------------------------------------------------------------------------------------------ weights
     def connect(self, transport: str, rendezvous: dict[str, Any]) -> None:
-        """Have every engine join the transport, a colocated one at the trainer ranks whose devices it uses."""
+        """Connect every engine to the transport; a colocated engine, to the trainer ranks whose devices it uses."""
         connected = [
             self._ask("connect", transport, for_engine(rendezvous, ranks.start), phase=_JOINING, indexes=[index])
             for index, ranks in enumerate(map(self._placement.shared_ranks, range(len(self))))
@@ -152,14 +152,14 @@ class EngineGroup:
         self.call("begin_update", version, phase="beginning a weight update")
 
     def update(self, buckets: list[BucketMetadata]) -> EngineAnswers:
-        """Have every engine fetch and load the buckets; returns at once."""
+        """Have every engine fetch and load the buckets. Returns immediately."""
         return self._ask("update", buckets, phase="loading weights")
 
     def finish_update(self, version: int) -> list[UpdateReceipt]:
         return self.call("finish_update", version, phase="finishing a weight update")
 
     def probe(self, request: GenerationRequest) -> EngineAnswers:
-        """The same request to every engine, past the pool; returns at once."""
+        """Send the same request to every engine, bypassing the pool. Returns immediately."""
         return self._ask("generate", request, phase="answering the weight-sync probe")
 
     # -------------------------------------------------------------------------------------------------------- calls
@@ -171,11 +171,11 @@ class EngineGroup:
         timeout_s: float | None = None,
         indexes: Iterable[int] | None = None,
     ) -> list[Any]:
-        """The answers of all engines, or of those named by ``indexes``; by default within ``sync.timeout_s``."""
+        """Return the answers of all engines or of ``indexes``; by default within ``sync.timeout_s``."""
         return self._ask(method, *arguments, phase=phase, indexes=indexes).result(timeout_s)
 
     def call_each(self, method: str, *arguments: Any, phase: str, indexes: Iterable[int]) -> dict[int, EngineError]:
-        """Call these engines and wait for all of them; the failures by engine."""
+        """Call these engines, wait for all of them, and return the failures by engine."""
         asked = {index: self._ask(method, *arguments, phase=phase, indexes=[index]) for index in indexes}
         failures: dict[int, EngineError] = {}
         for index, answers in asked.items():
@@ -186,7 +186,7 @@ class EngineGroup:
         return failures
 
     def wait(self, references: Sequence[Any], timeout_s: float) -> list[Any]:
-        """The references that are ready when the first is; none after ``timeout_s``."""
+        """Return the references that are ready when the first one is, or none after ``timeout_s``."""
         ready, _ = ray.wait(list(references), num_returns=1, timeout=timeout_s)
         self._watch()
         if ready:

@@ -1,4 +1,4 @@
-"""Held-out accuracy, with the engines and reward workers of training."""
+"""Held-out accuracy, measured with the engines and reward workers of training."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -24,10 +24,10 @@ from slime_like.trajectory import UnscoredTrajectory
 
 @dataclass(frozen=True, slots=True)
 class EvaluationResult:
-    """Result over all files, and per file where there are several.
+    """Result over all files, and per file if there are several.
 
     Attributes:
-        samples: the first response to each of the first prompts, as many as a debug table has; or all.
+        samples: first responses to the first prompts, as many as a debug table has; or all responses.
     """
 
     overall: EvaluationRecord
@@ -36,7 +36,7 @@ class EvaluationResult:
 
 
 class Evaluator:
-    """Evaluates on fixed lists of held-out prompts, one per file, from ``held_out``."""
+    """Evaluator on fixed lists of held-out prompts, one per file, from ``held_out``."""
 
     def __init__(
         self, config: RunConfig, engines: RolloutManager, scorer: Scorer, datasets: Mapping[str, Sequence[Prompt]]
@@ -48,7 +48,7 @@ class Evaluator:
         self._datasets = datasets
 
     def run(self, step: int, progress: Progress, keep_all: bool = False) -> EvaluationResult:
-        """Sample and score every prompt under the weights that the engines serve; the result may keep all samples."""
+        """Sample and score every prompt with the weights that the engines serve. ``keep_all`` keeps all samples."""
         prompts = [prompt for dataset in self._datasets.values() for prompt in dataset]
         requests = build_requests(
             prompts, self._sampling, self._config.evaluation.samples_per_prompt, self._config.seed, f"evaluation-{step}"
@@ -72,7 +72,7 @@ class Evaluator:
         return EvaluationResult(_figures(samples_of), results if len(results) > 1 else {}, shown)
 
     def _names(self) -> list[str]:
-        """Of every prompt's data set."""
+        """Return the dataset name of every prompt."""
         return [name for name, dataset in self._datasets.items() for _ in dataset]
 
 
@@ -97,7 +97,7 @@ def _failure_note(outcomes: Sequence[RewardOutcome]) -> str | None:
 
 
 def dataset_names(files: Sequence[Path]) -> list[str]:
-    """The files' names without their endings; with as much of their directories as makes them differ."""
+    """Return the files' names without endings, with as many parent directories as make them unique."""
     for parts in range(1, max((len(file.parts) for file in files), default=1) + 1):
         names = ["/".join(file.with_suffix("").parts[-parts:]) for file in files]
         if len(set(names)) == len(names):
@@ -106,10 +106,10 @@ def dataset_names(files: Sequence[Path]) -> list[str]:
 
 
 def held_out(config: RunConfig, tokenizer: Any) -> dict[str, list[Prompt]]:
-    """Each file's prompts in their order; group ids are unique over all files.
+    """Read each file's prompts in order. Group ids are unique across files.
 
     Raises:
-        DataError: a file without a usable row, or with a bad one (``file:line: reason``).
+        DataError: a file has no usable row or a bad one (``file:line: reason``).
     """
     datasets: dict[str, list[Prompt]] = {}
     count = 0

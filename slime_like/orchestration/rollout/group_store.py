@@ -1,4 +1,4 @@
-"""GroupStore: every prompt group between its issue and its training step."""
+"""GroupStore: every prompt group from its issue to its training step."""
 
 import threading
 from collections import deque
@@ -16,7 +16,7 @@ from slime_like.orchestration.rollout.staleness import StalenessGate
 
 @dataclass(slots=True)
 class _Issued:
-    """A group under way, and the weights that its first token may be sampled by at the earliest."""
+    """A group under way. ``version`` is the earliest weight version that may sample its first token."""
 
     prompt: Prompt
     version: int
@@ -24,10 +24,10 @@ class _Issued:
 
 
 class GroupStore:
-    """Groups to be issued again, under way, and ready for training; the ledger gets every change. Thread-safe.
+    """Groups to issue again, under way, and ready for training. The ledger records every change. Thread-safe.
 
     Attributes:
-        changed: guards the state; notified when a batch may take more, or more may be issued.
+        changed: guards the state; notified when a batch may take more groups or more may be issued.
     """
 
     def __init__(self, config: RunConfig, prompts: PromptSource, ledger: Ledger) -> None:
@@ -46,7 +46,7 @@ class GroupStore:
     # ------------------------------------------------------------------------------------------------------- position
     @property
     def version(self) -> int:
-        """Weights that the engines serve."""
+        """Weight version that the engines serve."""
         return self._gate.version
 
     @property
@@ -61,19 +61,19 @@ class GroupStore:
             self.changed.notify_all()
 
     def sizes(self) -> tuple[int, int]:
-        """(groups under way, groups ready)."""
+        """Return (groups under way, groups ready)."""
         with self.changed:
             return len(self._under_way), len(self._ready)
 
     def sampled(self) -> int:
-        """Groups of the next batch whose samples are there."""
+        """Return the number of groups of the next batch that are already sampled."""
         with self.changed:
             there = len(self._ready) + sum(issued.is_sampled for issued in self._under_way.values())
             return self._gate.taken + min(self._gate.room, there)
 
     # -------------------------------------------------------------------------------------------------------- changes
     def issue(self) -> list[Prompt]:
-        """Issue as many prompts as the bound on staleness allows; those restored from a checkpoint come first."""
+        """Issue as many prompts as the staleness bound allows. Prompts restored from a checkpoint come first."""
         with self.changed:
             version = self._gate.version
             count = self._gate.may_issue(len(self._under_way) + len(self._ready))
@@ -91,14 +91,14 @@ class GroupStore:
             self._ledger.reissued(group_ids, self.version, "engine died")
 
     def generated(self, group_ids: Sequence[int]) -> None:
-        """Record groups whose samples have all come back."""
+        """Record groups with complete samples."""
         with self.changed:
             for group_id in group_ids:
                 self._under_way[group_id].is_sampled = True
         self._ledger.generated(group_ids, self.version)
 
     def add_ready(self, groups: Sequence[RewardedGroup]) -> None:
-        """Groups that can be trained."""
+        """Add groups that can be trained on."""
         if not groups:
             return
         with self.changed:
@@ -109,10 +109,10 @@ class GroupStore:
             self.changed.notify_all()
 
     def drop_without_spread(self, group_ids: Sequence[int]) -> None:
-        """Groups whose samples all have the same reward: others are issued in their place.
+        """Drop groups whose samples all have the same reward. Others are issued in their place.
 
         Raises:
-            RewardError: more than ``rollout.max_drops_per_step`` for one step.
+            RewardError: more than ``rollout.max_drops_per_step`` groups were dropped for one step.
         """
         if not group_ids:
             return
@@ -144,13 +144,13 @@ class GroupStore:
 
     # ---------------------------------------------------------------------------------------------------------- batch
     def may_take(self) -> int:
-        """Number of ready groups that the batch may take now; see ``StalenessGate``."""
+        """Return the number of ready groups that the batch may take now; see ``StalenessGate``."""
         with self.changed:
             ready = (issued.version for issued, _ in self._ready.values())
             return self._gate.may_take(ready, (issued.version for issued in self._under_way.values()))
 
     def take(self, at_least: int = 1) -> list[RewardedGroup]:
-        """Return all groups that the batch may take, in order of id; none while there are fewer than ``at_least``."""
+        """Return all groups that the batch may take, in id order, or none if there are fewer than ``at_least``."""
         with self.changed:
             count = self.may_take()
             if count < at_least:
@@ -173,9 +173,9 @@ class GroupStore:
 
     # ---------------------------------------------------------------------------------------------------------- state
     def state_dict(self) -> dict[str, Any]:
-        """Position of the prompts and of the ledger, and prompts that were issued and not trained; for JSON.
+        """Return the positions of prompts and ledger, and the prompts that were issued but not trained, for JSON.
 
-        A thread may issue more before the ledger is copied: what comes after ``ledger_events`` is not of this state.
+        A thread may issue more before the ledger is copied: events after ``ledger_events`` are not part of the state.
         """
         with self.changed:
             unfinished = [issued.prompt for issued in self._under_way.values()]
@@ -188,17 +188,17 @@ class GroupStore:
             }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Resume from ``state_dict``: what was under way is issued again before anything new."""
+        """Resume from ``state_dict``. Groups that were under way are issued again before new ones."""
         self._prompts.load_state_dict(state["data"])
         self._interrupted = deque(_prompt(fields) for fields in state.get("in_flight", ()))
 
 
 def _fields(prompt: Prompt) -> dict[str, Any]:
-    """A prompt for JSON, without the fields of agents and of demonstrated conversations where it is of neither."""
+    """Convert a prompt for JSON, without unset fields of agents and demonstrated conversations."""
     fields = asdict(prompt)
     return {name: value for name, value in fields.items() if name not in ("messages", "spans") or value is not None}
 
 
 def _prompt(fields: dict[str, Any]) -> Prompt:
-    """A prompt without a demonstration, read from JSON."""
+    """Build a prompt without a demonstration from JSON."""
     return Prompt(**{**fields, "tokens": tuple(fields["tokens"])})

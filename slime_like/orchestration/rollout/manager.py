@@ -1,6 +1,6 @@
-"""Generation: requests go to the engine with the least outstanding tokens, answers come back as they are ready.
+"""Generation: requests go to the engine with the fewest outstanding tokens, and answers return as they are ready.
 
-Requests of an engine that dies are queued again, at the head (``supervisor.py``).
+If an engine dies, its requests return to the head of the queue (``supervisor.py``).
 """
 
 import threading
@@ -22,27 +22,27 @@ from slime_like.orchestration.rollout.supervisor import EngineSupervisor
 from slime_like.system.interrupts import raise_if_interrupted
 
 _POLL_S = 5.0
-"""Longest wait for answers before interrupts are looked for."""
+"""Longest wait for answers between checks for interrupts."""
 
 
 class NoEngineLeft(EngineError):
-    """Death of the pool's last engine. Requests wait until an engine joins."""
+    """The pool's last engine died. Requests wait until an engine joins."""
 
     code = "no-engine"
 
 
 class RolloutManager:
-    """Places requests on the engines that serve; they are numbers that are never used twice. Thread-safe."""
+    """Assigns requests to serving engines. Engine numbers are never reused. Thread-safe."""
 
     def __init__(self, config: RunConfig, supervisor: EngineSupervisor) -> None:
         self.supervisor = supervisor
-        # The engines bound each request themselves; this bound is for an engine that no longer answers at all.
+        # The engines bound each request. This bound is for an engine that no longer answers.
         self.silence_s = config.silence_s + 60
         self._lock = threading.Lock()
         self._registry = LeastLoaded(config.rollout.max_concurrent_requests)
 
     def acquire(self, tokens: int) -> int | None:
-        """An engine with room, charged with ``tokens``. Raises ``NoEngineLeft`` where no engine serves at all."""
+        """Charge ``tokens`` to an engine with room, and return it. Raises ``NoEngineLeft`` if no engine serves."""
         with self._lock:
             serving = self.supervisor.serving
             if not serving:
@@ -58,20 +58,20 @@ class RolloutManager:
             self._registry.release(member, tokens)
 
     def client(self) -> "EngineClient":
-        """A client without requests."""
+        """Return a client without requests."""
         return EngineClient(self)
 
     def generate(
         self, requests: Sequence[GenerationRequest], answered: Callable[[int], None] = ignore_answers
     ) -> list[list[Generation]]:
-        """All responses of every request, in the order of the requests. Call where the weight sync may be used.
+        """Return all responses of every request, in request order. Call where a weight sync is possible.
 
         Args:
-            answered: called with the number of requests that are answered, whenever it may have changed.
+            answered: called with the number of answered requests whenever it may have changed.
 
         Raises:
-            EngineError: an engine refused, a request outlived ``rollout.request_timeout_s``, or no restart is left for
-                an engine that has died.
+            EngineError: an engine refused, a request exceeded ``rollout.request_timeout_s``, or a dead engine has no
+                restart left.
         """
         client = self.client()
         for request in requests:
@@ -95,13 +95,13 @@ class _Running:
 
 
 class EngineClient:
-    """Sends requests to the least loaded engine and hands out answers as they come. Use from one thread.
+    """Sends requests to the least loaded engine and returns answers as they arrive. Use from one thread.
 
-    One call sends an engine all of its requests, and one call waits for any of its answers: a Ray call per request
-    would take a large part of a short step. Requests of an engine that dies are sent again, from their beginning.
+    One call sends an engine all its requests, and one call waits for any of its answers. A Ray call per request would
+    take a large part of a short step. If an engine dies, its requests are sent again from the beginning.
 
     Attributes:
-        resent: ids of requests that were queued again because their engine had died; the caller clears it.
+        resent: ids of requests that were queued again because their engine died; the caller clears it.
     """
 
     def __init__(self, manager: RolloutManager) -> None:
@@ -116,21 +116,21 @@ class EngineClient:
         self.resent: list[str] = []
 
     def __len__(self) -> int:
-        """Requests that have not been answered."""
+        """Return the number of unanswered requests."""
         return len(self._queue) + len(self._running)
 
     def submit(self, request: GenerationRequest) -> None:
-        """Queue a request whose id is unique among those not answered; it is sent by the next ``poll``."""
+        """Queue a request for the next ``poll``. Its id must be unique among unanswered requests."""
         if not self._running:
             self._last_answer = time.monotonic()
         self._queue.append(request)
 
     def poll(self, timeout_s: float) -> list[tuple[GenerationRequest, list[Generation]]]:
-        """Send what can be sent, then wait at most ``timeout_s`` for the first answers.
+        """Send all requests that engines have room for, then wait at most ``timeout_s`` for the first answers.
 
         Raises:
-            NoEngineLeft: nothing can be sent; a later ``poll`` continues where this one stopped.
-            EngineError: an engine refused a request, or none has answered for too long.
+            NoEngineLeft: nothing can be sent; a later ``poll`` continues from here.
+            EngineError: an engine refused a request, or no engine has answered for too long.
         """
         self._send()
         if not self._running:
@@ -141,7 +141,7 @@ class EngineClient:
         return answers
 
     def abort(self, request_ids: Collection[str]) -> None:
-        """End these requests; they are never answered."""
+        """Abort these requests. They are never answered."""
         self._queue = deque(request for request in self._queue if request.request_id not in request_ids)
         for request_id, running in self._running.items():
             if request_id in request_ids:
@@ -153,7 +153,7 @@ class EngineClient:
         try:
             while self._queue and (member := self._acquire(self._queue[0])) is not None:
                 sent.setdefault(member, []).append(self._queue.popleft())
-        finally:  # also where there is no engine for the next one
+        finally:  # also if there is no engine for the next request
             for member, requests in sent.items():
                 self._supervisor.actor(member).submit.remote(self._name, requests)
         for member in {running.member for running in self._running.values()} - set(self._awaited.values()):
@@ -167,7 +167,7 @@ class EngineClient:
         return member
 
     def _settle(self, reference: Any) -> list[tuple[GenerationRequest, list[Generation]]]:
-        """A member's answers. If one is an error and the member is dead, all of its requests are queued again."""
+        """Return a member's answers. If one is an error and the member is dead, queue all its requests again."""
         member = self._awaited.pop(reference)
         name, phase = self._supervisor.name(member), "generating"
         try:
@@ -193,7 +193,7 @@ class EngineClient:
         return running
 
     def _lose(self, member: int, failed: Sequence[_Running], error: EngineError) -> None:
-        """Put all requests of a dead member at the head of the queue, those that ``failed`` first.
+        """Return all requests of a dead member to the head of the queue, with the ``failed`` ones first.
 
         Raises:
             EngineError: ``error``, if the member is alive.
@@ -219,10 +219,10 @@ class EngineClient:
             self._end_silence({running.member for running in self._running.values()})
 
     def _end_silence(self, members: Collection[int]) -> None:
-        """Lose those that are not healthy.
+        """Lose unhealthy members.
 
         Raises:
-            EngineError: all of them are, or none may be replaced.
+            EngineError: all members are healthy, or none may be replaced.
         """
         names = ", ".join(sorted(self._supervisor.name(member) for member in members))
         error = EngineError(

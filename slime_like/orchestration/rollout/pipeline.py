@@ -1,4 +1,4 @@
-"""GroupPipeline: prompts through engines, reward functions and reference workers."""
+"""GroupPipeline: from prompts through engines, reward functions and reference workers."""
 
 from collections.abc import Sequence
 
@@ -14,10 +14,10 @@ from slime_like.trajectory import GroupedUnscoredTrajectories
 
 
 class GroupPipeline:
-    """The stages of a group; training steps are the caller's. Use from one thread.
+    """The stages of a group up to training, which is the caller's part. Use from one thread.
 
     Args:
-        references: score groups before they are ready; none where trainers do it.
+        references: score groups before they are ready; ``None`` if trainers do it.
     """
 
     def __init__(
@@ -38,7 +38,7 @@ class GroupPipeline:
 
     @property
     def num_sampling(self) -> int:
-        """Groups at the engines."""
+        """Number of groups at the engines."""
         return len(self._client)
 
     @property
@@ -48,11 +48,11 @@ class GroupPipeline:
 
     @property
     def num_referred(self) -> int:
-        """Groups at the reference workers."""
+        """Number of groups at the reference workers."""
         return len(self._references) if self._references is not None else 0
 
     def issue(self) -> None:
-        """Queue a request for every prompt that the store gives."""
+        """Queue a request for every prompt that the store issues."""
         prompts, samples = self._store.issue(), self._config.rollout.samples_per_prompt
         requests = build_requests(prompts, self._sampling, samples, self._config.seed, "train")
         for prompt, request in zip(prompts, requests, strict=True):
@@ -60,10 +60,10 @@ class GroupPipeline:
             self._client.submit(request)
 
     def collect(self, timeout_s: float) -> list[GroupedUnscoredTrajectories]:
-        """The next samples from the engines; nothing after ``timeout_s``.
+        """Return the next samples from the engines, or nothing after ``timeout_s``.
 
         Raises:
-            NoEngineLeft: a later call continues as soon as there is an engine.
+            NoEngineLeft: a later call continues when there is an engine.
             EngineError: see ``EngineClient.poll``.
         """
         answers = self._client.poll(timeout_s)
@@ -76,14 +76,13 @@ class GroupPipeline:
         return groups
 
     def reward(self, groups: Sequence[GroupedUnscoredTrajectories]) -> list[RewardedGroup]:
-        """Have the reward functions score the groups."""
         return self._scorer.rewards(groups) if groups else []
 
     def accept(self, rewarded: Sequence[RewardedGroup], timeout_s: float) -> None:
-        """Give the store what is ready for training; with reference workers, what they have scored.
+        """Pass groups that are ready for training to the store; with reference workers, groups that they have scored.
 
         Args:
-            rewarded: new groups; those that teach nothing are dropped.
+            rewarded: new groups; groups without a training signal are dropped.
             timeout_s: longest wait for the reference workers.
         """
         ready = [group for group in rewarded if self._is_useful(group)]
@@ -95,7 +94,7 @@ class GroupPipeline:
         self._store.add_ready(ready)
 
     def abort(self) -> None:
-        """Abort and drop every group, wherever it is."""
+        """Abort and drop all groups, wherever they are."""
         self._record_resent()  # an engine may have died since the last answer
         self._client.abort(self._requested.keys())
         if self._references is not None:
@@ -108,7 +107,7 @@ class GroupPipeline:
         self._client.resent.clear()
 
     def _is_useful(self, rewarded: RewardedGroup) -> bool:
-        """Return whether its rewards differ, where ``rollout.drop_zero_spread`` requires it."""
-        rewards = weighted_rewards(self._config, rewarded.rewards)  # lengths alone make no group useful
+        """Return whether the group's rewards differ, if ``rollout.drop_zero_spread`` requires it."""
+        rewards = weighted_rewards(self._config, rewarded.rewards)  # differing lengths don't make a group useful
         spread = float(rewards.max() - rewards.min())
         return not self._config.rollout.drop_zero_spread or spread > self._config.algorithm.advantage_eps

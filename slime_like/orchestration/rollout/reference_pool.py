@@ -19,27 +19,27 @@ from slime_like.orchestration.rollout.scoring import RewardedGroup
 from slime_like.trajectory import UnscoredTrajectory
 
 _REQUESTS_PER_WORKER = 2
-"""One that the worker computes, and one that follows at once."""
+"""Requests per worker: one in progress, and one that follows immediately."""
 
 
 class ReferenceWorker(Protocol):
-    """Scores with the reference; holds all of its weights before it joins a pool. Its methods are called from one
-    thread, except ``close``, and raise a ``SlimeLikeError`` when the worker has failed."""
+    """Worker that scores with the reference. It holds all weights before it joins a pool. One thread calls all methods
+    except ``close``; they raise ``SlimeLikeError`` if the worker has failed."""
 
     @property
     def name(self) -> str: ...
 
     def score(self, trajectories: list[UnscoredTrajectory]) -> list[Tensor]:
-        """(response_len,) float32 logprobs of each."""
+        """Return the (response_len,) float32 logprobs of each trajectory."""
 
     def use(self, weights: Path) -> None:
-        """Score with the weights in this directory from now on; does nothing if they are in use already."""
+        """Score with the weights in this directory from now on. Does nothing if they are already in use."""
 
     def restart(self, weights: Path | None) -> None:
-        """End what is left of the worker, and start it in the same place; may take a while.
+        """End the rest of the worker, and start it again in the same place. May take a while.
 
         Args:
-            weights: directory to load; none for the weights of the configuration.
+            weights: directory to load; ``None`` loads the configuration's weights.
         """
 
     def close(self) -> None:
@@ -47,7 +47,7 @@ class ReferenceWorker(Protocol):
 
 
 class ReferenceWeights:
-    """Shared by the training loop, which replaces the weights, and the workers' threads, which read them."""
+    """Weights directory that the training loop replaces and the workers' threads read. Thread-safe."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -55,18 +55,18 @@ class ReferenceWeights:
         self._readers: Counter[Path] = Counter()
 
     def use(self, weights: Path) -> None:
-        """Score with the weights in this directory, from the next request on."""
+        """Score with the weights in this directory, starting with the next request."""
         with self._lock:
             self._newest = weights
 
     def in_use(self) -> set[Path]:
-        """Directories that a worker may be reading."""
+        """Return the directories that a worker may be reading."""
         with self._lock:
             return {weights for weights, readers in self._readers.items() if readers}
 
     @contextmanager
     def reading(self) -> Iterator[Path | None]:
-        """The weights to use, in use inside the block; none until ``use`` is called."""
+        """Yield the weights to use, and mark them as in use inside; ``None`` until ``use`` is called."""
         with self._lock:
             weights = self._newest
             if weights is not None:
@@ -81,7 +81,7 @@ class ReferenceWeights:
 
 @dataclass(frozen=True, slots=True)
 class ReferenceWork:
-    """Work that was done in a request or in a period."""
+    """Work of a request or a period."""
 
     busy_s: float
     response_tokens: int
@@ -90,7 +90,7 @@ class ReferenceWork:
 
 @dataclass(frozen=True, slots=True)
 class _Member:
-    """A worker, and the one thread that calls it."""
+    """A worker and the one thread that calls it."""
 
     worker: ReferenceWorker
     thread: ThreadPoolExecutor
@@ -104,18 +104,18 @@ class _Request:
 
 
 class ReferencePool:
-    """Groups are scored whole, by the worker with the least outstanding tokens. Use from one thread.
+    """Pool of reference workers. Each group goes as a whole to the least loaded one. Use from one thread.
 
-    A worker that fails leaves; its groups are scored by others, from the beginning. It is restarted in the background,
-    and joins again. The pool fails when no restart and no worker is left.
+    A failed worker leaves the pool, and other workers score its groups from the beginning. It restarts in the
+    background and joins again. The pool fails if no restart and no worker is left.
 
     Args:
-        request_tokens: waiting groups are sent together, up to so many tokens.
-        max_restarts: restarts of workers, over the pool's life.
+        request_tokens: limit on the tokens of waiting groups that are sent together.
+        max_restarts: limit on worker restarts over the pool's life.
 
     Attributes:
         weights: directory that the workers score with. Thread-safe.
-        news: a sentence about every worker that has left, or come back.
+        news: a sentence about every worker that left or returned.
     """
 
     def __init__(self, request_tokens: int, max_restarts: int = 0) -> None:
@@ -127,16 +127,16 @@ class ReferencePool:
         self._members: dict[int, _Member] = {}
         self._waiting: deque[RewardedGroup] = deque()
         self._running: dict[Future[list[Tensor]], _Request] = {}
-        self._done: deque[ReferenceWork] = deque()  # the workers' threads append
+        self._done: deque[ReferenceWork] = deque()  # appended by the workers' threads
         self.weights = ReferenceWeights()
         self.news: list[str] = []
 
     def __len__(self) -> int:
-        """Groups that have not come out."""
+        """Return the number of groups in the pool."""
         return len(self._waiting) + sum(len(request.groups) for request in self._running.values())
 
     def join(self, worker: ReferenceWorker) -> None:
-        """Add a worker, which has the weights."""
+        """Add a worker that holds the weights."""
         self._add(_Member(worker, ThreadPoolExecutor(1, thread_name_prefix=worker.name)))
 
     def _add(self, member: _Member) -> None:
@@ -145,11 +145,11 @@ class ReferencePool:
         self._registry.join(number)
 
     def submit(self, group: RewardedGroup) -> None:
-        """Queue a group; it is sent by the next ``poll``."""
+        """Queue a group for the next ``poll``."""
         self._waiting.append(group)
 
     def poll(self, timeout_s: float) -> list[RewardedGroup]:
-        """Send what can be sent, then wait at most ``timeout_s`` for the first groups to come out.
+        """Send all waiting groups that workers have room for, then wait at most ``timeout_s`` for scored groups.
 
         Raises:
             TrainerError: no worker is left.
@@ -163,13 +163,13 @@ class ReferencePool:
         return finished
 
     def discard(self) -> None:
-        """Forget every group; what is being scored comes out nowhere."""
+        """Forget all groups, including those that are being scored."""
         self._waiting.clear()
         for request in self._running.values():
             request.groups.clear()
 
     def take_work(self) -> ReferenceWork:
-        """Return the work since the last call, with mean seconds of the workers that are left; reset the counters."""
+        """Return the work since the last call, with mean seconds over the remaining workers. Reset the counters."""
         done = [self._done.popleft() for _ in range(len(self._done))]
         return ReferenceWork(
             sum(work.busy_s for work in done) / max(1, len(self._registry.workers)),
@@ -178,7 +178,7 @@ class ReferencePool:
         )
 
     def close(self) -> None:
-        """Start no more requests. The workers must be closed by their owner."""
+        """Start no more requests. The owner must close the workers."""
         for member in (*self._members.values(), *self._restarting.values()):
             member.thread.shutdown(wait=False, cancel_futures=True)
 
@@ -196,7 +196,7 @@ class ReferencePool:
             self._running[future] = _Request(groups, tokens, member)
 
     def _next_request(self) -> tuple[int, int]:
-        """(groups, tokens) from the head of the queue: as many as fit, at least one."""
+        """Count (groups, tokens) at the head of the queue that fit a request, at least one group."""
         count = tokens = 0
         for waiting in self._waiting:
             if count and tokens + waiting.group.total_tokens > self._request_tokens:
@@ -205,7 +205,7 @@ class ReferencePool:
         return count, tokens
 
     def _score(self, worker: ReferenceWorker, trajectories: list[UnscoredTrajectory]) -> list[Tensor]:
-        """Run in the worker's thread."""
+        """Score in the worker's thread."""
         with self.weights.reading() as weights:
             if weights is not None:
                 worker.use(weights)
@@ -218,7 +218,7 @@ class ReferencePool:
 
     def _settle(self, future: Future[Any]) -> list[RewardedGroup]:
         request = self._running.pop(future, None)
-        if request is None:  # its worker has just left, or is restarting
+        if request is None:  # its worker has just left or is restarting
             return []
         self._registry.release(request.member, request.tokens)
         try:
@@ -233,7 +233,7 @@ class ReferencePool:
 
     # -------------------------------------------------------------------------------------------------------- restarts
     def _lose(self, failed: _Request, error: SlimeLikeError) -> None:
-        """Remove the worker of a failed request; all of its groups return to the head of the queue."""
+        """Remove the worker of a failed request. All its groups return to the head of the queue."""
         others = [future for future, request in self._running.items() if request.member == failed.member]
         lost = [failed, *(self._running.pop(future) for future in others)]
         self._waiting.extendleft(reversed([group for request in lost for group in request.groups]))
@@ -245,7 +245,7 @@ class ReferencePool:
         self._restart_or_close(member, error)
 
     def _restart_or_close(self, member: _Member, error: SlimeLikeError) -> None:
-        """Let the member's thread do either, which may take a while."""
+        """Restart or close the member in its thread, since both may take a while."""
         if self._restarts_left > 0:
             self._restarts_left -= 1
             self._restarting[member.thread.submit(self._restart, member.worker)] = member
@@ -256,12 +256,12 @@ class ReferencePool:
             raise TrainerError(f"no reference worker is left: {error}", code="no-reference-worker") from error
 
     def _restart(self, worker: ReferenceWorker) -> None:
-        """Run in the worker's thread."""
+        """Restart in the worker's thread."""
         with self.weights.reading() as weights:
             worker.restart(weights)
 
     def _admit_restarted(self) -> None:
-        """Let restarted workers join; those that failed to start are tried again while restarts are left."""
+        """Let restarted workers join. Retry failed starts while restarts are left."""
         for future in [restart for restart in self._restarting if restart.done()]:
             member = self._restarting.pop(future)
             try:

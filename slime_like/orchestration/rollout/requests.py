@@ -1,4 +1,4 @@
-"""Requests from prompts, and trajectories from the answers."""
+"""Requests from prompts, and trajectories from answers."""
 
 from collections.abc import Iterator, Sequence
 
@@ -14,7 +14,7 @@ from slime_like.trajectory import GroupedUnscoredTrajectories, UnscoredTrajector
 
 
 def stop_tokens(config: RunConfig) -> tuple[int, ...]:
-    """Ids that end a response: ``rollout.stop_token_ids``, else the model's EOS ids."""
+    """Return the ids that end a response: ``rollout.stop_token_ids``, or else the model's EOS ids."""
     ids = config.rollout.stop_token_ids or ModelDimensions.from_checkpoint(config.model.path).eos_token_ids
     if not ids:
         raise ConfigError(
@@ -48,8 +48,8 @@ def evaluation_sampling(config: RunConfig) -> SamplingParams:
 def build_requests(
     prompts: Sequence[Prompt], sampling: SamplingParams, num_samples: int, seed: int, label: str
 ) -> list[GenerationRequest]:
-    """One request per prompt, in order. The seed depends on the run's seed and the group id alone, so that a resumed
-    run samples what an uninterrupted one would have."""
+    """Build one request per prompt, in order. Seeds depend only on the run's seed and the group id, so a resumed run
+    samples the same as an uninterrupted one."""
     return [
         GenerationRequest(
             request_id=f"{label}-{prompt.group_id}",
@@ -64,11 +64,11 @@ def build_requests(
 
 
 def to_group(prompt: Prompt, generations: Sequence[Generation], temperature: float) -> GroupedUnscoredTrajectories:
-    """The samples of one prompt as a group, a row for each segment of a sample.
+    """Build the group of one prompt's samples, with one row per segment of a sample.
 
     Raises:
-        EngineError: a response is empty, its logprobs and versions do not cover it token for token, or the last
-            segment is another response than the generation's.
+        EngineError: a response is empty, its logprobs or versions do not cover every token, or the last segment is not
+            the generation's response.
     """
     prompt_tokens = np.asarray(prompt.tokens, np.int64)
     rows = [
@@ -83,7 +83,7 @@ def to_group(prompt: Prompt, generations: Sequence[Generation], temperature: flo
 def _rows(
     prompt: Prompt, prompt_tokens: np.ndarray, generation: Generation, rollout_id: str, temperature: float
 ) -> Iterator[UnscoredTrajectory]:
-    """The rows of one sample. The last has the conversation, whose turns lie in the generation's response."""
+    """Yield the rows of one sample. The last row has the conversation, which indexes the generation's response."""
     segments = generation.segments or (_whole(prompt_tokens, generation),)
     if not np.array_equal(segments[-1].token_ids, generation.token_ids):
         raise EngineError(
@@ -117,7 +117,7 @@ def _rows(
 
 
 def _whole(prompt_tokens: np.ndarray, generation: Generation) -> Segment:
-    """The one row of a response without segments: every token carries loss, of a conversation those of its turns."""
+    """Build the row of a response without segments. All tokens carry loss; in a conversation, only turns do."""
     loss_mask = np.full(len(generation.token_ids), generation.conversation is None)
     for start, end in generation.conversation.turns if generation.conversation is not None else ():
         loss_mask[start:end] = True
@@ -153,5 +153,5 @@ def _require_complete(segment: Segment, sequence_id: str) -> None:
 
 
 def _copy(values: np.ndarray, dtype: type[np.generic]) -> torch.Tensor:
-    """A copy: Ray's arrays are read-only."""
+    """Copy to a tensor. Ray's arrays are read-only."""
     return torch.from_numpy(np.array(values, dtype=dtype))

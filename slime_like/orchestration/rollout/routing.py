@@ -1,4 +1,4 @@
-"""Choice of a worker for the next request: least outstanding tokens first. No Ray."""
+"""Choice of a worker for the next request: fewest outstanding tokens first. Needs no Ray."""
 
 from dataclasses import dataclass
 
@@ -10,10 +10,10 @@ class _Worker:
 
 
 class LeastLoaded:
-    """The routing core of one pool of workers.
+    """Routing state of one pool of workers.
 
     Args:
-        capacity: requests one worker may hold at a time.
+        capacity: limit on requests that a worker holds at the same time.
     """
 
     def __init__(self, capacity: int) -> None:
@@ -25,7 +25,7 @@ class LeastLoaded:
         self._workers[worker] = _Worker()
 
     def leave(self, worker: int) -> None:
-        """Remove a worker; what it still owed must be re-issued by the caller."""
+        """Remove a worker. The caller must issue its requests again."""
         del self._workers[worker]
 
     @property
@@ -36,7 +36,7 @@ class LeastLoaded:
         return self._workers[worker].outstanding_tokens
 
     def acquire(self, tokens: int) -> int | None:
-        """The worker with the fewest outstanding tokens that has room, charged with ``tokens``; ``None`` if none."""
+        """Charge ``tokens`` to the least loaded worker with room, and return it; ``None`` if all are full."""
         free = [index for index, worker in self._workers.items() if worker.outstanding_requests < self._capacity]
         if not free:
             return None
@@ -46,7 +46,7 @@ class LeastLoaded:
         return chosen
 
     def release(self, worker: int, tokens: int) -> None:
-        """A request of ``tokens`` ended; unknown workers (they left meanwhile) are ignored."""
+        """Record that a request of ``tokens`` ended. Workers that have left are ignored."""
         if worker in self._workers:
             self._workers[worker].outstanding_tokens -= tokens
             self._workers[worker].outstanding_requests -= 1

@@ -1,4 +1,4 @@
-"""Rollouts: samples of a prompt, and what counts once for all rows that one of them is trained as."""
+"""Rollouts: the samples of a prompt, and the values that all rows of a sample share."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -14,13 +14,13 @@ Row = TypeVar("Row", bound=UnscoredTrajectory)
 
 @dataclass(frozen=True, slots=True)
 class Rollout(Generic[Row]):
-    """All rows of one sample, at least one; they share reward, advantage, answer, group and end."""
+    """All rows of one sample, at least one. They share reward, advantage, answer, group and finish reason."""
 
     rows: tuple[Row, ...]
 
     @property
     def last(self) -> Row:
-        """The row that the rollout ended with."""
+        """Row that the rollout ended with."""
         return self.rows[-1]
 
     @property
@@ -33,24 +33,24 @@ class Rollout(Generic[Row]):
 
     @property
     def sampled_len(self) -> int:
-        """Tokens that the model sampled: rows that share a turn train it in one of them."""
+        """Number of sampled tokens. A turn in several rows counts in the one that trains it."""
         return sum(row.sampled_len for row in self.rows)
 
     @property
     def length(self) -> int:
-        """Tokens that a limit counts: a single row's response, observations included; of several rows the sampled
-        tokens, as prompts and responses of rows repeat each other."""
+        """Number of tokens for limits: a single row's response, including observations. With several rows, which repeat
+        each other, only sampled tokens count."""
         return self.last.response_len if len(self.rows) == 1 else self.sampled_len
 
     @property
     def oldest_version(self) -> int | None:
-        """The oldest weights that sampled a token; ``None`` of a demonstration."""
+        """Oldest weight version that sampled a token; ``None`` for a demonstration."""
         versions = [int(row.weight_versions.min()) for row in self.rows if row.weight_versions is not None]
         return min(versions, default=None)
 
 
 def rollouts_of(rows: Iterable[Row]) -> list[Rollout[Row]]:
-    """Rows by ``rollout_id``, in order of first appearance."""
+    """Group rows by ``rollout_id``, in order of first appearance."""
     found: dict[str, list[Row]] = {}
     for row in rows:
         found.setdefault(row.rollout_id, []).append(row)
@@ -58,6 +58,6 @@ def rollouts_of(rows: Iterable[Row]) -> list[Rollout[Row]]:
 
 
 def trained_spans(loss_mask: Tensor) -> list[tuple[int, int]]:
-    """``[start, end)`` of every run of tokens that carry loss: of a row's turns, those that it trains."""
+    """Return ``[start, end)`` of every run of loss-carrying tokens: the turns that a row trains."""
     edges = torch.nn.functional.pad(loss_mask.byte(), (1, 1)).diff().nonzero().flatten().tolist()
     return list(zip(edges[::2], edges[1::2], strict=True))

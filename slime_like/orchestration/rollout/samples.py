@@ -1,4 +1,4 @@
-"""Samples of a request that take several turns: run beside each other, each turn with another seed."""
+"""Samples that take several turns. They run concurrently, and each turn has a different seed."""
 
 import asyncio
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
@@ -10,11 +10,11 @@ from slime_like.errors import EngineError
 from slime_like.interfaces import Generation, GenerationRequest
 
 Generate = Callable[[GenerationRequest], Awaitable[list[Generation]]]
-"""An engine's ``generate``."""
+"""Type of an engine's ``generate``."""
 
 
 def turn_seed(seed: int, sample: int, turn: int, repeat: int = 0) -> int:
-    """A seed for every turn of every sample, so that a repeated rollout is the same, in whatever order calls arrive."""
+    """Derive a seed per turn and sample, so a repeated rollout is the same in whatever order calls arrive."""
     return int(np.random.SeedSequence([seed, sample, turn, *([repeat] if repeat else [])]).generate_state(1)[0])
 
 
@@ -30,7 +30,7 @@ async def all_or_none(coroutines: Sequence[Coroutine[Any, Any, Generation]]) -> 
 
 
 def duplicate_request(request_id: str) -> EngineError:
-    """The error for a request whose samples are running already."""
+    """Build the error for a request that is already running."""
     return EngineError(
         f"request {request_id} is already running", code="duplicate-request", remedy="ids must be unique"
     )

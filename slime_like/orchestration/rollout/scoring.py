@@ -1,4 +1,4 @@
-"""Rewards and advantages: groups of unscored trajectories become scored ones."""
+"""Rewards and advantages, which turn groups of unscored trajectories into scored ones."""
 
 import threading
 from collections.abc import Iterator, Sequence
@@ -19,13 +19,13 @@ from slime_like.trajectory import GroupedUnscoredTrajectories, ScoredTrajectory,
 
 @dataclass(frozen=True, slots=True)
 class RewardedGroup:
-    """A group with its rewards; its advantages may depend on the rest of the batch.
+    """A group with its rewards. Its advantages may depend on the rest of the batch.
 
     Attributes:
-        rewards, successes: (N, F) float32 of its N rollouts, one column per reward function.
-        totals: (N,) float32, the rewards that advantages come from.
-        metadata: of each row.
-        reference: (response_len,) logprobs of each row under the reference, where a worker has scored them.
+        rewards, successes: (N, F) float32 for N rollouts, one column per reward function.
+        totals: (N,) float32 rewards that advantages are computed from.
+        metadata: metadata of each row.
+        reference: (response_len,) reference logprobs of each row, if a worker has scored them.
     """
 
     group: GroupedUnscoredTrajectories
@@ -37,7 +37,7 @@ class RewardedGroup:
 
 
 class Scorer:
-    """Computes rewards in worker processes, then advantages. Thread-safe."""
+    """Scorer that computes rewards in worker processes, then advantages. Thread-safe."""
 
     def __init__(self, config: RunConfig, pool: RewardPool, tokenizer: Any) -> None:
         self._config = config
@@ -47,7 +47,7 @@ class Scorer:
         self._lock = threading.Lock()
 
     def outcomes(self, groups: Sequence[GroupedUnscoredTrajectories]) -> list[RewardOutcome]:
-        """Results of all reward functions for every rollout, in order; they get what the model wrote last."""
+        """Score every rollout with all reward functions, in order. They get the model's last turn."""
         decode = self._tokenizer.batch_decode
         rollouts = [rollout for group in groups for rollout in rollouts_of(group.trajectories)]
         responses = decode([_judged_tokens(rollout) for rollout in rollouts], skip_special_tokens=True)
@@ -65,14 +65,14 @@ class Scorer:
         ]
 
     def rewards(self, groups: Sequence[GroupedUnscoredTrajectories]) -> list[RewardedGroup]:
-        """Rewards and successes of all rollouts."""
+        """Compute rewards and successes of all rollouts."""
         outcomes = iter(self.outcomes(groups))
         return [self._rewarded(group, rollouts_of(group.trajectories), outcomes) for group in groups]
 
     def scored(self, groups: Sequence[RewardedGroup], step: int) -> list[ScoredTrajectory]:
-        """The trajectories of a step's whole batch with their advantages, in the order of the groups.
+        """Return the trajectories of a step's whole batch with advantages, in group order.
 
-        A rollout has one advantage, which all of its rows get.
+        A rollout has one advantage, shared by all its rows.
         """
         trajectories = [trajectory for rewarded in groups for trajectory in rewarded.group.trajectories]
         rollouts = rollouts_of(trajectories)
@@ -103,7 +103,7 @@ class Scorer:
         rollouts: Sequence[Rollout[UnscoredTrajectory]],
         outcomes: Iterator[RewardOutcome],
     ) -> RewardedGroup:
-        """The group with the next outcomes, one per rollout."""
+        """Build the group with the next outcomes, one per rollout."""
         found = [next(outcomes) for _ in rollouts]
         rewards = torch.tensor([outcome.rewards for outcome in found], dtype=torch.float32)
         successes = torch.tensor([outcome.successes for outcome in found], dtype=torch.float32)
@@ -113,7 +113,7 @@ class Scorer:
         return RewardedGroup(group, rewards, successes, totals, metadata)
 
     def _with_environment(self, outcome: RewardOutcome, conversation: Conversation | None) -> RewardOutcome:
-        """Insert the environment's or the agent's reward among the computed ones; a failed conversation's are zero."""
+        """Insert the reward of the environment or agent. A failed conversation gets only zeros."""
         if conversation is None:
             return outcome
         if conversation.failure is not None:
@@ -141,7 +141,7 @@ class Scorer:
 
 
 def _judged_tokens(rollout: Rollout[UnscoredTrajectory]) -> Tensor:
-    """The tokens that reward functions get: without observations, which may contain the answer."""
+    """Return the tokens for reward functions, without observations, which may contain the answer."""
     row = rollout.last
     turns = trained_spans(row.loss_mask) if row.conversation is None else row.conversation.turns
     start, end = turns[-1] if turns else (0, row.response_len)

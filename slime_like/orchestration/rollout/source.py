@@ -1,4 +1,4 @@
-"""RolloutSource: the batches of a run, sampled inside the training loop or in a thread beside it."""
+"""RolloutSource: the batches of a run, sampled inside the training loop or in a thread next to it."""
 
 import threading
 from abc import ABC, abstractmethod
@@ -25,14 +25,14 @@ _JOIN_TIMEOUT_S = 60.0
 
 
 class RolloutSource(ABC):
-    """Yields the trajectories of each training step, and keeps the position of the run.
+    """Source of each training step's trajectories. It keeps the position of the run.
 
     Args:
-        supervisor: has engines serve again when none is left.
-        references: score groups before they are ready for training; none where trainers do it.
+        supervisor: restarts engines when none is left.
+        references: score groups before they are ready for training; ``None`` if trainers do it.
 
     Attributes:
-        store: the groups that are under way or ready, and the position of the prompts.
+        store: groups under way or ready, and the position of the prompts.
     """
 
     def __init__(
@@ -55,23 +55,23 @@ class RolloutSource(ABC):
         self._pipeline = GroupPipeline(config, self.store, client, scorer, references)
 
     def synced(self, version: int) -> None:
-        """Record that the engines serve ``version``; the first call starts the sampling thread, where there is one."""
+        """Record that the engines serve ``version``. The first call starts the sampling thread, if there is one."""
         self.store.serve(version)
 
     def next_batch(self, step: int, clock: PhaseClock) -> list[ScoredTrajectory]:
-        """The groups of training step ``step``, in the order of their ids.
+        """Return the groups of training step ``step``, in id order.
 
         Raises:
-            EngineError, RewardError: from engines and reward workers, also where they happened in the thread.
+            EngineError, RewardError: an engine or reward worker failed, also in the thread.
         """
         groups = [group for part in self._groups(step, self._rollout.prompts_per_step, clock) for group in part]
         with clock.phase("reward"):
             return self._scorer.scored(groups, step)
 
     def stream(self, step: int, clock: PhaseClock) -> Iterator[list[ScoredTrajectory]]:
-        """The groups of training step ``step`` as they become ready, a few at a time; errors as ``next_batch``.
+        """Yield the groups of training step ``step`` as they become ready, a few at a time. Raises like ``next_batch``.
 
-        None at all after a while: what was held back may be due.
+        After a while, it yields an empty list: groups that the caller holds back may be due.
         """
         for groups in self._groups(step, 1, clock):
             with clock.phase("reward"):
@@ -79,7 +79,7 @@ class RolloutSource(ABC):
             yield trajectories
 
     def is_complete(self, step: int) -> bool:
-        """Return whether all groups of training step ``step`` have been given out."""
+        """Return whether all groups of training step ``step`` have been returned."""
         return self.store.formed >= step
 
     def trained(self, trajectories: Sequence[ScoredTrajectory], step: int) -> None:
@@ -91,11 +91,11 @@ class RolloutSource(ABC):
 
     @abstractmethod
     def _groups(self, step: int, at_least: int, clock: PhaseClock) -> Iterator[list[RewardedGroup]]:
-        """The groups of ``step`` as they become ready, at least ``at_least`` at a time, or none after a while."""
+        """Yield groups of ``step`` as they become ready, at least ``at_least`` at a time, or none after a while."""
 
 
 class SynchronousSource(RolloutSource):
-    """Samples while the training loop waits for its groups (``rollout.max_staleness`` 0).
+    """Source that samples while the training loop waits (``rollout.max_staleness`` 0).
 
     With ``rollout.oversample`` above 1, a complete batch aborts all other groups.
     """
@@ -113,11 +113,11 @@ class SynchronousSource(RolloutSource):
             yield groups
 
     def _advance(self, at_least: int, clock: PhaseClock) -> None:
-        """Collect and reward until ``at_least`` groups are ready or dropped; for one, or with reference workers,
+        """Collect and reward until ``at_least`` groups are ready or dropped. For one group, or with reference workers,
         collect once.
 
-        Groups are rewarded while others are still being sampled, and accepted together: when dropped ones are replaced
-        does not depend on which was faster.
+        Groups are rewarded while others are sampled, but accepted together. So the replacement of dropped groups does
+        not depend on which was faster.
         """
         rewarded = self._collect_rewarded(clock)
         if not self._pipeline.has_references and at_least > 1:
@@ -134,8 +134,8 @@ class SynchronousSource(RolloutSource):
             return self._pipeline.reward(groups)
 
     def _collect(self) -> list[GroupedUnscoredTrajectories]:
-        """The next samples; nothing after a while, which is short where others may finish meanwhile: reference
-        workers, or trainers that samples are streamed to."""
+        """Return the next samples, or nothing after a while. The wait is short if reference workers or streamed
+        trainers may finish first."""
         raise_if_interrupted()
         try:
             others = self._pipeline.num_referred or self._rollout.stream
@@ -146,13 +146,12 @@ class SynchronousSource(RolloutSource):
 
 
 class ThreadedSource(RolloutSource):
-    """Samples in a thread, as far ahead of training as ``StalenessGate`` allows (``rollout.max_staleness`` above 0).
+    """Source that samples in a thread, as far ahead as ``StalenessGate`` allows (``rollout.max_staleness`` above 0).
 
-    The thread shares the store with the training loop. Errors of the thread are raised in the loop, and the loop
-    has the engines replaced.
+    The thread shares the store with the training loop. The loop raises the thread's errors and replaces engines.
     """
 
-    # Shared by both threads, under ``store.changed``.
+    # Shared by both threads, guarded by ``store.changed``.
     _needs_engines = False
     _failure: BaseException | None = None
     _stopping = False
@@ -199,13 +198,13 @@ class ThreadedSource(RolloutSource):
 
     # --------------------------------------------------------------------------------------------------------- thread
     def _run(self) -> None:
-        """Body of the thread. Every wait in it is short, so that ``close`` takes effect."""
+        """Run the thread. All its waits are short, so ``close`` takes effect."""
         try:
             while not self._stopping:
                 self._pipeline.issue()
                 rewarded = self._pipeline.reward(self._collect())
                 self._pipeline.accept(rewarded, 0.0 if self._pipeline.num_sampling else _SHORT_POLL_S)
-        except BaseException as error:  # raised again where the training loop takes its groups
+        except BaseException as error:  # raised again in the training loop
             with self.store.changed:
                 self._failure = error
                 self.store.changed.notify_all()
@@ -217,7 +216,7 @@ class ThreadedSource(RolloutSource):
             self._wait_for_engines()
             return []
         if not groups and not self._pipeline.num_sampling and not self._pipeline.num_referred:
-            with self.store.changed:  # as far ahead as is allowed: until the next version
+            with self.store.changed:  # at the allowed limit: wait for the next version
                 self.store.changed.wait(_SHORT_POLL_S)
         return groups
 
@@ -229,5 +228,5 @@ class ThreadedSource(RolloutSource):
 
 
 def source_class(config: RunConfig) -> type[RolloutSource]:
-    """Class of the run's source."""
+    """Return the class of the run's source."""
     return ThreadedSource if config.rollout.max_staleness > 0 else SynchronousSource

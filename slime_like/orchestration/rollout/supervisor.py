@@ -1,8 +1,8 @@
-"""Engine supervision: deaths, the restart budget, and what a replacement needs before it serves.
+"""Engine supervision: deaths, the restart budget, and the preparation of replacements.
 
-A failed call shows a death (``EngineClient``, ``WeightSync``, turns on shared devices); there is no heartbeat. The
-engine's requests are queued again. It is replaced at the next weight sync, or at once where none serves (``revive``).
-Without a restart left, the error ends the run.
+A failed call reveals a death (``EngineClient``, ``WeightSync``, turns on shared devices); there is no heartbeat. The
+engine's requests are queued again. It is replaced at the next weight sync, or immediately if no engine serves
+(``revive``). Without a restart left, the error ends the run.
 """
 
 import itertools
@@ -21,7 +21,7 @@ class EngineStart:
     """One start of one engine.
 
     Attributes:
-        serves: it has the current weights; requests may be sent to it.
+        serves: whether it has the current weights and accepts requests.
     """
 
     index: int
@@ -30,19 +30,20 @@ class EngineStart:
 
 
 class EngineSupervisor:
-    """Records which engines live, and replaces those that die. Thread-safe; only one thread replaces.
+    """Tracker of living engines that replaces dead ones. Thread-safe, but only one thread replaces.
 
-    A dead engine serves nothing from the moment that it is found dead. ``replace_dead`` starts it again, within the
-    run's budget of restarts, and ``admit`` lets it serve once it has the current weights. Without
-    ``replace_and_sync`` an engine serves the weights that it loads when it starts.
+    A dead engine is taken out of service as soon as its death is detected. ``replace_dead`` starts it again, within the
+    restart budget, and ``admit`` lets it serve once it has the current weights. Without ``replace_and_sync``, engines
+    serve the weights that they load at their start.
 
     Args:
-        max_restarts: budget of the run (``rollout.max_engine_restarts``).
-        note: called with a sentence about every engine that was replaced.
+        max_restarts: restart budget of the run (``rollout.max_engine_restarts``).
+        note: called with a sentence about every replaced engine.
 
     Attributes:
-        generation: number of replacements so far. A transport that was connected at an earlier one lacks the latest.
-        replace_and_sync: replaces dead engines and has all of them serve the current weights; ``WeightSync`` sets it.
+        generation: number of replacements so far. A transport connected at an earlier generation lacks the latest
+            engines.
+        replace_and_sync: replaces dead engines and makes all serve the current weights; set by ``WeightSync``.
     """
 
     def __init__(self, engines: EngineGroup, max_restarts: int, note: Callable[[str], None]) -> None:
@@ -53,12 +54,12 @@ class EngineSupervisor:
         self._note = note
         self._lock = threading.Lock()
         self._numbers = itertools.count()
-        self._starts: dict[int, EngineStart] = {}  # also those of dead engines
+        self._starts: dict[int, EngineStart] = {}  # includes dead engines
         self._living: set[int] = set()
-        self._dead: dict[int, EngineError] = {}  # by engine: those that have not been replaced
+        self._dead: dict[int, EngineError] = {}  # by engine, until it is replaced
 
     def start(self, left: Callable[[Sequence[str]], None] = ignore_answers) -> None:
-        """Wait until every engine has loaded the model; all of them serve.
+        """Wait until every engine has loaded the model, then let all serve.
 
         Args:
             left: called with the engines that are not ready yet.
@@ -77,7 +78,7 @@ class EngineSupervisor:
     # ------------------------------------------------------------------------------------------------------ members
     @property
     def serving(self) -> list[int]:
-        """Numbers of the starts that requests may be sent to. A number is never used twice."""
+        """Numbers of the starts that accept requests. A number is never reused."""
         with self._lock:
             return sorted(number for number in self._living if self._starts[number].serves)
 
@@ -94,29 +95,29 @@ class EngineSupervisor:
 
     @property
     def last_death(self) -> str:
-        """Reason why there is no engine."""
+        """Reason why no engine is left."""
         return str(next(iter(self._dead.values()), "no engine has been started"))
 
     # ------------------------------------------------------------------------------------------------------- deaths
     def lose(self, number: int, error: EngineError) -> bool:
-        """Check whether the engine lives after a failed call; record its death if not.
+        """Check after a failed call whether the engine is alive, and record its death if not.
 
         Returns:
-            True if it is dead and may be replaced. Where no restart is left, ``error`` has to end the run.
+            True if it is dead and may be replaced. If no restart is left, ``error`` must end the run.
         """
         self._bury([number], error)
         with self._lock:
             return number not in self._living
 
     def find_dead(self, error: Exception) -> bool:
-        """Check all engines as ``lose`` does. True if some are dead, and all of them may be replaced."""
+        """Check all engines like ``lose``. Return True if some are dead and all of them may be replaced."""
         with self._lock:
             living = sorted(self._living)
         self._bury(living, EngineError(str(error), code="engine-died"))
         return self.has_dead
 
     def _bury(self, numbers: Sequence[int], error: EngineError) -> None:
-        """Record which of these engines are dead, if all of those may be replaced."""
+        """Record which of these engines are dead, if all dead ones may be replaced."""
         if self._restarts_left < 1:
             return
         dead = [number for number in numbers if not self.engines.is_alive(self._starts[number].actor)]
@@ -134,10 +135,10 @@ class EngineSupervisor:
 
     # -------------------------------------------------------------------------------------------------- replacement
     def replace_dead(self) -> None:
-        """Start dead engines again. They serve nothing until ``admit``: first they need the current weights.
+        """Start dead engines again. They serve nothing until ``admit``, since they need the current weights first.
 
         Raises:
-            EngineError: one did not start.
+            EngineError: an engine did not start.
         """
         with self._lock:
             dead = dict(self._dead)
@@ -151,13 +152,13 @@ class EngineSupervisor:
             self._note(f"{self.engines.name(index)} was restarted ({death})")
 
     def admit(self) -> None:
-        """Let every live engine serve; all of them have the current weights."""
+        """Let all living engines serve. They must have the current weights."""
         with self._lock:
             for number in self._living:
                 self._starts[number].serves = True
 
     def revive(self) -> None:
-        """Restart engines after the last serving one has died. Call where weights may be sent.
+        """Restart engines after the last serving one died. Call where weights can be sent.
 
         Raises:
             EngineError: an engine did not start, or no restart is left.
@@ -174,18 +175,18 @@ class EngineSupervisor:
 
     # ------------------------------------------------------------------------------------------------ device memory
     def sleep(self, keep_weights: bool) -> None:
-        """Living engines give the device's memory back; parts that are asleep stay so."""
+        """Make living engines release device memory. Parts that are already asleep stay asleep."""
         self._call_living("sleep", keep_weights, phase="making room for the trainers")
 
     def wake(self, parts: Sequence[Literal["weights", "kv_cache"]]) -> None:
-        """Living engines take these parts of the device's memory again."""
+        """Make living engines reclaim these parts of the device memory."""
         self._call_living("wake", parts, phase="coming back to the device")
 
     def _call_living(self, method: str, *arguments: Any, phase: str) -> None:
-        """Call every engine that is not known to be dead; record the death of one that is found dead.
+        """Call every engine that is not known to be dead, and record deaths that this reveals.
 
         Raises:
-            EngineError: an engine that lives has failed, or a dead one may not be replaced.
+            EngineError: a living engine failed, or a dead one may not be replaced.
         """
         with self._lock:
             living = {self._starts[number].index: number for number in sorted(self._living)}

@@ -1,4 +1,4 @@
-"""The probe of a weight sync: text whose logprobs engines and trainer must agree on."""
+"""Probe of a weight sync: text for which the logprobs of engines and trainer must agree."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -24,28 +24,28 @@ _NOTED, _FAILS = 2.0, 3.0
 class ProbeGap:
     """Result of the probe.
 
-    In float32 the largest difference counts. Rounding grows with depth and with the spread of the logprobs (their
-    standard deviation): the bound is 256 units of rounding (2^-23) times both, at least 1e-4. SmolLM2-135M (30 layers,
-    spread 2.7) in float32 differs by 2e-5 to 3e-4 from itself in float64, after small changes of its weights; with one
-    tensor zeroed or permuted by 0.6 to 18; its bound is 2.5e-3.
+    In float32, the largest difference counts. Rounding grows with depth and with the spread (standard deviation) of the
+    logprobs. The bound is 256 units of rounding (2^-23) times both, at least 1e-4. SmolLM2-135M (30 layers, spread 2.7)
+    in float32 differs by 2e-5 to 3e-4 from itself in float64, after small weight changes. With one tensor zeroed or
+    permuted, it differs by 0.6 to 18. Its bound is 2.5e-3.
 
-    In bfloat16 the largest says little: a logit of 16 is rounded to eighths, and a trained model's logprob of one
-    random token in sixty may be off by 3 where both sides are sound, which also makes most of a mean. There the median
-    of the differences counts, as a share of the spread. SmolLM2-135M in vLLM, before and after some steps of training:
-    0.018 to 0.022, while the largest was 0.3 to 3.6; with one of 25 matrices permuted, at least 0.13. The bound is five
-    times the former.
+    In bfloat16, the largest difference says little. A logit of 16 is rounded to eighths, and a trained model's logprob
+    of one random token in sixty may be off by 3 even if both sides are sound. Such tokens also dominate a mean. So the
+    median difference counts, as a share of the spread. For SmolLM2-135M in vLLM, before and after some training steps,
+    it was 0.018 to 0.022, with a largest difference of 0.3 to 3.6. With one of 25 matrices permuted, it was at least
+    0.13. The bound is five times the sound value.
 
-    A mixture of experts chooses other experts where its router's logits nearly tie, and large ones differ by 0.37 nats
-    in the mean (radixark/miles#2722), where the logprobs of text have a spread of about 2. So its bound is 0.3. A tiny
-    trained one, on text: 0.004 to 0.007; with noise of 0.1 on its routers' weights 0.09 to 0.16; with queries and
-    keys swapped 0.55 to 1.1, keys and values 0.9 to 3.5, heads reordered 0.33 to 0.6. With one of four layers missing
-    it has 0.11 to 0.26, no more than such routers: only a later sync, compared with the first, shows that.
+    A mixture of experts chooses other experts if its router's logits nearly tie. Large ones differ by 0.37 nats on
+    average (radixark/miles#2722), and logprobs of text have a spread of about 2, so the bound is 0.3. A tiny trained
+    one differs by 0.004 to 0.007 on text; with noise of 0.1 on its routers' weights, 0.09 to 0.16. Swapped queries and
+    keys give 0.55 to 1.1, keys and values 0.9 to 3.5, reordered heads 0.33 to 0.6. One of four layers missing gives
+    0.11 to 0.26, no more than such routers: only a later sync, compared with the first, reveals that.
 
     Attributes:
         largest: largest difference of a token's logprob, in nats.
-        share: median of the differences over the spread of the trainer's logprobs (or 0.05).
-        bound: on ``largest`` in float32, on ``share`` in bfloat16.
-        in_float32: which of both counts.
+        share: median difference over the spread of the trainer's logprobs (at least 0.05).
+        bound: bound on ``largest`` in float32, on ``share`` in bfloat16.
+        in_float32: whether ``largest`` counts instead of ``share``.
     """
 
     largest: float
@@ -55,7 +55,7 @@ class ProbeGap:
 
     @classmethod
     def between(cls, got: np.ndarray, expected: np.ndarray, dtype: str, layers: int, bound: float | None) -> Self:
-        """Of an engine's logprobs (n,) and the trainer's; without a ``bound``, the one for ``dtype`` and ``layers``."""
+        """Compare logprobs (n,) of engine and trainer. The default ``bound`` follows from ``dtype`` and ``layers``."""
         in_float32 = dtype == "float32"
         gaps = np.abs(got.astype(np.float64) - expected)
         spread = float(np.std(expected, dtype=np.float64))
@@ -66,7 +66,7 @@ class ProbeGap:
 
     @property
     def is_sound(self) -> bool:
-        """False for what is not a number, too."""
+        """True if the gap is within the bound; False for NaN."""
         return (self.largest if self.in_float32 else self.share) <= self.bound
 
     def __str__(self) -> str:
@@ -79,14 +79,14 @@ class ProbeGap:
 
 
 class Probe:
-    """Fixed tokens and the run's bounds on how engines and trainer may differ on them.
+    """Fixed tokens, and the run's bounds on how much engines and trainer may differ on them.
 
-    In bfloat16 the first sync that is sound gives the run's baseline. Later ones must stay within three times of it (or
-    0.05), and within the bound that the first one had. A run that is resumed takes a new baseline.
+    In bfloat16, the first sound sync sets the run's baseline. Later syncs must stay within three times the baseline (or
+    0.05), and within the first sync's bound. A resumed run takes a new baseline.
 
     Attributes:
-        sequences: token ids.
-        baseline: the largest share of any engine at the first sync; ``None`` before it.
+        sequences: token ids of each sequence.
+        baseline: largest share of any engine at the first sync; ``None`` before it.
     """
 
     def __init__(self, config: RunConfig, prompts: Sequence[Sequence[int]]) -> None:
@@ -108,10 +108,10 @@ class Probe:
         """Compare each engine's answers to ``requests`` with the trainer's logprobs.
 
         Returns:
-            The largest difference, in nats, and a note for the user, empty if there is nothing to say.
+            The largest difference, in nats, and a note for the user, which may be empty.
 
         Raises:
-            WeightSyncError: an engine's logprobs are not the trainer's.
+            WeightSyncError: an engine's logprobs differ from the trainer's.
         """
         bound = self._bound()
         gaps = []
@@ -131,17 +131,17 @@ class Probe:
         return max(gap.largest for gap in gaps), self._note(max(gap.share for gap in gaps))
 
     def _bound(self) -> float | None:
-        """Return the bound on this sync; ``None`` for the one that depends on the logprobs."""
+        """Return the bound on this sync, or ``None`` for the one that depends on the logprobs."""
         if self._given is not None or self._dtype == "float32":
             return self._given
         return self._first if self.baseline is None else min(self._first, self._from_baseline(_FAILS))
 
     def _from_baseline(self, times: float) -> float:
-        """Return so many times the baseline, or the same share of ``_LEAST_BOUND`` if that is more."""
+        """Return ``times`` the baseline, or that share of ``_LEAST_BOUND`` if it is more."""
         return times * max(self.baseline or 0.0, _LEAST_BOUND / _FAILS)
 
     def _note(self, share: float) -> str:
-        """Take the first ``share`` as the baseline, and compare later ones with it."""
+        """Take the first ``share`` as the baseline, and compare later shares with it."""
         if self._given is not None or self._dtype == "float32":
             return ""
         if self.baseline is None:
@@ -161,8 +161,8 @@ class Probe:
 def probe_sequences(config: RunConfig, vocab_size: int, prompts: Sequence[Sequence[int]] = ()) -> list[list[int]]:
     """Return two sequences of at most 32 tokens: the middles of ``prompts``, or random tokens if those are shorter.
 
-    Text tells more than random tokens. In tiny trained models, faults of attention are up to three times as large on
-    it, and noise from routers is a third.
+    Text reveals more than random tokens. In tiny trained models, attention faults are up to three times as large on
+    text, and router noise is a third.
     """
     length = min(32, config.max_model_len - 1)
     middles = [list(prompt[(len(prompt) - length) // 2 :][:length]) for prompt in prompts if len(prompt) >= length]

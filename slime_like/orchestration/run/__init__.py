@@ -1,1 +1,1 @@
-"""A run: directory, session, steps, figures."""
+"""A run: directory, session, steps and figures."""

@@ -1,4 +1,4 @@
-"""A run's directory at its start: what is resumed, what is moved aside, and which settings have changed since."""
+"""A run's directory at its start: what is resumed, what is moved aside, and which settings have changed."""
 
 import os
 from collections.abc import Mapping
@@ -23,10 +23,10 @@ from slime_like.system.words import counted
 
 CONFIG_FILE = "config.yaml"
 SUMMARY_FILE = "summary.json"
-"""Closing figures: the file exists only if the run finished."""
+"""Summary figures. The file exists only if the run finished."""
 
 EXPORT = "hf"
-"""The trained model as a Hugging Face directory."""
+"""Name of the trained model's Hugging Face directory."""
 
 _WRITTEN = (
     CONFIG_FILE,
@@ -40,21 +40,21 @@ _WRITTEN = (
     "tables",
     "tensorboard",
 )
-"""Besides the model; ``METRICS_FILE``, which every run writes at its start, tells a run's files from others."""
+"""Names of a run's files, except the model. Every run writes ``METRICS_FILE`` at its start, which marks its files."""
 
 _READ = ("model.path", "model.weights", "reference.path", "evaluation.files", "debug.load_rollouts")
-_OF_TRAINING = {"train", "mixture", "shuffle"}  # fields of data that held-out files are not read by
-_MAX_NAMED = 8  # changed settings named in one sentence
+_OF_TRAINING = {"train", "mixture", "shuffle"}  # fields of data that don't affect held-out files
+_MAX_NAMED = 8  # limit on changed settings named in one sentence
 
 
 def find_checkpoint(config: RunConfig, found_damaged: Mapping[Path, str] = MappingProxyType({})) -> Checkpoint | None:
-    """Find the checkpoint of ``resume``; ``None`` means a new start. A path that is given is the only candidate.
+    """Find the checkpoint for ``resume``; ``None`` means a new start. A given path is the only candidate.
 
     Args:
-        found_damaged: as in ``newest_whole``.
+        found_damaged: see ``newest_whole``.
 
     Raises:
-        CheckpointError: it, or every checkpoint of the run, cannot be read or resumed from.
+        CheckpointError: the given checkpoint, or every checkpoint of the run, cannot be read or resumed from.
         ConfigError: the run has finished, or another backend wrote the checkpoint.
     """
     if config.resume == "never":
@@ -68,15 +68,15 @@ def find_checkpoint(config: RunConfig, found_damaged: Mapping[Path, str] = Mappi
 
 
 def make_run_dir(config: RunConfig, checkpoint: Checkpoint | None, lock: RunLock) -> Path | None:
-    """Make the directory for a start from ``checkpoint``; the configuration of a new run is saved there.
+    """Make the directory for a start from ``checkpoint``, and save a new run's configuration there.
 
-    An earlier run of the directory that is not the one resumed is moved aside.
+    If the directory has another run than the resumed one, that run is moved aside.
 
     Returns:
-        Where the earlier run now is, if there was one.
+        New path of the earlier run, if there was one.
 
     Raises:
-        ConfigError: what this run reads would be moved with it, or files of another origin are where its own belong.
+        ConfigError: inputs of this run would move with it, or other files are in the way of this run's files.
         SlimeLikeError: it cannot be moved.
     """
     resumes_here = _lies_in_run_dir(config, checkpoint)
@@ -99,10 +99,10 @@ def make_run_dir(config: RunConfig, checkpoint: Checkpoint | None, lock: RunLock
 
 
 def record_settings(config: RunConfig, checkpoint: Checkpoint) -> list[str]:
-    """Settings that have changed since the earlier start of this run, as "field: before -> now".
+    """List the settings that changed since the run's earlier start, as "field: before -> now".
 
-    A configuration that differs is saved beside the earlier one, not over it: ``config.until-step-N.yaml`` is what the
-    steps up to N were made with. Called once the checkpoint is loaded: what was refused has changed nothing.
+    If the configuration differs, the earlier one is kept as ``config.until-step-N.yaml``, which the steps up to N were
+    made with. Call this after loading the checkpoint, so a refused start changes nothing.
     """
     if not _lies_in_run_dir(config, checkpoint):
         return []
@@ -112,15 +112,15 @@ def record_settings(config: RunConfig, checkpoint: Checkpoint) -> list[str]:
 
 
 def measured_otherwise_until(config: RunConfig) -> int:
-    """Last step whose held-out accuracy is not comparable with this start's; 0 where all of the run's are.
+    """Return the last step whose held-out accuracy is not comparable with this start's, or 0 if all are.
 
-    An earlier start of the run had another first reward function, or others of the settings that it depends on.
+    Such steps had another first reward function, or other values of the settings that it depends on.
     """
     until = 0
     for path in config.run_dir.glob("config.until-step-*.yaml"):
         try:
             is_same = _measured_by(load_config(path, [])) == _measured_by(config)
-        except ConfigError:  # written by another version: unknown
+        except ConfigError:  # the file is from another version: unknown
             is_same = False
         until = until if is_same else max(until, int(path.stem.rpartition("-")[2]))
     return until
@@ -130,7 +130,7 @@ def _measured_by(config: RunConfig) -> tuple[object, ...]:
     return (
         [function.model_dump(include={"name", "options"}) for function in config.reward.functions[:1]],
         config.evaluation.model_dump(exclude={"every"}),
-        # A held-out file is read as the first of the mixture's sources that its rows are like: their order counts.
+        # A held-out file is read like the first of the mixture's sources that fits its rows, so their order matters.
         list(dict.fromkeys(part.model_dump_json(exclude=_OF_TRAINING) for part in config.data.parts)),
         config.rollout.environment,
         config.rollout.agent,
@@ -162,7 +162,7 @@ def _require_resumable(checkpoint: Checkpoint, config: RunConfig) -> None:
 
 
 def _changed_schedule(checkpoint: Checkpoint, config: RunConfig) -> list[str]:
-    """What trainers would reject after their start; empty where the earlier configuration cannot be read."""
+    """List changes that trainers would reject after their start. Empty if the earlier configuration cannot be read."""
     try:
         before = load_config(checkpoint.path.parents[1] / CONFIG_FILE, [])
     except (ConfigError, OSError):
@@ -186,7 +186,7 @@ def _require_nothing_read_there(config: RunConfig) -> None:
 
 
 def _require_nothing_overwritten(run_dir: Path) -> None:
-    """Files of these names beside no metrics are the user's, for example the run's own configuration file."""
+    """Reject files with a run's names if there are no metrics: they are the user's, such as a configuration."""
     there = [name for name in _WRITTEN if os.path.lexists(run_dir / name) and not _is_empty_directory(run_dir / name)]
     if there:
         raise ConfigError(
@@ -200,8 +200,8 @@ def _is_empty_directory(path: Path) -> bool:
 
 
 def _require_room_for_export(config: RunConfig, resumes_here: bool) -> None:
-    """The model is written after the last step: a place that it must not replace is rejected before the first.
-    Where the run resumes in this directory, a model there is an earlier start's."""
+    """Reject files that the export must not replace, before the first step. If the run resumes in this directory, a
+    model there is from an earlier start."""
     export = config.run_dir / EXPORT
     read = export.resolve() == config.model.path.resolve()
     earlier = resumes_here and not read and (export / "config.json").is_file()
@@ -231,7 +231,7 @@ def _move_aside(run_dir: Path) -> Path:
 
 
 def _keep_config(config: RunConfig, step: int) -> list[str]:
-    """Keep the earlier configuration where this one differs; what differs."""
+    """Keep the earlier configuration if this one differs, and return the differences."""
     path = config.run_dir / CONFIG_FILE
     if not path.is_file():
         return []
@@ -244,6 +244,6 @@ def _keep_config(config: RunConfig, step: int) -> list[str]:
         values = {name: (attrgetter(name)(before), attrgetter(name)(config)) for name in names}
         changed = [f"{name}: {value_text(a)} -> {value_text(b)}" for name, (a, b) in values.items() if a != b]
     kept = path.with_name(f"config.until-step-{step:06d}.yaml")
-    if changed and not kept.exists():  # else the earlier start, too, began at this step: none of its steps counts
+    if changed and not kept.exists():  # otherwise the earlier start also began here: none of its steps counts
         path.replace(kept)
     return changed if len(changed) <= _MAX_NAMED else [*changed[:_MAX_NAMED], f"and {len(changed) - _MAX_NAMED} more"]

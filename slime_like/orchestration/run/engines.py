@@ -1,4 +1,4 @@
-"""The engines of an RL run or of an evaluation, and all that is started with them."""
+"""Engines of an RL run or an evaluation, and everything that starts with them."""
 
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
@@ -23,7 +23,7 @@ from slime_like.sandbox.rewards.pool import RewardPool
 
 
 def require_servable(config: RunConfig, on_cuda: bool) -> None:
-    """Reject a model that the engine's class does not support on these devices, before any engine is started.
+    """Reject a model that the engine's class does not support on these devices, before any engine starts.
 
     The class may have a static method ``refusal(dimensions, on_cuda)`` that returns the reason.
 
@@ -44,7 +44,7 @@ def launch_engines(
     shared_devices: Sequence[str] = (),
     watch: Callable[[], None] = watch_none,
 ) -> tuple[RolloutManager, RewardPool]:
-    """Engines and reward workers on their way up; ``start`` of either waits for it, and ``stack`` ends both."""
+    """Launch engines and reward workers. ``start`` of either waits for it, and ``stack`` ends both."""
     group = EngineGroup(config, placement, watch)
     stack.callback(group.shutdown)
     group.launch(shared_devices)
@@ -57,10 +57,10 @@ def launch_engines(
 def start_engines(
     config: RunConfig, stack: ExitStack, placement: Placement, trainers: TrainerGroup, progress: Progress
 ) -> tuple[RolloutManager, RewardPool, ReferencePool | None, Turns]:
-    """Set up trainers, engines, reward and reference workers.
+    """Set up trainers, engines, reward workers and reference workers.
 
-    All import at the same time; the wait for each has a separate bound. Colocated engines load while the
-    trainers are off the devices, and sleep when this returns.
+    All import at the same time, and each wait has a separate bound. Colocated engines load while the trainers are off
+    the devices, and are asleep on return.
     """
     colocated = config.cluster.placement == "colocated"
     if warning := version_warning(config.rollout.python, config.rollout.engine):

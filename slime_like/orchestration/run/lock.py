@@ -1,4 +1,4 @@
-"""Lock of a run directory: two runs would move, overwrite and remove each other's files."""
+"""Lock of a run directory. Without it, two runs would move, overwrite and remove each other's files."""
 
 import errno
 import os
@@ -12,21 +12,21 @@ from filelock import FileLock, Timeout
 from slime_like.errors import ConfigError
 
 LOCK_FILE = ".lock"
-# Error codes of file systems without locks; some network file systems are mounted so.
+# Error codes of file systems without locks. Some network file systems are mounted like this.
 _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
 
 
 class RunLock:
-    """Context manager: no other run trains in ``run_dir``, which is made if missing.
+    """Context manager that keeps other runs out of ``run_dir``, which is created if missing.
 
-    The kernel ends the lock with the process, so a killed run never bars the next one. If the directory was made for
-    the lock and is empty at the end, the run was rejected, and the directory is removed.
+    The kernel releases the lock with the process, so a killed run never blocks the next one. If the directory was
+    created for the lock and is empty at the end, the run was rejected, and the directory is removed.
 
     Attributes:
-        warning: set if the file system has no locks, so that no run is kept out; else ``None``.
+        warning: set if the file system has no locks, so other runs are not kept out; otherwise ``None``.
 
     Raises:
-        ConfigError: another process trains there; it is named.
+        ConfigError: another process trains there; the message names it.
     """
 
     def __init__(self, run_dir: Path) -> None:
@@ -40,10 +40,10 @@ class RunLock:
         return self
 
     def take(self) -> None:
-        """Take the lock of the directory that has the name now; call it again after the former one was moved aside."""
+        """Lock the directory that has the name now. Call again after the former directory was moved aside."""
         self._made = not self._path.parent.exists()
         self._path.parent.mkdir(parents=True, exist_ok=True)
-        # Whoever may read the file may also lock it. A lock without the kernel's would outlive a killed run.
+        # Whoever can read the file can also lock it. A lock without the kernel would outlive a killed run.
         held = FileLock(self._path, mode=0o600, fallback_to_soft=False)
         try:
             held.acquire(blocking=False)
@@ -69,9 +69,9 @@ class RunLock:
 
     def __exit__(self, *_: object) -> None:
         if self._held is not None:
-            self._path.unlink(missing_ok=True)  # while it is held: whoever has opened it opens it again
+            self._path.unlink(missing_ok=True)  # while locked: whoever has opened the file opens it again
             self._held.release()
             self._held = None
             if self._made and not any(self._path.parent.iterdir()):
-                with suppress(OSError):  # another run is there since
+                with suppress(OSError):  # another run has started there
                     self._path.parent.rmdir()

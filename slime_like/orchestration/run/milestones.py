@@ -1,4 +1,4 @@
-"""Milestones: evaluation, checkpoints and the export, run when they are due."""
+"""Milestones: evaluation, checkpoints and export, run when they are due."""
 
 import json
 from dataclasses import asdict, dataclass
@@ -18,14 +18,14 @@ _WRITING = "writing the checkpoint"
 
 @dataclass(frozen=True, slots=True)
 class TrainSummary:
-    """Closing figures of a finished run.
+    """Summary figures of a finished run.
 
     Attributes:
         accuracy_before, accuracy_after: held-out accuracy before the first and after the last step; ``None`` without
-            evaluation, the former also where ``measured_otherwise_until`` is not 0.
+            evaluation. The former is also ``None`` if ``measured_otherwise_until`` is not 0.
         measured_otherwise_until: last step of starts whose accuracy depends on other settings (reward, held-out files).
-        tokens_per_second: response tokens trained on per second of training steps.
-        wall_s: the whole run, start-up included.
+        tokens_per_second: trained response tokens per second of training steps.
+        wall_s: duration of the whole run, including startup.
     """
 
     accuracy_before: float | None
@@ -37,19 +37,19 @@ class TrainSummary:
 
 
 def is_due(step: int, every: int, last: int) -> bool:
-    """Whether ``step``, counted from 1, is the last one or, unless ``every`` is 0, a multiple of ``every``."""
+    """Return whether ``step``, counted from 1, is the last step or a multiple of ``every``; 0 means only the last."""
     return step == last or (every > 0 and step % every == 0)
 
 
 class Milestones:
-    """Runs what is due, between steps and at the end."""
+    """Runner for everything that is due between steps and at the end."""
 
     def __init__(self, run: Run, recorder: StepRecorder) -> None:
         self._run = run
         self._recorder = recorder
 
     def before_first(self) -> None:
-        """Evaluate the initial weights; a resumed run shows what it measured last, where that is still comparable."""
+        """Evaluate the initial weights. A resumed run shows its last measurement if that is still comparable."""
         run, finished = self._run, self._run.finished_steps
         if finished == 0:
             self._evaluate(step=0)
@@ -74,7 +74,7 @@ class Milestones:
         return evaluates or saves or committed is not None
 
     def finish(self, wall_s: float) -> TrainSummary:
-        """Export the model, draw the curves, and write and return the summary, after the last step."""
+        """Export the model, draw the curves, then write and return the summary. Call after the last step."""
         run, config = self._run, self._run.config
         self._finish_save()
         self._recorder.finish()
@@ -88,7 +88,7 @@ class Milestones:
             with run.progress.waiting(phase):
                 run.trainers.ranks.call(phase, TrainerBackend.export_hf, files["hugging face model"])
         files |= self._recorder.draw(files["metrics"], config.run_dir)
-        accuracies = series(read_metrics(files["metrics"]), ACCURACY)[1]  # also those of before a resume
+        accuracies = series(read_metrics(files["metrics"]), ACCURACY)[1]  # includes accuracies from before a resume
         before, after = (accuracies[0], accuracies[-1]) if accuracies else (None, None)
         until = measured_otherwise_until(config)
         before = before if until == 0 else None

@@ -1,4 +1,4 @@
-"""Three ways to open a run: RL, supervised, and on kept rollouts. Each starts in order what is closed in reverse."""
+"""Three ways to open a run: RL, supervised, or on saved rollouts. Everything started is closed in reverse order."""
 
 from __future__ import annotations
 
@@ -57,11 +57,10 @@ from slime_like.system.gpus import local_gpus
 
 @contextmanager
 def open_run(config: RunConfig) -> Iterator[Run]:
-    """A run, open inside. What a failure inside has left written is kept, and its exception gets the resume point as a
-    note.
+    """Open a run. If the body fails, finished files are kept, and the exception gets a note with the resume point.
 
     Raises:
-        SlimeLikeError: in one sentence; every process has ended by then.
+        SlimeLikeError: in one sentence; all processes have ended.
     """
     with ExitStack() as stack:
         run = _open(config, stack)
@@ -102,8 +101,8 @@ def _open(config: RunConfig, stack: ExitStack) -> Run:
 def _older(
     config: RunConfig, checkpoint: Checkpoint | None, error: CheckpointError, damaged: dict[Path, str]
 ) -> Checkpoint | None:
-    """The checkpoint to resume from instead of one whose damage shows as its content is read; ``None`` without any.
-    Only ranks read all of it, so that the run has to be opened again."""
+    """Return the checkpoint to resume from instead of one whose damage shows when it is read, or ``None``. Only the
+    ranks read all of it, so the run must be opened again."""
     if checkpoint is None or config.resume != "auto" or error.code not in UNUSABLE:
         return None
     damaged[checkpoint.path] = error.problem
@@ -119,7 +118,7 @@ def _open_from(base: _Base) -> Run:
 
 # ------------------------------------------------------------------------------------------------------ three openings
 def _open_replay(base: _Base, rollouts: Path) -> Run:
-    """Open a run on kept rollouts: no prompts, no engines."""
+    """Open a run on saved rollouts: no prompts, no engines."""
     vocab_size = ModelDimensions.from_checkpoint(base.config.model.path).vocab_size
     return _without_engines(base, RolloutSide(DumpedSource(rollouts, vocab_size), dict))
 
@@ -141,7 +140,7 @@ def _without_engines(base: _Base, side: RolloutSide, *notes: str) -> Run:
 
 
 def _open_rl(base: _Base) -> Run:
-    """Open a run on rollouts that engines sample."""
+    """Open a run on rollouts sampled by engines."""
     config, stack = base.config, base.stack
     prompts = base.prompts(LEDGER, need_responses=False)
     datasets = held_out(config, base.tokenizer)
@@ -169,15 +168,15 @@ def _open_rl(base: _Base) -> Run:
 
 
 def _require_usable(config: RunConfig, on_cuda: bool, hosts: int) -> None:
-    """Reject, before minutes of starting, a transport that does not reach and an engine that cannot be updated."""
+    """Reject an unreachable transport and an engine that cannot be updated, before minutes of starting."""
     chosen_transport(config, on_cuda, hosts)
     require_servable(config, on_cuda)
 
 
-# ---------------------------------------------------------------------------------------------------- what they share
+# ------------------------------------------------------------------------------------------------------- shared parts
 @dataclass(frozen=True, slots=True)
 class _Base:
-    """A run before anything is written or started; ``stack`` closes what is opened."""
+    """A run before anything is written or started. ``stack`` closes what is opened."""
 
     config: RunConfig
     stack: ExitStack
@@ -186,7 +185,7 @@ class _Base:
     tokenizer: Any
 
     def prompts(self, *files: str, need_responses: bool) -> PromptSource:
-        """The training prompts, at the checkpoint's position if there is one; ``files`` must be in it."""
+        """Return the training prompts, at the checkpoint's position if there is one. It must contain ``files``."""
         data, seed = self.config.data, self.config.seed
         if need_responses:
             stops = () if data.messages_key is None else stop_tokens(self.config)
@@ -202,7 +201,7 @@ class _Base:
         return prompts
 
     def place(self, start: str, *notes: str) -> _Placed:
-        """Make the run directory, start Ray, and reserve the devices."""
+        """Create the run directory, start Ray, and reserve the devices."""
         config, stack = self.config, self.stack
         is_alone = config.cluster.address is None
         machine = list(_machine_notes(config, 1)) if is_alone and not local_gpus() else []
@@ -238,7 +237,7 @@ class _Base:
 
 
 def _machine_notes(config: RunConfig, num_nodes: int) -> Iterator[str]:
-    """What this machine has too little of."""
+    """Yield notes on what this machine has too little of."""
     if num_nodes == 1:
         yield from processor_notes(config, torch.cpu.get_capabilities())
         yield from memory_notes(config, ModelDimensions.from_checkpoint(config.model.path), available_memory())
@@ -246,7 +245,7 @@ def _machine_notes(config: RunConfig, num_nodes: int) -> Iterator[str]:
 
 @dataclass(frozen=True, slots=True)
 class _Placed:
-    """A run whose devices are reserved."""
+    """A run with reserved devices."""
 
     base: _Base
     metrics: MetricLogger
@@ -257,13 +256,13 @@ class _Placed:
     checkpoints: CheckpointStore
 
     def launch_trainers(self) -> None:
-        """Create the ranks; they import while other parts start."""
-        self.base.stack.callback(self.checkpoints.abandon)  # after the trainers have ended
+        """Create the ranks. They import while other parts start."""
+        self.base.stack.callback(self.checkpoints.abandon)  # runs after the trainers have ended
         self.base.stack.callback(self.trainers.shutdown)
         self.trainers.launch()
 
     def run(self, rollout: RolloutSide, devices: Turns, reference: Reference) -> Run:
-        """The opened run, with the state that it starts from. The trainers are set up."""
+        """Build the opened run with its initial state. The trainers must be set up."""
         self.checkpoints.also_link(reference.files, REFERENCE)
         base, pad = self.base, self.base.tokenizer.pad_token_id
         replicas = self.trainers.training.data_parallel_size

@@ -1,4 +1,4 @@
-"""A step's figures to the log and to the screen; with sampled responses also tables, warnings and curves."""
+"""Recording of a step's figures to log and screen. Sampled responses also get tables, warnings and curves."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -21,14 +21,14 @@ from slime_like.orchestration.run.step import TrainedStep
 from slime_like.orchestration.trainer.group_training import GroupTraining
 from slime_like.trajectory import GRPOStats, ScoredTrajectory
 
-# Asking every rank for its memory costs a round trip; peaks do not change every step.
+# Reading memory from every rank costs a round trip, and peaks rarely change.
 _MEMORY_EVERY = 10
-# Consecutive steps without a policy gradient before a warning.
+# Consecutive steps without a policy gradient until a warning.
 _WARN_AFTER = 5
 
 
 class StepRecorder:
-    """Records training steps on demonstrations; for sampled responses see ``ResponseRecorder``."""
+    """Recorder of training steps on demonstrations. ``ResponseRecorder`` is for sampled responses."""
 
     def __init__(self, run: Run) -> None:
         self._run = run
@@ -38,7 +38,7 @@ class StepRecorder:
 
     @property
     def tokens_per_second(self) -> float:
-        """Response tokens trained on per second of the recorded steps."""
+        """Trained response tokens per second of the recorded steps."""
         return self._trained_tokens / self._trained_s if self._trained_s else 0.0
 
     def record(self, step: int, trained: TrainedStep, times: PhaseTimes) -> None:
@@ -82,30 +82,30 @@ class StepRecorder:
         self.finish_step(step, trained)
 
     def note(self, *sentences: str | None) -> None:
-        """Print the sentences that there are."""
+        """Print all sentences that are not empty."""
         for sentence in filter(None, sentences):
             self._run.progress.note(sentence)
 
-    # -------------------------------------------------------------------- what sampled responses have in addition
+    # ---------------------------------------------------------------------------- additions for sampled responses
     def sampled(
         self, step: int, trajectories: Sequence[ScoredTrajectory], times: PhaseTimes, figures: RolloutFigures
     ) -> tuple[RewardRecord | None, RolloutRecord | None]:
-        """Return the reward functions' results, and the figures of sampling."""
+        """Return the reward functions' results and the figures of sampling."""
         return None, None
 
     def finish_step(self, step: int, trained: TrainedStep) -> None:
-        """Write tables and warnings, after the step's metrics."""
+        """Write tables and warnings. Runs after the step's metrics."""
 
     def finish(self) -> None:
-        """Write warnings about the whole run, after the last step."""
+        """Write warnings about the whole run. Runs after the last step."""
 
     def draw(self, metrics: Path, run_dir: Path) -> dict[str, Path]:
-        """Draw the curves of a finished run; their files, by name."""
+        """Draw the curves of a finished run, and return their files by name."""
         return {}
 
 
 class ResponseRecorder(StepRecorder):
-    """Records training steps on sampled and rewarded responses."""
+    """Recorder of training steps on sampled and rewarded responses."""
 
     def __init__(self, run: Run) -> None:
         super().__init__(run)
@@ -130,7 +130,7 @@ class ResponseRecorder(StepRecorder):
             finish_reasons=[rollout.finish_reason for rollout in rollouts],
             dropped_prompts=figures.dropped_prompts,
             queue_size=figures.queued_groups,
-            seconds=times.step_s if self._run.config.rollout.max_staleness > 0 else None,  # sampled all the time
+            seconds=times.step_s if self._run.config.rollout.max_staleness > 0 else None,  # sampling never pauses
             staleness=[_staleness(rollout, step) for rollout in rollouts],
             turns=[turns for rollout in rollouts if (turns := _turns(rollout))],
             rows=[len(rollout.rows) for rollout in rollouts],
@@ -163,7 +163,7 @@ class ResponseRecorder(StepRecorder):
 
 
 def step_recorder(run: Run) -> StepRecorder:
-    """The one for the run's trajectories."""
+    """Create the recorder for the run's kind of trajectories."""
     return StepRecorder(run) if run.config.supervised else ResponseRecorder(run)
 
 
@@ -175,9 +175,9 @@ def debug_tables(
     decode: Decode,
     limit: int,
 ) -> dict[str, list[Row]]:
-    """Tables of ``limit`` samples with all of their rows, of as many prompts as possible.
+    """Build tables of ``limit`` samples with all their rows, from as many prompts as possible.
 
-    Policy and reference logprobs are those frozen at the step's start.
+    Policy and reference logprobs are frozen at the step's start.
     """
     chosen = [row for rollout in _spread_over_prompts(trajectories)[:limit] for row in rollout.rows]
     logprobs = trainers.response_logprobs([trajectory.sequence_id for trajectory in chosen])
@@ -191,7 +191,7 @@ def debug_tables(
 
 
 def _spread_over_prompts(trajectories: Sequence[ScoredTrajectory]) -> list[Rollout[ScoredTrajectory]]:
-    """The first sample of every prompt, then the second of every prompt, and so on."""
+    """Sort rollouts: the first sample of every prompt, then the second of every prompt, and so on."""
     taken = Counter[int]()
 
     def turn(rollout: Rollout[ScoredTrajectory]) -> int:
@@ -202,13 +202,13 @@ def _spread_over_prompts(trajectories: Sequence[ScoredTrajectory]) -> list[Rollo
 
 
 def _staleness(rollout: Rollout[ScoredTrajectory], step: int) -> int:
-    """Versions between the oldest token and the weights that step n trains, n - 1."""
+    """Return the number of versions between the oldest token and n - 1, the weights that step n trains."""
     version = rollout.oldest_version
     return 0 if version is None else step - 1 - version
 
 
 def _turns(rollout: Rollout[ScoredTrajectory]) -> int:
-    """The model's turns, 0 without a conversation; over several rows each is counted where it is trained."""
+    """Count the model's turns, 0 without a conversation. With several rows, each turn counts where it is trained."""
     if len(rollout.rows) > 1:
         return sum(len(trained_spans(row.loss_mask)) for row in rollout.rows)
     return len(rollout.last.reward_metadata.get("conversation", {"turns": ()})["turns"])

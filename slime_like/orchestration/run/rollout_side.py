@@ -1,4 +1,4 @@
-"""Source of a run's trajectories, weights for engines, and the prompts' state in checkpoints."""
+"""The rollout side of a run: trajectories, weights for engines, and the prompts' state in checkpoints."""
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -22,11 +22,11 @@ from slime_like.trajectory import ScoredTrajectory
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RolloutFigures:
-    """The rollout side's part of a step's record; the defaults are those of a run without engines.
+    """Figures of the rollout side in a step's record. The defaults are for a run without engines.
 
     Attributes:
-        queued_groups: groups on their way through the engines.
-        ready_groups: groups that wait for training.
+        queued_groups: number of groups on their way through the engines.
+        ready_groups: number of groups waiting for training.
     """
 
     queued_groups: int = 0
@@ -39,15 +39,15 @@ class RolloutFigures:
     reference: ReferenceRecord | None = None
     notes: Sequence[str] = ()
     source_of: Callable[[int], str | None] = lambda _: None
-    """Source, in a mixture, of a group's prompt."""
+    """Source of a group's prompt in a mixture."""
 
 
 class RolloutSide:
-    """Trajectories from disk: no engine is synced, evaluated or reported on.
+    """Rollout side with trajectories from disk. It has no engines to sync, evaluate or report on.
 
     Args:
-        state: the part of a checkpoint's state; expressible in JSON.
-        prompts: those of the trajectories, where they are known.
+        state: returns this side's part of a checkpoint's state; expressible in JSON.
+        prompts: prompts of the trajectories, if known.
     """
 
     def __init__(
@@ -58,23 +58,23 @@ class RolloutSide:
         self._known = RolloutFigures() if prompts is None else RolloutFigures(source_of=prompts.source_of)
 
     def start(self, version: int) -> None:
-        """Make engines serve the trainers' weights as ``version``, before the first step."""
+        """Make engines serve the trainers' weights as ``version``. Runs before the first step."""
 
     def sampling(self, progress: Progress) -> AbstractContextManager[object]:
-        """Show how many groups of the next step are sampled, inside."""
+        """Show inside how many groups of the next step are sampled."""
         return nullcontext()
 
     def sync(self, version: int) -> None:
-        """Make engines serve the weights of step ``version``, after its update."""
+        """Make engines serve the weights of step ``version``. Runs after its update."""
 
     def advance(self, step: int, trajectories: Sequence[ScoredTrajectory]) -> None:
-        """The step is trained and its weights are served: sampling for later steps may go on."""
+        """Record that the step is trained and its weights are served, so sampling for later steps may continue."""
 
     def restore(self, checkpoint: Checkpoint) -> None:
-        """Go on from where ``checkpoint`` was written."""
+        """Continue from where ``checkpoint`` was written."""
 
     def evaluate(self, step: int, progress: Progress) -> EvaluationResult | None:
-        """Held-out accuracy under the current weights; ``None`` without an evaluation file."""
+        """Measure held-out accuracy under the current weights. Return ``None`` without an evaluation file."""
         return None
 
     def figures(self, step_s: float) -> RolloutFigures:
@@ -83,7 +83,7 @@ class RolloutSide:
 
 
 class EngineSide(RolloutSide):
-    """Trajectories that engines sample."""
+    """Rollout side with trajectories sampled by engines."""
 
     source: RolloutSource
     _report: SyncReport
@@ -155,7 +155,7 @@ class EngineSide(RolloutSide):
 
 
 def _reference_work(pool: ReferencePool | None, step_s: float) -> tuple[ReferenceRecord | None, list[str]]:
-    """Work of the reference workers since the last call, and sentences about workers that left or joined."""
+    """Return the reference workers' work since the last call, and sentences about workers that left or joined."""
     if pool is None:
         return None, []
     work, notes = pool.take_work(), list(pool.news)

@@ -1,4 +1,4 @@
-"""Run: everything that the training loop holds open."""
+"""Run: everything that the training loop keeps open."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -16,14 +16,14 @@ from slime_like.orchestration.trainer.group import TrainerGroup
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """An opened run; see ``slime_like.orchestration.run.opening``.
+    """An opened run. See ``slime_like.orchestration.run.opening``.
 
     Attributes:
-        finished_steps: steps that the resumed checkpoint has behind it; 0 in a new run.
-        decode: token ids to text, by the model's own tokenizer.
-        rollout: gives a step's trajectories; syncs and evaluates where engines run.
-        devices: moves trainers and engines, where they share devices.
-        reference: refreshes the reference's weights where ``reference.update_interval`` is set.
+        finished_steps: number of steps before the resumed checkpoint; 0 in a new run.
+        decode: function from token ids to text, by the model's tokenizer.
+        rollout: yields a step's trajectories; with engines, also syncs and evaluates.
+        devices: moves trainers and engines on and off shared devices.
+        reference: refreshes the reference's weights if ``reference.update_interval`` is set.
     """
 
     config: RunConfig

@@ -1,4 +1,4 @@
-"""Responses of training steps that got no reward because a function or the environment failed, and their notes."""
+"""Responses without a reward, because a function or the environment failed, and notes about them."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -7,14 +7,14 @@ from slime_like.orchestration.rollout.failures import by_reason, failure_text
 from slime_like.system.words import counted
 
 _GROWTH = 2
-"""Share of failures that is reported again, in terms of the largest one reported."""
+"""Growth of the failed share over the largest reported share at which a step is reported again."""
 
 
 class ScoringFailures:
-    """Counts failures, and reports some steps: a function that fails now and then does so in every step.
+    """Counter of failures that reports only some steps, since an unreliable function fails in every step.
 
-    Reported are the first, second, fourth, eighth and so on of the steps with failures, those with a kind of failure
-    not seen before, and those whose share of failures is at least twice the largest one reported.
+    It reports the first, second, fourth, eighth and so on of the steps with failures. It also reports steps with a new
+    kind of failure, or with at least twice the largest share reported so far.
     """
 
     def __init__(self) -> None:
@@ -25,7 +25,7 @@ class ScoringFailures:
         self._responses = 0
 
     def add(self, step: int, metadata: Sequence[Mapping[str, Any]]) -> str | None:
-        """Record a step with the metadata of all of its responses. Returns a note where one is due."""
+        """Record a step with the metadata of all its responses. Return a note if one is due."""
         failed = [entry for entry in metadata if "reason" in entry]
         self._responses += len(metadata)
         if not failed:
@@ -46,7 +46,7 @@ class ScoringFailures:
         )
 
     def at_end(self) -> str | None:
-        """Return a note about all recorded steps, where one of them had a failure."""
+        """Return a note about all recorded steps if any had a failure."""
         if not self._reasons:
             return None
         share = f"{len(self._reasons)} of {counted(self._responses, 'response')}"
@@ -54,7 +54,7 @@ class ScoringFailures:
 
 
 def _kind(failure: Mapping[str, Any]) -> tuple[str, ...]:
-    """The reason, the function, and of an error the exception's name, with which its detail begins."""
+    """Return reason, function and, for errors, the exception's name, which the detail starts with."""
     reason = failure["reason"]
     error = str(failure.get("detail", "")).partition(":")[0] if reason == "error" else ""
     return reason, str(failure.get("function", "")), error

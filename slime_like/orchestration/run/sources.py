@@ -16,19 +16,19 @@ from slime_like.trajectory import ScoredTrajectory
 
 
 class ExperienceSource(Protocol):
-    """Yields the trajectories of each training step; adds its time to the clock's phases."""
+    """Source of each training step's trajectories. It adds its time to the clock's phases."""
 
     def next_batch(self, step: int, clock: PhaseClock) -> list[ScoredTrajectory]: ...
 
     def stream(self, step: int, clock: PhaseClock) -> Iterator[list[ScoredTrajectory]]:
-        """Stream the batch in whole groups as they become ready; no phase is open while the caller has them."""
+        """Stream the batch in whole groups as they become ready. No phase is open while the caller has them."""
 
     def is_complete(self, step: int) -> bool:
-        """Return whether all groups of the step are there: ``stream`` waits for none any more."""
+        """Return whether all groups of the step are ready, so ``stream`` no longer waits."""
 
 
 class DemonstrationSource:
-    """Rows with a demonstration: supervised mode."""
+    """Demonstrations from rows: supervised mode."""
 
     def __init__(self, config: RunConfig, prompts: PromptSource) -> None:
         self._config = config
@@ -47,11 +47,11 @@ class DemonstrationSource:
 
 
 class DumpedSource:
-    """Rollouts that an earlier run saved, trained without engines and reward workers.
+    """Rollouts that an earlier run saved, to train on without engines and reward workers.
 
     Args:
-        directory: one file per step.
-        vocab_size: token ids of the model that is trained: 0 to one less.
+        directory: directory with one file per step.
+        vocab_size: vocabulary size of the trained model.
     """
 
     def __init__(self, directory: Path, vocab_size: int) -> None:
@@ -59,7 +59,7 @@ class DumpedSource:
         self._vocab_size = vocab_size
 
     def next_batch(self, step: int, clock: PhaseClock) -> list[ScoredTrajectory]:
-        """Raises ``DataError`` if a file is missing, damaged, or of a model with other tokens."""
+        """Load a step's file. Raises ``DataError`` if it is missing, damaged, or from a model with other tokens."""
         with clock.phase("wait"):
             path = dump_path(self._directory, step)
             trajectories = load_trajectories(path)
@@ -67,7 +67,7 @@ class DumpedSource:
             return trajectories
 
     def _require_known_tokens(self, path: Path, trajectories: Sequence[ScoredTrajectory]) -> None:
-        """Reject unknown ids: an embedding split over ranks would return zeros for them."""
+        """Reject unknown ids. An embedding split over ranks would return zeros for them."""
         largest = max(int(ids.max()) for t in trajectories for ids in (t.prompt_tokens, t.response_tokens) if len(ids))
         if largest >= self._vocab_size:
             raise DataError(

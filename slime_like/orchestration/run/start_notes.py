@@ -1,4 +1,4 @@
-"""What a user should know before the first step, although nothing of it is an error."""
+"""Notes for the user before the first step. None of them is an error."""
 
 from collections.abc import Iterator, Mapping, Sequence
 
@@ -10,19 +10,19 @@ from slime_like.models.dimensions import ModelDimensions
 from slime_like.system.words import counted
 
 _GSPO_LARGE = 0.01
-"""The paper's bounds are 3e-4 and 4e-4 (arXiv:2507.18071, section 5.1), PPO's 0.2."""
+"""GSPO's paper uses 3e-4 and 4e-4 (arXiv:2507.18071, section 5.1), PPO uses 0.2."""
 
 _BFLOAT16 = ("avx512_bf16", "amx_bf16")
 
 _PROCESS_BYTES = 400 * 2**20
-"""Of a rank, without what depends on the model: libraries and their work space."""
+"""Memory of a rank that does not depend on the model: libraries and their workspace."""
 
 _GRADIENT_BYTES, _MOMENT_BYTES = 4, 8
-"""Per parameter: float32 gradients, and AdamW's two moments."""
+"""Bytes per parameter: float32 gradients, and AdamW's two moments."""
 
 
 def data_notes(config: RunConfig, prompts: PromptSource) -> Iterator[str]:
-    """Prompts that are left out, and rows that a step takes more than once."""
+    """Yield notes on prompts that are left out, and on rows that a step uses more than once."""
     rows, dropped = prompts.num_rows, prompts.dropped_prompts
     if dropped:
         yield (
@@ -35,7 +35,7 @@ def data_notes(config: RunConfig, prompts: PromptSource) -> Iterator[str]:
 
 
 def held_out_notes(prompts: PromptSource, datasets: Mapping[str, Sequence[Prompt]]) -> Iterator[str]:
-    """Held-out prompts that are trained on, too."""
+    """Yield notes on held-out prompts that are also in the training data."""
     for name, held_out in datasets.items():
         if shared := prompts.num_shared(held_out):
             different = len({prompt.tokens for prompt in held_out})
@@ -46,7 +46,7 @@ def held_out_notes(prompts: PromptSource, datasets: Mapping[str, Sequence[Prompt
 
 
 def algorithm_notes(config: RunConfig) -> Iterator[str]:
-    """Warn of bounds that clip nothing, and of a warm-up that outlasts the run."""
+    """Warn about bounds that clip nothing, and about a warm-up that outlasts the run."""
     algorithm = config.algorithm
     if algorithm.loss == "gspo" and min(algorithm.clip_low, algorithm.clip_high) >= _GSPO_LARGE:
         yield (
@@ -63,7 +63,7 @@ def algorithm_notes(config: RunConfig) -> Iterator[str]:
 
 
 def checkpoint_notes(config: RunConfig) -> Iterator[str]:
-    """Warn where no checkpoint interval is set."""
+    """Warn if no checkpoint interval is set."""
     if config.steps > 1 and "every" not in config.checkpoint.model_fields_set:
         yield (
             f"a checkpoint is written after step {config.steps} alone: a run that ends before loses all steps; set "
@@ -72,16 +72,16 @@ def checkpoint_notes(config: RunConfig) -> Iterator[str]:
 
 
 def memory_notes(config: RunConfig, dimensions: ModelDimensions, available: int) -> Iterator[str]:
-    """More bytes than are available to the processes that compute; for CPUs. What every rank needs at least counts.
+    """Warn if the processes may need more than the ``available`` bytes. For CPUs; counts the minimum of every rank.
 
     Raises:
-        ConfigError: the models and optimizer states alone are more.
+        ConfigError: models and optimizer states already need more.
     """
     parallel, optimizer, parameters = config.trainer.parallel, config.trainer.optimizer, dimensions.num_parameters
     engines = 0 if config.supervised or config.debug.load_rollouts else config.rollout.num_engines
     ranks, engine_ranks = parallel.world_size, engines * config.rollout.tensor
     replicas = 1 if config.trainer.backend == FSDP else ranks // (parallel.tensor * parallel.pipeline)
-    whole = config.model.dtype == "float32"  # else the optimizer has main weights in float32, too
+    whole = config.model.dtype == "float32"  # otherwise the optimizer also has float32 main weights
     weights, state = parameters * (4 if whole else 2), parameters * (_MOMENT_BYTES + (0 if whole else 4))
     processes = (ranks + engine_ranks + config.reference_workers) * _PROCESS_BYTES
     needed = replicas * (weights * (1 + config.reference_in_trainer) + parameters * _GRADIENT_BYTES)
@@ -98,10 +98,10 @@ def memory_notes(config: RunConfig, dimensions: ModelDimensions, available: int)
 
 
 def processor_notes(config: RunConfig, capabilities: Mapping[str, object]) -> Iterator[str]:
-    """bfloat16 without instructions for it; for CPUs.
+    """Warn about bfloat16 on a processor without instructions for it. For CPUs.
 
     Args:
-        capabilities: of the processor, as ``torch.cpu.get_capabilities`` names them.
+        capabilities: capabilities of the processor, in the format of ``torch.cpu.get_capabilities``.
     """
     if config.model.dtype == "bfloat16" and not any(capabilities.get(name) for name in _BFLOAT16):
         yield (

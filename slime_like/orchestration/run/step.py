@@ -16,14 +16,14 @@ from slime_like.trajectory import GRPOStats, ScoredTrajectory
 
 @dataclass(frozen=True, slots=True)
 class TrainedStep:
-    """One training step, all of its updates made.
+    """One completed training step.
 
     Attributes:
-        trajectories: what it was trained on, in the order of group ids.
+        trajectories: its trajectories, in the order of group ids.
         updates: figures of every optimizer step, in order.
-        reference: the scoring with the reference in the trainers, if there was any.
-        tokens: tokens computed.
-        busy_s: seconds that trainer ranks worked on it; ``None`` where that is the phase "train".
+        reference: record of scoring with a reference in the trainers, if any.
+        tokens: number of computed and shared tokens.
+        busy_s: seconds that trainer ranks worked on it; ``None`` if the phase "train" measures that.
     """
 
     trajectories: Sequence[ScoredTrajectory]
@@ -34,17 +34,16 @@ class TrainedStep:
 
     @classmethod
     def of_stream(cls, windows: WindowStream, streamed: StreamedStep, with_reference: bool) -> Self:
-        """The step that ``windows`` were of."""
-        assert streamed.stats is not None  # the group's, not a single rank's
+        """Build the step from its ``windows``."""
+        assert streamed.stats is not None  # stats of the group, not of a single rank
         trajectories = sorted(windows.trajectories, key=lambda trajectory: trajectory.group_id)
         reference = _reference_record(trajectories, streamed.reference_s) if with_reference else None
         return cls(trajectories, [streamed.stats], reference, windows.tokens, streamed.busy_s)
 
 
 def score(run: Run, trajectories: Sequence[ScoredTrajectory], step: int, clock: PhaseClock) -> ReferenceRecord | None:
-    """Freeze the step's old logprobs on the trainers where something needs them before the first update does, and the
-    reference's where a KL term is on, in loss or reward, and trajectories have not come with them. Supervised steps
-    need neither."""
+    """Freeze old logprobs if they are needed before the first update. Freeze reference logprobs on the trainers if a KL
+    term in loss or reward needs them and trajectories have none. Supervised steps need neither."""
     config, training, record = run.config, run.trainers.training, None
     if config.supervised:
         return None
@@ -66,7 +65,7 @@ def _reference_record(trajectories: Sequence[ScoredTrajectory], seconds: float) 
     return ReferenceRecord(
         total_s=seconds,
         model_running_s=seconds,
-        waiting_s=0.0,  # the reference scores inside the trainer, on packs that are there already
+        waiting_s=0.0,  # the reference scores inside the trainer, on packs that are already there
         response_tokens=sum(trajectory.response_len for trajectory in trajectories),
         total_tokens=sum(trajectory.total_len for trajectory in trajectories),
     )

@@ -1,1 +1,1 @@
-"""Trainer ranks: batches, optimizer steps, checkpoints, scoring."""
+"""Trainer ranks: batches, optimizer steps, checkpoints and scoring."""

@@ -13,7 +13,7 @@ from slime_like.orchestration.trainer.group import TrainerGroup
 
 @contextmanager
 def trainers_alone(config: RunConfig) -> Iterator[TrainerGroup]:
-    """Devices reserved and ranks launched, not set up yet; all gone outside. Needs a running ``Cluster``."""
+    """Reserve devices and launch ranks, without setting them up. Needs a running ``Cluster``; cleans up on exit."""
     with Placement(config, with_engines=False) as placement:
         trainers = TrainerGroup(config, placement)
         try:
@@ -25,8 +25,8 @@ def trainers_alone(config: RunConfig) -> Iterator[TrainerGroup]:
 
 @contextmanager
 def run_directory(path: Path, temporary: bool) -> Iterator[Path]:
-    """``path``, made if needed. A temporary one goes when all went well or was refused; it stays for the logs of a
-    failure, whose exception gets a note that names it."""
+    """Create ``path`` if needed. A temporary one is removed after success or a rejection. After a failure, it keeps the
+    logs, and the exception gets a note that names it."""
     path.mkdir(mode=0o700 if temporary else 0o777, parents=True, exist_ok=not temporary)
     try:
         yield path

@@ -1,4 +1,4 @@
-"""Scored trajectories become packed micro-batches for every data-parallel replica: a step's at once, or in windows."""
+"""Packing of scored trajectories into micro-batches for every data-parallel replica, as a whole step or in windows."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -25,10 +25,10 @@ from slime_like.system.words import counted
 from slime_like.trajectory import PackedTrajectory, ScoredTrajectory, Trajectory
 
 Window = list[list[PackedTrajectory]]
-"""[data-parallel replica][micro-batch]; every replica has the same count."""
+"""Micro-batches as [data-parallel replica][micro-batch], with the same count for every replica."""
 
 _FEWEST_PER_STAGE = 4
-"""Micro-batches in a window for every stage of a pipeline."""
+"""Minimum number of micro-batches in a window per pipeline stage."""
 
 
 @dataclass(slots=True)
@@ -36,9 +36,9 @@ class TrainingBatch:
     """Input of the trainers for one training step.
 
     Attributes:
-        replicas: [data-parallel replica][minibatch][micro-batch]; every replica has the same counts.
-        denominators: one per minibatch: tokens, rollouts or groups of that optimizer step.
-        tokens: tokens computed.
+        replicas: [data-parallel replica][minibatch][micro-batch], with the same counts for every replica.
+        denominators: number of tokens, rollouts or groups of each minibatch's optimizer step.
+        tokens: number of computed and shared tokens.
     """
 
     replicas: list[list[list[PackedTrajectory]]]
@@ -48,7 +48,7 @@ class TrainingBatch:
 
 @dataclass(frozen=True, slots=True)
 class PackTokens:
-    """Tokens of packs: all that are computed, padding and fillers included, and those that were shared instead."""
+    """Token counts of packs: computed tokens, including padding and fillers, and tokens that were shared instead."""
 
     computed: int = 0
     shared: int = 0
@@ -63,7 +63,7 @@ class PackTokens:
 
 
 class ExperienceBatcher:
-    """Packs by ``trainer.target_tokens_per_batch``; balances replicas by ``trainer.balance``, tokens or FLOPs."""
+    """Batcher that packs by ``trainer.target_tokens_per_batch`` and balances replicas by ``trainer.balance``."""
 
     def __init__(self, config: RunConfig, data_parallel_size: int, pad_token_id: int) -> None:
         self._config = config
@@ -71,10 +71,10 @@ class ExperienceBatcher:
         self._pad_token_id = pad_token_id
 
     def batch(self, trajectories: Sequence[ScoredTrajectory]) -> TrainingBatch:
-        """Pack all trajectories of a step, in minibatches of whole groups.
+        """Pack all trajectories of a step into minibatches of whole groups.
 
         Raises:
-            DataError: fewer sequences than replicas in a minibatch, or one longer than the token budget.
+            DataError: a minibatch has fewer sequences than replicas, or a sequence is over the token budget.
         """
         replicas: list[list[list[PackedTrajectory]]] = [[] for _ in range(self._replicas)]
         denominators = []
@@ -90,7 +90,7 @@ class ExperienceBatcher:
         """Set the token weight of every sequence of whole groups.
 
         Raises:
-            ConfigError: a rollout has several rows, and a ratio of the objective is per sequence.
+            ConfigError: a rollout has several rows, and the objective has a per-sequence ratio.
         """
         algorithm = self._config.algorithm
         counts, group_ids, rollout_ids = _loss_tokens(groups)
@@ -101,7 +101,7 @@ class ExperienceBatcher:
             trajectory.token_weight = weight
 
     def denominator(self, minibatch: Sequence[ScoredTrajectory]) -> float:
-        """Divisor of the sums of the whole optimizer step; it does not depend on the packs.
+        """Compute the divisor of the whole optimizer step's sums. It does not depend on the packs.
 
         Raises:
             SlimeLikeError: no token carries loss.
@@ -117,9 +117,9 @@ class ExperienceBatcher:
         return step_denominator(self._config.algorithm.reduction, counts, groups, rollouts)
 
     def pack_full(self, waiting: Sequence[ScoredTrajectory]) -> tuple[Window, list[ScoredTrajectory]]:
-        """(a window of full micro-batches, what is left for later); the window may be empty.
+        """Return (window of full micro-batches, sequences left for later). The window may be empty.
 
-        A pipeline's has at least ``4 * trainer.parallel.pipeline`` micro-batches, so that its bubble is small.
+        A pipeline's window has at least ``4 * trainer.parallel.pipeline`` micro-batches, to keep the bubble small.
         """
         parallel, budget = self._config.trainer.parallel, self._config.trainer.target_tokens_per_batch
         found = self._bundles(waiting)
@@ -136,11 +136,11 @@ class ExperienceBatcher:
         """Pack all sequences in one window, balanced over replicas.
 
         Args:
-            sequences: at least one for every replica.
-            replicas_served: every replica has had sequences of this optimizer step already, so that fewer may come.
+            sequences: at least one per replica.
+            replicas_served: whether every replica already has sequences of this optimizer step, so fewer are allowed.
 
         Raises:
-            DataError: fewer sequences than replicas, or one longer than the token budget.
+            DataError: there are fewer sequences than replicas, or a sequence is over the token budget.
         """
         if len(sequences) < self._replicas and not replicas_served:
             raise DataError(
@@ -157,7 +157,7 @@ class ExperienceBatcher:
         return [[self._pack([sequences[i] for i in indices]) for indices in replica] for replica in partition]
 
     def _pack(self, sequences: Sequence[ScoredTrajectory]) -> PackedTrajectory:
-        """Sequences of one length are neighbours: attention on a CPU takes them together, where they lie."""
+        """Pack sequences sorted by length. CPU attention processes neighbors of equal length together, in place."""
         ordered = sorted(sequences, key=lambda each: each.total_len)
         return pack_sequences(ordered, pad_token_id=self._pad_token_id, sharing=sharing_of(self._config.trainer))
 
@@ -165,7 +165,7 @@ class ExperienceBatcher:
         return bundles_of(sequences, self._config.trainer)
 
     def _costs(self, lengths: Sequence[int]) -> Sequence[float]:
-        """Return the costs that balance replicas."""
+        """Return the costs to balance replicas by."""
         if self._config.trainer.balance == "tokens":
             return lengths
         model = self._dimensions
@@ -178,11 +178,11 @@ class ExperienceBatcher:
 
 
 class WindowStream:
-    """The windows of one optimizer step, each of whatever micro-batches are full when it is given out.
+    """Windows of one optimizer step, each with the micro-batches that are full when it is returned.
 
     Attributes:
-        trajectories: everything that has been added, in order of arrival.
-        tokens: tokens of what has been given out.
+        trajectories: all added trajectories, in order of arrival.
+        tokens: token counts of the returned windows.
     """
 
     def __init__(self, batcher: ExperienceBatcher) -> None:
@@ -193,10 +193,10 @@ class WindowStream:
         self.tokens = PackTokens()
 
     def add(self, groups: Sequence[ScoredTrajectory], holds: bool = False) -> Window | None:
-        """Take in whole groups, or none; the window that is full with them, if one is.
+        """Add whole groups, or none. Return the window that is now full, if any.
 
         Args:
-            holds: give out none: what is full waits for a larger window.
+            holds: whether to hold back full micro-batches for a larger window.
 
         Raises:
             DataError: a sequence is over the token budget.
@@ -210,7 +210,7 @@ class WindowStream:
         return self._given(window) if window[0] else None
 
     def finish(self) -> tuple[Window, float]:
-        """(the last window, the denominator of the whole step). Never empty: what arrived last is never full.
+        """Return (last window, denominator of the whole step). Never empty: the newest groups never fill a window.
 
         Raises:
             DataError: there are fewer sequences than data-parallel replicas.
@@ -226,12 +226,12 @@ class WindowStream:
 
 
 def require_token_ratios(config: RunConfig) -> None:
-    """Reject ratios per sequence, those of a custom loss that does not declare ``per_sequence`` included.
+    """Reject per-sequence ratios, including a custom loss that does not declare ``per_sequence``.
 
-    The batcher calls it for the first rollout of several rows; runs that expect such may before they start.
+    The batcher calls this at the first rollout of several rows. Runs that expect such rollouts may call it earlier.
 
     Raises:
-        ConfigError: with every setting that has one.
+        ConfigError: with every setting that has such a ratio.
     """
     problems, name = list(config.algorithm.row_conflicts()), config.algorithm.loss
     if ":" in name and _may_be_per_sequence(name):
@@ -252,13 +252,13 @@ def _may_be_per_sequence(name: str) -> bool:
 
 
 def _loss_tokens(trajectories: Sequence[ScoredTrajectory]) -> tuple[list[int], list[int], list[str]]:
-    """(loss-carrying tokens, group, rollout) of every trajectory."""
+    """Return (loss-carrying tokens, group, rollout) of every trajectory."""
     counts = [int(t.loss_mask.sum()) for t in trajectories]
     return counts, [t.group_id for t in trajectories], [t.rollout_id for t in trajectories]
 
 
 def split_by_group(trajectories: Sequence[ScoredTrajectory], parts: int) -> list[list[ScoredTrajectory]]:
-    """Whole groups, in order of appearance, in ``parts`` minibatches whose sizes differ by at most one group."""
+    """Split whole groups, in order of appearance, into ``parts`` minibatches that differ by at most one group."""
     by_group: dict[int, list[ScoredTrajectory]] = {}
     for trajectory in trajectories:
         by_group.setdefault(trajectory.group_id, []).append(trajectory)
@@ -274,12 +274,12 @@ def split_by_group(trajectories: Sequence[ScoredTrajectory], parts: int) -> list
 
 
 def sharing_of(trainer: TrainerConfig) -> Sharing | None:
-    """Which prefixes are computed once."""
+    """Return which prefixes are computed only once."""
     return trainer.share_prefixes or None
 
 
 def bundles_of(sequences: Sequence[Trajectory], trainer: TrainerConfig) -> list[Bundle]:
-    """Sequences that lie in one micro-batch together: those that share prefixes, as far as the budget allows.
+    """Bundle the sequences that go into one micro-batch because they share prefixes, as far as the budget allows.
 
     Raises:
         DataError: a sequence does not fit a micro-batch.
@@ -291,7 +291,7 @@ def bundles_of(sequences: Sequence[Trajectory], trainer: TrainerConfig) -> list[
 
 
 def partition_over_replicas(given: Sequence[Bundle], budget: int, replicas: int, costs: Costs) -> Partition:
-    """[replica][pack] indices of sequences; replicas beyond the number of sequences get none."""
+    """Return sequence indices as [replica][pack]. Replicas beyond the number of sequences get none."""
     found = split_for(replicas, given, costs)
     used = min(replicas, len(found))
     each = [bundle.cost(costs) for bundle in found]
@@ -300,14 +300,14 @@ def partition_over_replicas(given: Sequence[Bundle], budget: int, replicas: int,
 
 
 def with_members(partition: Partition, found: Sequence[Bundle]) -> Partition:
-    """Indices of sequences in place of those of bundles."""
+    """Replace indices of bundles with indices of sequences."""
     return [[[i for k in members for i in found[k].members] for members in replica] for replica in partition]
 
 
 def fill_to_equal_counts(replicas: list[list[PackedTrajectory]]) -> list[list[PackedTrajectory]]:
-    """Pipelines and collectives need equal micro-batch counts: fill with zero-weight packs, never drop or repeat.
+    """Fill replicas with zero-weight packs, since pipelines and collectives need equal micro-batch counts.
 
-    A replica may have no pack; one must have.
+    At least one replica must have a pack. No pack is dropped or repeated.
     """
     most = max(len(packs) for packs in replicas)
     like = next(packs[0] for packs in replicas if packs)

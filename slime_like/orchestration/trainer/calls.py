@@ -1,4 +1,4 @@
-"""Typed calls of all trainer ranks: in order, bounded in time, failing with one sentence."""
+"""Typed calls to all trainer ranks: in order, with a time bound, and with one-sentence failures."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ R = TypeVar("R")
 
 
 class Pending(Protocol[T_co]):
-    """The outcome of a call that has returned before its work was done."""
+    """Outcome of a call that returned before its work was done."""
 
     def result(self, timeout_s: float | None = None) -> T_co:
-        """Wait for the value, by default as long as the call's own bound; raise what the work raised."""
+        """Wait for the value, by default for the call's own bound. Raise what the work raised."""
 
 
 @dataclass(frozen=True, slots=True)
 class Mapped(Generic[S, T]):
-    """A pending value, converted when it is asked for."""
+    """A pending value that is converted when read."""
 
     pending: Pending[S]
     convert: Callable[[S], T]
@@ -39,7 +39,7 @@ class Mapped(Generic[S, T]):
 
 
 class Answers(Generic[T]):
-    """The answers of all ranks to one call: a ``Pending[list[T]]``, in the order of the ranks."""
+    """Answers of all ranks to one call, in rank order: a ``Pending[list[T]]``."""
 
     def __init__(self, calls: RankCalls, phase: str, references: Sequence[Any]) -> None:
         self._calls = calls
@@ -48,13 +48,13 @@ class Answers(Generic[T]):
         self._references = references
 
     def result(self, timeout_s: float | None = None, left: Callable[[Sequence[str]], None] = ignore_answers) -> list[T]:
-        """Wait for all ranks, at most ``trainer.step_timeout_s`` unless another bound is given.
+        """Wait for all ranks, by default at most ``trainer.step_timeout_s``.
 
         Args:
             left: see ``slime_like.orchestration.cluster.ray_calls.gather``.
 
         Raises:
-            TrainerError: this call or one that was deferred has failed, or is late.
+            TrainerError: this call or a deferred call has failed or is late.
         """
         self._calls.settle(timeout_s)
         return self.gather(timeout_s, left)
@@ -65,7 +65,7 @@ class Answers(Generic[T]):
         return gather(self._references, self._names, phase=self._phase, timeout_s=bound, error=TrainerError, left=left)
 
     def is_answered(self) -> bool:
-        """Return whether all ranks have answered. Raises the error of a rank that has failed; never waits."""
+        """Return whether all ranks have answered. Raises the error of a failed rank. Never waits."""
         ended, running = ray.wait(self._references, num_returns=len(self._references), timeout=0)
         for reference in ended:
             name = self._names[self._references.index(reference)]
@@ -74,10 +74,10 @@ class Answers(Generic[T]):
 
 
 class RankCalls:
-    """Calls methods of every rank, or of its parts; a rank works on its calls in the order in which they are made.
+    """Calls to methods of all ranks or their parts. A rank runs its calls in the order in which they are made.
 
-    A method is given as ``Class.method``, so that arguments and answers are typed: see ``TrainerRank.call``. Every call
-    names its phase ("scoring"), for messages.
+    A method is given as ``Class.method``, so arguments and answers are typed; see ``TrainerRank.call``. Every call
+    names its phase ("scoring") for messages.
     """
 
     def __init__(self, owner: str, timeout_s: float) -> None:
@@ -89,27 +89,27 @@ class RankCalls:
         self.timeout_s = timeout_s
 
     def connect(self, actors: Sequence[Any]) -> None:
-        """Call these Ray actors of ``TrainerRank`` from now on, in the order of their ranks; none ends the calls."""
+        """Direct calls to these Ray actors of ``TrainerRank``, in rank order. An empty list ends the calls."""
         self._actors = list(actors)
         self.names = [f"{self._owner} rank {rank}" for rank in range(len(actors))]
 
     # ---------------------------------------------------------------------------------------------------- replicas
     def place(self, coordinates: Sequence[RankCoordinates]) -> None:
-        """Find the ranks' coordinates on the parallel axes."""
+        """Store the ranks' coordinates on the parallel axes."""
         self._replicas = [place.data for place in coordinates]
 
     @property
     def num_replicas(self) -> int:
-        """Data-parallel replicas."""
+        """Number of data-parallel replicas."""
         return max(self._replicas) + 1
 
     def per_replica(self, values: Sequence[Any], *more: Any) -> list[tuple[Any, ...]]:
-        """Arguments for every rank: its replica's of ``values``, then ``more``. A value is stored once per replica."""
+        """Build every rank's arguments: its replica's of ``values``, then ``more``. Stores each value only once."""
         stored = [ray.put(value) for value in values]
         return [(stored[replica], *more) for replica in self._replicas]
 
     def by_replica(self, answers: Sequence[R | None]) -> list[R]:
-        """Return one answer per data-parallel replica, from its rank that has one."""
+        """Return one answer per data-parallel replica, from the rank that has one."""
         found = {replica: answer for replica, answer in zip(self._replicas, answers, strict=True) if answer is not None}
         return [found[replica] for replica in sorted(found)]
 
@@ -130,7 +130,7 @@ class RankCalls:
         self, phase: str, method: Callable[..., T], arguments: Sequence[tuple[Any, ...]], **options: Any
     ) -> Answers[T]:
         """Call each rank with separate arguments, without waiting."""
-        title = f"TrainerRank.{method.__name__}"  # what process lists show
+        title = f"TrainerRank.{method.__name__}"  # shown in process lists
         references = [
             actor.call.options(name=title).remote(method.__qualname__, *values, **options)
             for actor, values in zip(self._actors, arguments, strict=True)
@@ -138,21 +138,21 @@ class RankCalls:
         return Answers(self, phase, references)
 
     def defer(self, answers: Answers[None]) -> None:
-        """Do not wait for ``answers``: a failure is raised by the next call that waits, or by ``raise_failures``."""
+        """Don't wait for ``answers``. The next call that waits, or ``raise_failures``, raises a failure."""
         self._deferred.append(answers)
 
     def raise_failures(self) -> None:
-        """Raise, once, the error of a deferred call that has failed already; never waits."""
+        """Raise once the error of a deferred call that has already failed. Never waits."""
         deferred, self._deferred = self._deferred, []
         self._deferred = [answers for answers in deferred if not answers.is_answered()]
 
     @property
     def has_deferred(self) -> bool:
-        """A deferred call had not been answered when failures were last raised."""
+        """True if a deferred call was unanswered when failures were last raised."""
         return bool(self._deferred)
 
     def settle(self, timeout_s: float | None = None) -> None:
-        """Wait for every deferred call, each with a separate bound: it starts when the one before has ended."""
+        """Wait for every deferred call. Each bound starts when the previous call has ended."""
         deferred, self._deferred = self._deferred, []
         for answers in deferred:
             answers.gather(timeout_s)

@@ -1,4 +1,4 @@
-"""One checkpoint of a run on disk: its state, and whether its files are those that were written."""
+"""One checkpoint of a run on disk: its state, and a check that its files are as written."""
 
 import errno
 import json
@@ -14,20 +14,20 @@ from slime_like.system.disk import length_fault
 
 TRAINER, STATE = "trainer", "state.json"
 NAME = re.compile(r"step-\d{6,}")
-"""A copy that somebody made under another name is not ours to remove."""
+"""Name of a checkpoint directory. A copy under another name is not ours to remove."""
 FILES, LENGTHS = "files", "lengths"
 _CHECKSUM = "crc32"
 
 UNUSABLE = ("checkpoint-damaged", "checkpoint-incomplete", "checkpoint-not-whole")
-"""Codes of errors about a checkpoint whose files are not those that were written."""
+"""Error codes for checkpoints whose files are not as written."""
 
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """A whole checkpoint on disk: what to hand to the trainers, and what the driver remembers.
+    """A whole checkpoint on disk, with state for the trainers and the driver.
 
     Attributes:
-        passed_over: newer checkpoints that are damaged, as a note; empty where there are none.
+        passed_over: note on newer, damaged checkpoints; empty if there are none.
     """
 
     path: Path
@@ -40,10 +40,10 @@ class Checkpoint:
         return self.path / TRAINER
 
     def data_position(self) -> dict[str, Any]:
-        """Position of the prompts to resume from.
+        """Return the position of the prompts to resume from.
 
         Raises:
-            CheckpointError: the run that wrote it read no prompts, but kept rollouts.
+            CheckpointError: the run that wrote it read no prompts, but saved rollouts.
         """
         if "data" not in self.state:
             raise CheckpointError(
@@ -56,10 +56,10 @@ class Checkpoint:
         return position
 
     def file(self, name: str) -> Path:
-        """A file that ``CheckpointStore.also_write`` put there.
+        """Return the path of a file written by ``CheckpointStore.also_write``.
 
         Raises:
-            CheckpointError: it is missing, or not as it was written.
+            CheckpointError: the file is missing, or not as it was written.
         """
         path = self.path / name
         try:
@@ -73,10 +73,10 @@ class Checkpoint:
         return path
 
     def require_whole(self) -> None:
-        """Compare what can be compared without reading the trainers' files.
+        """Check everything that can be checked without reading the trainers' files.
 
         Raises:
-            CheckpointError: a file is missing or has lost bytes, or one of the driver's is not as it was written.
+            CheckpointError: a file is missing or has lost bytes, or one of the driver's files is not as it was written.
         """
         for name in self.state.get(FILES, {}):
             self.file(name)
@@ -97,7 +97,7 @@ class Checkpoint:
         """Open the checkpoint at ``path``.
 
         Raises:
-            CheckpointError: it is missing, or its state cannot be read; the message names a remedy.
+            CheckpointError: it is missing, or its state cannot be read; the message has a remedy.
         """
         file = path / STATE
         if not path.is_dir():
@@ -118,7 +118,7 @@ class Checkpoint:
 
 
 def _state_problem(state: dict[str, Any]) -> str | None:
-    """What no run has written, although the checksum fits."""
+    """Return why the state is invalid although its checksum fits, or ``None``."""
     step, data = state["step"], state.get("data", {})
     if not isinstance(step, int) or isinstance(step, bool) or step < 0:
         return "its step must be a whole number"
@@ -138,8 +138,8 @@ def _no_checkpoint(path: Path, why: str) -> CheckpointError:
 
 
 def write_state(directory: Path, step: int, state: dict[str, Any]) -> None:
-    """Write the state for ``Checkpoint.read``, with its CRC-32."""
-    content = json.loads(json.dumps({"step": step, **state}))  # keys and numbers as they will be read
+    """Write the state and its CRC-32 for ``Checkpoint.read``."""
+    content = json.loads(json.dumps({"step": step, **state}))  # normalizes keys and numbers
     text = json.dumps({**content, _CHECKSUM: _checksum(content)}, indent=1)
     (directory / STATE).write_text(text, encoding="utf-8")
 
@@ -149,5 +149,5 @@ def _checksum(content: dict[str, Any]) -> int:
 
 
 def saved_steps(root: Path) -> list[Path]:
-    """Directories of whole checkpoints."""
+    """List the directories of whole checkpoints."""
     return [path for path in root.glob("step-*") if NAME.fullmatch(path.name)]

@@ -1,4 +1,4 @@
-"""Checkpoints of a run: written under a temporary name, whole before they are visible, committed by one rename."""
+"""Checkpoints of a run: written under a temporary name, complete before they are visible, committed by one rename."""
 
 import contextlib
 import os
@@ -28,17 +28,17 @@ from slime_like.orchestration.trainer.rank import TrainerRank
 from slime_like.system.disk import link_tree, refusal, sync, sync_tree
 
 _PARTIAL = ".partial-"
-_FORMER, _REMOVED = ".former-", ".removed-"  # whole, until its successor has its name; and what is to go
+_FORMER, _REMOVED = ".former-", ".removed-"  # kept until its successor has the name; to be deleted
 _RESCUE_TIMEOUT_S = 5.0
 
 
 class CheckpointStore:
-    """``RUN_DIR/checkpoints/step-N`` with a ``latest`` link; a killed save never damages an older checkpoint.
+    """Store of ``RUN_DIR/checkpoints/step-N`` with a ``latest`` link. A killed save never damages older checkpoints.
 
     Args:
-        keep: newest checkpoints that stay after a save.
-        note: reports what could not be removed; it is tried again after the next save.
-        resumed: step that the run resumed after; checkpoints of later steps are the first to be removed.
+        keep: number of newest checkpoints to keep after a save.
+        note: reports files that could not be removed; removal is tried again after the next save.
+        resumed: step that the run resumed after; checkpoints of later steps are removed first.
     """
 
     def __init__(
@@ -58,22 +58,22 @@ class CheckpointStore:
         self._also: dict[str, Callable[[Path], None]] = {}
         self._linked: dict[str, Callable[[], Path | None]] = {}
         _put_back(self._root)
-        self._remove([*self._root.glob(f"{_PARTIAL}*"), *self._root.glob(f"{_FORMER}*")])  # of a save that was killed
+        self._remove([*self._root.glob(f"{_PARTIAL}*"), *self._root.glob(f"{_FORMER}*")])  # left by a killed save
 
     def also_write(self, write: Callable[[Path], None], name: str) -> None:
-        """``write`` the file ``name`` into every later checkpoint."""
+        """Call ``write`` to write the file ``name`` into every later checkpoint."""
         self._also[name] = write
 
     def also_link(self, source: Callable[[], Path | None], name: str) -> None:
-        """Link the files of the directory that ``source`` names, if any, into every later checkpoint as
-        ``name``. They must not be written to any more; readers check their checksums."""
+        """Link the files of the directory returned by ``source``, if any, into every later checkpoint as ``name``. They
+        must no longer change, since readers check their checksums."""
         self._linked[name] = source
 
     def save(self, step: int, state: dict[str, Any]) -> Path:
-        """Write step ``step``; ``state`` (JSON) holds what the driver must remember, such as the data position.
+        """Save step ``step``. ``state`` (JSON) holds what the driver must remember, such as the data position.
 
         Raises:
-            CheckpointError: the disk refused; what was written is removed, older checkpoints are untouched.
+            CheckpointError: the disk refused; what was written is removed, and older checkpoints are untouched.
         """
         final = self._write(step, state, "saving a checkpoint", TrainerBackend.save)
         with self._whole_or_removed(final):
@@ -81,17 +81,17 @@ class CheckpointStore:
         return final
 
     def start(self, step: int, state: dict[str, Any]) -> None:
-        """Start a save of a copy of the present state; it counts once ``commit_written`` or ``finish`` returns it.
+        """Start to save a copy of the current state. It counts once ``commit_written`` or ``finish`` returns it.
 
-        The one started before must have been finished.
+        The previously started save must be finished.
         """
         self._started = self._write(step, state, "copying a checkpoint to host memory", TrainerRank.start_save)
 
     def commit_written(self, timeout_s: float | None = None) -> Path | None:
-        """Commit the save that was started if all its files are written; its path if so.
+        """Commit the started save if all its files are written, and return its path.
 
         Raises:
-            CheckpointError: a rank could not write its files, or the disk refuses now; as in ``save``.
+            CheckpointError: a rank could not write its files, or the disk refuses now; see ``save``.
         """
         if self._started is None:
             return None
@@ -101,10 +101,10 @@ class CheckpointStore:
         return self.finish(timeout_s) if written else None
 
     def finish(self, timeout_s: float | None = None) -> Path | None:
-        """Wait, at most ``trainer.step_timeout_s``, for the save that was started, and commit it; its path.
+        """Wait at most ``trainer.step_timeout_s`` for the started save, commit it, and return its path.
 
         Raises:
-            CheckpointError, TrainerError: as in ``commit_written``, or it took too long.
+            CheckpointError, TrainerError: see ``commit_written``; or it took too long.
         """
         if self._started is None:
             return None
@@ -116,17 +116,17 @@ class CheckpointStore:
         return final
 
     def rescue(self) -> None:
-        """Commit what a failing run has written already, if its trainers still answer. Called before they end."""
+        """Commit what a failing run has already written, if its trainers still answer. Call before they end."""
         with contextlib.suppress(SlimeLikeError):  # the error that ended the run is reported; this save never counted
             self.commit_written(_RESCUE_TIMEOUT_S)
 
     def abandon(self) -> None:
-        """Remove what never became a checkpoint. Called when no rank writes any more."""
+        """Remove unfinished checkpoints. Call when no rank writes any more."""
         for partial in self._root.glob(f"{_PARTIAL}*"):
             shutil.rmtree(partial, ignore_errors=True)  # the next start tries again
 
     def _write(self, step: int, state: dict[str, Any], phase: str, method: Callable[[Any, Path], None]) -> Path:
-        """Write all that the driver adds, and have ``method`` of the ranks begin; the path once it is committed."""
+        """Write the driver's files and start ``method`` on the ranks. Return the path that it gets on commit."""
         final = self._root / f"step-{step:06d}"
         with self._whole_or_removed(final):
             partial = _partial(final)
@@ -143,7 +143,7 @@ class CheckpointStore:
         return final
 
     def _commit(self, final: Path) -> None:
-        """Give the files their name: after a power failure, too, ``latest`` leads to this checkpoint or the last."""
+        """Give the files their name. Even after a power failure, ``latest`` leads to this checkpoint or the last."""
         partial, former, root = _partial(final), final.with_name(f"{_FORMER}{final.name}"), self._root
         files = (path for path in partial.rglob("*") if path.is_file() and path != partial / STATE)
         lengths = {str(path.relative_to(partial)): path.stat().st_size for path in files}
@@ -161,14 +161,14 @@ class CheckpointStore:
         link.replace(root / "latest")
         sync(root)
         self._left.discard(final)
-        # Of the old ones first those that a run left which resumed before them, perhaps since they are damaged.
+        # Remove checkpoints first that are later than the resumed step: the run may have skipped damaged ones.
         saved = sorted(
             saved_steps(root), key=lambda path: (path not in self._left, _step(path) <= _step(final), _step(path))
         )
         self._remove([*root.glob(f"{_FORMER}*"), *saved[: -self._keep]])
 
     def _remove(self, paths: Iterable[Path]) -> None:
-        """Remove directories, and those that could not be removed before; a half of one never has its name."""
+        """Remove directories, also earlier leftovers. A half-removed directory never has its original name."""
         problems: list[str] = []
         for path in paths:
             with _noting(path, problems):
@@ -187,7 +187,7 @@ class CheckpointStore:
             yield
         except BaseException as error:
             self._started = None
-            # Before the removal, which makes room.
+            # Before the removal, which frees space.
             refused = refusal(_partial(final), error.strerror or str(error)) if isinstance(error, OSError) else None
             shutil.rmtree(_partial(final), ignore_errors=True)
             if refused is not None:
@@ -196,28 +196,28 @@ class CheckpointStore:
 
 
 def latest_checkpoint(run_dir: Path) -> Path | None:
-    """The checkpoint that a run in ``run_dir`` resumes from: the target of ``latest`` or, in a copy of the directory
-    without its links, the highest step, as every checkpoint with such a name is whole; ``None`` without one."""
+    """Return the checkpoint that a run in ``run_dir`` resumes from, or ``None``: the target of ``latest``. A copy of
+    the directory may lack links; then it is the highest step, since every named checkpoint is whole."""
     root = run_dir / "checkpoints"
     latest = root / "latest"
     return latest if latest.is_symlink() else max(saved_steps(root), key=_step, default=None)
 
 
 def _put_back(root: Path) -> None:
-    """Give a checkpoint its name again where the run ended before its successor had it."""
+    """Restore a checkpoint's name if the run ended before its successor took it."""
     for former in root.glob(f"{_FORMER}*"):
         if not (place := root / former.name.removeprefix(_FORMER)).exists():
             former.rename(place)
 
 
 def newest_whole(run_dir: Path, found_damaged: Mapping[Path, str] = MappingProxyType({})) -> Checkpoint | None:
-    """Open the latest checkpoint of a run or, where it is damaged, the newest whole one; ``None`` without any.
+    """Open the latest checkpoint of a run, or the newest whole one if it is damaged; ``None`` if there are none.
 
     Args:
-        found_damaged: resolved paths of checkpoints that a closer look has rejected, each with its problem.
+        found_damaged: problems of checkpoints that a closer look rejected, by resolved path.
 
     Raises:
-        CheckpointError: none is whole.
+        CheckpointError: no checkpoint is whole.
     """
     root = run_dir / "checkpoints"
     _put_back(root)
@@ -225,7 +225,7 @@ def newest_whole(run_dir: Path, found_damaged: Mapping[Path, str] = MappingProxy
         return None
     name = latest.readlink().name if latest.is_symlink() else latest.name
     last = int(name.partition("-")[2]) if NAME.fullmatch(name) else 0
-    # Later steps are of a run that resumed before them: they come last.
+    # Later steps come last: they are from a run that resumed before them.
     others = sorted(saved_steps(root), key=lambda path: (_step(path) <= last, _step(path)), reverse=True)
     damaged: list[str] = []
     for path in (latest, *(path for path in others if path.name != name)):
@@ -240,7 +240,7 @@ def newest_whole(run_dir: Path, found_damaged: Mapping[Path, str] = MappingProxy
         else:
             note = f"passed over: {'; '.join(damaged)}; resuming from {checkpoint.path}" if damaged else ""
             return replace(checkpoint, passed_over=note)
-    return Checkpoint.read(latest)  # the trainers' own sentence names what is lost
+    return Checkpoint.read(latest)  # raises the trainers' own sentence about what is lost
 
 
 @contextlib.contextmanager

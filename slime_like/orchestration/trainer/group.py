@@ -1,4 +1,4 @@
-"""All trainer ranks as one object: their start, their calls and their end."""
+"""All trainer ranks as one object: their start, calls and end."""
 
 import os
 import secrets
@@ -29,7 +29,7 @@ class TrainerGroup:
     """One Ray actor per rank, ordered by rank.
 
     Args:
-        reference: index of the reference worker that they are, if they are one.
+        reference: index of the reference worker that the ranks belong to, if any.
 
     Attributes:
         ranks: calls methods of all ranks' backends.
@@ -49,7 +49,7 @@ class TrainerGroup:
 
     # -------------------------------------------------------------------------------------------------------- start
     def launch(self) -> None:
-        """Create the actors; they import in the background until ``setup`` waits for them."""
+        """Create the actors. They import in the background until ``setup`` waits for them."""
         actor = ray.remote(TrainerRank)
         self._actors = [
             actor.options(**self._options(rank), max_restarts=0, runtime_env=self._environment(rank)).remote(
@@ -62,9 +62,9 @@ class TrainerGroup:
         self.ranks.defer(self.ranks.start_each("opening its log", TrainerRank.use_log, roles))
 
     def _environment(self, rank: int) -> dict[str, dict[str, str]]:
-        """Variables that are read when torch is imported; Ray would set one thread.
+        """Return variables that torch reads on import. Ray would set one thread.
 
-        A rank sets torch's threads again, by the cores of its node.
+        A rank sets torch's threads again, based on its node's cores.
         """
         cores = len(os.sched_getaffinity(0))
         threads = self._config.trainer.cpu_threads or max(1, cores // self._ranks_on_node(rank))
@@ -74,7 +74,7 @@ class TrainerGroup:
         return self._placement.ranks_on_node(rank, self._reference)
 
     def _role(self, rank: int) -> str:
-        """What the rank's log is named after."""
+        """Return the name for the rank's log."""
         if self._reference is None:
             return f"trainer-{rank}"
         return f"reference-{self._reference}" + (f"-{rank}" if len(self) > 1 else "")
@@ -83,20 +83,20 @@ class TrainerGroup:
         return self._config.trainer.parallel.world_size
 
     def setup(self, left: Callable[[Sequence[str]], None] = ignore_answers) -> None:
-        """Rendezvous, build, load. Bounded by ``trainer.start_timeout_s``.
+        """Rendezvous, build and load, within ``trainer.start_timeout_s``.
 
         Args:
             left: called with the ranks that are not ready yet.
 
         Raises:
-            TrainerError: a rank died, raised, or was late; ConfigError from a rank passes through as it is.
+            TrainerError: a rank died, raised, or was late. A rank's ConfigError passes through unchanged.
         """
         self._set_up(left, TrainerRank.setup)
 
     def setup_for_scoring(
         self, checkpoint: Path | None = None, left: Callable[[Sequence[str]], None] = ignore_answers
     ) -> None:
-        """Set up without gradients and optimizer; weights of ``checkpoint`` (what ``save`` wrote), if given."""
+        """Set up without gradients and optimizer, with the weights of a ``checkpoint`` (from ``save``) if given."""
         self._set_up(left, TrainerRank.setup_for_scoring, checkpoint)
 
     def _set_up(
@@ -109,10 +109,10 @@ class TrainerGroup:
         if self._placement.num_nodes > 1:
             self._require_shared_run_dir(timeout)
         key = secrets.token_hex(16)
-        # A cluster of our own is this host alone, and no other user can reach its files.
+        # Our own cluster is only this host, and no other user can reach its files.
         on_file = self._config.cluster.address is None and self._config.trainer.rendezvous_port is None
         store = session_directory() / f"ranks-{key}" if on_file else None
-        # Ray shows every actor its device only, so that each is device 0 of its process.
+        # Ray shows every actor only its own device, so each is device 0 of its process.
         placements = [
             RankPlacement(rank, size, 0, host, port, self._ranks_on_node(rank), store, key) for rank in range(size)
         ]
@@ -120,7 +120,7 @@ class TrainerGroup:
         self.ranks.place(started.result(timeout, left))
 
     def _require_shared_run_dir(self, timeout_s: float) -> None:
-        """Require that every node sees the run directory: all ranks write checkpoints into it."""
+        """Require that every node sees the run directory, since all ranks write checkpoints there."""
         witness = self._config.run_dir / f".seen-{uuid.uuid4().hex}"
         witness.touch()
         try:
@@ -137,16 +137,16 @@ class TrainerGroup:
             )
 
     def devices(self) -> list[str]:
-        """Every rank's device, as ``CUDA_VISIBLE_DEVICES`` names it; empty strings on a CPU."""
+        """Return every rank's device in ``CUDA_VISIBLE_DEVICES`` format; empty strings on a CPU."""
         return self.ranks.start("starting", TrainerRank.device).result(self._config.trainer.start_timeout_s)
 
     def liveness(self) -> Liveness:
-        """Liveness check of the ranks, used while waiting for the engines."""
+        """Return a liveness check of the ranks, for use while waiting for the engines."""
         return Liveness(self._actors, self.ranks.names, "waiting for the engines", TrainerError)
 
     # ------------------------------------------------------------------------------------------------------- devices
     def offload(self, keep_weights: bool = False) -> None:
-        """Make room on the devices for the engines."""
+        """Free device memory for the engines."""
         self.ranks.call("making room for the engines", TrainerBackend.offload, keep_weights)
 
     def onload(self) -> None:
@@ -155,12 +155,12 @@ class TrainerGroup:
 
     # ---------------------------------------------------------------------------------------------------------- end
     def peak_memory_bytes(self) -> dict[str, int]:
-        """Peak memory of each kind, of the rank that needed most; see ``TrainerRank.peak_memory_bytes``."""
+        """Return each kind's peak memory, of the rank that needed most; see ``TrainerRank.peak_memory_bytes``."""
         peaks = self.ranks.call("reporting memory", TrainerRank.peak_memory_bytes)
         return {kind: max(peak[kind] for peak in peaks) for kind in peaks[0]}
 
     def shutdown(self, timeout_s: float = 10.0) -> None:
-        """Leave the process groups and end the actors; an unresponsive one is killed."""
+        """Leave the process groups and end the actors. Unresponsive actors are killed."""
         references = [actor.shutdown.remote() for actor in self._actors]
         wait_for_end(references, timeout_s)
         for actor in self._actors:

@@ -1,4 +1,4 @@
-"""The Ray actor of one trainer rank: it starts the backend, and is called through by the driver."""
+"""The Ray actor of one trainer rank. It starts the backend, and the driver calls through it."""
 
 import os
 import random
@@ -23,8 +23,8 @@ _RENDEZVOUS_PORTS = range(21_000, 32_000)
 
 
 class TrainerRank:
-    """One rank: its start and end. What it computes is in its parts, a ``TrainerBackend``, a ``RankTraining`` and a
-    ``RankExport``, whose methods ``call`` reaches. Plain Python: Ray makes an actor of it."""
+    """One rank: its start and end. A ``TrainerBackend``, a ``RankTraining`` and a ``RankExport`` do the computing;
+    ``call`` reaches their methods. Plain Python: Ray makes an actor of it."""
 
     def __init__(self, config: RunConfig, rank: int) -> None:
         self._config = config
@@ -37,7 +37,7 @@ class TrainerRank:
         use_log(role)
 
     def call(self, method: str, *arguments: Any, **options: Any) -> Any:
-        """Call ``method`` of this rank or of one of its parts, given as "Class.method"."""
+        """Call ``method`` of this rank or one of its parts, given as "Class.method"."""
         part, _, name = method.partition(".")
         if part not in self._parts:
             raise RuntimeError(f"trainer rank {self._rank} is used before setup")
@@ -45,10 +45,10 @@ class TrainerRank:
 
     # -------------------------------------------------------------------------------------------------------- start
     def address(self) -> tuple[str, int]:
-        """This node's address in the cluster and a port that is free on it, for the rendezvous of all ranks.
+        """Return this node's address in the cluster and a free port on it, for the rendezvous of all ranks.
 
         Raises:
-            TrainerError: the port that the configuration names is taken.
+            TrainerError: the configured port is taken.
         """
         host = node_address()
         port = self._config.trainer.rendezvous_port
@@ -61,21 +61,21 @@ class TrainerRank:
         return host, port or _free_port(host)
 
     def device(self) -> str:
-        """The GPU that Ray gave this rank, as ``CUDA_VISIBLE_DEVICES`` names it; "" on a CPU."""
+        """Return the GPU that Ray assigned to this rank, in ``CUDA_VISIBLE_DEVICES`` format; "" on a CPU."""
         return ",".join(ray.get_runtime_context().get_accelerator_ids().get("GPU", []))
 
     def sees(self, witness: Path, timeout_s: float) -> tuple[bool, str]:
-        """Wait up to ``timeout_s`` seconds for ``witness``; return whether it exists, and this node's address."""
-        # Network file systems show a new file late.
+        """Wait up to ``timeout_s`` seconds for ``witness``. Return whether it exists, and this node's address."""
+        # Network file systems show new files late.
         return any(witness.exists() for _ in polls(0.1, timeout_s)), node_address()
 
     def setup(self, placement: RankPlacement) -> RankCoordinates:
-        """Set up for training, see ``TrainerBackend.setup``."""
+        """Set up for training; see ``TrainerBackend.setup``."""
         backend = self._open_backend(placement)
         return self._open_parts(backend, backend.setup())
 
     def setup_for_scoring(self, placement: RankPlacement, checkpoint: Path | None) -> RankCoordinates:
-        """Set up without gradients and optimizer, see ``TrainerBackend.setup_for_scoring``."""
+        """Set up without gradients and optimizer; see ``TrainerBackend.setup_for_scoring``."""
         backend = self._open_backend(placement)
         return self._open_parts(backend, backend.setup_for_scoring(checkpoint))
 
@@ -83,9 +83,9 @@ class TrainerRank:
         require_own_devices()
         use_cluster_interface(gloo=True)
         for name, value in cuda_environment(self._config.trainer, compute_capability(self.device() or "0")).items():
-            os.environ.setdefault(name, value)  # CUDA reads it when it is initialised, which it is not yet
+            os.environ.setdefault(name, value)  # CUDA reads it on initialization, which comes later
         backend = load_backend(self._config.trainer.backend)(self._config, placement)
-        self._parts[TrainerBackend.__name__] = backend  # ended by ``shutdown`` although its set-up may fail
+        self._parts[TrainerBackend.__name__] = backend  # ``shutdown`` ends it even if its setup fails
         return backend
 
     def _open_parts(self, backend: TrainerBackend, place: RankCoordinates) -> RankCoordinates:
@@ -96,7 +96,7 @@ class TrainerRank:
 
     # --------------------------------------------------------------------------------------------------------- save
     def start_save(self, directory: Path) -> None:
-        """Start a save that goes on while training continues, see ``TrainerBackend.start_save``."""
+        """Start a save that runs while training continues; see ``TrainerBackend.start_save``."""
         self._save = self._parts[TrainerBackend.__name__].start_save(directory)
 
     def is_save_written(self) -> bool:
@@ -105,14 +105,14 @@ class TrainerRank:
         return self._save.is_written()
 
     def finish_save(self) -> None:
-        """Wait for every rank's part of the started save and make it whole."""
+        """Wait for every rank's part of the started save, and complete it."""
         assert self._save is not None
         self._save.finish()
         self._save = None
 
     # ---------------------------------------------------------------------------------------------------------- end
     def peak_memory_bytes(self) -> dict[str, int]:
-        """Peak memory so far: "rss", resident memory of this process, and on a GPU "gpu", its tensors there."""
+        """Return peak memory so far: "rss", this process's resident memory, and on a GPU "gpu", its tensors there."""
         peak = {"rss": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024}
         if torch.cuda.is_available():
             peak["gpu"] = torch.cuda.max_memory_allocated()
@@ -127,18 +127,18 @@ class TrainerRank:
 
 
 def cuda_environment(trainer: TrainerConfig, capability: tuple[int, int] | None) -> dict[str, str]:
-    """Variables of a rank's CUDA.
+    """Return variables for a rank's CUDA.
 
-    Megatron launches tensor-parallel messages before the products that hide them, and relies on the device to start
-    them in that order. Up to compute capability 9 only a single queue does. Everything else overlaps by several queues:
-    FSDP's gathers, a pipeline's messages, copies.
+    Megatron launches tensor-parallel messages before the matrix products that hide them, and relies on the device to
+    start them in that order. Up to compute capability 9, only a single queue does. Everything else overlaps through
+    several queues: FSDP's gathers, a pipeline's messages, copies.
     """
     ordered = trainer.backend == "megatron" and trainer.parallel.tensor > 1
     return {"CUDA_DEVICE_MAX_CONNECTIONS": "1"} if ordered and (capability or (0, 0)) < (10, 0) else {}
 
 
 def _free_port(host: str) -> int:
-    """A free port below the range that the kernel hands out by itself, so that no other process is given it first."""
+    """Find a free port below the kernel's own range, so no other process is given it first."""
     ports = random.SystemRandom().sample(_RENDEZVOUS_PORTS, 50)
     for port in ports:
         if is_free(host, port):

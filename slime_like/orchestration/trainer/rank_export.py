@@ -1,4 +1,4 @@
-"""Weights and gradients out of one rank, in buckets."""
+"""Export of weights and gradients from one rank, in buckets."""
 
 from collections import deque
 from collections.abc import Iterator
@@ -16,11 +16,11 @@ from slime_like.weights.transports.colocated import ColocatedSender
 from slime_like.weights.transports.registry import COLOCATED, open_sender
 
 _KEEP = 1.125
-"""Bytes of a buffer that is kept, over those of a bucket: alignment makes a full one a little larger."""
+"""Size of a kept buffer relative to a bucket. Alignment makes a full buffer slightly larger."""
 
 
 class RankExport:
-    """Gathers the buckets of one rank's backend, once it is set up, and sends them to the engines or to the driver."""
+    """Export of one rank: gathers the backend's buckets and sends them to the engines or to the driver."""
 
     def __init__(
         self, config: RunConfig, backend: TrainerBackend, place: RankCoordinates, training: RankTraining
@@ -36,10 +36,10 @@ class RankExport:
         self._in_flight: deque[BucketMetadata] = deque()
 
     def open_transport(self, name: str, session: str, delta: bool) -> dict[str, Any] | None:
-        """Open the sending side of the weight transport, again if it was open; returns what receivers need to join.
+        """Open the sending side of the weight transport, again if it is open. Return what receivers need to join.
 
-        ``None`` from ranks that send nothing: only the first of a pipeline stage does, or every rank to the engine on
-        its own device. Collective.
+        Returns ``None`` on ranks that send nothing. Only the first rank of a pipeline stage sends, or every rank to the
+        engine on its own device. Collective.
         """
         self.close()
         self._in_flight.clear()
@@ -59,27 +59,27 @@ class RankExport:
         return self._sender.rendezvous()
 
     def begin_export(self) -> None:
-        """Start over. Engines have loaded whatever was sent before, or the transport was opened again."""
+        """Start over. Engines must have loaded everything sent before, or the transport was opened again."""
         self._release(keep=0)
         self._buckets = self._backend.export_weights()
         self._stream = self._sender.stream(self._next) if isinstance(self._sender, ColocatedSender) else None
 
     def end_export(self) -> None:
-        """Free the device memory of a finished export. Engines have loaded whatever was sent, and let it go."""
+        """Free the device memory of a finished export. Engines must have loaded and released everything."""
         self._release(keep=0)
         if self._sender is not None:
             self._sender.rest()
 
     def begin_gradient_export(self, index: int, denominator: float) -> None:
-        """Make the gradients of the loaded batch's minibatch ``index`` what ``next_tensors`` gives; update nothing."""
+        """Make ``next_tensors`` return the gradients of minibatch ``index`` of the loaded batch. Updates nothing."""
         self._training.accumulate_minibatch(index, denominator)
         self._buckets = self._backend.export_gradients(denominator)
 
     def next_bucket(self) -> BucketMetadata | None:
-        """Gather and send the next bucket; ``None`` when this rank has none to send, or no more.
+        """Gather and send the next bucket. Return ``None`` if this rank has none to send, or no more.
 
-        Ranks that only take part in a gather yield empty buckets in step with the one that sends.
-        At most one earlier bucket may still be in the engines' hands: the caller waits for the last but one first.
+        Ranks that only take part in a gather yield empty buckets in step with the sending rank. At most one earlier
+        bucket may still be in use by the engines: the caller first waits for the last but one.
         """
         self._release(keep=1)
         sent = self._send_next() if self._stream is None else next(self._stream, None)
@@ -96,22 +96,22 @@ class RankExport:
         return self._sender.send(bucket)
 
     def next_tensors(self) -> dict[str, Tensor] | None:
-        """The next bucket itself of the weights or gradients begun, on the host; ``None`` as in ``next_bucket``."""
+        """Return the next bucket of the started weights or gradients on the host; ``None`` as in ``next_bucket``."""
         bucket = self._next()
         if bucket is None:
             return None
-        # A bucket is valid until the next one only, and may hold views of a larger buffer.
+        # A bucket is only valid until the next one, and may hold views of a larger buffer.
         return {name: tensor.detach().to("cpu", copy=True) for name, tensor in bucket.tensors}
 
     def _next(self) -> WeightBucket | None:
-        """The bucket whose turn it is; ``None`` for an empty one, and at the end."""
+        """Return the next bucket; ``None`` for an empty one and at the end."""
         if self._buckets is None:
             raise RuntimeError("a bucket is asked for before begin_export")
         bucket = next(self._buckets, None)
         return bucket if bucket is not None and bucket.tensors else None
 
     def close(self) -> None:
-        """Close the sending side, if it is open."""
+        """Close the sending side if it is open."""
         if self._sender is not None:
             self._sender.close()
 

@@ -1,4 +1,4 @@
-"""Scoring and training on one rank: it holds the step's packs, so that they cross the cluster once."""
+"""Scoring and training on one rank. It holds the step's packs, so they cross the cluster only once."""
 
 import time
 from collections.abc import Iterator
@@ -22,7 +22,7 @@ Weights = Literal["policy", "reference"]
 
 @dataclass(frozen=True, slots=True)
 class FrozenLogprobs:
-    """(response_len,) logprobs of one sequence as frozen at the start of the step; no reference without a KL term."""
+    """Logprobs (response_len,) of one sequence, frozen at the step's start. No reference without a KL term."""
 
     policy: Tensor
     reference: Tensor | None
@@ -40,12 +40,12 @@ class FrozenLogprobs:
 
 @dataclass(frozen=True, slots=True)
 class StreamedStep:
-    """One optimizer step whose windows were streamed.
+    """One optimizer step with streamed windows.
 
     Attributes:
-        stats: its metrics; ``None`` from ranks that do not have them.
-        busy_s: seconds spent on it, waiting for windows not included.
-        reference_s: of these, seconds spent on reference logprobs.
+        stats: metrics of the step; ``None`` on ranks that do not have them.
+        busy_s: seconds spent on the step, without waiting for windows.
+        reference_s: seconds of ``busy_s`` spent on reference logprobs.
     """
 
     stats: GRPOStats | None
@@ -54,7 +54,7 @@ class StreamedStep:
 
 
 class RankTraining:
-    """The packs of the current step on one rank, and what is computed from them by a backend that is set up."""
+    """The packs of the current step on one rank, and computations on them by a backend that is set up."""
 
     def __init__(self, config: RunConfig, backend: TrainerBackend, place: RankCoordinates) -> None:
         self._config = config
@@ -65,33 +65,33 @@ class RankTraining:
 
     @property
     def packs(self) -> Iterator[PackedTrajectory]:
-        """The packs of all minibatches."""
+        """Packs of all minibatches."""
         return (pack for minibatch in self._minibatches for pack in minibatch)
 
     # ------------------------------------------------------------------------------------------------ a whole batch
     def load_batch(self, minibatches: list[Minibatch]) -> None:
-        """Take this replica's micro-batches of the step, by minibatch."""
+        """Accept this replica's micro-batches of the step, by minibatch."""
         self._minibatches = minibatches
         for pack in self.packs:
-            pack.old_logprobs = None  # kept rollouts may bring those of the step they were kept from
+            pack.old_logprobs = None  # saved rollouts may still have logprobs of their own step
 
     def score_batch(self, weights: Weights) -> None:
-        """Fill ``old_logprobs`` (policy) or ``ref_logprobs`` (reference) of the loaded packs, frozen for the step."""
+        """Fill the loaded packs' ``old_logprobs`` (policy) or ``ref_logprobs`` (reference), frozen for the step."""
         self._freeze(list(self.packs), weights)
 
     def set_advantages(self, advantages: dict[str, float]) -> None:
-        """Replace the advantages of every loaded pack; each sequence of the batch must be named."""
+        """Replace the advantages of all loaded packs. Every sequence of the batch must be named."""
         for pack in self.packs:
             values = torch.tensor([advantages[name] for name in pack.sequence_ids], dtype=torch.float32)
             pack.advantages = values.to(pack.response_lens.device).repeat_interleave(pack.response_lens)
 
     def train_minibatch(self, index: int, denominator: float) -> GRPOStats | None:
-        """Run one optimizer step over the minibatch ``index`` of the loaded batch."""
+        """Run one optimizer step on minibatch ``index`` of the loaded batch."""
         self.accumulate_minibatch(index, denominator)
         return self._backend.finish_step(denominator)
 
     def accumulate_minibatch(self, index: int, denominator: float) -> None:
-        """Compute the gradients of minibatch ``index``, without an update."""
+        """Compute the gradients of minibatch ``index`` without an update."""
         packs = self._minibatches[index]
         self._backend.begin_step(denominator, real_tokens(packs))
         self._backend.accumulate(packs, last=True)
@@ -106,15 +106,15 @@ class RankTraining:
         self._busy_s = time.perf_counter() - started
 
     def train_window(self, packs: list[PackedTrajectory], last: bool) -> None:
-        """Score what the loss needs scored, then accumulate; the weights are those of the start of the step.
+        """Score what the loss needs, then accumulate. The weights are from the start of the step.
 
         Args:
-            last: no window follows in this step.
+            last: whether this is the step's last window.
         """
         started = time.perf_counter()
         self._minibatches[0] += packs
         for pack in packs:
-            pack.old_logprobs = None  # as in load_batch
+            pack.old_logprobs = None  # see load_batch
         if not self._config.supervised:
             if self._config.algorithm.scores_policy:
                 self._freeze(packs, "policy")
@@ -126,21 +126,21 @@ class RankTraining:
         self._busy_s += time.perf_counter() - started
 
     def finish_stream(self, denominator: float) -> StreamedStep:
-        """The update of everything that ``train_window`` was given since ``begin_stream``."""
+        """Update with everything that ``train_window`` got since ``begin_stream``."""
         started = time.perf_counter()
         stats = self._backend.finish_step(denominator)
         return StreamedStep(stats, self._busy_s + time.perf_counter() - started, self._scoring_s)
 
     # -------------------------------------------------------------------------------------------------------- scores
     def score(self, packs: list[PackedTrajectory], weights: Weights) -> Scores | None:
-        """Logprobs and entropies of ``packs`` on the host, from one rank of every replica; ``None`` from the others."""
+        """Return logprobs and entropies of ``packs`` on the host, from one rank per replica; ``None`` elsewhere."""
         scored = self._backend.score(packs, weights)
         if scored is None or self._place.tensor > 0 or self._place.context > 0:
             return None
         return [ScoredLogprobs(values.logprobs.cpu(), values.entropy.cpu()) for values in scored]
 
     def response_logprobs(self, sequence_ids: list[str]) -> dict[str, FrozenLogprobs]:
-        """Policy and reference logprobs of those of the named sequences that this rank holds and has scored."""
+        """Return policy and reference logprobs of the named sequences that this rank holds and has scored."""
         wanted = set(sequence_ids)
         found: dict[str, FrozenLogprobs] = {}
         for pack in self.packs:
@@ -156,7 +156,7 @@ class RankTraining:
         return found
 
     def probe(self, sequences: list[list[int]]) -> np.ndarray | None:
-        """Teacher-forced logprobs at temperature 1 of every token but the first, all sequences end to end."""
+        """Score every token but the first, teacher-forced at temperature 1, with all sequences concatenated."""
         probes = [
             UnscoredTrajectory.unsampled(f"probe-{index}", tokens[:1], tokens[1:], group_id=index)
             for index, tokens in enumerate(map(torch.tensor, sequences))

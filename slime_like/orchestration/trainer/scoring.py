@@ -1,4 +1,4 @@
-"""Logprobs of given sequences under a trainer group's weights, for `slime-like score` and for reference workers."""
+"""Logprobs of given sequences with a trainer group's weights, for `slime-like score` and for reference workers."""
 
 from collections.abc import Sequence
 
@@ -18,23 +18,23 @@ from slime_like.orchestration.trainer.group_training import GroupTraining
 from slime_like.orchestration.trainer.rank_training import Weights
 from slime_like.trajectory import Trajectory
 
-# A window this long keeps a pipeline's bubble small, and the packs' lengths average out over replicas.
+# Windows this long keep a pipeline's bubble small and average out pack lengths over replicas.
 _PACKS_PER_STAGE, _FEWEST_PACKS = 4, 8
 
 
 def window_tokens(trainer: TrainerConfig) -> int:
-    """Tokens that are worth handing to ``score_sequences`` at a time: several full packs for every replica."""
+    """Return the best number of tokens per ``score_sequences`` call: several full packs for every replica."""
     packs = max(_FEWEST_PACKS, _PACKS_PER_STAGE * trainer.parallel.pipeline)
     return trainer.target_tokens_per_batch * trainer.parallel.data * packs
 
 
 def request_tokens(trainer: TrainerConfig) -> int:
-    """The fewest tokens that keep all ranks busy: a full pack for every replica, several where there is a pipeline."""
+    """Return the fewest tokens that keep all ranks busy: one full pack per replica, several with a pipeline."""
     return trainer.target_tokens_per_batch * trainer.parallel.data * packs_per_request(trainer)
 
 
 def packs_per_request(trainer: TrainerConfig) -> int:
-    """Full packs that each replica has of ``request_tokens``."""
+    """Return the number of full packs per replica in ``request_tokens``."""
     return _PACKS_PER_STAGE * trainer.parallel.pipeline if trainer.parallel.pipeline > 1 else 1
 
 
@@ -44,10 +44,10 @@ def score_sequences(
     trainer: TrainerConfig,
     weights: Weights = "policy",
 ) -> list[ScoredLogprobs]:
-    """Logprob and entropy of every response token, at each sequence's own temperature.
+    """Return logprob and entropy of every response token, at each sequence's own temperature.
 
     Args:
-        sequences: all scored or all unscored; memory is theirs and that of one packed copy, so hand over windows.
+        sequences: all scored or all unscored. Memory holds them and one packed copy, so pass windows.
 
     Returns:
         (response_len,) float32 each, on the CPU, in the order of ``sequences``.

@@ -1,4 +1,4 @@
-"""One process group of a sender and its receivers, over gloo or NCCL, and the store through which they meet."""
+"""A process group of one sender and its receivers, over gloo or NCCL, and the store through which they meet."""
 
 import time
 from collections.abc import Callable
@@ -17,17 +17,17 @@ GLOO, NCCL = "gloo", "nccl"
 _LOOK_EVERY_S = 0.0005
 _WATCHDOG_AFTER = timedelta(days=1)
 _ASK_EVERY_S = 0.25
-"""Between a waiting receiver's looks at whether the group is broken: gloo does not report it to every member."""
+"""Time between a waiting receiver's checks for a broken group. Gloo doesn't report it to every member."""
 
 
 @dataclass(slots=True)
 class BroadcastGroup:
-    """One process group, formed when it is first used: that waits for all of its members.
+    """A process group. The first use forms it, which waits for all members.
 
     Attributes:
         own: address of the interface that this member listens on.
         host, port: the sender's store.
-        key: what the names of its keys begin with.
+        key: prefix of its keys' names.
     """
 
     backend: str
@@ -42,10 +42,10 @@ class BroadcastGroup:
     _group: Any = None
 
     def broadcast(self, data: Tensor, is_broken: Callable[[], bool] = lambda: False) -> None:
-        """Copy ``data`` of rank 0 into ``data`` of all others; return when it is there.
+        """Copy rank 0's ``data`` into every other member's ``data``; return when it has arrived.
 
         Raises:
-            RuntimeError, TimeoutError: a member was lost, or ``is_broken`` says so, or time ran out.
+            RuntimeError, TimeoutError: a member was lost, ``is_broken`` returned true, or time ran out.
         """
         try:
             self._broadcast(data, is_broken)
@@ -55,7 +55,7 @@ class BroadcastGroup:
 
     def _broadcast(self, data: Tensor, is_broken: Callable[[], bool]) -> None:
         if data.is_cuda:
-            torch.cuda.set_device(data.device)  # of this thread
+            torch.cuda.set_device(data.device)  # for this thread
         timeout = timedelta(seconds=self.timeout_s)
         if self._group is None:
             self._group = self._form(timeout)
@@ -63,28 +63,28 @@ class BroadcastGroup:
         options.rootRank, options.rootTensor, options.timeout = 0, 0, timeout
         work = self._group.broadcast([data], options)
         _wait_completed(work, self.timeout_s, is_broken)
-        work.wait(timeout)  # raises what went wrong
+        work.wait(timeout)  # raises the error, if any
         if self.backend == NCCL:
-            torch.cuda.current_stream().synchronize()  # its ``wait`` makes a stream wait, not this thread
+            torch.cuda.current_stream().synchronize()  # ``wait`` blocks only a stream, not this thread
 
     def abort(self) -> None:
-        """End what runs in the group and its connections. NCCL's kernel would else wait on the device for ever."""
+        """End running operations and close connections. Otherwise NCCL's kernel would wait on the device forever."""
         group, self._group = self._group, None
         if group is not None:
             group.abort()
 
     def _form(self, timeout: timedelta) -> Any:
-        # A separate connection: waiting for the others must not keep other users from the store.
+        # A separate connection, because waiting for the others must not block other users of the store.
         store = join_store(self.host, self.port, self.key, self.timeout_s)
         own_part = dist.PrefixStore(f"group/{self.generation}", store)
         if self.backend == NCCL:
             options = dist.ProcessGroupNCCL.Options()
-            # The bound is ours: at its own, torch's watchdog ends the whole process (TORCH_NCCL_ASYNC_ERROR_HANDLING).
+            # The bound is ours: torch's watchdog would end the process (TORCH_NCCL_ASYNC_ERROR_HANDLING).
             options._timeout = timeout + _WATCHDOG_AFTER
             return dist.ProcessGroupNCCL(own_part, self.rank, self.size, options)
-        gloo: Any = dist.ProcessGroupGloo  # torch's type stubs lack its options
+        gloo: Any = dist.ProcessGroupGloo  # torch's type stubs lack the options
         gloo_options = gloo._Options()
-        gloo_options._devices = [gloo.create_device(hostname=self.own)]  # the one interface it listens on
+        gloo_options._devices = [gloo.create_device(hostname=self.own)]  # listen on this interface only
         gloo_options._timeout = timeout
         return gloo(own_part, self.rank, self.size, gloo_options)
 
@@ -103,7 +103,7 @@ def _wait_completed(work: Any, timeout_s: float, is_broken: Callable[[], bool]) 
 
 
 def serve_store(address: str, key: str, timeout_s: float) -> tuple[dist.Store, int]:
-    """A store and its port. A stranger who reaches it can list its keys, but takes nobody's place by guessing names."""
+    """Return a store and its port. A stranger can list its keys, but can't take a place by guessing names."""
     with listen(address, 0) as listener:
         port = listener.getsockname()[1]
         store = dist.TCPStore(
@@ -112,7 +112,7 @@ def serve_store(address: str, key: str, timeout_s: float) -> tuple[dist.Store, i
             is_master=True,
             timeout=timedelta(seconds=timeout_s),
             wait_for_workers=False,
-            # By itself the store would listen on every interface of the machine.
+            # By default, the store would listen on every interface of the machine.
             master_listen_fd=listener.detach(),
         )
     return dist.PrefixStore(key, store), port

@@ -1,17 +1,16 @@
-"""Buckets by broadcast, over gloo (hosts) or NCCL (GPUs): one sender, any number of receivers, on any host.
+"""Buckets by broadcast between hosts, over gloo or NCCL.
 
-The process group is a separate object, never torch's default one, which trainer and engine use for themselves. Its
-members find each other through a store that the sender serves, on one given interface, under names that begin with a
-random key:
+The process group is a separate object, never torch's default group, which trainers and engines use themselves. Members
+find each other through a store that the sender serves on one given interface. Names in it begin with a random key:
 
-    joined            how many receivers have ever connected; each takes its number from here
-    left/NUMBER       that receiver has closed
-    generation/G      the numbers of the receivers that make up group G; their ranks follow that of the sender, 0
-    broken/G          the sender has given that group up
+    joined            number of receivers that ever connected; each takes its number from here
+    left/NUMBER       this receiver has closed
+    generation/G      numbers of the receivers in group G; their ranks follow the sender's rank, 0
+    broken/G          the sender has given up this group
 
-The sender makes a new group when a bucket is to be sent and somebody has come or gone since the last one, or the last
-one has broken: a restarted engine just connects. After a broken group every receiver must connect again,
-since the sender cannot know which of them are still there.
+Before a bucket, the sender forms a new group if receivers have joined or left, or if the last group broke. So a
+restarted engine simply connects. After a broken group every receiver must connect again, because the sender cannot know
+which ones are still alive.
 """
 
 from __future__ import annotations
@@ -41,11 +40,11 @@ _JOINED = "joined"
 
 
 class _Receivers:
-    """The receivers of one sender: its store, who has come and gone, and the group that they form.
+    """The receivers of one sender: the store, who has joined and left, and their current group.
 
     Attributes:
         generation: number of the group, which every bucket names.
-        key: random; what the names of all keys in the store begin with.
+        key: random prefix of all keys in the store.
     """
 
     def __init__(self, backend: str, settings: TransportSettings) -> None:
@@ -62,7 +61,7 @@ class _Receivers:
         return f"{self._settings.address}:{self.port}"
 
     def group(self) -> BroadcastGroup:
-        """The group of all receivers that are connected now; formed by the first broadcast."""
+        """Return the group of all currently connected receivers. The first broadcast forms it."""
         joined = self._store.add(_JOINED, 0)
         numbers = range(self._forgotten + 1, joined + 1)
         members = [number for number in numbers if not self._store.check([f"left/{number}"])]
@@ -83,7 +82,7 @@ class _Receivers:
         return self._group
 
     def give_up(self, generation: int) -> None:
-        """End that group, if it is the current one, so that its other members fail at once, too."""
+        """End this group if it is the current one, so that its other members fail immediately, too."""
         if self._group is None or generation != self.generation:
             return
         self._store.set(f"broken/{self.generation}", "")
@@ -115,7 +114,7 @@ class CollectiveSender:
         """Start a broadcast of ``bucket``.
 
         Raises:
-            WeightSyncError: two buckets are in flight already, or no receiver has connected.
+            WeightSyncError: two buckets are already in flight, or no receiver has connected.
         """
         if len(self._deliveries) == len(self._buffers):
             raise buckets_in_flight(self._id)
@@ -123,7 +122,7 @@ class CollectiveSender:
         data = self._buffer(bucket_nbytes(bucket))
         entries, hash_s = write_bucket(bucket, data)
         if data.is_cuda:
-            torch.cuda.current_stream(data.device).synchronize()  # the broadcast's thread has its own stream
+            torch.cuda.current_stream(data.device).synchronize()  # the broadcast thread has a separate stream
         delivery = _Delivery(lambda: group.broadcast(data), self._last)
         location = {
             "sender": self._id,
@@ -175,17 +174,17 @@ class CollectiveSender:
         return self._open
 
     def _buffer(self, nbytes: int) -> Tensor:
-        """This turn's buffer, at least one byte of it, grown where it is too small."""
+        """Return this turn's buffer with at least one byte, enlarged if it is too small."""
         turn, nbytes = self._sent % len(self._buffers), max(nbytes, 1)
         buffer = self._buffers[turn]
         if buffer is None or buffer.numel() < nbytes:
-            self._buffers[turn] = None  # before the new one is made
+            self._buffers[turn] = None  # free it before making the new one
             buffer = self._buffers[turn] = torch.empty(nbytes, dtype=torch.uint8, device=_device(self._backend))
         return buffer[:nbytes]
 
 
 class CollectiveReceiver:
-    """Joins one sender's broadcasts."""
+    """Member of one sender's broadcasts."""
 
     def __init__(self, backend: str, rendezvous: Mapping[str, Any], worker: int) -> None:
         self._backend = backend
@@ -224,14 +223,14 @@ class CollectiveReceiver:
         self._buffer = None
 
     def close(self) -> None:
-        """Leave a notice for the sender, if it is still there."""
+        """Leave a notice for the sender, if it is still alive."""
         self._group = self._buffer = None
         store, self._store = self._store, None
         if store is not None:
             store.set_timeout(timedelta(seconds=_CLOSE_S))
             try:
                 store.set(f"left/{self._number}", "")
-            except (RuntimeError, OSError):  # the sender has ended first; which needs no notice any more
+            except (RuntimeError, OSError):  # the sender ended first, so it needs no notice
                 return
 
     def _group_of(self, generation: int) -> BroadcastGroup:
@@ -262,7 +261,7 @@ class CollectiveReceiver:
 
 
 class _Delivery(threading.Thread):
-    """One broadcast, after the one before it. A daemon, so that a receiver that never comes holds up no exit."""
+    """One broadcast, run after the previous one. A daemon, so a receiver that never comes cannot block exit."""
 
     def __init__(self, broadcast: Callable[[], None], previous: _Delivery | None) -> None:
         super().__init__(name="weight-broadcast", daemon=True)
@@ -278,7 +277,7 @@ class _Delivery(threading.Thread):
             if self._error is None:
                 self._broadcast()
         except BaseException as error:  # raised again by ``wait``
-            # Without its frames: they keep the group's connections open, for which the other members would wait.
+            # Drop the frames: they keep the group's connections open, and the other members would wait for those.
             self._error = error.with_traceback(None)
         finally:
             self._previous = None

@@ -1,9 +1,9 @@
-"""Buckets for engines on the trainers' devices: each worker maps those of the trainer rank on its own device.
+"""Buckets that engine workers map from the trainer rank on the same device.
 
-The first rank of a pipeline stage gathers a bucket, and all ranks get it by the trainers' own collectives (NCCL or
-gloo), also on other hosts. A rank holds it where the worker on its device maps it: in GPU memory, on a CPU in shared
-memory. So every byte reaches a device once, however many engines there are. Stages send one after the other, which
-bounds what a rank holds to two buckets.
+The first rank of a pipeline stage gathers a bucket. All ranks, also on other hosts, receive it through the trainers'
+collectives (NCCL or gloo). Each rank holds it in memory that the worker on its device can map: GPU memory, or shared
+memory on a CPU. So every byte reaches a device once, however many engines there are. Stages send one after the other,
+so a rank holds at most two buckets.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ NAME = "colocated"
 
 
 class ColocatedSender:
-    """One on every trainer rank; made, and used, by all of them together. Fills two buffers in turn."""
+    """The sender on every trainer rank. All ranks create and use it together. Fills two buffers in turn."""
 
     def __init__(self, _: str, session: str, settings: TransportSettings) -> None:
         check_session(session)
@@ -55,10 +55,10 @@ class ColocatedSender:
         return {"sender": self._session, "rank": self._rank, "node": place.node, "device": place.device}
 
     def stream(self, gather: Callable[[], WeightBucket | None]) -> Iterator[BucketMetadata]:
-        """Buckets of all stages; every rank gets all of them. Collective over the trainer's world.
+        """Yield the buckets of all stages; every rank gets all of them. Collective over the trainer's world.
 
         Args:
-            gather: called on all ranks of a stage while it is that stage's turn, until its first rank has no more.
+            gather: called on all ranks of a stage during that stage's turn, until its first rank has no more buckets.
         """
         for stage, sender in enumerate(self._senders):
             while (sent := self._pass_on(gather() if stage == self._stage else None, sender)) is not None:
@@ -80,7 +80,7 @@ class ColocatedSender:
             self._memory[turn] = None
 
     def rest(self) -> None:
-        """Free GPU memory; what workers still map follows when they let it go."""
+        """Free GPU memory. Memory that workers still map is freed when they unmap it."""
         for turn, memory in enumerate(self._memory):
             if isinstance(memory, DeviceMemory):
                 self._memory[turn] = None
@@ -95,15 +95,15 @@ class ColocatedSender:
         self._in_flight.clear()
 
     def _gathering_ranks(self, settings: TransportSettings) -> list[int]:
-        """The ranks whose buckets are full, by stage."""
+        """Return the ranks that gather full buckets, by stage."""
         own = settings.stage if settings.gathers else None
         stages = [own] if self._num_ranks == 1 else all_gather_json(own, _collective_device())
         return [rank for _, rank in sorted((stage, rank) for rank, stage in enumerate(stages) if stage is not None)]
 
     def _pass_on(self, bucket: WeightBucket | None, sender: int) -> BucketMetadata | None:
-        """The bucket of rank ``sender``, which all ranks hold then; ``None`` if it has none.
+        """Pass rank ``sender``'s bucket to all ranks; return ``None`` if it has none.
 
-        Only the sender's metadata has entries. Every rank's names its own memory; ``join_buckets`` makes one of them.
+        Only the sender's metadata has entries. Each rank's metadata names its memory; ``join_buckets`` merges them.
         """
         turn = self._sent % len(self._memory)
         if turn in self._in_flight.values():
@@ -112,7 +112,7 @@ class ColocatedSender:
         if nbytes < 0:
             return None
         memory = self._memory_for(turn, nbytes)
-        # Other ranks have none, and hold what they receive.
+        # Other ranks have no bucket, and hold what they receive.
         entries, hash_s = ((), 0.0) if bucket is None else write_bucket(bucket, memory.buffer)
         self._broadcast(memory.buffer[:nbytes], sender)
         self._in_flight[self._sent] = turn
@@ -121,7 +121,7 @@ class ColocatedSender:
         return BucketMetadata(NAME, location, entries, hash_s)
 
     def _agreed(self, nbytes: int, sender: int) -> int:
-        """What ``sender`` gives."""
+        """Return ``sender``'s value on all ranks."""
         if self._num_ranks == 1:
             return nbytes
         size = torch.tensor([nbytes], device=_collective_device())
@@ -132,10 +132,10 @@ class ColocatedSender:
         if self._num_ranks > 1:
             dist.broadcast(data, sender)
         if data.is_cuda:
-            torch.cuda.current_stream().synchronize()  # workers' streams do not wait for this one
+            torch.cuda.current_stream().synchronize()  # workers' streams don't wait for this one
 
     def _memory_for(self, turn: int, nbytes: int) -> Segment | DeviceMemory:
-        """This turn's memory, replaced by a larger one where the bucket does not fit."""
+        """Return this turn's memory, replaced by a larger buffer if the bucket doesn't fit."""
         memory = self._memory[turn]
         if memory is None or memory.buffer.numel() < nbytes:
             self._memory[turn] = None
@@ -153,7 +153,7 @@ def _collective_device() -> torch.device:
 
 
 def join_buckets(buckets: Sequence[BucketMetadata | None]) -> list[BucketMetadata]:
-    """What the ranks have sent, without gaps; a bucket that all of them hold once, with the memory of each."""
+    """Return the sent buckets without gaps. A bucket held by all ranks appears once, with the memory of each."""
     sent = [bucket for bucket in buckets if bucket is not None]
     held = [bucket for bucket in sent if bucket.transport == NAME]
     if not held:
@@ -164,7 +164,7 @@ def join_buckets(buckets: Sequence[BucketMetadata | None]) -> list[BucketMetadat
 
 
 class ColocatedReceiver:
-    """Maps what the trainer rank on its device holds. Views must have been read before the bucket is released.
+    """Receiver that maps its device's trainer rank's memory. Read the views before the bucket is released.
 
     Args:
         worker: number of this worker in its engine.
@@ -191,16 +191,16 @@ class ColocatedReceiver:
         return read_bucket(metadata.entries, buffer)
 
     def rest(self) -> None:
-        """Let GPU memory go, so that the rank can free it."""
+        """Unmap GPU memory, so that the rank can free it."""
         self._mapped.clear()
 
     def close(self) -> None:
-        """Mappings end with the tensors that look into them."""
+        """Drop the mappings. Each ends with the last tensor that views it."""
         self._mapped.clear()
         self._segments.clear()
 
     def _map(self, turn: int, handle: Mapping[str, Any]) -> Tensor:
-        """The rank's buffer of this turn; one that it has replaced is let go."""
+        """Map the rank's buffer of this turn, and unmap the one it replaced."""
         key = str(handle["shared"])
         if turn not in self._mapped or self._mapped[turn][0] != key:
             self._mapped.pop(turn, None)

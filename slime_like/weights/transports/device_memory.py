@@ -1,7 +1,7 @@
-"""GPU memory that another process on the same GPU maps into its own address space (CUDA IPC).
+"""GPU memory that another process on the same GPU maps into its address space (CUDA IPC).
 
-A handle is the plain values that torch's own sharing of CUDA storages consists of; no object is unpickled. Devices are
-named by their UUIDs: the same GPU has another index in a process that sees other ones.
+A handle consists of the plain values in torch's sharing of CUDA storages; no object is unpickled. Devices are named by
+UUID, because a GPU's index differs between processes that see different GPUs.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from slime_like.errors import WeightSyncError
 
 _GRANULE = 1 << 21
 _BYTES = (1, 4, 6)
-"""Which of the values of ``_share_cuda_`` are bytes: the handles of memory, reference counter and event."""
+"""Positions of the ``_share_cuda_`` values that are bytes: the handles of memory, reference counter and event."""
 
 
 class DeviceMemory:
-    """A buffer on the current device. Its handle is taken once: torch counts the takers of each.
+    """A buffer on the current device. Its handle is taken once, because torch counts the users of each handle.
 
     Attributes:
         buffer: (n,) uint8.
@@ -38,7 +38,7 @@ class DeviceMemory:
 
     @staticmethod
     def map(handle: Mapping[str, Any]) -> Tensor:
-        """The buffer of ``handle``, (n,) uint8; the mapping ends with the tensors that look into it.
+        """Map the buffer of ``handle``, (n,) uint8. The mapping ends with the last tensor that views it.
 
         Raises:
             WeightSyncError: the GPU is not this process's current one.
@@ -61,5 +61,5 @@ class DeviceMemory:
 
 
 def gpu_uuid(index: int) -> str:
-    """The name of a GPU that is the same in every process."""
+    """Return the GPU's name, which is the same in every process."""
     return str(torch.cuda.get_device_properties(index).uuid)

@@ -1,7 +1,7 @@
-"""Buckets as files of a directory that trainers and engines both see, such as a shared file system.
+"""Buckets as files of a shared directory.
 
-A file is written under a temporary name and renamed, so that a receiver never opens half of one; it is removed when
-every receiver is done with it.
+Each file is written under a temporary name and then renamed, so a receiver never opens a partial file. It is removed
+when every receiver has finished with it.
 """
 
 import errno
@@ -26,12 +26,12 @@ from slime_like.weights.transports.leftovers import check_name, check_session, n
 
 NAME = "directory"
 _APPEARS_S = 10.0
-"""For a renamed file to be seen by another host of a network file system."""
+"""Time for a renamed file to appear on another host of a network file system."""
 _LOOK_EVERY_S = 0.05
 
 
 class DirectorySender:
-    """Writes one file per bucket."""
+    """Sender that writes one file per bucket."""
 
     def __init__(self, _: str, session: str, settings: TransportSettings) -> None:
         if settings.directory is None:
@@ -42,7 +42,7 @@ class DirectorySender:
         check_session(session)
         self._directory = settings.directory
         self._session = session
-        # Process ids repeat between hosts.
+        # Process ids repeat across hosts.
         self._prefix = f"{session}.{uuid.uuid4().hex[:12]}"
         self._written = 0
         self._in_flight: set[str] = set()
@@ -54,7 +54,7 @@ class DirectorySender:
         """Write ``bucket``.
 
         Raises:
-            WeightSyncError: the disk is full, or refuses; what was written is removed.
+            WeightSyncError: the disk is full or rejects the write. The partial file is removed.
         """
         name = f"{self._prefix}.{self._written}"
         self._written += 1
@@ -78,7 +78,7 @@ class DirectorySender:
         (self._directory / name).unlink(missing_ok=True)
 
     def rest(self) -> None:
-        """Nothing is kept."""
+        """Do nothing: there is nothing to free."""
 
     def close(self) -> None:
         for name in self._in_flight:
@@ -97,7 +97,7 @@ class DirectorySender:
 
 
 class DirectoryReceiver:
-    """Maps the files that buckets name."""
+    """Receiver that maps the files named by buckets."""
 
     def __init__(self, _: str, rendezvous: Mapping[str, Any], worker: int) -> None:
         self._session = rendezvous["session"]
@@ -111,14 +111,14 @@ class DirectoryReceiver:
         return read_bucket(metadata.entries, _read(self._directory / name))
 
     def rest(self) -> None:
-        """Nothing is kept."""
+        """Do nothing: there is nothing to free."""
 
     def close(self) -> None:
-        """Mappings end with the tensors that look into them."""
+        """Do nothing: mappings end with the last tensor that views them."""
 
 
 def _write(path: Path, bucket: WeightBucket) -> tuple[tuple[TensorEntry, ...], float]:
-    """By write calls, not by a mapping: a network file system sends those to its server when the file is closed."""
+    """Write with write calls, not a mapping: network file systems send written data to the server on close."""
     entries: list[TensorEntry] = []
     hash_s = 0.0
     descriptor = os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC, 0o600)
@@ -140,7 +140,7 @@ def _write_all(descriptor: int, data: memoryview) -> None:
 
 
 def _read(path: Path) -> Tensor:
-    """(n,) uint8, the file's bytes; privately mapped, so that writes never reach the sender's file."""
+    """Map the file's bytes, (n,) uint8. The mapping is private, so writes never reach the sender's file."""
     deadline = time.monotonic() + _APPEARS_S
     while True:
         try:

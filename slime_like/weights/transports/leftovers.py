@@ -1,4 +1,4 @@
-"""What transports share: checks, and the files that a session's senders make and leave behind when they die."""
+"""Code shared by transports: checks, and removal of the files that a session's dead senders left behind."""
 
 import re
 from collections.abc import Iterable
@@ -11,7 +11,7 @@ _MIN_SESSION = 8
 
 
 def check_session(session: str) -> None:
-    """Refuse a session whose name could be that of something else."""
+    """Reject a session name that could match unrelated files."""
     if len(session) < _MIN_SESSION or not re.fullmatch(r"[A-Za-z0-9_-]+", session):
         raise WeightSyncError(
             f"weight sync session {session!r} is rejected: use at least {_MIN_SESSION} letters, digits, - or _, "
@@ -21,33 +21,33 @@ def check_session(session: str) -> None:
 
 
 def check_name(name: str, session: str) -> None:
-    """Refuse a file that is not this session's; names come by RPC."""
+    """Reject a file that does not belong to this session; names arrive by RPC."""
     if not name.startswith(f"{session}.") or "/" in name:
         raise WeightSyncError(f"{name} does not belong to weight sync {session}", code="foreign-bucket")
 
 
 def require_transport(found: str, expected: str) -> None:
-    """Refuse a bucket that another transport carries."""
+    """Reject a bucket of another transport."""
     if found != expected:
         problem = f"a {expected} receiver was handed a bucket of transport {found}"
         raise WeightSyncError(problem, code="foreign-bucket")
 
 
 def buckets_in_flight(sender: str) -> WeightSyncError:
-    """The error of a third bucket before one is released."""
+    """Return the error for sending a third bucket before one is released."""
     return WeightSyncError(
         "two buckets are in flight", code="buckets-in-flight", who=f"weight sync {sender}", remedy="release one first"
     )
 
 
 def not_in_flight(sender: str, bucket: str) -> WeightSyncError:
-    """The error of a release that does not follow a send."""
+    """Return the error for a release without a matching send."""
     problem = f"{bucket} is not in flight, so nothing to release"
     return WeightSyncError(problem, code="not-in-flight", who=f"weight sync {sender}")
 
 
 def cleanup(session: str, directories: Iterable[Path] = (SHARED_MEMORY,)) -> list[str]:
-    """Remove what a dead sender of ``session`` left behind; returns the names removed."""
+    """Remove files left behind by a dead sender of ``session``; return their names."""
     check_session(session)
     removed: list[str] = []
     for directory in filter(Path.is_dir, directories):

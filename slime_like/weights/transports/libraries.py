@@ -1,4 +1,4 @@
-"""Versions of the libraries that both ends of a transport between GPUs must have in common."""
+"""Library versions that must match on both ends of a transport between GPUs."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -7,10 +7,10 @@ from typing import ClassVar, Self
 
 @dataclass(frozen=True, slots=True)
 class Libraries:
-    """Versions in one environment; empty for a library that is not installed as a package.
+    """Versions in one environment; empty if the library is not installed as a package.
 
-    NCCL rejects a communicator whose members have different versions, and the handles of torch's CUDA IPC are private
-    to a version of torch.
+    NCCL rejects a communicator whose members have different versions. The handles of torch's CUDA IPC are private to
+    one version of torch.
     """
 
     torch: str
@@ -21,12 +21,12 @@ class Libraries:
 
     @classmethod
     def of(cls, packages: Mapping[str, str]) -> Self:
-        """Of an environment's packages, by distribution."""
+        """Read the versions from an environment's packages, keyed by distribution."""
         nccl = next((packages[name] for name in cls._NCCL if name in packages), "")
         return cls(packages.get("torch", ""), nccl)
 
     def shares_nccl(self, other: Self) -> bool:
-        """Return whether both have one NCCL. Without a package on one side, the versions of torch decide."""
+        """Return whether both use the same NCCL. If either lacks the package, compare the torch versions."""
         return self.torch == other.torch if "" in (self.nccl, other.nccl) else self.nccl == other.nccl
 
     def __str__(self) -> str:

@@ -1,4 +1,4 @@
-"""Built-in transports. Imports no torch: help lists them."""
+"""Built-in transports. Doesn't import torch, because help lists them."""
 
 from collections.abc import Mapping
 from types import MappingProxyType
@@ -12,5 +12,5 @@ TRANSPORTS: Mapping[str, tuple[str, str]] = MappingProxyType(
         "directory": ("directory", "Directory"),
     }
 )
-"""Module, and what the names of its sender's and receiver's classes begin with. Modules are named, not imported: a
-transport may need libraries that only its own users have installed."""
+"""Module, and prefix of its sender and receiver class names. Modules are named rather than imported: a transport may
+need libraries that only its users have installed."""

@@ -14,14 +14,14 @@ from slime_like.weights.transports.device_memory import gpu_uuid
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """The device of a rank or worker: its host's name, and a GPU's UUID or the number of a CPU slot."""
+    """Device of a rank or worker: its host's name, and a GPU's UUID or a CPU slot's number."""
 
     node: str
     device: str
 
     @classmethod
     def of_this_process(cls, slot: int) -> Place:
-        """The current GPU. On a CPU ranks are numbered slots; a colocated worker uses the slot of one of them."""
+        """Return the current GPU. On a CPU, ranks are numbered slots, and a colocated worker uses one rank's slot."""
         device = gpu_uuid(torch.cuda.current_device()) if torch.cuda.is_available() else f"CPU slot {slot}"
         return cls(socket.gethostname(), device)
 
@@ -30,10 +30,10 @@ class Place:
 
 
 def pair(ranks: Sequence[Place], workers: Sequence[Place]) -> list[int]:
-    """The trainer rank on each worker's device.
+    """Return the trainer rank on each worker's device.
 
     Raises:
-        WeightSyncError: there is none for a worker, or two ranks are on one device.
+        WeightSyncError: a worker's device has no rank, or a device has two.
     """
     on: dict[Place, int] = {}
     for rank, place in enumerate(ranks):

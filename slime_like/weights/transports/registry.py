@@ -1,4 +1,4 @@
-"""Transports by name: their reach and the choice of ``auto``, senders, and receivers of several senders."""
+"""Transports by name: their reach, the choice of ``auto``, senders, and receivers for several senders."""
 
 import importlib
 from collections.abc import Iterator, Mapping, Sequence
@@ -19,22 +19,22 @@ _DELTA, _SENDERS, _SENDER = "delta", "senders", "sender"
 
 
 def transport_of(config: RunConfig, on_cuda: bool, num_hosts: int, trainers: Libraries, engines: Libraries) -> str:
-    """The transport that ``sync.transport`` stands for.
+    """Resolve ``sync.transport`` to a transport.
 
     Args:
         on_cuda: trainers and engines compute on GPUs.
         num_hosts: hosts in use.
-        trainers, engines: versions on either side.
+        trainers, engines: library versions on either side.
 
     Raises:
-        ConfigError: it does not reach.
+        ConfigError: the chosen transport can't connect them.
     """
     chosen, by_default = config.sync.transport, ("nccl", COLOCATED, "shared_memory", "gloo")
     problems = {
         name: _problem(name, config, on_cuda, num_hosts) or _mixed(name, on_cuda, trainers, engines)
         for name in by_default
     }
-    # Without GPUs one segment serves all workers of a host, and gloo can send changes alone.
+    # Without GPUs, one segment serves all workers of a host, and gloo can send only the changes.
     best = next(name for name in by_default if problems[name] is None and (on_cuda or name != COLOCATED))
     if problem := problems.get(chosen):
         raise ConfigError(f"sync.transport={chosen} {problem}; use {best}, or auto", code="out-of-reach")
@@ -42,7 +42,7 @@ def transport_of(config: RunConfig, on_cuda: bool, num_hosts: int, trainers: Lib
 
 
 def _problem(name: str, config: RunConfig, on_cuda: bool, num_hosts: int) -> str | None:
-    """Why this transport does not reach every engine's process from every trainer rank; ``None`` if it does."""
+    """Explain why this transport can't reach every engine process from every trainer rank; ``None`` if it can."""
     shared = config.cluster.placement == "colocated"
     if name == "shared_memory" and num_hosts > 1:
         return f"reaches one host, but trainers and engines are on {num_hosts}"
@@ -58,7 +58,7 @@ def _problem(name: str, config: RunConfig, on_cuda: bool, num_hosts: int) -> str
 
 
 def _mixed(name: str, on_cuda: bool, trainers: Libraries, engines: Libraries) -> str | None:
-    """Why two environments cannot meet over this transport; ``None`` if they can."""
+    """Explain why two environments can't use this transport together; ``None`` if they can."""
     shares_torch = not on_cuda or trainers.torch == engines.torch
     shared = {"nccl": trainers.shares_nccl(engines), COLOCATED: shares_torch}.get(name, True)
     library = "NCCL" if name == "nccl" else "torch"
@@ -66,10 +66,10 @@ def _mixed(name: str, on_cuda: bool, trainers: Libraries, engines: Libraries) ->
 
 
 def use_delta(setting: str, transport: str, dtype: str) -> bool:
-    """Return whether only changes are sent.
+    """Return whether to send only changes.
 
-    Automatically where bytes cross a network or a disk, and weights are of 16 bits, most of which one step leaves
-    as they are. Inside a host, finding the changes takes longer than copying everything.
+    With "auto": if bytes cross a network or a disk and weights have 16 bits, because a step leaves most of them
+    unchanged. Within one host, finding the changes takes longer than copying everything.
     """
     if setting != AUTO:
         return setting == "always"
@@ -77,11 +77,11 @@ def use_delta(setting: str, transport: str, dtype: str) -> bool:
 
 
 def open_sender(name: str, session: str, settings: TransportSettings = TransportSettings()) -> Sender:  # noqa: B008
-    """A sender of transport ``name``.
+    """Open a sender of transport ``name``.
 
     Args:
-        session: unique over all runs on this host; names whatever the transport creates, so that leftovers of a
-            dead process are distinct from those of a live one.
+        session: unique across all runs on this host. It names everything the transport creates, so a dead process's
+            leftovers can't be confused with a live one's.
         settings: where it listens or writes, and how long it waits.
     """
     sender: Sender = _class(name, "Sender")(name, session, settings)
@@ -89,7 +89,7 @@ def open_sender(name: str, session: str, settings: TransportSettings = Transport
 
 
 def join_rendezvous(rendezvous: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """One rendezvous for all senders of a session, for ``open_receiver``; those that say the same are one."""
+    """Merge the rendezvous of a session's senders into one for ``open_receiver``. Equal ones are merged."""
     different: list[Mapping[str, Any]] = []
     for one in rendezvous:
         if one not in different:
@@ -104,12 +104,12 @@ def join_rendezvous(rendezvous: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def for_engine(rendezvous: Mapping[str, Any], first_rank: int) -> dict[str, Any]:
-    """The rendezvous of one engine. A colocated one's first worker uses the device of trainer rank ``first_rank``."""
+    """Return one engine's rendezvous. If colocated, its first worker uses trainer rank ``first_rank``'s device."""
     return {**rendezvous, "first_rank": first_rank}
 
 
 def open_receiver(name: str, rendezvous: Mapping[str, Any], worker: int = 0) -> Receiver:
-    """A receiver of transport ``name`` that meets the sender, or all senders, of ``rendezvous``.
+    """Open a receiver of transport ``name`` that meets the sender, or all senders, of ``rendezvous``.
 
     Args:
         worker: number of this process among its engine's workers.
@@ -123,7 +123,7 @@ def open_receiver(name: str, rendezvous: Mapping[str, Any], worker: int = 0) -> 
 
 
 class _ManyReceivers:
-    """One receiver per sender; a bucket says whose it is."""
+    """One receiver per sender. Each bucket names its sender."""
 
     def __init__(self, name: str, senders: Sequence[Mapping[str, Any]]) -> None:
         self._receivers = {str(one.get(_DELTA, one)[_SENDER]): open_receiver(name, one) for one in senders}

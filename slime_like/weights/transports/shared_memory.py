@@ -1,9 +1,9 @@
-"""Buckets through POSIX shared memory, for trainers and engines on one host.
+"""Buckets in POSIX shared memory, inside one host.
 
-The sender owns two segments under ``/dev/shm`` and writes them in turn, so that the next bucket can be gathered while
-engines still read the last one. Segments are plain files (created with mode 0600, their pages reserved at once so that
-a full /dev/shm is an error here and not a SIGBUS later); Python's ``multiprocessing.shared_memory`` is not used because
-its resource tracker removes segments when any process that merely attached to them ends.
+The sender owns two segments under ``/dev/shm`` and writes them in turn, so it can gather the next bucket while engines
+still read the last one. Segments are plain files with mode 0600. Their pages are reserved on creation, so a full
+/dev/shm raises an error instead of a SIGBUS later. Python's ``multiprocessing.shared_memory`` is not used: its resource
+tracker removes segments when any attached process ends.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _GRANULE = 1 << 20
 
 
 class SharedMemorySender:
-    """Writes buckets into two segments in turn. Use from one thread."""
+    """Sender that writes buckets into two segments in turn. Use from one thread."""
 
     def __init__(self, _: str, session: str, settings: TransportSettings) -> None:
         check_session(session)
@@ -52,7 +52,7 @@ class SharedMemorySender:
         return {"session": self._session, "directory": str(SHARED_MEMORY)}
 
     def send(self, bucket: WeightBucket) -> BucketMetadata:
-        """Copy ``bucket`` into the segment whose turn it is.
+        """Copy ``bucket`` into the next segment.
 
         Raises:
             WeightSyncError: both segments wait for their ``release``, or /dev/shm is too small.
@@ -71,7 +71,7 @@ class SharedMemorySender:
             raise not_in_flight(self._session, f"segment {name}")
 
     def rest(self) -> None:
-        """Segments are kept: their pages are the dear part of them."""
+        """Do nothing: segments are kept, because their pages are expensive to allocate."""
 
     def close(self) -> None:
         for segment in self._segments:
@@ -81,7 +81,7 @@ class SharedMemorySender:
         self._in_flight.clear()
 
     def _segment_for(self, nbytes: int) -> Segment:
-        """This turn's segment, replaced by a larger one where the bucket does not fit."""
+        """Return this turn's segment, replaced by a larger one if the bucket doesn't fit."""
         segment = self._segments[self._turn]
         if segment is None or segment.nbytes < nbytes:
             if segment is not None:
@@ -92,7 +92,7 @@ class SharedMemorySender:
 
 
 class SharedMemoryReceiver:
-    """Maps the segments that buckets name. One receiver serves any number of senders of its session."""
+    """Receiver that maps segments named by buckets. It serves any number of senders of its session."""
 
     def __init__(self, _: str, rendezvous: Mapping[str, Any], worker: int) -> None:
         self._segments = SegmentMap(rendezvous["session"], Path(rendezvous["directory"]))
@@ -102,17 +102,17 @@ class SharedMemoryReceiver:
         return read_bucket(metadata.entries, self._segments.open(metadata.location))
 
     def rest(self) -> None:
-        """Segments stay mapped."""
+        """Do nothing: segments stay mapped."""
 
     def close(self) -> None:
         self._segments.clear()
 
 
 class Segments:
-    """Makes one sender's segments, whose names tell whose they are."""
+    """Factory of one sender's segments. Their names identify the sender."""
 
     def __init__(self, session: str) -> None:
-        # Unique beside the process id: a receiver may still map what an earlier sender of this process has removed.
+        # The process id is not enough: a receiver may still map segments of an earlier sender of this process.
         self._prefix = f"{session}.{os.getpid()}.{uuid.uuid4().hex[:8]}"
         self._created = 0
 
@@ -123,7 +123,7 @@ class Segments:
 
 
 class SegmentMap:
-    """The segments of one session that a receiver has mapped."""
+    """Segments of one session that a receiver has mapped."""
 
     def __init__(self, session: str, directory: Path = SHARED_MEMORY) -> None:
         check_session(session)
@@ -131,8 +131,8 @@ class SegmentMap:
         self._mapped: dict[str, Segment] = {}
 
     def open(self, handle: Mapping[str, Any]) -> Tensor:
-        """The segment of ``handle``, (n,) uint8."""
-        # Segments that their sender has replaced are let go of, so that their memory is freed.
+        """Map the segment of ``handle``, (n,) uint8."""
+        # Unmap segments that their sender has replaced, so that their memory is freed.
         for name in [name for name, segment in self._mapped.items() if not segment.path.exists()]:
             self._mapped.pop(name).let_go()
         name = handle["segment"]
@@ -148,7 +148,7 @@ class SegmentMap:
 
 
 class Segment:
-    """One mapped file, locked for CUDA until it is let go. The mapping lives as long as a tensor that looks into it."""
+    """A mapped file, locked for CUDA until ``let_go``. The mapping lives as long as any tensor that views it."""
 
     def __init__(self, path: Path, descriptor: int, nbytes: int) -> None:
         self.path = path
@@ -170,7 +170,7 @@ class Segment:
 
     @property
     def handle(self) -> dict[str, Any]:
-        """What a receiver opens it by."""
+        """Return what a receiver needs to open the segment."""
         return {"segment": self.name, "nbytes": self.nbytes}
 
     @classmethod
@@ -216,11 +216,11 @@ class Segment:
             os.close(descriptor)
 
     def let_go(self) -> None:
-        """Unlock it: nothing is copied from or to it any more."""
+        """Unlock the memory. Nothing is copied from or to it afterwards."""
         self._memory.let_go()
 
     def remove(self) -> None:
-        """Let it go, and remove the file."""
+        """Unlock the memory and remove the file."""
         self.let_go()
         with suppress(FileNotFoundError):  # cleanup() of the same session may have been faster
             self.path.unlink()

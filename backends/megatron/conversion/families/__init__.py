@@ -17,10 +17,10 @@ _FAMILIES = {family.name: family for family in (*_GROUPED_QUERY, DEEPSEEK_V3)}
 
 
 def family_of(dimensions: ModelDimensions) -> Family:
-    """The adapter of a model.
+    """Return the adapter of a model.
 
     Raises:
-        CheckpointError: none is written for its family.
+        CheckpointError: its family has no adapter.
     """
     if dimensions.foreign is not None:
         raise CheckpointError(

@@ -12,12 +12,12 @@ HF_LAYER = "model.layers.{layer}."
 
 
 def layer_rule(megatron: str, transform: Transform, *sources: HfTensor) -> Rule:
-    """A rule inside a transformer layer; both sides' names are given without the layer's prefix."""
+    """Return a rule inside a transformer layer. Names on both sides omit the layer's prefix."""
     return Rule(LAYER + megatron, transform, tuple(HfTensor(HF_LAYER + name, sizes) for name, sizes in sources))
 
 
 def in_layers(rules: Sequence[Rule], layers: Callable[[ModelDimensions], range]) -> tuple[Rule, ...]:
-    """The same rules, for some layers only."""
+    """Return the same rules, for some layers only."""
     return tuple(replace(rule, layers=layers) for rule in rules)
 
 
@@ -40,7 +40,7 @@ def _qkv(kind: str, *width: str) -> Rule:
 
 
 def gated_mlp(megatron: str, hugging_face: str, width: str) -> tuple[Rule, Rule]:
-    """Gate, up and down projections of one MLP or expert; names end in a point."""
+    """Return rules for gate, up and down projections of one MLP or expert. Names end in a dot."""
     gate, up = (hf(f"{hugging_face}{part}_proj.weight", width, "hidden") for part in ("gate", "up"))
     down = hf(f"{hugging_face}down_proj.weight", "hidden", width)
     return (

@@ -1,4 +1,4 @@
-"""DeepSeek-V3 and models of its shape: latent attention, shared experts, leading dense layers, biased routers."""
+"""DeepSeek-V3 and similar models: latent attention, shared experts, leading dense layers, biased routers."""
 
 from backends.megatron.conversion.families.blocks import EXPERTS, MLP, NORMS, OUTER, gated_mlp, in_layers, layer_rule
 from backends.megatron.conversion.rules import Family, hf

@@ -1,1 +1,1 @@
-"""Whole checkpoints converted from disk to disk: no device, no running ranks, memory for a few tensors."""
+"""Conversion of whole checkpoints from disk to disk: no device, no running ranks, memory for a few tensors."""

@@ -34,7 +34,7 @@ class MegatronConverter(HuggingFaceConverter):
 
 
 def _without_replicas(config: RunConfig) -> RunConfig:
-    """The fewest ranks that hold every shard of the layout: replicas only as far as experts are spread over them."""
+    """Return the layout with the fewest ranks that hold every shard: only replicas that experts are spread over."""
     layout = config.trainer.parallel
     fewest = {"context": 1, "data": layout.expert // math.gcd(layout.expert, layout.tensor)}
     trainer = config.trainer.model_copy(update={"parallel": layout.model_copy(update=fewest)})
@@ -42,7 +42,7 @@ def _without_replicas(config: RunConfig) -> RunConfig:
 
 
 class MegatronSource:
-    """A Megatron checkpoint; tensors that make up one parameter are read together."""
+    """A Megatron checkpoint. Tensors of one parameter are read together."""
 
     def __init__(self, config: RunConfig, checkpoint: Path) -> None:
         one_rank = config.trainer.model_copy(update={"parallel": ParallelConfig()})
@@ -62,7 +62,7 @@ class MegatronSource:
         return [plan.placement.source_names() for plan in self._plans.values()]
 
     def read(self, names: list[str]) -> dict[str, Tensor]:
-        """Names must be one of ``groups``."""
+        """Read tensors. ``names`` must be one of ``groups``."""
         plan = self._plans[names[0]]
         tensors = merge_shards(plan.placement, [self._checkpoint.read(plan)])
         return dict(zip(plan.placement.source_names(), tensors, strict=True))

@@ -1,4 +1,4 @@
-"""Megatron's distributed checkpoint format (torch_dist) on disk: written and read entry by entry."""
+"""Megatron's distributed checkpoint format (torch_dist) on disk, written and read entry by entry."""
 
 import io
 import os
@@ -35,10 +35,10 @@ from slime_like.errors import CheckpointError
 
 # ------------------------------------------------------------------------------------------------------------- writing
 def write_entry(stream: ChecksumStream, entry: ShardedTensor) -> Piece:
-    """One tensor, as torch's and Megatron's readers expect it."""
+    """Write one tensor in the form that torch's and Megatron's readers expect."""
     data = entry.data.contiguous()
     if data.untyped_storage().nbytes() != data.nbytes:
-        data = data.clone()  # torch would save the whole memory that a view belongs to
+        data = data.clone()  # torch would save all memory behind a view
     torch.save(data.view(_chunk_shape(entry)), cast(IO[bytes], stream))
     return stream.piece(entry.key)
 
@@ -54,13 +54,13 @@ def write_object(stream: ChecksumStream, entry: ShardedObject) -> Piece:
 def write_index(
     directory: Path, files: Iterable[tuple[str, Sequence[ShardedTensor | ShardedObject], Sequence[Piece]]]
 ) -> None:
-    """Write what makes files a checkpoint: torch's metadata, Megatron's, and checksums of it all.
+    """Complete a checkpoint: write torch's metadata, Megatron's metadata, and the checksums.
 
     Args:
-        files: name of every data file, its entries, and the piece that each is.
+        files: name of every data file, with its entries and their pieces.
 
     Raises:
-        OSError: the disk refused.
+        OSError: the disk rejected the write.
     """
     metadata: dict[str, Any] = {}
     results: list[WriteResult] = []
@@ -78,7 +78,7 @@ def write_index(
 
 
 def _described(metadata: dict[str, Any], entry: ShardedTensor | ShardedObject) -> MetadataIndex:
-    """Enter an entry into the metadata and return its index."""
+    """Add an entry to the metadata and return its index."""
     if isinstance(entry, ShardedObject):
         metadata[entry.unique_key] = BytesStorageMetadata()
         return MetadataIndex(entry.unique_key)
@@ -97,15 +97,15 @@ def _chunk_shape(entry: ShardedTensor) -> Shape:
 
 # ------------------------------------------------------------------------------------------------------------- reading
 class MegatronCheckpoint:
-    """The model's tensors of a checkpoint, written under any layout by a run or by a conversion.
+    """The model's tensors in a checkpoint that a run or a conversion wrote, under any layout.
 
-    Opening reads the index only. Every piece is compared with its checksum when it is read. Threads may share it.
+    Opening reads only the index. Every piece is compared with its checksum on reading. Safe to share between threads.
 
     Args:
-        plans: the parameters of the model, as one rank has them.
+        plans: the model's parameters, as one rank holds them.
 
     Raises:
-        CheckpointError: not a whole checkpoint, damaged, or of another model; lists the tensors.
+        CheckpointError: incomplete, damaged, or of another model; lists the tensors.
     """
 
     def __init__(self, directory: Path, plans: Sequence[ParameterPlan]) -> None:
@@ -125,7 +125,7 @@ class MegatronCheckpoint:
         expected = {entry.key: entry for plan in plans for entry in plan.entries()}
         self._require(expected)
         self._storage: Mapping[MetadataIndex, _StorageInfo] = metadata.storage_data or {}
-        # By tensor, and by layer and expert: each of these is an axis.
+        # By tensor, layer and expert, each of which is an axis.
         self._chunks: dict[tuple[str, Shape], list[ChunkStorageMetadata]] = {}
         for key, entry in expected.items():
             for chunk in self._tensors[key].chunks:
@@ -152,22 +152,22 @@ class MegatronCheckpoint:
             if entry.key not in self._tensors:
                 continue
             found, wanted = tuple(self._tensors[entry.key].size), tuple(entry.global_shape)
-            # Rows of padding may be as many as the layout that wrote it needed.
+            # The number of padding rows depends on the layout that wrote it.
             first = 1 if entry.allow_shape_mismatch else 0
             if found[first:] != wanted[first:]:
                 wrong.append(f"{entry.key} is {list(found)}, not {list(wanted)}")
         return wrong
 
     def dtype(self, plan: ParameterPlan) -> torch.dtype:
-        """The type that the parameter is stored in."""
+        """Return the type that the parameter is stored in."""
         dtype: torch.dtype = self._tensors[plan.key].properties.dtype
         return dtype
 
     def read(self, plan: ParameterPlan) -> Tensor:
-        """One whole parameter in its stored type.
+        """Read one whole parameter in its stored type.
 
         Raises:
-            CheckpointError: its bytes are damaged or not all there.
+            CheckpointError: its bytes are damaged or incomplete.
         """
         values = replace(plan, dtype=self.dtype(plan)).empty()
         try:
@@ -208,7 +208,7 @@ def _within(tensor: Tensor, offsets: Sequence[int], lengths: Sequence[int]) -> T
 
 
 def _read_all(descriptor: int, offset: int, length: int) -> bytes:
-    """``length`` bytes, or fewer at the end of the file."""
+    """Read ``length`` bytes, or fewer at the end of the file."""
     blocks = []
     while length:
         block = os.pread(descriptor, length, offset)

@@ -27,12 +27,12 @@ from slime_like.models.dimensions import ModelDimensions
 
 @dataclass(frozen=True, slots=True)
 class ParameterPlan:
-    """One parameter of one rank, and where it belongs in the checkpoint.
+    """One rank's parameter, and its place in the checkpoint.
 
     Attributes:
-        placement: the Hugging Face tensors it is made of. Its parameter has a shape only.
-        sharded: Megatron's description of the entries that it becomes.
-        dtype: the type that it is stored in.
+        placement: its Hugging Face tensors. Its parameter has only a shape.
+        sharded: Megatron's description of its entries in the checkpoint.
+        dtype: stored type.
     """
 
     placement: Placement
@@ -41,7 +41,7 @@ class ParameterPlan:
 
     @property
     def key(self) -> str:
-        """Name of the tensor on disk, which holds the same parameter of all layers where these are alike."""
+        """Name of the tensor on disk, which holds this parameter for all layers if the layers are alike."""
         key: str = self.sharded.key
         return key
 
@@ -50,12 +50,12 @@ class ParameterPlan:
         return self.placement.parameter.numel() * self.dtype.itemsize
 
     def empty(self) -> Tensor:
-        """Memory for the parameter; only vocabulary padding is set, to zero."""
+        """Allocate memory for the parameter. Only vocabulary padding is initialized, to zero."""
         pads = self.placement.rule.transform.pads
         return (torch.zeros if pads else torch.empty)(self.placement.parameter.shape, dtype=self.dtype)
 
     def entries(self, values: Tensor | None = None) -> list[ShardedTensor]:
-        """The checkpoint's entries; the data of each is a view of ``values``, and has a shape only without them."""
+        """List the checkpoint's entries. Their data are views of ``values`` or, without ``values``, shapes only."""
         if values is None:
             values = torch.empty(self.placement.parameter.shape, dtype=self.dtype, device="meta")
         if isinstance(self.sharded, ShardedTensorFactory):
@@ -66,7 +66,7 @@ class ParameterPlan:
 
 @dataclass(frozen=True, slots=True)
 class RankPlan:
-    """Files of one rank: parameters whose main copy it holds, and what Megatron stores beside them."""
+    """Files of one rank: the parameters whose main copy it holds, and Megatron's other objects."""
 
     rank: int
     parameters: tuple[ParameterPlan, ...]
@@ -74,12 +74,12 @@ class RankPlan:
 
 
 def plan_ranks(config: RunConfig, dimensions: ModelDimensions) -> list[RankPlan]:
-    """The plan of every rank of ``config.trainer.parallel``, proven to hold every tensor element exactly once.
+    """Plan every rank of ``config.trainer.parallel``. The plans provably hold every tensor element exactly once.
 
     Raises:
         CheckpointError: the rules of the model's family do not cover the model.
     """
-    # Canonical names are those of the local layers, which need neither CUDA nor Transformer Engine.
+    # Local layers have the canonical names, and need neither CUDA nor Transformer Engine.
     local = config.model_copy(update={"trainer": config.trainer.model_copy(update={"attention": "ring"})})
     plans = [_plan_rank(local, dimensions, rank) for rank in range(local.trainer.parallel.world_size)]
     require_exactly_once(plans, dimensions)
@@ -105,7 +105,7 @@ def _plan_rank(config: RunConfig, dimensions: ModelDimensions, rank: int) -> Ran
 
 
 def require_exactly_once(plans: Sequence[RankPlan], dimensions: ModelDimensions) -> None:
-    """Every element of every tensor, on either side, must have exactly one place."""
+    """Require exactly one place for every element of every tensor, on either side."""
     shapes = family_of(dimensions).hf_shapes(dimensions)
     ranges: dict[str, list[tuple[int, int]]] = {name: [] for name in shapes}
     cut_axis: dict[str, int] = {}
@@ -127,7 +127,7 @@ def require_exactly_once(plans: Sequence[RankPlan], dimensions: ModelDimensions)
 
 
 def _tile(ranges: list[tuple[int, int]], length: int) -> bool:
-    """Return whether (start, length) ranges follow each other from 0 to ``length``."""
+    """Return whether (start, length) ranges cover 0 to ``length`` without gaps or overlaps."""
     end = 0
     for start, size in sorted(ranges):
         if start != end:
@@ -137,5 +137,5 @@ def _tile(ranges: list[tuple[int, int]], length: int) -> bool:
 
 
 def _fill(entries: list[tuple[tuple[int, ...], int]], numel: int) -> bool:
-    """Return whether entries on one grid have different places and together all elements."""
+    """Return whether entries on one grid have distinct places and together contain all elements."""
     return len({offset for offset, _ in entries}) == len(entries) and sum(size for _, size in entries) == numel

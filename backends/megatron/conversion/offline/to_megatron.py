@@ -34,7 +34,7 @@ from slime_like.system.threads import Tracker
 
 @dataclass(frozen=True, slots=True)
 class _Job:
-    """One data file: the parameters that stand in it, and Megatron's objects."""
+    """One data file: its parameters and Megatron's objects."""
 
     name: str
     parameters: Sequence[ParameterPlan]
@@ -71,10 +71,10 @@ def to_megatron(config: RunConfig, output: Path, options: ConversionOptions, rep
 
 
 def _cast(plans: Sequence[RankPlan], checkpoint: HfCheckpoint, options: ConversionOptions) -> list[RankPlan]:
-    """Plans with each parameter's type: the wanted one, or that of the tensors it is made of, if they keep it.
+    """Set each parameter's type in the plans: the requested type, or the source tensors' type if they keep it.
 
     Raises:
-        CheckpointError: tensors of different types become one tensor (Megatron keeps a kind's layers together).
+        CheckpointError: tensors of different types become one tensor (Megatron stores all layers of a kind together).
     """
     wanted = None if options.dtype == "auto" else getattr(torch, options.dtype)
     together: dict[str, dict[str, list[str]]] = {}
