@@ -40,6 +40,11 @@ def attention_problems(config: RunConfig) -> Iterator[str]:
                 f"trainer.attention={attention} needs the package {package}, which is not installed; {remedy}, or use "
                 "trainer.attention=auto, which uses the best one available"
             )
+    if attention == "transformer_engine" and config.model.dtype == "float32":
+        yield (
+            "trainer.attention=transformer_engine computes in bfloat16, and model.dtype=float32; set "
+            "model.dtype=bfloat16, or use another attention on a CPU"
+        )
 
 
 def has_flash_attention_2() -> bool:

@@ -218,15 +218,10 @@ class RunConfig(Section):
             )
 
     def _trainer_conflicts(self) -> Iterator[str]:
-        trainer, optimizer, dtype = self.trainer, self.trainer.optimizer, self.model.dtype
+        trainer, optimizer = self.trainer, self.trainer.optimizer
         if self.reference_workers:
             yield from (f"reference.{text}" for text in trainer.layout_conflicts(self.reference.parallel))
-        if trainer.attention == "transformer_engine" and dtype == "float32":
-            yield (
-                "trainer.attention=transformer_engine computes in bfloat16, and model.dtype=float32; set "
-                "model.dtype=bfloat16, or use another attention on a CPU"
-            )
-        if optimizer.offload and trainer.backend == "megatron" and dtype == "float32":
+        if optimizer.offload and trainer.backend == "megatron" and self.model.dtype == "float32":
             yield (
                 "trainer.optimizer.offload: Megatron's host optimizer takes no float32 weights; set model.dtype: "
                 "bfloat16 (main weights are float32 all the same)"

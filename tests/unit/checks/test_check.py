@@ -83,6 +83,8 @@ def test_attention_must_be_installed(
     monkeypatch.setattr("slime_like.checks.packages.find_spec", lambda name: object())
     monkeypatch.setattr("slime_like.checks.packages.has_transformer_engine", lambda: True)
     assert check(load_config(None, flags)) == []
+    if attention == "transformer_engine":
+        rejected([*flags, "--model.dtype", "float32"], "trainer.attention")
 
 
 @pytest.mark.parametrize(("backend", "others"), [("megatron", "ring or allgather"), ("fsdp", "allgather")])
@@ -236,7 +238,6 @@ fields-conflict trainer.optimizer.min_lr --trainer.optimizer.min_lr 1
 fields-conflict trainer.optimizer.warmup_steps --trainer.optimizer.warmup_steps 100 --trainer.optimizer.decay cosine
 fields-conflict trainer.share_prefixes --trainer.share_prefixes tree --trainer.attention transformer_engine
 fields-conflict trainer.share_prefixes --trainer.share_prefixes tree --trainer.backend custom
-fields-conflict trainer.attention --trainer.attention transformer_engine --model.dtype float32
 fields-conflict trainer.optimizer.overlap_bucket_params --trainer.backend fsdp --trainer.optimizer.overlap_bucket_params 1
 fields-conflict trainer.parallel.sequence --trainer.backend fsdp --trainer.parallel.sequence true
 fields-conflict data.messages_key --algorithm.loss sft --data.messages_key m --data.response_key other

@@ -13,22 +13,22 @@ from slime_like.verification.verify import device_misfit, setting_misfit
 from tests.support.rejections import Rejects
 from tests.unit.checks.checkpoint import EXPERTS, write_checkpoint
 
-REFUSED: list[tuple[str, str | None]] = [
-    ("--layouts tp2 xp2", None),
-    ("--baseline pp", None),
-    ("--model nowhere", None),
+REFUSED: list[tuple[str, str]] = [
+    ("--layouts tp2 xp2", "config"),
+    ("--baseline pp", "config"),
+    ("--model nowhere", "config"),
     ("--trainer.parallel.tensor 2", "flag-excluded"),
     ("--trainer.optimizer.distributed=true", "flag-excluded"),
     ("--model.path model", "flag-excluded"),
     ("--trainer.backend none_such", "trainer.backend"),
-    ("--batch none.pt", None),
-    ("--batch model/config.json", None),
+    ("--batch none.pt", "no-dump"),
+    ("--batch model/config.json", "damaged-dump"),
     ("--run_dir /proc/run", "run_dir"),
-    ("--layouts tp2 tp3", None),
-    ("--layouts dp2-ep2", None),
-    ("--trainer.optimizer.offload true", None),
-    ("--trainer.backend fsdp --layouts dp2 tp2", None),
-    ("--layouts dp17", None),
+    ("--layouts tp2 tp3", "config"),
+    ("--layouts dp2-ep2", "config"),
+    ("--trainer.optimizer.offload true", "fields-conflict"),
+    ("--trainer.backend fsdp --layouts dp2 tp2", "config"),
+    ("--layouts dp17", "config"),
 ]
 
 
