@@ -76,13 +76,16 @@ def _small_model(given: Path | None, directory: Path) -> Path:
 def _config(model: Path, flags: Sequence[str]) -> RunConfig:
     """Raises ``ConfigError`` for settings that are not the engine's."""
     names = sorted({flag.removeprefix("--").partition("=")[0] for flag in flags if flag.startswith("--")})
-    if others := [name for name in names if not name.startswith("rollout.") and name != "run_dir"]:
-        problems = [f"--{name} is no setting of an engine; give rollout.* and run_dir alone" for name in others]
+    if others := [name for name in names if not name.startswith("rollout.") and name not in ("run_dir", "model.dtype")]:
+        problems = [f"--{name} is no setting of an engine; give rollout.*, model.dtype and run_dir" for name in others]
         raise ConfigError(problems, code="flag-excluded")
+    import torch
+
     from slime_like.checks.check import require_valid
     from slime_like.verification.engine.verify import LONGEST_PROMPT, LONGEST_RESPONSE
 
-    settings = ["--model.path", str(model), "--model.dtype", "float32", "--data.max_prompt_tokens", str(LONGEST_PROMPT)]
+    default = "bfloat16" if torch.cuda.is_available() else "float32"  # on CUDA the kernels take bfloat16 alone
+    settings = ["--model.path", str(model), "--model.dtype", default, "--data.max_prompt_tokens", str(LONGEST_PROMPT)]
     settings += ["--rollout.max_new_tokens", str(LONGEST_RESPONSE)]
     config = load_config(None, [*settings, *flags], temporary_run_dir("verify"))
     if config.rollout.python is not None:
@@ -118,9 +121,9 @@ COMMAND = Command(
     "verify engine",
     "try the installed engine with a small model: logprobs, seeds, updates of every tensor",
     _run,
-    "Start the installed engine in this process, with a small random model like DIR, in float32, and try\n"
-    "what training needs of it; transformers' forward pass is the judge. Every tensor is changed alone, and\n"
-    "the engine's logprobs must follow. Gaps are in nats. Exit code 1: a claim does not hold.",
+    "Start the installed engine in this process, with a small random model like DIR, and try what training\n"
+    "needs of it; transformers' forward pass is the judge. Every tensor is changed alone, and the engine's\n"
+    "logprobs must follow. Gaps: nats, in bfloat16 standard deviations. Exit code 1: a claim does not hold.",
     _add_arguments,
-    "[--model DIR] [--rollout.engine NAME] [--rollout.field VALUE ...]",
+    "[--model DIR] [--model.dtype bfloat16] [--rollout.engine NAME] [--rollout.field VALUE ...]",
 )

@@ -8,7 +8,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
 from safetensors.torch import load_file, save_file
 
 from rollout.sglang.engine import SglangEngine
@@ -45,7 +44,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
 
 @pytest.fixture(scope="session")
 def references(models: list[Path]) -> list[Reference]:
-    return [Reference(model, rounded_to=getattr(torch, PRECISION)) for model in models]
+    return [Reference(model, PRECISION) for model in models]
 
 
 @pytest.fixture(scope="module", params=list(ENGINES))

@@ -16,15 +16,11 @@ from slime_like.config import DataConfig, ModelConfig, RewardConfig, RewardFunct
 from slime_like.errors import EngineError
 from slime_like.examples.tiny_model import make_tiny_model
 from slime_like.interfaces import Generation, RolloutEngine, UpdateReceipt
-from slime_like.orchestration.rollout.sync_probe import ProbeGap
 from slime_like.verification.engine import driven
 from slime_like.verification.engine.driven import DrivenEngine
 from slime_like.verification.engine.reference import Reference
 
 MAX_NEW_TOKENS = 700
-TOLERANCE = 1e-4
-SHARE = ProbeGap.between(np.zeros(1), np.zeros(1), "bfloat16", 1, None).bound
-"""In bfloat16, of how much logprobs vary: bound on the median of their differences, as in a weight sync's probe."""
 PRECISION: Literal["float32", "bfloat16"] = "bfloat16" if torch.cuda.is_available() else "float32"
 """What engines run in: on a GPU float32 would take other kernels than training does."""
 RARE_ID = 263
@@ -99,31 +95,14 @@ def check_logprobs(reference: Reference, prompt: list[int], generation: Generati
 
 
 def check_gaps(reference: Reference, found: np.ndarray, expected: np.ndarray, temperature: float = 1.0) -> None:
-    """Logprobs (n,) of the engine and of the reference differ by rounding, which a division by the temperature scales:
-    in float32 each of them, in bfloat16 their median."""
-    gaps = np.abs(found - expected)
-    if is_float32(reference):
-        assert gaps.max() < TOLERANCE * max(1.0, 0.5 / (temperature or 1.0))
-    else:
-        assert np.median(gaps) <= SHARE * spread(reference) / (temperature or 1.0)
-
-
-def is_float32(reference: Reference) -> bool:
-    return reference.rounded_to == torch.float32
-
-
-def spread(reference: Reference) -> float:
-    """Standard deviation of the vocabulary's logprobs at temperature 1."""
-    return float(reference.logits(range(3, 35))[0].double().log_softmax(-1).std())
+    """Logprobs (n,) of the engine and of the reference differ by rounding."""
+    assert reference.gap(found, expected, temperature) <= reference.bound
 
 
 def same_ids(
     reference: Reference, some: Sequence[Generation], others: Sequence[Generation]
 ) -> list[tuple[Generation, Generation]]:
-    """The pairs of equal samples: in float32 all are. In bfloat16 rounding, which depends on the batch, now and then
-    decides for another token, and all that follow it are others: most samples begin alike."""
+    """The pairs of equal samples; in float32 all are."""
     pairs = list(zip(some, others, strict=True))
-    equal = [(one, other) for one, other in pairs if np.array_equal(one.token_ids, other.token_ids)]
-    alike = [(one, other) for one, other in pairs if np.array_equal(one.token_ids[:3], other.token_ids[:3])]
-    assert len(equal) == len(pairs) if is_float32(reference) else 2 * len(alike) > len(pairs)
-    return equal
+    assert reference.is_alike([(one.token_ids.tolist(), other.token_ids.tolist()) for one, other in pairs])
+    return [(one, other) for one, other in pairs if np.array_equal(one.token_ids, other.token_ids)]

@@ -29,10 +29,10 @@ from slime_like.weights.transport import TransportSettings
 from tests.engines.conftest import EOS_IDS
 from tests.engines.harness import (
     NO_STOP,
+    PRECISION,
     EngineUnderTest,
     check_gaps,
     check_logprobs,
-    is_float32,
     run_config,
     same_ids,
 )
@@ -44,14 +44,12 @@ COLD = 0.05
 # -------------------------------------------------------------------------------------------------------------- claims
 @pytest.fixture(scope="module")
 def subject(engine: EngineUnderTest, models: list[Path], prompts: list[list[int]]) -> Subject:
-    return Subject(engine, Reference(models[0]), Reference(models[1]).weights, prompts[:8])
+    return Subject(engine, Reference(models[0], PRECISION), {}, prompts[:8])
 
 
 @pytest.mark.parametrize("claim", CLAIMS, ids=lambda claim: claim.__name__)
 def test_claim(claim: Claim, engine: EngineUnderTest, subject: Subject) -> None:
     """The list of ``slime-like verify engine``. Its claims about supports hold for each of these engines."""
-    if not is_float32(engine.reference):
-        pytest.skip("the claims have bounds for float32 alone")
     subject.reference.use(engine.reference.weights)
     subject.others = engine.references[1 - engine.current].weights
     try:
@@ -151,7 +149,7 @@ def test_requests_of_one_batch_keep_as_many_logprobs_as_they_asked_for(
         assert (found.supports is None) == (alone.supports is None) == (not cut)
     for found, alone in same_ids(engine.reference, [found for (found,) in together], apart):
         check_gaps(engine.reference, found.logprobs, alone.logprobs)
-        if found.supports is not None and alone.supports is not None and is_float32(engine.reference):
+        if found.supports is not None and alone.supports is not None and engine.reference.dtype == "float32":
             pairs = zip(found.supports, alone.supports, strict=True)
             assert all(set(one.tolist()) == set(other.tolist()) for one, other in pairs)
 

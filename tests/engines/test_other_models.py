@@ -10,7 +10,6 @@ import torch
 from rollout.transformers.engine import TransformersEngine
 from tests.engines.harness import (
     NO_STOP,
-    TOLERANCE,
     EngineUnderTest,
     Reference,
     check_gaps,
@@ -41,7 +40,7 @@ def test_bfloat16(models: list[Path], prompts: list[list[int]], tmp_path: Path) 
 
     The judge rounds weights alone; the engine also rounds every activation to 8 bits, which is all that may differ.
     """
-    judges = [Reference(model, rounded_to=torch.bfloat16) for model in models]
+    judges = [Reference(model, "bfloat16") for model in models]
     config = run_config(models[0], tmp_path, dtype="bfloat16")
     with started(TransformersEngine(config, 0), judges) as engine:
         for which in (0, 1):
@@ -96,5 +95,5 @@ def test_an_update_reaches_every_kind_of_tensor(family: str, tmp_path: Path) -> 
             (generation,) = engine.generate(prompt, max_new_tokens=12, prompt_logprobs=True, stop_token_ids=NO_STOP)
             expected = engine.reference.logprobs(prompt[:1], np.asarray(prompt[1:]), 1.0)
             assert generation.prompt_logprobs is not None
-            assert np.abs(generation.prompt_logprobs - expected).max() < TOLERANCE
+            check_gaps(engine.reference, generation.prompt_logprobs, expected)
             check_logprobs(engine.reference, prompt, generation)

@@ -13,7 +13,7 @@ from slime_like.models.dimensions import ModelDimensions
 
 _FLOAT32_BOUND = 1e-4
 _FLOAT32_ROUNDINGS = 256
-_BFLOAT16_BOUND = 0.11
+BFLOAT16_BOUND = 0.11
 _ROUTED_BOUND = 0.3
 _LEAST_BOUND = 0.05
 _LEAST_SPREAD = 0.05
@@ -62,7 +62,7 @@ class ProbeGap:
         share = float(np.median(gaps) / max(spread, _LEAST_SPREAD))
         if bound is None and in_float32:
             bound = max(_FLOAT32_BOUND, _FLOAT32_ROUNDINGS * float(np.finfo(np.float32).eps) * layers * spread)
-        return cls(float(gaps.max()), share, _BFLOAT16_BOUND if bound is None else bound, in_float32)
+        return cls(float(gaps.max()), share, BFLOAT16_BOUND if bound is None else bound, in_float32)
 
     @property
     def is_sound(self) -> bool:
@@ -95,7 +95,7 @@ class Probe:
         self.baseline: float | None = None
         self._dtype, self._layers = config.model.dtype, dimensions.num_layers
         self._given = config.sync.probe_tolerance
-        self._first = _ROUTED_BOUND if dimensions.num_experts else _BFLOAT16_BOUND
+        self._first = _ROUTED_BOUND if dimensions.num_experts else BFLOAT16_BOUND
 
     def requests(self, version: int) -> list[GenerationRequest]:
         sampling = SamplingParams(temperature=0.0, max_new_tokens=1, training=False)

@@ -13,39 +13,40 @@ from torch import Tensor
 
 from slime_like.errors import EngineError, WeightSyncError
 from slime_like.interfaces import Generation
-from slime_like.verification.engine.subject import COLD, TOLERANCE, Refuted, Subject
+from slime_like.verification.engine.subject import COLD, Refuted, Subject
 
-_MOVES = 100 * TOLERANCE
-"""A change of a tensor is large enough if the reference's logprobs change by so much."""
+_MOVES = {"float32": 1e-2, "bfloat16": 0.33}
+"""A tensor is changed until the logprobs that change most do so by this ``Reference.gap``."""
 _FOLLOWS = 0.02
 """Share of that change by which engine and reference may differ after it: changed weights round differently."""
 _DRAWS = 8
 
 _TOKENS = 16
+"""Of a response, or of some that are judged apart from others: the median of fewer is chance, an expert changes few."""
 _HALFWAY_S = (0.1, 0.02, 0.005, 0.002, 0.05, 0.01, 0.2, 0.4, 0.8, 1.6)
 _CUTS = ((0.9, 40, 0.0), (1.0, 5, 0.0), (0.5, 512, 0.0), (0.9, 40, 0.2))
 """top_p, top_k and min_p."""
 
 
-def _bounded(gap: float, what: str) -> float:
-    if not gap <= TOLERANCE:
-        raise Refuted(f"{what} differ by up to {gap:.1e} (bound {TOLERANCE:.0e})")
+def _bounded(subject: Subject, gap: float, what: str) -> float:
+    if gap > subject.reference.bound:
+        raise Refuted(f"{what} differ by {gap:.1e} (bound {subject.reference.bound:.1e})")
     return gap
 
 
 def sampled_logprobs(subject: Subject) -> float:
     """Logprobs of sampled tokens are of the temperature-scaled logits, with several temperatures in one batch."""
     asked = [(prompt, temperature) for prompt in subject.prompts for temperature in (1.0, 0.7, 0.0)]
-    options: dict[str, Any] = {"max_new_tokens": _TOKENS, "num_samples": 2}
+    options: dict[str, Any] = {"max_new_tokens": _TOKENS, "num_samples": 2, "stop_token_ids": subject.last_id}
     requests = [subject.engine.request(prompt, temperature=value, **options) for prompt, value in asked]
     answers = zip(asked, subject.engine.generate_all(requests), strict=True)
     gaps = [subject.gap(prompt, each, value) for (prompt, value), answer in answers for each in answer]
-    return _bounded(max(gaps), "logprobs")
+    return _bounded(subject, max(gaps), "logprobs")
 
 
 def prompt_logprobs(subject: Subject) -> float:
     """Logprobs of a prompt's tokens are those of teacher forcing."""
-    return _bounded(float(np.abs(subject.probe()).max()), "logprobs of prompts")
+    return _bounded(subject, subject.probe(), "logprobs of prompts")
 
 
 def greedy(subject: Subject) -> float:
@@ -54,7 +55,8 @@ def greedy(subject: Subject) -> float:
     (generation,) = subject.engine.generate(prompt, temperature=0.0, max_new_tokens=_TOKENS)
     logits = subject.reference.logits(prompt, generation.token_ids.tolist())[:-1]
     chosen = logits.gather(1, torch.from_numpy(generation.token_ids)[:, None])[:, 0]
-    return _bounded(float((logits.max(dim=-1).values - chosen).max()), "logits of greedy tokens and the largest")
+    gap = subject.reference.gap(chosen.numpy(), logits.max(dim=-1).values.numpy())
+    return _bounded(subject, gap, "logits of greedy tokens and the largest")
 
 
 def seeds(subject: Subject) -> None:
@@ -67,10 +69,10 @@ def seeds(subject: Subject) -> None:
         requests += [subject.engine.request(prompt, max_new_tokens=_TOKENS) for prompt in subject.prompts if beside]
         return [tuple(each.token_ids.tolist()) for each in subject.engine.generate_all(requests)[0]]
 
-    alone, crowd = drawn(7, 2), drawn(7, 4, beside=True)
-    if crowd[:2] != alone:
+    alone, crowd = drawn(7, 8), drawn(7, 10, beside=True)
+    if not subject.reference.is_alike(list(zip(alone, crowd, strict=False))):
         raise Refuted("the same seed gave other tokens beside other requests")
-    if len({*crowd, *drawn(8, 2), *drawn(None, 1), *drawn(None, 1)}) < 8:
+    if len({*crowd, *drawn(8, 2), *drawn(None, 1), *drawn(None, 1)}) < 14:
         raise Refuted("two samples of a request, of two seeds, or of requests without one are equal")
 
 
@@ -78,15 +80,19 @@ def stop_tokens(subject: Subject) -> None:
     """A stop token ends a response, and stays in it."""
     prompt = subject.prompts[2]
     options: dict[str, Any] = {"max_new_tokens": _TOKENS, "temperature": 1.0}
+    pairs = []
     for seed in range(_DRAWS):
         (free,) = subject.engine.generate(prompt, seed=seed, **options)
         ids = free.token_ids.tolist()
         stop = ids[len(ids) // 2]
         (ended,) = subject.engine.generate(prompt, seed=seed, stop_token_ids=(stop,), **options)
-        if ended.token_ids.tolist() != ids[: ids.index(stop) + 1] or ended.finish_reason != "stop":
-            raise Refuted(
-                f"sampled {ended.token_ids.tolist()} ({ended.finish_reason}) where {stop} should end a response"
-            )
+        found = ended.token_ids.tolist()
+        end = (found.index(stop) + 1, "stop") if stop in found else (_TOKENS, "length")
+        if (len(found), ended.finish_reason) != end:
+            raise Refuted(f"sampled {found} ({ended.finish_reason}) where {stop} should end a response")
+        pairs.append((found, ids[: ids.index(stop) + 1]))
+    if not subject.reference.is_alike(pairs):
+        raise Refuted("other tokens were sampled where one of them is a stop token")
 
 
 def truncated_sampling(subject: Subject) -> float | None:
@@ -94,34 +100,41 @@ def truncated_sampling(subject: Subject) -> float | None:
     the same tokens."""
     if not getattr(subject.engine.engine, "returns_supports", False):
         return None
-    gaps, prompt = [0.0], subject.prompts[3 % len(subject.prompts)]
+    gaps, pairs, prompt = [0.0], [], subject.prompts[3 % len(subject.prompts)]
     for top_p, top_k, min_p in _CUTS:
         options: dict[str, Any] = {"top_p": top_p, "top_k": top_k, "min_p": min_p, "temperature": 0.7, "seed": 4}
         options |= {"max_new_tokens": _TOKENS, "stop_token_ids": subject.last_id}
         (generation,) = subject.engine.generate(prompt, **options)
         (evaluated,) = subject.engine.generate(prompt, training=False, **options)
-        if generation.token_ids.tolist() != evaluated.token_ids.tolist():
-            raise Refuted("evaluation drew other tokens with the same seed")
+        pairs.append((generation.token_ids.tolist(), evaluated.token_ids.tolist()))
         if generation.supports is None:
             raise Refuted("it returned no supports")
         logits = subject.reference.logits(prompt, generation.token_ids.tolist())[:-1].double() / 0.7
-        tokens = zip(logits, generation.supports, generation.token_ids, generation.logprobs, strict=True)
-        gaps += [_support_gap(*each, top_p, top_k, min_p) for each in tokens]
-    return _bounded(max(gaps), "logprobs over supports")
+        tokens = zip(logits, generation.supports, generation.token_ids, strict=True)
+        expected, edges = np.array([_over_support(*each, top_p, top_k, min_p) for each in tokens]).T
+        compared = ((generation.logprobs, expected), (edges, np.zeros_like(edges)))
+        gaps += [subject.reference.gap(found, right, temperature=0.7) for found, right in compared]
+    if not subject.reference.is_alike(pairs):
+        raise Refuted("evaluation drew other tokens with the same seed")
+    return _bounded(subject, max(gaps), "logprobs over supports, or at their edges,")
 
 
-def _support_gap(
-    logits: Tensor, support: np.ndarray, token: int, logprob: float, top_p: float, top_k: int, min_p: float
-) -> float:
-    """Require that a support has the likeliest tokens, as many as the cut leaves; return the logprob's distance."""
+def _over_support(
+    logits: Tensor, support: np.ndarray, token: int, top_p: float, top_k: int, min_p: float
+) -> tuple[float, float]:
+    """The token's logprob over its support, and how far the least likely one in it, or the likeliest one left out, is
+    on the wrong side of the last that the cut leaves."""
     likeliest = logits.softmax(0).sort(descending=True)
     mass = likeliest.values[likeliest.values >= min_p * likeliest.values[0]][:top_k]
     count = 1 + int(((mass / mass.sum()).cumsum(0) < top_p).sum()) if top_p < 1 else len(mass)
     kept = support.tolist()
-    is_close = abs(len(kept) - count) <= 1 and set(kept) <= set(likeliest.indices[: count + 1].tolist())
-    if not is_close or token not in kept:  # a token at the edge may round to either side
-        raise Refuted(f"token {token} was drawn from {kept[:20]}, not from the {count} likeliest tokens")
-    return abs(float(logprob) - float(logits[token] - logits[kept].logsumexp(0)))
+    if token not in kept:
+        raise Refuted(f"token {token} was drawn from {kept[:20]}")
+    logprob = float(logits[token] - logits[kept].logsumexp(0))
+    if abs(len(kept) - count) <= 1 and set(kept) <= set(likeliest.indices[: count + 1].tolist()):
+        return logprob, 0.0  # a token at the edge may round to either side
+    edge, left_out = logits[likeliest.indices[count - 1]], logits.index_fill(0, torch.tensor(kept), -np.inf)
+    return logprob, float(max(left_out.max() - edge, edge - logits[kept].min()))
 
 
 def abort_and_pause(subject: Subject) -> float:
@@ -145,7 +158,7 @@ def abort_and_pause(subject: Subject) -> float:
 
     for prompt, delay_s in _attempts(subject):
         ended, spared = engine.run(aborted(prompt, delay_s))
-        if ended.finish_reason == "abort" and len(ended.token_ids):
+        if ended.finish_reason == "abort" and len(ended.token_ids) >= _TOKENS:
             break
     else:
         raise Refuted(f"no request was aborted halfway, {min(_HALFWAY_S)} to {max(_HALFWAY_S)} s after its start")
@@ -153,7 +166,7 @@ def abort_and_pause(subject: Subject) -> float:
     if "abort" in (spared.finish_reason, whole.finish_reason):
         raise Refuted("a request that was frozen, or beside an aborted one, has ended")
     gap = max(subject.gap(prompt, generation, COLD) for generation in (ended, spared, whole))
-    return _bounded(gap, "logprobs after abort or pause")
+    return _bounded(subject, gap, "logprobs after abort or pause")
 
 
 def _attempts(subject: Subject) -> Iterator[tuple[list[int], float]]:
@@ -174,7 +187,7 @@ def idle_update(subject: Subject) -> float:
     versions = {receipt.version, health.weight_version, *generation.weight_versions.tolist()}
     if versions != {engine.version}:
         raise Refuted(f"after update {engine.version} it reports the versions {sorted(versions)}")
-    return _bounded(float(np.abs(subject.probe()).max()), "logprobs after an update")
+    return _bounded(subject, subject.probe(), "logprobs after an update")
 
 
 def update_amid_requests(subject: Subject) -> float:
@@ -204,52 +217,52 @@ def _updated_amid(subject: Subject, pauses: bool) -> float:
         new = subject.reference.logprobs(prompt, generation.token_ids, COLD)
         versions = generation.weight_versions.tolist()
         before = versions.count(version)
-        if 0 < before < len(versions):
+        if _TOKENS <= before <= len(versions) - _TOKENS:
             if versions != [version] * before + [engine.version] * (len(versions) - before):
                 raise Refuted(f"tokens around update {engine.version} have the versions {sorted(set(versions))}")
-            expected = np.concatenate((old[:before], new[before:]))
-            gap = float(np.abs(generation.logprobs - expected).max())
-            return _bounded(gap * 2 * COLD, "logprobs around an update")
+            parts = [(generation.logprobs[:before], old[:before]), (generation.logprobs[before:], new[before:])]
+            gap = max(subject.reference.gap(*part, COLD) for part in parts)
+            return _bounded(subject, gap, "logprobs around an update")
     raise Refuted("no update came in the middle of a response")
 
 
 def every_tensor(subject: Subject) -> float:
     """Each tensor, changed alone, changes the engine's logprobs as it changes the reference's."""
-    base, ignored, idle, largest = dict(subject.reference.weights), [], [], 0.0
+    base, ignored, idle = dict(subject.reference.weights), [], []
     before = _expected(subject)
     for number, name in enumerate(base):
-        changed, moved = _perturbed(subject, name, base[name], before, seed=number)
+        changed, moved, where = _perturbed(subject, name, base, before, seed=number)
         if changed is None:
             idle.append(name)
             continue
         subject.load({**base, name: changed})
-        gap = float(np.abs(subject.probe()).max())
-        if gap > max(TOLERANCE, _FOLLOWS * moved):
+        gap = subject.probe(where)
+        if gap > max(subject.reference.bound, _FOLLOWS * moved):
             ignored.append(f"{name} ({gap:.1e} of {moved:.1e})")
-        largest = max(largest, gap / moved)
     subject.load(base)
     if ignored:
         raise Refuted(f"updates of {len(ignored)} of {len(base)} tensors do not reach it: {', '.join(ignored)}")
     if idle:
         raise Refuted(f"nothing was shown for {len(idle)} tensors that changed no logprob: {', '.join(idle)}")
-    return _bounded(float(np.abs(subject.probe()).max()), "logprobs after all changes were taken back")
+    return _bounded(subject, subject.probe(), "logprobs after all changes were taken back")
 
 
 def _perturbed(
-    subject: Subject, name: str, tensor: Tensor, before: np.ndarray, seed: int
-) -> tuple[Tensor | None, float]:
-    """The tensor with noise that moves the reference's logprobs enough, and by how much it does."""
-    generator = torch.Generator().manual_seed(seed)
-    scale, moved = max(float(tensor.float().std(correction=0)), 0.1), 0.0
+    subject: Subject, name: str, base: dict[str, Tensor], before: np.ndarray, seed: int
+) -> tuple[Tensor | None, float, np.ndarray]:
+    """The tensor with noise that moves the reference's logprobs enough, by how much it does, and where most (n,)."""
+    tensor, generator = base[name], torch.Generator().manual_seed(seed)
+    scale = max(float(tensor.float().std(correction=0)), 0.1)
     for draw in range(_DRAWS):
         noise = torch.randn(tensor.shape, generator=generator) * scale * 2.0 ** (draw - 1)
         changed = (tensor.float() + noise).to(tensor.dtype)
-        subject.reference.use({name: changed})
-        moved = float(np.abs(_expected(subject) - before).max())
-        subject.reference.use({name: tensor})
-        if moved > _MOVES:
-            return changed, moved
-    return None, moved
+        subject.reference.use({**base, name: changed})
+        after = _expected(subject)
+        where = np.abs(after - before) >= np.sort(np.abs(after - before))[-_TOKENS:][0]
+        moved = subject.reference.gap(after[where], before[where])
+        if moved > _MOVES[subject.reference.dtype]:
+            return changed, moved, where
+    return None, moved, where
 
 
 def _expected(subject: Subject) -> np.ndarray:
@@ -274,7 +287,7 @@ def broken_updates(subject: Subject) -> float:
         if _samples(subject):
             raise Refuted(f"it sampled after an update {what}")
         subject.load(weights)
-    return _bounded(float(np.abs(subject.probe()).max()), "logprobs after rejected updates")
+    return _bounded(subject, subject.probe(), "logprobs after rejected updates")
 
 
 def _is_rejected(subject: Subject, weights: dict[str, Tensor], tampered: bool) -> bool:
@@ -315,8 +328,8 @@ def sleep_and_wake(subject: Subject) -> float:
     gaps = []
     for keep_weights in (True, False):
         engine.run(nap(keep_weights))
-        gaps.append(float(np.abs(subject.probe()).max()))
-    return _bounded(max(gaps), "logprobs after sleeping")
+        gaps.append(subject.probe())
+    return _bounded(subject, max(gaps), "logprobs after sleeping")
 
 
 Claim = Callable[[Subject], float | None]

@@ -11,8 +11,6 @@ from slime_like.interfaces import Generation, GenerationRequest
 from slime_like.verification.engine.driven import DrivenEngine
 from slime_like.verification.engine.reference import Reference
 
-TOLERANCE = 1e-4
-"""Nats, in float32; at low temperatures more, since they scale the logits' rounding."""
 COLD = 0.05
 """The temperature of long responses: they rarely meet their stop token."""
 _LONG = 200
@@ -37,11 +35,9 @@ class Subject:
     prompts: Sequence[list[int]]
 
     def gap(self, prompt: list[int], generation: Generation, temperature: float) -> float:
-        """Largest difference of the sampled tokens' logprobs from the reference's, relative to rounding at this
-        temperature."""
+        """``Reference.gap`` of the sampled tokens."""
         expected = self.reference.logprobs(prompt, generation.token_ids, temperature)
-        largest = float(np.abs(generation.logprobs - expected).max(initial=0.0))
-        return largest / max(1.0, 0.5 / (temperature or 1.0))
+        return self.reference.gap(generation.logprobs, expected, temperature)
 
     def load(self, weights: dict[str, Tensor]) -> None:
         """Update all weights of the engine, and expect these from now on."""
@@ -65,14 +61,18 @@ class Subject:
         """Return a request for a long response."""
         return self.engine.request(prompt, max_new_tokens=_LONG, temperature=COLD, stop_token_ids=self.last_id)
 
-    def probe(self) -> np.ndarray:
-        """Logprobs of all prompts' tokens, and of some that are sampled behind each, less the reference's."""
+    def probe(self, where: np.ndarray | None = None) -> float:
+        """The largest ``Reference.gap`` of the prompts' tokens ``where`` this is true, of the others, and of some that
+        are sampled behind each prompt."""
         options: dict[str, Any] = {"max_new_tokens": 4, "prompt_logprobs": True, "seed": 1}
         requests = [self.engine.request(prompt, **options) for prompt in self.prompts]
-        gaps = []
+        parts: list[tuple[np.ndarray, ...]] = []
         for prompt, (generation,) in zip(self.prompts, self.engine.generate_all(requests), strict=True):
             ids = np.concatenate((prompt[1:], generation.token_ids)).astype(np.int64)
+            expected = self.reference.logprobs(prompt[:1], ids, 1.0)
             assert generation.prompt_logprobs is not None  # asked for
-            found = np.concatenate((generation.prompt_logprobs, generation.logprobs))
-            gaps.append(found - self.reference.logprobs(prompt[:1], ids, 1.0))
-        return np.concatenate(gaps)
+            parts.append((generation.prompt_logprobs, generation.logprobs, *np.split(expected, [len(prompt) - 1])))
+        found, sampled, expected, after = (np.concatenate(part) for part in zip(*parts, strict=True))
+        some = np.ones(len(found), bool) if where is None else where
+        pairs = [(found[some], expected[some]), (found[~some], expected[~some]), (sampled, after)]
+        return max(self.reference.gap(*pair) for pair in pairs if len(pair[0]))

@@ -29,7 +29,7 @@ class Verdict:
 
     Attributes:
         claim: a sentence.
-        gap: largest difference of logprobs, in nats; ``None`` where none was measured.
+        gap: ``Reference.gap``; ``None`` where none was measured.
         problem: how it was refuted; ``None`` if it holds.
     """
 
@@ -43,7 +43,7 @@ def verify_engine(config: RunConfig) -> Iterator[Verdict]:
     """Try each claim on the engine of ``config``, one after the other on the same engine, in this process.
 
     Args:
-        config: its model is a small one, in float32 and one file.
+        config: its model is a small one, in one file.
 
     Raises:
         SlimeLikeError: the engine does not start.
@@ -52,7 +52,7 @@ def verify_engine(config: RunConfig) -> Iterator[Verdict]:
     with started(engine) as loop:
         driven = DrivenEngine(engine, loop)
         try:
-            reference = Reference(config.model.path)
+            reference = Reference(config.model.path, config.model.dtype)
             subject = Subject(driven, reference, _others(reference.weights), _prompts(config.model.path))
             yield from (_tried(claim, subject) for claim in CLAIMS)
         finally:
@@ -75,7 +75,7 @@ def _others(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """The weights with noise of half their spread."""
     generator = torch.Generator().manual_seed(0)
     return {
-        name: tensor + torch.randn(tensor.shape, generator=generator) * tensor.std(correction=0) / 2
+        name: tensor + (torch.randn(tensor.shape, generator=generator) * tensor.std(correction=0) / 2).to(tensor.dtype)
         for name, tensor in weights.items()
     }
 
