@@ -158,6 +158,7 @@ def test_an_unmodified_harness_trains(imitator: Path, tmp_path: Path, engine: st
         "--rollout.agent.workers", "2", "--rollout.agent.options", "{max_steps: 1, system_prompt: 'Write <code>.'}",
         "--reward.functions", "[{name: agent}, {name: format, options: {pattern: '.*[0-4].?'}}]",
         "--reward.workers", "1", "--cluster.placement", "separate", "--trainer.target_tokens_per_batch", "4096",
+        "--trainer.parallel.data", "1", "--rollout.num_engines", "1",
         "--trainer.recompute", "none", "--trainer.optimizer.warmup_steps", "0", "--trainer.cpu_threads", "1",
         "--checkpoint.every", "0", "--debug.save_rollouts", str(dump), "--logging.progress", "plain",
         "--logging.tensorboard", "false",

@@ -89,6 +89,7 @@ def test_the_asynchronous_fsdp_recipe_trains_a_family_without_conversion(tiny: T
             "--rollout.prompts_per_step", "8", "--rollout.samples_per_prompt", "4", "--steps", "3",
             "--reward.functions", "[{name: format, options: {pattern: '.*[a-m].*'}}]", "--reward.workers", "1",
             "--trainer.parallel.data", "1", "--trainer.target_tokens_per_batch", "128",
+            "--cluster.allow_idle_gpus", "true",
             "--trainer.optimizer.lr", "1e-3", "--trainer.optimizer.warmup_steps", "0",
             "--checkpoint.every", "3", "--trainer.cpu_threads", "1", "--logging.progress", "plain",
         ],

@@ -92,7 +92,7 @@ def recipe(tmp_path: Path) -> Recipe:
 def test_a_run_is_killed_resumed_and_exported_and_a_failing_reward_is_found(
     recipe: Recipe, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    recipe.judge(fails=24)
+    recipe.judge(fails=8)
     code, stages, faults = recipe.rehearse(capsys)
     assert (code, stages) == (1, STAGES), faults
     assert faults.keys() == {"scoring"} and re.match(r"[1-9] responses? failed", faults["scoring"])
@@ -105,7 +105,7 @@ def test_settings_are_judged_at_their_real_size(recipe: Recipe, capsys: pytest.C
 
 
 FAULTS: dict[str, tuple[Callable[[Recipe], object], dict[str, str]]] = {
-    "data that change before the resume": (lambda r: r.judge(appends=22), {"resume": "data-changed"}),
+    "data that change before the resume": (lambda r: r.judge(appends=6), {"resume": "data-changed"}),
     "an environment that raises in its second turn": (lambda r: r.play(), {"scoring": "failed"}),
     "an advantage that raises": (
         lambda r: r.flags.extend(["--algorithm.advantage", f"{r.code(ADVANTAGE)}:flat"]),

@@ -12,7 +12,15 @@ import psutil
 import pytest
 import torch
 
-from slime_like.config import DataConfig, ModelConfig, RewardConfig, RewardFunction, RolloutConfig, RunConfig
+from slime_like.config import (
+    AlgorithmConfig,
+    DataConfig,
+    ModelConfig,
+    RewardConfig,
+    RewardFunction,
+    RolloutConfig,
+    RunConfig,
+)
 from slime_like.errors import EngineError
 from slime_like.examples.tiny_model import make_tiny_model
 from slime_like.interfaces import Generation, RolloutEngine, UpdateReceipt
@@ -38,6 +46,7 @@ def run_config(
         data=DataConfig(max_prompt_tokens=100),
         rollout=RolloutConfig(**({"max_new_tokens": MAX_NEW_TOKENS} | defaults | rollout)),
         reward=RewardConfig(functions=(RewardFunction(name="math_verify"),)),
+        algorithm=AlgorithmConfig(advantage="reinforce_pp"),  # which also compares single samples
     )
 
 
