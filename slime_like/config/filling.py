@@ -38,6 +38,11 @@ def gpus_needed(config: RunConfig) -> GpusNeeded:
     return GpusNeeded(config.trainer.parallel.world_size, engines, references)
 
 
+def nodes_needed(config: RunConfig) -> int:
+    """Count the nodes that hold every trainer rank, engine and reference rank."""
+    return -(-gpus_needed(config).total // config.cluster.gpus_per_node)
+
+
 def has_own_engines(config: RunConfig) -> bool:
     """Return whether the run has engines on GPUs that no trainer rank uses."""
     return not (config.supervised or config.debug.load_rollouts) and config.cluster.placement == "separate"

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from slime_like.checks.layout import divisors
 from slime_like.config import RunConfig
-from slime_like.config.filling import gpus_needed
+from slime_like.config.filling import gpus_needed, nodes_needed
 from slime_like.models.dimensions import ModelDimensions
 from slime_like.models.weight_files import header_shapes
 from slime_like.planning.units import memory_text, traffic_text
@@ -19,11 +19,6 @@ _TOKEN_BYTES, _RESPONSE_BYTES = 17, 33
 """Of a token in a pack, and of a token of a response in addition."""
 
 _SHOWN = 5
-
-
-def nodes_needed(config: RunConfig) -> int:
-    """Fewest nodes that hold every trainer rank, engine and reference rank."""
-    return -(-gpus_needed(config).total // config.cluster.gpus_per_node)
 
 
 def planned_nodes(config: RunConfig) -> int:

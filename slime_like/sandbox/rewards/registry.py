@@ -3,13 +3,10 @@
 import inspect
 import re
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from slime_like.plugins.resolve import resolve_callable
 from slime_like.sandbox.rewards.signature import GIVEN, require_options
-
-if TYPE_CHECKING:
-    from slime_like.config.rollout import RewardFunction  # workers import no configuration
 
 RewardCallable = Callable[..., Any]
 """``reward(prompt: str, response: str, answer: str, **options) -> RewardResult``, or one of a whole group, which
@@ -49,17 +46,8 @@ WARMED: Mapping[str, str] = {
 OF_ROWS = frozenset({"gsm8k", "multiple_choice", "json_schema", "code", "reasoning_gym"})
 """Those that need answers of a certain form."""
 
-_ACCEPTING = frozenset({"math_verify", "exact_match", "gsm8k", "multiple_choice"})
-
 _PURE: Mapping[str, str] = {"format": "", "length": "", "exact_match": "", "gsm8k": "1", "multiple_choice": "A"}
 """Those that only look at their arguments, at once and with nothing to import; with an answer that each takes."""
-
-
-def accepts_answers(function: "RewardFunction") -> bool:
-    """Whether a row's bare answer, as the response, is right; not where a pattern or a mark must stand around it."""
-    options = function.options
-    marked = function.name == "gsm8k" and options.get("require_marker", True)
-    return function.name in _ACCEPTING and options.get("pattern") is None and not marked
 
 
 def resolve_reward(name: str) -> RewardCallable:
