@@ -102,7 +102,12 @@ def _compare(cases: list[Case], ours: Path, theirs: Path, steps: int) -> None:
 
 
 def _flags(root: Path, model: Path, steps: int, engine: str) -> list[str]:
-    """Conversations, two rewards and a reference worker: a process of every class."""
+    """Conversations, two rewards and a reference worker: a process of every class.
+
+    The transformers engine takes one request at a time. Otherwise, which turns share a batch depends on timing, and the
+    last digits of a matrix product depend on the batch, so that two undisturbed runs would differ.
+    """
+    one_request_at_a_time = ["--rollout.engine_args", "{transformers: {max_batch_size: 1}}"]
     return [
         "train", "configs/calculator.yaml",
         "--run_dir", str(root / "run"),
@@ -112,6 +117,7 @@ def _flags(root: Path, model: Path, steps: int, engine: str) -> list[str]:
         "--evaluation.every", "0",
         "--steps", str(steps),
         "--rollout.engine", engine,
+        *one_request_at_a_time,
         "--rollout.prompts_per_step", "16",
         "--rollout.samples_per_prompt", "4",
         "--reward.functions",
