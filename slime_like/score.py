@@ -64,7 +64,7 @@ def score(config: RunConfig, source: Path, output: Path, weights: Path | None, t
             stack.enter_context(Cluster(config.cluster, run_dir / "worker_logs", ranks, note=progress.note))
             trainers = stack.enter_context(trainers_alone(config))
         with progress.waiting("trainer ranks", ranks) as waiting:
-            trainers.setup_for_scoring(weights, waiting.left)
+            trainers.setup(waiting.left, only_scores=True, checkpoint=weights)
         out = stack.enter_context(whole_file(output))
         return _run(config, trainers, rows, num_rows, out, progress)
 
@@ -76,7 +76,7 @@ def _run(
     done = tokens = responses = 0
     total_logprob = 0.0
     for window in windows(rows, window_tokens(config.trainer)):
-        scores = score_sequences(trainers.training, [row.sequence for row in window], config.trainer)
+        scores = score_sequences(trainers.ranks, [row.sequence for row in window], config.trainer)
         for row, scored in zip(window, scores, strict=True):
             out.write(output_line(row.id, scored))
             total_logprob += float(scored.logprobs.double().sum())

@@ -152,8 +152,8 @@ def _open_rl(base: _Base) -> Run:
     _require_usable(config, on_cuda=placement.device == "GPU", hosts=placement.num_nodes)
     placed.launch_trainers()
     engines, rewards, pool, devices = start_engines(config, stack, placement, trainers, progress)
-    export, texts = trainers.export, prompts.longest(2)
-    sync = WeightSync(config, export, engines.supervisor, placement, devices, placed.run_name, texts)
+    texts = prompts.longest(2)
+    sync = WeightSync(config, trainers.ranks, engines.supervisor, placement, devices, placed.run_name, texts)
     with progress.waiting("connecting trainers and engines"):
         sync.connect()
     scorer = Scorer(config, rewards, base.tokenizer)
@@ -265,7 +265,7 @@ class _Placed:
         """Build the opened run with its initial state. The trainers must be set up."""
         self.checkpoints.also_link(reference.files, REFERENCE)
         base, pad = self.base, self.base.tokenizer.pad_token_id
-        replicas = self.trainers.training.data_parallel_size
+        replicas = self.trainers.ranks.num_replicas
         run = Run(
             config=base.config,
             finished_steps=base.checkpoint.step if base.checkpoint is not None else 0,

@@ -18,7 +18,8 @@ from slime_like.orchestration.run.rollout_side import RolloutFigures
 from slime_like.orchestration.run.run import Run
 from slime_like.orchestration.run.scoring_failures import ScoringFailures
 from slime_like.orchestration.run.step import TrainedStep
-from slime_like.orchestration.trainer.group_training import GroupTraining
+from slime_like.orchestration.trainer.calls import RankCalls
+from slime_like.orchestration.trainer.scoring import frozen_logprobs
 from slime_like.trajectory import GRPOStats, ScoredTrajectory
 
 # Reading memory from every rank costs a round trip, and peaks rarely change.
@@ -141,8 +142,8 @@ class ResponseRecorder(StepRecorder):
         run, trajectories, debug = self._run, trained.trajectories, self._run.config.debug
         is_due = step % debug.tables_every == 0 or step in (1, run.config.steps)
         if debug.samples_per_step > 0 and is_due:
-            training, limit = run.trainers.training, debug.samples_per_step
-            tables = debug_tables(step, trajectories, training, trained.updates[-1], run.decode, limit)
+            ranks, limit = run.trainers.ranks, debug.samples_per_step
+            tables = debug_tables(step, trajectories, ranks, trained.updates[-1], run.decode, limit)
             for name, rows in tables.items():
                 run.metrics.log_table(step, name, rows)
         has_gradient = any(bool(trajectory.advantages.any()) for trajectory in trajectories)
@@ -170,7 +171,7 @@ def step_recorder(run: Run) -> StepRecorder:
 def debug_tables(
     step: int,
     trajectories: Sequence[ScoredTrajectory],
-    trainers: GroupTraining,
+    ranks: RankCalls,
     stats: GRPOStats,
     decode: Decode,
     limit: int,
@@ -180,7 +181,7 @@ def debug_tables(
     Policy and reference logprobs are frozen at the step's start.
     """
     chosen = [row for rollout in _spread_over_prompts(trajectories)[:limit] for row in rollout.rows]
-    logprobs = trainers.response_logprobs([trajectory.sequence_id for trajectory in chosen])
+    logprobs = frozen_logprobs(ranks, [trajectory.sequence_id for trajectory in chosen])
     samples = [replace(trajectory, ref_logprobs=logprobs[trajectory.sequence_id].reference) for trajectory in chosen]
     pi = [logprobs[sample.sequence_id].policy.numpy() for sample in samples]
     tables = {

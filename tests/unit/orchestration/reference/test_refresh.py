@@ -11,11 +11,11 @@ from slime_like.orchestration.rollout.reference_pool import ReferencePool
 from slime_like.orchestration.trainer.checkpoint import Checkpoint
 from slime_like.orchestration.trainer.checkpoints import CheckpointStore
 from slime_like.orchestration.trainer.group import TrainerGroup
-from tests.support.pending import OneBackend
+from tests.support.pending import OneRank
 from tests.support.rejections import Rejects
 
 
-class Trainers(OneBackend):
+class Trainers(OneRank):
     """The policy is a number; weights on disk are a file with it."""
 
     def __init__(self) -> None:

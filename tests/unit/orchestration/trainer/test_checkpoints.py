@@ -16,11 +16,11 @@ from slime_like.errors import CheckpointError
 from slime_like.orchestration.trainer.checkpoint import Checkpoint, write_state
 from slime_like.orchestration.trainer.checkpoints import CheckpointStore, newest_whole
 from slime_like.orchestration.trainer.group import TrainerGroup
-from tests.support.pending import OneBackend
+from tests.support.pending import OneRank
 from tests.support.rejections import Rejects
 
 
-class Trainers(OneBackend):
+class Trainers(OneRank):
     """Finishes writing when the test says so; ``failure`` is the background's error."""
 
     def __init__(self) -> None:

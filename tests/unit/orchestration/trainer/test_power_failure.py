@@ -19,7 +19,7 @@ from slime_like.errors import CheckpointError
 from slime_like.orchestration.trainer.checkpoint import Checkpoint
 from slime_like.orchestration.trainer.checkpoints import CheckpointStore, newest_whole
 from slime_like.orchestration.trainer.group import TrainerGroup
-from tests.support.pending import OneBackend
+from tests.support.pending import OneRank
 
 
 class PowerFailure(BaseException):
@@ -175,7 +175,7 @@ class Disk:
                 self._keep(entry, was / name, place / name)
 
 
-class Trainers(OneBackend):
+class Trainers(OneRank):
     """Writes the save's number, and as many bytes again in another directory."""
 
     number = 0

@@ -15,22 +15,30 @@ from slime_like.config import TrainerConfig
 from slime_like.errors import ConfigError, DataError, TrainerError
 from slime_like.interfaces import ScoredLogprobs
 from slime_like.orchestration.trainer.alone import run_directory
+from slime_like.orchestration.trainer.rank_training import RankTraining
 from slime_like.orchestration.trainer.scoring import score_sequences, window_tokens
 from slime_like.trajectory import PackedTrajectory, UnscoredTrajectory
+from tests.support.pending import Later
 from tests.support.rejections import Rejects
+
+Scores = list[list[ScoredLogprobs]]
 
 
 class TokenScorer:
-    """The logprob of a token is minus its id, its entropy the length of its sequence's prompt."""
+    """Ranks for which a token's logprob is minus its id, and its entropy is the length of its sequence's prompt."""
 
     def __init__(self, replicas: int) -> None:
-        self.data_parallel_size = replicas
+        self.num_replicas = replicas
 
-    def score(self, replicas: Sequence[list[PackedTrajectory]], weights: Any = "policy") -> list[list[ScoredLogprobs]]:
-        self.seen, self.weights = list(replicas), weights
-        return [[self._scored(pack) for pack in packs] for packs in replicas]
+    def scatter(self, phase: str, method: Any, replicas: Sequence[list[PackedTrajectory]]) -> Later[Scores]:
+        assert phase and method is RankTraining.score
+        self.seen = list(replicas)
+        return Later(lambda: [[self.scored(pack) for pack in packs] for packs in replicas])
 
-    def _scored(self, pack: PackedTrajectory) -> ScoredLogprobs:
+    def by_replica(self, answers: Scores) -> Scores:
+        return answers
+
+    def scored(self, pack: PackedTrajectory) -> ScoredLogprobs:
         prompts = pack.prompt_lens.repeat_interleave(pack.response_lens)
         return ScoredLogprobs(-response_tokens(pack).float(), prompts.float())
 
@@ -51,11 +59,10 @@ def test_scores_belong_to_their_sequences(replicas: int) -> None:
     sequences = [sequence(index, *pair) for index, pair in enumerate(lengths)]
     scorer = TokenScorer(replicas)
     assert score_sequences(scorer, [], trainer()) == []
-    scores = score_sequences(scorer, sequences, trainer(data=replicas), "reference")
+    scores = score_sequences(scorer, sequences, trainer(data=replicas))
     for sent, score in zip(sequences, scores, strict=True):
         assert torch.equal(score.logprobs, -sent.response_tokens.float())
         assert score.entropy.tolist() == [sent.prompt_len] * sent.response_len
-    assert scorer.weights == "reference"
     assert len({len(packs) for packs in scorer.seen}) == 1 and len(scorer.seen) == replicas
     assert all(pack.packed_seq_len <= 16 for packs in scorer.seen for pack in packs)
 
@@ -71,10 +78,10 @@ def test_a_sequence_over_the_budget_is_named(rejects: Rejects) -> None:
 @pytest.mark.parametrize("value", [torch.nan, -torch.inf])
 def test_a_value_that_is_not_finite_is_refused(value: float, rejects: Rejects) -> None:
     class Broken(TokenScorer):
-        def score(self, replicas: Any, weights: Any = "policy") -> list[list[ScoredLogprobs]]:
-            answers = super().score(replicas)
-            answers[0][0].logprobs[-1] = value
-            return answers
+        def scored(self, pack: PackedTrajectory) -> ScoredLogprobs:
+            answer = super().scored(pack)
+            answer.logprobs[-1] = value
+            return answer
 
     with rejects(TrainerError, "not-finite"):
         score_sequences(Broken(1), [sequence(0, 4, 5)], trainer())
