@@ -20,7 +20,7 @@ from slime_like.orchestration.cluster.ray_calls import Liveness, gather, wait_fo
 from slime_like.orchestration.trainer.calls import RankCalls
 from slime_like.orchestration.trainer.rank import TrainerRank
 
-_SEE_FILE_S = 10.0
+_SEE_FILE_S = _SHUTDOWN_S = 10.0
 
 
 class TrainerGroup:
@@ -114,14 +114,13 @@ class TrainerGroup:
         witness = self._config.run_dir / f".seen-{uuid.uuid4().hex}"
         witness.touch()
         try:
-            asked = self.ranks.start("looking for run_dir", TrainerRank.sees, witness, _SEE_FILE_S)
-            answers = asked.result(timeout_s)
+            answers = self.ranks.start("looking for run_dir", TrainerRank.sees, witness, _SEE_FILE_S).result(timeout_s)
         finally:
             witness.unlink(missing_ok=True)
         blind = sorted({address for seen, address in answers if not seen})
         if blind:
             raise TrainerError(
-                f"run_dir={self._config.run_dir} of this node is not seen on {', '.join(blind)}",
+                f"run_dir={self._config.run_dir}: the directory of this node does not exist on {', '.join(blind)}",
                 code="run-dir-not-shared",
                 remedy="put it on a file system that all nodes share",
             )
@@ -149,10 +148,9 @@ class TrainerGroup:
         peaks = self.ranks.call("reporting memory", TrainerRank.peak_memory_bytes)
         return {kind: max(peak[kind] for peak in peaks) for kind in peaks[0]}
 
-    def shutdown(self, timeout_s: float = 10.0) -> None:
+    def shutdown(self) -> None:
         """Leave the process groups and end the actors. Unresponsive actors are killed."""
-        references = [actor.shutdown.remote() for actor in self._actors]
-        wait_for_end(references, timeout_s)
+        wait_for_end([actor.shutdown.remote() for actor in self._actors], _SHUTDOWN_S)
         for actor in self._actors:
             ray.kill(actor)
         self._actors = []

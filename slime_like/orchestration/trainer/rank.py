@@ -34,7 +34,7 @@ class TrainerRank:
         use_log(role)
         self._config = config
         self._parts: dict[str, Any] = {TrainerRank.__name__: self}
-        self._save: PendingSave | None = None
+        self._save: PendingSave
 
     def call(self, method: str, *arguments: Any, **options: Any) -> Any:
         """Call ``method`` of this rank or one of its parts, given as "Class.method"."""
@@ -54,7 +54,7 @@ class TrainerRank:
             raise TrainerError(
                 f"trainer.rendezvous_port={port} is taken on {host}",
                 code="port-taken",
-                remedy="give another one, or none to have a free one chosen",
+                remedy="set another port, or unset it to have a free one chosen",
             )
         return host, port or _free_port(host)
 
@@ -83,19 +83,16 @@ class TrainerRank:
 
     # --------------------------------------------------------------------------------------------------------- save
     def start_save(self, directory: Path) -> None:
-        """Start a save that runs while training continues; see ``TrainerBackend.start_save``."""
+        """See ``TrainerBackend.start_save``."""
         self._save = self._parts[TrainerBackend.__name__].start_save(directory)
 
     def is_save_written(self) -> bool:
         """Return whether this rank has written its part of the started save."""
-        assert self._save is not None
         return self._save.is_written()
 
     def finish_save(self) -> None:
         """Wait for every rank's part of the started save, and complete it."""
-        assert self._save is not None
         self._save.finish()
-        self._save = None
 
     # ---------------------------------------------------------------------------------------------------------- end
     def peak_memory_bytes(self) -> dict[str, int]:

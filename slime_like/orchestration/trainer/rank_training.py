@@ -30,9 +30,9 @@ class FrozenLogprobs:
     def required_reference(self) -> Tensor:
         if self.reference is None:
             raise TrainerError(
-                "a sequence has no reference logprobs",
+                "the KL penalty needs reference logprobs, and a sequence has none",
                 code="no-reference-logprobs",
-                remedy="score the batch with the reference first",
+                remedy="train on rollouts that were saved with them, or set reference.placement: trainer",
             )
         return self.reference
 
