@@ -54,7 +54,7 @@ def score(config: RunConfig, source: Path, output: Path, weights: Path | None, t
     rows = TokenRows(source, ModelDimensions.from_checkpoint(config.model.path), config.trainer)
     num_rows = rows.count()
     if not num_rows:
-        raise DataError("holds no row", code="empty-input", who=str(source), remedy="give at least one")
+        raise DataError("contains no rows", code="empty-input", who=str(source), remedy="add at least one")
     with ExitStack() as stack:
         run_dir = stack.enter_context(run_directory(config.run_dir, temporary))
         progress = stack.enter_context(Progress(config.logging.progress, num_rows, unit="sequence"))
@@ -86,9 +86,9 @@ def _run(
         progress.update(done, {SCORING_SPEED: tokens / (time.monotonic() - started)})
     if done != num_rows:
         raise DataError(
-            f"the input had {counted(num_rows, 'row')} when it was checked and {done} now",
+            f"the input had {counted(num_rows, 'row')} when it was checked and {done} when it was scored",
             code="input-changed",
-            remedy="leave it alone meanwhile",
+            remedy="do not change the file during the run",
         )
     return ScoreSummary(done, tokens, total_logprob / responses, time.monotonic() - started)
 

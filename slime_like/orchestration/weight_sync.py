@@ -231,8 +231,8 @@ def compare_checksums(sent: dict[str, int], receipt: UpdateReceipt, engine: int)
     for what, names in (("did not arrive", missing), ("was never sent", unexpected), ("arrived changed", changed)):
         if names:
             raise WeightSyncError(
-                f"{names[0]} {what} ({counted(len(names), 'tensor')} in all); the engine is stopped rather than "
-                "served with mixed weights",
+                f"{names[0]} {what} ({counted(len(names), 'tensor')} in all), so the engine has mixed weights and is "
+                "not used",
                 code="tensors-differ",
                 who=f"weight sync to version {receipt.version}, engine {engine}",
             )

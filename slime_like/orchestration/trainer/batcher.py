@@ -112,7 +112,7 @@ class ExperienceBatcher:
                 f"no token of {counted(len(counts), 'sample')} carries loss",
                 code="no-loss-tokens",
                 who="optimizer step",
-                remedy="see that answers are not empty, and that agents call the model",
+                remedy="check that answers are not empty and that agents call the model",
             )
         return step_denominator(self._config.algorithm.reduction, counts, groups, rollouts)
 
@@ -236,8 +236,8 @@ def require_token_ratios(config: RunConfig) -> None:
     problems, name = list(config.algorithm.row_conflicts()), config.algorithm.loss
     if ":" in name and _may_be_per_sequence(name):
         problems.append(
-            f"algorithm.loss={name} may need all tokens of a sequence at once, but rollouts of several rows are "
-            "trained row by row; set per_sequence = False in its class if it is computed per token"
+            f"algorithm.loss={name}: the loss may need all tokens of a sequence together, but rollouts with several "
+            "rows are trained row by row; set per_sequence = False in its class if it is computed per token"
         )
     if problems:
         raise ConfigError(problems, code="several-rows")
@@ -267,7 +267,7 @@ def split_by_group(trajectories: Sequence[ScoredTrajectory], parts: int) -> list
         raise DataError(
             f"{counted(len(groups), 'group')} cannot be split into algorithm.minibatches={parts}",
             code="too-few-groups",
-            remedy="lower it",
+            remedy="lower algorithm.minibatches",
         )
     bounds = [len(groups) * part // parts for part in range(parts + 1)]
     return [[trajectory for group in groups[start:end] for trajectory in group] for start, end in pairwise(bounds)]
