@@ -1,4 +1,4 @@
-"""References of other sizes, planned whole."""
+"""Plans of runs with references of other sizes."""
 
 import pytest
 
@@ -7,10 +7,9 @@ from tests.unit.planning.test_references import REFUSED, planned
 
 
 def test_a_larger_reference_is_planned_with_its_own_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its GPUs hold its weights, however small the policy is."""
     flags = ["--reference.path", str(MODELS / "Qwen3-4B"), "--reference.parallel.tensor", "4"]
     plan = planned(monkeypatch, *flags, "--cluster.nodes", "2", "--algorithm.minibatches", "1")
-    assert plan.problems == [] and plan.gpus_in_use == 16  # a policy that fills what references leave
+    assert plan.problems == [] and plan.gpus_in_use == 16  # the policy takes the rest
     (kind,) = plan.references
     assert kind.estimate.memory.parameters * 4 == pytest.approx(PUBLISHED["Qwen3-4B"], rel=0.01)
     assert kind.phases[0] in plan.phases and kind.phases[0].items[0].nbytes == 2 * kind.estimate.memory.parameters
@@ -31,10 +30,7 @@ def test_a_larger_reference_is_planned_with_its_own_sizes(monkeypatch: pytest.Mo
         ),
     ],
 )
-def test_what_is_wrong_with_them_is_a_problem(
-    flags: list[str], words: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """On a machine that is not one of the cluster's, too."""
+def test_a_wrong_reference_is_a_problem(flags: list[str], words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     plan = planned(monkeypatch, "--cluster.nodes", "2", *flags)
     for word in words:
         assert [problem for problem in plan.problems if word in problem], plan.problems

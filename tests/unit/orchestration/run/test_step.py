@@ -1,4 +1,4 @@
-"""What a step's record says aloud, with stand-ins for everything that a run holds open; which steps are milestones."""
+"""Warnings of a step's record, and steps that are milestones."""
 
 from pathlib import Path
 from types import SimpleNamespace

@@ -1,7 +1,4 @@
-"""Scores come back in the order of the sequences, whatever packs and replicas they went through.
-
-A command that scores has a temporary directory: removed after success and rejection, kept for the logs of a failure.
-"""
+"""Scores of sequences that went through packs and replicas, and the temporary directory of a command that scores."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -54,7 +51,7 @@ def trainer(budget: int = 16, **parallel: int) -> TrainerConfig:
 
 @pytest.mark.parametrize("replicas", [1, 2, 3, 12])
 def test_scores_belong_to_their_sequences(replicas: int) -> None:
-    """Also with fewer sequences than replicas: every replica runs the same number of packs, within the budget."""
+    """Every replica runs the same number of packs, even with fewer sequences than replicas."""
     lengths = [(3, 9), (1, 1), (10, 6), (2, 5), (4, 4), (1, 15), (7, 2)]
     sequences = [sequence(index, *pair) for index, pair in enumerate(lengths)]
     scorer = TokenScorer(replicas)
@@ -67,8 +64,8 @@ def test_scores_belong_to_their_sequences(replicas: int) -> None:
     assert all(pack.packed_seq_len <= 16 for packs in scorer.seen for pack in packs)
 
 
-def test_a_sequence_over_the_budget_is_named(rejects: Rejects) -> None:
-    """Padded for context parallelism, nine tokens take sixteen."""
+def test_a_sequence_over_the_budget_is_rejected(rejects: Rejects) -> None:
+    """With padding for context parallelism, nine tokens take sixteen."""
     scorer = TokenScorer(1)
     assert len(score_sequences(scorer, [sequence(0, 4, 5)], trainer(16, context=4))) == 1
     with rejects(DataError, "over-token-budget"):
@@ -76,7 +73,7 @@ def test_a_sequence_over_the_budget_is_named(rejects: Rejects) -> None:
 
 
 @pytest.mark.parametrize("value", [torch.nan, -torch.inf])
-def test_a_value_that_is_not_finite_is_refused(value: float, rejects: Rejects) -> None:
+def test_a_value_that_is_not_finite_is_rejected(value: float, rejects: Rejects) -> None:
     class Broken(TokenScorer):
         def scored(self, pack: PackedTrajectory) -> ScoredLogprobs:
             answer = super().scored(pack)
@@ -103,10 +100,10 @@ def test_a_temporary_directory_stays_only_for_a_failure(tmp_path: Path) -> None:
     with pytest.raises(TrainerError) as failed, run_directory(path, temporary=True):
         raise TrainerError("rank 1 died")
     assert path.is_dir() and [str(path) in note for note in failed.value.__notes__] == [True]
-    with pytest.raises(FileExistsError), run_directory(path, temporary=True):  # never another one's
+    with pytest.raises(FileExistsError), run_directory(path, temporary=True):  # another command's directory
         pass
     assert path.is_dir()
-    with pytest.raises(TrainerError) as failed, run_directory(path, temporary=False):  # the user's stays
+    with pytest.raises(TrainerError) as failed, run_directory(path, temporary=False):  # the user's directory stays
         raise TrainerError("rank 1 died")
     assert not hasattr(failed.value, "__notes__")
     assert path.is_dir()
