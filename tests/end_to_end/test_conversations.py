@@ -13,6 +13,7 @@ from slime_like.data.dump import dump_path, load_trajectories
 from slime_like.data.ledger import audit_run
 from slime_like.examples.calculator_data import make_calculator_data
 from slime_like.examples.tiny_model import make_tiny_model
+from tests.end_to_end.test_train import metrics_of, steps_of
 from tests.support.interpreter import make_interpreter
 from tests.support.processes import Command, succeed
 
@@ -82,14 +83,13 @@ def test_the_reward_of_conversations_rises(imitator: Path, tmp_path: Path) -> No
     assert "engine 0 (transformers) was restarted" in finished.stderr
     audit = audit_run(run_dir)
     assert audit.holds and audit.trained == 9 * 16, audit.problems
-    rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
-    steps = [row for row in rows if "train_actor_training/loss" in row]
+    steps = steps_of(run_dir)
     rewards = [row["ref_actor_rewards/rewards_func_math_verify_mean"] for row in steps]
     assert sum(rewards[-3:]) / 3 > sum(rewards[:3]) / 3 + 0.15, rewards
     # The calculator judges nearly like math-verify, which accepts more answers, such as "1776]".
     means = [row["ref_actor_rewards/rewards_func_environment_mean"] for row in steps]
     assert rewards == pytest.approx(means, abs=0.05)
-    accuracies = [row["evaluation/accuracy"] for row in rows if "evaluation/accuracy" in row]
+    accuracies = [row["evaluation/accuracy"] for row in metrics_of(run_dir) if "evaluation/accuracy" in row]
     assert accuracies[-1] > accuracies[0]
     # Metrics exclude observations: their logprob of 0 would be a gap of several nats.
     assert all(row["train_actor_training/engine_gap_max"] < 1e-4 for row in steps if not row["rollout/staleness_max"])
@@ -121,8 +121,7 @@ def test_an_agent_trains_like_the_environment_that_it_imitates(
         ]  # fmt: skip
         succeed([*flags, *more, *sampling], tmp_path / f"{recipe}-log")
         kept[recipe] = [row for step in (1, 2) for row in load_trajectories(dump_path(dump, step))]
-        rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
-        metrics[recipe] = [row for row in rows if "train_actor_training/loss" in row]
+        metrics[recipe] = steps_of(run_dir)
     assert len(kept["calculator"]) == 2 * 8 * 8
     for one, other in zip(kept["calculator"], kept["calculator_agent"], strict=True):
         assert (one.sequence_id, one.rollout_id) == (other.sequence_id, other.rollout_id)
@@ -162,8 +161,7 @@ def test_an_unmodified_harness_trains(imitator: Path, tmp_path: Path, engine: st
         "--logging.tensorboard", "false",
     ]  # fmt: skip
     succeed(flags, tmp_path / "log")
-    rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
-    steps = [row for row in rows if "train_actor_training/loss" in row]
+    steps = steps_of(run_dir)
     assert [row["rollout/rows_mean"] for row in steps] == [2.0, 2.0]
     assert all(row["train_actor_training/engine_gap_max"] < 1e-4 for row in steps)
     assert any(row["train_actor_training/grad_norm"] > 0 for row in steps)

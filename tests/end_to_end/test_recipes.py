@@ -105,8 +105,7 @@ def test_command_writes_what_it_prints(tmp_path: Path, capsys: Capture) -> None:
     assert training["total"] == sum(item["nbytes"] for item in training["items"])
     assert written["workload"]["mean_response"] == 500
     step = written["step"]
-    shown = [seconds_text(step[name]) for name in ("generation", "training", "sync", "total")]
-    assert all(time in words for time in shown) and not any(time.startswith("0") for time in shown)
+    assert all(seconds_text(step[name]) in words for name in ("generation", "training", "sync", "total"))
 
 
 def test_host_memory_is_checked_if_it_is_given(small: list[str], tmp_path: Path, capsys: Capture) -> None:
@@ -133,10 +132,7 @@ def test_code_on_other_machines_is_only_a_note(small: list[str], capsys: Capture
         (["--cluster.gpu_memory_gib", "5"], ["training", "more than the GPU's 5.00 GiB"]),
         (["--cluster.nodes", "1", "--trainer.parallel.data", "16"], ["use 2 nodes"]),
         (["--rollout.max_new_tokens", "32000"], ["max_position_embeddings", "target_tokens_per_batch"]),
-        (
-            ["--cluster.host_memory_gib", "0.25"],
-            ["cluster.host_memory_gib=0.25; most of it is checkpoint save", "docs/tuning.md"],
-        ),
+        (["--cluster.host_memory_gib", "0.25"], ["cluster.host_memory_gib=0.25"]),
         (["--preflight"], ["data.train=", "no *.safetensors file"]),
     ],
 )

@@ -38,12 +38,6 @@ class Game:
     def step(self, state, response):
         return Step(state + 1, "again", reward=0.5) if state == 0 else {}["no such move"]
 """
-ADVANTAGE = """
-import torch
-
-def flat(rewards, groups):
-    raise RuntimeError("no advantage")
-"""
 STAGES = ["settings", "first steps", "resume", "metrics", "scoring", "ledger", "export"]
 
 
@@ -107,10 +101,6 @@ def test_settings_are_checked_at_their_real_size(recipe: Recipe, capsys: pytest.
 FAULTS: dict[str, tuple[Callable[[Recipe], object], dict[str, str]]] = {
     "data that change before the resume": (lambda r: r.judge(appends=6), {"resume": "data-changed"}),
     "an environment that raises in its second turn": (lambda r: r.play(), {"scoring": "failed"}),
-    "an advantage that raises": (
-        lambda r: r.flags.extend(["--algorithm.advantage", f"{r.code(ADVANTAGE)}:flat"]),
-        {"first steps": "estimator-failed"},
-    ),
     "nothing": (lambda r: None, {}),
 }
 

@@ -198,13 +198,8 @@ class _Base:
             cluster = stack.enter_context(Cluster(config.cluster, logs, slots, bucket_directories, progress.note))
             placement = stack.enter_context(Placement(config))
         trainers = TrainerGroup(config, placement)
-        checkpoints = CheckpointStore(
-            config.run_dir,
-            config.checkpoint.keep,
-            trainers,
-            progress.note,
-            resumed=None if self.checkpoint is None else finished,
-        )
+        resumed = None if self.checkpoint is None else finished
+        checkpoints = CheckpointStore(config.run_dir, config.checkpoint.keep, trainers, progress.note, resumed)
         return _Placed(self, metrics, progress, placement, cluster.run_name, trainers, checkpoints)
 
 
@@ -229,14 +224,14 @@ class _Placed:
     def run(self, rollout: RolloutSide, devices: Turns, reference: Reference) -> Run:
         """Build the opened run with its initial state. The trainers must be set up."""
         self.checkpoints.also_link(reference.files, REFERENCE)
-        base, pad = self.base, self.base.tokenizer.pad_token_id
-        replicas = self.trainers.ranks.num_replicas
+        base, config = self.base, self.base.config
+        pad_id = base.tokenizer.pad_token_id or 0
         run = Run(
-            config=base.config,
+            config=config,
             finished_steps=base.checkpoint.step if base.checkpoint is not None else 0,
             decode=base.tokenizer.decode,
             rollout=rollout,
-            batcher=ExperienceBatcher(base.config, replicas, pad if pad is not None else 0),
+            batcher=ExperienceBatcher(config, self.trainers.ranks.num_replicas, pad_id),
             trainers=self.trainers,
             devices=devices,
             reference=reference,
@@ -244,16 +239,12 @@ class _Placed:
             metrics=self.metrics,
             progress=self.progress,
         )
-        if base.checkpoint is not None:
-            _restore(run, base.checkpoint)
+        if (checkpoint := base.checkpoint) is not None:
+            rollout.restore(checkpoint)
+            with self.progress.waiting("loading the checkpoint"):
+                self.trainers.ranks.call("loading a checkpoint", TrainerBackend.load, checkpoint.trainer)
+                reference.restore(checkpoint)
+            self.progress.note(f"resumed from {checkpoint.path} after step {checkpoint.step}")
+            if changed := record_settings(config, checkpoint):
+                self.progress.note(f"settings changed since the earlier start: {'; '.join(changed)}")
         return run
-
-
-def _restore(run: Run, checkpoint: Checkpoint) -> None:
-    run.rollout.restore(checkpoint)
-    with run.progress.waiting("loading the checkpoint"):
-        run.trainers.ranks.call("loading a checkpoint", TrainerBackend.load, checkpoint.trainer)
-        run.reference.restore(checkpoint)
-    run.progress.note(f"resumed from {checkpoint.path} after step {checkpoint.step}")
-    if changed := record_settings(run.config, checkpoint):
-        run.progress.note(f"settings changed since the earlier start: {'; '.join(changed)}")

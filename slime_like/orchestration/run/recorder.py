@@ -3,13 +3,11 @@
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from slime_like.data.dump import dump_path, save_trajectories
-from slime_like.observability.curve import plot_reward_curve
 from slime_like.observability.names import step_metrics
 from slime_like.observability.phases import PhaseTimes
 from slime_like.observability.records import RewardRecord, RolloutRecord, StepRecord
@@ -102,10 +100,6 @@ class StepRecorder:
     def finish(self) -> None:
         """Write warnings about the whole run. Runs after the last step."""
 
-    def draw(self, metrics: Path, run_dir: Path) -> dict[str, Path]:
-        """Draw the curves of a finished run, and return their files by name."""
-        return {}
-
 
 class ResponseRecorder(StepRecorder):
     """Recorder of training steps on sampled and rewarded responses."""
@@ -158,11 +152,6 @@ class ResponseRecorder(StepRecorder):
 
     def finish(self) -> None:
         self.note(self._failures.at_end())
-
-    def draw(self, metrics: Path, run_dir: Path) -> dict[str, Path]:
-        curve = run_dir / "reward_curve.png"
-        plot_reward_curve(metrics, curve)
-        return {"reward curve": curve}
 
 
 class ScoringFailures:

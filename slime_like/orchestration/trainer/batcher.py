@@ -15,7 +15,6 @@ from slime_like.algorithms.packing.partition import (
     partition_full_batches,
     training_flops,
 )
-from slime_like.algorithms.packing.prefixes import Sharing
 from slime_like.algorithms.reduction import step_denominator, token_weights
 from slime_like.config import RunConfig, TrainerConfig
 from slime_like.data.token_budget import TokenBudget
@@ -159,7 +158,8 @@ class ExperienceBatcher:
     def _pack(self, sequences: Sequence[ScoredTrajectory]) -> PackedTrajectory:
         """Pack sequences sorted by length. CPU attention processes neighbors of equal length together, in place."""
         ordered = sorted(sequences, key=lambda each: each.total_len)
-        return pack_sequences(ordered, pad_token_id=self._pad_token_id, sharing=sharing_of(self._config.trainer))
+        sharing = self._config.trainer.share_prefixes or None
+        return pack_sequences(ordered, pad_token_id=self._pad_token_id, sharing=sharing)
 
     def _bundles(self, sequences: Sequence[ScoredTrajectory]) -> list[Bundle]:
         return bundles_of(sequences, self._config.trainer)
@@ -273,11 +273,6 @@ def split_by_group(trajectories: Sequence[ScoredTrajectory], parts: int) -> list
     return [[trajectory for group in groups[start:end] for trajectory in group] for start, end in pairwise(bounds)]
 
 
-def sharing_of(trainer: TrainerConfig) -> Sharing | None:
-    """Return which prefixes are computed only once."""
-    return trainer.share_prefixes or None
-
-
 def bundles_of(sequences: Sequence[Trajectory], trainer: TrainerConfig) -> list[Bundle]:
     """Bundle the sequences that go into one micro-batch because they share prefixes, as far as the budget allows.
 
@@ -285,7 +280,7 @@ def bundles_of(sequences: Sequence[Trajectory], trainer: TrainerConfig) -> list[
         DataError: a sequence does not fit a micro-batch.
     """
     padded = TokenBudget(trainer).padded_lengths(sequences)
-    sharing = sharing_of(trainer)
+    sharing = trainer.share_prefixes or None
     lengths = padded if sharing is None else [sequence.total_len for sequence in sequences]
     return bundles(sequences, lengths, sharing, trainer.target_tokens_per_batch)
 

@@ -8,12 +8,7 @@ from slime_like.algorithms.packing.pack import pack_sequences, unpack_response_l
 from slime_like.config import TrainerConfig
 from slime_like.errors import TrainerError
 from slime_like.interfaces import ScoredLogprobs
-from slime_like.orchestration.trainer.batcher import (
-    bundles_of,
-    fill_to_equal_counts,
-    partition_over_replicas,
-    sharing_of,
-)
+from slime_like.orchestration.trainer.batcher import bundles_of, fill_to_equal_counts, partition_over_replicas
 from slime_like.orchestration.trainer.calls import RankCalls
 from slime_like.orchestration.trainer.rank_training import FrozenLogprobs, RankTraining
 from slime_like.trajectory import Trajectory
@@ -53,7 +48,7 @@ def score_sequences(ranks: RankCalls, sequences: Sequence[Trajectory], trainer: 
     """
     if not sequences:
         return []
-    budget, sharing = trainer.target_tokens_per_batch, sharing_of(trainer)
+    budget, sharing = trainer.target_tokens_per_batch, trainer.share_prefixes or None
     partition = partition_over_replicas(bundles_of(sequences, trainer), budget, ranks.num_replicas, list)
     packs = [
         [pack_sequences([sequences[i] for i in members], sharing=sharing) for members in replica]

@@ -69,16 +69,6 @@ def test_every_sequence_is_trained_once_and_counts_are_equal(replicas: int, mini
     assert all(pack.packed_seq_len <= 64 for pack in packs)
 
 
-@pytest.mark.parametrize(
-    ("reduction", "expected"),
-    [("tokens", sum(t.response_len for t in batch_of(4, 3))), ("samples", 12), ("groups", 4)],
-)
-def test_the_denominator_covers_the_whole_optimizer_step(reduction: str, expected: float) -> None:
-    settings = config(algorithm={"reduction": reduction}, trainer={"target_tokens_per_batch": 32})
-    batch = ExperienceBatcher(settings, 2, pad_token_id=0).batch(batch_of(4, 3))
-    assert batch.denominators == [pytest.approx(expected)]
-
-
 def test_minibatches_hold_whole_groups(rejects: Rejects) -> None:
     parts = split_by_group(batch_of(7, 3), 3)
     groups = [{t.group_id for t in part} for part in parts]
