@@ -146,8 +146,8 @@ class ResponseRecorder(StepRecorder):
         self._flat_steps = 0 if has_gradient else self._flat_steps + 1
         if self._flat_steps == _WARN_AFTER:
             self.note(
-                f"steps {step - _WARN_AFTER + 1} to {step}: all responses to a prompt got the same reward, so there "
-                "was no policy gradient; use prompts that are sometimes solved, or more samples per prompt"
+                f"steps {step - _WARN_AFTER + 1} to {step}: for every prompt, all responses got the same reward, so "
+                "there was no policy gradient; use prompts that are sometimes solved, or more samples per prompt"
             )
 
     def finish(self) -> None:
