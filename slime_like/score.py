@@ -54,7 +54,7 @@ def score(config: RunConfig, source: Path, output: Path, weights: Path | None, t
     rows = TokenRows(source, ModelDimensions.from_checkpoint(config.model.path), config.trainer)
     num_rows = rows.count()
     if not num_rows:
-        raise DataError("holds no row", code="empty-input", who=str(source), remedy="give at least one")
+        raise DataError("contains no rows", code="empty-input", who=str(source), remedy="add at least one")
     with ExitStack() as stack:
         run_dir = stack.enter_context(run_directory(config.run_dir, temporary))
         progress = stack.enter_context(Progress(config.logging.progress, num_rows, unit="sequence"))
@@ -64,7 +64,7 @@ def score(config: RunConfig, source: Path, output: Path, weights: Path | None, t
             stack.enter_context(Cluster(config.cluster, run_dir / "worker_logs", ranks, note=progress.note))
             trainers = stack.enter_context(trainers_alone(config))
         with progress.waiting("trainer ranks", ranks) as waiting:
-            trainers.setup_for_scoring(weights, waiting.left)
+            trainers.setup(waiting.left, only_scores=True, checkpoint=weights)
         out = stack.enter_context(whole_file(output))
         return _run(config, trainers, rows, num_rows, out, progress)
 
@@ -76,7 +76,7 @@ def _run(
     done = tokens = responses = 0
     total_logprob = 0.0
     for window in windows(rows, window_tokens(config.trainer)):
-        scores = score_sequences(trainers.training, [row.sequence for row in window], config.trainer)
+        scores = score_sequences(trainers.ranks, [row.sequence for row in window], config.trainer)
         for row, scored in zip(window, scores, strict=True):
             out.write(output_line(row.id, scored))
             total_logprob += float(scored.logprobs.double().sum())
@@ -86,9 +86,9 @@ def _run(
         progress.update(done, {SCORING_SPEED: tokens / (time.monotonic() - started)})
     if done != num_rows:
         raise DataError(
-            f"the input had {counted(num_rows, 'row')} when it was checked and {done} now",
+            f"the input had {counted(num_rows, 'row')} when it was checked and {done} when it was scored",
             code="input-changed",
-            remedy="leave it alone meanwhile",
+            remedy="do not change the file during the run",
         )
     return ScoreSummary(done, tokens, total_logprob / responses, time.monotonic() - started)
 

@@ -21,7 +21,10 @@ from slime_like.orchestration.run.recorder import step_recorder
 from slime_like.orchestration.run.run import Run
 from slime_like.orchestration.run.step import TrainedStep, score, update
 from slime_like.orchestration.trainer.batcher import WindowStream
+from slime_like.orchestration.trainer.rank_training import RankTraining
 from slime_like.planning.recompute import chosen_recompute
+
+_WINDOW = "training on a window"
 
 
 def train(config: RunConfig) -> TrainSummary:
@@ -61,7 +64,8 @@ def _train_on_batch(run: Run, step: int, clock: PhaseClock) -> TrainedStep:
     batch = run.batcher.batch(trajectories)
     with clock.phase("sync"):
         run.devices.training()
-    run.trainers.training.load_batch(batch.replicas)  # sent while the next call is on its way
+    ranks = run.trainers.ranks
+    ranks.defer(ranks.scatter("receiving a batch", RankTraining.load_batch, batch.replicas))
     with run.progress.waiting("training"):
         reference = score(run, trajectories, step, clock)
         with clock.phase("train"):
@@ -75,15 +79,15 @@ def _train_on_stream(run: Run, step: int, clock: PhaseClock) -> TrainedStep:
     Each window has a cost. Trainers therefore get one only when they would idle, with everything that is full by then.
     The rest is the last window. If all groups are ready together, the last window is the whole batch.
     """
-    windows, training, source = WindowStream(run.batcher), run.trainers.training, run.rollout.source
-    training.begin_stream()
+    windows, ranks, source = WindowStream(run.batcher), run.trainers.ranks, run.rollout.source
+    ranks.defer(ranks.start(_WINDOW, RankTraining.begin_stream))
     with run.rollout.sampling(run.progress):
         for groups in source.stream(step, clock):
-            holds = source.is_complete(step) or not training.is_idle()
+            holds = source.is_complete(step) or not ranks.is_idle()
             if window := windows.add(groups, holds):
-                training.send_window(window)
+                ranks.defer(ranks.scatter(_WINDOW, RankTraining.train_window, window, False))
     with clock.phase("train"), run.progress.waiting("training"):
         window, denominator = windows.finish()
-        training.send_window(window, last=True)
-        streamed = training.finish_stream(denominator)
-    return TrainedStep.of_stream(windows, streamed, run.config.reference_in_trainer)
+        ranks.defer(ranks.scatter(_WINDOW, RankTraining.train_window, window, True))
+        steps = ranks.call("updating", RankTraining.finish_stream, denominator)
+    return TrainedStep.of_stream(windows, steps, run.config.reference_in_trainer)

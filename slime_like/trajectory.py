@@ -1,8 +1,7 @@
-"""Data that crosses the system: one dataclass per stage of a sample's life.
+"""One dataclass per stage of a sample's life.
 
 An engine returns an ``UnscoredTrajectory``, the replay buffer holds a ``ScoredTrajectory``, and a trainer receives a
-``PackedTrajectory``. Lengths are always stored. Nothing is inferred from a token's value: a pad id may equal EOS, and 0
-is an ordinary token.
+``PackedTrajectory``. Nothing is inferred from a token's value: a pad id may equal EOS, and 0 is an ordinary token.
 """
 
 from collections.abc import Mapping
@@ -101,10 +100,9 @@ class Conversation:
 
 
 class TensorsAsArrays:
-    """Dataclass that pickles its CPU tensors as NumPy arrays.
+    """Dataclass that pickles its CPU tensors as NumPy arrays, which Ray passes in shared memory next to the pickle.
 
-    Ray passes an array's bytes next to the pickle, in shared memory between processes of one host. For a tensor, torch
-    builds an archive, which costs 0.2 ms on either side regardless of size.
+    For a tensor, torch builds an archive, which costs 0.2 ms on either side.
     """
 
     __slots__ = ()
@@ -154,8 +152,7 @@ class UnscoredTrajectory(SampledFields):
 
     @classmethod
     def unsampled(cls, sequence_id: str, prompt_tokens: Tensor, response_tokens: Tensor, **others: Any) -> Self:
-        """Build a demonstration, probe or file row, which no policy sampled. By default, all response tokens carry
-        loss."""
+        """Build a row that no policy sampled, such as a demonstration. By default, all response tokens carry loss."""
         every = torch.ones(len(response_tokens), dtype=torch.bool)
         absent = {"logprobs": None, "answer": "", "policy_version": 0, "group_id": 0, "loss_mask": every}
         return cls(
@@ -176,18 +173,13 @@ class UnscoredTrajectory(SampledFields):
         """Number of response tokens that the model sampled; in a demonstration, of all tokens that carry loss."""
         return int(self.loss_mask.sum())
 
-    def response_tensors(self) -> dict[str, Tensor | None]:
-        """Return the tensors with one number per response token; absent ones are ``None``."""
-        described = tensor_fields(type(self)).items()
-        return {name: getattr(self, name) for name, each in described if each.over == "response" and each.ndim == 1}
-
 
 @dataclass(slots=True)
 class GroupedUnscoredTrajectories:
     """All samples of one prompt: the unit for rewards and group advantages.
 
-    ``trajectories`` holds the rows of its rollouts, one rollout after the other. ``total_tokens`` is the sum of
-    ``prompt_len + response_len``. ``prompt_tokens`` is for reward functions, since rows may have other prompts.
+    ``trajectories`` holds the rows of its rollouts, one rollout after the other. ``total_tokens`` sums ``total_len``.
+    Reward functions get ``prompt_tokens``, since rows may have other prompts.
     """
 
     trajectories: list[UnscoredTrajectory]
@@ -208,7 +200,6 @@ class ScoredTrajectory(UnscoredTrajectory, ScoredFields):
             The sum is divided once per optimizer step by one denominator.
         reward_metadata: ``{"func_names": [...], ...}``. With an environment also ``conversation``: ``turns``, as in
             ``Conversation``, and what the steps reported.
-        conversation: always ``None``.
     """
 
     rewards: Tensor = field(metadata=_tensor(torch.float32, over="functions"))
@@ -216,7 +207,7 @@ class ScoredTrajectory(UnscoredTrajectory, ScoredFields):
     advantages: Tensor = field(metadata=_tensor(torch.float32, over="sequence"))
     reward_metadata: dict[str, Any]
     token_weight: float = 1.0
-    conversation: None = field(default=None, init=False)
+    conversation: None = field(default=None, init=False)  # its turns are in ``reward_metadata``
 
     @classmethod
     def of(cls, sample: UnscoredTrajectory, **scores: Any) -> Self:
@@ -227,17 +218,9 @@ class ScoredTrajectory(UnscoredTrajectory, ScoredFields):
     @classmethod
     def unrewarded(cls, sequence_id: str, prompt_tokens: Tensor, response_tokens: Tensor, **others: Any) -> Self:
         """Like ``unsampled``, and without a reward."""
-        return cls.unsampled(
-            sequence_id,
-            prompt_tokens,
-            response_tokens,
-            ref_logprobs=None,
-            rewards=torch.zeros(0),
-            advantages=torch.tensor(0.0),
-            successes=torch.zeros(0),
-            reward_metadata={"func_names": []},
-            **others,
-        )
+        scores: dict[str, Any] = {"rewards": torch.zeros(0), "successes": torch.zeros(0), "ref_logprobs": None}
+        scores |= {"advantages": torch.tensor(0.0), "reward_metadata": {"func_names": []}}
+        return cls.unsampled(sequence_id, prompt_tokens, response_tokens, **scores, **others)
 
 
 @dataclass(slots=True, kw_only=True)

@@ -1,7 +1,7 @@
 """Transfer of weights from the trainer to all engines: versioned, streamed in buckets, and verified before use."""
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -16,12 +16,15 @@ from slime_like.orchestration.rollout.colocation import Turns
 from slime_like.orchestration.rollout.engine_group import EngineAnswers
 from slime_like.orchestration.rollout.supervisor import EngineSupervisor
 from slime_like.orchestration.rollout.sync_probe import Probe
-from slime_like.orchestration.trainer.calls import Pending
-from slime_like.orchestration.trainer.group_export import GroupExport
+from slime_like.orchestration.trainer.calls import Answers, RankCalls, given
+from slime_like.orchestration.trainer.rank_export import RankExport
+from slime_like.orchestration.trainer.rank_training import RankTraining
 from slime_like.system.words import counted
 from slime_like.weights.delta import is_base_lost
 from slime_like.weights.transports.colocated import join_buckets
 from slime_like.weights.transports.registry import join_rendezvous, use_delta
+
+_PHASE = "exporting weights"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,7 +59,7 @@ class _Sent:
     """Totals of the part of a sync that is already sent.
 
     Attributes:
-        expected: the trainers' logprobs of the probe; ``None`` until everything is sent, or without a probe.
+        expected: the ranks' logprobs of the probe; ``None`` until everything is sent, or without a probe.
     """
 
     checksums: dict[str, int] = field(default_factory=dict)
@@ -66,7 +69,7 @@ class _Sent:
     compared: int = 0
     gather_s: float = 0.0
     hash_s: float = 0.0
-    expected: Pending[np.ndarray] | None = None
+    expected: Answers[np.ndarray | None] | None = None
 
     def add(self, bucket: BucketMetadata) -> None:
         self.checksums.update({entry.name: entry.checksum for entry in bucket.entries})
@@ -86,7 +89,7 @@ class WeightSync:
     def __init__(
         self,
         config: RunConfig,
-        trainers: GroupExport,
+        ranks: RankCalls,
         supervisor: EngineSupervisor,
         placement: Placement,
         turns: Turns,
@@ -95,7 +98,7 @@ class WeightSync:
     ) -> None:
         self._config = config
         self._turns = turns
-        self._trainers = trainers
+        self._ranks = ranks
         self._supervisor = supervisor
         self._engines = supervisor.engines
         self._run_name = run_name
@@ -108,8 +111,9 @@ class WeightSync:
 
     def connect(self) -> None:
         """Open the transport on both sides, even if it is already open. Replaced engines join this way, too."""
-        rendezvous = self._trainers.open_transport(self._transport, self._run_name, self._delta)
-        self._engines.connect(self._transport, join_rendezvous(rendezvous))
+        phase, arguments = "opening the weight transport", (self._transport, self._run_name, self._delta)
+        rendezvous = self._ranks.call(phase, RankExport.open_transport, *arguments)
+        self._engines.connect(self._transport, join_rendezvous(given(rendezvous)))
         self._connected = self._supervisor.generation
 
     def run(self, version: int) -> SyncReport:
@@ -172,26 +176,27 @@ class WeightSync:
         if self._connected != self._supervisor.generation:
             self.connect()
         generation, self._connected = self._connected, None  # until the transfer has succeeded
-        first = self._trainers.start_export()
+        self._ranks.defer(self._ranks.start(_PHASE, RankExport.begin_export))
+        first = self._ranks.start(_PHASE, RankExport.next_bucket)
         self._engines.begin_update(version)
-        sent = self._stream(first.result)
+        sent = self._stream(first)
         receipts = self._engines.finish_update(version)
-        self._trainers.end_export()
+        self._ranks.defer(self._ranks.start(_PHASE, RankExport.end_export))
         self._connected = generation
         return sent, receipts
 
-    def _stream(self, gathered_next: Callable[[], list[BucketMetadata | None]]) -> _Sent:
+    def _stream(self, gathered: Answers[BucketMetadata | None]) -> _Sent:
         """Gather bucket k+1 on the trainers while the engines load bucket k."""
         sent = _Sent()
         loading: EngineAnswers | None = None
         while True:
             started = time.perf_counter()
-            buckets = join_buckets(gathered_next())
+            buckets = join_buckets(gathered.result())
             sent.gather_s += time.perf_counter() - started
-            gathered_next = self._trainers.next_buckets
             if not buckets and self._config.sync.verify:
                 # Trainers are done while engines still load the last buckets and activate the version.
-                sent.expected = self._trainers.start_probe(self._probe.sequences)
+                phase = "scoring the weight-sync probe"
+                sent.expected = self._ranks.start(phase, RankTraining.probe, self._probe.sequences)
             if loading is not None:
                 loading.result()
             if not buckets:
@@ -200,15 +205,16 @@ class WeightSync:
             for bucket in buckets:
                 sent.add(bucket)
             loading = self._engines.update(buckets)
+            gathered = self._ranks.start(_PHASE, RankExport.next_bucket)
 
     def _verify(
-        self, version: int, sent: _Sent, receipts: list[UpdateReceipt], expected: Pending[np.ndarray]
+        self, version: int, sent: _Sent, receipts: list[UpdateReceipt], expected: Answers[np.ndarray | None]
     ) -> tuple[float, str]:
         """Compare hashes, then logprobs, which prove that engines use what arrived. Return the probe's verdict."""
         for engine, receipt in enumerate(receipts):
             compare_checksums(sent.checksums, receipt, engine)
         asked = [self._engines.probe(request) for request in self._probe.requests(version)]
-        wanted, answers = expected.result(), [answers.result() for answers in asked]
+        wanted, answers = given(expected.result())[0], [answers.result() for answers in asked]
         by_engine = [[answer[engine][0] for answer in answers] for engine in range(len(self._engines))]
         return self._probe.judge(version, by_engine, wanted)
 
@@ -225,8 +231,8 @@ def compare_checksums(sent: dict[str, int], receipt: UpdateReceipt, engine: int)
     for what, names in (("did not arrive", missing), ("was never sent", unexpected), ("arrived changed", changed)):
         if names:
             raise WeightSyncError(
-                f"{names[0]} {what} ({counted(len(names), 'tensor')} in all); the engine is stopped rather than "
-                "served with mixed weights",
+                f"{names[0]} {what} ({counted(len(names), 'tensor')} in all), so the engine has mixed weights and is "
+                "not used",
                 code="tensors-differ",
                 who=f"weight sync to version {receipt.version}, engine {engine}",
             )

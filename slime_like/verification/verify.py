@@ -21,9 +21,12 @@ from slime_like.interfaces import ScoredLogprobs
 from slime_like.models.dimensions import ModelDimensions
 from slime_like.observability.progress import Progress
 from slime_like.orchestration.cluster.cluster import Cluster
-from slime_like.orchestration.trainer.alone import run_directory, trainers_alone
+from slime_like.orchestration.trainer.alone import exported_tensors, run_directory, trainers_alone
 from slime_like.orchestration.trainer.batcher import ExperienceBatcher
+from slime_like.orchestration.trainer.calls import given
 from slime_like.orchestration.trainer.group import TrainerGroup
+from slime_like.orchestration.trainer.rank_export import RankExport
+from slime_like.orchestration.trainer.rank_training import RankTraining
 from slime_like.orchestration.trainer.scoring import score_sequences
 from slime_like.system.console import Console
 from slime_like.system.words import counted
@@ -196,11 +199,11 @@ class Baseline:
         self._initial, self._final = TensorStore(directory / "before"), TensorStore(directory / "after")
         with trainers_alone(config) as trainers:
             trainers.setup()
-            _drain(trainers.export.exported_tensors(), self._initial.add)
-            scores = score_sequences(trainers.training, batch, config.trainer)
+            _drain(exported_tensors(trainers.ranks), self._initial.add)
+            scores = score_sequences(trainers.ranks, batch, config.trainer)
             self.batch = with_frozen_logprobs(batch, scores, config.seed)
             self._measured = _train(trainers, config, self.batch, scores, self._gradients.add)
-            _drain(trainers.export.exported_tensors(), self._final.add)
+            _drain(exported_tensors(trainers.ranks), self._final.add)
         self.parity = compare_measurements(self._measured, self._measured, self.batch, self._tolerances)
 
     def compare(self, config: RunConfig) -> Parity:
@@ -213,9 +216,9 @@ class Baseline:
 
         with trainers_alone(config) as trainers:
             trainers.setup()
-            scores = score_sequences(trainers.training, self.batch, config.trainer)
+            scores = score_sequences(trainers.ranks, self.batch, config.trainer)
             found = _train(trainers, config, self.batch, scores, compare_gradients)
-            for tensors in trainers.export.exported_tensors():
+            for tensors in exported_tensors(trainers.ranks):
                 weights.extend(map(self._weight_gap, tensors, tensors.values()))
         parity = compare_measurements(found, self._measured, self.batch, self._tolerances)
         add_gaps(parity, "gradients", [*gradients, *_missing(self._gradients, gradients)])
@@ -255,11 +258,12 @@ def _train(
     gradients: Callable[[Mapping[str, Tensor]], None],
 ) -> Measurement:
     """Run the optimizer steps; ``gradients`` receives those of the first one, bucket by bucket."""
-    packed = ExperienceBatcher(config, trainers.training.data_parallel_size, pad_token_id=0).batch(batch)
-    trainers.training.load_batch(packed.replicas)
-    _drain(trainers.export.gradient_tensors(0, packed.denominators[0]), gradients)
+    ranks = trainers.ranks
+    packed = ExperienceBatcher(config, ranks.num_replicas, pad_token_id=0).batch(batch)
+    ranks.defer(ranks.scatter("receiving a batch", RankTraining.load_batch, packed.replicas))
+    _drain(exported_tensors(ranks, RankExport.begin_gradient_export, 0, packed.denominators[0]), gradients)
     stats = [
-        trainers.training.train_minibatch(index, denominator)
+        given(ranks.call("training", RankTraining.train_minibatch, index, denominator))[0]
         for _ in range(config.steps)
         for index, denominator in enumerate(packed.denominators)
     ]

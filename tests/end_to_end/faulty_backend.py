@@ -1,4 +1,4 @@
-"""A Megatron trainer with a known fault: gradients of query and key norms that sequence-parallel ranks do not sum."""
+"""A Megatron trainer with a fault: sequence-parallel ranks do not sum the gradient of a query norm."""
 
 import importlib
 from typing import Any
@@ -10,7 +10,7 @@ _finalization = importlib.import_module("megatron.core.distributed.finalize_mode
 
 
 class FaultyTrainer(MegatronTrainer):
-    """Every tensor rank keeps its part of the gradient of layer 1's query norm."""
+    """Trainer whose tensor ranks keep their parts of the gradient of layer 1's query norm."""
 
     def finalize_gradients(self, denominator: float) -> None:
         correct = _finalization._allreduce_non_tensor_model_parallel_grads

@@ -1,4 +1,4 @@
-"""A model learns to use its calculator: conversations through the whole loop, sampled ahead of training."""
+"""A model learns to use a calculator in conversations that are sampled ahead of training."""
 
 import json
 from collections.abc import Iterator
@@ -13,8 +13,9 @@ from slime_like.data.dump import dump_path, load_trajectories
 from slime_like.data.ledger import audit_run
 from slime_like.examples.calculator_data import make_calculator_data
 from slime_like.examples.tiny_model import make_tiny_model
+from tests.end_to_end.test_train import metrics_of, steps_of
 from tests.support.interpreter import make_interpreter
-from tests.support.processes import Command, run
+from tests.support.processes import Command, succeed
 
 WARM_START_STEPS, BATCH = 160, 20
 
@@ -42,7 +43,7 @@ def batches(rows: list[tuple[list[int], list[int]]]) -> Iterator[tuple[torch.Ten
 
 @pytest.fixture(scope="module")
 def imitator(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """It can ask and it can repeat, but mostly guesses: some seconds of plain supervised training."""
+    """Model that can ask the calculator but mostly guesses, after some seconds of supervised training."""
     root = tmp_path_factory.mktemp("imitator")
     make_tiny_model(root)
     make_calculator_data(root / "data", guesses=0.6)
@@ -60,7 +61,7 @@ def imitator(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_the_reward_of_conversations_rises(imitator: Path, tmp_path: Path) -> None:
-    """The engine lives in another interpreter, and dies: the groups that it had are begun again, and none is lost."""
+    """The engine is in another interpreter and dies. Its groups start again, and none is lost."""
     run_dir = tmp_path / "run"
     flags = [
         "train", "configs/calculator.yaml", "--run_dir", str(run_dir), "--model.path", str(imitator),
@@ -82,16 +83,15 @@ def test_the_reward_of_conversations_rises(imitator: Path, tmp_path: Path) -> No
     assert "engine 0 (transformers) was restarted" in finished.stderr
     audit = audit_run(run_dir)
     assert audit.holds and audit.trained == 9 * 16, audit.problems
-    rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
-    steps = [row for row in rows if "train_actor_training/loss" in row]
+    steps = steps_of(run_dir)
     rewards = [row["ref_actor_rewards/rewards_func_math_verify_mean"] for row in steps]
     assert sum(rewards[-3:]) / 3 > sum(rewards[:3]) / 3 + 0.15, rewards
-    # The calculator's own judgement is nearly math-verify's, which makes sense of more: "1776]", say.
+    # The calculator judges nearly like math-verify, which accepts more answers, such as "1776]".
     means = [row["ref_actor_rewards/rewards_func_environment_mean"] for row in steps]
     assert rewards == pytest.approx(means, abs=0.05)
-    accuracies = [row["evaluation/accuracy"] for row in rows if "evaluation/accuracy" in row]
+    accuracies = [row["evaluation/accuracy"] for row in metrics_of(run_dir) if "evaluation/accuracy" in row]
     assert accuracies[-1] > accuracies[0]
-    # Observations are in no figure: their logprob of 0 would be a gap of several nats.
+    # Metrics exclude observations: their logprob of 0 would be a gap of several nats.
     assert all(row["train_actor_training/engine_gap_max"] < 1e-4 for row in steps if not row["rollout/staleness_max"])
     assert max(row["rollout/response_length_max"] for row in steps) <= 3 * 10  # max_turns times max_turn_tokens
     table = map(json.loads, (run_dir / "tables" / "per_sample_debug_table.jsonl").read_text().splitlines())
@@ -104,10 +104,10 @@ def test_the_reward_of_conversations_rises(imitator: Path, tmp_path: Path) -> No
     [["--rollout.top_p", "0.9", "--rollout.top_k", "40"], pytest.param([], marks=pytest.mark.acceptance)],
     ids=["truncated", "whole"],
 )
-def test_an_agent_trains_as_the_environment_that_it_imitates(
+def test_an_agent_trains_like_the_environment_that_it_imitates(
     imitator: Path, sampling: list[str], tmp_path: Path
 ) -> None:
-    """The same rows, masks, supports, rewards, advantages and gradients, by another recipe."""
+    """Rows, masks, supports, rewards, advantages and gradients are the same."""
     kept: dict[str, list[Any]] = {}
     metrics: dict[str, list[dict[str, Any]]] = {}
     for recipe, more in (("calculator", ["--rollout.max_new_tokens", "64"]), ("calculator_agent", [])):
@@ -119,12 +119,9 @@ def test_an_agent_trains_as_the_environment_that_it_imitates(
             "--trainer.optimizer.warmup_steps", "0", "--logging.progress", "plain",
             "--logging.tensorboard", "false",
         ]  # fmt: skip
-        finished = run([*flags, *more, *sampling], tmp_path / f"{recipe}-log")
-        assert finished.code == 0, finished.stderr
-        assert finished.left_behind == []
+        succeed([*flags, *more, *sampling], tmp_path / f"{recipe}-log")
         kept[recipe] = [row for step in (1, 2) for row in load_trajectories(dump_path(dump, step))]
-        rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
-        metrics[recipe] = [row for row in rows if "train_actor_training/loss" in row]
+        metrics[recipe] = steps_of(run_dir)
     assert len(kept["calculator"]) == 2 * 8 * 8
     for one, other in zip(kept["calculator"], kept["calculator_agent"], strict=True):
         assert (one.sequence_id, one.rollout_id) == (other.sequence_id, other.rollout_id)
@@ -146,8 +143,8 @@ _ENGINES = ["transformers", *(pytest.param(name, marks=pytest.mark.acceptance) f
 
 @pytest.mark.parametrize("engine", _ENGINES)
 def test_an_unmodified_harness_trains(imitator: Path, tmp_path: Path, engine: str) -> None:
-    """It edits its history: each rollout is two rows, whose tokens are those that were sampled, and whose logprobs are
-    the trainer's."""
+    """It edits its history, so each rollout has two rows. Their tokens were sampled, and the trainer's logprobs agree
+    with the engine's."""
     pytest.importorskip("smolagents", reason="the extra agents is not installed")
     run_dir, dump = tmp_path / "run", tmp_path / "rollouts"
     flags = [
@@ -163,11 +160,8 @@ def test_an_unmodified_harness_trains(imitator: Path, tmp_path: Path, engine: st
         "--checkpoint.every", "0", "--debug.save_rollouts", str(dump), "--logging.progress", "plain",
         "--logging.tensorboard", "false",
     ]  # fmt: skip
-    finished = run(flags, tmp_path / "log")
-    assert finished.code == 0, finished.stderr
-    assert finished.left_behind == []
-    rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
-    steps = [row for row in rows if "train_actor_training/loss" in row]
+    succeed(flags, tmp_path / "log")
+    steps = steps_of(run_dir)
     assert [row["rollout/rows_mean"] for row in steps] == [2.0, 2.0]
     assert all(row["train_actor_training/engine_gap_max"] < 1e-4 for row in steps)
     assert any(row["train_actor_training/grad_norm"] > 0 for row in steps)

@@ -1,4 +1,4 @@
-"""A normal install, used from outside the source tree."""
+"""A normal install, used outside the source tree."""
 
 import json
 import os
@@ -28,8 +28,8 @@ print(json.dumps({
 def test_a_normal_install_works_from_another_directory(tmp_path: Path) -> None:
     target = tmp_path / "site"
     pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-build-isolation", "--target"]
-    source = tmp_path / "source"  # a copy: building must not write into the tree under test
-    git = ["git", "-c", "safe.directory=*"]  # the checkout may belong to another user, as one mounted into a container
+    source = tmp_path / "source"  # building must not write into the tested tree
+    git = ["git", "-c", "safe.directory=*"]  # the checkout may belong to another user
     listing = subprocess.run([*git, "ls-files", "-z"], cwd=REPO, capture_output=True, check=True).stdout
     for name in filter(None, listing.decode().split("\0")):
         if (REPO / name).is_file() and not name.startswith(("tests/", "docs/")):
@@ -37,7 +37,7 @@ def test_a_normal_install_works_from_another_directory(tmp_path: Path) -> None:
             (source / name).write_bytes((REPO / name).read_bytes())
     subprocess.run([*pip, str(target), str(source)], check=True, timeout=120)
 
-    # PYTHONPATH comes before the editable install that the tests themselves use.
+    # PYTHONPATH comes before the editable install of the tests.
     env = {**os.environ, "PYTHONPATH": str(target)}
     answer = subprocess.run(
         [sys.executable, "-c", PROBE], cwd=tmp_path, env=env, capture_output=True, text=True, timeout=120

@@ -1,4 +1,4 @@
-"""Every parallel layout, and the other trainer, does through the whole loop what one rank of Megatron does."""
+"""Whole runs under parallel layouts and with the other trainer give the results of one Megatron rank."""
 
 from pathlib import Path
 
@@ -9,14 +9,14 @@ import yaml
 from slime_like.data.dump import dump_path, load_trajectories
 from tests.conftest import Tiny
 from tests.end_to_end.test_train import steps_of
-from tests.support.processes import run
+from tests.support.processes import succeed
 
 SAME = ("loss", "policy_loss", "kl_loss", "entropy", "grad_norm", "num_tokens")
 LAYOUTS = {
     "eight ranks, three axes": (
         "--trainer.parallel.tensor", "2", "--trainer.parallel.pipeline", "2", "--trainer.parallel.context", "2",
         "--trainer.parallel.sequence", "true",
-        # Two stages send to two engines, over a network, and only what has changed.
+        # Two stages send only changes to two engines over a network.
         "--sync.transport", "gloo", "--sync.delta", "always", "--rollout.num_engines", "2",
     ),
     "fsdp on two ranks": ("--trainer.backend", "fsdp", "--trainer.parallel.data", "2"),
@@ -32,8 +32,8 @@ def flags(tiny: Tiny, root: Path, *layout: str) -> list[str]:
         root / "run", "--rollout.engine", "transformers", "--algorithm.kl_coef", "0.01", "--checkpoint.every", "1",
         "--algorithm.minibatches", "2", "--algorithm.epochs", "2",
         "--evaluation.every", "1", "--trainer.target_tokens_per_batch", "256",
-        # AdamW's first step is a gradient's sign: where that is rounding, weights differ by twice the rate, and one
-        # draw in ten thousand falls on the other side of its boundary.
+        # AdamW's first step is the gradient's sign. If rounding decides it, weights differ by twice the rate, and one
+        # sample in ten thousand changes.
         "--trainer.optimizer.eps", "1e-3",
         "--debug.save_rollouts", str(root / "rollouts"), *layout,
     )  # fmt: skip
@@ -42,17 +42,14 @@ def flags(tiny: Tiny, root: Path, *layout: str) -> list[str]:
 @pytest.fixture(scope="module")
 def one_rank(tiny: Tiny, tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("one-rank")
-    finished = run(flags(tiny, root), root / "log")
-    assert finished.code == 0, finished.stderr
+    succeed(flags(tiny, root), root / "log")
     return root
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_layout_does_what_one_rank_does(tiny: Tiny, tmp_path: Path, one_rank: Path, layout: str) -> None:
-    """The same samples, the same figures. Syncs are verified in the run itself: hashes, and engine against trainer."""
-    finished = run(flags(tiny, tmp_path, *LAYOUTS[layout]), tmp_path / "log")
-    assert finished.code == 0, finished.stderr
-    assert finished.left_behind == []
+    """Samples and metrics are the same. The run itself verifies its syncs."""
+    succeed(flags(tiny, tmp_path, *LAYOUTS[layout]), tmp_path / "log")
     assert yaml.safe_load((tmp_path / "run" / "config.yaml").read_text())["trainer"]["recompute"] == "none"
     for step in (1, 2):
         ours, theirs = (load_trajectories(dump_path(root / "rollouts", step)) for root in (tmp_path, one_rank))
@@ -67,7 +64,7 @@ def test_a_layout_does_what_one_rank_does(tiny: Tiny, tmp_path: Path, one_rank: 
 
 
 def test_ratio_and_clip_fraction_are_real_from_the_second_update_on(one_rank: Path) -> None:
-    """Two epochs of two minibatches: the first update's ratio is 1, so a mean that moves comes from later ones."""
+    """With two epochs of two minibatches, the first update's ratio is 1, so later updates move the mean."""
     rows = steps_of(one_rank / "run")
     assert all(row["train_actor_training/old_gap_max"] < 1e-6 for row in rows)
     assert any(abs(row["train_actor_training/ratios"] - 1) > 1e-4 for row in rows)

@@ -1,7 +1,7 @@
-"""A run that is killed and started again ends as one that was not: same samples, same figures.
+"""A run that is killed and resumed ends like an uninterrupted one, with the same samples and metrics.
 
-Its reference follows the policy, and is scored by workers; a run whose trainers hold the reference, and which trains on
-the first run's kept rollouts alone (no engine, no reward, no prompt), comes to the same figures.
+Its reference follows the policy and is on workers. A run on its saved rollouts, with the reference in the trainers,
+gives the same metrics.
 """
 
 import os
@@ -20,7 +20,7 @@ from slime_like.data.dump import dump_path, load_trajectories
 from tests.conftest import Tiny
 from tests.end_to_end.test_train import steps_of
 from tests.support.other_user import OtherUser, Round, Targets
-from tests.support.processes import Command, run
+from tests.support.processes import Command, run, succeed
 
 STEPS, SAVE, REFRESH = 8, 2, 3
 SAME = ("loss", "policy_loss", "kl_loss", "ratios", "entropy", "grad_norm", "num_tokens")
@@ -29,7 +29,7 @@ WORKERS = ("--reference.placement", "workers")
 
 
 def flags(tiny: Tiny, root: Path, *more: str) -> list[str]:
-    """The transformers engine: it starts at once, and these tests are about everything around it."""
+    """Flags with the transformers engine, which starts fast."""
     return tiny.rl_flags(
         root / "run", "--rollout.engine", "transformers", "--steps", str(STEPS), "--checkpoint.every", str(SAVE),
         "--checkpoint.keep", "4",
@@ -45,8 +45,7 @@ def whole_flags(tiny: Tiny, root: Path, *more: str) -> list[str]:
 @pytest.fixture(scope="module")
 def uninterrupted(tiny: Tiny, tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("whole")
-    finished = run(whole_flags(tiny, root), root / "log")
-    assert finished.code == 0, finished.stderr
+    succeed(whole_flags(tiny, root), root / "log")
     return root
 
 
@@ -56,7 +55,7 @@ def assert_same(root: Path, whole: Path) -> None:
         assert [t.sequence_id for t in ours] == [t.sequence_id for t in theirs]
         assert all(torch.equal(a.response_tokens, b.response_tokens) for a, b in zip(ours, theirs, strict=True))
     expected = {row["step"]: row for row in steps_of(whole / "run")}
-    rows = steps_of(root / "run")  # a step run again is there again
+    rows = steps_of(root / "run")  # a repeated step has several rows
     assert {row["step"] for row in rows} == set(range(1, STEPS + 1)) == set(expected)
     for row in rows:
         for name in SAME:
@@ -72,9 +71,9 @@ def test_the_reference_is_refreshed_at_its_interval(uninterrupted: Path) -> None
 
 @pytest.fixture(scope="module")
 def resumed(tiny: Tiny, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, list[Round]]]:
-    """A run killed twice and resumed to its end, and what another user obtained from the last start of it.
+    """Run that is killed twice and resumed to its end, and what another user obtained from its last start.
 
-    Its directory can be entered by everybody, which pytest's cannot.
+    Everybody can enter its directory, unlike pytest's.
     """
     root = Path(tempfile.mkdtemp())
     root.chmod(0o755)
@@ -86,9 +85,8 @@ def resumed(tiny: Tiny, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tu
 
 
 def _kill_twice(tiny: Tiny, root: Path, logs: Path) -> None:
-    """Killed during step 5, the checkpoint of step 4 is the last, with the reference of step 3, so step 5 is run again.
-    Killed in step 7, before the save of step 6, which is written behind training, counts: once more it goes on after
-    step 4, and ends the same."""
+    """Kill the run during step 5, after the checkpoint of step 4. Kill it again while it saves step 6 in the
+    background, before this save counts."""
     checkpoints = root / "run" / "checkpoints"
     with Command(whole_flags(tiny, root), logs / "first") as command:
         command.wait_for("checkpoint of step 4", timeout_s=120)
@@ -107,7 +105,7 @@ def _kill_twice(tiny: Tiny, root: Path, logs: Path) -> None:
 
 
 def _resume_beside_another_user(tiny: Tiny, root: Path) -> list[Round]:
-    """It begins when all processes are there; without root there is none."""
+    """Resume the run to its end. The other user, which needs root, starts when all processes are there."""
     other = OtherUser() if os.geteuid() == 0 else None
     with Command(whole_flags(tiny, root, *BEHIND), root / "log") as command:
         command.wait_for("weight sync: ", timeout_s=120)
@@ -136,35 +134,33 @@ def _targets(command: Command, run_dir: Path) -> Targets:
 
 
 def test_killed_twice_and_resumed_equals_uninterrupted(resumed: tuple[Path, list[Round]], uninterrupted: Path) -> None:
-    """Also where another user tries all that the next test lists."""
     root, _ = resumed
     checkpoints = root / "run" / "checkpoints"
-    assert [row["step"] for row in steps_of(root / "run")].count(5) >= 2  # with either start
+    assert [row["step"] for row in steps_of(root / "run")].count(5) >= 2  # one row from each start
     assert_same(root, uninterrupted)
     assert (checkpoints / "latest").readlink() == Path("step-000008") and not list(checkpoints.glob(".partial*"))
 
 
 def test_another_user_obtains_nothing_from_a_living_run(resumed: tuple[Path, list[Round]]) -> None:
-    """Ray's directory, token, sockets and logs; ports; weights in shared memory; processes; the run's own files."""
+    """It tries Ray's directory, token, sockets and logs, ports, shared memory, processes, and the run's files."""
     _, rounds = resumed
     if not rounds:
         pytest.skip("needs root, to become another user")
     first = rounds[0]
-    assert first.sees_run and first.other == []  # while the run lived, and where its directory can be entered
+    assert first.sees_run and first.other == []  # the attempts were made during the run
     assert [one for each in rounds for one in each.obtained] == []
     kinds = ("read token", "connect raylet", "read ledger", "open lock", "read /dev/shm/", "memory of ")
     assert all(any(name.startswith(kind) for name in first.refused) for kind in kinds), first.refused
 
 
-def test_kept_rollouts_train_the_same_with_the_reference_in_the_trainers(
+def test_saved_rollouts_train_the_same_with_the_reference_in_the_trainers(
     tiny: Tiny, tmp_path: Path, uninterrupted: Path
 ) -> None:
-    """From the middle: the checkpoint has the reference of step 3, and a refresh follows after step 6."""
+    """The resumed checkpoint has the reference of step 3, and a refresh follows after step 6."""
     kept = ["--debug.load_rollouts", str(uninterrupted / "rollouts"), "--data.train", "none"]
     kept += ["--evaluation.files", "none", "--checkpoint.export_hf", "false"]
     resume = ["--resume", str(uninterrupted / "run" / "checkpoints" / "step-000004")]
-    finished = run(flags(tiny, tmp_path, *kept, *resume), tmp_path / "log")
-    assert finished.code == 0, finished.stderr
+    succeed(flags(tiny, tmp_path, *kept, *resume), tmp_path / "log")
     expected = {row["step"]: row for row in steps_of(uninterrupted / "run")}
     rows = steps_of(tmp_path / "run")
     assert [row["step"] for row in rows] == [5, 6, 7, 8]
@@ -174,8 +170,7 @@ def test_kept_rollouts_train_the_same_with_the_reference_in_the_trainers(
             assert row[key] == pytest.approx(expected[row["step"]][key], rel=1e-4, abs=1e-6), (row["step"], name)
 
 
-def test_a_finished_run_is_left_alone(tiny: Tiny, tmp_path: Path, uninterrupted: Path) -> None:
-    """Started again it is rejected, before anything starts and with its record as it was."""
+def test_a_finished_run_is_not_started_again(tiny: Tiny, tmp_path: Path, uninterrupted: Path) -> None:
     before = (uninterrupted / "run" / "config.yaml").read_text()
     again = run(whole_flags(tiny, uninterrupted, "--algorithm.kl_coef", "0.5"), tmp_path / "log", timeout_s=60)
     assert again.code == 2

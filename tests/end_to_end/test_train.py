@@ -1,4 +1,4 @@
-"""The command a user runs, on the real components, for a few steps."""
+"""`slime-like train` for a few steps on the real components."""
 
 import itertools
 import json
@@ -13,13 +13,13 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from slime_like.config.reading.load import load_config
 from tests.conftest import Tiny
-from tests.support.processes import run
+from tests.support.processes import succeed
 
 PHASES = ("wait", "generate", "reward", "score", "train", "sync", "orchestration")
 SFT_ROWS = 64
 """Conversations of a supervised step."""
 SFT_EPSILON = 1e-3
-"""About the gradients' root mean square: updates then depend smoothly on them, and rounding turns no sign over."""
+"""About the gradients' root mean square, so updates depend smoothly on gradients and rounding flips no sign."""
 
 
 def metrics_of(run_dir: Path) -> list[dict[str, Any]]:
@@ -32,23 +32,18 @@ def steps_of(run_dir: Path) -> list[dict[str, Any]]:
 
 @pytest.mark.parametrize("engine", ["vllm", "sglang"])
 def test_rl_runs_and_every_claim_of_a_step_holds(tiny: Tiny, tmp_path: Path, engine: str) -> None:
-    """Also with the KL term on, so that the reference model is loaded and scored. One update a step: its ratio is 1.
-
-    Most other tests in this folder run with the transformers engine.
-    """
+    """The KL term is on, so the reference is loaded and scored. With one update per step, the ratio is 1."""
     run_dir = tmp_path / "run"
     flags = ["--rollout.engine", engine, "--algorithm.kl_coef", "0.01", "--algorithm.minibatches", "1"]
     flags += ["--trainer.target_tokens_per_batch", "256", "--algorithm.old_logprobs", "score"]
     flags += ["--logging.tensorboard", "true"]
     halves = [{"name": name, "files": [str(tiny.data / f"{name}.jsonl")]} for name in ("train", "sft")]
     flags += ["--data.train", "[]", "--data.mixture", json.dumps([{**halves[0], "weight": 3}, halves[1]])]
-    finished = run(tiny.rl_flags(run_dir, *flags), tmp_path / "log")
-    assert finished.code == 0, finished.stderr
-    assert finished.left_behind == []
+    succeed(tiny.rl_flags(run_dir, *flags), tmp_path / "log")
     steps = steps_of(run_dir)
     assert [row["step"] for row in steps] == [1, 2]
     for row in steps:
-        assert row["train_actor_training/old_gap_max"] < 1e-6  # the same weights score the same, twice
+        assert row["train_actor_training/old_gap_max"] < 1e-6  # the same weights give the same scores
         assert 0 < row["train_actor_training/engine_gap_max"] < 1e-4  # float32: engine and trainer agree
         assert row["weights/probe_gap"] < 1e-4
         assert row["train_actor_training/ratios"] == pytest.approx(1.0, abs=1e-4)
@@ -73,7 +68,7 @@ def test_rl_runs_and_every_claim_of_a_step_holds(tiny: Tiny, tmp_path: Path, eng
 
 
 def conversations(tiny: Tiny, path: Path) -> list[list[tuple[str, str]]]:
-    """Write conversations of one or two sums, every other one behind a system message; return them as (role, text)."""
+    """Write conversations of one or two sums, every other one after a system message. Return (role, text) pairs."""
     sums = [json.loads(line) for line in (tiny.data / "sft.jsonl").read_text().splitlines()[: 3 * SFT_ROWS + 1]]
     written = []
     for number, (first, second) in enumerate(itertools.pairwise(sums)):
@@ -87,9 +82,9 @@ def conversations(tiny: Tiny, path: Path) -> list[list[tuple[str, str]]]:
 
 
 def losses_by_transformers(tiny: Tiny, conversations: list[list[tuple[str, str]]], steps: int) -> Iterator[float]:
-    """The losses of AdamW's first steps on the conversations in their order, labels of -100 wherever nobody answers.
+    """Yield the losses of AdamW's first steps on the conversations in order. Only answers have labels.
 
-    Pieces are encoded one by one: a byte of the tiny tokenizer is a token, whatever stands beside it.
+    Pieces are encoded separately, since every byte is a token of the tiny tokenizer.
     """
     tokenizer = AutoTokenizer.from_pretrained(tiny.model)
     model = AutoModelForCausalLM.from_pretrained(tiny.model, dtype=torch.float32)
@@ -116,16 +111,13 @@ def losses_by_transformers(tiny: Tiny, conversations: list[list[tuple[str, str]]
         optimizer.step()
 
 
-def test_what_a_run_leaves_is_whole(tiny: Tiny, tmp_path: Path) -> None:
-    """Supervised mode learns conversations; its Hugging Face export loads, and differs from the start. In new
-    interpreters. The losses of its first three steps are those that transformers and torch compute."""
+def test_a_supervised_run_learns_and_exports(tiny: Tiny, tmp_path: Path) -> None:
+    """Transformers and torch compute the same losses for the first three steps. Runs in a new interpreter."""
     run_dir, data = tmp_path / "run", tmp_path / "conversations.jsonl"
     written = conversations(tiny, data)
     flags = ["--data.train", str(data), "--data.messages_key", "messages", "--data.shuffle", "false"]
     flags += ["--rollout.prompts_per_step", str(SFT_ROWS), "--trainer.optimizer.eps", str(SFT_EPSILON)]
-    finished = run(tiny.sft_flags(run_dir, *flags), tmp_path / "log", forked=False)
-    assert finished.code == 0, finished.stderr
-    assert finished.left_behind == []
+    succeed(tiny.sft_flags(run_dir, *flags), tmp_path / "log", forked=False)
     losses = [row["train_actor_training/loss"] for row in steps_of(run_dir)]
     assert len(losses) == 20
     assert losses[-1] < 0.7 * losses[0]
@@ -152,7 +144,7 @@ class Game:
     def step(self, state, response):
         return Step(state, "again")
 """
-# With so many stop tokens most turns of a random model end.
+# With many stop tokens, most turns of a random model end.
 _STOPS = f"--rollout.stop_token_ids [{','.join(map(str, range(2, 262, 10)))}]"
 _TALKING = f"{_STOPS} --rollout.environment.max_turn_tokens 24 --rollout.max_new_tokens 96 --rollout.environment.name"
 _TOP = "--rollout.top_k 40"
@@ -169,14 +161,13 @@ _TRUNCATED = {
 @pytest.mark.parametrize(
     "case", [pytest.param(name, marks=[pytest.mark.acceptance] if "-" in name else []) for name in _TRUNCATED]
 )
-def test_truncated_samples_are_trained_over_what_they_were_drawn_from(tiny: Tiny, case: str, tmp_path: Path) -> None:
-    """Engine and trainer agree about each logprob, and so does the reference, which is the start."""
+def test_truncated_samples_are_trained_over_their_supports(tiny: Tiny, case: str, tmp_path: Path) -> None:
+    """Engine, trainer and reference agree about each logprob of the first step."""
     flags = ["--rollout.engine", case.partition("-")[0], "--rollout.top_p", "0.9"]
     flags += ["--algorithm.kl_coef", "0.01", "--algorithm.minibatches", "1", "--evaluation.files", "[]"]
     flags += _TRUNCATED[case].replace("GAME", f"{tmp_path}/game.py:Game").split()
     (tmp_path / "game.py").write_text(_GAME)
-    finished = run(tiny.rl_flags(tmp_path / "run", *flags, "--checkpoint.export_hf", "false"), tmp_path / "log")
-    assert finished.code == 0, finished.stderr
+    succeed(tiny.rl_flags(tmp_path / "run", *flags, "--checkpoint.export_hf", "false"), tmp_path / "log")
     steps = steps_of(tmp_path / "run")
     assert [row["step"] for row in steps] == [1, 2]
     for row in steps:

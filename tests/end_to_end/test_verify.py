@@ -1,4 +1,4 @@
-"""`slime-like verify layouts` on real ranks: sound layouts are the same, and a fault is named."""
+"""`slime-like verify layouts` on real ranks accepts sound layouts and names a fault."""
 
 from pathlib import Path
 
@@ -8,7 +8,7 @@ from slime_like.data.dump import save_trajectories
 from slime_like.models.dimensions import ModelDimensions
 from slime_like.verification.batch import synthetic_batch
 from tests.conftest import Tiny
-from tests.support.processes import run
+from tests.support.processes import run, succeed
 
 REPO = Path(__file__).parents[2]
 TIMEOUT_S = 270.0
@@ -16,24 +16,15 @@ TIMEOUT_S = 270.0
 
 def test_sound_layouts_are_the_same(tmp_path: Path) -> None:
     """The command creates its model."""
-    finished = run(
-        ["verify", "layouts", "--layouts", "tp2-sp", "--steps", "1"],
-        tmp_path / "log",
-        TIMEOUT_S,
-    )
-    assert finished.code == 0, finished.stdout + finished.stderr
-    assert finished.left_behind == []
+    finished = succeed(["verify", "layouts", "--layouts", "tp2-sp", "--steps", "1"], tmp_path / "log", TIMEOUT_S)
     rows = [line.split() for line in finished.stdout.splitlines() if "same" in line]
     assert [row[1] for row in rows] == ["single", "tp2-sp"]
     assert "tp2-sp: " not in finished.stdout  # nothing differs
 
 
 def test_a_fault_of_one_layout_is_found_and_named(tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One gradient of 32 numbers is not summed: logprobs and the first loss are right, gradient and trained tensor are
-    not. Without sequence parallelism the same trainer is sound: the baseline is.
-
-    On kept rollouts, which lack the logprobs that only a trainer gives.
-    """
+    """One gradient of 32 numbers is not summed, so logprobs and the first loss are right, but the gradient and the
+    trained tensor are not. Without sequence parallelism, like in the baseline, the trainer is sound."""
     rollouts = tmp_path / "rollouts.pt"
     save_trajectories(rollouts, synthetic_batch(ModelDimensions.from_checkpoint(tiny.model), seed=3))
     installed = tmp_path / "site" / "faulty-1.0.dist-info"
@@ -56,6 +47,6 @@ def test_a_fault_of_one_layout_is_found_and_named(tiny: Tiny, tmp_path: Path, mo
     sentences = [line for line in finished.stdout.splitlines() if line.startswith("tp2-sp: ")]
     (gradient,) = [line for line in sentences if "the gradient of" in line]
     assert gradient.startswith("tp2-sp: the gradient of layer 1, self_attn.q_norm.weight deviates by"), sentences
-    assert "gradients differ" not in gradient  # no other one does
+    assert "gradients differ" not in gradient  # it is the only one
     assert any(line.startswith("tp2-sp: layer 1, self_attn.q_norm.weight deviates by") for line in sentences), sentences
     assert not any("logprob" in line or "loss of" in line for line in sentences), sentences

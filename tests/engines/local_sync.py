@@ -5,7 +5,7 @@ What Ray would call on actors is called directly; nothing else is replaced.
 
 import asyncio
 import uuid
-from collections.abc import Coroutine, Iterator
+from collections.abc import Callable, Coroutine, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -23,17 +23,17 @@ from slime_like.orchestration.rollout.colocation import Turns
 from slime_like.orchestration.weight_sync import WeightSync
 from slime_like.weights.transport import Sender, TransportSettings
 from slime_like.weights.transports.registry import open_sender
-from tests.support.pending import Later
+from tests.support.pending import Later, OneRank
 
 T = TypeVar("T")
 SESSION = f"local-sync-test-{uuid.uuid4().hex}"
 """Of this test process alone: another one beside it would find, and remove, its buckets."""
 
 
-class LocalTrainers:
-    """Several senders, as the stages of a pipeline are, each with its part of ``weights``.
+class LocalTrainers(OneRank):
+    """Several senders, like the stages of a pipeline, each with its part of ``weights``.
 
-    ``weights`` may be changed between syncs, as training does.
+    ``weights`` may change between syncs, like in training.
     """
 
     def __init__(self, model: Path, directory: Path, num_senders: int = 2, tensors_per_bucket: int = 5) -> None:
@@ -53,20 +53,22 @@ class LocalTrainers:
         """What is sent; mutations put their bugs here."""
         return self.weights
 
+    def start(self, phase: str, method: Callable[..., Any], *arguments: Any) -> Later[list[Any]]:
+        return Later(lambda: getattr(self, method.__name__)(*arguments))
+
     def open_transport(self, name: str, session: str, delta: bool) -> list[dict[str, Any]]:
         self.close()
         settings = TransportSettings(directory=self._directory, timeout_s=20.0, delta=delta)
         self.senders = [open_sender(name, session, settings) for _ in range(self._num_senders)]
         return [sender.rendezvous() for sender in self.senders]
 
-    def start_export(self) -> Later[list[BucketMetadata | None]]:
+    def begin_export(self) -> None:
         self._release()
         tensors = list(self.exported().items())
         share = -(-len(tensors) // self._num_senders)
         self._streams = [self._buckets(tensors[rank * share : (rank + 1) * share]) for rank in range(self._num_senders)]
-        return Later(lambda: self.next_buckets())
 
-    def next_buckets(self) -> list[BucketMetadata | None]:
+    def next_bucket(self) -> list[BucketMetadata | None]:
         self._release()
         return [self._send(sender, next(s, None)) for sender, s in zip(self.senders, self._streams, strict=True)]
 
@@ -75,11 +77,7 @@ class LocalTrainers:
         for sender in self.senders:
             sender.rest()
 
-    def start_probe(self, sequences: list[list[int]]) -> Later[np.ndarray]:
-        logprobs = self.probe(sequences)
-        return Later(lambda: logprobs)
-
-    def probe(self, sequences: list[list[int]]) -> np.ndarray:
+    def probe(self, sequences: list[list[int]]) -> list[np.ndarray]:
         """Teacher-forced logprobs by Hugging Face's forward pass."""
         with torch.inference_mode():
             parts = []
@@ -87,7 +85,7 @@ class LocalTrainers:
                 ids = torch.tensor([tokens])
                 logprobs = self.model(input_ids=ids).logits[0, :-1].log_softmax(-1)
                 parts.append(logprobs.gather(1, ids[0, 1:, None])[:, 0])
-        return torch.cat(parts).numpy()
+        return [torch.cat(parts).numpy()]
 
     def close(self) -> None:
         self._in_flight.clear()

@@ -1,8 +1,9 @@
 """Whole syncs into a real engine: every transport, only changes, and what happens when one fails half-way."""
 
 import asyncio
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -82,25 +83,25 @@ def test_trainers_score_the_probe_while_the_last_bucket_loads(
     events: list[str] = []
     trainers, engines = setting.trainers, setting.engines
 
-    def noted(owner: object, name: str) -> None:
+    def noted(owner: object, name: str, event: str = "") -> None:
         method = getattr(owner, name)
-        monkeypatch.setattr(owner, name, lambda *arguments: (events.append(name), method(*arguments))[1])
+        monkeypatch.setattr(owner, name, lambda *arguments: (events.append(event or name), method(*arguments))[1])
 
-    start = trainers.start_probe
+    start = trainers.start
 
-    def start_probe(sequences: list[list[int]]) -> Later[np.ndarray]:
-        events.append("start_probe")
-        answer = start(sequences)
-        return Later(lambda: (events.append("answer"), answer.result())[1])
+    def start_noted(phase: str, method: Callable[..., Any], *arguments: Any) -> Later[list[Any]]:
+        events.extend(["start_probe"] * (method.__name__ == "probe"))
+        return start(phase, method, *arguments)
 
-    monkeypatch.setattr(trainers, "start_probe", start_probe)
-    noted(trainers, "next_buckets")
+    monkeypatch.setattr(trainers, "start", start_noted)
+    noted(trainers, "probe", "answer")
+    noted(trainers, "next_bucket")
     for name in ("update", "finish_update", "probe"):
         noted(engines, name)
     noted(Answers, "result")
     noted(setting.sync._turns, "end_sync")
     setting.sync.run(1)
-    end = ["update", "next_buckets", "start_probe", "result", "finish_update", "end_sync", "probe", "probe", "answer"]
+    end = ["update", "next_bucket", "start_probe", "result", "finish_update", "end_sync", "probe", "probe", "answer"]
     assert events[-11:] == [*end, "result", "result"] and events.count("start_probe") == 1
 
 
@@ -149,7 +150,7 @@ def test_a_sender_that_is_lost_half_way(setting: Setting) -> None:
     """The engine keeps out of rotation, never on half of the new weights, until a whole sync has come."""
     setting.sync.run(1)
     setting.train(2)
-    send = setting.trainers.next_buckets
+    send = setting.trainers.next_bucket
     calls = 0
 
     def lose() -> list[BucketMetadata | None]:
@@ -159,11 +160,11 @@ def test_a_sender_that_is_lost_half_way(setting: Setting) -> None:
             raise EngineError("trainer rank 0 died while exporting weights")
         return send()
 
-    setting.trainers.next_buckets = lose  # type: ignore[method-assign]
+    setting.trainers.next_bucket = lose  # type: ignore[method-assign]
     with pytest.raises(EngineError, match="died while exporting"):
         setting.sync.run(2)
     setting.refuses()
-    setting.trainers.next_buckets = send  # type: ignore[method-assign]
+    setting.trainers.next_bucket = send  # type: ignore[method-assign]
     setting.train(3)
     report = setting.sync.run(3)
     setting.serves(3)

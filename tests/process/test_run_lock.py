@@ -30,7 +30,7 @@ def test_one_run_at_a_time(tmp_path: Path) -> None:
     try:
         assert other.stdout is not None and other.stdout.readline() == "alone\n"
         with pytest.raises(
-            ConfigError, match=f"another run uses this directory .process {other.pid} on .*choose another run_dir"
+            ConfigError, match=f"another run uses this directory .process {other.pid} on .*set another run_dir"
         ):
             prepare_run_dir(config(tmp_path))
         assert [path.name for path in run_dir.iterdir()] == [LOCK_FILE]

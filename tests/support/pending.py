@@ -1,4 +1,4 @@
-"""Pending values of tests, and a trainer group of one rank that answers at once."""
+"""Answers of a trainer group that are computed when they are asked for."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Later(Generic[T]):
-    """A ``Pending`` that is computed when it is asked for."""
+    """Answers to one call."""
 
     compute: Callable[[], T]
 
@@ -19,11 +19,13 @@ class Later(Generic[T]):
         return self.compute()
 
 
-class OneBackend:
-    """A ``TrainerGroup`` whose only rank has the methods of a subclass as its backend."""
+class OneRank:
+    """A trainer group of one rank with the methods of ``part``, by default those of a subclass."""
+
+    part: Any = None
 
     @property
-    def ranks(self) -> OneBackend:
+    def ranks(self) -> OneRank:
         return self
 
     def call(self, phase: str, method: Callable[..., Any], *arguments: Any) -> list[Any]:
@@ -31,4 +33,7 @@ class OneBackend:
 
     def start(self, phase: str, method: Callable[..., Any], *arguments: Any) -> Later[list[Any]]:
         assert phase
-        return Later(lambda: [getattr(self, method.__name__)(*arguments)])
+        return Later(lambda: [getattr(self.part or self, method.__name__)(*arguments)])
+
+    def defer(self, answers: Later[Any]) -> None:
+        answers.result()

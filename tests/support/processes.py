@@ -211,3 +211,11 @@ def _title(process: psutil.Process) -> str:
 def run(arguments: Sequence[str], log_dir: Path, timeout_s: float = 180.0, forked: bool = True) -> Finished:
     with Command(arguments, log_dir, forked) as command:
         return command.finish(timeout_s)
+
+
+def succeed(arguments: Sequence[str], log_dir: Path, timeout_s: float = 180.0, forked: bool = True) -> Finished:
+    """Run a command that must succeed and leave no process behind."""
+    finished = run(arguments, log_dir, timeout_s, forked)
+    assert finished.code == 0, finished.stdout + finished.stderr
+    assert finished.left_behind == []
+    return finished

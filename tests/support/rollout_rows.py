@@ -6,15 +6,17 @@ from dataclasses import replace
 
 import torch
 
-from slime_like.trajectory import ScoredTrajectory
+from slime_like.trajectory import ScoredTrajectory, tensor_fields
 
 
 def cut_into_rows(rollout: ScoredTrajectory, cuts: Sequence[int]) -> list[ScoredTrajectory]:
     """Rows that begin at 0 and at every one of ``cuts``, positions of the response."""
     every = torch.cat([rollout.prompt_tokens, rollout.response_tokens])
+    described = tensor_fields(ScoredTrajectory).items()
+    names = [name for name, each in described if each.over == "response" and each.ndim == 1]
     rows = []
     for number, (start, end) in enumerate(zip([0, *cuts], [*cuts, rollout.response_len], strict=True)):
-        parts = {name: values[start:end] for name, values in rollout.response_tensors().items() if values is not None}
+        parts = {name: value[start:end] for name in names if (value := getattr(rollout, name)) is not None}
         rows.append(
             replace(
                 rollout,

@@ -41,7 +41,7 @@ class RankedReference:
         self._trainers.launch()
 
     def setup(self) -> None:
-        self._trainers.setup_for_scoring(self._weights)
+        self._trainers.setup(only_scores=True, checkpoint=self._weights)
 
     def use(self, weights: Path) -> None:
         if weights != self._weights:
@@ -49,7 +49,7 @@ class RankedReference:
             self._weights = weights
 
     def score(self, trajectories: list[UnscoredTrajectory]) -> list[Tensor]:
-        scores = score_sequences(self._trainers.training, trajectories, self._config.trainer)
+        scores = score_sequences(self._trainers.ranks, trajectories, self._config.trainer)
         return [score.logprobs for score in scores]
 
     def restart(self, weights: Path | None) -> None:

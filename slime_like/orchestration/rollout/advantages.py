@@ -11,7 +11,9 @@ from slime_like.algorithms.shaping import kl_penalty, overlong_penalty
 from slime_like.config import RunConfig
 from slime_like.errors import ConfigError, RewardError, TrainerError
 from slime_like.orchestration.rollout.rows import rollouts_of
-from slime_like.orchestration.trainer.group_training import GroupTraining
+from slime_like.orchestration.trainer.calls import RankCalls
+from slime_like.orchestration.trainer.rank_training import RankTraining
+from slime_like.orchestration.trainer.scoring import frozen_logprobs
 from slime_like.plugins.traceback import format_error, full_traceback
 from slime_like.trajectory import ScoredTrajectory
 
@@ -83,9 +85,7 @@ def _format_error(name: str, error: Exception) -> str:
     return format_error("algorithm.advantage", name, error, "compute")
 
 
-def penalise_kl(
-    config: RunConfig, trainers: GroupTraining, trajectories: Sequence[ScoredTrajectory], step: int
-) -> None:
+def penalise_kl(config: RunConfig, ranks: RankCalls, trajectories: Sequence[ScoredTrajectory], step: int) -> None:
     """Subtract each rollout's KL to the reference, summed over its rows, from its reward. Replace its advantage, also
     on the trainers.
 
@@ -93,7 +93,7 @@ def penalise_kl(
     the penalty applies to the policy that sampled.
     """
     algorithm = config.algorithm
-    frozen = trainers.response_logprobs([trajectory.sequence_id for trajectory in trajectories])
+    frozen = frozen_logprobs(ranks, [trajectory.sequence_id for trajectory in trajectories])
     penalties = {
         trajectory.sequence_id: kl_penalty(
             scored.policy,
@@ -113,10 +113,11 @@ def penalise_kl(
     for rollout, advantage in zip(rollouts, advantages, strict=True):
         for row in rollout.rows:
             row.advantages = advantage.clone()
-    trainers.set_advantages({t.sequence_id: float(t.advantages) for t in trajectories})
+    replaced = {t.sequence_id: float(t.advantages) for t in trajectories}
+    ranks.call("receiving advantages", RankTraining.set_advantages, replaced)
 
 
-def normalise_importance(config: RunConfig, trainers: GroupTraining, trajectories: Sequence[ScoredTrajectory]) -> None:
+def normalise_importance(config: RunConfig, ranks: RankCalls, trajectories: Sequence[ScoredTrajectory]) -> None:
     """Divide advantages on the trainers by the batch's mean importance weight. The batch must be loaded and scored.
 
     All built-in policy terms are proportional to positive factors of advantages, so this normalizes the weights.
@@ -124,7 +125,7 @@ def normalise_importance(config: RunConfig, trainers: GroupTraining, trajectorie
     Raises:
         TrainerError: a custom correction failed.
     """
-    frozen = trainers.response_logprobs([trajectory.sequence_id for trajectory in trajectories])
+    frozen = frozen_logprobs(ranks, [trajectory.sequence_id for trajectory in trajectories])
     lengths = torch.tensor([trajectory.response_len for trajectory in trajectories])
     mask = torch.cat([trajectory.loss_mask for trajectory in trajectories])
     old = torch.cat([frozen[trajectory.sequence_id].policy for trajectory in trajectories])
@@ -143,4 +144,5 @@ def normalise_importance(config: RunConfig, trainers: GroupTraining, trajectorie
         ) from error
     per_sequence = torch.tensor([trajectory.token_weight for trajectory in trajectories], dtype=torch.float64)
     mean = mean_weight(weights, mask, per_sequence.repeat_interleave(lengths))
-    trainers.set_advantages({t.sequence_id: float(t.advantages) / mean for t in trajectories})
+    replaced = {t.sequence_id: float(t.advantages) / mean for t in trajectories}
+    ranks.call("receiving advantages", RankTraining.set_advantages, replaced)

@@ -43,8 +43,6 @@ _WRITTEN = (
 """Names of a run's files, except the model. Every run writes ``METRICS_FILE`` at its start, which marks its files."""
 
 _READ = ("model.path", "model.weights", "reference.path", "evaluation.files", "debug.load_rollouts")
-_OF_TRAINING = {"train", "mixture", "shuffle"}  # fields of data that don't affect held-out files
-_MAX_NAMED = 8  # limit on changed settings named in one sentence
 
 
 def find_checkpoint(config: RunConfig, found_damaged: Mapping[Path, str] = MappingProxyType({})) -> Checkpoint | None:
@@ -85,14 +83,14 @@ def make_run_dir(config: RunConfig, checkpoint: Checkpoint | None, lock: RunLock
         _require_room_for_export(config, resumes_here)
     if resumes_here:
         return None
-    if not moved:
-        _require_nothing_overwritten(config.run_dir)
     aside = None
     if moved:
         _require_nothing_read_there(config)
         aside = _move_aside(config.run_dir)
         lock.take()
         (aside / LOCK_FILE).unlink(missing_ok=True)
+    else:
+        _require_nothing_overwritten(config.run_dir)
     (config.run_dir / METRICS_FILE).touch()
     save_config(config, config.run_dir / CONFIG_FILE)
     return aside
@@ -116,22 +114,21 @@ def measured_otherwise_until(config: RunConfig) -> int:
 
     Such steps had another first reward function, or other values of the settings that it depends on.
     """
-    until = 0
+    steps = [0]
     for path in config.run_dir.glob("config.until-step-*.yaml"):
         try:
             is_same = _measured_by(load_config(path, [])) == _measured_by(config)
         except ConfigError:  # the file is from another version: unknown
             is_same = False
-        until = until if is_same else max(until, int(path.stem.rpartition("-")[2]))
-    return until
+        steps += [] if is_same else [int(path.stem.rpartition("-")[2])]
+    return max(steps)
 
 
 def _measured_by(config: RunConfig) -> tuple[object, ...]:
     return (
         [function.model_dump(include={"name", "options"}) for function in config.reward.functions[:1]],
         config.evaluation.model_dump(exclude={"every"}),
-        # A held-out file is read like the first of the mixture's sources that fits its rows, so their order matters.
-        list(dict.fromkeys(part.model_dump_json(exclude=_OF_TRAINING) for part in config.data.parts)),
+        config.data.model_dump(exclude={"train", "shuffle"}),  # held-out files are read like the mixture's sources
         config.rollout.environment,
         config.rollout.agent,
         config.rollout.max_new_tokens,
@@ -152,12 +149,12 @@ def _require_resumable(checkpoint: Checkpoint, config: RunConfig) -> None:
         longer = "" if config.trainer.optimizer.depends_on_length else "raise steps, "
         raise ConfigError(
             f"steps={config.steps}: the run in {config.run_dir} has finished {counted(checkpoint.step, 'step')}; "
-            f"{longer}choose another run_dir, or set resume: never to start over"
+            f"{longer}set another run_dir, or set resume: never to start over"
         )
     if changed := _changed_schedule(checkpoint, config):
         raise ConfigError(
             f"resume: {checkpoint.path} was trained with another learning-rate schedule ({'; '.join(changed)}); "
-            "use the same, or start a new run from its exported model (model.path)"
+            "use the same settings, or start a new run from its exported model (model.path)"
         )
 
 
@@ -175,8 +172,8 @@ def _require_nothing_read_there(config: RunConfig) -> None:
     place = config.run_dir.resolve()
     values = {name: attrgetter(name)(config) for name in _READ} | {"data.train": config.data.training_files}
     inside = [
-        f"{name}={path}: is inside run_dir={config.run_dir}, whose earlier run would be renamed with it; give "
-        "another run_dir"
+        f"{name}={path}: inside run_dir={config.run_dir}, which would be renamed with its earlier run; set another "
+        "run_dir"
         for name, paths in values.items()
         for path in (paths if isinstance(paths, tuple) else (paths,))
         if path is not None and path.resolve().is_relative_to(place)
@@ -191,7 +188,7 @@ def _require_nothing_overwritten(run_dir: Path) -> None:
     if there:
         raise ConfigError(
             f"run_dir={run_dir}: this run would overwrite files there that no earlier run wrote ({', '.join(there)}); "
-            "give another run_dir, or move them away"
+            "set another run_dir, or move them away"
         )
 
 
@@ -207,9 +204,9 @@ def _require_room_for_export(config: RunConfig, resumes_here: bool) -> None:
     earlier = resumes_here and not read and (export / "config.json").is_file()
     if not os.path.lexists(export) or earlier or _is_empty_directory(export):
         return
-    what = "model.path" if read else "no model that this run wrote"
+    what = "model.path" if read else "not a model that this run wrote"
     raise ConfigError(
-        f"run_dir={config.run_dir}: {export} is {what}, and the trained one belongs there; move it away, give "
+        f"run_dir={config.run_dir}: {export} is {what}, but the trained model is exported there; move it away, set "
         "another run_dir, or set checkpoint.export_hf: false"
     )
 
@@ -222,10 +219,10 @@ def _move_aside(run_dir: Path) -> Path:
         run_dir.rename(aside)
     except OSError as error:
         raise SlimeLikeError(
-            f"the earlier run there could not be moved aside to {aside} ({error.strerror})",
+            f"the earlier run there could not be moved to {aside} ({error.strerror})",
             code="run-dir-not-moved",
             who=f"run_dir={run_dir}",
-            remedy="choose another run_dir, or move it yourself",
+            remedy="set another run_dir, or move the directory yourself",
         ) from error
     return aside
 
@@ -246,4 +243,4 @@ def _keep_config(config: RunConfig, step: int) -> list[str]:
     kept = path.with_name(f"config.until-step-{step:06d}.yaml")
     if changed and not kept.exists():  # otherwise the earlier start also began here: none of its steps counts
         path.replace(kept)
-    return changed if len(changed) <= _MAX_NAMED else [*changed[:_MAX_NAMED], f"and {len(changed) - _MAX_NAMED} more"]
+    return changed

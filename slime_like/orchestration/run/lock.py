@@ -49,23 +49,22 @@ class RunLock:
             held.acquire(blocking=False)
             self._path.write_text(f"process {os.getpid()} on {socket.gethostname()}\n", encoding="utf-8")
         except Timeout:
-            raise ConfigError([self._occupied()]) from None
+            holder = ""
+            with suppress(FileNotFoundError):
+                holder = self._path.read_text(encoding="utf-8").strip()
+            raise ConfigError(
+                f"run_dir={self._path.parent}: another run uses this directory ({holder or 'another process'}); wait "
+                "for it, end it, or set another run_dir"
+            ) from None
         except OSError as error:
             if error.errno not in _NO_LOCKS:
                 raise
-            self.warning = f"{self._path.parent} has no file locks ({error.strerror}): see that no other run is there"
+            self.warning = (
+                f"{self._path.parent} has no file locks ({error.strerror}): make sure that no other run uses it"
+            )
         if self._held is not None:
             self._held.release()
         self._held = held
-
-    def _occupied(self) -> str:
-        holder = ""
-        with suppress(FileNotFoundError):
-            holder = self._path.read_text(encoding="utf-8").strip()
-        return (
-            f"run_dir={self._path.parent}: another run uses this directory ({holder or 'another process'}); wait for "
-            "it, end it, or choose another run_dir"
-        )
 
     def __exit__(self, *_: object) -> None:
         if self._held is not None:

@@ -6,6 +6,7 @@ from pathlib import Path
 
 from slime_like.checks.earlier_run import BACKEND
 from slime_like.interfaces import TrainerBackend
+from slime_like.observability.curve import plot_reward_curve
 from slime_like.observability.metrics import METRICS_FILE, read_metrics, series
 from slime_like.observability.names import ACCURACY, evaluation_metrics
 from slime_like.observability.tables import HELD_OUT_TABLE, held_out_rows
@@ -87,7 +88,9 @@ class Milestones:
             phase = "writing the Hugging Face model"
             with run.progress.waiting(phase):
                 run.trainers.ranks.call(phase, TrainerBackend.export_hf, files["hugging face model"])
-        files |= self._recorder.draw(files["metrics"], config.run_dir)
+        if not config.supervised:
+            files["reward curve"] = config.run_dir / "reward_curve.png"
+            plot_reward_curve(files["metrics"], files["reward curve"])
         accuracies = series(read_metrics(files["metrics"]), ACCURACY)[1]  # includes accuracies from before a resume
         before, after = (accuracies[0], accuracies[-1]) if accuracies else (None, None)
         until = measured_otherwise_until(config)

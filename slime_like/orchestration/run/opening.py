@@ -8,8 +8,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from slime_like.checks.transport import chosen_transport
 from slime_like.config import RunConfig
 from slime_like.data.ledger import FILE_NAME as LEDGER
@@ -24,7 +22,6 @@ from slime_like.observability.metrics import MetricLogger
 from slime_like.observability.progress import DRIVER_LOG, Progress
 from slime_like.orchestration.cluster.bundles import bundle_sizes
 from slime_like.orchestration.cluster.cluster import Cluster
-from slime_like.orchestration.cluster.object_store import available_memory
 from slime_like.orchestration.cluster.placement import Placement
 from slime_like.orchestration.reference.refresh import REFERENCE, Reference
 from slime_like.orchestration.rollout.advantages import require_group_scope
@@ -39,14 +36,7 @@ from slime_like.orchestration.run.lock import RunLock
 from slime_like.orchestration.run.rollout_side import EngineSide, RolloutSide
 from slime_like.orchestration.run.run import Run
 from slime_like.orchestration.run.sources import DemonstrationSource, DumpedSource
-from slime_like.orchestration.run.start_notes import (
-    algorithm_notes,
-    checkpoint_notes,
-    data_notes,
-    held_out_notes,
-    memory_notes,
-    processor_notes,
-)
+from slime_like.orchestration.run.start_notes import data_notes, settings_notes
 from slime_like.orchestration.trainer.batcher import ExperienceBatcher, require_token_ratios
 from slime_like.orchestration.trainer.checkpoint import UNUSABLE, Checkpoint
 from slime_like.orchestration.trainer.checkpoints import CheckpointStore, latest_checkpoint
@@ -71,9 +61,8 @@ def open_run(config: RunConfig) -> Iterator[Run]:
             if (latest := latest_checkpoint(config.run_dir)) is not None:
                 error.add_note(f"restart with --resume auto to resume from {latest.resolve()}")
             elif isinstance(error, KeyboardInterrupt):
-                every = config.checkpoint.every
-                when = f"every {every} steps" if every else "at the end alone: set checkpoint.every"
-                error.add_note(f"no checkpoint has been written (they are, {when}); a restart begins with step 1")
+                every = f"checkpoint.every={config.checkpoint.every}"
+                error.add_note(f"no checkpoint has been written ({every}); a restart begins with step 1")
             raise
 
 
@@ -91,23 +80,13 @@ def _open(config: RunConfig, stack: ExitStack) -> Run:
                 run = _open_from(_Base(config, attempt, lock, checkpoint, tokenizer))
                 stack.push(attempt.pop_all())
                 return run
-        except CheckpointError as error:
-            older = _older(config, checkpoint, error, damaged)
-            if older is None:
+        except CheckpointError as error:  # only the ranks read all of a checkpoint
+            if checkpoint is None or config.resume != "auto" or error.code not in UNUSABLE:
                 raise
-            checkpoint = older
-
-
-def _older(
-    config: RunConfig, checkpoint: Checkpoint | None, error: CheckpointError, damaged: dict[Path, str]
-) -> Checkpoint | None:
-    """Return the checkpoint to resume from instead of one whose damage shows when it is read, or ``None``. Only the
-    ranks read all of it, so the run must be opened again."""
-    if checkpoint is None or config.resume != "auto" or error.code not in UNUSABLE:
-        return None
-    damaged[checkpoint.path] = error.problem
-    older = find_checkpoint(config, damaged)
-    return None if older is None or older.path in damaged else older
+            damaged[checkpoint.path] = error.problem
+            checkpoint = find_checkpoint(config, damaged)
+            if checkpoint is None or checkpoint.path in damaged:
+                raise
 
 
 def _open_from(base: _Base) -> Run:
@@ -146,14 +125,13 @@ def _open_rl(base: _Base) -> Run:
     datasets = held_out(config, base.tokenizer)
     if config.cluster.address is None:  # one host, whose devices are known before Ray starts
         _require_usable(config, on_cuda=local_gpus() > 0, hosts=1)
-    notes = (*data_notes(config, prompts), *held_out_notes(prompts, datasets))
-    placed = base.place("starting Ray, trainers and engines", *notes)
+    placed = base.place("starting Ray, trainers and engines", *data_notes(config, prompts, datasets))
     placement, trainers, progress = placed.placement, placed.trainers, placed.progress
     _require_usable(config, on_cuda=placement.device == "GPU", hosts=placement.num_nodes)
     placed.launch_trainers()
     engines, rewards, pool, devices = start_engines(config, stack, placement, trainers, progress)
-    export, texts = trainers.export, prompts.longest(2)
-    sync = WeightSync(config, export, engines.supervisor, placement, devices, placed.run_name, texts)
+    texts = prompts.longest(2)
+    sync = WeightSync(config, trainers.ranks, engines.supervisor, placement, devices, placed.run_name, texts)
     with progress.waiting("connecting trainers and engines"):
         sync.connect()
     scorer = Scorer(config, rewards, base.tokenizer)
@@ -203,44 +181,26 @@ class _Base:
     def place(self, start: str, *notes: str) -> _Placed:
         """Create the run directory, start Ray, and reserve the devices."""
         config, stack = self.config, self.stack
-        is_alone = config.cluster.address is None
-        machine = list(_machine_notes(config, 1)) if is_alone and not local_gpus() else []
         aside = make_run_dir(config, self.checkpoint, self.lock)
         finished = 0 if self.checkpoint is None else self.checkpoint.step
         metrics = MetricLogger(config.logging, config.run_dir, finished)
         stack.callback(metrics.close)
         log = stack.enter_context((config.run_dir / DRIVER_LOG).open("a", encoding="utf-8"))
         progress = stack.enter_context(Progress(config.logging.progress, config.steps, log=log))
-        why = ", since it completed no checkpoint" if config.resume == "auto" else ""
-        moved = f"the earlier run of {config.run_dir} is now {aside}{why}" if aside is not None else ""
+        why = ", since it has no complete checkpoint" if config.resume == "auto" else ""
+        moved = f"moved the earlier run in {config.run_dir} to {aside}{why}" if aside is not None else ""
         damaged = "" if self.checkpoint is None else self.checkpoint.passed_over
-        settings = (*algorithm_notes(config), *checkpoint_notes(config))
-        for note in filter(None, (self.lock.warning, moved, damaged, *notes, *settings, *machine, start)):
+        for note in filter(None, (self.lock.warning, moved, damaged, *notes, *settings_notes(config), start)):
             progress.note(note)
         bucket_directories = [config.sync.directory] if config.sync.directory else []
         logs, slots = config.run_dir / "worker_logs", sum(bundle_sizes(config))
         with progress.waiting("starting Ray"):
             cluster = stack.enter_context(Cluster(config.cluster, logs, slots, bucket_directories, progress.note))
             placement = stack.enter_context(Placement(config))
-        if placement.device == "CPU" and not is_alone:
-            for note in _machine_notes(config, placement.num_nodes):
-                progress.note(note)
         trainers = TrainerGroup(config, placement)
-        checkpoints = CheckpointStore(
-            config.run_dir,
-            config.checkpoint.keep,
-            trainers,
-            progress.note,
-            resumed=None if self.checkpoint is None else finished,
-        )
+        resumed = None if self.checkpoint is None else finished
+        checkpoints = CheckpointStore(config.run_dir, config.checkpoint.keep, trainers, progress.note, resumed)
         return _Placed(self, metrics, progress, placement, cluster.run_name, trainers, checkpoints)
-
-
-def _machine_notes(config: RunConfig, num_nodes: int) -> Iterator[str]:
-    """Yield notes on what this machine has too little of."""
-    if num_nodes == 1:
-        yield from processor_notes(config, torch.cpu.get_capabilities())
-        yield from memory_notes(config, ModelDimensions.from_checkpoint(config.model.path), available_memory())
 
 
 @dataclass(frozen=True, slots=True)
@@ -264,14 +224,14 @@ class _Placed:
     def run(self, rollout: RolloutSide, devices: Turns, reference: Reference) -> Run:
         """Build the opened run with its initial state. The trainers must be set up."""
         self.checkpoints.also_link(reference.files, REFERENCE)
-        base, pad = self.base, self.base.tokenizer.pad_token_id
-        replicas = self.trainers.training.data_parallel_size
+        base, config = self.base, self.base.config
+        pad_id = base.tokenizer.pad_token_id or 0
         run = Run(
-            config=base.config,
+            config=config,
             finished_steps=base.checkpoint.step if base.checkpoint is not None else 0,
             decode=base.tokenizer.decode,
             rollout=rollout,
-            batcher=ExperienceBatcher(base.config, replicas, pad if pad is not None else 0),
+            batcher=ExperienceBatcher(config, self.trainers.ranks.num_replicas, pad_id),
             trainers=self.trainers,
             devices=devices,
             reference=reference,
@@ -279,16 +239,12 @@ class _Placed:
             metrics=self.metrics,
             progress=self.progress,
         )
-        if base.checkpoint is not None:
-            _restore(run, base.checkpoint)
+        if (checkpoint := base.checkpoint) is not None:
+            rollout.restore(checkpoint)
+            with self.progress.waiting("loading the checkpoint"):
+                self.trainers.ranks.call("loading a checkpoint", TrainerBackend.load, checkpoint.trainer)
+                reference.restore(checkpoint)
+            self.progress.note(f"resumed from {checkpoint.path} after step {checkpoint.step}")
+            if changed := record_settings(config, checkpoint):
+                self.progress.note(f"settings changed since the earlier start: {'; '.join(changed)}")
         return run
-
-
-def _restore(run: Run, checkpoint: Checkpoint) -> None:
-    run.rollout.restore(checkpoint)
-    with run.progress.waiting("loading the checkpoint"):
-        run.trainers.ranks.call("loading a checkpoint", TrainerBackend.load, checkpoint.trainer)
-        run.reference.restore(checkpoint)
-    run.progress.note(f"resumed from {checkpoint.path} after step {checkpoint.step}")
-    if changed := record_settings(run.config, checkpoint):
-        run.progress.note(f"settings that differ from the earlier start: {'; '.join(changed)}")

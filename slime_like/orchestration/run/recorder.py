@@ -1,24 +1,25 @@
 """Recording of a step's figures to log and screen. Sampled responses also get tables, warnings and curves."""
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from pathlib import Path
+from typing import Any
 
 import torch
 
 from slime_like.data.dump import dump_path, save_trajectories
-from slime_like.observability.curve import plot_reward_curve
 from slime_like.observability.names import step_metrics
 from slime_like.observability.phases import PhaseTimes
 from slime_like.observability.records import RewardRecord, RolloutRecord, StepRecord
 from slime_like.observability.tables import SAMPLE_TABLE, TOKEN_TABLE, Decode, Row, per_sample_rows, per_token_rows
+from slime_like.orchestration.rollout.failures import by_reason, failure_text
 from slime_like.orchestration.rollout.rows import Rollout, rollouts_of, trained_spans
 from slime_like.orchestration.run.rollout_side import RolloutFigures
 from slime_like.orchestration.run.run import Run
-from slime_like.orchestration.run.scoring_failures import ScoringFailures
 from slime_like.orchestration.run.step import TrainedStep
-from slime_like.orchestration.trainer.group_training import GroupTraining
+from slime_like.orchestration.trainer.calls import RankCalls
+from slime_like.orchestration.trainer.scoring import frozen_logprobs
+from slime_like.system.words import counted
 from slime_like.trajectory import GRPOStats, ScoredTrajectory
 
 # Reading memory from every rank costs a round trip, and peaks rarely change.
@@ -99,10 +100,6 @@ class StepRecorder:
     def finish(self) -> None:
         """Write warnings about the whole run. Runs after the last step."""
 
-    def draw(self, metrics: Path, run_dir: Path) -> dict[str, Path]:
-        """Draw the curves of a finished run, and return their files by name."""
-        return {}
-
 
 class ResponseRecorder(StepRecorder):
     """Recorder of training steps on sampled and rewarded responses."""
@@ -141,25 +138,66 @@ class ResponseRecorder(StepRecorder):
         run, trajectories, debug = self._run, trained.trajectories, self._run.config.debug
         is_due = step % debug.tables_every == 0 or step in (1, run.config.steps)
         if debug.samples_per_step > 0 and is_due:
-            training, limit = run.trainers.training, debug.samples_per_step
-            tables = debug_tables(step, trajectories, training, trained.updates[-1], run.decode, limit)
+            ranks, limit = run.trainers.ranks, debug.samples_per_step
+            tables = debug_tables(step, trajectories, ranks, trained.updates[-1], run.decode, limit)
             for name, rows in tables.items():
                 run.metrics.log_table(step, name, rows)
         has_gradient = any(bool(trajectory.advantages.any()) for trajectory in trajectories)
         self._flat_steps = 0 if has_gradient else self._flat_steps + 1
         if self._flat_steps == _WARN_AFTER:
             self.note(
-                f"steps {step - _WARN_AFTER + 1} to {step}: the responses to each prompt all got the same reward, so "
-                "there was no policy gradient; use prompts that are solved sometimes, or more samples of each prompt"
+                f"steps {step - _WARN_AFTER + 1} to {step}: for every prompt, all responses got the same reward, so "
+                "there was no policy gradient; use prompts that are sometimes solved, or more samples per prompt"
             )
 
     def finish(self) -> None:
         self.note(self._failures.at_end())
 
-    def draw(self, metrics: Path, run_dir: Path) -> dict[str, Path]:
-        curve = run_dir / "reward_curve.png"
-        plot_reward_curve(metrics, curve)
-        return {"reward curve": curve}
+
+class ScoringFailures:
+    """Counter of failures that reports only some steps, since an unreliable function fails in every step.
+
+    It reports the first, second, fourth, eighth and so on of the steps with failures, and steps with a new kind.
+    """
+
+    def __init__(self) -> None:
+        self._reasons: list[str] = []
+        self._kinds = set[tuple[str, ...]]()
+        self._failed_steps = 0
+        self._responses = 0
+
+    def add(self, step: int, metadata: Sequence[Mapping[str, Any]]) -> str | None:
+        """Record a step with the metadata of all its responses. Return a note if one is due."""
+        failed = [entry for entry in metadata if "reason" in entry]
+        self._responses += len(metadata)
+        if not failed:
+            return None
+        self._reasons += [entry["reason"] for entry in failed]
+        self._failed_steps += 1
+        failed.sort(key=lambda entry: _kind(entry) in self._kinds)  # the note quotes the first one
+        new = {_kind(entry) for entry in failed} - self._kinds
+        self._kinds |= new
+        is_power_of_two = self._failed_steps & (self._failed_steps - 1) == 0
+        if not (is_power_of_two or new):
+            return None
+        return (
+            f"step {step}, reward: scoring failed for {len(failed)} of {counted(len(metadata), 'response')} "
+            f"({failure_text(failed)}); they got reward 0"
+        )
+
+    def at_end(self) -> str | None:
+        """Return a note about all recorded steps if any had a failure."""
+        if not self._reasons:
+            return None
+        share = f"{len(self._reasons)} of {counted(self._responses, 'response')}"
+        return f"all steps: scoring failed for {share} ({by_reason(self._reasons)}); they got reward 0"
+
+
+def _kind(failure: Mapping[str, Any]) -> tuple[str, ...]:
+    """Return reason, function and, for errors, the exception's name, which the detail starts with."""
+    reason = failure["reason"]
+    error = str(failure.get("detail", "")).partition(":")[0] if reason == "error" else ""
+    return reason, str(failure.get("function", "")), error
 
 
 def step_recorder(run: Run) -> StepRecorder:
@@ -170,7 +208,7 @@ def step_recorder(run: Run) -> StepRecorder:
 def debug_tables(
     step: int,
     trajectories: Sequence[ScoredTrajectory],
-    trainers: GroupTraining,
+    ranks: RankCalls,
     stats: GRPOStats,
     decode: Decode,
     limit: int,
@@ -180,7 +218,7 @@ def debug_tables(
     Policy and reference logprobs are frozen at the step's start.
     """
     chosen = [row for rollout in _spread_over_prompts(trajectories)[:limit] for row in rollout.rows]
-    logprobs = trainers.response_logprobs([trajectory.sequence_id for trajectory in chosen])
+    logprobs = frozen_logprobs(ranks, [trajectory.sequence_id for trajectory in chosen])
     samples = [replace(trajectory, ref_logprobs=logprobs[trajectory.sequence_id].reference) for trajectory in chosen]
     pi = [logprobs[sample.sequence_id].policy.numpy() for sample in samples]
     tables = {

@@ -1,6 +1,5 @@
 """Sources of trajectories without engines: demonstrations, or rollouts of an earlier run."""
 
-import itertools
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Protocol
@@ -22,12 +21,14 @@ class ExperienceSource(Protocol):
 
     def stream(self, step: int, clock: PhaseClock) -> Iterator[list[ScoredTrajectory]]:
         """Stream the batch in whole groups as they become ready. No phase is open while the caller has them."""
+        yield self.next_batch(step, clock)
 
     def is_complete(self, step: int) -> bool:
         """Return whether all groups of the step are ready, so ``stream`` no longer waits."""
+        return True
 
 
-class DemonstrationSource:
+class DemonstrationSource(ExperienceSource):
     """Demonstrations from rows: supervised mode."""
 
     def __init__(self, config: RunConfig, prompts: PromptSource) -> None:
@@ -39,14 +40,8 @@ class DemonstrationSource:
             prompts = self._prompts.next(self._config.rollout.prompts_per_step)
         return [_demonstration(prompt) for prompt in prompts]
 
-    def stream(self, step: int, clock: PhaseClock) -> Iterator[list[ScoredTrajectory]]:
-        yield self.next_batch(step, clock)
 
-    def is_complete(self, step: int) -> bool:
-        return True
-
-
-class DumpedSource:
+class DumpedSource(ExperienceSource):
     """Rollouts that an earlier run saved, to train on without engines and reward workers.
 
     Args:
@@ -71,26 +66,19 @@ class DumpedSource:
         largest = max(int(ids.max()) for t in trajectories for ids in (t.prompt_tokens, t.response_tokens) if len(ids))
         if largest >= self._vocab_size:
             raise DataError(
-                f"holds the token id {largest}, and model.path has ids 0 to {self._vocab_size - 1}",
+                f"contains token id {largest}, but model.path has ids 0 to {self._vocab_size - 1}",
                 code="unknown-token",
                 who=str(path),
-                remedy="give rollouts of this model",
+                remedy="use rollouts of this model",
             )
-
-    def stream(self, step: int, clock: PhaseClock) -> Iterator[list[ScoredTrajectory]]:
-        for _, group in itertools.groupby(self.next_batch(step, clock), key=lambda trajectory: trajectory.group_id):
-            yield list(group)
-
-    def is_complete(self, step: int) -> bool:
-        return True
 
 
 def _demonstration(prompt: Prompt) -> ScoredTrajectory:
     if prompt.response_tokens is None:
         raise DataError(
-            f"prompt group {prompt.group_id} has no demonstration",
+            f"prompt group {prompt.group_id} has no demonstration, which supervised mode needs",
             code="no-demonstration",
-            remedy="supervised mode needs data.response_key in every row",
+            remedy="give every row the key data.response_key",
         )
     masks = {} if prompt.spans is None else {"loss_mask": _loss_mask(prompt.spans, len(prompt.response_tokens))}
     return ScoredTrajectory.unrewarded(

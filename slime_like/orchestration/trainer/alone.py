@@ -1,14 +1,19 @@
 """Trainer ranks without engines or rewards, for commands that only score or verify."""
 
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
+
+from torch import Tensor
 
 from slime_like.config import RunConfig
 from slime_like.errors import ConfigError
 from slime_like.orchestration.cluster.placement import Placement
+from slime_like.orchestration.trainer.calls import RankCalls, given
 from slime_like.orchestration.trainer.group import TrainerGroup
+from slime_like.orchestration.trainer.rank_export import RankExport
 
 
 @contextmanager
@@ -21,6 +26,20 @@ def trainers_alone(config: RunConfig) -> Iterator[TrainerGroup]:
             yield trainers
         finally:
             trainers.shutdown()
+
+
+def exported_tensors(
+    ranks: RankCalls, begin: Callable[..., None] = RankExport.begin_export, *arguments: Any
+) -> Iterator[dict[str, Tensor]]:
+    """Yield the model under Hugging Face names, in buckets of at most ``sync.bucket_mb``, to this process.
+
+    Args:
+        begin: method of ``RankExport`` that starts the export of weights or gradients; gets ``arguments``.
+    """
+    phase = "exporting tensors"
+    ranks.call(phase, begin, *arguments)
+    while buckets := given(ranks.call(phase, RankExport.next_tensors)):
+        yield from buckets
 
 
 @contextmanager

@@ -15,7 +15,6 @@ from slime_like.algorithms.packing.partition import (
     partition_full_batches,
     training_flops,
 )
-from slime_like.algorithms.packing.prefixes import Sharing
 from slime_like.algorithms.reduction import step_denominator, token_weights
 from slime_like.config import RunConfig, TrainerConfig
 from slime_like.data.token_budget import TokenBudget
@@ -112,7 +111,7 @@ class ExperienceBatcher:
                 f"no token of {counted(len(counts), 'sample')} carries loss",
                 code="no-loss-tokens",
                 who="optimizer step",
-                remedy="see that answers are not empty, and that agents call the model",
+                remedy="check that answers are not empty and that agents call the model",
             )
         return step_denominator(self._config.algorithm.reduction, counts, groups, rollouts)
 
@@ -159,7 +158,8 @@ class ExperienceBatcher:
     def _pack(self, sequences: Sequence[ScoredTrajectory]) -> PackedTrajectory:
         """Pack sequences sorted by length. CPU attention processes neighbors of equal length together, in place."""
         ordered = sorted(sequences, key=lambda each: each.total_len)
-        return pack_sequences(ordered, pad_token_id=self._pad_token_id, sharing=sharing_of(self._config.trainer))
+        sharing = self._config.trainer.share_prefixes or None
+        return pack_sequences(ordered, pad_token_id=self._pad_token_id, sharing=sharing)
 
     def _bundles(self, sequences: Sequence[ScoredTrajectory]) -> list[Bundle]:
         return bundles_of(sequences, self._config.trainer)
@@ -236,8 +236,8 @@ def require_token_ratios(config: RunConfig) -> None:
     problems, name = list(config.algorithm.row_conflicts()), config.algorithm.loss
     if ":" in name and _may_be_per_sequence(name):
         problems.append(
-            f"algorithm.loss={name} may need all tokens of a sequence at once, but rollouts of several rows are "
-            "trained row by row; set per_sequence = False in its class if it is computed per token"
+            f"algorithm.loss={name}: the loss may need all tokens of a sequence together, but rollouts with several "
+            "rows are trained row by row; set per_sequence = False in its class if it is computed per token"
         )
     if problems:
         raise ConfigError(problems, code="several-rows")
@@ -267,15 +267,10 @@ def split_by_group(trajectories: Sequence[ScoredTrajectory], parts: int) -> list
         raise DataError(
             f"{counted(len(groups), 'group')} cannot be split into algorithm.minibatches={parts}",
             code="too-few-groups",
-            remedy="lower it",
+            remedy="lower algorithm.minibatches",
         )
     bounds = [len(groups) * part // parts for part in range(parts + 1)]
     return [[trajectory for group in groups[start:end] for trajectory in group] for start, end in pairwise(bounds)]
-
-
-def sharing_of(trainer: TrainerConfig) -> Sharing | None:
-    """Return which prefixes are computed only once."""
-    return trainer.share_prefixes or None
 
 
 def bundles_of(sequences: Sequence[Trajectory], trainer: TrainerConfig) -> list[Bundle]:
@@ -285,7 +280,7 @@ def bundles_of(sequences: Sequence[Trajectory], trainer: TrainerConfig) -> list[
         DataError: a sequence does not fit a micro-batch.
     """
     padded = TokenBudget(trainer).padded_lengths(sequences)
-    sharing = sharing_of(trainer)
+    sharing = trainer.share_prefixes or None
     lengths = padded if sharing is None else [sequence.total_len for sequence in sequences]
     return bundles(sequences, lengths, sharing, trainer.target_tokens_per_batch)
 

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any, Concatenate, Generic, ParamSpec, Protocol, TypeVar
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Concatenate, Generic, ParamSpec, TypeVar
 
 import ray
 
@@ -14,32 +13,11 @@ from slime_like.observability.waiting import ignore_answers
 from slime_like.orchestration.cluster.ray_calls import gather, one
 
 P = ParamSpec("P")
-S = TypeVar("S")
 T = TypeVar("T")
-T_co = TypeVar("T_co", covariant=True)
-R = TypeVar("R")
-
-
-class Pending(Protocol[T_co]):
-    """Outcome of a call that returned before its work was done."""
-
-    def result(self, timeout_s: float | None = None) -> T_co:
-        """Wait for the value, by default for the call's own bound. Raise what the work raised."""
-
-
-@dataclass(frozen=True, slots=True)
-class Mapped(Generic[S, T]):
-    """A pending value that is converted when read."""
-
-    pending: Pending[S]
-    convert: Callable[[S], T]
-
-    def result(self, timeout_s: float | None = None) -> T:
-        return self.convert(self.pending.result(timeout_s))
 
 
 class Answers(Generic[T]):
-    """Answers of all ranks to one call, in rank order: a ``Pending[list[T]]``."""
+    """Answers of all ranks to one call, in rank order."""
 
     def __init__(self, calls: RankCalls, phase: str, references: Sequence[Any]) -> None:
         self._calls = calls
@@ -103,12 +81,7 @@ class RankCalls:
         """Number of data-parallel replicas."""
         return max(self._replicas) + 1
 
-    def per_replica(self, values: Sequence[Any], *more: Any) -> list[tuple[Any, ...]]:
-        """Build every rank's arguments: its replica's of ``values``, then ``more``. Stores each value only once."""
-        stored = [ray.put(value) for value in values]
-        return [(stored[replica], *more) for replica in self._replicas]
-
-    def by_replica(self, answers: Sequence[R | None]) -> list[R]:
+    def by_replica(self, answers: Sequence[T | None]) -> list[T]:
         """Return one answer per data-parallel replica, from the rank that has one."""
         found = {replica: answer for replica, answer in zip(self._replicas, answers, strict=True) if answer is not None}
         return [found[replica] for replica in sorted(found)]
@@ -137,22 +110,31 @@ class RankCalls:
         ]
         return Answers(self, phase, references)
 
+    def scatter(self, phase: str, method: Callable[..., T], replicas: Sequence[Any], *more: Any) -> Answers[T]:
+        """Call each rank with its replica's element of ``replicas``, then ``more``, without waiting.
+
+        Ranks of a replica share one stored copy of the element.
+        """
+        stored = [ray.put(value) for value in replicas]
+        return self.start_each(phase, method, [(stored[replica], *more) for replica in self._replicas])
+
     def defer(self, answers: Answers[None]) -> None:
-        """Don't wait for ``answers``. The next call that waits, or ``raise_failures``, raises a failure."""
+        """Don't wait for ``answers``. The next call that waits, or ``is_idle``, raises a failure."""
         self._deferred.append(answers)
 
-    def raise_failures(self) -> None:
-        """Raise once the error of a deferred call that has already failed. Never waits."""
+    def is_idle(self) -> bool:
+        """Return whether all deferred calls are answered. Raises a failure among them once. Never waits."""
         deferred, self._deferred = self._deferred, []
         self._deferred = [answers for answers in deferred if not answers.is_answered()]
-
-    @property
-    def has_deferred(self) -> bool:
-        """True if a deferred call was unanswered when failures were last raised."""
-        return bool(self._deferred)
+        return not self._deferred
 
     def settle(self, timeout_s: float | None = None) -> None:
         """Wait for every deferred call. Each bound starts when the previous call has ended."""
         deferred, self._deferred = self._deferred, []
         for answers in deferred:
             answers.gather(timeout_s)
+
+
+def given(answers: Iterable[T | None]) -> list[T]:
+    """Return the answers of the ranks that have one."""
+    return [answer for answer in answers if answer is not None]

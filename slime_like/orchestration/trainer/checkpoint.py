@@ -47,13 +47,12 @@ class Checkpoint:
         """
         if "data" not in self.state:
             raise CheckpointError(
-                f"{self.path} is of a run on kept rollouts and has no position in data.train",
+                f"{self.path} was written by a run on saved rollouts, so it has no position in data.train",
                 code="no-data-position",
                 who="resume",
-                remedy="resume it with debug.load_rollouts, or start from its Hugging Face export",
+                remedy="resume with debug.load_rollouts, or start a new run from its Hugging Face export",
             )
-        position: dict[str, Any] = self.state["data"]
-        return position
+        return dict(self.state["data"])
 
     def file(self, name: str) -> Path:
         """Return the path of a file written by ``CheckpointStore.also_write``.
@@ -108,8 +107,6 @@ class Checkpoint:
             state = json.loads(file.read_text(encoding="utf-8"))
             if state.pop(_CHECKSUM) != _checksum(state):
                 raise ValueError("it is not as it was written")
-            if problem := _state_problem(state):
-                raise ValueError(problem)
             return cls(path.resolve(), state["step"], state)
         except FileNotFoundError as error:
             raise _no_checkpoint(path, f"{STATE} is missing") from error
@@ -117,23 +114,8 @@ class Checkpoint:
             raise cls(path, 0, {}).unusable(f"{file} is damaged ({error})", "checkpoint-damaged") from error
 
 
-def _state_problem(state: dict[str, Any]) -> str | None:
-    """Return why the state is invalid although its checksum fits, or ``None``."""
-    step, data = state["step"], state.get("data", {})
-    if not isinstance(step, int) or isinstance(step, bool) or step < 0:
-        return "its step must be a whole number"
-    for name in (FILES, LENGTHS):
-        entries = state.get(name, {})
-        if not isinstance(entries, dict) or not all(isinstance(value, int) for value in entries.values()):
-            return f"{name} must be a mapping of whole numbers"
-    return None if isinstance(data, dict) else "data must be a mapping"
-
-
 def _no_checkpoint(path: Path, why: str) -> CheckpointError:
-    others = (other for other in saved_steps(path.parent) if os.path.realpath(other) != os.path.realpath(path))
-    names = sorted(other.name for other in others if (other / STATE).is_file())
-    whole = f" of another one, such as {path.parent / names[-1]}," if names else " of another one,"
-    remedy = f"give the path{whole} or start over with resume: never"
+    remedy = f"resume from another checkpoint in {path.parent}, or start over with resume: never"
     return CheckpointError(f"{path} is not a checkpoint ({why})", code="no-checkpoint", who="resume", remedy=remedy)
 
 

@@ -65,8 +65,7 @@ class CheckpointStore:
         self._also[name] = write
 
     def also_link(self, source: Callable[[], Path | None], name: str) -> None:
-        """Link the files of the directory returned by ``source``, if any, into every later checkpoint as ``name``. They
-        must no longer change, since readers check their checksums."""
+        """Link the files of the directory returned by ``source``, if any, into every later checkpoint as ``name``."""
         self._linked[name] = source
 
     def save(self, step: int, state: dict[str, Any]) -> Path:
@@ -95,8 +94,8 @@ class CheckpointStore:
         """
         if self._started is None:
             return None
+        phase = "writing a checkpoint in the background"
         with self._whole_or_removed(self._started):
-            phase = "writing a checkpoint in the background"
             written = all(self._trainers.ranks.start(phase, TrainerRank.is_save_written).result(timeout_s))
         return self.finish(timeout_s) if written else None
 
@@ -169,17 +168,21 @@ class CheckpointStore:
 
     def _remove(self, paths: Iterable[Path]) -> None:
         """Remove directories, also earlier leftovers. A half-removed directory never has its original name."""
-        problems: list[str] = []
         for path in paths:
-            with _noting(path, problems):
+            with self._noting(path):
                 path.rename(path.with_name(f"{_REMOVED}{time.time_ns()}-{path.name}"))
         if removed := list(self._root.glob(f"{_REMOVED}*")):
             sync(self._root)
         for path in removed:
-            with _noting(path, problems):
+            with self._noting(path):
                 shutil.rmtree(path)
-        for problem in problems:
-            self._note(problem)
+
+    @contextlib.contextmanager
+    def _noting(self, path: Path) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            self._note(f"{path} could not be removed ({error.strerror}); the next save tries again")
 
     @contextlib.contextmanager
     def _whole_or_removed(self, final: Path) -> Iterator[None]:
@@ -241,14 +244,6 @@ def newest_whole(run_dir: Path, found_damaged: Mapping[Path, str] = MappingProxy
             note = f"passed over: {'; '.join(damaged)}; resuming from {checkpoint.path}" if damaged else ""
             return replace(checkpoint, passed_over=note)
     return Checkpoint.read(latest)  # raises the trainers' own sentence about what is lost
-
-
-@contextlib.contextmanager
-def _noting(path: Path, problems: list[str]) -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        problems.append(f"{path} could not be removed ({error.strerror}); it is tried again after the next save")
 
 
 def _step(checkpoint: Path) -> int:

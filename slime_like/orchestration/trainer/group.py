@@ -12,17 +12,15 @@ import ray
 
 from slime_like.config import RunConfig
 from slime_like.errors import TrainerError
-from slime_like.interfaces import RankCoordinates, RankPlacement, TrainerBackend
+from slime_like.interfaces import RankPlacement, TrainerBackend
 from slime_like.observability.waiting import ignore_answers
 from slime_like.orchestration.cluster.node import session_directory
 from slime_like.orchestration.cluster.placement import Placement
 from slime_like.orchestration.cluster.ray_calls import Liveness, gather, wait_for_end
 from slime_like.orchestration.trainer.calls import RankCalls
-from slime_like.orchestration.trainer.group_export import GroupExport
-from slime_like.orchestration.trainer.group_training import GroupTraining
 from slime_like.orchestration.trainer.rank import TrainerRank
 
-_SEE_FILE_S = 10.0
+_SEE_FILE_S = _SHUTDOWN_S = 10.0
 
 
 class TrainerGroup:
@@ -32,7 +30,7 @@ class TrainerGroup:
         reference: index of the reference worker that the ranks belong to, if any.
 
     Attributes:
-        ranks: calls methods of all ranks' backends.
+        ranks: calls methods of all ranks.
     """
 
     def __init__(self, config: RunConfig, placement: Placement, reference: int | None = None) -> None:
@@ -44,8 +42,6 @@ class TrainerGroup:
         if reference is not None:
             owner, self._options = f"reference worker {reference}", partial(placement.reference_options, reference)
         self.ranks = RankCalls(owner, config.trainer.step_timeout_s)
-        self.training = GroupTraining(self.ranks)
-        self.export = GroupExport(self.ranks)
 
     # -------------------------------------------------------------------------------------------------------- start
     def launch(self) -> None:
@@ -53,13 +49,11 @@ class TrainerGroup:
         actor = ray.remote(TrainerRank)
         self._actors = [
             actor.options(**self._options(rank), max_restarts=0, runtime_env=self._environment(rank)).remote(
-                self._config, rank
+                self._config, self._role(rank)
             )
             for rank in range(len(self))
         ]
         self.ranks.connect(self._actors)
-        roles = [(self._role(rank),) for rank in range(len(self))]
-        self.ranks.defer(self.ranks.start_each("opening its log", TrainerRank.use_log, roles))
 
     def _environment(self, rank: int) -> dict[str, dict[str, str]]:
         """Return variables that torch reads on import. Ray would set one thread.
@@ -82,26 +76,22 @@ class TrainerGroup:
     def __len__(self) -> int:
         return self._config.trainer.parallel.world_size
 
-    def setup(self, left: Callable[[Sequence[str]], None] = ignore_answers) -> None:
+    def setup(
+        self,
+        left: Callable[[Sequence[str]], None] = ignore_answers,
+        only_scores: bool = False,
+        checkpoint: Path | None = None,
+    ) -> None:
         """Rendezvous, build and load, within ``trainer.start_timeout_s``.
 
         Args:
             left: called with the ranks that are not ready yet.
+            only_scores: whether to set up without gradients and optimizer.
+            checkpoint: weights to score with (from ``save``); by default those of ``model.path``.
 
         Raises:
             TrainerError: a rank died, raised, or was late. A rank's ConfigError passes through unchanged.
         """
-        self._set_up(left, TrainerRank.setup)
-
-    def setup_for_scoring(
-        self, checkpoint: Path | None = None, left: Callable[[Sequence[str]], None] = ignore_answers
-    ) -> None:
-        """Set up without gradients and optimizer, with the weights of a ``checkpoint`` (from ``save``) if given."""
-        self._set_up(left, TrainerRank.setup_for_scoring, checkpoint)
-
-    def _set_up(
-        self, left: Callable[[Sequence[str]], None], method: Callable[..., RankCoordinates], *arguments: Any
-    ) -> None:
         left(self.ranks.names)
         timeout, size = self._config.trainer.start_timeout_s, len(self._actors)
         first = self._actors[0].address.remote()
@@ -116,22 +106,21 @@ class TrainerGroup:
         placements = [
             RankPlacement(rank, size, 0, host, port, self._ranks_on_node(rank), store, key) for rank in range(size)
         ]
-        started = self.ranks.start_each("setting up", method, [(placement, *arguments) for placement in placements])
-        self.ranks.place(started.result(timeout, left))
+        arguments = [(placement, only_scores, checkpoint) for placement in placements]
+        self.ranks.place(self.ranks.start_each("setting up", TrainerRank.setup, arguments).result(timeout, left))
 
     def _require_shared_run_dir(self, timeout_s: float) -> None:
         """Require that every node sees the run directory, since all ranks write checkpoints there."""
         witness = self._config.run_dir / f".seen-{uuid.uuid4().hex}"
         witness.touch()
         try:
-            asked = self.ranks.start("looking for run_dir", TrainerRank.sees, witness, _SEE_FILE_S)
-            answers = asked.result(timeout_s)
+            answers = self.ranks.start("looking for run_dir", TrainerRank.sees, witness, _SEE_FILE_S).result(timeout_s)
         finally:
             witness.unlink(missing_ok=True)
         blind = sorted({address for seen, address in answers if not seen})
         if blind:
             raise TrainerError(
-                f"run_dir={self._config.run_dir} of this node is not seen on {', '.join(blind)}",
+                f"run_dir={self._config.run_dir}: the directory of this node does not exist on {', '.join(blind)}",
                 code="run-dir-not-shared",
                 remedy="put it on a file system that all nodes share",
             )
@@ -159,10 +148,9 @@ class TrainerGroup:
         peaks = self.ranks.call("reporting memory", TrainerRank.peak_memory_bytes)
         return {kind: max(peak[kind] for peak in peaks) for kind in peaks[0]}
 
-    def shutdown(self, timeout_s: float = 10.0) -> None:
+    def shutdown(self) -> None:
         """Leave the process groups and end the actors. Unresponsive actors are killed."""
-        references = [actor.shutdown.remote() for actor in self._actors]
-        wait_for_end(references, timeout_s)
+        wait_for_end([actor.shutdown.remote() for actor in self._actors], _SHUTDOWN_S)
         for actor in self._actors:
             ray.kill(actor)
         self._actors = []

@@ -24,23 +24,21 @@ _RENDEZVOUS_PORTS = range(21_000, 32_000)
 
 class TrainerRank:
     """One rank: its start and end. A ``TrainerBackend``, a ``RankTraining`` and a ``RankExport`` do the computing;
-    ``call`` reaches their methods. Plain Python: Ray makes an actor of it."""
+    ``call`` reaches their methods. Plain Python: Ray makes an actor of it.
 
-    def __init__(self, config: RunConfig, rank: int) -> None:
-        self._config = config
-        self._rank = rank
-        self._parts: dict[str, Any] = {TrainerRank.__name__: self}
-        self._save: PendingSave | None = None
+    Args:
+        role: name of the rank's log.
+    """
 
-    def use_log(self, role: str) -> None:
-        """See ``slime_like.orchestration.cluster.node``."""
+    def __init__(self, config: RunConfig, role: str) -> None:
         use_log(role)
+        self._config = config
+        self._parts: dict[str, Any] = {TrainerRank.__name__: self}
+        self._save: PendingSave
 
     def call(self, method: str, *arguments: Any, **options: Any) -> Any:
         """Call ``method`` of this rank or one of its parts, given as "Class.method"."""
-        part, _, name = method.partition(".")
-        if part not in self._parts:
-            raise RuntimeError(f"trainer rank {self._rank} is used before setup")
+        part, name = method.split(".")
         return getattr(self._parts[part], name)(*arguments, **options)
 
     # -------------------------------------------------------------------------------------------------------- start
@@ -56,7 +54,7 @@ class TrainerRank:
             raise TrainerError(
                 f"trainer.rendezvous_port={port} is taken on {host}",
                 code="port-taken",
-                remedy="give another one, or none to have a free one chosen",
+                remedy="set another port, or unset it to have a free one chosen",
             )
         return host, port or _free_port(host)
 
@@ -69,26 +67,15 @@ class TrainerRank:
         # Network file systems show new files late.
         return any(witness.exists() for _ in polls(0.1, timeout_s)), node_address()
 
-    def setup(self, placement: RankPlacement) -> RankCoordinates:
-        """Set up for training; see ``TrainerBackend.setup``."""
-        backend = self._open_backend(placement)
-        return self._open_parts(backend, backend.setup())
-
-    def setup_for_scoring(self, placement: RankPlacement, checkpoint: Path | None) -> RankCoordinates:
-        """Set up without gradients and optimizer; see ``TrainerBackend.setup_for_scoring``."""
-        backend = self._open_backend(placement)
-        return self._open_parts(backend, backend.setup_for_scoring(checkpoint))
-
-    def _open_backend(self, placement: RankPlacement) -> TrainerBackend:
+    def setup(self, placement: RankPlacement, only_scores: bool, checkpoint: Path | None) -> RankCoordinates:
+        """Set up for training, or without gradients and optimizer; see ``TrainerBackend.setup_for_scoring``."""
         require_own_devices()
         use_cluster_interface(gloo=True)
         for name, value in cuda_environment(self._config.trainer, compute_capability(self.device() or "0")).items():
             os.environ.setdefault(name, value)  # CUDA reads it on initialization, which comes later
         backend = load_backend(self._config.trainer.backend)(self._config, placement)
         self._parts[TrainerBackend.__name__] = backend  # ``shutdown`` ends it even if its setup fails
-        return backend
-
-    def _open_parts(self, backend: TrainerBackend, place: RankCoordinates) -> RankCoordinates:
+        place = backend.setup_for_scoring(checkpoint) if only_scores else backend.setup()
         training = RankTraining(self._config, backend, place)
         export = RankExport(self._config, backend, place, training)
         self._parts |= {RankTraining.__name__: training, RankExport.__name__: export}
@@ -96,19 +83,16 @@ class TrainerRank:
 
     # --------------------------------------------------------------------------------------------------------- save
     def start_save(self, directory: Path) -> None:
-        """Start a save that runs while training continues; see ``TrainerBackend.start_save``."""
+        """See ``TrainerBackend.start_save``."""
         self._save = self._parts[TrainerBackend.__name__].start_save(directory)
 
     def is_save_written(self) -> bool:
         """Return whether this rank has written its part of the started save."""
-        assert self._save is not None
         return self._save.is_written()
 
     def finish_save(self) -> None:
         """Wait for every rank's part of the started save, and complete it."""
-        assert self._save is not None
         self._save.finish()
-        self._save = None
 
     # ---------------------------------------------------------------------------------------------------------- end
     def peak_memory_bytes(self) -> dict[str, int]:
@@ -139,8 +123,7 @@ def cuda_environment(trainer: TrainerConfig, capability: tuple[int, int] | None)
 
 def _free_port(host: str) -> int:
     """Find a free port below the kernel's own range, so no other process is given it first."""
-    ports = random.SystemRandom().sample(_RENDEZVOUS_PORTS, 50)
-    for port in ports:
+    for port in random.SystemRandom().sample(_RENDEZVOUS_PORTS, 50):
         if is_free(host, port):
             return port
     raise TrainerError(

@@ -31,7 +31,7 @@ class RankExport:
         self._gathers = (place.data, place.context, place.tensor) == (0, 0, 0)
         self._training = training
         self._sender: Sender | None = None
-        self._buckets: Iterator[WeightBucket] | None = None
+        self._buckets: Iterator[WeightBucket] = iter(())
         self._stream: Iterator[BucketMetadata] | None = None
         self._in_flight: deque[BucketMetadata] = deque()
 
@@ -42,8 +42,6 @@ class RankExport:
         engine on its own device. Collective.
         """
         self.close()
-        self._in_flight.clear()
-        self._sender = None
         if not self._gathers and name != COLOCATED:
             return None
         settings = TransportSettings(
@@ -82,18 +80,16 @@ class RankExport:
         bucket may still be in use by the engines: the caller first waits for the last but one.
         """
         self._release(keep=1)
-        sent = self._send_next() if self._stream is None else next(self._stream, None)
+        if self._stream is not None:
+            sent = next(self._stream, None)
+        elif (bucket := self._next()) is None:
+            return None
+        else:
+            assert self._sender is not None  # only ranks with a sender get tensors
+            sent = self._sender.send(bucket)
         if sent is not None:
             self._in_flight.append(sent)
         return sent
-
-    def _send_next(self) -> BucketMetadata | None:
-        bucket = self._next()
-        if bucket is None:
-            return None
-        if self._sender is None:
-            raise RuntimeError("a rank exports weights, but only first ranks of stages may")
-        return self._sender.send(bucket)
 
     def next_tensors(self) -> dict[str, Tensor] | None:
         """Return the next bucket of the started weights or gradients on the host; ``None`` as in ``next_bucket``."""
@@ -105,8 +101,6 @@ class RankExport:
 
     def _next(self) -> WeightBucket | None:
         """Return the next bucket; ``None`` for an empty one and at the end."""
-        if self._buckets is None:
-            raise RuntimeError("a bucket is asked for before begin_export")
         bucket = next(self._buckets, None)
         return bucket if bucket is not None and bucket.tensors else None
 
@@ -114,6 +108,8 @@ class RankExport:
         """Close the sending side if it is open."""
         if self._sender is not None:
             self._sender.close()
+        self._sender = None
+        self._in_flight.clear()
 
     def _release(self, keep: int) -> None:
         while self._sender is not None and len(self._in_flight) > keep:

@@ -16,7 +16,6 @@ from slime_like.interfaces import RankCoordinates, ScoredLogprobs, TrainerBacken
 from slime_like.trajectory import GRPOStats, PackedTrajectory, UnscoredTrajectory
 
 Minibatch = list[PackedTrajectory]
-Scores = list[ScoredLogprobs]
 Weights = Literal["policy", "reference"]
 
 
@@ -31,9 +30,9 @@ class FrozenLogprobs:
     def required_reference(self) -> Tensor:
         if self.reference is None:
             raise TrainerError(
-                "a sequence has no reference logprobs",
+                "the KL penalty needs reference logprobs, and a sequence has none",
                 code="no-reference-logprobs",
-                remedy="score the batch with the reference first",
+                remedy="train on rollouts that were saved with them, or set reference.placement: trainer",
             )
         return self.reference
 
@@ -132,9 +131,9 @@ class RankTraining:
         return StreamedStep(stats, self._busy_s + time.perf_counter() - started, self._scoring_s)
 
     # -------------------------------------------------------------------------------------------------------- scores
-    def score(self, packs: list[PackedTrajectory], weights: Weights) -> Scores | None:
+    def score(self, packs: list[PackedTrajectory]) -> list[ScoredLogprobs] | None:
         """Return logprobs and entropies of ``packs`` on the host, from one rank per replica; ``None`` elsewhere."""
-        scored = self._backend.score(packs, weights)
+        scored = self._backend.score(packs, "policy")
         if scored is None or self._place.tensor > 0 or self._place.context > 0:
             return None
         return [ScoredLogprobs(values.logprobs.cpu(), values.entropy.cpu()) for values in scored]

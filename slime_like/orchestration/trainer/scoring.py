@@ -8,14 +8,9 @@ from slime_like.algorithms.packing.pack import pack_sequences, unpack_response_l
 from slime_like.config import TrainerConfig
 from slime_like.errors import TrainerError
 from slime_like.interfaces import ScoredLogprobs
-from slime_like.orchestration.trainer.batcher import (
-    bundles_of,
-    fill_to_equal_counts,
-    partition_over_replicas,
-    sharing_of,
-)
-from slime_like.orchestration.trainer.group_training import GroupTraining
-from slime_like.orchestration.trainer.rank_training import Weights
+from slime_like.orchestration.trainer.batcher import bundles_of, fill_to_equal_counts, partition_over_replicas
+from slime_like.orchestration.trainer.calls import RankCalls
+from slime_like.orchestration.trainer.rank_training import FrozenLogprobs, RankTraining
 from slime_like.trajectory import Trajectory
 
 # Windows this long keep a pipeline's bubble small and average out pack lengths over replicas.
@@ -38,12 +33,7 @@ def packs_per_request(trainer: TrainerConfig) -> int:
     return _PACKS_PER_STAGE * trainer.parallel.pipeline if trainer.parallel.pipeline > 1 else 1
 
 
-def score_sequences(
-    training: GroupTraining,
-    sequences: Sequence[Trajectory],
-    trainer: TrainerConfig,
-    weights: Weights = "policy",
-) -> list[ScoredLogprobs]:
+def score_sequences(ranks: RankCalls, sequences: Sequence[Trajectory], trainer: TrainerConfig) -> list[ScoredLogprobs]:
     """Return logprob and entropy of every response token, at each sequence's own temperature.
 
     Args:
@@ -58,13 +48,13 @@ def score_sequences(
     """
     if not sequences:
         return []
-    budget, sharing = trainer.target_tokens_per_batch, sharing_of(trainer)
-    partition = partition_over_replicas(bundles_of(sequences, trainer), budget, training.data_parallel_size, list)
+    budget, sharing = trainer.target_tokens_per_batch, trainer.share_prefixes or None
+    partition = partition_over_replicas(bundles_of(sequences, trainer), budget, ranks.num_replicas, list)
     packs = [
         [pack_sequences([sequences[i] for i in members], sharing=sharing) for members in replica]
         for replica in partition
     ]
-    answers = training.score(fill_to_equal_counts(packs), weights)
+    answers = ranks.by_replica(ranks.scatter("scoring", RankTraining.score, fill_to_equal_counts(packs)).result())
     scores: dict[int, ScoredLogprobs] = {}
     for replica, replica_packs, scored in zip(partition, packs, answers, strict=True):
         for members, pack, values in zip(replica, replica_packs, scored[: len(replica_packs)], strict=True):
@@ -73,6 +63,12 @@ def score_sequences(
             for index, *pair in zip(members, logprobs, entropy, strict=True):
                 scores[index] = _finite(ScoredLogprobs(*pair), sequences[index].sequence_id)
     return [scores[index] for index in range(len(sequences))]
+
+
+def frozen_logprobs(ranks: RankCalls, sequence_ids: list[str]) -> dict[str, FrozenLogprobs]:
+    """Return frozen logprobs of these sequences of the loaded batch, from whichever rank holds them."""
+    answers = ranks.call("reporting logprobs", RankTraining.response_logprobs, sequence_ids)
+    return {name: logprobs for answer in answers for name, logprobs in answer.items()}
 
 
 def _finite(score: ScoredLogprobs, sequence_id: str) -> ScoredLogprobs:

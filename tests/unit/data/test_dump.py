@@ -97,5 +97,5 @@ def test_rollouts_of_a_model_with_other_tokens_are_refused(tmp_path: Path) -> No
     save_trajectories(dump_path(tmp_path, 1), batch)
     largest = max(int(ids.max()) for each in batch for ids in (each.prompt_tokens, each.response_tokens))
     assert len(DumpedSource(tmp_path, largest + 1).next_batch(1, PhaseClock())) == len(batch)
-    with pytest.raises(DataError, match=rf"step-000001\.pt: holds the token id {largest}, and model.path has ids 0 to"):
+    with pytest.raises(DataError, match=rf"step-000001\.pt: contains token id {largest}, but model.path has ids 0 to"):
         DumpedSource(tmp_path, largest).next_batch(1, PhaseClock())

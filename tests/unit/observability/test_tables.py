@@ -124,20 +124,17 @@ def test_the_limit_counts_samples(limit: int, rows: list[int]) -> None:
         sample.sequence_id: SimpleNamespace(policy=torch.from_numpy(pi), reference=sample.ref_logprobs)
         for sample, pi in zip(samples(), PI, strict=True)
     }
-    trainers: Any = SimpleNamespace(response_logprobs=lambda names: {name: frozen[name] for name in names})
-    tables = debug_tables(1, samples(), trainers, STATS, decode, limit)
+    ranks: Any = SimpleNamespace(call=lambda phase, method, names: [{name: frozen[name] for name in names}])
+    tables = debug_tables(1, samples(), ranks, STATS, decode, limit)
     assert [len(table) for table in tables.values()] == rows
 
 
 def test_samples_are_of_different_prompts() -> None:
     names = ("7-0", "7-1", "7-2", "8-0", "8-1", "9-0")
     batch = [replace(samples()[1], sequence_id=name, rollout_id=name, group_id=int(name[0])) for name in names]
-    trainers: Any = SimpleNamespace(
-        response_logprobs=lambda names: dict.fromkeys(
-            names, SimpleNamespace(policy=torch.tensor([-2.0]), reference=None)
-        )
-    )
-    rows, _ = debug_tables(1, batch, trainers, STATS, decode, limit=5).values()
+    frozen = SimpleNamespace(policy=torch.tensor([-2.0]), reference=None)
+    ranks: Any = SimpleNamespace(call=lambda phase, method, names: [dict.fromkeys(names, frozen)])
+    rows, _ = debug_tables(1, batch, ranks, STATS, decode, limit=5).values()
     assert [row["Sequence ID"] for row in rows] == ["7-0", "8-0", "9-0", "7-1", "8-1"]
 
 

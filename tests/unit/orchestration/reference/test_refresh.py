@@ -1,4 +1,4 @@
-"""When the reference is refreshed, who is given which weights, and what a checkpoint brings back."""
+"""Refresh of the reference, its files, and its restoration from a checkpoint."""
 
 import shutil
 from pathlib import Path
@@ -11,12 +11,12 @@ from slime_like.orchestration.rollout.reference_pool import ReferencePool
 from slime_like.orchestration.trainer.checkpoint import Checkpoint
 from slime_like.orchestration.trainer.checkpoints import CheckpointStore
 from slime_like.orchestration.trainer.group import TrainerGroup
-from tests.support.pending import OneBackend
+from tests.support.pending import OneRank
 from tests.support.rejections import Rejects
 
 
-class Trainers(OneBackend):
-    """The policy is a number; weights on disk are a file with it."""
+class Trainers(OneRank):
+    """Trainers whose policy is a number, which is also the content of a weight file."""
 
     def __init__(self) -> None:
         self.policy = 0
@@ -35,7 +35,7 @@ class Trainers(OneBackend):
 
 
 class Run:
-    """A run of some steps that checkpoints after each."""
+    """Run that saves a checkpoint after each step."""
 
     def __init__(self, run_dir: Path, interval: int = 2, **more: Any) -> None:
         settings = {"update_interval": interval, **more}
@@ -56,7 +56,7 @@ class Run:
 
 
 def test_a_resumed_run_has_the_reference_of_its_checkpoint(tmp_path: Path) -> None:
-    """Of step 2, although the run that was killed went on to step 4; and in another directory."""
+    """The reference is from step 2, although the killed run continued to step 4. Another directory works, too."""
     first = Run(tmp_path / "run")
     checkpoint = [first.step(step) for step in (2, 3)][-1]
     first.reference.refresh(4)
@@ -70,14 +70,14 @@ def test_a_resumed_run_has_the_reference_of_its_checkpoint(tmp_path: Path) -> No
         assert (again.path / REFERENCE / "weights").read_text() == "2" and resumed.trainers.reference == 4
 
 
-def test_a_checkpoint_that_has_lost_its_reference_is_refused(tmp_path: Path, rejects: Rejects) -> None:
+def test_a_checkpoint_without_its_reference_is_rejected(tmp_path: Path, rejects: Rejects) -> None:
     checkpoint = Run(tmp_path).step(2)
     shutil.rmtree(checkpoint.path / REFERENCE)
     with rejects(CheckpointError, "checkpoint-incomplete"):
         Run(tmp_path).reference.restore(checkpoint)
 
 
-def test_workers_are_given_the_files_and_those_they_may_be_reading_stay(tmp_path: Path) -> None:
+def test_workers_get_the_files_and_files_in_use_stay(tmp_path: Path) -> None:
     run = Run(tmp_path, interval=1, placement="workers")
     assert run.pool is not None
     run.step(1)

@@ -21,6 +21,7 @@ from slime_like.orchestration.rollout.advantages import (
 )
 from slime_like.orchestration.trainer.rank_training import RankTraining
 from slime_like.trajectory import PackedTrajectory, ScoredTrajectory
+from tests.support.pending import OneRank
 from tests.support.rejections import Rejects
 from tests.support.rollout_rows import cut_into_rows
 from tests.unit.algorithms.cases import batch
@@ -108,15 +109,17 @@ def test_a_users_estimator_says_whether_it_streams(users_code: Path, rejects: Re
             require_group_scope(config(advantage=f"own_estimators:{refused}"))
 
 
-def one_rank(settings: RunConfig, trajectories: list[ScoredTrajectory]) -> tuple[RankTraining, list[PackedTrajectory]]:
-    """A rank that has loaded and scored its packs; it answers the calls of a trainer group."""
+def one_rank(settings: RunConfig, trajectories: list[ScoredTrajectory]) -> tuple[Any, list[PackedTrajectory]]:
+    """A trainer group of one rank that has loaded and scored its packs."""
     rank = RankTraining(settings, cast(Any, None), cast(Any, None))
     packs = [pack_sequences(trajectories[:4]), pack_sequences(trajectories[4:])]
     scored = [pack.old_logprobs for pack in packs]
     rank.load_batch([[packs[0], zero_weight_pack(packs[0])], [packs[1]]])
     for pack, old_logprobs in zip(packs, scored, strict=True):
         pack.old_logprobs = old_logprobs
-    return rank, packs
+    ranks = OneRank()
+    ranks.part = rank
+    return ranks, packs
 
 
 def test_kl_in_the_reward(rejects: Rejects) -> None:
@@ -134,14 +137,14 @@ def test_kl_in_the_reward(rejects: Rejects) -> None:
     for i, total in enumerate(totals):
         group = totals[i // 2 * 2 : i // 2 * 2 + 2]
         expected.append((total - statistics.mean(group)) / statistics.stdev(group))
-    penalise_kl(settings, trainers, trajectories, step=1)  # type: ignore[arg-type]
+    penalise_kl(settings, trainers, trajectories, step=1)
     assert [float(t.advantages) for t in trajectories] == pytest.approx(expected, rel=1e-5)
     spread = [a for a, (_, n) in zip(expected, SHAPES, strict=True) for _ in range(n)]
     assert torch.cat([pack.advantages for pack in packs]).tolist() == pytest.approx(spread, rel=1e-5)
     for pack in packs:
         pack.ref_logprobs = None
     with rejects(TrainerError, "no-reference-logprobs"):
-        penalise_kl(settings, trainers, trajectories, step=1)  # type: ignore[arg-type]
+        penalise_kl(settings, trainers, trajectories, step=1)
 
 
 def test_kl_of_several_rows_is_their_rollouts() -> None:
@@ -152,7 +155,7 @@ def test_kl_of_several_rows_is_their_rollouts() -> None:
     assert len(rows) > 2 * len(whole)
     for trajectories in (rows, whole):
         trainers, packs = one_rank(settings, trajectories)
-        penalise_kl(settings, trainers, trajectories, step=1)  # type: ignore[arg-type]
+        penalise_kl(settings, trainers, trajectories, step=1)
         expected = {t.rollout_id: float(t.advantages) for t in trajectories}
         for pack in packs:
             tokens = zip(pack.rollout_ids, pack.response_lens.tolist(), strict=True)
@@ -173,7 +176,7 @@ def test_advantages_over_the_mean_importance_weight(tmp_path: Path, monkeypatch:
             total += t.token_weight * min(ratio, 1.1)
             count += t.token_weight
     before = [float(t.advantages) for t in trajectories]
-    normalise_importance(settings, trainers, trajectories)  # type: ignore[arg-type]
+    normalise_importance(settings, trainers, trajectories)
     expected = [a * count / total for a, (_, n) in zip(before, SHAPES, strict=True) for _ in range(n)]
     assert torch.cat([pack.advantages for pack in packs]).tolist() == pytest.approx(expected, rel=1e-5)
     assert [float(t.advantages) for t in trajectories] == before and abs(total / count - 1) > 0.01
@@ -181,5 +184,5 @@ def test_advantages_over_the_mean_importance_weight(tmp_path: Path, monkeypatch:
     monkeypatch.syspath_prepend(str(tmp_path))
     broken = config(importance_correction="own_corrections:boom", importance_normalize=True)
     with pytest.raises(TrainerError, match=r"boom failed with ValueError: boom \(.*own_corrections.py:2\)") as caught:
-        normalise_importance(broken, trainers, trajectories)  # type: ignore[arg-type]
+        normalise_importance(broken, trainers, trajectories)
     assert caught.value.code == "custom-loss-failed"

@@ -14,7 +14,7 @@ from slime_like.interfaces import BucketMetadata, UpdateReceipt
 from slime_like.orchestration.rollout.colocation import SharedDevices, Turns
 from slime_like.orchestration.rollout.supervisor import EngineSupervisor
 from slime_like.orchestration.weight_sync import WeightSync
-from tests.support.pending import Later
+from tests.support.pending import OneRank
 from tests.support.rejections import Rejects
 from tests.unit.checks.checkpoint import write_checkpoint
 
@@ -126,11 +126,12 @@ class Engines:
         return [UpdateReceipt(version, {}) for _ in self.all]
 
 
-class Trainers:
-    """As a ``TrainerGroup`` of one rank that sends one bucket."""
+class Trainers(OneRank):
+    """A trainer group of one rank that sends one bucket."""
 
     def __init__(self, engines: Engines) -> None:
         self._engines = engines
+        self._buckets: list[BucketMetadata] = []
 
     def offload(self, keep_weights: bool = False) -> None:
         self._engines.trainers &= {"weights"} if keep_weights else set()
@@ -139,14 +140,14 @@ class Trainers:
         self._engines.trainers |= {"weights", "state"}
         self._engines.look()
 
-    def open_transport(self, name: str, session: str, delta: bool) -> list[dict[str, Any]]:
-        return [{}]
+    def open_transport(self, name: str, session: str, delta: bool) -> dict[str, Any]:
+        return {}
 
-    def start_export(self) -> Later[list[BucketMetadata]]:
-        return Later(lambda: [BucketMetadata("shm", {}, ())])
+    def begin_export(self) -> None:
+        self._buckets = [BucketMetadata("shm", {}, ())]
 
-    def next_buckets(self) -> list[None]:
-        return [None]
+    def next_bucket(self) -> BucketMetadata | None:
+        return self._buckets.pop() if self._buckets else None
 
     def end_export(self) -> None: ...
 

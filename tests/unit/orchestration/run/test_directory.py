@@ -1,4 +1,4 @@
-"""What a run finds in its directory, and what it leaves of it."""
+"""What a run finds in its directory and leaves there."""
 
 import errno
 import fcntl
@@ -31,7 +31,7 @@ def config(root: Path, **changes: Any) -> RunConfig:
 
 
 def prepare_run_dir(config: RunConfig) -> tuple[Checkpoint | None, list[str]]:
-    """All that a start does with the directory: the checkpoint to go on from, and the settings that have changed."""
+    """Do everything that a start does with the directory. Return the checkpoint and the changed settings."""
     with RunLock(config.run_dir) as lock:
         checkpoint = find_checkpoint(config)
         make_run_dir(config, checkpoint, lock)
@@ -51,22 +51,22 @@ def write_checkpoint(run_dir: Path, step: int, **state: Any) -> Path:
 
 @pytest.fixture
 def run_dir(tmp_path: Path) -> Path:
-    """Of a run that was ended after its checkpoint of step 3."""
+    """Directory of a run that ended after its checkpoint of step 3."""
     prepare_run_dir(config(tmp_path))
     write_checkpoint(tmp_path / "run", 3)
     return tmp_path / "run"
 
 
 def test_a_new_run_saves_its_configuration(tmp_path: Path) -> None:
-    """An empty directory does not hinder the trained model."""
+    """An empty export directory is no obstacle."""
     (tmp_path / "run" / "hf").mkdir(parents=True)
     assert prepare_run_dir(config(tmp_path)) == (None, [])
     assert load_config(tmp_path / "run" / "config.yaml", []) == config(tmp_path)
 
 
 @pytest.mark.parametrize("name", ["config.yaml", "driver.log", "tables", "checkpoints", "ledger.sqlite", "reference"])
-def test_files_of_another_origin_are_not_overwritten(tmp_path: Path, name: str) -> None:
-    """``run_dir: .`` where the user keeps the configuration, for example."""
+def test_files_of_the_user_are_not_overwritten(tmp_path: Path, name: str) -> None:
+    """For example, ``run_dir: .`` may hold the configuration."""
     mine = tmp_path / "run" / name
     (mine if "." in name else mine / "mine").mkdir(parents=True)
     if "." in name:
@@ -78,8 +78,7 @@ def test_files_of_another_origin_are_not_overwritten(tmp_path: Path, name: str) 
     assert not mine.is_file() or mine.read_text() == "precious: true\n"
 
 
-def test_a_rejected_run_leaves_no_directory(tmp_path: Path) -> None:
-    """Unless it was there before."""
+def test_a_rejected_run_leaves_no_new_directory(tmp_path: Path) -> None:
     with RunLock(tmp_path / "deep" / "run"), RunLock(tmp_path / "other"):
         (tmp_path / "other" / "note").touch()
     assert not (tmp_path / "deep" / "run").exists() and (tmp_path / "other" / "note").exists()
@@ -90,7 +89,7 @@ def test_a_rejected_run_leaves_no_directory(tmp_path: Path) -> None:
 
 
 def test_changed_settings_are_reported_and_the_old_ones_kept(tmp_path: Path, run_dir: Path) -> None:
-    """Resumed from step 3 twice: the steps of the first time are gone, those up to 3 are the original's."""
+    """The run resumes from step 3 twice. Steps up to 3 are the original run's."""
     checkpoint, changed = prepare_run_dir(config(tmp_path, algorithm={"kl_coef": 0.5}, steps=9))
     assert checkpoint is not None and checkpoint.step == 3
     assert changed == ["steps: 5 -> 9", "algorithm.kl_coef: 0.0 -> 0.5"]
@@ -103,11 +102,11 @@ def test_changed_settings_are_reported_and_the_old_ones_kept(tmp_path: Path, run
     assert load_config(run_dir / "config.yaml", []).algorithm.kl_coef == 0.7
 
 
-def test_accuracies_compare_where_the_same_was_measured(tmp_path: Path, run_dir: Path) -> None:
-    """Not with those of another first reward function; weights of rewards and the learning rate do not matter."""
+def test_accuracies_are_comparable_if_the_same_was_measured(tmp_path: Path, run_dir: Path) -> None:
+    """Another first reward function or other data settings matter; reward weights and training settings do not."""
     second = {"name": "length", "options": {"target": 9}, "weight": 0.5}
     same = {"functions": [{"name": "math_verify", "weight": 2.0}, second]}
-    settings = config(tmp_path, reward=same, algorithm={"kl_coef": 0.5})
+    settings = config(tmp_path, reward=same, algorithm={"kl_coef": 0.5}, data={"train": [tmp_path / "a.jsonl"]})
     prepare_run_dir(settings)
     assert measured_otherwise_until(settings) == 0
     write_checkpoint(run_dir, 4)
@@ -115,38 +114,12 @@ def test_accuracies_compare_where_the_same_was_measured(tmp_path: Path, run_dir:
     prepare_run_dir(settings)
     assert measured_otherwise_until(settings) == 4
     assert measured_otherwise_until(config(tmp_path, evaluation={"max_prompts": None})) == 0
-    assert measured_otherwise_until(config(tmp_path, evaluation={"temperature": 1.0})) == 4
+    for other in ({"evaluation": {"temperature": 1.0}}, {"data": {"prompt_key": "q"}}):
+        assert measured_otherwise_until(config(tmp_path, **other)) == 4
 
 
-def test_accuracies_compare_where_held_out_files_are_read_alike(tmp_path: Path, run_dir: Path) -> None:
-    """In a mixture by the formats of its sources in their order, and by the keys of data; not by names and weights."""
-
-    def mixed(*formats: str | None, weight: float = 1.0, name: str = "s", **data: Any) -> RunConfig:
-        files = [tmp_path / f"{name}.jsonl"]
-        sources = [
-            {"name": f"{name}{number}", "files": files, "weight": weight, "format": each}
-            for number, each in enumerate(formats)
-        ]
-        return config(tmp_path, data={"mixture": sources, **data})
-
-    prepare_run_dir(mixed("math", None))  # settings of the steps after the third
-    write_checkpoint(run_dir, 4)
-    prepare_run_dir(mixed("math", "gsm8k"))
-    assert measured_otherwise_until(mixed("math", "gsm8k")) == 4
-    for alike in (
-        mixed("math", None),
-        mixed("math", "keys", weight=3.0, name="other"),
-        mixed("math", "math", None),
-        mixed("math", "keys", format="gsm8k"),
-    ):
-        assert measured_otherwise_until(alike) == 3  # the first steps had no mixture
-    for other in (mixed(None, "math"), mixed("math"), mixed("math", None, prompt_key="q"), mixed("math", "openr1")):
-        assert measured_otherwise_until(other) == 4
-    assert measured_otherwise_until(config(tmp_path)) == 4  # as the first steps, but not the fourth
-
-
-def test_what_is_refused_changes_nothing(tmp_path: Path, run_dir: Path) -> None:
-    """Data that do not fit, for example, are found between these two; the next start reports the true settings."""
+def test_a_rejected_start_changes_nothing(tmp_path: Path, run_dir: Path) -> None:
+    """For example, data may be rejected after the checkpoint is found and before the settings are recorded."""
     before = sorted(path.name for path in run_dir.iterdir())
     with RunLock(run_dir) as lock:
         refused = config(tmp_path, algorithm={"kl_coef": 0.5})
@@ -161,30 +134,30 @@ def test_a_file_system_without_locks_is_reported(tmp_path: Path, monkeypatch: py
         assert lock.warning is not None and "has no file locks (No locks available)" in lock.warning
 
 
-def test_a_directory_that_cannot_be_moved_is_one_sentence(
+def test_a_directory_that_cannot_be_moved_is_rejected(
     tmp_path: Path, run_dir: Path, monkeypatch: pytest.MonkeyPatch, rejects: Rejects
 ) -> None:
-    """A mount point, for example."""
+    """For example, a mount point."""
     monkeypatch.setattr(Path, "rename", Mock(side_effect=OSError(errno.EBUSY, "Device or resource busy")))
     with rejects(SlimeLikeError, "run-dir-not-moved"):
         prepare_run_dir(config(tmp_path, resume="never"))
 
 
-def test_what_a_run_reads_is_not_moved_aside(tmp_path: Path, run_dir: Path) -> None:
-    """An earlier run's own export, trained on in the same directory: it would be gone before it is loaded."""
+def test_inputs_of_a_run_are_not_moved_aside(tmp_path: Path, run_dir: Path) -> None:
+    """For example, the model may be the export of the earlier run in the same directory."""
     link = tmp_path / "link"
     link.symlink_to(run_dir)
     given = {"model": {"path": link / "hf"}, "data": {"train": [tmp_path / "a.jsonl", run_dir / "b.jsonl"]}}
     with pytest.raises(ConfigError) as refused:
         prepare_run_dir(config(tmp_path, resume="never", **given))
-    named = [str(found).partition(f": is inside run_dir={run_dir}, whose")[0] for found in refused.value.problems]
+    named = [str(found).partition(f": inside run_dir={run_dir}, which")[0] for found in refused.value.problems]
     assert named == [f"model.path={link / 'hf'}", f"data.train={run_dir / 'b.jsonl'}"]
     assert (run_dir / "metrics.jsonl").exists() and not (tmp_path / "run.1").exists()
     assert prepare_run_dir(config(tmp_path, **given))[0] is not None  # resumed: nothing is moved
 
 
 @pytest.mark.parametrize("there", ["file", "notes", "model", "lost link"])
-def test_what_the_trained_model_must_not_replace_is_refused_before_the_start(tmp_path: Path, there: str) -> None:
+def test_the_export_replaces_nothing_of_the_user(tmp_path: Path, there: str) -> None:
     export = tmp_path / "run" / "hf"
     export.parent.mkdir()
     if there in ("notes", "model"):
@@ -194,7 +167,7 @@ def test_what_the_trained_model_must_not_replace_is_refused_before_the_start(tmp
         export.write_text("mine")
     else:
         export.symlink_to(tmp_path / "nowhere")
-    with pytest.raises(ConfigError, match=r"run/hf is no model that this run wrote, .*; move it away, give another"):
+    with pytest.raises(ConfigError, match=r"run/hf is not a model that this run wrote, .*; move it away"):
         prepare_run_dir(config(tmp_path))
     assert [path.name for path in export.parent.iterdir()] == ["hf"]
     prepare_run_dir(config(tmp_path, checkpoint={"export_hf": False}))
@@ -202,16 +175,16 @@ def test_what_the_trained_model_must_not_replace_is_refused_before_the_start(tmp
     if there == "model":  # apparently of an earlier start
         assert prepare_run_dir(config(tmp_path))[0] is not None
     else:
-        with pytest.raises(ConfigError, match="is no model that this run wrote"):
+        with pytest.raises(ConfigError, match="is not a model that this run wrote"):
             prepare_run_dir(config(tmp_path))
-    with pytest.raises(ConfigError, match=r"run/hf is model.path, and"):
+    with pytest.raises(ConfigError, match=r"run/hf is model.path, but"):
         prepare_run_dir(config(tmp_path, model={"path": export}))
     prepare_run_dir(config(tmp_path, resume="never"))  # moved aside with the rest
     assert not os.path.lexists(export) and os.path.lexists(tmp_path / "run.1" / "hf")
 
 
-def test_a_copy_without_links_goes_on_from_the_highest_step(tmp_path: Path, run_dir: Path) -> None:
-    """Object stores and some ways to copy have no links: training must not silently start over."""
+def test_a_copy_without_links_resumes_from_the_highest_step(tmp_path: Path, run_dir: Path) -> None:
+    """Object stores have no links, and training must not silently start over."""
     copied = write_checkpoint(run_dir, 2)
     (copied.parent / "latest").unlink()
     shutil.copytree(copied, copied.parent / "latest")
@@ -220,8 +193,8 @@ def test_a_copy_without_links_goes_on_from_the_highest_step(tmp_path: Path, run_
     assert not (tmp_path / "run.1").exists()
 
 
-def test_where_no_checkpoint_is_none_is_resumed(tmp_path: Path, run_dir: Path, rejects: Rejects) -> None:
-    """A file, any directory, and the only checkpoint when it has lost its state or is gone."""
+def test_a_path_without_a_checkpoint_is_rejected(tmp_path: Path, run_dir: Path, rejects: Rejects) -> None:
+    """The path is a file or any directory, or the only checkpoint has lost its state or is gone."""
     for path in ("/etc/passwd", "/etc"):
         with rejects(CheckpointError, "no-checkpoint"):
             prepare_run_dir(config(tmp_path, resume=path))
@@ -236,7 +209,7 @@ def test_where_no_checkpoint_is_none_is_resumed(tmp_path: Path, run_dir: Path, r
 
 @pytest.mark.parametrize("damage", ["empty state", "zeros", "no state", "gone", "short file", "ledger"])
 def test_auto_resumes_from_the_newest_whole_one(tmp_path: Path, run_dir: Path, damage: str) -> None:
-    """Steps of the same run first; a path is never replaced by another."""
+    """Steps of the same run come first. A path given by the user is never replaced."""
     write_checkpoint(run_dir, 9)
     path = write_checkpoint(run_dir, 4, lengths={"weights": 8}, files={"ledger": 0})
     (path / "weights").write_bytes(b"8 bytes!")
@@ -257,7 +230,7 @@ def test_auto_resumes_from_the_newest_whole_one(tmp_path: Path, run_dir: Path, d
     found = find_checkpoint(config(tmp_path))
     assert found is not None and found.step == 3
     assert str(run_dir / "checkpoints") in found.passed_over and f"resuming from {found.path}" in found.passed_over
-    if damage not in ("short file", "ledger"):  # which the trainers and the run compare as they read them
+    if damage not in ("short file", "ledger"):  # the trainers and the run check these when they read them
         with pytest.raises(CheckpointError):
             find_checkpoint(config(tmp_path, resume=str(path)))
     else:
@@ -265,8 +238,8 @@ def test_auto_resumes_from_the_newest_whole_one(tmp_path: Path, run_dir: Path, d
         assert named is not None and named.step == 4
 
 
-def test_a_finished_run_is_refused_and_an_unfinished_end_is_not(tmp_path: Path, rejects: Rejects) -> None:
-    """Killed between its last checkpoint and its last file, a run must be able to end."""
+def test_a_finished_run_is_rejected(tmp_path: Path, rejects: Rejects) -> None:
+    """A run that was killed between its last checkpoint and its last file may still finish."""
     prepare_run_dir(config(tmp_path))
     write_checkpoint(tmp_path / "run", 5)
     assert prepare_run_dir(config(tmp_path))[0] is not None
@@ -285,7 +258,7 @@ def test_a_finished_run_is_refused_and_an_unfinished_end_is_not(tmp_path: Path, 
         ({"warmup_steps": 1}, {}),
     ],
 )
-def test_another_schedule_is_refused_before_trainers_start(
+def test_another_schedule_is_rejected_before_trainers_start(
     tmp_path: Path, rejects: Rejects, before: dict[str, Any], now: dict[str, Any]
 ) -> None:
     def scheduled(steps: int = 5, **optimizer: Any) -> RunConfig:
@@ -297,12 +270,12 @@ def test_another_schedule_is_refused_before_trainers_start(
         find_checkpoint(scheduled(**now))
     assert find_checkpoint(scheduled(**before)) is not None
     (tmp_path / "run" / SUMMARY_FILE).touch()
-    with rejects(ConfigError, "config"):  # offers more steps only where the rate does not depend on them
+    with rejects(ConfigError, "config"):
         find_checkpoint(scheduled(**before))
 
 
 @pytest.mark.parametrize("resume", ["auto", "path"])
-def test_a_checkpoint_of_another_backend_is_refused_by_name(tmp_path: Path, resume: str) -> None:
+def test_a_checkpoint_of_another_backend_is_rejected(tmp_path: Path, resume: str) -> None:
     path = write_checkpoint(tmp_path / "run", 3, backend="fsdp")
     given = config(tmp_path, resume="auto" if resume == "auto" else str(path))
     said = r"resume=.*step-000003 was written by fsdp, .*trainer.backend=megatron; set trainer.backend=fsdp"
@@ -310,11 +283,11 @@ def test_a_checkpoint_of_another_backend_is_refused_by_name(tmp_path: Path, resu
         find_checkpoint(given)
     fsdp = given.model_copy(update={"trainer": given.trainer.model_copy(update={"backend": "fsdp"})})
     assert find_checkpoint(fsdp) is not None
-    write_checkpoint(tmp_path / "older", 3)  # says nothing: the trainers look for themselves
+    write_checkpoint(tmp_path / "older", 3)  # without a name, the trainers check it themselves
     assert find_checkpoint(config(tmp_path, resume=str(tmp_path / "older" / "checkpoints" / "latest"))) is not None
 
 
-def test_another_runs_checkpoint_does_not_mix_with_what_is_there(tmp_path: Path, run_dir: Path) -> None:
+def test_another_runs_checkpoint_moves_the_run_in_the_directory_aside(tmp_path: Path, run_dir: Path) -> None:
     other = write_checkpoint(tmp_path / "other", 2)
     checkpoint, changed = prepare_run_dir(config(tmp_path, resume=str(other)))
     assert checkpoint is not None and checkpoint.step == 2 and changed == []
@@ -332,9 +305,8 @@ def test_another_runs_checkpoint_does_not_mix_with_what_is_there(tmp_path: Path,
         (lambda text: "[]", "checkpoint-damaged"),
     ],
 )
-def test_what_cannot_be_resumed_is_refused_at_once(tmp_path: Path, change: Callable[[str], str], code: str) -> None:
+def test_a_damaged_state_is_rejected(tmp_path: Path, change: Callable[[str], str], code: str, rejects: Rejects) -> None:
     write_state(tmp_path, 3, {})
     (tmp_path / "state.json").write_text(change((tmp_path / "state.json").read_text()))
-    with pytest.raises(CheckpointError) as caught:
+    with rejects(CheckpointError, code):
         prepare_run_dir(config(tmp_path, resume=str(tmp_path)))
-    assert caught.value.code == code

@@ -1,8 +1,8 @@
-"""Which of many steps with failures are reported."""
+"""Notes about responses that could not be scored."""
 
 from typing import Any
 
-from slime_like.orchestration.run.scoring_failures import ScoringFailures
+from slime_like.orchestration.run.recorder import ScoringFailures
 
 TIMEOUT: dict[str, Any] = {"reason": "timeout"}
 RESPONSES = 64
@@ -23,13 +23,13 @@ def reported(steps: list[list[dict[str, Any]]]) -> dict[int, str]:
 
 
 def test_the_same_failure_is_reported_more_and_more_rarely() -> None:
-    """Counted are steps with failures: those without lie between them. The error's text alone is no other kind."""
+    """Steps without failures do not count. Another error text is not another kind."""
     steps = [step_of(error(f"ValueError: {step} (a.py:3)")) if step % 2 else step_of() for step in range(1, 41)]
     assert list(reported(steps)) == [1, 3, 7, 15, 31]
 
 
-def test_a_kind_of_failure_not_seen_before_is_reported_at_once_and_quoted() -> None:
-    """At steps that are no power of two: another exception, another function, another reason. Once each."""
+def test_a_new_kind_of_failure_is_reported_immediately_and_quoted() -> None:
+    """Another exception, function or reason is another kind, also at a step that is not a power of two."""
     old = error("ValueError: old (a.py:3)")
     others = [error("KeyError: new (a.py:9)"), error("ValueError: new (b.py:1)", "other:f"), TIMEOUT]
     steps = [step_of(old, old)] * 20
@@ -40,14 +40,6 @@ def test_a_kind_of_failure_not_seen_before_is_reported_at_once_and_quoted() -> N
     assert "(2 by error, first: KeyError: new (a.py:9))" in notes[5]
     assert "first: ValueError: new (b.py:1)" in notes[6]
     assert "(1 by error, 1 by timeout, first: ValueError: old" in notes[7]
-
-
-def test_a_share_that_doubles_is_reported_at_once() -> None:
-    """In terms of the largest one reported, not of the step before: it may also grow little by little."""
-    counts = [4, 4, 4, 4, 5, 6, 7, 8, 15, 16, 31, 20, 32, 33, 64, 33, 64, 64]
-    notes = reported([step_of(*[TIMEOUT] * count) for count in counts])
-    assert list(notes) == [1, 2, 4, 8, 10, 13, 15, 16]
-    assert notes[13].startswith("step 13, reward: scoring failed for 32 of 64 responses (32 by timeout)")
 
 
 def test_the_end_counts_every_step() -> None:

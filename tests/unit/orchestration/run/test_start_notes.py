@@ -1,4 +1,4 @@
-"""What is said before the first step."""
+"""Notes before the first step."""
 
 import json
 from pathlib import Path
@@ -10,18 +10,8 @@ import pytest
 from backends.fsdp.optimizer import learning_rate
 from slime_like.config import DataConfig, RunConfig
 from slime_like.data.prompts import PromptSource
-from slime_like.errors import ConfigError
 from slime_like.examples.tiny_model import byte_tokenizer
-from slime_like.models.dimensions import ModelDimensions
-from slime_like.orchestration.run.start_notes import (
-    algorithm_notes,
-    checkpoint_notes,
-    data_notes,
-    held_out_notes,
-    memory_notes,
-    processor_notes,
-)
-from tests.unit.checks.checkpoint import write_checkpoint
+from slime_like.orchestration.run.start_notes import data_notes, settings_notes
 
 
 def config(**changes: Any) -> RunConfig:
@@ -52,58 +42,32 @@ def test_held_out_prompts_that_are_trained_on(tmp_path: Path) -> None:
         for name in ("train", "seen", "new")
     ]
     held_out = {name: source.next(source.num_rows) for name, source in zip("ab", sources[1:], strict=True)}
-    (note,) = held_out_notes(sources[0], held_out)
+    (note,) = data_notes(config(rollout={"prompts_per_step": 4}), sources[0], held_out)
     assert note.startswith("2 of 3 held-out prompts of a ")
 
 
-@pytest.mark.parametrize(
-    ("algorithm", "count"),
-    [
-        ({}, 0),
-        ({"loss": "gspo"}, 1),
-        ({"loss": "gspo", "clip_low": 3e-4, "clip_high": 4e-4}, 0),
-    ],
-)
-def test_bounds_that_clip_nothing(algorithm: dict[str, Any], count: int) -> None:
-    assert len(list(algorithm_notes(config(algorithm=algorithm, rollout={"prompts_per_step": 4})))) == count
+SAVING: dict[str, Any] = {"checkpoint": {"every": 2, "keep": 1}}
 
 
 @pytest.mark.parametrize(
     ("settings", "count"),
-    [({}, 1), ({"steps": 1}, 0), ({"checkpoint": {"every": 0}}, 0), ({"checkpoint": {"every": 2, "keep": 1}}, 0)],
+    [
+        (SAVING, 0),
+        ({**SAVING, "algorithm": {"loss": "gspo"}}, 1),
+        ({**SAVING, "algorithm": {"loss": "gspo", "clip_low": 3e-4, "clip_high": 4e-4}}, 0),
+        ({}, 1),  # a run of five steps and a single checkpoint
+        ({"steps": 1}, 0),
+        ({"checkpoint": {"every": 0}}, 0),
+    ],
 )
-def test_runs_that_may_lose_every_step_say_so(settings: dict[str, Any], count: int) -> None:
-    assert len(list(checkpoint_notes(config(**settings)))) == count
+def test_settings_that_clip_nothing_or_may_lose_every_step(settings: dict[str, Any], count: int) -> None:
+    assert len(list(settings_notes(config(**settings, rollout={"prompts_per_step": 4})))) == count
 
 
 @pytest.mark.parametrize(("warmup", "reported"), [(0, False), (39, False), (40, False), (41, True)])
 def test_a_warm_up_that_outlasts_the_run(warmup: int, reported: bool) -> None:
-    """40 updates; that which ends with the last one has brought the learning rate to its value."""
+    """The run has 40 updates."""
     algorithm = {"minibatches": 4, "epochs": 2}
     found = config(trainer={"optimizer": {"warmup_steps": warmup}}, algorithm=algorithm)
-    assert any("never reaches" in note for note in algorithm_notes(found)) == reported
+    assert any("never reaches" in note for note in settings_notes(found)) == reported
     assert (max(learning_rate(found, update) for update in range(1, 41)) < found.trainer.optimizer.lr) == reported
-
-
-def test_bfloat16_without_its_instructions() -> None:
-    for dtype, capability, count in (("bfloat16", "avx2", 1), ("bfloat16", "amx_bf16", 0), ("float32", "avx2", 0)):
-        found = config(model={"path": "m", "dtype": dtype})
-        assert len(list(processor_notes(found, {capability: True, "avx512_bf16": False}))) == count
-
-
-def test_more_memory_than_is_free(tmp_path: Path) -> None:
-    """Of a rank's process 400 MiB, and per parameter what AdamW in mixed precision keeps: 2 + 4 + 12 bytes."""
-    sizes = ModelDimensions.from_checkpoint(write_checkpoint(tmp_path))
-    process, parameters = 400 * 2**20, sizes.num_parameters
-    four: dict[str, Any] = {"trainer": {"parallel": {"data": 2, "tensor": 2}}, "rollout": {"num_engines": 3}}
-    sft: dict[str, Any] = {"algorithm": {"loss": "sft"}, "model": {"path": Path("model"), "dtype": "float32"}}
-    for changes, needed in (
-        ({}, 2 * process + 20 * parameters),
-        (four, 7 * process + (2 * 6 + 12 + 3 * 2) * parameters),
-        (sft, process + 16 * parameters),
-    ):
-        assert len(list(memory_notes(config(**changes), sizes, needed - 1))) == 1
-        assert list(memory_notes(config(**changes), sizes, needed)) == []
-    with pytest.raises(ConfigError) as caught:
-        list(memory_notes(config(**four), sizes, 30 * parameters - 1))
-    assert [problem.code for problem in caught.value.problems] == ["memory"]

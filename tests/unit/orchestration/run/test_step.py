@@ -1,4 +1,4 @@
-"""What a step's record says aloud, with stand-ins for everything that a run holds open; which steps are milestones."""
+"""Warnings of a step's record, and steps that are milestones."""
 
 from pathlib import Path
 from types import SimpleNamespace
@@ -42,7 +42,7 @@ def test_steps_with_equal_rewards_are_reported_once(tmp_path: Path) -> None:
             step, TrainedStep(group(step, advantage), [grpo_stats()], None, PackTokens(16, 0)), phase_times()
         )
     assert len(notes) == 1
-    assert notes[0].startswith("steps 7 to 11: the responses to each prompt all got the same reward")
+    assert notes[0].startswith("steps 7 to 11: for every prompt, all responses got the same reward")
 
 
 @pytest.mark.parametrize(("every", "steps"), [(3, [3, 6, 9, 10]), (0, [10]), (5, [5, 10])])

@@ -1,7 +1,6 @@
-"""Batches: nothing dropped, whole groups per minibatch, one denominator per optimizer step, equal counts everywhere.
+"""Batches and windows: nothing is dropped, minibatches hold whole groups, and all replicas have equal counts.
 
-A step's windows while its groups arrive: the sequences, weights and denominator of the whole batch, whatever the order,
-and full micro-batches in every window but the last.
+The windows of a step have the sequences, weights and denominator of the whole batch, in any order of arrival.
 """
 
 import random
@@ -53,7 +52,7 @@ def all_packs(replicas: Iterable[Iterable[Iterable[PackedTrajectory]]]) -> list[
 
 
 def carried(packs: Iterable[PackedTrajectory]) -> list[str]:
-    """Sequences that carry loss."""
+    """Return the ids of sequences that carry loss."""
     return sorted(name for pack in packs if pack.loss_mask.any() for name in pack.sequence_ids)
 
 
@@ -70,32 +69,19 @@ def test_every_sequence_is_trained_once_and_counts_are_equal(replicas: int, mini
     assert all(pack.packed_seq_len <= 64 for pack in packs)
 
 
-@pytest.mark.parametrize(
-    ("reduction", "expected"),
-    [("tokens", sum(t.response_len for t in batch_of(4, 3))), ("samples", 12), ("groups", 4)],
-)
-def test_the_denominator_covers_the_whole_optimizer_step(reduction: str, expected: float) -> None:
-    settings = config(algorithm={"reduction": reduction}, trainer={"target_tokens_per_batch": 32})
-    batch = ExperienceBatcher(settings, 2, pad_token_id=0).batch(batch_of(4, 3))
-    assert batch.denominators == [pytest.approx(expected)]
-
-
-def test_minibatches_hold_whole_groups() -> None:
+def test_minibatches_hold_whole_groups(rejects: Rejects) -> None:
     parts = split_by_group(batch_of(7, 3), 3)
     groups = [{t.group_id for t in part} for part in parts]
     assert [len(part) for part in parts] == [6, 6, 9]
     assert not groups[0] & groups[1] and not groups[1] & groups[2]
-
-
-def test_too_few_sequences_are_refused_with_a_remedy(rejects: Rejects) -> None:
-    with rejects(DataError, "too-few-sequences"):
-        ExperienceBatcher(config(), 3, pad_token_id=0).batch(batch_of(1, 2))
     with rejects(DataError, "too-few-groups"):
         split_by_group(batch_of(1, 2), 2)
+    with rejects(DataError, "too-few-sequences"):
+        ExperienceBatcher(config(), 3, pad_token_id=0).batch(batch_of(1, 2))
 
 
 def test_balance_by_flops(tmp_path: Path) -> None:
-    """One long sequence is as much work as more tokens of short ones: replicas differ in tokens, less in FLOPs."""
+    """A long sequence costs more than its tokens, so balanced FLOPs mean unequal tokens."""
     model = {"path": write_checkpoint(tmp_path, max_position_embeddings=65536)}
     lengths = [20_000] + [1_000] * 40
     trajectories = [trajectory(i, 0, 1, n - 1) for i, n in enumerate(lengths)]
@@ -117,7 +103,7 @@ def test_balance_by_flops(tmp_path: Path) -> None:
 
 # ----------------------------------------------------------------------------------------------- shared prefixes
 def group_of(group: int, samples: int, prompt: int, response: int) -> list[ScoredTrajectory]:
-    """Samples of one prompt, no two of which begin alike."""
+    """Build samples of one prompt whose responses start differently."""
     return [
         ScoredTrajectory.unrewarded(
             f"{group}-{i}", torch.full((prompt,), 100 + group), torch.full((response,), i), group_id=group
@@ -136,7 +122,7 @@ def computed_tokens(pack: PackedTrajectory) -> int:
 
 
 @pytest.mark.parametrize("share", ["prompts", "tree"])
-def test_a_group_lies_in_one_pack_and_counts_its_prompt_once(share: str) -> None:
+def test_a_group_is_in_one_pack_and_counts_its_prompt_once(share: str) -> None:
     trajectories = [row for group in range(3) for row in group_of(group, 4, prompt=30, response=5)]
     batch = sharing(100, share=share).batch(trajectories)
     packs = all_packs(batch.replicas)
@@ -145,24 +131,24 @@ def test_a_group_lies_in_one_pack_and_counts_its_prompt_once(share: str) -> None
     assert (batch.tokens.computed, batch.tokens.shared) == (150, 3 * 3 * 30)
 
 
-def test_a_group_over_the_budget_falls_back_to_copies_of_its_prompt() -> None:
+def test_a_group_over_the_budget_copies_its_prompt() -> None:
     packs = all_packs(sharing(60).batch(group_of(0, 8, prompt=30, response=10)).replicas)
     assert sorted(map(computed_tokens, packs)) == [50, 60, 60]
     assert carried(packs) == sorted(f"0-{i}" for i in range(8))
 
 
-def test_groups_are_split_where_replicas_would_lie_idle() -> None:
-    """One group for two replicas; three equal groups for two, whose loads would be two to one."""
-    for groups, loads in ((1, [50, 50]), (3, [180, 180])):
+def test_groups_are_split_if_a_replica_would_idle() -> None:
+    """Two replicas get one group, or three equal groups."""
+    for groups, load in ((1, 50), (3, 140)):
         trajectories = [row for group in range(groups) for row in group_of(group, 4, prompt=10, response=20)]
         batch = sharing(200, replicas=2).batch(trajectories)
         found = [sum(computed_tokens(pack) for pack in all_packs([replica])) for replica in batch.replicas]
         assert carried(all_packs(batch.replicas)) == sorted(t.sequence_id for t in trajectories)
-        assert sorted(found) == ([50, 50] if groups == 1 else [140, 140]) and loads
+        assert found == [load, load]
 
 
 def test_costs_of_shared_prefixes(tmp_path: Path) -> None:
-    """FLOPs are those of the segments: a response's attention reaches over its prompt, which is computed once."""
+    """A prompt is computed once, and each response attends to it."""
     settings = config(
         model={"path": write_checkpoint(tmp_path, max_position_embeddings=65536)},
         trainer={"target_tokens_per_batch": 64, "share_prefixes": "prompts", "balance": "flops"},
@@ -174,7 +160,7 @@ def test_costs_of_shared_prefixes(tmp_path: Path) -> None:
     assert bundle.cost(batcher._costs) == pytest.approx(prompt + 3 * (whole - prompt))
 
 
-def test_streamed_groups_share_too() -> None:
+def test_streamed_groups_share_prefixes() -> None:
     stream = WindowStream(sharing(100))
     windows = [stream.add(group_of(group, 4, prompt=30, response=5)) for group in range(5)]
     last, _ = stream.finish()
@@ -193,7 +179,7 @@ def batcher(replicas: int, pipeline: int = 1, reduction: str = "samples") -> Exp
 
 
 def arrivals(seed: int) -> list[list[ScoredTrajectory]]:
-    """Whole groups, one to three at a time, in any order."""
+    """Return whole groups in random order, one to three at a time."""
     generator, groups = random.Random(seed), list(range(GROUPS))
     generator.shuffle(groups)
     by_group = {g: [t for t in batch_of(GROUPS, SAMPLES) if t.group_id == g] for g in groups}
@@ -205,7 +191,7 @@ def arrivals(seed: int) -> list[list[ScoredTrajectory]]:
 
 
 def sequence_weights(windows: Sequence[Window]) -> dict[str, float]:
-    """Token weight of every sequence that is trained; each once."""
+    """Return the token weight of every trained sequence. Each must occur once."""
     found: dict[str, float] = {}
     for pack in (pack for window in windows for replica in window for pack in replica if not pack.is_filler):
         for name, weight in zip(pack.sequence_ids, pack.sequence_weights, strict=True):
@@ -237,8 +223,8 @@ def test_windows_add_up_to_the_batch(replicas: int, pipeline: int, reduction: st
         )
 
 
-def test_spare_sequences_are_carried_over() -> None:
-    """Three of 15 tokens: two fill a micro-batch of 40 so that the third does not fit; it opens the next one."""
+def test_remaining_sequences_are_carried_over() -> None:
+    """A micro-batch of 40 tokens has room for two sequences of 15."""
     stream = WindowStream(batcher(1))
     assert stream.add([trajectory(0, i, 5, 10) for i in range(2)]) is None
     window = stream.add([trajectory(1, 0, 5, 10)])
@@ -247,8 +233,8 @@ def test_spare_sequences_are_carried_over() -> None:
     assert [pack.sequence_ids for pack in last[0]] == [["1-0"]] and denominator == 3
 
 
-def test_what_is_held_goes_with_the_next_window_or_the_last() -> None:
-    """Pairs fill a micro-batch of 40. Where all is held, the last window is the whole batch's."""
+def test_held_groups_are_in_the_next_or_last_window() -> None:
+    """Pairs fill a micro-batch of 40. If all groups are held, the last window is the whole batch."""
     stream, groups = WindowStream(batcher(1)), [[trajectory(group, i, 5, 10) for i in range(2)] for group in range(3)]
     assert stream.add(groups[0], holds=True) is None and stream.add(groups[1], holds=True) is None
     window = stream.add([])
@@ -264,7 +250,7 @@ def test_what_is_held_goes_with_the_next_window_or_the_last() -> None:
     assert [pack.sequence_ids for pack in held.finish()[0][0]] == [pack.sequence_ids for pack in whole]
 
 
-def test_the_last_window_may_leave_replicas_without_samples_only_if_they_have_had_some(rejects: Rejects) -> None:
+def test_every_replica_needs_a_sequence_in_some_window(rejects: Rejects) -> None:
     stream = WindowStream(batcher(2))
     assert stream.add([trajectory(0, i, 5, 30) for i in range(2)]) is None
     assert stream.add([trajectory(1, 0, 5, 30)]) is not None
@@ -276,14 +262,14 @@ def test_the_last_window_may_leave_replicas_without_samples_only_if_they_have_ha
         stream.finish()
 
 
-def test_a_sequence_over_the_budget_is_named_as_it_arrives(rejects: Rejects) -> None:
+def test_an_arriving_sequence_over_the_budget_is_rejected(rejects: Rejects) -> None:
     with rejects(DataError, "over-token-budget"):
         WindowStream(batcher(1)).add([trajectory(0, 0, 11, 30)])
 
 
 # ------------------------------------------------------------------------------------- rollouts of several rows
 def rollouts_in_rows(groups: int, samples: int) -> list[ScoredTrajectory]:
-    """Sample s of group g in 1 + (g + 3 s) % 5 rows of different lengths; the third row of any carries no loss."""
+    """Build sample s of group g in 1 + (g + 3 s) % 5 rows of different lengths. A third row carries no loss."""
     rows = []
     for g, s in ((g, s) for g in range(groups) for s in range(samples)):
         for row in range(1 + (g + 3 * s) % 5):
@@ -295,7 +281,7 @@ def rollouts_in_rows(groups: int, samples: int) -> list[ScoredTrajectory]:
 
 
 def weights_by_definition(rows: Sequence[ScoredTrajectory], reduction: str) -> tuple[dict[str, float], float]:
-    """(weight of every row, denominator) from the sums of rollouts and groups."""
+    """Return (weight of every row, denominator) from the sums of rollouts and groups."""
     tokens = {row.sequence_id: float(row.loss_mask.sum()) for row in rows}
     of_rollout: dict[str, float] = {}
     of_group: dict[int, float] = {}
@@ -313,7 +299,7 @@ def weights_by_definition(rows: Sequence[ScoredTrajectory], reduction: str) -> t
 @pytest.mark.parametrize("reduction", ["tokens", "samples", "groups"])
 @pytest.mark.parametrize("replicas", [1, 3])
 def test_uneven_rows_over_replicas(replicas: int, reduction: str) -> None:
-    """Minibatches of whole rollouts, equal counts everywhere, and weights of whole rollouts though packs split them."""
+    """Minibatches hold whole rollouts, and weights are of whole rollouts, even if packs split them."""
     settings = config(algorithm={"minibatches": 3, "reduction": reduction}, trainer={"target_tokens_per_batch": BUDGET})
     batch = ExperienceBatcher(settings, replicas, pad_token_id=0).batch(rollouts_in_rows(8, 3))
     seen: set[str] = set()
@@ -355,33 +341,28 @@ PER_SEQUENCE = {
 
 
 class Undeclared(PolicyGradient):
-    """A custom loss; what it needs is not known."""
+    """Custom loss that does not declare what it needs."""
 
 
 class PerToken(PolicyGradient):
-    """A custom loss."""
+    """Custom loss that is computed per token."""
 
     per_sequence = False
 
 
 @pytest.mark.parametrize("algorithm", PER_SEQUENCE.values(), ids=PER_SEQUENCE)
-def test_ratios_per_sequence_are_refused_for_several_rows(algorithm: dict[str, Any], rejects: Rejects) -> None:
-    """Of single rows every setting is taken."""
+def test_ratios_per_sequence_are_rejected_for_several_rows(algorithm: dict[str, Any], rejects: Rejects) -> None:
     made = ExperienceBatcher(config(algorithm=algorithm), 1, pad_token_id=0)
     assert made.batch(batch_of(2, 2)).denominators == [sum(t.response_len for t in batch_of(2, 2))]
     with rejects(ConfigError, "several-rows"):
         made.batch(rollouts_in_rows(2, 2))
-
-
-def test_a_custom_loss_per_token_takes_rows() -> None:
-    made = ExperienceBatcher(config(algorithm={"loss": f"{__name__}:PerToken"}), 1, pad_token_id=0)
-    assert len(all_packs([made.batch(rollouts_in_rows(2, 2)).replicas[0]])) == 1
+    ExperienceBatcher(config(algorithm={"loss": f"{__name__}:PerToken"}), 1, 0).batch(rollouts_in_rows(2, 2))
 
 
 @examples(40)
 @given(seed=st.integers(0, 2**32), share=st.sampled_from(["prompts", "tree"]), replicas=st.integers(1, 3))
 def test_packs_of_any_rows_keep_the_budget(seed: int, share: str, replicas: int) -> None:
-    """Whatever lies in a pack together shares no less than the batcher counted."""
+    """Sequences in a pack share at least as many tokens as the batcher counted."""
     pick = random.Random(seed)
     rows: list[ScoredTrajectory] = []
     for index in range(pick.randint(replicas, 14)):
@@ -400,7 +381,7 @@ def test_packs_of_any_rows_keep_the_budget(seed: int, share: str, replicas: int)
 
 
 def test_a_plan_counts_the_bytes_of_packs() -> None:
-    """A batch of longest sequences without padding, whose logprobs a reference and the trainer have scored."""
+    """The batch has the longest sequences without padding, scored by the reference and the trainer."""
     rollout = {"prompts_per_step": 3, "samples_per_prompt": 2, "max_new_tokens": 56}
     settings = config(
         rollout=rollout, data={"max_prompt_tokens": 40}, algorithm={"kl_coef": 0.1, "minibatches": 3},
@@ -416,5 +397,4 @@ def test_a_plan_counts_the_bytes_of_packs() -> None:
     assert largest_batch_bytes(settings) == sum(tensor.nbytes for tensor in per_token)
     assert not list(object_store_notes(settings))
     (note,) = object_store_notes(config(rollout=rollout | {"max_new_tokens": 10**7}))
-    assert note.startswith("cluster.object_store_mb=512: a step's packs take up to 2.79 GiB")  # 6 x 10**7 x 50 bytes
-    assert note.endswith("set at least 2862")
+    assert "2.79 GiB" in note and "2862" in note  # 6 x 10**7 x 50 bytes

@@ -1,7 +1,4 @@
-"""Calls of all ranks: who is given what, in which order answers are waited for, and when a failure is raised.
-
-At a rank, they reach its parts by the class that a method is of.
-"""
+"""Calls of all ranks: arguments, the order of waiting, and when a failure is raised."""
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -14,20 +11,21 @@ import torch
 
 from slime_like.config import RunConfig
 from slime_like.errors import TrainerError
-from slime_like.interfaces import RankCoordinates, ScoredLogprobs, TrainerBackend
+from slime_like.interfaces import RankCoordinates, TrainerBackend
 from slime_like.orchestration.trainer import calls as module
+from slime_like.orchestration.trainer import rank as rank_module
 from slime_like.orchestration.trainer.calls import RankCalls
-from slime_like.orchestration.trainer.group_training import GroupTraining
 from slime_like.orchestration.trainer.rank import TrainerRank
 from slime_like.orchestration.trainer.rank_export import RankExport
 from slime_like.orchestration.trainer.rank_training import RankTraining
 from tests.support.rejections import Rejects
 
 OUT_OF_MEMORY = TrainerError("out of memory")
+WINDOW = RankTraining.train_window
 
 
 class Cluster:
-    """Ray as the calls see it: an object reference is a list with the value, or the error, of its task."""
+    """Stand-in for Ray. An object reference is a list with the value or the error of its task."""
 
     def __init__(self) -> None:
         self.titles: list[str] = []
@@ -76,91 +74,72 @@ def ranks(cluster: Cluster, answers: Sequence[Callable[..., Any]]) -> RankCalls:
     return calls
 
 
-def test_a_replica_is_given_its_packs_and_answers_once(cluster: Cluster) -> None:
-    given: list[tuple[Any, ...]] = []
+def test_each_rank_gets_its_replica_s_element(cluster: Cluster) -> None:
+    sent: list[tuple[Any, ...]] = []
 
     def answer(rank: int) -> Callable[..., Any]:
         def score(*arguments: Any) -> Any:
-            given.append(arguments)
+            sent.append(arguments)
             return [f"scores of rank {rank}"] if rank % 2 == 0 else None
 
         return score
 
-    training = GroupTraining(ranks(cluster, [answer(rank) for rank in range(4)]))
-    assert training.data_parallel_size == 2
-    packs = cast(Any, (["first"], ["second"]))
-    scores: list[list[ScoredLogprobs]] = training.score(packs, "reference")
-    assert cast(Any, scores) == [["scores of rank 0"], ["scores of rank 2"]]
-    stored = [("stored", packs[rank // 2]) for rank in range(4)]
-    assert given == [("RankTraining.score", packs, "reference") for packs in stored]
+    calls = ranks(cluster, [answer(rank) for rank in range(4)])
+    assert calls.num_replicas == 2
+    answers = calls.scatter("scoring", RankTraining.score, ["first", "second"], "more").result()
+    assert cast(Any, calls.by_replica(answers)) == [["scores of rank 0"], ["scores of rank 2"]]
+    elements = ["first", "first", "second", "second"]
+    assert sent == [("RankTraining.score", ("stored", element), "more") for element in elements]
     assert cluster.titles == ["TrainerRank.score"] * 4
-    assert cluster.phases == [("scoring with the reference weights", 60.0)]
+    assert cluster.phases == [("scoring", 60.0)]
 
 
 def test_deferred_calls_are_waited_for_first_and_in_order(cluster: Cluster) -> None:
     calls = ranks(cluster, [lambda method, *rest: method] * 2)
-    training = GroupTraining(calls)
-    training.load_batch([[]])
-    training.begin_stream()
-    training.send_window([[]])
+    calls.defer(calls.start("starting", RankTraining.begin_stream))
+    assert calls.is_idle()
     cluster.running = [["RankTraining.train_window"]]
-    training.send_window([[]], last=True)
-    assert cluster.phases == []
-    assert calls.start("updating", GroupTraining.finish_stream).result(5.0) == ["GroupTraining.finish_stream"] * 2
-    window = ("training on a window", 5.0)
-    assert cluster.phases == [window, window, ("updating", 5.0)]  # the answered ones are not waited for again
+    for last in (False, True):
+        calls.defer(calls.scatter("training", WINDOW, [[]], last))
+        assert not calls.is_idle() and cluster.phases == []
+    assert calls.start("updating", RankTraining.finish_stream, 1.0).result(5.0)
+    assert cluster.phases == [("training", 5.0), ("training", 5.0), ("updating", 5.0)]
 
 
-def test_ranks_are_idle_when_all_have_answered_for_their_windows(cluster: Cluster, rejects: Rejects) -> None:
-    training = GroupTraining(ranks(cluster, [lambda method, *rest: method] * 2))
-    training.begin_stream()
-    training.send_window([[]])
-    assert training.is_idle()
-    cluster.running = [["RankTraining.train_window"]]
-    training.send_window([[]])
-    assert not training.is_idle() and cluster.phases == []
-    cluster.running = []
-    assert training.is_idle()
-    failing = GroupTraining(ranks(cluster, [lambda *rest: OUT_OF_MEMORY] * 2))
-    failing.send_window([[]])
-    with rejects(TrainerError, "trainer"):
-        failing.is_idle()
-
-
-def test_a_failed_window_ends_the_stream(cluster: Cluster, rejects: Rejects) -> None:
+def test_a_failure_of_a_deferred_call_is_raised_once(cluster: Cluster, rejects: Rejects) -> None:
     def answer(method: str, *rest: Any) -> Any:
         return OUT_OF_MEMORY if method == "RankTraining.train_window" else None
 
-    training = GroupTraining(ranks(cluster, [lambda *rest: None, answer]))
-    training.begin_stream()
-    training.send_window([[]])
+    calls = ranks(cluster, [lambda *rest: None, answer])
+    calls.defer(calls.scatter("training", WINDOW, [[]], False))
     with rejects(TrainerError, "trainer"):
-        training.send_window([[]])
-    training.set_advantages({})  # raised once: a failing run may still commit a checkpoint that is written
-    training = GroupTraining(ranks(cluster, [lambda *rest: None, answer]))
-    training.send_window([[]], last=True)
+        calls.is_idle()
+    calls.call("receiving advantages", RankTraining.set_advantages, {})  # a failing run may commit a finished save
+    calls.defer(calls.scatter("training", WINDOW, [[]], True))
     with rejects(TrainerError, "trainer"):
-        training.finish_stream(1.0)
-    assert cluster.phases[-1][0] == "training on a window"
+        calls.call("updating", RankTraining.finish_stream, 1.0)
+    assert cluster.phases[-1][0] == "training"
 
 
-def test_a_call_reaches_the_part_that_has_the_method(tmp_path: Path) -> None:
-    rank = TrainerRank(RunConfig(run_dir=tmp_path, model=cast(Any, {"path": tmp_path})), 3)
-    for method in (TrainerBackend.save, RankTraining.load_batch, RankExport.next_bucket):
-        with pytest.raises(RuntimeError, match="trainer rank 3 is used before setup"):
-            rank.call(method.__qualname__, tmp_path)
+def test_a_call_reaches_the_part_that_has_the_method(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("use_log", "require_own_devices", "use_cluster_interface"):
+        monkeypatch.setattr(rank_module, name, lambda *_, **__: None)
+    backend = Mock(TrainerBackend)
+    backend.setup.return_value = RankCoordinates(0, 0, 0, 0, 0, 1)
+    monkeypatch.setattr(rank_module, "load_backend", lambda name: lambda config, placement: backend)
+    monkeypatch.setattr(TrainerRank, "device", lambda self: "")
+    rank = TrainerRank(RunConfig(run_dir=tmp_path, model=cast(Any, {"path": tmp_path})), "trainer-3")
     assert rank.call(TrainerRank.peak_memory_bytes.__qualname__)["rss"] > 0
-    with pytest.MonkeyPatch.context() as patch:
+    with monkeypatch.context() as patch:
         patch.setattr(torch.cuda, "is_available", lambda: True)
         patch.setattr(torch.cuda, "max_memory_allocated", lambda: 5)
         assert rank.call(TrainerRank.peak_memory_bytes.__qualname__)["gpu"] == 5
-    backend = Mock(TrainerBackend)
-    rank._parts[TrainerBackend.__name__] = backend
-    rank._open_parts(backend, RankCoordinates(0, 0, 0, 0, 0, 1))
+    rank.setup(cast(Any, None), only_scores=False, checkpoint=None)
     rank.call(TrainerBackend.save.__qualname__, tmp_path)
     backend.save.assert_called_once_with(tmp_path)
     rank.call(RankTraining.load_batch.__qualname__, [])
-    with pytest.raises(RuntimeError, match="a bucket is asked for before begin_export"):
-        rank.call(RankExport.next_bucket.__qualname__)
+    backend.export_weights.return_value = iter([])
+    rank.call(RankExport.begin_export.__qualname__)
+    assert rank.call(RankExport.next_bucket.__qualname__) is None
     rank.call(TrainerRank.shutdown.__qualname__)
     backend.shutdown.assert_called_once_with()

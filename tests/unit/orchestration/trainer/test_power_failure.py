@@ -1,7 +1,7 @@
-"""A power failure at any operation of a save: what was not synced is lost, cut or reordered, and resume finds the last.
+"""Power failures during a save. Unsynced writes are lost, cut or reordered, and the last checkpoint must be found.
 
-The production code runs on real files; its calls of the system are recorded, and at a random one the power fails. Then
-the directory is built as a disk may have kept it: synced names and contents are there, of the others any subset.
+The production code runs on real files. Its system calls are recorded, and the power fails at a random one. Then the
+directory is rebuilt like a disk may have kept it: all synced names and contents, and any subset of the others.
 """
 
 import contextlib
@@ -19,20 +19,20 @@ from slime_like.errors import CheckpointError
 from slime_like.orchestration.trainer.checkpoint import Checkpoint
 from slime_like.orchestration.trainer.checkpoints import CheckpointStore, newest_whole
 from slime_like.orchestration.trainer.group import TrainerGroup
-from tests.support.pending import OneBackend
+from tests.support.pending import OneRank
 
 
 class PowerFailure(BaseException):
-    """Raised by every call from the moment on."""
+    """Raised by every system call after the failure."""
 
 
 class Node:
-    """A file, directory or link: what is durable, and changes of a directory's names that are not."""
+    """A file, directory or link, with its durable content and a directory's pending changes of names."""
 
     def __init__(self, target: str | None = None, *, directory: bool = False) -> None:
         self.target = target
         self.directory = directory
-        self.content: bytes | None = None  # of a file, once synced
+        self.content: bytes | None = None  # of a synced file
         self.now: dict[str, Node] = {}
         self.durable: dict[str, Node] = {}
         self.pending: list[Callable[[dict[str, Node]], object]] = []
@@ -50,7 +50,7 @@ class Node:
 
 
 class Disk:
-    """The model of everything below ``root``, and the calls that change it."""
+    """Model of everything below ``root``, and the calls that change it."""
 
     def __init__(self, root: Path, chance: random.Random, skipped: str | None) -> None:
         self.root, self.chance, self.skipped = root, chance, skipped
@@ -60,7 +60,7 @@ class Disk:
         self.labels: set[str] = set()
 
     def begin(self, calls: int | None) -> None:
-        """Fail after so many ``calls``; counts of labels start again."""
+        """Let the power fail after this many ``calls``, and reset the counts of syncs."""
         self.left, self.synced = calls, Counter()
 
     def _node(self, path: Path) -> Node:
@@ -89,7 +89,7 @@ class Disk:
                 self._step()
                 parent = self._node(path.parent)
                 if path.name in parent.now:
-                    parent.now[path.name].content = None  # written over
+                    parent.now[path.name].content = None  # overwritten
                 else:
                     file = Node()
                     parent.change(lambda names: names.update({path.name: file}))
@@ -98,7 +98,7 @@ class Disk:
         return opened
 
     def _entered(self, real: Any, make: Callable[..., tuple[Any, Node | None]]) -> Any:
-        """A call that enters a name, or removes it."""
+        """Wrap a call that adds or removes a name."""
 
         def called(*arguments: Any, dir_fd: int | None = None, **named: Any) -> Any:
             self._step()
@@ -155,7 +155,7 @@ class Disk:
         return synced
 
     def after_failure(self, root: Path) -> None:
-        """Write what the disk may have kept to ``root``."""
+        """Write to ``root`` what the disk may have kept."""
         self._keep(self.tree, self.root, root)
 
     def _keep(self, node: Node, was: Path, place: Path) -> None:
@@ -175,8 +175,8 @@ class Disk:
                 self._keep(entry, was / name, place / name)
 
 
-class Trainers(OneBackend):
-    """Writes the save's number, and as many bytes again in another directory."""
+class Trainers(OneRank):
+    """Trainers that write the save's number to two files in different directories."""
 
     number = 0
 
@@ -187,7 +187,7 @@ class Trainers(OneBackend):
 
 
 def _learn(disk: Disk, node: Node, place: Path) -> None:
-    """Take what is on the real disk for durable."""
+    """Mark everything on the real disk as durable."""
     for path in place.iterdir():
         if path.is_symlink():
             entry = Node(str(path.readlink()))
@@ -204,14 +204,14 @@ SYNCS = (
     *("/checkpoints 1", "/checkpoints 2", "/checkpoints 3", "/ledger 1", "/more 1", "/run 1", "/runs 1"),
     *("/state.json 1", "/trainer 1", "partial 1", "trainer/deeper 1", "trainer/weights 1"),
 )
-"""Files and directories that one save makes durable, with the number of the call."""
+"""Syncs of one save, each with the number of the call."""
 
 
 def _saves(base: Path, count: int, seed: int, skipped: str | None = None) -> set[str]:
-    """Save ``count`` times, with a power failure in or after each; the syncs that were seen.
+    """Save ``count`` times, with a power failure in or after each save. Return the syncs.
 
     Raises:
-        AssertionError: a failure left something else than a whole checkpoint, of the last save or of that under way.
+        AssertionError: a failure did not leave a whole checkpoint of the last or the current save.
     """
     chance, labels = random.Random(seed), set[str]()
     completed, step, root = 0, 0, base
@@ -233,7 +233,7 @@ def _saves(base: Path, count: int, seed: int, skipped: str | None = None) -> set
             newest_whole(run_dir)
             store = CheckpointStore(run_dir, 1 + number // 10 % 2, cast("TrainerGroup", trainers), _no_note)
             store.also_write(lambda path: path.write_text("events"), "ledger")
-            disk.synced, disk.labels = Counter(), set()  # those of the start are not needed for what is asserted
+            disk.synced, disk.labels = Counter(), set()  # ignore syncs of the start
             store.save(step, {"number": number})
             finished = True
             completed = number
@@ -242,7 +242,7 @@ def _saves(base: Path, count: int, seed: int, skipped: str | None = None) -> set
         labels |= disk.labels
         found = newest_whole(root / "runs" / run_dir.name)
         for path in (root / "runs" / "run" / "checkpoints").glob("step-*"):
-            Checkpoint.read(path).require_whole()  # also an old one that was being removed
+            Checkpoint.read(path).require_whole()  # even one whose removal has started
         if completed >= 0:
             assert found is not None and not found.passed_over, "the last checkpoint is gone, or latest leads nowhere"
         if found is not None:
@@ -266,5 +266,5 @@ def test_a_hundred_power_failures_leave_the_last_checkpoint(tmp_path: Path, seed
 @pytest.mark.parametrize("sync", SYNCS)
 def test_every_sync_is_needed(tmp_path: Path, sync: str) -> None:
     with pytest.raises((AssertionError, CheckpointError, OSError)):
-        for seed in range(6, 26):  # with the first the rarest fault shows within a few saves
+        for seed in range(6, 26):  # the rarest fault shows within a few saves of the first seed
             _saves(tmp_path / str(seed), 100, seed, skipped=sync)

@@ -1,4 +1,4 @@
-"""A rank's environment and its share of its node's cores."""
+"""A rank's CUDA environment and its share of the node's cores."""
 
 from pathlib import Path
 from typing import Any
@@ -35,5 +35,5 @@ def test_only_tensor_parallel_megatron_has_one_hardware_queue(
 
 @pytest.mark.parametrize(("on_node", "cores", "expected"), [(8, 96, 12), (None, 96, 3), (8, 4, 1), (1, 96, 96)])
 def test_ranks_share_the_cores_of_their_node(on_node: int | None, cores: int, expected: int) -> None:
-    """32 ranks in all."""
+    """There are 32 ranks."""
     assert share_of_cores(RankPlacement(9, 32, 0, "10.0.0.1", 21_000, on_node), cores) == expected

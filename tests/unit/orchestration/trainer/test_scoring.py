@@ -1,7 +1,4 @@
-"""Scores come back in the order of the sequences, whatever packs and replicas they went through.
-
-A command that scores has a temporary directory: removed after success and rejection, kept for the logs of a failure.
-"""
+"""Scores of sequences that went through packs and replicas, and the temporary directory of a command that scores."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -15,22 +12,30 @@ from slime_like.config import TrainerConfig
 from slime_like.errors import ConfigError, DataError, TrainerError
 from slime_like.interfaces import ScoredLogprobs
 from slime_like.orchestration.trainer.alone import run_directory
+from slime_like.orchestration.trainer.rank_training import RankTraining
 from slime_like.orchestration.trainer.scoring import score_sequences, window_tokens
 from slime_like.trajectory import PackedTrajectory, UnscoredTrajectory
+from tests.support.pending import Later
 from tests.support.rejections import Rejects
+
+Scores = list[list[ScoredLogprobs]]
 
 
 class TokenScorer:
-    """The logprob of a token is minus its id, its entropy the length of its sequence's prompt."""
+    """Ranks for which a token's logprob is minus its id, and its entropy is the length of its sequence's prompt."""
 
     def __init__(self, replicas: int) -> None:
-        self.data_parallel_size = replicas
+        self.num_replicas = replicas
 
-    def score(self, replicas: Sequence[list[PackedTrajectory]], weights: Any = "policy") -> list[list[ScoredLogprobs]]:
-        self.seen, self.weights = list(replicas), weights
-        return [[self._scored(pack) for pack in packs] for packs in replicas]
+    def scatter(self, phase: str, method: Any, replicas: Sequence[list[PackedTrajectory]]) -> Later[Scores]:
+        assert phase and method is RankTraining.score
+        self.seen = list(replicas)
+        return Later(lambda: [[self.scored(pack) for pack in packs] for packs in replicas])
 
-    def _scored(self, pack: PackedTrajectory) -> ScoredLogprobs:
+    def by_replica(self, answers: Scores) -> Scores:
+        return answers
+
+    def scored(self, pack: PackedTrajectory) -> ScoredLogprobs:
         prompts = pack.prompt_lens.repeat_interleave(pack.response_lens)
         return ScoredLogprobs(-response_tokens(pack).float(), prompts.float())
 
@@ -46,22 +51,21 @@ def trainer(budget: int = 16, **parallel: int) -> TrainerConfig:
 
 @pytest.mark.parametrize("replicas", [1, 2, 3, 12])
 def test_scores_belong_to_their_sequences(replicas: int) -> None:
-    """Also with fewer sequences than replicas: every replica runs the same number of packs, within the budget."""
+    """Every replica runs the same number of packs, even with fewer sequences than replicas."""
     lengths = [(3, 9), (1, 1), (10, 6), (2, 5), (4, 4), (1, 15), (7, 2)]
     sequences = [sequence(index, *pair) for index, pair in enumerate(lengths)]
     scorer = TokenScorer(replicas)
     assert score_sequences(scorer, [], trainer()) == []
-    scores = score_sequences(scorer, sequences, trainer(data=replicas), "reference")
+    scores = score_sequences(scorer, sequences, trainer(data=replicas))
     for sent, score in zip(sequences, scores, strict=True):
         assert torch.equal(score.logprobs, -sent.response_tokens.float())
         assert score.entropy.tolist() == [sent.prompt_len] * sent.response_len
-    assert scorer.weights == "reference"
     assert len({len(packs) for packs in scorer.seen}) == 1 and len(scorer.seen) == replicas
     assert all(pack.packed_seq_len <= 16 for packs in scorer.seen for pack in packs)
 
 
-def test_a_sequence_over_the_budget_is_named(rejects: Rejects) -> None:
-    """Padded for context parallelism, nine tokens take sixteen."""
+def test_a_sequence_over_the_budget_is_rejected(rejects: Rejects) -> None:
+    """With padding for context parallelism, nine tokens take sixteen."""
     scorer = TokenScorer(1)
     assert len(score_sequences(scorer, [sequence(0, 4, 5)], trainer(16, context=4))) == 1
     with rejects(DataError, "over-token-budget"):
@@ -69,12 +73,12 @@ def test_a_sequence_over_the_budget_is_named(rejects: Rejects) -> None:
 
 
 @pytest.mark.parametrize("value", [torch.nan, -torch.inf])
-def test_a_value_that_is_not_finite_is_refused(value: float, rejects: Rejects) -> None:
+def test_a_value_that_is_not_finite_is_rejected(value: float, rejects: Rejects) -> None:
     class Broken(TokenScorer):
-        def score(self, replicas: Any, weights: Any = "policy") -> list[list[ScoredLogprobs]]:
-            answers = super().score(replicas)
-            answers[0][0].logprobs[-1] = value
-            return answers
+        def scored(self, pack: PackedTrajectory) -> ScoredLogprobs:
+            answer = super().scored(pack)
+            answer.logprobs[-1] = value
+            return answer
 
     with rejects(TrainerError, "not-finite"):
         score_sequences(Broken(1), [sequence(0, 4, 5)], trainer())
@@ -96,10 +100,10 @@ def test_a_temporary_directory_stays_only_for_a_failure(tmp_path: Path) -> None:
     with pytest.raises(TrainerError) as failed, run_directory(path, temporary=True):
         raise TrainerError("rank 1 died")
     assert path.is_dir() and [str(path) in note for note in failed.value.__notes__] == [True]
-    with pytest.raises(FileExistsError), run_directory(path, temporary=True):  # never another one's
+    with pytest.raises(FileExistsError), run_directory(path, temporary=True):  # another command's directory
         pass
     assert path.is_dir()
-    with pytest.raises(TrainerError) as failed, run_directory(path, temporary=False):  # the user's stays
+    with pytest.raises(TrainerError) as failed, run_directory(path, temporary=False):  # the user's directory stays
         raise TrainerError("rank 1 died")
     assert not hasattr(failed.value, "__notes__")
     assert path.is_dir()
