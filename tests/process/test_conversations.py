@@ -91,21 +91,11 @@ class Engine:
     def __init__(self, *scripts: list[Generation]) -> None:
         self.scripts = [list(script) for script in scripts]
         self.requests: list[GenerationRequest] = []
-        self.aborted: list[str] = []
-        self.waiting: dict[str, asyncio.Event] = {}
 
     async def generate(self, request: GenerationRequest) -> list[Generation]:
         self.requests.append(request)
         _, sample, _ = request.request_id.split("/")
-        generation = self.scripts[int(sample)].pop(0)
-        if generation.finish_reason == "abort":
-            self.waiting[request.request_id] = asyncio.Event()
-            await self.waiting[request.request_id].wait()
-        return [generation]
-
-    async def abort(self, request_id: str) -> None:
-        self.aborted.append(request_id)
-        self.waiting[request_id].set()
+        return [self.scripts[int(sample)].pop(0)]
 
 
 @pytest.fixture
@@ -130,7 +120,7 @@ def talk(
     loop: asyncio.AbstractEventLoop, engine: Engine, asked: GenerationRequest | Scenario, **environment: Any
 ) -> list[Generation]:
     async def run() -> list[Generation]:
-        conversations = Conversations(config(**environment), TOKENIZER, engine.generate, engine.abort)
+        conversations = Conversations(config(**environment), TOKENIZER, engine.generate)
         await conversations.start()
         try:
             return await (conversations.run(asked) if isinstance(asked, GenerationRequest) else asked(conversations))
@@ -274,22 +264,10 @@ def test_an_unusable_environment_is_rejected_at_the_start(
         talk(loop, Engine(), request(), **environment)
 
 
-def test_abort_ends_all_conversations_of_a_request(loop: asyncio.AbstractEventLoop) -> None:
-    """One is in its second turn, which has sampled a token; one had not sampled anything in its second."""
+def test_a_turn_that_the_engine_aborts_ends_the_conversation(loop: asyncio.AbstractEventLoop) -> None:
+    """One has sampled a token of its second turn, the other one none."""
     engine = Engine([turn("a"), made(ids("x"), "abort")], [turn("ab"), made([], "abort")])
-
-    async def scenario(conversations: Conversations) -> list[Generation]:
-        running = asyncio.ensure_future(conversations.run(request(2)))
-        while len(engine.waiting) < 2:
-            await asyncio.sleep(0.01)
-        with pytest.raises(EngineError, match="already running"):
-            await conversations.run(request(2))
-        await conversations.abort("another")
-        await conversations.abort("r")
-        return await running
-
-    first, second = talk(loop, engine, scenario)
-    assert sorted(engine.aborted) == ["r/0/1", "r/1/1"]
+    first, second = talk(loop, engine, request(2))
     assert first.finish_reason == second.finish_reason == "abort"
     assert first.conversation is not None and first.conversation.turns == ((0, 2), (6, 7))
     assert second.conversation is not None and second.conversation.turns == ((0, 3),)
@@ -301,11 +279,12 @@ def test_an_engine_error_ends_the_request_and_leaves_nothing_running(loop: async
         async def generate(self, request: GenerationRequest) -> list[Generation]:
             if request.request_id == "r/1/1":
                 raise EngineError("it died")
+            if request.request_id == "r/0/1":
+                await asyncio.Event().wait()
             return await super().generate(request)
 
-    engine = Dying([turn("a"), made([], "abort")], [turn("a")])
     with pytest.raises(EngineError, match="it died"):
-        talk(loop, engine, request(2))
+        talk(loop, Dying([turn("a")], [turn("a")]), request(2))
 
 
 def test_rewards_see_the_last_turn_and_the_environment_has_a_column(loop: asyncio.AbstractEventLoop) -> None:

@@ -21,6 +21,8 @@ _HEALTH_TIMEOUT_S = 15.0
 _STOP_TIMEOUT_S = 10.0
 _THREADS = "OMP_NUM_THREADS"
 _JOINING = "joining the weight transport"
+_TOGETHER_S = 0.002
+"""Wait for requests that end with the same token. They end one after the other, within less time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,31 +151,20 @@ class EngineGroup:
             answers.result()
 
     def begin_update(self, version: int) -> None:
-        self.call("begin_update", version, phase="beginning a weight update")
+        self._ask("begin_update", version, phase="beginning a weight update").result()
 
     def update(self, buckets: list[BucketMetadata]) -> EngineAnswers:
         """Have every engine fetch and load the buckets. Returns immediately."""
         return self._ask("update", buckets, phase="loading weights")
 
     def finish_update(self, version: int) -> list[UpdateReceipt]:
-        return self.call("finish_update", version, phase="finishing a weight update")
+        return self._ask("finish_update", version, phase="finishing a weight update").result()
 
     def probe(self, request: GenerationRequest) -> EngineAnswers:
         """Send the same request to every engine, bypassing the pool. Returns immediately."""
         return self._ask("generate", request, phase="answering the weight-sync probe")
 
     # -------------------------------------------------------------------------------------------------------- calls
-    def call(
-        self,
-        method: str,
-        *arguments: Any,
-        phase: str,
-        timeout_s: float | None = None,
-        indexes: Iterable[int] | None = None,
-    ) -> list[Any]:
-        """Return the answers of all engines or of ``indexes``; by default within ``sync.timeout_s``."""
-        return self._ask(method, *arguments, phase=phase, indexes=indexes).result(timeout_s)
-
     def call_each(self, method: str, *arguments: Any, phase: str, indexes: Iterable[int]) -> dict[int, EngineError]:
         """Call these engines, wait for all of them, and return the failures by engine."""
         asked = {index: self._ask(method, *arguments, phase=phase, indexes=[index]) for index in indexes}
@@ -186,12 +177,17 @@ class EngineGroup:
         return failures
 
     def wait(self, references: Sequence[Any], timeout_s: float) -> list[Any]:
-        """Return the references that are ready when the first one is, or none after ``timeout_s``."""
+        """Return the references that are ready soon after the first one, or none after ``timeout_s``."""
         ready, _ = ray.wait(list(references), num_returns=1, timeout=timeout_s)
         self._watch()
         if ready:
-            ready, _ = ray.wait(list(references), num_returns=len(references), timeout=0)
+            ready, _ = ray.wait(list(references), num_returns=len(references), timeout=_TOGETHER_S)
         return list(ready)
+
+    @staticmethod
+    def cancel(reference: Any) -> None:
+        """End the call that would answer ``reference``. Returns immediately."""
+        ray.cancel(reference)
 
     def _ask(self, method: str, *arguments: Any, phase: str, indexes: Iterable[int] | None = None) -> EngineAnswers:
         asked = range(len(self)) if indexes is None else indexes

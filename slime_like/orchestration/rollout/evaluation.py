@@ -12,11 +12,10 @@ from slime_like.data.prompts import Prompt, PromptSource
 from slime_like.observability.progress import Progress
 from slime_like.observability.records import EvaluationRecord
 from slime_like.observability.tables import HeldOutSample
-from slime_like.orchestration.rollout.failures import failure_text
 from slime_like.orchestration.rollout.manager import RolloutManager
 from slime_like.orchestration.rollout.requests import build_requests, evaluation_sampling, to_group
 from slime_like.orchestration.rollout.rows import Rollout, rollouts_of
-from slime_like.orchestration.rollout.scoring import Scorer
+from slime_like.orchestration.rollout.scoring import Scorer, failure_text
 from slime_like.sandbox.rewards.pool import RewardOutcome
 from slime_like.system.words import counted
 from slime_like.trajectory import UnscoredTrajectory

@@ -5,24 +5,23 @@ If an engine dies, its requests return to the head of the queue (``supervisor.py
 
 import threading
 import time
-import uuid
 from collections import deque
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Generic, TypeVar
 
-from slime_like.config import RunConfig
 from slime_like.errors import EngineError
 from slime_like.interfaces import Generation, GenerationRequest
 from slime_like.observability.waiting import ignore_answers
-from slime_like.orchestration.cluster.ray_calls import located, one
-from slime_like.orchestration.rollout.engine_actor import Answer
+from slime_like.orchestration.cluster.ray_calls import one
 from slime_like.orchestration.rollout.routing import LeastLoaded
 from slime_like.orchestration.rollout.supervisor import EngineSupervisor
 from slime_like.system.interrupts import raise_if_interrupted
 
 _POLL_S = 5.0
 """Longest wait for answers between checks for interrupts."""
+
+Tag = TypeVar("Tag")
 
 
 class NoEngineLeft(EngineError):
@@ -32,14 +31,18 @@ class NoEngineLeft(EngineError):
 
 
 class RolloutManager:
-    """Assigns requests to serving engines. Engine numbers are never reused. Thread-safe."""
+    """Assigns requests to serving engines. Engine numbers are never reused. Thread-safe.
 
-    def __init__(self, config: RunConfig, supervisor: EngineSupervisor) -> None:
+    Args:
+        capacity: limit on requests that an engine holds at the same time.
+        silence_s: seconds without any answer after which engines count as hung. The engines bound each request.
+    """
+
+    def __init__(self, supervisor: EngineSupervisor, capacity: int, silence_s: float) -> None:
         self.supervisor = supervisor
-        # The engines bound each request. This bound is for an engine that no longer answers.
-        self.silence_s = config.silence_s + 60
+        self.silence_s = silence_s
         self._lock = threading.Lock()
-        self._registry = LeastLoaded(config.rollout.max_concurrent_requests)
+        self._registry = LeastLoaded(capacity)
 
     def acquire(self, tokens: int) -> int | None:
         """Charge ``tokens`` to an engine with room, and return it. Raises ``NoEngineLeft`` if no engine serves."""
@@ -53,13 +56,9 @@ class RolloutManager:
                 self._registry.join(number)
             return self._registry.acquire(tokens)
 
-    def release(self, member: int, tokens: int) -> None:
+    def release(self, engine: int, tokens: int) -> None:
         with self._lock:
-            self._registry.release(member, tokens)
-
-    def client(self) -> "EngineClient":
-        """Return a client without requests."""
-        return EngineClient(self)
+            self._registry.release(engine, tokens)
 
     def generate(
         self, requests: Sequence[GenerationRequest], answered: Callable[[int], None] = ignore_answers
@@ -73,59 +72,56 @@ class RolloutManager:
             EngineError: an engine refused, a request exceeded ``rollout.request_timeout_s``, or a dead engine has no
                 restart left.
         """
-        client = self.client()
-        for request in requests:
-            client.submit(request)
-        answers: dict[str, list[Generation]] = {}
+        client: EngineClient[int] = EngineClient(self)
+        for place, request in enumerate(requests):
+            client.submit(place, request)
+        answers: dict[int, list[Generation]] = {}
         while len(client):
             raise_if_interrupted()
             try:
-                answers |= {request.request_id: found for request, found in client.poll(_POLL_S)}
+                answers |= dict(client.poll(_POLL_S))
             except NoEngineLeft:
                 self.supervisor.revive()
             answered(len(answers))
-        return [answers[request.request_id] for request in requests]
+        return [answers[place] for place in range(len(requests))]
 
 
 @dataclass(frozen=True, slots=True)
-class _Running:
+class _Sent(Generic[Tag]):
+    tag: Tag
     request: GenerationRequest
-    member: int
+    engine: int
     tokens: int
 
 
-class EngineClient:
+class EngineClient(Generic[Tag]):
     """Sends requests to the least loaded engine and returns answers as they arrive. Use from one thread.
 
-    One call sends an engine all its requests, and one call waits for any of its answers. A Ray call per request would
-    take a large part of a short step. If an engine dies, its requests are sent again from the beginning.
+    A request has a tag, which its answer carries. If an engine dies, its requests are sent again from the beginning.
 
     Attributes:
-        resent: ids of requests that were queued again because their engine died; the caller clears it.
+        resent: tags of requests that were queued again because their engine died; the caller clears it.
     """
 
     def __init__(self, manager: RolloutManager) -> None:
         self._manager = manager
         self._supervisor = manager.supervisor
-        self._name = uuid.uuid4().hex
-        self._queue: deque[GenerationRequest] = deque()
-        self._running: dict[str, _Running] = {}
-        self._awaited: dict[Any, int] = {}  # reference -> member
-        self._aborted: set[str] = set()
+        self._queue: deque[tuple[Tag, GenerationRequest]] = deque()
+        self._sent: dict[Any, _Sent[Tag]] = {}  # by Ray's reference to the answer
         self._last_answer = time.monotonic()
-        self.resent: list[str] = []
+        self.resent: list[Tag] = []
 
     def __len__(self) -> int:
         """Return the number of unanswered requests."""
-        return len(self._queue) + len(self._running)
+        return len(self._queue) + len(self._sent)
 
-    def submit(self, request: GenerationRequest) -> None:
+    def submit(self, tag: Tag, request: GenerationRequest) -> None:
         """Queue a request for the next ``poll``. Its id must be unique among unanswered requests."""
-        if not self._running:
+        if not self._sent:
             self._last_answer = time.monotonic()
-        self._queue.append(request)
+        self._queue.append((tag, request))
 
-    def poll(self, timeout_s: float) -> list[tuple[GenerationRequest, list[Generation]]]:
+    def poll(self, timeout_s: float) -> list[tuple[Tag, list[Generation]]]:
         """Send all requests that engines have room for, then wait at most ``timeout_s`` for the first answers.
 
         Raises:
@@ -133,104 +129,68 @@ class EngineClient:
             EngineError: an engine refused a request, or no engine has answered for too long.
         """
         self._send()
-        if not self._running:
+        if not self._sent:
             return []
-        ready = self._supervisor.engines.wait(list(self._awaited), timeout_s)
-        answers = [answer for reference in ready for answer in self._settle(reference)]
+        answers: list[tuple[Tag, list[Generation]]] = []
+        lost: list[_Sent[Tag]] = []
+        ready = self._supervisor.engines.wait(list(self._sent), timeout_s)
+        for reference in ready:
+            sent = self._sent.pop(reference)
+            self._manager.release(sent.engine, sent.tokens)
+            name = self._supervisor.name(sent.engine)
+            try:
+                answers.append((sent.tag, one(reference, name, phase="generating", error=EngineError)))
+            except EngineError as error:
+                if not self._supervisor.lose(sent.engine, error):
+                    raise
+                lost.append(sent)
+        self._queue_again(lost)
         self._require_progress(bool(ready))
         return answers
 
-    def abort(self, request_ids: Collection[str]) -> None:
-        """Abort these requests. They are never answered."""
-        self._queue = deque(request for request in self._queue if request.request_id not in request_ids)
-        for request_id, running in self._running.items():
-            if request_id in request_ids:
-                self._aborted.add(request_id)
-                self._supervisor.actor(running.member).abort.remote(request_id)
+    def abort(self) -> None:
+        """End all requests. They are never answered."""
+        for reference, sent in self._sent.items():
+            self._supervisor.engines.cancel(reference)
+            self._manager.release(sent.engine, sent.tokens)
+        self._queue.clear()
+        self._sent.clear()
 
     def _send(self) -> None:
-        sent: dict[int, list[GenerationRequest]] = {}
-        try:
-            while self._queue and (member := self._acquire(self._queue[0])) is not None:
-                sent.setdefault(member, []).append(self._queue.popleft())
-        finally:  # also if there is no engine for the next request
-            for member, requests in sent.items():
-                self._supervisor.actor(member).submit.remote(self._name, requests)
-        for member in {running.member for running in self._running.values()} - set(self._awaited.values()):
-            self._awaited[self._supervisor.actor(member).answers.remote(self._name)] = member
+        while self._queue:
+            tag, request = self._queue[0]
+            tokens = len(request.prompt_tokens) + request.num_samples * request.sampling.max_new_tokens
+            engine = self._manager.acquire(tokens)
+            if engine is None:
+                return
+            self._queue.popleft()
+            reference = self._supervisor.actor(engine).generate.remote(request)
+            self._sent[reference] = _Sent(tag, request, engine, tokens)
 
-    def _acquire(self, request: GenerationRequest) -> int | None:
-        tokens = len(request.prompt_tokens) + request.num_samples * request.sampling.max_new_tokens
-        member = self._manager.acquire(tokens)
-        if member is not None:
-            self._running[request.request_id] = _Running(request, member, tokens)
-        return member
-
-    def _settle(self, reference: Any) -> list[tuple[GenerationRequest, list[Generation]]]:
-        """Return a member's answers. If one is an error and the member is dead, queue all its requests again."""
-        member = self._awaited.pop(reference)
-        name, phase = self._supervisor.name(member), "generating"
-        try:
-            answers: list[Answer] = one(reference, name, phase=phase, error=EngineError)
-        except EngineError as death:
-            self._lose(member, [], death)
-            return []
-        ended = [(self._end(answer.request_id), answer) for answer in answers]
-        failed = [(running, answer.error) for running, answer in ended if running and answer.error]
-        if failed:
-            error = located(failed[0][1], name, phase)
-            if not isinstance(error, EngineError):
-                raise error
-            self._lose(member, [running for running, _ in failed], error)
-        return [(running.request, answer.generations) for running, answer in ended if running and not answer.error]
-
-    def _end(self, request_id: str) -> _Running | None:
-        running = self._running.pop(request_id)
-        self._manager.release(running.member, running.tokens)
-        if request_id in self._aborted:
-            self._aborted.discard(request_id)
-            return None
-        return running
-
-    def _lose(self, member: int, failed: Sequence[_Running], error: EngineError) -> None:
-        """Return all requests of a dead member to the head of the queue, with the ``failed`` ones first.
-
-        Raises:
-            EngineError: ``error``, if the member is alive.
-        """
-        if not self._supervisor.lose(member, error):
-            raise error
-        self._queue_again(member, failed)
-
-    def _queue_again(self, member: int, failed: Sequence[_Running] = ()) -> None:
-        others = [running for running in self._running.values() if running.member == member]
-        for running in others:
-            del self._running[running.request.request_id]
-        lost = [*failed, *others]
-        wanted = [running.request for running in lost if running.request.request_id not in self._aborted]
-        self._aborted -= {running.request.request_id for running in lost}
-        self._queue.extendleft(reversed(wanted))
-        self.resent += [request.request_id for request in wanted]
+    def _queue_again(self, lost: Sequence[_Sent[Tag]]) -> None:
+        self._queue.extendleft((sent.tag, sent.request) for sent in reversed(lost))
+        self.resent += [sent.tag for sent in lost]
 
     def _require_progress(self, answered: bool) -> None:
-        if answered or not self._running:
+        if answered or not self._sent:
             self._last_answer = time.monotonic()
         elif time.monotonic() - self._last_answer > self._manager.silence_s:
-            self._end_silence({running.member for running in self._running.values()})
+            self._end_silence()
 
-    def _end_silence(self, members: Collection[int]) -> None:
-        """Lose unhealthy members.
+    def _end_silence(self) -> None:
+        """Lose unhealthy engines.
 
         Raises:
-            EngineError: all members are healthy, or none may be replaced.
+            EngineError: all engines are healthy, or none may be replaced.
         """
-        names = ", ".join(sorted(self._supervisor.name(member) for member in members))
+        engines = {sent.engine for sent in self._sent.values()}
+        names = ", ".join(sorted(map(self._supervisor.name, engines)))
         error = EngineError(
             f"{names} answered nothing for {self._manager.silence_s:.0f} s while generating", code="engines-silent"
         )
-        lost = [member for member in members if self._supervisor.lose(member, error)]
+        lost = {engine for engine in engines if self._supervisor.lose(engine, error)}
         if not lost:
             raise error
-        for member in lost:
-            self._queue_again(member)
+        silent = [reference for reference, sent in self._sent.items() if sent.engine in lost]
+        self._queue_again([self._sent.pop(reference) for reference in silent])
         self._last_answer = time.monotonic()

@@ -120,7 +120,9 @@ class EngineSupervisor:
         """Record which of these engines are dead, if all dead ones may be replaced."""
         if self._restarts_left < 1:
             return
-        dead = [number for number in numbers if not self.engines.is_alive(self._starts[number].actor)]
+        with self._lock:
+            living = [number for number in numbers if number in self._living]
+        dead = [number for number in living if not self.engines.is_alive(self._starts[number].actor)]
         with self._lock:
             dead = [number for number in dead if number in self._living]  # another thread may have been faster
             if len(dead) > self._restarts_left:

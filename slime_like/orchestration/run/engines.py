@@ -51,7 +51,8 @@ def launch_engines(
     responses = config.rollout.prompts_per_step * config.rollout.samples_per_prompt
     pool = RewardPool(config.reward, responses, logs_directory())
     stack.callback(pool.close)
-    return RolloutManager(config, EngineSupervisor(group, config.rollout.max_engine_restarts, note)), pool
+    supervisor = EngineSupervisor(group, config.rollout.max_engine_restarts, note)
+    return RolloutManager(supervisor, config.rollout.max_concurrent_requests, config.silence_s + 60), pool
 
 
 def start_engines(

@@ -14,7 +14,7 @@ from slime_like.checks.transport import chosen_transport
 from slime_like.config import RunConfig
 from slime_like.data.ledger import FILE_NAME as LEDGER
 from slime_like.data.ledger import Ledger
-from slime_like.data.prompts import PromptSource
+from slime_like.data.prompts import Prompt, PromptSource
 from slime_like.data.token_budget import TokenBudget
 from slime_like.data.tokenizer import load_tokenizer
 from slime_like.errors import CheckpointError
@@ -30,6 +30,7 @@ from slime_like.orchestration.reference.refresh import REFERENCE, Reference
 from slime_like.orchestration.rollout.advantages import require_group_scope
 from slime_like.orchestration.rollout.colocation import Turns
 from slime_like.orchestration.rollout.evaluation import Evaluator, held_out
+from slime_like.orchestration.rollout.manager import EngineClient
 from slime_like.orchestration.rollout.requests import stop_tokens
 from slime_like.orchestration.rollout.scoring import Scorer
 from slime_like.orchestration.rollout.source import source_class
@@ -160,7 +161,8 @@ def _open_rl(base: _Base) -> Run:
     ledger = Ledger.begin(config.run_dir)
     stack.callback(ledger.close)
     placed.checkpoints.also_write(ledger.snapshot, LEDGER)
-    source = source_class(config)(config, prompts, engines.client(), scorer, devices, ledger, engines.supervisor, pool)
+    client: EngineClient[Prompt] = EngineClient(engines)
+    source = source_class(config)(config, prompts, client, scorer, devices, ledger, engines.supervisor, pool)
     stack.callback(source.close)
     evaluator = Evaluator(config, engines, scorer, datasets) if datasets else None
     side = EngineSide(source, prompts, config.rollout.prompts_per_step, sync, ledger, evaluator, devices, pool)

@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from slime_like.orchestration.rollout.failures import by_reason, failure_text
+from slime_like.orchestration.rollout.scoring import by_reason, failure_text
 from slime_like.system.words import counted
 
 _GROWTH = 2

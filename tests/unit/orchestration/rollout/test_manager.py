@@ -1,18 +1,15 @@
-"""Requests through engines that are played: who is sent what, who is asked, and what becomes of a dead one's."""
+"""Requests through played engines: which engine gets them, and where a dead engine's requests go."""
 
-import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any, cast
 
 import numpy as np
 import pytest
 
-from slime_like.config import RunConfig
 from slime_like.errors import EngineError, RewardError, SlimeLikeError
 from slime_like.interfaces import Generation, GenerationRequest, SamplingParams
 from slime_like.orchestration.rollout import manager as manager_module
-from slime_like.orchestration.rollout.engine_actor import Answer, Mailbox
 from slime_like.orchestration.rollout.manager import EngineClient, NoEngineLeft, RolloutManager
 from slime_like.orchestration.rollout.routing import LeastLoaded
 from tests.support.rejections import Rejects
@@ -22,58 +19,52 @@ def request(name: str) -> GenerationRequest:
     return GenerationRequest(request_id=name, prompt_tokens=(5, 6), sampling=SamplingParams(max_new_tokens=8))
 
 
-def _remote(method: Callable[..., Any]) -> Any:
-    return SimpleNamespace(remote=method)
+class Call:
+    """Ray's reference to the answer to one request."""
+
+    def __init__(self, engine: "Engine", name: str) -> None:
+        self.engine, self.name = engine, name
+        self.is_ready = self.is_cancelled = False
+        self.error: SlimeLikeError | None = None
+
+    def result(self) -> list[Generation]:
+        if self.error is not None:
+            raise self.error
+        if not self.is_ready:
+            raise EngineError("the engine died")
+        return [Generation(np.array([7]), np.zeros(1, np.float32), np.array([0]), "stop")]
 
 
 class Engine:
-    """Stands for the actor of an engine; its methods' ``remote`` is called as Ray's.
+    """An engine's actor. Its ``generate.remote`` is called like Ray's.
 
     Attributes:
-        has: what it was sent and has not answered.
-        calls: names of the calls.
+        calls: calls by the name of their request, in order.
     """
 
     def __init__(self, answers_all: bool = False) -> None:
-        self.has: list[str] = []
-        self.calls: list[str] = []
-        self.aborted: list[str] = []
+        self.calls: dict[str, Call] = {}
         self.alive = True
         self.lost = False
-        self.ready: list[Answer] = []
+        self.generate = SimpleNamespace(remote=self._generate)
         self._answers_all = answers_all
-        self._asked = False
-        self.submit, self.answers, self.abort = map(_remote, (self._submit, self._ask, self.aborted.append))
+
+    @property
+    def has(self) -> list[str]:
+        return [name for name, call in self.calls.items() if not call.is_ready]
 
     def ends(self, *names: str, error: SlimeLikeError | None = None) -> None:
-        """It answers these."""
-        sampled = Generation(np.array([7]), np.zeros(1, np.float32), np.array([0]), "stop")
         for name in names:
-            self.has.remove(name)
-            self.ready.append(Answer(name, [] if error else [sampled], error))
+            self.calls[name].is_ready, self.calls[name].error = True, error
 
-    def take(self) -> list[Answer]:
-        self._asked = False
-        if not self.alive and not self.ready:
-            raise EngineError("the engine died")
-        found, self.ready = self.ready, []
-        return found
-
-    def _submit(self, client: str, requests: Sequence[GenerationRequest]) -> None:
-        self.calls.append("submit")
-        self.has += [request.request_id for request in requests]
-        if self._answers_all and self.alive:
-            self.ends(*self.has)
-
-    def _ask(self, client: str) -> "Engine":
-        assert not self._asked, "asked twice"
-        self._asked = True
-        self.calls.append("ask")
-        return self
+    def _generate(self, request: GenerationRequest) -> Call:
+        call = self.calls[request.request_id] = Call(self, request.request_id)
+        call.is_ready = self._answers_all and self.alive
+        return call
 
 
 class Supervisor:
-    """As an ``EngineSupervisor`` and its ``EngineGroup``."""
+    """An ``EngineSupervisor`` and its ``EngineGroup``."""
 
     last_death = "all have died"
 
@@ -91,8 +82,11 @@ class Supervisor:
     def name(self, number: int) -> str:
         return f"engine {number}"
 
-    def wait(self, references: Sequence[Engine], timeout_s: float) -> list[Engine]:
-        return [engine for engine in references if engine.ready or not engine.alive]
+    def wait(self, references: Sequence[Call], timeout_s: float) -> list[Call]:
+        return [call for call in references if call.is_ready or not call.engine.alive]
+
+    def cancel(self, reference: Call) -> None:
+        reference.is_cancelled = True
 
     def lose(self, number: int, error: EngineError) -> bool:
         self.all[number].lost = not self.all[number].alive
@@ -105,30 +99,34 @@ class Supervisor:
 
 @pytest.fixture(autouse=True)
 def _without_ray(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(manager_module, "one", lambda engine, name, **_: engine.take())
+    monkeypatch.setattr(manager_module, "one", lambda call, name, **_: call.result())
 
 
 def manager_of(*engines: Engine, capacity: int = 2) -> RolloutManager:
-    config = RunConfig(run_dir="unused", model={"path": "unused"}, rollout={"max_concurrent_requests": capacity})
-    return RolloutManager(config, cast(Any, Supervisor(*engines)))
+    return RolloutManager(cast(Any, Supervisor(*engines)), capacity, silence_s=60.0)
 
 
-def started(names: str, engines: int = 1, capacity: int = 2) -> tuple[EngineClient, list[Engine]]:
+def started(names: str, engines: int = 1, capacity: int = 2) -> tuple[EngineClient[str], list[Engine]]:
     """A client that has sent these requests, as far as there is room, and engines that have not answered."""
     manager = manager_of(*[Engine() for _ in range(engines)], capacity=capacity)
-    client = manager.client()
+    client: EngineClient[str] = EngineClient(manager)
     for name in names:
-        client.submit(request(name))
+        client.submit(name, request(name))
     assert answered(client) == [] and len(client) == len(names)
     return client, cast(Any, manager.supervisor).all
 
 
-def answered(client: EngineClient) -> list[str]:
-    return [request.request_id for request, generations in client.poll(0.0) if generations]
+def answered(client: EngineClient[str]) -> list[str]:
+    return [name for name, generations in client.poll(0.0) if generations]
+
+
+def loads(client: EngineClient[str]) -> list[int]:
+    registry = client._manager._registry
+    return [registry.outstanding_tokens(number) for number in registry.workers]
 
 
 def test_least_outstanding_tokens_wins() -> None:
-    """A released worker is attractive again; the late release of one that left is harmless."""
+    """A released worker is attractive again. The late release of one that left is harmless."""
     pool = LeastLoaded(capacity=3)
     for worker in range(3):
         pool.join(worker)
@@ -140,25 +138,21 @@ def test_least_outstanding_tokens_wins() -> None:
     assert [pool.acquire(1) for _ in range(4)] == [1, 2, 2, None]
 
 
-def test_an_engine_is_called_once_for_all_that_it_is_sent() -> None:
+def test_requests_wait_for_room_and_answers_make_room() -> None:
     client, engines = started("abcdefg", engines=2, capacity=3)
     assert [engine.has for engine in engines] == [["a", "c", "e"], ["b", "d", "f"]]
-    assert [engine.calls for engine in engines] == [["submit", "ask"]] * 2
-    loads = client._manager._registry
-    assert [loads.outstanding_tokens(number) for number in (0, 1)] == [3 * (2 + 8)] * 2
+    assert loads(client) == [3 * (2 + 8)] * 2
     engines[1].ends("b", "f")
     assert answered(client) == ["b", "f"] and len(client) == 5
     assert answered(client) == [] and engines[1].has == ["d", "g"]
     for engine in engines:
         engine.ends(*engine.has)
     assert sorted(answered(client)) == ["a", "c", "d", "e", "g"] and len(client) == 0
-    assert [loads.outstanding_tokens(number) for number in (0, 1)] == [0, 0]
-    calls = [len(engine.calls) for engine in engines]
-    assert answered(client) == [] and [len(engine.calls) for engine in engines] == calls
+    assert loads(client) == [0, 0] and answered(client) == []
 
 
-def test_what_a_dead_engine_had_goes_to_another_one() -> None:
-    """So does a request that failed with it; what it had answered counts."""
+def test_requests_of_a_dead_engine_go_to_another_one() -> None:
+    """So does a request that failed with it. Its earlier answers count."""
     client, (dead, other) = started("abcdef", engines=2, capacity=3)
     dead.ends("a")
     dead.ends("c", error=EngineError("its process died"))
@@ -175,7 +169,7 @@ def test_what_a_dead_engine_had_goes_to_another_one() -> None:
 @pytest.mark.parametrize(
     ("alive", "error"), [(True, EngineError("too long a prompt")), (False, RewardError("the environment is broken"))]
 )
-def test_what_is_not_a_death_is_raised(alive: bool, error: SlimeLikeError, rejects: Rejects) -> None:
+def test_other_failures_than_a_death_are_raised(alive: bool, error: SlimeLikeError, rejects: Rejects) -> None:
     client, (engine,) = started("a")
     engine.alive = alive
     engine.ends("a", error=error)
@@ -195,13 +189,16 @@ def test_without_an_engine_requests_stay_until_there_is_one(rejects: Rejects) ->
     assert engines[1].has == ["a", "b"]
 
 
-def test_the_aborted_are_never_answered() -> None:
+def test_aborted_requests_are_canceled_and_never_answered() -> None:
     client, (engine,) = started("abc")
-    client.abort({"a", "c"})
-    assert engine.aborted == ["a"] and len(client) == 2
-    engine.ends("a", error=EngineError("aborted"))
-    engine.ends("b")
-    assert answered(client) == ["b"] and len(client) == 0
+    client.abort()
+    assert [call.is_cancelled for call in engine.calls.values()] == [True, True]
+    assert len(client) == 0 and loads(client) == [0]
+    engine.ends("a", "b")
+    client.submit("d", request("d"))
+    client.poll(0.0)
+    engine.ends("d")
+    assert answered(client) == ["d"] and list(engine.calls) == ["a", "b", "d"]
 
 
 def test_silence_is_bounded(rejects: Rejects) -> None:
@@ -212,9 +209,9 @@ def test_silence_is_bounded(rejects: Rejects) -> None:
 
 
 def test_an_engine_that_hangs_is_replaced_after_the_bound() -> None:
-    """It neither answers nor fails; what it had goes to the others."""
+    """It neither answers nor fails. Its requests go to the others."""
     client, (hangs, other) = started("abcd", engines=2)
-    cast(Any, client._supervisor).wait = lambda references, timeout_s: [engine for engine in references if engine.ready]
+    cast(Any, client._supervisor).wait = lambda references, timeout_s: [call for call in references if call.is_ready]
     hangs.alive = False
     assert answered(client) == [] and client.resent == []
     client._manager.silence_s = 0.0
@@ -229,26 +226,10 @@ def test_an_engine_that_hangs_is_replaced_after_the_bound() -> None:
 
 
 @pytest.mark.parametrize("dies", [False, True])
-def test_an_evaluation_whose_only_engine_dies_has_it_replaced(dies: bool) -> None:
+def test_an_evaluation_replaces_its_only_engine(dies: bool) -> None:
     engine = Engine(answers_all=True)
     engine.alive = not dies
     counts: list[int] = []
     answers = manager_of(engine).generate([request(name) for name in "abc"], counts.append)
     assert counts == sorted(counts) and counts[-1] == 3
     assert [[generation.token_ids.tolist() for generation in each] for each in answers] == [[[7]]] * 3
-
-
-def test_answers_that_come_together_are_taken_together() -> None:
-    async def run() -> tuple[list[str], list[str], int]:
-        mailbox = Mailbox()
-        mailbox.expected = 3
-        waiting = asyncio.create_task(mailbox.take())
-        await asyncio.sleep(0)
-        mailbox.put_nowait(Answer("a"))
-        await asyncio.sleep(0)
-        mailbox.put_nowait(Answer("b"))
-        first = await waiting
-        mailbox.put_nowait(Answer("c"))
-        return [a.request_id for a in first], [a.request_id for a in await mailbox.take()], mailbox.expected
-
-    assert asyncio.run(run()) == (["a", "b"], ["c"], 0)

@@ -56,8 +56,8 @@ class ShuffledClient:
     """Answers a random few of the requests it holds at every poll, and now and then loses its engine."""
 
     def __init__(self, seed: int, dies_at: Collection[int] = ()) -> None:
-        self.held: list[GenerationRequest] = []
-        self.resent: list[str] = []
+        self.held: list[tuple[Prompt, GenerationRequest]] = []
+        self.resent: list[Prompt] = []
         self.under_way: dict[int, int] = {}  # in every step, as its first samples come out
         self.polls = 0
         self.version = 0
@@ -69,23 +69,23 @@ class ShuffledClient:
     def __len__(self) -> int:
         return len(self.held)
 
-    def submit(self, request: GenerationRequest) -> None:
-        self.held.append(request)
+    def submit(self, prompt: Prompt, request: GenerationRequest) -> None:
+        self.held.append((prompt, request))
 
-    def poll(self, timeout_s: float) -> list[tuple[GenerationRequest, list[Generation]]]:
+    def poll(self, timeout_s: float) -> list[tuple[Prompt, list[Generation]]]:
         self.polls += 1
         if self.polls in self._dies_at:
             self.dead = True
-            self.resent += [request.request_id for request in self.held]
+            self.resent += [prompt for prompt, _ in self.held]
         if self.dead:
             raise NoEngineLeft("the only engine died")
         self._random.shuffle(self.held)
         count = self._random.randint(0, min(3, len(self.held)))
         answered, self.held = self.held[:count], self.held[count:]
-        return [(request, [self._generation() for _ in range(request.num_samples)]) for request in answered]
+        return [(prompt, [self._generation() for _ in range(asked.num_samples)]) for prompt, asked in answered]
 
-    def abort(self, request_ids: Collection[str]) -> None:
-        self.held = [request for request in self.held if request.request_id not in request_ids]
+    def abort(self) -> None:
+        self.held = []
 
     def _generation(self) -> Generation:
         return Generation(np.array([3]), np.zeros(1, np.float32), np.array([self.version]), "stop")
@@ -265,7 +265,7 @@ def test_the_state_in_a_checkpoint_keeps_its_format(run_dir: Path) -> None:
     """Literally, as checkpoints on disk have it: what was under way is issued first, then new prompts."""
     prompt = {"tokens": [1, 2], "answer": "4", "epoch": 0, "row": 7, "response_tokens": None, "environment": {"a": 1}}
     state = {"data": {"issued": 6}, "in_flight": [prompt | {"group_id": 3}, prompt | {"group_id": 5}]}
-    store = GroupStore(settings(run_dir), Prompts(), Ledger.begin(run_dir))  # type: ignore[arg-type]
+    store = GroupStore(settings(run_dir).rollout, STEPS, Prompts(), Ledger.begin(run_dir))  # type: ignore[arg-type]
     store.load_state_dict(state)
     assert json.loads(json.dumps(store.state_dict())) == state | {"ledger_events": 0}
     issued = store.issue()
