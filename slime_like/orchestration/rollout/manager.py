@@ -15,7 +15,7 @@ from slime_like.interfaces import Generation, GenerationRequest
 from slime_like.observability.waiting import ignore_answers
 from slime_like.orchestration.cluster.ray_calls import one
 from slime_like.orchestration.rollout.routing import LeastLoaded
-from slime_like.orchestration.rollout.supervisor import EngineSupervisor
+from slime_like.orchestration.rollout.supervisor import EngineStart, EngineSupervisor
 from slime_like.system.interrupts import raise_if_interrupted
 
 _POLL_S = 5.0
@@ -31,7 +31,7 @@ class NoEngineLeft(EngineError):
 
 
 class RolloutManager:
-    """Assigns requests to serving engines. Engine numbers are never reused. Thread-safe.
+    """Assigns requests to serving engines. Thread-safe.
 
     Args:
         capacity: limit on requests that an engine holds at the same time.
@@ -42,21 +42,23 @@ class RolloutManager:
         self.supervisor = supervisor
         self.silence_s = silence_s
         self._lock = threading.Lock()
-        self._registry = LeastLoaded(capacity)
+        self._registry: LeastLoaded[EngineStart] = LeastLoaded(capacity)
 
-    def acquire(self, tokens: int) -> int | None:
+    def acquire(self, tokens: int) -> EngineStart | None:
         """Charge ``tokens`` to an engine with room, and return it. Raises ``NoEngineLeft`` if no engine serves."""
         with self._lock:
             serving = self.supervisor.serving
             if not serving:
                 raise NoEngineLeft(self.supervisor.last_death)
-            for number in set(self._registry.workers) - set(serving):
-                self._registry.leave(number)
-            for number in sorted(set(serving) - set(self._registry.workers)):
-                self._registry.join(number)
+            known = self._registry.workers
+            for engine in set(known) - set(serving):
+                self._registry.leave(engine)
+            for engine in serving:
+                if engine not in known:
+                    self._registry.join(engine)
             return self._registry.acquire(tokens)
 
-    def release(self, engine: int, tokens: int) -> None:
+    def release(self, engine: EngineStart, tokens: int) -> None:
         with self._lock:
             self._registry.release(engine, tokens)
 
@@ -90,7 +92,7 @@ class RolloutManager:
 class _Sent(Generic[Tag]):
     tag: Tag
     request: GenerationRequest
-    engine: int
+    engine: EngineStart
     tokens: int
 
 
@@ -137,9 +139,9 @@ class EngineClient(Generic[Tag]):
         for reference in ready:
             sent = self._sent.pop(reference)
             self._manager.release(sent.engine, sent.tokens)
-            name = self._supervisor.name(sent.engine)
             try:
-                answers.append((sent.tag, one(reference, name, phase="generating", error=EngineError)))
+                found = one(reference, sent.engine.name, phase="generating", error=EngineError)
+                answers.append((sent.tag, found))
             except EngineError as error:
                 if not self._supervisor.lose(sent.engine, error):
                     raise
@@ -164,7 +166,7 @@ class EngineClient(Generic[Tag]):
             if engine is None:
                 return
             self._queue.popleft()
-            reference = self._supervisor.actor(engine).generate.remote(request)
+            reference = engine.actor.generate.remote(request)
             self._sent[reference] = _Sent(tag, request, engine, tokens)
 
     def _queue_again(self, lost: Sequence[_Sent[Tag]]) -> None:
@@ -184,7 +186,7 @@ class EngineClient(Generic[Tag]):
             EngineError: all engines are healthy, or none may be replaced.
         """
         engines = {sent.engine for sent in self._sent.values()}
-        names = ", ".join(sorted(map(self._supervisor.name, engines)))
+        names = ", ".join(sorted(engine.name for engine in engines))
         error = EngineError(
             f"{names} answered nothing for {self._manager.silence_s:.0f} s while generating", code="engines-silent"
         )

@@ -5,9 +5,8 @@ engine's requests are queued again. It is replaced at the next weight sync, or i
 (``revive``). Without a restart left, the error ends the run.
 """
 
-import itertools
 import threading
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -16,7 +15,7 @@ from slime_like.observability.waiting import ignore_answers
 from slime_like.orchestration.rollout.engine_group import EngineGroup
 
 
-@dataclass(slots=True)
+@dataclass(eq=False, slots=True)
 class EngineStart:
     """One start of one engine.
 
@@ -25,6 +24,7 @@ class EngineStart:
     """
 
     index: int
+    name: str
     actor: Any
     serves: bool = False
 
@@ -53,9 +53,7 @@ class EngineSupervisor:
         self._max_restarts = max_restarts
         self._note = note
         self._lock = threading.Lock()
-        self._numbers = itertools.count()
-        self._starts: dict[int, EngineStart] = {}  # includes dead engines
-        self._living: set[int] = set()
+        self._living: list[EngineStart] = []
         self._dead: dict[int, EngineError] = {}  # by engine, until it is replaced
 
     def start(self, left: Callable[[Sequence[str]], None] = ignore_answers) -> None:
@@ -68,25 +66,16 @@ class EngineSupervisor:
         self._add(range(len(self.engines)))
         self.admit()
 
-    def _add(self, indexes: Collection[int]) -> None:
+    def _add(self, indexes: Iterable[int]) -> None:
         with self._lock:
-            for index in indexes:
-                number = next(self._numbers)
-                self._starts[number] = EngineStart(index, self.engines.actor(index))
-                self._living.add(number)
+            self._living += [EngineStart(i, self.engines.name(i), self.engines.actor(i)) for i in indexes]
 
     # ------------------------------------------------------------------------------------------------------ members
     @property
-    def serving(self) -> list[int]:
-        """Numbers of the starts that accept requests. A number is never reused."""
+    def serving(self) -> list[EngineStart]:
+        """Starts that accept requests."""
         with self._lock:
-            return sorted(number for number in self._living if self._starts[number].serves)
-
-    def actor(self, number: int) -> Any:
-        return self._starts[number].actor
-
-    def name(self, number: int) -> str:
-        return self.engines.name(self._starts[number].index)
+            return [start for start in self._living if start.serves]
 
     @property
     def has_dead(self) -> bool:
@@ -99,37 +88,35 @@ class EngineSupervisor:
         return str(next(iter(self._dead.values()), "no engine has been started"))
 
     # ------------------------------------------------------------------------------------------------------- deaths
-    def lose(self, number: int, error: EngineError) -> bool:
+    def lose(self, start: EngineStart, error: EngineError) -> bool:
         """Check after a failed call whether the engine is alive, and record its death if not.
 
         Returns:
             True if it is dead and may be replaced. If no restart is left, ``error`` must end the run.
         """
-        self._bury([number], error)
+        self._bury([start], error)
         with self._lock:
-            return number not in self._living
+            return start not in self._living
 
     def find_dead(self, error: Exception) -> bool:
         """Check all engines like ``lose``. Return True if some are dead and all of them may be replaced."""
-        with self._lock:
-            living = sorted(self._living)
-        self._bury(living, EngineError(str(error), code="engine-died"))
+        self._bury(self._living, EngineError(str(error), code="engine-died"))
         return self.has_dead
 
-    def _bury(self, numbers: Sequence[int], error: EngineError) -> None:
+    def _bury(self, starts: Sequence[EngineStart], error: EngineError) -> None:
         """Record which of these engines are dead, if all dead ones may be replaced."""
         if self._restarts_left < 1:
             return
         with self._lock:
-            living = [number for number in numbers if number in self._living]
-        dead = [number for number in living if not self.engines.is_alive(self._starts[number].actor)]
+            living = [start for start in starts if start in self._living]
+        dead = [start for start in living if not self.engines.is_alive(start.actor)]
         with self._lock:
-            dead = [number for number in dead if number in self._living]  # another thread may have been faster
+            dead = [start for start in dead if start in self._living]  # another thread may have been faster
             if len(dead) > self._restarts_left:
                 return
-            for number in dead:
-                self._living.remove(number)
-                self._dead[self._starts[number].index] = error
+            for start in dead:
+                self._living.remove(start)
+                self._dead[start.index] = error
 
     @property
     def _restarts_left(self) -> int:
@@ -156,8 +143,8 @@ class EngineSupervisor:
     def admit(self) -> None:
         """Let all living engines serve. They must have the current weights."""
         with self._lock:
-            for number in self._living:
-                self._starts[number].serves = True
+            for start in self._living:
+                start.serves = True
 
     def revive(self) -> None:
         """Restart engines after the last serving one died. Call where weights can be sent.
@@ -191,7 +178,7 @@ class EngineSupervisor:
             EngineError: a living engine failed, or a dead one may not be replaced.
         """
         with self._lock:
-            living = {self._starts[number].index: number for number in sorted(self._living)}
+            living = {start.index: start for start in self._living}
         failures = self.engines.call_each(method, *arguments, phase=phase, indexes=living)
         for index, error in failures.items():
             if not self.lose(living[index], error):

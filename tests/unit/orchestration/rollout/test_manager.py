@@ -36,7 +36,7 @@ class Call:
 
 
 class Engine:
-    """An engine's actor. Its ``generate.remote`` is called like Ray's.
+    """An ``EngineStart`` and its actor. Its ``generate.remote`` is called like Ray's.
 
     Attributes:
         calls: calls by the name of their request, in order.
@@ -46,6 +46,7 @@ class Engine:
         self.calls: dict[str, Call] = {}
         self.alive = True
         self.lost = False
+        self.name, self.actor = "engine", self
         self.generate = SimpleNamespace(remote=self._generate)
         self._answers_all = answers_all
 
@@ -73,14 +74,8 @@ class Supervisor:
         self.engines = self
 
     @property
-    def serving(self) -> list[int]:
-        return [number for number, engine in enumerate(self.all) if not engine.lost]
-
-    def actor(self, number: int) -> Engine:
-        return self.all[number]
-
-    def name(self, number: int) -> str:
-        return f"engine {number}"
+    def serving(self) -> list[Engine]:
+        return [engine for engine in self.all if not engine.lost]
 
     def wait(self, references: Sequence[Call], timeout_s: float) -> list[Call]:
         return [call for call in references if call.is_ready or not call.engine.alive]
@@ -88,9 +83,9 @@ class Supervisor:
     def cancel(self, reference: Call) -> None:
         reference.is_cancelled = True
 
-    def lose(self, number: int, error: EngineError) -> bool:
-        self.all[number].lost = not self.all[number].alive
-        return self.all[number].lost
+    def lose(self, engine: Engine, error: EngineError) -> bool:
+        engine.lost = not engine.alive
+        return engine.lost
 
     def revive(self) -> None:
         assert not self.serving
@@ -122,12 +117,12 @@ def answered(client: EngineClient[str]) -> list[str]:
 
 def loads(client: EngineClient[str]) -> list[int]:
     registry = client._manager._registry
-    return [registry.outstanding_tokens(number) for number in registry.workers]
+    return [registry.outstanding_tokens(engine) for engine in registry.workers]
 
 
 def test_least_outstanding_tokens_wins() -> None:
     """A released worker is attractive again. The late release of one that left is harmless."""
-    pool = LeastLoaded(capacity=3)
+    pool: LeastLoaded[int] = LeastLoaded(capacity=3)
     for worker in range(3):
         pool.join(worker)
     assert [pool.acquire(tokens) for tokens in (100, 10, 50, 5)] == [0, 1, 2, 1]
