@@ -89,7 +89,9 @@ class AgentRollouts:
         return await all_or_none([self._rollout(request, index) for index in range(request.num_samples)])
 
     async def _rollout(self, request: GenerationRequest, index: int) -> Generation:
-        session = self._open(request, index)
+        limits = SessionLimits(self._agent.max_calls, request.sampling.max_new_tokens, self._config.max_model_len)
+        session = Session(self._chat, self._sampler(request, index), self._parser, limits)
+        self._server.open_session(session)
         try:
             outcome = await self._outcome(session, self._task(request, session.key))
         finally:
@@ -117,12 +119,6 @@ class AgentRollouts:
         for name in sorted(ignored.keys() - self._reported):
             print(f"agents ask for {name}={ignored[name]!r}; the run's own setting holds", flush=True)
             self._reported.add(name)
-
-    def _open(self, request: GenerationRequest, index: int) -> Session:
-        limits = SessionLimits(self._agent.max_calls, request.sampling.max_new_tokens, self._config.max_model_len)
-        session = Session(self._chat, self._sampler(request, index), self._parser, limits)
-        self._server.open_session(session)
-        return session
 
     def _task(self, request: GenerationRequest, key: str) -> AgentTask:
         assert request.task is not None

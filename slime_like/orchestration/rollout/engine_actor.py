@@ -54,26 +54,18 @@ class EngineActor:
         self._updated.set()
 
     async def start(self) -> None:
-        timeout = self._config.engine_start_timeout_s
-        try:
-            await asyncio.wait_for(self._engine.start(), timeout)
-        except TimeoutError as error:
-            raise EngineError(
-                f"engine {self._index} ({self._config.rollout.engine}) did not start within {timeout:.0f} s",
-                code="engine-start-timeout",
-                remedy="raise rollout.start_timeout_s or read its log in the run directory",
-            ) from error
-        if self._config.rollout.environment.name is not None or self._config.rollout.agent.is_set:
-            await self._start_conversations()
-
-    async def _start_conversations(self) -> None:
-        tokenizer = await asyncio.to_thread(load_tokenizer, self._config.model.path)
-        if self._config.rollout.agent.is_set:
-            logs = self._logs, f"agent-{self._index}"
-            self._conversations = AgentRollouts(self._config, tokenizer, self._sample, self._version, logs)
+        """Start the engine, then the workers of the environment or agent. The caller bounds the wait."""
+        await self._engine.start()
+        config, index = self._config, self._index
+        if not (config.rollout.environment.name is not None or config.rollout.agent.is_set):
+            return
+        tokenizer = await asyncio.to_thread(load_tokenizer, config.model.path)
+        if config.rollout.agent.is_set:
+            logs = self._logs, f"agent-{index}"
+            self._conversations = AgentRollouts(config, tokenizer, self._sample, self._version, logs)
         else:
-            logs = self._logs, f"environment-{self._index}"
-            self._conversations = Conversations(self._config, tokenizer, self._sample, logs)
+            logs = self._logs, f"environment-{index}"
+            self._conversations = Conversations(config, tokenizer, self._sample, logs)
         await self._conversations.start()
 
     async def _version(self) -> int:

@@ -57,22 +57,20 @@ class Evaluator:
             answers = self._engines.generate(requests, waiting.reach)
             groups = [to_group(prompt, answer, temperature) for prompt, answer in zip(prompts, answers, strict=True)]
             outcomes = self._scorer.outcomes(groups)
-        if failure := _failure_note(outcomes):
-            progress.note(failure)
+        if failures := [outcome.metadata for outcome in outcomes if "reason" in outcome.metadata]:
+            what = f"scoring failed for {len(failures)} of {counted(len(outcomes), 'response')}"
+            progress.note(f"evaluation: {what} ({failure_text(failures)}); they count as unsolved")
         remaining_outcomes = iter(outcomes)
         samples_of = [
             [(rollout, next(remaining_outcomes)) for rollout in rollouts_of(group.trajectories)] for group in groups
         ]
         remaining = iter(samples_of)
         results = {name: _figures([next(remaining) for _ in dataset]) for name, dataset in self._datasets.items()}
-        named = list(zip(self._names(), samples_of, strict=True))
+        names = [name for name, dataset in self._datasets.items() for _ in dataset]
+        named = list(zip(names, samples_of, strict=True))
         firsts = [(name, samples[:1]) for name, samples in named[: self._config.debug.samples_per_step]]
         shown = [_shown(name, sample) for name, samples in (named if keep_all else firsts) for sample in samples]
         return EvaluationResult(_figures(samples_of), results if len(results) > 1 else {}, shown)
-
-    def _names(self) -> list[str]:
-        """Return the dataset name of every prompt."""
-        return [name for name, dataset in self._datasets.items() for _ in dataset]
 
 
 def _shown(dataset: str, sample: tuple[Rollout[UnscoredTrajectory], RewardOutcome]) -> HeldOutSample:
@@ -87,12 +85,6 @@ def _shown(dataset: str, sample: tuple[Rollout[UnscoredTrajectory], RewardOutcom
         outcome.successes[0] > 0,
         rollout.finish_reason,
     )
-
-
-def _failure_note(outcomes: Sequence[RewardOutcome]) -> str | None:
-    failures = [outcome.metadata for outcome in outcomes if "reason" in outcome.metadata]
-    what = f"evaluation: scoring failed for {len(failures)} of {counted(len(outcomes), 'response')}"
-    return f"{what} ({failure_text(failures)}); they count as unsolved" if failures else None
 
 
 def dataset_names(files: Sequence[Path]) -> list[str]:

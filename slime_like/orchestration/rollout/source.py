@@ -21,7 +21,6 @@ from slime_like.trajectory import GroupedUnscoredTrajectories, ScoredTrajectory
 
 _POLL_S = 5.0
 _SHORT_POLL_S = 0.2
-_CHECK_EVERY_S = 1.0
 _JOIN_TIMEOUT_S = 60.0
 
 
@@ -213,8 +212,7 @@ class ThreadedSource(RolloutSource):
     The thread shares the store with the training loop. The loop raises the thread's errors and replaces engines.
     """
 
-    # Shared by both threads, guarded by ``store.changed``.
-    _needs_engines = False
+    # Shared by both threads.
     _failure: BaseException | None = None
     _stopping = False
     _thread: threading.Thread | None = None
@@ -233,30 +231,21 @@ class ThreadedSource(RolloutSource):
             yield groups
 
     def close(self) -> None:
-        with self.store.changed:
-            self._stopping = True
-            self.store.changed.notify_all()
+        self._stopping = True
         if self._thread is not None:
             self._thread.join(_JOIN_TIMEOUT_S)
 
     def _take(self, at_least: int) -> list[RewardedGroup]:
-        with self.store.changed:
-            self.store.changed.wait_for(lambda: self._has_news(at_least), _SHORT_POLL_S)
+        store = self.store
+        with store.changed:
+            store.changed.wait_for(lambda: self._failure or store.may_take() >= at_least, _SHORT_POLL_S)
             if self._failure is not None:
                 raise self._failure
-            if groups := self.store.take(at_least):
-                return groups
-            needs_engines = self._needs_engines
-        raise_if_interrupted()
-        if needs_engines:
+            groups = store.take(at_least)
+        if not groups:
+            raise_if_interrupted()
             self._supervisor.revive()
-            with self.store.changed:
-                self._needs_engines = False
-                self.store.changed.notify_all()
-        return []
-
-    def _has_news(self, at_least: int) -> bool:
-        return self._failure is not None or self._needs_engines or self.store.may_take() >= at_least
+        return groups
 
     # --------------------------------------------------------------------------------------------------------- thread
     def _run(self) -> None:
@@ -271,21 +260,16 @@ class ThreadedSource(RolloutSource):
                 self.store.changed.notify_all()
 
     def _collect(self) -> list[GroupedUnscoredTrajectories]:
+        """Return the next samples, or nothing after a while: at the staleness limit, or while no engine is left."""
         try:
             groups = self._poll(_SHORT_POLL_S)
+            is_idle = not groups and not len(self._client) and not self._num_referred
         except NoEngineLeft:
-            self._wait_for_engines()
-            return []
-        if not groups and not len(self._client) and not self._num_referred:
-            with self.store.changed:  # at the allowed limit: wait for the next version
+            groups, is_idle = [], True
+        if is_idle:
+            with self.store.changed:
                 self.store.changed.wait(_SHORT_POLL_S)
         return groups
-
-    def _wait_for_engines(self) -> None:
-        with self.store.changed:
-            self._needs_engines = True
-            self.store.changed.notify_all()
-            self.store.changed.wait_for(lambda: not self._needs_engines or self._stopping, _CHECK_EVERY_S)
 
 
 def source_class(config: RunConfig) -> type[RolloutSource]:

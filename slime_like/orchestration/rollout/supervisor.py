@@ -147,7 +147,7 @@ class EngineSupervisor:
                 start.serves = True
 
     def revive(self) -> None:
-        """Restart engines after the last serving one died. Call where weights can be sent.
+        """Restart engines if none serves, after the last one died. Call where weights can be sent.
 
         Raises:
             EngineError: an engine did not start, or no restart is left.

@@ -21,6 +21,7 @@ from slime_like.data.prompts import Prompt
 from slime_like.errors import EngineError, RewardError
 from slime_like.interfaces import Generation, GenerationRequest
 from slime_like.observability.phases import PhaseClock
+from slime_like.orchestration.rollout import source as source_module
 from slime_like.orchestration.rollout.colocation import Turns
 from slime_like.orchestration.rollout.group_store import GroupStore
 from slime_like.orchestration.rollout.manager import NoEngineLeft
@@ -111,7 +112,8 @@ class CoinScorer:
 
 
 @pytest.fixture
-def run_dir(tmp_path: Path) -> Path:
+def run_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setattr(source_module, "_SHORT_POLL_S", 0.005)
     write_checkpoint(tmp_path / "model")
     return tmp_path
 
@@ -134,7 +136,8 @@ def source(
     revived: list[int] = []
 
     def revive() -> None:
-        revived.append(client.version)
+        if client.dead:
+            revived.append(client.version)
         client.dead = False
 
     config = settings(run_dir, **rollout)
