@@ -68,6 +68,11 @@ class EngineGroup:
     def actor(self, index: int) -> Any:
         return self._actors[index]
 
+    @property
+    def silence_s(self) -> float:
+        """Seconds without an answer after which engines that have requests count as hung. Engines bound requests."""
+        return self._config.silence_s + 60
+
     def name(self, index: int) -> str:
         return f"engine {index} ({self._config.rollout.engine})"
 

@@ -12,7 +12,7 @@ from slime_like.data.prompts import Prompt, PromptSource
 from slime_like.observability.progress import Progress
 from slime_like.observability.records import EvaluationRecord
 from slime_like.observability.tables import HeldOutSample
-from slime_like.orchestration.rollout.manager import RolloutManager
+from slime_like.orchestration.rollout.engine_client import EngineClient
 from slime_like.orchestration.rollout.requests import build_requests, evaluation_sampling, to_group
 from slime_like.orchestration.rollout.rows import Rollout, rollouts_of
 from slime_like.orchestration.rollout.scoring import Scorer, failure_text
@@ -38,10 +38,10 @@ class Evaluator:
     """Evaluator on fixed lists of held-out prompts, one per file, from ``held_out``."""
 
     def __init__(
-        self, config: RunConfig, engines: RolloutManager, scorer: Scorer, datasets: Mapping[str, Sequence[Prompt]]
+        self, config: RunConfig, client: EngineClient[int], scorer: Scorer, datasets: Mapping[str, Sequence[Prompt]]
     ) -> None:
         self._config = config
-        self._engines = engines
+        self._client = client
         self._scorer = scorer
         self._sampling = evaluation_sampling(config)
         self._datasets = datasets
@@ -54,7 +54,7 @@ class Evaluator:
         )
         temperature = self._sampling.temperature or 1.0
         with progress.waiting("evaluating", len(prompts), "prompt") as waiting:
-            answers = self._engines.generate(requests, waiting.reach)
+            answers = self._client.generate(requests, waiting.reach)
             groups = [to_group(prompt, answer, temperature) for prompt, answer in zip(prompts, answers, strict=True)]
             outcomes = self._scorer.outcomes(groups)
         if failures := [outcome.metadata for outcome in outcomes if "reason" in outcome.metadata]:

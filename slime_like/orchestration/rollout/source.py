@@ -10,12 +10,12 @@ from slime_like.data.prompts import Prompt, PromptSource
 from slime_like.observability.phases import PhaseClock
 from slime_like.orchestration.rollout.advantages import weighted_rewards
 from slime_like.orchestration.rollout.colocation import Turns
+from slime_like.orchestration.rollout.engine_client import EngineClient
 from slime_like.orchestration.rollout.group_store import GroupStore
-from slime_like.orchestration.rollout.manager import EngineClient, NoEngineLeft
 from slime_like.orchestration.rollout.reference_pool import ReferencePool
 from slime_like.orchestration.rollout.requests import build_requests, to_group, training_sampling
 from slime_like.orchestration.rollout.scoring import RewardedGroup, Scorer
-from slime_like.orchestration.rollout.supervisor import EngineSupervisor
+from slime_like.orchestration.rollout.supervisor import EngineSupervisor, NoEngineLeft
 from slime_like.system.interrupts import raise_if_interrupted
 from slime_like.trajectory import GroupedUnscoredTrajectories, ScoredTrajectory
 

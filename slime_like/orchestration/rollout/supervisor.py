@@ -10,34 +10,36 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from slime_like.config.rollout import RolloutConfig
 from slime_like.errors import EngineError
 from slime_like.observability.waiting import ignore_answers
 from slime_like.orchestration.rollout.engine_group import EngineGroup
+from slime_like.orchestration.rollout.routing import LeastLoaded
 
 
-@dataclass(eq=False, slots=True)
+class NoEngineLeft(EngineError):
+    """The pool's last engine died. Requests wait until an engine joins."""
+
+    code = "no-engine"
+
+
+@dataclass(frozen=True, eq=False, slots=True)
 class EngineStart:
-    """One start of one engine.
-
-    Attributes:
-        serves: whether it has the current weights and accepts requests.
-    """
+    """One start of one engine."""
 
     index: int
     name: str
     actor: Any
-    serves: bool = False
 
 
 class EngineSupervisor:
-    """Tracker of living engines that replaces dead ones. Thread-safe, but only one thread replaces.
+    """Router of requests to living engines that replaces dead ones. Thread-safe, but only one thread replaces.
 
     A dead engine is taken out of service as soon as its death is detected. ``replace_dead`` starts it again, within the
     restart budget, and ``admit`` lets it serve once it has the current weights. Without ``replace_and_sync``, engines
     serve the weights that they load at their start.
 
     Args:
-        max_restarts: restart budget of the run (``rollout.max_engine_restarts``).
         note: called with a sentence about every replaced engine.
 
     Attributes:
@@ -46,14 +48,15 @@ class EngineSupervisor:
         replace_and_sync: replaces dead engines and makes all serve the current weights; set by ``WeightSync``.
     """
 
-    def __init__(self, engines: EngineGroup, max_restarts: int, note: Callable[[str], None]) -> None:
+    def __init__(self, engines: EngineGroup, rollout: RolloutConfig, note: Callable[[str], None]) -> None:
         self.engines = engines
         self.generation = 0
         self.replace_and_sync: Callable[[], object] | None = None
-        self._max_restarts = max_restarts
+        self._max_restarts = rollout.max_engine_restarts
         self._note = note
         self._lock = threading.Lock()
         self._living: list[EngineStart] = []
+        self._serving: LeastLoaded[EngineStart] = LeastLoaded(rollout.max_concurrent_requests)
         self._dead: dict[int, EngineError] = {}  # by engine, until it is replaced
 
     def start(self, left: Callable[[Sequence[str]], None] = ignore_answers) -> None:
@@ -70,24 +73,35 @@ class EngineSupervisor:
         with self._lock:
             self._living += [EngineStart(i, self.engines.name(i), self.engines.actor(i)) for i in indexes]
 
-    # ------------------------------------------------------------------------------------------------------ members
+    # ----------------------------------------------------------------------------------------------------- requests
     @property
     def serving(self) -> list[EngineStart]:
-        """Starts that accept requests."""
+        """Living engines with the current weights."""
         with self._lock:
-            return [start for start in self._living if start.serves]
+            return self._serving.workers
 
+    def acquire(self, tokens: int) -> EngineStart | None:
+        """Charge ``tokens`` to the least loaded engine with room, and return it; ``None`` if all are full.
+
+        Raises:
+            NoEngineLeft: no engine serves.
+        """
+        with self._lock:
+            if not self._serving.workers:
+                raise NoEngineLeft(str(next(iter(self._dead.values()), "no engine has been started")))
+            return self._serving.acquire(tokens)
+
+    def release(self, start: EngineStart, tokens: int) -> None:
+        """Record that a request of ``tokens`` ended."""
+        with self._lock:
+            self._serving.release(start, tokens)
+
+    # ------------------------------------------------------------------------------------------------------- deaths
     @property
     def has_dead(self) -> bool:
         """True if a dead engine has not been replaced."""
         return bool(self._dead)
 
-    @property
-    def last_death(self) -> str:
-        """Reason why no engine is left."""
-        return str(next(iter(self._dead.values()), "no engine has been started"))
-
-    # ------------------------------------------------------------------------------------------------------- deaths
     def lose(self, start: EngineStart, error: EngineError) -> bool:
         """Check after a failed call whether the engine is alive, and record its death if not.
 
@@ -116,6 +130,8 @@ class EngineSupervisor:
                 return
             for start in dead:
                 self._living.remove(start)
+                if start in self._serving.workers:
+                    self._serving.leave(start)
                 self._dead[start.index] = error
 
     @property
@@ -144,7 +160,8 @@ class EngineSupervisor:
         """Let all living engines serve. They must have the current weights."""
         with self._lock:
             for start in self._living:
-                start.serves = True
+                if start not in self._serving.workers:
+                    self._serving.join(start)
 
     def revive(self) -> None:
         """Restart engines if none serves, after the last one died. Call where weights can be sent.

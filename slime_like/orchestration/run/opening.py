@@ -14,7 +14,7 @@ from slime_like.checks.transport import chosen_transport
 from slime_like.config import RunConfig
 from slime_like.data.ledger import FILE_NAME as LEDGER
 from slime_like.data.ledger import Ledger
-from slime_like.data.prompts import Prompt, PromptSource
+from slime_like.data.prompts import PromptSource
 from slime_like.data.token_budget import TokenBudget
 from slime_like.data.tokenizer import load_tokenizer
 from slime_like.errors import CheckpointError
@@ -29,8 +29,8 @@ from slime_like.orchestration.cluster.placement import Placement
 from slime_like.orchestration.reference.refresh import REFERENCE, Reference
 from slime_like.orchestration.rollout.advantages import require_group_scope
 from slime_like.orchestration.rollout.colocation import Turns
+from slime_like.orchestration.rollout.engine_client import EngineClient
 from slime_like.orchestration.rollout.evaluation import Evaluator, held_out
-from slime_like.orchestration.rollout.manager import EngineClient
 from slime_like.orchestration.rollout.requests import stop_tokens
 from slime_like.orchestration.rollout.scoring import Scorer
 from slime_like.orchestration.rollout.source import source_class
@@ -152,19 +152,18 @@ def _open_rl(base: _Base) -> Run:
     placement, trainers, progress = placed.placement, placed.trainers, placed.progress
     _require_usable(config, on_cuda=placement.device == "GPU", hosts=placement.num_nodes)
     placed.launch_trainers()
-    engines, rewards, pool, devices = start_engines(config, stack, placement, trainers, progress)
+    supervisor, rewards, pool, devices = start_engines(config, stack, placement, trainers, progress)
     export, texts = trainers.export, prompts.longest(2)
-    sync = WeightSync(config, export, engines.supervisor, placement, devices, placed.run_name, texts)
+    sync = WeightSync(config, export, supervisor, placement, devices, placed.run_name, texts)
     with progress.waiting("connecting trainers and engines"):
         sync.connect()
     scorer = Scorer(config, rewards, base.tokenizer)
     ledger = Ledger.begin(config.run_dir)
     stack.callback(ledger.close)
     placed.checkpoints.also_write(ledger.snapshot, LEDGER)
-    client: EngineClient[Prompt] = EngineClient(engines)
-    source = source_class(config)(config, prompts, client, scorer, devices, ledger, engines.supervisor, pool)
+    source = source_class(config)(config, prompts, EngineClient(supervisor), scorer, devices, ledger, supervisor, pool)
     stack.callback(source.close)
-    evaluator = Evaluator(config, engines, scorer, datasets) if datasets else None
+    evaluator = Evaluator(config, EngineClient(supervisor), scorer, datasets) if datasets else None
     side = EngineSide(source, prompts, config.rollout.prompts_per_step, sync, ledger, evaluator, devices, pool)
     return placed.run(side, devices, Reference(config, trainers, pool))
 

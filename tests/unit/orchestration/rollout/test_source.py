@@ -24,10 +24,10 @@ from slime_like.observability.phases import PhaseClock
 from slime_like.orchestration.rollout import source as source_module
 from slime_like.orchestration.rollout.colocation import Turns
 from slime_like.orchestration.rollout.group_store import GroupStore
-from slime_like.orchestration.rollout.manager import NoEngineLeft
 from slime_like.orchestration.rollout.reference_pool import ReferencePool
 from slime_like.orchestration.rollout.scoring import RewardedGroup
 from slime_like.orchestration.rollout.source import RolloutSource, source_class
+from slime_like.orchestration.rollout.supervisor import NoEngineLeft
 from slime_like.trajectory import GroupedUnscoredTrajectories, ScoredTrajectory, UnscoredTrajectory
 from tests.support.rejections import Rejects
 from tests.unit.checks.checkpoint import write_checkpoint

@@ -202,11 +202,12 @@ def make(tmp_path: Path) -> Callable[..., Run]:
     def run(placement: str = "colocated", restarts: int = 2, **engines: Any) -> Run:
         config = RunConfig(
             run_dir=tmp_path, model={"path": tmp_path / "model"}, steps=STEPS, sync={"verify": False},
-            cluster={"placement": placement}, rollout={"num_engines": engines.get("count", 1)},
+            cluster={"placement": placement},
+            rollout={"num_engines": engines.get("count", 1), "max_engine_restarts": restarts},
         )  # fmt: skip
         group, notes = Engines(placement == "colocated", **engines), list[str]()
         trainers: Any = Trainers(group)
-        supervisor = EngineSupervisor(cast(Any, group), restarts, notes.append)
+        supervisor = EngineSupervisor(cast(Any, group), config.rollout, notes.append)
         supervisor.start()
         turns: Turns = Turns()
         if placement == "colocated":

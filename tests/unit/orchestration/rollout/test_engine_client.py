@@ -1,17 +1,19 @@
 """Requests through played engines: which engine gets them, and where a dead engine's requests go."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any, cast
 
 import numpy as np
 import pytest
 
+from slime_like.config.rollout import RolloutConfig
 from slime_like.errors import EngineError, RewardError, SlimeLikeError
 from slime_like.interfaces import Generation, GenerationRequest, SamplingParams
-from slime_like.orchestration.rollout import manager as manager_module
-from slime_like.orchestration.rollout.manager import EngineClient, NoEngineLeft, RolloutManager
+from slime_like.orchestration.rollout import engine_client
+from slime_like.orchestration.rollout.engine_client import EngineClient
 from slime_like.orchestration.rollout.routing import LeastLoaded
+from slime_like.orchestration.rollout.supervisor import EngineSupervisor, NoEngineLeft
 from tests.support.rejections import Rejects
 
 
@@ -36,7 +38,7 @@ class Call:
 
 
 class Engine:
-    """An ``EngineStart`` and its actor. Its ``generate.remote`` is called like Ray's.
+    """An engine's actor. Its ``generate.remote`` is called like Ray's.
 
     Attributes:
         calls: calls by the name of their request, in order.
@@ -45,8 +47,6 @@ class Engine:
     def __init__(self, answers_all: bool = False) -> None:
         self.calls: dict[str, Call] = {}
         self.alive = True
-        self.lost = False
-        self.name, self.actor = "engine", self
         self.generate = SimpleNamespace(remote=self._generate)
         self._answers_all = answers_all
 
@@ -64,51 +64,61 @@ class Engine:
         return call
 
 
-class Supervisor:
-    """An ``EngineSupervisor`` and its ``EngineGroup``."""
+class Engines:
+    """An ``EngineGroup``."""
 
-    last_death = "all have died"
+    silence_s = 60.0
 
     def __init__(self, *engines: Engine) -> None:
         self.all = list(engines)
-        self.engines = self
 
-    @property
-    def serving(self) -> list[Engine]:
-        return [engine for engine in self.all if not engine.lost]
+    def __len__(self) -> int:
+        return len(self.all)
+
+    def actor(self, index: int) -> Engine:
+        return self.all[index]
+
+    def name(self, index: int) -> str:
+        return f"engine {index}"
+
+    def start(self, left: Callable[[Sequence[str]], None]) -> None: ...
+
+    def restart_engines(self, indexes: Sequence[int]) -> None:
+        for index in indexes:
+            self.all[index] = Engine(answers_all=True)
+
+    @staticmethod
+    def is_alive(actor: Engine) -> bool:
+        return actor.alive
 
     def wait(self, references: Sequence[Call], timeout_s: float) -> list[Call]:
         return [call for call in references if call.is_ready or not call.engine.alive]
 
-    def cancel(self, reference: Call) -> None:
+    @staticmethod
+    def cancel(reference: Call) -> None:
         reference.is_cancelled = True
-
-    def lose(self, engine: Engine, error: EngineError) -> bool:
-        engine.lost = not engine.alive
-        return engine.lost
-
-    def revive(self) -> None:
-        assert not self.serving
-        self.all.append(Engine(answers_all=True))
 
 
 @pytest.fixture(autouse=True)
 def _without_ray(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(manager_module, "one", lambda call, name, **_: call.result())
+    monkeypatch.setattr(engine_client, "one", lambda call, name, **_: call.result())
 
 
-def manager_of(*engines: Engine, capacity: int = 2) -> RolloutManager:
-    return RolloutManager(cast(Any, Supervisor(*engines)), capacity, silence_s=60.0)
+def client_of(*engines: Engine, capacity: int = 2) -> EngineClient[Any]:
+    rollout = RolloutConfig(max_concurrent_requests=capacity, max_engine_restarts=2)
+    supervisor = EngineSupervisor(cast(Any, Engines(*engines)), rollout, lambda note: None)
+    supervisor.start()
+    return EngineClient(supervisor)
 
 
 def started(names: str, engines: int = 1, capacity: int = 2) -> tuple[EngineClient[str], list[Engine]]:
     """A client that has sent these requests, as far as there is room, and engines that have not answered."""
-    manager = manager_of(*[Engine() for _ in range(engines)], capacity=capacity)
-    client: EngineClient[str] = EngineClient(manager)
+    group = [Engine() for _ in range(engines)]
+    client = client_of(*group, capacity=capacity)
     for name in names:
         client.submit(name, request(name))
     assert answered(client) == [] and len(client) == len(names)
-    return client, cast(Any, manager.supervisor).all
+    return client, group
 
 
 def answered(client: EngineClient[str]) -> list[str]:
@@ -116,7 +126,7 @@ def answered(client: EngineClient[str]) -> list[str]:
 
 
 def loads(client: EngineClient[str]) -> list[int]:
-    registry = client._manager._registry
+    registry = client._supervisor._serving
     return [registry.outstanding_tokens(engine) for engine in registry.workers]
 
 
@@ -173,15 +183,14 @@ def test_other_failures_than_a_death_are_raised(alive: bool, error: SlimeLikeErr
 
 
 def test_without_an_engine_requests_stay_until_there_is_one(rejects: Rejects) -> None:
-    client, engines = started("ab")
-    engines[0].alive = False
+    client, (engine,) = started("ab")
+    engine.alive = False
     assert answered(client) == [] and client.resent == ["a", "b"]
     for _ in range(2):
         with rejects(NoEngineLeft, "no-engine"):
             client.poll(0.0)
-    engines.append(Engine())
-    client.poll(0.0)
-    assert engines[1].has == ["a", "b"]
+    client._supervisor.revive()
+    assert answered(client) == ["a", "b"]
 
 
 def test_aborted_requests_are_canceled_and_never_answered() -> None:
@@ -198,7 +207,7 @@ def test_aborted_requests_are_canceled_and_never_answered() -> None:
 
 def test_silence_is_bounded(rejects: Rejects) -> None:
     client, _ = started("a")
-    client._manager.silence_s = 0.0
+    client._silence_s = 0.0
     with rejects(EngineError, "engines-silent"):
         client.poll(0.0)
 
@@ -206,12 +215,13 @@ def test_silence_is_bounded(rejects: Rejects) -> None:
 def test_an_engine_that_hangs_is_replaced_after_the_bound() -> None:
     """It neither answers nor fails. Its requests go to the others."""
     client, (hangs, other) = started("abcd", engines=2)
-    cast(Any, client._supervisor).wait = lambda references, timeout_s: [call for call in references if call.is_ready]
+    group = cast(Any, client._supervisor.engines)
+    group.wait = lambda references, timeout_s: [call for call in references if call.is_ready]
     hangs.alive = False
     assert answered(client) == [] and client.resent == []
-    client._manager.silence_s = 0.0
+    client._silence_s = 0.0
     assert answered(client) == [] and client.resent == ["a", "c"]
-    client._manager.silence_s = 60.0
+    client._silence_s = 60.0
     other.ends("b", "d")
     assert answered(client) == ["b", "d"]
     client.poll(0.0)
@@ -225,6 +235,6 @@ def test_an_evaluation_replaces_its_only_engine(dies: bool) -> None:
     engine = Engine(answers_all=True)
     engine.alive = not dies
     counts: list[int] = []
-    answers = manager_of(engine).generate([request(name) for name in "abc"], counts.append)
+    answers = client_of(engine).generate([request(name) for name in "abc"], counts.append)
     assert counts == sorted(counts) and counts[-1] == 3
     assert [[generation.token_ids.tolist() for generation in each] for each in answers] == [[[7]]] * 3

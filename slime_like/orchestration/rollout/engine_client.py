@@ -3,7 +3,6 @@
 If an engine dies, its requests return to the head of the queue (``supervisor.py``).
 """
 
-import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -14,78 +13,13 @@ from slime_like.errors import EngineError
 from slime_like.interfaces import Generation, GenerationRequest
 from slime_like.observability.waiting import ignore_answers
 from slime_like.orchestration.cluster.ray_calls import one
-from slime_like.orchestration.rollout.routing import LeastLoaded
-from slime_like.orchestration.rollout.supervisor import EngineStart, EngineSupervisor
+from slime_like.orchestration.rollout.supervisor import EngineStart, EngineSupervisor, NoEngineLeft
 from slime_like.system.interrupts import raise_if_interrupted
 
 _POLL_S = 5.0
 """Longest wait for answers between checks for interrupts."""
 
 Tag = TypeVar("Tag")
-
-
-class NoEngineLeft(EngineError):
-    """The pool's last engine died. Requests wait until an engine joins."""
-
-    code = "no-engine"
-
-
-class RolloutManager:
-    """Assigns requests to serving engines. Thread-safe.
-
-    Args:
-        capacity: limit on requests that an engine holds at the same time.
-        silence_s: seconds without any answer after which engines count as hung. The engines bound each request.
-    """
-
-    def __init__(self, supervisor: EngineSupervisor, capacity: int, silence_s: float) -> None:
-        self.supervisor = supervisor
-        self.silence_s = silence_s
-        self._lock = threading.Lock()
-        self._registry: LeastLoaded[EngineStart] = LeastLoaded(capacity)
-
-    def acquire(self, tokens: int) -> EngineStart | None:
-        """Charge ``tokens`` to an engine with room, and return it. Raises ``NoEngineLeft`` if no engine serves."""
-        with self._lock:
-            serving = self.supervisor.serving
-            if not serving:
-                raise NoEngineLeft(self.supervisor.last_death)
-            known = self._registry.workers
-            for engine in set(known) - set(serving):
-                self._registry.leave(engine)
-            for engine in serving:
-                if engine not in known:
-                    self._registry.join(engine)
-            return self._registry.acquire(tokens)
-
-    def release(self, engine: EngineStart, tokens: int) -> None:
-        with self._lock:
-            self._registry.release(engine, tokens)
-
-    def generate(
-        self, requests: Sequence[GenerationRequest], answered: Callable[[int], None] = ignore_answers
-    ) -> list[list[Generation]]:
-        """Return all responses of every request, in request order. Call where a weight sync is possible.
-
-        Args:
-            answered: called with the number of answered requests whenever it may have changed.
-
-        Raises:
-            EngineError: an engine refused, a request exceeded ``rollout.request_timeout_s``, or a dead engine has no
-                restart left.
-        """
-        client: EngineClient[int] = EngineClient(self)
-        for place, request in enumerate(requests):
-            client.submit(place, request)
-        answers: dict[int, list[Generation]] = {}
-        while len(client):
-            raise_if_interrupted()
-            try:
-                answers |= dict(client.poll(_POLL_S))
-            except NoEngineLeft:
-                self.supervisor.revive()
-            answered(len(answers))
-        return [answers[place] for place in range(len(requests))]
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,9 +39,9 @@ class EngineClient(Generic[Tag]):
         resent: tags of requests that were queued again because their engine died; the caller clears it.
     """
 
-    def __init__(self, manager: RolloutManager) -> None:
-        self._manager = manager
-        self._supervisor = manager.supervisor
+    def __init__(self, supervisor: EngineSupervisor) -> None:
+        self._supervisor = supervisor
+        self._silence_s = supervisor.engines.silence_s
         self._queue: deque[tuple[Tag, GenerationRequest]] = deque()
         self._sent: dict[Any, _Sent[Tag]] = {}  # by Ray's reference to the answer
         self._last_answer = time.monotonic()
@@ -138,7 +72,7 @@ class EngineClient(Generic[Tag]):
         ready = self._supervisor.engines.wait(list(self._sent), timeout_s)
         for reference in ready:
             sent = self._sent.pop(reference)
-            self._manager.release(sent.engine, sent.tokens)
+            self._supervisor.release(sent.engine, sent.tokens)
             try:
                 found = one(reference, sent.engine.name, phase="generating", error=EngineError)
                 answers.append((sent.tag, found))
@@ -150,11 +84,37 @@ class EngineClient(Generic[Tag]):
         self._require_progress(bool(ready))
         return answers
 
+    def generate(
+        self: "EngineClient[int]",
+        requests: Sequence[GenerationRequest],
+        answered: Callable[[int], None] = ignore_answers,
+    ) -> list[list[Generation]]:
+        """Return all responses of every request, in request order. Call where a weight sync is possible.
+
+        Args:
+            answered: called with the number of answered requests whenever it may have changed.
+
+        Raises:
+            EngineError: an engine refused, a request exceeded ``rollout.request_timeout_s``, or a dead engine has no
+                restart left.
+        """
+        for place, request in enumerate(requests):
+            self.submit(place, request)
+        answers: dict[int, list[Generation]] = {}
+        while len(self):
+            raise_if_interrupted()
+            try:
+                answers |= dict(self.poll(_POLL_S))
+            except NoEngineLeft:
+                self._supervisor.revive()
+            answered(len(answers))
+        return [answers[place] for place in range(len(requests))]
+
     def abort(self) -> None:
         """End all requests. They are never answered."""
         for reference, sent in self._sent.items():
             self._supervisor.engines.cancel(reference)
-            self._manager.release(sent.engine, sent.tokens)
+            self._supervisor.release(sent.engine, sent.tokens)
         self._queue.clear()
         self._sent.clear()
 
@@ -162,7 +122,7 @@ class EngineClient(Generic[Tag]):
         while self._queue:
             tag, request = self._queue[0]
             tokens = len(request.prompt_tokens) + request.num_samples * request.sampling.max_new_tokens
-            engine = self._manager.acquire(tokens)
+            engine = self._supervisor.acquire(tokens)
             if engine is None:
                 return
             self._queue.popleft()
@@ -176,7 +136,7 @@ class EngineClient(Generic[Tag]):
     def _require_progress(self, answered: bool) -> None:
         if answered or not self._sent:
             self._last_answer = time.monotonic()
-        elif time.monotonic() - self._last_answer > self._manager.silence_s:
+        elif time.monotonic() - self._last_answer > self._silence_s:
             self._end_silence()
 
     def _end_silence(self) -> None:
@@ -188,7 +148,7 @@ class EngineClient(Generic[Tag]):
         engines = {sent.engine for sent in self._sent.values()}
         names = ", ".join(sorted(engine.name for engine in engines))
         error = EngineError(
-            f"{names} answered nothing for {self._manager.silence_s:.0f} s while generating", code="engines-silent"
+            f"{names} answered nothing for {self._silence_s:.0f} s while generating", code="engines-silent"
         )
         lost = {engine for engine in engines if self._supervisor.lose(engine, error)}
         if not lost:
