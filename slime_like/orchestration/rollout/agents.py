@@ -108,16 +108,16 @@ class AgentRollouts:
         self._silent.record(has_called)
         if self._silent.exhausted:
             raise AgentFailure(
-                f"made no recorded call of the model in any of its first {self._silent.limit} rollouts",
+                f"made no recorded call to the model in any of its first {self._silent.limit} rollouts",
                 code="agent-silent",
                 who="rollout.agent",
-                remedy="have it call task.base_url with task.key, and wait for the answer",
+                remedy="make it call task.base_url with task.key, and wait for the answer",
             )
 
     def _report(self, ignored: Mapping[str, Any]) -> None:
         """Log each sampling setting that an agent asks for, once."""
         for name in sorted(ignored.keys() - self._reported):
-            print(f"agents ask for {name}={ignored[name]!r}; the run's own setting holds", flush=True)
+            print(f"an agent asked for {name}={ignored[name]!r}; the run's setting is used instead", flush=True)
             self._reported.add(name)
 
     def _task(self, request: GenerationRequest, key: str) -> AgentTask:

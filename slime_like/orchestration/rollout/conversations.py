@@ -27,7 +27,6 @@ class _Response:
         self._steps: list[dict[str, Any]] = []
         self._reward = 0.0
         self._success = False
-        self._failure: dict[str, str] | None = None
 
     @property
     def length(self) -> int:
@@ -57,11 +56,7 @@ class _Response:
         self._success = step.success
         self._steps.append({**step.metadata, **({"cut_tokens": cut_tokens} if cut_tokens else {})})
 
-    def failed(self, error: NoOutcome, environment: str) -> Generation:
-        self._failure = error.as_failure(environment)
-        return self.finished("stop")
-
-    def finished(self, reason: Any) -> Generation:
+    def finished(self, reason: Any, failure: dict[str, str] | None = None) -> Generation:
         """Build the response up to the last sampled token. An observation without an answer cannot be trained on."""
         length = self._turns[-1][1] if self._turns else 0
         return Generation(
@@ -70,9 +65,7 @@ class _Response:
             weight_versions=np.concatenate([np.zeros(0, np.int64), *self._versions])[:length],
             supports=Supports.joined(self._supports).first(length) if self._supports else None,
             finish_reason=reason,
-            conversation=Conversation(
-                tuple(self._turns), self._reward, self._success, self._failure, tuple(self._steps)
-            ),
+            conversation=Conversation(tuple(self._turns), self._reward, self._success, failure, tuple(self._steps)),
         )
 
 
@@ -134,7 +127,7 @@ class Conversations:
             try:
                 step = await self._pool.step(task, step.state, text, first=turn == 0, truncated=cut_off)
             except NoOutcome as error:
-                return response.failed(error, str(self._limits.name))
+                return response.finished("stop", error.as_failure(str(self._limits.name)))
             ends = step.done or cut_off
             observation, cut = self._encoder.encode("" if ends else step.observation)
             response.stepped(step, cut)

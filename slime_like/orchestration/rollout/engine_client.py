@@ -148,7 +148,7 @@ class EngineClient(Generic[Tag]):
         engines = {sent.engine for sent in self._sent.values()}
         names = ", ".join(sorted(engine.name for engine in engines))
         error = EngineError(
-            f"{names} answered nothing for {self._silence_s:.0f} s while generating", code="engines-silent"
+            f"{names} gave no answer for {self._silence_s:.0f} s while generating", code="engines-silent"
         )
         lost = {engine for engine in engines if self._supervisor.lose(engine, error)}
         if not lost:

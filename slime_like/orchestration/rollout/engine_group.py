@@ -126,7 +126,7 @@ class EngineGroup:
     ) -> None:
         # The engine bounds its start. The extra time is for the actor's imports.
         bound = self._config.engine_start_timeout_s + 120
-        self._ask("start", phase=phase, indexes=indexes).result(bound, left)
+        self.ask("start", phase=phase, indexes=indexes).result(bound, left)
 
     @staticmethod
     def is_alive(actor: Any) -> bool:
@@ -149,38 +149,27 @@ class EngineGroup:
     def connect(self, transport: str, rendezvous: dict[str, Any]) -> None:
         """Connect every engine to the transport; a colocated engine, to the trainer ranks whose devices it uses."""
         connected = [
-            self._ask("connect", transport, for_engine(rendezvous, ranks.start), phase=_JOINING, indexes=[index])
+            self.ask("connect", transport, for_engine(rendezvous, ranks.start), phase=_JOINING, indexes=[index])
             for index, ranks in enumerate(map(self._placement.shared_ranks, range(len(self))))
         ]
         for answers in connected:
             answers.result()
 
     def begin_update(self, version: int) -> None:
-        self._ask("begin_update", version, phase="beginning a weight update").result()
+        self.ask("begin_update", version, phase="beginning a weight update").result()
 
     def update(self, buckets: list[BucketMetadata]) -> EngineAnswers:
         """Have every engine fetch and load the buckets. Returns immediately."""
-        return self._ask("update", buckets, phase="loading weights")
+        return self.ask("update", buckets, phase="loading weights")
 
     def finish_update(self, version: int) -> list[UpdateReceipt]:
-        return self._ask("finish_update", version, phase="finishing a weight update").result()
+        return self.ask("finish_update", version, phase="finishing a weight update").result()
 
     def probe(self, request: GenerationRequest) -> EngineAnswers:
         """Send the same request to every engine, bypassing the pool. Returns immediately."""
-        return self._ask("generate", request, phase="answering the weight-sync probe")
+        return self.ask("generate", request, phase="answering the weight-sync probe")
 
     # -------------------------------------------------------------------------------------------------------- calls
-    def call_each(self, method: str, *arguments: Any, phase: str, indexes: Iterable[int]) -> dict[int, EngineError]:
-        """Call these engines, wait for all of them, and return the failures by engine."""
-        asked = {index: self._ask(method, *arguments, phase=phase, indexes=[index]) for index in indexes}
-        failures: dict[int, EngineError] = {}
-        for index, answers in asked.items():
-            try:
-                answers.result()
-            except EngineError as error:
-                failures[index] = error
-        return failures
-
     def wait(self, references: Sequence[Any], timeout_s: float) -> list[Any]:
         """Return the references that are ready soon after the first one, or none after ``timeout_s``."""
         ready, _ = ray.wait(list(references), num_returns=1, timeout=timeout_s)
@@ -194,7 +183,8 @@ class EngineGroup:
         """End the call that would answer ``reference``. Returns immediately."""
         ray.cancel(reference)
 
-    def _ask(self, method: str, *arguments: Any, phase: str, indexes: Iterable[int] | None = None) -> EngineAnswers:
+    def ask(self, method: str, *arguments: Any, phase: str, indexes: Iterable[int] | None = None) -> EngineAnswers:
+        """Call a method of all engines, or of ``indexes``. Returns immediately."""
         asked = range(len(self)) if indexes is None else indexes
         references = {self.name(i): getattr(self._actors[i], method).remote(*arguments) for i in asked}
         return EngineAnswers(references, phase, self._config.sync.timeout_s, self._watch)

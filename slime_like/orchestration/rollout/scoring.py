@@ -66,7 +66,7 @@ class Scorer:
 
     def rewards(self, groups: Sequence[GroupedUnscoredTrajectories]) -> list[RewardedGroup]:
         """Compute rewards and successes of all rollouts."""
-        outcomes = iter(self.outcomes(groups))
+        outcomes = iter(self.outcomes(groups) if groups else ())
         return [self._rewarded(group, rollouts_of(group.trajectories), outcomes) for group in groups]
 
     def scored(self, groups: Sequence[RewardedGroup], step: int) -> list[ScoredTrajectory]:

@@ -113,9 +113,6 @@ class RolloutSource(ABC):
         self.store.generated([group.group_id for group in groups])
         return groups
 
-    def _reward(self, groups: Sequence[GroupedUnscoredTrajectories]) -> list[RewardedGroup]:
-        return self._scorer.rewards(groups) if groups else []
-
     def _accept(self, rewarded: Sequence[RewardedGroup], idle_s: float) -> None:
         """Pass groups that are ready for training to the store; with reference workers, groups that they have scored.
 
@@ -189,21 +186,18 @@ class SynchronousSource(RolloutSource):
             self._accept(rewarded, _POLL_S)
 
     def _collect_rewarded(self, clock: PhaseClock) -> list[RewardedGroup]:
-        with clock.phase("generate"):
-            groups = self._collect()
-        with clock.phase("reward"):
-            return self._reward(groups)
-
-    def _collect(self) -> list[GroupedUnscoredTrajectories]:
-        """Return the next samples, or nothing after a while. The wait is short if reference workers or streamed
-        trainers may finish first."""
+        """Reward the next samples, or none after a while. The wait is short if reference workers or streamed trainers
+        may finish first."""
         raise_if_interrupted()
-        try:
+        with clock.phase("generate"):
             others = self._config.rollout.stream or self._num_referred
-            return self._poll(_SHORT_POLL_S if others else _POLL_S)
-        except NoEngineLeft:
-            self._supervisor.revive()
-            return []
+            try:
+                groups = self._poll(_SHORT_POLL_S if others else _POLL_S)
+            except NoEngineLeft:
+                self._supervisor.revive()
+                return []
+        with clock.phase("reward"):
+            return self._scorer.rewards(groups)
 
 
 class ThreadedSource(RolloutSource):
@@ -253,7 +247,7 @@ class ThreadedSource(RolloutSource):
         try:
             while not self._stopping:
                 self._issue()
-                self._accept(self._reward(self._collect()), _SHORT_POLL_S)
+                self._accept(self._scorer.rewards(self._collect()), _SHORT_POLL_S)
         except BaseException as error:  # raised again in the training loop
             with self.store.changed:
                 self._failure = error

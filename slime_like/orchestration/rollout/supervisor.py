@@ -195,8 +195,11 @@ class EngineSupervisor:
             EngineError: a living engine failed, or a dead one may not be replaced.
         """
         with self._lock:
-            living = {start.index: start for start in self._living}
-        failures = self.engines.call_each(method, *arguments, phase=phase, indexes=living)
-        for index, error in failures.items():
-            if not self.lose(living[index], error):
-                raise error
+            living = list(self._living)
+        asked = [self.engines.ask(method, *arguments, phase=phase, indexes=[start.index]) for start in living]
+        for start, answers in zip(living, asked, strict=True):
+            try:
+                answers.result()
+            except EngineError as error:
+                if not self.lose(start, error):
+                    raise

@@ -136,15 +136,6 @@ def test_logprobs_that_are_all_alike_are_compared_without_their_spread() -> None
     assert not ProbeGap.between(expected + np.float32(0.05), expected, "bfloat16", LAYERS, None).is_sound
 
 
-def test_each_precision_has_its_sentence() -> None:
-    expected = np.array([-1.0, -3.0])
-    gaps = [str(ProbeGap.between(expected + 0.5, expected, dtype, LAYERS, None)) for dtype in ("float32", "bfloat16")]
-    assert gaps == [
-        "by up to 5.00e-01 (bound 1e-04)",
-        "by up to 5.00e-01, with a median of 0.50 of how much the trainer's vary (bound 0.11)",
-    ]
-
-
 # ------------------------------------------------------------------------------------- the run's own bound in bfloat16
 Change = Callable[[Any], None]
 

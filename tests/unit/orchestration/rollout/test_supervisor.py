@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
+from unittest.mock import Mock
 
 import pytest
 
@@ -76,23 +77,20 @@ class Engines:
             raise EngineError(f"engine {index} died")
         return self.all[index]
 
-    def call_each(self, method: str, *arguments: Any, phase: str, indexes: Iterable[int]) -> dict[int, EngineError]:
-        failures = {}
-        for index in indexes:
-            try:
-                memory = self._touch(index).memory
-            except EngineError as error:
-                failures[index] = error
-                continue
-            if method == "sleep":
-                if arguments == (False,) and "weights" in memory:
-                    self.all[index].version = None
-                memory.clear()
-            else:
-                assert not memory & set(*arguments), "it is there already"
-                memory.update(*arguments)
+    def ask(self, method: str, *arguments: Any, phase: str, indexes: Iterable[int]) -> Later[None]:
+        (index,) = indexes
+        return Later(lambda: self._sleep_or_wake(index, method, *arguments))
+
+    def _sleep_or_wake(self, index: int, method: str, argument: Any) -> None:
+        memory = self._touch(index).memory
+        if method == "sleep":
+            if not argument and "weights" in memory:
+                self.all[index].version = None
+            memory.clear()
+        else:
+            assert not memory & set(argument), "it is there already"
+            memory.update(argument)
         self.look()
-        return failures
 
     def generate(self) -> None:
         for index in range(len(self)):
@@ -272,7 +270,7 @@ def test_a_failure_of_an_engine_that_lives_is_raised(
     run = make("colocated", count=2)
     assert not run.supervisor.lose(run.supervisor.serving[0], EngineError("refused"))
     assert len(run.supervisor.serving) == 2
-    monkeypatch.setattr(run.engines, "call_each", lambda *_, **__: {1: EngineError("engine 1 has no memory left")})
+    monkeypatch.setattr(run.engines, "_sleep_or_wake", Mock(side_effect=EngineError("engine 1 has no memory left")))
     with rejects(EngineError, "engine"):
         run.supervisor.sleep(keep_weights=True)
 
