@@ -1,4 +1,4 @@
-"""Batches from a pool whose answers come in any order: staleness is bounded, every group is trained once."""
+"""Batches from answers in any order: staleness is bounded, and every group is trained once."""
 
 import json
 import random
@@ -54,12 +54,12 @@ class Prompts:
 
 
 class ShuffledClient:
-    """Answers a random few of the requests it holds at every poll, and now and then loses its engine."""
+    """Client that answers a few random requests at every poll, and sometimes loses its engine."""
 
     def __init__(self, seed: int, dies_at: Collection[int] = ()) -> None:
         self.held: list[tuple[Prompt, GenerationRequest]] = []
         self.resent: list[Prompt] = []
-        self.under_way: dict[int, int] = {}  # in every step, as its first samples come out
+        self.under_way: dict[int, int] = {}  # in every step, when its first samples are returned
         self.polls = 0
         self.version = 0
         self.dead = False
@@ -94,7 +94,7 @@ class ShuffledClient:
 
 @dataclass
 class CoinScorer:
-    """Rewards that are all alike in every third group, or in others; penalties of lengths differ in all of them."""
+    """Scorer with equal rewards in every ``flat_every``-th group. Length penalties differ in all groups."""
 
     flat_every: int = 3
 
@@ -181,7 +181,7 @@ def batches(
 def test_every_group_is_trained_once_and_none_is_too_old(
     run_dir: Path, rollout: dict[str, Any], drop: bool, stream: bool, seed: int
 ) -> None:
-    """With oversampling, what is late is aborted."""
+    """With oversampling, late groups are aborted."""
     client, ahead = ShuffledClient(seed, dies_at=(3, 17)), rollout.get("max_staleness", 0)
     made, revived = source(run_dir, client, drop_zero_spread=drop, **rollout)
     trained = [group for batch in batches(made, client, stream=stream, max_staleness=ahead) for group in batch]
@@ -193,7 +193,7 @@ def test_every_group_is_trained_once_and_none_is_too_old(
     assert audit.issued == audit.trained + sum(audit.dropped.values())
     assert ("zero spread" in audit.dropped, "oversampled" in audit.dropped) == (drop, "oversample" in rollout)
     assert not drop or all(group % 3 != 2 for group in trained)
-    if not drop and not rollout:  # in turn, every step has the next prompts, in whatever order they are streamed
+    if not drop and not rollout:  # each step has the next prompts, streamed in any order
         sizes = range(0, len(trained), PROMPTS)
         assert [group for i in sizes for group in sorted(trained[i : i + PROMPTS])] == sorted(trained)
         assert stream or trained == sorted(trained)
@@ -201,8 +201,8 @@ def test_every_group_is_trained_once_and_none_is_too_old(
     assert len(revived) >= 1 and not (client.held and ahead == 0)
 
 
-class Opinions(Worker):
-    """Takes its time, and may fail at its n-th request."""
+class SlowWorker(Worker):
+    """Slow worker that may fail at its n-th request."""
 
     fails_at = 0
 
@@ -219,10 +219,10 @@ def test_groups_are_ready_when_the_reference_has_scored_them(
     run_dir: Path, rollout: dict[str, Any], stream: bool
 ) -> None:
     client, pool = ShuffledClient(0, dies_at=(5,)), ReferencePool(request_tokens=10)
-    first = Opinions("first")
+    first = SlowWorker("first")
     first.fails_at = 7
     pool.join(first)
-    pool.join(Opinions("second"))
+    pool.join(SlowWorker("second"))
     opinions: list[tuple[int, float]] = []
 
     class Scorer(CoinScorer):
@@ -243,9 +243,9 @@ def test_groups_are_ready_when_the_reference_has_scored_them(
     assert pool.news == ["first left the logprob pool (first rank 0 died while scoring)"]
 
 
-def test_what_was_in_flight_is_issued_again(run_dir: Path) -> None:
-    """Interrupted with groups under way and groups ready: state and ledger go on in another source. Groups that the
-    thread issues between the state and the ledger's copy are issued again, too."""
+def test_a_resumed_run_issues_groups_in_flight_again(run_dir: Path) -> None:
+    """Groups under way and ready groups continue in another source. So do groups that the thread issues between the
+    copies of state and ledger."""
     client = ShuffledClient(1)
     made, _ = source(run_dir, client, max_staleness=2)
     before = [group for batch in batches(made, client, last=5, max_staleness=2) for group in batch]
@@ -265,7 +265,7 @@ def test_what_was_in_flight_is_issued_again(run_dir: Path) -> None:
 
 
 def test_the_state_in_a_checkpoint_keeps_its_format(run_dir: Path) -> None:
-    """Literally, as checkpoints on disk have it: what was under way is issued first, then new prompts."""
+    """Interrupted prompts are issued first, then new ones."""
     prompt = {"tokens": [1, 2], "answer": "4", "epoch": 0, "row": 7, "response_tokens": None, "environment": {"a": 1}}
     state = {"data": {"issued": 6}, "in_flight": [prompt | {"group_id": 3}, prompt | {"group_id": 5}]}
     store = GroupStore(settings(run_dir).rollout, STEPS, Prompts(), Ledger.begin(run_dir))  # type: ignore[arg-type]
@@ -278,7 +278,7 @@ def test_the_state_in_a_checkpoint_keeps_its_format(run_dir: Path) -> None:
 
 
 def test_the_samples_of_the_next_batch_are_counted(run_dir: Path) -> None:
-    """Rewarded or not, taken or not; a group that is dropped counts no more, nor do those of later batches."""
+    """Rewarded and taken groups count. Dropped groups and those of later batches don't."""
     store = source(run_dir, ShuffledClient(0), max_staleness=1)[0].store
     assert (len(store.issue()), store.sampled()) == (2 * PROMPTS, 0)
     store.generated([2, 0])
