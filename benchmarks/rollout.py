@@ -3,7 +3,7 @@
 A model of 0.1 B parameters with random weights answers the same prompts with the same seeds, twice. Bare: the engine in
 one process, without Ray, given everything at once (vLLM by AsyncLLM; the others, which have no such interface
 for token ids with whole-vocabulary logprobs, by our adapter). Whole path: prompts become requests, which the
-RolloutManager sends over Ray to an engine with the same arguments; the answers become trajectories, are rewarded in a
+EngineClient sends over Ray to an engine with the same arguments; the answers become trajectories, are rewarded in a
 worker process and get their advantages. Both sides have as many threads, and are warm when they are measured.
 """
 
@@ -166,6 +166,7 @@ def measure_path(config: RunConfig, batches: Sequence[Sequence[Prompt]]) -> Figu
     from slime_like.orchestration.cluster.bundles import bundle_sizes
     from slime_like.orchestration.cluster.cluster import Cluster
     from slime_like.orchestration.cluster.placement import Placement
+    from slime_like.orchestration.rollout.engine_client import EngineClient
     from slime_like.orchestration.rollout.scoring import Scorer
     from slime_like.orchestration.run.engines import launch_engines
 
@@ -175,30 +176,28 @@ def measure_path(config: RunConfig, batches: Sequence[Sequence[Prompt]]) -> Figu
         slots = sum(bundle_sizes(config, with_trainers=False))
         stack.enter_context(Cluster(config.cluster, config.run_dir / "worker_logs", slots))
         placement = stack.enter_context(Placement(config, with_trainers=False))
-        engines, pool = launch_engines(config, stack, placement, print)
+        supervisor, pool = launch_engines(config, stack, placement, print)
         pool.start()
-        engines.supervisor.start()
+        supervisor.start()
         scorer = Scorer(config, pool, load_tokenizer(config.model.path))
         for index, prompts in enumerate(batches):
             started = time.perf_counter()
-            client = engines.client()
-            requests = requests_of(config, prompts)
-            asked = {request.request_id: prompt for request, prompt in zip(requests, prompts, strict=True)}
-            for request in requests:
-                client.submit(request)
-            answers: dict[str, list[Generation]] = {}
+            client: EngineClient[Prompt] = EngineClient(supervisor)
+            for prompt, request in zip(prompts, requests_of(config, prompts), strict=True):
+                client.submit(prompt, request)
+            answers: dict[int, list[Generation]] = {}
             rewarded = []
             while len(client):
                 arrived = client.poll(5.0)
-                answers |= {request.request_id: found for request, found in arrived}
-                groups = [to_group(asked[request.request_id], found, 1.0) for request, found in arrived]
+                answers |= {prompt.group_id: found for prompt, found in arrived}
+                groups = [to_group(prompt, found, 1.0) for prompt, found in arrived]
                 rewarded += scorer.rewards(groups) if groups else []
             trajectories = scorer.scored(rewarded, step=index + 1)
             taken = time.perf_counter() - started
             if index:
                 seconds.append(taken)
                 tokens.append(sum(trajectory.response_len for trajectory in trajectories))
-                sampled = _hash(sampled, [answers[name] for name in asked])
+                sampled = _hash(sampled, [answers[prompt.group_id] for prompt in prompts])
     return Figures(seconds, tokens, sampled)
 
 

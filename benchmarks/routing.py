@@ -37,7 +37,7 @@ class Figures:
 
 def route(sizes: Sequence[int]) -> Figures:
     """Send requests of these charges."""
-    registry = LeastLoaded(capacity=256)
+    registry: LeastLoaded[int] = LeastLoaded(capacity=256)
     for worker in range(WORKERS):
         registry.join(worker)
     running: deque[tuple[int, int]] = deque()

@@ -166,7 +166,10 @@ class RolloutEngine(Protocol):
         """Load the model in ``config.model.path`` as weight version 0."""
 
     async def generate(self, request: GenerationRequest) -> list[Generation]:
-        """Return all ``num_samples`` responses of one request, in sample order. Many requests may run concurrently."""
+        """Return all ``num_samples`` responses of one request, in sample order. Many requests may run concurrently.
+
+        A canceled call ends its request in the engine.
+        """
 
     async def abort(self, request_id: str | None = None) -> None:
         """End one request, or all. Its ``generate`` returns what was sampled, with finish reason "abort"."""

@@ -1,4 +1,4 @@
-"""Conversations over a scripted engine: ids stay as sampled, observations carry no loss, budgets and bounds hold."""
+"""Conversations with a scripted engine: ids stay as sampled, observations carry no loss, and limits hold."""
 
 import asyncio
 from collections.abc import Awaitable, Callable, Iterator
@@ -26,7 +26,7 @@ import os, resource, signal, time
 from slime_like.interfaces import Step
 
 class Parrot:
-    """Repeats what the model says, in capitals, until it says "bye"; misbehaves on demand."""
+    """Repeats the model in capitals until it says "bye". Misbehaves on demand."""
 
     def __init__(self, reward=0.0):
         self.reward = reward
@@ -40,7 +40,7 @@ class Parrot:
         if response == "die":
             os._exit(3)
         if response == "burn":
-            os.kill(os.getpid(), signal.SIGXCPU)  # what the kernel does at the limit, which one thread cannot reach
+            os.kill(os.getpid(), signal.SIGXCPU)  # like the kernel at the limit, which one thread cannot reach
         if response == "fill":
             bytearray(10 ** 12)
         if response == "raise":
@@ -54,7 +54,7 @@ class Parrot:
                     "cpu_left": resource.getrlimit(resource.RLIMIT_CPU)[0] - time.process_time()})
 
 class Judge(Parrot):
-    """Takes half a point for a turn that is cut off, and would go on."""
+    """Subtracts half a point for a turn that is cut off."""
 
     def step(self, state, response, truncated=False):
         if truncated:
@@ -86,26 +86,16 @@ Scenario = Callable[[Conversations], Awaitable[list[Generation]]]
 
 
 class Engine:
-    """Gives sample i its script, turn by turn, and keeps what it was asked."""
+    """Engine that answers sample i with its script, turn by turn, and records requests."""
 
     def __init__(self, *scripts: list[Generation]) -> None:
         self.scripts = [list(script) for script in scripts]
         self.requests: list[GenerationRequest] = []
-        self.aborted: list[str] = []
-        self.waiting: dict[str, asyncio.Event] = {}
 
     async def generate(self, request: GenerationRequest) -> list[Generation]:
         self.requests.append(request)
         _, sample, _ = request.request_id.split("/")
-        generation = self.scripts[int(sample)].pop(0)
-        if generation.finish_reason == "abort":
-            self.waiting[request.request_id] = asyncio.Event()
-            await self.waiting[request.request_id].wait()
-        return [generation]
-
-    async def abort(self, request_id: str) -> None:
-        self.aborted.append(request_id)
-        self.waiting[request_id].set()
+        return [self.scripts[int(sample)].pop(0)]
 
 
 @pytest.fixture
@@ -130,7 +120,7 @@ def talk(
     loop: asyncio.AbstractEventLoop, engine: Engine, asked: GenerationRequest | Scenario, **environment: Any
 ) -> list[Generation]:
     async def run() -> list[Generation]:
-        conversations = Conversations(config(**environment), TOKENIZER, engine.generate, engine.abort)
+        conversations = Conversations(config(**environment), TOKENIZER, engine.generate)
         await conversations.start()
         try:
             return await (conversations.run(asked) if isinstance(asked, GenerationRequest) else asked(conversations))
@@ -143,7 +133,7 @@ def talk(
 
 
 def test_ids_are_kept_and_observations_carry_no_loss(loop: asyncio.AbstractEventLoop) -> None:
-    """Half a character and a special token, which no text gives back, are sampled; the tool tries to end a turn."""
+    """The model samples half a character and a special token, which text cannot restore. The tool sends an EOS."""
     odd = [*ids("h"), ids("\u00e9")[0], TOKENIZER.convert_tokens_to_ids("<user>"), EOS]
     assert ids(TOKENIZER.decode(odd, skip_special_tokens=False)) != odd
     engine = Engine([made(odd, version=3), turn("on", version=3), turn("bye", version=4)])
@@ -153,7 +143,7 @@ def test_ids_are_kept_and_observations_carry_no_loss(loop: asyncio.AbstractEvent
     assert tokens[: len(odd)] == odd
     assert [r.prompt_tokens for r in engine.requests] == [PROMPT, PROMPT + tokens[:16], PROMPT + tokens[:29]]
     assert tokens[4:16] == [*first, *ids("H\ufffd "), *tokens[10:15], *second]
-    assert tokens.count(EOS) == 3  # those that were sampled: the tool's "<eos>" is five letters
+    assert tokens.count(EOS) == 3  # only sampled ones: the tool's "<eos>" is five letters
     assert TOKENIZER.decode(tokens[19:29]) == "<tool>ON <eos><assistant>"
     assert generation.conversation is not None
     assert generation.conversation.turns == ((0, 4), (16, 19), (29, 33))
@@ -168,7 +158,7 @@ def test_ids_are_kept_and_observations_carry_no_loss(loop: asyncio.AbstractEvent
     assert (state["prompt"], state["answer"], state["extra"]) == ("<user>hello<assistant>", "bye", "<eos>")
 
 
-def test_every_turn_of_every_sample_has_a_seed_of_its_own(loop: asyncio.AbstractEventLoop) -> None:
+def test_every_turn_of_every_sample_has_a_different_seed(loop: asyncio.AbstractEventLoop) -> None:
     def seeds(samples: int) -> dict[str, int | None]:
         engine = Engine(*[[turn("a"), turn("b"), turn("bye")] for _ in range(samples)])
         talk(loop, engine, request(samples))
@@ -183,12 +173,11 @@ def test_every_turn_of_every_sample_has_a_seed_of_its_own(loop: asyncio.Abstract
 @pytest.mark.parametrize(
     ("limit", "environment", "script", "limits", "reason"),
     [
-        # 3 sampled, 5 observed ("<tool>A <assistant>" is 4 tokens); of 200 tokens 195 are left
         (200, {"max_turns": 2}, [turn("a"), turn("b")], [200, 194], "turns"),
         (200, {"max_turns": 1}, [turn("a")], [200], "turns"),
         (200, {"max_turn_tokens": 7}, [turn("a"), turn("bye")], [7, 7], "stop"),
         (12, {"max_turn_tokens": 7}, [turn("a"), turn("b", "length")], [7, 6], "length"),
-        (6, {}, [turn("a")], [6], "length"),  # no room for what the environment says and a token after it
+        (6, {}, [turn("a")], [6], "length"),  # no room for the observation and another token
         (7, {}, [turn("a"), made(ids("b"), "length")], [7, 1], "length"),
         (200, {"max_turns": 1}, [turn("ab", "length")], [200], "length"),
     ],
@@ -206,12 +195,12 @@ def test_budgets(
     assert [r.sampling.max_new_tokens for r in engine.requests] == limits
     assert generation.conversation is not None and len(generation.conversation.turns) == len(limits)
     assert len(generation.token_ids) <= limit
-    assert generation.conversation.turns[-1][1] == len(generation.token_ids)  # an answer ends it, not a question
+    assert generation.conversation.turns[-1][1] == len(generation.token_ids)  # it ends with a turn, not an observation
     assert generation.finish_reason == reason
 
 
-def test_a_turn_that_is_cut_off_is_judged_where_the_environment_wants_it(loop: asyncio.AbstractEventLoop) -> None:
-    """Either way it ends the conversation, and its tokens are trained on."""
+def test_a_turn_that_is_cut_off_is_judged_if_the_environment_supports_it(loop: asyncio.AbstractEventLoop) -> None:
+    """Either way, it ends the conversation, and its tokens carry loss."""
     script = [turn("a"), turn("bc", "length")]
     for name, reward, said in (("Parrot", 1.0, ["a"]), ("Judge", 0.5, ["cut bc"])):
         options = {"name": f"parrots:{name}", "options": {"reward": 1.0}}
@@ -241,10 +230,10 @@ def test_an_observation_is_cut_to_its_bound(loop: asyncio.AbstractEventLoop) -> 
         ("odd", "error", "TypeError: step returned a str; return a Step (FILE:14)"),
     ],
 )
-def test_a_bad_step_costs_its_own_conversation_and_names_file_and_line(
+def test_a_bad_step_ends_only_its_conversation(
     loop: asyncio.AbstractEventLoop, tmp_path: Path, word: str, reason: str, detail: str
 ) -> None:
-    """The others go on, those too that had begun on the worker that is gone: the state is not in it."""
+    """Other conversations continue, even if they began on the worker that ended. A worker keeps no state."""
     engine = Engine([turn("a"), turn("b"), turn("bye")], [turn("a"), turn(word)], [turn("a"), turn("b"), turn("bye")])
     good, bad, other = talk(loop, engine, request(3), timeout_s=1.5, options={"reward": 0.5}, workers=1)
     for generation in (good, other):
@@ -257,7 +246,7 @@ def test_a_bad_step_costs_its_own_conversation_and_names_file_and_line(
     assert bad.conversation.turns == ((0, 2), (6, 6 + len(word) + 1))
 
 
-def test_an_environment_that_never_answers_ends_the_run(loop: asyncio.AbstractEventLoop, rejects: Rejects) -> None:
+def test_an_environment_that_always_fails_ends_the_run(loop: asyncio.AbstractEventLoop, rejects: Rejects) -> None:
     engine = Engine(*[[turn("raise")] for _ in range(9)])
     with rejects(EnvironmentFailure, "environment-fails"):
         talk(loop, engine, request(9))
@@ -274,22 +263,10 @@ def test_an_unusable_environment_is_rejected_at_the_start(
         talk(loop, Engine(), request(), **environment)
 
 
-def test_abort_ends_all_conversations_of_a_request(loop: asyncio.AbstractEventLoop) -> None:
-    """One is in its second turn, which has sampled a token; one had not sampled anything in its second."""
+def test_a_turn_that_the_engine_aborts_ends_the_conversation(loop: asyncio.AbstractEventLoop) -> None:
+    """One has sampled a token of its second turn, the other has not."""
     engine = Engine([turn("a"), made(ids("x"), "abort")], [turn("ab"), made([], "abort")])
-
-    async def scenario(conversations: Conversations) -> list[Generation]:
-        running = asyncio.ensure_future(conversations.run(request(2)))
-        while len(engine.waiting) < 2:
-            await asyncio.sleep(0.01)
-        with pytest.raises(EngineError, match="already running"):
-            await conversations.run(request(2))
-        await conversations.abort("another")
-        await conversations.abort("r")
-        return await running
-
-    first, second = talk(loop, engine, scenario)
-    assert sorted(engine.aborted) == ["r/0/1", "r/1/1"]
+    first, second = talk(loop, engine, request(2))
     assert first.finish_reason == second.finish_reason == "abort"
     assert first.conversation is not None and first.conversation.turns == ((0, 2), (6, 7))
     assert second.conversation is not None and second.conversation.turns == ((0, 3),)
@@ -301,11 +278,12 @@ def test_an_engine_error_ends_the_request_and_leaves_nothing_running(loop: async
         async def generate(self, request: GenerationRequest) -> list[Generation]:
             if request.request_id == "r/1/1":
                 raise EngineError("it died")
+            if request.request_id == "r/0/1":
+                await asyncio.Event().wait()
             return await super().generate(request)
 
-    engine = Dying([turn("a"), made([], "abort")], [turn("a")])
     with pytest.raises(EngineError, match="it died"):
-        talk(loop, engine, request(2))
+        talk(loop, Dying([turn("a")], [turn("a")]), request(2))
 
 
 def test_rewards_see_the_last_turn_and_the_environment_has_a_column(loop: asyncio.AbstractEventLoop) -> None:
@@ -332,7 +310,7 @@ def test_rewards_see_the_last_turn_and_the_environment_has_a_column(loop: asynci
     assert scored[0].loss_mask.tolist() == first.loss_mask.tolist()
 
 
-def test_templates_come_from_the_chat_template_or_are_given(rejects: Rejects) -> None:
+def test_an_observation_template_is_given_or_derived_from_the_chat_template(rejects: Rejects) -> None:
     given = ObservationEncoder(TOKENIZER, "|{observation}>", 10)
     assert given.encode("x")[0] == ids("|x>")
     silent = byte_tokenizer()
@@ -343,7 +321,7 @@ def test_templates_come_from_the_chat_template_or_are_given(rejects: Rejects) ->
             ObservationEncoder(silent, None, 10)
 
 
-def test_a_user_of_the_pool_that_gives_up_frees_its_worker(loop: asyncio.AbstractEventLoop) -> None:
+def test_a_canceled_request_frees_its_worker(loop: asyncio.AbstractEventLoop) -> None:
     engine = Engine([turn("hang")], [turn("bye")])
 
     async def scenario(conversations: Conversations) -> list[Generation]:

@@ -2,7 +2,7 @@
 
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,7 @@ from slime_like.config import RunConfig
 from slime_like.errors import AgentFailure
 from slime_like.interfaces import Conversation, Generation, GenerationRequest, Supports
 from slime_like.interfaces.agent import AgentResult, AgentTask
-from slime_like.orchestration.rollout.samples import Generate, all_or_none, duplicate_request, turn_seed
+from slime_like.orchestration.rollout.samples import Generate, all_or_none, turn_request
 from slime_like.sandbox.agents.pool import AgentPool
 from slime_like.sandbox.failure_budget import FailureBudget
 from slime_like.sandbox.single_items import NoOutcome
@@ -30,7 +30,6 @@ class _Outcome:
 
     result: AgentResult = field(default_factory=lambda: AgentResult(0.0))
     failure: dict[str, str] | None = None
-    aborted: bool = False
 
 
 class AgentRollouts:
@@ -63,7 +62,6 @@ class AgentRollouts:
         self._reported: set[str] = set()
         self._server = AgentServer()
         self._pool = AgentPool(self._agent, logs)
-        self._running: dict[str, asyncio.Event] = {}
         self._silent = FailureBudget(_SUSPICIOUS_ROLLOUTS, first_only=True)
 
     async def start(self) -> None:
@@ -88,27 +86,18 @@ class AgentRollouts:
             EngineError: see the engine's ``generate``.
             AgentFailure: the agent has failed.
         """
-        if request.request_id in self._running:
-            raise duplicate_request(request.request_id)
-        aborted = self._running[request.request_id] = asyncio.Event()
-        try:
-            return await all_or_none([self._rollout(request, i, aborted) for i in range(request.num_samples)])
-        finally:
-            del self._running[request.request_id]
+        return await all_or_none([self._rollout(request, index) for index in range(request.num_samples)])
 
-    async def abort(self, request_id: str) -> None:
-        """End the rollouts of one request. ``run`` returns them unfinished, with finish reason "abort"."""
-        if (running := self._running.get(request_id)) is not None:
-            running.set()
-
-    async def _rollout(self, request: GenerationRequest, index: int, aborted: asyncio.Event) -> Generation:
-        session = self._open(request, index)
+    async def _rollout(self, request: GenerationRequest, index: int) -> Generation:
+        limits = SessionLimits(self._agent.max_calls, request.sampling.max_new_tokens, self._config.max_model_len)
+        session = Session(self._chat, self._sampler(request, index), self._parser, limits)
+        self._server.open_session(session)
         try:
-            outcome = await self._outcome(session, self._task(request, session.key), aborted)
+            outcome = await self._outcome(session, self._task(request, session.key))
         finally:
             self._server.close_session(session.key)
         self._report(session.ignored)
-        if outcome.failure is None and not outcome.aborted:  # the pool counts failures
+        if outcome.failure is None:  # the pool counts failures
             self._require_calls(bool(session.tree.turns))
         if not session.tree.turns:
             return _untrained(request, self._tokenizer.eos_token_id, await self._version(), outcome)
@@ -119,23 +108,17 @@ class AgentRollouts:
         self._silent.record(has_called)
         if self._silent.exhausted:
             raise AgentFailure(
-                f"made no recorded call of the model in any of its first {self._silent.limit} rollouts",
+                f"made no recorded call to the model in any of its first {self._silent.limit} rollouts",
                 code="agent-silent",
                 who="rollout.agent",
-                remedy="have it call task.base_url with task.key, and wait for the answer",
+                remedy="make it call task.base_url with task.key, and wait for the answer",
             )
 
     def _report(self, ignored: Mapping[str, Any]) -> None:
         """Log each sampling setting that an agent asks for, once."""
         for name in sorted(ignored.keys() - self._reported):
-            print(f"agents ask for {name}={ignored[name]!r}; the run's own setting holds", flush=True)
+            print(f"an agent asked for {name}={ignored[name]!r}; the run's setting is used instead", flush=True)
             self._reported.add(name)
-
-    def _open(self, request: GenerationRequest, index: int) -> Session:
-        limits = SessionLimits(self._agent.max_calls, request.sampling.max_new_tokens, self._config.max_model_len)
-        session = Session(self._chat, self._sampler(request, index), self._parser, limits)
-        self._server.open_session(session)
-        return session
 
     def _task(self, request: GenerationRequest, key: str) -> AgentTask:
         assert request.task is not None
@@ -143,38 +126,28 @@ class AgentRollouts:
         task = request.task
         return AgentTask(prompt, task.messages, task.answer, dict(task.fields), self._server.base_url, key)
 
-    async def _outcome(self, session: Session, task: AgentTask, aborted: asyncio.Event) -> _Outcome:
-        """Wait for the agent, an engine failure or the request's end, whichever comes first."""
+    async def _outcome(self, session: Session, task: AgentTask) -> _Outcome:
+        """Wait for the agent or an engine failure, whichever comes first."""
         agent = asyncio.ensure_future(self._pool.solve(task))
-        ended = asyncio.ensure_future(aborted.wait())
-        awaited: set[asyncio.Future[Any]] = {agent, ended, session.failure}
         try:
+            awaited: set[asyncio.Future[Any]] = {agent, session.failure}
             await asyncio.wait(awaited, return_when=asyncio.FIRST_COMPLETED)
             if session.failure.done():
                 raise session.failure.result()
-            if aborted.is_set():
-                return _Outcome(aborted=True)
             return _Outcome(agent.result())
         except NoOutcome as error:
             return _Outcome(failure=error.as_failure("rollout.agent"))
         finally:
             agent.cancel()
-            ended.cancel()
-            await asyncio.gather(agent, ended, return_exceptions=True)
+            await asyncio.gather(agent, return_exceptions=True)
 
     def _sampler(self, request: GenerationRequest, index: int) -> Sample:
         async def sample(asked: SampleCall) -> Generation:
-            call = replace(
-                request,
-                request_id=f"{request.request_id}/{index}/{asked.number}",
-                prompt_tokens=asked.token_ids,
-                sampling=replace(request.sampling, max_new_tokens=asked.max_new_tokens),
-                num_samples=1,
-                seed=None if request.seed is None else turn_seed(request.seed, index, asked.turn, asked.repeat),
-                prompt_logprobs=False,
-                task=None,
+            turn = (index, asked.turn, asked.repeat) if asked.repeat else (index, asked.turn)
+            name = f"{index}/{asked.number}"
+            (generation,) = await self._generate(
+                turn_request(request, name, asked.token_ids, asked.max_new_tokens, turn)
             )
-            (generation,) = await self._generate(call)
             return generation
 
         return sample
@@ -188,13 +161,12 @@ def _generation(request: GenerationRequest, session: Session, outcome: _Outcome)
     endpoint: dict[str, Any] = {"calls": len(session.tree.turns), "rows": len(rows)}
     endpoint |= {"rejected": dict(session.rejections)} if session.rejections else {}
     endpoint |= {"ignored": session.ignored} if session.ignored else {}
-    reason = session.tree.turns[-1].generation.finish_reason
     return Generation(
         token_ids=last.token_ids,
         logprobs=last.logprobs,
         weight_versions=last.weight_versions,
         supports=last.supports,
-        finish_reason="abort" if outcome.aborted else reason,
+        finish_reason=session.tree.turns[-1].generation.finish_reason,
         conversation=_conversation(rows[-1].turns, outcome, {"endpoint": endpoint}),
         segments=() if is_plain else tuple(row.segment for row in rows),
     )
@@ -207,7 +179,7 @@ def _untrained(request: GenerationRequest, eos: int, version: int, outcome: _Out
         logprobs=np.zeros(1, np.float32),
         weight_versions=np.array([version], np.int64),
         supports=Supports.whole(1) if request.sampling.wants_supports else None,
-        finish_reason="abort" if outcome.aborted else "stop",
+        finish_reason="stop",
         conversation=_conversation((), outcome, {"endpoint": {"calls": 0, "rows": 0}}),
     )
 

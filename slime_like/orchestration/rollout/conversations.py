@@ -1,7 +1,6 @@
 """Responses of several turns, sampled by the engine and answered by the environment. Runs in the engine's actor."""
 
-from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,20 +9,10 @@ import numpy as np
 from slime_like.config import RunConfig
 from slime_like.interfaces import Conversation, Generation, GenerationRequest, Supports
 from slime_like.interfaces.environment import Step, Task
-from slime_like.orchestration.rollout.samples import Generate, all_or_none, duplicate_request, turn_seed
+from slime_like.orchestration.rollout.samples import Generate, all_or_none, turn_request
 from slime_like.sandbox.environments.observations import ObservationEncoder
 from slime_like.sandbox.environments.pool import EnvironmentPool
 from slime_like.sandbox.single_items import NoOutcome
-
-Abort = Callable[[str], Awaitable[None]]
-
-
-@dataclass(slots=True)
-class _Running:
-    """Conversations of one request: turns that the engine is sampling, and whether they were aborted."""
-
-    turns: set[str] = field(default_factory=set)
-    aborted: bool = False
 
 
 class _Response:
@@ -38,7 +27,6 @@ class _Response:
         self._steps: list[dict[str, Any]] = []
         self._reward = 0.0
         self._success = False
-        self._failure: dict[str, str] | None = None
 
     @property
     def length(self) -> int:
@@ -68,11 +56,7 @@ class _Response:
         self._success = step.success
         self._steps.append({**step.metadata, **({"cut_tokens": cut_tokens} if cut_tokens else {})})
 
-    def failed(self, error: NoOutcome, environment: str) -> Generation:
-        self._failure = error.as_failure(environment)
-        return self.finished("stop")
-
-    def finished(self, reason: Any) -> Generation:
+    def finished(self, reason: Any, failure: dict[str, str] | None = None) -> Generation:
         """Build the response up to the last sampled token. An observation without an answer cannot be trained on."""
         length = self._turns[-1][1] if self._turns else 0
         return Generation(
@@ -81,9 +65,7 @@ class _Response:
             weight_versions=np.concatenate([np.zeros(0, np.int64), *self._versions])[:length],
             supports=Supports.joined(self._supports).first(length) if self._supports else None,
             finish_reason=reason,
-            conversation=Conversation(
-                tuple(self._turns), self._reward, self._success, self._failure, tuple(self._steps)
-            ),
+            conversation=Conversation(tuple(self._turns), self._reward, self._success, failure, tuple(self._steps)),
         )
 
 
@@ -95,25 +77,18 @@ class Conversations:
     like any request. Later turns use only the new weights.
 
     Args:
-        generate, abort: methods of the engine; ``generate`` waits during weight updates.
+        generate: ``generate`` of the engine; waits during weight updates.
         logs: directory and name of the log for the environment's output.
     """
 
     def __init__(
-        self,
-        config: RunConfig,
-        tokenizer: Any,
-        generate: Generate,
-        abort: Abort,
-        logs: tuple[Path, str] | None = None,
+        self, config: RunConfig, tokenizer: Any, generate: Generate, logs: tuple[Path, str] | None = None
     ) -> None:
         self._limits = config.rollout.environment
         self._tokenizer = tokenizer
         self._generate = generate
-        self._abort = abort
         self._encoder = ObservationEncoder(tokenizer, self._limits.template, self._limits.max_observation_tokens)
         self._pool = EnvironmentPool(self._limits, logs)
-        self._running: dict[str, _Running] = {}
 
     async def start(self) -> None:
         """Start the workers. Raises ``EnvironmentFailure`` if the environment cannot be used."""
@@ -131,35 +106,19 @@ class Conversations:
             EngineError: see the engine's ``generate``.
             EnvironmentFailure: the environment has failed.
         """
-        if request.request_id in self._running:
-            raise duplicate_request(request.request_id)
-        running = self._running[request.request_id] = _Running()
-        try:
-            return await all_or_none([self._converse(request, i, running) for i in range(request.num_samples)])
-        finally:
-            del self._running[request.request_id]
+        return await all_or_none([self._converse(request, index) for index in range(request.num_samples)])
 
-    async def abort(self, request_id: str) -> None:
-        """End the conversations of one request. ``run`` returns them unfinished, with finish reason "abort"."""
-        running = self._running.get(request_id)
-        if running is None:
-            return
-        running.aborted = True
-        for turn in list(running.turns):
-            await self._abort(turn)
-
-    async def _converse(self, request: GenerationRequest, index: int, running: _Running) -> Generation:
+    async def _converse(self, request: GenerationRequest, index: int) -> Generation:
         assert request.task is not None
         prompt = self._tokenizer.decode(list(request.prompt_tokens), skip_special_tokens=False)
         task = Task(prompt, request.task.answer, dict(request.task.fields))
         response, step = _Response(), Step()
         for turn in range(self._limits.max_turns):
-            if running.aborted:
-                return response.finished("abort")
             room = request.sampling.max_new_tokens - response.length
-            generation = await self._turn(request, index, turn, response, room, running)
+            limit, tokens = min(room, self._limits.max_turn_tokens or room), [*request.prompt_tokens, *response.tokens]
+            (generation,) = await self._generate(turn_request(request, f"{index}/{turn}", tokens, limit, (index, turn)))
             response.sampled(generation)
-            if running.aborted or generation.finish_reason == "abort":
+            if generation.finish_reason == "abort":
                 return response.finished("abort")
             cut_off = generation.finish_reason == "length"
             if cut_off and not self._pool.judges_cut_turns:
@@ -168,7 +127,7 @@ class Conversations:
             try:
                 step = await self._pool.step(task, step.state, text, first=turn == 0, truncated=cut_off)
             except NoOutcome as error:
-                return response.failed(error, str(self._limits.name))
+                return response.finished("stop", error.as_failure(str(self._limits.name)))
             ends = step.done or cut_off
             observation, cut = self._encoder.encode("" if ends else step.observation)
             response.stepped(step, cut)
@@ -180,24 +139,3 @@ class Conversations:
             if turn + 1 < self._limits.max_turns:
                 response.observe(observation)
         return response.finished("turns")
-
-    async def _turn(
-        self, request: GenerationRequest, index: int, turn: int, response: _Response, room: int, running: _Running
-    ) -> Generation:
-        limit = min(room, self._limits.max_turn_tokens or room)
-        turn_request = replace(
-            request,
-            request_id=f"{request.request_id}/{index}/{turn}",
-            prompt_tokens=[*request.prompt_tokens, *response.tokens],
-            sampling=replace(request.sampling, max_new_tokens=limit),
-            num_samples=1,
-            seed=None if request.seed is None else turn_seed(request.seed, index, turn),
-            prompt_logprobs=False,
-            task=None,
-        )
-        running.turns.add(turn_request.request_id)
-        try:
-            (generation,) = await self._generate(turn_request)
-        finally:
-            running.turns.discard(turn_request.request_id)
-        return generation

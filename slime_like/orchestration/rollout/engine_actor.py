@@ -4,12 +4,11 @@ import asyncio
 import os
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from slime_like.config import RunConfig
 from slime_like.data.tokenizer import load_tokenizer
-from slime_like.errors import EngineError, SlimeLikeError
+from slime_like.errors import EngineError
 from slime_like.hosting.hosted_engine import HostedEngine
 from slime_like.interfaces import (
     BucketMetadata,
@@ -28,37 +27,6 @@ from slime_like.orchestration.cluster.node import (
 )
 from slime_like.orchestration.rollout.agents import AgentRollouts
 from slime_like.orchestration.rollout.conversations import Conversations
-
-_TOGETHER_S = 0.001
-"""Wait for requests that end with the same token. They end one after the other, within less time."""
-
-
-@dataclass(frozen=True, slots=True)
-class Answer:
-    """Result of one request: its responses or its error."""
-
-    request_id: str
-    generations: list[Generation] = field(default_factory=list)
-    error: SlimeLikeError | None = None
-
-
-class Mailbox(asyncio.Queue[Answer]):
-    """Answers for one asker. Belongs to one event loop.
-
-    Attributes:
-        expected: number of answers not taken yet, including those that are not ready.
-    """
-
-    expected = 0
-
-    async def take(self) -> list[Answer]:
-        """Wait for an answer, and return all answers that are ready."""
-        answers = [await self.get()]
-        await asyncio.sleep(_TOGETHER_S)
-        while not self.empty():
-            answers.append(self.get_nowait())
-        self.expected -= len(answers)
-        return answers
 
 
 class EngineActor:
@@ -82,67 +50,32 @@ class EngineActor:
         python, name = config.rollout.python, config.rollout.engine
         self._engine: RolloutEngine = (HostedEngine if python is not None else load_engine(name))(config, index)
         self._conversations: Conversations | AgentRollouts | None = None
-        self._mailboxes: dict[str, Mailbox] = {}
-        self._tasks: set[asyncio.Task[None]] = set()  # keeps them alive; the event loop does not
         self._updated = asyncio.Event()
         self._updated.set()
 
     async def start(self) -> None:
-        timeout = self._config.engine_start_timeout_s
-        try:
-            await asyncio.wait_for(self._engine.start(), timeout)
-        except TimeoutError as error:
-            raise EngineError(
-                f"engine {self._index} ({self._config.rollout.engine}) did not start within {timeout:.0f} s",
-                code="engine-start-timeout",
-                remedy="raise rollout.start_timeout_s or read its log in the run directory",
-            ) from error
-        if self._config.rollout.environment.name is not None or self._config.rollout.agent.is_set:
-            await self._start_conversations()
-
-    async def _start_conversations(self) -> None:
-        tokenizer = await asyncio.to_thread(load_tokenizer, self._config.model.path)
-        if self._config.rollout.agent.is_set:
-            logs = self._logs, f"agent-{self._index}"
-            self._conversations = AgentRollouts(self._config, tokenizer, self._sample, self._version, logs)
+        """Start the engine, then the workers of the environment or agent. The caller bounds the wait."""
+        await self._engine.start()
+        config, index = self._config, self._index
+        if not (config.rollout.environment.name is not None or config.rollout.agent.is_set):
+            return
+        tokenizer = await asyncio.to_thread(load_tokenizer, config.model.path)
+        if config.rollout.agent.is_set:
+            logs = self._logs, f"agent-{index}"
+            self._conversations = AgentRollouts(config, tokenizer, self._sample, self._version, logs)
         else:
-            logs = self._logs, f"environment-{self._index}"
-            self._conversations = Conversations(self._config, tokenizer, self._sample, self._engine.abort, logs)
+            logs = self._logs, f"environment-{index}"
+            self._conversations = Conversations(config, tokenizer, self._sample, logs)
         await self._conversations.start()
 
     async def _version(self) -> int:
         return (await self._engine.health()).weight_version
 
-    async def submit(self, asker: str, requests: Sequence[GenerationRequest]) -> None:
-        """Start ``requests``; ``answers`` returns their results."""
-        mailbox = self._mailboxes.setdefault(asker, Mailbox())
-        mailbox.expected += len(requests)
-        for request in requests:
-            task = asyncio.create_task(self._answer(mailbox, request))
-            self._tasks.add(task)
-            task.add_done_callback(self._tasks.discard)
-
-    async def answers(self, asker: str) -> list[Answer]:
-        """Return the answers to ``asker``'s requests that are ready, as soon as one is."""
-        mailbox = self._mailboxes.setdefault(asker, Mailbox())  # large requests may arrive after this call
-        answers = await mailbox.take()
-        if mailbox.expected == 0:
-            del self._mailboxes[asker]
-        return answers
-
-    async def _answer(self, mailbox: Mailbox, request: GenerationRequest) -> None:
-        try:
-            mailbox.put_nowait(Answer(request.request_id, await self.generate(request)))
-        except SlimeLikeError as error:
-            mailbox.put_nowait(Answer(request.request_id, error=error))
-        except Exception as error:  # raised again by the reader; this class may not cross processes
-            failure = EngineError(
-                f"{request.request_id} failed: {type(error).__name__}: {error}", code="request-failed"
-            )
-            mailbox.put_nowait(Answer(request.request_id, error=failure))
-
     async def generate(self, request: GenerationRequest) -> list[Generation]:
-        """Sample a request. With a task, it becomes conversations with the environment, or rollouts of the agent."""
+        """Sample a request. With a task, it becomes conversations with the environment, or rollouts of the agent.
+
+        A canceled call ends what it started.
+        """
         talks = self._conversations if request.task is not None else None
         answer = self._sample(request) if talks is None else talks.run(request)
         if isinstance(talks, AgentRollouts):  # they have their own limits, and wait for workers
@@ -160,11 +93,6 @@ class EngineActor:
     async def _sample(self, request: GenerationRequest) -> list[Generation]:
         await self._updated.wait()  # the request's own timeout bounds this
         return await self._engine.generate(request)
-
-    async def abort(self, request_id: str) -> None:
-        if self._conversations is not None:
-            await self._conversations.abort(request_id)
-        await self._engine.abort(request_id)
 
     async def connect(self, transport: str, rendezvous: dict[str, Any]) -> None:
         await self._engine.connect(transport, rendezvous)

@@ -21,6 +21,8 @@ _HEALTH_TIMEOUT_S = 15.0
 _STOP_TIMEOUT_S = 10.0
 _THREADS = "OMP_NUM_THREADS"
 _JOINING = "joining the weight transport"
+_TOGETHER_S = 0.002
+"""Wait for requests that end with the same token. They end one after the other, within less time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +67,11 @@ class EngineGroup:
 
     def actor(self, index: int) -> Any:
         return self._actors[index]
+
+    @property
+    def silence_s(self) -> float:
+        """Seconds without an answer after which engines that have requests count as hung. Engines bound requests."""
+        return self._config.silence_s + 60
 
     def name(self, index: int) -> str:
         return f"engine {index} ({self._config.rollout.engine})"
@@ -119,7 +126,7 @@ class EngineGroup:
     ) -> None:
         # The engine bounds its start. The extra time is for the actor's imports.
         bound = self._config.engine_start_timeout_s + 120
-        self._ask("start", phase=phase, indexes=indexes).result(bound, left)
+        self.ask("start", phase=phase, indexes=indexes).result(bound, left)
 
     @staticmethod
     def is_alive(actor: Any) -> bool:
@@ -142,58 +149,42 @@ class EngineGroup:
     def connect(self, transport: str, rendezvous: dict[str, Any]) -> None:
         """Connect every engine to the transport; a colocated engine, to the trainer ranks whose devices it uses."""
         connected = [
-            self._ask("connect", transport, for_engine(rendezvous, ranks.start), phase=_JOINING, indexes=[index])
+            self.ask("connect", transport, for_engine(rendezvous, ranks.start), phase=_JOINING, indexes=[index])
             for index, ranks in enumerate(map(self._placement.shared_ranks, range(len(self))))
         ]
         for answers in connected:
             answers.result()
 
     def begin_update(self, version: int) -> None:
-        self.call("begin_update", version, phase="beginning a weight update")
+        self.ask("begin_update", version, phase="beginning a weight update").result()
 
     def update(self, buckets: list[BucketMetadata]) -> EngineAnswers:
         """Have every engine fetch and load the buckets. Returns immediately."""
-        return self._ask("update", buckets, phase="loading weights")
+        return self.ask("update", buckets, phase="loading weights")
 
     def finish_update(self, version: int) -> list[UpdateReceipt]:
-        return self.call("finish_update", version, phase="finishing a weight update")
+        return self.ask("finish_update", version, phase="finishing a weight update").result()
 
     def probe(self, request: GenerationRequest) -> EngineAnswers:
         """Send the same request to every engine, bypassing the pool. Returns immediately."""
-        return self._ask("generate", request, phase="answering the weight-sync probe")
+        return self.ask("generate", request, phase="answering the weight-sync probe")
 
     # -------------------------------------------------------------------------------------------------------- calls
-    def call(
-        self,
-        method: str,
-        *arguments: Any,
-        phase: str,
-        timeout_s: float | None = None,
-        indexes: Iterable[int] | None = None,
-    ) -> list[Any]:
-        """Return the answers of all engines or of ``indexes``; by default within ``sync.timeout_s``."""
-        return self._ask(method, *arguments, phase=phase, indexes=indexes).result(timeout_s)
-
-    def call_each(self, method: str, *arguments: Any, phase: str, indexes: Iterable[int]) -> dict[int, EngineError]:
-        """Call these engines, wait for all of them, and return the failures by engine."""
-        asked = {index: self._ask(method, *arguments, phase=phase, indexes=[index]) for index in indexes}
-        failures: dict[int, EngineError] = {}
-        for index, answers in asked.items():
-            try:
-                answers.result()
-            except EngineError as error:
-                failures[index] = error
-        return failures
-
     def wait(self, references: Sequence[Any], timeout_s: float) -> list[Any]:
-        """Return the references that are ready when the first one is, or none after ``timeout_s``."""
+        """Return the references that are ready soon after the first one, or none after ``timeout_s``."""
         ready, _ = ray.wait(list(references), num_returns=1, timeout=timeout_s)
         self._watch()
         if ready:
-            ready, _ = ray.wait(list(references), num_returns=len(references), timeout=0)
+            ready, _ = ray.wait(list(references), num_returns=len(references), timeout=_TOGETHER_S)
         return list(ready)
 
-    def _ask(self, method: str, *arguments: Any, phase: str, indexes: Iterable[int] | None = None) -> EngineAnswers:
+    @staticmethod
+    def cancel(reference: Any) -> None:
+        """End the call that would answer ``reference``. Returns immediately."""
+        ray.cancel(reference)
+
+    def ask(self, method: str, *arguments: Any, phase: str, indexes: Iterable[int] | None = None) -> EngineAnswers:
+        """Call a method of all engines, or of ``indexes``. Returns immediately."""
         asked = range(len(self)) if indexes is None else indexes
         references = {self.name(i): getattr(self._actors[i], method).remote(*arguments) for i in asked}
         return EngineAnswers(references, phase, self._config.sync.timeout_s, self._watch)

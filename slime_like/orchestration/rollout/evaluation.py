@@ -12,11 +12,10 @@ from slime_like.data.prompts import Prompt, PromptSource
 from slime_like.observability.progress import Progress
 from slime_like.observability.records import EvaluationRecord
 from slime_like.observability.tables import HeldOutSample
-from slime_like.orchestration.rollout.failures import failure_text
-from slime_like.orchestration.rollout.manager import RolloutManager
+from slime_like.orchestration.rollout.engine_client import EngineClient
 from slime_like.orchestration.rollout.requests import build_requests, evaluation_sampling, to_group
 from slime_like.orchestration.rollout.rows import Rollout, rollouts_of
-from slime_like.orchestration.rollout.scoring import Scorer
+from slime_like.orchestration.rollout.scoring import Scorer, failure_text
 from slime_like.sandbox.rewards.pool import RewardOutcome
 from slime_like.system.words import counted
 from slime_like.trajectory import UnscoredTrajectory
@@ -39,10 +38,10 @@ class Evaluator:
     """Evaluator on fixed lists of held-out prompts, one per file, from ``held_out``."""
 
     def __init__(
-        self, config: RunConfig, engines: RolloutManager, scorer: Scorer, datasets: Mapping[str, Sequence[Prompt]]
+        self, config: RunConfig, client: EngineClient[int], scorer: Scorer, datasets: Mapping[str, Sequence[Prompt]]
     ) -> None:
         self._config = config
-        self._engines = engines
+        self._client = client
         self._scorer = scorer
         self._sampling = evaluation_sampling(config)
         self._datasets = datasets
@@ -55,25 +54,23 @@ class Evaluator:
         )
         temperature = self._sampling.temperature or 1.0
         with progress.waiting("evaluating", len(prompts), "prompt") as waiting:
-            answers = self._engines.generate(requests, waiting.reach)
+            answers = self._client.generate(requests, waiting.reach)
             groups = [to_group(prompt, answer, temperature) for prompt, answer in zip(prompts, answers, strict=True)]
             outcomes = self._scorer.outcomes(groups)
-        if failure := _failure_note(outcomes):
-            progress.note(failure)
+        if failures := [outcome.metadata for outcome in outcomes if "reason" in outcome.metadata]:
+            what = f"scoring failed for {len(failures)} of {counted(len(outcomes), 'response')}"
+            progress.note(f"evaluation: {what} ({failure_text(failures)}); they count as unsolved")
         remaining_outcomes = iter(outcomes)
         samples_of = [
             [(rollout, next(remaining_outcomes)) for rollout in rollouts_of(group.trajectories)] for group in groups
         ]
         remaining = iter(samples_of)
         results = {name: _figures([next(remaining) for _ in dataset]) for name, dataset in self._datasets.items()}
-        named = list(zip(self._names(), samples_of, strict=True))
+        names = [name for name, dataset in self._datasets.items() for _ in dataset]
+        named = list(zip(names, samples_of, strict=True))
         firsts = [(name, samples[:1]) for name, samples in named[: self._config.debug.samples_per_step]]
         shown = [_shown(name, sample) for name, samples in (named if keep_all else firsts) for sample in samples]
         return EvaluationResult(_figures(samples_of), results if len(results) > 1 else {}, shown)
-
-    def _names(self) -> list[str]:
-        """Return the dataset name of every prompt."""
-        return [name for name, dataset in self._datasets.items() for _ in dataset]
 
 
 def _shown(dataset: str, sample: tuple[Rollout[UnscoredTrajectory], RewardOutcome]) -> HeldOutSample:
@@ -88,12 +85,6 @@ def _shown(dataset: str, sample: tuple[Rollout[UnscoredTrajectory], RewardOutcom
         outcome.successes[0] > 0,
         rollout.finish_reason,
     )
-
-
-def _failure_note(outcomes: Sequence[RewardOutcome]) -> str | None:
-    failures = [outcome.metadata for outcome in outcomes if "reason" in outcome.metadata]
-    what = f"evaluation: scoring failed for {len(failures)} of {counted(len(outcomes), 'response')}"
-    return f"{what} ({failure_text(failures)}); they count as unsolved" if failures else None
 
 
 def dataset_names(files: Sequence[Path]) -> list[str]:

@@ -3,44 +3,51 @@
 import threading
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from slime_like.config import RunConfig
+from slime_like.config.rollout import RolloutConfig
 from slime_like.data.ledger import Ledger
 from slime_like.data.prompts import Prompt, PromptSource
-from slime_like.errors import RewardError, TrainerError
+from slime_like.errors import RewardError
 from slime_like.orchestration.rollout.scoring import RewardedGroup
 from slime_like.orchestration.rollout.staleness import StalenessGate
 
 
 @dataclass(slots=True)
-class _Issued:
-    """A group under way. ``version`` is the earliest weight version that may sample its first token."""
+class _Group:
+    """A group that is issued and not trained.
+
+    Attributes:
+        version: earliest weight version that may sample its first token.
+        is_sampled: whether its samples are complete.
+        rewarded: the group once it is ready for training.
+    """
 
     prompt: Prompt
     version: int
     is_sampled: bool = False
+    rewarded: RewardedGroup | None = None
 
 
 class GroupStore:
     """Groups to issue again, under way, and ready for training. The ledger records every change. Thread-safe.
 
+    Args:
+        steps: number of steps of the run.
+
     Attributes:
         changed: guards the state; notified when a batch may take more groups or more may be issued.
     """
 
-    def __init__(self, config: RunConfig, prompts: PromptSource, ledger: Ledger) -> None:
-        rollout = config.rollout
+    def __init__(self, rollout: RolloutConfig, steps: int, prompts: PromptSource, ledger: Ledger) -> None:
         self.changed = threading.Condition()
-        self._gate = StalenessGate(rollout.prompts_per_step, rollout.max_staleness, config.steps, rollout.oversample)
+        self._gate = StalenessGate(rollout.prompts_per_step, rollout.max_staleness, steps, rollout.oversample)
         self._prompts = prompts
         self._ledger = ledger
         self._max_drops = rollout.max_drops_per_step
         self._interrupted: deque[Prompt] = deque()
-        self._under_way: dict[int, _Issued] = {}
-        self._ready: dict[int, tuple[_Issued, RewardedGroup]] = {}  # in order of arrival
-        self._max_staleness = rollout.max_staleness
+        self._groups: dict[int, _Group] = {}  # ready ones in order of arrival
         self._dropped = 0
 
     # ------------------------------------------------------------------------------------------------------- position
@@ -63,24 +70,28 @@ class GroupStore:
     def sizes(self) -> tuple[int, int]:
         """Return (groups under way, groups ready)."""
         with self.changed:
-            return len(self._under_way), len(self._ready)
+            ready = len(self._ready())
+            return len(self._groups) - ready, ready
 
     def sampled(self) -> int:
         """Return the number of groups of the next batch that are already sampled."""
         with self.changed:
-            there = len(self._ready) + sum(issued.is_sampled for issued in self._under_way.values())
-            return self._gate.taken + min(self._gate.room, there)
+            sampled = sum(group.is_sampled for group in self._groups.values())
+            return self._gate.taken + min(self._gate.room, sampled)
+
+    def _ready(self) -> dict[int, RewardedGroup]:
+        return {group_id: g.rewarded for group_id, g in self._groups.items() if g.rewarded is not None}
 
     # -------------------------------------------------------------------------------------------------------- changes
     def issue(self) -> list[Prompt]:
         """Issue as many prompts as the staleness bound allows. Prompts restored from a checkpoint come first."""
         with self.changed:
             version = self._gate.version
-            count = self._gate.may_issue(len(self._under_way) + len(self._ready))
+            count = self._gate.may_issue(len(self._groups))
             interrupted = [self._interrupted.popleft() for _ in range(min(count, len(self._interrupted)))]
             new = self._prompts.next(count - len(interrupted))
             for prompt in (*interrupted, *new):
-                self._under_way[prompt.group_id] = _Issued(prompt, version)
+                self._groups[prompt.group_id] = _Group(prompt, version)
             self._ledger.issued([prompt.group_id for prompt in new], version)
             self._ledger.reissued([prompt.group_id for prompt in interrupted], version, "resumed")
         return [*interrupted, *new]
@@ -94,7 +105,7 @@ class GroupStore:
         """Record groups with complete samples."""
         with self.changed:
             for group_id in group_ids:
-                self._under_way[group_id].is_sampled = True
+                self._groups[group_id].is_sampled = True
         self._ledger.generated(group_ids, self.version)
 
     def add_ready(self, groups: Sequence[RewardedGroup]) -> None:
@@ -105,7 +116,7 @@ class GroupStore:
             self._ledger.scored([rewarded.group.group_id for rewarded in groups])
             for rewarded in groups:
                 group_id = rewarded.group.group_id
-                self._ready[group_id] = (self._under_way.pop(group_id), rewarded)
+                self._groups[group_id] = replace(self._groups.pop(group_id), rewarded=rewarded)
             self.changed.notify_all()
 
     def drop_without_spread(self, group_ids: Sequence[int]) -> None:
@@ -119,7 +130,7 @@ class GroupStore:
         with self.changed:
             self._ledger.scored(group_ids)
             for group_id in group_ids:
-                del self._under_way[group_id]
+                del self._groups[group_id]
                 self._ledger.dropped([group_id], "zero spread")
                 self._dropped += 1
                 self._require_few_drops()
@@ -137,17 +148,16 @@ class GroupStore:
     def drop_oversampled(self) -> None:
         """Drop the groups left over from a complete batch."""
         with self.changed:
-            rest = [*self._under_way, *sorted(self._ready)]
-            self._under_way.clear()
-            self._ready.clear()
-            self._ledger.dropped(rest, "oversampled")
+            self._ledger.dropped(sorted(self._groups), "oversampled")
+            self._groups.clear()
 
     # ---------------------------------------------------------------------------------------------------------- batch
     def may_take(self) -> int:
         """Return the number of ready groups that the batch may take now; see ``StalenessGate``."""
         with self.changed:
-            ready = (issued.version for issued, _ in self._ready.values())
-            return self._gate.may_take(ready, (issued.version for issued in self._under_way.values()))
+            ready = [group.version for group in self._groups.values() if group.rewarded is not None]
+            under_way = [group.version for group in self._groups.values() if group.rewarded is None]
+            return self._gate.may_take(ready, under_way)
 
     def take(self, at_least: int = 1) -> list[RewardedGroup]:
         """Return all groups that the batch may take, in id order, or none if there are fewer than ``at_least``."""
@@ -155,21 +165,16 @@ class GroupStore:
             count = self.may_take()
             if count < at_least:
                 return []
-            step = self._gate.formed + 1
-            oldest_first = sorted(self._ready, key=lambda group_id: self._ready[group_id][0].version)
-            oldest_allowed = step - 1 - self._max_staleness
-            # The gate prevents this.
-            if stale := [group_id for group_id in oldest_first if self._ready[group_id][0].version < oldest_allowed]:
-                raise TrainerError(
-                    f"groups {stale} are older than rollout.max_staleness allows",
-                    code="stale-groups",
-                    who=f"step {step}",
-                    remedy="report this",
-                )
+            ready = self._ready()
+            oldest_first = sorted(ready, key=lambda group_id: self._groups[group_id].version)
+            formed = self._gate.formed
             self._gate.take(count)
-            if self._gate.formed == step:
+            if self._gate.formed > formed:
                 self._dropped = 0
-            return [self._ready.pop(group_id)[1] for group_id in sorted(oldest_first[:count])]
+            taken = sorted(oldest_first[:count])
+            for group_id in taken:
+                del self._groups[group_id]
+            return [ready[group_id] for group_id in taken]
 
     # ---------------------------------------------------------------------------------------------------------- state
     def state_dict(self) -> dict[str, Any]:
@@ -178,9 +183,7 @@ class GroupStore:
         A thread may issue more before the ledger is copied: events after ``ledger_events`` are not part of the state.
         """
         with self.changed:
-            unfinished = [issued.prompt for issued in self._under_way.values()]
-            unfinished += [issued.prompt for issued, _ in self._ready.values()]
-            unfinished += self._interrupted
+            unfinished = [*self._interrupted, *(group.prompt for group in self._groups.values())]
             return {
                 "data": self._prompts.state_dict(),
                 "in_flight": [_fields(prompt) for prompt in sorted(unfinished, key=lambda prompt: prompt.group_id)],

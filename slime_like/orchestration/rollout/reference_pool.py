@@ -1,6 +1,5 @@
 """ReferencePool: adds the reference's logprobs to rewarded groups."""
 
-import itertools
 import threading
 import time
 from collections import Counter, deque
@@ -88,7 +87,7 @@ class ReferenceWork:
     total_tokens: int
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, eq=False, slots=True)
 class _Member:
     """A worker and the one thread that calls it."""
 
@@ -100,7 +99,7 @@ class _Member:
 class _Request:
     groups: list[RewardedGroup]
     tokens: int
-    member: int
+    member: _Member
 
 
 class ReferencePool:
@@ -122,9 +121,7 @@ class ReferencePool:
         self._request_tokens = request_tokens
         self._restarts_left = max_restarts
         self._restarting: dict[Future[None], _Member] = {}
-        self._registry = LeastLoaded(_REQUESTS_PER_WORKER)
-        self._numbers = itertools.count()
-        self._members: dict[int, _Member] = {}
+        self._members: LeastLoaded[_Member] = LeastLoaded(_REQUESTS_PER_WORKER)
         self._waiting: deque[RewardedGroup] = deque()
         self._running: dict[Future[list[Tensor]], _Request] = {}
         self._done: deque[ReferenceWork] = deque()  # appended by the workers' threads
@@ -137,12 +134,7 @@ class ReferencePool:
 
     def join(self, worker: ReferenceWorker) -> None:
         """Add a worker that holds the weights."""
-        self._add(_Member(worker, ThreadPoolExecutor(1, thread_name_prefix=worker.name)))
-
-    def _add(self, member: _Member) -> None:
-        number = next(self._numbers)
-        self._members[number] = member
-        self._registry.join(number)
+        self._members.join(_Member(worker, ThreadPoolExecutor(1, thread_name_prefix=worker.name)))
 
     def submit(self, group: RewardedGroup) -> None:
         """Queue a group for the next ``poll``."""
@@ -172,27 +164,26 @@ class ReferencePool:
         """Return the work since the last call, with mean seconds over the remaining workers. Reset the counters."""
         done = [self._done.popleft() for _ in range(len(self._done))]
         return ReferenceWork(
-            sum(work.busy_s for work in done) / max(1, len(self._registry.workers)),
+            sum(work.busy_s for work in done) / max(1, len(self._members.workers)),
             sum(work.response_tokens for work in done),
             sum(work.total_tokens for work in done),
         )
 
     def close(self) -> None:
         """Start no more requests. The owner must close the workers."""
-        for member in (*self._members.values(), *self._restarting.values()):
+        for member in (*self._members.workers, *self._restarting.values()):
             member.thread.shutdown(wait=False, cancel_futures=True)
 
     # ------------------------------------------------------------------------------------------------------- requests
     def _send(self) -> None:
         while self._waiting:
             count, tokens = self._next_request()
-            member = self._registry.acquire(tokens)
+            member = self._members.acquire(tokens)
             if member is None:
                 return
             groups = [self._waiting.popleft() for _ in range(count)]
             trajectories = [trajectory for group in groups for trajectory in group.group.trajectories]
-            chosen = self._members[member]
-            future = chosen.thread.submit(self._score, chosen.worker, trajectories)
+            future = member.thread.submit(self._score, member.worker, trajectories)
             self._running[future] = _Request(groups, tokens, member)
 
     def _next_request(self) -> tuple[int, int]:
@@ -220,7 +211,7 @@ class ReferencePool:
         request = self._running.pop(future, None)
         if request is None:  # its worker has just left or is restarting
             return []
-        self._registry.release(request.member, request.tokens)
+        self._members.release(request.member, request.tokens)
         try:
             logprobs = iter(future.result())
         except SlimeLikeError as error:
@@ -237,12 +228,11 @@ class ReferencePool:
         others = [future for future, request in self._running.items() if request.member == failed.member]
         lost = [failed, *(self._running.pop(future) for future in others)]
         self._waiting.extendleft(reversed([group for request in lost for group in request.groups]))
-        self._registry.leave(failed.member)
-        member = self._members.pop(failed.member)
-        self.news.append(f"{member.worker.name} left the logprob pool ({error})")
+        self._members.leave(failed.member)
+        self.news.append(f"{failed.member.worker.name} left the logprob pool ({error})")
         for future in others:
             future.cancel()
-        self._restart_or_close(member, error)
+        self._restart_or_close(failed.member, error)
 
     def _restart_or_close(self, member: _Member, error: SlimeLikeError) -> None:
         """Restart or close the member in its thread, since both may take a while."""
@@ -252,7 +242,7 @@ class ReferencePool:
         else:
             member.thread.submit(member.worker.close)
             member.thread.shutdown(wait=False)
-        if not self._registry.workers and not self._restarting:
+        if not self._members.workers and not self._restarting:
             raise TrainerError(f"no reference worker is left: {error}", code="no-reference-worker") from error
 
     def _restart(self, worker: ReferenceWorker) -> None:
@@ -271,4 +261,4 @@ class ReferencePool:
                 self._restart_or_close(member, error)
             else:
                 self.news.append(f"{member.worker.name} was restarted")
-                self._add(member)
+                self._members.join(member)

@@ -18,7 +18,7 @@ def stop_tokens(config: RunConfig) -> tuple[int, ...]:
     ids = config.rollout.stop_token_ids or ModelDimensions.from_checkpoint(config.model.path).eos_token_ids
     if not ids:
         raise ConfigError(
-            [f"model.path={config.model.path}: the checkpoint names no EOS token id; set rollout.stop_token_ids"]
+            [f"model.path={config.model.path}: the checkpoint has no EOS token id; set rollout.stop_token_ids"]
         )
     return ids
 
@@ -87,7 +87,7 @@ def _rows(
     segments = generation.segments or (_whole(prompt_tokens, generation),)
     if not np.array_equal(segments[-1].token_ids, generation.token_ids):
         raise EngineError(
-            "the last segment of a generation is another response than its token_ids",
+            "the last segment of a generation differs from its token_ids",
             code="bad-response",
             who=f"rollout {rollout_id}",
         )
@@ -146,7 +146,7 @@ def _require_complete(segment: Segment, sequence_id: str) -> None:
         len(segment.supports) == length and segment.supports.hold(segment.token_ids)[segment.loss_mask].all()
     ):
         raise EngineError(
-            "the engine returned a token that is not in the support it says it was drawn from",
+            "the engine returned a token that is not in the support that it returned with it",
             code="bad-support",
             who=f"sequence {sequence_id}",
         )

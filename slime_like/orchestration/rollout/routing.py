@@ -1,15 +1,19 @@
 """Choice of a worker for the next request: fewest outstanding tokens first. Needs no Ray."""
 
+from collections.abc import Hashable
 from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+Worker = TypeVar("Worker", bound=Hashable)
 
 
 @dataclass(slots=True)
-class _Worker:
-    outstanding_tokens: int = 0
-    outstanding_requests: int = 0
+class _Load:
+    tokens: int = 0
+    requests: int = 0
 
 
-class LeastLoaded:
+class LeastLoaded(Generic[Worker]):
     """Routing state of one pool of workers.
 
     Args:
@@ -18,35 +22,35 @@ class LeastLoaded:
 
     def __init__(self, capacity: int) -> None:
         self._capacity = capacity
-        self._workers: dict[int, _Worker] = {}
+        self._loads: dict[Worker, _Load] = {}  # in order of joining
 
-    def join(self, worker: int) -> None:
+    def join(self, worker: Worker) -> None:
         """Add a worker with nothing outstanding."""
-        self._workers[worker] = _Worker()
+        self._loads[worker] = _Load()
 
-    def leave(self, worker: int) -> None:
+    def leave(self, worker: Worker) -> None:
         """Remove a worker. The caller must issue its requests again."""
-        del self._workers[worker]
+        del self._loads[worker]
 
     @property
-    def workers(self) -> list[int]:
-        return list(self._workers)
+    def workers(self) -> list[Worker]:
+        return list(self._loads)
 
-    def outstanding_tokens(self, worker: int) -> int:
-        return self._workers[worker].outstanding_tokens
+    def outstanding_tokens(self, worker: Worker) -> int:
+        return self._loads[worker].tokens
 
-    def acquire(self, tokens: int) -> int | None:
+    def acquire(self, tokens: int) -> Worker | None:
         """Charge ``tokens`` to the least loaded worker with room, and return it; ``None`` if all are full."""
-        free = [index for index, worker in self._workers.items() if worker.outstanding_requests < self._capacity]
+        free = [worker for worker, load in self._loads.items() if load.requests < self._capacity]
         if not free:
             return None
-        chosen = min(free, key=lambda index: (self._workers[index].outstanding_tokens, index))
-        self._workers[chosen].outstanding_tokens += tokens
-        self._workers[chosen].outstanding_requests += 1
+        chosen = min(free, key=self.outstanding_tokens)
+        self._loads[chosen].tokens += tokens
+        self._loads[chosen].requests += 1
         return chosen
 
-    def release(self, worker: int, tokens: int) -> None:
+    def release(self, worker: Worker, tokens: int) -> None:
         """Record that a request of ``tokens`` ended. Workers that have left are ignored."""
-        if worker in self._workers:
-            self._workers[worker].outstanding_tokens -= tokens
-            self._workers[worker].outstanding_requests -= 1
+        if worker in self._loads:
+            self._loads[worker].tokens -= tokens
+            self._loads[worker].requests -= 1

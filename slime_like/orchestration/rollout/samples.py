@@ -2,20 +2,40 @@
 
 import asyncio
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
-from slime_like.errors import EngineError
 from slime_like.interfaces import Generation, GenerationRequest
 
 Generate = Callable[[GenerationRequest], Awaitable[list[Generation]]]
 """Type of an engine's ``generate``."""
 
 
-def turn_seed(seed: int, sample: int, turn: int, repeat: int = 0) -> int:
-    """Derive a seed per turn and sample, so a repeated rollout is the same in whatever order calls arrive."""
-    return int(np.random.SeedSequence([seed, sample, turn, *([repeat] if repeat else [])]).generate_state(1)[0])
+def turn_request(
+    request: GenerationRequest, name: str, tokens: Sequence[int], limit: int, turn: tuple[int, ...]
+) -> GenerationRequest:
+    """Build the engine's request for one turn of one sample of ``request``.
+
+    Args:
+        name: the turn's name within ``request``.
+        tokens: everything before the turn.
+        limit: limit on the turn's new tokens.
+        turn: numbers of the sample and the turn. They alone determine the turn's seed, so a repeated rollout is the
+            same in whatever order turns arrive.
+    """
+    seed = None if request.seed is None else int(np.random.SeedSequence([request.seed, *turn]).generate_state(1)[0])
+    return replace(
+        request,
+        request_id=f"{request.request_id}/{name}",
+        prompt_tokens=tokens,
+        sampling=replace(request.sampling, max_new_tokens=limit),
+        num_samples=1,
+        seed=seed,
+        prompt_logprobs=False,
+        task=None,
+    )
 
 
 async def all_or_none(coroutines: Sequence[Coroutine[Any, Any, Generation]]) -> list[Generation]:
@@ -27,10 +47,3 @@ async def all_or_none(coroutines: Sequence[Coroutine[Any, Any, Generation]]) -> 
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-
-
-def duplicate_request(request_id: str) -> EngineError:
-    """Build the error for a request that is already running."""
-    return EngineError(
-        f"request {request_id} is already running", code="duplicate-request", remedy="ids must be unique"
-    )

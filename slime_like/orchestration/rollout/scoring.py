@@ -1,7 +1,7 @@
 """Rewards and advantages, which turn groups of unscored trajectories into scored ones."""
 
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -66,7 +66,7 @@ class Scorer:
 
     def rewards(self, groups: Sequence[GroupedUnscoredTrajectories]) -> list[RewardedGroup]:
         """Compute rewards and successes of all rollouts."""
-        outcomes = iter(self.outcomes(groups))
+        outcomes = iter(self.outcomes(groups) if groups else ())
         return [self._rewarded(group, rollouts_of(group.trajectories), outcomes) for group in groups]
 
     def scored(self, groups: Sequence[RewardedGroup], step: int) -> list[ScoredTrajectory]:
@@ -146,3 +146,15 @@ def _judged_tokens(rollout: Rollout[UnscoredTrajectory]) -> Tensor:
     turns = trained_spans(row.loss_mask) if row.conversation is None else row.conversation.turns
     start, end = turns[-1] if turns else (0, row.response_len)
     return row.response_tokens[start:end]
+
+
+def by_reason(reasons: Sequence[str]) -> str:
+    """Count responses without a reward by reason: "3 by error, 1 by timeout"."""
+    return ", ".join(f"{reasons.count(reason)} by {reason}" for reason in sorted(set(reasons)))
+
+
+def failure_text(metadata: Iterable[Mapping[str, Any]]) -> str:
+    """Format ``by_reason`` of the failed responses with the detail of the first one."""
+    failed = [entry for entry in metadata if "reason" in entry]
+    details = [entry["detail"] for entry in failed if "detail" in entry]
+    return by_reason([entry["reason"] for entry in failed]) + (f", first: {details[0]}" if details else "")

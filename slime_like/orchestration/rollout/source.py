@@ -6,21 +6,21 @@ from collections.abc import Iterator, Sequence
 
 from slime_like.config import RunConfig
 from slime_like.data.ledger import Ledger
-from slime_like.data.prompts import PromptSource
+from slime_like.data.prompts import Prompt, PromptSource
 from slime_like.observability.phases import PhaseClock
+from slime_like.orchestration.rollout.advantages import weighted_rewards
 from slime_like.orchestration.rollout.colocation import Turns
+from slime_like.orchestration.rollout.engine_client import EngineClient
 from slime_like.orchestration.rollout.group_store import GroupStore
-from slime_like.orchestration.rollout.manager import EngineClient, NoEngineLeft
-from slime_like.orchestration.rollout.pipeline import GroupPipeline
 from slime_like.orchestration.rollout.reference_pool import ReferencePool
+from slime_like.orchestration.rollout.requests import build_requests, to_group, training_sampling
 from slime_like.orchestration.rollout.scoring import RewardedGroup, Scorer
-from slime_like.orchestration.rollout.supervisor import EngineSupervisor
+from slime_like.orchestration.rollout.supervisor import EngineSupervisor, NoEngineLeft
 from slime_like.system.interrupts import raise_if_interrupted
 from slime_like.trajectory import GroupedUnscoredTrajectories, ScoredTrajectory
 
 _POLL_S = 5.0
 _SHORT_POLL_S = 0.2
-_CHECK_EVERY_S = 1.0
 _JOIN_TIMEOUT_S = 60.0
 
 
@@ -39,20 +39,22 @@ class RolloutSource(ABC):
         self,
         config: RunConfig,
         prompts: PromptSource,
-        client: EngineClient,
+        client: EngineClient[Prompt],
         scorer: Scorer,
         turns: Turns,
         ledger: Ledger,
         supervisor: EngineSupervisor,
         references: ReferencePool | None = None,
     ) -> None:
-        self.store = GroupStore(config, prompts, ledger)
-        self._rollout = config.rollout
+        self.store = GroupStore(config.rollout, config.steps, prompts, ledger)
+        self._config = config
+        self._sampling = training_sampling(config)
+        self._client = client
         self._scorer = scorer
         self._turns = turns
         self._ledger = ledger
         self._supervisor = supervisor
-        self._pipeline = GroupPipeline(config, self.store, client, scorer, references)
+        self._references = references
 
     def synced(self, version: int) -> None:
         """Record that the engines serve ``version``. The first call starts the sampling thread, if there is one."""
@@ -64,7 +66,7 @@ class RolloutSource(ABC):
         Raises:
             EngineError, RewardError: an engine or reward worker failed, also in the thread.
         """
-        groups = [group for part in self._groups(step, self._rollout.prompts_per_step, clock) for group in part]
+        groups = [group for part in self._groups(step, self._config.rollout.prompts_per_step, clock) for group in part]
         with clock.phase("reward"):
             return self._scorer.scored(groups, step)
 
@@ -93,6 +95,62 @@ class RolloutSource(ABC):
     def _groups(self, step: int, at_least: int, clock: PhaseClock) -> Iterator[list[RewardedGroup]]:
         """Yield groups of ``step`` as they become ready, at least ``at_least`` at a time, or none after a while."""
 
+    # ------------------------------------------------------------------------------------- stages, called by one thread
+    def _issue(self) -> None:
+        """Queue a request for every prompt that the store issues."""
+        prompts, config = self.store.issue(), self._config
+        requests = build_requests(prompts, self._sampling, config.rollout.samples_per_prompt, config.seed, "train")
+        for prompt, request in zip(prompts, requests, strict=True):
+            self._client.submit(prompt, request)
+
+    def _poll(self, timeout_s: float) -> list[GroupedUnscoredTrajectories]:
+        """Return the next samples from the engines, or nothing after ``timeout_s``. Raises like ``EngineClient.poll``;
+        after ``NoEngineLeft``, a later call continues."""
+        answers = self._client.poll(timeout_s)
+        self._record_resent()
+        temperature = self._sampling.temperature
+        groups = [to_group(prompt, generations, temperature) for prompt, generations in answers]
+        self.store.generated([group.group_id for group in groups])
+        return groups
+
+    def _accept(self, rewarded: Sequence[RewardedGroup], idle_s: float) -> None:
+        """Pass groups that are ready for training to the store; with reference workers, groups that they have scored.
+
+        Args:
+            rewarded: new groups; groups without a training signal are dropped.
+            idle_s: longest wait for the reference workers if nothing is at the engines.
+        """
+        ready = [group for group in rewarded if self._is_useful(group)]
+        self.store.drop_without_spread([group.group.group_id for group in rewarded if not self._is_useful(group)])
+        if self._references is not None:
+            for group in ready:
+                self._references.submit(group)
+            ready = self._references.poll(0.0 if len(self._client) else idle_s)
+        self.store.add_ready(ready)
+
+    @property
+    def _num_referred(self) -> int:
+        """Number of groups at the reference workers."""
+        return len(self._references) if self._references is not None else 0
+
+    def _is_useful(self, rewarded: RewardedGroup) -> bool:
+        """Return whether the group's rewards differ, if ``rollout.drop_zero_spread`` requires it."""
+        rewards = weighted_rewards(self._config, rewarded.rewards)  # differing lengths don't make a group useful
+        spread = float(rewards.max() - rewards.min())
+        return not self._config.rollout.drop_zero_spread or spread > self._config.algorithm.advantage_eps
+
+    def _abort(self) -> None:
+        """Abort and drop all groups, wherever they are."""
+        self._record_resent()  # an engine may have died since the last answer
+        self._client.abort()
+        if self._references is not None:
+            self._references.discard()
+        self.store.drop_oversampled()
+
+    def _record_resent(self) -> None:
+        self.store.resent([prompt.group_id for prompt in self._client.resent])
+        self._client.resent.clear()
+
 
 class SynchronousSource(RolloutSource):
     """Source that samples while the training loop waits (``rollout.max_staleness`` 0).
@@ -105,11 +163,11 @@ class SynchronousSource(RolloutSource):
             self._turns.generation()
         while self.store.formed < step:
             with clock.phase("wait"):
-                self._pipeline.issue()
+                self._issue()
             self._advance(at_least, clock)
             groups = self.store.take(at_least)
-            if groups and self._rollout.oversample > 1 and self.store.formed == step:
-                self._pipeline.abort()
+            if groups and self._config.rollout.oversample > 1 and self.store.formed == step:
+                self._abort()
             yield groups
 
     def _advance(self, at_least: int, clock: PhaseClock) -> None:
@@ -120,29 +178,26 @@ class SynchronousSource(RolloutSource):
         not depend on which was faster.
         """
         rewarded = self._collect_rewarded(clock)
-        if not self._pipeline.has_references and at_least > 1:
+        if self._references is None and at_least > 1:
             missing = at_least - self.store.sizes()[1]
             while len(rewarded) < missing:
                 rewarded += self._collect_rewarded(clock)
         with clock.phase("reward"):
-            self._pipeline.accept(rewarded, 0.0 if self._pipeline.num_sampling else _POLL_S)
+            self._accept(rewarded, _POLL_S)
 
     def _collect_rewarded(self, clock: PhaseClock) -> list[RewardedGroup]:
-        with clock.phase("generate"):
-            groups = self._collect()
-        with clock.phase("reward"):
-            return self._pipeline.reward(groups)
-
-    def _collect(self) -> list[GroupedUnscoredTrajectories]:
-        """Return the next samples, or nothing after a while. The wait is short if reference workers or streamed
-        trainers may finish first."""
+        """Reward the next samples, or none after a while. The wait is short if reference workers or streamed trainers
+        may finish first."""
         raise_if_interrupted()
-        try:
-            others = self._pipeline.num_referred or self._rollout.stream
-            return self._pipeline.collect(_SHORT_POLL_S if others else _POLL_S)
-        except NoEngineLeft:
-            self._supervisor.revive()
-            return []
+        with clock.phase("generate"):
+            others = self._config.rollout.stream or self._num_referred
+            try:
+                groups = self._poll(_SHORT_POLL_S if others else _POLL_S)
+            except NoEngineLeft:
+                self._supervisor.revive()
+                return []
+        with clock.phase("reward"):
+            return self._scorer.rewards(groups)
 
 
 class ThreadedSource(RolloutSource):
@@ -151,8 +206,7 @@ class ThreadedSource(RolloutSource):
     The thread shares the store with the training loop. The loop raises the thread's errors and replaces engines.
     """
 
-    # Shared by both threads, guarded by ``store.changed``.
-    _needs_engines = False
+    # Shared by both threads.
     _failure: BaseException | None = None
     _stopping = False
     _thread: threading.Thread | None = None
@@ -171,60 +225,45 @@ class ThreadedSource(RolloutSource):
             yield groups
 
     def close(self) -> None:
-        with self.store.changed:
-            self._stopping = True
-            self.store.changed.notify_all()
+        self._stopping = True
         if self._thread is not None:
             self._thread.join(_JOIN_TIMEOUT_S)
 
     def _take(self, at_least: int) -> list[RewardedGroup]:
-        with self.store.changed:
-            self.store.changed.wait_for(lambda: self._has_news(at_least), _SHORT_POLL_S)
+        store = self.store
+        with store.changed:
+            store.changed.wait_for(lambda: self._failure or store.may_take() >= at_least, _SHORT_POLL_S)
             if self._failure is not None:
                 raise self._failure
-            if groups := self.store.take(at_least):
-                return groups
-            needs_engines = self._needs_engines
-        raise_if_interrupted()
-        if needs_engines:
+            groups = store.take(at_least)
+        if not groups:
+            raise_if_interrupted()
             self._supervisor.revive()
-            with self.store.changed:
-                self._needs_engines = False
-                self.store.changed.notify_all()
-        return []
-
-    def _has_news(self, at_least: int) -> bool:
-        return self._failure is not None or self._needs_engines or self.store.may_take() >= at_least
+        return groups
 
     # --------------------------------------------------------------------------------------------------------- thread
     def _run(self) -> None:
         """Run the thread. All its waits are short, so ``close`` takes effect."""
         try:
             while not self._stopping:
-                self._pipeline.issue()
-                rewarded = self._pipeline.reward(self._collect())
-                self._pipeline.accept(rewarded, 0.0 if self._pipeline.num_sampling else _SHORT_POLL_S)
+                self._issue()
+                self._accept(self._scorer.rewards(self._collect()), _SHORT_POLL_S)
         except BaseException as error:  # raised again in the training loop
             with self.store.changed:
                 self._failure = error
                 self.store.changed.notify_all()
 
     def _collect(self) -> list[GroupedUnscoredTrajectories]:
+        """Return the next samples, or nothing after a while: at the staleness limit, or while no engine is left."""
         try:
-            groups = self._pipeline.collect(_SHORT_POLL_S)
+            groups = self._poll(_SHORT_POLL_S)
+            is_idle = not groups and not len(self._client) and not self._num_referred
         except NoEngineLeft:
-            self._wait_for_engines()
-            return []
-        if not groups and not self._pipeline.num_sampling and not self._pipeline.num_referred:
-            with self.store.changed:  # at the allowed limit: wait for the next version
+            groups, is_idle = [], True
+        if is_idle:
+            with self.store.changed:
                 self.store.changed.wait(_SHORT_POLL_S)
         return groups
-
-    def _wait_for_engines(self) -> None:
-        with self.store.changed:
-            self._needs_engines = True
-            self.store.changed.notify_all()
-            self.store.changed.wait_for(lambda: not self._needs_engines or self._stopping, _CHECK_EVERY_S)
 
 
 def source_class(config: RunConfig) -> type[RolloutSource]:

@@ -5,39 +5,41 @@ engine's requests are queued again. It is replaced at the next weight sync, or i
 (``revive``). Without a restart left, the error ends the run.
 """
 
-import itertools
 import threading
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from slime_like.config.rollout import RolloutConfig
 from slime_like.errors import EngineError
 from slime_like.observability.waiting import ignore_answers
 from slime_like.orchestration.rollout.engine_group import EngineGroup
+from slime_like.orchestration.rollout.routing import LeastLoaded
 
 
-@dataclass(slots=True)
+class NoEngineLeft(EngineError):
+    """The pool's last engine died. Requests wait until an engine joins."""
+
+    code = "no-engine"
+
+
+@dataclass(frozen=True, eq=False, slots=True)
 class EngineStart:
-    """One start of one engine.
-
-    Attributes:
-        serves: whether it has the current weights and accepts requests.
-    """
+    """One start of one engine."""
 
     index: int
+    name: str
     actor: Any
-    serves: bool = False
 
 
 class EngineSupervisor:
-    """Tracker of living engines that replaces dead ones. Thread-safe, but only one thread replaces.
+    """Router of requests to living engines that replaces dead ones. Thread-safe, but only one thread replaces.
 
     A dead engine is taken out of service as soon as its death is detected. ``replace_dead`` starts it again, within the
     restart budget, and ``admit`` lets it serve once it has the current weights. Without ``replace_and_sync``, engines
     serve the weights that they load at their start.
 
     Args:
-        max_restarts: restart budget of the run (``rollout.max_engine_restarts``).
         note: called with a sentence about every replaced engine.
 
     Attributes:
@@ -46,16 +48,15 @@ class EngineSupervisor:
         replace_and_sync: replaces dead engines and makes all serve the current weights; set by ``WeightSync``.
     """
 
-    def __init__(self, engines: EngineGroup, max_restarts: int, note: Callable[[str], None]) -> None:
+    def __init__(self, engines: EngineGroup, rollout: RolloutConfig, note: Callable[[str], None]) -> None:
         self.engines = engines
         self.generation = 0
         self.replace_and_sync: Callable[[], object] | None = None
-        self._max_restarts = max_restarts
+        self._max_restarts = rollout.max_engine_restarts
         self._note = note
         self._lock = threading.Lock()
-        self._numbers = itertools.count()
-        self._starts: dict[int, EngineStart] = {}  # includes dead engines
-        self._living: set[int] = set()
+        self._living: list[EngineStart] = []
+        self._serving: LeastLoaded[EngineStart] = LeastLoaded(rollout.max_concurrent_requests)
         self._dead: dict[int, EngineError] = {}  # by engine, until it is replaced
 
     def start(self, left: Callable[[Sequence[str]], None] = ignore_answers) -> None:
@@ -68,66 +69,70 @@ class EngineSupervisor:
         self._add(range(len(self.engines)))
         self.admit()
 
-    def _add(self, indexes: Collection[int]) -> None:
+    def _add(self, indexes: Iterable[int]) -> None:
         with self._lock:
-            for index in indexes:
-                number = next(self._numbers)
-                self._starts[number] = EngineStart(index, self.engines.actor(index))
-                self._living.add(number)
+            self._living += [EngineStart(i, self.engines.name(i), self.engines.actor(i)) for i in indexes]
 
-    # ------------------------------------------------------------------------------------------------------ members
+    # ----------------------------------------------------------------------------------------------------- requests
     @property
-    def serving(self) -> list[int]:
-        """Numbers of the starts that accept requests. A number is never reused."""
+    def serving(self) -> list[EngineStart]:
+        """Living engines with the current weights."""
         with self._lock:
-            return sorted(number for number in self._living if self._starts[number].serves)
+            return self._serving.workers
 
-    def actor(self, number: int) -> Any:
-        return self._starts[number].actor
+    def acquire(self, tokens: int) -> EngineStart | None:
+        """Charge ``tokens`` to the least loaded engine with room, and return it; ``None`` if all are full.
 
-    def name(self, number: int) -> str:
-        return self.engines.name(self._starts[number].index)
+        Raises:
+            NoEngineLeft: no engine serves.
+        """
+        with self._lock:
+            if not self._serving.workers:
+                raise NoEngineLeft(str(next(iter(self._dead.values()), "no engine has been started")))
+            return self._serving.acquire(tokens)
 
+    def release(self, start: EngineStart, tokens: int) -> None:
+        """Record that a request of ``tokens`` ended."""
+        with self._lock:
+            self._serving.release(start, tokens)
+
+    # ------------------------------------------------------------------------------------------------------- deaths
     @property
     def has_dead(self) -> bool:
         """True if a dead engine has not been replaced."""
         return bool(self._dead)
 
-    @property
-    def last_death(self) -> str:
-        """Reason why no engine is left."""
-        return str(next(iter(self._dead.values()), "no engine has been started"))
-
-    # ------------------------------------------------------------------------------------------------------- deaths
-    def lose(self, number: int, error: EngineError) -> bool:
+    def lose(self, start: EngineStart, error: EngineError) -> bool:
         """Check after a failed call whether the engine is alive, and record its death if not.
 
         Returns:
             True if it is dead and may be replaced. If no restart is left, ``error`` must end the run.
         """
-        self._bury([number], error)
+        self._bury([start], error)
         with self._lock:
-            return number not in self._living
+            return start not in self._living
 
     def find_dead(self, error: Exception) -> bool:
         """Check all engines like ``lose``. Return True if some are dead and all of them may be replaced."""
-        with self._lock:
-            living = sorted(self._living)
-        self._bury(living, EngineError(str(error), code="engine-died"))
+        self._bury(self._living, EngineError(str(error), code="engine-died"))
         return self.has_dead
 
-    def _bury(self, numbers: Sequence[int], error: EngineError) -> None:
+    def _bury(self, starts: Sequence[EngineStart], error: EngineError) -> None:
         """Record which of these engines are dead, if all dead ones may be replaced."""
         if self._restarts_left < 1:
             return
-        dead = [number for number in numbers if not self.engines.is_alive(self._starts[number].actor)]
         with self._lock:
-            dead = [number for number in dead if number in self._living]  # another thread may have been faster
+            living = [start for start in starts if start in self._living]
+        dead = [start for start in living if not self.engines.is_alive(start.actor)]
+        with self._lock:
+            dead = [start for start in dead if start in self._living]  # another thread may have been faster
             if len(dead) > self._restarts_left:
                 return
-            for number in dead:
-                self._living.remove(number)
-                self._dead[self._starts[number].index] = error
+            for start in dead:
+                self._living.remove(start)
+                if start in self._serving.workers:
+                    self._serving.leave(start)
+                self._dead[start.index] = error
 
     @property
     def _restarts_left(self) -> int:
@@ -154,11 +159,12 @@ class EngineSupervisor:
     def admit(self) -> None:
         """Let all living engines serve. They must have the current weights."""
         with self._lock:
-            for number in self._living:
-                self._starts[number].serves = True
+            for start in self._living:
+                if start not in self._serving.workers:
+                    self._serving.join(start)
 
     def revive(self) -> None:
-        """Restart engines after the last serving one died. Call where weights can be sent.
+        """Restart engines if none serves, after the last one died. Call where weights can be sent.
 
         Raises:
             EngineError: an engine did not start, or no restart is left.
@@ -189,8 +195,11 @@ class EngineSupervisor:
             EngineError: a living engine failed, or a dead one may not be replaced.
         """
         with self._lock:
-            living = {self._starts[number].index: number for number in sorted(self._living)}
-        failures = self.engines.call_each(method, *arguments, phase=phase, indexes=living)
-        for index, error in failures.items():
-            if not self.lose(living[index], error):
-                raise error
+            living = list(self._living)
+        asked = [self.engines.ask(method, *arguments, phase=phase, indexes=[start.index]) for start in living]
+        for start, answers in zip(living, asked, strict=True):
+            try:
+                answers.result()
+            except EngineError as error:
+                if not self.lose(start, error):
+                    raise

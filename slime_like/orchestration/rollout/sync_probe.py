@@ -72,10 +72,8 @@ class ProbeGap:
     def __str__(self) -> str:
         if self.in_float32:
             return f"by up to {self.largest:.2e} (bound {self.bound:.0e})"
-        return (
-            f"by up to {self.largest:.2e}, with a median of {self.share:.2f} of how much the trainer's vary "
-            f"(bound {self.bound:g})"
-        )
+        median = f"a median of {self.share:.2f} of the trainer's spread (bound {self.bound:g})"
+        return f"by up to {self.largest:.2e}, with {median}"
 
 
 class Probe:
@@ -124,9 +122,8 @@ class Probe:
                     "it does not serve the weights it received",
                     code="probe-gap",
                     who=f"weight sync to version {version}",
-                    remedy="compare weights/probe_gap of earlier steps: if it has grown little by little this is "
-                    "rounding, and a larger sync.probe_tolerance lets the run go on; if it has jumped, report this, "
-                    "with the engine's version and log",
+                    remedy="compare weights/probe_gap of earlier steps: if it grew slowly, this is rounding, so raise "
+                    "sync.probe_tolerance; if it jumped, report this with the engine's version and log",
                 )
         return max(gap.largest for gap in gaps), self._note(max(gap.share for gap in gaps))
 
@@ -144,18 +141,13 @@ class Probe:
         """Take the first ``share`` as the baseline, and compare later shares with it."""
         if self._given is not None or self._dtype == "float32":
             return ""
+        differ = f"weight sync: engines and trainer differ by a median of {share:.3f} of the logprobs' spread"
         if self.baseline is None:
             self.baseline = share
-            return (
-                f"weight sync: engines and trainer differ by a median of {share:.3f} of how much logprobs vary; later "
-                f"syncs of this run fail above {self._bound():.3f}"
-            )
+            return f"{differ}; later syncs of this run fail above {self._bound():.3f}"
         if share <= self._from_baseline(_NOTED):
             return ""
-        return (
-            f"weight sync: engines and trainer differ by a median of {share:.3f} of how much logprobs vary, after "
-            f"{self.baseline:.3f} at the first sync; the run fails above {self._bound():.3f}"
-        )
+        return f"{differ}, up from {self.baseline:.3f} at the first sync; the run fails above {self._bound():.3f}"
 
 
 def probe_sequences(config: RunConfig, vocab_size: int, prompts: Sequence[Sequence[int]] = ()) -> list[list[int]]:

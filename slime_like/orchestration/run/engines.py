@@ -15,7 +15,6 @@ from slime_like.orchestration.cluster.ray_calls import watch_none
 from slime_like.orchestration.reference.workers import launch_references, reference_pool
 from slime_like.orchestration.rollout.colocation import SharedDevices, Turns
 from slime_like.orchestration.rollout.engine_group import EngineGroup
-from slime_like.orchestration.rollout.manager import RolloutManager
 from slime_like.orchestration.rollout.reference_pool import ReferencePool
 from slime_like.orchestration.rollout.supervisor import EngineSupervisor
 from slime_like.orchestration.trainer.group import TrainerGroup
@@ -43,7 +42,7 @@ def launch_engines(
     note: Callable[[str], None],
     shared_devices: Sequence[str] = (),
     watch: Callable[[], None] = watch_none,
-) -> tuple[RolloutManager, RewardPool]:
+) -> tuple[EngineSupervisor, RewardPool]:
     """Launch engines and reward workers. ``start`` of either waits for it, and ``stack`` ends both."""
     group = EngineGroup(config, placement, watch)
     stack.callback(group.shutdown)
@@ -51,12 +50,12 @@ def launch_engines(
     responses = config.rollout.prompts_per_step * config.rollout.samples_per_prompt
     pool = RewardPool(config.reward, responses, logs_directory())
     stack.callback(pool.close)
-    return RolloutManager(config, EngineSupervisor(group, config.rollout.max_engine_restarts, note)), pool
+    return EngineSupervisor(group, config.rollout, note), pool
 
 
 def start_engines(
     config: RunConfig, stack: ExitStack, placement: Placement, trainers: TrainerGroup, progress: Progress
-) -> tuple[RolloutManager, RewardPool, ReferencePool | None, Turns]:
+) -> tuple[EngineSupervisor, RewardPool, ReferencePool | None, Turns]:
     """Set up trainers, engines, reward workers and reference workers.
 
     All import at the same time, and each wait has a separate bound. Colocated engines load while the trainers are off
@@ -67,8 +66,7 @@ def start_engines(
         progress.note(warning)
     shared_devices = trainers.devices() if colocated else ()
     watch = trainers.liveness().check
-    engines, rewards = launch_engines(config, stack, placement, progress.note, shared_devices, watch)
-    supervisor = engines.supervisor
+    supervisor, rewards = launch_engines(config, stack, placement, progress.note, shared_devices, watch)
     workers = launch_references(config, stack, placement)
     with progress.waiting("trainer ranks", len(trainers)) as waiting:
         trainers.setup(waiting.left)
@@ -83,7 +81,7 @@ def start_engines(
     if references is not None:
         stack.callback(references.close)
     if not colocated:
-        return engines, rewards, references, Turns()
+        return supervisor, rewards, references, Turns()
     supervisor.sleep(keep_weights=False)  # the first sync follows
     trainers.onload()
-    return engines, rewards, references, SharedDevices(trainers, supervisor)
+    return supervisor, rewards, references, SharedDevices(trainers, supervisor)

@@ -26,6 +26,7 @@ from slime_like.orchestration.cluster.placement import Placement
 from slime_like.orchestration.reference.refresh import REFERENCE, Reference
 from slime_like.orchestration.rollout.advantages import require_group_scope
 from slime_like.orchestration.rollout.colocation import Turns
+from slime_like.orchestration.rollout.engine_client import EngineClient
 from slime_like.orchestration.rollout.evaluation import Evaluator, held_out
 from slime_like.orchestration.rollout.requests import stop_tokens
 from slime_like.orchestration.rollout.scoring import Scorer
@@ -129,18 +130,18 @@ def _open_rl(base: _Base) -> Run:
     placement, trainers, progress = placed.placement, placed.trainers, placed.progress
     _require_usable(config, on_cuda=placement.device == "GPU", hosts=placement.num_nodes)
     placed.launch_trainers()
-    engines, rewards, pool, devices = start_engines(config, stack, placement, trainers, progress)
+    supervisor, rewards, pool, devices = start_engines(config, stack, placement, trainers, progress)
     texts = prompts.longest(2)
-    sync = WeightSync(config, trainers.ranks, engines.supervisor, placement, devices, placed.run_name, texts)
+    sync = WeightSync(config, trainers.ranks, supervisor, placement, devices, placed.run_name, texts)
     with progress.waiting("connecting trainers and engines"):
         sync.connect()
     scorer = Scorer(config, rewards, base.tokenizer)
     ledger = Ledger.begin(config.run_dir)
     stack.callback(ledger.close)
     placed.checkpoints.also_write(ledger.snapshot, LEDGER)
-    source = source_class(config)(config, prompts, engines.client(), scorer, devices, ledger, engines.supervisor, pool)
+    source = source_class(config)(config, prompts, EngineClient(supervisor), scorer, devices, ledger, supervisor, pool)
     stack.callback(source.close)
-    evaluator = Evaluator(config, engines, scorer, datasets) if datasets else None
+    evaluator = Evaluator(config, EngineClient(supervisor), scorer, datasets) if datasets else None
     side = EngineSide(source, prompts, config.rollout.prompts_per_step, sync, ledger, evaluator, devices, pool)
     return placed.run(side, devices, Reference(config, trainers, pool))
 

@@ -12,8 +12,8 @@ from slime_like.observability.names import step_metrics
 from slime_like.observability.phases import PhaseTimes
 from slime_like.observability.records import RewardRecord, RolloutRecord, StepRecord
 from slime_like.observability.tables import SAMPLE_TABLE, TOKEN_TABLE, Decode, Row, per_sample_rows, per_token_rows
-from slime_like.orchestration.rollout.failures import by_reason, failure_text
 from slime_like.orchestration.rollout.rows import Rollout, rollouts_of, trained_spans
+from slime_like.orchestration.rollout.scoring import by_reason, failure_text
 from slime_like.orchestration.run.rollout_side import RolloutFigures
 from slime_like.orchestration.run.run import Run
 from slime_like.orchestration.run.step import TrainedStep

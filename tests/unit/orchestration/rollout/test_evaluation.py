@@ -1,6 +1,6 @@
-"""Evaluation over several files: names, figures of each and of all, unique groups.
+"""Evaluation over several files: names, figures per file and overall, unique groups.
 
-And engines that no trainer works beside: there whatever a run's file says of training.
+The last tests cover engines without trainers, which ignore training settings.
 """
 
 import io
@@ -31,7 +31,7 @@ SILENT = Progress("off", total_steps=0)
 
 
 class Engines:
-    """Sample i of every request has i + 1 tokens; the last one is cut."""
+    """Client whose sample i of every request has i + 1 tokens. The last sample is cut off."""
 
     def generate(self, requests: list[GenerationRequest], answered: Callable[[int], None]) -> list[list[Generation]]:
         assert len({request.request_id for request in requests}) == len(requests)
@@ -46,7 +46,7 @@ def _generation(length: int, reason: Any) -> Generation:
 
 
 class Scorer:
-    """In file "b" one sample of four is right, in file "a" none, and another has no result."""
+    """Scorer: in file "b", one sample of four is right. In file "a", none is, and one has no result."""
 
     def outcomes(self, groups: list[GroupedUnscoredTrajectories]) -> list[RewardOutcome]:
         return [
@@ -93,11 +93,11 @@ def test_each_file_and_all_of_them(tmp_path: Path) -> None:
     every = evaluator(files).run(3, SILENT, keep_all=True).samples
     assert len(every) == 32 and sum(sample.success for sample in every) == 6
     assert [sample.dataset for sample in every] == ["a"] * 8 + ["b"] * 24
-    assert all(sample.dataset == sample.answer for sample in every)  # rows answer with the name of their file
+    assert all(sample.dataset == sample.answer for sample in every)  # the answer is the name of the file
 
 
 def test_a_file_of_another_data_set_than_the_training_data(tmp_path: Path) -> None:
-    """Trained on GSM8K's rows, evaluated on MATH's and on plain ones."""
+    """Training uses rows of GSM8K, evaluation rows of MATH and plain rows."""
     rows = {
         "train": {"question": "1+1?", "answer": "It is 2.\n#### 2"},
         "math": {"problem": "1+2?", "solution": "It is $\\boxed{3}$."},
@@ -119,7 +119,7 @@ def test_a_file_of_another_data_set_than_the_training_data(tmp_path: Path) -> No
     assert first_row(config) == Task("1+1?", "2")
 
 
-def test_names_differ() -> None:
+def test_names_of_files_are_unique() -> None:
     assert dataset_names([Path("x/math.jsonl"), Path("aime.parquet")]) == ["math", "aime"]
     assert dataset_names([Path("x/test.jsonl"), Path("y/test.jsonl")]) == ["x/test", "y/test"]
     assert dataset_names([Path("x/t.jsonl"), Path("x/t.jsonl")]) == ["t-0", "t-1"]
@@ -142,13 +142,13 @@ def _config(tmp_path: Path, *flags: str) -> RunConfig:
 
 
 @pytest.mark.parametrize("flags", OF_TRAINING, ids=" ".join)
-def test_settings_of_training_do_not_reach_them(tmp_path: Path, flags: list[str]) -> None:
+def test_engines_alone_ignore_training_settings(tmp_path: Path, flags: list[str]) -> None:
     alone = engines_alone(_config(tmp_path, *flags))
     assert alone == engines_alone(_config(tmp_path))
     assert bundle_sizes(alone, with_trainers=False) == [2, 2]
 
 
-def test_settings_of_their_own_do(tmp_path: Path) -> None:
+def test_engines_alone_keep_their_settings(tmp_path: Path) -> None:
     config = _config(tmp_path, "--trainer.start_timeout_s", "7", "--rollout.stream", "true")
     alone = engines_alone(config)
     assert alone.trainer.start_timeout_s == 7

@@ -1,4 +1,4 @@
-"""The logprob pool on plain objects: who scores what, and what becomes of a worker's groups when it fails."""
+"""The reference pool on plain objects: routing, failures of workers, and restarts."""
 
 import threading
 import time
@@ -29,7 +29,7 @@ def group(number: int, samples: int = 2, length: int = 8) -> RewardedGroup:
 
 
 class Worker:
-    """Its logprob of a token is minus the token. Works when it may; fails when the test says so."""
+    """Worker with minus the token as a token's logprob. It waits for ``may_work``, and fails if ``fails`` is set."""
 
     def __init__(self, name: str, may_work: bool = True) -> None:
         self.name = name
@@ -80,7 +80,7 @@ def check(found: list[RewardedGroup], numbers: range) -> None:
             assert torch.equal(logprobs, -trajectory.response_tokens.float())
 
 
-def test_groups_come_out_with_their_own_logprobs() -> None:
+def test_every_group_gets_its_logprobs() -> None:
     pool = ReferencePool(request_tokens=40)
     pool.join(Worker("one"))
     pool.join(Worker("two"))
@@ -94,13 +94,13 @@ def test_groups_come_out_with_their_own_logprobs() -> None:
     pool.close()
 
 
-def test_waiting_groups_go_together_to_the_worker_with_least_to_do() -> None:
-    """Groups of 16 tokens, requests of 40: two each. Both workers have two requests at most; a third waits here."""
+def test_waiting_groups_go_together_to_the_least_loaded_worker() -> None:
+    """A request of at most 40 tokens holds two groups of 16. A worker has at most two requests; more wait."""
     pool, workers = ReferencePool(request_tokens=40), [Worker("one", False), Worker("two", False)]
     pool.submit(group(0, length=16))
     pool.join(workers[0])
     assert pool.poll(0.0) == []
-    pool.join(workers[1])  # late, and at once the one with less to do
+    pool.join(workers[1])  # joins late, with less to do
     for number in range(1, 9):
         pool.submit(group(number))
     assert pool.poll(0.0) == [] and len(pool) == 9
@@ -112,7 +112,7 @@ def test_waiting_groups_go_together_to_the_worker_with_least_to_do() -> None:
     pool.close()
 
 
-def test_a_worker_that_fails_leaves_and_its_groups_are_scored_by_others() -> None:
+def test_groups_of_a_failed_worker_are_scored_by_others() -> None:
     pool, bad, good = ReferencePool(request_tokens=16), Worker("bad", False), Worker("good", False)
     pool.join(bad)
     pool.join(good)
@@ -134,8 +134,8 @@ def test_a_worker_that_fails_leaves_and_its_groups_are_scored_by_others() -> Non
     pool.close()
 
 
-def test_a_worker_that_fails_is_started_again_and_gets_what_it_had(rejects: Rejects) -> None:
-    """The only one: groups wait until it is back. It does not start at once, and restarts are counted."""
+def test_a_failed_worker_restarts_and_gets_its_groups_again(rejects: Rejects) -> None:
+    """Groups wait for the only worker. Its first two restarts fail, and every restart counts."""
     pool, bad = ReferencePool(request_tokens=16, max_restarts=3), Worker("bad")
     bad.fails, bad.fatal_starts = True, 2
     pool.join(bad)
@@ -156,7 +156,7 @@ def test_a_worker_that_fails_is_started_again_and_gets_what_it_had(rejects: Reje
     pool.close()
 
 
-def test_a_worker_that_never_starts_again_ends_the_run(rejects: Rejects) -> None:
+def test_a_worker_whose_restarts_all_fail_ends_the_run(rejects: Rejects) -> None:
     pool, bad = ReferencePool(request_tokens=16, max_restarts=2), Worker("bad")
     bad.fails, bad.fatal_starts = True, 9
     pool.join(bad)
@@ -167,8 +167,8 @@ def test_a_worker_that_never_starts_again_ends_the_run(rejects: Rejects) -> None
     pool.close()
 
 
-def test_what_begins_after_a_refresh_is_scored_with_the_new_weights() -> None:
-    """Also by a worker that has to be restarted for it. Weights that may be in use are reported."""
+def test_requests_after_a_refresh_use_the_new_weights() -> None:
+    """So does a worker that restarts. The pool reports weights that may be in use."""
     pool, worker = ReferencePool(request_tokens=16, max_restarts=1), Worker("one")
     pool.join(worker)
     for number, weights in enumerate((None, Path("step-2"), Path("step-4"))):

@@ -1,6 +1,6 @@
-"""Rollouts of several rows, from an engine's segments to figures: what is a rollout's is counted once.
+"""Rollouts of several rows, from an engine's segments to figures. A rollout counts once.
 
-The reward functions are a stand-in that gives each response its length; everything else is the run's own.
+A stand-in for the reward functions rewards each response with its length. Everything else is the product's code.
 """
 
 import statistics
@@ -41,7 +41,7 @@ def text_of(tokens: Sequence[int]) -> str:
 
 
 def segment(prompt: str, response: str, version: int = 0) -> Segment:
-    """Capitals are what the model sampled and this row trains."""
+    """Build a segment. Capitals are sampled tokens that this row trains."""
     mask = np.array([letter.isupper() for letter in response])
     logprobs = np.where(mask, -np.arange(1.0, len(response) + 1), 0).astype(np.float32)
     return Segment(ids(prompt), ids(response), logprobs, np.full(len(response), version), mask)
@@ -57,7 +57,7 @@ def plain(response: str, reason: Any = "stop") -> Generation:
 
 
 def generations(first: int = 0) -> list[Generation]:
-    """Rollouts of 3, 1, 2 and 1 rows. The last row of the third has more loss than its first, which begins later."""
+    """Return rollouts of 3, 1, 2 and 1 rows."""
     return [
         generation(segment("p", "AB", first), segment("pABx", "CyDE", first + 1), segment("sum", "FGH", first + 1)),
         plain("IJKL", reason="length"),
@@ -67,9 +67,9 @@ def generations(first: int = 0) -> list[Generation]:
 
 
 LENGTHS = [2 + 3 + 3, 4, 1 + 3, 2]
-"""Sampled tokens of each."""
+"""Sampled tokens of each rollout."""
 REWARDS = [3.0, 4.0, 3.0, 1.0]
-"""Length of what is judged, "FGH", "IJKL", "NOP" and "R"."""
+"""Lengths of the judged texts "FGH", "IJKL", "NOP" and "R"."""
 
 
 class Tokenizer:
@@ -78,7 +78,7 @@ class Tokenizer:
 
 
 class Pool:
-    """Gives a response its length; group 8 fails. Keeps what it was asked."""
+    """Pool that rewards a response with its length, and fails in group 8."""
 
     def __init__(self) -> None:
         self.items: list[RewardItem] = []
@@ -100,7 +100,7 @@ def config(**sections: Any) -> RunConfig:
 
 
 def scored(settings: RunConfig, pool: Any = None) -> list[ScoredTrajectory]:
-    """Groups 7 and 9 of four rollouts each; of the latter only the second to the fourth."""
+    """Return group 7 of four rollouts, and group 9 of the last three."""
     scorer = Scorer(settings, cast(Any, pool or Pool()), Tokenizer())
     groups = [
         to_group(Prompt(tuple(ids("p")), "answer", number, 0, 0), answers, 1.0)
@@ -187,7 +187,7 @@ def test_a_rollout_has_one_reward_and_one_advantage() -> None:
 
 
 def test_the_overlong_penalty_counts_a_rollouts_tokens() -> None:
-    """Sampled tokens over all rows, 8, 4, 4 and 2 of at most 9; of the last, a single row, its observation too."""
+    """Sampled tokens of all rows count. In the last rollout, a single row, its observation counts, too."""
     settings = config(algorithm={"overlong_buffer": 8, "advantage": "pass_through"}, rollout={"max_new_tokens": 9})
     rows = scored(settings)
     penalties = {"7-0": 7 / 8, "7-1": 3 / 8, "7-2": 3 / 8, "7-3": 2 / 8}
@@ -197,7 +197,7 @@ def test_the_overlong_penalty_counts_a_rollouts_tokens() -> None:
 
 
 def test_a_conversation_belongs_to_the_last_row() -> None:
-    """The environment's reward counts once; turns of each row are those that it shows."""
+    """The environment's reward counts once. A row's metadata has its turns."""
     functions = [{"name": "environment"}]
     talk = Conversation(((0, 1), (2, 3)), reward=0.25, success=True, metadata=({"k": 1}, {}))
     answers = [generation(segment("p", "AxB"), segment("q", "CxD"), conversation=talk), plain("E")]
@@ -220,7 +220,7 @@ def test_a_conversation_belongs_to_the_last_row() -> None:
 
 
 # ---------------------------------------------------------------------------------------------------------- figures
-def test_figures_of_a_step_are_of_rollouts() -> None:
+def test_figures_of_a_step_count_rollouts() -> None:
     notes: list[str] = []
     run: Any = SimpleNamespace(
         config=config(), rollout=RolloutSide(cast(Any, None), dict), progress=SimpleNamespace(note=notes.append)

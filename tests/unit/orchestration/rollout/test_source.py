@@ -1,4 +1,4 @@
-"""Batches from a pool whose answers come in any order: staleness is bounded, every group is trained once."""
+"""Batches from answers in any order: staleness is bounded, and every group is trained once."""
 
 import json
 import random
@@ -21,12 +21,13 @@ from slime_like.data.prompts import Prompt
 from slime_like.errors import EngineError, RewardError
 from slime_like.interfaces import Generation, GenerationRequest
 from slime_like.observability.phases import PhaseClock
+from slime_like.orchestration.rollout import source as source_module
 from slime_like.orchestration.rollout.colocation import Turns
 from slime_like.orchestration.rollout.group_store import GroupStore
-from slime_like.orchestration.rollout.manager import NoEngineLeft
 from slime_like.orchestration.rollout.reference_pool import ReferencePool
 from slime_like.orchestration.rollout.scoring import RewardedGroup
 from slime_like.orchestration.rollout.source import RolloutSource, source_class
+from slime_like.orchestration.rollout.supervisor import NoEngineLeft
 from slime_like.trajectory import GroupedUnscoredTrajectories, ScoredTrajectory, UnscoredTrajectory
 from tests.support.rejections import Rejects
 from tests.unit.checks.checkpoint import write_checkpoint
@@ -53,12 +54,12 @@ class Prompts:
 
 
 class ShuffledClient:
-    """Answers a random few of the requests it holds at every poll, and now and then loses its engine."""
+    """Client that answers a few random requests at every poll, and sometimes loses its engine."""
 
     def __init__(self, seed: int, dies_at: Collection[int] = ()) -> None:
-        self.held: list[GenerationRequest] = []
-        self.resent: list[str] = []
-        self.under_way: dict[int, int] = {}  # in every step, as its first samples come out
+        self.held: list[tuple[Prompt, GenerationRequest]] = []
+        self.resent: list[Prompt] = []
+        self.under_way: dict[int, int] = {}  # in every step, when its first samples are returned
         self.polls = 0
         self.version = 0
         self.dead = False
@@ -69,23 +70,23 @@ class ShuffledClient:
     def __len__(self) -> int:
         return len(self.held)
 
-    def submit(self, request: GenerationRequest) -> None:
-        self.held.append(request)
+    def submit(self, prompt: Prompt, request: GenerationRequest) -> None:
+        self.held.append((prompt, request))
 
-    def poll(self, timeout_s: float) -> list[tuple[GenerationRequest, list[Generation]]]:
+    def poll(self, timeout_s: float) -> list[tuple[Prompt, list[Generation]]]:
         self.polls += 1
         if self.polls in self._dies_at:
             self.dead = True
-            self.resent += [request.request_id for request in self.held]
+            self.resent += [prompt for prompt, _ in self.held]
         if self.dead:
             raise NoEngineLeft("the only engine died")
         self._random.shuffle(self.held)
         count = self._random.randint(0, min(3, len(self.held)))
         answered, self.held = self.held[:count], self.held[count:]
-        return [(request, [self._generation() for _ in range(request.num_samples)]) for request in answered]
+        return [(prompt, [self._generation() for _ in range(asked.num_samples)]) for prompt, asked in answered]
 
-    def abort(self, request_ids: Collection[str]) -> None:
-        self.held = [request for request in self.held if request.request_id not in request_ids]
+    def abort(self) -> None:
+        self.held = []
 
     def _generation(self) -> Generation:
         return Generation(np.array([3]), np.zeros(1, np.float32), np.array([self.version]), "stop")
@@ -93,7 +94,7 @@ class ShuffledClient:
 
 @dataclass
 class CoinScorer:
-    """Rewards that are all alike in every third group, or in others; penalties of lengths differ in all of them."""
+    """Scorer with equal rewards in every ``flat_every``-th group. Length penalties differ in all groups."""
 
     flat_every: int = 3
 
@@ -111,7 +112,8 @@ class CoinScorer:
 
 
 @pytest.fixture
-def run_dir(tmp_path: Path) -> Path:
+def run_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setattr(source_module, "_SHORT_POLL_S", 0.005)
     write_checkpoint(tmp_path / "model")
     return tmp_path
 
@@ -134,7 +136,8 @@ def source(
     revived: list[int] = []
 
     def revive() -> None:
-        revived.append(client.version)
+        if client.dead:
+            revived.append(client.version)
         client.dead = False
 
     config = settings(run_dir, **rollout)
@@ -178,7 +181,7 @@ def batches(
 def test_every_group_is_trained_once_and_none_is_too_old(
     run_dir: Path, rollout: dict[str, Any], drop: bool, stream: bool, seed: int
 ) -> None:
-    """With oversampling, what is late is aborted."""
+    """With oversampling, late groups are aborted."""
     client, ahead = ShuffledClient(seed, dies_at=(3, 17)), rollout.get("max_staleness", 0)
     made, revived = source(run_dir, client, drop_zero_spread=drop, **rollout)
     trained = [group for batch in batches(made, client, stream=stream, max_staleness=ahead) for group in batch]
@@ -190,7 +193,7 @@ def test_every_group_is_trained_once_and_none_is_too_old(
     assert audit.issued == audit.trained + sum(audit.dropped.values())
     assert ("zero spread" in audit.dropped, "oversampled" in audit.dropped) == (drop, "oversample" in rollout)
     assert not drop or all(group % 3 != 2 for group in trained)
-    if not drop and not rollout:  # in turn, every step has the next prompts, in whatever order they are streamed
+    if not drop and not rollout:  # each step has the next prompts, streamed in any order
         sizes = range(0, len(trained), PROMPTS)
         assert [group for i in sizes for group in sorted(trained[i : i + PROMPTS])] == sorted(trained)
         assert stream or trained == sorted(trained)
@@ -198,8 +201,8 @@ def test_every_group_is_trained_once_and_none_is_too_old(
     assert len(revived) >= 1 and not (client.held and ahead == 0)
 
 
-class Opinions(Worker):
-    """Takes its time, and may fail at its n-th request."""
+class SlowWorker(Worker):
+    """Slow worker that may fail at its n-th request."""
 
     fails_at = 0
 
@@ -216,10 +219,10 @@ def test_groups_are_ready_when_the_reference_has_scored_them(
     run_dir: Path, rollout: dict[str, Any], stream: bool
 ) -> None:
     client, pool = ShuffledClient(0, dies_at=(5,)), ReferencePool(request_tokens=10)
-    first = Opinions("first")
+    first = SlowWorker("first")
     first.fails_at = 7
     pool.join(first)
-    pool.join(Opinions("second"))
+    pool.join(SlowWorker("second"))
     opinions: list[tuple[int, float]] = []
 
     class Scorer(CoinScorer):
@@ -240,9 +243,9 @@ def test_groups_are_ready_when_the_reference_has_scored_them(
     assert pool.news == ["first left the logprob pool (first rank 0 died while scoring)"]
 
 
-def test_what_was_in_flight_is_issued_again(run_dir: Path) -> None:
-    """Interrupted with groups under way and groups ready: state and ledger go on in another source. Groups that the
-    thread issues between the state and the ledger's copy are issued again, too."""
+def test_a_resumed_run_issues_groups_in_flight_again(run_dir: Path) -> None:
+    """Groups under way and ready groups continue in another source. So do groups that the thread issues between the
+    copies of state and ledger."""
     client = ShuffledClient(1)
     made, _ = source(run_dir, client, max_staleness=2)
     before = [group for batch in batches(made, client, last=5, max_staleness=2) for group in batch]
@@ -262,10 +265,10 @@ def test_what_was_in_flight_is_issued_again(run_dir: Path) -> None:
 
 
 def test_the_state_in_a_checkpoint_keeps_its_format(run_dir: Path) -> None:
-    """Literally, as checkpoints on disk have it: what was under way is issued first, then new prompts."""
+    """Interrupted prompts are issued first, then new ones."""
     prompt = {"tokens": [1, 2], "answer": "4", "epoch": 0, "row": 7, "response_tokens": None, "environment": {"a": 1}}
     state = {"data": {"issued": 6}, "in_flight": [prompt | {"group_id": 3}, prompt | {"group_id": 5}]}
-    store = GroupStore(settings(run_dir), Prompts(), Ledger.begin(run_dir))  # type: ignore[arg-type]
+    store = GroupStore(settings(run_dir).rollout, STEPS, Prompts(), Ledger.begin(run_dir))  # type: ignore[arg-type]
     store.load_state_dict(state)
     assert json.loads(json.dumps(store.state_dict())) == state | {"ledger_events": 0}
     issued = store.issue()
@@ -275,7 +278,7 @@ def test_the_state_in_a_checkpoint_keeps_its_format(run_dir: Path) -> None:
 
 
 def test_the_samples_of_the_next_batch_are_counted(run_dir: Path) -> None:
-    """Rewarded or not, taken or not; a group that is dropped counts no more, nor do those of later batches."""
+    """Rewarded and taken groups count. Dropped groups and those of later batches don't."""
     store = source(run_dir, ShuffledClient(0), max_staleness=1)[0].store
     assert (len(store.issue()), store.sampled()) == (2 * PROMPTS, 0)
     store.generated([2, 0])

@@ -1,7 +1,7 @@
-"""The bound on staleness, against the rule as a sentence: every group that exists can still be trained in time.
+"""The staleness bound against its rule: every group that exists can still be trained in time.
 
-A group of version v may be trained in steps up to v + max_staleness + 1. The rule is checked by trying every order of
-the groups left behind, not by the gate's arithmetic.
+A group of version v may be trained in steps up to v + max_staleness + 1. The tests try every order of the groups left
+behind, instead of the gate's arithmetic.
 """
 
 from itertools import permutations
@@ -13,7 +13,7 @@ from slime_like.orchestration.rollout.staleness import StalenessGate
 
 
 def in_time(versions: list[int], step: int, room: int, batch_size: int, max_staleness: int) -> bool:
-    """Whether some order of the groups trains each in time: ``room`` of them in ``step``, then whole batches."""
+    """Return whether some order of the groups trains each in time: ``room`` groups in ``step``, then whole batches."""
 
     def trained_in(place: int) -> int:
         return step if place < room else step + 1 + (place - room) // batch_size
@@ -50,7 +50,7 @@ def test_a_batch_takes_the_most_that_leaves_the_others_in_time(
 def test_prompts_are_issued_until_the_batches_that_may_exist_are_full(
     batch_size: int, max_staleness: int, steps: int, data: st.DataObject
 ) -> None:
-    """Counted one by one, over the whole run: groups that are trained, in the batch, or held."""
+    """Count trained groups, groups in the batch, and held groups of the whole run, one by one."""
     gate = StalenessGate(batch_size, max_staleness, steps)
     gate.serve(formed := data.draw(st.integers(0, steps), "formed"))
     ahead = data.draw(st.integers(0, max_staleness), "batches formed ahead of the served version")

@@ -1,10 +1,11 @@
-"""Engines that die at any call: what a replacement costs, what it has when it serves, and what a device holds."""
+"""Engines that die at any call: the restart budget, the weights that a replacement serves, and device memory."""
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
+from unittest.mock import Mock
 
 import pytest
 
@@ -23,7 +24,7 @@ STEPS = 2
 
 @dataclass
 class Engine:
-    """One start of one engine. It serves a version unless an update has begun and not ended."""
+    """One start of one engine. It serves a version, except during an update."""
 
     alive: bool = True
     memory: set[str] = field(default_factory=lambda: {"weights", "kv_cache"})
@@ -32,11 +33,11 @@ class Engine:
 
 
 class Engines:
-    """As an ``EngineGroup``. Engine 0 dies right before its call number ``dies_at``."""
+    """An ``EngineGroup``. Engine 0 dies right before its call number ``dies_at``."""
 
     def __init__(self, shared: bool, count: int = 1, dies_at: int | None = None) -> None:
         self.all = [Engine() for _ in range(count)]
-        self.trainers: set[str] = set()  # what they have on the device
+        self.trainers: set[str] = set()  # parts on the device
         self._shared = shared
         self.calls = 0
         self._dies_at = dies_at
@@ -63,7 +64,7 @@ class Engines:
         return actor.alive
 
     def look(self) -> None:
-        """No shared device ever holds optimizer state and KV cache at once."""
+        """No shared device ever holds optimizer state and KV cache at the same time."""
         if self._shared and "state" in self.trainers:
             assert not any(engine.alive and "kv_cache" in engine.memory for engine in self.all)
 
@@ -76,23 +77,20 @@ class Engines:
             raise EngineError(f"engine {index} died")
         return self.all[index]
 
-    def call_each(self, method: str, *arguments: Any, phase: str, indexes: Iterable[int]) -> dict[int, EngineError]:
-        failures = {}
-        for index in indexes:
-            try:
-                memory = self._touch(index).memory
-            except EngineError as error:
-                failures[index] = error
-                continue
-            if method == "sleep":
-                if arguments == (False,) and "weights" in memory:
-                    self.all[index].version = None
-                memory.clear()
-            else:
-                assert not memory & set(*arguments), "it is there already"
-                memory.update(*arguments)
+    def ask(self, method: str, *arguments: Any, phase: str, indexes: Iterable[int]) -> Later[None]:
+        (index,) = indexes
+        return Later(lambda: self._sleep_or_wake(index, method, *arguments))
+
+    def _sleep_or_wake(self, index: int, method: str, argument: Any) -> None:
+        memory = self._touch(index).memory
+        if method == "sleep":
+            if not argument and "weights" in memory:
+                self.all[index].version = None
+            memory.clear()
+        else:
+            assert not memory & set(argument), "it is already there"
+            memory.update(argument)
         self.look()
-        return failures
 
     def generate(self) -> None:
         for index in range(len(self)):
@@ -100,7 +98,7 @@ class Engines:
             assert engine.memory == {"weights", "kv_cache"} and not (self._shared and self.trainers)
 
     def require_trainers(self) -> None:
-        """Where devices are shared, trainers have them alone."""
+        """Check that engines hold nothing on shared devices."""
         if self._shared:
             assert self.trainers == {"weights", "state"}
             assert not any(engine.alive and engine.memory for engine in self.all)
@@ -154,7 +152,7 @@ class Trainers(OneRank):
 
 @dataclass
 class Run:
-    """A loop of two steps that trains nothing."""
+    """A loop of two steps without training."""
 
     engines: Engines
     supervisor: EngineSupervisor
@@ -163,23 +161,23 @@ class Run:
     notes: list[str]
 
     def sample(self) -> None:
-        """What a flight does with an engine that does not answer."""
+        """Sample like ``EngineClient``, also when an engine does not answer."""
         self.turns.generation()
         self.turns.generation()  # an evaluation
         while True:
             if not (serving := self.supervisor.serving):
                 self.supervisor.revive()
                 continue
-            engines = [cast(Engine, self.supervisor.actor(number)) for number in serving]
+            engines = [cast(Engine, start.actor) for start in serving]
             assert all(engine.version == self.version for engine in engines if engine.alive)
             try:
                 self.engines.generate()
             except EngineError as error:
-                lost = [number for number in serving if not self.supervisor.actor(number).alive]
-                if not all(self.supervisor.lose(number, error) for number in lost):
+                lost = [start for start in serving if not start.actor.alive]
+                if not all(self.supervisor.lose(start, error) for start in lost):
                     raise
             if self.supervisor.serving:
-                return  # those that are left have answered everything
+                return  # the remaining engines have answered everything
 
     def go(self) -> None:
         self.version = 0
@@ -192,7 +190,7 @@ class Run:
             self.sync.run(step)
             self.version = step
             if step == 1:
-                self.turns.training(keep_weights=True)  # a checkpoint, and then samples
+                self.turns.training(keep_weights=True)  # a checkpoint, then sampling
                 self.engines.require_trainers()
 
 
@@ -203,11 +201,12 @@ def make(tmp_path: Path) -> Callable[..., Run]:
     def run(placement: str = "colocated", restarts: int = 2, **engines: Any) -> Run:
         config = RunConfig(
             run_dir=tmp_path, model={"path": tmp_path / "model"}, steps=STEPS, sync={"verify": False},
-            cluster={"placement": placement}, rollout={"num_engines": engines.get("count", 1)},
+            cluster={"placement": placement},
+            rollout={"num_engines": engines.get("count", 1), "max_engine_restarts": restarts},
         )  # fmt: skip
         group, notes = Engines(placement == "colocated", **engines), list[str]()
         trainers: Any = Trainers(group)
-        supervisor = EngineSupervisor(cast(Any, group), restarts, notes.append)
+        supervisor = EngineSupervisor(cast(Any, group), config.rollout, notes.append)
         supervisor.start()
         turns: Turns = Turns()
         if placement == "colocated":
@@ -232,14 +231,14 @@ def calls_of(make: Callable[..., Run], placement: str, count: int) -> int:
 @pytest.mark.parametrize("placement", ["separate", "colocated"])
 @pytest.mark.parametrize("count", [1, 2])
 def test_an_engine_may_die_at_any_call(make: Callable[..., Run], placement: str, count: int) -> None:
-    """It costs one restart; in the end every engine serves the last version, its memory where it belongs."""
+    """A death costs one restart. In the end, every engine serves the last version."""
     first = make(placement, count=count).engines.calls + 1
     last = first + calls_of(make, placement, count)
     assert last - first >= 3 * 3 + STEPS  # three calls of three syncs, and the sampling of every step
     for dies_at in range(first, last):
         run = make(placement, count=count, dies_at=dies_at)
         run.go()
-        run.sample()  # a death at the very last call is found here, and mended by the next sync
+        run.sample()  # finds a death at the very last call, which the next sync repairs
         run.sync.run(STEPS)
         assert run.supervisor.generation == 1, dies_at
         assert [note.startswith("engine 0 was restarted (") for note in run.notes] == [True]
@@ -266,32 +265,32 @@ def test_deaths_beyond_the_budget_replace_nothing(make: Callable[..., Run], reje
         run.sync.run(0)
 
 
-def test_a_failure_of_an_engine_that_lives_is_raised(
+def test_a_failure_of_a_living_engine_is_raised(
     make: Callable[..., Run], monkeypatch: pytest.MonkeyPatch, rejects: Rejects
 ) -> None:
     run = make("colocated", count=2)
     assert not run.supervisor.lose(run.supervisor.serving[0], EngineError("refused"))
     assert len(run.supervisor.serving) == 2
-    monkeypatch.setattr(run.engines, "call_each", lambda *_, **__: {1: EngineError("engine 1 has no memory left")})
+    monkeypatch.setattr(run.engines, "_sleep_or_wake", Mock(side_effect=EngineError("engine 1 has no memory left")))
     with rejects(EngineError, "engine"):
         run.supervisor.sleep(keep_weights=True)
 
 
-def test_a_replacement_serves_nothing_before_it_has_the_weights(make: Callable[..., Run]) -> None:
+def test_a_replacement_serves_only_with_the_current_weights(make: Callable[..., Run]) -> None:
     run = make("separate", count=2)
     run.sync.run(0)
-    kept, lost = run.supervisor.serving[1], run.supervisor.serving[0]
+    lost, kept = run.supervisor.serving
     run.engines.all[0].alive = False
     assert run.supervisor.lose(lost, EngineError("killed"))
-    assert run.supervisor.lose(lost, EngineError("killed"))  # another thread finds it, too
+    assert run.supervisor.lose(lost, EngineError("killed"))  # as another thread may
     run.supervisor.replace_dead()
     assert run.supervisor.serving == [kept]
     assert not run.supervisor.has_dead
     run.supervisor.admit()
-    assert run.supervisor.serving == [kept, kept + 1]  # a new number
+    assert run.supervisor.serving[0] is kept and run.supervisor.serving[1] is not lost
 
 
-def test_without_a_weight_source_a_replacement_serves_what_it_loads(make: Callable[..., Run]) -> None:
+def test_without_a_weight_source_a_replacement_serves_immediately(make: Callable[..., Run]) -> None:
     run = make("separate")
     run.supervisor.replace_and_sync = None
     run.engines.all[0].alive = False
