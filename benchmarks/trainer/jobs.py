@@ -14,9 +14,8 @@ from benchmarks.trainer.table import Workload
 from benchmarks.trainer.work import matmul_ceiling, step_flops
 from slime_like.config import RunConfig
 from slime_like.models.dimensions import ModelDimensions
-from slime_like.planning.estimates import estimated_kinds, plannable_backend
 from slime_like.planning.memory import trainer_phases
-from slime_like.planning.planned_run import PlannedRun
+from slime_like.planning.planned_run import PlannedRun, estimated_kinds, plannable_backend
 from slime_like.system.onednn import use_onednn
 from slime_like.trajectory import PackedTrajectory
 

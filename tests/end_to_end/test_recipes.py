@@ -10,12 +10,10 @@ from slime_like.commands.root import run
 from slime_like.config import ParallelConfig, RunConfig
 from slime_like.config.reading.load import load_config
 from slime_like.errors import ConfigError
-from slime_like.planning.bounds import least_kept_bytes
-from slime_like.planning.estimates import plannable_backend
 from slime_like.planning.plan import make_plan
-from slime_like.planning.planned_run import PlannedRun
+from slime_like.planning.planned_run import PlannedRun, plannable_backend
 from slime_like.planning.result import Plan
-from slime_like.planning.search import search
+from slime_like.planning.search import least_bytes, search
 from slime_like.planning.units import memory_text, seconds_text
 from tests.support.published import ROOT, at_the_root, with_fewer_layers  # noqa: F401
 from tests.unit.checks.checkpoint import EXPERTS, write_checkpoint
@@ -60,7 +58,10 @@ def test_recipe_fits_the_gpus_it_names(name: str) -> None:
     assert plan.gpus_in_use == plan.nodes * plan.hardware.gpus_per_node == RECIPES[name]
     assert plan.step is not None and plan.step.total > 0
     first = plan.kinds[0].estimate.memory  # what the search need not follow to know that it is too large
-    assert 0.4 < least_kept_bytes(planned) / (first.saved_bytes * first.in_flight) < 1
+    _, kept, inputs = least_bytes(planned)
+    recomputed = config.trainer.recomputed_layers(planned.dimensions.num_layers) / planned.dimensions.num_layers
+    least = recomputed * inputs + (1 - recomputed) * kept
+    assert 0.4 < least / (first.saved_bytes * first.in_flight) < 1
     dense = config.trainer.parallel.expert == 1
     if dense:  # a tied embedding lies on the first and on the last stage
         layout = config.trainer.parallel
@@ -134,7 +135,7 @@ def test_code_that_is_elsewhere_does_not_keep_a_run_from_fitting(small: list[str
         (["--rollout.max_new_tokens", "32000"], ["max_position_embeddings", "target_tokens_per_batch"]),
         (
             ["--cluster.host_memory_gib", "0.25"],
-            ["cluster.host_memory_gib=0.25; most of it is checkpoint save", "docs/tuning.md"],
+            ["cluster.host_memory_gib=0.25: a node needs", "most of it is checkpoint save"],
         ),
         (["--preflight"], ["data.train=", "no *.safetensors file"]),
     ],
@@ -180,10 +181,11 @@ def test_search_lists_what_fits_fastest_first(small: list[str]) -> None:
     assert times == sorted(times)
     assert make_plan(PlannedRun.of(_config([*small, *flags, *found[0].flags.split()]))).problems == []
     for candidate in found:
-        assert candidate.parallel.world_size == 4
+        assert candidate.trainer.parallel.world_size == 4
         assert candidate.tightest.fits
-        written = json.loads(json.dumps(candidate.to_json(), default=str))
-        assert written["parallel"]["data"] == candidate.parallel.data and written["seconds"] == candidate.seconds
+        written = json.loads(json.dumps(candidate.to_json()))
+        assert written["parallel"]["data"] == candidate.trainer.parallel.data
+        assert written["total"] == candidate.step.total
 
 
 def test_search_finds_nothing_where_nothing_fits(small: list[str], tmp_path: Path, capsys: Capture) -> None:

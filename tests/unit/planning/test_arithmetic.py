@@ -14,12 +14,11 @@ from slime_like.interfaces.estimate import RankEstimate, RankKind, Traffic, Trai
 from slime_like.models.dimensions import ModelDimensions
 from slime_like.models.weight_files import header_shapes
 from slime_like.planning import checks
-from slime_like.planning.engines import plan_engine
-from slime_like.planning.generation import predict_generation
+from slime_like.planning.engines import plan_engine, predict_generation
 from slime_like.planning.hardware import GIB, Hardware
 from slime_like.planning.memory import host_memory, save_bytes, trainer_phases
 from slime_like.planning.planned_run import PlannedRun
-from slime_like.planning.step_time import pass_parts, predict, traffic_per_step
+from slime_like.planning.step_time import pass_parts, predict
 from tests.parallel.tiny import save_checkpoint
 
 MODELS = Path(__file__).parents[3] / "configs" / "models"
@@ -174,8 +173,6 @@ def test_step_of_known_size() -> None:
     update = 1e9 / (50e9 * 0.8) + (12 + 8) * GIB / (3350e9 * 0.6)
     assert step.training == pytest.approx(5 * ONE_PASS_S + update)
     assert (step.generation, step.scoring, step.sync) == (0, 0, 0)
-    sent = {(item.axis, item.link): item.nbytes for item in traffic_per_step(run, estimate())}
-    assert sent == {("tensor", "NVLink"): 4e9, ("context", "network"): 4e9, ("data", "network"): 1e9}
 
 
 def test_a_ceiling_that_was_never_measured_is_assumed() -> None:
@@ -208,7 +205,7 @@ def test_what_training_s_seconds_go_to() -> None:
     assert step.lost["pipeline bubble"] == pytest.approx(sum(parts.values()))
     assert step.lost["tensor-parallel messages"] == pytest.approx(4 * messages / 2)
     assert step.lost["data-parallel exchange"] == pytest.approx(1e9 / (50e9 * 0.8))
-    assert step.utilisation * step.training + sum(step.lost.values()) == pytest.approx(step.training)
+    assert step.utilization * step.training + sum(step.lost.values()) == pytest.approx(step.training)
 
 
 def test_more_memory_bandwidth_means_faster_decoding() -> None:
@@ -281,7 +278,11 @@ def test_headers_are_compared_by_name_and_shape(tmp_path: Path) -> None:
     save_file({"a": np.ones((2, 3), np.float32), "extra": np.ones(1, np.float32)}, tmp_path / "model.safetensors")
     problems = list(checks.tensor_problems(tmp_path, {"a": (3, 2), "b": (1,)}))
     assert len(problems) == 3
-    for words in ("are missing (b)", "not of this architecture (extra)", "a is [2, 3], should be [3, 2]"):
+    for words in (
+        "are missing (b)",
+        "not of this architecture (extra)",
+        "of another shape (a is [2, 3], should be [3, 2])",
+    ):
         assert any(words in problem for problem in problems), words
 
 

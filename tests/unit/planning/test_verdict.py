@@ -7,8 +7,7 @@ import pytest
 
 from slime_like.interfaces.estimate import RankKind
 from slime_like.planning import verdict
-from slime_like.planning.engines import plan_engine
-from slime_like.planning.generation import predict_generation
+from slime_like.planning.engines import plan_engine, predict_generation
 from slime_like.planning.memory import HostMemory, Item, trainer_phases
 from slime_like.planning.result import KindPlan, Plan
 from slime_like.planning.step_time import predict
@@ -33,7 +32,7 @@ def plan() -> Plan:
         RUN.hardware,
         nodes=4,
         gpus_in_use=32,
-        kinds=[KindPlan(kind, one, tuple(trainer_phases(RUN, engine, kind, one)), ())],
+        kinds=[KindPlan(kind, one, tuple(trainer_phases(RUN, engine, kind, one)))],
         engine=engine,
         generation=predict_generation(RUN, engine),
         host=HostMemory((Item("reference weights", 916 * GIB),), None),
@@ -53,8 +52,8 @@ def test_first_lines(plan: Plan) -> None:
 
 
 def test_waves_have_a_cause(plan: Plan) -> None:
-    (cause,) = verdict.waves(RUN.config, plan)
-    assert "41 of its 128 sequences at once (more do not fit its KV cache)" in cause and "4 waves" in cause
+    *_, cause = verdict.step_lines(RUN.config, plan)
+    assert "41 of its 128 sequences at the same time (more do not fit its KV cache)" in cause and "4 waves" in cause
 
 
 def test_waves_follow_from_the_cache() -> None:
@@ -69,8 +68,8 @@ def test_waves_follow_from_the_cache() -> None:
 
 def test_throughput_counts_prompts_and_every_gpu(plan: Plan) -> None:
     assert plan.step is not None
-    first, second = verdict.step_lines(plan)
+    first, second, _ = verdict.step_lines(RUN.config, plan)
     assert f"{1024 * (1024 + 16_384) / plan.step.total / 32:,.0f} tokens/s per GPU" in first
     assert f"Limited by generation: {plan.step.generation / plan.step.total:.0%} of the step" in second
     plan.step = replace(plan.step, generation=1e-4, training=2e-4, scoring=0, sync=0, moving=0, after_last=2e-4)
-    assert "tokens/s" not in next(verdict.step_lines(plan))
+    assert "tokens/s" not in next(verdict.step_lines(RUN.config, plan))
