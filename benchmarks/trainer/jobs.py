@@ -85,7 +85,7 @@ def planned_bytes(config: RunConfig) -> int:
     backend = plannable_backend(config)
     ((kind, estimate),) = estimated_kinds(config, backend, backend.planner().rank_kinds(config))
     training, *_ = trainer_phases(PlannedRun.of(config), None, kind, estimate)
-    return sum(item.nbytes for item in training.items if not item.name.endswith("(assumed)"))
+    return sum(nbytes for name, nbytes in training.items.items() if not name.endswith("(assumed)"))
 
 
 def _side(side: str, config: RunConfig, packs: list[PackedTrajectory]) -> Side:

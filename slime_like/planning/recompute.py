@@ -94,4 +94,4 @@ def _tried(run: PlannedRun, backend: type[TrainerBackend], layers: int) -> Fitte
 def _spare(phase: PhaseMemory) -> float:
     if phase.phase != TRAINING:
         return math.inf
-    return phase.margin - ERROR * sum(item.nbytes for item in phase.items if item.name == ACTIVATIONS)
+    return phase.margin - ERROR * phase.items[ACTIVATIONS]

@@ -1,6 +1,6 @@
 """The result of planning."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -8,7 +8,7 @@ from slime_like.config import RunConfig
 from slime_like.interfaces.estimate import RankEstimate, RankKind
 from slime_like.planning.engines import EnginePlan, Generation
 from slime_like.planning.hardware import Hardware
-from slime_like.planning.memory import HostMemory, Item, PhaseMemory
+from slime_like.planning.memory import HostMemory, PhaseMemory
 from slime_like.planning.planned_run import Workload
 from slime_like.planning.step_time import StepTime
 from slime_like.planning.units import memory_text
@@ -102,6 +102,6 @@ class Plan:
         return {"verdict": "does not fit" if self.problems else "fits", **written}
 
 
-def _largest(items: Sequence[Item]) -> str:
-    largest = max(items, key=lambda item: item.nbytes)
-    return f"most of it is {largest.name}, {memory_text(largest.nbytes)}"
+def _largest(items: dict[str, int]) -> str:
+    name, nbytes = max(items.items(), key=lambda item: item[1])
+    return f"most of it is {name}, {memory_text(nbytes)}"

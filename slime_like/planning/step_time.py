@@ -38,7 +38,7 @@ class StepTime:
             or, with ``rollout.stream``, the last micro-batch and the update.
         model_flops: FLOPs of scoring and training on all ranks, without recomputation.
         utilization: share of the ceiling of all trainer GPUs' matrix products during training.
-        lost: the remaining seconds of training by their cause.
+        parts: seconds of training by cause.
     """
 
     generation: float
@@ -51,7 +51,7 @@ class StepTime:
     after_last: float
     model_flops: float
     utilization: float
-    lost: dict[str, float]
+    parts: dict[str, float]
 
     @property
     def total(self) -> float:
@@ -99,40 +99,28 @@ def predict(
         after_last=(1 + bubble) * (score_slot + slot) + update if config.rollout.stream else scoring + training,
         model_flops=flops * (1 + scores / 3),
         utilization=flops / (training * ceiling),
-        lost=_lost_seconds(run, estimates, training, flops / ceiling),
+        parts=_training_parts(run, estimates, training),
     )
 
 
-def _lost_seconds(
-    run: PlannedRun, estimates: Sequence[RankEstimate], training: float, useful: float
-) -> dict[str, float]:
-    """Attribute training's seconds beyond the ``useful`` ones, which run at the ceiling; stages count by their mean."""
+def _training_parts(run: PlannedRun, estimates: Sequence[RankEstimate], training: float) -> dict[str, float]:
+    """Divide training's seconds by cause; stages count by their mean."""
     workload, parallel, algorithm = run.workload, run.config.trainer.parallel, run.config.algorithm
     updates = algorithm.epochs * algorithm.minibatches
     times = updates * workload.micro_batches / len(estimates)
-    total = defaultdict[str, float](float)
+    parts = defaultdict[str, float](float)
     for estimate in estimates:
         passed, again = pass_parts(run, estimate, estimate.training), pass_parts(run, estimate, estimate.forward)
         share = _recomputed(estimate)
         for name, seconds in passed.items():
             repeated = 0.0 if name == HEAD else share * again[name]
-            total[name] += times * (seconds - repeated)
-            total["recomputation"] += times * repeated
+            parts[name] += times * (seconds - repeated)
+            parts["recomputation"] += times * repeated
     slot = max(pass_seconds(run, estimate, estimate.training) for estimate in estimates)
-    total["pipeline bubble"] = updates * (parallel.pipeline - 1) / parallel.virtual_pipeline * slot
+    parts["pipeline bubble"] = updates * (parallel.pipeline - 1) / parallel.virtual_pipeline * slot
     slowest = max((_update_parts(run, estimate) for estimate in estimates), key=sum)
-    total["data-parallel exchange"], total["optimizer"] = (updates * seconds for seconds in slowest)
-    at_ceiling = _useful_shares(run, useful)
-    lost = {name: seconds - at_ceiling.get(name, 0.0) for name, seconds in total.items()}
-    return lost | {"stages of unequal length, rounding": training - useful - sum(lost.values())}
-
-
-def _useful_shares(run: PlannedRun, useful: float) -> dict[str, float]:
-    """Return the seconds of layers' products, of attention and of the head at the ceiling."""
-    dimensions = run.dimensions
-    head = 6.0 * dimensions.vocab_size * dimensions.hidden_size
-    parts = {PRODUCTS: 6.0 * dimensions.active_parameters - head, ATTENTION: _attention_flops(run), HEAD: head}
-    return {name: useful * flops / sum(parts.values()) for name, flops in parts.items()}
+    parts["data-parallel exchange"], parts["optimizer"] = (updates * seconds for seconds in slowest)
+    return parts | {"stages of unequal length, rounding": training - sum(parts.values())}
 
 
 def _attention_flops(run: PlannedRun) -> float:

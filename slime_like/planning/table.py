@@ -13,7 +13,7 @@ from slime_like.planning import verdict
 from slime_like.planning.memory import ENGINES, PhaseMemory
 from slime_like.planning.result import Plan
 from slime_like.planning.search import Candidate
-from slime_like.planning.step_time import ATTENTION, HEAD, PRODUCTS, SYNC_GB_PER_S, StepTime
+from slime_like.planning.step_time import SYNC_GB_PER_S, StepTime
 from slime_like.planning.units import memory_text, seconds_text
 from slime_like.system.console import Console
 from slime_like.system.words import counted
@@ -21,7 +21,6 @@ from slime_like.system.words import counted
 _WIDTH = 80
 _MOST_PHASES = 4
 _LEAST_SHOWN = 0.005
-_LOST = {name: f"{name} below the ceiling" for name in (PRODUCTS, ATTENTION, HEAD)}
 
 
 def print_plan(config: RunConfig, plan: Plan, stream: TextIO | None = None) -> None:
@@ -35,7 +34,7 @@ def print_plan(config: RunConfig, plan: Plan, stream: TextIO | None = None) -> N
     _print_table(console, _memory(plan))
     if plan.step is not None:
         _print_table(console, _time(plan.step))
-        _print_table(console, _lost(plan, plan.step))
+        _print_table(console, _training(plan, plan.step))
     notes = [f"note: {note}" for note in plan.notes]
     _print_lines(console, ["", *_workings(config, plan), *notes, f"planned in {seconds_text(plan.seconds)}"])
 
@@ -121,8 +120,8 @@ def _memory(plan: Plan) -> Table:
     shown = [phase for phase in found.values() if phase in tightest]
     heads = ["\n".join(filter(None, (phase.phase, phase.kind))) for phase in shown]
     table = _table("GPU memory, by phase, of the GPU with least free", ["", *heads])
-    for name in dict.fromkeys(item.name for phase in shown for item in phase.items if item.nbytes):
-        sizes = [next((item.nbytes for item in phase.items if item.name == name), 0) for phase in shown]
+    for name in dict.fromkeys(name for phase in shown for name, nbytes in phase.items.items() if nbytes):
+        sizes = [phase.items.get(name, 0) for phase in shown]
         table.add_row(name, *(memory_text(size) if size else "" for size in sizes))
     table.add_section()
     for name, field in (("sum", "total"), ("GPU", "capacity"), ("free", "margin")):
@@ -140,17 +139,15 @@ def _time(step: StepTime) -> Table:
     return table
 
 
-def _lost(plan: Plan, step: StepTime) -> Table:
+def _training(plan: Plan, step: StepTime) -> Table:
     """Return causes of training's seconds that take at least half a percent."""
     gpu = plan.hardware.gpu
     known = "measured" if gpu.measured_tflops else f"assumed from the data sheet's {gpu.tflops:g}, not measured"
-    title = f"Training: share of {gpu.ceiling_tflops:.0f} TFLOP/s per GPU ({known}), and what takes the rest"
-    table = _table(title, ("", "share"))
-    table.add_row("the model's products and attention, at the ceiling", f"{step.utilization:.0%}")
-    table.add_section()
-    for name, seconds in sorted(step.lost.items(), key=lambda item: -item[1]):
+    ceiling = f"{gpu.ceiling_tflops:.0f} TFLOP/s ({known})"
+    table = _table(f"Training by cause, at {step.utilization:.0%} of {ceiling}", ("", "share"))
+    for name, seconds in sorted(step.parts.items(), key=lambda item: -item[1]):
         if abs(share := seconds / step.training) >= _LEAST_SHOWN:
-            table.add_row(_LOST.get(name, name), f"{share:.1%}")
+            table.add_row(name, f"{share:.1%}")
     return table
 
 

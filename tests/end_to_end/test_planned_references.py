@@ -13,7 +13,7 @@ def test_a_larger_reference_is_planned_with_its_own_sizes(monkeypatch: pytest.Mo
     assert plan.problems == [] and plan.gpus_in_use == 16  # a policy that fills what references leave
     (kind,) = plan.references
     assert kind.estimate.memory.parameters * 4 == pytest.approx(PUBLISHED["Qwen3-4B"], rel=0.01)
-    assert kind.phases[0] in plan.phases and kind.phases[0].items[0].nbytes == 2 * kind.estimate.memory.parameters
+    assert kind.phases[0] in plan.phases and kind.phases[0].items["parameters"] == 2 * kind.estimate.memory.parameters
     assert plan.step is not None and plan.step.references > 0 and plan.step.scoring == 0
 
 

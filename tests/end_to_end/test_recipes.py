@@ -97,12 +97,12 @@ def test_command_writes_what_it_prints(tmp_path: Path, capsys: Capture) -> None:
     assert max(map(len, printed.splitlines())) <= 80
     assert printed.startswith("fits. Least free GPU memory: ") and written["verdict"] == "fits"
     words = " ".join(printed.split())
-    needed = sum(item["nbytes"] for item in written["host"]["items"])
+    needed = sum(written["host"]["items"].values())
     assert written["host"]["total"] == needed and "fits" not in written["host"]
     assert f"NOT checked: {memory_text(needed)} per node needed; give --cluster.host_memory_gib" in words
     (kind,) = written["kinds"]
     training = next(phase for phase in kind["phases"] if phase["phase"] == "training")
-    assert training["total"] == sum(item["nbytes"] for item in training["items"])
+    assert training["total"] == sum(training["items"].values())
     assert written["workload"]["mean_response"] == 500
     step = written["step"]
     shown = [seconds_text(step[name]) for name in ("generation", "training", "sync", "total")]
@@ -156,12 +156,13 @@ def test_everything_wrong_is_listed(small: list[str], flags: list[str], words: l
             ["--mean-response", "9999"],
             "--mean_response=9999 is more than rollout.max_new_tokens=4096; give at most 4096",
         ),
-        (["--search", "--preflight"], "--preflight checks one layout"),
     ],
 )
 def test_options_that_contradict_are_refused(flags: list[str], words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         run(["plan", "configs/qwen2.5_0.5b.yaml", *flags])
+    with pytest.raises(SystemExit, match="2"):
+        run(["plan", "configs/qwen2.5_0.5b.yaml", "--search", "--preflight"])
 
 
 def test_layout_that_the_model_refuses_is_no_table(capsys: Capture) -> None:

@@ -92,7 +92,7 @@ def test_an_engine_that_ignores_a_tensor_is_caught_by_its_name(
             return found.clone() if name in ignored else found
 
         monkeypatch.setattr(weights, "destination", elsewhere)
-        with pytest.raises(Refuted, match="updates of 7 of 14 tensors do not reach it: ") as caught:
+        with pytest.raises(Refuted, match="updates of 7 of 14 tensors have no effect: ") as caught:
             every_tensor(subject)
         assert [name for name in names if f"{name} (" in str(caught.value)] == ignored
     monkeypatch.undo()
@@ -178,7 +178,7 @@ def test_an_engine_that_gives_wrong_supports_is_caught(subject: Subject, monkeyp
 
 def test_a_tensor_that_nothing_depends_on_proves_nothing(subject: Subject, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(claims._MOVES, subject.reference.dtype, 1e9)
-    with pytest.raises(Refuted, match="nothing was shown for 14 tensors"):
+    with pytest.raises(Refuted, match="14 tensors could not be tested"):
         every_tensor(subject)
 
 

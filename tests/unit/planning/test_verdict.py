@@ -8,7 +8,7 @@ import pytest
 from slime_like.interfaces.estimate import RankKind
 from slime_like.planning import verdict
 from slime_like.planning.engines import plan_engine, predict_generation
-from slime_like.planning.memory import HostMemory, Item, trainer_phases
+from slime_like.planning.memory import HostMemory, trainer_phases
 from slime_like.planning.result import KindPlan, Plan
 from slime_like.planning.step_time import predict
 from tests.unit.planning.test_arithmetic import GIB, RESERVE, estimate, planned_run
@@ -35,7 +35,7 @@ def plan() -> Plan:
         kinds=[KindPlan(kind, one, tuple(trainer_phases(RUN, engine, kind, one)))],
         engine=engine,
         generation=predict_generation(RUN, engine),
-        host=HostMemory((Item("reference weights", 916 * GIB),), None),
+        host=HostMemory({"reference weights": 916 * GIB}, None),
         workload=RUN.workload,
         step=step,
     )
@@ -45,7 +45,7 @@ def test_first_lines(plan: Plan) -> None:
     """Least is left beside the engine: a GPU's fifth, without the trainer's process."""
     assert verdict.verdict(plan) == f"fits. Least free GPU memory: {0.2 * 79.1 - RESERVE:.1f} GiB (generation)."
     assert "NOT checked: 916 GiB per node" in verdict.host_verdict(plan)
-    plan.host = HostMemory((Item("reference weights", 900 * GIB),), 1000 * GIB)
+    plan.host = HostMemory({"reference weights": 900 * GIB}, 1000 * GIB)
     assert "900 GiB per node; 100 GiB are left" in verdict.host_verdict(plan)
     plan.problems = ["one", "two"]
     assert verdict.verdict(plan).startswith("does not fit: 2 problems")

@@ -21,8 +21,7 @@ from slime_like.verification.comparison import (
     compare_gradient,
     compare_measurements,
     compare_tensor,
-    missing_tensor,
-    unexpected_tensor,
+    misplaced_tensor,
 )
 from slime_like.verification.tolerances import ROUTED_BFLOAT16, TOLERANCES, tolerances_of
 from slime_like.verification.verify import Row, TensorStore, print_table
@@ -58,8 +57,8 @@ def measured(batch: list[ScoredTrajectory]) -> Measurement:
 def test_rounding_is_no_difference(batch: list[ScoredTrajectory]) -> None:
     noisy = measured(batch)
     noisy.logprobs = [logprobs + 5e-6 for logprobs in noisy.logprobs]
-    noisy.losses[0] += 1e-6
-    noisy.grad_norms[1] *= 1 + 1e-5
+    noisy.loss[0] += 1e-6
+    noisy.grad_norm[1] *= 1 + 1e-5
     parity = compare_measurements(noisy, measured(batch), batch, FLOAT32)
     assert parity.differences == []
     assert parity.logprob_max == pytest.approx(5e-6, rel=0.1) and parity.logprob_mean == pytest.approx(5e-6, rel=0.1)
@@ -90,8 +89,8 @@ def test_a_small_bias_of_all_tokens_is_found(batch: list[ScoredTrajectory]) -> N
 
 def test_the_first_wrong_figures_are_named(batch: list[ScoredTrajectory]) -> None:
     found = measured(batch)
-    found.losses[1] += 2.0
-    found.grad_norms[1] += 2.0
+    found.loss[1] += 2.0
+    found.grad_norm[1] += 2.0
     assert compare_measurements(found, measured(batch), batch, FLOAT32).differences == [
         "loss of step 2 is 1.75 instead of -0.25",
         "gradient norm of step 2 is 4 instead of 2",
@@ -196,9 +195,8 @@ def test_the_first_and_the_last_wrong_gradient_are_named() -> None:
 
 def test_a_missing_or_extra_tensor_is_reported() -> None:
     parity = Parity()
-    add_gaps(
-        parity, "weights", [missing_tensor("model.layers.1.mlp.up_proj.weight"), unexpected_tensor("model.odd.weight")]
-    )
+    missing = misplaced_tensor("model.layers.1.mlp.up_proj.weight", "is missing")
+    add_gaps(parity, "weights", [missing, misplaced_tensor("model.odd.weight", "should not exist")])
     assert parity.differences == ["layer 1, mlp.up_proj.weight is missing; 2 of 2 tensors differ"]
 
 
