@@ -1,4 +1,4 @@
-"""``slime-like plan`` on the recipes in ``configs/``, and what it says of runs that cannot work."""
+"""``slime-like plan`` of the recipes in ``configs/`` and of runs that cannot work."""
 
 import json
 from pathlib import Path
@@ -19,7 +19,7 @@ from tests.support.published import ROOT, at_the_root, with_fewer_layers  # noqa
 from tests.unit.checks.checkpoint import EXPERTS, write_checkpoint
 
 Capture = pytest.CaptureFixture[str]
-# GPUs that each recipe names.
+# Number of GPUs that each recipe names.
 RECIPES = {
     "one_gpu": 1,
     "smolagents_agent": 1,
@@ -36,13 +36,13 @@ RECIPES = {
 
 @pytest.fixture(scope="session")
 def small(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
-    """Flags for a quarter of the layers, all alike: every one is traced, for a tenth of a second."""
+    """Flags for a model with a quarter of the layers, because tracing a layer takes a tenth of a second."""
     directory = with_fewer_layers(tmp_path_factory.mktemp("model"), "Qwen2.5-0.5B", 6)
     sizes = ["--trainer.target_tokens_per_batch", "2048", "--rollout.max_new_tokens", "512"]
     return ["--model.path", str(directory), *sizes]
 
 
-# Dense and of several nodes, small and of one; the others, as their models are, in acceptance.
+# A dense model on several nodes, and a small one on one node; the acceptance tests cover the others.
 _IN_THE_SUITE = ("qwen2.5_0.5b", "qwen3_32b")
 
 
@@ -63,18 +63,17 @@ def test_recipe_fits_the_gpus_it_names(name: str) -> None:
     least = recomputed * inputs + (1 - recomputed) * kept
     assert 0.4 < least / (first.saved_bytes * first.in_flight) < 1
     dense = config.trainer.parallel.expert == 1
-    if dense:  # a tied embedding lies on the first and on the last stage
+    if dense:  # the first and the last stage hold a tied embedding
         layout = config.trainer.parallel
         held = sum(kind.estimate.memory.parameters * layout.tensor for kind in plan.kinds)
         assert held == pytest.approx(planned.dimensions.num_parameters, rel=0.01)
     if name == "qwen3_32b":
-        _is_worked_out_by_hand(plan, config.trainer.parallel)
+        _matches_a_manual_calculation(plan, config.trainer.parallel)
 
 
-def _is_worked_out_by_hand(plan: Plan, layout: ParallelConfig) -> None:
-    """Qwen3-32B's published sizes on the recipe's layout; a weight takes 2 bytes, its gradient 4, and its main weight
-    and both moments 12, divided by the ranks that share them (Megatron's rule: 6 + 12 / d).
-    """
+def _matches_a_manual_calculation(plan: Plan, layout: ParallelConfig) -> None:
+    """Compare with Qwen3-32B's published sizes. A weight takes 2 bytes, its gradient 4, and its main weight and both
+    moments 12, divided by the ranks that share them (Megatron's rule: 6 + 12 / d)."""
     tensor, pipeline, sharing = layout.tensor, layout.pipeline, layout.data * layout.context
     attention = 5120 * (64 + 8 + 8) * 128 + 64 * 128 * 5120
     layer, norms = attention + 3 * 5120 * 25_600, 2 * 5120 + 2 * 128
@@ -109,7 +108,7 @@ def test_command_writes_what_it_prints(tmp_path: Path, capsys: Capture) -> None:
     assert all(time in words for time in shown) and not any(time.startswith("0") for time in shown)
 
 
-def test_fits_says_that_host_memory_was_looked_at(small: list[str], tmp_path: Path, capsys: Capture) -> None:
+def test_the_verdict_includes_host_memory(small: list[str], tmp_path: Path, capsys: Capture) -> None:
     output = tmp_path / "plan.json"
     flags = [*small, "--cluster.host_memory_gib", "100", "--output", str(output)]
     assert run(["plan", "configs/qwen2.5_0.5b.yaml", *flags]) == 0
@@ -118,7 +117,7 @@ def test_fits_says_that_host_memory_was_looked_at(small: list[str], tmp_path: Pa
     assert f"{memory_text(host['capacity'] - host['total'])} are left for processes" in words
 
 
-def test_code_that_is_elsewhere_does_not_keep_a_run_from_fitting(small: list[str], capsys: Capture) -> None:
+def test_code_on_other_machines_is_only_noted(small: list[str], capsys: Capture) -> None:
     named = ["--reward.functions", "[{name: elsewhere/mine.py:f}]", "--rollout.environment.name", "elsewhere:Game"]
     assert run(["plan", "configs/qwen2.5_0.5b.yaml", *small, *named]) == 0
     notes = " ".join(capsys.readouterr().out.split())
@@ -140,7 +139,7 @@ def test_code_that_is_elsewhere_does_not_keep_a_run_from_fitting(small: list[str
         (["--preflight"], ["data.train=", "no *.safetensors file"]),
     ],
 )
-def test_everything_wrong_is_listed(small: list[str], flags: list[str], words: list[str], capsys: Capture) -> None:
+def test_all_problems_are_listed(small: list[str], flags: list[str], words: list[str], capsys: Capture) -> None:
     assert run(["plan", "configs/qwen2.5_0.5b.yaml", *small, *flags]) == 1
     printed = " ".join(capsys.readouterr().out.split())
     assert printed.startswith("does not fit: ")
@@ -158,14 +157,14 @@ def test_everything_wrong_is_listed(small: list[str], flags: list[str], words: l
         ),
     ],
 )
-def test_options_that_contradict_are_refused(flags: list[str], words: str) -> None:
+def test_contradicting_options_are_rejected(flags: list[str], words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         run(["plan", "configs/qwen2.5_0.5b.yaml", *flags])
     with pytest.raises(SystemExit, match="2"):
         run(["plan", "configs/qwen2.5_0.5b.yaml", "--search", "--preflight"])
 
 
-def test_layout_that_the_model_refuses_is_no_table(capsys: Capture) -> None:
+def test_a_layout_that_the_model_rejects_has_no_table(capsys: Capture) -> None:
     with pytest.raises(ConfigError) as refused:
         run(["plan", "configs/qwen2.5_7b.yaml", "--trainer.parallel.tensor", "3", "--cluster.nodes", "1"])
     found = refused.value.problems
@@ -189,7 +188,7 @@ def test_search_lists_what_fits_fastest_first(small: list[str]) -> None:
         assert written["total"] == candidate.step.total
 
 
-def test_search_finds_nothing_where_nothing_fits(small: list[str], tmp_path: Path, capsys: Capture) -> None:
+def test_search_finds_nothing_if_nothing_fits(small: list[str], tmp_path: Path, capsys: Capture) -> None:
     output = tmp_path / "layouts.json"
     flags = ["--cluster.gpu_memory_gib", "3", "--search", "--output", str(output)]
     assert run(["plan", "configs/qwen2.5_0.5b.yaml", *small, *flags]) == 1
@@ -197,7 +196,7 @@ def test_search_finds_nothing_where_nothing_fits(small: list[str], tmp_path: Pat
     assert json.loads(output.read_text()) == {"layouts": []}
 
 
-def test_search_leaves_out_what_a_node_s_memory_does_not_hold(small: list[str], capsys: Capture) -> None:
+def test_search_omits_layouts_above_a_node_s_memory(small: list[str], capsys: Capture) -> None:
     flags = ["--search", "--cluster.gpus_per_node", "2", "--cluster.nodes", "1", "--rollout.num_engines", "1"]
     flags += ["--trainer.parallel.data", "1", "--checkpoint.async_save", "true", "--cluster.gpu_memory_gib", "141"]
     arguments = ["plan", "configs/qwen2.5_0.5b.yaml", *small, *flags]
@@ -209,8 +208,7 @@ def test_search_leaves_out_what_a_node_s_memory_does_not_hold(small: list[str], 
     assert "no layout of these GPUs fits" in capsys.readouterr().out
 
 
-def test_search_says_what_no_layout_would_mend(small: list[str]) -> None:
-    """And does not list layouts that a plan of them would refuse."""
+def test_search_reports_problems_of_every_layout(small: list[str]) -> None:
     with pytest.raises(ConfigError) as refused:
         search(PlannedRun.of(_config([*small, "--rollout.tensor", "3", "--cluster.nodes", "8"])), wanted=1)
     fields = [str(problem).partition(" does not divide ")[0] for problem in refused.value.problems]
@@ -232,7 +230,7 @@ def _config(flags: list[str]) -> Any:
     ids=str,
 )
 def test_experts_are_planned_on_every_axis(parallel: dict[str, Any], tmp_path: Path) -> None:
-    """Evenly routed, the ranks of a replica together compute what one rank would; only routers may be repeated."""
+    """With even routing, the ranks of a replica together compute as much as one rank; only routers may be repeated."""
     model = write_checkpoint(tmp_path / "model", **EXPERTS, num_hidden_layers=2, vocab_size=512)
     flops = []
     for layout in ({}, parallel):

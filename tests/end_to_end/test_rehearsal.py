@@ -1,4 +1,4 @@
-"""``slime-like rehearse``: each fault put into a recipe is found in its stage, and a sound recipe has none."""
+"""``slime-like rehearse`` finds each fault of a recipe in its stage, and none in a sound recipe."""
 
 import json
 import re
@@ -48,7 +48,7 @@ STAGES = ["settings", "first steps", "resume", "metrics", "scoring", "ledger", "
 
 
 class Recipe:
-    """The quickstart's, with a model and rows of its own, and what a test adds to it."""
+    """The quickstart's recipe with a separate model and rows, and additional flags of a test."""
 
     def __init__(self, directory: Path) -> None:
         self.directory, self.train = directory, directory / "train.jsonl"
@@ -76,7 +76,7 @@ class Recipe:
         self.flags += ["--reward.functions", "[{name: environment}]", "--rollout.environment.max_turn_tokens", "8"]
 
     def rehearse(self, capsys: pytest.CaptureFixture[str]) -> tuple[int, list[str], dict[str, str]]:
-        """Exit code, the stages in order, and the text of each that found a fault."""
+        """Return the exit code, the stages in order, and the text of each stage that found a fault."""
         out = ["--directory", str(self.directory / "rehearsal"), "--small_steps", "2"]
         code = main(["rehearse", str(ROOT / "configs" / "quickstart.yaml"), *self.flags, *out])
         lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith(("ok ", "FOUND "))]
@@ -98,7 +98,7 @@ def test_a_run_is_killed_resumed_and_exported_and_a_failing_reward_is_found(
     assert faults.keys() == {"scoring"} and re.match(r"[1-9] responses? failed", faults["scoring"])
 
 
-def test_settings_are_judged_at_their_real_size(recipe: Recipe, capsys: pytest.CaptureFixture[str]) -> None:
+def test_settings_are_checked_at_their_real_size(recipe: Recipe, capsys: pytest.CaptureFixture[str]) -> None:
     recipe.flags += ["--trainer.parallel.tensor", "8"]
     code, stages, _ = recipe.rehearse(capsys)
     assert (code, stages) == (2, [])
@@ -125,14 +125,14 @@ def test_a_fault_is_found_in_its_stage(fault: str, recipe: Recipe, capsys: pytes
     assert all(words in faults[stage] for stage, words in expected.items())
 
 
-def test_a_recipe_without_held_out_rows_stays_one(tiny: Tiny, tmp_path: Path) -> None:
+def test_a_recipe_without_held_out_rows_stays_without(tiny: Tiny, tmp_path: Path) -> None:
     config = load_config(ROOT / "configs" / "quickstart.yaml", ["--evaluation.files", "[]", "--evaluation.every", "0"])
     small = small_recipe(config, tiny.model, tmp_path / "run", 3)
     assert (small.evaluation.files, small.evaluation.every) == ((), 0)
 
 
 @pytest.mark.parametrize("name", sorted(path.stem for path in (ROOT / "configs").glob("*.yaml")))
-def test_recipes_keep_their_method_and_axes_when_they_are_made_small(name: str, tiny: Tiny, tmp_path: Path) -> None:
+def test_small_recipes_keep_their_method_and_axes(name: str, tiny: Tiny, tmp_path: Path) -> None:
     config = load_config(ROOT / "configs" / f"{name}.yaml", [])
     small = small_recipe(config, tiny.model, tmp_path / "run", 3)
     assert small.trainer.parallel.world_size <= RANKS

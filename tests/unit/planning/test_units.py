@@ -1,4 +1,4 @@
-"""Numbers as text."""
+"""Text of numbers."""
 
 import pytest
 

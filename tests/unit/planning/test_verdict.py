@@ -1,4 +1,4 @@
-"""Sentences of a plan: what they say follows from its figures."""
+"""Sentences of a plan follow from its figures."""
 
 from dataclasses import replace
 from typing import Any
@@ -42,7 +42,7 @@ def plan() -> Plan:
 
 
 def test_first_lines(plan: Plan) -> None:
-    """Least is left beside the engine: a GPU's fifth, without the trainer's process."""
+    """The least free memory is next to the engine: a fifth of a GPU, minus the trainer's process."""
     assert verdict.verdict(plan) == f"fits. Least free GPU memory: {0.2 * 79.1 - RESERVE:.1f} GiB (generation)."
     assert "NOT checked: 916 GiB per node" in verdict.host_verdict(plan)
     plan.host = HostMemory({"reference weights": 900 * GIB}, 1000 * GIB)
@@ -51,7 +51,7 @@ def test_first_lines(plan: Plan) -> None:
     assert verdict.verdict(plan).startswith("does not fit: 2 problems")
 
 
-def test_waves_have_a_cause(plan: Plan) -> None:
+def test_waves_are_explained(plan: Plan) -> None:
     *_, cause = verdict.step_lines(RUN.config, plan)
     assert "41 of its 128 sequences at the same time (more do not fit its KV cache)" in cause and "4 waves" in cause
 
@@ -61,7 +61,7 @@ def test_waves_follow_from_the_cache() -> None:
     found = predict_generation(RUN, plan_engine(RUN))
     kv_tokens = (0.8 * 79.1 - 32_762_123_264 * 2 / 4 / GIB - 3.8) * GIB / (64 * 1024)
     assert (found.sequences, found.at_once, found.waves) == (128, int(kv_tokens / 17_408), 4)
-    # A wave has 32 on average, each with a prompt and half of a response in the cache.
+    # A wave has 32 sequences on average, each with a prompt and half of a response in the cache.
     assert found.cache == pytest.approx(32 * (1024 + 8192) * 64 * 1024 / (3350e9 * 0.6))
     assert found.seconds == pytest.approx(found.prefill + 4 * 16_384 * (found.weights + found.cache + found.messages))
 

@@ -1,4 +1,4 @@
-"""Names of layouts, and what they do to a configuration."""
+"""Names of layouts and their effect on a configuration."""
 
 from pathlib import Path
 
@@ -25,13 +25,13 @@ def test_a_name_sets_every_axis(tmp_path: Path) -> None:
     assert config.trainer.parallel == ParallelConfig()
 
 
-def test_optimizer_state_that_is_always_sharded_needs_no_name(tmp_path: Path) -> None:
+def test_fsdp_always_shards_optimizer_state(tmp_path: Path) -> None:
     config = RunConfig(run_dir=tmp_path, model={"path": tmp_path}, trainer={"backend": "fsdp"})
     for name in (ONE_RANK, "dp2"):
         assert parse_layout(name).applied_to(config).trainer.optimizer.distributed
 
 
-def test_one_rank_leaves_the_attention_alone(tmp_path: Path) -> None:
+def test_one_rank_keeps_the_attention(tmp_path: Path) -> None:
     config = RunConfig(run_dir=tmp_path, model={"path": tmp_path}, trainer={"attention": "allgather"})
     applied = parse_layout(ONE_RANK).applied_to(config)
     assert applied.trainer.parallel.world_size == 1 and not applied.trainer.optimizer.distributed
@@ -39,7 +39,7 @@ def test_one_rank_leaves_the_attention_alone(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["", "tp", "tp0", "tp2-", "tp2-tp2", "tp2-tensor", "TP2", "single-tp2", "sp-sp"])
-def test_other_names_are_refused(rejects: Rejects, name: str) -> None:
+def test_other_names_are_rejected(rejects: Rejects, name: str) -> None:
     with rejects(ConfigError, "config"):
         parse_layout(name)
 
