@@ -21,10 +21,6 @@ _TOKEN_BYTES, _RESPONSE_BYTES = 17, 33
 _SHOWN = 5
 
 
-def planned_nodes(config: RunConfig) -> int:
-    return config.cluster.nodes or nodes_needed(config)
-
-
 def object_store_notes(config: RunConfig) -> Iterator[str]:
     """Warn if node 0's object store does not hold a step's packs, so Ray writes them to disk."""
     largest, store = largest_batch_bytes(config), config.cluster.object_store_mb * 2**20

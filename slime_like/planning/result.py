@@ -63,7 +63,7 @@ class Plan:
 
     @property
     def fits(self) -> bool:
-        """Whether GPU memory suffices, also for one sequence of the maximum length."""
+        """True if GPU memory suffices, including a KV cache for one sequence of the maximum length."""
         holds_one = self.engine is None or self.engine.longest_sequences > 0
         return holds_one and all(phase.fits for phase in self.phases)
 

@@ -10,10 +10,11 @@ from slime_like.checks.definition import training_needs
 from slime_like.checks.layout import divisors, layout_problems
 from slime_like.checks.transport import chosen_transport
 from slime_like.config import ParallelConfig, RunConfig, TrainerConfig
+from slime_like.config.filling import gpus_needed, nodes_needed
 from slime_like.config.trainer import FSDP
 from slime_like.errors import ConfigError
 from slime_like.interfaces import TrainerBackend
-from slime_like.planning import checks
+from slime_like.planning.checks import placement_problems
 from slime_like.planning.engines import plan_engine
 from slime_like.planning.hardware import CONTEXT_BYTES
 from slime_like.planning.memory import PhaseMemory, host_memory
@@ -87,7 +88,7 @@ def search(run: PlannedRun, wanted: int, note: Note = lambda _: None) -> list[Ca
 def trainer_gpus(config: RunConfig) -> int:
     """Return how many GPUs of the cluster are left by engines and reference workers, or, if the cluster has no given
     size, how many the given layout uses."""
-    needed, cluster = checks.gpus_needed(config), config.cluster
+    needed, cluster = gpus_needed(config), config.cluster
     if cluster.nodes is None:
         return needed.trainers
     return cluster.nodes * cluster.gpus_per_node - needed.engines - needed.references
@@ -123,7 +124,7 @@ def _with(run: PlannedRun, parallel: ParallelConfig, tokens: int) -> PlannedRun:
 def _problems(run: PlannedRun) -> list[str]:
     config = run.config
     settings = check_settings(config, run.dimensions, training_needs(config) - {"code"})  # code does not vary
-    return [*map(str, settings), *checks.placement_problems(config)]
+    return [*map(str, settings), *placement_problems(config)]
 
 
 def least_bytes(run: PlannedRun) -> tuple[float, float, float]:
@@ -198,7 +199,8 @@ def _candidate(run: PlannedRun, backend: type[TrainerBackend]) -> Candidate | No
     engine, transport = plan_engine(run) if run.has_engines else None, None
     if engine is not None:
         with contextlib.suppress(ConfigError):  # a problem of every layout, which the plan reports
-            transport = chosen_transport(run.config, on_cuda=True, num_hosts=checks.planned_nodes(run.config))
+            nodes = run.config.cluster.nodes or nodes_needed(run.config)
+            transport = chosen_transport(run.config, on_cuda=True, num_hosts=nodes)
     if not host_memory(run, estimates, engine, transport).fits:
         return None
     tightest = min(fitted.phases, key=lambda phase: phase.margin)

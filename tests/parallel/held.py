@@ -21,12 +21,12 @@ class Held:
 
 
 def held_by(trainer: Any) -> Held:
-    """Of a trainer that has taken a step. Storages are identified by address."""
+    """Count the memory of a trainer after a step. Storages are identified by address."""
     weights = [parameter for chunk in trainer.chunks for parameter in chunk.parameters()]
     of_weights = storages(weights)
     state: list[Tensor] = []
     for part in trainer.optimizer.megatron.chained_optimizers:
-        if part.is_stub_optimizer:  # of a rank without parameters of this kind
+        if part.is_stub_optimizer:  # the rank has no parameters of this kind
             continue
         inner = part.optimizer
         state += [parameter for group in inner.param_groups for parameter in group["params"]]
@@ -42,7 +42,7 @@ def held_by(trainer: Any) -> Held:
 
 
 def check_held(config: RunConfig, found: list[Held | None]) -> None:
-    """What the planner says of every rank is what the real ranks hold, to the byte."""
+    """Check that the plan of every rank equals what the real rank holds, to the byte."""
     for rank, real in enumerate(found):
         planned = holdings(config, rank)
         assert (

@@ -64,8 +64,8 @@ def measure_rank(placement: RankPlacement, config: RunConfig) -> Taken:
     """Measure the second of two steps of worst micro-batches. The first one creates permanent buffers."""
     fsdp = config.trainer.backend == "fsdp"
     packs = worst_packs(config, "contiguous" if fsdp else context_layout_of(planned_attention(config)))
-    # FSDP sums with the last micro-batch, and a pipeline holds several. Otherwise one at a time, because all inputs of a
-    # window are in memory together.
+    # FSDP sums with the last micro-batch, and a pipeline holds several. Otherwise there is one, because inputs of all
+    # micro-batches would be in memory together.
     window = packs * (3 if fsdp else WINDOWS_OF_STAGES if config.trainer.parallel.pipeline > 1 else 1)
     trainer: Any = load_backend(config.trainer.backend)(config, placement)
 

@@ -78,20 +78,17 @@ def test_parameters_match_the_stored_tensors(family: str, tmp_path: Path) -> Non
     assert ModelDimensions.from_checkpoint(model).num_parameters == stored
 
 
-def test_engine_of_a_32b_model() -> None:
-    """A token takes 64 layers x 2 x 8 heads x 128 x 2 bytes, which is 256 KiB, or 64 KiB on each of 4 GPUs."""
+def test_engines() -> None:
+    """A token takes 64 layers x 2 x 8 heads x 128 x 2 bytes, which is 256 KiB, or 64 KiB on each of 4 GPUs. If there
+    are fewer heads than GPUs, they are repeated."""
     engine = plan_engine(planned_run(rollout={"tensor": 4, "max_new_tokens": 1024}, cluster={"gpu": "h100-80gb"}))
     assert engine.kv_bytes_per_token == 64 * 1024
     assert engine.weight_bytes == PUBLISHED["Qwen3-32B"] * 2 // 4
     assert engine.weight_bytes + engine.kv_bytes + engine.reserve_bytes == pytest.approx(0.92 * 79.1 * GIB)
     assert engine.kv_tokens == engine.kv_bytes // (64 * 1024)
     assert engine.longest_sequences == engine.kv_tokens // 2048
-
-
-def test_fewer_kv_heads_than_gpus_are_repeated() -> None:
-    run = planned_run(model={"path": MODELS / "Qwen3-30B-A3B"}, rollout={"tensor": 8})  # four KV heads
-    engine = plan_engine(run)
-    assert engine.kv_bytes_per_token == 2 * 48 * 1 * 128 * 2
+    four_heads = plan_engine(planned_run(model={"path": MODELS / "Qwen3-30B-A3B"}, rollout={"tensor": 8}))
+    assert four_heads.kv_bytes_per_token == 2 * 48 * 1 * 128 * 2
 
 
 def test_activations_and_optimizer_temporaries_share_memory() -> None:
@@ -326,12 +323,15 @@ def test_a_shared_prompt_is_computed_once_for_its_samples() -> None:
     assert copied.attention_length == copied.mean_length == 320
 
 
-def test_a_group_above_the_budget_is_split() -> None:
-    trainer = {"share_prefixes": "prompts", "target_tokens_per_batch": 512}
-    workload = planned_run(**SHARED, trainer=trainer).workload
-    assert (workload.sharing, workload.per_micro_batch, workload.micro_batches, workload.filled) == (4, 4, 12, 1.0)
-
-
-def test_a_short_prompt_is_copied() -> None:
-    workload = planned_run(**SHARED | {"data": {"max_prompt_tokens": 8}}, trainer={"share_prefixes": "tree"}).workload
-    assert workload.sharing == 1
+@pytest.mark.parametrize(
+    ("prompt", "trainer", "expected"),
+    [
+        (256, {"share_prefixes": "prompts", "target_tokens_per_batch": 512}, (4, 4, 12)),  # the budget splits the group
+        (8, {"share_prefixes": "tree"}, (1, 8192 // 72, 1)),  # copying a short prompt is cheaper
+    ],
+)
+def test_prompts_are_shared_if_they_fit_and_it_pays(
+    prompt: int, trainer: dict[str, Any], expected: tuple[int, int, int]
+) -> None:
+    workload = planned_run(**SHARED | {"data": {"max_prompt_tokens": prompt}}, trainer=trainer).workload
+    assert (workload.sharing, workload.per_micro_batch, workload.micro_batches) == expected

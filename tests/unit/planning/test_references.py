@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from slime_like.config.filling import gpus_needed
 from slime_like.interfaces.estimate import RankKind
 from slime_like.planning import checks
 from slime_like.planning.hardware import GIB, Hardware
@@ -19,13 +20,13 @@ WORKERS = {"placement": "workers", "workers": 2, "parallel": {"tensor": 4}}
 def test_their_gpus_are_counted() -> None:
     sections: dict[str, Any] = {"rollout": {"num_engines": 4}, "cluster": {"nodes": 2}, "reference": WORKERS}
     run = config(trainer={"parallel": {"data": 8}}, algorithm={"kl_coef": 0.01}, **sections)
-    needed = checks.gpus_needed(run)
+    needed = gpus_needed(run)
     assert (needed.trainers, needed.engines, needed.references, needed.total) == (8, 4, 8, 20)
     (problem,) = checks.placement_problems(run)
     assert "20 GPUs (8 for trainer ranks + 4 for engines + 8 for reference workers), has 16; use 3 nodes" in problem
     assert trainer_gpus(run) == 16 - 4 - 8
     unused = run.model_copy(update={"algorithm": config().algorithm})  # no KL term, so no scoring
-    assert checks.gpus_needed(unused).references == 0
+    assert gpus_needed(unused).references == 0
 
 
 def test_they_hold_weights_and_a_pass_without_gradients() -> None:

@@ -51,19 +51,17 @@ def test_first_lines(plan: Plan) -> None:
     assert verdict.verdict(plan).startswith("does not fit: 2 problems")
 
 
-def test_waves_are_explained(plan: Plan) -> None:
-    *_, cause = verdict.step_lines(RUN.config, plan)
-    assert "41 of its 128 sequences at the same time (more do not fit its KV cache)" in cause and "4 waves" in cause
-
-
-def test_waves_follow_from_the_cache() -> None:
+def test_waves_follow_from_the_cache_and_are_explained(plan: Plan) -> None:
     """0.8 x 79.1 - 15.26 - 3.8 GiB hold 41 sequences at 64 KiB a token; each engine has 128."""
-    found = predict_generation(RUN, plan_engine(RUN))
+    found = plan.generation
+    assert found is not None
     kv_tokens = (0.8 * 79.1 - 32_762_123_264 * 2 / 4 / GIB - 3.8) * GIB / (64 * 1024)
     assert (found.sequences, found.at_once, found.waves) == (128, int(kv_tokens / 17_408), 4)
     # A wave has 32 sequences on average, each with a prompt and half of a response in the cache.
     assert found.cache == pytest.approx(32 * (1024 + 8192) * 64 * 1024 / (3350e9 * 0.6))
     assert found.seconds == pytest.approx(found.prefill + 4 * 16_384 * (found.weights + found.cache + found.messages))
+    *_, cause = verdict.step_lines(RUN.config, plan)
+    assert "41 of its 128 sequences at the same time (more do not fit its KV cache)" in cause and "4 waves" in cause
 
 
 def test_throughput_counts_prompts_and_every_gpu(plan: Plan) -> None:
