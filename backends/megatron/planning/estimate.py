@@ -2,7 +2,6 @@
 
 import contextlib
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any
 
@@ -25,18 +24,6 @@ from backends.megatron.planning.passes import ChunkPasses, Passes
 from slime_like.config import RunConfig
 from slime_like.interfaces.estimate import Axis, RankEstimate, RankKind, Traffic, TrainerMemory
 from slime_like.models.dimensions import ModelDimensions
-
-
-@dataclass(frozen=True, slots=True)
-class Holdings:
-    """One rank's memory, in bytes, except for ``parameters``, their number; see ``TrainerMemory``."""
-
-    parameters: int
-    parameter_bytes: int
-    gradient_bytes: int
-    optimizer_bytes: int
-    host_optimizer_bytes: int
-
 
 _HOST_COPIES = 4
 """float32 copies of every parameter updated in host memory: main weight, gradient, both moments."""
@@ -73,8 +60,8 @@ def estimate(config: RunConfig, rank: int) -> RankEstimate:
         return followed.estimate(rank)
 
 
-def holdings(config: RunConfig, rank: int) -> Holdings:
-    """Return the memory that ``rank`` holds throughout a run. Exact, and faster than ``estimate``."""
+def holdings(config: RunConfig, rank: int) -> dict[str, int]:
+    """Return fields of ``TrainerMemory`` that ``rank`` holds throughout a run. Exact, and faster than ``estimate``."""
     with _rank_alone(config, rank) as followed:
         return followed.holdings()
 
@@ -125,7 +112,7 @@ class _Rank:
             layers=f"local layers, {attention} attention",
         )
 
-    def holdings(self) -> Holdings:
+    def holdings(self) -> dict[str, int]:
         self._update()
         return _holdings_of(self._chunks, self._wrapped, self._optimizer)
 
@@ -136,7 +123,7 @@ class _Rank:
         passes = per_pack[worst]
         held = _holdings_of(self._chunks, self._wrapped, self._optimizer)
         return TrainerMemory(
-            **asdict(held),
+            **held,
             activation_bytes=peak.nbytes - peak.head,
             head_bytes=peak.head,
             saved_bytes=sum(chunk.memory.saved for chunk in passes),
@@ -144,7 +131,7 @@ class _Rank:
             forward_bytes=max(chunk.forward_only for found in per_pack for chunk in found),
             update_bytes=update_bytes,
             communication_bytes=standing,
-            host_reference_bytes=held.parameter_bytes if self._config.reference_in_trainer else 0,
+            host_reference_bytes=held["parameter_bytes"] if self._config.reference_in_trainer else 0,
             host_activation_bytes=peak.in_flight * max(chunk.host_bytes for chunk in passes),
         )
 
@@ -183,18 +170,18 @@ class _Rank:
         return tuple(Traffic("pipeline", ranks, nbytes * times, times) for times in (forwards, backwards))
 
 
-def _holdings_of(chunks: Sequence[Any], wrapped: Sequence[Any], optimizer: Optimizer) -> Holdings:
+def _holdings_of(chunks: Sequence[Any], wrapped: Sequence[Any], optimizer: Optimizer) -> dict[str, int]:
     """Count one rank's memory after the optimizer's first step."""
     weights = [parameter for chunk in chunks for parameter in chunk.parameters()]
     gradients = [buffer.grad_data for chunk in wrapped for buffer in chunk.buffers + chunk.expert_parallel_buffers]
     on_device, on_host = _optimizer_bytes(optimizer, weights)
-    return Holdings(
-        parameters=sum(parameter.numel() for parameter in weights),
-        parameter_bytes=_storage_bytes(weights),
-        gradient_bytes=_storage_bytes(gradients),
-        optimizer_bytes=on_device,
-        host_optimizer_bytes=on_host,
-    )
+    return {
+        "parameters": sum(parameter.numel() for parameter in weights),
+        "parameter_bytes": _storage_bytes(weights),
+        "gradient_bytes": _storage_bytes(gradients),
+        "optimizer_bytes": on_device,
+        "host_optimizer_bytes": on_host,
+    }
 
 
 def _storage_bytes(tensors: Iterable[Tensor], without: Iterable[Tensor] = ()) -> int:
