@@ -120,7 +120,7 @@ def _training_parts(run: PlannedRun, estimates: Sequence[RankEstimate], training
     parts["pipeline bubble"] = updates * (parallel.pipeline - 1) / parallel.virtual_pipeline * slot
     slowest = max((_update_parts(run, estimate) for estimate in estimates), key=sum)
     parts["data-parallel exchange"], parts["optimizer"] = (updates * seconds for seconds in slowest)
-    return parts | {"stages of unequal length, rounding": training - sum(parts.values())}
+    return {**parts, "stages of unequal length, rounding": training - sum(parts.values())}
 
 
 def _attention_flops(run: PlannedRun) -> float:
