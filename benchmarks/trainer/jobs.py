@@ -14,9 +14,8 @@ from benchmarks.trainer.table import Workload
 from benchmarks.trainer.work import matmul_ceiling, step_flops
 from slime_like.config import RunConfig
 from slime_like.models.dimensions import ModelDimensions
-from slime_like.planning.estimates import estimated_kinds, plannable_backend
 from slime_like.planning.memory import trainer_phases
-from slime_like.planning.planned_run import PlannedRun
+from slime_like.planning.planned_run import PlannedRun, estimated_kinds, plannable_backend
 from slime_like.system.onednn import use_onednn
 from slime_like.trajectory import PackedTrajectory
 
@@ -86,7 +85,7 @@ def planned_bytes(config: RunConfig) -> int:
     backend = plannable_backend(config)
     ((kind, estimate),) = estimated_kinds(config, backend, backend.planner().rank_kinds(config))
     training, *_ = trainer_phases(PlannedRun.of(config), None, kind, estimate)
-    return sum(item.nbytes for item in training.items if not item.name.endswith("(assumed)"))
+    return sum(nbytes for name, nbytes in training.items.items() if not name.endswith("(assumed)"))
 
 
 def _side(side: str, config: RunConfig, packs: list[PackedTrajectory]) -> Side:

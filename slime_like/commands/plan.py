@@ -18,17 +18,11 @@ _DOES_NOT_FIT = 1
 
 
 def _add_arguments(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument
+    add, one_of = parser.add_argument, parser.add_mutually_exclusive_group().add_argument
     add("--output", type=given_path, metavar="FILE", help="also write the plan, or with --search the layouts, as JSON")
-    add("--search", action="store_true", help="list layouts that fit these GPUs, fastest first")
-    add(
-        "--top",
-        type=at_least_one,
-        default=5,
-        metavar="N",
-        help="number of layouts to list (default: %(default)s)",
-    )
-    add(
+    one_of("--search", action="store_true", help="list layouts that fit these GPUs, fastest first")
+    add("--top", type=at_least_one, default=5, metavar="N", help="number of layouts to list (default: %(default)s)")
+    one_of(
         "--preflight",
         action="store_true",
         help="this machine belongs to the cluster: also check its files, disk and port",
@@ -43,11 +37,14 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _run(options: argparse.Namespace, flags: list[str]) -> int:
-    _require_output(options.output)
-    run_dir = None if options.config else temporary_run_dir("plan")
-    config = load_config(options.config, flags, run_dir)
+    output: Path | None = options.output
+    if output is not None:
+        problem = "is a directory; give a file" if output.is_dir() else directory_problem(output.absolute().parent)
+        if problem:
+            raise ConfigError(f"--output {output} {problem}", code="output-unusable")
+    config = load_config(options.config, flags, None if options.config else temporary_run_dir("plan"))
     _require_possible(options, config)
-    # Megatron remarks on every package that would make training faster; nothing is trained here.
+    # Megatron warns about every missing package that speeds up training; nothing is trained here.
     logging.getLogger("megatron").setLevel(logging.ERROR)
     warnings.filterwarnings("ignore", module=r"megatron\.")
     warnings.filterwarnings("ignore", module=r"torch\.distributed", category=FutureWarning)
@@ -59,71 +56,54 @@ def _run(options: argparse.Namespace, flags: list[str]) -> int:
     planned = PlannedRun.of(config, options.mean_prompt, options.mean_response)
     if options.search:
         found = search(planned, options.top, _note)
-        _clear_note()
-        _write(options.output, {"layouts": [candidate.to_json() for candidate in found]})
+        _note("")
+        _write(output, {"layouts": [candidate.to_json() for candidate in found]})
         print_candidates(found, config.cluster.host_memory_gib is not None)
         return 0 if found else _DOES_NOT_FIT
     plan = make_plan(planned, options.preflight, _note)
-    _clear_note()
-    _write(options.output, plan.to_json())
-    if not plan.kinds:  # there is nothing to show but what is wrong
+    _note("")
+    _write(output, plan.to_json())
+    if not plan.kinds:  # nothing was worked out
         raise ConfigError(plan.problems, code="plan-rejected")
     print_plan(config, plan)
-    return 0 if plan.fits and not plan.problems else _DOES_NOT_FIT
-
-
-def _require_output(output: Path | None) -> None:
-    if output is None:
-        return
-    problem = "is a directory; give a file" if output.is_dir() else directory_problem(output.absolute().parent)
-    if problem:
-        raise ConfigError(f"--output {output} {problem}", code="output-unusable")
+    return _DOES_NOT_FIT if plan.problems else 0
 
 
 def _require_possible(options: argparse.Namespace, config: RunConfig) -> None:
-    """Reject options that contradict one another, or the configuration."""
-    problems = []
-    if options.search and options.preflight:
-        problems.append("--preflight checks one layout, and --search many; give one of the two")
-    row = ("rollout.max_model_len", config.max_model_len)  # of an agent: a history and what it goes on with
-    prompt, response = (
-        ("data.max_prompt_tokens", config.data.max_prompt_tokens),
-        ("rollout.max_new_tokens", config.rollout.max_new_tokens),
-    )
-    for option, mean, (field, most) in (
-        ("--mean_prompt", options.mean_prompt, row if config.rollout.agent.is_set else prompt),
-        ("--mean_response", options.mean_response, row if config.rollout.agent.is_set else response),
-    ):
-        if mean is not None and mean > most:
-            problems.append(f"{option}={mean} is more than {field}={most}; give at most {most}")
+    """Reject mean lengths above their limits."""
+    prompt = ("data.max_prompt_tokens", config.data.max_prompt_tokens)
+    response = ("rollout.max_new_tokens", config.rollout.max_new_tokens)
+    if config.rollout.agent.is_set:  # its rows contain a history
+        prompt = response = ("rollout.max_model_len", config.max_model_len)
+    means = (("--mean_prompt", options.mean_prompt, *prompt), ("--mean_response", options.mean_response, *response))
+    problems = [
+        f"{option}={mean} is more than {field}={most}; give at most {most}"
+        for option, mean, field, most in means
+        if mean is not None and mean > most
+    ]
     if problems:
         raise ConfigError(problems, code="options-conflict")
 
 
 def _write(output: Path | None, content: dict[str, Any]) -> None:
-    if output is None:
-        return
-    output.parent.mkdir(parents=True, exist_ok=True)
-    output.write_text(json.dumps(content, indent=1, default=str) + "\n", encoding="utf-8")
+    if output is not None:
+        output.parent.mkdir(parents=True, exist_ok=True)
+        output.write_text(json.dumps(content, indent=1, default=str) + "\n", encoding="utf-8")
 
 
 def _note(text: str) -> None:
-    """Progress, on a terminal only."""
+    """Show progress on a terminal; "" clears it."""
     if sys.stderr.isatty():
         print(f"\r\033[K{text}", end="", file=sys.stderr, flush=True)
 
 
-def _clear_note() -> None:
-    _note("")
-
-
 COMMAND = Command(
     "plan",
-    "does a run fit a cluster, and how long does a step take? Needs no GPU and no weights",
+    "check whether a run fits a cluster, and predict a step's time; needs no GPU and no weights",
     _run,
     "Plan a run on a cluster from this machine: the memory of ranks and engines, the predicted time of a\n"
     "step, and all problems that would stop the run at its start. --output adds every kind of rank and its\n"
-    "traffic. The model's config.json suffices. Exit code 0: fits. 1: does not fit. 2: the layout is invalid.",
+    "messages. The model's config.json suffices. Exit code 0: fits. 1: does not fit. 2: the layout is invalid.",
     _add_arguments,
     "[--output FILE] [--search] [--section.field VALUE ...]",
     {"[CONFIG.yaml]": "configuration file"},

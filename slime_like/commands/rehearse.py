@@ -1,12 +1,9 @@
 """``slime-like rehearse``."""
 
 import argparse
-import contextlib
 import shutil
 import tempfile
-from collections.abc import Iterator
 from pathlib import Path
-from threading import Event
 
 from slime_like.commands.command import Command, given_path
 from slime_like.config.reading.load import load_config
@@ -19,7 +16,7 @@ _LEAST_STEPS = 2
 
 def _add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add("--directory", type=given_path, metavar="DIR", help="new directory for model, recipe and run; it stays")
+    add("--directory", type=given_path, metavar="DIR", help="new directory for model, recipe and run, which is kept")
     add("--small_steps", type=int, default=3, metavar="N", help="steps of the small run (default: %(default)s)")
 
 
@@ -32,48 +29,39 @@ def _run(options: argparse.Namespace, flags: list[str]) -> int:
     config = load_config(options.config, flags)
     from slime_like.verification.rehearsal.rehearsal import rehearse
 
-    found, kept = 0, Event()
-    with _directory(options.directory, kept) as directory:
+    found, directory = 0, _made(options.directory)
+    try:
         for is_sound, stage, text in rehearse(config, directory, options.small_steps):
             found += not is_sound
             print(f"{'ok' if is_sound else 'FOUND':5}  {stage:11}  {text}", flush=True)
         print(f"rehearsal: {counted(found, 'fault')} found" if found else "rehearsal: nothing found")
-        if found and options.directory is None:
-            kept.set()
+    finally:
+        if found:
             print(f"rehearsal: recipe and logs are in {directory}")
+        elif options.directory is None:
+            shutil.rmtree(directory, ignore_errors=True)
     return _FOUND if found else 0
 
 
-@contextlib.contextmanager
-def _directory(given: Path | None, kept: Event) -> Iterator[Path]:
-    """Args: of a temporary directory nothing but weights is removed where ``kept`` is set."""
-    if given is None:
-        directory = Path(tempfile.mkdtemp(prefix="slime-like-rehearsal-"))
-        try:
-            yield directory
-        finally:
-            if kept.is_set():
-                for weights in directory.rglob("*.safetensors"):
-                    weights.unlink()
-            else:
-                shutil.rmtree(directory, ignore_errors=True)
-        return
+def _made(directory: Path | None) -> Path:
+    if directory is None:
+        return Path(tempfile.mkdtemp(prefix="slime-like-rehearsal-"))
     try:
-        given.mkdir(parents=True)
+        directory.mkdir(parents=True)
     except OSError as error:
         remedy = "give a new one" if isinstance(error, FileExistsError) else "give another place"
-        raise ConfigError(f"--directory {given}: {error.strerror}; {remedy}", code="argument-value") from error
-    yield given.absolute()
+        raise ConfigError(f"--directory={directory}: {error.strerror}; {remedy}", code="argument-value") from error
+    return directory.absolute()
 
 
 COMMAND = Command(
     "rehearse",
     "try a recipe on this machine with a small model: steps, kill, resume, export",
     _run,
-    "Run a recipe small on this machine before a cluster is rented. The real tokenizer, rows, template,\n"
-    "rewards, environment and loss meet a small random model like the real one, whose weights are not needed;\n"
-    "every parallel axis is kept at size 2 where eight ranks suffice. Steps, evaluation and a checkpoint, then\n"
-    "kill -9, resume and export. Prints one line per stage. Exit code 1: a stage FOUND a fault.",
+    "Run a small version of a recipe on this machine before you rent a cluster. It uses the real tokenizer, rows,\n"
+    "template, rewards, environment and loss with a small random model like the real one, whose weights are not\n"
+    "needed. Every parallel axis has size 2 if eight ranks suffice. The run trains, evaluates and writes a\n"
+    "checkpoint; then it is killed with kill -9, resumed and exported. Exit code 1: a stage FOUND a fault.",
     _add_arguments,
     usage="[--directory DIR] [--small_steps N] [--section.field VALUE ...]",
     paths={"[CONFIG.yaml]": "configuration of the real run"},

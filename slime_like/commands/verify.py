@@ -52,7 +52,7 @@ def _run(options: argparse.Namespace, flags: list[str]) -> int:
         baseline = parse_layout(options.baseline)
         layouts = [parse_layout(name) for name in options.layouts or DEFAULT_LAYOUTS]
         config = _config(model, flags, synthetic=options.batch is None)
-        from slime_like.verification.verify import print_table, verify_layouts  # torch and Ray: only once all is right
+        from slime_like.verification.verify import print_table, verify_layouts  # imports torch and Ray
 
         temporary = not has_flag(flags, "run_dir")
         batch = _batch(options.batch, model)
@@ -66,7 +66,7 @@ def _run(options: argparse.Namespace, flags: list[str]) -> int:
 
 
 def _config(model: Path, flags: Sequence[str], synthetic: bool) -> RunConfig:
-    """The user's flags come last, so that they win."""
+    """Return the configuration. The user's flags take precedence over those chosen here."""
     names = sorted({flag.removeprefix("--").partition("=")[0] for flag in flags if flag.startswith("--")})
     fixed = [name for name in names if name.startswith("trainer.parallel.") or name in _FIXED]
     if fixed:
@@ -74,7 +74,7 @@ def _config(model: Path, flags: Sequence[str], synthetic: bool) -> RunConfig:
         raise ConfigError(problems, code="flag-excluded")
     import torch
 
-    default = "bfloat16" if torch.cuda.is_available() else "float32"  # on CUDA the kernels take bfloat16 alone
+    default = "bfloat16" if torch.cuda.is_available() else "float32"  # CUDA's kernels require bfloat16
     dtype = _loaded(model, ["--model.dtype", default, *flags]).model.dtype
     settings = step_flags(ModelDimensions.from_checkpoint(model), dtype)
     settings += ["--model.dtype", dtype, "--steps", "2" if dtype == "float32" else "1"]
@@ -105,7 +105,7 @@ def _batch(file: Path | None, model: Path) -> "list[ScoredTrajectory]":
 
 @contextlib.contextmanager
 def _model(given: Path | None) -> Iterator[Path]:
-    """The user's model, or a tiny one that is gone afterwards."""
+    """Yield the user's model, or a temporary tiny one."""
     if given is not None:
         yield given
         return

@@ -26,7 +26,7 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
         "--model",
         type=Path,
         metavar="DIR",
-        help="Hugging Face directory, of which config.json alone is read (default: a tiny Qwen3)",
+        help="Hugging Face directory; only its config.json is read (default: a tiny Qwen3)",
     )
 
 
@@ -45,7 +45,7 @@ def _try_all(config: RunConfig) -> int:
     log = config.run_dir / "worker_logs" / "engine.log"
     log.parent.mkdir(exist_ok=True)
     verdicts = []
-    with _all_else_to(log) as terminal:
+    with _output_to(log) as terminal:
         print(f"{'':5} {'gap':>8} {'time':>8}  claim", file=terminal, flush=True)
         for verdict in verify_engine(config):
             verdicts.append(verdict)
@@ -55,7 +55,7 @@ def _try_all(config: RunConfig) -> int:
             if verdict.problem is not None:
                 print(f"{'':24} {verdict.problem}", file=terminal)
             terminal.flush()
-        gc.collect()  # engines report their end when they are collected
+        gc.collect()  # collected engines print messages
     failed = sum(verdict.problem is not None for verdict in verdicts)
     print(f"{config.rollout.engine}: {len(verdicts) - failed} of {counted(len(verdicts), 'claim')} hold")
     return _FAILS if failed else 0
@@ -74,24 +74,24 @@ def _small_model(given: Path | None, directory: Path) -> Path:
 
 
 def _config(model: Path, flags: Sequence[str]) -> RunConfig:
-    """Raises ``ConfigError`` for settings that are not the engine's."""
+    """Raise ``ConfigError`` for settings that are not the engine's."""
     names = sorted({flag.removeprefix("--").partition("=")[0] for flag in flags if flag.startswith("--")})
     if others := [name for name in names if not name.startswith("rollout.") and name not in ("run_dir", "model.dtype")]:
-        problems = [f"--{name} is no setting of an engine; give rollout.*, model.dtype and run_dir" for name in others]
+        problems = [f"--{name} is not an engine setting; give rollout.*, model.dtype or run_dir" for name in others]
         raise ConfigError(problems, code="flag-excluded")
     import torch
 
     from slime_like.checks.check import require_valid
     from slime_like.verification.engine.verify import LONGEST_PROMPT, LONGEST_RESPONSE
 
-    default = "bfloat16" if torch.cuda.is_available() else "float32"  # on CUDA the kernels take bfloat16 alone
+    default = "bfloat16" if torch.cuda.is_available() else "float32"  # CUDA's kernels require bfloat16
     settings = ["--model.path", str(model), "--model.dtype", default, "--data.max_prompt_tokens", str(LONGEST_PROMPT)]
     settings += ["--rollout.max_new_tokens", str(LONGEST_RESPONSE)]
     config = load_config(None, [*settings, *flags], temporary_run_dir("verify"))
     if config.rollout.python is not None:
         raise ConfigError(
-            f"rollout.python={config.rollout.python}: the engine is tried in this interpreter; run slime-like with that"
-            " one, and leave the setting out",
+            f"rollout.python={config.rollout.python}: the engine runs in this interpreter; run slime-like with that "
+            "interpreter, and omit the setting",
             code="flag-excluded",
         )
     require_valid(config, _NEEDS)
@@ -99,8 +99,8 @@ def _config(model: Path, flags: Sequence[str]) -> RunConfig:
 
 
 @contextlib.contextmanager
-def _all_else_to(log: Path) -> Iterator[TextIO]:
-    """Inside, what this process and its children print goes to ``log``; the standard output that was."""
+def _output_to(log: Path) -> Iterator[TextIO]:
+    """Redirect the output of this process and its children to ``log``, and yield the original standard output."""
     for stream in (sys.stdout, sys.stderr):
         stream.flush()
     usual = [os.dup(stream.fileno()) for stream in (sys.stdout, sys.stderr)]
@@ -119,10 +119,10 @@ def _all_else_to(log: Path) -> Iterator[TextIO]:
 
 COMMAND = Command(
     "verify engine",
-    "try the installed engine with a small model: logprobs, seeds, updates of every tensor",
+    "check the installed engine with a small model: logprobs, seeds, updates of every tensor",
     _run,
-    "Start the installed engine in this process, with a small random model like DIR, and try what training\n"
-    "needs of it; transformers' forward pass is the judge. Every tensor is changed alone, and the engine's\n"
+    "Start the installed engine in this process with a small random model like DIR, and check what training\n"
+    "needs. transformers' forward pass is the reference. Each tensor is changed by itself, and the engine's\n"
     "logprobs must follow. Gaps: nats, in bfloat16 standard deviations. Exit code 1: a claim does not hold.",
     _add_arguments,
     "[--model DIR] [--model.dtype bfloat16] [--rollout.engine NAME] [--rollout.field VALUE ...]",

@@ -92,7 +92,7 @@ class TrainerConfig(Section):
     attention: Literal["auto", "transformer_engine", "ring_flash_attn", "ring", "allgather"] = "auto"
     """Attention and its context parallelism. auto: by machine and backend."""
     recompute: Literal["none", "full", "auto"] | int = "none"
-    """Layers that are recomputed in backward. N: the first N of every stage or model chunk. auto: as few as fit."""
+    """Layers recomputed in backward. N: the first N, at most all, of a stage or model chunk. auto: as few as fit."""
     activation_offload: bool = False
     """Keep saved activations in host memory."""
     head_chunk_tokens: int | None = Field(None, ge=1)

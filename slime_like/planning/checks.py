@@ -13,31 +13,27 @@ from slime_like.models.weight_files import header_shapes
 from slime_like.planning.units import memory_text, traffic_text
 
 _OPTIMIZER_BYTES = 12
-"""Of a parameter in a checkpoint, beside its weight: main weight and two moments in float32."""
+"""Bytes of a parameter's optimizer state in a checkpoint: main weight and two moments in float32."""
 
 _TOKEN_BYTES, _RESPONSE_BYTES = 17, 33
-"""Of a token in a pack, and of a token of a response in addition."""
+"""Bytes of a token in a pack, and additional bytes of a response's token."""
 
 _SHOWN = 5
 
 
-def planned_nodes(config: RunConfig) -> int:
-    return config.cluster.nodes or nodes_needed(config)
-
-
 def object_store_notes(config: RunConfig) -> Iterator[str]:
-    """Warn if node 0's object store does not hold a step's packs, which Ray then keeps on disk."""
+    """Warn if node 0's object store does not hold a step's packs, so Ray writes them to disk."""
     largest, store = largest_batch_bytes(config), config.cluster.object_store_mb * 2**20
     if config.cluster.address is None and largest > store:
         yield (
             f"cluster.object_store_mb={config.cluster.object_store_mb}: a step's packs take up to "
-            f"{memory_text(largest)}, and what the store does not hold goes to disk; set at least "
+            f"{memory_text(largest)}, and Ray writes what exceeds the store to disk; set at least "
             f"{-(-largest // 2**20)}"
         )
 
 
 def largest_batch_bytes(config: RunConfig) -> int:
-    """Count the bytes of a step's packs (``PackedTrajectory``) whose sequences are all as long as allowed."""
+    """Count the bytes of a step's packs (``PackedTrajectory``) if all sequences have the maximum length."""
     rollout, algorithm, prompt = config.rollout, config.algorithm, config.data.max_prompt_tokens
     samples = rollout.prompts_per_step * (1 if config.supervised else rollout.samples_per_prompt)
     response = config.longest_row - prompt
@@ -45,6 +41,17 @@ def largest_batch_bytes(config: RunConfig) -> int:
     support = 1 + rollout.bounded_top_k if rollout.bounded_top_k > 0 else 0
     per_token = _RESPONSE_BYTES + 4 * (scored + support)
     return samples * ((prompt + response) * _TOKEN_BYTES + response * per_token)
+
+
+def idle_engine_notes(config: RunConfig) -> Iterator[str]:
+    """Warn if colocated engines leave GPUs of the trainer without an engine."""
+    number, tensor, gpus = config.rollout.num_engines, config.rollout.tensor, config.trainer.parallel.world_size
+    has_engines = not config.supervised and not config.debug.load_rollouts
+    if config.cluster.placement == "colocated" and has_engines and number < gpus // tensor:
+        yield (
+            f"rollout.num_engines={number}: {gpus - number * tensor} of the trainer's {gpus} GPUs are idle during "
+            f"generation; set {gpus // tensor}, or auto"
+        )
 
 
 def placement_problems(config: RunConfig) -> Iterator[str]:
@@ -64,46 +71,45 @@ def placement_problems(config: RunConfig) -> Iterator[str]:
     for field, size in sizes:
         if per_node % size:
             yield (
-                f"{field}={size} does not divide cluster.gpus_per_node={per_node}, so that a tensor-parallel group "
-                f"would lie on two nodes; use {', '.join(map(str, divisors(per_node)))}"
+                f"{field}={size} does not divide cluster.gpus_per_node={per_node}, so a tensor-parallel group would "
+                f"cross nodes; use {', '.join(map(str, divisors(per_node)))}"
             )
 
 
 def tensor_problems(path: Path, expected: dict[str, tuple[int, ...]]) -> Iterator[str]:
-    """Check the names and shapes of the tensors beside ``config.json``. Reads headers only.
+    """Compare the names and shapes of stored tensors with the expected ones. Reads only headers.
 
     Raises:
-        OSError, ValueError: they cannot be read.
+        WeightFilesError: the weight files cannot be read.
     """
     found = header_shapes(path)
     missing = sorted(expected.keys() - found.keys())
-    # A tied output projection may be stored beside the embedding all the same.
+    # A checkpoint may contain a tied output projection in addition to the embedding.
     unexpected = sorted(found.keys() - expected.keys() - {"lm_head.weight"})
-    other = sorted(name for name in expected.keys() & found.keys() if expected[name] != found[name])
-    for what, names in (("missing", missing), ("not of this architecture", unexpected)):
+    shared = sorted(expected.keys() & found.keys())
+    other = [
+        f"{name} is {list(found[name])}, should be {list(expected[name])}"
+        for name in shared
+        if expected[name] != found[name]
+    ]
+    for what, names in (("missing", missing), ("not of this architecture", unexpected), ("of another shape", other)):
         if names:
+            some = ", ".join(names[:_SHOWN]) + (", ..." if len(names) > _SHOWN else "")
             yield (
-                f"model.path={path}: {len(names)} tensors are {what} ({_some(names)}); use the config.json and the "
-                "weights of the same model"
+                f"model.path={path}: {len(names)} tensors are {what} ({some}); use the config.json and the weights of "
+                "the same model"
             )
-    if other:
-        first = other[0]
-        yield (
-            f"model.path={path}: {len(other)} tensors have another shape than in config.json ({first} is "
-            f"{list(found[first])}, should be {list(expected[first])}); use the config.json and the weights of the "
-            "same model"
-        )
 
 
 def disk_bytes(config: RunConfig, dimensions: ModelDimensions) -> int:
-    """Peak disk use of a run: the checkpoints it keeps, one more while it is written, and the last model."""
+    """Return a run's peak disk use: the checkpoints it keeps, one more while it is written, and the exported model."""
     item = 4 if config.model.dtype == "float32" else 2
     per_parameter = (config.checkpoint.keep + 1) * (item + _OPTIMIZER_BYTES) + item * config.checkpoint.export_hf
     return dimensions.num_parameters * per_parameter
 
 
 def preflight_problems(config: RunConfig, dimensions: ModelDimensions) -> Iterator[str]:
-    """Check this machine of the cluster: disk space and the port."""
+    """Check disk space and the port of this machine, which is part of the cluster."""
     needed = disk_bytes(config, dimensions)
     nearest = next(parent for parent in (config.run_dir, *config.run_dir.parents) if parent.exists())
     free = shutil.disk_usage(nearest).free
@@ -124,7 +130,3 @@ def _is_free(port: int) -> bool:
         except OSError:
             return False
         return True
-
-
-def _some(names: list[str]) -> str:
-    return ", ".join(names[:_SHOWN]) + (", ..." if len(names) > _SHOWN else "")

@@ -1,5 +1,6 @@
-"""Memory of an engine's GPUs, and the sequences that its KV cache holds."""
+"""Memory of an engine's GPUs, the sequences that its KV cache holds, and the time of sampling a step."""
 
+import math
 from dataclasses import dataclass
 
 from slime_like.checks.engine_arguments import DEFAULT_SHARES, SHARES
@@ -9,23 +10,25 @@ from slime_like.planning.hardware import ENGINE_COMMUNICATORS, GRAPHS_BYTES, PRE
 from slime_like.planning.planned_run import PlannedRun
 
 _DEFAULT_SHARE = 0.9
-"""Of a custom engine."""
+"""Share of a GPU's memory that a custom engine takes."""
 _MOST_AT_ONCE = 512
-"""Sequences that the adapters let an engine decode at once."""
+"""Sequences that the adapters let an engine decode at the same time."""
+ALL_REDUCE_S = 20e-6
+"""Assumed latency of one all-reduce of a decoded token inside a node; each layer has two."""
 
 
 @dataclass(frozen=True, slots=True)
 class EnginePlan:
-    """One engine, per GPU.
+    """One engine. Bytes are per GPU.
 
     Attributes:
-        gpus: of one engine (``rollout.tensor``).
-        sleeping_bytes: context, groups and graphs, assumed; a sleeping engine keeps them.
-        reserve_bytes: the same and a prefill's activations.
-        kv_bytes_per_token: of each GPU; KV heads are repeated where there are fewer than GPUs.
+        gpus: GPUs of the engine (``rollout.tensor``).
+        sleeping_bytes: context, groups and graphs (assumed), which a sleeping engine keeps.
+        reserve_bytes: ``sleeping_bytes`` and a prefill's activations.
+        kv_bytes_per_token: KV cache of one token; if the model has fewer KV heads than GPUs, heads are repeated.
         kv_tokens: tokens that the cache of the whole engine holds.
-        longest_sequences: sequences of ``rollout.max_model_len`` that it holds at once.
-        at_once: sequences of mean length that are decoded at once, within the adapter's limit.
+        longest_sequences: sequences of ``rollout.max_model_len`` that it holds at the same time.
+        at_once: sequences of mean length that it decodes at the same time, within the adapter's limit.
     """
 
     gpus: int
@@ -44,7 +47,7 @@ def plan_engine(run: PlannedRun) -> EnginePlan:
     weights = run.weight_bytes // rollout.tensor
     per_token = run.dimensions.num_layers * _cached_elements(run.dimensions, rollout.tensor) * run.element_bytes
     given = rollout.own_engine_args.get("kv_cache_memory_bytes")
-    taken = int(engine_share(run.config) * run.hardware.memory_bytes)
+    taken = int(_memory_share(run.config) * run.hardware.memory_bytes)
     sleeping = run.hardware.process_bytes(ENGINE_COMMUNICATORS if rollout.tensor > 1 else 0) + GRAPHS_BYTES
     reserve = sleeping + PREFILL_BYTES
     cache = int(given) if given is not None else taken - weights - reserve
@@ -64,16 +67,88 @@ def plan_engine(run: PlannedRun) -> EnginePlan:
 
 
 def _cached_elements(dimensions: ModelDimensions, gpus: int) -> int:
-    """Of one token in one layer, on each GPU. Of latent attention engines keep what keys and values are made from."""
+    """Count the cached elements of one token in one layer on each GPU.
+
+    For latent attention, engines cache the compressed vectors that keys and values are computed from.
+    """
     latent = dimensions.latent
     if latent is not None:
         return latent.kv_rank + latent.rope_dim
     return 2 * -(-dimensions.num_kv_heads // gpus) * dimensions.head_dim
 
 
-def engine_share(config: RunConfig) -> float:
-    """Share of a GPU's memory that the engine takes in all."""
+def _memory_share(config: RunConfig) -> float:
+    """Return the share of a GPU's memory that the engine takes in total."""
     engine = config.rollout.engine
     default = DEFAULT_SHARES.get(engine, _DEFAULT_SHARE)
     given = config.rollout.own_engine_args.get(SHARES.get(engine, ""), default)
-    return given if isinstance(given, int | float) else default  # a check names what is no share
+    return given if isinstance(given, int | float) else default  # a check reports other types
+
+
+@dataclass(frozen=True, slots=True)
+class Generation:
+    """Sampling of one step on one engine. All engines have the same share of the sequences.
+
+    Attributes:
+        sequences: sequences of one step.
+        at_once: sequences decoded at the same time; the others wait for a later one of the ``waves``.
+        tokens: tokens that each sequence decodes.
+        prefill: seconds of prefill of all prompts.
+        weights, cache, products, messages: seconds of decoding one token of each sequence of a wave of mean size:
+            reading weights, reading KV cache, matrix products (which overlap with reading), and messages between the
+            engine's GPUs.
+    """
+
+    sequences: int
+    at_once: int
+    tokens: float
+    prefill: float
+    weights: float
+    cache: float
+    products: float
+    messages: float
+
+    @property
+    def waves(self) -> int:
+        return math.ceil(self.sequences / self.at_once)
+
+    @property
+    def token(self) -> float:
+        """Seconds of decoding one token of each sequence of a wave."""
+        return max(self.weights + self.cache, self.products) + self.messages
+
+    @property
+    def seconds(self) -> float:
+        return self.prefill + self.waves * self.tokens * self.token
+
+
+def predict_generation(run: PlannedRun, engine: EnginePlan) -> Generation:
+    """Predict prefill at the rate of matrix products, and decoding at the rate of memory or of matrix products."""
+    rollout, hardware, workload, dimensions = run.config.rollout, run.hardware, run.workload, run.dimensions
+    sequences = math.ceil(workload.samples * rollout.oversample / rollout.num_engines)
+    at_once = max(1, min(engine.at_once, sequences))
+    wave = sequences / math.ceil(sequences / at_once)
+    per_token = 2.0 * dimensions.active_parameters / engine.gpus
+    # Samples of one prompt share its prefill.
+    prompts = sequences / rollout.samples_per_prompt
+    cache = wave * (workload.mean_prompt + workload.mean_response / 2) * engine.kv_bytes_per_token
+    # A step of a mixture of experts reads at most the experts of the wave's tokens.
+    read = min(1.0, wave * dimensions.active_parameters / dimensions.num_parameters)
+    return Generation(
+        sequences=sequences,
+        at_once=at_once,
+        tokens=workload.mean_response,
+        prefill=hardware.matmul_seconds(prompts * workload.mean_prompt * per_token),
+        weights=hardware.memory_seconds(engine.weight_bytes * read),
+        cache=hardware.memory_seconds(cache),
+        products=hardware.matmul_seconds(wave * per_token),
+        messages=_message_seconds(run, engine, wave),
+    )
+
+
+def _message_seconds(run: PlannedRun, engine: EnginePlan, sequences: float) -> float:
+    """Predict two all-reduces of hidden states per layer among an engine's GPUs, which share a node."""
+    if engine.gpus == 1:
+        return 0.0
+    sent = 2 * (engine.gpus - 1) / engine.gpus * sequences * run.dimensions.hidden_size * run.element_bytes
+    return 2 * run.dimensions.num_layers * (ALL_REDUCE_S + run.hardware.link_seconds(sent, range(engine.gpus)))

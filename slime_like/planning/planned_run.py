@@ -1,13 +1,20 @@
-"""What a plan is worked out from: a configuration, its model's sizes, its cluster and the workload of a step."""
+"""Input of a plan: a configuration, its model's sizes, its cluster, a step's workload, and the estimates of ranks."""
 
 import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Self
 
 from slime_like.algorithms.packing.prefixes import pays
 from slime_like.config import RunConfig
+from slime_like.errors import ConfigError
+from slime_like.interfaces import TrainerBackend, load_backend
+from slime_like.interfaces.estimate import RankEstimate, RankKind
 from slime_like.models.dimensions import ModelDimensions
 from slime_like.planning.hardware import Hardware
+
+Note = Callable[[str], None]
+"""Receiver of progress messages."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,10 +23,10 @@ class Workload:
 
     Attributes:
         samples: sequences of a step.
-        mean_prompt, mean_response: their tokens on average.
-        sharing: sequences that one computed prompt serves.
-        micro_batches: per replica and optimizer step.
-        per_micro_batch: sequences of mean length that fit into one.
+        mean_prompt, mean_response: mean tokens of their prompts and responses.
+        sharing: sequences for which one prompt is computed once.
+        micro_batches: micro-batches per replica and optimizer step.
+        per_micro_batch: sequences of mean length that fit into a micro-batch.
         filled: share of a micro-batch's token budget that whole sequences of mean length fill.
     """
 
@@ -37,18 +44,18 @@ class Workload:
 
     @property
     def tokens(self) -> float:
-        """Computed in one pass over all samples."""
+        """Tokens computed in one pass over all samples."""
         return self.samples * (self.mean_prompt / self.sharing + self.mean_response)
 
     @property
     def attention_length(self) -> float:
-        """Length of sequences, by themselves, whose tokens see as many others as these do on average."""
+        """Length of unshared sequences with the same attention cost per token."""
         prompt, response, sharing = self.mean_prompt, self.mean_response, self.sharing
         return (prompt**2 + sharing * (2 * prompt + response) * response) / (prompt + sharing * response)
 
     @classmethod
     def of(cls, config: RunConfig, mean_prompt: float | None = None, mean_response: float | None = None) -> Self:
-        """Lengths that are not given are the longest allowed, which is an upper bound."""
+        """Compute the workload. Lengths that are not given are the longest allowed, which is an upper bound."""
         prompt = config.data.max_prompt_tokens if mean_prompt is None else mean_prompt
         response = config.rollout.max_new_tokens if mean_response is None else mean_response
         samples = config.rollout.prompts_per_step * (1 if config.supervised else config.rollout.samples_per_prompt)
@@ -58,7 +65,7 @@ class Workload:
             groups = config.rollout.samples_per_prompt
             sharing = min(groups, max(1, int((budget - prompt) / response)))
         together = prompt + sharing * response
-        # A group that does not fit is computed in parts, of which none shares its micro-batch with another group.
+        # A group that does not fit is computed in parts, and a part has its micro-batch to itself.
         bundles = max(1, int(budget / together)) if sharing in (1, groups) else 1
         filled = min(1.0, bundles * together / budget)
         fitting = bundles * sharing
@@ -67,7 +74,7 @@ class Workload:
 
 @dataclass(frozen=True, slots=True)
 class PlannedRun:
-    """A configuration with all that is planned from."""
+    """A configuration with everything that a plan is computed from."""
 
     config: RunConfig
     dimensions: ModelDimensions
@@ -85,7 +92,7 @@ class PlannedRun:
 
     @property
     def weight_bytes(self) -> int:
-        """The whole model in ``model.dtype``."""
+        """Bytes of the whole model in ``model.dtype``."""
         return self.dimensions.num_parameters * self.element_bytes
 
     @property
@@ -98,5 +105,28 @@ class PlannedRun:
 
     @property
     def has_engines(self) -> bool:
-        """The run has engines."""
         return not self.config.supervised and not self.config.debug.load_rollouts
+
+
+def plannable_backend(config: RunConfig) -> type[TrainerBackend]:
+    """Return the trainer of ``config``.
+
+    Raises:
+        ConfigError: it is unknown, or has no estimate of what it needs.
+    """
+    backend = load_backend(config.trainer.backend)
+    if not hasattr(backend, "planner"):
+        problem = f"trainer.backend={config.trainer.backend} cannot be planned: it has no estimate; plan with megatron"
+        raise ConfigError(problem, code="backend-not-planned")
+    return backend
+
+
+def estimated_kinds(
+    config: RunConfig, backend: type[TrainerBackend], kinds: Sequence[RankKind], note: Note = lambda _: None
+) -> list[tuple[RankKind, RankEstimate]]:
+    """Pair every kind with the estimate of its first rank."""
+    found = []
+    for kind in kinds:
+        note(f"{kind.name}: {len(kind.ranks)} ranks")
+        found.append((kind, backend.planner().estimate(config, kind.ranks[0])))
+    return found

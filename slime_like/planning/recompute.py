@@ -9,21 +9,20 @@ from slime_like.config.trainer import FSDP
 from slime_like.interfaces import TrainerBackend
 from slime_like.interfaces.estimate import RankEstimate, RankKind
 from slime_like.planning.engines import plan_engine
-from slime_like.planning.estimates import end_kinds, estimated_kinds, plannable_backend
 from slime_like.planning.memory import ACTIVATIONS, TRAINING, PhaseMemory, trainer_phases
-from slime_like.planning.planned_run import PlannedRun
+from slime_like.planning.planned_run import PlannedRun, estimated_kinds, plannable_backend
 
 ERROR = 0.1
-"""Share of planned activations that stays free: they are within so much of what ranks really take
+"""Share of planned activations that stays free, because real ranks differ by up to this share from the plan
 (``tests/parallel/test_planned_memory.py``)."""
 
 
 @dataclass(frozen=True, slots=True)
 class Fitted:
-    """A run with a number of recomputed layers, what its kinds of ranks are estimated at, and the memory left.
+    """A run with a number of recomputed layers, the estimates of its kinds of ranks, and their memory.
 
     Attributes:
-        spare: bytes left in training beside a share of its activations; below 0 it does not fit.
+        spare: free bytes in training after ``ERROR`` of its activations; below 0 if training does not fit.
     """
 
     run: PlannedRun
@@ -46,8 +45,8 @@ def chosen_recompute(config: RunConfig) -> RunConfig:
 def fewest_recomputed(run: PlannedRun, backend: type[TrainerBackend]) -> Fitted | None:
     """Recompute as few layers of every stage as fit; ``None`` if training does not fit even with all recomputed.
 
-    Memory is nearly linear in their number. Each number tried is where the line between a number that is too small and
-    one that fits says.
+    Memory is nearly linear in the number of layers, so each try interpolates between a number that is too small and one
+    that fits.
     """
     none = _tried(run, backend, 0)
     if none.spare >= 0:
@@ -70,7 +69,7 @@ def with_recompute(run: PlannedRun, recompute: int | str) -> PlannedRun:
 
 
 def _layers(run: PlannedRun) -> int:
-    """Layers of the largest stage, or model chunk."""
+    """Return the layers of the largest stage or model chunk."""
     parallel = run.config.trainer.parallel
     if run.config.trainer.backend == FSDP:
         return run.dimensions.num_layers
@@ -82,7 +81,9 @@ def _tried(run: PlannedRun, backend: type[TrainerBackend], layers: int) -> Fitte
     engine = plan_engine(run) if run.has_engines else None
     found: list[tuple[RankKind, RankEstimate]] = []
     phases: list[PhaseMemory] = []
-    for kind in end_kinds(run.config, backend):  # a second one that fits would change nothing
+    kinds = backend.planner().rank_kinds(run.config)
+    # The first stage has the most micro-batches in flight, and the last one the head.
+    for kind in dict.fromkeys((kinds[0], kinds[-1])):
         found += estimated_kinds(run.config, backend, [kind])
         phases += trainer_phases(run, engine, *found[-1])
         if min(map(_spare, phases)) < 0:
@@ -93,4 +94,4 @@ def _tried(run: PlannedRun, backend: type[TrainerBackend], layers: int) -> Fitte
 def _spare(phase: PhaseMemory) -> float:
     if phase.phase != TRAINING:
         return math.inf
-    return phase.margin - ERROR * sum(item.nbytes for item in phase.items if item.name == ACTIVATIONS)
+    return phase.margin - ERROR * phase.items[ACTIVATIONS]

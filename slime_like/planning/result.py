@@ -1,17 +1,16 @@
 """The result of planning."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from slime_like.config import RunConfig
 from slime_like.interfaces.estimate import RankEstimate, RankKind
-from slime_like.planning.engines import EnginePlan
-from slime_like.planning.generation import Generation
+from slime_like.planning.engines import EnginePlan, Generation
 from slime_like.planning.hardware import Hardware
-from slime_like.planning.memory import HostMemory, Item, PhaseMemory
+from slime_like.planning.memory import HostMemory, PhaseMemory
 from slime_like.planning.planned_run import Workload
-from slime_like.planning.step_time import LinkTraffic, StepTime
+from slime_like.planning.step_time import StepTime
 from slime_like.planning.units import memory_text
 
 _CURE = "docs/tuning.md lists the settings that lower it, and slime-like plan --search the layouts that fit"
@@ -19,12 +18,11 @@ _CURE = "docs/tuning.md lists the settings that lower it, and slime-like plan --
 
 @dataclass(frozen=True, slots=True)
 class KindPlan:
-    """One kind of trainer ranks: what one of them is estimated at, its memory by phase, and what it sends in a step."""
+    """One kind of ranks: the estimate of one of them, and its memory by phase."""
 
     kind: RankKind
     estimate: RankEstimate
     phases: tuple[PhaseMemory, ...]
-    traffic: tuple[LinkTraffic, ...]
 
 
 @dataclass(slots=True)
@@ -32,14 +30,13 @@ class Plan:
     """Result of ``slime-like plan``.
 
     Attributes:
-        recompute: layers of a stage that are recomputed.
-        kinds, references: every kind of rank of the trainer, and of a reference worker; empty without workers, or
-            where the layout itself is rejected.
-        engine_phase: the GPU of an engine that has its own.
-        problems: what keeps the run from this cluster, each with a remedy; empty where it may start.
-        size_problems: of these, too few GPUs and too little memory.
-        notes: what could not be judged here, or is worth knowing.
-        seconds: that planning took.
+        recompute: recomputed layers of a stage.
+        kinds, references: every kind of rank of the trainer, and of a reference worker; empty without workers, or if
+            the layout itself is rejected.
+        engine_phase: contents of a separate engine's GPU.
+        problems: reasons why the run cannot start on this cluster, each with a remedy.
+        notes: facts that could not be checked here, or are worth knowing.
+        seconds: duration of planning.
     """
 
     hardware: Hardware
@@ -56,7 +53,6 @@ class Plan:
     step: StepTime | None = None
     transport: str | None = None
     problems: list[str] = field(default_factory=list)
-    size_problems: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     seconds: float = 0.0
 
@@ -66,44 +62,30 @@ class Plan:
         return phases + ([self.engine_phase] if self.engine_phase is not None else [])
 
     @property
-    def tightest(self) -> PhaseMemory | None:
-        """Phase with the least free memory."""
-        return min(self.phases, key=lambda phase: phase.margin, default=None)
+    def fits(self) -> bool:
+        """True if GPU memory suffices, including a KV cache for one sequence of the maximum length."""
+        holds_one = self.engine is None or self.engine.longest_sequences > 0
+        return holds_one and all(phase.fits for phase in self.phases)
 
-    def misfits(self, config: RunConfig) -> list[str]:
-        """Describe what is too large."""
-        return [f"{text}; {_CURE}" for text in self._misfits(config)]
-
-    def _misfits(self, config: RunConfig) -> Iterator[str]:
+    def misfits(self, config: RunConfig) -> Iterator[str]:
+        """Describe what is too large for a GPU or a node."""
         for phase in self.phases:
             if not phase.fits:
                 needed, missing = memory_text(phase.total), memory_text(-phase.margin)
                 yield (
                     f"GPU memory, {phase.place}: {needed} are needed, {missing} more than the GPU's "
-                    f"{memory_text(phase.capacity)}; {_largest(phase.items)}"
+                    f"{memory_text(phase.capacity)}; {_largest(phase.items)}; {_CURE}"
                 )
         if self.engine is not None and self.engine.longest_sequences < 1:
             yield (
-                f"the KV cache of an engine holds {self.engine.kv_tokens:,} tokens, less than one sequence of "
-                f"{config.max_model_len:,}"
+                f"rollout.max_model_len={config.max_model_len}: an engine's KV cache holds {self.engine.kv_tokens:,} "
+                f"tokens, less than one sequence; {_CURE}"
             )
         if self.host is not None and not self.host.fits:
             yield (
-                f"host memory: a node needs {memory_text(self.host.total)}, more than cluster.host_memory_gib="
-                f"{config.cluster.host_memory_gib:g}; {_largest(self.host.items)}"
+                f"cluster.host_memory_gib={config.cluster.host_memory_gib:g}: a node needs "
+                f"{memory_text(self.host.total)} of host memory; {_largest(self.host.items)}; {_CURE}"
             )
-
-    @property
-    def fits(self) -> bool:
-        """GPU memory suffices."""
-        return all(phase.fits for phase in self.phases)
-
-    @property
-    def tokens_per_gpu_second(self) -> float:
-        """Tokens, prompts included, that a step trains, per second and GPU in use."""
-        if self.step is None or self.workload is None:
-            return 0.0
-        return self.workload.samples * self.workload.mean_length / self.step.total / self.gpus_in_use
 
     def to_json(self) -> dict[str, Any]:
         """Convert to JSON values, with sums and verdicts."""
@@ -117,9 +99,9 @@ class Plan:
             written["host"] |= {"total": self.host.total, **checked}
         if self.step is not None:
             written["step"]["total"] = self.step.total
-        return {"verdict": "fits" if self.fits and not self.problems else "does not fit", **written}
+        return {"verdict": "does not fit" if self.problems else "fits", **written}
 
 
-def _largest(items: Sequence[Item]) -> str:
-    largest = max(items, key=lambda item: item.nbytes)
-    return f"most of it is {largest.name}, {memory_text(largest.nbytes)}"
+def _largest(items: dict[str, int]) -> str:
+    name, nbytes = max(items.items(), key=lambda item: item[1])
+    return f"most of it is {name}, {memory_text(nbytes)}"

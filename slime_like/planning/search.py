@@ -1,7 +1,7 @@
-"""Layouts of the same GPUs that fit, fastest first."""
+"""Search for the fastest layouts that fit the same GPUs."""
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -9,108 +9,92 @@ from slime_like.checks.check import check_settings
 from slime_like.checks.definition import training_needs
 from slime_like.checks.layout import divisors, layout_problems
 from slime_like.checks.transport import chosen_transport
-from slime_like.config import ParallelConfig, RunConfig
+from slime_like.config import ParallelConfig, RunConfig, TrainerConfig
+from slime_like.config.filling import gpus_needed, nodes_needed
 from slime_like.config.trainer import FSDP
 from slime_like.errors import ConfigError
 from slime_like.interfaces import TrainerBackend
-from slime_like.planning import checks
-from slime_like.planning.bounds import least_bytes, least_kept_bytes
+from slime_like.planning.checks import placement_problems
 from slime_like.planning.engines import plan_engine
-from slime_like.planning.estimates import Note, plannable_backend
 from slime_like.planning.hardware import CONTEXT_BYTES
 from slime_like.planning.memory import PhaseMemory, host_memory
-from slime_like.planning.planned_run import PlannedRun, Workload
-from slime_like.planning.recompute import fewest_recomputed, with_recompute
+from slime_like.planning.planned_run import Note, PlannedRun, Workload, plannable_backend
+from slime_like.planning.recompute import fewest_recomputed
 from slime_like.planning.step_time import StepTime, predict
 
-_GROUPS = 16
-_UNSEEN = 0.8
-"""Groups of a rank, and activations beyond their bound, as a share of it, that the order of the search counts with."""
+_FILLED = 0.9
+"""Share of its token budget that the worst micro-batch fills at least."""
+_GROUPS, _TRACED = 16, 1.8
+"""Guesses for the order of the search: groups of a rank, and traced activations relative to their lower bound."""
 
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """A layout that fits, with engines; its phase with least memory left, and the predicted step.
+    """A layout that fits, with its phase of least free memory and its predicted step."""
 
-    Attributes:
-        tokens: of a micro-batch (``trainer.target_tokens_per_batch``).
-        engines: their number and GPUs each, e.g. "8 x 4"; "" if the run has none.
-    """
-
-    parallel: ParallelConfig
-    tokens: int
-    recompute: str | int
-    engines: str
+    trainer: TrainerConfig
     tightest: PhaseMemory
     step: StepTime
 
     @property
-    def seconds(self) -> float:
-        """The trainer's part of the step."""
-        return self.step.scoring + self.step.training
-
-    @property
     def flags(self) -> str:
-        """The layout as flags."""
+        """The layout as flags of the command line."""
         fields = ("tensor", "sequence", "pipeline", "virtual_pipeline", "context", "data", "expert")
-        sizes = [f"--trainer.parallel.{name} {str(getattr(self.parallel, name)).lower()}" for name in fields]
-        sizes += [f"--trainer.target_tokens_per_batch {self.tokens}", f"--trainer.recompute {self.recompute}"]
+        sizes = [f"--trainer.parallel.{name} {str(getattr(self.trainer.parallel, name)).lower()}" for name in fields]
+        sizes += [
+            f"--trainer.{name} {getattr(self.trainer, name)}" for name in ("target_tokens_per_batch", "recompute")
+        ]
         return " ".join(sizes)
 
     def to_json(self) -> dict[str, Any]:
         """Convert to JSON values, with derived figures."""
-        return {
-            **asdict(self),
-            "parallel": self.parallel.model_dump(),
-            "seconds": self.seconds,
-            "margin": self.tightest.margin,
-            "flags": self.flags,
-        }
+        trainer = self.trainer.model_dump(mode="json", include={"parallel", "target_tokens_per_batch", "recompute"})
+        figures = {"margin": self.tightest.margin, "total": self.step.total, "flags": self.flags}
+        return {**trainer, "tightest": asdict(self.tightest), "step": asdict(self.step), **figures}
 
 
 def search(run: PlannedRun, wanted: int, note: Note = lambda _: None) -> list[Candidate]:
-    """The ``wanted`` fastest layouts that fit, of all that the trainer's GPUs admit.
+    """Return the ``wanted`` fastest layouts that fit, sorted by predicted time.
 
-    Layouts that could fit are tried in the order of a rough guess of their time, each followed in full, until twice as
-    many as are wanted fit. The order of the result is that of the predicted time.
+    Layouts that could fit are traced in the order of a rough guess of their time until twice as many as are wanted fit.
 
     Raises:
-        ConfigError: what keeps the run from starting under every one of them.
+        ConfigError: problems of the run that no layout solves.
     """
     if run.config.trainer.backend == FSDP:
         raise ConfigError(
-            "--search goes over tensor, pipeline and expert ranks, which trainer.backend=fsdp does not have; plan "
+            "trainer.backend=fsdp: --search varies tensor, pipeline and expert ranks, which fsdp does not have; plan "
             "single values of trainer.parallel.context and data instead",
             code="backend-not-searched",
         )
     backend = plannable_backend(run.config)
-    possible = [tried for tried in _admitted(run) if _room(tried, "full") > 0]
+    possible = sorted((tried for tried in _layouts(run) if _could_fit(tried)), key=_rough_time)
     found: list[Candidate] = []
-    refusals: list[list[str]] = []
-    for index, tried in enumerate(sorted(possible, key=_rough_time), start=1):
+    rejections: list[list[str]] = []
+    for index, tried in enumerate(possible, start=1):
         note(f"layout {index} of {len(possible)}, {len(found)} fit")
         if problems := _problems(tried):
-            refusals.append(problems)
-            continue
-        if candidate := _candidate(tried, backend):
+            rejections.append(problems)
+        elif candidate := _candidate(tried, backend):
             found.append(candidate)
         if len(found) == 2 * wanted:
             break
-    if refusals and len(refusals) == len(possible):
-        raise ConfigError(_shared(refusals), code="plan-rejected")
+    if rejections and len(rejections) == len(possible):
+        shared = [text for text in rejections[0] if all(text in other for other in rejections)]
+        raise ConfigError(shared or rejections[0], code="plan-rejected")
     return sorted(found, key=lambda candidate: candidate.step.total)[:wanted]
 
 
 def trainer_gpus(config: RunConfig) -> int:
-    """GPUs that the search lays out: the cluster's, without those of engines and reference workers; the layout's own
-    where no size is given."""
-    needed, cluster = checks.gpus_needed(config), config.cluster
+    """Return how many GPUs of the cluster are left by engines and reference workers, or, if the cluster has no given
+    size, how many the given layout uses."""
+    needed, cluster = gpus_needed(config), config.cluster
     if cluster.nodes is None:
         return needed.trainers
     return cluster.nodes * cluster.gpus_per_node - needed.engines - needed.references
 
 
-def _admitted(run: PlannedRun) -> Iterator[PlannedRun]:
+def _layouts(run: PlannedRun) -> Iterator[PlannedRun]:
     config, per_node = run.config, run.config.cluster.gpus_per_node
     gpus, samples = trainer_gpus(config), config.rollout.prompts_per_step // config.algorithm.minibatches
     samples *= 1 if config.supervised else config.rollout.samples_per_prompt
@@ -133,64 +117,77 @@ def _admitted(run: PlannedRun) -> Iterator[PlannedRun]:
 def _with(run: PlannedRun, parallel: ParallelConfig, tokens: int) -> PlannedRun:
     trainer = run.config.trainer.model_copy(update={"parallel": parallel, "target_tokens_per_batch": tokens})
     config = run.config.model_copy(update={"trainer": trainer})
-    return replace(
-        run, config=config, workload=Workload.of(config, run.workload.mean_prompt, run.workload.mean_response)
-    )
+    workload = Workload.of(config, run.workload.mean_prompt, run.workload.mean_response)
+    return replace(run, config=config, workload=workload)
 
 
 def _problems(run: PlannedRun) -> list[str]:
     config = run.config
-    settings = check_settings(config, run.dimensions, training_needs(config) - {"code"})  # the same for all
-    return [*map(str, settings), *checks.placement_problems(config)]
+    settings = check_settings(config, run.dimensions, training_needs(config) - {"code"})  # code does not vary
+    return [*map(str, settings), *placement_problems(config)]
 
 
-def _shared(refusals: Sequence[list[str]]) -> list[str]:
-    """Return the problems common to all, else those of the first."""
-    first, *others = refusals
-    return [text for text in dict.fromkeys(first) if all(text in other for other in others)] or first
+def least_bytes(run: PlannedRun) -> tuple[float, float, float]:
+    """Return lower bounds of a rank's memory, computed without tracing it.
+
+    Returns:
+        Weights, gradients and optimizer state of an even share; and 16-bit activations that the first stage keeps for
+        backward, of all micro-batches in flight: without recomputation the inputs of matrix products, attention and
+        SwiGLU, and with full recomputation the inputs of layers.
+    """
+    config, dimensions, layout = run.config, run.dimensions, run.config.trainer.parallel
+    hidden, routed = dimensions.hidden_size, 3 * dimensions.moe_ffn_hidden_size
+    experts = len(dimensions.expert_layers) * dimensions.num_experts * hidden * routed
+    parameters = (dimensions.num_parameters - experts) / layout.tensor
+    parameters += experts / (layout.expert if layout.expert > 1 else layout.tensor)
+    sharded = 0 if config.trainer.optimizer.offload else 12 / (layout.context * layout.data)
+    attention = hidden + 2 * dimensions.value_dim * (dimensions.num_heads + dimensions.num_kv_heads)
+    products = [dimensions.moe_top_k * (hidden + routed)] * bool(dimensions.expert_layers)
+    products += [hidden + 3 * dimensions.ffn_hidden_size] * (len(dimensions.expert_layers) < dimensions.num_layers)
+    layers = dimensions.num_layers // layout.pipeline
+    in_flight = min(Workload.of(config).micro_batches, layout.pipeline)
+    tokens = _FILLED * config.trainer.target_tokens_per_batch / (layout.context * layout.tensor) * in_flight
+    state = parameters / layout.pipeline * (2 + 4 + sharded)
+    return state, 2 * tokens * layers * (attention + min(products)), 2 * tokens * layers * hidden
+
+
+def _could_fit(run: PlannedRun) -> bool:
+    state, _, inputs = least_bytes(run)
+    return state + inputs < run.hardware.memory_bytes - CONTEXT_BYTES
+
+
+def _likely_recomputed(run: PlannedRun) -> float:
+    """Guess the share of layers that must be recomputed."""
+    state, kept, inputs = least_bytes(run)
+    free = run.hardware.memory_bytes - run.hardware.process_bytes(_GROUPS) - state
+    free -= plan_engine(run).sleeping_bytes if run.colocated and run.has_engines else 0
+    return min(1.0, max(0.0, (kept - free / _TRACED) / (kept - inputs)))
 
 
 def _rough_time(run: PlannedRun) -> float:
     """Guess the seconds of training, as a sort key: layers' products, attention or the context's keys and values, other
     messages, recomputation and idle stages."""
     config, dimensions, hardware = run.config, run.dimensions, run.hardware
-    layout, workload = config.trainer.parallel, Workload.of(config)
+    layout, workload = config.trainer.parallel, run.workload
     forwards = 3 + _likely_recomputed(run)
     tokens = config.trainer.target_tokens_per_batch / layout.context
     heads = dimensions.num_heads * dimensions.head_dim / layout.tensor
     cached = max(1.0, dimensions.num_kv_heads / layout.tensor) * 2 * dimensions.head_dim * run.element_bytes * tokens
-    hidden = dimensions.hidden_size * run.element_bytes * tokens * (layout.tensor - 1) / layout.tensor
+    hidden = dimensions.hidden_size * run.element_bytes * tokens / layout.tensor
     parameters = dimensions.active_parameters / dimensions.num_layers / layout.tensor
     products = hardware.matmul_seconds(2 * forwards * parameters * tokens)
     attention = hardware.attention_seconds(2 * forwards * workload.attention_length * heads * tokens)
-    # Keys and values go round in forward, and with their gradients in backward.
-    context = hardware.link_seconds(
-        4 * (layout.context - 1) * cached, range(0, layout.tensor * layout.context, layout.tensor)
-    )
-    # Four gathers and scatters in each forward, and two in backward that no product hides.
-    messages = hardware.link_seconds((4 * (forwards - 2) + 2) * hidden, range(layout.tensor))
-    if layout.expert > 1:  # tokens go to their experts and come back
-        routed = dimensions.moe_top_k * dimensions.hidden_size * run.element_bytes * tokens / layout.tensor
-        share = (layout.expert - 1) / layout.expert
-        messages += hardware.link_seconds(2 * (forwards - 1) * share * routed, range(layout.expert))
+    # Keys and values are exchanged in forward, and together with their gradients in backward.
+    ring = range(0, layout.tensor * layout.context, layout.tensor)
+    context = hardware.link_seconds(4 * (layout.context - 1) * cached, ring)
+    # Each forward has four gathers and scatters, and backward has two that no product hides.
+    sent = (4 * (forwards - 2) + 2) * (layout.tensor - 1) * hidden
+    messages = hardware.link_seconds(sent, range(layout.tensor))
+    # Tokens travel to their experts and back.
+    routed = 2 * (forwards - 1) * (layout.expert - 1) / layout.expert * dimensions.moe_top_k * hidden
+    messages += hardware.link_seconds(routed, range(layout.expert))
     slots = workload.micro_batches + layout.pipeline - 1
     return slots * dimensions.num_layers / layout.pipeline * (products + max(attention, context) + messages)
-
-
-def _likely_recomputed(run: PlannedRun) -> float:
-    """Guess the share of layers that must be recomputed, of bounds as far below what is traced as they mostly are."""
-    taken = run.hardware.process_bytes(_GROUPS)
-    taken += plan_engine(run).sleeping_bytes if run.colocated and run.has_engines else 0
-    none, full = (
-        _room(run, recompute) - taken - _UNSEEN * least_kept_bytes(with_recompute(run, recompute))
-        for recompute in ("none", "full")
-    )
-    return min(1.0, max(0.0, none / (none - full)))
-
-
-def _room(run: PlannedRun, recompute: str) -> float:
-    """Return GPU memory that is left at most."""
-    return run.hardware.memory_bytes - CONTEXT_BYTES - least_bytes(with_recompute(run, recompute))
 
 
 def _candidate(run: PlannedRun, backend: type[TrainerBackend]) -> Candidate | None:
@@ -198,19 +195,13 @@ def _candidate(run: PlannedRun, backend: type[TrainerBackend]) -> Candidate | No
     fitted = fewest_recomputed(run, backend)
     if fitted is None or not all(phase.fits for phase in fitted.phases):
         return None
-    run, found, phases = fitted.run, fitted.found, fitted.phases
-    config, engine = run.config, plan_engine(run) if run.has_engines else None
-    estimates = [estimate for _, estimate in found]
-    transport = None
+    run, estimates = fitted.run, [estimate for _, estimate in fitted.found]
+    engine, transport = plan_engine(run) if run.has_engines else None, None
     if engine is not None:
-        with contextlib.suppress(ConfigError):  # none reaches, whatever the layout
-            transport = chosen_transport(config, on_cuda=True, num_hosts=checks.planned_nodes(config))
-    step = predict(run, estimates, engine, transport)
-    tightest = min(phases, key=lambda phase: phase.margin)
+        with contextlib.suppress(ConfigError):  # a problem of every layout, which the plan reports
+            nodes = run.config.cluster.nodes or nodes_needed(run.config)
+            transport = chosen_transport(run.config, on_cuda=True, num_hosts=nodes)
     if not host_memory(run, estimates, engine, transport).fits:
         return None
-    rollout = run.config.rollout
-    engines = "" if engine is None else f"{rollout.num_engines} x {rollout.tensor}"
-    trainer = config.trainer
-    sizes = trainer.parallel, trainer.target_tokens_per_batch, trainer.recompute
-    return Candidate(*sizes, engines, tightest, step)
+    tightest = min(fitted.phases, key=lambda phase: phase.margin)
+    return Candidate(run.config.trainer, tightest, predict(run, estimates, engine, transport))

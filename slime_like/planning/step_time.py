@@ -1,4 +1,4 @@
-"""Predicted time of a step, from the ranks' computation and messages and assumed hardware figures."""
+"""Predicted time of a step, from the ranks' computation and messages and from assumed hardware figures."""
 
 import math
 from collections import defaultdict
@@ -10,35 +10,35 @@ from slime_like.config.trainer import FSDP
 from slime_like.interfaces.estimate import RankEstimate, Work
 from slime_like.orchestration.reference.config import worker_config
 from slime_like.orchestration.trainer.scoring import packs_per_request
-from slime_like.planning.engines import EnginePlan
-from slime_like.planning.generation import predict_generation
+from slime_like.planning.engines import EnginePlan, predict_generation
+from slime_like.planning.hardware import HOST_MEMORY_GB_PER_S
 from slime_like.planning.planned_run import PlannedRun
 
 SYNC_GB_PER_S = {"nccl": 40.0, "colocated": 40.0, "shared_memory": 8.0, "gloo": 2.0, "directory": 1.0}
-"""Assumed speeds of weight transports; between nodes NCCL's, which colocated uses, is bounded by the network too."""
+"""Assumed speeds of weight transports. Between nodes, NCCL's, which colocated also uses, is bounded by the network."""
 
 PRODUCTS, ATTENTION, HEAD, KERNELS = "matrix products", "attention", "head", "small kernels"
 TENSOR, MESSAGES = "tensor-parallel messages", "other messages"
 
 _KERNEL_BYTES = 0.5
-"""Share of the traced bytes of small kernels that is left once they are fused (assumed: Transformer Engine, torch's
+"""Assumed share of the traced bytes of small kernels that remains after fusion (Transformer Engine, torch's
 compiler)."""
 
 
 @dataclass(frozen=True, slots=True)
 class StepTime:
-    """Predicted seconds of one step, and what it computes and moves.
+    """Predicted seconds of one step, and its floating-point operations.
 
     Attributes:
-        generation, scoring, training, sync, moving: phases; ``moving`` is what colocated devices are emptied and
-            filled in.
-        references: what reference workers need for the step's sequences, which they score while others are sampled.
-        overlapped: sampling runs beside training (``rollout.max_staleness``).
-        after_last: of scoring and training, what cannot begin before the last sample is there: all of it, or with
-            ``rollout.stream`` the last micro-batch and the update.
-        model_flops: of scoring and training, on all ranks, recomputation not counted.
-        utilisation: of the ceiling of all trainer GPUs' matrix products, while they train.
-        lost: the other seconds of training, by what takes them.
+        generation, scoring, training, sync: seconds of these phases.
+        moving: seconds of moves between colocated GPUs and host memory.
+        references: seconds of reference workers, which score sequences while others are sampled.
+        overlapped: sampling runs during training (``rollout.max_staleness``).
+        after_last: seconds of scoring and training that cannot begin before the last sample is finished: all of them,
+            or, with ``rollout.stream``, the last micro-batch and the update.
+        model_flops: FLOPs of scoring and training on all ranks, without recomputation.
+        utilization: share of the ceiling of all trainer GPUs' matrix products during training.
+        parts: seconds of training by cause.
     """
 
     generation: float
@@ -50,24 +50,14 @@ class StepTime:
     overlapped: bool
     after_last: float
     model_flops: float
-    utilisation: float
-    lost: dict[str, float]
+    utilization: float
+    parts: dict[str, float]
 
     @property
     def total(self) -> float:
         ours, sampled = self.scoring + self.training, max(self.generation, self.references)
         together = max(sampled, ours) if self.overlapped else max(sampled, ours - self.after_last) + self.after_last
         return together + self.sync + self.moving
-
-
-@dataclass(frozen=True, slots=True)
-class LinkTraffic:
-    """Bytes that one rank sends in one step over one axis, and over which link."""
-
-    axis: str
-    link: str
-    nbytes: float
-    calls: float
 
 
 def predict(
@@ -77,7 +67,13 @@ def predict(
     transport: str | None,
     references: float = 0.0,
 ) -> StepTime:
-    """The whole step. ``estimates`` has every kind of rank; the slowest stage decides. ``references`` are seconds."""
+    """Predict the whole step.
+
+    Args:
+        estimates: estimates of every kind of rank; the slowest stage decides.
+        transport: transport of weights, if there are engines.
+        references: seconds of reference workers.
+    """
     config, dimensions, hardware, workload = run.config, run.dimensions, run.hardware, run.workload
     layout, algorithm = config.trainer.parallel, config.algorithm
     updates = algorithm.epochs * algorithm.minibatches
@@ -102,57 +98,46 @@ def predict(
         overlapped=config.rollout.max_staleness > 0,
         after_last=(1 + bubble) * (score_slot + slot) + update if config.rollout.stream else scoring + training,
         model_flops=flops * (1 + scores / 3),
-        utilisation=flops / (training * ceiling),
-        lost=_lost_seconds(run, estimates, training, flops / ceiling),
+        utilization=flops / (training * ceiling),
+        parts=_training_parts(run, estimates, training),
     )
 
 
-def _lost_seconds(
-    run: PlannedRun, estimates: Sequence[RankEstimate], training: float, useful: float
-) -> dict[str, float]:
-    """Divide training's seconds beyond the ``useful`` ones, at the ceiling; stages count by their mean."""
+def _training_parts(run: PlannedRun, estimates: Sequence[RankEstimate], training: float) -> dict[str, float]:
+    """Divide training's seconds by cause; stages count by their mean."""
     workload, parallel, algorithm = run.workload, run.config.trainer.parallel, run.config.algorithm
     updates = algorithm.epochs * algorithm.minibatches
     times = updates * workload.micro_batches / len(estimates)
-    total = defaultdict[str, float](float)
+    parts = defaultdict[str, float](float)
     for estimate in estimates:
         passed, again = pass_parts(run, estimate, estimate.training), pass_parts(run, estimate, estimate.forward)
         share = _recomputed(estimate)
         for name, seconds in passed.items():
             repeated = 0.0 if name == HEAD else share * again[name]
-            total[name] += times * (seconds - repeated)
-            total["recomputation"] += times * repeated
+            parts[name] += times * (seconds - repeated)
+            parts["recomputation"] += times * repeated
     slot = max(pass_seconds(run, estimate, estimate.training) for estimate in estimates)
-    total["pipeline bubble"] = updates * (parallel.pipeline - 1) / parallel.virtual_pipeline * slot
+    parts["pipeline bubble"] = updates * (parallel.pipeline - 1) / parallel.virtual_pipeline * slot
     slowest = max((_update_parts(run, estimate) for estimate in estimates), key=sum)
-    total["data-parallel exchange"], total["optimizer"] = (updates * seconds for seconds in slowest)
-    at_ceiling = _useful_shares(run, useful)
-    lost = {name: seconds - at_ceiling.get(name, 0.0) for name, seconds in total.items()}
-    return lost | {"stages of unequal length, rounding": training - useful - sum(lost.values())}
-
-
-def _useful_shares(run: PlannedRun, useful: float) -> dict[str, float]:
-    """Seconds at the ceiling of layers' products, of attention and of the head."""
-    dimensions = run.dimensions
-    head = 6.0 * dimensions.vocab_size * dimensions.hidden_size
-    parts = {PRODUCTS: 6.0 * dimensions.active_parameters - head, ATTENTION: _attention_flops(run), HEAD: head}
-    return {name: useful * flops / sum(parts.values()) for name, flops in parts.items()}
+    parts["data-parallel exchange"], parts["optimizer"] = (updates * seconds for seconds in slowest)
+    return {**parts, "stages of unequal length, rounding": training - sum(parts.values())}
 
 
 def _attention_flops(run: PlannedRun) -> float:
-    """Floating-point operations of attention per token, forward and backward."""
+    """Return the FLOPs of attention per token, forward and backward."""
     dimensions = run.dimensions
     return 6.0 * dimensions.num_layers * run.workload.attention_length * dimensions.num_heads * dimensions.head_dim
 
 
 def _recomputed(estimate: RankEstimate) -> float:
-    """Share of the layers' forward pass that training repeats: it has three times its products otherwise."""
+    """Return the share of the layers' forward pass that training repeats. Without repetition, training has three times
+    forward's products."""
     forward = estimate.forward.matmul_flops - estimate.forward.head_flops
     return max(0.0, (estimate.training.matmul_flops - estimate.training.head_flops) / forward - 3) if forward else 0.0
 
 
 def reference_seconds(run: PlannedRun, estimates: Sequence[RankEstimate]) -> float:
-    """A step's share of each worker, in requests that fill and empty a pipeline each; 0 without workers."""
+    """Predict the time of each worker's share of a step, in requests that each fill and empty a pipeline."""
     if not estimates:
         return 0.0
     trainer = worker_config(run.config).trainer
@@ -163,30 +148,17 @@ def reference_seconds(run: PlannedRun, estimates: Sequence[RankEstimate]) -> flo
     return slots * max(pass_seconds(run, one, one.forward) for one in estimates)
 
 
-def traffic_per_step(run: PlannedRun, estimate: RankEstimate) -> list[LinkTraffic]:
-    """Messages of one rank in training, by axis and link; scoring's messages are left out."""
-    updates = run.config.algorithm.epochs * run.config.algorithm.minibatches
-    found: dict[tuple[str, str], tuple[float, float]] = {}
-    full = updates * run.workload.micro_batches * run.workload.filled
-    for work, times in ((estimate.training, full), (estimate.update, updates)):
-        for traffic in work.traffic:
-            key = (traffic.axis, "network" if run.hardware.crosses_nodes(traffic.ranks) else "NVLink")
-            nbytes, calls = found.get(key, (0.0, 0.0))
-            found[key] = nbytes + times * traffic.nbytes, calls + times * traffic.calls
-    return [LinkTraffic(axis, link, nbytes, calls) for (axis, link), (nbytes, calls) in found.items() if nbytes]
-
-
 def pass_seconds(run: PlannedRun, estimate: RankEstimate, work: Work) -> float:
-    """One micro-batch, as far as it is filled."""
+    """Predict the time of one micro-batch, filled as much as the mean one."""
     computing = sum(pass_parts(run, estimate, work).values())
     return max(computing, run.hardware.host_seconds(_streamed_bytes(run, estimate, work is estimate.training)))
 
 
 def pass_parts(run: PlannedRun, estimate: RankEstimate, work: Work) -> dict[str, float]:
-    """Seconds of one micro-batch, as far as it is filled, by what takes them.
+    """Predict the time of one micro-batch, filled as much as the mean one, by cause.
 
-    Attention is scaled from the longest sequence to the mean one. Messages of context parallelism travel while it
-    computes, and asynchronous collectives while products do; what takes longer than these shows.
+    Attention is scaled from the longest sequence to the mean one. Messages of context parallelism overlap with
+    attention, and asynchronous collectives with matrix products: the longer of the two counts.
     """
     hardware, workload = run.hardware, run.workload
     shorter = workload.attention_length / estimate.longest
@@ -213,8 +185,11 @@ def pass_parts(run: PlannedRun, estimate: RankEstimate, work: Work) -> dict[str,
 
 
 def _streamed_bytes(run: PlannedRun, estimate: RankEstimate, training: bool) -> float:
-    """What FSDP moves between a GPU and its host in one pass while it computes, if its state is offloaded: float32
-    weights, again for backward where they are freed after forward, and gradients that are summed every time."""
+    """Return the bytes that FSDP moves between a GPU and its host during one pass if its state is offloaded.
+
+    It moves float32 weights, a second time for backward if they are freed after forward, and gradients if every
+    micro-batch is summed.
+    """
     trainer = run.config.trainer
     if trainer.backend != FSDP:
         return 0.0
@@ -225,16 +200,16 @@ def _streamed_bytes(run: PlannedRun, estimate: RankEstimate, training: bool) -> 
 
 
 def _update_parts(run: PlannedRun, estimate: RankEstimate) -> tuple[float, float]:
-    """Seconds of the sums over replicas, and of the optimizer, which reads and writes its state once.
+    """Predict the time of the sums over replicas, and of the optimizer, which reads and writes its state once.
 
-    Of offloaded state, gradients come and weights go, both float32: half of what lies in host memory. The node's
-    processors read all of it, and write all but the gradients.
+    If state is offloaded, float32 gradients go to the host and float32 weights come back: half of the offloaded bytes.
+    The node's processors read all of it and write everything except the gradients.
     """
     hardware, memory = run.hardware, estimate.memory
     sending = sum(hardware.link_seconds(t.nbytes, t.ranks) for t in estimate.update.traffic)
     seconds = hardware.memory_seconds(2 * memory.optimizer_bytes + memory.gradient_bytes)
     ranks = min(hardware.gpus_per_node, run.config.trainer.parallel.world_size)
-    on_host = hardware.host_update_seconds(7 / 4 * memory.host_optimizer_bytes, ranks)
+    on_host = ranks * 7 / 4 * memory.host_optimizer_bytes / (HOST_MEMORY_GB_PER_S * 1e9)
     return sending, seconds + hardware.host_seconds(memory.host_optimizer_bytes / 2) + on_host
 
 
@@ -242,12 +217,12 @@ def _sync_seconds(run: PlannedRun, transport: str) -> float:
     rate = SYNC_GB_PER_S[transport]
     ranks = range(run.config.trainer.parallel.world_size)
     if transport == "nccl" or (transport == "colocated" and run.hardware.crosses_nodes(ranks)):
-        rate = min(rate, run.hardware.network_gb_per_s * run.hardware.efficiency.link)
+        rate = min(rate, run.hardware.network_gb_per_s * run.hardware.link_efficiency)
     return run.weight_bytes / (rate * 1e9)
 
 
 def _moving_seconds(run: PlannedRun, estimates: Sequence[RankEstimate], engine: EnginePlan | None) -> float:
-    """Colocated: weights and optimizer state leave and come back once a step; so do an engine's weights if kept."""
+    """Predict colocated moves: weights, optimizer state, and engine weights that are kept, once out and once back."""
     if engine is None or not run.colocated:
         return 0.0
     largest = max(estimate.memory.parameter_bytes + estimate.memory.optimizer_bytes for estimate in estimates)

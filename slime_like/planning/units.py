@@ -1,4 +1,4 @@
-"""Numbers of a plan as text: memory, traffic, seconds and counts, with three significant digits."""
+"""Text of a plan's numbers, with three significant digits."""
 
 import math
 
@@ -9,12 +9,12 @@ _HOURS_FROM_S = 3 * 3600
 
 
 def memory_text(nbytes: float) -> str:
-    """Format memory, in GiB at most: that is the unit of ``cluster.gpu_memory_gib`` and ``host_memory_gib``."""
+    """Format memory, at most in GiB, the unit of ``cluster.gpu_memory_gib`` and ``host_memory_gib``."""
     return _scaled(nbytes, 1024, _MEMORY)
 
 
 def traffic_text(nbytes: float) -> str:
-    """Format bytes that travel or lie on a disk, in decimal units, as links and disks are sold."""
+    """Format bytes on a disk or a link, in decimal units."""
     return _scaled(nbytes, 1000, _TRAFFIC)
 
 
@@ -22,11 +22,6 @@ def seconds_text(seconds: float) -> str:
     if seconds >= _HOURS_FROM_S:
         return f"{significant(seconds / 3600)} h"
     return _scaled(seconds * 1e6, 1000, _SECONDS) if seconds else "0 s"
-
-
-def count_text(count: int, noun: str, plural: str | None = None) -> str:
-    """``1 GPU``, ``2 GPUs``; ``plural`` is for other endings."""
-    return f"{count:,} {noun if count == 1 else plural or noun + 's'}"
 
 
 def _scaled(value: float, step: int, units: tuple[str, ...]) -> str:
@@ -38,7 +33,7 @@ def _scaled(value: float, step: int, units: tuple[str, ...]) -> str:
 
 
 def significant(value: float) -> str:
-    """Three significant digits; integers from 100 on, with a comma per thousand."""
+    """Format three significant digits; from 100 on, an integer with a comma per thousand."""
     if not value:
         return "0"
     rounded = float(f"{value:.3g}")

@@ -3,17 +3,17 @@
 from collections.abc import Iterator
 
 from slime_like.config import RunConfig
-from slime_like.planning.generation import Generation
+from slime_like.planning.engines import Generation
 from slime_like.planning.result import Plan
-from slime_like.planning.step_time import StepTime
-from slime_like.planning.units import count_text, memory_text, seconds_text, significant
+from slime_like.planning.units import memory_text, seconds_text, significant
+from slime_like.system.words import counted
 
 _SHORT_S = 1.0
-"""A predicted step below this is shorter than what is not predicted: launches of kernels, calls between processes."""
+"""Predicted steps below this are dominated by what is not predicted: kernel launches, and calls between processes."""
 
 PHASES = {
     "generation": "generation",
-    "references": "reference workers (beside generation)",
+    "references": "reference workers (during generation)",
     "scoring": "scoring",
     "training": "training",
     "sync": "weight sync",
@@ -22,17 +22,16 @@ PHASES = {
 
 
 def verdict(plan: Plan) -> str:
-    """The first line: whether it fits, and the GPU memory that is left."""
+    """Return the first line: whether the run fits, and the free GPU memory."""
     if plan.problems:
-        suffices = ", but GPU memory suffices" if plan.kinds and not plan.size_problems else ""
-        return f"does not fit: {count_text(len(plan.problems), 'problem')}{suffices}."
-    if plan.tightest is None:
-        return "fits."
-    return f"fits. Least free GPU memory: {memory_text(plan.tightest.margin)} ({plan.tightest.place})."
+        suffices = ", but GPU memory suffices" if plan.kinds and plan.fits else ""
+        return f"does not fit: {counted(len(plan.problems), 'problem')}{suffices}."
+    tightest = min(plan.phases, key=lambda phase: phase.margin)
+    return f"fits. Least free GPU memory: {memory_text(tightest.margin)} ({tightest.place})."
 
 
 def host_verdict(plan: Plan) -> str:
-    """Host memory: the need, and whether it was compared with what a node has."""
+    """Return the host memory needed, and how it compares to a node's; "" if there is nothing to say."""
     if plan.host is None or not plan.host.items:
         return ""
     needed = f"{memory_text(plan.host.total)} per node"
@@ -42,50 +41,38 @@ def host_verdict(plan: Plan) -> str:
     return f"Host memory needed: {needed}; {memory_text(left)} are left for processes." if left >= 0 else ""
 
 
-def step_lines(plan: Plan) -> Iterator[str]:
-    """The length of a step, its throughput and what limits it."""
-    step, work = plan.step, plan.workload
+def step_lines(config: RunConfig, plan: Plan) -> Iterator[str]:
+    """Yield the duration of a step, its throughput and what limits it."""
+    step, work, found = plan.step, plan.workload, plan.generation
     if step is None or work is None:
         return
     if step.total < _SHORT_S:
         yield (
-            f"Predicted step: {seconds_text(step.total)}. In so small a run, kernel launches and calls between "
+            f"Predicted step: {seconds_text(step.total)}. In such a small run, kernel launches and calls between "
             "processes take longer; they are not predicted."
         )
     else:
-        speed = significant(plan.tokens_per_gpu_second)
+        speed = significant(work.samples * work.mean_length / step.total / plan.gpus_in_use)
         yield f"Predicted step: {seconds_text(step.total)}, {speed} tokens/s per GPU."
-    longest = max(("generation", "references", "scoring", "training", "sync", "moving"), key=lambda n: getattr(step, n))
-    share = getattr(step, longest) / step.total
-    beside = ", beside training" if step.overlapped and longest == "generation" else ""
-    yield f"Limited by {PHASES[longest]}: {min(1.0, share):.0%} of the step{beside}{_detail(longest, plan, step)}."
-
-
-def _detail(longest: str, plan: Plan, step: StepTime) -> str:
+    longest = max(PHASES, key=lambda name: getattr(step, name))
+    share, detail = getattr(step, longest) / step.total, ""
     if longest == "training":
-        return f"; {step.utilisation:.0%} of the GPUs' matrix-product ceiling"
-    if longest != "generation" or plan.generation is None:
-        return ""
-    found = plan.generation
+        detail = f"; {step.utilization:.0%} of the GPUs' matrix-product ceiling"
+    elif longest == "generation" and found is not None:
+        detail = f"{', during training' if step.overlapped else ''}; {_token_text(found)}"
+    yield f"Limited by {PHASES[longest]}: {min(1.0, share):.0%} of the step{detail}."
+    if found is not None and found.waves > 1 and plan.engine is not None:
+        fitting = int(plan.engine.kv_tokens / work.mean_length)
+        limit = "more do not fit its KV cache" if found.at_once >= fitting else "its limit of concurrent requests"
+        yield (
+            f"{counted(config.rollout.num_engines, 'engine')}: each decodes {found.at_once:,} of its "
+            f"{found.sequences:,} sequences at the same time ({limit}), so generation takes {found.waves} waves."
+        )
+
+
+def _token_text(found: Generation) -> str:
     parts = {"reading weights": found.weights, "reading KV cache": found.cache, "messages": found.messages}
     if found.products > found.weights + found.cache:
         parts = {"matrix products": found.products, "messages": found.messages}
     named = " + ".join(f"{name} {seconds_text(seconds)}" for name, seconds in parts.items() if seconds)
-    return f"; a token takes {seconds_text(found.token)} ({named})"
-
-
-def waves(config: RunConfig, plan: Plan) -> Iterator[str]:
-    """Say why generation takes several waves."""
-    found = plan.generation
-    if found is not None and found.waves > 1:
-        yield (
-            f"{count_text(config.rollout.num_engines, 'engine')}: each decodes {found.at_once:,} of its "
-            f"{found.sequences:,} sequences at once ({_limit(config, plan, found)}), so generation takes "
-            f"{found.waves} waves."
-        )
-
-
-def _limit(config: RunConfig, plan: Plan, found: Generation) -> str:
-    assert plan.engine is not None and plan.workload is not None
-    fitting = int(plan.engine.kv_tokens / plan.workload.mean_length)
-    return "more do not fit its KV cache" if found.at_once >= fitting else "its limit of concurrent requests"
+    return f"a token takes {seconds_text(found.token)} ({named})"

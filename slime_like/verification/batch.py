@@ -1,4 +1,4 @@
-"""The batch that every layout is given: the same sequences, with the same frozen logprobs."""
+"""The batch of every layout: the same sequences, with the same frozen logprobs."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -12,10 +12,10 @@ from slime_like.models.dimensions import ModelDimensions
 from slime_like.trajectory import ScoredTrajectory
 
 SYNTHETIC_BUDGET = 192
-"""Token budget under which the synthetic batch makes several packs, one of them a single long sequence."""
+"""Token budget that splits the synthetic batch into several packs, one of them a single long sequence."""
 
 _GROUP_SIZE = 4
-# (prompt, response): a single response token; a long prompt, whose response lies in one context rank's part; a long
+# (prompt, response): a single response token; a long prompt, so its response is in one context rank's part; a long
 # response; lengths that no 2 * context divides.
 _LENGTHS = (
     (5, 9), (3, 1), (11, 6), (2, 17), (60, 2), (8, 21), (7, 3), (4, 12),
@@ -25,7 +25,7 @@ _FULLY_MASKED = 6
 
 
 def synthetic_batch(dimensions: ModelDimensions, seed: int = 0) -> list[ScoredTrajectory]:
-    """Sixteen scored sequences of random tokens in groups of four: the same for the same vocabulary and seed."""
+    """Return sixteen scored sequences of random tokens in groups of four, determined by vocabulary and seed."""
     generator = torch.Generator().manual_seed(seed)
     return [_sequence(index, *lengths, dimensions, generator) for index, lengths in enumerate(_LENGTHS)]
 
@@ -48,7 +48,7 @@ def require_fit(sequences: Sequence[ScoredTrajectory], dimensions: ModelDimensio
     """Check that this model can compute these sequences.
 
     Raises:
-        DataError: there is none, or one has ids or a length that the model does not know.
+        DataError: there is no sequence, or one has ids or a length that the model does not support.
     """
     if not sequences:
         remedy = "keep another step's rollouts"
@@ -68,9 +68,9 @@ def require_fit(sequences: Sequence[ScoredTrajectory], dimensions: ModelDimensio
 def with_frozen_logprobs(
     sequences: Sequence[ScoredTrajectory], scores: Sequence[ScoredLogprobs], seed: int = 0
 ) -> list[ScoredTrajectory]:
-    """The batch as the loss needs it. Logprobs that are missing are made: the policy's, with noise of that seed.
+    """Add missing logprobs that the loss needs: the policy's logprobs plus noise from ``seed``.
 
-    All layouts must be given the very same ones, so that a layout's scoring cannot hide in its training.
+    All layouts must get the same logprobs, so a fault in a layout's scoring does not carry over to its training.
     """
     generator = torch.Generator().manual_seed(seed)
     frozen = []

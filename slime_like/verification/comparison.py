@@ -1,7 +1,7 @@
-"""Comparison of two layouts' results on the same batch; a difference names its tensor, or its token."""
+"""Comparison of two layouts' results on the same batch; a difference names its tensor or token."""
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -13,7 +13,7 @@ from slime_like.verification.tolerances import Tolerances
 
 _LAYER = re.compile(r"\blayers\.(\d+)\.")
 _PARTS = ("input_layernorm", "self_attn", "post_attention_layernorm", "mlp")
-"""Of a layer, in the order in which they compute."""
+"""Parts of a layer in the order of computation."""
 
 
 @dataclass(slots=True)
@@ -21,13 +21,13 @@ class Measurement:
     """Results of one layout.
 
     Attributes:
-        logprobs: (response_len,) of every sequence, in the batch's order, before any step.
-        losses, grad_norms: of every optimizer step.
+        logprobs: (response_len,) per sequence, in the batch's order, before any step.
+        loss, grad_norm: value of each optimizer step.
     """
 
     logprobs: list[Tensor]
-    losses: list[float]
-    grad_norms: list[float]
+    loss: list[float]
+    grad_norm: list[float]
 
 
 @dataclass(slots=True)
@@ -36,11 +36,11 @@ class Parity:
 
     Attributes:
         logprob_max, logprob_mean: nats.
-        loss: largest difference over the steps, relative to ``1 + |loss|``.
-        grad_norm: largest relative difference over the steps.
+        loss: largest difference of a step, relative to ``1 + |loss|``.
+        grad_norm: largest relative difference of a step.
         gradients: largest deviation of a tensor's first gradient, relative to its norm.
         weights: largest deviation of a tensor, relative to its change in training.
-        differences: one sentence for everything that is out of bounds, in the order in which things are computed.
+        differences: a sentence for everything that is out of bounds, in the order of computation.
     """
 
     logprob_max: float = 0.0
@@ -55,7 +55,7 @@ class Parity:
 def compare_measurements(
     found: Measurement, expected: Measurement, batch: Sequence[ScoredTrajectory], tolerances: Tolerances
 ) -> Parity:
-    """Logprobs, losses and gradient norms; gradients and weights come separately, tensor by tensor."""
+    """Compare logprobs, losses and gradient norms. Gradients and weights are compared separately, tensor by tensor."""
     parity = Parity()
     gaps = [(a - b).abs() for a, b in zip(found.logprobs, expected.logprobs, strict=True)]
     every = torch.cat(gaps)
@@ -67,15 +67,16 @@ def compare_measurements(
         parity.differences.append(
             f"logprobs differ by {parity.logprob_mean:.2e} nats on average, {tolerances.logprob_mean:.0e} is allowed"
         )
-    for name in ("losses", "grad_norms"):
-        _compare_figures(name, found, expected, tolerances, parity)
+    parity.loss = _compare_figures("loss", found.loss, expected.loss, 1.0, tolerances.loss, parity)
+    norms = found.grad_norm, expected.grad_norm
+    parity.grad_norm = _compare_figures("gradient norm", *norms, 1e-30, tolerances.grad_norm, parity)
     return parity
 
 
 def _first_token(
     wrong: Sequence[Tensor], found: Measurement, expected: Measurement, batch: Sequence[ScoredTrajectory]
 ) -> str:
-    """Sentence about the first token of the first sequence whose logprob is out of bounds."""
+    """Describe the first token of the first sequence with a logprob that is out of bounds."""
     index = next(index for index, tokens in enumerate(wrong) if tokens.any())
     token, sequence = int(wrong[index].nonzero()[0]), batch[index]
     return (
@@ -87,21 +88,25 @@ def _first_token(
 
 
 def _compare_figures(
-    name: str, found: Measurement, expected: Measurement, tolerances: Tolerances, parity: Parity
-) -> None:
-    what, bound = ("loss", tolerances.loss) if name == "losses" else ("grad_norm", tolerances.grad_norm)
-    reported = False
-    for step, (a, b) in enumerate(zip(getattr(found, name), getattr(expected, name), strict=True), start=1):
-        gap = abs(a - b) / (1 + abs(b) if what == "loss" else max(abs(b), 1e-30))
-        setattr(parity, what, max(getattr(parity, what), gap))
-        if not gap <= bound and not reported:
-            reported = True
-            parity.differences.append(f"{what.replace('_', 'ient ')} of step {step} is {a:.8g} instead of {b:.8g}")
+    name: str, found: list[float], expected: list[float], floor: float, bound: float, parity: Parity
+) -> float:
+    """Return the largest gap relative to ``floor + |expected|``; report the first step that is out of bounds."""
+    gaps = [abs(a - b) / (floor + abs(b)) for a, b in zip(found, expected, strict=True)]
+    wrong = [step for step, gap in enumerate(gaps) if not gap <= bound]
+    if wrong:
+        values = f"{found[wrong[0]]:.8g} instead of {expected[wrong[0]]:.8g}"
+        parity.differences.append(f"{name} of step {wrong[0] + 1} is {values}")
+    return _largest(gaps)
+
+
+def _largest(gaps: Iterable[float]) -> float:
+    """Return the largest gap; infinity if one is NaN, which ``max`` could lose."""
+    return max((float("inf") if gap != gap else gap for gap in gaps), default=0.0)
 
 
 @dataclass(frozen=True, slots=True)
 class TensorGap:
-    """One tensor's deviation, relative to its size or change; ``difference`` is a sentence, if out of bounds."""
+    """Deviation of one tensor, relative to its size or change; ``difference`` is a sentence if it is out of bounds."""
 
     name: str
     relative: float
@@ -109,17 +114,17 @@ class TensorGap:
 
 
 def compare_tensor(name: str, found: Tensor, expected: Tensor, initial: Tensor, tolerances: Tolerances) -> TensorGap:
-    """Compare a trained tensor, given what it was before training."""
+    """Compare a trained tensor, relative to its change since ``initial``."""
     change = _norm(expected.double() - initial.double())
     bound = tolerances.weight_change * change + tolerances.rounding * _norm(expected)
-    return _compare(name, _titled(name), found, expected, (change, "change in training"), bound, initial)
+    return _compare(name, _titled(name), found, expected, (change, "change in training"), bound)
 
 
 def compare_gradient(name: str, found: Tensor, expected: Tensor, grad_norm: float, tolerances: Tolerances) -> TensorGap:
-    """Compare a tensor's gradient by its norm.
+    """Compare a tensor's gradient, relative to its norm.
 
     Args:
-        grad_norm: of the whole model's gradient: what is nothing beside it is rounding.
+        grad_norm: norm of the whole model's gradient. Deviations that are tiny compared to it are rounding.
     """
     norm, floor = _norm(expected), tolerances.gradient_floor * grad_norm
     bound = tolerances.gradient * norm + floor
@@ -127,18 +132,12 @@ def compare_gradient(name: str, found: Tensor, expected: Tensor, grad_norm: floa
 
 
 def _compare(
-    name: str,
-    what: str,
-    found: Tensor,
-    expected: Tensor,
-    scale: tuple[float, str],
-    bound: float,
-    initial: Tensor | None = None,
+    name: str, title: str, found: Tensor, expected: Tensor, scale: tuple[float, str], bound: float
 ) -> TensorGap:
-    """Compare a deviation's norm with ``bound``; it is given relative to ``scale``, which has a name."""
+    """Compare a deviation's norm with ``bound``. The result is relative to ``scale``, a size and its name."""
     if found.shape != expected.shape:
         shapes = f"{tuple(found.shape)} instead of {tuple(expected.shape)}"
-        return TensorGap(name, float("inf"), f"{what} has the shape {shapes}")
+        return TensorGap(name, float("inf"), f"{title} has the shape {shapes}")
     deviation = found.double() - expected.double()
     size = _norm(deviation)
     relative = 0.0 if size == 0 else size / max(scale[0], 1e-30)
@@ -147,33 +146,24 @@ def _compare(
     worst = int(deviation.abs().nan_to_num(nan=torch.inf).argmax())
     place = [int(index) for index in torch.unravel_index(torch.tensor(worst), deviation.shape)]
     values = f"{float(found.flatten()[worst]):.8g} instead of {float(expected.flatten()[worst]):.8g}"
-    before = "" if initial is None else f" (before: {float(initial.flatten()[worst]):.8g})"
-    return TensorGap(
-        name, relative, f"{what} deviates by {relative:.2e} of its {scale[1]}; most at {place}: {values}{before}"
-    )
+    return TensorGap(name, relative, f"{title} deviates by {relative:.2e} of its {scale[1]}; most at {place}: {values}")
 
 
 def _norm(tensor: Tensor) -> float:
     return float(tensor.double().norm())
 
 
-def missing_tensor(name: str) -> TensorGap:
-    return TensorGap(name, float("inf"), f"{_titled(name)} is missing")
-
-
-def unexpected_tensor(name: str) -> TensorGap:
-    return TensorGap(name, float("inf"), f"{_titled(name)} should not exist")
+def misplaced_tensor(name: str, problem: Literal["is missing", "should not exist"]) -> TensorGap:
+    return TensorGap(name, float("inf"), f"{_titled(name)} {problem}")
 
 
 def add_gaps(parity: Parity, of: Literal["gradients", "weights"], gaps: Sequence[TensorGap]) -> None:
-    """Put the comparison of all gradients, or of all weights, into ``parity``; the first in the model that differs is
-    named.
+    """Add the comparison of all gradients, or of all weights, to ``parity``.
 
-    Of gradients the last one, too: a fault on the way back shows in everything before it, so it lies where the last is.
+    Names the first tensor in the model that differs, and of gradients also the last one: a fault in backward affects
+    everything before it, so it is where the last one is.
     """
-    # max() forgets a NaN that does not come first.
-    largest = max((float("inf") if gap.relative != gap.relative else gap.relative for gap in gaps), default=0.0)
-    setattr(parity, of, largest)
+    setattr(parity, of, _largest(gap.relative for gap in gaps))
     wrong = sorted((gap for gap in gaps if gap.difference), key=lambda gap: model_order(gap.name))
     if not wrong:
         return
@@ -186,7 +176,7 @@ def add_gaps(parity: Parity, of: Literal["gradients", "weights"], gaps: Sequence
 
 
 def model_order(name: str) -> tuple[int, int, int, str]:
-    """Sort key of a Hugging Face tensor: embedding, layers in order (in each: attention, MLP), final norm, head."""
+    """Return the sort key of a Hugging Face tensor: embedding, layers (each attention, then MLP), final norm, head."""
     layer = _LAYER.search(name)
     if layer:
         part = name[layer.end() :].partition(".")[0]

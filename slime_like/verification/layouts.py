@@ -1,4 +1,4 @@
-"""Parallel layouts by short names: ``tp2-sp-pp2-cp2-distributed``."""
+"""Short names of parallel layouts, such as ``tp2-sp-pp2-cp2-distributed``."""
 
 import re
 from dataclasses import dataclass
@@ -14,7 +14,7 @@ DEFAULT_LAYOUTS = (
     "tp2", "tp2-sp", "pp2", "pp2-vpp2", "cp2", "cp4", "cp2-allgather", "dp2", "dp2-distributed-overlap",
     "tp4-sp", "dp2-ep2", "tp2-sp-ep2", "tp2-cp2-dp2", "tp2-sp-cp2-allgather", "tp2-sp-pp2-cp2-distributed",
 )  # fmt: skip
-"""Every axis alone, and the combinations in which axes meet."""
+"""Every axis by itself, and combinations of axes that interact."""
 
 _SIZES = {
     "tp": "tensor",
@@ -35,12 +35,12 @@ _SWITCHES: dict[str, tuple[str, Any]] = {
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """One way to lay a model out; ``name`` is as the user wrote it.
+    """One way to lay out a model; ``name`` is the user's text.
 
     Attributes:
-        distributed: optimizer state sharded over data-parallel ranks.
-        overlap: gradients reduced, and sharded weights gathered, while others are computed.
-        attention: value of ``trainer.attention``; ``None`` leaves it as configured.
+        distributed: shard optimizer state over data-parallel ranks.
+        overlap: reduce gradients and gather sharded weights during computation.
+        attention: value of ``trainer.attention``; ``None`` keeps the configured one.
     """
 
     name: str
@@ -50,8 +50,8 @@ class Layout:
     attention: str | None = None
 
     def applied_to(self, config: RunConfig) -> RunConfig:
-        """``config`` under this layout."""
-        sharded = self.distributed or config.trainer.backend == FSDP  # which always shards it
+        """Return ``config`` with this layout."""
+        sharded = self.distributed or config.trainer.backend == FSDP  # FSDP always shards it
         sharding = {"distributed": sharded, "overlap": self.overlap}
         optimizer = config.trainer.optimizer.model_copy(update=sharding)
         changes: dict[str, Any] = {"parallel": self.parallel, "optimizer": optimizer}
@@ -64,7 +64,7 @@ def parse_layout(name: str) -> Layout:
     """Read a name: ``single``, or parts joined by ``-``.
 
     Raises:
-        ConfigError: a part is unknown or given twice; the message lists what there is.
+        ConfigError: a part is unknown or given twice; the message lists the known parts.
     """
     settings: dict[str, Any] = {}
     for part in [] if name == ONE_RANK else name.split("-"):
@@ -75,7 +75,7 @@ def parse_layout(name: str) -> Layout:
         else:
             raise ConfigError([f"--layouts {name}: {part!r} is unknown; {_GRAMMAR}"])
         if key in settings:
-            raise ConfigError([f"--layouts {name}: {part!r} sets {key} a second time; keep one of the two"])
+            raise ConfigError([f"--layouts {name}: {part!r} sets {key} again; keep one of the two"])
         settings[key] = value
     others = {key: settings.pop(key) for key in ("distributed", "overlap", "attention") if key in settings}
     return Layout(name, ParallelConfig(**settings), **others)

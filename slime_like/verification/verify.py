@@ -1,4 +1,4 @@
-"""Comparison of every parallel layout that fits the machine with one rank, on one batch."""
+"""Comparison of every parallel layout that fits the machine with one rank, on the same batch."""
 
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -9,8 +9,7 @@ from tempfile import TemporaryDirectory
 from typing import TextIO
 
 from rich.table import Table
-from safetensors import safe_open
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from slime_like.checks.layout import layout_problems
@@ -40,14 +39,13 @@ from slime_like.verification.comparison import (
     compare_gradient,
     compare_measurements,
     compare_tensor,
-    missing_tensor,
-    unexpected_tensor,
+    misplaced_tensor,
 )
 from slime_like.verification.layouts import Layout
 from slime_like.verification.tolerances import tolerances_of
 
 CPU_RANKS = 8
-"""Most ranks of a layout on a machine without GPUs."""
+"""Maximum number of ranks of a layout on a machine without GPUs."""
 
 _WIDTH = 120
 _FIGURES = (
@@ -62,7 +60,7 @@ _FIGURES = (
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One layout's line: its deviation, why it does not fit the model or the machine, or what stopped it."""
+    """Line of one layout: its deviation, the reason why it does not fit the model or machine, or its failure."""
 
     layout: str
     ranks: int
@@ -90,17 +88,17 @@ def verify_layouts(
     required: bool,
     temporary: bool,
 ) -> list[Row]:
-    """Per-token logprobs, gradients, ``config.steps`` optimizer steps with their figures, weights afterwards.
+    """Compare per-token logprobs, gradients, ``config.steps`` optimizer steps, and weights after them.
 
     Args:
-        required: a layout that does not fit is an error, not a skipped row.
-        temporary: ``config.run_dir`` is to be made, and removed after success.
+        required: treat a layout that does not fit as an error, not as a skipped row.
+        temporary: create ``config.run_dir``, and remove it after success.
 
     Returns:
         One row per layout, the baseline first.
 
     Raises:
-        SlimeLikeError: the baseline failed, or a layout that is required does not fit; every process has ended by then.
+        SlimeLikeError: the baseline failed, or a required layout does not fit. Every process has ended by then.
     """
     dimensions, everyone = ModelDimensions.from_checkpoint(config.model.path), (baseline, *layouts)
     reasons = {
@@ -117,40 +115,39 @@ def verify_layouts(
         resources = cluster.resources()
         reasons |= {layout.name: reasons[layout.name] or device_misfit(layout, resources) for layout in everyone}
         _refuse(must_fit, reasons)
-        progress.note(f"{baseline.name}: the one that the others are compared with")
+        progress.note(f"{baseline.name}: the baseline of the other layouts")
         weights = stack.enter_context(TemporaryDirectory(prefix="weights-", dir=run_dir))
         measured = Baseline(baseline.applied_to(config), batch, Path(weights))
         rows = [Row(baseline.name, baseline.parallel.world_size, measured.parity)]
         progress.update(1, {})
         for done, layout in enumerate(layouts, start=2):
             progress.note(f"{layout.name}: {counted(layout.parallel.world_size, 'rank')}")
-            rows.append(_row(layout, reasons[layout.name], layout.applied_to(config), measured))
+            rows.append(measured.row(layout, layout.applied_to(config), reasons[layout.name]))
             progress.update(done, {})
         return rows
 
 
 def model_misfit(layout: Layout, dimensions: ModelDimensions, sequences: int) -> str | None:
-    """Why a layout cannot run this model and a batch of so many sequences, or ``None``."""
+    """Return why a layout cannot run this model and a batch of ``sequences`` sequences, or ``None``."""
     problems = layout_problems(layout.parallel, dimensions)
-    if problems:
-        return problems[0]
     if layout.parallel.data > sequences:
-        return f"has {layout.parallel.data} replicas, and the batch has {sequences} sequences; every replica needs one"
-    return None
+        text = f"has {layout.parallel.data} replicas, and the batch has {sequences} sequences; every replica needs one"
+        problems = [*problems, text]
+    return problems[0] if problems else None
 
 
 def setting_misfit(config: RunConfig) -> str | None:
-    """Why a layout's attention cannot be used in this environment, or does not go with another setting; or ``None``."""
+    """Return why a layout's attention is unavailable here or conflicts with another setting, or ``None``."""
     return next(iter([*attention_problems(config), *config.all_conflicts()]), None)
 
 
 def device_misfit(layout: Layout, resources: Mapping[str, float]) -> str | None:
-    """Why a layout cannot run on a cluster with these resources (as Ray names them), or ``None``."""
+    """Return why a layout cannot run on a cluster with these resources (named as by Ray), or ``None``."""
     ranks, gpus = layout.parallel.world_size, int(resources.get("GPU", 0))
     there = gpus or min(CPU_RANKS, int(resources.get("CPU", 0)))
-    if ranks > there:
-        return f"needs {counted(ranks, 'rank')}; available: {counted(there, 'GPU' if gpus else 'CPU slot')}"
-    return None
+    if ranks <= there:
+        return None
+    return f"needs {counted(ranks, 'rank')}; available: {counted(there, 'GPU' if gpus else 'CPU slot')}"
 
 
 def _refuse(must_fit: Sequence[Layout], reasons: Mapping[str, str | None]) -> None:
@@ -160,36 +157,28 @@ def _refuse(must_fit: Sequence[Layout], reasons: Mapping[str, str | None]) -> No
 
 
 class TensorStore:
-    """Tensors by name on disk, written bucket by bucket, read tensor by tensor."""
+    """Tensors by name on disk, each in its own file."""
 
     def __init__(self, directory: Path) -> None:
         directory.mkdir(parents=True)
         self._directory = directory
-        self._files: dict[str, Path] = {}
-        self._count = 0
-
-    @property
-    def names(self) -> set[str]:
-        return set(self._files)
+        self.names: set[str] = set()
 
     def add(self, tensors: Mapping[str, Tensor]) -> None:
-        file = self._directory / f"{self._count:06d}.safetensors"
-        self._count += 1
-        save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, file)
-        self._files |= dict.fromkeys(tensors, file)
+        for name, tensor in tensors.items():
+            save_file({name: tensor.contiguous()}, self._directory / name)
+        self.names |= set(tensors)
 
     def __getitem__(self, name: str) -> Tensor:
-        with safe_open(self._files[name], framework="pt") as file:
-            tensor: Tensor = file.get_tensor(name)
-            return tensor
+        return load_file(self._directory / name)[name]
 
 
 class Baseline:
-    """Results of the baseline, with its gradients and its weights before and after training on disk.
+    """Results of the baseline. Its gradients, and its weights before and after training, are on disk.
 
     Attributes:
-        batch: what every layout is given: the frozen logprobs are in it.
-        parity: deviation from itself; not zero where a result is not a number.
+        batch: the batch of every layout, which contains the frozen logprobs.
+        parity: deviation from itself; not zero if a result is not a number.
     """
 
     def __init__(self, config: RunConfig, batch: Sequence[ScoredTrajectory], directory: Path) -> None:
@@ -206,8 +195,18 @@ class Baseline:
             _drain(exported_tensors(trainers.ranks), self._final.add)
         self.parity = compare_measurements(self._measured, self._measured, self.batch, self._tolerances)
 
-    def compare(self, config: RunConfig) -> Parity:
-        """Run another layout; its tensors are compared bucket by bucket and not kept."""
+    def row(self, layout: Layout, config: RunConfig, misfit: str | None) -> Row:
+        """Return the line of another layout, which runs unless it has a ``misfit``."""
+        ranks = layout.parallel.world_size
+        if misfit is not None:
+            return Row(layout.name, ranks, skipped=misfit)
+        try:
+            return Row(layout.name, ranks, self._compare(config))
+        except TrainerError as error:
+            return Row(layout.name, ranks, failed=str(error))
+
+    def _compare(self, config: RunConfig) -> Parity:
+        """Run another layout. Its tensors are compared bucket by bucket and not kept."""
         gradients: list[TensorGap] = []
         weights: list[TensorGap] = []
 
@@ -227,27 +226,17 @@ class Baseline:
 
     def _gradient_gap(self, name: str, found: Tensor) -> TensorGap:
         if name not in self._gradients.names:
-            return unexpected_tensor(name)
-        return compare_gradient(name, found, self._gradients[name], self._measured.grad_norms[0], self._tolerances)
+            return misplaced_tensor(name, "should not exist")
+        return compare_gradient(name, found, self._gradients[name], self._measured.grad_norm[0], self._tolerances)
 
     def _weight_gap(self, name: str, found: Tensor) -> TensorGap:
         if name not in self._final.names:
-            return unexpected_tensor(name)
+            return misplaced_tensor(name, "should not exist")
         return compare_tensor(name, found, self._final[name], self._initial[name], self._tolerances)
 
 
-def _row(layout: Layout, misfit: str | None, config: RunConfig, baseline: Baseline) -> Row:
-    ranks = layout.parallel.world_size
-    if misfit is not None:
-        return Row(layout.name, ranks, skipped=misfit)
-    try:
-        return Row(layout.name, ranks, baseline.compare(config))
-    except TrainerError as error:
-        return Row(layout.name, ranks, failed=str(error))
-
-
 def _missing(expected: TensorStore, found: Sequence[TensorGap]) -> list[TensorGap]:
-    return [missing_tensor(name) for name in expected.names - {gap.name for gap in found}]
+    return [misplaced_tensor(name, "is missing") for name in expected.names - {gap.name for gap in found}]
 
 
 def _train(
@@ -277,7 +266,7 @@ def _drain(buckets: Iterable[Mapping[str, Tensor]], sink: Callable[[Mapping[str,
 
 
 def print_table(title: str, rows: Sequence[Row], stream: TextIO | None = None) -> None:
-    """The table, then a line for every difference, failure and omission."""
+    """Print the table, then a line for every difference, failure and skipped layout."""
     stream = stream or sys.stdout
     console = Console(file=stream, width=None if stream.isatty() else _WIDTH, highlight=False, soft_wrap=False)
     table = Table(title=title, title_justify="left", caption_justify="left")

@@ -1,4 +1,4 @@
-"""`slime-like rehearse` finds each fault of a recipe in its stage, and none in a sound recipe."""
+"""``slime-like rehearse`` finds each fault of a recipe in its stage, and none in a sound recipe."""
 
 import json
 import re
@@ -42,7 +42,7 @@ STAGES = ["settings", "first steps", "resume", "metrics", "scoring", "ledger", "
 
 
 class Recipe:
-    """The quickstart recipe with a new model and rows, and what a test adds."""
+    """The quickstart's recipe with a separate model and rows, and additional flags of a test."""
 
     def __init__(self, directory: Path) -> None:
         self.directory, self.train = directory, directory / "train.jsonl"
@@ -115,7 +115,7 @@ def test_a_fault_is_found_in_its_stage(fault: str, recipe: Recipe, capsys: pytes
     assert all(words in faults[stage] for stage, words in expected.items())
 
 
-def test_a_recipe_without_held_out_rows_keeps_none(tiny: Tiny, tmp_path: Path) -> None:
+def test_a_recipe_without_held_out_rows_stays_without(tiny: Tiny, tmp_path: Path) -> None:
     config = load_config(ROOT / "configs" / "quickstart.yaml", ["--evaluation.files", "[]", "--evaluation.every", "0"])
     small = small_recipe(config, tiny.model, tmp_path / "run", 3)
     assert (small.evaluation.files, small.evaluation.every) == ((), 0)

@@ -1,4 +1,4 @@
-"""`slime-like verify layouts` on real ranks accepts sound layouts and names a fault."""
+"""``slime-like verify layouts`` with real ranks: sound layouts are the same, and a fault is named."""
 
 from pathlib import Path
 
@@ -23,8 +23,11 @@ def test_sound_layouts_are_the_same(tmp_path: Path) -> None:
 
 
 def test_a_fault_of_one_layout_is_found_and_named(tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One gradient of 32 numbers is not summed, so logprobs and the first loss are right, but the gradient and the
-    trained tensor are not. Without sequence parallelism, like in the baseline, the trainer is sound."""
+    """One gradient of 32 numbers is not summed, so logprobs and the first loss are right, but this gradient and the
+    trained tensor are wrong. Without sequence parallelism, as in the baseline, the trainer is sound.
+
+    The batch comes from saved rollouts, which lack a trainer's logprobs.
+    """
     rollouts = tmp_path / "rollouts.pt"
     save_trajectories(rollouts, synthetic_batch(ModelDimensions.from_checkpoint(tiny.model), seed=3))
     installed = tmp_path / "site" / "faulty-1.0.dist-info"

@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import uuid
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -27,6 +28,8 @@ from slime_like.interfaces import Generation, RolloutEngine, UpdateReceipt
 from slime_like.verification.engine import driven
 from slime_like.verification.engine.driven import DrivenEngine
 from slime_like.verification.engine.reference import Reference
+from slime_like.weights.transport import TransportSettings
+from slime_like.weights.transports.registry import open_sender
 
 MAX_NEW_TOKENS = 700
 PRECISION: Literal["float32", "bfloat16"] = "bfloat16" if torch.cuda.is_available() else "float32"
@@ -69,6 +72,17 @@ class EngineUnderTest(DrivenEngine):
     @property
     def reference(self) -> Reference:
         return self.references[self.current]
+
+    @contextmanager
+    def over(self, transport: str, settings: TransportSettings) -> Iterator[None]:
+        """Use another transport for updates inside the block."""
+        usual, self.sender = self.sender, open_sender(transport, f"engine-{uuid.uuid4().hex}", settings)
+        try:
+            self.run(self.engine.connect(transport, self.sender.rendezvous()))
+            yield
+        finally:
+            self.sender.close()
+            self.sender = usual
 
     async def load(self, which: int, buckets: int = 4) -> tuple[UpdateReceipt, dict[str, int]]:
         """A whole update to the weights of reference ``which``; the receipt, and the hashes that were sent."""

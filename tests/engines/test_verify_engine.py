@@ -1,4 +1,4 @@
-"""``slime-like verify engine``: a sound engine holds every claim, and one that ignores a tensor is found out by it."""
+"""``slime-like verify engine``: a sound engine satisfies every claim, and claims detect faulty engines."""
 
 import dataclasses
 import json
@@ -35,13 +35,13 @@ ROOT = Path(__file__).parents[2]
 
 
 ON_CUDA = torch.cuda.is_available()
-FLOAT32 = pytest.param("float32", marks=pytest.mark.skipif(ON_CUDA, reason="engines take bfloat16 alone there"))
+FLOAT32 = pytest.param("float32", marks=pytest.mark.skipif(ON_CUDA, reason="engines support only bfloat16 there"))
 CLOSE = {"float32": 2e-5, "bfloat16": 0.055}
-"""What a sound engine stays below here."""
+"""Upper bound on the gaps of a sound engine in these tests."""
 
 
 @pytest.mark.parametrize("dtype", [FLOAT32, "bfloat16"])
-def test_a_sound_engine_holds_every_claim(dtype: Any, tmp_path: Path) -> None:
+def test_a_sound_engine_satisfies_every_claim(dtype: Any, tmp_path: Path) -> None:
     make_tiny_model(tmp_path / "model", "qwen3_moe", num_hidden_layers=1)
     config = run_config(tmp_path / "model", tmp_path / "run", engine="transformers", dtype=dtype)
     verdicts = list(verify_engine(config))
@@ -53,11 +53,11 @@ def test_a_sound_engine_holds_every_claim(dtype: Any, tmp_path: Path) -> None:
 @pytest.mark.acceptance
 @pytest.mark.parametrize("model", ["Qwen3-1.7B", "Qwen2.5-0.5B", "Llama-3.1-8B", "Qwen3-30B-A3B"])
 @pytest.mark.parametrize("engine", ["vllm", "sglang", "transformers"])
-def test_installed_engines_hold_every_claim_with_small_models_like_real_ones(engine: str, model: str) -> None:
+def test_installed_engines_satisfy_every_claim(engine: str, model: str) -> None:
     command = [sys.executable, "-m", "slime_like.commands.main", "verify", "engine", "--rollout.engine", engine]
     command += ["--model", str(ROOT / "configs" / "models" / model)]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=900, cwd=ROOT)
-    if engine == "vllm" and "A3B" in model:  # whose experts it cannot update on a CPU
+    if engine == "vllm" and "A3B" in model:  # on a CPU, it cannot update experts
         assert ended.returncode == 1 and "[model-not-served]" in ended.stderr
         return
     assert ended.returncode == 0, ended.stdout + ended.stderr
@@ -78,11 +78,9 @@ def subject(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
             driven.close()
 
 
-def test_an_engine_that_ignores_a_tensor_is_caught_by_its_name(
-    subject: Subject, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """One half of the tensors, then the other: their bytes arrive and are hashed, but go elsewhere. Each is changed
-    alone, so the other ones of a half play no part in what is found about it."""
+def test_ignored_tensors_are_named(subject: Subject, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Half of the tensors, then the other half, arrive and are hashed, but are written elsewhere. Each is changed by
+    itself, so the others do not affect its result."""
     usual, names = weights.destination, list(subject.reference.weights)
     assert len(names) == 14
     for ignored in (names[::2], names[1::2]):
@@ -92,7 +90,7 @@ def test_an_engine_that_ignores_a_tensor_is_caught_by_its_name(
             return found.clone() if name in ignored else found
 
         monkeypatch.setattr(weights, "destination", elsewhere)
-        with pytest.raises(Refuted, match="updates of 7 of 14 tensors do not reach it: ") as caught:
+        with pytest.raises(Refuted, match="updates of 7 of 14 tensors have no effect: ") as caught:
             every_tensor(subject)
         assert [name for name in names if f"{name} (" in str(caught.value)] == ignored
     monkeypatch.undo()
@@ -100,9 +98,7 @@ def test_an_engine_that_ignores_a_tensor_is_caught_by_its_name(
 
 
 @pytest.mark.parametrize(("one", "other"), [("q_proj", "k_proj"), ("k_proj", "v_proj"), ("gate_proj", "up_proj")])
-def test_an_engine_that_takes_one_tensor_for_another_is_caught(
-    subject: Subject, monkeypatch: pytest.MonkeyPatch, one: str, other: str
-) -> None:
+def test_swapped_tensors_are_detected(subject: Subject, monkeypatch: pytest.MonkeyPatch, one: str, other: str) -> None:
     usual, names = weights.destination, {one: other, other: one}
 
     def swapped(name: str, tensors: dict[str, torch.Tensor]) -> torch.Tensor:
@@ -119,10 +115,8 @@ def test_an_engine_that_takes_one_tensor_for_another_is_caught(
 
 
 @pytest.mark.parametrize("claim", [claims.idle_update, claims.update_amid_requests])
-def test_an_engine_that_serves_old_weights_is_caught(
-    claim: claims.Claim, subject: Subject, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """They arrive and are hashed, and nothing uses them."""
+def test_old_weights_are_detected(claim: claims.Claim, subject: Subject, monkeypatch: pytest.MonkeyPatch) -> None:
+    """New weights arrive and are hashed, but not used."""
     usual, base = weights.destination, dict(subject.reference.weights)
     subject.others = others(base)
     with monkeypatch.context() as patch:
@@ -145,7 +139,7 @@ def test_an_engine_that_serves_old_weights_is_caught(
         (claims.stop_tokens, {"stop_token_ids": (263,)}),
     ],
 )
-def test_an_engine_that_ignores_a_setting_is_caught(
+def test_ignored_settings_are_detected(
     claim: claims.Claim, fault: dict[str, Any], subject: Subject, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     claim(subject)
@@ -160,7 +154,7 @@ def test_an_engine_that_ignores_a_setting_is_caught(
         claim(subject)
 
 
-def test_an_engine_that_gives_wrong_supports_is_caught(subject: Subject, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wrong_supports_are_detected(subject: Subject, monkeypatch: pytest.MonkeyPatch) -> None:
     assert (truncated_sampling(subject) or 0.0) < CLOSE[subject.reference.dtype]
     usual = Sample.to_generation
     for change in (lambda each: [*each[1:], each[0]], lambda each: [ids[1:] for ids in each]):
@@ -176,15 +170,15 @@ def test_an_engine_that_gives_wrong_supports_is_caught(subject: Subject, monkeyp
             truncated_sampling(subject)
 
 
-def test_a_tensor_that_nothing_depends_on_proves_nothing(subject: Subject, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_tensor_without_effect_refutes_the_claim(subject: Subject, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(claims._MOVES, subject.reference.dtype, 1e9)
-    with pytest.raises(Refuted, match="nothing was shown for 14 tensors"):
+    with pytest.raises(Refuted, match="14 tensors could not be tested"):
         every_tensor(subject)
 
 
 @pytest.mark.parametrize("with_vocabulary", [True, False])
 @pytest.mark.parametrize("name", sorted(path.name for path in (ROOT / "configs" / "models").iterdir()))
-def test_a_look_alike_keeps_what_makes_a_family(name: str, with_vocabulary: bool, tmp_path: Path) -> None:
+def test_a_look_alike_keeps_its_family_s_features(name: str, with_vocabulary: bool, tmp_path: Path) -> None:
     model = shutil.copytree(ROOT / "configs" / "models" / name, tmp_path / "model")
     config = json.loads((model / "config.json").read_text())
     if with_vocabulary and config["vocab_size"] * (2 - config["tie_word_embeddings"]) > 200_000:
@@ -207,8 +201,7 @@ def test_a_look_alike_keeps_what_makes_a_family(name: str, with_vocabulary: bool
     assert all(tensor.dtype == torch.float32 and tensor.isfinite().all() for tensor in tensors.values())
 
 
-def test_settings_that_are_not_the_engines_are_refused(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_settings_of_other_components_are_rejected(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     for flags in (["--trainer.parallel.tensor", "2"], ["--rollout.python", sys.executable], ["--model", str(tmp_path)]):
         assert main(["verify", "engine", "--rollout.engine", "transformers", *flags]) == 2
-    said: Any = capsys.readouterr().err
-    assert said.count("flag-excluded") == 2
+    assert capsys.readouterr().err.count("flag-excluded") == 2

@@ -1,7 +1,7 @@
 """Memory that a real rank holds throughout a run, counted from its tensors, independently of the planner."""
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 from torch import Tensor
@@ -21,12 +21,12 @@ class Held:
 
 
 def held_by(trainer: Any) -> Held:
-    """Of a trainer that has taken a step. Storages are identified by address."""
+    """Count the memory of a trainer after a step. Storages are identified by address."""
     weights = [parameter for chunk in trainer.chunks for parameter in chunk.parameters()]
     of_weights = storages(weights)
     state: list[Tensor] = []
     for part in trainer.optimizer.megatron.chained_optimizers:
-        if part.is_stub_optimizer:  # of a rank without parameters of this kind
+        if part.is_stub_optimizer:  # the rank has no parameters of this kind
             continue
         inner = part.optimizer
         state += [parameter for group in inner.param_groups for parameter in group["params"]]
@@ -42,12 +42,10 @@ def held_by(trainer: Any) -> Held:
 
 
 def check_held(config: RunConfig, found: list[Held | None]) -> None:
-    """What the planner says of every rank is what the real ranks hold, to the byte."""
+    """Check that the plan of every rank equals what the real rank holds, to the byte."""
     for rank, real in enumerate(found):
         planned = holdings(config, rank)
-        assert (
-            Held(planned.parameters, planned.parameter_bytes, planned.gradient_bytes, planned.optimizer_bytes) == real
-        ), f"rank {rank}"
+        assert Held(**{field.name: planned[field.name] for field in fields(Held)}) == real, f"rank {rank}"
 
 
 def storage_bytes(tensors: Iterable[Tensor]) -> int:

@@ -1,4 +1,4 @@
-"""Memory that a real rank takes in a step, by kind, beside what the planner says of it."""
+"""Memory that a real rank takes in a step, by kind, and its comparison with the plan."""
 
 import time
 from collections.abc import Iterator
@@ -27,12 +27,12 @@ from tests.parallel.tiny import tiny_config
 
 GATHERED, SUMMED = "gathered", "summed"
 FSDP_RANGES = {"FSDP::all_gather": GATHERED, "FSDP::pre_": GATHERED, "FSDP::post_backward": SUMMED}
-"""What FSDP calls its work in a profile."""
+"""FSDP's names of its work in a profile."""
 
 
 @dataclass(frozen=True)
 class Taken:
-    """One rank's memory in bytes: tensors that it holds by kind, everything it holds, and phases above that."""
+    """One rank's memory in bytes: held tensors by kind, everything held, and what phases add to it."""
 
     parameters: int
     gradients: int
@@ -45,10 +45,8 @@ class Taken:
 
 
 def planned_config(backend: str, model: Path, run_dir: Path, **trainer: Any) -> RunConfig:
-    """Megatron: sequences of 200 tokens, whose activations dwarf all else. FSDP: of 40, where weights count as much.
-
-    Prompts that are shared are half as long as responses.
-    """
+    """Return a configuration: for Megatron with sequences of 200 tokens, so activations dominate, and for FSDP with 40,
+    so weights matter as much. Shared prompts are half as long as responses."""
     tokens = 600 if backend == "megatron" else 120
     prompt = tokens // 6 if trainer.get("share_prefixes") else 20
     dtype = trainer.pop("dtype", "bfloat16")
@@ -63,10 +61,11 @@ def planned_config(backend: str, model: Path, run_dir: Path, **trainer: Any) -> 
 
 
 def measure_rank(placement: RankPlacement, config: RunConfig) -> Taken:
-    """The second of two steps of worst micro-batches, after a first one has made what stays."""
+    """Measure the second of two steps of worst micro-batches. The first one creates permanent buffers."""
     fsdp = config.trainer.backend == "fsdp"
     packs = worst_packs(config, "contiguous" if fsdp else context_layout_of(planned_attention(config)))
-    # FSDP sums with the last one; a pipeline holds several. Else one at a time, for all their inputs lie there at once.
+    # FSDP sums with the last micro-batch, and a pipeline holds several. Otherwise there is one, because inputs of all
+    # micro-batches would be in memory together.
     window = packs * (3 if fsdp else WINDOWS_OF_STAGES if config.trainer.parallel.pipeline > 1 else 1)
     trainer: Any = load_backend(config.trainer.backend)(config, placement)
 
@@ -90,7 +89,7 @@ def measure_rank(placement: RankPlacement, config: RunConfig) -> Taken:
 
 @contextmanager
 def waiting_for_gloo() -> Iterator[None]:
-    """Inside, a collective ends when gloo's threads, too, have let go of its tensors."""
+    """Make collectives inside the block wait until gloo's threads have released their tensors."""
     work: Any = dist.Work
     original = work.wait
 
@@ -109,7 +108,7 @@ def waiting_for_gloo() -> Iterator[None]:
 
 
 def _gloo_runs() -> bool:
-    """Whether a thread of gloo's collectives runs, or waits for a core: with others' load that takes a while."""
+    """Return whether a thread of gloo's collectives runs or waits for a core, which takes a while on a busy machine."""
     return any("(pt_gloo_runloop) R" in stat.read_text() for stat in Path("/proc/self/task").glob("*/stat"))
 
 
@@ -128,7 +127,7 @@ def _held_by_fsdp(trainer: FsdpTrainer) -> tuple[int, int, int, int]:
 
 
 def compared(memory: TrainerMemory, taken: Taken) -> dict[str, tuple[int, int]]:
-    """Bytes planned and taken by kind. On a CPU, offloaded state lies where the device's does."""
+    """Return planned and taken bytes by kind. On a CPU, offloaded state is in the device's memory."""
     on_host = memory.host_optimizer_bytes // 4
     parameters, optimizer = memory.parameter_bytes or on_host, memory.optimizer_bytes or 2 * on_host
     gradients, window = memory.gradient_bytes or on_host, memory.window_gradient_bytes

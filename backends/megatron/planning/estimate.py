@@ -2,13 +2,14 @@
 
 import contextlib
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import asdict
 from functools import partial
 from typing import Any
 
 import torch
 from megatron.core import parallel_state
 from megatron.core.distributed import finalize_model_grads
+from megatron.core.optimizer.cpu_offloading.hybrid_optimizer import HybridDeviceOptimizer
+from torch import Tensor
 
 from backends.common.process.rendezvous import communicators
 from backends.common.step.trace import Counted, Trace
@@ -18,12 +19,14 @@ from backends.megatron.model import build_meta_chunks
 from backends.megatron.optimizer import Optimizer, wrap_for_data_parallel
 from backends.megatron.overlap import Communication
 from backends.megatron.parallel import alone_as
-from backends.megatron.planning.holdings import Holdings, holdings_of
 from backends.megatron.planning.in_flight import WindowPeak, window_peak
 from backends.megatron.planning.passes import ChunkPasses, Passes
 from slime_like.config import RunConfig
 from slime_like.interfaces.estimate import Axis, RankEstimate, RankKind, Traffic, TrainerMemory
 from slime_like.models.dimensions import ModelDimensions
+
+_HOST_COPIES = 4
+"""float32 copies of every parameter updated in host memory: main weight, gradient, both moments."""
 
 
 def rank_kinds(config: RunConfig) -> list[RankKind]:
@@ -57,8 +60,8 @@ def estimate(config: RunConfig, rank: int) -> RankEstimate:
         return followed.estimate(rank)
 
 
-def holdings(config: RunConfig, rank: int) -> Holdings:
-    """Return the memory that ``rank`` holds throughout a run. Exact, and faster than ``estimate``."""
+def holdings(config: RunConfig, rank: int) -> dict[str, int]:
+    """Return fields of ``TrainerMemory`` that ``rank`` holds throughout a run. Exact, and faster than ``estimate``."""
     with _rank_alone(config, rank) as followed:
         return followed.holdings()
 
@@ -109,18 +112,18 @@ class _Rank:
             layers=f"local layers, {attention} attention",
         )
 
-    def holdings(self) -> Holdings:
+    def holdings(self) -> dict[str, int]:
         self._update()
-        return holdings_of(self._chunks, self._wrapped, self._optimizer)
+        return _holdings_of(self._chunks, self._wrapped, self._optimizer)
 
     def _memory(
         self, per_pack: Sequence[Sequence[ChunkPasses]], worst: int, peak: WindowPeak, standing: int, update_bytes: int
     ) -> TrainerMemory:
         """Sum up the memory. ``per_pack[worst]`` needs most in training; another pack may in scoring."""
         passes = per_pack[worst]
-        held = holdings_of(self._chunks, self._wrapped, self._optimizer)
+        held = _holdings_of(self._chunks, self._wrapped, self._optimizer)
         return TrainerMemory(
-            **asdict(held),
+            **held,
             activation_bytes=peak.nbytes - peak.head,
             head_bytes=peak.head,
             saved_bytes=sum(chunk.memory.saved for chunk in passes),
@@ -128,7 +131,7 @@ class _Rank:
             forward_bytes=max(chunk.forward_only for found in per_pack for chunk in found),
             update_bytes=update_bytes,
             communication_bytes=standing,
-            host_reference_bytes=held.parameter_bytes if self._config.reference_in_trainer else 0,
+            host_reference_bytes=held["parameter_bytes"] if self._config.reference_in_trainer else 0,
             host_activation_bytes=peak.in_flight * max(chunk.host_bytes for chunk in passes),
         )
 
@@ -165,6 +168,46 @@ class _Rank:
         first = parallel_state.is_pipeline_first_stage(ignore_virtual=True)
         forwards, backwards = chunks - int(last), chunks - int(first)
         return tuple(Traffic("pipeline", ranks, nbytes * times, times) for times in (forwards, backwards))
+
+
+def _holdings_of(chunks: Sequence[Any], wrapped: Sequence[Any], optimizer: Optimizer) -> dict[str, int]:
+    """Count one rank's memory after the optimizer's first step."""
+    weights = [parameter for chunk in chunks for parameter in chunk.parameters()]
+    gradients = [buffer.grad_data for chunk in wrapped for buffer in chunk.buffers + chunk.expert_parallel_buffers]
+    on_device, on_host = _optimizer_bytes(optimizer, weights)
+    return {
+        "parameters": sum(parameter.numel() for parameter in weights),
+        "parameter_bytes": _storage_bytes(weights),
+        "gradient_bytes": _storage_bytes(gradients),
+        "optimizer_bytes": on_device,
+        "host_optimizer_bytes": on_host,
+    }
+
+
+def _storage_bytes(tensors: Iterable[Tensor], without: Iterable[Tensor] = ()) -> int:
+    """Return the bytes of the tensors' storages, each once, except storages shared with ``without``."""
+    known = {tensor.untyped_storage()._cdata for tensor in without}
+    found = {tensor.untyped_storage()._cdata: tensor.untyped_storage().nbytes() for tensor in tensors}
+    return sum(nbytes for key, nbytes in found.items() if key not in known)
+
+
+def _optimizer_bytes(optimizer: Optimizer, weights: Sequence[Tensor]) -> tuple[int, int]:
+    """Return the bytes of main weights and optimizer state (after its first step) on the device and in host memory."""
+    parts = [part.optimizer for part in optimizer.parts]
+    on_host = [part for part in parts if isinstance(part, HybridDeviceOptimizer)]
+    held = [tensor for part in parts if part not in on_host for tensor in (*_parameters(part), *_state(part))]
+    numel = sum(parameter.numel() for part in on_host for parameter in _parameters(part))
+    return _storage_bytes(held, without=weights), numel * 4 * _HOST_COPIES
+
+
+def _parameters(optimizer: Any) -> Iterator[Tensor]:
+    return (parameter for group in optimizer.param_groups for parameter in group["params"])
+
+
+def _state(optimizer: Any) -> Iterator[Tensor]:
+    """Yield moments. Leaves out the step's number, one scalar per parameter."""
+    for state in optimizer.state.values():
+        yield from (value for name, value in state.items() if isinstance(value, Tensor) and name != "step")
 
 
 def _make_moments(adamw: torch.optim.Optimizer) -> None:

@@ -1,9 +1,11 @@
-"""Claims that an engine must satisfy before it can be trained with; transformers' forward pass is the judge.
+"""Claims that an engine must satisfy before it can be used in training. transformers' forward pass is the reference.
 
-Each claim is a function that checks it. ``slime-like verify engine`` and the tests of engines run the same list.
+Each claim is a function that checks it. ``slime-like verify engine``, which prints its docstring, and the tests of
+engines run the same list.
 """
 
 import asyncio
+import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -16,13 +18,14 @@ from slime_like.interfaces import Generation
 from slime_like.verification.engine.subject import COLD, Refuted, Subject
 
 _MOVES = {"float32": 1e-2, "bfloat16": 0.33}
-"""A tensor is changed until the logprobs that change most do so by this ``Reference.gap``."""
+"""Minimum ``Reference.gap`` of the most affected logprobs before and after a tensor's change."""
 _FOLLOWS = 0.02
-"""Share of that change by which engine and reference may differ after it: changed weights round differently."""
+"""Share of this gap by which engine and reference may differ afterwards, because changed weights round differently."""
 _DRAWS = 8
 
 _TOKENS = 16
-"""Of a response, or of some that are judged apart from others: the median of fewer is chance, an expert changes few."""
+"""Tokens of a response, or of a subset with its own gap. A smaller subset would have a random median, and a larger one
+would include tokens that an expert does not affect."""
 _HALFWAY_S = (0.1, 0.02, 0.005, 0.002, 0.05, 0.01, 0.2, 0.4, 0.8, 1.6)
 _CUTS = ((0.9, 40, 0.0), (1.0, 5, 0.0), (0.5, 512, 0.0), (0.9, 40, 0.2))
 """top_p, top_k and min_p."""
@@ -35,7 +38,7 @@ def _bounded(subject: Subject, gap: float, what: str) -> float:
 
 
 def sampled_logprobs(subject: Subject) -> float:
-    """Logprobs of sampled tokens are of the temperature-scaled logits, with several temperatures in one batch."""
+    """Logprobs of sampled tokens come from temperature-scaled logits, with several temperatures in one batch."""
     asked = [(prompt, temperature) for prompt in subject.prompts for temperature in (1.0, 0.7, 0.0)]
     options: dict[str, Any] = {"max_new_tokens": _TOKENS, "num_samples": 2, "stop_token_ids": subject.last_id}
     requests = [subject.engine.request(prompt, temperature=value, **options) for prompt, value in asked]
@@ -45,12 +48,12 @@ def sampled_logprobs(subject: Subject) -> float:
 
 
 def prompt_logprobs(subject: Subject) -> float:
-    """Logprobs of a prompt's tokens are those of teacher forcing."""
+    """Logprobs of a prompt's tokens equal those of teacher forcing."""
     return _bounded(subject, subject.probe(), "logprobs of prompts")
 
 
 def greedy(subject: Subject) -> float:
-    """Temperature 0 takes the likeliest token."""
+    """Temperature 0 selects the most likely token."""
     prompt = subject.prompts[0]
     (generation,) = subject.engine.generate(prompt, temperature=0.0, max_new_tokens=_TOKENS)
     logits = subject.reference.logits(prompt, generation.token_ids.tolist())[:-1]
@@ -60,24 +63,24 @@ def greedy(subject: Subject) -> float:
 
 
 def seeds(subject: Subject) -> None:
-    """A seed gives the same samples alone and beside others; another seed, and none, give others."""
+    """A seed gives the same samples with and without concurrent requests; other seeds and no seed give others."""
 
-    def drawn(seed: int | None, samples: int, beside: bool = False) -> list[tuple[int, ...]]:
-        # Rounding depends on the batch: of many tokens that are about as likely, it would choose another one.
+    def drawn(seed: int | None, samples: int, crowded: bool = False) -> list[tuple[int, ...]]:
+        # Rounding depends on the batch. At a higher temperature it would often decide between similarly likely tokens.
         options: dict[str, Any] = {"max_new_tokens": _TOKENS, "temperature": 0.3, "stop_token_ids": subject.last_id}
         requests = [subject.engine.request(subject.prompts[1], seed=seed, num_samples=samples, **options)]
-        requests += [subject.engine.request(prompt, max_new_tokens=_TOKENS) for prompt in subject.prompts if beside]
+        requests += [subject.engine.request(prompt, max_new_tokens=_TOKENS) for prompt in subject.prompts if crowded]
         return [tuple(each.token_ids.tolist()) for each in subject.engine.generate_all(requests)[0]]
 
-    alone, crowd = drawn(7, 8), drawn(7, 10, beside=True)
+    alone, crowd = drawn(7, 8), drawn(7, 10, crowded=True)
     if not subject.reference.is_alike(list(zip(alone, crowd, strict=False))):
-        raise Refuted("the same seed gave other tokens beside other requests")
+        raise Refuted("the same seed gave other tokens during other requests")
     if len({*crowd, *drawn(8, 2), *drawn(None, 1), *drawn(None, 1)}) < 14:
-        raise Refuted("two samples of a request, of two seeds, or of requests without one are equal")
+        raise Refuted("two samples of a request, of two seeds, or of requests without a seed are equal")
 
 
 def stop_tokens(subject: Subject) -> None:
-    """A stop token ends a response, and stays in it."""
+    """A stop token ends a response and is part of it."""
     prompt = subject.prompts[2]
     options: dict[str, Any] = {"max_new_tokens": _TOKENS, "temperature": 1.0}
     pairs = []
@@ -89,14 +92,14 @@ def stop_tokens(subject: Subject) -> None:
         found = ended.token_ids.tolist()
         end = (found.index(stop) + 1, "stop") if stop in found else (_TOKENS, "length")
         if (len(found), ended.finish_reason) != end:
-            raise Refuted(f"sampled {found} ({ended.finish_reason}) where {stop} should end a response")
+            raise Refuted(f"sampled {found} ({ended.finish_reason}) although {stop} should end the response")
         pairs.append((found, ids[: ids.index(stop) + 1]))
     if not subject.reference.is_alike(pairs):
-        raise Refuted("other tokens were sampled where one of them is a stop token")
+        raise Refuted("a stop token changed the tokens in front of it")
 
 
 def truncated_sampling(subject: Subject) -> float | None:
-    """Supports are the smallest sets that top-p, top-k and min-p allow, logprobs are over them, and evaluation draws
+    """Supports are the smallest sets that top-p, top-k and min-p allow, logprobs are over them, and evaluation samples
     the same tokens."""
     if not getattr(subject.engine.engine, "returns_supports", False):
         return None
@@ -108,28 +111,28 @@ def truncated_sampling(subject: Subject) -> float | None:
         (evaluated,) = subject.engine.generate(prompt, training=False, **options)
         pairs.append((generation.token_ids.tolist(), evaluated.token_ids.tolist()))
         if generation.supports is None:
-            raise Refuted("it returned no supports")
+            raise Refuted("no supports were returned")
         logits = subject.reference.logits(prompt, generation.token_ids.tolist())[:-1].double() / 0.7
         tokens = zip(logits, generation.supports, generation.token_ids, strict=True)
         expected, edges = np.array([_over_support(*each, top_p, top_k, min_p) for each in tokens]).T
         compared = ((generation.logprobs, expected), (edges, np.zeros_like(edges)))
         gaps += [subject.reference.gap(found, right, temperature=0.7) for found, right in compared]
     if not subject.reference.is_alike(pairs):
-        raise Refuted("evaluation drew other tokens with the same seed")
+        raise Refuted("evaluation sampled other tokens with the same seed")
     return _bounded(subject, max(gaps), "logprobs over supports, or at their edges,")
 
 
 def _over_support(
     logits: Tensor, support: np.ndarray, token: int, top_p: float, top_k: int, min_p: float
 ) -> tuple[float, float]:
-    """The token's logprob over its support, and how far the least likely one in it, or the likeliest one left out, is
-    on the wrong side of the last that the cut leaves."""
+    """Return the token's logprob over its support, and the support's error: the distance in logits by which its least
+    likely token, or the most likely token outside, is on the wrong side of the cut's edge."""
     likeliest = logits.softmax(0).sort(descending=True)
     mass = likeliest.values[likeliest.values >= min_p * likeliest.values[0]][:top_k]
     count = 1 + int(((mass / mass.sum()).cumsum(0) < top_p).sum()) if top_p < 1 else len(mass)
     kept = support.tolist()
     if token not in kept:
-        raise Refuted(f"token {token} was drawn from {kept[:20]}")
+        raise Refuted(f"token {token} was sampled from {kept[:20]}")
     logprob = float(logits[token] - logits[kept].logsumexp(0))
     if abs(len(kept) - count) <= 1 and set(kept) <= set(likeliest.indices[: count + 1].tolist()):
         return logprob, 0.0  # a token at the edge may round to either side
@@ -138,7 +141,7 @@ def _over_support(
 
 
 def abort_and_pause(subject: Subject) -> float:
-    """An aborted request returns what it has sampled, another one goes on; so does a frozen one."""
+    """An aborted request returns its tokens so far, other requests continue, and a paused request resumes."""
     engine = subject.engine
 
     async def aborted(prompt: list[int], delay_s: float) -> tuple[Generation, Generation]:
@@ -164,35 +167,35 @@ def abort_and_pause(subject: Subject) -> float:
         raise Refuted(f"no request was aborted halfway, {min(_HALFWAY_S)} to {max(_HALFWAY_S)} s after its start")
     whole = engine.run(frozen(prompt, delay_s))
     if "abort" in (spared.finish_reason, whole.finish_reason):
-        raise Refuted("a request that was frozen, or beside an aborted one, has ended")
+        raise Refuted("a paused request, or one next to an aborted request, was aborted")
     gap = max(subject.gap(prompt, generation, COLD) for generation in (ended, spared, whole))
     return _bounded(subject, gap, "logprobs after abort or pause")
 
 
 def _attempts(subject: Subject) -> Iterator[tuple[list[int], float]]:
-    """Prompts, and seconds after which a response to them may be caught halfway on a machine of any speed."""
+    """Return prompts and delays. On a machine of any speed, one of the delays ends in the middle of a response."""
     return ((prompt, delay_s) for delay_s in _HALFWAY_S for prompt in subject.prompts)
 
 
 def idle_update(subject: Subject) -> float:
-    """After an update all logprobs are of the new weights, cached prefixes included, and so are version and hashes."""
+    """After an update, logprobs (also of cached prefixes), version and hashes are those of the new weights."""
     subject.probe()  # fills caches
     engine = subject.engine
     receipt, sent = engine.run(engine.update(subject.others))
     subject.swap()
     health, hashes = engine.run(engine.engine.health()), engine.run(engine.engine.checksums())
     if not receipt.checksums == sent == hashes:
-        raise Refuted("the hashes of the engine's tensors differ from the hashes of the sent ones")
+        raise Refuted("the hashes of the engine's tensors differ from those of the sent tensors")
     (generation,) = engine.generate(subject.prompts[0], max_new_tokens=4)
     versions = {receipt.version, health.weight_version, *generation.weight_versions.tolist()}
     if versions != {engine.version}:
-        raise Refuted(f"after update {engine.version} it reports the versions {sorted(versions)}")
+        raise Refuted(f"after update {engine.version} the engine reports the versions {sorted(versions)}")
     return _bounded(subject, subject.probe(), "logprobs after an update")
 
 
 def update_amid_requests(subject: Subject) -> float:
-    """Tokens before an update are of the old weights, later ones of the new, and their versions say where, whether the
-    caller pauses the engine or not."""
+    """Tokens before an update use the old weights and later tokens the new ones, as their versions say, whether or not
+    the caller pauses the engine."""
     return max(_updated_amid(subject, pauses) for pauses in (False, True))
 
 
@@ -227,7 +230,7 @@ def _updated_amid(subject: Subject, pauses: bool) -> float:
 
 
 def every_tensor(subject: Subject) -> float:
-    """Each tensor, changed alone, changes the engine's logprobs as it changes the reference's."""
+    """A change of any single tensor changes the engine's logprobs in the same way as the reference's."""
     base, ignored, idle = dict(subject.reference.weights), [], []
     before = _expected(subject)
     for number, name in enumerate(base):
@@ -241,16 +244,17 @@ def every_tensor(subject: Subject) -> float:
             ignored.append(f"{name} ({gap:.1e} of {moved:.1e})")
     subject.load(base)
     if ignored:
-        raise Refuted(f"updates of {len(ignored)} of {len(base)} tensors do not reach it: {', '.join(ignored)}")
+        raise Refuted(f"updates of {len(ignored)} of {len(base)} tensors have no effect: {', '.join(ignored)}")
     if idle:
-        raise Refuted(f"nothing was shown for {len(idle)} tensors that changed no logprob: {', '.join(idle)}")
-    return _bounded(subject, subject.probe(), "logprobs after all changes were taken back")
+        raise Refuted(f"{len(idle)} tensors could not be tested, because they change no logprob: {', '.join(idle)}")
+    return _bounded(subject, subject.probe(), "logprobs after all changes were reverted")
 
 
 def _perturbed(
     subject: Subject, name: str, base: dict[str, Tensor], before: np.ndarray, seed: int
 ) -> tuple[Tensor | None, float, np.ndarray]:
-    """The tensor with noise that moves the reference's logprobs enough, by how much it does, and where most (n,)."""
+    """Return the tensor with noise that changes the reference's logprobs enough (``None``: no noise does), the gap, and
+    a mask (n,) of the most affected tokens."""
     tensor, generator = base[name], torch.Generator().manual_seed(seed)
     scale = max(float(tensor.float().std(correction=0)), 0.1)
     for draw in range(_DRAWS):
@@ -266,13 +270,13 @@ def _perturbed(
 
 
 def _expected(subject: Subject) -> np.ndarray:
-    """The reference's logprobs of the prompts' tokens."""
+    """Return the reference's logprobs of the prompts' tokens."""
     parts = [subject.reference.logprobs(prompt[:1], np.asarray(prompt[1:]), 1.0) for prompt in subject.prompts]
     return np.concatenate(parts)
 
 
 def broken_updates(subject: Subject) -> float:
-    """An update with a missing, damaged, unknown or misshapen tensor is rejected. Only a whole update heals it."""
+    """An update with a missing, damaged, unknown or misshapen tensor is rejected, and sampling needs a whole one."""
     weights = dict(subject.reference.weights)
     name, tensor = next(reversed(weights.items()))
     faults: dict[str, dict[str, Tensor]] = {
@@ -282,39 +286,26 @@ def broken_updates(subject: Subject) -> float:
         "with a damaged tensor": weights,
     }
     for what, sent in faults.items():
-        if not _is_rejected(subject, sent, tampered=what == "with a damaged tensor"):
-            raise Refuted(f"an update {what} was accepted")
-        if _samples(subject):
-            raise Refuted(f"it sampled after an update {what}")
+        with _rejected(WeightSyncError, f"an update {what} was accepted"):
+            subject.engine.run(
+                subject.engine.update(sent, tamper=subject.engine.flip_a_bit if sent is weights else None)
+            )
+        with _rejected(EngineError, f"the engine sampled after an update {what}"):
+            subject.engine.generate(subject.prompts[0], max_new_tokens=1)
         subject.load(weights)
     return _bounded(subject, subject.probe(), "logprobs after rejected updates")
 
 
-def _is_rejected(subject: Subject, weights: dict[str, Tensor], tampered: bool) -> bool:
-    engine = subject.engine
-
-    async def scenario() -> None:
-        await engine.engine.begin_update(engine.version + 1)
-        await engine.send(list(weights.items()), tamper=engine.flip_a_bit if tampered else None)
-        await engine.engine.finish_update(engine.version + 1)
-
-    try:
-        engine.run(scenario())
-    except WeightSyncError:
-        return True
-    return False
-
-
-def _samples(subject: Subject) -> bool:
-    try:
-        subject.engine.generate(subject.prompts[0], max_new_tokens=1)
-    except EngineError:
-        return False
-    return True
+@contextlib.contextmanager
+def _rejected(error: type[Exception], otherwise: str) -> Iterator[None]:
+    """Refute the claim with ``otherwise`` unless the block raises ``error``."""
+    with contextlib.suppress(error):
+        yield
+        raise Refuted(otherwise)
 
 
 def sleep_and_wake(subject: Subject) -> float:
-    """Asleep and awake again, with its weights kept and with new ones, it computes as before."""
+    """After sleep, with kept weights and with new ones, the engine computes as before."""
     engine = subject.engine
 
     async def nap(keep_weights: bool) -> None:

@@ -1,4 +1,4 @@
-"""An engine without a cluster: a loop to run it in, and a sender to feed it."""
+"""An engine without a cluster, with an event loop to run it and a sender of weights."""
 
 import asyncio
 import itertools
@@ -19,17 +19,17 @@ from slime_like.interfaces import (
     UpdateReceipt,
     WeightBucket,
 )
-from slime_like.weights.transport import TransportSettings
 from slime_like.weights.transports.registry import open_sender
 
 T = TypeVar("T")
+Tamper = Callable[[BucketMetadata], None]
 
 
 class DrivenEngine:
-    """Runs coroutines of one started engine on one loop; ``close`` ends it.
+    """Runner of one started engine's coroutines on one loop; ``close`` stops the engine.
 
     Attributes:
-        version: of the weights that it ought to serve.
+        version: version of the weights that the engine should serve.
     """
 
     def __init__(self, engine: RolloutEngine, loop: asyncio.AbstractEventLoop) -> None:
@@ -44,7 +44,7 @@ class DrivenEngine:
         return self._loop.run_until_complete(asyncio.wait_for(call, timeout_s))
 
     def request(self, prompt: Sequence[int], **fields: Any) -> GenerationRequest:
-        """A request with a new id; ``fields`` are its own, and those of ``SamplingParams``."""
+        """Return a request with a new id; ``fields`` are fields of ``GenerationRequest`` and ``SamplingParams``."""
         options = {"num_samples", "seed", "prompt_logprobs", "request_id"}
         request = {name: fields.pop(name) for name in options & set(fields)}
         request.setdefault("request_id", f"request-{next(self._ids)}")
@@ -54,27 +54,28 @@ class DrivenEngine:
         return self.run(self.engine.generate(self.request(prompt, **fields)))
 
     def generate_all(self, requests: Sequence[GenerationRequest]) -> list[list[Generation]]:
-        """Run all at once."""
+        """Run all requests concurrently."""
 
         async def gather() -> list[list[Generation]]:
             return await asyncio.gather(*(self.engine.generate(request) for request in requests))
 
         return self.run(gather())
 
-    async def update(self, weights: Mapping[str, Tensor], buckets: int = 4) -> tuple[UpdateReceipt, dict[str, int]]:
-        """A whole update; the receipt, and the hashes that were sent."""
-        self.version += 1
-        await self.engine.begin_update(self.version)
-        sent = await self.send(list(weights.items()), buckets)
-        return await self.engine.finish_update(self.version), sent
+    async def update(
+        self, weights: Mapping[str, Tensor], buckets: int = 4, tamper: Tamper | None = None
+    ) -> tuple[UpdateReceipt, dict[str, int]]:
+        """Update all weights; return the receipt and the sent hashes."""
+        version = self.version + 1
+        await self.engine.begin_update(version)
+        sent = await self.send(list(weights.items()), buckets, tamper)
+        receipt = await self.engine.finish_update(version)
+        self.version = version
+        return receipt, sent
 
     async def send(
-        self,
-        tensors: Sequence[tuple[str, Tensor]],
-        buckets: int = 4,
-        tamper: Callable[[BucketMetadata], None] | None = None,
+        self, tensors: Sequence[tuple[str, Tensor]], buckets: int = 4, tamper: Tamper | None = None
     ) -> dict[str, int]:
-        """The tensors in so many buckets; the hashes that were sent. ``tamper`` is called with a bucket on its way."""
+        """Send the tensors in ``buckets`` buckets; return the sent hashes. ``tamper`` is called with each bucket."""
         sent: dict[str, int] = {}
         size = max(1, -(-len(tensors) // buckets))
         for start in range(0, len(tensors), size):
@@ -88,19 +89,8 @@ class DrivenEngine:
                 self.sender.release(metadata)
         return sent
 
-    @contextmanager
-    def over(self, transport: str, settings: TransportSettings) -> Iterator[None]:
-        """Updates inside go over another transport."""
-        usual, self.sender = self.sender, open_sender(transport, f"engine-{uuid.uuid4().hex}", settings)
-        try:
-            self.run(self.engine.connect(transport, self.sender.rendezvous()))
-            yield
-        finally:
-            self.sender.close()
-            self.sender = usual
-
     def flip_a_bit(self, metadata: BucketMetadata) -> None:
-        """Damage the last tensor of a bucket on its way, in shared memory."""
+        """Damage the last tensor of a sent bucket in shared memory."""
         directory = Path(self.sender.rendezvous()["directory"])
         with (directory / metadata.location["segment"]).open("r+b") as segment:
             segment.seek(metadata.entries[-1].offset + 5)
@@ -115,7 +105,7 @@ class DrivenEngine:
 
 @contextmanager
 def started(engine: RolloutEngine) -> Iterator[asyncio.AbstractEventLoop]:
-    """Start the engine; the loop that it runs in, which ends with what is inside."""
+    """Start the engine, and yield its event loop, which is closed when the block ends."""
     loop = asyncio.new_event_loop()
     try:
         loop.run_until_complete(engine.start())
@@ -126,7 +116,7 @@ def started(engine: RolloutEngine) -> Iterator[asyncio.AbstractEventLoop]:
 
 
 async def _end_tasks() -> None:
-    """Cancel what an engine has left in this loop."""
+    """Cancel the tasks that an engine has left in this loop."""
     left = asyncio.all_tasks() - {asyncio.current_task()}
     for task in left:
         task.cancel()

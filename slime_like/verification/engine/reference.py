@@ -1,4 +1,4 @@
-"""Hugging Face's forward pass of a checkpoint, and its weights: what an engine is compared with."""
+"""Hugging Face's forward pass of a checkpoint, which an engine is compared with."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -13,19 +13,19 @@ from torch import Tensor
 from slime_like.orchestration.rollout.sync_probe import BFLOAT16_BOUND
 
 _BOUNDS = {"float32": 1e-4, "bfloat16": BFLOAT16_BOUND}
-_EAGER: Any = {"attn_implementation": "eager", "experts_implementation": "eager"}  # others take no float64
+_EAGER: Any = {"attn_implementation": "eager", "experts_implementation": "eager"}  # others do not support float64
 
 
 class Reference:
-    """One checkpoint in one file: unbatched, uncached, in float32; in float64 where its weights are rounded.
+    """Model of a one-file checkpoint, without batches and caches, in float32, or in float64 if weights are rounded.
 
     Args:
-        dtype: of the engine, ``float32`` or ``bfloat16``; what its weights are rounded to before that.
+        dtype: precision of the engine, ``float32`` or ``bfloat16``; weights are rounded to it.
 
     Attributes:
-        weights: by name, as a trainer of this precision sends them.
-        dtype: that of the engine.
-        bound: on ``gap`` of a sound engine.
+        weights: weights by name, as a trainer of this precision sends them.
+        dtype: precision of the engine.
+        bound: upper bound on ``gap`` for a correct engine.
     """
 
     def __init__(self, directory: Path, dtype: str = "float32") -> None:
@@ -38,8 +38,8 @@ class Reference:
         self.use({})
 
     def use(self, weights: Mapping[str, Tensor]) -> None:
-        """Compute with these weights from now on, of some or all tensors of ``weights``, as transformers loads them:
-        it stores experts otherwise than checkpoints do."""
+        """Replace some or all tensors of ``weights``. transformers loads them, because it stores experts in another way
+        than checkpoints do."""
         self.weights = {**self.weights, **weights}
         state = {name: tensor.clone() for name, tensor in self.weights.items()}
         self._model = (
@@ -50,20 +50,22 @@ class Reference:
 
     @torch.no_grad()
     def logits(self, prompt: Sequence[int], response: Sequence[int] = ()) -> Tensor:
-        """(len(response) + 1, V): what follows the prompt, and each response token."""
+        """Return logits (len(response) + 1, V) of the tokens after the prompt and after each response token."""
         found: Tensor = self._model(torch.tensor([[*prompt, *response]])).logits[0, len(prompt) - 1 :]
         return found
 
     def logprobs(self, prompt: Sequence[int], response: np.ndarray, temperature: float) -> np.ndarray:
-        """(len(response),) of the temperature-scaled logits; at temperature 0, of the unscaled ones."""
+        """Return logprobs (len(response),) of temperature-scaled logits; at temperature 0, of unscaled logits."""
         logits = self.logits(prompt, response.tolist())[:-1] / (temperature or 1.0)
         found: np.ndarray = logits.log_softmax(-1).gather(1, torch.from_numpy(response)[:, None])[:, 0].numpy()
         return found
 
     def gap(self, found: np.ndarray, expected: np.ndarray, temperature: float = 1.0) -> float:
-        """Distance of an engine's logprobs (n,) from the expected ones, relative to rounding at this temperature: in
-        float32 the largest, in nats; in bfloat16, where it says little, the median over the standard deviation of the
-        vocabulary's logprobs."""
+        """Return the gap between an engine's logprobs (n,) and the expected ones, relative to expected rounding.
+
+        In float32 it is the largest difference, in nats. In bfloat16, whose largest difference says little, it is the
+        median in standard deviations of the vocabulary's logprobs.
+        """
         gaps = np.abs(found - expected)
         if np.isnan(gaps).any():
             return np.inf
@@ -73,8 +75,8 @@ class Reference:
         return float(np.median(gaps)) * (temperature or 1.0) / spread
 
     def is_alike(self, pairs: Sequence[tuple[Sequence[int], Sequence[int]]]) -> bool:
-        """Whether samples that should be equal are. In bfloat16 rounding, which depends on the batch, now and then
-        decides for another token, and all that follow it are others: there most pairs begin alike."""
+        """Return whether pairs of samples are as equal as they should be. In bfloat16, where rounding can select a
+        different token and so change all later ones, most pairs must start with the same tokens."""
         if self.dtype == "float32":
             return all(one == other for one, other in pairs)
         return 2 * sum(one[:3] == other[:3] for one, other in pairs) > len(pairs)

@@ -1,4 +1,4 @@
-"""An engine with the weights that it ought to serve, for claims about it."""
+"""An engine under verification, with the weights that it should serve."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,21 +12,21 @@ from slime_like.verification.engine.driven import DrivenEngine
 from slime_like.verification.engine.reference import Reference
 
 COLD = 0.05
-"""The temperature of long responses: they rarely meet their stop token."""
+"""Temperature of long responses, so they rarely contain their stop token."""
 _LONG = 200
-"""Tokens of a response that can be caught in the middle."""
+"""Tokens of a response that lasts long enough for an action in its middle."""
 
 
 class Refuted(Exception):
-    """An engine does not hold a claim; the message says what was found."""
+    """Error of an engine that does not satisfy a claim; the message describes what was found."""
 
 
 @dataclass(slots=True)
 class Subject:
-    """An engine, the weights that it ought to serve, and what it is asked.
+    """An engine, the weights that it should serve, and its prompts.
 
     Attributes:
-        others: other weights of the same model.
+        others: different weights for the same model.
     """
 
     engine: DrivenEngine
@@ -35,26 +35,26 @@ class Subject:
     prompts: Sequence[list[int]]
 
     def gap(self, prompt: list[int], generation: Generation, temperature: float) -> float:
-        """``Reference.gap`` of the sampled tokens."""
+        """Return ``Reference.gap`` of the sampled tokens."""
         expected = self.reference.logprobs(prompt, generation.token_ids, temperature)
         return self.reference.gap(generation.logprobs, expected, temperature)
 
     def load(self, weights: dict[str, Tensor]) -> None:
-        """Update all weights of the engine, and expect these from now on."""
+        """Update all weights of the engine and of the reference."""
         receipt, sent = self.engine.run(self.engine.update(weights))
         if receipt.checksums != sent:
-            raise Refuted("the hashes of the received tensors differ from the hashes of the sent ones")
+            raise Refuted("the hashes of the received tensors differ from those of the sent tensors")
         self.reference.use(weights)
 
     def swap(self) -> None:
-        """Expect the other weights from now on."""
+        """Switch the reference to the other weights."""
         before = dict(self.reference.weights)
         self.reference.use(self.others)
         self.others = before
 
     @property
     def last_id(self) -> tuple[int]:
-        """The vocabulary's last id: as the only stop token it hardly ever ends a response."""
+        """Last id of the vocabulary, which rarely ends a response if it is the only stop token."""
         return (self.reference.vocab_size - 1,)
 
     def lasting(self, prompt: list[int]) -> GenerationRequest:
@@ -62,8 +62,8 @@ class Subject:
         return self.engine.request(prompt, max_new_tokens=_LONG, temperature=COLD, stop_token_ids=self.last_id)
 
     def probe(self, where: np.ndarray | None = None) -> float:
-        """The largest ``Reference.gap`` of the prompts' tokens ``where`` this is true, of the others, and of some that
-        are sampled behind each prompt."""
+        """Return the largest ``Reference.gap`` of three sets: prompts' tokens in the mask ``where``, other tokens of
+        prompts, and a few tokens sampled after each prompt."""
         options: dict[str, Any] = {"max_new_tokens": 4, "prompt_logprobs": True, "seed": 1}
         requests = [self.engine.request(prompt, **options) for prompt in self.prompts]
         parts: list[tuple[np.ndarray, ...]] = []

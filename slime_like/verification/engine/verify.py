@@ -1,4 +1,4 @@
-"""Every claim tried on one engine."""
+"""Verification of every claim for one engine."""
 
 import time
 from collections.abc import Iterator, Mapping
@@ -20,17 +20,17 @@ from slime_like.verification.engine.subject import Refuted, Subject
 
 _PROMPTS = 8
 LONGEST_PROMPT, LONGEST_RESPONSE = 64, 256
-"""Tokens that the engine must take."""
+"""Maximum tokens of the engine's prompts and responses."""
 
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """One claim's line.
+    """Result of one claim.
 
     Attributes:
-        claim: a sentence.
-        gap: ``Reference.gap``; ``None`` where none was measured.
-        problem: how it was refuted; ``None`` if it holds.
+        claim: the claim as a sentence.
+        gap: ``Reference.gap``; ``None`` if the claim does not measure one.
+        problem: why the claim does not hold; ``None`` if it does.
     """
 
     claim: str
@@ -40,10 +40,10 @@ class Verdict:
 
 
 def verify_engine(config: RunConfig) -> Iterator[Verdict]:
-    """Try each claim on the engine of ``config``, one after the other on the same engine, in this process.
+    """Check each claim in turn on one engine of ``config`` in this process.
 
     Args:
-        config: its model is a small one, in one file.
+        config: configuration of the engine, with a small model in one file.
 
     Raises:
         SlimeLikeError: the engine does not start.
@@ -66,13 +66,13 @@ def _tried(claim: Claim, subject: Subject) -> Verdict:
         gap = claim(subject)
     except Refuted as refuted:
         problem = str(refuted)
-    except (SlimeLikeError, TimeoutError) as error:  # it does not hold the claim, and may hold others
+    except (SlimeLikeError, TimeoutError) as error:  # other claims may still hold
         problem = f"{type(error).__name__}: {error}"
     return Verdict(sentence, gap, time.monotonic() - began, problem)
 
 
 def _others(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The weights with noise of half their spread."""
+    """Return the weights with noise of half their standard deviation."""
     generator = torch.Generator().manual_seed(0)
     return {
         name: tensor + (torch.randn(tensor.shape, generator=generator) * tensor.std(correction=0) / 2).to(tensor.dtype)
@@ -81,7 +81,7 @@ def _others(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def _prompts(model: Path) -> list[list[int]]:
-    """Token ids of the whole vocabulary, 8 to 63 of them."""
+    """Return random prompts of 8 to 63 token ids."""
     generator = np.random.default_rng(0)
     vocabulary = ModelDimensions.from_checkpoint(model).vocab_size
     lengths = generator.integers(8, LONGEST_PROMPT, _PROMPTS)

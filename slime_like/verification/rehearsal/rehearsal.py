@@ -1,6 +1,6 @@
-"""A recipe run small on this machine: steps, a kill, a resume and an export.
+"""A small run of a recipe on this machine: steps, a kill, a resume and an export.
 
-A small random model like the real one trains under the recipe's method, rows, template and rewards.
+A small random model like the real one is trained with the recipe's method, rows, template and rewards.
 """
 
 import os
@@ -9,7 +9,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
@@ -31,7 +30,6 @@ from slime_like.system.interrupts import raise_if_interrupted
 from slime_like.system.words import counted
 from slime_like.verification.rehearsal.small_recipe import layers_of, small_recipe
 
-STEPS = 3
 _START_S, _REST_S, _STOP_S = 900.0, 1800.0, 120.0
 _LOOK_EVERY_S = 0.2
 _ERROR = re.compile(r"^(?:slime-like: |  - )(.*\[[a-z][a-z.-]+\])$", re.MULTILINE)
@@ -46,20 +44,20 @@ class Outcome(NamedTuple):
     text: str
 
 
-def rehearse(config: RunConfig, directory: Path, steps: int = STEPS) -> Iterator[Outcome]:
-    """Run a recipe small, in stages. A failed start or resume ends the rehearsal.
+def rehearse(config: RunConfig, directory: Path, steps: int) -> Iterator[Outcome]:
+    """Run a small version of a recipe, in stages. A failed start or resume ends the rehearsal.
 
     Args:
-        directory: empty; receives the small model, the small recipe, its run and the logs.
+        directory: empty directory for the small model, the small recipe, its run and the logs.
         steps: training steps of the small run, at least 2.
 
     Raises:
-        ConfigError: the real recipe's settings break a rule, or it cannot be made small.
+        ConfigError: the recipe's settings are invalid, or it has no small version.
     """
     dimensions = ModelDimensions.from_checkpoint(config.model.path)
     if problems := check_settings(config, dimensions, training_needs(config)):
         raise ConfigError(problems)
-    yield Outcome(True, "settings", f"no rule is broken on {counted(config.trainer.parallel.world_size, 'rank')}")
+    yield Outcome(True, "settings", f"valid for {counted(config.trainer.parallel.world_size, 'rank')}")
     model = directory / "model"
     ends = [token for token in stop_tokens(config) if 0 <= token < dimensions.vocab_size]
     make_look_alike(config.model.path, model, layers_of(config, dimensions), ends=ends)
@@ -70,7 +68,7 @@ def rehearse(config: RunConfig, directory: Path, steps: int = STEPS) -> Iterator
     save_config(small, directory / "recipe.yaml")
     latest = small.run_dir / "checkpoints" / "latest"
     problem = _train(directory, "first.log", _START_S, stop=latest.exists)
-    yield Outcome(problem is None, "first steps", problem or "a checkpoint is written; the run is killed")
+    yield Outcome(problem is None, "first steps", problem or "wrote a checkpoint; the run was killed")
     if problem is None:
         problem = _train(directory, "second.log", _REST_S)
         yield Outcome(problem is None, "resume", problem or f"finished {steps} steps")
@@ -80,32 +78,22 @@ def rehearse(config: RunConfig, directory: Path, steps: int = STEPS) -> Iterator
 
 
 def _train(directory: Path, name: str, timeout_s: float, stop: Callable[[], bool] = lambda: False) -> str | None:
-    """Run ``slime-like train`` until it ends, or kill it once ``stop()`` is true. Return the problem, if any."""
+    """Run ``slime-like train`` until it ends, or kill it when ``stop()`` is true. Return the problem, if any."""
     log, end = directory / name, time.monotonic() + timeout_s
-    with _child(["train", str(directory / "recipe.yaml")], log) as process:
+    command = [sys.executable, "-m", "slime_like.commands.child_main", str(os.getpid()), "train"]
+    command.append(str(directory / "recipe.yaml"))
+    with log.open("wb") as file:
+        process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=file, stderr=file, start_new_session=True)
+    try:
         while process.poll() is None and not stop():
             raise_if_interrupted()
             if time.monotonic() > end:
-                return f"not done after {timeout_s:.0f} s; see {log}"
+                return f"not finished after {timeout_s:.0f} s; see {log}"
             time.sleep(_LOOK_EVERY_S)
         if process.poll() is None:
             process.kill()
             process.wait(_STOP_S)
             return None
-    if process.returncode == 0:
-        return None
-    said = _ERROR.findall(log.read_text(encoding="utf-8", errors="replace"))
-    return "; ".join(said) or f"ended with exit code {process.returncode}; see {log}"
-
-
-@contextmanager
-def _child(arguments: list[str], log: Path) -> Iterator["subprocess.Popen[bytes]"]:
-    """Run a command of ``slime-like`` that has ended when the context is left."""
-    command = [sys.executable, "-m", "slime_like.commands.child_main", str(os.getpid()), *arguments]
-    with log.open("wb") as file:
-        process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=file, stderr=file, start_new_session=True)
-    try:
-        yield process
     finally:
         if process.poll() is None:
             process.terminate()
@@ -114,6 +102,10 @@ def _child(arguments: list[str], log: Path) -> Iterator["subprocess.Popen[bytes]
             except subprocess.TimeoutExpired:
                 process.kill()
                 process.wait(_STOP_S)
+    if process.returncode == 0:
+        return None
+    errors = _ERROR.findall(log.read_text(encoding="utf-8", errors="replace"))
+    return "; ".join(errors) or f"ended with exit code {process.returncode}; see {log}"
 
 
 def _records(config: RunConfig) -> Iterator[Outcome]:
@@ -132,7 +124,7 @@ def _records(config: RunConfig) -> Iterator[Outcome]:
 
 
 def _export(config: RunConfig) -> Outcome:
-    """Load the exported model as a user would."""
+    """Load the exported model like a user."""
     path = config.run_dir / "hf"
     try:
         with without_progress_bar():

@@ -1,4 +1,4 @@
-"""The recipe of a large run for this machine: other sizes, the same method, data, template, rewards and axes."""
+"""Small version of a recipe: other sizes, but the same method, data, template, rewards and parallel axes."""
 
 from pathlib import Path
 from typing import Any
@@ -7,18 +7,18 @@ from slime_like.config import RunConfig
 from slime_like.models.dimensions import ModelDimensions
 
 RANKS = 8
-"""Most trainer ranks."""
+"""Maximum number of trainer ranks."""
 NEW_TOKENS = 32
-"""Of a response; of a conversation for each turn."""
+"""Maximum tokens of a response, or of one turn of a conversation."""
 _TURNS = 3
 
 _AXES = ("tensor", "pipeline", "context", "data", "expert", "virtual_pipeline")
 
 
 def small_recipe(config: RunConfig, model: Path, run_dir: Path, steps: int) -> RunConfig:
-    """The recipe with ``model`` in place of the real one; every parallel axis above 1 becomes 2, as far as ranks go.
+    """Return the recipe with ``model`` instead of the real one, and with parallel axes of at most 2.
 
-    Devices, precisions and engine arguments are a CPU's: what belongs to GPUs alone is left at its default.
+    It runs on CPUs, so settings that only GPUs support get their defaults.
     """
     raw, algorithm = config.model_dump(mode="json"), config.algorithm
     new_tokens, length = _lengths(config)
@@ -53,7 +53,8 @@ def small_recipe(config: RunConfig, model: Path, run_dir: Path, steps: int) -> R
 
 
 def _lengths(config: RunConfig) -> tuple[int, int | None]:
-    """Most tokens of a response, and of a sequence; an agent's own prompt needs what it needs."""
+    """Return the maximum tokens of a response and of a sequence. An agent's sequences keep their length, because its
+    prompt may need it."""
     rollout, talks = config.rollout, config.rollout.environment.name is not None
     new_tokens = min(rollout.max_new_tokens, NEW_TOKENS * (_TURNS if talks else 1))
     if rollout.agent.is_set or rollout.max_model_len is None:
@@ -111,7 +112,7 @@ def _at_most(limit: int, value: int | None) -> int | None:
 
 
 def layers_of(config: RunConfig, dimensions: ModelDimensions) -> int:
-    """Layers of the small model: one for every chunk of the small pipeline, at least two."""
+    """Return the layers of the small model: one for every chunk of the small pipeline, at least two."""
     small = _small_axes(config.trainer.parallel.model_dump())
     chunks = small["pipeline"] * small["virtual_pipeline"]
     return max(2, chunks - min(1, dimensions.dense_layers))

@@ -1,4 +1,4 @@
-"""`slime-like verify layouts` before anything starts."""
+"""Checks of ``slime-like verify layouts`` before anything starts."""
 
 from pathlib import Path
 
@@ -13,7 +13,7 @@ from slime_like.verification.verify import device_misfit, setting_misfit
 from tests.support.rejections import Rejects
 from tests.unit.checks.checkpoint import EXPERTS, write_checkpoint
 
-REFUSED: list[tuple[str, str]] = [
+REJECTED: list[tuple[str, str]] = [
     ("--layouts tp2 xp2", "config"),
     ("--baseline pp", "config"),
     ("--model nowhere", "config"),
@@ -32,8 +32,10 @@ REFUSED: list[tuple[str, str]] = [
 ]
 
 
-@pytest.mark.parametrize(("arguments", "code"), REFUSED, ids=[case[0] for case in REFUSED])
-def test_refusals(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rejects: Rejects, arguments: str, code: str) -> None:
+@pytest.mark.parametrize(("arguments", "code"), REJECTED, ids=[case[0] for case in REJECTED])
+def test_rejections(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rejects: Rejects, arguments: str, code: str
+) -> None:
     monkeypatch.chdir(tmp_path)
     write_checkpoint(tmp_path / "model")
     with rejects(SlimeLikeError, code):
@@ -48,7 +50,7 @@ def test_a_layout_needs_as_many_devices_as_ranks() -> None:
     assert device_misfit(parse_layout("dp16"), {"CPU": 64.0}) == "needs 16 ranks; available: 8 CPU slots"
 
 
-def test_the_users_flags_win(tmp_path: Path) -> None:
+def test_the_users_flags_take_precedence(tmp_path: Path) -> None:
     model = write_checkpoint(tmp_path / "model")
     config = _config(model, ["--steps", "5", "--algorithm.loss", "gspo", "--model.dtype", "bfloat16"], synthetic=True)
     assert (config.steps, config.algorithm.loss, config.model.dtype) == (5, "gspo", "bfloat16")

@@ -1,4 +1,4 @@
-"""The fewest recomputed layers that fit, found in few tries."""
+"""The fewest recomputed layers that fit are found in a few tries."""
 
 from typing import Any
 
@@ -11,11 +11,11 @@ from slime_like.planning.recompute import ERROR, fewest_recomputed
 from tests.unit.planning.test_arithmetic import RESERVE, estimate, planned_run
 
 STATE_GIB = 4 + 8 + 6 + RESERVE
-LAYERS = 17  # of the largest of four stages of Qwen3-32B
+LAYERS = 17  # the largest of four stages of Qwen3-32B
 
 
 class Planner:
-    """Every layer that is kept takes 2 GiB, and a little more the more there are."""
+    """Planner for which a kept layer takes slightly more than 2 GiB, increasing with the number of kept layers."""
 
     def __init__(self) -> None:
         self.tried: list[int] = []
@@ -42,7 +42,7 @@ def test_no_fewer_would_fit(memory_gib: float) -> None:
     fitting = [
         layers
         for layers in range(LAYERS + 1)
-        if STATE_GIB + needed_gib(layers) * (1 + 0.05 + ERROR) <= memory_gib  # 5 % are lost by the allocator
+        if STATE_GIB + needed_gib(layers) * (1 + 0.05 + ERROR) <= memory_gib  # the allocator loses 5 %
     ]
     found = fewest_recomputed(run, backend)
     assert (found is not None) is bool(fitting)

@@ -1,49 +1,43 @@
-"""Reference workers in a plan: their GPUs, their memory, their time; and what streaming does to a step's."""
+"""GPUs, memory and time of reference workers in a plan, and the effect of streaming on a step's time."""
 
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from slime_like.config.reading.load import load_config
+from slime_like.config.filling import gpus_needed
 from slime_like.interfaces.estimate import RankKind
 from slime_like.planning import checks
 from slime_like.planning.hardware import GIB, Hardware
 from slime_like.planning.memory import reference_phase
-from slime_like.planning.plan import make_plan
-from slime_like.planning.planned_run import PlannedRun
-from slime_like.planning.result import Plan
 from slime_like.planning.search import trainer_gpus
 from slime_like.planning.step_time import predict, reference_seconds
 from tests.unit.planning.test_arithmetic import EIGHT_LONG_SAMPLES, ONE_PASS_S, RESERVE, config, estimate, planned_run
 
-ROOT = Path(__file__).parents[3]
-REFUSED = ("--trainer.parallel.tensor", "3")  # nothing is worked out then, which takes seconds
 WORKERS = {"placement": "workers", "workers": 2, "parallel": {"tensor": 4}}
 
 
 def test_their_gpus_are_counted() -> None:
     sections: dict[str, Any] = {"rollout": {"num_engines": 4}, "cluster": {"nodes": 2}, "reference": WORKERS}
     run = config(trainer={"parallel": {"data": 8}}, algorithm={"kl_coef": 0.01}, **sections)
-    needed = checks.gpus_needed(run)
+    needed = gpus_needed(run)
     assert (needed.trainers, needed.engines, needed.references, needed.total) == (8, 4, 8, 20)
     (problem,) = checks.placement_problems(run)
     assert "20 GPUs (8 for trainer ranks + 4 for engines + 8 for reference workers), has 16; use 3 nodes" in problem
     assert trainer_gpus(run) == 16 - 4 - 8
-    unused = run.model_copy(update={"algorithm": config().algorithm})  # without a KL term no scoring
-    assert checks.gpus_needed(unused).references == 0
+    unused = run.model_copy(update={"algorithm": config().algorithm})  # no KL term, so no scoring
+    assert gpus_needed(unused).references == 0
 
 
 def test_they_hold_weights_and_a_pass_without_gradients() -> None:
     figures = estimate(forward_bytes=10 * GIB, communication_bytes=GIB)
     phase = reference_phase(Hardware.of(config()), RankKind("reference", (0,)), figures)
     assert phase.total / GIB == pytest.approx(4 + 10 * 1.05 + 1 + RESERVE)
-    assert not any("gradients" in item.name or "optimizer" in item.name for item in phase.items)
+    assert not phase.items.keys() & {"gradients", "optimizer state"}
 
 
 def test_a_step_waits_for_whichever_is_slower() -> None:
-    """Four workers' replicas have one of a step's four micro-batches each."""
+    """Each of the workers' four replicas scores one of a step's four micro-batches."""
     parallel = {"data": 2}
     for pipeline, slots in ((1, 1), (2, 9 / 8)):  # requests of 8 packs, and an idle slot for the second stage
         reference = {"placement": "workers", "workers": 2, "parallel": parallel | {"pipeline": pipeline}}
@@ -65,10 +59,3 @@ def test_streaming_leaves_one_micro_batch_and_the_update_for_the_end() -> None:
     assert replace(step, generation=0.0).total == pytest.approx(step.training)
     whole = predict(planned_run(**sections), [estimate()], None, None)
     assert replace(whole, generation=100.0).total == pytest.approx(100.0 + whole.training)
-
-
-def planned(monkeypatch: pytest.MonkeyPatch, *flags: str) -> Plan:
-    monkeypatch.chdir(ROOT)
-    small = "--trainer.target_tokens_per_batch 2048 --rollout.max_new_tokens 512 --algorithm.kl_coef 0.1"
-    workers = [*small.split(), "--reference.placement", "workers", *flags]
-    return make_plan(PlannedRun.of(load_config(ROOT / "configs" / "qwen2.5_0.5b.yaml", workers)))

@@ -1,4 +1,4 @@
-"""Sentences of a plan: what they say follows from its figures."""
+"""Sentences of a plan follow from its figures."""
 
 from dataclasses import replace
 from typing import Any
@@ -7,9 +7,8 @@ import pytest
 
 from slime_like.interfaces.estimate import RankKind
 from slime_like.planning import verdict
-from slime_like.planning.engines import plan_engine
-from slime_like.planning.generation import predict_generation
-from slime_like.planning.memory import HostMemory, Item, trainer_phases
+from slime_like.planning.engines import plan_engine, predict_generation
+from slime_like.planning.memory import HostMemory, trainer_phases
 from slime_like.planning.result import KindPlan, Plan
 from slime_like.planning.step_time import predict
 from tests.unit.planning.test_arithmetic import GIB, RESERVE, estimate, planned_run
@@ -33,44 +32,42 @@ def plan() -> Plan:
         RUN.hardware,
         nodes=4,
         gpus_in_use=32,
-        kinds=[KindPlan(kind, one, tuple(trainer_phases(RUN, engine, kind, one)), ())],
+        kinds=[KindPlan(kind, one, tuple(trainer_phases(RUN, engine, kind, one)))],
         engine=engine,
         generation=predict_generation(RUN, engine),
-        host=HostMemory((Item("reference weights", 916 * GIB),), None),
+        host=HostMemory({"reference weights": 916 * GIB}, None),
         workload=RUN.workload,
         step=step,
     )
 
 
 def test_first_lines(plan: Plan) -> None:
-    """Least is left beside the engine: a GPU's fifth, without the trainer's process."""
+    """The least free memory is next to the engine: a fifth of a GPU, minus the trainer's process."""
     assert verdict.verdict(plan) == f"fits. Least free GPU memory: {0.2 * 79.1 - RESERVE:.1f} GiB (generation)."
     assert "NOT checked: 916 GiB per node" in verdict.host_verdict(plan)
-    plan.host = HostMemory((Item("reference weights", 900 * GIB),), 1000 * GIB)
+    plan.host = HostMemory({"reference weights": 900 * GIB}, 1000 * GIB)
     assert "900 GiB per node; 100 GiB are left" in verdict.host_verdict(plan)
     plan.problems = ["one", "two"]
     assert verdict.verdict(plan).startswith("does not fit: 2 problems")
 
 
-def test_waves_have_a_cause(plan: Plan) -> None:
-    (cause,) = verdict.waves(RUN.config, plan)
-    assert "41 of its 128 sequences at once (more do not fit its KV cache)" in cause and "4 waves" in cause
-
-
-def test_waves_follow_from_the_cache() -> None:
+def test_waves_follow_from_the_cache_and_are_explained(plan: Plan) -> None:
     """0.8 x 79.1 - 15.26 - 3.8 GiB hold 41 sequences at 64 KiB a token; each engine has 128."""
-    found = predict_generation(RUN, plan_engine(RUN))
+    found = plan.generation
+    assert found is not None
     kv_tokens = (0.8 * 79.1 - 32_762_123_264 * 2 / 4 / GIB - 3.8) * GIB / (64 * 1024)
     assert (found.sequences, found.at_once, found.waves) == (128, int(kv_tokens / 17_408), 4)
-    # A wave has 32 on average, each with a prompt and half of a response in the cache.
+    # A wave has 32 sequences on average, each with a prompt and half of a response in the cache.
     assert found.cache == pytest.approx(32 * (1024 + 8192) * 64 * 1024 / (3350e9 * 0.6))
     assert found.seconds == pytest.approx(found.prefill + 4 * 16_384 * (found.weights + found.cache + found.messages))
+    *_, cause = verdict.step_lines(RUN.config, plan)
+    assert "41 of its 128 sequences at the same time (more do not fit its KV cache)" in cause and "4 waves" in cause
 
 
 def test_throughput_counts_prompts_and_every_gpu(plan: Plan) -> None:
     assert plan.step is not None
-    first, second = verdict.step_lines(plan)
+    first, second, _ = verdict.step_lines(RUN.config, plan)
     assert f"{1024 * (1024 + 16_384) / plan.step.total / 32:,.0f} tokens/s per GPU" in first
     assert f"Limited by generation: {plan.step.generation / plan.step.total:.0%} of the step" in second
     plan.step = replace(plan.step, generation=1e-4, training=2e-4, scoring=0, sync=0, moving=0, after_last=2e-4)
-    assert "tokens/s" not in next(verdict.step_lines(plan))
+    assert "tokens/s" not in next(verdict.step_lines(RUN.config, plan))

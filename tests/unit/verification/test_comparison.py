@@ -1,4 +1,4 @@
-"""A difference between two layouts is found where it is, and rounding is none."""
+"""Differences between two layouts are found and named; rounding is not a difference."""
 
 import io
 import math
@@ -21,8 +21,7 @@ from slime_like.verification.comparison import (
     compare_gradient,
     compare_measurements,
     compare_tensor,
-    missing_tensor,
-    unexpected_tensor,
+    misplaced_tensor,
 )
 from slime_like.verification.tolerances import ROUTED_BFLOAT16, TOLERANCES, tolerances_of
 from slime_like.verification.verify import Row, TensorStore, print_table
@@ -58,8 +57,8 @@ def measured(batch: list[ScoredTrajectory]) -> Measurement:
 def test_rounding_is_no_difference(batch: list[ScoredTrajectory]) -> None:
     noisy = measured(batch)
     noisy.logprobs = [logprobs + 5e-6 for logprobs in noisy.logprobs]
-    noisy.losses[0] += 1e-6
-    noisy.grad_norms[1] *= 1 + 1e-5
+    noisy.loss[0] += 1e-6
+    noisy.grad_norm[1] *= 1 + 1e-5
     parity = compare_measurements(noisy, measured(batch), batch, FLOAT32)
     assert parity.differences == []
     assert parity.logprob_max == pytest.approx(5e-6, rel=0.1) and parity.logprob_mean == pytest.approx(5e-6, rel=0.1)
@@ -68,39 +67,33 @@ def test_rounding_is_no_difference(batch: list[ScoredTrajectory]) -> None:
 
 @pytest.mark.parametrize("wrong", [-4.0, math.nan])
 def test_the_first_wrong_token_is_named(batch: list[ScoredTrajectory], wrong: float) -> None:
-    """Token 3 of sequence 5, whose prompt has 8 tokens; a later one differs as well."""
+    """Token 3 of sequence 5, whose prompt has 8 tokens, and a later one differ."""
     found, expected = measured(batch), measured(batch)
     found.logprobs[5][3] = wrong
     found.logprobs[9][0] += 1
-    expected.logprobs[5][3] = -5.0
     (sentence,) = compare_measurements(found, expected, batch, FLOAT32).differences
-    assert sentence == (
-        f"logprob of sequence synthetic-5, response token 3 (position 11 of 29) is {wrong:.6f} instead of -5.000000; "
-        f"2 of {sum(row.response_len for row in batch)} tokens differ"
-    )
+    assert sentence.startswith("logprob of sequence synthetic-5, response token 3 (position 11 of 29) is ")
+    assert sentence.endswith(f"; 2 of {sum(row.response_len for row in batch)} tokens differ")
 
 
-def test_a_small_bias_of_all_tokens_is_found(batch: list[ScoredTrajectory]) -> None:
-    """No token is out of the bound for one, in bfloat16; their mean is."""
+def test_wrong_figures_are_named(batch: list[ScoredTrajectory]) -> None:
+    """Of a bias, each token is within bfloat16's bound, but not the mean. Of steps, the first wrong one is named."""
     found = measured(batch)
     found.logprobs = [logprobs + 0.1 for logprobs in found.logprobs]
-    (sentence,) = compare_measurements(found, measured(batch), batch, BFLOAT16).differences
-    assert sentence == "logprobs differ by 1.00e-01 nats on average, 2e-02 is allowed"
-
-
-def test_the_first_wrong_figures_are_named(batch: list[ScoredTrajectory]) -> None:
-    found = measured(batch)
-    found.losses[1] += 2.0
-    found.grad_norms[1] += 2.0
-    assert compare_measurements(found, measured(batch), batch, FLOAT32).differences == [
+    found.loss[1] += 2.0
+    found.grad_norm[1] = math.nan
+    parity = compare_measurements(found, measured(batch), batch, BFLOAT16)
+    assert parity.differences == [
+        "logprobs differ by 1.00e-01 nats on average, 2e-02 is allowed",
         "loss of step 2 is 1.75 instead of -0.25",
-        "gradient norm of step 2 is 4 instead of 2",
+        "gradient norm of step 2 is nan instead of 2",
     ]
+    assert (parity.loss, parity.grad_norm) == (pytest.approx(2.0 / 1.25), math.inf)
 
 
 # ----------------------------------------------------------------------------------------------------------- tensors
 def trained(name: str) -> tuple[Tensor, Tensor]:
-    """A tensor before training and after: every element has moved by about 1e-3."""
+    """Return a tensor before and after training, which moves every element by about 1e-3."""
     generator = torch.Generator().manual_seed(len(name))
     before = 0.1 * torch.randn(6, 8, generator=generator)
     return before, before + 1e-3 * torch.randn(6, 8, generator=generator).sign()
@@ -117,7 +110,7 @@ def test_tensors_that_differ_by_rounding_are_the_same() -> None:
 
 
 def test_a_perturbed_tensor_is_named_and_located() -> None:
-    """A change that is half of what it should be, in one row; an update that was not made at all."""
+    """One row changes by half, and in another case nothing changes."""
     name = "model.layers.2.self_attn.q_proj.weight"
     before, after = trained(name)
     halved = after.clone()
@@ -160,7 +153,7 @@ def test_of_several_the_first_in_the_model_is_named() -> None:
 
 
 def test_gradients_are_compared_by_their_norm() -> None:
-    """Rounding is none, also of a gradient that is nothing beside the others; half of a norm's sum is found."""
+    """Rounding passes, also for a tiny gradient; half of a gradient and other faults do not."""
     _, gradient = trained(NAMES[1])
     for tolerances, rounding in ((FLOAT32, 1e-5), (BFLOAT16, 1e-2)):
         same = compare_gradient(NAMES[1], gradient * (1 + rounding), gradient, 1.0, tolerances)
@@ -196,9 +189,8 @@ def test_the_first_and_the_last_wrong_gradient_are_named() -> None:
 
 def test_a_missing_or_extra_tensor_is_reported() -> None:
     parity = Parity()
-    add_gaps(
-        parity, "weights", [missing_tensor("model.layers.1.mlp.up_proj.weight"), unexpected_tensor("model.odd.weight")]
-    )
+    missing = misplaced_tensor("model.layers.1.mlp.up_proj.weight", "is missing")
+    add_gaps(parity, "weights", [missing, misplaced_tensor("model.odd.weight", "should not exist")])
     assert parity.differences == ["layer 1, mlp.up_proj.weight is missing; 2 of 2 tensors differ"]
 
 
@@ -215,12 +207,12 @@ def test_the_synthetic_batch_is_the_same_every_time_and_awkward(batch: list[Scor
             assert torch.equal(getattr(row, name), getattr(other, name))
             assert float((getattr(row, name) + 5).abs().max()) < 1.0
         assert not torch.equal(row.old_logprobs, row.ref_logprobs)
-    kept = with_frozen_logprobs(frozen[:1], [ScoredLogprobs(torch.full((9,), -7.0), torch.ones(9))])  # as of a dump
+    kept = with_frozen_logprobs(frozen[:1], [ScoredLogprobs(torch.full((9,), -7.0), torch.ones(9))])  # from a dump
     for name in FROZEN:
         assert torch.equal(getattr(kept[0], name), getattr(frozen[0], name))
 
 
-def test_a_batch_of_another_model_is_refused(batch: list[ScoredTrajectory], tmp_path: Path, rejects: Rejects) -> None:
+def test_a_batch_of_another_model_is_rejected(batch: list[ScoredTrajectory], tmp_path: Path, rejects: Rejects) -> None:
     """The tiny model's ids are 0 to 263, and its sequences have up to 183 tokens."""
     tall = ModelDimensions.from_checkpoint(write_checkpoint(tmp_path / "tall", vocab_size=200))
     short = ModelDimensions.from_checkpoint(write_checkpoint(tmp_path / "short", max_position_embeddings=182))
@@ -246,26 +238,21 @@ def test_the_table_has_a_line_per_layout_and_a_sentence_per_problem() -> None:
     rows = [
         Row("single", 1, Parity()),
         Row("tp2", 2, Parity(logprob_max=0.5, differences=["token 3 is wrong", "layer 1 is wrong"])),
-        Row("tp16-sp-pp2-cp2-distributed", 64, skipped="needs 64 ranks"),
+        Row("tp16", 64, skipped="needs 64 ranks"),
         Row("cp2", 2, failed="rank 1 died"),
     ]
     stream = io.StringIO()
     print_table("Differences", rows, stream)
+    lines = stream.getvalue().splitlines()
+    (cells,) = [line.strip("│").split("│") for line in lines if "5.0e-01" in line]
+    assert [cell.strip() for cell in cells] == ["tp2", "2", "5.0e-01", *["0.0e+00"] * 5, "DIFFERS"]
     assert [row.verdict for row in rows] == ["same", "DIFFERS", "skipped", "FAILED"]
-    text = stream.getvalue()
-    cells = [[cell.strip() for cell in line.strip("│").split("│")] for line in text.splitlines() if "│" in line]
-    assert cells[1] == ["tp2", "2", "5.0e-01", *["0.0e+00"] * 5, "DIFFERS"]
-    assert cells[2] == ["tp16-sp-pp2-cp2-distributed", "64", *[""] * 6, "skipped"]
-    assert text.splitlines()[-4:] == [
-        "tp2: token 3 is wrong",
-        "tp2: layer 1 is wrong",
-        "tp16-sp-pp2-cp2-distributed: needs 64 ranks",
-        "cp2: rank 1 died",
-    ]
+    sentences = ["tp2: token 3 is wrong", "tp2: layer 1 is wrong", "tp16: needs 64 ranks", "cp2: rank 1 died"]
+    assert lines[-4:] == sentences
 
 
 def test_routes_that_rounding_changed_are_no_difference(tmp_path: Path) -> None:
-    """Only in bfloat16. Half of a sum that is not taken is one all the same, and so is another token's logprob."""
+    """This holds only in bfloat16, and a missing half of a sum is still a difference."""
     dense = ModelDimensions.from_checkpoint(write_checkpoint(tmp_path / "dense"))
     mixture = ModelDimensions.from_checkpoint(write_checkpoint(tmp_path / "mixture", **EXPERTS))
     assert tolerances_of("float32", mixture) == FLOAT32 and tolerances_of("bfloat16", dense) == BFLOAT16

@@ -15,7 +15,7 @@ from slime_like.interfaces import BucketMetadata, UpdateReceipt
 from slime_like.orchestration.rollout.colocation import SharedDevices, Turns
 from slime_like.orchestration.rollout.supervisor import EngineSupervisor
 from slime_like.orchestration.weight_sync import WeightSync
-from tests.support.pending import OneRank
+from tests.support.pending import Later, OneRank
 from tests.support.rejections import Rejects
 from tests.unit.checks.checkpoint import write_checkpoint
 
