@@ -18,7 +18,7 @@ from tests.support.processes import Command
 
 ACTOR, RANK = "ray::EngineActor", "ray::TrainerRank"
 TURNS = {  # whose call, as Ray shows it in the title of the actor's process, lasts only for this turn
-    "sampling": f"{ACTOR}.answers",
+    "sampling": f"{ACTOR}.generate",
     "asleep": f"{RANK}.train_minibatch",
     "in a sync": f"{RANK}.next_bucket",
 }
