@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from importlib.util import find_spec
 
 from slime_like.config.run import RunConfig
-from slime_like.plugins.import_path import import_path_problem
+from slime_like.plugins.resolve import import_path_problem
 from slime_like.sandbox.agents.command import PLACES
 from slime_like.sandbox.agents.pool import start_problems
 

@@ -12,7 +12,7 @@ from slime_like.config.algorithm import ADVANTAGES, CORRECTIONS, KL_ESTIMATORS, 
 from slime_like.config.rollout import AGENT, ENVIRONMENT
 from slime_like.config.run import RunConfig
 from slime_like.plugins.entry_points import BACKEND_GROUP, ENGINE_GROUP, installed_names
-from slime_like.plugins.import_path import CUSTOM, import_path_problem
+from slime_like.plugins.resolve import CUSTOM, import_path_problem
 from slime_like.sandbox.environments.observations import PLACE
 from slime_like.sandbox.environments.pool import start_problems as start_problems_of_environment
 from slime_like.sandbox.environments.registry import REGISTERED as ENVIRONMENTS

@@ -6,8 +6,7 @@ from pathlib import Path
 
 from slime_like.checks.definition import RANKS, loading_needs
 from slime_like.checks.earlier_run import backend_problem
-from slime_like.commands.command import Command, has_flag, temporary_run_dir
-from slime_like.commands.output_file import output_problem
+from slime_like.commands.command import Command, has_flag, output_problem, temporary_run_dir
 from slime_like.commands.reference import fields_help
 from slime_like.commands.weights_source import WeightsSource, find_weights
 from slime_like.config import RunConfig
@@ -23,11 +22,18 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _run(files: argparse.Namespace, flags: list[str]) -> int:
-    if problems := _file_problems(files.input, files.output):
+    problems = []
+    if files.input.suffix not in SUFFIXES:
+        problems.append(f"--input={files.input} has an unknown type; give a {' or '.join(SUFFIXES)} file")
+    elif not files.input.is_file():
+        problems.append(f"--input={files.input} does not exist; give an existing file")
+    if problem := output_problem(files.output, {"--input": [files.input]}):
+        problems.append(problem)
+    if problems:
         raise ConfigError(problems, code="file-unusable")
     source = find_weights(files.checkpoint, flags)
     config = _checked(source, flags)
-    from slime_like.score import score  # imports torch and Ray: only once the configuration is right
+    from slime_like.score import score  # imports torch and Ray, so only after the checks
 
     temporary = not has_flag(flags, "run_dir")
     summary = score(config, files.input, files.output, source.weights, temporary)
@@ -38,19 +44,8 @@ def _run(files: argparse.Namespace, flags: list[str]) -> int:
     return 0
 
 
-def _file_problems(source: Path, output: Path) -> list[str]:
-    problems = []
-    if source.suffix not in SUFFIXES:
-        problems.append(f"--input {source} is of an unknown type; give a {' or '.join(SUFFIXES)} file")
-    elif not source.is_file():
-        problems.append(f"--input {source} does not exist; give an existing file")
-    if problem := output_problem(output, {"--input": [source]}):
-        problems.append(problem)
-    return problems
-
-
 def _checked(source: WeightsSource, flags: Sequence[str]) -> RunConfig:
-    """The user's flags come last, so that they win."""
+    """Read and check the configuration. The user's flags come last, so they override the source's."""
     from slime_like.checks.check import check
 
     config = load_config(None, [*source.flags, *flags], temporary_run_dir("score"))
@@ -69,7 +64,7 @@ COMMAND = Command(
     _run,
     "Score every response token of the rows {id, prompt_tokens, response_tokens} (optionally with a\n"
     "temperature) and write {id, logprobs, entropy} in the same order. This starts trainer ranks in the\n"
-    "layout trainer.parallel, and no engine.",
+    "layout trainer.parallel, but no engine.",
     _add_arguments,
     "--input TOKENS.jsonl --output LOGPROBS.jsonl [--section.field VALUE ...]",
     {

@@ -19,7 +19,7 @@ import yaml
 
 from slime_like.checks.check import check
 from slime_like.config import RunConfig
-from slime_like.config.reading.fields import all_fields, section_names
+from slime_like.config.reading.fields import all_fields, sections
 from slime_like.config.reading.load import load_config
 from slime_like.data.prompts import PromptSource
 from slime_like.data.tokenizer import load_tokenizer
@@ -165,7 +165,7 @@ def test_links_lead_to_headings(page: Path) -> None:
     assert [anchor for target, anchor in inside if target.suffix == ".md" and anchor not in anchors(target)] == []
 
 
-_SECTIONS = {name.partition(".")[0] for name in section_names()}
+_SECTIONS = {name.partition(".")[0] for name in sections() if name}
 _OF_MODELS = ("model.layers", "model.embed_tokens", "model.norm", "model.safetensors")
 _KEY = re.compile(r"`(?:--)?((?:" + "|".join(sorted(_SECTIONS)) + r")(?:\.[a-z_]\w*)+)(?![\w/:]*\.py)[^`]*`")
 
@@ -177,7 +177,7 @@ def test_settings_that_pages_name_exist(page: Path) -> None:
     if page.stem == "coming_from":
         text = re.sub(r"^\|.*\|([^|]*)\|$", r"\1", text, flags=re.MULTILINE)
         assert len(_KEY.findall(text)) > 20
-    fields, sections = all_fields(), section_names()
+    fields = all_fields()
     free = tuple(f"{name}." for name, field in fields.items() if field.kind == "entries")
-    unknown = [key for key in _KEY.findall(text) if key not in fields and key not in sections]
+    unknown = [key for key in _KEY.findall(text) if key not in fields and key not in sections()]
     assert [key for key in unknown if not key.startswith((*free, *_OF_MODELS))] == []

@@ -1,4 +1,4 @@
-"""`slime-like score` before anything starts: which checkpoint, which model, which files; and what it writes."""
+"""`slime-like score` before anything starts: checkpoint, model and files. Also the lines that it writes."""
 
 import json
 import shutil
@@ -39,8 +39,8 @@ def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.mark.parametrize("name", ["step-000002", "latest"])
-def test_the_run_says_what_model_a_checkpoint_is_of(root: Path, name: str) -> None:
-    """The user's flags come after these and win. A Hugging Face directory is the model itself."""
+def test_a_runs_configuration_names_the_model_of_its_checkpoint(root: Path, name: str) -> None:
+    """The user's flags come later and override these. A Hugging Face directory is the model itself."""
     assert find_weights(Path("model"), []) == WeightsSource(("--model.path", "model"), None)
     source = find_weights(root / "run" / "checkpoints" / name, [])
     config = load_config(None, ["--run_dir", "x", *source.flags, "--model.dtype", "bfloat16"])
@@ -59,8 +59,6 @@ def test_a_checkpoint_without_its_run_needs_the_model(root: Path, rejects: Rejec
 
 
 REFUSED: list[tuple[str, str]] = [
-    ("", "argument-missing"),
-    ("--input in.jsonl --output out.jsonl", "argument-missing"),
     ("nowhere", "wrong-checkpoint"),
     ("run", "wrong-checkpoint"),
     ("run/checkpoints", "wrong-checkpoint"),
@@ -83,10 +81,9 @@ REFUSED: list[tuple[str, str]] = [
 
 @pytest.mark.parametrize(("arguments", "code"), REFUSED, ids=[case[0] for case in REFUSED])
 def test_refusals(root: Path, rejects: Rejects, arguments: str, code: str) -> None:
-    given = arguments.split()
-    files = [] if not given or given[0].startswith("--") else ["--input", "in.jsonl", "--output", "out.jsonl"]
+    checkpoint, *more = arguments.split()
     with rejects(ConfigError, code):
-        run(["score", *given[:1], *files, *given[1:]])
+        run(["score", checkpoint, "--input", "in.jsonl", "--output", "out.jsonl", *more])
     assert not (root / "out.jsonl").exists()
 
 

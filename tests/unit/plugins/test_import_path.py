@@ -9,8 +9,7 @@ import pytest
 
 from slime_like.config.algorithm import AlgorithmConfig
 from slime_like.config.rollout import EnvironmentConfig, RewardFunction
-from slime_like.plugins.import_path import import_path_problem
-from slime_like.plugins.resolve import resolve
+from slime_like.plugins.resolve import import_path_problem, resolve
 
 NO_PATH = "is not an import path; give `package.module:name` or `path/to/file.py:name`"
 
