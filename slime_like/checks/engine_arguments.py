@@ -98,6 +98,6 @@ def engine_problems(config: RunConfig, engine: str | None = None) -> Iterator[st
     for name, most in ((SHARES.get(engine, ""), 1.0), (_CACHE_BYTES.get(engine, ""), inf)):
         value = arguments.get(name, 1)
         if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= most:
-            yield f"rollout.engine_args.{name}={value} must be a number above 0, and at most {most:g}"
+            yield f"rollout.engine_args.{name}={value} must be a number above 0" + (", at most 1" if most == 1 else "")
     if engine == "transformers" and rollout.tensor != 1:
         yield f"rollout.tensor={rollout.tensor}: the transformers engine runs on one device; use 1, or another engine"

@@ -35,7 +35,4 @@ def family_problems(config: RunConfig, dimensions: ModelDimensions) -> Iterator[
             f"config.json), which packed attention does not support; lower the two settings to {reach} tokens in all"
         )
     if coefficient > 0:
-        yield (
-            f"algorithm.moe_aux_loss_coef={coefficient:g}: routers of {config.model.path} are not known, so they "
-            "cannot be balanced; set it to 0"
-        )
+        yield f"algorithm.moe_aux_loss_coef={coefficient:g} does not support {config.model.path}; set it to 0"

@@ -130,7 +130,7 @@ def environment_problems(config: RunConfig) -> Iterator[str]:
     elif ":" not in environment.name:
         yield f"{prefix}.name={environment.name} is unknown; use {', '.join(ENVIRONMENTS)} or {CUSTOM}"
     if environment.template is not None and environment.template.count(PLACE) != 1:
-        yield f"{prefix}.template={environment.template!r} must contain {PLACE} once; it is the observation"
+        yield f"{prefix}.template={environment.template!r} must contain {PLACE} once, for the observation; correct it"
 
 
 def custom_environment_problems(config: RunConfig) -> list[str]:

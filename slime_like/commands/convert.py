@@ -98,15 +98,15 @@ def _to_megatron(options: argparse.Namespace, flags: Sequence[str]) -> int:
 
 
 def _to_hf(options: argparse.Namespace, flags: Sequence[str]) -> int:
-    source = find_weights(options.checkpoint, flags)
-    if source.weights is None:
+    model, weights = find_weights(options.checkpoint, flags)
+    if weights is None:
         problem = f"CHECKPOINT={options.checkpoint} is a Hugging Face directory already; copy it"
         raise ConfigError(problem, code="wrong-checkpoint")
     _require_output(options.checkpoint, options.out, options.force)
-    config = _checked(source.flags, flags)
+    config = _checked(model, flags)
     from slime_like.conversion.convert import to_hugging_face
 
-    return _print(options.out, to_hugging_face(config, source.weights, options.out, _conversion(options)))
+    return _print(options.out, to_hugging_face(config, weights, options.out, _conversion(options)))
 
 
 def _check(options: argparse.Namespace, flags: Sequence[str]) -> int:
@@ -132,11 +132,11 @@ def _open(config: RunConfig, path: Path, flags: Sequence[str]) -> TensorSource:
 
     if any(path.glob("*.safetensors")):
         return converter_of(config).open_hugging_face(path)
-    source = find_weights(path, flags)
-    if source.weights is None:
+    model, weights = find_weights(path, flags)
+    if weights is None:
         raise ConfigError(f"{path} has no *.safetensors file; give a directory with weights", code="no-weights")
-    config = _checked(source.flags, flags)
-    return converter_of(config).open_checkpoint(config, source.weights)
+    config = _checked(model, flags)
+    return converter_of(config).open_checkpoint(config, weights)
 
 
 def _add_gguf_options(parser: argparse.ArgumentParser) -> None:

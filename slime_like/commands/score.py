@@ -8,7 +8,7 @@ from slime_like.checks.definition import RANKS, loading_needs
 from slime_like.checks.earlier_run import backend_problem
 from slime_like.commands.command import Command, has_flag, output_problem, temporary_run_dir
 from slime_like.commands.reference import fields_help
-from slime_like.commands.weights_source import WeightsSource, find_weights
+from slime_like.commands.weights_source import find_weights
 from slime_like.config import RunConfig
 from slime_like.config.reading.load import load_config
 from slime_like.data.rows import SUFFIXES
@@ -31,12 +31,12 @@ def _run(files: argparse.Namespace, flags: list[str]) -> int:
         problems.append(problem)
     if problems:
         raise ConfigError(problems, code="file-unusable")
-    source = find_weights(files.checkpoint, flags)
-    config = _checked(source, flags)
+    model, weights = find_weights(files.checkpoint, flags)
+    config = _checked([*model, *flags], weights)
     from slime_like.score import score  # imports torch and Ray, so only after the checks
 
     temporary = not has_flag(flags, "run_dir")
-    summary = score(config, files.input, files.output, source.weights, temporary)
+    summary = score(config, files.input, files.output, weights, temporary)
     speed = summary.tokens / summary.wall_s
     print(f"scored: {counted(summary.rows, 'sequence')}, {counted(summary.tokens, 'token')}, {speed:.0f} tokens/s")
     print(f"mean logprob: {summary.mean_logprob:.4f}")
@@ -44,14 +44,13 @@ def _run(files: argparse.Namespace, flags: list[str]) -> int:
     return 0
 
 
-def _checked(source: WeightsSource, flags: Sequence[str]) -> RunConfig:
-    """Read and check the configuration. The user's flags come last, so they override the source's."""
+def _checked(flags: Sequence[str], weights: Path | None) -> RunConfig:
     from slime_like.checks.check import check
 
-    config = load_config(None, [*source.flags, *flags], temporary_run_dir("score"))
-    problems = check(config, loading_needs(config, RANKS) if source.weights is None else RANKS)
-    if source.weights is not None:
-        problem = backend_problem(source.weights.parent, config.trainer.backend, "CHECKPOINT")
+    config = load_config(None, flags, temporary_run_dir("score"))
+    problems = check(config, loading_needs(config, RANKS) if weights is None else RANKS)
+    if weights is not None:
+        problem = backend_problem(weights.parent, config.trainer.backend, "CHECKPOINT")
         problems += [] if problem is None else [Problem("model.weights", problem)]
     if problems:
         raise ConfigError(problems)

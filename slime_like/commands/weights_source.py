@@ -1,7 +1,6 @@
 """The kind of a checkpoint that a command is given, and the dimensions of its model."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 from slime_like.commands.command import has_flag
@@ -10,16 +9,11 @@ from slime_like.errors import ConfigError
 from slime_like.models.converted import MODEL, WEIGHTS, converted_problem, is_converted, training_checkpoint
 
 
-@dataclass(frozen=True, slots=True)
-class WeightsSource:
-    """Flags that name the model (dimensions and precision), and the training checkpoint with its weights, if any."""
-
-    flags: tuple[str, ...]
-    weights: Path | None
-
-
-def find_weights(checkpoint: Path, flags: Sequence[str]) -> WeightsSource:
+def find_weights(checkpoint: Path, flags: Sequence[str]) -> tuple[Sequence[str], Path | None]:
     """Find the kind of a checkpoint and its model's dimensions.
+
+    Returns:
+        Flags that name the model and its precision, and the training checkpoint with the weights, if it is one.
 
     Raises:
         ConfigError: it is not a checkpoint, it was converted and has damaged files, or its model is unknown.
@@ -29,12 +23,12 @@ def find_weights(checkpoint: Path, flags: Sequence[str]) -> WeightsSource:
         if named:
             problem = f"--model.path: CHECKPOINT={checkpoint} is the model already; remove the flag"
             raise ConfigError(problem, code="flag-excluded")
-        return WeightsSource(("--model.path", str(checkpoint)), None)
+        return ("--model.path", str(checkpoint)), None
     weights = checkpoint / WEIGHTS
     if is_converted(checkpoint) and weights.is_dir():
         if damage := converted_problem(checkpoint):
             raise ConfigError(f"CHECKPOINT={checkpoint} {damage}", code="checkpoint-damaged")
-        return WeightsSource(() if named else ("--model.path", str(checkpoint / MODEL)), weights.resolve())
+        return () if named else ("--model.path", str(checkpoint / MODEL)), weights.resolve()
     if not (checkpoint / "state.json").is_file() or not weights.is_dir():
         whole = training_checkpoint(checkpoint) or "a Hugging Face directory or a run's checkpoints/step-N"
         raise ConfigError(f"CHECKPOINT={checkpoint} is not a checkpoint; give {whole}", code="wrong-checkpoint")
@@ -42,11 +36,11 @@ def find_weights(checkpoint: Path, flags: Sequence[str]) -> WeightsSource:
     if run_config.is_file():
         config = load_config(run_config)
         model = ("--model.path", str(config.model.path), "--model.dtype", config.model.dtype)
-        return WeightsSource((*model, "--trainer.backend", config.trainer.backend), weights.resolve())
+        return (*model, "--trainer.backend", config.trainer.backend), weights.resolve()
     if not named:
         raise ConfigError(
             f"CHECKPOINT={checkpoint}: a training checkpoint does not contain its model's dimensions, and {run_config} "
             "does not exist; give --model.path, the Hugging Face directory that the run started from",
             code="model-unknown",
         )
-    return WeightsSource((), weights.resolve())
+    return (), weights.resolve()

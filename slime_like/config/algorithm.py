@@ -129,10 +129,7 @@ class AlgorithmConfig(Section):
             )
         if (self.reduction == "constant") != (self.constant_length is not None):
             length = "none" if self.constant_length is None else self.constant_length
-            yield (
-                f"reduction={self.reduction} does not go with constant_length={length}; set constant_length with "
-                "reduction: constant, and only then"
-            )
+            yield f"reduction={self.reduction}: constant_length={length} must be set for `constant`, and only for it"
         for name, value in (("veto", self.importance_veto), ("normalize", self.importance_normalize or None)):
             if self.importance_correction == "none" and value is not None:
                 yield (

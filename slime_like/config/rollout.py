@@ -152,10 +152,7 @@ class RolloutConfig(Section):
         yield from self._truncation_conflicts()
         turn = self.environment.max_turn_tokens
         if turn is not None and turn > self.max_new_tokens:
-            yield (
-                f"environment.max_turn_tokens={turn} is more than rollout.max_new_tokens={self.max_new_tokens}, the "
-                "limit of a whole response; lower it"
-            )
+            yield f"environment.max_turn_tokens={turn} exceeds rollout.max_new_tokens={self.max_new_tokens}; lower it"
         if self.agent.is_set and self.environment.name is not None:
             yield "agent and rollout.environment are both set; remove one of them"
         if self.oversample > 1 and self.max_staleness > 0:
@@ -164,10 +161,7 @@ class RolloutConfig(Section):
                 f"{self.max_staleness} they are trained later; use oversample: 1, or max_staleness: 0"
             )
         if self.drop_zero_spread and self.samples_per_prompt == 1:
-            yield (
-                "drop_zero_spread=true drops every group with rollout.samples_per_prompt=1; use at least 2 samples, or "
-                "drop_zero_spread: false"
-            )
+            yield "drop_zero_spread=true drops every group of 1; use at least 2 rollout.samples_per_prompt, or false"
 
     def _truncation_conflicts(self) -> Iterator[str]:
         """Yield what truncated sampling excludes. The trainer needs the tokens that each sample was drawn from."""
@@ -272,10 +266,7 @@ class SyncConfig(Section):
 
     def conflicts(self) -> Iterator[str]:
         if self.transport == "directory" and self.directory is None:
-            yield (
-                "transport=directory needs sync.directory, which trainers and engines can both access; set it, or use "
-                "transport: auto"
-            )
+            yield "transport=directory needs sync.directory, which trainers and engines share; set it, or use auto"
         if self.transport != "directory" and self.directory is not None:
             yield f"directory={self.directory} is only for sync.transport=directory; remove it, or use that transport"
         if self.transport == "colocated" and self.delta == "always":

@@ -144,46 +144,32 @@ class RunConfig(Section):
         yield from self._sampling_conflicts()
         yield from self._placement_conflicts()
         if self.rollout.stream:
-            yield from (f"rollout.stream=true {text}, or rollout.stream: false" for text in self._streaming_conflicts())
+            yield from self._streaming_conflicts()
         if self.rollout.agent.is_set:
             yield from self._agent_conflicts()
 
     def _sampling_conflicts(self) -> Iterator[str]:
         rollout, algorithm = self.rollout, self.algorithm
         if self.data.messages_key is not None:
-            yield (
-                f"data.messages_key={self.data.messages_key} reads demonstrations, which are only for algorithm.loss="
-                "sft; set that, or remove the key"
-            )
+            yield f"data.messages_key={self.data.messages_key} needs algorithm.loss=sft; set it, or remove the key"
         held_out = self.evaluation.temperature if self.evaluation.files else 0
         for field, value in (("rollout", rollout.temperature), ("evaluation", held_out)):
             if rollout.engine == "vllm" and value > VLLM_MAX_TEMPERATURE:
-                yield (
-                    f"{field}.temperature={value} is more than rollout.engine=vllm accepts; use at most "
-                    f"{VLLM_MAX_TEMPERATURE:g}, or rollout.engine: sglang"
-                )
+                yield f"{field}.temperature={value}: vLLM allows at most {VLLM_MAX_TEMPERATURE}; lower it or use sglang"
         if rollout.samples_per_prompt == 1 and algorithm.advantage in GROUP_ADVANTAGES:
             yield (
                 f"rollout.samples_per_prompt=1: algorithm.advantage={algorithm.advantage} compares a prompt's samples, "
                 "so every advantage would be 0; use at least 2, or advantage: reinforce_pp"
             )
-        buffer = algorithm.overlong_buffer
-        if buffer is not None and buffer > rollout.max_new_tokens:
-            yield (
-                f"algorithm.overlong_buffer={buffer} is more than rollout.max_new_tokens={rollout.max_new_tokens}; use "
-                "at most that"
-            )
+        buffer, most = algorithm.overlong_buffer, rollout.max_new_tokens
+        if buffer is not None and buffer > most:
+            yield f"algorithm.overlong_buffer={buffer} exceeds rollout.max_new_tokens={most}; use at most that"
         if rollout.max_staleness > 0 and self.cluster.placement == "colocated":
-            yield (
-                f"rollout.max_staleness={rollout.max_staleness} overlaps sampling and training, but with "
-                "cluster.placement=colocated they take turns on the same devices; use placement: separate, or "
-                "max_staleness: 0"
-            )
+            yield f"rollout.max_staleness={rollout.max_staleness} needs cluster.placement=separate; use it, or set 0"
         if rollout.max_staleness > 0 and "importance_correction" not in algorithm.model_fields_set:
             yield (
-                f"rollout.max_staleness={rollout.max_staleness} trains on samples of older weights, which biases the "
-                "gradient unless algorithm.importance_correction corrects it; set it to truncate or mask, or to none "
-                "to accept the bias"
+                f"rollout.max_staleness={rollout.max_staleness} biases the gradient by samples of older weights; set "
+                "algorithm.importance_correction to truncate or mask, or to none to accept the bias"
             )
         if rollout.bounded_top_k != -1 and self.trainer.backend not in ("megatron", FSDP):
             yield (
@@ -197,34 +183,25 @@ class RunConfig(Section):
             yield "reward.functions: the reward `agent` needs an agent; set rollout.agent.name"
 
     def _placement_conflicts(self) -> Iterator[str]:
-        sync, colocated, debug = self.sync, self.cluster.placement == "colocated", self.debug
+        sync, colocated = self.sync, self.cluster.placement == "colocated"
         if sync.transport == "nccl" and colocated:
-            yield (
-                "sync.transport=nccl needs a separate device for every process, but with cluster.placement=colocated "
-                "engines share the trainers' devices; use auto"
-            )
+            yield "sync.transport=nccl needs a device per process, so cluster.placement cannot be colocated; use auto"
         if sync.transport == "colocated" and not colocated:
             yield "sync.transport=colocated needs cluster.placement=colocated; use auto"
         if self.reference.placement == "workers" and not self.algorithm.needs_reference:
             yield (
-                "reference.placement=workers has no effect, because algorithm.kl_coef and algorithm.kl_reward_coef are "
-                "0; set one of them, or remove it"
+                "reference.placement=workers needs algorithm.kl_coef or algorithm.kl_reward_coef above 0; set one of "
+                "them, or remove it"
             )
-        elif self.reference.placement == "workers" and debug.load_rollouts is not None:
-            yield (
-                "reference.placement=workers scores groups during sampling, but debug.load_rollouts="
-                f"{debug.load_rollouts} samples none; use placement: trainer"
-            )
+        elif self.reference.placement == "workers" and self.debug.load_rollouts is not None:
+            yield "reference.placement=workers scores during sampling, which debug.load_rollouts skips; use trainer"
 
     def _trainer_conflicts(self) -> Iterator[str]:
         trainer, optimizer = self.trainer, self.trainer.optimizer
         if self.reference_workers:
             yield from (f"reference.{text}" for text in trainer.layout_conflicts(self.reference.parallel))
         if optimizer.offload and trainer.backend == "megatron" and self.model.dtype == "float32":
-            yield (
-                "trainer.optimizer.offload=true: Megatron's optimizer on the CPU does not support float32 weights; set "
-                "model.dtype: bfloat16 (main weights are float32 anyway)"
-            )
+            yield "trainer.optimizer.offload=true does not support model.dtype=float32 in Megatron; use bfloat16"
         updates = self.total_updates
         if optimizer.decay != "constant" and optimizer.warmup_steps >= updates:
             yield (
@@ -235,41 +212,28 @@ class RunConfig(Section):
     def _streaming_conflicts(self) -> Iterator[str]:
         """Yield settings that need the whole batch before a gradient can be summed."""
         algorithm = self.algorithm
-        if self.cluster.placement == "colocated":
-            yield (
-                "overlaps sampling and training, but with cluster.placement=colocated they take turns on the same "
-                "devices; use placement: separate"
-            )
-        if algorithm.epochs * algorithm.minibatches > 1:
-            yield (
-                "trains before the batch is complete, but several updates need all of it (algorithm.epochs="
-                f"{algorithm.epochs}, algorithm.minibatches={algorithm.minibatches}); set both to 1"
-            )
-        if algorithm.advantage in BATCH_ADVANTAGES:
-            yield (
-                f"needs advantages before the batch is complete, but algorithm.advantage={algorithm.advantage} "
-                "normalizes over all of it; use one that compares within groups"
-            )
-        if algorithm.kl_reward_coef > 0:
-            yield (
-                f"computes advantages before the KL is known, but algorithm.kl_reward_coef={algorithm.kl_reward_coef:g}"
-                " subtracts it from rewards; use kl_coef instead"
-            )
-        if algorithm.importance_normalize:
-            yield (
-                "trains before all importance weights are known, but algorithm.importance_normalize=true divides by "
-                "their mean; set it to false"
-            )
-        if algorithm.moe_aux_loss_coef > 0:
-            yield (
-                "sums gradients before the batch's tokens are counted, which the loss of algorithm.moe_aux_loss_coef="
-                f"{algorithm.moe_aux_loss_coef:g} is divided by; set it to 0"
-            )
-        if self.debug.shuffle_advantages:
-            yield (
-                "trains before the batch is complete, but debug.shuffle_advantages=true permutes advantages of all of "
-                "it; set it to false"
-            )
+        updates = algorithm.epochs * algorithm.minibatches
+        needing = {
+            "cluster.placement=colocated": (self.cluster.placement == "colocated", "use placement: separate"),
+            f"algorithm.epochs * minibatches={updates}": (updates > 1, "set both to 1"),
+            f"algorithm.advantage={algorithm.advantage}": (
+                algorithm.advantage in BATCH_ADVANTAGES,
+                "use one that compares within groups",
+            ),
+            f"algorithm.kl_reward_coef={algorithm.kl_reward_coef:g}": (algorithm.kl_reward_coef > 0, "use kl_coef"),
+            "algorithm.importance_normalize=true": (algorithm.importance_normalize, "set it to false"),
+            f"algorithm.moe_aux_loss_coef={algorithm.moe_aux_loss_coef:g}": (
+                algorithm.moe_aux_loss_coef > 0,
+                "set it to 0",
+            ),
+            "debug.shuffle_advantages=true": (self.debug.shuffle_advantages, "set it to false"),
+        }
+        for setting, (is_set, remedy) in needing.items():
+            if is_set:
+                yield (
+                    f"rollout.stream=true trains before the batch is complete, which {setting} does not allow; "
+                    f"{remedy}, or use rollout.stream: false"
+                )
 
     def _agent_conflicts(self) -> Iterator[str]:
         """Yield settings that agents exclude. A rewritten history gives several rows, on different ranks."""
@@ -281,7 +245,4 @@ class RunConfig(Section):
                 "would not count; set it, e.g. to [{name: agent}]"
             )
         if algorithm.overlong_buffer is not None:
-            yield (
-                f"algorithm.overlong_buffer={algorithm.overlong_buffer} penalizes the length of one response, but "
-                "rollout.agent has several; remove it"
-            )
+            yield f"algorithm.overlong_buffer={algorithm.overlong_buffer} does not apply to rollout.agent; remove it"

@@ -120,10 +120,7 @@ class EvaluationConfig(Section):
         if self.every > 0 and not self.files:
             yield f"every={self.every} needs evaluation.files, which is empty; give held-out files, or use every: 0"
         if 0 < self.temperature < MIN_TEMPERATURE:
-            yield (
-                f"temperature={self.temperature} is lower than engines can sample with; use 0 (greedy), or at least "
-                f"{MIN_TEMPERATURE}"
-            )
+            yield f"temperature={self.temperature} is too low for engines; use 0 (greedy) or at least {MIN_TEMPERATURE}"
         if self.temperature == 0 and self.samples_per_prompt > 1:
             yield (
                 f"samples_per_prompt={self.samples_per_prompt} repeats the same response with "
@@ -167,10 +164,7 @@ class DebugConfig(Section):
 
     def conflicts(self) -> Iterator[str]:
         if self.load_rollouts is not None and self.shuffle_advantages:
-            yield (
-                "shuffle_advantages=true permutes advantages when they are computed, but debug.load_rollouts="
-                f"{self.load_rollouts} contains computed ones; sample again, or set it to false"
-            )
+            yield "shuffle_advantages=true does not apply to debug.load_rollouts; sample again, or set it to false"
 
 
 class ClusterConfig(Section):

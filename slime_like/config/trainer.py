@@ -129,10 +129,7 @@ class TrainerConfig(Section):
             if self.backend not in ("megatron", FSDP):
                 yield f"{setting} is not supported by trainer.backend={self.backend}; set it to false"
             if self.attention == "transformer_engine":
-                yield (
-                    f"{setting} merges partial results of attention, but trainer.attention=transformer_engine does "
-                    "not return their sums; use trainer.attention=auto, which then means allgather"
-                )
+                yield f"{setting} is not supported by trainer.attention=transformer_engine; use auto (allgather)"
         yield from self.layout_conflicts(self.parallel)
 
     def layout_conflicts(self, parallel: ParallelConfig) -> Iterator[str]:
@@ -141,7 +138,7 @@ class TrainerConfig(Section):
         if self.share_prefixes and parallel.context > 1 and ring:
             yield (
                 f"parallel.context={parallel.context} with trainer.share_prefixes={self.share_prefixes} is not "
-                f"supported by trainer.attention={self.attention}; use auto, which then means allgather"
+                f"supported by trainer.attention={self.attention}; use auto (allgather)"
             )
         for axis in ("tensor", "pipeline", "expert", "virtual_pipeline"):
             if self.backend == FSDP and (size := getattr(parallel, axis)) > 1:
@@ -153,20 +150,21 @@ class TrainerConfig(Section):
             yield "parallel.sequence=true needs tensor parallelism, which trainer.backend=fsdp lacks; set it to false"
 
     def _fsdp_conflicts(self) -> Iterator[str]:
-        if self.attention in ("ring", "transformer_engine"):
-            yield (
-                f"attention={self.attention} is not supported by trainer.backend=fsdp; use auto (allgather), or "
-                "ring_flash_attn"
-            )
-        if not self.optimizer.distributed:
-            yield "optimizer.distributed=false: trainer.backend=fsdp always shards optimizer state; leave it true"
-        if self.optimizer.overlap_bucket_params is not None:
-            yield "optimizer.overlap_bucket_params: trainer.backend=fsdp sends one message per layer; leave it out"
-        if self.activation_offload:
-            yield (
-                "activation_offload=true is not supported by trainer.backend=fsdp; use trainer.recompute=full, or "
-                "trainer.backend=megatron"
-            )
+        unsupported = {
+            f"attention={self.attention}": (
+                self.attention in ("ring", "transformer_engine"),
+                "use auto (allgather), or ring_flash_attn",
+            ),
+            "optimizer.distributed=false": (not self.optimizer.distributed, "use true"),
+            f"optimizer.overlap_bucket_params={self.optimizer.overlap_bucket_params}": (
+                self.optimizer.overlap_bucket_params is not None,
+                "remove it, because every layer is a message",
+            ),
+            "activation_offload=true": (self.activation_offload, "use trainer.recompute=full"),
+        }
+        for setting, (is_set, remedy) in unsupported.items():
+            if is_set:
+                yield f"{setting} is not supported by trainer.backend=fsdp; {remedy}"
 
     def recomputed_layers(self, layers: int) -> int:
         """Return how many of a stage's ``layers`` are recomputed. ``auto`` counts as none until it is replaced."""

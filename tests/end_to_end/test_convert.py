@@ -1,4 +1,4 @@
-"""`slime-like convert` around a run: training starts from what it wrote, and a run's checkpoint becomes its export."""
+"""`slime-like convert` before and after a run: weights to start from, and the export of a checkpoint."""
 
 import shutil
 from pathlib import Path
@@ -13,7 +13,7 @@ from tests.support.processes import run
 def test_from_hugging_face_through_a_run_and_back(
     tiny: Tiny, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The run is given no other weights than the converted ones; its export is compared bit for bit."""
+    """The run has only the converted weights. Its export is compared bit for bit."""
     converted, run_dir, back = tmp_path / "converted", tmp_path / "run", tmp_path / "back"
     assert main(["convert", "to-megatron", str(tiny.model), str(converted), "--trainer.parallel.tensor", "2"]) == 0
     assert main(["convert", "check", str(converted), str(tiny.model)]) == 0

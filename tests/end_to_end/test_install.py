@@ -1,4 +1,4 @@
-"""A normal install, used from outside the source tree."""
+"""A normal install, used outside the source tree."""
 
 import json
 import os

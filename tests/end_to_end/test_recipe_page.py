@@ -25,7 +25,7 @@ RECIPES: dict[str, dict[str, Any]] = {
     for heading, block in re.findall(r"^## ([^\n]+)\n(?:(?!^## ).)*?^```yaml\n(.*?)^```", PAGE.read_text(), re.S | re.M)
 }
 MOE = "Mixture of experts"
-# Layouts and corrections do not touch each other's settings: one run for two of them.
+# Layouts and corrections have different settings, so one run covers two recipes.
 WITH = {"Long context": "TIS", "One GPU": "MIS"}
 _LIMITS = {
     "rollout": {"prompts_per_step": 8, "samples_per_prompt": 4, "max_new_tokens": 8},
@@ -34,7 +34,7 @@ _LIMITS = {
 
 
 def merged(base: dict[str, Any], more: dict[str, Any]) -> dict[str, Any]:
-    """``more`` over ``base``; an empty mapping clears."""
+    """Merge ``more`` into ``base``. An empty mapping clears."""
     both = dict(base)
     for key, value in more.items():
         nested = isinstance(value, dict) and value and isinstance(both.get(key), dict)
@@ -43,20 +43,16 @@ def merged(base: dict[str, Any], more: dict[str, Any]) -> dict[str, Any]:
 
 
 def small(recipe: dict[str, Any], tiny: Tiny, model: Path, run_dir: Path) -> dict[str, Any]:
-    """The recipe for a tiny model on a CPU: other sizes, the same method."""
+    """Return the recipe for a tiny model on a CPU: other sizes, the same method."""
     machine = {
         "run_dir": run_dir,
         "steps": 2,
         "model": {"path": model, "dtype": "float32"},
         "data": {"train": [tiny.data / "train.jsonl"], "max_prompt_tokens": 48},
         "rollout": {"engine": "transformers", "engine_args": {}, **_LIMITS["rollout"]},
-        # An untrained model never adds right; letters it does write, by chance: something to learn.
+        # An untrained model never adds correctly, but it writes letters by chance, so there is something to learn.
         "reward": {"functions": [{"name": "format", "options": {"pattern": ".*[a-m].*"}}]},
-        "trainer": {
-            "target_tokens_per_batch": 256,
-            "cpu_threads": 1,
-            "optimizer": {"warmup_steps": 0},
-        },
+        "trainer": {"target_tokens_per_batch": 256, "cpu_threads": 1, "optimizer": {"warmup_steps": 0}},
         "checkpoint": {"export_hf": False},
         "logging": {"progress": "plain", "tensorboard": False},
     }
@@ -73,10 +69,10 @@ def test_the_page_has_the_recipes() -> None:
 
 @pytest.mark.parametrize("name", RECIPES)
 def test_recipe_is_planned_at_its_size(name: str, tmp_path: Path) -> None:
-    """With two layers of small matrices: what is judged are lengths, counts and rules."""
+    """The model has two layers of small matrices, because only lengths, counts and rules are checked."""
     sizes: dict[str, Any] = {"num_hidden_layers": 2, "max_position_embeddings": 32768}
     model = write_checkpoint(tmp_path / "model", **(EXPERTS if name == MOE else {}), **sizes)
-    (model / "model.safetensors").unlink()  # sizes alone
+    (model / "model.safetensors").unlink()  # only sizes are read
     base = {"run_dir": tmp_path / "run", "model": {"path": model}, "trainer": {"target_tokens_per_batch": 24576}}
     base["cluster"] = {"gpus_per_node": 8}
     base["rollout"] = {"num_engines": 1}

@@ -1,4 +1,4 @@
-"""What messages about names and options print of them."""
+"""Names and options in messages, and installed engines."""
 
 import json
 from pathlib import Path
@@ -34,13 +34,13 @@ def test_no_credential_of_a_url_is_printed(tmp_path: Path, url: str, shown: str)
 
 
 @pytest.mark.parametrize(("installed", "expected"), [({}, False), ({"vllm": "0.1"}, True)])
-def test_an_engine_is_installed_where_its_package_is(
+def test_an_engine_is_installed_if_its_package_is(
     monkeypatch: pytest.MonkeyPatch, installed: dict[str, str], expected: bool
 ) -> None:
     monkeypatch.setattr(engine_install, "_versions", lambda _, __: installed)
     monkeypatch.setattr(engine_install, "find_spec", lambda _: None)
     assert engine_install.is_installed("vllm") is expected
-    assert engine_install.is_installed("my.module:engine")  # its own module is looked for elsewhere
+    assert engine_install.is_installed("my.module:engine")  # another check looks for its module
 
 
 def test_the_packages_of_another_interpreter_are_read_without_starting_it(tmp_path: Path) -> None:

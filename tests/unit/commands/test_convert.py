@@ -14,7 +14,7 @@ from slime_like.checks.earlier_run import backend_problem
 from slime_like.commands.convert import size_in_bytes
 from slime_like.commands.main import main
 from slime_like.commands.root import run
-from slime_like.commands.weights_source import WeightsSource, find_weights
+from slime_like.commands.weights_source import find_weights
 from slime_like.config import RunConfig
 from slime_like.config.reading.load import load_config
 from slime_like.errors import ConfigError
@@ -38,8 +38,8 @@ def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_a_converted_checkpoint_has_its_model_with_it(root: Path) -> None:
-    assert find_weights(Path("meg"), []) == WeightsSource(("--model.path", "meg/model"), root / "meg" / "trainer")
-    assert find_weights(Path("meg"), ["--model.path", "model"]).flags == ()
+    assert find_weights(Path("meg"), []) == (("--model.path", "meg/model"), root / "meg" / "trainer")
+    assert find_weights(Path("meg"), ["--model.path", "model"]) == ((), root / "meg" / "trainer")
 
 
 REFUSED: list[tuple[str, str]] = [

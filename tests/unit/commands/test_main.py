@@ -75,7 +75,6 @@ def train(sound: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capt
 DISGUISED = ImportError("cannot import half a module")  # some libraries turn an interrupt into another error
 DISGUISED.__context__ = KeyboardInterrupt()
 ENDS: list[tuple[BaseException, int, str]] = [
-    (SlimeLikeError("it broke; mend it"), 1, "slime-like: it broke; mend it [failed]\n"),
     (TrainerError("rank 3, step: NaN loss"), 1, "slime-like: rank 3, step: NaN loss [trainer]\n"),
     (DataError("a.jsonl:3: no prompt"), 2, "slime-like: a.jsonl:3: no prompt [data]\n"),
     (ConfigError(["a=1 is wrong"]), 2, "slime-like: a=1 is wrong [config]\n"),
@@ -115,15 +114,11 @@ def test_eval_needs_files_to_evaluate_on(sound: list[str], tmp_path: Path, rejec
 # Flags that a training run rejects and an evaluation ignores.
 NOT_EVALUATED = [
     ["--algorithm.loss", "sft"],
-    ["--algorithm.loss", "unknown"],
-    ["--algorithm.kl_coef", "0.1", "--reference.path", "nowhere"],
     ["--debug.load_rollouts", "nowhere"],
     ["--logging.wandb", "true"],
     ["--rollout.top_p", "0.5"],
-    ["--rollout.prompts_per_step", "1", "--algorithm.minibatches", "2"],
     ["--rollout.num_engines", "2", "--cluster.placement", "colocated"],
     ["--trainer.parallel.tensor", "3"],
-    ["--trainer.target_tokens_per_batch", "16"],
     ["--data.train", "missing.jsonl"],
 ]
 
@@ -185,17 +180,7 @@ def test_eval_writes_every_response_after_it_has_printed_the_accuracy(
 
 
 @pytest.mark.parametrize(
-    "output",
-    [
-        "model",
-        "no/out.jsonl",
-        "eval.jsonl",
-        "model/../eval.jsonl",
-        "train.jsonl",
-        "mine.yaml",
-        "/dev/null",
-        "/proc/out",
-    ],
+    "output", ["model", "no/out.jsonl", "model/../eval.jsonl", "train.jsonl", "mine.yaml", "/dev/null", "/proc/out"]
 )
 def test_eval_rejects_an_unusable_output(
     tmp_path: Path, sound: list[str], monkeypatch: pytest.MonkeyPatch, rejects: Rejects, output: str
@@ -216,14 +201,11 @@ def test_a_sentence_and_an_exit_code(tmp_path: Path, train: Train, error: BaseEx
     assert (config.run_dir, config.data.max_prompt_tokens) == (tmp_path / "run", 512)
 
 
-@pytest.mark.parametrize(
-    "error", [SlimeLikeError("it broke"), RuntimeError("a bug"), KeyboardInterrupt(), ImportError("half a module")]
-)
+@pytest.mark.parametrize("error", [SlimeLikeError("it broke"), RuntimeError("a bug"), KeyboardInterrupt()])
 def test_the_last_line_is_the_note_of_the_error(
     tmp_path: Path, train: Train, monkeypatch: pytest.MonkeyPatch, error: BaseException
 ) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    error.__context__ = KeyboardInterrupt() if isinstance(error, ImportError) else None
     error.add_note("resume from step 3")
     _, printed, _ = train(error)
     first, last = printed.splitlines()
@@ -261,13 +243,10 @@ def test_the_traceback_of_custom_code_is_saved_too(tmp_path: Path, train: Train)
     assert kept.read_text() == "Traceback: line 3"
 
 
-def test_nothing_starts_on_a_refused_configuration(tmp_path: Path, train: Train) -> None:
-    wrong = ["--model.path", "nowhere", "--trainer.backend", "none"]
-    code, printed, seen = train(AssertionError("started"), *wrong)
+def test_nothing_starts_with_a_rejected_configuration(tmp_path: Path, train: Train) -> None:
+    code, printed, seen = train(AssertionError("started"), "--model.path", "nowhere", "--trainer.backend", "none")
     assert code == 2 and printed.startswith("slime-like: 2 problems\n  - model.path=")
-    assert [main(["train", *rest]) for rest in ([], ["--steps", "1"], ["absent.yaml"])] == [2, 2, 2]
-    assert seen == []
-    assert not (tmp_path / "run").exists()
+    assert seen == [] and not (tmp_path / "run").exists()
 
 
 def test_version_and_help_of_a_group(capsys: pytest.CaptureFixture[str]) -> None:
@@ -313,20 +292,12 @@ def test_make_tiny_model_writes_it_once(tmp_path: Path, rejects: Rejects, capsys
     assert len({stat.S_IMODE(file.stat().st_mode) for file in out.iterdir() if file.is_file()}) == 1
 
 
-NO_PLACE = [
-    (["TMP/file"], "output-unusable"),
-    (["TMP/file/below"], "output-unusable"),
-    (["/proc/tiny"], "output-unusable"),
-    (["TMP/tiny", "--seed", "99999999999999999999"], "field-range"),
-]
-
-
-@pytest.mark.parametrize(("arguments", "code"), NO_PLACE, ids=[" ".join(case[0]) for case in NO_PLACE])
-def test_make_tiny_model_needs_a_place(tmp_path: Path, rejects: Rejects, arguments: list[str], code: str) -> None:
+def test_make_tiny_model_rejects_a_file_and_a_large_seed(tmp_path: Path, rejects: Rejects) -> None:
     (tmp_path / "file").write_text("")
-    with rejects(ConfigError, code):
-        run(["make-tiny-model", *(argument.replace("TMP", str(tmp_path)) for argument in arguments)])
-    assert [path.name for path in tmp_path.iterdir()] == ["file"]
+    with rejects(ConfigError, "output-unusable"):
+        run(["make-tiny-model", str(tmp_path / "file")])
+    with rejects(ConfigError, "field-range"):
+        run(["make-tiny-model", str(tmp_path / "tiny"), "--seed", str(2**32)])
 
 
 def test_all_families_are_offered() -> None:

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from slime_like.commands.root import run
-from slime_like.commands.weights_source import WeightsSource, find_weights
+from slime_like.commands.weights_source import find_weights
 from slime_like.config import RunConfig
 from slime_like.config.reading.load import load_config, save_config
 from slime_like.data.token_rows import TokenRow
@@ -41,19 +41,19 @@ def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @pytest.mark.parametrize("name", ["step-000002", "latest"])
 def test_a_runs_configuration_names_the_model_of_its_checkpoint(root: Path, name: str) -> None:
     """The user's flags come later and override these. A Hugging Face directory is the model itself."""
-    assert find_weights(Path("model"), []) == WeightsSource(("--model.path", "model"), None)
-    source = find_weights(root / "run" / "checkpoints" / name, [])
-    config = load_config(None, ["--run_dir", "x", *source.flags, "--model.dtype", "bfloat16"])
+    assert find_weights(Path("model"), []) == (("--model.path", "model"), None)
+    model, weights = find_weights(root / "run" / "checkpoints" / name, [])
+    config = load_config(None, ["--run_dir", "x", *model, "--model.dtype", "bfloat16"])
     assert config.model.path == root / "model" and config.model.dtype == "bfloat16"
-    assert load_config(None, ["--run_dir", "x", *source.flags]).model.dtype == "float32"
-    assert source.weights == root / "run" / "checkpoints" / "step-000002" / "trainer"
+    assert load_config(None, ["--run_dir", "x", *model]).model.dtype == "float32"
+    assert weights == root / "run" / "checkpoints" / "step-000002" / "trainer"
 
 
 @pytest.mark.parametrize("flag", [["--model.path", "model"], ["--model.path=model"]])
 def test_a_checkpoint_without_its_run_needs_the_model(root: Path, rejects: Rejects, flag: list[str]) -> None:
     (root / "run" / "config.yaml").unlink()
     step = root / "run" / "checkpoints" / "step-000002"
-    assert find_weights(step, flag).flags == ()
+    assert find_weights(step, flag)[0] == ()
     with rejects(ConfigError, "model-unknown"):
         find_weights(step, [])
 
