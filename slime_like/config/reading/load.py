@@ -142,9 +142,7 @@ def _setting(name: str, values: list[str]) -> DictConfig:
     """Return the configuration of one flag. Text stays text, so that pydantic alone converts it; the rest is YAML."""
     field = all_fields().get(name)
     if not values:
-        raise ValueError(
-            f"the value is missing; give one of type {field.type_text}" if field else "the value is missing"
-        )
+        raise ValueError(f"the value is missing; give one of type {field.type_text}" if field else "has no value")
     if field is not None and field.kind == "many" and not (len(values) == 1 and values[0][:1] == "["):
         one = OmegaConf.create({})
         OmegaConf.update(one, name, [] if [value.lower() for value in values] == ["none"] else values)

@@ -24,9 +24,7 @@ NO_PATH = "is not an import path; give `package.module:name` or `path/to/file.py
         ("HERE/nothing.py:x", r"cannot be found: there is no file .*/nothing\.py.*; correct the path"),
     ],
 )
-def test_a_path_is_checked_without_an_import(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, path: str, problem: str | None
-) -> None:
+def test_a_path_is_checked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, path: str, problem: str | None) -> None:
     folder = tmp_path / "judged"
     folder.mkdir()
     (folder / "__init__.py").write_text("raise RuntimeError('imported')\n")
