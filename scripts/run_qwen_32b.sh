@@ -42,7 +42,7 @@ done
 slurm_nodes="${SLURM_STEP_NODELIST:-${SLURM_JOB_NODELIST:-}}"
 if [ -n "${SLURM_STEP_NUM_TASKS:-}" ] && [ -z "${NODE_RANK:-}" ] &&
     [ "$SLURM_STEP_NUM_TASKS" != "${SLURM_STEP_NUM_NODES:-$SLURM_STEP_NUM_TASKS}" ]; then
-    refuse "srun started $SLURM_STEP_NUM_TASKS tasks on $SLURM_STEP_NUM_NODES nodes, and one on each is wanted: srun --ntasks-per-node 1"
+    refuse "srun started $SLURM_STEP_NUM_TASKS tasks on $SLURM_STEP_NUM_NODES nodes; start one on each: srun --ntasks-per-node 1"
 fi
 
 options=(--node_rank "${NODE_RANK:-${SLURM_NODEID:-0}}")

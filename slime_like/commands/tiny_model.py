@@ -9,7 +9,7 @@ from slime_like.config.run import MAX_SEED
 from slime_like.errors import ConfigError
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "qwen3_moe", "deepseek_v3")
-"""Families to choose from, listed here so that ``--help`` does not import torch."""
+"""Families to choose from, listed here so ``--help`` does not import torch."""
 
 
 def _add_arguments(parser: argparse.ArgumentParser) -> None:

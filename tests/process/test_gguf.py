@@ -13,27 +13,6 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from slime_like.commands.main import main
 from slime_like.examples.tiny_model import make_tiny_model
 
-_NAMES = {
-    "self_attn.q_proj": "attn_q",
-    "self_attn.k_proj": "attn_k",
-    "self_attn.v_proj": "attn_v",
-    "self_attn.o_proj": "attn_output",
-    "mlp.gate_proj": "ffn_gate",
-    "mlp.up_proj": "ffn_up",
-    "mlp.down_proj": "ffn_down",
-    "input_layernorm": "attn_norm",
-    "post_attention_layernorm": "ffn_norm",
-}
-
-
-def gguf_name(name: str) -> str:
-    if not name.startswith("model.layers."):
-        return {"model.embed_tokens.weight": "token_embd.weight", "model.norm.weight": "output_norm.weight"}.get(
-            name, "output.weight"
-        )
-    _, _, number, rest = name.split(".", 3)
-    return f"blk.{number}.{_NAMES[rest.removesuffix('.weight')]}.weight"
-
 
 def interleaved(weight: Tensor, heads: int) -> Tensor:
     """Return the rows of a rotary projection in llama.cpp's order, which interleaves the halves of each head."""
@@ -77,11 +56,12 @@ def write_gguf(source: Path, file: Path, **further: Tensor) -> Path:
     writer.add_token_scores([0.0] * len(tokens))
     writer.add_eos_token_id(tokenizer.eos_token_id)
     writer.add_chat_template(tokenizer.chat_template)
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, config["num_hidden_layers"])
     for name, tensor in load_file(source / "model.safetensors").items():
         tensor = tensor.float()
         if "q_proj" in name or "k_proj" in name:
             tensor = interleaved(tensor, heads if "q_proj" in name else kv_heads)
-        writer.add_tensor(gguf_name(name), tensor.contiguous().numpy())
+        writer.add_tensor(names.get_name(name, try_suffixes=(".weight",)), tensor.contiguous().numpy())
     for name, tensor in further.items():
         writer.add_tensor(f"{name}.weight", tensor.numpy())
     writer.write_header_to_file()

@@ -139,7 +139,7 @@ def _with_underscores(name: str) -> str:
 
 
 def _setting(name: str, values: list[str]) -> DictConfig:
-    """Return the configuration of one flag. Text stays text, so that pydantic alone converts it; the rest is YAML."""
+    """Return the configuration of one flag. Text stays text, so only pydantic converts it; the rest is YAML."""
     field = all_fields().get(name)
     if not values:
         raise ValueError(f"the value is missing; give one of type {field.type_text}" if field else "has no value")

@@ -16,7 +16,7 @@ from slime_like.algorithms.advantages import ESTIMATORS, compute_advantages
 from slime_like.algorithms.losses.policy import POLICY_LOSSES
 from slime_like.checks import names
 from slime_like.checks.check import check, require_valid
-from slime_like.checks.definition import CONVERSION, evaluation_needs
+from slime_like.checks.definition import CONVERSION
 from slime_like.checks.layout import layers_per_stage
 from slime_like.checks.packages import missing_flash_attention
 from slime_like.config import RunConfig
@@ -260,7 +260,7 @@ def test_the_highest_temperature_is_vllms(flags: list[str], rejected: Rejected) 
     assert check(load_config(None, [*flags, "--evaluation.temperature", above])) == []
 
 
-def test_an_engine_that_is_not_installed_is_named_before_anything_starts(
+def test_an_engine_that_is_not_installed_is_named(
     flags: list[str], rejected: Rejected, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(names, "is_installed", lambda engine: False)
@@ -446,18 +446,6 @@ def test_settings_that_fsdp_families_do_not_support(flags: list[str], rejects: R
     with rejects(ConfigError, "model.family") as caught:
         require_valid(load_config(None, [*flags, *FSDP, "--algorithm.moe_aux_loss_coef", "0.1"]))
     assert len(caught.value.problems) == 3
-
-
-def test_eval_does_not_check_the_trainer(flags: list[str], tmp_path: Path) -> None:
-    write_checkpoint(tmp_path / "model", use_sliding_window=True, sliding_window=200)
-    flags = [*flags, "--evaluation.files", str(tmp_path / "train.jsonl")]
-    given = [[], FSDP, ["--trainer.parallel.tensor", "3"], ["--algorithm.moe_aux_loss_coef", "0.1"]]
-    for more in given:
-        config = load_config(None, [*flags, *more])
-        assert check(config) != []
-        assert check(config, evaluation_needs(config)) == []
-    config = load_config(None, [*flags, "--data.max_prompt_tokens", "9999"])
-    assert check(config, evaluation_needs(config))[0].field == "data.max_prompt_tokens"
 
 
 # A whole config.json, or changes to a sound one.
