@@ -70,7 +70,8 @@ def all_fields() -> dict[str, Field]:
 
 
 def _sections(model: type[BaseModel], prefix: str) -> Iterator[tuple[str, list[Field]]]:
-    leaves, inner = [], []
+    leaves: list[Field] = []
+    inner: list[tuple[Any, str]] = []
     for key, info in model.model_fields.items():
         if _is_section(info.annotation):
             inner.append((info.annotation, f"{prefix}{key}."))
