@@ -46,8 +46,8 @@ class AlgorithmConfig(Section):
     loss: str = Field("ppo_clip", description="Loss: a name or custom code.")
     advantage: str = Field("grpo", description="Advantage estimator: a name or custom code.")
     reduction: Literal["tokens", "samples", "groups", "constant"] = "tokens"
-    """Mean of the loss: over all tokens, over per-sample means, over per-group token means, or over per-sample sums
-    divided by constant_length."""
+    """Mean of the loss: over tokens, per-sample means, per-group token means, or per-sample sums divided by
+    constant_length."""
     constant_length: int | None = Field(None, ge=1)
     """Divisor of reduction `constant`."""
     clip_low: float = Field(0.2, ge=0, le=1, description="Ratios below 1 - clip_low are clipped.")

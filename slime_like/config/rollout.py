@@ -37,7 +37,7 @@ class EnvironmentConfig(Section):
     max_turn_tokens: int | None = Field(None, ge=1)
     """Token limit of one turn."""
     max_observation_tokens: int = Field(256, ge=1)
-    """Token limit of an observation; longer ones are cut."""
+    """Token limit of an observation, which is cut."""
     template: str | None = None
     """Text between two turns, with {observation}; none: the chat template's role `tool`."""
     workers: int = Field(1, ge=1, description="Worker processes per engine.")
@@ -133,8 +133,7 @@ class RolloutConfig(Section):
     environment: EnvironmentConfig = EnvironmentConfig()
     agent: AgentConfig = AgentConfig()
     engine_args: dict[str, Any] = Field(default_factory=dict)
-    """Further arguments of the engine. Arguments under an engine's name, e.g. `vllm: {max_num_seqs: 64}`, are only for
-    that engine."""
+    """Further arguments of the engine. `vllm: {max_num_seqs: 64}` is only for vllm."""
     start_timeout_s: float | None = Field(None, gt=0)
     """Timeout of a start; none: 1200 on GPUs, 300 on CPUs."""
     request_timeout_s: float | None = Field(None, gt=0)
@@ -221,7 +220,7 @@ class RewardConfig(Section):
     """Reward functions and the processes they run in."""
 
     functions: tuple[RewardFunction, ...] = Field((RewardFunction(name="math_verify"),), min_length=1)
-    """Reward functions. The reward is their weighted sum."""
+    """Reward functions, summed by weight."""
     workers: int = Field(1, ge=1, description="Worker processes.")
     start_timeout_s: float = Field(120.0, gt=0, description="Timeout of a worker's start.")
     timeout_s: float = Field(5.0, gt=0)
@@ -252,7 +251,7 @@ class SyncConfig(Section):
     """Weight transfer from trainer to engines."""
 
     transport: Literal["auto", "shared_memory", "gloo", "nccl", "colocated", "directory"] = "auto"
-    """How weights are sent. auto: chosen by device, host and placement."""
+    """How weights are sent. auto: by device, host and placement."""
     directory: Path | None = None
     """Directory of the transport `directory`."""
     bucket_mb: float | None = Field(None, gt=0)

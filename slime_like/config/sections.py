@@ -46,7 +46,7 @@ class DataSource(Section):
     name: str = Field(pattern=r"^[\w.-]+$", description="Name in metrics.")
     files: tuple[Path, ...] = Field(min_length=1, description="Files, like `data.train`.")
     weight: float = Field(1.0, gt=0, description="Share of the prompts, relative to the other sources.")
-    format: DataFormat | None = Field(None, description="Form of the rows; none: `data.format`.")
+    format: DataFormat | None = Field(None, description="As `data.format`, which is the default.")
 
 
 class DataConfig(Section):
@@ -142,11 +142,11 @@ class LoggingConfig(Section):
     """Destinations of metrics; `metrics.jsonl` is always written."""
 
     tensorboard: bool = Field(True, description="Write a TensorBoard log.")
-    wandb: bool = Field(False, description="Log to Weights & Biases (needs the package).")
-    wandb_project: str = Field("slime-like", description="Weights & Biases project.")
-    wandb_entity: str | None = Field(None, description="Weights & Biases user or team.")
-    wandb_group: str | None = Field(None, description="Weights & Biases group of runs.")
-    wandb_tags: tuple[str, ...] = Field((), description="Weights & Biases tags of the run.")
+    wandb: bool = Field(False, description="Log to Weights & Biases.")
+    wandb_project: str = Field("slime-like", description="W&B project.")
+    wandb_entity: str | None = Field(None, description="W&B user or team.")
+    wandb_group: str | None = Field(None, description="W&B group.")
+    wandb_tags: tuple[str, ...] = Field((), description="W&B tags.")
     progress: Literal["auto", "live", "plain", "off"] = "auto"
     """Progress display; auto: live on a terminal, else plain lines."""
 

@@ -90,13 +90,13 @@ class TrainerConfig(Section):
     balance: Literal["tokens", "flops"] = "tokens"
     """Quantity balanced over data-parallel replicas."""
     attention: Literal["auto", "transformer_engine", "ring_flash_attn", "ring", "allgather"] = "auto"
-    """Attention and its context parallelism. auto: chosen by machine and backend."""
+    """Attention and its context parallelism. auto: by machine and backend."""
     recompute: Literal["none", "full", "auto"] | int = "none"
     """Layers recomputed in backward. N: the first N of every stage or model chunk. auto: as few as fit."""
     activation_offload: bool = False
     """Keep saved activations in host memory."""
     head_chunk_tokens: int | None = Field(None, ge=1)
-    """Number of tokens whose logits are in memory at the same time."""
+    """Tokens whose logits are in memory at once."""
     rendezvous_port: int | None = Field(None, ge=1024, le=65535)
     """Port on rank 0's host where ranks meet."""
     start_timeout_s: float = Field(600.0, gt=0, description="Timeout of the start of all ranks.")
