@@ -1,4 +1,4 @@
-"""Metadata lives in pyproject.toml; this file lets tools that still call setup.py find it."""
+"""Entry point for tools that call setup.py. The metadata is in pyproject.toml."""
 
 from setuptools import setup
 

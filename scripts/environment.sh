@@ -1,9 +1,9 @@
-# Sourced by the other scripts: creates .venv with the tested versions, or reuses it. Needs Linux x86-64 and Python 3.11 or 3.12.
-#   ensure_environment        what training needs
-#   ensure_environment dev    the same plus the test tools
-#   ensure_environment bench  what training needs plus what benchmarks compare it with
-#   ensure_environment tasks  what training needs plus reasoning-gym; some of its packages are built here, with a C compiler
-# PYTHON=python3.12 makes .venv-python3.12 with that Python instead, whose torch may be a CUDA build: it runs on a CPU, too.
+# The other scripts source this file. It creates .venv with the tested versions, or reuses it, on Linux x86-64 with Python 3.11 or 3.12.
+#   ensure_environment        packages for training
+#   ensure_environment dev    the same, and the test tools
+#   ensure_environment bench  packages for training, and those that benchmarks compare with
+#   ensure_environment tasks  packages for training, and reasoning-gym, which needs a C compiler
+# PYTHON=python3.12 creates .venv-python3.12 with that Python. Its torch may be a CUDA build, which also runs on a CPU.
 
 REPO="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
 VENV="$REPO/.venv${PYTHON:+-$(basename "$PYTHON")}"
@@ -13,7 +13,7 @@ TORCH_CPU_INDEX="https://download.pytorch.org/whl/cpu"
 say() { printf '[slime-like] %s\n' "$*" >&2; }
 die() { say "error: $*"; exit 1; }
 
-# The comment on top of a script, where its arguments ask for help.
+# Prints the comment at the top of a script if its arguments ask for help.
 answer_help() { # $1: script, and its arguments
     case " ${*:2} " in
         *" --help "* | *" -h "*) sed -n '2,/^[^#]/s/^# \{0,1\}//p' "$1" && exit 0 ;;
@@ -39,7 +39,7 @@ check_machine() {
         die "the environment needs $needed GB of disk, $REPO has $((free_kb / 1024 / 1024)) GB free"
 }
 
-# A CPU build of torch, from wherever pip is configured to look if that has one, else from PyTorch's own CPU index.
+# Installs a CPU build of torch from pip's configured index if that has one, else from PyTorch's CPU index.
 install_torch() {
     local pin version
     pin=$(grep '^torch==' "$REPO/constraints.txt")
@@ -78,11 +78,11 @@ install_locked() { # $1: runtime | dev | bench | tasks
     list=$(mktemp)
     if [ "$1" = runtime ]; then
         local elsewhere=(-e '# dev$' -e '# bench$' -e '# tasks$' -e '^torch==')
-        # torch's CUDA build has brought the triton that it pins.
+        # torch's CUDA build has installed the triton that it pins.
         [[ "$(torch_version)" == *+cpu ]] || elsewhere+=(-e '^triton==')
         grep -v "${elsewhere[@]}" "$REPO/constraints.txt" >"$list"
     else grep "# $1\$" "$REPO/constraints.txt" >"$list"; fi
-    # A wheel that is not one of those that were pinned is rejected by pip.
+    # pip rejects a wheel that is not pinned.
     while read -r pin; do
         printf '%s %s\n' "${pin%%#*}" "$(grep -- "^${pin%%[ ;]*} " "$REPO/scripts/hashes.txt" | cut -d' ' -f2-)"
     done <"$list" >"$list.hashed"
@@ -91,7 +91,7 @@ install_locked() { # $1: runtime | dev | bench | tasks
     rm -f "$list"
 }
 
-# A browser for the test that opens the report page. Debian's, where we may install it; without one that test is skipped.
+# Installs Debian's browser, if permitted, for the test that opens the report page. Without one, the test is skipped.
 ensure_browser() {
     local candidate
     for candidate in chromium chromium-browser google-chrome; do
@@ -106,13 +106,13 @@ ensure_browser() {
     fi
 }
 
-# One script at a time changes an environment; others wait. A complete one may be read-only or another user's.
+# One script at a time changes an environment, and others wait. A complete one may be read-only or another user's.
 ensure_environment() { # $1: runtime (default) | dev | bench | tasks
     is_complete "${1:-runtime}" && return 0
     { : >>"$VENV.lock"; } 2>/dev/null ||
         die "the ${1:-runtime} environment in $VENV is not complete, and $VENV.lock cannot be written; run this as the owner of $REPO, or in a copy of it"
     (
-        flock -n 9 || { say "another script installs into $VENV; waiting for it"; flock -w 3600 9 || die "$VENV is in use for an hour; end what installs there"; }
+        flock -n 9 || { say "another script installs into $VENV; waiting for it"; flock -w 3600 9 || die "$VENV has been in use for an hour; end the installation there"; }
         install_environment "$@"
     ) 9>"$VENV.lock"
 }
@@ -133,7 +133,7 @@ install_environment() { # $1: runtime (default) | dev | bench | tasks
         install_locked dev
     elif [ "$want" = bench ]; then
         install_environment runtime
-        say "installing what the benchmarks compare with"
+        say "installing packages that benchmarks compare with"
         install_locked bench
     elif [ "$want" = tasks ]; then
         install_environment runtime
@@ -146,10 +146,10 @@ install_environment() { # $1: runtime (default) | dev | bench | tasks
         say "installing the tested versions, about 800 MB, once: torch first, then $(grep -vc -e '# dev$' -e '# bench$' -e '# tasks$' -e '^torch==' -e '^#' -e '^$' "$REPO/constraints.txt") packages"
         export PIP_DISABLE_PIP_VERSION_CHECK=1
         has_tested_torch || install_torch
-        say "installing Ray, Megatron-core, vLLM, SGLang, transformers and what they need (minutes)"
+        say "installing Ray, Megatron-core, vLLM, SGLang, transformers and their dependencies (minutes)"
         install_locked runtime
         refuse_cuda_torch
-        say "installing slime-like itself"
+        say "installing slime-like"
         "$VENV/bin/pip" install -qq --no-deps --no-build-isolation --editable "$REPO"
     fi
     environment_key >"$VENV/.slime-like-$want"

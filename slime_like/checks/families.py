@@ -1,4 +1,4 @@
-"""What trainers do not support of a model's architecture. Sizes only: no torch."""
+"""Checks of a model's architecture that need only its sizes, not torch."""
 
 from collections.abc import Iterator
 
@@ -9,7 +9,7 @@ from slime_like.models.dimensions import ModelDimensions
 def family_problems(config: RunConfig, dimensions: ModelDimensions) -> Iterator[str]:
     """Yield why the configured trainer cannot train this model, each with the remedy.
 
-    What sizes do not show is checked on transformers' modules when the trainer starts.
+    The trainer checks transformers' modules when it starts.
     """
     coefficient = config.algorithm.moe_aux_loss_coef
     if coefficient > 0 and dimensions.num_experts == 0:
@@ -24,19 +24,15 @@ def family_problems(config: RunConfig, dimensions: ModelDimensions) -> Iterator[
     if config.trainer.backend == "megatron":
         yield (
             f"{dimensions.foreign}, which trainer.backend=megatron does not support; use trainer.backend=fsdp, which "
-            "trains Hugging Face's own model"
+            "trains Hugging Face's model"
         )
         return
     reach, longest = dimensions.attention_reach, config.max_model_len
     if reach is not None and not config.supervised and longest > reach:
         yield (
             f"sequences may have {longest} tokens (data.max_prompt_tokens, rollout.max_new_tokens), but layers of "
-            f"{config.model.path} attend to {reach} at most (sliding_window or attention_chunk_size of its "
-            f"config.json), which packed attention does not support; keep both within {reach} tokens, where it makes "
-            "no difference"
+            f"{config.model.path} attend to {reach} at most (sliding_window or attention_chunk_size in its "
+            f"config.json), which packed attention does not support; lower the two settings to {reach} tokens in all"
         )
     if coefficient > 0:
-        yield (
-            f"algorithm.moe_aux_loss_coef={coefficient:g}: how routers of {config.model.path} "
-            "choose is not known, so that they cannot be balanced; set it to 0"
-        )
+        yield f"algorithm.moe_aux_loss_coef={coefficient:g} does not support {config.model.path}; set it to 0"

@@ -1,4 +1,4 @@
-"""Which parallel layouts a model admits. Sizes only: no torch, no process group."""
+"""Checks of a parallel layout against a model's sizes. Needs neither torch nor a process group."""
 
 from collections.abc import Iterator
 
@@ -8,31 +8,16 @@ from slime_like.models.dimensions import ModelDimensions
 
 
 def layout_problems(parallel: ParallelConfig, dimensions: ModelDimensions) -> list[str]:
-    """Why this layout cannot run this model: one sentence per fault, with field, value and remedy."""
-    return list(_layout_problems(parallel, dimensions))
-
-
-def trainer_layout_problems(config: RunConfig, dimensions: ModelDimensions) -> Iterator[str]:
-    return _layout_problems(config.trainer.parallel, dimensions)
-
-
-def _layout_problems(parallel: ParallelConfig, dimensions: ModelDimensions) -> Iterator[str]:
-    """The first ones need no sizes."""
-    chunks = parallel.virtual_pipeline
-    if parallel.sequence and parallel.tensor == 1:
-        yield "trainer.parallel.sequence=true needs trainer.parallel.tensor above 1; set it to false, or raise tensor"
-    if chunks > 1 and parallel.pipeline == 1:
-        yield f"trainer.parallel.virtual_pipeline={chunks} needs trainer.parallel.pipeline above 1; set it to 1"
-    yield from _tensor_problems(parallel, dimensions)
-    yield from _pipeline_problems(parallel, dimensions)
-    yield from _expert_problems(parallel, dimensions)
+    """Return why this layout cannot run this model, one sentence per problem."""
+    parts = (_tensor_problems, _pipeline_problems, _expert_problems)
+    return [problem for part in parts for problem in part(parallel, dimensions)]
 
 
 def layers_per_stage(dimensions: ModelDimensions, num_stages: int) -> list[int]:
     """Return the layers of every pipeline stage (or model chunk, if stages hold several), in the model's order.
 
-    The split minimizes the longest stage. The head counts as as many layers as have its matrix products. Middle stages
-    take a spare layer before the first one, which also has the embedding.
+    The split minimizes the longest stage. The head counts as the number of layers with as many matrix products. A spare
+    layer goes to a middle stage before it goes to the first stage, which also has the embedding.
     """
     head = dimensions.vocab_size * dimensions.hidden_size
     costs = [1.0] * num_stages
@@ -47,7 +32,7 @@ def layers_per_stage(dimensions: ModelDimensions, num_stages: int) -> list[int]:
 
 
 def engine_rank_problems(config: RunConfig, dimensions: ModelDimensions) -> list[str]:
-    """vLLM and SGLang give every rank of an engine as many heads; further requirements are checked when they start."""
+    """Check that all ranks of a vLLM or SGLang engine get the same number of heads. The engine checks the rest."""
     rollout = config.rollout
     if rollout.engine not in ("vllm", "sglang") or dimensions.num_heads % rollout.tensor == 0:
         return []
@@ -58,9 +43,11 @@ def engine_rank_problems(config: RunConfig, dimensions: ModelDimensions) -> list
 
 
 def _tensor_problems(parallel: ParallelConfig, dimensions: ModelDimensions) -> Iterator[str]:
+    if parallel.sequence and parallel.tensor == 1:
+        yield "trainer.parallel.sequence=true needs trainer.parallel.tensor above 1; set it to false, or raise tensor"
     what = {"attention heads": dimensions.num_heads, **_split_sizes(parallel, dimensions)}
     groups = dimensions.num_kv_heads
-    # Where there are more ranks than KV heads, as many ranks share each; Megatron gathers and cuts them.
+    # If there are more ranks than KV heads, ranks share them evenly; Megatron gathers and splits them.
     fitting = [
         size
         for size in divisors(dimensions.num_heads)
@@ -70,7 +57,7 @@ def _tensor_problems(parallel: ParallelConfig, dimensions: ModelDimensions) -> I
         f"trainer.parallel.tensor={parallel.tensor} does not divide the model's {count} {name}; use {either(fitting)}"
         for name, count in what.items()
         if count % parallel.tensor
-    ][:1]  # one is enough: the remedy is the same for all
+    ][:1]  # the remedy is the same for all
     yield from wrong
     if not wrong and parallel.tensor not in fitting:
         yield (
@@ -80,7 +67,7 @@ def _tensor_problems(parallel: ParallelConfig, dimensions: ModelDimensions) -> I
 
 
 def _split_sizes(parallel: ParallelConfig, dimensions: ModelDimensions) -> dict[str, int]:
-    """What else is cut into as many parts as there are tensor-parallel ranks."""
+    """Return further sizes that are split over the tensor-parallel ranks."""
     what = {}
     if dimensions.latent is not None:
         what["columns of compressed keys and values"] = dimensions.latent.kv_rank + dimensions.latent.rope_dim
@@ -88,7 +75,7 @@ def _split_sizes(parallel: ParallelConfig, dimensions: ModelDimensions) -> dict[
             what["columns of compressed queries"] = dimensions.latent.query_rank
     if len(dimensions.expert_layers) < dimensions.num_layers:
         what["FFN columns"] = dimensions.ffn_hidden_size
-    if dimensions.num_experts and parallel.expert == 1:  # with expert parallelism every expert is whole
+    if dimensions.num_experts and parallel.expert == 1:  # expert parallelism does not split experts
         what["FFN columns of an expert"] = dimensions.moe_ffn_hidden_size
     if dimensions.moe_shared_ffn_hidden_size:
         what["FFN columns of the shared experts"] = dimensions.moe_shared_ffn_hidden_size
@@ -97,6 +84,8 @@ def _split_sizes(parallel: ParallelConfig, dimensions: ModelDimensions) -> dict[
 
 def _pipeline_problems(parallel: ParallelConfig, dimensions: ModelDimensions) -> Iterator[str]:
     layers, chunks = dimensions.num_layers, parallel.virtual_pipeline
+    if chunks > 1 and parallel.pipeline == 1:
+        yield f"trainer.parallel.virtual_pipeline={chunks} needs trainer.parallel.pipeline above 1; set it to 1"
     if layers < parallel.pipeline * chunks:
         times = f" times virtual_pipeline={chunks}" if chunks > 1 else ""
         yield (
@@ -124,8 +113,8 @@ def _expert_problems(parallel: ParallelConfig, dimensions: ModelDimensions) -> I
         )
     if parallel.tensor > 1 and not parallel.sequence:
         yield (
-            f"trainer.parallel.tensor={parallel.tensor} on a mixture of experts needs sequence parallelism; "
-            "set trainer.parallel.sequence=true"
+            f"trainer.parallel.tensor={parallel.tensor} needs sequence parallelism with a mixture of experts; set "
+            "trainer.parallel.sequence=true"
         )
 
 

@@ -1,21 +1,21 @@
-"""What can be wrong with the directories of the models that a configuration names."""
+"""Checks of the model directories that a configuration names."""
 
 import re
 from collections.abc import Iterator
 from pathlib import Path
 
-from slime_like.checks.directories import missing
 from slime_like.checks.layout import layout_problems
 from slime_like.config.run import RunConfig
 from slime_like.errors import ConfigError
 from slime_like.models.dimensions import ModelDimensions
 from slime_like.models.weight_files import weight_file_problems
+from slime_like.system.words import from_here
 
 _HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 
 
 def find_dimensions(path: Path, field: str) -> tuple[ModelDimensions | None, list[str]]:
-    """Of the checkpoint at ``path``, which ``field`` names; or ``None`` and what is wrong with it."""
+    """Return the dimensions of the checkpoint at ``path``, or ``None`` and its problems. ``field`` is the setting."""
     if absent := _missing(path, field):
         return None, absent
     try:
@@ -29,25 +29,24 @@ def _missing(path: Path, field: str) -> list[str]:
         return []
     name = str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else ""
     download = f": `hf download {name} --local-dir {path.name}` writes one" if _HUB_NAME.fullmatch(name) else ""
-    problem = "is a file" if path.is_file() else missing(path)
+    problem = "is a file" if path.is_file() else f"does not exist{from_here(path)}"
     return [f"{field}={path} {problem}; give a Hugging Face checkpoint directory{download}"]
 
 
 def model_weight_problems(config: RunConfig, dimensions: ModelDimensions) -> list[str]:
     path = config.model.path
-    return weight_problems(path, "model.path", dimensions) if (path / "config.json").is_file() else []
+    return _weight_problems(path, "model.path", dimensions) if (path / "config.json").is_file() else []
 
 
-def weight_problems(path: Path, field: str, dimensions: ModelDimensions) -> list[str]:
-    """What is wrong with the weight files at ``path``, which ``field`` names."""
+def _weight_problems(path: Path, field: str, dimensions: ModelDimensions) -> list[str]:
     return [f"{field}: {problem}" for problem in weight_file_problems(path, dimensions)]
 
 
 def reference_problems(config: RunConfig, policy: ModelDimensions) -> Iterator[str]:
-    """Problems with the reference that its ``config.json`` alone shows."""
+    """Check the reference as far as its ``config.json`` shows."""
     path = config.reference.path
     if not config.algorithm.needs_reference:
-        # What is not read may be any directory, but one that is not there was meant to be another.
+        # An unused directory may contain anything, but a missing one is a mistake.
         yield from [] if path is None else _missing(path, "reference.path")
         return
     reference: ModelDimensions | None = policy
@@ -63,8 +62,8 @@ def reference_problems(config: RunConfig, policy: ModelDimensions) -> Iterator[s
         )
     if config.reference.update_interval and reference != policy:
         yield (
-            f"reference.update_interval={config.reference.update_interval} gives the reference the policy's weights, "
-            f"and reference.path={path} has other sizes than model.path={config.model.path}; use 0, or a reference of "
+            f"reference.update_interval={config.reference.update_interval} copies the policy's weights, but "
+            f"reference.path={path} has other sizes than model.path={config.model.path}; use 0, or a reference with "
             "the policy's sizes"
         )
     if config.reference.placement == "workers":
@@ -73,9 +72,9 @@ def reference_problems(config: RunConfig, policy: ModelDimensions) -> Iterator[s
 
 
 def reference_weight_problems(config: RunConfig, _: ModelDimensions) -> list[str]:
-    """What is wrong with the reference's weight files, where they are not the policy's."""
+    """Check the reference's weight files, if they are not the policy's."""
     path = config.reference.path
     if path is None or not config.algorithm.needs_reference:
         return []
     reference = find_dimensions(path, "reference.path")[0]
-    return [] if reference is None else weight_problems(path, "reference.path", reference)
+    return [] if reference is None else _weight_problems(path, "reference.path", reference)

@@ -1,4 +1,4 @@
-"""Names of what is looked up when the run starts: built-in parts, and the user's code with its options."""
+"""Checks of names that are looked up when the run starts: built-in parts, and custom code with its options."""
 
 import inspect
 import os
@@ -12,7 +12,7 @@ from slime_like.config.algorithm import ADVANTAGES, CORRECTIONS, KL_ESTIMATORS, 
 from slime_like.config.rollout import AGENT, ENVIRONMENT
 from slime_like.config.run import RunConfig
 from slime_like.plugins.entry_points import BACKEND_GROUP, ENGINE_GROUP, installed_names
-from slime_like.plugins.import_path import CUSTOM, import_path_problem
+from slime_like.plugins.resolve import CUSTOM, import_path_problem
 from slime_like.sandbox.environments.observations import PLACE
 from slime_like.sandbox.environments.pool import start_problems as start_problems_of_environment
 from slime_like.sandbox.environments.registry import REGISTERED as ENVIRONMENTS
@@ -27,21 +27,21 @@ def backend_name_problems(config: RunConfig) -> Iterator[str]:
 
 
 def engine_name_problems(config: RunConfig) -> Iterator[str]:
-    """Engines of this environment. Another environment's engines are found when they start."""
+    """Check the engine's name. Engines of another environment are found when they start."""
     if config.rollout.python is None:
         yield from _unknown("rollout.engine", config.rollout.engine, installed_names(ENGINE_GROUP))
 
 
 def engine_installation_problems(config: RunConfig) -> Iterator[str]:
-    """The interpreter can be started, or this environment has a known engine's package."""
+    """Check that the interpreter exists, or that this environment has the engine's package."""
     engine, python = config.rollout.engine, config.rollout.python
     if python is None and not is_installed(engine):
         yield (
-            f"rollout.engine={engine} is not installed here; install this distribution with the extra [{engine}], or "
-            "set rollout.python to a Python that has it"
+            f"rollout.engine={engine} is not installed; install this distribution with the extra [{engine}], or set "
+            "rollout.python to a Python that has it"
         )
     elif python is not None and not (python.is_file() and os.access(python, os.X_OK)):
-        yield f"rollout.python={python} is not a program; give the path of a Python, such as VENV/bin/python"
+        yield f"rollout.python={python} is not a program; give the path of an interpreter, such as VENV/bin/python"
 
 
 def algorithm_name_problems(config: RunConfig) -> Iterator[str]:
@@ -55,7 +55,7 @@ def advantage_name_problems(config: RunConfig) -> Iterator[str]:
 
 
 def reward_problems(config: RunConfig) -> Iterator[str]:
-    """Registered functions are found and their options tried."""
+    """Check the names of reward functions, and try the options of registered ones."""
     for index, function in enumerate(config.reward.functions):
         field = f"reward.functions.{index}.name={function.name}"
         if function.name in REGISTERED:
@@ -67,12 +67,12 @@ def reward_problems(config: RunConfig) -> Iterator[str]:
                 yield from _too_patient(config, index)
         elif ":" not in function.name and not function.is_given:
             known = (*REGISTERED, ENVIRONMENT, AGENT)
-            near = "".join(f"did you mean {name}? Else " for name in get_close_matches(function.name, known, n=1))
-            yield f"{field} is unknown; {near}use {', '.join(known)} or {CUSTOM}"
+            near = "".join(f" (did you mean {name}?)" for name in get_close_matches(function.name, known, n=1))
+            yield f"{field} is unknown{near}; use {', '.join(known)} or {CUSTOM}"
 
 
 def _shown(options: Mapping[str, Any]) -> dict[str, Any]:
-    """What may be printed of them: headers, and a URL's user and query, may be credentials."""
+    """Return the options without credentials, which may be in headers and in a URL's user and query."""
     hidden: dict[str, Any] = {name: "..." for name in options if name == "headers"}
     if isinstance(url := options.get("url"), str):
         hidden["url"] = shown_url(url)
@@ -80,7 +80,7 @@ def _shown(options: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _too_patient(config: RunConfig, index: int) -> Iterator[str]:
-    """What is waited for longer than the worker may take: a service, or tests. Each slow one would end the worker."""
+    """Check that the timeout of a service, or of tests, is below the worker's, which would end the worker."""
     function, bound = config.reward.functions[index], config.reward.timeout_s
     if function.name in {*SERVICES, "code"}:
         default = inspect.signature(resolve_reward(function.name)).parameters["timeout_s"].default
@@ -93,20 +93,22 @@ def _too_patient(config: RunConfig, index: int) -> Iterator[str]:
 
 
 def custom_code_problems(config: RunConfig) -> Iterator[str]:
-    """Modules of custom rewards, environments and agents must be on this machine."""
+    """Check that modules of custom rewards, environments and agents are on this machine."""
     named = {f"reward.functions.{index}.name": one.name for index, one in enumerate(config.reward.functions)}
     named["rollout.environment.name"] = config.rollout.environment.name or ""
-    for field, name in named.items():
-        if ":" in name and (problem := import_path_problem(name)):
+    found = {field: name for field, name in named.items() if ":" in name}
+    if (agent := config.rollout.agent.name) is not None:
+        found["rollout.agent.name"] = agent
+    for field, name in found.items():
+        if problem := import_path_problem(name):
             yield f"{field}={name} {problem}"
-    agent = config.rollout.agent.name
-    if agent is not None and (problem := import_path_problem(agent)):
-        yield f"rollout.agent.name={agent} {problem}"
 
 
 def custom_reward_problems(config: RunConfig) -> Iterator[str]:
-    """Custom functions whose module is found are imported and called once, each by a reward worker with its limits; so
-    are included ones that need answers of a certain form."""
+    """Have a reward worker, with its limits, import and call each custom function whose module is found.
+
+    Registered functions that need answers of a certain form are called, too.
+    """
     names = enumerate(function.name for function in config.reward.functions)
     found = [index for index, name in names if name in OF_ROWS or (":" in name and not import_path_problem(name))]
     row = first_row(config) if found else None
@@ -116,7 +118,7 @@ def custom_reward_problems(config: RunConfig) -> Iterator[str]:
 
 
 def environment_problems(config: RunConfig) -> Iterator[str]:
-    """Built-in environments are made."""
+    """Check the environment's name and template, and create a built-in environment."""
     environment, prefix = config.rollout.environment, "rollout.environment"
     if environment.name is None:
         return
@@ -128,12 +130,11 @@ def environment_problems(config: RunConfig) -> Iterator[str]:
     elif ":" not in environment.name:
         yield f"{prefix}.name={environment.name} is unknown; use {', '.join(ENVIRONMENTS)} or {CUSTOM}"
     if environment.template is not None and environment.template.count(PLACE) != 1:
-        yield f"{prefix}.template={environment.template!r} must hold {PLACE} once; put it where the observation belongs"
+        yield f"{prefix}.template={environment.template!r} must contain {PLACE} once, for the observation; correct it"
 
 
 def custom_environment_problems(config: RunConfig) -> list[str]:
-    """A custom environment whose module is found is made once, with its options, and reset for the first row, by a
-    worker with its limits."""
+    """Have a worker create a custom environment with its options and reset it for the first row, if it is found."""
     environment = config.rollout.environment
     if environment.name is None or ":" not in environment.name or import_path_problem(environment.name):
         return []

@@ -1,4 +1,4 @@
-"""Packages that settings need, and what keeps them from working. They are looked up, not imported."""
+"""Checks of packages that settings need. Packages are looked up, not imported."""
 
 import os
 import sysconfig
@@ -20,40 +20,40 @@ _PACKAGES = {
 
 
 def has_transformer_engine() -> bool:
-    """Whether it is installed with its extension for torch; without one, its modules cannot be imported."""
+    """Return whether it is installed with its extension for torch, without which its modules cannot be imported."""
     found = find_spec("transformer_engine")
     if found is None or found.origin is None:
         return False
     package = Path(found.origin).parent
-    # The extension lies beside the package, or in it if both were built together.
+    # The extension is next to the package, or in it if both were built together.
     places = package.parent, package, package / "wheel_lib"
     return any(next(place.glob("transformer_engine_torch*.so"), None) for place in places)
 
 
 def attention_problems(config: RunConfig) -> Iterator[str]:
-    """Why ``trainer.attention`` cannot be used, each with the remedy; nothing where it can."""
+    """Yield why ``trainer.attention`` cannot be used, each with the remedy."""
     attention = config.trainer.attention
     if attention in _PACKAGES:
         package, remedy = _PACKAGES[attention]
         if not (has_transformer_engine() if attention == "transformer_engine" else find_spec(package)):
             yield (
                 f"trainer.attention={attention} needs the package {package}, which is not installed; {remedy}, or use "
-                "trainer.attention=auto, which uses the best one available"
+                "trainer.attention=auto, which uses the best available attention"
             )
     if attention == "transformer_engine" and config.model.dtype == "float32":
         yield (
-            "trainer.attention=transformer_engine computes in bfloat16, and model.dtype=float32; set "
+            "trainer.attention=transformer_engine computes in bfloat16, but model.dtype=float32; set "
             "model.dtype=bfloat16, or use another attention on a CPU"
         )
 
 
 def has_flash_attention_2() -> bool:
-    """Whether flash-attn 2 is installed. SGLang brings version 4, of the same package name and with other modules."""
+    """Return whether flash-attn 2 is installed. SGLang's version 4 has the same package name, but other modules."""
     return find_spec("flash_attn_2_cuda") is not None
 
 
 def missing_flash_attention(config: RunConfig, on_cuda: bool) -> Iterator[str]:
-    """Is flash-attn 2, which ring-flash-attn calls on CUDA, installed? Asked on the machine of a rank."""
+    """Check on a rank's machine for flash-attn 2, which ring-flash-attn calls on CUDA."""
     if config.trainer.attention == "ring_flash_attn" and on_cuda and not has_flash_attention_2():
         others = "allgather" if config.trainer.backend == FSDP else "ring or allgather"
         yield (
@@ -63,27 +63,26 @@ def missing_flash_attention(config: RunConfig, on_cuda: bool) -> Iterator[str]:
 
 
 def missing_compiler(on_cuda: bool) -> Iterator[str]:
-    """Can Triton, which Megatron's SwiGLU runs on, compile on this rank's machine? Asked before a model is loaded."""
+    """Check on a rank's machine, before a model is loaded, that Triton can compile. Megatron's SwiGLU uses it."""
     if not on_cuda:
         return
     remedy = "install gcc and python3-dev"
     if not (os.environ.get("CC") or which("gcc") or which("clang")):
-        yield f"Triton compiles kernels in the first step, and there is no C compiler; {remedy}, or set CC"
-    include = sysconfig.get_path("include", "posix_prefix")  # where Triton looks, and its compiler in CPATH
+        yield f"Triton compiles kernels in the first step, but there is no C compiler; {remedy}, or set CC"
+    include = sysconfig.get_path("include", "posix_prefix")  # Triton looks here, and its compiler in CPATH
     if not any(Path(place, "Python.h").is_file() for place in [include, *os.environ.get("CPATH", "").split(":")]):
-        yield f"{include}: Triton compiles kernels with Python.h, which is not there; {remedy}"
+        yield f"{include}: Triton compiles kernels with Python.h, which is missing; {remedy}"
 
 
 def rejected_on_cuda(config: RunConfig) -> Iterator[str]:
-    """What runs on a CPU alone."""
+    """Yield settings that only work on a CPU."""
     if config.model.dtype == "float32":
-        yield "model.dtype=float32 cannot run on CUDA: its attention kernels are bfloat16; set bfloat16"
+        yield "model.dtype=float32 does not run on CUDA, whose attention kernels are bfloat16; set bfloat16"
 
 
 def logging_problems(config: RunConfig) -> Iterator[str]:
-    if find_spec("torch") is None:  # nor are most others: the command says how to install all of them
+    if find_spec("torch") is None:  # most others are missing, too; the first import says how to install all of them
         return
-    wanted = (("wandb", config.logging.wandb), ("tensorboard", config.logging.tensorboard))
-    for package, asked in wanted:
-        if asked and find_spec(package) is None:
-            yield f"logging.{package}=true, but the package is not installed; pip install {package}, or set it to false"
+    for package in ("wandb", "tensorboard"):
+        if getattr(config.logging, package) and find_spec(package) is None:
+            yield f"logging.{package}=true needs its package; pip install {package}, or set it to false"

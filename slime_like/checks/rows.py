@@ -1,15 +1,15 @@
-"""Data files, and the row that users' code is tried with. The run checks all rows when it reads them, before Ray."""
+"""Checks of data files, and the row for trying custom code. The run reads and checks all rows before Ray starts."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from slime_like.checks.directories import missing
 from slime_like.config.run import RunConfig
 from slime_like.data.formats import in_format
 from slime_like.data.rows import SUFFIXES, data_files, read_rows
 from slime_like.errors import DataError
 from slime_like.interfaces.environment import Task
+from slime_like.system.words import from_here
 
 
 def training_file_problems(config: RunConfig) -> Iterator[str]:
@@ -33,16 +33,16 @@ def _file_problems(field: str, paths: Sequence[Path]) -> Iterator[str]:
             continue
         for file in files:
             if not file.is_file():
-                yield f"{field}={file} {missing(file)}; give an existing file, directory or pattern"
+                yield f"{field}={file} does not exist{from_here(file)}; give an existing file, directory or pattern"
             elif file.suffix not in SUFFIXES:
                 yield (
-                    f"{field}={file} is of an unknown type; give {' or '.join(SUFFIXES)} files (of a dataset, "
-                    "`datasets.load_dataset(...)[split].to_json('train.jsonl')` writes one)"
+                    f"{field}={file} has an unknown type; give {' or '.join(SUFFIXES)} files "
+                    "(`datasets.load_dataset(...)[split].to_json('train.jsonl')` writes one)"
                 )
 
 
 def first_row(config: RunConfig) -> Task | None:
-    """Return the first row with an answer, the text of its messages as the prompt; ``None`` if none can be read."""
+    """Return the first row with an answer, with messages joined to a text, or ``None`` if no row can be read."""
     for data in config.data.parts:
         for file in data.train or config.evaluation.files:
             with suppress(DataError):

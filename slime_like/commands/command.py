@@ -1,4 +1,4 @@
-"""A subcommand of ``slime-like``: its help, the function behind it, and arguments that several of them share."""
+"""A subcommand of ``slime-like``: its help, its function, and arguments that several subcommands share."""
 
 import argparse
 import tempfile
@@ -8,9 +8,9 @@ from dataclasses import dataclass, field
 from itertools import takewhile
 from pathlib import Path
 
+from slime_like.checks.directories import directory_problem
 from slime_like.config.base import require_path
 from slime_like.config.reading.load import is_assignment
-from slime_like.errors import ConfigError
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,14 +19,14 @@ class Command:
 
     Attributes:
         name: one word, or a group and a word.
-        summary: its line in the list of commands.
-        run: receives the command's arguments, and the flags of the configuration.
-        description: the help's first paragraph.
-        usage: what follows the name; "" leaves it to argparse.
-        paths: leading arguments and their help, of a command that takes flags of the configuration among its options.
-            Such flags take any number of values, so that paths come first. One in brackets is optional.
-        takes_flags: options that it does not know are flags of the configuration.
-        epilog: the help's last paragraph, or what makes it.
+        summary: line in the list of commands.
+        run: receives the command's arguments and the flags of the configuration.
+        description: first paragraph of the help.
+        usage: what follows the name and the paths; "" leaves the usage to argparse.
+        paths: leading paths and their help, for a command that takes flags. Such flags take any number of values, so
+            the paths come first. A path in brackets is optional.
+        takes_flags: unknown options are flags of the configuration. If false, flags follow ``--``.
+        epilog: last paragraph of the help.
     """
 
     name: str
@@ -37,76 +37,46 @@ class Command:
     usage: str = ""
     paths: Mapping[str, str] = field(default_factory=dict)
     takes_flags: bool = True
-    epilog: str | Callable[[], str] = ""
+    epilog: Callable[[], str] | str = ""
 
-    @property
-    def words(self) -> list[str]:
-        return self.name.split()
-
-    def add_parser(self, commands: "argparse._SubParsersAction[argparse.ArgumentParser]", whole: bool) -> None:
-        """Add the command to a list of commands; ``whole``: with everything that its help shows."""
-        if not whole:
-            commands.add_parser(self.words[-1], help=self.summary)
-            return
-        parser = commands.add_parser(
-            self.words[-1],
-            help=self.summary,
-            usage=self._usage(),
-            description=self.description,
-            epilog=self.epilog() if callable(self.epilog) else self.epilog,
-            formatter_class=argparse.RawDescriptionHelpFormatter,
-            allow_abbrev=False,
-        )
-        for name, text in self.paths.items():
-            optional = name.startswith("[")
-            parser.add_argument(_key(name), nargs="?" if optional else None, metavar=name.strip("[]"), help=text)
-        self.add_arguments(parser)
+    def print_help(self) -> None:
+        parser = self._parser()
+        parser.epilog = self.epilog() if callable(self.epilog) else self.epilog
+        parser.print_help()
 
     def parse(self, arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
         """Split what follows the name into the command's arguments and flags of the configuration.
 
         Raises:
-            ConfigError: a path is missing, or there is one too many.
+            SystemExit: an argument is wrong, missing or unexpected. argparse prints which.
         """
-        parser = argparse.ArgumentParser(
-            prog=f"slime-like {self.name}", usage=self._usage(), add_help=False, allow_abbrev=False
-        )
-        self.add_arguments(parser)
         if not self.takes_flags:
             own = list(takewhile(lambda argument: argument != "--", arguments))
-            return parser.parse_args(own), list(arguments[len(own) + 1 :])
+            return self._parser().parse_args(own), list(arguments[len(own) + 1 :])
         leading = list(takewhile(lambda one: not one.startswith("--") and not is_assignment(one), arguments))
-        required = [name for name in self.paths if not name.startswith("[")]
-        if len(leading) < len(required):
-            missing = "are missing; they come" if len(required) > 1 else "is missing; it comes"
-            raise ConfigError(f"{' and '.join(required)} {missing} first: {self._usage()}", code="argument-missing")
-        if len(leading) > len(required) == len(self.paths):
-            extra = f"{leading[len(required)]} is one argument too many"
-            raise ConfigError(f"{extra}: {self._usage()}", code="argument-unexpected")
-        options, flags = parser.parse_known_args(list(arguments[len(leading) :]))
-        for index, name in enumerate(self.paths):
-            setattr(options, _key(name), _path(parser, leading[index]) if index < len(leading) else None)
-        return options, [*leading[len(self.paths) :], *flags]
+        paths = self._parser(options=False).parse_args(leading)
+        return self._parser(paths=False).parse_known_args(list(arguments[len(leading) :]), paths)
 
-    def _usage(self) -> str | None:
-        return " ".join(["slime-like", self.name, *self.paths, self.usage]) if self.usage else None
-
-
-def _key(name: str) -> str:
-    """Attribute of a path's value: ``config`` of ``[CONFIG.yaml]``, ``hf_dir`` of ``HF_DIR``."""
-    return name.strip("[]").partition(".")[0].lower()
-
-
-def _path(parser: argparse.ArgumentParser, text: str) -> Path:
-    try:
-        return given_path(text)
-    except argparse.ArgumentTypeError as error:
-        parser.error(str(error))
+    def _parser(self, paths: bool = True, options: bool = True) -> argparse.ArgumentParser:
+        parser = argparse.ArgumentParser(
+            prog=f"slime-like {self.name}",
+            usage=" ".join(["slime-like", self.name, *self.paths, self.usage]) if self.usage else None,
+            description=self.description,
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+            allow_abbrev=False,
+        )
+        for name, text in self.paths.items() if paths else ():
+            shown, nargs = name.strip("[]"), "?" if name.startswith("[") else None
+            key = shown.partition(".")[0].lower()  # config of [CONFIG.yaml], hf_dir of HF_DIR
+            parser.add_argument(key, nargs=nargs, type=given_path, metavar=shown, help=text)
+        if options:
+            self.add_arguments(parser)
+        return parser
 
 
 # ------------------------------------------------------------------------------------------------- shared arguments
 def given_path(text: str) -> Path:
-    """``type`` of a positional path: text that can name no file is rejected."""
+    """Parse a path argument. Text that cannot name a file is rejected."""
     try:
         require_path(text)
     except ValueError as error:
@@ -114,18 +84,35 @@ def given_path(text: str) -> Path:
     return Path(text)
 
 
+def at_least_one(text: str) -> int:
+    """Parse a count of at least 1."""
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 1")
+    return int(text)
+
+
 def has_flag(flags: Sequence[str], name: str) -> bool:
-    """Return whether the flags hold ``--name value`` or ``--name=value``."""
+    """Return whether the flags contain ``--name value`` or ``--name=value``."""
     return any(flag == f"--{name}" or flag.startswith(f"--{name}=") for flag in flags)
 
 
 def temporary_run_dir(command: str) -> Path:
-    """A directory that does not exist yet, for a command that leaves nothing behind."""
+    """Return a directory that does not exist yet, for a command that leaves nothing behind."""
     return Path(tempfile.gettempdir()) / f"slime-like-{command}-{uuid.uuid4().hex[:12]}"
 
 
-def at_least_one(text: str) -> int:
-    """``type`` of an option that counts something."""
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 1")
-    return int(text)
+def output_problem(output: Path, read: Mapping[str, Sequence[Path]]) -> str | None:
+    """Return why ``--output`` cannot be written, with the remedy, or ``None``. It is tried before anything starts.
+
+    Args:
+        read: files that must not be replaced, by the setting that names them.
+    """
+    if output.exists() and not output.is_file():
+        return f"--output={output}: is not a regular file and would be replaced; give a file"
+    for name, files in read.items():
+        if output.exists() and any(file.exists() and output.samefile(file) for file in files):
+            return f"--output={output}: is also given as {name} and would be replaced; give another file"
+    if not output.absolute().parent.is_dir():
+        return f"--output={output}: its directory does not exist; create it"
+    problem = directory_problem(output.resolve().parent)
+    return f"--output={output}: its directory {problem}" if problem else None

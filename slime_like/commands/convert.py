@@ -11,13 +11,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from slime_like.checks.definition import CONVERSION
+from slime_like.checks.directories import directory_problem
 from slime_like.commands.command import Command, at_least_one, given_path, has_flag, temporary_run_dir
 from slime_like.commands.weights_source import find_weights
 from slime_like.config import RunConfig
 from slime_like.config.reading.load import load_config
 from slime_like.errors import ConfigError
 from slime_like.models.converted import DESCRIPTION as CONVERTED
-from slime_like.models.converted import is_converted, training_checkpoint
 from slime_like.system.words import counted
 
 if TYPE_CHECKING:
@@ -30,8 +30,8 @@ _SMALLEST = 10_000
 
 
 DESCRIPTION = (
-    "Convert checkpoints from disk to disk, or compare two. Needs neither Ray nor a GPU, and memory for\n"
-    "a few tensors. Training can also start from a Hugging Face directory, without a conversion."
+    "Convert checkpoints from disk to disk, or compare two. This needs neither Ray nor a GPU, and memory for "
+    "a few tensors only. Training can also start from a Hugging Face directory, without a conversion."
 )
 
 
@@ -46,7 +46,7 @@ def _add_writing_options(parser: argparse.ArgumentParser) -> None:
         "--dtype",
         choices=["auto", "float32", "bfloat16", "float16"],
         default="auto",
-        help="type of the written weights; auto: that of each tensor (default: %(default)s)",
+        help="type of the written weights; auto keeps each tensor's type (default: %(default)s)",
     )
     add(
         "--max_shard_size",
@@ -56,12 +56,13 @@ def _add_writing_options(parser: argparse.ArgumentParser) -> None:
         help="largest data file, such as 500MB or 5GB (default: %(default)s)",
     )
     add("--allow_nan", action="store_true", help="also convert tensors with NaN or infinity")
-    add(
-        "--force",
-        action="store_true",
-        help="replace an earlier conversion or model in OUT, at the end",
-    )
+    _add_force(parser)
     _add_workers(parser)
+
+
+def _add_force(parser: argparse.ArgumentParser) -> None:
+    text = "replace an earlier conversion or model in OUT when the new one is complete"
+    parser.add_argument("--force", action="store_true", help=text)
 
 
 def _add_workers(parser: argparse.ArgumentParser) -> None:
@@ -75,7 +76,7 @@ def _add_workers(parser: argparse.ArgumentParser) -> None:
 
 
 def size_in_bytes(text: str) -> int:
-    """ "500MB", "1.5GiB" or plain bytes."""
+    """Parse "500MB", "1.5GiB" or plain bytes."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([A-Za-z]*)", text.strip())
     if match is None or match[2].upper() not in _UNITS:
         raise ArgumentTypeError(f"{text!r} is not a size; give one such as 500MB, 5GB or 2GiB")
@@ -85,52 +86,27 @@ def size_in_bytes(text: str) -> int:
     return size
 
 
-def size_text(nbytes: int) -> str:
-    """Format a size in the largest fitting unit, KB or above."""
-    unit = next((name for name in ("GB", "MB") if nbytes >= _UNITS[name]), "KB")
-    return f"{nbytes / _UNITS[unit]:.2f} {unit}"
-
-
-def _reject_dtype(flags: Sequence[str]) -> None:
-    if has_flag(flags, "model.dtype"):
-        problem = "--model.dtype is what a run computes in; the type that is written is --dtype"
-        raise ConfigError(problem, code="flag-excluded")
-
-
 def _to_megatron(options: argparse.Namespace, flags: Sequence[str]) -> int:
-    _reject_dtype(flags)
     if has_flag(flags, "model.path"):
-        problem = f"--model.path: HF_DIR={options.hf_dir} is the model already; leave it out"
+        problem = f"--model.path: HF_DIR={options.hf_dir} is the model already; remove the flag"
         raise ConfigError(problem, code="flag-excluded")
-    checkpoint = training_checkpoint(options.hf_dir)
-    if checkpoint is not None:
-        whose = "what `slime-like convert to-megatron` wrote" if is_converted(checkpoint) else "a run's"
-        raise ConfigError(
-            f"HF_DIR={options.hf_dir} is a training checkpoint already ({whose}); train from it with "
-            f"--model.weights {checkpoint}, or make a Hugging Face directory of it: "
-            f"slime-like convert to-hf {checkpoint} OUT",
-            code="wrong-checkpoint",
-        )
     _require_output(options.hf_dir, options.out, options.force)
     config = _checked(["--model.path", str(options.hf_dir)], flags)
     from slime_like.conversion.convert import to_megatron
 
-    _print(options.out, to_megatron(config, options.out, _conversion(options)))
-    return 0
+    return _print(options.out, to_megatron(config, options.out, _conversion(options)))
 
 
 def _to_hf(options: argparse.Namespace, flags: Sequence[str]) -> int:
-    _reject_dtype(flags)
-    source = find_weights(options.checkpoint, flags)
-    if source.weights is None:
+    model, weights = find_weights(options.checkpoint, flags)
+    if weights is None:
         problem = f"CHECKPOINT={options.checkpoint} is a Hugging Face directory already; copy it"
         raise ConfigError(problem, code="wrong-checkpoint")
     _require_output(options.checkpoint, options.out, options.force)
-    config = _checked(source.flags, flags)
+    config = _checked(model, flags)
     from slime_like.conversion.convert import to_hugging_face
 
-    _print(options.out, to_hugging_face(config, source.weights, options.out, _conversion(options)))
-    return 0
+    return _print(options.out, to_hugging_face(config, weights, options.out, _conversion(options)))
 
 
 def _check(options: argparse.Namespace, flags: Sequence[str]) -> int:
@@ -152,14 +128,15 @@ def _check(options: argparse.Namespace, flags: Sequence[str]) -> int:
 
 
 def _open(config: RunConfig, path: Path, flags: Sequence[str]) -> TensorSource:
-    from slime_like.conversion.convert import open_checkpoint, open_hugging_face
+    from slime_like.conversion.convert import converter_of
 
     if any(path.glob("*.safetensors")):
-        return open_hugging_face(config, path)
-    source = find_weights(path, flags)
-    if source.weights is None:
-        raise ConfigError(f"{path} holds no *.safetensors file; give a directory with weights", code="no-weights")
-    return open_checkpoint(_checked(source.flags, flags), source.weights)
+        return converter_of(config).open_hugging_face(path)
+    model, weights = find_weights(path, flags)
+    if weights is None:
+        raise ConfigError(f"{path} has no *.safetensors file; give a directory with weights", code="no-weights")
+    config = _checked(model, flags)
+    return converter_of(config).open_checkpoint(config, weights)
 
 
 def _add_gguf_options(parser: argparse.ArgumentParser) -> None:
@@ -167,12 +144,10 @@ def _add_gguf_options(parser: argparse.ArgumentParser) -> None:
     add("file", type=given_path, metavar="FILE", help="file of an architecture that transformers reads from GGUF")
     add("out", type=given_path, metavar="OUT", help="directory to write")
     add("--dtype", choices=("bfloat16", "float16", "float32"), default="bfloat16", help="type to write (%(default)s)")
-    add("--force", action="store_true", help="replace an earlier conversion or model in OUT, at the end")
+    _add_force(parser)
 
 
 def _from_gguf(options: argparse.Namespace, _: Sequence[str]) -> int:
-    if not options.file.is_file():
-        raise ConfigError(f"FILE={options.file} is no file; give a .gguf file", code="no-gguf")
     _require_output(options.file, options.out, options.force)
     from slime_like.conversion.gguf import gguf_to_hugging_face
 
@@ -188,35 +163,37 @@ def _conversion(options: argparse.Namespace) -> ConversionOptions:
 
 
 def _checked(arguments: Sequence[str], flags: Sequence[str]) -> RunConfig:
-    """The user's flags come last, so that they win."""
+    """Read and check the configuration. The user's flags come last, so they override ``arguments``."""
     from slime_like.checks.check import require_valid
 
+    if has_flag(flags, "model.dtype"):
+        problem = "--model.dtype is the precision of a run; give the type to write as --dtype"
+        raise ConfigError(problem, code="flag-excluded")
     config = load_config(None, [*arguments, *flags], temporary_run_dir("convert"))
     require_valid(config, CONVERSION)
     return config
 
 
 def _require_output(source: Path, output: Path, force: bool) -> None:
-    from slime_like.checks.directories import directory_problem
-
     code, problem = "output-unusable", directory_problem(output)
     if problem is None and (source.resolve() == output.resolve() or output.resolve() in source.resolve().parents):
         problem = "contains the source; give another directory"
     elif problem is None and output.is_dir() and any(output.iterdir()):
         if not force:
             code = "output-not-empty"
-            problem = "is not empty; give another directory, or --force to replace what is there"
+            problem = "is not empty; give another directory, or --force to replace it"
         elif not ((output / CONVERTED).is_file() or (output / "config.json").is_file()):
             problem = "is neither a converted checkpoint nor a model; give another directory"
     if problem:
         raise ConfigError(f"OUT={output} {problem}", code=code)
 
 
-def _print(output: Path, summary: ConversionSummary) -> None:
+def _print(output: Path, summary: ConversionSummary) -> int:
     kept = f", {summary.reused} of them from an earlier start" if summary.reused else ""
     tensors, files = counted(summary.tensors, "tensor"), counted(summary.files, "file")
-    print(f"converted: {tensors}, {size_text(summary.nbytes)}, {files}{kept}")
+    print(f"converted: {tensors}, {summary.nbytes / 1e6:.2f} MB, {files}{kept}")
     print(f"output: {output}")
+    return 0
 
 
 COMMANDS = (
@@ -253,8 +230,8 @@ COMMANDS = (
         "convert from-gguf",
         "convert a GGUF file to a Hugging Face directory",
         _from_gguf,
-        "Write weights, configuration, tokenizer and chat template of a GGUF file. Quantised weights are\n"
-        "dequantised: what quantisation lost stays lost.",
+        "Write weights, configuration, tokenizer and chat template of a GGUF file. Quantized weights are\n"
+        "dequantized, with the precision that quantization left.",
         _add_gguf_options,
         takes_flags=False,
     ),

@@ -1,4 +1,4 @@
-"""The command ``slime-like``: errors meant for people as sentences, and exit codes.
+"""The command ``slime-like``: errors for users as sentences, and exit codes.
 
 Exit codes: 0 done; 1 the run failed; 2 the command, the configuration or the data is rejected; 130 interrupted
 (Ctrl-C); 141 the reader of the output closed it.
@@ -9,16 +9,16 @@ import signal
 import sys
 from collections.abc import Callable, Sequence
 
-from slime_like.commands.failure import notes_of, traceback_kept
+from slime_like.commands.failure import traceback_kept
 from slime_like.errors import INTERRUPTED, OUTPUT_CLOSED, ConfigError, SlimeLikeError, exit_code
 from slime_like.system.interrupts import InterruptHandler
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one subcommand; errors go to standard error as one sentence each, without traceback.
+    """Run one subcommand and return its exit code. Errors are printed to standard error, one sentence each.
 
     Args:
-        argv: its arguments; ``None`` takes this process's.
+        argv: arguments; ``None`` means this process's.
     """
     try:
         with traceback_kept(None):
@@ -27,19 +27,18 @@ def main(argv: Sequence[str] | None = None) -> int:
             return code
     except SlimeLikeError as error:
         problems = error.problems if isinstance(error, ConfigError) else [error]
-        _complain([f"{problem} [{problem.code}]" for problem in problems], notes_of(error))
+        _complain([f"{problem} [{problem.code}]" for problem in problems], error)
         return exit_code(error)
     except BrokenPipeError:  # as in `slime-like report RUN_DIR | head`
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what Python flushes at its end
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes when it exits
         return OUTPUT_CLOSED
     except KeyboardInterrupt as error:
-        _complain(["interrupted"], notes_of(error))
+        _complain(["interrupted"], error)
         return INTERRUPTED
 
 
 def _imported() -> Callable[[Sequence[str]], int]:
-    """Import the subcommands' entry point. A handler notes interrupts during the import, since pydantic turns them
-    into errors."""
+    """Import the entry point. A handler notes interrupts during the import, because pydantic turns them into errors."""
     handler = InterruptHandler()
     before = signal.signal(signal.SIGINT, handler)
     try:
@@ -53,16 +52,12 @@ def _imported() -> Callable[[Sequence[str]], int]:
     return run
 
 
-def _complain(problems: Sequence[str], notes: Sequence[str]) -> None:
-    """Print the problems, and ``notes`` as the last lines."""
-    if len(problems) == 1:
-        print(f"slime-like: {problems[0]}", file=sys.stderr)
-    else:
-        print(f"slime-like: {len(problems)} problems", file=sys.stderr)
-        for problem in problems:
-            print(f"  - {problem}", file=sys.stderr)
-    for note in notes:
-        print(f"slime-like: {note}", file=sys.stderr)
+def _complain(problems: Sequence[str], error: BaseException) -> None:
+    """Print the problems, and the error's notes as the last lines."""
+    several = [f"slime-like: {len(problems)} problems", *(f"  - {problem}" for problem in problems)]
+    notes = [f"slime-like: {note}" for note in getattr(error, "__notes__", ())]
+    lines = [f"slime-like: {problems[0]}"] if len(problems) == 1 else several
+    print("\n".join([*lines, *notes]), file=sys.stderr)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
-"""What settings choose by name: each built-in part with the first line of its documentation and its options.
+"""Built-in parts that settings choose by name, with their documentation and options.
 
-Documentation is read from the sources, so that listing the names imports none of the parts.
+The documentation is read from the sources, so listing the names imports none of the parts.
 """
 
 import ast
@@ -25,12 +25,12 @@ ADVANTAGES = {name: f"slime_like.algorithms.advantages:{part}" for name, part in
 TRANSPORTS = {name: f"slime_like.weights.transports.{module}" for name, (module, _) in names.TRANSPORTS.items()}
 _OWN_PACKAGES = ("backends.", "rollout.")
 _ROOT = Path(__file__).parents[2]
-"""Where the packages of this distribution lie, side by side."""
+"""Directory of this distribution's packages."""
 
 
 @dataclass(frozen=True, slots=True)
 class Option:
-    """A keyword argument; ``default`` is none where it must be given. Type and default as in YAML."""
+    """A keyword argument, its type and default as in YAML. ``default`` is ``None`` if it is required."""
 
     name: str
     type_text: str
@@ -40,11 +40,11 @@ class Option:
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """One name.
+    """One part.
 
     Attributes:
         summary: first line of its documentation.
-        details: the rest, without the sections about arguments and errors.
+        details: the other lines, without the sections about arguments and errors.
     """
 
     name: str
@@ -52,13 +52,9 @@ class Part:
     details: str
     options: tuple[Option, ...]
 
-    @property
-    def defaults(self) -> dict[str, str | None]:
-        return {option.name: option.default for option in self.options}
-
 
 def named_parts() -> dict[str, tuple[Part, ...]]:
-    """Built-in parts by the setting that takes their name."""
+    """Return the built-in parts by the setting that accepts their names."""
     places: dict[str, Mapping[str, str]] = {
         "reward.functions": REWARDS,
         "algorithm.loss": LOSSES,
@@ -69,16 +65,15 @@ def named_parts() -> dict[str, tuple[Part, ...]]:
         "sync.transport": TRANSPORTS,
     }
     found = {setting: tuple(_part(name, place) for name, place in named.items()) for setting, named in places.items()}
-    summed = "The rewards that `rollout.environment` returned, summed over a conversation."
     found["reward.functions"] += (
-        Part(ENVIRONMENT, summed, "", ()),
+        Part(ENVIRONMENT, "The rewards that `rollout.environment` returned, summed over a conversation.", "", ()),
         Part(AGENT, "The reward that `rollout.agent` returned.", "", ()),
     )
     return found
 
 
 def _modules(group: str) -> dict[str, str]:
-    """Modules of the distribution's entry points: they describe engines and trainers for users."""
+    """Return the modules of this distribution's entry points, which describe engines and trainers."""
     points = [point for point in entry_points(group=group) if point.value.startswith(_OWN_PACKAGES)]
     return {point.name: point.module for point in points}
 
@@ -105,17 +100,14 @@ _TYPES = {"int": "integer", "float": "number", "bool": "switch", "str": "text"}
 
 
 def _options(node: ast.AST, documentation: str) -> Iterator[Option]:
-    """Keyword arguments of a function; of a class, what its constructor has defaults for."""
-    if isinstance(node, ast.ClassDef):
-        made = [method for method in node.body if isinstance(method, ast.FunctionDef) and method.name == "__init__"]
-        arguments = made[0].args if made else ast.arguments([], [], None, [], [], None, [])
-        named: list[tuple[ast.arg, ast.expr | None]] = list(
-            zip(arguments.args[len(arguments.args) - len(arguments.defaults) :], arguments.defaults, strict=True)
-        )
-    elif isinstance(node, ast.FunctionDef):
+    """Yield the keyword arguments of a function, or the constructor's arguments with a default of a class."""
+    named: list[tuple[ast.arg, ast.expr | None]] = []
+    if isinstance(node, ast.FunctionDef):
         named = list(zip(node.args.kwonlyargs, node.args.kw_defaults, strict=True))
-    else:
-        named = []
+    for made in node.body if isinstance(node, ast.ClassDef) else ():
+        if isinstance(made, ast.FunctionDef) and made.name == "__init__":
+            defaults = made.args.defaults
+            named = list(zip(made.args.args[len(made.args.args) - len(defaults) :], defaults, strict=True))
     meanings = _meanings(documentation)
     for argument, default in named:
         written = ast.unparse(argument.annotation).removesuffix(" | None") if argument.annotation else ""
@@ -124,7 +116,7 @@ def _options(node: ast.AST, documentation: str) -> Iterator[Option]:
 
 
 def _meanings(documentation: str) -> dict[str, str]:
-    """Text of each argument in the section ``Args`` of a docstring."""
+    """Return the text of each argument in the section ``Args`` of a docstring."""
     section = re.search(r"^Args:\n((?:[ ]{4}.*\n?|\n)*)", documentation, flags=re.MULTILINE)
     lines = textwrap.dedent(section[1]) if section else ""
     entries = re.findall(r"^(\w+): (.*(?:\n[ ]+.*)*)", lines, flags=re.MULTILINE)

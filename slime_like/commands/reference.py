@@ -1,6 +1,6 @@
-"""Every field and every name as text: ``slime-like train --help``, ``docs/configuration.md`` and ``docs/rewards.md``.
+"""Every field and every built-in name as Markdown: ``train --help``, ``docs/configuration.md`` and ``docs/rewards.md``.
 
-``python -m slime_like.commands.reference`` writes what follows the introductions of the pages.
+``python -m slime_like.commands.reference`` writes everything after the introductions of the two pages.
 """
 
 import sys
@@ -8,8 +8,9 @@ import textwrap
 from pathlib import Path
 
 from slime_like.commands.parts import Part, named_parts
-from slime_like.config.reading.fields import Field, SectionDoc, sections
+from slime_like.config.reading.fields import Field, sections
 
+_REWARDS = "reward.functions"
 _NAMES = """\
 ## Names
 
@@ -17,58 +18,35 @@ These names are built in. [Rewards](rewards.md) have a page, and [you can add mo
 """
 
 
-def fields_help(width: int = 100) -> str:
-    """Describe every flag, its type and default, section by section; then every name that a flag takes."""
-    described = [_help(section, width) for section in sections() if section.fields]
-    return "\n\n".join([*described, *(_names_help(*named, width) for named in named_parts().items())])
+def fields_help() -> str:
+    """Return the fields as flags, and the names that they accept."""
+    return f"{reference_text('--')}\n{_names(_REWARDS)}"
 
 
-def _help(section: SectionDoc, width: int) -> str:
-    indent = " " * 6
-    lines = [f"{section.name or 'run'}:" + (f" {section.description}" if section.description else "")]
-    for field in section.fields:
-        default = "required" if field.required else f"default: {field.default_text}"
-        lines.append(f"  --{field.name} ({field.type_text}; {default})")
-        lines += textwrap.wrap(
-            field.description, width, initial_indent=indent, subsequent_indent=indent, break_on_hyphens=False
-        )
-    return "\n".join(lines)
+def reference_text(prefix: str = "") -> str:
+    """Return the fields, section by section, and the names that they accept. ``prefix`` precedes each field."""
+    fields = [
+        f"## {f'`{section}`' if section else 'The run'}\n\n" + "\n".join(_field(one, prefix) for one in leaves) + "\n"
+        for section, leaves in sections().items()
+        if leaves
+    ]
+    return "\n".join([*fields, _NAMES, *(_names(setting) for setting in named_parts() if setting != _REWARDS)])
 
 
-def _names_help(setting: str, parts: tuple[Part, ...], width: int) -> str:
-    lines = [f"names for {setting}:"]
-    for part in parts:
-        text = f"{part.name}: {part.summary}{_options(part)}"
-        lines += textwrap.wrap(
-            text, width, initial_indent="  ", subsequent_indent=" " * 6, break_on_hyphens=False, break_long_words=False
-        )
-    return "\n".join(lines)
+def _field(field: Field, prefix: str) -> str:
+    kind = field.type_text.removesuffix(" or none").replace("true | false", "switch").replace(" | ", ", ")
+    return _item(prefix + field.name, field.description, _note(kind, field.default_text))
+
+
+def _names(setting: str) -> str:
+    """List the names that a setting accepts, with the first line of their documentation."""
+    items = [_item(part.name, part.summary + _options(part)) for part in named_parts()[setting]]
+    return f"`{setting}`\n\n" + "\n".join(items) + "\n"
 
 
 def _options(part: Part) -> str:
-    shown = [f"`{name}`" if default is None else f"`{name}={default}`" for name, default in part.defaults.items()]
+    shown = [f"`{one.name}`" if one.default is None else f"`{one.name}={one.default}`" for one in part.options]
     return f" Options: {', '.join(shown)}." if shown else ""
-
-
-def reference_text() -> str:
-    """Return the fields and names, Markdown."""
-    parts = [_section(section) for section in sections() if section.fields]
-    names = [
-        f"`{setting}`\n\n" + "\n".join(_item(part.name, part.summary + _options(part)) for part in named) + "\n"
-        for setting, named in named_parts().items()
-        if setting != "reward.functions"  # docs/rewards.md has them in full
-    ]
-    return "\n".join([*parts, _NAMES, *names])
-
-
-def _section(section: SectionDoc) -> str:
-    heading = f"## `{section.name}`" if section.name else "## The run"
-    return f"{heading}\n\n" + "\n".join(_field(field) for field in section.fields) + "\n"
-
-
-def _field(field: Field) -> str:
-    kind = field.type_text.removesuffix(" or none").replace("true | false", "switch").replace(" | ", ", ")
-    return _item(field.name, field.description, _note(kind, None if field.required else field.default_text))
 
 
 def _note(kind: str, default: str | None) -> str:
@@ -85,8 +63,8 @@ def _item(name: str, meaning: str, note: str = "") -> str:
 
 
 def rewards_text() -> str:
-    """Return the included reward functions, Markdown."""
-    return "## Included functions\n\n" + "\n".join(_reward(part) for part in named_parts()["reward.functions"])
+    """Return the included reward functions with their options."""
+    return "## Included functions\n\n" + "\n".join(_reward(part) for part in named_parts()[_REWARDS])
 
 
 def _reward(part: Part) -> str:
@@ -99,7 +77,7 @@ def _reward(part: Part) -> str:
 
 
 def page_text(path: Path) -> str:
-    """Return the page with its introduction as it is, and the rest generated."""
+    """Return the page with its introduction unchanged and the rest generated."""
     text = rewards_text() if path.stem == "rewards" else reference_text()
     introduction, _, _ = path.read_text(encoding="utf-8").partition(text[: text.index("\n") + 1])
     return introduction + text

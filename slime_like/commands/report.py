@@ -28,7 +28,7 @@ def _run(arguments: argparse.Namespace, _: list[str]) -> int:
 
 
 def _audit(run_dir: Path) -> int:
-    """Print what the ledger adds up to; 1 where it does not."""
+    """Print the sums of the ledger. Return 1 if they do not match."""
     from slime_like.data.ledger import audit_run
 
     audit = audit_run(run_dir)

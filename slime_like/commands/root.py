@@ -1,4 +1,4 @@
-"""The table of ``slime-like``'s subcommands, and how one of them is called."""
+"""The table of ``slime-like``'s subcommands, and how a subcommand is called."""
 
 import argparse
 import re
@@ -20,7 +20,6 @@ from slime_like.commands import (
     verify_engine,
 )
 from slime_like.commands.command import Command
-from slime_like.config.reading.fields import all_fields
 from slime_like.errors import REFUSED
 from slime_like.system.interrupts import InterruptHandler
 
@@ -46,48 +45,39 @@ _OPTION = re.compile(r"^--\w[\w-]*(?=$|=)")
 
 
 def run(argv: Sequence[str]) -> int:
-    """Run the subcommand that the arguments name; its exit code. Errors meant for people are ``SlimeLikeError``s."""
-    given = {_with_underscores(argument): argument for argument in argv}
-    argv = list(map(_with_underscores, argv))
-    named = [command for command in COMMANDS if argv[: len(command.words)] == command.words]
-    if not named or {"-h", "--help"} & set(argv):
-        _parser(named).parse_args(argv)  # which shows help or what is wrong, and exits
+    """Run the subcommand that the arguments name, and return its exit code.
+
+    Dashes and underscores are the same in options.
+
+    Raises:
+        SlimeLikeError: an error meant for users.
+        SystemExit: help was printed, or the arguments are wrong.
+    """
+    argv = [_OPTION.sub(lambda option: "--" + option[0][2:].replace("-", "_"), argument) for argument in argv]
+    command = next((one for one in COMMANDS if argv[: one.name.count(" ") + 1] == one.name.split()), None)
+    if command is None:
+        _parser().parse_args(argv)  # shows help or what is wrong, and exits
         return REFUSED
+    if {"-h", "--help"} & set(argv):
+        command.print_help()
+        return 0
     InterruptHandler().install()
     if "" not in sys.path:
-        sys.path.append("")  # custom code in the current directory is found, behind everything that is installed
-    options, flags = named[0].parse(argv[len(named[0].words) :])
-    # What is unknown is named as it was given.
-    return named[0].run(options, [given.get(flag, flag) if _name(flag) not in all_fields() else flag for flag in flags])
+        sys.path.append("")  # custom code in the current directory is found, after everything that is installed
+    return command.run(*command.parse(argv[len(command.name.split()) :]))
 
 
-def _name(flag: str) -> str:
-    return flag.removeprefix("--").partition("=")[0]
-
-
-def _with_underscores(argument: str) -> str:
-    """An option's name with underscores for dashes; everything else as it is."""
-    return _OPTION.sub(lambda option: "--" + option[0][2:].replace("-", "_"), argument)
-
-
-def _parser(whole: Sequence[Command]) -> argparse.ArgumentParser:
-    """Args: ``whole`` are the commands whose help may be shown."""
+def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="slime-like", description="RL post-training of language models, 3D-parallel.", allow_abbrev=False
     )
     parser.add_argument("--version", action="version", version=f"slime-like {__version__}")
-    lists = {"": parser.add_subparsers(dest="command", required=True, metavar="COMMAND")}
+    lists = {"": parser.add_subparsers(required=True, metavar="COMMAND")}
     for command in COMMANDS:
-        group = " ".join(command.words[:-1])
+        group, _, word = command.name.rpartition(" ")
         if group not in lists:
             summary, description = _GROUPS[group]
-            inner = lists[""].add_parser(
-                group,
-                help=summary,
-                description=description,
-                formatter_class=argparse.RawDescriptionHelpFormatter,
-                allow_abbrev=False,
-            )
-            lists[group] = inner.add_subparsers(dest="what", required=True, metavar="COMMAND")
-        command.add_parser(lists[group], command in whole)
+            inner = lists[""].add_parser(group, help=summary, description=description)
+            lists[group] = inner.add_subparsers(required=True, metavar="COMMAND")
+        lists[group].add_parser(word, help=command.summary)
     return parser

@@ -6,10 +6,9 @@ from pathlib import Path
 
 from slime_like.checks.definition import RANKS, loading_needs
 from slime_like.checks.earlier_run import backend_problem
-from slime_like.commands.command import Command, has_flag, temporary_run_dir
-from slime_like.commands.output_file import output_problem
+from slime_like.commands.command import Command, has_flag, output_problem, temporary_run_dir
 from slime_like.commands.reference import fields_help
-from slime_like.commands.weights_source import WeightsSource, find_weights
+from slime_like.commands.weights_source import find_weights
 from slime_like.config import RunConfig
 from slime_like.config.reading.load import load_config
 from slime_like.data.rows import SUFFIXES
@@ -23,14 +22,21 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _run(files: argparse.Namespace, flags: list[str]) -> int:
-    if problems := _file_problems(files.input, files.output):
+    problems = []
+    if files.input.suffix not in SUFFIXES:
+        problems.append(f"--input={files.input} has an unknown type; give a {' or '.join(SUFFIXES)} file")
+    elif not files.input.is_file():
+        problems.append(f"--input={files.input} does not exist; give an existing file")
+    if problem := output_problem(files.output, {"--input": [files.input]}):
+        problems.append(problem)
+    if problems:
         raise ConfigError(problems, code="file-unusable")
-    source = find_weights(files.checkpoint, flags)
-    config = _checked(source, flags)
-    from slime_like.score import score  # imports torch and Ray: only once the configuration is right
+    model, weights = find_weights(files.checkpoint, flags)
+    config = _checked([*model, *flags], weights)
+    from slime_like.score import score  # imports torch and Ray, so only after the checks
 
     temporary = not has_flag(flags, "run_dir")
-    summary = score(config, files.input, files.output, source.weights, temporary)
+    summary = score(config, files.input, files.output, weights, temporary)
     speed = summary.tokens / summary.wall_s
     print(f"scored: {counted(summary.rows, 'sequence')}, {counted(summary.tokens, 'token')}, {speed:.0f} tokens/s")
     print(f"mean logprob: {summary.mean_logprob:.4f}")
@@ -38,25 +44,13 @@ def _run(files: argparse.Namespace, flags: list[str]) -> int:
     return 0
 
 
-def _file_problems(source: Path, output: Path) -> list[str]:
-    problems = []
-    if source.suffix not in SUFFIXES:
-        problems.append(f"--input {source} is of an unknown type; give a {' or '.join(SUFFIXES)} file")
-    elif not source.is_file():
-        problems.append(f"--input {source} does not exist; give an existing file")
-    if problem := output_problem(output, {"--input": [source]}):
-        problems.append(problem)
-    return problems
-
-
-def _checked(source: WeightsSource, flags: Sequence[str]) -> RunConfig:
-    """The user's flags come last, so that they win."""
+def _checked(flags: Sequence[str], weights: Path | None) -> RunConfig:
     from slime_like.checks.check import check
 
-    config = load_config(None, [*source.flags, *flags], temporary_run_dir("score"))
-    problems = check(config, loading_needs(config, RANKS) if source.weights is None else RANKS)
-    if source.weights is not None:
-        problem = backend_problem(source.weights.parent, config.trainer.backend, "CHECKPOINT")
+    config = load_config(None, flags, temporary_run_dir("score"))
+    problems = check(config, loading_needs(config, RANKS) if weights is None else RANKS)
+    if weights is not None:
+        problem = backend_problem(weights.parent, config.trainer.backend, "CHECKPOINT")
         problems += [] if problem is None else [Problem("model.weights", problem)]
     if problems:
         raise ConfigError(problems)
@@ -69,7 +63,7 @@ COMMAND = Command(
     _run,
     "Score every response token of the rows {id, prompt_tokens, response_tokens} (optionally with a\n"
     "temperature) and write {id, logprobs, entropy} in the same order. This starts trainer ranks in the\n"
-    "layout trainer.parallel, and no engine.",
+    "layout trainer.parallel, but no engine.",
     _add_arguments,
     "--input TOKENS.jsonl --output LOGPROBS.jsonl [--section.field VALUE ...]",
     {

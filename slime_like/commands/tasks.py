@@ -22,7 +22,7 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
         "--exclude",
         type=given_path,
         metavar="FILE.jsonl",
-        help="no question of this file's rows, e.g. for held-out rows",
+        help="leave out the questions in this file, e.g. for held-out rows",
     )
     add("--levels", type=int, nargs="+", default=[], metavar="N", help="levels of the task's curriculum, in this order")
     add("--set", nargs="+", default=[], metavar="NAME=VALUE", help="settings of the task, e.g. max_terms=3")
@@ -32,12 +32,12 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
 def _run(given: argparse.Namespace, _: list[str]) -> int:
     pairs = [text.partition("=") for text in given.set]
     if wrong := [text for text, (name, sign, _) in zip(given.set, pairs, strict=True) if not (name and sign)]:
-        raise ConfigError(f"--set {wrong[0]}: must be NAME=VALUE", code="argument-value")
+        raise ConfigError(f"--set={wrong[0]}: must be NAME=VALUE", code="argument-value")
     out: Path = given.out
     if out.suffix != ".jsonl" or out.is_dir():
         raise ConfigError(f"OUT={out} must be a file whose name ends with .jsonl", code="output-unusable")
     if out.exists():
-        raise ConfigError(f"OUT={out} exists; give a new file, or remove it", code="output-exists")
+        raise ConfigError(f"OUT={out} exists; give a new file, or remove this one", code="output-exists")
     from slime_like.data.task_library import task_rows
 
     settings = {name: value for name, _, value in pairs}
@@ -55,22 +55,22 @@ def _run(given: argparse.Namespace, _: list[str]) -> int:
     if (different := len({json.dumps(json.loads(line)["prompt"]) for line in lines})) < given.count:
         print(f"different prompts: {different} of {given.count}")
     if given.plain:
-        print(f"Without tags the reward needs the pattern of an answer, e.g. of the last number: {_NUMBER}")
+        print(f"Without tags, the reward needs a pattern of the answer, e.g. for the last number: {_NUMBER}")
     return 0
 
 
 def _questions(path: Path) -> set[str]:
-    """Questions of the rows of a file that this command wrote."""
+    """Return the questions in a file that this command wrote."""
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except OSError as error:
-        raise ConfigError(f"--exclude {path}: cannot be read ({error.strerror})", code="argument-value") from error
+        raise ConfigError(f"--exclude={path}: cannot be read ({error.strerror})", code="argument-value") from error
     questions = set()
     for number, line in enumerate(lines, start=1):
         try:
             questions.add(json.loads(json.loads(line)["answer"])["question"])
         except (ValueError, LookupError, TypeError) as error:
-            problem = f"--exclude {path}:{number}: is no row that make-tasks wrote; give a file of such rows"
+            problem = f"--exclude={path}: line {number} was not written by make-tasks; give a file that was"
             raise ConfigError(problem, code="argument-value") from error
     return questions
 
@@ -80,7 +80,7 @@ COMMAND = Command(
     "write rows of a task of reasoning-gym, for the reward of the same name",
     _run,
     "Write generated rows of one task of reasoning-gym (the extra `tasks`) for data.train or evaluation.files.\n"
-    "With several --levels the rows become harder from part to part; data.shuffle: false keeps that order.",
+    "With several --levels, rows become harder from level to level; data.shuffle: false keeps that order.",
     _add_arguments,
     takes_flags=False,
 )

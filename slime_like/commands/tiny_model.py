@@ -9,7 +9,7 @@ from slime_like.config.run import MAX_SEED
 from slime_like.errors import ConfigError
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "qwen3_moe", "deepseek_v3")
-"""Families that are offered; listed here so that ``--help`` need not import torch."""
+"""Families to choose from, listed here so ``--help`` does not import torch."""
 
 
 def _add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -27,7 +27,7 @@ def _run(arguments: argparse.Namespace, _: list[str]) -> int:
     if problem := directory_problem(out):
         raise ConfigError(f"OUT={out} {problem}", code="output-unusable")
     if not 0 <= seed <= MAX_SEED:
-        raise ConfigError(f"--seed={seed} is out of range; it must be 0 to {MAX_SEED}", code="field-range")
+        raise ConfigError(f"--seed={seed} must be 0 to {MAX_SEED}", code="field-range")
     if out.is_dir() and any(out.iterdir()) and not arguments.force:
         problem = f"OUT={out} is not empty; give another directory, or --force to write into it"
         raise ConfigError(problem, code="output-not-empty")
@@ -42,8 +42,10 @@ def _run(arguments: argparse.Namespace, _: list[str]) -> int:
 
 
 def _first_training(out: Path) -> list[str]:
-    """A command that learns from the demonstrations: rewards would find nothing right in what an untrained model
-    writes. It names no recipe, and so works wherever OUT does."""
+    """Return a command that trains on demonstrations, because an untrained model would get no rewards.
+
+    It names no recipe, so it works in every directory.
+    """
     flags = {
         "algorithm.loss": "sft",
         "model.path": str(out),
@@ -61,9 +63,9 @@ COMMAND = Command(
     _run,
     "Write a tiny, randomly initialized Hugging Face checkpoint into OUT, sums of two numbers into\n"
     "OUT/data (train.jsonl, sft.jsonl, eval.jsonl), and products for the calculator environment into\n"
-    "OUT/data/calculator. Nothing is downloaded. The model takes 1024 tokens, prompt and response together,\n"
-    "so data.max_prompt_tokens must be lower than its default; 48 suffices. The last line printed is a\n"
-    "command that trains on the sums.",
+    "OUT/data/calculator. Nothing is downloaded. The model's sequences have at most 1024 tokens, so set\n"
+    "data.max_prompt_tokens below its default, e.g. to 48. The last line printed is a command that trains\n"
+    "on the sums.",
     _add_arguments,
     takes_flags=False,
 )

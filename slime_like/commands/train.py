@@ -2,12 +2,10 @@
 
 import argparse
 import sys
-from pathlib import Path
 
 from slime_like.checks.definition import NeedsOf, evaluation_needs, training_needs
-from slime_like.commands.command import Command, given_path, temporary_run_dir
+from slime_like.commands.command import Command, given_path, output_problem, temporary_run_dir
 from slime_like.commands.failure import traceback_kept
-from slime_like.commands.output_file import output_problem
 from slime_like.commands.reference import fields_help
 from slime_like.config import RunConfig
 from slime_like.config.reading.load import load_config
@@ -17,7 +15,7 @@ from slime_like.system.words import counted
 
 _USAGE = "[--section.field VALUE ...]"
 _FLAGS = (
-    "\nEvery field of the YAML file is also a flag; flags override the file. Relative paths are\n"
+    "\nEvery field of the YAML file is also a flag, and flags override the file. Relative paths are\n"
     "relative to the current directory."
 )
 _FILE = {"[CONFIG.yaml]": "configuration file"}
@@ -27,7 +25,7 @@ def _train(arguments: argparse.Namespace, flags: list[str]) -> int:
     config = load_config(arguments.config, flags)
     _require_valid(config, training_needs)
     with permanent_allocations():
-        from slime_like.train import train  # imports torch and Ray: only once the configuration is right
+        from slime_like.train import train  # imports torch and Ray, so only after the checks
 
     with traceback_kept(config.run_dir):
         summary = train(config)
@@ -36,8 +34,8 @@ def _train(arguments: argparse.Namespace, flags: list[str]) -> int:
     elif summary.accuracy_after is not None:
         until = summary.measured_otherwise_until
         print(
-            f"held-out accuracy: {summary.accuracy_after:.3f} after; until step {until} it was measured with other "
-            f"settings (config.until-step-{until:06d}.yaml), so that earlier values do not compare"
+            f"held-out accuracy: {summary.accuracy_after:.3f} after; values until step {until} were measured with "
+            f"other settings (config.until-step-{until:06d}.yaml) and cannot be compared"
         )
     print(f"throughput: {summary.tokens_per_second:.0f} tokens/s")
     print(f"wall time: {summary.wall_s:.1f} s")
@@ -50,7 +48,13 @@ def _evaluate(arguments: argparse.Namespace, flags: list[str]) -> int:
     temporary = temporary_run_dir("eval")
     config = load_config(arguments.config, flags, temporary)
     if arguments.output is not None:
-        _require_output(arguments.output, config, arguments.config)
+        read = {
+            "evaluation.files": config.evaluation.files,
+            "data.train": config.data.training_files,
+            "the configuration": () if arguments.config is None else (arguments.config,),
+        }
+        if problem := output_problem(arguments.output, read):
+            raise ConfigError(problem, code="file-unusable")
     _require_valid(config, evaluation_needs)
     from slime_like.checks.engine_install import version_warning
     from slime_like.evaluate import evaluate, write_responses
@@ -71,18 +75,8 @@ def _evaluate(arguments: argparse.Namespace, flags: list[str]) -> int:
     return 0
 
 
-def _require_output(output: Path, config: RunConfig, config_file: Path | None) -> None:
-    read = {
-        "evaluation.files": config.evaluation.files,
-        "data.train": config.data.training_files,
-        "the configuration": () if config_file is None else (config_file,),
-    }
-    if problem := output_problem(output, read):
-        raise ConfigError(problem, code="file-unusable")
-
-
 def _add_output(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--output", type=given_path, metavar="FILE", help="write all responses as JSONL, a row each")
+    parser.add_argument("--output", type=given_path, metavar="FILE", help="write all responses as JSONL, one row each")
 
 
 def _require_valid(config: RunConfig, needs_of: NeedsOf) -> None:
@@ -104,7 +98,7 @@ EVALUATE = Command(
     "eval",
     "measure the held-out accuracy of model.path",
     _evaluate,
-    f"Measure the held-out accuracy of model.path. Fields used by training only are ignored.{_FLAGS}",
+    f"Measure the held-out accuracy of model.path. Fields that only training uses are ignored.{_FLAGS}",
     _add_output,
     usage=f"[--output FILE] {_USAGE}",
     paths=_FILE,

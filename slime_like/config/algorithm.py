@@ -1,4 +1,4 @@
-"""The RL objective."""
+"""Section of the RL objective."""
 
 from collections.abc import Iterator
 from typing import Literal
@@ -28,26 +28,25 @@ ADVANTAGES = {
 """Names and functions of ``slime_like.algorithms.advantages``, which imports torch."""
 
 SEQUENCE_LOSSES = ("gspo",)
-"""Losses with a ratio per sequence."""
+"""Losses with one ratio per sequence."""
 
 GROUP_ADVANTAGES = ("grpo", "grpo_mean_only", "dr_grpo", "rloo", "reinforce_pp_baseline")
-"""Estimators that compare a sample with others of its group: with groups of one they give 0 for every sample."""
+"""Estimators that compare the samples of a group. With groups of one, every advantage is 0."""
 
 BATCH_ADVANTAGES = ("reinforce_pp", "reinforce_pp_baseline")
 """Estimators that need the whole batch before the first advantage is known."""
-
 
 KL_ESTIMATORS = ("k1", "k2", "k3", "low_var_kl")
 CORRECTIONS = ("none", "truncate", "clip", "mask", "tis", "mis", "icepop")
 
 
 class AlgorithmConfig(Section):
-    """Loss, advantages, reduction."""
+    """Loss, advantages and corrections."""
 
     loss: str = Field("ppo_clip", description="Loss: a name or custom code.")
     advantage: str = Field("grpo", description="Advantage estimator: a name or custom code.")
     reduction: Literal["tokens", "samples", "groups", "constant"] = "tokens"
-    """Mean of the loss: over all tokens, of per-sample means, of per-group token means, or of per-sample sums over
+    """Mean of the loss: over tokens, per-sample means, per-group token means, or per-sample sums divided by
     constant_length."""
     constant_length: int | None = Field(None, ge=1)
     """Divisor of reduction `constant`."""
@@ -75,33 +74,33 @@ class AlgorithmConfig(Section):
     off_policy_mask: float | None = Field(None, ge=0)
     """Mask sequences with a negative advantage if the policy has moved by more nats per token than this."""
     kl_reward_coef: float = Field(0.0, ge=0)
-    """Coefficient of the KL that is subtracted from a reward."""
+    """Coefficient of the KL that is subtracted from rewards."""
     kl_reward_estimator: Literal["k1", "k2", "k3", "low_var_kl"] = "k1"
-    """Estimator of that KL; k1 and k3 are unbiased."""
+    """Estimator of the KL in the reward; k1 and k3 are unbiased."""
     overlong_buffer: int | None = Field(None, ge=1)
     """Tokens below the limit over which DAPO's overlong penalty grows."""
     overlong_factor: float = Field(1.0, gt=0, description="Largest overlong penalty.")
     epochs: int = Field(1, ge=1, description="Passes over one batch (ppo_epochs).")
     minibatches: int = Field(1, ge=1, description="Optimizer steps per pass.")
     old_logprobs: Literal["auto", "score"] = "auto"
-    """score: compute old logprobs in an extra forward pass. auto: only if the update's pass cannot give them."""
+    """score: compute old logprobs in an extra forward pass. auto: only if the update's pass cannot provide them."""
     advantage_eps: float = Field(1e-6, ge=0, description="Groups with at most this spread have advantage 0.")
 
     @property
     def needs_reference(self) -> bool:
-        """A reference model is loaded and scores every batch."""
+        """Whether a reference model is loaded and scores every batch."""
         return self.kl_coef > 0 or self.kl_reward_coef > 0
 
     @property
     def scores_policy(self) -> bool:
-        """A pass before the first update computes old logprobs: later updates, the KL in the reward, or a batch's mean
-        importance weight need them."""
+        """Whether a pass before the first update computes old logprobs. Later updates, the KL in the reward and the
+        batch's mean importance weight need them."""
         more = self.epochs * self.minibatches
         return self.old_logprobs == "score" or more > 1 or self.kl_reward_coef > 0 or self.importance_normalize
 
     @property
     def per_sequence(self) -> tuple[str, ...]:
-        """Settings, with their values, that need a ratio or a mean over a whole sequence."""
+        """Settings with their values that need a ratio or a mean over a whole sequence."""
         corrects = self.importance_correction != "none"
         chosen = {
             "loss": self.loss if self.loss in SEQUENCE_LOSSES else None,
@@ -114,7 +113,7 @@ class AlgorithmConfig(Section):
     _absolute = field_validator("loss", "advantage", "kl_estimator", "importance_correction")(absolute_code)
 
     def row_conflicts(self) -> Iterator[str]:
-        """Yield settings that rollouts of several rows cannot have, as whole sentences: rows are trained apart."""
+        """Yield settings that rollouts of several rows exclude, because rows are trained separately."""
         remedies = {"loss": "use one per token, e.g. ppo_clip or cispo", "importance_level": "use token"}
         for setting in self.per_sequence:
             yield (
@@ -125,15 +124,12 @@ class AlgorithmConfig(Section):
     def conflicts(self) -> Iterator[str]:
         if self.kl_coef > 0 and self.kl_estimator == "k1" and not self.kl_importance_weighted:
             yield (
-                f"kl_estimator=k1 has zero expected gradient in a loss with kl_coef={self.kl_coef:g}; use k2, k3, or "
+                f"kl_estimator=k1 has zero expected gradient in a loss (kl_coef={self.kl_coef:g}); use k2 or k3, or "
                 "set kl_importance_weighted: true"
             )
         if (self.reduction == "constant") != (self.constant_length is not None):
             length = "none" if self.constant_length is None else self.constant_length
-            yield (
-                f"reduction={self.reduction} and constant_length={length} do not go together; "
-                "constant_length is the divisor of reduction `constant`, and of no other"
-            )
+            yield f"reduction={self.reduction}: constant_length={length} must be set for `constant`, and only for it"
         for name, value in (("veto", self.importance_veto), ("normalize", self.importance_normalize or None)):
             if self.importance_correction == "none" and value is not None:
                 yield (

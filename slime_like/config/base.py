@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from types import UnionType
 from typing import Any, Self, Union, get_args, get_origin
@@ -17,42 +18,29 @@ _WORDS = {"true": True, "false": False}
 
 
 def split_optional(annotation: Any) -> tuple[Any, bool]:
-    """The annotation without ``None``, and whether ``None`` was allowed."""
+    """Return the annotation without ``None``, and whether it allows ``None``."""
     if get_origin(annotation) not in (Union, UnionType):
         return annotation, False
     rest = [part for part in get_args(annotation) if part is not type(None)]
     return (rest[0] if len(rest) == 1 else annotation), len(rest) < len(get_args(annotation))
 
 
-def require_path(path: Any) -> None:
-    """Raise ``ValueError``, half a sentence, for text that can name no file: empty, or with a character of no name.
-
-    An empty path would mean the current directory.
-    """
-    text = str(path) if isinstance(path, str | Path) else None
+def require_path(text: str) -> None:
+    """Raise ``ValueError`` for text that cannot name a file. An empty path would mean the current directory."""
     if text == "":
         raise ValueError("is empty; give a path")
-    if text is not None and "\0" in text:
-        raise ValueError("holds a NUL character, which no path can have; remove it")
-    try:
-        encoded = os.fsencode(text or "")
-    except UnicodeEncodeError as error:
-        raise ValueError("holds half of a surrogate pair, which no path can have; remove it") from error
+    encoded = os.fsencode(text)  # raises a ValueError for a lone surrogate
+    if b"\0" in encoded:
+        raise ValueError("contains a NUL character, which no path can have; remove it")
     if len(encoded) > _MAX_PATH_BYTES or any(len(name) > _MAX_NAME_BYTES for name in encoded.split(b"/")):
         raise ValueError(f"is longer than a path can be (names of {_MAX_NAME_BYTES} bytes); shorten it")
 
 
-def absolute_path(path: Path) -> Path:
-    """The path that processes of other directories find; ``~name`` of no user stands for itself, as in a shell."""
-    try:
-        return path.expanduser().absolute()
-    except RuntimeError:
-        return path.absolute()
-
-
 def absolute_code(name: str | None) -> str | None:
-    """``path/to/file.py:name`` with an absolute path without ``..``: processes of other directories find it, and the
-    same file has one name."""
+    """Make the path in ``path/to/file.py:name`` absolute and without ``..``.
+
+    Processes in other directories find it, and a file has one name.
+    """
     file, colon, attribute = (name or "").rpartition(":")
     if not colon or not file.endswith(".py"):
         return name
@@ -61,16 +49,22 @@ def absolute_code(name: str | None) -> str | None:
 
 
 def _path(value: Any) -> Any:
-    require_path(value)
-    return absolute_path(Path(value)) if isinstance(value, str) else value
+    if isinstance(value, str | Path):
+        require_path(str(value))
+    if not isinstance(value, str):
+        return value
+    path = Path(value)
+    with suppress(RuntimeError):  # ``~name`` of an unknown user stays, as in a shell
+        path = path.expanduser()
+    return path.absolute()  # processes in other directories find it
 
 
 class Section(BaseModel):
     """Immutable section that rejects unknown keys and silent conversions.
 
-    A field's description stands in its line, or below it as a docstring.
+    A field's description is in its line, or below it as a docstring.
 
-    Two conversions are the same in YAML and in a flag: ``none`` for an optional field, and ``true`` or ``false`` for a
+    Two words mean the same in YAML and in a flag: ``none`` for an optional field, and ``true`` or ``false`` for a
     switch. A switch is not accepted as a number, nor a number as a switch.
     """
 
@@ -89,7 +83,7 @@ class Section(BaseModel):
                 raise ValueError("is neither true nor false; use one of these two")
             return value if isinstance(value, bool) else _WORDS[value]
         if value is False and "off" in get_args(annotation):
-            return "off"  # YAML 1.1 reads it as a switch
+            return "off"  # YAML 1.1 reads `off` as a switch
         if any(each is False for each in get_args(annotation)):  # names, or switched off
             return False if value == "false" else str(value) if value == 0 and value is not False else value
         if isinstance(value, bool) and annotation in (int, float):
@@ -99,7 +93,7 @@ class Section(BaseModel):
         return value
 
     def conflicts(self) -> Iterator[str]:
-        """Yield combinations of fields that exclude each other; each sentence starts with a field of this section."""
+        """Yield combinations of fields that exclude each other. Each sentence starts with a field of this section."""
         return iter(())
 
     def all_conflicts(self) -> Iterator[str]:
@@ -118,5 +112,5 @@ class Section(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _empty(cls, data: Any) -> Any:
-        """``rollout:`` with nothing below it means the section's defaults."""
+        """Treat ``rollout:`` with nothing below it as the section's defaults."""
         return {} if data is None else data

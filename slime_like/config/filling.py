@@ -1,4 +1,4 @@
-"""GPUs that a configuration uses, and the sizes that make it use all of its cluster."""
+"""Number of GPUs that a configuration uses, and sizes that fill its cluster."""
 
 from collections.abc import Collection
 from dataclasses import dataclass
@@ -55,7 +55,7 @@ def fill(config: RunConfig, names: Collection[str]) -> RunConfig:
     trainer and the reference workers leave; colocated engines get those of the trainer.
 
     Raises:
-        ConfigError: the cluster's size is not given, or separate engines and replicas are both to fill it.
+        ConfigError: the cluster's size is not given, or both separate engines and replicas are ``auto``.
     """
     _require_determined(config, names)
     rollout, trainer, cluster = config.rollout, config.trainer, config.cluster
@@ -78,13 +78,13 @@ def _require_determined(config: RunConfig, names: Collection[str]) -> None:
     cluster, given = config.cluster, " and ".join(f"{name}={AUTO}" for name in FILLING if name in names)
     if cluster.nodes is None or "gpus_per_node" not in cluster.model_fields_set:
         raise ConfigError(
-            f"{given}: cluster.nodes and cluster.gpus_per_node, which are to be filled, are not both given; give both "
-            "(without GPUs: trainer ranks and engine ranks per node), or a number",
+            f"{given}: cluster.nodes and cluster.gpus_per_node are not both given; give both (without GPUs: trainer "
+            "ranks and engine ranks per node), or give a number",
             code="auto-without-size",
         )
     if set(FILLING) <= set(names) and has_own_engines(config):
         raise ConfigError(
-            f"{given}: with cluster.placement=separate, either takes what the other leaves; give a number for one of "
-            "them, or set cluster.placement=colocated",
+            f"{given}: with cluster.placement=separate, each depends on the other; give a number for one of them, or "
+            "set cluster.placement=colocated",
             code="auto-ambiguous",
         )

@@ -1,4 +1,4 @@
-"""Kinds of GPUs for a plan, with values of their data sheets and measured rates."""
+"""Kinds of GPUs for a plan, with values from data sheets and measured rates."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -8,28 +8,28 @@ GpuName = Literal["a100-80gb", "h100-80gb", "h200-141gb", "b200"]
 
 @dataclass(frozen=True, slots=True)
 class Gpu:
-    """One kind of GPU: total memory as CUDA reports it, dense bfloat16 rate (1e12 per second), and bandwidths.
+    """One kind of GPU.
 
     Attributes:
-        measured_tflops: the highest rate measured of large bfloat16 matrix products; ``None``: never measured.
+        memory_gib: total memory as CUDA reports it.
+        tflops: dense bfloat16 rate, in 1e12 per second.
+        nvlink_gb_per_s: bandwidth to the other GPUs of the node, in one direction.
+        measured_tflops: highest rate measured for large bfloat16 matrix products; ``None``: never measured.
     """
 
     memory_gib: float
     tflops: float
     memory_gb_per_s: float
-    nvlink_gb_per_s: float  # to the other GPUs of its node, in one direction
+    nvlink_gb_per_s: float
     measured_tflops: float | None = None
 
     @property
     def ceiling_tflops(self) -> float:
-        """The measured rate, or the share of the data sheet's that H100 reaches."""
-        return self.measured_tflops or _REACHED * self.tflops
+        """The measured rate, or the fraction of the data sheet's rate that an H100 reaches."""
+        return self.measured_tflops or 0.8 * self.tflops
 
 
-_REACHED = 0.8
-
-
-# SXM modules: NVIDIA's data sheets of A100, H100, H200 and B200 (sparse rates halved, both directions of NVLink too).
+# SXM modules, from NVIDIA's data sheets. Sparse rates and NVLink's two directions are halved.
 GPUS: dict[GpuName, Gpu] = {
     "a100-80gb": Gpu(79.1, 312, 2039, 300),
     "h100-80gb": Gpu(79.1, 989, 3350, 450, 790),

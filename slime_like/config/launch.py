@@ -1,4 +1,4 @@
-"""Options of ``slime-like launch``, and the directory in which its nodes meet."""
+"""Options of ``slime-like launch``, and the directory that its nodes share."""
 
 import math
 from dataclasses import dataclass
@@ -11,13 +11,13 @@ DEFAULT_PORT = 6380
 
 @dataclass(frozen=True, slots=True)
 class LaunchOptions:
-    """The same on every node, but for ``node_rank`` and ``address``; ``slime-like launch --help`` describes them.
+    """Options of ``slime-like launch``, whose help describes them. Only ``node_rank`` and ``address`` differ by node.
 
     Attributes:
         config: YAML file; ``None`` starts from the defaults.
-        flags: of ``slime-like train``, the cluster's size among them.
-        address: "" is the address on the way to ``head``.
-        token_file: ``None`` is beside the run directory.
+        flags: flags of ``slime-like train``, including the cluster's size.
+        address: this node's address; "" means the address that routes to ``head``.
+        token_file: ``None`` means a file next to the run directory.
     """
 
     config: Path | None
@@ -39,11 +39,11 @@ class LaunchOptions:
         if self.nodes < 1:
             problems.append(f"--nodes={self.nodes} must be at least 1")
         elif not 0 <= self.node_rank < self.nodes:
-            problems.append(f"--node_rank={self.node_rank} is not 0 to {self.nodes - 1}, with --nodes={self.nodes}")
+            problems.append(f"--node_rank={self.node_rank} must be 0 to {self.nodes - 1}, with --nodes={self.nodes}")
         if self.nodes > 1 and not self.head:
-            problems.append(f"--head is needed with --nodes={self.nodes}: node 0's address (HEAD_ADDR)")
-        if not 1 <= self.port <= 65_535:  # 0 would be another one on every start
-            problems.append(f"--port={self.port} must be 1024 to 65535")
+            problems.append(f"--head is missing, with --nodes={self.nodes}; give node 0's address")
+        if not 1 <= self.port <= 65_535:  # 0 would mean a different port at every start
+            problems.append(f"--port={self.port} must be 1 to 65535")
         for name in ("nodes_timeout_s", "ray_timeout_s", "silence_s", "stop_s"):
             if not 0 < getattr(self, name) < math.inf:
                 problems.append(f"--{name}={getattr(self, name):g} must be a number of seconds above 0")
@@ -55,10 +55,10 @@ class LaunchOptions:
         return self.node_rank == 0
 
     def token_path(self, run_dir: Path) -> Path:
-        """File of Ray's token."""
+        """Return the file of Ray's token."""
         return self.token_file or launch_directory(run_dir) / "key"
 
 
 def launch_directory(run_dir: Path) -> Path:
-    """Beside the run directory, which may be moved aside."""
+    """Return a directory next to the run directory, because that may be renamed."""
     return run_dir.with_name(f".{run_dir.name}.cluster")

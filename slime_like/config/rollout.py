@@ -1,4 +1,4 @@
-"""Settings of sampling, rewards and weight sync."""
+"""Sections of sampling, rewards and weight sync."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -9,25 +9,25 @@ from pydantic import Field, field_validator
 from slime_like.config.base import Section, absolute_code
 
 LARGEST_SUPPORT = 512
-"""The largest ``top_k`` of training: the trainer reads as many ids for a token."""
+"""Largest ``top_k`` in training: the number of ids per token that the trainer reads."""
 
 VLLM_MAX_TEMPERATURE = 2.0
-"""vLLM's ``SamplingParams._verify_args`` (vllm/sampling_params.py, from 0.32.0) rejects a request above it."""
+"""Highest temperature that vLLM accepts (``SamplingParams._verify_args``, vllm/sampling_params.py, from 0.32.0)."""
 
 MIN_TEMPERATURE = 0.01
-"""Lowest temperature above greedy that engines apply exactly."""
+"""Lowest temperature above 0 that engines apply exactly."""
 
 ENGINES = ("vllm", "sglang", "transformers")
-"""Engines of this distribution, whose names may stand in ``rollout.engine_args``."""
+"""Engines of this distribution. ``rollout.engine_args`` may have a section for each."""
 
 ENVIRONMENT, AGENT = "environment", "agent"
-"""Names of the rewards that ``rollout.environment`` and ``rollout.agent`` returned during generation."""
+"""Names of the rewards that ``rollout.environment`` and ``rollout.agent`` return during generation."""
 
 
 class EnvironmentConfig(Section):
-    """Conversations: an environment answers the model's turns; its observations carry no loss.
+    """Conversations with an environment, which answers the model's turns. Its observations carry no loss.
 
-    A response is then everything after the prompt, bounded by `rollout.max_new_tokens`.
+    The response is everything after the prompt. `rollout.max_new_tokens` bounds it.
     """
 
     name: str | None = None
@@ -37,9 +37,9 @@ class EnvironmentConfig(Section):
     max_turn_tokens: int | None = Field(None, ge=1)
     """Token limit of one turn."""
     max_observation_tokens: int = Field(256, ge=1)
-    """Tokens to which longer observations are cut."""
+    """Token limit of an observation, which is cut."""
     template: str | None = None
-    """Text between two turns, with {observation}; none: the chat template's role tool."""
+    """Text between two turns, with {observation}; none: the chat template's role `tool`."""
     workers: int = Field(1, ge=1, description="Worker processes per engine.")
     start_timeout_s: float = Field(120.0, gt=0, description="Timeout of a worker's start.")
     timeout_s: float = Field(10.0, gt=0)
@@ -50,23 +50,23 @@ class EnvironmentConfig(Section):
 
     def conflicts(self) -> Iterator[str]:
         if self.name is None and (changed := _changed(self)):
-            yield f"{changed} is set, but rollout.environment.name is none; name an environment, or leave it out"
+            yield f"{changed} is set, but rollout.environment.name is none; name an environment, or remove it"
 
 
 class AgentConfig(Section):
-    """Agents that call the model themselves, through an endpoint of OpenAI's and Anthropic's protocols.
+    """Agents that call the model themselves, through an endpoint with OpenAI's and Anthropic's protocols.
 
-    `rollout.max_new_tokens` bounds one turn, `rollout.max_model_len` its prompt and the turn together.
+    `rollout.max_new_tokens` bounds one turn, and `rollout.max_model_len` its prompt and the turn together.
     """
 
     name: str | None = None
     """Custom code, an `async def`."""
     options: dict[str, Any] = Field(default_factory=dict, description="Keyword arguments of the agent.")
     command: tuple[str, ...] = ()
-    """Program with arguments such as {base_url}, {key}, {task_file} and {result_file}, instead of a name."""
+    """Program with arguments such as {base_url}, {key}, {task_file} and {result_file}, instead of `name`."""
     max_calls: int = Field(64, ge=1, description="Calls of the model per rollout.")
     tool_parser: Literal["auto", "none", "hermes", "qwen3_coder"] = "auto"
-    """Form of tool calls; auto: the chat template's."""
+    """Format of tool calls; auto: the chat template's."""
     workers: int = Field(8, ge=1, description="Worker processes per engine.")
     start_timeout_s: float = Field(120.0, gt=0, description="Timeout of a worker's start.")
     timeout_s: float = Field(600.0, gt=0)
@@ -81,15 +81,15 @@ class AgentConfig(Section):
 
     def conflicts(self) -> Iterator[str]:
         if not self.is_set and (changed := _changed(self)):
-            yield f"{changed} is set, but rollout.agent.name and command are not; set one, or leave it out"
+            yield f"{changed} is set, but rollout.agent.name and command are not; set one of them, or remove it"
         if self.name is not None and self.command:
             yield f"name={self.name} and rollout.agent.command are both set; remove one"
         elif self.command and self.options:
-            yield f"options={dict(self.options)}: a command takes none; give it arguments"
+            yield f"options={dict(self.options)} are not for commands; give the command arguments"
 
 
 def _changed(section: Section) -> str:
-    """Return the first field, by name, that differs from its default. A run's config.yaml has the defaults, too."""
+    """Return the first field, by name, that differs from its default. A run's config.yaml contains defaults, too."""
     defaults = type(section).model_construct()
     return next((key for key, value in sorted(section) if value != getattr(defaults, key)), "")
 
@@ -112,13 +112,13 @@ class RolloutConfig(Section):
     top_k: int = Field(-1, ge=-1)
     """Top-k sampling, at most 512; -1: off."""
     min_p: float = Field(0.0, ge=0.0, le=1.0)
-    """Lowest probability of a token, relative to the likeliest one."""
+    """Lowest probability of a token, relative to the likeliest token."""
     stop_token_ids: tuple[int, ...] = Field((), description="Token ids that end a response; []: EOS.")
     max_model_len: int | None = Field(None, ge=2)
     """Longest sequence; none: prompt limit plus response limit."""
     max_concurrent_requests: int = Field(1024, ge=1, description="Concurrent requests per engine.")
     max_staleness: int = Field(0, ge=0)
-    """Largest age, in training steps, of the weights that sample a response's first token. 0: on-policy. Above 0,
+    """Largest age, in training steps, of the weights that sample a response's first token. 0: on-policy. Above 0:
     sampling and training overlap."""
     stream: bool = False
     """Train on full micro-batches while the rest of the step is generated."""
@@ -131,12 +131,9 @@ class RolloutConfig(Section):
     max_engine_restarts: int = Field(2, ge=0)
     """Restarts of dead engines in a run."""
     environment: EnvironmentConfig = EnvironmentConfig()
-    """Answers the model's turns in conversations."""
     agent: AgentConfig = AgentConfig()
-    """Calls the model itself, in place of an environment."""
     engine_args: dict[str, Any] = Field(default_factory=dict)
-    """Further arguments of the engine. Those under an engine's name, e.g. `vllm: {max_num_seqs: 64}`, are only for
-    it."""
+    """Further arguments of the engine. `vllm: {max_num_seqs: 64}` is only for vllm."""
     start_timeout_s: float | None = Field(None, gt=0)
     """Timeout of a start; none: 1200 on GPUs, 300 on CPUs."""
     request_timeout_s: float | None = Field(None, gt=0)
@@ -147,47 +144,41 @@ class RolloutConfig(Section):
     def _has_sections(cls, arguments: dict[str, Any]) -> dict[str, Any]:
         for name in ENGINES:
             if not isinstance(arguments.get(name, {}), dict):
-                raise ValueError(f"{name}={arguments[name]} must be a mapping: arguments of this engine alone")
+                raise ValueError(f"{name}={arguments[name]} must be a mapping with arguments of this engine")
         return arguments
 
     def conflicts(self) -> Iterator[str]:
         yield from self._truncation_conflicts()
         turn = self.environment.max_turn_tokens
         if turn is not None and turn > self.max_new_tokens:
-            yield (
-                f"environment.max_turn_tokens={turn} is more than rollout.max_new_tokens={self.max_new_tokens}, a "
-                "whole response; lower it"
-            )
+            yield f"environment.max_turn_tokens={turn} exceeds rollout.max_new_tokens={self.max_new_tokens}; lower it"
         if self.agent.is_set and self.environment.name is not None:
-            yield "agent and rollout.environment are both set; a rollout has one of them, remove the other"
+            yield "agent and rollout.environment are both set; remove one of them"
         if self.oversample > 1 and self.max_staleness > 0:
             yield (
-                f"oversample={self.oversample:g} aborts what is late, but with rollout.max_staleness="
-                f"{self.max_staleness} it is trained later instead; use oversample: 1, or max_staleness: 0"
+                f"oversample={self.oversample:g} aborts late groups, but with rollout.max_staleness="
+                f"{self.max_staleness} they are trained later; use oversample: 1, or max_staleness: 0"
             )
         if self.drop_zero_spread and self.samples_per_prompt == 1:
-            yield (
-                "drop_zero_spread=true drops every group of rollout.samples_per_prompt=1; use at least 2 samples, or "
-                "drop_zero_spread: false"
-            )
+            yield "drop_zero_spread=true drops every group of 1; use at least 2 rollout.samples_per_prompt, or false"
 
     def _truncation_conflicts(self) -> Iterator[str]:
-        """Truncated samples are trained on over the tokens they were drawn from, if the engine reports these."""
+        """Yield what truncated sampling excludes. The trainer needs the tokens that each sample was drawn from."""
         if self.bounded_top_k == -1:
             return
         cut = f"top_p={self.top_p:g}, top_k={self.top_k} and min_p={self.min_p:g}"
         whole = "or use top_p: 1, top_k: -1 and min_p: 0"
         if self.top_k > LARGEST_SUPPORT:
-            yield f"{cut}: training reads what a distribution was cut to; use top_k up to {LARGEST_SUPPORT}, {whole}"
+            yield f"{cut}: training reads at most {LARGEST_SUPPORT} tokens of a distribution; lower top_k, {whole}"
         if self.top_k == 1 or self.min_p == 1:
-            yield f"{cut}: every sample of a prompt is its likeliest response, with no gradient; use more, {whole}"
+            yield f"{cut}: every sample of a prompt is its likeliest response, without a gradient; relax it, {whole}"
         if self.engine not in ENGINES:
             names = ", ".join(ENGINES)
-            yield f"{cut}: rollout.engine={self.engine} does not say what it cut to; use one of {names}, {whole}"
+            yield f"{cut}: rollout.engine={self.engine} does not report the remaining tokens; use {names}, {whole}"
 
     @property
     def bounded_top_k(self) -> int:
-        """``top_k`` of training: what cuts the distribution is bounded by what the trainer reads; -1: nothing does."""
+        """``top_k`` in training. If only top_p or min_p truncates, it is the trainer's limit; -1: no truncation."""
         if self.top_k > 0:
             return self.top_k
         return LARGEST_SUPPORT if self.top_p < 1.0 or self.min_p > 0.0 else -1
@@ -198,7 +189,7 @@ class RolloutConfig(Section):
         return self.engine_args_of(self.engine)
 
     def engine_args_of(self, engine: str) -> dict[str, Any]:
-        """Arguments of an engine: its section's, then those of any engine, such as a flag's."""
+        """Return the arguments of an engine: its section, overridden by arguments without a section."""
         shared = {name: value for name, value in self.engine_args.items() if name not in ENGINES}
         return {**self.engine_args.get(engine, {}), **shared} if engine in ENGINES else shared
 
@@ -216,12 +207,12 @@ class RewardFunction(Section):
 
     @property
     def is_given(self) -> bool:
-        """Whether an environment or an agent returns it during generation."""
+        """Whether an environment or an agent returns the reward during generation."""
         return self.name in (ENVIRONMENT, AGENT)
 
     @property
     def label(self) -> str:
-        """Its name in metrics and tables: without a file's directory."""
+        """Name in metrics and tables, without a file's directory."""
         return self.name.rpartition("/")[2] if ".py:" in self.name else self.name
 
 
@@ -229,7 +220,7 @@ class RewardConfig(Section):
     """Reward functions and the processes they run in."""
 
     functions: tuple[RewardFunction, ...] = Field((RewardFunction(name="math_verify"),), min_length=1)
-    """Reward functions, which are added by weight."""
+    """Reward functions, summed by weight."""
     workers: int = Field(1, ge=1, description="Worker processes.")
     start_timeout_s: float = Field(120.0, gt=0, description="Timeout of a worker's start.")
     timeout_s: float = Field(5.0, gt=0)
@@ -239,20 +230,20 @@ class RewardConfig(Section):
 
     def conflicts(self) -> Iterator[str]:
         if not any(function.weight for function in self.functions):
-            yield "functions: every weight is 0, so that each reward is 0; give a function a weight"
+            yield "functions: every weight is 0, so every reward is 0; give a function a weight"
         names, labels = [one.name for one in self.functions], [one.label for one in self.functions]
         for index, function in enumerate(self.functions):
             field = f"functions.{index}.name={function.name}"
             if names.index(function.name) != index:
                 yield f"{field} is used twice; keep one"
             elif labels.index(function.label) != index:
-                yield f"{field} is {function.label} in metrics, as another function is; rename one of them"
+                yield f"{field} has the same name in metrics ({function.label}) as another function; rename one of them"
             if function.is_given and function.options:
-                yield f"functions.{index}.options={dict(function.options)}: {function.name} takes none; remove them"
+                yield f"functions.{index}.options={dict(function.options)} are not for {function.name}; remove them"
 
     @property
     def computed(self) -> tuple[RewardFunction, ...]:
-        """The functions that reward workers call: all but what was returned during generation."""
+        """Functions that reward workers call: all but those returned during generation."""
         return tuple(function for function in self.functions if not function.is_given)
 
 
@@ -260,7 +251,7 @@ class SyncConfig(Section):
     """Weight transfer from trainer to engines."""
 
     transport: Literal["auto", "shared_memory", "gloo", "nccl", "colocated", "directory"] = "auto"
-    """How weights travel. auto: by device, host and placement."""
+    """How weights are sent. auto: by device, host and placement."""
     directory: Path | None = None
     """Directory of the transport `directory`."""
     bucket_mb: float | None = Field(None, gt=0)
@@ -269,16 +260,13 @@ class SyncConfig(Section):
     """Send only changed elements, and keep copies in host memory. auto: for 16-bit models over gloo or a directory."""
     verify: bool = Field(True, description="Verify hashes and logprobs after every sync.")
     probe_tolerance: float | None = Field(None, gt=0)
-    """Largest gap of logprobs; none: by precision and depth."""
+    """Largest difference of logprobs; none: by precision and depth."""
     timeout_s: float = Field(300.0, gt=0, description="Timeout of one sync.")
 
     def conflicts(self) -> Iterator[str]:
         if self.transport == "directory" and self.directory is None:
-            yield (
-                "transport=directory needs sync.directory, one that trainers and engines both see; give one, or use "
-                "transport: auto"
-            )
+            yield "transport=directory needs sync.directory, which trainers and engines share; set it, or use auto"
         if self.transport != "directory" and self.directory is not None:
-            yield f"directory={self.directory} is used by sync.transport=directory only, and not by {self.transport}"
+            yield f"directory={self.directory} is only for sync.transport=directory; remove it, or use that transport"
         if self.transport == "colocated" and self.delta == "always":
-            yield "transport=colocated carries whole tensors, but sync.delta=always asks for changes; use delta: auto"
+            yield "transport=colocated sends whole tensors, but sync.delta=always only changes; use delta: auto"

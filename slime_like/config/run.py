@@ -1,4 +1,4 @@
-"""The whole configuration of one run."""
+"""Root of the configuration, and conflicts between its sections."""
 
 import math
 from collections.abc import Iterator
@@ -23,17 +23,17 @@ from slime_like.config.sections import (
 from slime_like.config.trainer import FSDP, TrainerConfig
 
 MAX_STEPS = 999_999
-"""Checkpoints and kept rollouts are named by step, in six digits that sort."""
+"""Names of checkpoints and saved rollouts have six digits, so they sort by step."""
 
 MAX_SEED = 2**32 - 1
-"""What every random generator in use takes, also after seeds are derived from it."""
+"""Every random generator in use accepts it, and seeds derived from it."""
 
 _TOKEN_S, _LEAST_REQUEST_S = 0.2, 600.0
 _START_S, _GPU_START_S = 300.0, 1200.0
 
 
 class RunConfig(Section):
-    """Root of the configuration; YAML keys and command-line flags mirror these names."""
+    """Root of the configuration. YAML keys and command-line flags have these names."""
 
     run_dir: Path
     """Directory that the run writes."""
@@ -42,45 +42,44 @@ class RunConfig(Section):
     resume: str = "auto"
     """auto: resume from the latest checkpoint, if any. never: start over and rename the earlier run. PATH: resume from
     that checkpoint."""
-    model: ModelConfig = Field(description="The policy.")
-    reference: ReferenceConfig = Field(ReferenceConfig(), description="The reference policy.")
-    data: DataConfig = Field(DataConfig(), description="Training prompts.")
-    evaluation: EvaluationConfig = Field(EvaluationConfig(), description="Held-out evaluation.")
-    rollout: RolloutConfig = Field(RolloutConfig(), description="Engines and sampling.")
-    reward: RewardConfig = Field(RewardConfig(), description="Rewards.")
-    sync: SyncConfig = Field(SyncConfig(), description="Weight sync.")
-    algorithm: AlgorithmConfig = Field(AlgorithmConfig(), description="The objective.")
-    trainer: TrainerConfig = Field(TrainerConfig(), description="The trainer.")
-    checkpoint: CheckpointConfig = Field(CheckpointConfig(), description="Checkpoints.")
-    logging: LoggingConfig = Field(LoggingConfig(), description="Logging.")
+    model: ModelConfig
+    reference: ReferenceConfig = ReferenceConfig()
+    data: DataConfig = DataConfig()
+    evaluation: EvaluationConfig = EvaluationConfig()
+    rollout: RolloutConfig = RolloutConfig()
+    reward: RewardConfig = RewardConfig()
+    sync: SyncConfig = SyncConfig()
+    algorithm: AlgorithmConfig = AlgorithmConfig()
+    trainer: TrainerConfig = TrainerConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    logging: LoggingConfig = LoggingConfig()
     debug: DebugConfig = DebugConfig()
-    """Control runs, debug tables, saved rollouts."""
-    cluster: ClusterConfig = Field(ClusterConfig(), description="The Ray cluster.")
+    cluster: ClusterConfig = ClusterConfig()
 
     @property
     def supervised(self) -> bool:
-        """True in supervised mode: demonstrations instead of rollouts, no engine, no reward."""
+        """Whether the run trains on demonstrations, without engines and rewards."""
         return self.algorithm.loss == "sft"
 
     @property
     def reference_in_trainer(self) -> bool:
-        """Trainer ranks hold a reference and score with it."""
+        """Whether trainer ranks hold a reference and score with it."""
         return self.algorithm.needs_reference and self.reference.placement == "trainer"
 
     @property
     def reference_workers(self) -> int:
-        """Workers that hold a reference, where rollouts are sampled."""
+        """Number of reference workers; 0 if no rollouts are sampled."""
         in_use = self.algorithm.needs_reference and not self.supervised and self.debug.load_rollouts is None
         return self.reference.workers if in_use and self.reference.placement == "workers" else 0
 
     def bucket_bytes(self, on_gpus: bool) -> int:
-        """Return the largest bucket of a weight sync. GPUs that engines share have room: their KV cache is away."""
+        """Return the largest bucket of a weight sync. Shared GPUs have room, because the KV cache is released."""
         roomy = on_gpus and self.cluster.placement == "colocated"
         return int((self.sync.bucket_mb or (1024 if roomy else 256)) * 2**20)
 
     @property
     def samples_after_saves(self) -> bool:
-        """True if sampling follows a checkpoint, without a weight sync between them."""
+        """Whether sampling follows a checkpoint without a weight sync between them."""
         return 0 < self.checkpoint.every < self.steps
 
     @property
@@ -91,18 +90,18 @@ class RunConfig(Section):
 
     @property
     def engine_start_timeout_s(self) -> float:
-        """Timeout of an engine's start, of an engine on a CPU by default: see ``for_gpu_engines``."""
+        """Timeout of an engine's start on a CPU. ``for_gpu_engines`` sets the default for GPUs."""
         return self.rollout.start_timeout_s or _START_S
 
     def for_gpu_engines(self) -> Self:
-        """This configuration as engines on GPUs read it: they also compile, and capture graphs, when they start."""
+        """Return the configuration for engines on GPUs, which also compile and capture graphs when they start."""
         seconds = self.rollout.start_timeout_s or _GPU_START_S
         return self.model_copy(update={"rollout": self.rollout.model_copy(update={"start_timeout_s": seconds})})
 
     @property
     def silence_s(self) -> float:
-        """Longest time in which engines may answer no request. With agents a request is a group of rollouts, which
-        may wait for workers."""
+        """Longest time without any answer of an engine. With agents, a request is a group of rollouts that may wait
+        for workers."""
         agent = self.rollout.agent
         if not agent.is_set:
             return self.request_timeout_s
@@ -112,7 +111,7 @@ class RunConfig(Section):
 
     @property
     def longest_row(self) -> int:
-        """Tokens of the longest sequence that is trained on."""
+        """Tokens of the longest sequence in training."""
         row = self.data.max_prompt_tokens + self.rollout.max_new_tokens
         return self.max_model_len if self.rollout.agent.is_set else row
 
@@ -145,145 +144,105 @@ class RunConfig(Section):
         yield from self._sampling_conflicts()
         yield from self._placement_conflicts()
         if self.rollout.stream:
-            yield from (f"rollout.stream=true {text}, or rollout.stream: false" for text in self._streaming_conflicts())
+            yield from self._streaming_conflicts()
         if self.rollout.agent.is_set:
             yield from self._agent_conflicts()
 
     def _sampling_conflicts(self) -> Iterator[str]:
         rollout, algorithm = self.rollout, self.algorithm
         if self.data.messages_key is not None:
-            yield (
-                f"data.messages_key={self.data.messages_key}: conversations are demonstrations; set algorithm.loss: "
-                "sft, or remove it"
-            )
+            yield f"data.messages_key={self.data.messages_key} needs algorithm.loss=sft; set it, or remove the key"
         held_out = self.evaluation.temperature if self.evaluation.files else 0
         for field, value in (("rollout", rollout.temperature), ("evaluation", held_out)):
             if rollout.engine == "vllm" and value > VLLM_MAX_TEMPERATURE:
-                yield (
-                    f"{field}.temperature={value} is more than rollout.engine=vllm samples at; use at most "
-                    f"{VLLM_MAX_TEMPERATURE:g}, or rollout.engine: sglang"
-                )
+                yield f"{field}.temperature={value}: vLLM allows at most {VLLM_MAX_TEMPERATURE}; lower it or use sglang"
         if rollout.samples_per_prompt == 1 and algorithm.advantage in GROUP_ADVANTAGES:
             yield (
-                f"rollout.samples_per_prompt=1 gives algorithm.advantage={algorithm.advantage} nothing to compare, so "
-                "that every advantage is 0; use at least 2, or advantage: reinforce_pp"
+                f"rollout.samples_per_prompt=1: algorithm.advantage={algorithm.advantage} compares a prompt's samples, "
+                "so every advantage would be 0; use at least 2, or advantage: reinforce_pp"
             )
-        buffer = algorithm.overlong_buffer
-        if buffer is not None and buffer > rollout.max_new_tokens:
-            yield (
-                f"algorithm.overlong_buffer={buffer} is more than rollout.max_new_tokens={rollout.max_new_tokens}, "
-                "below which the penalty grows; use at most that"
-            )
+        buffer, most = algorithm.overlong_buffer, rollout.max_new_tokens
+        if buffer is not None and buffer > most:
+            yield f"algorithm.overlong_buffer={buffer} exceeds rollout.max_new_tokens={most}; use at most that"
         if rollout.max_staleness > 0 and self.cluster.placement == "colocated":
-            yield (
-                f"rollout.max_staleness={rollout.max_staleness} lets engines and trainers work at the same time, but "
-                "with cluster.placement=colocated they take turns on the same devices; use placement: separate, or "
-                "max_staleness: 0"
-            )
+            yield f"rollout.max_staleness={rollout.max_staleness} needs cluster.placement=separate; use it, or set 0"
         if rollout.max_staleness > 0 and "importance_correction" not in algorithm.model_fields_set:
             yield (
-                f"rollout.max_staleness={rollout.max_staleness} trains on samples of older weights, which biases the "
-                "gradient unless algorithm.importance_correction corrects for it; set it to truncate or mask, or to "
-                "none if that is meant"
+                f"rollout.max_staleness={rollout.max_staleness} biases the gradient by samples of older weights; set "
+                "algorithm.importance_correction to truncate or mask, or to none to accept the bias"
             )
         if rollout.bounded_top_k != -1 and self.trainer.backend not in ("megatron", FSDP):
             yield (
-                f"trainer.backend={self.trainer.backend} does not read supports, which top_p, top_k and min_p of "
-                "rollout need; use megatron or fsdp, or top_p: 1, top_k: -1 and min_p: 0"
+                f"trainer.backend={self.trainer.backend} cannot train on truncated sampling (top_p, top_k and min_p of "
+                "rollout); use megatron or fsdp, or top_p: 1, top_k: -1 and min_p: 0"
             )
         rewards = {function.name for function in self.reward.functions}
         if ENVIRONMENT in rewards and rollout.environment.name is None:
-            yield "reward.functions: environment needs an environment that gives rewards; set rollout.environment.name"
+            yield "reward.functions: the reward `environment` needs an environment; set rollout.environment.name"
         if AGENT in rewards and not rollout.agent.is_set:
-            yield "reward.functions: agent needs an agent that gives rewards; set rollout.agent.name"
+            yield "reward.functions: the reward `agent` needs an agent; set rollout.agent.name"
 
     def _placement_conflicts(self) -> Iterator[str]:
-        sync, colocated, debug = self.sync, self.cluster.placement == "colocated", self.debug
+        sync, colocated = self.sync, self.cluster.placement == "colocated"
         if sync.transport == "nccl" and colocated:
-            yield (
-                "sync.transport=nccl needs a separate device for every process, but with cluster.placement=colocated "
-                "engines share the trainers' devices; use auto"
-            )
+            yield "sync.transport=nccl needs a device per process, so cluster.placement cannot be colocated; use auto"
         if sync.transport == "colocated" and not colocated:
-            yield "sync.transport=colocated needs cluster.placement=colocated, engines on trainers' devices; use auto"
+            yield "sync.transport=colocated needs cluster.placement=colocated; use auto"
         if self.reference.placement == "workers" and not self.algorithm.needs_reference:
             yield (
-                "reference.placement=workers starts none: algorithm.kl_coef and algorithm.kl_reward_coef are 0, so no "
-                "reference is needed; set one of them, or remove it"
+                "reference.placement=workers needs algorithm.kl_coef or algorithm.kl_reward_coef above 0; set one of "
+                "them, or remove it"
             )
-        elif self.reference.placement == "workers" and debug.load_rollouts is not None:
-            yield (
-                "reference.placement=workers scores groups as they are sampled, and debug.load_rollouts="
-                f"{debug.load_rollouts} samples none; use placement: trainer"
-            )
+        elif self.reference.placement == "workers" and self.debug.load_rollouts is not None:
+            yield "reference.placement=workers scores during sampling, which debug.load_rollouts skips; use trainer"
 
     def _trainer_conflicts(self) -> Iterator[str]:
         trainer, optimizer = self.trainer, self.trainer.optimizer
         if self.reference_workers:
             yield from (f"reference.{text}" for text in trainer.layout_conflicts(self.reference.parallel))
         if optimizer.offload and trainer.backend == "megatron" and self.model.dtype == "float32":
-            yield (
-                "trainer.optimizer.offload: Megatron's host optimizer takes no float32 weights; set model.dtype: "
-                "bfloat16 (main weights are float32 all the same)"
-            )
+            yield "trainer.optimizer.offload=true does not support model.dtype=float32 in Megatron; use bfloat16"
         updates = self.total_updates
         if optimizer.decay != "constant" and optimizer.warmup_steps >= updates:
             yield (
-                f"trainer.optimizer.warmup_steps={optimizer.warmup_steps} leaves nothing of the run's {updates} "
-                f"optimizer steps to decay={optimizer.decay}; use at most {updates - 1}, or "
-                "trainer.optimizer.decay: constant"
+                f"trainer.optimizer.warmup_steps={optimizer.warmup_steps} leaves none of the run's {updates} optimizer "
+                f"steps for decay={optimizer.decay}; use at most {updates - 1}, or trainer.optimizer.decay: constant"
             )
 
     def _streaming_conflicts(self) -> Iterator[str]:
-        """Settings with which a step's gradient cannot be summed before its last sample is known."""
+        """Yield settings that need the whole batch before a gradient can be summed."""
         algorithm = self.algorithm
-        if self.cluster.placement == "colocated":
-            yield (
-                "runs trainers and engines at the same time, but with cluster.placement=colocated they use the same "
-                "devices in turn; use placement: separate"
-            )
-        if algorithm.epochs * algorithm.minibatches > 1:
-            yield (
-                f"trains while others are sampled, but several updates need the whole batch: "
-                f"algorithm.epochs={algorithm.epochs}, algorithm.minibatches={algorithm.minibatches}; set both to 1"
-            )
-        if algorithm.advantage in BATCH_ADVANTAGES:
-            yield (
-                f"needs advantages before the batch is complete, and algorithm.advantage={algorithm.advantage} "
-                "normalizes over all of it; use one that compares within groups"
-            )
-        if algorithm.kl_reward_coef > 0:
-            yield (
-                f"computes advantages before the KL is known, but algorithm.kl_reward_coef={algorithm.kl_reward_coef:g}"
-                " subtracts it from the rewards; use kl_coef instead"
-            )
-        if algorithm.importance_normalize:
-            yield (
-                "trains before all importance weights are known, and algorithm.importance_normalize=true divides by "
-                "their mean; set it to false"
-            )
-        if algorithm.moe_aux_loss_coef > 0:
-            yield (
-                f"does not know the denominator of the loss that algorithm.moe_aux_loss_coef="
-                f"{algorithm.moe_aux_loss_coef:g} adds while gradients are summed; set it to 0"
-            )
-        if self.debug.shuffle_advantages:
-            yield (
-                "does not wait for the whole batch, whose advantages debug.shuffle_advantages=true permutes; set it to "
-                "false"
-            )
+        updates = algorithm.epochs * algorithm.minibatches
+        needing = {
+            "cluster.placement=colocated": (self.cluster.placement == "colocated", "use placement: separate"),
+            f"algorithm.epochs * minibatches={updates}": (updates > 1, "set both to 1"),
+            f"algorithm.advantage={algorithm.advantage}": (
+                algorithm.advantage in BATCH_ADVANTAGES,
+                "use one that compares within groups",
+            ),
+            f"algorithm.kl_reward_coef={algorithm.kl_reward_coef:g}": (algorithm.kl_reward_coef > 0, "use kl_coef"),
+            "algorithm.importance_normalize=true": (algorithm.importance_normalize, "set it to false"),
+            f"algorithm.moe_aux_loss_coef={algorithm.moe_aux_loss_coef:g}": (
+                algorithm.moe_aux_loss_coef > 0,
+                "set it to 0",
+            ),
+            "debug.shuffle_advantages=true": (self.debug.shuffle_advantages, "set it to false"),
+        }
+        for setting, (is_set, remedy) in needing.items():
+            if is_set:
+                yield (
+                    f"rollout.stream=true trains before the batch is complete, which {setting} does not allow; "
+                    f"{remedy}, or use rollout.stream: false"
+                )
 
     def _agent_conflicts(self) -> Iterator[str]:
-        """A history that is not only appended to makes several rows, in different packs and on different ranks."""
+        """Yield settings that agents exclude. A rewritten history gives several rows, on different ranks."""
         algorithm = self.algorithm
         yield from algorithm.row_conflicts()
         if "functions" not in self.reward.model_fields_set:
             yield (
-                f"reward.functions is not set, so {self.reward.functions[0].name} would judge and the reward that "
-                "rollout.agent returns would not count; set it, e.g. to [{name: agent}]"
+                f"reward.functions is not set, so {self.reward.functions[0].name} would judge and the agent's reward "
+                "would not count; set it, e.g. to [{name: agent}]"
             )
         if algorithm.overlong_buffer is not None:
-            yield (
-                f"algorithm.overlong_buffer={algorithm.overlong_buffer} penalizes the length of one response, and "
-                "rollout.agent has several; remove it"
-            )
+            yield f"algorithm.overlong_buffer={algorithm.overlong_buffer} does not apply to rollout.agent; remove it"

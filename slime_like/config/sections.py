@@ -1,4 +1,4 @@
-"""Smaller sections of the configuration: models, data, evaluation, checkpoints, logging, the cluster."""
+"""Sections of models, data, evaluation, checkpoints, logging, debugging and the cluster."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,7 +13,7 @@ from slime_like.config.trainer import ParallelConfig
 
 
 class ModelConfig(Section):
-    """The policy's starting point. Every dimension is read from the checkpoint's own ``config.json``."""
+    """The initial policy. Its dimensions are read from the checkpoint's ``config.json``."""
 
     path: Path = Field(description="Hugging Face checkpoint directory of the initial policy.")
     weights: Path | None = None
@@ -32,7 +32,7 @@ class ReferenceConfig(Section):
     update_interval: int = Field(0, ge=0)
     """Steps after which the policy becomes the reference; 0: never."""
     workers: int = Field(1, ge=1, description="Number of reference workers.")
-    parallel: ParallelConfig = Field(ParallelConfig(), description="Layout of each reference worker.")
+    parallel: ParallelConfig = ParallelConfig()
     max_worker_restarts: int = Field(2, ge=0)
     """Restarts of failed workers in a run."""
 
@@ -43,14 +43,14 @@ DataFormat = Literal["keys", "gsm8k", "math", "dapo", "openr1"]
 class DataSource(Section):
     """One source of a mixture."""
 
-    name: str = Field(pattern=r"^[\w.-]+$", description="In metrics.")
-    files: tuple[Path, ...] = Field(min_length=1, description="As `data.train`.")
+    name: str = Field(pattern=r"^[\w.-]+$", description="Name in metrics.")
+    files: tuple[Path, ...] = Field(min_length=1, description="Files, like `data.train`.")
     weight: float = Field(1.0, gt=0, description="Share of the prompts, relative to the other sources.")
     format: DataFormat | None = Field(None, description="As `data.format`, which is the default.")
 
 
 class DataConfig(Section):
-    """Prompt files (JSONL or Parquet) and the keys inside their rows; a dotted key leads into nested objects."""
+    """Prompt files (JSONL or Parquet) and the keys in their rows. A dotted key leads into nested objects."""
 
     train: tuple[Path, ...] = ()
     """Training data: .jsonl, .parquet or .arrow files, patterns, or directories that Hugging Face's `datasets`
@@ -78,23 +78,23 @@ class DataConfig(Section):
     def conflicts(self) -> Iterator[str]:
         names = [source.name for source in self.mixture]
         if names and self.train:
-            yield "train and data.mixture are both set; name the files of data.train as a source, or remove one"
+            yield "train and data.mixture are both set; make the files of data.train a source, or remove one"
         for name in sorted({name for name in names if names.count(name) > 1}):
-            yield f"mixture: several sources are named {name}; give each another name"
+            yield f"mixture: several sources are named {name}; give each a different name"
         field, default = f"messages_key={self.messages_key}", type(self).model_fields["response_key"].default
         if self.messages_key is not None and self.response_key != default:
-            yield f"{field} and data.response_key={self.response_key}: a run has one kind of demonstration; remove one"
+            yield f"{field} and data.response_key={self.response_key}: demonstrations have only one; remove the other"
         if self.messages_key is not None and not self.apply_chat_template:
             yield f"{field} needs the chat template; set data.apply_chat_template: true"
         if self.system_prompt is not None and not self.apply_chat_template:
             yield "system_prompt needs the chat template; set data.apply_chat_template: true, or remove it"
         for name, is_set in (("system_prompt", self.system_prompt is not None), ("format", self.format != "keys")):
             if self.messages_key is not None and is_set:
-                yield f"{name} is for prompts, and data.messages_key is set, whose rows are conversations; remove one"
+                yield f"{name} applies to prompts, but data.messages_key reads conversations; remove one of them"
 
     @property
     def parts(self) -> tuple["DataConfig", ...]:
-        """The settings of each source of the mixture, its files as ``train``; without a mixture these alone."""
+        """The settings of each source of the mixture, with its files as ``train``; without a mixture, only these."""
         return tuple(
             self.model_copy(update={"train": one.files, "mixture": (), "format": one.format or self.format})
             for one in self.mixture
@@ -102,7 +102,7 @@ class DataConfig(Section):
 
     @property
     def training_files(self) -> tuple[Path, ...]:
-        """Of all sources."""
+        """Training files of all sources."""
         return tuple(file for part in self.parts for file in part.train)
 
 
@@ -118,16 +118,13 @@ class EvaluationConfig(Section):
 
     def conflicts(self) -> Iterator[str]:
         if self.every > 0 and not self.files:
-            yield f"every={self.every}, but evaluation.files is empty; give held-out files, or every: 0"
+            yield f"every={self.every} needs evaluation.files, which is empty; give held-out files, or use every: 0"
         if 0 < self.temperature < MIN_TEMPERATURE:
-            yield (
-                f"temperature={self.temperature} is lower than engines sample at; use 0 (greedy), or at least "
-                f"{MIN_TEMPERATURE}"
-            )
+            yield f"temperature={self.temperature} is too low for engines; use 0 (greedy) or at least {MIN_TEMPERATURE}"
         if self.temperature == 0 and self.samples_per_prompt > 1:
             yield (
-                f"samples_per_prompt={self.samples_per_prompt} at evaluation.temperature=0 samples the same response "
-                "again and again; use 1, or a temperature above 0"
+                f"samples_per_prompt={self.samples_per_prompt} repeats the same response with "
+                "evaluation.temperature=0; use 1, or a temperature above 0"
             )
 
 
@@ -145,14 +142,17 @@ class LoggingConfig(Section):
     """Destinations of metrics; `metrics.jsonl` is always written."""
 
     tensorboard: bool = Field(True, description="Write a TensorBoard log.")
-    wandb: bool = Field(False, description="Log to Weights & Biases (needs the package).")
-    wandb_project: str = Field("slime-like", description="Weights & Biases project.")
+    wandb: bool = Field(False, description="Log to Weights & Biases.")
+    wandb_project: str = Field("slime-like", description="W&B project.")
+    wandb_entity: str | None = Field(None, description="W&B user or team.")
+    wandb_group: str | None = Field(None, description="W&B group.")
+    wandb_tags: tuple[str, ...] = Field((), description="W&B tags.")
     progress: Literal["auto", "live", "plain", "off"] = "auto"
     """Progress display; auto: live on a terminal, else plain lines."""
 
 
 class DebugConfig(Section):
-    """Switches for experiments on the method, and what is kept to inspect a run."""
+    """Control runs, debug tables and saved rollouts."""
 
     shuffle_advantages: bool = False
     """Permute advantages: a control run, which must not learn."""
@@ -164,10 +164,7 @@ class DebugConfig(Section):
 
     def conflicts(self) -> Iterator[str]:
         if self.load_rollouts is not None and self.shuffle_advantages:
-            yield (
-                "shuffle_advantages=true permutes advantages as they are computed, and debug.load_rollouts="
-                f"{self.load_rollouts} has saved ones; sample again, or set it to false"
-            )
+            yield "shuffle_advantages=true does not apply to debug.load_rollouts; sample again, or set it to false"
 
 
 class ClusterConfig(Section):
@@ -191,11 +188,11 @@ class ClusterConfig(Section):
 
     @field_validator("address")
     @classmethod
-    def _of_a_cluster(cls, address: str | None) -> str | None:
-        """A Ray client is no node: it has no session directory, and the run's process needs the one of its node."""
+    def _reject_client(cls, address: str | None) -> str | None:
+        """Reject Ray clients. They have no session directory, and the run needs its node's."""
         if address is not None and address.startswith("ray://"):
             raise ValueError(
-                "is a Ray client's address, which is not supported; start the run on a node of the cluster, and give "
-                "auto or the HOST:PORT that `ray start --head` printed"
+                "is the address of a Ray client, which is not supported; start the run on a node of the cluster, and "
+                "give auto or the HOST:PORT that `ray start --head` printed"
             )
         return address

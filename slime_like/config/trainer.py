@@ -1,4 +1,4 @@
-"""The trainer: layout, optimizer, memory."""
+"""Sections of the trainer: layout, optimizer, memory."""
 
 from collections.abc import Iterator
 from typing import Any, Literal
@@ -8,11 +8,11 @@ from pydantic import Field, field_validator
 from slime_like.config.base import Section
 
 FSDP = "fsdp"
-"""The name of the FSDP2 backend."""
+"""Name of the FSDP2 backend."""
 
 
 class ParallelConfig(Section):
-    """Size of every parallel axis. The number of trainer ranks is tensor * pipeline * context * data."""
+    """Sizes of the parallel axes. There are tensor * pipeline * context * data ranks."""
 
     tensor: int = Field(1, ge=1, description="Tensor-parallel size.")
     pipeline: int = Field(1, ge=1, description="Pipeline-parallel size.")
@@ -51,17 +51,17 @@ class OptimizerConfig(Section):
 
     @property
     def depends_on_length(self) -> bool:
-        """True if the schedule depends on where the run ends: such a run cannot be made longer."""
+        """Whether the schedule depends on the number of steps. Such a run cannot be extended."""
         return self.decay != "constant" or self.final_weight_decay is not None
 
     def conflicts(self) -> Iterator[str]:
         if self.min_lr > self.lr:
-            yield f"min_lr={self.min_lr:g} is above trainer.optimizer.lr={self.lr:g}; use at most the peak rate"
+            yield f"min_lr={self.min_lr:g} is above trainer.optimizer.lr={self.lr:g}; use at most that"
         final = self.final_weight_decay
         if final is not None and final < self.weight_decay:
             yield (
-                f"final_weight_decay={final:g} is below trainer.optimizer.weight_decay={self.weight_decay:g}, and "
-                "weight decay only grows; use at least that"
+                f"final_weight_decay={final:g} is below trainer.optimizer.weight_decay={self.weight_decay:g}, but "
+                "weight decay can only grow; use at least that"
             )
 
 
@@ -79,16 +79,16 @@ class TrainerConfig(Section):
 
     backend: str = "megatron"
     """megatron, fsdp (Hugging Face's models under FSDP2) or a custom backend."""
-    parallel: ParallelConfig = Field(ParallelConfig(), description="Parallel layout.")
-    optimizer: OptimizerConfig = Field(OptimizerConfig(), description="Optimizer.")
-    fsdp: FsdpConfig = Field(FsdpConfig(), description="Settings of the backend fsdp.")
+    parallel: ParallelConfig = ParallelConfig()
+    optimizer: OptimizerConfig = OptimizerConfig()
+    fsdp: FsdpConfig = FsdpConfig()
     backend_args: dict[str, Any] = Field(default_factory=dict, description="Settings of a custom backend.")
     target_tokens_per_batch: int = Field(8192, ge=16)
     """Token budget of one packed micro-batch; every sequence must fit."""
     share_prefixes: Literal[False, "prompts", "tree"] = False
-    """Compute shared prefixes once per micro-batch: equal prompts, or also histories of an agent."""
+    """Compute shared prefixes once per micro-batch: equal prompts, or also an agent's histories."""
     balance: Literal["tokens", "flops"] = "tokens"
-    """Quantity that is balanced over data-parallel replicas."""
+    """Quantity balanced over data-parallel replicas."""
     attention: Literal["auto", "transformer_engine", "ring_flash_attn", "ring", "allgather"] = "auto"
     """Attention and its context parallelism. auto: by machine and backend."""
     recompute: Literal["none", "full", "auto"] | int = "none"
@@ -96,7 +96,7 @@ class TrainerConfig(Section):
     activation_offload: bool = False
     """Keep saved activations in host memory."""
     head_chunk_tokens: int | None = Field(None, ge=1)
-    """Tokens whose logits exist at the same time."""
+    """Tokens whose logits are in memory at once."""
     rendezvous_port: int | None = Field(None, ge=1024, le=65535)
     """Port on rank 0's host where ranks meet."""
     start_timeout_s: float = Field(600.0, gt=0, description="Timeout of the start of all ranks.")
@@ -110,7 +110,7 @@ class TrainerConfig(Section):
         if text in ("none", "full", "auto"):
             return text
         if isinstance(value, bool) or not text.isdecimal() or int(text) < 1:
-            raise ValueError("must be none, full, auto or a number of layers from 1 on")
+            raise ValueError("must be none, full, auto or a number of layers, at least 1")
         return int(text)
 
     def conflicts(self) -> Iterator[str]:
@@ -118,62 +118,56 @@ class TrainerConfig(Section):
             yield from self._fsdp_conflicts()
         elif self.backend == "megatron":
             if self.fsdp != FsdpConfig():
-                yield "fsdp is set, but trainer.backend=megatron does not read it; use trainer.backend=fsdp"
+                yield "fsdp is set, but trainer.backend=megatron does not use it; set trainer.backend=fsdp"
             if self.optimizer.offload and not self.optimizer.distributed:
-                # Megatron's other optimizers replace parameters under the host optimizer: it would update old copies.
-                yield "optimizer.offload needs trainer.optimizer.distributed, also on one rank; set distributed: true"
+                # Megatron's other optimizers replace the parameters, so the host optimizer would update old copies.
+                yield "optimizer.offload needs trainer.optimizer.distributed, even on one rank; set distributed: true"
         if self.backend in ("megatron", FSDP) and self.backend_args:
-            yield f"backend_args are a custom backend's, trainer.backend={self.backend} reads none; remove them"
+            yield f"backend_args are for custom backends, not for trainer.backend={self.backend}; remove them"
         if self.share_prefixes:
             setting = f"share_prefixes={self.share_prefixes}"
             if self.backend not in ("megatron", FSDP):
                 yield f"{setting} is not supported by trainer.backend={self.backend}; set it to false"
             if self.attention == "transformer_engine":
-                yield (
-                    f"{setting} merges partial results of attention, and trainer.attention=transformer_engine returns "
-                    "them without the sums that takes; use trainer.attention=auto, which then is allgather"
-                )
+                yield f"{setting} is not supported by trainer.attention=transformer_engine; use auto (allgather)"
         yield from self.layout_conflicts(self.parallel)
 
     def layout_conflicts(self, parallel: ParallelConfig) -> Iterator[str]:
-        """Yield what this trainer cannot do under a layout: its own, or that of the reference workers."""
+        """Yield conflicts with a layout: the trainer's, or the reference workers'."""
         ring = self.attention in ("ring", "ring_flash_attn")
         if self.share_prefixes and parallel.context > 1 and ring:
             yield (
                 f"parallel.context={parallel.context} with trainer.share_prefixes={self.share_prefixes} is not "
-                f"supported by trainer.attention={self.attention}, which sends keys around; use "
-                "trainer.attention=auto, which then is allgather"
+                f"supported by trainer.attention={self.attention}; use auto (allgather)"
             )
         for axis in ("tensor", "pipeline", "expert", "virtual_pipeline"):
             if self.backend == FSDP and (size := getattr(parallel, axis)) > 1:
                 yield (
-                    f"parallel.{axis}={size}: trainer.backend=fsdp supports data and context ranks only, and shards "
-                    f"the model over all of them; set {axis} to 1 and raise data, or use trainer.backend=megatron"
+                    f"parallel.{axis}={size}: trainer.backend=fsdp has only data and context ranks, and shards the "
+                    f"model over all of them; set {axis} to 1 and raise data, or use trainer.backend=megatron"
                 )
         if self.backend == FSDP and parallel.sequence:
-            yield (
-                "parallel.sequence=true belongs to tensor parallelism, which trainer.backend=fsdp does not have; set "
-                "it to false"
-            )
+            yield "parallel.sequence=true needs tensor parallelism, which trainer.backend=fsdp lacks; set it to false"
 
     def _fsdp_conflicts(self) -> Iterator[str]:
-        if self.attention in ("ring", "transformer_engine"):
-            yield (
-                f"attention={self.attention} is not supported by trainer.backend=fsdp; use auto (allgather), or "
-                "ring_flash_attn"
-            )
-        if not self.optimizer.distributed:
-            yield "optimizer.distributed=false: trainer.backend=fsdp always shards optimizer state; leave it true"
-        if self.optimizer.overlap_bucket_params is not None:
-            yield ("optimizer.overlap_bucket_params: with trainer.backend=fsdp every layer is a message; leave it out")
-        if self.activation_offload:
-            yield (
-                "activation_offload is not supported by trainer.backend=fsdp; use trainer.recompute=full, or "
-                "trainer.backend=megatron"
-            )
+        unsupported = {
+            f"attention={self.attention}": (
+                self.attention in ("ring", "transformer_engine"),
+                "use auto (allgather), or ring_flash_attn",
+            ),
+            "optimizer.distributed=false": (not self.optimizer.distributed, "use true"),
+            f"optimizer.overlap_bucket_params={self.optimizer.overlap_bucket_params}": (
+                self.optimizer.overlap_bucket_params is not None,
+                "remove it, because every layer is a message",
+            ),
+            "activation_offload=true": (self.activation_offload, "use trainer.recompute=full"),
+        }
+        for setting, (is_set, remedy) in unsupported.items():
+            if is_set:
+                yield f"{setting} is not supported by trainer.backend=fsdp; {remedy}"
 
     def recomputed_layers(self, layers: int) -> int:
-        """Return how many of the ``layers`` of a stage are recomputed; none while ``auto`` is not replaced."""
+        """Return how many of a stage's ``layers`` are recomputed. ``auto`` counts as none until it is replaced."""
         if isinstance(self.recompute, int):
             return min(self.recompute, layers)
         return layers if self.recompute == "full" else 0

@@ -12,7 +12,7 @@ from slime_like.system.threads import Tracker, run_jobs
 from slime_like.weights.checksums import as_bytes
 
 _AT_ONCE = 1 << 22
-"""Elements of which a difference is taken at a time."""
+"""Number of elements subtracted at a time."""
 
 
 class Difference(NamedTuple):
@@ -25,13 +25,14 @@ class Difference(NamedTuple):
 def compare_sources(
     a: TensorSource, b: TensorSource, workers: int, report: Callable[[int, int], None]
 ) -> list[Difference]:
-    """List the differences by name; values are compared where type and shape agree.
+    """List the differences by name. Values are compared if type and shape agree.
 
-    ``report`` receives the bytes compared and those to compare, of one side. Each of the ``workers``, threads, holds
-    one parameter of either side in memory.
+    Args:
+        workers: number of threads. Each holds one parameter of both sides in memory.
+        report: receives the bytes compared and the bytes to compare, of one side.
 
     Raises:
-        CheckpointError: one of them is damaged.
+        CheckpointError: a checkpoint is damaged.
     """
     differences = [Difference(name, "only in A") for name in a.tensors.keys() - b.tensors.keys()]
     differences += [Difference(name, "only in B") for name in b.tensors.keys() - a.tensors.keys()]

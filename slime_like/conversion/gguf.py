@@ -1,4 +1,4 @@
-"""A GGUF file, as llama.cpp and its like read them, as a Hugging Face directory."""
+"""Conversion of GGUF files, the format of llama.cpp, to Hugging Face directories."""
 
 import shutil
 from pathlib import Path
@@ -11,14 +11,14 @@ _ROTARY = ("rope_freqs", "rope_factors")
 
 
 def gguf_to_hugging_face(file: Path, out: Path, dtype: str) -> int:
-    """Write weights (quantised ones dequantised), configuration, tokenizer and chat template; the number of tensors.
+    """Write dequantized weights, configuration, tokenizer and chat template. Return the number of tensors.
 
     Args:
-        out: replaced, once all is written.
-        dtype: type of the weights that are written.
+        out: directory that is replaced when everything is written.
+        dtype: type of the written weights.
 
     Raises:
-        ConfigError: no GGUF file, an architecture that transformers does not read from one, or missing tensors.
+        ConfigError: the file is not GGUF, transformers does not read its architecture, or tensors are missing.
     """
     import torch
     from gguf import GGUFReader
@@ -29,7 +29,7 @@ def gguf_to_hugging_face(file: Path, out: Path, dtype: str) -> int:
         _require_plain_rotary(file, GGUFReader(file))
         config = AutoConfig.from_pretrained(file.parent, gguf_file=file.name)
         tokenizer = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
-        # `from_pretrained` would need accelerate for what this does.
+        # `from_pretrained` would need accelerate for this.
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
         tensors = load_gguf_checkpoint(str(file), return_tensors=True, model_to_load=model)["tensors"]
     except (KeyError, OSError, ValueError) as error:
@@ -44,16 +44,16 @@ def gguf_to_hugging_face(file: Path, out: Path, dtype: str) -> int:
     shutil.rmtree(partial, ignore_errors=True)
     model.to(getattr(torch, dtype)).save_pretrained(partial)
     tokenizer.save_pretrained(partial)
-    for file in partial.glob("*.safetensors"):  # written for their owner alone, other files as the umask says
+    for file in partial.glob("*.safetensors"):  # transformers writes only these without the umask's permissions
         file.chmod((partial / "config.json").stat().st_mode)
     replace_directory(partial, out)
     return len(tensors)
 
 
 def _require_plain_rotary(file: Path, reader: Any) -> None:
-    """Reject scaled rotary embeddings, which transformers leaves out when it reads the file."""
+    """Reject scaled rotary embeddings, which transformers ignores when it reads the file."""
     tensors = [tensor.name for tensor in reader.tensors if tensor.name.startswith(_ROTARY)]
     scaled = [name for name in reader.fields if ".rope.scaling." in name]
     if tensors or scaled:
-        problem = f"scales its rotary embedding ({[*tensors, *scaled][0]}), which this conversion does not take over"
+        problem = f"scales its rotary embedding ({[*tensors, *scaled][0]}), which this conversion does not support"
         raise ConfigError(f"FILE={file} {problem}; use the model's safetensors files", code="gguf-rotary")

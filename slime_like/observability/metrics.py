@@ -35,7 +35,7 @@ class MetricLogger:
         self._trackers: list[WandbTracker | TensorBoardTracker] = []
         if config.wandb:  # first: it is the one whose start may fail
             with _installed("wandb"):
-                self._trackers.append(WandbTracker(config.wandb_project, run_dir))
+                self._trackers.append(WandbTracker(config, run_dir))
         if config.tensorboard:
             with _installed("tensorboard"):
                 self._trackers.append(TensorBoardTracker(run_dir / "tensorboard", finished_steps))
@@ -144,11 +144,18 @@ def _markdown_code(cell: tuple[str, Any]) -> str:
 class WandbTracker:
     """One Weights & Biases run, named like the run directory."""
 
-    def __init__(self, project: str, run_dir: Path) -> None:
+    def __init__(self, config: LoggingConfig, run_dir: Path) -> None:
         import wandb
 
         self._wandb: Any = wandb
-        self._run: Any = wandb.init(project=project, name=run_dir.name, dir=str(run_dir))
+        self._run: Any = wandb.init(
+            project=config.wandb_project,
+            entity=config.wandb_entity,
+            group=config.wandb_group,
+            tags=config.wandb_tags or None,
+            name=run_dir.name,
+            dir=str(run_dir),
+        )
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
         self._run.log(dict(values), step=step)

@@ -1,4 +1,4 @@
-"""Entry points: the groups of trainers and engines, the names installed in them, and loading one."""
+"""Entry points of trainers and engines: their groups, the installed names, and how to load one."""
 
 import sys
 from functools import cache
@@ -13,24 +13,25 @@ ENGINE_GROUP = "slime_like.engines"
 
 
 def installed_names(group: str) -> list[str]:
-    """Sorted names registered in ``group``; nothing is imported."""
+    """Return the sorted names registered in ``group``. Nothing is imported."""
     return list(_installed(group, tuple(sys.path)))
 
 
 @cache
 def _installed(group: str, path: tuple[str, ...]) -> tuple[str, ...]:
-    """A file of every package on ``path`` is read, hundreds of them: once for a group."""
+    """Read a file of every package on ``path``. There are hundreds, so each group is read once."""
     return tuple(sorted({point.name for point in entry_points(group=group)}))
 
 
 def load_installed(group: str, name: str, field: str) -> Any:
-    """The object registered as ``name`` in ``group``, imported.
+    """Import the object registered as ``name`` in ``group``.
 
-    Raises ``ConfigError`` with the setting ``field`` and the known names where there is none.
+    Raises:
+        ConfigError: the name is not registered. The message names the setting ``field`` and the known names.
     """
     known = {point.name: point for point in entry_points(group=group)}
     if name not in known:
         names = ", ".join(sorted(known)) or "(none)"
-        raise ConfigError(f"{field}={name} is not installed; known: {names}", code="not-installed")
+        raise ConfigError(f"{field}={name} is not installed; use one of: {names}", code="not-installed")
     with permanent_allocations():
         return known[name].load()

@@ -1,4 +1,4 @@
-"""The object that a setting names: registered, or custom code in a module or a file."""
+"""Lookup of the object that a setting names: a registered one, or custom code in a module or a file."""
 
 import sys
 from collections.abc import Callable, Mapping
@@ -8,49 +8,72 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from slime_like.plugins.import_path import CUSTOM
 from slime_like.plugins.traceback import find_module, is_file
+from slime_like.system.words import from_here
+
+CUSTOM = "`package.module:name` or `path/to/file.py:name`"
+"""Form of the names of custom code, for messages."""
+
+
+def import_path_problem(path: str) -> str | None:
+    """Describe a malformed import path, or one whose module is not on this machine; ``None`` if the module is found.
+
+    Modules are looked up along ``sys.path`` as an import does, but nothing is executed: that may take seconds. A name
+    that the module lacks is therefore not found here.
+    """
+    module, _, name = path.rpartition(":")
+    if not name.isidentifier() or not (is_file(module) or all(part.isidentifier() for part in module.split("."))):
+        return f"is not an import path; give {CUSTOM}"
+    spec, missing = find_module(module)
+    if spec is not None:
+        return None
+    if is_file(module):
+        return f"cannot be found: there is no file {module}{from_here(Path(module))}; correct the path"
+    return (
+        f"cannot be found: there is no module {missing}; install it, start in its directory, or give "
+        "`path/to/file.py:name`"
+    )
 
 
 def resolve(kind: str, name: str, known: Mapping[str, Any]) -> Any:
-    """The object registered under ``name``, or whatever is at ``package.module:name`` or ``path/to/file.py:name``.
+    """Return the object registered as ``name``, or the one at ``package.module:name`` or ``path/to/file.py:name``.
 
     Args:
-        kind: what is looked for, for the message ("loss", "advantage estimator").
+        kind: the kind of object, for messages ("loss", "advantage estimator").
         known: the registry: objects, or their import paths.
 
     Raises:
-        ValueError: unknown name (the known ones are listed), or an import path that leads nowhere.
+        ValueError: the name is unknown, or cannot be imported.
     """
     found = known.get(name, name)
     if not isinstance(found, str):
         return found
     module_name, colon, attribute = found.rpartition(":")
     if not colon:
-        raise ValueError(f"unknown {kind} {name!r}; known: {', '.join(sorted(known))}, or give {CUSTOM}")
+        raise ValueError(f"unknown {kind} {name!r}; use one of: {', '.join(sorted(known))}, or {CUSTOM}")
     try:
         module = _import_file(module_name) if is_file(module_name) else import_module(module_name)
         return getattr(module, attribute)
     except (ImportError, AttributeError) as error:
         missing = error.name if isinstance(error, ModuleNotFoundError) else None
         own = missing is None or module_name == missing or module_name.startswith(f"{missing}.")
-        remedy = f"give {CUSTOM}" if own else f"install what has {missing}, or correct {module_name}"
+        remedy = f"give {CUSTOM}" if own else f"install the package of {missing}, or correct {module_name}"
         raise ValueError(f"{kind} {name!r} cannot be imported ({error}); {remedy}") from error
-    except Exception as error:  # importing runs the module, which raises what it likes
+    except Exception as error:  # the module runs when it is imported, and may raise anything
         raise ValueError(
             f"{kind} {name!r}: importing {module_name} fails with {type(error).__name__} ({error}); correct that module"
         ) from error
 
 
 def _import_file(path: str) -> ModuleType:
-    """The file as a module, once in a process; files beside it can be imported from it."""
+    """Import a file as a module, once per process. It can import files next to it."""
     if path in sys.modules:
         return sys.modules[path]
     spec, _ = find_module(path)
     if spec is None or spec.loader is None:
         raise ImportError(f"there is no file {path}")
     if (directory := str(Path(path).parent)) not in sys.path:
-        sys.path.append(directory)  # behind all others: nothing of the user's hides a library
+        sys.path.append(directory)  # last, so no file of the user hides a library
     module = sys.modules[path] = module_from_spec(spec)
     try:
         spec.loader.exec_module(module)
@@ -61,7 +84,7 @@ def _import_file(path: str) -> ModuleType:
 
 
 def resolve_callable(kind: str, name: str, known: Mapping[str, Any]) -> Callable[..., Any]:
-    """``resolve``, and ``ValueError`` where what is there cannot be called."""
+    """Return what ``resolve`` returns. Raise ``ValueError`` if it cannot be called."""
     found: Callable[..., Any] = resolve(kind, name, known)
     if not callable(found):
         raise ValueError(f"{kind} {name!r} is a {type(found).__name__}, which cannot be called; correct the name")

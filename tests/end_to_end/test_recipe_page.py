@@ -52,11 +52,7 @@ def small(recipe: dict[str, Any], tiny: Tiny, model: Path, run_dir: Path) -> dic
         "rollout": {"engine": "transformers", "engine_args": {}, **_LIMITS["rollout"]},
         # An untrained model never adds right, but it writes letters by chance.
         "reward": {"functions": [{"name": "format", "options": {"pattern": ".*[a-m].*"}}]},
-        "trainer": {
-            "target_tokens_per_batch": 256,
-            "cpu_threads": 1,
-            "optimizer": {"warmup_steps": 0},
-        },
+        "trainer": {"target_tokens_per_batch": 256, "cpu_threads": 1, "optimizer": {"warmup_steps": 0}},
         "checkpoint": {"export_hf": False},
         "logging": {"progress": "plain", "tensorboard": False},
     }

@@ -1,4 +1,4 @@
-"""A configuration that is written reads back equal, whatever its values."""
+"""A written configuration reads back equal, whatever its values."""
 
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ KEYS = st.text("abcXYZ_", min_size=1)
 
 
 def value_types(data: Any) -> Any:
-    """1, 1.0 and True are equal in Python, and not the same here."""
+    """Return the types of the values. 1, 1.0 and True are equal in Python, but differ here."""
     if isinstance(data, dict):
         return {key: value_types(value) for key, value in data.items()}
     return [value_types(item) for item in data] if isinstance(data, list) else type(data)

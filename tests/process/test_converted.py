@@ -1,4 +1,4 @@
-"""Small files of a converted checkpoint that are not as they were written: found by every command."""
+"""Damage to the small files of a converted checkpoint, which every command finds."""
 
 import json
 import os
@@ -18,7 +18,7 @@ from tests.unit.checks.checkpoint import sound_flags
 
 @pytest.fixture(scope="module")
 def original(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Of which only the small files are read here."""
+    """Convert a checkpoint, of which only the small files are read here."""
     root = tmp_path_factory.mktemp("converted")
     make_tiny_model(root / "hf", "qwen3")
     assert main(["convert", "to-megatron", str(root / "hf"), str(root / "meg")]) == 0
@@ -48,7 +48,7 @@ def test_every_flipped_byte_of_the_description_is_found(converted: Path) -> None
 
 
 def test_a_description_that_is_a_pipe_is_missing(converted: Path) -> None:
-    """It would be waited for without an end."""
+    """Reading it would never end."""
     description = converted / "conversion.json"
     sound = description.read_bytes()
     description.unlink()
@@ -65,9 +65,7 @@ def test_every_file_of_the_model_is_recorded(converted: Path) -> None:
     for name in names:
         _flip(converted / "model" / name, -3)
     faults = ", ".join(f"model/{name} is not as it was written" for name in names)
-    assert (
-        converted_problem(converted) == f"is damaged ({faults}); put back what was written, or convert the model again"
-    )
+    assert f"is damaged ({faults})" in str(converted_problem(converted))
 
 
 DAMAGE: list[tuple[Callable[[Path], object], str]] = [
@@ -99,7 +97,7 @@ def test_every_command_rejects_the_damaged_checkpoint(
     assert problem.text.startswith(f"model.weights={converted} is damaged ({fault}")
 
 
-def test_a_run_from_the_model_beside_the_weights_is_rejected(converted: Path, tmp_path: Path) -> None:
+def test_a_run_from_the_damaged_checkpoints_model_is_rejected(converted: Path, tmp_path: Path) -> None:
     given = ["--model.path", str(converted / "model"), "--model.weights", str(converted), "--algorithm.loss", "sft"]
     flags = [*sound_flags(tmp_path), *given]
     assert check(load_config(None, flags)) == []
@@ -112,7 +110,7 @@ def test_a_run_from_the_model_beside_the_weights_is_rejected(converted: Path, tm
     assert any(problem.text.startswith(start) for problem in check(load_config(None, alone)))
 
 
-def test_a_checkpoint_of_before_there_were_checksums_is_taken_as_it_is(converted: Path) -> None:
+def test_a_checkpoint_without_checksums_is_accepted(converted: Path) -> None:
     (converted / "conversion.json").write_text(json.dumps({"format": 1, "source": "/somewhere"}, indent=1))
     (converted / "model" / "tokenizer.json").unlink()
     assert converted_problem(converted) is None

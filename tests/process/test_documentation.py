@@ -1,7 +1,7 @@
-"""Examples of the pages run, configuration fragments are valid, and links, files and keys exist.
+"""Examples in the docs run, their configuration is valid, and links, files and keys exist.
 
-Python blocks of ``docs/extending.md`` are whole files named in their first line. They are written to a directory next
-to the files of ``docs/examples``. The ``try_*.py`` files run there, with the entry points of the TOML blocks installed.
+Python blocks of ``docs/extending.md`` are whole files named in their first line. They are written to a directory with
+the files of ``docs/examples``. The ``try_*.py`` files run there, with the entry points of the TOML blocks installed.
 """
 
 import importlib
@@ -19,7 +19,7 @@ import yaml
 
 from slime_like.checks.check import check
 from slime_like.config import RunConfig
-from slime_like.config.reading.fields import all_fields, section_names
+from slime_like.config.reading.fields import all_fields, sections
 from slime_like.config.reading.load import load_config
 from slime_like.data.prompts import PromptSource
 from slime_like.data.tokenizer import load_tokenizer
@@ -39,14 +39,14 @@ def blocks(language: str, page: str = "extending") -> list[str]:
 
 
 def named_files(page: str = "extending") -> dict[str, str]:
-    """Python blocks by the name in their first line: ``# name.py``."""
+    """Return the Python blocks by the name in their first line, ``# name.py``."""
     files = {block.partition("\n")[0].removeprefix("# "): block for block in blocks("python", page)}
     assert all(re.fullmatch(r"\w+\.py", name) for name in files), f"a block must begin with its file's name: {files}"
     return files
 
 
 def extensions() -> dict[str, str]:
-    """All files that extend something, by name."""
+    """Return all files that extend something, by name."""
     return named_files() | {path.name: path.read_text(encoding="utf-8") for path in (DOCS / "examples").glob("*.py")}
 
 
@@ -55,7 +55,7 @@ EXAMPLES = sorted(name for name in extensions() if name.startswith("try_"))
 
 @pytest.fixture
 def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """All files in one importable directory, the page's entry points installed; forgotten afterwards."""
+    """Write all files to one importable directory, and install the page's entry points."""
     for name, text in extensions().items():
         (tmp_path / name).write_text(text, encoding="utf-8")
     installed = tmp_path / "example-1.0.dist-info"
@@ -78,7 +78,7 @@ def test_example_runs(example: str, project: Path) -> None:
 
 
 def test_every_example_is_tried() -> None:
-    """Each file has a ``try_*.py``. The run from Python has a test below."""
+    """Each file has a ``try_*.py``. The run from Python has its own test."""
     tried = {f"try_{name}" for name in extensions() if not name.startswith("try_") and name != "train.py"}
     assert tried == set(EXAMPLES)
     assert len(EXAMPLES) == 8
@@ -91,7 +91,6 @@ def test_configuration_fragments_are_valid(block: str, tmp_path: Path) -> None:
 
 
 def test_a_run_from_python_trains_what_it_loads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The run itself is the command's."""
     trained: list[RunConfig] = []
 
     def train(config: RunConfig) -> TrainSummary:
@@ -106,7 +105,6 @@ def test_a_run_from_python_trains_what_it_loads(tmp_path: Path, monkeypatch: pyt
     assert [config.run_dir for config in trained] == [DOCS.parent / "runs" / "mine"] * 2
 
 
-# In GSM8K's form.
 _GSM8K = [
     (
         "A shop sells 48 loaves a day for $23 each. What does it earn?",
@@ -116,8 +114,8 @@ _GSM8K = [
 ]
 
 
-def test_getting_started_trains_on_rows_as_they_are_published(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Reward and settings of the page, on files in GSM8K's form and another model: nothing is rejected."""
+def test_getting_started_accepts_published_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The page's reward and settings work on files in GSM8K's format, with another model."""
     files = named_files("getting_started")
     (settings,) = blocks("yaml", "getting_started")
     for name, text in (files | {settings.partition("\n")[0].removeprefix("# "): settings}).items():
@@ -142,7 +140,10 @@ def test_getting_started_trains_on_rows_as_they_are_published(tmp_path: Path, mo
     assert [correct("", answer, "1104") for answer in answers] == [1.0, 1.0, 1.0, 0.0]
 
 
-@pytest.mark.parametrize("page", [*FRONT, *sorted(DOCS.rglob("*.md"))], ids=lambda page: page.stem)
+PAGES = pytest.mark.parametrize("page", [*FRONT, *sorted(DOCS.rglob("*.md"))], ids=lambda page: page.stem)
+
+
+@PAGES
 def test_pages_name_only_files_that_exist(page: Path) -> None:
     text = page.read_text(encoding="utf-8")
     linked = [page.parent / target for target, _ in _LINK.findall(text) if "://" not in target]
@@ -152,32 +153,32 @@ def test_pages_name_only_files_that_exist(page: Path) -> None:
 
 
 def anchors(page: Path) -> set[str]:
-    """Of a page's headings, as GitHub makes them."""
+    """Return the anchors of a page's headings, like GitHub's."""
     text = _FENCE.sub("", page.read_text(encoding="utf-8"))
     headings = re.findall(r"^#+ (.*)$", text, re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
-@pytest.mark.parametrize("page", [*FRONT, *sorted(DOCS.rglob("*.md"))], ids=lambda page: page.stem)
+@PAGES
 def test_links_lead_to_headings(page: Path) -> None:
     links = _LINK.findall(page.read_text(encoding="utf-8"))
     inside = [(page.parent / target if target else page, anchor[1:]) for target, anchor in links if anchor]
     assert [anchor for target, anchor in inside if target.suffix == ".md" and anchor not in anchors(target)] == []
 
 
-_SECTIONS = {name.partition(".")[0] for name in section_names()}
+_SECTIONS = {name.partition(".")[0] for name in sections() if name}
 _OF_MODELS = ("model.layers", "model.embed_tokens", "model.norm", "model.safetensors")
 _KEY = re.compile(r"`(?:--)?((?:" + "|".join(sorted(_SECTIONS)) + r")(?:\.[a-z_]\w*)+)(?![\w/:]*\.py)[^`]*`")
 
 
 @pytest.mark.parametrize("page", sorted(DOCS.glob("*.md")), ids=lambda page: page.stem)
 def test_settings_that_pages_name_exist(page: Path) -> None:
-    """Of the keys of other projects, the table's last column has ours."""
+    """The last column of the table of other projects' keys has ours."""
     text = page.read_text(encoding="utf-8")
     if page.stem == "coming_from":
         text = re.sub(r"^\|.*\|([^|]*)\|$", r"\1", text, flags=re.MULTILINE)
         assert len(_KEY.findall(text)) > 20
-    fields, sections = all_fields(), section_names()
+    fields = all_fields()
     free = tuple(f"{name}." for name, field in fields.items() if field.kind == "entries")
-    unknown = [key for key in _KEY.findall(text) if key not in fields and key not in sections]
+    unknown = [key for key in _KEY.findall(text) if key not in fields and key not in sections()]
     assert [key for key in unknown if not key.startswith((*free, *_OF_MODELS))] == []

@@ -1,4 +1,4 @@
-"""GGUF files become Hugging Face directories: every number, as a writer of such files that is independent puts it."""
+"""Conversion of GGUF files, which the package ``gguf`` writes, to Hugging Face directories."""
 
 import json
 from pathlib import Path
@@ -13,36 +13,15 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from slime_like.commands.main import main
 from slime_like.examples.tiny_model import make_tiny_model
 
-_NAMES = {
-    "self_attn.q_proj": "attn_q",
-    "self_attn.k_proj": "attn_k",
-    "self_attn.v_proj": "attn_v",
-    "self_attn.o_proj": "attn_output",
-    "mlp.gate_proj": "ffn_gate",
-    "mlp.up_proj": "ffn_up",
-    "mlp.down_proj": "ffn_down",
-    "input_layernorm": "attn_norm",
-    "post_attention_layernorm": "ffn_norm",
-}
-
-
-def gguf_name(name: str) -> str:
-    if not name.startswith("model.layers."):
-        return {"model.embed_tokens.weight": "token_embd.weight", "model.norm.weight": "output_norm.weight"}.get(
-            name, "output.weight"
-        )
-    _, _, number, rest = name.split(".", 3)
-    return f"blk.{number}.{_NAMES[rest.removesuffix('.weight')]}.weight"
-
 
 def interleaved(weight: Tensor, heads: int) -> Tensor:
-    """Rows of a rotary projection as llama.cpp has them: the two halves of each head in turn."""
+    """Return the rows of a rotary projection in llama.cpp's order, which interleaves the halves of each head."""
     return weight.view(heads, 2, -1, weight.shape[1]).transpose(1, 2).reshape(weight.shape)
 
 
 @pytest.fixture(scope="module")
 def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A Llama without scaled rotary embeddings."""
+    """Create a Llama without scaled rotary embeddings."""
     source = tmp_path_factory.mktemp("gguf") / "source"
     make_tiny_model(source, family="llama", seed=3)
     config = json.loads((source / "config.json").read_text())
@@ -52,7 +31,7 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def write_gguf(source: Path, file: Path, **further: Tensor) -> Path:
-    """The model as a GGUF file."""
+    """Write the model as a GGUF file."""
     config = json.loads((source / "config.json").read_text())
     heads, kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
     writer = gguf.GGUFWriter(str(file), "llama")
@@ -77,11 +56,12 @@ def write_gguf(source: Path, file: Path, **further: Tensor) -> Path:
     writer.add_token_scores([0.0] * len(tokens))
     writer.add_eos_token_id(tokenizer.eos_token_id)
     writer.add_chat_template(tokenizer.chat_template)
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, config["num_hidden_layers"])
     for name, tensor in load_file(source / "model.safetensors").items():
         tensor = tensor.float()
         if "q_proj" in name or "k_proj" in name:
             tensor = interleaved(tensor, heads if "q_proj" in name else kv_heads)
-        writer.add_tensor(gguf_name(name), tensor.contiguous().numpy())
+        writer.add_tensor(names.get_name(name, try_suffixes=(".weight",)), tensor.contiguous().numpy())
     for name, tensor in further.items():
         writer.add_tensor(f"{name}.weight", tensor.numpy())
     writer.write_header_to_file()
@@ -107,8 +87,8 @@ def test_every_number_and_the_template_arrive(source: Path, tmp_path: Path) -> N
     assert rendered[0] == rendered[1]
 
 
-def test_what_cannot_be_taken_over_is_refused(source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Llama 3.1's factors of frequencies are a tensor of the file, which would be left out without a word."""
+def test_unsupported_files_are_rejected(source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Llama 3.1's frequency factors are a tensor in the file, which transformers would ignore."""
     (tmp_path / "text.gguf").write_text("no")
     write_gguf(source, tmp_path / "scaled.gguf", rope_freqs=torch.ones(8))
     for file, code in (("text.gguf", "no-gguf"), ("nothing.gguf", "no-gguf"), ("scaled.gguf", "gguf-rotary")):

@@ -76,7 +76,7 @@ def test_given_variables_take_precedence() -> None:
         ({"HEAD_ADDR": "10.0.0.1"}, "--head=10.0.0.1 (HEAD_ADDR) is given, but not how many nodes take part"),
         (
             {"SLURM_STEP_NODELIST": "gpu[1-4]", "SLURM_STEP_NUM_TASKS": "32", "SLURM_STEP_NUM_NODES": "4"},
-            "srun started 32 tasks on 4 nodes, and one on each is wanted: srun --ntasks-per-node 1",
+            "srun started 32 tasks on 4 nodes; start one on each: srun --ntasks-per-node 1",
         ),
     ],
 )

@@ -1,6 +1,6 @@
-"""What is imported, and what is not: commands and processes start quickly, algorithms need torch and NumPy alone.
+"""Imports: commands and processes start quickly, and algorithms need only torch and NumPy.
 
-And an interrupt while a command is imported.
+Also an interrupt while a command is imported.
 """
 
 import subprocess
@@ -15,7 +15,7 @@ from tests.process.conftest import python
 CONFIGURATION = ("config", "config.reading.load", "checks.check", "commands.main")
 BESIDE_RAY = ("orchestration.cluster.orphan_reaper", "orchestration.cluster.ray_process")
 REPORT = ("commands.report", "observability.report.console")
-# Log readers and progress; and no import may choose a plotting backend for the user.
+# Log readers and progress. No import may choose a plotting backend for the user.
 OBSERVABILITY = tuple(
     f"observability.{name}" for name in ("phases", "records", "names", "metrics", "progress", "curve")
 )
@@ -31,7 +31,7 @@ LOGS = {"torch", "ray", "matplotlib", "tensorboard", "wandb"}
         (" ".join(OBSERVABILITY), LOGS | {"rich"}),
     ],
 )
-def test_what_is_not_imported(modules: str, absent: set[str]) -> None:
+def test_heavy_packages_are_not_imported(modules: str, absent: set[str]) -> None:
     imports = ", ".join(f"slime_like.{module}" for module in modules.split())
     code = f"import sys, {imports}; print(sorted({absent!r} & sys.modules.keys()))"
     assert python(code) == "[]\n"
@@ -41,7 +41,7 @@ def test_help_lists_all_names_without_importing_what_they_name() -> None:
     code = """
 import sys
 from slime_like.commands.reference import fields_help
-assert "names for algorithm.loss" in fields_help()
+assert "`algorithm.loss`" in fields_help()
 print(sorted({"torch", "ray", "transformers", "math_verify", "vllm", "sglang"} & sys.modules.keys()))
 """
     assert python(code) == "[]\n"
@@ -79,8 +79,8 @@ def test_algorithms_are_imported_and_used_with_everything_else_blocked() -> None
 
 
 @pytest.mark.parametrize("disguise", [False, True])
-def test_ctrl_c_is_understood_while_modules_are_imported(disguise: bool) -> None:
-    """The signal arrives within an import that every command makes, whose module may make another error of it."""
+def test_ctrl_c_during_an_import(disguise: bool) -> None:
+    """The signal arrives in an import that every command makes. The module may turn it into another error."""
     code = f"""
 import os, signal, sys
 from slime_like.commands.main import main

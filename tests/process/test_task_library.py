@@ -1,4 +1,4 @@
-"""Tasks of reasoning-gym as rows and as a reward."""
+"""Rows and rewards from tasks of reasoning-gym."""
 
 import json
 import subprocess
@@ -18,9 +18,9 @@ library = pytest.importorskip("reasoning_gym", reason="the extra tasks is not in
 
 
 def test_tasks_judge_their_own_answers_as_right_and_nonsense_as_wrong() -> None:
-    """Through the row as it is written; some tasks have no answer."""
+    """The answers go through written rows. Some tasks have no answer."""
     judged = 0
-    for task in ("arc_agi", "rearc"):  # which compare with tuples, and JSON has none
+    for task in ("arc_agi", "rearc"):  # they compare with tuples, which JSON lacks
         with pytest.raises(ConfigError):
             next(task_rows(task, 2, seed=5))
     lenient = {"game_of_life_halting"}  # whatever is not "true" counts as "false"
@@ -53,7 +53,7 @@ for name, (response, answer) in given.items():
 
 
 def test_no_response_pays_for_what_a_function_imports() -> None:
-    """Its time is bounded; on a busy machine an import alone takes longer."""
+    """A response's time is bounded, and an import may take longer on a busy machine."""
     run = subprocess.run([sys.executable, "-c", FIRST_CALLS], capture_output=True, text=True, timeout=120, check=True)
     lines = run.stdout.splitlines()
     assert len(lines) == 6 and all(line.endswith(" []") for line in lines), run.stdout
@@ -69,10 +69,8 @@ def test_the_command_writes_the_same_rows_again(tmp_path: Path, capsys: pytest.C
     assert [message["role"] for message in rows[0]["prompt"]] == ["system", "user"]
     digits = [json.loads(row["answer"])["metadata"]["num_digits"] for row in rows]
     assert len(digits) == 5 and max(digits[:2]) < max(digits[2:])  # harder from level to level
-    assert (
-        main(["make-tasks", "chain_sum", str(tmp_path / "c.jsonl"), "--count", "1", "--set", "max_terms=2", "--plain"])
-        == 0
-    )
+    plain = ["--count", "1", "--set", "max_terms=2", "--plain"]
+    assert main(["make-tasks", "chain_sum", str(tmp_path / "c.jsonl"), *plain]) == 0
     (row,) = [json.loads(line) for line in (tmp_path / "c.jsonl").read_text().splitlines()]
     assert [message["role"] for message in row["prompt"]] == ["user"]
     assert json.loads(row["answer"])["metadata"]["num_terms"] == 2
@@ -100,7 +98,7 @@ def test_options_of_the_reward() -> None:
     ],
     ids=" ".join,
 )  # fmt: skip
-def test_what_cannot_be_made_is_rejected(tmp_path: Path, arguments: tuple[str, ...]) -> None:
+def test_wrong_arguments_are_rejected(tmp_path: Path, arguments: tuple[str, ...]) -> None:
     task, out, *options = arguments
     assert main(["make-tasks", task, str(tmp_path / out), *options]) == 2
     assert list(tmp_path.iterdir()) == []
@@ -110,16 +108,16 @@ def _questions(path: Path) -> list[str]:
     return [json.loads(json.loads(line)["answer"])["question"] for line in path.read_text().splitlines()]
 
 
-def test_held_out_rows_are_not_those_of_training(
+def test_held_out_rows_differ_from_training_rows(
     tmp_path: Path, rejects: Rejects, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The library's own seeds n and n + 1 give the same rows but one; a task of 200 questions repeats them anyway."""
+    """In the library, seeds n and n + 1 share all rows but one. A task with 200 questions repeats them anyway."""
     seeds = [{row["answer"] for row in task_rows("chain_sum", 50, seed)} for seed in (1, 2)]
     assert not seeds[0] & seeds[1]
     small = ["--plain", "--set", "min_terms=2", "max_terms=2", "min_digits=1", "max_digits=1"]
     train, held = tmp_path / "train.jsonl", tmp_path / "held.jsonl"
     assert main(["make-tasks", "chain_sum", str(train), "--count", "100", *small]) == 0
-    different = len(set(_questions(train)))  # whether that is enough is not for the command to say
+    different = len(set(_questions(train)))
     assert 50 < different < 100 and f"\ndifferent prompts: {different} of 100\n" in capsys.readouterr().out
     rest = ["make-tasks", "chain_sum", str(held), "--exclude", str(train), *small]
     assert main([*rest, "--count", "100"]) == 0
@@ -129,7 +127,7 @@ def test_held_out_rows_are_not_those_of_training(
     with rejects(ConfigError, "task-exhausted"):
         list(task_rows("chain_sum", 5, 1, settings=dict(pair.split("=") for pair in small[2:]), other=every))
     before = held.read_bytes()
-    assert main([*rest, "--count", "1"]) == 2 and held.read_bytes() == before  # what is there stays
+    assert main([*rest, "--count", "1"]) == 2 and held.read_bytes() == before  # the existing file is kept
     held.unlink()
     for text in ("no JSON", '{"answer": "4"}'):
         train.write_text(text)

@@ -1,4 +1,4 @@
-"""The configuration as a flat list of dotted fields: what flags, help and the written reference are made from."""
+"""The configuration as a flat list of dotted fields, from which flags, help and the reference are made."""
 
 import ast
 import inspect
@@ -12,14 +12,11 @@ from types import UnionType
 from typing import Any, Literal, Union, get_args, get_origin
 
 from pydantic import BaseModel
-from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
 from slime_like.config.base import split_optional
 from slime_like.config.filling import AUTO, FILLING
 from slime_like.config.run import RunConfig
-
-Kind = Literal["text", "many", "entries", "sections"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,47 +25,31 @@ class Field:
 
     Attributes:
         name: dotted name, e.g. ``trainer.parallel.tensor``.
-        kind: "text" takes one value, "many" several, "entries" is a mapping of free keys, "sections" a list of
-            sections, given as YAML text in a flag.
-        item: type of the value, or of one of "many".
-        default: ``PydanticUndefined`` where there is none.
+        kind: "text" takes one value, "many" several. "entries" is a mapping of free keys, and "sections" a list of
+            sections; a flag gives both as YAML.
+        default: ``PydanticUndefined`` if there is none.
     """
 
     name: str
-    kind: Kind
+    kind: Literal["text", "many", "entries", "sections"]
     type_text: str
-    item: Any
-    optional: bool
     default: Any
     description: str
 
     @property
-    def required(self) -> bool:
-        return self.default is PydanticUndefined
-
-    @property
-    def default_text(self) -> str:
-        return "required" if self.required else value_text(self.default)
-
-
-@dataclass(frozen=True, slots=True)
-class SectionDoc:
-    """A section's dotted name ("" for the root), its description, and its leaves."""
-
-    name: str
-    description: str
-    fields: tuple[Field, ...]
+    def default_text(self) -> str | None:
+        """The default as in YAML; ``None`` if the field is required."""
+        return None if self.default is PydanticUndefined else value_text(self.default)
 
 
 def value_text(value: Any) -> str:
-    """A value as one writes it in YAML or in a flag."""
+    """Return a value as one writes it in YAML or in a flag."""
     if value is None:
         return "none"
     if isinstance(value, bool):
         return str(value).lower()
-    if isinstance(value, BaseModel):
-        given = sorted(value.model_fields_set)  # a set: in another order in each process
-        return "{" + ", ".join(f"{key}: {value_text(getattr(value, key))}" for key in given) + "}"
+    if isinstance(value, BaseModel):  # sorted, because the order of a set differs between processes
+        value = {key: getattr(value, key) for key in sorted(value.model_fields_set)}
     if isinstance(value, tuple | list):
         return "[" + ", ".join(value_text(item) for item in value) + "]"
     if isinstance(value, dict):
@@ -76,43 +57,42 @@ def value_text(value: Any) -> str:
     return str(value)
 
 
-def is_section(annotation: Any) -> bool:
-    return isinstance(annotation, type) and issubclass(annotation, BaseModel)
-
-
-def sections(model: type[BaseModel] = RunConfig, prefix: str = "", description: str = "") -> Iterator[SectionDoc]:
-    """List the configuration's sections, outer before inner, in the order of the models."""
-    leaves = []
-    inner: list[tuple[type[BaseModel], str, str]] = []
-    for key, info in model.model_fields.items():
-        name = f"{prefix}{key}"
-        text = info.description or _docstrings(model.__module__).get(f"{model.__name__}.{key}", "")
-        if is_section(info.annotation):
-            inner.append((info.annotation, f"{name}.", text))  # type: ignore[arg-type]
-        else:
-            leaves.append(_leaf(name, info, text))
-    yield SectionDoc(prefix.rstrip("."), description, tuple(leaves))
-    for section in inner:
-        yield from sections(*section)
-
-
-def all_fields() -> dict[str, Field]:
-    """Return the leaves by dotted name."""
-    return {field.name: field for section in _of_a_run() for field in section.fields}
-
-
-def section_names() -> set[str]:
-    return {section.name for section in _of_a_run()} - {""}
+@cache
+def sections() -> dict[str, list[Field]]:
+    """Return the leaves of every section by its dotted name, outer before inner. The root's name is ""."""
+    return dict(_sections(RunConfig, ""))
 
 
 @cache
-def _of_a_run() -> tuple[SectionDoc, ...]:
-    return tuple(sections())
+def all_fields() -> dict[str, Field]:
+    """Return the leaves by dotted name."""
+    return {field.name: field for fields in sections().values() for field in fields}
+
+
+def _sections(model: type[BaseModel], prefix: str) -> Iterator[tuple[str, list[Field]]]:
+    leaves: list[Field] = []
+    inner: list[tuple[Any, str]] = []
+    for key, info in model.model_fields.items():
+        if _is_section(info.annotation):
+            inner.append((info.annotation, f"{prefix}{key}."))
+            continue
+        annotation, optional = split_optional(info.annotation)
+        name, default = f"{prefix}{key}", info.get_default(call_default_factory=True, validated_data={})
+        type_text = _type_text(annotation) + (" or none" if optional else f" or {AUTO}" if name in FILLING else "")
+        description = info.description or _docstrings(model.__module__).get(f"{model.__name__}.{key}", "")
+        leaves.append(Field(name, _kind(annotation), type_text, default, description))
+    yield prefix.rstrip("."), leaves
+    for section in inner:
+        yield from _sections(*section)
+
+
+def _is_section(annotation: Any) -> bool:
+    return isinstance(annotation, type) and issubclass(annotation, BaseModel)
 
 
 @cache
 def _docstrings(module: str) -> dict[str, str]:
-    """Docstrings below fields, by ``Section.field``. Pydantic's reader would slow down every import of the sections."""
+    """Return docstrings below fields by ``Section.field``. Pydantic's reader would slow down every import."""
     classes = [
         node for node in ast.parse(inspect.getsource(sys.modules[module])).body if isinstance(node, ast.ClassDef)
     ]
@@ -124,22 +104,11 @@ def _docstrings(module: str) -> dict[str, str]:
     }
 
 
-def _leaf(name: str, info: FieldInfo, description: str) -> Field:
-    annotation, optional = split_optional(info.annotation)
-    kind, item = _kind(annotation)
-    default = info.get_default(call_default_factory=True, validated_data={})
-    type_text = _type_text(annotation) + (" or none" if optional else f" or {AUTO}" if name in FILLING else "")
-    return Field(name, kind, type_text, item, optional, default, description)
-
-
-def _kind(annotation: Any) -> tuple[Kind, Any]:
+def _kind(annotation: Any) -> Literal["text", "many", "entries", "sections"]:
     origin = get_origin(annotation)
-    if origin is dict:
-        return "entries", Any
     if origin is tuple:
-        item = get_args(annotation)[0]
-        return ("sections" if is_section(item) else "many"), item
-    return "text", annotation
+        return "sections" if _is_section(get_args(annotation)[0]) else "many"
+    return "entries" if origin is dict else "text"
 
 
 def _type_text(annotation: Any) -> str:
@@ -152,7 +121,7 @@ def _type_text(annotation: Any) -> str:
         return "mapping"
     if origin is tuple:
         return f"list of {_type_text(arguments[0])}"
-    if is_section(annotation):
+    if _is_section(annotation):
         return "{" + ", ".join(annotation.model_fields) + "}"
     names = {str: "text", int: "integer", float: "number", bool: "true | false", Path: "path"}
     return names[annotation]

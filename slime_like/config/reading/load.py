@@ -48,7 +48,7 @@ def load_config(path: Path | None, overrides: Sequence[str] = (), run_dir: Path 
         except ValueError as error:
             problems.append(Problem("flag-value", f"--{name}: {error}", name))
     data, undecided = _merged(parts, path)
-    problems += [Problem("field-undecided", f"{name}=??? is to be decided; give a value", name) for name in undecided]
+    problems += [Problem("field-undecided", f"{name}=??? is undecided; give a value", name) for name in undecided]
     filling = [name for name in FILLING if _take_auto(data, name.split("."))]
     try:
         config = RunConfig.model_validate(data)
@@ -94,14 +94,13 @@ def _read(path: Path) -> DictConfig:
     try:
         read = OmegaConf.create(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError) as error:
-        other = path.with_suffix({".yml": ".yaml", ".yaml": ".yml"}.get(path.suffix, ".yaml"))
-        remedy = f"did you mean {other}?" if other.is_file() else "give the path of a YAML configuration file"
         reason = getattr(error, "strerror", None) or error
+        remedy = "give the path of a YAML configuration file"
         raise ConfigError(f"{path}: cannot be read ({reason}); {remedy}", code="file-unreadable") from error
     except (YAMLError, OmegaConfBaseException, ValueError, RecursionError) as error:
         raise ConfigError(f"{path}: is not valid YAML ({_reason(error)}); correct it", code="yaml-syntax") from error
     if not isinstance(read, DictConfig) or not read:
-        raise ConfigError(f"{path}: holds no settings; give `key: value` lines", code="file-content")
+        raise ConfigError(f"{path}: has no settings; give `key: value` lines", code="file-content")
     return read
 
 
@@ -140,7 +139,7 @@ def _with_underscores(name: str) -> str:
 
 
 def _setting(name: str, values: list[str]) -> DictConfig:
-    """Return the configuration of one flag. Text stays text, so that pydantic alone converts it; the rest is YAML."""
+    """Return the configuration of one flag. Text stays text, so only pydantic converts it; the rest is YAML."""
     field = all_fields().get(name)
     if not values:
         raise ValueError(f"the value is missing; give one of type {field.type_text}" if field else "has no value")

@@ -1,4 +1,4 @@
-"""A checkpoint directory of which only ``config.json`` and the headers of the weights matter here."""
+"""A checkpoint directory with a real ``config.json`` and weight files that have only headers."""
 
 import json
 from collections.abc import Iterable
@@ -29,7 +29,7 @@ EXPERTS: dict[str, Any] = {
     "moe_intermediate_size": 48,
 }
 DEEPSEEK_V3: dict[str, Any] = json.loads((Path(__file__).parent / "deepseek_v3.json").read_text(encoding="utf-8"))
-"""The published ``config.json``, apart from what says how its weights are quantised."""
+"""The published ``config.json`` without its quantization settings."""
 
 
 def write_checkpoint(directory: Path, **changes: Any) -> Path:
@@ -43,12 +43,12 @@ def write_checkpoint(directory: Path, **changes: Any) -> Path:
 
 
 def write_weights(file: Path, layers: Iterable[int]) -> None:
-    """A whole safetensors file, written by safetensors, with one number for every layer."""
+    """Write a safetensors file with one number for every layer."""
     save_file({f"model.layers.{layer}.input_layernorm.weight": np.ones(1, np.float32) for layer in layers}, file)
 
 
 def sound_flags(root: Path) -> list[str]:
-    """A configuration without fault, as flags, its files below ``root``; a test appends others."""
+    """Return flags of a valid configuration with files below ``root``. A test appends others."""
     write_checkpoint(root / "model")
     (root / "train.jsonl").write_text('{"prompt": "1+1=", "answer": "2", "response": "2"}\n')
     return [

@@ -1,4 +1,4 @@
-"""Faults across fields and against files, found before anything starts."""
+"""Conflicts of fields, and checks against files, before anything starts."""
 
 import json
 import re
@@ -16,7 +16,7 @@ from slime_like.algorithms.advantages import ESTIMATORS, compute_advantages
 from slime_like.algorithms.losses.policy import POLICY_LOSSES
 from slime_like.checks import names
 from slime_like.checks.check import check, require_valid
-from slime_like.checks.definition import CONVERSION, evaluation_needs
+from slime_like.checks.definition import CONVERSION
 from slime_like.checks.layout import layers_per_stage
 from slime_like.checks.packages import missing_flash_attention
 from slime_like.config import RunConfig
@@ -52,25 +52,14 @@ def rejected(rejects: Rejects) -> Rejected:
     return only_problem
 
 
-def test_a_sound_configuration_has_no_problem_and_a_check_leaves_nothing_behind(
-    flags: list[str], tmp_path: Path
-) -> None:
-    assert check(load_config(None, flags)) == []
+def test_a_sound_configuration_has_no_problem(flags: list[str], tmp_path: Path) -> None:
+    """Neither has the configuration that a run writes. Checks leave nothing behind."""
+    config = load_config(None, flags)
+    assert check(config) == []
     assert sorted(path.name for path in tmp_path.iterdir()) == ["model", "train.jsonl"]
     assert check(load_config(None, [*flags, "--algorithm.loss", "sft", "--data.max_prompt_tokens", "9999"])) == []
-
-
-def test_the_configuration_that_a_run_writes_is_accepted_again(flags: list[str], tmp_path: Path) -> None:
-    config = load_config(None, flags)
-    save_config(config, tmp_path / "config.yaml")  # with all defaults
+    save_config(config, tmp_path / "config.yaml")
     assert check(load_config(tmp_path / "config.yaml")) == []
-
-
-def test_the_asynchronous_fsdp_recipe_lacks_its_model_and_data_only(flags: list[str], tmp_path: Path) -> None:
-    write_checkpoint(tmp_path / "model", max_position_embeddings=32768)
-    recipe = load_config(Path("configs/async_grpo_fsdp.yaml"), flags)
-    assert check(recipe) == []
-    assert recipe.algorithm.reduction == "samples" and recipe.algorithm.epochs * recipe.algorithm.minibatches == 1
 
 
 @pytest.mark.parametrize("attention", ["transformer_engine", "ring_flash_attn"])
@@ -87,17 +76,12 @@ def test_attention_must_be_installed(
         rejected([*flags, "--model.dtype", "float32"], "trainer.attention")
 
 
-@pytest.mark.parametrize(("backend", "others"), [("megatron", "ring or allgather"), ("fsdp", "allgather")])
-def test_flash_attention_is_required_on_cuda_and_the_backends_others_are_named(
-    backend: str, others: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_flash_attention_is_required_on_cuda(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     found: list[str] = ["flash_attn"]  # version 4 has this name, too
     monkeypatch.setattr("slime_like.checks.packages.find_spec", lambda name: name in found or None)
-    trainer = {"backend": backend, "attention": "ring_flash_attn"}
-    config = RunConfig(run_dir=tmp_path, model={"path": tmp_path}, trainer=trainer)
+    config = RunConfig(run_dir=tmp_path, model={"path": tmp_path}, trainer={"attention": "ring_flash_attn"})
     assert list(missing_flash_attention(config, on_cuda=False)) == []
-    (problem,) = missing_flash_attention(config, on_cuda=True)
-    assert problem.endswith(f" or use trainer.attention={others}")
+    assert len(list(missing_flash_attention(config, on_cuda=True))) == 1
     found.append("flash_attn_2_cuda")
     assert list(missing_flash_attention(config, on_cuda=True)) == []
 
@@ -122,41 +106,27 @@ rollout.engine-args rollout.engine_args.block_size --rollout.engine transformers
 rollout.engine-args rollout.tensor --rollout.engine transformers --rollout.tensor 2
 rollout.tensor rollout.tensor --rollout.engine sglang --rollout.tensor 3
 reward.functions reward.functions.0.options --reward.functions '[{name: format, options: {pattern: "("}}]'
-reward.functions reward.functions.0.options --reward.functions '[{name: length, options: {limit: many}}]'
 reward.functions reward.functions.0.name --reward.functions '[{name: maths}]'
 custom.code reward.functions.0.name --reward.functions '[{name: "mine:"}]'
-reward.functions reward.functions.0.options --reward.functions '[{name: format}]'
-reward.functions reward.functions.0.options --reward.functions '[{name: judge, options: {url: "http://127.0.0.1/v1", model: m, instructions: Good}}]'
 reward.functions reward.functions.0.options --reward.functions '[{name: length, options: {limit: 4, max: 5}}]'
-reward.functions reward.timeout_s --reward.functions '[{name: judge, options: {url: "http://127.0.0.1/v1", model: m}}]'
 reward.functions reward.timeout_s --reward.functions '[{name: http, options: {url: "http://127.0.0.1", timeout_s: 9}}]' --reward.timeout_s 9
 model.path model.path --model.path TMP/none
-model.path model.path --model.path TMP
 run_dir run_dir --run_dir TMP/train.jsonl
-run_dir run_dir --run_dir TMP/train.jsonl/run
 run_dir run_dir --run_dir /
-run_dir run_dir --run_dir /usr/..
 run_dir run_dir --run_dir /proc/run
-run_dir run_dir --run_dir /sys/run
 sync.directory sync.directory --sync.transport directory --sync.directory TMP/train.jsonl
 debug.save-rollouts debug.save_rollouts --debug.save_rollouts TMP/train.jsonl
-debug.load-rollouts debug.load_rollouts --debug.load_rollouts TMP/none
 debug.load-rollouts debug.load_rollouts --debug.load_rollouts TMP/model --steps 3
 data.train data.mixture.0.files --data.train [] --data.mixture '[{name: a, files: [TMP/no.jsonl]}]'
-data.train data.train --data.train none
 data.train data.train --data.train TMP/no.jsonl
 data.train data.train --data.train /usr
 evaluation.files evaluation.files --evaluation.files TMP/a.csv
 rollout.engine rollout.engine --rollout.engine vlm
-rollout.engine rollout.engine --rollout.engine hf
 trainer.backend trainer.backend --trainer.backend fdsp
 algorithm algorithm.loss --algorithm.loss ppo
-algorithm algorithm.loss --algorithm.loss no_such.place:thing
 algorithm algorithm.loss --algorithm.loss a-b:c
 algorithm.advantage algorithm.advantage --algorithm.advantage gae
-algorithm.advantage algorithm.advantage --algorithm.advantage slime_like.algorithms.advantage:x
 algorithm algorithm.kl_estimator --algorithm.kl_estimator k9
-algorithm algorithm.kl_estimator --algorithm.kl_estimator no_such.place:thing
 algorithm algorithm.importance_correction --algorithm.importance_correction tiss
 rollout.environment rollout.environment.name --rollout.environment.name calculators
 rollout.environment rollout.environment.options --rollout.environment.name calculator --rollout.environment.options.open x
@@ -164,13 +134,10 @@ rollout.environment rollout.environment.template --rollout.environment.name calc
 custom.code rollout.agent.name AGENT --rollout.agent.name my_agent
 rollout.agent rollout.agent.command AGENT --rollout.agent.command '[sh, "{url}"]'
 rollout.agent-custom rollout.agent.command AGENT --rollout.agent.command [no-such-program]
-rollout.agent-custom rollout.agent.command AGENT --rollout.agent.command ['python agent.py']
 trainer.token-budget rollout.max_model_len COMMAND --rollout.max_model_len 2000 --trainer.target_tokens_per_batch 1500
 rollout.engine-installed rollout.python --rollout.python TMP/python
-reference.model reference.path --algorithm.kl_reward_coef 0.1 --reference.path TMP/none
 reference.model reference.path --algorithm.kl_coef 0.1 --reference.path TMP/none
 reference.model reference.path --algorithm.kl_coef 0 --reference.path TMP/none
-reference.model reference.path --algorithm.kl_coef 0.1 --reference.path TMP
 reference.model reference.parallel.tensor --algorithm.kl_coef 0.1 --reference.placement workers --reference.parallel.tensor 3
 algorithm.minibatches algorithm.minibatches --algorithm.minibatches 65
 algorithm.minibatches trainer.parallel.data --trainer.parallel.data 9 --rollout.prompts_per_step 2 --algorithm.minibatches 2
@@ -184,7 +151,6 @@ rollout.length data.max_prompt_tokens --evaluation.files TMP/train.jsonl --evalu
 rollout.stop-tokens rollout.stop_token_ids --rollout.stop_token_ids 2 300
 trainer.layout trainer.parallel.tensor --trainer.parallel.tensor 3
 fields-conflict trainer.parallel.tensor --trainer.backend fsdp --trainer.parallel.tensor 2
-fields-conflict trainer.parallel.pipeline --trainer.backend fsdp --trainer.parallel.pipeline 2
 fields-conflict trainer.attention --trainer.backend fsdp --trainer.attention ring
 fields-conflict trainer.optimizer.distributed --trainer.backend fsdp --trainer.optimizer.distributed false
 fields-conflict trainer.activation_offload --trainer.backend fsdp --trainer.activation_offload true
@@ -207,13 +173,11 @@ fields-conflict sync.transport --sync.transport colocated --sync.delta always --
 fields-conflict evaluation.temperature --evaluation.temperature 0.001
 fields-conflict evaluation.samples_per_prompt --evaluation.samples_per_prompt 4
 fields-conflict evaluation.every --evaluation.every 5
-fields-conflict rollout.top_p --rollout.top_p 0.9 --rollout.top_k 513 --rollout.engine transformers
-fields-conflict rollout.top_p --rollout.min_p 0.1 --rollout.top_k 2000
 fields-conflict rollout.max_staleness AHEAD --cluster.placement colocated
 fields-conflict rollout.max_staleness --rollout.max_staleness 2
+fields-conflict rollout.top_p --rollout.top_k 513
 fields-conflict rollout.oversample AHEAD --rollout.oversample 1.5
 fields-conflict rollout.drop_zero_spread --rollout.drop_zero_spread true --rollout.samples_per_prompt 1 --algorithm.advantage reinforce_pp
-fields-conflict rollout.top_p --rollout.top_k 600
 fields-conflict rollout.samples_per_prompt --rollout.samples_per_prompt 1
 fields-conflict algorithm.overlong_buffer --algorithm.overlong_buffer 257
 fields-conflict rollout.stream --rollout.stream true --cluster.placement colocated
@@ -248,7 +212,6 @@ fields-conflict rollout.top_p --rollout.top_p 0.9 --rollout.engine custom
 fields-conflict trainer.backend --rollout.top_p 0.9 --trainer.backend custom
 fields-conflict rollout.stream --rollout.stream true --algorithm.moe_aux_loss_coef 0.01
 fields-conflict trainer.parallel.context --trainer.share_prefixes prompts --trainer.attention ring --trainer.parallel.context 2
-fields-conflict trainer.parallel.context --trainer.share_prefixes tree --trainer.backend fsdp --trainer.attention ring_flash_attn --trainer.parallel.context 2
 fields-conflict reference.parallel.context --trainer.share_prefixes tree --trainer.attention ring --reference.placement workers --reference.parallel.context 2 --algorithm.kl_coef 0.1
 """.strip().splitlines()  # noqa: E501
 ]
@@ -258,7 +221,7 @@ fields-conflict reference.parallel.context --trainer.share_prefixes tree --train
 def test_a_fault_is_named_with_its_field(
     tmp_path: Path, rejected: Rejected, monkeypatch: pytest.MonkeyPatch, code: str, field: str, more: str
 ) -> None:
-    """Without importing transformers, which takes seconds."""
+    """transformers is not imported, because that takes seconds."""
     monkeypatch.setitem(sys.modules, "transformers", None)
     for name, meaning in (*SHORT.items(), ("TMP", str(tmp_path))):
         more = more.replace(name, meaning)
@@ -266,27 +229,21 @@ def test_a_fault_is_named_with_its_field(
     assert problem.field == field and problem.text.startswith(field)
 
 
-def test_kept_rollouts_must_cover_what_is_left_to_train(tmp_path: Path, flags: list[str], rejected: Rejected) -> None:
-    kept, checkpoints = tmp_path / "kept", tmp_path / "run" / "checkpoints"
+def test_saved_rollouts_must_reach_the_last_step(tmp_path: Path, flags: list[str], rejected: Rejected) -> None:
+    kept = tmp_path / "kept"
     kept.mkdir()
-    for step in (1, 2, 3):
-        dump_path(kept, step).touch()
+    dump_path(kept, 3).touch()
     flags += ["--debug.load_rollouts", str(kept), "--steps", "3"]
     assert check(load_config(None, flags)) == []
     rejected([*flags, "--debug.shuffle_advantages", "true"], "fields-conflict")
     rejected([*flags, "--evaluation.files", str(tmp_path / "train.jsonl")], "debug.load-rollouts")
     workers = ["--reference.placement", "workers", "--algorithm.kl_coef", "0.1"]
     rejected([*flags, *workers], "fields-conflict")
-    dump_path(kept, 2).unlink()
-    rejected(flags, "debug.load-rollouts")
-    (checkpoints / "step-000002").mkdir(parents=True)
-    (checkpoints / "latest").symlink_to("step-000002")
-    assert check(load_config(None, flags)) == []
-    rejected([*flags, "--resume", "never"], "debug.load-rollouts")
+    rejected([*flags, "--steps", "4"], "debug.load-rollouts")
 
 
-def test_the_highest_temperature_is_vllms_own(flags: list[str], rejected: Rejected) -> None:
-    """Its source is searched for the bound: an import takes seconds."""
+def test_the_highest_temperature_is_vllms(flags: list[str], rejected: Rejected) -> None:
+    """The bound is read from vLLM's source, because an import takes seconds."""
     spec = find_spec("vllm")
     if spec is None or spec.origin is None:
         pytest.skip("needs vLLM")
@@ -303,15 +260,15 @@ def test_the_highest_temperature_is_vllms_own(flags: list[str], rejected: Reject
     assert check(load_config(None, [*flags, "--evaluation.temperature", above])) == []
 
 
-def test_an_engine_that_is_not_installed_is_named_before_anything_starts(
+def test_an_engine_that_is_not_installed_is_named(
     flags: list[str], rejected: Rejected, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(names, "is_installed", lambda engine: False)
     rejected([*flags, "--rollout.engine", "sglang"], "rollout.engine-installed")
 
 
-@pytest.mark.parametrize("spelled", ["home", "home/", "link", "home/run/.."])
-def test_a_run_does_not_take_the_home_directory(
+@pytest.mark.parametrize("spelled", ["home", "link", "home/run/.."])
+def test_a_run_directory_is_not_the_home_directory(
     tmp_path: Path, flags: list[str], rejected: Rejected, spelled: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "home").mkdir()
@@ -331,17 +288,17 @@ MODEL_FILES: dict[str, Callable[[Path], object]] = {
     "empty": lambda weights: weights.write_bytes(b""),
     "noise": lambda weights: weights.write_bytes(b"\xff" * 64),
     "cut off": lambda weights: weights.write_bytes(weights.read_bytes()[:100]),
-    "header of another kind": lambda weights: weights.write_bytes(b"\x02" + bytes(7) + b"[]"),
-    "a byte less": lambda weights: weights.write_bytes(weights.read_bytes()[:-1]),
-    "a file less": lambda weights: _write_index(weights, TWO_FILES),
-    "index of another kind": lambda weights: _write_index(weights, "[]"),
-    "a layer less": lambda weights: write_weights(weights, range(11)),
+    "header that is a list": lambda weights: weights.write_bytes(b"\x02" + bytes(7) + b"[]"),
+    "last byte missing": lambda weights: weights.write_bytes(weights.read_bytes()[:-1]),
+    "file missing": lambda weights: _write_index(weights, TWO_FILES),
+    "index that is a list": lambda weights: _write_index(weights, "[]"),
+    "layer missing": lambda weights: write_weights(weights, range(11)),
 }
 
 
 @pytest.mark.parametrize("field", ["model.path", "reference.path"])
 @pytest.mark.parametrize("damage", MODEL_FILES)
-def test_weights_that_are_missing_or_damaged_are_found_before_anything_starts(
+def test_missing_and_damaged_weights_are_found(
     tmp_path: Path, flags: list[str], rejected: Rejected, field: str, damage: str
 ) -> None:
     model = write_checkpoint(tmp_path / "damaged")
@@ -350,7 +307,7 @@ def test_weights_that_are_missing_or_damaged_are_found_before_anything_starts(
     rejected(flags, f"{field.removesuffix('.path')}.weight-files")
 
 
-def test_a_reference_with_another_vocabulary_is_refused(tmp_path: Path, flags: list[str], rejected: Rejected) -> None:
+def test_a_reference_with_another_vocabulary_is_rejected(tmp_path: Path, flags: list[str], rejected: Rejected) -> None:
     write_checkpoint(tmp_path / "other", vocab_size=301)
     flags += ["--algorithm.kl_coef", "0.1", "--reference.path", str(tmp_path / "other")]
     rejected(flags, "reference.model")
@@ -379,7 +336,6 @@ def layered(layers: int, vocab_size: int) -> ModelDimensions:
     [
         (12, 1, 4, [3, 3, 3, 3]),
         (61, 1, 4, [15, 16, 15, 15]),
-        (63, 1, 4, [16, 16, 16, 15]),
         (7, 1024, 1, [7]),
         (3, 1024, 2, [2, 1]),
         (12, 256, 4, [3, 4, 3, 2]),  # 1 layer: 12 + 1 on 4 stages
@@ -388,14 +344,12 @@ def layered(layers: int, vocab_size: int) -> ModelDimensions:
         (4, 4096, 3, [1, 2, 1]),  # more than all layers: every stage has one
     ],
 )
-def test_layers_spread_over_stages_beside_the_head(
-    layers: int, vocab_size: int, stages: int, expected: list[int]
-) -> None:
+def test_stages_balance_layers_and_head(layers: int, vocab_size: int, stages: int, expected: list[int]) -> None:
     assert layers_per_stage(layered(layers, vocab_size), stages) == expected
 
 
-def test_a_published_model_weighs_its_head() -> None:
-    """By hand: a layer has 2 x 5120 x 128 x 72 + 3 x 5120 x 25600, the head 151936 x 5120: 1.6 layers."""
+def test_stages_of_a_published_model() -> None:
+    """Computed by hand: a layer has 2 x 5120 x 128 x 72 + 3 x 5120 x 25600, the head 151936 x 5120: 1.6 layers."""
     model = ModelDimensions.from_checkpoint(ROOT / "configs" / "models" / "Qwen3-32B")
     assert layers_per_stage(model, 2) == [33, 31]
     assert layers_per_stage(model, 4) == [16, 17, 16, 15]
@@ -438,13 +392,13 @@ LAYOUTS: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     ],
     ids=str,
 )
-def test_deepseek_v3_is_computed_as_published_only(tmp_path: Path, change: dict[str, Any]) -> None:
+def test_variants_of_deepseek_v3_are_rejected(tmp_path: Path, change: dict[str, Any]) -> None:
     (tmp_path / "config.json").write_text(json.dumps(DEEPSEEK_V3 | change))
     problems = check(RunConfig(run_dir=tmp_path / "run", model={"path": tmp_path}), CONVERSION)
     assert problems and {problem.code for problem in problems} <= {"model.path", "model.family"}
 
 
-def test_deepseek_v3_s_published_configuration_is_read(tmp_path: Path) -> None:
+def test_the_published_configuration_of_deepseek_v3(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(DEEPSEEK_V3))
     found = ModelDimensions.from_checkpoint(tmp_path)
     assert found.latent == LatentAttention(1536, 512, 128, 64, 128, interleaved=True)
@@ -487,50 +441,30 @@ def test_fsdp_has_more_families(changes: dict[str, Any], flags: list[str], rejec
     assert check(load_config(None, [*flags, *FSDP])) == []
 
 
-def test_of_another_family_what_is_not_known_is_refused(flags: list[str], rejects: Rejects, tmp_path: Path) -> None:
+def test_settings_that_fsdp_families_do_not_support(flags: list[str], rejects: Rejects, tmp_path: Path) -> None:
     write_checkpoint(tmp_path / "model", use_sliding_window=True, sliding_window=200)
     with rejects(ConfigError, "model.family") as caught:
         require_valid(load_config(None, [*flags, *FSDP, "--algorithm.moe_aux_loss_coef", "0.1"]))
     assert len(caught.value.problems) == 3
 
 
-def test_where_nothing_is_trained_no_trainer_need_compute_the_model(flags: list[str], tmp_path: Path) -> None:
-    write_checkpoint(tmp_path / "model", use_sliding_window=True, sliding_window=200)
-    flags = [*flags, "--evaluation.files", str(tmp_path / "train.jsonl")]
-    given = [[], FSDP, ["--trainer.parallel.tensor", "3"], ["--algorithm.moe_aux_loss_coef", "0.1"]]
-    for more in given:
-        config = load_config(None, [*flags, *more])
-        assert check(config) != []
-        assert check(config, evaluation_needs(config)) == []
-    config = load_config(None, [*flags, "--data.max_prompt_tokens", "9999"])
-    assert check(config, evaluation_needs(config))[0].field == "data.max_prompt_tokens"
-
-
-# A whole config.json, or changes of a sound one.
+# A whole config.json, or changes to a sound one.
 UNREADABLE: list[bytes | dict[str, Any]] = [
     b"{",
     b"\xff\xfe",
     b"[]",
     b'{"architectures": ["GPT2LMHeadModel"]}',
     b'{"architectures": ["Qwen3ForCausalLM"]}',
-    b'{"architectures": [["x"]]}',
-    b'{"architectures": 3}',
     b"[" * 100_000,
     b'{"vocab_size": ' + b"9" * 5000 + b"}",
     {"num_attention_heads": 0, "head_dim": None},
     {"rope_theta": "x"},
     {"architectures": ["Qwen2VLForConditionalGeneration"]},
-    {"num_hidden_layers": "3"},
     {**EXPERTS, "num_experts_per_tok": 9},
     {"num_attention_heads": 15},
-    {"num_attention_heads": [4]},
     {"hidden_size": 64.0},
-    {"head_dim": True},
     {"vocab_size": 0},
-    {"rms_norm_eps": "1e-6"},
-    {"rope_theta": -1},
     {"rope_scaling": "linear"},
-    {"rope_scaling": {"type": "yarn", "factor": 4.0}},
     {"rope_scaling": {"rope_type": "linear", "factor": "2"}},
     {
         "rope_parameters": {"rope_type": "default", "rope_theta": 1e6},
@@ -538,14 +472,10 @@ UNREADABLE: list[bytes | dict[str, Any]] = [
     },
     {"architectures": ["BloomForCausalLM"], "model_type": "bloom", "max_position_embeddings": None},
     {"tie_word_embeddings": "false"},
-    {"eos_token_id": "2"},
     {"eos_token_id": [2, None]},
     {"eos_token_id": 300},
-    {"eos_token_id": [2, -1]},
     {"architectures": ["NoneForCausalLM"], "eos_token_id": 300},
-    {"head_dim": None, "num_attention_heads": 7},
     {"layer_types": ["full_attention"] * 3},
-    {**EXPERTS, "num_experts_per_tok": "2"},
 ]
 
 
@@ -558,8 +488,8 @@ def test_an_unreadable_config_json_is_named(tmp_path: Path, rejects: Rejects, ca
         ModelDimensions.from_checkpoint(tmp_path)
 
 
-def test_ends_of_a_generation_config_are_tokens_of_the_model(tmp_path: Path, rejects: Rejects) -> None:
-    """Also where ``config.json`` names others: engines read both. A damaged file is named."""
+def test_end_tokens_of_a_generation_config_are_checked(tmp_path: Path, rejects: Rejects) -> None:
+    """``config.json`` is checked, too, because engines read both. A damaged file is rejected."""
     write_checkpoint(tmp_path)
     generation = tmp_path / "generation_config.json"
     generation.write_text('{"eos_token_id": [299, 0]}')
@@ -580,6 +510,6 @@ def test_known_names_are_those_of_the_registries() -> None:
 
 
 @pytest.mark.parametrize("name", ADVANTAGES)
-def test_group_estimators_are_those_that_learn_nothing_from_groups_of_one(name: str) -> None:
+def test_group_estimators_give_0_for_groups_of_one(name: str) -> None:
     advantages = compute_advantages(torch.tensor([0.0, 1.0, 3.0]), [1, 2, 3], name)
     assert bool((advantages == 0).all()) == (name in GROUP_ADVANTAGES)

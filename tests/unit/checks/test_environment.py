@@ -1,4 +1,4 @@
-"""Variables of the environment with which runs on GPUs go wrong."""
+"""Environment variables that break runs on GPUs."""
 
 from pathlib import Path
 
@@ -18,7 +18,7 @@ SHOWS_ALL = "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES"
 def test_devices_that_ray_shows_to_all(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, value: str, gpus: int, rejected: bool
 ) -> None:
-    """On a machine without GPUs it changes nothing."""
+    """The variable has no effect on a machine without GPUs."""
     monkeypatch.setenv(SHOWS_ALL, value)
     monkeypatch.setattr(environment, "local_gpus", lambda: gpus)
     config = RunConfig(run_dir=tmp_path / "run", model={"path": tmp_path})

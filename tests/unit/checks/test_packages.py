@@ -1,4 +1,4 @@
-"""What a rank's machine must have to compile kernels for its GPU."""
+"""Packages that a rank's machine needs to compile kernels for its GPU."""
 
 from pathlib import Path
 

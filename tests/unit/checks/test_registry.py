@@ -1,6 +1,6 @@
 """The registry of checks."""
 
-import ast
+import re
 from pathlib import Path
 
 from slime_like import checks
@@ -12,13 +12,9 @@ def test_codes_are_unique() -> None:
     assert len(codes) == len(set(codes))
 
 
-def test_no_check_is_left_out_of_the_registry() -> None:
-    """Every public ``*_problems`` of the package is registered, or part of one that is."""
+def test_every_check_is_used() -> None:
+    """Each public ``*_problems`` of the package occurs outside its definition."""
     (folder,) = map(Path, checks.__path__)
-    trees = [ast.parse(file.read_text(encoding="utf-8")) for file in folder.glob("*.py")]
-    functions = [node.name for tree in trees for node in tree.body if isinstance(node, ast.FunctionDef)]
-    defined = [name for name in functions if name.endswith("_problems") and name[0] != "_"]
-    nodes = [node for tree in trees for node in ast.walk(tree)]
-    used = {node.id for node in nodes if isinstance(node, ast.Name)}
-    used |= {node.attr for node in nodes if isinstance(node, ast.Attribute)}
-    assert set(defined) <= used
+    text = "".join(file.read_text(encoding="utf-8") for file in folder.glob("*.py"))
+    defined = re.findall(r"^def ([a-z]\w*_problems)", text, re.MULTILINE)
+    assert [name for name in defined if len(re.findall(rf"\b{name}\b", text)) < 2] == []

@@ -1,4 +1,4 @@
-"""Wrong settings and rows, as a user gives them: one line on standard error before anything starts."""
+"""Wrong settings and rows give one line on standard error before anything starts."""
 
 from pathlib import Path
 from typing import Any
@@ -6,17 +6,14 @@ from typing import Any
 import pytest
 
 from slime_like.commands.main import main
-from slime_like.commands.root import run
-from slime_like.errors import ConfigError
 from tests.conftest import Tiny
-from tests.support.rejections import Rejects
 from tests.unit.checks.checkpoint import sound_flags
 
 _REFUSED = 2
 
 
 @pytest.mark.parametrize("command", ["train", "eval"])
-def test_a_bad_row_to_evaluate_on_is_refused_as_early_as_one_to_train_on(
+def test_a_bad_held_out_row_is_rejected_before_ray_starts(
     command: str, tiny: Tiny, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def start(**arguments: Any) -> None:
@@ -30,7 +27,7 @@ def test_a_bad_row_to_evaluate_on_is_refused_as_early_as_one_to_train_on(
     assert capsys.readouterr().err == f"slime-like: {sentence}\n"
 
 
-# One of each stage that rejects: a flag, a field, a combination of fields, a check.
+# One case for each stage that rejects: a flag, a field, a combination of fields, a check.
 STAGES = [
     ("--steps", "flag-value"),
     ("--rollout.top_p 5", "field-range"),
@@ -48,17 +45,3 @@ def test_a_wrong_setting_gets_one_line(
     assert printed.out == "" and printed.err.count("\n") == 1
     assert printed.err.endswith(f" [{code}]\n")
     assert not (tmp_path / "run").exists()
-
-
-def test_the_sentence_names_what_is_there_instead(
-    tmp_path: Path, rejects: Rejects, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A model's name on the hub, and a flag of another framework."""
-    monkeypatch.chdir(tmp_path)
-    for flags, code, remedy in (
-        (["--model.path", "Qwen/Qwen2.5-0.5B"], "model.path", "`hf download Qwen/Qwen2.5-0.5B"),
-        (["--rollout-batch-size", "8"], "field-unknown", "remove it"),
-    ):
-        with rejects(ConfigError, code) as caught:
-            run(["train", *sound_flags(tmp_path), *flags])
-        assert remedy in str(caught.value)

@@ -1,4 +1,4 @@
-"""Pages that are made from the configuration's models and from docstrings."""
+"""Pages that are generated from the configuration's models and from docstrings."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""Sizes that fill the cluster, GPUs that stay idle, and what the recipes make of both."""
+"""Sizes that fill the cluster, idle GPUs, and both in the recipes."""
 
 import shlex
 from pathlib import Path
@@ -31,18 +31,15 @@ def load(flags: str) -> RunConfig:
     ("placement", "flags", "data", "engines"),
     [
         ("colocated", f"{BOTH} {SIZE} 1", 8, 8),
-        ("colocated", f"{BOTH} {SIZE} 8 --trainer.parallel.tensor 8 --rollout.tensor 8", 8, 8),
         ("colocated", f"{BOTH} {SIZE} 8 --trainer.parallel.pipeline 2 --trainer.parallel.context 4", 8, 64),
-        ("colocated", f"{BOTH} {SIZE} 5 --trainer.parallel.tensor 8 --trainer.parallel.pipeline 4", 1, 32),
         ("colocated", f"{BOTH} {SIZE} 5 --trainer.parallel.tensor 2 --trainer.parallel.pipeline 4", 5, 40),
         ("colocated", f"{BOTH} {SIZE} 2 --trainer.parallel.tensor 2 --rollout.tensor 4 {WORKERS}", 4, 2),
         ("colocated", f"--{ENGINES} {AUTO} {SIZE} 2 --{REPLICAS} 6 --rollout.tensor 4", 6, 1),
-        ("separate", f"--{REPLICAS} {AUTO} {SIZE} 1 --{ENGINES} 4 --trainer.parallel.tensor 2", 2, 4),
         ("separate", f"--{REPLICAS} {AUTO} {SIZE} 3 --{ENGINES} 2 --rollout.tensor 4 {WORKERS}", 8, 2),
         ("separate", f"--{ENGINES} {AUTO} {SIZE} 2 --{REPLICAS} 4 --rollout.tensor 4", 4, 3),
         ("separate", f"--{ENGINES} {AUTO} {SIZE} 4 --{REPLICAS} 2 --rollout.tensor 8 {WORKERS}", 2, 2),
-        ("separate", f"{BOTH} {SIZE} 1 --algorithm.loss sft", 8, 8),  # without engines their number means nothing
-        ("separate", f"--{REPLICAS} {AUTO} {SIZE} 1 --{ENGINES} 9", 1, 9),  # too few GPUs are rejected as ever
+        ("separate", f"{BOTH} {SIZE} 1 --algorithm.loss sft", 8, 8),  # the number of engines is unused
+        ("separate", f"--{REPLICAS} {AUTO} {SIZE} 1 --{ENGINES} 9", 1, 9),  # too few GPUs; rejected elsewhere
     ],
 )
 def test_auto_fills_the_cluster(placement: str, flags: str, data: int, engines: int, tmp_path: Path) -> None:
@@ -67,8 +64,7 @@ def test_what_auto_cannot_mean_is_rejected(flags: str, code: str, named: list[st
     assert all(name in str(caught.value) for name in named)
 
 
-def test_a_wrong_field_leaves_auto_open() -> None:
-    """It is not a problem of its own."""
+def test_a_wrong_field_hides_auto() -> None:
     with pytest.raises(ConfigError) as caught:
         load(f"{BOTH} {SIZE} 1 --cluster.placement colocated --rollout.tensor none")
     assert [problem.field for problem in caught.value.problems] == ["rollout.tensor"]
@@ -86,13 +82,13 @@ def test_idle_gpus_are_a_problem(flags: str, idle: str) -> None:
     (problem,) = idle_gpu_problems(load(f"{SIZE} 2 {flags}"))
     assert problem.startswith(f"cluster.nodes=2 times cluster.gpus_per_node=8: {idle} GPUs are idle")
     assert not list(idle_gpu_problems(load(f"{SIZE} 2 {flags} --cluster.allow_idle_gpus true")))
-    assert not list(idle_gpu_problems(load(flags)))  # nothing is known of the cluster
+    assert not list(idle_gpu_problems(load(flags)))  # the cluster's size is unknown
 
 
 @pytest.mark.parametrize("nodes", [1, 2, 5, 8])
 @pytest.mark.parametrize("path", GPU_RECIPES, ids=lambda path: path.stem)
 def test_recipes_use_every_gpu(path: Path, nodes: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """And are accepted on another number of nodes than they name, as far as settings go."""
+    """Their settings are accepted on other numbers of nodes."""
     monkeypatch.chdir(ROOT)
     config = load_config(path, ["--cluster.nodes", str(nodes)])
     assert gpus_needed(config).total == nodes * config.cluster.gpus_per_node
@@ -104,7 +100,7 @@ def test_recipes_use_every_gpu(path: Path, nodes: int, monkeypatch: pytest.Monke
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
 def test_no_recipe_has_a_bound_without_effect(path: Path) -> None:
-    """With one update per batch every ratio is 1, so a loss that clips ratios never does."""
+    """With one update per batch, every ratio is 1, so nothing is ever clipped."""
     algorithm = load_config(path).algorithm
     several = algorithm.epochs * algorithm.minibatches > 1
     assert several or algorithm.loss in ("policy_gradient", "sft")

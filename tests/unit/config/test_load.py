@@ -1,4 +1,4 @@
-"""YAML and flags to a configuration, and back."""
+"""Reading a configuration from YAML and flags, and writing it."""
 
 import shlex
 from pathlib import Path
@@ -24,7 +24,7 @@ def write(tmp_path: Path, text: str) -> Path:
     return path
 
 
-# What differs from the defaults in every kind of field there is.
+# Non-default values for every kind of field.
 UNUSUAL: dict[str, Any] = {
     "run_dir": "/runs/odd name",
     "steps": 7,
@@ -40,7 +40,7 @@ UNUSUAL: dict[str, Any] = {
     "reward": {"functions": [{"name": "math_verify", "weight": 2.0}, {"name": "length", "options": {"limit": 9}}]},
     "algorithm": {"kl_coef": 0.01, "dual_clip": 3.0},
     "trainer": {"parallel": {"tensor": 2, "sequence": True}, "optimizer": {"lr": 5e-4}},
-    "logging": {"progress": "off", "wandb_project": "2024-01-01"},
+    "logging": {"progress": "off", "wandb_project": "2024-01-01", "wandb_tags": ["a", "1"]},
     "cluster": {"address": "10.0.0.1:6379"},
 }
 
@@ -58,7 +58,6 @@ FLAGS: list[tuple[list[str], str, Any]] = [
     (["--rollout.max-new-tokens", "7"], "rollout.max_new_tokens", 7),
     (["--rollout.engine-args.some-key", "1"], "rollout.engine_args", {"some-key": 1}),
     (["--trainer.optimizer.lr", "5e-4"], "trainer.optimizer.lr", 5e-4),
-    (["--rollout.top_k", "-1"], "rollout.top_k", -1),
     (["--data.train", "/a.jsonl", "/b.jsonl"], "data.train", (Path("/a.jsonl"), Path("/b.jsonl"))),
     (["--data.train=[/a.jsonl, /b.jsonl]"], "data.train", (Path("/a.jsonl"), Path("/b.jsonl"))),
     (["--rollout.stop_token_ids", "none"], "rollout.stop_token_ids", ()),
@@ -67,11 +66,9 @@ FLAGS: list[tuple[list[str], str, Any]] = [
     (["--trainer.parallel.sequence", "true"], "trainer.parallel.sequence", True),
     (["--rollout.max_model_len", "64", "--rollout.max_model_len", "none"], "rollout.max_model_len", None),
     (["--steps", "3", "--steps", "4"], "steps", 4),
-    (["steps=3", "--seed", "5"], "steps", 3),
     (["rollout.engine_args.a.b=[1, 2]"], "rollout.engine_args", {"a": {"b": [1, 2]}}),
     (["--logging.progress=off"], "logging.progress", "off"),
     (["--trainer.recompute", "5"], "trainer.recompute", 5),
-    (["--trainer.recompute", "auto"], "trainer.recompute", "auto"),
     (["--logging.wandb_project", "2024"], "logging.wandb_project", "2024"),
     (["--logging.wandb_project=--x=y"], "logging.wandb_project", "--x=y"),
 ]
@@ -94,7 +91,6 @@ def test_flags_set_their_field(tmp_path: Path, flags: list[str], name: str, valu
         ("", 128 + 32),
         ("--evaluation.max_new_tokens 64", 128 + 32),  # nothing is evaluated
         ("--evaluation.max_new_tokens 64 --evaluation.files a.jsonl", 128 + 64),
-        ("--evaluation.max_new_tokens 16 --evaluation.files a.jsonl", 128 + 32),
         ("--evaluation.max_new_tokens 64 --evaluation.files a.jsonl --rollout.max_model_len 170", 170),
     ],
 )
@@ -116,7 +112,7 @@ def test_relative_paths_are_relative_to_the_current_directory(tmp_path: Path, mo
     assert config.reference.path is None
 
 
-# YAML text below the two required keys, flags, and what is wrong with which field.
+# YAML text below the two required keys, flags, the code and the field.
 HEAD = "run_dir: /x\nmodel: {path: /y}\n"
 
 
@@ -129,15 +125,11 @@ REFUSED: list[tuple[str, str, str, str]] = [
     ("steps: true", "", "field-value", "steps"),
     ("steps: 1.5", "", "field-type", "steps"),
     ("rollout:\n  engin: vllm", "", "field-unknown", "rollout.engin"),
-    ("rollout: {temperature: 1e-3}", "", "field-range", "rollout.temperature"),
     ("rollout: {temperature: .inf}", "", "field-range", "rollout.temperature"),
     ("data: {shuffle: 1}", "", "field-value", "data.shuffle"),
-    ("data: {train: a.jsonl}", "", "field-type", "data.train"),
     ("trainer: 5", "", "field-type", "trainer"),
     ("trainer: {recompute: true}", "", "field-value", "trainer.recompute"),
-    ("trainer: {recompute: 1.5}", "", "field-value", "trainer.recompute"),
     ("", "--trainer.recompute 0", "field-value", "trainer.recompute"),
-    ("", "--trainer.recompute selective", "field-value", "trainer.recompute"),
     ("algorithm: {kl_reward_estimator: k9}", "", "field-choice", "algorithm.kl_reward_estimator"),
     ("algorithm: {kl_coef: 1, kl_estimator: k1}", "", "fields-conflict", "algorithm.kl_estimator"),
     ("algorithm: {reduction: constant}", "", "fields-conflict", "algorithm.reduction"),
@@ -147,20 +139,15 @@ REFUSED: list[tuple[str, str, str, str]] = [
     ("algorithm: {importance_normalize: true}", "", "fields-conflict", "algorithm.importance_normalize"),
     ("reward: {functions: [{name: a, wieght: 2}]}", "", "field-unknown", "reward.functions.0.wieght"),
     ("reward: {functions: []}", "", "field-range", "reward.functions"),
-    ("", "--rollout.engin x", "field-unknown", "rollout.engin"),
     ("", "--tensor 2", "field-unknown", "tensor"),
     ("", "--rollout x", "field-type", "rollout"),
     ("", "--steps", "flag-value", "steps"),
     ("", "--steps 1 2", "flag-value", "steps"),
-    ("", "--steps many", "field-type", "steps"),
     ("", "stray --steps 1", "flag-missing", ""),
     ("", "--rollout.environment.options.opening ']'", "flag-value", "rollout.environment.options.opening"),
-    ("", "--reward.functions '[{name'", "flag-value", "reward.functions"),
-    ("steps: 0", "--steps -4", "field-range", "steps"),
     ("steps: 3\nsteps: 4", "", "yaml-syntax", ""),
     ("a: b: c", "", "yaml-syntax", ""),
     ("a: !!python/object:os.system {}", "", "yaml-syntax", ""),
-    ("a: &a [*a]", "", "yaml-syntax", ""),
     ("a: &a {b: {c: *a}}", "", "yaml-syntax", ""),
     ("a: " + "[" * 1000, "", "yaml-syntax", ""),
     ("a0: &a0 {}\n" + "".join(_doubled(level) for level in range(1, 30)), "", "yaml-syntax", ""),
@@ -173,13 +160,14 @@ REFUSED: list[tuple[str, str, str, str]] = [
     ("reference: {path: ''}", "", "field-value", "reference.path"),
     ('data: {train: [a.jsonl, ""]}', "", "field-value", "data.train"),
     ("", "--run_dir ''", "field-value", "run_dir"),
-    ("", "--evaluation.files=", "field-value", "evaluation.files"),
     ("", "--model.path 'a\x00b'", "field-value", "model.path"),
+    (f"debug: {{save_rollouts: {'a' * 256}}}", "", "field-value", "debug.save_rollouts"),
+    (f"debug: {{save_rollouts: {'a/' * 3000}}}", "", "field-value", "debug.save_rollouts"),
 ]
 
 
 @pytest.mark.parametrize(("text", "flags", "code", "field"), REFUSED, ids=[f"{c[0]} {c[1]}"[:60] for c in REFUSED])
-def test_what_is_wrong_is_refused_with_place_value_and_remedy(
+def test_a_wrong_setting_is_rejected_with_its_field(
     tmp_path: Path, rejects: Rejects, text: str, flags: str, code: str, field: str
 ) -> None:
     path = write(tmp_path, HEAD + text)
@@ -202,28 +190,20 @@ def test_a_near_name_is_suggested(name: str, field: str | None) -> None:
     assert did_you_mean(name, list(all_fields())).startswith(expected)
 
 
-def test_fields_refer_to_each_other(tmp_path: Path) -> None:
+def test_fields_refer_to_each_other(tmp_path: Path, rejects: Rejects) -> None:
     path = write(tmp_path, f"{HEAD}steps: 7\nlogging: {{wandb_project: 'p-${{steps}}'}}\n")
     assert load_config(path, ["steps=9"]).logging.wandb_project == "p-9"
     for text in ("${none.such}", "${"):
-        with pytest.raises(ConfigError) as caught:
+        with rejects(ConfigError, "yaml-syntax"):
             load_config(write(tmp_path, f"{HEAD}logging: {{wandb_project: '{text}'}}"))
-        assert caught.value.code == "yaml-syntax"
 
 
-def test_a_field_that_is_to_be_decided_is_named(tmp_path: Path, rejects: Rejects) -> None:
+def test_an_undecided_field_is_named(tmp_path: Path, rejects: Rejects) -> None:
     path = write(tmp_path, "run_dir: ???\nmodel: {path: /y}\nreward: {functions: '???'}\n")
     with rejects(ConfigError, "field-undecided") as caught:
         load_config(path)
     assert [problem.field for problem in caught.value.problems] == ["reward.functions", "run_dir"]
     assert load_config(path, ["--run_dir", "/x", "reward.functions=[{name: math_verify}]"]).run_dir == Path("/x")
-
-
-def test_a_path_with_the_other_ending_is_suggested(tmp_path: Path) -> None:
-    (tmp_path / "mine.yaml").touch()
-    with pytest.raises(ConfigError) as caught:
-        load_config(tmp_path / "mine.yml", [])
-    assert str(caught.value).endswith(f"did you mean {tmp_path / 'mine.yaml'}?")
 
 
 def test_all_problems_are_reported_at_once(tmp_path: Path, rejects: Rejects) -> None:
@@ -260,7 +240,7 @@ def test_an_empty_section_means_its_defaults(tmp_path: Path) -> None:
     assert config == RunConfig.model_validate(MINIMAL | {"run_dir": "/x", "model": {"path": "/y"}})
 
 
-def test_a_file_of_custom_code_has_one_name(tmp_path: Path) -> None:
+def test_a_file_with_custom_code_has_one_name(tmp_path: Path) -> None:
     (tmp_path / "below").mkdir()
     for given in (f"{tmp_path}/mine.py:f", f"{tmp_path}/below/../mine.py:f"):
         assert RewardFunction(name=given).name == f"{tmp_path}/mine.py:f"
@@ -281,12 +261,3 @@ def test_every_shipped_file_loads(path: Path) -> None:
 
 def test_every_field_has_a_description() -> None:
     assert [name for name, field in all_fields().items() if len(field.description) < 8] == []
-
-
-def test_a_path_that_no_file_can_have_is_rejected(tmp_path: Path) -> None:
-    path = tmp_path / "run.yaml"
-    for name in ("a" * 256, "a/" * 3000):
-        path.write_text(f'run_dir: "{name}"\nmodel: {{path: m}}\nsteps: 1\n')
-        with pytest.raises(ConfigError) as caught:
-            load_config(path, [])
-        assert [(problem.code, problem.field) for problem in caught.value.problems][:1] == [("field-value", "run_dir")]

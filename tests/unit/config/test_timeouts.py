@@ -1,4 +1,4 @@
-"""Timeouts that follow from other settings, and those that the user gives."""
+"""Timeouts that follow from other settings or that the user gives."""
 
 from pathlib import Path
 from types import SimpleNamespace
@@ -30,10 +30,10 @@ def test_a_request_may_take_as_long_as_its_longest_response(
 
 
 @pytest.mark.parametrize(("device", "given", "expected"), [("GPU", None, 1200), ("CPU", None, 300), ("GPU", 40, 40)])
-def test_engines_on_gpus_have_longer_to_start(
+def test_engines_on_gpus_have_more_time_to_start(
     device: str, given: float | None, expected: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The actor is given the bound that the driver waits for."""
+    """The actor receives the same timeout as the driver."""
     started: list[RunConfig] = []
     actor = SimpleNamespace(remote=lambda config, *_: started.append(config))
     remote = SimpleNamespace(options=lambda **_: actor)

@@ -1,4 +1,4 @@
-"""Two checkpoints compared: every kind of difference is found and named, and nothing else is."""
+"""Comparison of two checkpoints: every kind of difference is found, and nothing else."""
 
 import pytest
 import torch
@@ -10,7 +10,7 @@ from slime_like.interfaces.conversion import TensorInfo
 
 
 class InMemory:
-    """Tensors that are read in groups of two."""
+    """A source whose tensors are read in groups of two."""
 
     def __init__(self, tensors: dict[str, Tensor]) -> None:
         self._values = tensors
@@ -42,7 +42,7 @@ def differences(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> list[Diff
     return compare_sources(InMemory(ours), InMemory(theirs), 2, lambda done, total: None)
 
 
-def test_the_same_values_are_the_same_however_they_lie_in_memory() -> None:
+def test_equal_values_are_equal_in_any_memory_layout() -> None:
     assert differences(tensors(), tensors()) == []
     assert differences(tensors(), tensors() | {"a": tensors()["a"].t().contiguous().t()}) == []
 
@@ -67,7 +67,7 @@ def test_every_difference_is_named() -> None:
 
 
 def test_bits_count_not_numbers() -> None:
-    """0 and -0 are equal as numbers; a NaN is equal to itself as bits only."""
+    """0 and -0 are equal as numbers. A NaN equals itself only as bits."""
     zero, minus = {"x": torch.zeros(3)}, {"x": -torch.zeros(3)}
     assert differences(zero, minus) == [Difference("x", "values: 3 of 3 differ, by at most 0")]
     nan = {"x": torch.tensor([1.0, float("nan")])}

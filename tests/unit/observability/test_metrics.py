@@ -6,6 +6,7 @@ import re
 import sys
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -192,3 +193,12 @@ def test_wandb_takes_figures_and_tables(tmp_path: Path, monkeypatch: pytest.Monk
     logger.close()
     (record,) = tmp_path.glob("wandb/offline-run-*/run-*.wandb")
     assert b"train_actor_training/loss" in record.read_bytes()
+
+
+def test_wandb_receives_the_settings_of_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    wandb = Mock()
+    monkeypatch.setitem(sys.modules, "wandb", wandb)
+    given: dict[str, Any] = {"project": "p", "entity": "team", "group": "g", "tags": ("a", "b")}
+    settings = {f"wandb_{name}": value for name, value in given.items()}
+    MetricLogger(LoggingConfig(tensorboard=False, wandb=True, **settings), tmp_path / "mine").close()
+    wandb.init.assert_called_once_with(**given, name="mine", dir=str(tmp_path / "mine"))

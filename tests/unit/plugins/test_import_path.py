@@ -1,4 +1,4 @@
-"""Import paths are judged without importing anything."""
+"""Import paths of custom code."""
 
 import re
 import sys
@@ -9,8 +9,7 @@ import pytest
 
 from slime_like.config.algorithm import AlgorithmConfig
 from slime_like.config.rollout import EnvironmentConfig, RewardFunction
-from slime_like.plugins.import_path import import_path_problem
-from slime_like.plugins.resolve import resolve
+from slime_like.plugins.resolve import import_path_problem, resolve
 
 NO_PATH = "is not an import path; give `package.module:name` or `path/to/file.py:name`"
 
@@ -25,7 +24,7 @@ NO_PATH = "is not an import path; give `package.module:name` or `path/to/file.py
         ("HERE/nothing.py:x", r"cannot be found: there is no file .*/nothing\.py.*; correct the path"),
     ],
 )
-def test_a_path_is_judged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, path: str, problem: str | None) -> None:
+def test_a_path_is_checked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, path: str, problem: str | None) -> None:
     folder = tmp_path / "judged"
     folder.mkdir()
     (folder / "__init__.py").write_text("raise RuntimeError('imported')\n")
@@ -35,8 +34,8 @@ def test_a_path_is_judged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, path:
     assert not any(module.startswith("judged") for module in sys.modules)
 
 
-def test_a_package_that_is_installed_editable_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    """By the finder that its installation adds; no directory of ``sys.path`` has it."""
+def test_a_package_in_editable_mode_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The installation adds a finder. No directory of ``sys.path`` contains the package."""
     folder = str(Path(import_path_problem.__code__.co_filename).parents[1])
 
     class Finder:
@@ -49,7 +48,7 @@ def test_a_package_that_is_installed_editable_is_found(monkeypatch: pytest.Monke
     assert import_path_problem("slime_like.examples.calculator:Calculator") is None
 
 
-def test_a_file_is_imported_once_with_the_files_beside_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_is_imported_once_with_files_next_to_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "path", [*sys.path])
     monkeypatch.setattr(sys, "modules", {**sys.modules})
     (tmp_path / "beside_it.py").write_text("scale = 2\n")
@@ -57,7 +56,7 @@ def test_a_file_is_imported_once_with_the_files_beside_it(tmp_path: Path, monkey
     file.write_text("from beside_it import scale\nmade = []\ndef double(x): return scale * x\n")
     assert resolve("thing", f"{file}:double", {})(3) == 6
     assert resolve("thing", f"{file}:made", {}) is resolve("thing", f"{file}:made", {})
-    assert sys.path[-1] == str(tmp_path)  # behind all others
+    assert sys.path[-1] == str(tmp_path)  # after all others
     for path in (f"{tmp_path}/nothing.py:double", f"{file}:nothing", f"{file}double"):
         with pytest.raises(ValueError):
             resolve("thing", path, {})

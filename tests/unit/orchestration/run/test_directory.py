@@ -278,7 +278,7 @@ def test_another_schedule_is_rejected_before_trainers_start(
 def test_a_checkpoint_of_another_backend_is_rejected(tmp_path: Path, resume: str) -> None:
     path = write_checkpoint(tmp_path / "run", 3, backend="fsdp")
     given = config(tmp_path, resume="auto" if resume == "auto" else str(path))
-    said = r"resume=.*step-000003 was written by fsdp, .*trainer.backend=megatron; set trainer.backend=fsdp"
+    said = r"resume=.*step-000003 was written by fsdp, .*megatron cannot read it; set trainer.backend=fsdp"
     with pytest.raises(ConfigError, match=said):
         find_checkpoint(given)
     fsdp = given.model_copy(update={"trainer": given.trainer.model_copy(update={"backend": "fsdp"})})
