@@ -13,7 +13,7 @@ import torch
 from sglang.srt.layers.sampler import Sampler
 from torch import Tensor
 
-from rollout.sglang.drawing import Limits, draw, uniforms
+from rollout.drawing import Limits, draw, uniforms
 
 if TYPE_CHECKING:
     from sglang.srt.layers.logits_processor import LogitsProcessorOutput

@@ -299,9 +299,9 @@ def test_weights_that_were_given_up_come_with_the_next_update(
         request = engine.request(prompts[0], max_new_tokens=3)
         await engine.engine.sleep(keep_weights=False)
         await engine.engine.sleep(keep_weights=True)  # too late
-        with pytest.raises(EngineError, match="gave its weights up"):
+        with pytest.raises(EngineError, match="dropped its weights"):
             await engine.engine.wake(("weights", "kv_cache"))
-        with pytest.raises(EngineError, match="gave its weights up"):
+        with pytest.raises(EngineError, match="dropped its weights"):
             await engine.engine.generate(request)
         await engine.load(1 - engine.current)
         await engine.engine.resume()

@@ -5,7 +5,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from rollout.sglang.drawing import Limits, draw, uniforms
+from rollout.drawing import Limits, draw, uniforms
 
 ROWS, VOCABULARY = 37, 1003
 
