@@ -47,7 +47,7 @@ def as_integers(tensor: Tensor) -> Tensor:
     """View a contiguous tensor's elements as (n,) integers of the same size."""
     if tensor.element_size() not in _INTEGERS:
         raise WeightSyncError(
-            f"elements of {tensor.dtype} cannot be compared",
+            f"elements of type {tensor.dtype} cannot be compared",
             code="delta-dtype",
             who="sync.delta",
             remedy="set sync.delta: never",
@@ -94,7 +94,7 @@ def apply_changes(base: Tensor, encoded: Tensor, count: int) -> None:
     starts = torch.arange(_blocks(base.numel()), device=base.device) * BLOCK
     repeats = counts.view(torch.int32).long()
     if int(repeats.sum()) != count or bool((repeats < 0).any()):
-        raise _damaged(f"the blocks of {count} changes hold {int(repeats.sum())}")
+        raise _damaged(f"the blocks of {count} changes contain {int(repeats.sum())}")
     places = starts.repeat_interleave(repeats) + offsets.view(torch.uint16).long()
     if count and int(places.max()) >= base.numel():
         raise _damaged(f"a change at element {int(places.max())} of {base.numel()}")
@@ -273,8 +273,8 @@ class DeltaReceiver:
 def _changed(entry: TensorEntry, held: HeldTensor | None, base: int, payload: Tensor, changes: int) -> Tensor:
     if held is None or held.checksum != base or tuple(held.tensor.shape) != entry.shape:
         raise WeightSyncError(
-            f"{_BASE_LOST}: changes came for {base:#018x}, and "
-            f"{'nothing' if held is None else f'{held.checksum:#018x}'} is here",
+            f"{_BASE_LOST}: the changes are for {base:#018x}, but the receiver has "
+            f"{'nothing' if held is None else f'{held.checksum:#018x}'}",
             code="delta-base-lost",
             who=f"tensor {entry.name}",
             remedy="the next sync must send everything",

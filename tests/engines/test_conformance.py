@@ -36,6 +36,7 @@ from tests.engines.harness import (
     run_config,
     same_ids,
 )
+from tests.support.rejections import Rejects
 
 COLD = 0.05
 """With ``NO_STOP`` and this temperature responses end at their length."""
@@ -169,25 +170,18 @@ def test_many_requests_at_once(engine: EngineUnderTest, prompts: list[list[int]]
         check_logprobs(engine.reference, chosen[index], results[index][-1], COLD)
 
 
-@pytest.mark.parametrize(
-    ("fields", "message"),
-    [
-        ({"prompt": []}, "prompt is empty"),
-        ({"prompt": [5, 100_000]}, "outside the vocabulary"),
-        ({"max_new_tokens": 5000}, "max_model_len"),
-        ({"max_new_tokens": 0}, "max_new_tokens=0"),
-        ({"num_samples": 0}, "num_samples=0"),
-        ({"temperature": -1.0}, "temperature=-1.0"),
-        ({"temperature": 0.001}, "temperature=0.001"),
-        ({"top_p": 0.9}, "top_p=1"),
-        ({"top_k": 600}, "top_k=-1"),
-        ({"stop_token_ids": (100_000,)}, "stop token id"),
-    ],
-)
-def test_refusals(engine: EngineUnderTest, fields: dict[str, Any], message: str) -> None:
-    fields = {"prompt": [3, 4, 5], "max_new_tokens": 4, **fields}
-    with pytest.raises(EngineError, match=message):
-        engine.generate(**fields)
+REJECTED: list[dict[str, Any]] = [
+    {"prompt": []}, {"prompt": [5, 264]}, {"prompt": [-1]}, {"stop_token_ids": (264,)}, {"max_new_tokens": 0},
+    {"num_samples": 0}, {"max_new_tokens": 798}, {"temperature": -1.0}, {"temperature": 0.001}, {"min_p": 1.1},
+    {"top_p": 0.0}, {"top_p": 0.9}, {"top_k": 513},
+]  # fmt: skip
+
+
+def test_rejected_requests(engine: EngineUnderTest, rejects: Rejects) -> None:
+    """Each at its boundary: the model has 264 token ids, and the engine's longest sequence has 800 tokens."""
+    for fields in REJECTED:
+        with rejects(EngineError, "bad-request"):
+            engine.generate(**{"prompt": [3, 4, 5], "max_new_tokens": 4, **fields})
 
 
 # ----------------------------------------------------------------------------------------------------- abort and pause
@@ -268,7 +262,7 @@ def test_sleep_ends_requests_and_wakes_in_parts(engine: EngineUnderTest, prompts
         await asyncio.sleep(HALFWAY_S[0])
         await engine.engine.sleep()
         ended = (await asyncio.wait_for(running, ENDS_S))[0]
-        with pytest.raises(EngineError, match="sleeps"):
+        with pytest.raises(EngineError, match="is asleep"):
             await engine.engine.generate(engine.request(prompts[0], max_new_tokens=3))
         await engine.engine.wake(("weights",))
         await engine.engine.begin_update(engine.version + 1)  # that fails, for another engine has died
@@ -276,7 +270,7 @@ def test_sleep_ends_requests_and_wakes_in_parts(engine: EngineUnderTest, prompts
         await engine.engine.sleep()
         await engine.engine.wake(("weights",))
         await engine.load(1 - engine.current)
-        with pytest.raises(EngineError, match=r"sleeps \(kv_cache\)"):
+        with pytest.raises(EngineError, match=r"is asleep \(kv_cache\)"):
             await engine.engine.generate(engine.request(prompts[0], max_new_tokens=3))
         await engine.engine.wake(("kv_cache",))
         await engine.engine.wake(("weights", "kv_cache"))

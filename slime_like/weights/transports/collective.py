@@ -148,7 +148,7 @@ class CollectiveSender:
                 self._last = None
             receivers.give_up(generation)
             raise WeightSyncError(
-                f"a receiver of {receivers.place} was lost or did not take a bucket within "
+                f"a receiver of {receivers.place} was lost, or did not receive a bucket within "
                 f"sync.timeout_s={self._settings.timeout_s:g} s ({one_line(error)})",
                 code="receiver-lost",
                 who=f"weight sync over {self._backend}",
@@ -201,7 +201,7 @@ class CollectiveReceiver:
         location = metadata.location
         if metadata.transport != self._backend or location["sender"] != self._sender:
             raise WeightSyncError(
-                f"a {self._backend} receiver of {self._sender} was handed a {metadata.transport} bucket of "
+                f"a {self._backend} receiver of {self._sender} received a {metadata.transport} bucket of "
                 f"{location.get('sender')}",
                 code="foreign-bucket",
             )
@@ -212,7 +212,7 @@ class CollectiveReceiver:
         except (RuntimeError, OSError, TimeoutError) as error:
             self._group = None
             raise WeightSyncError(
-                f"sender {self._host}:{self._port}, or another receiver of it, was lost, or sent nothing within "
+                f"sender {self._host}:{self._port} or another receiver was lost, or sent nothing within "
                 f"sync.timeout_s={self._timeout_s:g} s ({one_line(error)})",
                 code="sender-lost",
                 who=f"weight sync over {self._backend}",
@@ -285,7 +285,7 @@ class _Delivery(threading.Thread):
     def wait(self, timeout_s: float) -> None:
         self.join(timeout_s)
         if self.is_alive():
-            raise TimeoutError("no end of the broadcast")
+            raise TimeoutError("the broadcast did not end")
         if self._error is not None:
             raise self._error
 

@@ -35,10 +35,8 @@ class DirectorySender:
 
     def __init__(self, _: str, session: str, settings: TransportSettings) -> None:
         if settings.directory is None:
-            raise WeightSyncError(
-                f"sync.transport={NAME} needs sync.directory: one that trainers and engines both see",
-                code="no-directory",
-            )
+            problem, remedy = f"sync.transport={NAME} needs sync.directory", "set it to one that all hosts share"
+            raise WeightSyncError(problem, code="no-directory", remedy=remedy)
         check_session(session)
         self._directory = settings.directory
         self._session = session
@@ -87,9 +85,9 @@ class DirectorySender:
 
     def _refused(self, error: OSError, bucket: WeightBucket) -> WeightSyncError:
         full = error.errno in (errno.ENOSPC, errno.EDQUOT)
-        remedy = "free some space or lower sync.bucket_mb" if full else "choose one that can be written to"
+        remedy = "free some space or lower sync.bucket_mb" if full else "choose a writable directory"
         return WeightSyncError(
-            f"sync.directory={self._directory} cannot take a weight bucket of {bucket_nbytes(bucket)} bytes: "
+            f"sync.directory={self._directory} cannot store a weight bucket of {bucket_nbytes(bucket)} bytes: "
             f"{os.strerror(error.errno) if error.errno else error}",
             code="directory-refuses",
             remedy=remedy,
@@ -149,7 +147,7 @@ def _read(path: Path) -> Tensor:
         except FileNotFoundError as error:
             if time.monotonic() > deadline:
                 raise WeightSyncError(
-                    f"weight bucket {path} is not there: its sender closed or died, or sync.directory is not the same "
+                    f"weight bucket {path} is missing: its sender closed or died, or sync.directory is not the same "
                     "directory on both hosts",
                     code="bucket-gone",
                 ) from error

@@ -29,7 +29,7 @@ def check_name(name: str, session: str) -> None:
 def require_transport(found: str, expected: str) -> None:
     """Reject a bucket of another transport."""
     if found != expected:
-        problem = f"a {expected} receiver was handed a bucket of transport {found}"
+        problem = f"a {expected} receiver received a bucket of transport {found}"
         raise WeightSyncError(problem, code="foreign-bucket")
 
 
@@ -42,7 +42,7 @@ def buckets_in_flight(sender: str) -> WeightSyncError:
 
 def not_in_flight(sender: str, bucket: str) -> WeightSyncError:
     """Return the error for a release without a matching send."""
-    problem = f"{bucket} is not in flight, so nothing to release"
+    problem = f"{bucket} is not in flight, so there is nothing to release"
     return WeightSyncError(problem, code="not-in-flight", who=f"weight sync {sender}")
 
 

@@ -47,13 +47,13 @@ def _problem(name: str, config: RunConfig, on_cuda: bool, num_hosts: int) -> str
     if name == "shared_memory" and num_hosts > 1:
         return f"reaches one host, but trainers and engines are on {num_hosts}"
     if name == "nccl" and not on_cuda:
-        return "needs GPUs, and there are none"
+        return "needs GPUs, but there are none"
     if name == "nccl" and shared:
         return "needs a separate device for every process, but engines share the trainers' (cluster.placement)"
     if name == COLOCATED and not shared:
         return "needs engines on the trainers' devices: cluster.placement=colocated"
     if name == COLOCATED and config.sync.delta == "always":
-        return "carries whole tensors, and sync.delta=always asks for changes"
+        return "sends whole tensors, but sync.delta=always asks for changes"
     return None
 
 
@@ -131,9 +131,7 @@ class _ManyReceivers:
     def receive(self, metadata: BucketMetadata) -> Iterator[tuple[str, Tensor]]:
         sender = metadata.location.get(_SENDER)
         if sender not in self._receivers:
-            raise WeightSyncError(
-                f"a bucket of sender {sender}, which this engine has not connected to", code="foreign-bucket"
-            )
+            raise WeightSyncError(f"the engine is not connected to sender {sender} of a bucket", code="foreign-bucket")
         return self._receivers[sender].receive(metadata)
 
     def rest(self) -> None:

@@ -209,7 +209,7 @@ class Segment:
         try:
             if os.fstat(descriptor).st_size < nbytes:
                 raise WeightSyncError(
-                    f"shared-memory segment {path} holds fewer than the {nbytes} bytes announced", code="bucket-cut"
+                    f"shared-memory segment {path} has fewer than the announced {nbytes} bytes", code="bucket-cut"
                 )
             return cls(path, descriptor, nbytes)
         finally:

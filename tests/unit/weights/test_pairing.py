@@ -5,7 +5,7 @@ import socket
 import pytest
 
 from slime_like.errors import WeightSyncError
-from slime_like.weights.transports.pairing import Place, pair
+from slime_like.weights.transports.colocated import Place, pair
 from tests.support.rejections import Rejects
 
 
