@@ -2,6 +2,7 @@
 
 import ast
 import re
+from collections.abc import Callable
 from decimal import Decimal, localcontext
 from fractions import Fraction
 from operator import add, floordiv, mod, mul, neg, pos, sub, truediv
@@ -18,8 +19,10 @@ _DIGITS = 12
 _SPELLINGS = str.maketrans({"\u00d7": "*", "\u00f7": "/", "\u2212": "-", "^": "**"})
 _CHARACTERS = re.compile(r"[-+*/%(). \d]*", re.ASCII)
 _LEADING_ZEROS = re.compile(r"(?<![\d.])0+(?=\d)")  # Python rejects 007
-_OPERATORS = {ast.Add: add, ast.Sub: sub, ast.Mult: mul, ast.Div: truediv, ast.FloorDiv: floordiv, ast.Mod: mod}
-_SIGNS = {ast.USub: neg, ast.UAdd: pos}
+_OPERATORS: dict[type[ast.operator], Callable[[Any, Any], Any]] = {
+    ast.Add: add, ast.Sub: sub, ast.Mult: mul, ast.Div: truediv, ast.FloorDiv: floordiv, ast.Mod: mod
+}  # fmt: skip
+_SIGNS: dict[type[ast.unaryop], Callable[[Any], Any]] = {ast.USub: neg, ast.UAdd: pos}
 
 
 class ArithmeticFault(ValueError):

@@ -129,5 +129,5 @@ def test_latent_attention_is_refused_on_a_cpu(tmp_path: Path, monkeypatch: pytes
     monkeypatch.setattr("rollout.sglang.engine.on_cpu", lambda: True)
     make_tiny_model(tmp_path / "model", "deepseek_v3")
     engine = SglangEngine(run_config(tmp_path / "model", tmp_path / "run"), 0)
-    with pytest.raises(EngineError, match=r"latent attention .*; use rollout.engine=transformers there"):
+    with pytest.raises(EngineError, match="use rollout.engine=transformers"):
         asyncio.run(engine.start())
