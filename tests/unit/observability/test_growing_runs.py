@@ -3,18 +3,16 @@
 import io
 import os
 import shutil
-import threading
 from pathlib import Path
 
 import pytest
 
 from slime_like.errors import DataError
 from slime_like.observability.json_lines import read_lines
-from slime_like.observability.metrics import METRICS_FILE
 from slime_like.observability.report.data import read_run
 from slime_like.observability.tables import HELD_OUT_TABLE, SAMPLE_TABLE, TOKEN_TABLE
 from tests.support.rejections import Rejects
-from tests.unit.observability.report_run import SAMPLES, STEPS, TOKENS, write_run
+from tests.unit.observability.report_run import write_run
 
 
 @pytest.fixture(scope="module")
@@ -52,35 +50,6 @@ def test_a_line_finished_while_it_is_read(tmp_path: Path, monkeypatch: pytest.Mo
         patched.setattr(Path, "open", lambda *_: io.BufferedReader(growing))
         steps = [record["step"] for _, record in read_lines(tmp_path)]
     assert steps == [1]
-
-
-def test_a_run_that_is_writing(sound: Path, tmp_path: Path) -> None:
-    """Tables grow by a few bytes at a time. Every report has only whole lines, and never fewer than before."""
-    names = (METRICS_FILE, f"tables/{SAMPLE_TABLE}.jsonl", f"tables/{TOKEN_TABLE}.jsonl")
-    run_dir = shutil.copytree(sound, tmp_path / "run")
-    for name in names[1:]:
-        (run_dir / name).write_bytes(b"")
-    ended = threading.Event()
-
-    def write() -> None:
-        for name in names[1:]:
-            content = (sound / name).read_bytes()
-            with (run_dir / name).open("ab", buffering=0) as file:
-                for start in range(0, len(content), 200):
-                    file.write(content[start : start + 200])
-        ended.set()
-
-    writer = threading.Thread(target=write)
-    writer.start()
-    counts = []
-    while not ended.is_set() or not counts:
-        tables = read_run(run_dir).tables
-        counts.append([len(tables[Path(name).stem].rows) for name in names[1:]])
-    writer.join()
-    tables = read_run(run_dir).tables
-    assert all(sorted(column) == list(column) for column in zip(*counts, strict=True))
-    logged = STEPS // 10 * SAMPLES
-    assert [len(tables[Path(name).stem].rows) for name in names[1:]] == [logged, logged * TOKENS]
 
 
 def test_newest_lines(tmp_path: Path, rejects: Rejects) -> None:

@@ -1,4 +1,4 @@
-"""Tensors into a flat buffer and out again, and metadata over the wire."""
+"""Tensors packed into a flat buffer and read back, and metadata over the wire."""
 
 import json
 from dataclasses import replace
@@ -27,8 +27,8 @@ DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.int8, torch.float6
         max_size=6,
     )
 )
-def test_what_goes_in_comes_out(kinds: list[tuple[torch.dtype, list[int]]]) -> None:
-    """In row-major order, whatever the strides were; what comes out are views."""
+def test_round_trip(kinds: list[tuple[torch.dtype, list[int]]]) -> None:
+    """Tensors of any strides are stored in row-major order and read back as views."""
     strided = [(torch.randn(shape) * 9).to(dtype).permute([*range(len(shape))][::-1]) for dtype, shape in kinds]
     tensors = [(f"t{i}", tensor) for i, tensor in enumerate(strided)]
     buffer = torch.full((bucket_nbytes(WeightBucket(tensors)),), 255, dtype=torch.uint8)
@@ -41,12 +41,12 @@ def test_what_goes_in_comes_out(kinds: list[tuple[torch.dtype, list[int]]]) -> N
         assert entry.checksum == tensor_checksum(tensor) == tensor_checksum(seen)
 
 
-def test_a_small_buffer_is_refused(rejects: Rejects) -> None:
+def test_small_buffer(rejects: Rejects) -> None:
     with rejects(WeightSyncError, "buffer-too-small"):
         write_bucket(WeightBucket([("t", torch.ones(100))]), torch.zeros(399, dtype=torch.uint8))
 
 
-def test_a_name_occurs_once(rejects: Rejects) -> None:
+def test_repeated_name(rejects: Rejects) -> None:
     bucket = WeightBucket([("t", torch.ones(1)), ("u", torch.ones(1)), ("t", torch.ones(1))])
     with rejects(WeightSyncError, "repeated-tensor"):
         write_bucket(bucket, torch.zeros(192, dtype=torch.uint8))
@@ -67,12 +67,12 @@ GOOD = TensorEntry("t", "float32", (2, 3), 0, 24, 0)
         replace(GOOD, dtype="nn"),
     ],
 )
-def test_contradicting_metadata_is_refused(rejects: Rejects, bad: TensorEntry) -> None:
+def test_contradicting_metadata(rejects: Rejects, bad: TensorEntry) -> None:
     with rejects(WeightSyncError, "bad-entry"):
         list(read_bucket([bad], torch.zeros(64, dtype=torch.uint8)))
 
 
-def test_metadata_survives_the_wire(rejects: Rejects) -> None:
+def test_metadata_over_the_wire(rejects: Rejects) -> None:
     metadata = BucketMetadata("shared_memory", {"segment": "x.1", "nbytes": 64}, (replace(GOOD, checksum=2**64 - 1),))
     assert metadata_from_wire(json.loads(json.dumps(metadata_to_wire(metadata)))) == metadata
     with rejects(WeightSyncError, "bad-metadata"):
