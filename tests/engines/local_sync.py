@@ -1,6 +1,6 @@
 """``WeightSync`` in one process: a real transformers engine, real transports, and Hugging Face's model as the trainer.
 
-What Ray would call on actors is called directly; nothing else is replaced.
+Only calls of Ray actors are replaced by direct calls.
 """
 
 import asyncio
@@ -27,14 +27,11 @@ from tests.support.pending import Later
 
 T = TypeVar("T")
 SESSION = f"local-sync-test-{uuid.uuid4().hex}"
-"""Of this test process alone: another one beside it would find, and remove, its buckets."""
+"""Unique to this test process, because another one would remove its buckets."""
 
 
 class LocalTrainers:
-    """Several senders, as the stages of a pipeline are, each with its part of ``weights``.
-
-    ``weights`` may be changed between syncs, as training does.
-    """
+    """Several senders, like pipeline stages, each with its part of ``weights``, which may change between syncs."""
 
     def __init__(self, model: Path, directory: Path, num_senders: int = 2, tensors_per_bucket: int = 5) -> None:
         self.model = transformers.AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
@@ -50,7 +47,7 @@ class LocalTrainers:
         return {name: parameter.data for name, parameter in self.model.named_parameters()}
 
     def exported(self) -> dict[str, Tensor]:
-        """What is sent; mutations put their bugs here."""
+        """Return the weights to send. Mutation tests replace this."""
         return self.weights
 
     def open_transport(self, name: str, session: str, delta: bool) -> list[dict[str, Any]]:
@@ -80,7 +77,7 @@ class LocalTrainers:
         return Later(lambda: logprobs)
 
     def probe(self, sequences: list[list[int]]) -> np.ndarray:
-        """Teacher-forced logprobs by Hugging Face's forward pass."""
+        """Return teacher-forced logprobs from Hugging Face's forward pass."""
         with torch.inference_mode():
             parts = []
             for tokens in sequences:
@@ -106,7 +103,7 @@ class LocalTrainers:
         return metadata
 
     def _release(self) -> None:
-        """The engine has finished all that was sent: here nothing overlaps."""
+        """Release all buckets. The engine has finished them, because nothing overlaps here."""
         while self._in_flight:
             sender, metadata = self._in_flight.pop(0)
             sender.release(metadata)
@@ -114,7 +111,7 @@ class LocalTrainers:
 
 @dataclass
 class Answers(Generic[T]):
-    """Of engines that have answered already."""
+    """Answers that have already arrived."""
 
     values: list[T]
 
@@ -123,7 +120,7 @@ class Answers(Generic[T]):
 
 
 class LocalEngines:
-    """The group of one engine."""
+    """A group with one engine."""
 
     def __init__(self, engine: TransformersEngine, loop: asyncio.AbstractEventLoop) -> None:
         self.engine = engine
@@ -154,7 +151,7 @@ class LocalEngines:
 
 
 class LocalSupervisor:
-    """Of an engine in this process: it never dies."""
+    """Supervisor of an engine in this process, which never dies."""
 
     generation, has_dead, weights = 0, False, None
 
