@@ -1,4 +1,4 @@
-"""Engine for SGLang, in separate processes."""
+"""SGLang, in separate processes."""
 
 import asyncio
 import os
@@ -14,7 +14,6 @@ from slime_like.config import RunConfig
 from slime_like.errors import EngineError
 from slime_like.hosting.child_process import ChildProcess, ProcessEnded
 from slime_like.interfaces import BucketMetadata, Generation, GenerationRequest, PauseMode
-from slime_like.weights.wire import metadata_to_wire
 
 _MODULE = "rollout.sglang.main"
 _END_S = 3.0
@@ -99,7 +98,7 @@ class SglangEngine(EngineBase[ChildProcess]):
         await self._call("begin_update")
 
     async def _update(self, bucket: BucketMetadata) -> None:
-        await self._call("update", metadata_to_wire(bucket))
+        await self._call("update", bucket.to_wire())
 
     async def _received(self) -> tuple[dict[str, int], float]:
         checksums, hash_s = await self._call("received")

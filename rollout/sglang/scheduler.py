@@ -29,8 +29,8 @@ from rollout.receiving import WeightReceiver
 from rollout.sglang.arguments import SAMPLING_BACKEND
 from rollout.sglang.sampler import SeededSampler
 from slime_like.hosting.calls import one_line
+from slime_like.interfaces import BucketMetadata
 from slime_like.system.memory import keep_freed_memory
-from slime_like.weights.wire import metadata_from_wire
 
 _BURST_GAP_S, _BURST_GAPS = 0.002, 10
 """How long an idle scheduler waits for another request, and how often. Less than a step."""
@@ -118,7 +118,7 @@ class EngineScheduler(Scheduler):
     def _load(self, metadata: dict[str, Any]) -> None:
         runner = self.tp_worker.model_runner
         with torch.inference_mode():
-            runner.model.load_weights(self._receiver.copies(metadata_from_wire(metadata), runner.device))
+            runner.model.load_weights(self._receiver.copies(BucketMetadata.from_wire(metadata), runner.device))
 
 
 def _join_without_nccl() -> None:

@@ -1,4 +1,4 @@
-"""Engine for a plain Hugging Face model: slow, but it needs only transformers.
+"""A plain Hugging Face model: slow, but it needs only transformers.
 
 It runs inside the process that owns it, and decodes in a thread, so the event loop stays free.
 """

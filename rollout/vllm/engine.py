@@ -1,4 +1,4 @@
-"""Engine for vLLM, with the engine core in a separate process."""
+"""vLLM, with the engine core in a separate process."""
 
 from __future__ import annotations
 
@@ -15,7 +15,6 @@ from slime_like.errors import EngineError
 from slime_like.hosting.calls import one_line
 from slime_like.interfaces import BucketMetadata, Generation, GenerationRequest, PauseMode
 from slime_like.models.dimensions import ModelDimensions
-from slime_like.weights.wire import metadata_to_wire
 
 if TYPE_CHECKING:
     from vllm.outputs import RequestOutput
@@ -97,7 +96,7 @@ class VllmEngine(EngineBase["AsyncLLM"]):
         await self._core.workers("begin_update")
 
     async def _update(self, bucket: BucketMetadata) -> None:
-        await self._core.workers("update_weights", update_info={"metadata": metadata_to_wire(bucket)})
+        await self._core.workers("update_weights", update_info={"metadata": bucket.to_wire()})
 
     async def _received(self) -> tuple[dict[str, int], float]:
         return common_checksums(await self._core.workers("received"))

@@ -25,10 +25,10 @@ from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, i
 from rollout.ranks import RankAnswer, attempt
 from rollout.receiving import WeightReceiver
 from rollout.vllm.arguments import BACKEND
+from slime_like.interfaces import BucketMetadata
 from slime_like.system.gpus import stay_near
 from slime_like.system.memory import keep_freed_memory
 from slime_like.weights.transports.device_memory import gpu_uuid
-from slime_like.weights.wire import metadata_from_wire
 
 if TYPE_CHECKING:
     from vllm.v1.worker.gpu_worker import Worker as _Worker
@@ -84,7 +84,7 @@ class BucketTransferEngine(WeightTransferEngine[ConnectInfo, BucketInfo]):
 
     def receive_weights(self, update_info: BucketInfo) -> None:
         """Load copies, because layerwise reload keeps a layer's tensors until it has all, maybe in a later bucket."""
-        self.model.load_weights(self.receiver.copies(metadata_from_wire(update_info.metadata), self.device))
+        self.model.load_weights(self.receiver.copies(BucketMetadata.from_wire(update_info.metadata), self.device))
 
     def finish_weight_update(self) -> None:
         self._end_reload()

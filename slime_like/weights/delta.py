@@ -24,7 +24,6 @@ from slime_like.errors import WeightSyncError
 from slime_like.interfaces import BucketMetadata, TensorEntry, WeightBucket
 from slime_like.weights.buckets import describe, describe_hashed, place_tensors
 from slime_like.weights.transport import Receiver, Sender
-from slime_like.weights.wire import metadata_from_wire, metadata_to_wire
 
 BLOCK = 65536
 _GROUP = 16 * BLOCK
@@ -188,7 +187,7 @@ class DeltaSender:
         inner = self._inner.send(WeightBucket([(out.name, out.payload) for out in outgoing]))
         described = [out.entry(sent) for out, sent in zip(outgoing, inner.entries, strict=True)]
         location = {
-            "inner": metadata_to_wire(inner),
+            "inner": inner.to_wire(),
             "sender": inner.location.get("sender"),
             "changes": [out.num_changes for out in outgoing],
             "bases": [0 if out.base is None else out.base.checksum for out in outgoing],
@@ -206,7 +205,7 @@ class DeltaSender:
         )
 
     def release(self, metadata: BucketMetadata) -> None:
-        self._inner.release(metadata_from_wire(metadata.location["inner"]))
+        self._inner.release(BucketMetadata.from_wire(metadata.location["inner"]))
 
     def rest(self) -> None:
         self._inner.rest()
@@ -252,7 +251,7 @@ class DeltaReceiver:
 
     def receive(self, metadata: BucketMetadata) -> Iterator[tuple[str, Tensor]]:
         location = metadata.location
-        payloads = self._inner.receive(metadata_from_wire(location["inner"]))
+        payloads = self._inner.receive(BucketMetadata.from_wire(location["inner"]))
         parts = zip(metadata.entries, location["changes"], location["bases"], payloads, strict=True)
         for entry, changes, base, (_, payload) in parts:
             # Until the copy matches its entry, nothing may be built on it.

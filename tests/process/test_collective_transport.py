@@ -140,7 +140,7 @@ def test_one_sender_and_many_receivers(engines: Start) -> None:
     [("gloo", 0), *(pytest.param(*case, marks=pytest.mark.gpu) for case in (("nccl", 2), ("colocated", 1)))],
 )
 def test_two_buckets_in_flight(engines: Start, transport: str, gpus: int) -> None:
-    """Buffers grow on the way. On GPUs it was never run: none was at hand."""
+    """Buckets grow. This test has never run on GPUs."""
     if torch.cuda.device_count() < gpus:
         pytest.skip(f"needs {gpus} GPUs")
 

@@ -12,7 +12,6 @@ from slime_like.errors import WeightSyncError
 from slime_like.interfaces import BucketMetadata, TensorEntry, WeightBucket
 from slime_like.weights.buckets import ALIGNMENT, bucket_nbytes, read_bucket, write_bucket
 from slime_like.weights.checksums import tensor_checksum
-from slime_like.weights.wire import metadata_from_wire, metadata_to_wire
 from tests.support.properties import examples
 from tests.support.rejections import Rejects
 
@@ -74,6 +73,6 @@ def test_contradicting_metadata(rejects: Rejects, bad: TensorEntry) -> None:
 
 def test_metadata_over_the_wire(rejects: Rejects) -> None:
     metadata = BucketMetadata("shared_memory", {"segment": "x.1", "nbytes": 64}, (replace(GOOD, checksum=2**64 - 1),))
-    assert metadata_from_wire(json.loads(json.dumps(metadata_to_wire(metadata)))) == metadata
+    assert BucketMetadata.from_wire(json.loads(json.dumps(metadata.to_wire()))) == metadata
     with rejects(WeightSyncError, "bad-metadata"):
-        metadata_from_wire({"transport": "shared_memory"})
+        BucketMetadata.from_wire({"transport": "shared_memory"})

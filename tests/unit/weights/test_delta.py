@@ -20,7 +20,6 @@ from slime_like.weights.delta import BLOCK, apply_changes, as_integers, encode_c
 from slime_like.weights.received import Arrivals
 from slime_like.weights.transport import Receiver, Sender, TransportSettings
 from slime_like.weights.transports.registry import join_rendezvous, open_receiver, open_sender
-from slime_like.weights.wire import metadata_from_wire, metadata_to_wire
 from tests.support.properties import examples
 from tests.support.rejections import Rejects
 
@@ -39,7 +38,7 @@ def new_pair(session: str) -> tuple[Sender, Receiver]:
 def deliver(sender: Sender, receiver: Receiver, tensors: dict[str, Tensor]) -> BucketMetadata:
     """Send one bucket as to an engine's worker, with metadata as plain values."""
     metadata = sender.send(WeightBucket(list(tensors.items())))
-    seen = metadata_from_wire(metadata_to_wire(metadata))
+    seen = BucketMetadata.from_wire(metadata.to_wire())
     received = list(receiver.receive(seen))
     Arrivals().copies(seen.entries, received, "cpu")
     for (name, tensor), (sent_name, sent), entry in zip(received, tensors.items(), metadata.entries, strict=True):
