@@ -91,7 +91,9 @@ def finish_reason(request: GenerationRequest, engine: str, reason: str | None, s
     """Return the engine's finish ``reason`` if the interface knows it. Errors show ``shown``."""
     if reason not in get_args(FinishReason):
         who = f"request {request.request_id}"
-        raise EngineError(f"{engine} ended it with {shown}", code="finish-reason", who=who, remedy="see its log")
+        raise EngineError(
+            f"{engine} ended the response with {shown}", code="finish-reason", who=who, remedy="see its log"
+        )
     return cast(FinishReason, reason)
 
 

@@ -39,10 +39,8 @@ class VllmEngine(EngineBase["AsyncLLM"]):
     def refusal(dimensions: ModelDimensions, on_cuda: bool) -> str | None:
         """Return the reason why such a model cannot be trained with vLLM on these devices, or ``None``."""
         if dimensions.num_experts and not on_cuda:
-            return (
-                "vLLM cannot update the weights of a mixture-of-experts model on a CPU; use rollout.engine=sglang or "
-                "transformers there"
-            )
+            problem = "vLLM cannot update the weights of a mixture of experts on a CPU"
+            return f"{problem}; use rollout.engine=sglang or transformers"
         return None
 
     async def generate(self, request: GenerationRequest) -> list[Generation]:

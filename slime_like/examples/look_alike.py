@@ -113,11 +113,7 @@ def _sizes(dimensions: ModelDimensions, layers: int, has_head_dim: bool) -> dict
         sizes |= {"n_group": groups, "topk_group": max(1, groups // 2), "first_k_dense_replace": dense}
         sizes |= {"num_nextn_predict_layers": 0, "decoder_sparse_step": 1}
     if dimensions.latent is not None:
-        rope = 16
-        sizes |= {
-            "q_lora_rank": None if dimensions.latent.query_rank is None else 64,
-            "kv_lora_rank": 48,
-            "qk_rope_head_dim": rope,
-        }
-        sizes |= {"qk_nope_head_dim": 32, "v_head_dim": 32, "head_dim": rope}
+        rank = None if dimensions.latent.query_rank is None else 64
+        sizes |= {"q_lora_rank": rank, "kv_lora_rank": 48, "qk_nope_head_dim": 32, "v_head_dim": 32}
+        sizes |= {"qk_rope_head_dim": 16, "head_dim": 16}
     return sizes

@@ -157,14 +157,9 @@ def sync_metrics(record: SyncRecord) -> dict[str, float]:
 def evaluation_metrics(record: EvaluationRecord, dataset: str | None = None) -> dict[str, float]:
     """Return the metrics of one held-out evaluation, of one file or of all files together."""
     prefix = "evaluation" if dataset is None else f"evaluation/{dataset}"
-    return {
-        f"{prefix}/accuracy": record.accuracy,
-        **{f"{prefix}/pass@{k}": value for k, value in record.pass_at.items()},
-        f"{prefix}/num_responses": float(record.num_responses),
-        f"{prefix}/response_length_mean": record.response_length_mean,
-        f"{prefix}/truncated_fraction": record.truncated_fraction,
-        f"{prefix}/scoring_failures": float(record.scoring_failures),
-    }
+    names = ("accuracy", "num_responses", "response_length_mean", "truncated_fraction", "scoring_failures")
+    passes = {f"{prefix}/pass@{k}": value for k, value in record.pass_at.items()}
+    return passes | {f"{prefix}/{name}": float(getattr(record, name)) for name in names}
 
 
 def _performance(record: StepRecord) -> dict[str, float]:

@@ -93,21 +93,6 @@ def test_series_of_repeated_steps_and_gaps(
     assert series([*({"step": step, "a": value} for step, value in logged), {"step": 9}], "a") == expected
 
 
-def test_tensorboard_scalars(tmp_path: Path) -> None:
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-    logger = MetricLogger(LoggingConfig(tensorboard=True), tmp_path)
-    for step in (1, 2, 3):
-        logger.log(step, {"train_actor_training/loss": 1 / step, "phases/train (s)": 0.25})
-    logger.close()
-    events = EventAccumulator(str(tmp_path / "tensorboard"))
-    events.Reload()
-    losses = {tag: [(event.step, event.value) for event in events.Scalars(tag)] for tag in events.Tags()["scalars"]}
-    assert losses.keys() == {"train_actor_training/loss", "phases/train (s)"}
-    assert [step for step, _ in losses["train_actor_training/loss"]] == [1, 2, 3]
-    assert [value for _, value in losses["train_actor_training/loss"]] == pytest.approx([1, 1 / 2, 1 / 3])
-
-
 def test_tensorboard_drops_repeated_steps(tmp_path: Path) -> None:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
