@@ -5,8 +5,6 @@ from typing import Any, Self
 
 from torch import Tensor
 
-from slime_like.errors import WeightSyncError
-
 
 @dataclass(frozen=True, slots=True)
 class TensorEntry:
@@ -63,11 +61,8 @@ class BucketMetadata:
     @classmethod
     def from_wire(cls, wire: dict[str, Any]) -> Self:
         """Invert ``to_wire``. Lists that JSON or msgpack made from tuples become tuples again."""
-        try:
-            entries = tuple(TensorEntry(**{**entry, "shape": tuple(entry["shape"])}) for entry in wire["entries"])
-            return cls(wire["transport"], wire["location"], entries)
-        except (KeyError, TypeError) as error:
-            raise WeightSyncError(f"not the metadata of a weight bucket: {error}", code="bad-metadata") from error
+        entries = tuple(TensorEntry(**{**entry, "shape": tuple(entry["shape"])}) for entry in wire["entries"])
+        return cls(wire["transport"], wire["location"], entries)
 
 
 @dataclass(slots=True)

@@ -35,14 +35,7 @@ class PhaseClock:
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Add the time inside the block to ``name``, even if the block raises.
-
-        Raises:
-            ValueError: ``name`` is not one of ``PHASES``.
-            RuntimeError: another phase is open.
-        """
-        if name not in PHASES:
-            raise ValueError(f"unknown phase {name!r}; use one of {', '.join(PHASES)}")
+        """Add the time inside the block to ``name``, one of ``PHASES``, even if the block raises. Phases do not nest."""
         if self._open is not None:  # its time would be counted twice
             raise RuntimeError(f"phase {name!r} begins inside phase {self._open!r}; end that one first")
         self._open = name
@@ -54,13 +47,7 @@ class PhaseClock:
             self._open = None
 
     def finish(self) -> PhaseTimes:
-        """Return the times since the start, or since the last ``finish``, and restart the clock.
-
-        Raises:
-            RuntimeError: a phase is still open.
-        """
-        if self._open is not None:
-            raise RuntimeError(f"finish was called inside phase {self._open!r}; leave the phase first")
+        """Return the times since the start, or since the last ``finish``, and restart the clock."""
         now = self._now_ns()
         step_ns = now - self._started_ns
         spent = self._spent_ns

@@ -33,7 +33,7 @@ from slime_like.system.network import address_towards
 from slime_like.weights.buckets import bucket_nbytes, read_bucket, write_bucket
 from slime_like.weights.transport import TransportSettings
 from slime_like.weights.transports.broadcast_group import GLOO, BroadcastGroup, join_store, one_line, serve_store
-from slime_like.weights.transports.leftovers import buckets_in_flight, check_session, not_in_flight
+from slime_like.weights.transports.leftovers import buckets_in_flight, check_session
 
 _CLOSE_S = 5.0
 _JOINED = "joined"
@@ -137,9 +137,7 @@ class CollectiveSender:
 
     def release(self, metadata: BucketMetadata) -> None:
         number, generation = metadata.location["number"], metadata.location["generation"]
-        delivery = self._deliveries.pop(number, None)
-        if delivery is None:
-            raise not_in_flight(self._id, f"bucket {number}")
+        delivery = self._deliveries.pop(number)
         receivers, turn = self._receivers, number % len(self._buffers)
         try:
             delivery.wait(self._settings.timeout_s)
@@ -199,12 +197,9 @@ class CollectiveReceiver:
 
     def receive(self, metadata: BucketMetadata) -> Iterator[tuple[str, Tensor]]:
         location = metadata.location
-        if metadata.transport != self._backend or location["sender"] != self._sender:
-            raise WeightSyncError(
-                f"a {self._backend} receiver of {self._sender} received a {metadata.transport} bucket of "
-                f"{location.get('sender')}",
-                code="foreign-bucket",
-            )
+        if location["sender"] != self._sender:
+            problem = f"a receiver of {self._sender} received a bucket of {location['sender']}"
+            raise WeightSyncError(problem, code="foreign-bucket")
         data = self._buffer_of(location["nbytes"])
         try:
             group = self._group_of(location["generation"])

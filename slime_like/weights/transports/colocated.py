@@ -23,12 +23,7 @@ from slime_like.system.json_collectives import all_gather_json
 from slime_like.weights.buckets import bucket_nbytes, read_bucket, write_bucket
 from slime_like.weights.transport import TransportSettings
 from slime_like.weights.transports.device_memory import DeviceMemory, gpu_uuid
-from slime_like.weights.transports.leftovers import (
-    buckets_in_flight,
-    check_session,
-    not_in_flight,
-    require_transport,
-)
+from slime_like.weights.transports.leftovers import buckets_in_flight, check_session
 from slime_like.weights.transports.shared_memory import Segment, SegmentMap, Segments
 
 NAME = "colocated"
@@ -109,10 +104,7 @@ class ColocatedSender:
         return sent
 
     def release(self, metadata: BucketMetadata) -> None:
-        number = metadata.location["number"]
-        turn = self._in_flight.pop(number, None)
-        if turn is None:
-            raise not_in_flight(self._session, f"bucket {number}")
+        turn = self._in_flight.pop(metadata.location["number"])
         memory = self._memory[turn]
         if isinstance(memory, DeviceMemory) and memory.buffer.numel() > self._keep_nbytes:
             self._memory[turn] = None
@@ -219,7 +211,6 @@ class ColocatedReceiver:
         self._mapped: dict[int, tuple[str, Tensor]] = {}
 
     def receive(self, metadata: BucketMetadata) -> Iterator[tuple[str, Tensor]]:
-        require_transport(metadata.transport, NAME)
         location = metadata.location
         if location["sender"] != self._session:
             problem = f"a receiver of {self._session} received a bucket of {location['sender']}"

@@ -22,7 +22,7 @@ from slime_like.interfaces import BucketMetadata, TensorEntry, WeightBucket
 from slime_like.weights.buckets import bucket_nbytes, describe_hashed, place_tensors, read_bucket
 from slime_like.weights.checksums import as_bytes
 from slime_like.weights.transport import TransportSettings
-from slime_like.weights.transports.leftovers import check_name, check_session, not_in_flight, require_transport
+from slime_like.weights.transports.leftovers import check_name, check_session
 
 NAME = "directory"
 _APPEARS_S = 10.0
@@ -70,8 +70,6 @@ class DirectorySender:
 
     def release(self, metadata: BucketMetadata) -> None:
         name = metadata.location["file"]
-        if name not in self._in_flight:
-            raise not_in_flight(self._session, name)
         self._in_flight.remove(name)
         (self._directory / name).unlink(missing_ok=True)
 
@@ -103,7 +101,6 @@ class DirectoryReceiver:
         self._directory = Path(rendezvous["directory"])
 
     def receive(self, metadata: BucketMetadata) -> Iterator[tuple[str, Tensor]]:
-        require_transport(metadata.transport, NAME)
         name = metadata.location["file"]
         check_name(name, self._session)
         return read_bucket(metadata.entries, _read(self._directory / name))

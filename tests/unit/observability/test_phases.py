@@ -28,12 +28,7 @@ def test_errors_leave_the_clock_usable() -> None:
     clock = clock_at(0, 0, 2, 2, 3, 3)
     with pytest.raises(KeyError), clock.phase("score"):
         raise KeyError
-    with pytest.raises(ValueError, match="use one of wait, generate, reward, score"), clock.phase("sleep"):
+    with clock.phase("train"), pytest.raises(RuntimeError), clock.phase("score"):
         pass
-    with clock.phase("train"):
-        with pytest.raises(RuntimeError, match="begins inside"), clock.phase("score"):
-            pass
-        with pytest.raises(RuntimeError, match="inside phase 'train'"):
-            clock.finish()
     seconds = clock.finish().seconds
     assert (seconds["score"], seconds["train"]) == (2.0, 1.0)
