@@ -35,7 +35,7 @@ class PhaseClock:
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Add the time inside the block to ``name``, one of ``PHASES``, even if the block raises. Phases do not nest."""
+        """Add the time inside the block to ``name``, one of ``PHASES``, even if it raises. Phases do not nest."""
         if self._open is not None:  # its time would be counted twice
             raise RuntimeError(f"phase {name!r} begins inside phase {self._open!r}; end that one first")
         self._open = name
