@@ -140,9 +140,6 @@ class EngineBase(EngineHooks[Running]):
         check_request(request, self._dimensions, self._config.max_model_len, self.returns_supports)
         running = self._serving()
         name, timeout = request.request_id, self._config.request_timeout_s
-        if name in self._promised:
-            problem = f"request {name} is already running on {self._name}"
-            raise EngineError(problem, code="duplicate-request", remedy="use unique ids")
         self._promised[name] = request.num_samples * request.sampling.max_new_tokens
         try:
             async with asyncio.timeout(timeout):

@@ -6,7 +6,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from slime_like.errors import WeightSyncError
 from slime_like.interfaces import BucketMetadata
 from slime_like.weights.received import Arrivals
 from slime_like.weights.transport import Receiver
@@ -55,11 +54,4 @@ class WeightReceiver:
         self._receivers.clear()
 
     def _receive(self, bucket: BucketMetadata) -> Iterator[tuple[str, Tensor]]:
-        receiver = self._receivers.get(bucket.transport)
-        if receiver is None:
-            raise WeightSyncError(
-                f"transport {bucket.transport} is not connected",
-                code="transport-not-connected",
-                remedy="call connect before begin_update",
-            )
-        return receiver.receive(bucket)
+        return self._receivers[bucket.transport].receive(bucket)

@@ -23,7 +23,6 @@ class WeightUpdateState:
         self._expected = expected
         self._open_version: int | None = None
         self._failure: str | None = None
-        self._names: set[str] = set()
 
     def require_serving(self) -> None:
         """Raise ``EngineError`` unless all weights have the same version."""
@@ -46,12 +45,11 @@ class WeightUpdateState:
 
     def begin(self, version: int) -> None:
         self._open_version = version
-        self._names = set()
         # An open update counts as failed until it is finished, so nothing is sampled whatever happens in between.
         self._failure = f"{_MIXED} the update to version {version} did not finish"
 
     def check_bucket(self, entries: Sequence[TensorEntry]) -> None:
-        """Reject tensors that are unknown, have the wrong shape, or were already received."""
+        """Reject tensors that are unknown or have the wrong shape."""
         self._require_open("update")
         for entry in entries:
             shape = self._expected.get(entry.name)
@@ -61,10 +59,6 @@ class WeightUpdateState:
                 raise self._rejection(
                     f"{entry.name} has shape {entry.shape}, but the model needs {shape}", "tensor-shape"
                 )
-            if entry.name in self._names:
-                problem = f"{entry.name} was sent twice in the update to version {self._open_version}"
-                raise self._rejection(problem, "duplicate-tensor")
-            self._names.add(entry.name)
 
     def check_complete(self, version: int, received: Mapping[str, int]) -> None:
         self._require_open("finish_update")

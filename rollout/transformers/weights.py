@@ -24,11 +24,9 @@ def destination(name: str, tensors: dict[str, Tensor]) -> Tensor:
     if name in tensors:
         return tensors[name].data
     match = _EXPERT.fullmatch(name)
-    if match is None:
+    fused = match and tensors.get(f"{match['experts']}.{'down_proj' if match['part'] == 'down' else 'gate_up_proj'}")
+    if match is None or fused is None:
         raise WeightSyncError(f"the transformers model has no place for tensor {name}", code="unknown-tensor")
-    fused = tensors.get(f"{match['experts']}.{'down_proj' if match['part'] == 'down' else 'gate_up_proj'}")
-    if fused is None:
-        raise WeightSyncError(f"the transformers model has no fused experts for tensor {name}", code="unknown-tensor")
     expert = fused.data[int(match["index"])]
     half = expert.shape[0] // 2
     return {"gate": expert[:half], "up": expert[half:], "down": expert}[match["part"]]

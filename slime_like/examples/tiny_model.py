@@ -215,18 +215,8 @@ def make_arithmetic_data(
 
     ``sft.jsonl`` demonstrates every training problem four times. A response is one too high with probability ``slip``.
     A model that imitates it knows addition but mostly answers wrong. Rewards can break this habit, imitation can't.
-
-    Raises:
-        ConfigError: there are fewer ordered pairs than requested rows.
     """
     pairs = [(a, b) for a in range(max_number) for b in range(max_number)]
-    if num_train < 1 or num_eval < 1 or num_train + num_eval > len(pairs):
-        raise ConfigError(
-            [
-                f"num_train={num_train} and num_eval={num_eval} must be at least 1 and at most {len(pairs)} together, "
-                f"the number of sums of two numbers below {max_number}; raise max_number or request fewer rows"
-            ]
-        )
     directory.mkdir(parents=True, exist_ok=True)
     shuffle: Callable[[list[Any]], None] = random.Random(seed).shuffle
     shuffle(pairs)

@@ -72,7 +72,7 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
         DataError: the file is missing or damaged.
     """
     if not path.is_file():
-        remedy = f"give the path of a run's {METRICS_FILE}"
+        remedy = "give the directory of a run (its `run_dir`)"
         raise DataError("the file does not exist", code="no-metrics", who=str(path), remedy=remedy)
     records = []
     for number, record in read_lines(path):

@@ -272,19 +272,6 @@ def test_dropped_weights_come_with_the_next_update(engine: EngineUnderTest, prom
     assert set(generation.weight_versions.tolist()) == {engine.version}
 
 
-def test_duplicate_request_id(engine: EngineUnderTest, prompts: list[list[int]]) -> None:
-    async def scenario() -> None:
-        request = long_request(engine, prompts[6], request_id="twice")
-        task = asyncio.create_task(engine.engine.generate(request))
-        await asyncio.sleep(0.05)
-        with pytest.raises(EngineError, match="unique"):
-            await engine.engine.generate(request)
-        await engine.engine.abort("twice")
-        await task
-
-    engine.run(scenario())
-
-
 # ------------------------------------------------------------------------------------------------------------- weights
 @pytest.mark.parametrize("transport", ["gloo", "directory"])
 def test_delta_update_over_a_network_or_a_directory(

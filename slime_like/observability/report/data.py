@@ -81,9 +81,6 @@ def read_run(run_dir: Path) -> RunData:
     Raises:
         SlimeLikeError: ``run_dir`` has no metrics, or a file in it is damaged.
     """
-    if not (run_dir / METRICS_FILE).is_file():
-        problem, remedy = f"contains no {METRICS_FILE}", "give the directory of a run (its `run_dir`)"
-        raise SlimeLikeError(problem, code="no-metrics", who=str(run_dir), remedy=remedy)
     records = read_metrics(run_dir / METRICS_FILE)
     failure = _failure(run_dir / DRIVER_LOG)
     if not records:

@@ -8,6 +8,7 @@ import base64
 import hashlib
 import json
 import os
+from contextlib import suppress
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -36,9 +37,6 @@ def write_page(run: RunData, output: Path | None = None) -> Path:
     """
     page = _render_page(run)
     path = run.run_dir / REPORT_FILE if output is None else output
-    if path.is_dir():
-        remedy = f"give the file to write, e.g. {path / REPORT_FILE}"
-        raise SlimeLikeError("is a directory", code="output-is-directory", who=str(path), remedy=remedy)
     unfinished = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -46,6 +44,8 @@ def write_page(run: RunData, output: Path | None = None) -> Path:
         unfinished.write_text(page, encoding="utf-8", errors="backslashreplace")
         unfinished.replace(path)
     except OSError as error:
+        with suppress(OSError):
+            unfinished.unlink()
         problem, remedy = f"cannot be written ({error.strerror})", "choose another output file"
         raise SlimeLikeError(problem, code="output-not-writable", who=str(path), remedy=remedy) from error
     return path

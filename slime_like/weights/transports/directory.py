@@ -34,9 +34,7 @@ class DirectorySender:
     """Sender that writes one file per bucket."""
 
     def __init__(self, _: str, session: str, settings: TransportSettings) -> None:
-        if settings.directory is None:
-            problem, remedy = f"sync.transport={NAME} needs sync.directory", "set it to one that all hosts share"
-            raise WeightSyncError(problem, code="no-directory", remedy=remedy)
+        assert settings.directory is not None  # the configuration requires it
         check_session(session)
         self._directory = settings.directory
         self._session = session

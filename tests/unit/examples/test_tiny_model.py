@@ -83,8 +83,3 @@ def test_arithmetic_data(tmp_path: Path) -> None:
     assert {row["prompt"] for row in sft} == prompts and len(sft) == 4 * 2200
     errors = [int(row["response"]) - int(row["answer"]) for row in sft]
     assert set(errors) == {0, 1} and 0.62 < sum(errors) / len(errors) < 0.68
-
-
-def test_more_rows_than_problems(tmp_path: Path, rejects: Rejects) -> None:
-    with rejects(ConfigError, "config"):
-        make_arithmetic_data(tmp_path, num_train=90, num_eval=20, max_number=10)

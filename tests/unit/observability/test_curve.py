@@ -10,9 +10,7 @@ import matplotlib.ticker
 import numpy as np
 import pytest
 
-from slime_like.errors import DataError
 from slime_like.observability.curve import plot_reward_curve, running_mean
-from tests.support.rejections import Rejects
 
 REWARD_BLUE = (0x00, 0x72, 0xB2)
 ACCURACY_VERMILION = (0xD5, 0x5E, 0x00)
@@ -46,11 +44,3 @@ def test_plot(tmp_path: Path, steps: int, accuracy: bool) -> None:
     assert matplotlib.image.imread(png).shape[:2] == (720, 1280)
     assert count_pixels(png, REWARD_BLUE) > 50
     assert (count_pixels(png, ACCURACY_VERMILION) > 50) == accuracy
-
-
-def test_run_without_rewards(tmp_path: Path, rejects: Rejects) -> None:
-    path = tmp_path / "metrics.jsonl"
-    path.write_text('{"step": 1, "train_actor_training/loss": 2.0}\n')
-    with rejects(DataError, "no-rewards"):
-        plot_reward_curve(path, tmp_path / "curve.png")
-    assert not (tmp_path / "curve.png").exists()

@@ -319,7 +319,7 @@ def test_output_file(tmp_path: Path, run_dir: Path, rejects: Rejects, capsys: py
     assert run(["report", str(run_dir), "--output", str(output)]) == 0
     assert f"report: {output}" in capsys.readouterr().out
     assert [path.name for path in (tmp_path / "new").iterdir()] == ["page.html"]
-    with rejects(SlimeLikeError, "output-is-directory"):
+    with rejects(SlimeLikeError, "output-not-writable"):
         write_report(run_dir, tmp_path)
     with rejects(SlimeLikeError, "output-not-writable"):
         write_report(run_dir, output / "below.html")

@@ -7,9 +7,9 @@ import pytest
 
 from slime_like.checks.engine_install import engine_libraries
 from slime_like.config import RunConfig
-from slime_like.errors import ConfigError, WeightSyncError
+from slime_like.errors import ConfigError
 from slime_like.weights.transports.libraries import Libraries
-from slime_like.weights.transports.registry import open_sender, transport_of, use_delta
+from slime_like.weights.transports.registry import transport_of, use_delta
 from tests.support.rejections import Rejects
 
 ANYWHERE = {"gloo", "directory"}
@@ -89,11 +89,6 @@ def test_colocated_engines_with_delta_always() -> None:
         return transport_of(config, on_cuda, 1, HERE_AND_THERE, HERE_AND_THERE)
 
     assert choose("auto", True) == choose("auto", False) == "shared_memory"
-
-
-def test_unknown_transport(rejects: Rejects) -> None:
-    with rejects(WeightSyncError, "unknown-transport"):
-        open_sender("pigeon", "some-session")
 
 
 @pytest.mark.parametrize(
