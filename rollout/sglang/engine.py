@@ -31,10 +31,6 @@ class SglangEngine(EngineBase[ChildProcess]):
 
     async def _start(self) -> None:
         check_arguments("sglang", self._config)
-        longest, limit = self._config.max_model_len, self._dimensions.max_position_embeddings
-        if longest > limit:
-            problem = f"rollout.max_model_len={longest} is more than the model's max_position_embeddings={limit}"
-            raise self._faults.start_failed(problem, "lower rollout.max_model_len")
         if self._dimensions.latent is not None and on_cpu():
             raise EngineError(
                 "SGLang on a CPU does not support latent attention (DeepSeek-V3)",
