@@ -75,7 +75,7 @@ def sample_update_and_find_damage(two_ranks: EngineUnderTest) -> None:
 
 
 def files_of_sglang(process_ids: Iterable[int]) -> set[Path]:
-    """What has a name outside the run directory: a process that is killed could not remove it."""
+    """Return files outside the run directory, which a killed process could not remove."""
     shared = set(mapped_files(process_ids, "/dev/shm/sglang_"))
     commands = [psutil.Process(pid).cmdline() for pid in process_ids]
     scratch = {Path(command[-1]) for command in commands if "rollout.sglang.main" in command}

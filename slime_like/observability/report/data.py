@@ -192,7 +192,7 @@ def _joined(*parts: Any) -> str:
 
 # ---------------------------------------------------------------------------------------------------------------- files
 def _failure(log: Path) -> str | None:
-    """The last line of a run's log, if it is an error."""
+    """Return the last line of a run's log if it is an error."""
     if not log.is_file():
         return None
     with log.open("rb") as file:
