@@ -1,4 +1,4 @@
-"""Rollout engines, each behind ``slime_like.interfaces.RolloutEngine``.
+"""Rollout engines, which implement ``slime_like.interfaces.RolloutEngine``.
 
-``slime_like.orchestration.rollout`` drives them: requests, staleness, deaths.
+``slime_like.orchestration.rollout`` sends them requests, and handles staleness and deaths.
 """

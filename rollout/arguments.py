@@ -1,4 +1,4 @@
-"""Parts of the engines' arguments that are the same for all."""
+"""Engine arguments that all engines have in common."""
 
 from collections.abc import Collection
 
@@ -16,15 +16,20 @@ def on_cpu() -> bool:
 
 
 def check_arguments(engine: str, config: RunConfig) -> None:
-    """Raise ``EngineError`` with the first problem of ``engine_problems``: an engine may start without its check."""
+    """Check the configuration again, because an engine may be started without a run.
+
+    Raises:
+        EngineError: the first of ``engine_problems``.
+    """
     for problem in engine_problems(config, engine):
         raise EngineError(problem, code="engine-arguments")
 
 
 def check_known(config: RunConfig, known: Collection[str], engine: str, command: str) -> None:
-    """Raise ``EngineError`` where ``rollout.engine_args`` names none of the engine's ``known`` arguments.
+    """Check the names in ``rollout.engine_args``. ``command`` lists the ``known`` ones.
 
-    ``command`` lists them.
+    Raises:
+        EngineError: the engine has no such argument.
     """
     for name in config.rollout.own_engine_args:
         if name not in known:
@@ -40,14 +45,14 @@ def sequences_at_once(config: RunConfig) -> int:
 
 
 def sleep_mode(config: RunConfig, argument: str) -> bool:
-    """True where the engine must be able to give its memory back; its ``argument`` decides, or a shared device."""
+    """Return whether the engine must be able to release its memory: by its ``argument``, else on shared devices."""
     return bool(config.rollout.own_engine_args.get(argument, config.cluster.placement == "colocated"))
 
 
 def require_sleep_mode(config: RunConfig, argument: str, engine: str) -> None:
     if not sleep_mode(config, argument):
         raise EngineError(
-            f"{engine} cannot give memory back",
+            f"{engine} cannot release its memory",
             code="engine-keeps-memory",
             remedy=f"set cluster.placement=colocated, or rollout.engine_args.{argument}=true",
         )

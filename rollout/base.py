@@ -1,4 +1,4 @@
-"""The bookkeeping of every engine: requests, pauses, sleep, the state of its weights."""
+"""Bookkeeping that all engines share: requests, pauses, sleep, state of the weights."""
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Sequence
@@ -25,25 +25,25 @@ T = TypeVar("T")
 
 
 class EngineHooks(Generic[Running]):
-    """Called by ``EngineBase``, once the call itself has been found to be right; ``Running`` is a started engine.
+    """Methods that an engine implements. ``EngineBase`` calls them after its checks. ``Running`` is a started engine.
 
-    Those below ``_own_process_ids`` are bounded by ``rollout.request_timeout_s`` or ``sync.timeout_s``.
+    ``rollout.request_timeout_s`` or ``sync.timeout_s`` bounds the methods after ``_own_process_ids``.
     """
 
     async def _start(self) -> None:
-        """Start within a bound set by the caller, which calls ``stop`` if it raises or is cancelled."""
+        """Start the engine. The caller bounds the time, and calls ``stop`` if this raises or is canceled."""
         raise NotImplementedError
 
     async def stop(self) -> None:
-        """End the engine and every process it started, by process id, within seconds. May be called twice."""
+        """Stop the engine and every process it started, by process id, within seconds. May be called twice."""
         raise NotImplementedError
 
     def _alive(self) -> Running:
-        """Raises ``EngineError`` where the engine has not been started, or has died."""
+        """Return the running engine. Raises ``EngineError`` if it was not started, or has died."""
         raise NotImplementedError
 
     async def _ping(self) -> None:
-        """Raises unless whatever does the work answers."""
+        """Return after the process that does the work has answered; raise if it is dead."""
         raise NotImplementedError
 
     def _own_process_ids(self) -> tuple[int, ...]:
@@ -59,23 +59,23 @@ class EngineHooks(Generic[Running]):
         raise NotImplementedError
 
     async def _begin_update(self) -> None:
-        """Begin afresh, also where the last update failed and the engine still holds it open."""
+        """Start an update, even if the last one failed and is still open."""
         raise NotImplementedError
 
     async def _update(self, bucket: BucketMetadata) -> None:
-        """Fetch, hash and load a bucket that has been checked; if it fails the update has failed."""
+        """Fetch, hash and load a checked bucket. If this raises, the update has failed."""
         raise NotImplementedError
 
     async def _received(self) -> tuple[dict[str, int], float]:
-        """Hashes of all that the open update has brought, and the seconds they took."""
+        """Return the hashes of all tensors received in the open update, and the seconds spent hashing."""
         raise NotImplementedError
 
     async def _finish_update(self, version: int) -> None:
-        """The update is whole: serve it, and flush every cache."""
+        """Serve the complete update, and flush every cache."""
         raise NotImplementedError
 
     async def _give_memory_back(self, parts: Sequence[MemoryPart], keep_weights: bool) -> None:
-        """Not called on a CPU, where engines keep it; nor is ``_take_memory``."""
+        """Release the device's memory. On a CPU, this and ``_take_memory`` are not called."""
         raise NotImplementedError
 
     async def _take_memory(self, parts: Sequence[MemoryPart]) -> None:
@@ -83,12 +83,10 @@ class EngineHooks(Generic[Running]):
 
 
 class EngineBase(EngineHooks[Running]):
-    """The half of ``RolloutEngine`` that is the same for all.
-
-    An engine adds ``generate``, ``abort``, and the hooks that raise ``NotImplementedError``.
+    """The part of ``RolloutEngine`` that all engines share. An engine adds ``generate``, ``abort``, and the hooks.
 
     Attributes:
-        returns_supports: generations of training say which tokens each token was drawn from.
+        returns_supports: generations for training include the support of each token.
     """
 
     returns_supports = False
@@ -106,7 +104,8 @@ class EngineBase(EngineHooks[Running]):
     async def start(self) -> None:
         """Load the model as weight version 0, awake and not paused.
 
-        Raises ``EngineError`` where the start fails, or takes longer than ``rollout.start_timeout_s``.
+        Raises:
+            EngineError: the start failed, or took longer than ``rollout.start_timeout_s``.
         """
         self._reset()
         timeout = self._config.engine_start_timeout_s
@@ -127,23 +126,20 @@ class EngineBase(EngineHooks[Running]):
 
     # ------------------------------------------------------------------------------------------------------- requests
     def _serving(self) -> Running:
-        """Raises ``EngineError`` where nothing may be sampled now."""
+        """Return the running engine. Raises ``EngineError`` if it may not sample now."""
         running = self._alive()
         self._state.require_serving()
         if self._asleep:
             parts = ", ".join(sorted(self._asleep))
-            raise EngineError(f"{self._name} sleeps ({parts})", code="engine-asleep", remedy="call wake first")
+            raise EngineError(f"{self._name} is asleep ({parts})", code="engine-asleep", remedy="call wake first")
         return running
 
     @asynccontextmanager
     async def _promising(self, request: GenerationRequest) -> AsyncIterator[Running]:
-        """Check and count the request, and bound the block by ``rollout.request_timeout_s``."""
+        """Check and register the request. ``rollout.request_timeout_s`` bounds the block."""
         check_request(request, self._dimensions, self._config.max_model_len, self.returns_supports)
         running = self._serving()
         name, timeout = request.request_id, self._config.request_timeout_s
-        if name in self._promised:
-            problem = f"request {name} is already running on {self._name}"
-            raise EngineError(problem, code="duplicate-request", remedy="ids must be unique")
         self._promised[name] = request.num_samples * request.sampling.max_new_tokens
         try:
             async with asyncio.timeout(timeout):
@@ -155,7 +151,7 @@ class EngineBase(EngineHooks[Running]):
             del self._promised[name]
 
     async def pause(self, mode: PauseMode = "keep") -> None:
-        """Stop sampling; requests that come while paused wait for ``resume``."""
+        """Stop sampling. Requests that arrive while paused wait for ``resume``."""
         await self._bounded(f"pause({mode})", self._freeze(mode))
         self._paused, self._resume_after_update = True, False
 
@@ -166,12 +162,12 @@ class EngineBase(EngineHooks[Running]):
 
     # -------------------------------------------------------------------------------------------------------- weights
     async def connect(self, transport: str, rendezvous: dict[str, Any]) -> None:
-        """Join the weight transport on every rank, again if this engine was connected."""
+        """Join the weight transport on every rank, even if this engine was connected before."""
         self._alive()
         await self._sync_call("connect", self._connect(transport, rendezvous))
 
     async def begin_update(self, version: int) -> None:
-        """Open an update. Requests that run are frozen until it is finished, unless the caller has paused before."""
+        """Open an update. Running requests are frozen until it is finished, unless the caller has already paused."""
         self._alive()
         if not self._paused:
             await self.pause("keep")
@@ -203,7 +199,7 @@ class EngineBase(EngineHooks[Running]):
         try:
             await asyncio.wait_for(self._ping(), _HEALTH_TIMEOUT_S)
             alive = True
-        except Exception:  # of whatever kind: dead and hung processes have no answer
+        except Exception:  # any error means that the engine is dead or hangs
             alive = False
         return EngineHealth(
             alive=alive,
@@ -214,10 +210,10 @@ class EngineBase(EngineHooks[Running]):
         )
 
     async def sleep(self, keep_weights: bool = True) -> None:
-        """End what runs and give the device's memory back; on a CPU, where engines keep it, only the state changes."""
+        """End running requests and release the device's memory. On a CPU, only the state changes."""
         self._alive()
         awake = [part for part in _MEMORY_PARTS if part not in self._asleep]
-        if awake:  # after a failed sync that is the weights alone
+        if awake:  # after a failed sync, only the weights
             await self.pause("abort")
             if not on_cpu():
                 await self._bounded("sleep", self._give_memory_back(awake, keep_weights))
@@ -242,17 +238,17 @@ class EngineBase(EngineHooks[Running]):
         try:
             return await asyncio.wait_for(call, timeout)
         except TimeoutError as error:
-            problem = f"no end of {phase} within {timeout:g} s"
+            problem = f"{phase} did not end within {timeout:g} s"
             raise EngineError(problem, code="engine-timeout", who=self._name) from error
 
     async def _sync_call(self, phase: str, call: Awaitable[T]) -> T:
-        """One step of a weight update; if it fails the update has failed. The error keeps its cause's code."""
+        """Run one step of a weight update. If it fails, the update has failed. The error keeps its cause's code."""
         timeout = self._config.sync.timeout_s
         try:
             return await asyncio.wait_for(call, timeout)
         except Exception as error:
             reason = f"no answer within {timeout:g} s" if isinstance(error, TimeoutError) else one_line(error)
-            reason = reason.removeprefix(f"{self._name}: ")  # which the new error names
+            reason = reason.removeprefix(f"{self._name}: ")  # the new error names it
             self._state.fail(reason)
             code = code_of(error, "sync-call-failed")
             raise WeightSyncError(f"{phase} failed: {reason}", code=code, who=self._name) from error

@@ -1,4 +1,4 @@
-"""Answers of an engine's ranks to a call that all of them carry out."""
+"""Answers of an engine's ranks to a collective call."""
 
 from collections.abc import Callable, Sequence
 from multiprocessing.queues import SimpleQueue
@@ -8,13 +8,13 @@ from slime_like.errors import WeightSyncError
 from slime_like.hosting.calls import code_of, one_line
 
 RankAnswer: TypeAlias = tuple[Any, str | None, str]
-"""A result; or ``None``, the error's sentence and its code. Plain values, which every engine's RPC carries."""
+"""A result, or ``None`` with the error's message and code. Plain values, because every engine's RPC carries those."""
 
 AnswerQueue: TypeAlias = "SimpleQueue[RankAnswer]"
 
 
 def attempt(call: Callable[[], Any]) -> RankAnswer:
-    """One rank's part of a call. Its error is an answer too: engines pass on that of the first rank at most."""
+    """Run one rank's part of a call. Return errors as answers, because engines pass on only the first rank's."""
     try:
         return call(), None, ""
     except Exception as error:
@@ -22,7 +22,7 @@ def attempt(call: Callable[[], Any]) -> RankAnswer:
 
 
 def results(answers: Sequence[RankAnswer]) -> list[Any]:
-    """Every rank's result. Raises ``WeightSyncError`` with the first rank's failure, if any failed."""
+    """Return every rank's result. Raises ``WeightSyncError`` with the first failure."""
     for _, failure, code in answers:
         if failure is not None:
             raise WeightSyncError(failure, code=code)
@@ -30,8 +30,8 @@ def results(answers: Sequence[RankAnswer]) -> list[Any]:
 
 
 def common_checksums(received: Sequence[tuple[dict[str, int], float]]) -> tuple[dict[str, int], float]:
-    """The hashes of all ranks, and the longest time they took. Raises ``WeightSyncError`` where the hashes differ."""
+    """Return the ranks' hashes, and the longest hashing time. Raises ``WeightSyncError`` if the hashes differ."""
     first, _ = received[0]
     if any(checksums != first for checksums, _ in received):
-        raise WeightSyncError("its tensor-parallel ranks received different bytes", code="ranks-differ")
+        raise WeightSyncError("tensor-parallel ranks received different bytes", code="ranks-differ")
     return first, max(hash_s for _, hash_s in received)

@@ -1,4 +1,4 @@
-"""Weights as one rank of an engine receives them."""
+"""Receiving of weights in one rank of an engine."""
 
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -6,7 +6,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from slime_like.errors import WeightSyncError
 from slime_like.interfaces import BucketMetadata
 from slime_like.weights.received import Arrivals
 from slime_like.weights.transport import Receiver
@@ -14,7 +13,7 @@ from slime_like.weights.transports.registry import open_receiver
 
 
 class WeightReceiver:
-    """Receivers of all transports, and the tensors that the open (or last) update has brought, verified.
+    """Receivers of all transports, and hashes of the tensors received in the open (or last) update.
 
     Args:
         worker: number of this rank in its engine.
@@ -26,7 +25,7 @@ class WeightReceiver:
         self._arrivals = Arrivals()
 
     def connect(self, transport: str, rendezvous: dict[str, Any]) -> None:
-        """Join a transport, again if it was connected. Waits for the trainers."""
+        """Join a transport, even if it was connected before. Waits for the trainers."""
         previous = self._receivers.pop(transport, None)
         if previous is not None:
             previous.close()
@@ -36,15 +35,15 @@ class WeightReceiver:
         self._arrivals = Arrivals()
 
     def copies(self, bucket: BucketMetadata, device: torch.device | str) -> list[tuple[str, Tensor]]:
-        """Copies of the bucket's tensors on ``device``, every one verified before any is handed out."""
+        """Return copies of the bucket's tensors on ``device``. All are verified before any is returned."""
         return self._arrivals.copies(bucket.entries, self._receive(bucket), device)
 
     def load(self, bucket: BucketMetadata, destination: Callable[[str], Tensor]) -> None:
-        """Copy the bucket's tensors to where they are served from, and verify them on the way."""
+        """Copy the bucket's tensors to their serving location, and verify them."""
         self._arrivals.load(bucket.entries, self._receive(bucket), destination)
 
     def received(self) -> tuple[dict[str, int], float]:
-        """Hashes of the whole update's tensors, and the seconds they took. Receivers rest until the next one."""
+        """Return the hashes of the whole update, and the seconds spent hashing. Receivers then rest."""
         for receiver in self._receivers.values():
             receiver.rest()
         return self._arrivals.checksums, self._arrivals.hash_s
@@ -55,11 +54,4 @@ class WeightReceiver:
         self._receivers.clear()
 
     def _receive(self, bucket: BucketMetadata) -> Iterator[tuple[str, Tensor]]:
-        receiver = self._receivers.get(bucket.transport)
-        if receiver is None:
-            raise WeightSyncError(
-                f"transport {bucket.transport} is not connected",
-                code="transport-not-connected",
-                remedy="call connect before begin_update",
-            )
-        return receiver.receive(bucket)
+        return self._receivers[bucket.transport].receive(bucket)

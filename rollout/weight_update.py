@@ -1,4 +1,4 @@
-"""The state of an engine's weights: which version is served, which update is open, and whether one has failed."""
+"""State of an engine's weights: served version, open update, failed update."""
 
 from collections.abc import Mapping, Sequence
 
@@ -10,10 +10,10 @@ _MIXED = "has mixed weights since"
 
 
 class WeightUpdateState:
-    """Bookkeeping of begin, update, finish; owns no weights.
+    """Bookkeeping of begin, update and finish. Does not hold weights.
 
-    After a failed update the weights are a mixture of two versions, and after a sleep without them there are none:
-    nothing may be sampled until the next update is finished. A check that raises fails the open update.
+    After a failed update, the weights are a mixture of two versions. After a sleep without weights, there are none.
+    Nothing may be sampled until the next update is finished. A check that raises also fails the open update.
     """
 
     def __init__(self, engine: str, expected: Mapping[str, tuple[int, ...]]) -> None:
@@ -23,51 +23,47 @@ class WeightUpdateState:
         self._expected = expected
         self._open_version: int | None = None
         self._failure: str | None = None
-        self._names: set[str] = set()
 
     def require_serving(self) -> None:
-        """Raises ``EngineError`` while the weights are not those of one version."""
+        """Raise ``EngineError`` unless all weights have the same version."""
         if self._failure is not None:
             raise EngineError(
                 f"{self._engine} {self._failure}",
                 code="mixed-weights",
-                remedy="finish a whole weight update before sampling",
+                remedy="finish a complete weight update before sampling",
             )
 
     @property
     def is_whole(self) -> bool:
-        """True while the weights are those of one version, and no update is open."""
+        """True if all weights have the same version, and no update is open."""
         return self._failure is None
 
     def forget(self) -> None:
-        """The engine gives its weights up."""
-        self._failure = "gave its weights up when it went to sleep"
+        """Record that the engine dropped its weights."""
+        self._failure = "dropped its weights when it went to sleep"
         self._open_version = None
 
     def begin(self, version: int) -> None:
         self._open_version = version
-        self._names = set()
-        # Until it is finished, an open update is a failed one: whatever happens in between, nothing is sampled.
+        # An open update counts as failed until it is finished, so nothing is sampled whatever happens in between.
         self._failure = f"{_MIXED} the update to version {version} did not finish"
 
     def check_bucket(self, entries: Sequence[TensorEntry]) -> None:
-        """Reject tensors that the model does not have, in another shape, or a second time."""
+        """Reject tensors that are unknown or have the wrong shape."""
         self._require_open("update")
         for entry in entries:
             shape = self._expected.get(entry.name)
             if shape is None:
-                raise self._refusal(f"the model has no tensor {entry.name}", "unknown-tensor")
+                raise self._rejection(f"the model has no tensor {entry.name}", "unknown-tensor")
             if shape != entry.shape:
-                raise self._refusal(f"{entry.name} has shape {entry.shape}, the model wants {shape}", "tensor-shape")
-            if entry.name in self._names:
-                twice = f"{entry.name} came twice in the update to {self._open_version}"
-                raise self._refusal(twice, "duplicate-tensor")
-            self._names.add(entry.name)
+                raise self._rejection(
+                    f"{entry.name} has shape {entry.shape}, but the model needs {shape}", "tensor-shape"
+                )
 
     def check_complete(self, version: int, received: Mapping[str, int]) -> None:
         self._require_open("finish_update")
         if version != self._open_version:
-            raise self._refusal(f"version {self._open_version} is open, not {version}", "other-version-open")
+            raise self._rejection(f"version {self._open_version} is open, not {version}", "other-version-open")
         try:
             require_complete(received, self._expected, self._engine)
         except WeightSyncError as error:
@@ -83,16 +79,16 @@ class WeightUpdateState:
         return UpdateReceipt(self.version, dict(received), hash_s)
 
     def fail(self, reason: str) -> None:
-        """Close the open update, if there is one; the engine refuses to sample from then on."""
+        """Mark the open update, if any, as failed. The engine then refuses to sample."""
         if self._open_version is not None:
             self._failure = f"{_MIXED} the update to version {self._open_version} failed ({reason})"
         self._open_version = None
 
     def _require_open(self, call: str) -> None:
         if self._open_version is None:
-            raise self._refusal(f"{call} without an open update", "no-open-update", "call begin_update first")
+            raise self._rejection(f"{call} without an open update", "no-open-update", "call begin_update first")
 
-    def _refusal(self, problem: str, code: str, remedy: str = "") -> WeightSyncError:
+    def _rejection(self, problem: str, code: str, remedy: str = "") -> WeightSyncError:
         error = WeightSyncError(problem, code=code, who=self._engine, remedy=remedy)
         self.fail(str(error))
         return error

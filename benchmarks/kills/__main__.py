@@ -16,8 +16,7 @@ from benchmarks.kills import resumed
 from benchmarks.kills.campaign import Campaign, Case, draw
 from benchmarks.kills.table import render
 from benchmarks.kills.victims import VICTIMS
-from slime_like.examples.calculator_data import make_calculator_data
-from slime_like.examples.tiny_model import make_arithmetic_data, make_tiny_model
+from slime_like.examples.tiny_model import make_arithmetic_data, make_calculator_data, make_tiny_model
 from tests.support.forked_command import worker_server
 
 _CORE = "engine core"

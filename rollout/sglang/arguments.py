@@ -15,39 +15,38 @@ from slime_like.models.dimensions import ModelDimensions
 
 SLEEP_ARGUMENT = "enable_memory_saver"
 SAMPLING_BACKEND = "pytorch"
-"""The backend that ``rollout.sglang.sampler.SeededSampler`` takes the place of; the only one SGLang has on a CPU."""
+"""Backend that ``rollout.sglang.sampler.SeededSampler`` replaces, and SGLang's only one on a CPU."""
 
 _CPU_KV_CACHE_BYTES = 1 << 30
 _SPARE_POSITIONS = 8
-"""SGLang ends a sequence a few positions before its context length; this many more, and it serves ours whole."""
+"""Added to the context length, because SGLang ends a sequence a few positions before it."""
 
 
 def environment(config: RunConfig, scratch: Path) -> dict[str, str]:
-    """Variables of SGLang's process and its children; what the user has set stays.
+    """Return the variables of SGLang's process and its children. Variables set by the user stay unchanged.
 
-    An engine's ranks share a host and meet in a file: torch's TCP store would listen on every interface. On a CPU eager
-    execution needs no compiler, and a rank has one thread where the actor was given no number.
+    An engine's ranks share a host and meet in a file, because torch's TCP store would listen on every interface. On a
+    CPU, eager execution needs no compiler, and by default a rank has one thread.
     """
     defaults = {"HF_HUB_OFFLINE": "1", "GLOO_SOCKET_IFNAME": "lo", "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1"}
-    defaults |= {"SGLANG_DISTRIBUTED_INIT_METHOD_OVERRIDE": f"file://{scratch}/rendezvous"}
+    defaults["SGLANG_DISTRIBUTED_INIT_METHOD_OVERRIDE"] = f"file://{scratch}/rendezvous"
     if on_cpu():
-        defaults |= {"SGLANG_USE_CPU_ENGINE": "1", "TORCHDYNAMO_DISABLE": "1"}
-        defaults |= {"OMP_NUM_THREADS": "1"}
+        defaults |= {"SGLANG_USE_CPU_ENGINE": "1", "TORCHDYNAMO_DISABLE": "1", "OMP_NUM_THREADS": "1"}
         if config.rollout.tensor > 1:
             defaults |= {"SGLANG_CPU_OMP_THREADS_BIND": _cores(config.rollout.tensor)}
     return {**defaults, **os.environ}
 
 
 def memory_saver_problem(config: RunConfig, environment: Mapping[str, str]) -> str | None:
-    """Why SGLang on a GPU could not give memory back: its memory saver sees ``cudaMalloc``, not expandable segments."""
+    """Return why SGLang could not release GPU memory: its memory saver does not support expandable segments."""
     given = expandable_segments(environment)
     if given is None or not sleep_mode(config, SLEEP_ARGUMENT):
         return None
-    return f"{given} in the environment: its memory saver does not support that"
+    return f"{given} in the environment is not supported by SGLang's memory saver"
 
 
 def engine_arguments(config: RunConfig, engine_index: int, known: Collection[str]) -> dict[str, Any]:
-    """SGLang's arguments. Raises ``EngineError`` where ``rollout.engine_args`` names one that is not ``known``."""
+    """Return SGLang's arguments. Raises ``EngineError`` if one in ``rollout.engine_args`` is not ``known``."""
     check_known(config, known, "SGLang", "python -m sglang.launch_server")
     return {**_defaults(config), **config.rollout.own_engine_args, **_owned(config, engine_index)}
 
@@ -90,7 +89,7 @@ def _defaults(config: RunConfig) -> dict[str, Any]:
 
 
 def _cpu_tokens(config: RunConfig) -> int:
-    """Tokens of the KV cache: what all requests at once may need, within a budget, but one whole sequence at least."""
+    """Return the KV cache's tokens: enough for all concurrent requests, within a budget, and for two sequences."""
     dimensions = ModelDimensions.from_checkpoint(config.model.path)
     item = getattr(torch, config.model.dtype).itemsize
     per_token = 2 * dimensions.num_layers * dimensions.num_kv_heads * dimensions.head_dim * item
@@ -99,7 +98,7 @@ def _cpu_tokens(config: RunConfig) -> int:
 
 
 def _cores(ranks: int) -> str:
-    """SGLang's notation for one share of this process's cores per rank; ranks share cores where these are too few."""
+    """Return this process's cores by rank, in SGLang's notation. Ranks share cores if there are too few."""
     cores = sorted(os.sched_getaffinity(0))
     shares = [cores[rank::ranks] or [cores[rank % len(cores)]] for rank in range(ranks)]
     return "|".join(",".join(map(str, share)) for share in shares)

@@ -14,18 +14,14 @@ from slime_like.config import RunConfig
 from slime_like.errors import EngineError
 from slime_like.hosting.child_process import ChildProcess, ProcessEnded
 from slime_like.interfaces import BucketMetadata, Generation, GenerationRequest, PauseMode
-from slime_like.weights.wire import metadata_to_wire
 
 _MODULE = "rollout.sglang.main"
 _END_S = 3.0
-"""For SGLang's processes to be gone after they were killed; they have nothing to save."""
+"""Time for SGLang's processes to be gone after they were killed. They have nothing to save."""
 
 
 class SglangEngine(EngineBase[ChildProcess]):
-    """One SGLang engine of ``config.rollout.tensor`` ranks.
-
-    On a CPU there is no memory to give back: ``sleep`` and ``wake`` change the state only.
-    """
+    """One SGLang engine with ``config.rollout.tensor`` ranks. On a CPU, ``sleep`` and ``wake`` release no memory."""
 
     returns_supports = True
 
@@ -35,16 +31,12 @@ class SglangEngine(EngineBase[ChildProcess]):
 
     async def _start(self) -> None:
         check_arguments("sglang", self._config)
-        longest, limit = self._config.max_model_len, self._dimensions.max_position_embeddings
-        if longest > limit:
-            problem = f"rollout.max_model_len={longest} is more than the model's max_position_embeddings={limit}"
-            raise self._faults.start_failed(problem, "use at most that")
         if self._dimensions.latent is not None and on_cpu():
             raise EngineError(
-                "SGLang on a CPU is not served with latent attention (DeepSeek-V3's)",
+                "SGLang on a CPU does not support latent attention (DeepSeek-V3)",
                 code="model-not-served",
                 who=self._name,
-                remedy="use rollout.engine=transformers there",
+                remedy="use rollout.engine=transformers",
             )
         if not on_cpu() and (unsupported := memory_saver_problem(self._config, os.environ)):
             raise self._faults.start_failed(unsupported, "unset it")
@@ -83,7 +75,7 @@ class SglangEngine(EngineBase[ChildProcess]):
         return self._process
 
     async def _ping(self) -> None:
-        """Asks the schedulers, not only SGLang's own process."""
+        """Wait for an answer of the schedulers."""
         await self._alive().call("ping")
 
     def _own_process_ids(self) -> tuple[int, ...]:
@@ -102,7 +94,7 @@ class SglangEngine(EngineBase[ChildProcess]):
         await self._call("begin_update")
 
     async def _update(self, bucket: BucketMetadata) -> None:
-        await self._call("update", metadata_to_wire(bucket))
+        await self._call("update", bucket.to_wire())
 
     async def _received(self) -> tuple[dict[str, int], float]:
         checksums, hash_s = await self._call("received")
@@ -115,7 +107,7 @@ class SglangEngine(EngineBase[ChildProcess]):
         require_sleep_mode(self._config, SLEEP_ARGUMENT, self._name)
         if keep_weights and not can_keep_weights(self._config, self._dimensions):
             raise EngineError(
-                "SGLang was started without a copy of its weights, and cannot sleep with them",
+                "SGLang was started without a copy of its weights, so it cannot keep them while asleep",
                 code="engine-keeps-no-weights",
                 who=self._name,
                 remedy=f"set rollout.engine_args.{WEIGHTS_BACKUP}=true",
@@ -126,7 +118,7 @@ class SglangEngine(EngineBase[ChildProcess]):
         await self._call("resume_memory", tuple(parts), during="wake")
 
     async def _call(self, method: str, *arguments: Any, during: str = "") -> Any:
-        """Call a method of the process; errors name ``during``, unless a weight update's own error will."""
+        """Call a method of the process. Errors name ``during``. In weight updates, the caller names the phase."""
         process = self._alive()
         try:
             return await process.call(method, *arguments)

@@ -1,7 +1,7 @@
-"""SGLang's own process: its tokenizer manager, and the parent of its schedulers.
+"""SGLang's process, with its tokenizer manager; the parent of its schedulers.
 
-A separate process, because SGLang takes over the one it runs in: its schedulers report a failure by SIGQUIT, it ends
-every child of the process when it shuts down, and it replaces the event loop's policy.
+A separate process, because SGLang takes over its process: schedulers report failures by SIGQUIT, a shutdown ends every
+child of the process, and the event loop's policy is replaced.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 
 
 class Host:
-    """Answers the owner's calls with one SGLang engine. All methods run in one event loop."""
+    """Handler of the owner's calls for one SGLang engine. All methods run in one event loop."""
 
     def __init__(self, engine: Engine, answers: AnswerQueue, config: RunConfig, engine_index: int) -> None:
         self._manager = engine.tokenizer_manager
@@ -52,13 +52,13 @@ class Host:
         self._version = 0
         self._running: dict[str, _Running] = {}
         self._sampling: dict[str, asyncio.Event] = {}
-        self._open = asyncio.Event()  # the gate: closed while paused
+        self._open = asyncio.Event()  # not set while paused
         self._open.set()
         self._updating = False
 
     # --------------------------------------------------------------------------------------------------------- requests
     async def generate(self, request: GenerationRequest) -> list[Generation]:
-        """One request to SGLang per sample, each with a seed; greedy ones are computed once."""
+        """Send one request with its own seed per sample; greedy ones are sampled once."""
         running = self._running[request.request_id] = _Running(request)
         greedy = request.sampling.temperature == 0
         tasks = [asyncio.ensure_future(self._sample(running, i)) for i in range(1 if greedy else request.num_samples)]
@@ -78,7 +78,7 @@ class Host:
             self._abort(self._running[name])
 
     async def pause(self, mode: PauseMode) -> None:
-        """Close the gate; then end, await, or freeze what runs."""
+        """Block new samples; then end, await, or freeze running ones."""
         self._open.clear()
         if mode == "abort":
             await self.abort(None)
@@ -106,7 +106,7 @@ class Host:
         await self._ranks.call("update", metadata=json.dumps(metadata))
 
     async def received(self) -> tuple[dict[str, int], float]:
-        """Hashes of the open update's tensors, and the seconds they took."""
+        """Return the hashes of the open update's tensors, and the seconds spent hashing."""
         return common_checksums(await self._ranks.call("received"))
 
     async def _close_update(self) -> None:
@@ -131,7 +131,7 @@ class Host:
         await self._manager.resume_memory_occupation(ResumeMemoryOccupationReqInput(tags=list(parts)))
 
     async def ping(self) -> None:
-        """Answered by the schedulers, not only by this process."""
+        """Wait for an answer of the schedulers."""
         await self._manager.get_internal_state()
 
     # ---------------------------------------------------------------------------------------------------------- private
@@ -152,7 +152,7 @@ class Host:
         await running.wait_for(self._open)
         if running.aborted.is_set():
             return nothing()
-        # From here to the scheduler nothing waits, so that neither a pause nor an abort can come in between.
+        # Nothing awaits between here and the scheduler, so no pause or abort can intervene.
         ended = self._sampling[submission.rid] = asyncio.Event()
         try:
             async for output in self._manager.generate_request(submission):
@@ -171,7 +171,7 @@ class Host:
         await self._manager.continue_generation(ContinueGenerationReqInput(torch_empty_cache=False))
 
     async def _freeze(self) -> None:
-        """Take running requests back into the queue, where no cache of theirs is left, and wait until that is done."""
+        """Move running requests back to the queue without their caches, and wait until that is done."""
         await self._manager.pause_generation(PauseGenerationReqInput(mode="retract"))
         await self._flush()
 
@@ -182,7 +182,7 @@ class Host:
 
 
 class _Ranks:
-    """The schedulers of all ranks, called by SGLang's collective RPC one call at a time."""
+    """The schedulers of all ranks, called through SGLang's collective RPC, one call at a time."""
 
     def __init__(self, engine: Engine, answers: AnswerQueue, count: int) -> None:
         self._engine = engine
@@ -191,7 +191,7 @@ class _Ranks:
         self._turn = asyncio.Lock()
 
     async def call(self, method: str, **parameters: str) -> list[Any]:
-        """One collective call, and every rank's result."""
+        """Make one collective call, and return every rank's result."""
         async with self._turn:
             socket = self._engine.send_to_rpc
             sock_send(socket, RpcReqInput(method=method, parameters=parameters or None))
@@ -203,18 +203,18 @@ class _Ranks:
 
 
 class _Running:
-    """A request between its arrival and its answer."""
+    """A running request."""
 
     _arrivals = itertools.count()
 
     def __init__(self, request: GenerationRequest) -> None:
         self.request = request
-        # SGLang aborts every request whose id begins as the one it is given: none of ours is another's beginning.
+        # SGLang aborts all requests whose ids begin with the given one, so no id may be a prefix of another.
         self.prefix = f"{next(self._arrivals)}."
         self.aborted = asyncio.Event()
 
     async def wait_for(self, gate: asyncio.Event) -> None:
-        """Wait until the gate is open, or the request is aborted."""
+        """Wait until ``gate`` is set or the request is aborted."""
         while not gate.is_set() and not self.aborted.is_set():
             waits = [asyncio.ensure_future(event.wait()) for event in (gate, self.aborted)]
             await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 def main(descriptor: int, scratch: Path) -> None:
-    """Serve the owner at the other end of the inherited socket ``descriptor``; temporary files go to ``scratch``."""
+    """Serve the owner at the other end of the inherited socket ``descriptor``, with temporary files in ``scratch``."""
     owner = Owner(Connection(descriptor), scratch)
     with owner.starting() as (config, engine_index):
         tempfile.tempdir = str(scratch)
@@ -39,25 +39,29 @@ def main(descriptor: int, scratch: Path) -> None:
         host = Host(engine, answers, config, engine_index)
         engine.loop.run_until_complete(host.ping())
         engine.loop.run_until_complete(host.received())
-        if on_cpu():  # every socket is connected and every group has met; NCCL's may still have to
+        if on_cpu():  # every socket is connected and every group has met, except maybe NCCL's on a GPU
             shutil.rmtree(scratch)
     engine.loop.run_until_complete(owner.serve(host))
 
 
 class _SchedulerFailed(Exception):
-    """Raised by the signal with which a scheduler tells of its failure."""
+    """Raised on the signal by which a scheduler reports its failure."""
 
 
 def _launch(config: RunConfig, engine_index: int, descriptor: int, owner: Owner) -> tuple[Engine, AnswerQueue]:
-    """Start one engine, with which this process ends, and the queue of its ranks' answers. Main thread only.
+    """Start one engine and return it with the queue of its ranks' answers. Main thread only.
 
-    On a CPU schedulers are forked: importing SGLang a second time would take most of the start. CUDA forbids that.
+    This process ends with the engine. On a CPU, schedulers are forked, because importing SGLang again would take most
+    of the start. CUDA does not allow that.
 
-    ``descriptor`` is the link's, which they must not keep open. Raises ``EngineError`` where an engine argument is
-    rejected or a scheduler failed, with the scheduler's own message.
+    Args:
+        descriptor: the owner's socket, which schedulers must not keep open.
+
+    Raises:
+        EngineError: an engine argument is rejected, or a scheduler failed (with its message).
     """
     stand_ins.install()
-    if on_cpu():  # SGLang would import it, for kernels of quantised models, and take a sixth longer to start
+    if on_cpu():  # SGLang would import it for quantized models, and take a sixth longer to start
         sys.modules.setdefault("vllm", None)  # type: ignore[arg-type]
     from sglang.srt.arg_groups.arg_utils import record_fields
     from sglang.srt.server_args import ServerArgs
@@ -81,7 +85,7 @@ def _launch(config: RunConfig, engine_index: int, descriptor: int, owner: Owner)
 
 
 def _engine_class(answers: AnswerQueue, descriptor: int, owner: Owner) -> tuple[type[Engine], list[BaseProcess]]:
-    """SGLang's engine without a detokenizer, and the list that will hold its schedulers."""
+    """Return SGLang's engine class without a detokenizer, and the list that will hold its schedulers."""
     from sglang.srt.entrypoints.engine import Engine
     from sglang.srt.managers.load_snapshot import shm_path_for
     from sglang.srt.server_args import PortArgs, ServerArgs

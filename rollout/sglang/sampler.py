@@ -1,8 +1,7 @@
-"""Sampling in SGLang's scheduler: one path for every request of a batch.
+"""Sampling in SGLang's scheduler, with one code path for every request.
 
-SGLang's own sampler reads a request's seed only under ``--enable-deterministic-inference``, which excludes CPUs, and
-draws a batch that holds one greedy or truncated request in another way than one that holds none: the same seed would
-give other ids depending on who else runs.
+SGLang's own sampler reads seeds only with ``--enable-deterministic-inference``, which excludes CPUs. It also draws
+differently if the batch has a greedy or truncated request, so the same seed would give other ids in other batches.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ import torch
 from sglang.srt.layers.sampler import Sampler
 from torch import Tensor
 
-from rollout.sglang.drawing import Limits, draw, uniforms
+from rollout.drawing import Limits, draw, uniforms
 
 if TYPE_CHECKING:
     from sglang.srt.layers.logits_processor import LogitsProcessorOutput
@@ -21,11 +20,10 @@ if TYPE_CHECKING:
 
 
 class SeededSampler(Sampler):
-    """Draws by inverting the cumulative distribution at a number that depends on seed and position alone.
+    """Sampler that inverts the cumulative distribution at a number determined by seed and position only.
 
-    Logprobs are those of the temperature-scaled logits over the whole vocabulary, also where the distribution that is
-    sampled from is cut; of requests that ask for the likeliest tokens they are over what these were drawn from. SGLang
-    says "greedy" by ``top_k == 1`` at temperature 1.
+    Logprobs are of the temperature-scaled logits over the whole vocabulary. For requests that ask for the likeliest
+    tokens, they are over the truncated distribution. SGLang marks greedy requests with ``top_k == 1``.
     """
 
     def forward(
@@ -38,7 +36,7 @@ class SeededSampler(Sampler):
         positions: Tensor,
         **_: Any,
     ) -> Tensor:
-        """(B,) int32 ids for logits (B, V)."""
+        """Return ids (B,) int32 for logits (B, V)."""
         logits = self._preprocess_logits(logits_output.next_token_logits, sampling_info).float()
         logprobs = (logits / sampling_info.temperatures).log_softmax(dim=-1)
         tokens = logits.argmax(dim=-1)
@@ -55,7 +53,7 @@ class SeededSampler(Sampler):
 
 
 def _wanted(top_logprobs_nums: list[int], device: torch.device) -> Tensor | None:
-    """Return which requests ask for likeliest tokens, (B,) bool, or ``None`` if none does; never waits for a GPU."""
+    """Return which requests ask for the likeliest tokens, (B,) bool; ``None`` if none does. Never waits for a GPU."""
     if not any(top_logprobs_nums):
         return None
     flags = torch.tensor([number > 0 for number in top_logprobs_nums], pin_memory=device.type == "cuda")
@@ -63,7 +61,7 @@ def _wanted(top_logprobs_nums: list[int], device: torch.device) -> Tensor | None
 
 
 def _limits(info: SamplingBatchInfo) -> Limits | None:
-    """Return ``None`` if no request cuts anything, which SGLang notes on the host."""
+    """Return the truncation limits, or ``None`` if no request truncates, which SGLang records on the host."""
     if not (info.need_top_k_sampling or info.need_top_p_sampling or info.need_min_p_sampling):
         return None
     return Limits(info.top_ks, info.top_ps, info.min_ps if info.need_min_p_sampling else None)

@@ -1,4 +1,4 @@
-"""Requests into SGLang's terms, and its outputs back into ours."""
+"""Conversion of requests to SGLang's parameters, and of its outputs to generations."""
 
 from typing import Any
 
@@ -11,7 +11,7 @@ from slime_like.models.dimensions import ModelDimensions
 
 
 def sampling_params(request: GenerationRequest, dimensions: ModelDimensions, seed: int) -> dict[str, Any]:
-    """SGLang's parameters of one sample. Its ``ignore_eos`` would ignore every stop id, so it stays off."""
+    """Return SGLang's parameters of one sample. ``ignore_eos`` stays off, because it would ignore every stop id."""
     sampling = request.sampling
     return {
         "temperature": sampling.temperature,
@@ -25,7 +25,7 @@ def sampling_params(request: GenerationRequest, dimensions: ModelDimensions, see
 
 
 def generation(request: GenerationRequest, output: dict[str, Any], version: int) -> Generation:
-    """One sample's result; ``version`` is served now, for responses that ended before their first token."""
+    """Return one sample's result. Responses without a token get the served ``version``."""
     meta = output["meta_info"]
     token_ids = np.asarray(output["output_ids"], dtype=np.int64)
     spans = ((span["start"], span["end"], span["version"]) for span in meta.get("weight_versions") or ())
@@ -40,7 +40,7 @@ def generation(request: GenerationRequest, output: dict[str, Any], version: int)
 
 
 def nothing() -> Generation:
-    """The result of a sample that was aborted before SGLang heard of it."""
+    """Return the result of a sample that was aborted before SGLang received it."""
     empty = np.empty(0, dtype=np.int64)
     return Generation(empty, np.empty(0, dtype=np.float32), empty, "abort")
 
@@ -49,7 +49,7 @@ def _sampled_logprobs(meta: dict[str, Any], token_ids: np.ndarray) -> np.ndarray
     entries = meta.get("output_token_logprobs") or []
     if [entry[1] for entry in entries] != token_ids.tolist():
         problem = f"SGLang returned logprobs of other tokens than it sampled ({len(entries)} for {len(token_ids)})"
-        raise EngineError(problem, code="engine-version", remedy="its version is not supported")
+        raise EngineError(problem, code="engine-version", remedy="install a supported version")
     return np.asarray([entry[0] for entry in entries], dtype=np.float32)
 
 
@@ -61,7 +61,7 @@ def _supports(meta: dict[str, Any], count: int) -> Supports:
 
 
 def _prompt_logprobs(meta: dict[str, Any]) -> np.ndarray | None:
-    """Position 0 has none. ``None`` if aborted before the prompt ran."""
+    """Return logprobs from position 1 on; ``None`` if the prompt never ran."""
     entries = meta.get("input_token_logprobs")
     if not entries:
         return None

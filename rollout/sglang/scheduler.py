@@ -1,7 +1,7 @@
-"""Extension of SGLang's scheduler processes: receiving weights, and four habits that the engine needs.
+"""Extension of SGLang's scheduler processes: receives weights, and adapts four behaviors for the engine.
 
-The engine starts every scheduler through ``run_scheduler``, which puts ``EngineScheduler`` where SGLang looks for its
-scheduler.
+The engine starts every scheduler through ``run_scheduler``, which replaces SGLang's scheduler class with
+``EngineScheduler``.
 """
 
 import gc
@@ -29,29 +29,29 @@ from rollout.receiving import WeightReceiver
 from rollout.sglang.arguments import SAMPLING_BACKEND
 from rollout.sglang.sampler import SeededSampler
 from slime_like.hosting.calls import one_line
+from slime_like.interfaces import BucketMetadata
 from slime_like.system.memory import keep_freed_memory
-from slime_like.weights.wire import metadata_from_wire
 
 _BURST_GAP_S, _BURST_GAPS = 0.002, 10
-"""What an idle scheduler waits for another request, and how often at most: less than a step."""
+"""How long an idle scheduler waits for another request, and how often. Less than a step."""
 
 
 def run_scheduler(answers: AnswerQueue, inherited: int | None, *arguments: Any, **options: Any) -> None:
-    """SGLang's ``run_scheduler_process`` with our scheduler, whose answers go to ``answers``, too."""
-    if inherited is not None:  # a descriptor that a fork has copied, and that must not be kept open here
+    """Run SGLang's ``run_scheduler_process`` with our scheduler, which sends its answers to ``answers``."""
+    if inherited is not None:  # the fork's copy of the owner's socket must be closed
         os.close(inherited)
-    tempfile.tempdir = None  # where this process's parent put the sockets' names, which will be removed
+    tempfile.tempdir = None  # the parent's directory will be removed
     if on_cpu():
         keep_freed_memory()
         _join_without_nccl()
     register_sampler_backend(SAMPLING_BACKEND, SeededSampler)
-    EngineScheduler.answers = answers  # SGLang constructs it
+    EngineScheduler.answers = answers  # SGLang creates the instance
     sglang_scheduler.Scheduler = EngineScheduler
     sglang_scheduler.run_scheduler_process(*arguments, **options)
 
 
 class EngineScheduler(Scheduler):
-    """SGLang's scheduler with the habits described at its methods, and weights by our transports."""
+    """SGLang's scheduler with the changes described at its methods, and weights from our transports."""
 
     answers: AnswerQueue
     waiting_queue: list[Req]
@@ -65,11 +65,11 @@ class EngineScheduler(Scheduler):
         self.model_config.hf_eos_token_id = set()  # a request's own stop ids replace the model's
         _read_seeds()
         self._receiver = WeightReceiver(get_parallel().tp_rank)
-        # A flush collects garbage, on a CPU; what was imported is none, and looking through it takes half a second.
+        # On a CPU, a flush collects garbage. Searching all imported objects would take half a second.
         gc.freeze()
 
     def abort_request(self, recv_req: AbortReq) -> None:
-        """A frozen request ends with what it has sampled; SGLang would drop what its last few steps added."""
+        """End frozen requests with all their sampled tokens. SGLang would drop the last few."""
         waiting = [req for req in self.waiting_queue if recv_req.abort_all or req.rid.startswith(recv_req.rid)]
         frozen = [req for req in waiting if req.output_ids]
         self.waiting_queue = [req for req in self.waiting_queue if req not in frozen]
@@ -80,15 +80,15 @@ class EngineScheduler(Scheduler):
         super().abort_request(recv_req)
 
     def _record_scheduler_state_for_paused_engine(self) -> None:
-        """While paused, wait for a message; SGLang would take a whole core for looking."""
+        """Wait for a message while paused, because SGLang would poll with a whole core."""
         super()._record_scheduler_state_for_paused_engine()
         self.maybe_sleep_on_idle()
 
     def ingest_requests(self, stop_at_pause: bool = False) -> list[Any]:
-        """Requests come in bursts: where nothing runs, those that begin together are prefilled together."""
+        """Wait for the requests of a burst if nothing runs, so they are prefilled together."""
         begins = not self.waiting_queue and self.last_batch is None and self.running_batch.is_empty()
         received: list[Any] = super().ingest_requests(stop_at_pause)
-        # Counted, not timed: tensor-parallel ranks must receive equally often.
+        # Not by time, because all tensor-parallel ranks must receive equally often.
         for _ in range(_BURST_GAPS if begins and not self._engine_paused else 0):
             known = len(self.waiting_queue)
             if known == 0:
@@ -118,11 +118,11 @@ class EngineScheduler(Scheduler):
     def _load(self, metadata: dict[str, Any]) -> None:
         runner = self.tp_worker.model_runner
         with torch.inference_mode():
-            runner.model.load_weights(self._receiver.copies(metadata_from_wire(metadata), runner.device))
+            runner.model.load_weights(self._receiver.copies(BucketMetadata.from_wire(metadata), runner.device))
 
 
 def _join_without_nccl() -> None:
-    """On a CPU ranks have gloo. SGLang takes NCCL where its library is, as it is with a CUDA build of torch."""
+    """Make ranks on a CPU use gloo. With a CUDA build of torch, SGLang finds NCCL's library and would use it."""
 
     def missing(library: object, path: str | None = None) -> None:
         raise OSError("NCCL needs a CUDA device")
@@ -131,13 +131,13 @@ def _join_without_nccl() -> None:
 
 
 def _read_seeds() -> None:
-    """Give every batch its requests' seeds, which SGLang fills in under ``--enable-deterministic-inference`` only."""
+    """Give every batch its requests' seeds. SGLang sets them only with ``--enable-deterministic-inference``."""
     original = SamplingBatchInfo.from_schedule_batch
 
     def with_seeds(batch: Any, vocab_size: int) -> SamplingBatchInfo:
         info = original(batch, vocab_size)
         seeds = [req.sampling_params.sampling_seed for req in batch.reqs]
-        # A copy out of memory that is not pinned would wait for the device.
+        # A copy from memory that is not pinned would wait for the device.
         info.sampling_seed = async_h2d(seeds, dtype=torch.int64, device=info.temperatures.device)
         return info
 

@@ -1,9 +1,8 @@
-"""Names that make SGLang importable where packages of its CUDA installation are missing.
+"""Stand-ins for packages of SGLang's CUDA installation, which make SGLang importable without them.
 
-SGLang imports its CUDA kernels and torchvision by name on every platform. Neither has a build for a CPU-only torch from
-the package index, and the models served here, on a CPU without AMX, call neither: SGLang computes with torch's own
-operators there. So their names exist, and raise when they are called. Only SGLang's own processes install this; for
-everything else the packages stay missing.
+SGLang imports its CUDA kernels and torchvision on every platform. The package index has no builds of them for CPU-only
+torch. On a CPU without AMX, SGLang never calls them, but computes with torch's operators. So their names exist, and
+raise when called. Only SGLang's own processes install the stand-ins.
 """
 
 from __future__ import annotations
@@ -20,10 +19,10 @@ PACKAGES = ("sgl_kernel", "torchvision", "IPython")
 
 
 def install() -> None:
-    """Stand in for those of ``PACKAGES`` that are not installed, in this process and those forked from it."""
+    """Replace the missing ones of ``PACKAGES``, in this process and those forked from it."""
     from transformers.utils import is_torchvision_available
 
-    is_torchvision_available()  # transformers remembers the answer, which must be given before the name exists
+    is_torchvision_available()  # transformers caches the answer, so ask before the name exists
     if any(isinstance(finder, _Finder) for finder in sys.meta_path):
         return
     absent = tuple(package for package in PACKAGES if find_spec(package) is None)
@@ -32,9 +31,9 @@ def install() -> None:
 
 
 class _MissingName(type):
-    """A class whose attributes are such classes again, and which cannot be called.
+    """Class that cannot be called, and whose attributes are such classes.
 
-    A class, because SGLang uses the names in annotations, as base classes and as decorators' arguments, too.
+    It is a class because SGLang also uses the names in annotations, as base classes, and in decorators.
     """
 
     def __getattr__(cls, name: str) -> _MissingName:
@@ -42,8 +41,8 @@ class _MissingName(type):
 
     def __call__(cls, *_: Any, **__: Any) -> Any:
         raise NotImplementedError(
-            f"{cls.__qualname__} was called, but {cls.__qualname__.partition('.')[0]} is not installed: SGLang needs "
-            "it on this machine; install it, or use another engine"
+            f"{cls.__qualname__}: SGLang needs {cls.__qualname__.partition('.')[0]} on this machine, but it is not "
+            "installed; install it, or use another engine"
         )
 
 
@@ -53,7 +52,7 @@ class _MissingModule(ModuleType):
 
 
 class _Finder(MetaPathFinder, Loader):
-    """Finds every module of the absent packages."""
+    """Finder of every module in the missing packages."""
 
     def __init__(self, packages: tuple[str, ...]) -> None:
         self._packages = packages
@@ -69,7 +68,7 @@ class _Finder(MetaPathFinder, Loader):
         return _MissingModule(spec.name)
 
     def exec_module(self, module: ModuleType) -> None:
-        """Run nothing."""
+        """Do nothing: the module has no code."""
 
 
 def _missing(full_name: str, name: str) -> _MissingName:

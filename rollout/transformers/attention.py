@@ -1,4 +1,4 @@
-"""Attention of one new token per row, without a copy of keys and values for every query head that shares them."""
+"""Attention of one new token per row that does not copy keys and values for each query head sharing them."""
 
 import math
 from typing import Any
@@ -11,7 +11,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
 GROUPED_SDPA = "grouped_sdpa"
-"""Its name as an ``attn_implementation``."""
+"""Name for ``attn_implementation``."""
 
 
 def grouped_sdpa(
@@ -23,11 +23,11 @@ def grouped_sdpa(
     scaling: float | None = None,
     **options: Any,
 ) -> tuple[Tensor, None]:
-    """transformers' "sdpa", except where one token of a model with grouped heads is asked for.
+    """Compute transformers' "sdpa", with a faster path for a single token and grouped heads.
 
     All heads of a group see the same keys, and a single new token sees every key that is not masked. So the heads of a
-    group may stand where the kernel expects the queries of several tokens; "sdpa" copies keys and values for each head.
-    On a CPU its kernel costs more than two products of batches of matrices, as few rows as these have.
+    group can take the place of several tokens' queries, whereas "sdpa" copies keys and values for each head. On a CPU,
+    two batched matrix products are faster than the kernel for so few rows.
 
     Args:
         query: (B, heads, n, head_dim).
@@ -35,7 +35,7 @@ def grouped_sdpa(
         attention_mask: bool, (B, 1, n, columns), or None.
 
     Returns:
-        (B, n, heads, head_dim), and None for the weights.
+        Output (B, n, heads, head_dim), and None instead of the weights.
     """
     batch, heads, tokens, dim = query.shape
     if tokens != 1 or heads == key.shape[1]:
@@ -49,7 +49,7 @@ def grouped_sdpa(
 
 
 def _products(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float) -> Tensor:
-    """Attention of (B, kv_heads, n, head_dim) queries that all see the same columns, in two products."""
+    """Compute attention of queries (B, kv_heads, n, head_dim) that all see the same columns."""
     batch, groups, rows, _ = query.shape
     scores = torch.bmm(query.flatten(0, 1) * scale, key.flatten(0, 1).transpose(1, 2))
     if mask is not None:
@@ -58,6 +58,6 @@ def _products(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, sc
 
 
 def register() -> None:
-    """Make the name known to transformers."""
+    """Register the implementation with transformers."""
     AttentionInterface.register(GROUPED_SDPA, grouped_sdpa)
     AttentionMaskInterface.register(GROUPED_SDPA, sdpa_mask)

@@ -12,24 +12,24 @@ from rollout.transformers.kv_cache import KeyValueCache
 from rollout.transformers.samples import Sample, draw_tokens
 
 _PREFILL_TOKENS = 16384
-"""Tokens of one prefill forward, padding included; bounds its memory."""
+"""Tokens in one prefill pass, including padding; bounds its memory."""
 _SCORED_TOKENS = 512
-"""The same where logits of every position are needed."""
+"""The same limit if logits of every position are needed."""
 
 
 class DecodeBatch:
-    """Samples that step together. Finished rows leave at once; samples that are added join with the next step."""
+    """Samples that step together. Finished rows leave immediately; added samples join with the next step."""
 
     def __init__(self, model: Any) -> None:
         self._model = model
-        self.samples: list[Sample] = []  # the rows of the cache, then those that wait for their prefill
+        self.samples: list[Sample] = []  # rows of the cache, followed by samples waiting for their prefill
         self._cache: KeyValueCache | None = None
 
     def add(self, samples: Sequence[Sample]) -> None:
         self.samples += samples
 
     def step(self, version: int) -> None:
-        """Sample one token for every row. ``version`` is that of the weights in the model now."""
+        """Sample one token for every row. ``version`` is the model's current weight version."""
         with torch.inference_mode():
             rows = 0 if self._cache is None else len(self._cache.lengths)
             logits = [self._decode(self._cache)] if self._cache is not None else []
@@ -54,11 +54,11 @@ class DecodeBatch:
         self.samples = ordered + waiting
 
     def forget_cache(self) -> None:
-        """The next step recomputes everything from the tokens: for weights that have changed."""
+        """Drop the cache, so that the next step recomputes it with changed weights."""
         self._cache = None
 
     def _decode(self, cache: KeyValueCache) -> Tensor:
-        """(rows, V) logits after the last token of every row of the cache."""
+        """Return logits (rows, V) after the last token of every row in the cache."""
         last = torch.tensor([sample.token_ids[-1] for sample in self.samples[: len(cache.lengths)]])
         mask, positions = cache.begin_token()
         logits = self._forward(last[:, None].to(self._model.device), mask, positions, cache.layers)
@@ -66,7 +66,7 @@ class DecodeBatch:
         return logits[:, -1]
 
     def _prefill_waiting(self, rows: int) -> list[Tensor]:
-        """Logits (n, V) after the contexts of all samples behind the first ``rows``, in their order."""
+        """Return logits (n, V) after the contexts of all samples after the first ``rows``, in order."""
         waiting = sorted(self.samples[rows:], key=lambda sample: not sample.is_to_score)
         self.samples[rows:] = waiting
         scored = sum(sample.is_to_score for sample in waiting)
@@ -74,9 +74,9 @@ class DecodeBatch:
         return [self._prefill(group, score) for group, score in groups if group]
 
     def _prefill(self, samples: Sequence[Sample], score: bool) -> Tensor:
-        """(n, V) logits after the contexts of samples that join; equal ones (of one prompt) are computed once.
+        """Return logits (n, V) after the contexts of joining samples. Equal contexts are computed once.
 
-        With ``score`` the prompts' own logprobs are noted, too.
+        With ``score``, also record the prompts' logprobs.
         """
         contexts = [tuple(sample.context) for sample in samples]
         unique = list(dict.fromkeys(contexts))
@@ -99,9 +99,9 @@ class DecodeBatch:
         return torch.cat([part[0] for part in parts])[index]
 
     def _prefill_rows(self, ids: Tensor, mask: Tensor, score: bool) -> tuple[Tensor, DynamicCache, np.ndarray]:
-        """Logits (n, V) after the last column, the cache, and, scored, (n, width - 1) logprobs of each next token."""
+        """Return logits (n, V) after the last column, the cache, and, with ``score``, logprobs (n, width - 1)."""
         columns = range(ids.shape[1]) if score else (-1,)
-        # Without the model's configuration a layer keeps all columns; a sliding window's mask hides the old ones.
+        # Without the model's configuration, layers keep all columns. A sliding window's mask hides the old ones.
         cache = DynamicCache()
         logits = self._forward(ids, mask, (mask.cumsum(dim=1) - 1).clamp_min(0), cache, columns)
         if not score:
@@ -112,22 +112,22 @@ class DecodeBatch:
     def _forward(
         self, ids: Tensor, mask: Tensor, positions: Tensor, cache: Cache, columns: Sequence[int] = (-1,)
     ) -> Tensor:
-        """(n, len(columns), V) logits."""
+        """Return logits (n, len(columns), V)."""
         output = self._model(
             input_ids=ids,
             attention_mask=mask,
             position_ids=positions,
             past_key_values=cache,
             use_cache=True,
-            # As an index: of a slice, which is not contiguous, torch 2.13 takes 100 times as long for the product with
-            # the head, in bfloat16 on a CPU.
+            # An index, not a slice: with a tensor that is not contiguous, the head's product in bfloat16 on a CPU takes
+            # 100 times as long in torch 2.13.
             logits_to_keep=torch.tensor(columns, device=ids.device),
         )
         return output.logits
 
 
 def _left_padded(contexts: Sequence[tuple[int, ...]], width: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """(B, width) ids and 0/1 mask, contexts flush right. The padding's id is never looked at."""
+    """Return right-aligned ids and their 0/1 mask, (B, width) each. Padding ids are never read."""
     ids = torch.zeros((len(contexts), width), dtype=torch.int64)
     mask = torch.zeros((len(contexts), width), dtype=torch.int64)
     for row, context in enumerate(contexts):

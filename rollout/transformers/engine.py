@@ -1,6 +1,6 @@
 """A plain Hugging Face model: slow, but it needs only transformers.
 
-It runs inside the process that owns it; decoding happens in a thread, so that the event loop stays free.
+It runs inside the process that owns it, and decodes in a thread, so the event loop stays free.
 """
 
 from __future__ import annotations
@@ -30,11 +30,16 @@ if TYPE_CHECKING:
 
 _STOP_TIMEOUT_S = 10.0
 _MAX_BATCH_SIZE = 512
-_LAYER_TYPES = frozenset({"full_attention", "sliding_attention"})  # what a cache of keys and values by column serves
+_LAYER_TYPES = frozenset(
+    {"full_attention", "sliding_attention"}
+)  # types that a cache of keys and values by column supports
 
 
 class TransformersEngine(EngineBase["DecodeScheduler"]):
-    """One model in this process. ``rollout.engine_args``: ``attn_implementation``, ``max_batch_size`` (sequences)."""
+    """One model in this process.
+
+    ``rollout.engine_args``: ``attn_implementation``, and ``max_batch_size`` in sequences.
+    """
 
     returns_supports = True
 
@@ -60,7 +65,7 @@ class TransformersEngine(EngineBase["DecodeScheduler"]):
             try:
                 return await asyncio.wrap_future(result)
             finally:
-                if result.cancelled():  # the caller was cancelled, or gave up
+                if result.cancelled():  # the caller was canceled, or gave up
                     scheduler.abort(request.request_id)
 
     async def abort(self, request_id: str | None = None) -> None:
@@ -93,7 +98,7 @@ class TransformersEngine(EngineBase["DecodeScheduler"]):
         self._alive().resume()
 
     async def _connect(self, transport: str, rendezvous: dict[str, Any]) -> None:
-        # In a thread: it waits for the trainers, and this engine must be able to end if they never come.
+        # In a thread, because it waits for the trainers, and this engine must be able to stop if they never connect.
         await asyncio.to_thread(self._receiver.connect, transport, rendezvous)
 
     async def _begin_update(self) -> None:
@@ -106,11 +111,11 @@ class TransformersEngine(EngineBase["DecodeScheduler"]):
         return self._receiver.received()
 
     async def _finish_update(self, version: int) -> None:
-        """There is nothing to flush: the scheduler recomputes every cache when its version changes."""
+        """Set the version, for which the scheduler recomputes every cache."""
         self._alive().set_version(version)
 
     async def _give_memory_back(self, parts: Sequence[MemoryPart], keep_weights: bool) -> None:
-        """Caches go with their requests; weights go to host memory in any case."""
+        """Move the weights to host memory. Caches were freed with their requests."""
         if "weights" in parts:
             await asyncio.to_thread(self._move, "cpu")
 
@@ -143,7 +148,7 @@ class TransformersEngine(EngineBase["DecodeScheduler"]):
                 f"layers of type {', '.join(sorted(others))}",
                 code="model-not-served",
                 who=str(self._config.model.path),
-                remedy=f"the transformers engine knows {known} only: use rollout.engine=vllm",
+                remedy=f"use rollout.engine=vllm, because the transformers engine supports only {known}",
             )
         self._model = model.eval().requires_grad_(False)
         self._move(_device())
@@ -158,7 +163,7 @@ class TransformersEngine(EngineBase["DecodeScheduler"]):
     def _load_bucket(self, bucket: BucketMetadata) -> None:
         self._receiver.load(bucket, lambda name: weights.destination(name, self._destinations))
         if not on_cpu():
-            torch.cuda.current_stream().synchronize()  # the sender may write to the bucket's memory again
+            torch.cuda.current_stream().synchronize()  # now the sender may reuse the bucket's memory
 
     def _sample(self, request: GenerationRequest, index: int) -> Sample:
         seed = self._unseeded.getrandbits(62) if request.seed is None else sample_seed(request.seed, index)

@@ -1,7 +1,7 @@
-"""Keys and values of the rows that decode together, in buffers that are written in place.
+"""Keys and values of the rows that decode together, in buffers written in place.
 
-Contexts lie flush right: all rows end at the same column, shorter ones begin later. So a token is one more column, a
-row that ends is overwritten by the last one, and a row that joins is written below the others.
+Contexts are right-aligned: all rows end at the same column, and shorter ones begin later. A new token adds one column,
+the last row overwrites a finished one, and a joining row is written after the others.
 """
 
 from collections.abc import Sequence
@@ -18,14 +18,14 @@ _SPARE_COLUMNS = 64
 
 @dataclass(slots=True)
 class Extent:
-    """Used part of the buffers of all layers: the first ``rows``, and of them the first ``width`` columns."""
+    """Used part of all layers' buffers: the first ``rows`` rows and the first ``width`` columns."""
 
     rows: int = 0
     width: int = 0
 
 
 class BufferLayer(CacheLayerMixin):
-    """One layer: ``keys`` and ``values``, buffers (rows, kv_heads, columns, head_dim)."""
+    """One layer with buffers ``keys`` and ``values``, (rows, kv_heads, columns, head_dim)."""
 
     keys: Tensor
     values: Tensor
@@ -36,27 +36,27 @@ class BufferLayer(CacheLayerMixin):
         self.lazy_initialization(keys, values)
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Empty buffers for such states."""
+        """Create empty buffers for these states."""
         self.keys, self.values = (s.new_empty((0, s.shape[1], 0, s.shape[3])) for s in (key_states, value_states))
         self.is_initialized = True
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """Write (rows, kv_heads, n, head_dim) behind the columns in use; gives those and the new ones, as views."""
+        """Append states (rows, kv_heads, n, head_dim) after the used columns; return views of all used columns."""
         rows, start, end = self._extent.rows, self._extent.width, self._extent.width + key_states.shape[2]
         self.keys[:rows, :, start:end] = key_states
         self.values[:rows, :, start:end] = value_states
         return self.keys[:rows, :, :end], self.values[:rows, :, :end]
 
     def resize(self, rows: int, columns: int, used: int, width: int) -> None:
-        """Move to buffers of ``rows`` by ``columns``: the last ``used`` columns come along, and end at ``width``."""
+        """Move the last ``used`` columns into buffers of ``rows`` by ``columns``, where they end at ``width``."""
         self.keys = self._moved(self.keys, rows, columns, used, width)
         self.values = self._moved(self.values, rows, columns, used, width)
 
     def write_rows(self, first: int, keys: Tensor, values: Tensor) -> None:
-        """(n, kv_heads, w, head_dim) each, into the rows from ``first``, flush right."""
+        """Write states (n, kv_heads, w, head_dim) into the rows from ``first``, right-aligned."""
         rows, start, end = slice(first, first + len(keys)), self._extent.width - keys.shape[2], self._extent.width
         for buffer, states in ((self.keys, keys), (self.values, values)):
-            buffer[rows, :, :start] = 0.0  # what the mask hides is multiplied by 0 all the same, and must not be NaN
+            buffer[rows, :, :start] = 0.0  # hidden columns are multiplied by 0, so they must not be NaN
             buffer[rows, :, start:end] = states
 
     def move_rows(self, sources: Tensor, destinations: Tensor) -> None:
@@ -82,16 +82,15 @@ class BufferLayer(CacheLayerMixin):
 
 
 class KeyValueCache:
-    """All layers of a batch.
+    """All layers of a batch. The arguments are the same as for ``join``.
 
     Attributes:
         buffers: keys and values of every layer.
         layers: the same as the model's ``past_key_values``.
-        lengths: (rows,) int64, how many tokens of each row's context the cache has.
+        lengths: (rows,) int64, cached tokens of each row.
     """
 
     def __init__(self, prefilled: Sequence[DynamicCache], index: Tensor, lengths: Tensor) -> None:
-        """A batch of the rows that ``join`` describes."""
         self._extent = Extent()
         states = ((layer.keys, layer.values) for layer in prefilled[0].layers)
         self.buffers = [BufferLayer(self._extent, keys, values) for keys, values in states]
@@ -103,9 +102,9 @@ class KeyValueCache:
         """Add rows.
 
         Args:
-            prefilled: caches whose rows, one cache after the other, are contexts flush right; all of one width.
-            index: (n,) int64, which of those rows each new row is.
-            lengths: (n,) int64, the tokens of each new row's context.
+            prefilled: caches of the same width, whose rows are right-aligned contexts.
+            index: (n,) int64, the row of the concatenated caches for each new row.
+            lengths: (n,) int64, tokens of each new row's context.
         """
         first, rows = self._extent.rows, self._extent.rows + len(index)
         width = max(self._extent.width, prefilled[0].get_seq_length())
@@ -119,9 +118,9 @@ class KeyValueCache:
         self.lengths = torch.cat((self.lengths, lengths))
 
     def begin_token(self) -> tuple[Tensor, Tensor]:
-        """Make room for one token of every row; gives mask (rows, width + 1) and positions (rows, 1), int64."""
+        """Make room for one token per row; return mask (rows, width + 1) and positions (rows, 1), int64."""
         if self._extent.width == self.buffers[0].keys.shape[2]:
-            longest = int(self.lengths.max())  # rows that have left may have been longer
+            longest = int(self.lengths.max())  # finished rows may have been longer
             self._resize(self._extent.rows, longest, longest)
         width = self._extent.width
         positions = self.lengths[:, None]
@@ -129,12 +128,12 @@ class KeyValueCache:
         return (columns >= width - positions).long(), positions
 
     def end_token(self) -> None:
-        """Every layer has written it."""
+        """Count the token, after every layer has written it."""
         self._extent.width += 1
         self.lengths = self.lengths + 1
 
     def keep(self, kept: Sequence[int]) -> list[int]:
-        """Drop all rows but these. The last of them fill the gaps; gives which row each one was."""
+        """Drop all rows except ``kept``, and fill gaps from the end. Return the earlier row of each remaining row."""
         rows = len(kept)
         gaps, late = sorted(set(range(rows)) - set(kept)), [row for row in kept if row >= rows]
         order = list(range(rows))

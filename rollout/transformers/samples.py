@@ -1,4 +1,4 @@
-"""A response on its way: what it has so far, and how its next token is drawn."""
+"""A response while it is sampled, and the draw of its next token."""
 
 import random
 from collections.abc import Sequence
@@ -8,13 +8,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from rollout.drawing import Limits, draw
 from rollout.requests import FinishReason
 from slime_like.interfaces import Generation, SamplingParams, Supports
 
 
 @dataclass(slots=True, eq=False)
 class Sample:
-    """One response and its random stream, so that neighbours in a batch do not change what it draws."""
+    """One response and its own random stream, so the rest of the batch does not change what it draws."""
 
     prompt: list[int]
     sampling: SamplingParams
@@ -59,43 +60,34 @@ class Sample:
 
 
 def draw_tokens(logits: Tensor, samples: Sequence[Sample]) -> tuple[list[int], list[float]]:
-    """One token per row of ``logits`` (B, V), and its logprob over the whole vocabulary; of a truncated row of training
-    over its support, which the sample keeps.
+    """Draw one token per row of ``logits`` (B, V).
 
-    The draw inverts the cumulative distribution (in float64) at one uniform number of the sample's own stream, so it
-    does not depend on who else is in the batch. Greedy rows (temperature 0) take the largest logit; their logprob is
-    that of the unscaled logits.
+    Each draw inverts the cumulative distribution (in float64) at one uniform number of the sample's own stream, so it
+    does not depend on the rest of the batch. Greedy rows (temperature 0) take the largest logit.
+
+    Returns:
+        Token ids, and their logprobs over the whole vocabulary, at temperature 1 for greedy rows. For truncated
+        training rows, the logprob is over the support, which the sample keeps.
     """
-    given = [sample.sampling.temperature for sample in samples]
-    temperatures = torch.tensor([temperature or 1.0 for temperature in given], device=logits.device)
+    given, device = [sample.sampling for sample in samples], logits.device
+    temperatures = torch.tensor([sampling.temperature or 1.0 for sampling in given], device=device)
     logprobs = (logits.float() / temperatures[:, None]).log_softmax(dim=-1)
-    probabilities = logprobs.double().exp_()
+    uniform = torch.tensor([sample.stream.random() for sample in samples], dtype=torch.float64, device=device)
+    limits = _limits(given, logits) if any(sampling.truncates for sampling in given) else None
+    supported = torch.tensor([sampling.wants_supports for sampling in given], device=device)
+    tokens = draw(logprobs, uniform, limits, supported)
     for row, sample in enumerate(samples):
-        if sample.sampling.truncates:
-            _truncate(probabilities[row], sample.sampling)
         if sample.sampling.wants_supports:
-            support = probabilities[row].nonzero()[:, 0]
-            sample.supports.append(support.to("cpu", torch.int32).numpy())
-            logprobs[row] -= logprobs[row, support].logsumexp(0)
-    cumulative = probabilities.cumsum_(dim=-1)
-    uniform = torch.tensor([s.stream.random() for s in samples], dtype=torch.float64, device=logits.device)
-    drawn = torch.searchsorted(cumulative, uniform[:, None] * cumulative[:, -1:], right=True)[:, 0]
-    tokens = drawn.clamp_max_(logits.shape[-1] - 1)
-    if 0 in given:
-        greedy = torch.tensor([temperature == 0 for temperature in given], device=logits.device)
-        tokens = torch.where(greedy, logits.argmax(dim=-1), tokens)
+            sample.supports.append(logprobs[row].isfinite().nonzero()[:, 0].to("cpu", torch.int32).numpy())
+    greedy = torch.tensor([sampling.temperature == 0 for sampling in given], device=device)
+    tokens = torch.where(greedy, logits.argmax(dim=-1), tokens)
     return tokens.tolist(), logprobs.gather(1, tokens[:, None])[:, 0].tolist()
 
 
-def _truncate(probabilities: Tensor, sampling: SamplingParams) -> None:
-    """Zero, in place, what min-p, then top-k, then top-p leave out of one row."""
-    if sampling.min_p > 0:
-        probabilities[probabilities < sampling.min_p * probabilities.max()] = 0.0
-    if 0 < sampling.top_k < probabilities.numel():
-        kept = probabilities.topk(sampling.top_k)
-        probabilities.zero_().scatter_(0, kept.indices, kept.values)
-    if sampling.top_p < 1.0:
-        ordered = probabilities.sort(descending=True)
-        before = ordered.values.cumsum(0) - ordered.values
-        outside = before >= sampling.top_p * ordered.values.sum()
-        probabilities[ordered.indices[outside]] = 0.0
+def _limits(given: Sequence[SamplingParams], logits: Tensor) -> Limits:
+    device, vocab_size = logits.device, logits.shape[-1]
+    return Limits(
+        torch.tensor([sampling.top_k if sampling.top_k > 0 else vocab_size for sampling in given], device=device),
+        torch.tensor([sampling.top_p for sampling in given], dtype=torch.float64, device=device),
+        torch.tensor([sampling.min_p for sampling in given], dtype=torch.float64, device=device),
+    )

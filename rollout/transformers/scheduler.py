@@ -1,7 +1,7 @@
-"""The decode thread: admits requests, steps batches, pauses between two tokens.
+"""The decode thread, which admits requests, steps the batch, and pauses between two tokens.
 
-Other threads only put commands into an inbox; the decode thread carries them out between two steps. So no lock is held
-while a model runs, and every command takes effect at a token boundary.
+Other threads put commands into an inbox, which the decode thread carries out between two steps. So no lock is held
+while the model runs, and every command takes effect at a token boundary.
 """
 
 import contextlib
@@ -19,12 +19,12 @@ from slime_like.errors import EngineError
 from slime_like.interfaces import Generation, PauseMode
 
 _BURST_GAP_S, _BURST_S = 0.002, 0.02
-"""What an idle thread waits for another request, and for all of them: less than a step."""
+"""How long an idle thread waits for another request, and for all of them. Less than a step."""
 
 
 @dataclass(slots=True, eq=False)
 class _PendingRequest:
-    """One request inside the thread; ``result`` is set when all of its samples have ended."""
+    """One request. ``result`` is set when all samples have finished."""
 
     request_id: str
     samples: list[Sample]
@@ -41,10 +41,10 @@ class _PendingRequest:
 
 
 class _Inbox(queue.SimpleQueue[Callable[[], None]]):
-    """Commands of other threads, carried out by the thread that calls every method but ``put``."""
+    """Commands from other threads. The decode thread calls all methods except ``put``."""
 
     def await_burst(self) -> None:
-        """Requests come in bursts: those that begin together are prefilled together, and are never a step apart."""
+        """Run commands until a burst of requests ends, so the requests are prefilled together."""
         deadline = time.monotonic() + _BURST_S
         with contextlib.suppress(queue.Empty):
             while time.monotonic() < deadline:
@@ -56,13 +56,13 @@ class _Inbox(queue.SimpleQueue[Callable[[], None]]):
 
 
 class DecodeScheduler:
-    """Owns the thread. Public methods may be called from any thread and never wait for a step."""
+    """Owner of the thread. Public methods may be called from any thread, and never wait for a step."""
 
     def __init__(self, model: Any, max_batch_size: int) -> None:
         self._max_batch_size = max_batch_size
         self._inbox = _Inbox()
         self._error: EngineError | None = None
-        # Below: touched by the decode thread alone.
+        # Only the decode thread uses the attributes below.
         self._version = 0
         self._waiting: list[_PendingRequest] = []
         self._running: list[_PendingRequest] = []
@@ -83,11 +83,11 @@ class DecodeScheduler:
         return request.result
 
     def abort(self, request_id: str | None) -> None:
-        """End one request, or all; what it has sampled is its result."""
+        """End one request, or all. The sampled tokens are its result."""
         self._put(lambda: self._end(request_id))
 
     def pause(self, mode: PauseMode) -> Future[None]:
-        """Done when no token is being sampled, and in mode "wait" when nothing runs any more."""
+        """Return a future that is done when sampling has stopped, in mode "wait" after all running requests."""
         done: Future[None] = Future()
         self._put(lambda: self._pause(mode, done), done)
         return done
@@ -96,18 +96,18 @@ class DecodeScheduler:
         self._put(self._resume)
 
     def set_version(self, version: int) -> None:
-        """New weights are in the model: frozen requests start again from their tokens. Call while paused."""
+        """Record new weights. Frozen requests recompute their caches. Call while paused."""
         self._put(lambda: self._set_version(version))
 
     def stop(self, timeout_s: float) -> bool:
-        """Ends the thread; False if it has not ended in time."""
+        """End the thread; return False if it did not end in time."""
         self._put(self._stop)
         self._thread.join(timeout_s)
         return not self._thread.is_alive()
 
     def _put(self, command: Callable[[], None], future: Future[Any] | None = None) -> None:
         self._inbox.put(command)
-        # A thread that has just died empties the inbox after it has set the error: one of both sees this future.
+        # A dying thread sets the error and then empties the inbox, so either it or this method sees the future.
         if self._error is not None and future is not None:
             _settle_future(future, error=self._error)
 
@@ -116,13 +116,13 @@ class DecodeScheduler:
             while not self._stopping:
                 self._turn()
             self._fail_all(EngineError("the engine was stopped", code="engine-stopped"))
-        except BaseException as error:  # handed to every caller, and to all that come later
+        except BaseException as error:  # passed to all current and later callers
             problem = f"the decode thread died: {type(error).__name__}: {error}"
             self._fail_all(EngineError(problem, code="engine-died"))
             raise
 
     def _turn(self) -> None:
-        """Carry out what the inbox holds (wait for something if there is no work), then step every batch once."""
+        """Carry out the inbox's commands (wait for one if there is no work), then step the batch once."""
         if not self._has_work():
             self._inbox.get()()
             if self._has_work():
@@ -143,7 +143,7 @@ class DecodeScheduler:
         return self._pause_mode == "wait" and bool(self._batch.samples)
 
     def _admit(self) -> None:
-        """Waiting requests join the batch, as far as there is room."""
+        """Move waiting requests to the batch while there is room."""
         room = self._max_batch_size - len(self._batch.samples)
         while self._waiting and (len(self._waiting[0].samples) <= room or not self._batch.samples):
             request = self._waiting.pop(0)
@@ -152,7 +152,7 @@ class DecodeScheduler:
             self._batch.add(request.samples)
 
     def _settle(self) -> None:
-        """Hand out what has ended; say that a pause has been reached."""
+        """Return finished requests, and report that a pause is reached."""
         self._batch.drop_finished()
         self._waiting = _without_done(self._waiting)
         self._running = _without_done(self._running)
@@ -198,7 +198,7 @@ def _without_done(requests: Sequence[_PendingRequest]) -> list[_PendingRequest]:
 
 
 def _settle_future(future: Future[Any], value: Any = None, error: BaseException | None = None) -> None:
-    """Set a future, unless its caller gave up and cancelled it."""
+    """Set a future, unless its caller has canceled it."""
     with contextlib.suppress(InvalidStateError):
         if error is None:
             future.set_result(value)

@@ -26,25 +26,24 @@ _CPU_BATCHED_TOKENS = 8192
 
 
 def prepare_environment(config: RunConfig) -> None:
-    """Set the variables that vLLM and torch themselves read, before they are imported; what the user has set stays."""
-    # Else the question for a device initialises CUDA, and vLLM's engine process is forked from this one.
+    """Set variables that vLLM and torch read on import. Variables set by the user stay unchanged."""
+    # Otherwise, looking for a device initializes CUDA, and vLLM forks its engine process from this one.
     os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
     for name, value in environment(config, on_cpu()).items():
         os.environ.setdefault(name, value)
 
 
 def environment(config: RunConfig, cpu: bool) -> dict[str, str]:
-    """Variables by name.
+    """Return the variables by name.
 
-    On a CPU the OpenMP threads are left where the scheduler puts them, because engines and trainers share the cores;
-    with one rank vLLM's worker then needs no separate process, which it would only get for the binding. Eager
-    execution needs no compiler, so that the few small functions vLLM would compile all the same are left alone too.
+    On a CPU, OpenMP threads are not bound to cores, because engines and trainers share them. A single rank then needs
+    no separate process. Eager execution needs no compiler, not even for the small functions vLLM would still compile.
     """
-    # An engine's ranks share a host, so that nothing of it needs to be reached from elsewhere.
+    # An engine's ranks share a host, so no other host needs to reach it.
     shared = {"VLLM_HOST_IP": "127.0.0.1", "GLOO_SOCKET_IFNAME": "lo"}
     shared |= {"VLLM_NO_USAGE_STATS": "1", "VLLM_LOGGING_LEVEL": "WARNING", "HF_HUB_OFFLINE": "1"}
     if not cpu:
-        # In a process that Ray did not start vLLM would fork its ranks, which cannot use CUDA then.
+        # In a process that Ray did not start, vLLM would fork its ranks, which then could not use CUDA.
         return shared | {"VLLM_WORKER_MULTIPROC_METHOD": "spawn"}
     shared["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"
     if config.rollout.tensor == 1:
@@ -57,7 +56,8 @@ def environment(config: RunConfig, cpu: bool) -> dict[str, str]:
 def engine_arguments(config: RunConfig, engine_index: int) -> AsyncEngineArgs:
     """Build vLLM's arguments, after ``prepare_environment``.
 
-    Raises ``EngineError`` where ``rollout.engine_args`` names one that vLLM does not have, or that this adapter owns.
+    Raises:
+        EngineError: ``rollout.engine_args`` has an argument that is unknown to vLLM or set by this adapter.
     """
     from vllm.engine.arg_utils import AsyncEngineArgs
 
@@ -67,11 +67,11 @@ def engine_arguments(config: RunConfig, engine_index: int) -> AsyncEngineArgs:
 
 
 def given_arguments(config: RunConfig, cpu: bool) -> dict[str, Any]:
-    """The user's arguments, and defaults for others.
+    """Return the user's arguments, and defaults for the others.
 
-    On a GPU, and wherever distributions are truncated, the head's logits are float32 by default, as the trainer's are.
-    vLLM would round them to the model's type, which is to an eighth where they are above 16; many are equal then, and
-    it keeps all that tie with the last one of the top k.
+    On a GPU, and if distributions are truncated, the head's logits are float32 by default, like the trainer's. vLLM
+    would round them to the model's type, in steps of 1/8 above 16. Many logits would be equal, and vLLM keeps all that
+    tie with the last of the top k.
     """
     given = {**_defaults(config, cpu), **config.rollout.own_engine_args}
     overrides = given.get("hf_overrides", {})
@@ -81,16 +81,16 @@ def given_arguments(config: RunConfig, cpu: bool) -> dict[str, Any]:
 
 
 def returns_masks(config: RunConfig) -> bool:
-    """Return whether the engine returns supports as masks; if not, they are read off the likeliest logprobs."""
+    """Return whether the engine returns supports as masks, not as the likeliest tokens' logprobs."""
     return bool(given_arguments(config, on_cpu()).get("return_sampling_mask", False))
 
 
 def sleep_level(keep_weights: bool, is_whole: bool, dimensions: ModelDimensions) -> int:
-    """1 keeps the weights in host memory, 2 drops them.
+    """Return 1 to keep the weights in host memory, or 2 to drop them.
 
-    At level 2 vLLM saves and restores the model's buffers itself; parameters come with the next update. Three kinds of
-    weights are kept all the same: those that are wanted, layers without memory that an unfinished update has left, and
-    a foreign model's, which may need tensors that are neither (the slopes of ALiBi).
+    At level 2, vLLM saves and restores only buffers, and the next update brings the parameters. Level 1 is needed to
+    keep weights, after an unfinished update (which leaves layers without memory), and for foreign models (which may
+    have tensors that are neither, such as ALiBi's slopes).
     """
     return 1 if keep_weights or not is_whole or dimensions.foreign is not None else 2
 
@@ -102,10 +102,10 @@ def _owned(config: RunConfig, engine_index: int) -> dict[str, Any]:
         "trust_remote_code": config.model.trust_remote_code,
         "max_model_len": config.max_model_len,
         "tensor_parallel_size": config.rollout.tensor,
-        # In a Ray actor vLLM would have Ray start its ranks, as if the actor had no devices.
+        # In a Ray actor, vLLM would let Ray start its ranks, as if the actor had no devices.
         "distributed_executor_backend": (_FORKED if on_cpu() else "mp") if config.rollout.tensor > 1 else None,
         "seed": config.seed + engine_index,
-        # After the temperature: with top-p and top-k off this is the sampled distribution over the whole vocabulary.
+        # After the temperature. With top-p and top-k off, this is the sampled distribution over the whole vocabulary.
         "logprobs_mode": "processed_logprobs",
         "max_logprobs": LARGEST_SUPPORT + MOST_TIES,
         "worker_extension_cls": "rollout.vllm.worker.WorkerExtension",
@@ -123,7 +123,7 @@ def _defaults(config: RunConfig, cpu: bool) -> dict[str, Any]:
         "max_num_seqs": sequences_at_once(config),
     }
     if not cpu and config.rollout.tensor > 1 and config.cluster.placement == "colocated":
-        # A sleeping engine gives up NCCL's buffers, too; vLLM leaves them where NCCL is older than 2.29.7.
+        # A sleeping engine also frees NCCL's buffers. vLLM ignores this if NCCL is older than 2.29.7.
         defaults["enable_nccl_comm_suspend"] = True
     if cpu:
         defaults |= {
@@ -139,7 +139,6 @@ def _defaults(config: RunConfig, cpu: bool) -> dict[str, Any]:
 
 
 def _masks_pay(config: RunConfig) -> bool:
-    """Return whether training truncates while nothing samples the whole vocabulary, whose mask vLLM would list token by
-    token. Only vLLM's model runner V2 has masks."""
-    v1 = os.environ.get("VLLM_USE_V2_MODEL_RUNNER") == "0"
+    """Return whether training truncates, and nothing samples the whole vocabulary, for which vLLM's masks are slow."""
+    v1 = os.environ.get("VLLM_USE_V2_MODEL_RUNNER") == "0"  # has no masks
     return config.rollout.bounded_top_k > 0 and config.evaluation.temperature == 0 and not v1

@@ -1,4 +1,4 @@
-"""vLLM's container of a response's logprobs, with machine numbers in place of Python's."""
+"""vLLM's container for a response's logprobs, with machine numbers instead of Python objects."""
 
 from array import array
 from collections.abc import Iterable, Iterator
@@ -12,9 +12,9 @@ _MADE_BY = "create_sample_logprobs"
 
 
 class CompactLogprobs(FlatLogprobs):
-    """A tenth of the memory: the supports of ``top_k`` 512 would take some 50 KB a token until their response ends.
+    """Container with a tenth of the memory: the supports of ``top_k`` 512 would take about 50 KB per token.
 
-    Ranks and texts, which nothing here reads, are left out.
+    Leaves out ranks and texts, which are not used.
     """
 
     def __init__(self) -> None:
@@ -25,7 +25,7 @@ class CompactLogprobs(FlatLogprobs):
     def append_fast(
         self, token_ids: list[int], logprobs: list[float], ranks: Iterator[int], decoded_tokens: Iterable[str | None]
     ) -> None:
-        """``ranks`` has as many entries as the request asked for; others of its batch may have asked for more."""
+        """Append one position. ``ranks`` has as many entries as this request asked for; the batch may have more."""
         count = sum(1 for _ in ranks)
         self.start_indices.append(len(self.logprobs))
         self.token_ids.extend(token_ids[:count])
@@ -34,7 +34,7 @@ class CompactLogprobs(FlatLogprobs):
 
 
 def use_compact_logprobs() -> None:
-    """From now on this process' requests that ask for flat logprobs get these. Raises ``EngineError``."""
+    """Use this container for all flat logprobs in this process. Raises ``EngineError`` if vLLM has changed."""
     if not hasattr(of_engine, _MADE_BY):
         problem = f"vllm.v1.engine.logprobs has no {_MADE_BY}"
         raise EngineError(problem, code="engine-version", remedy="its version is not supported")

@@ -1,4 +1,4 @@
-"""vLLM's AsyncLLM and the processes of its engine core: built, called while they live, and ended."""
+"""Life of vLLM's AsyncLLM and the processes of its engine core."""
 
 from __future__ import annotations
 
@@ -21,20 +21,20 @@ if TYPE_CHECKING:
     from vllm.v1.engine.async_llm import AsyncLLM
 
 _SHUTDOWN_S = 3.0
-"""For the engine core to end by itself; it has nothing to save, so afterwards it is killed."""
+"""Time for the engine core to end by itself. It has nothing to save, so it is killed afterwards."""
 _BUILD_END_S = 60.0
-"""For a start that was given up while vLLM was still imported or configured, before there is a core to end."""
+"""Time for an abandoned start to finish importing or configuring vLLM, when there is no core to end yet."""
 _LOOK_AT_BUILD_S = 0.2
 _LOOK_EVERY_S = 1.0
-"""Between looks at the engine core's process while a call to it is under way."""
+"""Time between checks of the engine core's process during a call."""
 _SHARED_FILES = "/dev/shm/vllm_dist_"
-"""Where vLLM's tensor-parallel CPU ranks exchange data; it leaves these files behind, and no tracker knows them."""
+"""Prefix of the files through which tensor-parallel CPU ranks exchange data. vLLM never removes them."""
 
 T = TypeVar("T")
 
 
 class EngineCore:
-    """One AsyncLLM and its processes, from its start to its end; it may be started again afterwards."""
+    """One AsyncLLM and its processes. It can be started again after ``stop``."""
 
     def __init__(self, config: RunConfig, engine_index: int, faults: EngineFaults) -> None:
         self.process_ids: tuple[int, ...] = ()
@@ -47,15 +47,15 @@ class EngineCore:
         self._built.set()
 
     async def start(self) -> None:
-        """Load the model and start the engine core's process. If it raises or is cancelled, call ``stop``."""
+        """Load the model and start the engine core's process. If this raises or is canceled, call ``stop``."""
         start_tracker()
         before = process_ids()
         try:
-            # In a separate call: something that vLLM imports keeps the importing frames, and all they refer to.
+            # In a separate call, because something vLLM imports keeps the importing frames and everything in them.
             await asyncio.to_thread(self._import)
             self._llm = llm = await asyncio.to_thread(self._build)
             await llm.update_weight_version("0")
-            # Asked once here, so that adding a request later never waits between its check and its registration.
+            # Cached by vLLM, so adding a request later never waits between its check and its registration.
             await llm.get_supported_tasks()
         except BaseException as error:
             await asyncio.to_thread(self._end_build, before)
@@ -66,7 +66,7 @@ class EngineCore:
         self._remove_files()
 
     def alive(self) -> AsyncLLM:
-        """Raises ``EngineError`` where it has not been started, or has died."""
+        """Return the AsyncLLM. Raises ``EngineError`` if it was not started, or has died."""
         if self._llm is None:
             raise self._faults.not_running()
         if self._llm.errored:
@@ -74,7 +74,7 @@ class EngineCore:
         return self._llm
 
     async def while_alive(self, call: Awaitable[T]) -> T:
-        """The call's result. vLLM never answers calls that are under way when its process dies."""
+        """Await the call, but raise if the core's process dies, because vLLM then never answers."""
         task = asyncio.ensure_future(call)
         try:
             while not task.done():
@@ -88,7 +88,7 @@ class EngineCore:
             task.cancel()
 
     async def workers(self, method: str, **arguments: Any) -> list[Any]:
-        """Results of the method of every worker. Raises ``WeightSyncError`` where it failed on one of them."""
+        """Call a method of every worker and return the results. Raises ``WeightSyncError`` if one failed."""
         return results(await self.while_alive(self.alive().collective_rpc("attempt", args=(method, arguments))))
 
     async def stop(self) -> None:
@@ -96,10 +96,10 @@ class EngineCore:
         llm, self._llm = self._llm, None
         if llm is not None:
             if llm.output_handler is not None:
-                llm.output_handler.cancel()  # it would report the end of the core as a failure
+                llm.output_handler.cancel()  # it would report the core's end as a failure
             await asyncio.to_thread(llm.shutdown, _SHUTDOWN_S)
             del llm
-            gc.collect()  # AsyncLLM sits in reference cycles, and complains when collected at interpreter exit
+            gc.collect()  # AsyncLLM is in reference cycles, and logs errors if it is collected at interpreter exit
         await asyncio.to_thread(end_processes, self.process_ids, _SHUTDOWN_S)
         self._remove_files()
         self.process_ids = ()
@@ -109,7 +109,7 @@ class EngineCore:
         self._shared_files.update(mapped_files(self.process_ids, _SHARED_FILES))
 
     def _remove_files(self) -> None:
-        """Ranks that have mapped them need their names no more, and without names nothing of them can be left."""
+        """Remove the files' names, which ranks no longer need after mapping them."""
         while self._shared_files:
             self._shared_files.pop().unlink(missing_ok=True)
 
@@ -135,7 +135,7 @@ class EngineCore:
             self._built.set()
 
     def _end_build(self, before: Collection[int]) -> None:
-        """A thread that builds cannot be interrupted; it ends when the core does that it starts and waits for."""
+        """End the core until the building thread, which waits for it and cannot be interrupted, gives up."""
         deadline = time.monotonic() + _BUILD_END_S
         while True:
             built = self._built.wait(_LOOK_AT_BUILD_S)

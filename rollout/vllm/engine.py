@@ -15,7 +15,6 @@ from slime_like.errors import EngineError
 from slime_like.hosting.calls import one_line
 from slime_like.interfaces import BucketMetadata, Generation, GenerationRequest, PauseMode
 from slime_like.models.dimensions import ModelDimensions
-from slime_like.weights.wire import metadata_to_wire
 
 if TYPE_CHECKING:
     from vllm.outputs import RequestOutput
@@ -23,11 +22,10 @@ if TYPE_CHECKING:
 
 
 class VllmEngine(EngineBase["AsyncLLM"]):
-    """One vLLM engine of ``config.rollout.tensor`` ranks.
+    """One vLLM engine with ``config.rollout.tensor`` ranks.
 
-    Evaluation that truncates the distribution gets NaN logprobs: vLLM knows only those of the truncated one. So does
-    greedy evaluation of an engine that returns masks. On a CPU there is no memory to give back: ``sleep`` and ``wake``
-    change the state only.
+    Evaluation with a truncated distribution returns NaN logprobs, because vLLM has only those over the truncated one.
+    So does greedy evaluation if the engine returns masks. On a CPU, ``sleep`` and ``wake`` release no memory.
     """
 
     returns_supports = True
@@ -39,12 +37,10 @@ class VllmEngine(EngineBase["AsyncLLM"]):
 
     @staticmethod
     def refusal(dimensions: ModelDimensions, on_cuda: bool) -> str | None:
-        """Why it cannot be trained with this engine on these devices, if so."""
+        """Return the reason why such a model cannot be trained with vLLM on these devices, or ``None``."""
         if dimensions.num_experts and not on_cuda:
-            return (
-                "vLLM cannot update the weights of a mixture-of-experts model on a CPU; use rollout.engine=sglang or "
-                "transformers there"
-            )
+            problem = "vLLM cannot update the weights of a mixture of experts on a CPU"
+            return f"{problem}; use rollout.engine=sglang or transformers"
         return None
 
     async def generate(self, request: GenerationRequest) -> list[Generation]:
@@ -59,10 +55,7 @@ class VllmEngine(EngineBase["AsyncLLM"]):
         await llm.abort(list(self._promised) if request_id is None else [request_id])
 
     async def connect(self, transport: str, rendezvous: dict[str, Any]) -> None:
-        """Not with a mixture-of-experts model on a CPU: vLLM 0.32 reloads its experts wrongly, in silence.
-
-        So does its ``reload_weights``.
-        """
+        """Join the transport. Not for a mixture of experts on a CPU, which vLLM 0.32 silently reloads wrongly."""
         if refusal := self.refusal(self._dimensions, on_cuda=not on_cpu()):
             raise EngineError(refusal, code="model-not-served", who=self._name)
         await super().connect(transport, rendezvous)
@@ -70,7 +63,7 @@ class VllmEngine(EngineBase["AsyncLLM"]):
     # ------------------------------------------------------------------------------------------------- see EngineHooks
     async def _start(self) -> None:
         await self._core.start()
-        self._masks = returns_masks(self._config)  # asked only now: the start prepares how CUDA is looked for
+        self._masks = returns_masks(self._config)  # after the start, which sets how to look for CUDA
 
     async def stop(self) -> None:
         await self._core.stop()
@@ -79,14 +72,14 @@ class VllmEngine(EngineBase["AsyncLLM"]):
         return self._core.alive()
 
     async def _ping(self) -> None:
-        """Asks the engine core's process, not only this one."""
+        """Wait for an answer of the engine core's process."""
         await self._alive().get_weight_version()
 
     def _own_process_ids(self) -> tuple[int, ...]:
         return self._core.process_ids
 
     async def _freeze(self, mode: PauseMode) -> None:
-        # The engine core's own call: AsyncLLM.pause_generation adds a fixed sleep that orders nothing we rely on.
+        # Not AsyncLLM.pause_generation, which adds a fixed sleep.
         core = self._alive().engine_core
         await self._core.while_alive(core.pause_scheduler_async(mode=mode, clear_cache=True))
 
@@ -101,7 +94,7 @@ class VllmEngine(EngineBase["AsyncLLM"]):
         await self._core.workers("begin_update")
 
     async def _update(self, bucket: BucketMetadata) -> None:
-        await self._core.workers("update_weights", update_info={"metadata": metadata_to_wire(bucket)})
+        await self._core.workers("update_weights", update_info={"metadata": bucket.to_wire()})
 
     async def _received(self) -> tuple[dict[str, int], float]:
         return common_checksums(await self._core.workers("received"))
@@ -113,7 +106,7 @@ class VllmEngine(EngineBase["AsyncLLM"]):
         await self._core.while_alive(llm.reset_prefix_cache(reset_running_requests=True))
 
     async def _give_memory_back(self, parts: Sequence[MemoryPart], keep_weights: bool) -> None:
-        """Weights go to host memory, or are dropped. vLLM itself skips a part that is asleep."""
+        """Drop the weights or move them to host memory. vLLM skips parts that are asleep."""
         require_sleep_mode(self._config, SLEEP_ARGUMENT, self._name)
         level = sleep_level(keep_weights, self._state.is_whole, self._dimensions)
         await self._core.while_alive(self._alive().sleep(level=level, mode="abort"))
@@ -122,7 +115,7 @@ class VllmEngine(EngineBase["AsyncLLM"]):
         await self._core.while_alive(self._alive().wake_up(tags=list(parts)))
 
     async def _run(self, llm: AsyncLLM, request: GenerationRequest) -> RequestOutput:
-        """The final output. vLLM's own exceptions become one sentence."""
+        """Return the final output. Converts vLLM's exceptions."""
         from vllm.inputs.engine import tokens_input
         from vllm.v1.engine.exceptions import EngineDeadError
 

@@ -1,4 +1,4 @@
-"""vLLM's executor of several ranks on a CPU. vLLM imports it by name in the engine core's process."""
+"""Executor for several ranks on a CPU. vLLM imports it by name in the engine core's process."""
 
 import os
 
@@ -6,10 +6,10 @@ from vllm.v1.executor.multiproc_executor import MultiprocExecutor
 
 
 class ForkedRanks(MultiprocExecutor):
-    """Forks its ranks from the engine core, as vLLM does where there are GPUs.
+    """Executor that forks its ranks from the engine core.
 
-    On a CPU vLLM spawns them, to bind their OpenMP threads, which ``prepare_environment`` turns off: importing vLLM
-    once more in each rank would take most of the start.
+    On a CPU, vLLM spawns ranks to bind their OpenMP threads, which ``prepare_environment`` turns off. Importing vLLM
+    again in each rank would take most of the start.
     """
 
     def _init_executor(self) -> None:

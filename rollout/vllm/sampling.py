@@ -1,4 +1,4 @@
-"""Requests into vLLM's terms, and its outputs back into ours."""
+"""Conversion of requests to vLLM's parameters, and of its outputs to generations."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ if TYPE_CHECKING:
 
 
 MOST_TIES = 16
-"""vLLM keeps all tokens that tie with the last one of the top k; so many more are asked for."""
+"""Additional tokens to request, because vLLM keeps all tokens that tie with the last of the top k."""
 
 
 def sampling_params(request: GenerationRequest, dimensions: ModelDimensions, masks: bool = False) -> SamplingParams:
-    """Return vLLM's parameters. One final output per request; stop ids are explicit, so EOS is one like any other.
+    """Return vLLM's parameters, for one final output per request. Stop ids are explicit, and include EOS.
 
     Args:
-        masks: vLLM returns each token's support (``return_sampling_mask``). It then rejects greedy requests and those
-            without a ``top_k``, which are put in other words: the likeliest token, and the whole vocabulary.
+        masks: vLLM returns each token's support (``return_sampling_mask``). It then rejects greedy requests and
+            requests without ``top_k``, which become ``top_k`` 1 and the whole vocabulary.
     """
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind
@@ -47,7 +47,7 @@ def sampling_params(request: GenerationRequest, dimensions: ModelDimensions, mas
         max_tokens=sampling.max_new_tokens,
         stop_token_ids=list(stop_ids(sampling, dimensions)),
         ignore_eos=True,
-        # Without masks, the likeliest tokens of the truncated distribution are those that it has.
+        # Without masks, the support consists of the truncated distribution's likeliest tokens.
         logprobs=min(top_k + MOST_TIES, dimensions.vocab_size) if sampling.wants_supports and not masks else 0,
         prompt_logprobs=0 if request.prompt_logprobs else None,
         flat_logprobs=True,
@@ -60,10 +60,10 @@ def sampling_params(request: GenerationRequest, dimensions: ModelDimensions, mas
 def generations(
     request: GenerationRequest, output: RequestOutput, version: int, masks: bool = False
 ) -> list[Generation]:
-    """Return one per sample, in order.
+    """Return one generation per sample, in order.
 
     Args:
-        version: served now, for responses that ended before their first token.
+        version: the served version, for responses that ended before their first token.
         masks: as for ``sampling_params``.
     """
     prompt_logprobs = _prompt_logprobs(output) if request.prompt_logprobs else None
@@ -84,7 +84,7 @@ def _generation(
     if request.sampling.wants_supports:
         supports = _masked(sample, token_ids) if masks else supports_of(ids[:, 1:], logprobs[:, 1:], "vLLM")
     elif request.sampling.truncates or (masks and request.sampling.temperature == 0):
-        # vLLM's are those of the truncated distribution; the contract's, over the whole vocabulary, are not known.
+        # vLLM has only logprobs over the truncated distribution, not over the whole vocabulary.
         logprobs.fill(np.nan)
     spans = ((span.start, span.end, span.version) for span in sample.weight_versions or ())
     return Generation(
@@ -98,28 +98,30 @@ def _generation(
 
 
 def _masked(sample: CompletionOutput, token_ids: np.ndarray) -> Supports:
-    """Return vLLM's own supports: for each token the ids that top-k, top-p and min-p have left."""
+    """Return vLLM's own supports: for each token, the ids left by top-k, top-p and min-p."""
     masks = [] if sample.sampling_mask is None else sample.sampling_mask.token_ids
     supports = Supports.of([np.asarray(mask, np.int32) for mask in masks])
     if len(masks) != len(token_ids) or not all(masks) or not supports.hold(token_ids).all():
-        problem = f"vLLM returned supports of {len(masks)} tokens for {len(token_ids)}, or of other tokens"
+        problem = (
+            f"vLLM returned supports of {len(masks)} tokens for {len(token_ids)}, or supports without the sampled token"
+        )
         raise EngineError(problem, code="engine-version", remedy="set rollout.engine_args.return_sampling_mask: false")
     return supports
 
 
 def _logprobs(flat: Any, count: int) -> tuple[np.ndarray, np.ndarray]:
-    """(n, w) ids and logprobs: at every position vLLM's flat list has the sampled token, then the likeliest ones."""
+    """Return ids and logprobs (n, w): at each position, vLLM lists the sampled token, then the likeliest ones."""
     if not count:
         return np.empty((0, 1), np.int64), np.empty((0, 1), np.float32)
     ids, logprobs = np.array(flat.token_ids, np.int64), np.array(flat.logprobs, np.float32)
     if len(flat.start_indices) != count or len(logprobs) % count:
         problem = f"vLLM returned {len(logprobs)} logprobs for {count} tokens"
-        raise EngineError(problem, code="engine-version", remedy="its version is not supported")
+        raise EngineError(problem, code="engine-version", remedy="install a supported version")
     return ids.reshape(count, -1), logprobs.reshape(count, -1)
 
 
 def _prompt_logprobs(output: RequestOutput) -> np.ndarray | None:
-    """Position 0 has none; vLLM's flat list says so with an empty range. ``None`` if aborted before the prompt ran."""
+    """Return logprobs from position 1 on (position 0 has an empty range); ``None`` if the prompt never ran."""
     flat: Any = output.prompt_logprobs
     if not flat:
         return None

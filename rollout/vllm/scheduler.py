@@ -1,4 +1,4 @@
-"""vLLM's scheduler on a CPU, with one habit more. vLLM imports it by name in the engine core's process."""
+"""Scheduler for a CPU. vLLM imports it by name in the engine core's process."""
 
 import time
 from typing import Any
@@ -10,10 +10,10 @@ _BURST_GAP_S = 0.002
 
 
 class BurstScheduler(Scheduler):
-    """Requests come in bursts: where nothing runs, those that begin together are prefilled together."""
+    """vLLM's scheduler, which also waits for the other requests of a burst, so they are prefilled together."""
 
     def add_request(self, request: Any) -> None:
-        """While the first of a burst waits, the others reach the core's queue, which it empties before it steps."""
+        """Add a request. If nothing runs, wait for the burst's other requests, which are read before a step."""
         begins = not self.has_unfinished_requests()
         super().add_request(request)
         if begins:

@@ -1,7 +1,7 @@
-"""Extension of vLLM's worker process: receiving weights, hashing them as they arrive, loading them.
+"""Extension of vLLM's worker process that receives, hashes and loads weights.
 
-vLLM imports this module in every worker because the engine names ``WorkerExtension`` as its ``worker_extension_cls``;
-that import registers the weight-transfer engine before the worker looks for it.
+vLLM imports this module in every worker, because the engine's ``worker_extension_cls`` is ``WorkerExtension``. The
+import registers the weight-transfer engine.
 """
 
 from __future__ import annotations
@@ -25,20 +25,20 @@ from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, i
 from rollout.ranks import RankAnswer, attempt
 from rollout.receiving import WeightReceiver
 from rollout.vllm.arguments import BACKEND
+from slime_like.interfaces import BucketMetadata
 from slime_like.system.gpus import stay_near
 from slime_like.system.memory import keep_freed_memory
 from slime_like.weights.transports.device_memory import gpu_uuid
-from slime_like.weights.wire import metadata_from_wire
 
 if TYPE_CHECKING:
     from vllm.v1.worker.gpu_worker import Worker as _Worker
 else:
-    _Worker = object  # vLLM makes the extension a base of its worker
+    _Worker = object  # vLLM makes the extension a base class of its worker
 
 
 @dataclass
 class ConnectInfo(WeightTransferInitInfo):
-    """``VllmEngine.connect``'s arguments."""
+    """Arguments of ``VllmEngine.connect``."""
 
     transport: str
     rendezvous: dict[str, Any]
@@ -52,7 +52,7 @@ class BucketInfo(WeightTransferUpdateInfo):
 
 
 class BucketTransferEngine(WeightTransferEngine[ConnectInfo, BucketInfo]):
-    """Feeds Hugging-Face-named buckets to vLLM's layerwise reload."""
+    """Weight-transfer engine that passes buckets with Hugging Face names to vLLM's layerwise reload."""
 
     init_info_cls = ConnectInfo
     update_info_cls = BucketInfo
@@ -71,22 +71,20 @@ class BucketTransferEngine(WeightTransferEngine[ConnectInfo, BucketInfo]):
         self.receiver.connect(init_info.transport, init_info.rendezvous)
 
     def start_weight_update(self) -> None:
-        # A failed update leaves half-loaded layers behind, which would be counted into this one.
+        # A failed update leaves half-loaded layers, which would count for this update.
         self._end_reload()
         self.receiver.begin_update()
         initialize_layerwise_reload(self.model)
         self._reloading = True
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
-        """The base class synchronises an accelerator here, which a CPU-only torch does not have.
-
-        Nothing is lost: loading and hashing below use this thread's own stream.
-        """
+        # The base class would synchronize an accelerator, which a CPU lacks. Loading and hashing use this thread's
+        # stream anyway.
         self.receive_weights(self.parse_update_info(update_info))
 
     def receive_weights(self, update_info: BucketInfo) -> None:
-        """Load copies: layerwise reload keeps a layer's tensors until all have come, perhaps in a later bucket."""
-        self.model.load_weights(self.receiver.copies(metadata_from_wire(update_info.metadata), self.device))
+        """Load copies, because layerwise reload keeps a layer's tensors until it has all, maybe in a later bucket."""
+        self.model.load_weights(self.receiver.copies(BucketMetadata.from_wire(update_info.metadata), self.device))
 
     def finish_weight_update(self) -> None:
         self._end_reload()
@@ -102,34 +100,34 @@ class BucketTransferEngine(WeightTransferEngine[ConnectInfo, BucketInfo]):
 
 
 class WorkerExtension(_Worker):
-    """Methods added to vLLM's worker, called by ``collective_rpc``."""
+    """Methods added to vLLM's worker, called through ``collective_rpc``."""
 
     weight_transfer_engine: BucketTransferEngine
 
     def attempt(self, method: str, arguments: dict[str, Any]) -> RankAnswer:
-        """Call one of this worker's methods.
+        """Call one of this worker's methods, and return errors as answers.
 
-        vLLM 0.32 stops reading its workers' replies at the first one that is an exception. Those of the later workers
-        stay in their queues and answer the next call, and so on for ever. A reply that describes the error is read.
+        vLLM 0.32 stops reading its workers' replies at the first exception. The other workers' replies would stay in
+        their queues and be taken as answers to the next call.
         """
         return attempt(lambda: getattr(self, method)(**arguments))
 
     def begin_update(self) -> None:
-        """Start a weight update, also where the last one is open still because it failed on another worker only."""
+        """Start a weight update, even if the last one is still open because it failed on another worker."""
         if self._weight_update_active:
             self.finish_weight_update()
         self.start_weight_update()
 
     def received(self) -> tuple[dict[str, int], float]:
-        """Hashes of the open (or last) update's tensors, as this worker received them, and the seconds they took."""
+        """Return the hashes of the tensors received in the open (or last) update, and the seconds spent hashing."""
         return self.weight_transfer_engine.receiver.received()
 
 
 def _pack_tied_heads(model: Module) -> None:
-    """Pack every head whose weight is the embedding's again for a CPU's products.
+    """Pack every tied head's weight again for matrix products on a CPU.
 
-    vLLM packs a layer's weight when it has been loaded. This one is loaded as the embedding's, so that after a reload
-    the head would go on with what it packed before.
+    vLLM packs a layer's weight after loading it. A tied weight is loaded with the embedding, so after a reload the head
+    would still use its old packed weight.
     """
     heads = [module for module in model.modules() if isinstance(module, ParallelLMHead)]
     embeddings = [module for module in model.modules() if type(module) is VocabParallelEmbedding]
@@ -139,14 +137,14 @@ def _pack_tied_heads(model: Module) -> None:
 
 
 def _end_with_parent() -> None:
-    """End this process when the one that started it dies, however it dies: nothing else would."""
+    """End this process when its parent dies, in whatever way."""
     parent = multiprocessing.parent_process()
     if parent is None:
         return
 
     def wait() -> None:
         parent.join()
-        os._exit(1)  # an exception in this thread would not end the main thread, which may wait in a collective
+        os._exit(1)  # an exception would not end the main thread, which may wait in a collective
 
     threading.Thread(target=wait, name="end-with-parent", daemon=True).start()
 

@@ -31,8 +31,7 @@ def _run(arguments: argparse.Namespace, _: list[str]) -> int:
     if out.is_dir() and any(out.iterdir()) and not arguments.force:
         problem = f"OUT={out} is not empty; give another directory, or --force to write into it"
         raise ConfigError(problem, code="output-not-empty")
-    from slime_like.examples.calculator_data import make_calculator_data
-    from slime_like.examples.tiny_model import make_arithmetic_data, make_tiny_model
+    from slime_like.examples.tiny_model import make_arithmetic_data, make_calculator_data, make_tiny_model
 
     make_tiny_model(out, family=arguments.family, seed=seed)
     make_arithmetic_data(out / "data", seed=seed)

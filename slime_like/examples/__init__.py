@@ -1,1 +1,1 @@
-"""Examples that ship with the package: a tiny model, arithmetic, a calculator environment."""
+"""Examples that ship with the package: a tiny model with its data, and a calculator environment."""

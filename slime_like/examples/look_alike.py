@@ -1,4 +1,4 @@
-"""A small model like a given one: same family and features, real tokenizer, random weights."""
+"""A small model like a given one: same family, features and tokenizer, random weights."""
 
 import math
 import shutil
@@ -17,34 +17,34 @@ _TOKENIZER_FILES = ("tokenizer*", "vocab*", "merges*", "special_tokens_map.json"
 _HEAD_DIM = 32
 _HIDDEN = 128
 _COMMON = 3.0
-"""Size of what all embeddings have in common, relative to their own."""
+"""Norm of the part that all embeddings share, relative to their mean norm."""
 _SHARE, _LARGEST_PART, _HALVINGS = 1 / 16, 64.0, 16
 _VOCABULARY, _MULTIPLE = 2048, 512
-"""The remainder is kept: what pads a vocabulary to a multiple meets it."""
+"""The vocabulary size modulo ``_MULTIPLE`` is kept, so padding to a multiple is exercised."""
 _LARGEST_GROUP = 3
-"""Query heads to a key head; larger odd groups become 3, larger even ones 2."""
+"""Query heads per key head. Larger odd groups become 3, larger even ones 2."""
 
 
 def make_look_alike(
     model: Path, directory: Path, layers: int = 2, with_vocabulary: bool = True, seed: int = 0, ends: Sequence[int] = ()
 ) -> None:
-    """Write a checkpoint like ``model``, whose weights are not read, in float32.
+    """Write a float32 checkpoint like ``model``. Does not read the weights of ``model``.
 
-    What it keeps: family, biases, norms, tied or untied embeddings, kind and scaling of rotary embeddings, lengths,
-    groups of query heads (up to three), and dense layers before those with experts.
+    Keeps the family, biases, norms, tied or untied embeddings, rotary embeddings and their scaling, lengths, groups of
+    query heads (up to three), and a dense layer in front of the layers with experts.
 
     Args:
-        layers: transformer layers; one more where the first ones have no experts.
-        with_vocabulary: keep the vocabulary, the tokenizer's files and the EOS ids; else there are some 2,000 ids.
-        ends: tokens one of which the model shall sample every sixteen tokens or so, e.g. to end its turns.
+        layers: number of transformer layers, plus one if the first ones have no experts.
+        with_vocabulary: keep the vocabulary, the tokenizer's files and the EOS ids; otherwise use about 2,000 ids.
+        ends: tokens of which the model samples one about every sixteen tokens, e.g. to end its turns.
 
     Raises:
-        ConfigError: ``model`` is of no family that this project knows the formulas of.
+        ConfigError: the family of ``model`` is not supported.
     """
     dimensions = ModelDimensions.from_checkpoint(model)
     if dimensions.family == OTHER:
         raise ConfigError(
-            f"model.path={model}: {dimensions.foreign}; a small one like it can be made of the other families alone",
+            f"model.path={model}: {dimensions.foreign}; use a model of a supported family to make a small one like it",
             code="look-alike-family",
         )
     config = transformers.AutoConfig.from_pretrained(model)
@@ -73,7 +73,7 @@ def make_look_alike(
 
 @torch.no_grad()
 def _sample_often(model: Any, tokens: list[int]) -> None:
-    """Give all embeddings a common part, and the head's rows of these tokens as much of it as makes them likely."""
+    """Add a common vector to all embeddings, and enough of it to these tokens' rows of the head to make them likely."""
     generator = torch.Generator().manual_seed(0)
     embedding, head = model.get_input_embeddings().weight, model.get_output_embeddings().weight
     common = torch.randn(embedding.shape[1], generator=generator)
@@ -113,11 +113,7 @@ def _sizes(dimensions: ModelDimensions, layers: int, has_head_dim: bool) -> dict
         sizes |= {"n_group": groups, "topk_group": max(1, groups // 2), "first_k_dense_replace": dense}
         sizes |= {"num_nextn_predict_layers": 0, "decoder_sparse_step": 1}
     if dimensions.latent is not None:
-        rope = 16
-        sizes |= {
-            "q_lora_rank": None if dimensions.latent.query_rank is None else 64,
-            "kv_lora_rank": 48,
-            "qk_rope_head_dim": rope,
-        }
-        sizes |= {"qk_nope_head_dim": 32, "v_head_dim": 32, "head_dim": rope}
+        rank = None if dimensions.latent.query_rank is None else 64
+        sizes |= {"q_lora_rank": rank, "kv_lora_rank": 48, "qk_nope_head_dim": 32, "v_head_dim": 32}
+        sizes |= {"qk_rope_head_dim": 16, "head_dim": 16}
     return sizes

@@ -1,7 +1,8 @@
-"""A complete, tiny Hugging Face checkpoint and an arithmetic data set, made from nothing: no download, quick on a CPU.
+"""A complete, tiny Hugging Face checkpoint and its data sets. Needs no download and is fast on a CPU.
 
 The checkpoint has everything a real one has (config, safetensors, generation config, tokenizer, chat template), so
-trainers and engines treat it as any other model. The data are sums, which such a model learns within a minute.
+trainers and engines treat it like any other model. It learns sums within a minute. It can't learn products, but it can
+learn to copy them from a calculator.
 """
 
 import contextlib
@@ -28,7 +29,7 @@ CHAT_TEMPLATE = (
     "{% if message.role == 'assistant' %}<eos>{% endif %}{% endfor %}"
     "{% if add_generation_prompt %}<assistant>{% endif %}"
 )
-"""One token opens every turn, ``<eos>`` ends the model's: a prompt costs two tokens more than its text."""
+"""One token opens every turn, and ``<eos>`` ends the model's. A prompt has two more tokens than its text."""
 
 _SIZES: dict[str, Any] = {
     "vocab_size": VOCAB_SIZE,
@@ -63,7 +64,7 @@ _FAMILIES: dict[str, dict[str, Any]] = {
         "kv_lora_rank": 48,
         "qk_nope_head_dim": 32,
         "qk_rope_head_dim": 16,
-        "head_dim": 16,  # in this configuration that of the rotary embedding
+        "head_dim": 16,  # in this configuration, the rotary part only
         "v_head_dim": 32,
         "first_k_dense_replace": 1,
         "n_routed_experts": 8,
@@ -85,16 +86,16 @@ _FAMILIES: dict[str, dict[str, Any]] = {
         },
     },
 }
-"""By the model type of transformers: what differs from ``_SIZES``."""
+"""Differences from ``_SIZES`` by transformers' model type."""
 
 _DEMONSTRATIONS = 4
 
 
 def make_tiny_model(directory: Path, family: str = "qwen3", seed: int = 0, **overrides: Any) -> None:
-    """Write a randomly initialised checkpoint into ``directory``.
+    """Write a randomly initialized checkpoint to ``directory``.
 
-    Weights are normal with standard deviation ``1 / sqrt(fan-in)``; norm weights and biases scatter around 1 and 0, so
-    that one which is lost or swapped shows in the logits.
+    Weights are normal with standard deviation ``1 / sqrt(fan-in)``. Norm weights and biases scatter around 1 and 0, so
+    a lost or swapped one changes the logits.
 
     Args:
         family: llama (with llama3 rope scaling), mistral, qwen2 (biases, tied embeddings), qwen3, qwen3_moe or
@@ -117,26 +118,28 @@ def write_random_weights(
     generation: transformers.GenerationConfig,
     adjust: Callable[[Any], None] = lambda _: None,
 ) -> None:
-    """Write configuration, weights of ``config.dtype`` as ``make_tiny_model`` draws them, and generation settings;
-    ``adjust`` is called with the model in float32."""
+    """Write configuration, random weights (see ``make_tiny_model``) in ``config.dtype``, and generation settings.
+
+    ``adjust`` is called with the model in float32.
+    """
     dtype = config.dtype
     directory.mkdir(parents=True, exist_ok=True)
     model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     _initialise(model, torch.Generator().manual_seed(seed))
     adjust(model)
-    for parameter in model.parameters():  # routers' biases are buffers: in float32, as in published checkpoints
+    for parameter in model.parameters():  # router biases are buffers and stay float32, like in published checkpoints
         parameter.data = parameter.data.to(dtype)
     model.generation_config = generation
     with without_progress_bar():
         model.save_pretrained(directory)
     for file in directory.glob("*.safetensors"):
-        shutil.copymode(directory / "config.json", file)  # safetensors makes files that only their owner reads
+        shutil.copymode(directory / "config.json", file)  # safetensors makes files that only their owner can read
 
 
 def tiny_config(family: str, **overrides: Any) -> Any:
-    """The transformers configuration of ``make_tiny_model``; raises as it does."""
+    """Return the transformers configuration for ``make_tiny_model``; raises the same errors."""
     if family not in _FAMILIES:
-        raise ConfigError([f"family={family} is not a tiny model; use one of: {', '.join(_FAMILIES)}"])
+        raise ConfigError([f"family={family} has no tiny model; use one of {', '.join(_FAMILIES)}"])
     plain = transformers.AutoConfig.for_model(family)
     class_name = type(plain).__name__
     known = plain.to_dict().keys() | _SIZES.keys() | {"dtype"}
@@ -149,7 +152,7 @@ def tiny_config(family: str, **overrides: Any) -> Any:
 
 @contextlib.contextmanager
 def without_progress_bar() -> Iterator[None]:
-    """Inside, transformers shows no bars."""
+    """Hide transformers' progress bars inside the block."""
     logging = transformers.utils.logging
     shown = logging.is_progress_bar_enabled()
     logging.disable_progress_bar()
@@ -179,7 +182,7 @@ def _initialise(model: torch.nn.Module, generator: torch.Generator) -> None:
 
 
 def byte_tokenizer() -> transformers.PreTrainedTokenizerFast:
-    """One token per UTF-8 byte, no merges, the special tokens first."""
+    """Return a tokenizer with one token per UTF-8 byte. Special tokens come first."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     vocab = {token: index for index, token in enumerate((*SPECIAL_TOKENS, *alphabet))}
     tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[], unk_token="<unk>"))
@@ -208,36 +211,68 @@ def make_arithmetic_data(
     """Write ``train.jsonl``, ``sft.jsonl`` and ``eval.jsonl``: sums of two numbers from 0 to ``max_number - 1``.
 
     Rows are ``{"prompt": "12+34=", "answer": "46", "response": "46"}``. Training and held-out problems are disjoint as
-    *ordered* pairs: with 12+34 held out, 34+12 may be trained on.
+    *ordered* pairs: if 12+34 is held out, 34+12 may be in the training set.
 
-    ``sft.jsonl`` demonstrates every training problem four times, by a careless teacher: the response of a demonstration
-    is one too high with probability ``slip``. A model that imitates them knows addition and mostly answers wrong; that
-    is the habit which rewards can break, and imitation cannot.
-
-    Raises:
-        ConfigError: fewer ordered pairs exist than rows are asked for.
+    ``sft.jsonl`` demonstrates every training problem four times. A response is one too high with probability ``slip``.
+    A model that imitates it knows addition but mostly answers wrong. Rewards can break this habit, imitation can't.
     """
     pairs = [(a, b) for a in range(max_number) for b in range(max_number)]
-    if num_train < 1 or num_eval < 1 or num_train + num_eval > len(pairs):
-        raise ConfigError(
-            [
-                f"num_train={num_train} and num_eval={num_eval} must be at least 1 and at most {len(pairs)} together: "
-                f"there are {len(pairs)} sums of two numbers below {max_number}; raise max_number or ask for fewer"
-            ]
-        )
-    directory = Path(directory)
     directory.mkdir(parents=True, exist_ok=True)
     shuffle: Callable[[list[Any]], None] = random.Random(seed).shuffle
     shuffle(pairs)
     train, held_out = pairs[:num_train], pairs[num_train : num_train + num_eval]
-    _write_rows(directory / "train.jsonl", train)
-    _write_rows(directory / "eval.jsonl", held_out)
+    _write_rows(directory / "train.jsonl", [_sum(*pair) for pair in train])
+    _write_rows(directory / "eval.jsonl", [_sum(*pair) for pair in held_out])
     demonstrated = train * _DEMONSTRATIONS
     shuffle(demonstrated)
     slips = random.Random(seed + 1)
-    _write_rows(directory / "sft.jsonl", demonstrated, lambda: int(slips.random() < slip))
+    _write_rows(directory / "sft.jsonl", [_sum(*pair, slips.random() < slip) for pair in demonstrated])
 
 
-def _write_rows(path: Path, pairs: list[tuple[int, int]], error: Callable[[], int] = lambda: 0) -> None:
-    rows = ({"prompt": f"{a}+{b}=", "answer": str(a + b), "response": str(a + b + error())} for a, b in pairs)
+def make_calculator_data(
+    directory: Path, seed: int = 0, num_train: int = 1300, num_eval: int = 200, guesses: float = 0.7
+) -> None:
+    """Write ``train.jsonl``, ``sft.jsonl`` and ``eval.jsonl``: products of two numbers from 10 to 49.
+
+    Rows are ``{"prompt": "37*48=", "answer": "1776"}``. Training and held-out problems are disjoint as ordered pairs.
+
+    ``sft.jsonl`` demonstrates both turns of every training problem. In the first turn, the demonstration guesses a
+    number with probability ``guesses``, and otherwise calls the calculator (``[37*48]``). In the second turn, after the
+    calculator's reply, it repeats that reply. A model that imitates this can use the tool but mostly doesn't. Rewards
+    can change this habit.
+    """
+    rng = random.Random(seed)
+    pairs = [(a, b) for a in range(10, 50) for b in range(10, 50)]
+    rng.shuffle(pairs)
+    train, held_out = pairs[:num_train], pairs[num_train : num_train + num_eval]
+    directory.mkdir(parents=True, exist_ok=True)
+    _write_rows(directory / "train.jsonl", [_product(*pair) for pair in train])
+    _write_rows(directory / "eval.jsonl", [_product(*pair) for pair in held_out])
+    demonstrations = [row for pair in train * _DEMONSTRATIONS for row in _calculator_turns(*pair, rng, guesses)]
+    rng.shuffle(demonstrations)
+    _write_rows(directory / "sft.jsonl", demonstrations)
+
+
+def _sum(a: int, b: int, error: int = 0) -> dict[str, Any]:
+    return {"prompt": f"{a}+{b}=", "answer": str(a + b), "response": str(a + b + error)}
+
+
+def _product(a: int, b: int) -> dict[str, Any]:
+    return {"prompt": f"{a}*{b}=", "answer": str(a * b)}
+
+
+def _calculator_turns(a: int, b: int, rng: random.Random, guesses: float) -> list[dict[str, Any]]:
+    problem, call, guess = _product(a, b), f"[{a}*{b}]", str(rng.randint(100, 2401))
+    messages = [
+        {"role": "user", "content": problem["prompt"]},
+        {"role": "assistant", "content": call},
+        {"role": "tool", "content": problem["answer"]},
+    ]
+    return [
+        {**problem, "response": guess if rng.random() < guesses else call},
+        {**problem, "prompt": messages, "response": problem["answer"]},
+    ]
+
+
+def _write_rows(path: Path, rows: list[dict[str, Any]]) -> None:
     path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")

@@ -44,41 +44,14 @@ if TYPE_CHECKING:
     from slime_like.plugins.entry_points import ENGINE_GROUP as ENGINE_GROUP
     from slime_like.trajectory import Conversation as Conversation
 
-_NAMES = {
-    "slime_like.interfaces.agent": ("Agent", "AgentResult", "AgentTask"),
-    "slime_like.interfaces.engine": (
-        "ConversationTask",
-        "EngineHealth",
-        "Generation",
-        "GenerationRequest",
-        "PauseMode",
-        "RolloutEngine",
-        "SamplingParams",
-        "Segment",
-        "load_engine",
-    ),
-    "slime_like.interfaces.environment": ("Environment", "Step", "Task"),
-    "slime_like.interfaces.reward": ("RewardResult", "group_reward"),
-    "slime_like.interfaces.supports": ("Supports",),
-    "slime_like.interfaces.trainer": (
-        "PendingSave",
-        "Planner",
-        "RankCoordinates",
-        "RankPlacement",
-        "ScoredLogprobs",
-        "TrainerBackend",
-        "load_backend",
-    ),
-    "slime_like.interfaces.weights": ("BucketMetadata", "TensorEntry", "UpdateReceipt", "WeightBucket"),
-    "slime_like.plugins.entry_points": ("BACKEND_GROUP", "ENGINE_GROUP"),
-    "slime_like.trajectory": ("Conversation",),
-}
-_HOMES = {name: module for module, names in _NAMES.items() for name in names}
-
-__all__ = sorted(_HOMES)
+_MODULES = ("agent", "environment", "reward", "supports", "weights", "engine", "trainer")
+"""Modules to search for a name, the ones without torch first."""
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(_HOMES[name]), name)
+    if not name.startswith("_"):
+        for module in _MODULES:
+            found = getattr(import_module(f"{__name__}.{module}"), name, None)
+            if found is not None:
+                return found
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,7 +1,7 @@
 """Weights sent from a trainer to the engines: tensors, buckets, receipts."""
 
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import asdict, dataclass, field
+from typing import Any, Self
 
 from torch import Tensor
 
@@ -52,6 +52,17 @@ class BucketMetadata:
     @property
     def nbytes(self) -> int:
         return sum(entry.nbytes for entry in self.entries)
+
+    def to_wire(self) -> dict[str, Any]:
+        """Return plain values, for RPC layers that carry nothing else (by design: no pickle)."""
+        entries = [asdict(entry) for entry in self.entries]
+        return {"transport": self.transport, "location": self.location, "entries": entries}
+
+    @classmethod
+    def from_wire(cls, wire: dict[str, Any]) -> Self:
+        """Invert ``to_wire``. Lists that JSON or msgpack made from tuples become tuples again."""
+        entries = tuple(TensorEntry(**{**entry, "shape": tuple(entry["shape"])}) for entry in wire["entries"])
+        return cls(wire["transport"], wire["location"], entries)
 
 
 @dataclass(slots=True)

@@ -30,7 +30,7 @@ def read_object(path: Path) -> dict[str, Any]:
     except (ValueError, RecursionError) as error:
         raise ConfigError(f"{path}: not valid JSON ({error}); re-download or re-export the checkpoint") from error
     if not isinstance(raw, dict):
-        raise ConfigError(f"{path}: holds no JSON object; re-download or re-export the checkpoint")
+        raise ConfigError(f"{path}: not a JSON object; re-download or re-export the checkpoint")
     return raw
 
 
@@ -164,8 +164,8 @@ def latent_features(raw: dict[str, Any]) -> dict[str, Any]:
         raise UnsupportedError(f"first_k_dense_replace={dense} leaves no layer of {layers} with experts")
     if top_k < 2 or (groups > 1 and top_k // top_groups != 2):
         raise UnsupportedError(
-            f"num_experts_per_tok={top_k} of topk_group={top_groups} groups: groups are ranked by their best two "
-            "experts, as in DeepSeek-V3, which Megatron does where twice as many experts are chosen"
+            f"num_experts_per_tok={top_k} is not two experts for each of topk_group={top_groups} groups, which "
+            "Megatron needs to rank groups by their best two experts, like DeepSeek-V3"
         )
     if experts % groups:
         raise ValueError(f"n_group={groups} does not divide n_routed_experts={experts}")
@@ -240,7 +240,7 @@ def eos_ids(raw: dict[str, Any], directory: Path, vocab_size: int) -> tuple[int,
     if generation.is_file():
         written = read_object(generation)
         if "eos_token_id" in written:
-            ids = _eos_ids(written, f" in {generation.name} beside it", vocab_size)
+            ids = _eos_ids(written, f" in {generation.name}", vocab_size)
     return ids
 
 
@@ -248,12 +248,12 @@ def _eos_ids(raw: dict[str, Any], where: str, vocab_size: int) -> tuple[int, ...
     given = raw.get("eos_token_id")
     ids = given if isinstance(given, list) else [] if given is None else [given]
     if any(isinstance(token, bool) or not isinstance(token, int) for token in ids):
-        raise ValueError(f"eos_token_id={given!r}{where} is neither a token id nor a list of them")
+        raise ValueError(f"eos_token_id={given!r}{where} must be a token id or a list of token ids")
     unknown = [token for token in ids if not 0 <= token < vocab_size]
     if unknown:
         raise ValueError(
-            f"eos_token_id={given!r}{where}: {unknown[0]} is not a token id of the model, whose ids are "
-            f"0 to {vocab_size - 1}"
+            f"eos_token_id={given!r}{where}: {unknown[0]} is not a token id of the model, which has ids 0 to "
+            f"{vocab_size - 1}"
         )
     return tuple(ids)
 

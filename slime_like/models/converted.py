@@ -19,7 +19,7 @@ WEIGHTS, MODEL, DESCRIPTION = "trainer", "model", "conversion.json"
 
 CONVERT_AGAIN = "convert the model again"
 
-_FORMAT, _WITHOUT_FILES = 2, 1
+_FORMAT = 2
 _FILES, _OWN = "files", "crc32"
 
 
@@ -54,12 +54,9 @@ def damage_remedy(weights: Path, otherwise: str) -> str:
 
 
 def converted_problem(checkpoint: Path) -> str | None:
-    """Describe damaged or missing small files, with the remedy; ``None`` if there are none.
-
-    Checkpoints of the first format recorded nothing about them, and are accepted unchecked.
-    """
+    """Describe damaged or missing small files, with the remedy; ``None`` if there are none."""
     faults = ", ".join(_faults(checkpoint))
-    return f"is damaged ({faults}); put back what was written, or {CONVERT_AGAIN}" if faults else None
+    return f"is damaged ({faults}); restore the files, or {CONVERT_AGAIN}" if faults else None
 
 
 def _faults(checkpoint: Path) -> Iterator[str]:
@@ -69,20 +66,18 @@ def _faults(checkpoint: Path) -> Iterator[str]:
     try:
         text = (checkpoint / DESCRIPTION).read_bytes()
         content = json.loads(text)
-        if content["format"] == _WITHOUT_FILES and not {_FILES, _OWN} & content.keys():
-            return
         checksum, files = content.pop(_OWN), content[_FILES].items()
         whole = checksum == zlib.crc32(_text(content)) and text == _text(content | {_OWN: checksum})
     except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError):
         whole = False
     if not whole:
-        yield f"{DESCRIPTION} is not as it was written"
+        yield f"{DESCRIPTION} has changed"
         return
     for name, written in files:
         try:
             found = whole_file(checkpoint / name)
             if found != written:
-                yield f"{name} {length_fault(found[0], written[0]) or 'is not as it was written'}"
+                yield f"{name} {length_fault(found[0], written[0]) or 'has changed'}"
         except FileNotFoundError:
             yield f"{name} is missing"
         except OSError as error:

@@ -193,9 +193,9 @@ def _of_another(raw: dict[str, Any], path: Path) -> dict[str, Any]:
         return config_json.any_model(raw)
     except KeyError as error:
         raise ConfigError(
-            f"{path}: model_type {raw.get('model_type', '(none)')} gives no {error}, by this name or another that "
-            "is known; trainer.backend=fsdp trains decoders with attention and a largest number of positions (if "
-            "the key was lost, re-export the checkpoint with transformers)"
+            f"{path}: model_type {raw.get('model_type', '(none)')} has no {error}, under this or another known name; "
+            "use a decoder with attention and a maximum number of positions, or, if the key was lost, re-export the "
+            "checkpoint with transformers"
         ) from error
 
 
@@ -229,8 +229,8 @@ def _what_instead(directory: Path) -> str:
         return f" does not exist{from_here(directory)}; give a Hugging Face checkpoint directory"
     checkpoint = training_checkpoint(directory)
     if checkpoint is None:
-        return ": no config.json there; give a Hugging Face checkpoint directory"
+        return ": contains no config.json; give a Hugging Face checkpoint directory"
     return (
-        f" is a training checkpoint already; give the Hugging Face directory that it was made from, and "
-        f"{checkpoint} as model.weights, or what `slime-like convert to-hf` makes of it"
+        f" is a training checkpoint; give the Hugging Face directory it was made from and model.weights={checkpoint}, "
+        "or convert it with `slime-like convert to-hf`"
     )

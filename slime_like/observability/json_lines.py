@@ -1,106 +1,85 @@
-"""Files of JSON objects, one a line, each with its step; they may grow while they are read."""
+"""Files with one JSON object per line, each with its step. They may grow while they are read."""
 
 import json
 import math
 import mmap
 import os
 import sys
+from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from io import FileIO
 from pathlib import Path
 from typing import Any
 
 from slime_like.errors import DataError, SlimeLikeError
-
-NEWEST_BYTES = 2**25
-"""How much of a table's end is read."""
-_BLOCK_BYTES = 2**22
+from slime_like.system.disk import refusal
 
 
-def read_lines(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Every object with the number of its line, from 1. An unfinished last line is skipped.
-
-    Raises:
-        DataError: a finished line is not a JSON object with a step.
-    """
-    with path.open("rb") as file:
-        for number, line in enumerate(file, start=1):
-            record = _read_object(line, f"{path}:{number}")
-            if record is not None:
-                yield number, record
-            if not line.endswith(b"\n"):  # a writer may have finished it by now, but its beginning has been read
-                return
-
-
-def newest_lines(path: Path, count: int) -> tuple[list[dict[str, Any]], int]:
-    """The last ``count`` objects, of at most ``NEWEST_BYTES``, and how many lines stand before them.
+def read_lines(path: Path, newest: int | None = None) -> Iterator[tuple[int, dict[str, Any]]]:
+    """Yield the ``newest`` objects (by default all), each with its line number, from 1. Skips an unfinished last line.
 
     Raises:
         DataError: one of these lines is finished, but is not a JSON object with a step.
     """
-    with path.open("rb") as file:
-        size = os.fstat(file.fileno()).st_size
-        start = max(0, size - NEWEST_BYTES)
-        before = sum(
-            _read(file, at, min(_BLOCK_BYTES, start - at)).count(b"\n") for at in range(0, start, _BLOCK_BYTES)
-        )
-        *finished, rest = _read(file, start, size - start).split(b"\n")
-    if start:  # the first line began before
-        finished, before = finished[1:], before + 1
-    skipped = max(0, len(finished) + bool(rest) - count)
-    lines = [*(line + b"\n" for line in finished[skipped:]), rest]
-    found = [_read_object(line, f"{path}:{number}") for number, line in enumerate(lines, before + skipped + 1)]
-    return [record for record in found if record is not None], before + skipped
+    lines = _lines(path) if newest is None else deque(_lines(path), maxlen=newest)
+    for number, line in lines:
+        record = _read_object(line, f"{path}:{number}")
+        if record is not None:
+            yield number, record
 
 
 def open_for_append(path: Path) -> FileIO:
-    """Open at the end of the last whole line; a half-written one, left by a killed run, would damage what follows."""
+    """Open at the end of the last whole line. Removes a half-written line, which a killed run may have left."""
     size = path.stat().st_size if path.is_file() else 0
     whole, last = _last_line(path) if size else (0, b"")
     ended = not last or _parse_object(last) is not None
     if not ended:
         os.truncate(path, whole)
-    file = path.open("ab", buffering=0)  # what a full disk refused must not be tried again when the file is closed
+    file = path.open("ab", buffering=0)  # with a buffer, closing would retry what a full disk rejected
     if ended and whole < size:
         file.write(b"\n")
     return file
 
 
 def write_lines(file: FileIO, records: Iterable[Mapping[str, Any]]) -> None:
-    """Append one line per record; non-finite numbers stand as ``null``. Raises where the disk refuses."""
+    """Append one line per record. Numbers that are not finite become ``null``.
+
+    Raises:
+        SlimeLikeError: the disk rejects the write.
+    """
     lines = (json.dumps(_finite(dict(record)), allow_nan=False) for record in records)
     rest = memoryview("".join(f"{line}\n" for line in lines).encode())
     try:
         while rest:
             rest = rest[file.write(rest) :]
     except OSError as error:
-        raise SlimeLikeError(
-            f"{os.fspath(file.name)} could not be written ({error.strerror})",
-            code="disk-refused",
-            remedy="free space there, and restart to resume from the last checkpoint",
-        ) from error
+        problem = refusal(Path(os.fsdecode(file.name)), str(error.strerror))
+        raise SlimeLikeError(problem, code="disk-refused") from error
 
 
-def _read(file: Any, start: int, length: int) -> bytes:
-    file.seek(start)
-    return bytes(file.read(length))
+def _lines(path: Path) -> Iterator[tuple[int, bytes]]:
+    with path.open("rb") as file:
+        for number, line in enumerate(file, start=1):
+            yield number, line
+            if not line.endswith(b"\n"):  # its writer may append the rest, which must not be read as another line
+                return
 
 
 def _last_line(path: Path) -> tuple[int, bytes]:
-    """Where what follows the last newline begins, and that; only the end of the file is read."""
+    """Return the position after the last newline, and the text after it. Reads only the end of the file."""
     with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
         whole = content.rfind(b"\n") + 1
         return whole, content[whole:]
 
 
 def _read_object(line: bytes, where: str) -> dict[str, Any] | None:
-    """Return the object, or ``None`` for a line that is still being written."""
+    """Return the object, or ``None`` if the line is still being written."""
     record = _parse_object(line)
     if record is not None and isinstance(record.get("step"), int):
         return record
     if line.endswith(b"\n"):
         raise DataError(
-            "this line is not a JSON object with a step",
+            "the line is not a JSON object with a step",
             code="damaged-line",
             who=where,
             remedy="restore or remove the file",
@@ -110,19 +89,19 @@ def _read_object(line: bytes, where: str) -> dict[str, Any] | None:
 
 def _parse_object(line: bytes) -> dict[str, Any] | None:
     try:
-        record = json.loads(line, object_hook=_interned, parse_constant=lambda _: None)
+        record = json.loads(line, object_hook=_with_shared_names, parse_constant=lambda _: None)
         return record if isinstance(record, dict) else None
     except (ValueError, RecursionError):
         return None
 
 
-def _interned(record: dict[str, Any]) -> dict[str, Any]:
-    """Names repeat on every line."""
+def _with_shared_names(record: dict[str, Any]) -> dict[str, Any]:
+    # The same names are on every line.
     return {sys.intern(name): value for name, value in record.items()}
 
 
 def _finite(value: Any) -> Any:
-    """Return ``value`` with every number that is not finite as ``None``."""
+    """Replace every number that is not finite with ``None``."""
     if isinstance(value, dict):
         return {name: _finite(item) for name, item in value.items()}
     if isinstance(value, list | tuple):

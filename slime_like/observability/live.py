@@ -1,4 +1,4 @@
-"""The live terminal display: progress bar, what is waited for, figures, and where the step's time goes."""
+"""Live terminal display: progress bar, current wait, metrics, and the step's time by phase."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -15,7 +15,7 @@ from rich.text import Text
 from slime_like.observability.names import folded
 from slime_like.observability.waiting import Waiting
 
-_COLOURS = {
+_COLORS = {
     "wait": "bright_black",
     "generate": "cyan",
     "reward": "yellow",
@@ -29,7 +29,7 @@ _SHARE_WIDTH = 60
 
 
 class LiveDisplay:
-    """Drawn in place on ``stream``; what is printed meanwhile goes above it. A thread redraws it twice a second."""
+    """Display drawn in place on ``stream``, below other output. A thread redraws it twice a second."""
 
     def __init__(self, total_steps: int, stream: TextIO, now: Callable[[], float], unit: str) -> None:
         console = Console(file=stream, force_terminal=True)
@@ -71,7 +71,7 @@ class LiveDisplay:
         self._live.stop()
 
     def _render(self) -> RenderableType:
-        """The line about a wait is there without one, too: what is below stays in its place."""
+        # Without a wait, its line stays empty, so the lines below don't move.
         waiting = self._waiting
         text = waiting[0].under_way(self._now() - waiting[1]) if waiting is not None else ""
         head = (self._bar.get_renderable(), Text(text, style="dim", no_wrap=True, overflow="ellipsis"))
@@ -79,20 +79,20 @@ class LiveDisplay:
 
 
 def _table(figures: Sequence[tuple[str, str]]) -> Columns:
-    """As many beside each other as the terminal is wide."""
+    """Return the figures in as many columns as fit the terminal."""
     return Columns(
         (Text.assemble((label, "dim"), "\n", (value, "bold")) for label, value in figures), padding=(0, 3, 0, 0)
     )
 
 
 def _shares(shares: Sequence[tuple[str, float]]) -> Group:
-    """One bar cut in proportion to the phases, with its legend."""
+    """Return a bar divided in proportion to the phases, and its legend."""
     bar, legend = Text(), Text()
     drawn, total = 0, 0.0
     for phase, share in folded(shares):
         total += share
         width = round(_SHARE_WIDTH * total / 100) - drawn
         drawn += width
-        bar.append("█" * width, style=_COLOURS[phase])
-        legend.append("■ ", style=_COLOURS[phase]).append(f"{phase} {share:.0f}%  ")
+        bar.append("█" * width, style=_COLORS[phase])
+        legend.append("■ ", style=_COLORS[phase]).append(f"{phase} {share:.0f}%  ")
     return Group(bar, legend)

@@ -1,4 +1,4 @@
-"""Metrics on disk: one JSON line a record, TensorBoard and Weights & Biases beside it where they are on."""
+"""Metrics on disk: one JSON line per record, and optionally TensorBoard and Weights & Biases."""
 
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -16,24 +16,24 @@ METRICS_FILE = "metrics.jsonl"
 
 
 class MetricLogger:
-    """Writes a run's figures to ``run_dir/metrics.jsonl``, and to the trackers the configuration turns on.
+    """Logger that writes metrics to ``run_dir/metrics.jsonl`` and to the configured trackers.
 
-    The file is only ever appended to, one flushed line a call; a resumed run continues the same file. Non-finite
-    values stand as ``null`` there.
+    Each call appends one flushed line. A resumed run continues the file. Values that are not finite become ``null``.
 
     Args:
-        finished_steps: of the checkpoint that the run resumes from; TensorBoard shows later steps only as logged now.
+        finished_steps: steps of the checkpoint that the run resumes from. TensorBoard drops what an earlier start
+            logged for later steps.
 
     Raises:
-        ConfigError: a tracker is on whose package is not installed.
-        SlimeLikeError: from every method that writes, where the disk refuses.
+        ConfigError: a configured tracker is not installed.
+        SlimeLikeError: the disk rejects a write (from every method that writes).
     """
 
     def __init__(self, config: LoggingConfig, run_dir: Path, finished_steps: int = 0) -> None:
         self._run_dir = run_dir
         run_dir.mkdir(parents=True, exist_ok=True)
         self._trackers: list[WandbTracker | TensorBoardTracker] = []
-        if config.wandb:  # first: it is the one whose start may fail
+        if config.wandb:  # first, because its start may fail
             with _installed("wandb"):
                 self._trackers.append(WandbTracker(config, run_dir))
         if config.tensorboard:
@@ -49,7 +49,7 @@ class MetricLogger:
             tracker.log(step, numbers)
 
     def log_table(self, step: int, name: str, rows: Sequence[Mapping[str, Any]]) -> None:
-        """Append ``rows`` to ``run_dir/tables/NAME.jsonl``, one object a row: ``step``, and the cells by column."""
+        """Append ``rows`` to ``run_dir/tables/NAME.jsonl``, one object per row: ``step``, and the cells by column."""
         path = self._run_dir / "tables" / f"{name}.jsonl"
         path.parent.mkdir(exist_ok=True)
         with open_for_append(path) as file:
@@ -58,7 +58,7 @@ class MetricLogger:
             tracker.log_table(step, name, rows)
 
     def close(self) -> None:
-        """Write out everything; may be called twice."""
+        """Close the file and the trackers. May be called twice."""
         self._file.close()
         trackers, self._trackers = self._trackers, []
         for tracker in trackers:
@@ -66,14 +66,14 @@ class MetricLogger:
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """All records of a metrics file, in order. A truncated last line, as a killed run leaves it, is left out.
+    """Return all records of a metrics file, in order. Skips a truncated last line, which a killed run may leave.
 
     Raises:
         DataError: the file is missing or damaged.
     """
     if not path.is_file():
-        remedy = f"give the path of a run's {METRICS_FILE}"
-        raise DataError("there is no such metrics file", code="no-metrics", who=str(path), remedy=remedy)
+        remedy = "give the directory of a run (its `run_dir`)"
+        raise DataError("the file does not exist", code="no-metrics", who=str(path), remedy=remedy)
     records = []
     for number, record in read_lines(path):
         if wrong := [name for name, value in record.items() if not isinstance(value, int | float | None)]:
@@ -84,14 +84,14 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
 
 
 def series(records: Iterable[Mapping[str, Any]], name: str) -> tuple[list[int], list[float]]:
-    """Steps, rising, and finite values of one metric; of a run that went on from an earlier step, what counts now."""
+    """Return ascending steps and finite values of one metric. Repeated steps count as last logged."""
     by_step = {record["step"]: record[name] for record in current_records(records) if record.get(name) is not None}
     steps = sorted(by_step)
     return steps, [by_step[step] for step in steps]
 
 
 def current_records(records: Iterable[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """Drop records that a resumed run has superseded: where steps go back, later ones were run again."""
+    """Drop records of steps that a resumed run repeated."""
     kept: list[Mapping[str, Any]] = []
     for record in records:
         while kept and kept[-1]["step"] > record["step"]:
@@ -111,7 +111,7 @@ def _installed(tracker: str) -> Iterator[None]:
 
 
 class TensorBoardTracker:
-    """Scalars and debug samples as TensorBoard event files in ``directory``; token tables stay in their JSON lines."""
+    """Tracker that writes scalars and debug samples as TensorBoard event files in ``directory``."""
 
     def __init__(self, directory: Path, finished_steps: int) -> None:
         from torch.utils.tensorboard import SummaryWriter
@@ -124,7 +124,7 @@ class TensorBoardTracker:
             self._writer.add_scalar(name, value, step)
 
     def log_table(self, step: int, name: str, rows: Sequence[Mapping[str, Any]]) -> None:
-        """Write samples as text: one paragraph each, indented, so that no character of it is taken for Markdown."""
+        """Write samples as text, indented so that TensorBoard does not read them as Markdown. Skips other tables."""
         if name == SAMPLE_TABLE:
             cells = [{column: row[column] for column in reading_order(list(row))} for row in rows]
             text = "\n\n---\n\n".join("\n".join(map(_markdown_code, row.items())) for row in cells)
@@ -135,14 +135,14 @@ class TensorBoardTracker:
 
 
 def _markdown_code(cell: tuple[str, Any]) -> str:
-    """A cell as indented lines of bounded width: TensorBoard does not wrap code."""
+    """Return a cell as indented lines of bounded width, because TensorBoard does not wrap code."""
     name, value = cell
     lines = f"{name}: {f'{value:.4g}' if isinstance(value, float) else value}".split("\n")
     return "\n".join(fill(line, 120, initial_indent=" " * 4, subsequent_indent=" " * 4) or " " * 4 for line in lines)
 
 
 class WandbTracker:
-    """One Weights & Biases run, named like the run directory."""
+    """Tracker that logs to one Weights & Biases run, named like the run directory."""
 
     def __init__(self, config: LoggingConfig, run_dir: Path) -> None:
         import wandb

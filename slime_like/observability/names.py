@@ -1,4 +1,4 @@
-"""The names every figure is logged under, and how each is computed from a step's records."""
+"""Names of all metrics, and their computation from a step's records."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ _TURN_LIMIT = "rollout/turn_limit_fraction"
 _REWARD_OF = "ref_actor_rewards/rewards_func_"
 _SOURCES, _SOURCE_REWARD = "sources/", "/total_reward_mean"
 
-# Groups whose rewards differ by less than this learn nothing: float noise, not spread.
+# Groups whose rewards differ by less than this, by rounding only, have no gradient.
 ZERO_SPREAD = 1e-6
 
 _SHOWN_SHARE = 10.0
@@ -50,12 +50,12 @@ _MEANS = (
 
 
 def phase_seconds(phase: str) -> str:
-    """Name of the seconds spent in ``phase``, one of ``PHASES`` or "orchestration"."""
+    """Return the name of the seconds spent in ``phase``, one of ``PHASES`` or "orchestration"."""
     return f"phases/{phase} (s)"
 
 
 def step_metrics(record: StepRecord) -> dict[str, float]:
-    """Name the figures of one training step. Seconds are wall time, shares are percent, memory as it came in."""
+    """Return the metrics of one training step by name. Seconds are wall time, shares are percent."""
     metrics = update_metrics(record.updates)
     metrics["train_actor_training/response_lengths"] = float(np.mean(record.response_lengths))
     metrics |= _performance(record)
@@ -80,10 +80,10 @@ def step_metrics(record: StepRecord) -> dict[str, float]:
 
 
 def update_metrics(updates: Sequence[GRPOStats]) -> dict[str, float]:
-    """Means over a training step's optimizer steps, with three exceptions.
+    """Return means over a training step's optimizer steps, with four exceptions.
 
-    ``old_gap_max`` is the first optimizer step's: from the second on, current and old policy differ by design.
-    ``engine_gap_max`` is the largest, ``learning_rate`` the last. ``num_tokens`` is the sum.
+    ``old_gap_max`` is from the first optimizer step, because later ones differ from the old policy by design.
+    ``engine_gap_max`` is the largest, ``learning_rate`` the last, and ``num_tokens`` the sum.
     """
     figures = {name: float(np.mean([float(getattr(update, name)) for update in updates])) for name in _MEANS}
     figures["old_gap_max"] = float(updates[0].old_gap_max)
@@ -94,9 +94,9 @@ def update_metrics(updates: Sequence[GRPOStats]) -> dict[str, float]:
 
 
 def reward_metrics(record: RewardRecord) -> dict[str, float]:
-    """Mean reward and success over all responses, over all functions and of each.
+    """Return mean reward and success over all responses, for all functions together and for each one.
 
-    ``rewards_mean`` weighs all functions alike; ``total_reward_mean`` is the weighted sum that advantages come from.
+    ``rewards_mean`` weighs all functions equally. ``total_reward_mean`` is the weighted sum, as in advantages.
     """
     rewards, successes = np.asarray(record.rewards, np.float64), np.asarray(record.successes, np.float64)
     metrics = {
@@ -112,7 +112,7 @@ def reward_metrics(record: RewardRecord) -> dict[str, float]:
 
 
 def source_metrics(record: StepRecord) -> dict[str, float]:
-    """Figures of each source of a mixture; success is that of the first reward function."""
+    """Return the metrics of each source in a mixture. Success is the first reward function's."""
     columns = {"/response_length_mean": np.asarray(record.response_lengths, np.float64)}
     if record.rewards is not None and record.rollout is not None:
         columns[_SOURCE_REWARD] = _totals(record.rewards)
@@ -127,7 +127,7 @@ def source_metrics(record: StepRecord) -> dict[str, float]:
 
 
 def reference_metrics(record: ReferenceRecord) -> dict[str, float]:
-    """Performance of the reference workers. Their step time stands under two names in use for it."""
+    """Return the performance of the reference workers. Two names are in use for their step time."""
     prefix = "ref_actor_performance"
     return {
         f"{prefix}/time_total_ref_step (s)": record.total_s,
@@ -141,7 +141,7 @@ def reference_metrics(record: ReferenceRecord) -> dict[str, float]:
 
 
 def sync_metrics(record: SyncRecord) -> dict[str, float]:
-    """Figures of one weight sync."""
+    """Return the metrics of one weight sync."""
     metrics = {
         "weights/sync (s)": record.total_s,
         "weights/sync_bytes": float(record.nbytes),
@@ -155,16 +155,11 @@ def sync_metrics(record: SyncRecord) -> dict[str, float]:
 
 
 def evaluation_metrics(record: EvaluationRecord, dataset: str | None = None) -> dict[str, float]:
-    """Figures of one held-out evaluation, of all files together or of one of several."""
+    """Return the metrics of one held-out evaluation, of one file or of all files together."""
     prefix = "evaluation" if dataset is None else f"evaluation/{dataset}"
-    return {
-        f"{prefix}/accuracy": record.accuracy,
-        **{f"{prefix}/pass@{k}": value for k, value in record.pass_at.items()},
-        f"{prefix}/num_responses": float(record.num_responses),
-        f"{prefix}/response_length_mean": record.response_length_mean,
-        f"{prefix}/truncated_fraction": record.truncated_fraction,
-        f"{prefix}/scoring_failures": float(record.scoring_failures),
-    }
+    names = ("accuracy", "num_responses", "response_length_mean", "truncated_fraction", "scoring_failures")
+    passes = {f"{prefix}/pass@{k}": value for k, value in record.pass_at.items()}
+    return passes | {f"{prefix}/{name}": float(getattr(record, name)) for name in names}
 
 
 def _performance(record: StepRecord) -> dict[str, float]:
@@ -189,7 +184,7 @@ def _performance(record: StepRecord) -> dict[str, float]:
 
 
 def _idle_s(record: StepRecord) -> float:
-    """Seconds in which trainer ranks had nothing to do: between a sync's end and an update's, less their work."""
+    """Return the trainer ranks' idle seconds: from a sync's end to the update's end, minus their work."""
     seconds = record.times.seconds
     waiting = seconds["wait"] + seconds["generate"] + seconds["reward"]
     if record.trainers_busy_s is None:
@@ -200,7 +195,7 @@ def _idle_s(record: StepRecord) -> float:
 def _rollout(record: RolloutRecord, lengths: Sequence[int], generate_s: float) -> dict[str, float]:
     seconds = generate_s if record.seconds is None else record.seconds
     truncated = sum(reason == "length" for reason in record.finish_reasons)
-    # Rollouts that were kept on disk took no time here: they have no speed, which is not a speed of 0.
+    # Rollouts from disk took no time, so they have no speed (rather than a speed of 0).
     optional = {ROLLOUT_SPEED: sum(lengths) / seconds} if seconds > 0 else {}
     if record.turns:
         optional["rollout/turns_mean"] = float(np.mean(record.turns))
@@ -224,7 +219,7 @@ def _totals(record: RewardRecord) -> np.ndarray:
 
 
 def _zero_spread_groups(record: RewardRecord) -> int:
-    """Groups whose total rewards are all alike; a group of one is one of them."""
+    """Count groups whose total rewards are all equal, including groups of one."""
     totals, group_ids = _totals(record), np.asarray(record.group_ids)
     return sum(bool(np.ptp(totals[group_ids == group]) < ZERO_SPREAD) for group in np.unique(group_ids))
 
@@ -241,7 +236,7 @@ def _ratio(numerator: float, denominator: float) -> float:
 
 
 # -------------------------------------------------------------------------------------------------- shown during a run
-# Metric, label, format. Figures that a run does not have (rewards in supervised mode) are not shown.
+# Metric, label, format. Metrics that a run does not have are not shown.
 FIGURES = (
     (STEP_TIME, "step time", "{:.2f} s"),
     (LOSS, "loss", "{:.4g}"),
@@ -261,49 +256,50 @@ FIGURES = (
 
 
 def shown_figures(values: Mapping[str, float], evaluated: str = "") -> list[tuple[str, str]]:
-    """(label, formatted value) of the figures that ``values`` has, in the order of ``FIGURES``.
+    """Return (label, formatted value) of the metrics in ``values``, in the order of ``FIGURES``.
 
-    Behind the reward, which is the weighted sum, stands the mean of each function, where there are several. Where there
-    is a reward the loss is left out: on-policy it is next to 0. A KL of 0 is that of a run without a reference; that no
-    conversation ran out of turns is not shown. Behind the flat groups stands the number of all groups.
+    If there are several reward functions, their means follow the weighted sum. With a reward, the loss is left out,
+    because it is almost 0 on-policy. A KL of 0 (no reference) and a turn limit that was never reached are left out too.
 
     Args:
-        evaluated: stands behind the accuracy, such as the step it is of.
+        evaluated: text after the accuracy, e.g. its step.
     """
     shown = []
     for name, label, form in FIGURES:
         hidden = (name == LOSS and REWARD in values) or (name in (KL, _TURN_LIMIT) and not values.get(name))
         if name in values and not hidden:
-            behind = {ACCURACY: evaluated, _FLAT_GROUPS: f"/{values[_GROUPS]:.0f}" if _GROUPS in values else ""}
-            shown.append((label, form.format(values[name]) + behind.get(name, "")))
+            after = {ACCURACY: evaluated, _FLAT_GROUPS: f"/{values[_GROUPS]:.0f}" if _GROUPS in values else ""}
+            shown.append((label, form.format(values[name]) + after.get(name, "")))
         if name == REWARD:
             shown += [(function, form.format(values[mean])) for mean, function in function_means(values)]
     return shown
 
 
 def function_means(names: Iterable[str]) -> list[tuple[str, str]]:
-    """(metric, reward function) of each function's mean reward in ``names``; empty where one function is all."""
-    found = [
-        (name, name.removeprefix(_REWARD_OF).removesuffix("_mean")) for name in names if name.startswith(_REWARD_OF)
-    ]
+    """Return (metric, reward function) for each function's mean reward in ``names``; empty if there is only one."""
+    found = _between(_REWARD_OF, names, "_mean")
     return found if len(found) > 1 else []
 
 
 def source_means(names: Iterable[str]) -> list[tuple[str, str]]:
-    """(metric, source) of the mean reward of each source of a mixture in ``names``."""
-    found = [name for name in names if name.startswith(_SOURCES) and name.endswith(_SOURCE_REWARD)]
-    return [(name, name.removeprefix(_SOURCES).removesuffix(_SOURCE_REWARD)) for name in found]
+    """Return (metric, source) for the mean reward of each source in ``names``."""
+    return _between(_SOURCES, names, _SOURCE_REWARD)
+
+
+def _between(prefix: str, names: Iterable[str], suffix: str) -> list[tuple[str, str]]:
+    found = [name for name in names if name.startswith(prefix) and name.endswith(suffix)]
+    return [(name, name.removeprefix(prefix).removesuffix(suffix)) for name in found]
 
 
 def phase_shares(values: Mapping[str, float]) -> list[tuple[str, float]]:
-    """(phase, percent of the phases' total) of every phase that took any time, orchestration last."""
+    """Return (phase, percent of all phases' time) for every phase that took any time, orchestration last."""
     seconds = {phase: values.get(phase_seconds(phase), 0.0) for phase in (*PHASES, "orchestration")}
     total = sum(seconds.values())
     return [(phase, 100 * value / total) for phase, value in seconds.items() if value > 0]
 
 
 def folded(shares: Sequence[tuple[str, float]]) -> list[tuple[str, float]]:
-    """Those of ``phase_shares`` that are a tenth of the time and more; the others together, as "other"."""
+    """Return the ``phase_shares`` of a tenth or more, and the sum of all others as "other"."""
     long = [(phase, share) for phase, share in shares if share >= _SHOWN_SHARE]
     rest = sum(share for _, share in shares) - sum(share for _, share in long)
     return [*long, *([("other", rest)] if rest > 0.5 else [])]

@@ -1,4 +1,4 @@
-"""Progress output: a live display on a terminal, plain lines in a log file."""
+"""Progress output: a live display on a terminal, plain lines elsewhere."""
 
 import re
 import sys
@@ -21,24 +21,24 @@ Shares = list[tuple[str, float]]
 
 DRIVER_LOG = "driver.log"
 FAILED = "failed: "
-"""Beginning of the last line of a failed run's log."""
+"""Prefix of the last line in the log of a failed run."""
 
 PLAIN_INTERVAL_S = 1.0
 _SHORT_WAIT_S = 1.0
-"""Plain mode writes no line about a wait that was shorter."""
+"""Plain mode writes no line about shorter waits."""
 _CONTROL = re.compile(r"(?:\x1b\[[0-?]*[ -/]*[@-~])|[\x00-\x1f\x7f-\x9f]+")
 
 
 class Progress(AbstractContextManager["Progress"]):
-    """Progress of ``total_steps`` steps. A context manager; the terminal is itself again after ``close``.
+    """Progress of ``total_steps`` steps. A context manager. ``close`` restores the terminal.
 
     Args:
-        mode: "live" draws a display in place, "plain" writes lines without control characters, at most about one a
-            second and always the last, "off" writes nothing; "auto" is live on a terminal and plain elsewhere.
-        stream: where to write; standard error by default.
-        now: monotonic time source in seconds.
-        unit: what ``total_steps`` counts.
-        log: gets the plain lines in every mode; the error that leaves the context becomes its last line.
+        mode: "live" draws a display in place. "plain" writes lines without control characters, about one per second at
+            most, and always the last one. "off" writes nothing. "auto" means live on a terminal and plain elsewhere.
+        stream: output stream; standard error by default.
+        now: monotonic time in seconds.
+        unit: name of a step.
+        log: receives the plain lines in every mode. An error that leaves the context becomes its last line.
     """
 
     def __init__(
@@ -63,9 +63,9 @@ class Progress(AbstractContextManager["Progress"]):
             self._displays.append(PlainDisplay(total_steps, stream, now, unit))
 
     def update(self, step: int, values: Mapping[str, float]) -> None:
-        """Show ``values``, metrics by name, as of ``step`` steps done. What they leave out keeps its last value.
+        """Show ``values``, metrics by name, after ``step`` steps. Other metrics keep their last values.
 
-        An accuracy that is not of this step is shown with its step.
+        An accuracy from an earlier step is shown with its step.
         """
         self._values.update(values)
         if ACCURACY in values:
@@ -75,12 +75,12 @@ class Progress(AbstractContextManager["Progress"]):
             display.show(step, shown_figures(self._values, evaluated), phase_shares(self._values))
 
     def recall(self, step: int, values: Mapping[str, float]) -> None:
-        """Have ``values`` of an earlier start's ``step`` shown from the next update on."""
+        """Restore ``values`` that an earlier start logged at ``step``. The next update shows them."""
         self._values.update(values)
         self._evaluated = step if ACCURACY in values else self._evaluated
 
     def note(self, text: str) -> None:
-        """Write a line at once, apart from the figures."""
+        """Write a line immediately."""
         for display in self._displays:
             display.note(text)
 
@@ -88,12 +88,10 @@ class Progress(AbstractContextManager["Progress"]):
     def waiting(
         self, title: str, total: int = 0, noun: str = "", count: Callable[[], int] | None = None
     ) -> Iterator[Waiting]:
-        """Show what is waited for inside: live as a line that changes, plain as one line once it is over.
+        """Show the block's wait: a line that changes in live mode, one line at the end in plain mode.
 
-        Plain mode writes each title once, where it took a second or more: later waits are part of their steps' lines.
-
-        Args:
-            title, total, noun, count: see ``Waiting``.
+        Plain mode writes each title once, and only if the wait took a second or more. For the arguments, see
+        ``Waiting``.
         """
         waiting, displays = Waiting(title, total, noun, count), list(self._displays)
         for display in displays:
@@ -107,7 +105,7 @@ class Progress(AbstractContextManager["Progress"]):
                 display.end(completed)
 
     def close(self) -> None:
-        """Show what was held back and end the display; may be called twice."""
+        """Write lines that were held back, and end the display. May be called twice."""
         displays, self._displays = self._displays, []
         for display in displays:
             display.close()
@@ -119,8 +117,10 @@ class Progress(AbstractContextManager["Progress"]):
 
 
 class PlainDisplay:
-    """One line an update, for files and pipes. What comes after a step's line, such as an evaluation, adds the figures
-    that it changes and repeats none. A wait gets one line when it is over."""
+    """Display with one line per update, for files and pipes.
+
+    A second line for the same step, e.g. after an evaluation, has only the changed figures.
+    """
 
     def __init__(self, total_steps: int, stream: TextIO, now: Callable[[], float], unit: str) -> None:
         self._total_steps = total_steps

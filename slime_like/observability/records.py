@@ -22,7 +22,8 @@ class RewardRecord:
         func_names, weights: (F,) of the reward functions; the weights make the total reward.
         rewards, successes: (N, F), unweighted.
         group_ids: (N,) the prompt group of each response.
-        failures: why scoring failed ("timeout", "crash", "memory", "cpu", "error"), one per response that got 0 for it.
+        failures: one reason ("timeout", "crash", "memory", "cpu", "error") per response that got 0 because scoring
+            failed.
     """
 
     func_names: Sequence[str]
@@ -39,11 +40,11 @@ class RolloutRecord:
 
     Attributes:
         finish_reasons: (N,) "stop", "length", "abort" or "turns".
-        dropped_prompts: prompts of this step that gave no trained sample.
-        queue_size: groups that wait in the rollout queue.
-        staleness: (N,) weight versions between a response's first token and the weights it trains.
-        seconds: generation time that ``tokens_per_second`` is counted over; ``None`` takes the phase "generate".
-        turns: (N,) of the model in each conversation; empty without an environment.
+        dropped_prompts: prompts of this step without a trained sample.
+        queue_size: groups waiting in the rollout queue.
+        staleness: (N,) weight versions between a response's first token and its update.
+        seconds: generation time for ``tokens_per_second``; ``None`` means the phase "generate".
+        turns: (N,) the model's turns in each conversation; empty without an environment.
         rows: (N,) training rows of each response.
     """
 
@@ -58,7 +59,7 @@ class RolloutRecord:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReferenceRecord:
-    """One step of the reference workers: of ``total_s``, scoring and waiting for rollouts; tokens scored."""
+    """One step of the reference workers: time in total, scoring, and waiting for rollouts; scored tokens."""
 
     total_s: float
     model_running_s: float
@@ -72,10 +73,10 @@ class SyncRecord:
     """One weight sync.
 
     Attributes:
-        verification_s: by how much verification lengthened it, at most: all hashing, and the probe.
+        verification_s: seconds for hashing and the probe, an upper bound of verification's share of ``total_s``.
         nbytes: bytes of the weights.
         wire_nbytes: bytes sent to each engine.
-        changed_fraction: share of elements that differ from the last sync's; ``None`` where they were not compared.
+        changed_fraction: fraction of elements that changed since the last sync; ``None`` if they were not compared.
     """
 
     total_s: float
@@ -90,21 +91,21 @@ class StepRecord:
     """One training step.
 
     Attributes:
-        updates: figures of every optimizer step inside the training step, in order.
-        times: where the time went.
-        response_lengths: (N,) tokens of every response trained on that the model sampled, observations not counted.
-        packed_tokens: tokens the trainer computed, padding included.
-        actual_tokens: of these, tokens of real sequences, shared ones once.
-        shared_tokens: tokens that were left out because others share them.
+        updates: metrics of every optimizer step, in order.
+        times: time by phase.
+        response_lengths: (N,) sampled tokens of every response, without observations.
+        packed_tokens: tokens the trainer computed, including padding.
+        actual_tokens: tokens of sequences among them; shared ones count once.
+        shared_tokens: tokens not computed because sequences share them.
         rewards, rollout: ``None`` in supervised mode.
-        sources: (N,) of the mixture that the responses' prompts come from; empty without one.
-        replay_buffer_size: trajectories that wait for training.
-        weight_gather_s: the part of the phase "sync" in which the trainer gathers its weights; ``None`` if unmeasured.
+        sources: (N,) source of each response's prompt in the mixture; empty without a mixture.
+        replay_buffer_size: trajectories waiting for training.
+        weight_gather_s: part of the phase "sync" in which the trainer gathers its weights; ``None`` if not measured.
         probe_gap: largest engine-to-trainer logprob gap of the probe after the sync; ``None`` without a probe.
         sync: the weight sync after the step.
-        memory: memory figures of the trainer by name, e.g. ``{"peak_rss (GiB)": 1.5}``.
-        trainers_busy_s: seconds that trainer ranks worked on samples that were streamed to them, also while others were
-            waited for; ``None`` where they trained in the phase "train" alone.
+        memory: the trainer's memory by name, e.g. ``{"peak_rss (GiB)": 1.5}``.
+        trainers_busy_s: seconds that trainer ranks worked on streamed samples, in any phase; ``None`` if they worked
+            only in the phase "train".
     """
 
     updates: Sequence[GRPOStats]
@@ -127,14 +128,14 @@ class StepRecord:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EvaluationRecord:
-    """Figures of one held-out file, or of all together.
+    """Metrics of one held-out file, or of all files together.
 
     Attributes:
         accuracy: mean over responses of the first reward function's success; with several samples, mean@n.
-        response_length_mean: tokens.
-        truncated_fraction: responses that met the length limit, 0 to 1.
+        response_length_mean: mean tokens per response.
+        truncated_fraction: fraction of responses that reached a token limit.
         scoring_failures: responses that count as unsolved because a function or the environment failed.
-        pass_at: pass@k by k; none with one sample per prompt.
+        pass_at: pass@k by k; empty with one sample per prompt.
     """
 
     accuracy: float

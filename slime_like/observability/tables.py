@@ -1,4 +1,4 @@
-"""Debug tables: text, rewards and logprobs of a few samples of a training step, whole and token by token."""
+"""Debug tables: text, rewards and logprobs of a few samples of a training step, per sample and per token."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ SAMPLE_TABLE = "per_sample_debug_table"
 TOKEN_TABLE = "per_token_debug_table"
 HELD_OUT_TABLE = "held_out_debug_table"
 
-# Columns of the whole optimizer step, the same in each of its rows.
+# Columns about the whole optimizer step, equal in all of its rows.
 STEP_COLUMNS = ("loss", "policy_loss", "kl_loss", "ratios", "clipfrac", "approx_policy_kls")
 
 Decode = Callable[[Sequence[int]], str]
 Row = dict[str, Any]
-"""Cells by column; ``MetricLogger.log_table`` stores them."""
+"""Cells by column, for ``MetricLogger.log_table``."""
 
 
 class _Logprobs(NamedTuple):
-    """One response as float64 arrays (response_len,); ``None`` where the sample has no such logprobs."""
+    """Logprobs of one response, float64 (response_len,); ``None`` if the sample has none."""
 
     pi: np.ndarray
     generated: np.ndarray | None
@@ -38,8 +38,7 @@ class _Logprobs(NamedTuple):
 
 
 class HeldOutSample(NamedTuple):
-    """A response to a held-out prompt; ``prompt_id`` counts the prompts of all data sets from 0, in every evaluation
-    alike."""
+    """A response to a held-out prompt. ``prompt_id`` numbers the prompts of all data sets, always in the same order."""
 
     dataset: str
     prompt_id: int
@@ -51,7 +50,7 @@ class HeldOutSample(NamedTuple):
 
 
 def held_out_rows(step: int, samples: Sequence[HeldOutSample], decode: Decode) -> list[Row]:
-    """One row for each sample of the evaluation after ``step``."""
+    """Return one row per sample of the evaluation after ``step``."""
     return [
         {
             "Sequence ID": sample.prompt_id,
@@ -74,23 +73,21 @@ def per_sample_rows(
     stats: GRPOStats,
     decode: Decode,
 ) -> list[Row]:
-    """One row for each sample; where samples have several training rows, one for each of these.
+    """Return one row per training row of each sample.
 
-    Reward and success stand per reward function, unweighted. "Response Length" counts sampled tokens, as the metrics
-    do: none of an environment. ``STEP_COLUMNS`` are figures of the whole optimizer step. The two mean gaps are
-    |difference of logprobs| over loss-carrying tokens, in nats; ``None`` where the sample has no such logprobs, or no
-    token carries loss. "Reward Metadata" is JSON text: metadata of reward functions and of an environment's steps, or
-    why scoring failed. Where an environment took part, two more columns count the model's turns and show the text of
-    either side, a line each. Where a sample has several training rows, "Rollout ID" joins them; rewards and advantage
-    are the sample's.
+    Reward and success are per reward function, unweighted. "Response Length" counts sampled tokens only. The two mean
+    gaps are |difference of logprobs| over tokens that carry loss, in nats; ``None`` without such logprobs or tokens.
+    "Reward Metadata" is JSON text: metadata of reward functions and of an environment's steps, or the reason why
+    scoring failed. With an environment, two more columns have the number of the model's turns and the conversation.
+    If a sample has several training rows, "Rollout ID" is the same in all of them, and so are rewards and advantage.
 
     Args:
-        pi_logprobs: (response_len,) of each sample, under the trainer's policy.
-        stats: the optimizer step's figures.
-        decode: token ids to text, special tokens included.
+        pi_logprobs: (response_len,) logprobs of each sample under the trainer's policy.
+        stats: metrics of the optimizer step.
+        decode: converts token ids to text, including special tokens.
     """
     figures = {name: float(getattr(stats, name)) for name in STEP_COLUMNS}
-    talks, has_rows = _have_turns(trajectories), any(each.rollout_id != each.sequence_id for each in trajectories)
+    has_turns, has_rows = _have_turns(trajectories), any(each.rollout_id != each.sequence_id for each in trajectories)
     return [
         {
             "Sequence ID": sample.sequence_id,
@@ -109,22 +106,22 @@ def per_sample_rows(
             "Weight Version": None if sample.weight_versions is None else sample.policy_version,
             "Finish Reason": sample.finish_reason,
             "Reward Metadata": _reward_metadata(sample),
-            **(_conversation(sample, decode) if talks else {}),
+            **(_conversation(sample, decode) if has_turns else {}),
         }
         for sample, tokens in _with_logprobs(trajectories, pi_logprobs)
     ]
 
 
-def said(columns: Sequence[str]) -> str:
-    """Column of the responses; of conversations the one that separates the turns."""
+def response_column(columns: Sequence[str]) -> str:
+    """Return the column with the responses; for conversations, the one that separates turns."""
     return "Conversation" if "Conversation" in columns else "Response"
 
 
 def reading_order(columns: Sequence[str]) -> list[str]:
-    """Columns of the samples: first what one reads, and nothing that all samples of a step share."""
+    """Return the samples' columns, the most readable ones first, without ``STEP_COLUMNS``."""
     rewards = [column for column in columns if column.startswith("Reward_")]
     outcome = ("Advantages", "Finish Reason", *rewards, "Reward Metadata", "Response Length")
-    read = ("Step", "Prompt", said(columns), "Answer", *outcome)
+    read = ("Step", "Prompt", response_column(columns), "Answer", *outcome)
     first = [column for column in read if column in columns]
     return first + [column for column in columns if column not in {*first, *STEP_COLUMNS}]
 
@@ -132,14 +129,14 @@ def reading_order(columns: Sequence[str]) -> list[str]:
 def per_token_rows(
     step: int, trajectories: Sequence[ScoredTrajectory], pi_logprobs: Sequence[np.ndarray], decode: Decode
 ) -> list[Row]:
-    """One row for each response token; arguments as ``per_sample_rows``.
+    """Return one row per response token; for the arguments, see ``per_sample_rows``.
 
-    Token positions count from 0 at the first response token. Logprobs and gaps are in nats; they are ``None`` where the
-    sample has none (no reference in use, a demonstration or an observation that no engine sampled). Where an
-    environment took part, one more column has the number of the turn, from 1; what answers a turn has its number.
+    Token positions count from 0 at the first response token. Logprobs and gaps are in nats; ``None`` if there is no
+    reference, or if no engine sampled the token. With an environment, one more column has the number of the turn, from
+    1; an observation has the number of the turn it answers.
     """
     rows: list[Row] = []
-    talks = _have_turns(trajectories)
+    has_turns = _have_turns(trajectories)
     for sample, tokens in _with_logprobs(trajectories, pi_logprobs):
         length, token_ids = sample.response_len, sample.response_tokens.tolist()
         columns: dict[str, Sequence[Any]] = {
@@ -155,14 +152,14 @@ def per_token_rows(
             "Step": [step] * length,
             "Loss Mask": sample.loss_mask.tolist(),
             "Weight Version": _cells(sample.weight_versions, length),
-            **({"Turn": _turn_numbers(sample)} if talks else {}),
+            **({"Turn": _turn_numbers(sample)} if has_turns else {}),
         }
         rows += (dict(zip(columns, cells, strict=True)) for cells in zip(*columns.values(), strict=True))
     return rows
 
 
 def _turns(sample: ScoredTrajectory) -> list[tuple[int, int]]:
-    """``[start, end)`` of the model's turns in the response; the whole of it where no environment took part."""
+    """Return ``[start, end)`` of the model's turns in the response; without an environment, one turn."""
     conversation = sample.reward_metadata.get("conversation")
     return [(start, end) for start, end in conversation["turns"]] if conversation else [(0, sample.response_len)]
 
@@ -199,12 +196,12 @@ def _with_logprobs(
 def _rewards(sample: ScoredTrajectory) -> dict[str, float]:
     names, cells = sample.reward_metadata["func_names"], dict[str, float]()
     for name, reward, success in zip(names, sample.rewards.tolist(), sample.successes.tolist(), strict=True):
-        cells |= {f"Reward_{name}": float(f"{reward:.7g}"), f"Success_{name}": success}  # float32 has as many digits
+        cells |= {f"Reward_{name}": float(f"{reward:.7g}"), f"Success_{name}": success}  # the digits of a float32
     return cells
 
 
 def _reward_metadata(sample: ScoredTrajectory) -> str | None:
-    """Metadata by reward function, and by ``environment`` a list with that of each step; ``None`` if there is none."""
+    """Return metadata by reward function, and under ``environment`` a list by step; ``None`` if there is none."""
     shown = {name: each for name, each in sample.reward_metadata.items() if name not in ("func_names", "conversation")}
     steps = sample.reward_metadata.get("conversation", {}).get("steps", [])
     if any(steps):
@@ -217,7 +214,7 @@ def _cells(values: np.ndarray | Tensor | None, length: int) -> list[Any]:
 
 
 def _sampled_cells(sample: ScoredTrajectory, values: np.ndarray | None) -> list[Any]:
-    """Empty on observations, which no engine sampled."""
+    """Return ``values`` as cells, empty for observations, because no engine sampled them."""
     cells = _cells(values, sample.response_len)
     for (_, end), (start, _) in pairwise(_turns(sample)):
         cells[end:start] = [None] * (start - end)

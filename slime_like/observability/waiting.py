@@ -1,4 +1,4 @@
-"""What a run waits for between its steps: engines that load, prompts that are evaluated, groups that are sampled."""
+"""Waits of a run, e.g. for engines that load or groups that are sampled."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -7,18 +7,18 @@ from slime_like.system.words import counted
 
 
 def ignore_answers(left: Sequence[str] | int) -> None:
-    """Show nothing of who has answered."""
+    """Do nothing. The default for callers that show no progress."""
 
 
 @dataclass(slots=True)
 class Waiting:
-    """One wait, in words. One thread changes it, another may read it.
+    """One wait and its description. One thread changes it, another may read it.
 
     Attributes:
-        title: what is being done ("loading engines").
-        total: how many are awaited; 0 counts nothing.
-        noun: what is counted, in the singular: "3 of 16 groups"; without it, "1 of 2 ready".
-        count: returns how many are there; without it, ``left`` or ``reach`` records that.
+        title: the awaited work ("loading engines").
+        total: number of awaited items; 0 counts nothing.
+        noun: name of an item, in the singular: "3 of 16 groups". Without it: "1 of 2 ready".
+        count: returns the finished items; without it, ``left`` or ``reach`` records them.
     """
 
     title: str
@@ -29,16 +29,16 @@ class Waiting:
     names: Sequence[str] = ()
 
     def left(self, names: Sequence[str]) -> None:
-        """Record who has not answered yet."""
+        """Record the names of those that have not answered yet."""
         self.names = tuple(names)
         self.done = self.total - len(self.names)
 
     def reach(self, done: int) -> None:
-        """Record how many are there."""
+        """Record the number of finished items."""
         self.done = done
 
     def under_way(self, seconds: float) -> str:
-        """One line while it lasts."""
+        """Return a line to show while it lasts."""
         done = self.done if self.count is None else self.count()
         number = f"{done} of {self._all()}, " if self.total else ""
         others = f" and {len(self.names) - 1} more" if len(self.names) > 1 else ""
@@ -46,7 +46,7 @@ class Waiting:
         return f"{self.title}: {number}{seconds:.0f} s{names}"
 
     def finished(self, seconds: float) -> str:
-        """One line when it is over."""
+        """Return a line to show when it is over."""
         number = f"{self._all()} in " if self.total else ""
         return f"{self.title}: {number}{seconds:.1f} s"
 

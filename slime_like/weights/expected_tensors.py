@@ -39,8 +39,7 @@ def require_complete(received: Collection[str], expected: Collection[str], engin
     ]
     if problems:
         raise WeightSyncError(
-            f"weight update of {engine} is not the whole model: {' and '.join(problems)}",
+            f"weight update of {engine} is incomplete: {' and '.join(problems)}",
             code="incomplete-update",
-            remedy="every sender must stream all of its buckets, under Hugging Face's names, before the update is "
-            "finished",
+            remedy="send all buckets, with Hugging Face names, before the update is finished",
         )

@@ -11,8 +11,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from slime_like.data.dump import dump_path, load_trajectories
 from slime_like.data.ledger import audit_run
-from slime_like.examples.calculator_data import make_calculator_data
-from slime_like.examples.tiny_model import make_tiny_model
+from slime_like.examples.tiny_model import make_calculator_data, make_tiny_model
 from tests.end_to_end.test_train import metrics_of, steps_of
 from tests.support.interpreter import make_interpreter
 from tests.support.processes import Command, succeed

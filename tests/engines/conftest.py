@@ -1,4 +1,4 @@
-"""Two checkpoints of one model, Hugging Face's view of both, and one started engine of each kind per module."""
+"""Two checkpoints of one model, their Hugging Face references, and one started engine of each kind per module."""
 
 import getpass
 import json
@@ -18,19 +18,19 @@ from tests.engines.harness import PRECISION, RARE_ID, EngineUnderTest, Reference
 
 ENGINES = {"vllm": VllmEngine, "sglang": SglangEngine, "transformers": TransformersEngine}
 EOS_IDS = list(range(200, 230))
-"""Many, so that a random model meets one soon."""
+"""Many, so a random model samples one soon."""
 
 
 @pytest.fixture(scope="module", autouse=True)
 def _temporary_files(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Sockets and files that engines leave behind go with the module; in a run they go with Ray's session."""
-    tmp_path_factory.getbasetemp()  # pytest's own stay
+    """Remove sockets and files that engines leave behind. In a run, they are removed with Ray's session."""
+    tmp_path_factory.getbasetemp()  # keeps pytest's own directory
     usual = tempfile.gettempdir()
     with (
         tempfile.TemporaryDirectory(prefix="engines-", ignore_cleanup_errors=True) as directory,
         pytest.MonkeyPatch.context() as patch,
     ):
-        patch.setenv("TORCHINDUCTOR_CACHE_DIR", f"{usual}/torchinductor_{getpass.getuser()}")  # found again
+        patch.setenv("TORCHINDUCTOR_CACHE_DIR", f"{usual}/torchinductor_{getpass.getuser()}")  # keeps the cache
         patch.setenv("TMPDIR", directory)
         patch.setattr(tempfile, "tempdir", None)
         yield
@@ -58,7 +58,7 @@ def engine(
 
 @pytest.fixture(scope="session")
 def prompts() -> list[list[int]]:
-    """Sixteen prompts of 3 to 60 tokens, EOS ids among them: a prompt may hold anything."""
+    """Sixteen prompts of 3 to 60 tokens, including EOS ids."""
     generator = np.random.default_rng(0)
     return [generator.integers(0, 250, length).tolist() for length in generator.integers(3, 60, 16)]
 

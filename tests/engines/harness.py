@@ -1,4 +1,4 @@
-"""An engine under test: a loop to run it in, a sender to feed it, and Hugging Face's model to judge it by."""
+"""An engine under test, with an event loop, a sender of weights, and Hugging Face's model as the reference."""
 
 import asyncio
 import os
@@ -33,9 +33,9 @@ from slime_like.weights.transports.registry import open_sender
 
 MAX_NEW_TOKENS = 700
 PRECISION: Literal["float32", "bfloat16"] = "bfloat16" if torch.cuda.is_available() else "float32"
-"""What engines run in: on a GPU float32 would take other kernels than training does."""
+"""Type that engines compute in. On a GPU, float32 would use other kernels than training."""
 RARE_ID = 263
-"""Its logit is always 0, far below the largest: at a low temperature it is never sampled."""
+"""Its logit is always 0, far below the largest, so it is never sampled at a low temperature."""
 NO_STOP = (RARE_ID,)
 
 
@@ -49,12 +49,12 @@ def run_config(
         data=DataConfig(max_prompt_tokens=100),
         rollout=RolloutConfig(**({"max_new_tokens": MAX_NEW_TOKENS} | defaults | rollout)),
         reward=RewardConfig(functions=(RewardFunction(name="math_verify"),)),
-        algorithm=AlgorithmConfig(advantage="reinforce_pp"),  # which also compares single samples
+        algorithm=AlgorithmConfig(advantage="reinforce_pp"),  # also accepts single samples
     )
 
 
 def tiny_pair(family: str, root: Path) -> list[Reference]:
-    """Two models that differ in their seed."""
+    """Return two models with different seeds."""
     directories = [root / f"model{seed}" for seed in (0, 1)]
     for seed, directory in enumerate(directories):
         make_tiny_model(directory, family, seed=seed)
@@ -62,7 +62,7 @@ def tiny_pair(family: str, root: Path) -> list[Reference]:
 
 
 class EngineUnderTest(DrivenEngine):
-    """Remembers which weights it ought to have."""
+    """An engine with the reference of its current weights."""
 
     def __init__(self, engine: RolloutEngine, references: Sequence[Reference], loop: asyncio.AbstractEventLoop) -> None:
         super().__init__(engine, loop)
@@ -85,13 +85,13 @@ class EngineUnderTest(DrivenEngine):
             self.sender = usual
 
     async def load(self, which: int, buckets: int = 4) -> tuple[UpdateReceipt, dict[str, int]]:
-        """A whole update to the weights of reference ``which``; the receipt, and the hashes that were sent."""
+        """Update to the weights of reference ``which``; return the receipt and the sent hashes."""
         receipt, sent = await self.update(self.references[which].weights, buckets)
         self.current = which
         return receipt, sent
 
     def close(self) -> None:
-        """End the engine: none of its processes is left, and it is not alive."""
+        """Stop the engine, and check that no process is left."""
         own = self.run(self.engine.health()).process_ids
         super().close()
         assert not (set(own) - {os.getpid()}) & set(psutil.pids())
@@ -118,14 +118,14 @@ def check_logprobs(reference: Reference, prompt: list[int], generation: Generati
 
 
 def check_gaps(reference: Reference, found: np.ndarray, expected: np.ndarray, temperature: float = 1.0) -> None:
-    """Logprobs (n,) of the engine and of the reference differ by rounding."""
+    """Require that logprobs (n,) of engine and reference differ only by rounding."""
     assert reference.gap(found, expected, temperature) <= reference.bound
 
 
 def same_ids(
     reference: Reference, some: Sequence[Generation], others: Sequence[Generation]
 ) -> list[tuple[Generation, Generation]]:
-    """The pairs of equal samples; in float32 all are."""
+    """Return the pairs of equal samples. In float32, all pairs must be equal."""
     pairs = list(zip(some, others, strict=True))
     assert reference.is_alike([(one.token_ids.tolist(), other.token_ids.tolist()) for one, other in pairs])
     return [(one, other) for one, other in pairs if np.array_equal(one.token_ids, other.token_ids)]

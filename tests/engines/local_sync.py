@@ -1,6 +1,6 @@
 """``WeightSync`` in one process: a real transformers engine, real transports, and Hugging Face's model as the trainer.
 
-What Ray would call on actors is called directly; nothing else is replaced.
+Only calls of Ray actors are replaced by direct calls.
 """
 
 import asyncio
@@ -27,7 +27,7 @@ from tests.support.pending import Later, OneRank
 
 T = TypeVar("T")
 SESSION = f"local-sync-test-{uuid.uuid4().hex}"
-"""Of this test process alone: another one beside it would find, and remove, its buckets."""
+"""Unique to this test process, because another one would remove its buckets."""
 
 
 class LocalTrainers(OneRank):
@@ -50,7 +50,7 @@ class LocalTrainers(OneRank):
         return {name: parameter.data for name, parameter in self.model.named_parameters()}
 
     def exported(self) -> dict[str, Tensor]:
-        """What is sent; mutations put their bugs here."""
+        """Return the weights to send. Mutation tests replace this."""
         return self.weights
 
     def start(self, phase: str, method: Callable[..., Any], *arguments: Any) -> Later[list[Any]]:
@@ -104,7 +104,7 @@ class LocalTrainers(OneRank):
         return metadata
 
     def _release(self) -> None:
-        """The engine has finished all that was sent: here nothing overlaps."""
+        """Release all buckets. The engine has finished them, because nothing overlaps here."""
         while self._in_flight:
             sender, metadata = self._in_flight.pop(0)
             sender.release(metadata)
@@ -112,7 +112,7 @@ class LocalTrainers(OneRank):
 
 @dataclass
 class Answers(Generic[T]):
-    """Of engines that have answered already."""
+    """Answers that have already arrived."""
 
     values: list[T]
 
@@ -121,7 +121,7 @@ class Answers(Generic[T]):
 
 
 class LocalEngines:
-    """The group of one engine."""
+    """A group with one engine."""
 
     def __init__(self, engine: TransformersEngine, loop: asyncio.AbstractEventLoop) -> None:
         self.engine = engine
@@ -152,7 +152,7 @@ class LocalEngines:
 
 
 class LocalSupervisor:
-    """Of an engine in this process: it never dies."""
+    """Supervisor of an engine in this process, which never dies."""
 
     generation, has_dead, weights = 0, False, None
 

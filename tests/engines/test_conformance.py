@@ -1,7 +1,6 @@
-"""The claims of ``slime-like verify engine`` and more, on every engine; transformers' forward pass is the judge.
+"""The claims of ``slime-like verify engine`` and more, on every engine, compared with transformers' forward pass.
 
-One engine is started per module and kind, so tests leave it idle and unpaused; only the last one kills it. Not covered
-here: refused starts (``test_lifecycle.py``), speed, tensor parallelism.
+One engine per kind is started for the module, so tests leave it idle and not paused. Only the last test kills it.
 """
 
 import asyncio
@@ -36,9 +35,10 @@ from tests.engines.harness import (
     run_config,
     same_ids,
 )
+from tests.support.rejections import Rejects
 
 COLD = 0.05
-"""With ``NO_STOP`` and this temperature responses end at their length."""
+"""With ``NO_STOP`` and this temperature, responses end at their length limit."""
 
 
 # -------------------------------------------------------------------------------------------------------------- claims
@@ -49,7 +49,7 @@ def subject(engine: EngineUnderTest, models: list[Path], prompts: list[list[int]
 
 @pytest.mark.parametrize("claim", CLAIMS, ids=lambda claim: claim.__name__)
 def test_claim(claim: Claim, engine: EngineUnderTest, subject: Subject) -> None:
-    """The list of ``slime-like verify engine``. Its claims about supports hold for each of these engines."""
+    """Check every claim. The claims about supports hold for each of these engines."""
     subject.reference.use(engine.reference.weights)
     subject.others = engine.references[1 - engine.current].weights
     try:
@@ -60,35 +60,8 @@ def test_claim(claim: Claim, engine: EngineUnderTest, subject: Subject) -> None:
 
 
 # ------------------------------------------------------------------------------------------------------------ sampling
-@pytest.mark.parametrize("cut", [{}, {"top_p": 0.9, "top_k": 40}], ids=["whole", "truncated"])
-def test_logprobs_before_and_after_an_update(
-    engine: EngineUnderTest, prompts: list[list[int]], cut: dict[str, Any]
-) -> None:
-    """Of prompts, and of samples over the whole vocabulary or over their supports, within the precision's bounds."""
-    for _ in range(2):
-        for prompt, temperature in zip(prompts, (1.0, 0.7, 0.0 if not cut else 1.3), strict=False):
-            (found,) = engine.generate(
-                prompt, temperature=temperature, max_new_tokens=24, stop_token_ids=NO_STOP, prompt_logprobs=True, **cut
-            )
-            assert found.prompt_logprobs is not None
-            expected = engine.reference.logprobs(prompt[:1], np.asarray(prompt[1:]), 1.0)
-            check_gaps(engine.reference, found.prompt_logprobs, expected)
-            if not cut:
-                check_logprobs(engine.reference, prompt, found, temperature)
-                continue
-            assert found.supports is not None and found.supports.hold(found.token_ids).all()
-            rows = (engine.reference.logits(prompt, found.token_ids.tolist())[:-1].double() / temperature).unbind()
-            over = [
-                row[torch.as_tensor(ids).long()].logsumexp(0) for row, ids in zip(rows, found.supports, strict=True)
-            ]
-            drawn = [row[token] for row, token in zip(rows, found.token_ids.tolist(), strict=True)]
-            expected = np.array([float(one - other) for one, other in zip(drawn, over, strict=True)])
-            check_gaps(engine.reference, found.logprobs, expected, temperature)
-        engine.run(engine.load(1 - engine.current))
-
-
 def test_samples_follow_the_distribution(engine: EngineUnderTest, prompts: list[list[int]]) -> None:
-    """Pearson's chi-square over the twenty likeliest tokens and the rest; 45.3 is its 99.9 % quantile at 20 degrees."""
+    """Pearson's chi-square over the 20 likeliest tokens and the rest. 45.3 is its 99.9 % quantile at 20 degrees."""
     count, prompt, temperature = 1500, prompts[1], 0.7
     generations = engine.generate(prompt, temperature=temperature, max_new_tokens=1, num_samples=count, seed=5)
     expected = (engine.reference.logits(prompt)[0] / temperature).softmax(-1).double()
@@ -99,7 +72,7 @@ def test_samples_follow_the_distribution(engine: EngineUnderTest, prompts: list[
     assert ((seen - cells) ** 2 / cells).sum() < 45.3
 
 
-def test_eos_ends_a_response_and_stays_in_it(engine: EngineUnderTest, prompts: list[list[int]]) -> None:
+def test_eos_ends_a_response(engine: EngineUnderTest, prompts: list[list[int]]) -> None:
     generations = engine.generate(prompts[2], max_new_tokens=300, num_samples=16, seed=1)
     for generation in generations:
         assert generation.finish_reason == "stop"
@@ -116,18 +89,18 @@ def test_stop_ids_of_the_request_replace_eos(engine: EngineUnderTest, prompts: l
 
 
 def test_the_longest_sequence(engine: EngineUnderTest) -> None:
-    """A prompt and a response that fill the engine to its last position, 100 and 700 tokens."""
+    """A prompt of 100 and a response of 700 tokens fill the engine to its last position."""
     prompt = [7 + i % 90 for i in range(100)]
     (generation,) = engine.generate(prompt, max_new_tokens=700, stop_token_ids=NO_STOP, temperature=COLD)
     assert (generation.finish_reason, len(generation.token_ids)) == ("length", 700)
     check_logprobs(engine.reference, prompt, generation, COLD)
 
 
-def test_evaluation_may_truncate_the_distribution(engine: EngineUnderTest, prompts: list[list[int]]) -> None:
+def test_truncated_evaluation(engine: EngineUnderTest, prompts: list[list[int]]) -> None:
     options: dict[str, Any] = {"max_new_tokens": 1, "num_samples": 64, "seed": 1, "training": False}
 
     def edge(prompt: list[int], count: int) -> float:
-        """What rounding must not bridge."""
+        """Return the gap after the ``count`` largest logits, which rounding must not bridge."""
         values = engine.reference.logits(prompt)[0].topk(count + 1).values
         return float(values[-2] - values[-1])
 
@@ -137,10 +110,8 @@ def test_evaluation_may_truncate_the_distribution(engine: EngineUnderTest, promp
         assert {int(g.token_ids[0]) for g in engine.generate(prompt, **cut, **options)} == likeliest
 
 
-def test_requests_of_one_batch_keep_as_many_logprobs_as_they_asked_for(
-    engine: EngineUnderTest, prompts: list[list[int]]
-) -> None:
-    """Whole, truncated to few tokens and to many, beside each other."""
+def test_supports_in_one_batch(engine: EngineUnderTest, prompts: list[list[int]]) -> None:
+    """Requests without truncation, and with few and many tokens, in one batch."""
     cuts: list[dict[str, Any]] = [{}, {"top_k": 3}, {"top_k": 60}, {"top_p": 0.5, "top_k": 512}]
     options: dict[str, Any] = {"max_new_tokens": 9, "stop_token_ids": NO_STOP, "seed": 2}
     together = engine.generate_all([engine.request(prompts[2], **options, **cut) for cut in cuts])
@@ -169,37 +140,29 @@ def test_many_requests_at_once(engine: EngineUnderTest, prompts: list[list[int]]
         check_logprobs(engine.reference, chosen[index], results[index][-1], COLD)
 
 
-@pytest.mark.parametrize(
-    ("fields", "message"),
-    [
-        ({"prompt": []}, "prompt is empty"),
-        ({"prompt": [5, 100_000]}, "outside the vocabulary"),
-        ({"max_new_tokens": 5000}, "max_model_len"),
-        ({"max_new_tokens": 0}, "max_new_tokens=0"),
-        ({"num_samples": 0}, "num_samples=0"),
-        ({"temperature": -1.0}, "temperature=-1.0"),
-        ({"temperature": 0.001}, "temperature=0.001"),
-        ({"top_p": 0.9}, "top_p=1"),
-        ({"top_k": 600}, "top_k=-1"),
-        ({"stop_token_ids": (100_000,)}, "stop token id"),
-    ],
-)
-def test_refusals(engine: EngineUnderTest, fields: dict[str, Any], message: str) -> None:
-    fields = {"prompt": [3, 4, 5], "max_new_tokens": 4, **fields}
-    with pytest.raises(EngineError, match=message):
-        engine.generate(**fields)
+REJECTED: list[dict[str, Any]] = [
+    {"prompt": []}, {"prompt": [5, 264]}, {"prompt": [-1]}, {"stop_token_ids": (264,)}, {"max_new_tokens": 0},
+    {"num_samples": 0}, {"max_new_tokens": 798}, {"temperature": -1.0}, {"temperature": 0.001}, {"min_p": 1.1},
+    {"top_p": 0.0}, {"top_p": 0.9}, {"top_k": 513},
+]  # fmt: skip
+
+
+def test_rejected_requests(engine: EngineUnderTest, rejects: Rejects) -> None:
+    """Each at its boundary: the model has 264 token ids, and the engine's longest sequence has 800 tokens."""
+    for fields in REJECTED:
+        with rejects(EngineError, "bad-request"):
+            engine.generate(**{"prompt": [3, 4, 5], "max_new_tokens": 4, **fields})
 
 
 # ----------------------------------------------------------------------------------------------------- abort and pause
-HALFWAY_S = (0.1, 0.2, 0.4, 0.8, 1.6) * 3
-"""How long to let a ``long`` response run, until it is caught in the middle on a machine of any speed; again, for
-on a busy one the right moment may be slept over."""
+HALFWAY_S = 0.1
+"""Time after which a ``long`` response is interrupted."""
 ENDS_S = 30
-"""Bound on what ends at once: reached only where it would never end."""
+"""Bound on what ends immediately."""
 
 
 def long(engine: EngineUnderTest) -> int:
-    """Tokens of a response that takes long enough to be caught in the middle."""
+    """Return the tokens of a response that is long enough to be interrupted."""
     return 700 if isinstance(engine.engine, TransformersEngine) else 250
 
 
@@ -209,19 +172,18 @@ def long_request(engine: EngineUnderTest, prompt: list[int], **fields: Any) -> G
 
 @pytest.mark.parametrize(("mode", "finish"), [("abort", "abort"), ("wait", "length")])
 def test_pause(engine: EngineUnderTest, prompts: list[list[int]], mode: PauseMode, finish: str) -> None:
-    """A request ends immediately, or is waited for."""
+    """A running request ends immediately, or is awaited."""
 
-    async def scenario() -> tuple[bool, Generation]:
+    async def scenario() -> Generation:
         task = asyncio.create_task(engine.engine.generate(long_request(engine, prompts[6])))
-        await asyncio.sleep(HALFWAY_S[0])
+        await asyncio.sleep(HALFWAY_S)
         await engine.engine.pause(mode)
-        # the result may be on its way through the loop
-        done, _ = await asyncio.wait([task], timeout=0.8 if mode == "keep" else ENDS_S)
+        generations = await asyncio.wait_for(task, ENDS_S)
         await engine.engine.resume()
-        return bool(done), (await task)[0]
+        return generations[0]
 
-    done, generation = engine.run(scenario())
-    assert (done, generation.finish_reason) == (mode != "keep", finish)
+    generation = engine.run(scenario())
+    assert generation.finish_reason == finish
     check_logprobs(engine.reference, prompts[6], generation, COLD)
 
 
@@ -239,7 +201,7 @@ def test_requests_wait_while_paused(engine: EngineUnderTest, prompts: list[list[
         assert waited and 1 <= tokens <= 3
 
 
-def test_what_a_frozen_request_has_sampled_is_not_lost(engine: EngineUnderTest, prompts: list[list[int]]) -> None:
+def test_frozen_requests_keep_their_tokens(engine: EngineUnderTest, prompts: list[list[int]]) -> None:
     async def scenario(delay_s: float) -> list[Generation]:
         request = engine.request(prompts[6], max_new_tokens=40, num_samples=4, temperature=COLD, stop_token_ids=NO_STOP)
         task = asyncio.create_task(engine.engine.generate(request))
@@ -261,22 +223,22 @@ def test_what_a_frozen_request_has_sampled_is_not_lost(engine: EngineUnderTest, 
 
 
 def test_sleep_ends_requests_and_wakes_in_parts(engine: EngineUnderTest, prompts: list[list[int]]) -> None:
-    """As where a trainer shares the device: asleep, updated with the weights alone awake, then serving them."""
+    """As with a shared device: asleep, updated with only the weights awake, then serving."""
 
     async def scenario() -> tuple[Generation, Generation]:
         running = asyncio.create_task(engine.engine.generate(long_request(engine, prompts[6])))
-        await asyncio.sleep(HALFWAY_S[0])
+        await asyncio.sleep(HALFWAY_S)
         await engine.engine.sleep()
         ended = (await asyncio.wait_for(running, ENDS_S))[0]
-        with pytest.raises(EngineError, match="sleeps"):
+        with pytest.raises(EngineError, match="is asleep"):
             await engine.engine.generate(engine.request(prompts[0], max_new_tokens=3))
         await engine.engine.wake(("weights",))
-        await engine.engine.begin_update(engine.version + 1)  # that fails, for another engine has died
+        await engine.engine.begin_update(engine.version + 1)  # fails, as if another engine had died
         await engine.engine.sleep()
         await engine.engine.sleep()
         await engine.engine.wake(("weights",))
         await engine.load(1 - engine.current)
-        with pytest.raises(EngineError, match=r"sleeps \(kv_cache\)"):
+        with pytest.raises(EngineError, match=r"is asleep \(kv_cache\)"):
             await engine.engine.generate(engine.request(prompts[0], max_new_tokens=3))
         await engine.engine.wake(("kv_cache",))
         await engine.engine.wake(("weights", "kv_cache"))
@@ -292,16 +254,14 @@ def test_sleep_ends_requests_and_wakes_in_parts(engine: EngineUnderTest, prompts
     check_logprobs(engine.reference, prompts[0], engine.generate(prompts[0], max_new_tokens=3)[0])
 
 
-def test_weights_that_were_given_up_come_with_the_next_update(
-    engine: EngineUnderTest, prompts: list[list[int]]
-) -> None:
+def test_dropped_weights_come_with_the_next_update(engine: EngineUnderTest, prompts: list[list[int]]) -> None:
     async def scenario() -> Generation:
         request = engine.request(prompts[0], max_new_tokens=3)
         await engine.engine.sleep(keep_weights=False)
         await engine.engine.sleep(keep_weights=True)  # too late
-        with pytest.raises(EngineError, match="gave its weights up"):
+        with pytest.raises(EngineError, match="dropped its weights"):
             await engine.engine.wake(("weights", "kv_cache"))
-        with pytest.raises(EngineError, match="gave its weights up"):
+        with pytest.raises(EngineError, match="dropped its weights"):
             await engine.engine.generate(request)
         await engine.load(1 - engine.current)
         await engine.engine.resume()
@@ -312,25 +272,12 @@ def test_weights_that_were_given_up_come_with_the_next_update(
     assert set(generation.weight_versions.tolist()) == {engine.version}
 
 
-def test_a_request_id_runs_once(engine: EngineUnderTest, prompts: list[list[int]]) -> None:
-    async def scenario() -> None:
-        request = long_request(engine, prompts[6], request_id="twice")
-        task = asyncio.create_task(engine.engine.generate(request))
-        await asyncio.sleep(0.05)
-        with pytest.raises(EngineError, match="unique"):
-            await engine.engine.generate(request)
-        await engine.engine.abort("twice")
-        await task
-
-    engine.run(scenario())
-
-
 # ------------------------------------------------------------------------------------------------------------- weights
 @pytest.mark.parametrize("transport", ["gloo", "directory"])
-def test_update_over_a_network_or_a_directory_with_changes_alone(
+def test_delta_update_over_a_network_or_a_directory(
     engine: EngineUnderTest, prompts: list[list[int]], transport: str, tmp_path: Path
 ) -> None:
-    """All of another model, then the same once more, of which nothing has to be sent."""
+    """The first update sends another model, the second one nothing."""
     settings = TransportSettings(directory=tmp_path / "buckets", timeout_s=30.0, delta=True)
     with engine.over(transport, settings):
         for which in (1 - engine.current, 1 - engine.current):
@@ -341,8 +288,8 @@ def test_update_over_a_network_or_a_directory_with_changes_alone(
             assert set(after.weight_versions.tolist()) == {engine.version}
 
 
-def test_an_update_that_is_begun_anew(engine: EngineUnderTest, prompts: list[list[int]]) -> None:
-    """A sender that died half-way leaves nothing behind that the next whole update would not replace."""
+def test_restarted_update(engine: EngineUnderTest, prompts: list[list[int]]) -> None:
+    """A complete update replaces everything that an unfinished one left behind."""
 
     async def scenario() -> None:
         await engine.engine.begin_update(engine.version + 1)
@@ -362,10 +309,10 @@ def test_an_update_must_be_open(engine: EngineUnderTest) -> None:
 
 
 # -------------------------------------------------------------------------------------------------------------- health
-def test_health_counts_what_is_promised_until_all_is_aborted(engine: EngineUnderTest, prompts: list[list[int]]) -> None:
+def test_health_counts_running_requests(engine: EngineUnderTest, prompts: list[list[int]]) -> None:
     async def scenario() -> tuple[EngineHealth, EngineHealth, list[list[Generation]]]:
         tasks = [asyncio.create_task(engine.engine.generate(long_request(engine, p, num_samples=2))) for p in prompts]
-        await asyncio.sleep(HALFWAY_S[0])
+        await asyncio.sleep(HALFWAY_S)
         busy = await engine.engine.health()
         await engine.engine.abort()
         ended = await asyncio.gather(*tasks)
@@ -411,11 +358,11 @@ TALKS: dict[str, dict[str, Any]] = {
     "agent": {"name": "echoes:solve", "workers": 4, "timeout_s": 60},
 }
 FEW = (20, 60, 100, 140)
-"""Ids that end a turn, of 264 about as likely each: a turn has some 66 tokens."""
+"""Ids that end a turn. With 264 about equally likely ids, a turn has about 66 tokens."""
 
 
 class _Counting:
-    """The engine, and how many second turns it has been asked for."""
+    """The engine, with a count of requests for second turns."""
 
     def __init__(self, engine: Any) -> None:
         self._engine = engine
@@ -425,7 +372,7 @@ class _Counting:
         return getattr(self._engine, name)
 
     async def start(self) -> None:
-        """It has been."""
+        """Do nothing: the engine is running."""
 
     async def generate(self, request: GenerationRequest) -> list[Generation]:
         self.second_turns += request.request_id.endswith("/1")
@@ -436,7 +383,7 @@ class _Counting:
 def actor_of(
     engine: EngineUnderTest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> Callable[..., tuple[engine_actor.EngineActor, "_Counting"]]:
-    """An actor around the engine, without a cluster."""
+    """Return a factory of actors around the engine, without a cluster."""
     (tmp_path / "echoes.py").write_text(ECHO)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     monkeypatch.setattr(engine_actor, "require_own_devices", lambda: None)
@@ -455,11 +402,13 @@ def actor_of(
 
 
 @pytest.mark.parametrize("kind", TALKS)
-def test_conversations_go_on_through_a_weight_update(
+def test_conversations_during_a_weight_update(
     engine: EngineUnderTest, prompts: list[list[int]], actor_of: Callable[..., Any], kind: str
 ) -> None:
-    """Every token that was sampled has the logprob that Hugging Face gives it, after all that came before, under the
-    weights of its version; a request that comes in the middle of the update waits for its end."""
+    """Every sampled token has Hugging Face's logprob under the weights of its version.
+
+    A request that arrives during the update waits for its end.
+    """
     actor, counting = actor_of(**{kind: TALKS[kind]})
     old, new = engine.version, engine.version + 1
     before, after = engine.reference, engine.references[1 - engine.current]
@@ -491,7 +440,7 @@ def test_conversations_go_on_through_a_weight_update(
         for generation in generations:
             assert generation.conversation is not None and generation.conversation.failure is None
             ids, versions = generation.token_ids, generation.weight_versions
-            for (segment,) in [generation.segments] if kind == "agent" else ():  # behind the agent's own prompt
+            for (segment,) in [generation.segments] if kind == "agent" else ():  # after the agent's own prompt
                 prompt = segment.prompt_tokens.tolist()
             sampled = np.zeros(len(ids), bool)
             for start, end in generation.conversation.turns:
@@ -506,10 +455,10 @@ def test_conversations_go_on_through_a_weight_update(
     assert spanning > 0 and observed > 100
 
 
-def test_an_agent_samples_what_the_environment_does(
+def test_agents_sample_the_same_as_environments(
     engine: EngineUnderTest, actor_of: Callable[..., tuple[engine_actor.EngineActor, Any]]
 ) -> None:
-    """Turns through the endpoint and turns that the engine's actor leads: the same ids, turns and logprobs."""
+    """Turns through the endpoint and turns led by the actor have the same ids and logprobs."""
     environment = {**TALKS["environment"], "template": "<eos><tool>{observation}<assistant>", "max_turn_tokens": 120}
     prompt = byte_tokenizer().encode("<user>go<assistant>", add_special_tokens=False)
 
@@ -534,11 +483,11 @@ def test_an_agent_samples_what_the_environment_does(
     assert sum(len(one.conversation.turns) > 1 for one in expected if one.conversation is not None) > 1
 
 
-def test_its_death_is_reported(engine: EngineUnderTest) -> None:
-    """The last one here: nothing is left to answer."""
+def test_death_is_reported(engine: EngineUnderTest) -> None:
+    """The last test, because it kills the engine."""
     processes = engine.run(engine.engine.health()).process_ids
     if not processes:
-        pytest.skip("it lives in this very process")
+        pytest.skip("the engine runs in this process")
 
     name = {"VllmEngine": "vLLM", "SglangEngine": "SGLang"}[type(engine.engine).__name__]
 

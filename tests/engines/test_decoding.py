@@ -1,6 +1,4 @@
-"""Tokens decoded in batches with our cache against transformers' own forward of whole contexts, without a cache.
-
-Each row samples as if it were alone."""
+"""Tokens decoded in batches with our cache, compared with transformers' forward pass without a cache."""
 
 import random
 from typing import Any
@@ -31,7 +29,7 @@ _KINDS: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 def _model(kind: str, attention: str = GROUPED_SDPA, **changes: Any) -> PreTrainedModel:
-    """With weights so large that attention matters, and biases and norms that are not what they begin as."""
+    """Return a model with large weights, so attention matters, and changed biases and norms."""
     register()
     family, of_kind = _KINDS.get(kind, (kind, {}))
     torch.manual_seed(0)
@@ -44,7 +42,7 @@ def _model(kind: str, attention: str = GROUPED_SDPA, **changes: Any) -> PreTrain
 
 
 def _whole(model: PreTrainedModel, ids: Tensor) -> Tensor:
-    """(rows, n, V) logits by transformers' plainest attention, in one forward."""
+    """Return logits (rows, n, V) with transformers' eager attention, in one forward pass."""
     plain = type(model)._from_config(model.config, attn_implementation="eager").to(model.dtype).eval()
     plain.load_state_dict(model.state_dict())
     with torch.no_grad():
@@ -52,7 +50,7 @@ def _whole(model: PreTrainedModel, ids: Tensor) -> Tensor:
 
 
 def _teacher_forced(model: PreTrainedModel, tokens: list[int]) -> Tensor:
-    """(len(tokens) - 1,) logprobs of each token after those before it."""
+    """Return teacher-forced logprobs (len(tokens) - 1,)."""
     ids = torch.tensor([tokens])
     return _whole(model, ids)[0, :-1].double().log_softmax(dim=-1).gather(1, ids[0, 1:, None])[:, 0]
 
@@ -63,7 +61,7 @@ def _sample(prompt: list[int], new_tokens: int, seed: int = 0, score: bool = Fal
 
 
 def _run(model: PreTrainedModel, arrivals: dict[int, list[Sample]], forget_at: tuple[int, ...] = ()) -> None:
-    """Step a batch; ``arrivals`` join before the step of that number."""
+    """Step a batch. ``arrivals`` join before the step with their number."""
     batch, step = DecodeBatch(model), 0
     while batch.samples or step <= max(arrivals):
         batch.add(arrivals.get(step, []))
@@ -75,7 +73,7 @@ def _run(model: PreTrainedModel, arrivals: dict[int, list[Sample]], forget_at: t
 
 
 def _arrivals(seed: int) -> dict[int, list[Sample]]:
-    """Short and long prompts, some of them equal, that come and end at different times; buffers must grow twice."""
+    """Return short and long prompts, some equal, that start and end at different times. Buffers must grow twice."""
     choose = random.Random(seed)
     arrivals: dict[int, list[Sample]] = {}
     for number in range(12):
@@ -87,7 +85,7 @@ def _arrivals(seed: int) -> dict[int, list[Sample]]:
 
 
 @pytest.mark.parametrize("kind", _KINDS)
-def test_every_row_is_sampled_as_if_it_were_alone(kind: str) -> None:
+def test_rows_are_independent(kind: str) -> None:
     model = _model(kind).double()
     arrivals = _arrivals(seed=1)
     _run(model, arrivals, forget_at=(7, 45))
@@ -100,7 +98,7 @@ def test_every_row_is_sampled_as_if_it_were_alone(kind: str) -> None:
             np.testing.assert_allclose(sample.prompt_logprobs, expected[:prompt], rtol=1e-5, atol=2e-5)
 
 
-def test_neighbours_do_not_change_what_a_row_draws() -> None:
+def test_draws_are_independent_of_the_batch() -> None:
     model = _model("llama").double()
     together, apart = _arrivals(seed=2), _arrivals(seed=2)
     _run(model, together)
@@ -110,8 +108,8 @@ def test_neighbours_do_not_change_what_a_row_draws() -> None:
     assert drawn[0] == drawn[1]
 
 
-def test_a_row_that_ends_makes_room_for_a_longer_context() -> None:
-    """Columns that only a row had used which has left are not kept, and a wider context than the batch's fits."""
+def test_finished_rows_free_their_columns() -> None:
+    """Columns used only by a finished row are dropped, and a wider context than the batch's fits."""
     model = _model("llama").double()
     arrivals = {0: [_sample([1] * 90, 2, 0), _sample([2], 200, 1)], 3: [_sample([3] * 120, 5, 2)]}
     _run(model, arrivals)

@@ -1,4 +1,4 @@
-"""Starts that are refused, and requests that take too long."""
+"""Rejected starts, and requests that take too long."""
 
 import asyncio
 from pathlib import Path
@@ -28,15 +28,14 @@ LONG = SamplingParams(max_new_tokens=700, temperature=0.05, stop_token_ids=(263,
         (SglangEngine, {"engine_args": {"context_length": 64}}, "set rollout.max_model_len instead"),
         (SglangEngine, {"engine_args": {"enable_lora": True}}, "enable_lora is refused"),
         (SglangEngine, {"start_timeout_s": 0.5}, r"rollout.start_timeout_s=0.5 s"),
-        (SglangEngine, {"max_model_len": 4000}, "max_position_embeddings=1024"),
         (TransformersEngine, {"engine_args": {"block_size": 32}}, "use one of: attn_implementation, max_batch_size"),
         (TransformersEngine, {"tensor": 2}, "rollout.tensor=2"),
     ],
 )
-def test_a_start_that_cannot_succeed(
+def test_rejected_starts(
     models: list[Path], tmp_path: Path, kind: type[RolloutEngine], rollout: dict[str, Any], message: str
 ) -> None:
-    """More of SGLang's: ``test_sglang.py``."""
+    """``test_sglang.py`` has more of them."""
     before = process_ids()
     with pytest.raises(EngineError, match=message):
         asyncio.run(kind(run_config(models[0], tmp_path, **rollout), 0).start())
@@ -44,7 +43,7 @@ def test_a_start_that_cannot_succeed(
 
 
 @pytest.mark.parametrize("kind", [VllmEngine, SglangEngine, TransformersEngine])
-def test_a_checkpoint_that_is_none(tmp_path: Path, models: list[Path], kind: type[RolloutEngine]) -> None:
+def test_missing_checkpoint(tmp_path: Path, models: list[Path], kind: type[RolloutEngine]) -> None:
     with pytest.raises(ConfigError, match=r"no config.json"):
         kind(run_config(tmp_path, tmp_path), 0)
     (tmp_path / "config.json").write_text((models[0] / "config.json").read_text())
@@ -52,7 +51,7 @@ def test_a_checkpoint_that_is_none(tmp_path: Path, models: list[Path], kind: typ
         kind(run_config(tmp_path, tmp_path), 0)
 
 
-def test_a_request_takes_no_longer_than_allowed(models: list[Path], tmp_path: Path) -> None:
+def test_request_timeout(models: list[Path], tmp_path: Path) -> None:
     async def scenario() -> None:
         engine = TransformersEngine(run_config(models[0], tmp_path, request_timeout_s=3), 0)
         await engine.start()

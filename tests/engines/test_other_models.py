@@ -1,4 +1,4 @@
-"""The transformers engine with models that the conformance tests have not, sampled from before and after an update."""
+"""The transformers engine with other models than the conformance tests, before and after an update."""
 
 from pathlib import Path
 from typing import Any
@@ -20,12 +20,11 @@ from tests.engines.harness import (
 )
 
 LARGEST, MEAN = 0.25, 0.03
-"""Nats per token in bfloat16: twice what was seen at temperature 0.7. Another model's logprobs are 1.3 away in the
-mean."""
+"""Nats per token in bfloat16, twice the values measured at temperature 0.7. Another model differs by 1.3 on average."""
 
 
 def gaps(engine: EngineUnderTest, judge: Reference, prompts: list[list[int]], temperature: float) -> np.ndarray:
-    """|engine - judge| of every sampled token's logprob, all prompts in one batch."""
+    """Return |engine - judge| of every sampled token's logprob, with all prompts in one batch."""
     requests = [
         engine.request(p, temperature=temperature, max_new_tokens=24, num_samples=2, seed=i, stop_token_ids=NO_STOP)
         for i, p in enumerate(prompts)
@@ -36,9 +35,9 @@ def gaps(engine: EngineUnderTest, judge: Reference, prompts: list[list[int]], te
 
 
 def test_bfloat16(models: list[Path], prompts: list[list[int]], tmp_path: Path) -> None:
-    """Close to the same weights computed in float32, and updated bit for bit.
+    """Logprobs are close to float32 with the same weights, and updates are exact.
 
-    The judge rounds weights alone; the engine also rounds every activation to 8 bits, which is all that may differ.
+    The judge rounds only weights. The engine also rounds activations.
     """
     judges = [Reference(model, "bfloat16") for model in models]
     config = run_config(models[0], tmp_path, dtype="bfloat16")
@@ -54,12 +53,12 @@ def test_bfloat16(models: list[Path], prompts: list[list[int]], tmp_path: Path) 
             for temperature in (1.0, 0.7):
                 found = gaps(engine, judges[which], prompts, temperature)
                 assert found.max() < LARGEST and found.mean() < MEAN
-            assert gaps(engine, judges[1 - which], prompts, 1.0).mean() > 10 * MEAN  # the bound tells models apart
+            assert gaps(engine, judges[1 - which], prompts, 1.0).mean() > 10 * MEAN  # the bound detects another model
         check_the_median(engine, judges[1], prompts)
 
 
 def check_the_median(engine: EngineUnderTest, judge: Reference, prompts: list[list[int]]) -> None:
-    """The bounds of conformance in this precision hold, and with one matrix of another model they do not."""
+    """Require that the conformance bounds hold, and that one wrong matrix violates them."""
     options: dict[str, Any] = {"max_new_tokens": 24, "prompt_logprobs": True, "stop_token_ids": NO_STOP}
 
     def check(prompt: list[int], temperature: float) -> None:
@@ -81,8 +80,10 @@ def check_the_median(engine: EngineUnderTest, judge: Reference, prompts: list[li
 
 @pytest.mark.parametrize("family", ["qwen2", "deepseek_v3"])
 def test_an_update_reaches_every_kind_of_tensor(family: str, tmp_path: Path) -> None:
-    """Qwen2's head is the embedding, sent under that name alone, and its projections have biases; vLLM and SGLang have
-    it on two ranks, in ``test_tensor_parallel.py``. DeepSeek-V3 has fused experts, and a routers' bias, a buffer."""
+    """Qwen2 has a tied head and biases (``test_tensor_parallel.py`` tests it with vLLM and SGLang).
+
+    DeepSeek-V3 has fused experts, and router biases, which are buffers.
+    """
     references = tiny_pair(family, tmp_path)
     assert ("lm_head.weight" in references[0].weights) == (family != "qwen2")
     prompt = [7 + 3 * i % 240 for i in range(40)]

@@ -1,4 +1,4 @@
-"""What is SGLang's alone: names that stand in for its CUDA packages, and the arguments it is started with."""
+"""SGLang only: stand-ins for its CUDA packages, bursts, and its arguments."""
 
 import asyncio
 import re
@@ -15,6 +15,7 @@ from slime_like.errors import EngineError
 from slime_like.examples.tiny_model import make_tiny_model
 from slime_like.system.processes import new_children, process_ids
 from tests.engines.harness import run_config
+from tests.support.rejections import Rejects
 
 _PROCESS = """
 import importlib.util, sys
@@ -38,7 +39,7 @@ try:
     flash_attn_varlen_func(1, causal=True)
 except NotImplementedError as error:
     show(error)
-import safetensors  # what is installed is found as ever
+import safetensors  # installed packages are found
 assert len(stand_ins.PACKAGES) == 3 and importlib.util.find_spec("no_such_package") is None
 
 sys.modules["vllm"] = None  # as main does
@@ -68,13 +69,13 @@ def launch(config, *arguments):
 
 polls = []
 with patch.object(Scheduler, "ingest_requests", ingest), patch.object(scheduler, "_BURST_GAP_S", 0.0):
-    show(ingested([], False, False, [["a"], ["b", "c"], [], ["d"]]))  # together; what comes after a gap waits
+    show(ingested([], False, False, [["a"], ["b", "c"], [], ["d"]]))  # together; later requests wait
     show(ingested([], False, False, [[], ["a"]]))                     # nothing to wait for
     show(ingested([], True, False, [["a"], ["b"]]))                   # running requests are not delayed
     show(ingested([], False, False, [["a"], ["b"]], last=object()))
     show(ingested(["z"], False, False, [["a"], ["b"]]))
     show(ingested([], False, True, [["a"], ["b"]]))
-    show(ingested([], False, False, [[str(i)] for i in range(100)])[1])  # never for ever
+    show(ingested([], False, False, [[str(i)] for i in range(100)])[1])  # bounded
 usual, main._launch = main._launch, launch
 main.main(int(sys.argv[1]), Path(sys.argv[2]))
 """
@@ -82,7 +83,7 @@ main.main(int(sys.argv[1]), Path(sys.argv[2]))
 
 @pytest.fixture(scope="module")
 def shown(models: list[Path], tmp_path_factory: pytest.TempPathFactory) -> list[str]:
-    """Lines of a process of SGLang's that fails to start, and the error: importing SGLang takes most of a start."""
+    """Run everything that imports SGLang in one process that fails to start; return its lines and the error."""
     root, before = tmp_path_factory.mktemp("process"), process_ids()
     (root / "own_process.py").write_text(_PROCESS)
     engine = SglangEngine(run_config(models[0], root / "run", engine_args={"max_total_tokens": 1}), 0)
@@ -95,19 +96,19 @@ def shown(models: list[Path], tmp_path_factory: pytest.TempPathFactory) -> list[
     return [*(root / "shown").read_text().splitlines(), str(raised.value)]
 
 
-def test_requests_that_begin_together_are_prefilled_together(shown: list[str]) -> None:
+def test_bursts(shown: list[str]) -> None:
     assert shown[1:8] == ["(['a', 'b', 'c'], 3)", "([], 1)", *["(['a'], 1)"] * 4, "11"]
 
 
-def test_starts_that_cannot_succeed(shown: list[str]) -> None:
+def test_failed_starts(shown: list[str]) -> None:
     assert "no_such_argument: SGLang has no such argument" in shown[8]
     assert re.search("did not start: AssertionError: .*is zero", shown[9]) and len(shown) == 10
 
 
-def test_stand_ins_can_be_imported_and_not_called(shown: list[str]) -> None:
-    missing = "sgl_kernel.flash_attn.flash_attn_varlen_func was called, but sgl_kernel is not installed"
+def test_stand_ins(shown: list[str]) -> None:
+    missing = "sgl_kernel.flash_attn.flash_attn_varlen_func: SGLang needs sgl_kernel on this machine"
     assert missing in shown[0]
-    assert [package for package in PACKAGES if find_spec(package)] == []  # this process has none of them
+    assert [package for package in PACKAGES if find_spec(package)] == []  # this process has no stand-ins
 
 
 @pytest.mark.parametrize(
@@ -125,9 +126,9 @@ def test_arguments(models: list[Path], tmp_path: Path, rollout: dict[str, Any], 
     assert {name: arguments[name] for name in expected} == expected
 
 
-def test_latent_attention_is_refused_on_a_cpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_latent_attention_on_a_cpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rejects: Rejects) -> None:
     monkeypatch.setattr("rollout.sglang.engine.on_cpu", lambda: True)
     make_tiny_model(tmp_path / "model", "deepseek_v3")
     engine = SglangEngine(run_config(tmp_path / "model", tmp_path / "run"), 0)
-    with pytest.raises(EngineError, match=r"latent attention .*; use rollout.engine=transformers there"):
+    with rejects(EngineError, "model-not-served"):
         asyncio.run(engine.start())

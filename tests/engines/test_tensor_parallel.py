@@ -1,7 +1,6 @@
-"""One engine of two ranks on a CPU: the same answers as one, every rank receives a whole update, `stop` leaves nothing
-behind, and the engine ends with the process that owns it.
+"""One engine with two ranks on a CPU: answers, updates, ``stop``, and the death of its owner.
 
-Its model has a head that is the embedding, and biases: the conformance tests' model has neither.
+The model has a tied head and biases, which the conformance tests' model lacks.
 """
 
 import multiprocessing
@@ -27,7 +26,7 @@ PROMPTS = [[*range(3, 13)], [*range(200, 245)], [7]]
 
 
 def own(kind: str, root: Path) -> None:
-    """Start it, say which processes it has, and wait to be killed."""
+    """Start the engine, print its processes, and wait to be killed."""
     references = tiny_pair("qwen2", root)
     assert "lm_head.weight" not in references[0].weights
     assert "model.layers.0.self_attn.q_proj.bias" in references[0].weights
@@ -36,19 +35,19 @@ def own(kind: str, root: Path) -> None:
     before = process_ids()
     if kind == "vllm":  # test_other_interpreter.py stops SGLang
         prepare_environment(config)
-        with pytest.MonkeyPatch.context() as patch:  # its core forked, too, which is sooner done
+        with pytest.MonkeyPatch.context() as patch:  # forks its core, too, which is faster
             patch.setattr("vllm.v1.engine.utils.get_mp_context", lambda: multiprocessing.get_context("fork"))
             with started(engine, references) as two_ranks:
                 assert len(two_ranks.run(engine.health()).process_ids) == 3
     with started(engine, references) as two_ranks:
         pids = two_ranks.run(engine.health()).process_ids
-        assert len(pids) == 3  # the engine's own, and one per rank
+        assert len(pids) == 3  # the engine's process, and one per rank
         assert set(pids) <= set(new_children(before))
         assert files_of_sglang(pids) == set()
         sample_update_and_find_damage(two_ranks)
         sockets = [socket for pid in pids for socket in psutil.Process(pid).net_connections(kind="tcp")]
         assert {socket.laddr.ip for socket in sockets if socket.status == psutil.CONN_LISTEN} == {"127.0.0.1"}
-        two_ranks.sender.close()  # a trainer's, not the engine's
+        two_ranks.sender.close()  # the trainer's socket
         print("pids", *pids, flush=True)
         time.sleep(300)
 
@@ -69,14 +68,14 @@ def sample_update_and_find_damage(two_ranks: EngineUnderTest) -> None:
     sample()
     with pytest.raises(WeightSyncError, match="arrived damaged"):
         two_ranks.run(damaged())
-    if core := getattr(two_ranks.engine, "_core", None):  # vLLM's: so it is where the damage came to one worker only
+    if core := getattr(two_ranks.engine, "_core", None):  # for vLLM, as if only one worker had received damage
         two_ranks.run(core.workers("start_weight_update"))
     two_ranks.run(two_ranks.load(0))
     sample()
 
 
 def files_of_sglang(process_ids: Iterable[int]) -> set[Path]:
-    """What has a name outside the run directory: a process that is killed could not remove it."""
+    """Return files outside the run directory, which a killed process could not remove."""
     shared = set(mapped_files(process_ids, "/dev/shm/sglang_"))
     commands = [psutil.Process(pid).cmdline() for pid in process_ids]
     scratch = {Path(command[-1]) for command in commands if "rollout.sglang.main" in command}
@@ -84,9 +83,8 @@ def files_of_sglang(process_ids: Iterable[int]) -> set[Path]:
 
 
 @pytest.mark.parametrize("kind", ["sglang", "vllm"])
-def test_two_ranks_serve_and_end_with_the_process_that_owns_them(kind: str, tmp_path: Path) -> None:
-    """Even if that is killed outright and can clean up nothing, with its children and all of its process group, as Ray
-    does it."""
+def test_two_ranks_serve_and_end_with_their_owner(kind: str, tmp_path: Path) -> None:
+    """The owner is killed with its children and process group, as Ray does, so it cannot clean up."""
     log = tmp_path / "owner.log"
     script = f"from tests.engines.test_tensor_parallel import Path, own; own({kind!r}, Path({str(tmp_path)!r}))"
     command, env = [sys.executable, "-c", script], {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
@@ -99,7 +97,7 @@ def test_two_ranks_serve_and_end_with_the_process_that_owns_them(kind: str, tmp_
         assert pids, log.read_text()
         assert files_of_sglang(pids) == set()
         shared = set(mapped_files([owner.pid, *pids], f"{SHARED_MEMORY}/")) & set(SHARED_MEMORY.iterdir())
-        assert shared or kind == "sglang"  # which leaves none in any case
+        assert shared or kind == "sglang"  # SGLang never leaves files
     finally:
         children = psutil.Process(owner.pid).children()
         os.killpg(owner.pid, signal.SIGKILL)

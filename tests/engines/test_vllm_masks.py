@@ -1,4 +1,4 @@
-"""Supports as vLLM returns them on a GPU, through vLLM's own containers; only the kernel is left out."""
+"""Supports that vLLM returns on a GPU, built with vLLM's own containers, without its kernel."""
 
 from typing import Any
 
@@ -15,12 +15,12 @@ from tests.support.rejections import Rejects
 VOCABULARY = 264
 TOKENS = [7, 3, 99]
 SUPPORTS = [[3, 7, 11], [3], list(range(0, 200, 3))]
-"""Of each token; the last one is wider than the compact rows below, as with ties."""
+"""One support per token. The last one is wider than the compact rows below, as with ties."""
 DRAWN = SamplingParams(top_k=50, max_new_tokens=8)
 
 
 def completion(supports: list[list[int]] | None, tokens: list[int] = TOKENS, **fields: Any) -> Any:
-    """What vLLM's output processor gives: one chunk per step, each this request's slice of a batch of two."""
+    """Build an output like vLLM's output processor: per step, this request's slice of a batch of two."""
     from vllm.outputs import CompletionOutput, SamplingMask
     from vllm.v1.worker.gpu.sample.output import SamplingMaskTensors
 
@@ -55,24 +55,24 @@ def generation(sample: Any, sampling: SamplingParams) -> Any:
     return found
 
 
-def test_a_mask_is_a_support() -> None:
+def test_masks_become_supports() -> None:
     found = generation(completion(SUPPORTS), DRAWN)
     assert [ids.tolist() for ids in found.supports] == SUPPORTS
     assert found.logprobs.tolist() == [-0.5] * 3 and found.weight_versions.tolist() == [4] * 3
 
 
-def test_a_response_that_ended_before_its_first_token_has_none() -> None:
+def test_response_without_tokens() -> None:
     found = generation(completion(None, [], finish_reason="abort"), DRAWN)
     assert len(found.token_ids) == 0 and len(found.supports) == 0 and found.finish_reason == "abort"
 
 
-def test_a_greedy_response_has_no_logprobs_over_the_vocabulary() -> None:
+def test_greedy_response_has_nan_logprobs() -> None:
     found = generation(completion([[7], [3], [99]]), SamplingParams(temperature=0.0, training=False))
     assert found.supports is None and np.isnan(found.logprobs).all()
 
 
 @pytest.mark.parametrize("supports", [None, SUPPORTS[:2], SUPPORTS[1:] + SUPPORTS[:1], [[7], [], [99]]])
-def test_masks_of_other_tokens_are_rejected(supports: list[list[int]] | None, rejects: Rejects) -> None:
+def test_wrong_masks(supports: list[list[int]] | None, rejects: Rejects) -> None:
     with rejects(EngineError, "engine-version"):
         generation(completion(supports), DRAWN)
 
@@ -85,10 +85,8 @@ def test_masks_of_other_tokens_are_rejected(supports: list[list[int]] | None, re
         (SamplingParams(temperature=0.7, training=False), 0.7, VOCABULARY),
     ],
 )
-def test_every_request_is_one_that_masks_allow(
-    tmp_path: Any, sampling: SamplingParams, temperature: float, top_k: int
-) -> None:
-    """vLLM's input processor wants a temperature and a ``top_k`` above 0 of every request of such an engine."""
+def test_requests_with_masks(tmp_path: Any, sampling: SamplingParams, temperature: float, top_k: int) -> None:
+    """With masks, vLLM requires a temperature and a ``top_k`` above 0."""
     from rollout.vllm.sampling import sampling_params
 
     make_tiny_model(tmp_path)

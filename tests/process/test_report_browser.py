@@ -1,4 +1,4 @@
-"""The report in a real browser, with its script run and its controls used."""
+"""The report in a real browser, running its script and using its controls."""
 
 import json
 import re
@@ -8,9 +8,8 @@ from typing import Any
 
 import pytest
 
-from slime_like.observability.report.report import write_report
 from tests.support.browser import NAMES, dump_dom, find_browser, screenshot
-from tests.unit.observability.report_run import HOSTILE, SAMPLES, STEPS, TABLES_EVERY, TOKENS, write_run
+from tests.unit.observability.report_run import HOSTILE, SAMPLES, STEPS, TABLES_EVERY, TOKENS, write_report, write_run
 
 BROWSER = find_browser()
 pytestmark = pytest.mark.skipif(BROWSER is None, reason=f"no browser on PATH ({', '.join(NAMES)})")
@@ -38,8 +37,8 @@ def seen(report: Path) -> dict[str, Any]:
     return result
 
 
-def test_the_script_ran_without_complaint(report: Path) -> None:
-    """A fault of the script, or anything the content security policy had to stop, would be on the console."""
+def test_script_runs_without_errors(report: Path) -> None:
+    """Script errors and blocks by the content security policy would be on the console."""
     rendered = dump_dom(str(BROWSER), report, report.parent / "profile")
     assert rendered.console == []
     assert 'data-ready="yes"' in rendered.dom
@@ -54,7 +53,7 @@ def test_hostile_text_stays_text(seen: dict[str, Any]) -> None:
 
 
 def test_tables_sort_and_filter(seen: dict[str, Any]) -> None:
-    """Numerically, both ways, with empty cells last in both."""
+    """Numeric, in both directions, with empty cells always last."""
     before, up, down = seen["order"]
     assert before == ["10", "9", "8", "7"] * 3
     assert up == ["7"] * 3 + ["8"] * 3 + ["9"] * 3 + ["10"] * 3
@@ -65,7 +64,7 @@ def test_tables_sort_and_filter(seen: dict[str, Any]) -> None:
 
 
 def test_tokens_are_shaded_by_their_gap(seen: dict[str, Any]) -> None:
-    """Logarithmically from 1e-4 to 1 nat: 1e-5 is none, 0.5 almost all, and 1e-2 half. Surprise: 3 of 8 nats."""
+    """Shades are logarithmic from 1e-4 to 1 nat: none at 1e-5, half at 1e-2. Surprise is linear: 3 of 8 nats."""
     assert seen["choices"] == LOGGED
     engine, reference, surprise, last = seen["levels"]
     assert engine == [0] * TOKENS
@@ -84,7 +83,7 @@ def test_every_curve_and_bar_is_drawn(seen: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("dark", [False, True])
-def test_it_is_drawn_light_and_dark(report: Path, tmp_path: Path, dark: bool) -> None:
+def test_light_and_dark(report: Path, tmp_path: Path, dark: bool) -> None:
     """Check the pixels: the paper, a curve and the largest phase."""
     import matplotlib.image
     import numpy as np
@@ -93,5 +92,5 @@ def test_it_is_drawn_light_and_dark(report: Path, tmp_path: Path, dark: bool) ->
     screenshot(str(BROWSER), report, png, tmp_path / "profile", size=(1280, 3000), dark=dark)
     pixels = np.round(matplotlib.image.imread(png)[..., :3] * 255).astype(int)
     assert (pixels[5, 5] == ((0x15, 0x17, 0x1A) if dark else (255, 255, 255))).all()
-    for colour, least in (((0x3F, 0x8F, 0xC9), 500), ((0xD5, 0x5E, 0x00), 20_000)):
-        assert int((np.abs(pixels - colour).max(axis=-1) < 3).sum()) > least, colour
+    for color, least in (((0x3F, 0x8F, 0xC9), 500), ((0xD5, 0x5E, 0x00), 20_000)):
+        assert int((np.abs(pixels - color).max(axis=-1) < 3).sum()) > least, color

@@ -1,4 +1,4 @@
-"""A real browser without a window: opens a page, runs its script, hands back what came of it."""
+"""Headless browser that opens a page and runs its script."""
 
 import os
 import shutil
@@ -18,19 +18,19 @@ _FLAGS = (
 
 @dataclass(frozen=True)
 class Rendered:
-    """The page after its script ran, and what it said on the browser's console."""
+    """The page after its script ran, and the lines on the browser's console."""
 
     dom: str
     console: list[str]
 
 
 def find_browser() -> str | None:
-    """Path of an installed browser; ``None`` where there is none."""
+    """Return the path of an installed browser, or ``None``."""
     return next(filter(None, map(shutil.which, NAMES)), None)
 
 
 def dump_dom(browser: str, page: Path, profile: Path, timeout_s: float = 60.0) -> Rendered:
-    """Open ``page`` in a browser with a fresh ``profile`` directory and serialise the DOM once it has loaded."""
+    """Open ``page`` with a fresh ``profile`` directory and return the loaded page."""
     done = _run(browser, ["--dump-dom", "--virtual-time-budget=5000"], page, profile, timeout_s)
     return Rendered(done.stdout, [line for line in done.stderr.splitlines() if "CONSOLE" in line])
 
@@ -44,7 +44,7 @@ def screenshot(
     dark: bool = False,
     timeout_s: float = 60.0,
 ) -> None:
-    """Picture of ``page``'s first ``size`` pixels, for a reader who prefers a light or a dark page."""
+    """Save a picture of ``page``'s first ``size`` pixels in the light or dark color scheme."""
     scheme = f"--blink-settings=preferredColorScheme={0 if dark else 1}"
     flags = [f"--screenshot={png}", f"--window-size={size[0]},{size[1]}", scheme, "--virtual-time-budget=5000"]
     _run(browser, flags, page, profile, timeout_s)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from backends.common.process.agreement import listed, listed_by_kind
 from slime_like.errors import CheckpointError
-from slime_like.models.weight_files import WeightFilesError, file_problem, weight_files
+from slime_like.models.weight_files import WeightFilesError, weight_files
 
 Shape = tuple[int, ...]
 
@@ -47,8 +47,8 @@ class HfCheckpoint(contextlib.ExitStack):
             reader = self.enter_context(safe_open(file, framework="pt"))
             names = list(reader.keys())
         except (SafetensorError, OSError) as error:
-            otherwise = f"{file} is damaged ({error}); copy or download it again"
-            raise CheckpointError(file_problem(file) or otherwise, code="weight-file-damaged") from error
+            problem = f"{file} is damaged ({error}); copy or download it again"
+            raise CheckpointError(problem, code="weight-file-damaged") from error
         twice = sorted(self._slices.keys() & set(names))
         if twice:
             raise CheckpointError(

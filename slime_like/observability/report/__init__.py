@@ -1,1 +1,1 @@
-"""The HTML report of a run, and its figures on the terminal."""
+"""Report of a run as an HTML page, and its metrics on the terminal."""

@@ -1,4 +1,4 @@
-"""A run's essentials as tables on a terminal."""
+"""Summary of a run as tables on a terminal."""
 
 from statistics import fmean
 from typing import Any
@@ -11,7 +11,7 @@ from rich.text import Text
 from slime_like.observability.report.data import RunData, summary
 from slime_like.observability.report.panels import PhasePicture, key_metrics, panels, phase_picture
 from slime_like.observability.report.text import bare_answer, last_user_message, shortened, spelled_out
-from slime_like.observability.tables import HELD_OUT_TABLE, SAMPLE_TABLE, said
+from slime_like.observability.tables import HELD_OUT_TABLE, SAMPLE_TABLE, response_column
 from slime_like.system.words import counted
 
 _NEWEST_SAMPLES = 4
@@ -19,7 +19,7 @@ _MAX_TEXT = 240
 
 
 def show(run: RunData, console: Console) -> None:
-    """Print the whole report."""
+    """Print a run's summary, metrics, phases, newest samples and held-out responses."""
     console.print(_labelled(f"Run {run.run_dir.name}", [summary(run)]))
     drawn, constant, _ = panels(run)
     if run.trained_steps:
@@ -40,7 +40,7 @@ def show(run: RunData, console: Console) -> None:
 
 
 def _printable(value: Any) -> Text:
-    """``value`` as plain text without markup; unprintable characters are spelled out, long text is cut."""
+    """Return ``value`` as text without markup or unprintable characters. Long text is shortened."""
     text = "-" if value is None else str(value)
     if isinstance(value, float):
         text = f"{value:,.0f}" if 1e4 <= abs(value) < 1e9 else f"{value:.4g}"
@@ -56,13 +56,13 @@ def _metrics(logged: list[tuple[str, list[float]]]) -> Table:
 
 def _phases(picture: PhasePicture) -> Table:
     table = _new_table("Where the time went", "phase", "share", "mean seconds a step", "longest")
-    for (phase, seconds), (_, share) in zip(picture.parts, picture.shares, strict=True):
+    for phase, seconds, share in picture.parts:
         table.add_row(*map(_printable, (phase, f"{share:.1f}%", fmean(seconds), max(seconds))))
     return table
 
 
 def _sample(row: dict[str, Any]) -> list[tuple[str, Any]]:
-    """(label, text) of what one reads of a sample: question, the response's end, answer, outcome."""
+    """Return (label, text) of a sample's question, response, answer and outcome."""
     outcome = {
         "step": row["step"],
         **{name.removeprefix("Reward_"): value for name, value in row.items() if name.startswith("Reward_")},
@@ -70,7 +70,7 @@ def _sample(row: dict[str, Any]) -> list[tuple[str, Any]]:
         "finish reason": row.get("Finish Reason"),
     }
     shown = [f"{name} {_printable(value)}" for name, value in outcome.items() if value is not None]
-    column = said(list(row))  # others of the table may be of other steps
+    column = response_column(list(row))  # rows of other steps may have other columns
     response = shortened(str(row.get(column)), _MAX_TEXT)
     lines = response.split("\n") if column == "Conversation" else [response]
     return [
@@ -84,7 +84,7 @@ def _sample(row: dict[str, Any]) -> list[tuple[str, Any]]:
 
 
 def _held_out(rows: list[dict[str, Any]]) -> list[list[tuple[str, Any]]]:
-    """By prompt: question, the first and the last response to it, and the answer."""
+    """Return for each prompt the question, the first and the last response, and the answer."""
     by_prompt: dict[Any, list[dict[str, Any]]] = {}
     for row in rows:
         by_prompt.setdefault(row.get("Sequence ID"), []).append(row)
@@ -103,7 +103,7 @@ def _judged(row: dict[str, Any]) -> str:
 
 
 def _labelled(title: str, groups: list[list[tuple[str, Any]]]) -> Table:
-    """Two columns, a line between groups."""
+    """Return a table of two columns, with a line between groups."""
     table = Table(title=Text(title), show_header=False, title_justify="left")
     for group in groups:
         for label, value in group:

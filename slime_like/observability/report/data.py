@@ -1,4 +1,4 @@
-"""A run's directory, read back for a report."""
+"""Content of a run's directory, for a report."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -10,7 +10,7 @@ from typing import Any
 from slime_like.config.reading.load import read_yaml
 from slime_like.errors import SlimeLikeError
 from slime_like.observability.curve import running_mean, smoothing_window
-from slime_like.observability.json_lines import newest_lines
+from slime_like.observability.json_lines import read_lines
 from slime_like.observability.metrics import METRICS_FILE, current_records, read_metrics, series
 from slime_like.observability.names import ACCURACY, FAILURES, HELD_OUT_FAILURES, LOSS, REWARD, ROLLOUT_SPEED, STEP_TIME
 from slime_like.observability.progress import DRIVER_LOG, FAILED
@@ -18,7 +18,7 @@ from slime_like.observability.tables import TOKEN_TABLE
 from slime_like.system.words import counted
 
 CONFIG_FILE = "config.yaml"
-# A page with more rows than this is slow to open; the newest are the ones people look for.
+# A page with more rows is slow to open. People look for the newest ones.
 NEWEST_ROWS = 2_000
 NEWEST_TOKENS = 50_000
 
@@ -31,7 +31,7 @@ Row = dict[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class StoredTable:
-    """The newest rows of a table on disk, oldest first; ``left_out`` counts the older ones."""
+    """The newest rows of a table on disk, oldest first. ``left_out`` counts older rows."""
 
     name: str
     columns: list[str]
@@ -41,11 +41,11 @@ class StoredTable:
 
 @dataclass(frozen=True, slots=True)
 class RunData:
-    """A run directory's content.
+    """Content of a run directory.
 
     Attributes:
-        config: the resolved configuration as plain values; empty where the run kept none.
-        config_text: the same as it stands on disk; ``None`` where the run kept none.
+        config: the resolved configuration as plain values; empty if the directory has none.
+        config_text: the same as text; ``None`` if the directory has none.
         failure: the error that ended the run's last start; ``None`` if it is running, finished or was killed.
     """
 
@@ -58,46 +58,37 @@ class RunData:
 
     @property
     def trained_steps(self) -> int:
-        """The last step that was trained."""
+        """The last trained step."""
         current = current_records(self.records)
         return max((record["step"] for record in current if STEP_TIME in record or LOSS in record), default=0)
 
     def series(self, name: str) -> tuple[list[int], list[float]]:
-        """Steps and finite values of one metric."""
+        """Return steps and finite values of one metric."""
         return series(self.records, name)
 
     def by_step(self, name: str) -> dict[int, float]:
         return dict(zip(*self.series(name), strict=True))
 
     def non_finite_steps(self, name: str) -> list[int]:
-        """Steps at which the metric was logged but was NaN or infinite."""
+        """Return the steps at which the metric was NaN or infinite."""
         last = {record["step"]: record[name] for record in current_records(self.records) if name in record}
         return sorted(step for step, value in last.items() if value is None)
 
 
 def read_run(run_dir: Path) -> RunData:
-    """Read configuration, metrics and tables; a last line that a killed run left unfinished is skipped.
+    """Read configuration, metrics and tables. The run may still be going. Skips unfinished last lines.
 
     Raises:
-        SlimeLikeError: ``run_dir`` holds no metrics, or a file in it is damaged; the message names it and the remedy.
+        SlimeLikeError: ``run_dir`` has no metrics, or a file in it is damaged.
     """
-    if not (run_dir / METRICS_FILE).is_file():
-        raise SlimeLikeError(
-            f"there is no {METRICS_FILE} in it",
-            code="no-metrics",
-            who=str(run_dir),
-            remedy="give the directory of a run (its `run_dir`)",
-        )
     records = read_metrics(run_dir / METRICS_FILE)
     failure = _failure(run_dir / DRIVER_LOG)
     if not records:
-        problem, remedy = (
-            "no step has been logged yet",
-            f"repeat it after the first step; if the run has ended, see {DRIVER_LOG}",
-        )
+        problem = "no step has been logged yet"
+        remedy = f"try again after the first step; if the run has ended, see {DRIVER_LOG}"
         if failure:
             problem = f"the run failed before its first step: {failure}"
-            remedy = f"{DRIVER_LOG} and worker_logs have the details"
+            remedy = f"see {DRIVER_LOG} and worker_logs for details"
         raise SlimeLikeError(problem, code="no-step-logged", who=str(run_dir), remedy=remedy)
     config_text, config = _read_config(run_dir / CONFIG_FILE)
     files = sorted(path for path in (run_dir / "tables").glob("*.jsonl") if path.is_file())
@@ -106,7 +97,7 @@ def read_run(run_dir: Path) -> RunData:
 
 
 def summary(run: RunData) -> list[tuple[str, str]]:
-    """(label, text) of what one asks first about a run. What the run did not record is left out."""
+    """Return (label, text) of a run's most important facts, as far as they were recorded."""
     failed = ("failed", run.failure or "")
     entries = [*_setup(run.config), ("steps", _steps(run)), failed, *_results(run), *_speed(run)]
     return [(label, text) for label, text in entries if text]
@@ -155,13 +146,13 @@ def _results(run: RunData) -> list[tuple[str, str]]:
         entries.append(("held-out accuracy", " → ".join(ends)))
     if changed := sorted(run.run_dir.glob("config.until-step-*.yaml")):
         names = ", ".join(path.name for path in changed)
-        entries.append(("settings changed", f"earlier values may not compare: {names}"))
+        entries.append(("settings changed", f"earlier values may not be comparable: {names}"))
     if rewards:
         window = min(smoothing_window(len(rewards)), len(rewards))
         means = running_mean(rewards, window)
         text = f"{means[window - 1]:.3f} → {means[-1]:.3f} (first and last {counted(window, 'step')})"
-        alone = f"{means[-1]:.3f} (of {counted(window, 'step')})"
-        entries.append(("mean reward", text if len(rewards) > window else alone))
+        short = f"{means[-1]:.3f} (of {counted(window, 'step')})"
+        entries.append(("mean reward", text if len(rewards) > window else short))
     entries.append(("scoring failures", _scoring_failures(run)))
     bad = run.non_finite_steps(LOSS)
     if bad:
@@ -170,7 +161,7 @@ def _results(run: RunData) -> list[tuple[str, str]]:
 
 
 def _scoring_failures(run: RunData) -> str:
-    """Responses that got reward 0 because a function or the environment failed; "" where there are none."""
+    """Describe responses with reward 0 because a function or the environment failed; "" if there are none."""
     parts = []
     for name, what, when in ((FAILURES, "response", "step"), (HELD_OUT_FAILURES, "held-out response", "evaluation")):
         failed = {step: round(number) for step, number in run.by_step(name).items() if number > 0}
@@ -201,7 +192,7 @@ def _joined(*parts: Any) -> str:
 
 # ---------------------------------------------------------------------------------------------------------------- files
 def _failure(log: Path) -> str | None:
-    """The last line of a run's log, if it is an error."""
+    """Return the last line of a run's log if it is an error."""
     if not log.is_file():
         return None
     with log.open("rb") as file:
@@ -218,18 +209,18 @@ def _read_config(path: Path) -> tuple[str | None, dict[str, Any]]:
 
 
 def _read_table(path: Path) -> StoredTable:
-    """Read a table's end; faults of older rows are not found."""
-    newest, left_out = newest_lines(path, NEWEST_TOKENS if path.stem == TOKEN_TABLE else NEWEST_ROWS)
+    """Read a table's newest rows. Damage in older rows is not found."""
+    newest = list(read_lines(path, NEWEST_TOKENS if path.stem == TOKEN_TABLE else NEWEST_ROWS))
     rows: list[Row] = []
     columns: dict[str, None] = {}
-    for row in newest:
-        if rows and rows[-1]["step"] > row["step"]:  # resumed from an earlier step: what followed it is run again
+    for _, row in newest:
+        if rows and rows[-1]["step"] > row["step"]:  # a resumed run repeats the steps from here on
             while rows and rows[-1]["step"] >= row["step"]:
                 rows.pop()
         columns.update(dict.fromkeys(row))
         rows.append(row)
     if "Step" in columns:
         columns.pop("step", None)
-    # By what they describe, so that a step that was logged twice shows its second logging.
+    # A step that was logged twice shows its second logging.
     kept = {(row["step"], row.get("Sequence ID", i), row.get("Token Position")): row for i, row in enumerate(rows)}
-    return StoredTable(path.stem, list(columns), list(kept.values()), left_out)
+    return StoredTable(path.stem, list(columns), list(kept.values()), newest[0][0] - 1 if newest else 0)

@@ -9,9 +9,9 @@
   };
   const short = (value) => (typeof value === "number" ? String(Number(value.toPrecision(5))) : String(value));
 
-  const colour = getComputedStyle(document.body).color, clear = "rgba(0,0,0,0)", grid = "rgba(128,128,128,.25)";
+  const color = getComputedStyle(document.body).color, clear = "rgba(0,0,0,0)", grid = "rgba(128,128,128,.25)";
   const layout = {
-    height: 260, margin: { l: 60, r: 12, t: 8, b: 34 }, hovermode: "x unified", font: { color: colour, size: 11 },
+    height: 260, margin: { l: 60, r: 12, t: 8, b: 34 }, hovermode: "x unified", font: { color, size: 11 },
     paper_bgcolor: clear, plot_bgcolor: clear, legend: { orientation: "h", y: 1.02, yanchor: "bottom" },
   };
   for (const [id, figure] of Object.entries(data("chart-data"))) {
@@ -22,7 +22,7 @@
     Plotly.newPlot(id, figure.data, { showlegend: true, ...layout, ...figure.layout, ...axes }, { responsive: true, displayModeBar: false });
   }
 
-  // Tables: sort by a column (empty cells last either way), filter by text.
+  // Tables: sort by a column (empty cells always last), filter by text.
   const compare = (first, second) => {
     const left = first.dataset.value, right = second.dataset.value;
     if (left !== undefined && right !== undefined) return Number(left) - Number(right);
@@ -82,7 +82,7 @@
       if (value === null || value === undefined) return null;
       return shade.value === "Pi Logprob" ? Math.min(1, Math.max(0, -value / 8)) : gapLevel(value);
     };
-    // Control and direction-changing characters would hide or reorder the model's output: spell them out.
+    // Spell out control and direction characters, which would hide or reorder the model's output.
     const special = /[\u0000-\u001f\u007f-\u009f\u061c\u200b-\u200f\u2028-\u202e\u2060-\u2069\ufeff\ud800-\udfff]/gu;
     const spell = (found) =>
       found === "\n" ? "\u23ce" : "\\u" + found.charCodeAt(0).toString(16).padStart(4, "0");

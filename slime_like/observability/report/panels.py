@@ -1,4 +1,4 @@
-"""Panels of a report: curves, and the time by phase. Each is a figure of plotly, as plain values for JSON."""
+"""Panels of a report: curves, and the time by phase. Each is a plotly figure, as plain values for JSON."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -22,18 +22,19 @@ from slime_like.observability.phases import PHASES
 from slime_like.observability.report.data import RunData
 
 _TRAINING = "train_actor_training/"
-_COLOURS = ("#3f8fc9", "#d55e00", "#0a8a63", "#a5579a", "#b58900", "#8d9299", "#6b7178")
+_COLORS = ("#3f8fc9", "#d55e00", "#0a8a63", "#a5579a", "#b58900", "#8d9299", "#6b7178")
 _CUT_AT_MEDIANS = 3.0
-"""The first steps compile and warm up. Bars are drawn up to this many medians, so that they do not flatten the rest."""
+"""Bars are drawn up to this many medians. The first steps, which compile and warm up, would flatten the rest."""
 
 
 @dataclass(frozen=True, slots=True)
 class PanelSpec:
-    """One picture: its title, what it shows, and (metric, label) of each curve.
+    """Title and caption of a panel, and (metric, label) of each curve.
 
     Attributes:
-        always: draw it even if its values do not change.
-        computed_where_asked: values of 0 throughout mean that nothing was measured.
+        smooth: also draw a running mean.
+        dots: mark every value.
+        always: draw the panel even if its values do not change.
     """
 
     title: str
@@ -42,22 +43,21 @@ class PanelSpec:
     smooth: bool = False
     dots: bool = False
     always: bool = False
-    computed_where_asked: bool = False
 
 
 class Line(NamedTuple):
-    """One curve: values at rising steps."""
+    """One curve: values at ascending steps."""
 
     label: str
     steps: Sequence[int]
     values: Sequence[float]
-    colour: str
+    color: str
     faint: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class Panel:
-    """A picture with its data; ``steps`` are the run's first and last, so that all pictures have the same axis."""
+    """A panel with its data. ``steps`` are the run's first and last, so all panels have the same axis."""
 
     spec: PanelSpec
     lines: list[Line]
@@ -65,15 +65,15 @@ class Panel:
     steps: tuple[int, int]
 
     def figure(self) -> dict[str, Any]:
-        """Return traces and layout for ``Plotly.newPlot``. A mark on the axis shows each step that was not finite."""
+        """Return traces and layout for ``Plotly.newPlot``. Marks on the axis show values that are not finite."""
         traces = [
             {
                 "x": line.steps,
-                "y": [float(f"{value:.6g}") for value in line.values],  # without noise of floats
-                "name": escape(line.label),  # plotly reads markup in it
+                "y": [float(f"{value:.6g}") for value in line.values],
+                "name": escape(line.label),  # plotly interprets markup
                 "mode": "lines+markers" if self.spec.dots or len(line.values) == 1 else "lines",
                 "opacity": 0.4 if line.faint else 1.0,
-                "line": {"color": line.colour},
+                "line": {"color": line.color},
             }
             for line in self.lines
         ]
@@ -86,7 +86,7 @@ class Panel:
 
     @property
     def says_nothing(self) -> bool:
-        """Whether every curve is 0, or stays the same for several steps."""
+        """True if every curve is 0, or constant over several steps."""
         if self.spec.always or self.non_finite_steps:
             return False
         flat = all(min(line.values) == max(line.values) for line in self.lines)
@@ -100,16 +100,14 @@ class Panel:
 
 @dataclass(frozen=True, slots=True)
 class PhasePicture:
-    """Seconds of every phase at every step, phases that took no time left out.
+    """Seconds of every phase at every step, without phases that took no time.
 
     Attributes:
-        parts: (phase, seconds per step).
-        shares: (phase, percent of the run's step time).
+        parts: phase, seconds at each step, percent of the run's step time.
     """
 
     steps: list[int]
-    parts: list[tuple[str, list[float]]]
-    shares: list[tuple[str, float]]
+    parts: list[tuple[str, list[float], float]]
 
     def figure(self) -> dict[str, Any]:
         """Return stacked bars for ``Plotly.newPlot``, one per step."""
@@ -119,11 +117,11 @@ class PhasePicture:
                 "x": self.steps,
                 "y": seconds,
                 "name": f"{phase} {share:.1f}%",
-                "marker": {"color": colour, "line": {"width": 0}},
+                "marker": {"color": color, "line": {"width": 0}},
             }
-            for (phase, seconds), (_, share), colour in zip(self.parts, self.shares, _COLOURS, strict=False)
+            for (phase, seconds, share), color in zip(self.parts, _COLORS, strict=False)
         ]
-        totals = [sum(each) for each in zip(*(seconds for _, seconds in self.parts), strict=True)]
+        totals = [sum(each) for each in zip(*(seconds for _, seconds, _ in self.parts), strict=True)]
         top = 1.04 * min(max(totals), _CUT_AT_MEDIANS * median(totals)) or 1.0
         return {"data": bars, "layout": {"barmode": "stack", "bargap": 0.1, "yaxis": {"range": [0, top]}}}
 
@@ -145,13 +143,13 @@ _SPECS = (
     PanelSpec("Responses cut off", "Fraction that reached a limit.", (("rollout/truncated_fraction", "cut off"),)),
     PanelSpec(
         "Out of turns",
-        "Fraction of conversations that the last turn ended.",
+        "Fraction of conversations that used up their turns.",
         (("rollout/turn_limit_fraction", "out of turns"),),
     ),
-    PanelSpec("Turns", "Of the model in a conversation.", (("rollout/turns_mean", "mean"),)),
+    PanelSpec("Turns", "The model's turns in a conversation.", (("rollout/turns_mean", "mean"),)),
     PanelSpec(
         "Flat groups",
-        "Prompts whose samples all have the same reward: they have no gradient.",
+        "Prompts without a gradient, because all samples have the same reward.",
         (("rollout/zero_spread_groups", "groups"),),
     ),
     PanelSpec("Importance ratio", "Mean of current over old policy; 1 on-policy.", ((f"{_TRAINING}ratios", "ratio"),)),
@@ -160,7 +158,6 @@ _SPECS = (
         "KL to the reference",
         "Estimates in nats per token.",
         ((f"{_TRAINING}approx_policy_kls", "approximate KL"), (f"{_TRAINING}kl_loss", "KL loss")),
-        computed_where_asked=True,
     ),
     PanelSpec("Entropy", "Mean entropy of the policy, nats per token.", ((f"{_TRAINING}entropy", "entropy"),)),
     PanelSpec("Gradient norm", "Global norm before clipping.", ((f"{_TRAINING}grad_norm", "gradient norm"),)),
@@ -171,27 +168,26 @@ _SPECS = (
     ),
     PanelSpec(
         "Response length",
-        "Sampled tokens per response; tokens of an environment are not counted.",
+        "Sampled tokens per response, without observations.",
         ((f"{_TRAINING}response_lengths", "mean"), ("rollout/response_length_max", "longest")),
     ),
     PanelSpec(
         "Throughput",
-        "Response tokens per second: while generating, and over the whole step.",
+        "Response tokens per second of generation, and of the whole step.",
         ((ROLLOUT_SPEED, "generation"), ("train_actor_performance/tokens_per_second", "whole step")),
     ),
-    PanelSpec("Learning rate", "Of the step's last update.", ((f"{_TRAINING}learning_rate", "learning rate"),)),
+    PanelSpec("Learning rate", "In the step's last update.", ((f"{_TRAINING}learning_rate", "learning rate"),)),
 )
 
 
 def panels(run: RunData) -> tuple[list[Panel], list[Panel], list[str]]:
-    """Return the pictures to draw, the pictures whose values stay the same, and the titles without data."""
+    """Return the panels to draw, the panels whose values never change, and the titles without data."""
     drawn, constant, missing = list[Panel](), list[Panel](), list[str]()
     steps = [record["step"] for record in current_records(run.records)]
     for spec in _specs(run):
         bad = sorted({step for name, _ in spec.metrics for step in run.non_finite_steps(name)})
         panel = Panel(spec, _lines(run, spec), bad, (min(steps), max(steps)))
-        is_absent = spec.computed_where_asked and not any(any(line.values) for line in panel.lines)
-        if bad or (panel.lines and not is_absent):
+        if bad or panel.lines:
             (constant if panel.says_nothing else drawn).append(panel)
         else:
             missing.append(spec.title)
@@ -199,19 +195,17 @@ def panels(run: RunData) -> tuple[list[Panel], list[Panel], list[str]]:
 
 
 def phase_picture(run: RunData) -> PhasePicture | None:
-    """Draw the time of every step by phase; ``None`` without recorded phases."""
+    """Return the time of every step by phase; ``None`` without recorded phases."""
     seconds = {phase: run.by_step(phase_seconds(phase)) for phase in (*PHASES, "orchestration")}
     steps = sorted(set().union(*seconds.values()))
     every = {phase: [max(0.0, values.get(step, 0.0)) for step in steps] for phase, values in seconds.items()}
-    parts = [(phase, values) for phase, values in every.items() if any(values)]
-    total = sum(sum(values) for _, values in parts)
-    return (
-        PhasePicture(steps, parts, [(phase, 100 * sum(values) / total) for phase, values in parts]) if parts else None
-    )
+    total = sum(map(sum, every.values()))
+    parts = [(phase, values, 100 * sum(values) / total) for phase, values in every.items() if any(values)]
+    return PhasePicture(steps, parts) if parts else None
 
 
 def key_metrics(run: RunData, drawn: Sequence[Panel]) -> list[tuple[str, list[float]]]:
-    """Return name and values of the step time, and of every metric that a picture of ``drawn`` shows."""
+    """Return name and values of the step time and of every metric in ``drawn``."""
     shown = [STEP_TIME, *(name for panel in drawn for name, _ in panel.spec.metrics)]
     return [(name, values) for name in shown if (values := run.series(name)[1])]
 
@@ -227,11 +221,11 @@ def _specs(run: RunData) -> list[PanelSpec]:
 
 def _lines(run: RunData, spec: PanelSpec) -> list[Line]:
     lines: list[Line] = []
-    for (name, label), colour in zip(spec.metrics, _COLOURS * len(spec.metrics), strict=False):
+    for (name, label), color in zip(spec.metrics, _COLORS * len(spec.metrics), strict=False):
         steps, values = run.series(name)
         if values:
-            lines.append(Line(label, steps, values, colour, faint=spec.smooth))
+            lines.append(Line(label, steps, values, color, faint=spec.smooth))
         if values and spec.smooth:
             window = smoothing_window(len(values))
-            lines.append(Line(f"running mean over {window} steps", steps, running_mean(values, window), colour))
+            lines.append(Line(f"running mean over {window} steps", steps, running_mean(values, window), color))
     return lines

@@ -1,105 +1,68 @@
-"""A run's report: one self-contained HTML page, or its essentials on a terminal.
+"""Report of a run as one self-contained HTML page.
 
-A model's output is hostile text. It reaches the page escaped, or as JSON that the script shows as text. The page's
-content security policy admits plotly and the page's script by hash, and neither the network nor any other script.
+A model's output is hostile text. It reaches the page escaped, or as JSON that the script shows as text. The content
+security policy allows only plotly and the page's script, by hash, and no network.
 """
 
 import base64
 import hashlib
 import json
 import os
-from collections.abc import Sequence
+from contextlib import suppress
 from importlib.resources import files
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from slime_like.errors import SlimeLikeError
-from slime_like.observability.report.data import Row, RunData, StoredTable, read_run, summary
-from slime_like.observability.report.panels import Panel, PhasePicture, panels, phase_picture
+from slime_like.observability.report.data import Row, RunData, StoredTable, summary
+from slime_like.observability.report.panels import panels, phase_picture
 from slime_like.observability.report.text import last_user_message, shortened, spelled_out
-from slime_like.observability.tables import HELD_OUT_TABLE, SAMPLE_TABLE, TOKEN_TABLE, reading_order, said
-
-if TYPE_CHECKING:
-    from rich.console import Console
+from slime_like.observability.tables import HELD_OUT_TABLE, SAMPLE_TABLE, TOKEN_TABLE, reading_order, response_column
 
 REPORT_FILE = "report.html"
-# Characters of one cell that the page shows; a table of 32k-token responses would not open otherwise.
+# Characters shown of one cell. With more, a table of 32k-token responses would not open.
 MAX_CELL_TEXT = 4_000
 _LONG_TEXT = 24
 
 SampleKey = tuple[int, Any]
 
 
-def write_report(run_dir: Path, output: Path | None = None) -> Path:
-    """Write a run's summary, curves and debug tables as one HTML file that opens anywhere, also without a network.
+def write_page(run: RunData, output: Path | None = None) -> Path:
+    """Write a run's summary, curves and debug tables as one HTML file, and return its path.
 
-    The run may still be going. The file, ``run_dir/report.html`` by default, is replaced if there; returns its path.
+    The default is ``run_dir/report.html``. An existing file is replaced.
 
     Raises:
-        SlimeLikeError: the directory holds no metrics, a file in it is damaged, or ``output`` cannot be written.
+        SlimeLikeError: ``output`` cannot be written.
     """
-    return _write_page(read_run(run_dir), output)
-
-
-def _write_page(run: RunData, output: Path | None) -> Path:
     page = _render_page(run)
     path = run.run_dir / REPORT_FILE if output is None else output
-    if path.is_dir():
-        remedy = f"give the file to write, e.g. {path / REPORT_FILE}"
-        raise SlimeLikeError("is a directory", code="output-is-directory", who=str(path), remedy=remedy)
     unfinished = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        # A lone surrogate, as broken text may hold, has no UTF-8; it is spelled out.
+        # Lone surrogates in broken text have no UTF-8 form.
         unfinished.write_text(page, encoding="utf-8", errors="backslashreplace")
         unfinished.replace(path)
     except OSError as error:
+        with suppress(OSError):
+            unfinished.unlink()
         problem, remedy = f"cannot be written ({error.strerror})", "choose another output file"
         raise SlimeLikeError(problem, code="output-not-writable", who=str(path), remedy=remedy) from error
     return path
 
 
-def print_report(run_dir: Path, console: "Console | None" = None) -> None:
-    """Print a run's summary, key figures, phases and newest samples, on standard output by default.
-
-    Raises:
-        SlimeLikeError: the directory holds no metrics, or a file in it is damaged.
-    """
-    from slime_like.observability.report.console import show
-    from slime_like.system.console import Console
-
-    show(read_run(run_dir), console or Console())
-
-
-def print_and_write_report(run_dir: Path, output: Path | None = None) -> Path:
-    """Do both, the page first, and read the run once: both show the same. Returns the page's path."""
-    from slime_like.observability.report.console import show
-    from slime_like.system.console import Console
-
-    run = read_run(run_dir)
-    page = _write_page(run, output)
-    show(run, Console())
-    return page
-
-
-# --------------------------------------------------------------------------------------------------------------- page
 def _render_page(run: RunData) -> str:
     from jinja2 import Environment
     from plotly.offline import get_plotlyjs
 
-    # No template inheritance and no loader: the one template is a file of this package.
     environment = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
     environment.policies["json.dumps_kwargs"] = {"allow_nan": False, "separators": (",", ":")}
-    environment.filters |= {"hash": _hash, "plain": _plain, "sample": _key, "shown": _shown}
-    environment.filters |= {
-        "user": last_user_message,
-        "reading_order": reading_order,
-        "said": said,
-        "by_prompt": _by_prompt,
-    }
+    environment.filters |= {"hash": _hash, "plain": _plain, "sample": _key, "shown": _shown, "user": last_user_message}
+    environment.filters |= {"reading_order": reading_order, "response_column": response_column}
     (drawn, constant, missing), phases = panels(run), phase_picture(run)
     tokens = run.tables.get(TOKEN_TABLE)
     samples = _token_samples(tokens)
+    figures = {f"chart-{index}": panel.figure() for index, panel in enumerate(drawn)}  # by the element's id
     return environment.from_string(_asset("page.html")).render(
         run=run,
         summary=summary(run),
@@ -114,7 +77,7 @@ def _render_page(run: RunData) -> str:
         held_out_table=HELD_OUT_TABLE,
         titles={SAMPLE_TABLE: "Samples", HELD_OUT_TABLE: "Held-out responses, from evaluation to evaluation"},
         long_text=_LONG_TEXT,
-        chart_data=_charts(drawn, phases),
+        chart_data=figures | ({"phases": phases.figure()} if phases else {}),
         token_data=_token_data(samples),
         style=f"\n{_asset('page.css')}",
         plotly=get_plotlyjs(),
@@ -122,14 +85,8 @@ def _render_page(run: RunData) -> str:
     )
 
 
-def _charts(drawn: Sequence[Panel], phases: PhasePicture | None) -> dict[str, Any]:
-    """Figures by the id of the element that they are drawn in."""
-    figures = {f"chart-{index}": panel.figure() for index, panel in enumerate(drawn)}
-    return figures | ({"phases": phases.figure()} if phases else {})
-
-
 def _asset(name: str) -> str:
-    """A file of this package. Nothing that a run holds is ever put into style or script."""
+    """Return a file of this package."""
     return files(__package__).joinpath(name).read_text(encoding="utf-8")
 
 
@@ -143,11 +100,6 @@ def _shown(text: str) -> str:
 
 def _key(row: Row) -> SampleKey:
     return row["step"], row.get("Sequence ID")
-
-
-def _by_prompt(rows: list[Row]) -> list[Row]:
-    """Responses to one prompt after each other."""
-    return sorted(rows, key=lambda row: str(row.get("Sequence ID")))
 
 
 def _token_samples(table: StoredTable | None) -> dict[SampleKey, list[Row]]:

@@ -96,9 +96,9 @@ def _wait_completed(work: Any, timeout_s: float, is_broken: Callable[[], bool]) 
         if now - asked > _ASK_EVERY_S:
             asked = now
             if is_broken():
-                raise RuntimeError("the sender has given this group up")
+                raise RuntimeError("the sender has given up this group")
         if now - started > timeout_s:
-            raise TimeoutError("no end of the broadcast")
+            raise TimeoutError("the broadcast did not end")
         time.sleep(_LOOK_EVERY_S)
 
 

@@ -33,7 +33,7 @@ from slime_like.system.network import address_towards
 from slime_like.weights.buckets import bucket_nbytes, read_bucket, write_bucket
 from slime_like.weights.transport import TransportSettings
 from slime_like.weights.transports.broadcast_group import GLOO, BroadcastGroup, join_store, one_line, serve_store
-from slime_like.weights.transports.leftovers import buckets_in_flight, check_session, not_in_flight
+from slime_like.weights.transports.leftovers import buckets_in_flight, check_session
 
 _CLOSE_S = 5.0
 _JOINED = "joined"
@@ -137,9 +137,7 @@ class CollectiveSender:
 
     def release(self, metadata: BucketMetadata) -> None:
         number, generation = metadata.location["number"], metadata.location["generation"]
-        delivery = self._deliveries.pop(number, None)
-        if delivery is None:
-            raise not_in_flight(self._id, f"bucket {number}")
+        delivery = self._deliveries.pop(number)
         receivers, turn = self._receivers, number % len(self._buffers)
         try:
             delivery.wait(self._settings.timeout_s)
@@ -148,7 +146,7 @@ class CollectiveSender:
                 self._last = None
             receivers.give_up(generation)
             raise WeightSyncError(
-                f"a receiver of {receivers.place} was lost or did not take a bucket within "
+                f"a receiver of {receivers.place} was lost, or did not receive a bucket within "
                 f"sync.timeout_s={self._settings.timeout_s:g} s ({one_line(error)})",
                 code="receiver-lost",
                 who=f"weight sync over {self._backend}",
@@ -199,12 +197,9 @@ class CollectiveReceiver:
 
     def receive(self, metadata: BucketMetadata) -> Iterator[tuple[str, Tensor]]:
         location = metadata.location
-        if metadata.transport != self._backend or location["sender"] != self._sender:
-            raise WeightSyncError(
-                f"a {self._backend} receiver of {self._sender} was handed a {metadata.transport} bucket of "
-                f"{location.get('sender')}",
-                code="foreign-bucket",
-            )
+        if location["sender"] != self._sender:
+            problem = f"a receiver of {self._sender} received a bucket of {location['sender']}"
+            raise WeightSyncError(problem, code="foreign-bucket")
         data = self._buffer_of(location["nbytes"])
         try:
             group = self._group_of(location["generation"])
@@ -212,7 +207,7 @@ class CollectiveReceiver:
         except (RuntimeError, OSError, TimeoutError) as error:
             self._group = None
             raise WeightSyncError(
-                f"sender {self._host}:{self._port}, or another receiver of it, was lost, or sent nothing within "
+                f"sender {self._host}:{self._port} or another receiver was lost, or sent nothing within "
                 f"sync.timeout_s={self._timeout_s:g} s ({one_line(error)})",
                 code="sender-lost",
                 who=f"weight sync over {self._backend}",
@@ -285,7 +280,7 @@ class _Delivery(threading.Thread):
     def wait(self, timeout_s: float) -> None:
         self.join(timeout_s)
         if self.is_alive():
-            raise TimeoutError("no end of the broadcast")
+            raise TimeoutError("the broadcast did not end")
         if self._error is not None:
             raise self._error
 

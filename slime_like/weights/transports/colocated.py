@@ -8,8 +8,9 @@ so a rank holds at most two buckets.
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -21,17 +22,49 @@ from slime_like.interfaces import BucketMetadata, WeightBucket
 from slime_like.system.json_collectives import all_gather_json
 from slime_like.weights.buckets import bucket_nbytes, read_bucket, write_bucket
 from slime_like.weights.transport import TransportSettings
-from slime_like.weights.transports.device_memory import DeviceMemory
-from slime_like.weights.transports.leftovers import (
-    buckets_in_flight,
-    check_session,
-    not_in_flight,
-    require_transport,
-)
-from slime_like.weights.transports.pairing import Place, pair
+from slime_like.weights.transports.device_memory import DeviceMemory, gpu_uuid
+from slime_like.weights.transports.leftovers import buckets_in_flight, check_session
 from slime_like.weights.transports.shared_memory import Segment, SegmentMap, Segments
 
 NAME = "colocated"
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Device of a rank or worker: its host's name, and a GPU's UUID or a CPU slot's number."""
+
+    node: str
+    device: str
+
+    @classmethod
+    def of_this_process(cls, slot: int) -> Place:
+        """Return the current GPU. On a CPU, ranks are numbered slots, and a colocated worker uses one rank's slot."""
+        device = gpu_uuid(torch.cuda.current_device()) if torch.cuda.is_available() else f"CPU slot {slot}"
+        return cls(socket.gethostname(), device)
+
+    def __str__(self) -> str:
+        return f"{self.device} of {self.node}"
+
+
+def pair(ranks: Sequence[Place], workers: Sequence[Place]) -> list[int]:
+    """Return the trainer rank on each worker's device.
+
+    Raises:
+        WeightSyncError: a worker's device has no rank, or a device has two.
+    """
+    on: dict[Place, int] = {}
+    for rank, place in enumerate(ranks):
+        if place in on:
+            raise _unpaired(f"trainer ranks {on[place]} and {rank} are both on {place}")
+        on[place] = rank
+    if alone := [place for place in workers if place not in on]:
+        raise _unpaired(f"no trainer rank is on {', '.join(map(str, alone))}, where an engine's worker is")
+    return [on[place] for place in workers]
+
+
+def _unpaired(problem: str) -> WeightSyncError:
+    remedy = "use sync.transport: shared_memory, or gloo between hosts"
+    return WeightSyncError(problem, code="unpaired", who="weight sync between colocated processes", remedy=remedy)
 
 
 class ColocatedSender:
@@ -71,10 +104,7 @@ class ColocatedSender:
         return sent
 
     def release(self, metadata: BucketMetadata) -> None:
-        number = metadata.location["number"]
-        turn = self._in_flight.pop(number, None)
-        if turn is None:
-            raise not_in_flight(self._session, f"bucket {number}")
+        turn = self._in_flight.pop(metadata.location["number"])
         memory = self._memory[turn]
         if isinstance(memory, DeviceMemory) and memory.buffer.numel() > self._keep_nbytes:
             self._memory[turn] = None
@@ -181,10 +211,9 @@ class ColocatedReceiver:
         self._mapped: dict[int, tuple[str, Tensor]] = {}
 
     def receive(self, metadata: BucketMetadata) -> Iterator[tuple[str, Tensor]]:
-        require_transport(metadata.transport, NAME)
         location = metadata.location
         if location["sender"] != self._session:
-            problem = f"a receiver of {self._session} was handed a bucket of {location['sender']}"
+            problem = f"a receiver of {self._session} received a bucket of {location['sender']}"
             raise WeightSyncError(problem, code="foreign-bucket")
         (own,) = [held for held in location["held"] if held["rank"] == self._rank]
         buffer = self._map(location["number"] % 2, own) if "shared" in own else self._segments.open(own)

@@ -22,7 +22,7 @@ from slime_like.interfaces import BucketMetadata, TensorEntry, WeightBucket
 from slime_like.weights.buckets import bucket_nbytes, describe_hashed, place_tensors, read_bucket
 from slime_like.weights.checksums import as_bytes
 from slime_like.weights.transport import TransportSettings
-from slime_like.weights.transports.leftovers import check_name, check_session, not_in_flight, require_transport
+from slime_like.weights.transports.leftovers import check_name, check_session
 
 NAME = "directory"
 _APPEARS_S = 10.0
@@ -34,11 +34,7 @@ class DirectorySender:
     """Sender that writes one file per bucket."""
 
     def __init__(self, _: str, session: str, settings: TransportSettings) -> None:
-        if settings.directory is None:
-            raise WeightSyncError(
-                f"sync.transport={NAME} needs sync.directory: one that trainers and engines both see",
-                code="no-directory",
-            )
+        assert settings.directory is not None  # the configuration requires it
         check_session(session)
         self._directory = settings.directory
         self._session = session
@@ -72,8 +68,6 @@ class DirectorySender:
 
     def release(self, metadata: BucketMetadata) -> None:
         name = metadata.location["file"]
-        if name not in self._in_flight:
-            raise not_in_flight(self._session, name)
         self._in_flight.remove(name)
         (self._directory / name).unlink(missing_ok=True)
 
@@ -87,9 +81,9 @@ class DirectorySender:
 
     def _refused(self, error: OSError, bucket: WeightBucket) -> WeightSyncError:
         full = error.errno in (errno.ENOSPC, errno.EDQUOT)
-        remedy = "free some space or lower sync.bucket_mb" if full else "choose one that can be written to"
+        remedy = "free some space or lower sync.bucket_mb" if full else "choose a writable directory"
         return WeightSyncError(
-            f"sync.directory={self._directory} cannot take a weight bucket of {bucket_nbytes(bucket)} bytes: "
+            f"sync.directory={self._directory} cannot store a weight bucket of {bucket_nbytes(bucket)} bytes: "
             f"{os.strerror(error.errno) if error.errno else error}",
             code="directory-refuses",
             remedy=remedy,
@@ -105,7 +99,6 @@ class DirectoryReceiver:
         self._directory = Path(rendezvous["directory"])
 
     def receive(self, metadata: BucketMetadata) -> Iterator[tuple[str, Tensor]]:
-        require_transport(metadata.transport, NAME)
         name = metadata.location["file"]
         check_name(name, self._session)
         return read_bucket(metadata.entries, _read(self._directory / name))
@@ -149,7 +142,7 @@ def _read(path: Path) -> Tensor:
         except FileNotFoundError as error:
             if time.monotonic() > deadline:
                 raise WeightSyncError(
-                    f"weight bucket {path} is not there: its sender closed or died, or sync.directory is not the same "
+                    f"weight bucket {path} is missing: its sender closed or died, or sync.directory is not the same "
                     "directory on both hosts",
                     code="bucket-gone",
                 ) from error

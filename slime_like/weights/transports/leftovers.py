@@ -26,24 +26,11 @@ def check_name(name: str, session: str) -> None:
         raise WeightSyncError(f"{name} does not belong to weight sync {session}", code="foreign-bucket")
 
 
-def require_transport(found: str, expected: str) -> None:
-    """Reject a bucket of another transport."""
-    if found != expected:
-        problem = f"a {expected} receiver was handed a bucket of transport {found}"
-        raise WeightSyncError(problem, code="foreign-bucket")
-
-
 def buckets_in_flight(sender: str) -> WeightSyncError:
     """Return the error for sending a third bucket before one is released."""
     return WeightSyncError(
         "two buckets are in flight", code="buckets-in-flight", who=f"weight sync {sender}", remedy="release one first"
     )
-
-
-def not_in_flight(sender: str, bucket: str) -> WeightSyncError:
-    """Return the error for a release without a matching send."""
-    problem = f"{bucket} is not in flight, so nothing to release"
-    return WeightSyncError(problem, code="not-in-flight", who=f"weight sync {sender}")
 
 
 def cleanup(session: str, directories: Iterable[Path] = (SHARED_MEMORY,)) -> list[str]:

@@ -24,14 +24,7 @@ from slime_like.interfaces import BucketMetadata, WeightBucket
 from slime_like.system.pinning import LockedMemory
 from slime_like.weights.buckets import bucket_nbytes, read_bucket, write_bucket
 from slime_like.weights.transport import TransportSettings
-from slime_like.weights.transports.leftovers import (
-    SHARED_MEMORY,
-    buckets_in_flight,
-    check_name,
-    check_session,
-    not_in_flight,
-    require_transport,
-)
+from slime_like.weights.transports.leftovers import SHARED_MEMORY, buckets_in_flight, check_name, check_session
 
 NAME = "shared_memory"
 _GRANULE = 1 << 20
@@ -66,9 +59,7 @@ class SharedMemorySender:
         return BucketMetadata(NAME, segment.handle, entries, hash_s)
 
     def release(self, metadata: BucketMetadata) -> None:
-        name = metadata.location["segment"]
-        if self._in_flight.pop(name, None) is None:
-            raise not_in_flight(self._session, f"segment {name}")
+        del self._in_flight[metadata.location["segment"]]
 
     def rest(self) -> None:
         """Do nothing: segments are kept, because their pages are expensive to allocate."""
@@ -98,7 +89,6 @@ class SharedMemoryReceiver:
         self._segments = SegmentMap(rendezvous["session"], Path(rendezvous["directory"]))
 
     def receive(self, metadata: BucketMetadata) -> Iterator[tuple[str, Tensor]]:
-        require_transport(metadata.transport, NAME)
         return read_bucket(metadata.entries, self._segments.open(metadata.location))
 
     def rest(self) -> None:
@@ -207,10 +197,6 @@ class Segment:
                 remedy=f"the {NAME} transport needs trainer and engine on one host",
             ) from error
         try:
-            if os.fstat(descriptor).st_size < nbytes:
-                raise WeightSyncError(
-                    f"shared-memory segment {path} holds fewer than the {nbytes} bytes announced", code="bucket-cut"
-                )
             return cls(path, descriptor, nbytes)
         finally:
             os.close(descriptor)

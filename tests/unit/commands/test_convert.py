@@ -1,6 +1,5 @@
 """`slime-like convert` before anything is read: arguments, rejections, exit codes."""
 
-import json
 from argparse import ArgumentTypeError
 from pathlib import Path
 
@@ -18,6 +17,7 @@ from slime_like.commands.weights_source import find_weights
 from slime_like.config import RunConfig
 from slime_like.config.reading.load import load_config
 from slime_like.errors import ConfigError
+from slime_like.models.converted import write_description
 from tests.support.rejections import Rejects
 from tests.unit.checks.checkpoint import write_checkpoint
 
@@ -29,7 +29,7 @@ def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     write_checkpoint(tmp_path / "model")
     write_checkpoint(tmp_path / "meg" / "model")
     (tmp_path / "meg" / "trainer").mkdir()
-    (tmp_path / "meg" / "conversion.json").write_text(json.dumps({"format": 1}))
+    write_description(tmp_path / "meg", {})
     (tmp_path / "step-1" / "trainer").mkdir(parents=True)
     (tmp_path / "step-1" / "state.json").write_text("{}")
     (tmp_path / "notes").mkdir()

@@ -1,4 +1,4 @@
-"""A run directory's logger, without TensorBoard."""
+"""Logger of a run directory, without TensorBoard."""
 
 from collections.abc import Iterator
 from contextlib import closing

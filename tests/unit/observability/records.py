@@ -1,4 +1,4 @@
-"""Records with figures that are easy to compute by hand."""
+"""Records with values that are easy to compute by hand."""
 
 from dataclasses import replace
 from typing import Any
@@ -25,7 +25,7 @@ def phase_times() -> PhaseTimes:
 
 
 def reward_record() -> RewardRecord:
-    """Group 7 is spread; 8 is not once weighted (1 + 0 against 0 + 2/2); 9 has one sample."""
+    """Weighted rewards differ in group 7, but not in group 8 (1 + 0, 0 + 2/2). Group 9 has one sample."""
     return RewardRecord(
         func_names=["math_verify", "length"],
         weights=[1.0, 0.5],

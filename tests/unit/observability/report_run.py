@@ -1,17 +1,22 @@
-"""A run directory as a training run leaves it: written by the logger, with text that looks like markup."""
+"""A run directory written by the logger, with text that looks like markup, and its report."""
 
+import io
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import torch
+from rich.console import Console
 
 from slime_like.config import LoggingConfig, RunConfig
 from slime_like.config.reading.load import save_config
 from slime_like.observability.metrics import MetricLogger
 from slime_like.observability.names import evaluation_metrics, step_metrics
 from slime_like.observability.records import EvaluationRecord, StepRecord
+from slime_like.observability.report.console import show
+from slime_like.observability.report.data import read_run
+from slime_like.observability.report.report import write_page
 from slime_like.observability.tables import (
     HELD_OUT_TABLE,
     SAMPLE_TABLE,
@@ -39,7 +44,7 @@ ACCURACIES = {0: 0.25, 15: 0.5, 30: 0.875}
 
 
 def write_run(run_dir: Path) -> Path:
-    """Loss falls from 1/1 to 1/30; rewards, times and lengths are those of ``rl_record``."""
+    """The loss falls from 1/1 to 1/30. Rewards, times and lengths come from ``rl_record``."""
     run_dir.mkdir(parents=True)
     config = RunConfig.model_validate({"run_dir": run_dir, "steps": STEPS, "model": {"path": run_dir / "model"}})
     save_config(config, run_dir / "config.yaml")
@@ -59,6 +64,16 @@ def write_run(run_dir: Path) -> Path:
     return run_dir
 
 
+def write_report(run_dir: Path, output: Path | None = None) -> Path:
+    return write_page(read_run(run_dir), output)
+
+
+def printed(run_dir: Path, width: int = 200) -> str:
+    stream = io.StringIO()
+    show(read_run(run_dir), Console(file=stream, width=width, force_terminal=False))
+    return stream.getvalue()
+
+
 def evaluation(accuracy: float) -> EvaluationRecord:
     return EvaluationRecord(accuracy=accuracy, num_responses=16, response_length_mean=5.0, truncated_fraction=0.0)
 
@@ -76,7 +91,7 @@ def log_tables(logger: MetricLogger, step: int) -> None:
 
 
 def sample(step: int, index: int) -> ScoredTrajectory:
-    """Advantages 10, 9, 8, 7 at positions 0 to 3; the first has a reference, the last token of each no loss."""
+    """Advantages 10, 9, 8, 7 at positions 0 to 3. The first has a reference; the last token of each has no loss."""
     generated = torch.linspace(-0.1, -3.0, TOKENS) + 10.0 ** (index - 5)
     return ScoredTrajectory(
         prompt_tokens=torch.tensor([index]),

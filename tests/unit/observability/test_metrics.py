@@ -1,4 +1,4 @@
-"""Files read back with plain json, and with TensorBoard's reader."""
+"""Files read with plain json and with TensorBoard's reader."""
 
 import json
 import math
@@ -22,10 +22,10 @@ FILE_ONLY = LoggingConfig(tensorboard=False)
 
 
 def strict_lines(path: Path) -> list[dict[str, object]]:
-    """Parse as the JSON standard does: NaN and Infinity are errors."""
+    """Parse strict JSON, in which NaN and Infinity are errors."""
 
     def refuse(name: str) -> None:
-        raise AssertionError(f"{name} is no JSON")
+        raise AssertionError(f"{name} is not JSON")
 
     return [json.loads(line, parse_constant=refuse) for line in path.read_text().splitlines()]
 
@@ -45,7 +45,7 @@ def test_a_line_is_on_disk_when_log_returns(tmp_path: Path) -> None:
     logger.close()
 
 
-def test_non_finite_values_stand_as_null(tmp_path: Path) -> None:
+def test_non_finite_values_become_null(tmp_path: Path) -> None:
     values: dict[str, Any] = {
         "nan": math.nan,
         "inf": np.float32(-np.inf),
@@ -59,7 +59,7 @@ def test_non_finite_values_stand_as_null(tmp_path: Path) -> None:
     assert {name: row[name] for name in values} == {"nan": None, "inf": None, "tensor": None, "fine": 0.5}
 
 
-def test_a_full_disk_is_one_sentence_and_closing_is_none(tmp_path: Path, rejects: Rejects) -> None:
+def test_full_disk(tmp_path: Path, rejects: Rejects) -> None:
     (tmp_path / "metrics.jsonl").symlink_to("/dev/full")
     logger = MetricLogger(FILE_ONLY, tmp_path)
     with rejects(SlimeLikeError, "disk-refused"):
@@ -70,7 +70,7 @@ def test_a_full_disk_is_one_sentence_and_closing_is_none(tmp_path: Path, rejects
 @pytest.mark.parametrize(
     ("tail", "kept"), [("", [1, 3]), ('{"step": 2, "a"', [1, 3]), ('{"step": 2, "time": 0.0}', [1, 2, 3])]
 )
-def test_a_run_is_continued_behind_its_last_whole_line(tmp_path: Path, tail: str, kept: list[int]) -> None:
+def test_resumed_run_continues_after_the_last_whole_line(tmp_path: Path, tail: str, kept: list[int]) -> None:
     path = tmp_path / "metrics.jsonl"
     path.write_text('{"step": 1, "time": 0.0}\n' + tail)
     assert [row["step"] for row in read_metrics(path)] == kept[:-1]
@@ -84,32 +84,17 @@ def test_a_run_is_continued_behind_its_last_whole_line(tmp_path: Path, tail: str
     ("logged", "expected"),
     [
         ([(2, 1.0), (3, None), (1, 5.0), (2, 4.0)], ([1, 2], [5.0, 4.0])),
-        # Resumed from step 2 of 4: the closing accuracy is not that of the former step 4.
+        # Resumed from step 2 of 4: the earlier step 4 does not count.
         ([(1, 0.1), (2, 0.2), (3, 0.9), (4, 0.9), (3, 0.3)], ([1, 2, 3], [0.1, 0.2, 0.3])),
     ],
 )
-def test_series_takes_the_last_run_of_a_step_and_skips_gaps(
+def test_series_of_repeated_steps_and_gaps(
     logged: list[tuple[int, float | None]], expected: tuple[list[int], list[float]]
 ) -> None:
     assert series([*({"step": step, "a": value} for step, value in logged), {"step": 9}], "a") == expected
 
 
-def test_tensorboard_reads_what_was_logged(tmp_path: Path) -> None:
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-    logger = MetricLogger(LoggingConfig(tensorboard=True), tmp_path)
-    for step in (1, 2, 3):
-        logger.log(step, {"train_actor_training/loss": 1 / step, "phases/train (s)": 0.25})
-    logger.close()
-    events = EventAccumulator(str(tmp_path / "tensorboard"))
-    events.Reload()
-    losses = {tag: [(event.step, event.value) for event in events.Scalars(tag)] for tag in events.Tags()["scalars"]}
-    assert losses.keys() == {"train_actor_training/loss", "phases/train (s)"}
-    assert [step for step, _ in losses["train_actor_training/loss"]] == [1, 2, 3]
-    assert [value for _, value in losses["train_actor_training/loss"]] == pytest.approx([1, 1 / 2, 1 / 3])
-
-
-def test_tensorboard_forgets_steps_that_a_resumed_run_repeats(tmp_path: Path) -> None:
+def test_tensorboard_drops_repeated_steps(tmp_path: Path) -> None:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     for finished, steps, value in ((0, (1, 2, 3), 0.25), (1, (2, 3, 4), 0.5)):
@@ -117,15 +102,17 @@ def test_tensorboard_forgets_steps_that_a_resumed_run_repeats(tmp_path: Path) ->
         for step in steps:
             logger.log(step, {"loss": value})
         logger.close()
-        for file in (tmp_path / "tensorboard").glob("events.out.tfevents.*"):  # read in the order of their seconds
+        for file in (tmp_path / "tensorboard").glob(
+            "events.out.tfevents.*"
+        ):  # files are read in the order of their timestamps
             file.rename(file.with_name(re.sub(r"tfevents\.\d+", f"tfevents.{finished:010}", file.name)))
     events = EventAccumulator(str(tmp_path / "tensorboard"))
     events.Reload()
     assert [(event.step, event.value) for event in events.Scalars("loss")] == [(1, 0.25), (2, 0.5), (3, 0.5), (4, 0.5)]
 
 
-def test_tensorboard_shows_samples_as_they_are(tmp_path: Path) -> None:
-    """As code, so that nothing of it is markup; in the order of the report, in lines that fit a screen."""
+def test_tensorboard_samples(tmp_path: Path) -> None:
+    """Samples are code without markup, in the report's column order, in lines that fit a screen."""
     from markdown import markdown
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
@@ -146,11 +133,11 @@ def test_tensorboard_shows_samples_as_they_are(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("tracker", ["wandb", "tensorboard"])
-def test_a_tracker_without_its_package_is_a_configuration_error(
+def test_tracker_that_is_not_installed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rejects: Rejects, tracker: str
 ) -> None:
     monkeypatch.delitem(sys.modules, "torch.utils.tensorboard", raising=False)
-    monkeypatch.setitem(sys.modules, tracker, None)  # how Python itself marks a module that cannot be imported
+    monkeypatch.setitem(sys.modules, tracker, None)  # marks a module that cannot be imported
     with rejects(ConfigError, "config"):
         MetricLogger(LoggingConfig(**{"tensorboard": False, tracker: True}), tmp_path)
 
@@ -167,11 +154,11 @@ def test_tables_append_rows(tmp_path: Path, logger: MetricLogger) -> None:
     ]
 
 
-def test_rows_are_appended_to_a_table_larger_than_the_memory(tmp_path: Path) -> None:
+def test_append_to_a_table_larger_than_memory(tmp_path: Path) -> None:
     table = tmp_path / "tables" / "samples.jsonl"
     table.parent.mkdir()
     with table.open("wb") as file:
-        file.truncate(1 << 38)  # it occupies no disk
+        file.truncate(1 << 38)  # sparse
         file.seek(0, 2)
         file.write(b'\n{"step": 1}\n{"st')
     logger = MetricLogger(FILE_ONLY, tmp_path)
@@ -182,8 +169,8 @@ def test_rows_are_appended_to_a_table_larger_than_the_memory(tmp_path: Path) -> 
         assert file.read() == b'\n{"step": 1}\n{"step": 2, "a": 1}\n'
 
 
-def test_wandb_takes_figures_and_tables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With the real package, offline; only where it is installed, for it is an option of the user's."""
+def test_wandb(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the real package, offline, if it is installed."""
     pytest.importorskip("wandb")
     monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.setenv("WANDB_SILENT", "true")

@@ -1,4 +1,4 @@
-"""Names against a literal list, figures against hand-computed ones."""
+"""Names compared with a literal list, values with hand-computed ones."""
 
 import dataclasses
 import math
@@ -18,7 +18,7 @@ ZEROS = """
 """
 RL_FIGURES = {
     **{f"train_actor_training/{name}": 0.0 for name in ZEROS.split()},
-    # means over two optimizer steps, but for old_gap_max (first), engine_gap_max (largest), learning_rate (last)
+    # means over two optimizer steps, except old_gap_max (first), engine_gap_max (largest), learning_rate (last)
     "train_actor_training/loss": 2.0,
     "train_actor_training/ratios": 1.25,
     "train_actor_training/response_lengths": 16.0,
@@ -90,14 +90,14 @@ RL_FIGURES = {
 }
 
 
-def test_every_name_and_figure_of_an_rl_step() -> None:
+def test_metrics_of_an_rl_step() -> None:
     metrics = step_metrics(mixed_record())
     assert set(metrics) == set(RL_FIGURES)
     assert metrics == pytest.approx(RL_FIGURES)
     assert all(type(value) is float for value in metrics.values())
 
 
-def test_supervised_sources_have_shares_and_lengths_alone() -> None:
+def test_sources_of_a_supervised_step() -> None:
     metrics = step_metrics(dataclasses.replace(sft_record(), sources=["a", "b"]))
     assert {name: value for name, value in metrics.items() if name.startswith("sources/")} == {
         "sources/a/share": 0.5, "sources/a/response_length_mean": 3.0,
@@ -105,8 +105,8 @@ def test_supervised_sources_have_shares_and_lengths_alone() -> None:
     }  # fmt: skip
 
 
-def test_the_page_of_figures_names_what_is_logged_and_nothing_else() -> None:
-    """``docs/metrics.md``: a section per prefix; NAME and K stand for what a run puts there."""
+def test_documentation_names_all_metrics() -> None:
+    """``docs/metrics.md`` has a section per prefix. NAME and K are placeholders."""
     page = (Path(__file__).parents[3] / "docs" / "metrics.md").read_text(encoding="utf-8")
     described = []
     for prefix, section in re.findall(r"^## `(\w+/)`\n(.*?)(?=^## )", page, re.DOTALL | re.MULTILINE):
@@ -121,23 +121,23 @@ def test_the_page_of_figures_names_what_is_logged_and_nothing_else() -> None:
     assert sorted(each for each in described if not any(re.fullmatch(each, name) for name in logged)) == []
 
 
-def test_a_supervised_step_claims_nothing_about_rollouts() -> None:
+def test_metrics_of_a_supervised_step() -> None:
     metrics = step_metrics(sft_record())
     assert metrics["train_actor_training/loss"] == 2.0
     absent = ("ref_actor", "rollout/", "weights/", "queues/rollout", "train_actor_performance/time_weight_gather")
     assert not [name for name in metrics if name.startswith(absent)]
 
 
-def test_a_step_of_no_time_divides_by_nothing() -> None:
+def test_a_step_of_zero_seconds() -> None:
     times = PhaseTimes(0.0, dict.fromkeys(phase_times().seconds, 0.0), 0.0)
     metrics = step_metrics(dataclasses.replace(rl_record(), times=times, packed_tokens=150))
     assert all(math.isfinite(value) for value in metrics.values())
     assert metrics["train_actor_performance/pct_time_grpo_steps (%)"] == 0.0
     assert metrics["rollout/response_length_mean"] == 16.0
-    assert "rollout/tokens_per_second" not in metrics  # kept rollouts have no speed
+    assert "rollout/tokens_per_second" not in metrics  # rollouts from disk have no speed
 
 
-def test_trainers_work_while_engines_generate() -> None:
+def test_idle_time_of_overlapping_phases() -> None:
     rollout = rl_record().rollout
     assert rollout is not None
     overlapping = dataclasses.replace(rollout, seconds=0.8)
@@ -146,7 +146,7 @@ def test_trainers_work_while_engines_generate() -> None:
     assert metrics["rollout/tokens_per_second"] == pytest.approx(100.0)
 
 
-def test_evaluation_names() -> None:
+def test_evaluation_metrics() -> None:
     figures = {"accuracy": 0.75, "num_responses": 200.0, "response_length_mean": 6.5, "truncated_fraction": 0.01}
     figures["scoring_failures"] = 3.0
     record = EvaluationRecord(**figures, pass_at={2: 0.8})

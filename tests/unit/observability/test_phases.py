@@ -1,4 +1,4 @@
-"""The clock against a hand-made time line: no test here depends on real time."""
+"""The clock with a time source made by hand. No test depends on real time."""
 
 import pytest
 
@@ -6,13 +6,13 @@ from slime_like.observability.phases import PhaseClock
 
 
 def clock_at(*seconds: float) -> PhaseClock:
-    """A clock that reads these times: when made, when a phase begins and ends, and when a step is finished."""
+    """Return a clock that reads these times: at its start, at the begin and end of each phase, and at ``finish``."""
     return PhaseClock(iter([12_345 + round(moment * 1e9) for moment in seconds]).__next__)
 
 
-def test_times_go_to_their_phase_the_rest_to_orchestration_and_the_next_step_begins_anew() -> None:
+def test_times_by_phase() -> None:
     clock = clock_at(0, 0.25, 2.25, 2.75, 3.75, 3.75, 4, 4, 4, 5, 5)
-    for phase in ("generate", "train", "generate"):  # the same phase twice adds up
+    for phase in ("generate", "train", "generate"):  # a repeated phase adds up
         with clock.phase(phase):
             pass
     times = clock.finish()
@@ -24,16 +24,11 @@ def test_times_go_to_their_phase_the_rest_to_orchestration_and_the_next_step_beg
     assert (times.step_s, times.seconds["wait"], times.seconds["generate"]) == (1.0, 1.0, 0.0)
 
 
-def test_an_error_in_a_phase_and_misuse_leave_the_clock_usable() -> None:
+def test_errors_leave_the_clock_usable() -> None:
     clock = clock_at(0, 0, 2, 2, 3, 3)
     with pytest.raises(KeyError), clock.phase("score"):
         raise KeyError
-    with pytest.raises(ValueError, match="use one of wait, generate, reward, score"), clock.phase("sleep"):
+    with clock.phase("train"), pytest.raises(RuntimeError), clock.phase("score"):
         pass
-    with clock.phase("train"):
-        with pytest.raises(RuntimeError, match="begins inside"), clock.phase("score"):
-            pass
-        with pytest.raises(RuntimeError, match="the step is finished inside"):
-            clock.finish()
     seconds = clock.finish().seconds
     assert (seconds["score"], seconds["train"]) == (2.0, 1.0)

@@ -1,4 +1,4 @@
-"""What reaches the stream, byte for byte; time is a counter, a terminal is a pseudo-terminal."""
+"""Output of the displays, byte for byte. Time is a counter, the terminal is a pseudo-terminal."""
 
 import contextlib
 import io
@@ -24,36 +24,36 @@ RL_LINE = (
     "step time 8.00 s | reward 1.200 | math_verify 0.600 | length 1.200 | accuracy {} | response tokens 16"
     " | cut off 40% | flat groups 2/3 | entropy 0.00 | grad norm 0 | rollout tokens/s 20" + SHARES
 )
-# steps of the run; second, step and figures of every update; lines by then, and after the end
+# steps of the run; second, step and metrics of every update; lines written by then, and at the end
 PLAIN: dict[str, tuple[int, list[tuple[float, int, dict[str, float]]], list[str], list[str]]] = {
-    "a line has the figures and the phases": (
+    "a line has metrics and phases": (
         100, [(0, 3, RL | {"evaluation/accuracy": 0.81})], [f"step 3/100 | {RL_LINE.format('0.810')}"], [],
     ),
     "a supervised run has no reward": (
         5, [(0, 1, SFT)], ["step 1/5 | step time 8.00 s | loss 2 | entropy 0.00 | grad norm 0" + SHARES], [],
     ),
-    "once a second, and the last always": (
+    "once a second, and always the last": (
         1000,
         [(max(0, step - 1) / 10, step, {}) for step in range(1, 26)],
         ["step 1/1000", "step 11/1000", "step 21/1000"],
         ["step 25/1000"],
     ),
-    "the end is written at once; an evaluation changes no figure": (
+    "the end is written immediately, and an evaluation without changes is not": (
         2, [(0, 1, {}), (0, 2, {}), (0, 2, {})], ["step 1/2", "step 2/2"], [],
     ),
-    "an evaluation after the last step adds its figure alone": (
+    "an evaluation after the last step adds only its metric": (
         2,
         [(0, 0, ACCURACY), (0, 2, RL), (0, 2, {"evaluation/accuracy": 0.75})],
         ["step 0/2 | accuracy 0.250", f"step 2/2 | {RL_LINE.format('0.250 (step 0)')}", "step 2/2 | accuracy 0.750"],
         [],
     ),
-    "an evaluation that comes at once is part of its step's line": (
+    "an immediate evaluation is part of its step's line": (
         9,
         [(0, 1, ACCURACY), (0, 2, ACCURACY), (0, 2, {"evaluation/accuracy": 0.75})],
         ["step 1/9 | accuracy 0.250"],
         ["step 2/9 | accuracy 0.750"],
     ),
-    "a figure keeps its last value": (
+    "metrics keep their last value": (
         9,
         [(0, 0, ACCURACY), (5, 1, {"train_actor_training/loss": 0.5})],
         ["step 0/9 | accuracy 0.250", "step 1/9 | loss 0.5 | accuracy 0.250 (step 0)"],
@@ -76,7 +76,7 @@ def test_plain_lines(
         assert stream.getvalue() == "".join(f"{line}\n" for line in [*lines, *at_end])
 
 
-def test_the_accuracy_of_an_earlier_start_is_shown_with_its_step() -> None:
+def test_accuracy_of_an_earlier_start() -> None:
     stream = io.StringIO()
     progress = Progress("plain", 9, stream)
     progress.recall(5, ACCURACY)
@@ -85,8 +85,8 @@ def test_the_accuracy_of_an_earlier_start_is_shown_with_its_step() -> None:
     assert stream.getvalue() == "step 7/9 | loss 0.5 | accuracy 0.250 (step 5)\n"
 
 
-def test_a_wait_has_one_line_when_it_is_over() -> None:
-    """None where it was short, failed, or was shown before."""
+def test_lines_of_waits() -> None:
+    """A wait has one line at its end, unless it was short, failed, or was shown before."""
     stream, now = io.StringIO(), SimpleNamespace(seconds=0.0)
     progress = Progress("plain", 9, stream, lambda: now.seconds)
 
@@ -94,7 +94,7 @@ def test_a_wait_has_one_line_when_it_is_over() -> None:
         with progress.waiting(title, total, noun) as waiting:
             now.seconds += seconds
             waiting.reach(total)
-            assert stream.getvalue().splitlines() == lines  # nothing while it lasts
+            assert stream.getvalue().splitlines() == lines  # nothing during the wait
 
     lines: list[str] = []
     for title, total, noun, seconds, line in (
@@ -113,7 +113,7 @@ def test_a_wait_has_one_line_when_it_is_over() -> None:
     assert stream.getvalue().splitlines() == lines
 
 
-def test_what_is_waited_for_in_words() -> None:
+def test_descriptions_of_waits() -> None:
     engines = Waiting("engines", 3)
     engines.left(["engine 1 (vllm)", "engine 2 (vllm)"])
     assert engines.under_way(35.4) == "engines: 1 of 3 ready, 35 s, waiting for engine 1 (vllm) and 1 more"
@@ -123,7 +123,7 @@ def test_what_is_waited_for_in_words() -> None:
     assert Waiting("training").under_way(2.6) == "training: 3 s"
 
 
-def test_an_exception_leaves_the_last_line() -> None:
+def test_exception_writes_the_last_line() -> None:
     stream = io.StringIO()
     with pytest.raises(KeyError), Progress("plain", 9, stream, lambda: 0.0) as progress:
         progress.update(1, {})
@@ -132,8 +132,7 @@ def test_an_exception_leaves_the_last_line() -> None:
     assert stream.getvalue() == "step 1/9\nstep 2/9\n"
 
 
-def test_a_log_has_the_plain_lines_and_the_error() -> None:
-    """Also of a display that is off."""
+def test_log_has_the_plain_lines_and_the_error() -> None:
     log, error = io.StringIO(), KeyError("engine 3 died")
     error.add_note("go on")
     with pytest.raises(KeyError), Progress("off", 9, io.StringIO(), lambda: 0.0, log=log) as progress:
@@ -154,7 +153,7 @@ def test_plain_output_has_no_control_characters() -> None:
 
 
 @pytest.mark.parametrize(("mode", "written"), [("auto", "step 1/9\n"), ("off", "")])
-def test_without_a_terminal_auto_is_plain_and_off_is_silent(mode: str, written: str) -> None:
+def test_modes_without_a_terminal(mode: str, written: str) -> None:
     stream = io.StringIO()
     with Progress(mode, 9, stream) as progress:  # type: ignore[arg-type]
         progress.update(1, {})
@@ -162,13 +161,12 @@ def test_without_a_terminal_auto_is_plain_and_off_is_silent(mode: str, written: 
 
 
 def on_a_terminal(error: Exception | None) -> str:
-    """Run an "auto" progress on a pseudo-terminal, raise ``error`` in it, return all that the terminal received. Steps
-    take two minutes."""
+    """Return what an "auto" progress writes to a pseudo-terminal. A step takes two minutes. Then raises ``error``."""
     leader, follower = pty.openpty()
     now, received = SimpleNamespace(seconds=0.0), bytearray()
     with (
         os.fdopen(leader, "rb", buffering=0) as terminal,
-        contextlib.suppress(KeyError, OSError),  # there is no more to read
+        contextlib.suppress(KeyError, OSError),  # OSError: nothing left to read
     ):
         with (
             contextlib.suppress(KeyError),
@@ -182,7 +180,9 @@ def on_a_terminal(error: Exception | None) -> str:
             with progress.waiting("engines", 2) as waiting:
                 waiting.left(["engine 1"])
                 now.seconds += 7
-                while b"engines: 1 of 2 ready, 7 s, waiting for engine 1" not in received:  # until it is drawn again
+                while (
+                    b"engines: 1 of 2 ready, 7 s, waiting for engine 1" not in received
+                ):  # until the display is redrawn
                     received.extend(terminal.read(65536))
                 if error is not None:
                     raise error
@@ -192,13 +192,13 @@ def on_a_terminal(error: Exception | None) -> str:
 
 
 @pytest.mark.parametrize("error", [None, KeyError()])
-def test_on_a_terminal_auto_is_live_and_gives_the_terminal_back(error: Exception | None) -> None:
+def test_live_display_restores_the_terminal(error: Exception | None) -> None:
     before = set(threading.enumerate())
     screen = on_a_terminal(error)
     for shown in ("4/9", "8.00 s", "1.200", "0.810", "generate 50%", "other 25%", "saved [x]"):
         assert shown in screen
-    assert "0:08:07" in screen and "0:10:00" in screen  # elapsed, and left: 5 steps of two minutes
-    assert "engines" not in screen[screen.rindex("4/9") :]  # when it is over, its line is empty
+    assert "0:08:07" in screen and "0:10:00" in screen  # elapsed and left: 5 steps of two minutes
+    assert "engines" not in screen[screen.rindex("4/9") :]  # after the wait, its line is empty
     assert screen.index(HIDE_CURSOR) < screen.rindex(SHOW_CURSOR)
     assert HIDE_CURSOR not in screen[screen.rindex(SHOW_CURSOR) :]
     for thread in set(threading.enumerate()) - before:  # the refresh thread is ending
@@ -206,7 +206,7 @@ def test_on_a_terminal_auto_is_live_and_gives_the_terminal_back(error: Exception
         assert not thread.is_alive()
 
 
-def test_shares_are_of_all_phases_together() -> None:
+def test_phase_shares() -> None:
     assert phase_shares({}) == []
     shares = phase_shares({"phases/train (s)": 3.0, "phases/sync (s)": 0.0, "phases/orchestration (s)": 1.0})
     assert shares == [("train", 75.0), ("orchestration", 25.0)]

@@ -1,6 +1,5 @@
-"""The page read back with Python's HTML parser; the figures against those the run was made of."""
+"""The page, read with Python's HTML parser, compared with the values that the run was made of."""
 
-import io
 import json
 import math
 import os
@@ -9,7 +8,6 @@ from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
-from rich.console import Console
 
 from slime_like.commands.root import run
 from slime_like.errors import SlimeLikeError
@@ -18,12 +16,21 @@ from slime_like.observability.names import ACCURACY, REWARD, STEP_TIME, step_met
 from slime_like.observability.report import data as report_data
 from slime_like.observability.report.data import read_run, summary
 from slime_like.observability.report.panels import panels, phase_picture
-from slime_like.observability.report.report import print_and_write_report, print_report, write_report
 from slime_like.observability.report.text import bare_answer, last_user_message
 from slime_like.observability.tables import SAMPLE_TABLE, TOKEN_TABLE
 from tests.support.rejections import Rejects
 from tests.unit.observability.records import sft_record
-from tests.unit.observability.report_run import ACCURACIES, HOSTILE, SAMPLES, STEPS, TABLES_EVERY, TOKENS, write_run
+from tests.unit.observability.report_run import (
+    ACCURACIES,
+    HOSTILE,
+    SAMPLES,
+    STEPS,
+    TABLES_EVERY,
+    TOKENS,
+    printed,
+    write_report,
+    write_run,
+)
 
 
 class Page(HTMLParser):
@@ -71,7 +78,7 @@ def page(run_dir: Path) -> Page:
 
 
 # ----------------------------------------------------------------------------------------------------------------- page
-def test_nothing_is_fetched_and_no_text_becomes_markup(page: Page) -> None:
+def test_page_fetches_nothing_and_escapes_text(page: Page) -> None:
     assert {name for name, _ in page.tags}.isdisjoint({"img", "link", "iframe", "object", "embed", "br", "b", "i"})
     assert [attributes.get("id") for name, attributes in page.tags if name == "script"] == [
         "chart-data", "token-data", None, None,
@@ -81,7 +88,7 @@ def test_nothing_is_fetched_and_no_text_becomes_markup(page: Page) -> None:
         assert not [attribute for attribute in attributes if attribute.startswith("on")], name
 
 
-def test_hostile_text_is_shown_as_it_was_said(page: Page) -> None:
+def test_hostile_text_is_shown_unchanged(page: Page) -> None:
     shown = "".join(page.texts)
     for text in HOSTILE[:6]:
         assert text in shown
@@ -89,12 +96,12 @@ def test_hostile_text_is_shown_as_it_was_said(page: Page) -> None:
     assert not set("\x1b\x07\u202e\u2028") & set(shown)
 
 
-def test_every_sample_and_token_is_there(page: Page) -> None:
+def test_page_has_every_sample_and_token(page: Page) -> None:
     logged = STEPS // TABLES_EVERY * SAMPLES
     buttons = [attributes["data-sample"] for name, attributes in page.tags if "data-sample" in attributes]
     assert sorted(map(int, filter(None, buttons))) == list(range(logged))
     held_out = len(ACCURACIES) * SAMPLES
-    assert page.count("tr") == logged + held_out + 3  # a row each, and three headings
+    assert page.count("tr") == logged + held_out + 3  # one row each, and three headings
     tokens = json.loads(page.blocks["token-data"])
     assert len(tokens["samples"]) == logged
     newest = tokens["samples"][0]
@@ -118,7 +125,7 @@ def test_curves_carry_the_logged_values(page: Page, run_dir: Path) -> None:
     assert loss["y"] == pytest.approx([1 / step for step in range(1, STEPS + 1)], rel=1e-5)
     assert policy["y"] == pytest.approx([0.5 / step for step in range(1, STEPS + 1)], rel=1e-5)
     assert charts["Held-out accuracy"]["data"][0]["y"] == [0.25, 0.5, 0.875]
-    assert charts["Reward"]["data"][0]["y"] == pytest.approx([1.2] * STEPS)  # as advantages have it: weighted
+    assert charts["Reward"]["data"][0]["y"] == pytest.approx([1.2] * STEPS)  # weighted
     assert [line["name"] for line in charts["Reward functions"]["data"]] == ["math_verify", "length"]
     assert {bars["name"]: sum(bars["y"]) for bars in phases["data"]}["generate 50.0%"] == pytest.approx(4.0 * STEPS)
     assert sum(attributes.get("class") == "chart" for _, attributes in page.tags) == len(titles) + 1
@@ -128,11 +135,11 @@ def test_constant_metrics_are_one_line(page: Page, run_dir: Path) -> None:
     _, unchanged, missing = panels(read_run(run_dir))
     constant = [panel.values for panel in unchanged]
     assert {"Responses cut off 0.4", "Flat groups 2", "Importance ratio 1"} <= set(constant)
-    assert "KL to the reference" in missing  # 0 where nothing computes it
+    assert "KL to the reference 0, 0" in constant and "Turns" not in missing
     assert f"The same at every step: {'; '.join(constant)}." in "".join(page.texts)
 
 
-def test_sources_of_a_mixture_have_a_picture(tmp_path: Path, logger: MetricLogger) -> None:
+def test_sources_have_a_panel(tmp_path: Path, logger: MetricLogger) -> None:
     names = [f"sources/{name}/total_reward_mean" for name in ("sums", "words")]
     for step in (1, 2):
         logger.log(step, {names[0]: step, names[1]: 0.5, "sources/sums/share": 0.25})
@@ -142,8 +149,8 @@ def test_sources_of_a_mixture_have_a_picture(tmp_path: Path, logger: MetricLogge
     ]
 
 
-def test_a_sample_is_read_from_left_to_right(page: Page) -> None:
-    """Question, response, answer and outcome come first; what all samples of a step share is in the curves."""
+def test_column_order(page: Page) -> None:
+    """Question, response, answer and outcome come first. Columns about the whole step are left out."""
     texts = [text for text in page.texts if text.strip()]
     columns = texts[texts.index("Tokens") :]
     assert columns[:10] == [
@@ -154,20 +161,16 @@ def test_a_sample_is_read_from_left_to_right(page: Page) -> None:
 
 
 def test_phase_shares(run_dir: Path) -> None:
-    """``phase_times``: 4 of 8 seconds generate, 2 train, 0.1 lie between the phases."""
+    """``phase_times``: 4 of 8 seconds generate, 2 train, 0.1 are between the phases."""
     picture = phase_picture(read_run(run_dir))
     assert picture is not None
-    shares = dict(picture.shares)
+    shares = {phase: share for phase, _, share in picture.parts}
     assert (shares["generate"], shares["train"]) == pytest.approx((50, 25))
     assert shares["orchestration"] == pytest.approx(1.25) and sum(shares.values()) == pytest.approx(100)
 
 
-def test_summary_names_earlier_settings(run_dir: Path) -> None:
-    (run_dir / "config.until-step-000008.yaml").touch()
-    assert dict(summary(read_run(run_dir)))["settings changed"].endswith("config.until-step-000008.yaml")
-
-
 def test_summary(run_dir: Path) -> None:
+    (run_dir / "config.until-step-000008.yaml").touch()
     entries = dict(summary(read_run(run_dir)))
     assert entries["model"] == f"{run_dir / 'model'}, bfloat16"
     assert entries["trainer"] == "megatron, TP1 x PP1 x CP1 x DP1 (1 rank)"
@@ -176,11 +179,11 @@ def test_summary(run_dir: Path) -> None:
     assert entries["held-out accuracy"] == "0.250 (step 0) → 0.875 (step 30)"
     assert entries["mean reward"] == "1.200 → 1.200 (first and last 3 steps)"
     assert entries["trained tokens/s"].startswith("10 response tokens/s over 240.0 s")  # 80 tokens in 8 s, 30 times
+    assert entries["settings changed"].endswith("config.until-step-000008.yaml")
 
 
 # ------------------------------------------------------------------------------------------------------ unusual runs
-def test_a_run_in_progress(tmp_path: Path) -> None:
-    """Lines cut short by a kill, in the metrics and in a table, are left out."""
+def test_unfinished_lines_are_skipped(tmp_path: Path) -> None:
     run_dir = write_run(tmp_path / "run")
     for name in ("metrics.jsonl", f"tables/{SAMPLE_TABLE}.jsonl", f"tables/{TOKEN_TABLE}.jsonl"):
         path = run_dir / name
@@ -191,7 +194,7 @@ def test_a_run_in_progress(tmp_path: Path) -> None:
     assert write_report(run_dir).is_file()
 
 
-def test_a_resumed_run_shows_the_second_run_of_a_step(tmp_path: Path, logger: MetricLogger) -> None:
+def test_repeated_steps_show_the_last_rows(tmp_path: Path, logger: MetricLogger) -> None:
     logger.log(1, {"train_actor_training/loss": 1.0})
     rows = [(1, "a"), (2, "b"), (3, "c"), (2, "d"), (2, "e"), (2, "d")]
     for count, (step, name) in enumerate(rows):
@@ -200,7 +203,7 @@ def test_a_resumed_run_shows_the_second_run_of_a_step(tmp_path: Path, logger: Me
     assert [(row["Sequence ID"], row["count"]) for row in stored] == [("a", 0), ("d", 5), ("e", 4)]
 
 
-def test_a_long_run_keeps_the_newest_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_long_runs_show_the_newest_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(report_data, "NEWEST_ROWS", 5)
     monkeypatch.setattr(report_data, "NEWEST_TOKENS", 8)
     run_dir = write_run(tmp_path / "run")
@@ -219,14 +222,14 @@ def test_a_supervised_run_without_configuration_and_tables(tmp_path: Path, logge
     drawn, _, missing = panels(read_run(tmp_path))
     titles = [panel.spec.title for panel in drawn]
     assert "Loss" in titles and {"Reward", "Held-out accuracy"} <= set(missing)
-    assert "Response length" in titles and "Entropy" not in titles  # one step: only what is 0 has nothing to show
+    assert "Response length" in titles and "Entropy" not in titles  # with one step, only values of 0 are left out
     entries = dict(summary(read_run(tmp_path)))
     assert entries["configuration"].startswith("not recorded") and entries["steps"] == "1"
     shown = "".join(Page(write_report(tmp_path).read_text()).texts)
     assert "Not logged in this run: Reward, Held-out accuracy" in shown and "Tokens of a sample" not in shown
 
 
-def test_a_run_that_just_began_is_summed_up_once(tmp_path: Path, logger: MetricLogger) -> None:
+def test_summary_of_a_short_run(tmp_path: Path, logger: MetricLogger) -> None:
     logger.log(0, {ACCURACY: 0.25})
     for step in (1, 2):
         logger.log(step, {REWARD: 0.5 * step})
@@ -241,18 +244,15 @@ def test_a_run_that_just_began_is_summed_up_once(tmp_path: Path, logger: MetricL
         ("failed: engine 0: out of memory\nstarting Ray\n", "0: no step has been trained yet", None),  # resumed
     ],
 )
-def test_a_run_without_a_step_has_a_reason_and_no_table(
-    tmp_path: Path, logger: MetricLogger, log: str, steps: str, failed: str | None
-) -> None:
+def test_run_without_a_step(tmp_path: Path, logger: MetricLogger, log: str, steps: str, failed: str | None) -> None:
     logger.log(0, {ACCURACY: 0.25})
     (tmp_path / "driver.log").write_text(log)
     entries = dict(summary(read_run(tmp_path)))
     assert (entries["steps"], entries.get("failed")) == (steps, failed)
-    print_report(tmp_path, Console(file=(stream := io.StringIO()), width=80))
-    assert "Metrics by training step" not in stream.getvalue()
+    assert "Metrics by training step" not in printed(tmp_path, 80)
 
 
-def test_a_loss_that_is_nan_is_seen(tmp_path: Path, logger: MetricLogger) -> None:
+def test_nan_loss_is_marked(tmp_path: Path, logger: MetricLogger) -> None:
     for step in (1, 2, 3):
         logger.log(step, {"train_actor_training/loss": 1.0 if step == 1 else math.nan})
     assert dict(summary(read_run(tmp_path)))["loss"] == "NaN or infinite at 2 steps, first at step 2"
@@ -262,19 +262,18 @@ def test_a_loss_that_is_nan_is_seen(tmp_path: Path, logger: MetricLogger) -> Non
     assert [mark["x0"] for mark in figures["chart-0"]["layout"]["shapes"]] == [2, 3]
 
 
-def test_failures_of_rewards_are_counted(tmp_path: Path, logger: MetricLogger, run_dir: Path) -> None:
-    """On page and terminal alike; a step that was run again counts once, and a run without any has no such line."""
+def test_scoring_failures_are_counted(tmp_path: Path, logger: MetricLogger, run_dir: Path) -> None:
+    """Repeated steps count once. A run without failures has no such line."""
     name = "ref_actor_rewards/scoring_failures"
     logger.log(0, {"evaluation/scoring_failures": 0})
     for step, failures in ((1, 0), (2, 3), (3, 7), (3, 1), (4, 0)):
         logger.log(step, {name: failures, STEP_TIME: 1.0})
-    said = "4 responses in 2 steps, first at step 2"
-    assert dict(summary(read_run(tmp_path)))["scoring failures"] == said
+    text = "4 responses in 2 steps, first at step 2"
+    assert dict(summary(read_run(tmp_path)))["scoring failures"] == text
     logger.log(4, {"evaluation/scoring_failures": 1})
-    said += "; 1 held-out response in 1 evaluation, first at step 4"
-    assert said in Page(write_report(tmp_path).read_text()).texts
-    print_report(tmp_path, Console(file=(stream := io.StringIO()), width=200))
-    assert f"scoring failures │ {said}" in stream.getvalue()
+    text += "; 1 held-out response in 1 evaluation, first at step 4"
+    assert text in Page(write_report(tmp_path).read_text()).texts
+    assert f"scoring failures │ {text}" in printed(tmp_path)
     assert "scoring failures" not in dict(summary(read_run(run_dir)))
 
 
@@ -296,7 +295,7 @@ def test_custom_tables_are_shown(tmp_path: Path, logger: MetricLogger) -> None:
         ({"metrics.jsonl": '{"a": 1}\n'}, "damaged-line"),
         ({"metrics.jsonl": '{"step": 1, "a": "text"}\n'}, "damaged-line"),
         ({"metrics.jsonl": '{"step": 1, "a": ' + "[" * 100_000 + "\n"}, "damaged-line"),
-        # Only what follows the last newline may be half a record; a broken line that was ended is damage.
+        # Only the last line may be unfinished. A broken line with a newline is damage.
         ({"metrics.jsonl": '{"step": 1, "a"\n{"step": 2}\n'}, "damaged-line"),
         ({"metrics.jsonl": '{"step": 1}\n[2]\n'}, "damaged-line"),
         ({"metrics.jsonl": '{"step": 1}\n{"st\n'}, "damaged-line"),
@@ -306,7 +305,7 @@ def test_custom_tables_are_shown(tmp_path: Path, logger: MetricLogger) -> None:
         ({"metrics.jsonl": '{"step": 1}\n', "tables/t.jsonl": '{"s\n'}, "damaged-line"),
     ],
 )
-def test_what_cannot_be_reported(tmp_path: Path, rejects: Rejects, files: dict[str, str], code: str) -> None:
+def test_missing_and_damaged_files(tmp_path: Path, rejects: Rejects, files: dict[str, str], code: str) -> None:
     for name, text in files.items():
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text(text)
@@ -315,12 +314,12 @@ def test_what_cannot_be_reported(tmp_path: Path, rejects: Rejects, files: dict[s
     assert not (tmp_path / "report.html").exists()
 
 
-def test_the_output_file(tmp_path: Path, run_dir: Path, rejects: Rejects, capsys: pytest.CaptureFixture[str]) -> None:
+def test_output_file(tmp_path: Path, run_dir: Path, rejects: Rejects, capsys: pytest.CaptureFixture[str]) -> None:
     output = tmp_path / "new" / "page.html"
     assert run(["report", str(run_dir), "--output", str(output)]) == 0
     assert f"report: {output}" in capsys.readouterr().out
     assert [path.name for path in (tmp_path / "new").iterdir()] == ["page.html"]
-    with rejects(SlimeLikeError, "output-is-directory"):
+    with rejects(SlimeLikeError, "output-not-writable"):
         write_report(run_dir, tmp_path)
     with rejects(SlimeLikeError, "output-not-writable"):
         write_report(run_dir, output / "below.html")
@@ -328,36 +327,30 @@ def test_the_output_file(tmp_path: Path, run_dir: Path, rejects: Rejects, capsys
 
 # ------------------------------------------------------------------------------------------------------------ terminal
 @pytest.mark.parametrize("width", [72, 80, 200])
-def test_the_terminal_gets_the_essentials_and_no_control_character(run_dir: Path, width: int) -> None:
-    stream = io.StringIO()
-    print_report(run_dir, Console(file=stream, width=width, force_terminal=False))
-    printed, lines = stream.getvalue(), stream.getvalue().splitlines()
-    assert all(character == "\n" or character.isprintable() for character in printed)
+def test_terminal_report(run_dir: Path, width: int) -> None:
+    report = printed(run_dir, width)
+    lines = report.splitlines()
+    assert all(character == "\n" or character.isprintable() for character in report)
     assert all(len(line) <= width for line in lines)
     for text in ("0.250 (step 0) → 0.875 (step 30)", "generate", "50.0%"):
-        assert text in printed
+        assert text in report
     names = [line.strip().split("  ")[0] for line in lines]
     assert width < 200 or {"train_actor_performance/total_step_time (s)", "train_actor_training/loss"} <= set(names)
 
 
-def test_the_terminal_shows_what_was_asked_answered_and_right(
-    tmp_path: Path, logger: MetricLogger, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_terminal_samples(tmp_path: Path, logger: MetricLogger) -> None:
     logger.log(1, {"train_actor_training/loss": 1.0})
     prompt = f"<|im_start|>system\n{'Be brief. ' * 50}<|im_end|>\n<|im_start|>user\nWhat is 40+2?<|im_end|>\n"
     row = {"Prompt": prompt, "Response": f"Well, {'so ' * 500}it is 42.", "Answer": "42", "Reward_math": 1.0, "x": 9}
     row["Reward Metadata"] = '{"math": {"found": 42}}'
     logger.log_table(1, SAMPLE_TABLE, [row])
-    print_report(tmp_path, Console(width=80, force_terminal=False))
-    cells = " ".join(
-        line.split("│")[2].strip() for line in capsys.readouterr().out.splitlines() if line.count("│") == 3
-    )
+    lines = printed(tmp_path, 80).splitlines()
+    cells = " ".join(line.split("│")[2].strip() for line in lines if line.count("│") == 3)
     for text in ("What is 40+2?", "Well, so", 'it is 42. 42 step 1, math 1 {"math": {"found": 42}}'):
         assert text in cells
     assert "Be brief" not in cells
     logger.log_table(2, SAMPLE_TABLE, [{"Conversation": "1 model: [6*7]\n1 environment: 42"}])
-    print_report(tmp_path, Console(width=80, force_terminal=False))
-    assert {"1 model: [6*7]", "1 environment: 42"} <= set(re.split(r" *│ *|\n", capsys.readouterr().out))
+    assert {"1 model: [6*7]", "1 environment: 42"} <= set(re.split(r" *│ *|\n", printed(tmp_path, 80)))
 
 
 @pytest.mark.parametrize(
@@ -376,12 +369,12 @@ def test_the_terminal_shows_what_was_asked_answered_and_right(
         ("<|im_start|>user\n<|im_end|>", "<|im_start|>user\n<|im_end|>"),
     ],
 )
-def test_the_last_message_of_the_user(prompt: str, message: str) -> None:
+def test_last_user_message(prompt: str, message: str) -> None:
     assert last_user_message(prompt) == message
 
 
-def test_the_page_is_written_whoever_reads_the_terminal(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As of ``slime-like report RUN_DIR | head -1``, which ends before anything is printed."""
+def test_closed_pipe(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The page is written even if nobody reads the terminal, e.g. in ``slime-like report RUN_DIR | head -1``."""
     page = run_dir / "report.html"
     page.unlink(missing_ok=True)
     reader, writer = os.pipe()
@@ -389,13 +382,13 @@ def test_the_page_is_written_whoever_reads_the_terminal(run_dir: Path, monkeypat
     with os.fdopen(writer, "w") as closed:
         monkeypatch.setattr("sys.stdout", closed)
         with pytest.raises(BrokenPipeError):
-            print_and_write_report(run_dir)
+            run(["report", str(run_dir)])
         monkeypatch.undo()
-        os.dup2(os.open(os.devnull, os.O_WRONLY), closed.fileno())  # for what is flushed at its end
+        os.dup2(os.open(os.devnull, os.O_WRONLY), closed.fileno())  # for the flush at its end
     assert page.is_file()
 
 
-def test_the_answer_of_a_task_is_shown_by_itself() -> None:
+def test_bare_answer() -> None:
     task = '{"task": "chain_sum", "question": "1 - 5", "answer": "-4", "metadata": {"answer": "other"}}'
     for answer, shown in (
         (task, "-4"),

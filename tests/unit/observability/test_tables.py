@@ -28,7 +28,7 @@ def cells(rows: Sequence[Row]) -> list[list[Any]]:
 
 
 def samples() -> list[ScoredTrajectory]:
-    """The last token of the first carries no loss; the second has neither reference nor engine logprobs."""
+    """The last token of the first carries no loss. The second has neither reference nor engine logprobs."""
     first = ScoredTrajectory(
         prompt_tokens=torch.tensor([1, 2, 1, 3]), response_tokens=torch.tensor([4, 5, 4]), prompt_len=4, response_len=3,
         logprobs=torch.tensor([-0.25, -1.0, -1.0]), ref_logprobs=torch.tensor([-0.75, -1.5, -4.0]),
@@ -71,8 +71,8 @@ def test_per_sample_rows() -> None:
         ({"conversation": {"turns": [[0, 1]], "steps": [{}]}}, None),
     ],
 )
-def test_metadata_of_rewards_is_text(metadata: dict[str, Any], shown: str | None) -> None:
-    """A tracker's column has one type, and metadata may have any."""
+def test_reward_metadata_is_text(metadata: dict[str, Any], shown: str | None) -> None:
+    """Metadata may have any type, but a tracker's column has one."""
     sample = replace(samples()[1], reward_metadata={"func_names": ["math", "format"], **metadata})
     (row,) = per_sample_rows(1, [sample], PI[1:], STATS, decode)
     assert row["Reward Metadata"] == shown
@@ -92,7 +92,7 @@ def test_per_token_rows() -> None:
     ]
 
 
-def test_turns_are_readable() -> None:
+def test_turns() -> None:
     """The model says "5<eos>", the environment "+", the model "5"; the second sample has no conversation."""
     first, second = samples()
     talk = replace(
@@ -108,8 +108,8 @@ def test_turns_are_readable() -> None:
         [2, "1 model: 5<eos>\n1 environment: +\n2 model: 5"],
         [1, "1 model: <eos>"],
     ]  # fmt: skip
-    assert rows[0]["Response Length"] == 3  # sampled: the observation is none of them
-    assert rows[0]["Mean Abs Diff Pi-Generated"] == pytest.approx(0.25)  # the observation is no part of it
+    assert rows[0]["Response Length"] == 3  # without the observation
+    assert rows[0]["Mean Abs Diff Pi-Generated"] == pytest.approx(0.25)  # without the observation
     tokens = per_token_rows(12, [talk, second], pi, decode)
     assert [row["Turn"] for row in tokens] == [1, 1, 1, 2, 1]
     shown = ("Generated Logprob", "Abs Diff Pi-Generated", "Loss Mask")
@@ -119,7 +119,7 @@ def test_turns_are_readable() -> None:
 
 
 @pytest.mark.parametrize(("limit", "rows"), [(0, []), (1, [1, 3]), (2, [2, 4]), (9, [2, 4])])
-def test_the_limit_counts_samples(limit: int, rows: list[int]) -> None:
+def test_limit_counts_samples(limit: int, rows: list[int]) -> None:
     frozen = {
         sample.sequence_id: SimpleNamespace(policy=torch.from_numpy(pi), reference=sample.ref_logprobs)
         for sample, pi in zip(samples(), PI, strict=True)
@@ -129,7 +129,7 @@ def test_the_limit_counts_samples(limit: int, rows: list[int]) -> None:
     assert [len(table) for table in tables.values()] == rows
 
 
-def test_samples_are_of_different_prompts() -> None:
+def test_samples_come_from_different_prompts() -> None:
     names = ("7-0", "7-1", "7-2", "8-0", "8-1", "9-0")
     batch = [replace(samples()[1], sequence_id=name, rollout_id=name, group_id=int(name[0])) for name in names]
     frozen = SimpleNamespace(policy=torch.tensor([-2.0]), reference=None)

@@ -1,4 +1,4 @@
-"""Environment of an engine's processes, on a CPU and on a GPU."""
+"""Environment and arguments of engines, on a CPU and on a GPU."""
 
 import os
 from pathlib import Path
@@ -21,7 +21,7 @@ def _config(tensor: int = 1, **engine_args: Any) -> RunConfig:
     return RunConfig(run_dir=Path("run"), model={"path": "model"}, rollout=rollout)
 
 
-def test_ranks_are_spawned_and_use_loopback_on_a_gpu() -> None:
+def test_environment_on_a_gpu() -> None:
     found = arguments.environment(_config(2), cpu=False)
     assert found["VLLM_WORKER_MULTIPROC_METHOD"] == "spawn"
     assert found["GLOO_SOCKET_IFNAME"] == "lo"
@@ -29,20 +29,20 @@ def test_ranks_are_spawned_and_use_loopback_on_a_gpu() -> None:
 
 
 @pytest.mark.parametrize(("tensor", "in_process"), [(1, True), (2, False)])
-def test_one_rank_runs_in_this_process_on_a_cpu(tensor: int, in_process: bool) -> None:
+def test_environment_on_a_cpu(tensor: int, in_process: bool) -> None:
     found = arguments.environment(_config(tensor), cpu=True)
     assert ("VLLM_ENABLE_V1_MULTIPROCESSING" in found) == in_process
     assert "VLLM_WORKER_MULTIPROC_METHOD" not in found
 
 
-def test_a_device_is_looked_for_without_initialising_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
-    """An initialised CUDA cannot be used in a forked process."""
+def test_cuda_is_not_initialized(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A forked process could not use CUDA."""
     monkeypatch.setattr(os, "environ", {"GLOO_SOCKET_IFNAME": "eth0"})
     seen: list[str | None] = []
     monkeypatch.setattr(arguments, "on_cpu", lambda: not seen.append(os.environ.get("PYTORCH_NVML_BASED_CUDA_CHECK")))
     arguments.prepare_environment(_config())
     assert seen == ["1"]
-    assert os.environ["GLOO_SOCKET_IFNAME"] == "eth0"  # what the user has set stays
+    assert os.environ["GLOO_SOCKET_IFNAME"] == "eth0"  # set by the user
 
 
 @pytest.mark.parametrize(
@@ -50,13 +50,13 @@ def test_a_device_is_looked_for_without_initialising_cuda(monkeypatch: pytest.Mo
     [
         ({"top_p": 0.9}, 0.0, None, True),
         ({"top_k": 50}, 0.0, "1", True),
-        ({"top_k": 50}, 0.0, "0", False),  # only model runner V2 has them
+        ({"top_k": 50}, 0.0, "0", False),  # only model runner V2 has masks
         ({"top_k": 50}, 1.0, None, False),  # evaluation samples the whole vocabulary
         ({"top_k": 50, "engine_args": {"return_sampling_mask": False}}, 0.0, None, False),
         ({}, 0.0, None, False),
     ],
 )
-def test_truncated_training_on_a_gpu_gets_masks(
+def test_masks(
     monkeypatch: pytest.MonkeyPatch, rollout: dict[str, Any], temperature: float, runner: str | None, masks: bool
 ) -> None:
     config = RunConfig(
@@ -74,11 +74,11 @@ def test_truncated_training_on_a_gpu_gets_masks(
         ({}, {"head_dtype": "float32"}),
         ({"hf_overrides": {"rope_theta": 5.0}}, {"head_dtype": "float32", "rope_theta": 5.0}),
         ({"hf_overrides": {"head_dtype": "model"}}, {"head_dtype": "model"}),
-        ({"hf_overrides": "own"}, "own"),  # vLLM says what is wrong with it
+        ({"hf_overrides": "own"}, "own"),  # vLLM rejects it
     ],
 )
-def test_the_head_s_logits_are_float32_on_a_gpu_or_truncated(given: dict[str, Any], expected: object) -> None:
-    """Unless the user says otherwise; else vLLM gets what the user gives."""
+def test_head_type(given: dict[str, Any], expected: object) -> None:
+    """Logits are float32 by default on a GPU, and if truncated."""
     config = _config(**given)
     truncated = config.model_copy(update={"rollout": config.rollout.model_copy(update={"top_p": 0.9})})
     assert arguments.given_arguments(config, cpu=False)["hf_overrides"] == expected
@@ -95,9 +95,7 @@ def test_the_head_s_logits_are_float32_on_a_gpu_or_truncated(given: dict[str, An
         (2, "colocated", True, False),
     ],
 )
-def test_sleeping_ranks_of_several_gpus_give_up_nccl_s_buffers(
-    tensor: int, placement: str, cpu: bool, suspends: bool
-) -> None:
+def test_sleeping_ranks_free_nccl_buffers(tensor: int, placement: str, cpu: bool, suspends: bool) -> None:
     config = RunConfig.model_validate(_config(tensor).model_dump() | {"cluster": {"placement": placement}})
     assert arguments.given_arguments(config, cpu).get("enable_nccl_comm_suspend", False) is suspends
 
@@ -110,9 +108,7 @@ def test_sleeping_ranks_of_several_gpus_give_up_nccl_s_buffers(
         ("mine", {"gpu_memory_utilization": 0.7}),
     ],
 )
-def test_arguments_under_an_engine_s_name_are_for_it_alone_and_others_win(
-    engine: str, expected: dict[str, Any]
-) -> None:
+def test_arguments_for_one_engine(engine: str, expected: dict[str, Any]) -> None:
     given = {"vllm": {"gpu_memory_utilization": 0.88, "max_num_seqs": 4}, "gpu_memory_utilization": 0.7}
     assert RolloutConfig(engine=engine, engine_args=given).own_engine_args == expected
     with pytest.raises(ValidationError):
@@ -121,6 +117,6 @@ def test_arguments_under_an_engine_s_name_are_for_it_alone_and_others_win(
 
 @pytest.mark.parametrize("engine", ["vllm", "sglang", "transformers"])
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: path.stem)
-def test_each_recipe_takes_each_engine_by_a_flag(recipe: Path, engine: str) -> None:
+def test_recipes_with_every_engine(recipe: Path, engine: str) -> None:
     config = load_config(recipe, ["--rollout.engine", engine, "--rollout.tensor", "1"])
     assert list(engine_problems(config)) == []

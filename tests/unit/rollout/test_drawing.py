@@ -1,11 +1,11 @@
-"""SGLang's draws: chunks of rows give the numbers of the whole batch, which a plain computation gives too."""
+"""Draws of tokens: by chunks of rows, by the whole batch, and by a plain computation."""
 
 import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
-from rollout.sglang.drawing import Limits, draw, uniforms
+from rollout.drawing import Limits, draw, uniforms
 
 ROWS, VOCABULARY = 37, 1003
 
@@ -25,8 +25,8 @@ def numbers() -> Tensor:
 
 @pytest.mark.parametrize("truncated", [False, True])
 @pytest.mark.parametrize("rows", [1, 2, 36, 37])
-def test_chunks_draw_what_the_whole_batch_draws(logprobs: Tensor, numbers: Tensor, truncated: bool, rows: int) -> None:
-    """Bytes for fewer than one row mean one."""
+def test_chunks_draw_the_same_as_the_whole_batch(logprobs: Tensor, numbers: Tensor, truncated: bool, rows: int) -> None:
+    """A chunk has at least one row."""
     top_ks, top_ps = torch.arange(1, ROWS + 1), torch.linspace(0.2, 1.0, ROWS)
     limits = Limits(top_ks, top_ps, torch.linspace(0.0, 0.3, ROWS)) if truncated else None
     whole = draw(logprobs, numbers, limits)
@@ -34,7 +34,7 @@ def test_chunks_draw_what_the_whole_batch_draws(logprobs: Tensor, numbers: Tenso
     assert torch.equal(draw(logprobs, numbers, limits, chunk_bytes=1), whole)
 
 
-def test_a_draw_inverts_the_cumulative_distribution(logprobs: Tensor, numbers: Tensor) -> None:
+def test_draw_inverts_the_cumulative_distribution(logprobs: Tensor, numbers: Tensor) -> None:
     cumulative = np.exp(logprobs.numpy().astype(np.float64)).cumsum(axis=1)
     wanted = [
         int(np.searchsorted(row, min(u * row[-1], np.nextafter(row[-1], 0)), side="right"))
@@ -43,15 +43,15 @@ def test_a_draw_inverts_the_cumulative_distribution(logprobs: Tensor, numbers: T
     assert draw(logprobs, numbers, None, chunk_bytes=5 * VOCABULARY * 8).tolist() == wanted
 
 
-def test_only_what_top_k_keeps_is_drawn(logprobs: Tensor, numbers: Tensor) -> None:
+def test_top_k(logprobs: Tensor, numbers: Tensor) -> None:
     kept = logprobs.topk(3).indices
     limits = Limits(torch.full((ROWS,), 3), torch.ones(ROWS), torch.zeros(ROWS))
     tokens = draw(logprobs, numbers, limits, chunk_bytes=1)
     assert (kept == tokens[:, None]).any(dim=1).all()
 
 
-def test_logprobs_of_training_are_over_what_is_drawn_from(logprobs: Tensor, numbers: Tensor) -> None:
-    """Of the rows that ask for it; the tokens are the same."""
+def test_logprobs_over_supports(logprobs: Tensor, numbers: Tensor) -> None:
+    """Only rows that ask for it change. The tokens are the same."""
     limits = Limits(torch.full((ROWS,), 40), torch.full((ROWS,), 0.9), torch.full((ROWS,), 0.02))
     supported, given = torch.arange(ROWS) % 3 > 0, logprobs.clone()
     tokens = draw(given, numbers, limits, supported, chunk_bytes=5 * VOCABULARY * 8)
@@ -67,7 +67,7 @@ def test_logprobs_of_training_are_over_what_is_drawn_from(logprobs: Tensor, numb
 
 
 def test_temporaries_are_bounded_by_the_chunk(logprobs: Tensor, numbers: Tensor) -> None:
-    """No float64 tensor of the whole batch is made."""
+    """There is no float64 tensor of the whole batch."""
     largest: list[int] = []
 
     class Watch(torch.utils._python_dispatch.TorchDispatchMode):

@@ -1,4 +1,4 @@
-"""SGLang's sampler on a device that cannot be read: whatever a batch asks for, the host never waits for a token."""
+"""SGLang's sampler on a device that rejects reads, so the host never waits for a token."""
 
 import sys
 from collections.abc import Iterator
@@ -15,7 +15,7 @@ ROWS, VOCABULARY = 5, 101
 
 
 class _Processor:
-    """Stand-in for SGLang's, which runs after the draw."""
+    """Stand-in for SGLang's logprob processor, which runs after the draw."""
 
     def __init__(self) -> None:
         self.logprobs: Tensor | None = None
@@ -26,7 +26,7 @@ class _Processor:
 
 
 class _Sampler:
-    """What is used of SGLang's base class."""
+    """Stand-in for SGLang's base class."""
 
     def __init__(self) -> None:
         self.output_logprob_processor = _Processor()
@@ -37,7 +37,7 @@ class _Sampler:
 
 @pytest.fixture
 def sampler(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    """SGLang itself need not be installed, and takes seconds to import."""
+    """Return the sampler without importing SGLang, which takes seconds and may not be installed."""
     package = ModuleType("sglang.srt.layers.sampler")
     package.Sampler = _Sampler  # type: ignore[attr-defined]
     for name in ("sglang", "sglang.srt", "sglang.srt.layers"):
@@ -75,7 +75,7 @@ def forward(sampler: Any, sampling: Any, numbers: list[int]) -> Tensor:
 @pytest.mark.parametrize(
     "options", [{}, {"top_k": 20}, {"top_k": 20, "min_p": 0.02}, {"greedy": True}], ids=["whole", "top_k", "min_p", "0"]
 )
-def test_the_host_never_waits(sampler: Any, options: dict[str, Any], numbers: list[int]) -> None:
+def test_host_never_waits(sampler: Any, options: dict[str, Any], numbers: list[int]) -> None:
     sampling = info(**options)
     with StrictDevice() as device:
         tokens = forward(sampler, sampling, numbers)
@@ -88,8 +88,8 @@ def test_the_host_never_waits(sampler: Any, options: dict[str, Any], numbers: li
         assert (int(row.isfinite().sum()) <= 20) is (cut and number > 0)
 
 
-def test_the_device_notices_a_copy_that_waits(sampler: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The check can fail: flags copied from memory that is not pinned, as they were once."""
+def test_device_detects_a_copy_that_waits(sampler: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The check fails for flags copied from memory that is not pinned."""
     module = sys.modules["rollout.sglang.sampler"]
     monkeypatch.setattr(module, "_wanted", lambda numbers, device: torch.tensor(numbers, device=device) > 0)
     with StrictDevice(), pytest.raises(WaitsForDevice):

@@ -1,4 +1,4 @@
-"""Which sleeping engines keep a copy of their weights in host memory, and which drop them."""
+"""Sleeping engines that keep a copy of their weights in host memory, and those that drop them."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -39,19 +39,19 @@ def _config(tmp_path: Path, engine: str, every: int, **engine_args: Any) -> RunC
     [
         (SYNC, True, None, 2),
         (SAVE, True, None, 1),
-        (SYNC, False, None, 1),  # the layers of an update that failed have no memory to read
+        (SYNC, False, None, 1),  # layers of a failed update have no memory
         (SYNC, True, "x is BloomForCausalLM", 1),
     ],
 )
-def test_vllm_drops_what_the_next_update_brings(
+def test_sleep_level(
     dimensions: ModelDimensions, keep_weights: bool, is_whole: bool, foreign: str | None, level: int
 ) -> None:
     assert sleep_level(keep_weights, is_whole, replace(dimensions, foreign=foreign)) == level
 
 
-# A checkpoint at the last step alone (0, 10) is followed by no sampling.
+# No sampling follows a checkpoint at the last step (0, 10).
 @pytest.mark.parametrize(("every", "keeps"), [(0, False), (10, False), (9, True), (1, True)])
-def test_sglang_keeps_a_copy_where_sampling_follows_a_checkpoint(
+def test_sglang_keeps_a_copy_if_sampling_follows_a_checkpoint(
     tmp_path: Path, dimensions: ModelDimensions, monkeypatch: pytest.MonkeyPatch, every: int, keeps: bool
 ) -> None:
     monkeypatch.setattr(sglang, "on_cpu", lambda: False)
@@ -62,7 +62,7 @@ def test_sglang_keeps_a_copy_where_sampling_follows_a_checkpoint(
     assert sglang.engine_arguments(given, 0, known)["enable_weights_cpu_backup"]
 
 
-def test_the_plan_counts_copies_where_there_are_any(tmp_path: Path, dimensions: ModelDimensions) -> None:
+def test_copies_in_the_plan(tmp_path: Path, dimensions: ModelDimensions) -> None:
     foreign = replace(dimensions, foreign="x is BloomForCausalLM")
     found = {
         (engine, every): (can_keep_weights(run, dimensions), copies_weights(run, dimensions))
@@ -82,7 +82,7 @@ def test_the_plan_counts_copies_where_there_are_any(tmp_path: Path, dimensions: 
     assert can_keep_weights(run, foreign) and copies_weights(run, foreign)
 
 
-def test_only_before_sampling_without_a_sync_engines_keep_their_weights() -> None:
+def test_engines_keep_weights_before_sampling_without_a_sync() -> None:
     slept: list[bool] = []
     trainers = cast(Any, SimpleNamespace(offload=lambda *_, **__: None, onload=lambda: None))
     engines = cast(Any, SimpleNamespace(sleep=slept.append, wake=lambda _: None))

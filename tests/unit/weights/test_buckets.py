@@ -1,20 +1,15 @@
-"""Tensors into a flat buffer and out again, and metadata over the wire."""
+"""Tensors packed into a flat buffer and read back, and metadata over the wire."""
 
 import json
-from dataclasses import replace
 
-import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from slime_like.errors import WeightSyncError
 from slime_like.interfaces import BucketMetadata, TensorEntry, WeightBucket
 from slime_like.weights.buckets import ALIGNMENT, bucket_nbytes, read_bucket, write_bucket
 from slime_like.weights.checksums import tensor_checksum
-from slime_like.weights.wire import metadata_from_wire, metadata_to_wire
 from tests.support.properties import examples
-from tests.support.rejections import Rejects
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.int8, torch.float64]
 
@@ -27,8 +22,8 @@ DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.int8, torch.float6
         max_size=6,
     )
 )
-def test_what_goes_in_comes_out(kinds: list[tuple[torch.dtype, list[int]]]) -> None:
-    """In row-major order, whatever the strides were; what comes out are views."""
+def test_round_trip(kinds: list[tuple[torch.dtype, list[int]]]) -> None:
+    """Tensors of any strides are stored in row-major order and read back as views."""
     strided = [(torch.randn(shape) * 9).to(dtype).permute([*range(len(shape))][::-1]) for dtype, shape in kinds]
     tensors = [(f"t{i}", tensor) for i, tensor in enumerate(strided)]
     buffer = torch.full((bucket_nbytes(WeightBucket(tensors)),), 255, dtype=torch.uint8)
@@ -41,39 +36,7 @@ def test_what_goes_in_comes_out(kinds: list[tuple[torch.dtype, list[int]]]) -> N
         assert entry.checksum == tensor_checksum(tensor) == tensor_checksum(seen)
 
 
-def test_a_small_buffer_is_refused(rejects: Rejects) -> None:
-    with rejects(WeightSyncError, "buffer-too-small"):
-        write_bucket(WeightBucket([("t", torch.ones(100))]), torch.zeros(399, dtype=torch.uint8))
-
-
-def test_a_name_occurs_once(rejects: Rejects) -> None:
-    bucket = WeightBucket([("t", torch.ones(1)), ("u", torch.ones(1)), ("t", torch.ones(1))])
-    with rejects(WeightSyncError, "repeated-tensor"):
-        write_bucket(bucket, torch.zeros(192, dtype=torch.uint8))
-
-
-GOOD = TensorEntry("t", "float32", (2, 3), 0, 24, 0)
-
-
-@pytest.mark.parametrize(
-    "bad",
-    [
-        replace(GOOD, nbytes=20),
-        replace(GOOD, shape=(2, 4)),
-        replace(GOOD, offset=48),
-        replace(GOOD, offset=-4),
-        replace(GOOD, offset=2),
-        replace(GOOD, dtype="float33"),
-        replace(GOOD, dtype="nn"),
-    ],
-)
-def test_contradicting_metadata_is_refused(rejects: Rejects, bad: TensorEntry) -> None:
-    with rejects(WeightSyncError, "bad-entry"):
-        list(read_bucket([bad], torch.zeros(64, dtype=torch.uint8)))
-
-
-def test_metadata_survives_the_wire(rejects: Rejects) -> None:
-    metadata = BucketMetadata("shared_memory", {"segment": "x.1", "nbytes": 64}, (replace(GOOD, checksum=2**64 - 1),))
-    assert metadata_from_wire(json.loads(json.dumps(metadata_to_wire(metadata)))) == metadata
-    with rejects(WeightSyncError, "bad-metadata"):
-        metadata_from_wire({"transport": "shared_memory"})
+def test_metadata_over_the_wire() -> None:
+    entry = TensorEntry("t", "float32", (2, 3), 0, 24, 2**64 - 1)
+    metadata = BucketMetadata("shared_memory", {"segment": "x.1", "nbytes": 64}, (entry,))
+    assert BucketMetadata.from_wire(json.loads(json.dumps(metadata.to_wire()))) == metadata

@@ -1,10 +1,6 @@
-"""The hash that proves a weight sync: the formula of its module's docstring, alone and while a tensor is copied.
-
-The reference is Python's integers. Not covered: resistance against forgery, which the hash does not claim.
-"""
+"""The hash of weights, compared with the formula in its module's docstring, computed with Python's integers."""
 
 import struct
-from collections.abc import Callable
 from functools import cache
 from typing import Any
 from unittest import mock
@@ -30,7 +26,7 @@ MASK = 2**64 - 1
 
 
 def splitmix(state: int) -> int:
-    """The generator's output for a state that has been advanced."""
+    """Return the generator's output for an advanced state."""
     value = ((state ^ (state >> 30)) * 0xBF58476D1CE4E5B9) & MASK
     value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) & MASK
     return value ^ (value >> 31)
@@ -42,7 +38,7 @@ def weights() -> list[int]:
 
 
 def reference(data: bytes) -> int:
-    """The formula in Python's integers."""
+    """Compute the formula with Python's integers."""
     total = len(data) * 0x9E3779B97F4A7C15
     for row, start in enumerate(range(0, len(data), ROW)):
         words = struct.unpack("<4096i", data[start : start + ROW].ljust(ROW, b"\0"))
@@ -64,30 +60,24 @@ def test_the_generator_is_splitmix64() -> None:
 
 
 def test_known_answers() -> None:
-    """They must not change unnoticed: trainers and engines may run in different environments."""
+    """Hashes must not change unnoticed, because trainers and engines may run in different environments."""
     assert tensor_checksum(torch.empty(0)) == 0
     assert tensor_checksum(torch.zeros(4, dtype=torch.uint8)) == 0x5AFE8F1F7847BE03
     assert tensor_checksum(torch.arange(10_000, dtype=torch.int32)) == 0x3603A8B84160B061
 
 
 @examples(40)
-@given(st.binary(min_size=0, max_size=300), st.sampled_from((0, ROW - 150, 2 * ROW)))
-def test_equals_the_formula(data: bytes, zeros: int) -> None:
-    """Also around the boundaries of rows."""
-    data = bytes(zeros) + data
+@given(st.binary(max_size=300), st.sampled_from((0, ROW - 150, 2 * ROW)), st.sampled_from((0x00, 0x80, 0xFF)))
+def test_equals_the_formula(data: bytes, filled: int, fill: int) -> None:
+    """Including bytes around the boundaries of rows, and extreme words."""
+    data = bytes([fill]) * filled + data
     assert tensor_checksum(torch.from_numpy(np.frombuffer(data, np.uint8).copy())) == reference(data)
-
-
-@pytest.mark.parametrize("fill", [0x00, 0x80, 0xFF])
-def test_extreme_words(fill: int) -> None:
-    data = torch.full((3 * ROW + 8,), fill, dtype=torch.uint8)
-    assert tensor_checksum(data) == reference(data.numpy().tobytes())
 
 
 @examples(30)
 @given(st.lists(st.tuples(st.sampled_from((0, 5, ROW - 1, ROW, 3 * ROW + 7, 90 * ROW)), st.integers(0, 9))))
-def test_tensors_hashed_together_have_the_hashes_of_each_alone(kinds: list[tuple[int, int]]) -> None:
-    """Any length and alignment, and batches of rows of another size, as on a device."""
+def test_tensors_hashed_together(kinds: list[tuple[int, int]]) -> None:
+    """Any length and alignment, with batches of another size, as on a device."""
     data = [torch.randint(0, 256, (count + offset,), dtype=torch.uint8)[offset:] for count, offset in kinds]
     alone = [tensor_checksum(each.clone()) for each in data]
     with mock.patch.object(checksums, "_HOST_ROWS", 7):
@@ -106,7 +96,7 @@ def test_depends_on_bytes_only(dtype: torch.dtype) -> None:
     assert tensor_checksum(tensor[0, 0]) == reference(tensor[0, :1].view(torch.uint8).numpy().tobytes())
 
 
-def test_every_bit_its_place_and_the_length_count() -> None:
+def test_every_bit_its_position_and_the_length_count() -> None:
     """A weighted sum of 64-bit words modulo 2**64 would miss any even number of changed top bits."""
     data = torch.randint(0, 256, (48,), dtype=torch.uint8, generator=torch.Generator().manual_seed(1))
     flips = [data ^ (torch.arange(48) == place) * (1 << bit) for place in range(48) for bit in range(8)]
@@ -116,33 +106,9 @@ def test_every_bit_its_place_and_the_length_count() -> None:
     assert len({tensor_checksum(torch.zeros(rows * ROW, dtype=torch.uint8)) for rows in range(5)}) == 5
 
 
-CHANGES: dict[str, Callable[[Tensor], Tensor]] = {
-    "permuted q, k, v": lambda weight: weight.unflatten(0, (3, -1))[[1, 0, 2]].flatten(0, 1),
-    "two rows swapped": lambda weight: weight[[1, 0, *range(2, len(weight))]],
-    "two distant rows swapped": lambda weight: weight[[len(weight) - 1, *range(1, len(weight) - 1), 0]],
-    "transposed": lambda weight: weight.t(),
-    "all signs flipped": lambda weight: -weight,
-    "one row's signs flipped": lambda weight: torch.cat((-weight[:1], weight[1:])),
-    "shifted by an element": lambda weight: weight.flatten().roll(1),
-    "shifted by a byte": lambda weight: weight.flatten().view(torch.uint8).roll(1),
-    "truncated": lambda weight: weight[:-1],
-    "halves interleaved": lambda weight: weight.unflatten(0, (2, -1)).transpose(0, 1).flatten(0, 1),
-    "columns reversed": lambda weight: weight.flip(1),
-}
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("width", [96, ROW // 2])
-@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
-def test_a_mix_up_changes_the_hash(change: Callable[[Tensor], Tensor], width: int, dtype: torch.dtype) -> None:
-    """Rows of the matrix that are parts, and multiples, of the hash's own rows."""
-    weight = torch.randn(96, width, generator=torch.Generator().manual_seed(2)).to(dtype)
-    assert tensor_checksum(change(weight)) != tensor_checksum(weight) == tensor_checksum(weight.clone())
-
-
 @examples(60)
 @given(st.integers(0, 2**31), st.integers(1, 3 * ROW // 4), st.integers(0, 2))
-def test_any_two_different_words_that_change_places_are_noticed(seed: int, distance: int, row: int) -> None:
+def test_any_two_swapped_words_change_the_hash(seed: int, distance: int, row: int) -> None:
     words = torch.randint(-(2**31), 2**31, (6 * ROW // 4,), generator=torch.Generator().manual_seed(seed)).int()
     place = row * ROW // 4
     swapped = words.clone()
@@ -159,10 +125,9 @@ def test_same_on_cuda() -> None:
     assert copy_hashed(tensors, arrived, of_targets=True)[0] == tensor_checksums(tensors)
 
 
-# --------------------------------------------------------------------------------------------------- while it is copied
 @pytest.mark.parametrize("nbytes", [0, 1, ROW, BLOCK - 1, BLOCK, BLOCK + 1, 3 * BLOCK + ROW + 5])
 @pytest.mark.parametrize("of_target", [False, True])
-def test_a_copy_is_whole_and_its_hash_the_formula_s(nbytes: int, of_target: bool) -> None:
+def test_copy_and_hash(nbytes: int, of_target: bool) -> None:
     source, target = noise(nbytes), torch.zeros(nbytes, dtype=torch.int8)
     (found,), hash_s = copy_hashed([source], [target], of_target)
     assert found == reference(source.numpy().tobytes())
@@ -172,8 +137,8 @@ def test_a_copy_is_whole_and_its_hash_the_formula_s(nbytes: int, of_target: bool
 
 @pytest.mark.parametrize("of_target", [False, True])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_a_target_of_another_kind(dtype: torch.dtype, of_target: bool) -> None:
-    """Another dtype, and a part of a wider matrix."""
+def test_target_of_another_kind(dtype: torch.dtype, of_target: bool) -> None:
+    """The target has another dtype, and is a part of a wider matrix."""
     source, wide = noise(700, 30).bfloat16(), torch.zeros(700, 60, dtype=dtype)
     target = wide[:, :30]
     hashed = target if of_target else source
@@ -182,14 +147,14 @@ def test_a_target_of_another_kind(dtype: torch.dtype, of_target: bool) -> None:
     assert torch.equal(target.float(), source.float()) and not wide[:, 30:].any()
 
 
-def test_a_target_of_another_shape_is_refused() -> None:
+def test_target_of_another_shape() -> None:
     with pytest.raises(RuntimeError, match="size"):
         copy_hashed([noise(6, 4)], [torch.zeros(4, 6, dtype=torch.int8)])
 
 
 @pytest.mark.parametrize("of_target", [False, True])
-def test_a_copy_that_fails(monkeypatch: pytest.MonkeyPatch, of_target: bool) -> None:
-    """The target's hash tells; the source's says what was to be copied."""
+def test_failing_copy(monkeypatch: pytest.MonkeyPatch, of_target: bool) -> None:
+    """The target's hash shows the failure. The source's hash is of the intended bytes."""
     source, target = noise(2 * BLOCK), torch.zeros(2 * BLOCK, dtype=torch.int8)
     copy = Tensor.copy_
 
@@ -205,7 +170,7 @@ def test_a_copy_that_fails(monkeypatch: pytest.MonkeyPatch, of_target: bool) -> 
 
 
 @pytest.mark.parametrize("way", ["copies", "load"])
-def test_what_arrives_is_what_was_sent_or_rejected(way: str, rejects: Rejects) -> None:
+def test_arrivals_are_verified(way: str, rejects: Rejects) -> None:
     sent = {"first": noise(100), "second": noise(BLOCK + 3)}
     entries = [_entry(name, tensor) for name, tensor in sent.items()]
     model = {name: torch.zeros(len(tensor)) for name, tensor in sent.items()}

@@ -1,6 +1,6 @@
-"""Memory of a GPU between two processes, without a GPU: what is handed over, mapped, freed and collected.
+"""GPU memory shared between two processes, without a GPU: handles, mapping, freeing.
 
-A stand-in takes torch's place in sharing storages. What it cannot show is CUDA itself; that is in ``tests/process``.
+A stand-in replaces torch's sharing of storages. ``tests/process`` tests CUDA itself.
 """
 
 import json
@@ -22,7 +22,7 @@ EMPTY = torch.empty
 
 
 class Gpu:
-    """One device; memory of it is the host's. ``mapped`` has the arguments of every mapping."""
+    """One device, with host memory. ``mapped`` has the arguments of every mapping."""
 
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
         self.uuid = "GPU-0"
@@ -46,7 +46,7 @@ class Gpu:
         self.collected += 1
 
     def _share(self, storage: torch.UntypedStorage) -> tuple[Any, ...]:
-        """Device, memory's handle, bytes, offset, reference counter's handle and offset, event's handle, whether."""
+        """Return device, memory handle, bytes, offset, counter's handle and offset, event's handle, and a flag."""
         self.shared.append(storage)
         number = len(self.shared) - 1
         return (0, bytes([number, 255]), storage.nbytes(), 0, b"\x00count", 7, b"event\xfe", True)
@@ -61,7 +61,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Gpu:
     return Gpu(monkeypatch)
 
 
-def test_a_handle_is_plain_values_and_opens_as_torch_gave_it(gpu: Gpu, rejects: Rejects) -> None:
+def test_handle(gpu: Gpu, rejects: Rejects) -> None:
     memory = DeviceMemory(5)
     handle = json.loads(json.dumps(memory.handle))
     mapped = DeviceMemory.map(handle)
@@ -73,7 +73,7 @@ def test_a_handle_is_plain_values_and_opens_as_torch_gave_it(gpu: Gpu, rejects: 
         DeviceMemory.map(handle)
 
 
-def test_buffers_are_mapped_once_grow_and_are_freed_after_a_sync(gpu: Gpu, session: str) -> None:
+def test_buffers_are_reused_grow_and_are_freed(gpu: Gpu, session: str) -> None:
     sender = open_sender("colocated", session, TransportSettings(keep_nbytes=16 << 20))
     receiver = open_receiver("colocated", sender.rendezvous())
 
@@ -97,7 +97,7 @@ def test_buffers_are_mapped_once_grow_and_are_freed_after_a_sync(gpu: Gpu, sessi
     sender.close()
 
 
-def test_a_worker_on_another_gpu(gpu: Gpu, session: str) -> None:
+def test_worker_on_another_gpu(gpu: Gpu, session: str) -> None:
     rendezvous = open_sender("colocated", session).rendezvous()
     gpu.uuid = "GPU-1"
     with pytest.raises(WeightSyncError) as caught:

@@ -1,4 +1,4 @@
-"""Which tensors a whole update has: those of the checkpoint, judged by what Hugging Face wrote."""
+"""Tensors of a complete update, compared with a checkpoint written by Hugging Face."""
 
 from pathlib import Path
 
@@ -18,7 +18,7 @@ def test_names_and_shapes_of_the_checkpoint(tmp_path: Path, tied: bool) -> None:
     shapes = {name: tuple(tensor.shape) for name, tensor in weights.items()}
     assert expected_tensors(tmp_path) == shapes
     assert ("lm_head.weight" in shapes) is not tied
-    # Some checkpoints store the tied copy and computed buffers all the same: neither is a separate weight.
+    # Some checkpoints also store the tied copy and computed buffers, which are not separate weights.
     extra = {"model.layers.0.self_attn.rotary_emb.inv_freq": weights["model.norm.weight"].clone()}
     if tied:
         extra["lm_head.weight"] = weights["model.embed_tokens.weight"].clone()
@@ -32,7 +32,7 @@ def test_a_directory_without_safetensors(rejects: Rejects, tmp_path: Path) -> No
         expected_tensors(tmp_path)
 
 
-def test_missing_and_unknown_tensors_are_named(rejects: Rejects) -> None:
+def test_missing_and_unknown_tensors(rejects: Rejects) -> None:
     require_complete({"a", "b"}, {"a", "b"}, "engine")
     with rejects(WeightSyncError, "incomplete-update"):
         require_complete({"a", "c"}, {"a", "b"}, "engine")

@@ -1,11 +1,11 @@
-"""Which trainer rank an engine's worker takes weights from."""
+"""Pairing of engine workers with trainer ranks."""
 
 import socket
 
 import pytest
 
 from slime_like.errors import WeightSyncError
-from slime_like.weights.transports.pairing import Place, pair
+from slime_like.weights.transports.colocated import Place, pair
 from tests.support.rejections import Rejects
 
 
@@ -17,7 +17,7 @@ def test_ranks_without_a_worker() -> None:
     assert pair(gpus(1), gpus(1)[5:7]) == [5, 6]
 
 
-def test_the_unpaired_are_named(rejects: Rejects) -> None:
+def test_unpaired(rejects: Rejects) -> None:
     ranks = gpus(2, 2)
     strangers = [Place("node-0", "GPU-1-0"), ranks[3], Place("node-7", "GPU-7-0")]
     for several, workers in ((ranks, strangers), ([*ranks, ranks[1]], ranks[:1]), ([], ranks[:1])):
@@ -26,6 +26,6 @@ def test_the_unpaired_are_named(rejects: Rejects) -> None:
 
 
 @pytest.mark.parametrize("slot", [0, 6])
-def test_a_slot_of_a_cpu(slot: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cpu_slot(slot: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     assert Place.of_this_process(slot) == Place(socket.gethostname(), f"CPU slot {slot}")

@@ -1,4 +1,4 @@
-"""Which transport ``auto`` is, and which are rejected where they do not reach."""
+"""The transport that ``auto`` selects, and rejection of transports that cannot connect all processes."""
 
 from contextlib import nullcontext
 from importlib.metadata import version
@@ -7,14 +7,14 @@ import pytest
 
 from slime_like.checks.engine_install import engine_libraries
 from slime_like.config import RunConfig
-from slime_like.errors import ConfigError, WeightSyncError
+from slime_like.errors import ConfigError
 from slime_like.weights.transports.libraries import Libraries
-from slime_like.weights.transports.registry import open_sender, transport_of, use_delta
+from slime_like.weights.transports.registry import transport_of, use_delta
 from tests.support.rejections import Rejects
 
 ANYWHERE = {"gloo", "directory"}
 HERE = {"shared_memory", *ANYWHERE}
-# on GPUs, hosts, engines on the trainers' devices; what auto is; what reaches
+# on GPUs, hosts, engines on the trainers' devices; the choice of auto; transports that connect all
 SITUATIONS: list[tuple[bool, int, int | None, str, set[str]]] = [
     (False, 1, None, "shared_memory", HERE),
     (False, 1, 1, "shared_memory", {"colocated", *HERE}),
@@ -32,7 +32,7 @@ HERE_AND_THERE = Libraries("2.13.0", "2.29.7")
 
 
 @pytest.mark.parametrize(("on_cuda", "num_hosts", "colocated", "auto", "reaching"), SITUATIONS)
-def test_what_reaches(
+def test_choice_of_transport(
     on_cuda: bool, num_hosts: int, colocated: int | None, auto: str, reaching: set[str], rejects: Rejects
 ) -> None:
     def choose(name: str) -> str:
@@ -61,7 +61,7 @@ def test_what_reaches(
     ],
 )
 def test_engines_of_another_environment(engines: Libraries, colocated: int | None, auto: str, rejects: Rejects) -> None:
-    """NCCL asks for one version of itself, GPU memory of another process for one of torch."""
+    """NCCL needs the same NCCL version, and shared GPU memory the same torch version."""
 
     def choose(name: str) -> str:
         raw = {"run_dir": "unused", "model": {"path": "unused"}, "sync": {"transport": name}}
@@ -75,13 +75,13 @@ def test_engines_of_another_environment(engines: Libraries, colocated: int | Non
             choose("nccl" if colocated is None else "colocated")
 
 
-def test_the_libraries_of_an_environment() -> None:
+def test_libraries_of_an_environment() -> None:
     found = Libraries.of({"torch": "2.13.0", "nvidia-nccl-cu13": "2.29.7", "vllm": "0.32.0"})
     assert found == HERE_AND_THERE and str(found) == "torch 2.13.0 with NCCL 2.29.7"
     assert engine_libraries(None).torch == version("torch")
 
 
-def test_colocated_engines_that_ask_for_changes_alone() -> None:
+def test_colocated_engines_with_delta_always() -> None:
     raw = {"run_dir": "unused", "model": {"path": "unused"}, "cluster": {"placement": "colocated"}}
 
     def choose(name: str, on_cuda: bool) -> str:
@@ -89,11 +89,6 @@ def test_colocated_engines_that_ask_for_changes_alone() -> None:
         return transport_of(config, on_cuda, 1, HERE_AND_THERE, HERE_AND_THERE)
 
     assert choose("auto", True) == choose("auto", False) == "shared_memory"
-
-
-def test_an_unknown_transport(rejects: Rejects) -> None:
-    with rejects(WeightSyncError, "unknown-transport"):
-        open_sender("pigeon", "some-session")
 
 
 @pytest.mark.parametrize(
@@ -108,5 +103,5 @@ def test_an_unknown_transport(rejects: Rejects) -> None:
         ("never", "gloo", "bfloat16", False),
     ],
 )
-def test_where_changes_are_sent(setting: str, transport: str, dtype: str, expected: bool) -> None:
+def test_use_delta(setting: str, transport: str, dtype: str, expected: bool) -> None:
     assert use_delta(setting, transport, dtype) is expected

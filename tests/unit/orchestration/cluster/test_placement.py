@@ -7,7 +7,7 @@ import pytest
 
 from slime_like.config import RunConfig
 from slime_like.orchestration.cluster.placement import Placement
-from slime_like.weights.transports.pairing import pair
+from slime_like.weights.transports.colocated import pair
 from tests.unit.weights.test_pairing import gpus
 
 

@@ -1,4 +1,4 @@
-"""Tokens at given numbers: the inverse of a cumulative distribution, in float64, and the numbers from seeds."""
+"""Draws of tokens: the inverse of a cumulative distribution in float64, and uniform numbers from seeds."""
 
 from typing import NamedTuple
 
@@ -9,7 +9,7 @@ _CHUNK_BYTES = 128 * 2**20
 
 
 class Limits(NamedTuple):
-    """(B,) each, applied in the order min-p, top-k, top-p. ``min_ps`` is ``None`` if all are 0."""
+    """Truncation limits, (B,) each, applied in the order min-p, top-k, top-p. ``min_ps`` is ``None`` if all are 0."""
 
     top_ks: Tensor
     top_ps: Tensor
@@ -23,12 +23,12 @@ def draw(
     supported: Tensor | None = None,
     chunk_bytes: int = _CHUNK_BYTES,
 ) -> Tensor:
-    """Draw from ``logprobs`` (B, V), each row cut by its limits, at ``uniform`` (B,) in [0, 1).
+    """Draw from ``logprobs`` (B, V), with each row truncated by its limits, at ``uniform`` (B,) in [0, 1).
 
     Args:
-        supported: (B,) bool, rows whose ``logprobs`` become, in place, those over what is drawn from; -inf elsewhere.
-        chunk_bytes: rows are computed together as far as one float64 number per logprob fits; at least one row is.
-            Of such temporaries there is one, and where something is cut there are five.
+        supported: (B,) bool, rows whose ``logprobs`` are replaced by logprobs over the truncated distribution, with
+            -inf elsewhere.
+        chunk_bytes: bound on one float64 temporary, in whole rows. There is one such temporary, or five with limits.
 
     Returns:
         (B,) int64 ids.
@@ -51,18 +51,18 @@ def draw(
 
 def _invert(cumulative: Tensor, uniform: Tensor) -> Tensor:
     total = cumulative[:, -1:]
-    below_total = torch.nextafter(total, torch.zeros_like(total))  # the product may be rounded up to the total
+    below_total = torch.nextafter(total, torch.zeros_like(total))  # because the product may be rounded up to the total
     return torch.searchsorted(cumulative, torch.minimum(uniform[:, None] * total, below_total), right=True)[:, 0]
 
 
 def uniforms(seeds: Tensor, positions: Tensor) -> Tensor:
-    """(B,) float64 in [0, 1), a function of (B,) int64 seeds and positions, with 53 random bits."""
+    """Return numbers (B,) float64 in [0, 1) with 53 random bits, from seeds and positions, (B,) int64 each."""
     bits = mix(mix(seeds) + positions)
     return ((bits >> 11) & ((1 << 53) - 1)).double() * 2.0**-53
 
 
 def mix(value: Tensor) -> Tensor:
-    """The finaliser of SplitMix64 on int64 tensors, elementwise; the sign bit is an ordinary bit, the result has 64.
+    """Apply SplitMix64's finalizer to each element of an int64 tensor, as unsigned numbers.
 
     Steele, Lea, Flood: Fast splittable pseudorandom number generators, OOPSLA 2014.
     """
@@ -73,7 +73,7 @@ def mix(value: Tensor) -> Tensor:
 
 
 def _shift_right(value: Tensor, bits: int) -> Tensor:
-    """Logical shift; torch's copies the sign bit."""
+    """Shift logically; torch's shift copies the sign bit."""
     return (value >> bits) & ((1 << (64 - bits)) - 1)
 
 
@@ -82,7 +82,7 @@ def _signed(value: int) -> int:
 
 
 def _truncate(probabilities: Tensor, top_ks: Tensor, top_ps: Tensor, min_ps: Tensor | None) -> None:
-    """Zero, in place, what the limits leave out."""
+    """Zero, in place, the probabilities outside the limits."""
     if min_ps is not None:
         least = probabilities.amax(dim=-1, keepdim=True) * min_ps[:, None]
         probabilities.masked_fill_(probabilities < least, 0.0)
@@ -90,6 +90,6 @@ def _truncate(probabilities: Tensor, top_ks: Tensor, top_ps: Tensor, min_ps: Ten
     ranks = torch.arange(probabilities.shape[-1], device=probabilities.device)
     kept = ordered.values.masked_fill(ranks >= top_ks[:, None], 0.0)
     before, limit = kept.cumsum(dim=-1) - kept, top_ps[:, None]
-    # Where top_p is 1, rounding must not cut the tail.
+    # With top_p 1, rounding must not cut the tail.
     kept.masked_fill_((limit < 1.0) & (before >= limit * kept.sum(dim=-1, keepdim=True)), 0.0)
     probabilities.scatter_(1, ordered.indices, kept)
