@@ -27,7 +27,7 @@ from tests.parallel.tiny import OTHERS, SIZES, save_checkpoint
 
 REFUSED = {
     "Gemma2Config": "asks for softcap in attention",
-    "MixtralConfig": "checkpoints of MixtralForCausalLM are arranged otherwise than its modules",
+    "MixtralConfig": "checkpoints of MixtralForCausalLM are arranged differently from its modules",
     "FalconConfig": "no causal language model for it whose attention can be replaced",
     "Lfm2Config": "a sequence notices the one before it",
     "a factor that its head leaves out": "differ from those of transformers' own forward pass",

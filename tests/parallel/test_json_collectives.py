@@ -95,7 +95,7 @@ def test_values_arrive_as_they_are_and_execute_nothing(tmp_path: Path) -> None:
     assert [found["forged"] for found in ranks] == ["UnicodeDecodeError", "sent", "UnicodeDecodeError"]
     assert {found["error"] for found in ranks} == {"[Errno 2] of rank 1"}
     assert {found["program"] for found in ranks} == {
-        "it names pathlib.Path.touch, which is no part of what ranks exchange"
+        "it names pathlib.Path.touch, which is not part of what ranks exchange"
     }
     assert not (tmp_path / "executed").exists()
     pickle.loads(pickle.dumps(Program(tmp_path / "executed")))

@@ -89,4 +89,4 @@ def test_a_window_after_the_last_one_is_refused(qwen3: Path, tmp_path: Path) -> 
     config = parity_config(qwen3, tmp_path, {})
     pack = pack_sequences(scored_sequences([(5, 9)]))
     (message,) = run_ranks(_window_after_the_last, 1, tmp_path / "ranks", config, pack)
-    assert message.startswith("rank 0, accumulate: a window follows the one that was the step's last")
+    assert message.startswith("rank 0, accumulate: a window follows the step's last one")

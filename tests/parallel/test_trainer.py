@@ -157,7 +157,7 @@ def test_a_balancing_loss_needs_the_denominator_from_the_beginning(tmp_path: Pat
     pack = pack_sequences(scored_sequences(LENGTHS))
     ((missing, other),) = run_ranks(_steps_of_unclear_scale, 1, tmp_path / "ranks", config, pack)
     assert missing.startswith("rank 0, begin_step: algorithm.moe_aux_loss_coef=0.01 has a separate denominator")
-    assert other.startswith("rank 0, finish_step: denominator=8.0 is not the 7.0 that begin_step was given")
+    assert other.startswith("rank 0, finish_step: denominator=8.0 differs from the 7.0 given to begin_step")
 
 
 def _setup_error(placement: RankPlacement, config: RunConfig) -> str:

@@ -66,7 +66,7 @@ def test_an_object_that_is_a_program_is_not_executed(stored: Path, tmp_path: Pat
     forge_object(stored, name, Program(executed))
     with pytest.raises(CheckpointException) as caught:
         _load(stored, ours=True)
-    assert "is no plain data" in str(caught.value) and not executed.exists()
+    assert "is not plain data" in str(caught.value) and not executed.exists()
     _load(stored, ours=False)
     assert executed.exists()
 
