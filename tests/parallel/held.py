@@ -1,4 +1,4 @@
-"""Memory that a real rank holds throughout a run, counted from its tensors, independently of the planner."""
+"""Memory that a real rank holds throughout a run, counted from its tensors, independent of the planner."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ from slime_like.config import RunConfig
 
 @dataclass(frozen=True)
 class Held:
-    """Number of parameters, and bytes of their storage, of gradients, of the optimizer's state."""
+    """Number of parameters, and bytes of their storages, of gradients, and of the optimizer's state."""
 
     parameters: int
     parameter_bytes: int
@@ -21,12 +21,12 @@ class Held:
 
 
 def held_by(trainer: Any) -> Held:
-    """Of a trainer that has taken a step. Storages are identified by address."""
+    """Count the memory of a trainer that has taken a step. Storages are identified by address."""
     weights = [parameter for chunk in trainer.chunks for parameter in chunk.parameters()]
     of_weights = storages(weights)
     state: list[Tensor] = []
     for part in trainer.optimizer.megatron.chained_optimizers:
-        if part.is_stub_optimizer:  # of a rank without parameters of this kind
+        if part.is_stub_optimizer:  # a rank without parameters of this kind
             continue
         inner = part.optimizer
         state += [parameter for group in inner.param_groups for parameter in group["params"]]
@@ -42,7 +42,7 @@ def held_by(trainer: Any) -> Held:
 
 
 def check_held(config: RunConfig, found: list[Held | None]) -> None:
-    """What the planner says of every rank is what the real ranks hold, to the byte."""
+    """Require that every real rank holds exactly the planned bytes."""
     for rank, real in enumerate(found):
         planned = holdings(config, rank)
         assert (
@@ -51,10 +51,10 @@ def check_held(config: RunConfig, found: list[Held | None]) -> None:
 
 
 def storage_bytes(tensors: Iterable[Tensor]) -> int:
-    """Bytes of the tensors' storages, each once."""
+    """Return the bytes of the tensors' storages, each counted once."""
     return sum(storages(tensors).values())
 
 
 def storages(tensors: Iterable[Tensor]) -> dict[int, int]:
-    """Address to bytes."""
+    """Return the bytes of the tensors' storages, by address."""
     return {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors}
