@@ -1,4 +1,4 @@
-"""Memory that a real rank takes in a step, by kind, beside what the planner says of it."""
+"""Measure a real rank's memory in a step by kind, and compare it with the plan."""
 
 import time
 from collections.abc import Iterator
@@ -27,12 +27,12 @@ from tests.parallel.tiny import tiny_config
 
 GATHERED, SUMMED = "gathered", "summed"
 FSDP_RANGES = {"FSDP::all_gather": GATHERED, "FSDP::pre_": GATHERED, "FSDP::post_backward": SUMMED}
-"""What FSDP calls its work in a profile."""
+"""Prefix of FSDP's events in a profile."""
 
 
 @dataclass(frozen=True)
 class Taken:
-    """One rank's memory in bytes: tensors that it holds by kind, everything it holds, and phases above that."""
+    """One rank's memory in bytes: held tensors by kind, everything it holds, and the phases' peaks above that."""
 
     parameters: int
     gradients: int
@@ -45,9 +45,9 @@ class Taken:
 
 
 def planned_config(backend: str, model: Path, run_dir: Path, **trainer: Any) -> RunConfig:
-    """Megatron: sequences of 200 tokens, whose activations dwarf all else. FSDP: of 40, where weights count as much.
+    """Return a configuration: Megatron with 200-token sequences, where activations dominate, or FSDP with 40 tokens.
 
-    Prompts that are shared are half as long as responses.
+    Shared prompts are half as long as responses.
     """
     tokens = 600 if backend == "megatron" else 120
     prompt = tokens // 6 if trainer.get("share_prefixes") else 20
@@ -63,10 +63,10 @@ def planned_config(backend: str, model: Path, run_dir: Path, **trainer: Any) -> 
 
 
 def measure_rank(placement: RankPlacement, config: RunConfig) -> Taken:
-    """The second of two steps of worst micro-batches, after a first one has made what stays."""
+    """Measure the second of two steps of the largest micro-batches; the first one allocates what is kept."""
     fsdp = config.trainer.backend == "fsdp"
     packs = worst_packs(config, "contiguous" if fsdp else context_layout_of(planned_attention(config)))
-    # FSDP sums with the last one; a pipeline holds several. Else one at a time, for all their inputs lie there at once.
+    # FSDP sums with the last micro-batch, and a pipeline holds several. Otherwise one: all inputs are held at once.
     window = packs * (3 if fsdp else WINDOWS_OF_STAGES if config.trainer.parallel.pipeline > 1 else 1)
     trainer: Any = load_backend(config.trainer.backend)(config, placement)
 
@@ -90,7 +90,7 @@ def measure_rank(placement: RankPlacement, config: RunConfig) -> Taken:
 
 @contextmanager
 def waiting_for_gloo() -> Iterator[None]:
-    """Inside, a collective ends when gloo's threads, too, have let go of its tensors."""
+    """Make collectives return only after gloo's threads have released their tensors, too."""
     work: Any = dist.Work
     original = work.wait
 
@@ -99,7 +99,7 @@ def waiting_for_gloo() -> Iterator[None]:
         deadline = time.monotonic() + 10
         time.sleep(0.001)
         while _gloo_runs():
-            assert time.monotonic() < deadline, "gloo's threads still run 10 s after a collective's end"
+            assert time.monotonic() < deadline, "gloo's threads are still running 10 s after the end of a collective"
             time.sleep(0.001)
         return result
 
@@ -109,7 +109,7 @@ def waiting_for_gloo() -> Iterator[None]:
 
 
 def _gloo_runs() -> bool:
-    """Whether a thread of gloo's collectives runs, or waits for a core: with others' load that takes a while."""
+    """Return whether a thread of gloo's runs or waits for a core, which takes a while on a loaded machine."""
     return any("(pt_gloo_runloop) R" in stat.read_text() for stat in Path("/proc/self/task").glob("*/stat"))
 
 
@@ -128,7 +128,7 @@ def _held_by_fsdp(trainer: FsdpTrainer) -> tuple[int, int, int, int]:
 
 
 def compared(memory: TrainerMemory, taken: Taken) -> dict[str, tuple[int, int]]:
-    """Bytes planned and taken by kind. On a CPU, offloaded state lies where the device's does."""
+    """Return planned and measured bytes by kind. Offloaded state uses the same memory on a CPU."""
     on_host = memory.host_optimizer_bytes // 4
     parameters, optimizer = memory.parameter_bytes or on_host, memory.optimizer_bytes or 2 * on_host
     gradients, window = memory.gradient_bytes or on_host, memory.window_gradient_bytes

@@ -1,10 +1,10 @@
-"""``slime-like plan`` against memory that ranks really take: what the CPU's allocator gives them in a step.
+"""``slime-like plan`` predicts the memory that ranks allocate on a CPU in a step.
 
-The planner follows shapes through the same code, with the attention operator of a CPU. Each kind of memory is compared,
-and the sum. Not covered: CUDA's kernels and allocator; activations in host memory, which on a CPU stay where they were.
-Not counted: gloo's copies of what it sends. Not planned: inputs of a window's further micro-batches, and float32
-workspaces of the CPU's bfloat16 attention. These are large beside what tensor ranks keep with full recomputation: that
-layout is compared in float32.
+The planner follows shapes through the same code, with the CPU's attention operator. Each kind of memory is compared,
+and so is the sum. Not covered: CUDA's kernels and allocator, and offloaded activations, which a CPU does not move. Not
+counted: gloo's copies of messages. Not planned: inputs of a window's other micro-batches, and float32 workspaces of
+the CPU's bfloat16 attention. These are large compared with the activations of tensor ranks with full recomputation,
+so that layout is compared in float32.
 """
 
 from pathlib import Path
@@ -72,7 +72,7 @@ def test_ranks_take_what_is_planned(
 
 @pytest.mark.parametrize("backend", ["megatron", "fsdp"])
 def test_supports_are_planned(backend: str, qwen3: Path, tmp_path: Path) -> None:
-    """512 ids of four bytes lie beside every response token."""
+    """Every response token has 512 ids of four bytes."""
     planner = load_backend(backend).planner()
     configs = [planned_config(backend, qwen3, tmp_path, top_k=top_k) for top_k in (-1, 512)]
     whole, cut = (planner.estimate(config, 0).memory for config in configs)
@@ -80,8 +80,8 @@ def test_supports_are_planned(backend: str, qwen3: Path, tmp_path: Path) -> None
     assert cut.activation_bytes - whole.activation_bytes >= 512 * 4 * tokens
 
 
-def test_nccl_takes_more_the_more_groups_a_rank_is_in(qwen3: Path, tmp_path: Path) -> None:
-    """With tensor, pipeline and data ranks on eight GPUs as much as has been seen of such a layout: 7 to 10 GB."""
+def test_nccl_memory_grows_with_the_number_of_groups(qwen3: Path, tmp_path: Path) -> None:
+    """Layouts with tensor, pipeline and data ranks on eight GPUs were seen to take 7 to 10 GB."""
     planner = load_backend("megatron").planner()
     layouts: list[dict[str, Any]] = [{}, {"data": 2}, {"tensor": 2, "sequence": True, "pipeline": 2, "data": 2}]
     configs = [planned_config("megatron", qwen3, tmp_path, parallel=layout) for layout in layouts]
