@@ -69,11 +69,11 @@ def forward(
     packed = getattr(module, _KEPT, None) if packed is None else packed
     if packed is None or attention_mask is not None or query.shape[0] != 1:
         raise TrainerError(
-            "a pack needs its boundaries and no mask",
+            "attention needs the pack's boundaries, and no mask",
             code="model-hands-on-no-boundaries",
             who=type(module).__name__,
-            remedy="this model does not hand on what it is called with, so use another, or trainer.backend=megatron "
-            "where it knows the family",
+            remedy="this model does not pass on the arguments it is called with, so use another one, or "
+            "trainer.backend=megatron if it supports the family",
         )
     _require_plain(module, packed.longest, **options)
     # Kernels take tokens first; reading them across heads would cost several times the arithmetic.
@@ -112,12 +112,12 @@ def _require_plain(
             f"{type(module).__name__} asks for {', '.join(others)} in attention, which packed attention does not "
             "support",
             code="attention-not-supported",
-            remedy="use a model without",
+            remedy="use a model without them",
         )
     if sliding_window is not None and longest > sliding_window:
         raise TrainerError(
-            f"{type(module).__name__} attends to sliding_window={sliding_window} tokens, and a sequence has {longest}, "
-            "for which packed attention is not the same",
+            f"{type(module).__name__} attends to sliding_window={sliding_window} tokens, but a sequence has {longest}, "
+            "so packed attention would compute something else",
             code="sequence-beyond-window",
-            remedy="lower data.max_prompt_tokens and rollout.max_new_tokens to that many together",
+            remedy="lower data.max_prompt_tokens and rollout.max_new_tokens until their sum is at most that",
         )

@@ -56,7 +56,7 @@ class StoredCheckpoint:
         except UNREADABLE as error:
             raise damaged(directory, f"{type(error).__name__}: {error}") from error
         if not isinstance(self.common, dict):
-            raise damaged(directory, f"{_COMMON} holds no object")
+            raise damaged(directory, f"{_COMMON} is not a JSON object")
         require_format(directory, self.common)
         tensors = {name: entry for name, entry in metadata.items() if isinstance(entry, TensorStorageMetadata)}
         for name, entry in tensors.items():
@@ -76,7 +76,7 @@ class StoredCheckpoint:
         differing = sorted(name for name in found.keys() | wanted.keys() if found.get(name) != wanted.get(name))
         if differing:
             raise CheckpointError(
-                f"is of another model; names or shapes differ: {listed(differing)}",
+                f"belongs to another model; names or shapes differ: {listed(differing)}",
                 code="checkpoint-of-another-model",
                 who=str(self._directory),
                 remedy="use the model.path that wrote it",

@@ -27,7 +27,7 @@ class FsdpConverter(HuggingFaceConverter):
     ) -> ConversionSummary:
         """Raise ConfigError: there is nothing to convert to."""
         raise ConfigError(
-            "trainer.backend=fsdp starts from Hugging Face checkpoints as they are; give the directory as model.path"
+            "trainer.backend=fsdp reads Hugging Face checkpoints directly; give the directory as model.path"
         )
 
     def open_checkpoint(self, config: RunConfig, checkpoint: Path) -> TensorSource:

@@ -201,7 +201,7 @@ def _model(config: RunConfig, dtype: torch.dtype) -> LogprobModel:
         reason = "its attention has another class" if unknown_attention else f"{type(error).__name__}: {error}"
         raise ConfigError(
             f"model.path={path}: transformers has no causal language model for it whose attention can be replaced "
-            f"({reason}); use another, with model.trust_remote_code if it brings own code"
+            f"({reason}); use another one, with model.trust_remote_code if it has custom code"
         ) from error
     # transformers leaves a padding token's embedding without gradient; here, padding is not marked by a token id.
     hugging_face.get_input_embeddings().padding_idx = None
@@ -278,8 +278,8 @@ def _require_nothing_else(hugging_face: nn.Module) -> None:
     others = [name for name in hugging_face.state_dict() if name not in known | set(routing_biases(hugging_face))]
     if others:
         raise ConfigError(
-            f"model.path: its checkpoint has {counted(len(others), 'tensor')} ({others[0]}, ...) beside parameters and "
-            "routers' biases, which trainer.backend=fsdp does not keep; use another model"
+            f"model.path: its checkpoint has {counted(len(others), 'tensor')} ({others[0]}, ...) besides parameters "
+            "and routers' biases, which trainer.backend=fsdp does not keep; use another model"
         )
 
 

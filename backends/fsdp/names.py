@@ -70,8 +70,8 @@ def checkpoint_names(hugging_face: Any, kept: Mapping[str, Tensor], path: Path) 
     different = sorted(name for name in ours.keys() | theirs.keys() if ours.get(name) != theirs.get(name))
     if different:
         raise ConfigError(
-            f"model.path={path}: checkpoints of {type(hugging_face).__name__} are arranged otherwise than its "
-            f"modules ({listed(different)}), which trainer.backend=fsdp does not do; use another model"
+            f"model.path={path}: checkpoints of {type(hugging_face).__name__} are arranged differently from its "
+            f"modules ({listed(different)}), which trainer.backend=fsdp does not support; use another model"
         )
     return names
 

@@ -42,7 +42,8 @@ class Output:
         cap = _positive(config, "final_logit_softcapping")
         if cap is not None and factor != 1.0:
             raise ConfigError(
-                f"model.path: final_logit_softcapping={cap:g} beside another factor of the logits is not computed"
+                f"model.path: final_logit_softcapping={cap:g} together with another factor of the logits is not "
+                "supported; use another model"
             )
         return cls(factor, cap)
 
@@ -63,5 +64,5 @@ def _positive(config: Any, name: str) -> float | None:
     if value is None:
         return None
     if isinstance(value, bool) or not isinstance(value, int | float) or value <= 0:
-        raise ConfigError(f"model.path: {name}={value!r} of its config.json must be above 0; correct that file")
+        raise ConfigError(f"model.path: {name}={value!r} in its config.json is not above 0; correct that file")
     return float(value)

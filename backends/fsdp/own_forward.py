@@ -48,9 +48,9 @@ def require_own_forward(
     gap = float((ours - others)[int(pack.response_lens[0]) :].abs().max())
     if not gap <= LEAKS[dtype]:  # also rejects NaN
         raise ConfigError(
-            f"model.path={path}: in its layers a sequence notices the one before it in a micro-batch (logprobs change "
-            f"by {gap:.3g} nats), as with convolutions or recurrences over tokens, which trainer.backend=fsdp does not "
-            "cut at boundaries; use another model"
+            f"model.path={path}: in its layers a sequence affects the next one in a micro-batch (logprobs change "
+            f"by {gap:.3g} nats), for example through convolutions or recurrences over tokens, which "
+            "trainer.backend=fsdp does not stop at boundaries; use another model"
         )
     expected = []
     for index, (prompt, response) in enumerate(zip(pack.prompt_lens, pack.response_lens, strict=True)):
@@ -63,8 +63,8 @@ def require_own_forward(
     if not gap <= BOUNDS[dtype]:
         raise ConfigError(
             f"model.path={path}: trainer.backend=fsdp computes logprobs that differ from those of transformers' own "
-            f"forward pass by {gap:.3g} nats in the mean (allowed: {BOUNDS[dtype]:g}); its attention or head is of a "
-            "kind that packs do not admit, so use another model"
+            f"forward pass by {gap:.3g} nats on average (allowed: {BOUNDS[dtype]:g}); its attention or head does "
+            "not support packs, so use another model"
         )
 
 

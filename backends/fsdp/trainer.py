@@ -93,10 +93,10 @@ class FsdpTrainer(TrainerBase):
         reach = self.dimensions.attention_reach
         if reach is not None and pack.max_seqlen > reach:
             raise TrainerError(
-                f"a sequence has {pack.max_seqlen} tokens, but layers of {self.config.model.path} attend to {reach} at "
-                "most (sliding_window or attention_chunk_size), which packed attention does not support",
+                f"a sequence has {pack.max_seqlen} tokens, but layers of {self.config.model.path} attend to at most "
+                f"{reach} (sliding_window or attention_chunk_size), which packed attention does not support",
                 code="sequence-beyond-window",
-                remedy="train on shorter ones",
+                remedy="train on shorter sequences",
             )
         require_computable(pack, self.dimensions.vocab_size)
         return model_input(pack, self.device, self.groups.context, self._by_package, balance)

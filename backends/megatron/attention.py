@@ -52,8 +52,8 @@ def machine_problems(config: RunConfig, on_cuda: bool) -> list[str]:
     problems, attention = list(attention_problems(config)), config.trainer.attention
     if attention == "transformer_engine" and not on_cuda:
         problems.append(
-            "trainer.attention=transformer_engine needs a CUDA device, and there is none; use trainer.attention=auto, "
-            "which is Transformer Engine where it can run"
+            "trainer.attention=transformer_engine needs a CUDA device, but there is none; use trainer.attention=auto, "
+            "which is Transformer Engine if it can run"
         )
     return [*problems, *missing_flash_attention(config, on_cuda), *missing_compiler(on_cuda)]
 
@@ -78,9 +78,8 @@ class PackedLayout(PackedSeqParams):
 
     @classmethod
     def given(cls, packed_seq_params: Self | None) -> Self:
-        """Check the layout passed to a layer."""
-        if packed_seq_params is None or packed_seq_params.cos is None:
-            raise ValueError("attention needs the micro-batch's PackedLayout as packed_seq_params")
+        """Return the layout passed to a layer, which is never missing."""
+        assert packed_seq_params is not None
         return packed_seq_params
 
     def rotated(self, *heads: Tensor) -> tuple[Tensor, ...]:
@@ -128,8 +127,7 @@ class PackedCoreAttention(torch.nn.Module):
         layout = PackedLayout.given(packed_seq_params)
         if self.rotates:
             query, key = layout.rotated(query, key)
-        if layout.attention is None:
-            raise ValueError("the micro-batch's PackedLayout has no boundaries of its sequences")
+        assert layout.attention is not None
         out = layout.attention.attend(query, key, value, self.scale)
         return out.reshape(out.shape[0], -1)
 

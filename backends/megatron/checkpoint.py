@@ -22,7 +22,7 @@ from backends.common.trainer.host_memory import HostCopies
 from backends.megatron.checkpoint_writer import PLAIN_FILES, CheckpointWriter
 from backends.megatron.optimizer import Optimizer
 from backends.megatron.optimizer_state import sharded_optimizer_state
-from backends.megatron.versions.loading import loading_together
+from backends.megatron.versions import loading_together
 from slime_like.errors import CheckpointError
 
 _METADATA = {"chained_optim_avoid_prefix": True}
@@ -73,7 +73,7 @@ def load_checkpoint(directory: Path, model_chunks: Sequence[GPTModel], optimizer
     loaded, unread, absent = _read(directory, state, checksums)
     differing = sorted(key for key in unread | absent if not key.startswith("random"))
     if differing:
-        problem = f"is of another model or optimizer; only one of both has {listed(differing)}"
+        problem = f"belongs to another model or optimizer; only one of both has {listed(differing)}"
         raise _of_another_model(directory, problem, "model.path and trainer.optimizer settings")
     _fill_weights(directory, model_chunks, loaded)
     if not optimizer.is_distributed:  # the distributed optimizer's state was read in place
@@ -100,7 +100,7 @@ def load_weights(directory: Path, model_chunks: Sequence[GPTModel]) -> None:
     loaded, unread, absent = _read(directory, _sharded_models(model_chunks), checksums)
     differing = sorted(absent | {key for key in unread if not key.startswith(("optimizer.", "random"))})
     if differing:
-        raise _of_another_model(directory, f"is of another model; only one of both has {listed(differing)}")
+        raise _of_another_model(directory, f"belongs to another model; only one of both has {listed(differing)}")
     _fill_weights(directory, model_chunks, loaded)
 
 
@@ -109,7 +109,7 @@ def _fill_weights(directory: Path, model_chunks: Sequence[GPTModel], loaded: dic
         missing, unexpected = chunk.load_state_dict(loaded[f"model{index}"], strict=False)
         differing = sorted({key for key in missing if _EXTRA_STATE not in key} | set(unexpected))
         if differing:
-            raise _of_another_model(directory, f"does not name the model's parameters: {differing[:3]}")
+            raise _of_another_model(directory, f"names other parameters than the model: {differing[:3]}")
 
 
 def _of_another_model(directory: Path, problem: str, settings: str = "model.path") -> CheckpointError:

@@ -20,7 +20,7 @@ from backends.common.checkpoint.data_file import refused_by_disk, save_to_stream
 from backends.common.checkpoint.integrity import Piece
 from backends.common.checkpoint.rank_writing import RankWriting
 from backends.common.trainer.host_memory import HostCopies
-from backends.megatron.versions.saving import ASYNC_OPTIONS, PlainValues, saving_in_process
+from backends.megatron.versions import ASYNC_OPTIONS, PlainValues, saving_in_process
 from slime_like.errors import CheckpointError
 
 PLAIN_FILES = (".metadata", "common.pt", "metadata.json")

@@ -59,9 +59,8 @@ class LogprobModel(GPTModel):
     ) -> Tensor:
         if not self.post_process:
             return hidden_states
-        if packed_seq_params is None or packed_seq_params.responses is None:
-            raise ValueError("LogprobModel needs the micro-batch's response rows in packed_seq_params.responses")
-        responses = packed_seq_params.responses
+        responses = PackedLayout.given(packed_seq_params).responses
+        assert responses is not None
         if self.config.sequence_parallel:
             # The head returns the whole gradient of its input on every rank; each rank takes back its part.
             hidden_states = gather_from_sequence_parallel_region(

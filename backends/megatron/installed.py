@@ -1,5 +1,8 @@
-"""The installed version of Megatron-core."""
+"""The installed version of Megatron-core, and temporary replacement of its symbols."""
 
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass
 from importlib.metadata import version
 from typing import Any
 
@@ -24,9 +27,39 @@ def require(owner: Any, name: str) -> None:
 def absent(spot: str) -> TrainerError:
     """Return the error for an adapted symbol that the installed version lacks."""
     return TrainerError(
-        f"{spot} does not exist in megatron-core {INSTALLED} (the adaptations were written for "
-        f"{' and '.join(SUPPORTED)})",
+        f"{spot} does not exist in megatron-core {INSTALLED}; the adaptations support {' and '.join(SUPPORTED)}",
         code="megatron-version",
         who="cpu_runtime",
         remedy=f"install megatron-core=={SUPPORTED[IS_NEW]}",
     )
+
+
+@dataclass(frozen=True, slots=True)
+class Patch:
+    """Replacement of ``owner.name`` by ``value``. ``adds`` marks a name that the library fails to define itself."""
+
+    owner: Any
+    name: str
+    value: Any
+    adds: bool = False
+
+
+@contextlib.contextmanager
+def applied(patch: Patch) -> Iterator[None]:
+    """Apply the patch inside the block.
+
+    Raises:
+        TrainerError: the installed Megatron-core does not have the symbol.
+    """
+    if not patch.adds:
+        require(patch.owner, patch.name)
+    missing = object()
+    original = vars(patch.owner).get(patch.name, missing)  # inherited values are not restored
+    setattr(patch.owner, patch.name, patch.value)
+    try:
+        yield
+    finally:
+        if original is missing:
+            delattr(patch.owner, patch.name)
+        else:
+            setattr(patch.owner, patch.name, original)

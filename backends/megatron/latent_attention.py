@@ -18,9 +18,9 @@ from megatron.core.transformer.multi_latent_attention import MLASelfAttention
 from torch import Tensor
 
 from backends.megatron.attention import PackedLayout
+from backends.megatron.installed import Patch, applied
 from backends.megatron.norm import RMSNorm
-from backends.megatron.patch import Patch, applied
-from backends.megatron.versions.latent import AsSpecified
+from backends.megatron.versions import AsSpecified
 from slime_like.checks.packages import has_transformer_engine
 
 _NORM_EPS = 1e-6

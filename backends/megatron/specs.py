@@ -17,7 +17,7 @@ from backends.megatron.head import ScoredLayer
 from backends.megatron.latent_attention import LatentNorm, PackedLatentAttention
 from backends.megatron.norm import RMSNorm
 from backends.megatron.router import BalancedMoELayer, BalancedRouter, RoutedLayer
-from backends.megatron.versions.layers import set_experts
+from backends.megatron.versions import set_experts
 
 Layers = Literal["transformer_engine", "local"]
 """Modules of the layers: Transformer Engine's, or ours, built from torch's operators."""

@@ -1,7 +1,7 @@
 """Advantages from rewards. Groups are identified by id, never by position, and may be uneven.
 
-Every estimator computes in float64. A group whose rewards lie within ``eps`` of each other, and so every group of one,
-has advantage exactly 0: float noise divided by float noise teaches nothing.
+Every estimator computes in float64. If the rewards of a group lie within ``eps`` of each other, as in a group of one,
+their advantages are exactly 0 instead of rounding noise divided by rounding noise.
 """
 
 from __future__ import annotations
@@ -21,15 +21,14 @@ Scope = Literal["group", "batch"]
 
 @dataclass(frozen=True, slots=True)
 class AdvantageEstimator:
-    """One estimator.
+    """An estimator of advantages.
 
     Attributes:
         compute: ``(rewards (N,) float64, groups, **options) -> (N,)``.
-        scope: "group" needs only completed groups; "batch" needs the whole batch, so that nothing can stream. The
-            training loop gives either kind all samples of a step at once, unless the first kind is streamed.
+        scope: "group" if completed groups suffice, "batch" if the whole batch is needed, which rules out streaming.
 
     Raises:
-        ValueError: another scope.
+        ValueError: an unknown scope.
     """
 
     compute: Callable[..., Tensor]
@@ -37,7 +36,7 @@ class AdvantageEstimator:
 
     def __post_init__(self) -> None:
         if self.scope not in get_args(Scope):
-            raise ValueError(f"scope={self.scope!r} of an advantage estimator is none; use 'group' or 'batch'")
+            raise ValueError(f"scope={self.scope!r}: unknown for an advantage estimator; use 'group' or 'batch'")
 
     def __call__(self, rewards: Tensor, groups: Groups, **options: Any) -> Tensor:
         return self.compute(rewards, groups, **options)
@@ -48,10 +47,10 @@ class Groups:
 
     Args:
         group_ids: (N,) integers, in any order.
-        device: where the values are; none means where ``group_ids`` are.
+        device: device of the values; by default that of ``group_ids``.
 
     Raises:
-        ValueError: ids that are no integers.
+        ValueError: ids that aren't integers.
 
     Attributes:
         index: (N,) int64, each sample's group, 0 to G - 1.
@@ -63,21 +62,21 @@ class Groups:
         _, self.index, self.sizes = torch.unique(ids, return_inverse=True, return_counts=True)
 
     def mean(self, values: Tensor) -> Tensor:
-        """(N,) mean of each sample's group."""
+        """Return (N,) means of the samples' groups."""
         return (self._sum(values) / self.sizes)[self.index]
 
     def std(self, values: Tensor, ddof: int) -> Tensor:
-        """(N,) standard deviation of each sample's group, 0 for a group of one.
+        """Return (N,) standard deviations of the samples' groups, 0 for a group of one.
 
         Args:
             values: (N,).
-            ddof: 1 divides by n - 1 (of a sample), 0 by n (of a whole population).
+            ddof: 1 divides by n - 1 (sample), 0 by n (population).
         """
         squares = self._sum((values - self.mean(values)).square())
         return (squares / (self.sizes - ddof).clamp_min(1)).sqrt()[self.index]
 
     def flat(self, values: Tensor, eps: float) -> Tensor:
-        """(N,) bool, True where the values of the sample's group all lie within ``eps``."""
+        """Return (N,) bool, True if the values of the sample's group all lie within ``eps`` of each other."""
         low, high = (
             values.new_zeros(self.sizes.numel()).scatter_reduce(0, self.index, values, how, include_self=False)
             for how in ("amin", "amax")
@@ -89,12 +88,12 @@ class Groups:
 
 
 def _one_group(values: Tensor) -> Groups:
-    """The whole batch as one group."""
+    """Return the whole batch as one group."""
     return Groups(torch.zeros_like(values, dtype=torch.int64))
 
 
 def _integer_ids(group_ids: Sequence[int] | Tensor) -> Tensor:
-    """(N,) int64; cutting 1.2 and 1.7 down to 1 would merge two groups."""
+    """Return the ids as (N,) int64. Truncating 1.2 and 1.7 to 1 would merge two groups."""
     ids = group_ids if isinstance(group_ids, Tensor) else torch.tensor(list(group_ids))
     if ids.numel() and ids.is_floating_point():
         raise ValueError(f"group_ids are {ids.dtype}; give integers")
@@ -104,7 +103,7 @@ def _integer_ids(group_ids: Sequence[int] | Tensor) -> Tensor:
 def compute_advantages(
     rewards: Tensor, group_ids: Sequence[int] | Tensor, estimator: str = "grpo", **options: Any
 ) -> Tensor:
-    """One advantage per sample.
+    """Compute one advantage per sample.
 
     ==================== ===== ================================================================================
     estimator            scope formula
@@ -120,19 +119,18 @@ def compute_advantages(
 
     Args:
         rewards: (N,) total reward of every sample.
-        group_ids: (N,) integers, the group of every sample; groups may be uneven and in any order, but must be
-            complete.
+        group_ids: (N,) integers, the group of every sample. Groups must be complete, but may be uneven and in any
+            order.
         estimator: registered name or `package.module:name` of an ``AdvantageEstimator``.
-        options: ``eps`` (spread of rewards that counts as none, default 1e-6; without effect where no
-            statistic of the group is taken) and, where a standard deviation is taken (grpo, reinforce_pp,
-            reinforce_pp_baseline), ``ddof`` (default 1, the sample standard deviation).
+        options: ``eps``, the largest spread of rewards that counts as none (default 1e-6), and ``ddof`` of the standard
+            deviation (default 1, the sample standard deviation).
 
     Returns:
-        (N,) in the dtype of ``rewards``, float32 for integers, on their device.
+        (N,) in the dtype of ``rewards`` (float32 for integers), on their device.
 
     Raises:
-        ValueError: unknown estimator (the known ones are listed), shapes that differ, group ids that are no integers,
-            or advantages that are not one finite number per sample.
+        ValueError: an unknown estimator, shapes that differ, group ids that aren't integers, or advantages that aren't
+            one finite number per sample.
 
     Example:
         >>> compute_advantages(torch.tensor([1.0, 0.0, 1.0, 1.0]), [7, 7, 9, 9])
@@ -161,20 +159,20 @@ def _check_computed(estimator: str, advantages: object, rewards: Tensor) -> None
     if not bool(torch.isfinite(advantages).all()):
         where = int((~torch.isfinite(advantages)).nonzero()[0])
         raise ValueError(
-            f"advantage estimator {estimator!r} gave sample {where} the advantage {float(advantages[where])}; every "
-            "one must be finite, also in a group of one or without spread"
+            f"advantage estimator {estimator!r} gave sample {where} the advantage {float(advantages[where])}; return "
+            "finite numbers, also for groups of one or without spread"
         )
 
 
 def find_estimator(name: str) -> AdvantageEstimator:
-    """The estimator with this name, a key of ``ESTIMATORS`` or `package.module:name`.
+    """Return the estimator with this name, a key of ``ESTIMATORS`` or `package.module:name`.
 
     Raises:
-        ValueError: unknown name, or an object that is no ``AdvantageEstimator`` and so declares no scope.
+        ValueError: an unknown name, or an object that isn't an ``AdvantageEstimator``.
     """
     estimator = resolve("advantage estimator", name, ESTIMATORS)
     if not isinstance(estimator, AdvantageEstimator):
-        raise ValueError(f"advantage estimator {name!r} must be an AdvantageEstimator, which declares its scope")
+        raise ValueError(f"advantage estimator {name!r} declares no scope; give an AdvantageEstimator, which does")
     return estimator
 
 
@@ -207,7 +205,7 @@ def _reinforce_pp_baseline(rewards: Tensor, groups: Groups, eps: float = 1e-6, d
     centred = _mean_only(rewards, groups, eps)
     if float(centred.max() - centred.min()) <= eps:
         return torch.zeros_like(centred)
-    # The batch mean of group-centred rewards is 0; not subtracting its float noise keeps flat groups at exactly 0.
+    # The batch mean of group-centred rewards is 0. Not subtracting its rounding noise keeps flat groups at exactly 0.
     return centred / _one_group(centred).std(centred, ddof)
 
 

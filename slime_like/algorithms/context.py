@@ -1,11 +1,11 @@
 """Split of a pack over context-parallel ranks, and its exact inverse.
 
-Two layouts. *Zigzag*: every sequence is padded to a multiple of ``2 * cp``, cut into ``2 * cp`` chunks, and rank r
-holds chunks r and ``2 * cp - 1 - r``: causal work is balanced (ring attention, Transformer Engine). *Contiguous*: the
-packed axis as a whole is cut into cp equal parts (all-gather attention); only the total is padded.
+There are two layouts. *Zigzag* pads every sequence to a multiple of ``2 * cp`` and cuts it into ``2 * cp`` chunks; rank
+r holds chunks r and ``2 * cp - 1 - r``, which balances causal work (ring attention, Transformer Engine). *Contiguous*
+cuts the whole packed axis into cp equal parts (all-gather attention) and pads only the total.
 
-With ``cp = 1`` there is nothing to balance: zigzag pads no sequence either, and both layouts hold the pack as it is,
-with ``multiple_of`` padding at its end.
+With ``cp = 1``, zigzag pads no sequence either: both layouts hold the pack unchanged, with padding for ``multiple_of``
+at its end.
 """
 
 import math
@@ -29,20 +29,20 @@ class ContextShard:
 
     Attributes:
         tokens: (T_local,) int64; 0 in padding that the layout added.
-        position_ids: (T_local,) int32, from 0 in every sequence, moved together with the tokens.
-        source: (T_local,) int64, each local token's index in the pack (of a shared one, its first); -1 in padding that
-            the layout added.
-        cu_seqlens: (S+1,) int32, true boundaries of the real sequences, global.
-        cu_seqlens_padded: int32, global boundaries of the padded sequences (segments, where they share prefixes) and,
-            last, of the padding segment if there is one. Attention and rotary embedding use these: padding follows its
-            sequence, so causal attention over the padded sequence is exact on the real tokens.
-        max_seqlen_padded: longest padded segment, global.
-        parents: int64, the segment that each continues, -1 for none; ``None`` where sequences share nothing.
-        response_index: (R_local,) int64, local positions whose logits score a response token; those of shared tokens
-            repeatedly.
-        response_slot: (R_local,) int64, for each of them its place in the pack's (R,) response order.
+        position_ids: (T_local,) int32, from 0 in every sequence, moved along with the tokens.
+        source: (T_local,) int64, each local token's index in the pack (the first one for a shared token); -1 in padding
+            that the layout added.
+        cu_seqlens: (S+1,) int32, true global boundaries of the real sequences.
+        cu_seqlens_padded: int32, global boundaries of the padded sequences (segments, if they share prefixes) and, at
+            the end, of the padding segment if there is one. Attention and rotary embedding use these: padding follows
+            its sequence, so causal attention over the padded sequence is exact on the real tokens.
+        max_seqlen_padded: length of the longest padded segment, global.
+        parents: int64, the segment that each one continues, -1 for none; ``None`` if sequences share nothing.
+        response_index: (R_local,) int64, local positions whose logits score a response token. A shared position may
+            occur several times.
+        response_slot: (R_local,) int64, the place of each in the pack's (R,) response order.
         num_responses: R of the whole pack.
-        layout, cp_size, cp_rank: what made this shard.
+        layout, cp_size, cp_rank: arguments that made this shard.
     """
 
     tokens: Tensor
@@ -61,14 +61,14 @@ class ContextShard:
 
     @property
     def cu_seqlens_local(self) -> Tensor:
-        """Boundaries of the segments inside this shard, int32, same length as ``cu_seqlens_padded``."""
+        """Boundaries of the segments in this shard, int32, as many as in ``cu_seqlens_padded``."""
         if self.layout == "zigzag":
             return self.cu_seqlens_padded // self.cp_size
         length = self.tokens.numel()
         return (self.cu_seqlens_padded - self.cp_rank * length).clamp(0, length)
 
     def scatter(self, local_values: Tensor) -> Tensor:
-        """Put local values at their places among zeros; the sum over all shards is the whole. Differentiable.
+        """Put local values at their places among zeros, so that all shards add up to the whole. Differentiable.
 
         Args:
             local_values: (R_local,) or (R_local, ...), in the order of ``response_index``.
@@ -83,20 +83,19 @@ class ContextShard:
 def split_for_context_parallel(
     packed: PackedTrajectory, cp_size: int, cp_rank: int, layout: Layout = "zigzag", multiple_of: int = 1
 ) -> ContextShard:
-    """Take one rank's part of a pack, adding whatever padding the layout needs.
+    """Take one rank's part of a pack, with the padding that the layout needs.
 
     Args:
         packed: the whole pack, the same on every context-parallel rank.
-        cp_size, cp_rank: size of the context-parallel group and this rank's place in it.
+        cp_size, cp_rank: size of the context-parallel group, and this rank's place in it.
         layout: ``"zigzag"`` or ``"contiguous"``.
-        multiple_of: T_local becomes a multiple of it (tensor-parallel size under sequence parallelism). Filled in the
-            padding segment.
+        multiple_of: T_local becomes a multiple of this, by padding (tensor-parallel size with sequence parallelism).
 
     Returns:
-        The shard; ``merge_from_context_parallel`` over all shards is the exact inverse for per-response values.
+        The shard. ``merge_from_context_parallel`` over all shards is the exact inverse for per-response values.
 
     Raises:
-        ValueError: unknown layout, or a rank outside the group.
+        ValueError: an unknown layout, or a rank outside the group.
 
     Example:
         >>> shards = [split_for_context_parallel(packed, 2, rank) for rank in range(2)]
@@ -130,20 +129,20 @@ def split_for_context_parallel(
 
 
 def _responses(packed: PackedTrajectory, place: Tensor) -> tuple[Tensor, Tensor]:
-    """Local positions that score response tokens, and which; ``place`` is that of every local token, -1 of padding."""
+    """Return local positions that score response tokens, and their slots. ``place`` is -1 for padding."""
     scoring = response_logit_index(packed)
     if packed.segment_places is not None:
         scoring = packed.segment_places[scoring]
     local = place.new_full((packed.packed_seq_len + 1,), -1)
     local[place] = torch.arange(len(place), device=place.device)
-    local[-1] = -1  # of padding
+    local[-1] = -1  # padding
     found = local[scoring]
     slot = (found >= 0).nonzero().squeeze(1)
     return found[slot], slot
 
 
 def _sources(packed: PackedTrajectory, place: Tensor) -> Tensor:
-    """Index in the pack of the local tokens."""
+    """Return the pack indices of the local tokens."""
     if packed.segment_lengths is None:
         return place
     padding = torch.arange(packed.actual_total_tokens, packed.packed_seq_len + 1, device=place.device)
@@ -152,14 +151,14 @@ def _sources(packed: PackedTrajectory, place: Tensor) -> Tensor:
 
 
 def _parents(packed: PackedTrajectory, segments: int) -> Tensor | None:
-    """Those of all segments; of the padding none."""
+    """Return the parents of all segments; padding has none."""
     if packed.segment_parents is None:
         return None
     return torch.nn.functional.pad(packed.segment_parents, (0, segments - len(packed.segment_parents)), value=-1)
 
 
 def merge_from_context_parallel(shards: Sequence[ContextShard], local_values: Sequence[Tensor]) -> Tensor:
-    """Put the per-response values of every shard back into the pack's own order. Differentiable.
+    """Put the per-response values of all shards back into the pack's order. Differentiable.
 
     Args:
         shards: the shards of all ranks of one pack, in any order.
@@ -169,7 +168,7 @@ def merge_from_context_parallel(shards: Sequence[ContextShard], local_values: Se
         (R,) or (R, ...).
 
     Raises:
-        ValueError: a shard is missing, given twice or of another pack or layout.
+        ValueError: a shard is missing, occurs twice, or has another pack or layout.
     """
     ranks = sorted(shard.cp_rank for shard in shards)
     if not shards or ranks != list(range(shards[0].cp_size)):
@@ -182,15 +181,9 @@ def merge_from_context_parallel(shards: Sequence[ContextShard], local_values: Se
 
 
 def padded_length(length: int, cp_size: int, layout: Layout = "zigzag") -> int:
-    """Tokens that a sequence of ``length`` occupies under a layout; partitioning counts these.
+    """Return the tokens that a sequence of ``length`` occupies under a layout, which partitioning counts.
 
-    Args:
-        length: tokens of the sequence itself.
-        cp_size: context-parallel ranks.
-        layout: ``"zigzag"`` pads every sequence (none for ``cp_size`` 1), ``"contiguous"`` none.
-
-    Returns:
-        ``length``, or the least multiple of ``2 * cp_size`` not below it where zigzag has more than one rank.
+    It is ``length``, rounded up to a multiple of ``2 * cp_size`` if zigzag has more than one rank.
 
     Raises:
         ValueError: an unknown layout.
@@ -211,14 +204,14 @@ def _require_layout(layout: str) -> None:
 
 
 def _segment_lengths(packed: PackedTrajectory, cp_size: int, layout: Layout, multiple_of: int) -> tuple[Tensor, Tensor]:
-    """True and padded length of every sequence and, last, of the padding segment if there is any."""
+    """Return true and padded length of every sequence and, at the end, of the padding segment if there is one."""
     shared = packed.segment_lengths
     true_lengths = packed.prompt_lens + packed.response_lens if shared is None else shared
     chunks = 2 * cp_size if layout == "zigzag" and cp_size > 1 else 1
     padded = torch.div(true_lengths + chunks - 1, chunks, rounding_mode="floor") * chunks
     tail = packed.packed_seq_len - packed.actual_total_tokens
     used = int(padded.sum())
-    # Sequences are multiples of `chunks` already, so a total that is one leaves the tail a multiple too.
+    # Padded sequences are multiples of `chunks`, so if the total is one, the tail is one too.
     unit = math.lcm(chunks, cp_size * multiple_of)
     padded_tail = -(-(used + tail) // unit) * unit - used
     if padded_tail == 0:
@@ -230,7 +223,7 @@ def _segment_lengths(packed: PackedTrajectory, cp_size: int, layout: Layout, mul
 
 
 def _local_coordinates(cu_padded: Tensor, cp_size: int, cp_rank: int, layout: Layout) -> tuple[Tensor, Tensor]:
-    """(T_local,) segment index, and offset inside the padded segment, of every local token."""
+    """Return (T_local,) segment indices and offsets in the padded segment of every local token."""
     lengths = cu_padded.diff()
     if layout == "contiguous":
         total = int(cu_padded[-1]) // cp_size

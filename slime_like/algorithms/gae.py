@@ -1,4 +1,4 @@
-"""Generalised advantage estimation over packed responses."""
+"""Generalized advantage estimation over packed responses."""
 
 from dataclasses import dataclass
 
@@ -11,7 +11,7 @@ from slime_like.algorithms.tensor_checks import require_alike, require_bool_mask
 
 @dataclass(slots=True)
 class AdvantagesAndReturns:
-    """(R,) each; 0 on masked tokens."""
+    """Advantages and returns, (R,) each, 0 on masked tokens."""
 
     advantages: Tensor
     returns: Tensor
@@ -26,25 +26,25 @@ def gae(
     lam: float = 0.95,
     token_rewards: Tensor | None = None,
 ) -> AdvantagesAndReturns:
-    """Advantages and returns of every loss-carrying token (Schulman et al., arXiv:1506.02438, eq. 11 to 16).
+    """Compute advantages and returns of every loss-carrying token (Schulman et al., arXiv:1506.02438, eq. 11 to 16).
 
     ``delta_t = r_t + gamma V_{t+1} - V_t``, ``A_t = delta_t + gamma lam A_{t+1}``, where t+1 is the sequence's next
-    *loss-carrying* token: masked ones (tool output, observations) take no time and get nothing. After the last one
-    comes value 0, and the sequence's reward belongs to it, not to the last position of the response.
+    *loss-carrying* token. Masked tokens (tool output, observations) are skipped. The value after the last loss-carrying
+    token is 0, and that token gets the sequence's reward, even if the response continues after it.
 
     Args:
-        rewards: (S,) terminal reward of every sequence.
+        rewards: (S,) terminal rewards of the sequences.
         values: (R,) value of the state in which each response token was chosen.
         loss_mask: (R,) bool.
         response_lens: (S,) int64.
         gamma, lam: discount and trace decay per loss-carrying token.
-        token_rewards: (R,) further rewards, e.g. a KL penalty; ignored on masked tokens.
+        token_rewards: (R,) additional rewards, such as a KL penalty; ignored on masked tokens.
 
     Returns:
         Advantages and ``advantages + values``, in the dtype of ``values``, without graph.
 
     Raises:
-        ValueError: shapes that do not fit together, or a mask that is not bool.
+        ValueError: shapes don't fit together, or the mask isn't bool.
     """
     require_bool_mask(loss_mask)
     require_lengths(response_lens, values.numel())
@@ -52,7 +52,7 @@ def gae(
     row = torch.arange(response_lens.numel(), device=values.device).repeat_interleave(response_lens)[loss_mask]
     counts = torch.bincount(row, minlength=response_lens.numel())
     column = torch.arange(row.numel(), device=row.device) - (counts.cumsum(0) - counts)[row]
-    # Right-aligned, so that every sequence's last token is in the last column and one sweep serves them all.
+    # Right-aligned: every sequence's last token is in the last column, and one sweep serves all sequences.
     width = int(counts.max()) if row.numel() else 0
     column += width - counts[row]
     carried = values.detach()[loss_mask].double()
@@ -71,7 +71,7 @@ def gae(
 
 
 def _sweep(rewards: Tensor, values: Tensor, gamma: float, lam: float) -> Tensor:
-    """(S, width) advantages, from the last column to the first."""
+    """Compute (S, width) advantages from the last column to the first."""
     following = torch.cat([values[:, 1:], values.new_zeros(values.shape[0], 1)], dim=1)[:, : values.shape[1]]
     deltas = rewards + gamma * following - values
     advantages = torch.zeros_like(deltas)

@@ -1,7 +1,7 @@
-"""Correcting for samples that another policy drew: the engine's, or an older version of this one.
+"""Correction for samples of another policy: the engine's, or an older version of the current one.
 
 The engine's numerics, precision and (asynchronously) weights differ from the trainer's. The ratio
-``rho = pi_old / pi_behaviour`` corrects for it, truncated (TIS) or masked (MIS, IcePop), per token or per sequence.
+``rho = pi_old / pi_behaviour`` corrects for that, truncated (TIS) or masked (MIS, IcePop), per token or per sequence.
 """
 
 from __future__ import annotations
@@ -16,24 +16,26 @@ import torch
 from torch import Tensor
 
 from slime_like.algorithms.bounds import bounded_exp, log_ratio
-from slime_like.algorithms.segments import (
-    masked_segment_mean,
-    masked_segment_sum,
-    spread_over_tokens,
-)
+from slime_like.algorithms.segments import masked_segment_mean, masked_segment_sum, spread_over_tokens
 from slime_like.algorithms.tensor_checks import require_alike, require_bool_mask, require_per_token
 from slime_like.plugins.resolve import resolve, resolve_callable
 
 if TYPE_CHECKING:
-    from slime_like.config.algorithm import AlgorithmConfig  # needs pydantic, which this layer does not
+    from slime_like.config.algorithm import AlgorithmConfig  # needs pydantic, which this layer doesn't
 
 Correction = Callable[[Tensor, float, float], tuple[Tensor, Tensor]]
-"""From (R,) ratios, ``low`` and ``high`` to (R,) weights, and (R,) bool, True where they are not the ratio."""
+"""Function from (R,) ratios, ``low`` and ``high`` to (R,) weights, and (R,) bool, True if a weight isn't the ratio."""
 
 
 @dataclass(slots=True)
 class ImportanceWeights:
-    """``weights``: (R,) factors on the policy loss, detached. ``ratio``: before truncation. ``changed``: (R,) bool."""
+    """Weights, without graph.
+
+    Attributes:
+        weights: (R,) factors of the policy loss.
+        ratio: (R,) ratios before the correction.
+        changed: (R,) bool, True if the two differ.
+    """
 
     weights: Tensor
     ratio: Tensor
@@ -51,15 +53,7 @@ def importance_weights(
     high: float = 2.0,
     veto: float | None = None,
 ) -> ImportanceWeights:
-    """Factors that make samples of the engine's policy count as samples of the trainer's.
-
-    - truncate (tis): ``min(rho, high)``.
-    - clip: ``rho`` within ``[low, high]``, a truncation from both sides.
-    - mask (mis, icepop): ``rho`` inside ``[low, high]``, 0 outside.
-    - level token: each token's own ratio (biased, low variance); sequence: the product over the sequence's
-      loss-carrying tokens (unbiased, high variance); geometric: its length-normalised root.
-    - veto: whole sequences with a token's own ratio below it weigh 0, at any level (verl's
-      ``rollout_token_veto_threshold``, slime's ``mis_veto_threshold``, there 1e-4).
+    """Compute the factors with which samples of the engine's policy count as samples of the trainer's.
 
     Ratios are between exp(-20) and exp(20) (``bounds.py``).
 
@@ -68,21 +62,17 @@ def importance_weights(
 
     Args:
         old_logprobs, behaviour_logprobs: (R,) under the trainer at the start of the step, and the engine.
-        loss_mask: (R,) bool; other tokens count in no ratio and get weight 1.
+        loss_mask: (R,) bool. Other tokens count in no ratio and get weight 1.
         response_lens: (S,), needed for the levels sequence and geometric, and for a veto.
-        correction: truncate, clip or mask, tis, mis or icepop; the import path of a function of (R,) ratios and the two
-            bounds that returns weights and which it changed (bool), or the function.
-        level: token, sequence or geometric.
-        low, high: bounds of the ratio; truncate looks at ``high`` alone.
-        veto: least ratio of a token whose sequence counts; none is off.
-
-    Returns:
-        The factors, the ratios they were made from, and where the two differ; nothing has a graph.
+        correction: a key of ``CORRECTIONS``, or a ``Correction`` or its import path.
+        level: token, sequence or geometric: the function of that name.
+        low, high: bounds of the ratio; truncate uses only ``high``.
+        veto: if a token's own ratio is below it, its sequence gets weight 0 at any level. verl's
+            ``rollout_token_veto_threshold`` and slime's ``mis_veto_threshold``, 1e-4 there.
 
     Raises:
-        ValueError: unknown correction or level (the known ones are listed), tensors that would be broadcast, a mask
-            that is not bool, no ``response_lens`` where needed, or a custom correction that does not return weights of
-            0 or more and bools, one of each per token.
+        ValueError: an unknown correction or level, shapes that differ, a mask that isn't bool, missing
+            ``response_lens``, or a custom correction that doesn't return weights of 0 or more and bools.
 
     Example:
         >>> importance_weights(old_logprobs, behaviour_logprobs, loss_mask, None, "truncate", high=2.0).weights
@@ -112,7 +102,7 @@ def configured_weights(
     response_lens: Tensor | None,
     correction: Correction | None = None,
 ) -> ImportanceWeights:
-    """``importance_weights`` of the correction, level, bounds and veto in ``config``, or of this ``correction``."""
+    """Call ``importance_weights`` with the settings in ``config``, or with ``correction`` instead of its correction."""
     return importance_weights(
         old_logprobs,
         behaviour_logprobs,
@@ -127,10 +117,10 @@ def configured_weights(
 
 
 def mean_weight(weights: Tensor, loss_mask: Tensor, token_weights: Tensor) -> float:
-    """Mean of a batch's importance weights, each token as it counts in the loss.
+    """Return the mean importance weight of a batch, with each token weighted as in the loss.
 
-    Weights over it average 1: self-normalised importance sampling (Owen 2013, Monte Carlo theory, section 9.2; verl's
-    ``rollout_is_batch_normalize``). Give a whole batch: the mean of a micro-batch depends on how sequences are packed.
+    Weights divided by it average 1: self-normalized importance sampling (Owen 2013, Monte Carlo theory, section 9.2;
+    ``rollout_is_batch_normalize`` in verl). Give a whole batch, since a micro-batch's mean depends on the packing.
 
     Args:
         weights: (R,) from ``importance_weights``.
@@ -138,10 +128,10 @@ def mean_weight(weights: Tensor, loss_mask: Tensor, token_weights: Tensor) -> fl
         token_weights: (R,) of the loss sum.
 
     Returns:
-        The mean; 1 where no token has a weight, so that nothing is divided by 0.
+        The mean, or 1 if all weights are 0.
 
     Raises:
-        ValueError: tensors that would be broadcast.
+        ValueError: shapes that differ.
     """
     require_alike(loss_mask=loss_mask, weights=weights, token_weights=token_weights)
     counted = torch.where(loss_mask, token_weights, 0.0).double()
@@ -150,11 +140,11 @@ def mean_weight(weights: Tensor, loss_mask: Tensor, token_weights: Tensor) -> fl
 
 
 def find_correction(name: str) -> Correction:
-    """The correction with this name, a key of ``CORRECTIONS`` or `package.module:name`, whose results are checked.
+    """Return the correction with this name, a key of ``CORRECTIONS`` or `package.module:name`.
 
     Raises:
-        ValueError: unknown name (the known ones are listed), or something that cannot be called; when called, a
-            result that is not a weight of 0 or more and a bool per token.
+        ValueError: an unknown name, or an object that can't be called. A custom correction raises it when called if
+            its result isn't a weight of 0 or more and a bool per token.
     """
     found = resolve_callable("importance correction", name, CORRECTIONS)
     if name in CORRECTIONS:
@@ -164,14 +154,12 @@ def find_correction(name: str) -> Correction:
         made = found(ratio, low, high)
         what = f"importance correction {name!r}"
         if not isinstance(made, tuple) or len(made) != 2:
-            raise ValueError(f"{what} returned a {type(made).__name__}; return weights, and which it changed")
+            raise ValueError(f"{what} returned a {type(made).__name__}; return weights and a bool mask of changes")
         weights, changed = made
         require_per_token(f"{what} (weights)", weights, ratio)
         require_per_token(f"{what} (changed)", changed, ratio)
         if changed.dtype != torch.bool or not bool((torch.isfinite(weights) & (weights >= 0)).all()):
-            raise ValueError(
-                f"{what} returned weights that are no finite numbers of 0 or more, or no bools; correct it"
-            )
+            raise ValueError(f"{what} returned wrong values; return finite weights of 0 or more, and bools")
         return weights.detach(), changed
 
     return checked
@@ -185,24 +173,20 @@ def off_policy_sequence_mask(
     response_lens: Tensor,
     threshold: float,
 ) -> Tensor:
-    """(R,) bool, False on every token of a sequence that is too far off-policy to learn *away* from.
+    """Return (R,) bool, False on every token of a sequence that is too far off-policy to learn *away* from.
 
-    Masked are sequences with a negative advantage whose mean ``log pi_sampled - log pi_current`` over loss-carrying
-    tokens exceeds ``threshold`` (DeepSeek-V3.2, section 3.1, "Off-Policy Sequence Masking").
+    Such a sequence has a negative advantage, and its mean ``log pi_sampled - log pi_current`` over loss-carrying tokens
+    exceeds ``threshold`` (DeepSeek-V3.2, section 3.1, "Off-Policy Sequence Masking").
 
     Args:
-        logprobs: (R,) current policy.
-        sampled_logprobs: (R,) the policy that sampled.
-        advantages: (R,); a sequence's sign is that of its mean.
+        logprobs, sampled_logprobs: (R,) under the current policy, and the one that sampled.
+        advantages: (R,); the mean decides about a sequence's sign.
         loss_mask: (R,) bool.
         response_lens: (S,).
         threshold: nats per token.
 
-    Returns:
-        Which tokens stay; those that carry no loss stay or go with their sequence.
-
     Raises:
-        ValueError: tensors that would be broadcast.
+        ValueError: shapes that differ.
     """
     require_alike(loss_mask=loss_mask, logprobs=logprobs, sampled_logprobs=sampled_logprobs, advantages=advantages)
     divergence = masked_segment_mean(log_ratio(sampled_logprobs, logprobs).detach(), loss_mask, response_lens)
@@ -217,7 +201,7 @@ def truncate(ratio: Tensor, low: float, high: float) -> tuple[Tensor, Tensor]:
 
 
 def clip(ratio: Tensor, low: float, high: float) -> tuple[Tensor, Tensor]:
-    """``min(max(rho, low), high)``: truncation with a lower bound, too (slime's ``tis_clip_low``, 2025)."""
+    """``min(max(rho, low), high)``: truncation from both sides (slime's ``tis_clip_low``, 2025)."""
     return ratio.clamp(low, high), (ratio < low) | (ratio > high)
 
 
@@ -229,18 +213,18 @@ def mask(ratio: Tensor, low: float, high: float) -> tuple[Tensor, Tensor]:
 
 # --------------------------------------------------------------------------------------------------------------- levels
 def token(log_ratios: Tensor, loss_mask: Tensor, response_lens: Tensor | None) -> Tensor:
-    """Each token's own ratio: biased, of low variance (Yao et al. 2025)."""
+    """Each token's own ratio: biased, with low variance (Yao et al. 2025)."""
     return log_ratios
 
 
 def sequence(log_ratios: Tensor, loss_mask: Tensor, response_lens: Tensor) -> Tensor:
-    """The product over the sequence's loss-carrying tokens: unbiased, of high variance (Liu et al. 2025)."""
+    """The product over the sequence's loss-carrying tokens: unbiased, with high variance (Liu et al. 2025)."""
     per_sequence = masked_segment_sum(log_ratios, loss_mask, response_lens)
     return spread_over_tokens(per_sequence, response_lens, log_ratios.numel())
 
 
 def geometric(log_ratios: Tensor, loss_mask: Tensor, response_lens: Tensor) -> Tensor:
-    """The product's length-normalised root (Liu et al. 2025; GSPO's ratio, arXiv:2507.18071, eq. 7)."""
+    """The length-normalized root of the product (Liu et al. 2025; GSPO's ratio, arXiv:2507.18071, eq. 7)."""
     per_sequence = masked_segment_mean(log_ratios, loss_mask, response_lens)
     return spread_over_tokens(per_sequence, response_lens, log_ratios.numel())
 

@@ -1,8 +1,8 @@
 """Log-probabilities and entropies, in chunks of tokens, recomputed in backward.
 
-Neither logits in float32 nor a softmax of the whole [T, V] is ever kept: forward saves a maximum, the log-sum-exp above
-it and an entropy per token, backward computes each chunk's softmax again. A logprob means the same everywhere:
-log-softmax of the temperature-scaled logits over the whole vocabulary.
+Float32 logits or a softmax of the whole [T, V] are never kept. Forward saves a maximum, the log-sum-exp above it and an
+entropy per token; backward recomputes each chunk's softmax. A logprob is the same everywhere: the log-softmax of the
+temperature-scaled logits over the whole vocabulary.
 """
 
 import math
@@ -17,13 +17,13 @@ from slime_like.algorithms.tensor_checks import expanded_temperatures, require_a
 from slime_like.algorithms.vocabulary_shard import Sums, VocabularyShard
 from slime_like.trajectory import PackedTrajectory
 
-# Elements of one chunk of logits. On a CPU a chunk and its scratch should stay in the cache; an accelerator wants work.
+# Elements of one chunk of logits. On a CPU, a chunk and its scratch space should fit into the cache.
 _CPU_CHUNK_ELEMENTS = 1 << 17
 _DEVICE_CHUNK_ELEMENTS = 1 << 25
 
 
 def selective_log_softmax(logits: Tensor, targets: Tensor) -> Tensor:
-    """Log-softmax of ``logits`` at ``targets`` without a [T, V] temporary.
+    """Compute the log-softmax of ``logits`` at ``targets`` without a [T, V] temporary.
 
     Args:
         logits: (..., V).
@@ -33,7 +33,7 @@ def selective_log_softmax(logits: Tensor, targets: Tensor) -> Tensor:
         (...) float32, or float64 for float64 logits.
 
     Raises:
-        ValueError: shapes that do not fit, or a target that is not below V.
+        ValueError: shapes don't fit, or a target isn't below V.
 
     Example:
         >>> selective_log_softmax(torch.zeros(2, 8), torch.tensor([0, -100]))
@@ -45,18 +45,18 @@ def selective_log_softmax(logits: Tensor, targets: Tensor) -> Tensor:
 def logprobs_and_entropy(
     logits: Tensor, targets: Tensor, temperatures: Tensor | float | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Logprob of ``targets`` and entropy (nats) of every token, in one pass over chunks; both differentiable.
+    """Compute logprobs of ``targets`` and entropies (nats) in one pass over chunks; both differentiable.
 
     Args:
         logits: (..., V).
-        targets: (...) int64; a negative target gives logprob 0 without gradient (its entropy is still computed).
-        temperatures: what the logits are divided by, positive: a number, or a tensor that expands to (...); none is 1.
+        targets: (...) int64; a negative target gives logprob 0 without gradient, but still an entropy.
+        temperatures: positive divisors of the logits: a number, or a tensor that expands to (...); 1 by default.
 
     Returns:
         Logprobs and entropies, (...) float32, or float64 for float64 logits.
 
     Raises:
-        ValueError: shapes that do not fit, a target that is not below V, or a temperature that is not positive.
+        ValueError: shapes don't fit, a target isn't below V, or a temperature isn't positive.
 
     Example:
         >>> logprobs, entropy = logprobs_and_entropy(logits, targets, 0.7)
@@ -65,22 +65,19 @@ def logprobs_and_entropy(
 
 
 def compute_response_logprobs(logits: Tensor, packed: PackedTrajectory, temperature: float | None = 1.0) -> Tensor:
-    """Logprob of every response token of a pack, masked ones included.
-
-    A logprob belongs to a temperature, the one that sampled. So a number serves only packs that do not say otherwise:
-    whose sequences' temperatures are that number, or 1, which is also what a trajectory says that says nothing.
+    """Compute the logprob of every response token of a pack, including masked ones.
 
     Args:
         logits: (T, V), the model's output for ``packed.tokens``.
         packed: the pack.
-        temperature: the logits of all sequences are divided by it; ``None``: those of each sequence by its own,
-            ``packed.temperatures``.
+        temperature: divisor of all logits, or ``None`` to divide each sequence's logits by its temperature. A number
+            must be the temperature that every sequence was sampled at, except for those at 1, the default.
 
     Returns:
         (R,) float32 (float64 for float64 logits): entry i belongs to response token i of the pack.
 
     Raises:
-        ValueError: ``logits`` do not have one row per token of the pack, the temperature is not positive, or a sequence
+        ValueError: ``logits`` don't have one row per token of the pack, the temperature isn't positive, or a sequence
             was sampled at another one.
 
     Example:
@@ -96,7 +93,7 @@ def compute_response_logprobs(logits: Tensor, packed: PackedTrajectory, temperat
 
 
 def _scale(packed: PackedTrajectory, temperature: float | None) -> Tensor | None:
-    """(R,) float64 divisors of the logits; ``None`` where all are 1."""
+    """Return (R,) float64 divisors of the logits, or ``None`` if all are 1."""
     if temperature is None:
         per_token = packed.temperatures.repeat_interleave(packed.response_lens, output_size=packed.targets.numel())
         return per_token.to(torch.float64)
@@ -105,8 +102,8 @@ def _scale(packed: PackedTrajectory, temperature: float | None) -> Tensor | None
     for sequence_id, sampled in zip(packed.sequence_ids, packed.temperatures.tolist(), strict=True):
         if sampled not in (1.0, temperature):
             raise ValueError(
-                f"sequence {sequence_id!r} was sampled at temperature {sampled}, and would be scored at {temperature}; "
-                "give temperature=None for each sequence's own, or a pack with other `temperatures` to mean it"
+                f"sequence {sequence_id!r} was sampled at temperature {sampled}, but temperature={temperature}; give "
+                "temperature=None for each sequence's own, or a pack with other `temperatures` if this is intended"
             )
     shape = packed.targets.shape
     return None if temperature == 1.0 else packed.temperatures.new_full(shape, temperature, dtype=torch.float64)
@@ -129,7 +126,7 @@ def _whole(logits: Tensor) -> VocabularyShard:
 
 
 class _Scored(torch.autograd.Function):
-    """Rows of (T, V) logits (all of them, or ``rows``) scored at (N,) targets. Backward calls no reduction."""
+    """Scores of (T, V) logits, or only of ``rows``, at (N,) targets. Backward calls no reduction."""
 
     @staticmethod
     def forward(
@@ -177,6 +174,6 @@ class _Scored(torch.autograd.Function):
 def _scaled_rows(
     logits: Tensor, rows: Tensor | None, part: slice, temperatures: Tensor | None, dtype: torch.dtype
 ) -> Tensor:
-    """(n, V) scaled logits in the computing precision; without temperatures perhaps a view, not to be written to."""
+    """Return (n, V) scaled logits in the computing dtype. Without temperatures they may be a view: don't write."""
     x = logits[part if rows is None else rows[part]].to(dtype)
     return x if temperatures is None else x / temperatures[part].to(dtype)[:, None]

@@ -1,8 +1,7 @@
 """Reduction of per-token losses to one number: ``loss = sum(token_weight * per_token_loss) / denominator``.
 
-The weight depends on a sample and its completed group, the denominator on the whole optimizer step. No number of
-micro-batches, and no parallel layout, can show in the result. A sample is a rollout: its rows count together, so that
-their number cannot show either.
+The weight depends on a sample and its completed group, the denominator on the whole optimizer step. So the number of
+micro-batches and the parallel layout can't affect the result. A sample is a rollout: all its rows count as one sample.
 
 =========  =====================================  ==========================================
 reduction  token weight                           denominator
@@ -33,7 +32,7 @@ RolloutIds = Sequence[int] | Sequence[str] | Tensor
 
 
 class Reduction(Protocol):
-    """``divisors``: 1 / token weight of each sample. ``denominator``: what the sum of a whole step is divided by."""
+    """A reduction. ``divisors``: 1 / token weight of each sample. ``denominator``: divisor of a whole step's sum."""
 
     def divisors(self, counts: Counts, group_ids: Sequence[int], constant: float | None) -> list[float]: ...
 
@@ -61,8 +60,8 @@ class SampleMean:
 
 
 class GroupMean:
-    """Mean over the tokens of each group, then over the groups that carry loss: DAPO's eq. 8 (arXiv:2503.14476) to the
-    letter, an expectation over prompts."""
+    """Mean over the tokens of each group, then over the groups that carry loss: the literal eq. 8 of DAPO
+    (arXiv:2503.14476), an expectation over prompts."""
 
     def divisors(self, counts: Counts, group_ids: Sequence[int], constant: float | None) -> list[float]:
         per_group = _tokens_per_group(counts, group_ids)
@@ -93,22 +92,22 @@ def token_weights(
     constant_length: float | None = None,
     rollout_ids: RolloutIds | None = None,
 ) -> list[float]:
-    """Weight of every loss-carrying token of each row.
+    """Compute the weight of every loss-carrying token of each row.
 
     Args:
         reduction: tokens, samples, groups or constant.
         loss_token_counts: loss-carrying tokens of each row.
-        group_ids: each row's group; all rows of a group must be given together.
-        constant_length: the divisor of ``constant``, usually the response limit.
-        rollout_ids: each row's rollout, unique over all groups; none means that every row is a rollout.
+        group_ids: each row's group; give all rows of a group together.
+        constant_length: divisor for ``constant``, usually the response limit.
+        rollout_ids: each row's rollout, unique over all groups; by default every row is a rollout.
 
     Returns:
         One weight per row; 0 for a row without loss-carrying tokens.
 
     Raises:
-        TypeError: a count, a group or a rollout that is no whole number.
-        ValueError: unknown reduction, lists of different lengths, a rollout that has rows in several groups, or
-            ``constant`` without its length.
+        TypeError: a count, a group or a rollout isn't an integer.
+        ValueError: the reduction is unknown, lengths differ, a rollout has rows in several groups, or ``constant``
+            has no length.
 
     Example:
         >>> token_weights("samples", [4, 0, 2], group_ids=[1, 1, 2])
@@ -131,13 +130,13 @@ def step_denominator(
 
     Args:
         reduction: tokens, samples, groups or constant.
-        loss_token_counts, group_ids, rollout_ids: of every row of the step, over all ranks, as in ``token_weights``.
+        loss_token_counts, group_ids, rollout_ids: as in ``token_weights``, for every row of the step on all ranks.
 
     Returns:
-        Tokens, samples (rollouts) or groups that carry loss.
+        The number of tokens, samples (rollouts) or groups that carry loss.
 
     Raises:
-        ValueError: nothing in the step carries loss, so that no mean exists; or as in ``token_weights``.
+        ValueError: nothing in the step carries loss, or as in ``token_weights``.
 
     Example:
         >>> step_denominator("samples", [4, 0, 2], group_ids=[1, 1, 2])
@@ -146,7 +145,7 @@ def step_denominator(
     found, rows = _checked(reduction, loss_token_counts, group_ids, rollout_ids)
     if not any(rows.counts):
         raise ValueError(
-            f"no token of the step's {len(rows.counts)} samples carries loss; skip the step or look at the masks"
+            f"no token of the step's {len(rows.counts)} samples carries loss; skip the step or check the masks"
         )
     return found.denominator(rows.totals, rows.groups)
 
@@ -154,19 +153,19 @@ def step_denominator(
 def sum_of_sample_mean(
     x: Tensor, response_lengths: Sequence[int] | Tensor, loss_masks: Sequence[Tensor] | Tensor
 ) -> Tensor:
-    """Sum over samples of each sample's masked mean; a fully masked sample adds 0.
+    """Sum each sample's masked mean over the samples. A fully masked sample adds 0.
 
     Args:
         x: (R,) per-token values of all samples, end to end.
         response_lengths: tokens of each sample.
-        loss_masks: (R,) as a pack has it, or (response_len,) for each sample; bool or number.
+        loss_masks: (R,) of a pack, or one of (response_len,) per sample; bool or numbers.
 
     Returns:
-        Scalar, differentiable with respect to ``x``, float32 at least. Where masks are bool, whatever stands on masked
-        tokens, inf and nan too, has no effect.
+        Scalar, differentiable with respect to ``x``, float32 at least. With bool masks, values on masked tokens (inf
+        and nan too) have no effect.
 
     Raises:
-        ValueError: lengths that do not add up to R, or masks of another length.
+        ValueError: lengths don't add up to R, or masks have other lengths.
 
     Example:
         >>> sum_of_sample_mean(torch.tensor([1.0, 3.0, 5.0]), [2, 1], [torch.ones(2), torch.ones(1)])
@@ -181,7 +180,7 @@ def sum_of_sample_mean(
         )
     if not lengths:
         return x.sum()
-    # A bfloat16 sum stands still from 256 ones on.
+    # A bfloat16 sum of ones never gets beyond 256.
     x = x.to(torch.promote_types(x.dtype, torch.float32))
     mask = torch.cat(masks)
     kept = torch.where(mask, x, 0.0) if mask.dtype == torch.bool else x * mask.to(x.dtype)
@@ -191,10 +190,10 @@ def sum_of_sample_mean(
 
 @dataclass(frozen=True, slots=True)
 class _Rows:
-    """Rows, and the rollouts that they belong to.
+    """Rows and their rollouts.
 
-    ``counts``: loss-carrying tokens of each row. ``rollouts``: the index of each row's rollout, in order of
-    appearance. ``totals``, ``groups``: loss-carrying tokens and group of each rollout.
+    ``counts``: loss-carrying tokens of each row. ``rollouts``: index of each row's rollout, in order of appearance.
+    ``totals``, ``groups``: loss-carrying tokens and group of each rollout.
     """
 
     counts: list[int]
@@ -232,7 +231,7 @@ def _by_rollout(counts: list[int], groups: list[int], ids: Sequence[int | str]) 
         if rows.groups[at] != group:
             raise ValueError(
                 f"row {row} of rollout {rollout!r} is in group {group}, another of its rows in {rows.groups[at]}; give "
-                "ids that are unique over all groups"
+                "rollout ids that are unique over all groups"
             )
         rows.totals[at] += count
         rows.rollouts.append(at)

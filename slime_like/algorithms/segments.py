@@ -1,4 +1,4 @@
-"""Per-sequence sums and means of flat per-token tensors."""
+"""Sums and means per sequence of flat per-token tensors."""
 
 from collections.abc import Sequence
 
@@ -7,7 +7,7 @@ from torch import Tensor
 
 
 def require_lengths(lengths: Tensor, total: int) -> None:
-    """Raise ``ValueError`` for segments that do not cover ``total`` tokens, or are shorter than nothing."""
+    """Raise ``ValueError`` unless the lengths are at least 0 and add up to ``total`` tokens."""
     if lengths.ndim != 1 or int(lengths.sum()) != total or (lengths < 0).any():
         raise ValueError(
             f"response_lens {tuple(lengths.shape)} of {lengths.dtype} add up to {lengths.sum().item()}, but there are "
@@ -16,40 +16,40 @@ def require_lengths(lengths: Tensor, total: int) -> None:
 
 
 def segment_sum(x: Tensor, lengths: Tensor) -> Tensor:
-    """Sum of (R,) ``x`` over consecutive segments of ``lengths`` (S,): (S,), differentiable.
+    """Sum (R,) ``x`` over consecutive segments of (S,) ``lengths``. Return (S,), differentiable.
 
-    The lengths must have been checked: torch would read them back from the device for that, twice.
+    Check the lengths first: torch would read them back from the device twice for that.
     """
     return torch.segment_reduce(x, "sum", lengths=lengths, unsafe=True)
 
 
-# What is per sequence is float64, forwards and backwards: the exponential of a float32 sum over hundreds of tokens,
-# or a gradient added up over them, would be off by more than 1e-6.
+# Values per sequence are float64, forwards and backwards: the exponential of a float32 sum over hundreds of tokens, or
+# a gradient summed over them, would be off by more than 1e-6.
 def masked_segment_sum(x: Tensor, mask: Tensor, lengths: Tensor) -> Tensor:
-    """Sum of ``x`` over the True entries of ``mask`` in every segment: (S,) float64; ``lengths`` must be checked."""
+    """Sum ``x`` over the True entries of ``mask`` in every segment. Return (S,) float64. Check ``lengths`` first."""
     return segment_sum(torch.where(mask, x, 0.0).double(), lengths)
 
 
 def masked_segment_mean(x: Tensor, mask: Tensor, lengths: Tensor) -> Tensor:
-    """Mean of ``x`` over the True entries of ``mask`` in every segment: (S,) float64; 0 for a segment without any."""
+    """Average ``x`` over the True entries of ``mask`` in every segment. Return (S,) float64, 0 if there are none."""
     return masked_segment_sum(x, mask, lengths) / segment_sum(mask.double(), lengths).clamp_min(1)
 
 
 def spread_over_tokens(
     per_sequence: Tensor | Sequence[float], lengths: Tensor | Sequence[int], total: int | None = None
 ) -> Tensor:
-    """Repeat per-sequence values over each sequence's tokens.
+    """Repeat each sequence's value over its tokens.
 
     Args:
-        per_sequence: (S,); a list, as ``token_weights`` returns it, becomes float64.
+        per_sequence: (S,). A list, such as the result of ``token_weights``, becomes float64.
         lengths: (S,) tokens of each sequence.
-        total: their sum, where it is known: a device need not be waited for then.
+        total: sum of the lengths, if known. It saves waiting for a device.
 
     Returns:
         (R,), differentiable.
 
     Raises:
-        ValueError: another number of values than of lengths.
+        ValueError: the numbers of values and lengths differ.
 
     Example:
         >>> spread_over_tokens(torch.tensor([0.5, -0.5]), [3, 1])

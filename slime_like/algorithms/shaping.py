@@ -1,4 +1,4 @@
-"""Terms that are added to rewards before advantages are computed."""
+"""Terms to add to rewards before computing advantages."""
 
 import torch
 from torch import Tensor
@@ -9,15 +9,15 @@ from slime_like.algorithms.tensor_checks import require_alike, require_bool_mask
 
 
 def overlong_penalty(response_lens: Tensor, max_len: int, buffer: int, factor: float = 1.0) -> Tensor:
-    """DAPO's soft punishment of long responses (arXiv:2503.14476, eq. 13), to be added to the reward.
+    """Compute DAPO's soft penalty for long responses (arXiv:2503.14476, eq. 13), to add to the reward.
 
-    0 up to ``max_len - buffer`` tokens, from there linearly down to ``-factor`` at ``max_len``, and ``-factor`` beyond.
+    The penalty is 0 up to ``max_len - buffer`` tokens, falls linearly to ``-factor`` at ``max_len``, and stays there.
 
     Args:
         response_lens: (N,).
-        max_len: the response limit, in tokens.
+        max_len: response limit, in tokens.
         buffer: width of the linear part, in tokens, 1 to ``max_len``.
-        factor: largest penalty.
+        factor: size of the largest penalty.
 
     Returns:
         (N,) float32, at most 0.
@@ -38,21 +38,21 @@ def kl_penalty(
     coefficient: float,
     estimator: str | KLEstimator = "k1",
 ) -> tuple[Tensor, Tensor]:
-    """The KL term in the reward instead of the loss (InstructGPT, arXiv:2203.02155, eq. 2).
+    """Compute the KL term for the reward instead of the loss (InstructGPT, arXiv:2203.02155, eq. 2).
 
     Args:
         logprobs, ref_logprobs: (R,) under the policy that sampled, and the reference.
-        loss_mask: (R,) bool; masked tokens are not penalised.
+        loss_mask: (R,) bool; masked tokens get no penalty.
         response_lens: (S,).
         coefficient: beta.
-        estimator: k1 is the unbiased one here, where no gradient flows.
+        estimator: as for ``kl_estimate``; k1 is unbiased here because no gradient flows.
 
     Returns:
-        Penalties to add, without graph: (R,) per token (for GAE), and (S,) their sum per sequence, added up in float64
-        and float32 at least.
+        Penalties without graph: (R,) per token (for GAE), and (S,) their sums per sequence, computed in float64 and
+        returned in float32 at least.
 
     Raises:
-        ValueError: an unknown estimator, shapes that do not fit together, or a mask that is not bool.
+        ValueError: an unknown estimator, shapes that don't fit together, or a mask that isn't bool.
     """
     require_bool_mask(loss_mask)
     require_alike(logprobs=logprobs, ref_logprobs=ref_logprobs, loss_mask=loss_mask)

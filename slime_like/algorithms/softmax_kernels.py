@@ -1,7 +1,6 @@
-"""Triton kernels of ``softmax.row_sums`` and ``softmax.logit_gradient``: each reads the logits once.
+"""Triton kernels of ``softmax.row_sums`` and ``softmax.logit_gradient``. Each reads the logits once.
 
-Importing this module needs Triton, which CUDA builds of PyTorch bring along. ``head.row_kernels`` says whether the
-kernels are used.
+Importing this module needs Triton, which CUDA builds of PyTorch include. ``head.row_kernels`` tells if it is used.
 """
 
 import torch
@@ -19,13 +18,13 @@ _LEAST: tl.constexpr = tl.constexpr(LEAST_MAXIMUM)
 def row_sums(
     x: Tensor, temperatures: Tensor, column: Tensor, block: int = _BLOCK
 ) -> tuple[Tensor, tuple[Tensor, Tensor, Tensor]]:
-    """Return what ``softmax.row_sums`` returns for the scaled logits ``x / temperatures``.
+    """Compute ``softmax.row_sums`` of the scaled logits ``x / temperatures``.
 
     Args:
-        x: (n, V) logits with contiguous rows. They are only read.
+        x: (n, V) logits with contiguous rows, which stay unchanged.
         temperatures: (n,) divisors of the logits.
         column: (n,) int64 columns of the targets.
-        block: columns that a program reads at a time, a power of 2.
+        block: columns that a program reads at a time; a power of 2.
     """
     sums = torch.empty(4, len(x), dtype=compute_dtype(x.dtype), device=x.device)
     scales = temperatures.to(sums.dtype).reciprocal()
@@ -45,14 +44,14 @@ def logit_gradient(
     softcap: float | None = None,
     block: int = _BLOCK,
 ) -> Tensor:
-    """Return what ``softmax.logit_gradient`` returns for the scaled logits ``x / temperatures``.
+    """Compute ``softmax.logit_gradient`` of the scaled logits ``x / temperatures``.
 
     Args:
-        x: (n, V) logits with contiguous rows. The result takes their memory if ``dtype`` is theirs.
+        x: (n, V) logits with contiguous rows. The result overwrites them if they have its ``dtype``.
         temperatures, column, softmax, grads: as for ``softmax.logit_gradient``.
-        dtype: type of the result.
+        dtype: dtype of the result.
         softcap: c, if the logits are ``c * tanh(z / c)``; the result is then the gradient of ``z``.
-        block: columns of one program, a power of 2.
+        block: columns of one program; a power of 2.
     """
     constant, slope, of_target = row_slopes(softmax, grads, temperatures)
     maximum, log_total, _ = softmax
@@ -78,7 +77,7 @@ def _row_sums(  # type: ignore[no-untyped-def]
     stride,
     BLOCK: tl.constexpr,
 ):
-    """Online softmax (arXiv:1805.02867) of one row, with the sum that its entropy needs."""
+    """Compute the online softmax (arXiv:1805.02867) of one row, and the sum for its entropy."""
     row = tl.program_id(0).to(tl.int64)
     dtype = sums.dtype.element_ty
     scale = tl.load(scales + row)
@@ -120,7 +119,7 @@ def _logit_gradient(  # type: ignore[no-untyped-def]
     HAS_CAP: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """One block of columns of one row; ``values`` are (6, rows), in the order of the wrapper."""
+    """Compute one block of columns of one row. ``values`` are (6, rows), in the order of the wrapper."""
     row = tl.program_id(0).to(tl.int64)
     index = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     exists = index < columns

@@ -1,15 +1,15 @@
-"""Supports of truncated sampling: the tokens that each token was drawn from."""
+"""Supports of truncated sampling: the tokens that each token was sampled from."""
 
 import torch
 from torch import Tensor
 
 
 def forbid_outside(x: Tensor, supports: Tensor, start: int) -> Tensor:
-    """Set logits of tokens outside of the supports to -inf, in place. Nothing is read back from a device.
+    """Set logits outside of the supports to -inf, in place, without reading anything back from a device.
 
     Args:
-        x: (n, V) logits, of the vocabulary's columns from ``start`` on.
-        supports: (n, K) token ids, in any order, filled up with -1; of -1 alone: the whole vocabulary.
+        x: (n, V) logits of the vocabulary's columns from ``start`` on.
+        supports: (n, K) token ids in any order, padded with -1. A row of only -1 is the whole vocabulary.
     """
     columns = supports.long() - start
     is_elsewhere = (columns < 0) | (columns >= x.shape[1]) | (supports < 0)
@@ -20,11 +20,11 @@ def forbid_outside(x: Tensor, supports: Tensor, start: int) -> Tensor:
 
 
 def padded(token_ids: Tensor, sizes: Tensor, tokens: Tensor) -> Tensor:
-    """(n, K) int32 supports of ``tokens``, filled up with -1; K is the largest.
+    """Return the supports of ``tokens``, (n, K) int32 padded with -1, where K is the size of the largest.
 
     Args:
-        token_ids, sizes: as of a pack, on the host.
-        tokens: (n,) int64, indices into ``sizes``.
+        token_ids, sizes: ``support_ids`` and ``support_sizes`` of a pack, on the host.
+        tokens: (n,) int64 indices into ``sizes``.
     """
     own = sizes[tokens].long()
     columns = torch.arange(max(1, int(own.max())) if len(own) else 1)
@@ -34,5 +34,5 @@ def padded(token_ids: Tensor, sizes: Tensor, tokens: Tensor) -> Tensor:
 
 
 def are_in(supports: Tensor, tokens: Tensor) -> Tensor:
-    """(n,) bool: whether each of (n,) tokens is in its support."""
+    """Return (n,) bool, True if the token is in its support."""
     return (supports == tokens[:, None]).any(1) | (supports < 0).all(1)

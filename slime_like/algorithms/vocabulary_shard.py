@@ -1,4 +1,4 @@
-"""A rank's columns of the vocabulary, and log-sum-exps over the columns of all ranks."""
+"""A rank's columns of the vocabulary, and log-sum-exps over all ranks' columns."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -11,18 +11,21 @@ from slime_like.algorithms.softmax import RowGradients, RowValues
 
 Reduce = Callable[[Tensor], object]
 Sums = Tensor | tuple[Tensor, Tensor | float, Tensor]
-"""(n,) each, or (3, n): sum of exp(x - max), of exp(x - max)(x - max), and the target's logit."""
+"""(n,) each, or (3, n): sum of exp(x - max), sum of exp(x - max) (x - max), and the target's logit."""
 
 
 def no_reduction(tensor: Tensor) -> None:
-    """The reduction of a group of one rank."""
+    """Do nothing: the reduction over a group of one rank."""
 
 
 @dataclass(frozen=True, slots=True)
 class VocabularyShard:
-    """Columns of the vocabulary that this rank holds, padding excluded, and how to walk over tokens.
+    """Columns of the vocabulary that this rank holds, without padding, and a way to walk over tokens.
 
     Attributes:
+        start: global id of the first column.
+        columns: number of columns.
+        chunk_tokens: tokens of one chunk.
         all_reduce_max, all_reduce_sum: reduce a tensor in place over the ranks that hold the whole vocabulary.
     """
 
@@ -34,18 +37,12 @@ class VocabularyShard:
 
     @classmethod
     def of(
-        cls,
-        targets: Tensor,
-        held_columns: int,
-        start: int,
-        vocab_size: int,
-        chunk_tokens: int,
-        reductions: tuple[Reduce, Reduce],
+        cls, held_columns: int, start: int, vocab_size: int, chunk_tokens: int, reductions: tuple[Reduce, Reduce]
     ) -> Self:
-        """The shard of a rank that holds ``held_columns`` from ``start`` on, padding included.
+        """Make the shard of a rank that holds ``held_columns`` from ``start`` on, including padding.
 
         Raises:
-            ValueError: a part of the vocabulary without reductions, which would be taken for the whole.
+            ValueError: the columns are a part of the vocabulary, but a reduction is missing.
         """
         columns = max(0, min(vocab_size - start, held_columns))
         if columns < vocab_size and no_reduction in reductions:
@@ -56,13 +53,13 @@ class VocabularyShard:
         return cls(start, columns, chunk_tokens, *reductions)
 
     def parts(self, count: int) -> list[slice]:
-        """Chunks of tokens; none where this rank holds padding alone."""
+        """Return chunks of ``count`` tokens; none if this rank holds only padding."""
         if self.columns == 0:
             return []
         return [slice(i, min(i + self.chunk_tokens, count)) for i in range(0, count, self.chunk_tokens)]
 
     def local(self, targets: Tensor) -> tuple[Tensor, Tensor]:
-        """Column of each target (clamped into the shard), and whether this rank holds it."""
+        """Return the column of each target (clamped into the shard), and whether this rank holds it."""
         column = targets - self.start
         held = (column >= 0) & (column < self.columns)
         return column.clamp(0, max(0, self.columns - 1)), held
@@ -70,11 +67,11 @@ class VocabularyShard:
     def gradients(
         self, targets: Tensor, softmax: Sequence[Tensor], grads: tuple[Tensor | None, ...]
     ) -> Iterator[tuple[slice, tuple[Tensor, RowValues, RowGradients]]]:
-        """For every chunk of tokens the last arguments of ``logit_gradient``; nothing where no gradient came.
+        """Yield every chunk of tokens with the last arguments of ``logit_gradient``; nothing without a gradient.
 
         Args:
             softmax: (N,) maximum, log-sum-exp above it, and entropy.
-            grads: (N,) of logprobs and of entropies, if they have one.
+            grads: (N,) gradients of logprobs and of entropies, if any.
         """
         grad_logprobs, grad_entropy = grads
         if grad_logprobs is None and grad_entropy is None:
@@ -90,15 +87,15 @@ class VocabularyShard:
     def scores(
         self, targets: Tensor, dtype: torch.dtype, sums_of: Callable[[slice, Tensor], tuple[Tensor, Sums]]
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """(N,) maximum, what the log-sum-exp is above it, entropy and target logprob over the whole vocabulary.
+        """Return (N,) maxima, log-sum-exps above them, entropies and target logprobs over the whole vocabulary.
 
-        The logprob of a negative target is 0, and ``gradients`` has none for it.
+        A negative target has logprob 0 and no gradient. Each reduction is called once, or not at all without targets.
 
-        ``sums_of`` gives what ``row_sums`` does, for a slice of tokens and the columns of their targets. Each
-        reduction is called once, or not at all where there is no target.
+        Args:
+            sums_of: computes ``row_sums`` for a slice of tokens and the columns of their targets.
         """
         count = targets.numel()
-        # A shard that is all padding keeps a finite, very low maximum: its sums are 0 and stay 0, never 0 * inf.
+        # A shard of only padding keeps a finite, very low maximum: its sums stay 0, never 0 * inf.
         local_maximum = torch.full((count,), torch.finfo(dtype).min / 4, dtype=dtype, device=targets.device)
         sums = torch.zeros(3, count, dtype=dtype, device=targets.device)
         if count == 0:

@@ -1,4 +1,4 @@
-"""Grouped products of experts and compiled SwiGLU on CUDA, against products written out, without the host waiting."""
+"""Experts' grouped products and compiled SwiGLU agree on CUDA with products written out; the host never waits."""
 
 import pytest
 import torch
@@ -21,14 +21,14 @@ def _noise(*shape: int, seed: int) -> Tensor:
 
 @pytest.mark.parametrize("rows", [[130, 1, 7, 64], [0, 500, 0, 33], [5, 0, 0, 0], [0, 0, 0, 0]])
 def test_grouped_product(rows: list[int]) -> None:
-    """Twice: where an expert has no rows a kernel could leave what an earlier tensor had in that memory."""
+    """Runs twice: for an expert without rows a kernel could leave an earlier tensor's values in memory."""
     x, weights = _noise(sum(rows), K, seed=0), [_noise(N, K, seed=1 + expert) for expert in range(len(rows))]
     grad, ends = _noise(sum(rows), N, seed=9), torch.tensor(rows, device="cuda").cumsum(0, dtype=torch.int32)
     exact = [leaf.detach().double().requires_grad_() for leaf in (x, *weights)]
     out = torch.cat([part @ weight.T for part, weight in zip(exact[0].split(rows), exact[1:], strict=True)])
     expected = [out.detach(), *torch.autograd.grad(out, exact, grad.double())]
     for _ in range(2):
-        torch.full((4, N, K), torch.nan, device="cuda", dtype=torch.bfloat16)  # freed, and given out again
+        torch.full((4, N, K), torch.nan, device="cuda", dtype=torch.bfloat16)  # freed, then reused
         torch.cuda.set_sync_debug_mode("error")
         try:
             mine = grouped_linear(x, ends, weights)

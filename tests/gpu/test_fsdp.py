@@ -1,6 +1,5 @@
-"""The FSDP trainer on a CUDA device in bfloat16: scoring, a step, and its way to host memory and back."""
+"""The FSDP trainer on a CUDA device in bfloat16: scoring, a step, and moving to host memory and back."""
 
-import socket
 from pathlib import Path
 
 import pytest
@@ -12,6 +11,7 @@ from slime_like.interfaces import RankPlacement
 from slime_like.models.dimensions import ModelDimensions
 from tests.parallel.fsdp_steps import fsdp_config
 from tests.parallel.parity import Case, samples_with_loss
+from tests.parallel.ranks import free_port
 from tests.parallel.reference import Reference, ReferenceStep
 from tests.parallel.tiny import save_checkpoint, scored_sequences
 
@@ -31,7 +31,7 @@ def test_scoring_training_and_offloading(family: str, offload: bool, tmp_path: P
     reference = Reference(checkpoint, config.algorithm)
     reference.round_weights()
     expected = torch.cat([reference.score(sequence)[0].detach() for sequence in sequences])
-    trainer = FsdpTrainer(config, RankPlacement(0, 1, 0, "127.0.0.1", _free_port()))
+    trainer = FsdpTrainer(config, RankPlacement(0, 1, 0, "127.0.0.1", free_port()))
     trainer.setup()
     pack = pack_sequences(sequences)
     scored = trainer.score([pack])
@@ -51,12 +51,6 @@ def test_scoring_training_and_offloading(family: str, offload: bool, tmp_path: P
     assert float(gaps.mean()) < MEAN_BOUND
     assert not torch.equal(before[0].logprobs, scored[0].logprobs)
     assert torch.equal(before[0].logprobs, after[0].logprobs)
-    # The difference, for torch counts cuBLAS's workspace, which stays. Of a parameter: main weight and moments.
+    # The difference, because cuBLAS's workspace stays. Each parameter has a main weight and moments.
     parameters = ModelDimensions.from_checkpoint(checkpoint).num_parameters
     assert held - moved >= (0 if offload else 12 * parameters)
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])

@@ -1,4 +1,4 @@
-"""The head on a CUDA device, with its kernels, against whole logits in float64 on the same device."""
+"""The head with its kernels on a CUDA device agrees with whole logits in float64 on the same device."""
 
 from functools import partial
 
@@ -14,7 +14,7 @@ pytestmark = pytest.mark.gpu
 
 TOKENS, WIDTH, VOCABULARY = 300, 2560, 151_936
 BOUND = 1e-2  # by norm; gradients are rounded to bfloat16
-SCORE_BOUND = 1e-4  # nats; inputs are equal, products are float32
+SCORE_BOUND = 1e-4  # nats; equal inputs, float32 products
 
 
 def _case(width: int, vocabulary: int) -> dict[str, Tensor]:
@@ -31,7 +31,7 @@ def _case(width: int, vocabulary: int) -> dict[str, Tensor]:
 
 
 def _supports(case: dict[str, Tensor], vocabulary: int) -> Tensor:
-    """Of every third token the whole vocabulary, of the others the target and some more."""
+    """Return the whole vocabulary for every third token, and the target with some others for the rest."""
     others = torch.randint(0, vocabulary, (TOKENS, 7), device="cuda")
     supports = torch.cat([case["targets"][:, None], others], 1).int()
     supports[::3] = -1
@@ -76,7 +76,7 @@ def _assert_equal(found: list[Tensor], expected: list[Tensor]) -> None:
 def test_head_in_bfloat16_is_that_of_whole_logits(
     supported: bool, softcap: float | None, vocabulary: int, width: int
 ) -> None:
-    """In several chunks, so that the weight's gradient is added up."""
+    """In several chunks, so that the weight's gradient is summed."""
     case = _case(width, vocabulary)
     supports = _supports(case, vocabulary) if supported else None
     leaves = [case[name].clone().requires_grad_() for name in ("hidden", "weight")]

@@ -1,4 +1,4 @@
-"""Attention kernels of CUDA, alone and in a ring's steps, against softmax written out in float32 on the same device."""
+"""CUDA's attention kernels, alone and in a ring's steps, agree with softmax written out in float32 on the device."""
 
 import pytest
 import torch
@@ -79,7 +79,7 @@ def test_ring_steps_add_up_to_softmax_attention(kernel: AttentionKernel, size: i
 
 
 def test_grouped_heads_are_not_repeated_in_memory(kernel: AttentionKernel) -> None:
-    """Forward takes its output and less than half of what repeated keys and values would."""
+    """Forward allocates its output and less than half of the size of repeated keys and values."""
     tokens, heads, groups, width = 16384, 32, 4, 128
     q, k, v = (_noise(tokens, count, width, 0) for count in (heads, groups, groups))
     pairing = Pairing(segments_of([tokens], "cuda"), segments_of([tokens], "cuda"), True, width**-0.5)

@@ -1,4 +1,4 @@
-"""Shared prefixes, supports, experts, latent attention, saves, the reference and offloading, of both trainers."""
+"""Test both trainers' shared prefixes, supports, experts, latent attention, saves, reference and offloading."""
 
 from pathlib import Path
 

@@ -1,6 +1,5 @@
-"""Scoring on a CUDA device in bfloat16, against Hugging Face's model in float32 with the same rounded weights."""
+"""Scoring on a CUDA device in bfloat16 agrees with Hugging Face's float32 model with the same rounded weights."""
 
-import socket
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -11,6 +10,7 @@ from backends.megatron.trainer import MegatronTrainer
 from slime_like.algorithms.packing.pack import pack_sequences
 from slime_like.interfaces import RankPlacement
 from tests.parallel.parity import parity_config
+from tests.parallel.ranks import free_port
 from tests.parallel.reference import Reference
 from tests.parallel.tiny import save_checkpoint, scored_sequences
 
@@ -31,7 +31,7 @@ def test_logprobs_are_hugging_faces(family: str, attention: str, tmp_path: Path)
     reference = Reference(checkpoint, config.algorithm)
     reference.round_weights()
     expected = torch.cat([reference.score(sequence)[0].detach() for sequence in sequences])
-    trainer = MegatronTrainer(config, RankPlacement(0, 1, 0, "127.0.0.1", _free_port()))
+    trainer = MegatronTrainer(config, RankPlacement(0, 1, 0, "127.0.0.1", free_port()))
     trainer.setup_for_scoring()
     try:
         scored = trainer.score([pack_sequences(sequences)])
@@ -40,9 +40,3 @@ def test_logprobs_are_hugging_faces(family: str, attention: str, tmp_path: Path)
     assert scored is not None
     gaps = (scored[0].logprobs.cpu().double() - expected).abs()
     assert float(gaps.mean()) < MEAN_BOUND
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])

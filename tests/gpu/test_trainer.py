@@ -1,6 +1,5 @@
-"""The Megatron trainer on a CUDA device in bfloat16: gradients, a step, and its way to host memory and back."""
+"""The Megatron trainer on a CUDA device in bfloat16: gradients, a step, and moving to host memory and back."""
 
-import socket
 from pathlib import Path
 
 import pytest
@@ -11,13 +10,14 @@ from slime_like.algorithms.packing.pack import pack_sequences, real_tokens
 from slime_like.interfaces import RankPlacement
 from slime_like.trajectory import PackedTrajectory
 from tests.parallel.parity import Settings, check_tensors, parity_config, samples_with_loss
+from tests.parallel.ranks import free_port
 from tests.parallel.reference import Reference
 from tests.parallel.tiny import save_checkpoint, scored_sequences
 
 pytestmark = pytest.mark.gpu
 
 GRADIENT_BOUND = 5e-2  # relative by norm, as on a CPU in bfloat16
-STATE_BYTES = 2 + 4 + 4 + 8  # of a parameter: weight, gradient, main weight, moments
+STATE_BYTES = 2 + 4 + 4 + 8  # per parameter: weight, gradient, main weight, moments
 LENGTHS = [(5, 9), (3, 1), (11, 6), (60, 2), (2, 150)]
 
 
@@ -29,14 +29,14 @@ LENGTHS = [(5, 9), (3, 1), (11, 6), (60, 2), (2, 150)]
 def test_gradients_a_step_and_offloading(settings: Settings, tmp_path: Path) -> None:
     checkpoint = save_checkpoint("qwen3", tmp_path / "model")
     sequences = scored_sequences(LENGTHS)
-    # Opened wide: a ratio that rounding moves over the clip's edge would change the gradient by a jump.
+    # A wide clip range: rounding a ratio across its edge would change the gradient abruptly.
     layout = {"attention": "ring", **settings}
     config = parity_config(checkpoint, tmp_path / "run", layout, "bfloat16", clip_low=0.99, clip_high=100.0)
     reference = Reference(checkpoint, config.algorithm)
     reference.round_weights()
     denominator, pack = samples_with_loss(sequences), pack_sequences(sequences)
     expected = reference.step(sequences, denominator).gradients
-    trainer = MegatronTrainer(config, RankPlacement(0, 1, 0, "127.0.0.1", _free_port()))
+    trainer = MegatronTrainer(config, RankPlacement(0, 1, 0, "127.0.0.1", free_port()))
     trainer.setup()
     try:
         check_tensors(_gradients(trainer, pack, denominator), expected, GRADIENT_BOUND)
@@ -48,7 +48,7 @@ def test_gradients_a_step_and_offloading(settings: Settings, tmp_path: Path) -> 
         trainer.offload(keep_weights=True)
         assert torch.equal(_logprobs(trainer, pack), before)
         trainer.offload()
-        # The difference, for torch counts cuBLAS's workspace, which stays.
+        # The difference, because cuBLAS's workspace stays.
         parameters = sum(p.numel() for chunk in trainer.chunks for p in chunk.parameters())
         assert held - torch.cuda.memory_allocated() >= STATE_BYTES * parameters
         trainer.onload()
@@ -75,7 +75,7 @@ def _gradients(trainer: MegatronTrainer, pack: PackedTrajectory, denominator: fl
 
 def _step(trainer: MegatronTrainer, pack: PackedTrajectory, denominator: float) -> None:
     trainer.begin_step(denominator, real_tokens([pack]))
-    torch.cuda.set_sync_debug_mode("error")  # the host does not wait, here as under the tests' strict device
+    torch.cuda.set_sync_debug_mode("error")  # the host must not wait
     try:
         trainer.accumulate([pack], last=True)
     finally:
@@ -87,9 +87,3 @@ def _logprobs(trainer: MegatronTrainer, pack: PackedTrajectory) -> torch.Tensor:
     scored = trainer.score([pack])
     assert scored is not None
     return scored[0].logprobs.cpu()
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])

@@ -1,8 +1,8 @@
-"""Known bugs of packed RL training put back into the algorithm layer, one at a time: the named tests must fail.
+"""Put known bugs of packed RL training into the algorithm layer, one at a time: the named tests must fail.
 
-So are those of rollouts of several rows, on their way to it. The sources are copied and changed in a temporary folder;
-tests run against that copy in a process of their own. What this does not cover: bugs of the parallel layer, of engines
-and of all else in the orchestration.
+Bugs of rollouts of several rows, on their way to training, are covered too. The sources are copied to a temporary
+folder and changed there, and the tests run against the copy in their own process. Not covered: bugs of the parallel
+layer, of engines and of the rest of the orchestration.
 """
 
 import importlib
@@ -24,7 +24,7 @@ TIMEOUT_S = 120
 
 @dataclass(frozen=True)
 class Mutation:
-    """``before`` becomes ``after`` in ``slime_like/<room>/<file>``; then ``caught_by``, of its tests, must fail."""
+    """Replaces ``before`` by ``after`` in ``slime_like/<room>/<file>``; its test ``caught_by`` must then fail."""
 
     bug: str
     file: str
@@ -188,7 +188,7 @@ def copy_sources(folder: Path, mutation: Mutation | None) -> None:
 
 
 def run_apart(folder: Path, *targets: str) -> int:
-    # Forks of a clean server: quick, and free of the threads that earlier tests left in this process.
+    # Forks of a clean server are quick, and free of threads that earlier tests left in this process.
     process = clean_forks().Process(target=_run, args=(folder, targets))
     process.start()
     process.join(TIMEOUT_S)
@@ -204,7 +204,7 @@ def _run(folder: Path, targets: tuple[str, ...]) -> None:
     for name in [name for name in sys.modules if name.split(".")[0] in ("slime_like", "tests")]:
         del sys.modules[name]
     sys.path.insert(0, str(folder))
-    importlib.import_module("slime_like")  # before pytest puts the real tree in front of the path
+    importlib.import_module("slime_like")  # before pytest puts the real tree first in the path
     devnull = os.open(os.devnull, os.O_WRONLY)
     os.dup2(devnull, 1)
     os.dup2(devnull, 2)

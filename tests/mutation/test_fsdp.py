@@ -1,7 +1,7 @@
-"""Known bugs of FSDP training put back into the trainer, one at a time: its parity tests must notice each.
+"""Put known bugs of FSDP training into the trainer, one at a time: its parity tests must notice each.
 
-A bug is put in inside the forked ranks, by replacing one function, and dies with them. Then the comparison that the
-parity tests make of that layout must fail, and those that they make before must not: a crash is no proof.
+A bug is put in by replacing one function in the forked ranks, and ends with them. The parity tests' comparison named
+for it must then fail, and the earlier comparisons must not: a crash is no proof.
 """
 
 from collections.abc import Callable
@@ -48,7 +48,7 @@ def positions_begin_anew_on_every_rank() -> None:
 
 
 def ranks_are_averaged() -> None:
-    """FSDP's default."""
+    """As by FSDP's default."""
     FSDPModule.set_gradient_divide_factor = lambda self, factor: None  # type: ignore[method-assign]
 
 
@@ -72,7 +72,7 @@ def context_ranks_count_their_loss_each() -> None:
 
 
 def only_the_last_micro_batch_is_summed() -> None:
-    """Gradients of earlier ones stay where they are, as if every window began anew."""
+    """Leaves out the gradients of earlier ones, as if every window started anew."""
     correct = fsdp_model.LogprobModel.sum_gradients
 
     def sum_gradients(self: fsdp_model.LogprobModel, now: bool) -> None:
@@ -89,7 +89,7 @@ def only_the_last_micro_batch_is_summed() -> None:
 
 
 def gradients_are_not_synchronised() -> None:
-    """Every rank goes on with its rows of its unreduced gradient."""
+    """Every rank continues with its rows of its own unreduced gradient."""
 
     def reduce(
         params: Any, grads: Any, group: Any, stream: Any, comm: Any, dtype: Any, reduce_dtype: Any, *rest: Any
@@ -109,7 +109,7 @@ def gradients_are_not_synchronised() -> None:
 
 
 def the_norm_is_the_ranks_own() -> None:
-    """Ranks clip differently: their shards of one update are scaled apart."""
+    """Ranks clip differently, so the shards of one update are scaled differently."""
 
     def norm(self: optimizer.Optimizer) -> float:
         return float(torch.stack([g.norm() for g in self.gradients().values() if g.numel()]).norm())
@@ -209,7 +209,7 @@ def _check_norm(case: Case, results: list[RankResult]) -> None:
 
 def _train_with(bug: Callable[[], None], placement: RankPlacement, *arguments: Any) -> RankResult:
     bug()
-    # It would notice wrong forward passes first; here the parity tests have to.
+    # This check would notice wrong forward passes first; here the parity tests must.
     trainer.FsdpTrainer._require_own_forward = lambda self: None  # type: ignore[method-assign]
     return train_fsdp_rank(placement, *arguments)
 

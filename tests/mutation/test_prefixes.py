@@ -1,4 +1,4 @@
-"""Bugs of shared prefixes, one at a time: the comparison with a pack that shares nothing must notice each."""
+"""Put in bugs of shared prefixes, one at a time: the comparison with a pack that shares nothing must notice each."""
 
 from collections.abc import Callable
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""Bugs of truncated sampling, one at a time: the comparison with the float64 reference must notice each."""
+"""Put in bugs of truncated sampling, one at a time: the comparison with the float64 reference must notice each."""
 
 from functools import partial
 from pathlib import Path

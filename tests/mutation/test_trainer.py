@@ -1,8 +1,7 @@
-"""Known bugs of parallel training put back into the trainer, one at a time: the parity matrix must notice each.
+"""Put known bugs of parallel training into the trainer, one at a time: the parity matrix must notice each.
 
-A bug is put in inside the forked ranks, by replacing one function, and dies with them. Then the comparison that the
-matrix makes of that layout must fail, and those that it makes before must not: a crash is no proof. Not covered: CUDA
-kernels, several hosts.
+A bug is put in by replacing one function in the forked ranks, and ends with them. The matrix's comparison named for it
+must then fail, and the earlier comparisons must not: a crash is no proof. Not covered: CUDA kernels, several hosts.
 """
 
 import importlib
@@ -33,7 +32,7 @@ from tests.parallel.parity import Case, Settings, check_gradients, check_scores,
 from tests.parallel.shared_prefixes import shared_case
 from tests.parallel.steps import RankResult, train_rank
 
-# By name: the package has a function of the same name.
+# By name, because the package has a function of the same name.
 finalization = importlib.import_module("megatron.core.distributed.finalize_model_grads")
 _QK_NORMS = ("q_layernorm", "k_layernorm")
 
@@ -235,7 +234,7 @@ def test_the_matrix_of_shared_prefixes_catches_keys_of_other_ranks(tmp_path: Pat
 
 @pytest.mark.parametrize(("family", "layout"), [("qwen3", ALLGATHER), ("qwen3_moe", INTERLEAVED)])
 def test_without_a_bug_nothing_fails(family: str, layout: Settings, cases: Any, tmp_path: Path) -> None:
-    """Otherwise a broken harness would look like a caught mutation. The matrix itself says so of every layout."""
+    """Otherwise a broken harness would look like a caught mutation. The matrix itself covers every layout."""
     case = cases(family)
     results = _run_with(_no_bug, case, layout, tmp_path)
     check_scores(case, results)

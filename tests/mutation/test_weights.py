@@ -1,6 +1,6 @@
-"""Bugs put into the way of the weights, one at a time: the verification of a sync must catch each.
+"""Put bugs into weight syncs, one at a time: the verification of the sync must catch each.
 
-Into a real engine, through the run's own ``WeightSync``. Without a bug the same sync must succeed: a crash is no proof.
+The run's own ``WeightSync`` sends weights to a real engine. Without the bug the sync must succeed: a crash is no proof.
 """
 
 import asyncio
@@ -25,7 +25,7 @@ QUERY = "model.layers.1.self_attn.q_proj.weight"
 
 
 def swapped(weight: Tensor) -> Tensor:
-    """The first row of the first head, and the first of the second one, change places."""
+    """Swap the first row of the first head with that of the second head."""
     rows = torch.arange(len(weight))
     rows[[0, 32]] = rows[[32, 0]]
     return weight[rows]
@@ -36,7 +36,7 @@ Patch = pytest.MonkeyPatch
 
 
 def the_export_swaps_two_rows(patch: Patch, trainers: LocalTrainers, engines: LocalEngines) -> None:
-    """As a wrong QKV order does: what is hashed is wrong already."""
+    """Like a wrong QKV order: the hashed tensors are already wrong."""
     weights = {name: swapped(weight) if name == QUERY else weight for name, weight in trainers.weights.items()}
     patch.setattr(trainers, "exported", lambda: weights)
 
@@ -52,7 +52,7 @@ def the_transport_swaps_two_rows(patch: Patch, trainers: LocalTrainers, engines:
 
 
 def a_tensor_keeps_two_elements_of_another_order(patch: Patch, trainers: LocalTrainers, engines: LocalEngines) -> None:
-    """The sum of its bytes stays the same."""
+    """The sum of the bytes stays the same."""
     receive = shared_memory.SharedMemoryReceiver.receive
 
     def wrong(self: Any, metadata: BucketMetadata) -> Iterator[tuple[str, Tensor]]:
@@ -77,7 +77,7 @@ def the_engine_drops_a_bucket(patch: Patch, trainers: LocalTrainers, engines: Lo
 def the_engine_hashes_a_bucket_and_does_not_load_it(
     patch: Patch, trainers: LocalTrainers, engines: LocalEngines
 ) -> None:
-    """So that the old tensors stay, in the middle of the new ones."""
+    """Old tensors stay among the new ones."""
     destination = model_weights.destination
 
     def nowhere(name: str, tensors: dict[str, Tensor]) -> Tensor:
@@ -88,13 +88,13 @@ def the_engine_hashes_a_bucket_and_does_not_load_it(
 
 
 def the_engine_serves_the_old_version(patch: Patch, trainers: LocalTrainers, engines: LocalEngines) -> None:
-    """It acknowledges every bucket, and says that it serves the new version."""
+    """It acknowledges every bucket and claims to serve the new version."""
     destination = model_weights.destination
     patch.setattr(model_weights, "destination", lambda name, tensors: destination(name, tensors).clone())
 
 
 def the_engine_echoes_the_checksums_it_got(patch: Patch, trainers: LocalTrainers, engines: LocalEngines) -> None:
-    """It drops a tensor's bytes and answers with the sender's own checksums."""
+    """It drops a tensor's bytes and answers with the sender's checksums."""
 
     def believe(self: Arrivals, entry: TensorEntry, name: str, found: int) -> None:
         self.checksums[entry.name] = entry.checksum
@@ -131,7 +131,7 @@ def test_the_verification_catches(
         bug(patch, trainers, engines)
         with pytest.raises(WeightSyncError, match=caught_by):
             sync.run(101)
-    sync.run(102)  # and without the bug all is well
+    sync.run(102)  # succeeds without the bug
 
 
 def train(trainers: LocalTrainers) -> None:

@@ -1,4 +1,4 @@
-"""What the CPU's allocator is asked for while something runs, and by what."""
+"""Memory that code requests from the CPU's allocator, by label."""
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
@@ -11,16 +11,17 @@ from torch.profiler import ProfilerActivity, profile
 OTHER = "other"
 
 _COPIES_OF_GLOO = ("gloo:", "c10d::")
-"""Ranges in which gloo copies what it sends; NCCL sends from the tensors themselves."""
+"""Ranges in which gloo copies messages. NCCL sends directly from tensors."""
 
 _ATTENTION = "aten::_scaled_dot_product_flash_attention_for_cpu"
-"""Attention and its backward. Their workspaces depend on the processor: with AMX they hold packed keys and values."""
+"""Attention and its backward. Their workspaces depend on the processor: with AMX they have packed keys and values."""
 
 
 @dataclass(frozen=True)
 class Allocated:
-    """In bytes: the highest moment by label, above what was there before; what is left. Neither gloo's copies count nor
-    workspaces of the CPU's attention.
+    """Peak by label above the memory before, and the rest afterwards, in bytes.
+
+    Copies by gloo and workspaces of the CPU's attention don't count.
     """
 
     peak: Counter[str]
@@ -28,11 +29,11 @@ class Allocated:
 
 
 def allocated_by(run: Callable[[], Any], labels: Mapping[str, str] | None = None) -> Allocated:
-    """Follow ``run``.
+    """Profile ``run``.
 
     Args:
-        labels: a prefix of a profiler's range (operator, autograd function, ``record_function``) to the label of what
-            is allocated inside it. The outermost such range counts; without one it is ``OTHER``.
+        labels: maps prefixes of profiler ranges (operators, autograd functions, ``record_function``) to labels of
+            memory allocated inside. The outermost range counts; without one the label is ``OTHER``.
     """
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
         run()
@@ -63,7 +64,7 @@ def _allocations(events: list[Any]) -> Iterator[Any]:
 
 
 def _workspaces(events: list[Any]) -> set[int]:
-    """Identities of allocations, among ``events`` in order of time, that one call of attention makes and frees."""
+    """Return the ids of allocations, among ``events`` in order of time, that one call of attention makes and frees."""
     found: set[int] = set()
     made: dict[int, Any] = {}
     for event in events:
@@ -78,7 +79,7 @@ def _workspaces(events: list[Any]) -> set[int]:
 
 
 def _call_of_attention(event: Any) -> int | None:
-    """The time when the call began in which ``event`` lies; ``None`` outside of attention."""
+    """Return the start time of the attention call that contains ``event``, or ``None``."""
     while (event := event.parent) is not None:
         if event.name.startswith(_ATTENTION):
             return int(event.start_time_ns)
@@ -86,7 +87,7 @@ def _call_of_attention(event: Any) -> int | None:
 
 
 def _label(event: Any, labels: Mapping[str, str]) -> str | None:
-    """``None`` for gloo's copies."""
+    """Return an allocation's label, or ``None`` for copies by gloo."""
     found = OTHER
     while (event := event.parent) is not None:
         if event.name.startswith(_COPIES_OF_GLOO):

@@ -1,4 +1,4 @@
-"""Putting the shards of all ranks together into Hugging Face tensors, written apart from the product's conversion."""
+"""Assembly of all ranks' shards to Hugging Face tensors, written independently of the product's conversion."""
 
 import re
 from typing import Any
@@ -9,9 +9,9 @@ from torch import Tensor
 from slime_like.models.dimensions import ModelDimensions
 
 Shards = dict[tuple[int, int], dict[str, Tensor]]
-"""(pipeline, tensor) rank to {Megatron name with global layer and expert numbers: local tensor}.
+"""Local tensors by (pipeline, tensor) rank and Megatron name with global layer and expert numbers.
 
-Experts stand under every tensor rank of their stage, wherever their expert-parallel rank is.
+Experts are listed under every tensor rank of their stage, independent of their expert-parallel rank.
 """
 
 _LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.+)")
@@ -38,7 +38,7 @@ _LATENT_ROWS = {
 
 
 def local_shard(trainer: Any, gradients: bool) -> dict[str, Tensor]:
-    """This rank's parameters, or their finished gradients, under global layer and expert numbers."""
+    """Return this rank's parameters or finished gradients, with global layer and expert numbers."""
     from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 
     first_expert = trainer.coordinates.expert * (
@@ -58,14 +58,14 @@ def local_shard(trainer: Any, gradients: bool) -> dict[str, Tensor]:
 
 
 def to_hugging_face(shards: Shards, dimensions: ModelDimensions) -> dict[str, Tensor]:
-    """Full tensors by Hugging Face name."""
+    """Return full tensors by Hugging Face name."""
     full: dict[str, Tensor] = {}
     tensor_size = 1 + max(tensor for _, tensor in shards)
     for stage in sorted({stage for stage, _ in shards}):
         parts = [shards[stage, tensor] for tensor in range(tensor_size)]
         for name in parts[0]:
             for key, value in _converted(name, [part[name] for part in parts], dimensions).items():
-                if key in full:  # a tied embedding stands on the first and on the last stage
+                if key in full:  # a tied embedding is on the first and the last stage
                     torch.testing.assert_close(value, full[key], rtol=0, atol=1e-7, msg=f"{key} differs between stages")
                 full[key] = value
     return stacked_experts(full)
@@ -76,7 +76,7 @@ def _converted(name: str, parts: list[Tensor], dimensions: ModelDimensions) -> d
     if match is None:
         return _outer(name, parts, dimensions)
     if expert := _EXPERT.search(name):
-        # With expert parallelism every expert is whole; without, it is split over tensor ranks like a dense layer.
+        # With expert parallelism every expert is whole. Without, it is split over tensor ranks like a dense layer.
         width = dimensions.moe_ffn_hidden_size
         whole = parts[0].shape[1] == width if "linear_fc2" in name else len(parts[0]) == 2 * width
         renamed = _converted(name.replace(f"experts.{expert[0]}", ""), parts[:1] if whole else parts, dimensions)
@@ -117,7 +117,7 @@ def _outer(name: str, parts: list[Tensor], dimensions: ModelDimensions) -> dict[
 
 
 def _split_qkv(prefix: str, kind: str, fused: Tensor, dimensions: ModelDimensions) -> dict[str, Tensor]:
-    """Every query group holds its queries, then its key, then its value."""
+    """Split a fused tensor, in which every query group has its queries, its key and its value."""
     groups, width = dimensions.num_kv_heads, dimensions.head_dim
     queries = dimensions.num_heads // groups
     grouped = fused.view(groups, queries + 2, width, *fused.shape[1:])
@@ -129,7 +129,7 @@ def _split_qkv(prefix: str, kind: str, fused: Tensor, dimensions: ModelDimension
 
 
 def stacked_experts(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """A checkpoint's tensors as Hugging Face's module holds them: experts in one, gate rows above up rows."""
+    """Convert a checkpoint's tensors to those of Hugging Face's module: stacked experts, gate rows above up rows."""
     experts = [name for name in tensors if ".experts." in name]
     stacked = {name: tensor for name, tensor in tensors.items() if name not in experts}
     for prefix in dict.fromkeys(name.partition(".experts.")[0] for name in experts):

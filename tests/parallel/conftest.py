@@ -1,4 +1,4 @@
-"""A checkpoint that many tests read and none changes."""
+"""A checkpoint that many tests read without changing it."""
 
 from pathlib import Path
 

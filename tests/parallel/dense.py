@@ -1,4 +1,4 @@
-"""Packed attention written out: softmax of the scores of one sequence at a time."""
+"""Packed attention written out: the softmax of the scores of one sequence at a time."""
 
 import torch
 from torch import Tensor
@@ -7,19 +7,19 @@ from backends.common.attention.kernels import Segments
 
 
 def segments_of(lengths: list[int], device: str = "cpu") -> Segments:
-    """Boundaries of sequences of these lengths."""
+    """Return the segments of sequences of these lengths."""
     return Segments.of(boundaries(lengths).to(device))
 
 
 def boundaries(lengths: list[int]) -> Tensor:
-    """(S+1,) int32."""
+    """Return (S+1,) int32 boundaries."""
     return torch.tensor([0, *torch.tensor(lengths).cumsum(0)], dtype=torch.int32)
 
 
 def dense_attention(
     q: Tensor, k: Tensor, v: Tensor, q_lens: list[int], k_lens: list[int], causal: bool, scale: float
 ) -> tuple[Tensor, Tensor]:
-    """(Tq, H, D) and the (H, Tq) log-sum-exp. Under the mask the last query sees the last key, and all before it."""
+    """Return (Tq, H, D) outputs and (H, Tq) log-sum-exps. Under the mask, the last query sees all keys."""
     outs, sums = [], []
     repeats = q.shape[1] // k.shape[1]
     for qs, ks, vs in zip(q.split(q_lens), k.split(k_lens), v.split(k_lens), strict=True):
@@ -34,7 +34,7 @@ def dense_attention(
 
 
 def relative_error(found: Tensor, expected: Tensor) -> float:
-    """By norm."""
+    """Return the error relative to ``expected``, by norm."""
     return float((found.double() - expected.double()).norm() / expected.double().norm())
 
 
@@ -48,14 +48,14 @@ def dense_results(
     k_lengths: list[int] | None = None,
     causal: bool = True,
 ) -> list[Tensor]:
-    """In float64: output, log-sum-exp, and the gradients of q, k and v under ``grad``."""
-    leaves = [x.double().clone().requires_grad_() for x in (q, k, v)]  # also where they are float64 already
+    """Compute output, log-sum-exp, and gradients of q, k and v for ``grad``, in float64."""
+    leaves = [x.double().clone().requires_grad_() for x in (q, k, v)]  # a copy, even if they are float64 already
     out, lse = dense_attention(*leaves, lengths, k_lengths or lengths, causal, scale)
     return [x.detach() for x in (out, lse, *torch.autograd.grad(out, leaves, grad.double()))]
 
 
 def assert_near(found: list[Tensor], expected: list[Tensor], bound: float) -> None:
-    """Tensor by tensor, relative by norm."""
+    """Compare tensor by tensor, relative by norm."""
     for ours, theirs in zip(found, expected, strict=True):
         assert ours.shape == theirs.shape
         assert relative_error(ours, theirs) < bound

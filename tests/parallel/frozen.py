@@ -1,7 +1,7 @@
-"""Imported last by the server that forks ranks: what it has imported is no garbage.
+"""Freeze all imported objects in the server that forks ranks, which imports this module last.
 
-Otherwise every rank looks through it all, again and again, and copies each page of it as it looks. The table of names
-in checkpoints, hundreds of patterns, would be made by every process that uses a model of transformers.
+Otherwise every rank's garbage collector would scan them repeatedly and so copy their pages. The table of checkpoint
+names, with hundreds of patterns, would be built by every process that uses a model of transformers.
 """
 
 import gc

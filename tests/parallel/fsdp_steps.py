@@ -1,4 +1,4 @@
-"""What one rank of the FSDP trainer does in the parity tests: the same as ``steps.train_rank``, with whole tensors."""
+"""Work of one rank of the FSDP trainer in the parity tests, like ``steps.train_rank`` but with whole tensors."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -15,11 +15,11 @@ from tests.parallel.parity import ALGORITHM, OPTIMIZER, STEPS, Case
 from tests.parallel.steps import RankResult, exported_gradients, optimizer_steps
 
 Settings = dict[str, Any]
-"""Sizes of ``trainer.parallel``; "recompute", "attention", "fsdp" of the trainer; "offload", ... of the optimizer."""
+"""Sizes of ``trainer.parallel``, and settings of ``trainer`` and ``trainer.optimizer``."""
 
 
 def fsdp_config(case: Case, run_dir: Path, layout: Settings, dtype: str = "float32", **algorithm: Any) -> RunConfig:
-    """The parity case's configuration on this backend."""
+    """Return the parity case's configuration for this backend."""
     sizes = {name: layout[name] for name in ("data", "context") if name in layout}
     of_trainer = {name: layout[name] for name in ("recompute", "attention", "fsdp", "share_prefixes") if name in layout}
     of_optimizer = {name: layout[name] for name in ("offload", "clip_grad") if name in layout}
@@ -45,7 +45,7 @@ def fsdp_config(case: Case, run_dir: Path, layout: Settings, dtype: str = "float
 def train_fsdp_rank(
     placement: RankPlacement, config: RunConfig, packs: list[PackedTrajectory], denominator: float, steps: int
 ) -> RankResult:
-    """Everything the parity tests compare, from one rank; gradients and weights are whole."""
+    """Return everything that the parity tests compare, from one rank. Gradients and weights are whole."""
     trainer = FsdpTrainer(config, placement)
     coordinates = trainer.setup()
     indices = list(range(coordinates.data, len(packs), coordinates.data_size))
@@ -65,7 +65,7 @@ def train_fsdp_rank(
 
 
 def _two_windows(trainer: FsdpTrainer, packs: list[PackedTrajectory], denominator: float) -> None:
-    """As micro-batches stream in a step consists of several windows, each scored first; neither must show."""
+    """Take a step in two windows, as with streaming, and score between them. Neither may affect the result."""
     trainer.begin_step(denominator, real_tokens(packs))
     trainer.accumulate(packs[:1], last=len(packs) == 1)
     trainer.score(packs[1:], "reference")
@@ -74,7 +74,7 @@ def _two_windows(trainer: FsdpTrainer, packs: list[PackedTrajectory], denominato
 
 
 def _whole(trainer: FsdpTrainer, part: Callable[[nn.Parameter], Any]) -> dict[str, Tensor]:
-    """By Hugging Face's module name, on every rank."""
+    """Return whole tensors by Hugging Face's module name, on every rank."""
     trainer.model.shard_weights()
     parameters = trainer.model.hugging_face.named_parameters()
     return {name: part(parameter).full_tensor().detach().float().clone() for name, parameter in parameters}

@@ -1,4 +1,4 @@
-"""Memory that a real rank holds throughout a run, counted from its tensors, independently of the planner."""
+"""Memory that a real rank holds throughout a run, counted from its tensors, independent of the planner."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass, fields
@@ -12,7 +12,7 @@ from slime_like.config import RunConfig
 
 @dataclass(frozen=True)
 class Held:
-    """Number of parameters, and bytes of their storage, of gradients, of the optimizer's state."""
+    """Number of parameters, and bytes of their storages, of gradients, and of the optimizer's state."""
 
     parameters: int
     parameter_bytes: int
@@ -49,10 +49,10 @@ def check_held(config: RunConfig, found: list[Held | None]) -> None:
 
 
 def storage_bytes(tensors: Iterable[Tensor]) -> int:
-    """Bytes of the tensors' storages, each once."""
+    """Return the bytes of the tensors' storages, each counted once."""
     return sum(storages(tensors).values())
 
 
 def storages(tensors: Iterable[Tensor]) -> dict[int, int]:
-    """Address to bytes."""
+    """Return the bytes of the tensors' storages, by address."""
     return {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors}

@@ -1,7 +1,7 @@
-"""What a trainer promises on one device, in bfloat16: each check is one rank's, on a GPU where there is one.
+"""Checks of a trainer in bfloat16 on one device, a GPU if there is one.
 
-Gradients and logprobs are compared with the float64 reference on rounded weights, whole sequence by whole sequence;
-what is moved or saved is compared bit for bit.
+Gradients and logprobs are compared with the float64 reference on rounded weights and whole sequences. State that is
+moved or saved is compared bit for bit.
 """
 
 import contextlib
@@ -36,13 +36,13 @@ from tests.parallel.tiny import save_checkpoint, scored_sequences
 Trainer = MegatronTrainer | FsdpTrainer
 
 MEAN_BOUND = 1e-2
-"""Nats per token; half of it was seen."""
+"""Nats per token; twice the observed value."""
 GRADIENT_BOUND = 0.1
-"""Relative by norm; half of it was seen, and what is not reduced or read wrongly is off by tens of percent."""
+"""Relative by norm; twice the observed value. A wrong read or a missing reduction gives tens of percent."""
 ROUTED_MEAN_BOUND, ROUTED_GRADIENT_BOUND = 0.04, 0.3
-"""Of a mixture of experts, of which rounding sends some tokens to other experts."""
+"""Bounds for a mixture of experts, in which rounding sends some tokens to other experts."""
 LENGTHS = [(5, 9), (3, 1), (11, 6), (60, 2), (2, 150)]
-# Opened wide: a ratio that rounding moves over the clip's edge would change the gradient by a jump.
+# A wide clip: a ratio that rounding moves over the clip's bound would change the gradient abruptly.
 WIDE = {"clip_low": 0.99, "clip_high": 100.0}
 UNTESTED = ReferenceStep([], [], 0.0, 0.0, {})
 
@@ -66,7 +66,7 @@ def _config(backend: str, checkpoint: Path, root: Path, settings: dict[str, Any]
 
 @contextlib.contextmanager
 def _unwaiting() -> Iterator[None]:
-    """The host must not wait for its device."""
+    """Raise an error inside if the host waits for its device."""
     if not torch.cuda.is_available():
         with strict_windows():
             yield
@@ -109,7 +109,7 @@ def _check_step(
     waits: bool = False,
     seen: Callable[[Trainer], None] = lambda trainer: None,
 ) -> None:
-    """Logprobs and gradients are the reference's; these twice, the second time without the host waiting."""
+    """Compare logprobs and gradients with the reference, gradients once more without waits of the host."""
     checkpoint, denominator = save_checkpoint(family, root / "model"), samples_with_loss(sequences)
     bounds = (MEAN_BOUND, GRADIENT_BOUND) if family == "qwen3" else (ROUTED_MEAN_BOUND, ROUTED_GRADIENT_BOUND)
     config = _config(backend, checkpoint, root, settings or {})
@@ -133,7 +133,7 @@ def shared_prefixes(placement: RankPlacement, root: Path, backend: str) -> None:
 
 
 def experts(placement: RankPlacement, root: Path, grouped: bool) -> None:
-    """Megatron's, by one product for all, or one after the other, which the host must know the sizes for."""
+    """Check Megatron's experts in one product, or one after the other, for which the host must know the sizes."""
 
     def seen(trainer: Trainer) -> None:
         assert isinstance(trainer, MegatronTrainer)
@@ -161,7 +161,7 @@ def supports(placement: RankPlacement, root: Path, backend: str) -> None:
 
 # ------------------------------------------------------------------------------------------------------------ the state
 def _state(trainer: Trainer) -> list[Tensor]:
-    """Weights, and all that the optimizer keeps."""
+    """Return weights and the optimizer's whole state."""
     if isinstance(trainer, MegatronTrainer):
         parts = [part.optimizer for part in trainer.optimizer.parts]
         main = [(part, weight) for part in parts for group in part.param_groups for weight in group["params"]]
@@ -180,8 +180,8 @@ def _same(tensors: list[Tensor], copies: list[Tensor]) -> bool:
     return all(torch.equal(tensor.cpu(), copy) for tensor, copy in zip(tensors, copies, strict=True))
 
 
-def saving_behind(placement: RankPlacement, root: Path, backend: str) -> None:
-    """Nothing is written before a further step has changed the state, and what is written is that of the call."""
+def saving_in_background(placement: RankPlacement, root: Path, backend: str) -> None:
+    """A save in the background writes the state of its call, even if a further step changes it first."""
     gate, write = threading.Event(), RankWriting.write
 
     def late(writing: RankWriting) -> None:
@@ -204,7 +204,7 @@ def saving_behind(placement: RankPlacement, root: Path, backend: str) -> None:
 
 
 def reference_model(placement: RankPlacement, root: Path, backend: str) -> None:
-    """It scores with its own weights, before training and after it, and leaves the policy as it is."""
+    """The reference scores with its own weights before and after training, and doesn't change the policy."""
     sequences = scored_sequences(LENGTHS)
     packs = [pack_sequences(sequences)]
     other = save_checkpoint("qwen3", root / "other", seed=1)
@@ -224,7 +224,7 @@ def reference_model(placement: RankPlacement, root: Path, backend: str) -> None:
 
 
 def leaving_and_returning(placement: RankPlacement, root: Path, backend: str) -> None:
-    """Twice, in two stages: no bytes on the device meanwhile, every bit afterwards, and the gradients of before."""
+    """State leaves the device twice, in two stages, and returns unchanged, as do gradients."""
     packs = [pack_sequences(scored_sequences(LENGTHS))]
     config = _config(backend, save_checkpoint("qwen3", root / "model"), root, {})
     with _running(placement, config) as trainer:
@@ -238,7 +238,7 @@ def leaving_and_returning(placement: RankPlacement, root: Path, backend: str) ->
             assert held - _device_bytes(trainer) >= nbytes
             trainer.onload()
             assert _same(_state(trainer), kept)
-            # On a GPU attention adds up gradients in any order.
+            # On a GPU, attention sums gradients in any order.
             check_tensors(_gradients(trainer, packs, 5.0, waits=True), gradients, 1e-2)
 
 
@@ -257,7 +257,7 @@ def _device_bytes(trainer: Trainer) -> int:
 
 
 ARITHMETIC = (shared_prefixes, supports, latent_attention)
-STATE = (saving_behind, reference_model, leaving_and_returning)
+STATE = (saving_in_background, reference_model, leaving_and_returning)
 CHECKS: dict[str, tuple[Callable[..., None], Any]] = {
     **{
         f"{check.__name__}-{backend}": (check, backend)

@@ -1,6 +1,6 @@
-"""What the parity tests compare, and with what: one step's case, its run on many ranks, and every bound.
+"""The parity tests' comparisons: the case of one step, its run on many ranks, and every bound.
 
-Used by the matrix of layouts and, with a fault put in on purpose, by the tests of that matrix.
+The matrix of layouts uses them, and so do the mutation tests of that matrix.
 """
 
 from collections.abc import Callable
@@ -29,8 +29,8 @@ GRADIENT_BOUND = 1e-5
 UPDATE_BOUND = 1e-4
 STEPS = 2
 
-# (prompt, response) lengths. Ordinary with a single-token response; one long prompt whose only responses stand in one
-# context rank's slice; one sequence as long as its pack; a fully masked sample beside another.
+# (prompt, response) lengths. An ordinary pack with a single-token response; a long prompt whose response lies in the
+# slice of one context rank; one sequence that fills its pack; a fully masked sample next to another one.
 PACKS = [[(5, 9), (3, 1), (11, 6), (2, 17)], [(60, 2)], [(8, 21)], [(7, 3), (4, 12)]]
 MASKED = (7,)
 TAIL = 5  # padding at the end of the first pack
@@ -38,16 +38,16 @@ TAIL = 5  # padding at the end of the first pack
 OPTIMIZER = {"lr": 1e-3, "eps": 1e-3, "weight_decay": 0.1, "clip_grad": 4.0}
 ALGORITHM = {"kl_coef": 0.05, "entropy_coef": 0.01, "reduction": "samples"}
 BALANCE = {"qwen3_moe": 0.2, "deepseek_v3": 0.2, "deepseek_v3_direct": 0.2}
-"""Coefficient of the routers' own loss, which then is about as much of their gradients as all else."""
+"""Coefficient of the routers' balancing loss, chosen to make up about half of their gradients."""
 
 Settings = dict[str, Any]
-"""Of a layout: sizes of ``trainer.parallel``; "distributed", "overlap", ... of the optimizer; others of ``trainer``."""
+"""A layout: sizes in ``trainer.parallel``, some settings of the optimizer ("overlap", ...) and some of ``trainer``."""
 RankFunction = Callable[..., RankResult]
 
 
 @dataclass
 class Case:
-    """One family's checkpoint and sequences, with what the reference says of them."""
+    """One family's checkpoint and sequences, with the reference's results for them."""
 
     checkpoint: Path
     sequences: list[ScoredTrajectory]
@@ -71,12 +71,12 @@ class Case:
 
 
 def samples_with_loss(sequences: list[ScoredTrajectory]) -> float:
-    """The step's denominator under ``ALGORITHM``'s reduction."""
+    """Return the step's denominator under the reduction in ``ALGORITHM``."""
     return float(sum(bool(s.loss_mask.any()) for s in sequences))
 
 
 def make_case(family: str, directory: Path, steps: int = STEPS) -> Case:
-    """A tiny checkpoint of ``family`` in ``directory``, and the float64 reference's step and ``steps`` updates."""
+    """Save a tiny checkpoint of ``family`` in ``directory`` and compute the float64 reference's step and updates."""
     sequences = scored_sequences([pair for pack in PACKS for pair in pack], fully_masked=MASKED)
     return case_of(sequences, family, directory, steps, BALANCE.get(family, 0.0))
 
@@ -84,7 +84,7 @@ def make_case(family: str, directory: Path, steps: int = STEPS) -> Case:
 def case_of(
     sequences: list[ScoredTrajectory], family: str, directory: Path, steps: int = STEPS, balance: float = 0.0
 ) -> Case:
-    """The same of given sequences; ``balance`` is the coefficient of the routers' loss."""
+    """Do the same for given sequences; ``balance`` is the coefficient of the routers' loss."""
     checkpoint, algorithm = save_checkpoint(family, directory), {"moe_aux_loss_coef": balance}
     reference = Reference(checkpoint, parity_config(checkpoint, directory, {}, **algorithm).algorithm)
     initial = {name: p.detach().clone() for name, p in reference.model.named_parameters()}
@@ -99,7 +99,6 @@ def case_of(
 def parity_config(
     checkpoint: Path, run_dir: Path, layout: Settings, dtype: str = "float32", **algorithm: float
 ) -> RunConfig:
-    """The run's configuration under ``layout``."""
     settings = dict(layout)
     of_optimizer = ("distributed", "overlap", "overlap_bucket_params", "clip_grad")
     optimizer = {"distributed": False} | {name: settings.pop(name) for name in of_optimizer if name in settings}
@@ -124,14 +123,14 @@ def parity_config(
 def run_case(
     case: Case, layout: Settings, directory: Path, function: RankFunction = train_rank, steps: int = STEPS
 ) -> list[RankResult]:
-    """The case's step, and ``steps`` updates, on every rank of ``layout``."""
+    """Run the case's step and ``steps`` updates on every rank of ``layout``."""
     config = parity_config(case.checkpoint, directory, layout, **case.algorithm)
     world = config.trainer.parallel.world_size
     return run_ranks(function, world, directory / "ranks", config, case.packs(), case.denominator, steps)
 
 
-def check_everything(case: Case, layout: Settings, results: list[RankResult]) -> None:
-    """Logprobs, entropies, the loss, gradients, as they lie in memory and as they are exported, and the updates."""
+def check_everything(case: Case, results: list[RankResult]) -> None:
+    """Compare logprobs, entropies, the loss, the gradients (in memory and exported) and the updates."""
     check_scores(case, results)
     check_loss(case, results)
     check_gradients(case, results)
@@ -155,7 +154,7 @@ def check_scores(case: Case, results: list[RankResult]) -> None:
 
 def check_loss(case: Case, results: list[RankResult]) -> None:
     first = [result.stats[0] for result in results if result.stats[0] is not None]
-    assert first, "no rank returned the step's figures"
+    assert first, "no rank returned the step's statistics"
     for stats in first:
         for name, expected in (("loss", case.expected.loss), ("moe_aux_loss", case.expected.balance)):
             found = float(getattr(stats, name))
@@ -169,7 +168,7 @@ def check_gradients(case: Case, results: list[RankResult], bound: float = GRADIE
 
 
 def check_exported_gradients(case: Case, results: list[RankResult]) -> None:
-    """Each tensor comes from exactly one rank, under the names of the checkpoint's files."""
+    """Check that each tensor comes from exactly one rank, under its name in the checkpoint's files."""
     exported: dict[str, Tensor] = {}
     for result in results:
         assert not exported.keys() & result.exported.keys()
@@ -178,7 +177,7 @@ def check_exported_gradients(case: Case, results: list[RankResult]) -> None:
     trained = {name: shape for name, shape in checkpoint.items() if not name.endswith("e_score_correction_bias")}
     assert {name: tuple(tensor.shape) for name, tensor in exported.items()} == trained
     found = stacked_experts(exported)
-    for name in found.keys() - case.expected.gradients.keys():  # where modules have another name than files
+    for name in found.keys() - case.expected.gradients.keys():  # modules and files use different names
         (key,) = (o for o, t in case.expected.gradients.items() if o not in found and t.shape == found[name].shape)
         found[key] = found.pop(name)
     check_tensors(found, case.expected.gradients, GRADIENT_BOUND)
@@ -192,7 +191,7 @@ def check_updates(case: Case, results: list[RankResult]) -> None:
 
 
 def check_tensors(found: dict[str, Tensor], expected: dict[str, Tensor], bound: float) -> None:
-    """Relative by norm, tensor by tensor."""
+    """Compare tensor by tensor; ``bound`` is relative, by norm."""
     assert found.keys() == expected.keys()
     errors = {
         name: float((found[name].double() - value).norm() / value.norm().clamp_min(1e-12))

@@ -1,7 +1,7 @@
-"""Running one function on many ranks, forked from a server that has imported everything.
+"""Run one function on many ranks, forked from a server that has imported everything.
 
-A rank that fails shows its traceback in the test's failure; ranks that are still running then, or after the time
-limit, are ended by process id, and show where each of their threads stood.
+The test's failure shows the traceback of a failed rank. Ranks that are still running then, or after the time limit,
+are killed by process id, and the failure shows the stacks of their threads.
 """
 
 import faulthandler
@@ -29,10 +29,10 @@ RankFunction = Callable[..., Any]
 def run_ranks(
     function: RankFunction, world_size: int, directory: Path, *arguments: Any, timeout_s: float = 120.0
 ) -> list[Any]:
-    """``function(placement, *arguments)`` on every rank; their results in rank order.
+    """Run ``function(placement, *arguments)`` on every rank and return the results in rank order.
 
-    ``function`` is one of a module's own (or a ``functools.partial`` of one). Arguments and results travel through
-    files below ``directory`` and may hold tensors. Fails the test when a rank fails.
+    ``function`` must be a module-level function (or a ``functools.partial`` of one). Arguments and results are passed
+    in files below ``directory`` and may hold tensors. Fails the test when a rank fails.
     """
     directory.mkdir(parents=True, exist_ok=True)
     torch.save((function, arguments), _task_file(directory))
@@ -55,9 +55,9 @@ def run_ranks(
 def run_each(
     function: RankFunction, world_size: int, directory: Path, tasks: list[tuple[Any, ...]]
 ) -> list[tuple[Any, ...]]:
-    """``function(placement, *task)`` for one task after the other in the same processes, each with its own rendezvous.
+    """Run ``function(placement, *task)`` for each task in turn in the same processes, each with its own rendezvous.
 
-    Returns every task's results in rank order.
+    Return every task's results in rank order.
     """
     with held_ports(len(tasks)) as ports:
         return list(zip(*run_ranks(_each, world_size, directory, function, ports, tasks), strict=True))
@@ -69,17 +69,17 @@ def _each(placement: RankPlacement, function: RankFunction, ports: list[int], ta
 
 
 def _wait(processes: list[Any], deadline: float) -> None:
-    """Until all ranks have ended, one has failed, or time is up."""
+    """Wait until all ranks have ended, one has failed, or time is up."""
     while time.monotonic() < deadline and any(process.is_alive() for process in processes):
         if any(process.exitcode not in (None, 0) for process in processes):
-            # The others learn of it by their collectives; a moment lets them write their own tracebacks.
+            # The other ranks' collectives fail too; give them a moment to write their own tracebacks.
             time.sleep(0.5)
             return
         time.sleep(0.01)
 
 
 def _end(processes: list[Any]) -> None:
-    """Ranks still running write their stacks (:func:`_rank_main`) and are killed."""
+    """Let ranks that are still running write their stacks (:func:`_rank_main`), then kill them."""
     alive = [process for process in processes if process.is_alive()]
     for process in alive:
         os.kill(process.pid, signal.SIGUSR1)
@@ -97,7 +97,7 @@ def _report_failures(directory: Path, world_size: int, timeout_s: float) -> None
     missing = [rank for rank in range(world_size) if not _result_file(directory, rank).exists()]
     if missing:
         stacks = [f"---- rank {rank}\n{_stack_file(directory, rank).read_text()}" for rank in missing]
-        message = f"ranks {missing} gave no result within {timeout_s:.0f} s and were ended in {directory}"
+        message = f"ranks {missing} gave no result within {timeout_s:.0f} s and were killed in {directory}"
         pytest.fail("\n".join([message, *stacks]), pytrace=False)
 
 
@@ -121,8 +121,8 @@ def _rank_main(rank: int, world_size: int, port: int, directory: Path) -> None:
 def _require_preloaded() -> None:
     if missing := [name for name in PRELOADED if name not in sys.modules]:
         raise RuntimeError(
-            f"this rank would import {', '.join(missing)} itself, for seconds: they do not import, or another server "
-            "forks; start every fork with clean_forks of tests/support/forks.py"
+            f"{', '.join(missing)} not preloaded, so this rank would spend seconds importing: importing failed in the "
+            "fork server, or another server forks; start every fork with clean_forks of tests/support/forks.py"
         )
 
 
@@ -144,11 +144,11 @@ def _stack_file(directory: Path, rank: int) -> Path:
 
 @contextmanager
 def held_ports(count: int) -> Iterator[list[int]]:
-    """Loopback ports that the kernel gives to no other process, while ranks, which name them, may listen there.
+    """Yield loopback ports that the kernel gives to no other process, but on which ranks may listen.
 
-    A port that was merely free a moment ago can be somebody's when rank 0 gets to it: tests beside this one have groups
-    that listen on hundreds of ports which the kernel chose. Linux lets two sockets share a port as long as only one of
-    them listens and both say ``SO_REUSEADDR``, as every rendezvous does.
+    A port that was free a moment ago may be taken when rank 0 binds it, because tests that run at the same time listen
+    on hundreds of ports that the kernel chose. Linux lets two sockets share a port while only one of them listens and
+    both set ``SO_REUSEADDR``, as every rendezvous does.
     """
     with ExitStack() as stack:
         sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
@@ -156,3 +156,9 @@ def held_ports(count: int) -> Iterator[list[int]]:
             held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             held.bind(("127.0.0.1", 0))
         yield [int(held.getsockname()[1]) for held in sockets]
+
+
+def free_port() -> int:
+    """Return a port that is free now."""
+    with held_ports(1) as (port,):
+        return port

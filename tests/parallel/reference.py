@@ -1,4 +1,4 @@
-"""The independent reference: Hugging Face's model in float64, one sequence at a time, and the published formulas."""
+"""The independent reference: Hugging Face's model in float64, one sequence at a time, with the published formulas."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,13 +14,13 @@ from slime_like.trajectory import ScoredTrajectory
 
 @dataclass
 class ReferenceStep:
-    """What the reference computes for one optimizer step's sequences.
+    """The reference's results for the sequences of one optimizer step.
 
     Attributes:
-        logprobs, entropy: (response_len,) float64 of every sequence.
+        logprobs, entropy: (response_len,) float64, one per sequence.
         loss: weighted sum over all sequences divided by the denominator.
         balance: mean over layers and tokens of the routers' balancing loss; 0 without experts.
-        gradients: by Hugging Face name, of ``loss`` and of the routers' loss with its coefficient.
+        gradients: by Hugging Face name, of ``loss`` plus the routers' loss times its coefficient.
     """
 
     logprobs: list[Tensor]
@@ -33,9 +33,10 @@ class ReferenceStep:
 class Reference:
     """A float64 model with the loss written out: clipped surrogate, k3 estimate of the KL, entropy bonus.
 
-    Routers: Hugging Face's own loss, of one layer and one sequence at a time, over its experts per token (it counts
-    choices, not their share); summed over layers, weighed by the sequences' shares of the step's tokens. Routers of
-    sigmoids have none there: theirs is written out (DeepSeek-V3, arXiv:2412.19437, eqs. 17 to 20).
+    The routers' loss is Hugging Face's own, computed for one layer and one sequence at a time and divided by the number
+    of experts per token (it counts choices, not their share), summed over layers and weighted by each sequence's share
+    of the step's tokens. Hugging Face has none for sigmoid routers, so theirs is written out (DeepSeek-V3,
+    arXiv:2412.19437, eqs. 17 to 20).
     """
 
     def __init__(self, checkpoint: Path, algorithm: AlgorithmConfig) -> None:
@@ -49,12 +50,11 @@ class Reference:
                 module.register_forward_hook(lambda _, __, output: self._routed.append((output[0], output[2])))
 
     def round_weights(self) -> None:
-        """To bfloat16, as a trainer of this precision reads them. Tables, as of angles, it has in float32."""
+        """Round the weights to bfloat16, as a bfloat16 trainer reads them. Its tables (of angles) stay in float32."""
         for parameter in self.model.parameters():
             parameter.data = parameter.data.bfloat16().double()
 
     def step(self, sequences: list[ScoredTrajectory], denominator: float) -> ReferenceStep:
-        """Forward and backward over all sequences."""
         self.model.zero_grad()
         logprobs, entropies, total, total_balance = [], [], 0.0, 0.0
         tokens = sum(sequence.total_len for sequence in sequences)
@@ -71,14 +71,14 @@ class Reference:
         return ReferenceStep(logprobs, entropies, total, total_balance, gradients)
 
     def score(self, sequence: ScoredTrajectory) -> tuple[Tensor, Tensor]:
-        """Logprob of each response token given all tokens before it, and the entropy there, at its temperature."""
+        """Return each response token's logprob given all tokens before it, and the entropy, at its temperature."""
         self._routed.clear()
         tokens = torch.cat([sequence.prompt_tokens, sequence.response_tokens])
         output = self.model(input_ids=tokens[None])
         logits = (output.logits[0] / sequence.temperature)[sequence.prompt_len - 1 : -1]
         if (
             sequence.support_ids is not None and sequence.support_sizes is not None
-        ):  # far below the others, and finite: their share of the entropy is 0, not nan
+        ):  # far below the others but finite: their share of the entropy is 0, not nan
             supports = sequence.support_ids.long().split(sequence.support_sizes.tolist())
             for row, support in zip(range(len(logits)), supports, strict=True):
                 kept = support.tolist() or list(range(logits.shape[1]))
@@ -89,7 +89,7 @@ class Reference:
         return logprobs, -(distribution.exp() * distribution).sum(1)
 
     def _balance(self) -> Tensor | float:
-        """Of the sequence that was scored last: (T, E) logits and (T, k) choices of every layer with experts."""
+        """Return the last scored sequence's loss, from (T, E) logits and (T, k) choices of each layer with experts."""
         total: Tensor | float = 0.0
         for logits, chosen in self._routed:
             experts, top_k = logits.shape[1], self.model.config.num_experts_per_tok
@@ -122,7 +122,7 @@ def adamw_steps(
     lr: float,
     eps: float,
 ) -> dict[str, Tensor]:
-    """Weights by name after torch's AdamW with global clipping and decay on matrices only."""
+    """Return the weights by name after torch's AdamW with global clipping and decay on matrices only."""
     named = dict(reference.model.named_parameters())
     groups = [
         {"params": [p for p in named.values() if p.ndim > 1], "weight_decay": 0.1},

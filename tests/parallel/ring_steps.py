@@ -1,4 +1,4 @@
-"""The ring's steps of all ranks, one after the other in one process: its arithmetic without its communication."""
+"""Run the ring's steps of all ranks one after another in one process: its arithmetic without its communication."""
 
 from itertools import pairwise
 
@@ -11,7 +11,7 @@ from tests.parallel.dense import boundaries
 
 
 def zigzag_rows(lengths: list[int], size: int, rank: int) -> Tensor:
-    """Rows of the pack that ``rank`` holds: of every sequence the chunks ``rank`` and ``2 * size - 1 - rank``."""
+    """Return the rows of the pack on ``rank``: chunks ``rank`` and ``2 * size - 1 - rank`` of every sequence."""
     rows = []
     for start, end in pairwise(boundaries(lengths).tolist()):
         chunks = torch.arange(start, end).chunk(2 * size)
@@ -22,7 +22,7 @@ def zigzag_rows(lengths: list[int], size: int, rank: int) -> Tensor:
 def ring_by_steps(
     kernel: AttentionKernel, q: Tensor, k: Tensor, v: Tensor, grad: Tensor, lengths: list[int], size: int, scale: float
 ) -> list[Tensor]:
-    """Output and gradients of q, k and v of the whole pack; every length must be a multiple of ``2 * size``."""
+    """Return output and gradients of q, k and v of the whole pack; all lengths must be multiples of ``2 * size``."""
     segments = RingSegments.of(boundaries(lengths).to(q.device), size)
     parts = [zigzag_rows(lengths, size, rank).to(q.device) for rank in range(size)]
     outs = torch.empty_like(q)

@@ -1,4 +1,4 @@
-"""Sequences that share prefixes, for comparisons with the float64 reference on whole sequences."""
+"""Make sequences that share prefixes, to be compared with the float64 reference on whole sequences."""
 
 from collections.abc import Sequence
 from dataclasses import fields, replace
@@ -16,7 +16,7 @@ from tests.parallel.parity import Case, case_of, parity_config
 from tests.parallel.reference import Reference, ReferenceStep
 from tests.parallel.tiny import scored_sequences
 
-# Sizes of the packs, and of each sequence: (prompt, response) and the sequence whose first tokens are its prompt.
+# The packs' numbers of sequences; per sequence (prompt, response) lengths and the sequence that starts with its prompt.
 PACKS = (5, 2, 5, 2)
 SEQUENCES: list[tuple[int, int, int | None]] = [
     *[(9, 9, None), (9, 1, 0), (9, 6, 0), (9, 6, 0), (3, 5, None)],
@@ -25,11 +25,11 @@ SEQUENCES: list[tuple[int, int, int | None]] = [
     *[(7, 3, None), (4, 12, None)],
 ]
 EQUAL, BEGINNING = (2, 3), (1, 0)
-"""Pairs of sequences: equal responses; the first's response begins the second's."""
+"""Pairs of sequences: equal responses, and a response that is the start of the other one."""
 
 
 class SharedCase(Case):
-    """The packs share prefixes."""
+    """A case whose packs share prefixes."""
 
     sharing: Sharing = "tree"
 
@@ -39,7 +39,7 @@ class SharedCase(Case):
 
 
 class PromptsCase(SharedCase):
-    """Equal prompts alone."""
+    """A case whose packs share only equal prompts."""
 
     sharing: Sharing = "prompts"
 
@@ -59,13 +59,12 @@ def sharing_sequences() -> list[ScoredTrajectory]:
 
 
 class TreeReference(Reference):
-    """The routers' loss over the tokens that packs compute: sequences that share are one, whose shared tokens count
-    once, in place of a loss of each sequence."""
+    """Computes the routers' loss over the tokens that packs compute: a tree counts as one sequence, each token once."""
 
     def balanced_step(
         self, sequences: list[ScoredTrajectory], denominator: float, packs: list[PackedTrajectory]
     ) -> ReferenceStep:
-        """``step``, with both losses in the gradients."""
+        """Do a ``step`` with both losses in the gradients."""
         self.model.zero_grad()
         scores, routed, total = [], [], torch.tensor(0.0, dtype=torch.float64)
         for sequence in sequences:
@@ -81,7 +80,7 @@ class TreeReference(Reference):
         return ReferenceStep(logprobs, entropies, total.item(), balance.item() / len(routed[0]), gradients)
 
     def _balance_of(self, tree: list[tuple[int, int]], routed: list[list[tuple[Tensor, Tensor]]]) -> Tensor:
-        """Summed over layers; ``tree`` has the sequence and the position of each token."""
+        """Return the sum over layers; ``tree`` has the sequence and the position of each token."""
         total = torch.zeros((), dtype=torch.float64)
         for layer in range(len(routed[0])):
             logits = torch.stack([routed[sequence][layer][0][position] for sequence, position in tree])
@@ -95,7 +94,7 @@ def _firsts(packs: list[PackedTrajectory]) -> list[int]:
 
 
 def _trees(first: int, pack: PackedTrajectory) -> list[list[tuple[int, int]]]:
-    """Each tree's tokens, once, as (sequence, position); sequences that share a token are of one tree."""
+    """Return each tree's distinct tokens as (sequence, position); sequences that share a token are in one tree."""
     lengths = (pack.prompt_lens + pack.response_lens).tolist()
     places = torch.arange(sum(lengths)) if pack.segment_places is None else pack.segment_places
     trees: list[dict[int, tuple[int, int]]] = []
@@ -109,7 +108,7 @@ def _trees(first: int, pack: PackedTrajectory) -> list[list[tuple[int, int]]]:
 
 
 def balanced_case(directory: Path, coefficient: float) -> Case:
-    """Sequences that share prefixes and a loss of routers, one step."""
+    """Make a case of one step with shared prefixes and a balancing loss."""
     case = shared_case("qwen3_moe", directory, 1)
     case.algorithm["moe_aux_loss_coef"] = coefficient
     algorithm = parity_config(case.checkpoint, directory, {}, **case.algorithm).algorithm
@@ -125,7 +124,7 @@ def shared_case(
     kind: type[Case] = SharedCase,
     sequences: Sequence[ScoredTrajectory] = (),
 ) -> Case:
-    """The reference's step on the sequences (default: ``sharing_sequences()``), whole, and packs that share."""
+    """Make a case of packs that share, expecting the reference's step on the whole sequences."""
     case = case_of(list(sequences) or sharing_sequences(), family, directory, steps)
-    case.expected = replace(case.expected, balance=0.0)  # no loss of routers is reported where there is none
+    case.expected = replace(case.expected, balance=0.0)  # without a coefficient none is reported
     return kind(**{each.name: getattr(case, each.name) for each in fields(case)})

@@ -1,4 +1,4 @@
-"""What one rank does: a trainer that runs, what it holds, and the scores, gradients and steps of the parity tests."""
+"""Functions that run on one rank: start a trainer, read its tensors, and do the parity tests' steps."""
 
 import resource
 import signal
@@ -24,9 +24,9 @@ from tests.parallel.held import Held, held_by
 
 @dataclass
 class RankResult:
-    """``scored`` belongs to the packs ``pack_indices``; gradients are finished (reduced, divided).
+    """One rank's scores of the packs ``pack_indices``, and its finished gradients (reduced and divided).
 
-    ``exported`` are the same gradients as the trainer gives them away, under Hugging Face's names.
+    ``exported`` holds the same gradients as the trainer exports them, under their Hugging Face names.
     """
 
     coordinates: RankCoordinates
@@ -41,7 +41,7 @@ class RankResult:
 
 @contextmanager
 def running(placement: RankPlacement, config: RunConfig, scores: bool = False) -> Iterator[MegatronTrainer]:
-    """A trainer that is set up (to train, or only to score), and shut down after the block."""
+    """Set a trainer up (to train, or only to score) and shut it down after the block."""
     trainer = MegatronTrainer(config, placement)
     (trainer.setup_for_scoring if scores else trainer.setup)()
     yield trainer
@@ -50,7 +50,7 @@ def running(placement: RankPlacement, config: RunConfig, scores: bool = False) -
 
 @contextmanager
 def joined(placement: RankPlacement, config: RunConfig) -> Iterator[None]:
-    """The configured layout's process groups, without a trainer."""
+    """Make the configured layout's process groups, without a trainer."""
     with megatron_runtime():
         parallel.initialize(config, placement)
         yield
@@ -60,29 +60,29 @@ def joined(placement: RankPlacement, config: RunConfig) -> Iterator[None]:
 def take_step(
     trainer: MegatronTrainer, packs: list[PackedTrajectory], denominator: float, last: bool = False
 ) -> GRPOStats | None:
-    """One update from one window, which may be announced as the last."""
+    """Do one update from one window, announced as the last one if ``last``."""
     trainer.begin_step()
     trainer.accumulate(packs, last=last)
     return trainer.finish_step(denominator)
 
 
 def weights_of(trainer: MegatronTrainer) -> list[Tensor]:
-    """A copy of this rank's parameters."""
+    """Return copies of this rank's parameters."""
     return [parameter.detach().clone() for chunk in trainer.chunks for parameter in chunk.parameters()]
 
 
 def gradients_in(trainer: MegatronTrainer) -> list[Tensor]:
-    """A copy of what lies behind this rank's parameters."""
+    """Return copies of the gradients of this rank's parameters."""
     return [parameter.main_grad.clone() for chunk in trainer.chunks for parameter in chunk.parameters()]
 
 
 def exported_from(trainer: MegatronTrainer) -> dict[str, Tensor]:
-    """A copy of the weights under their Hugging Face names."""
+    """Return copies of the weights under their Hugging Face names."""
     return {name: tensor.clone() for bucket in trainer.export_weights() for name, tensor in bucket.tensors}
 
 
 def same_bits(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
-    """The same tensors in types, shapes and every bit."""
+    """Check that the tensors have equal types, shapes and bits."""
     assert found.keys() == expected.keys()
     for name, tensor in expected.items():
         assert found[name].dtype == tensor.dtype and found[name].shape == tensor.shape, name
@@ -90,7 +90,7 @@ def same_bits(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
 
 
 def assert_close(found: dict[str, Tensor], expected: dict[str, Tensor], bound: float) -> None:
-    """The same names, and no element further apart than ``bound``."""
+    """Check that the names are equal and that no element differs by more than ``bound``."""
     assert found.keys() == expected.keys()
     gaps = {name: float((found[name].double() - tensor.double()).abs().max()) for name, tensor in expected.items()}
     worst = max(gaps, key=gaps.__getitem__)
@@ -99,7 +99,7 @@ def assert_close(found: dict[str, Tensor], expected: dict[str, Tensor], bound: f
 
 @contextmanager
 def small_disk(nbytes: int | None) -> Iterator[None]:
-    """A limit on the size of this process' files stands for a disk that is full; ``None`` for one that is not."""
+    """Simulate a full disk by limiting the size of this process's files; ``None`` sets no limit."""
     before, handler = resource.getrlimit(resource.RLIMIT_FSIZE), signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_FSIZE, (before[0] if nbytes is None else nbytes, before[1]))
     try:
@@ -112,7 +112,7 @@ def small_disk(nbytes: int | None) -> Iterator[None]:
 def train_rank(
     placement: RankPlacement, config: RunConfig, packs: list[PackedTrajectory], denominator: float, steps: int
 ) -> RankResult:
-    """Everything the parity tests compare, from one rank."""
+    """Return everything that the parity tests compare, from one rank."""
     with running(placement, config) as trainer:
         coordinates = trainer.coordinates
         indices = list(range(coordinates.data, len(packs), coordinates.data_size))
@@ -137,7 +137,7 @@ def train_rank(
 
 
 def _two_windows(trainer: MegatronTrainer, packs: list[PackedTrajectory], denominator: float) -> None:
-    """As micro-batches stream in a step consists of several windows; their split must not show."""
+    """Accumulate in two windows, as when micro-batches stream in; the split must not change the result."""
     trainer.begin_step(denominator, real_tokens(packs))
     trainer.accumulate(packs[:1], last=len(packs) == 1)
     if packs[1:]:
@@ -145,12 +145,12 @@ def _two_windows(trainer: MegatronTrainer, packs: list[PackedTrajectory], denomi
 
 
 def exported_gradients(trainer: Any, denominator: float) -> dict[str, Tensor]:
-    """A copy of the step's, finished, as the trainer gives them away."""
+    """Return copies of the step's finished gradients as the trainer exports them."""
     return {name: tensor.clone() for bucket in trainer.export_gradients(denominator) for name, tensor in bucket.tensors}
 
 
 def optimizer_steps(trainer: Any, steps: int, denominator: float, accumulate: Callable[[], None]) -> list[Any]:
-    """The first takes the gradients that are there, and finished."""
+    """Do ``steps`` updates; the first one uses the finished gradients that are already there."""
     stats = []
     for step in range(steps):
         with pytest.MonkeyPatch.context() as patch:
@@ -163,7 +163,7 @@ def optimizer_steps(trainer: Any, steps: int, denominator: float, accumulate: Ca
 
 
 def gradients_of(placement: RankPlacement, config: RunConfig, pack: PackedTrajectory) -> dict[str, Tensor]:
-    """Of one step of two equal micro-batches, as they lie on this rank; names do not tell how its modules compute."""
+    """Return this rank's gradients of a step of two equal micro-batches, under names that fit any module kind."""
     with running(placement, config) as trainer:
         trainer.begin_step()
         trainer.accumulate([pack, pack], last=True)
@@ -172,7 +172,7 @@ def gradients_of(placement: RankPlacement, config: RunConfig, pack: PackedTrajec
 
 
 def by_stage(results: list[RankResult], what: str) -> Shards:
-    """Shards of the first data- and context-parallel rank of every stage, with the experts of all its ranks."""
+    """Return the shards of each stage's first data- and context-parallel rank, with the experts of all its ranks."""
     shards = {
         (r.coordinates.pipeline, r.coordinates.tensor): dict(getattr(r, what))
         for r in results
@@ -188,7 +188,7 @@ def by_stage(results: list[RankResult], what: str) -> Shards:
 
 
 def scored_packs(results: list[RankResult]) -> dict[int, list[ScoredLogprobs]]:
-    """Pack index to the results of all ranks that return it."""
+    """Map each pack index to the results of all ranks that return it."""
     found: dict[int, list[Any]] = {}
     for result in results:
         if result.scored is not None:

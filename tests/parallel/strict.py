@@ -1,7 +1,7 @@
-"""A device that cannot be read, on a CPU: an error for whatever would make the host wait for a GPU.
+"""A CPU mode that raises an error for every operation that would make the host wait for a GPU.
 
-On a GPU some operations end only when the host has read a result: a number, a mask's number of entries, an error
-flag. Others copy from memory that is not pinned. All of them are known by their names.
+Some operations on a GPU end only when the host has read a result: a number, the number of a mask's entries, an error
+flag. Others copy from memory that is not pinned. This module knows all of them by name.
 """
 
 import contextlib
@@ -40,22 +40,22 @@ _READ_BACK = {
 }
 _ROUTED = {_aten.index, _aten.index_put, _aten.index_put_, _aten._index_put_impl_}
 
-# On a CPU the dispatcher does not see these.
+# The dispatcher does not see these on a CPU.
 _LEAVES = {Tensor.tolist, Tensor.numpy, Tensor.cpu, Tensor.__array__}
-# Numbers of the host, for a device if one is named.
+# These make tensors from the host's numbers, on a device if one is named.
 _BRINGS = {torch.tensor, torch.as_tensor}
 
 
 class WaitsForDevice(AssertionError):
-    """The host would wait."""
+    """An operation would make the host wait."""
 
 
 class StrictDevice(contextlib.ExitStack):
-    """Inside, every tensor counts as a device's, except where it is ``paused``.
+    """Treats every tensor in its block as one on a device, except while ``paused``.
 
     Attributes:
-        watched: how many operations were looked at.
-        allowed: how often each of the lines of libraries waited that may, ``file.py: text of the line``.
+        watched: number of operations that were checked.
+        allowed: how often each of the allowed lines waited, by ``file.py: text of the line``.
     """
 
     def __init__(self, allowed: Set[str] = frozenset()) -> None:
@@ -68,7 +68,7 @@ class StrictDevice(contextlib.ExitStack):
     def __enter__(self) -> "StrictDevice":
         calls = self.enter_context(_Calls(self))
         self.enter_context(_Operations(self))
-        # torch leaves a mode for calls while it handles one, and ``backward`` is a call.
+        # torch disables the mode while it handles a call, and ``backward`` is a call.
         run, patch = torch.autograd._engine_run_backward, self.enter_context(pytest.MonkeyPatch.context())
 
         def run_backward(*arguments: Any, **options: Any) -> Any:
@@ -80,7 +80,7 @@ class StrictDevice(contextlib.ExitStack):
         return self
 
     def on_host(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """``function``, whose tensors are the host's."""
+        """Return ``function`` with the checks paused, because its tensors are on the host."""
 
         def call(*arguments: Any, **options: Any) -> Any:
             with self.paused():
@@ -109,7 +109,7 @@ class StrictDevice(contextlib.ExitStack):
 
 
 def _calling_line() -> tuple[str, int]:
-    """The innermost line of code outside of torch and its stand-ins, as ``file.py: text``, and its number."""
+    """Return the innermost line outside torch and this module, as ``file.py: text``, and its number."""
     frame: Any = sys._getframe(1)
     while frame.f_code.co_filename in (__file__, cpu_devices.__file__) or "/torch/" in frame.f_code.co_filename:
         frame = frame.f_back
@@ -144,7 +144,7 @@ def _waits(func: Any, args: tuple[Any, ...], options: dict[str, Any]) -> bool:
     packet = func.overloadpacket
     if packet in _READ_BACK:
         return True
-    if packet in _ROUTED:  # a mask is counted first, unless one number is filled in
+    if packet in _ROUTED:  # a mask's entries are counted first, unless a single number is written
         masks = [each for each in args[1] if each is not None and each.dtype in (torch.bool, torch.uint8)]
         return bool(masks) and not (len(args) > 2 and args[2].numel() == 1)
     if packet is _aten.repeat_interleave:

@@ -98,7 +98,7 @@ def waiting_for_gloo() -> Iterator[None]:
         deadline = time.monotonic() + 10
         time.sleep(0.001)
         while _gloo_runs():
-            assert time.monotonic() < deadline, "gloo's threads still run 10 s after a collective's end"
+            assert time.monotonic() < deadline, "gloo's threads are still running 10 s after the end of a collective"
             time.sleep(0.001)
         return result
 

@@ -1,9 +1,8 @@
-"""Modules with Transformer Engine's names of parameters, and its arguments, made of torch operations.
+"""Modules made of torch operations, with the parameter names and arguments of Transformer Engine's.
 
-Transformer Engine exists for CUDA only. With these in its place Megatron builds a layer spec for it on a CPU, so
-that what we make of that spec can be tested: names, checkpoints, conversion, and what attention is handed. Their names
-and arguments are those that ``megatron.core.extensions.transformer_engine`` relies on. Transformer Engine itself is
-not tested by them.
+Transformer Engine exists for CUDA only. With these stand-ins Megatron builds its layer spec for it on a CPU, so that
+our use of that spec can be tested: names, checkpoints, conversion, and the arguments of attention. Names and arguments
+are those that ``megatron.core.extensions.transformer_engine`` uses. Transformer Engine itself is not tested.
 """
 
 from functools import partial
@@ -24,7 +23,7 @@ from tests.parallel.dense import dense_attention
 
 
 class _ExtraState:
-    """A state beside weights, as Transformer Engine's modules have. Ours never write it, and so never read it."""
+    """Adds the extra state that Transformer Engine's modules have. We never write it, and so never read it."""
 
     def get_extra_state(self) -> Tensor:
         return torch.empty(0, dtype=torch.uint8)
@@ -34,8 +33,8 @@ class _ExtraState:
 
 
 class _AddsToSums(torch.nn.Module):
-    """Adds gradients of its weights to Megatron's sums if it is asked to, as Transformer Engine's linear layers do, and
-    gives autograd garbage in their place."""
+    """Adds its weights' gradients to Megatron's sums if asked to, as Transformer Engine's linear layers do, and then
+    gives autograd NaNs instead."""
 
     def __init__(self, *arguments: Any, config: Any, **options: Any) -> None:
         super().__init__(*arguments, config=config, **options)
@@ -53,7 +52,7 @@ class _AddsToSums(torch.nn.Module):
 
 
 class Norm(_ExtraState, torch.nn.Module):
-    """Root mean square norm. Megatron-core 0.19 says whether a residual passes it."""
+    """Root mean square norm. Megatron-core 0.19 passes ``has_residual``."""
 
     def __init__(self, config: Any, hidden_size: int, eps: float = 1e-5, has_residual: bool = False) -> None:
         super().__init__()
@@ -65,15 +64,15 @@ class Norm(_ExtraState, torch.nn.Module):
 
 
 class Column(_AddsToSums, ColumnParallelLinear):
-    """Transformer Engine's has the names of Megatron's."""
+    """Has the parameter names of Megatron's layer, as Transformer Engine's has."""
 
 
 class Row(_AddsToSums, RowParallelLinear):
-    """Transformer Engine's has the names of Megatron's."""
+    """Has the parameter names of Megatron's layer, as Transformer Engine's has."""
 
 
 class LayerNormColumnParallelLinear(_ExtraState, Column):
-    """The norm's weight is a parameter of the matrix that it feeds."""
+    """A linear layer with a norm before it, whose weight is its own parameter."""
 
     def __init__(self, input_size: int, output_size: int, *, config: Any, **options: Any) -> None:
         super().__init__(input_size, output_size, config=config, **options)
@@ -85,7 +84,7 @@ class LayerNormColumnParallelLinear(_ExtraState, Column):
 
 
 class _GroupedLinear(_AddsToSums):
-    """Experts one after the other, by numbers of rows that the host knows; a state for each beside its weight."""
+    """Computes the experts one after another, by row counts on the host; each has a weight and an extra state."""
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
@@ -109,15 +108,15 @@ def _no_states(module: Any, state: dict[str, Any], prefix: str, *unused: Any) ->
 
 
 class ColumnParallelGroupedLinear(_GroupedLinear, ColumnGroupedLinear):
-    """Parameters and names are those of our own grouped layer."""
+    """Has the parameters of our own grouped layer."""
 
 
 class RowParallelGroupedLinear(_GroupedLinear, RowGroupedLinear):
-    """Parameters and names are those of our own grouped layer."""
+    """Has the parameters of our own grouped layer."""
 
 
 class DotProductAttention(_ExtraState, torch.nn.Module):
-    """Causal attention inside every sequence, by the boundaries of the micro-batch, on one context rank."""
+    """Causal attention inside each sequence of the micro-batch, on one context rank."""
 
     def __init__(self, config: Any, *, pg_collection: Any, softmax_scale: float | None = None, **unused: Any) -> None:
         super().__init__()
@@ -137,7 +136,7 @@ class DotProductAttention(_ExtraState, torch.nn.Module):
         packed = packed_seq_params
         assert packed.qkv_format == "thd" and attn_mask_type == AttnMaskType.causal and attention_mask is None
         for boundaries in (packed.cu_seqlens_kv, packed.cu_seqlens_q_padded, packed.cu_seqlens_kv_padded):
-            # The very same tensor: newer versions take that alone as proof that there are no gaps.
+            # The same object: newer versions take only that as proof that there are no gaps.
             assert boundaries is packed.cu_seqlens_q and boundaries.dtype == torch.int32
         lengths = [end - start for start, end in pairwise(packed.cu_seqlens_q.tolist())]
         assert packed.max_seqlen_q == packed.max_seqlen_kv == max(lengths)
@@ -145,12 +144,12 @@ class DotProductAttention(_ExtraState, torch.nn.Module):
         return out.flatten(1)
 
     def sharded_state_dict(self, *unused: Any, **options: Any) -> dict[str, Any]:
-        """As Megatron's wrapper: nothing is kept of attention."""
+        """Return nothing, like Megatron's wrapper: attention has no state."""
         return {}
 
 
 def install() -> None:
-    """For the rest of this process, which should be a forked rank."""
+    """Replace Transformer Engine for the rest of this process, which should be a forked rank."""
     extension.TEDotProductAttention = provider.TEDotProductAttention = DotProductAttention
     extension.TENorm = provider.TENorm = Norm
     provider.TELayerNormColumnParallelLinear = LayerNormColumnParallelLinear

@@ -1,4 +1,4 @@
-"""Saved activations in host memory: gradients stay the same, bit for bit. Streams and pinned memory: not covered."""
+"""Offloaded activations leave gradients unchanged, bit for bit. Not covered: streams and pinned memory."""
 
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ from tests.parallel.tiny import scored_sequences
 
 
 def _gradients(placement: RankPlacement, config: Any, pack: PackedTrajectory) -> tuple[dict[str, Tensor], int]:
-    """Of one step, and how many tensors were moved. Tensors of any size are, as the model is tiny."""
+    """Return one step's gradients and how many tensors were moved; the tiny model's tensors all may be."""
     activations.SMALLEST_BYTES = 1
     moved = 0
     to_host = activations.ActivationOffload._to_host

@@ -1,8 +1,7 @@
-"""A checkpoint continues training exactly under its layout, and to rounding under another one.
+"""Training continues from a checkpoint exactly under the same layout, and up to rounding under another one.
 
-Compared: with a run that was never interrupted (its weights bit for bit after a further AdamW step, which shows the
-moments and step counts too), with the weights in Hugging Face form as they were when the checkpoint was written, and
-random numbers drawn after loading with those drawn after saving.
+The continued run is compared with one that was never interrupted: the weights in Hugging Face form at the checkpoint
+and after another AdamW step (which depends on moments and step counts), and random numbers drawn after each of both.
 """
 
 import functools
@@ -51,14 +50,14 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 
 @dataclass
 class RankRecord:
-    """One rank's weights at the checkpoint and after one more step, and numbers drawn right after it."""
+    """One rank's weights at the checkpoint and after another step, and numbers drawn right after the checkpoint."""
 
     at_checkpoint: dict[str, Tensor]
     later: dict[str, Tensor]
     drawn: Tensor
 
 
-def _save_and_go_on(placement: RankPlacement, config: RunConfig, directory: Path) -> RankRecord:
+def _save_and_continue(placement: RankPlacement, config: RunConfig, directory: Path) -> RankRecord:
     with running(placement, config) as trainer:
         _two_seeded_steps(trainer, placement)
         trainer.save(directory)
@@ -71,8 +70,8 @@ def _two_seeded_steps(trainer: MegatronTrainer, placement: RankPlacement) -> Non
         step_of_four(trainer)
 
 
-def _save_behind_and_go_on(placement: RankPlacement, config: RunConfig, directory: Path) -> RankRecord:
-    """Nothing is written before a further step has changed every weight and moment."""
+def _save_in_background_and_continue(placement: RankPlacement, config: RunConfig, directory: Path) -> RankRecord:
+    """Write nothing before another step has changed every weight and moment."""
     gate, write = threading.Event(), CheckpointWriter.write
 
     def late(writer: CheckpointWriter) -> None:
@@ -95,8 +94,8 @@ def _save_behind_and_go_on(placement: RankPlacement, config: RunConfig, director
         return record
 
 
-def _load_and_go_on(placement: RankPlacement, config: RunConfig, directory: Path) -> RankRecord:
-    """The trainer has already trained elsewhere: nothing of that may survive."""
+def _load_and_continue(placement: RankPlacement, config: RunConfig, directory: Path) -> RankRecord:
+    """Load into a trainer that has already trained, whose state must not survive."""
     with running(placement, config) as trainer:
         step_of_four(trainer)
         trainer.load(directory)
@@ -110,7 +109,7 @@ def _record(trainer: MegatronTrainer) -> RankRecord:
 
 
 def step_of_four(trainer: MegatronTrainer) -> None:
-    """Four sequences in two packs, which the replicas share."""
+    """Train on four sequences in two packs, divided between the replicas."""
     sequences = scored_sequences([(5, 9), (3, 4), (8, 21), (7, 3)])
     packs = [pack_sequences(sequences[:2]), pack_sequences(sequences[2:])]
     take_step(trainer, _own_packs(packs, trainer, trainer.config.trainer.parallel.data), DENOMINATOR)
@@ -133,9 +132,9 @@ def _merged(records: list[RankRecord], what: str) -> dict[str, Tensor]:
 
 
 def _model(directory: Path, layout: str) -> Path:
-    # Tied, so that the second copy of the embedding is covered; experts where the layout asks for them.
+    # Tied, so that the second copy of the embedding is covered; with experts if the layout has them.
     family, tied = ("qwen3_moe", False) if "ep2" in layout else ("qwen2", True)
-    layers = 4 if "pp" in layout or layout == "single-distributed" else 2  # which pipelines go on from
+    layers = 4 if "pp" in layout or layout == "single-distributed" else 2  # pipelines continue from the latter
     make_tiny_model(directory, family, num_hidden_layers=layers, tie_word_embeddings=tied)
     return directory
 
@@ -146,7 +145,7 @@ def _run(function: Any, config: RunConfig, directory: Path, checkpoint: Path) ->
 
 @dataclass
 class Saved:
-    """A run that was saved and went on."""
+    """A run that was saved and then continued."""
 
     config: RunConfig
     checkpoint: Path
@@ -158,20 +157,20 @@ SavedBy = Callable[..., Saved]
 
 @pytest.fixture(scope="module")
 def saved_by(tmp_path_factory: pytest.TempPathFactory) -> SavedBy:
-    """Of a layout and a type; made once for all tests that go on from it, none of which may change its files."""
+    """Make a run of a layout and dtype once for all tests that continue it; none of them may change its files."""
 
     @functools.cache
     def save(layout: str, dtype: str = "float32") -> Saved:
         root = tmp_path_factory.mktemp(f"{layout}-{dtype}")
         config, checkpoint = _config(_model(root / "model", layout), root, LAYOUTS[layout], dtype), root / "checkpoint"
-        return Saved(config, checkpoint, _run(_save_and_go_on, config, root / "first", checkpoint))
+        return Saved(config, checkpoint, _run(_save_and_continue, config, root / "first", checkpoint))
 
     return save
 
 
 @pytest.mark.parametrize(
     ("layout", "dtype"),
-    [  # others go on bit for bit from a save that was written behind training, below
+    [  # the others continue from a save that was written in the background, below
         ("single-distributed", "float32"),
         ("tp2", "bfloat16"),
         ("tp2-sp-dp2-distributed", "float32"),
@@ -186,8 +185,8 @@ def test_same_layout_continues_bit_for_bit(layout: str, dtype: str, saved_by: Sa
 
 
 def _continues(saved: Saved, directory: Path) -> None:
-    """Bit for bit, in weights, moments and random numbers."""
-    loaded = _run(_load_and_go_on, saved.config, directory / "second", saved.checkpoint)
+    """Check weights, moments and random numbers bit for bit."""
+    loaded = _run(_load_and_continue, saved.config, directory / "second", saved.checkpoint)
     for what in ("at_checkpoint", "later"):
         same_bits(_merged(loaded, what), _merged(saved.records, what))
     before, after = (_merged(saved.records, what)["model.embed_tokens.weight"] for what in ("at_checkpoint", "later"))
@@ -200,11 +199,11 @@ def _continues(saved: Saved, directory: Path) -> None:
     ("layout", "dtype"),
     [("single", "float32"), ("single-distributed", "bfloat16"), ("tp2-sp-dp2-distributed", "bfloat16")],
 )
-def test_written_behind_training_it_holds_the_values_of_its_step(layout: str, dtype: str, tmp_path: Path) -> None:
-    """Loaded, it gives the weights, moments and random numbers that were there when the save was started."""
+def test_a_save_written_in_the_background_has_the_values_of_its_step(layout: str, dtype: str, tmp_path: Path) -> None:
+    """Loading it restores weights, moments and random numbers as they were when the save was started."""
     config = _config(_model(tmp_path / "model", layout), tmp_path, LAYOUTS[layout], dtype)
     checkpoint = tmp_path / "checkpoint"
-    records = _run(_save_behind_and_go_on, config, tmp_path / "first", checkpoint)
+    records = _run(_save_in_background_and_continue, config, tmp_path / "first", checkpoint)
     _continues(Saved(config, checkpoint, records), tmp_path)
 
 
@@ -220,21 +219,21 @@ def test_written_behind_training_it_holds_the_values_of_its_step(layout: str, dt
         ("ep2-distributed", "single-distributed"),
     ],
 )
-def test_another_layout_continues_to_rounding(wrote: str, reads: str, saved_by: SavedBy, tmp_path: Path) -> None:
+def test_another_layout_continues_up_to_rounding(wrote: str, reads: str, saved_by: SavedBy, tmp_path: Path) -> None:
     saved = saved_by(wrote)
     second = _config(saved.config.model.path, tmp_path, LAYOUTS[reads])
-    loaded = _run(_load_and_go_on, second, tmp_path / "second", saved.checkpoint)
+    loaded = _run(_load_and_continue, second, tmp_path / "second", saved.checkpoint)
     same_bits(_merged(loaded, "at_checkpoint"), _merged(saved.records, "at_checkpoint"))
-    # Sums over ranks are added in another order, and AdamW divides by small second moments.
+    # Ranks are summed in another order, and AdamW divides by small second moments.
     assert_close(_merged(loaded, "later"), _merged(saved.records, "later"), 2e-5)
 
 
 def _memory_of_a_save(placement: RankPlacement, config: RunConfig, directory: Path) -> float:
-    """What a save adds to a rank's memory at most, by the kernel's account, as a share of the optimizer's state."""
+    """Return the kernel's peak of a save's additional memory, as a fraction of the optimizer state."""
     with running(placement, config) as trainer:
         step_of_four(trainer)
-        trainer.save(directory / "first")  # what is imported for it
-        Path("/proc/self/clear_refs").write_text("5")  # start the peak again
+        trainer.save(directory / "first")  # imports what it needs
+        Path("/proc/self/clear_refs").write_text("5")  # resets the peak
         before = _kernel_bytes("VmRSS")
         trainer.save(directory / "second")
         parameters = sum(parameter.numel() for chunk in trainer.wrapped for parameter in chunk.parameters())
@@ -247,7 +246,7 @@ def _kernel_bytes(name: str) -> int:
     return int(found[1]) * 1024
 
 
-def test_a_save_needs_little_memory_beside_the_state(tmp_path: Path) -> None:
+def test_a_save_needs_little_additional_memory(tmp_path: Path) -> None:
     large = {"hidden_size": 384, "intermediate_size": 768, "vocab_size": 8192, "tie_word_embeddings": True}
     make_tiny_model(tmp_path / "model", "qwen2", num_hidden_layers=2, **large)
     config = _config(tmp_path / "model", tmp_path, LAYOUTS["single-distributed"])
@@ -257,10 +256,10 @@ def test_a_save_needs_little_memory_beside_the_state(tmp_path: Path) -> None:
 
 def _errors(placement: RankPlacement, config: RunConfig, directories: list[Path]) -> list[str]:
     with running(placement, config) as trainer:
-        return [_refused(lambda directory=directory: trainer.load(directory)) for directory in directories]
+        return [_error_of(lambda directory=directory: trainer.load(directory)) for directory in directories]
 
 
-def _refused(action: Callable[[], object]) -> str:
+def _error_of(action: Callable[[], object]) -> str:
     with pytest.raises(CheckpointError) as caught:
         action()
     return str(caught.value)
@@ -271,7 +270,7 @@ def _cut(content: bytes) -> bytes:
 
 
 def _flip(place: float) -> Callable[[bytes], bytes]:
-    """One bit of one byte at a fraction of the file."""
+    """Flip one bit of the byte at this fraction of the file."""
 
     def flipped(content: bytes) -> bytes:
         index = int(place * len(content))
@@ -298,11 +297,11 @@ DAMAGE: list[tuple[str, Damage]] = [
     }.items()
     for file in files
 ]
-"""File of a checkpoint, and what becomes of its content; None removes it."""
+"""A checkpoint's file and a function that damages its content; returning None removes the file."""
 
 
 def _damaged_copy(whole: Path, directory: Path, pattern: str, damage: Damage) -> str:
-    """The damaged file's name."""
+    """Copy and damage the checkpoint; return the damaged file's name."""
     shutil.copytree(whole, directory)
     file = max(directory.glob(pattern), key=lambda path: path.stat().st_size)
     content = damage(file.read_bytes())
@@ -314,8 +313,8 @@ def _damaged_copy(whole: Path, directory: Path, pattern: str, damage: Damage) ->
     return file.name
 
 
-def test_what_cannot_be_loaded_is_refused(saved_by: SavedBy, tmp_path: Path) -> None:
-    """Nothing there, every kind of damaged file, another model, another schedule."""
+def test_loading_is_rejected(saved_by: SavedBy, tmp_path: Path) -> None:
+    """Missing checkpoint, every kind of damaged file, another model, another schedule."""
     saved = saved_by("single")
     whole, config = saved.checkpoint, saved.config
     directories = [tmp_path / f"step-{number}" / "trainer" for number in range(len(DAMAGE))]
@@ -356,7 +355,7 @@ def test_what_cannot_be_loaded_is_refused(saved_by: SavedBy, tmp_path: Path) -> 
 
 @pytest.mark.parametrize("reads", ["tp2-sp-dp2-distributed", "single-distributed"])
 def test_one_flipped_byte_is_named_on_every_rank_of_any_layout(reads: str, saved_by: SavedBy, tmp_path: Path) -> None:
-    """A byte of a weight, of a moment and of the last rank's file: all ranks reject it."""
+    """Damages a byte of a weight, of a moment and of the last rank's file: all ranks reject each."""
     saved = saved_by("tp2-sp-dp2-distributed")
     model, whole = saved.config.model.path, saved.checkpoint
     stored = json.loads((whole / "checksums.json").read_text())["content"]["pieces"]
@@ -381,16 +380,16 @@ def test_one_flipped_byte_is_named_on_every_rank_of_any_layout(reads: str, saved
 
 
 def _save_on_a_full_disk(placement: RankPlacement, config: RunConfig, directory: Path, behind: bool) -> str:
-    """A limit on file size stands for the disk, on the second rank only."""
+    """Simulate the full disk on the second rank only."""
     with running(placement, config) as trainer, small_disk(50_000 if placement.rank == 1 else None):
         if not behind:
-            return _refused(lambda: trainer.save(directory))
+            return _error_of(lambda: trainer.save(directory))
         save = trainer.start_save(directory)
         if placement.rank == 1:
-            assert "__1_0.distcp: could not be written" in _refused(lambda: _wait_for(save))
+            assert "__1_0.distcp: could not be written" in _error_of(lambda: _wait_for(save))
         else:
-            _wait_for(save)  # this part is sound
-        return _refused(save.finish)
+            _wait_for(save)  # this rank's part is fine
+        return _error_of(save.finish)
 
 
 def _wait_for(save: PendingSave) -> None:
@@ -402,7 +401,7 @@ def _wait_for(save: PendingSave) -> None:
 
 @pytest.mark.parametrize("behind", [False, True])
 def test_a_full_disk_is_reported_on_every_rank(behind: bool, tmp_path: Path) -> None:
-    """No rank waits for the one that could not write, and what was written does not load."""
+    """No rank waits for the one that could not write, and the written files do not load."""
     config = _config(_model(tmp_path / "model", "tp2"), tmp_path, LAYOUTS["tp2"])
     checkpoint = tmp_path / "checkpoint"
     first, second = run_ranks(_save_on_a_full_disk, 2, tmp_path / "ranks", config, checkpoint, behind)
@@ -416,18 +415,18 @@ def _save_without_room_for_plain_values(placement: RankPlacement, config: RunCon
     directory.mkdir()
     (directory / "common.pt").symlink_to("/dev/full")
     with running(placement, config) as trainer:
-        return _refused(lambda: trainer.save(directory))
+        return _error_of(lambda: trainer.save(directory))
 
 
-def test_a_full_disk_at_megatron_s_small_file_is_reported_alike(tmp_path: Path) -> None:
-    """A disk may become full at any of a checkpoint's files, and that one is written by path, by torch itself."""
+def test_a_full_disk_is_reported_for_the_file_that_torch_writes(tmp_path: Path) -> None:
+    """Torch itself writes Megatron's small file of plain values."""
     config, checkpoint = _config(_model(tmp_path / "model", "single"), tmp_path, LAYOUTS["single"]), tmp_path / "full"
     (message,) = run_ranks(_save_without_room_for_plain_values, 1, tmp_path / "ranks", config, checkpoint)
     assert message.startswith(f"{checkpoint}: could not be written (No space left on device; ")
 
 
 def _save_weights_and_refer(placement: RankPlacement, config: RunConfig, directory: Path) -> dict[str, Tensor]:
-    """What the policy was becomes the reference, exactly, and stays so while the policy goes on."""
+    """Make the current policy the reference; it must stay the same while the policy trains on."""
     with running(placement, config) as trainer:
         _two_seeded_steps(trainer, placement)
         exported, policy = exported_from(trainer), _scored(trainer, "policy")
@@ -453,8 +452,8 @@ def _scored(trainer: MegatronTrainer, weights: Any) -> Tensor:
     return torch.zeros(1) if scored is None else scored[0].logprobs
 
 
-def test_weights_alone_become_the_reference_of_their_ranks_and_of_others(tmp_path: Path) -> None:
-    """With the optimizer sharded and gathers behind the update, which saving must wait for; then on one rank."""
+def test_saved_weights_become_the_reference_under_the_same_and_another_layout(tmp_path: Path) -> None:
+    """The optimizer is sharded and gathers overlap, so that saving has to wait for them; then one rank loads them."""
     model, reference = _model(tmp_path / "model", "tp2"), {"algorithm": {"kl_coef": 0.1}}
     layout = {"tensor": 2, "sequence": True, "distributed": True}
     config = _config(model, tmp_path, layout, "bfloat16", **reference)

@@ -1,4 +1,4 @@
-"""Weights from trainer ranks to the engine workers on their devices: all of them, each from its own rank, once."""
+"""Weights reach the engine workers on the trainers' devices completely, from the rank on the same device, once."""
 
 import contextlib
 import json
@@ -27,7 +27,7 @@ from tests.support.weight_buckets import bucket, left
 
 TENSOR, PIPELINE, ENGINE = 2, 2, 2
 SIZES = ((50, 3000, 10), (700, 20_000))
-"""Elements of each stage's buckets; they grow on the way, so that buffers are replaced."""
+"""Number of elements of each stage's buckets; they grow, so that buffers are replaced."""
 
 
 def sent(sync: int) -> list[WeightBucket]:
@@ -35,7 +35,7 @@ def sent(sync: int) -> list[WeightBucket]:
 
 
 class Backend:
-    """One rank's share of an export: the first of a stage has the tensors, the other takes part, replicas have none."""
+    """One rank's part of an export: a stage's first rank has the tensors, the other takes part, replicas have none."""
 
     def __init__(self, place: RankCoordinates) -> None:
         self._place = place
@@ -51,7 +51,7 @@ class Backend:
 
 @contextlib.contextmanager
 def counted_messages() -> Iterator[list[int]]:
-    """Bytes of every broadcast of weights."""
+    """Record the bytes of every broadcast of weights."""
     counted: list[int] = []
     broadcast = dist.broadcast
 
@@ -65,14 +65,14 @@ def counted_messages() -> Iterator[list[int]]:
 
 
 def everyone(value: Any) -> list[Any]:
-    """As the driver gathers answers: they cross processes."""
+    """Gather values from all ranks, as the driver gathers answers."""
     answers = [None] * dist.get_world_size()
     dist.all_gather_object(answers, value)
     return answers
 
 
 def _export(placement: RankPlacement, session: str, config: RunConfig) -> list[dict[str, int]]:
-    """Two syncs; what this rank's worker has received in each."""
+    """Do two syncs and return what this rank's worker received in each."""
     address = f"tcp://{placement.master_address}:{placement.master_port}"
     dist.init_process_group("gloo", init_method=address, rank=placement.rank, world_size=placement.world_size)
     tensor, rest = placement.rank % TENSOR, placement.rank // TENSOR
@@ -103,7 +103,7 @@ def _export(placement: RankPlacement, session: str, config: RunConfig) -> list[d
 
 
 def arrived(arrivals: Arrivals, receiver: Any, metadata: BucketMetadata) -> list[int]:
-    """Verify what a worker receives, and that it maps its own rank's memory alone; the bytes it has read."""
+    """Verify what a worker receives and that it maps only its own rank's memory; return the bytes that it read."""
     arrivals.copies(metadata.entries, receiver.receive(metadata), "cpu")
     mapped = {line.split()[-1] for line in Path("/proc/self/maps").read_text().splitlines() if "/dev/shm/" in line}
     ours = {name for name in mapped if metadata.location["sender"] in name}
@@ -113,7 +113,7 @@ def arrived(arrivals: Arrivals, receiver: Any, metadata: BucketMetadata) -> list
 
 @pytest.mark.timeout(180)
 def test_every_byte_reaches_every_rank_once(session: str, tmp_path: Path) -> None:
-    """Tensor 2, pipeline 2, context 2 against four engines of tensor 2."""
+    """Trainers with tensor=2, pipeline=2, context=2 send to four engines with tensor=2."""
     config = RunConfig.model_validate({"run_dir": "unused", "model": {"path": "unused"}})
     results = run_ranks(_export, TENSOR * PIPELINE * 2, tmp_path, session, config)
     for sync in range(2):

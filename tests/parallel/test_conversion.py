@@ -1,8 +1,7 @@
-"""Hugging Face to Megatron to Hugging Face is the identity, bit for bit, for every family over parallel layouts.
+"""Converting Hugging Face to Megatron and back is the identity, bit for bit, for every family and parallel layout.
 
-Compared with the bytes of the checkpoint that was read, tensor by tensor, both as streamed buckets and as a written
-checkpoint. That each element stands at the *right* place in between is what the unit tests of the transforms and the
-logprob parity tests show.
+Streamed buckets and written checkpoints are compared with the original checkpoint tensor by tensor. The unit tests of
+the transforms and the logprob parity tests cover that each element is in the *right* place in between.
 """
 
 import json
@@ -30,7 +29,7 @@ from tests.parallel.steps import joined, same_bits, small_disk
 from tests.parallel.tiny import DIVISIBLE, edited_weights, tiny_config
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "qwen3_moe", "deepseek_v3")
-BUCKET_BYTES = 100_000  # embeddings (135 kB) are larger, most other tensors smaller
+BUCKET_BYTES = 100_000  # smaller than embeddings (135 kB), larger than most other tensors
 SHARD_BYTES = 400_000
 
 LAYOUTS: dict[str, dict[str, Any]] = {
@@ -55,7 +54,7 @@ EXPERT_LAYOUTS: dict[str, dict[str, Any]] = {
 
 @dataclass
 class Exported:
-    """What one rank streamed: bucket sizes in bytes, and its tensors."""
+    """One rank's stream: bucket sizes in bytes, and tensors."""
 
     buckets: list[int] = field(default_factory=list)
     tensors: dict[str, Tensor] = field(default_factory=dict)
@@ -72,7 +71,7 @@ def _one_family(config: RunConfig, output: Path) -> Exported:
     chunks = build_chunks(config, dimensions)
     for chunk in chunks:
         for parameter in chunk.parameters():
-            parameter.data.fill_(float("nan"))  # what is not written shows
+            parameter.data.fill_(float("nan"))  # so that a tensor that is not loaded is noticed
     conversion.load_hf_weights(chunks, config.model.path, dimensions)
     assert all(parameter.isfinite().all() for chunk in chunks for parameter in chunk.parameters())
     exported = Exported()
@@ -102,7 +101,7 @@ def _check_layout(root: Path, families: tuple[str, ...], layout: dict[str, Any],
 
 
 def _check_stream(ranks: list[Exported], original: dict[str, Tensor], num_stages: int) -> None:
-    """Every tensor comes from exactly one rank, once, unchanged; buckets keep their bound."""
+    """Check that every tensor comes unchanged from exactly one rank, and that buckets keep their size limit."""
     streamed: dict[str, Tensor] = {}
     for rank in ranks:
         assert rank.copies == 0
@@ -111,7 +110,7 @@ def _check_stream(ranks: list[Exported], original: dict[str, Tensor], num_stages
     same_bits(streamed, original)
     largest = max(tensor.nbytes for tensor in original.values())
     assert max(size for rank in ranks for size in rank.buckets) <= max(BUCKET_BYTES, largest)
-    assert sum(bool(rank.tensors) for rank in ranks) == num_stages  # one sender each
+    assert sum(bool(rank.tensors) for rank in ranks) == num_stages  # one sender per stage
 
 
 def _check_directory(output: Path, original: dict[str, Tensor]) -> None:
@@ -134,9 +133,9 @@ def test_round_trip_is_bit_exact(layout: str, tmp_path: Path) -> None:
 
 
 def test_round_trip_in_bfloat16_is_bit_exact(tmp_path: Path) -> None:
-    """And with the tying turned round: untied qwen2, tied qwen3, whose head has a copy on the last stage.
+    """Tying is reversed: untied qwen2, and tied qwen3, whose last stage has a copy of the embedding.
 
-    Routers' biases stay in float32. Queries that are not compressed, and two ranks for each of two KV heads.
+    Routers' biases stay in float32. Also without compressed queries, and with two ranks for each of two KV heads.
     """
     for family, tied in (("qwen2", False), ("qwen3", True)):
         layout = {"tensor": 2, "pipeline": 2}
@@ -146,8 +145,8 @@ def test_round_trip_in_bfloat16_is_bit_exact(tmp_path: Path) -> None:
     _check_layout(tmp_path / "shared", ("qwen2", "qwen3"), {"tensor": 4}, dtype="bfloat16", num_key_value_heads=2)
 
 
-def test_what_is_written_is_a_model_that_transformers_loads(tmp_path: Path) -> None:
-    """Saved over an earlier checkpoint, with the tokenizer, and computing the same logits."""
+def test_transformers_loads_the_written_model(tmp_path: Path) -> None:
+    """Saved over an earlier checkpoint and with the tokenizer, it computes the same logits."""
     (config,) = _configs(tmp_path / "hf", ("qwen3",), {"tensor": 2})
     output = tmp_path / "out"
     make_tiny_model(output, "qwen3", seed=5)
@@ -158,8 +157,8 @@ def test_what_is_written_is_a_model_that_transformers_loads(tmp_path: Path) -> N
     assert (output / "generation_config.json").is_file() and (output / "chat_template.jinja").is_file()
 
 
-def test_a_checkpoint_is_cast_to_the_model_s_type(tmp_path: Path) -> None:
-    """float32 on disk, bfloat16 in the model: rounded once, and the written configuration says so."""
+def test_a_checkpoint_is_cast_to_the_dtype_of_the_model(tmp_path: Path) -> None:
+    """Weights in float32 are rounded once for a bfloat16 model, and the written configuration names bfloat16."""
     (config,) = _configs(tmp_path / "hf", ("qwen3",), {})
     config = config.model_copy(update={"model": config.model.model_copy(update={"dtype": "bfloat16"})})
     ((exported,),) = run_ranks(_round_trip, 1, tmp_path / "ranks", [config], [tmp_path / "out"])
@@ -169,7 +168,7 @@ def test_a_checkpoint_is_cast_to_the_model_s_type(tmp_path: Path) -> None:
 
 
 class _FusedNames:
-    """A model chunk under the names that Transformer Engine's fused modules give the same parameters."""
+    """A model chunk that shows its parameters under the names of Transformer Engine's fused modules."""
 
     def __init__(self, chunk: Any) -> None:
         self.decoder = chunk.decoder
@@ -202,7 +201,7 @@ def _load_under_fused_names(placement: RankPlacement, configs: list[RunConfig]) 
     return same
 
 
-def test_transformer_engine_s_fused_names_are_understood(tmp_path: Path) -> None:
+def test_fused_names_of_transformer_engine_are_understood(tmp_path: Path) -> None:
     configs = _configs(tmp_path / "hf", ("qwen2", "qwen3_moe"), {"data": 2, "expert": 2})[1:]
     configs += _configs(tmp_path / "hf", ("qwen2",), {"data": 2})
     assert run_ranks(_load_under_fused_names, 2, tmp_path / "ranks", configs) == [[True, True]] * 2
@@ -210,20 +209,20 @@ def test_transformer_engine_s_fused_names_are_understood(tmp_path: Path) -> None
 
 # --------------------------------------------------------------------------------------------------------------- faults
 def _failing(placement: RankPlacement, config: RunConfig, action: Callable[..., None], *arguments: Any) -> str:
-    """The message of the CheckpointError that ``action`` ends in on this rank."""
+    """Return the message of the CheckpointError that ``action`` raises on this rank."""
     with joined(placement, config), pytest.raises(CheckpointError) as caught:
         action(config, ModelDimensions.from_checkpoint(config.model.path), *arguments)
     return str(caught.value)
 
 
 def _load(config: RunConfig, dimensions: ModelDimensions, changes: dict[str, Any]) -> None:
-    """Into a model that was built with other dimensions than the checkpoint has."""
+    """Load into a model whose dimensions differ from the checkpoint's."""
     chunks = build_chunks(config, replace(dimensions, **changes))
     conversion.load_hf_weights(chunks, config.model.path, dimensions)
 
 
 def test_one_rank_failing_ends_all(tmp_path: Path) -> None:
-    """NaN in the last layer is read by the last stage only; the first one learns of it instead of waiting."""
+    """Only the last stage reads the NaN in the last layer; the first stage is told and does not wait."""
     (config,) = _configs(tmp_path / "hf", ("qwen3",), {"pipeline": 2})
     with edited_weights(config.model.path) as tensors:
         tensors["model.layers.3.mlp.down_proj.weight"][5, 7] = float("nan")
@@ -242,7 +241,7 @@ NOT_ITS_OWN: list[tuple[dict[str, Any], str]] = [
 ]
 
 
-def test_a_model_that_is_not_the_checkpoint_s_is_refused(tmp_path: Path) -> None:
+def test_another_model_than_the_checkpoint_is_rejected(tmp_path: Path) -> None:
     (config,) = _configs(tmp_path / "hf", ("qwen3",), {"tensor": 2})
     found = run_each(_failing, 2, tmp_path / "ranks", [(config, _load, changes) for changes, _ in NOT_ITS_OWN])
     for (changes, message), ranks in zip(NOT_ITS_OWN, found, strict=True):
@@ -250,7 +249,7 @@ def test_a_model_that_is_not_the_checkpoint_s_is_refused(tmp_path: Path) -> None
 
 
 def _save_on_a_full_disk(config: RunConfig, dimensions: ModelDimensions, output: Path) -> None:
-    """A limit on file size stands for the disk, on the last stage only."""
+    """Simulate the full disk on the last stage only."""
     chunks = build_chunks(config, dimensions)
     conversion.load_hf_weights(chunks, config.model.path, dimensions)
     with small_disk(200_000 if parallel.coordinates().pipeline == 1 else None):
@@ -273,7 +272,7 @@ def _save(config: RunConfig, dimensions: ModelDimensions, output: Path) -> None:
     conversion.save_hf(build_chunks(config, dimensions), dimensions, config.model.path, output)
 
 
-def test_saving_over_something_else_is_refused(tmp_path: Path) -> None:
+def test_saving_over_other_files_is_rejected(tmp_path: Path) -> None:
     (config,) = _configs(tmp_path / "hf", ("qwen3",), {})
     (tmp_path / "notes").mkdir()
     (tmp_path / "notes" / "file.txt").write_text("keep me")

@@ -1,4 +1,4 @@
-"""Megatron on a CPU: its adaptation leaves no trace and names a symbol that is gone; nothing is compiled at import."""
+"""Adaptations of Megatron to a CPU leave no trace and name missing symbols; nothing is compiled on import."""
 
 import subprocess
 import sys
@@ -11,13 +11,13 @@ from megatron.core.tensor_parallel import random
 
 from backends.megatron import deferred_compile
 from backends.megatron.cpu_runtime import megatron_runtime
-from backends.megatron.patch import Patch
+from backends.megatron.installed import Patch, applied
 from slime_like.errors import TrainerError
 
-pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the adaptation is inactive where CUDA is available")
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the adaptations are inactive if CUDA is available")
 
 
-def test_literal_cuda_devices_become_the_cpu_inside_only() -> None:
+def test_literal_cuda_devices_become_the_cpu_only_inside() -> None:
     tracker, current_device = random.CudaRNGStatesTracker, torch.cuda.current_device
     with megatron_runtime():
         assert torch.zeros(2, device="cuda").device.type == "cpu"
@@ -30,7 +30,7 @@ def test_literal_cuda_devices_become_the_cpu_inside_only() -> None:
 
 
 def test_nothing_is_left_behind() -> None:
-    """Also where it is entered twice, and left by an error."""
+    """Includes nested contexts and an exit by an error."""
     before = dict(vars(torch)), dict(vars(torch.Tensor)), dict(vars(torch.cuda))
     with pytest.raises(ZeroDivisionError), megatron_runtime():
         with megatron_runtime():
@@ -40,8 +40,8 @@ def test_nothing_is_left_behind() -> None:
     assert (dict(vars(torch)), dict(vars(torch.Tensor)), dict(vars(torch.cuda))) == before
 
 
-def test_torch_script_compiles_inside_as_it_does_outside() -> None:
-    """ring-flash-attn, which is imported by the first micro-batch, is written in it."""
+def test_torch_script_compiles_inside_like_outside() -> None:
+    """ring-flash-attn, which the first micro-batch imports, uses it."""
 
     def zeros_like_its_shape(x: torch.Tensor) -> torch.Tensor:
         return torch.zeros(x.shape, dtype=x.dtype, device=x.device) + torch.empty_like(x).to(torch.float32).fill_(0)
@@ -52,7 +52,7 @@ def test_torch_script_compiles_inside_as_it_does_outside() -> None:
 
 
 def test_a_device_context_that_is_first_used_inside_works_and_a_rank_imports_no_compiler() -> None:
-    """In a separate process: torch notes once what such a context applies to."""
+    """Runs in a separate process, because torch caches the functions that such a context applies to."""
     first_use = (
         "import sys, torch; from backends.megatron.cpu_runtime import megatron_runtime\n"
         "with megatron_runtime(on_meta=True), torch.device('meta'):\n"
@@ -65,7 +65,7 @@ def test_a_device_context_that_is_first_used_inside_works_and_a_rank_imports_no_
     subprocess.run([sys.executable, "-c", first_use], check=True, timeout=120)
 
 
-def test_named_random_states_advance_apart_from_the_default_one() -> None:
+def test_named_random_states_advance_separately_from_the_default_one() -> None:
     with megatron_runtime():
         tracker = random.CudaRNGStatesTracker()
         tracker.add("model-parallel-rng", 5)
@@ -83,12 +83,13 @@ def test_named_random_states_advance_apart_from_the_default_one() -> None:
 
 
 def test_a_missing_symbol_is_named_with_the_version() -> None:
-    with pytest.raises(TrainerError, match=r"no_such_function does not exist in megatron-core \d+\.\d+.*install"):
-        Patch(random, "no_such_function", None).check()
+    expected = r"no_such_function does not exist in megatron-core \d+\.\d+.*install"
+    with pytest.raises(TrainerError, match=expected), applied(Patch(random, "no_such_function", None)):
+        pass
 
 
 # ------------------------------------------------------------------------------------------------- deferred compilation
-def test_the_first_call_compiles_with_the_options_given(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_first_call_compiles_with_the_given_options(monkeypatch: pytest.MonkeyPatch) -> None:
     compiled: list[tuple[str, dict[str, Any]]] = []
 
     def record(function: Callable[..., Any], **options: Any) -> Callable[..., Any]:

@@ -1,7 +1,7 @@
-"""Any Hugging Face causal language model trains with FSDP, or is rejected by name; nothing of it is left out.
+"""Any Hugging Face causal language model trains completely with FSDP, or is rejected with a reason.
 
-Families that this project has no formulas for are compared as the known ones are (``test_fsdp_parity``): with the
-model's own float64 forward pass on unpacked sequences, its gradients and its updates.
+Families without formulas in this project are compared like the known ones (``test_fsdp_parity``): with the model's
+float64 forward pass on unpacked sequences, its gradients and its updates.
 """
 
 import json
@@ -27,19 +27,19 @@ from tests.parallel.tiny import OTHERS, SIZES, save_checkpoint
 
 REFUSED = {
     "Gemma2Config": "asks for softcap in attention",
-    "MixtralConfig": "checkpoints of MixtralForCausalLM are arranged otherwise than its modules",
+    "MixtralConfig": "checkpoints of MixtralForCausalLM are arranged differently from its modules",
     "FalconConfig": "no causal language model for it whose attention can be replaced",
-    "Lfm2Config": "a sequence notices the one before it",
+    "Lfm2Config": "a sequence affects the next one in a micro-batch",
     "a factor that its head leaves out": "differ from those of transformers' own forward pass",
     "a sequence wider than the window": f"a sequence has {max(map(sum, PACKS[1]))} tokens, but layers of",
 }
-"""Configuration class of transformers, or what is wrong with a checkpoint; what is said."""
+"""Configuration class of transformers, or a fault of a checkpoint, and the message."""
 
 
-def test_families_of_transformers_own_compute_the_reference(tmp_path: Path) -> None:
+def test_other_families_of_transformers_compute_the_reference(tmp_path: Path) -> None:
     cases = [make_case(family, tmp_path / family, steps=1) for family in OTHERS]
     for case in cases:
-        case.expected.balance = 0.0  # not asked for: how routers of other families choose is not known
+        case.expected.balance = 0.0  # not requested: the choices of other families' routers are unknown
     for family, case, results in zip(OTHERS, cases, run_cases(cases, {"context": 2}, tmp_path, steps=1), strict=True):
         try:
             check_case(case, results)
@@ -47,8 +47,8 @@ def test_families_of_transformers_own_compute_the_reference(tmp_path: Path) -> N
             pytest.fail(f"{family}: {error}")
 
 
-def test_what_packs_do_not_admit_is_refused_by_name(tmp_path: Path) -> None:
-    """In bfloat16, where rounding could hide it."""
+def test_models_that_do_not_support_packs_are_rejected_by_name(tmp_path: Path) -> None:
+    """Runs in bfloat16, whose rounding could hide a difference."""
     models = [_checkpoint(name, tmp_path / str(index)) for index, name in enumerate(REFUSED)]
     wide = make_case("llama", tmp_path / "case", steps=0).packs()[1]
     configs = [_config(model, name) for name, model in zip(REFUSED, models, strict=True)]
@@ -57,8 +57,8 @@ def test_what_packs_do_not_admit_is_refused_by_name(tmp_path: Path) -> None:
         assert sentence in message, f"{name}: {message}"
 
 
-def test_a_buffer_of_the_checkpoint_is_refused_by_name() -> None:
-    """Those that follow from the configuration are in no checkpoint, and routers' biases are kept."""
+def test_a_buffer_of_the_checkpoint_is_rejected_by_name() -> None:
+    """Buffers that follow from the configuration are in no checkpoint, and routers' biases are kept."""
     module = torch.nn.Linear(2, 2)
     module.register_buffer("angles", torch.zeros(2), persistent=False)
     module.register_buffer("e_score_correction_bias", torch.zeros(2))
@@ -70,7 +70,7 @@ def test_a_buffer_of_the_checkpoint_is_refused_by_name() -> None:
 
 
 def test_a_plan_counts_the_model_itself(tmp_path: Path) -> None:
-    """Two of four experts, all else but the embedding: that is what one token goes through."""
+    """A token passes two of four experts and everything else except the embedding."""
     model = save_checkpoint("qwen2_moe", tmp_path)
     found = ModelDimensions.from_checkpoint(model)
     counted = counted_dimensions(_config(model, ""), found, FsdpTrainer)
@@ -81,7 +81,7 @@ def test_a_plan_counts_the_model_itself(tmp_path: Path) -> None:
 
 
 def _refusal(placement: RankPlacement, config: RunConfig, pack: Any) -> str:
-    """What the run's start, or its first pack, is rejected with."""
+    """Return the error of the run's start, or of its first pack."""
     trainer = FsdpTrainer(config, placement)
     try:
         trainer.setup()

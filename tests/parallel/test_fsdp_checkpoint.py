@@ -1,9 +1,8 @@
-"""FSDP checkpoints continue training bit for bit on as many ranks, to rounding on others; damaged ones are rejected.
+"""FSDP checkpoints continue bit for bit on equally many ranks, up to rounding on others. Damaged ones are rejected.
 
-Compared: with a run that was never interrupted (its weights after a further AdamW step, which shows moments and step
-counts too), with the weights as they were when the checkpoint was written, and random numbers drawn after loading with
-those drawn after saving. A conversion from disk is compared with the ranks' own export. One fork writes; each further
-layout is one fork that reads.
+A loaded run is compared with an uninterrupted one after a further AdamW step (which also shows moments and step
+counts), with the weights at the time of the save, and by random numbers drawn after saving and after loading. A
+conversion from disk is compared with the ranks' export. One fork writes, and one fork per further layout reads.
 """
 
 import json
@@ -66,12 +65,12 @@ def _step(trainer: FsdpTrainer) -> None:
 
 
 def _exported(trainer: FsdpTrainer) -> dict[str, Tensor]:
-    """On the first rank: everything in Hugging Face's form."""
+    """Return, on the first rank, all weights in Hugging Face's form."""
     return {name: tensor.clone() for bucket in trainer.export_weights() for name, tensor in bucket.tensors}
 
 
 def _save_and_go_on(placement: RankPlacement, config: RunConfig, root: Path) -> Record:
-    """The same state twice: at once, and behind training, where nothing is written before every weight has changed."""
+    """Save the same state immediately, and in the background after every weight has changed."""
     trainer = FsdpTrainer(config, placement)
     trainer.setup()
     torch.manual_seed(100 + placement.rank)
@@ -102,7 +101,7 @@ def _save_and_go_on(placement: RankPlacement, config: RunConfig, root: Path) -> 
 def _load_and_go_on(
     placement: RankPlacement, config: RunConfig, checkpoints: list[Path], damaged: list[Path]
 ) -> list[Record]:
-    """The trainer has already trained elsewhere: nothing of that may survive. Damaged ones are rejected before."""
+    """Load into a trainer that has already trained, after it has rejected damaged checkpoints."""
     trainer = FsdpTrainer(config, placement)
     trainer.setup()
     records = []
@@ -119,7 +118,7 @@ def _load_and_go_on(
 
 
 def _shift_biases(trainer: FsdpTrainer) -> None:
-    """No step changes routers' biases: that they are written and read shows only where they were others before."""
+    """Change routers' biases, which no step changes, so that saving and loading them shows."""
     for bias in trainer.model.kept_by_name().values():
         bias += torch.arange(len(bias))
 
@@ -135,7 +134,7 @@ def _flipped(content: bytes, position: int) -> bytes:
 
 
 def _damaged_copies(root: Path) -> list[tuple[Path, str]]:
-    """Directories, and what the message must name: a flipped byte of a weight, one cut off, the small files."""
+    """Return directories and what their messages must name: a flipped byte of a weight, a missing byte, small files."""
     stored = json.loads((root / "whole" / "checksums.json").read_text())["content"]["pieces"]
     moment = "optimizer.exp_avg_sq.model.norm.weight"
     data, at = next((data, entry[1]) for data, entries in stored.items() for entry in entries if moment in entry[0])
@@ -157,7 +156,7 @@ def _damaged_copies(root: Path) -> list[tuple[Path, str]]:
 
 @dataclass
 class Written:
-    """A directory with a model and its checkpoints, its precision, the layout that wrote, and the ranks' records."""
+    """A directory with a model and its checkpoints, its dtype, the layout that wrote them, and the ranks' records."""
 
     root: Path
     dtype: str
@@ -177,7 +176,7 @@ KINDS = [
 
 @pytest.fixture(scope="module", params=KINDS, ids=lambda p: p[0])
 def written(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Written:
-    """One model is tied, the others are mixtures of experts, the last one with biases in its routers."""
+    """Write checkpoints of a tied model and of two mixtures of experts, the last one with biases in its routers."""
     family, dtype, layout = request.param
     found = Written(tmp_path_factory.mktemp(family), dtype, layout, [])
     make_tiny_model(found.root / "model", family, num_hidden_layers=2, tie_word_embeddings=family == "qwen2")
@@ -188,8 +187,8 @@ def written(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     return found
 
 
-def test_as_many_ranks_continue_bit_for_bit_and_refuse_damage(written: Written, tmp_path: Path) -> None:
-    """Damage knows no families; of those that are mixtures the checkpoint that others do not read goes on."""
+def test_as_many_ranks_continue_bit_for_bit_and_reject_damage(written: Written, tmp_path: Path) -> None:
+    """Damage is tested with one family; mixtures of experts only load the checkpoint that no other test reads."""
     root, saved = written.root, written.saved
     dense = written.dtype == "float32"
     damaged = _damaged_copies(root) if dense else []
@@ -222,9 +221,9 @@ def test_other_ranks_continue_to_rounding(layout: dict[str, int], written: Writt
 
 
 def test_it_becomes_a_hugging_face_model_from_disk(written: Written, tmp_path: Path) -> None:
-    """Bit for bit what the ranks sent and exported; transformers reads it and finds nothing missing.
+    """It equals the ranks' export bit for bit, and transformers finds nothing missing.
 
-    Of one whose data file was cut off nothing but names would have been read by then: it is refused.
+    A checkpoint with a truncated data file is rejected on opening, before any tensor is read.
     """
     root, dtype, config = written.root, written.dtype, written.config({})
     options = ConversionOptions(dtype, 1 << 30, 2, False)  # type: ignore[arg-type]  # one of the literal's
@@ -246,7 +245,7 @@ def test_it_becomes_a_hugging_face_model_from_disk(written: Written, tmp_path: P
 
 
 def _other_run(placement: RankPlacement, config: RunConfig, checkpoint: Path, scores: bool) -> Any:
-    """What a trainer of another run says of it; or what one has that only scores, and takes its weights."""
+    """Return the error of another run's trainer, or the record of a trainer that only scores with these weights."""
     trainer = FsdpTrainer(config, placement)
     if scores:
         trainer.setup_for_scoring(checkpoint)
@@ -260,8 +259,8 @@ def _other_run(placement: RankPlacement, config: RunConfig, checkpoint: Path, sc
     return found
 
 
-def test_other_runs_are_refused_and_scoring_takes_its_weights(written: Written, tmp_path: Path) -> None:
-    """Logprobs are compared with those of transformers on the exported model."""
+def test_other_runs_are_rejected_and_scoring_loads_the_weights(written: Written, tmp_path: Path) -> None:
+    """Logprobs are compared with transformers on the exported model."""
     root, dtype = written.root, written.dtype
     make_tiny_model(tmp_path / "other", "llama", num_hidden_layers=2)
     another, late = _config(tmp_path / "other", root, {}, dtype), written.config({}, steps=30)
@@ -272,11 +271,11 @@ def test_other_runs_are_refused_and_scoring_takes_its_weights(written: Written, 
     sequences = scored_sequences([(5, 9), (3, 4)])
     expected = torch.cat([reference.score(sequence)[0].detach() for sequence in sequences])
     gaps = (scorer.drawn.double() - expected).abs()
-    if "deepseek_v3" in root.name:  # in 16 bits its routers choose another expert for a token here and there
+    if "deepseek_v3" in root.name:  # in 16 bits its routers sometimes choose another expert
         assert gaps.median() < 0.05, gaps
     else:
         assert gaps.max() < (1e-5 if dtype == "float32" else 0.1), gaps
-    assert "is of another model" in other and "use the model.path that wrote it" in other
+    assert "belongs to another model" in other and "use the model.path that wrote it" in other
     assert "another learning-rate schedule: updates 20 (now 30)" in longer
 
 
@@ -305,7 +304,7 @@ def _refer(placement: RankPlacement, config: RunConfig, directory: Path) -> None
     trainer.shutdown()
 
 
-def test_weights_alone_become_the_reference(tmp_path: Path) -> None:
+def test_saved_weights_become_the_reference(tmp_path: Path) -> None:
     make_tiny_model(tmp_path / "model", "deepseek_v3")
     config = _config(tmp_path / "model", tmp_path, {"data": 2})
     config = config.model_copy(update={"algorithm": config.algorithm.model_copy(update={"kl_coef": 0.1})})

@@ -1,6 +1,6 @@
-"""What ``slime-like plan`` says of an FSDP rank is what such a rank holds: parameters and moments, byte by byte.
+"""An FSDP rank holds exactly the bytes of parameters and moments that ``slime-like plan`` predicts.
 
-Not compared: messages, which need GPUs to be measured.
+Not compared: memory for messages, which can be measured only on GPUs.
 """
 
 from pathlib import Path
@@ -25,8 +25,8 @@ def _held(placement: RankPlacement, config: RunConfig) -> tuple[int, int]:
     return held
 
 
-def test_weights_and_moments_are_a_ranks_own(tmp_path: Path) -> None:
-    """Three ranks share nothing evenly: each has other rows of a vocabulary of 151, of experts and of norms of 64."""
+def test_weights_and_moments_are_as_planned(tmp_path: Path) -> None:
+    """Three ranks divide nothing evenly: neither a vocabulary of 151 nor experts nor norms of 64."""
     configs = [
         RunConfig(
             run_dir=tmp_path,

@@ -1,8 +1,7 @@
-"""The FSDP trainer computes what Hugging Face's float64 model computes on unpacked sequences, and what Megatron's does.
+"""The FSDP trainer agrees with Hugging Face's float64 model on unpacked sequences, and with the Megatron trainer.
 
-Compared as for Megatron (``test_parity``), within the same bounds: logprobs and entropies, the loss, gradients tensor
-by tensor, the routers' balancing loss, and the change of the weights after two AdamW steps with clipping and weight
-decay. All families of one layout run in one fork. Not covered here: CUDA.
+The same values are compared as for Megatron (``test_parity``), within the same bounds. All families of one layout run
+in one fork. Not covered here: CUDA.
 """
 
 from functools import cache
@@ -57,7 +56,7 @@ def cases(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 
 def run_cases(cases: list[Case], layout: Settings, directory: Path, steps: int = STEPS) -> list[list[RankResult]]:
-    """Results of every rank, by case."""
+    """Return every rank's results, by case."""
     configs = [fsdp_config(case, directory, layout) for case in cases]
     world = configs[0].trainer.parallel.world_size
     tasks = [(config, case.packs(), case.denominator, steps) for config, case in zip(configs, cases, strict=True)]
@@ -92,7 +91,7 @@ def test_every_family_computes_the_reference(layout: str, cases: Any, every_fami
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_no_setting_shows_in_the_result(variant: str, cases: Any, tmp_path: Path) -> None:
+def test_settings_do_not_change_the_result(variant: str, cases: Any, tmp_path: Path) -> None:
     family, layout = VARIANTS[variant]
     (results,) = run_cases([cases(family)], layout, tmp_path)
     check_case(cases(family), results)

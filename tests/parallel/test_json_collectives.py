@@ -1,4 +1,4 @@
-"""Plain values between ranks arrive as they are, and what a rank sends is never executed; ranks meet without a port."""
+"""Plain values arrive unchanged between ranks, received data is never executed, and ranks meet without a port."""
 
 import pickle
 from dataclasses import replace
@@ -23,7 +23,7 @@ LARGE = 300_000
 
 
 def values(rank: int) -> list[Any]:
-    """Empty ones, one that is large on a single rank, and texts whose bytes are more than their characters."""
+    """Return empty values, one that is large on a single rank, and texts with multi-byte characters."""
     return [
         "",
         [],
@@ -58,7 +58,7 @@ def _exchange(placement: RankPlacement, root: Path) -> dict[str, Any]:
 
 
 def _forged(rank: int, executed: Path) -> str:
-    """Rank 1 sends what a program's pickle is made of, as torch's own collectives of objects would."""
+    """Send a pickled call from rank 1, as torch's own collectives of objects would."""
     data = torch.frombuffer(bytearray(pickle.dumps(Program(executed))), dtype=torch.uint8)
     if rank != 1:
         try:
@@ -73,7 +73,7 @@ def _forged(rank: int, executed: Path) -> str:
 
 
 def _object(value: Any) -> str:
-    """What torch's own collective of objects gives of rank 1's, as libraries use it."""
+    """Return rank 1's value from torch's own collective of objects, as libraries use it."""
     everyones: list[Any] = [None] * dist.get_world_size()
     try:
         dist.all_gather_object(everyones, value)
@@ -82,7 +82,7 @@ def _object(value: Any) -> str:
     return str(everyones[1])
 
 
-def test_values_arrive_as_they_are_and_execute_nothing(tmp_path: Path) -> None:
+def test_values_arrive_unchanged_and_execute_nothing(tmp_path: Path) -> None:
     ranks = run_ranks(_exchange, 3, tmp_path, tmp_path)
     expected = [[values(rank)[turn] for rank in range(3)] for turn in range(len(values(0)))]
     assert ranks[0]["gathered"] == expected
@@ -95,14 +95,14 @@ def test_values_arrive_as_they_are_and_execute_nothing(tmp_path: Path) -> None:
     assert [found["forged"] for found in ranks] == ["UnicodeDecodeError", "sent", "UnicodeDecodeError"]
     assert {found["error"] for found in ranks} == {"[Errno 2] of rank 1"}
     assert {found["program"] for found in ranks} == {
-        "it names pathlib.Path.touch, which is no part of what ranks exchange"
+        "it names pathlib.Path.touch, which is not part of what ranks exchange"
     }
     assert not (tmp_path / "executed").exists()
     pickle.loads(pickle.dumps(Program(tmp_path / "executed")))
     assert (tmp_path / "executed").exists()
 
 
-def test_ranks_that_do_not_come_to_the_file_are_reported(tmp_path: Path, rejects: Rejects) -> None:
+def test_ranks_missing_at_the_rendezvous_file_are_reported(tmp_path: Path, rejects: Rejects) -> None:
     trainer = {"parallel": {"data": 2}, "start_timeout_s": 0.1}
     config = RunConfig(run_dir=tmp_path, model={"path": tmp_path}, trainer=trainer)
     placement = RankPlacement(0, 2, 0, "127.0.0.1", 21_000, store=tmp_path / "store", key="k")

@@ -1,4 +1,4 @@
-"""Attention kernels, and the ring's steps by them, against softmax written out in float64."""
+"""Attention kernels and the ring's steps agree with softmax attention written out in float64."""
 
 import sys
 from importlib import invalidate_caches
@@ -29,7 +29,7 @@ def _check(
     kernel: AttentionKernel, width: int, q_lens: list[int], k_lens: list[int] | None = None,
     causal: bool = True, groups: int = GROUPS, dtype: torch.dtype = torch.float32, bound: float = 2e-6,
 ) -> None:  # fmt: skip
-    """Forward and backward of random tensors, whose values have ``width``."""
+    """Compare forward and backward on random tensors with values of ``width``."""
     generator, k_lens = torch.Generator().manual_seed(0), k_lens or q_lens
     q, grad = (torch.randn(sum(q_lens), HEADS, size, generator=generator).to(dtype) for size in (WIDTH, width))
     k, v = (torch.randn(sum(k_lens), groups, size, generator=generator).to(dtype) for size in (WIDTH, width))
@@ -51,12 +51,12 @@ def test_cpu_kernel_is_softmax_attention(
 
 
 def test_values_may_be_narrower_than_queries_and_keys() -> None:
-    """As in latent attention; beside them a kernel sees zeros."""
+    """As in latent attention; the kernel gets values padded with zeros."""
     _check(kernel_for("cpu"), 10, [7, 1, 12], groups=HEADS)
 
 
 def test_cuda_kernel_reads_grouped_heads_in_place() -> None:
-    """Shapes alone, on torch's meta device: the operators take these arguments, and keys and values unrepeated."""
+    """On torch's meta device: the operators take these arguments, and keys and values are not repeated."""
     segments = segments_of([7, 1, 12])
     segments = Segments(segments.host, segments.device.to("meta"), segments.longest)
     q = torch.empty(20, HEADS, WIDTH, dtype=torch.bfloat16, device="meta")
@@ -76,7 +76,7 @@ def test_cuda_kernel_reads_grouped_heads_in_place() -> None:
 
 
 class _Called(torch.utils._python_dispatch.TorchDispatchMode):
-    """Every operator that torch runs meanwhile, with its arguments."""
+    """Records every operator that torch runs, with its arguments."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -87,8 +87,8 @@ class _Called(torch.utils._python_dispatch.TorchDispatchMode):
         return function(*arguments, **(options or {}))
 
 
-def test_flash_attn_is_called_as_its_interface_asks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The package itself needs CUDA; in its place stand functions with its arguments, computed on the CPU."""
+def test_flash_attn_is_called_by_its_interface(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The package needs CUDA, so CPU functions with the same arguments replace it."""
     for name, module in flash_attn_modules().items():
         monkeypatch.setitem(sys.modules, name, module)
     _check(FlashAttention(), WIDTH, [7, 1, 12])
@@ -109,10 +109,10 @@ def test_the_steps_add_up_to_softmax_attention(size: int, dtype: torch.dtype, bo
     assert_near(found, [out, *grads], bound)
 
 
-def test_another_flash_attn_of_the_same_name_is_not_taken_for_version_2(
+def test_another_version_of_flash_attn_is_not_taken_for_version_2(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Version 4 is a folder ``flash_attn/cute``, which makes ``flash_attn`` a namespace that can be imported."""
+    """Version 4 is a folder ``flash_attn/cute``, so ``flash_attn`` can be imported as a namespace."""
     (tmp_path / "flash_attn" / "cute").mkdir(parents=True)
     (tmp_path / "flash_attn" / "cute" / "__init__.py").touch()
     monkeypatch.syspath_prepend(tmp_path)

@@ -1,6 +1,6 @@
-"""A family that this package does not know takes a name and a rule table: Seed-OSS, as in ``docs/extending.md``.
+"""A new model family needs only a name and a rule table: Seed-OSS, as in ``docs/extending.md``.
 
-Its weights come back bit for bit from two sequence-parallel ranks, and logprobs are those of transformers' own model.
+Two sequence-parallel ranks export its weights bit for bit, and compute the logprobs of transformers' own model.
 """
 
 from collections.abc import Iterator
@@ -46,7 +46,7 @@ def _score(placement: RankPlacement, config: RunConfig) -> tuple[Tensor, dict[st
         return scored[0].logprobs, exported_from(trainer)
 
 
-def test_it_is_read_computed_and_written(tmp_path: Path) -> None:
+def test_it_is_loaded_scored_and_exported(tmp_path: Path) -> None:
     torch.manual_seed(0)
     model = SeedOssForCausalLM(SeedOssConfig(**SIZES, **HEADS)).float()
     torch.nn.utils.vector_to_parameters(

@@ -1,9 +1,8 @@
-"""Windows of micro-batches run forward and backward without the host waiting for its device.
+"""Micro-batches run forward and backward without the host waiting for its device.
 
-Every attention that a CPU has, in both backends, and a mixture of experts, under a device that cannot be read
-(``strict``): scored, then trained in one window and in two, by an objective with everything that is per sequence in it.
-Stages of a pipeline exchange activations without waiting. What Megatron reads where ranks exchange tokens of experts
-is named line by line.
+Both backends score, then train in two windows on a device that cannot be read (``strict``), with every attention that
+exists on a CPU and with a mixture of experts. The objective has all of its per-sequence terms. Pipeline stages exchange
+activations without waiting. The lines where Megatron waits to exchange experts' tokens are listed one by one.
 """
 
 import contextlib
@@ -60,7 +59,7 @@ def _config(
 
 
 def _packs() -> list[PackedTrajectory]:
-    """The first with padding at its end; of a sequence with one response token one context rank has no row."""
+    """Return packs: the first has padding; one context rank has no row of a sequence with one response token."""
     sequences = iter(scored_sequences([lengths for pack in PACKS for lengths in pack], fully_masked=(7,)))
     parts = [[next(sequences) for _ in lengths] for lengths in PACKS]
     budget = sum(s.total_len for s in parts[0]) + TAIL
@@ -68,7 +67,6 @@ def _packs() -> list[PackedTrajectory]:
 
 
 def _read_back_in_the_loss(patch: pytest.MonkeyPatch) -> None:
-    """The bug."""
     correct = Objective.add
 
     def add(self: Objective, step: Any, given: Any, pack: PackedTrajectory, *scored: Tensor) -> Tensor:
@@ -84,7 +82,7 @@ Bug = Callable[[pytest.MonkeyPatch], None]
 def _windows(
     placement: RankPlacement, config: RunConfig, bug: Bug | None = None, allowed: frozenset[str] = frozenset()
 ) -> tuple[int, set[str]]:
-    """How many operations ran under the strict device, and which of the ``allowed`` lines waited."""
+    """Return how many operations ran on the strict device, and which of the ``allowed`` lines waited."""
     trainer = (MegatronTrainer if config.trainer.backend == "megatron" else FsdpTrainer)(config, placement)
     trainer.setup()
     packs = _packs()
@@ -104,7 +102,7 @@ def _windows(
 @contextlib.contextmanager
 def strict_windows(allowed: frozenset[str] = frozenset()) -> Iterator[StrictDevice]:
     with pytest.MonkeyPatch.context() as patch, StrictDevice(allowed) as device:
-        # Up to here packs are the host's; the stand-in of flash-attn, too, which is no kernel of a device.
+        # Packs are on the host up to here; the stand-in for flash-attn is not a device's kernel, either.
         patch.setattr(BatchBuilder, "build", _as_method(device, BatchBuilder.build))
         patch.setattr(FsdpTrainer, "_batch", _as_method(device, FsdpTrainer._batch))
         patch.setattr(flash_attn_on_cpu, "_parts", device.on_host(flash_attn_on_cpu._parts))
@@ -137,7 +135,7 @@ def test_the_host_never_waits(context: int, kinds: list[tuple[str, str]], qwen3:
         assert min(count for count, _ in counts) > 1000
 
 
-def test_a_number_read_back_in_the_loss_is_caught(qwen3: Path, tmp_path: Path) -> None:
+def test_reading_a_number_in_the_loss_is_caught(qwen3: Path, tmp_path: Path) -> None:
     tasks = [(_config(qwen3, tmp_path, backend, {}, attention),) for backend, attention in LOCAL]
     assert run_each(_caught, 1, tmp_path / "ranks", tasks) == [(True,), (True,)]
 
@@ -153,9 +151,9 @@ def test_experts_on_their_own_rank_are_not_waited_for(family: str, tmp_path: Pat
 
 EXCHANGE = frozenset(
     {
-        # Once in a layer's forward pass: until numbers of tokens have been copied, which a message's size depends on.
+        # Once per layer's forward pass: waits until token counts have been copied, which determine message sizes.
         "token_dispatcher.py: self.d2h_event.synchronize()",
-        # The copy, which on a GPU is asynchronous, and what is the host's own by then.
+        # The copy, which is asynchronous on a GPU, and uses of the counts, which are on the host by then.
         "cpu_runtime.py: return tensor.numpy() if as_numpy and isinstance(tensor, torch.Tensor) else tensor",
         "moe_utils.py: input = torch.split(input, split_sizes.tolist(), dim=0)",
         "moe_utils.py: output = torch.cat([input[i] for i in sorted_idxs.tolist()], dim=0)",
@@ -172,7 +170,7 @@ EXCHANGE = frozenset(
 def test_megatron_waits_only_for_counts_of_experts_tokens(
     family: str, layout: dict[str, int], allowed: frozenset[str], tmp_path: Path
 ) -> None:
-    """These lines wait, and no others; one that no longer does is taken out of the list."""
+    """Exactly these lines wait; remove one that no longer does from the list."""
     checkpoint = save_checkpoint(family, tmp_path / "model")
     config = _config(checkpoint, tmp_path, "megatron", layout)
     results = run_ranks(_windows, 2, tmp_path / "ranks", config, None, allowed)

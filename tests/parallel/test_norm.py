@@ -1,4 +1,4 @@
-"""Our RMSNorm against its formula, and its gradient."""
+"""Our RMSNorm agrees with its formula, and so does its gradient."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -36,10 +36,10 @@ def test_output_and_gradients(dtype: torch.dtype, bound: float) -> None:
 
 
 @pytest.mark.parametrize(("dtype", "bound"), [(torch.float32, 1e-6), (torch.bfloat16, 4e-3)])
-def test_the_operators_of_a_gpu_compute_the_same(
+def test_the_fused_operators_compute_the_same(
     dtype: torch.dtype, bound: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """By torch's own definition of them on a CPU: forward bit for bit, gradients to rounding."""
+    """By torch's own definition on a CPU: forward bit for bit, gradients up to rounding."""
     generator = torch.Generator().manual_seed(0)
     x, grad = (torch.randn(64, 1, 24, generator=generator).mul(3).to(dtype) for _ in range(2))
     found = []
@@ -59,8 +59,8 @@ def test_the_operators_of_a_gpu_compute_the_same(
         assert float((mine.double() - other.double()).norm() / mine.double().norm()) < bound
 
 
-def test_a_gpu_takes_them() -> None:
-    """Shapes stand for a GPU; of the forward operator, which they have not, its parts show."""
+def test_a_gpu_uses_the_fused_operators() -> None:
+    """On the meta device, which has no fused forward operator and so shows its parts."""
     norm, x = _norm(torch.bfloat16).to("meta"), torch.ones(4, 1, 24, dtype=torch.bfloat16, device="meta")
     with _Named() as taken:
         norm(x.requires_grad_()).sum().backward()
@@ -70,7 +70,7 @@ def test_a_gpu_takes_them() -> None:
 
 
 class _Named(TorchDispatchMode):
-    """Names of operators, in their order."""
+    """Records the names of operators in order."""
 
     def __init__(self) -> None:
         super().__init__()

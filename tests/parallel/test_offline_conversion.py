@@ -1,7 +1,7 @@
-"""`slime-like convert` from disk to disk: every bit comes back, damage is named, and half an output is never shown.
+"""`slime-like convert` preserves every bit, names damage, and never shows an incomplete output.
 
-Compared with the bytes of the safetensors files that were read, with what Megatron's own loader makes of the converted
-checkpoint on real ranks, and with transformers' reading of what is written.
+Results are compared with the bytes of the safetensors files, with Megatron's loader on real ranks, and with
+transformers.
 """
 
 import json
@@ -79,7 +79,7 @@ def _to_hf(converted: Path, output: Path, **changes: Any) -> ConversionSummary:
 
 
 def _read_back(converted: Path) -> dict[str, Tensor]:
-    """Every tensor of a converted checkpoint under its Hugging Face name."""
+    """Read every tensor of a converted checkpoint, by Hugging Face name."""
     source = CONVERTER.open_checkpoint(_config(converted / "model"), converted / "trainer")
     return {name: tensor for group in source.groups for name, tensor in source.read(group).items()}
 
@@ -96,7 +96,7 @@ def _model(directory: Path, family: str = "qwen3", **changes: Any) -> Path:
 # ---------------------------------------------------------------------------------------------------------- round trips
 @pytest.mark.parametrize("family", [*DENSE, *EXPERTS])
 def test_every_bit_comes_back_from_every_layout(family: str, tmp_path: Path) -> None:
-    """Of every type, each in every third layout."""
+    """Each dtype is used in every third layout."""
     layouts = EXPERT_LAYOUTS if family in EXPERTS else DENSE_LAYOUTS
     for (name, layout), dtype in zip(layouts.items(), cycle(["float32", "bfloat16", "float16"]), strict=False):
         model = tmp_path / dtype / "hf"
@@ -109,8 +109,8 @@ def test_every_bit_comes_back_from_every_layout(family: str, tmp_path: Path) -> 
 @pytest.mark.parametrize(
     ("family", "layout"), [("qwen2", "tp2-pp2"), ("qwen3_moe", "tp2-pp2-ep2"), ("deepseek_v3", "tp4")]
 )
-def test_what_is_written_is_a_model_that_transformers_loads(family: str, layout: str, tmp_path: Path) -> None:
-    """Files of different types in one model, as many as the size asks for, and the same logits."""
+def test_transformers_loads_the_written_model(family: str, layout: str, tmp_path: Path) -> None:
+    """The model has tensors of different types in several files, and the same logits."""
     _model(tmp_path, family, dtype="bfloat16")
     with edited_weights(tmp_path / "hf") as tensors:
         tensors |= {name: tensor.float() for name, tensor in tensors.items() if "norm" in name}
@@ -127,7 +127,7 @@ def test_what_is_written_is_a_model_that_transformers_loads(family: str, layout:
     assert torch.equal(*(model(tokens).logits for model in models))
 
 
-def test_a_wanted_type_is_rounded_to_once(tmp_path: Path) -> None:
+def test_a_requested_type_is_rounded_to_once(tmp_path: Path) -> None:
     _model(tmp_path)
     original = load_file(tmp_path / "hf" / "model.safetensors")
     _to_megatron(tmp_path / "hf", tmp_path / "half", dtype="bfloat16")
@@ -139,8 +139,8 @@ def test_a_wanted_type_is_rounded_to_once(tmp_path: Path) -> None:
     assert json.loads((tmp_path / "back" / "config.json").read_text())["dtype"] == "float16"
 
 
-def test_a_router_s_bias_keeps_its_type(tmp_path: Path) -> None:
-    """Rounded, it would choose other experts."""
+def test_a_routers_bias_keeps_its_type(tmp_path: Path) -> None:
+    """A rounded bias would choose other experts."""
     _model(tmp_path, "deepseek_v3")
     _to_megatron(tmp_path / "hf", tmp_path / "meg", dtype="bfloat16")
     _to_hf(tmp_path / "meg", tmp_path / "back", dtype="float16")
@@ -150,7 +150,7 @@ def test_a_router_s_bias_keeps_its_type(tmp_path: Path) -> None:
 
 
 def test_layers_for_multi_token_prediction_are_left_out(tmp_path: Path) -> None:
-    """A published checkpoint stores them behind its layers; what is written has none, and says so."""
+    """A published checkpoint stores them after its layers. The output has none, and its configuration says so."""
     _model(tmp_path, "deepseek_v3", num_nextn_predict_layers=1)
     with edited_weights(tmp_path / "hf") as stored:
         tensors = dict(stored)
@@ -165,7 +165,7 @@ def test_layers_for_multi_token_prediction_are_left_out(tmp_path: Path) -> None:
 
 
 def _load_both_ways(placement: RankPlacement, configs: list[RunConfig], converted: list[Path]) -> list[list[str]]:
-    """Names of the parameters that Megatron's loader fills otherwise than ours from the Hugging Face files."""
+    """Return parameters that Megatron's loader fills differently than our loader of Hugging Face files."""
     different = []
     with joined(placement, configs[0]):
         for config, checkpoint in zip(configs, converted, strict=True):
@@ -184,8 +184,10 @@ def _load_both_ways(placement: RankPlacement, configs: list[RunConfig], converte
     ("written_as", "read_as"),
     [({"tensor": 4}, {"pipeline": 2}), ({"pipeline": 2, "virtual_pipeline": 2}, {"tensor": 2, "sequence": True})],
 )
-def test_megatron_loads_what_was_converted(written_as: dict[str, Any], read_as: dict[str, Any], tmp_path: Path) -> None:
-    """On ranks laid out otherwise, in the model's own type."""
+def test_megatron_loads_converted_checkpoints(
+    written_as: dict[str, Any], read_as: dict[str, Any], tmp_path: Path
+) -> None:
+    """The ranks have another layout, and the model's dtype."""
     families = ("qwen2", *EXPERTS)
     for family in families:
         make_tiny_model(tmp_path / family, family, **DIVISIBLE)
@@ -209,14 +211,14 @@ LARGE_EXPERTS = LARGE | {"sequence": True, "expert": 8}
         ("Llama-3-70B", LARGE, {"num_layers": 8}),
         # Two ranks for each of its four KV heads.
         ("Qwen3-30B-A3B", LARGE_EXPERTS, {"num_layers": 8, "num_experts": 16}),
-        # Nine layers, like its 61, are no multiple of four stages; three of them are dense.
+        # Nine layers, like 61, are not a multiple of four stages; three of them are dense.
         ("DeepSeek-V3", LARGE_EXPERTS, {"num_layers": 9, "num_experts": 16}),
     ],
 )
 def test_every_element_of_a_published_model_has_one_place_in_a_large_layout(
     name: str, layout: dict[str, Any], changes: dict[str, int], tmp_path: Path
 ) -> None:
-    """Shapes alone, of the very modules that train: no weight is needed. Further layers and experts are all alike."""
+    """Only shapes of the modules that train are needed. The remaining layers and experts are equal to these."""
     model = replace(PUBLISHED[name], **changes)
     plans = plan_ranks(_config(tmp_path, layout), model)
     assert len(plans) == 32
@@ -225,7 +227,7 @@ def test_every_element_of_a_published_model_has_one_place_in_a_large_layout(
 
 
 @pytest.mark.parametrize("fault", ["lost", "twice"])
-def test_the_proof_finds_what_is_lost_or_twice(fault: str, tmp_path: Path) -> None:
+def test_the_proof_finds_lost_and_duplicate_elements(fault: str, tmp_path: Path) -> None:
     dimensions = PUBLISHED["Qwen2.5-0.5B"]
     first, *others = plan_ranks(_config(tmp_path, {"tensor": 2}), dimensions)
     index, victim = next(
@@ -244,7 +246,7 @@ def test_the_proof_finds_what_is_lost_or_twice(fault: str, tmp_path: Path) -> No
 
 # -------------------------------------------------------------------------------------------------------- interruptions
 def _interrupted(convert: Callable[[Callable[[int, int], None]], ConversionSummary]) -> None:
-    """Ctrl-C arrives in the main thread, which reports progress, once some file is done."""
+    """Simulate Ctrl-C in the main thread, which reports progress, after a file is finished."""
 
     def report(done: int, total: int) -> None:
         if done > total / 4:
@@ -254,8 +256,8 @@ def _interrupted(convert: Callable[[Callable[[int, int], None]], ConversionSumma
         convert(report)
 
 
-def test_an_interrupted_conversion_goes_on(tmp_path: Path) -> None:
-    """Finished files are used again if they are as they were written; one that is not is written anew."""
+def test_an_interrupted_conversion_continues(tmp_path: Path) -> None:
+    """Finished files are reused if they are unchanged; others are written again."""
     _model(tmp_path)
     original = load_file(tmp_path / "hf" / "model.safetensors")
     config = _config(tmp_path / "hf", {"tensor": 2})
@@ -283,7 +285,7 @@ def _journalled(partial: Path) -> list[str]:
     return [json.loads(line)["name"] for line in lines[1:]]
 
 
-def test_what_is_left_of_another_conversion_is_not_used(tmp_path: Path) -> None:
+def test_leftovers_of_another_conversion_are_not_used(tmp_path: Path) -> None:
     _model(tmp_path)
     config = _config(tmp_path / "hf", {"tensor": 2})
     _interrupted(lambda report: CONVERTER.to_checkpoint(config, tmp_path / "meg", ONE_BY_ONE, report))
@@ -307,11 +309,11 @@ def test_a_full_disk_names_the_tensors_and_leaves_nothing(tmp_path: Path) -> Non
 
 def test_tensors_that_are_not_finite_are_all_named_and_can_be_allowed(tmp_path: Path) -> None:
     _model(tmp_path)
-    spoilt = ("model.layers.1.self_attn.k_proj.weight", "model.layers.3.mlp.down_proj.weight")
+    bad = ("model.layers.1.self_attn.k_proj.weight", "model.layers.3.mlp.down_proj.weight")
     with edited_weights(tmp_path / "hf") as tensors:
-        for name, value in zip(spoilt, ("nan", "-inf"), strict=True):
+        for name, value in zip(bad, ("nan", "-inf"), strict=True):
             tensors[name][3, 5] = float(value)
-    message = "tensors with NaN or infinity in them: " + ", ".join(spoilt) + "; use a checkpoint from before"
+    message = "tensors with NaN or infinity in them: " + ", ".join(bad) + "; use a checkpoint from before"
     with pytest.raises(CheckpointError, match=message):
         _to_megatron(tmp_path / "hf", tmp_path / "meg", {"tensor": 2})
     assert not (tmp_path / "meg").exists()
@@ -322,8 +324,8 @@ def test_tensors_that_are_not_finite_are_all_named_and_can_be_allowed(tmp_path: 
     same_bits(_written(tmp_path / "back"), tensors)
 
 
-def test_numbers_that_the_wanted_type_cannot_hold_are_refused(tmp_path: Path) -> None:
-    """They would become infinite; what is infinite already does not count."""
+def test_numbers_that_the_requested_type_cannot_hold_are_rejected(tmp_path: Path) -> None:
+    """They would become infinite. Numbers that are already infinite don't count."""
     _model(tmp_path)
     large, infinite = "model.layers.1.self_attn.k_proj.weight", "model.layers.3.mlp.down_proj.weight"
     with edited_weights(tmp_path / "hf") as tensors:
@@ -341,7 +343,7 @@ def test_numbers_that_the_wanted_type_cannot_hold_are_refused(tmp_path: Path) ->
     _to_hf(tmp_path / "meg", tmp_path / "back", dtype="bfloat16", allow_nan=True)
 
 
-def test_a_tied_head_of_its_own_is_not_dropped(tmp_path: Path) -> None:
+def test_a_tied_head_with_other_values_is_not_dropped(tmp_path: Path) -> None:
     _model(tmp_path, "qwen2")
     with edited_weights(tmp_path / "hf") as tensors:
         tensors["lm_head.weight"] = 2 * tensors["model.embed_tokens.weight"]
@@ -349,8 +351,8 @@ def test_a_tied_head_of_its_own_is_not_dropped(tmp_path: Path) -> None:
         _to_megatron(tmp_path / "hf", tmp_path / "meg")
 
 
-def test_what_is_written_is_not_called_quantised(tmp_path: Path) -> None:
-    """Weights that were brought back to 16 bits lie beside a configuration that speaks of 8."""
+def test_the_output_is_not_called_quantized(tmp_path: Path) -> None:
+    """Weights that were converted back to 16 bits may come with a configuration that still names 8."""
     _model(tmp_path)
     path = tmp_path / "hf" / "config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"quantization_config": {"quant_method": "fp8"}}))
@@ -358,7 +360,7 @@ def test_what_is_written_is_not_called_quantised(tmp_path: Path) -> None:
     assert "quantization_config" not in json.loads((tmp_path / "meg" / "model" / "config.json").read_text())
 
 
-def test_a_tokenizer_that_is_cut_off_is_not_passed_on(tmp_path: Path) -> None:
+def test_a_truncated_tokenizer_is_not_copied(tmp_path: Path) -> None:
     _model(tmp_path)
     file = tmp_path / "hf" / "tokenizer.json"
     file.write_bytes(file.read_bytes()[:-100])
@@ -384,8 +386,8 @@ def test_wrong_tensors_are_listed(tmp_path: Path) -> None:
     assert not list(tmp_path.glob("*meg*"))
 
 
-def test_types_that_one_stored_tensor_cannot_have_are_refused(tmp_path: Path) -> None:
-    """All layers' weights of a kind are one tensor on disk, and a key and its value one parameter."""
+def test_mixed_types_of_one_stored_tensor_are_rejected(tmp_path: Path) -> None:
+    """All layers' weights of a kind are one tensor on disk, and a key and its value are one parameter."""
     for name, spoilt in (
         ("layers", "model.layers.1.mlp.down_proj.weight"),
         ("qkv", "model.layers.0.self_attn.k_proj.weight"),
@@ -393,12 +395,12 @@ def test_types_that_one_stored_tensor_cannot_have_are_refused(tmp_path: Path) ->
         make_tiny_model(tmp_path / name, "qwen3", **DIVISIBLE)
         with edited_weights(tmp_path / name) as tensors:
             tensors[spoilt] = tensors[spoilt].bfloat16()
-        with pytest.raises(CheckpointError, match=f"of different types .*{spoilt}.*; give --dtype"):
+        with pytest.raises(CheckpointError, match=f"have different types: .*{spoilt}.*; give --dtype"):
             _to_megatron(tmp_path / name, tmp_path / "meg")
     _to_megatron(tmp_path / "layers", tmp_path / "meg", dtype="float32")
 
 
-def test_a_checkpoint_of_another_model_is_refused_with_its_tensors(tmp_path: Path) -> None:
+def test_a_checkpoint_of_another_model_is_rejected_with_its_tensors(tmp_path: Path) -> None:
     _model(tmp_path)
     make_tiny_model(tmp_path / "wide", "qwen3", **DIVISIBLE, intermediate_size=192)
     make_tiny_model(tmp_path / "biased", "qwen2", **DIVISIBLE)

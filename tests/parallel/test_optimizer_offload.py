@@ -1,7 +1,7 @@
-"""Optimizer state in host memory: the same update, the same checkpoints, and both kinds load each other's.
+"""An optimizer in host memory makes the same updates and checkpoints, and both kinds load each other's checkpoints.
 
-On a CPU, device and host memory are the same: what is tested is the arithmetic and the bookkeeping of Megatron's
-host optimizer, not its copies between devices.
+Device and host memory are the same on a CPU: the tests cover the arithmetic and bookkeeping of Megatron's host
+optimizer, not its copies between devices.
 """
 
 from pathlib import Path
@@ -40,9 +40,9 @@ def _config(root: Path, layout: str, dtype: str, offload: bool, distributed: boo
 def _train(
     placement: RankPlacement, config: RunConfig, save: Path | None, load: Path | None, fresh: bool = False
 ) -> list[dict[str, Tensor]]:
-    """Weights and optimizer state after each of three steps, saved after two; or, loaded, after the third.
+    """Return weights and optimizer state after each of three steps, saved after two; or load and do only the third.
 
-    Unless ``fresh``, a step is taken and lost before ``load``.
+    Unless ``fresh``, a step is done before ``load`` and must leave no trace.
     """
     with running(placement, config) as trainer:
         _require_kind(trainer)
@@ -62,12 +62,12 @@ def _train(
 def _require_kind(trainer: MegatronTrainer) -> None:
     hybrid = [isinstance(part.optimizer, HybridDeviceOptimizer) for part in trainer.optimizer.parts]
     assert hybrid == [trainer.config.trainer.optimizer.offload] * len(hybrid)
-    # Either is one fused pass: torch's AdamW, which stands in for Transformer Engine's, is not by default.
+    # Both are one fused pass, which torch's AdamW, the replacement of Transformer Engine's, is not by default.
     assert all(group["fused"] for part in trainer.optimizer.parts for group in part.optimizer.param_groups)
 
 
 def _main_weights(trainer: MegatronTrainer) -> dict[str, Tensor]:
-    """This rank's shards in float32, as the optimizer keeps them, and the model's own weights."""
+    """Return the optimizer's float32 shards on this rank, and the model's own weights."""
     found = {f"model.{name}": tensor.float() for name, tensor in exported_from(trainer).items()}
     for index, part in enumerate(trainer.optimizer.parts):
         for model_param, (group, order) in part.model_param_group_index_map.items():
@@ -85,8 +85,8 @@ def _assert_close(found: Any, expected: Any, bound: float) -> None:
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_the_update_and_its_checkpoints_are_those_of_the_device(layout: str, tmp_path: Path) -> None:
-    """Three AdamW steps; the last one also by both kinds from each kind's checkpoint."""
+def test_updates_and_checkpoints_are_the_same(layout: str, tmp_path: Path) -> None:
+    """Does three AdamW steps, the last one also from each kind's checkpoint by both kinds."""
     bound = 1e-7
     device, host = (_config(tmp_path, layout, "bfloat16", offload) for offload in (False, True))
     by_device, by_host = tmp_path / "by-device", tmp_path / "by-host"

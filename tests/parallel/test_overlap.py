@@ -1,6 +1,6 @@
-"""Communication behind computation: bit for bit the same weights, and it is under way when it should be.
+"""Overlapped communication gives the same weights bit for bit, and is in flight when it should be.
 
-That every layout stays right with it is the parity matrix's business (``test_parity.py``).
+The parity matrix (``test_parity.py``) covers that every layout stays right with it.
 """
 
 from dataclasses import dataclass
@@ -20,18 +20,18 @@ from tests.parallel.ranks import run_ranks
 from tests.parallel.steps import exported_from, running, same_bits, weights_of
 from tests.parallel.tiny import scored_sequences
 
-BUCKET = 20_000  # parameters: several messages even of a tiny model
+BUCKET = 20_000  # parameters: several messages even for a tiny model
 
 
 @dataclass
 class Observed:
-    """What one rank saw.
+    """One rank's observations.
 
     Attributes:
         sums_under_way: gradient sums in flight after the last window of every step.
-        late_weights: weights that an update left on their way.
-        exported: by Hugging Face name, straight after the update.
-        weights: this rank's, settled.
+        late_weights: number of weights still in flight after an update.
+        exported: by Hugging Face name, right after the update.
+        weights: this rank's, after all communication.
     """
 
     sums_under_way: list[int]
@@ -41,7 +41,7 @@ class Observed:
 
 
 def _train(placement: RankPlacement, config: RunConfig, packs: list[PackedTrajectory]) -> Observed:
-    """Four steps: two as the loop does them, an abandoned one, and one whose last window is not announced."""
+    """Do four steps: two as in the loop, an abandoned one, and one whose last window is not announced."""
     with running(placement, config) as trainer:
         mine, under_way = packs[trainer.coordinates.data :: 2], []
         for announced, finished in ((True, True), (True, True), (True, False), (False, True)):
@@ -63,12 +63,12 @@ def test_overlap_changes_no_bit(distributed: bool, qwen3: Path, tmp_path: Path) 
     found = {}
     for overlap in (False, True):
         layout = {"data": 2, "distributed": distributed, "overlap": overlap, "overlap_bucket_params": BUCKET}
-        # Buckets decide which rank adds up which part of the gradient norm, and so its last bit: nothing is clipped.
+        # No clipping: buckets decide which rank sums which part of the gradient norm, and so change its last bit.
         config = parity_config(qwen3, tmp_path, layout | {"clip_grad": 1e9})
         found[overlap] = run_ranks(_train, 2, tmp_path / f"{overlap}", config, packs)
     for plain, overlapped in zip(found[False], found[True], strict=True):
         assert plain.sums_under_way == [0, 0, 0, 0] and plain.late_weights == 0
-        # Megatron learns in a first step which weights get gradients, and so when a bucket is full.
+        # Megatron learns in the first step which weights get gradients, and so when a bucket is full.
         first, second, abandoned, untold = overlapped.sums_under_way
         assert first == untold == 0 and second == abandoned > 1
         assert (overlapped.late_weights > 0) == distributed
@@ -85,8 +85,8 @@ def _window_after_the_last(placement: RankPlacement, config: RunConfig, pack: Pa
     return str(caught.value)
 
 
-def test_a_window_after_the_last_one_is_refused(qwen3: Path, tmp_path: Path) -> None:
+def test_a_window_after_the_last_one_is_rejected(qwen3: Path, tmp_path: Path) -> None:
     config = parity_config(qwen3, tmp_path, {})
     pack = pack_sequences(scored_sequences([(5, 9)]))
     (message,) = run_ranks(_window_after_the_last, 1, tmp_path / "ranks", config, pack)
-    assert message.startswith("rank 0, accumulate: a window follows the one that was the step's last")
+    assert message.startswith("rank 0, accumulate: a window follows the step's last one")

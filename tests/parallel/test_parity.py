@@ -1,9 +1,9 @@
-"""Every parallel layout computes what Hugging Face's float64 model computes on unpacked sequences.
+"""Every parallel layout agrees with Hugging Face's float64 model on unpacked sequences.
 
-Compared: per-token logprobs and entropies, gradients of the whole RL loss (clipped surrogate, KL, entropy; with experts
-also the routers' balancing loss) tensor by tensor, the loss itself, and the change of the weights after two AdamW
-steps with clipping and weight decay. The step is fed as several packs in two windows. What every rank holds is compared
-with what the planner says of it. Not covered here: CUDA kernels.
+Compared are per-token logprobs and entropies, the RL loss (clipped surrogate, KL, entropy; with experts also the
+routers' balancing loss) and its gradients tensor by tensor, and the change of the weights after two AdamW steps with
+clipping and weight decay. A step consists of several packs in two windows. Every rank's memory is compared with the
+plan. Not covered here: CUDA kernels.
 """
 
 from functools import cache
@@ -133,16 +133,16 @@ def test_other_families_compute_the_reference(family: str, layout: str, cases: A
 
 def _compare(case: Case, layout: Settings, directory: Path) -> None:
     results = run_case(case, layout, directory)
-    check_everything(case, layout, results)
+    check_everything(case, results)
     config = parity_config(case.checkpoint, directory, layout, **case.algorithm)
     check_held(config, [result.held for result in results])
 
 
 @pytest.mark.parametrize("layout", ["single", "tp2-sp", "cp2", "cp2-ring-flash-attn", "pp2"])
 def test_bfloat16_stays_near_the_reference(layout: str, tmp_path: Path) -> None:
-    """Mean logprob gap below 1e-2 nats and gradients within 5 % of the reference on the same rounded weights.
+    """Mean logprob gap below 1e-2 nats, and gradients within 5 % of the reference on the same rounded weights.
 
-    The clip is opened wide: a ratio that rounding moves over the clip's edge would change the gradient by a jump.
+    The clip range is wide, because rounding a ratio across its edge would change the gradient abruptly.
     """
     checkpoint = save_checkpoint("qwen3", tmp_path / "model")
     sequences = scored_sequences([pair for pack in PACKS for pair in pack], fully_masked=MASKED)

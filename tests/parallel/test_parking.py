@@ -1,6 +1,6 @@
-"""State that leaves the device and comes back: no memory meanwhile, and the training that was never interrupted.
+"""Parked state uses no device memory, and training continues as if it had never been parked.
 
-On a CPU memory goes from the host to the host; storages, views and autograd's accumulators are treated alike.
+On a CPU state moves within host memory; storages, views and autograd's accumulators are treated as on a GPU.
 """
 
 from pathlib import Path
@@ -42,7 +42,7 @@ def _config(model: Path, root: Path, case: dict[str, Any]) -> RunConfig:
 
 
 def _train(placement: RankPlacement, config: RunConfig, parks: bool) -> tuple[list[float], dict[str, Tensor]]:
-    """Gradient norms of three steps and the weights after them; parked twice, in two stages, after the first."""
+    """Return gradient norms of three steps and the weights; parks twice, in two stages, after the first step."""
     trainer = (MegatronTrainer if config.trainer.backend == "megatron" else FsdpTrainer)(config, placement)
     trainer.setup()
     norms = [_step(trainer)]
@@ -78,7 +78,7 @@ def _park_and_restore(trainer: StoringTrainer) -> None:
     state.onload()
     assert all(torch.equal(weight, copy) for weight, copy in zip(weights, kept, strict=True))
     assert all(_accumulator(parameter) is node for parameter, node in zip(parameters, nodes, strict=True))
-    # Main weights and moments: of a float32 weight the moments alone.
+    # Main weights and moments; only moments if weights are float32.
     assert held >= sum(weight.nbytes for weight in weights) * 2
 
 
@@ -87,7 +87,7 @@ def _accumulator(parameter: Tensor) -> Any:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_training_goes_on_as_if_it_had_not_been_interrupted(name: str, tmp_path: Path) -> None:
+def test_training_continues_as_if_never_parked(name: str, tmp_path: Path) -> None:
     make_tiny_model(tmp_path / "model", "qwen3", num_hidden_layers=2)
     config = _config(tmp_path / "model", tmp_path, CASES[name])
     size = config.trainer.parallel.world_size
@@ -98,7 +98,7 @@ def test_training_goes_on_as_if_it_had_not_been_interrupted(name: str, tmp_path:
 
 
 def _locked_memory(placement: RankPlacement, config: RunConfig, directory: Path) -> tuple[int, Locked]:
-    """Ranges that CUDA would have locked before the trainer's end, and its table after it, the trainer still there."""
+    """Return how many ranges CUDA would lock before shutdown, and the table after it, with the trainer still alive."""
     with pytest.MonkeyPatch.context() as patch:
         trainer = (MegatronTrainer if config.trainer.backend == "megatron" else FsdpTrainer)(config, placement)
         trainer.setup()
@@ -116,7 +116,7 @@ def _locked_memory(placement: RankPlacement, config: RunConfig, directory: Path)
 
 
 @pytest.mark.parametrize(("backend", "ranges"), [("megatron", 5), ("fsdp", 4)])
-def test_a_trainers_end_unlocks_host_memory(backend: str, ranges: int, qwen3: Path, tmp_path: Path) -> None:
+def test_shutdown_unlocks_host_memory(backend: str, ranges: int, qwen3: Path, tmp_path: Path) -> None:
     config = _config(qwen3, tmp_path, {"backend": backend, "activation_offload": backend == "megatron"})
     tasks = [(config, tmp_path / f"save{number}") for number in range(2)]
     (results,) = zip(*run_each(_locked_memory, 1, tmp_path / "ranks", tasks), strict=True)
@@ -124,7 +124,7 @@ def test_a_trainers_end_unlocks_host_memory(backend: str, ranges: int, qwen3: Pa
         assert held == ranges and locked.ranges == {} and locked.late == []
 
 
-def test_host_memory_is_reused_and_grows_to_what_is_parked() -> None:
+def test_host_memory_is_reused_and_grows_as_needed() -> None:
     parking, first = Parking(), torch.arange(1000.0)
     view, second = first[10:20], torch.ones(3000)
     for _ in range(3):

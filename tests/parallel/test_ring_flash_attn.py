@@ -1,7 +1,7 @@
-"""The package ring-flash-attn, called through our adapter, against softmax written out in float64.
+"""The package ring-flash-attn, called through our adapter, agrees with softmax attention written out in float64.
 
-The package is the real one; flash-attn, which it calls, exists for CUDA only, and our kernel stands in for it. Not
-covered: flash-attn itself.
+The package is the real one. It calls flash-attn, which exists for CUDA only, so our kernel replaces that. Not covered:
+flash-attn itself.
 """
 
 import sys
@@ -20,12 +20,12 @@ from tests.parallel.dense import assert_near, boundaries, dense_results
 from tests.parallel.ranks import run_ranks
 
 GROUPS, WIDTH, SCALE = 2, 16, 0.3
-# One sequence over all ranks; rank borders inside sequences, between them, and a rank that holds pieces of two.
+# One sequence over all ranks; rank borders inside and between sequences, and a rank with parts of two sequences.
 PACKS = {"one": [24], "borders": [5, 9, 2, 8], "between": [12, 6, 6], "short": [1, 1, 1, 20, 1]}
 
 
 def _problem(tokens: int, heads: int, dtype: torch.dtype = torch.float32) -> list[Tensor]:
-    """Queries, keys, values, and the gradient of the output, of a whole pack."""
+    """Return a whole pack's queries, keys, values and gradient of the output."""
     generator = torch.Generator().manual_seed(tokens)
     return [
         torch.randn(tokens, count, WIDTH, generator=generator).to(dtype) for count in (heads, GROUPS, GROUPS, heads)
@@ -33,7 +33,7 @@ def _problem(tokens: int, heads: int, dtype: torch.dtype = torch.float32) -> lis
 
 
 def _attend(placement: RankPlacement, problem: list[Tensor], lengths: list[int], stride: int) -> list[Tensor]:
-    """This rank's part of the output and of all gradients; every second rank is in a separate group."""
+    """Return this rank's part of the output and all gradients; groups take every ``stride``-th rank."""
     dist.init_process_group(
         "gloo",
         init_method=f"tcp://{placement.master_address}:{placement.master_port}",
@@ -69,15 +69,15 @@ def test_it_is_softmax_attention(
     pack = PACKS[lengths]
     problem = _problem(sum(pack), heads, dtype)
     out, _, *grads = dense_results(*problem, pack, SCALE)
-    # Two groups side by side: the package's default is the whole world.
+    # Two groups at once: the package's default is the whole world.
     results = run_ranks(_attend, 2 * ranks, tmp_path, problem, pack, stride)
     for group in (results[0::2], results[1::2]):
         assert_near([torch.cat(parts) for parts in zip(*group, strict=True)], [out, *grads], bound)
 
 
 @pytest.mark.parametrize("rank", [0, 1, 2])
-def test_keys_begin_where_the_first_sequence_does(rank: int) -> None:
-    """Boundaries worked out by hand: parts of 8 tokens of sequences [0, 5), [5, 14), [14, 24), and an empty one."""
+def test_keys_start_at_the_first_sequence(rank: int) -> None:
+    """Boundaries were computed by hand, for parts of 8 tokens of [0, 5), [5, 14), [14, 24) and an empty sequence."""
     segments = Llama3Segments.of(torch.tensor([0, 5, 14, 14, 24], dtype=torch.int32), rank, 3)
     expected = [
         ([0, 5, 8], [0, 5, 8], slice(0, 8), 5),
@@ -109,10 +109,10 @@ def _call(**changed: object) -> dict[str, object]:
         ({"softcap": 30.0}, NotImplementedError, "softcap"),
     ],
 )
-def test_what_flash_attn_would_get_wrong_is_refused(
+def test_inputs_that_flash_attn_gets_wrong_are_rejected(
     changed: dict[str, object], error: type[Exception], words: str
 ) -> None:
-    """flash-attn itself reads max_seqlen on trust and skips what is longer."""
+    """flash-attn itself trusts max_seqlen and skips longer rows."""
     forward = llama3_module("cpu")._flash_attn_varlen_forward
     assert forward(**_call())[0].shape == (5, 4, WIDTH)
     with pytest.raises(error, match=words):
@@ -131,6 +131,6 @@ def test_other_code_does_not_see_the_stand_in() -> None:
 
 
 @pytest.mark.skipif(find_spec("flash_attn") is not None, reason="flash-attn is installed")
-def test_on_cuda_flash_attn_itself_is_demanded() -> None:
+def test_cuda_requires_flash_attn_itself() -> None:
     with pytest.raises(TrainerError, match="needs the package flash_attn, which is not installed; pip install"):
         llama3_module("cuda")

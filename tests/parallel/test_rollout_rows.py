@@ -1,7 +1,7 @@
-"""Rollouts cut into rows give the trainers' gradients of the uncut ones, at once and streamed, under every layout.
+"""Rollouts cut into rows give the gradients of whole rollouts, at once and streamed, under every layout.
 
-The batcher forms packs and windows of either; each row has its whole prefix as its prompt, which is computed for each,
-or once for all rows of a micro-batch. That an uncut step is right is the parity matrix's business (``test_parity.py``).
+The batcher forms packs and windows from both. Each row's prompt is its whole prefix, computed for each row or once for
+all rows of a micro-batch. The parity matrix (``test_parity.py``) covers that steps on whole rollouts are right.
 """
 
 import random
@@ -36,7 +36,7 @@ CASES: dict[str, tuple[str, dict[str, Any], str]] = {
     "cp2-allgather": ("megatron", {"context": 2, "attention": "allgather"}, "constant"),
     "dp2-distributed": ("megatron", {"data": 2, "distributed": True}, "samples"),
     "fsdp-dp2": ("fsdp", {"data": 2}, "samples"),
-    # Without a balancing loss, which counts a token once for each row that holds it.
+    # Without a balancing loss, which counts a token once for each of its rows.
     "experts-dp2-ep2": ("megatron", {"data": 2, "expert": 2}, "tokens"),
     "experts-tp2-sp-ep2": ("megatron", {"tensor": 2, "sequence": True, "expert": 2}, "samples"),
     "experts-fsdp-dp2": ("fsdp", {"data": 2}, "groups"),
@@ -44,7 +44,7 @@ CASES: dict[str, tuple[str, dict[str, Any], str]] = {
 
 
 def _rollouts() -> list[ScoredTrajectory]:
-    """With everything that a step needs; the sixth is masked, so that its rows carry no loss."""
+    """Make rollouts with all inputs of a step; the sixth is masked, so that its rows have no loss."""
     lengths = [(3 + i % 5, 1 + (7 * i) % 19) for i in range(ROLLOUTS)]
     rollouts = scored_sequences(lengths, fully_masked=(5,))
     for rollout in rollouts:
@@ -53,7 +53,7 @@ def _rollouts() -> list[ScoredTrajectory]:
 
 
 def _rows() -> list[ScoredTrajectory]:
-    """One to five of each rollout, those of a group in any order."""
+    """Cut each rollout into one to five rows, shuffled within groups."""
     pick = random.Random(0)
     rows = [row for rollout in _rollouts() for row in cut_into_rows(rollout, random_cuts(rollout, pick))]
     assert len(rows) > 2 * ROLLOUTS
@@ -63,7 +63,7 @@ def _rows() -> list[ScoredTrajectory]:
 def _step(
     placement: RankPlacement, config: RunConfig, rows: list[ScoredTrajectory], streams: bool
 ) -> tuple[dict[str, Tensor], float | None]:
-    """(gradients that this rank gives away, loss where it has it)."""
+    """Return (this rank's exported gradients, the loss if this rank has it)."""
     backend: Any = FsdpTrainer if config.trainer.backend == "fsdp" else MegatronTrainer
     trainer: TrainerBackend = backend(config, placement)
     place = trainer.setup()
@@ -82,7 +82,7 @@ def _step(
 
 
 def _stream(rank: RankTraining, batcher: ExperienceBatcher, rows: list[ScoredTrajectory], replica: int) -> float:
-    """Accumulate windows as groups arrive, the last first; the denominator."""
+    """Accumulate windows as groups arrive, the last one first; return the denominator."""
     stream, early = WindowStream(batcher), 0
     rank.begin_stream()
     for group in reversed(range(ROLLOUTS // 2)):
@@ -97,7 +97,7 @@ def _stream(rank: RankTraining, batcher: ExperienceBatcher, rows: list[ScoredTra
 
 @pytest.fixture(scope="module")
 def models(qwen3: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[bool, Path]:
-    """By whether it has experts."""
+    """Return models by whether they have experts."""
     return {False: qwen3, True: save_checkpoint("qwen3_moe", tmp_path_factory.mktemp("qwen3_moe"))}
 
 
@@ -107,7 +107,7 @@ _IN_ACCEPTANCE = "experts-tp2-sp-ep2"
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=[pytest.mark.acceptance] if name == _IN_ACCEPTANCE else []) for name in CASES]
 )
-def test_rows_train_as_the_whole(name: str, models: dict[bool, Path], tmp_path: Path) -> None:
+def test_rows_train_like_whole_rollouts(name: str, models: dict[bool, Path], tmp_path: Path) -> None:
     backend, layout, reduction = CASES[name]
     model = models[name.startswith("experts")]
     objective = {**OBJECTIVE, "reduction": reduction, "constant_length": 19 if reduction == "constant" else None}

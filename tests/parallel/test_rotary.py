@@ -1,4 +1,4 @@
-"""Rotary frequencies and rotation against Hugging Face's own functions."""
+"""Rotary frequencies and rotation agree with Hugging Face's own functions."""
 
 import json
 from dataclasses import replace
@@ -75,15 +75,14 @@ def test_backward_is_the_inverse_rotation() -> None:
 
 
 def test_interleaved_rotation_turns_neighbours() -> None:
-    """As complex numbers, which hold a pair each."""
+    """Compared with complex numbers that hold a pair each."""
     x, angles = torch.randn(6, 2, 8), torch.rand(6, 1, 4)
     expected = torch.view_as_complex(x.unflatten(-1, (4, 2))) * torch.polar(torch.ones_like(angles), angles)
     found = apply_rotary(x, angles.cos(), angles.sin(), interleaved=True)
     torch.testing.assert_close(found, torch.view_as_real(expected).flatten(-2))
 
 
-def test_an_unknown_scaling_is_refused(tmp_path: Path) -> None:
-    """Also where a configuration that names it has not been refused before."""
+def test_an_unknown_scaling_is_rejected(tmp_path: Path) -> None:
     dimensions, _ = _dimensions(tmp_path, {"rope_type": "default"})
     dimensions = replace(dimensions, rope_scaling={"rope_type": "dynamic", "factor": 4.0})
     with pytest.raises(ConfigError, match="'dynamic' is not supported; use linear, llama3, yarn or none"):

@@ -1,8 +1,8 @@
-"""Packs whose sequences share prefixes: every layout computes what the float64 reference computes on whole sequences.
+"""Packs that share prefixes agree with the float64 reference on whole sequences, under every layout.
 
-Compared as in ``test_parity`` and ``test_fsdp_parity``, within the same bounds. A group of samples of one prompt, two
-of them equal and one the beginning of another, beside a sequence alone; a prompt longer than its responses, which
-context ranks cut; rows of two rollouts that go on from parts of one history. Not covered here: CUDA.
+Compared as in ``test_parity`` and ``test_fsdp_parity``, within the same bounds. The packs hold samples of one prompt,
+two of them equal and one the start of another, next to an unrelated sequence; a prompt that is longer than its
+responses and cut by context ranks; and rows of two rollouts that continue parts of one history. Not covered: CUDA.
 """
 
 from functools import cache
@@ -68,21 +68,21 @@ LAYOUTS: dict[str, Settings] = {
 )
 def test_layout_computes_the_reference(family: str, layout: str, cases: Any, tmp_path: Path) -> None:
     case, settings = cases(family), {"share_prefixes": "tree", **LAYOUTS[layout]}
-    check_everything(case, settings, run_case(case, settings, tmp_path, steps=STEPS))
+    check_everything(case, run_case(case, settings, tmp_path, steps=STEPS))
 
 
 @pytest.mark.parametrize("layout", ["ep2", "tp2-sp-ep2", "cp2"])
 def test_a_shared_token_counts_once_in_the_balancing_loss(layout: str, tmp_path: Path) -> None:
-    """A large coefficient: half of the routers' gradient and more is this loss's."""
+    """With a large coefficient, so that this loss makes up more than half of the routers' gradient."""
     case, settings = balanced_case(tmp_path, 0.5), {"share_prefixes": "tree", **LAYOUTS[layout]}
     results = run_case(case, settings, tmp_path, steps=1)
     check_loss(case, results)
     check_gradients(case, results)
 
 
-def test_prompts_alone_are_shared(cases: Any, tmp_path: Path) -> None:
+def test_only_prompts_are_shared(cases: Any, tmp_path: Path) -> None:
     case, settings = cases("qwen3", PromptsCase), {"share_prefixes": "prompts"}
-    check_everything(case, settings, run_case(case, settings, tmp_path, steps=STEPS))
+    check_everything(case, run_case(case, settings, tmp_path, steps=STEPS))
 
 
 @pytest.mark.parametrize(
@@ -104,6 +104,6 @@ def test_fsdp_computes_the_reference(layout: Settings, cases: Any, tmp_path: Pat
 
 
 def test_the_packs_are_smaller() -> None:
-    """Otherwise the tests above would compare the same packs."""
+    """Otherwise the tests above would compare packs that share nothing."""
     packs = SharedCase(Path(), sharing_sequences(), None).packs()  # type: ignore[arg-type]
     assert [pack.shared_tokens for pack in packs] == [9 * 3 + 1 + 6, 60, 13 + 13 + 8 + 10, 0]

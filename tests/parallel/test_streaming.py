@@ -1,7 +1,7 @@
-"""A step whose windows arrive one after the other makes the update that the whole batch makes at once.
+"""A step whose windows arrive one after another makes the same update as the whole batch at once.
 
-The batcher forms both, from the same rollouts; what is compared are the weights after an update, under each of three
-layouts. That a layout's update is right is the parity matrix's business (``test_parity.py``).
+The batcher forms both from the same rollouts, and the weights after an update are compared under three layouts. The
+parity matrix (``test_parity.py``) covers that a layout's update is right.
 """
 
 from dataclasses import dataclass
@@ -22,13 +22,13 @@ from tests.parallel.steps import running, weights_of
 from tests.parallel.tiny import scored_sequences
 
 BUDGET = 48
-GROUPS = 24  # of two sequences each: three windows, where micro-batches go singly; two, where a pipeline takes eight
+GROUPS = 24  # of two sequences each: three windows of single micro-batches, or two where a pipeline takes eight
 FIGURES = ("loss", "kl_loss", "entropy", "grad_norm", "engine_gap_mean", "importance_weight", "num_tokens")
 
 
 @dataclass
 class Trained:
-    """What one rank has after an update."""
+    """One rank's result of an update."""
 
     windows: int
     stats: GRPOStats | None
@@ -40,7 +40,7 @@ def _rollouts() -> list[ScoredTrajectory]:
     lengths = [(3 + i % 5, 1 + (7 * i) % 13) for i in range(2 * GROUPS)]
     rollouts = scored_sequences(lengths, fully_masked=(5,))
     for trajectory in rollouts:
-        trajectory.old_logprobs = trajectory.ref_logprobs = None  # the trainer's own business
+        trajectory.old_logprobs = trajectory.ref_logprobs = None  # the trainer scores them itself
     return rollouts
 
 
@@ -66,7 +66,7 @@ def _at_once(
 def _streamed(
     rank: RankTraining, batcher: ExperienceBatcher, rollouts: list[ScoredTrajectory], replica: int
 ) -> tuple[int, GRPOStats | None]:
-    """Groups arrive last first, one at a time."""
+    """Add groups one at a time, the last one first."""
     stream = WindowStream(batcher)
     rank.begin_stream()
     early = 0
@@ -78,14 +78,14 @@ def _streamed(
     rank.train_window(window[replica], last=True)
     streamed = rank.finish_stream(denominator)
     assert 0 < streamed.reference_s < streamed.busy_s
-    assert sum(not pack.is_filler for pack in rank.packs) >= early  # they are kept for tables
+    assert sum(not pack.is_filler for pack in rank.packs) >= early  # the rank keeps them for its tables
     return early + 1, streamed.stats
 
 
 @pytest.mark.parametrize(
     ("layout", "fewest"), [({}, 3), ({"data": 2, "distributed": True, "overlap": True}, 3), ({"pipeline": 2}, 2)]
 )
-def test_streamed_updates_are_those_of_the_whole_batch(
+def test_streamed_updates_equal_those_of_the_whole_batch(
     layout: dict[str, Any], fewest: int, qwen3: Path, tmp_path: Path
 ) -> None:
     algorithm: dict[str, Any] = {"importance_correction": "truncate", "importance_high": 1.02, "reduction": "groups"}

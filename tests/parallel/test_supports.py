@@ -1,8 +1,8 @@
-"""Truncated samples: every layout computes logprobs, entropies, loss and gradients over the tokens of the supports.
+"""Every layout computes logprobs, entropies, loss and gradients over the supports of truncated samples.
 
 Compared as in ``test_parity`` and ``test_fsdp_parity``, within the same bounds, with the float64 reference on whole
-sequences, also where packs share prefixes: what is computed once is read with each sequence's own supports. Supports
-of one to nine tokens; every fifth token was drawn from the whole vocabulary. Not covered: CUDA.
+sequences, also for packs that share prefixes: shared rows are read with each sequence's own supports. Supports have one
+to nine tokens; every fifth token was sampled from the whole vocabulary. Not covered: CUDA.
 """
 
 import math
@@ -41,7 +41,7 @@ def with_supports(sequence: ScoredTrajectory, generator: torch.Generator) -> Sco
         supports.append(torch.tensor(kept, dtype=torch.int32)[order])
     sequence.support_ids = torch.cat(supports)
     sequence.support_sizes = torch.tensor(list(map(len, supports)), dtype=torch.int32)
-    counts = sequence.support_sizes  # what is drawn from fewer tokens is likelier: ratios stay near 1
+    counts = sequence.support_sizes  # a token sampled from fewer is likelier; ratios stay near 1
     likelier = torch.where(counts > 0, math.log(VOCAB) - counts.clamp_min(1).log(), 0.0)
     assert sequence.old_logprobs is not None and sequence.ref_logprobs is not None
     sequence.old_logprobs, sequence.ref_logprobs = sequence.old_logprobs + likelier, sequence.ref_logprobs + likelier
@@ -63,19 +63,19 @@ def sharing(tmp_path_factory: pytest.TempPathFactory) -> Case:
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_layouts_compute_over_the_supports(name: str, case: Case, tmp_path: Path) -> None:
-    check_everything(case, LAYOUTS[name], run_case(case, LAYOUTS[name], tmp_path, steps=1))
+def test_layouts_use_the_supports(name: str, case: Case, tmp_path: Path) -> None:
+    check_everything(case, run_case(case, LAYOUTS[name], tmp_path, steps=1))
 
 
 @pytest.mark.parametrize("name", [name for name in LAYOUTS if name != "cp2"])
-def test_a_shared_prefix_is_read_with_the_supports_of_each(name: str, sharing: Case, tmp_path: Path) -> None:
+def test_shared_prefixes_use_the_supports_of_each_sequence(name: str, sharing: Case, tmp_path: Path) -> None:
     settings = {**LAYOUTS[name], "share_prefixes": "tree"}
-    check_everything(sharing, settings, run_case(sharing, settings, tmp_path, steps=1))
+    check_everything(sharing, run_case(sharing, settings, tmp_path, steps=1))
 
 
 @pytest.mark.parametrize("shares", [False, "tree"])
 @pytest.mark.parametrize("layout", [{}, {"data": 2, "context": 2}], ids=["single", "dp2-cp2"])
-def test_fsdp_computes_over_the_supports(
+def test_fsdp_uses_the_supports(
     layout: Settings, shares: bool | str, case: Case, sharing: Case, tmp_path: Path
 ) -> None:
     case = sharing if shares else case

@@ -1,4 +1,4 @@
-"""What a trainer promises beside parity: scoring agrees with training, clean failures, the reference, the schedule."""
+"""Properties of a trainer besides parity: scoring agrees with training, failures, the reference, the schedule."""
 
 import time
 from collections.abc import Callable
@@ -52,10 +52,10 @@ def _trained_once(
 
 
 @pytest.mark.parametrize("layout", [{}, {"tensor": 2, "sequence": True}, {"pipeline": 2}, {"context": 2}])
-def test_the_only_update_of_a_batch_computes_its_old_logprobs_itself(
+def test_the_only_update_of_a_batch_computes_its_old_logprobs(
     layout: dict[str, Any], qwen3: Path, tmp_path: Path
 ) -> None:
-    """With and without a scoring pass: the same old logprobs and, importance correction included, the same update."""
+    """Old logprobs and the update, with importance correction, are the same with and without a scoring pass."""
     pack = pack_sequences(scored_sequences(LENGTHS))
     algorithm = {"importance_correction": "truncate"}
     configs = [
@@ -98,7 +98,7 @@ def test_zero_weight_micro_batches_add_exactly_nothing(qwen3: Path, tmp_path: Pa
 def _bad_step(
     placement: RankPlacement, config: RunConfig, packs: list[PackedTrajectory], good: PackedTrajectory
 ) -> tuple[str, bool, bool]:
-    """The error, whether the weights stayed as they were, and whether a good step then changes them."""
+    """Return the error, whether the weights stayed the same, and whether a good step then changes them."""
     with running(placement, config) as trainer:
         before = weights_of(trainer)
         message = _refused(take_step, trainer, [packs[trainer.coordinates.data]], 10.0)
@@ -120,7 +120,7 @@ def test_a_loss_that_is_not_finite_stops_every_rank_and_updates_nothing(qwen3: P
 
 def test_a_gradient_norm_that_is_not_finite_updates_nothing(qwen3: Path, tmp_path: Path) -> None:
     good, bad = (pack_sequences(scored_sequences(LENGTHS)) for _ in range(2))
-    bad.token_weights *= 1e34  # the loss stays finite, the squares of its gradient do not
+    bad.token_weights *= 1e34  # the loss stays finite, but the squares of its gradient don't
     config = _config(qwen3, tmp_path)
     ((message, unchanged, recovered),) = run_ranks(_bad_step, 1, tmp_path / "ranks", config, [bad], good)
     assert message.startswith("rank 0, gradient reduction: the gradient norm is inf")
@@ -136,9 +136,9 @@ def _lonely_step(placement: RankPlacement, config: RunConfig, pack: PackedTrajec
     return _refused(trainer.score, [pack])
 
 
-def test_a_rank_whose_partner_hangs_fails_in_bounded_time_and_says_where(qwen3: Path, tmp_path: Path) -> None:
+def test_a_rank_whose_partner_hangs_fails_in_bounded_time_and_names_the_phase(qwen3: Path, tmp_path: Path) -> None:
     pack = pack_sequences(scored_sequences(LENGTHS))
-    config = _config(qwen3, tmp_path, {"tensor": 2}, trainer={"step_timeout_s": 5.0})  # for setup, too
+    config = _config(qwen3, tmp_path, {"tensor": 2}, trainer={"step_timeout_s": 5.0})  # also for setup
     message, _ = run_ranks(_lonely_step, 2, tmp_path / "ranks", config, pack)
     assert message.startswith("rank 0, score: ")
 
@@ -157,22 +157,22 @@ def test_a_balancing_loss_needs_the_denominator_from_the_beginning(tmp_path: Pat
     pack = pack_sequences(scored_sequences(LENGTHS))
     ((missing, other),) = run_ranks(_steps_of_unclear_scale, 1, tmp_path / "ranks", config, pack)
     assert missing.startswith("rank 0, begin_step: algorithm.moe_aux_loss_coef=0.01 has a separate denominator")
-    assert other.startswith("rank 0, finish_step: denominator=8.0 is not the 7.0 that begin_step was given")
+    assert other.startswith("rank 0, finish_step: denominator=8.0 differs from the 7.0 given to begin_step")
 
 
 def _setup_error(placement: RankPlacement, config: RunConfig) -> str:
     return _refused(MegatronTrainer(config, placement).setup)
 
 
-def test_a_world_of_another_size_is_refused(qwen3: Path, tmp_path: Path) -> None:
+def test_a_world_of_another_size_is_rejected(qwen3: Path, tmp_path: Path) -> None:
     config = _config(qwen3, tmp_path, {"tensor": 2})
     (message,) = run_ranks(_setup_error, 1, tmp_path / "ranks", config)
     assert "the world has 1 rank," in message
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
-def test_other_ranks_are_suspected_only_where_there_are_any(tmp_path: Path, world_size: int) -> None:
-    """What a rank says when a phase fails. No process group is needed for that."""
+def test_a_failed_phase_mentions_other_ranks_only_if_there_are_any(tmp_path: Path, world_size: int) -> None:
+    """No process group is needed for this error."""
     config = RunConfig(run_dir=tmp_path, model={"path": tmp_path})
     trainer = MegatronTrainer(config, RankPlacement(0, world_size, 0, "127.0.0.1", 29500))
     with pytest.raises(TrainerError) as caught, trainer._phase("accumulate"):
@@ -218,17 +218,17 @@ def _score_reference(placement: RankPlacement, config: RunConfig, pack: PackedTr
         return _refused(trainer.score, [pack], "reference")
 
 
-def test_scoring_with_a_reference_that_is_not_loaded_is_refused(qwen3: Path, tmp_path: Path) -> None:
+def test_scoring_with_a_reference_that_is_not_loaded_is_rejected(qwen3: Path, tmp_path: Path) -> None:
     pack = pack_sequences(scored_sequences(LENGTHS))
     (message,) = run_ranks(_score_reference, 1, tmp_path / "ranks", _config(qwen3, tmp_path), pack)
-    assert "algorithm.kl_coef is 0" in message
+    assert "no reference is loaded" in message
 
 
 # ----------------------------------------------------------------------------------------------------------- supervised
 def _loss_of_one_step(
     placement: RankPlacement, config: RunConfig, pack: PackedTrajectory
 ) -> tuple[float, list[float], list[set[float]]]:
-    """Of the first step; all steps' learning rates, and the weight decays of all parameter groups."""
+    """Return the first step's loss, all learning rates, and the weight decays of all parameter groups."""
     losses, rates, decays = [], [], []
     with running(placement, config) as trainer:
         for _ in range(config.steps):
@@ -264,7 +264,7 @@ def test_supervised_loss_is_the_mean_negative_log_likelihood(qwen3: Path, tmp_pa
 def test_learning_rates_follow_the_schedule(
     settings: dict[str, Any], expected: list[float], qwen3: Path, tmp_path: Path
 ) -> None:
-    """Rates of six steps, in units of the peak rate, and weight decays."""
+    """Compare the rates of six steps, in units of the peak rate, and the weight decays."""
     optimizer = {"lr": 1e-3, "weight_decay": 0.1, **settings}
     config = _config(qwen3, tmp_path, steps=6, trainer={"optimizer": optimizer})
     pack = pack_sequences(scored_sequences(LENGTHS))

@@ -1,6 +1,6 @@
-"""Our use of Megatron's layer spec for Transformer Engine, with stand-ins for the modules that exist for CUDA only.
+"""Our use of Megatron's layer spec for Transformer Engine, with stand-ins for its modules, which exist for CUDA only.
 
-Covered: what layers and attention are given, Hugging Face names, checkpoints of either spec read by the other. Not
+Covered: the inputs of layers and attention, Hugging Face names, and that each spec reads the other's checkpoints. Not
 covered, and never run: Transformer Engine itself, its kernels and its context parallelism.
 """
 
@@ -42,7 +42,7 @@ UPDATE_BOUND = 1e-4
 
 
 def _install() -> None:
-    """Make this rank's machine one that has what it lacks."""
+    """Make this rank believe that it has Transformer Engine and a GPU."""
     te_stand_ins.install()
     attention.has_transformer_engine = lambda: True
     construction.uses_transformer_engine = lambda *arguments: uses_transformer_engine(*arguments[:2], on_cuda=True)
@@ -51,7 +51,7 @@ def _install() -> None:
 
 # ---------------------------------------------------------------------------------------------------------- the layers
 def _trained(placement: RankPlacement, config: RunConfig, packs: Any, denominator: float, steps: int) -> Any:
-    """Scores, and what optimizer steps made of the weights, under Hugging Face names."""
+    """Return scores, and the weights after optimizer steps under their Hugging Face names."""
     _install()
     exported: dict[str, Tensor] = {}
 
@@ -84,7 +84,7 @@ def test_its_layers_compute_the_reference(family: str, layout: Settings, tmp_pat
     _check(case, layout | {"attention": "transformer_engine"}, tmp_path)
 
 
-def test_its_layers_take_the_attention_of_shared_prefixes(tmp_path: Path) -> None:
+def test_its_layers_use_the_attention_of_shared_prefixes(tmp_path: Path) -> None:
     case = shared_case("qwen3", tmp_path / "model", 1)
     _check(case, {"share_prefixes": "tree", "attention": "auto", "tensor": 2, "sequence": True}, tmp_path)
 
@@ -98,7 +98,7 @@ def _check(case: Case, layout: Settings, directory: Path) -> None:
 
 
 # ------------------------------------------------------------------------------------------------------ canonical names
-# Of Megatron's TransformerLayer and of Transformer Engine's LayerNormLinear and Linear, written out.
+# Names of Megatron's TransformerLayer and Transformer Engine's LayerNormLinear and Linear, written out.
 LAYER = "decoder.layers."
 ATTENTION_KEYS = {
     LAYER + "self_attention.linear_qkv.layer_norm_weight",
@@ -120,7 +120,7 @@ CANONICAL = {
 
 
 def _keys(placement: RankPlacement, config: RunConfig) -> tuple[set[str], set[str]]:
-    """Names in a checkpoint, and names of the modules' own parameters."""
+    """Return the names in a checkpoint and the names of the modules' own parameters."""
     _install()
     with running(placement, config) as model:
         state = checkpoint._sharded_models(model.chunks)["model0"]
@@ -143,9 +143,9 @@ def test_both_specs_write_the_canonical_names(family: str, spec: Spec, tmp_path:
 def _train(
     placement: RankPlacement, config: RunConfig, save: Path | None, load: Path | None, grouped: bool
 ) -> dict[str, Tensor]:
-    """The weights after two steps, saved between them; or of a fresh trainer after the second one.
+    """Return the weights after two steps with a save between them, or after loading that save and doing the second.
 
-    Experts are grouped where they can be, or computed in a loop, under Megatron's names.
+    Experts are grouped, or computed in a loop under Megatron's names.
     """
     _install()
     construction.can_be_grouped = lambda *arguments: grouped
@@ -168,10 +168,10 @@ def _train(
         ("qwen3_moe", "ring", False),
     ],
 )
-def test_either_spec_continues_the_others_checkpoint(
+def test_each_spec_continues_from_the_checkpoint_of_the_other(
     family: str, attention: str, grouped: bool, tmp_path: Path
 ) -> None:
-    """Moments included: the step after the checkpoint is the same to rounding of the other spec's kernels."""
+    """Including moments: the step after the checkpoint is the same up to rounding of the other spec's kernels."""
     model, layout = save_tiny(family, tmp_path / "model"), {"tensor": 2, "sequence": True}
     if family == "qwen3_moe":
         layout |= {"expert": 2, "distributed": True}
@@ -193,7 +193,7 @@ def test_either_spec_continues_the_others_checkpoint(
 def test_transformer_engine_without_its_extension_is_not_taken_for_it(
     place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The package alone comes with any of its wheels, and cannot be imported."""
+    """Each of its wheels installs the package, but it cannot be imported without the extension."""
     monkeypatch.syspath_prepend(tmp_path)
     (tmp_path / "transformer_engine" / "wheel_lib").mkdir(parents=True)
     invalidate_caches()
@@ -214,12 +214,12 @@ def test_transformer_engine_without_its_extension_is_not_taken_for_it(
         ("ring_flash_attn", "contiguous"),
     ],
 )
-def test_what_is_asked_for_is_taken(asked: Any, layout: str) -> None:
+def test_the_configured_attention_is_used(asked: Any, layout: str) -> None:
     attention = attention_of(TrainerConfig(attention=asked), dimensions(), on_cuda=True)
     assert attention == asked and context_layout_of(attention) == layout
 
 
-def test_auto_is_the_best_that_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_auto_takes_the_best_available(monkeypatch: pytest.MonkeyPatch) -> None:
     found: list[str] = []
     monkeypatch.setattr("backends.megatron.attention.has_transformer_engine", lambda: bool(found))
     auto, model = TrainerConfig(), dimensions()

@@ -1,4 +1,4 @@
-"""Tiny Hugging Face checkpoints of every family, and scored sequences for them, all from seeds."""
+"""Make tiny Hugging Face checkpoints of every family, and scored sequences for them, from seeds."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -15,7 +15,7 @@ from slime_like.trajectory import ScoredTrajectory
 VOCAB = 151  # a prime: no layout divides it
 
 DIVISIBLE = {"num_hidden_layers": 4, "num_key_value_heads": 4}
-"""For the tiny model: four KV heads admit tensor=4; four layers admit interleaving."""
+"""Sizes of the tiny model that allow tensor=4 (four KV heads) and interleaving (four layers)."""
 
 SIZES: dict[str, Any] = {
     "hidden_size": 64,
@@ -36,7 +36,7 @@ _LLAMA3_SCALING = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 64,
 }
-# Values narrower than queries and keys, a rotary table and a softmax that YaRN scales, two groups of four chosen.
+# Values narrower than queries and keys, YaRN scaling of rotary table and softmax, two of four groups chosen.
 _DEEPSEEK: dict[str, Any] = {
     **SIZES,
     "num_key_value_heads": 4,
@@ -64,7 +64,7 @@ _DEEPSEEK: dict[str, Any] = {
         "original_max_position_embeddings": 64,
     },
 }
-# Families that have formulas here; each config class, and what differs from ``SIZES``.
+# Families that Megatron trains here: config class, and differences from ``SIZES``.
 _KNOWN: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3": ("Qwen3Config", {"head_dim": 32, "tie_word_embeddings": False}),
     "qwen2": ("Qwen2Config", {"tie_word_embeddings": True}),
@@ -81,10 +81,10 @@ _KNOWN: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "deepseek_v3": ("DeepseekV3Config", {**_DEEPSEEK, "q_lora_rank": 32}),
-    # Queries that are not compressed, as in Moonlight-16B-A3B.
+    # Without compressed queries, like Moonlight-16B-A3B.
     "deepseek_v3_direct": ("DeepseekV3Config", {**_DEEPSEEK, "n_group": 1, "topk_group": 1, "q_lora_rank": None}),
 }
-# Families that only transformers has formulas for, with what makes each another model than a Llama; in two layers.
+# Families that only FSDP trains, of two layers; comments name what distinguishes each from Llama.
 OTHERS: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma3_text": (  # scaled embeddings, norms around 1 + w, capped logits, windows as wide as the longest sequence
         "Gemma3TextConfig",
@@ -102,14 +102,14 @@ OTHERS: dict[str, tuple[str, dict[str, Any]]] = {
         {"logits_scaling": 3.0, "embedding_multiplier": 2.0, "residual_multiplier": 0.5, "attention_multiplier": 0.2},
     ),
     "smollm3": ("SmolLM3Config", {"no_rope_layers": [1, 0]}),
-    "gpt_neox": ("GPTNeoXConfig", {"rotary_pct": 0.5}),  # parallel residuals, a rotary part of heads, other names
+    "gpt_neox": ("GPTNeoXConfig", {"rotary_pct": 0.5}),  # parallel residuals, partly rotary heads, other names
     "cohere": ("CohereConfig", {"logit_scale": 0.25}),  # LayerNorm, one norm per layer, tied
     "phi": ("PhiConfig", {"partial_rotary_factor": 0.5}),  # a bias in the head
     "gpt2": (
         "GPT2Config",
         {"n_layer": 2, "n_embd": 64, "n_head": 4, "n_positions": 256, "initializer_range": 0.08},
     ),  # learned positions
-    "stablelm": ("StableLmConfig", {"use_qkv_bias": True}),  # layers that hand on what they know alone
+    "stablelm": ("StableLmConfig", {"use_qkv_bias": True}),  # layers that pass on only their own outputs
     "qwen2_moe": (
         "Qwen2MoeConfig",
         {
@@ -120,7 +120,7 @@ OTHERS: dict[str, tuple[str, dict[str, Any]]] = {
             "shared_expert_intermediate_size": 32,
         },
     ),
-    "glm4_moe": (  # routers of sigmoids with a bias
+    "glm4_moe": (  # sigmoid routers with a bias
         "Glm4MoeConfig",
         {
             "n_routed_experts": 4,
@@ -135,7 +135,7 @@ OTHERS: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 def save_checkpoint(family: str, directory: Path, seed: int = 0) -> Path:
-    """Write a float32 checkpoint with random weights (norms and biases too) and return its directory."""
+    """Write a float32 checkpoint with random weights, norms and biases, and return its directory."""
     torch.manual_seed(seed)
     model = _model(family)
     with torch.no_grad():
@@ -154,7 +154,7 @@ def save_checkpoint(family: str, directory: Path, seed: int = 0) -> Path:
 def _model(family: str) -> torch.nn.Module:
     class_name, features = (_KNOWN | OTHERS)[family]
     sizes = {"vocab_size": VOCAB} if family == "gpt2" else SIZES | {"num_hidden_layers": 2 if family in OTHERS else 4}
-    # transformers would leave a padding token's embedding without gradient.
+    # transformers gives the embedding of a padding token no gradient.
     ids = {} if family in _KNOWN else {"pad_token_id": None, "bos_token_id": 1, "eos_token_id": 2}
     config = getattr(transformers, class_name)(**{**sizes, **features, **ids})
     model: torch.nn.Module = transformers.AutoModelForCausalLM.from_config(config)
@@ -164,7 +164,7 @@ def _model(family: str) -> torch.nn.Module:
 def scored_sequences(
     lengths: list[tuple[int, int]], seed: int = 0, fully_masked: tuple[int, ...] = ()
 ) -> list[ScoredTrajectory]:
-    """One sequence per (prompt, response) length, with everything an RL loss with KL and entropy reads."""
+    """Make one sequence per (prompt, response) length, with all inputs of an RL loss with KL and entropy."""
     generator = torch.Generator().manual_seed(seed)
     return [
         _scored(index, prompt, response, generator, index in fully_masked)
@@ -192,7 +192,7 @@ def _scored(index: int, prompt: int, response: int, generator: torch.Generator, 
         ref_logprobs=old + 0.2 * noise(),
         rewards=torch.zeros(1),
         successes=torch.zeros(1),
-        # Large, so that updates stand clear of the rounding of weights near 1.
+        # Large, so that updates are far above the rounding error of weights near 1.
         advantages=8.0 * torch.randn((), generator=generator),
         answer="",
         sequence_id=f"s{index}",
@@ -208,7 +208,7 @@ def _scored(index: int, prompt: int, response: int, generator: torch.Generator, 
 def tiny_config(
     model: Path, run_dir: Path, layout: dict[str, Any] | None = None, dtype: str = "float32", **sections: Any
 ) -> RunConfig:
-    """A run on one thread a rank, with a time limit for tests; ``sections`` add and change."""
+    """Return a configuration with one thread per rank and a time limit for tests, changed by ``sections``."""
     trainer = {"parallel": layout or {}, "step_timeout_s": 60.0, "cpu_threads": 1}
     trainer |= sections.pop("trainer", {})
     return RunConfig(run_dir=run_dir, model={"path": model, "dtype": dtype}, trainer=trainer, **sections)
@@ -216,7 +216,7 @@ def tiny_config(
 
 @contextmanager
 def edited_weights(directory: Path) -> Iterator[dict[str, torch.Tensor]]:
-    """The tensors of a model in one file, written back after the block with what was changed in it."""
+    """Yield the tensors of a one-file model and write them back, changed, after the block."""
     file = directory / "model.safetensors"
     tensors = load_file(file)
     yield tensors

@@ -92,13 +92,13 @@ def _parts(
     }
     if wanted := [name for name, is_asked in asked.items() if is_asked]:
         raise NotImplementedError(
-            f"flash-attn's {', '.join(wanted)} has no stand-in on the CPU; only plain causal attention has"
+            f"flash-attn's {', '.join(wanted)} is not supported on the CPU; use plain causal attention"
         )
     queries, keys = _spans("q", cu_seqlens_q, max_seqlen_q), _spans("k", cu_seqlens_k, max_seqlen_k)
     pairs = [(q, k, len(k) - len(q)) for q, k in zip(queries, keys, strict=True)]
     for q, k, missing in pairs:
         if missing < 0:
-            raise ValueError(f"a segment has {len(q)} queries and {len(k)} keys; keys must suffice")
+            raise ValueError(f"a segment has {len(q)} queries and {len(k)} keys; give at least as many keys as queries")
     parts = [_part(queries, [k[before:] for _, k, before in pairs], True, softmax_scale)]
     far = [(q, k[:before]) for q, k, before in pairs if before]
     if far:

@@ -107,7 +107,7 @@ class Checksums:
                 raise ValueError("the checksum of the list differs")
             pieces = {file: [Piece(*entry) for entry in entries] for file, entries in content["pieces"].items()}
             if not all(map(is_file_name, pieces)):
-                raise ValueError("a data file is none of the directory")
+                raise ValueError("a name is not a file name")
             return cls(directory, pieces, content["files"])
         except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
             raise damaged(directory, f"{CHECKSUMS_FILE} cannot be read: {type(error).__name__}") from error
@@ -132,7 +132,7 @@ class Checksums:
                         f"was written by another trainer.backend, whose checkpoints have no {name}",
                         code="checkpoint-of-another-backend",
                         who=str(self._directory),
-                        remedy="use the one that wrote it, or the Hugging Face model that its run exported",
+                        remedy="use the backend that wrote it, or the Hugging Face model that its run exported",
                     ) from error
                 raise not_whole(self._directory, f"{name} is missing") from error
             except OSError as error:
@@ -173,7 +173,7 @@ class Checksums:
         """Reject ``length`` bytes at ``offset`` of the open data file ``name`` if they differ from what was written."""
         piece = self._pieces.get((name, offset))
         if piece is None or piece.length != length:
-            raise damaged(self._directory, f"{name} holds no piece of {length} bytes at byte {offset}")
+            raise damaged(self._directory, f"{name} has no piece of {length} bytes at byte {offset}")
         self._verify_length(name, file.seek(0, os.SEEK_END))
         if not piece.is_in(file):
             raise self._differs(name, piece)
@@ -182,7 +182,7 @@ class Checksums:
         """Compare bytes read at ``offset`` of the data file ``name``; raises like ``verify_piece``."""
         piece = self._pieces.get((name, offset))
         if piece is None:
-            raise damaged(self._directory, f"{name} holds no piece at byte {offset}")
+            raise damaged(self._directory, f"{name} has no piece at byte {offset}")
         if piece.length != len(content) or zlib.crc32(content) != piece.crc32:
             raise self._differs(name, piece)
 

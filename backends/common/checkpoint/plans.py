@@ -45,7 +45,7 @@ def results_from_plain(plain: Sequence[Any]) -> list[WriteResult]:
 def _item_to_plain(item: WriteItem) -> list[Any]:
     data = item.tensor_data
     if data is None:
-        raise TypeError(f"{item.index.fqn} is no tensor")
+        raise TypeError(f"{item.index.fqn} is not a tensor")
     dtype = str(data.properties.dtype).removeprefix("torch.")
     chunk = [list(data.chunk.offsets), list(data.chunk.sizes)]
     return [_index_to_plain(item.index), item.type.name, *chunk, dtype, list(data.size)]
@@ -56,7 +56,7 @@ def _item_from_plain(
 ) -> WriteItem:
     found = getattr(torch, dtype)
     if not isinstance(found, torch.dtype):
-        raise TypeError(f"{dtype} is no type of a tensor")
+        raise TypeError(f"{dtype} is not a tensor type")
     data = TensorWriteData(
         chunk=ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes)),
         properties=TensorProperties(dtype=found),

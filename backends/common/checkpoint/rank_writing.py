@@ -41,7 +41,7 @@ class RankWriting(ABC):
             self._directory.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise CheckpointError(
-                f"cannot be made ({error})",
+                f"could not be created ({error})",
                 code="directory-refused",
                 who=str(self._directory),
                 remedy="choose another directory",
@@ -115,5 +115,5 @@ class RankWriting(ABC):
                 f"rank {dist.get_rank()} has not written its files within {timeout_s:.0f} s",
                 code="save-timeout",
                 who=str(self._directory),
-                remedy="look whether the file system hangs, or raise trainer.step_timeout_s",
+                remedy="check whether the file system hangs, or raise trainer.step_timeout_s",
             )

@@ -32,7 +32,7 @@ def require_format(directory: Path, common: Mapping[str, Any]) -> None:
     """Reject a checkpoint's plain values if they have another format."""
     if common.get("format") != FORMAT:
         raise CheckpointError(
-            f"has checkpoint format {common.get('format')}, this version reads {FORMAT}",
+            f"has checkpoint format {common.get('format')}, but this version reads {FORMAT}",
             code="checkpoint-format",
             who=str(directory),
             remedy="load it with the version that wrote it and export a Hugging Face model",

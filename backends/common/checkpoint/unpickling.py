@@ -78,9 +78,9 @@ def _require_parts(index: Metadata) -> None:
         raise UnpicklingError("it lists no entries")
     for name, entry in entries.items():
         if not isinstance(name, str) or not (isinstance(entry, BytesStorageMetadata) or _is_tensor(entry)):
-            raise UnpicklingError(f"its entry {name!r} describes no tensor")
+            raise UnpicklingError(f"its entry {name!r} does not describe a tensor")
     if not all(_is_place(key, info) for key, info in places.items()):
-        raise UnpicklingError("a place in it is none")
+        raise UnpicklingError("a place in it is invalid")
     stored = {(key.fqn, key.offset): info.length for key, info in places.items()}
     for name, entry in entries.items():
         parts = {None: 0} if isinstance(entry, BytesStorageMetadata) else _part_bytes(entry)
@@ -150,7 +150,7 @@ class DataPlanner:
         try:
             found = torch.load(value, map_location="cpu", weights_only=True)
         except UnpicklingError as error:
-            raise UnpicklingError(f"{item.dest_index.fqn} is no plain data") from error
+            raise UnpicklingError(f"{item.dest_index.fqn} is not plain data") from error
         plain = io.BytesIO()
         torch.save(found, plain)
         plain.seek(0)

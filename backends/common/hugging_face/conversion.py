@@ -56,7 +56,7 @@ def refused_by_disk(path: Path, tensors: Sequence[str] = ()) -> Iterator[None]:
         raise CheckpointError(
             f"{path}{what} could not be written ({reason})",
             code="write-refused",
-            remedy="free space and give the same command again: files that are done are kept",
+            remedy="free space and run the same command again: finished files are kept",
         ) from error
 
 
@@ -116,7 +116,7 @@ class Conversion(ABC, Generic[Job]):
         free = shutil.disk_usage(self.partial.path).free
         if free < missing:
             raise CheckpointError(
-                f"{missing / 1e9:.2f} GB are to be written, and its disk has {free / 1e9:.2f} GB left",
+                f"{missing / 1e9:.2f} GB must be written, but its disk has only {free / 1e9:.2f} GB left",
                 code="no-disk-space",
                 who=str(self.partial.final),
                 remedy="free space, or choose another directory",
@@ -164,7 +164,7 @@ def _require_whole_values(files: Sequence[FinishedFile], source: Path, options: 
             f"tensors with NaN or infinity in them: {listed(names)}",
             code="weights-not-finite",
             who=str(source),
-            remedy="use a checkpoint from before it went wrong, or --allow_nan to convert it as it is",
+            remedy="use a checkpoint from before it went wrong, or --allow_nan to convert it unchanged",
         )
 
 

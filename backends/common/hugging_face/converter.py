@@ -51,7 +51,7 @@ class HuggingFaceConverter(Converter):
         ]
         for group in groups:
             if group.dtype not in DTYPES.values():
-                raise damaged(checkpoint, f"{next(iter(group.shapes))} is of {group.dtype}, as no weight is")
+                raise damaged(checkpoint, f"{next(iter(group.shapes))} has type {group.dtype}, which no weight has")
         jobs = _jobs(groups, options.max_file_bytes)
         request = {
             "what": "to-hf",

@@ -14,7 +14,7 @@ from backends.common.process.agreement import listed, together
 from slime_like.errors import CheckpointError
 from slime_like.interfaces import WeightBucket
 from slime_like.models.weight_files import INDEX
-from slime_like.system.disk import replace_directory, sync
+from slime_like.system.disk import refusal, replace_directory, sync
 
 SHARD_BYTES = 1 << 30
 """Size limit of a safetensors file. A sender holds one file's tensors at a time."""
@@ -186,9 +186,4 @@ def _occupied(directory: Path, problem: str) -> CheckpointError:
 
 
 def _refused(path: Path, error: Exception) -> CheckpointError:
-    return CheckpointError(
-        f"could not be written ({error})",
-        code="write-refused",
-        who=str(path),
-        remedy="free space or choose another directory",
-    )
+    return CheckpointError(refusal(path, str(error)), code="write-refused")

@@ -52,7 +52,7 @@ class HfCheckpoint(contextlib.ExitStack):
         twice = sorted(self._slices.keys() & set(names))
         if twice:
             raise CheckpointError(
-                f"tensors that another file has too: {listed(twice)}",
+                f"tensors that another file has, too: {listed(twice)}",
                 code="tensor-stored-twice",
                 who=str(file),
                 remedy="remove one of them",
@@ -75,7 +75,7 @@ class HfCheckpoint(contextlib.ExitStack):
                 for name, part in stored.items()
                 if tuple(part.get_shape()) != expected[name]
             ],
-            "not of a floating-point type (quantised?)": [
+            "not of a floating-point type (quantized?)": [
                 f"{name} ({part.get_dtype()})" for name, part in stored.items() if part.get_dtype() not in DTYPES
             ],
         }
@@ -84,7 +84,7 @@ class HfCheckpoint(contextlib.ExitStack):
                 f"the tensors do not fit its config.json; {listed_by_kind(problems)}",
                 code="tensors-do-not-fit",
                 who=str(self.directory),
-                remedy="use the config.json and the weights of the same, unquantised model",
+                remedy="use the config.json and the weights of the same, unquantized model",
             )
 
     def require_copies(self, copies: Collection[str], original: str) -> None:
@@ -99,7 +99,7 @@ class HfCheckpoint(contextlib.ExitStack):
                 "differ",
                 code="tied-tensors-differ",
                 who=str(self.directory),
-                remedy="set it to false, or remove what is not the model's own",
+                remedy="set it to false, or remove the tensors that the model does not use",
             )
 
     def _same(self, one: str, other: str) -> bool:

@@ -27,8 +27,8 @@ def allocator_problems(config: RunConfig, environment: Mapping[str, str]) -> Ite
     given = expandable_segments(environment)
     if given and engines_map_memory(config):
         yield (
-            f"sync.transport={config.sync.transport}: engines map memory of colocated trainers, which they cannot with "
-            f"{given} in the environment; unset it, or use shared_memory"
+            f"sync.transport={config.sync.transport}: engines map memory of colocated trainers, which they cannot "
+            f"with {given} in the environment; unset it, or use shared_memory"
         )
 
 

@@ -29,7 +29,7 @@ class ListedUnpickler(pickle.Unpickler):
 
     def find_class(self, module: str, name: str) -> Any:
         if name not in self.listed.get(module, ()):
-            raise UnpicklingError(f"it names {module}.{name}, which is no part of {self.whole}")
+            raise UnpicklingError(f"it names {module}.{name}, which is not part of {self.whole}")
         return super().find_class(module, name)
 
 

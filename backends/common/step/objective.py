@@ -7,10 +7,9 @@ from torch import Tensor
 
 from backends.common.step.sums import StepSums
 from slime_like.algorithms.importance import find_correction
-from slime_like.algorithms.losses import Loss, LossInputs
 from slime_like.algorithms.losses.kl import find_kl_estimator
-from slime_like.algorithms.losses.loss import check_terms, find_policy
-from slime_like.algorithms.losses.types import PolicyTerms
+from slime_like.algorithms.losses.loss import Loss, check_terms, find_policy
+from slime_like.algorithms.losses.types import LossInputs, PolicyTerms
 from slime_like.config import AlgorithmConfig, RunConfig
 from slime_like.errors import SlimeLikeError, TrainerError
 from slime_like.plugins.traceback import format_error, full_traceback

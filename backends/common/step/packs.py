@@ -90,7 +90,7 @@ def require_computable(pack: PackedTrajectory, vocab_size: int) -> None:
     if pack.support_ids is not None and pack.support_sizes is not None and not _is_drawn(pack):
         raise rank_error(
             "reading a micro-batch",
-            "a sampled token is not in the support that it was drawn from",
+            "a sampled token is not in the support that it was sampled from",
             code="token-outside-support",
             remedy="report it: the engine's supports and tokens do not belong together",
         )
@@ -98,7 +98,7 @@ def require_computable(pack: PackedTrajectory, vocab_size: int) -> None:
         sequence = int(pack.sequence_mask[pack.tokens.argmax()])
         raise rank_error(
             "reading a micro-batch",
-            f"sequence {pack.sequence_ids[sequence]!r} has the token id {highest}, the vocabulary {vocab_size} tokens"
+            f"sequence {pack.sequence_ids[sequence]!r} has token id {highest}, but the vocabulary {vocab_size} tokens"
             if sequence >= 0
             else f"pad_token_id={highest} is outside the vocabulary of {vocab_size} tokens",
             code="token-outside-vocabulary",

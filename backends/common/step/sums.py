@@ -9,7 +9,7 @@ from torch import Tensor
 
 from backends.common.process.agreement import rank_error
 from backends.common.step.balance import BalanceLoss
-from slime_like.algorithms.losses import LossSums
+from slime_like.algorithms.losses.sums import LossSums
 from slime_like.errors import TrainerError
 
 
@@ -41,9 +41,9 @@ class StepSums:
         if self.complete:
             raise rank_error(
                 "accumulate",
-                "a window follows the one that was the step's last",
+                "a window follows the step's last one",
                 code="window-after-last",
-                remedy="give last=True with the last one only",
+                remedy="give last=True only with the last one",
             )
         if not count:
             raise rank_error(
@@ -66,9 +66,9 @@ class StepSums:
         if self.denominator not in (None, denominator):
             raise rank_error(
                 "finish_step",
-                f"denominator={denominator} is not the {self.denominator} that begin_step was given",
+                f"denominator={denominator} differs from the {self.denominator} given to begin_step",
                 code="denominator",
-                remedy="give both the same",
+                remedy="give the same one to both",
             )
 
 
@@ -85,7 +85,7 @@ def require_finite_losses(step: StepSums, device: torch.device) -> None:
                 code="loss-not-finite",
                 who=f"rank {rank}",
                 phase=f"forward of micro-batch {micro_batch}",
-                remedy="lower trainer.optimizer.lr, or look at this batch's logprobs and advantages",
+                remedy="lower trainer.optimizer.lr, or check this batch's logprobs and advantages",
             )
 
 

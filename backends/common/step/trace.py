@@ -301,7 +301,7 @@ def _count_message(func: Any, args: tuple[Any, ...], counted: Counted) -> None:
     if group is None or name in _NOTHING_SENT or group.size() == 1:
         return
     if name not in _SENT:
-        raise NotImplementedError(f"planning: nothing is known of how many bytes the collective c10d.{name} sends")
+        raise NotImplementedError(f"planning: unknown collective c10d.{name}; add the bytes that it sends to _SENT")
     argument, factor = _SENT[name]
     nbytes = sum(tensor.numel() * tensor.element_size() for tensor in _tensors(args[argument : argument + 1]))
     sent = round(nbytes * factor(group.size()))

@@ -142,7 +142,7 @@ class TrainerBase(StoringTrainer):
         if not self.state.is_same_model(path):
             raise ConfigError(
                 f"reference.path={path}: its model has other dimensions, or other settings, than model.path; "
-                "use one of the same, or reference.placement=workers"
+                "use a model with the same ones, or reference.placement=workers"
             )
         with self.state.preserved():
             self.state.load_hugging_face(path)
@@ -202,8 +202,8 @@ class TrainerBase(StoringTrainer):
         if self._reference is None:
             raise rank_error(
                 "score",
-                "no reference is loaded because algorithm.kl_coef is 0, and algorithm.kl_reward_coef too, or because "
-                "reference.placement is workers",
+                "no reference is loaded: algorithm.kl_coef and algorithm.kl_reward_coef are 0, or reference.placement "
+                "is workers",
                 code="no-reference",
                 remedy="set one above 0, or placement: trainer",
             )

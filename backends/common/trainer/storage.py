@@ -78,7 +78,7 @@ class StoringTrainer(TrainerBackend):
     def start_save(self, directory: Path) -> PendingSave:
         if self._started is not None and self._started.is_running:
             raise TrainerError(
-                f"{directory} cannot be started before the save under way is finished",
+                f"saving {directory} cannot start before the running save is finished",
                 code="save-under-way",
                 who=f"rank {self.placement.rank}",
                 phase="save",

@@ -15,14 +15,12 @@ from torch import Tensor
 from backends.common.hugging_face.conversion import in_files
 from backends.common.hugging_face.directory import SHARD_BYTES, write_hf_directory
 from backends.megatron.conversion.families import family_of
-from backends.megatron.conversion.gathering import Gather, open_gather, packed_bytes
 from backends.megatron.conversion.placement import Placement, local_experts, place_parameters
 from backends.megatron.conversion.transforms import Piece, Shape
 from slime_like.interfaces import WeightBucket
 from slime_like.models.dimensions import ModelDimensions
 
 _ALIGNMENT = 64
-
 
 Empty = Callable[..., Tensor]
 """Factory of a tensor with a shape, a ``dtype`` and undefined values."""
@@ -92,15 +90,14 @@ def _stream(exported: Sequence[Placement], bucket_bytes: int) -> Iterator[Weight
         return
     sends = first and parallel_state.get_tensor_model_parallel_rank() == 0
     batches = in_files(exported, _gathered_bytes, bucket_bytes)  # consecutive parameters, gathered together
-    device = exported[0].parameter.device
-    group = parallel_state.get_tensor_model_parallel_group()
-    dense = _open(first, group, map(_dense, batches), device)
-    group = parallel_state.get_expert_tensor_and_model_parallel_group()
-    expert = _open(first_of_experts, group, map(_expert, batches), device)
-    arena = _Arena(device)
+    tensor_group = parallel_state.get_tensor_model_parallel_group()
+    expert_group = parallel_state.get_expert_tensor_and_model_parallel_group()
+    arena = _Arena(exported[0].parameter.device)
     for batch in batches:
         arena.clear()
-        shards = _gathered(_dense(batch), dense) | _gathered(_expert(batch), expert)
+        shards = _gathered(_dense(batch), tensor_group) if first else {}
+        if first_of_experts:
+            shards |= _gathered(_expert(batch), expert_group)
         parts = (part for item in batch for part in _tensors(item, shards, sends, arena))
         yield from _buckets(parts, bucket_bytes)
 
@@ -120,22 +117,33 @@ def _gathered_bytes(placement: Placement) -> int:
     return nbytes * len(_expert_numbers(placement))
 
 
-def _open(
-    takes_part: bool, group: dist.ProcessGroup, batches: Iterable[list[Placement]], device: torch.device
-) -> Gather | None:
-    """Open a gather; ``None`` for ranks whose shards another replica sends, or if there is nothing to gather."""
-    largest = max((packed_bytes([item.parameter.data for item in batch]) for batch in batches), default=0)
-    return open_gather(group, largest, device) if takes_part and largest else None
+def _gathered(placements: Sequence[Placement], group: dist.ProcessGroup) -> dict[str, list[Tensor]]:
+    """Gather every rank's shard of each parameter on the group's first rank, by name, in one exchange."""
+    shards = [item.parameter.data for item in placements]
+    if not shards:
+        return {}
+    if group.size() == 1:
+        return {item.name: [shard] for item, shard in zip(placements, shards, strict=True)}
+    packed = torch.empty(sum(map(_aligned_bytes, shards)), dtype=torch.uint8, device=shards[0].device)
+    for view, shard in zip(_unpacked(shards, packed), shards, strict=True):
+        view.copy_(shard)
+    by_rank = [torch.empty_like(packed) for _ in range(group.size())] if group.rank() == 0 else None
+    dist.gather(packed, by_rank, group=group, group_dst=0)
+    everyones = [_unpacked(shards, buffer) for buffer in by_rank or ()]
+    return {item.name: [parts[index] for parts in everyones] for index, item in enumerate(placements) if everyones}
 
 
-def _gathered(placements: Sequence[Placement], gather: Gather | None) -> dict[str, list[Tensor]]:
-    """Return, on the group's first rank, every rank's shard of each parameter, by name."""
-    if gather is None or not placements:
-        return {}
-    by_rank = gather([item.parameter.data for item in placements])
-    if by_rank is None:
-        return {}
-    return {item.name: [shards[index] for shards in by_rank] for index, item in enumerate(placements)}
+def _aligned_bytes(shard: Tensor) -> int:
+    return -(-shard.nbytes // _ALIGNMENT) * _ALIGNMENT
+
+
+def _unpacked(like: Sequence[Tensor], buffer: Tensor) -> list[Tensor]:
+    """Return consecutive views of ``buffer``, (n,) uint8, with the types and shapes of ``like``."""
+    views, offset = [], 0
+    for shard in like:
+        views.append(buffer[offset : offset + shard.nbytes].view(shard.dtype).view(shard.shape))
+        offset += _aligned_bytes(shard)
+    return views
 
 
 class _Arena:

@@ -16,8 +16,8 @@ from backends.common.trainer.host_memory import HostPool
 from backends.megatron import router
 from backends.megatron.activations import ActivationOffload, Saved
 from backends.megatron.head import LogprobModel
+from backends.megatron.installed import Patch, applied
 from backends.megatron.micro_batch import BatchBuilder, ModelInput
-from backends.megatron.patch import Patch, applied
 from backends.megatron.planning.in_flight import PassMemory
 from slime_like.config import RunConfig
 from slime_like.models.dimensions import ModelDimensions

@@ -2,8 +2,8 @@
 
 With ``d = log pi - log ref`` at a token sampled from pi: k1 = d, k2 = d^2 / 2, k3 = exp(-d) - 1 + d. k1 and k3 are
 unbiased *values*. As a *loss* on samples of the current policy, k1 has zero expected gradient, k2 has exactly the
-gradient of the reverse KL, and k3 that of the forward KL: a biased one. Weighted by pi / pi_old without detaching,
-k1 and k3 have the exact reverse-KL gradient (DeepSeek-V3.2, section 3.1), also off-policy.
+gradient of the reverse KL, and k3 has that of the forward KL, which is biased. Weighted by pi / pi_old without
+detaching, k1 and k3 have the exact reverse-KL gradient (DeepSeek-V3.2, section 3.1), even off-policy.
 """
 
 from collections.abc import Callable, Mapping
@@ -20,7 +20,7 @@ _LOW_VAR_BOUND = 10.0
 
 
 def k1(difference: Tensor) -> Tensor:
-    """``d``: unbiased, of high variance, negative for half of the tokens (Schulman 2020, k1)."""
+    """``d``: unbiased, of high variance, negative for about half of the tokens (Schulman 2020, k1)."""
     return difference
 
 
@@ -32,7 +32,7 @@ def k2(difference: Tensor) -> Tensor:
 def k3(difference: Tensor) -> Tensor:
     """``exp(-d) - 1 + d``: unbiased, never negative (Schulman 2020, k3; GRPO, arXiv:2402.03300, eq. 4).
 
-    Below d = -20 it is constant, without gradient (``bounds.py``).
+    Constant, without gradient, below d = -20 (``bounds.py``).
     """
     # expm1 keeps the precision that exp(-d) - 1 loses where policy and reference nearly agree.
     bounded = difference.clamp_min(-LOG_RATIO_BOUND)
@@ -40,22 +40,22 @@ def k3(difference: Tensor) -> Tensor:
 
 
 def low_var_kl(difference: Tensor) -> Tensor:
-    """``min(k3, 10)`` (the ``low_var_kl`` of verl and slime, 2025): a token beyond it has no gradient."""
+    """``min(k3, 10)`` (``low_var_kl`` in verl and slime, 2025): a token beyond the bound has no gradient."""
     return k3(difference).clamp_max(_LOW_VAR_BOUND)
 
 
 KLEstimator = Callable[[Tensor], Tensor]
-"""From (R,) ``log pi - log ref``, between -20,000 and 20,000, to (R,) nats."""
+"""Function from (R,) ``log pi - log ref``, between -20,000 and 20,000, to (R,) nats."""
 
 KL_ESTIMATORS: Mapping[str, KLEstimator] = MappingProxyType({"k1": k1, "k2": k2, "k3": k3, "low_var_kl": low_var_kl})
 
 
 def find_kl_estimator(name: str) -> KLEstimator:
-    """The estimator with this name, a key of ``KL_ESTIMATORS`` or `package.module:name`, whose results are checked.
+    """Return the estimator with this name, a key of ``KL_ESTIMATORS`` or `package.module:name`.
 
     Raises:
-        ValueError: unknown name (the known ones are listed), or something that cannot be called; when called, a
-            result that is not one value per token.
+        ValueError: an unknown name, or an object that can't be called. A custom estimator raises it when called if its
+            result isn't one value per token.
     """
     found = resolve_callable("KL estimator", name, KL_ESTIMATORS)
     if name in KL_ESTIMATORS:
@@ -70,19 +70,18 @@ def find_kl_estimator(name: str) -> KLEstimator:
 
 
 def kl_estimate(logprobs: Tensor, ref_logprobs: Tensor, estimator: str | KLEstimator = "k3") -> Tensor:
-    """Per-token estimate, differentiable with respect to ``logprobs``.
+    """Estimate the KL divergence per token, differentiable with respect to ``logprobs``.
 
     Args:
-        logprobs, ref_logprobs: (R,) of the same tokens, drawn by the policy of ``logprobs``: off-policy, every estimate
-            has to be weighted by pi / pi_sampled.
-        estimator: k1, k2, k3, low_var_kl, the import path of a function of ``logprobs - ref_logprobs``, or the
-            function.
+        logprobs, ref_logprobs: (R,) of the same tokens, sampled from the policy of ``logprobs``. Off-policy, weight
+            every estimate by pi / pi_sampled.
+        estimator: k1, k2, k3, low_var_kl, or a function of ``logprobs - ref_logprobs`` or its import path.
 
     Returns:
         (R,) nats.
 
     Raises:
-        ValueError: unknown estimator (the known ones are listed), or tensors that would be broadcast.
+        ValueError: an unknown estimator, or tensors of different shapes.
 
     Example:
         >>> kl_estimate(torch.tensor([-1.0]), torch.tensor([-1.5]), "k2")

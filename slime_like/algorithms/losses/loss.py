@@ -1,4 +1,4 @@
-"""One loss out of its parts: policy term, off-policy corrections, KL, entropy bonus, and the metrics of all of them."""
+"""The loss, composed of policy term, off-policy corrections, KL and entropy bonus, with its metrics."""
 
 from __future__ import annotations
 
@@ -23,21 +23,20 @@ from slime_like.algorithms.losses.types import LossInputs, PolicyTerms
 from slime_like.plugins.resolve import resolve_callable
 
 if TYPE_CHECKING:
-    from slime_like.config.algorithm import AlgorithmConfig  # needs pydantic, which this layer does not
+    from slime_like.config.algorithm import AlgorithmConfig  # needs pydantic, which this layer doesn't
 
 
 def build_loss(config: AlgorithmConfig) -> Loss:
-    """The loss that the configuration names.
+    """Build the loss that the configuration names.
 
     Args:
         config: the objective; any object with the attributes of ``AlgorithmConfig`` will do.
 
     Returns:
-        The loss, to be called with the ``LossInputs`` of a micro-batch.
+        The loss. Call it with the ``LossInputs`` of a micro-batch.
 
     Raises:
-        ValueError: unknown name (the known ones are listed), an import path that leads nowhere, or an object there that
-            is no ``PolicyLoss``.
+        ValueError: an unknown name or import path, or an object that isn't a ``PolicyLoss``.
 
     Example:
         >>> build_loss(AlgorithmConfig(loss="gspo", clip_low=3e-4, clip_high=4e-4)).needs_old
@@ -47,16 +46,12 @@ def build_loss(config: AlgorithmConfig) -> Loss:
 
 
 def find_policy(name: str) -> Callable[[AlgorithmConfig], PolicyLoss]:
-    """The class of the policy term registered under this name, or the one at ``package.module:name``.
-
-    Raises:
-        ValueError: as in ``build_loss``.
-    """
+    """Return the class of the policy term with this name, or at ``package.module:name``. Raises as ``build_loss``."""
     found: Any = resolve_callable("loss", name, POLICY_LOSSES)
     missing = [attribute for attribute in ("name", "needs_old", "needs_advantages") if not hasattr(found, attribute)]
     if missing:
         raise ValueError(
-            f"loss {name!r} has no {' and no '.join(missing)}; a loss is a class as `PolicyLoss` describes it"
+            f"loss {name!r} has no {' and no '.join(missing)}; define the attributes that `PolicyLoss` describes"
         )
     return cast("Callable[[AlgorithmConfig], PolicyLoss]", found)
 
@@ -67,13 +62,13 @@ class Loss:
     Args:
         config: coefficients and corrections.
         policy: the policy term.
-        kl_estimator, correction: what computes the two; none means those that the configuration names.
+        kl_estimator, correction: functions to use instead of those that the configuration names.
 
     Raises:
         ValueError: an unknown estimator or correction.
 
     Attributes:
-        name: of the policy term.
+        name: name of the policy term.
         needs_reference: ``ref_logprobs`` must be given.
         needs_old: ``old_logprobs`` must be given.
         needs_behaviour: ``behaviour_logprobs`` must be given.
@@ -99,19 +94,19 @@ class Loss:
         self.needs_entropy = config.entropy_coef > 0
 
     def __call__(self, inputs: LossInputs) -> LossOutput:
-        """Loss and metrics of one micro-batch.
+        """Compute loss and metrics of one micro-batch.
 
         Args:
-            inputs: of whole sequences; what stands on tokens that carry no loss has no effect.
+            inputs: tensors of whole sequences. Values on tokens that carry no loss have no effect.
 
         Returns:
-            The weighted sum, undivided, with graph, and the metrics.
+            The undivided weighted sum, with graph, and the metrics.
 
         Raises:
-            ValueError: an input that this loss needs is missing, or has another shape or type than it says; or the
-                custom policy term returns something else than (R,) values in ``PolicyTerms``.
+            ValueError: an input that this loss needs is missing or has a wrong shape or type, or a custom policy term
+                doesn't return (R,) values in ``PolicyTerms``.
         """
-        self._check(inputs)
+        inputs.check_shapes()
         inputs = inputs.cleaned()
         terms = self._policy(inputs)
         check_terms(self.name, terms, inputs)
@@ -125,18 +120,6 @@ class Loss:
             per_token = per_token - self._config.entropy_coef * required(inputs, "entropy")
         loss = _weighted_sum(per_token, inputs)
         return LossOutput(loss, _figures(inputs, loss, policy, kl, terms, correction))
-
-    def _check(self, inputs: LossInputs) -> None:
-        inputs.check_shapes()
-        for needed, name in (
-            (self.needs_old, "old_logprobs"),
-            (self.needs_behaviour, "behaviour_logprobs"),
-            (self.needs_reference, "ref_logprobs"),
-            (self.needs_entropy, "entropy"),
-            (self._policy.needs_advantages, "advantages"),
-        ):
-            if needed and getattr(inputs, name) is None:
-                raise ValueError(f"loss {self.name!r} as configured needs {name}; the micro-batch has none, give (R,)")
 
     def _correction(self, inputs: LossInputs) -> ImportanceWeights | None:
         if self._correct is None:
@@ -171,7 +154,7 @@ class Loss:
 
 
 def check_terms(name: str, terms: PolicyTerms, inputs: LossInputs) -> None:
-    """Raise ``ValueError`` where a scalar would be broadcast, and a mean counted once for every token."""
+    """Raise ``ValueError`` if a scalar would be broadcast, which would count a mean once per token."""
     if not isinstance(terms, PolicyTerms):
         raise ValueError(f"loss {name!r} returned a {type(terms).__name__}; return PolicyTerms(per_token, ...)")
     for field in ("per_token", "ratio", "clipped"):
@@ -184,7 +167,7 @@ def check_terms(name: str, terms: PolicyTerms, inputs: LossInputs) -> None:
 
 
 def _weighted_sum(per_token: Tensor, inputs: LossInputs) -> Tensor:
-    """Tokens without loss count 0, whatever their weight."""
+    """Sum over loss-carrying tokens."""
     return (torch.where(inputs.loss_mask, per_token, 0.0) * inputs.token_weights).sum()
 
 
@@ -222,7 +205,7 @@ def _figures(
 
 
 def _bounded(inputs: LossInputs) -> Tensor:
-    """(R,) bool: a logprob, or a log ratio to the old policy or the reference or of engine and trainer, is bounded."""
+    """Return (R,) bool, True if one of the token's logprobs or log ratios is outside the bounds."""
     current, old, engine, reference = (
         inputs.logprobs.detach(),
         inputs.old_logprobs,
@@ -237,7 +220,7 @@ def _bounded(inputs: LossInputs) -> Tensor:
 
 
 def _gaps(sums: LossSums, inputs: LossInputs) -> None:
-    """|current - old| and |behaviour - old|; without old logprobs the current policy is taken for the old one."""
+    """Set the gaps |current - old| and |behaviour - old|. Without old logprobs the current ones are used for them."""
     current = inputs.logprobs.detach()
     old = inputs.old_logprobs if inputs.old_logprobs is not None else current
     sums.old_gap_max = _token_max((current - old).abs(), inputs)

@@ -1,4 +1,4 @@
-"""The policy terms, one small class each. Ratios come from recorded logprobs, never from a detached copy."""
+"""The policy terms, one class each. Ratios come from recorded logprobs, never from a detached copy."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from slime_like.algorithms.losses.types import LossInputs, PolicyTerms
 from slime_like.algorithms.segments import masked_segment_mean, spread_over_tokens
 
 if TYPE_CHECKING:
-    from slime_like.config.algorithm import AlgorithmConfig  # needs pydantic, which this layer does not
+    from slime_like.config.algorithm import AlgorithmConfig  # needs pydantic, which this layer doesn't
 
 
 class PolicyLoss(Protocol):
     """A policy term: built from the configuration, called with the inputs of a micro-batch.
 
-    ``needs_old`` says that it cannot be computed without ``old_logprobs``, ``needs_advantages`` the same of advantages.
-    An optional ``per_sequence = False`` says that no token's value depends on others: rollouts of several rows need it.
+    ``needs_old`` and ``needs_advantages`` declare that the term needs ``old_logprobs`` and ``advantages``. An optional
+    ``per_sequence = False`` declares that no token's value depends on other tokens. Rollouts of several rows need it.
     """
 
     name: str
@@ -35,8 +35,8 @@ class PolicyLoss(Protocol):
 class PPOClip:
     """Clipped surrogate (PPO, arXiv:1707.06347 eq. 7), with two separate bounds (DAPO, arXiv:2503.14476 eq. 8).
 
-    ``-min(r A, clip(r, 1 - clip_low, 1 + clip_high) A)``; with ``dual_clip = c`` and A < 0 at most ``-c A``
-    (arXiv:1912.09729 eq. 5).
+    ``-min(r A, clip(r, 1 - clip_low, 1 + clip_high) A)``; with ``dual_clip = c`` and A < 0,
+    at most ``-c A`` (arXiv:1912.09729 eq. 5).
     """
 
     name = "ppo_clip"
@@ -50,7 +50,6 @@ class PPOClip:
         return token_ratio(inputs)
 
     def __call__(self, inputs: LossInputs) -> PolicyTerms:
-        """PPO's pessimistic surrogate loss, and which tokens it clipped."""
         ratio, advantages = self.ratio(inputs), required(inputs, "advantages")
         plain, bounded = -ratio * advantages, -ratio.clamp(self.low, self.high) * advantages
         loss, clipped = torch.maximum(plain, bounded), bounded > plain
@@ -65,8 +64,8 @@ class GSPO(PPOClip):
     """Group sequence policy optimization (arXiv:2507.18071 eq. 5 to 7): one ratio per sequence.
 
     ``s = exp(mean over loss-carrying tokens of (log pi - log pi_old))``, clipped as in PPO. Every token of a sequence
-    carries the sequence's loss, so that reduction "samples" gives the paper's objective. Clip bounds are far smaller
-    than PPO's (the paper: 3e-4 and 4e-4).
+    carries the sequence's loss, so the reduction "samples" gives the paper's objective. Clip bounds are far smaller
+    than PPO's (3e-4 and 4e-4 in the paper).
     """
 
     name = "gspo"
@@ -81,8 +80,8 @@ class GSPO(PPOClip):
 class CISPO(PPOClip):
     """Clipped importance weights (MiniMax-M1, arXiv:2506.13585 eq. 4 and 5): ``-sg(clip(r)) A log pi``.
 
-    Clips the weight, never the gradient: every token keeps one. ``clip_low = 1`` leaves the weight without lower bound,
-    as the paper does.
+    Clips the weight but not the gradient, so every token keeps one. ``clip_low = 1`` removes the lower bound, as in
+    the paper.
     """
 
     name = "cispo"
@@ -95,7 +94,7 @@ class CISPO(PPOClip):
 
 
 class SFT:
-    """Supervised: the negative log-likelihood, ``-log pi`` (InstructGPT, arXiv:2203.02155, section 3.1)."""
+    """Supervised fine-tuning: the negative log-likelihood, ``-log pi`` (InstructGPT, arXiv:2203.02155, section 3.1)."""
 
     name = "sft"
     needs_old = False
@@ -119,28 +118,22 @@ class PolicyGradient(SFT):
 
 
 POLICY_LOSSES = MappingProxyType({cls.name: cls for cls in (PPOClip, PolicyGradient, GSPO, CISPO, SFT)})
-"""By name. A new one's name also goes into ``LOSSES`` of ``slime_like/config/algorithm.py``, which imports no torch,
-for checks and help."""
-
+"""Policy terms by name. Add the name of a new one to ``LOSSES`` in ``slime_like/config/algorithm.py`` too."""
 
 _GIVEN = {
-    "response_lens": "the (S,) lengths of its sequences, as `PackedTrajectory.response_lens` holds them",
+    "response_lens": "the (S,) lengths of its sequences, `PackedTrajectory.response_lens`",
     "old_logprobs": "the (R,) logprobs under the weights at the start of the step",
 }
 
 
 def required(inputs: LossInputs, name: str) -> Tensor:
-    """An input that the loss cannot do without.
-
-    Raises:
-        ValueError: it is missing.
-    """
+    """Return an input that the loss needs; raise ``ValueError`` if it is missing."""
     value: Tensor | None = getattr(inputs, name)
     if value is None:
-        raise ValueError(f"this loss needs {name}, the micro-batch has none; give {_GIVEN.get(name, 'them, (R,)')}")
+        raise ValueError(f"this loss needs {name}, but the micro-batch has none; give {_GIVEN.get(name, 'them, (R,)')}")
     return value
 
 
 def token_ratio(inputs: LossInputs) -> Tensor:
-    """pi_current / pi_old per token, with graph, between exp(-20) and exp(20) (``bounds.py``)."""
+    """Return (R,) pi_current / pi_old, with graph, between exp(-20) and exp(20) (``bounds.py``)."""
     return bounded_exp(log_ratio(inputs.logprobs, required(inputs, "old_logprobs")))

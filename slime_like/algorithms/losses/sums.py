@@ -1,4 +1,4 @@
-"""The metrics of a step while they are still sums, so that micro-batches and ranks can be added up."""
+"""The metrics of a step as sums, so that micro-batches and ranks can be added up."""
 
 import math
 from dataclasses import dataclass, fields
@@ -14,13 +14,13 @@ _MAXIMA = ("old_gap_max", "engine_gap_max")
 
 @dataclass(slots=True)
 class LossSums:
-    """Detached float64 scalars.
+    """Metric sums, as detached float64 scalars.
 
     Attributes:
-        loss, policy_loss, kl_loss: weighted sums; over the step's denominator they are the means of ``GRPOStats``.
+        loss, policy_loss, kl_loss: weighted sums; divided by the step's denominator, the means of ``GRPOStats``.
         ratio, clipped, bounded, approx_policy_kl, entropy, engine_gap, importance_weight, importance_clipped: sums over
             loss-carrying tokens.
-        num_tokens: loss-carrying tokens.
+        num_tokens: number of loss-carrying tokens.
         old_gap_max, engine_gap_max: maxima over loss-carrying tokens.
     """
 
@@ -41,17 +41,17 @@ class LossSums:
 
     @classmethod
     def zeros(cls, device: torch.device | str = "cpu") -> Self:
-        """Sums of nothing."""
+        """Return all zeros."""
         return cls(*(torch.zeros((), dtype=torch.float64, device=device) for _ in fields(cls)))
 
     def add(self, other: Self) -> Self:
-        """The metrics of both together; maxima stay maxima."""
+        """Return the sums of both, with the maxima of both."""
         sums, maxima = self.to_vectors()
         other_sums, other_maxima = other.to_vectors()
         return self.from_vectors(sums + other_sums, torch.maximum(maxima, other_maxima))
 
     def to_vectors(self) -> tuple[Tensor, Tensor]:
-        """Two float64 vectors, one to all-reduce with a sum and one with a maximum."""
+        """Return two float64 vectors, one to all-reduce with a sum and one with a maximum."""
         return (
             torch.stack([getattr(self, name) for name in _sum_names()]),
             torch.stack([getattr(self, name) for name in _MAXIMA]),
@@ -59,26 +59,26 @@ class LossSums:
 
     @classmethod
     def from_vectors(cls, sums: Tensor, maxima: Tensor) -> Self:
-        """The inverse of ``to_vectors``."""
+        """Return the sums that ``to_vectors`` made these vectors of."""
         values = dict(zip(_sum_names(), sums.unbind(), strict=True))
         return cls(**values, **dict(zip(_MAXIMA, maxima.unbind(), strict=True)))
 
     def to_stats(self, denominator: float, grad_norm: Tensor | float, learning_rate: float) -> GRPOStats:
-        """Means: weighted sums over ``denominator``, token sums over the number of loss-carrying tokens.
+        """Divide weighted sums by ``denominator`` and token sums by the number of loss-carrying tokens.
 
         Args:
-            denominator: the step's, from ``step_denominator``.
+            denominator: result of ``step_denominator`` for the step.
             grad_norm: global gradient norm before clipping.
-            learning_rate: the rate this step used.
+            learning_rate: learning rate of the step.
 
         Returns:
-            Every figure a float64 scalar; what no micro-batch measured is 0.
+            Float64 scalars; 0 for metrics that no micro-batch measured.
 
         Raises:
-            ValueError: a denominator that is not positive and finite.
+            ValueError: the denominator isn't positive and finite.
         """
         if not 0 < denominator < math.inf:
-            raise ValueError(f"denominator={denominator} divides no step's sums; give that of `step_denominator`")
+            raise ValueError(f"denominator={denominator}: not positive and finite; give that of `step_denominator`")
         tokens = self.num_tokens.clamp_min(1)
         return GRPOStats(
             loss=self.loss / denominator,

@@ -19,37 +19,37 @@ class LossInputs:
 
     Attributes:
         logprobs: of the current policy, with graph.
-        entropy: of the current policy, nats; needed where ``entropy_coef`` is above 0, with graph then.
+        loss_mask: bool, True where the token carries loss.
+        token_weights: weight in the loss sum.
+        entropy: of the current policy, in nats; needed, with graph, if ``entropy_coef`` is above 0.
         old_logprobs: under the trainer's weights at the start of the step.
         behaviour_logprobs: as the engine reported them while sampling.
         ref_logprobs: under the reference model.
-        advantages: each sequence's advantage on its tokens (or per-token advantages).
-        loss_mask: bool, True where the token carries loss.
-        token_weights: weight in the loss sum.
-        response_lens: (S,) int64, for what is per sequence; none where nothing is.
+        advantages: the sequence's advantage on each of its tokens, or per-token advantages.
+        response_lens: (S,) int64, needed if the loss has values per sequence.
     """
 
     logprobs: Tensor
-    entropy: Tensor | None
-    old_logprobs: Tensor | None
-    behaviour_logprobs: Tensor | None
-    ref_logprobs: Tensor | None
-    advantages: Tensor | None
     loss_mask: Tensor
     token_weights: Tensor
+    entropy: Tensor | None = None
+    old_logprobs: Tensor | None = None
+    behaviour_logprobs: Tensor | None = None
+    ref_logprobs: Tensor | None = None
+    advantages: Tensor | None = None
     response_lens: Tensor | None = None
 
     def check_shapes(self) -> None:
-        """Raise ``ValueError`` if something would be broadcast, or a mask is not bool."""
+        """Raise ``ValueError`` if torch would broadcast a tensor, or if the mask isn't bool."""
         require_alike(**{name: getattr(self, name) for name in (*_PER_TOKEN, "loss_mask", "token_weights")})
         require_bool_mask(self.loss_mask)
 
     def cleaned(self) -> Self:
-        """The same with 0 on tokens that carry no loss: whatever stood there, inf and nan too, has no effect at all.
-        Logprobs are bounded (``bounds.py``): what is made of them is finite, -inf from a masked vocabulary included.
+        """Return the inputs with 0 on tokens that carry no loss, so values there (inf and nan too) have no effect.
 
-        Everything is at least as precise as ``logprobs``: the difference of two float32 policies, or a bound times a
-        float32 advantage, would be rounded before it meets a float64 logprob.
+        Logprobs are bounded (``bounds.py``), so everything computed from them is finite, even from the -inf of a
+        masked vocabulary. All tensors become at least as precise as ``logprobs``: the difference of two float32
+        policies would be rounded before it meets a float64 logprob.
         """
         cut = {"token_weights": torch.where(self.loss_mask, self.token_weights, 0.0)}
         for name in _PER_TOKEN:
@@ -66,8 +66,8 @@ class PolicyTerms:
 
     Attributes:
         per_token: (R,) loss before weights, with graph.
-        ratio: (R,) pi_current / pi_old as this loss uses it, detached; ``None`` if it uses none.
-        clipped: (R,) bool, tokens whose gradient the clip removed or bounded; ``None`` if it clips nothing.
+        ratio: (R,) pi_current / pi_old as this loss uses it, detached; ``None`` if the loss has no ratio.
+        clipped: (R,) bool, True if the clip removed or bounded the token's gradient; ``None`` without a clip.
     """
 
     per_token: Tensor

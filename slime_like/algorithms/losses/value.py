@@ -24,7 +24,7 @@ def value_loss(
     token_weights: Tensor,
     clip: float | None = None,
 ) -> ValueOutput:
-    """``0.5 * max((v - R)^2, (v_old + clamp(v - v_old, -clip, clip) - R)^2)``, weighted and summed, undivided.
+    """Return ``0.5 * max((v - R)^2, (v_old + clamp(v - v_old, -clip, clip) - R)^2)``, weighted and summed.
 
     Source: the clipped value objective of OpenAI Baselines' PPO (Engstrom et al., arXiv:2005.12729, section 3).
 
@@ -34,13 +34,13 @@ def value_loss(
         returns: (R,) targets, from ``gae``.
         loss_mask: (R,) bool.
         token_weights: (R,).
-        clip: largest change of a value that is rewarded; none is off.
+        clip: largest change of a value that lowers the loss; ``None`` for no bound.
 
     Returns:
-        The loss and how often the clip took hold; whatever stands on masked tokens, inf and nan too, has no effect.
+        The loss and the number of clipped tokens. Values on masked tokens (inf and nan too) have no effect.
 
     Raises:
-        ValueError: shapes that differ, or a mask that is not bool.
+        ValueError: shapes differ, or the mask isn't bool.
     """
     require_bool_mask(loss_mask)
     require_alike(

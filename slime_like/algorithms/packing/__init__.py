@@ -1,1 +1,1 @@
-"""Packing sequences into THD batches: layout, per-token fields, partition over micro-batches, transfer."""
+"""Packing of sequences into THD batches: layout, per-token fields, partition over micro-batches, transfer."""

@@ -1,19 +1,19 @@
-"""Sharing costs out over parts of nearly equal sums."""
+"""Splitting of costs into parts of nearly equal sums."""
 
 import heapq
 from collections.abc import Sequence
 
 _Part = tuple[float, object]
 
-# Karmarkar-Karp merges n partial partitions of num_ranks parts each; beyond this many parts the greedy rule, which is
-# then indistinguishable, takes over.
+# Karmarkar-Karp merges n partial partitions of num_ranks parts each. Beyond this many parts, the greedy rule is used,
+# whose result is then indistinguishable.
 _DIFFERENCING_LIMIT = 400_000
 
 
 def balance(costs: Sequence[float], num_parts: int) -> list[list[int]]:
     """Split indices into ``num_parts`` parts of nearly equal cost, none empty, with the largest differencing method.
 
-    Source: Karmarkar and Karp 1982, in Korf's generalisation to k parts.
+    Source: Karmarkar and Karp 1982, in Korf's generalization to k parts.
     """
     if num_parts == 1:
         return [list(range(len(costs)))]
@@ -32,7 +32,7 @@ def balance(costs: Sequence[float], num_parts: int) -> list[list[int]]:
 
 
 def share_out(bins: list[list[int]], num_ranks: int, costs: Sequence[float]) -> list[list[list[int]]]:
-    """Equally many bins for every rank: differencing that starts from one bin each.
+    """Give every rank equally many bins, by differencing that starts with one bin per rank.
 
     Source: balanced largest-first differencing, Michiels, Korst, Aarts and van Leeuwen 2003.
     """
@@ -42,7 +42,7 @@ def share_out(bins: list[list[int]], num_ranks: int, costs: Sequence[float]) -> 
 
 
 def _greedy(costs: Sequence[float], num_parts: int) -> list[list[int]]:
-    """Longest processing time: always give the largest cost left to the lightest part."""
+    """Give the largest remaining cost to the lightest part, until none is left (longest processing time)."""
     parts: list[list[int]] = [[] for _ in range(num_parts)]
     heap: list[tuple[float, int]] = [(0.0, part) for part in range(num_parts)]
     for index in sorted(range(len(costs)), key=lambda i: -costs[i]):
@@ -55,10 +55,10 @@ def _greedy(costs: Sequence[float], num_parts: int) -> list[list[int]]:
 def _differencing(partials: list[list[_Part]]) -> list[list[int]]:
     """Merge the two partial partitions of largest spread, heavy parts with light ones, until one is left.
 
-    Of those with equal spreads the one with the larger sum comes first, then the one made first.
+    If spreads are equal, the larger sum comes first, then the partition made first.
 
-    A partial partition is a list of parts, the heaviest first. A part is ``(load, members)``; members are nested pairs,
-    flattened once at the end, so that a merge costs no copy.
+    A partial partition is a list of parts, the heaviest first. A part is ``(load, members)``. Members are nested pairs,
+    flattened once at the end, so merges copy nothing.
     """
     heap = [(*_priority(parts), serial, parts) for serial, parts in enumerate(partials)]
     heapq.heapify(heap)
@@ -73,7 +73,7 @@ def _differencing(partials: list[list[_Part]]) -> list[list[int]]:
 
 
 def _priority(parts: list[_Part]) -> tuple[float, float]:
-    """Negated spread and negated sum of a partial partition: what is merged first has the least."""
+    """Return negated spread and negated sum of a partial partition: the smallest is merged first."""
     return parts[-1][0] - parts[0][0], -sum(load for load, _ in parts)
 
 

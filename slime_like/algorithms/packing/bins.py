@@ -1,18 +1,23 @@
-"""Laying items into bins of one capacity."""
+"""Packing of items into bins of one capacity."""
 
 from collections.abc import Sequence
 
-# Steps of the exhaustive search for fewer micro-batches, which only a batch of hardly more sequences than micro-batches
-# comes to: some tens of milliseconds.
+# Steps of the exhaustive search for fewer bins: some tens of milliseconds. Only a batch with hardly more sequences than
+# micro-batches needs it.
 _SEARCH_STEPS = 50_000
 
 
 def first_fit_decreasing(lengths: Sequence[int], capacity: int) -> list[list[int]]:
-    """Lay items, longest first, into the first bin with room. At most 11/9 of the optimum plus one bin (Dósa 2007).
+    """Put items, longest first, into the first bin with room. At most 11/9 of the optimum plus one bin (Dósa 2007).
 
-    Bins are the leaves of a tree whose nodes know the largest room below them, so that an item finds its bin in
-    logarithmic time; a bin not opened yet has all of its room. ``lengths`` are 1 to ``capacity``, of which the result
-    has the indices of every bin, in the order the bins were opened.
+    Bins are the leaves of a tree whose nodes know the largest room below them, so an item finds its bin in logarithmic
+    time. A bin that isn't open yet has its whole room.
+
+    Args:
+        lengths: each 1 to ``capacity``.
+
+    Returns:
+        Indices into ``lengths`` of every bin, in the order the bins were opened.
     """
     leaves = 1 << max(len(lengths) - 1, 0).bit_length()
     room = [capacity] * (2 * leaves)
@@ -31,10 +36,10 @@ def first_fit_decreasing(lengths: Sequence[int], capacity: int) -> list[list[int
 
 
 def pack_into(lengths: Sequence[int], capacity: int, count: int) -> list[list[int]] | None:
-    """As ``first_fit_decreasing`` into at most ``count`` bins, none empty; ``None`` if there is no way.
+    """Search for a packing into at most ``count`` bins, none empty; return ``None`` if none is found.
 
-    An exhaustive search, longest first, worth it where first-fit-decreasing misses by a few bins. Bins with equal room
-    are tried once. Packing is NP-hard: after a bounded number of steps the search ends as if there were no way.
+    The search is exhaustive, longest items first, for cases in which first-fit-decreasing misses by a few bins. Bins
+    with equal room are tried once. Packing is NP-hard, so the search gives up after a bounded number of steps.
     """
     order = sorted(range(len(lengths)), key=lambda i: -lengths[i])
     room, bins = [capacity] * count, [list[int]() for _ in range(count)]

@@ -1,4 +1,4 @@
-"""Sequences that share prefixes, in bundles that lie in one micro-batch each: what partitions then distribute."""
+"""Bundles of sequences that share prefixes. Partitions put each bundle into one micro-batch."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -10,22 +10,22 @@ from slime_like.algorithms.packing.prefixes import Sharing, overlaps
 from slime_like.trajectory import Trajectory
 
 Costs = Callable[[Sequence[int]], Sequence[float]]
-"""What sequences of these lengths cost, each by itself."""
+"""Function from lengths of sequences to the cost of each."""
 
 _ROUGHLY_EVEN, _WORTHWHILE = 1.05, 0.98
-"""Heaviest replica's share of the mean at which nothing is split; what a split must bring it down to."""
+"""Load of the heaviest replica, relative to the mean, up to which nothing is split; factor that a split must reach."""
 
 
 @dataclass(frozen=True, slots=True)
 class Bundle:
     """Sequences of one micro-batch.
 
-    A prefix costs what a sequence that ends with it does, so that a bundle costs its sequences less their overlaps,
-    whether costs are tokens or FLOPs.
+    A prefix costs as much as a sequence that ends with it. So a bundle's cost, in tokens or FLOPs, is that of its
+    sequences minus that of their overlaps.
 
     Attributes:
-        members: indices, in an order in which each shares most with the one before.
-        lengths: tokens of each.
+        members: indices of sequences, ordered so that each shares most with the one before.
+        lengths: tokens of each sequence.
         shared: tokens that each shares with the one before; 0 for the first.
     """
 
@@ -41,7 +41,7 @@ class Bundle:
         return sum(costs(self.lengths)) - sum(costs([shared for shared in self.shared if shared]))
 
     def halves(self) -> tuple[Self, Self]:
-        """Two bundles of most nearly equal size; what both share is computed in each."""
+        """Return two bundles of most nearly equal size. Both compute the prefix that they share."""
         sizes = accumulate(length - shared for length, shared in zip(self.lengths, self.shared, strict=True))
         firsts, total = list(sizes), self.tokens
         cut = min(range(1, len(firsts)), key=lambda at: max(firsts[at - 1], total - firsts[at - 1] + self.shared[at]))
@@ -55,10 +55,10 @@ class Bundle:
 def bundles(
     sequences: Sequence[Trajectory], lengths: Sequence[int], sharing: Sharing | None, budget: int
 ) -> list[Bundle]:
-    """All sequences in bundles of at most ``budget`` tokens, in the order of their first members.
+    """Bundle all sequences, at most ``budget`` tokens each, in the order of their first members.
 
     Args:
-        lengths: tokens that each takes, none above the budget; with padding only where nothing is shared.
+        lengths: tokens of each sequence, at most the budget; with padding only if nothing is shared.
     """
     order, shared = overlaps(sequences, sharing)
     found: list[Bundle] = []
@@ -76,10 +76,7 @@ def bundles(
 
 
 def split_for(parts: int, given: Sequence[Bundle], costs: Costs) -> list[Bundle]:
-    """Bundles that spread over ``parts`` replicas: split where there are too few, or one replica had too much.
-
-    Nothing is split where the sequences share nothing.
-    """
+    """Split bundles for ``parts`` replicas if there are too few bundles, or one replica had too much to do."""
     found = list(given)
     while len(found) < parts and _split_costliest(found, range(len(found)), costs):
         pass
@@ -98,7 +95,7 @@ def split_for(parts: int, given: Sequence[Bundle], costs: Costs) -> list[Bundle]
 
 
 def _split_costliest(found: list[Bundle], among: Sequence[int], costs: Costs) -> bool:
-    """Replace the costliest bundle that has several members by its halves; False if none has."""
+    """Replace the costliest bundle with several members by its halves; return False if there is none."""
     several = [index for index in among if len(found[index].members) > 1]
     if several:
         costliest = max(several, key=lambda index: found[index].cost(costs))
@@ -107,7 +104,7 @@ def _split_costliest(found: list[Bundle], among: Sequence[int], costs: Costs) ->
 
 
 def _heaviest(found: Sequence[Bundle], parts: int, costs: Costs) -> tuple[float, list[int]]:
-    """Cost of the replica that bears most, and its bundles."""
+    """Return the cost of the replica with the highest one, and its bundles."""
     each = [bundle.cost(costs) for bundle in found]
     shares = ((sum(each[i] for i in share), share) for share in balance(each, parts))
     return max(shares, key=lambda share: share[0])

@@ -1,8 +1,7 @@
 """The fields of many sequences as the tensors of a pack, checked as whole arrays.
 
-Torch joins what is a tensor for every sequence; it refuses pieces that differ in their number of dimensions, lie on
-different devices, or would lose something by conversion (numbers as bools, fractions as integers). Its message about a
-thousand tensors at once names none.
+Torch joins the tensors. It rejects pieces with different numbers of dimensions, on different devices, or with lossy
+conversions (numbers to bools, fractions to integers), but its message names none of the sequences.
 """
 
 import math
@@ -18,7 +17,7 @@ from slime_like.algorithms.packing.layout import Array, PackLengths, layout, mas
 from slime_like.trajectory import PackedTrajectory, ScoredTrajectory, TensorField, Trajectory, tensor_fields
 
 RESPONSE_FIELDS = tensor_fields(PackedTrajectory)
-"""Tensors that a pack and its trajectories have with one entry per response token."""
+"""Tensors of a pack and its trajectories with one entry per response token."""
 
 _dtype_of = attrgetter("dtype")
 
@@ -26,11 +25,11 @@ _dtype_of = attrgetter("dtype")
 def pack_tensors(
     sequences: Sequence[Trajectory], lengths: PackLengths, pad_token_id: int, ignore_index: int
 ) -> dict[str, Tensor]:
-    """Every tensor of the pack, on the CPU. The graph of what has one stays behind.
+    """Return every tensor of the pack, on the CPU and without a graph.
 
     Raises:
-        ValueError: an entry that no pack may hold; the message names the sequence.
-        TypeError, AttributeError, RuntimeError: a field that does not match its description.
+        ValueError: a value that no pack may hold; the message names the sequence.
+        TypeError, AttributeError, RuntimeError: a field doesn't match its description.
     """
     with torch.no_grad():
         tensors = layout(lengths)
@@ -53,11 +52,11 @@ def _tokens(sequences: Sequence[Trajectory], lengths: PackLengths, pad_token_id:
     tokens = torch.empty(lengths.packed, dtype=torch.int64)
     _joined(pieces, tokens[: lengths.actual])
     tokens[lengths.actual :] = pad_token_id
-    if tokens.numpy().min() < 0:  # a tenth of the time of torch's
+    if tokens.numpy().min() < 0:  # takes a tenth of the time of torch's min
         sequence = int(np.searchsorted(lengths.ends, int(tokens.argmin()), side="right"))
         raise ValueError(
             f"sequence {sequences[sequence].sequence_id!r} has the token {int(tokens.min())}; give ids of the "
-            "vocabulary, and set loss_mask to False where they carry no loss"
+            "vocabulary, and set loss_mask to False for tokens without loss"
         )
     return tokens
 
@@ -81,7 +80,7 @@ def _loss_tensors(
 
 
 def _present(sequences: Sequence[Trajectory]) -> dict[str, TensorField]:
-    """The per-response fields besides the loss mask, without those that are absent in all sequences."""
+    """Return the per-response fields except the loss mask, without those that all sequences lack."""
     first = sequences[0]
     found = {name: each for name, each in RESPONSE_FIELDS.items() if name != "loss_mask" and hasattr(first, name)}
     absent = [name for name in found if getattr(first, name) is None]
@@ -99,13 +98,13 @@ def _per_response(sequences: Sequence[Trajectory], lengths: PackLengths, name: s
         entry = values[0].shape[1:] if described.entry_ndim else ()
         return _joined(values, torch.empty(sum(counts), *entry, dtype=described.dtype))
     except (AttributeError, RuntimeError, TypeError) as error:
-        raise ValueError(f"{name} cannot be packed ({error}); give all sequences tensors of one kind") from error
+        raise ValueError(f"{name}: cannot be packed ({error}); give all sequences tensors of one kind") from error
 
 
 def _require_finite(
     sequences: Sequence[Trajectory], lengths: PackLengths, name: str, joined: Tensor, loss_mask: Tensor
 ) -> None:
-    # The sum shows whether all entries are finite; where it overflows, and on masked tokens, each is looked at.
+    # A finite sum shows that all entries are finite. Otherwise (it may overflow) look at each entry.
     if not joined.is_floating_point() or math.isfinite(joined.sum()):
         return
     odd = ~joined.isfinite()
@@ -120,9 +119,9 @@ def _require_finite(
 
 
 def _score_tensors(sequences: Sequence[Trajectory], lengths: PackLengths) -> dict[str, Tensor]:
-    # A 0-d tensor's ``tolist`` is a number, any other's a list, which makes no column.
+    # ``tolist`` of a 0-d tensor is a number, that of any other a list, which ``_column`` rejects.
     advantages: list[Any] = list(map(Tensor.tolist, map(attrgetter("advantages"), sequences)))
-    column = _column(sequences, advantages, "the advantage", "it must be finite")
+    column = _column(sequences, advantages, "the advantage", "give a finite one")
     rewards, successes = _rows(sequences, "rewards"), _rows(sequences, "successes")
     if rewards.shape != successes.shape:
         raise TypeError(f"rewards {tuple(rewards.shape)} and successes {tuple(successes.shape)}")
@@ -131,7 +130,7 @@ def _score_tensors(sequences: Sequence[Trajectory], lengths: PackLengths) -> dic
 
 
 def _rows(sequences: Sequence[Trajectory], name: str) -> Tensor:
-    """One field of every sequence as rows, (S, num_funcs) float32; stacking itself checks that all have one shape."""
+    """Return one field of every sequence as (S, num_funcs) float32. Stacking checks that all have one shape."""
     rows = torch.stack(list(map(attrgetter(name), sequences)))
     if rows.ndim != 2 or rows.is_complex() or rows.device.type != "cpu":
         raise TypeError(f"{name} stacked into {rows.ndim} dimensions of {rows.dtype} on {rows.device}")
@@ -140,7 +139,7 @@ def _rows(sequences: Sequence[Trajectory], name: str) -> Tensor:
         sequence, function = (~finite).nonzero()[0].tolist()
         raise ValueError(
             f"sequence {sequences[sequence].sequence_id!r}: entry {function} of {name} is "
-            f"{float(rows[sequence, function])}; every one must be finite"
+            f"{float(rows[sequence, function])}; give finite numbers"
         )
     return rows.to(torch.float32)
 
@@ -148,20 +147,20 @@ def _rows(sequences: Sequence[Trajectory], name: str) -> Tensor:
 def _gathered(
     sequences: Sequence[Trajectory], name: str, lengths: list[int], count: Callable[[Tensor], int] = Tensor.numel
 ) -> list[Tensor]:
-    """One field of every sequence, of the stated length each."""
+    """Return one field of every sequence, after checking its length."""
     tensors = list(map(attrgetter(name), sequences))
     found = list(map(count, tensors))
     if found != lengths:
         where = next(i for i, (length, stated) in enumerate(zip(found, lengths, strict=True)) if length != stated)
         raise ValueError(
-            f"sequence {sequences[where].sequence_id!r}: {name} has {found[where]} entries, its stated length is "
-            f"{lengths[where]}"
+            f"sequence {sequences[where].sequence_id!r}: {name} has {found[where]} entries, not {lengths[where]}; "
+            "give tensors of the stated length"
         )
     return tensors
 
 
 def _joined(pieces: list[Tensor], out: Tensor) -> Tensor:
-    """The pieces end to end in ``out``; what torch would let pass is rejected: other dimensions, bools as integers."""
+    """Join the pieces in ``out``. Reject what torch would allow: other numbers of dimensions, bools as integers."""
     if pieces[0].ndim != out.ndim or pieces[0].device.type != "cpu":
         raise TypeError(f"{pieces[0].ndim}-dimensional tensors on {pieces[0].device}")
     is_integer = not out.is_floating_point() and out.dtype != torch.bool
@@ -172,7 +171,7 @@ def _joined(pieces: list[Tensor], out: Tensor) -> Tensor:
 
 # ------------------------------------------------------------------------------------------------------- plain numbers
 def token_weights_of(sequences: Sequence[Trajectory]) -> list[float]:
-    """The weight of each sequence, 1 if it is unscored."""
+    """Return the weight of each sequence, 1 if it is unscored."""
     if isinstance(sequences[0], ScoredTrajectory):
         return [s.token_weight for s in sequences]  # type: ignore[union-attr]
     return [1.0] * len(sequences)
@@ -181,7 +180,7 @@ def token_weights_of(sequences: Sequence[Trajectory]) -> list[float]:
 def _column(
     sequences: Sequence[Trajectory], values: list[float], name: str, remedy: str, least: float = -math.inf
 ) -> Array:
-    """(S,) float64, finite and not below ``least``."""
+    """Return the values as (S,) float64, after checking that they are finite and at least ``least``."""
     found = np.array(values, dtype=np.float64)
     if found.ndim != 1:
         raise TypeError(f"{name} of more than one number")

@@ -1,6 +1,6 @@
 """Index arithmetic on the lengths and masks of a pack's sequences, on the CPU.
 
-Computed by NumPy, which is faster at repeating (four times) and at masking integers (twice) than torch.
+NumPy repeats four times and masks integers twice as fast as torch.
 """
 
 from typing import Any
@@ -13,7 +13,7 @@ Array = np.ndarray[Any, Any]
 
 
 class PackLengths:
-    """Lengths of one pack, as lists and as arrays, padding apart from the sequences."""
+    """Lengths of one pack, as lists and as arrays, with padding separate from the sequences."""
 
     def __init__(self, prompts: list[int], responses: list[int], budget: int | None) -> None:
         self.prompt_list, self.response_list = prompts, responses
@@ -26,24 +26,24 @@ class PackLengths:
         self.padding = self.packed - self.actual
 
     def per_token(self, per_sequence: Array) -> Array:
-        """Repeat every sequence's value on its response tokens."""
+        """Repeat every sequence's value over its response tokens."""
         return np.repeat(per_sequence, self.response)
 
     def owner(self, response_token: int) -> tuple[int, int]:
-        """The sequence that a response token of the pack belongs to, and its place in that response."""
+        """Return the sequence that a response token of the pack belongs to, and its place in the response."""
         ends = self.response.cumsum()
         sequence = int(np.searchsorted(ends, response_token, side="right"))
         return sequence, response_token - int(ends[sequence] - self.response[sequence])
 
 
 def layout(lengths: PackLengths) -> dict[str, Tensor]:
-    """Compute the tensors that depend on lengths alone. Padding is a segment too, and belongs to no sequence."""
+    """Compute the tensors that depend only on lengths. Padding is a segment too, but belongs to no sequence."""
     segments = np.append(lengths.total, lengths.padding)
     firsts = np.append(lengths.starts, lengths.actual).astype(np.int32)
     positions = np.arange(lengths.packed, dtype=np.int32)
     positions -= np.repeat(firsts, segments)
     owners = np.append(np.arange(lengths.total.size), -1).astype(np.int32)
-    # By turns a prompt and its response; last the padding.
+    # Prompts and responses by turns, and the padding at the end.
     runs = np.append(np.stack([lengths.prompt, lengths.response], axis=1), lengths.padding)
     layout = {
         "position_ids": positions,
@@ -58,10 +58,10 @@ def layout(lengths: PackLengths) -> dict[str, Tensor]:
 
 
 def masked_targets(tokens: Array, response_mask: Array, loss_mask: Array, ignore_index: int) -> Array:
-    """(R,) the response tokens, ``ignore_index`` where the loss mask is False.
+    """Return (R,) response tokens, or ``ignore_index`` if the loss mask is False.
 
-    Read off the tokens, which lie together: half the time of joining the responses once more. Masked as
-    ``mask * (id - ignore) + ignore`` in place: half the time of any masked fill of integers.
+    Reading them from the joined tokens takes half the time of joining the responses again, and masking them in place as
+    ``mask * (id - ignore) + ignore`` half the time of a masked fill of integers.
     """
     ids = tokens[response_mask]
     ids -= ignore_index
@@ -71,8 +71,8 @@ def masked_targets(tokens: Array, response_mask: Array, loss_mask: Array, ignore
 
 
 def masked_weights(per_sequence: Array, lengths: PackLengths, loss_mask: Array) -> Array:
-    """(R,) each sequence's weight on its tokens, 0 where the mask is False."""
-    if bool((per_sequence == per_sequence[0]).all()):  # reduction "tokens": nothing as long as the pack to repeat
+    """Return (R,) each sequence's weight on its tokens, 0 if the mask is False."""
+    if bool((per_sequence == per_sequence[0]).all()):  # reduction "tokens": nothing to repeat
         return np.multiply(_as_numbers(loss_mask), per_sequence[0], dtype=np.float64)
     weights = lengths.per_token(per_sequence)
     weights *= _as_numbers(loss_mask)
@@ -80,5 +80,5 @@ def masked_weights(per_sequence: Array, lengths: PackLengths, loss_mask: Array) 
 
 
 def _as_numbers(mask: Array) -> Array:
-    """0 and 1: half the time of a product with bools."""
+    """Return 0 and 1, with which a product takes half the time of one with bools."""
     return mask.view(np.int8)

@@ -1,4 +1,4 @@
-"""Packing: many sequences laid end to end on one token axis, and back, without loss.
+"""Packing of many sequences end to end on one token axis, and back, without loss.
 
 Everything is built on the CPU from index arithmetic, concatenated once and, for another device, moved in one copy.
 """
@@ -19,7 +19,7 @@ from slime_like.algorithms.packing.prefixes import Sharing, tree
 from slime_like.trajectory import PackedTrajectory, ScoredTrajectory, Trajectory, UnscoredTrajectory, tensor_fields
 
 _ALIGNMENT = 8
-# Field of a sequence that is no tensor: the pack's list of its values.
+# Fields of a sequence that aren't tensors, and the pack's lists of their values.
 _PLAIN = {
     "sequence_id": "sequence_ids",
     "rollout_id": "rollout_ids",
@@ -42,33 +42,32 @@ def pack_sequences(
     """Lay sequences end to end as ``[P1, R1, P2, R2, ..., PAD...]``.
 
     Args:
-        sequences: all scored or all unscored, on the CPU, in the order they will have in the pack. Token ids and
-            weight versions are integers, loss masks bool; all other tensors may have any number type, and become the
-            type that their field describes (float32).
-        device: where the pack's tensors go, in one transfer.
+        sequences: all scored or all unscored, on the CPU, in the order of the pack. Token ids and weight versions are
+            integers, loss masks bool. Other tensors may have any number type and become the type of their field
+            (float32).
+        device: device of the pack's tensors, which move in one transfer.
         pad_token_id: token id of trailing padding.
-        target_tokens_per_batch: length the pack is padded to; none adds no padding.
-        ignore_index: value of ``targets`` where a token carries no loss; negative, as every other id is a token's.
-        sharing: which prefixes that sequences of one group have in common will be computed once; none: no.
+        target_tokens_per_batch: length to pad the pack to; by default there is no padding.
+        ignore_index: value of ``targets`` for tokens without loss; negative, so it is no token's id.
+        sharing: which common prefixes of a group's sequences to compute once; none by default.
 
     Returns:
-        The pack. Padding is a separate segment: it belongs to no sequence, mask, mean or count.
+        The pack. Padding is a separate segment that belongs to no sequence, mask, mean or count.
 
     Raises:
-        ValueError: nothing to pack, an empty prompt or response, tensors that do not fit their stated length, a field
-            that only some sequences have, an id that two of them have, a negative token id, an advantage, a reward or a
-            loss-carrying token's logprob that is not finite, a negative weight, a temperature that is not positive, or
-            more tokens than the budget.
-        TypeError, RuntimeError: a field of another type or shape than described.
+        ValueError: there is nothing to pack, a prompt or response is empty, a tensor doesn't have its stated length,
+            only some sequences have a field, two have the same id, a token id or weight is negative, an advantage, a
+            reward or a loss-carrying logprob isn't finite, a temperature isn't positive, or the budget is too small.
+        TypeError, RuntimeError: a field has another type or shape than described.
 
     Example:
         >>> packed = pack_sequences(trajectories, pad_token_id=0, target_tokens_per_batch=4096)
     """
     sequences = list(sequences)
     if len(set(map(type, sequences))) != 1:
-        raise ValueError("a pack has sequences of one kind, at least one; pack scored and unscored ones by themselves")
+        raise ValueError("a pack has sequences of one kind, at least one; pack scored and unscored ones separately")
     if ignore_index >= 0:
-        raise ValueError(f"ignore_index={ignore_index} is the id of a token; give a negative one")
+        raise ValueError(f"ignore_index={ignore_index}: could be the id of a token; give a negative one")
     lengths = _checked_lengths(sequences, target_tokens_per_batch, pad_token_id)
     tensors = pack_tensors(sequences, lengths, pad_token_id, ignore_index) | tree(sequences, lengths, sharing)
     values: dict[str, Any] = dict.fromkeys(RESPONSE_FIELDS) | move_together(tensors, torch.device(device))
@@ -100,12 +99,12 @@ def _checked_lengths(sequences: list[Trajectory], budget: int | None, pad_token_
             f"{longest.total_len}, over the budget of {budget}; pack fewer (partition_by_tokens chooses) or raise it"
         )
     if lengths.padding and pad_token_id < 0:
-        raise ValueError(f"pad_token_id={pad_token_id} is not a token id; give one of the vocabulary, e.g. 0")
+        raise ValueError(f"pad_token_id={pad_token_id}: not a token id; give one of the vocabulary, such as 0")
     return lengths
 
 
 def _plain_values(sequences: list[Trajectory]) -> dict[str, Any]:
-    """The pack's lists of what is no tensor, one entry per sequence."""
+    """Return the pack's lists of values that aren't tensors, one entry per sequence."""
     scored = isinstance(sequences[0], ScoredTrajectory)
     names = _PLAIN | ({"reward_metadata": "reward_metadata"} if scored else {"conversation": "conversations"})
     values: dict[str, Any] = {plural: list(map(attrgetter(name), sequences)) for name, plural in names.items()}
@@ -113,11 +112,10 @@ def _plain_values(sequences: list[Trajectory]) -> dict[str, Any]:
 
 
 def unpack_sequences(packed: PackedTrajectory) -> list[Trajectory]:
-    """Give back the sequences of a pack, every field equal to what went in, on the CPU.
+    """Return the sequences of a pack, with every field as it was, on the CPU.
 
-    Tensors that went in with another type than their trajectory's come back with the trajectory's.
-
-    Each tensor owns its memory: a view would keep the whole pack alive in a buffer, and would be pickled with it.
+    Tensors have the types that their fields describe. Each owns its memory, since a view would keep the whole pack
+    alive in a buffer, and would be pickled with it.
 
     Args:
         packed: any pack; scored if it has advantages.
@@ -146,17 +144,17 @@ def unpack_sequences(packed: PackedTrajectory) -> list[Trajectory]:
 
 
 def unpack_response_logprobs(packed: PackedTrajectory, response_logprobs: Tensor) -> list[Tensor]:
-    """Cut a flat per-response tensor into one tensor per sequence; each owns its memory, gradients pass through.
+    """Split a flat per-response tensor into one tensor per sequence. Each owns its memory; gradients pass through.
 
     Args:
-        packed: the pack whose ``response_lens`` say where to cut.
+        packed: the pack, whose ``response_lens`` define the parts.
         response_logprobs: (R,).
 
     Returns:
         (response_len,) for every sequence.
 
     Raises:
-        ValueError: not exactly R values.
+        ValueError: there aren't exactly R values.
     """
     lengths = packed.response_lens.tolist()
     if response_logprobs.ndim != 1 or response_logprobs.numel() != sum(lengths):
@@ -168,12 +166,12 @@ def unpack_response_logprobs(packed: PackedTrajectory, response_logprobs: Tensor
 
 
 def response_tokens(packed: PackedTrajectory) -> Tensor:
-    """(R,) int64: the response tokens themselves, masked ones included (``targets`` hides those)."""
+    """Return the response tokens, (R,) int64, including masked ones (which ``targets`` hides)."""
     return packed.tokens[packed.response_mask]
 
 
 def response_logit_index(packed: PackedTrajectory) -> Tensor:
-    """(R,) int64: positions whose logits score the response tokens, one before each token, never in another sequence.
+    """Return the positions whose logits score the response tokens, (R,) int64: one before each token.
 
     This is the only place where logits and tokens are shifted against each other.
     """
@@ -181,9 +179,9 @@ def response_logit_index(packed: PackedTrajectory) -> Tensor:
 
 
 def zero_weight_pack(like: PackedTrajectory) -> PackedTrajectory:
-    """A pack that trains nothing: the first sequence of ``like``, carrying no loss, on the same device.
+    """Return a pack that trains nothing: the first sequence of ``like`` without loss, on the same device.
 
-    Evens out micro-batch counts between ranks: it runs through the model and every collective, and adds exactly 0.
+    It evens out micro-batch counts between ranks: it takes part in every collective and adds exactly 0.
     """
     pack = pack_sequences(unpack_sequences(like)[:1], device=like.tokens.device, ignore_index=like.ignore_index)
     return replace(
@@ -197,16 +195,16 @@ def zero_weight_pack(like: PackedTrajectory) -> PackedTrajectory:
 
 
 def real_tokens(packs: Sequence[PackedTrajectory]) -> int:
-    """Tokens of the packs' own sequences, shared ones once: without padding and fillers (``zero_weight_pack``)."""
+    """Count the packs' tokens, shared ones once, without padding and fillers (``zero_weight_pack``)."""
     return sum(pack.actual_total_tokens - pack.shared_tokens for pack in packs if not pack.is_filler)
 
 
 # ------------------------------------------------------------------------------------------------------------ transfer
 def move_together(tensors: dict[str, Tensor], device: torch.device) -> dict[str, Tensor]:
-    """Copy CPU tensors of any dtype to ``device`` through one byte buffer, which the copies are views of.
+    """Copy CPU tensors of any dtype to ``device`` in one byte buffer. The results are views of it.
 
-    On the CPU they are returned as they are. The host does not wait for the copy: torch keeps pinned memory until it is
-    done, and uses it again.
+    On the CPU they are returned unchanged. The host doesn't wait for the copy: torch keeps the pinned memory until the
+    copy is done.
     """
     if device.type == "cpu":
         return tensors
@@ -230,7 +228,7 @@ def _split_owned(flat: Tensor | None, lengths: list[int]) -> list[Tensor] | list
 
 
 def _support_totals(packed: PackedTrajectory) -> list[int]:
-    """Ids of the supports of each sequence."""
+    """Return the number of support ids of each sequence."""
     if packed.support_sizes is None:
         return [0] * packed.num_sequences
     return [int(sizes.sum()) for sizes in packed.support_sizes.split(packed.response_lens.tolist())]

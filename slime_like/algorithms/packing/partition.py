@@ -1,4 +1,4 @@
-"""Distributing sequences over data-parallel ranks and token-bounded micro-batches. Nothing is dropped."""
+"""Distribution of sequences over data-parallel ranks and token-bounded micro-batches. Nothing is dropped."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -22,25 +22,25 @@ def partition_by_tokens(
 ) -> Partition:
     """Choose a rank and a micro-batch for every sequence.
 
-    Ranks are balanced by Karmarkar-Karp differencing, then each rank's sequences are laid into as few micro-batches as
-    first-fit-decreasing finds, and spread evenly over so many: the largest decides how much memory a step takes, and
-    the smallest still costs what every micro-batch does. For equal counts the ranks with fewer micro-batches split
-    theirs; one with too few sequences for that is given the cheapest of the others. Where there are too few sequences
-    altogether, all are laid into micro-batches first, and those are shared out evenly. Where no equal counts exist
-    (three sequences of the budget's size for two ranks), a rank has fewer: fill it up with ``zero_weight_pack``.
+    Karmarkar-Karp differencing balances ranks. First-fit-decreasing then packs each rank's sequences into few
+    micro-batches, and differencing spreads them evenly, since the largest micro-batch decides the memory of a step.
+
+    All ranks get equally many micro-batches. Ranks with fewer split theirs; a rank with too few sequences for that gets
+    the cheapest of the others. If there are too few sequences altogether, micro-batches are packed first and then
+    distributed. If equal counts don't exist (three sequences of the budget's size for two ranks), some ranks have
+    fewer: fill up with ``zero_weight_pack``.
 
     Args:
-        lengths: (N,) tokens each sequence occupies, layout padding counted (``padded_length``).
+        lengths: (N,) tokens that each sequence occupies, with layout padding (``padded_length``).
         max_tokens: budget of one micro-batch.
         num_ranks: data-parallel ranks; each gets at least one sequence.
-        costs: (N,) what to balance ranks by, e.g. ``training_flops``; none means tokens.
+        costs: (N,) costs to balance ranks by, such as ``training_flops``; tokens by default.
 
     Returns:
         ``[rank][micro_batch]`` lists of indices into ``lengths``, ascending; every index exactly once.
 
     Raises:
-        ValueError: a sequence over the budget (its index is named) or without tokens, or fewer sequences than
-            ranks.
+        ValueError: a sequence is over the budget or has no tokens, or there are fewer sequences than ranks.
 
     Example:
         >>> partition_by_tokens([5, 3, 4, 2], max_tokens=8, num_ranks=2)
@@ -64,20 +64,20 @@ def partition_by_tokens(
 
 @dataclass(frozen=True, slots=True)
 class StreamedPartition:
-    """``partition``: full micro-batches, the same number on every rank. ``spare``: indices carried over."""
+    """``partition``: full micro-batches, equally many on every rank. ``spare``: indices for the next call."""
 
     partition: Partition
     spare: list[int]
 
 
 def partition_full_batches(lengths: Sequence[int] | Tensor, max_tokens: int, num_ranks: int) -> StreamedPartition:
-    """Partition a growing list of sequences: whole rounds of full micro-batches, which can be sent already.
+    """Partition a growing list of sequences into full micro-batches that can be sent already.
 
-    Micro-batches are filled in order of arrival. One is full when the next sequence no longer fits; full ones are given
-    out in rounds of one per rank, and everything else is spare and belongs in front of the next call's sequences.
+    Micro-batches are filled in order of arrival. One is full when the next sequence doesn't fit. Full ones are
+    distributed in rounds of one per rank. The rest is spare: put it before the sequences of the next call.
 
     Args:
-        lengths: tokens each waiting sequence occupies, in order of arrival.
+        lengths: tokens that each waiting sequence occupies, in order of arrival.
         max_tokens: budget of one micro-batch.
         num_ranks: data-parallel ranks.
 
@@ -85,7 +85,7 @@ def partition_full_batches(lengths: Sequence[int] | Tensor, max_tokens: int, num
         Indices into ``lengths``: the full micro-batches of every rank, and the spare ones.
 
     Raises:
-        ValueError: a sequence over the budget (its index is named) or without tokens.
+        ValueError: a sequence is over the budget or has no tokens.
     """
     lengths = _as_list(lengths)
     _check(lengths, max_tokens)
@@ -107,7 +107,7 @@ def partition_full_batches(lengths: Sequence[int] | Tensor, max_tokens: int, num
 def training_flops(
     lengths: Sequence[int] | Tensor, attention_width: int, active_parameters: int, num_layers: int
 ) -> list[float]:
-    """Forward and backward FLOPs per sequence, for balancing by cost: attention grows with the square of the length.
+    """Compute forward and backward FLOPs per sequence, to balance by. Attention grows quadratically with the length.
 
     ``6 * parameters * n`` for the matrix products, ``6 * layers * width * n^2`` for causal attention (half of the
     ``12 * layers * width * n^2`` of full attention; Kaplan et al., arXiv:2001.08361, table 1, and PaLM,
@@ -115,11 +115,11 @@ def training_flops(
 
     Args:
         lengths: (N,) tokens of each sequence.
-        attention_width: heads times head dimension, which need not be the model's hidden size (Qwen3-0.6B: 2,048 and
-            1,024); the mean of that and heads times the values' dimension where the two differ.
-        active_parameters: of the matrices that a token is multiplied by: layers, of a mixture of experts the active
-            ones, and the output projection, tied or not; the input embedding is none.
-        num_layers: with attention.
+        attention_width: heads times head dimension, which can differ from the hidden size (Qwen3-0.6B: 2,048 and
+            1,024). If values have another dimension, the mean of heads times each of the two.
+        active_parameters: parameters of all matrices that a token is multiplied by: the layers (only active experts)
+            and the output projection, tied or not, but not the input embedding.
+        num_layers: layers with attention.
 
     Returns:
         (N,) FLOPs.
@@ -128,7 +128,7 @@ def training_flops(
 
 
 def _levelled(bins: list[list[int]], lengths: Sequence[int]) -> list[list[int]]:
-    """The same sequences in as many bins, the fullest of which holds less; as they are where none such is found."""
+    """Return the sequences in as many bins, but with less in the fullest one, if differencing finds such bins."""
     members = [i for batch in bins for i in batch]
     even = [[members[k] for k in part] for part in balance([lengths[i] for i in members], len(bins))]
     return min((bins, even), key=lambda each: max(sum(lengths[i] for i in batch) for batch in each))
@@ -136,7 +136,7 @@ def _levelled(bins: list[list[int]], lengths: Sequence[int]) -> list[list[int]]:
 
 # -------------------------------------------------------------------------------------------------------- equal counts
 def _even_out(partition: Partition, lengths: Sequence[int], costs: Sequence[float]) -> bool:
-    """Bring every rank to the largest count of any, with as little change as possible; whether all got there."""
+    """Bring every rank to the largest count, with as little change as possible. Return whether that succeeded."""
     most = max(len(batches) for batches in partition)
     for batches in partition:
         _split_up(batches, lengths, most)
@@ -150,7 +150,7 @@ def _even_out(partition: Partition, lengths: Sequence[int], costs: Sequence[floa
 
 
 def _take_cheapest(partition: Partition, costs: Sequence[float]) -> int | None:
-    """Take a sequence out of a micro-batch that holds others too: the cheapest of the rank that bears most."""
+    """Remove the cheapest sequence of the costliest rank from a micro-batch that has others too."""
     donors = [batches for batches in partition if any(len(members) > 1 for members in batches)]
     if not donors:
         return None
@@ -161,7 +161,7 @@ def _take_cheapest(partition: Partition, costs: Sequence[float]) -> int | None:
 
 
 def _split_up(bins: list[list[int]], lengths: Sequence[int], count: int) -> None:
-    """Split the bin with most tokens in two, until there are ``count`` bins or none holds two sequences."""
+    """Split the bin with the most tokens in two, until there are ``count`` bins or none has two sequences."""
     while len(bins) < count:
         splittable = [members for members in bins if len(members) > 1]
         if not splittable:
@@ -175,7 +175,7 @@ def _split_up(bins: list[list[int]], lengths: Sequence[int], count: int) -> None
 def _even_partition(
     lengths: Sequence[int], max_tokens: int, num_ranks: int, costs: Sequence[float]
 ) -> Partition | None:
-    """The same number of micro-batches on every rank, as few as can be found; ``None`` if that needs more sequences."""
+    """Return equally many micro-batches for every rank, as few as found; ``None`` if sequences are too few."""
     bins = first_fit_decreasing(lengths, max_tokens)
     rounds = -(-len(bins) // num_ranks)
     if rounds * num_ranks > len(lengths):
@@ -190,7 +190,7 @@ def _even_partition(
 
 # -------------------------------------------------------------------------------------------------------------- checks
 def _as_list(values: Sequence[_Number] | Tensor) -> list[_Number]:
-    """A tensor's entries as numbers: 0-d tensors would be compared and added a hundred times slower."""
+    """Return a tensor's entries as numbers, which are a hundred times faster to compare and add than 0-d tensors."""
     found = values.tolist() if isinstance(values, Tensor) else list(values)
     return found if isinstance(found, list) else [found]
 

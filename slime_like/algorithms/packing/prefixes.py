@@ -1,8 +1,8 @@
 """Prefixes that sequences of a group share: a pack as a tree of segments, each computed once.
 
-A pack always holds whole sequences. Where they share prefixes, three further tensors say which tokens are computed:
-segments lie end to end, each behind the one that it continues and in front of all that continues it. A token's hidden
-state depends on nothing behind it, so that all sequences read the same one, and their gradients add up.
+A pack always has whole sequences. If they share prefixes, three more tensors define the tokens to compute: segments,
+end to end, each after the one that it continues and before all that continue it. A token's hidden state doesn't depend
+on later tokens, so all sequences can read the same one, and their gradients add up.
 """
 
 from collections.abc import Sequence
@@ -19,14 +19,14 @@ from slime_like.trajectory import PackedTrajectory, Trajectory
 Sharing = Literal["prompts", "tree"]
 
 _WORTH = 32
-"""Tokens that sequences have in common, beyond a prompt's or a sequence's end, from which they are cut there."""
+"""Least number of common tokens beyond the end of a prompt or a sequence to share, instead of only up to that end."""
 
 _READERS = 5
-"""Tokens behind a prefix, per token of it, above which merging attention costs more than the prefix does."""
+"""Tokens after a prefix, per token of it, above which merging attention costs more than computing the prefix."""
 
 
 class Segment(NamedTuple):
-    """Tokens ``[start, end)`` of the sequence ``row``, and of all others that pass through it or end in it."""
+    """Tokens ``[start, end)`` of the sequence ``row``, and of all others that share them."""
 
     parent: int
     row: int
@@ -35,14 +35,14 @@ class Segment(NamedTuple):
 
 
 def overlaps(sequences: Sequence[Trajectory], sharing: Sharing | None) -> tuple[list[int], list[int]]:
-    """The order in which each sequence shares most with the one before it, and how many tokens each then shares.
+    """Return an order in which each sequence shares most with the one before it, and the tokens that each shares.
 
     Args:
-        sequences: any; only those of one group share.
-        sharing: "prompts": equal prompts as a whole; "tree": whatever two sequences begin with; ``None``: nothing.
+        sequences: any sequences; only those of one group share.
+        sharing: "prompts" for equal whole prompts, "tree" for any common beginning, or ``None`` for nothing.
 
     Raises:
-        ValueError: another name.
+        ValueError: an unknown name.
     """
     if sharing not in (None, *get_args(Sharing)):
         raise ValueError(f"sharing={sharing!r} is unknown; use 'prompts', 'tree' or None")
@@ -51,7 +51,7 @@ def overlaps(sequences: Sequence[Trajectory], sharing: Sharing | None) -> tuple[
         return order, [0] * len(order)
     tokens = [_tokens(sequence, sharing) for sequence in sequences]
     keys = [(sequence.group_id, each.tobytes()) for sequence, each in zip(sequences, tokens, strict=True)]
-    # Always in the same order, so that a part of the sequences shares no less than it does among all of them.
+    # A fixed order, so that a part of the sequences shares no less than it does among all of them.
     order.sort(key=lambda index: (keys[index], sequences[index].total_len, sequences[index].sequence_id))
     shared = [0]
     for before, after in pairwise(order):
@@ -66,25 +66,25 @@ def overlaps(sequences: Sequence[Trajectory], sharing: Sharing | None) -> tuple[
 
 
 def _cut(one: Trajectory, other: Trajectory, common: int) -> int:
-    """Where sequences with so many tokens in common part: where one of them or a prompt ends, if hardly later."""
+    """Return where to part sequences with ``common`` tokens: at a nearby end of one of them or a prompt, if any."""
     natural = max((end for end in (one.prompt_len, one.total_len, other.prompt_len) if end <= common), default=0)
     return common if common - natural >= _WORTH else natural
 
 
 def pays(prefix: float, rest: float) -> bool:
-    """Return whether a sequence that goes on by ``rest`` tokens costs less if it shares the prefix."""
+    """Return whether a sequence with ``rest`` more tokens costs less if it shares the prefix."""
     return _READERS * prefix >= rest
 
 
 def segments_of(lengths: Sequence[int], shared: Sequence[int]) -> tuple[list[Segment], list[list[int]]]:
-    """Segments of sequences in the order of ``overlaps``, parents first, and the segments of every sequence.
+    """Return segments of sequences in the order of ``overlaps``, parents first, and each sequence's segments.
 
-    Where sequences part, each part is a segment of its own. One that others only go on from ends inside of theirs.
+    A new segment starts wherever sequences part. A sequence that others continue ends with a shared segment.
     """
     segments: list[Segment] = []
     paths: list[list[int]] = [[] for _ in lengths]
     waiting = [(0, len(lengths), 0, -1)]
-    while waiting:  # the last first: all that continues a segment follows it at once
+    while waiting:  # the last one first, so all that continues a segment follows it directly
         first, last, start, parent = waiting.pop()
         row, end, parts = _until_they_part(lengths, shared, first, last)
         if end > start:
@@ -99,7 +99,7 @@ def segments_of(lengths: Sequence[int], shared: Sequence[int]) -> tuple[list[Seg
 def _until_they_part(
     lengths: Sequence[int], shared: Sequence[int], first: int, last: int
 ) -> tuple[int, int, list[tuple[int, int]]]:
-    """Of sequences ``[first, last)``: one that has all they have in common, how long that is, and how they go on."""
+    """Return a row of ``[first, last)`` with their common prefix, its length, and the ranges of rows that continue."""
     while last - first > 1:
         common = min(shared[first + 1 : last])
         cuts = [first, *(row for row in range(first + 1, last) if shared[row] == common), last]
@@ -111,7 +111,7 @@ def _until_they_part(
 
 
 def tree(sequences: Sequence[Trajectory], lengths: PackLengths, sharing: Sharing | None) -> dict[str, Tensor]:
-    """The fields ``segment_...`` of a pack; none where nothing is shared."""
+    """Return the fields ``segment_...`` of a pack; none if nothing is shared."""
     order, shared = overlaps(sequences, sharing)
     if not any(shared):
         return {}
@@ -133,7 +133,7 @@ def tree(sequences: Sequence[Trajectory], lengths: PackLengths, sharing: Sharing
 
 
 def segment_sources(packed: PackedTrajectory) -> Tensor:
-    """(sum of the segments,) int64: the first of the pack's tokens that each of the segments' tokens stands for."""
+    """Return (sum of the segments,) int64: the first token of the pack that each segment token represents."""
     assert packed.segment_places is not None and packed.segment_lengths is not None
     tokens = torch.arange(packed.actual_total_tokens, device=packed.segment_places.device)
     sources = tokens.new_full((int(packed.segment_lengths.sum()),), packed.actual_total_tokens)
@@ -141,7 +141,7 @@ def segment_sources(packed: PackedTrajectory) -> Tensor:
 
 
 def tree_of_tokens(packed: PackedTrajectory) -> tuple[Tensor, Tensor]:
-    """Trees of a pack that shares prefixes: which one each token of the pack belongs to, and their sizes."""
+    """Return the tree that each token of a pack with shared prefixes belongs to, and the sizes of all trees."""
     parents, lengths, places = packed.segment_parents, packed.segment_lengths, packed.segment_places
     assert parents is not None and lengths is not None and places is not None
     trees = (parents < 0).cumsum(0) - 1
@@ -150,13 +150,13 @@ def tree_of_tokens(packed: PackedTrajectory) -> tuple[Tensor, Tensor]:
 
 
 def _tokens(sequence: Trajectory, sharing: Sharing) -> Array:
-    """What is compared. Bytes with the highest first are in the order of the numbers."""
+    """Return the tokens to compare, big-endian, so that their bytes sort like the numbers."""
     parts = [sequence.prompt_tokens, sequence.response_tokens][: 1 if sharing == "prompts" else 2]
     return np.concatenate([part.numpy() for part in parts]).astype(">i8")
 
 
 def _common(one: Array, other: Array) -> int:
-    """Tokens that both begin with."""
+    """Return the length of the common beginning."""
     shorter = min(len(one), len(other))
     differ = one[:shorter] != other[:shorter]
     return int(differ.argmax()) if differ.any() else shorter

@@ -1,4 +1,4 @@
-"""Random trajectories for the algorithm tests, and the definition of what is scored. Nothing is the code's own."""
+"""Random trajectories and written-out definitions for the algorithm tests, independent of the tested code."""
 
 import torch
 from hypothesis import strategies as st
@@ -15,7 +15,7 @@ REDUCTIONS = ("tokens", "samples", "groups", "constant")
 def scored(
     index: int = 0, prompt_len: int = 3, response_len: int = 4, seed: int = 0, group_size: int = 2
 ) -> ScoredTrajectory:
-    """A sequence whose every field is set and tells it from the others."""
+    """Make a sequence with every field set, different from all other sequences."""
     generator = torch.Generator().manual_seed(1000 * seed + index)
 
     def logprobs() -> Tensor:
@@ -47,7 +47,7 @@ def scored(
 
 
 def unscored(index: int = 0, prompt_len: int = 3, response_len: int = 4, seed: int = 0) -> UnscoredTrajectory:
-    """The same sequence before it was scored."""
+    """Make the same sequence before scoring."""
     s = scored(index, prompt_len, response_len, seed)
     turns = Conversation(((0, response_len),), reward=index) if index % 2 else None
     shared = UnscoredTrajectory.__dataclass_fields__.keys() - {"conversation"}
@@ -55,12 +55,12 @@ def unscored(index: int = 0, prompt_len: int = 3, response_len: int = 4, seed: i
 
 
 def batch(shapes: list[tuple[int, int]], seed: int = 0) -> list[ScoredTrajectory]:
-    """One scored sequence per (prompt_len, response_len)."""
+    """Make one scored sequence per (prompt_len, response_len)."""
     return [scored(i, p, r, seed) for i, (p, r) in enumerate(shapes)]
 
 
 def dense_scores(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-    """Logprobs of (...) ``targets`` and entropies by their definition, from all of the (..., V) logits."""
+    """Compute logprobs of (...) ``targets`` and entropies by their definitions, from all (..., V) logits."""
     log_softmax = logits.log_softmax(-1)
     return log_softmax.gather(-1, targets[..., None])[..., 0], -(log_softmax.exp() * log_softmax).sum(-1)
 
@@ -72,7 +72,7 @@ def close(left: Tensor, right: Tensor, tolerance: float) -> bool:
 
 
 def mean_by_definition(losses: list[Tensor], groups: list[int], reduction: str) -> Tensor:
-    """Each loss holds one sample's loss-carrying tokens; empty samples and groups do not take part."""
+    """Reduce losses, each of one sample's loss-carrying tokens. Empty samples and groups don't count."""
     if reduction == "tokens":
         return torch.cat(losses).mean()
     if reduction == "samples":
@@ -84,7 +84,7 @@ def mean_by_definition(losses: list[Tensor], groups: list[int], reduction: str) 
 
 
 def gae_by_definition(rewards, values, mask, gamma, lam):  # type: ignore[no-untyped-def]
-    """A_t = sum over l of (gamma lam)^l delta_{t+l}, over the kept tokens alone."""
+    """Compute A_t = sum over l of (gamma lam)^l delta_{t+l}, over kept tokens only."""
     kept = [i for i, m in enumerate(mask) if m]
     deltas = []
     for k, i in enumerate(kept):
@@ -102,7 +102,7 @@ CP_SIZES = st.integers(1, 8)
 LAYOUTS = st.sampled_from(["zigzag", "contiguous"])
 SEEDS = st.integers(0, 10**6)
 
-# Of a vocabulary spread over ranks, with padding at its end: some shards may hold nothing else.
+# A vocabulary spread over ranks, with padding at its end. Some shards may have only padding.
 SHARDED = {
     "vocab_size": st.integers(1, 40),
     "extra": st.integers(0, 12),
@@ -115,6 +115,6 @@ SHAPES = [(3, 4), (1, 1), (5, 2), (2, 7), (4, 1)]
 
 
 def shapes(max_sequences: int = 40, max_len: int = 300) -> st.SearchStrategy[list[tuple[int, int]]]:
-    """Lists of (prompt_len, response_len): each length from 1, both together at most ``max_len`` tokens."""
+    """Draw lists of (prompt_len, response_len): each at least 1, both together at most ``max_len`` tokens."""
     cut = st.integers(2, max_len).flatmap(lambda total: st.tuples(st.integers(1, total - 1), st.just(total)))
     return st.lists(cut.map(lambda pair: (pair[0], pair[1] - pair[0])), min_size=1, max_size=max_sequences)

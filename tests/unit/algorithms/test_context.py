@@ -1,4 +1,4 @@
-"""Context-parallel layouts: what each rank holds, written out by loops, and the exact inverse."""
+"""Context-parallel layouts: each rank's part against loops, and the exact inverse."""
 
 from itertools import pairwise
 
@@ -30,14 +30,14 @@ def test_split_and_merge_are_inverse(shapes, padding, cp, layout, multiple) -> N
     shards = [split_for_context_parallel(packed, cp, rank, layout, multiple) for rank in range(cp)]
     lengths = {shard.tokens.numel() for shard in shards}
     assert len(lengths) == 1 and lengths.pop() % multiple == 0
-    # Every token of the pack is held exactly once, with its position.
+    # Every token of the pack is on exactly one rank, with its position.
     sources = torch.cat([shard.source for shard in shards])
     assert sources[sources >= 0].sort().values.tolist() == list(range(packed.packed_seq_len))
     for shard in shards:
         real = shard.source >= 0
         assert torch.equal(shard.tokens[real], packed.tokens[shard.source[real]]) and not shard.tokens[~real].any()
         assert torch.equal(shard.position_ids[real], packed.position_ids[shard.source[real]])
-        # The logit that scores a response token is one position before it, on whichever rank.
+        # The logit that scores a response token is one position before it, on any rank.
         scored = packed.tokens[shard.source[shard.response_index] + 1]
         assert torch.equal(scored, response_tokens(packed)[shard.response_slot])
     values = [shard.response_slot.double() for shard in shards]
@@ -49,7 +49,7 @@ def test_split_and_merge_are_inverse(shapes, padding, cp, layout, multiple) -> N
 @given(shapes=shapes(8, 60), padding=st.integers(0, 9), cp=st.integers(2, 5))
 @examples(30)
 def test_zigzag_written_out_by_loops(shapes: list[tuple[int, int]], padding: int, cp: int) -> None:
-    """Each padded segment falls into 2 * cp chunks; rank r holds chunk r and chunk 2 * cp - 1 - r of every one."""
+    """Each padded segment has 2 * cp chunks. Rank r holds chunks r and 2 * cp - 1 - r of every segment."""
     packed = pack(shapes, padding)
     segments = [p + r for p, r in shapes] + ([padding] if padding else [])
     cu = packed.cu_seqlens.tolist()

@@ -22,7 +22,7 @@ def logits_case() -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
 
 @pytest.mark.parametrize("sizes", [[6], [1, 5], [2, 2, 2], [4, 1, 1]], ids=str)
 def test_chunked_padded_logits(sizes: list[int]) -> None:
-    """A plain dense computation with everything kept; chunks of uneven sizes change nothing."""
+    """Chunks of any sizes match a plain dense computation."""
     logits, targets, reference, advantages, mask = logits_case()
     loss, policy, kl, ratio, clipfrac, logprobs = GRPOLoss(AlgorithmConfig(kl_coef=0.2)).forward(
         list(logits.split(sizes, dim=1)), targets, reference, advantages, mask
@@ -68,8 +68,7 @@ def test_packed_and_padded_agree(reduction: str, name: str) -> None:
 
 
 def test_each_form_of_a_value_gives_the_same() -> None:
-    """One temperature or one per token, one advantage per sequence or per token, group ids in a list or a tensor; the
-    result's names are the tuple's entries."""
+    """One temperature or one per token, one advantage per sequence or per token, group ids in a list or a tensor."""
     logits, targets, reference, advantages, _ = logits_case()
     lengths = torch.tensor([6, 2, 5, 1])
     mask = torch.arange(6)[None] < lengths[:, None]

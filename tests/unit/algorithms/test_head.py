@@ -1,9 +1,8 @@
-"""The fused, vocabulary-parallel head against the whole logits in float64. Ranks are threads with a real reduction."""
+"""The fused, vocabulary-parallel head against whole logits in float64. Ranks are threads with a real reduction."""
 
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 from typing import Any
 
 import pytest
@@ -26,7 +25,7 @@ def dense(hidden: Tensor, weight: Tensor, targets: Tensor, temperatures: Tensor)
 
 
 class ThreadGroup:
-    """All-reduce between threads: everyone contributes, everyone gets the result."""
+    """All-reduce between threads."""
 
     def __init__(self, size: int) -> None:
         self.size, self.parts = size, [torch.empty(0)] * size
@@ -60,15 +59,14 @@ def weighted(case: dict[str, Tensor], scores: tuple[Tensor, Tensor]) -> Tensor:
     return (case["w"] * scores[0]).sum() + (case["h"] * scores[1]).sum()
 
 
-def run_sharded(
-    case: dict[str, Tensor], form: Scores, shard: Callable[[Tensor], list[Tensor]], ranks: int, **options: int
-) -> list[tuple[Tensor, ...]]:
-    """Logprobs, entropies and the gradients of what ``shard`` gives a rank for its columns, by rank."""
+def run_sharded(case: dict[str, Tensor], ranks: int, **options: Any) -> list[tuple[Tensor, ...]]:
+    """Return logprobs, entropies and gradients of hidden states and of the rank's weight, by rank."""
     group, columns = ThreadGroup(ranks), len(case["weight"]) // ranks
 
     def body(rank: int) -> tuple[Tensor, ...]:
-        leaves = [each.clone().requires_grad_() for each in shard(torch.arange(columns) + rank * columns)]
-        scores = form(
+        part = case["weight"][rank * columns : (rank + 1) * columns]
+        leaves = [each.clone().requires_grad_() for each in (case["hidden"], part)]
+        scores = fused_logprobs(
             *leaves,
             case["targets"],
             case["temperatures"],
@@ -77,15 +75,29 @@ def run_sharded(
             all_reduce_sum=group.reduction(rank, lambda parts: parts.sum(0)),
             **options,
         )
-        with torch.autograd.set_multithreading_enabled(False):  # ranks on one device would share one thread, and wait
+        with torch.autograd.set_multithreading_enabled(False):  # ranks of one device would share a thread, and hang
             weighted(case, scores).backward()
         return (*(x.detach() for x in scores), *(leaf.grad for leaf in leaves))
 
     return group.run(body)
 
 
+def check_sharded(
+    case: dict[str, Tensor], leaves: list[Tensor], expected: tuple[Tensor, ...], ranks: int, **options: Any
+) -> None:
+    """Compare every rank's results and gradients with ``expected``, which was computed from float64 ``leaves``."""
+    vocab_size, tolerance = options["vocab_size"], 3e-6 if case["weight"].dtype == torch.float32 else 1e-12
+    weighted(case, expected).backward()
+    by_rank = run_sharded(case, ranks, **options)
+    for *found, _ in by_rank:
+        for ours, theirs in zip(found, (*expected, leaves[0].grad), strict=True):
+            assert close(ours, theirs.detach(), tolerance)
+    gradient = torch.cat([found[3] for found in by_rank])
+    assert close(gradient[:vocab_size], leaves[1].grad, tolerance) and not gradient[vocab_size:].any()
+
+
 def make_case(count: int, vocab_size: int, padded: int, dtype: torch.dtype) -> dict[str, Tensor]:
-    """Padding rows of the weight hold huge values, so that counting them would show."""
+    """Make inputs. Padding rows of the weight are huge, so counting them would show."""
     g = torch.Generator().manual_seed(0)
     weight = 1.5 * torch.randn(padded, HIDDEN, generator=g, dtype=dtype)
     weight[vocab_size:] = 50.0
@@ -102,26 +114,18 @@ def make_case(count: int, vocab_size: int, padded: int, dtype: torch.dtype) -> d
 @given(count=st.integers(0, 30), **SHARDED)
 @examples(40)
 def test_any_sharding_of_the_head_equals_the_whole(count, vocab_size, extra, ranks, chunk, dtype) -> None:  # type: ignore[no-untyped-def]
-    """Also where there is no token, and where the last shards hold nothing but padding, which has no gradient."""
+    """Includes cases without tokens, and shards of only padding, which has no gradient."""
     case = make_case(count, vocab_size, -(-(vocab_size + extra) // ranks) * ranks, dtype)
     hidden, weight, temperatures = (case[name].double() for name in ("hidden", "weight", "temperatures"))
     leaves = [x.clone().requires_grad_() for x in (hidden, weight[:vocab_size])]
-    options = {"vocab_size": vocab_size, "chunk_tokens": chunk}
     expected = dense(*leaves, case["targets"], temperatures)
-    weighted(case, expected).backward()
-    tolerance = 3e-6 if dtype == torch.float32 else 1e-12
-    by_rank = run_sharded(case, fused_logprobs, lambda part: [case["hidden"], case["weight"][part]], ranks, **options)
-    for *found, _ in by_rank:
-        for ours, theirs in zip(found, (*expected, leaves[0].grad), strict=True):
-            assert close(ours, theirs.detach(), tolerance)
-    gradient = torch.cat([found[3] for found in by_rank])
-    assert close(gradient[:vocab_size], leaves[1].grad, tolerance) and not gradient[vocab_size:].any()
+    check_sharded(case, leaves, expected, ranks, vocab_size=vocab_size, chunk_tokens=chunk)
 
 
 @given(count=st.integers(0, 30), **SHARDED)
 @examples(40)
 def test_any_sharding_over_supports_equals_the_whole(count, vocab_size, extra, ranks, chunk, dtype) -> None:  # type: ignore[no-untyped-def]
-    """Every third token was drawn from the whole vocabulary; the others from what holds the target, and some more."""
+    """Every third token was sampled from the whole vocabulary, the others from a few tokens with the target."""
     case = make_case(count, vocab_size, -(-(vocab_size + extra) // ranks) * ranks, dtype)
     g = torch.Generator().manual_seed(1)
     lists = []
@@ -131,22 +135,13 @@ def test_any_sharding_over_supports_equals_the_whole(count, vocab_size, extra, r
     hidden, weight, temperatures = (case[name].double() for name in ("hidden", "weight", "temperatures"))
     leaves = [x.clone().requires_grad_() for x in (hidden, weight[:vocab_size])]
     logits = leaves[0] @ leaves[1].T / temperatures[:, None]
-    rows = []  # each over its own tokens alone
+    rows = []  # each over the tokens of its support
     for row, ids, target in zip(logits, lists, case["targets"].tolist(), strict=True):
         tokens = ids or list(range(vocab_size))
         rows.append(dense_scores(row[tokens], torch.tensor(tokens.index(target))))
     expected = tuple(map(torch.stack, zip(*rows, strict=True))) if rows else (logits.sum(1), logits.sum(1))
-    weighted(case, expected).backward()
-    tolerance = 3e-6 if dtype == torch.float32 else 1e-12
-    padded = [ids + [-1] * (5 - len(ids)) for ids in lists]
-    form = partial(fused_logprobs, supports=torch.tensor(padded, dtype=torch.int32).reshape(-1, 5))
-    options = {"vocab_size": vocab_size, "chunk_tokens": chunk}
-    by_rank = run_sharded(case, form, lambda part: [case["hidden"], case["weight"][part]], ranks, **options)
-    for *found, _ in by_rank:
-        for ours, theirs in zip(found, (*expected, leaves[0].grad), strict=True):
-            assert close(ours, theirs.detach(), tolerance)
-    gradient = torch.cat([found[3] for found in by_rank])
-    assert close(gradient[:vocab_size], leaves[1].grad, tolerance) and not gradient[vocab_size:].any()
+    padded = torch.tensor([ids + [-1] * (5 - len(ids)) for ids in lists], dtype=torch.int32).reshape(-1, 5)
+    check_sharded(case, leaves, expected, ranks, vocab_size=vocab_size, chunk_tokens=chunk, supports=padded)
 
 
 def test_bfloat16() -> None:
@@ -163,8 +158,8 @@ def test_bfloat16() -> None:
 
 
 @pytest.mark.parametrize("chunk", [3, 64])
-def test_capped_logits_are_those_of_the_formula(chunk: int) -> None:
-    """Also where the cap bites: logits of several times its size. Entropies have gradients, too."""
+def test_capped_logits_match_the_formula(chunk: int) -> None:
+    """Some logits are several times larger than the cap. Entropies have gradients too."""
     case, results = make_case(10, 9, 9, torch.float64), []
     options = {"vocab_size": 9, "chunk_tokens": chunk, "softcap": 0.8}
     for form in (
@@ -182,7 +177,7 @@ def test_capped_logits_are_those_of_the_formula(chunk: int) -> None:
 
 
 def test_ignored_targets_and_one_temperature() -> None:
-    """A pack's targets can be scored as they are: -100 has logprob 0 and no gradient, its entropy is computed."""
+    """A target of -100, as in packs, has logprob 0 and no gradient, but an entropy."""
     case = make_case(6, 9, 9, torch.float64)
     ignored = torch.tensor([False, True, False, False, True, False])
     targets, results = case["targets"].masked_fill(ignored, -100), []
@@ -208,7 +203,7 @@ def test_frozen_weight_gets_no_gradient() -> None:
 
 # -------------------------------------------------------------------------------------------------------- large logits
 def by_head(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-    """The logits as hidden states, the identity as head."""
+    """Score logits as hidden states, with the identity as head."""
     weight = torch.eye(logits.shape[1])
     return fused_logprobs(logits, weight, targets, torch.ones(len(targets)), vocab_size=logits.shape[1])
 
@@ -216,9 +211,9 @@ def by_head(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
 @pytest.mark.parametrize("form", [logprobs_and_entropy, by_head])
 @pytest.mark.parametrize("use", [(1.0, 0.0), (1.0, 0.3), (0.0, 1.0)], ids=["logprobs", "both", "entropy"])
 def test_large_logits_keep_their_gradient(form: Scores, use: tuple[float, float]) -> None:
-    """Logits of 150 to 160 nats: a float32 log-sum-exp of that size is rounded by up to 8e-6, the gradient by 1e-6.
+    """A float32 log-sum-exp of 150 to 160 nats is rounded by up to 8e-6, which would change the gradient by 1e-6.
 
-    A softmax does not depend on what is added to all of its logits, so neither may its gradient's precision.
+    A constant added to all logits doesn't change a softmax, so it may not change its gradient's precision either.
     """
     g = torch.Generator().manual_seed(0)
     logits = 150 + 10 * torch.rand(64, 40, generator=g)  # exact in float32: the reference sees the same numbers
@@ -234,22 +229,21 @@ def test_large_logits_keep_their_gradient(form: Scores, use: tuple[float, float]
     assert (gradient - expected).abs().max() < 6e-7
 
 
-@pytest.mark.parametrize("form", [logprobs_and_entropy])
-def test_a_forbidden_token_has_no_gradient_however_large_that_of_the_entropy(form: Scores) -> None:
-    """A logit of -inf times a factor above 1 would leave the range of float32, and inf times 0 is nan."""
+def test_a_forbidden_token_has_no_gradient_despite_a_large_one_of_the_entropy() -> None:
+    """The lowest float32 times a factor above 1 is -inf, and times 0 it would be nan."""
     logits = torch.tensor([[float("-inf"), 1.0, 2.0]])
     allowed = logits[:, 1:].double().requires_grad_()
     logprobs, entropy = dense_scores(allowed, torch.tensor([0]))
     (expected,) = torch.autograd.grad((logprobs + 100 * entropy).sum(), allowed)
     leaf = logits.requires_grad_()
-    logprobs, entropy = form(leaf, torch.tensor([1]))
+    logprobs, entropy = logprobs_and_entropy(leaf, torch.tensor([1]))
     (gradient,) = torch.autograd.grad((logprobs + 100 * entropy).sum(), leaf)
     assert gradient[0, 0] == 0 and close(gradient[:, 1:], expected, 1e-6)
 
 
 @pytest.mark.parametrize("seed", [0, 2, 3])
-def test_the_weight_gradient_of_many_tokens_keeps_its_digits_behind_a_heavy_one(seed: int) -> None:
-    """A response of one token weighs as much as one of hundreds: float32 sums that begin with it lose a digit."""
+def test_the_weight_gradient_of_many_tokens_keeps_its_digits_after_a_heavy_one(seed: int) -> None:
+    """A response of one token weighs as much as one of hundreds. Float32 sums that begin with it would lose a digit."""
     generator = torch.Generator().manual_seed(seed)
     count, width, vocabulary = 1500, 6, 29
     hidden = torch.randn(count, width, generator=generator, dtype=torch.float64).tanh().float()
@@ -268,7 +262,7 @@ def test_the_weight_gradient_of_many_tokens_keeps_its_digits_behind_a_heavy_one(
 
 
 class _Traffic(TorchDispatchMode):
-    """Result types of all matrix products, in order, and bytes that operators read and write; views are free."""
+    """Result types of all matrix products, in order, and bytes that operators (except views) read and write."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -286,7 +280,7 @@ class _Traffic(TorchDispatchMode):
 
 
 def _traffic(tokens: int, vocabulary: int, width: int, entropy: bool) -> _Traffic:
-    """Forward and backward of the head in bfloat16; shapes stand for a device."""
+    """Trace forward and backward of the head in bfloat16. Meta tensors represent a device."""
     with torch.device("meta"):
         hidden, weight = (torch.ones(n, width, dtype=torch.bfloat16, requires_grad=True) for n in (tokens, vocabulary))
         targets, temperatures = torch.ones(tokens, dtype=torch.int64), torch.ones(tokens)
@@ -297,27 +291,27 @@ def _traffic(tokens: int, vocabulary: int, width: int, entropy: bool) -> _Traffi
     return traffic
 
 
-def test_products_on_a_device_are_rounded_to_bfloat16_nowhere() -> None:
-    """Forward, recomputed, and both gradients."""
+def test_products_on_a_device_are_never_rounded_to_bfloat16() -> None:
+    """The products are forward, its recomputation, and both gradients."""
     assert _traffic(4, 32, 8, entropy=False).types == [torch.float32] * 4
 
 
 @pytest.mark.parametrize(("entropy", "per_logit"), [(False, 110), (True, 130)])
 def test_bytes_that_the_head_moves_on_a_device(entropy: bool, per_logit: int) -> None:
-    """Besides products: passes over a chunk's logits, and one read and one write of the weight's float32 gradient."""
+    """Besides products, there are passes over logits, and a read and a write of the float32 weight gradient."""
     tokens, vocabulary, width = 8192, 2**17, 1024
     chunks = tokens // 2048
     found = _traffic(tokens, vocabulary, width, entropy)
     assert len(found.types) == 4 * chunks
-    # Three products of a chunk read the weight (2 bytes), one reads and writes its gradient (4 bytes each). 16 more are
-    # for clearing and rounding the gradient, and for hidden states.
+    # Three products of a chunk read the weight (2 bytes), one reads and writes its gradient (4 bytes each). Clearing
+    # and rounding the gradient and hidden states take 16 bytes more.
     per_weight = chunks * (3 * 2 + 2 * 4) + 16
     assert found.nbytes < per_logit * tokens * vocabulary + per_weight * vocabulary * width
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_the_weight_gradient_of_a_large_vocabulary_equals_the_whole(dtype: torch.dtype) -> None:
-    """Its sums are made in blocks, the last of them a part of one; rows of padding get none."""
+    """Sums are computed in blocks, the last one incomplete. Padding rows get no gradient."""
     case = make_case(90, 9000, 9100, dtype)
     hidden, weight = (case[name].clone().requires_grad_() for name in ("hidden", "weight"))
     wide = [x.detach().double().requires_grad_() for x in (hidden, weight)]

@@ -22,7 +22,7 @@ from tests.unit.algorithms.test_losses import LENGTHS, make_inputs
 
 
 def log_ratios(level: str) -> list[float]:
-    """log(pi_old / pi_behaviour) that applies to each loss-carrying token, in order."""
+    """Return the log(pi_old / pi_behaviour) that applies to each loss-carrying token, in order."""
     inputs = make_inputs()
     difference = inputs.old_logprobs - inputs.behaviour_logprobs
     result = []
@@ -53,13 +53,13 @@ def test_importance_weights(correction: str, level: str) -> None:
     assert result.weights[inputs.loss_mask].tolist() == pytest.approx(expected, rel=1e-12)
     assert result.changed[inputs.loss_mask].tolist() == changed and any(changed)
     assert (result.weights[~inputs.loss_mask] == 1).all()
-    # Whatever the bounds left of it, the ratio itself is the level's.
+    # The reported ratio is the level's, without bounds.
     assert result.ratio[inputs.loss_mask].tolist() == pytest.approx(ratios, rel=1e-12)
 
 
 @pytest.mark.parametrize("correction", ["truncate", "mask"])
 def test_a_ratio_on_a_bound_stays(correction: str) -> None:
-    """The bounds belong to the interval; and no weight has a graph, whatever went in."""
+    """The bounds are part of the interval. Weights have no graph, even if logprobs have one."""
     logprobs, mask = torch.zeros(2, requires_grad=True), torch.ones(2, dtype=torch.bool)
     result = importance_weights(logprobs, torch.zeros(2), mask, None, correction, low=1.0, high=1.0)
     assert result.weights.tolist() == [1.0, 1.0] and not result.changed.any()
@@ -69,7 +69,7 @@ def test_a_ratio_on_a_bound_stays(correction: str) -> None:
 @pytest.mark.parametrize("level", ["token", "sequence", "geometric"])
 @pytest.mark.parametrize("correction", ["truncate", "clip", "mask"])
 def test_a_veto_removes_whole_sequences(correction: str, level: str) -> None:
-    """By a token's own ratio, below 1e-4 and never at it; a token without loss vetoes nothing. Others keep theirs."""
+    """A token's own ratio below 1e-4 (not at it) vetoes, if the token carries loss. Other weights stay."""
     log_ratios = torch.tensor([0.1, math.log(1e-4) - 1e-3, 0.2, 0.3, math.log(1e-4), -30.0, 0.1], dtype=torch.float64)
     mask = torch.tensor([True] * 5 + [False, True])
     lengths = torch.tensor([3, 2, 2])
@@ -81,7 +81,7 @@ def test_a_veto_removes_whole_sequences(correction: str, level: str) -> None:
 
 
 def test_a_veto_in_the_loss() -> None:
-    """Its sequence has no policy gradient, and counts as clipped."""
+    """A vetoed sequence has no policy gradient, and counts as clipped."""
     inputs = make_inputs()
     far = inputs.old_logprobs.clone()
     far[int(inputs.loss_mask.nonzero()[0])] -= 12
@@ -94,7 +94,7 @@ def test_a_veto_in_the_loss() -> None:
     assert outputs[1].sums.importance_clipped >= inputs.loss_mask[: LENGTHS[0]].sum()
 
 
-def test_the_mean_weight_counts_tokens_as_the_loss_does() -> None:
+def test_the_mean_weight_counts_tokens_like_the_loss() -> None:
     weights, mask = torch.tensor([2.0, 0.5, 9.0, 1.0]), torch.tensor([True, True, False, True])
     assert mean_weight(weights, mask, torch.ones(4)) == pytest.approx(3.5 / 3)
     per_sample = torch.tensor([0.5, 0.5, 0.5, 1.0], dtype=torch.float64)  # reduction "samples": means per sequence
@@ -104,7 +104,7 @@ def test_the_mean_weight_counts_tokens_as_the_loss_does() -> None:
 
 @pytest.mark.parametrize("name", ["ppo_clip", "gspo", "cispo", "policy_gradient"])
 def test_normalised_weights_average_one(name: str) -> None:
-    """Of a whole batch of logits: the policy loss over the mean weight, and a KL as it is; also of its gradient."""
+    """The policy loss of a batch of logits is divided by the mean weight; the KL term is not."""
     g = torch.Generator().manual_seed(1)
     logits = torch.randn(9, 7, generator=g, dtype=torch.float64).requires_grad_()
     targets, lengths = torch.randint(0, 7, (9,), generator=g), torch.tensor([4, 5])
@@ -115,15 +115,8 @@ def test_normalised_weights_average_one(name: str) -> None:
 
     def run(**more: object) -> tuple[Tensor, Tensor]:
         config = AlgorithmConfig(loss=name, kl_coef=0.5, importance_correction="tis", importance_high=1.2, **more)
-        result = GRPOLoss(config)(
-            logits,
-            targets,
-            reference,
-            advantages,
-            old_logprobs=old,
-            behaviour_logprobs=engine,
-            response_lens=lengths,
-        )
+        recorded = {"old_logprobs": old, "behaviour_logprobs": engine, "response_lens": lengths}
+        result = GRPOLoss(config)(logits, targets, reference, advantages, **recorded)
         return result[0] - 0.5 * result[2], result[1]
 
     mean = (old - engine).exp().clamp_max(1.2).mean()
@@ -146,20 +139,18 @@ def negative(ratio: Tensor, low: float, high: float) -> tuple[Tensor, Tensor]:
 
 
 def test_a_custom_correction() -> None:
-    """By import path, in the loss and alone; its results are checked."""
+    """A correction by import path. Its results are checked."""
     inputs, here = make_inputs(), "tests.unit.algorithms.test_importance"
     config = AlgorithmConfig(importance_correction=f"{here}:squared", importance_high=9.0, loss="policy_gradient")
     rho = (inputs.old_logprobs - inputs.behaviour_logprobs).exp()
-    expected = (-(rho**2).clamp(0.5, 9.0) * inputs.advantages * inputs.logprobs * inputs.token_weights)[
-        inputs.loss_mask
-    ]
-    assert build_loss(config)(inputs).loss.item() == pytest.approx(expected.sum().item())
+    expected = -(rho**2).clamp(0.5, 9.0) * inputs.advantages * inputs.logprobs * inputs.token_weights
+    assert build_loss(config)(inputs).loss.item() == pytest.approx(expected[inputs.loss_mask].sum().item())
     for name in ("broadcast", "negative", "squard"):
         with pytest.raises(ValueError, match=r"unit\.algorithms\.test_importance"):
             build_loss(AlgorithmConfig(importance_correction=f"{here}:{name}"))(inputs)
 
 
-def test_the_off_policy_threshold_belongs_to_the_kept() -> None:
+def test_a_sequence_at_the_off_policy_threshold_is_kept() -> None:
     two, mask, lens = torch.zeros(2), torch.ones(2, dtype=torch.bool), torch.tensor([1, 1])
     for threshold, expected in ((0.5, [True, True]), (0.25, [False, True])):
         kept = off_policy_sequence_mask(two, two + 0.5, torch.tensor([-1.0, 0.0]), mask, lens, threshold)
@@ -175,7 +166,7 @@ def test_figures_of_a_correction() -> None:
 
 
 def test_off_policy_sequence_mask() -> None:
-    """Only the sequence that is both far away and of negative advantage goes, as a whole."""
+    """Only a sequence that is far off-policy and has a negative advantage is masked, as a whole."""
     lengths = torch.tensor([2, 3, 2, 2])
     gap = torch.tensor([0.5, 0.5, 0.5, 0.5, 9.0, 0.5, 0.5, 0.1, 0.1])
     advantages = torch.tensor([-1.0, -1, 1, 1, 1, -2, -2, -1, -1])
@@ -185,8 +176,8 @@ def test_off_policy_sequence_mask() -> None:
     assert keep.tolist() == [False, False, True, True, True, False, False, True, True]
 
 
-def test_the_off_policy_mask_looks_at_who_sampled() -> None:
-    """The engine, where it said so; the old policy stands in for it only where it did not."""
+def test_the_off_policy_mask_uses_the_sampling_policy() -> None:
+    """The engine's logprobs are used if there are any, otherwise the old policy's."""
     inputs = make_inputs()
     current, negative = inputs.logprobs.detach(), -inputs.advantages.abs()
     inputs = replace(inputs, old_logprobs=current, behaviour_logprobs=current + 0.5, advantages=negative)
@@ -196,7 +187,7 @@ def test_the_off_policy_mask_looks_at_who_sampled() -> None:
 
 
 def test_overlong_penalty() -> None:
-    """The three branches of the published formula: limit 20, buffer 4."""
+    """All three branches of the published formula, with limit 20 and buffer 4."""
     lengths = torch.tensor([1, 16, 17, 18, 20, 25])
     assert overlong_penalty(lengths, 20, 4).tolist() == [0.0, 0.0, -0.25, -0.5, -1.0, -1.0]
     assert overlong_penalty(lengths, 20, 4, factor=2.0)[2].item() == -0.5

@@ -1,7 +1,7 @@
-"""No packing, padding, micro-batch split, context layout or vocabulary chunk shows in loss or gradient.
+"""Packing, padding, micro-batch splits, context layouts and vocabulary chunks don't change loss or gradient.
 
-The reference computes one sequence at a time, unpacked, in float64, with every logit kept, and takes its mean last.
-What this does not cover: process groups (the ranks of a context-parallel group are computed one after the other).
+The reference computes one unpacked sequence at a time in float64, with all logits, and takes the mean at the end.
+Process groups aren't covered: the ranks of a context-parallel group are computed one after the other.
 """
 
 import random
@@ -49,16 +49,16 @@ from tests.unit.algorithms.cases import (
 
 HIDDEN = 6
 
-# Distances between current, old and engine policy, in nats: none lies near a bound of a clip, where the last bit of a
+# Distances between current, old and engine policy, in nats. None is near a clip's bound, where the last bit of a
 # float32 would decide whether a token has a gradient.
 OFFSETS = (-0.4, -0.15, -0.05, 0.0, 0.05, 0.15, 0.4)
 
-# So large that neither KL nor entropy cancels the policy's term: the small rest of two float32 numbers is rounding.
+# Large enough that neither KL nor entropy cancels the policy term: the small difference of two floats is rounding.
 ADVANTAGES = (-2.0, -1.1, -0.7, 0.7, 1.1, 2.0)
 
 
 class TinyModel:
-    """Hidden state of a token from its id and its position: enough to show a wrong shift or position."""
+    """Model whose hidden states depend on a token's id and position, which shows a wrong shift or position."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         g = torch.Generator().manual_seed(0)
@@ -84,7 +84,7 @@ def ppo(lp: Tensor, old: Tensor, engine: Tensor, ref: Tensor, a: Tensor, mask: T
 
 
 def gspo(lp: Tensor, old: Tensor, engine: Tensor, ref: Tensor, a: Tensor, mask: Tensor) -> Tensor:
-    """With k2, and sequence-level masked importance sampling."""
+    """Compute GSPO with k2 and sequence-level masked importance sampling."""
     ratio = (lp - old)[mask].mean().exp()
     rho = (old - engine)[mask].sum().exp()
     weight = rho if 0.5 <= rho <= 2.0 else 0.0
@@ -92,14 +92,14 @@ def gspo(lp: Tensor, old: Tensor, engine: Tensor, ref: Tensor, a: Tensor, mask: 
 
 
 def cispo(lp: Tensor, old: Tensor, engine: Tensor, ref: Tensor, a: Tensor, mask: Tensor) -> Tensor:
-    """With token-level truncated importance sampling, and k1 weighted by the ratio."""
+    """Compute CISPO with token-level truncated importance sampling and ratio-weighted k1."""
     ratio = (lp - old).exp()
     weight = (old - engine).exp().clamp_max(1.1)
     return -ratio.detach().clamp(0.8, 1.3) * a * lp * weight + 0.1 * ratio * (lp - ref)
 
 
 def policy_gradient(lp: Tensor, old: Tensor, engine: Tensor, ref: Tensor, a: Tensor, mask: Tensor) -> Tensor:
-    """With the geometric mask, and sequences of negative advantage dropped that are over 0.12 nats off-policy."""
+    """Compute it with the geometric mask, and without sequences of negative advantage over 0.12 nats off-policy."""
     rho = (old - engine)[mask].mean().exp()
     weight = rho if 0.8 <= rho <= 1.3 else 0.0
     dropped = a < 0 and (engine - lp.detach())[mask].mean() > 0.12
@@ -136,7 +136,7 @@ ENTROPY_COEF = 0.05
 
 # ---------------------------------------------------------------------------------------------------- the reference
 def make_sequences(shapes: list[tuple[int, int]], seed: int) -> list[ScoredTrajectory]:
-    """Old, engine and reference logprobs at chosen distances from the policy's own."""
+    """Make sequences with old, engine and reference logprobs at chosen distances from the policy's."""
     model, pick = TinyModel(torch.float64), random.Random(seed)
     sequences = batch(shapes, seed)
     for index, s in enumerate(sequences):
@@ -146,21 +146,21 @@ def make_sequences(shapes: list[tuple[int, int]], seed: int) -> list[ScoredTraje
         s.old_logprobs = (alone + old).float()
         s.logprobs = (alone + old + engine).float()
         s.advantages = torch.tensor(pick.choice(ADVANTAGES))
-        # Far enough away: the difference of two nearly equal float32 numbers has no 1e-6 to be compared to.
+        # Far enough away: the difference of two nearly equal float32 numbers has no precision of 1e-6.
         distance = 0.5 + torch.rand(alone.shape, generator=torch.Generator().manual_seed(seed))
         s.ref_logprobs = (alone - distance).float()
     return sequences
 
 
 def score_alone(model: TinyModel, s: ScoredTrajectory) -> tuple[Tensor, Tensor]:
-    """(response_len,) logprobs and entropies of one unpacked sequence, from all of its logits."""
+    """Return (response_len,) logprobs and entropies of one unpacked sequence, from all its logits."""
     ids = torch.cat([s.prompt_tokens, s.response_tokens])
     logits = model.hidden(ids, torch.arange(s.total_len)) @ model.head.T / s.temperature
     return dense_scores(logits[s.prompt_len - 1 : -1], s.response_tokens)
 
 
 def reference(sequences: list[ScoredTrajectory], name: str, reduction: str) -> tuple[Tensor, Tensor, list[Tensor]]:
-    """Loss, the mean size of its terms (they have both signs, and may cancel), and gradients."""
+    """Return the loss, the mean size of its terms (which may cancel), and gradients."""
     model, losses = TinyModel(torch.float64), []
     for s in sequences:
         logprobs, entropy = score_alone(model, s)
@@ -177,7 +177,7 @@ def reference(sequences: list[ScoredTrajectory], name: str, reduction: str) -> t
 def micro_batch_loss(
     model: TinyModel, packed: PackedTrajectory, config: AlgorithmConfig, cp: int, layout: str, chunk: int
 ) -> tuple[Tensor, LossSums]:
-    """What the ranks of one context-parallel group compute together."""
+    """Compute the loss and the metrics of the ranks of one context-parallel group together."""
     temperatures = packed.temperatures.repeat_interleave(packed.response_lens)
     shards = [split_for_context_parallel(packed, cp, rank, layout) for rank in range(cp)]  # type: ignore[arg-type]
     local = []
@@ -186,24 +186,13 @@ def micro_batch_loss(
         scored = (hidden, model.head, *(x[shard.response_slot] for x in (response_tokens(packed), temperatures)))
         local.append(fused_logprobs(*scored, vocab_size=VOCABULARY, chunk_tokens=chunk))
     logprobs, entropy = (merge_from_context_parallel(shards, [pair[i] for pair in local]) for i in range(2))
-    output = build_loss(config)(
-        LossInputs(
-            logprobs=logprobs,
-            entropy=entropy,
-            old_logprobs=packed.old_logprobs,
-            behaviour_logprobs=packed.logprobs,
-            ref_logprobs=packed.ref_logprobs,
-            advantages=packed.advantages,
-            loss_mask=packed.loss_mask,
-            token_weights=packed.token_weights,
-            response_lens=packed.response_lens,
-        )
-    )
+    recorded = packed.old_logprobs, packed.logprobs, packed.ref_logprobs, packed.advantages, packed.response_lens
+    output = build_loss(config)(LossInputs(logprobs, packed.loss_mask, packed.token_weights, entropy, *recorded))
     return output.loss, output.sums
 
 
 def random_split(sequences: list[ScoredTrajectory], seed: int) -> list[list[ScoredTrajectory]]:
-    """Any micro-batches at all: shuffled, and cut anywhere."""
+    """Shuffle sequences and cut them into any micro-batches."""
     pick = random.Random(seed)
     shuffled = pick.sample(sequences, len(sequences))
     cuts = sorted(pick.sample(range(1, len(shuffled)), pick.randint(0, min(6, len(shuffled) - 1))))
@@ -211,7 +200,7 @@ def random_split(sequences: list[ScoredTrajectory], seed: int) -> list[list[Scor
 
 
 def weigh(sequences: list[ScoredTrajectory], reduction: str) -> float | None:
-    """Set every sequence's weight; return the step's denominator, or none where no token carries loss."""
+    """Set every sequence's weight; return the step's denominator, or ``None`` if no token carries loss."""
     counts, groups = [int(s.loss_mask.sum()) for s in sequences], [s.group_id for s in sequences]
     if not any(counts):
         return None
@@ -221,13 +210,13 @@ def weigh(sequences: list[ScoredTrajectory], reduction: str) -> float | None:
     return step_denominator(reduction, counts, groups)
 
 
-# Searching for the smallest failing example would take minutes.
+# Shrinking a failing example would take minutes.
 PHASES = (Phase.explicit, Phase.reuse, Phase.generate)
 TOLERANCE = {torch.float32: 1e-6, torch.float64: 1e-12}
 
 
 def assert_equal_in_norm(actual: Tensor, expected: Tensor, dtype: torch.dtype) -> None:
-    """Up to the rounding of ``dtype``; where nothing is expected, exactly nothing."""
+    """Compare up to the rounding of ``dtype``, and exactly if zero is expected."""
     assert (actual.double() - expected).norm() <= TOLERANCE[dtype] * expected.norm()
 
 
@@ -274,7 +263,7 @@ def test_loss_and_gradient(name, reduction, dtype, shapes, padding, cp, layout, 
 @example(shapes=[(231, 2)], padding=32, seed=1162)  # the clip leaves no gradient at all
 @examples(4, phases=PHASES)
 def test_value_loss_and_gradient(reduction, dtype, shapes, padding, seed) -> None:  # type: ignore[no-untyped-def]
-    """GAE's returns and the clipped value loss, per sequence and dense, against packs of any split."""
+    """GAE's returns and the clipped value loss match a dense computation per sequence, for packs of any split."""
     sequences, clip = batch(shapes, seed), 0.3
     if not (denominator := weigh(sequences, reduction)):
         return
@@ -297,14 +286,14 @@ def test_value_loss_and_gradient(reduction, dtype, shapes, padding, seed) -> Non
         loss.backward()
         total = total + loss.detach()
     assert abs(total / denominator - expected.detach()) <= TOLERANCE[dtype] * expected.detach()
-    # A fully masked sequence takes no part in the reference: its gradient is 0.
+    # The reference omits fully masked sequences, whose gradient is 0.
     gradients = [torch.zeros_like(v) if v.grad is None else v.grad for v in exact.values()]
     actual = torch.cat([v.grad for v in moved.values() if v.grad is not None])
     assert_equal_in_norm(actual / denominator, torch.cat(gradients), dtype)
 
 
 def dense_value_loss(s: ScoredTrajectory, values: Tensor, old: Tensor, clip: float) -> Tensor:
-    """One sequence's loss-carrying tokens."""
+    """Return the loss of one sequence's loss-carrying tokens."""
     advantages = gae_by_definition(float(s.rewards[0]), old.tolist(), s.loss_mask.tolist(), 0.99, 0.9)
     v, v_old, target = (x[s.loss_mask] for x in (values, old, torch.tensor(advantages, dtype=torch.float64) + old))
     bounded = v_old + (v - v_old).clamp(-clip, clip)

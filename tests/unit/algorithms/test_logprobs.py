@@ -1,4 +1,4 @@
-"""Logprobs and entropies against torch's own log_softmax in float64."""
+"""Logprobs and entropies against torch's log_softmax in float64."""
 
 from dataclasses import replace
 
@@ -60,7 +60,7 @@ def test_selective_log_softmax_keeps_the_input() -> None:
 
 
 def test_extreme_and_forbidden_logits_stay_finite() -> None:
-    """Logits of 1e4 overflow exp, and -inf (a forbidden token) has probability 0 and logprob -inf."""
+    """Logits of 1e4 would overflow exp. A forbidden token (-inf) has probability 0 and logprob -inf."""
     logits = torch.tensor([[1e4, 1e4, 0.0], [-1e4, 0.0, 1e4], [float("-inf"), 0.0, 0.0]], dtype=torch.float64)
     actual = selective_log_softmax(logits, torch.tensor([0, 2, 1]))
     assert close(actual, torch.tensor([0.5, 1.0, 0.5]).double().log(), 1e-12)
@@ -86,9 +86,9 @@ def test_bfloat16_is_accumulated_in_float32() -> None:
 def test_response_logprobs_of_each_sequence_alone(
     shapes: list[tuple[int, int]], padding: int, temperature: float | None
 ) -> None:
-    """Sequence by sequence: the logits at i score token i + 1, the last response token included."""
+    """In every sequence, the logits at i score token i + 1, including the last response token."""
     sequences = batch(shapes)
-    if temperature is not None:  # every other sequence says so itself, the rest says nothing
+    if temperature is not None:  # half of the sequences have it, the others the default
         sequences = [replace(s, temperature=(temperature, 1.0)[i % 2]) for i, s in enumerate(sequences)]
     total = sum(p + r for p, r in shapes)
     packed = pack_sequences(sequences, target_tokens_per_batch=total + padding)
@@ -107,13 +107,13 @@ def test_response_logprobs_of_each_sequence_alone(
     assert close(torch.autograd.grad((actual * weights).sum(), logits)[0], reference, 1e-13)
 
 
-def test_another_temperature_than_the_one_that_sampled_is_refused() -> None:
-    """Neither by default nor by a number; what says nothing (temperature 1) takes any."""
+def test_another_temperature_than_the_sampling_one_is_rejected() -> None:
+    """A sequence at temperature 1, the default, accepts any."""
     sampled = [replace(s, temperature=0.7 if i == 2 else 1.0) for i, s in enumerate(batch(SHAPES))]
     packed = pack_sequences(sampled)
     logits = torch.randn(30, VOCABULARY)
     for arguments in ((), (1.0,), (0.9,)):
-        with pytest.raises(ValueError, match="s own, or a pack with other `temperatures` to"):
+        with pytest.raises(ValueError, match="was sampled at temperature"):
             compute_response_logprobs(logits, packed, *arguments)
     parts = compute_response_logprobs(logits, packed, None).split(packed.response_lens.tolist())
     everywhere = compute_response_logprobs(logits, packed, 0.7).split(packed.response_lens.tolist())

@@ -1,4 +1,4 @@
-"""Losses against their published formulas, token by token in Python, and their gradients by autograd of the formula."""
+"""Losses against their published formulas, token by token in Python, and gradients against autograd of the formula."""
 
 import math
 from dataclasses import fields, replace
@@ -9,11 +9,11 @@ import torch
 from pydantic import ValidationError
 from torch import Tensor
 
-from slime_like.algorithms import LossInputs, LossSums, build_loss, value_loss
+from slime_like.algorithms import LossInputs, LossSums, build_loss, kl_estimate, value_loss
 from slime_like.algorithms.advantages import ESTIMATORS
 from slime_like.algorithms.importance import CORRECTIONS, LEVELS
-from slime_like.algorithms.losses import POLICY_LOSSES, kl_estimate
 from slime_like.algorithms.losses.kl import KL_ESTIMATORS
+from slime_like.algorithms.losses.policy import POLICY_LOSSES
 from slime_like.algorithms.reduction import REDUCTIONS
 from slime_like.config import algorithm
 from slime_like.config.algorithm import AlgorithmConfig
@@ -23,7 +23,7 @@ TOTAL = sum(LENGTHS)
 
 
 def make_inputs(seed: int = 0, distance: float = 0.5) -> LossInputs:
-    """Three sequences; current, old and engine policies differ by about ``distance`` nats per token."""
+    """Make three sequences, whose policies differ by about ``distance`` nats per token."""
     g = torch.Generator().manual_seed(seed)
 
     def noise() -> Tensor:
@@ -79,7 +79,7 @@ def test_token_losses(settings, formula) -> None:  # type: ignore[no-untyped-def
 
 
 def test_gspo() -> None:
-    """One ratio per sequence, over its loss-carrying tokens, clipped as a whole."""
+    """Each sequence has one ratio, over its loss-carrying tokens, clipped as a whole."""
     inputs = make_inputs(distance=0.3)
     output = build_loss(AlgorithmConfig(loss="gspo", clip_low=0.05, clip_high=0.1))(inputs)
     expected, ratios = torch.zeros((), dtype=torch.float64), []
@@ -113,11 +113,11 @@ def test_ratio_and_clip_fraction_come_from_the_old_policy() -> None:
     assert stats.entropy.item() == pytest.approx(inputs.entropy[kept].mean().item())
     difference = (inputs.ref_logprobs - inputs.logprobs)[kept]
     assert stats.approx_policy_kls.item() == pytest.approx((difference.exp() - 1 - difference).mean().item())
-    told = (stats.num_tokens.item(), stats.grad_norm.item(), stats.learning_rate.item())
-    assert told == (kept.sum().item(), 1.5, 1e-3)
+    reported = (stats.num_tokens.item(), stats.grad_norm.item(), stats.learning_rate.item())
+    assert reported == (kept.sum().item(), 1.5, 1e-3)
 
 
-# settings, and what counts as clipped of ratios and advantages
+# Settings, and the function from ratios and advantages to clipped tokens.
 CLIPPED = [
     ({"loss": "ppo_clip", "dual_clip": 1.5}, lambda r, a: ((r > 1.2) & (a > 0)) | ((r < 0.8) & (a < 0)) | (r > 1.5)),
     ({"loss": "cispo"}, lambda r, a: (r < 0.8) | (r > 1.2)),
@@ -127,7 +127,7 @@ CLIPPED = [
 
 @pytest.mark.parametrize(("settings", "clipped"), CLIPPED, ids=[str(s) for s, _ in CLIPPED])
 def test_figures_of_each_loss(settings, clipped) -> None:  # type: ignore[no-untyped-def]
-    """The dual clip counts as one; the ratio is that before a clip, also of a loss without one."""
+    """The dual clip counts as a clip. The ratio is reported unclipped, even for a loss without one."""
     inputs = make_inputs()
     inputs, kept = replace(inputs, advantages=-inputs.advantages.abs()), inputs.loss_mask
     loss = build_loss(AlgorithmConfig(**settings))
@@ -138,12 +138,12 @@ def test_figures_of_each_loss(settings, clipped) -> None:  # type: ignore[no-unt
     assert [stats.ratios, stats.entropy, stats.clipfrac, stats.engine_gap_mean] == [0.0] * 4
 
 
-def test_a_ratio_is_never_made_up() -> None:
+def test_missing_old_logprobs_are_not_replaced() -> None:
     inputs = replace(make_inputs(), old_logprobs=None)
     for name in ("ppo_clip", "gspo", "cispo"):
         loss = build_loss(AlgorithmConfig(loss=name))
         assert loss.needs_old
-        with pytest.raises(ValueError, match=r"as configured needs old_logprobs; the micro\-batch"):
+        with pytest.raises(ValueError, match="needs old_logprobs, but"):
             loss(inputs)
     for name in ("policy_gradient", "sft"):
         assert not build_loss(AlgorithmConfig(loss=name)).needs_old
@@ -164,19 +164,26 @@ EXACT = [
 
 @pytest.mark.parametrize(("settings", "on_policy", "exact"), EXACT, ids=str)
 def test_expected_kl_gradient(settings: dict[str, Any], on_policy: bool, exact: bool) -> None:
-    """Over every one of 6 tokens, against the gradient of KL(policy || reference)."""
+    """Compare the expectation over all 6 tokens with the gradient of KL(policy || reference)."""
     g = torch.Generator().manual_seed(0)
     logits, reference, sampler = (torch.randn(6, generator=g, dtype=torch.float64).requires_grad_() for _ in range(3))
     log_policy, log_reference = logits.log_softmax(0), reference.log_softmax(0).detach()
     log_sampler = (logits if on_policy else sampler).log_softmax(0).detach()
-    columns = (log_policy, None, log_sampler, None, log_reference, torch.zeros(6), torch.ones(6) > 0, log_sampler.exp())
-    loss = build_loss(AlgorithmConfig(loss="policy_gradient", kl_coef=1.0, **settings))(LossInputs(*columns)).loss
+    inputs = LossInputs(
+        log_policy,
+        torch.ones(6) > 0,
+        log_sampler.exp(),
+        old_logprobs=log_sampler,
+        ref_logprobs=log_reference,
+        advantages=torch.zeros(6),
+    )
+    loss = build_loss(AlgorithmConfig(loss="policy_gradient", kl_coef=1.0, **settings))(inputs).loss
     reverse_kl = (log_policy.exp() * (log_policy - log_reference)).sum()
     gradients = [torch.autograd.grad(x, logits, retain_graph=True)[0] for x in (loss, reverse_kl)]
     assert torch.allclose(*gradients, atol=1e-12) == exact
 
 
-def test_k1_alone_is_refused() -> None:
+def test_k1_without_importance_weights_is_rejected() -> None:
     with pytest.raises(ValidationError, match="zero expected gradient"):
         AlgorithmConfig(kl_coef=0.1, kl_estimator="k1")
 
@@ -213,11 +220,11 @@ def test_a_custom_kl_estimator() -> None:
     assert sums.kl_loss.item() == pytest.approx(kl.sum().item())
     with pytest.raises(ValueError, match=r"unit\.algorithms\.test_losses:mean_power"):
         build_loss(AlgorithmConfig(kl_coef=0.3, kl_estimator=f"{here}:mean_power"))(inputs)
-    with pytest.raises(ValueError, match="is a list, which cannot be called; correct the"):
+    with pytest.raises(ValueError, match="is a list, which cannot be called"):
         build_loss(AlgorithmConfig(kl_coef=0.3, kl_estimator=f"{here}:LENGTHS"))
 
 
-def test_parts_are_reported_before_their_coefficients() -> None:
+def test_parts_are_reported_without_their_coefficients() -> None:
     inputs = make_inputs()
     sums = build_loss(AlgorithmConfig(kl_coef=0.3, kl_estimator="k2", entropy_coef=0.2))(inputs).sums
     kl = inputs.token_weights * inputs.loss_mask * 0.5 * (inputs.logprobs - inputs.ref_logprobs) ** 2
@@ -228,7 +235,7 @@ def test_parts_are_reported_before_their_coefficients() -> None:
 # ------------------------------------------------------------------------------------------- masks, sums, names, errors
 @pytest.mark.parametrize("name", ["ppo_clip", "policy_gradient", "gspo", "cispo", "sft"])
 def test_masked_tokens_have_no_effect(name: str) -> None:
-    """Not even nan or inf, in the value, the gradient or a figure."""
+    """Not even nan or inf affect the value, the gradient or a metric."""
     correction = {"importance_correction": "truncate", "importance_level": "sequence", "off_policy_mask": 0.1}
     config = AlgorithmConfig(loss=name, kl_coef=0.1, kl_estimator="k2", entropy_coef=0.1, **correction)
     clean, results = make_inputs(), []
@@ -272,12 +279,12 @@ def test_needs() -> None:
     assert loss.name == "ppo_clip"
     assert loss.needs_reference and loss.needs_old and loss.needs_behaviour and loss.needs_entropy
     for missing in ("ref_logprobs", "old_logprobs", "behaviour_logprobs", "entropy", "advantages"):
-        with pytest.raises(ValueError, match=r"the micro\-batch has none, give \(R,\)"):
+        with pytest.raises(ValueError, match=f"needs {missing}, but"):
             loss(replace(make_inputs(), **{missing: None}))
 
 
 def test_value_loss() -> None:
-    """The clip keeps a value that moved far from being rewarded for it."""
+    """With the clip, a value that moves far doesn't lower the loss."""
     values = torch.tensor([1.0, 3.0, 0.0], dtype=torch.float64, requires_grad=True)
     old, returns = torch.zeros(3, dtype=torch.float64), torch.tensor([2.0, 2.0, 5.0], dtype=torch.float64)
     mask, weights = torch.tensor([True, True, False]), torch.tensor([0.5, 2.0, 9.0], dtype=torch.float64)
@@ -287,11 +294,11 @@ def test_value_loss() -> None:
     assert clipped.loss.item() == pytest.approx(0.5 * (0.5 * 1.5**2 + 2.0 * 1.5**2))
     assert clipped.clipped.item() == 2
     assert not torch.autograd.grad(clipped.loss, values)[0].any()
-    assert value_loss(values, old, returns, mask, weights, clip=9.0).clipped.item() == 0  # within reach: a draw
+    assert value_loss(values, old, returns, mask, weights, clip=9.0).clipped.item() == 0  # a tie within the bound
 
 
 def test_a_masked_value_has_no_effect() -> None:
-    """Neither on the critic's loss nor on its gradient, in any of the four tensors."""
+    """NaN in any of the four tensors affects neither loss nor gradient."""
     mask = torch.tensor([True, False, True])
     clean = torch.tensor([[0.5, 0.7, -0.3], [0.1, 0.2, 0.3], [1.0, 2.0, 3.0], [1.0, 1.0, 1.0]])
     dirty = clean.masked_fill(~mask, float("nan")).requires_grad_()
@@ -301,7 +308,7 @@ def test_a_masked_value_has_no_effect() -> None:
     assert bool(torch.isfinite(gradient[0]).all()) and gradient[0, 1] == 0
 
 
-def test_the_configuration_offers_what_is_registered() -> None:
+def test_configuration_and_registries_agree() -> None:
     fields = AlgorithmConfig.model_fields
     assert set(POLICY_LOSSES) == set(algorithm.LOSSES)
     assert set(ESTIMATORS) == set(algorithm.ADVANTAGES)

@@ -1,4 +1,4 @@
-"""Partitioning: nothing lost, nothing over the budget, balanced."""
+"""Partitions lose nothing, keep the budget and are balanced."""
 
 import itertools
 
@@ -28,12 +28,12 @@ def test_every_sequence_once_and_every_rank_served(lengths: list[int], ranks: in
     assert len(partition) == ranks and all(bins and all(bins) for bins in partition)
     assert sorted(i for bins in partition for batch in bins for i in batch) == list(range(len(lengths)))
     assert all(sum(lengths[i] for i in batch) <= budget for bins in partition for batch in bins)
-    # Counts differ only where there is nothing left to split: every sequence has a micro-batch.
+    # Counts differ only if nothing is left to split: every sequence has a micro-batch.
     assert len({len(bins) for bins in partition}) == 1 or all(len(batch) == 1 for bins in partition for batch in bins)
 
 
 def fewest_bins(lengths: list[int], capacity: int) -> int:
-    """The optimum, by trying every assignment."""
+    """Find the optimum by trying every assignment."""
     best = len(lengths)
 
     def place(index: int, room: list[int]) -> None:
@@ -50,7 +50,7 @@ def fewest_bins(lengths: list[int], capacity: int) -> int:
 
 
 def differenced(costs: list[int], parts: int) -> list[int]:
-    """Sums of the largest differencing method, as written: the largest spread first, then the larger sum."""
+    """Return the sums of the largest differencing method: the largest spread first, then the larger sum."""
     partials = [[cost] + [0] * (parts - 1) for cost in costs]
     while len(partials) > 1:
         partials.sort(key=lambda sums: (sums[-1] - sums[0], -sum(sums)))
@@ -72,8 +72,8 @@ def test_equal_spreads_are_merged_from_the_larger_sum(costs: list[int], parts: i
 @example(lengths=[27, 27, 23, 62], ranks=2, by_cost=False)
 @example(lengths=[34, 33, 31, 30, 33, 31], ranks=5, by_cost=False)
 @examples(150)
-def test_equal_counts_wherever_they_exist(lengths: list[int], ranks: int, by_cost: bool) -> None:
-    """They do if the fewest micro-batches, rounded up to whole rounds, leave none empty: the others can be split."""
+def test_equal_counts_if_they_exist(lengths: list[int], ranks: int, by_cost: bool) -> None:
+    """They exist if the fewest micro-batches, rounded up to whole rounds, don't exceed the number of sequences."""
     costs = [float(n * n) for n in lengths] if by_cost else None
     possible = -(-fewest_bins(lengths, 64) // ranks) * ranks <= len(lengths)
     if len(lengths) < ranks:
@@ -87,7 +87,7 @@ def test_equal_counts_wherever_they_exist(lengths: list[int], ranks: int, by_cos
 
 
 def test_the_exhaustive_search_beats_first_fit_decreasing() -> None:
-    """Four bins for what fits into three; with three more full ones, six ranks have equal counts only by the search."""
+    """First-fit needs four bins instead of three. Six ranks then have equal counts only by the search."""
     lengths = [5, 8, 5, 8, 8, 7, 7, 9]
     assert len(first_fit_decreasing(lengths, 20)) == 4 and fewest_bins(lengths, 20) == 3
     bins = pack_into(lengths, 20, 3)
@@ -100,7 +100,7 @@ def test_the_exhaustive_search_beats_first_fit_decreasing() -> None:
 
 @pytest.mark.parametrize("num_parts", [2, 3])
 def test_balance_against_the_optimum(num_parts: int) -> None:
-    """Exhaustive optimum of small cases; differencing stays within 7/6 for two parts (Fischetti and Martello 1987)."""
+    """Differencing stays within 7/6 of the optimum for two parts (Fischetti and Martello 1987)."""
     torch.manual_seed(0)
     for _ in range(20):
         costs = torch.randint(1, 50, (8,)).tolist()
@@ -121,14 +121,13 @@ def test_many_sequences_are_balanced_closely() -> None:
 
 
 def test_first_fit_decreasing_by_hand() -> None:
-    """Johnson's example: 7, 6, 4, 3, 2, 2 into bins of 8 by the rule itself."""
+    """Johnson's example: 7, 6, 4, 3, 2, 2 in bins of 8."""
     lengths = [4, 7, 2, 6, 3, 2]
     bins = first_fit_decreasing(lengths, 8)
     assert [[lengths[i] for i in members] for members in bins] == [[7], [6, 2], [4, 3], [2]]
 
 
 def test_balance_by_flops_differs_from_tokens() -> None:
-    """One long sequence costs as much attention as many short ones of the same total."""
     lengths = [4096] + [256] * 24
     flops = training_flops(lengths, attention_width=64, active_parameters=100_000, num_layers=4)
     assert flops[0] == 6 * 100_000 * 4096 + 6 * 4 * 64 * 4096**2
@@ -139,7 +138,7 @@ def test_balance_by_flops_differs_from_tokens() -> None:
         return max(loads) / min(loads)
 
     assert imbalance(flops) < imbalance(None)
-    # Equal counts move little: the rank with the long sequence is given the cheapest of the others.
+    # Equal counts move little: the rank with the long sequence gets the cheapest of the others.
     partition = partition_by_tokens(lengths, 4096, 2, costs=flops)
     assert sorted(sum(map(len, bins)) for bins in partition) == [2, 23]
 
@@ -148,7 +147,7 @@ def test_three_of_the_budgets_size_leave_one_rank_with_fewer() -> None:
     assert sorted(map(len, partition_by_tokens([60, 60, 60], 64, 2))) == [1, 2]
 
 
-def test_tensors_are_welcome() -> None:
+def test_tensors_are_accepted() -> None:
     lengths, costs = [5, 3, 4, 2], [1.0, 9.0, 1.0, 1.0]
     expected = partition_by_tokens(lengths, 8, 2, costs=costs)
     assert partition_by_tokens(torch.tensor(lengths), 8, 2, costs=torch.tensor(costs)) == expected
@@ -169,8 +168,8 @@ def test_full_batches_and_spare(lengths: list[int], ranks: int) -> None:
     assert result.spare == sorted(result.spare)
 
 
-def test_micro_batches_are_as_few_and_even() -> None:
-    """First-fit-decreasing alone fills the first one to the brim and leaves the second one all but empty."""
+def test_micro_batches_are_few_and_even() -> None:
+    """First-fit-decreasing alone would fill the first one and leave the second one almost empty."""
     lengths = [70, 62] * 64 + [58, 13] * 3 + [19]
     (bins,) = partition_by_tokens(lengths, 8192, 1)
     loads = sorted(sum(lengths[i] for i in batch) for batch in bins)
@@ -178,8 +177,8 @@ def test_micro_batches_are_as_few_and_even() -> None:
     assert loads[1] - loads[0] <= 1 and sum(loads) == sum(lengths)
 
 
-def test_micro_batches_that_differencing_would_overfill_stay_as_they_are() -> None:
-    """Its best of [8, 7, 6, 5, 4] is 14 and 16 where 15 and 15 is all that fits."""
+def test_micro_batches_that_differencing_would_overfill_stay_unchanged() -> None:
+    """Differencing splits [8, 7, 6, 5, 4] into 14 and 16, but only 15 and 15 fit."""
     assert max(sum((8, 7, 6, 5, 4)[i] for i in part) for part in balance([8, 7, 6, 5, 4], 2)) == 16
     (bins,) = partition_by_tokens([8, 7, 6, 5, 4], 15, 1)
     assert sorted(sum((8, 7, 6, 5, 4)[i] for i in batch) for batch in bins) == [15, 15]

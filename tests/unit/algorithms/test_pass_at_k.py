@@ -1,4 +1,4 @@
-"""pass@k against counting every choice of k samples, and against the published values of its code."""
+"""pass@k against counting every choice of k samples, and against the published product form."""
 
 from itertools import combinations
 
@@ -18,7 +18,7 @@ def test_every_choice_of_k_samples(n: int) -> None:
 
 
 def test_many_samples_do_not_overflow() -> None:
-    """The product form of the paper's own code, 1 - prod(1 - k / i for i in n - c + 1 .. n)."""
+    """Compare with the paper's code, 1 - prod(1 - k / i for i in n - c + 1 .. n)."""
     n, correct, k = 1000, 3, 100
     product = 1.0
     for i in range(n - correct + 1, n + 1):
@@ -31,5 +31,5 @@ def test_mean_over_prompts() -> None:
     assert mean_pass_at_k([[True, False], [False, False]], 2) == 0.5
 
 
-def test_which_k_are_reported() -> None:
+def test_reported_k() -> None:
     assert [powers_up_to(n) for n in (1, 2, 3, 4, 6, 8)] == [[], [2], [2, 3], [2, 4], [2, 4, 6], [2, 4, 8]]

@@ -1,4 +1,4 @@
-"""Token weights and denominators against means written out, and the vectorised sum of sample means."""
+"""Token weights and denominators against written-out means, and the vectorized sum of sample means."""
 
 import pytest
 import torch
@@ -54,7 +54,7 @@ def test_sum_of_sample_mean(lengths: list[int], seed: int, kind: str) -> None:
     expected = sum(
         (part[mask].mean() for part, mask in zip(x.split(lengths), masks, strict=True) if mask.any()), 0.0 * x.sum()
     )
-    if kind == "bool":  # what is masked has no part in it
+    if kind == "bool":  # masked values have no effect
         masked = ~torch.cat([torch.zeros(0) > 0, *masks])
         actual = sum_of_sample_mean(x.masked_fill(masked, float("nan")), lengths, masks)
     else:
@@ -65,7 +65,7 @@ def test_sum_of_sample_mean(lengths: list[int], seed: int, kind: str) -> None:
 
 
 def test_per_sequence_values_on_their_tokens() -> None:
-    """Weights as `token_weights` lists them, advantages with their graph; masks of a whole pack in one tensor."""
+    """Weights of `token_weights`, advantages with a graph, and masks of a whole pack in one tensor."""
     weights = token_weights("samples", [2, 0, 3], [0, 0, 1])
     spread = spread_over_tokens(weights, [3, 1, 3])
     assert spread.tolist() == [0.5] * 3 + [0.0] + [1 / 3] * 3 and spread.dtype == torch.float64
@@ -79,7 +79,7 @@ def test_per_sequence_values_on_their_tokens() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_half_precision_adds_up(dtype: torch.dtype) -> None:
-    """4,096 equal values: sums in the values' own type would stand still."""
+    """The sum of 4,096 equal values would stop growing in half precision."""
     values = torch.full((4096,), 0.1, dtype=dtype)
     mean = sum_of_sample_mean(values, [4096], [torch.ones(4096)])
     assert float(mean) == pytest.approx(float(values[0]), rel=1e-6)

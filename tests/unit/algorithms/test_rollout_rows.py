@@ -1,7 +1,7 @@
-"""Cutting a rollout into training rows changes neither loss nor gradient, whatever the cuts and the order of the rows.
+"""Cutting a rollout into training rows changes neither loss nor gradient, for any cuts and any order of the rows.
 
-An append-only response is cut anywhere: each row has everything before it as its prompt, and carries loss on its part
-alone. Uncut rollouts are the reference. The model is a causal one in float64, which looks at every token before.
+An append-only response is cut anywhere. Each row has everything before it as its prompt, and carries loss only on its
+part. Uncut rollouts are the reference. The float64 model is causal: it reads all earlier tokens.
 """
 
 import random
@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from slime_like.algorithms import GRPOLoss, LossInputs, build_loss, pack_sequences, step_denominator, token_weights
+from slime_like.algorithms import LossInputs, build_loss, pack_sequences, step_denominator, token_weights
 from slime_like.config.algorithm import LOSSES, SEQUENCE_LOSSES, AlgorithmConfig
 from slime_like.trajectory import PackedTrajectory, ScoredTrajectory
 from tests.support.properties import examples
@@ -38,7 +38,7 @@ OBJECTIVES: dict[str, dict[str, Any]] = {
 
 
 class CausalModel:
-    """A token's state is made of the mean of all embeddings up to it: a row without its prefix would show."""
+    """Causal model: a token's state depends on the mean of all embeddings up to it, so a lost prefix shows."""
 
     def __init__(self) -> None:
         g = torch.Generator().manual_seed(0)
@@ -48,7 +48,7 @@ class CausalModel:
         )
 
     def scores(self, row: ScoredTrajectory) -> tuple[Tensor, Tensor]:
-        """(response_len,) logprobs and entropies of one row."""
+        """Return (response_len,) logprobs and entropies of one row."""
         embedded = self.embedding[torch.cat([row.prompt_tokens, row.response_tokens])]
         count = torch.arange(1, row.total_len + 1, dtype=torch.float64)[:, None]
         hidden = torch.tanh((embedded + embedded.cumsum(0) / count) @ self.mix)
@@ -56,7 +56,7 @@ class CausalModel:
 
 
 def weighed(rows: Sequence[ScoredTrajectory], reduction: str) -> float:
-    """Set every row's weight; the step's denominator."""
+    """Set every row's weight; return the step's denominator."""
     counts, groups = [int(row.loss_mask.sum()) for row in rows], [row.group_id for row in rows]
     rollouts = [row.rollout_id for row in rows]
     constant = CONSTANT_LENGTH if reduction == "constant" else None
@@ -66,7 +66,7 @@ def weighed(rows: Sequence[ScoredTrajectory], reduction: str) -> float:
 
 
 def step(rows: Sequence[ScoredTrajectory], config: AlgorithmConfig) -> list[Tensor]:
-    """Loss, policy and KL part, and gradients of one optimizer step; each row is a micro-batch."""
+    """Return loss, policy and KL part, and gradients of one step in which each row is a micro-batch."""
     model, loss, denominator = CausalModel(), build_loss(config), weighed(rows, config.reduction)
     total, means = torch.zeros((), dtype=torch.float64), torch.zeros(3, dtype=torch.float64)
     for row in rows:
@@ -80,11 +80,8 @@ def step(rows: Sequence[ScoredTrajectory], config: AlgorithmConfig) -> list[Tens
 
 
 def _inputs(pack: PackedTrajectory, logprobs: Tensor, entropy: Tensor) -> LossInputs:
-    return LossInputs(
-        logprobs=logprobs, entropy=entropy, old_logprobs=pack.old_logprobs, behaviour_logprobs=pack.logprobs,
-        ref_logprobs=pack.ref_logprobs, advantages=pack.advantages, loss_mask=pack.loss_mask,
-        token_weights=pack.token_weights,
-    )  # fmt: skip
+    others = pack.old_logprobs, pack.logprobs, pack.ref_logprobs, pack.advantages
+    return LossInputs(logprobs, pack.loss_mask, pack.token_weights, entropy, *others)
 
 
 def assert_same(found: Sequence[Tensor], expected: Sequence[Tensor]) -> None:
@@ -96,10 +93,10 @@ def assert_same(found: Sequence[Tensor], expected: Sequence[Tensor]) -> None:
 @pytest.mark.parametrize("objective", OBJECTIVES)
 @given(shapes=shapes(8, 40), seed=SEEDS)
 @examples(4)
-def test_rows_of_a_rollout_train_as_the_whole(
+def test_rows_of_a_rollout_train_like_the_whole(
     reduction: str, objective: str, shapes: list[tuple[int, int]], seed: int
 ) -> None:
-    """Cut, cut once more, and in another order; some rows and some rollouts carry no loss."""
+    """The rows are cut twice and shuffled. Some rows and rollouts carry no loss."""
     constant = CONSTANT_LENGTH if reduction == "constant" else None
     config = AlgorithmConfig(loss=objective, reduction=reduction, constant_length=constant, **OBJECTIVES[objective])
     rollouts, pick = batch(shapes, seed), random.Random(seed)
@@ -122,10 +119,8 @@ def test_rows_of_a_rollout_train_as_the_whole(
     seed=st.integers(0, 99),
 )
 @examples(40)
-def test_the_mean_is_that_of_rollouts(
-    reduction: str, rows: list[tuple[int, int]], groups: list[int], seed: int
-) -> None:
-    """Rows of any rollouts in any order, against the means of rollouts written out."""
+def test_the_mean_is_over_rollouts(reduction: str, rows: list[tuple[int, int]], groups: list[int], seed: int) -> None:
+    """Rows of any rollouts in any order match the written-out means of rollouts."""
     counts, rollouts = [count for count, _ in rows], [rollout for _, rollout in rows]
     if not any(counts):
         return
@@ -148,9 +143,9 @@ def test_the_mean_is_that_of_rollouts(
 
 
 def test_a_published_example() -> None:
-    """Of A = 50 + 100 tokens, B = 30 x 3 and C = 40, each token with a loss of 1, every rollout is a third of 1.0.
+    """A has 50 + 100 tokens, B 3 x 30 and C 40, each with loss 1. Every rollout contributes a third of the mean.
 
-    Rows that were samples would give B half of it.
+    If rows were samples, B would contribute half of it.
     """
     counts, rollouts = [50, 100, 30, 30, 30, 40], list("AABBBC")
     weights = token_weights("samples", counts, [0] * 6, rollout_ids=rollouts)
@@ -161,31 +156,15 @@ def test_a_published_example() -> None:
     assert sum(parts.values()) / 3 == pytest.approx(1.0, rel=1e-15)
 
 
-def test_rollouts_that_do_not_fit_are_refused() -> None:
+def test_rollouts_that_do_not_fit_are_rejected() -> None:
     with pytest.raises(ValueError, match="rollout id"):
         token_weights("tokens", [1, 2], [0, 0], rollout_ids=["a"])
-    with pytest.raises(ValueError, match=r"row 1 of rollout 'a' is in group 1, another of its rows in 0"):
+    with pytest.raises(ValueError, match=r"row 1 of rollout 'a' is in group 1"):
         step_denominator("samples", [1, 2], [0, 1], ["a", "a"])
 
 
-@pytest.mark.parametrize("reduction", ["samples", "groups", "constant"])
-def test_the_loss_of_a_whole_batch_takes_rows(reduction: str) -> None:
-    """Loss 1 per token: a rollout's rows count as one sample also where their groups do not matter."""
-    lengths, rollouts, groups = torch.tensor([2, 3, 5]), ["a", "a", "b"], [7, 7, 8]
-    constant = 5 if reduction == "constant" else None
-    loss = GRPOLoss(AlgorithmConfig(loss="policy_gradient", reduction=reduction, constant_length=constant))
-    targets, logits = torch.zeros(10, dtype=torch.int64), torch.zeros(10, 2, dtype=torch.float64)
-    advantages = 1 / torch.log(torch.full((10,), 2.0, dtype=torch.float64))
-    given: dict[str, Any] = {"response_lens": lengths, "rollout_ids": rollouts}
-    given |= {"group_ids": groups} if reduction == "groups" else {}
-    assert float(loss(logits, targets, None, advantages, **given).loss) == pytest.approx(1.0)
-    by_sequence = GRPOLoss(AlgorithmConfig(loss="gspo", off_policy_mask=0.1))
-    with pytest.raises(ValueError, match=r"loss=gspo, off_policy_mask=0\.1"):
-        by_sequence(logits, targets, None, advantages, **given)
-
-
 def test_settings_per_sequence() -> None:
-    """Those that need lengths of sequences, by name; a level without a correction has no effect."""
+    """Settings that need sequence lengths are listed by name. A level without a correction has no effect."""
     assert AlgorithmConfig(importance_level="sequence").per_sequence == ()
     corrected = {"importance_correction": "mask", "importance_veto": 1e-4}
     assert AlgorithmConfig(importance_level="geometric", **corrected).per_sequence == (

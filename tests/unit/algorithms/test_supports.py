@@ -1,4 +1,4 @@
-"""Supports of truncated sampling, as an engine returns them, in packs, and padded for the head; against lists."""
+"""Supports of truncated sampling from an engine, in packs and padded for the head, against lists."""
 
 from dataclasses import replace
 
@@ -44,7 +44,7 @@ def test_supports_are_lists_of_ids(parts: list[list[list[int]]], cut: int, token
 
 @given(sequences=st.lists(ROWS, min_size=1, max_size=3), picked=st.lists(st.integers(0, 99), max_size=5))
 @examples(60)
-def test_packs_give_every_sequence_its_supports_back(sequences: list[list[list[int]]], picked: list[int]) -> None:
+def test_packs_return_every_sequences_supports(sequences: list[list[list[int]]], picked: list[int]) -> None:
     given_sequences = [sequence(f"s{number}", rows) for number, rows in enumerate(sequences)]
     pack = pack_sequences(given_sequences)
     for before, after in zip(given_sequences, unpack_sequences(pack), strict=True):

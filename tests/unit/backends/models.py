@@ -69,8 +69,7 @@ MOONLIGHT: dict[str, Any] = DEEPSEEK_V3 | {
     "topk_group": 1,
     "vocab_size": 163840,
 }
-"""Moonlight-16B-A3B's, as published: queries that are not compressed, two shared experts."""
+"""Published config.json of Moonlight-16B-A3B, with uncompressed queries and two shared experts."""
 
 for _name, _config in (("DeepSeek-V3", DEEPSEEK_V3), ("Moonlight-16B-A3B", MOONLIGHT)):
     PUBLISHED[_name] = ModelDimensions._from_raw(_config | {"model_type": "deepseek_v3"}, Path(_name))
-"""From each model's published config.json."""

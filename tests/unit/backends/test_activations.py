@@ -1,4 +1,4 @@
-"""Saved activations come back to the device ahead of the operator that needs them."""
+"""Saved activations return to the device before the operator that needs them."""
 
 import pytest
 import torch
@@ -12,7 +12,7 @@ SIZE = 64
 
 
 class Logged(ActivationOffload):
-    """Writes down which saved tensor, by its number in the forward pass, is fetched and which is taken."""
+    """Offload that logs fetched and taken tensors by their number in the forward pass."""
 
     def __init__(self) -> None:
         super().__init__([], HostPool())
@@ -37,7 +37,7 @@ def test_the_tensors_needed_next_are_fetched_first(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(activations, "SMALLEST_BYTES", 1)
     monkeypatch.setattr(activations, "AHEAD_BYTES", 2 * SIZE * 4)
     offload = Logged()
-    for _ in range(2):  # a second forward pass does not fetch what the first one saved
+    for _ in range(2):  # the second forward pass must not fetch tensors of the first one
         x = torch.linspace(-2, 1, SIZE, requires_grad=True)
         with offload.saving():
             y = x

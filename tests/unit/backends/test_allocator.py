@@ -1,4 +1,4 @@
-"""Whose memory may lie in expandable segments: that which no other process maps."""
+"""Memory may be in expandable segments unless another process maps it."""
 
 from pathlib import Path
 from typing import Any
@@ -29,7 +29,7 @@ def _config(**sections: Any) -> RunConfig:
         (ALONE | {"algorithm": {"loss": "sft"}}, {}, True, False),
         (ALONE, OURS, False, True),
         (ALONE | {"sync": {"transport": "shared_memory"}}, OURS, False, False),
-        (BESIDE, OURS, False, False),  # as the user has set it
+        (BESIDE, OURS, False, False),  # the user's setting stays
         (BESIDE, {"PYTORCH_ALLOC_CONF": "max_split_size_mb:64"}, False, False),
     ],
 )
@@ -49,7 +49,7 @@ def test_segments_expand_unless_engines_map_them(
 
 
 @pytest.mark.parametrize(("sections", "rejected"), [(ALONE, True), (BESIDE, False)])
-def test_sglang_s_memory_saver_is_not_given_expandable_segments(sections: dict[str, Any], rejected: bool) -> None:
+def test_sglangs_memory_saver_rejects_expandable_segments(sections: dict[str, Any], rejected: bool) -> None:
     config = _config(**sections)
     problem = memory_saver_problem(config, OURS)
     assert (problem is not None) is rejected

@@ -1,4 +1,4 @@
-"""Errors of a custom loss name it, its file and line; built-in ones fail unchanged."""
+"""Errors of a custom loss name the loss, its file and its line. Errors of built-in losses stay unchanged."""
 
 import math
 import pickle
@@ -18,7 +18,7 @@ from slime_like.orchestration.cluster.ray_calls import located
 from tests.support.rejections import Rejects
 
 SOURCE = """
-from slime_like.algorithms.losses import PolicyTerms
+from slime_like.algorithms.losses.types import PolicyTerms
 from slime_like.errors import DataError
 
 class Fine:
@@ -72,7 +72,7 @@ class Ours(Fine):
 
 @pytest.fixture
 def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """A directory with modules of custom losses."""
+    """Make a directory with modules of custom losses."""
     (tmp_path / "own_losses.py").write_text(SOURCE)
     (tmp_path / "own_broken.py").write_text("\n\n1 / 0\n")
     monkeypatch.syspath_prepend(str(tmp_path))
@@ -82,11 +82,10 @@ def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 def inputs() -> LossInputs:
     logprobs = torch.log(torch.tensor([0.5, 0.25, 0.125, 0.5])).requires_grad_()
-    mask, weights = torch.ones(4, dtype=torch.bool), torch.ones(4)
-    return LossInputs(logprobs, None, None, None, None, None, mask, weights)
+    return LossInputs(logprobs, torch.ones(4, dtype=torch.bool), torch.ones(4))
 
 
-def test_one_that_works_is_computed(own: Path) -> None:
+def test_a_custom_loss_is_computed(own: Path) -> None:
     output = configured_loss(AlgorithmConfig(loss="own_losses:Fine"))(inputs())
     assert float(output.loss.detach() / torch.log(torch.tensor(2.0))) == pytest.approx(7)
 
@@ -105,7 +104,6 @@ def test_a_failing_call_names_its_line(own: Path, name: str, cause: type[Excepti
     "name", [*(f"own_losses:{name}" for name in ("Unbuilt", "NoArguments", "NoLoss", "Nothing")), "own_broken:Boom"]
 )
 def test_a_failing_construction_names_its_line(own: Path, name: str, rejects: Rejects) -> None:
-    """As a trainer's start builds it."""
     config = RunConfig(run_dir=own / "run", model=ModelConfig(path=own), algorithm=AlgorithmConfig(loss=name))
     with rejects(TrainerError, "custom-loss-failed"):
         Objective(config)
@@ -120,7 +118,7 @@ PARTS = {
 @pytest.mark.parametrize("setting", PARTS)
 @pytest.mark.parametrize("name", ["boom", "mean", "nothing"])
 def test_a_failing_estimator_or_correction_names_its_line(own: Path, setting: str, name: str, rejects: Rejects) -> None:
-    """Missing, raising, or returning what would be broadcast; the others are built in."""
+    """The function is missing, raises, or returns a scalar that would be broadcast."""
     zeros = torch.zeros(4)
     given = replace(inputs(), old_logprobs=zeros, behaviour_logprobs=zeros, ref_logprobs=zeros, advantages=zeros)
     with rejects(TrainerError, "custom-loss-failed") as caught:
@@ -128,14 +126,14 @@ def test_a_failing_estimator_or_correction_names_its_line(own: Path, setting: st
     assert str(caught.value).startswith(f"algorithm.{setting}=own_losses:{name} failed with ")
 
 
-def test_a_correction_that_works_is_computed(own: Path) -> None:
+def test_a_custom_correction_is_computed(own: Path) -> None:
     given = replace(inputs(), old_logprobs=torch.ones(4), behaviour_logprobs=torch.zeros(4), advantages=torch.ones(4))
     config = AlgorithmConfig(loss="policy_gradient", importance_correction="own_losses:fine")
     assert float(configured_loss(config)(given).sums.importance_weight) == pytest.approx(4 * math.e)
 
 
-def test_its_traceback_reaches_who_waits_for_the_rank(own: Path) -> None:
-    """Over what carries exceptions between processes, and with the rank's name."""
+def test_its_traceback_reaches_the_caller_of_the_rank(own: Path) -> None:
+    """The error is pickled between processes, and gets the rank's name."""
     with pytest.raises(TrainerError) as caught:
         configured_loss(AlgorithmConfig(loss="own_losses:Boom"))(inputs())
     received = located(pickle.loads(pickle.dumps(caught.value)), "trainer rank 0", "training")

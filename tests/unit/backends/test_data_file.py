@@ -1,4 +1,4 @@
-"""A data file on a failing disk: the message is the system's, not torch's."""
+"""On a failing disk, the error has the system's message, not torch's."""
 
 import io
 import os
@@ -16,14 +16,14 @@ from backends.common.checkpoint.data_file import refused_by_disk, write_data_fil
 from slime_like.errors import CheckpointError
 
 FULL = Path("/dev/full")
-"""Linux: every write to it fails as on a full disk."""
+"""Device on which every write fails like on a full disk (Linux)."""
 
 TENSOR = (WriteItem(MetadataIndex("weight"), WriteItemType.TENSOR), torch.zeros(100_000))
 OBJECT = (WriteItem(MetadataIndex("state"), WriteItemType.BYTE_IO), io.BytesIO(bytes(100_000)))
 
 
 @pytest.mark.parametrize("entries", [[TENSOR], [OBJECT]], ids=["tensor", "object"])
-def test_a_full_disk_is_reported_in_the_system_s_words(entries: list[tuple[Any, Any]]) -> None:
+def test_a_full_disk_is_reported_with_the_systems_message(entries: list[tuple[Any, Any]]) -> None:
     usage = os.statvfs(FULL)
     with pytest.raises(CheckpointError) as caught, refused_by_disk(FULL):
         write_data_file(FULL, "__0_0.distcp", entries)
@@ -37,7 +37,7 @@ def test_a_full_disk_is_reported_in_the_system_s_words(entries: list[tuple[Any, 
     assert 0 <= int(sizes[1]) <= int(sizes[2])
 
 
-def test_a_rank_s_error_is_reported_without_its_traceback(tmp_path: Path) -> None:
+def test_a_ranks_error_is_reported_without_its_traceback(tmp_path: Path) -> None:
     path = tmp_path / "gone" / "__1_0.distcp"
     failure = CheckpointException("write", {1: _wrap_exception(OSError(5, "Input/output error"))})
     with pytest.raises(CheckpointError) as caught, refused_by_disk(path):
@@ -46,7 +46,7 @@ def test_a_rank_s_error_is_reported_without_its_traceback(tmp_path: Path) -> Non
     assert str(caught.value).startswith(f"{path}: could not be written (Input/output error; ")
 
 
-def test_what_is_no_matter_of_the_disk_is_not_called_one(tmp_path: Path) -> None:
+def test_other_errors_are_not_reported_as_disk_errors(tmp_path: Path) -> None:
     unwritable = (TENSOR[0], torch.empty(3, device="meta"))
     with pytest.raises(NotImplementedError), refused_by_disk(tmp_path):
         write_data_file(tmp_path / "file", "file", [unwritable])

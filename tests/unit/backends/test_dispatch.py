@@ -1,4 +1,4 @@
-"""Tokens to rows of experts and back: sums in a fixed order, rounded once."""
+"""Dispatch of tokens to rows of experts and back sums in a fixed order and rounds once."""
 
 import torch
 
@@ -6,7 +6,7 @@ from backends.megatron.dispatch import FromExperts, Routes, ToExperts
 
 ROUTES = Routes.of(torch.tensor([1, 0, 2, 2, 1, 0, 0, 1, 2]), 3)  # rows in the order of experts
 PARTS = torch.tensor([256.0, 256.0, 256.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0], dtype=torch.bfloat16).unsqueeze(1)
-"""Of each token 256, 1 and 1. In bfloat16 256 + 1 is 256."""
+"""Each token has the parts 256, 1 and 1. In bfloat16, 256 + 1 is 256."""
 SUMS = torch.full((3, 1), 258.0, dtype=torch.bfloat16)
 
 

@@ -1,4 +1,4 @@
-"""Our experts of transformers' models against transformers' own loop: outputs, and gradients of all that has some."""
+"""Outputs and all gradients of our experts implementation against transformers' loop."""
 
 from collections.abc import Callable
 from typing import Any
@@ -30,7 +30,7 @@ def _without_gate() -> Any:
 
 
 def _result(module: Any, name: str, *inputs: Tensor) -> list[Tensor]:
-    """Output, and gradients of hidden states, shares and parameters."""
+    """Return the output, and gradients of hidden states, shares and parameters."""
     hidden, chosen, shares = inputs
     module.config._experts_implementation = name
     out = module(hidden, chosen, shares)
@@ -39,7 +39,7 @@ def _result(module: Any, name: str, *inputs: Tensor) -> list[Tensor]:
 
 @pytest.mark.parametrize("make", [_qwen3, _transposed_with_biases, _without_gate])
 @pytest.mark.parametrize("idle", [None, 0, 3])
-def test_experts_compute_what_transformers_loop_does(make: Callable[[], Any], idle: int | None) -> None:
+def test_experts_compute_the_same_as_transformers_loop(make: Callable[[], Any], idle: int | None) -> None:
     experts.register()
     generator = torch.Generator().manual_seed(0)
     module = make()

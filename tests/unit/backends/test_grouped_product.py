@@ -1,4 +1,4 @@
-"""The grouped product of experts against a dense one in float64, expert by expert."""
+"""The grouped product of experts against dense float64 products, expert by expert."""
 
 from itertools import pairwise
 from typing import Any
@@ -30,7 +30,7 @@ def _inputs(rows: list[int], dtype: torch.dtype) -> tuple[Tensor, Tensor, list[T
 
 
 def _dense(x: Tensor, ends: Tensor, weights: list[Tensor], grad: Tensor) -> list[Tensor]:
-    """Output, gradient of x, gradients of the weights."""
+    """Return output, gradient of x and gradients of the weights."""
     x, weights = x.detach().double().requires_grad_(), [w.detach().double().requires_grad_() for w in weights]
     parts = [x[first:end] @ w.T for (first, end), w in zip(pairwise([0, *ends.tolist()]), weights, strict=True)]
     out = torch.cat(parts)
@@ -38,7 +38,7 @@ def _dense(x: Tensor, ends: Tensor, weights: list[Tensor], grad: Tensor) -> list
 
 
 def _poisoned(grouped_mm: Any) -> Any:
-    """A kernel that does not write where an expert has no rows."""
+    """Make a kernel that leaves NaN for experts without rows."""
 
     def call(a: Tensor, b: Tensor, *, offs: Tensor) -> Tensor:
         out: Tensor = grouped_mm(a, b, offs=offs)
@@ -52,7 +52,7 @@ def _poisoned(grouped_mm: Any) -> Any:
 @pytest.mark.parametrize("stacked", [True, False])
 @pytest.mark.parametrize("dtype", BOUND)
 @pytest.mark.parametrize("rows", ROWS.values(), ids=ROWS)
-def test_every_expert_s_product(
+def test_every_experts_product(
     rows: list[int], dtype: torch.dtype, stacked: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(grouped_product.F, "grouped_mm", _poisoned(torch.nn.functional.grouped_mm))
@@ -74,7 +74,7 @@ def test_weights_are_kept_for_the_backward_pass_without_a_copy() -> None:
 
 
 @pytest.mark.parametrize("dtype", BOUND)
-def test_shapes_are_followed_with_as_many_operations_in_every_type(dtype: torch.dtype) -> None:
+def test_shapes_are_traced_with_equal_operations_in_every_type(dtype: torch.dtype) -> None:
     trace = Trace()
     with torch.device("meta"):
         x, weights = torch.empty(11, K, dtype=dtype), [torch.empty(N, K, dtype=dtype) for _ in range(3)]

@@ -1,4 +1,4 @@
-"""A checkpoint that is not exactly the model of its config.json is rejected, and the message names the tensors."""
+"""A checkpoint whose tensors don't match its config.json is rejected, with the tensors' names."""
 
 import json
 from collections.abc import Callable
@@ -25,7 +25,7 @@ UP = "model.layers.1.mlp.up_proj.weight"
 
 @pytest.fixture
 def file(tmp_path: Path) -> Path:
-    """Weights of a tiny model."""
+    """Make weights of a tiny model."""
     make_tiny_model(tmp_path, "qwen3")
     return tmp_path / "model.safetensors"
 
@@ -37,7 +37,7 @@ def _require(directory: Path, ignored: set[str] = frozenset()) -> None:  # type:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_rules_expect_what_transformers_writes(family: str, tmp_path: Path) -> None:
+def test_rules_expect_the_tensors_that_transformers_writes(family: str, tmp_path: Path) -> None:
     make_tiny_model(tmp_path, family)
     _require(tmp_path)
     model = ModelDimensions.from_checkpoint(tmp_path)
@@ -49,7 +49,7 @@ CHANGES: dict[str, Callable[[dict[str, Tensor]], dict[str, Tensor]]] = {
     "missing": lambda tensors: {name: tensors[name] for name in tensors.keys() - {UP, "model.norm.weight"}},
     "unexpected": lambda tensors: tensors | {"model.layers.3.mlp.up_proj.weight": torch.zeros(2)},
     "wrong shape": lambda tensors: tensors | {UP: tensors[UP].T.contiguous()},
-    "quantised": lambda tensors: tensors | {UP: tensors[UP].to(torch.int8)},
+    "quantized": lambda tensors: tensors | {UP: tensors[UP].to(torch.int8)},
 }
 
 
@@ -84,16 +84,16 @@ def _in_two_files(file: Path) -> None:
     ],
     ids=["longer than its header describes", "a tensor in two files", "no weights"],
 )
-def test_other_files_are_refused(change: Callable[[Path], object], code: str, file: Path, rejects: Rejects) -> None:
+def test_other_files_are_rejected(change: Callable[[Path], object], code: str, file: Path, rejects: Rejects) -> None:
     change(file)
     with rejects(CheckpointError, code):
         _require(file.parent)
 
 
-def test_files_come_from_the_index_where_there_is_one(file: Path, tmp_path: Path, rejects: Rejects) -> None:
-    """A second set of the same weights beside it (as some publishers add) is left alone."""
+def test_files_come_from_the_index_if_there_is_one(file: Path, tmp_path: Path, rejects: Rejects) -> None:
+    """A second set of the same weights next to it, which some publishers add, is ignored."""
     tensors = load_file(file)
-    others = {f"of_its_maker.{name}": tensor for name, tensor in tensors.items()}
+    others = {f"original.{name}": tensor for name, tensor in tensors.items()}
     save_file(others, tmp_path / "consolidated.safetensors")
     shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
     _require(tmp_path)
@@ -123,9 +123,7 @@ def test_files_come_from_the_index_where_there_is_one(file: Path, tmp_path: Path
             _require(tmp_path)
 
 
-def test_only_the_range_that_is_asked_for_is_read_and_nan_is_refused(
-    file: Path, tmp_path: Path, rejects: Rejects
-) -> None:
+def test_only_the_requested_range_is_read_and_nan_is_rejected(file: Path, tmp_path: Path, rejects: Rejects) -> None:
     tensors = load_file(file)
     tensors[UP][7, 3] = float("nan")
     tensors[UP][0, 0], tensors[UP][1, 0] = 3e38, 3e38  # an infinite sum of finite numbers
@@ -140,7 +138,7 @@ def test_only_the_range_that_is_asked_for_is_read_and_nan_is_refused(
 
 @pytest.fixture
 def tied(tmp_path: Path) -> dict[str, Tensor]:
-    """Tensors of a model whose head is its embedding, with a stored copy."""
+    """Make tensors of a model with a tied head, and a stored copy of it."""
     make_tiny_model(tmp_path, "qwen2")
     tensors = load_file(tmp_path / "model.safetensors")
     tensors["lm_head.weight"] = tensors[EMBEDDING].clone()
@@ -155,10 +153,10 @@ def test_a_stored_copy_of_a_tied_head_may_be_ignored(tied: dict[str, Tensor], tm
 
 
 @pytest.mark.parametrize("difference", ["last bit", "type"])
-def test_a_tied_head_that_differs_is_refused(
+def test_a_tied_head_that_differs_is_rejected(
     difference: str, tied: dict[str, Tensor], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rejects: Rejects
 ) -> None:
-    """transformers would keep the stored head, engines the embedding: neither is meant for sure."""
+    """transformers would use the stored head, engines the embedding."""
     monkeypatch.setattr(files, "_COMPARED", 1000)  # a few rows at a time
     with HfCheckpoint(tmp_path) as checkpoint:
         checkpoint.require_copies({"lm_head.weight"}, EMBEDDING)

@@ -1,4 +1,4 @@
-"""Copies in host memory that is used again: of any kind of tensor, and no larger in a file than they are."""
+"""Host memory is reused for copies of any tensors, which are no larger in a file than they are."""
 
 import gc
 import io
@@ -13,7 +13,7 @@ from backends.common.trainer.parking import Parking
 from tests.support.locked import Locked
 
 
-def test_copies_take_the_same_memory_again() -> None:
+def test_copies_reuse_the_memory() -> None:
     copies = HostCopies()
     sources = [
         torch.arange(5.0),
@@ -35,15 +35,15 @@ def test_copies_take_the_same_memory_again() -> None:
     assert torch.equal(wide, torch.full((4000,), 2.0))
 
 
-def test_a_copy_is_written_without_its_neighbours() -> None:
+def test_a_copy_is_written_without_its_neighbors() -> None:
     one, _ = HostCopies().of([torch.ones(3), torch.ones(100_000)])
     file = io.BytesIO()
     torch.save(one, file)
     assert one.untyped_storage().nbytes() == 12 and len(file.getvalue()) < 4096
 
 
-def test_pieces_in_use_never_overlap_and_dropped_ones_are_used_again() -> None:
-    """Taken and dropped at random; each piece keeps what was written into it, also through a view alone."""
+def test_pieces_in_use_never_overlap_and_dropped_ones_are_reused() -> None:
+    """Pieces are taken and dropped at random. Each keeps its values, even if only a view is left."""
     draw, pool, held = random.Random(0), HostPool(1 << 16), {}
     for number in range(2000):
         if len(held) > 8:
@@ -71,7 +71,7 @@ def locked(monkeypatch: pytest.MonkeyPatch) -> Locked:
 
 
 def _used(number: int) -> tuple[tuple[Parking, HostCopies, HostPool], list[Tensor]]:
-    """What a trainer keeps host memory by, each used; and tensors that look into it."""
+    """Use each kind of host memory of a trainer; return the holders, and views of the memory."""
     parking, copies, pool = Parking(), HostCopies(), HostPool(1 << 12)
     parking.park([torch.ones(1000), torch.ones(100)])
     made = copies.of([torch.full((700,), float(number))])
@@ -82,7 +82,7 @@ def _used(number: int) -> tuple[tuple[Parking, HostCopies, HostPool], list[Tenso
 
 @pytest.mark.parametrize("closes", [True, False])
 def test_memory_is_unlocked_before_it_is_unmapped(closes: bool, locked: Locked) -> None:
-    """The second trainer's worth gets addresses of the first's."""
+    """The memory of the second trainer reuses addresses of the first one's."""
     for number in (1, 2):
         holders, views = _used(number)
         assert len(locked.ranges) == 4 and locked.total == 5 * number  # the larger copies replaced the smaller
@@ -92,13 +92,13 @@ def test_memory_is_unlocked_before_it_is_unmapped(closes: bool, locked: Locked) 
             assert locked.ranges == {}
         del holders
         gc.collect()
-        assert len(locked.ranges) == (0 if closes else 3)  # what is looked into stays mapped, and locked
+        assert len(locked.ranges) == (0 if closes else 3)  # memory with views stays mapped and locked
         assert all(bool((view == number).all()) for view in views)
         del views
         assert locked.ranges == {} and locked.late == []
 
 
-def test_used_again_after_its_end(locked: Locked) -> None:
+def test_memory_can_be_used_again_after_closing(locked: Locked) -> None:
     (parking, copies, pool), _ = _used(1)
     for holder in (parking, copies, pool):
         holder.close()
@@ -117,7 +117,7 @@ def test_memory_that_cuda_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_pages_are_not_shared(locked: Locked) -> None:
-    """The stand-in refuses what CUDA does: a page that is locked already."""
+    """Like CUDA, the stand-in rejects a page that is locked already."""
     small = [HostMemory(100) for _ in range(3)]
     (address, _), *_ = locked.ranges.items()
     assert len(locked.ranges) == len(small) and locked.cudaHostRegister(address, 100, 1) == 712

@@ -1,4 +1,4 @@
-"""Whose activations a pipeline stage keeps, against the counts that are known of 1F1B and of interleaved schedules."""
+"""Activations that a pipeline stage keeps, against the known counts of 1F1B and interleaved schedules."""
 
 from collections import Counter
 
@@ -9,7 +9,7 @@ from backends.megatron.planning.in_flight import WINDOWS_OF_STAGES, PassMemory, 
 
 @pytest.mark.parametrize("stages", [1, 2, 4, 8])
 def test_1f1b_keeps_one_micro_batch_per_stage_that_follows(stages: int) -> None:
-    """Narayanan et al., arXiv:2104.04473, section 2.2.1: at most as many as there are stages, on the first."""
+    """The first stage keeps as many as there are stages (Narayanan et al., arXiv:2104.04473, section 2.2.1)."""
     for stage in range(stages):
         peak = window_peak(stage, stages, [PassMemory(saved=10, forward=12, backward=15, head_backward=3)])
         assert peak.in_flight == stages - stage

@@ -1,4 +1,4 @@
-"""Identify a checkpoint and its damaged files without reading tensors."""
+"""Checkpoints of another backend and damaged files are identified without reading tensors."""
 
 from pathlib import Path
 
@@ -12,7 +12,7 @@ from tests.support.rejections import Rejects
 
 
 @pytest.mark.parametrize(("written", "read"), [(MEGATRON_FILES, FSDP_FILES), (FSDP_FILES, MEGATRON_FILES)])
-def test_a_checkpoint_of_the_other_backend_is_no_damaged_one(
+def test_a_checkpoint_of_another_backend_is_not_called_damaged(
     written: tuple[str, ...], read: tuple[str, ...], tmp_path: Path, rejects: Rejects
 ) -> None:
     for name in written:
@@ -28,7 +28,7 @@ def test_a_checkpoint_of_the_other_backend_is_no_damaged_one(
 
 
 def _stored(checkpoint: Path, beside: str) -> Path:
-    """Weights of three tensors in a data file of 90 bytes and a plain file of 5, and what tells whose they are."""
+    """Write three tensors to a data file of 90 bytes, a plain file of 5 bytes, and the file ``beside``."""
     trainer = checkpoint / "trainer"
     trainer.mkdir(parents=True)
     (checkpoint / beside).write_text("{}")
@@ -54,7 +54,7 @@ LENGTHS = [
 
 @pytest.mark.parametrize("beside", ["state.json", "conversion.json"])
 @pytest.mark.parametrize(("name", "length"), LENGTHS)
-def test_a_file_of_another_length_names_what_it_lacks_and_the_remedy(
+def test_a_file_of_another_length_is_rejected(
     name: str, length: int | None, beside: str, tmp_path: Path, rejects: Rejects
 ) -> None:
     trainer = _stored(tmp_path / "checkpoint", beside)

@@ -1,4 +1,4 @@
-"""The FSDP trainer's learning rates and weight decays are those of Megatron's own scheduler."""
+"""The FSDP trainer's learning rates and weight decays equal those of Megatron's scheduler."""
 
 from pathlib import Path
 from types import SimpleNamespace
@@ -23,7 +23,7 @@ def _scheduler(groups: list[dict[str, Any]], **settings: Any) -> OptimizerParamS
 
 @pytest.mark.parametrize("decay", ["constant", "linear", "cosine"])
 @pytest.mark.parametrize("warmup", [0, 1, 4])
-def test_rates_are_megatrons(decay: str, warmup: int) -> None:
+def test_rates_equal_megatrons(decay: str, warmup: int) -> None:
     config = _config({"lr": 3e-4, "min_lr": 1e-5, "warmup_steps": warmup, "decay": decay}, minibatches=2)
     group, updates = {"lr": 0.0}, config.total_updates
     rates = {"max_lr": 3e-4, "min_lr": 1e-5, "lr_warmup_steps": warmup, "lr_decay_steps": updates}
@@ -34,7 +34,7 @@ def test_rates_are_megatrons(decay: str, warmup: int) -> None:
 
 
 @pytest.mark.parametrize("final", [None, 0.05, 0.4])
-def test_weight_decay_is_megatrons(final: float | None) -> None:
+def test_weight_decay_equals_megatrons(final: float | None) -> None:
     config = _config({"weight_decay": 0.05, "final_weight_decay": final})
     matrix, norm = ({"lr": 0.0, "wd_mult": multiplier} for multiplier in (1.0, 0.0))
     rates = {"max_lr": 1.0, "min_lr": 0.0, "lr_warmup_steps": 0, "lr_decay_steps": 5}

@@ -1,4 +1,4 @@
-"""Flat ranges of a tensor as boxes, compared with NumPy's own order of elements."""
+"""Flat ranges of a tensor as boxes, compared with NumPy's order of elements."""
 
 import math
 
@@ -10,7 +10,7 @@ from backends.megatron.optimizer_state import boxes
 
 
 @given(st.data(), st.lists(st.integers(1, 5), min_size=1, max_size=4).map(tuple))
-def test_boxes_hold_the_elements_of_the_range_in_their_order(data: st.DataObject, shape: tuple[int, ...]) -> None:
+def test_boxes_have_the_elements_of_the_range_in_order(data: st.DataObject, shape: tuple[int, ...]) -> None:
     elements = np.arange(math.prod(shape)).reshape(shape)
     start = data.draw(st.integers(0, elements.size))
     stop = data.draw(st.integers(start, elements.size))

@@ -1,4 +1,4 @@
-"""A micro-batch's way to the device: what is checked before, and what goes over."""
+"""A micro-batch is checked on the host and moves to the device in one copy."""
 
 from dataclasses import dataclass, replace
 from typing import Any
@@ -28,7 +28,7 @@ class Part:
 
 
 class _Copies(TorchDispatchMode):
-    """Whether the host goes on, of every copy from one device to another."""
+    """Record whether each copy between devices is non-blocking."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -41,7 +41,7 @@ class _Copies(TorchDispatchMode):
         return func(*args, **options)
 
 
-def test_everything_goes_over_in_one_copy_and_stays_what_it_was() -> None:
+def test_everything_moves_in_one_copy_and_keeps_its_identity() -> None:
     pack = pack_sequences(scored_sequences([(3, 4), (2, 5)]))
     attention = LocalAttention(Segments.of(pack.cu_seqlens))
     given = Part(pack, pack.cu_seqlens, attention), attention.segments, None
@@ -55,10 +55,10 @@ def test_everything_goes_over_in_one_copy_and_stays_what_it_was() -> None:
     assert pack.tokens.device.type == "cpu"
 
 
-def test_what_is_there_already_stays() -> None:
+def test_tensors_on_the_device_are_not_copied() -> None:
     pack = pack_sequences(scored_sequences([(3, 4)]))
     assert on_device(pack, torch.device("cpu")) is pack
-    pack.old_logprobs = torch.zeros(4, device=META)  # of an earlier pass
+    pack.old_logprobs = torch.zeros(4, device=META)  # from an earlier pass
     assert on_device(pack, META).old_logprobs is pack.old_logprobs
     assert on_device((), META) == () and on_device(Segments((0, 1), torch.zeros(2, device=META), 1), META).longest == 1
 
@@ -82,6 +82,6 @@ def test_a_token_outside_the_vocabulary_is_rejected(place: int, named: str, pack
     [{"temperatures": torch.tensor([1.0, 0.0])}, {"response_lens": torch.tensor([4, 4])}],
     ids=["temperatures", "lengths"],
 )
-def test_other_values_that_kernels_do_not_check_are_rejected(wrong: dict[str, Tensor], pack: PackedTrajectory) -> None:
+def test_temperatures_and_lengths_are_checked(wrong: dict[str, Tensor], pack: PackedTrajectory) -> None:
     with pytest.raises(ValueError):
         require_computable(replace(pack, **wrong), 200)

@@ -1,4 +1,4 @@
-"""Plans and results of a save are the same after they went from rank to rank as plain values."""
+"""Plans and results of a save survive the conversion to plain values and back."""
 
 import json
 
@@ -12,7 +12,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 from backends.common.checkpoint.plans import plan_from_plain, plan_to_plain, results_from_plain, results_to_plain
 
 
-def test_torchs_global_plan_of_plain_plans_is_that_of_its_own() -> None:
+def test_torchs_global_plan_of_plain_plans_is_unchanged() -> None:
     state = {"a.b": torch.ones(2, 3), "scalar": torch.tensor(1.0), "half": torch.zeros(0, dtype=torch.bfloat16)}
     planner = DefaultSavePlanner()
     planner.set_up_planner(state, is_coordinator=True)
@@ -25,7 +25,7 @@ def test_torchs_global_plan_of_plain_plans_is_that_of_its_own() -> None:
     assert [plan_from_plain(json.loads(json.dumps(plan_to_plain(plan)))) for plan in plans] == plans
 
 
-def test_an_object_is_no_part_of_a_plain_plan() -> None:
+def test_an_object_in_a_plan_is_rejected() -> None:
     planner = DefaultSavePlanner()
     planner.set_up_planner({"a": {"b": object()}}, is_coordinator=True)
     with pytest.raises(TypeError):

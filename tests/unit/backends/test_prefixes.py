@@ -1,6 +1,6 @@
-"""Packs whose sequences share prefixes give every value and gradient of the same packs without sharing.
+"""Packs with shared prefixes give the same values and gradients as without sharing.
 
-In float64, on random trees of sequences: equal ones, one a prefix of another, groups of one, prompts of one token.
+Computed in float64 on random trees: equal sequences, prefixes of others, groups of one, prompts of one token.
 """
 
 from collections.abc import Callable
@@ -28,7 +28,7 @@ def model() -> SmallModel:
 
 @st.composite
 def _trees(draw: Callable[..., Any]) -> list[ScoredTrajectory]:
-    """Rows of one or two groups, each from nothing or going on from a part of an earlier row of any group."""
+    """Draw rows of one or two groups, each new or a continuation of a part of an earlier row."""
     tokens = st.lists(st.integers(0, 2), min_size=1, max_size=9)
     rows: list[tuple[int, list[int]]] = []
     found = []
@@ -46,7 +46,7 @@ def _trees(draw: Callable[..., Any]) -> list[ScoredTrajectory]:
 
 
 def _check(model: SmallModel, rows: list[ScoredTrajectory], sharing: Sharing) -> tuple[int, int]:
-    """Tokens computed without sharing, and with."""
+    """Return the tokens computed without and with sharing."""
     pack = pack_sequences(rows, sharing=sharing)
     expected, found = model.check_scores(rows, sharing)
     check_gradients(expected, found)
@@ -59,12 +59,12 @@ def _check(model: SmallModel, rows: list[ScoredTrajectory], sharing: Sharing) ->
 
 @examples(25)
 @given(rows=_trees(), sharing=st.sampled_from(["prompts", "tree"]), worth=st.sampled_from([1, 4]))
-def test_values_and_gradients_are_those_of_copies(
+def test_values_and_gradients_equal_those_of_copies(
     rows: list[ScoredTrajectory], sharing: Sharing, worth: int, model: SmallModel
 ) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(prefixes, "_WORTH", worth)
-        patch.setattr(prefixes, "_READERS", VOCAB)  # whatever is longer
+        patch.setattr(prefixes, "_READERS", VOCAB)  # share even if the rest is longer
         _check(model, rows, sharing)
 
 
@@ -81,7 +81,7 @@ def test_a_conversation_cut_into_rows_is_one_segment(model: SmallModel) -> None:
 
 
 def test_rows_part_where_they_differ(model: SmallModel) -> None:
-    """Level by level: two rollouts go on from one prompt, and three rows from the first one's history."""
+    """Two rollouts continue one prompt, and three rows continue the history of the first one."""
     first, second = [1, 2, 3, 4, 5, 6], [1, 2, 3, 9]
     rows = [row(0, 0, first[:3], first[3:]), row(1, 0, second[:3], second[3:])]
     rows += [row(2 + i, 0, [*first, 7], [i, 8]) for i in range(3)]
@@ -90,14 +90,14 @@ def test_rows_part_where_they_differ(model: SmallModel) -> None:
     assert pack.segment_parents is not None and pack.segment_parents.tolist() == [-1, 0, 1, 1, 1, 0]
 
 
-def test_a_prefix_that_is_short_beside_what_follows_is_copied() -> None:
+def test_a_prefix_that_is_much_shorter_than_the_rest_is_copied() -> None:
     rows = [row(i, 0, [1, 2], [3] * length) for i, length in enumerate((4, 10, 11, 9))]
     pack = pack_sequences(rows, sharing="prompts")
     assert pack.segment_lengths is not None and sorted(pack.segment_lengths.tolist()) == [2, 4, 9, 10, 13]
 
 
 def test_balancing_counts_shared_tokens_once() -> None:
-    """Sequences that share are one, as long as their tree; padding and the other group are apart."""
+    """Sequences that share a prefix count as one, as long as their tree. Padding and the other group are separate."""
     pack = pack_sequences(group_of_four(), target_tokens_per_batch=40, sharing="prompts")
     shard = split_for_context_parallel(pack, 1, 0, multiple_of=8)
     routed = RoutedTokens.of(pack, shard, slice(None), BalanceLoss(1.0, real_tokens([pack])))
@@ -106,6 +106,6 @@ def test_balancing_counts_shared_tokens_once() -> None:
     assert (pack.shared_tokens, real_tokens([pack])) == (15, 22)
 
 
-def test_another_kind_of_sharing_is_rejected() -> None:
+def test_an_unknown_kind_of_sharing_is_rejected() -> None:
     with pytest.raises(ValueError, match="is unknown"):
         pack_sequences(group_of_four(), sharing="groups")  # type: ignore[arg-type]

@@ -1,6 +1,6 @@
-"""Names and shapes of published checkpoints that are too large to come here, against what the families' rules expect.
+"""Names and shapes of large published checkpoints match the families' rules.
 
-The witness: the modules of transformers at the sizes of the published ``config.json``, on the meta device.
+The reference is the model of transformers with the published ``config.json``, on the meta device.
 """
 
 import json
@@ -19,7 +19,7 @@ from tests.unit.checks.checkpoint import DEEPSEEK_V3
 
 
 @pytest.mark.parametrize("config", [DEEPSEEK_V3, MOONLIGHT], ids=["DeepSeek-V3", "Moonlight-16B-A3B"])
-def test_the_rules_are_of_what_transformers_would_write_at_published_sizes(
+def test_the_rules_match_what_transformers_would_write_at_published_sizes(
     config: dict[str, Any], tmp_path: Path
 ) -> None:
     (tmp_path / "config.json").write_text(json.dumps(config | {"model_type": "deepseek_v3"}))

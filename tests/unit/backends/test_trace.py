@@ -1,4 +1,4 @@
-"""What a trace counts, against sizes and operation counts worked out by hand."""
+"""Counts of a trace against sizes and operation counts worked out by hand."""
 
 import pytest
 import torch
@@ -37,7 +37,7 @@ def test_autograd_keeps_what_backward_needs() -> None:
         assert trace.live == 0
 
 
-def test_labels_name_what_is_made_under_them() -> None:
+def test_labels_apply_to_storages_created_inside() -> None:
     with Trace() as trace:
         kept = torch.empty(10, device=META)
         with trace.label("head"):
@@ -46,7 +46,7 @@ def test_labels_name_what_is_made_under_them() -> None:
         assert kept.numel() == 10
 
 
-def test_real_rows_of_shapes() -> None:
+def test_real_indices_into_meta_tensors() -> None:
     x = torch.empty(10, 4, device=META, requires_grad=True)
     rows, mask = torch.tensor([3, 1, 3]), torch.tensor([True] * 4 + [False] * 6)
     with Trace() as trace:
@@ -68,7 +68,7 @@ def test_matrix_products() -> None:
 
 
 def test_bytes_of_other_kernels() -> None:
-    """A product and a view move none; an addition reads both and writes one, a lookup reads what it returns."""
+    """Products and views count 0; an addition reads two and writes one, a lookup reads as much as it returns."""
     x, table = torch.empty(10, 4, device=META), torch.empty(1000, 4, device=META)
     with Trace() as trace:
         (x + x.view(10, 4)) @ torch.empty(4, 4, device=META)
@@ -82,7 +82,7 @@ def test_bytes_of_other_kernels() -> None:
 
 @pytest.mark.parametrize("causal", [True, False])
 def test_attention_of_segments(causal: bool) -> None:
-    """Two products forward, five backward; half of them under a causal mask."""
+    """Forward has two products; a causal mask halves them."""
     q = torch.empty(10, 4, 16, device=META, dtype=torch.bfloat16)
     boundaries = torch.tensor([0, 6, 10], dtype=torch.int32)
     with Trace() as trace:
@@ -92,7 +92,7 @@ def test_attention_of_segments(causal: bool) -> None:
 
 
 def test_messages_by_group() -> None:
-    """Ring algorithms: all-reducing n bytes over k ranks sends 2 n (k - 1) / k, gathering the own part k - 1 times."""
+    """In ring algorithms, all-reducing n bytes over k ranks sends 2 n (k - 1) / k, and gathering sends k - 1 parts."""
     with fake_world(1, 8, dist.destroy_process_group):
         group = dist.new_group([0, 1, 2, 3])
         x, whole = torch.empty(32, device=META), torch.empty(128, device=META)
@@ -100,7 +100,7 @@ def test_messages_by_group() -> None:
             dist.all_reduce(x, group=group)
             dist.all_gather_into_tensor(whole, x, group=group)
             dist.reduce_scatter_tensor(x, whole, group=group)
-            parts = list(whole.chunk(4))  # so do experts that tensor-parallel ranks share
+            parts = list(whole.chunk(4))  # used for experts that tensor-parallel ranks share
             dist.all_gather(parts, x, group=group)
             dist.reduce_scatter(x, parts, group=group)
             dist.all_gather_into_tensor(whole, x, group=group, async_op=True).wait()
@@ -112,7 +112,7 @@ def test_messages_by_group() -> None:
     assert trace.counted.sent == {(0, 1, 2, 3): (128 * 2 * 3 // 4 + 4 * 3 * 128 + 128 + hidden, 8, hidden)}
 
 
-def test_resized_and_relabelled_storages_count_as_they_are() -> None:
+def test_resized_and_relabeled_storages_count_with_their_current_size() -> None:
     with Trace() as trace, trace.resizes_followed():
         kept = torch.empty(100, dtype=torch.uint8, device=META)
         storage = kept.untyped_storage()

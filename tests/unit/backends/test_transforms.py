@@ -1,7 +1,7 @@
-"""Where Hugging Face's rows stand in Megatron's shards, and that no element is left out or used twice.
+"""Places of Hugging Face's rows in Megatron's shards. Every element is used exactly once.
 
-The expected order of every fused tensor is spelled out row by row from its definition. Coverage is counted: every
-piece adds one to the elements it touches on either side, over all tensor-parallel ranks.
+The expected order of every fused tensor is written out row by row. To count coverage, every piece adds one to the
+elements that it touches on either side, over all tensor-parallel ranks.
 """
 
 from collections.abc import Sequence
@@ -32,7 +32,7 @@ SMALL = dimensions()
 
 
 def _shard(transform: Transform, sources: Sequence[Tensor], tp: TensorRank, rows: int = 0) -> Tensor:
-    """One rank's Megatron tensor, filled piece by piece; ``rows`` is the padded height of a vocabulary shard."""
+    """Fill one rank's Megatron tensor piece by piece. ``rows``: padded number of rows of a vocabulary shard."""
     parts = Sources([tuple(source.shape) for source in sources], tp, SMALL)
     shape = transform.shard_shape(parts, (rows,))
     target = torch.full(shape, -1.0)
@@ -43,7 +43,7 @@ def _shard(transform: Transform, sources: Sequence[Tensor], tp: TensorRank, rows
 
 
 def _numbered(first: float, *shape: int) -> Tensor:
-    """A tensor whose row r starts with the number ``first + r``, followed by distinct fractions."""
+    """Make a tensor whose row r starts with ``first + r``, followed by distinct fractions."""
     rows = first + torch.arange(shape[0], dtype=torch.float32)
     return rows if len(shape) == 1 else rows[:, None] + torch.arange(shape[1]) / 64
 
@@ -51,7 +51,7 @@ def _numbered(first: float, *shape: int) -> Tensor:
 @pytest.mark.parametrize("size", [1, 2, 4, 8])
 @pytest.mark.parametrize("width", [(), (6,)])
 def test_qkv_is_interleaved_by_query_group(size: int, width: tuple[int, ...]) -> None:
-    """Group g has query heads 2g and 2g+1, then key head g, then value head g; of eight ranks two share a group."""
+    """Group g has query heads 2g and 2g+1, key head g and value head g. With eight ranks, two share a group."""
     sources = [_numbered(first, heads * 3, *width) for first, heads in ((0, 8), (100, 4), (200, 4))]
     order = []
     for group in range(4):
@@ -63,7 +63,7 @@ def test_qkv_is_interleaved_by_query_group(size: int, width: tuple[int, ...]) ->
     assert all(len(shard) == 48 // size for shard in shards)
     fused = torch.cat(shards)
     assert (fused if not width else fused[:, 0]).tolist() == order
-    if width:  # rows move as wholes
+    if width:  # rows stay whole
         assert torch.equal(fused - fused[:, :1], sources[0][:1].expand(48, -1) - sources[0][0, 0])
 
 
@@ -89,7 +89,7 @@ def test_replicated_is_whole_on_every_rank() -> None:
 
 
 def test_vocabulary_is_padded_at_its_end() -> None:
-    """11 rows in four shards of 4: the third is part padding, the last nothing else."""
+    """11 rows are in four shards of 4: the third is partly padding, the last one entirely."""
     source = _numbered(0, 11, 6)
     shards = [_shard(Vocabulary(), [source], TensorRank(rank, 4), rows=4) for rank in range(4)]
     rows = [shard[:, 0].tolist() for shard in shards]
@@ -124,7 +124,7 @@ def _check_coverage(rule: Rule, model: ModelDimensions, size: int) -> None:
 
 
 def _thin(shape: Shape, transform: Transform) -> Shape:
-    """Shrink the axis that no transform of this kind cuts: its length has no part in the question."""
+    """Shrink the axis that this kind of transform doesn't split, since its length doesn't matter."""
     if len(shape) == 1:
         return shape
     return (1, shape[1]) if isinstance(transform, Split) and transform.axis == 1 else (shape[0], 1)
@@ -150,12 +150,11 @@ BILLIONS |= {"DeepSeek-V3": 671.0, "Moonlight-16B-A3B": 15.96}
 
 @pytest.mark.parametrize(("name", "billions"), BILLIONS.items(), ids=BILLIONS)
 def test_rules_hold_the_published_number_of_parameters(name: str, billions: float) -> None:
-    """As stated on each model's page."""
     model = PUBLISHED[name]
     total = sum(torch.Size(shape).numel() for shape in family_of(model).hf_shapes(model).values())
     assert total / 1e9 == pytest.approx(billions, rel=1e-4, abs=0.06 if billions > 1 else 0.006)
 
 
-def test_a_family_without_adapter_is_refused(rejects: Rejects) -> None:
+def test_a_family_without_adapter_is_rejected(rejects: Rejects) -> None:
     with rejects(CheckpointError, "no-weight-adapter"):
         family_of(dimensions(family="gpt2"))

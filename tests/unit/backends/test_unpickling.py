@@ -1,4 +1,4 @@
-"""Forged checkpoints are data: what torch's own reader executes is refused, with checksums that fit."""
+"""Forged checkpoints with matching checksums are rejected, while torch's reader would execute them."""
 
 import io
 import os
@@ -37,7 +37,7 @@ def stored(tmp_path: Path) -> Path:
 
 
 def _load(directory: Path, ours: bool) -> dict[str, Any]:
-    """By our reader, with the checksums of whatever is there, or by torch's."""
+    """Load with our reader and checksums of the existing files, or with torch's reader."""
     reader = (
         VerifyingReader(directory, Checksums(directory, pieces_of(directory), {}))
         if ours
@@ -48,7 +48,7 @@ def _load(directory: Path, ours: bool) -> dict[str, Any]:
     return state
 
 
-def test_what_was_written_is_read_as_torch_reads_it(stored: Path) -> None:
+def test_the_index_is_read_like_by_torch(stored: Path) -> None:
     with (stored / ".metadata").open("rb") as file:
         found, expected = read_index(file), torchs_index(stored)
     assert found.state_dict_metadata == expected.state_dict_metadata
@@ -61,12 +61,12 @@ def test_what_was_written_is_read_as_torch_reads_it(stored: Path) -> None:
 
 @pytest.mark.parametrize("name", ["random", "weight"])
 def test_an_object_that_is_a_program_is_not_executed(stored: Path, tmp_path: Path, name: str) -> None:
-    """The same files do execute with torch's reader, be it the object that is forged, or a tensor turned into one."""
+    """torch's reader does execute the same files, whether an object or a tensor was replaced."""
     executed = tmp_path / "executed"
     forge_object(stored, name, Program(executed))
     with pytest.raises(CheckpointException) as caught:
         _load(stored, ours=True)
-    assert "is no plain data" in str(caught.value) and not executed.exists()
+    assert "is not plain data" in str(caught.value) and not executed.exists()
     _load(stored, ours=False)
     assert executed.exists()
 
@@ -94,7 +94,7 @@ def test_an_index_that_is_a_program_is_not_executed(stored: Path, tmp_path: Path
         pickle.dumps({"a": 1}),
     ],
 )
-def test_only_torchs_index_is_one(forged: bytes) -> None:
+def test_only_torchs_index_is_accepted(forged: bytes) -> None:
     with pytest.raises(pickle.UnpicklingError):
         read_index(io.BytesIO(forged))
 
@@ -108,7 +108,7 @@ def _entry(field: str, value: Any) -> Callable[[Metadata], None]:
 
 
 def _enlarge(entry: Any) -> None:
-    """A petabyte, by the index's word."""
+    """Claim a petabyte."""
     entry.size = entry.chunks[0].sizes = torch.Size([2**24, 2**24])
 
 
@@ -127,7 +127,7 @@ PARTS: list[Callable[[Metadata], None]] = [
 
 
 @pytest.mark.parametrize("forge", PARTS, ids=range(len(PARTS)))
-def test_the_parts_of_an_index_fit(stored: Path, forge: Callable[[Metadata], None]) -> None:
+def test_the_parts_of_an_index_must_fit(stored: Path, forge: Callable[[Metadata], None]) -> None:
     index = torchs_index(stored)
     read_index(io.BytesIO(pickle.dumps(index)))
     forge(index)
@@ -136,8 +136,8 @@ def test_the_parts_of_an_index_fit(stored: Path, forge: Callable[[Metadata], Non
 
 
 @pytest.mark.parametrize("what", ["unlisted", "pipe"])
-def test_data_files_are_files_that_the_checksums_list(stored: Path, what: str) -> None:
-    """A pipe would be waited for without an end."""
+def test_data_files_must_be_files_that_the_checksums_list(stored: Path, what: str) -> None:
+    """Reading a pipe would never end."""
     pieces = pieces_of(stored)
     if what == "pipe":
         (stored / "__0_0.distcp").unlink()
@@ -148,8 +148,8 @@ def test_data_files_are_files_that_the_checksums_list(stored: Path, what: str) -
     assert caught.value.code == "checkpoint-damaged"
 
 
-def test_every_element_of_a_tensor_is_stored(stored: Path) -> None:
-    """torch's reader would leave the last row as it found the memory."""
+def test_every_element_of_a_tensor_must_be_stored(stored: Path) -> None:
+    """torch's reader would leave the last row uninitialized."""
     (stored / "common.json").write_text('{"format": 1}')
     for rows in (2, 3):
         index = torchs_index(stored)
@@ -163,7 +163,7 @@ def test_every_element_of_a_tensor_is_stored(stored: Path) -> None:
     assert caught.value.code == "checkpoint-damaged" and "6 of 9 elements" in str(caught.value)
 
 
-def test_common_values_are_an_object(stored: Path) -> None:
+def test_common_values_must_be_an_object(stored: Path) -> None:
     (stored / "common.json").write_text("3")
     Checksums.of_directory(stored, pieces_of(stored), PLAIN_FILES).write()
     with pytest.raises(CheckpointError) as caught:
@@ -171,7 +171,7 @@ def test_common_values_are_an_object(stored: Path) -> None:
     assert caught.value.code == "checkpoint-damaged"
 
 
-def test_weights_are_floating_point_numbers(tmp_path: Path) -> None:
+def test_weights_must_be_floating_point_numbers(tmp_path: Path) -> None:
     class Forged(FsdpConverter):
         def open_checkpoint(self, config: RunConfig, checkpoint: Path) -> Any:
             return SimpleNamespace(tensors={"a": TensorInfo("bool", (1,))}, groups=[["a"]])

@@ -24,7 +24,7 @@ def family_of(dimensions: ModelDimensions) -> Family:
     """
     if dimensions.foreign is not None:
         raise CheckpointError(
-            f"{dimensions.foreign}, for which there is no conversion to Megatron",
+            f"{dimensions.foreign}, which has no conversion to Megatron",
             code="no-weight-adapter",
             remedy="train it with trainer.backend=fsdp, or add an adapter in backends/megatron/conversion/families",
         )

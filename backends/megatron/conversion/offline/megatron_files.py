@@ -140,7 +140,7 @@ class MegatronCheckpoint:
         }
         if any(problems.values()):
             raise CheckpointError(
-                f"the tensors are not those of the model's config.json; {listed_by_kind(problems)}",
+                f"the tensors do not match the model's config.json; {listed_by_kind(problems)}",
                 code="checkpoint-of-another-model",
                 who=str(self.directory),
                 remedy="give the --model.path that wrote it",

@@ -122,7 +122,7 @@ def require_exactly_once(plans: Sequence[RankPlan], dimensions: ModelDimensions)
     wrong = [name for name, spans in ranges.items() if not _tile(spans, shapes[name][cut_axis.get(name, 0)])]
     wrong += [key for key, spans in stored.items() if not _fill(spans, torch.Size(sizes[key]).numel())]
     if wrong:
-        problem = f"tensors of which some element has no place, or two: {listed(sorted(wrong))}"
+        problem = f"tensors with elements that have no place, or two: {listed(sorted(wrong))}"
         raise CheckpointError(problem, code="no-conversion-rule")
 
 

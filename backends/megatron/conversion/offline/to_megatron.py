@@ -91,7 +91,7 @@ def _cast(plans: Sequence[RankPlan], checkpoint: HfCheckpoint, options: Conversi
     mixed = {name for types in together.values() if len(types) > 1 for name in min(types.values(), key=len)}
     if mixed:
         raise CheckpointError(
-            f"tensors of different types belong together, {listed(sorted(mixed))} and others of their kind",
+            f"tensors of one kind have different types: {listed(sorted(mixed))} and others",
             code="mixed-dtypes",
             who=str(checkpoint.directory),
             remedy="give --dtype",
