@@ -30,7 +30,7 @@ def missing_tokenizer(path: Path) -> str | None:
         return None
     if not Path(path).exists():
         return f"{path}: does not exist; give a Hugging Face directory"
-    return f"{path}: holds no tokenizer (tokenizer_config.json is missing); copy the checkpoint's own there"
+    return f"{path}: has no tokenizer (tokenizer_config.json is missing); copy the checkpoint's tokenizer there"
 
 
 def token_names(tokenizer: Any, ids: Collection[int]) -> str:

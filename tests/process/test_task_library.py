@@ -60,15 +60,14 @@ def test_no_response_pays_for_what_a_function_imports() -> None:
 
 
 def test_the_command_writes_the_same_rows_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    arguments = ["--count", "5", "--seed", "3", "--levels", "0", "2"]
+    arguments = ["--count", "5", "--seed", "3"]
     for name in ("a.jsonl", "b.jsonl"):
         assert main(["make-tasks", "chain_sum", str(tmp_path / name), *arguments]) == 0
     assert "different" not in capsys.readouterr().out
     assert (tmp_path / "a.jsonl").read_text() == (tmp_path / "b.jsonl").read_text()
     rows = [json.loads(line) for line in (tmp_path / "a.jsonl").read_text().splitlines()]
     assert [message["role"] for message in rows[0]["prompt"]] == ["system", "user"]
-    digits = [json.loads(row["answer"])["metadata"]["num_digits"] for row in rows]
-    assert len(digits) == 5 and max(digits[:2]) < max(digits[2:])  # harder from level to level
+    assert len(rows) == 5
     assert (
         main(["make-tasks", "chain_sum", str(tmp_path / "c.jsonl"), "--count", "1", "--set", "max_terms=2", "--plain"])
         == 0
@@ -86,7 +85,7 @@ def test_options_of_the_reward() -> None:
     assert reward("", f"4 + 5 = {right}, not 1{right}. It is {right}.", answer, pattern=r"-?\d+").success
     assert reward("", right, answer).metadata == {"reason": "no match of the pattern"}
     for wrong in ("46", "{}", "[1]", "text"):
-        with pytest.raises(ValueError, match="is not of a row of `slime-like make-tasks`"):
+        with pytest.raises(ValueError, match="make-tasks"):
             reward("", "<answer>1</answer>", wrong)
 
 
@@ -94,7 +93,7 @@ def test_options_of_the_reward() -> None:
     "arguments",
     [
         ("chain_sm", "a.jsonl"), ("chain_sum", "a.txt"), ("chain_sum", "no/such/a.jsonl"),
-        ("chain_sum", "a.jsonl", "--levels", "99"), ("chain_sum", "a.jsonl", "--set", "max_terms"),
+        ("chain_sum", "a.jsonl", "--set", "max_terms"),
         ("chain_sum", "a.jsonl", "--set", "max_terms=x"), ("chain_sum", "a.jsonl", "--set", "nonsense=1"),
         ("chain_sum", "a.jsonl", "--set", "max_terms=1"),
     ],

@@ -59,12 +59,10 @@ def encoder(template: str) -> ConversationEncoder:
 
 
 def spans_of(template: str, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None = None) -> list[str]:
-    found, tokenizer = encoder(template).encode(messages, tools), tokenizer_with(template)
-    texts = [tokenizer.decode(found.tokens[start:end]) for start, end in found.spans]
-    assert texts == [found.text[start:end] for start, end in found.characters]
-    assert found.tokens == tokenizer.encode(found.text, add_special_tokens=False)
-    assert found.text == tokenizer.apply_chat_template(messages, tools=tools, tokenize=False)
-    return texts
+    (tokens, spans), tokenizer = encoder(template).encode(messages, tools), tokenizer_with(template)
+    text = tokenizer.apply_chat_template(messages, tools=tools, tokenize=False)
+    assert tokens == tokenizer.encode(text, add_special_tokens=False)
+    return [tokenizer.decode(tokens[start:end]) for start, end in spans]
 
 
 _CALL = '<tool_call>{"name": "%s", "arguments": {"a": 1}}</tool_call>'
@@ -90,7 +88,8 @@ def test_spans_hold_what_the_assistant_says_and_the_end_of_its_turn(name: str) -
 
 def test_tools_are_rendered() -> None:
     assert spans_of(templates.SOUND, AGENT, [TOOL])[0] == CALLED
-    assert '"name": "add", "parameters"' in encoder(templates.SOUND).encode(AGENT, [TOOL]).text
+    tokens, _ = encoder(templates.SOUND).encode(AGENT, [TOOL])
+    assert '"name": "add", "parameters"' in tokenizer_with(templates.SOUND).decode(tokens)
 
 
 TEXTS = st.text(st.sampled_from(list("ab é日\n\t😀{}\"'<|>")), max_size=8)
@@ -110,18 +109,13 @@ def test_spans_are_those_of_transformers(exchanges: list[tuple[str, str, bool]],
     reference = tokenizer_with(marked).apply_chat_template(
         messages, tokenize=True, return_dict=True, return_assistant_tokens_mask=True
     )
-    found = encoder(marked).encode(messages)
-    assert found.tokens == reference["input_ids"]
-    assert mask_of(found.spans, len(found.tokens)) == reference["assistant_masks"]
-    plain = encoder(templates.SOUND).encode(messages)
-    assert plain.tokens == found.tokens
-    ends = [end for _, end in plain.spans]
-    assert [start for start, _ in plain.spans] == [start for start, _ in found.spans]
-    assert all(found.tokens[end - 1] == tokenizer_with(marked).eos_token_id for end in ends)
-
-
-def mask_of(spans: tuple[tuple[int, int], ...], length: int) -> list[int]:
-    return [int(any(start <= place < end for start, end in spans)) for place in range(length)]
+    tokens, spans = encoder(marked).encode(messages)
+    mask = [int(any(start <= place < end for start, end in spans)) for place in range(len(tokens))]
+    assert (tokens, mask) == (reference["input_ids"], reference["assistant_masks"])
+    same, plain = encoder(templates.SOUND).encode(messages)
+    assert same == tokens
+    assert [start for start, _ in plain] == [start for start, _ in spans]
+    assert all(tokens[end - 1] == tokenizer_with(marked).eos_token_id for _, end in plain)
 
 
 FAULTS: list[tuple[str, str, list[dict[str, Any]]]] = [
@@ -178,8 +172,8 @@ def test_a_token_on_both_sides_of_a_border_is_rejected(
     merging = tokenizer_of(template, merges=merges, trims=trims)
     messages = [said("user", "a"), said("assistant", content)]
     if not splits:
-        found = ConversationEncoder(merging).encode(messages)
-        assert merging.decode(found.tokens[slice(*found.spans[0])]) == content + END
+        tokens, spans = ConversationEncoder(merging).encode(messages)
+        assert merging.decode(tokens[slice(*spans[0])]) == content + END
         return
     with pytest.raises(SpanFault) as caught:
         ConversationEncoder(merging).encode(messages)
@@ -203,7 +197,7 @@ def test_a_tokenizer_without_offsets_template_or_stop_token_is_rejected() -> Non
             ConversationEncoder(tokenizer)
         assert caught.value.code == code
     stop = without_eos.convert_tokens_to_ids(END)
-    assert len(ConversationEncoder(without_eos, [stop]).encode(TWO).spans) == 2
+    assert len(ConversationEncoder(without_eos, [stop]).encode(TWO)[1]) == 2
 
 
 # ------------------------------------------------------------------------------------------------------------- rows

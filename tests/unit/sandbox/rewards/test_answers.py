@@ -5,10 +5,9 @@ import json
 import pytest
 
 from slime_like.interfaces.reward import RewardResult
-from slime_like.sandbox.rewards.final_answer import exact_match, gsm8k
 from slime_like.sandbox.rewards.json_answer import json_schema
-from slime_like.sandbox.rewards.letter_answer import multiple_choice
 from slime_like.sandbox.rewards.registry import resolve_reward, try_options
+from slime_like.sandbox.rewards.text_answer import exact_match, gsm8k, multiple_choice
 from tests.support.rejections import Rejects
 
 # ----------------------------------------------------------------------------------------------------- text and numbers
@@ -150,7 +149,7 @@ def test_options_that_cannot_work_are_rejected() -> None:
         ("judge", {"url": "http://127.0.0.1/v1", "model": "m", "headers_from": {"Authorization": "NOT_SET"}}),
         ("code", {"memory": 3}),
     ):
-        faulty = {"exact_match": "unterminated", "json_schema": "no JSON Schema"}.get(name, list(options)[-1])
+        faulty = {"exact_match": "unterminated", "json_schema": "JSON Schema"}.get(name, list(options)[-1])
         with pytest.raises(ValueError, match="url" if str(options.get("url")).startswith("ftp") else faulty):
             try_options(name, resolve_reward(name), options)
     try_options("json_schema", json_schema, {"schema": _SCHEMA})
