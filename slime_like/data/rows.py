@@ -2,10 +2,9 @@
 
 import json
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -53,9 +52,6 @@ class BadRows:
     def __init__(self) -> None:
         self._alike: dict[tuple[str, str], list[DataError]] = {}
 
-    def __bool__(self) -> bool:
-        return bool(self._alike)
-
     @contextmanager
     def collect(self) -> Iterator[None]:
         """Keep the fault of the row that is read inside."""
@@ -64,19 +60,16 @@ class BadRows:
         except DataError as fault:
             self._alike.setdefault((fault.code, fault.problem), []).append(fault)
 
-    def problems(self) -> list[Problem]:
-        """Return one problem per kind of fault, up to twenty, and the number of remaining kinds."""
-        shown = [Problem(faults[0].code, _sentence(faults)) for faults in list(self._alike.values())[:_MOST_SHOWN]]
-        more = len(self._alike) - len(shown)
-        return [*shown, *([Problem("bad-rows", f"and {counted(more, 'more kind')} of bad rows")] if more > 0 else [])]
-
     def raise_any(self) -> None:
-        """Raise the only fault, or ``ConfigError`` with all of them."""
-        faults = [fault for alike in self._alike.values() for fault in alike]
-        if len(faults) == 1:
-            raise faults[0]
-        if faults:
-            raise ConfigError(self.problems())
+        """Raise the only fault, or ``ConfigError`` with one problem per kind of fault, up to twenty."""
+        kinds = list(self._alike.values())
+        if kinds and len(kinds) == len(kinds[0]) == 1:
+            raise kinds[0][0]
+        problems = [Problem(faults[0].code, _sentence(faults)) for faults in kinds[:_MOST_SHOWN]]
+        if (more := len(kinds) - len(problems)) > 0:
+            problems.append(Problem("bad-rows", f"and {counted(more, 'more kind')} of bad rows"))
+        if problems:
+            raise ConfigError(problems)
 
 
 def _sentence(faults: Sequence[DataError]) -> str:
@@ -94,20 +87,15 @@ def read_rows(path: Path, bad: BadRows | None = None) -> Iterator[Row]:
     Raises:
         DataError: the file cannot be read, or a line is not a JSON object.
     """
-    readers: dict[str, Callable[[Path], Iterator[Row]]] = {
-        ".jsonl": partial(_read_jsonl, bad=bad),
-        ".parquet": _read_table,
-        ".arrow": _read_table,
-    }
     if (files := data_files(path)) != [path]:
         for file in files:
             yield from read_rows(file, bad)
         return
-    if path.suffix not in readers:
+    if path.suffix not in SUFFIXES:
         problem, remedy = f"the file type {path.suffix!r} is unknown", f"use {' or '.join(SUFFIXES)}"
         raise DataError(problem, code="file-type", who=str(path), remedy=remedy)
     try:
-        yield from readers[path.suffix](path)
+        yield from _read_jsonl(path, bad) if path.suffix == ".jsonl" else _read_table(path)
     except OSError as error:
         problem = f"cannot be read ({error.strerror or error})"
         raise DataError(problem, code="file-not-readable", who=str(path), remedy="check the path") from error

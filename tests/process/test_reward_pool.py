@@ -58,18 +58,6 @@ def act(prompt, response, answer, *, log=None):
         os.write(1, b"more noise")
     if response == "read":
         sys.stdin.read()
-    if response == "nan":
-        return RewardResult(float("nan"), True)
-    if response == "nothing":
-        return None
-    if response == "odd metadata":
-        return RewardResult(1.0, True, {"x": object()})
-    if response == "text":
-        return RewardResult("1.0", True)
-    if response == "no success":
-        return RewardResult(1.0, None)
-    if response == "no dict":
-        return RewardResult(1.0, True, ["x"])
     return RewardResult(reward=float(len(response)), success=prompt == "good", metadata={"pid": os.getpid()})
 """
 
@@ -151,24 +139,6 @@ MISDEEDS = [
     ("quit", "error", "SystemExit: no more", 'sys.exit("no more")'),
     ("nested", "error", "KeyError: 'key'", 'return json.loads(text)["key"]'),
     ("deep", "error", "JSONDecodeError: Expecting value: line 1 column 1 (char 0)", 'return json.loads(text)["key"]'),
-    (
-        "nothing",
-        "error",
-        "TypeError: it returned 'None', a NoneType; return a number, (reward, success), a mapping with reward or "
-        "score, or a RewardResult",
-        "def act(",
-    ),
-    ("nan", "error", "ValueError: its reward is nan; return a finite number", "def act("),
-    ("text", "error", "TypeError: RewardResult.reward is a str ('1.0'); give a number", 'RewardResult("1.0", True)'),
-    ("no success", "error", "TypeError: RewardResult.success is a NoneType ('None'); give true or false", "1.0, None"),
-    ("no dict", "error", "TypeError: RewardResult.metadata is a list (\"['x']\"); give a dict", '(1.0, True, ["x"])'),
-    (
-        "odd metadata",
-        "error",
-        "TypeError: its metadata cannot be written as JSON (Object of type object is not JSON serializable); return "
-        "numbers, text, lists, dicts",
-        "def act(",
-    ),
 ]
 
 
@@ -418,7 +388,7 @@ def test_a_service_that_hangs_ends_the_run_before_it_was_asked_for_every_respons
     with service_pool(url=url, timeout_s=0.05) as pool, pytest.raises(RewardError) as caught:
         pool.score(slow)
     found = caught.value.code, caught.value.remedy
-    assert found == ("reward-function-fails", "see to the service, or to reward.functions")
+    assert found == ("reward-function-fails", "check the service, or reward.functions")
 
 
 def test_a_service_is_asked_for_every_prompt_and_its_failure_costs_one_sample(url: str) -> None:

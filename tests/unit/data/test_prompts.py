@@ -271,31 +271,21 @@ def test_a_prompt_over_the_limit_is_dropped_whole_and_counted(tmp_path: Path) ->
     assert [len(prompt.tokens) for prompt in source.next(2)] == [7, 16]
 
 
-# file content, configuration, code of the error
-CUT_OFF = (
-    '{"prompt": "a", "answ',
-    '{"prompt": "a", "answer": "{b}',
-    '{"prompt": "a", "answer": 1',
-    '{"prompt": "a", "answer":',
-)
 MESSAGE = '{"prompt": [{"role": "user", "content": "a"}], "answer": "b"}'
+NOT_JSON = [
+    "{\n", '{"prompt": "a", "answ', '{"prompt": "a", "answer": "b"}\n{"prompt": "a", "answer": "{b}',
+    '{"prompt": "a", "answer": "b"},', '{"prompt": "a", answer: "b"}', '{"prompt": "a", "answer": "b"}\nnonsense',
+    r'{"prompt": "a\ud800b", "answer": "b"}', r'{"prompt": "a", "answer": "b", "x": [{"\uDFFF": 1}]}',
+    '{"prompt": "a", "answer": NaN}', '{"prompt": "a", "answer": "b", "x": -Infinity}',
+    '{"prompt": "a", "answer": ' + "9" * 5000 + "}", '{"prompt": "a", "answer": "b"}\n{"prompt": "a", "prompt": "b"}',
+    '{"prompt": "a", "answer": "b", "x": [{"y": 1, "z": 2, "y": 1}]}', '\ufeff{"prompt": "a", "answer": "b"}',
+    "[" * 100_000,
+]  # fmt: skip
+# content of a file, configuration, code of the error
 FAULTY: list[tuple[str, dict[str, Any], str]] = [
-    ("{\n", {}, "not-json"),
-    *((f'{{"prompt": "a", "answer": "b"}}\n{cut}', {}, "not-json") for cut in CUT_OFF),
-    ('{"prompt": "a", "answer": "b"},', {}, "not-json"),
-    ('{"prompt": "a", answer: "b"}', {}, "not-json"),
-    ('{"prompt": "a", "answer": "b"}\nnonsense', {}, "not-json"),
+    *((content, {}, "not-json") for content in NOT_JSON),
     ("[1]", {}, "no-object"),
-    (r'{"prompt": "a\ud800b", "answer": "b"}', {}, "not-json"),
-    (r'{"prompt": "a", "answer": "b", "x": [{"\uDFFF": 1}]}', {}, "not-json"),
-    ('{"prompt": "a", "answer": NaN}', {}, "not-json"),
-    ('{"prompt": "a", "answer": "b", "x": -Infinity}', {}, "not-json"),
     ('{"prompt": "a", "answer": 1e999}', {}, "bad-answer"),
-    ('{"prompt": "a", "answer": ' + "9" * 5000 + "}", {}, "not-json"),
-    ('{"prompt": "a", "answer": "b"}\n{"prompt": "a", "prompt": "b"}', {}, "not-json"),
-    ('{"prompt": "a", "answer": "b", "x": [{"y": 1, "z": 2, "y": 1}]}', {}, "not-json"),
-    ('\ufeff{"prompt": "a", "answer": "b"}', {}, "not-json"),
-    ("[" * 100_000, {}, "not-json"),
     ('{"answer": "b"}', {}, "no-prompt"),
     ('{"prompt": "", "answer": "b"}', {}, "empty-prompt"),
     ('{"prompt": "", "answer": "b"}', {"apply_chat_template": False}, "empty-prompt"),
@@ -442,16 +432,3 @@ def test_a_generic_tokenizer_is_the_one_that_transformers_finds(tmp_path: Path, 
     assert rendered[0] == rendered[1]
     special = ("pad_token_id", "bos_token_id", "eos_token_id", "unk_token_id")
     assert [getattr(ours, name) for name in special] == [getattr(found, name) for name in special]
-
-
-def test_a_config_that_transformers_refuses_is_not_blamed_on_the_tokenizer(tmp_path: Path) -> None:
-    """Of a checkpoint whose tokenizer does not name its class, so that ``config.json`` chooses it."""
-    make_tiny_model(tmp_path, num_hidden_layers=3)
-    described = json.loads((tmp_path / "tokenizer_config.json").read_text())
-    del described["tokenizer_class"]
-    (tmp_path / "tokenizer_config.json").write_text(json.dumps(described))
-    config = json.loads((tmp_path / "config.json").read_text()) | {"num_hidden_layers": 4}
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    with pytest.raises(DataError) as caught:
-        load_tokenizer(tmp_path)
-    assert (caught.value.code, caught.value.who) == ("config-refused", f"{tmp_path}/config.json")
