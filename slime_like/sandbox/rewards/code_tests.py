@@ -53,12 +53,12 @@ def code_tests(
 
     The code is the response's last fenced block of Python. ``answer`` is Python with ``assert``, a JSON list of such
     texts, or ``{"inputs": [...], "outputs": [...]}``: standard input and output of one run each. The code can compute
-    and print. It has no network and no processes, and can read only Python's own files. Python tests share its process,
-    so code can deceive them; it cannot deceive outputs.
+    and print. It has no network or processes, and reads only Python's own files. It can deceive Python tests, which
+    share its process, but not outputs.
 
     Args:
         timeout_s: limit on all tests of a response; keep it below ``reward.timeout_s``.
-        memory_mb: limit on the process's address space.
+        memory_mb: limit on the address space.
         partial: run all tests; the reward is the share that passes. Success still requires all.
 
     Raises:

@@ -15,7 +15,7 @@ def json_schema(prompt: str, response: str, answer: str, *, schema: Mapping[str,
     """1 if the response, or its last fenced block of JSON, is JSON that fits a JSON Schema, else 0.
 
     Args:
-        schema: the schema of all rows; by default, each row's ``answer``, as JSON. ``$ref`` must stay inside it.
+        schema: schema of all rows; default: ``answer``, as JSON. ``$ref`` must stay inside it.
 
     Raises:
         ValueError: there is no valid schema.

@@ -30,8 +30,7 @@ def majority(
         prompt, answer: ignored.
         responses: all responses of one group.
         min_share: no reward if the most frequent answer has a smaller share of the responses.
-        require_answer: if true, a response without box and number has no answer; if false, its whole text is the
-            answer.
+        require_answer: if false, the whole text of a response without box and number is its answer.
     """
     answers = [_final_answer(after_thinking(response)[-_MAX_CHARS:], require_answer) for response in responses]
     counts = Counter(answer for answer in answers if answer is not None).most_common(2)

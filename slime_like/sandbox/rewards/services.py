@@ -100,11 +100,11 @@ def judge(
 ) -> RewardResult:
     r"""The score that a judging model writes, divided by ``best``.
 
-    One greedy chat completion per pair of prompt and response, from any server with OpenAI's chat protocol. If the
-    server is busy or unreachable, the request is repeated until ``timeout_s``.
+    One greedy chat completion per pair of prompt and response. A busy or unreachable server is asked again until
+    ``timeout_s``.
 
     Args:
-        url: address of the API, e.g. ``http://127.0.0.1:8000/v1``; ``/chat/completions`` is appended.
+        url: API address, e.g. ``http://127.0.0.1:8000/v1``; ``/chat/completions`` is appended.
         model: its name there.
         instructions: replaces the built-in user message; contains ``{response}``, and may contain ``{prompt}`` and
             ``{answer}``.

@@ -48,7 +48,7 @@ def gsm8k(prompt: str, response: str, answer: str, *, require_marker: bool = Tru
     For rows of GSM8K (arXiv:2110.14168), and for answers that are numbers. 1,104 equals 1104.0.
 
     Args:
-        require_marker: if false, the last number of a response without ``####`` counts.
+        require_marker: if false, a response without ``####`` gives its last number.
 
     Raises:
         ValueError: ``answer`` has no number there.
@@ -110,7 +110,7 @@ def response_length(prompt: str, response: str, answer: str, *, limit: int, buff
 
     Args:
         limit: characters without penalty.
-        buffer: number of characters over which the penalty grows; with 0, it is -1 immediately.
+        buffer: characters over which the penalty grows; 0: immediately.
     """
     excess = len(response) - limit
     if excess <= 0:
