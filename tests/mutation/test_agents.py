@@ -1,4 +1,4 @@
-"""Bugs of other endpoints for agents, put into this one: token truth over random histories catches each."""
+"""Bugs of other agent endpoints, put into this one. The checks of random histories catch each."""
 
 import random
 from collections.abc import Callable
@@ -25,7 +25,7 @@ def sampled_turns_are_encoded_again(patch: Patch) -> None:
 
 
 def a_history_that_changed_extends_its_branch(patch: Patch) -> None:
-    """What follows is found by its length, whatever stands before."""
+    """The rest is found by the prefix's length, whatever its text is."""
     patch.setattr(Rendering, "after", lambda self, prefix: Rendering([self.text[len(prefix) :]]))
 
 
@@ -58,7 +58,7 @@ def a_fork_loses_its_logprobs(patch: Patch) -> None:
 
 
 def a_turn_of_an_unfinished_branch_is_lost(patch: Patch) -> None:
-    """Rows of the last leaf alone."""
+    """Only the row of the last leaf is returned."""
     usual = turns.TurnTree.rows
     patch.setattr(turns.TurnTree, "rows", lambda self: usual(self)[-1:])
 

@@ -1,4 +1,4 @@
-"""The endpoint as OpenAI's and Anthropic's own clients see it, over a scripted model."""
+"""The endpoint with OpenAI's and Anthropic's clients, and a scripted model."""
 
 import asyncio
 import json
@@ -42,7 +42,7 @@ def made(text: str, reason: Any = "stop") -> Generation:
 
 @dataclass
 class Model:
-    """Says its script, and keeps what it was asked; "wait" never ends."""
+    """Says its script and records the requests. "wait" never ends."""
 
     script: list[str]
     asked: list[SampleCall] = field(default_factory=list)
@@ -158,7 +158,7 @@ def test_anthropic_streamed_equals_unstreamed(said: str) -> None:
 
 
 def test_both_protocols_continue_one_branch() -> None:
-    """A tool's result behind its call, as each client sends back what it got; ids on the wire do not count."""
+    """Each client sends the tool's result after its call. Ids on the wire do not matter."""
 
     async def scenario() -> None:
         async with endpoint(f"so\n{CALL}", "3", "4") as here, here.openai() as one, here.anthropic() as other:
@@ -197,7 +197,7 @@ Rejected = tuple[int, str]
 
 
 async def rejected(call: Awaitable[Any]) -> Rejected:
-    """Status and code or message of what the client raised."""
+    """Return the status and the code of the client's error."""
     with pytest.raises((openai.APIStatusError, anthropic.APIStatusError)) as caught:
         await call
     error = caught.value
@@ -205,7 +205,7 @@ async def rejected(call: Awaitable[Any]) -> Rejected:
     return error.status_code, str(code).partition(":")[0]
 
 
-def test_rejections_are_what_clients_understand() -> None:
+def test_clients_understand_rejections() -> None:
     async def scenario() -> None:
         async with endpoint(max_calls=1, max_model_len=40) as here:
             async with here.openai() as one, here.anthropic() as other:
@@ -256,7 +256,7 @@ def test_a_client_that_leaves_ends_its_call_and_a_retry_is_recorded_once() -> No
     run(scenario)
 
 
-def test_calls_of_one_rollout_run_beside_each_other_up_to_a_bound_and_end_with_it() -> None:
+def test_calls_of_one_rollout_are_concurrent_up_to_a_limit_and_end_with_it() -> None:
     async def scenario() -> None:
         async with endpoint(*["wait"] * 16, max_calls=99) as here, here.openai(max_retries=0) as client:
             ask = client.chat.completions.create
@@ -272,7 +272,7 @@ def test_calls_of_one_rollout_run_beside_each_other_up_to_a_bound_and_end_with_i
     run(scenario)
 
 
-def test_the_engines_failure_is_the_rollouts() -> None:
+def test_an_engine_failure_ends_the_rollout() -> None:
     async def scenario() -> None:
         async with endpoint("die") as here, here.openai() as client:
             assert await rejected(client.chat.completions.create(model="m", messages=[USER])) == (503, "engine_failed")
@@ -286,7 +286,7 @@ HOSTILE = 1000
 
 
 def _hostile(draw: random.Random, key: str) -> tuple[str, str, dict[str, str], bytes]:
-    """A request that no client sends: method, path, headers, body."""
+    """Return method, path, headers and body of a request that no client sends."""
     odd: list[Any] = [None, 0, -1, 1e308, "", "\ud800", "x" * 9999, [], {}, [[]], {"role": "user"}, True, [None] * 99]
     value = odd[draw.randrange(len(odd))]
     message = {"role": draw.choice(["user", "root", 7]), "content": value}
@@ -301,7 +301,7 @@ def _hostile(draw: random.Random, key: str) -> tuple[str, str, dict[str, str], b
     return draw.choice(["POST"] * 4 + ["GET", "PUT", "DELETE", "OPTIONS"]), path, headers, draw.choice(texts)
 
 
-def test_hostile_requests_are_rejected_each_with_a_reason() -> None:
+def test_hostile_requests_are_rejected_with_a_reason() -> None:
     """Wrong keys, paths, methods, JSON, types and sizes; afterwards a good call is answered."""
 
     async def scenario() -> None:

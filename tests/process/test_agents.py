@@ -1,4 +1,4 @@
-"""Rollouts of agents over a scripted engine: their rows, failures and bounds, and the reward that they bring."""
+"""Rollouts of agents with a scripted engine: rows, failures, limits and rewards."""
 
 import asyncio
 import os
@@ -38,7 +38,7 @@ def call(task, *history, **settings):
     return json.load(urllib.request.urlopen(request))["choices"][0]["message"]
 
 async def solve(task, reward=1.0):
-    """Does what the model says."""
+    """Do what the model says."""
     said = call(task, temperature=0.1)
     word = said["content"]
     if word == "hang":
@@ -85,7 +85,7 @@ def made(text: str, version: int = 0) -> Generation:
 
 
 class Engine:
-    """Gives sample i its script, call by call; "wait" never ends, "fail" is the engine's death."""
+    """Answers sample i from its script. "wait" never ends, and "fail" raises."""
 
     def __init__(self, *scripts: list[str]) -> None:
         self.scripts = [list(script) for script in scripts]
@@ -151,7 +151,7 @@ def failure(generation: Generation) -> str | None:
 
 @pytest.mark.usefixtures("agents")
 def test_rollouts_become_rows_and_failures_cost_their_own_sample() -> None:
-    """One after the other and beside each other on two workers: what hangs or dies takes nothing with it."""
+    """On two workers, rollouts that hang or die affect no other."""
     words = ["more", "fork", "raise", "die", "odd", "nan", "hang", "left", "ok"]
     engine = Engine(*[[word, "wait"] if word == "left" else [word] for word in words])
     found = dict(zip(words, rollouts(engine, request(len(words)), timeout_s=4.0, options={"reward": 0.5}), strict=True))
@@ -243,7 +243,7 @@ def test_abort_ends_the_agents_of_a_request() -> None:
 
 
 @pytest.mark.usefixtures("agents")
-def test_an_engines_death_is_the_requests() -> None:
+def test_an_engine_failure_fails_the_request() -> None:
     with pytest.raises(EngineError, match="it died"):
         rollouts(Engine(["more", "fail"], ["wait"]), request(2))
 
@@ -289,7 +289,7 @@ if word != "nothing":
 
 
 def test_a_command_is_an_agent(tmp_path: Path) -> None:
-    """It may be any program: a task in a file, a result in another, an exit code; what it prints is the worker's."""
+    """Any program can be an agent. Its output is in the worker's log."""
     (tmp_path / "agent.py").write_text(COMMAND)
     command = ["python", str(tmp_path / "agent.py"), "{base_url}", "{key}", "{task_file}", "{result_file}"]
 

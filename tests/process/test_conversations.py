@@ -1,4 +1,4 @@
-"""Conversations over a scripted engine: ids stay as sampled, observations carry no loss, budgets and bounds hold."""
+"""Conversations with a scripted engine: sampled ids are kept, observations carry no loss, limits hold."""
 
 import asyncio
 from collections.abc import Awaitable, Callable, Iterator
@@ -26,7 +26,7 @@ import os, resource, signal, time
 from slime_like.interfaces import Step
 
 class Parrot:
-    """Repeats what the model says, in capitals, until it says "bye"; misbehaves on demand."""
+    """Repeats the model's text in capitals until it says "bye". Misbehaves on demand."""
 
     def __init__(self, reward=0.0):
         self.reward = reward
@@ -54,7 +54,7 @@ class Parrot:
                     "cpu_left": resource.getrlimit(resource.RLIMIT_CPU)[0] - time.process_time()})
 
 class Judge(Parrot):
-    """Takes half a point for a turn that is cut off, and would go on."""
+    """Subtracts half a point for a turn that is cut off."""
 
     def step(self, state, response, truncated=False):
         if truncated:
@@ -86,7 +86,7 @@ Scenario = Callable[[Conversations], Awaitable[list[Generation]]]
 
 
 class Engine:
-    """Gives sample i its script, turn by turn, and keeps what it was asked."""
+    """Answers sample i from its script and records the requests."""
 
     def __init__(self, *scripts: list[Generation]) -> None:
         self.scripts = [list(script) for script in scripts]
@@ -143,7 +143,7 @@ def talk(
 
 
 def test_ids_are_kept_and_observations_carry_no_loss(loop: asyncio.AbstractEventLoop) -> None:
-    """Half a character and a special token, which no text gives back, are sampled; the tool tries to end a turn."""
+    """The model samples half a character and a special token, and the tool tries to end a turn."""
     odd = [*ids("h"), ids("\u00e9")[0], TOKENIZER.convert_tokens_to_ids("<user>"), EOS]
     assert ids(TOKENIZER.decode(odd, skip_special_tokens=False)) != odd
     engine = Engine([made(odd, version=3), turn("on", version=3), turn("bye", version=4)])
@@ -168,7 +168,7 @@ def test_ids_are_kept_and_observations_carry_no_loss(loop: asyncio.AbstractEvent
     assert (state["prompt"], state["answer"], state["extra"]) == ("<user>hello<assistant>", "bye", "<eos>")
 
 
-def test_every_turn_of_every_sample_has_a_seed_of_its_own(loop: asyncio.AbstractEventLoop) -> None:
+def test_every_turn_of_every_sample_has_a_different_seed(loop: asyncio.AbstractEventLoop) -> None:
     def seeds(samples: int) -> dict[str, int | None]:
         engine = Engine(*[[turn("a"), turn("b"), turn("bye")] for _ in range(samples)])
         talk(loop, engine, request(samples))
@@ -210,7 +210,7 @@ def test_budgets(
     assert generation.finish_reason == reason
 
 
-def test_a_turn_that_is_cut_off_is_judged_where_the_environment_wants_it(loop: asyncio.AbstractEventLoop) -> None:
+def test_a_turn_that_is_cut_off_is_judged_if_the_environment_supports_it(loop: asyncio.AbstractEventLoop) -> None:
     """Either way it ends the conversation, and its tokens are trained on."""
     script = [turn("a"), turn("bc", "length")]
     for name, reward, said in (("Parrot", 1.0, ["a"]), ("Judge", 0.5, ["cut bc"])):
@@ -222,7 +222,7 @@ def test_a_turn_that_is_cut_off_is_judged_where_the_environment_wants_it(loop: a
         assert generation.token_ids.tolist()[-2:] == ids("bc")
 
 
-def test_an_observation_is_cut_to_its_bound(loop: asyncio.AbstractEventLoop) -> None:
+def test_an_observation_is_cut_to_its_limit(loop: asyncio.AbstractEventLoop) -> None:
     (generation,) = talk(loop, Engine([turn("abcdef"), turn("bye")]), request(), max_observation_tokens=3)
     tokens = generation.token_ids.tolist()
     assert TOKENIZER.decode(tokens[7:12]) == "<tool>ABC<assistant>"
@@ -244,7 +244,7 @@ def test_an_observation_is_cut_to_its_bound(loop: asyncio.AbstractEventLoop) -> 
 def test_a_bad_step_costs_its_own_conversation_and_names_file_and_line(
     loop: asyncio.AbstractEventLoop, tmp_path: Path, word: str, reason: str, detail: str
 ) -> None:
-    """The others go on, those too that had begun on the worker that is gone: the state is not in it."""
+    """Other conversations continue, even if they began on the dead worker: it does not hold their state."""
     engine = Engine([turn("a"), turn("b"), turn("bye")], [turn("a"), turn(word)], [turn("a"), turn("b"), turn("bye")])
     good, bad, other = talk(loop, engine, request(3), timeout_s=1.5, options={"reward": 0.5}, workers=1)
     for generation in (good, other):
@@ -275,7 +275,7 @@ def test_an_unusable_environment_is_rejected_at_the_start(
 
 
 def test_abort_ends_all_conversations_of_a_request(loop: asyncio.AbstractEventLoop) -> None:
-    """One is in its second turn, which has sampled a token; one had not sampled anything in its second."""
+    """One conversation has sampled a token in its second turn, the other has not."""
     engine = Engine([turn("a"), made(ids("x"), "abort")], [turn("ab"), made([], "abort")])
 
     async def scenario(conversations: Conversations) -> list[Generation]:
@@ -332,7 +332,7 @@ def test_rewards_see_the_last_turn_and_the_environment_has_a_column(loop: asynci
     assert scored[0].loss_mask.tolist() == first.loss_mask.tolist()
 
 
-def test_templates_come_from_the_chat_template_or_are_given(rejects: Rejects) -> None:
+def test_the_template_is_given_or_comes_from_the_chat_template(rejects: Rejects) -> None:
     given = ObservationEncoder(TOKENIZER, "|{observation}>", 10)
     assert given.encode("x")[0] == ids("|x>")
     silent = byte_tokenizer()
@@ -343,7 +343,7 @@ def test_templates_come_from_the_chat_template_or_are_given(rejects: Rejects) ->
             ObservationEncoder(silent, None, 10)
 
 
-def test_a_user_of_the_pool_that_gives_up_frees_its_worker(loop: asyncio.AbstractEventLoop) -> None:
+def test_a_cancelled_step_frees_its_worker(loop: asyncio.AbstractEventLoop) -> None:
     engine = Engine([turn("hang")], [turn("bye")])
 
     async def scenario(conversations: Conversations) -> list[Generation]:

@@ -1,4 +1,4 @@
-"""A process that serves an engine, without an engine: errors keep their fields, and a call may be given up."""
+"""A process that serves an engine: errors, calls that are given up, and other interpreters."""
 
 import asyncio
 import os
@@ -75,7 +75,7 @@ _CODE = "rollout.engine-installed"
 
 @pytest.fixture
 def play(user_module: Callable[[str, str], Path]) -> Callable[[Scenario], None]:
-    """Runs a scenario with a process that has not been started."""
+    """Run a scenario with a process that has not been started."""
     user_module("a_host", MODULE)
 
     async def bounded(scenario: Scenario) -> None:

@@ -18,7 +18,7 @@ library = pytest.importorskip("reasoning_gym", reason="the extra tasks is not in
 
 
 def test_tasks_judge_their_own_answers_as_right_and_nonsense_as_wrong() -> None:
-    """Through the row as it is written; some tasks have no answer."""
+    """Rows are read from JSON. Some tasks have no answer."""
     judged = 0
     for task in ("arc_agi", "rearc"):  # which compare with tuples, and JSON has none
         with pytest.raises(ConfigError):
@@ -52,8 +52,8 @@ for name, (response, answer) in given.items():
 """
 
 
-def test_no_response_pays_for_what_a_function_imports() -> None:
-    """Its time is bounded; on a busy machine an import alone takes longer."""
+def test_the_first_response_does_not_wait_for_imports() -> None:
+    """A response's time is limited, and on a busy machine an import takes longer."""
     run = subprocess.run([sys.executable, "-c", FIRST_CALLS], capture_output=True, text=True, timeout=120, check=True)
     lines = run.stdout.splitlines()
     assert len(lines) == 6 and all(line.endswith(" []") for line in lines), run.stdout
@@ -99,7 +99,7 @@ def test_options_of_the_reward() -> None:
     ],
     ids=" ".join,
 )  # fmt: skip
-def test_what_cannot_be_made_is_rejected(tmp_path: Path, arguments: tuple[str, ...]) -> None:
+def test_unusable_arguments_are_rejected(tmp_path: Path, arguments: tuple[str, ...]) -> None:
     task, out, *options = arguments
     assert main(["make-tasks", task, str(tmp_path / out), *options]) == 2
     assert list(tmp_path.iterdir()) == []
@@ -109,16 +109,16 @@ def _questions(path: Path) -> list[str]:
     return [json.loads(json.loads(line)["answer"])["question"] for line in path.read_text().splitlines()]
 
 
-def test_held_out_rows_are_not_those_of_training(
+def test_held_out_rows_differ_from_training_rows(
     tmp_path: Path, rejects: Rejects, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The library's own seeds n and n + 1 give the same rows but one; a task of 200 questions repeats them anyway."""
+    """The library's seeds n and n + 1 share all rows but one, and a task with 200 questions repeats them."""
     seeds = [{row["answer"] for row in task_rows("chain_sum", 50, seed)} for seed in (1, 2)]
     assert not seeds[0] & seeds[1]
     small = ["--plain", "--set", "min_terms=2", "max_terms=2", "min_digits=1", "max_digits=1"]
     train, held = tmp_path / "train.jsonl", tmp_path / "held.jsonl"
     assert main(["make-tasks", "chain_sum", str(train), "--count", "100", *small]) == 0
-    different = len(set(_questions(train)))  # whether that is enough is not for the command to say
+    different = len(set(_questions(train)))
     assert 50 < different < 100 and f"\ndifferent prompts: {different} of 100\n" in capsys.readouterr().out
     rest = ["make-tasks", "chain_sum", str(held), "--exclude", str(train), *small]
     assert main([*rest, "--count", "100"]) == 0
@@ -128,7 +128,7 @@ def test_held_out_rows_are_not_those_of_training(
     with rejects(ConfigError, "task-exhausted"):
         list(task_rows("chain_sum", 5, 1, settings=dict(pair.split("=") for pair in small[2:]), other=every))
     before = held.read_bytes()
-    assert main([*rest, "--count", "1"]) == 2 and held.read_bytes() == before  # what is there stays
+    assert main([*rest, "--count", "1"]) == 2 and held.read_bytes() == before  # the old file stays
     held.unlink()
     for text in ("no JSON", '{"answer": "4"}'):
         train.write_text(text)

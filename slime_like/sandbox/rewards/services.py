@@ -68,9 +68,8 @@ def remote(
     Raises:
         TimeoutError: no answer in time, or no connection.
         OSError: no such host, or a status that is not 2xx.
-        ValueError: an answer that is not such JSON, or unusable options.
+        ValueError: an answer that is not such JSON.
     """
-    check_service(url, timeout_s, headers, headers_from)
     body = json.dumps({"prompt": prompt, "response": response, "answer": answer})
     values = _post(url, body, timeout_s, headers, headers_from)
     try:
@@ -118,10 +117,8 @@ def judge(
     Raises:
         TimeoutError: no answer in time.
         OSError: no such host, or another status that is not 2xx.
-        ValueError: the answer is not a completion, or has no score from 0 to ``best``; or unusable options.
+        ValueError: the answer is not a completion, or has no score from 0 to ``best``.
     """
-    given: dict[str, Any] = {"model": model, "instructions": instructions, "pattern": pattern, "best": best}
-    check_service(url, timeout_s, headers_from=headers_from, **given)
     values = {"prompt": prompt, "response": response, "answer": answer}
     # One pass: a response that spells a name of the instructions stays as it is.
     message = re.sub(r"\{(prompt|response|answer)\}", lambda name: values[name[1]], instructions or _INSTRUCTIONS)

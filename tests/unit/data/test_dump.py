@@ -1,4 +1,4 @@
-"""Kept rollouts: what is read back, and what is rejected."""
+"""Saved rollouts: loading, and rejection of unusable files."""
 
 import random
 from dataclasses import fields
@@ -30,7 +30,7 @@ BROKEN: dict[str, tuple[object, str]] = {
 
 
 @pytest.mark.parametrize(("content", "code"), BROKEN.values(), ids=BROKEN)
-def test_a_broken_dump_is_one_sentence_with_its_place(tmp_path: Path, content: object, code: str) -> None:
+def test_a_broken_dump_is_named(tmp_path: Path, content: object, code: str) -> None:
     path = dump_path(tmp_path, 1)
     if isinstance(content, bytes):
         path.write_bytes(content)
@@ -41,7 +41,7 @@ def test_a_broken_dump_is_one_sentence_with_its_place(tmp_path: Path, content: o
     assert (caught.value.code, caught.value.who) == (code, str(path))
 
 
-def test_what_was_saved_comes_back_and_a_cut_file_does_not(tmp_path: Path) -> None:
+def test_saved_rollouts_are_loaded_and_a_cut_file_is_not(tmp_path: Path) -> None:
     batch = synthetic_batch(ModelDimensions.from_checkpoint(write_checkpoint(tmp_path / "model")))
     for row in batch[:2]:
         row.rollout_id = "0-0"

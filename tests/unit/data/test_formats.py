@@ -1,4 +1,4 @@
-"""Rows as data sets are published, and the files that they come in."""
+"""Formats of published data sets, and the files that contain them."""
 
 import json
 from pathlib import Path
@@ -16,7 +16,7 @@ from tests.support import templates
 from tests.support.rejections import Rejects
 from tests.support.templates import tokenizer_of
 
-# In the forms that are published; texts are shortened.
+# As published, with shortened texts.
 GSM8K = {
     "question": "Natalia sold clips to 48 of her friends in April, and then she sold half as many clips in May. ...",
     "answer": "Natalia sold 48/2 = <<48/2=24>>24 clips in May.\nNatalia sold 48+24 = <<48+24=72>>72 clips.\n#### 72",
@@ -78,7 +78,7 @@ def jsonl(path: Path, *rows: Any) -> Path:
 
 @pytest.mark.parametrize("suffix", [".jsonl", ".parquet"])
 @pytest.mark.parametrize("name", PUBLISHED)
-def test_published_rows_are_taken_as_they_are(tmp_path: Path, name: str, suffix: str) -> None:
+def test_published_rows_are_read(tmp_path: Path, name: str, suffix: str) -> None:
     row, question, answer = PUBLISHED[name]
     path = tmp_path / f"train{suffix}"
     if suffix == ".parquet":
@@ -204,8 +204,8 @@ def test_the_last_box_is_read_with_its_braces(text: str, expected: str | None) -
     assert boxed(text) == expected
 
 
-def test_directories_and_patterns_stand_for_their_files(tmp_path: Path) -> None:
-    """As ``datasets`` saves a split, as a hub's snapshot has its shards, and by a pattern."""
+def test_directories_and_patterns_name_their_files(tmp_path: Path) -> None:
+    """A split saved by ``datasets``, the shards of a hub's snapshot, and a pattern."""
     rows = [{"prompt": f"{number}+0", "answer": number} for number in range(6)]
     saved, shards = tmp_path / "saved" / "train", tmp_path / "shards"
     saved.mkdir(parents=True)

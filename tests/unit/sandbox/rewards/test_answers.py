@@ -1,4 +1,4 @@
-"""Rewards by name, case by case: right forms, wrong ones, and those that look right."""
+"""Included rewards, case by case: right answers, wrong ones, and wrong ones that look right."""
 
 import json
 
@@ -98,7 +98,7 @@ def test_multiple_choice(response: str, answer: str, right: bool) -> None:
         ("code", json.dumps(["assert f(2) == 4", "x = 1"])),
     ],
 )  # fmt: skip
-def test_a_ground_truth_that_cannot_be_one_is_an_error(name: str, answer: str) -> None:
+def test_an_unusable_ground_truth_is_an_error(name: str, answer: str) -> None:
     with pytest.raises(ValueError, match=r"the answer|JSON Schema|tests"):
         resolve_reward(name)("", "```python\n1\n```", answer)
 
@@ -130,7 +130,7 @@ def test_json_schema(response: str, right: bool) -> None:
     assert _is_right(json_schema("", response, json.dumps(_SCHEMA))) == right
 
 
-def test_a_schema_fetches_nothing(rejects: Rejects) -> None:
+def test_a_schema_downloads_nothing(rejects: Rejects) -> None:
     inside = {"$defs": {"n": {"type": "integer"}}, "$ref": "#/$defs/n"}
     assert json_schema("", "3", json.dumps(inside)).success and not json_schema("", '"3"', json.dumps(inside)).success
     with pytest.raises(Exception, match="Unresolvable"):
@@ -156,6 +156,6 @@ def test_options_that_cannot_work_are_rejected() -> None:
 
 
 def _is_right(result: RewardResult) -> bool:
-    """Reward, success and reason agree."""
+    """Return the success, which must agree with the reward."""
     assert result.reward == float(result.success)
     return result.success

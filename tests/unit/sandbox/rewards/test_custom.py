@@ -1,4 +1,4 @@
-"""Custom reward functions as a worker takes them: usable ones, and those that are rejected when it starts or calls."""
+"""Custom reward functions in a worker: usable ones, and rejection at the start or at a call."""
 
 import sys
 from pathlib import Path

@@ -75,10 +75,9 @@ def test_a_service_that_is_restarted_costs_no_reward() -> None:
     ],
 )
 def test_unusable_options_are_rejected_before_anything_starts(options: dict[str, Any]) -> None:
-    for request in (lambda: try_options("http", remote, options), lambda: remote("p", "r", "a", **options)):
-        with pytest.raises(ValueError, match=r"url|timeout_s|headers") as caught:
-            request()
-        assert "SECRET" not in str(caught.value)
+    with pytest.raises(ValueError, match=r"url|timeout_s|headers") as caught:
+        try_options("http", remote, options)
+    assert "SECRET" not in str(caught.value)
 
 
 # --------------------------------------------------------------------------------------------------------------- judge
