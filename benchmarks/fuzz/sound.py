@@ -103,7 +103,7 @@ def _make_resumable(sound: Sound, backend: str) -> None:
     ledger.issued(range(4), 1)
     ledger.snapshot(step / FILE_NAME)
     ledger.close()
-    position = {"issued": 4, "seed": 0, "num_rows": 20, "fingerprint": "0"}
+    position = {"issued": 4, "seed": 0, "num_rows": 20, "files": ["0"], "mixture": []}
     checksums = {FILE_NAME: zlib.crc32((step / FILE_NAME).read_bytes())}
     lengths = {str(f.relative_to(step)): f.stat().st_size for f in step.rglob("*") if f.is_file()}
     write_state(step, 2, {"data": position, "files": checksums, "lengths": lengths})

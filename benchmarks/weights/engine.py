@@ -1,12 +1,11 @@
 """Whole updates of real engines: what loading and repacking take, and which share of it verification is.
 
-Each engine lives in a separate process, with one thread, as in a run, and the sender in this one. Half the layers of
-the model of the other parts: an engine on a CPU holds its weights more than once while it starts.
+Each engine has one thread, as in a run. vLLM and SGLang run in separate processes, transformers shares the sender's.
+Half the layers of the model of the other parts: an engine on a CPU holds its weights more than once while it starts.
 """
 
 import asyncio
 import os
-import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,8 +20,7 @@ from benchmarks.weights.model import FFN, HEAD_DIM, HEADS, HIDDEN, KV_HEADS, LAY
 from benchmarks.weights.transports import BUCKET_BYTES
 from slime_like.config import DataConfig, ModelConfig, RolloutConfig, RunConfig
 from slime_like.examples.tiny_model import make_tiny_model
-from slime_like.hosting.hosted_engine import HostedEngine
-from slime_like.interfaces import BucketMetadata, GenerationRequest, RolloutEngine, SamplingParams
+from slime_like.interfaces import BucketMetadata, GenerationRequest, RolloutEngine, SamplingParams, load_engine
 from slime_like.weights.transport import Sender
 from slime_like.weights.transports.registry import open_sender
 
@@ -74,7 +72,8 @@ def measure(scratch: Path) -> list[Row]:
     weights = {name: value.bfloat16() for name, value in load_file(model / "model.safetensors").items()}
     save_file(weights, model / "model.safetensors", metadata={"format": "pt"})
     return [
-        asyncio.run(_measure_engine(name, HostedEngine(_config(name, model, scratch), 0), weights)) for name in _ENGINES
+        asyncio.run(_measure_engine(name, load_engine(name)(_config(name, model, scratch), 0), weights))
+        for name in _ENGINES
     ]
 
 
@@ -84,7 +83,7 @@ def _config(engine: str, model: Path, scratch: Path) -> RunConfig:
         run_dir=scratch / "run",
         model=ModelConfig(path=model, dtype="bfloat16"),
         data=DataConfig(max_prompt_tokens=64),
-        rollout=RolloutConfig(engine=engine, python=Path(sys.executable), max_new_tokens=64, **bounds),
+        rollout=RolloutConfig(engine=engine, max_new_tokens=64, **bounds),
     )
 
 

@@ -2,7 +2,6 @@
 
 import asyncio
 import os
-import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -40,7 +39,7 @@ class SglangEngine(EngineBase[ChildProcess]):
             )
         if not on_cpu() and (unsupported := memory_saver_problem(self._config, os.environ)):
             raise self._faults.start_failed(unsupported, "unset it")
-        self._process = ChildProcess(sys.executable, _MODULE, lambda scratch: environment(self._config, scratch))
+        self._process = ChildProcess(_MODULE, lambda scratch: environment(self._config, scratch))
         try:
             await self._process.start(self._config, self._index)
         except ProcessEnded as error:

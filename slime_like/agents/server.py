@@ -78,7 +78,7 @@ class AgentServer:
         key = request.headers.get("x-api-key") or (bearer.strip() if scheme.lower() == "bearer" else "")
         session = self._sessions.get(key)
         if session is None:
-            raise CallRejected(401, "invalid_api_key", "no rollout has this key; give the one of the task")
+            raise CallRejected(401, "invalid_api_key", "no rollout has this key; use the key of the task")
         return session
 
     async def _models(self, request: web.Request) -> web.Response:
@@ -110,9 +110,9 @@ async def _json(request: web.Request) -> Any:
     try:
         return json.loads(body)
     except RecursionError as error:
-        raise CallRejected(400, "invalid_json", "the body is nested too deep") from error
+        raise CallRejected(400, "invalid_json", "the body is nested too deeply") from error
     except ValueError as error:  # invalid JSON or invalid encoding
-        raise CallRejected(400, "invalid_json", f"the body is no JSON ({error})") from error
+        raise CallRejected(400, "invalid_json", f"the body is not JSON ({error})") from error
 
 
 async def _stream(request: web.Request, events: Iterator[str]) -> web.StreamResponse:
@@ -131,7 +131,7 @@ async def _errors(request: web.Request, handler: _Handler) -> web.StreamResponse
     except CallRejected as error:
         rejected = error
     except RecursionError:
-        rejected = CallRejected(400, "invalid_request", "the messages are nested too deep")
+        rejected = CallRejected(400, "invalid_request", "the messages are nested too deeply")
     except web.HTTPRequestEntityTooLarge:
         rejected = CallRejected(413, "request_too_large", f"the body has more than {_MAX_BODY_BYTES} bytes")
     except web.HTTPException as error:

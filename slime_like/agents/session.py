@@ -104,7 +104,7 @@ class Session:
         if len(self._prompts) >= most:
             raise CallRejected(403, "max_calls_exceeded", f"the rollout has had rollout.agent.max_calls={most} calls")
         if len(self._running) >= _CONCURRENT_CALLS:
-            problem = f"{_CONCURRENT_CALLS} calls of this rollout wait already"
+            problem = f"{_CONCURRENT_CALLS} calls of this rollout are already waiting"
             raise CallRejected(429, "too_many_calls", problem, retry=True)
 
     def _asked(self, prompt: Prompt) -> SampleCall:

@@ -1,5 +1,6 @@
 """Versions of the engines' packages, in this environment or that of ``rollout.python``. Nothing is imported."""
 
+import subprocess
 import sys
 from collections.abc import Mapping
 from functools import lru_cache
@@ -20,6 +21,25 @@ _TESTED: Mapping[str, tuple[tuple[str, ...], str]] = {
 def is_installed(engine: str) -> bool:
     """Return whether this environment has the engine's package. Custom engines are assumed to be installed."""
     return engine not in _TESTED or bool(_versions(None, _TESTED[engine][0])) or find_spec(engine) is not None
+
+
+_PROBE = """
+import sys
+from importlib.metadata import version
+print("Python {}.{}".format(*sys.version_info), "ray", version("ray"), "slime-like", version("slime-like"))
+"""
+
+
+def interpreter_problem(python: Path) -> str | None:
+    """Return why ``rollout.python`` cannot run a Ray worker of this version, or ``None`` if it can."""
+    packages = _versions(None, ("ray", "slime-like"))
+    needed = " ".join(["Python {}.{}".format(*sys.version_info), *(f"{name} {packages[name]}" for name in packages)])
+    try:
+        ran = subprocess.run([python, "-c", _PROBE], capture_output=True, text=True, timeout=60)
+    except (OSError, subprocess.SubprocessError) as error:
+        return f"cannot be started ({error}); give the path of a Python, such as VENV/bin/python"
+    found = ran.stdout.strip() or (ran.stderr.strip().splitlines() or ["nothing"])[-1]
+    return None if found == needed else f"has {found}; install {needed} there"
 
 
 def version_warning(python: Path | None, engine: str) -> str | None:

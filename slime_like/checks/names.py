@@ -1,12 +1,11 @@
 """Checks of names that are looked up when the run starts: built-in parts, and custom code with its options."""
 
 import inspect
-import os
 from collections.abc import Iterator, Mapping, Sequence
 from difflib import get_close_matches
 from typing import Any
 
-from slime_like.checks.engine_install import is_installed
+from slime_like.checks.engine_install import interpreter_problem, is_installed
 from slime_like.checks.rows import first_row
 from slime_like.config.algorithm import ADVANTAGES, CORRECTIONS, KL_ESTIMATORS, LOSSES
 from slime_like.config.rollout import AGENT, ENVIRONMENT
@@ -40,8 +39,8 @@ def engine_installation_problems(config: RunConfig) -> Iterator[str]:
             f"rollout.engine={engine} is not installed; install this distribution with the extra [{engine}], or set "
             "rollout.python to a Python that has it"
         )
-    elif python is not None and not (python.is_file() and os.access(python, os.X_OK)):
-        yield f"rollout.python={python} is not a program; give the path of an interpreter, such as VENV/bin/python"
+    elif python is not None and (problem := interpreter_problem(python)):
+        yield f"rollout.python={python} {problem}"
 
 
 def algorithm_name_problems(config: RunConfig) -> Iterator[str]:

@@ -24,7 +24,6 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="FILE.jsonl",
         help="leave out the questions in this file, e.g. for held-out rows",
     )
-    add("--levels", type=int, nargs="+", default=[], metavar="N", help="levels of the task's curriculum, in this order")
     add("--set", nargs="+", default=[], metavar="NAME=VALUE", help="settings of the task, e.g. max_terms=3")
     add("--plain", action="store_true", help="without the system prompt that asks for <answer> tags")
 
@@ -42,7 +41,7 @@ def _run(given: argparse.Namespace, _: list[str]) -> int:
 
     settings = {name: value for name, _, value in pairs}
     other = _questions(given.exclude) if given.exclude is not None else ()
-    rows = task_rows(given.task, given.count, given.seed, given.levels, settings, not given.plain, other)
+    rows = task_rows(given.task, given.count, given.seed, settings, not given.plain, other)
     lines = [json.dumps(row) for row in rows]
     text = "".join(f"{line}\n" for line in lines)
     partial = out.with_name(f"{out.name}.partial")
@@ -79,8 +78,7 @@ COMMAND = Command(
     "make-tasks",
     "write rows of a task of reasoning-gym, for the reward of the same name",
     _run,
-    "Write generated rows of one task of reasoning-gym (the extra `tasks`) for data.train or evaluation.files.\n"
-    "With several --levels, rows become harder from level to level; data.shuffle: false keeps that order.",
+    "Write generated rows of one task of reasoning-gym (the extra `tasks`) for data.train or evaluation.files.",
     _add_arguments,
     takes_flags=False,
 )

@@ -100,7 +100,7 @@ class RolloutConfig(Section):
     engine: str = "vllm"
     """vllm, sglang, transformers or a custom engine."""
     python: Path | None = None
-    """Python interpreter of the engines, if their packages conflict with the trainer's."""
+    """Python of the engines, with the same Ray, if their packages conflict with the trainer's."""
     num_engines: int = Field(1, ge=1)
     """Number of engines. auto: fill the cluster, or the trainer's GPUs if colocated."""
     tensor: int = Field(1, ge=1, description="Tensor parallelism of one engine.")

@@ -102,12 +102,12 @@ class RowEncoder:
         messages, tools = read_conversation(row, key)
         self._require_text(row, key, [messages, tools])
         try:
-            found = self._conversations.encode(messages, tools)
+            tokens, found = self._conversations.encode(messages, tools)
         except SpanFault as fault:
             raise row.fault(fault.code, f"{key!r}: {fault.problem}", fault.remedy) from fault
-        first, last = found.spans[0][0], found.spans[-1][1]
-        prompt, response = array("i", found.tokens[:first]), array("i", found.tokens[first:last])
-        spans = tuple((start - first, end - first) for start, end in found.spans)
+        first, last = found[0][0], found[-1][1]
+        prompt, response = array("i", tokens[:first]), array("i", tokens[first:last])
+        spans = tuple((start - first, end - first) for start, end in found)
         return EncodedRow(prompt, self._answer(row), response, self._environment(row), spans)
 
     @cached_property
@@ -151,7 +151,7 @@ class RowEncoder:
         for unlikely in filter(None, (role_problem(message["role"]) for message in messages)):
             raise row.fault("bad-prompt", f"{key!r}: {unlikely}")
         if messages[-1]["role"] == "assistant":
-            problem = f"{key!r} ends with the assistant's message, behind which a second one would begin"
+            problem = f"{key!r} ends with a message of the assistant, and the model would start another one"
             raise row.fault("bad-prompt", problem, "remove that message, or set data.messages_key for demonstrations")
         if not self._config.apply_chat_template:
             remedy = "set data.apply_chat_template: true, or give text"
@@ -182,7 +182,7 @@ class RowEncoder:
             problem = f"the answer {self._config.answer_key!r} {_found(value)}"
             raise row.fault("bad-answer", problem, "give text or a number, or set data.answer_key")
         if isinstance(value, float) and not math.isfinite(value):
-            problem = f"the answer {self._config.answer_key!r} is {value}, which no response can be"
+            problem = f"the answer {self._config.answer_key!r} is {value}, which no response can equal"
             raise row.fault("bad-answer", problem, "correct it")
         return str(value)
 
@@ -238,7 +238,7 @@ def _present(row: Row) -> str:
 
 def _or_format(row: Row) -> str:
     form = fitting_format(row)
-    return f", or data.format to {form}, whose rows have these" if form is not None else ""
+    return f", or data.format to {form}, which this row fits" if form is not None else ""
 
 
 def _is_message(message: Any) -> bool:

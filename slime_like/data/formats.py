@@ -27,7 +27,7 @@ def in_format(row: Row, config: DataConfig) -> Row:
     """
     if config.format == "keys":
         return row
-    prompt, answer = _FORMATS[config.format](row)
+    prompt, answer = _extract(row, config.format)
     return replace(row, values={**row.values, config.prompt_key: prompt, config.answer_key: answer})
 
 
@@ -51,15 +51,12 @@ def held_out_settings(config: DataConfig, file: Path) -> DataConfig:
         if name is not None:
             return by_keys.model_copy(update={"format": name})
         if config.mixture or config.format != "keys":
-            raise _of_no_format(row, config)
+            forms = ", ".join(dict.fromkeys(part.format for part in config.parts))
+            known = ", ".join(["keys", *_FORMATS])
+            problem = f"fits neither the format of the training data ({forms}) nor another one ({known})"
+            keys = f"data.prompt_key={config.prompt_key} and data.answer_key={config.answer_key}"
+            raise row.fault("no-source", problem, f"give rows in one of these; keys: {keys}")
     return config.parts[0]
-
-
-def _of_no_format(row: Row, config: DataConfig) -> DataError:
-    forms = ", ".join(dict.fromkeys(part.format for part in config.parts))
-    problem = f"fits neither the format of the training data ({forms}) nor another ({', '.join(['keys', *_FORMATS])})"
-    keys = f"data.prompt_key={config.prompt_key} and data.answer_key={config.answer_key}"
-    return row.fault("no-source", problem, f"give rows in one of these; keys: {keys}")
 
 
 def _is_like(row: Row, config: DataConfig) -> bool:
@@ -71,49 +68,40 @@ def _is_like(row: Row, config: DataConfig) -> bool:
 
 def _is_of(row: Row, name: str) -> bool:
     try:
-        _FORMATS[name](row)
+        _extract(row, name)
     except DataError:
         return False
     return True
 
 
-def _gsm8k(row: Row) -> tuple[Any, Any]:
+def _final_number(row: Row) -> Any:
     _, mark, answer = str(_value(row, "answer")).rpartition("####")
-    if not mark or not answer.strip():
-        raise _unfit(row, "`answer` has nothing behind '####'")
-    return _value(row, "question"), answer.strip().replace(",", "")
+    if not mark:
+        raise _unfit(row, "`answer` has no '####'")
+    return answer.strip().replace(",", "")
 
 
-def _math(row: Row) -> tuple[Any, Any]:
+def _own_or_boxed(row: Row) -> Any:
     answer = row.get("answer")
-    if _is_blank(answer):
-        answer = boxed(str(_value(row, "solution")))
-    if _is_blank(answer):
-        raise row.fault("not-in-format", r"`solution` has no \boxed{}", "add an `answer`, or remove the row")
-    return _value(row, "problem"), answer
+    return boxed(str(_value(row, "solution"))) if _is_blank(answer) else answer
 
 
-def _dapo(row: Row) -> tuple[Any, Any]:
-    answer = _value(row, "reward_model.ground_truth")
-    if _is_blank(answer):
-        raise row.fault("not-in-format", "`reward_model.ground_truth` is empty", "give the answer, or remove the row")
-    return _value(row, "prompt"), answer
-
-
-def _openr1(row: Row) -> tuple[Any, Any]:
-    answer = _value(row, "answer")
-    if _is_blank(answer):
-        raise row.fault("not-in-format", "`answer` is empty", "give the answer, or remove the row")
-    return _value(row, "problem"), answer
-
-
-_FORMATS: Mapping[str, Callable[[Row], tuple[Any, Any]]] = {
-    "gsm8k": _gsm8k,
-    "dapo": _dapo,
-    "openr1": _openr1,
-    "math": _math,
+_FORMATS: Mapping[str, tuple[str, Callable[[Row], Any]]] = {
+    "gsm8k": ("question", _final_number),
+    "dapo": ("prompt", lambda row: _value(row, "reward_model.ground_truth")),
+    "openr1": ("problem", lambda row: _value(row, "answer")),
+    "math": ("problem", _own_or_boxed),
 }
-"""Formats, more specific ones first: a row with a `problem` and an `answer` fits the last two."""
+"""Key of the prompt, and function that returns the answer. More specific formats come first: a row with a `problem` and
+an `answer` fits the last two."""
+
+
+def _extract(row: Row, name: str) -> tuple[Any, Any]:
+    key, answer_of = _FORMATS[name]
+    prompt, answer = _value(row, key), answer_of(row)
+    if _is_blank(answer):
+        raise row.fault("not-in-format", f"has no answer in the format {name}", "add the answer, or remove the row")
+    return prompt, answer
 
 
 def _is_blank(answer: Any) -> bool:
@@ -126,5 +114,5 @@ def _value(row: Row, key: str) -> Any:
     return value
 
 
-def _unfit(row: Row, problem: str) -> Exception:
-    return row.fault("not-in-format", problem, "set data.format to that of the file, or leave it out and name the keys")
+def _unfit(row: Row, problem: str) -> DataError:
+    return row.fault("not-in-format", problem, "set data.format to the file's format, or name the keys instead")

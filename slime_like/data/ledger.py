@@ -14,7 +14,7 @@ from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import NamedTuple, Self
+from typing import Self
 
 from slime_like.errors import DataError
 
@@ -88,7 +88,7 @@ class Ledger:
             self._database.execute("PRAGMA synchronous = NORMAL")
             self._database.executescript(_SCHEMA)
         except (sqlite3.Error, OSError) as error:
-            raise _unusable(path, error, "not a ledger, or on a file system that cannot map files") from error
+            raise _unusable(path, error, "it is not a ledger, or its file system cannot map files") from error
 
     @classmethod
     def begin(cls, run_dir: Path) -> Self:
@@ -184,7 +184,7 @@ def _refused_by_disk(path: Path) -> Iterator[None]:
     except sqlite3.Error as error:
         problem, code, remedy = f"could not be written ({error})", "disk-refused", "free space there"
         if getattr(error, "sqlite_errorcode", 0) & 0xFF == sqlite3.SQLITE_BUSY:
-            code, remedy = "ledger-locked", "end what else writes to it, such as an open sqlite3 shell"
+            code, remedy = "ledger-locked", "end the other writer, such as an open sqlite3 shell"
         raise DataError(problem, code=code, who=str(path), remedy=remedy) from error
 
 
@@ -202,7 +202,7 @@ def audit_run(run_dir: Path) -> Audit:
         with ExitStack() as stack:
             return _audit(_readable(path, stack))
     except sqlite3.Error as error:
-        raise _unusable(path, error, "not a ledger, or damaged") from error
+        raise _unusable(path, error, "it is not a ledger, or damaged") from error
 
 
 def _readable(path: Path, stack: ExitStack) -> sqlite3.Connection:
@@ -252,8 +252,7 @@ def _audit(database: sqlite3.Connection) -> Audit:
         end = ended.get(states)
         if states not in ended:
             end = next((state for state in states.split() if state in _ENDED), None)
-            history = database.execute("SELECT state, step FROM events WHERE group_id = ? ORDER BY number", (group,))
-            if found := _problems(group, [_Event(*event) for event in history]):
+            if found := _problems(group, states.split()):
                 problems += found
             else:
                 ended[states] = end
@@ -265,20 +264,13 @@ def _audit(database: sqlite3.Connection) -> Audit:
     return Audit(issued, ends[TRAINED], dict(dropped), tuple(in_flight), tuple(problems))
 
 
-class _Event(NamedTuple):
-    state: str
-    step: int | None
-
-
-def _problems(group: int, history: Sequence[_Event]) -> list[str]:
+def _problems(group: int, states: Sequence[str]) -> list[str]:
     """List inconsistencies in one group's events."""
-    states = [event.state for event in history]
     found = []
     if states[0] != ISSUED or states.count(ISSUED) != 1:
         found.append(f"group {group} was issued {states.count(ISSUED)} times, and first {states[0]}")
-    steps = [event.step for event in history if event.state == TRAINED]
-    if len(steps) > 1:
-        found.append(f"group {group} was trained {len(steps)} times: in steps {', '.join(map(str, steps))}")
+    if states.count(TRAINED) > 1:
+        found.append(f"group {group} was trained {states.count(TRAINED)} times")
     if TRAINED in states and DROPPED in states:
         found.append(f"group {group} was trained and dropped")
     if states.count(DROPPED) > 1:

@@ -28,14 +28,14 @@ def read_conversation(row: Row, key: str) -> tuple[Messages, list[dict[str, Any]
     """
     given = row.get(key)
     if given is None:
-        remedy = "every row needs one: demonstrations under data.response_key go into a run of their own"
+        remedy = "give every row one; train on demonstrations under data.response_key in another run"
         raise row.fault("no-conversation", f"has no {key!r}", remedy)
     if not isinstance(given, list) or not given:
         raise row.fault("bad-messages", f"{key!r} must be a list of chat messages")
     messages = [_message(row, f"{key!r}, message {number}", each) for number, each in enumerate(given, start=1)]
     if all(message["role"] != "assistant" for message in messages):
         roles = ", ".join(sorted({message["role"] for message in messages}))
-        problem = f"{key!r} has no message of the assistant, but of {roles}"
+        problem = f"{key!r} has no message of the assistant; its roles: {roles}"
         raise row.fault("no-assistant-turn", problem, "correct the roles, or remove the row")
     return messages, _tools(row)
 

@@ -16,8 +16,8 @@ from slime_like.data.encoding import EncodedRow, RowEncoder
 from slime_like.data.rows import BadRows, data_files, read_rows
 from slime_like.errors import DataError
 
-_SHOWN_DIGITS = 12
-"""Digits of a content checksum to show."""
+_DIGEST_DIGITS = 12
+"""Hexadecimal digits of a file's SHA-256."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,7 +110,6 @@ class PromptSource:
         keep_messages: bool = False,
     ) -> None:
         parts = [config.model_copy(update={"train": tuple(files), "mixture": ()})] if files else config.parts
-        self._files = tuple(file for part in parts for file in part.train)
         self._max_tokens = config.max_prompt_tokens
         self.dropped_prompts = 0
         self._excess = excess
@@ -125,9 +124,8 @@ class PromptSource:
             self._sources.append(_Rows(rows, order if config.shuffle else None))
         self._issued = array("H")  # source of every prompt, by group id
         self._mixture = [[name, share] for name, share in zip(self._names, self._shares, strict=False)]
-        self._digests = [(file, _digest(file)) for path in self._files for file in data_files(path)]
-        mixture = [self._names, self._shares] if self._names else []
-        self._fingerprint = _fingerprint([digest for _, digest in self._digests], mixture)
+        self._files = [file for part in parts for path in part.train for file in data_files(path)]
+        self._digests = [_digest(file) for file in self._files]
 
     @property
     def num_rows(self) -> int:
@@ -158,8 +156,7 @@ class PromptSource:
             "issued": len(self._issued),
             "seed": self._seed,
             "num_rows": self.num_rows,
-            "fingerprint": self._fingerprint,
-            "files": [digest.hex()[:_SHOWN_DIGITS] for _, digest in self._digests],
+            "files": self._digests,
             "mixture": self._mixture,
         }
 
@@ -167,38 +164,24 @@ class PromptSource:
         """Resume exactly where ``state_dict`` was taken.
 
         Raises:
-            DataError: the files (by content), the seed or the selection of rows differ.
+            DataError: the mixture, the files (by content), the seed or the selection of rows differ.
         """
-        here = self.state_dict()
-        names = ", ".join(self._changed(state.get("files", [])))
-        if (before := state.get("mixture", self._mixture)) != self._mixture:
-            raise DataError(
-                f"the names and shares of data.mixture are not those of the checkpoint ({_listed(before)} then, "
-                f"{_listed(self._mixture)} now), so its position means nothing here",
-                code="mixture-changed",
-                who=names,
-                remedy="restore them, or start a new run (resume: never)",
-            )
-        for key, what in (("fingerprint", "content"), ("seed", "seed"), ("num_rows", "number of usable rows")):
+        here, files = self.state_dict(), zip(self._files, self._digests, state["files"], strict=False)
+        changed = [file for file, digest, before in files if digest != before] or self._files
+        for key, what in _IDENTITY.items():
             if state[key] != here[key]:
+                then, now = _listed(state[key]), _listed(here[key])
                 raise DataError(
-                    f"the {what} is not that of the checkpoint ({_short(state[key])} then, {_short(here[key])} now), "
-                    "so its position means nothing here",
-                    code="data-changed",
-                    who=names,
-                    remedy="restore it, or start a new run (resume: never)",
+                    f"{what} differ from the checkpoint's ({then} then, {now} now), so its position means nothing here",
+                    code="mixture-changed" if key == "mixture" else "data-changed",
+                    who=", ".join(map(str, changed)),
+                    remedy="restore them, or start a new run (resume: never)",
                 )
         self._issued = array("H")
         for source in self._sources:
             source.issued = 0
         for _ in range(int(state["issued"])):
             self._choose().issued += 1
-
-    def _changed(self, digests: Sequence[str]) -> list[str]:
-        """List the files whose content differs from the checkpoint's, or all files if it doesn't say."""
-        pairs = zip(self._digests, digests, strict=False)
-        changed = [str(file) for (file, digest), before in pairs if digest.hex()[:_SHOWN_DIGITS] != before]
-        return changed if changed and len(digests) == len(self._digests) else [str(file) for file in self._files]
 
     def _choose(self) -> _Rows:
         """Return the source of the next prompt."""
@@ -240,32 +223,26 @@ class PromptSource:
             names = ", ".join(str(file) for file in files) or "(no file)"
             if not dropped:
                 raise DataError("no rows", code="no-rows", who=names, remedy="give a file with rows")
-            raise DataError(
-                f"no row is left: every prompt, {dropped} in all, is over data.max_prompt_tokens={self._max_tokens}",
-                code="prompts-too-long",
-                who=names,
-                remedy="raise the limit, or give a file with shorter ones",
-            )
+            problem = f"all {dropped} prompts are longer than data.max_prompt_tokens={self._max_tokens}"
+            remedy = "raise the limit, or give a file with shorter prompts"
+            raise DataError(problem, code="prompts-too-long", who=names, remedy=remedy)
         return rows
 
 
-def _listed(mixture: Sequence[Sequence[Any]]) -> str:
-    return ", ".join(f"{name} {share:.3g}" for name, share in mixture) or "none"
+_IDENTITY = {
+    "mixture": "the names and shares of data.mixture",
+    "files": "the contents of the files",
+    "seed": "the seeds",
+    "num_rows": "the numbers of usable rows",
+}
+"""Parts of the state that must be the same to resume."""
 
 
-def _short(value: Any) -> Any:
-    return value[:_SHOWN_DIGITS] if isinstance(value, str) else value
+def _listed(value: Any) -> str:
+    return str(value) if not isinstance(value, list) else ", ".join(map(str, value)) or "none"
 
 
-def _digest(file: Path) -> bytes:
-    """Return the SHA-256 of the content."""
+def _digest(file: Path) -> str:
+    """Return the beginning of the SHA-256 of the content."""
     with file.open("rb") as data:
-        return hashlib.file_digest(data, "sha256").digest()
-
-
-def _fingerprint(digests: Iterable[bytes], mixture: list[Any]) -> str:
-    """Hash the file contents in order (SHA-256), and the names and shares of a mixture. File names don't count."""
-    total = hashlib.sha256(json.dumps(mixture).encode() if mixture else b"")
-    for digest in digests:
-        total.update(digest)
-    return total.hexdigest()
+        return hashlib.file_digest(data, "sha256").hexdigest()[:_DIGEST_DIGITS]

@@ -2,10 +2,9 @@
 
 import json
 import re
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -53,9 +52,6 @@ class BadRows:
     def __init__(self) -> None:
         self._alike: dict[tuple[str, str], list[DataError]] = {}
 
-    def __bool__(self) -> bool:
-        return bool(self._alike)
-
     @contextmanager
     def collect(self) -> Iterator[None]:
         """Keep the fault of the row that is read inside."""
@@ -64,19 +60,16 @@ class BadRows:
         except DataError as fault:
             self._alike.setdefault((fault.code, fault.problem), []).append(fault)
 
-    def problems(self) -> list[Problem]:
-        """Return one problem per kind of fault, up to twenty, and the number of remaining kinds."""
-        shown = [Problem(faults[0].code, _sentence(faults)) for faults in list(self._alike.values())[:_MOST_SHOWN]]
-        more = len(self._alike) - len(shown)
-        return [*shown, *([Problem("bad-rows", f"and {counted(more, 'more kind')} of bad rows")] if more > 0 else [])]
-
     def raise_any(self) -> None:
-        """Raise the only fault, or ``ConfigError`` with all of them."""
-        faults = [fault for alike in self._alike.values() for fault in alike]
-        if len(faults) == 1:
-            raise faults[0]
-        if faults:
-            raise ConfigError(self.problems())
+        """Raise the only fault, or ``ConfigError`` with one problem per kind of fault, up to twenty."""
+        kinds = list(self._alike.values())
+        if kinds and len(kinds) == len(kinds[0]) == 1:
+            raise kinds[0][0]
+        problems = [Problem(faults[0].code, _sentence(faults)) for faults in kinds[:_MOST_SHOWN]]
+        if (more := len(kinds) - len(problems)) > 0:
+            problems.append(Problem("bad-rows", f"and {counted(more, 'more kind')} of bad rows"))
+        if problems:
+            raise ConfigError(problems)
 
 
 def _sentence(faults: Sequence[DataError]) -> str:
@@ -94,20 +87,15 @@ def read_rows(path: Path, bad: BadRows | None = None) -> Iterator[Row]:
     Raises:
         DataError: the file cannot be read, or a line is not a JSON object.
     """
-    readers: dict[str, Callable[[Path], Iterator[Row]]] = {
-        ".jsonl": partial(_read_jsonl, bad=bad),
-        ".parquet": _read_parquet,
-        ".arrow": _read_arrow,
-    }
     if (files := data_files(path)) != [path]:
         for file in files:
             yield from read_rows(file, bad)
         return
-    if path.suffix not in readers:
+    if path.suffix not in SUFFIXES:
         problem, remedy = f"the file type {path.suffix!r} is unknown", f"use {' or '.join(SUFFIXES)}"
         raise DataError(problem, code="file-type", who=str(path), remedy=remedy)
     try:
-        yield from readers[path.suffix](path)
+        yield from _read_jsonl(path, bad) if path.suffix == ".jsonl" else _read_table(path)
     except OSError as error:
         problem = f"cannot be read ({error.strerror or error})"
         raise DataError(problem, code="file-not-readable", who=str(path), remedy="check the path") from error
@@ -136,7 +124,7 @@ def data_files(path: Path) -> list[Path]:
         found = sorted(file for file in path.iterdir() if file.suffix in SUFFIXES)
         splits_of = sorted({re.split(r"[-_.]", file.name)[0] for file in found})
         if len(splits_of) > 1 or len({file.suffix for file in found}) > 1:
-            problem = f"holds files of several kinds ({', '.join(splits_of)})"
+            problem = f"has files of several kinds ({', '.join(splits_of)})"
             remedy = f"give a pattern, e.g. {path}/{splits_of[-1]}-*{found[-1].suffix}"
             raise DataError(problem, code="several-splits", who=str(path), remedy=remedy)
     if not found:
@@ -160,23 +148,21 @@ def _read_jsonl(path: Path, bad: BadRows | None) -> Iterator[Row]:
 
 def _jsonl_row(row: Row, line: bytes) -> Row:
     try:
-        values = _parse(line.decode("utf-8"))
+        values = _DECODER.decode(line.decode("utf-8"))
         if b"\\ud" in line.lower():
             _refuse_lone_surrogates(values)
-    except _RepeatedKeyError as error:
-        raise row.fault("repeated-key", f"the key {error} occurs twice in one object", "keep one") from error
     except UnicodeDecodeError as error:
-        remedy = "write the file in UTF-8, and neither compressed nor in another format"
+        remedy = "write the file as uncompressed text in UTF-8"
         raise row.fault("not-utf8", "this is not UTF-8 text", remedy) from error
     except (ValueError, RecursionError) as error:
         why = f"{error.msg}: column {error.colno}" if isinstance(error, json.JSONDecodeError) else str(error)
-        raise row.fault("not-json", f"no valid JSON ({why})", _ONE_OBJECT) from error
+        raise row.fault("not-json", f"this is not valid JSON ({why})", _ONE_OBJECT) from error
     if not isinstance(values, dict):
-        raise row.fault("no-object", f"holds a {type(values).__name__}", _ONE_OBJECT)
+        raise row.fault("no-object", f"this is a {type(values).__name__}", _ONE_OBJECT)
     return replace(row, values=values)
 
 
-_ONE_OBJECT = "one object per line belongs here"
+_ONE_OBJECT = "give one object per line"
 
 
 def _refuse_constant(name: str) -> None:
@@ -184,27 +170,17 @@ def _refuse_constant(name: str) -> None:
     raise ValueError(f"{name} is not a JSON number")
 
 
-class _RepeatedKeyError(ValueError):
-    """A repeated key; the message is the key."""
-
-
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     """Reject repeated keys: Python keeps the last value, other readers keep the first."""
     values = dict(pairs)
     if len(values) != len(pairs):
         keys = [key for key, _ in pairs]
-        raise _RepeatedKeyError(repr(next(key for key in keys if keys.count(key) > 1)))
+        raise ValueError(f"the key {next(key for key in keys if keys.count(key) > 1)!r} occurs twice in one object")
     return values
 
 
 _DECODER = json.JSONDecoder(object_pairs_hook=_object, parse_constant=_refuse_constant)
 """Shared decoder. With these arguments, ``json.loads`` would build a new one per call."""
-
-
-def _parse(text: str) -> Any:
-    if text.startswith("\ufeff"):
-        raise ValueError("it begins with a byte order mark, U+FEFF, which JSON does not allow")
-    return _DECODER.decode(text)
 
 
 def _refuse_lone_surrogates(values: Any) -> None:
@@ -213,43 +189,29 @@ def _refuse_lone_surrogates(values: Any) -> None:
         json.dumps(values, ensure_ascii=False).encode("utf-8")
     except UnicodeEncodeError as error:
         half = error.object[error.start]
-        raise ValueError(f"\\u{ord(half):04x} is half of a surrogate pair, and no text") from error
+        raise ValueError(f"\\u{ord(half):04x} is half of a surrogate pair, not a character") from error
 
 
-def _read_parquet(path: Path) -> Iterator[Row]:
+def _read_table(path: Path) -> Iterator[Row]:
+    """Yield the rows of a Parquet file or an Arrow stream."""
     import pyarrow
     import pyarrow.parquet
 
     number = 0
     try:
-        with pyarrow.parquet.ParquetFile(path) as file:
-            for batch in file.iter_batches(batch_size=1024):
-                for values in batch.to_pylist():
-                    number += 1
-                    yield Row(path, number, values)
-    except (pyarrow.ArrowException, UnicodeDecodeError) as error:
-        raise _damaged(path, number, f"no valid Parquet file ({error})") from error
-    except OSError as error:
-        if error.errno is not None:
-            raise
-        raise _damaged(path, number, f"is damaged{' behind this row' if number else ''} ({error})") from error
-
-
-def _read_arrow(path: Path) -> Iterator[Row]:
-    import pyarrow
-
-    number = 0
-    try:
-        with pyarrow.memory_map(str(path)) as file, pyarrow.ipc.open_stream(file) as batches:
+        with ExitStack() as stack:
+            if path.suffix == ".parquet":
+                batches = stack.enter_context(pyarrow.parquet.ParquetFile(path)).iter_batches(batch_size=1024)
+            else:
+                file = stack.enter_context(pyarrow.memory_map(str(path)))
+                batches = stack.enter_context(pyarrow.ipc.open_stream(file))
             for batch in batches:
                 for values in batch.to_pylist():
                     number += 1
                     yield Row(path, number, values)
-    except pyarrow.ArrowException as error:
-        raise _damaged(path, number, f"no valid Arrow stream ({error})") from error
-
-
-def _damaged(path: Path, number: int, problem: str) -> DataError:
-    """Build the error for the last readable row, or for the file if no row was readable."""
-    who = f"{path}:{number}" if number else str(path)
-    return DataError(problem, code=f"damaged-{path.suffix[1:]}", who=who, remedy="write it again")
+    except (pyarrow.ArrowException, UnicodeDecodeError, OSError) as error:
+        if isinstance(error, OSError) and error.errno is not None:  # not one of pyarrow's
+            raise
+        problem = f"is damaged{' after this row' if number else ''} ({error})"
+        who = f"{path}:{number}" if number else str(path)
+        raise DataError(problem, code=f"damaged-{path.suffix[1:]}", who=who, remedy="write it again") from error

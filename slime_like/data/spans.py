@@ -8,7 +8,6 @@ these characters to tokens.
 import re
 from bisect import bisect_left
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from slime_like.data.messages import Message, Messages
@@ -30,22 +29,7 @@ class SpanFault(Exception):
         self.code, self.problem, self.remedy = code, problem, remedy
 
 
-@dataclass(frozen=True, slots=True)
-class EncodedConversation:
-    """A conversation as text and as tokens.
-
-    Attributes:
-        spans: ``[start, end)`` in ``tokens`` of the parts that carry loss, in order, one per assistant turn.
-        characters: the same parts in ``text``.
-    """
-
-    text: str
-    tokens: list[int]
-    spans: tuple[Range, ...]
-    characters: tuple[Range, ...]
-
-
-class ChatTemplate:
+class _ChatTemplate:
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
 
@@ -97,7 +81,7 @@ class ConversationEncoder:
     """
 
     def __init__(self, tokenizer: Any, stop_token_ids: Sequence[int] = ()) -> None:
-        self._template = ChatTemplate(tokenizer)
+        self._template = _ChatTemplate(tokenizer)
         if tokenizer.chat_template is None:
             raise SpanFault("no-chat-template", "the tokenizer has no chat template", "give it one")
         eos = tokenizer.eos_token_id
@@ -107,8 +91,11 @@ class ConversationEncoder:
         self._stop_names = token_names(tokenizer, self._stops)
         self._backend = _untrimmed(tokenizer)
 
-    def encode(self, messages: Messages, tools: Tools = None) -> EncodedConversation:
+    def encode(self, messages: Messages, tools: Tools = None) -> tuple[list[int], list[Range]]:
         """Render and encode a conversation.
+
+        Returns:
+            Its tokens, and ``[start, end)`` of the parts that carry loss, in order, one per assistant turn.
 
         Raises:
             SpanFault: the template rejects it, or a span cannot be found exactly.
@@ -127,8 +114,8 @@ class ConversationEncoder:
             characters = marks
         spans = [_token_span(span, offsets, starts) for span in characters]
         if spans[0][0] == 0:
-            raise SpanFault("no-prompt", "no token stands before the first turn of the assistant")
-        return EncodedConversation(text, tokens, tuple(spans), tuple(characters))
+            raise SpanFault("no-prompt", "the conversation starts with the assistant's turn, without any prompt token")
+        return tokens, spans
 
     def _end_of_turn(
         self, text: str, turn: Range, tokens: Sequence[int], offsets: Sequence[Range], starts: Sequence[int]
@@ -139,7 +126,7 @@ class ConversationEncoder:
                 continue
             end = offsets[index][1]
             if text[end : turn[1]].strip():
-                problem = f"a turn of the assistant goes on behind a stop token ({text[end : turn[1]]!r:.60})"
+                problem = f"a turn of the assistant continues after a stop token ({text[end : turn[1]]!r:.60})"
                 raise SpanFault("text-after-end", problem)
             return end
         raise SpanFault(
@@ -163,7 +150,7 @@ def _untrimmed(tokenizer: Any) -> Any:
     return copy
 
 
-def _find_turns(template: ChatTemplate, text: str, messages: Messages, tools: Tools) -> list[Range]:
+def _find_turns(template: _ChatTemplate, text: str, messages: Messages, tools: Tools) -> list[Range]:
     """Return the characters of each assistant turn, from the end of the generation prompt to the start of the next
     message.
 
@@ -185,12 +172,12 @@ def _find_turns(template: ChatTemplate, text: str, messages: Messages, tools: To
     return turns
 
 
-def _turn_start(template: ChatTemplate, text: str, before: Messages, message: Message, tools: Tools) -> int:
+def _turn_start(template: _ChatTemplate, text: str, before: Messages, message: Message, tools: Tools) -> int:
     prompt, number = template.render(before, tools, prompt=True), len(before) + 1
     if text.startswith(prompt):
         begins = text[len(prompt) :].lstrip().startswith(message["content"].strip() or "\0")
         if not begins and template.render(before, tools) == prompt:
-            problem = "the template has no generation prompt, so that headers of the assistant's turns would carry loss"
+            problem = "the template has no generation prompt, so headers of the assistant's turns would carry loss"
             raise SpanFault("no-generation-prompt", problem)
         return len(prompt)
     plain = template.render(before, tools)
@@ -212,7 +199,7 @@ def _changed_turn(number: int, message: Message, alone: str, followed: str) -> S
 
 
 def _require_rendered(
-    template: ChatTemplate, text: str, turns: Sequence[Range], messages: Messages, tools: Tools
+    template: _ChatTemplate, text: str, turns: Sequence[Range], messages: Messages, tools: Tools
 ) -> None:
     """Reject templates that leave something out. The model would learn other turns, or answers to what it never saw."""
     assistant = [(number, message) for number, message in enumerate(messages, start=1) if _is_assistant(message)]
@@ -252,7 +239,7 @@ def _without_calls(messages: Messages) -> Iterator[tuple[int, str, Messages]]:
             yield index + 1, "`function_call`", [*messages[:index], bare, *messages[index + 1 :]]
 
 
-def _is_rendered_as(template: ChatTemplate, text: str, messages: Messages, tools: Tools) -> bool:
+def _is_rendered_as(template: _ChatTemplate, text: str, messages: Messages, tools: Tools) -> bool:
     try:
         return template.render(messages, tools) == text
     except SpanFault:

@@ -1,7 +1,7 @@
 """Rows from reasoning-gym, a library of generated tasks that can each judge an answer."""
 
 import json
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping
 from types import ModuleType
 from typing import Any
 
@@ -19,7 +19,6 @@ def task_rows(
     task: str,
     count: int,
     seed: int,
-    levels: Sequence[int] = (),
     settings: Mapping[str, str] = {},
     system: bool = True,
     other: Collection[str] = (),
@@ -28,38 +27,42 @@ def task_rows(
 
     Args:
         task: name in the library.
-        count: total number of rows.
+        count: number of rows.
         seed: seed of the generator; the same seed gives the same rows.
-        levels: levels of the task's curriculum, in order, with equal numbers of rows; empty means its default settings.
         settings: settings of the task, as YAML text.
         system: whether each prompt begins with the library's request for ``<answer>`` tags.
         other: questions that no row may have.
 
     Raises:
-        ConfigError: the library is not installed, or lacks the task, level or setting; the task's answer does not
-            survive JSON; or almost every question is in ``other``.
+        ConfigError: the library is not installed, or lacks the task or setting; the task's answer does not survive
+            JSON; or almost every question is in ``other``.
     """
     library = imported_library()
     if task not in library.factory.DATASETS:
         known = ", ".join(sorted(library.factory.DATASETS))
         raise ConfigError(f"TASK={task} is unknown; use one of {known}", code="task-unknown")
-    parts = levels or (None,)
-    for index, level in enumerate(parts):
-        size = count * (index + 1) // len(parts) - count * index // len(parts)
-        draws = size * (_DRAWS_PER_ROW if other else 1)
-        dataset = _dataset(library, task, level, settings, draws, (seed * len(parts) + index) * _SEED_STRIDE)
-        new = (entry for number in range(draws) if (entry := dataset[number])["question"] not in other)
-        for number in range(size):
-            if (entry := next(new, None)) is None:
-                raise ConfigError(
-                    f"TASK={task}: {number} of {size} questions found that --exclude does not have, in {draws} "
-                    "draws; give a harder level or other settings, or exclude fewer",
-                    code="task-exhausted",
-                )
-            row = {"task": task, **{name: entry[name] for name in ("question", "answer", "metadata")}}
-            if number < _CHECKED_ROWS:
-                _require_judged(library, row)
-            yield {"prompt": _messages(library, entry["question"], system), "answer": json.dumps(row)}
+    draws = count * (_DRAWS_PER_ROW if other else 1)
+    written = OmegaConf.from_dotlist([f"{name}={text}" for name, text in settings.items()])
+    given: dict[str, Any] = dict(OmegaConf.to_container(written))  # type: ignore[arg-type]
+    try:
+        dataset = library.create_dataset(task, **given | {"size": draws, "seed": seed * _SEED_STRIDE})
+    except (TypeError, ValueError, AssertionError) as error:
+        problem = f"TASK={task}: {error or type(error).__name__}; correct --set"
+        raise ConfigError(problem, code="task-settings") from error
+    new = (entry for number in range(draws) if (entry := dataset[number])["question"] not in other)
+    request = [{"role": "system", "content": library.utils.SYSTEM_PROMPTS["default"].strip()}] if system else []
+    for number in range(count):
+        if (entry := next(new, None)) is None:
+            raise ConfigError(
+                f"TASK={task}: only {number} of {count} questions in {draws} draws are not in --exclude; give other "
+                "settings, or exclude fewer",
+                code="task-exhausted",
+            )
+        row = {"task": task, **{name: entry[name] for name in ("question", "answer", "metadata")}}
+        if number < _CHECKED_ROWS:
+            _require_judged(library, row)
+        prompt = [*request, {"role": "user", "content": entry["question"]}]
+        yield {"prompt": prompt, "answer": json.dumps(row)}
 
 
 def imported_library() -> ModuleType:
@@ -77,32 +80,6 @@ def imported_library() -> ModuleType:
     return found
 
 
-def _dataset(
-    library: ModuleType, task: str, level: int | None, settings: Mapping[str, str], size: int, seed: int
-) -> Any:
-    written = OmegaConf.from_dotlist([f"{name}={text}" for name, text in settings.items()])
-    given: dict[str, Any] = dict(OmegaConf.to_container(written))  # type: ignore[arg-type]
-    given |= {"size": max(1, size), "seed": seed}
-    try:
-        if level is None:
-            return library.create_dataset(task, **given)
-        curriculum = library.factory.create_curriculum(task)
-        most = max(len(attribute.levels) for attribute in curriculum.attributes.values()) - 1
-        if not 0 <= level <= most:  # the library would take the nearest one
-            raise ValueError(f"its levels are 0 to {most}")
-        curriculum.set_global_level(level)
-        configured = curriculum.generate_configuration(given)
-        for name, text in settings.items():
-            if (own := getattr(configured, name)) != given[name]:
-                raise ValueError(f"the level has {name}={own}, not {text}; leave out --levels or this setting")
-        return library.factory.DATASETS[task][0](configured)
-    except (TypeError, ValueError, AssertionError, KeyError, IndexError) as error:
-        at = "" if level is None else f" at level {level}"
-        raise ConfigError(
-            f"TASK={task}{at}: {error or type(error).__name__}; correct --set or --levels", code="task-settings"
-        ) from error
-
-
 def _require_judged(library: ModuleType, row: Mapping[str, Any]) -> None:
     """Require that the library accepts its own answer after JSON. Some tasks have no answer."""
     if row["answer"] is None:
@@ -116,8 +93,3 @@ def _require_judged(library: ModuleType, row: Mapping[str, Any]) -> None:
     if score != 1.0:
         problem = f"its own answer gets {score} once it is read from a file; use another task"
         raise ConfigError(f"TASK={row['task']}: {problem}", code="task-rows")
-
-
-def _messages(library: ModuleType, question: str, system: bool) -> list[dict[str, str]]:
-    request = [{"role": "system", "content": library.utils.SYSTEM_PROMPTS["default"].strip()}] if system else []
-    return [*request, {"role": "user", "content": question}]

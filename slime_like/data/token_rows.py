@@ -58,7 +58,7 @@ class TokenRows:
     def _tokens(self, row: Row, key: str) -> list[int]:
         given = row.token_ids(key, row.values.get(key), self._dimensions.vocab_size, "model")
         if not given:
-            raise row.fault("empty-tokens", f"{key!r} is empty, so that nothing can be scored", "remove the row")
+            raise row.fault("empty-tokens", f"{key!r} is empty, so nothing can be scored", "remove the row")
         return given
 
     def _require_fit(self, row: Row, tokens: int) -> None:

@@ -4,6 +4,7 @@ import asyncio
 import itertools
 import shutil
 import subprocess
+import sys
 import tempfile
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -24,13 +25,12 @@ class ChildProcess:
     """One process and its children. Belongs to one event loop.
 
     Args:
-        interpreter: path of the Python that runs it.
         module: module to run with ``python -m``. Its arguments are a descriptor and a scratch directory, for an
             ``Owner``.
         environment: function from the scratch directory to the process's environment.
     """
 
-    def __init__(self, interpreter: str, module: str, environment: Callable[[Path], Mapping[str, str]]) -> None:
+    def __init__(self, module: str, environment: Callable[[Path], Mapping[str, str]]) -> None:
         self._loop = asyncio.get_running_loop()
         self._numbers = itertools.count()
         self._waiting: dict[int, asyncio.Future[Any]] = {}
@@ -38,7 +38,7 @@ class ChildProcess:
         self._scratch = Path(tempfile.mkdtemp(prefix="slime-like-engine-"))
         ours, theirs = Pipe()
         self._process = subprocess.Popen(
-            [interpreter, "-m", module, str(theirs.fileno()), str(self._scratch)],
+            [sys.executable, "-m", module, str(theirs.fileno()), str(self._scratch)],
             stdin=subprocess.DEVNULL,
             pass_fds=(theirs.fileno(),),
             env=environment(self._scratch),

@@ -1,1 +1,1 @@
-"""Worker processes with limits for code that is not trusted: rewards, environments and agents."""
+"""Worker processes with limits for untrusted code: rewards, environments and agents."""

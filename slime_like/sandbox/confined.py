@@ -1,8 +1,8 @@
-"""A Python program that a model wrote, run where it can compute and print and do nothing else.
+"""Runs a Python program that a model wrote so that it can only compute and print.
 
-Started by ``code_tests`` as a script in a new interpreter, so it imports nothing of this package. Linux on x86-64:
-Landlock leaves it nothing to read but Python's own files, a list of system calls leaves it no network, no processes, no
-signals and no changes to files, and limits bound memory, CPU time and output.
+``code_tests`` starts this file as a script in a new interpreter, so it imports nothing from this package. It needs
+Linux on x86-64. Landlock allows reading only Python's own files. A list of system calls rules out network, processes,
+signals and changes to files. Limits bound memory, CPU time and output.
 """
 
 import ctypes
@@ -14,7 +14,7 @@ import sys
 from typing import Any
 
 CANNOT_CONFINE = 120
-"""Exit code: the kernel lacks what is needed, and nothing was run."""
+"""Exit code if the kernel lacks a feature. Nothing was run."""
 
 _PR_SET_PDEATHSIG, _PR_SET_NO_NEW_PRIVS, _PR_SET_SECCOMP, _SECCOMP_MODE_FILTER = 1, 38, 22, 2
 _SIGKILL = 9
@@ -23,12 +23,12 @@ _SIGKILL = 9
 _CREATE_RULESET, _ADD_RULE, _RESTRICT_SELF = 444, 445, 446
 _RULE_PATH_BENEATH = 1
 _EXECUTE, _READ_FILE, _READ_DIR = 1 << 0, 1 << 2, 1 << 3
-_ALL_ACCESS = (1 << 13) - 1  # what the first version governs; later ones add to it
+_ALL_ACCESS = (1 << 13) - 1  # governed by the first version; later versions add to it
 _ADDED_ACCESS = {2: 1 << 13, 3: 1 << 14, 5: 1 << 15}  # rename across directories, truncate, ioctl of devices
 
 # linux/seccomp.h, linux/audit.h, linux/filter.h
 _ALLOW, _REFUSE, _KILL = 0x7FFF0000, 0x00050000 | 1, 0x80000000  # refused with EPERM
-_NO_SUCH_CALL = 0x00050000 | 38  # ENOSYS, upon which the C library takes the older call
+_NO_SUCH_CALL = 0x00050000 | 38  # ENOSYS: the C library falls back to the older call
 _X86_64 = 0xC000003E
 _LOAD, _EQUAL, _AT_LEAST, _ANY_BIT, _RETURN = 0x20, 0x15, 0x35, 0x45, 0x06
 _X32 = 0x40000000
@@ -55,7 +55,7 @@ _ALLOWED = (
 
 
 def _confine(memory_bytes: int, cpu_s: int, output_bytes: int) -> None:
-    """Raises ``OSError`` where the kernel refuses any part."""
+    """Apply all limits to this process. Raises ``OSError`` if the kernel refuses one."""
     libc = ctypes.CDLL(None, use_errno=True)
     for limit, value in (
         (resource.RLIMIT_AS, memory_bytes),
@@ -68,11 +68,11 @@ def _confine(memory_bytes: int, cpu_s: int, output_bytes: int) -> None:
         bound = value if most == resource.RLIM_INFINITY else min(value, most)
         resource.setrlimit(limit, (bound, bound))
     _checked(libc, libc.prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0))
-    _leave_files(libc)
-    _leave_system_calls(libc)
+    _restrict_files(libc)
+    _restrict_system_calls(libc)
 
 
-def _leave_files(libc: Any) -> None:
+def _restrict_files(libc: Any) -> None:
     version = _checked(libc, libc.syscall(_CREATE_RULESET, None, 0, 1))
     governed = _ALL_ACCESS | sum(access for since, access in _ADDED_ACCESS.items() if version >= since)
     attributes = struct.pack("Q", governed)
@@ -89,9 +89,11 @@ def _leave_files(libc: Any) -> None:
     os.close(rules)
 
 
-def _leave_system_calls(libc: Any) -> None:
-    """Install a program that looks at ``struct seccomp_data``: number, architecture, address, six arguments of 64
-    bits. All others are refused, not fatal: a library may ask for one and go on without."""
+def _restrict_system_calls(libc: Any) -> None:
+    """Install a filter program over ``struct seccomp_data``: number, architecture, address, six arguments of 64 bits.
+
+    Other calls are refused but not fatal: a library may try one and do without it.
+    """
     number, architecture, first, third = 0, 4, 16, 32
     lines = [
         (_LOAD, 0, 0, architecture),
@@ -102,12 +104,12 @@ def _leave_system_calls(libc: Any) -> None:
         (_RETURN, 0, 0, _KILL),
         (_EQUAL, 0, 1, _CLONE3),
         (_RETURN, 0, 0, _NO_SUCH_CALL),
-        (_EQUAL, 0, 4, _CLONE),  # of a thread
+        (_EQUAL, 0, 4, _CLONE),  # only for threads
         (_LOAD, 0, 0, first),
         (_ANY_BIT, 0, 1, _CLONE_THREAD),
         (_RETURN, 0, 0, _ALLOW),
         (_RETURN, 0, 0, _REFUSE),
-        (_EQUAL, 0, 6, _PRLIMIT),  # without a new limit
+        (_EQUAL, 0, 6, _PRLIMIT),  # only without a new limit
         (_LOAD, 0, 0, third),
         (_EQUAL, 0, 3, 0),
         (_LOAD, 0, 0, third + 4),
@@ -130,14 +132,14 @@ def _checked(libc: Any, result: int) -> int:
 
 
 def main() -> None:
-    """Run the program of the message; ``verdict`` is written to its descriptor once the tests have passed."""
+    """Run the message's program and its tests, then write the message's ``word`` to the descriptor ``verdict``."""
     parent, message, verdict = map(int, sys.argv[1:4])
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, _SIGKILL, 0, 0, 0)
     if os.getppid() != parent:
         os._exit(1)
     with os.fdopen(message, encoding="utf-8") as file:
         job = json.load(file)
-    import traceback  # noqa: F401 (read now: afterwards it is one of few files that may be)
+    import traceback  # noqa: F401 (imported now: later, its file may not be read)
 
     program = compile(job.pop("program"), "response.py", "exec")
     tests = compile(job.pop("tests"), "tests.py", "exec")

@@ -1,10 +1,10 @@
-"""Budget of failures before code counts as broken."""
+"""Budget of failures in a row, after which code counts as broken."""
 
 
 class FailureBudget:
-    """Count of failures in a row, ``limit`` of which exhaust the budget.
+    """Counter of failures in a row that is exhausted at ``limit``.
 
-    With ``first_only`` a success closes the budget for good; otherwise the count starts afresh.
+    With ``first_only``, the first success ends the counting for good. Otherwise it resets the count.
     """
 
     def __init__(self, limit: int, first_only: bool = False) -> None:
@@ -14,7 +14,7 @@ class FailureBudget:
         self._closed = False
 
     def record(self, ok: bool, count: int = 1) -> None:
-        """Add one outcome, or ``count`` equal ones."""
+        """Record ``count`` equal outcomes."""
         if ok:
             self.failures, self._closed = 0, self._first_only
         elif not self._closed:

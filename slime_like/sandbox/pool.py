@@ -1,9 +1,9 @@
-"""Worker processes with limits, shared by rewards, environments and agents. Belongs to one event loop."""
+"""Worker processes with limits, shared by rewards, environments and agents. A pool belongs to one event loop."""
 
 import asyncio
 import itertools
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,7 @@ from slime_like.sandbox.process import WorkerEnded, WorkerProcess
 
 _CLOSE_TIMEOUT_S = 2.0
 _STARTS = 3
-"""How often a worker is started that something else kills or stops before it is ready."""
+"""Limit on the starts of a worker that something else kills or stops before it is ready."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,16 +22,16 @@ class WorkerKind:
     """Kind of a pool's workers: their module, and their names in messages.
 
     Attributes:
-        module: run as ``python -m``; it calls ``serving.serve``.
-        setup: first message, besides the limits.
-        section: of the configuration, with the limits.
-        subject: the setting that names the code they run.
-        repeats: an item may be asked a second time, because nothing of the first has an effect.
+        module: run with ``python -m``; it calls ``serving.serve``.
+        setup: first message, without the limits.
+        section: section of the configuration that holds the limits.
+        subject: setting that names the workers' code.
+        error: class of the pool's errors.
+        repeats: whether an item may be sent a second time, because an unfinished first attempt has no effect.
     """
 
     module: str
     setup: Mapping[str, Any]
-    who: str
     section: str
     subject: str
     error: type[SlimeLikeError]
@@ -39,12 +39,12 @@ class WorkerKind:
 
 
 class WorkerPool:
-    """``limits.workers`` processes; each takes some items at a time. A hung or dead one is replaced.
+    """``limits.workers`` processes that process batches of items. A hung or dead process is replaced.
 
-    The kernel ends the workers together with the loop's thread, which starts them.
+    The kernel ends the workers when the event loop's thread ends.
 
     Args:
-        logs: a directory, and what begins the names of the files there that keep what each worker prints.
+        logs: directory for the workers' output, and the prefix of its file names.
 
     Attributes:
         about: what a worker reported when it was ready.
@@ -71,16 +71,39 @@ class WorkerPool:
         return tuple(worker.pid for worker in self._workers)
 
     async def launch(self) -> None:
-        """Start every worker; ``ready`` waits for them."""
+        """Launch every worker. ``ready`` waits for them."""
         for _ in range(self._limits.workers):
             self._launch_worker()
 
     async def ready(self) -> None:
-        """Wait for every worker. Raises the kind's error where its code cannot be used, or a start takes too long."""
+        """Wait for every worker. Raises the kind's error if its code is unusable, or a start takes too long."""
         while self._starting and self._failure is None:
             await asyncio.wait(self._starting, return_when=asyncio.FIRST_COMPLETED)
         if self._failure is not None:
             raise self._failure
+
+    async def start(self) -> None:
+        """Launch every worker and wait for it. Raises like ``ready``."""
+        await self.launch()
+        await self.ready()
+
+    def start_problems(self, attempt: Callable[[], Awaitable[list[str]]] | None = None) -> list[str]:
+        """Start the pool in a new event loop, run ``attempt``, and close the pool.
+
+        Returns:
+            The problems that workers found when they imported the code, or the ones that ``attempt`` returned.
+        """
+
+        async def start() -> list[str]:
+            try:
+                await self.start()
+                return [] if attempt is None else await attempt()
+            except self._kind.error as error:
+                return str(error).splitlines()
+            finally:
+                await self.close()
+
+        return asyncio.run(start())
 
     async def ask(
         self,
@@ -88,14 +111,17 @@ class WorkerPool:
         settle: Callable[[dict[str, Any]], None],
         timeout_s: Callable[[], float] | None = None,
     ) -> None:
-        """Wait for a free worker and pass each item's answer to ``settle``, in order.
+        """Wait for a free worker, send it the items, and pass each answer to ``settle``, in order.
 
-        ``timeout_s`` is called for the bound of the next item, by default that of the limits; 0 ends the request, and
-        the items that are left have no answer.
+        If a worker hangs or ends, the answer to its current item is ``{"reason": ...}``, and another worker takes the
+        remaining items. If something else stopped or killed the worker, and the kind repeats items, the current item is
+        sent once more.
 
-        The item at which a worker hangs or ends has ``{"reason": ...}`` as its answer; another worker takes those
-        behind it, and the item itself once more where a signal of others was the cause and the kind repeats items.
-        Raises the kind's error where workers do not start any more, or the pool is closed.
+        Args:
+            timeout_s: returns the time limit of the next item; by default, that of ``limits``. At 0, the remaining
+                items get no answer.
+
+        Raises the kind's error if workers no longer start, or the pool is closed.
         """
         waiting, again, bound = deque(items), False, timeout_s or (lambda: self._limits.timeout_s)
         while waiting:
@@ -117,7 +143,7 @@ class WorkerPool:
                     continue
                 waiting.popleft()
                 settle({"reason": ended.reason})
-            except BaseException:  # the caller was cancelled, and the worker is still at it
+            except BaseException:  # the caller was cancelled, and the worker is still busy
                 self._replace(worker)
                 raise
             else:
@@ -129,8 +155,8 @@ class WorkerPool:
         self._free.put_nowait(None)
 
     async def close(self) -> None:
-        """End every worker, by its process id, within a bound."""
-        self.fail(self._kind.error("the pool is closed", code="pool-closed", remedy="make a new one"))
+        """End every worker by its process id, within a bound."""
+        self.fail(self._kind.error("the pool is closed", code="pool-closed", remedy="create a new one"))
         for task in self._starting:
             task.cancel()
         await asyncio.gather(*self._starting, return_exceptions=True)
@@ -145,8 +171,8 @@ class WorkerPool:
             if worker is not None and worker.alive:
                 return worker
             if worker is not None:
-                self._replace(worker)  # it died idle, which is no item's fault
-        self._free.put_nowait(None)  # wakes the next one that waits
+                self._replace(worker)  # it died idle, so no item is at fault
+        self._free.put_nowait(None)  # wakes the next waiting call
         raise self._failure
 
     def _launch_worker(self) -> None:
@@ -162,10 +188,9 @@ class WorkerPool:
 
     async def _started_worker(self) -> WorkerProcess:
         limits = {"memory_mb": self._limits.memory_mb, "timeout_s": self._limits.timeout_s}
-        starts = 0
-        while True:
-            starts += 1
-            worker = WorkerProcess(self._kind.module, self._log())
+        for starts in itertools.count(1):
+            log = None if self._logs is None else (self._logs[0], f"{self._logs[1]}-{next(self._launched)}")
+            worker = WorkerProcess(self._kind.module, log)
             self._workers.append(worker)
             try:
                 await worker.open({**self._kind.setup, **limits})
@@ -178,18 +203,14 @@ class WorkerPool:
             if "problems" in message:
                 raise self._kind.error("\n".join(message["problems"]), code="code-unusable")
             self.about = message
-            return worker
-
-    def _log(self) -> tuple[Path, str] | None:
-        if self._logs is None:
-            return None
-        directory, name = self._logs
-        return directory, f"{name}-{next(self._launched)}"
+            break
+        return worker
 
     def _start_failure(self, ended: WorkerEnded, worker: WorkerProcess) -> SlimeLikeError:
-        late = f"was not ready within {self._kind.section}.start_timeout_s={self._limits.start_timeout_s:g} s"
+        section = self._kind.section
+        late = f"was not ready within {section}.start_timeout_s={self._limits.start_timeout_s:g} s"
         what = late if ended.reason == "timeout" else "ended while starting"
-        problem = f"{self._kind.who} {what}: {worker.last_output()}"
+        problem = f"the {section.rpartition('.')[2]} worker {what}: {worker.last_output()}"
         return self._kind.error(problem, code="worker-not-started", who=self._kind.subject)
 
     def _replace(self, worker: WorkerProcess) -> None:
@@ -197,7 +218,7 @@ class WorkerPool:
             self._launch_worker()
 
     def _remove(self, worker: WorkerProcess) -> bool:
-        """False where the pool has been closed, which ends its workers itself."""
+        """End the worker. Return False if the pool was closed, which ends all workers itself."""
         if worker not in self._workers:
             return False
         self._workers.remove(worker)

@@ -13,7 +13,7 @@ from typing import Any, Literal
 import psutil  # type: ignore[import-untyped]
 
 from slime_like.errors import SlimeLikeError
-from slime_like.sandbox.protocol import decode, encode
+from slime_like.sandbox.serving import decode, encode
 from slime_like.system.disk import open_log
 from slime_like.system.processes import descendants
 
@@ -22,10 +22,10 @@ _DEATH_TIMEOUT_S = 1.0
 
 
 class WorkerEnded(Exception):
-    """A worker has ended ("crash"; "cpu": it used up its CPU time), or gave no message in time ("timeout").
+    """A worker ended ("crash", or "cpu" at its CPU limit), or did not answer in time ("timeout").
 
     Attributes:
-        by_signal: SIGKILL ended it, or SIGSTOP stopped it; this package sends neither to busy workers.
+        by_signal: SIGKILL ended it, or SIGSTOP stopped it. This package sends neither to busy workers.
     """
 
     def __init__(self, reason: Literal["timeout", "cpu", "crash"], by_signal: bool = False) -> None:
@@ -35,11 +35,11 @@ class WorkerEnded(Exception):
 
 
 class WorkerProcess:
-    """A started process whose pipes belong to the event loop that runs.
+    """A running process. Its pipes belong to the running event loop.
 
     Args:
-        module: run as ``python -m``, with this process's id as its argument; it calls ``serving.serve``.
-        log: a directory and a role, as of ``open_log``: what it prints is kept there, and by default forgotten.
+        module: module to run with ``python -m``, with this process's id as its argument; it calls ``serving.serve``.
+        log: directory and role of a log (``open_log``) for its output; by default, the output is discarded.
     """
 
     def __init__(self, module: str, log: tuple[Path, str] | None = None) -> None:
@@ -51,9 +51,9 @@ class WorkerProcess:
             stdout=subprocess.PIPE,
             stderr=self._log,
             bufsize=0,
-            start_new_session=True,  # a process group, so that what it starts ends with it
+            start_new_session=True,  # a separate process group, so its children end with it
         )
-        self._replies = asyncio.StreamReader(limit=sys.maxsize)  # a message has no bound
+        self._replies = asyncio.StreamReader(limit=sys.maxsize)  # messages can have any length
         self._reader: asyncio.BaseTransport | None = None
         self._writer: asyncio.WriteTransport | None = None
 
@@ -75,12 +75,12 @@ class WorkerProcess:
         self.send(setup)
 
     def send(self, message: dict[str, Any]) -> None:
-        """A broken pipe shows as the end of the worker's output."""
+        """Send a message. A broken pipe is noticed in ``receive``, where the worker's output ends."""
         assert self._writer is not None
         self._writer.write(encode(message))
 
     async def receive(self, timeout_s: float) -> dict[str, Any]:
-        """The next message. Raises ``WorkerEnded`` where there is none, or none within ``timeout_s``."""
+        """Return the next message. Raises ``WorkerEnded`` if the worker has ended, or ``timeout_s`` has passed."""
         try:
             async with asyncio.timeout(timeout_s):
                 message = decode(await self._replies.readline())
@@ -97,7 +97,7 @@ class WorkerProcess:
         return False
 
     def last_output(self) -> str:
-        """The end of what it wrote to standard error."""
+        """Return the last line of its output, or a likely reason for its end."""
         self._log.seek(0)
         lines = self._log.read().decode(errors="replace").strip().splitlines()
         if self._process.poll() == -signal.SIGKILL:
@@ -105,26 +105,28 @@ class WorkerProcess:
         return lines[-1][-500:] if lines else "it wrote nothing"
 
     def disconnect(self) -> None:
-        """Close its pipes, in the loop's thread: a worker that is idle then exits."""
+        """Close the pipes, in the loop's thread. An idle worker then exits."""
         if self._reader is not None:
             self._reader.close()
         if self._writer is not None and not self._writer.is_closing():
             self._writer.abort()
 
     def end(self, grace_s: float = 0.0) -> None:
-        """Wait ``grace_s`` for its exit after ``disconnect``, then kill it and what it has started.
+        """Wait up to ``grace_s`` for its exit after ``disconnect``, then kill it and its children.
 
-        Raises ``SlimeLikeError`` where the kernel cannot end it.
+        Raises ``SlimeLikeError`` if the kernel cannot end it.
         """
-        self._close_pipes()
-        try:
+        # A transport closes its pipe a moment after `disconnect`. If this closed it earlier, a new pipe could get the
+        # same descriptor while the loop still watches it.
+        for pipe, transport in ((self._process.stdin, self._writer), (self._process.stdout, self._reader)):
+            if pipe is not None and transport is None:
+                pipe.close()
+        with suppress(subprocess.TimeoutExpired):
             if grace_s > 0:
                 self._process.wait(grace_s)
-        except subprocess.TimeoutExpired:
-            pass
         others = descendants(self.pid) if self._process.poll() is None else []  # some may have left its group
         for kill, pid in ((os.killpg, self.pid), *((os.kill, pid) for pid in others)):
-            with suppress(ProcessLookupError):  # nothing of it is left
+            with suppress(ProcessLookupError):
                 kill(pid, signal.SIGKILL)
         try:
             self._process.wait(_KILL_TIMEOUT_S)
@@ -134,23 +136,15 @@ class WorkerProcess:
         finally:
             self._close_log()
 
-    def _close_pipes(self) -> None:
-        """Those that no transport has, which closes its own a moment after ``disconnect``: a number that is free before
-        would be given to another pipe, while the loop still knows it as this one."""
-        for pipe, transport in ((self._process.stdin, self._writer), (self._process.stdout, self._reader)):
-            if pipe is not None and transport is None:
-                pipe.close()
-
     def _close_log(self) -> None:
-        """One that holds nothing goes."""
+        """Close the log, and remove it if it is empty."""
         if self._keeps_log and not os.fstat(self._log.fileno()).st_size:
-            with suppress(OSError):  # moved away with its directory
+            with suppress(OSError):  # its directory has been moved
                 Path(str(self._log.name)).unlink()
         self._log.close()
 
     def _exit_code(self) -> int | None:
-        """``None`` where it has closed its output and lives."""
-        try:
+        """Return its exit code, or ``None`` if it closed its output but is still alive."""
+        with suppress(subprocess.TimeoutExpired):
             return self._process.wait(_DEATH_TIMEOUT_S)
-        except subprocess.TimeoutExpired:
-            return None
+        return None

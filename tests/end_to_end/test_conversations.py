@@ -73,13 +73,15 @@ def test_the_reward_of_conversations_rises(imitator: Path, tmp_path: Path) -> No
         "--trainer.optimizer.decay", "constant", "--debug.samples_per_step", "16",
         "--trainer.cpu_threads", "1", "--logging.progress", "plain",
     ]  # fmt: skip
-    with Command(flags, tmp_path / "log") as command:
+    with Command(flags, tmp_path / "log", forked=False) as command:
         command.wait_for_rows(run_dir, 4)
-        command.named("slime_like.hosting.main").kill()
+        command.named("ray::EngineActor").kill()
         finished = command.finish(timeout_s=200)
     assert finished.code == 0, finished.stderr
     assert finished.left_behind == []
     assert "engine 0 (transformers) was restarted" in finished.stderr
+    started = (tmp_path / "other" / "started").read_text().splitlines()
+    assert len({line for line in started if "default_worker.py" in line}) == 2
     audit = audit_run(run_dir)
     assert audit.holds and audit.trained == 9 * 16, audit.problems
     steps = steps_of(run_dir)

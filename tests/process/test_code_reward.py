@@ -1,4 +1,4 @@
-"""The reward for code: what passes its tests, and what the kernel refuses to what a model wrote."""
+"""The reward for code: tests that pass or fail, and what the kernel refuses to a model's program."""
 
 import json
 
@@ -74,8 +74,8 @@ def test_code(response: str, answer: str, right: bool) -> None:
         "os.sched_setaffinity(os.getppid(), [0])",
     ],
 )  # fmt: skip
-def test_what_code_may_not_do_is_refused_by_the_kernel(act: str, tmp_path_factory: pytest.TempPathFactory) -> None:
-    """The tests ask for the exception: code that could act would fail them."""
+def test_the_kernel_refuses_forbidden_acts(act: str, tmp_path_factory: pytest.TempPathFactory) -> None:
+    """The tests expect the exception, so code that could act would fail them."""
     file = tmp_path_factory.mktemp("confined") / "file"
     file.write_text("secret")
     file.chmod(0o640)
@@ -88,7 +88,7 @@ def test_what_code_may_not_do_is_refused_by_the_kernel(act: str, tmp_path_factor
     assert (file.stat().st_mode, file.stat().st_mtime_ns) == before
 
 
-def test_partial_rewards_and_the_bound_of_all_tests_together() -> None:
+def test_partial_rewards_and_the_time_limit_of_all_tests() -> None:
     answer = json.dumps(["assert f(1) == 1", "assert f(2) == 4", "assert f(3) == 9"])
     one = code_tests("", _code("def f(x): return 4"), answer, partial=True)
     assert (one.reward, one.success) == (1 / 3, False) and one.metadata["passed"] == 1
@@ -98,7 +98,7 @@ def test_partial_rewards_and_the_bound_of_all_tests_together() -> None:
 
 
 def test_workers_compute_included_rewards_and_look_at_the_first_row() -> None:
-    """Through worker processes, as in training, and through the check before a start."""
+    """In worker processes, as in training, and in the check before a start."""
     included = {
         "code": ("def f(x): return 4", "assert f(2) == 4"),
         "gsm8k": ("#### 4", "2 + 2\n#### 4"),

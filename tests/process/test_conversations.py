@@ -211,7 +211,7 @@ def test_a_turn_that_is_cut_off_is_judged_if_the_environment_supports_it(loop: a
         assert generation.token_ids.tolist()[-2:] == ids("bc")
 
 
-def test_an_observation_is_cut_to_its_bound(loop: asyncio.AbstractEventLoop) -> None:
+def test_an_observation_is_cut_to_its_limit(loop: asyncio.AbstractEventLoop) -> None:
     (generation,) = talk(loop, Engine([turn("abcdef"), turn("bye")]), request(), max_observation_tokens=3)
     tokens = generation.token_ids.tolist()
     assert TOKENIZER.decode(tokens[7:12]) == "<tool>ABC<assistant>"

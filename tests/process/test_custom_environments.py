@@ -1,4 +1,4 @@
-"""A custom environment, which a worker makes with its options before a run starts: what is wrong is reported."""
+"""A custom environment, which a worker creates and resets before a run starts."""
 
 import json
 import sys

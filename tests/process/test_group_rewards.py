@@ -1,4 +1,4 @@
-"""Rewards of whole groups: who is given what, beside functions of single responses, and what a failure costs."""
+"""Rewards of whole groups, alone and with functions of single responses, and the cost of a failure."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -46,8 +46,8 @@ def items(*groups: tuple[str, ...]) -> tuple[list[RewardItem], list[int]]:
     return [item for item, _ in pairs], [group for _, group in pairs]
 
 
-def test_a_group_is_seen_whole_and_columns_keep_the_order_of_the_configuration() -> None:
-    """Equal responses of a group are one item to ``format`` and two to ``rank``; groups may be interleaved."""
+def test_a_function_receives_its_group_and_columns_are_in_order() -> None:
+    """Two equal responses are one item for ``format`` and two for ``rank``. Groups may be interleaved."""
     found, groups = items(("aaa", "b", "b1"), ("x", "x"))
     shuffled = [3, 0, 4, 1, 2]
     with RewardPool(config(LETTERS, BY_LENGTH)) as pool:
@@ -86,7 +86,7 @@ def test_a_function_that_fails_on_group_after_group_ends_the_run(rejects: Reject
             pool.score(*items(("raise", "b")))
 
 
-def test_the_pool_of_an_environment_alone_has_no_workers() -> None:
+def test_a_pool_without_functions_has_no_workers() -> None:
     with RewardPool(config(RewardFunction(name="environment"))) as pool:
         pool.start()
         assert pool.process_ids == ()

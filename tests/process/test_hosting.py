@@ -1,4 +1,4 @@
-"""A process that serves an engine, without an engine: errors keep their fields, and a call may be given up."""
+"""A process that serves an engine: errors, calls that are given up, and other interpreters."""
 
 import asyncio
 import os
@@ -10,10 +10,13 @@ import psutil
 import pytest
 
 from slime_like import errors
+from slime_like.checks.check import check
+from slime_like.config.reading.load import load_config
 from slime_like.errors import ConfigError, EngineError, SlimeLikeError, WeightSyncError
 from slime_like.hosting.calls import portable
 from slime_like.hosting.child_process import ChildProcess, ProcessEnded
 from slime_like.interfaces import GenerationRequest, SamplingParams
+from tests.unit.checks.checkpoint import sound_flags
 
 FIELDS = {
     "code": "damaged",
@@ -67,15 +70,16 @@ asyncio.run(main())
 
 
 Scenario = Callable[[ChildProcess], Awaitable[None]]
+_CODE = "rollout.engine-installed"
 
 
 @pytest.fixture
 def play(user_module: Callable[[str, str], Path]) -> Callable[[Scenario], None]:
-    """Runs a scenario with a process that has not been started."""
+    """Run a scenario with a process that has not been started."""
     user_module("a_host", MODULE)
 
     async def bounded(scenario: Scenario) -> None:
-        process = ChildProcess(sys.executable, "a_host", lambda scratch: dict(os.environ))
+        process = ChildProcess("a_host", lambda scratch: dict(os.environ))
         try:
             await asyncio.wait_for(scenario(process), 60)
         finally:
@@ -126,6 +130,12 @@ def test_a_request_that_is_given_up_is_aborted_and_a_death_ends_every_call(play:
         assert not process.alive
 
     play(scenario)
+
+
+@pytest.mark.parametrize(("python", "codes"), [("/none", [_CODE]), ("/bin/true", [_CODE]), (sys.executable, [])])
+def test_an_interpreter_that_cannot_run_engines_is_rejected(tmp_path: Path, python: str, codes: list[str]) -> None:
+    problems = check(load_config(None, [*sound_flags(tmp_path), "--rollout.python", python]))
+    assert [problem.code for problem in problems] == codes
 
 
 _KINDS = [kind for kind in vars(errors).values() if isinstance(kind, type) and issubclass(kind, SlimeLikeError)]

@@ -1,4 +1,4 @@
-"""A ledger whose writer is gone is audited, also by a process that may write nothing there."""
+"""Audit of a ledger after its writer ended, also by a process without write permission."""
 
 import ctypes
 import multiprocessing
@@ -14,7 +14,7 @@ FORK = multiprocessing.get_context("fork")
 
 
 def _write(run_dir: Path, journal: str, *, killed: bool) -> None:
-    """Events of two groups and, if ``killed``, a transaction under way of which some has reached the files."""
+    """Write events of two groups and, if ``killed``, a part of an unfinished transaction."""
     ledger = Ledger.begin(run_dir)
     ledger._database.execute(f"PRAGMA journal_mode = {journal}")
     ledger.issued([0, 1], version=0)

@@ -18,7 +18,7 @@ library = pytest.importorskip("reasoning_gym", reason="the extra tasks is not in
 
 
 def test_tasks_judge_their_own_answers_as_right_and_nonsense_as_wrong() -> None:
-    """The answers go through written rows. Some tasks have no answer."""
+    """Rows are read from JSON. Some tasks have no answer."""
     judged = 0
     for task in ("arc_agi", "rearc"):  # they compare with tuples, which JSON lacks
         with pytest.raises(ConfigError):
@@ -52,25 +52,26 @@ for name, (response, answer) in given.items():
 """
 
 
-def test_no_response_pays_for_what_a_function_imports() -> None:
-    """A response's time is bounded, and an import may take longer on a busy machine."""
+def test_the_first_response_does_not_wait_for_imports() -> None:
+    """A response's time is limited, and on a busy machine an import takes longer."""
     run = subprocess.run([sys.executable, "-c", FIRST_CALLS], capture_output=True, text=True, timeout=120, check=True)
     lines = run.stdout.splitlines()
     assert len(lines) == 6 and all(line.endswith(" []") for line in lines), run.stdout
 
 
 def test_the_command_writes_the_same_rows_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    arguments = ["--count", "5", "--seed", "3", "--levels", "0", "2"]
+    arguments = ["--count", "5", "--seed", "3"]
     for name in ("a.jsonl", "b.jsonl"):
         assert main(["make-tasks", "chain_sum", str(tmp_path / name), *arguments]) == 0
     assert "different" not in capsys.readouterr().out
     assert (tmp_path / "a.jsonl").read_text() == (tmp_path / "b.jsonl").read_text()
     rows = [json.loads(line) for line in (tmp_path / "a.jsonl").read_text().splitlines()]
     assert [message["role"] for message in rows[0]["prompt"]] == ["system", "user"]
-    digits = [json.loads(row["answer"])["metadata"]["num_digits"] for row in rows]
-    assert len(digits) == 5 and max(digits[:2]) < max(digits[2:])  # harder from level to level
-    plain = ["--count", "1", "--set", "max_terms=2", "--plain"]
-    assert main(["make-tasks", "chain_sum", str(tmp_path / "c.jsonl"), *plain]) == 0
+    assert len(rows) == 5
+    assert (
+        main(["make-tasks", "chain_sum", str(tmp_path / "c.jsonl"), "--count", "1", "--set", "max_terms=2", "--plain"])
+        == 0
+    )
     (row,) = [json.loads(line) for line in (tmp_path / "c.jsonl").read_text().splitlines()]
     assert [message["role"] for message in row["prompt"]] == ["user"]
     assert json.loads(row["answer"])["metadata"]["num_terms"] == 2
@@ -84,7 +85,7 @@ def test_options_of_the_reward() -> None:
     assert reward("", f"4 + 5 = {right}, not 1{right}. It is {right}.", answer, pattern=r"-?\d+").success
     assert reward("", right, answer).metadata == {"reason": "no match of the pattern"}
     for wrong in ("46", "{}", "[1]", "text"):
-        with pytest.raises(ValueError, match="is not of a row of `slime-like make-tasks`"):
+        with pytest.raises(ValueError, match="make-tasks"):
             reward("", "<answer>1</answer>", wrong)
 
 
@@ -92,13 +93,13 @@ def test_options_of_the_reward() -> None:
     "arguments",
     [
         ("chain_sm", "a.jsonl"), ("chain_sum", "a.txt"), ("chain_sum", "no/such/a.jsonl"),
-        ("chain_sum", "a.jsonl", "--levels", "99"), ("chain_sum", "a.jsonl", "--set", "max_terms"),
+        ("chain_sum", "a.jsonl", "--set", "max_terms"),
         ("chain_sum", "a.jsonl", "--set", "max_terms=x"), ("chain_sum", "a.jsonl", "--set", "nonsense=1"),
         ("chain_sum", "a.jsonl", "--set", "max_terms=1"),
     ],
     ids=" ".join,
 )  # fmt: skip
-def test_wrong_arguments_are_rejected(tmp_path: Path, arguments: tuple[str, ...]) -> None:
+def test_unusable_arguments_are_rejected(tmp_path: Path, arguments: tuple[str, ...]) -> None:
     task, out, *options = arguments
     assert main(["make-tasks", task, str(tmp_path / out), *options]) == 2
     assert list(tmp_path.iterdir()) == []
@@ -111,7 +112,7 @@ def _questions(path: Path) -> list[str]:
 def test_held_out_rows_differ_from_training_rows(
     tmp_path: Path, rejects: Rejects, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """In the library, seeds n and n + 1 share all rows but one. A task with 200 questions repeats them anyway."""
+    """The library's seeds n and n + 1 share all rows but one, and a task with 200 questions repeats them."""
     seeds = [{row["answer"] for row in task_rows("chain_sum", 50, seed)} for seed in (1, 2)]
     assert not seeds[0] & seeds[1]
     small = ["--plain", "--set", "min_terms=2", "max_terms=2", "min_digits=1", "max_digits=1"]
@@ -127,7 +128,7 @@ def test_held_out_rows_differ_from_training_rows(
     with rejects(ConfigError, "task-exhausted"):
         list(task_rows("chain_sum", 5, 1, settings=dict(pair.split("=") for pair in small[2:]), other=every))
     before = held.read_bytes()
-    assert main([*rest, "--count", "1"]) == 2 and held.read_bytes() == before  # the existing file is kept
+    assert main([*rest, "--count", "1"]) == 2 and held.read_bytes() == before  # the old file stays
     held.unlink()
     for text in ("no JSON", '{"answer": "4"}'):
         train.write_text(text)

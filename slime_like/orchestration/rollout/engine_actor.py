@@ -8,8 +8,7 @@ from typing import Any, Literal
 
 from slime_like.config import RunConfig
 from slime_like.data.tokenizer import load_tokenizer
-from slime_like.errors import EngineError
-from slime_like.hosting.hosted_engine import HostedEngine
+from slime_like.errors import EngineError, SlimeLikeError
 from slime_like.interfaces import (
     BucketMetadata,
     EngineHealth,
@@ -47,8 +46,7 @@ class EngineActor:
         use_session_directory()
         self._config = config
         self._index = index
-        python, name = config.rollout.python, config.rollout.engine
-        self._engine: RolloutEngine = (HostedEngine if python is not None else load_engine(name))(config, index)
+        self._engine: RolloutEngine = load_engine(config.rollout.engine)(config, index)
         self._conversations: Conversations | AgentRollouts | None = None
         self._updated = asyncio.Event()
         self._updated.set()

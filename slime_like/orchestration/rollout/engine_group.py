@@ -1,6 +1,7 @@
 """The actors of all engines: created, called together, and ended."""
 
 import os
+import shlex
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -91,7 +92,9 @@ class EngineGroup:
         shared = self._shared_devices
         devices = ",".join(shared[rank] for rank in self._placement.shared_ranks(index) if shared)
         options = self._placement.engine_options(index)
-        environment = {"env_vars": self._environment(index)}
+        environment: dict[str, Any] = {"env_vars": self._environment(index)}
+        if (python := self._config.rollout.python) is not None:
+            environment["py_executable"] = shlex.quote(str(python))  # Ray passes it to a shell
         actor = ray.remote(EngineActor).options(
             **options, max_restarts=0, max_concurrency=10_000, runtime_env=environment
         )

@@ -1,4 +1,4 @@
-"""An agent that is a program: its task in a file, its result in another."""
+"""An agent that is a program. It reads its task from one file and writes its result to another."""
 
 import json
 import os
@@ -8,7 +8,7 @@ import tempfile
 from collections import deque
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, fields
+from dataclasses import asdict
 from pathlib import Path
 from threading import Thread
 from typing import Any
@@ -18,10 +18,9 @@ from slime_like.sandbox.serving import die_with_parent
 from slime_like.system.processes import descendants
 
 _CHUNK, _KEPT_CHUNKS = 4096, 2
-_FIELDS = {each.name for each in fields(AgentResult)}
 
 PLACES = ("base_url", "key", "task_file", "result_file")
-"""What a command may hold in braces."""
+"""Names that a command may contain in braces."""
 
 
 class CommandFailed(Exception):
@@ -29,7 +28,7 @@ class CommandFailed(Exception):
 
 
 def filled(command: Sequence[str], values: Mapping[str, str]) -> list[str]:
-    """The command with its places filled; other braces stay."""
+    """Fill in the places of a command. Other braces stay."""
     parts = list(command)
     for name in PLACES:
         parts = [part.replace(f"{{{name}}}", values[name]) for part in parts]
@@ -37,7 +36,7 @@ def filled(command: Sequence[str], values: Mapping[str, str]) -> list[str]:
 
 
 def run_command(command: Sequence[str], task: AgentTask) -> AgentResult:
-    """Run the program and read its result. Its working files are in a new directory, which is removed.
+    """Run the program and read its result. Its files are in a new directory, which is removed.
 
     Raises:
         CommandFailed: it cannot be started, its exit code is not 0, or it wrote no result.
@@ -52,15 +51,21 @@ def run_command(command: Sequence[str], task: AgentTask) -> AgentResult:
 
 
 def _run(argv: list[str], task: AgentTask) -> tuple[int, str]:
-    """Its exit code and its last line; what it prints is in this worker's log as it comes."""
+    """Return the exit code and the last line of output. All output is copied to this worker's log."""
     parent = os.getpid()
+    variables = {  # where clients of the two protocols look for address and key
+        "OPENAI_BASE_URL": f"{task.base_url}/v1",
+        "OPENAI_API_KEY": task.key,
+        "ANTHROPIC_BASE_URL": task.base_url,
+        "ANTHROPIC_API_KEY": task.key,
+    }
     try:
         process = subprocess.Popen(
             argv,
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
-            env={**os.environ, **_variables(task)},
+            env={**os.environ, **variables},
             preexec_fn=lambda: die_with_parent(parent),
         )
     except OSError as error:
@@ -74,37 +79,27 @@ def _run(argv: list[str], task: AgentTask) -> tuple[int, str]:
             code = process.wait()  # the pool bounds it
         finally:
             _end_leftovers()
-        passing.join()  # nobody has the pipe any more
+        passing.join()  # no process has the pipe any more
     lines = b"".join(last).decode(errors="replace").strip().splitlines()
     return code, lines[-1] if lines else "it wrote nothing"
 
 
 def _pass_on(pipe: int, last: deque[bytes]) -> None:
-    """To this worker's log, which its standard error is, until the pipe's end."""
+    """Copy the pipe to standard error, which is this worker's log."""
     while chunk := os.read(pipe, _CHUNK):
         last.append(chunk)
         os.write(2, chunk)
 
 
 def _end_leftovers() -> None:
-    """Kill what the program leaves running; ``adopt_orphans`` has made this process its parent."""
+    """Kill what the program left running. ``adopt_orphans`` has made this process its parent."""
     while left := descendants(os.getpid()):
         for pid in left:
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
         for pid in left:
-            with suppress(ChildProcessError):  # another's child, which is this one's when that has ended
+            with suppress(ChildProcessError):  # a grandchild; this process adopts it when its parent has ended
                 os.waitpid(pid, 0)
-
-
-def _variables(task: AgentTask) -> dict[str, str]:
-    """Where clients of the two protocols look for address and key."""
-    return {
-        "OPENAI_BASE_URL": f"{task.base_url}/v1",
-        "OPENAI_API_KEY": task.key,
-        "ANTHROPIC_BASE_URL": task.base_url,
-        "ANTHROPIC_API_KEY": task.key,
-    }
 
 
 def _result(path: Path) -> AgentResult:
@@ -112,8 +107,6 @@ def _result(path: Path) -> AgentResult:
         content: Any = json.loads(path.read_text(encoding="utf-8"))
         if not isinstance(content, dict):
             raise TypeError(f"it holds a {type(content).__name__}, not an object")
-        if unknown := sorted(content.keys() - _FIELDS):
-            raise ValueError(f"{unknown[0]!r} is none of {', '.join(sorted(_FIELDS))}")
         return AgentResult(**content)
     except FileNotFoundError as error:
         raise CommandFailed("it wrote no result file") from error

@@ -1,4 +1,4 @@
-"""Agents in worker processes with bounds on time, memory and CPU. Belongs to one loop."""
+"""Agents in worker processes with limits on time, memory and CPU. A pool belongs to one event loop."""
 
 from dataclasses import asdict
 from pathlib import Path
@@ -6,49 +6,35 @@ from pathlib import Path
 from slime_like.config.rollout import AgentConfig
 from slime_like.errors import AgentFailure
 from slime_like.interfaces.agent import AgentResult, AgentTask
-from slime_like.sandbox import single_items
 from slime_like.sandbox.pool import WorkerKind
-from slime_like.sandbox.single_items import CodePool, SingleItems
-
-_MODULE = "slime_like.sandbox.agents.worker"
-_SUSPICIOUS_ROLLOUTS = 8
+from slime_like.sandbox.single_items import SingleItems
 
 
-class AgentPool(CodePool):
-    """``config.workers`` processes that run one agent at a time each; a hung or dead one is replaced."""
+class AgentPool(SingleItems):
+    """``config.workers`` processes that each run one agent at a time. A hung or dead process is replaced."""
 
     def __init__(self, config: AgentConfig, logs: tuple[Path, str] | None = None) -> None:
         subject = f"name={config.name}" if config.name is not None else f"command={list(config.command)}"
         kind = WorkerKind(
-            _MODULE,
+            "slime_like.sandbox.agents.worker",
             {"name": config.name, "options": config.options, "command": list(config.command)},
-            who="an agent worker",
             section="rollout.agent",
             subject=f"rollout.agent.{subject}",
             error=AgentFailure,
-            repeats=False,  # what the first run had sampled would get the second one's reward
+            repeats=False,  # turns that the first run sampled would get the second run's reward
         )
-        workers = SingleItems(
-            kind,
-            config,
-            what=f"rollout.agent.{subject}",
-            items="rollouts",
-            suspicious=_SUSPICIOUS_ROLLOUTS,
-            code="agent-fails",
-            logs=logs,
-        )
-        super().__init__(workers)
+        super().__init__(kind, config, logs, items="rollouts", code="agent-fails")
 
     async def solve(self, task: AgentTask) -> AgentResult:
-        """Run the agent; waits for a free worker. A cancelled run is killed with all that it has started.
+        """Wait for a free worker and run the agent. If the caller gives up, its process is killed with all children.
 
-        Raises ``NoOutcome`` for this rollout alone, and ``AgentFailure`` where none of the first had an outcome, or
-        workers do not start any more.
+        Raises:
+            NoOutcome: this rollout failed.
+            AgentFailure: all first rollouts failed, or workers no longer start.
         """
-        return AgentResult(**await self._workers.ask_one({"task": asdict(task)}))
+        return AgentResult(**await self.ask_one({"task": asdict(task)}))
 
 
 def start_problems(config: AgentConfig) -> list[str]:
-    """Problems that a worker finds when it imports the agent."""
-    one = config.model_copy(update={"workers": 1})
-    return single_items.start_problems(lambda: AgentPool(one), AgentFailure)
+    """Let a worker import the agent, and return the problems it finds."""
+    return AgentPool(config.model_copy(update={"workers": 1})).start_problems()

@@ -3,7 +3,9 @@
 import asyncio
 import inspect
 import sys
+from collections.abc import Callable
 from dataclasses import asdict
+from types import CodeType
 from typing import Any
 
 from slime_like.errors import ConfigError
@@ -16,43 +18,33 @@ from slime_like.sandbox.serving import Handler, adopt_orphans, serve, untrusted
 
 
 def _prepare(setup: dict[str, Any]) -> tuple[Handler, dict[str, Any]]:
+    command: list[str] = setup["command"]
+    code: CodeType | None = None
     if setup["name"] is None:
-        return _command(setup["command"]), {}
-    name, options = setup["name"], setup["options"]
-    try:
-        solve: Agent = resolve_callable("agent", name, {})
-        if not inspect.iscoroutinefunction(solve):
-            raise ValueError(f"agent {name!r} is no `async def`; make it one")
-        require_options(f"agent {name!r}", inspect.signature(solve), ("task",), options)
-    except ValueError as error:
-        raise ConfigError([f"rollout.agent: {error}"]) from error
-    code = code_of(solve)
-
-    async def run(task: AgentTask) -> AgentResult:
-        return await solve(task, **options)
+        adopt_orphans()
+        name, run = command[0], lambda task: run_command(command, task)
+    else:
+        name, (run, code) = setup["name"], _function(setup["name"], setup["options"])
 
     def handle(item: dict[str, Any]) -> dict[str, Any]:
         with untrusted(name, code):
-            result = asyncio.run(run(AgentTask(**item["task"])))
+            result = run(AgentTask(**item["task"]))
             if not isinstance(result, AgentResult):
                 raise TypeError(f"it returned a {type(result).__name__}; return an AgentResult")
-            return _message(result)
+            return {**asdict(result), "metadata": dict(result.metadata)}
 
     return handle, {}
 
 
-def _command(command: list[str]) -> Handler:
-    adopt_orphans()
-
-    def handle(item: dict[str, Any]) -> dict[str, Any]:
-        with untrusted(command[0], None):
-            return _message(run_command(command, AgentTask(**item["task"])))
-
-    return handle
-
-
-def _message(result: AgentResult) -> dict[str, Any]:
-    return {**asdict(result), "metadata": dict(result.metadata)}
+def _function(name: str, options: dict[str, Any]) -> tuple[Callable[[AgentTask], AgentResult], CodeType | None]:
+    try:
+        solve: Agent = resolve_callable("agent", name, {})
+        if not inspect.iscoroutinefunction(solve):
+            raise ValueError(f"agent {name!r} is not an `async def`; make it one")
+        require_options(f"agent {name!r}", inspect.signature(solve), ("task",), options)
+    except ValueError as error:
+        raise ConfigError([f"rollout.agent: {error}"]) from error
+    return lambda task: asyncio.run(solve(task, **options)), code_of(solve)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""An environment's observation as the token ids that the model reads."""
+"""Encoding of an environment's observation to the token ids that the model reads."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -10,18 +10,18 @@ _WORD, _SENTINEL = "said-by-the-model", "said-by-the-environment"
 
 
 class ObservationEncoder:
-    """Puts an observation between what opens and what closes it.
+    """Encodes an observation between the tokens that open and close it.
 
-    The template may hold special tokens, which open and close turns. Text of the environment never becomes one,
-    whatever it spells: what a tool found must not be able to end a turn or speak in another's name.
+    The template may contain special tokens, which open and close turns. The environment's text never becomes one,
+    whatever it spells: a tool's output must not be able to end a turn or to speak for someone else.
 
     Args:
         tokenizer: Hugging Face tokenizer.
-        template: text with ``{observation}`` once; ``None`` takes it from the chat template.
-        max_tokens: an observation is cut to so many tokens, without the template's.
+        template: text that contains ``{observation}`` once; ``None`` derives it from the chat template.
+        max_tokens: limit on an observation's tokens, without the template's. Longer observations are cut.
 
     Raises:
-        ConfigError: there is no chat template, or it has no room for a message of role ``tool``.
+        ConfigError: there is no chat template, or it does not render messages of role ``tool``.
     """
 
     def __init__(self, tokenizer: Any, template: str | None, max_tokens: int) -> None:
@@ -32,7 +32,7 @@ class ObservationEncoder:
         self._closing: list[int] = tokenizer.encode(closing, add_special_tokens=False)
 
     def encode(self, observation: str) -> tuple[list[int], int]:
-        """Token ids, and how many of the observation's tokens were cut off."""
+        """Return the token ids, and the number of the observation's tokens that were cut off."""
         said: Sequence[int] = self._tokenizer(observation, add_special_tokens=False, split_special_tokens=True)[
             "input_ids"
         ]
@@ -41,7 +41,7 @@ class ObservationEncoder:
 
 
 def tool_template(tokenizer: Any) -> str:
-    """Return the chat template's text around a tool's answer, between two assistant turns."""
+    """Return the text that the chat template puts around a tool's answer between two assistant turns."""
     if tokenizer.chat_template is None:
         raise _refusal("the tokenizer has no chat template")
     messages = [
@@ -51,15 +51,15 @@ def tool_template(tokenizer: Any) -> str:
     ]
     try:
         text: str = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-    except Exception as error:  # templates are programs of the checkpoint and raise what they like
+    except Exception as error:  # templates are programs of the checkpoint and can raise anything
         raise _refusal(f"the chat template rejects a message of role tool ({error})") from error
     after = text.rpartition(_WORD)[2]
     if _WORD not in text or after.count(_SENTINEL) != 1:
         raise _refusal("the chat template does not render messages of role tool")
-    # A turn ends with EOS, which the model has sampled itself.
+    # The model samples the EOS token that ends its turn.
     return after.removeprefix(tokenizer.eos_token or "").replace(_SENTINEL, PLACE)
 
 
 def _refusal(problem: str) -> ConfigError:
-    remedy = f"set rollout.environment.template to text with {PLACE} in it"
+    remedy = f"set rollout.environment.template to text that contains {PLACE}"
     return ConfigError([f"rollout.environment.template=none: {problem}; {remedy}"])

@@ -1,4 +1,4 @@
-"""Finding an environment by its name or by import path."""
+"""Environments by name or by import path."""
 
 import inspect
 from collections.abc import Mapping
@@ -9,13 +9,13 @@ from slime_like.plugins.resolve import resolve_callable
 from slime_like.sandbox.rewards.signature import require_options
 
 REGISTERED: Mapping[str, str] = {"calculator": "slime_like.examples.calculator:Calculator"}
-"""Environments of this distribution, as import paths: workers import them, this package never does."""
+"""Included environments, as import paths. Workers import them; this package never does."""
 
 
 def build_environment(name: str, options: Mapping[str, Any]) -> Environment:
-    """Make an environment of the class registered as ``name``, or of the one at ``package.module:name``.
+    """Create an environment of the class registered as ``name``, or of the class at ``package.module:name``.
 
-    Raises ``ValueError`` where there is none that can be called, or it does not take the options.
+    Raises ``ValueError`` if there is no such class, or it does not take the options.
     """
     found = resolve_callable("environment", name, REGISTERED)
     require_options(f"environment {name!r}", inspect.signature(found), (), options)

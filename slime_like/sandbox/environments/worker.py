@@ -27,18 +27,18 @@ def _prepare(setup: dict[str, Any]) -> tuple[Handler, dict[str, Any]]:
             if item["response"] is None:
                 return {"state": state}
             cut = {"truncated": item["truncated"]} if judges_cut_turns else {}
-            return _message(environment.step(state, item["response"], **cut))
+            return _as_message(environment.step(state, item["response"], **cut))
 
     return handle, {"judges_cut_turns": judges_cut_turns}
 
 
-def _message(step: Any) -> dict[str, Any]:
+def _as_message(step: Any) -> dict[str, Any]:
     if not isinstance(step, Step):
         raise TypeError(f"step returned a {type(step).__name__}; return a Step")
     if not isinstance(step.observation, str):
         raise TypeError(f"its observation is a {type(step.observation).__name__}; give text")
     for name, value in (("done", step.done), ("success", step.success)):
-        if value not in (True, False):  # e.g. a reward, given by position; NumPy's are fine
+        if value not in (True, False):  # e.g. a reward, given by position; NumPy's booleans are fine
             raise TypeError(f"its {name} is {value!r}; give true or false")
     if not math.isfinite(step.reward):
         raise ValueError(f"its reward is {step.reward}; give a finite number")

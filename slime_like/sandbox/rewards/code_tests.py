@@ -1,4 +1,4 @@
-"""Reward for Python code that passes tests, in a process that can do nothing but compute and print."""
+"""Reward for Python code that passes tests, in a process that can only compute and print."""
 
 import ast
 import json
@@ -9,6 +9,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import IO, Any
@@ -26,12 +27,12 @@ _DEFINITIONS = (ast.FunctionDef, ast.ClassDef, ast.Import, ast.ImportFrom, ast.A
 
 @dataclass(frozen=True, slots=True)
 class _Test:
-    """What a program is given, and what must come of it.
+    """A program's input and expected behavior.
 
     Attributes:
-        source: Python that runs after it, in its names; it must not raise.
-        given: its standard input.
-        printed: its standard output, but for white space at the ends of lines; ``None``: anything.
+        source: Python that runs after the program, in its names; it must not raise.
+        given: standard input.
+        printed: expected standard output, up to white space at the ends of lines; ``None`` accepts any.
     """
 
     source: str = ""
@@ -48,21 +49,21 @@ def code_tests(
     memory_mb: int = 512,
     partial: bool = False,
 ) -> RewardResult:
-    """1 where the Python code of the response passes the tests in ``answer``, else 0.
+    """1 if the Python code of the response passes the tests in ``answer``, else 0.
 
     The code is the response's last fenced block of Python. ``answer`` is Python with ``assert``, a JSON list of such
     texts, or ``{"inputs": [...], "outputs": [...]}``: standard input and output of one run each. The code can compute
-    and print; it has no network, no files but Python's own, no processes. Python tests share its process, so that code
-    can deceive them; it cannot deceive outputs.
+    and print. It has no network or processes, and reads only Python's own files. It can deceive Python tests, which
+    share its process, but not outputs.
 
     Args:
-        timeout_s: bound on all tests of a response; keep it below ``reward.timeout_s``.
-        memory_mb: address space of the process.
+        timeout_s: limit on all tests of a response; keep it below ``reward.timeout_s``.
+        memory_mb: limit on the address space.
         partial: run all tests; the reward is the share that passes. Success still requires all.
 
     Raises:
-        ValueError: ``answer`` holds no tests.
-        OSError: the kernel cannot confine a process (Linux 5.13 or newer is needed).
+        ValueError: ``answer`` has no tests.
+        OSError: the kernel cannot confine a process; it must be Linux 5.13 or newer.
     """
     tests = _tests(answer)
     code = last_block(after_thinking(response), _PYTHON)
@@ -95,10 +96,10 @@ def _tests(answer: str) -> Sequence[_Test]:
             raise ValueError(f"tests that call a function (fn_name={name!r}) must be Python with assert")
         inputs, outputs = given["inputs"], given["outputs"]
         if not (_are_texts(inputs) and _are_texts(outputs) and len(inputs) == len(outputs)):
-            raise ValueError("inputs and outputs of the tests must be lists of text of one length")
+            raise ValueError("inputs and outputs of the tests must be lists of texts, equally many")
         return [_Test(given=one, printed=other) for one, other in zip(inputs, outputs, strict=True)]
     if not _are_texts(given) or not all(source.strip() for source in given):
-        raise ValueError("the answer holds no tests; give Python, a JSON list of it, or inputs and outputs")
+        raise ValueError("the answer has no tests; give Python, a JSON list of it, or inputs and outputs")
     for source in given:
         try:
             tree = ast.parse(source)
@@ -106,10 +107,8 @@ def _tests(answer: str) -> Sequence[_Test]:
         except (SyntaxError, ValueError) as error:
             raise ValueError(f"the tests are not Python: {error}") from error
         if all(isinstance(node, _DEFINITIONS) for node in tree.body):
-            raise ValueError(
-                f"the tests {source.strip()[:40]!r} only define, so every program passes; end them with asserts or "
-                "calls, e.g. check(NAME)"
-            )
+            problem = f"the tests {source.strip()[:40]!r} contain only definitions, so every program passes"
+            raise ValueError(f"{problem}; end them with asserts or calls, e.g. check(NAME)")
     return [_Test(source) for source in given]
 
 
@@ -118,7 +117,7 @@ def _are_texts(value: Any) -> bool:
 
 
 def _fault(program: str, test: _Test, deadline: float, memory_mb: int) -> str:
-    """Why the program fails the test; empty where it passes."""
+    """Run the program in a confined process, which ends with this one. Return why it fails the test, or ""."""
     left = deadline - time.monotonic()
     if left < _FEWEST_SECONDS:
         return "timeout"
@@ -131,45 +130,33 @@ def _fault(program: str, test: _Test, deadline: float, memory_mb: int) -> str:
         "cpu_s": int(left) + 1,
         "output_bytes": _OUTPUT_BYTES,
     }
-    with tempfile.TemporaryFile() as given, tempfile.TemporaryFile() as printed, tempfile.TemporaryFile() as errors:
+    with ExitStack() as stack:
+        given, printed, errors, message, verdict = (stack.enter_context(tempfile.TemporaryFile()) for _ in range(5))
         _write(given, test.given)
-        code, verdict = _run(job, given, printed, errors, left)
-        if code == confined.CANNOT_CONFINE:
-            raise OSError(f"the kernel cannot confine a process ({_last_line(errors)}); use Linux 5.13 or newer")
-        if code is None:
+        _write(message, json.dumps(job))
+        descriptors = (message.fileno(), verdict.fileno())
+        try:
+            code = subprocess.run(
+                [sys.executable, "-I", "-B", confined.__file__, *map(str, (os.getpid(), *descriptors))],
+                stdin=given,
+                stdout=printed,
+                stderr=errors,
+                pass_fds=descriptors,
+                env={"LANG": "C.UTF-8"},
+                cwd="/",
+                timeout=left,
+            ).returncode
+        except subprocess.TimeoutExpired:
             return "timeout"
+        last_error = _cut((_read(errors).strip().splitlines() or [""])[-1])
+        if code == confined.CANNOT_CONFINE:
+            raise OSError(f"the kernel cannot confine a process ({last_error}); use Linux 5.13 or newer")
         # A program may exit before its end, but not before tests that follow it.
-        if code != 0 or (test.printed is None and verdict != word):
-            return _last_line(errors) or f"exit code {code} before the end of the tests"
+        if code != 0 or (test.printed is None and _read(verdict) != word):
+            return last_error or f"exit code {code} before the end of the tests"
         if test.printed is not None and _lines(_read(printed)) != _lines(test.printed):
             return "another output"
     return ""
-
-
-def _run(
-    job: dict[str, Any], given: IO[bytes], printed: IO[bytes], errors: IO[bytes], timeout_s: float
-) -> tuple[int | None, str]:
-    """(exit code, verdict) of a confined process; no code where it took too long. It ends with this one."""
-    with tempfile.TemporaryFile() as message, tempfile.TemporaryFile() as verdict:
-        _write(message, json.dumps(job))
-        descriptors = (message.fileno(), verdict.fileno())
-        process = subprocess.Popen(
-            [sys.executable, "-I", "-B", confined.__file__, *map(str, (os.getpid(), *descriptors))],
-            stdin=given,
-            stdout=printed,
-            stderr=errors,
-            pass_fds=descriptors,
-            env={"LANG": "C.UTF-8"},
-            cwd="/",
-        )
-        try:
-            code: int | None = process.wait(timeout_s)
-        except subprocess.TimeoutExpired:
-            code = None
-        finally:
-            process.kill()
-            process.wait()
-        return code, _read(verdict)
 
 
 def _write(file: IO[bytes], text: str) -> None:
@@ -185,11 +172,6 @@ def _read(file: IO[bytes]) -> str:
 
 def _lines(text: str) -> list[str]:
     return [line.rstrip() for line in text.rstrip().splitlines()]
-
-
-def _last_line(file: IO[bytes]) -> str:
-    lines = _read(file).strip().splitlines()
-    return _cut(lines[-1]) if lines else ""
 
 
 def _cut(text: str) -> str:

@@ -12,13 +12,13 @@ _PATH_CHARS = 100
 
 
 def json_schema(prompt: str, response: str, answer: str, *, schema: Mapping[str, Any] | None = None) -> RewardResult:
-    """1 where the response, or its last fenced block of JSON, is JSON that a JSON Schema admits, else 0.
+    """1 if the response, or its last fenced block of JSON, is JSON that fits a JSON Schema, else 0.
 
     Args:
-        schema: for all rows; default: ``answer``, as JSON. ``$ref`` must stay inside it.
+        schema: schema of all rows; default: ``answer``, as JSON. ``$ref`` must stay inside it.
 
     Raises:
-        ValueError: there is no schema, or it is none.
+        ValueError: there is no valid schema.
     """
     validator = _validator(answer if schema is None else json.dumps(schema))
     said = after_thinking(response)
@@ -34,7 +34,7 @@ def json_schema(prompt: str, response: str, answer: str, *, schema: Mapping[str,
     if fault is None:
         return RewardResult(1.0, True)
     place = f"{fault.json_path[:_PATH_CHARS]}: {fault.validator}"
-    return RewardResult(0.0, False, {"reason": f"not of the schema ({place})"})
+    return RewardResult(0.0, False, {"reason": f"does not fit the schema ({place})"})
 
 
 @lru_cache(maxsize=1024)
@@ -46,13 +46,13 @@ def _validator(text: str) -> Any:
     try:
         schema = json.loads(text)
         if not isinstance(schema, dict):
-            raise ValueError("it is no JSON object")
+            raise ValueError("it is not a JSON object")
         kind = validator_for(schema)
         kind.check_schema(schema)
     except (ValueError, RecursionError, SchemaError) as error:
-        raise ValueError(f"{text[:40]!r} is no JSON Schema ({str(error).splitlines()[0]})") from error
-    return kind(schema, registry=Registry())  # which fetches nothing
+        raise ValueError(f"{text[:40]!r} is not a JSON Schema ({str(error).splitlines()[0]})") from error
+    return kind(schema, registry=Registry())  # this registry downloads nothing
 
 
 def _refuse(name: str) -> None:
-    raise ValueError(f"{name} is no JSON number")
+    raise ValueError(f"{name} is not a JSON number")

@@ -1,4 +1,4 @@
-"""Reward for agreeing with the others: no ground truth is needed."""
+"""Reward for agreeing with the rest of the group. It needs no ground truth."""
 
 import re
 from collections import Counter
@@ -19,29 +19,28 @@ _MAX_DIGITS = 200
 def majority(
     prompt: str, responses: Sequence[str], answer: str, *, min_share: float = 0.0, require_answer: bool = True
 ) -> list[RewardResult]:
-    """1 where a response's final answer is the one that most responses of its group give, else 0.
+    """1 if a response's final answer is the most frequent answer of its group, else 0.
 
     ``r_i = 1[a_i = argmax_a n(a)]``; ``n(a)`` counts the responses with final answer ``a`` (TTRL, arXiv:2504.16084,
     equation 2). If several answers are the most frequent, no response is rewarded.
 
-    The final answer is the content of the last ``\\boxed{}``, else the last number; numbers are compared by value.
+    The final answer is the content of the last ``\\boxed{}``, else the last number. Numbers are compared by value.
 
     Args:
-        prompt, answer: not looked at.
-        responses: all of one group.
+        prompt, answer: ignored.
+        responses: all responses of one group.
         min_share: no reward if the most frequent answer has a smaller share of the responses.
-        require_answer: without box and number there is no answer; false: the whole text is the answer.
+        require_answer: if false, the whole text of a response without box and number is its answer.
     """
     answers = [_final_answer(after_thinking(response)[-_MAX_CHARS:], require_answer) for response in responses]
     counts = Counter(answer for answer in answers if answer is not None).most_common(2)
     tied = len(counts) == 2 and counts[0][1] == counts[1][1]
-    enough = bool(counts) and counts[0][1] >= min_share * len(responses)
-    winner = counts[0][0] if enough and not tied else None
     share = counts[0][1] / len(responses) if counts else 0.0
+    winner = counts[0][0] if counts and share >= min_share and not tied else None
+    wins = [winner is not None and answer == winner for answer in answers]
     return [
-        RewardResult(float(wins), wins, {"answer": answer, "share": share})
-        for answer in answers
-        for wins in [winner is not None and answer == winner]
+        RewardResult(float(won), won, {"answer": answer, "share": share})
+        for won, answer in zip(wins, answers, strict=True)
     ]
 
 
@@ -56,7 +55,7 @@ def _final_answer(response: str, require_answer: bool) -> str | None:
 
 
 def _plain(text: str) -> str:
-    """A number in one spelling; other text as it is."""
+    """Return a number in one spelling, and other text unchanged."""
     if _NUMBER.fullmatch(text) is None or len(text) > _MAX_DIGITS:
         return text
     try:

@@ -15,31 +15,30 @@ from slime_like.interfaces.reward import RewardResult
 from slime_like.sandbox.rewards.response_parts import after_thinking
 from slime_like.system.latex import boxed
 
-# Both functions warn that their alarm is off; here the pool bounds the time.
+# Both functions would warn that their alarm is off. The pool bounds the time instead.
 logging.getLogger("math_verify").setLevel(logging.ERROR)
 
 _MAX_DEPTH = 24
 _NESTING = dict.fromkeys("([{", 1) | dict.fromkeys(")]}", -1)
 _MAX_ANSWER_CHARS = 1024
 _SMALL, _RELATIVE = 1e-3, 1e-4
-"""Below the first magnitude, values may differ by this share of the larger one."""
+"""Values below the first magnitude may differ by this share of the larger one."""
 _SCIENTIFIC = re.compile(r"(?<![\w.])[-+]?\d+(?:\.\d+)?[eE][-+]?\d{1,3}(?!\w)")
 _WORDS = re.compile(r"[^\W\d_]+(?: [^\W\d_]+)*")
 _INTEGER = re.compile(r"-?[0-9]{1,18}")
-_NUMBER = re.compile(r"-?(?:\d{1,3}(?:,\d{3})+|\d*)(?:\.\d+)?%?(?<=[\d%])")
 # LaTeX's dollar sign, a dollar sign in front of a number, and a negative space do not change a number's value.
 _MONEY = re.compile(r"(?<!\\)\\[$!]|^\$(?=[\d.,]+$)")
 _THIN_SPACE = re.compile(r"(?<=\d)(?:\\[,;: ]|~)(?=\d{3}(?!\d))")
-# Tags, Markdown and quotes around a number, the space missing after "Answer:", a list's sign. `2**3` is a power.
+# Tags, Markdown and quotes around a number, a missing space after "Answer:", a list's dash. `2**3` is a power.
 _MARKUP = re.compile(
     r"""</?[A-Za-z][\w-]{0,30}>|(?<![\w)}])["'`*#~]+(?=\S)|(?<=\S)["'`*#~]+(?![\w({-])|(?<=[A-Za-z]:)(?=[-\d.])"""
     r"""|^\s*-\s""",
 )
 _LATEX = re.compile(r"\$|\\[\[(]")
 _NO_EXPRESSION = re.compile(r"[^\W\d_]{2}|[^ -~]|\d +\d")
-# A sum, a difference or a product, but no sign at the front and no power of ten (1.5 \times 10^3).
+# A sum, a difference or a product. A leading sign and a power of ten (1.5 \times 10^3) are not.
 _ARITHMETIC = re.compile(r"(?<=[\w)}])\s*[+\-]|(?:\*(?!\*)|\u00d7|\\cdot|\\times)(?!\s*10\s*(?:\^|\*\*))")
-# But no degrees, and no power of ten.
+# Degrees and powers of ten are neither.
 _QUOTIENT_OR_POWER = re.compile(r"\d\s*/\s*\d|\\[dt]?frac|(?<!(?<!\d)10)(?<!(?<!\d)10\s)(?:\^|\*\*)\s*\{?\d")
 _SYMBOL = re.compile(r"\s*[A-Za-z]?(?:_\{?\w\}?)?\s*")
 
@@ -99,12 +98,12 @@ def _why_wrong(response: str, answer: str, require_boxed: bool, allow_arithmetic
 
 @lru_cache(maxsize=4096)
 def _ground_truth(answer: str) -> Any:
-    """Parse plain numbers and delimited LaTeX as they are, and bare LaTeX inside a box."""
+    """Parse delimited LaTeX as it is, and everything else inside a box."""
     if len(answer) > _MAX_ANSWER_CHARS or _depth(answer) > _MAX_DEPTH:
         raise ValueError(f"the ground truth {answer[:40]!r}... is too long or nested too deeply")
     from math_verify import parse
 
-    delimited = _NUMBER.fullmatch(answer) or "$" in answer or "\\boxed" in answer
+    delimited = "$" in answer or "\\boxed" in answer
     parsed = parse(answer if delimited else _in_box(answer), parsing_timeout=None)
     if not parsed:
         raise ValueError(f"the ground truth {answer!r} is not a mathematical expression")
@@ -112,7 +111,7 @@ def _ground_truth(answer: str) -> Any:
 
 
 def _final_answer(response: str) -> str:
-    """Return what math-verify reads the answer from, in a response without a box."""
+    """Return the part of a response without a box that math-verify is to read the answer from."""
     if _LATEX.search(response):
         return _MARKUP.sub(" ", response)
     # One line: math-verify would read "x > 2." and "-9/5" on the next line as a difference.
@@ -133,7 +132,7 @@ def _is_undone(given: str, answer: str, truth: Any) -> bool:
 
 
 def _differ(truth: Any, given: Any) -> bool:
-    """Return whether small values differ: math-verify rounds them to six decimals, so 6.6e-34 would equal 9.1e-31."""
+    """Return whether small values differ. math-verify rounds them to six decimals, so 6.6e-34 would equal 9.1e-31."""
     values = [getattr(value, "rhs", value) for value in (truth, given)]
     if not all(getattr(value, "is_comparable", False) for value in values):
         return False
@@ -143,7 +142,7 @@ def _differ(truth: Any, given: Any) -> bool:
 
 
 def _tail(text: str, max_chars: int) -> str:
-    """Return the end of the text, from a white space on, so that no number is cut in two."""
+    """Return the end of the text, starting at white space, so no number is cut in two."""
     if len(text) <= max_chars:
         return text
     tail = text[-max_chars:]

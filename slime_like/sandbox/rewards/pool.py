@@ -1,10 +1,9 @@
-"""Reward functions in worker processes with bounds on time and memory: a bad answer costs its sample, no more."""
+"""Reward functions in worker processes with limits on time and memory. A bad response costs only its sample."""
 
 import asyncio
 import math
 import threading
 from collections.abc import Coroutine, Hashable, Iterable, Sequence
-from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Self, TypeVar
@@ -16,21 +15,20 @@ from slime_like.sandbox.rewards.failures import BatchTimeouts, RewardFailures
 from slime_like.sandbox.rewards.registry import QUICK
 from slime_like.sandbox.rewards.time_budget import TimeBudget
 
-_MODULE = "slime_like.sandbox.rewards.worker"
 _CHUNK_ITEMS = 64
 
 Result = TypeVar("Result")
 
 Answer = dict[str, Any]
-"""A worker's message about one item: the results of its samples, or the reason why there are none."""
+"""A worker's message about one item: the results of its samples, or the reason why it has none."""
 
 _NOTHING: Answer = {"rewards": (), "successes": (), "metadata": {}}
-"""Results of functions that are not there."""
+"""Results of no functions."""
 
 
 @dataclass(frozen=True, slots=True)
 class RewardItem:
-    """One response to score: decoded text, without special tokens."""
+    """One response to score, as decoded text without special tokens."""
 
     prompt: str
     response: str
@@ -42,11 +40,11 @@ class RewardOutcome:
     """Result of the reward functions for one response.
 
     Attributes:
-        rewards: one per computed function (``RewardConfig.computed``), unweighted; all 0 where scoring failed.
+        rewards: one per computed function (``RewardConfig.computed``), unweighted; all 0 if scoring failed.
         successes: one per computed function, 1.0 or 0.0.
-        metadata: per function, what it reported. Where scoring failed, ``reason`` is "timeout", "crash", "memory",
-            "cpu", "error" or "budget" (too many responses of the step timed out before this one), with ``function``
-            and ``detail`` where they are known.
+        metadata: what each function reported. If scoring failed, ``reason`` is "timeout", "crash", "memory", "cpu",
+            "error" or "budget" (too many responses of the step timed out before this one), with ``function`` and
+            ``detail`` if they are known.
     """
 
     rewards: tuple[float, ...]
@@ -55,7 +53,7 @@ class RewardOutcome:
 
 
 class LoopThread:
-    """Runs coroutines for any thread. Processes started by them live as long as this one does."""
+    """Thread that runs coroutines for any thread. Processes that they start live as long as this thread."""
 
     def __init__(self) -> None:
         self._runner = asyncio.Runner(loop_factory=asyncio.new_event_loop)
@@ -65,7 +63,7 @@ class LoopThread:
         self._thread.start()
 
     def run(self, coroutine: Coroutine[Any, Any, Result]) -> Result:
-        """Wait for the coroutine's result; an interrupted wait cancels it."""
+        """Wait for the coroutine's result. An interrupted wait cancels it."""
         future = asyncio.run_coroutine_threadsafe(coroutine, self._loop)
         try:
             return future.result()
@@ -73,7 +71,7 @@ class LoopThread:
             future.cancel()
 
     def close(self) -> None:
-        """Cancel what still runs and end the thread."""
+        """Cancel running coroutines and end the thread."""
         self._loop.call_soon_threadsafe(self._stopping.set)
         self._thread.join()
 
@@ -83,11 +81,11 @@ class LoopThread:
 
 
 class RewardPool:
-    """``config.workers`` processes; a hung or dead one is replaced. Workers start at once, in the background.
+    """``config.workers`` processes that start in the background. A hung or dead process is replaced.
 
     Args:
-        step_responses: responses of a training step; the time that hanging ones cost is bounded per step.
-        logs: a directory for what the functions print.
+        step_responses: number of responses of a training step. The time that hanging ones cost is bounded per step.
+        logs: directory for the functions' output.
     """
 
     def __init__(self, config: RewardConfig, step_responses: int = 512, logs: Path | None = None) -> None:
@@ -109,24 +107,24 @@ class RewardPool:
         return self._workers.process_ids
 
     def start(self) -> None:
-        """Wait for every worker. Raises ``RewardError`` where a function cannot be used, or a start takes too long."""
+        """Wait for every worker. Raises ``RewardError`` if a function is unusable, or a start takes too long."""
         self._thread.run(self._workers.ready())
 
     def score(self, items: Sequence[RewardItem], groups: Sequence[Hashable] | None = None) -> list[RewardOutcome]:
-        """Score a batch; equal items are scored once, and the order is kept.
+        """Score a batch, in order. Equal items are scored once.
 
         Args:
-            groups: for each item, what it shares with the others of its group, which has one prompt and one answer;
-                without it, every item is a group.
+            groups: a key for each item that is the same for all items of its group. All items of a group have the same
+                prompt and answer. By default, every item is a group.
 
         Raises:
-            RewardError: the workers cannot go on, or so many items failed with none between them that had a reward that
-                the functions must be broken.
+            RewardError: the workers no longer start, or so many items failed in a row that the functions must be
+                broken.
         """
         if not self._functions:
             return [RewardOutcome((), ()) for _ in items]
         if self._closed:
-            raise RewardError("the reward pool is closed", code="pool-closed", remedy="make a new one")
+            raise RewardError("the reward pool is closed", code="pool-closed", remedy="create a new one")
         if not items:
             return []
         if not self._workers.about:
@@ -134,7 +132,7 @@ class RewardPool:
         return self._score(items, _members(groups if groups is not None else range(len(items)), len(items)))
 
     def close(self) -> None:
-        """End every worker, by its process id, within a bound."""
+        """End every worker by its process id, within a bound. May be called twice."""
         if self._closed:
             return
         self._closed = True
@@ -150,8 +148,9 @@ class RewardPool:
         self.close()
 
     def _score(self, items: Sequence[RewardItem], members: Sequence[Sequence[int]]) -> list[RewardOutcome]:
-        of_groups = frozenset(self._workers.about["of_groups"])  # known to the workers, which import the functions
-        keys = [self._key(item) for item in items]
+        of_groups = frozenset(self._workers.about["of_groups"])  # only the workers import the functions
+        by_prompt = self._failures.has_foreign  # included functions ignore the prompt
+        keys = [(item.response, item.answer, item.prompt if by_prompt else "") for item in items]
         equal = _members(keys, len(items)) if len(of_groups) < len(self._functions) else []
         whole = members if of_groups else []
         messages = [_message(items[same[0]]) for same in equal]
@@ -167,10 +166,6 @@ class RewardPool:
             self._failures.record("groups", len(whole), of_wholes, last)
         kinds = [name in of_groups for name in self._functions]
         return [_outcome(kinds, pair) for pair in zip(alone, shared, strict=True)]
-
-    def _key(self, item: RewardItem) -> tuple[str, ...]:
-        """Functions that are not ours may look at the prompt."""
-        return (item.response, item.answer, *([item.prompt] if self._failures.has_foreign else []))
 
     async def _answers(self, items: Sequence[dict[str, Any]]) -> list[Answer]:
         """Return one answer per item, in order. The first error ends the batch."""
@@ -203,41 +198,31 @@ class RewardPool:
 
 
 def start_problems(config: RewardConfig, index: int, sample: RewardItem | None) -> list[str]:
-    """Problems of ``config.functions[index]`` that a worker finds when it starts with this function alone.
+    """Start a worker with only ``config.functions[index]``, and return the problems it finds.
 
     Args:
-        sample: the function is called once with it.
+        sample: if given, the function is called once with it.
     """
     subject = f"reward.functions.{index}.name={config.functions[index].name}"
-    workers = WorkerPool(_workers_of(config, [index], subject), config.model_copy(update={"workers": 1}))
-    with closing(LoopThread()) as thread:
-        thread.run(workers.launch())
-        try:
-            thread.run(workers.ready())
-            return [] if sample is None else _call_problems(thread, workers, sample, subject, config.timeout_s)
-        except RewardError as error:
-            return str(error).splitlines()
-        finally:
-            thread.run(workers.close())
+    pool = WorkerPool(_workers_of(config, [index], subject), config.model_copy(update={"workers": 1}))
+    if sample is None:
+        return pool.start_problems()
 
+    async def call() -> list[str]:
+        answers: list[Answer] = []
+        group = {"responses": [sample.response] * 2} if pool.about["of_groups"] else {}
+        await pool.ask([_message(sample) | group], answers.append)
+        reason = answers[0].get("reason")
+        if reason is None:
+            return []
+        why, remedy = answers[0].get("detail") or f"no result ({reason})", "correct the function, or the row"
+        if reason == "timeout":
+            why = f"no result within reward.timeout_s={config.timeout_s:g} s"
+            remedy = "raise that if the machine is busy or the function slow at first, or correct the function"
+        row = f"the first row of the data, with its answer {sample.answer[:40]!r} as the response"
+        return [f"{subject} fails on {row}: {why}; {remedy}"]
 
-def _call_problems(
-    thread: LoopThread, workers: WorkerPool, sample: RewardItem, subject: str, timeout_s: float
-) -> list[str]:
-    message = _message(sample) | ({"responses": [sample.response] * 2} if workers.about["of_groups"] else {})
-    answers: list[Answer] = []
-    thread.run(workers.ask([message], answers.append))
-    reason = answers[0].get("reason")
-    if reason is None:
-        return []
-    why, remedy = answers[0].get("detail") or f"no result ({reason})", "correct the function, or the row"
-    if reason == "timeout":
-        why = f"no result within reward.timeout_s={timeout_s:g} s"
-        remedy = "raise that where the machine is busy or the function slow at first, or correct the function"
-    return [
-        f"{subject} fails on the first row of the data, with its answer {sample.answer[:40]!r} as the response: {why}; "
-        f"{remedy}"
-    ]
+    return pool.start_problems(call)
 
 
 def _workers_of(config: RewardConfig, functions: Iterable[int], subject: str) -> WorkerKind:
@@ -245,16 +230,16 @@ def _workers_of(config: RewardConfig, functions: Iterable[int], subject: str) ->
         {"field": f"reward.functions.{index}", **config.functions[index].model_dump(include={"name", "options"})}
         for index in functions
     ]
-    return WorkerKind(_MODULE, {"functions": setup}, "a reward worker", "reward", subject, RewardError)
+    return WorkerKind("slime_like.sandbox.rewards.worker", {"functions": setup}, "reward", subject, RewardError)
 
 
 def _message(item: RewardItem) -> dict[str, Any]:
-    """Without ``asdict``, whose copies are a tenth of a short step's scoring."""
+    """Convert an item without ``asdict``, whose copies take a tenth of a short step's scoring."""
     return {"prompt": item.prompt, "response": item.response, "answer": item.answer}
 
 
 def _members(groups: Iterable[Hashable], count: int) -> list[list[int]]:
-    """Indices of each group's items, in order of appearance."""
+    """Return the indices of each group's items, in order of appearance."""
     found: dict[Hashable, list[int]] = {}
     for index, group in zip(range(count), groups, strict=True):
         found.setdefault(group, []).append(index)
@@ -262,7 +247,7 @@ def _members(groups: Iterable[Hashable], count: int) -> list[list[int]]:
 
 
 def _of_items(answers: Sequence[Answer], members: Sequence[Sequence[int]], count: int) -> list[Answer]:
-    """Results of every item, or the reason why it has none; an answer has one for each of its members, or for all."""
+    """Return each item's result. An answer has a result for each of its members, or one for all of them."""
     found = [_NOTHING] * count
     for answer, indices in zip(answers, members, strict=True):
         results = answer.get("samples", [answer])
@@ -272,7 +257,7 @@ def _of_items(answers: Sequence[Answer], members: Sequence[Sequence[int]], count
 
 
 def _outcome(kinds: Sequence[bool], answers: tuple[Answer, Answer]) -> RewardOutcome:
-    """Results of the functions of single responses and of whole groups side by side; ``kinds``: per function, which."""
+    """Merge the results of functions of single responses (kind 0) and of whole groups (kind 1), in order."""
     zeros = (0.0,) * len(kinds)
     failed = next((answer for answer in answers if "reason" in answer), None)
     if failed is not None:

@@ -1,4 +1,4 @@
-"""The parts of a response that count: what stands behind its thinking, and fenced blocks."""
+"""The parts of a response that count: the text after its thinking, and fenced blocks."""
 
 import re
 import textwrap
@@ -10,15 +10,15 @@ _OPENING = re.compile(r"(`{3,})[ \t]*([^\s`]*)[^`]*$")
 
 
 def after_thinking(response: str) -> str:
-    """The text behind the last ``</think>``, or all; of thinking that does not end, nothing. Quoted tags are text."""
+    """Return the text after the last ``</think>``, without unfinished thinking. Quoted tags are text."""
     begin, end = _answer_span(response)
     return response[begin:end]
 
 
 def last_match(pattern: str, response: str) -> str | None:
-    """The first group, if the regular expression has one, of its last match; ``None`` without a match.
+    """Return the last match of a regular expression, or its first group if it has one; ``None`` without a match.
 
-    A match inside the thinking does not count; one that begins there does, if there is none behind.
+    A match inside the thinking does not count. A match that begins there counts if there is none after it.
     """
     begin, end = _answer_span(response)
     matches = list(re.finditer(pattern, response[begin:end]))
@@ -36,7 +36,7 @@ def _answer_span(response: str) -> tuple[int, int]:
 
 
 def last_block(text: str, languages: Container[str]) -> str | None:
-    """The last fenced block of one of the languages (in lower case), else the last one without a language."""
+    """Return the last fenced block of one of the languages (in lower case), else the last one without a language."""
     blocks = list(_blocks(text))
     of_language = [body for language, body in blocks if language in languages]
     unnamed = [body for language, body in blocks if not language]
@@ -44,9 +44,9 @@ def last_block(text: str, languages: Container[str]) -> str | None:
 
 
 def _blocks(text: str) -> Iterator[tuple[str, str]]:
-    """Language and text of each closed block.
+    """Yield language and text of each closed block.
 
-    A block may open behind other text. It closes where a line begins or ends with its fence; one that is followed by
+    A block may open after other text. It closes where a line begins or ends with its fence. A fence that is followed by
     a language opens the next block.
     """
     fence, language, body = "", "", list[str]()

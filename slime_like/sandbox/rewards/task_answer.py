@@ -1,11 +1,11 @@
-"""Reward of reasoning-gym: each task judges an answer by its own rules."""
+"""Reward of reasoning-gym, where each task judges an answer by its own rules."""
 
 import json
 from typing import Any
 
 from slime_like.interfaces.reward import RewardResult
-from slime_like.sandbox.rewards.final_answer import NO_MATCH
 from slime_like.sandbox.rewards.response_parts import after_thinking, last_match
+from slime_like.sandbox.rewards.text_answer import NO_MATCH
 
 
 def reasoning_gym(
@@ -20,9 +20,9 @@ def reasoning_gym(
             without a match gets 0; none: the whole response is judged.
 
     Raises:
-        ValueError: ``answer`` is not of such a row.
+        ValueError: ``answer`` is not from such a row.
     """
-    from reasoning_gym.factory import get_score_answer_fn  # and all tasks with it: seconds
+    from reasoning_gym.factory import get_score_answer_fn  # imports all tasks, which takes seconds
 
     entry = _entry(answer)
     given = after_thinking(response) if pattern is None else last_match(pattern, response)
@@ -32,7 +32,7 @@ def reasoning_gym(
         score = float(get_score_answer_fn(entry["task"])(given.strip(), entry))
     except MemoryError:
         raise
-    except Exception as error:  # of whatever class: judges expect an answer of their form, and the row itself is sound
+    except Exception as error:  # judges raise anything for answers of another form; the row itself is sound
         reason = f"not judged ({type(error).__name__})"
         return RewardResult(0.0, False, {"reason": reason, "task": entry["task"]})
     return RewardResult(score, score >= 1.0, {"task": entry["task"]})
@@ -44,5 +44,7 @@ def _entry(answer: str) -> dict[str, Any]:
         if not isinstance(entry, dict) or not {"task", "question", "answer", "metadata"} <= entry.keys():
             raise ValueError("it lacks a task's fields")
     except ValueError as error:
-        raise ValueError(f"the answer {answer[:40]!r} is not of a row of `slime-like make-tasks` ({error})") from error
+        raise ValueError(
+            f"the answer {answer[:40]!r} is not from a row of `slime-like make-tasks` ({error})"
+        ) from error
     return entry

@@ -8,15 +8,15 @@ _SHORTENED = 0.1
 
 
 class TimeBudget:
-    """Timeouts among the last responses: a policy may learn to write towers of powers, each of which hangs.
+    """Counter of a step's timeouts. A policy may learn to write towers of powers, each of which hangs.
 
-    Of a step's responses eight per worker may take ``timeout_s``, the next ones a tenth of it. After 100 per worker the
-    rest is not scored. The count starts afresh with the next step's responses.
+    Eight of a step's responses per worker may take ``timeout_s``, the next ones a tenth of it. After 100 per worker,
+    the remaining responses are not scored. The count restarts with the next step's responses.
 
     Args:
         timeout_s: seconds that one response may take.
-        responses: of a step. Calls may be about parts of steps.
-        shorten: whether all functions are quick where they do not hang.
+        responses: number of responses of a step. Each call may be about a part of a step.
+        shorten: whether all functions are quick unless they hang.
     """
 
     def __init__(self, timeout_s: float, workers: int, responses: int, shorten: bool) -> None:
@@ -28,18 +28,18 @@ class TimeBudget:
 
     @property
     def timeout_s(self) -> float:
-        """Seconds that the next response may take; 0 where it is not to be scored."""
+        """Seconds that the next response may take; 0 if it is not to be scored."""
         if self._timeouts >= self._max:
             return 0.0
         return self._timeout_s * (1.0 if self._timeouts < self._full else _SHORTENED)
 
     @property
     def refusal(self) -> dict[str, Any]:
-        """The answer about a response that is not scored."""
+        """The answer for a response that is not scored."""
         return {"reason": "budget", "detail": f"not scored: {self._timeouts} responses of this step timed out before"}
 
     def record(self, answer: dict[str, Any]) -> dict[str, Any]:
-        """Count one response's answer, and return it; a timeout after less than ``timeout_s`` gets a detail."""
+        """Count one response's answer and return it. A timeout after less than ``timeout_s`` gets a detail."""
         bound = self.timeout_s
         self._seen += 1
         self._timeouts += answer.get("reason") in ("timeout", "cpu")

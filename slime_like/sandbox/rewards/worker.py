@@ -6,18 +6,17 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from slime_like.errors import ConfigError
-from slime_like.interfaces.reward import RewardResult, as_result
+from slime_like.interfaces.reward import GROUP_MARK, RewardResult, as_result
 from slime_like.plugins.traceback import code_of, named_place
-from slime_like.sandbox.protocol import encode
-from slime_like.sandbox.rewards.registry import REGISTERED, WARMED, resolve_reward
-from slime_like.sandbox.rewards.signature import is_group_reward, signature_problems
-from slime_like.sandbox.serving import Handler, ItemFailed, serve, untrusted
+from slime_like.sandbox.rewards.registry import EASY_ANSWERS, REGISTERED, WARMED, resolve_reward
+from slime_like.sandbox.rewards.signature import require_reward
+from slime_like.sandbox.serving import Handler, ItemFailed, encode, serve, untrusted
 
 _WARM_UP = {"prompt": "", "response": "```python\n1\n```\n\\boxed{1}"}
 
 
 class _Function:
-    """A reward function with its options, and what it returned checked."""
+    """A reward function with its options. Its return values are checked."""
 
     def __init__(self, field: str, name: str, options: dict[str, Any]) -> None:
         self.name = name
@@ -25,16 +24,15 @@ class _Function:
         self._options = options
         try:
             self._call: Callable[..., Any] = resolve_reward(name)
+            require_reward(name, self._call, options)
         except ValueError as error:
             place = named_place(error, name, "__call__")
             raise ConfigError([f"{field}.name={name} ({place}) cannot be used: {error}"]) from error
-        self.of_groups = is_group_reward(self._call)
+        self.of_groups = getattr(self._call, GROUP_MARK, False) is True
         self._code = None if name in REGISTERED else code_of(self._call)
-        if problems := list(signature_problems(field, name, self._call, options)):
-            raise ConfigError(problems)
 
     def results(self, item: dict[str, Any]) -> list[RewardResult]:
-        """One result for a response, or one for each response of a group."""
+        """Return one result for a response, or one for each response of a group."""
         responses = item["responses"] if self.of_groups else item["response"]
         with untrusted(self.name, self._code):
             found = self._call(item["prompt"], responses, item["answer"], **self._options)
@@ -45,11 +43,11 @@ class _Function:
             return [_checked(result) for result in found]
 
     def warm_up(self) -> None:
-        """Call once what takes long at first, outside any sample's time, or what this machine may be unable to do."""
+        """Call the function once if its first call takes long, or shows whether this machine can run it."""
         if self.name not in WARMED:
             return
         try:
-            self.results({**_WARM_UP, "answer": WARMED[self.name]})
+            self.results({**_WARM_UP, "answer": EASY_ANSWERS[self.name]})
         except ItemFailed as failed:
             why = failed.answer.get("detail") or failed.answer["reason"]
             raise ConfigError([f"{self._field}.name={self.name}: cannot be used on this machine: {why}"]) from failed

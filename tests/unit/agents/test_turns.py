@@ -1,4 +1,4 @@
-"""Token truth: whatever agents, models and templates do, what is trained is what was sampled, where it was sampled."""
+"""Sampled tokens are trained exactly where they were sampled, whatever agents, models and templates do."""
 
 import random
 from collections import Counter
@@ -20,7 +20,7 @@ TOKENIZER = tokenizer(PLAIN)
 
 
 def require_truth(rollout: Rollout) -> None:
-    """Every sampled token is trained once, behind exactly the ids that the engine had; all else carries no loss."""
+    """Every sampled token is trained once, after exactly the ids that the engine received. Others carry no loss."""
     trained: Counter[tuple[int, int]] = Counter()
     calls = rollout.model.calls
     for row in rollout.tree.rows():
@@ -49,7 +49,7 @@ def require_truth(rollout: Rollout) -> None:
 
 
 def require_seen(rollout: Rollout) -> None:
-    """The ids of a prompt read as the text that the template makes of its messages, which mean what the agent sent."""
+    """A prompt's ids decode to the template's text of its messages, which mean what the agent sent."""
     for (prompt, history), (ids, _) in zip(rollout.prompts, rollout.model.calls, strict=True):
         assert prompt.token_ids == ids
         assert TOKENIZER.decode(ids, clean_up_tokenization_spaces=False) == prompt.text

@@ -135,7 +135,7 @@ custom.code rollout.agent.name AGENT --rollout.agent.name my_agent
 rollout.agent rollout.agent.command AGENT --rollout.agent.command '[sh, "{url}"]'
 rollout.agent-custom rollout.agent.command AGENT --rollout.agent.command [no-such-program]
 trainer.token-budget rollout.max_model_len COMMAND --rollout.max_model_len 2000 --trainer.target_tokens_per_batch 1500
-rollout.engine-installed rollout.python --rollout.python TMP/python
+reference.model reference.path --algorithm.kl_reward_coef 0.1 --reference.path TMP/none
 reference.model reference.path --algorithm.kl_coef 0.1 --reference.path TMP/none
 reference.model reference.path --algorithm.kl_coef 0 --reference.path TMP/none
 reference.model reference.parallel.tensor --algorithm.kl_coef 0.1 --reference.placement workers --reference.parallel.tensor 3

@@ -23,7 +23,8 @@ def test_a_bad_held_out_row_is_rejected_before_ray_starts(
     file = tmp_path / "eval.jsonl"
     file.write_text('{"prompt": "1+1=", "answer": "2", "answer": "3"}\n')
     assert main([command, *tiny.rl_flags(tmp_path / "run", "--evaluation.files", str(file))[1:]]) == _REFUSED
-    sentence = f"{file}:1: the key 'answer' occurs twice in one object; keep one [repeated-key]"
+    problem = "this is not valid JSON (the key 'answer' occurs twice in one object)"
+    sentence = f"{file}:1: {problem}; give one object per line [not-json]"
     assert capsys.readouterr().err == f"slime-like: {sentence}\n"
 
 

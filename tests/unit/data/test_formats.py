@@ -1,4 +1,4 @@
-"""Rows as data sets are published, and the files that they come in."""
+"""Formats of published data sets, and the files that contain them."""
 
 import json
 from pathlib import Path
@@ -16,7 +16,7 @@ from tests.support import templates
 from tests.support.rejections import Rejects
 from tests.support.templates import tokenizer_of
 
-# In the forms that are published; texts are shortened.
+# As published, with shortened texts.
 GSM8K = {
     "question": "Natalia sold clips to 48 of her friends in April, and then she sold half as many clips in May. ...",
     "answer": "Natalia sold 48/2 = <<48/2=24>>24 clips in May.\nNatalia sold 48+24 = <<48+24=72>>72 clips.\n#### 72",
@@ -78,7 +78,7 @@ def jsonl(path: Path, *rows: Any) -> Path:
 
 @pytest.mark.parametrize("suffix", [".jsonl", ".parquet"])
 @pytest.mark.parametrize("name", PUBLISHED)
-def test_published_rows_are_taken_as_they_are(tmp_path: Path, name: str, suffix: str) -> None:
+def test_published_rows_are_read(tmp_path: Path, name: str, suffix: str) -> None:
     row, question, answer = PUBLISHED[name]
     path = tmp_path / f"train{suffix}"
     if suffix == ".parquet":
@@ -119,38 +119,21 @@ def test_rows_of_another_format_are_named(tmp_path: Path, name: str, row: dict[s
 
 
 @pytest.mark.parametrize(
-    ("row", "name"),
-    [(GSM8K, "gsm8k"), (MATH, "math"), (OPENR1, "openr1"), ({"a": 1}, None)],
-)
-def test_rows_without_a_prompt_lead_to_their_format(tmp_path: Path, row: dict[str, Any], name: str | None) -> None:
-    with pytest.raises(DataError) as caught:
-        prompts(jsonl(tmp_path / "a.jsonl", row))
-    assert caught.value.code == "no-prompt"
-    assert (f"data.format to {name}," in str(caught.value)) == (name is not None)
-
-
-@pytest.mark.parametrize(
-    ("row", "words"),
+    ("row", "code", "words"),
     [
-        (DAPO, "data.format to dapo"),
-        ({"prompt": "1+1?", "label": "2"}, "'prompt', 'label'"),
+        (GSM8K, "no-prompt", "data.format to gsm8k,"),
+        (MATH, "no-prompt", "data.format to math,"),
+        ({"a": 1}, "no-prompt", "'a'"),
+        (DAPO, "bad-answer", "data.format to dapo"),
+        ({"prompt": "1+1?", "label": "2"}, "bad-answer", "'prompt', 'label'"),
     ],
 )
-def test_rows_without_an_answer_lead_to_it(tmp_path: Path, row: dict[str, Any], words: str) -> None:
+def test_a_row_without_prompt_or_answer_leads_to_its_format(
+    tmp_path: Path, row: dict[str, Any], code: str, words: str
+) -> None:
     with pytest.raises(DataError) as caught:
         prompts(jsonl(tmp_path / "a.jsonl", row))
-    assert caught.value.code == "bad-answer" and words in str(caught.value)
-
-
-def test_held_out_files_of_a_mixture_have_the_format_of_the_source_that_they_are_like(tmp_path: Path) -> None:
-    plain = {"prompt": "1+1?", "answer": "2"}
-    files = {name: jsonl(tmp_path / f"{name}.jsonl", row) for name, row in (("gsm8k", GSM8K), ("dapo", DAPO))}
-    files |= {"keys": jsonl(tmp_path / "keys.jsonl", plain)}
-    sources = [{"name": name, "files": [path], "format": name} for name, path in files.items()]
-    mixture = DataConfig(mixture=sources)  # type: ignore[arg-type]
-    assert {name: held_out_settings(mixture, path).format for name, path in files.items()} == {
-        "gsm8k": "gsm8k", "dapo": "dapo", "keys": "keys",
-    }  # fmt: skip
+    assert caught.value.code == code and words in str(caught.value)
 
 
 PLAIN, TOKENS = {"prompt": "1+1?", "answer": "2"}, {"input_token_ids": [5, 6], "answer": "2"}
@@ -199,45 +182,30 @@ def test_held_out_rows_of_no_format_are_rejected(tmp_path: Path, rejects: Reject
         prompts(path)
 
 
-def test_an_empty_answer_of_math_is_read_from_the_solution(tmp_path: Path) -> None:
-    (found,) = prompts(jsonl(tmp_path / "a.jsonl", MATH | {"answer": ""}), format="math")
-    assert found.answer == PUBLISHED["math"][2]
-
-
-def test_thousands_are_written_without_a_comma(tmp_path: Path) -> None:
-    (found,) = prompts(jsonl(tmp_path / "a.jsonl", GSM8K | {"answer": "so\n#### 1,104"}), format="gsm8k")
-    assert found.answer == "1104"
+def test_answers_are_read_as_published(tmp_path: Path) -> None:
+    """An empty answer of MATH is in its solution, and GSM8K's thousands have a comma."""
+    rows = {"math": MATH | {"answer": ""}, "gsm8k": GSM8K | {"answer": "so\n#### 1,104"}}
+    found = [prompts(jsonl(tmp_path / f"{name}.jsonl", row), format=name)[0].answer for name, row in rows.items()]
+    assert found == [PUBLISHED["math"][2], "1104"]
 
 
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
-        ("\\boxed{2}", "2"),
-        ("\\boxed{1} or \\boxed{\\frac{1}{2}}.", "\\frac{1}{2}"),
-        ("\\boxed{\\{1, 2\\}}", "\\{1, 2\\}"),
-        ("\\boxed{ x^{2} }", "x^{2}"),
-        ("\\boxed{2", None),
-        ("boxed{2}", None),
-        ("so $x = \\boxed 9$ is it, as $y$ is", "9"),  # as in MATH's algebra
-        ("so $\\boxed{1}$, or $\\boxed \\frac{1}{2}.$ Good.", "\\frac{1}{2}"),
-        ("it is \\(\\boxed 12\\).", "12"),
-        ("it is \\boxed 0.5.", "0.5"),
-        ("it is \\boxed 7\nas said", "7"),
-        ("\\boxed {2}", "2"),
-        ("\\boxed9", "9"),
-        ("\\boxed", None),
-        ("\\boxedness{2}", None),
-        ("are $\\fbox{3}$", "3"),
-        ("\\boxed{4}, not \\fbox{3}", "4"),
-        ("\\fbox{3", None),
+        ("\\boxed{2}", "2"), ("\\boxed{1} or \\boxed{\\frac{1}{2}}.", "\\frac{1}{2}"), ("\\boxed{ x^{2} }", "x^{2}"),
+        ("\\boxed{\\{1, 2\\}}", "\\{1, 2\\}"), ("\\boxed{2", None), ("boxed{2}", None), ("\\boxed {2}", "2"),
+        ("so $x = \\boxed 9$ is it, as $y$ is", "9"), ("so $\\boxed{1}$, or $\\boxed \\frac{1}{2}.$", "\\frac{1}{2}"),
+        ("it is \\(\\boxed 12\\).", "12"), ("it is \\boxed 0.5.", "0.5"), ("it is \\boxed 7\nas said", "7"),
+        ("\\boxed9", "9"), ("\\boxed", None), ("\\boxedness{2}", None), ("are $\\fbox{3}$", "3"),
+        ("\\boxed{4}, not \\fbox{3}", "4"), ("\\fbox{3", None),
     ],
-)
+)  # fmt: skip
 def test_the_last_box_is_read_with_its_braces(text: str, expected: str | None) -> None:
     assert boxed(text) == expected
 
 
-def test_directories_and_patterns_stand_for_their_files(tmp_path: Path) -> None:
-    """As ``datasets`` saves a split, as a hub's snapshot has its shards, and by a pattern."""
+def test_directories_and_patterns_name_their_files(tmp_path: Path) -> None:
+    """A split saved by ``datasets``, the shards of a hub's snapshot, and a pattern."""
     rows = [{"prompt": f"{number}+0", "answer": number} for number in range(6)]
     saved, shards = tmp_path / "saved" / "train", tmp_path / "shards"
     saved.mkdir(parents=True)

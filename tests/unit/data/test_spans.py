@@ -1,4 +1,4 @@
-"""Spans of answers: what carries loss in a conversation, and which templates and rows are rejected."""
+"""Spans of a conversation that carry loss, and rejection of templates and rows."""
 
 import json
 from functools import cache
@@ -59,12 +59,10 @@ def encoder(template: str) -> ConversationEncoder:
 
 
 def spans_of(template: str, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None = None) -> list[str]:
-    found, tokenizer = encoder(template).encode(messages, tools), tokenizer_with(template)
-    texts = [tokenizer.decode(found.tokens[start:end]) for start, end in found.spans]
-    assert texts == [found.text[start:end] for start, end in found.characters]
-    assert found.tokens == tokenizer.encode(found.text, add_special_tokens=False)
-    assert found.text == tokenizer.apply_chat_template(messages, tools=tools, tokenize=False)
-    return texts
+    (tokens, spans), tokenizer = encoder(template).encode(messages, tools), tokenizer_with(template)
+    text = tokenizer.apply_chat_template(messages, tools=tools, tokenize=False)
+    assert tokens == tokenizer.encode(text, add_special_tokens=False)
+    return [tokenizer.decode(tokens[start:end]) for start, end in spans]
 
 
 _CALL = '<tool_call>{"name": "%s", "arguments": {"a": 1}}</tool_call>'
@@ -83,14 +81,15 @@ ANSWERS: dict[str, tuple[str, list[dict[str, Any]], list[str]]] = {
 
 
 @pytest.mark.parametrize("name", ANSWERS)
-def test_spans_hold_what_the_assistant_says_and_the_end_of_its_turn(name: str) -> None:
+def test_spans_contain_the_assistants_text_and_end_of_turn(name: str) -> None:
     template, messages, expected = ANSWERS[name]
     assert spans_of(template, messages) == expected
 
 
 def test_tools_are_rendered() -> None:
     assert spans_of(templates.SOUND, AGENT, [TOOL])[0] == CALLED
-    assert '"name": "add", "parameters"' in encoder(templates.SOUND).encode(AGENT, [TOOL]).text
+    tokens, _ = encoder(templates.SOUND).encode(AGENT, [TOOL])
+    assert '"name": "add", "parameters"' in tokenizer_with(templates.SOUND).decode(tokens)
 
 
 TEXTS = st.text(st.sampled_from(list("ab é日\n\t😀{}\"'<|>")), max_size=8)
@@ -101,8 +100,8 @@ TEXTS = st.text(st.sampled_from(list("ab é日\n\t😀{}\"'<|>")), max_size=8)
     exchanges=st.lists(st.tuples(TEXTS, TEXTS.filter(str.strip), st.booleans()), min_size=1, max_size=4),
     marked=st.sampled_from((templates.MARKED, templates.MARKED_TO_THE_NEXT)),
 )
-def test_spans_are_those_of_transformers(exchanges: list[tuple[str, str, bool]], marked: str) -> None:
-    """The library's own mask, by generation markers, is ours; without markers the same but for what follows the end."""
+def test_spans_agree_with_transformers(exchanges: list[tuple[str, str, bool]], marked: str) -> None:
+    """With generation markers, masks are equal. Without, only the text after a turn's end differs."""
     messages = []
     for asked, answered, observed in exchanges:
         messages += [said("user", asked), said("assistant", answered)]
@@ -110,18 +109,13 @@ def test_spans_are_those_of_transformers(exchanges: list[tuple[str, str, bool]],
     reference = tokenizer_with(marked).apply_chat_template(
         messages, tokenize=True, return_dict=True, return_assistant_tokens_mask=True
     )
-    found = encoder(marked).encode(messages)
-    assert found.tokens == reference["input_ids"]
-    assert mask_of(found.spans, len(found.tokens)) == reference["assistant_masks"]
-    plain = encoder(templates.SOUND).encode(messages)
-    assert plain.tokens == found.tokens
-    ends = [end for _, end in plain.spans]
-    assert [start for start, _ in plain.spans] == [start for start, _ in found.spans]
-    assert all(found.tokens[end - 1] == tokenizer_with(marked).eos_token_id for end in ends)
-
-
-def mask_of(spans: tuple[tuple[int, int], ...], length: int) -> list[int]:
-    return [int(any(start <= place < end for start, end in spans)) for place in range(length)]
+    tokens, spans = encoder(marked).encode(messages)
+    mask = [int(any(start <= place < end for start, end in spans)) for place in range(len(tokens))]
+    assert (tokens, mask) == (reference["input_ids"], reference["assistant_masks"])
+    same, plain = encoder(templates.SOUND).encode(messages)
+    assert same == tokens
+    assert [start for start, _ in plain] == [start for start, _ in spans]
+    assert all(tokens[end - 1] == tokenizer_with(marked).eos_token_id for _, end in plain)
 
 
 FAULTS: list[tuple[str, str, list[dict[str, Any]]]] = [
@@ -135,7 +129,7 @@ FAULTS: list[tuple[str, str, list[dict[str, Any]]]] = [
     ("text-after-end", templates.chatml(end="<|im_end|>.{{ '' }}"), TWO),
     ("turn-changed", templates.LAST_ENDS_TWICE, TWO),
     ("message-dropped", templates.IGNORES_TOOLS, AGENT),
-    # The names stand in the text of the user, the arguments in no place.
+    # The names occur in the user's text, the arguments nowhere.
     ("message-dropped", templates.IGNORES_TOOLS, [said("user", "call add or sub with a = 1"), AGENT[1]]),
     ("message-dropped", templates.NAMES_CALLS, [said("user", "1+1="), AGENT[1]]),
     ("message-dropped", templates.SOUND, [*TWO[:3], said("assistant", "", function_call={"name": "add"})]),
@@ -170,7 +164,7 @@ def test_spans_that_cannot_be_found_exactly_are_rejected(
 def test_a_token_on_both_sides_of_a_border_is_rejected(
     header: str, merges: list[tuple[str, str]], content: str, splits: bool, trims: bool
 ) -> None:
-    """Also where the tokenizer trims white space off its offsets: the token then seems to begin behind the border."""
+    """Also if the tokenizer trims white space off its offsets, so the token seems to begin after the border."""
     template = (
         "{% for m in messages %}{% if m.role == 'user' %}{{ m.content }}{% else %}" + header
         + "{{ m.content }}<|im_end|>{% endif %}{% endfor %}{% if add_generation_prompt %}" + header + "{% endif %}"
@@ -178,8 +172,8 @@ def test_a_token_on_both_sides_of_a_border_is_rejected(
     merging = tokenizer_of(template, merges=merges, trims=trims)
     messages = [said("user", "a"), said("assistant", content)]
     if not splits:
-        found = ConversationEncoder(merging).encode(messages)
-        assert merging.decode(found.tokens[slice(*found.spans[0])]) == content + END
+        tokens, spans = ConversationEncoder(merging).encode(messages)
+        assert merging.decode(tokens[slice(*spans[0])]) == content + END
         return
     with pytest.raises(SpanFault) as caught:
         ConversationEncoder(merging).encode(messages)
@@ -203,7 +197,7 @@ def test_a_tokenizer_without_offsets_template_or_stop_token_is_rejected() -> Non
             ConversationEncoder(tokenizer)
         assert caught.value.code == code
     stop = without_eos.convert_tokens_to_ids(END)
-    assert len(ConversationEncoder(without_eos, [stop]).encode(TWO).spans) == 2
+    assert len(ConversationEncoder(without_eos, [stop]).encode(TWO)[1]) == 2
 
 
 # ------------------------------------------------------------------------------------------------------------- rows
@@ -219,7 +213,7 @@ def source_of(path: Path, rows: list[dict[str, Any]], **others: Any) -> PromptSo
 
 @pytest.mark.parametrize("suffix", [".jsonl", ".parquet"])
 def test_a_row_becomes_a_demonstration_whose_answers_carry_loss(tmp_path: Path, suffix: str) -> None:
-    """Arguments and tools as JSON text, as Parquet needs them; keys without a value; text behind the last answer."""
+    """With arguments and tools as JSON text, keys without a value, and text after the last answer."""
     written = {"id": "abcdefghi", "type": "function", "function": {"name": "add", "arguments": '{"a": 1}'}}
     messages = [
         said("user", "1+1=", tool_calls=None),
@@ -291,8 +285,8 @@ def test_a_bad_conversation_is_named_by_file_and_line(
         source_of(tmp_path / "rows.jsonl", [{"messages": TWO}, row])
 
 
-def test_messages_of_sharegpt_are_taken_as_they_are(tmp_path: Path) -> None:
-    """Another role, such as a template's own, is the template's affair."""
+def test_messages_of_sharegpt_are_converted(tmp_path: Path) -> None:
+    """Other roles are left to the template."""
     shared = [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}, {"from": "critic", "value": "c"},
               {"from": "gpt", "value": "d"}]  # fmt: skip
     plain = [said("user", "a"), said("assistant", "b"), said("critic", "c"), said("assistant", "d")]
@@ -323,7 +317,7 @@ def test_the_models_stop_tokens_end_turns(tmp_path: Path) -> None:
 
 
 def test_a_demonstration_over_the_token_budget_is_found_before_the_start(tmp_path: Path, rejects: Rejects) -> None:
-    """A row whose prompt is dropped anyway is not."""
+    """Unless the row's prompt is dropped anyway."""
     trainer = load_config(None, ["--model.path", "m", "--trainer.target_tokens_per_batch", "300"], tmp_path).trainer
     rows = [{"messages": TWO}, {"messages": [said("user", "a"), said("assistant", "b" * 300)]}]
     with rejects(DataError, "over-token-budget"):

@@ -1,4 +1,4 @@
-"""Rows of token ids: what is read, and every way in which a row is rejected, by file and line."""
+"""Rows of token ids: reading, and every rejection of a row."""
 
 import json
 from pathlib import Path
@@ -24,8 +24,8 @@ def rows_of(directory: Path, *rows: Any, context: int = 1, budget: int = 16) -> 
     return TokenRows(directory / "rows.jsonl", ModelDimensions.from_checkpoint(directory / "model"), trainer)
 
 
-def test_rows_are_read_as_they_stand(tmp_path: Path) -> None:
-    """An id may be a number; without a temperature it is 1; unknown keys are ignored; every pass is whole."""
+def test_rows_are_read(tmp_path: Path) -> None:
+    """Ids may be numbers, the default temperature is 1, unknown keys are ignored, and rows can be read again."""
     rows = rows_of(tmp_path, SOUND, "", {**SOUND, "id": 5, "temperature": 0.7, "note": "x"})
     assert rows.count() == 2
     for _ in range(2):

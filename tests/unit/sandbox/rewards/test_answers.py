@@ -1,14 +1,13 @@
-"""Rewards by name, case by case: right forms, wrong ones, and those that look right."""
+"""Included rewards, case by case: right answers, wrong ones, and wrong ones that look right."""
 
 import json
 
 import pytest
 
 from slime_like.interfaces.reward import RewardResult
-from slime_like.sandbox.rewards.final_answer import exact_match, gsm8k
 from slime_like.sandbox.rewards.json_answer import json_schema
-from slime_like.sandbox.rewards.letter_answer import multiple_choice
 from slime_like.sandbox.rewards.registry import resolve_reward, try_options
+from slime_like.sandbox.rewards.text_answer import exact_match, gsm8k, multiple_choice
 from tests.support.rejections import Rejects
 
 # ----------------------------------------------------------------------------------------------------- text and numbers
@@ -99,7 +98,7 @@ def test_multiple_choice(response: str, answer: str, right: bool) -> None:
         ("code", json.dumps(["assert f(2) == 4", "x = 1"])),
     ],
 )  # fmt: skip
-def test_a_ground_truth_that_cannot_be_one_is_an_error(name: str, answer: str) -> None:
+def test_an_unusable_ground_truth_is_an_error(name: str, answer: str) -> None:
     with pytest.raises(ValueError, match=r"the answer|JSON Schema|tests"):
         resolve_reward(name)("", "```python\n1\n```", answer)
 
@@ -131,7 +130,7 @@ def test_json_schema(response: str, right: bool) -> None:
     assert _is_right(json_schema("", response, json.dumps(_SCHEMA))) == right
 
 
-def test_a_schema_fetches_nothing(rejects: Rejects) -> None:
+def test_a_schema_downloads_nothing(rejects: Rejects) -> None:
     inside = {"$defs": {"n": {"type": "integer"}}, "$ref": "#/$defs/n"}
     assert json_schema("", "3", json.dumps(inside)).success and not json_schema("", '"3"', json.dumps(inside)).success
     with pytest.raises(Exception, match="Unresolvable"):
@@ -150,13 +149,13 @@ def test_options_that_cannot_work_are_rejected() -> None:
         ("judge", {"url": "http://127.0.0.1/v1", "model": "m", "headers_from": {"Authorization": "NOT_SET"}}),
         ("code", {"memory": 3}),
     ):
-        faulty = {"exact_match": "unterminated", "json_schema": "no JSON Schema"}.get(name, list(options)[-1])
+        faulty = {"exact_match": "unterminated", "json_schema": "JSON Schema"}.get(name, list(options)[-1])
         with pytest.raises(ValueError, match="url" if str(options.get("url")).startswith("ftp") else faulty):
             try_options(name, resolve_reward(name), options)
     try_options("json_schema", json_schema, {"schema": _SCHEMA})
 
 
 def _is_right(result: RewardResult) -> bool:
-    """Reward, success and reason agree."""
+    """Return the success, which must agree with the reward."""
     assert result.reward == float(result.success)
     return result.success

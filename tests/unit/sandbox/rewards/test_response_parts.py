@@ -1,4 +1,4 @@
-"""What of a response counts: behind its thinking, in its fenced blocks."""
+"""The parts of a response that count: the text after its thinking, and fenced blocks."""
 
 import pytest
 
@@ -38,7 +38,7 @@ def test_the_last_block_of_a_language(text: str, block: str | None) -> None:
         ("S = '</think>'", "S = '</think>'"),
     ],
 )  # fmt: skip
-def test_the_answer_stands_behind_the_thinking(response: str, answer: str) -> None:
+def test_the_answer_follows_the_thinking(response: str, answer: str) -> None:
     assert after_thinking(response) == answer
 
 
@@ -51,5 +51,5 @@ def test_the_answer_stands_behind_the_thinking(response: str, answer: str) -> No
         ("(1)|2", "2", ""),
     ],
 )  # fmt: skip
-def test_the_last_match_behind_the_thinking(pattern: str, response: str, found: str | None) -> None:
+def test_the_last_match_after_the_thinking(pattern: str, response: str, found: str | None) -> None:
     assert last_match(pattern, response) == found

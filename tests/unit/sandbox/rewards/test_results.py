@@ -1,4 +1,4 @@
-"""What a reward function may return."""
+"""Return values of reward functions."""
 
 from collections import OrderedDict
 from typing import Any
@@ -45,6 +45,6 @@ def test_a_result_in_any_form(returned: Any, result: RewardResult) -> None:
     ],
     ids=str,
 )  # fmt: skip
-def test_anything_else_is_no_result(returned: Any) -> None:
+def test_any_other_value_is_rejected(returned: Any) -> None:
     with pytest.raises(TypeError):
         as_result(returned)

@@ -1,0 +1,109 @@
+"""Custom reward functions in a worker: usable ones, and rejection at the start or at a call."""
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from slime_like.errors import ConfigError
+from slime_like.sandbox.rewards.worker import _prepare
+from slime_like.sandbox.serving import Handler, ItemFailed
+from tests.support.rejections import Rejects
+
+HEAD = (
+    "from functools import partial; from slime_like.interfaces.reward import RewardResult, group_reward; "
+    "g = lambda *given: 1.0; filled = lambda f: g"
+)
+USABLE: list[tuple[str, dict[str, Any]]] = [
+    ("f = 3\nf = filled(f)", {}),
+    ("f = partial(g, 3)", {}),
+    ("def f(answer, completion, gold): return True", {}),
+    ("def f(prompt, response, answer) -> float: return float(response == answer)", {}),
+    ("def f(prompt, response, answer) -> tuple[float, bool]: return 0.5, True", {}),
+    ("def f(prompt, response, answer) -> dict: return {'score': 0.5, 'why': 'half'}", {}),
+    ("def f(prompt, response, answer, *, scale=1) -> RewardResult: return RewardResult(1.0, True)", {"scale": 2}),
+    ("def f(prompt, response, answer, **options) -> 'RewardResult': return RewardResult(1.0, True)", {"scale": 2}),
+    ("def f(*arguments): return 1", {}),
+    ("@group_reward\ndef f(prompt, responses, answer) -> list[float]: return [1.0 for _ in responses]", {}),
+    ("@group_reward\ndef f(prompt, responses, answer): return [(1, True) for _ in responses]", {}),
+]
+UNUSABLE: list[tuple[str, dict[str, Any]]] = [
+    ("def f(response: str, answer='a'): ...", {}),
+    ("def f(prompt, response, answer, extra, /): ...", {"extra": 1}),
+    ("def f(*, prompt, response, answer): ...", {}),
+    ("@group_reward\ndef f(prompt, responses): ...", {}),
+    ("async def f(prompt, response, answer): ...", {}),
+    ("def f(prompt, response, answer, *, scale: float = 2.0): ...", {"scales": 1}),
+    ("def f(prompt, response, answer, *, scale): ...", {}),
+    ("def f(response, prompt, answer): ...", {}),
+    ("@group_reward\ndef f(answer, responses, prompt, *, scale=1): ...", {}),
+    ("def f(data_source, solution_str, ground_truth, extra_info=None): return 1.0", {}),
+    ("def f(prompts, completions, answer, **kwargs): return [1.0]", {}),
+    ("def f(completions, **kwargs): return [1.0]", {}),
+    ("f = 3", {}),
+    ("f: object = ['a']", {}),
+    ("def f(prompt, response, answer)\n    pass", {}),
+    ("return f", {}),
+    ("def f(*arguments, response, prompt, answer): ...", {}),
+    ("class f: ...", {}),
+    ("def f(prompt, response, answer): ...\nraise LookupError('no such table')", {}),
+    ("from not_there import f", {}),
+]
+FAILING = [
+    "def f(prompt, response, answer): ...",
+    "def f(prompt, response, answer): return 'right'",
+    "def f(prompt, response, answer): return 1, 2, 3",
+    "def f(prompt, response, answer): return {'points': 1.0}",
+    "def f(prompt, response, answer): return float('nan')",
+    "def f(prompt, response, answer): return prompt.no_such_method()",
+    "def f(prompt, response, answer): return RewardResult('1.0', True)",
+    "def f(prompt, response, answer): return RewardResult(1.0, None)",
+    "def f(prompt, response, answer): return RewardResult(1.0, True, ['x'])",
+    "def f(prompt, response, answer): return RewardResult(1.0, True, {'x': object()})",
+    "@group_reward\ndef f(prompt, responses, answer): return 1.0",
+    "@group_reward\ndef f(prompt, responses, answer): return [1.0]",
+    "@group_reward\ndef f(prompt, responses, answer): return [None for _ in responses]",
+]
+
+
+@pytest.fixture
+def prepare(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.syspath_prepend(str(tmp_path))
+
+    def prepared(source: str, options: dict[str, Any]) -> Handler:
+        (tmp_path / "own_rewards.py").write_text(f"{HEAD}\n{source}\n")
+        monkeypatch.delitem(sys.modules, "own_rewards", raising=False)
+        handle, _ = _prepare({"functions": [{"field": "reward", "name": "own_rewards:f", "options": options}]})
+        return handle
+
+    return prepared
+
+
+def item(source: str) -> dict[str, Any]:
+    group = {"responses": ["r", "r"]} if "group_reward" in source else {"response": "r"}
+    return {"prompt": "p", "answer": "r", **group}
+
+
+@pytest.mark.parametrize(("source", "options"), USABLE, ids=[source for source, _ in USABLE])
+def test_a_usable_reward_gives_rewards(prepare: Any, source: str, options: dict[str, Any]) -> None:
+    samples = prepare(source, options)(item(source))["samples"]
+    assert {sample["successes"][0] for sample in samples} == {1.0} and len(samples) == 1 + ("group_" in source)
+
+
+@pytest.mark.parametrize(("source", "options"), UNUSABLE, ids=[source for source, _ in UNUSABLE])
+def test_an_unusable_reward_is_rejected_at_the_start(
+    prepare: Any, rejects: Rejects, tmp_path: Path, source: str, options: dict[str, Any]
+) -> None:
+    with rejects(ConfigError, "config") as caught:
+        prepare(source, options)
+    assert str(caught.value).startswith(f"reward.name=own_rewards:f ({tmp_path}/own_rewards.py")
+
+
+@pytest.mark.parametrize("source", FAILING)
+def test_a_wrong_result_names_the_function(prepare: Any, tmp_path: Path, source: str) -> None:
+    with pytest.raises(ItemFailed) as caught:
+        prepare(source, {})(item(source))
+    answer = caught.value.answer
+    assert (answer["reason"], answer["function"]) == ("error", "own_rewards:f")
+    assert f"({tmp_path}/own_rewards.py:" in answer["detail"]
