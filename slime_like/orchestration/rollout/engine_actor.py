@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from slime_like.config import RunConfig
 from slime_like.data.tokenizer import load_tokenizer
-from slime_like.errors import EngineError, SlimeLikeError
+from slime_like.errors import EngineError
 from slime_like.interfaces import (
     BucketMetadata,
     EngineHealth,
