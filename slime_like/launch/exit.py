@@ -1,8 +1,8 @@
-"""End of a node: its verdict, which all nodes share, and the note that it leaves for nodes that Ray does not connect.
+"""End of a node: its verdict, which all nodes share, and the note it leaves for nodes that Ray doesn't connect to it.
 
-A node that ends before Ray connects it (a refused configuration, a taken port) leaves a note, which the nodes that wait
-for it read. A note of an earlier start may lie there, too: each node removes its note when it starts. Until then it
-counts only if the node stays away for a while, and not at all once it is older than the wait for nodes.
+A node that ends before Ray connects it (a rejected configuration, a taken port) leaves a note. The nodes that wait for
+it read the note and end, too. Each node removes its own note of an earlier start when it starts. Until then, an old
+note counts only if the node stays away for a while, and only while it is younger than the wait for nodes.
 """
 
 import json
@@ -19,14 +19,14 @@ from slime_like.system.disk import write_private
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """Exit code of every node, and the cause where it is not 0."""
+    """Exit code of every node, and the cause if it is not 0."""
 
     code: int
     sentence: str = ""
 
 
 class NodeEndedError(LaunchError):
-    """Another node has ended the run; this one ends with the same ``verdict``."""
+    """Another node has ended the run. This node ends with the same ``verdict``."""
 
     code = "node-ended"
 
@@ -42,7 +42,7 @@ class RefusedError(LaunchError):
 
 
 def failure(error: SlimeLikeError, who: str = "") -> Verdict:
-    """Verdict of a run that ``error`` has ended, on node ``who`` if the error does not name it."""
+    """Return the verdict of a run that ``error`` has ended. ``who`` is the node, if the error doesn't name it."""
     if isinstance(error, NodeEndedError):
         return error.verdict
     sentence = "; ".join(map(str, error.problems)) if isinstance(error, ConfigError) else str(error)
@@ -50,10 +50,14 @@ def failure(error: SlimeLikeError, who: str = "") -> Verdict:
 
 
 class ExitNotes:
-    """The note of this node, and those that others leave from now on."""
+    """Note of this node, and notes that the other nodes leave from now on."""
 
     def __init__(self, run_dir: Path, options: LaunchOptions) -> None:
-        """Raises ``LaunchError``: this node's note of an earlier start cannot be removed."""
+        """Remove this node's note of an earlier start.
+
+        Raises:
+            LaunchError: the note cannot be removed.
+        """
         self._paths = [launch_directory(run_dir) / f"ended-{rank}.json" for rank in range(options.nodes)]
         self._own = self._paths[options.node_rank]
         try:
@@ -78,9 +82,10 @@ class ExitNotes:
             print(f"[slime-like] {why} ({error.strerror})", file=sys.stderr, flush=True)
 
     def require_none_ended(self, ranks: Iterable[int] = (0,)) -> None:
-        """
+        """Check the notes of these nodes.
+
         Raises:
-            NodeEndedError: one of these nodes has left a note in this start, or shortly before and did not return.
+            NodeEndedError: a node left a note in this start, or shortly before it and did not return.
         """
         for rank in ranks:
             modified = _modified(self._paths[rank])

@@ -15,12 +15,12 @@ from slime_like.system.interrupts import take_interrupt
 
 
 def launch(options: LaunchOptions, config: RunConfig) -> Verdict:
-    """Take part in a run on ``options.nodes`` nodes, until it has ended on all of them.
+    """Take part in a run on ``options.nodes`` nodes until it has ended on all of them.
 
     Raises:
-        SlimeLikeError: before Ray connected this node with the others, which find the reason in its exit note.
+        SlimeLikeError: a failure before Ray connected this node. The other nodes find the reason in its exit note.
     """
-    if options.nodes == 1:  # its Ray is training's own, on loopback
+    if options.nodes == 1:  # training starts Ray on loopback
         require_valid(config)
         verdict = run_plan(options, config, os.environ)
         if not verdict.code:

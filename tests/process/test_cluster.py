@@ -59,15 +59,13 @@ def test_ray_that_does_not_start(
     assert found == [handler]
 
 
-def test_an_object_store_larger_than_memory_is_rejected_before_ray(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, handler: InterruptHandler, rejects: Rejects
-) -> None:
-    monkeypatch.setattr(ray, "init", None)
-    (tmp_path / "logs").mkdir()
+def test_an_object_store_larger_than_memory_is_rejected_with_the_setting(tmp_path: Path) -> None:
     more = 2 * psutil.virtual_memory().total // 2**20
-    with rejects(SlimeLikeError, "object-store-size"):
-        Cluster(ClusterConfig(object_store_mb=more), tmp_path / "logs", 1).__enter__()
-    assert [path.name for path in tmp_path.iterdir()] == ["logs"]
+    starting = Cluster(ClusterConfig(object_store_mb=more), tmp_path / "logs", 1)
+    with pytest.raises(SlimeLikeError) as caught:
+        starting.__enter__()
+    assert caught.value.code == "ray-not-started" and "lower cluster.object_store_mb" in caught.value.problem
+    assert starting._guard.wait(60) == 0
 
 
 @pytest.mark.parametrize("listens", [True, False])

@@ -73,7 +73,7 @@ def test_given_variables_take_precedence() -> None:
         ({"PLAN": "no"}, "PLAN=no is neither 0 nor 1"),
         ({"DRY_RUN": "true"}, "DRY_RUN=true is neither 0 nor 1"),
         ({"SLURM_JOB_NODELIST": "gpu[1-4]", "NODES": "3"}, "--nodes=3, but --slurm_nodes names 4 nodes"),
-        ({"HEAD_ADDR": "10.0.0.1"}, "--head=10.0.0.1 (HEAD_ADDR) is given, but not how many nodes take part"),
+        ({"HEAD_ADDR": "10.0.0.1"}, "--head=10.0.0.1 (HEAD_ADDR) needs the number of nodes"),
         (
             {"SLURM_STEP_NODELIST": "gpu[1-4]", "SLURM_STEP_NUM_TASKS": "32", "SLURM_STEP_NUM_NODES": "4"},
             "srun started 32 tasks on 4 nodes, and one on each is wanted: srun --ntasks-per-node 1",

@@ -8,7 +8,7 @@ from typing import Any
 
 from slime_like.checks.check import require_valid
 from slime_like.config.reading.load import load_config
-from slime_like.orchestration.cluster.bundles import bundle_sizes
+from slime_like.orchestration.cluster.bundles import pieces_of
 from slime_like.orchestration.cluster.cluster import Cluster
 from slime_like.orchestration.run import opening
 from slime_like.train import train
@@ -19,7 +19,7 @@ def train_all(files: Sequence[str]) -> int:
     configs = [load_config(Path(file)) for file in files]
     for config in configs:
         require_valid(config)
-    slots = max(sum(bundle_sizes(config)) for config in configs)
+    slots = max(sum(pieces_of(config).bundles) for config in configs)
     names = iter(range(len(configs)))
     with Cluster(configs[0].cluster, Path(files[0]).parent / "worker_logs", slots) as cluster:
 

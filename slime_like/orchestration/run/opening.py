@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import ray._private.utils
 import torch
 
 from slime_like.checks.transport import chosen_transport
@@ -22,9 +23,8 @@ from slime_like.interfaces import TrainerBackend
 from slime_like.models.dimensions import ModelDimensions
 from slime_like.observability.metrics import MetricLogger
 from slime_like.observability.progress import DRIVER_LOG, Progress
-from slime_like.orchestration.cluster.bundles import bundle_sizes
+from slime_like.orchestration.cluster.bundles import pieces_of
 from slime_like.orchestration.cluster.cluster import Cluster
-from slime_like.orchestration.cluster.object_store import available_memory
 from slime_like.orchestration.cluster.placement import Placement
 from slime_like.orchestration.reference.refresh import REFERENCE, Reference
 from slime_like.orchestration.rollout.advantages import require_group_scope
@@ -218,7 +218,7 @@ class _Base:
         for note in filter(None, (self.lock.warning, moved, damaged, *notes, *settings, *machine, start)):
             progress.note(note)
         bucket_directories = [config.sync.directory] if config.sync.directory else []
-        logs, slots = config.run_dir / "worker_logs", sum(bundle_sizes(config))
+        logs, slots = config.run_dir / "worker_logs", sum(pieces_of(config).bundles)
         with progress.waiting("starting Ray"):
             cluster = stack.enter_context(Cluster(config.cluster, logs, slots, bucket_directories, progress.note))
             placement = stack.enter_context(Placement(config))
@@ -240,7 +240,8 @@ def _machine_notes(config: RunConfig, num_nodes: int) -> Iterator[str]:
     """Yield notes on what this machine has too little of."""
     if num_nodes == 1:
         yield from processor_notes(config, torch.cpu.get_capabilities())
-        yield from memory_notes(config, ModelDimensions.from_checkpoint(config.model.path), available_memory())
+        available = ray._private.utils.estimate_available_memory()  # of the container, if there is one
+        yield from memory_notes(config, ModelDimensions.from_checkpoint(config.model.path), available)
 
 
 @dataclass(frozen=True, slots=True)

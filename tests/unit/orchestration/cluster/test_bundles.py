@@ -7,12 +7,10 @@ import pytest
 
 from slime_like.config import RunConfig
 from slime_like.orchestration.cluster.bundles import (
-    NodeRoom,
     NoRoomError,
     Pieces,
     along_devices,
     assign_nodes,
-    bundle_sizes,
     fits_on_nodes,
     pieces_of,
 )
@@ -36,7 +34,7 @@ def config(tmp_path: Path, **sections: Any) -> RunConfig:
     ],
 )
 def test_bundles(tmp_path: Path, sections: dict[str, Any], expected: list[int]) -> None:
-    assert bundle_sizes(config(tmp_path, **sections)) == expected
+    assert pieces_of(config(tmp_path, **sections)).bundles == expected
 
 
 @pytest.mark.parametrize(
@@ -69,8 +67,7 @@ def test_ranks_that_must_share_a_node(
     ],
 )
 def test_nodes_are_filled_in_order(pieces: Pieces, free: list[int], expected: list[int]) -> None:
-    nodes = [NodeRoom(f"10.0.0.{index}", room) for index, room in enumerate(free)]
-    assert assign_nodes(pieces, nodes) == expected
+    assert assign_nodes(pieces, free) == expected
 
 
 def test_whether_a_run_fits_on_nodes(tmp_path: Path) -> None:
@@ -89,7 +86,7 @@ def test_whether_a_run_fits_on_nodes(tmp_path: Path) -> None:
 def test_what_fits_on_no_node_is_named(blocks: list[int], engines: list[int], size: int) -> None:
     """Seven devices on two nodes hold one group of four, not two."""
     with pytest.raises(NoRoomError) as error:
-        assign_nodes(Pieces(blocks, engines), [NodeRoom("a", 4), NodeRoom("b", 3)])
+        assign_nodes(Pieces(blocks, engines), [4, 3])
     assert error.value.size == size
 
 
