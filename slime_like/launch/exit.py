@@ -9,11 +9,12 @@ import json
 import sys
 import time
 from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from slime_like.config.launch import LaunchOptions, launch_directory
-from slime_like.errors import ConfigError, LaunchError, SlimeLikeError, exit_code
+from slime_like.errors import FAILED, ConfigError, LaunchError, SlimeLikeError, exit_code
 from slime_like.system.disk import write_private
 
 
@@ -41,34 +42,24 @@ class RefusedError(LaunchError):
     code = "rank-refused"
 
 
-def failure(error: SlimeLikeError, who: str = "") -> Verdict:
+def failure(error: Exception, who: str = "") -> Verdict:
     """Return the verdict of a run that ``error`` has ended. ``who`` is the node, if the error doesn't name it."""
     if isinstance(error, NodeEndedError):
         return error.verdict
+    if not isinstance(error, SlimeLikeError):
+        return Verdict(FAILED, f"{who}: {type(error).__name__}: {error}")
     sentence = "; ".join(map(str, error.problems)) if isinstance(error, ConfigError) else str(error)
     return Verdict(exit_code(error), f"{who}: {sentence}" if who else sentence)
 
 
 class ExitNotes:
-    """Note of this node, and notes that the other nodes leave from now on."""
+    """Note of this node, and notes that the other nodes leave from now on. Removes this node's earlier note."""
 
     def __init__(self, run_dir: Path, options: LaunchOptions) -> None:
-        """Remove this node's note of an earlier start.
-
-        Raises:
-            LaunchError: the note cannot be removed.
-        """
         self._paths = [launch_directory(run_dir) / f"ended-{rank}.json" for rank in range(options.nodes)]
         self._own = self._paths[options.node_rank]
-        try:
+        with suppress(NotADirectoryError):
             self._own.unlink(missing_ok=True)
-        except NotADirectoryError:
-            pass
-        except OSError as error:
-            raise LaunchError(
-                f"{self._own} cannot be removed ({error.strerror}), and reports to the other nodes that this one ended",
-                code="note-not-removed",
-            ) from error
         self._earlier = [_modified(path) for path in self._paths]
         self._return_at = time.monotonic() + 2 * options.silence_s
         self._patience_s = options.nodes_timeout_s

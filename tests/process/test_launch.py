@@ -45,13 +45,13 @@ class Node(threading.Thread):
         self._config = config
         self.place = f"node {rank} ({socket.gethostname()}, 127.0.0.{rank + 2})"
         self.verdict: Verdict | None = None
-        self.error: SlimeLikeError | None = None
+        self.error: Exception | None = None
         self.start()
 
     def run(self) -> None:
         try:
             self.verdict = launch(self._options, self._config)
-        except SlimeLikeError as error:
+        except Exception as error:
             self.error = error
 
     def ended(self) -> Node:
@@ -199,7 +199,7 @@ def test_node_0_fails_while_one_waits_and_another_comes_later(config: RunConfig,
     early = Node(config, 1, port)
     time.sleep(0.5)  # it waits for node 0's GCS
     leader = Node(config, 0, port).ended()
-    assert leader.error is not None and leader.error.code == "port-taken"
+    assert isinstance(leader.error, SlimeLikeError) and leader.error.code == "port-taken"
     sentence = str(leader.error)
     assert early.ended().verdict == Verdict(1, sentence)
     late = Node(config, 2, port, silence_s=0.1).ended().verdict
@@ -209,15 +209,17 @@ def test_node_0_fails_while_one_waits_and_another_comes_later(config: RunConfig,
 
 def test_a_node_0_that_does_not_answer_is_given_up(config: RunConfig, port: int) -> None:
     alone = Node(config, 1, port, nodes_timeout_s=1.0).ended().error
-    assert alone is not None and alone.code == "head-silent" and f"{HOST}:{port}" in str(alone)
+    assert isinstance(alone, SlimeLikeError) and alone.code == "head-silent" and f"{HOST}:{port}" in str(alone)
 
 
-def test_an_interrupt_before_ray_connects_a_node_leaves_a_note(
-    config: RunConfig, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("raised", [KeyboardInterrupt(), RuntimeError("a bug")])
+def test_a_node_that_ends_before_ray_connects_it_leaves_a_note(
+    config: RunConfig, monkeypatch: pytest.MonkeyPatch, raised: BaseException
 ) -> None:
-    monkeypatch.setattr(participant, "find_place", Mock(side_effect=KeyboardInterrupt))
-    node = Node(config, 1, 6380).ended()
-    sentence = f"interrupted on node 1 ({socket.gethostname()})"
-    assert node.verdict == Verdict(130, sentence)
+    monkeypatch.setattr(participant, "find_place", Mock(side_effect=raised))
+    node, here = Node(config, 1, 6380).ended(), f"node 1 ({socket.gethostname()})"
+    interrupted = isinstance(raised, KeyboardInterrupt)
+    sentence = f"interrupted on {here}" if interrupted else f"{here}: RuntimeError: a bug"
+    assert (node.verdict, node.error) == ((Verdict(130, sentence), None) if interrupted else (None, raised))
     note = launch_directory(config.run_dir) / "ended-1.json"
     assert json.loads(note.read_text()) == {"code": 1, "sentence": sentence}

@@ -1,4 +1,4 @@
-"""Processes that see devices which are not theirs."""
+"""Processes that see all devices of a node."""
 
 from types import SimpleNamespace
 
@@ -15,7 +15,7 @@ from slime_like.orchestration.cluster import node
 def test_a_process_that_sees_all_gpus_is_rejected(
     monkeypatch: pytest.MonkeyPatch, value: str | None, given: list[str], rejected: bool
 ) -> None:
-    """Without a GPU from Ray it names its devices itself, or has none."""
+    """A process without a GPU from Ray is not affected."""
     context = SimpleNamespace(get_accelerator_ids=lambda: {"GPU": given})
     monkeypatch.setattr(node, "ray", SimpleNamespace(get_runtime_context=lambda: context))
     monkeypatch.setattr(node, "node_address", lambda: "10.0.0.7")
