@@ -1,6 +1,6 @@
-"""Both sides of a launch against a GCS in this process: each case ends with a sentence that names node and cause.
+"""Both sides of a launch with a GCS in this process. Each failure is a sentence that names node and cause.
 
-Nodes that never come, are killed, or have another key or a taken port are in ``tests/hosts``.
+``tests/hosts`` has nodes that never come, are killed, or have another key.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class Node(threading.Thread):
 
 
 class FakeRay:
-    """In place of ``RayNode``: joins the GCS of the test, without a process."""
+    """Replacement of ``RayNode`` that joins the test's GCS without a process."""
 
     gcs: GcsServer
     directory = "/tmp/slime-test"
@@ -130,7 +130,7 @@ def head(server: GcsServer, config: RunConfig, **fields: object) -> Node:
 
 @pytest.fixture
 def port() -> Iterator[int]:
-    """Bound, so that no other process gets it; nothing listens."""
+    """A port that is bound, so no other process gets it. Nothing listens there."""
     with socket.socket() as unused:
         unused.bind((HOST, 0))
         yield unused.getsockname()[1]

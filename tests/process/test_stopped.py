@@ -1,4 +1,4 @@
-"""Stopped processes are found with those that they started."""
+"""Stopped processes and stopped children of workers are found."""
 
 import signal
 import subprocess
@@ -36,4 +36,4 @@ def test_stopped_processes_are_found_and_ended(worker: subprocess.Popen[bytes]) 
     assert (found.node, found.process, found.role) == ("here", child.pid, "engine-3.2")
     assert stopped_processes([worker.pid], "here", end=[found]) == [found]
     child.wait(10)
-    worker.wait(10)  # for its child
+    worker.wait(10)  # it waits for its child

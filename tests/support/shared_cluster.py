@@ -1,4 +1,4 @@
-"""Several runs in one Ray cluster, whose start takes most of a short run's time."""
+"""Several runs in one Ray cluster, since its start takes most of a short run's time."""
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -15,7 +15,7 @@ from slime_like.train import train
 
 
 def train_all(files: Sequence[str]) -> int:
-    """Train each configuration, one after the other. For a process that does nothing else: ``Command(program=...)``."""
+    """Train the configurations one after the other. Use it as ``Command(program=...)``."""
     configs = [load_config(Path(file)) for file in files]
     for config in configs:
         require_valid(config)
