@@ -40,15 +40,6 @@ def address_towards(host: str, port: int = 9) -> str:
     return address
 
 
-def resolve(host: str) -> str:
-    """Return the first address of ``host``, which may be an address itself.
-
-    Raises:
-        OSError: the name does not resolve.
-    """
-    return str(socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0][4][0])
-
-
 def is_loopback(address: str) -> bool:
     """Return whether an address is loopback. Raises ``ValueError`` if it is not an address."""
     return ipaddress.ip_address(address).is_loopback

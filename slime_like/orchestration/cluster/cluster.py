@@ -130,8 +130,9 @@ class Cluster:
         if self._daemons is None:
             return None
         self._daemons.close()
-        found = self._daemons.cause() if isinstance(error, SlimeLikeError) or self._daemons.interrupted else None
-        if self._daemons.interrupted:
+        interrupted = self._daemons.interrupted_for is not None
+        found = self._daemons.cause() if isinstance(error, SlimeLikeError) or interrupted else None
+        if interrupted:
             take_interrupt()
         self._daemons.end_stopped()
         return found
@@ -184,7 +185,7 @@ def _require_reachable(address: str) -> None:
     except (OSError, ValueError, subprocess.SubprocessError) as error:
         is_silent = isinstance(error, subprocess.SubprocessError)
         raise SlimeLikeError(
-            "what listens there gives no answer" if is_silent else f"nothing answers there ({error})",
+            "the server there does not answer" if is_silent else f"nothing answers there ({error})",
             code="cluster-silent",
             who=f"cluster.address={address}",
             remedy="give the HOST:PORT that `ray start --head` printed, or none to start a cluster on this machine",
